@@ -8,7 +8,6 @@
 use crate::ledger::StageName;
 use crate::run::Run;
 use crate::stages::{Ahead, Window, look_ahead};
-use anyhow::Context;
 use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, TeacherKind};
 use querl_core::ports::{PromptInput, PromptTask, Teacher};
 use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
@@ -28,7 +27,7 @@ const CHAT_S: Range = Range { low: 0.5, high: 10.0 };
 const RETRIEVAL_S: Range = Range { low: 0.05, high: 2.0 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
-pub(crate) struct Range {
+pub struct Range {
     pub low: f64,
     pub high: f64,
 }
@@ -59,7 +58,7 @@ pub struct Step {
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub(crate) struct Estimate {
+pub struct Estimate {
     pub rows: usize,
     pub steps: Vec<Step>,
     pub budget: Option<f64>,
@@ -338,28 +337,6 @@ impl Estimate {
         }
         lines.join("\n")
     }
-
-    /// On stdout.
-    ///
-    /// # Errors
-    /// stdout is closed.
-    pub fn print(&self, json: Printed) -> anyhow::Result<()> {
-        use std::io::Write;
-        let text = match json {
-            Printed::Json => serde_json::to_string_pretty(self)?,
-            Printed::Text => self.to_text(),
-        };
-        writeln!(std::io::stdout(), "{text}").context("stdout")
-    }
-}
-
-/// How an estimate is printed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Printed {
-    /// For a program.
-    Json,
-    /// For a person.
-    Text,
 }
 
 fn shown(range: Range, digits: usize) -> String {

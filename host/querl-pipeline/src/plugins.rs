@@ -21,7 +21,7 @@ pub struct Plugins {
     /// In the order in which they are applied.
     pub filters: Vec<Arc<dyn Filter>>,
     /// Summed by weight.
-    pub rewards: Vec<WeightedReward>,
+    pub(crate) rewards: Vec<WeightedReward>,
     /// Says the style of answers, where one is configured.
     pub style: Option<Arc<SharedStyleModel>>,
     /// Says the style of evaluated answers besides, and is no part of any reward.

@@ -29,7 +29,7 @@ pub struct Run {
     /// The configured plugins, loaded.
     pub plugins: Plugins,
     /// Runs training and generation; on the CPU where no stage of this command needs it.
-    pub executor: Executor,
+    pub(crate) executor: Executor,
     /// Waits for outside calls.
     pub runtime: tokio::runtime::Runtime,
     /// How outside services are reached.
@@ -135,7 +135,7 @@ impl Run {
     ///
     /// # Errors
     /// Retrieval or judge cannot be opened.
-    pub fn services(&self) -> anyhow::Result<Services> {
+    pub(crate) fn services(&self) -> anyhow::Result<Services> {
         let config = &self.config;
         Ok(Services {
             retriever: self.retriever()?,

@@ -53,9 +53,6 @@ pub(crate) struct EventFile {
 
 impl EventFile {
     /// Opens the event file in `folder`, or begins one; what a killed process left unfinished at its end is cut off.
-    ///
-    /// # Errors
-    /// As the file system says.
     pub(crate) fn open(folder: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(folder)?;
         let path = match existing(folder)? {

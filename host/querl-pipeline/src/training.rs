@@ -67,10 +67,6 @@ pub(crate) fn add_device(facts: &mut Facts, run: &Run) {
     }
 }
 
-/// Prompt tokens by row.
-///
-/// # Errors
-/// The chat template fails.
 pub(crate) fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<Vec<Vec<u32>>, ModelError> {
     rows.iter().map(|row| tokenizer.encode_prompt(row.prompt())).collect()
 }
@@ -78,13 +74,11 @@ pub(crate) fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<
 /// One response of a model and its latency.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Generation {
-    /// The response.
     pub response: PolicyResponse,
     /// Wall-clock time, in milliseconds; `None` where other ranks used the same CPU meanwhile.
     pub latency_ms: Option<f64>,
 }
 
-/// Receives responses.
 pub(crate) type Each<'a> = dyn FnMut(Vec<Generation>) -> anyhow::Result<()> + Send + 'a;
 
 /// A model that generates without sampling.
@@ -139,9 +133,6 @@ impl Generator for TrainedModel<'_> {
 }
 
 /// Runs a generation and passes its responses to `take` as they come. `by` names the model in messages.
-///
-/// # Errors
-/// The model cannot compute, the stop flag was set, or an error of `take`.
 pub(crate) fn generate(
     run: &Run,
     by: &str,

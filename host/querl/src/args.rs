@@ -1,12 +1,15 @@
 //! Options that several commands share.
 
 use crate::model_hub;
+use anyhow::Context;
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use querl_core::config::{Config, Overrides, load};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::ledger::StageName;
+use serde::Serialize;
+use std::io::Write;
 use std::path::PathBuf;
 
 /// How results are printed.
@@ -15,6 +18,14 @@ pub struct Format {
     /// Print the result as JSON
     #[arg(long)]
     pub json: bool,
+}
+
+impl Format {
+    /// Prints a result on stdout: JSON, or `text`, which ends with a line break.
+    pub fn print(self, result: &impl Serialize, text: impl FnOnce() -> String) -> anyhow::Result<()> {
+        let text = if self.json { serde_json::to_string_pretty(result)? + "\n" } else { text() };
+        std::io::stdout().write_all(text.as_bytes()).context("stdout")
+    }
 }
 
 /// A configuration file with overrides.

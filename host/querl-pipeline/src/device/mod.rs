@@ -74,7 +74,7 @@ impl Executor {
     ///
     /// # Errors
     /// A GPU is requested that cannot be used, or settings that a GPU does not support.
-    pub fn choose(config: &Config, gpu_use: GpuUse) -> Result<Self, Stop> {
+    pub(crate) fn choose(config: &Config, gpu_use: GpuUse) -> Result<Self, Stop> {
         Self::of(&config.device, &DeviceRequirements::of(config, gpu_use)?)
     }
 
@@ -82,7 +82,7 @@ impl Executor {
     ///
     /// # Errors
     /// As [`Executor::choose`].
-    pub fn of(name: &str, needs: &DeviceRequirements<'_>) -> Result<Self, Stop> {
+    pub(crate) fn of(name: &str, needs: &DeviceRequirements<'_>) -> Result<Self, Stop> {
         let (is_named, indices) = match DeviceSetting::from_name(name).unwrap_or(DeviceSetting::Auto) {
             DeviceSetting::Cpu { n_ranks } => return Ok(Self { n_ranks, ..Self::in_process() }),
             DeviceSetting::Auto => (false, vec![0]),
@@ -113,7 +113,7 @@ impl Executor {
     }
 
     /// Name for messages.
-    pub fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         match &self.backend {
             Backend::InProcess if self.n_ranks > 1 => format!("{} ranks of the CPU", self.n_ranks),
             Backend::InProcess => Device::Cpu.to_string(),
@@ -126,7 +126,7 @@ impl Executor {
     }
 
     /// One rank on each.
-    pub fn devices(&self) -> Vec<Device> {
+    pub(crate) fn devices(&self) -> Vec<Device> {
         match &self.backend {
             Backend::Gpus(_, used) => used.iter().map(|used| Device::Cuda(used.index)).collect(),
             Backend::InProcess | Backend::LibraryOnCpu(_) => vec![Device::Cpu; self.n_ranks],
@@ -134,7 +134,7 @@ impl Executor {
     }
 
     /// The GPU; of several the one with the least free memory.
-    pub fn gpu(&self) -> Option<&UsedGpu> {
+    pub(crate) fn gpu(&self) -> Option<&UsedGpu> {
         match &self.backend {
             Backend::Gpus(_, used) => used.iter().min_by_key(|used| used.free_bytes.unwrap_or(used.gpu.memory_bytes)),
             Backend::InProcess | Backend::LibraryOnCpu(_) => None,

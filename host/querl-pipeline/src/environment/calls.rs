@@ -59,11 +59,8 @@ const MOST_ANSWERS: usize = 100_000;
 /// A question about one rewrite of one query.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Question<'a> {
-    /// The query.
     pub query: &'a QueryRow,
-    /// Who asks, and what was said before.
     pub context: &'a Context,
-    /// The rewrite.
     pub rewrite: &'a str,
     /// The rewrite that it is compared with, where the question is which is better.
     pub against: Option<&'a str>,

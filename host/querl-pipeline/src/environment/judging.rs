@@ -40,12 +40,9 @@ pub(crate) enum JudgingForm {
     Compare(Comparison),
 }
 
-/// What a judge said to one question.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Said {
-    /// Of the rewrite that was asked about.
     pub judgement: Judgement,
-    /// Of the one that it was compared with.
     pub of_other: Option<Judgement>,
 }
 
@@ -60,10 +57,6 @@ pub(crate) struct Asking<'a> {
 type Parsed = Result<Said, String>;
 
 impl Asking<'_> {
-    /// The answer to one question.
-    ///
-    /// # Errors
-    /// A plugin broke its contract. That the judge failed is in the result.
     pub(crate) async fn ask(&self, question: &Question<'_>) -> Result<Result<Said, Missed>, PluginFault> {
         match (self.form, question.against) {
             (JudgingForm::Compare(comparison), Some(against)) => self.compare(comparison, question, against).await,
@@ -165,23 +158,18 @@ pub(crate) struct Pair<'a> {
 /// Which side is the first in the prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum First {
-    /// The policy's rewrite.
     Policy,
-    /// The teacher's.
     Baseline,
 }
 
 /// What a comparison says of the policy's rewrite and of the teacher's.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Compared {
-    /// Of the policy's.
     pub policy: Judgement,
-    /// Of the teacher's.
     pub baseline: Judgement,
 }
 
 impl Comparison {
-    /// Who stands first.
     pub(crate) fn first(&self, pair: &Pair<'_>) -> First {
         let drawn =
             digest_hex(format!("{}\n{}\n{}\n{}", self.seed, pair.query_id, pair.policy, pair.baseline).as_bytes());
@@ -195,7 +183,6 @@ impl Comparison {
         Compared { policy: same(), baseline: same() }
     }
 
-    /// The prompt.
     pub(crate) fn messages(&self, pair: &Pair<'_>) -> Vec<Message> {
         let (one, other) = match self.first(pair) {
             First::Policy => (pair.policy, pair.baseline),
@@ -220,10 +207,6 @@ impl Comparison {
         vec![message("system", system), message("user", user)]
     }
 
-    /// What the judge said, by side.
-    ///
-    /// # Errors
-    /// A dimension has no answer, or one that is none of the four.
     pub(crate) fn parse(&self, text: &str, first: First) -> Result<Compared, String> {
         let answer = object_in(text).ok_or("no JSON object in the answer")?;
         let (mut one, mut other) = (0.0, 0.0);

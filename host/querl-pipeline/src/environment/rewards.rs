@@ -18,9 +18,6 @@ pub(crate) struct WeightedReward {
 ///
 /// Components keep the plugin's own values, unweighted; with several plugins their names are `LABEL/component`, beside each
 /// plugin's `LABEL/total`. An episode that one plugin rejects is rejected, with that plugin's code.
-///
-/// # Errors
-/// A plugin broke its contract.
 pub(crate) fn score(
     rewards: &[WeightedReward],
     episodes: &[Episode],

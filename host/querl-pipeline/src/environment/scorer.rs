@@ -49,7 +49,6 @@ impl Baselines {
         Self(by_id.collect())
     }
 
-    /// The teacher's side for one query.
     pub(crate) fn of(&self, query_id: &str) -> Baseline {
         self.0.get(query_id).cloned().unwrap_or_else(|| {
             let message = "the teacher was never asked about this query".into();
@@ -85,14 +84,11 @@ pub(crate) struct Scorer {
     judgements: Memo<Said>,
 }
 
-/// What one side wrote.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Written {
-    /// The rewrite as parsed; empty where there was none to parse.
     pub rewrite: String,
     /// Tokens generated, end of sequence included; 0 where unknown.
     pub n_tokens: u32,
-    /// True where the token limit cut the answer off.
     pub truncated: bool,
 }
 
@@ -108,18 +104,13 @@ pub(crate) struct ScoreRequest<'a> {
 /// An episode and its score, or why there is none.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Scored {
-    /// With hits and judgements.
     pub episode: Episode,
-    /// The score.
     pub outcome: Result<Reward, Rejection>,
 }
 
-/// The results for some requests.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Scores {
-    /// One per request, in order.
     pub scored: Vec<Scored>,
-    /// What it took.
     pub timings: CallTimings,
 }
 
@@ -129,15 +120,11 @@ impl Scorer {
         Self { services, runtime, hits: Memo::default(), judgements: Memo::default() }
     }
 
-    /// The tenant's prompts.
     pub(crate) fn prompts(&self) -> &dyn Prompts {
         self.services.prompts.as_ref()
     }
 
     /// One result per request, in order. Retrieval and judge are asked at the same time.
-    ///
-    /// # Errors
-    /// A plugin broke its contract, or a service refuses us or answers nobody.
     pub(crate) fn score(&self, requests: &[ScoreRequest<'_>]) -> Result<Scores, EnvironmentError> {
         let mut episodes: Vec<Episode> = requests.iter().map(new_episode).collect();
         let mut timings = CallTimings::default();

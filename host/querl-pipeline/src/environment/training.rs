@@ -10,10 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-/// What the episodes are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// Rollouts: which are judged differs from step to step.
     Rollout,
     /// Validation: the same queries are judged each time, so that one evaluation compares with the next.
     Validation,
@@ -99,9 +97,6 @@ pub(crate) struct EpisodeLog {
 
 impl EpisodeLog {
     /// Opens the log at `path`, which may have records of earlier steps.
-    ///
-    /// # Errors
-    /// As the file system says.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(path.parent().unwrap_or(Path::new(".")))?;
         let file = OpenOptions::new().create(true).append(true).open(path)?;
@@ -124,10 +119,6 @@ impl EpisodeLog {
         })
     }
 
-    /// Bytes so far, all of them on disk.
-    ///
-    /// # Errors
-    /// The file cannot be written.
     pub(crate) fn mark(&self) -> Result<u64, EnvironmentError> {
         let file = self.file();
         let length = file.sync_all().and_then(|()| Ok(file.metadata()?.len()));

@@ -18,7 +18,7 @@ pub(crate) struct Inputs(BTreeMap<String, String>);
 
 impl Inputs {
     /// A value that is short enough to stand for itself.
-    pub fn text(&mut self, name: &str, value: impl ToString) -> &mut Self {
+    pub(crate) fn text(&mut self, name: &str, value: impl ToString) -> &mut Self {
         self.0.insert(name.into(), value.to_string());
         self
     }
@@ -27,7 +27,12 @@ impl Inputs {
     ///
     /// # Errors
     /// The section has no TOML form.
-    pub fn section(&mut self, name: &str, section: &impl Serialize, except: &[&str]) -> anyhow::Result<&mut Self> {
+    pub(crate) fn section(
+        &mut self,
+        name: &str,
+        section: &impl Serialize,
+        except: &[&str],
+    ) -> anyhow::Result<&mut Self> {
         let table = toml::Table::try_from(section).with_context(|| format!("[{name}] has no TOML form"))?;
         for (key, value) in table.iter().filter(|(key, _)| !except.contains(&key.as_str())) {
             self.0.insert(format!("{name}.{key}"), value.to_string());
@@ -39,7 +44,7 @@ impl Inputs {
     ///
     /// # Errors
     /// It cannot be read.
-    pub fn file(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
+    pub(crate) fn file(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
         self.0.insert(name.into(), digest_file(path)?);
         Ok(self)
     }
@@ -66,7 +71,7 @@ impl Inputs {
     ///
     /// # Errors
     /// It cannot be read.
-    pub fn model(&mut self, path: &Path) -> anyhow::Result<&mut Self> {
+    pub(crate) fn model(&mut self, path: &Path) -> anyhow::Result<&mut Self> {
         self.other_model("model", path)
     }
 
@@ -94,7 +99,7 @@ impl Inputs {
     /// Stands for all of them and for what else decides the last bit of a training: how passes are cut, the program, and the
     /// sort of card where it is one that computes. A checkpoint belongs to one. (A finished stage is not done again for these:
     /// its result is the same beside rounding, and who trained on a card may go on where there is none.)
-    pub fn fingerprint(&self, model: &ModelConfig, card: Option<String>) -> String {
+    pub(crate) fn fingerprint(&self, model: &ModelConfig, card: Option<String>) -> String {
         let mut exact = self.clone();
         exact.text("model.tokens_per_pass", model.tokens_per_pass);
         exact.text("model.gradient_checkpointing", model.gradient_checkpointing);

@@ -4,7 +4,7 @@ mod inputs;
 
 use crate::failure::Stop;
 use anyhow::Context;
-pub use inputs::Inputs;
+pub(crate) use inputs::Inputs;
 use querl_core::fsx::{self, ReadError, read_jsonl};
 use querl_core::run_dir::RunDir;
 use serde::{Deserialize, Serialize};
@@ -68,8 +68,8 @@ impl std::fmt::Display for StageName {
 const FORMAT: u32 = 1;
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Entry {
-    pub inputs: Inputs,
+pub struct Entry {
+    pub(crate) inputs: Inputs,
     pub finished: bool,
     #[serde(default)]
     pub n_failed: u64,
@@ -82,7 +82,7 @@ pub(crate) struct Entry {
 
 impl Entry {
     /// Of a stage that begins.
-    pub fn begun(inputs: Inputs) -> Self {
+    pub(crate) fn begun(inputs: Inputs) -> Self {
         Self { inputs, finished: false, n_failed: 0, facts: Facts::default(), seconds: 0.0 }
     }
 }
@@ -150,7 +150,7 @@ pub(crate) enum Decision {
 
 /// What to do with a stage that would run on `inputs` now and leaves `outputs`. `keeps_rows` says of an input whether rows
 /// done before it changed are still good.
-pub fn decide(
+pub(crate) fn decide(
     entry: Option<&Entry>,
     inputs: &Inputs,
     outputs: &[PathBuf],
@@ -211,11 +211,11 @@ pub(crate) const PART: &str = "- ";
 
 /// Named figures, in the order they are shown.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Facts(Vec<(String, Value)>);
+pub struct Facts(Vec<(String, Value)>);
 
 impl Facts {
     /// Adds a figure.
-    pub fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> &mut Self {
+    pub(crate) fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> &mut Self {
         self.0.push((name.into(), value.into()));
         self
     }
@@ -242,17 +242,17 @@ impl Facts {
     }
 
     /// One figure, by name.
-    pub fn get(&self, name: &str) -> Option<&Value> {
+    pub(crate) fn get(&self, name: &str) -> Option<&Value> {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)
     }
 
     /// A count, by name; 0 where there is none.
-    pub fn count(&self, name: &str) -> u64 {
+    pub(crate) fn count(&self, name: &str) -> u64 {
         self.get(name).and_then(Value::as_u64).unwrap_or(0)
     }
 
     /// The counts that are parts of a figure, by name.
-    pub fn parts(&self, name: &str) -> BTreeMap<String, u64> {
+    pub(crate) fn parts(&self, name: &str) -> BTreeMap<String, u64> {
         let after = self.0.iter().skip_while(|(known, _)| known != name).skip(1);
         let parts = after.map_while(|(part, value)| Some((part.strip_prefix(PART)?.to_owned(), value.as_u64()?)));
         parts.collect()

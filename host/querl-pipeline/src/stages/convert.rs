@@ -10,7 +10,6 @@ use querl_data::{Conversion, ConvertedRow, DataError, RecordFile, RecordWriter, 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// The stage.
 pub(crate) struct Convert;
 
 impl Stage for Convert {

@@ -16,7 +16,6 @@ use querl_core::run_dir::RunDir;
 use querl_style::turns_of;
 use std::path::PathBuf;
 
-/// The stage.
 pub(crate) struct Eval;
 
 impl Stage for Eval {

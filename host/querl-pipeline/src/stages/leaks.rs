@@ -137,7 +137,7 @@ fn say(found: &Found, on_leak: OnLeak, progress: &dyn Progress) -> anyhow::Resul
 }
 
 /// What is to be said of a finished training whose test has leaked into it.
-pub fn note(stage: StageName, facts: &Facts) -> Option<String> {
+pub(crate) fn note(stage: StageName, facts: &Facts) -> Option<String> {
     let n = facts.count(TEST_LEAKED);
     let what = format!("{n} row(s) of test were in train, or nearly, when {stage} was trained");
     (n > 0).then(|| format!("{what}: its figures on test flatter it"))
@@ -145,7 +145,7 @@ pub fn note(stage: StageName, facts: &Facts) -> Option<String> {
 
 /// As [`note`], of a training that is used again; one that was not looked at then is looked at now. Splits that are no longer there have
 /// nothing to remind of.
-pub fn reminder(run: &Run, stage: StageName, facts: &Facts) -> Option<String> {
+pub(crate) fn reminder(run: &Run, stage: StageName, facts: &Facts) -> Option<String> {
     match facts.get(TEST_LEAKED) {
         Some(_) => note(stage, facts),
         None => of_dataset(&run.dir, &run.config.data, &Silent).ok()?.test.sentence(Split::Test),

@@ -22,7 +22,6 @@ use std::path::{Path, PathBuf};
 
 const QUERY_TABLE: &str = "query table";
 
-/// The stage.
 pub(crate) struct Rewrite;
 
 impl Stage for Rewrite {

@@ -43,7 +43,6 @@ const OF_FINE_TUNING_ALONE: [&str; 15] = [
     "early_stopping_patience",
 ];
 
-/// The stage.
 pub(crate) struct Rl;
 
 impl Stage for Rl {

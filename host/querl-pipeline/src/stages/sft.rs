@@ -18,7 +18,6 @@ use querl_train::job::{Callbacks, SftJob};
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-/// The stage.
 pub(crate) struct Sft;
 
 impl Stage for Sft {

@@ -14,7 +14,6 @@ use std::path::PathBuf;
 
 const EXPORT: &str = "data.export";
 
-/// The stage.
 pub(crate) struct Validate;
 
 impl Stage for Validate {

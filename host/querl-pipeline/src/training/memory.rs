@@ -12,9 +12,6 @@ use querl_train::job::{Failure, FailureKind, JobError};
 const SHARE_AFTER_FAILURE: f64 = 0.85;
 
 /// A stage of a configuration, as a card would do it.
-///
-/// # Errors
-/// The model's shapes cannot be read.
 pub(crate) fn request(config: &Config, stage: PlannedStage) -> anyhow::Result<MemoryRequest> {
     let shapes = DecoderConfig::load(&config.model.path.join("config.json"))?;
     let n_devices = DeviceSetting::from_name(&config.device).map_or(1, |device| device.n_ranks());
@@ -22,9 +19,6 @@ pub(crate) fn request(config: &Config, stage: PlannedStage) -> anyhow::Result<Me
 }
 
 /// Says what a stage will take of the card's memory; on the processor nothing is looked at.
-///
-/// # Errors
-/// Base and adapters alone take more than there is: nothing would make the stage's first step.
 pub(crate) fn check(card: Option<&UsedGpu>, request: &MemoryRequest, progress: &dyn Progress) -> Result<(), Stop> {
     let Some((card, free)) = card.and_then(|card| Some((card, card.free_bytes?))) else { return Ok(()) };
     let plan = MemoryPlan::new(request);

@@ -6,7 +6,7 @@ use clap::{Args, Subcommand, ValueEnum};
 use querl_data::{CacheTable, cache_stats, clear_cache};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::run::cache_path;
-use serde_json::{Value, json};
+use serde_json::json;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -91,25 +91,20 @@ fn stats(args: &StatsArgs) -> anyhow::Result<()> {
     let stats = cache_stats(&path)?;
     let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let age_s = |oldest_s: Option<u64>| oldest_s.map(|oldest_s| now_s.saturating_sub(oldest_s));
-    let mut stdout = std::io::stdout().lock();
-    if args.format.json {
-        let tables: Vec<Value> = stats
-            .iter()
-            .map(|one| {
-                json!({"table": one.table.name(), "answers": one.n_answers, "bytes": one.n_bytes, "oldest_age_s": age_s(one.oldest_s)})
-            })
-            .collect();
-        serde_json::to_writer_pretty(&mut stdout, &json!({"path": path, "tables": tables}))?;
-        return writeln!(stdout).context("stdout");
-    }
-    if stats.is_empty() {
-        return writeln!(stdout, "{}: nothing is kept yet", path.display()).context("stdout");
-    }
-    writeln!(stdout, "{}", path.display())?;
-    for one in stats {
-        let age = age_s(one.oldest_s).map(|age_s| format!(", the oldest {:.1} h old", age_s as f64 / 3600.0));
-        let (name, size) = (one.table.name(), one.n_bytes as f64 / 1024.0);
-        writeln!(stdout, "  {name:<10}  {} answers, {size:.1} KiB{}", one.n_answers, age.unwrap_or_default())?;
-    }
-    Ok(())
+    let tables = stats.iter().map(|one| {
+        json!({"table": one.table.name(), "answers": one.n_answers, "bytes": one.n_bytes, "oldest_age_s": age_s(one.oldest_s)})
+    });
+    let result = json!({"path": path, "tables": tables.collect::<Vec<_>>()});
+    args.format.print(&result, || {
+        if stats.is_empty() {
+            return format!("{}: no responses are cached\n", path.display());
+        }
+        let mut text = format!("{}\n", path.display());
+        for one in &stats {
+            let age = age_s(one.oldest_s).map(|age_s| format!(", the oldest {:.1} h old", age_s as f64 / 3600.0));
+            let (name, size) = (one.table.name(), one.n_bytes as f64 / 1024.0);
+            text += &format!("  {name:<10}  {} answers, {size:.1} KiB{}\n", one.n_answers, age.unwrap_or_default());
+        }
+        text
+    })
 }

@@ -2,7 +2,6 @@
 
 use crate::args::{ConfigArgs, Format};
 use crate::terminal::StageProgress;
-use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_core::config::Config;
 use querl_core::records::{QueryRow, Split};
@@ -12,7 +11,6 @@ use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::stages::{funnel, leaks};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::io::Write;
 
 #[derive(Debug, Subcommand)]
 pub enum DataCommand {
@@ -31,14 +29,7 @@ pub struct StatsArgs {
 pub fn run(command: &DataCommand) -> anyhow::Result<()> {
     let DataCommand::Stats(args) = command;
     let stats = Stats::of(&args.config.load()?)?;
-    let mut stdout = std::io::stdout().lock();
-    match args.format.json {
-        true => {
-            serde_json::to_writer_pretty(&mut stdout, &stats)?;
-            writeln!(stdout).context("stdout")
-        }
-        false => stats.lines().iter().try_for_each(|line| writeln!(stdout, "{line}")).context("stdout"),
-    }
+    args.format.print(&stats, || stats.lines().join("\n") + "\n")
 }
 
 /// Everything that `querl data stats` says.

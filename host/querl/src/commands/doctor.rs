@@ -9,7 +9,6 @@ use querl_pipeline::device::{
 use querl_pipeline::plugins::open_host;
 use querl_train::job::interface::Description;
 use serde::Serialize;
-use std::io::Write;
 use std::process::Command;
 
 #[derive(Debug, Args)]
@@ -29,17 +28,9 @@ struct Finding {
 pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
     let findings: Vec<Finding> =
         [version(), cores()].into_iter().chain(gpu_findings()).chain([cargo(), wasm_target(), plugin_host()]).collect();
-    let mut stdout = std::io::stdout().lock();
-    if args.format.json {
-        serde_json::to_writer_pretty(&mut stdout, &findings)?;
-        writeln!(stdout)?;
-        return Ok(());
-    }
-    for finding in &findings {
-        let mark = if finding.ok { "ok" } else { "--" };
-        writeln!(stdout, "{mark}  {:<8} {}", finding.name, finding.sentence)?;
-    }
-    Ok(())
+    let line =
+        |Finding { name, ok, sentence }: &Finding| format!("{}  {name:<8} {sentence}\n", if *ok { "ok" } else { "--" });
+    args.format.print(&findings, || findings.iter().map(line).collect())
 }
 
 fn version() -> Finding {

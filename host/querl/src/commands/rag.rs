@@ -17,7 +17,6 @@ use querl_pipeline::interrupt;
 use querl_pipeline::retrieval::local_models;
 use serde::Serialize;
 use std::fmt::Write as _;
-use std::io::Write as _;
 use std::time::Instant;
 
 #[derive(Debug, Subcommand)]
@@ -97,11 +96,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<()> {
     let findings = findings(&queries, &config, &models);
     let retrieval = format!("{}, tenant {}", search.name(), config.tenant);
     let report = Report { retrieval, queries, findings };
-    let text = match args.format.json {
-        true => format!("{}\n", serde_json::to_string_pretty(&report)?),
-        false => text(&report),
-    };
-    std::io::stdout().write_all(text.as_bytes())?;
+    args.format.print(&report, || text(&report))?;
     match report.queries.iter().find_map(|asked| asked.answer.as_ref().err()) {
         Some(failure) => Err(Stop::usage(failure.to_string()).into()),
         None => Ok(()),

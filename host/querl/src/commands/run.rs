@@ -2,12 +2,11 @@
 
 use crate::args::{ConfigArgs, Format, stage_name};
 use crate::terminal::{self, Terminal};
-use anyhow::Context;
 use clap::Args;
 use querl_core::config::load_resolved;
 use querl_core::dir_lock::DirLock;
 use querl_core::run_dir::RunDir;
-use querl_pipeline::estimate::{Printed, estimate};
+use querl_pipeline::estimate::estimate;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::pins::OnPluginChange;
@@ -15,7 +14,6 @@ use querl_pipeline::report::{self, Reported};
 use querl_pipeline::run::Run;
 use querl_pipeline::stages::{Outcome, Window, funnel, run_stages, summary};
 use serde_json::{Value, json};
-use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -60,8 +58,8 @@ fn run_window(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Resu
     let window = Window { first, last, forced_from: args.from };
     if args.dry_run {
         let window = Window { first: args.from.map_or(first, |from| from.max(first)), ..window };
-        let printed = if args.format.json { Printed::Json } else { Printed::Text };
-        return estimate(args.config.load()?, window)?.print(printed);
+        let estimate = estimate(args.config.load()?, window)?;
+        return args.format.print(&estimate, || estimate.to_text() + "\n");
     }
     let on_change = match args.accept_plugin_change {
         true => OnPluginChange::Accept,
@@ -88,19 +86,14 @@ fn print_result(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Resu
         }
         _ => None,
     };
-    let mut stdout = std::io::stdout().lock();
-    if format.json {
-        let stages: Vec<Value> = outcomes.iter().map(outcome_json).collect();
-        let evaluation = reported.map(|reported| reported.evaluation);
-        let result = json!({ "run_dir": run.dir.root(), "stages": stages, "funnel": funnel(run)?, "eval": evaluation });
-        serde_json::to_writer_pretty(&mut stdout, &result)?;
-        return writeln!(stdout).context("stdout");
-    }
-    match (reported, outcomes.last()) {
-        (Some(reported), _) => stdout.write_all(reported.table.as_bytes()).context("stdout"),
-        (None, Some(last)) => writeln!(stdout, "{}", summary(last.stage, &last.facts, last.seconds)).context("stdout"),
-        (None, None) => Ok(()),
-    }
+    let stages: Vec<Value> = outcomes.iter().map(outcome_json).collect();
+    let evaluation = reported.as_ref().map(|reported| &reported.evaluation);
+    let result = json!({ "run_dir": run.dir.root(), "stages": stages, "funnel": funnel(run)?, "eval": evaluation });
+    format.print(&result, || match (&reported, outcomes.last()) {
+        (Some(reported), _) => reported.table.clone(),
+        (None, Some(last)) => summary(last.stage, &last.facts, last.seconds) + "\n",
+        (None, None) => String::new(),
+    })
 }
 
 fn funnel(run: &Run) -> anyhow::Result<Vec<funnel::Step>> {
@@ -130,28 +123,14 @@ pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
     let runs: Vec<RunDir> = args.dirs.iter().map(RunDir::new).collect();
     let written = runs.iter().map(rewrite_report).collect::<anyhow::Result<Vec<_>>>()?;
     if let [reported] = written.as_slice() {
-        return print_report(reported, args.format).context("stdout");
+        return args.format.print(&reported.evaluation, || reported.table.clone());
     }
     let pooled = report::pooled(&runs)?;
-    let mut stdout = std::io::stdout().lock();
-    if args.format.json {
-        serde_json::to_writer_pretty(&mut stdout, &pooled.evaluation)?;
-        return writeln!(stdout).context("stdout");
-    }
-    stdout.write_all(pooled.table.as_bytes()).context("stdout")
+    args.format.print(&pooled.evaluation, || pooled.table.clone())
 }
 
 fn rewrite_report(dir: &RunDir) -> anyhow::Result<Reported> {
     let config = load_resolved(&dir.config())?;
     let _lock = DirLock::take(dir.root())?;
     report::write(&config, dir, &report::names(dir)?)
-}
-
-fn print_report(reported: &Reported, format: Format) -> std::io::Result<()> {
-    let mut stdout = std::io::stdout().lock();
-    if format.json {
-        serde_json::to_writer_pretty(&mut stdout, &reported.evaluation)?;
-        return writeln!(stdout);
-    }
-    stdout.write_all(reported.table.as_bytes())
 }

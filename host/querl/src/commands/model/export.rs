@@ -12,7 +12,6 @@ use querl_model::{
 use querl_pipeline::failure::Stop;
 use querl_train::job::memory_plan::{DeviceSizes, base_bytes};
 use serde_json::json;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -105,7 +104,7 @@ fn load(model: &Path, adapter: &Path) -> anyhow::Result<LoraAdapter> {
 fn write_model(model: &Path, adapter: Option<&LoraAdapter>, args: &OutputArgs) -> anyhow::Result<()> {
     let settings = ExportSettings { dtype: args.dtype.map(DType::from), max_shard_bytes: args.max_shard_size };
     let exported = export_model(model, adapter, &args.out, &settings)?;
-    print_exported(args, &exported)
+    print_exported(args.format, &args.out, &exported, "parameters")
 }
 
 fn write_adapter(model: &Path, adapter: &LoraAdapter, args: &OutputArgs) -> anyhow::Result<()> {
@@ -119,30 +118,23 @@ fn write_adapter(model: &Path, adapter: &LoraAdapter, args: &OutputArgs) -> anyh
     let base = model.file_name().unwrap_or(model.as_os_str()).to_string_lossy().into_owned();
     adapter.save_as(&args.out, &base, dtype)?;
     let n_parameters = adapter.n_parameters() as u64;
-    print_exported(
-        args,
-        &Exported {
-            n_parameters,
-            n_bytes: n_parameters * dtype.size_in_bytes() as u64,
-            dtype: dtype_name(dtype).into(),
-            files: ["adapter_config.json", "adapter_model.safetensors"].map(String::from).into(),
-        },
-    )
+    let exported = Exported {
+        n_parameters,
+        n_bytes: n_parameters * dtype.size_in_bytes() as u64,
+        dtype: dtype_name(dtype).into(),
+        files: ["adapter_config.json", "adapter_model.safetensors"].map(String::from).into(),
+    };
+    print_exported(args.format, &args.out, &exported, "parameters")
 }
 
-fn print_exported(args: &OutputArgs, exported: &Exported) -> anyhow::Result<()> {
-    if args.format.json {
-        let mut out = std::io::stdout().lock();
-        let result = json!({
-            "out": args.out, "parameters": exported.n_parameters, "bytes": exported.n_bytes, "dtype": exported.dtype,
-            "files": exported.files,
-        });
-        serde_json::to_writer_pretty(&mut out, &result)?;
-        writeln!(out)?;
-        return Ok(());
+/// `what`: the kind of parameters.
+fn print_exported(format: Format, out: &Path, exported: &Exported, what: &str) -> anyhow::Result<()> {
+    let Exported { n_parameters, n_bytes, dtype, files } = exported;
+    if format.json {
+        let result = json!({"out": out, "parameters": n_parameters, "bytes": n_bytes, "dtype": dtype, "files": files});
+        return format.print(&result, String::new);
     }
-    let Exported { n_parameters, dtype, files, .. } = exported;
-    terminal::print(&format!("{n_parameters} parameters in {dtype}, {} files in {}", files.len(), args.out.display()));
+    terminal::print(&format!("{n_parameters} {what} in {dtype}, {} files in {}", files.len(), out.display()));
     Ok(())
 }
 
@@ -195,17 +187,7 @@ fn write_random(args: &InitArgs, shapes: &DecoderConfig, out: &Path) -> anyhow::
     querl_model::set_threads(args.threads);
     let settings = ExportSettings { dtype: Some(dtype), max_shard_bytes: ExportSettings::SHARD_BYTES };
     let written = write_random_model(shapes, args.seed, out, &settings)?;
-    if args.format.json {
-        let result = json!({
-            "out": out, "parameters": written.n_parameters, "bytes": written.n_bytes, "dtype": written.dtype,
-            "files": written.files,
-        });
-        writeln!(std::io::stdout().lock(), "{result:#}")?;
-    } else {
-        let (n, dtype, n_files) = (written.n_parameters, written.dtype, written.files.len());
-        terminal::print(&format!("{n} random parameters in {dtype}, {n_files} files in {}", out.display()));
-    }
-    Ok(())
+    print_exported(args.format, out, &written, "random parameters")
 }
 
 fn make_in_memory(args: &InitArgs, shapes: &DecoderConfig) -> anyhow::Result<()> {
@@ -223,18 +205,15 @@ fn make_in_memory(args: &InitArgs, shapes: &DecoderConfig) -> anyhow::Result<()>
     drop(decoder);
     let (parameters, bytes) = (shapes.n_parameters(), base_bytes(shapes, args.dtype));
     let (shape, dtype) = (&args.shape, args.dtype.name());
-    let mut out = std::io::stdout().lock();
-    if args.format.json {
-        let result = json!({
-            "shape": shape, "device": "cpu", "dtype": dtype, "parameters": parameters, "bytes": bytes, "seconds": seconds,
-        });
-        writeln!(out, "{result:#}")?;
-        return Ok(());
-    }
-    let gib = bytes as f64 / f64::from(1 << 30);
-    writeln!(out, "shape       {shape}\ndevice      cpu\nparameters  {parameters} in {dtype}, {gib:.2} GiB")?;
-    writeln!(out, "seconds     {seconds:.2}")?;
-    Ok(())
+    let result = json!({
+        "shape": shape, "device": "cpu", "dtype": dtype, "parameters": parameters, "bytes": bytes, "seconds": seconds,
+    });
+    args.format.print(&result, || {
+        let gib = bytes as f64 / f64::from(1 << 30);
+        format!(
+            "shape       {shape}\ndevice      cpu\nparameters  {parameters} in {dtype}, {gib:.2} GiB\nseconds     {seconds:.2}\n"
+        )
+    })
 }
 
 fn storage(text: &str) -> Result<BaseDtype, String> {

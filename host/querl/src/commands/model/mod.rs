@@ -69,24 +69,15 @@ pub(crate) struct InspectArgs {
 fn inspect(args: &InspectArgs) -> anyhow::Result<()> {
     if is_adapter(&args.directory) {
         let summary = inspect_adapter(&args.directory).map_err(usage)?;
-        return print_lines(args.format, &summary, adapter_lines(&summary));
+        return args.format.print(&summary, || columns(&adapter_lines(&summary)));
     }
     let summary = inspect_model(&args.directory).map_err(usage)?;
-    print_lines(args.format, &summary, model_lines(&summary))
+    args.format.print(&summary, || columns(&model_lines(&summary)))
 }
 
-fn print_lines(format: Format, summary: &impl Serialize, lines: Vec<(&str, String)>) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
-    if format.json {
-        serde_json::to_writer_pretty(&mut out, summary)?;
-        writeln!(out)?;
-        return Ok(());
-    }
+fn columns(lines: &[(&str, String)]) -> String {
     let width = lines.iter().map(|(name, _)| name.len()).max().unwrap_or_default();
-    for (name, value) in lines {
-        writeln!(out, "{name:width$}  {value}")?;
-    }
-    Ok(())
+    lines.iter().map(|(name, value)| format!("{name:width$}  {value}\n")).collect()
 }
 
 fn model_lines(model: &ModelSummary) -> Vec<(&'static str, String)> {

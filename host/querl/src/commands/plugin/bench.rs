@@ -12,7 +12,6 @@ use querl_core::records::{Dialogue, Episode, Sample};
 use querl_pipeline::plugins::host_options;
 use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings};
 use serde_json::{Value, json};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -64,12 +63,8 @@ pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
         }
     }
     let suggestion = Suggestion::of(&results, args.margin);
-    let mut stdout = std::io::stdout().lock();
-    match args.format.json {
-        true => writeln!(stdout, "{:#}", report_json(&bench, &results, &suggestion))?,
-        false => stdout.write_all(report_text(&bench, &results, &suggestion).as_bytes())?,
-    }
-    Ok(())
+    let result = report_json(&bench, &results, &suggestion);
+    args.format.print(&result, || report_text(&bench, &results, &suggestion))
 }
 
 /// Calls of one batch size: enough for a 95th percentile, and no longer than a person waits.

@@ -14,7 +14,6 @@ use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::plugins::{compiler, open_host};
 use serde_json::json;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Enough to see a plugin that draws random numbers; `querl plugin test` repeats more.
@@ -82,16 +81,11 @@ fn test_bundle(manifest: &Manifest, bytes: &[u8]) -> anyhow::Result<()> {
 fn print_packed(path: &Path, bytes: &[u8], key: Option<&SigningKey>, format: Format) -> anyhow::Result<()> {
     let bundle = Bundle::from_bytes(bytes, &path.display().to_string())?;
     let key = key.map(|key| key.public().to_string());
-    let mut stdout = std::io::stdout().lock();
-    if format.json {
-        let result = json!({ "path": path, "digest": bundle.digest(), "bytes": bytes.len(), "signed_by": key });
-        return Ok(writeln!(stdout, "{result:#}")?);
-    }
-    match key {
-        Some(key) => writeln!(stdout, "{}", signed_line(path, bundle.digest(), &key))?,
-        None => writeln!(stdout, "{} {}", path.display(), bundle.digest())?,
-    }
-    Ok(())
+    let result = json!({ "path": path, "digest": bundle.digest(), "bytes": bytes.len(), "signed_by": key });
+    format.print(&result, || match &key {
+        Some(key) => signed_line(path, bundle.digest(), key),
+        None => format!("{} {}\n", path.display(), bundle.digest()),
+    })
 }
 
 #[derive(Debug, Args)]
@@ -121,24 +115,17 @@ pub fn sign(args: &SignArgs) -> anyhow::Result<()> {
         (None, None) => return Err(Stop::usage("--key FILE or --new-key FILE is missing").into()),
     };
     let signed = args.bundle.as_deref().map(|path| sign_file(path, &key)).transpose()?;
-    let mut stdout = std::io::stdout().lock();
-    if args.format.json {
-        let result = json!({ "key": key.public().to_string(), "bundle": args.bundle, "digest": signed });
-        serde_json::to_writer_pretty(&mut stdout, &result)?;
-        return Ok(writeln!(stdout)?);
-    }
-    match (&args.bundle, signed) {
-        (Some(path), Some(digest)) => {
-            writeln!(stdout, "{}", signed_line(path, &digest, &key.public().to_string()))?;
-        }
-        _ => writeln!(stdout, "{}", key.public())?,
-    }
-    Ok(())
+    let public = key.public().to_string();
+    let result = json!({ "key": public, "bundle": args.bundle, "digest": signed });
+    args.format.print(&result, || match (&args.bundle, &signed) {
+        (Some(path), Some(digest)) => signed_line(path, digest, &public),
+        _ => format!("{public}\n"),
+    })
 }
 
 /// What is printed of a signed bundle.
 fn signed_line(path: &Path, digest: &str, key: &str) -> String {
-    format!("{} {digest} signed by {key}", path.display())
+    format!("{} {digest} signed by {key}\n", path.display())
 }
 
 /// Adds a signature to the file at `path` and returns the bundle's digest.
@@ -171,20 +158,16 @@ pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
         false => Some(bundle.verify(&keys).map_err(verdict)?.to_string()),
     };
     let signers: Vec<String> = bundle.signatures().iter().map(|signature| signature.key().to_string()).collect();
-    let mut stdout = std::io::stdout().lock();
-    if args.format.json {
-        let result = json!({ "digest": bundle.digest(), "signers": signers, "signed_by": signed_by });
-        serde_json::to_writer_pretty(&mut stdout, &result)?;
-        return Ok(writeln!(stdout)?);
-    }
-    let manifest = &bundle.manifest().plugin;
-    writeln!(stdout, "{} {} {}: whole", manifest.id, manifest.version, bundle.digest())?;
-    match signed_by {
-        Some(key) => writeln!(stdout, "signed by {key}")?,
-        None if signers.is_empty() => writeln!(stdout, "not signed")?,
-        None => writeln!(stdout, "signed by {}; --key PUBLIC asks for a signature that you trust", signers.join(", "))?,
-    }
-    Ok(())
+    let result = json!({ "digest": bundle.digest(), "signers": signers, "signed_by": signed_by });
+    args.format.print(&result, || {
+        let manifest = &bundle.manifest().plugin;
+        let signed = match &signed_by {
+            Some(key) => format!("signed by {key}"),
+            None if signers.is_empty() => "not signed".to_owned(),
+            None => format!("signed by {}; --key PUBLIC requires a signature that you trust", signers.join(", ")),
+        };
+        format!("{} {} {}: whole\n{signed}\n", manifest.id, manifest.version, bundle.digest())
+    })
 }
 
 /// A bundle that does not stand the check is this command's answer, not a wrong use of it.
@@ -249,18 +232,17 @@ pub fn push(args: &PushArgs) -> anyhow::Result<()> {
     let runtime = runtime()?;
     let pushed = querl_bundle::oci::push(&bytes, &location, &credentials, transport);
     let pushed = interrupt::block_on(&runtime, pushed)??;
-    let mut stdout = std::io::stdout().lock();
-    if args.format.json {
-        let result = json!({
-            "component": pushed.component,
-            "component_manifest": pushed.component_manifest,
-            "bundle": pushed.bundle,
-            "bundle_manifest": pushed.bundle_manifest,
-        });
-        return Ok(writeln!(stdout, "{result:#}")?);
-    }
-    writeln!(stdout, "bundle     {} {}", pushed.bundle, pushed.bundle_manifest)?;
-    Ok(writeln!(stdout, "component  {} {}", pushed.component, pushed.component_manifest)?)
+    let result = json!({
+        "component": pushed.component,
+        "component_manifest": pushed.component_manifest,
+        "bundle": pushed.bundle,
+        "bundle_manifest": pushed.bundle_manifest,
+    });
+    args.format.print(&result, || {
+        let (bundle, component) = (&pushed.bundle, &pushed.component);
+        let (of_bundle, of_component) = (&pushed.bundle_manifest, &pushed.component_manifest);
+        format!("bundle     {bundle} {of_bundle}\ncomponent  {component} {of_component}\n")
+    })
 }
 
 /// Fetches a bundle and writes it once it is whole and, where keys are asked for, signed.
@@ -277,20 +259,18 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
         .and_then(|()| write_atomic(&path, &pulled.bytes))
         .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
     let signers: Vec<String> = pulled.bundle.signatures().iter().map(|signature| signature.key().to_string()).collect();
-    let mut stdout = std::io::stdout().lock();
-    if args.format.json {
-        let result = json!({
-            "path": path,
-            "location": pulled.location.to_string(),
-            "id": pulled.bundle.manifest().plugin.id,
-            "version": pulled.bundle.manifest().plugin.version.to_string(),
-            "digest": pulled.bundle.digest(),
-            "signers": signers,
-        });
-        return Ok(writeln!(stdout, "{result:#}")?);
-    }
-    let signed = if signers.is_empty() { "not signed".to_owned() } else { format!("signed by {}", signers.join(", ")) };
-    Ok(writeln!(stdout, "{} {} {signed}", path.display(), pulled.bundle.digest())?)
+    let result = json!({
+        "path": path,
+        "location": pulled.location.to_string(),
+        "id": pulled.bundle.manifest().plugin.id,
+        "version": pulled.bundle.manifest().plugin.version.to_string(),
+        "digest": pulled.bundle.digest(),
+        "signers": signers,
+    });
+    args.format.print(&result, || {
+        let signed = if signers.is_empty() { "not signed".into() } else { format!("signed by {}", signers.join(", ")) };
+        format!("{} {} {signed}\n", path.display(), pulled.bundle.digest())
+    })
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {

@@ -9,7 +9,6 @@ use querl_pipeline::failure::{self, Stop};
 use querl_pipeline::plugins::open_host;
 use querl_plugin::{Plugin, PluginError};
 use serde_json::{Value, json};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, Args)]
@@ -23,13 +22,8 @@ pub struct InspectArgs {
 
 /// Looks and tells. A bundle that this host would not run is shown too, with the reason.
 pub fn run(args: &InspectArgs) -> anyhow::Result<()> {
-    let found = Inspected::open(&args.path)?;
-    let mut stdout = std::io::stdout().lock();
-    match args.format.json {
-        true => writeln!(stdout, "{:#}", to_json(&found))?,
-        false => stdout.write_all(to_text(&found).as_bytes())?,
-    }
-    Ok(())
+    let inspected = Inspected::open(&args.path)?;
+    args.format.print(&to_json(&inspected), || to_text(&inspected))
 }
 
 struct Inspected {

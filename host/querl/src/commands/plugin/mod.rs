@@ -15,7 +15,6 @@ use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{Plugins, Used, compiler};
 use querl_plugin::{BuildOutput, PluginSettings};
 use serde_json::{Value, json};
-use std::io::Write;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -82,20 +81,14 @@ fn build(args: &BuildArgs) -> anyhow::Result<()> {
     let start = Instant::now();
     let BuildOutput { component, language, was_stale } = querl_plugin::build(folder)?;
     let n_bytes = std::fs::metadata(&component).with_context(|| component.display().to_string())?.len();
-    let mut stdout = std::io::stdout().lock();
-    if args.format.json {
-        let built = json!({
-            "component": component, "language": language.name(), "component_bytes": n_bytes, "was_stale": was_stale,
-        });
-        writeln!(stdout, "{built:#}")?;
-        return Ok(());
-    }
-    let how = match was_stale {
-        true => format!("built in {:.1} s", start.elapsed().as_secs_f64()),
-        false => "up to date".to_owned(),
-    };
-    writeln!(stdout, "{}  {:.1} MB, {how}", component.display(), n_bytes as f64 / 1e6)?;
-    Ok(())
+    let result = json!({"component": component, "language": language.name(), "component_bytes": n_bytes, "was_stale": was_stale});
+    args.format.print(&result, || {
+        let how = match was_stale {
+            true => format!("built in {:.1} s", start.elapsed().as_secs_f64()),
+            false => "up to date".to_owned(),
+        };
+        format!("{}  {:.1} MB, {how}\n", component.display(), n_bytes as f64 / 1e6)
+    })
 }
 
 #[derive(Debug, Args)]
@@ -130,12 +123,7 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
         write_atomic(path, report.junit().as_bytes())
             .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
     }
-    let mut stdout = std::io::stdout().lock();
-    match args.format.json {
-        true => writeln!(stdout, "{:#}", report.json()),
-        false => stdout.write_all(report.text().as_bytes()),
-    }
-    .context("stdout")?;
+    args.format.print(&report.json(), || report.text())?;
     conforms(&report)
 }
 
@@ -162,19 +150,14 @@ pub struct ListArgs {
 /// Loads the plugins and names them, in the order in which they are asked.
 fn list(args: &ListArgs) -> anyhow::Result<()> {
     let plugins = Plugins::open(&args.config.load()?)?;
-    let mut stdout = std::io::stdout().lock();
-    if args.format.json {
-        let plugins: Vec<Value> = plugins.used().iter().map(as_json).collect();
-        serde_json::to_writer_pretty(&mut stdout, &plugins)?;
-        return Ok(writeln!(stdout)?);
-    }
-    let rows: Vec<[String; 5]> = plugins.used().iter().map(cells).collect();
-    let [role, name, what, weight] =
-        [0, 1, 2, 3].map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
-    for [a, b, c, d, e] in &rows {
-        writeln!(stdout, "{a:<role$}  {b:<name$}  {c:<what$}  {d:<weight$}  {e}")?;
-    }
-    Ok(())
+    let result: Vec<Value> = plugins.used().iter().map(as_json).collect();
+    args.format.print(&result, || {
+        let rows: Vec<[String; 5]> = plugins.used().iter().map(cells).collect();
+        let [role, name, what, weight] =
+            [0, 1, 2, 3].map(|column| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0));
+        let line = |[a, b, c, d, e]: &[String; 5]| format!("{a:<role$}  {b:<name$}  {c:<what$}  {d:<weight$}  {e}\n");
+        rows.iter().map(line).collect()
+    })
 }
 
 fn cells(used: &Used) -> [String; 5] {

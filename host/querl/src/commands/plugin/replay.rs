@@ -18,7 +18,6 @@ use querl_pipeline::plugins::{host_options, scores_style};
 use querl_plugin::{HostOptions, PluginHost, PluginPort};
 use querl_style::{StyleReward, text_of, turns_of_side};
 use std::collections::HashMap;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -75,7 +74,7 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.html {
         write_atomic(path, replay_html(&compared)?.as_bytes()).with_context(|| path.display().to_string())?;
     }
-    print(&compared, args.format).context("stdout")
+    args.format.print(&compared, || replay_text(&compared))
 }
 
 /// A call for each core at the same time, but never fewer than usual, and no more than memory is easily set aside for.
@@ -189,15 +188,6 @@ fn compare(
         .collect();
     let options = ReplayOptions { n_shown: args.show, seed: SEED, n_resamples: N_RESAMPLES };
     Ok(replay(&compared, side, plugin.side, notes, options))
-}
-
-fn print(compared: &Replay, format: Format) -> std::io::Result<()> {
-    let mut stdout = std::io::stdout().lock();
-    if format.json {
-        serde_json::to_writer_pretty(&mut stdout, compared)?;
-        return writeln!(stdout);
-    }
-    stdout.write_all(replay_text(compared).as_bytes())
 }
 
 /// Ends the name of a component that holds a plugin's own total.
