@@ -7,7 +7,7 @@
 
 use crate::ledger::StageName;
 use crate::run::Run;
-use crate::stages::{Ahead, Window, look_ahead};
+use crate::stages::{PlannedWork, Window, plan};
 use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, TeacherKind};
 use querl_core::ports::{PromptInput, PromptTask, Teacher};
 use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
@@ -26,9 +26,12 @@ const MOST_PROMPTS: u32 = 2000;
 const CHAT_S: Range = Range { low: 0.5, high: 10.0 };
 const RETRIEVAL_S: Range = Range { low: 0.05, high: 2.0 };
 
+/// An estimated range.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Range {
+    /// Lower bound.
     pub low: f64,
+    /// Upper bound.
     pub high: f64,
 }
 
@@ -57,10 +60,14 @@ pub struct Step {
     pub seconds: Range,
 }
 
+/// The estimate of a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Estimate {
+    /// Usable rows of the query table.
     pub rows: usize,
+    /// In the order of the stages.
     pub steps: Vec<Step>,
+    /// The configured budget.
     pub budget: Option<f64>,
 }
 
@@ -74,9 +81,9 @@ pub fn estimate(config: Config, window: Window) -> anyhow::Result<Estimate> {
     let table = open_queries(&config.data)?;
     let n_rows = table.findings().n_usable;
     let estimator = Estimator { config, dir: &run.dir, run: &run, table: &table, n_rows: n_rows as f64 };
-    let (mut steps, mut rewrites) = (Vec::new(), Ahead::GoesOn);
+    let (mut steps, mut rewrites) = (Vec::new(), PlannedWork::Resumes);
     let asking = [StageName::Rewrite, StageName::Validate, StageName::Rl, StageName::Eval];
-    for (stage, ahead) in look_ahead(&run, window, &asking)? {
+    for (stage, ahead) in plan(&run, window, &asking)? {
         match stage {
             StageName::Rewrite if config.teacher.kind == TeacherKind::Openai => {
                 rewrites = ahead;
@@ -84,7 +91,7 @@ pub fn estimate(config: Config, window: Window) -> anyhow::Result<Estimate> {
             }
             StageName::Validate if config.retrieval.kind == RetrievalKind::Http => {
                 // Other rewrites have no hits yet.
-                let ahead = if rewrites == Ahead::Anew { rewrites } else { ahead };
+                let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
                 steps.push(estimator.validate(ahead));
             }
             StageName::Rl => steps.extend(estimator.scoring(stage, estimator.of_rl())?),
@@ -103,7 +110,7 @@ struct Answers {
 }
 
 #[derive(Default)]
-struct Asked {
+struct PromptCounts {
     n_rows: f64,
     n_known: f64,
     n_noted: f64,
@@ -119,7 +126,7 @@ struct Estimator<'a> {
 }
 
 impl Estimator<'_> {
-    fn rewrite(&self, ahead: Ahead) -> anyhow::Result<Step> {
+    fn rewrite(&self, ahead: PlannedWork) -> anyhow::Result<Step> {
         let teacher = open_teacher(&self.config.teacher, &self.config.fallback_teacher, &self.run.outside)?;
         let (mut done, mut measured_s, mut n_measured) = (HashSet::new(), 0.0, 0.0);
         for_each_left_by(&self.dir.rewrites(), |record: RewriteRecord| {
@@ -130,7 +137,7 @@ impl Estimator<'_> {
                 (measured_s, n_measured) = (measured_s + latency_ms / 1000.0, n_measured + 1.0);
             }
         });
-        if ahead == Ahead::Anew {
+        if ahead == PlannedWork::StartsOver {
             done.clear();
         }
         let asked = self.prompts(&done, teacher.as_ref(), &self.noted()?)?;
@@ -152,8 +159,13 @@ impl Estimator<'_> {
     }
 
     /// What the rows come to that no earlier run has an answer to.
-    fn prompts(&self, done: &HashSet<String>, teacher: &dyn Teacher, noted: &BatchedPrompts) -> anyhow::Result<Asked> {
-        let (mut asked, mut n_looked_at) = (Asked::default(), 0);
+    fn prompts(
+        &self,
+        done: &HashSet<String>,
+        teacher: &dyn Teacher,
+        noted: &BatchedPrompts,
+    ) -> anyhow::Result<PromptCounts> {
+        let (mut asked, mut n_looked_at) = (PromptCounts::default(), 0);
         for row in self.table.read()? {
             let row = row?;
             if done.contains(&row.id) {
@@ -178,12 +190,12 @@ impl Estimator<'_> {
         let scaled = |n: f64| (n * scale).round();
         let (n_known, n_noted) = (scaled(asked.n_known), scaled(asked.n_noted));
         let n_noted = n_noted.min(asked.n_rows - n_known);
-        Ok(Asked { n_known, n_noted, n_tokens: asked.n_tokens * scale, ..asked })
+        Ok(PromptCounts { n_known, n_noted, n_tokens: asked.n_tokens * scale, ..asked })
     }
 
-    fn validate(&self, ahead: Ahead) -> Step {
+    fn validate(&self, ahead: PlannedWork) -> Step {
         let mut n_done = 0.0;
-        if ahead == Ahead::Anew {
+        if ahead == PlannedWork::StartsOver {
             return self.retrieval_step(StageName::Validate, Range::exactly(self.n_rows));
         }
         for_each_left_by(&self.dir.validated(), |record: ValidatedRecord| {
@@ -291,7 +303,7 @@ fn of_query(row: &QueryRow) -> OfQuery {
     OfQuery { user_profile: row.user_profile.clone(), history_summary: row.history_summary.clone() }
 }
 
-/// Shows every record of an output and of the journal beside it, as far as they are there and can be read.
+/// Calls `each` with every readable record of an output and of its journal.
 fn for_each_left_by<T: DeserializeOwned>(output: &Path, mut each: impl FnMut(T)) {
     for path in [output.to_owned(), Journal::path_for(output)] {
         let Ok(file) = File::open(path) else { continue };

@@ -1,6 +1,6 @@
 //! Asks each system for its rewrites of held-out queries and scores them all alike.
 
-use crate::environment::{Baseline, Baselines, ScoreRequest, Scored, Scorer, Written};
+use crate::environment::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, WrittenRewrite};
 use crate::training::{Generation, Generator};
 use anyhow::Context;
 use querl_core::ports::{EnvironmentError, Progress};
@@ -28,7 +28,7 @@ impl System<'_> {
 
 /// What a system wrote for one query, with what it took.
 struct Answer {
-    written: Written,
+    written: WrittenRewrite,
     latency_ms: Option<f64>,
     cost: Option<f64>,
 }
@@ -93,14 +93,14 @@ fn known(system: &System<'_>, row: &DatasetRow, baselines: &Baselines) -> Result
 /// Nothing is written, so nothing is paid.
 fn raw(row: &DatasetRow) -> Answer {
     let rewrite = row.metadata.query.original_query.clone();
-    Answer { written: Written { rewrite, n_tokens: 0, truncated: false }, latency_ms: None, cost: Some(0.0) }
+    Answer { written: WrittenRewrite { rewrite, n_tokens: 0, truncated: false }, latency_ms: None, cost: Some(0.0) }
 }
 
 fn teacher(baseline: Baseline) -> Result<Answer, Rejection> {
     match baseline {
         Baseline::Missing(failure) => Err(Rejection { code: "teacher_failed".into(), detail: failure.to_string() }),
         Baseline::Rewritten { rewrite, cost, latency_ms, .. } => {
-            Ok(Answer { written: Written { rewrite, n_tokens: 0, truncated: false }, latency_ms, cost })
+            Ok(Answer { written: WrittenRewrite { rewrite, n_tokens: 0, truncated: false }, latency_ms, cost })
         }
     }
 }
@@ -109,7 +109,7 @@ fn teacher(baseline: Baseline) -> Result<Answer, Rejection> {
 fn model(generation: Generation, scorer: &Scorer) -> Result<Answer, EnvironmentError> {
     let Generation { response, latency_ms } = generation;
     let rewrite = scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default();
-    let written = Written { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
+    let written = WrittenRewrite { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
     Ok(Answer { written, latency_ms, cost: None })
 }
 
@@ -145,7 +145,7 @@ fn score(
 }
 
 /// An answer whose retrieval or judgement failed stays an answer: the failure stands in its candidate.
-fn finish(system: &System<'_>, answer: Answer, scored: Scored) -> SystemAnswer {
+fn finish(system: &System<'_>, answer: Answer, scored: ScoredEpisode) -> SystemAnswer {
     let reward: Option<Reward> = scored.outcome.ok();
     let (policy, baseline) = (scored.episode.policy, scored.episode.baseline);
     let win = match (system, &policy.retrieval, &baseline.retrieval) {

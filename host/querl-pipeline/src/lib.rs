@@ -1,6 +1,6 @@
 //! The pipeline as a library: runs, ledger, stages, environment, evaluation and report.
 //!
-//! In: a configuration. Out: a run directory. Whoever calls it shows messages and progress (`querl_core::ports::Reporter`);
+//! In: a configuration. Out: a run directory. The caller shows messages and progress (`querl_core::ports::Reporter`);
 //! nothing is printed here. This crate must not depend on a command line.
 
 pub mod device;

@@ -1,4 +1,4 @@
-//! `metrics.jsonl`: figures of training steps, appended as they come; beside it the same figures for TensorBoard.
+//! `metrics.jsonl`: metrics of training steps, appended as they are recorded, and the same metrics for TensorBoard.
 
 use crate::tensorboard::EventFile;
 use anyhow::Context;
@@ -52,18 +52,23 @@ impl MetricsLog {
         self.n_lines += 1;
         self.events.append(step, metrics)
     }
+}
 
-    /// Brings the lines to the disk and says how many of the stage there are.
-    ///
-    /// # Errors
-    /// As the file system says.
-    pub fn mark(&mut self) -> io::Result<u64> {
+impl MetricSink for MetricsLog {
+    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> io::Result<()> {
+        let Some(extra) = &self.extra else { return self.append(step, metrics) };
+        let mut all = metrics.clone();
+        all.extend(extra());
+        self.append(step, &all)
+    }
+
+    fn mark(&mut self) -> io::Result<u64> {
         sync(&self.file)?;
         Ok(self.n_lines)
     }
 
-    /// Keeps the stage's first `mark` lines. Lines of other stages stay, wherever they are.
-    pub(crate) fn rewind(&mut self, mark: u64) -> io::Result<()> {
+    /// Lines of other stages stay, wherever they are.
+    fn rewind(&mut self, mark: u64) -> io::Result<()> {
         let text = read(&self.path)?;
         let mut n_own = 0;
         let is_kept = |line: &&str| match stage_of(line) {
@@ -81,23 +86,6 @@ impl MetricsLog {
         }
         self.n_lines = n_own.min(mark);
         self.events.rewind(mark)
-    }
-}
-
-impl MetricSink for MetricsLog {
-    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> io::Result<()> {
-        let Some(extra) = &self.extra else { return self.append(step, metrics) };
-        let mut all = metrics.clone();
-        all.extend(extra());
-        self.append(step, &all)
-    }
-
-    fn mark(&mut self) -> io::Result<u64> {
-        Self::mark(self)
-    }
-
-    fn rewind(&mut self, mark: u64) -> io::Result<()> {
-        Self::rewind(self, mark)
     }
 }
 
@@ -150,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stage_run_anew_replaces_its_own_lines_only() {
+    fn a_stage_that_starts_over_replaces_only_its_own_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         remove_stage(&path, "sft").unwrap();

@@ -1,7 +1,7 @@
 //! `querl.lock`: the plugins that a run, or a project's bundles, were pinned to, and what happens when they change.
 //!
-//! A run folder pins every plugin: its results came from them. Beside the configuration only bundles are pinned: they are what
-//! a team is handed and must not change unseen, while a source folder or a bare component is what an author changes all day.
+//! A run folder pins every plugin, since its results depend on them. The file next to the configuration pins only bundles: they are
+//! released and must not change unnoticed, while authors change source folders and bare components all the time.
 
 use crate::failure::Stop;
 use crate::ledger::Ledger;
@@ -19,11 +19,11 @@ use std::path::{Path, PathBuf};
 pub enum OnPluginChange {
     /// Stop before anything is touched.
     Refuse,
-    /// Go on, and record it.
+    /// Continue, and record the change.
     Accept,
 }
 
-/// Pins the plugins in use, in the run folder and beside the configuration.
+/// Pins the plugins in use, in the run folder and next to the configuration.
 pub(crate) fn pin(
     dir: &RunDir,
     config: &Path,
@@ -34,8 +34,8 @@ pub(crate) fn pin(
     let of_run = pins_of_run(dir, used, (on_change, reporter))?;
     let of_project = pins_of_project(dir, config, used, (on_change, reporter))?;
     let locks = [(lock::LockKind::Run, Some(of_run)), (lock::LockKind::Project, of_project)];
-    for (place, (path, lock)) in locks.into_iter().filter_map(|(place, lock)| Some((place, lock?))) {
-        write_atomic(&path, lock.to_text(place).as_bytes())
+    for (project, (path, lock)) in locks.into_iter().filter_map(|(project, lock)| Some((project, lock?))) {
+        write_atomic(&path, lock.to_text(project).as_bytes())
             .with_context(|| format!("{}: cannot be written", path.display()))?;
     }
     Ok(())
@@ -101,7 +101,7 @@ fn settled(
     for difference in lock.accept(found, &now()) {
         let change = difference.change("");
         reporter.message(&format!(
-            "{} plugin {}: {} accepted in place of {}",
+            "{} plugin {}: {} accepted in project of {}",
             change.role, change.id, change.to, change.from
         ));
     }
@@ -135,16 +135,16 @@ mod tests {
         Used::pinned(entry)
     }
 
-    struct Place {
+    struct PinnedProject {
         folder: tempfile::TempDir,
     }
 
-    impl Place {
+    impl PinnedProject {
         fn new() -> Self {
-            let place = Self { folder: tempfile::tempdir().unwrap() };
-            std::fs::create_dir(place.folder.path().join("run")).unwrap();
-            std::fs::write(place.config(), "").unwrap();
-            place
+            let project = Self { folder: tempfile::tempdir().unwrap() };
+            std::fs::create_dir(project.folder.path().join("run")).unwrap();
+            std::fs::write(project.config(), "").unwrap();
+            project
         }
 
         fn config(&self) -> PathBuf {
@@ -171,75 +171,75 @@ mod tests {
 
     #[test]
     fn a_changed_plugin_is_refused_once_a_stage_has_begun_and_recorded_once_accepted() {
-        let place = Place::new();
-        place.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
-        place.pin(&[entry("p", 'b', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
-        place.begin();
+        let project = PinnedProject::new();
+        project.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
+        project.pin(&[entry("p", 'b', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
+        project.begin();
         let (old, new) = (entry("p", 'b', LockSource::Folder), entry("p", 'c', LockSource::Folder));
-        place.pin(&[old], OnPluginChange::Refuse).unwrap();
-        let before = place.lock("run/querl.lock");
-        let refusal = place.pin(std::slice::from_ref(&new), OnPluginChange::Refuse).unwrap_err();
+        project.pin(&[old], OnPluginChange::Refuse).unwrap();
+        let before = project.lock("run/querl.lock");
+        let refusal = project.pin(std::slice::from_ref(&new), OnPluginChange::Refuse).unwrap_err();
         let needle = "querl.lock: reward plugin `p` changed from 0.1.0 (component bbbbbbbbbbbb) to 0.1.0 (component cccccccccccc)";
         assert!(refusal.contains(needle) && refusal.contains("--accept-plugin-change"), "{refusal}");
-        assert_eq!(place.lock("run/querl.lock"), before);
-        place.pin(std::slice::from_ref(&new), OnPluginChange::Accept).unwrap();
-        place.pin(&[new], OnPluginChange::Accept).unwrap();
-        let changes = place.lock("run/querl.lock").unwrap().changes;
+        assert_eq!(project.lock("run/querl.lock"), before);
+        project.pin(std::slice::from_ref(&new), OnPluginChange::Accept).unwrap();
+        project.pin(&[new], OnPluginChange::Accept).unwrap();
+        let changes = project.lock("run/querl.lock").unwrap().changes;
         assert_eq!(changes.len(), 1);
         assert!(chrono::DateTime::parse_from_rfc3339(&changes[0].at).is_ok(), "{}", changes[0].at);
-        assert_eq!(place.lock("querl.lock"), None, "a source folder is not pinned beside the configuration");
+        assert_eq!(project.lock("querl.lock"), None, "a source folder is not pinned next to the configuration");
     }
 
     #[test]
-    fn a_bundle_is_pinned_beside_the_configuration_for_every_run() {
-        let place = Place::new();
+    fn a_bundle_is_pinned_next_to_the_configuration_for_every_run() {
+        let project = PinnedProject::new();
         let mixed = [entry("p", 'a', LockSource::Bundle), entry("q", 'a', LockSource::Folder)];
-        place.pin(&mixed, OnPluginChange::Refuse).unwrap();
-        let lock = place.lock("querl.lock").unwrap();
+        project.pin(&mixed, OnPluginChange::Refuse).unwrap();
+        let lock = project.lock("querl.lock").unwrap();
         assert_eq!(lock.entries.iter().map(|entry| entry.id.as_str()).collect::<Vec<_>>(), ["p"]);
         let first_line = |file: &str| {
-            let text = std::fs::read_to_string(place.folder.path().join(file)).unwrap();
+            let text = std::fs::read_to_string(project.folder.path().join(file)).unwrap();
             text.lines().next().unwrap().to_owned()
         };
         assert!(first_line("run/querl.lock").contains("the plugins of this run"));
         assert!(first_line("querl.lock").contains("the bundles of this project"));
         assert!(lock.entries[0].path.ends_with("plugins/p.querl") && lock.entries[0].path.is_relative());
         let other = [entry("p", 'b', LockSource::Bundle), entry("q", 'b', LockSource::Folder)];
-        let refusal = place.pin(&other, OnPluginChange::Refuse).unwrap_err();
+        let refusal = project.pin(&other, OnPluginChange::Refuse).unwrap_err();
         assert!(refusal.contains("querl.lock: reward plugin `p` changed from"), "{refusal}");
-        place.pin(&other, OnPluginChange::Accept).unwrap();
-        let lock = place.lock("querl.lock").unwrap();
+        project.pin(&other, OnPluginChange::Accept).unwrap();
+        let lock = project.lock("querl.lock").unwrap();
         assert_eq!((lock.changes.len(), lock.entries[0].bundle.as_deref()), (1, Some("b".repeat(64).as_str())));
     }
 
     /// Its limits decide what is dropped, whatever its component.
     #[test]
     fn a_changed_manifest_of_a_folder_is_refused_once_a_stage_has_begun() {
-        let place = Place::new();
+        let project = PinnedProject::new();
         let with = |digit: char| {
             let mut used = entry("p", 'a', LockSource::Folder);
             used.entry.manifest = Some(digit.to_string().repeat(64));
             [used]
         };
-        place.begin();
+        project.begin();
         // The lock of an earlier version gains the digest unasked.
-        place.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
-        place.pin(&with('e'), OnPluginChange::Refuse).unwrap();
-        let refusal = place.pin(&with('f'), OnPluginChange::Refuse).unwrap_err();
+        project.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
+        project.pin(&with('e'), OnPluginChange::Refuse).unwrap();
+        let refusal = project.pin(&with('f'), OnPluginChange::Refuse).unwrap_err();
         assert!(
             refusal.contains("manifest eeeeeeeeeeee) to 0.1.0 (component aaaaaaaaaaaa, manifest ffff"),
             "{refusal}"
         );
-        place.pin(&with('f'), OnPluginChange::Accept).unwrap();
-        assert_eq!(place.lock("run/querl.lock").unwrap().changes.len(), 1);
+        project.pin(&with('f'), OnPluginChange::Accept).unwrap();
+        assert_eq!(project.lock("run/querl.lock").unwrap().changes.len(), 1);
     }
 
     #[test]
     fn a_lock_file_that_cannot_be_read_says_what_to_do() {
-        let place = Place::new();
-        place.begin();
-        std::fs::write(place.dir().lock(), "[[plugin]]\n").unwrap();
-        let refusal = place.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap_err();
+        let project = PinnedProject::new();
+        project.begin();
+        std::fs::write(project.dir().lock(), "[[plugin]]\n").unwrap();
+        let refusal = project.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap_err();
         assert!(refusal.ends_with("; remove the file to pin the plugins as they are now"), "{refusal}");
     }
 

@@ -24,7 +24,7 @@ pub struct Plugins {
     pub(crate) rewards: Vec<WeightedReward>,
     /// Says the style of answers, where one is configured.
     pub style: Option<Arc<SharedStyleModel>>,
-    /// Says the style of evaluated answers besides, and is no part of any reward.
+    /// Classifies evaluated answers too, and is not part of any reward.
     pub audit: Option<Arc<SharedStyleModel>>,
     used: Vec<Used>,
 }
@@ -100,19 +100,8 @@ impl Plugins {
         &self.used
     }
 
-    pub(crate) fn add_prompts(&self, inputs: &mut Inputs) {
-        self.add(inputs, "prompt");
-    }
-
-    pub(crate) fn add_filters(&self, inputs: &mut Inputs) {
-        self.add(inputs, "filter");
-    }
-
-    pub(crate) fn add_rewards(&self, inputs: &mut Inputs) {
-        self.add(inputs, "reward");
-    }
-
-    fn add(&self, inputs: &mut Inputs, role: &str) {
+    /// The plugins of a role, with their order, settings and weights.
+    pub(crate) fn add_inputs(&self, inputs: &mut Inputs, role: &str) {
         for (index, used) in self.used.iter().filter(|used| used.entry.role == role).enumerate() {
             let name = format!("{role} plugin {} ({})", index + 1, used.entry.id);
             let weight = used.weight.unwrap_or(1.0);

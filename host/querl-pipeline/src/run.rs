@@ -43,7 +43,7 @@ pub struct Run {
 impl Run {
     /// Opens model folder and plugins, as far as the stages up to `last` use them, then takes the folder. What a stage alone
     /// needs is looked at before any stage runs, too (`Stage::check`). `config_path` is where `config` was read:
-    /// bundles are pinned beside it.
+    /// bundles are pinned next to it.
     ///
     /// # Errors
     /// The model's folder or a plugin is unusable, another process holds the folder, a plugin changed.

@@ -61,7 +61,7 @@ impl EventFile {
         };
         let file = OpenOptions::new().create(true).read(true).append(true).open(&path)?;
         let mut events = Self { file, path };
-        events.keep(u64::MAX)?;
+        events.rewind(u64::MAX)?;
         Ok(events)
     }
 
@@ -72,13 +72,8 @@ impl EventFile {
         self.write(Event { step: step as i64, summary: Some(Summary { value }), ..Event::now() })
     }
 
-    /// Keeps the first `n` steps that were appended.
-    pub(crate) fn rewind(&mut self, n: u64) -> io::Result<()> {
-        self.keep(n)
-    }
-
     /// Cuts the file before the first damaged record and after `n` steps; an empty one begins with the version.
-    fn keep(&mut self, n: u64) -> io::Result<()> {
+    pub(crate) fn rewind(&mut self, n: u64) -> io::Result<()> {
         let bytes = std::fs::read(&self.path)?;
         let (mut end, mut n_steps) = (0, 0);
         for (data, next) in Records::new(&bytes) {
@@ -194,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stage_that_goes_on_leaves_no_step_twice() {
+    fn a_resumed_stage_has_no_step_twice() {
         let folder = tempfile::tempdir().unwrap();
         let mut events = EventFile::open(folder.path()).unwrap();
         for step in 1..=5 {

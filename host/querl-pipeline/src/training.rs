@@ -169,7 +169,7 @@ fn generation(row_index: usize, response: GeneratedResponse) -> Generation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TokenLimit {
     SftMaxLength(usize),
-    /// Positions of the model, of which an answer may take `rl.max_new_tokens`.
+    /// Positions of the model; the answer may take `rl.max_new_tokens`.
     Generated(usize),
     Learned(usize),
 }

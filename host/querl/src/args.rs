@@ -60,12 +60,23 @@ impl ConfigArgs {
     }
 }
 
-pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
-    let values = StageName::ALL.map(|stage| PossibleValue::new(stage.as_str()).help(stage.meaning()));
-    PossibleValuesParser::new(values).map(|name| {
-        let stage = StageName::ALL.into_iter().find(|stage| stage.as_str() == name);
-        stage.expect("the parser takes names of stages alone")
+/// Parses one of some names, each with its value and its help, which may be empty.
+pub fn one_of<T: Clone + Send + Sync + 'static>(
+    values: impl IntoIterator<Item = (&'static str, T, &'static str)>,
+) -> impl TypedValueParser<Value = T> {
+    let values: Vec<(&str, T, &str)> = values.into_iter().collect();
+    let possible = |(name, _, help): &(&'static str, T, &'static str)| match help.is_empty() {
+        true => PossibleValue::new(*name),
+        false => PossibleValue::new(*name).help(*help),
+    };
+    PossibleValuesParser::new(values.iter().map(possible).collect::<Vec<_>>()).map(move |name| {
+        let found = values.iter().find(|(known, ..)| *known == name);
+        found.expect("the parser accepts only these names").1.clone()
     })
+}
+
+pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
+    one_of(StageName::ALL.map(|stage| (stage.as_str(), stage, stage.meaning())))
 }
 
 /// An input or a setting that cannot be used: exit code 2.

@@ -37,7 +37,7 @@ pub fn init(verbosity: Verbosity) {
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUERL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(default));
     let ansi = std::io::stderr().is_terminal();
-    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| Beside).with_ansi(ansi);
+    let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| LogWriter).with_ansi(ansi);
     subscriber.without_time().with_target(false).init();
 }
 
@@ -65,9 +65,9 @@ impl Reporter for Terminal {
 }
 
 /// Writes to stderr while no bar is drawn.
-struct Beside;
+struct LogWriter;
 
-impl Write for Beside {
+impl Write for LogWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         BARS.suspend(|| std::io::stderr().write(bytes))
     }

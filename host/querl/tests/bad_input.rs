@@ -133,9 +133,9 @@ fn settings_of_a_service_and_of_a_knowledge_base_may_stand_in_one_file() {
     project.querl(&[&check[..], &mapped].concat()).ok();
 }
 
-/// On a machine without a card too, and before anything is asked for by name.
+/// On machines without a GPU too, and before any GPU is opened.
 #[test]
-fn settings_that_the_named_card_refuses() {
+fn settings_that_named_gpus_do_not_support() {
     let refused = |sets: &[&str]| {
         let sets = sets.iter().flat_map(|set| ["--set", *set]);
         refusal(
@@ -145,7 +145,7 @@ fn settings_that_the_named_card_refuses() {
     };
     assert_eq!(
         refused(&["device=cuda:1", "model.dtype=f32"]),
-        "device is \"cuda:1\", which cannot be used: model.dtype is \"f32\" and a card stores a frozen base as bf16 or int8 or fp8 \
+        "device is \"cuda:1\", which cannot be used: model.dtype is \"f32\" and a GPU stores a frozen base as bf16 or int8 or fp8 \
          or nf4; set it to one of these; \"cpu\" and \"auto\" do without"
     );
     assert_eq!(

@@ -8,7 +8,7 @@ use querl_faulty::{Answer, Asked, BatchService, FaultyServer, Reply};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use support::{Project, Said};
+use support::{CommandOutput, Project};
 
 const RECORDED: &str = "kind = \"recorded\"\npath = \"teacher.jsonl\"";
 const NOTE: &str = "run/data/rewrites.batches.json";
@@ -42,7 +42,7 @@ impl Scene {
         Self { service, server, is_broken, project }
     }
 
-    fn rewrite(&self, more: &[&str]) -> Said {
+    fn rewrite(&self, more: &[&str]) -> CommandOutput {
         self.project.querl(&[&["rewrite", "querl.toml"], more].concat())
     }
 
@@ -119,7 +119,7 @@ fn dry_run_leaves_out_what_is_in_a_batch_under_way() {
     assert_eq!(step(&["--set", "teacher.model=other"]).code, Some(2));
 }
 
-/// Keeps away: a batch that is forgotten because somebody names a second teacher, or wants the stage anew.
+/// Keeps away: a batch that is forgotten because somebody names a second teacher, or runs the stage again.
 #[test]
 fn batch_outlives_changes_that_its_answers_do_not_depend_on() {
     let second =
@@ -159,7 +159,7 @@ fn batch_of_other_settings_stops_the_run_before_anything_is_removed() {
     assert_eq!(scene.service.n_begun(), 1);
 }
 
-/// Keeps away: a batch that is paid and never read, beside the same rows one by one at the full price.
+/// Symptom: a batch was paid for and never read, and the same rows were paid for again one by one.
 #[test]
 fn batch_is_read_after_batches_were_switched_off_and_new_rows_are_asked_one_by_one() {
     let scene = Scene::new();

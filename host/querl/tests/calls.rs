@@ -72,7 +72,7 @@ fn what_was_paid_for_is_not_asked_again_in_another_folder() {
 }
 
 #[test]
-fn cache_in_use_or_damaged_is_said_and_the_run_goes_on() {
+fn cache_in_use_or_damaged_is_reported_and_the_run_continues() {
     let server = teacher();
     let project = taught_at(&server.url());
     let held = ResponseCache::open(&project.path("answers.redb"), CacheLimits::default()).unwrap();
@@ -89,7 +89,7 @@ fn cache_in_use_or_damaged_is_said_and_the_run_goes_on() {
 }
 
 #[test]
-fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_goes_on() {
+fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_resumes() {
     let server = teacher();
     let project = taught_at(&server.url());
     // Of the 0.012 that all rows cost.
@@ -106,7 +106,7 @@ fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_goes_on() {
     assert_eq!(slowly.code, Some(3), "{slowly:#?}");
     let one_by_one = &read_spend(&project.path("slowly/calls.json")).unwrap()["rewrite"]["teacher m"];
     assert_eq!(one_by_one.calls, first.calls);
-    // The cache is not what goes on: the journal is.
+    // The journal resumes, not the cache.
     project.querl(&["rewrite", "querl.toml", "--set", "budget=1", "--set", "cache.enabled=false"]).ok();
     assert_eq!(server.n_asked() as u64, 40 + one_by_one.calls, "nothing is paid twice");
     assert_eq!(spent(&project).calls, 40);
@@ -136,7 +136,7 @@ fn interrupt_waits_for_what_is_under_way_and_nothing_is_paid_twice() {
     assert_eq!((server.n_asked(), spent.calls, spent.lost), (40, 40, 0));
 }
 
-/// Keeps away: "0 calls" for rows that the run would ask anew, and a price for stages that are finished.
+/// Keeps away: "0 calls" for rows that the run would request again, and a price for stages that are finished.
 #[test]
 fn dry_run_reckons_with_what_the_run_would_do() {
     let server = teacher();

@@ -28,11 +28,11 @@ fn config_schema_lists_keys_and_prints_json_schema() {
 }
 
 #[test]
-fn config_check_tells_what_a_card_would_need() {
+fn config_check_reports_planned_gpu_memory() {
     let project = Project::new();
-    let of_card = ["--set", "device=cuda:0", "--set", "model.dtype=bf16"];
+    let on_gpu = ["--set", "device=cuda:0", "--set", "model.dtype=bf16"];
     let check = ["config", "check", "querl.toml", "--skip-plugins"];
-    let said = project.querl(&[&check[..], &of_card].concat()).ok();
+    let said = project.querl(&[&check[..], &on_gpu].concat()).ok();
     let lines: Vec<&str> = said.stderr.lines().collect();
     assert!(lines[0].starts_with("sft: takes about ") && lines[1].starts_with("rl: takes about "), "{said:#?}");
     assert!(lines.len() == 2 && lines[1].ends_with(", with rows of 4096 tokens"), "{said:#?}");

@@ -1,5 +1,5 @@
-//! Cards, without one: what is said of a driver that only answers (`support/fake_driver`), and whole runs whose jobs cross the
-//! border into `libquerl_cuda` and are done there by its processor.
+//! GPUs without a GPU: messages about a driver that only answers queries (`support/fake_driver`), and whole runs whose jobs cross into
+//! `libquerl_cuda` and run there on the CPU.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used)]
 
@@ -11,7 +11,7 @@ use std::sync::LazyLock;
 use support::Project;
 use support::results::{assert_same, project, results, run_until, sft_results};
 
-/// The library, which cargo builds beside the tests' other dependencies: without CUDA.
+/// The library that cargo builds with the other dependencies of the tests, without CUDA.
 fn library() -> PathBuf {
     let deps = Path::new(env!("CARGO_BIN_EXE_querl")).parent().unwrap().join("deps");
     let path = deps.join("libquerl_cuda.so");
@@ -105,7 +105,7 @@ fn two_ranks_leave_the_same_bytes_on_both_sides_and_nearly_those_of_one() {
 }
 
 #[test]
-fn two_ranks_that_were_stopped_go_on_and_another_number_of_them_begins_anew() {
+fn two_interrupted_ranks_resume_and_another_number_of_ranks_starts_over() {
     let (unbroken, stopped) = (project(), project());
     let of = |device: &'static str| {
         args(&[
@@ -137,9 +137,9 @@ fn two_ranks_that_were_stopped_go_on_and_another_number_of_them_begins_anew() {
     assert!(!three.stderr.contains("resuming from step"), "{three:#?}");
 }
 
-/// Begun on one side, stopped by a signal that is seen within the library, gone on with on the other side.
+/// Started on one side, stopped by a signal that is seen within the library, resumed on the other side.
 #[test]
-fn a_stop_is_seen_across_the_border_and_either_side_goes_on() {
+fn a_stop_crosses_the_library_border_and_either_side_resumes() {
     let (unbroken, stopped) = (project(), project());
     let args =
         args(&["sft.max_steps=30", "sft.epochs=30", "sft.save_steps=100", "rl.max_steps=9", "rl.save_steps=100"]);
@@ -191,21 +191,21 @@ fn refusal(device: &str, figures: &[(&str, &str)], library: &Path) -> String {
 type Case<'a> = (&'a str, &'a [(&'a str, &'a str)], &'a Path, &'a str);
 
 #[test]
-fn what_is_missing_for_a_card_is_one_sentence() {
+fn what_is_missing_for_a_gpu_is_one_sentence() {
     let ours = library();
     let why = |text: &str, device: &str| format!("\"{device}\", which cannot be used: {text}");
     let cases: [Case<'_>; 9] = [
         ("cuda:0", &[("FAKE_INIT", "999")], &ours, "the CUDA driver does not work: cuInit fails with CUDA error 999"),
         ("cuda:0", &[("FAKE_INIT", "100")], &ours, "the CUDA driver does not work: cuInit finds no device"),
-        ("cuda:0", &[("FAKE_CARDS", "0")], &ours, "the CUDA driver sees no card"),
+        ("cuda:0", &[("FAKE_GPUS", "0")], &ours, "the CUDA driver sees no GPU"),
         (
             "cuda:0",
             &[("FAKE_CUDA", "11080")],
             &ours,
             "the CUDA driver supports CUDA 11.8; expected 12.0 or newer, so update it",
         ),
-        ("cuda:2", &[], &ours, "the driver sees 2 card(s), cuda:0 to cuda:1, and none is cuda:2"),
-        ("cuda:1-2", &[], &ours, "the driver sees 2 card(s), cuda:0 to cuda:1, and none is cuda:2"),
+        ("cuda:2", &[], &ours, "the driver sees 2 GPU(s), cuda:0 to cuda:1, and none is cuda:2"),
+        ("cuda:1-2", &[], &ours, "the driver sees 2 GPU(s), cuda:0 to cuda:1, and none is cuda:2"),
         ("cuda:0", &[], Path::new("nowhere.so"), "QUERL_CUDA_LIBRARY names LIBRARY; there is no file at that place"),
         ("cuda:0", &[], &DRIVER, "LIBRARY: it has no function `querl_cuda_abi`; it is no library of querl"),
         ("cuda:1", &[], &ours, "libquerl_cuda was built without CUDA; build it with host/querl-gpu/build.sh"),
@@ -226,15 +226,15 @@ fn auto_takes_the_processor_and_says_why() {
 }
 
 #[test]
-fn doctor_names_cards_memory_library_and_what_is_missing() {
+fn doctor_reports_gpus_memory_library_and_what_is_missing() {
     let project = project();
     let mut command = project.command(&["doctor"]);
     command.env("QUERL_CUDA_DRIVER", &*DRIVER).env("QUERL_CUDA_LIBRARY", library());
     let (code, text, said) = run(&mut command);
     assert_eq!(code, Some(0), "{said}");
     for line in [
-        "ok  driver   the CUDA driver supports CUDA 13.0 and sees 2 card(s)\n",
-        "ok  card     cuda:1 is Imagined 1, compute capability 9.0, 80.0 GiB of memory, 60.0 GiB of them free\n",
+        "ok  driver   the CUDA driver supports CUDA 13.0 and sees 2 GPU(s)\n",
+        "ok  gpu      cuda:1 is Imagined 1, compute capability 9.0, 80.0 GiB of memory, 60.0 GiB of them free\n",
         " of querl 0.1.0, built without CUDA, so that the CPU is its only device\n",
         "  nccl     ",
         "libquerl_cuda was built without CUDA; build it with host/querl-gpu/build.sh: device = \"cuda:N\" is refused, and \
@@ -250,8 +250,8 @@ fn losses(project: &Project) -> Vec<f64> {
     project.read("run/metrics.jsonl").lines().filter_map(value).collect()
 }
 
-/// A command whose jobs go through the library that the environment names, to be done by cards.
-fn on_cards(project: &Project, args: &[&str], device: &str) -> Command {
+/// A command whose jobs go through the library that the environment names, to be run on GPUs.
+fn on_gpus(project: &Project, args: &[&str], device: &str) -> Command {
     let library = std::env::var_os("QUERL_CUDA_LIBRARY").expect("QUERL_CUDA_LIBRARY names the library");
     let mut command = project.command(args);
     command.args(["--set", device]).env("QUERL_CUDA_LIBRARY", library).env("QUERL_CUDA_DRIVER", "libcuda.so.1");
@@ -261,14 +261,14 @@ fn on_cards(project: &Project, args: &[&str], device: &str) -> Command {
 /// `QUERL_CUDA_LIBRARY=.../libquerl_cuda.so cargo test -p querl --test device -- --ignored`, where `libcuda.so.1` is a driver or
 /// the simulated one (tests/cuda). Activations are bf16 there: losses agree to a few thousandths.
 #[test]
-#[ignore = "needs a card or the simulated driver, and a library that was built with CUDA"]
-fn a_card_fine_tunes_as_the_processor_does_and_goes_on_where_it_was() {
+#[ignore = "needs a GPU or the simulated driver, and a library that was built with CUDA"]
+fn a_gpu_fine_tunes_as_the_cpu_does_and_resumes() {
     let sets = ["--set", "model.dtype=bf16", "--set", "sft.max_steps=6", "--set", "sft.save_steps=2"];
     let args = [&["run", "querl.toml", "--to", "sft"], &sets[..]].concat();
-    let on_card = |project: &Project| on_cards(project, &args, "device=cuda:0");
+    let on_gpu = |project: &Project| on_gpus(project, &args, "device=cuda:0");
     let [within, unbroken, broken] = [project(), project(), project()];
     within.querl(&args).ok();
-    let (code, stdout, said) = run(&mut on_card(&unbroken));
+    let (code, stdout, said) = run(&mut on_gpu(&unbroken));
     assert_eq!(code, Some(0), "{said}");
     assert!(
         said.contains("sft: memory: takes about ") && stdout.contains("  device         cuda:0, "),
@@ -277,46 +277,46 @@ fn a_card_fine_tunes_as_the_processor_does_and_goes_on_where_it_was() {
     let (found, expected) = (losses(&unbroken), losses(&within));
     let close = |(found, expected): (&f64, &f64)| (found - expected).abs() < 0.01 * expected;
     assert!(found.len() == 6 && found.iter().zip(&expected).all(close), "{found:?}, expected {expected:?}");
-    let mut child = run_until(on_card(&broken), &broken, "sft", 3);
+    let mut child = run_until(on_gpu(&broken), &broken, "sft", 3);
     child.kill().unwrap();
     child.wait().unwrap();
-    let (code, _, said) = run(&mut on_card(&broken));
+    let (code, _, said) = run(&mut on_gpu(&broken));
     assert!(code == Some(0) && said.contains("sft: resuming from step "), "{said}");
     assert!(sft_results(&broken) == sft_results(&unbroken));
 }
 
 /// As the test before: the whole way to the evaluation, killed in the middle of reinforcement learning.
 #[test]
-#[ignore = "needs a card or the simulated driver, and a library that was built with CUDA"]
-fn a_card_writes_answers_learns_from_them_and_goes_on_where_it_was() {
+#[ignore = "needs a GPU or the simulated driver, and a library that was built with CUDA"]
+fn a_gpu_runs_rl_and_resumes() {
     let sets = ["model.dtype=bf16", "sft.max_steps=4", "rl.max_steps=3", "rl.save_steps=1", "rl.n_samples=2"];
     let args = args(&sets);
-    let on_card = |project: &Project| on_cards(project, &args, "device=cuda:0");
+    let on_gpu = |project: &Project| on_gpus(project, &args, "device=cuda:0");
     let [unbroken, broken] = [project(), project()];
-    let (code, stdout, said) = run(&mut on_card(&unbroken));
+    let (code, stdout, said) = run(&mut on_gpu(&unbroken));
     assert_eq!(code, Some(0), "{said}");
-    let told = format!("{stdout}{said}");
-    assert!(told.contains("rl: memory: takes about ") && told.matches("cuda:0, ").count() >= 2, "{told}");
-    let mut child = run_until(on_card(&broken), &broken, "rl", 2);
+    let output = format!("{stdout}{said}");
+    assert!(output.contains("rl: memory: takes about ") && output.matches("cuda:0, ").count() >= 2, "{output}");
+    let mut child = run_until(on_gpu(&broken), &broken, "rl", 2);
     child.kill().unwrap();
     child.wait().unwrap();
-    let (code, _, said) = run(&mut on_card(&broken));
+    let (code, _, said) = run(&mut on_gpu(&broken));
     assert!(code == Some(0) && said.contains("rl: resuming from step "), "{said}");
     assert_same(&broken, &results(&unbroken));
     assert_eq!(records(&broken), records(&unbroken));
 }
 
-/// As the tests before, with two cards that hold a model together, from fine-tuning to the evaluation.
+/// As the tests before, with a model sharded over two GPUs, from fine-tuning to the evaluation.
 #[test]
-#[ignore = "needs two cards or the simulated driver with two, and a library that was built with CUDA"]
-fn two_cards_that_hold_a_model_together_learn_and_answer() {
+#[ignore = "needs two GPUs or the simulated driver with two, and a library that was built with CUDA"]
+fn two_gpus_with_tensor_parallelism_train_and_generate() {
     let model: &str = format!("model.path={}", support::repository().join("examples/tiny-qwen3").display()).leak();
     let small = ["sft.max_steps=2", "rl.max_steps=1", "rl.n_samples=2", "rl.max_new_tokens=6"];
     let sets = [&["model.dtype=bf16", model], &small[..]].concat();
     let args = args(&sets);
     let [within, together] = [project(), project()];
     within.querl(&args).ok();
-    let mut command = on_cards(&together, &args, "device=cuda:0,1");
+    let mut command = on_gpus(&together, &args, "device=cuda:0,1");
     let (code, stdout, said) = run(command.args(["--set", "model.tensor_parallel=2"]));
     assert_eq!(code, Some(0), "{said}");
     assert!(format!("{stdout}{said}").contains("cuda:0,1"), "{stdout}{said}");

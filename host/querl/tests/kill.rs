@@ -146,7 +146,7 @@ fn sft_args<'a>(more: &[&'a str]) -> Vec<&'a str> {
 }
 
 #[test]
-fn an_interrupted_stage_goes_on_where_it_was_and_starts_anew_on_other_inputs() {
+fn an_interrupted_stage_resumes_and_starts_over_on_other_inputs() {
     let (unbroken, stopped) = (project(), project());
     let args = sft_args(&[]);
     unbroken.querl(&args).ok();
@@ -170,7 +170,7 @@ fn an_interrupted_stage_goes_on_where_it_was_and_starts_anew_on_other_inputs() {
     copy(&stopped.path("run"), &half.path("run"));
     let changed = half.querl(&sft_args(&["sft.learning_rate=2e-3"])).ok();
     assert!(changed.stderr.contains("sft: running (sft.learning_rate changed)\n"), "{changed:#?}");
-    assert!(!changed.stderr.contains("going on"), "{changed:#?}");
+    assert!(!changed.stderr.contains("resuming"), "{changed:#?}");
 
     let done = stopped.querl(&args).ok();
     assert!(done.stderr.contains("sft: running (stopped on the way last time)\n"), "{done:#?}");
@@ -207,7 +207,7 @@ fn a_damaged_checkpoint_falls_back_to_the_one_before() {
 
 /// A file that may not grow stands in for a full disk: the write fails half way.
 #[test]
-fn a_full_disk_is_a_clean_stop_that_can_be_gone_on_from() {
+fn a_full_disk_is_a_clean_stop_that_can_be_resumed() {
     let (unbroken, full) = (project(), project());
     let args = sft_args(&["sft.save_steps=4", "sft.eval_steps=100"]);
     unbroken.querl(&args).ok();

@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::Command;
 use std::sync::{Arc, Mutex};
-use support::{Project, Said, model};
+use support::{Project, CommandOutput, model};
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 const TOKEN: &str = "hf_secret";
@@ -49,8 +49,8 @@ impl Hub {
         command
     }
 
-    fn querl(&self, project: &Project, arguments: &[&str]) -> Said {
-        Said::of(self.command(project, arguments).output().unwrap(), project.folder.path())
+    fn querl(&self, project: &Project, arguments: &[&str]) -> CommandOutput {
+        CommandOutput::of(self.command(project, arguments).output().unwrap(), project.folder.path())
     }
 
     fn n_requests(&self) -> usize {
@@ -105,7 +105,7 @@ fn a_named_model_is_downloaded_once_and_then_needs_no_hub() {
     assert!(!hub.requests.lock().unwrap().iter().any(|path| path.ends_with(".bin")));
     let n_requests = hub.n_requests();
     let mut offline = hub.command(&project, &inspect);
-    let offline = Said::of(offline.env("HF_HUB_OFFLINE", "1").output().unwrap(), project.folder.path());
+    let offline = CommandOutput::of(offline.env("HF_HUB_OFFLINE", "1").output().unwrap(), project.folder.path());
     assert_eq!(offline.ok().stdout, local.stdout);
     hub.querl(&project, &inspect).ok();
     assert_eq!(hub.n_requests(), n_requests, "a complete snapshot is used without a request");
@@ -145,7 +145,7 @@ fn what_the_hub_refuses_is_a_sentence() {
             Some(_) => &mut command,
             None => command.env_remove("HF_TOKEN"),
         };
-        let said = Said::of(command.output().unwrap(), project.folder.path());
+        let said = CommandOutput::of(command.output().unwrap(), project.folder.path());
         assert_eq!(said.code, Some(2), "{said:#?}");
         assert!(said.stderr.contains(expected) && !said.stderr.contains(TOKEN), "{said:#?}");
     }

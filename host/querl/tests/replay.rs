@@ -4,7 +4,7 @@
 mod support;
 
 use serde_json::{Value, json};
-use support::{Project, Said, repository};
+use support::{CommandOutput, Project, repository};
 
 /// An episode without judgements; `policy` and `teacher` are the score of the only hit, `None` for a failed retrieval.
 fn episode(id: &str, policy: Option<f64>, teacher: f64, outcome: Option<Value>) -> String {
@@ -44,7 +44,7 @@ fn project() -> Project {
     project
 }
 
-fn replay(project: &Project, episodes: &str, plugin: &str, more: &[&str]) -> Said {
+fn replay(project: &Project, episodes: &str, plugin: &str, more: &[&str]) -> CommandOutput {
     let plugin = repository().join(plugin);
     let args = ["plugin", "replay", episodes, "--plugin", plugin.to_str().unwrap()];
     project.querl(&[&args, more].concat())

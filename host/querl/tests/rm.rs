@@ -16,7 +16,7 @@ fn project() -> Project {
 }
 
 /// Trains the tiny model with further flags.
-fn train(project: &Project, flags: &[&str]) -> support::Said {
+fn train(project: &Project, flags: &[&str]) -> support::CommandOutput {
     let base = model().display().to_string();
     let known =
         ["rm", "train", "--model_name_or_path", &base, "--train_file", "dialogues.json", "--output_dir", "style"];
@@ -141,7 +141,7 @@ fn a_file_of_settings_is_read_and_flags_go_before_it() {
 }
 
 #[test]
-fn data_that_cannot_be_learned_from_is_told_in_a_sentence() {
+fn unusable_data_is_reported_in_one_sentence() {
     let project = project();
     let row = |input: &str, label: &str| format!("{{\"input\": \"{input}\", \"label\": \"{label}\"}}");
     let cases = [
@@ -194,7 +194,7 @@ fn change(project: &Project, name: &str, change: impl Fn(&mut Value)) {
 }
 
 #[test]
-fn models_that_cannot_be_asked_are_told_in_a_sentence() {
+fn unusable_models_are_reported_in_one_sentence() {
     let project = project();
     train(&project, &["--num_train_epochs", "1", "--eval_share", "0"]).ok();
     let remove = |name: &str| std::fs::remove_file(project.path(name)).unwrap();
@@ -345,7 +345,7 @@ fn figures_of_calibrated_probabilities_say_so() {
 
 /// The classifier of the old base was written as that of the new one.
 #[test]
-fn a_training_goes_on_with_the_same_base_alone() {
+fn a_training_resumes_only_with_the_same_base() {
     let project = project();
     std::fs::create_dir(project.path("base")).unwrap();
     for entry in std::fs::read_dir(model()).unwrap() {
@@ -383,7 +383,7 @@ fn parts_of_a_cross_validation_that_are_done_are_not_trained_again() {
     assert_eq!((&figures["n"], &figures["n_repeats"]), (&26.into(), &2.into()));
     std::fs::remove_file(project.path("style/training/folds/part-002.json")).unwrap();
     let again = run();
-    // Each training says how it ended: the whole one goes on, one part is made again.
+    // Each training reports its end: the whole one resumes, one part is trained again.
     assert_eq!(again.stderr.matches(" steps, loss ").count(), 2, "{again:#?}");
     assert_eq!(json(&project.read("style/eval.json")), figures);
     let said = train(&project, &["--num_folds", "27"]);

@@ -132,7 +132,7 @@ fn end(server: &mut Server, signal: &str) -> Option<i32> {
     server.process.wait().unwrap().code()
 }
 
-/// Keeps away: clients whose connection ends before their answer, when the server is told to stop.
+/// Symptom: connections were closed before their response when the server was stopped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_under_way_at_an_interrupt_are_answered() {
     let project = project();
@@ -240,7 +240,7 @@ fn a_long_text_is_shortened_and_counted() {
 
 /// What is done to files of a good classifier's folder, and the sentence.
 #[test]
-fn a_damaged_classifier_is_told_in_a_sentence() {
+fn a_damaged_classifier_is_reported_in_one_sentence() {
     let good = project();
     let config: Value = serde_json::from_str(&good.read("style/config.json")).unwrap();
     let with = |key: &str, value: Value| {

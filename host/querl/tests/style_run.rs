@@ -8,7 +8,7 @@ use support::{Project, model, repository};
 
 const CLASSES: [&str; 5] = ["售前", "售后", "诚实", "有帮助", "无伤害"];
 
-/// The end of a configuration with a style model and a scorer beside the other reward.
+/// The end of a configuration with a style model and a style scorer next to the other reward.
 const STYLE: &str = r#"
 [plugins.style_model]
 path = "style"
@@ -46,7 +46,7 @@ fn sum(style: &Value) -> f64 {
 }
 
 #[test]
-fn a_scorer_of_style_rewards_beside_another_and_the_report_says_how_the_style_shifted() {
+fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_of_style() {
     let project = project(STYLE);
     project.edit("path = \"style\"", "path = \"style\"\naudit = \"audit\"");
     // A model that writes words, and a parser that takes them as they are: of blank answers nobody says a style.
@@ -62,7 +62,7 @@ fn a_scorer_of_style_rewards_beside_another_and_the_report_says_how_the_style_sh
 
     let episodes = rows(&project, "run/episodes.jsonl");
     let scored: Vec<&Value> = episodes.iter().filter(|row| row["outcome"]["scored"].is_object()).collect();
-    let mut n_told = 0;
+    let mut n_classified = 0;
     for row in &scored {
         let components = row["outcome"]["scored"]["components"].as_array().unwrap();
         let value = |name: &str| {
@@ -75,17 +75,17 @@ fn a_scorer_of_style_rewards_beside_another_and_the_report_says_how_the_style_sh
         let side = |side: &str| &row["episode"][side]["style"];
         assert!((sum(side("baseline")) - 1.0).abs() < 1e-6, "{row}");
         if !row["episode"]["policy"]["rewrite"].as_str().unwrap().trim().is_empty() {
-            n_told += 1;
-            // The plugin was told what stands in the episode, of the policy and not of the teacher.
+            n_classified += 1;
+            // The plugin got the distribution of the policy in the episode, not that of the teacher.
             for (index, class) in side("policy").as_array().unwrap().iter().enumerate() {
                 assert_eq!(class["label"], CLASSES[index]);
-                let told = value(&format!("scorer-style/class_{index}"));
-                assert!((told - class["probability"].as_f64().unwrap()).abs() < 1e-9, "{row}");
+                let reported = value(&format!("scorer-style/class_{index}"));
+                assert!((reported - class["probability"].as_f64().unwrap()).abs() < 1e-9, "{row}");
             }
         }
     }
 
-    assert!(n_told > 0, "every answer is blank: {episodes:?}");
+    assert!(n_classified > 0, "every answer is blank: {episodes:?}");
 
     let evaluation: Value = serde_json::from_str(&project.read("run/eval.json")).unwrap();
     let style = &evaluation["style"];
@@ -146,7 +146,7 @@ fn refusal(project: &Project, args: &[&str]) -> String {
 }
 
 #[test]
-fn a_style_model_that_cannot_be_asked_is_told_before_anything_runs() {
+fn an_unusable_style_model_is_reported_before_any_stage() {
     let project = project(&STYLE.replace("[plugins.style_model]\npath = \"style\"\n", ""));
     let run = ["run", "querl.toml"];
     let missing = "plugins.rewards[1]: `scorer-style` scores style and there is no style model; name a classifier of `querl style train` as \

@@ -1,4 +1,4 @@
-//! A model that two ranks of the processor hold together, through the command line, beside one that has all of it.
+//! A model sharded over two ranks of the CPU, through the command line, compared with one on a single rank.
 #![allow(clippy::unwrap_used)]
 
 mod support;

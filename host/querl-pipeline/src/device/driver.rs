@@ -16,8 +16,8 @@ const DRIVER_VARIABLE: &str = "QUERL_CUDA_DRIVER";
 /// The driver's library. Every driver brings it under this name.
 const DRIVER_FILE: &str = "libcuda.so.1";
 
-/// Older drivers are refused before a library is looked for: none of any CUDA before 12 is known to work. Whether a driver is new
-/// enough for the library that was found is asked of both ([`check_fit`](crate::device::check_fit)).
+/// Older drivers are rejected before a library is opened: none of any CUDA before 12 is known to work. Whether a driver is new enough
+/// for the library is checked with both ([`check_fit`](crate::device::check_fit)).
 const OLDEST: u32 = 12_000;
 
 /// Result of probing for the driver.
@@ -96,7 +96,7 @@ impl Probe {
                 )))
             }
             Self::Present(driver) if driver.gpus.is_empty() => {
-                Err(DeviceUnavailable("the CUDA driver sees no card".into()))
+                Err(DeviceUnavailable("the CUDA driver sees no GPU".into()))
             }
             Self::Present(driver) => Ok(driver),
         }
@@ -203,7 +203,7 @@ fn succeed(name: &str, code: c_int) -> Result<(), String> {
     }
 }
 
-/// Names the file where it is none of the places beside the program.
+/// Path of the library, if it is not in one of the folders of [`find_library`].
 const LIBRARY_VARIABLE: &str = "QUERL_CUDA_LIBRARY";
 
 const LIBRARY_FILE: &str = "libquerl_cuda.so";
@@ -217,7 +217,7 @@ pub struct OpenedLibrary {
     pub path: PathBuf,
 }
 
-/// Opens the library that the environment names, or the one beside the program.
+/// Opens the library that the environment names, or the one in the folder of the program.
 ///
 /// # Errors
 /// There is none, it cannot be opened, or it is of another version.
@@ -235,20 +235,20 @@ fn find_library() -> Result<PathBuf, DeviceUnavailable> {
         return if named.is_file() { Ok(named) } else { Err(message()) };
     }
     let program = std::env::current_exe().unwrap_or_default();
-    let beside = program.parent().unwrap_or(Path::new("."));
-    // `cuda` first: build.sh leaves the library there, and a build of the whole workspace one without CUDA beside the program.
-    let folders = ["cuda", "", "lib", "../lib"].map(|folder| beside.join(folder));
-    let places = folders.map(|folder| folder.join(LIBRARY_FILE));
-    places.into_iter().find(|path| path.is_file()).ok_or_else(|| {
+    let folder = program.parent().unwrap_or(Path::new("."));
+    // `cuda` first: build.sh puts the library there, while a build of the whole workspace puts one without CUDA into the program's folder.
+    let folders = ["cuda", "", "lib", "../lib"].map(|inner| folder.join(inner));
+    let paths = folders.map(|folder| folder.join(LIBRARY_FILE));
+    paths.into_iter().find(|path| path.is_file()).ok_or_else(|| {
         DeviceUnavailable(format!(
-            "there is no {LIBRARY_FILE} beside the program, in {}, in its folders cuda and lib or in ../lib; build it with host/querl-gpu/build.sh, or name it in {LIBRARY_VARIABLE}",
-            beside.display()
+            "there is no {LIBRARY_FILE} in the folder of the program, {}, in its folders cuda and lib or in ../lib; build it with host/querl-gpu/build.sh, or name it in {LIBRARY_VARIABLE}",
+            folder.display()
         ))
     })
 }
 
 fn load_library(path: &Path) -> Result<Library, String> {
-    // SAFETY: opening a library runs its initialisers. The user put this one beside the program or named it; it is trusted as
+    // SAFETY: opening a library runs its initialisers. The user put this one into the folder of the program or named it; it is trusted as
     // the program is, as an executable plugin would be.
     let opened = unsafe { libloading::Library::new(path) }.map_err(|error| cannot_open(&error))?;
     // Never closed: its threads outlive the jobs.
@@ -269,7 +269,7 @@ fn cannot_open(error: &libloading::Error) -> String {
     format!("cannot be opened: {text}{remedy}")
 }
 
-/// The loader names the file that is missing and not what brings it.
+/// What provides the file that the loader misses.
 fn remedy(text: &str) -> Option<&'static str> {
     let names = |names: &[&str]| names.iter().any(|name| text.contains(name));
     if names(&["libcuda.so"]) {
@@ -287,7 +287,7 @@ mod tests {
 
     /// The symptom: where there was no driver, CUDA's libraries were asked for, which were there.
     #[test]
-    fn what_is_missing_is_asked_for_by_what_brings_it() {
+    fn a_missing_file_is_reported_with_what_provides_it() {
         let of = |name| remedy(&format!("{name}: cannot open shared object file: No such file or directory"));
         assert!(of("libcuda.so.1").unwrap().contains("NVIDIA's driver"));
         for name in ["libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10"] {

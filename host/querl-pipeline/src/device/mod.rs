@@ -103,7 +103,7 @@ impl Executor {
         }
     }
 
-    /// Refuses another model than the configured one, which the key `key` names, where a card cannot have it answer.
+    /// Checks that a GPU can generate with another model than the configured one; the key `key` names it.
     pub(crate) fn check_answers_of(&self, key: &str, folder: &Path) -> Result<(), Stop> {
         if self.gpu().is_none() {
             return Ok(());
@@ -224,10 +224,10 @@ pub fn nccl() -> Result<String, DeviceUnavailable> {
 /// Set in tests: jobs run in the library on its CPU, without a driver.
 const ON_CPU: &str = "QUERL_CUDA_ON_CPU";
 
-/// What a run would say of settings that the cards refuse which a configuration names, on a machine with or without them.
+/// Checks the settings that GPUs do not support, for a configuration that names GPUs, on any machine.
 ///
 /// # Errors
-/// A setting asks for what a card cannot do.
+/// A setting is not supported on GPUs.
 pub fn check_named(config: &Config) -> Result<(), Stop> {
     match DeviceSetting::from_name(&config.device) {
         Some(DeviceSetting::Cuda(_)) => {
@@ -238,19 +238,18 @@ pub fn check_named(config: &Config) -> Result<(), Stop> {
     }
 }
 
-/// The sentence is whole whether what is missing was said with a remedy or has none.
 fn refused(name: &str, missing: &DeviceUnavailable) -> Stop {
     Stop::usage(format!("device is {name:?}, which cannot be used: {missing}; \"cpu\" and \"auto\" do without"))
 }
 
-/// The library on the cards that are asked for.
+/// The library on the requested GPUs.
 fn gpu_backend(indices: &[usize], needs: &DeviceRequirements<'_>) -> Result<Backend, DeviceUnavailable> {
     if std::env::var_os(ON_CPU).is_some() {
         return open_library().map(Backend::LibraryOnCpu);
     }
     let driver = Probe::open().driver()?;
     let used = |&index: &usize| {
-        let gpu = driver.gpus.get(index).cloned().ok_or_else(|| no_such_card(&driver, index))?;
+        let gpu = driver.gpus.get(index).cloned().ok_or_else(|| no_such_gpu(&driver, index))?;
         Ok(UsedGpu { index, gpu, free_bytes: driver.free_bytes(index).ok() })
     };
     let used = indices.iter().map(used).collect::<Result<Vec<_>, DeviceUnavailable>>()?;
@@ -261,7 +260,7 @@ fn gpu_backend(indices: &[usize], needs: &DeviceRequirements<'_>) -> Result<Back
     Ok(Backend::Gpus(library, used))
 }
 
-/// Cards that share work compute the same: sums of other bits would let their weights drift apart.
+/// GPUs that share work must compute the same bits: otherwise the weights of the ranks drift apart.
 fn check_alike(used: &[UsedGpu]) -> Result<(), DeviceUnavailable> {
     let first = &used[0];
     let Some(other) = used.iter().find(|other| other.gpu.capability != first.gpu.capability) else { return Ok(()) };
@@ -269,10 +268,10 @@ fn check_alike(used: &[UsedGpu]) -> Result<(), DeviceUnavailable> {
         let (index, capability) = (used.index, capability_name(used.gpu.capability));
         format!("cuda:{index} ({}) has compute capability {capability}", used.gpu.name)
     };
-    Err(DeviceUnavailable(format!("{} and {}; cards that share work must be alike", named(first), named(other))))
+    Err(DeviceUnavailable(format!("{} and {}; GPUs that share work must be alike", named(first), named(other))))
 }
 
-/// What the processor can do and a card cannot.
+/// Rejects settings that only the CPU supports.
 fn check_settings(
     &DeviceRequirements { model, sft, head_dim, gpu_use }: &DeviceRequirements<'_>,
 ) -> Result<(), DeviceUnavailable> {
@@ -281,7 +280,7 @@ fn check_settings(
         let names: Vec<&str> = storages.iter().map(|dtype| dtype.name()).collect();
         let (found, expected) = (model.dtype.name(), names.join(" or "));
         return Err(DeviceUnavailable(format!(
-            "model.dtype is {found:?} and a card stores a frozen base as {expected}; set it to one of these"
+            "model.dtype is {found:?} and a GPU stores a frozen base as {expected}; set it to one of these"
         )));
     }
     if sft.use_dora && sft.lora_dropout > 0.0 {
@@ -297,19 +296,19 @@ fn check_heads(key: &str, head_dim: usize, gpu_use: GpuUse) -> Result<(), Device
         .map_err(|error| DeviceUnavailable(format!("{key} names {error}")))
 }
 
-fn no_such_card(driver: &Driver, index: usize) -> DeviceUnavailable {
-    let n_cards = driver.gpus.len();
+fn no_such_gpu(driver: &Driver, index: usize) -> DeviceUnavailable {
+    let n_gpus = driver.gpus.len();
     DeviceUnavailable(format!(
-        "the driver sees {n_cards} card(s), cuda:0 to cuda:{}, and none is cuda:{index}",
-        n_cards - 1
+        "the driver sees {n_gpus} GPU(s), cuda:0 to cuda:{}, and none is cuda:{index}",
+        n_gpus - 1
     ))
 }
 
-/// Whether a library's code runs on a card whose driver supports `driver_cuda`.
+/// Whether a library's code runs on a GPU whose driver supports `driver_cuda`.
 ///
 /// # Errors
 /// It does not.
-pub fn check_fit(driver_cuda: u32, card: &Gpu, library: &Description) -> Result<(), DeviceUnavailable> {
+pub fn check_fit(driver_cuda: u32, gpu: &Gpu, library: &Description) -> Result<(), DeviceUnavailable> {
     let Some(cuda) = library.cuda else {
         return Err(DeviceUnavailable(
             "libquerl_cuda was built without CUDA; build it with host/querl-gpu/build.sh".into(),
@@ -324,10 +323,10 @@ pub fn check_fit(driver_cuda: u32, card: &Gpu, library: &Description) -> Result<
         )));
     }
     match library.capabilities.iter().min() {
-        Some(&least) if card.capability < least => Err(DeviceUnavailable(format!(
+        Some(&least) if gpu.capability < least => Err(DeviceUnavailable(format!(
             "{} has compute capability {}; expected {} or newer",
-            card.name,
-            capability_name(card.capability),
+            gpu.name,
+            capability_name(gpu.capability),
             capability_name(least)
         ))),
         _ => Ok(()),
@@ -356,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_card_cannot_do_is_named_by_its_setting() {
+    fn settings_that_gpus_do_not_support_are_named() {
         let refusal = |dtype, sft: SftConfig| {
             let needs =
                 DeviceRequirements { model: &model(dtype), sft: &sft, head_dim: Some(64), gpu_use: GpuUse::Generation };
@@ -364,7 +363,7 @@ mod tests {
         };
         let plain = SftConfig::default();
         assert_eq!(refusal(BaseDtype::Bf16, plain.clone()), Ok(()));
-        let of_dtype = "model.dtype is \"f32\" and a card stores a frozen base as bf16 or int8 or fp8 or nf4; set it to one of these";
+        let of_dtype = "model.dtype is \"f32\" and a GPU stores a frozen base as bf16 or int8 or fp8 or nf4; set it to one of these";
         assert_eq!(refusal(BaseDtype::F32, plain.clone()), Err(of_dtype.into()));
         let full = SftConfig { method: TuningMethod::Full, ..plain.clone() };
         let dora = SftConfig { use_dora: true, ..plain.clone() };
@@ -377,9 +376,9 @@ mod tests {
         assert!(refused.starts_with("sft.use_dora is true and sft.lora_dropout above 0"), "{refused}");
     }
 
-    /// The symptom: a model was fine-tuned for hours, and its first answer was refused.
+    /// Symptom: a model was fine-tuned for hours, and its first generation failed.
     #[test]
-    fn heads_that_a_card_has_no_kernels_for_are_refused_before_anything_is_done() {
+    fn head_sizes_without_gpu_kernels_are_rejected_before_any_stage() {
         let refusal = |head_dim, gpu_use| {
             let (model, sft) = (model(BaseDtype::Bf16), SftConfig::default());
             let needs = DeviceRequirements { model: &model, sft: &sft, head_dim: Some(head_dim), gpu_use };
@@ -397,31 +396,31 @@ mod tests {
     }
 
     #[test]
-    fn cards_of_two_sorts_do_not_share_work() {
+    fn gpus_of_two_kinds_do_not_share_work() {
         let used = |index, name: &str, capability| {
             let gpu = Gpu { name: name.into(), memory_bytes: 1 << 30, capability };
             UsedGpu { index, gpu, free_bytes: None }
         };
         let refusal = |used: &[UsedGpu]| check_alike(used).map_err(|missing| missing.0);
         assert_eq!(refusal(&[used(0, "H100", 90), used(3, "H200", 90)]), Ok(()));
-        let sentence = "cuda:0 (H100) has compute capability 9.0 and cuda:1 (A100) has compute capability 8.0; cards that share \
+        let sentence = "cuda:0 (H100) has compute capability 9.0 and cuda:1 (A100) has compute capability 8.0; GPUs that share \
                         work must be alike";
         assert_eq!(refusal(&[used(0, "H100", 90), used(1, "A100", 80)]), Err(sentence.into()));
     }
 
     #[test]
-    fn a_library_must_be_for_the_card_and_its_driver() {
+    fn a_library_must_fit_the_gpu_and_its_driver() {
         let description = |cuda| Description { version: "0.1.0".into(), cuda, capabilities: vec![80, 86, 90] };
-        let card = |capability| Gpu { name: "A card".into(), memory_bytes: 1 << 30, capability };
+        let gpu = |capability| Gpu { name: "A GPU".into(), memory_bytes: 1 << 30, capability };
         let refusal = |driver_cuda, capability, cuda| {
-            check_fit(driver_cuda, &card(capability), &description(cuda)).map_err(|missing| missing.0)
+            check_fit(driver_cuda, &gpu(capability), &description(cuda)).map_err(|missing| missing.0)
         };
         assert_eq!(refusal(13_000, 90, Some(13_010)), Ok(()));
         assert_eq!(refusal(13_000, 120, Some(13_000)), Ok(()));
         let older = "the driver supports CUDA 12.8 and libquerl_cuda was built with CUDA 13.0; update the driver, or build the \
                      library with CUDA 12";
         assert_eq!(refusal(12_080, 90, Some(13_000)), Err(older.into()));
-        let small = "A card has compute capability 7.5; expected 8.0 or newer";
+        let small = "A GPU has compute capability 7.5; expected 8.0 or newer";
         assert_eq!(refusal(13_000, 75, Some(13_000)), Err(small.into()));
         assert!(refusal(13_000, 90, None).unwrap_err().contains("built without CUDA"));
     }

@@ -7,21 +7,21 @@ use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) enum Missed {
+pub(crate) enum CallError {
     Failed(CallFailure),
-    Late(Duration),
+    DeadlineExceeded(Duration),
 }
 
-impl Missed {
-    /// What records say of it, where it was the deadline.
-    pub(crate) fn lateness(&self) -> Option<CallFailure> {
-        matches!(self, Self::Late(_)).then(|| self.clone().into_failure())
+impl CallError {
+    /// The failure for the record, where it is the deadline.
+    pub(crate) fn deadline_failure(&self) -> Option<CallFailure> {
+        matches!(self, Self::DeadlineExceeded(_)).then(|| self.clone().into_failure())
     }
 
     pub(crate) fn into_failure(self) -> CallFailure {
         match self {
             Self::Failed(failure) => failure,
-            Self::Late(deadline) => {
+            Self::DeadlineExceeded(deadline) => {
                 let message = format!("no answer within rl.episode_deadline_ms = {}", deadline.as_millis());
                 CallFailure { kind: FailureKind::Timeout, message }
             }
@@ -29,23 +29,23 @@ impl Missed {
     }
 }
 
-/// The answer of `call`, unless the deadline passes before it. Waiting for its turn does not count.
+/// The response of `call`, unless the deadline passes first.
 pub(crate) async fn within<T>(
     deadline: Option<Duration>,
     call: impl Future<Output = Result<T, CallFailure>>,
-) -> Result<T, Missed> {
-    let Some(deadline) = deadline else { return call.await.map_err(Missed::Failed) };
+) -> Result<T, CallError> {
+    let Some(deadline) = deadline else { return call.await.map_err(CallError::Failed) };
     match querl_data::within_deadline(deadline, call).await {
-        Some(answer) => answer.map_err(Missed::Failed),
-        None => Err(Missed::Late(deadline)),
+        Some(answer) => answer.map_err(CallError::Failed),
+        None => Err(CallError::DeadlineExceeded(deadline)),
     }
 }
 
-/// All `calls`, in order, at most `n_at_once` under way; with the seconds from the first one's start to the last one's end.
+/// Runs `calls`, at most `n_at_once` concurrently; the responses in order, and the seconds that all took.
 pub(crate) async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::Output>, f64) {
-    // Taken when this is first looked at: beside calls that do not wait, the clock starts when these ones do.
+    // The body runs at the first poll, so that the clock starts with the calls.
     let started = Instant::now();
-    // Not in order: one that is late must not keep the place of those behind it, which are done.
+    // Unordered: a late call must not block the slots of those that are done.
     let numbered = calls.into_iter().enumerate().map(|(index, call)| async move { (index, call.await) });
     let mut answers: Vec<(usize, F::Output)> =
         futures::stream::iter(numbered).buffer_unordered(n_at_once.max(1)).collect().await;
@@ -53,44 +53,43 @@ pub(crate) async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::O
     (answers.into_iter().map(|(_, answer)| answer).collect(), started.elapsed().as_secs_f64())
 }
 
-/// Above so many answers the memo starts afresh, so that a long run does not fill the memory.
+/// With more responses the cache is cleared, which bounds its memory.
 const MOST_ANSWERS: usize = 100_000;
 
-/// A question about one rewrite of one query.
+/// Identifies a call: a query, a rewrite, and the rewrite that it is compared with.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Question<'a> {
+pub(crate) struct CallKey<'a> {
     pub query: &'a QueryRow,
     pub context: &'a Context,
     pub rewrite: &'a str,
-    /// The rewrite that it is compared with, where the question is which is better.
     pub against: Option<&'a str>,
 }
 
 type Key = (String, String, Option<String>);
 
-impl Question<'_> {
+impl CallKey<'_> {
     fn key(&self) -> Key {
         (self.query.id.clone(), self.rewrite.to_owned(), self.against.map(str::to_owned))
     }
 }
 
-/// Successful answers. Failures are not kept: the next time is asked again.
+/// Successful responses; failed calls are made again.
 #[derive(Debug)]
-pub(crate) struct Memo<T> {
+pub(crate) struct CallCache<T> {
     known: Mutex<HashMap<Key, T>>,
 }
 
-impl<T> Default for Memo<T> {
+impl<T> Default for CallCache<T> {
     fn default() -> Self {
         Self { known: Mutex::default() }
     }
 }
 
-/// Some questions, as far as they have answers.
+/// Calls with their cached responses.
 #[derive(Debug)]
-pub(crate) struct LookedUp<'a, T> {
+pub(crate) struct CacheLookup<'a, T> {
     slots: Vec<Slot<T>>,
-    pub new: Vec<Question<'a>>,
+    pub new: Vec<CallKey<'a>>,
 }
 
 #[derive(Debug)]
@@ -99,15 +98,15 @@ enum Slot<T> {
     New(usize),
 }
 
-impl<T: Clone> Memo<T> {
-    /// Which of `questions` are answered already.
-    pub(crate) fn look_up<'a>(&self, questions: &[Question<'a>]) -> LookedUp<'a, T> {
+impl<T: Clone> CallCache<T> {
+    /// Splits `calls` into cached and new ones; `new` has each call once.
+    pub(crate) fn look_up<'a>(&self, questions: &[CallKey<'a>]) -> CacheLookup<'a, T> {
         let mut known = self.known();
         if known.len() > MOST_ANSWERS {
             known.clear();
         }
         let (mut new, mut place) = (Vec::new(), HashMap::new());
-        let slot = |question: &Question<'a>| {
+        let slot = |question: &CallKey<'a>| {
             let key = question.key();
             if let Some(answer) = known.get(&key) {
                 return Slot::Known(answer.clone());
@@ -118,16 +117,16 @@ impl<T: Clone> Memo<T> {
             }))
         };
         let slots = questions.iter().map(slot).collect();
-        LookedUp { slots, new }
+        CacheLookup { slots, new }
     }
 
-    /// One answer per question that was looked up, in order, out of those to the new ones; keeps what succeeded.
+    /// One response per call that was looked up, in order; `answers` are those of the new ones. Caches the successful ones.
     pub(crate) fn complete<F: Clone>(
         &self,
-        looked_up: LookedUp<'_, T>,
+        looked_up: CacheLookup<'_, T>,
         answers: Vec<Result<T, F>>,
     ) -> Vec<Result<T, F>> {
-        let LookedUp { slots, new } = looked_up;
+        let CacheLookup { slots, new } = looked_up;
         let succeeded =
             new.iter().zip(&answers).filter_map(|(question, answer)| Some((question.key(), answer.as_ref().ok()?)));
         self.known().extend(succeeded.map(|(key, answer)| (key, answer.clone())));
@@ -151,7 +150,7 @@ mod tests {
 
     /// The first call ends after all the others, though only two are under way at once.
     #[tokio::test]
-    async fn one_that_is_late_does_not_keep_the_others_waiting() {
+    async fn a_late_call_does_not_block_the_others() {
         let done = tokio::sync::Semaphore::new(0);
         let call = |index: usize| {
             let done = &done;
@@ -168,8 +167,8 @@ mod tests {
         assert_eq!(answers, (0..11).collect::<Vec<_>>());
     }
 
-    fn answers_of(questions: &[Question<'_>]) -> Vec<Result<usize, &'static str>> {
-        let answer = |question: &Question<'_>| match question.rewrite {
+    fn answers_of(questions: &[CallKey<'_>]) -> Vec<Result<usize, &'static str>> {
+        let answer = |question: &CallKey<'_>| match question.rewrite {
             "down" => Err("late"),
             rewrite => Ok(rewrite.len()),
         };
@@ -178,14 +177,14 @@ mod tests {
 
     #[test]
     fn each_question_is_asked_once_and_failures_again() {
-        let (memo, row, context) = (Memo::default(), query("a"), Context::default());
-        let questions = ["one", "down", "one", "three"].map(|rewrite| Question {
+        let (memo, row, context) = (CallCache::default(), query("a"), Context::default());
+        let questions = ["one", "down", "one", "three"].map(|rewrite| CallKey {
             query: &row,
             context: &context,
             rewrite,
             against: None,
         });
-        let asked = |looked_up: &LookedUp<'_, usize>| -> Vec<String> {
+        let asked = |looked_up: &CacheLookup<'_, usize>| -> Vec<String> {
             looked_up.new.iter().map(|question| question.rewrite.to_owned()).collect()
         };
         let first = memo.look_up(&questions);

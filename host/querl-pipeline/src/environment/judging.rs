@@ -3,7 +3,7 @@
 //! Judges prefer what they read first, or last. Which side of a comparison is first is drawn by seed, query and rewrites, so that the
 //! preference cancels over many requests, and the same request always has the same order.
 
-use super::calls::{self, Missed, Question};
+use super::calls::{self, CallError, CallKey};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{Judge, JudgeRequest, PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{CallFailure, Context, FailureKind, Judgement, Message};
@@ -26,7 +26,7 @@ impl Judging {
     }
 }
 
-/// Where `id` falls in 0 to 1: evenly over ids, the same on every machine.
+/// A number in 0 to 1: uniform over ids, the same on every machine.
 fn position(id: &str) -> f64 {
     let digest = digest_hex(id.as_bytes());
     let leading = u32::from_str_radix(&digest[..8], 16).expect("a digest is hexadecimal");
@@ -41,12 +41,13 @@ pub(crate) enum JudgingForm {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Said {
+pub(crate) struct JudgeResponse {
     pub judgement: Judgement,
-    pub of_other: Option<Judgement>,
+    /// Judgement of the baseline, from a comparison.
+    pub of_baseline: Option<Judgement>,
 }
 
-pub(crate) struct Asking<'a> {
+pub(crate) struct JudgePrompter<'a> {
     pub judge: &'a dyn Judge,
     pub prompts: &'a dyn Prompts,
     pub form: &'a JudgingForm,
@@ -54,63 +55,64 @@ pub(crate) struct Asking<'a> {
 }
 
 /// A judgement, or why it cannot be read.
-type Parsed = Result<Said, String>;
+type Parsed = Result<JudgeResponse, String>;
 
-impl Asking<'_> {
-    pub(crate) async fn ask(&self, question: &Question<'_>) -> Result<Result<Said, Missed>, PluginFault> {
-        match (self.form, question.against) {
-            (JudgingForm::Compare(comparison), Some(against)) => self.compare(comparison, question, against).await,
-            _ => self.score(question).await,
+impl JudgePrompter<'_> {
+    pub(crate) async fn ask(&self, call: &CallKey<'_>) -> Result<Result<JudgeResponse, CallError>, PluginFault> {
+        match (self.form, call.against) {
+            (JudgingForm::Compare(comparison), Some(against)) => self.compare(comparison, call, against).await,
+            _ => self.score(call).await,
         }
     }
 
-    async fn score(&self, question: &Question<'_>) -> Result<Result<Said, Missed>, PluginFault> {
-        let (query, context) = (question.query.original_query.as_str(), question.context);
-        let input = PromptInput { query, context, rewrite: Some(question.rewrite) };
+    async fn score(&self, call: &CallKey<'_>) -> Result<Result<JudgeResponse, CallError>, PluginFault> {
+        let (query, context) = (call.query.original_query.as_str(), call.context);
+        let input = PromptInput { query, context, rewrite: Some(call.rewrite) };
         let messages = self.prompts.messages(PromptTask::Judge, &input)?;
         let parse = |text: &str| -> Result<Parsed, PluginFault> {
             let parsed = self.prompts.parse_judgement(text)?;
             let judgement = parsed.map(|parsed| Judgement::Scored { score: parsed.score, reason: parsed.reason });
-            Ok(judgement.map(|judgement| Said { judgement, of_other: None }).map_err(|rejection| rejection.to_string()))
+            Ok(judgement
+                .map(|judgement| JudgeResponse { judgement, of_baseline: None })
+                .map_err(|rejection| rejection.to_string()))
         };
-        self.converse(question, messages, parse).await
+        self.converse(call, messages, parse).await
     }
 
     async fn compare(
         &self,
         comparison: &Comparison,
-        question: &Question<'_>,
+        call: &CallKey<'_>,
         baseline: &str,
-    ) -> Result<Result<Said, Missed>, PluginFault> {
-        let (query_id, query) = (question.query.id.as_str(), question.query.original_query.as_str());
-        let pair = Pair { query_id, query, context: question.context, policy: question.rewrite, baseline };
-        let said = |compared: Compared| Said { judgement: compared.policy, of_other: Some(compared.baseline) };
+    ) -> Result<Result<JudgeResponse, CallError>, PluginFault> {
+        let (query_id, query) = (call.query.id.as_str(), call.query.original_query.as_str());
+        let pair = Pair { query_id, query, context: call.context, policy: call.rewrite, baseline };
         if pair.policy == pair.baseline {
-            return Ok(Ok(said(comparison.of_equals())));
+            return Ok(Ok(comparison.tie()));
         }
         let first = comparison.first(&pair);
-        self.converse(question, comparison.messages(&pair), |text| Ok(comparison.parse(text, first).map(said))).await
+        self.converse(call, comparison.messages(&pair), |text| Ok(comparison.parse(text, first))).await
     }
 
-    /// Asks; where the answer cannot be read, shows it to the judge once and asks for the form again.
+    /// Calls the judge; where the response cannot be parsed, shows it to the judge and requests the form once more.
     async fn converse(
         &self,
-        question: &Question<'_>,
+        call: &CallKey<'_>,
         messages: Vec<Message>,
         parse: impl Fn(&str) -> Result<Parsed, PluginFault>,
-    ) -> Result<Result<Said, Missed>, PluginFault> {
-        let first = match self.call(question, &messages).await {
+    ) -> Result<Result<JudgeResponse, CallError>, PluginFault> {
+        let first = match self.send(call, &messages).await {
             Ok(text) => text,
-            Err(missed) => return Ok(Err(missed)),
+            Err(error) => return Ok(Err(error)),
         };
         let problem = match parse(&first)? {
-            Ok(said) => return Ok(Ok(said)),
+            Ok(response) => return Ok(Ok(response)),
             Err(problem) => problem,
         };
         let repair = [messages.clone(), repair(first, &problem)].concat();
-        let second = match self.call(question, &repair).await {
+        let second = match self.send(call, &repair).await {
             Ok(text) => text,
-            Err(missed) => return Ok(Err(missed)),
+            Err(error) => return Ok(Err(error)),
         };
         Ok(parse(&second)?.map_err(|problem| {
             self.judge.forget(&messages);
@@ -119,24 +121,24 @@ impl Asking<'_> {
                 "the answer of judge {} holds no judgement, nor does a second one: {problem}",
                 self.judge.name()
             );
-            Missed::Failed(CallFailure { kind: FailureKind::InvalidResponse, message })
+            CallError::Failed(CallFailure { kind: FailureKind::InvalidResponse, message })
         }))
     }
 
-    async fn call(&self, question: &Question<'_>, messages: &[Message]) -> Result<String, Missed> {
-        let (query, context, rewrite) = (question.query.original_query.as_str(), question.context, question.rewrite);
+    async fn send(&self, call: &CallKey<'_>, messages: &[Message]) -> Result<String, CallError> {
+        let (query, context, rewrite) = (call.query.original_query.as_str(), call.context, call.rewrite);
         let request = JudgeRequest { query, context, rewrite, messages };
         calls::within(self.deadline, self.judge.judge(request)).await.map(|completion| completion.text)
     }
 }
 
-/// What is added to the conversation after an answer that cannot be read.
+/// The messages that follow a response that cannot be parsed.
 fn repair(answer: String, problem: &str) -> Vec<Message> {
     let again = format!("上面的回答无法解析（{problem}）。请严格按照要求的格式重新回答，不要输出其他内容。");
     vec![Message { role: "assistant".into(), content: answer }, Message { role: "user".into(), content: again }]
 }
 
-/// A side's part of the score: of 5, since rewards expect 0 to 5.
+/// Score of a side in one dimension; rewards expect 0 to 5.
 const BETTER: f64 = 5.0;
 const SAME: f64 = 2.5;
 
@@ -162,25 +164,17 @@ pub(crate) enum First {
     Baseline,
 }
 
-/// What a comparison says of the policy's rewrite and of the teacher's.
-#[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Compared {
-    pub policy: Judgement,
-    pub baseline: Judgement,
-}
-
 impl Comparison {
     pub(crate) fn first(&self, pair: &Pair<'_>) -> First {
         let drawn =
             digest_hex(format!("{}\n{}\n{}\n{}", self.seed, pair.query_id, pair.policy, pair.baseline).as_bytes());
-        // The last digit's parity: as good as any bit.
         if drawn.ends_with(['0', '2', '4', '6', '8', 'a', 'c', 'e']) { First::Policy } else { First::Baseline }
     }
 
-    /// Two texts that are the same need no judge.
-    pub(crate) fn of_equals(&self) -> Compared {
+    /// Equal texts need no judge.
+    pub(crate) fn tie(&self) -> JudgeResponse {
         let same = || Judgement::Scored { score: SAME, reason: "两个改写相同".into() };
-        Compared { policy: same(), baseline: same() }
+        JudgeResponse { judgement: same(), of_baseline: Some(same()) }
     }
 
     pub(crate) fn messages(&self, pair: &Pair<'_>) -> Vec<Message> {
@@ -207,7 +201,7 @@ impl Comparison {
         vec![message("system", system), message("user", user)]
     }
 
-    pub(crate) fn parse(&self, text: &str, first: First) -> Result<Compared, String> {
+    pub(crate) fn parse(&self, text: &str, first: First) -> Result<JudgeResponse, String> {
         let answer = object_in(text).ok_or("no JSON object in the answer")?;
         let (mut one, mut other) = (0.0, 0.0);
         for dimension in &self.dimensions {
@@ -221,21 +215,18 @@ impl Comparison {
         let n = self.dimensions.len() as f64;
         let reason = answer.get("理由").and_then(Value::as_str).unwrap_or_default();
         let scored = |sum: f64| Judgement::Scored { score: sum / n, reason: reason.to_owned() };
-        let (one, other) = (scored(one), scored(other));
-        Ok(match first {
-            First::Policy => Compared { policy: one, baseline: other },
-            First::Baseline => Compared { policy: other, baseline: one },
-        })
+        let (policy, baseline) = if first == First::Policy { (one, other) } else { (other, one) };
+        Ok(JudgeResponse { judgement: scored(policy), of_baseline: Some(scored(baseline)) })
     }
 }
 
-/// The object that stands in a text, with or without words or a fence around it.
+/// The JSON object in a text, with or without words or a fence around it.
 fn object_in(text: &str) -> Option<Value> {
     let (start, end) = (text.find('{')?, text.rfind('}')?);
     serde_json::from_str(text.get(start..=end)?).ok()
 }
 
-/// Points of the first and of the second.
+/// Scores of the first and of the second rewrite.
 fn points(word: &str) -> Option<(f64, f64)> {
     let word = word.trim().trim_matches(['「', '」', '"', '。']).to_lowercase();
     match word.as_str() {
@@ -268,8 +259,8 @@ mod tests {
         Pair { query_id: "q", query: "怎么吃", context, policy, baseline: "鱼油 用法" }
     }
 
-    fn scores(compared: &Compared) -> (f64, f64) {
-        (compared.policy.score().unwrap(), compared.baseline.score().unwrap())
+    fn scores(response: &JudgeResponse) -> (f64, f64) {
+        (response.judgement.score().unwrap(), response.of_baseline.as_ref().unwrap().score().unwrap())
     }
 
     #[test]

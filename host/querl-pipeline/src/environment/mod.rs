@@ -15,5 +15,7 @@ mod training;
 
 pub(crate) use judging::{Comparison, Judging, JudgingForm};
 pub(crate) use rewards::WeightedReward;
-pub(crate) use scorer::{Baseline, Baselines, DEADLINE_CODE, ScoreRequest, Scored, Scorer, Services, Written};
+pub(crate) use scorer::{
+    Baseline, Baselines, DEADLINE_CODE, ScoreRequest, ScoredEpisode, Scorer, Services, WrittenRewrite,
+};
 pub(crate) use training::{EpisodeLog, Phase, TrainingEnvironment};

@@ -16,7 +16,7 @@ pub(crate) struct WeightedReward {
 
 /// One score per episode, in order: the weighted sum of the plugins' totals.
 ///
-/// Components keep the plugin's own values, unweighted; with several plugins their names are `LABEL/component`, beside each
+/// Components keep the plugin's own values, unweighted; with several plugins their names are `LABEL/component`, next to each
 /// plugin's `LABEL/total`. An episode that one plugin rejects is rejected, with that plugin's code.
 pub(crate) fn score(
     rewards: &[WeightedReward],
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn an_episode_of_which_a_side_failed_is_rejected_and_the_others_are_not() {
+    fn an_episode_with_a_failed_side_is_rejected_and_the_others_are_not() {
         let (model, mut episodes) =
             (ByFirst::default(), [episode_of("aa", "xb"), episode_of("cc", "dd"), episode_of("x", "ee")]);
         let rejections = add_styles(&model, &mut episodes);

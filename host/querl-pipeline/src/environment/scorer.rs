@@ -1,7 +1,7 @@
 //! From rewrites to scored episodes: retrieval, judge, reward plugins. Shared by training and evaluation.
 
-use super::calls::{self, Memo, Missed, Question};
-use super::judging::{Asking, JudgingForm, Said};
+use super::calls::{self, CallCache, CallError, CallKey};
+use super::judging::{JudgePrompter, JudgeResponse, JudgingForm};
 use super::rewards::{self, WeightedReward};
 use querl_core::ports::{
     CallTimings, EnvironmentError, Judge, PluginFault, Prompts, RetrievalRequest, Retriever, StyleModel,
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 pub(crate) enum Baseline {
     Rewritten {
         rewrite: String,
-        /// What retrieval found with it earlier; `None` where that failed: it is asked again.
+        /// Hits of the validate stage; `None` where retrieval failed and is tried again.
         hits: Option<Vec<Hit>>,
         /// Price of the rewrite; `None` where unknown.
         cost: Option<f64>,
@@ -31,7 +31,7 @@ pub(crate) enum Baseline {
 pub(crate) struct Baselines(HashMap<String, Baseline>);
 
 impl Baselines {
-    /// From what the validate stage left. A rewrite that the filters dropped later is still what the teacher wrote.
+    /// From the records of the validate stage. Rewrites that filters dropped later still count.
     pub(crate) fn new(records: Vec<ValidatedRecord>) -> Self {
         let by_id = records.into_iter().map(|record| {
             let id = record.rewritten.query.id.clone();
@@ -57,35 +57,34 @@ impl Baselines {
     }
 }
 
-/// The code of an episode whose calls took longer than they may.
+/// The code of episodes whose calls exceeded the deadline.
 pub(crate) const DEADLINE_CODE: &str = "deadline";
 
 #[derive(Clone)]
 pub(crate) struct Services {
     pub retriever: Arc<dyn Retriever>,
-    /// Judges; `None` where nobody does.
     pub judge: Option<Arc<dyn Judge>>,
     pub form: JudgingForm,
     pub prompts: Arc<dyn Prompts>,
     pub rewards: Vec<WeightedReward>,
-    /// Says the style of what both sides wrote; `None` where nobody does.
+    /// Classifies the style of both sides.
     pub style: Option<Arc<dyn StyleModel>>,
     pub n_retrievals: usize,
     pub n_judgements: usize,
-    /// A call that takes longer is given up, and its episode dropped as `deadline`; waiting for one's turn does not count.
+    /// A call that takes longer is cancelled, and its episode dropped as `deadline`. Time in the queue does not count.
     pub deadline: Option<Duration>,
 }
 
-/// Scores rewrites; remembers answers for the length of a run.
+/// Scores rewrites; caches responses for the length of a run.
 pub(crate) struct Scorer {
     services: Services,
     runtime: tokio::runtime::Handle,
-    hits: Memo<Vec<Hit>>,
-    judgements: Memo<Said>,
+    hits: CallCache<Vec<Hit>>,
+    judgements: CallCache<JudgeResponse>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Written {
+pub(crate) struct WrittenRewrite {
     pub rewrite: String,
     /// Tokens generated, end of sequence included; 0 where unknown.
     pub n_tokens: u32,
@@ -96,35 +95,35 @@ pub(crate) struct Written {
 pub(crate) struct ScoreRequest<'a> {
     pub id: String,
     pub query: &'a QueryRow,
-    pub policy: Written,
+    pub policy: WrittenRewrite,
     pub baseline: Baseline,
     pub judged: bool,
 }
 
 /// An episode and its score, or why there is none.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Scored {
+pub(crate) struct ScoredEpisode {
     pub episode: Episode,
     pub outcome: Result<Reward, Rejection>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Scores {
-    pub scored: Vec<Scored>,
+    pub scored: Vec<ScoredEpisode>,
     pub timings: CallTimings,
 }
 
 impl Scorer {
-    /// A scorer that waits for the services on `runtime`, which must not be the caller's own.
+    /// Waits for the services on `runtime`, which must not be the caller's own.
     pub(crate) fn new(services: Services, runtime: tokio::runtime::Handle) -> Self {
-        Self { services, runtime, hits: Memo::default(), judgements: Memo::default() }
+        Self { services, runtime, hits: CallCache::default(), judgements: CallCache::default() }
     }
 
     pub(crate) fn prompts(&self) -> &dyn Prompts {
         self.services.prompts.as_ref()
     }
 
-    /// One result per request, in order. Retrieval and judge are asked at the same time.
+    /// One result per request, in order. Retrieval and judge run concurrently.
     pub(crate) fn score(&self, requests: &[ScoreRequest<'_>]) -> Result<Scores, EnvironmentError> {
         let mut episodes: Vec<Episode> = requests.iter().map(new_episode).collect();
         let mut timings = CallTimings::default();
@@ -146,10 +145,10 @@ impl Scorer {
         episodes: &mut [Episode],
         timings: &mut CallTimings,
     ) -> Result<Vec<Option<CallFailure>>, EnvironmentError> {
-        let (looked_up, judged) = (wanted_hits(requests), self.wanted_judgements(requests));
+        let (looked_up, judged) = (unknown_hits(requests), self.requested_judgements(requests));
         let (hits, judgements) = {
-            let retrievals = self.hits.look_up(&questions(&looked_up, requests, episodes, Against::Nothing));
-            let against = if self.compares() { Against::Baseline } else { Against::Nothing };
+            let retrievals = self.hits.look_up(&questions(&looked_up, requests, episodes, ComparedWith::Nothing));
+            let against = if self.compares() { ComparedWith::Baseline } else { ComparedWith::Nothing };
             let judgements = self.judgements.look_up(&questions(&judged, requests, episodes, against));
             let calls = async { futures::join!(self.ask_retriever(&retrievals.new), self.ask_judge(&judgements.new)) };
             let ((hits, retrieve_s), (answers, judge_s)) = self.runtime.block_on(calls);
@@ -157,20 +156,23 @@ impl Scorer {
             let answers = answers.into_iter().collect::<Result<Vec<JudgeAnswer>, PluginFault>>()?;
             (self.hits.complete(retrievals, hits), self.judgements.complete(judgements, answers))
         };
-        stop_if_hopeless(&hits)?;
-        stop_if_hopeless(&judgements)?;
+        check_services(&hits)?;
+        check_services(&judgements)?;
         let mut late = vec![None; episodes.len()];
         for ((index, side), hits) in looked_up.into_iter().zip(hits) {
-            late[index] = late[index].take().or_else(|| hits.as_ref().err()?.lateness());
-            side.of(&mut episodes[index]).retrieval = hits.map_err(Missed::into_failure);
+            late[index] = late[index].take().or_else(|| hits.as_ref().err()?.deadline_failure());
+            side.of(&mut episodes[index]).retrieval = hits.map_err(CallError::into_failure);
         }
         for ((index, side), judgement) in judged.into_iter().zip(judgements) {
-            late[index] = late[index].take().or_else(|| judgement.as_ref().err()?.lateness());
-            let failed = |missed: Missed| Said { judgement: Judgement::Failed(missed.into_failure()), of_other: None };
-            let Said { judgement, of_other } = judgement.unwrap_or_else(failed);
+            late[index] = late[index].take().or_else(|| judgement.as_ref().err()?.deadline_failure());
+            let failed = |missed: CallError| JudgeResponse {
+                judgement: Judgement::Failed(missed.into_failure()),
+                of_baseline: None,
+            };
+            let JudgeResponse { judgement, of_baseline } = judgement.unwrap_or_else(failed);
             side.of(&mut episodes[index]).judgement = judgement;
-            if let Some(of_other) = of_other {
-                episodes[index].baseline.judgement = of_other;
+            if let Some(of_baseline) = of_baseline {
+                episodes[index].baseline.judgement = of_baseline;
             }
         }
         Ok(late)
@@ -181,7 +183,7 @@ impl Scorer {
     }
 
     /// Both sides of sampled episodes; of a comparison the policy's, which is compared with the other.
-    fn wanted_judgements(&self, requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
+    fn requested_judgements(&self, requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
         select(requests, |request, side| {
             let is_sampled = self.services.judge.is_some() && request.judged;
             let has_baseline = matches!(request.baseline, Baseline::Rewritten { .. });
@@ -193,7 +195,7 @@ impl Scorer {
         })
     }
 
-    async fn ask_retriever(&self, questions: &[Question<'_>]) -> (Vec<Result<Vec<Hit>, Missed>>, f64) {
+    async fn ask_retriever(&self, questions: &[CallKey<'_>]) -> (Vec<Result<Vec<Hit>, CallError>>, f64) {
         let services = &self.services;
         let calls = questions.iter().map(|question| {
             let (original_query, context) = (question.query.original_query.as_str(), question.context);
@@ -203,10 +205,10 @@ impl Scorer {
         calls::all(calls.collect(), services.n_retrievals).await
     }
 
-    async fn ask_judge(&self, questions: &[Question<'_>]) -> (Vec<Result<JudgeAnswer, PluginFault>>, f64) {
+    async fn ask_judge(&self, questions: &[CallKey<'_>]) -> (Vec<Result<JudgeAnswer, PluginFault>>, f64) {
         let Some(judge) = self.services.judge.as_deref() else { return (Vec::new(), 0.0) };
         let (prompts, form, deadline) = (self.prompts(), &self.services.form, self.services.deadline);
-        let asking = Asking { judge, prompts, form, deadline };
+        let asking = JudgePrompter { judge, prompts, form, deadline };
         let calls = questions.iter().map(|question| asking.ask(question));
         calls::all(calls.collect(), self.services.n_judgements).await
     }
@@ -218,7 +220,7 @@ impl Scorer {
         episodes: Vec<Episode>,
         late: &[Option<CallFailure>],
         unclassified: Vec<Option<Rejection>>,
-    ) -> Result<Vec<Scored>, EnvironmentError> {
+    ) -> Result<Vec<ScoredEpisode>, EnvironmentError> {
         let each = requests.iter().zip(&episodes).zip(late).zip(unclassified);
         let rejection = |(((request, episode), late), unclassified): (((_, _), &Option<CallFailure>), _)| {
             rejection_of(request, episode, late.as_ref()).or(unclassified)
@@ -232,13 +234,13 @@ impl Scorer {
                 Some(rejection) => Err(rejection),
                 None => scores.next().expect("one score per complete episode"),
             };
-            Scored { episode, outcome }
+            ScoredEpisode { episode, outcome }
         });
         Ok(scored.collect())
     }
 }
 
-type JudgeAnswer = Result<Said, Missed>;
+type JudgeAnswer = Result<JudgeResponse, CallError>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Side {
@@ -261,7 +263,7 @@ fn new_episode(request: &ScoreRequest<'_>) -> Episode {
         Baseline::Rewritten { rewrite, hits, .. } => (rewrite.clone(), Ok(hits.clone().unwrap_or_default())),
         Baseline::Missing(failure) => (String::new(), Err(failure.clone())),
     };
-    let baseline = Written { rewrite, n_tokens: 0, truncated: false };
+    let baseline = WrittenRewrite { rewrite, n_tokens: 0, truncated: false };
     Episode {
         id: request.id.clone(),
         query: query.original_query.clone(),
@@ -272,8 +274,8 @@ fn new_episode(request: &ScoreRequest<'_>) -> Episode {
     }
 }
 
-fn new_candidate(written: Written, retrieval: Result<Vec<Hit>, CallFailure>) -> Candidate {
-    let Written { rewrite, n_tokens, truncated } = written;
+fn new_candidate(written: WrittenRewrite, retrieval: Result<Vec<Hit>, CallFailure>) -> Candidate {
+    let WrittenRewrite { rewrite, n_tokens, truncated } = written;
     Candidate { rewrite, retrieval, judgement: Judgement::NotSampled, style: None, n_tokens, truncated }
 }
 
@@ -284,7 +286,7 @@ fn select(requests: &[ScoreRequest<'_>], wants: impl Fn(&ScoreRequest<'_>, Side)
 }
 
 /// What is to be looked up: rewrites that are not empty and whose hits are not known from earlier.
-fn wanted_hits(requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
+fn unknown_hits(requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
     select(requests, |request, side| match (side, &request.baseline) {
         (Side::Policy, _) => !request.policy.rewrite.trim().is_empty(),
         (Side::Baseline, Baseline::Rewritten { hits, .. }) => hits.is_none(),
@@ -293,7 +295,7 @@ fn wanted_hits(requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Against {
+enum ComparedWith {
     Nothing,
     Baseline,
 }
@@ -302,13 +304,13 @@ fn questions<'a>(
     wanted: &[(usize, Side)],
     requests: &'a [ScoreRequest<'_>],
     episodes: &'a [Episode],
-    against: Against,
-) -> Vec<Question<'a>> {
+    against: ComparedWith,
+) -> Vec<CallKey<'a>> {
     let question = |(index, side): &(usize, Side)| {
         let (request, episode) = (&requests[*index], &episodes[*index]);
         let candidate = if *side == Side::Policy { &episode.policy } else { &episode.baseline };
-        let against = (against == Against::Baseline).then_some(episode.baseline.rewrite.as_str());
-        Question { query: request.query, context: &episode.context, rewrite: &candidate.rewrite, against }
+        let against = (against == ComparedWith::Baseline).then_some(episode.baseline.rewrite.as_str());
+        CallKey { query: request.query, context: &episode.context, rewrite: &candidate.rewrite, against }
     };
     wanted.iter().map(question).collect()
 }
@@ -317,9 +319,9 @@ fn questions<'a>(
 const MIN_CALLS: usize = 4;
 
 /// A refusal that every further call would meet, or nobody reached at all.
-fn stop_if_hopeless<T>(answers: &[Result<T, Missed>]) -> Result<(), CallFailure> {
-    let failure = |answer: &'_ Result<T, Missed>| match answer {
-        Err(Missed::Failed(failure)) => Some(failure.clone()),
+fn check_services<T>(answers: &[Result<T, CallError>]) -> Result<(), CallFailure> {
+    let failure = |answer: &'_ Result<T, CallError>| match answer {
+        Err(CallError::Failed(failure)) => Some(failure.clone()),
         _ => None,
     };
     let failures: Vec<CallFailure> = answers.iter().filter_map(failure).collect();
@@ -414,8 +416,9 @@ mod tests {
             request(&row, "slowly judged", rewritten("poor")),
         ];
         let Scores { scored, timings } = scorer.score(&requests).unwrap();
-        let code =
-            |one: &Scored| one.outcome.as_ref().map_or_else(|rejection| rejection.code.clone(), |_| "scored".into());
+        let code = |one: &ScoredEpisode| {
+            one.outcome.as_ref().map_or_else(|rejection| rejection.code.clone(), |_| "scored".into())
+        };
         assert_eq!(scored.iter().map(code).collect::<Vec<_>>(), ["deadline", "scored", "deadline", "deadline"]);
         let detail = &scored[0].outcome.as_ref().unwrap_err().detail;
         assert_eq!(detail, "timeout: no answer within rl.episode_deadline_ms = 50");

@@ -2,7 +2,7 @@
 
 use super::judging::JudgingForm;
 use super::rewards::WeightedReward;
-use super::scorer::{Baseline, ScoreRequest, Scorer, Services, Written};
+use super::scorer::{Baseline, ScoreRequest, Scorer, Services, WrittenRewrite};
 use async_trait::async_trait;
 use querl_core::ports::{
     Judge, JudgeRequest, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RetrievalRequest, Retriever,
@@ -204,6 +204,6 @@ pub(crate) fn rewritten(rewrite: &str) -> Baseline {
 }
 
 pub(crate) fn request<'a>(query: &'a QueryRow, rewrite: &str, baseline: Baseline) -> ScoreRequest<'a> {
-    let policy = Written { rewrite: rewrite.into(), n_tokens: 3, truncated: false };
+    let policy = WrittenRewrite { rewrite: rewrite.into(), n_tokens: 3, truncated: false };
     ScoreRequest { id: format!("step-000000/{}/0", query.id), query, policy, baseline, judged: true }
 }

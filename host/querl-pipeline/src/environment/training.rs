@@ -1,7 +1,7 @@
 //! The environment of reinforcement learning, and its log of episodes, `episodes.jsonl`.
 
 use super::judging::Judging;
-use super::scorer::{Baselines, ScoreRequest, Scored, Scorer, Scores, Written};
+use super::scorer::{Baselines, ScoreRequest, ScoredEpisode, Scorer, Scores, WrittenRewrite};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
 use querl_core::records::{DatasetRow, EpisodeRecord, QueryRow};
 use std::fs::{File, OpenOptions};
@@ -19,27 +19,16 @@ pub(crate) enum Phase {
 
 /// Scores the responses to one set of rows and logs every episode.
 pub(crate) struct TrainingEnvironment {
-    scorer: Arc<Scorer>,
-    rows: Vec<DatasetRow>,
-    baselines: Arc<Baselines>,
-    judging: Judging,
-    phase: Phase,
-    log: Arc<EpisodeLog>,
+    pub scorer: Arc<Scorer>,
+    /// [`PolicyResponse::row_index`] refers to these.
+    pub rows: Vec<DatasetRow>,
+    pub baselines: Arc<Baselines>,
+    pub judging: Judging,
+    pub phase: Phase,
+    pub log: Arc<EpisodeLog>,
 }
 
 impl TrainingEnvironment {
-    /// An environment over `rows`, to which [`PolicyResponse::row_index`] refers.
-    pub(crate) fn new(
-        scorer: Arc<Scorer>,
-        rows: Vec<DatasetRow>,
-        baselines: Arc<Baselines>,
-        judging: Judging,
-        phase: Phase,
-        log: Arc<EpisodeLog>,
-    ) -> Self {
-        Self { scorer, rows, baselines, judging, phase, log }
-    }
-
     fn request(&self, step: u64, response: &PolicyResponse) -> Result<ScoreRequest<'_>, EnvironmentError> {
         let query = &self.rows[response.row_index].metadata.query;
         let id = self.episode_id(step, query, response.sample_index);
@@ -49,7 +38,7 @@ impl TrainingEnvironment {
         };
         // An answer without a rewrite is the policy's own fault: it is scored, as one that finds nothing.
         let rewrite = self.scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default();
-        let policy = Written { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
+        let policy = WrittenRewrite { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
         Ok(ScoreRequest { id, query, policy, baseline: self.baselines.of(&query.id), judged })
     }
 
@@ -69,7 +58,7 @@ impl Environment for TrainingEnvironment {
         let parse_s = started.elapsed().as_secs_f64();
         let Scores { scored, mut timings } = self.scorer.score(&requests)?;
         timings.plugin_s += parse_s;
-        let record = |one: Scored| EpisodeRecord {
+        let record = |one: ScoredEpisode| EpisodeRecord {
             format: EpisodeRecord::FORMAT,
             step,
             episode: one.episode,
@@ -131,7 +120,7 @@ impl EpisodeLog {
         let length = file.metadata().map_err(|error| self.failed(&error))?.len();
         if length < mark {
             return Err(EnvironmentError::Record(format!(
-                "{}: has {length} bytes, and had {mark} when the checkpoint was written; run the stage anew with `--from rl`",
+                "{}: has {length} bytes, and had {mark} when the checkpoint was written; run the stage again with `--from rl`",
                 self.path.display()
             )));
         }
@@ -160,14 +149,14 @@ mod tests {
 
     fn environment(shop: &Shop, log: &std::path::Path, phase: Phase) -> TrainingEnvironment {
         let baselines = Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))]);
-        TrainingEnvironment::new(
-            Arc::new(shop.scorer()),
-            vec![dataset_row("a"), dataset_row("b")],
-            Arc::new(baselines),
-            Judging::Share(0.5),
+        TrainingEnvironment {
+            scorer: Arc::new(shop.scorer()),
+            rows: vec![dataset_row("a"), dataset_row("b")],
+            baselines: Arc::new(baselines),
+            judging: Judging::Share(0.5),
             phase,
-            Arc::new(EpisodeLog::open(log).unwrap()),
-        )
+            log: Arc::new(EpisodeLog::open(log).unwrap()),
+        }
     }
 
     #[test]

@@ -67,16 +67,8 @@ impl Inputs {
         Ok(self)
     }
 
-    /// The files of a Hugging Face directory that make the model: a README beside them changes no result.
-    ///
-    /// # Errors
-    /// It cannot be read.
-    pub(crate) fn model(&mut self, path: &Path) -> anyhow::Result<&mut Self> {
-        self.other_model("model", path)
-    }
-
-    /// As [`Self::model`], of a model that is not the one to train.
-    pub(crate) fn other_model(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
+    /// The files of a Hugging Face directory that a model is loaded from; a README changes no result.
+    pub(crate) fn model(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
         self.0.insert(name.into(), digest_folder(path, is_of_model)?);
         Ok(self)
     }
@@ -96,10 +88,9 @@ impl Inputs {
         self.0.keys().filter_map(|name| Some((name.as_str(), stage_of(name)?))).collect()
     }
 
-    /// Stands for all of them and for what else decides the last bit of a training: how passes are cut, the program, and the
-    /// sort of card where it is one that computes. A checkpoint belongs to one. (A finished stage is not done again for these:
-    /// its result is the same beside rounding, and who trained on a card may go on where there is none.)
-    pub(crate) fn fingerprint(&self, model: &ModelConfig, card: Option<String>) -> String {
+    /// Digest of the inputs and of all else that the last bits of a training depend on: how passes are cut, the program, and the kind of
+    /// GPU. Checkpoints belong to one fingerprint. Finished stages do not depend on it: their results differ by rounding alone.
+    pub(crate) fn fingerprint(&self, model: &ModelConfig, arithmetic: Option<String>) -> String {
         let mut exact = self.clone();
         exact.text("model.tokens_per_pass", model.tokens_per_pass);
         exact.text("model.gradient_checkpointing", model.gradient_checkpointing);
@@ -107,8 +98,8 @@ impl Inputs {
             exact.text("model.tensor_parallel", model.tensor_parallel);
         }
         exact.text("program", format_args!("{} {ARITHMETIC}", env!("CARGO_PKG_VERSION")));
-        if let Some(card) = card {
-            exact.text("device", card);
+        if let Some(arithmetic) = arithmetic {
+            exact.text("device", arithmetic);
         }
         let lines: String = exact.0.iter().map(|(name, value)| format!("{name:?} {value:?}\n")).collect();
         querl_core::fsx::digest_hex(lines.as_bytes())
@@ -124,7 +115,7 @@ impl Inputs {
     }
 }
 
-/// Bumped with each change of what a training computes: a stopped one is then not gone on with.
+/// Incremented with each change of what a training computes; a stopped training then starts over.
 const ARITHMETIC: u32 = 2;
 
 fn digest_file(path: &Path) -> anyhow::Result<String> {
@@ -183,7 +174,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn section_keys_are_told_apart_and_exceptions_left_out() {
+    fn changed_section_keys_are_named_and_exceptions_ignored() {
         let mut before = Inputs::default();
         before.section("sft", &querl_core::config::SftConfig::default(), &["eval_steps"]).unwrap();
         let changed = querl_core::config::SftConfig { epochs: 9, eval_steps: 1, ..Default::default() };
@@ -216,7 +207,7 @@ mod tests {
             gradient_checkpointing: false,
             tensor_parallel: 1,
         };
-        let on = |card: Option<&str>| Inputs::default().fingerprint(&model, card.map(str::to_owned));
+        let on = |arithmetic: Option<&str>| Inputs::default().fingerprint(&model, arithmetic.map(str::to_owned));
         assert_eq!(on(Some("cuda 90")), on(Some("cuda 90")));
         assert_ne!(on(Some("cuda 90")), on(Some("cuda 80")));
         assert_ne!(on(Some("cuda 90")), on(None));
@@ -235,9 +226,9 @@ mod tests {
     }
 
     #[test]
-    fn notes_beside_a_model_are_not_the_model() {
+    fn other_files_in_a_model_folder_are_not_inputs() {
         let folder = tempfile::tempdir().unwrap();
-        let of_model = || Inputs::default().model(folder.path()).unwrap().clone();
+        let of_model = || Inputs::default().model("model", folder.path()).unwrap().clone();
         let put = |file, text| std::fs::write(folder.path().join(file), text).unwrap();
         put("model-00001-of-00002.safetensors", "weights");
         let before = of_model();

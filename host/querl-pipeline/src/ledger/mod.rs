@@ -64,15 +64,19 @@ impl std::fmt::Display for StageName {
     }
 }
 
-/// Bumped when an old ledger can no longer be read; such a run starts anew.
+/// Incremented when an old ledger can no longer be read; such a run starts over.
 const FORMAT: u32 = 1;
 
+/// The record of one stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
     pub(crate) inputs: Inputs,
+    /// False after an interruption.
     pub finished: bool,
+    /// Rows whose call failed; the next run tries them again.
     #[serde(default)]
     pub n_failed: u64,
+    /// Figures of its summary.
     #[serde(default)]
     pub facts: Facts,
     /// Wall-clock seconds of the run that finished it.
@@ -112,7 +116,7 @@ impl Ledger {
             Err(error) => return Err(error).with_context(|| format!("{}: cannot be read", path.display())),
             Ok(bytes) => {
                 let contents: Contents = serde_json::from_slice(&bytes).with_context(|| {
-                    format!("{}: not a ledger of stages; remove it to run all stages anew", path.display())
+                    format!("{}: not a ledger of stages; remove it to run all stages again", path.display())
                 })?;
                 if contents.format == FORMAT { contents } else { empty() }
             }
@@ -145,7 +149,7 @@ pub(crate) enum Decision {
     /// It was begun on these inputs, or on others that leave its rows good: what it left is of use. Why it is run, in words.
     Continue(String),
     /// What it left, if anything, is of no use. Why it is run, in words.
-    Anew(String),
+    StartOver(String),
 }
 
 /// What to do with a stage that would run on `inputs` now and leaves `outputs`. `keeps_rows` says of an input whether rows
@@ -156,12 +160,12 @@ pub(crate) fn decide(
     outputs: &[PathBuf],
     keeps_rows: impl Fn(&str) -> bool,
 ) -> Decision {
-    let Some(entry) = entry else { return Decision::Anew("not run yet".into()) };
+    let Some(entry) = entry else { return Decision::StartOver("not run yet".into()) };
     let changed = inputs.changed_since(&entry.inputs);
     if !changed.is_empty() {
         let reason = format!("{} changed", listing(&changed));
         let all_kept = changed.iter().all(|name| keeps_rows(name));
-        return if all_kept { Decision::Continue(reason) } else { Decision::Anew(reason) };
+        return if all_kept { Decision::Continue(reason) } else { Decision::StartOver(reason) };
     }
     if !entry.finished {
         return Decision::Continue("stopped on the way last time".into());
@@ -307,7 +311,7 @@ mod tests {
         let decided = |now| decide(Some(&known), &now, &[], |name| name == "query table");
         assert_eq!(decided(now("b", "m")), Decision::Continue("query table changed".into()));
         let both = "query table and teacher.model changed";
-        assert_eq!(decided(now("b", "n")), Decision::Anew(both.into()));
+        assert_eq!(decided(now("b", "n")), Decision::StartOver(both.into()));
     }
 
     #[test]
@@ -315,14 +319,14 @@ mod tests {
         let known = entry(&[("sft.epochs", "3"), ("train.jsonl", "aa")]);
         assert_eq!(redo(Some(&known), &known.inputs, &[]), Decision::Skip(known.clone()));
         let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "aa")]);
-        assert_eq!(redo(Some(&known), &now, &[]), Decision::Anew("sft.epochs changed".into()));
+        assert_eq!(redo(Some(&known), &now, &[]), Decision::StartOver("sft.epochs changed".into()));
         let now = inputs(&[("sft.epochs", "4"), ("train.jsonl", "bb"), ("new", "1")]);
-        assert_eq!(redo(Some(&known), &now, &[]), Decision::Anew("new, sft.epochs and 1 more changed".into()));
-        assert_eq!(redo(None, &now, &[]), Decision::Anew("not run yet".into()));
+        assert_eq!(redo(Some(&known), &now, &[]), Decision::StartOver("new, sft.epochs and 1 more changed".into()));
+        assert_eq!(redo(None, &now, &[]), Decision::StartOver("not run yet".into()));
     }
 
     #[test]
-    fn killed_stage_goes_on() {
+    fn killed_stage_is_continued() {
         let known = Entry { finished: false, ..entry(&[]) };
         assert_eq!(redo(Some(&known), &known.inputs, &[]), Decision::Continue("stopped on the way last time".into()));
     }

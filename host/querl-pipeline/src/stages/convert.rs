@@ -23,8 +23,7 @@ impl Stage for Convert {
         inputs.section("data", &run.config.data, &["input", "export", "width", "leak_similarity", "on_leak"])?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
-        run.plugins.add_prompts(&mut inputs);
-        run.plugins.add_filters(&mut inputs);
+        ["prompt", "filter"].iter().for_each(|role| run.plugins.add_inputs(&mut inputs, role));
         Ok(inputs)
     }
 

@@ -25,11 +25,11 @@ impl Stage for Eval {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        // The rest of the section is about the figures, which are made anew each time.
+        // The other keys of the section concern the metrics, which are computed again each time.
         inputs.text("eval.systems", run.config.eval.systems.join(" "));
         add_decoding(&mut inputs, &run.config);
         inputs.text("model.dtype", run.config.model.dtype.name());
-        inputs.model(&run.config.model.path)?;
+        inputs.model("model", &run.config.model.path)?;
         stage::add_scoring(&mut inputs, run)?;
         stage::add_audit(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
@@ -72,7 +72,7 @@ impl Stage for Eval {
     }
 }
 
-/// What shapes the answers of a trained model, beside the model.
+/// Decoding settings of trained models.
 fn add_decoding(inputs: &mut Inputs, config: &Config) {
     let RlConfig { max_new_tokens, min_new_tokens, repetition_penalty, no_repeat_ngram_size, stop_strings, .. } =
         &config.rl;

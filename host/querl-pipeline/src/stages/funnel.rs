@@ -14,7 +14,7 @@ pub struct Step {
     pub stage: &'static str,
     /// Rows that came in.
     pub rows_in: u64,
-    /// Rows that went on.
+    /// Rows that the next stage gets.
     pub kept: u64,
     /// The others, by why: `repeated`, `teacher_timeout`, `top1_below_threshold`.
     pub dropped: BTreeMap<String, u64>,

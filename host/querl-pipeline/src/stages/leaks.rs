@@ -20,14 +20,14 @@ const TEST_LEAKED: &str = "rows of test nearly in train";
 
 /// Leaks of the held-out splits.
 #[derive(Debug)]
-pub struct Found {
+pub struct SplitLeaks {
     /// Of val, which only chooses the checkpoint.
     pub val: Leaks,
     /// Of test.
     pub test: Leaks,
 }
 
-impl Found {
+impl SplitLeaks {
     /// Sentences about what leaked and about what is nearly a leak, of val and of test.
     pub fn sentences(&self) -> Vec<String> {
         let of = |split, leaks: &Leaks| [leaks.sentence(split), leaks.same_query_sentence(split)];
@@ -39,7 +39,7 @@ impl Found {
 ///
 /// # Errors
 /// A split cannot be read, or the user asked to stop.
-pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<Found> {
+pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<SplitLeaks> {
     let files = Split::ALL.map(|split| RecordFile::<DatasetRow>::new(&dir.split(split)));
     let n_rows = Split::ALL.into_iter().map(|split| n_lines(dir, split)).sum::<anyhow::Result<u64>>()?;
     let [train, val, test] = files.each_ref().map(|file| DatasetQueries(file));
@@ -50,7 +50,7 @@ pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) ->
 ///
 /// # Errors
 /// The groups cannot fill the splits, the table cannot be read, or the user asked to stop.
-pub fn of_table(table: &QueryTable, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<Found> {
+pub fn of_table(table: &QueryTable, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<SplitLeaks> {
     let splits = Splits::assign(table.read()?.map(|row| Ok(row?.group)), config)?;
     let [train, val, test] = Split::ALL.map(|split| SplitRows { table, splits: &splits, split });
     find([&train, &val, &test], table.findings().n_usable as u64, config.leak_similarity, progress)
@@ -64,7 +64,7 @@ pub fn of_table_if_split(
     table: &QueryTable,
     config: &DataConfig,
     progress: &dyn Progress,
-) -> anyhow::Result<Option<Found>> {
+) -> anyhow::Result<Option<SplitLeaks>> {
     match of_table(table, config, progress) {
         Err(error) if matches!(error.downcast_ref(), Some(DataError::TooFewGroups { .. })) => Ok(None),
         found => found.map(Some),
@@ -76,13 +76,13 @@ fn find(
     n_rows: u64,
     least_similarity: f64,
     progress: &dyn Progress,
-) -> anyhow::Result<Found> {
+) -> anyhow::Result<SplitLeaks> {
     let mut watch = |n_read: u64| {
         progress.update(n_read.min(n_rows), n_rows, "rows compared");
         Ok::<_, anyhow::Error>(interrupt::check()?)
     };
     let [val, test] = find_leaks(train, [val, test], least_similarity, &mut watch)?;
-    Ok(Found { val, test })
+    Ok(SplitLeaks { val, test })
 }
 
 /// Rows of a split.
@@ -98,9 +98,9 @@ pub fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
     count().with_context(|| format!("{}: cannot be read", path.display()))
 }
 
-/// Says before a call is paid what a training of this table may be refused for, and refuses where nothing was asked yet and the
-/// command goes on to it. Later only the dataset counts, in which filters have left fewer rows.
-/// Groups that cannot fill the splits are refused where the command makes them.
+/// Reports leaks of the query table before the first paid call, and refuses where nothing was called yet and the command includes a
+/// training. Later only the dataset counts, in which filters have left fewer rows. Groups that cannot fill the splits are an error where
+/// the command makes the splits.
 pub(crate) fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<()> {
     let (config, table) = (&run.config.data, open_queries(&run.config.data)?);
     let found = match last {
@@ -123,7 +123,7 @@ pub(crate) fn before_training(run: &Run, progress: &dyn Progress) -> anyhow::Res
     Ok(facts)
 }
 
-fn say(found: &Found, on_leak: OnLeak, progress: &dyn Progress) -> anyhow::Result<()> {
+fn say(found: &SplitLeaks, on_leak: OnLeak, progress: &dyn Progress) -> anyhow::Result<()> {
     const REMEDY: &str = "give such rows one group (data.group_column), take them out of the query table, raise \
                           data.leak_similarity, or set data.on_leak = \"warn\"";
     let refused = found.test.sentence(Split::Test).filter(|_| on_leak == OnLeak::Refuse);

@@ -44,7 +44,7 @@ pub struct Window {
     pub first: StageName,
     /// The last.
     pub last: StageName,
-    /// This one and all after it are run anew.
+    /// This stage and all later ones run again.
     pub forced_from: Option<StageName>,
 }
 
@@ -138,7 +138,7 @@ fn pending(run: &Run, ledger: &Ledger, window: Window) -> anyhow::Result<Vec<Sta
 
 /// What would become of stages that ask somebody outside, without running any: those of `window` that are finished are left out. A stage
 /// whose files are not there yet is as one that never ran; after one that has work to do, nothing is finished.
-pub(crate) fn look_ahead(run: &Run, window: Window, asking: &[StageName]) -> anyhow::Result<Vec<(StageName, Ahead)>> {
+pub(crate) fn plan(run: &Run, window: Window, asking: &[StageName]) -> anyhow::Result<Vec<(StageName, PlannedWork)>> {
     let ledger = Ledger::open(&run.dir.stages())?;
     let (mut ahead, mut has_work) = (Vec::new(), false);
     for name in window.stages() {
@@ -148,8 +148,8 @@ pub(crate) fn look_ahead(run: &Run, window: Window, asking: &[StageName]) -> any
         };
         let found = match decision {
             Ok(Decision::Skip(_)) if !has_work => continue,
-            Ok(Decision::Skip(_) | Decision::Continue(_)) => Ahead::GoesOn,
-            Ok(Decision::Anew(_)) | Err(_) => Ahead::Anew,
+            Ok(Decision::Skip(_) | Decision::Continue(_)) => PlannedWork::Resumes,
+            Ok(Decision::StartOver(_)) | Err(_) => PlannedWork::StartsOver,
         };
         has_work = true;
         if asking.contains(&name) {
@@ -161,16 +161,16 @@ pub(crate) fn look_ahead(run: &Run, window: Window, asking: &[StageName]) -> any
 
 /// What a stage with work to do makes of what is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ahead {
-    GoesOn,
-    Anew,
+pub(crate) enum PlannedWork {
+    Resumes,
+    StartsOver,
 }
 
 fn decide_on(run: &Run, ledger: &Ledger, name: StageName, inputs: &Inputs, window: Window) -> Decision {
     let stage = stage_of(name);
     let left = [stage.outputs(&run.dir), stage.tables(run)].concat();
     match window.forced_from {
-        Some(first) if name >= first => Decision::Anew(format!("--from {first}")),
+        Some(first) if name >= first => Decision::StartOver(format!("--from {first}")),
         _ => decide(ledger.entry(name.as_str()), inputs, &left, |input| stage.keeps_rows(input)),
     }
 }
@@ -194,7 +194,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
             }
             return Ok(Outcome { stage: name, ran: false, facts, seconds });
         }
-        Decision::Anew(reason) => {
+        Decision::StartOver(reason) => {
             stage.clean(&run.dir).with_context(|| format!("{name}: what an earlier run left cannot be removed"))?;
             reason
         }

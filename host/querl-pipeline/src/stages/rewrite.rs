@@ -34,7 +34,7 @@ impl Stage for Rewrite {
         inputs.section("data", &run.config.data, &["input", "split", "split_seed", "leak_similarity", "on_leak"])?;
         inputs.file(QUERY_TABLE, &run.config.data.input)?;
         stage::add_teacher(&mut inputs, run)?;
-        run.plugins.add_prompts(&mut inputs);
+        run.plugins.add_inputs(&mut inputs, "prompt");
         Ok(inputs)
     }
 
@@ -181,7 +181,7 @@ impl Tally {
         }
         facts.add("teacher failed", n_failed).add_parts(&self.failures);
         facts.add("price", self.cost);
-        // A recording that lacks a query will lack it tomorrow; when it changes, the stage runs anew.
+        // A recording that lacks a query is not tried again; when the file changes, the stage runs again.
         Done { facts, n_failed: n_failed - self.n_not_recorded }
     }
 }

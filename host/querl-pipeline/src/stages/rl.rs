@@ -55,7 +55,7 @@ impl Stage for Rl {
         inputs.section("rl", &run.config.rl, &WITHOUT_EFFECT)?;
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
         inputs.section("sft", &run.config.sft, &OF_FINE_TUNING_ALONE)?;
-        inputs.model(&run.config.model.path)?;
+        inputs.model("model", &run.config.model.path)?;
         stage::add_scoring(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Sft, &training::best(&run.dir.sft()))?;
         for split in [Split::Train, Split::Val] {
@@ -94,7 +94,7 @@ impl Stage for Rl {
 
     /// Resumes from a checkpoint of the same inputs. Without one, training rewinds both logs to their beginning.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        // On a card, answers of other parts are written by products of other numbers of rows.
+        // On a GPU the parts of a batch decide the shapes of matrix products, and with them rounding.
         let n_parts = run.config.rl.pipeline_parts;
         let arithmetic = run.executor.arithmetic().map(|how| match run.executor.gpu() {
             Some(_) => format!("{how}, {n_parts} parts of a batch"),
@@ -110,7 +110,7 @@ impl Stage for Rl {
         let log = Arc::new(log);
         let environment = |rows: &[DatasetRow], phase| {
             let (scorer, baselines, log) = (scorer.clone(), baselines.clone(), log.clone());
-            TrainingEnvironment::new(scorer, rows.to_vec(), baselines, judging(run), phase, log)
+            TrainingEnvironment { scorer, rows: rows.to_vec(), baselines, judging: judging(run), phase, log }
         };
         let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
         let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;

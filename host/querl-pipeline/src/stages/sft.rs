@@ -29,7 +29,7 @@ impl Stage for Sft {
         let mut inputs = Inputs::default();
         inputs.section("sft", &run.config.sft, &["save_steps", "save_total_limit"])?;
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
-        inputs.model(&run.config.model.path)?;
+        inputs.model("model", &run.config.model.path)?;
         for split in [Split::Train, Split::Val] {
             inputs.made_by(ledger, StageName::Convert, &run.dir.split(split))?;
         }

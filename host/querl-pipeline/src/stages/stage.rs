@@ -22,37 +22,32 @@ pub(crate) trait Stage: Sync {
     /// Everything that its result depends on.
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs>;
 
-    /// True where what was done before a change of the input `name` is still good, row by row.
-    fn keeps_rows(&self, name: &str) -> bool {
-        let _ = name;
+    /// Whether finished rows stay valid when the input of this name changes.
+    fn keeps_rows(&self, _name: &str) -> bool {
         false
     }
 
-    /// Opens what the stage will need of the outside, so that what is wrong with it shows before any stage runs.
-    fn check(&self, run: &Run) -> anyhow::Result<()> {
-        let _ = run;
+    /// Opens tables and services, so that errors show before any stage runs.
+    fn check(&self, _run: &Run) -> anyhow::Result<()> {
         Ok(())
     }
 
-    /// Refuses what should not be done although it could be, before anything of an earlier run is removed. `last` is the last
-    /// stage of the command. What was found is added to the stage's facts.
-    fn permit(&self, run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
-        let _ = (run, last, progress);
+    /// Refuses work that would be useless, before outputs of an earlier run are removed. `_last` is the last stage of the command. The
+    /// result is added to the facts of the stage.
+    fn permit(&self, _run: &Run, _last: StageName, _progress: &dyn Progress) -> anyhow::Result<Facts> {
         Ok(Facts::default())
     }
 
-    /// What is to be said of its result where it is used again as it is.
-    fn reminder(&self, run: &Run, facts: &Facts) -> Option<String> {
-        let _ = (run, facts);
+    /// A warning about a result that is used again.
+    fn reminder(&self, _run: &Run, _facts: &Facts) -> Option<String> {
         None
     }
 
-    /// What it leaves, whole or not at all.
+    /// Output files, written atomically.
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf>;
 
-    /// What it leaves beside them for people, in the formats that the configuration names.
-    fn tables(&self, run: &Run) -> Vec<PathBuf> {
-        let _ = run;
+    /// Exported tables, in the configured formats.
+    fn tables(&self, _run: &Run) -> Vec<PathBuf> {
         Vec::new()
     }
 
@@ -61,13 +56,12 @@ pub(crate) trait Stage: Sync {
         self.outputs(dir).iter().try_for_each(|path| remove(path))
     }
 
-    /// Removes what only an unfinished stage needs, once it is known to be finished.
-    fn settle(&self, dir: &RunDir) -> std::io::Result<()> {
-        let _ = dir;
+    /// Removes files that only an unfinished stage needs.
+    fn settle(&self, _dir: &RunDir) -> std::io::Result<()> {
         Ok(())
     }
 
-    /// Does the work. Partial outputs of an interrupted run on the same inputs may be there.
+    /// Runs the stage, from partial outputs of an interrupted run on the same inputs if there are any.
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done>;
 }
 
@@ -80,13 +74,13 @@ pub(crate) fn remove(path: &Path) -> std::io::Result<()> {
     }
 }
 
-/// Makes the tables beside `output`, and removes those of formats that are not asked for.
+/// Writes the tables of `output`, and removes those of other formats.
 pub(super) fn make_tables<R: TableRecord>(output: &Path, formats: &[TableFormat]) -> anyhow::Result<()> {
     write_tables::<R>(output, formats)?;
     remove_tables(output, formats).context("tables of other formats cannot be removed")
 }
 
-/// Removes the tables beside `output` but for those of the formats `but`.
+/// Removes the tables of `output` except those of the formats `but`.
 pub(super) fn remove_tables(output: &Path, but: &[TableFormat]) -> std::io::Result<()> {
     let unwanted = TableFormat::ALL.into_iter().filter(|format| !but.contains(format));
     unwanted.map(|format| querl_data::table_path(output, format)).try_for_each(|path| remove(&path))
@@ -173,8 +167,8 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()
     ];
     for (name, path, used) in models {
         if let Some(path) = path.as_ref().filter(|_| used) {
-            inputs.other_model(name, path)?;
-            for file in beside_the_network(path) {
+            inputs.model(name, path)?;
+            for file in sentence_transformers_files(path) {
                 inputs.file(&format!("{file} of {name}"), &path.join(&file))?;
             }
         }
@@ -193,8 +187,8 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()
     Ok(())
 }
 
-/// What sentence-transformers writes beside a network and an encoder keeps to, as far as it is there.
-fn beside_the_network(folder: &Path) -> Vec<String> {
+/// Settings files of sentence-transformers that change the results of an encoder.
+fn sentence_transformers_files(folder: &Path) -> Vec<String> {
     let names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"].map(str::to_owned);
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let folders = entries.filter_map(|entry| entry.file_name().into_string().ok());
@@ -222,7 +216,7 @@ pub(crate) fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
     ];
     for (name, path) in folders {
         if let Some(path) = path.as_ref().filter(|_| run.config.teacher.kind == TeacherKind::Local) {
-            inputs.other_model(name, path)?;
+            inputs.model(name, path)?;
         }
     }
     Ok(())
@@ -236,20 +230,19 @@ pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
     let style = &run.config.plugins.style_model;
     if let Some(path) = &style.path {
         inputs.section("plugins.style_model", style, &["path", "base", "audit"])?;
-        inputs.other_model("style model", path)?;
+        inputs.model("style model", path)?;
         if let Some(base) = &style.base {
-            inputs.other_model("base of the style model", base)?;
+            inputs.model("base of the style model", base)?;
         }
     }
-    run.plugins.add_prompts(inputs);
-    run.plugins.add_rewards(inputs);
+    ["prompt", "reward"].iter().for_each(|role| run.plugins.add_inputs(inputs, role));
     Ok(())
 }
 
-/// The classifier that says the style of evaluated answers besides.
+/// The second style model, which classifies evaluated answers.
 pub(crate) fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     match &run.config.plugins.style_model.audit {
-        Some(path) => inputs.other_model("auditing style model", path).map(drop),
+        Some(path) => inputs.model("auditing style model", path).map(drop),
         None => Ok(()),
     }
 }

@@ -1,4 +1,4 @@
-//! A card's memory, looked at before a stage begins and named again where it did not suffice.
+//! GPU memory: the plan that is checked before a stage, and advice where memory ran out.
 
 use crate::device::UsedGpu;
 use crate::failure::Stop;
@@ -11,33 +11,33 @@ use querl_train::job::{Failure, FailureKind, JobError};
 /// Where memory ran out although a plan said it would fit, advice is sought for so much less than there was.
 const SHARE_AFTER_FAILURE: f64 = 0.85;
 
-/// A stage of a configuration, as a card would do it.
+/// The memory request of a stage on a GPU.
 pub(crate) fn request(config: &Config, stage: PlannedStage) -> anyhow::Result<MemoryRequest> {
     let shapes = DecoderConfig::load(&config.model.path.join("config.json"))?;
     let n_devices = DeviceSetting::from_name(&config.device).map_or(1, |device| device.n_ranks());
     Ok(MemoryRequest { shapes, model: config.model.clone(), stage, types: DeviceSizes::GPU, n_devices })
 }
 
-/// Says what a stage will take of the card's memory; on the processor nothing is looked at.
-pub(crate) fn check(card: Option<&UsedGpu>, request: &MemoryRequest, progress: &dyn Progress) -> Result<(), Stop> {
-    let Some((card, free)) = card.and_then(|card| Some((card, card.free_bytes?))) else { return Ok(()) };
+/// Reports the planned memory of a stage; does nothing on the CPU.
+pub(crate) fn check(gpu: Option<&UsedGpu>, request: &MemoryRequest, progress: &dyn Progress) -> Result<(), Stop> {
+    let Some((gpu, free)) = gpu.and_then(|gpu| Some((gpu, gpu.free_bytes?))) else { return Ok(()) };
     let plan = MemoryPlan::new(request);
     if plan.certain() > free {
-        return Err(Stop::usage(shortage(card, request, free)));
+        return Err(Stop::usage(shortage(gpu, request, free)));
     }
     match plan.total() > free {
         // The rest of the plan is an upper bound: what the data makes of it may well fit.
-        true => progress.line(&format!("warning: {}", shortage(card, request, free))),
+        true => progress.line(&format!("warning: {}", shortage(gpu, request, free))),
         false => progress.line(&format!("memory: {} of {} free", needs(&plan), gibibytes(free))),
     }
     Ok(())
 }
 
 /// A job's error; of memory that did not suffice with what to change.
-pub(crate) fn explain(card: Option<&UsedGpu>, request: &MemoryRequest, error: JobError) -> JobError {
-    match (error, card) {
-        (JobError::Failed(Failure { kind: FailureKind::OutOfMemory, message }), Some(card)) => {
-            let free = card.free_bytes.unwrap_or(card.gpu.memory_bytes);
+pub(crate) fn explain(gpu: Option<&UsedGpu>, request: &MemoryRequest, error: JobError) -> JobError {
+    match (error, gpu) {
+        (JobError::Failed(Failure { kind: FailureKind::OutOfMemory, message }), Some(gpu)) => {
+            let free = gpu.free_bytes.unwrap_or(gpu.gpu.memory_bytes);
             let planned = (MemoryPlan::new(request).total() as f64 * SHARE_AFTER_FAILURE) as u64;
             let advice = advise(request, free.min(planned)).map_or_else(no_advice, |advice| advice.to_string());
             Failure { kind: FailureKind::OutOfMemory, message: format!("{message}; {advice}") }.into()
@@ -46,7 +46,7 @@ pub(crate) fn explain(card: Option<&UsedGpu>, request: &MemoryRequest, error: Jo
     }
 }
 
-/// What the stages of a configuration would take of a card, a line each; rows are taken to be as long as they may be.
+/// The planned GPU memory of each training stage of a configuration, one line each, with rows of maximum length.
 pub fn memory_of_config(config: &Config) -> anyhow::Result<Vec<String>> {
     let (sft, longest_row) = (config.sft.clone(), config.sft.max_length);
     let longest_prompt = longest_row.saturating_sub(config.rl.max_new_tokens);
@@ -59,15 +59,15 @@ pub fn memory_of_config(config: &Config) -> anyhow::Result<Vec<String>> {
     [PlannedStage::Sft { config: sft, longest_row }, rl].into_iter().map(line).collect()
 }
 
-fn shortage(card: &UsedGpu, request: &MemoryRequest, free: u64) -> String {
+fn shortage(gpu: &UsedGpu, request: &MemoryRequest, free: u64) -> String {
     let needs = needs(&MemoryPlan::new(request));
-    let (index, free_text) = (card.index, gibibytes(free));
+    let (index, free_text) = (gpu.index, gibibytes(free));
     let advice = advise(request, free).map_or_else(no_advice, |advice| advice.to_string());
     format!("{} {needs}, and cuda:{index} has {free_text} free: {advice}", request.stage.name())
 }
 
 fn no_advice() -> String {
-    "no setting makes it fit; take a smaller model or a larger card".into()
+    "no setting makes it fit; take a smaller model or a larger GPU".into()
 }
 
 /// `takes about 12.3 GiB (base 8.1, activations 4.0, reserve 0.2)`.
@@ -124,32 +124,32 @@ mod tests {
         MemoryRequest { shapes, model, stage, types: DeviceSizes::GPU, n_devices: 1 }
     }
 
-    fn card(free_gib: u64) -> UsedGpu {
-        let gpu = Gpu { name: "a card".into(), memory_bytes: 80 << 30, capability: 90 };
+    fn gpu(free_gib: u64) -> UsedGpu {
+        let gpu = Gpu { name: "a GPU".into(), memory_bytes: 80 << 30, capability: 90 };
         UsedGpu { index: 0, gpu, free_bytes: Some(free_gib << 30) }
     }
 
     #[test]
     fn a_shortage_names_the_setting_and_by_how_much() {
-        let sentence = shortage(&card(40), &seven(), 40 << 30);
+        let sentence = shortage(&gpu(40), &seven(), 40 << 30);
         let start = "sft takes about 43.4 GiB (activations 27.4, base 14.2, adapters 0.8, reserve 0.8, logits 0.2), and cuda:0 has \
                      40.0 GiB free: set model.tokens_per_pass to ";
         assert!(sentence.starts_with(start) && sentence.ends_with(" GiB less"), "{sentence}");
-        let sentence = shortage(&card(4), &seven(), 4 << 30);
-        assert!(sentence.ends_with(": no setting makes it fit; take a smaller model or a larger card"), "{sentence}");
+        let sentence = shortage(&gpu(4), &seven(), 4 << 30);
+        assert!(sentence.ends_with(": no setting makes it fit; take a smaller model or a larger GPU"), "{sentence}");
     }
 
     #[test]
     fn a_base_that_cannot_fit_is_refused_and_activations_that_may_are_a_warning() {
         let check = |free_gib| {
             let lines = Lines::default();
-            let done = super::check(Some(&card(free_gib)), &seven(), &lines);
+            let done = super::check(Some(&gpu(free_gib)), &seven(), &lines);
             (done.map_err(|stop| stop.to_string()), lines.0.into_inner().unwrap())
         };
         let (refused, _) = check(14);
         assert!(refused.unwrap_err().contains(": set model.dtype to \""));
         let (refused, _) = check(4);
-        assert!(refused.unwrap_err().ends_with("no setting makes it fit; take a smaller model or a larger card"));
+        assert!(refused.unwrap_err().ends_with("no setting makes it fit; take a smaller model or a larger GPU"));
         let (done, lines) = check(30);
         assert!(done.is_ok() && lines[0].starts_with("warning: sft takes about "), "{lines:?}");
         let (done, lines) = check(79);
@@ -159,7 +159,7 @@ mod tests {
     #[test]
     fn memory_that_ran_out_is_a_failure_with_what_to_change() {
         let of_job = |ending| JobError::from(Failure { kind: ending, message: "sft step 3: out of memory".into() });
-        let said = |ending| explain(Some(&card(79)), &seven(), of_job(ending)).to_string();
+        let said = |ending| explain(Some(&gpu(79)), &seven(), of_job(ending)).to_string();
         assert_eq!(said(FailureKind::Failed), "sft step 3: out of memory");
         let sentence = said(FailureKind::OutOfMemory);
         assert!(sentence.starts_with("sft step 3: out of memory; set model.tokens_per_pass to "), "{sentence}");

@@ -1,8 +1,8 @@
 //! `querl cache`: what was kept of answers of teachers, judges and retrieval services.
 
-use crate::args::Format;
+use crate::args::{Format, one_of};
 use anyhow::Context;
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use querl_data::{CacheTable, cache_stats, clear_cache};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::run::cache_path;
@@ -23,7 +23,7 @@ pub enum CacheCommand {
 #[derive(Debug, Args)]
 pub struct StatsArgs {
     #[command(flatten)]
-    place: Place,
+    cache: CacheArgs,
     #[command(flatten)]
     format: Format,
 }
@@ -31,41 +31,24 @@ pub struct StatsArgs {
 #[derive(Debug, Args)]
 pub struct ClearArgs {
     #[command(flatten)]
-    place: Place,
+    cache: CacheArgs,
     /// Only responses of this kind; may be given several times [default: all]
-    #[arg(long, value_name = "TABLE")]
-    table: Vec<Table>,
+    #[arg(long, value_name = "TABLE", value_parser = one_of(CacheTable::ALL.map(|table| (table.name(), table, ""))))]
+    table: Vec<CacheTable>,
 }
 
 #[derive(Debug, Args)]
-struct Place {
+struct CacheArgs {
     /// The file [default: answers.redb in the user's cache folder]
     #[arg(long, value_name = "FILE")]
     path: Option<PathBuf>,
 }
 
-impl Place {
+impl CacheArgs {
     fn path(&self) -> anyhow::Result<PathBuf> {
         let missing =
             || Stop::usage("there is no cache folder: set QUERL_CACHE_DIR or HOME, or name the file with --path");
         Ok(cache_path(self.path.as_deref()).ok_or_else(missing)?)
-    }
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Table {
-    Rewrites,
-    Judgements,
-    Retrievals,
-}
-
-impl Table {
-    fn table(self) -> CacheTable {
-        match self {
-            Self::Rewrites => CacheTable::Rewrites,
-            Self::Judgements => CacheTable::Judgements,
-            Self::Retrievals => CacheTable::Retrievals,
-        }
     }
 }
 
@@ -75,9 +58,9 @@ pub fn run(command: &CacheCommand) -> anyhow::Result<()> {
         CacheCommand::Clear(args) => {
             let tables: Vec<CacheTable> = match args.table.as_slice() {
                 [] => CacheTable::ALL.to_vec(),
-                named => named.iter().map(|table| table.table()).collect(),
+                named => named.to_vec(),
             };
-            let path = args.place.path()?;
+            let path = args.cache.path()?;
             clear_cache(&path, &tables)?;
             let names: Vec<&str> = tables.iter().map(|table| table.name()).collect();
             writeln!(std::io::stdout(), "{}: no {} are kept any more", path.display(), names.join(", "))
@@ -87,7 +70,7 @@ pub fn run(command: &CacheCommand) -> anyhow::Result<()> {
 }
 
 fn stats(args: &StatsArgs) -> anyhow::Result<()> {
-    let path = args.place.path()?;
+    let path = args.cache.path()?;
     let stats = cache_stats(&path)?;
     let now_s = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
     let age_s = |oldest_s: Option<u64>| oldest_s.map(|oldest_s| now_s.saturating_sub(oldest_s));

@@ -40,7 +40,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     if !args.skip_plugins {
         Plugins::open(&config)?;
     }
-    // What a card would need is told where one is asked for, on this machine or another; the model may be made later.
+    // Planned GPU memory, for configurations that name GPUs; the model may not exist yet.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
         querl_pipeline::memory_of_config(&config)?.iter().for_each(|line| terminal::print(line));
     }

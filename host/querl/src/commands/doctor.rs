@@ -81,12 +81,12 @@ fn first_line(program: &str, args: &[&str]) -> Option<String> {
     Some(String::from_utf8_lossy(&output.stdout).lines().next()?.to_owned())
 }
 
-/// In this order: the driver, each card, the library, what several cards sum with, and what follows.
+/// In this order: the driver, each GPU, the library, NCCL where there are several GPUs, and the conclusion.
 fn gpu_findings() -> Vec<Finding> {
     let driver = Probe::open().driver();
     let library = device::open_library();
     let mut findings = vec![of_driver(driver.as_ref())];
-    findings.extend(driver.iter().flat_map(|driver| (0..driver.gpus.len()).map(|index| of_card(driver, index))));
+    findings.extend(driver.iter().flat_map(|driver| (0..driver.gpus.len()).map(|index| of_gpu(driver, index))));
     findings.push(of_library(library.as_ref()));
     findings.extend(driver.iter().filter(|driver| driver.gpus.len() > 1).map(|_| of_nccl(device::nccl())));
     findings.push(conclusion(driver.as_ref(), library.as_ref()));
@@ -96,14 +96,14 @@ fn gpu_findings() -> Vec<Finding> {
 fn of_driver(driver: Result<&Driver, &DeviceUnavailable>) -> Finding {
     match driver {
         Ok(driver) => {
-            let (version, n_cards) = (version_name(driver.cuda), driver.gpus.len());
-            finding("driver", true, format!("the CUDA driver supports CUDA {version} and sees {n_cards} card(s)"))
+            let (version, n_gpus) = (version_name(driver.cuda), driver.gpus.len());
+            finding("driver", true, format!("the CUDA driver supports CUDA {version} and sees {n_gpus} GPU(s)"))
         }
         Err(missing) => finding("driver", false, missing.to_string()),
     }
 }
 
-fn of_card(driver: &Driver, index: usize) -> Finding {
+fn of_gpu(driver: &Driver, index: usize) -> Finding {
     let Gpu { name, memory_bytes, capability } = &driver.gpus[index];
     let free = match driver.free_bytes(index) {
         Ok(free) => format!("{:.1} GiB of them free", gibibytes(free)),
@@ -112,7 +112,7 @@ fn of_card(driver: &Driver, index: usize) -> Finding {
     let total = gibibytes(*memory_bytes);
     let capability = capability_name(*capability);
     let sentence = format!("cuda:{index} is {name}, compute capability {capability}, {total:.1} GiB of memory, {free}");
-    finding("card", true, sentence)
+    finding("gpu", true, sentence)
 }
 
 fn gibibytes(bytes: u64) -> f64 {
@@ -138,10 +138,10 @@ fn of_library(library: Result<&OpenedLibrary, &DeviceUnavailable>) -> Finding {
 fn of_nccl(version: Result<String, DeviceUnavailable>) -> Finding {
     match version {
         Ok(version) => {
-            let sentence = format!("NCCL {version} is found: device = \"cuda:0,1\" shares the work of two cards");
+            let sentence = format!("NCCL {version} is found: device = \"cuda:0,1\" shares the work of two GPUs");
             finding("nccl", true, sentence)
         }
-        Err(missing) => finding("nccl", false, format!("several cards cannot share work: {missing}")),
+        Err(missing) => finding("nccl", false, format!("several GPUs cannot share work: {missing}")),
     }
 }
 
@@ -164,9 +164,9 @@ fn conclusion(
     }
 }
 
-/// `auto` takes the first card, or none.
+/// `auto` takes the first GPU, or none.
 fn usable(driver: &Driver, found: &OpenedLibrary) -> Result<usize, String> {
-    let first = driver.gpus.first().ok_or("there is no card")?;
+    let first = driver.gpus.first().ok_or("there is no GPU")?;
     check_fit(driver.cuda, first, found.library.description()).map(|()| 0).map_err(|missing| missing.to_string())
 }
 

@@ -55,14 +55,14 @@ pub struct CheckArgs {
 }
 
 #[derive(Debug, Default)]
-struct Question {
+struct Query {
     query: String,
     context: Context,
     gold_ids: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
-struct Asked {
+struct QueryResult {
     query: String,
     latency_ms: f64,
     gold_ids: Vec<String>,
@@ -80,7 +80,7 @@ struct Finding {
 #[derive(Debug, Serialize)]
 struct Report {
     retrieval: String,
-    queries: Vec<Asked>,
+    queries: Vec<QueryResult>,
     findings: Vec<Finding>,
 }
 
@@ -103,13 +103,13 @@ fn check(args: &CheckArgs) -> anyhow::Result<()> {
     }
 }
 
-fn questions(args: &CheckArgs, config: &Config) -> anyhow::Result<Vec<Question>> {
+fn questions(args: &CheckArgs, config: &Config) -> anyhow::Result<Vec<Query>> {
     if !args.query.is_empty() {
-        let question = |query: &String| Question { query: query.clone(), ..Question::default() };
+        let question = |query: &String| Query { query: query.clone(), ..Query::default() };
         return Ok(args.query.iter().map(question).collect());
     }
     let table = open_queries(&config.data)?;
-    let question = |row: QueryRow| Question {
+    let question = |row: QueryRow| Query {
         query: row.original_query,
         context: Context { user_profile: row.user_profile, history_summary: row.history_summary },
         gold_ids: row.gold_ids,
@@ -117,19 +117,19 @@ fn questions(args: &CheckArgs, config: &Config) -> anyhow::Result<Vec<Question>>
     Ok(table.read()?.take(N_QUERIES).map(|row| row.map(question)).collect::<Result<_, _>>()?)
 }
 
-async fn ask_all(search: &dyn RetrievalBackend, questions: Vec<Question>, limits: RetrievalLimits) -> Vec<Asked> {
+async fn ask_all(search: &dyn RetrievalBackend, questions: Vec<Query>, limits: RetrievalLimits) -> Vec<QueryResult> {
     let mut asked = Vec::with_capacity(questions.len());
-    for Question { query, context, gold_ids } in questions {
+    for Query { query, context, gold_ids } in questions {
         let request = RetrievalRequest { original_query: &query, context: &context, rewritten_query: &query };
         let started = Instant::now();
         let answer = search.search(&request, limits).await;
         let latency_ms = started.elapsed().as_secs_f64() * 1000.0;
-        asked.push(Asked { query, latency_ms, gold_ids, answer });
+        asked.push(QueryResult { query, latency_ms, gold_ids, answer });
     }
     asked
 }
 
-fn findings(queries: &[Asked], config: &Config, models: &LocalModels) -> Vec<Finding> {
+fn findings(queries: &[QueryResult], config: &Config, models: &LocalModels) -> Vec<Finding> {
     let hits: Vec<&Hit> = queries.iter().filter_map(|asked| asked.answer.as_ref().ok()).flatten().collect();
     let n_answers = queries.iter().filter(|asked| asked.answer.is_ok()).count();
     let mut findings = vec![answers(queries, n_answers)];
@@ -150,7 +150,7 @@ fn findings(queries: &[Asked], config: &Config, models: &LocalModels) -> Vec<Fin
     findings
 }
 
-fn answers(queries: &[Asked], n_answers: usize) -> Finding {
+fn answers(queries: &[QueryResult], n_answers: usize) -> Finding {
     let sentence = format!("{n_answers} of {} queries were answered", queries.len());
     Finding { name: "answers", ok: n_answers == queries.len(), sentence }
 }
@@ -186,10 +186,10 @@ fn scores(hits: &[&Hit]) -> Finding {
     Finding { name: "scores", ok: true, sentence: format!("scores go from {low:.3} to {high:.3}") }
 }
 
-fn gold(queries: &[Asked]) -> Option<Finding> {
-    let known: Vec<&Asked> =
+fn gold(queries: &[QueryResult]) -> Option<Finding> {
+    let known: Vec<&QueryResult> =
         queries.iter().filter(|asked| !asked.gold_ids.is_empty() && asked.answer.is_ok()).collect();
-    let found = |asked: &Asked| asked.answer.iter().flatten().any(|hit| asked.gold_ids.contains(&hit.id));
+    let found = |asked: &QueryResult| asked.answer.iter().flatten().any(|hit| asked.gold_ids.contains(&hit.id));
     let n_found = known.iter().filter(|asked| found(asked)).count();
     // A raw query may well miss its gold passage: that is what rewrites are for.
     let sentence = format!("a gold passage was among the hits of {n_found} of {} raw queries", known.len());
@@ -205,9 +205,10 @@ fn query_prefix(embedding: &EmbeddingConfig, models: &LocalModels) -> Option<Fin
     (wants_one && prefix.is_empty()).then(|| Finding {
         name: "prefix",
         ok: false,
-        sentence: "a bge model for Chinese is given queries without the words that its card wants before them; set \
+        sentence:
+            "a bge model for Chinese is given queries without the words that its model card requires before them; set \
                    retrieval.embedding.query_prefix"
-            .into(),
+                .into(),
     })
 }
 
@@ -253,7 +254,7 @@ mod tests {
         let evil = "\u{1b}[2J\u{202e}x\r";
         let hit = |id: &str, text: &str| Hit { retrieval_score: None, ..hit(id, text, 0.5) };
         let failure = CallFailure { kind: querl_core::records::FailureKind::ServerError, message: evil.into() };
-        let asked = |answer| Asked { query: evil.into(), latency_ms: 1.0, gold_ids: Vec::new(), answer };
+        let asked = |answer| QueryResult { query: evil.into(), latency_ms: 1.0, gold_ids: Vec::new(), answer };
         let queries = vec![asked(Ok(vec![hit(evil, evil)])), asked(Err(failure))];
         let said = text(&Report { retrieval: "embedded".into(), queries, findings: Vec::new() });
         assert!(said.chars().all(|c| c == '\n' || !querl_core::text::disturbs(c)), "{said:?}");

@@ -175,7 +175,7 @@ pub struct TrainFlags {
     /// Share of the others that chooses the best checkpoint and the temperature [default: 0.1, with fewer than 100 of them and without early stopping 0]
     #[arg(long, visible_alias = "dev-share", value_name = "SHARE")]
     dev_share: Option<f64>,
-    /// Measure by cross-validation besides: train on all but one of so many parts, each held out once
+    /// Also measure by cross-validation: train on all but one of so many parts, each held out once
     #[arg(long, visible_alias = "num-folds", value_name = "N")]
     num_folds: Option<u32>,
     /// Rounds of the cross-validation, each with parts of its own [default: 1]
@@ -216,7 +216,7 @@ fn run_train(args: &TrainArgs) -> anyhow::Result<()> {
 pub struct EvalArgs {
     #[command(flatten)]
     model: ModelArgs,
-    /// Labelled dialogues (.json, .jsonl, .xlsx, .csv), none of which the model has learned from
+    /// Labelled dialogues (.json, .jsonl, .xlsx, .csv), which the model has not learned from
     #[arg(long, value_name = "FILE")]
     file: PathBuf,
     /// Where to write eval.json and report.html

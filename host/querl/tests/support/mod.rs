@@ -55,15 +55,15 @@ impl Project {
     }
 
     /// Runs the binary in the project's folder.
-    pub fn querl(&self, args: &[&str]) -> Said {
-        Said::of(self.command(args).output().unwrap(), self.folder.path())
+    pub fn querl(&self, args: &[&str]) -> CommandOutput {
+        CommandOutput::of(self.command(args).output().unwrap(), self.folder.path())
     }
 
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_querl"));
         command.args(args).current_dir(self.folder.path()).env_remove("QUERL_LOG").env_remove("OPENAI_API_KEY");
         command.env("QUERL_CACHE_DIR", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
-        // As on a machine without a graphics card, whatever this one has.
+        // As on a machine without a GPU, whatever this one has.
         command
             .env("QUERL_CUDA_DRIVER", "no-such-driver")
             .env_remove("QUERL_CUDA_LIBRARY")
@@ -72,15 +72,15 @@ impl Project {
     }
 }
 
-/// What the binary said, with the project's folder left out of paths.
+/// Output of the binary, with the project's folder left out of paths.
 #[derive(Debug)]
-pub struct Said {
+pub struct CommandOutput {
     pub code: Option<i32>,
     pub stdout: String,
     pub stderr: String,
 }
 
-impl Said {
+impl CommandOutput {
     pub fn of(output: Output, folder: &Path) -> Self {
         let text = |bytes: Vec<u8>| {
             let real = format!("{}/", folder.canonicalize().unwrap().display());
@@ -149,7 +149,7 @@ path = "{plugins}/reward-competition"
     )
 }
 
-/// Made once and kept beside other build outputs: a Qwen3 of two layers with random weights and a tokenizer of the example's words.
+/// Made once and kept with other build outputs: a Qwen3 of two layers with random weights and a tokenizer of the example's words.
 static MODEL: LazyLock<PathBuf> = LazyLock::new(|| {
     let kept = Path::new(env!("CARGO_TARGET_TMPDIR")).join("random-qwen3");
     if !kept.exists() {

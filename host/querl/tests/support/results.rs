@@ -1,4 +1,4 @@
-//! What runs leave, compared byte for byte beside the times they took; and projects to run with.
+//! Outputs of runs, compared byte for byte except for times; and projects with finished data stages.
 
 use super::Project;
 use serde_json::Value;

@@ -1,9 +1,10 @@
 //! `querl model merge`, `export` and `init`: models and adapters as files for other programs, and random models.
 
-use crate::args::{Format, usage};
+use crate::args::{Format, one_of, usage};
 use crate::terminal;
 use anyhow::Context;
-use clap::{Args, ValueEnum};
+use clap::Args;
+use clap::builder::TypedValueParser;
 use querl_core::config::BaseDtype;
 use querl_model::{
     ComputeDevice, DType, Decoder, DecoderConfig, ExportSettings, Exported, LoraAdapter, dtype_name, export_model,
@@ -45,8 +46,8 @@ struct OutputArgs {
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
     /// Type of the weights; as they are stored where it is left out
-    #[arg(long, value_enum)]
-    dtype: Option<StoredType>,
+    #[arg(long, value_parser = stored_dtype())]
+    dtype: Option<DType>,
     /// Largest file of weights: a number with MB or GB
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = size)]
     max_shard_size: u64,
@@ -54,21 +55,8 @@ struct OutputArgs {
     format: Format,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum StoredType {
-    F32,
-    Bf16,
-    F16,
-}
-
-impl From<StoredType> for DType {
-    fn from(dtype: StoredType) -> Self {
-        match dtype {
-            StoredType::F32 => Self::F32,
-            StoredType::Bf16 => Self::BF16,
-            StoredType::F16 => Self::F16,
-        }
-    }
+fn stored_dtype() -> impl TypedValueParser<Value = DType> {
+    one_of([("f32", DType::F32, ""), ("bf16", DType::BF16, ""), ("f16", DType::F16, "")])
 }
 
 /// `5GB`, `200MB`: powers of ten, as transformers counts them.
@@ -102,13 +90,13 @@ fn load(model: &Path, adapter: &Path) -> anyhow::Result<LoraAdapter> {
 }
 
 fn write_model(model: &Path, adapter: Option<&LoraAdapter>, args: &OutputArgs) -> anyhow::Result<()> {
-    let settings = ExportSettings { dtype: args.dtype.map(DType::from), max_shard_bytes: args.max_shard_size };
+    let settings = ExportSettings { dtype: args.dtype, max_shard_bytes: args.max_shard_size };
     let exported = export_model(model, adapter, &args.out, &settings)?;
     print_exported(args.format, &args.out, &exported, "parameters")
 }
 
 fn write_adapter(model: &Path, adapter: &LoraAdapter, args: &OutputArgs) -> anyhow::Result<()> {
-    let dtype = args.dtype.map_or(adapter.stored_dtype(), DType::from);
+    let dtype = args.dtype.unwrap_or(adapter.stored_dtype());
     let is_taken = args.out.read_dir().is_ok_and(|mut entries| entries.next().is_some());
     if is_taken {
         return Err(usage(format!("{}: is not empty; name a new folder", args.out.display())).into());

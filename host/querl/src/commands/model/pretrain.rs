@@ -27,7 +27,7 @@ struct PretrainConfig {
     train: SftConfig,
 }
 
-/// A line of the corpus: a text, or a conversation of which the answer is learned.
+/// A line of the corpus: a text, or a conversation whose answer is learned.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum CorpusLine {
@@ -46,7 +46,7 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     let (corpus, output) = (folder.join(&config.corpus), folder.join(&config.output_dir));
     let lines: Vec<CorpusLine> = read_jsonl(&corpus).map_err(usage)?;
     let texts: Vec<String> = lines.iter().flat_map(texts_of).collect();
-    // Beside what the folder holds until all is there: an old model is never half replaced.
+    // In a folder of its own until it is complete: an old model is never replaced in part.
     std::fs::create_dir_all(&output).with_context(|| format!("{}: cannot be made", output.display()))?;
     let new = tempfile::Builder::new().prefix(".new-").tempdir_in(&output)?;
     let decoder_config = small_model::write_files(new.path(), &texts, config.vocab_size, &config.model)?;
@@ -125,7 +125,7 @@ fn texts_of(line: &CorpusLine) -> Vec<String> {
     }
 }
 
-/// A text is learned from its first token on, behind an end of text; of a conversation the answer is learned.
+/// A text is learned from its first token on, behind an end of text; of a conversation only the answer is learned.
 fn example(line: &CorpusLine, tokenizer: &TextTokenizer) -> anyhow::Result<Example> {
     Ok(match line {
         CorpusLine::Text { text } => {

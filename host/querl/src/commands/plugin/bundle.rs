@@ -90,7 +90,7 @@ fn print_packed(path: &Path, bytes: &[u8], key: Option<&SigningKey>, format: For
 
 #[derive(Debug, Args)]
 pub struct SignArgs {
-    /// The bundle; signed in place, beside the signatures it has
+    /// The bundle; signed in place, in addition to the signatures it has
     #[arg(value_name = "BUNDLE", required_unless_present = "new_key")]
     bundle: Option<PathBuf>,
     /// The private key: ed25519, PKCS#8 PEM
@@ -210,7 +210,7 @@ struct RegistryArgs {
     /// HOST[:PORT]/REPO[:VERSION], REPO ending with the plugin's id; without a version, the bundle's own or the highest
     #[arg(value_name = "REFERENCE")]
     reference: String,
-    /// Speak plain http to another machine too, without credentials: whoever is on the way reads and changes everything
+    /// Speak plain http to another machine too, without credentials: anybody on the way can read and change everything
     #[arg(long)]
     plain_http: bool,
 }
@@ -224,7 +224,7 @@ impl RegistryArgs {
     }
 }
 
-/// Puts a bundle into a registry, with its component beside it for other tools.
+/// Puts a bundle into a registry, with its component as an artifact of its own for other tools.
 pub fn push(args: &PushArgs) -> anyhow::Result<()> {
     Bundle::open(&args.bundle)?;
     let bytes = std::fs::read(&args.bundle).with_context(|| format!("{}: cannot be read", args.bundle.display()))?;

@@ -1,7 +1,9 @@
 //! `querl plugin new`: creates a plugin folder with a template, and in `vendor/` the SDK of its language and the contract, so that building needs only
 //! the tools.
 
-use clap::{Args, ValueEnum};
+use crate::args::one_of;
+use clap::Args;
+use clap::builder::TypedValueParser;
 use querl_bundle::{Kind, Language};
 use querl_pipeline::failure::Stop;
 use std::borrow::Cow;
@@ -15,65 +17,36 @@ pub struct NewArgs {
     #[arg(value_name = "NAME")]
     name: String,
     /// What the plugin is for
-    #[arg(long, value_enum)]
-    kind: KindName,
+    #[arg(long, value_parser = kind())]
+    kind: Kind,
     /// What it is written in
-    #[arg(long, value_enum)]
-    lang: LanguageName,
+    #[arg(long, value_parser = language())]
+    lang: Language,
     /// Where the folder is made
     #[arg(long, value_name = "DIR", default_value = ".")]
     dir: PathBuf,
 }
 
-/// The kinds, as the command line has them.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum KindName {
-    /// Scores what the policy wrote against what the teacher wrote
-    Reward,
-    /// A tenant's prompts, and the parsing of answers to them
-    Prompt,
-    /// Keeps samples in the training data or drops them
-    Filter,
-    /// Scores the style of answers
-    StyleScorer,
+fn kind() -> impl TypedValueParser<Value = Kind> {
+    one_of([
+        ("reward", Kind::Reward, "Scores what the policy wrote against what the teacher wrote"),
+        ("prompt", Kind::Prompt, "A tenant's prompts, and the parsing of answers to them"),
+        ("filter", Kind::Filter, "Keeps samples in the training data or drops them"),
+        ("style-scorer", Kind::StyleScorer, "Scores the style of answers"),
+    ])
 }
 
-/// The languages, as the command line has them.
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum LanguageName {
-    /// Quickest by far, smallest
-    Rust,
-    /// CPython in the component
-    Python,
-    /// SpiderMonkey in the component
-    #[value(name = "javascript")]
-    JavaScript,
-}
-
-impl From<KindName> for Kind {
-    fn from(name: KindName) -> Self {
-        match name {
-            KindName::Reward => Self::Reward,
-            KindName::Prompt => Self::Prompt,
-            KindName::Filter => Self::Filter,
-            KindName::StyleScorer => Self::StyleScorer,
-        }
-    }
-}
-
-impl From<LanguageName> for Language {
-    fn from(name: LanguageName) -> Self {
-        match name {
-            LanguageName::Rust => Self::Rust,
-            LanguageName::Python => Self::Python,
-            LanguageName::JavaScript => Self::JavaScript,
-        }
-    }
+fn language() -> impl TypedValueParser<Value = Language> {
+    one_of([
+        ("rust", Language::Rust, "Fastest by far, smallest"),
+        ("python", Language::Python, "CPython in the component"),
+        ("javascript", Language::JavaScript, "SpiderMonkey in the component"),
+    ])
 }
 
 /// Makes the folder and says what comes next.
 pub fn run(args: &NewArgs) -> anyhow::Result<()> {
-    let (kind, language) = (args.kind.into(), args.lang.into());
+    let (kind, language) = (args.kind, args.lang);
     check_name(&args.name, language).map_err(Stop::usage)?;
     let folder = args.dir.join(&args.name);
     check_free(&folder).map_err(Stop::usage)?;
@@ -122,7 +95,7 @@ fn check_name(name: &str, language: Language) -> Result<(), String> {
     if name == "querl-sdk" {
         return refused("the SDK has it");
     }
-    if language == Language::Rust && RESERVED_IN_RUST.contains(&name) {
+    if language == Language::Rust && RESERVED_IN_RUST.split(' ').any(|reserved| reserved == name) {
         return refused("Rust has another meaning for it");
     }
     Ok(())
@@ -141,52 +114,9 @@ fn check_free(folder: &Path) -> Result<(), String> {
 static EMBEDDED: &[(&str, &[u8])] = include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
 /// Keywords that a crate cannot be called by, and crates that every crate sees.
-const RESERVED_IN_RUST: [&str; 44] = [
-    "abstract",
-    "alloc",
-    "as",
-    "async",
-    "await",
-    "become",
-    "box",
-    "break",
-    "const",
-    "continue",
-    "core",
-    "crate",
-    "do",
-    "dyn",
-    "else",
-    "enum",
-    "extern",
-    "false",
-    "final",
-    "fn",
-    "for",
-    "gen",
-    "if",
-    "impl",
-    "in",
-    "let",
-    "loop",
-    "macro",
-    "match",
-    "mod",
-    "move",
-    "mut",
-    "proc-macro",
-    "pub",
-    "ref",
-    "return",
-    "self",
-    "static",
-    "std",
-    "struct",
-    "super",
-    "test",
-    "trait",
-    "try",
-];
+const RESERVED_IN_RUST: &str = "abstract alloc as async await become box break const continue core crate do dyn else enum extern false \
+    final fn for gen if impl in let loop macro match mod move mut proc-macro pub ref return self static std \
+    struct super test trait try";
 
 struct NewFile {
     name: String,

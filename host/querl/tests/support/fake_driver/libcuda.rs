@@ -1,5 +1,5 @@
-//! Not a driver: a library that answers what the program asks a driver, with figures from the environment. For tests of what is
-//! said of cards on a machine that has none. Compiled by the tests with `rustc --crate-type cdylib`.
+//! Not a driver: a library that answers the queries of the program to a driver with values of the environment, for tests of messages on
+//! machines without a GPU. The tests compile it with `rustc --crate-type cdylib`.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
@@ -20,7 +20,7 @@ unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> c_int {
 
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetCount(count: *mut c_int) -> c_int {
-    unsafe { *count = figure("FAKE_CARDS", 2) as c_int };
+    unsafe { *count = figure("FAKE_GPUS", 2) as c_int };
     0
 }
 

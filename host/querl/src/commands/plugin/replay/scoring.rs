@@ -39,9 +39,9 @@ fn score_on(
         progress: LateProgress { label, since: Instant::now(), n_total: episodes.len() as u64, shown: OnceLock::new() },
         n_done: AtomicUsize::new(0),
     };
-    let mut done: Vec<Scored> = std::thread::scope(|scope| {
+    let mut done: Vec<ScoredBatch> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..n_threads).map(|_| scope.spawn(|| work.run())).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, Vec<Scored>>| match thread.join() {
+        let join = |thread: std::thread::ScopedJoinHandle<'_, Vec<ScoredBatch>>| match thread.join() {
             Ok(scored) => scored,
             Err(panic) => std::panic::resume_unwind(panic),
         };
@@ -59,7 +59,7 @@ fn score_on(
 }
 
 /// The scores of one batch, with its position.
-type Scored = (usize, Result<Vec<Outcome>, PluginFault>);
+type ScoredBatch = (usize, Result<Vec<Outcome>, PluginFault>);
 
 struct Work<'a> {
     model: &'a dyn RewardModel,
@@ -72,7 +72,7 @@ struct Work<'a> {
 
 impl Work<'_> {
     /// Takes batches in order until none is left. All before a fault are taken by then, so the first fault is always found.
-    fn run(&self) -> Vec<Scored> {
+    fn run(&self) -> Vec<ScoredBatch> {
         let mut scored = Vec::new();
         while !self.stop.load(Ordering::SeqCst) && !interrupt::flag().load(Ordering::SeqCst) {
             let index = self.next.fetch_add(1, Ordering::SeqCst);
