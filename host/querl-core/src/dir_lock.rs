@@ -13,27 +13,14 @@ pub struct DirLock {
     _file: File,
 }
 
-/// Why a folder cannot be locked.
+/// Errors of locking a folder. `holder` is a process id, empty if unknown.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum DirLockError {
-    /// Another process holds it.
     #[error("{folder} is in use by another querl (process {holder}); wait for it, or choose another --out")]
-    InUse {
-        /// The folder.
-        folder: String,
-        /// Process id; empty where it is not known.
-        holder: String,
-    },
-    /// The file system failed.
+    InUse { folder: String, holder: String },
     #[error("{path}: {problem}")]
-    Io {
-        /// The folder or its lock file.
-        path: String,
-        /// What could not be done.
-        problem: &'static str,
-        /// The cause.
-        source: io::Error,
-    },
+    Io { path: String, problem: &'static str, source: io::Error },
 }
 
 impl DirLock {

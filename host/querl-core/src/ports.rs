@@ -16,20 +16,15 @@ pub trait Teacher: Send + Sync {
     async fn rewrite(&self, query: &QueryRow, messages: &[Message]) -> Result<Completion, CallFailure>;
 
     /// Whether the answer to this prompt is cached.
-    fn knows(&self, messages: &[Message]) -> bool {
-        let _ = messages;
+    fn knows(&self, _messages: &[Message]) -> bool {
         false
     }
 
     /// Removes an unusable answer to this prompt from the cache, so that the next call requests it again.
-    fn forget(&self, messages: &[Message]) {
-        let _ = messages;
-    }
+    fn forget(&self, _messages: &[Message]) {}
 
     /// Adds an answer to this prompt that was obtained elsewhere (batch interface) to the cache.
-    fn keep(&self, messages: &[Message], completion: &Completion) {
-        let _ = (messages, completion);
-    }
+    fn keep(&self, _messages: &[Message], _completion: &Completion) {}
 
     /// The teacher for rows on which this one failed.
     fn fallback(&self) -> Option<&dyn Teacher> {
@@ -60,9 +55,7 @@ pub trait Judge: Send + Sync {
     async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure>;
 
     /// Removes an unusable answer to this prompt from the cache, so that the next call requests it again.
-    fn forget(&self, messages: &[Message]) {
-        let _ = messages;
-    }
+    fn forget(&self, _messages: &[Message]) {}
 
     /// Name in reports: `gpt-5`, `rubric (stand-in)`.
     fn name(&self) -> &str;
@@ -341,8 +334,7 @@ pub trait Environment: Send + Sync {
     ///
     /// # Errors
     /// The log is shorter, or cannot be written.
-    fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
-        let _ = mark;
+    fn rewind(&self, _mark: u64) -> Result<(), EnvironmentError> {
         Ok(())
     }
 }

@@ -122,7 +122,7 @@ pub(super) fn check(config: &mut Config) -> Vec<Violation> {
     check_systems(config, &mut violations);
     check_style_model(&config.plugins.style_model, &mut violations);
     if config.plugins.rewards.is_empty() {
-        violations.push(Violation::new("plugins.rewards", "plugins.rewards is empty; expected at least one reward"));
+        violations.push(Violation::of("plugins.rewards", "is empty; expected at least one reward"));
     }
     violations.extend(paths(config).into_iter().filter_map(|(key, kind, path)| check_path(key, kind, path)));
     violations
@@ -160,12 +160,12 @@ fn check_tensor_parallel(config: &Config, violations: &mut Vec<Violation>) {
     let n_devices = DeviceSetting::from_name(&config.device).map_or(1, |device| device.n_ranks());
     if n > 0 && !n_devices.is_multiple_of(n) {
         let device = &config.device;
-        let message = format!("{key} is {n} and device is {device:?}; expected a number that divides its {n_devices}");
-        violations.push(Violation::new(key, message));
+        let problem = format!("is {n} and device is {device:?}; expected a number that divides its {n_devices}");
+        violations.push(Violation::of(key, problem));
     }
     if let Some((_, setting)) = refused.into_iter().find(|(is_set, _)| *is_set && n > 1) {
-        let message = format!("{key} is {n} and {setting}, which is not split over devices; set one of them otherwise");
-        violations.push(Violation::new(key, message));
+        let problem = format!("is {n} and {setting}, which is not split over devices; set one of them otherwise");
+        violations.push(Violation::of(key, problem));
     }
 }
 
@@ -181,19 +181,13 @@ fn check_training(config: &Config, violations: &mut Vec<Violation>) {
         }
     }
     if sft.lora_target_modules.is_empty() {
-        violations.push(Violation::new(
-            "sft.lora_target_modules",
-            "sft.lora_target_modules is empty; expected [\"all-linear\"] or names of layers",
-        ));
+        let problem = "is empty; expected [\"all-linear\"] or names of layers";
+        violations.push(Violation::of("sft.lora_target_modules", problem));
     }
     if rl.algorithm.needs_groups() && rl.n_samples < 2 {
-        violations.push(Violation::new(
-            "rl.n_samples",
-            format!(
-                "rl.n_samples is {}; rl.algorithm compares samples of one query, expected at least 2",
-                rl.n_samples
-            ),
-        ));
+        let n_samples = rl.n_samples;
+        let problem = format!("is {n_samples}; rl.algorithm compares samples of one query, expected at least 2");
+        violations.push(Violation::of("rl.n_samples", problem));
     }
     if rl.kl_target > 0.0 && rl.kl_coef == 0.0 {
         let expected = "more than 0.0, since rl.kl_target adapts it by factors";
@@ -213,8 +207,7 @@ fn check_split(config: &Config, violations: &mut Vec<Violation>) {
     let sum: f64 = config.data.split.iter().sum();
     if (sum - 1.0).abs() > 1e-6 {
         let shares = config.data.split.map(|share| format!("{share:?}")).join(", ");
-        violations
-            .push(Violation::new("data.split", format!("data.split is [{shares}]; expected shares that sum to 1.0")));
+        violations.push(Violation::of("data.split", format!("is [{shares}]; expected shares that sum to 1.0")));
     }
 }
 
@@ -298,22 +291,25 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
     check_comparison(judge, violations);
     check_endpoint("fallback_teacher", &config.fallback_teacher.endpoint(), violations);
     check_endpoint("judge", &judge.endpoint(), violations);
-    check_url("retrieval.url", retrieval.url.as_deref(), violations);
-    check_key_variable("retrieval", &retrieval.api_key_env, violations);
-    check_url("retrieval.embedding.url", retrieval.embedding.url.as_deref(), violations);
-    check_key_variable("retrieval.embedding", &retrieval.embedding.api_key_env, violations);
-    check_url("retrieval.rerank.url", retrieval.rerank.url.as_deref(), violations);
-    check_key_variable("retrieval.rerank", &retrieval.rerank.api_key_env, violations);
+    let services = [
+        ("retrieval", &retrieval.url, &retrieval.api_key_env),
+        ("retrieval.embedding", &embedding.url, &embedding.api_key_env),
+        ("retrieval.rerank", &rerank.url, &rerank.api_key_env),
+    ];
+    for (section, url, api_key_env) in services {
+        check_url(&format!("{section}.url"), url.as_deref(), violations);
+        check_key_variable(section, api_key_env, violations);
+    }
     check_url("calls.proxy", config.calls.proxy.as_deref(), violations);
 }
 
 fn check_comparison(judge: &JudgeConfig, violations: &mut Vec<Violation>) {
     if judge.form == JudgeForm::Compare && judge.kind == JudgeKind::Rubric {
-        let message = "judge.form is \"compare\"; judge.kind = \"rubric\" gives scores alone, expected \"score\"";
-        violations.push(Violation::new("judge.form", message));
+        let problem = "is \"compare\"; judge.kind = \"rubric\" gives scores alone, expected \"score\"";
+        violations.push(Violation::of("judge.form", problem));
     }
     if judge.dimensions.is_empty() {
-        violations.push(Violation::new("judge.dimensions", "judge.dimensions is empty; expected at least one"));
+        violations.push(Violation::of("judge.dimensions", "is empty; expected at least one"));
     }
 }
 
@@ -329,16 +325,15 @@ fn check_style_model(style: &StyleModelConfig, violations: &mut Vec<Violation>) 
     if style.path.is_none() {
         for (name, _) in set.into_iter().filter(|(_, is_set)| *is_set) {
             let key = format!("plugins.style_model.{name}");
-            let message =
-                format!("{key} is set and plugins.style_model.path is not; name a classifier there, or leave it out");
-            violations.push(Violation::new(key, message));
+            let problem = "is set and plugins.style_model.path is not; name a classifier there, or leave it out";
+            violations.push(Violation::of(key, problem));
         }
     }
 }
 
 /// Settings that would be ignored, and requests that a service does not support.
 fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
-    let mut refuse = |key: &str, message: String| violations.push(Violation::new(key, message));
+    let mut refuse = |key: &str, problem: &str| violations.push(Violation::of(key, problem));
     let RetrievalConfig { kind, service, mapping, embedding, rerank, .. } = retrieval;
     let is_mapped = *kind == RetrievalKind::Http && *service != ServiceKind::GeneralRag;
     // A file may have both an address (client) and a knowledge base (`querl serve rag`), each with its settings.
@@ -350,7 +345,7 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
             RetrievalKind::Embedded => "retrieval.kind = \"embedded\"",
             RetrievalKind::None => "retrieval.kind = \"none\"",
         };
-        refuse("retrieval.mapping", format!("retrieval.mapping is set; {other} has no use for it, leave it out"));
+        refuse("retrieval.mapping", &format!("is set; {other} has no use for it, leave it out"));
     }
     if *kind == RetrievalKind::None {
         let set = [
@@ -362,25 +357,23 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
             ("rerank", rerank.kind != RerankKind::None),
         ];
         for (name, _) in set.into_iter().filter(|(_, is_set)| *is_set) {
-            let key = format!("retrieval.{name}");
-            refuse(&key, format!("{key} is set; retrieval.kind = \"none\" has no use for it, leave it out"));
+            let problem = "is set; retrieval.kind = \"none\" has no use for it, leave it out";
+            refuse(&format!("retrieval.{name}"), problem);
         }
     }
     let has_place =
         mapping.request.as_ref().map(|request| request.values().any(|value| has_embedding(&value.to_string())));
     let wants_vector = is_mapped && has_place.unwrap_or(service.wants_vector());
     if *kind == RetrievalKind::Http && embedding.kind != EmbeddingKind::None && !wants_vector && !serves {
-        let message =
-            "retrieval.embedding.kind is set; the service's requests have no `{{embedding}}`, expected none".into();
-        refuse("retrieval.embedding.kind", message);
+        let problem = "is set; the service's requests have no `{{embedding}}`, expected none";
+        refuse("retrieval.embedding.kind", problem);
     }
     if rerank.kind == RerankKind::Local && rerank.scores == RerankScores::Logit {
-        let message = "retrieval.rerank.scores is \"logit\"; a local cross-encoder's scores are made 0 to 1 in any case, leave it out";
-        refuse("retrieval.rerank.scores", message.into());
+        let problem = "is \"logit\"; a local cross-encoder's scores are made 0 to 1 in any case, leave it out";
+        refuse("retrieval.rerank.scores", problem);
     }
     if rerank.extra.is_some() && matches!(rerank.kind, RerankKind::None | RerankKind::Local) {
-        let message = "retrieval.rerank.extra is set; only a service (tei, cohere) gets it, leave it out";
-        refuse("retrieval.rerank.extra", message.into());
+        refuse("retrieval.rerank.extra", "is set; only a service (tei, cohere) gets it, leave it out");
     }
     if is_mapped {
         check_mapping(retrieval, violations);
@@ -394,7 +387,7 @@ fn has_embedding(template: &str) -> bool {
 }
 
 fn check_mapping(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
-    let mut refuse = |key: &str, message: String| violations.push(Violation::new(key, format!("{key} {message}")));
+    let mut refuse = |key: &str, problem: String| violations.push(Violation::of(key, problem));
     let RetrievalConfig { service, mapping, rerank, .. } = retrieval;
     let has_scores = mapping.score.as_ref().map_or(service.has_scores(), |pointers| !pointers.is_empty());
     if !has_scores && rerank.kind == RerankKind::None {
@@ -421,10 +414,8 @@ fn check_mapping(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
     }
     for (key, range) in [("score_range", mapping.score_range), ("threshold_range", mapping.threshold_range)] {
         if let Some([low, high]) = range.filter(|[low, high]| !(low.is_finite() && high.is_finite() && low < high)) {
-            refuse(
-                &format!("retrieval.mapping.{key}"),
-                format!("is [{low:?}, {high:?}]; expected two numbers, the lower first"),
-            );
+            let problem = format!("is [{low:?}, {high:?}]; expected two numbers, the lower first");
+            refuse(&format!("retrieval.mapping.{key}"), problem);
         }
     }
     if let Some([low, high]) = mapping.top_k_range.filter(|[low, high]| low > high || *high == 0) {
@@ -442,11 +433,9 @@ fn check_key_variable(section: &str, name: &str, violations: &mut Vec<Violation>
         name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_') && !name.starts_with(|c: char| c.is_ascii_digit());
     if !is_name {
         // The value is not shown: it may be the key itself, put here by mistake.
-        let key = format!("{section}.api_key_env");
-        let message = format!(
-            "{key} is not the name of an environment variable; put the key into the environment and name the variable here"
-        );
-        violations.push(Violation::new(key, message));
+        let problem =
+            "is not the name of an environment variable; put the key into the environment and name the variable here";
+        violations.push(Violation::of(format!("{section}.api_key_env"), problem));
     }
 }
 
@@ -455,7 +444,7 @@ fn check_url(key: &str, url: Option<&str>, violations: &mut Vec<Violation>) {
     let rest = url.strip_prefix("http://").or_else(|| url.strip_prefix("https://"));
     let host = rest.map(|rest| rest.split(['/', '?', '#']).next().unwrap_or_default());
     // A value with `@` or `?` is not shown: it may hold a key.
-    let hidden = |what: &str| Violation::new(key, format!("{key} {what}"));
+    let hidden = |problem: &str| Violation::of(key, problem);
     let violation = match host {
         Some(host) if host.contains('@') => {
             hidden("holds a user name or password; put the key into the environment instead")
@@ -474,9 +463,8 @@ fn check_dual_clip(config: &Config, violations: &mut Vec<Violation>) {
     if dual_clip > 0.0 && dual_clip <= 1.0 {
         violations.push(wrong(key, &Value::Float(dual_clip), "0.0, or more than 1.0"));
     } else if dual_clip > 0.0 && config.rl.advantage_form == AdvantageForm::Sequence {
-        let message =
-            format!("{key} is {dual_clip:?}; rl.advantage_form = \"sequence\" has no such bound, expected 0.0");
-        violations.push(Violation::new(key, message));
+        let problem = format!("is {dual_clip:?}; rl.advantage_form = \"sequence\" has no such bound, expected 0.0");
+        violations.push(Violation::of(key, problem));
     }
 }
 
@@ -492,6 +480,6 @@ fn check_systems(config: &Config, violations: &mut Vec<Violation>) {
         }
     }
     if config.eval.systems.is_empty() {
-        violations.push(Violation::new("eval.systems", "eval.systems is empty; expected raw, teacher, sft or rl"));
+        violations.push(Violation::of("eval.systems", "is empty; expected raw, teacher, sft or rl"));
     }
 }

@@ -4,6 +4,24 @@
 //! docs/configuration.md are derived from them. Defaults are for real models (actor learning rate 1e-5, critic 1e-4, 4
 //! epochs); examples with a tiny model override them.
 
+/// Declares a section whose keys all have defaults: `key: Type = default`.
+macro_rules! section {
+    ($(#[$doc:meta])* $name:ident { $($(#[$meta:meta])* $key:ident: $type:ty = $default:expr,)* }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $name {
+            $($(#[$meta])* pub $key: $type,)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($key: $default,)* }
+            }
+        }
+    };
+}
+
 mod check;
 mod document;
 mod load;

@@ -28,34 +28,28 @@ pub struct PluginsConfig {
     pub trusted_keys: Vec<String>,
 }
 
-/// A classifier of the style of answers.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct StyleModelConfig {
-    /// Folder of a classifier of `querl style train` or of transformers, or of a PEFT adapter.
-    pub path: Option<PathBuf>,
-    /// Folder of the model that an adapter was trained on.
-    pub base: Option<PathBuf>,
-    /// Maximum number of tokens of a dialogue; question and answer of longer ones are truncated.
-    #[schemars(range(min = 1))]
-    pub max_length: usize,
-    /// Whether probabilities are corrected by the temperature that was fitted in training.
-    pub calibrated: bool,
-    /// Folder of a second classifier, trained on other data or with another seed, for evaluation only. No reward uses it: a
-    /// difference between the two shows reward hacking of the first.
-    pub audit: Option<PathBuf>,
+section! {
+    /// A classifier of the style of answers.
+    StyleModelConfig {
+        /// Folder of a classifier of `querl style train` or of transformers, or of a PEFT adapter.
+        path: Option<PathBuf> = None,
+        /// Folder of the model that an adapter was trained on.
+        base: Option<PathBuf> = None,
+        /// Maximum number of tokens of a dialogue; question and answer of longer ones are truncated.
+        #[schemars(range(min = 1))]
+        max_length: usize = 512,
+        /// Whether probabilities are corrected by the temperature that was fitted in training.
+        calibrated: bool = false,
+        /// Folder of a second classifier, trained on other data or with another seed, for evaluation only. No reward uses it: a
+        /// difference between the two shows reward hacking of the first.
+        audit: Option<PathBuf> = None,
+    }
 }
 
 impl StyleModelConfig {
     /// The settings of the second classifier (`audit`).
     pub fn of_audit(&self) -> Self {
         Self { path: self.audit.clone(), base: None, audit: None, ..self.clone() }
-    }
-}
-
-impl Default for StyleModelConfig {
-    fn default() -> Self {
-        Self { path: None, base: None, max_length: 512, calibrated: false, audit: None }
     }
 }
 
@@ -86,34 +80,38 @@ pub struct WeightedPluginConfig {
     pub settings: BTreeMap<String, toml::Value>,
 }
 
-/// What one call into a plugin may use.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct PluginLimits {
-    /// Fuel (deterministic instruction budget) per call, independent of the number of items: a JavaScript or Python plugin
-    /// starts its interpreter in each call.
-    pub fuel_per_call: u64,
-    /// Fuel per item of a batch, in addition to that of the call.
-    #[schemars(range(min = 1))]
-    pub fuel_per_item: u64,
-    /// Wall-clock backstop per call, in milliseconds.
-    #[schemars(range(min = 1))]
-    pub timeout_ms: u64,
-    /// Linear memory per instance, in bytes.
-    #[schemars(range(min = 65_536))]
-    pub memory_bytes: usize,
-    /// Maximum size of a call's result in bytes.
-    #[schemars(range(min = 1))]
-    pub output_bytes: usize,
-    /// Maximum size of a call's log output in bytes; the rest is truncated with a note.
-    pub log_bytes: usize,
-    /// Timeout of compiling a component in milliseconds; compiled components are cached.
-    #[schemars(range(min = 1))]
-    pub compile_timeout_ms: u64,
-    /// What happens to an item of a reward, filter or style scorer at which a limit is hit.
-    pub on_limit: OnLimit,
-    /// With `on_limit = "drop"`: more dropped items of one plugin than this stop the run.
-    pub max_dropped: u64,
+section! {
+    /// What one call into a plugin may use.
+    PluginLimits {
+        // Fuel from `cargo run --release -p querl-plugin --example call_cost` over the plugins of this repository: a call costs
+        // Rust 2,000 and 4,500 (a reward) to 32,000 (a filter) an item, JavaScript 1.2 million and 1.7 million an item, Python 15
+        // million, mostly its regular expressions, and 350,000 an item. A processor burns some 3,000 million a second: a loop
+        // in a batch of 64 ends after 840 million, long before the clock.
+        /// Fuel (deterministic instruction budget) per call, independent of the number of items: a JavaScript or Python plugin
+        /// starts its interpreter in each call.
+        fuel_per_call: u64 = 200_000_000,
+        /// Fuel per item of a batch, in addition to that of the call.
+        #[schemars(range(min = 1))]
+        fuel_per_item: u64 = 10_000_000,
+        /// Wall-clock backstop per call, in milliseconds.
+        #[schemars(range(min = 1))]
+        timeout_ms: u64 = 5_000,
+        /// Linear memory per instance, in bytes.
+        #[schemars(range(min = 65_536))]
+        memory_bytes: usize = 256 << 20,
+        /// Maximum size of a call's result in bytes.
+        #[schemars(range(min = 1))]
+        output_bytes: usize = 16 << 20,
+        /// Maximum size of a call's log output in bytes; the rest is truncated with a note.
+        log_bytes: usize = 64 << 10,
+        /// Timeout of compiling a component in milliseconds; compiled components are cached.
+        #[schemars(range(min = 1))]
+        compile_timeout_ms: u64 = 120_000,
+        /// What happens to an item of a reward, filter or style scorer at which a limit is hit.
+        on_limit: OnLimit = OnLimit::Fail,
+        /// With `on_limit = "drop"`: more dropped items of one plugin than this stop the run.
+        max_dropped: u64 = 100,
+    }
 }
 
 /// What happens to an item at which a limit is hit.
@@ -125,26 +123,6 @@ pub enum OnLimit {
     Fail,
     /// The item is dropped with the code `plugin_limit` and counted; the others are scored.
     Drop,
-}
-
-impl Default for PluginLimits {
-    fn default() -> Self {
-        // Fuel from `cargo run --release -p querl-plugin --example call_cost` over the plugins of this repository: a call costs
-        // Rust 2,000 and 4,500 (a reward) to 32,000 (a filter) an item, JavaScript 1.2 million and 1.7 million an item, Python 15
-        // million, mostly its regular expressions, and 350,000 an item. A processor burns some 3,000 million a second: a loop
-        // in a batch of 64 ends after 840 million, long before the clock.
-        Self {
-            fuel_per_call: 200_000_000,
-            fuel_per_item: 10_000_000,
-            timeout_ms: 5_000,
-            memory_bytes: 256 << 20,
-            output_bytes: 16 << 20,
-            log_bytes: 64 << 10,
-            compile_timeout_ms: 120_000,
-            on_limit: OnLimit::Fail,
-            max_dropped: 100,
-        }
-    }
 }
 
 mod defaults {

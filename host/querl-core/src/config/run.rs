@@ -242,30 +242,19 @@ pub struct ModelConfig {
     pub tensor_parallel: usize,
 }
 
-/// Evaluation.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct EvalConfig {
-    /// Any of `raw`, `teacher`, `sft`, `rl`.
-    pub systems: Vec<String>,
-    /// Number of beams for the answers of trained models; 1 is greedy decoding.
-    #[schemars(range(min = 1, max = 64))]
-    pub n_beams: usize,
-    /// Number of bootstrap resamples.
-    #[schemars(range(min = 1, max = 1_000_000))]
-    pub bootstrap: usize,
-    /// Number of example rewrites in the report.
-    pub n_examples: usize,
-}
-
-impl Default for EvalConfig {
-    fn default() -> Self {
-        Self {
-            systems: ["raw", "teacher", "sft", "rl"].map(String::from).into(),
-            n_beams: 1,
-            bootstrap: 2000,
-            n_examples: 20,
-        }
+section! {
+    /// Evaluation.
+    EvalConfig {
+        /// Any of `raw`, `teacher`, `sft`, `rl`.
+        systems: Vec<String> = ["raw", "teacher", "sft", "rl"].map(String::from).into(),
+        /// Number of beams for the answers of trained models; 1 is greedy decoding.
+        #[schemars(range(min = 1, max = 64))]
+        n_beams: usize = 1,
+        /// Number of bootstrap resamples.
+        #[schemars(range(min = 1, max = 1_000_000))]
+        bootstrap: usize = 2000,
+        /// Number of example rewrites in the report.
+        n_examples: usize = 20,
     }
 }
 

@@ -199,6 +199,12 @@ impl Violation {
     pub(super) fn new(key: impl Into<String>, message: impl Into<String>) -> Self {
         Self { key: key.into(), message: message.into() }
     }
+
+    /// The message is the key followed by `problem`.
+    pub(super) fn of(key: impl Into<String>, problem: impl std::fmt::Display) -> Self {
+        let key = key.into();
+        Self { message: format!("{key} {problem}"), key }
+    }
 }
 
 /// Validates a table against the schema.

@@ -5,59 +5,40 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Settings of all external calls.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct CallsConfig {
-    /// Connect timeout in seconds.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
-    pub connect_timeout_s: f64,
-    /// Read timeout in seconds: longest pause within an answer; `timeout_s` of the service limits the whole call.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
-    pub read_timeout_s: f64,
-    /// Maximum size of an answer in MiB.
-    #[schemars(range(min = 1, max = 1024))]
-    pub max_response_mib: usize,
-    /// Circuit breaker: the stage stops after this many consecutive failed calls to a service (each with its retries); 0 disables it.
-    pub breaker_failures: usize,
-    /// Proxy for all services, `http://` or `https://`; by default `HTTP_PROXY` and `HTTPS_PROXY` of the environment. `NO_PROXY` holds for both.
-    pub proxy: Option<String>,
-    /// PEM file of certificates to trust in addition to the system's.
-    pub ca_file: Option<PathBuf>,
-}
-
-impl Default for CallsConfig {
-    fn default() -> Self {
-        Self {
-            connect_timeout_s: 10.0,
-            read_timeout_s: 60.0,
-            max_response_mib: 8,
-            breaker_failures: 20,
-            proxy: None,
-            ca_file: None,
-        }
+section! {
+    /// Settings of all external calls.
+    CallsConfig {
+        /// Connect timeout in seconds.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+        connect_timeout_s: f64 = 10.0,
+        /// Read timeout in seconds: longest pause within an answer; `timeout_s` of the service limits the whole call.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+        read_timeout_s: f64 = 60.0,
+        /// Maximum size of an answer in MiB.
+        #[schemars(range(min = 1, max = 1024))]
+        max_response_mib: usize = 8,
+        /// Circuit breaker: the stage stops after this many consecutive failed calls to a service (each with its retries); 0 disables it.
+        breaker_failures: usize = 20,
+        /// Proxy for all services, `http://` or `https://`; by default `HTTP_PROXY` and `HTTPS_PROXY` of the environment. `NO_PROXY` holds for both.
+        proxy: Option<String> = None,
+        /// PEM file of certificates to trust in addition to the system's.
+        ca_file: Option<PathBuf> = None,
     }
 }
 
-/// The response cache.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct CacheConfig {
-    /// Whether answers of external services are cached on disk.
-    pub enabled: bool,
-    /// The file; by default `answers.redb` in the user's cache folder, for all runs.
-    pub path: Option<PathBuf>,
-    /// Lifetime of cached retrieval results in hours; 0 disables caching of them.
-    #[schemars(range(min = 0.0, max = 1_000_000.0))]
-    pub retrieval_ttl_hours: f64,
-    /// Maximum size in MiB; the oldest entries above it are evicted when a run starts.
-    #[schemars(range(min = 1, max = 1_048_576))]
-    pub max_mib: u64,
-}
-
-impl Default for CacheConfig {
-    fn default() -> Self {
-        Self { enabled: true, path: None, retrieval_ttl_hours: 24.0, max_mib: 4096 }
+section! {
+    /// The response cache.
+    CacheConfig {
+        /// Whether answers of external services are cached on disk.
+        enabled: bool = true,
+        /// The file; by default `answers.redb` in the user's cache folder, for all runs.
+        path: Option<PathBuf> = None,
+        /// Lifetime of cached retrieval results in hours; 0 disables caching of them.
+        #[schemars(range(min = 0.0, max = 1_000_000.0))]
+        retrieval_ttl_hours: f64 = 24.0,
+        /// Maximum size in MiB; the oldest entries above it are evicted when a run starts.
+        #[schemars(range(min = 1, max = 1_048_576))]
+        max_mib: u64 = 4096,
     }
 }
 
@@ -208,65 +189,46 @@ pub enum EmbeddingKind {
     Local,
 }
 
-/// An embedding model: makes the vector of a rewritten query where a service wants one; with a local model, the embedded index finds
-/// passages by their vectors, too.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct EmbeddingConfig {
-    /// Kind of embedding model.
-    pub kind: EmbeddingKind,
-    /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa, such as those named `bge`).
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub path: Option<PathBuf>,
-    /// `openai`: the full address of the route.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub url: Option<String>,
-    /// `openai`: the model's name there.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub model: Option<String>,
-    /// Environment variable that holds the key; empty for a service without keys.
-    pub api_key_env: String,
-    /// File that holds the key and nothing else; used instead of the environment variable.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub api_key_file: Option<PathBuf>,
-    /// Put before a query, as the model's card says; passages go without. Unset, a local model's own (`config_sentence_transformers.json`).
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub query_prefix: Option<String>,
-    /// `local`: tokens of a text, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 8, max = 131_072))]
-    pub max_length: Option<usize>,
-    /// Maximum number of concurrent calls; with a local model at most the number of CPU cores.
-    #[schemars(range(min = 1, max = 1024))]
-    pub max_concurrent: usize,
-    /// Maximum number of attempts per minute.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 1))]
-    pub requests_per_minute: Option<u32>,
-    /// Timeout of one call in seconds.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
-    pub timeout_s: f64,
-    /// Maximum number of retries.
-    #[schemars(range(max = 100))]
-    pub max_retries: usize,
-}
-
-impl Default for EmbeddingConfig {
-    fn default() -> Self {
-        Self {
-            kind: EmbeddingKind::None,
-            path: None,
-            url: None,
-            model: None,
-            api_key_env: String::new(),
-            api_key_file: None,
-            query_prefix: None,
-            max_length: None,
-            max_concurrent: 16,
-            requests_per_minute: None,
-            timeout_s: 30.0,
-            max_retries: 3,
-        }
+section! {
+    /// An embedding model: makes the vector of a rewritten query where a service wants one; with a local model, the embedded index finds
+    /// passages by their vectors, too.
+    EmbeddingConfig {
+        /// Kind of embedding model.
+        kind: EmbeddingKind = EmbeddingKind::None,
+        /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa, such as those named `bge`).
+        #[serde(skip_serializing_if = "Option::is_none")]
+        path: Option<PathBuf> = None,
+        /// `openai`: the full address of the route.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        url: Option<String> = None,
+        /// `openai`: the model's name there.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        model: Option<String> = None,
+        /// Environment variable that holds the key; empty for a service without keys.
+        api_key_env: String = String::new(),
+        /// File that holds the key and nothing else; used instead of the environment variable.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        api_key_file: Option<PathBuf> = None,
+        /// Put before a query, as the model's card says; passages go without. Unset, a local model's own (`config_sentence_transformers.json`).
+        #[serde(skip_serializing_if = "Option::is_none")]
+        query_prefix: Option<String> = None,
+        /// `local`: tokens of a text, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schemars(range(min = 8, max = 131_072))]
+        max_length: Option<usize> = None,
+        /// Maximum number of concurrent calls; with a local model at most the number of CPU cores.
+        #[schemars(range(min = 1, max = 1024))]
+        max_concurrent: usize = 16,
+        /// Maximum number of attempts per minute.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schemars(range(min = 1))]
+        requests_per_minute: Option<u32> = None,
+        /// Timeout of one call in seconds.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+        timeout_s: f64 = 30.0,
+        /// Maximum number of retries.
+        #[schemars(range(max = 100))]
+        max_retries: usize = 3,
     }
 }
 
@@ -296,79 +258,56 @@ pub enum RerankScores {
     Logit,
 }
 
-/// A reranker: rescores retrieved passages against the original query, never the rewrite.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct RerankConfig {
-    /// Kind of reranker.
-    pub kind: RerankKind,
-    /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa with one label, such as those named `bge-reranker`).
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub path: Option<PathBuf>,
-    /// `tei`, `cohere`: the full address of the route.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub url: Option<String>,
-    /// `cohere`: the model's name there.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub model: Option<String>,
-    /// Environment variable that holds the key; empty for a service without keys.
-    pub api_key_env: String,
-    /// File that holds the key and nothing else; used instead of the environment variable.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub api_key_file: Option<PathBuf>,
-    /// Number of retrieved passages to rerank; at least `retrieval.top_k`.
-    #[schemars(range(min = 1, max = 1000))]
-    pub n_candidates: usize,
-    /// What passages are scored against: `{{query}}`, `{{history}}` and `{{user_profile}}` stand for what a row has. The question first:
-    /// where query and passage are more than a model takes, both are cut at their ends.
-    pub query: String,
-    /// `tei`, `cohere`: additional fields of each request, such as `truncate_prompt_tokens = -1` for vLLM.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(with = "Option<BTreeMap<String, serde_json::Value>>")]
-    pub extra: Option<BTreeMap<String, toml::Value>>,
-    /// `local`: tokens of a query with a passage, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 8, max = 131_072))]
-    pub max_length: Option<usize>,
-    /// Range of the service's scores: `unit` is 0 to 1, `logit` any number.
-    pub scores: RerankScores,
-    /// Number of passages per call or per batch of a local model.
-    #[schemars(range(min = 1, max = 1000))]
-    pub batch_size: usize,
-    /// Maximum number of concurrent calls; with a local model at most the number of CPU cores.
-    #[schemars(range(min = 1, max = 1024))]
-    pub max_concurrent: usize,
-    /// Maximum number of attempts per minute.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schemars(range(min = 1))]
-    pub requests_per_minute: Option<u32>,
-    /// Timeout of one call in seconds.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
-    pub timeout_s: f64,
-    /// Maximum number of retries.
-    #[schemars(range(max = 100))]
-    pub max_retries: usize,
-}
-
-impl Default for RerankConfig {
-    fn default() -> Self {
-        Self {
-            kind: RerankKind::None,
-            path: None,
-            url: None,
-            model: None,
-            api_key_env: String::new(),
-            api_key_file: None,
-            n_candidates: 20,
-            query: "{{query}} {{history}}".into(),
-            extra: None,
-            max_length: None,
-            scores: RerankScores::Unit,
-            batch_size: 32,
-            max_concurrent: 16,
-            requests_per_minute: None,
-            timeout_s: 30.0,
-            max_retries: 3,
-        }
+section! {
+    /// A reranker: rescores retrieved passages against the original query, never the rewrite.
+    RerankConfig {
+        /// Kind of reranker.
+        kind: RerankKind = RerankKind::None,
+        /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa with one label, such as those named `bge-reranker`).
+        #[serde(skip_serializing_if = "Option::is_none")]
+        path: Option<PathBuf> = None,
+        /// `tei`, `cohere`: the full address of the route.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        url: Option<String> = None,
+        /// `cohere`: the model's name there.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        model: Option<String> = None,
+        /// Environment variable that holds the key; empty for a service without keys.
+        api_key_env: String = String::new(),
+        /// File that holds the key and nothing else; used instead of the environment variable.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        api_key_file: Option<PathBuf> = None,
+        /// Number of retrieved passages to rerank; at least `retrieval.top_k`.
+        #[schemars(range(min = 1, max = 1000))]
+        n_candidates: usize = 20,
+        /// What passages are scored against: `{{query}}`, `{{history}}` and `{{user_profile}}` stand for what a row has. The question first:
+        /// where query and passage are more than a model takes, both are cut at their ends.
+        query: String = "{{query}} {{history}}".into(),
+        /// `tei`, `cohere`: additional fields of each request, such as `truncate_prompt_tokens = -1` for vLLM.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schemars(with = "Option<BTreeMap<String, serde_json::Value>>")]
+        extra: Option<BTreeMap<String, toml::Value>> = None,
+        /// `local`: tokens of a query with a passage, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schemars(range(min = 8, max = 131_072))]
+        max_length: Option<usize> = None,
+        /// Range of the service's scores: `unit` is 0 to 1, `logit` any number.
+        scores: RerankScores = RerankScores::Unit,
+        /// Number of passages per call or per batch of a local model.
+        #[schemars(range(min = 1, max = 1000))]
+        batch_size: usize = 32,
+        /// Maximum number of concurrent calls; with a local model at most the number of CPU cores.
+        #[schemars(range(min = 1, max = 1024))]
+        max_concurrent: usize = 16,
+        /// Maximum number of attempts per minute.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schemars(range(min = 1))]
+        requests_per_minute: Option<u32> = None,
+        /// Timeout of one call in seconds.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+        timeout_s: f64 = 30.0,
+        /// Maximum number of retries.
+        #[schemars(range(max = 100))]
+        max_retries: usize = 3,
     }
 }

@@ -25,91 +25,63 @@ pub enum LrScheduler {
     Constant,
 }
 
-/// Supervised fine-tuning.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct SftConfig {
-    /// Trained weights: LoRA adapters or all.
-    pub method: TuningMethod,
-    /// Peak learning rate.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
-    pub learning_rate: f64,
-    /// Passes over the training split.
-    #[schemars(range(min = 1))]
-    pub epochs: usize,
-    /// Maximum number of optimizer steps; 0 for no limit.
-    pub max_steps: usize,
-    /// Rank of the adapters.
-    #[schemars(range(min = 1, max = 1024))]
-    pub lora_rank: usize,
-    /// Adapter scale is `lora_alpha / lora_rank`.
-    #[schemars(extend("exclusiveMinimum" = 0.0))]
-    pub lora_alpha: f64,
-    /// Share of an adapter's inputs set to zero in training.
-    #[schemars(range(min = 0.0, max = 0.9))]
-    pub lora_dropout: f64,
-    /// Adapted layers: `all-linear`, or the last parts of their names (`q_proj`, `v_proj`).
-    pub lora_target_modules: Vec<String>,
-    /// Adapter scale is `lora_alpha / sqrt(lora_rank)` instead.
-    pub use_rslora: bool,
-    /// Adapters with a trained magnitude per output (DoRA).
-    pub use_dora: bool,
-    /// Rows of one optimizer step are `batch_size * gradient_accumulation_steps`; `model.tokens_per_pass` cuts them into passes.
-    #[schemars(range(min = 1))]
-    pub batch_size: usize,
-    /// See `batch_size`; the result depends on the product alone.
-    #[schemars(range(min = 1))]
-    pub gradient_accumulation_steps: usize,
-    /// Learning rate schedule after warm-up.
-    pub lr_scheduler: LrScheduler,
-    /// Share of steps with rising learning rate.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub warmup_ratio: f64,
-    /// Decoupled weight decay of matrices; biases and norms are not decayed.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub weight_decay: f64,
-    /// Global gradient norm above which gradients are scaled down.
-    #[schemars(extend("exclusiveMinimum" = 0.0))]
-    pub max_grad_norm: f64,
-    /// Longer rows are an error, named by row.
-    #[schemars(range(min = 1))]
-    pub max_length: usize,
-    /// Optimizer steps between evaluations on the validation split; 0 for once an epoch.
-    pub eval_steps: usize,
-    /// Optimizer steps between checkpoints from which training can be resumed; 0 for once an epoch.
-    pub save_steps: usize,
-    /// Number of checkpoints to keep in addition to `best` and `last`.
-    #[schemars(range(min = 1))]
-    pub save_total_limit: usize,
-    /// Evaluations without improvement after which training stops; 0 for never.
-    pub early_stopping_patience: usize,
-}
-
-impl Default for SftConfig {
-    fn default() -> Self {
-        Self {
-            method: TuningMethod::Lora,
-            learning_rate: 5e-5,
-            epochs: 3,
-            max_steps: 0,
-            lora_rank: 16,
-            lora_alpha: 32.0,
-            lora_dropout: 0.0,
-            lora_target_modules: vec!["all-linear".into()],
-            use_rslora: false,
-            use_dora: false,
-            batch_size: 2,
-            gradient_accumulation_steps: 8,
-            lr_scheduler: LrScheduler::Cosine,
-            warmup_ratio: 0.05,
-            weight_decay: 0.0,
-            max_grad_norm: 1.0,
-            max_length: 2048,
-            eval_steps: 100,
-            save_steps: 100,
-            save_total_limit: 3,
-            early_stopping_patience: 0,
-        }
+section! {
+    /// Supervised fine-tuning.
+    SftConfig {
+        /// Trained weights: LoRA adapters or all.
+        method: TuningMethod = TuningMethod::Lora,
+        /// Peak learning rate.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
+        learning_rate: f64 = 5e-5,
+        /// Passes over the training split.
+        #[schemars(range(min = 1))]
+        epochs: usize = 3,
+        /// Maximum number of optimizer steps; 0 for no limit.
+        max_steps: usize = 0,
+        /// Rank of the adapters.
+        #[schemars(range(min = 1, max = 1024))]
+        lora_rank: usize = 16,
+        /// Adapter scale is `lora_alpha / lora_rank`.
+        #[schemars(extend("exclusiveMinimum" = 0.0))]
+        lora_alpha: f64 = 32.0,
+        /// Share of an adapter's inputs set to zero in training.
+        #[schemars(range(min = 0.0, max = 0.9))]
+        lora_dropout: f64 = 0.0,
+        /// Adapted layers: `all-linear`, or the last parts of their names (`q_proj`, `v_proj`).
+        lora_target_modules: Vec<String> = vec!["all-linear".into()],
+        /// Adapter scale is `lora_alpha / sqrt(lora_rank)` instead.
+        use_rslora: bool = false,
+        /// Adapters with a trained magnitude per output (DoRA).
+        use_dora: bool = false,
+        /// Rows of one optimizer step are `batch_size * gradient_accumulation_steps`; `model.tokens_per_pass` cuts them into passes.
+        #[schemars(range(min = 1))]
+        batch_size: usize = 2,
+        /// See `batch_size`; the result depends on the product alone.
+        #[schemars(range(min = 1))]
+        gradient_accumulation_steps: usize = 8,
+        /// Learning rate schedule after warm-up.
+        lr_scheduler: LrScheduler = LrScheduler::Cosine,
+        /// Share of steps with rising learning rate.
+        #[schemars(range(min = 0.0, max = 1.0))]
+        warmup_ratio: f64 = 0.05,
+        /// Decoupled weight decay of matrices; biases and norms are not decayed.
+        #[schemars(range(min = 0.0, max = 1.0))]
+        weight_decay: f64 = 0.0,
+        /// Global gradient norm above which gradients are scaled down.
+        #[schemars(extend("exclusiveMinimum" = 0.0))]
+        max_grad_norm: f64 = 1.0,
+        /// Longer rows are an error, named by row.
+        #[schemars(range(min = 1))]
+        max_length: usize = 2048,
+        /// Optimizer steps between evaluations on the validation split; 0 for once an epoch.
+        eval_steps: usize = 100,
+        /// Optimizer steps between checkpoints from which training can be resumed; 0 for once an epoch.
+        save_steps: usize = 100,
+        /// Number of checkpoints to keep in addition to `best` and `last`.
+        #[schemars(range(min = 1))]
+        save_total_limit: usize = 3,
+        /// Evaluations without improvement after which training stops; 0 for never.
+        early_stopping_patience: usize = 0,
     }
 }
 
@@ -188,207 +160,148 @@ pub enum CriticKind {
     Head,
 }
 
-/// Reinforcement learning.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(default, deny_unknown_fields)]
-pub struct RlConfig {
-    /// RL algorithm.
-    pub algorithm: RlAlgorithm,
-    /// Per token or per response: advantages, ratios, and KL and entropy in the loss.
-    pub advantage_form: AdvantageForm,
-    /// Trained parameters of the critic: an adapter with a value head, or a value head alone.
-    pub critic: CriticKind,
-    /// Rollout batches.
-    #[schemars(range(min = 1))]
-    pub max_steps: usize,
-    /// Queries of one rollout batch.
-    #[schemars(range(min = 1))]
-    pub batch_size: usize,
-    /// Responses sampled per query.
-    #[schemars(range(min = 1))]
-    pub n_samples: usize,
-    /// Passes over one rollout batch.
-    #[schemars(range(min = 1))]
-    pub ppo_epochs: usize,
-    /// Responses of one optimizer step.
-    #[schemars(range(min = 1))]
-    pub mini_batch_size: usize,
-    /// Forward passes of one optimizer step, at least; `model.tokens_per_pass` may make more. The result does not depend on it.
-    #[schemars(range(min = 1))]
-    pub gradient_accumulation_steps: usize,
-    /// Peak learning rate of the policy.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
-    pub learning_rate: f64,
-    /// Learning rate of the critic.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
-    pub critic_learning_rate: f64,
-    /// Steps in which only the critic is trained.
-    pub critic_warmup_steps: usize,
-    /// Schedule of the policy's learning rate after warm-up.
-    pub lr_scheduler: LrScheduler,
-    /// Share of steps with rising learning rate.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub warmup_ratio: f64,
-    /// Decoupled weight decay of the policy's and the critic's matrices.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub weight_decay: f64,
-    /// PPO clip range: ratios are clipped to `1 - clip_range ..= 1 + clip_range`.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
-    pub clip_range: f64,
-    /// Above 1: bounds the loss of tokens with negative advantage at this multiple; 0 for no bound.
-    #[schemars(range(min = 0.0))]
-    pub dual_clip: f64,
-    /// Clip range of values around the rollout's values; 0 for no clipping.
-    #[schemars(range(min = 0.0))]
-    pub clip_range_value: f64,
-    /// Loss of the critic.
-    pub value_loss: ValueLossKind,
-    /// Weight of the value loss. The critic's own AdamW does not see the scale: it matters for clipping by `max_grad_norm` alone.
-    #[schemars(range(min = 0.0))]
-    pub vf_coef: f64,
-    /// Weight of the entropy bonus.
-    #[schemars(range(min = 0.0))]
-    pub ent_coef: f64,
-    /// Weight of the per-token KL to the SFT policy.
-    #[schemars(range(min = 0.0))]
-    pub kl_coef: f64,
-    /// Where the KL is applied: in the reward or in the loss.
-    pub kl_placement: KlPlacement,
-    /// Estimator of the KL.
-    pub kl_estimator: KlEstimator,
-    /// Above 0: `kl_coef` is adapted to keep the KL of a response (summed over tokens) near this many nats.
-    #[schemars(range(min = 0.0))]
-    pub kl_target: f64,
-    /// Episodes over which `kl_coef` adapts.
-    #[schemars(range(min = 1))]
-    pub kl_horizon: usize,
-    /// Above 0: KL early stopping; skips the remaining epochs of a batch once the KL to the rollout policy exceeds this many nats per token.
-    #[schemars(range(min = 0.0))]
-    pub target_kl: f64,
-    /// Shift and scale advantages to mean 0 and variance 1 over the batch (PPO and REINFORCE++).
-    pub whiten_advantages: bool,
-    /// Above 0: advantages are clipped to this size.
-    #[schemars(range(min = 0.0))]
-    pub advantage_clip: f64,
-    /// Divide scores by their running standard deviation.
-    pub normalize_rewards: bool,
-    /// Above 0: scores are clipped to this size.
-    #[schemars(range(min = 0.0))]
-    pub reward_clip: f64,
-    /// Global gradient norm above which gradients are scaled down.
-    #[schemars(extend("exclusiveMinimum" = 0.0))]
-    pub max_grad_norm: f64,
-    /// Discount factor.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub gamma: f64,
-    /// GAE's lambda.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub gae_lambda: f64,
-    /// Divides the logits in rollout, reference and update alike.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 10.0))]
-    pub temperature: f64,
-    /// Nucleus sampling in rollouts; 1 disables it.
-    #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
-    pub top_p: f64,
-    /// Top-k sampling in rollouts; 0 disables it.
-    pub top_k: usize,
-    /// Divides (or multiplies, below zero) the logits of tokens that the answer has; 1 for none.
-    #[schemars(range(min = 1.0, max = 10.0))]
-    pub repetition_penalty: f64,
-    /// Above 0: n-grams of this size are not repeated within an answer.
-    pub no_repeat_ngram_size: usize,
-    /// Minimum number of tokens of an answer.
-    pub min_new_tokens: usize,
-    /// Longer answers are cut off and marked.
-    #[schemars(range(min = 1))]
-    pub max_new_tokens: usize,
-    /// An answer ends where one of these appears.
-    pub stop_strings: Vec<String>,
-    /// Subtracted from the score of a response that does not end by itself.
-    #[schemars(range(min = 0.0))]
-    pub missing_eos_penalty: f64,
-    /// Parts of a batch: one is scored while the next is generated.
-    #[schemars(range(min = 1))]
-    pub pipeline_parts: usize,
-    /// Generate the next batch, with the policy as it was, while this one is learned from; its tokens are weighted.
-    pub off_by_one: bool,
-    /// Maximum importance weight with `off_by_one`.
-    #[schemars(extend("exclusiveMinimum" = 0.0))]
-    pub importance_cap: f64,
-    /// An episode with a call to retrieval or judge that takes longer is dropped and counted.
-    #[schemars(range(min = 1))]
-    pub episode_deadline_ms: u64,
-    /// Steps between evaluations on the validation split.
-    #[schemars(range(min = 1))]
-    pub eval_steps: usize,
-    /// Steps between checkpoints from which training can be resumed.
-    #[schemars(range(min = 1))]
-    pub save_steps: usize,
-    /// Number of checkpoints to keep in addition to `best` and `last`.
-    #[schemars(range(min = 1))]
-    pub save_total_limit: usize,
-    /// Evaluations without improvement after which training stops; 0 for never.
-    pub early_stopping_patience: usize,
-    /// A batch that loses more than this share of its episodes stops the run.
-    #[schemars(range(min = 0.0, max = 1.0))]
-    pub max_drop_rate: f64,
-}
-
-impl Default for RlConfig {
-    fn default() -> Self {
-        Self {
-            algorithm: RlAlgorithm::Ppo,
-            advantage_form: AdvantageForm::Token,
-            critic: CriticKind::Adapter,
-            max_steps: 100,
-            batch_size: 64,
-            n_samples: 1,
-            ppo_epochs: 4,
-            mini_batch_size: 64,
-            gradient_accumulation_steps: 4,
-            learning_rate: 1e-5,
-            critic_learning_rate: 1e-4,
-            critic_warmup_steps: 0,
-            lr_scheduler: LrScheduler::Constant,
-            warmup_ratio: 0.0,
-            weight_decay: 0.0,
-            clip_range: 0.2,
-            dual_clip: 0.0,
-            clip_range_value: 0.2,
-            value_loss: ValueLossKind::Squared,
-            vf_coef: 0.5,
-            ent_coef: 0.01,
-            kl_coef: 0.05,
-            kl_placement: KlPlacement::Reward,
-            kl_estimator: KlEstimator::K1,
-            kl_target: 0.0,
-            kl_horizon: 10_000,
-            target_kl: 0.0,
-            whiten_advantages: true,
-            advantage_clip: 0.0,
-            normalize_rewards: false,
-            reward_clip: 0.0,
-            max_grad_norm: 0.5,
-            gamma: 0.99,
-            gae_lambda: 0.95,
-            temperature: 1.0,
-            top_p: 1.0,
-            top_k: 0,
-            repetition_penalty: 1.0,
-            no_repeat_ngram_size: 0,
-            min_new_tokens: 0,
-            max_new_tokens: 150,
-            stop_strings: Vec::new(),
-            missing_eos_penalty: 0.0,
-            pipeline_parts: 2,
-            off_by_one: false,
-            importance_cap: 2.0,
-            episode_deadline_ms: 120_000,
-            eval_steps: 10,
-            save_steps: 10,
-            save_total_limit: 3,
-            early_stopping_patience: 0,
-            max_drop_rate: 0.2,
-        }
+section! {
+    /// Reinforcement learning.
+    RlConfig {
+        /// RL algorithm.
+        algorithm: RlAlgorithm = RlAlgorithm::Ppo,
+        /// Per token or per response: advantages, ratios, and KL and entropy in the loss.
+        advantage_form: AdvantageForm = AdvantageForm::Token,
+        /// Trained parameters of the critic: an adapter with a value head, or a value head alone.
+        critic: CriticKind = CriticKind::Adapter,
+        /// Rollout batches.
+        #[schemars(range(min = 1))]
+        max_steps: usize = 100,
+        /// Queries of one rollout batch.
+        #[schemars(range(min = 1))]
+        batch_size: usize = 64,
+        /// Responses sampled per query.
+        #[schemars(range(min = 1))]
+        n_samples: usize = 1,
+        /// Passes over one rollout batch.
+        #[schemars(range(min = 1))]
+        ppo_epochs: usize = 4,
+        /// Responses of one optimizer step.
+        #[schemars(range(min = 1))]
+        mini_batch_size: usize = 64,
+        /// Forward passes of one optimizer step, at least; `model.tokens_per_pass` may make more. The result does not depend on it.
+        #[schemars(range(min = 1))]
+        gradient_accumulation_steps: usize = 4,
+        /// Peak learning rate of the policy.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
+        learning_rate: f64 = 1e-5,
+        /// Learning rate of the critic.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
+        critic_learning_rate: f64 = 1e-4,
+        /// Steps in which only the critic is trained.
+        critic_warmup_steps: usize = 0,
+        /// Schedule of the policy's learning rate after warm-up.
+        lr_scheduler: LrScheduler = LrScheduler::Constant,
+        /// Share of steps with rising learning rate.
+        #[schemars(range(min = 0.0, max = 1.0))]
+        warmup_ratio: f64 = 0.0,
+        /// Decoupled weight decay of the policy's and the critic's matrices.
+        #[schemars(range(min = 0.0, max = 1.0))]
+        weight_decay: f64 = 0.0,
+        /// PPO clip range: ratios are clipped to `1 - clip_range ..= 1 + clip_range`.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
+        clip_range: f64 = 0.2,
+        /// Above 1: bounds the loss of tokens with negative advantage at this multiple; 0 for no bound.
+        #[schemars(range(min = 0.0))]
+        dual_clip: f64 = 0.0,
+        /// Clip range of values around the rollout's values; 0 for no clipping.
+        #[schemars(range(min = 0.0))]
+        clip_range_value: f64 = 0.2,
+        /// Loss of the critic.
+        value_loss: ValueLossKind = ValueLossKind::Squared,
+        /// Weight of the value loss. The critic's own AdamW does not see the scale: it matters for clipping by `max_grad_norm` alone.
+        #[schemars(range(min = 0.0))]
+        vf_coef: f64 = 0.5,
+        /// Weight of the entropy bonus.
+        #[schemars(range(min = 0.0))]
+        ent_coef: f64 = 0.01,
+        /// Weight of the per-token KL to the SFT policy.
+        #[schemars(range(min = 0.0))]
+        kl_coef: f64 = 0.05,
+        /// Where the KL is applied: in the reward or in the loss.
+        kl_placement: KlPlacement = KlPlacement::Reward,
+        /// Estimator of the KL.
+        kl_estimator: KlEstimator = KlEstimator::K1,
+        /// Above 0: `kl_coef` is adapted to keep the KL of a response (summed over tokens) near this many nats.
+        #[schemars(range(min = 0.0))]
+        kl_target: f64 = 0.0,
+        /// Episodes over which `kl_coef` adapts.
+        #[schemars(range(min = 1))]
+        kl_horizon: usize = 10_000,
+        /// Above 0: KL early stopping; skips the remaining epochs of a batch once the KL to the rollout policy exceeds this many nats per token.
+        #[schemars(range(min = 0.0))]
+        target_kl: f64 = 0.0,
+        /// Shift and scale advantages to mean 0 and variance 1 over the batch (PPO and REINFORCE++).
+        whiten_advantages: bool = true,
+        /// Above 0: advantages are clipped to this size.
+        #[schemars(range(min = 0.0))]
+        advantage_clip: f64 = 0.0,
+        /// Divide scores by their running standard deviation.
+        normalize_rewards: bool = false,
+        /// Above 0: scores are clipped to this size.
+        #[schemars(range(min = 0.0))]
+        reward_clip: f64 = 0.0,
+        /// Global gradient norm above which gradients are scaled down.
+        #[schemars(extend("exclusiveMinimum" = 0.0))]
+        max_grad_norm: f64 = 0.5,
+        /// Discount factor.
+        #[schemars(range(min = 0.0, max = 1.0))]
+        gamma: f64 = 0.99,
+        /// GAE's lambda.
+        #[schemars(range(min = 0.0, max = 1.0))]
+        gae_lambda: f64 = 0.95,
+        /// Divides the logits in rollout, reference and update alike.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 10.0))]
+        temperature: f64 = 1.0,
+        /// Nucleus sampling in rollouts; 1 disables it.
+        #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
+        top_p: f64 = 1.0,
+        /// Top-k sampling in rollouts; 0 disables it.
+        top_k: usize = 0,
+        /// Divides (or multiplies, below zero) the logits of tokens that the answer has; 1 for none.
+        #[schemars(range(min = 1.0, max = 10.0))]
+        repetition_penalty: f64 = 1.0,
+        /// Above 0: n-grams of this size are not repeated within an answer.
+        no_repeat_ngram_size: usize = 0,
+        /// Minimum number of tokens of an answer.
+        min_new_tokens: usize = 0,
+        /// Longer answers are cut off and marked.
+        #[schemars(range(min = 1))]
+        max_new_tokens: usize = 150,
+        /// An answer ends where one of these appears.
+        stop_strings: Vec<String> = Vec::new(),
+        /// Subtracted from the score of a response that does not end by itself.
+        #[schemars(range(min = 0.0))]
+        missing_eos_penalty: f64 = 0.0,
+        /// Parts of a batch: one is scored while the next is generated.
+        #[schemars(range(min = 1))]
+        pipeline_parts: usize = 2,
+        /// Generate the next batch, with the policy as it was, while this one is learned from; its tokens are weighted.
+        off_by_one: bool = false,
+        /// Maximum importance weight with `off_by_one`.
+        #[schemars(extend("exclusiveMinimum" = 0.0))]
+        importance_cap: f64 = 2.0,
+        /// An episode with a call to retrieval or judge that takes longer is dropped and counted.
+        #[schemars(range(min = 1))]
+        episode_deadline_ms: u64 = 120_000,
+        /// Steps between evaluations on the validation split.
+        #[schemars(range(min = 1))]
+        eval_steps: usize = 10,
+        /// Steps between checkpoints from which training can be resumed.
+        #[schemars(range(min = 1))]
+        save_steps: usize = 10,
+        /// Number of checkpoints to keep in addition to `best` and `last`.
+        #[schemars(range(min = 1))]
+        save_total_limit: usize = 3,
+        /// Evaluations without improvement after which training stops; 0 for never.
+        early_stopping_patience: usize = 0,
+        /// A batch that loses more than this share of its episodes stops the run.
+        #[schemars(range(min = 0.0, max = 1.0))]
+        max_drop_rate: f64 = 0.2,
     }
 }
