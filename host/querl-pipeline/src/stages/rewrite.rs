@@ -9,7 +9,7 @@ use crate::{interrupt, training};
 use anyhow::Context;
 use querl_core::config::{ModelConfig, RlConfig, TeacherConfig, TeacherKind};
 use querl_core::ports::Progress;
-use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow, RewriteRecord};
+use querl_core::records::{CallFailure, Completion, FailureKind, Message, RewriteRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
     BatchTeacher, Findings, Journal, LocalRewriteCollector, LocalRewriteStage, NewPrompts, QueryTable, StageResults,
