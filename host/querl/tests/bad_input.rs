@@ -7,14 +7,6 @@ use std::io::{Read, Write};
 use std::net::TcpListener;
 use support::{Project, model, repository};
 
-/// Runs the binary quietly; the one line it says, without `error: `.
-fn refusal(project: &Project, args: &[&str]) -> String {
-    let said = project.querl(&[args, &["-q"]].concat());
-    assert_eq!(said.code, Some(2), "{said:#?}");
-    assert_eq!((said.stderr.lines().count(), said.stdout.as_str()), (1, ""), "{said:#?}");
-    said.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
-}
-
 #[test]
 fn configuration_that_cannot_be_used() {
     let cases = [
@@ -62,7 +54,7 @@ fn configuration_that_cannot_be_used() {
     for (from, to, expected) in cases {
         let project = Project::new();
         project.edit(from, to);
-        assert_eq!(refusal(&project, &["run", "querl.toml"]), expected);
+        assert_eq!(project.refusal(&["run", "querl.toml"], 2), expected);
         assert!(!project.path("run").exists(), "{expected}");
     }
 }
@@ -114,7 +106,7 @@ fn retrieval_settings_that_would_be_passed_over() {
     for (to, expected) in cases {
         let project = Project::new();
         project.edit("kind = \"embedded\"", &to);
-        let said = refusal(&project, &["run", "querl.toml"]);
+        let said = project.refusal(&["run", "querl.toml"], 2);
         assert!(said.ends_with(expected), "{said}\n{expected}");
     }
 }
@@ -138,9 +130,9 @@ fn settings_of_a_service_and_of_a_knowledge_base_may_stand_in_one_file() {
 fn settings_that_named_gpus_do_not_support() {
     let refused = |sets: &[&str]| {
         let sets = sets.iter().flat_map(|set| ["--set", *set]);
-        refusal(
-            &Project::new(),
+        Project::new().refusal(
             &["config", "check", "querl.toml", "--skip-plugins"].into_iter().chain(sets).collect::<Vec<_>>(),
+            2,
         )
     };
     assert_eq!(
@@ -162,7 +154,7 @@ fn settings_that_named_gpus_do_not_support() {
     let args = ["config", "check", "querl.toml", "--skip-plugins", "--set", "model.path=odd", "--set"];
     let with = |device| [&args[..], &[device, "--set", "model.dtype=bf16"]].concat();
     assert_eq!(
-        refusal(&project, &with("device=cuda:0")),
+        project.refusal(&with("device=cuda:0"), 2),
         "device is \"cuda:0\", which cannot be used: model.path names a model with attention heads of size 20; a GPU generates \
          with head sizes that are a multiple of 8, up to 128; \"cpu\" and \"auto\" do without"
     );
@@ -177,24 +169,24 @@ fn settings_that_named_gpus_do_not_support() {
 #[test]
 fn configuration_file_that_cannot_be_read() {
     let project = Project::new();
-    assert_eq!(refusal(&project, &["run", "qerl.toml"]), "qerl.toml: no such file; did you mean querl.toml?");
+    assert_eq!(project.refusal(&["run", "qerl.toml"], 2), "qerl.toml: no such file; did you mean querl.toml?");
     assert_eq!(
-        refusal(&project, &["run", "."]),
+        project.refusal(&["run", "."], 2),
         ".: is a folder, not a configuration file; did you mean ./querl.toml?"
     );
     std::fs::write(project.path("querl.toml"), b"tenant = 1\n# \xff\n").unwrap();
-    assert_eq!(refusal(&project, &["run", "querl.toml"]), "querl.toml:2: not UTF-8 text; save the file as UTF-8");
+    assert_eq!(project.refusal(&["run", "querl.toml"], 2), "querl.toml:2: not UTF-8 text; save the file as UTF-8");
 }
 
 #[test]
 fn flags_that_cannot_be_used() {
     let project = Project::new();
-    let set = |assignment| refusal(&project, &["run", "querl.toml", "--set", assignment]);
+    let set = |assignment| project.refusal(&["run", "querl.toml", "--set", assignment], 2);
     assert_eq!(set("rl.gamma=2"), "--set rl.gamma: rl.gamma is 2; expected 0.0 to 1.0");
     assert_eq!(set("rl.gamma"), "--set rl.gamma: expected KEY=VALUE, such as --set rl.max_steps=20");
-    let threads = refusal(&project, &["run", "querl.toml", "--threads", "100000"]);
+    let threads = project.refusal(&["run", "querl.toml", "--threads", "100000"], 2);
     assert_eq!(threads, "--threads: threads is 100000; expected 0 to 1024");
-    let stages = refusal(&project, &["run", "querl.toml", "--from", "rl", "--to", "sft"]);
+    let stages = project.refusal(&["run", "querl.toml", "--from", "rl", "--to", "sft"], 2);
     assert_eq!(stages, "--from rl comes after sft, the last stage to run; choose an earlier --from or a later --to");
 }
 
@@ -204,27 +196,23 @@ fn query_table_that_cannot_be_used() {
     let table = repository().join("examples/fivedoctors/测试集.xlsx");
     let of_example = format!("{:?}", table.display().to_string());
     project.edit("\"queries.jsonl\"", &of_example).edit("\"original_query\"", "\"提问\"");
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.contains("提问") && message.contains("问题") && message.contains("用户画像"), "{message}");
 
     let project = Project::new();
     project.write("queries.jsonl", "{\"original_query\": \"\"}\n{\"original_query\": \" \"}\n");
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.starts_with("queries.jsonl: "), "{message}");
 
     let project = Project::new();
     project.edit("\"queries.jsonl\"", "\"queries.xlsx\"").write("queries.xlsx", "not a workbook");
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.starts_with("queries.xlsx: "), "{message}");
 }
 
 /// A copy of the tiny model to break.
 fn own_model(project: &Project) {
-    std::fs::create_dir(project.path("model")).unwrap();
-    for entry in std::fs::read_dir(model()).unwrap() {
-        let entry = entry.unwrap();
-        std::fs::copy(entry.path(), project.path("model").join(entry.file_name())).unwrap();
-    }
+    project.copy_model("model");
     project.edit(&format!("{:?}", model().display().to_string()), "\"model\"");
 }
 
@@ -238,7 +226,7 @@ fn model_that_cannot_be_used() {
         let project = Project::new();
         own_model(&project);
         std::fs::remove_file(project.path("model").join(file)).unwrap();
-        let message = refusal(&project, &["run", "querl.toml"]);
+        let message = project.refusal(&["run", "querl.toml"], 2);
         assert!(message.contains(needle), "{message}");
     }
     let project = Project::new();
@@ -248,7 +236,7 @@ fn model_that_cannot_be_used() {
         .replace("Qwen3ForCausalLM", "GemmaForCausalLM")
         .replace("\"qwen3\"", "\"gemma\"");
     project.write("model/config.json", &config);
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.to_lowercase().contains("gemma"), "{message}");
 
     let project = Project::new();
@@ -257,7 +245,7 @@ fn model_that_cannot_be_used() {
     let n_tokens = config["vocab_size"].take();
     config["vocab_size"] = 10.into();
     project.write("model/config.json", &config.to_string());
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     let numbers = format!("the tokenizer has {n_tokens} tokens and config.json a vocab_size of 10; ");
     assert!(message.contains(&numbers), "{message}");
 
@@ -265,17 +253,17 @@ fn model_that_cannot_be_used() {
     own_model(&project);
     let weights = std::fs::read(project.path("model/model.safetensors")).unwrap();
     std::fs::write(project.path("model/model.safetensors"), &weights[..weights.len() / 2]).unwrap();
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.contains("model"), "{message}");
 }
 
 #[test]
 fn rows_that_do_not_fit_the_model_are_named_as_in_the_table() {
     let project = Project::new();
-    let message = refusal(&project, &["run", "querl.toml", "--to", "sft", "--set", "sft.max_length=32"]);
+    let message = project.refusal(&["run", "querl.toml", "--to", "sft", "--set", "sft.max_length=32"], 2);
     assert!(message.starts_with("row ") && message.contains(" of the query table (train split) makes "), "{message}");
     assert!(message.ends_with("sft.max_length is 32: shorten the row or raise the limit"), "{message}");
-    let message = refusal(&project, &["run", "querl.toml", "--set", "rl.max_new_tokens=4096"]);
+    let message = project.refusal(&["run", "querl.toml", "--set", "rl.max_new_tokens=4096"], 2);
     assert!(message.ends_with("the model has 4096 positions: shorten the row or lower rl.max_new_tokens"), "{message}");
 }
 
@@ -284,7 +272,7 @@ fn knowledge_that_cannot_be_used_shows_before_any_stage() {
     let project = Project::new();
     let lexicon = format!("{}/examples/fivedoctors/lexicon.json", repository().display());
     project.edit(&lexicon, "lexicon.json").write("lexicon.json", "{");
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.starts_with("lexicon.json"), "{message}");
     assert!(!project.path("run/data").exists(), "no stage has run");
     project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
@@ -292,7 +280,7 @@ fn knowledge_that_cannot_be_used_shows_before_any_stage() {
     let project = Project::new();
     let judge = "kind = \"openai\"\nbase_url = \"http://127.0.0.1:9/v1\"\nmodel = \"m\"\napi_key_env = \"NO_SUCH_KEY\"";
     project.edit("kind = \"rubric\"", judge);
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.contains("judge.api_key_env") && message.contains("NO_SUCH_KEY"), "{message}");
     assert!(!project.path("run/data").exists(), "no stage has run");
 }
@@ -301,7 +289,7 @@ fn knowledge_that_cannot_be_used_shows_before_any_stage() {
 fn recipe_of_a_small_model_names_the_line() {
     let project = Project::new();
     project.write("pretrain.toml", "corpus = \"corpus.jsonl\"\noutput_dir = \"out\"\nsead = 1\n");
-    let message = refusal(&project, &["model", "pretrain", "pretrain.toml"]);
+    let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
     assert!(message.starts_with("pretrain.toml:3: unknown field `sead`"), "{message}");
     assert!(!project.path("out").exists());
 }
@@ -315,7 +303,7 @@ fn rows_of_an_earlier_stage_that_are_damaged() {
     let whole = std::fs::read(&rows).unwrap();
     let within_a_character = whole.iter().rposition(|byte| *byte >= 0x80).unwrap();
     std::fs::write(&rows, &whole[..within_a_character]).unwrap();
-    let said = refusal(&project, &["run", "querl.toml"]);
+    let said = project.refusal(&["run", "querl.toml"], 2);
     assert!(said.starts_with(&format!("run/data/train.jsonl:{}: not a valid record", lines(&whole))), "{said}");
     assert!(said.ends_with("; remove the file, and `querl run` makes it again"), "{said}");
     std::fs::remove_file(&rows).unwrap();
@@ -333,19 +321,19 @@ fn plugin_that_cannot_be_used() {
     let project = Project::new();
     project.edit(&reward, "reward.wasm").write("reward.wasm", "not WebAssembly");
     assert_eq!(
-        refusal(&project, &["run", "querl.toml"]),
+        project.refusal(&["run", "querl.toml"], 2),
         "plugin reward.wasm: it is not WebAssembly; expected a component"
     );
 
     let project = Project::new();
     project.edit(&reward, &format!("{}/plugins/filter-quality", repository().display()));
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.ends_with("it is a filter plugin; expected a reward plugin"), "{message}");
 
     let project = Project::new();
     let text = project.read("querl.toml") + "settings = { tanh_skale = 2 }\n";
     project.write("querl.toml", &text);
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.contains("tanh_skale"), "{message}");
 }
 
@@ -396,7 +384,7 @@ fn teacher_that_refuses_the_key() {
         server("401 Unauthorized")
     );
     project.edit("kind = \"recorded\"\npath = \"teacher.jsonl\"", &teacher);
-    let missing = refusal(&project, &["run", "querl.toml"]);
+    let missing = project.refusal(&["run", "querl.toml"], 2);
     assert!(missing.contains("teacher.api_key_env") && missing.contains("TEST_KEY"), "{missing}");
 
     let output = project.command(&["run", "querl.toml", "-q"]).env("TEST_KEY", "sk-very-secret").output().unwrap();
@@ -414,7 +402,7 @@ fn retrieval_that_is_down() {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let http = format!("kind = \"http\"\nurl = \"http://{free}/api/chat/general_rag\"\nmax_retries = 0");
     project.edit("kind = \"embedded\"", &http);
-    let message = refusal(&project, &["run", "querl.toml"]);
+    let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.contains("unreachable") && message.contains(&free.to_string()), "{message}");
     assert!(project.path("run/data/rewrites.jsonl").is_file(), "what was done is kept");
 }
@@ -423,7 +411,7 @@ fn retrieval_that_is_down() {
 fn folder_that_holds_no_run() {
     let project = Project::new();
     std::fs::create_dir(project.path("empty")).unwrap();
-    assert_eq!(refusal(&project, &["report", "empty"]), "empty/config.resolved.toml: no such file");
+    assert_eq!(project.refusal(&["report", "empty"], 2), "empty/config.resolved.toml: no such file");
     project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
-    assert_eq!(refusal(&project, &["report", "run"]), "run: not an evaluated run; run `querl eval` first");
+    assert_eq!(project.refusal(&["report", "run"], 2), "run: not an evaluated run; run `querl eval` first");
 }

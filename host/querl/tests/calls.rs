@@ -46,10 +46,6 @@ fn teacher() -> FaultyServer {
     FaultyServer::start(|asked| completion(asked).into())
 }
 
-fn lines(project: &Project, file: &str) -> Vec<Value> {
-    project.read(file).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
 #[test]
 fn what_was_paid_for_is_not_asked_again_in_another_folder() {
     let server = teacher();
@@ -58,11 +54,11 @@ fn what_was_paid_for_is_not_asked_again_in_another_folder() {
     assert_eq!(server.n_asked(), 40);
     let said = project.querl(&["rewrite", "querl.toml", "--out", "again"]).ok();
     assert_eq!(server.n_asked(), 40, "{said:#?}");
-    let rewrites = |folder| lines(&project, &format!("{folder}/data/rewrites.jsonl"));
+    let rewrites = |folder| project.rows(&format!("{folder}/data/rewrites.jsonl"));
     assert_eq!(rewrites("run"), rewrites("again"));
     let spent = &read_spend(&project.path("again/calls.json")).unwrap()["rewrite"]["teacher m"];
     assert_eq!((spent.calls, spent.cached, spent.cost), (0, 40, 0.0));
-    let metrics = &lines(&project, "again/metrics.jsonl")[0];
+    let metrics = &project.rows("again/metrics.jsonl")[0];
     assert_eq!((&metrics["stage"], &metrics["cache/rewrites/hit_rate"]), (&json!("rewrite"), &json!(1.0)));
     let stats = project.querl(&["cache", "stats", "--path", "answers.redb"]).ok();
     assert!(stats.stdout.contains("rewrites    40 answers, "), "{}", stats.stdout);
@@ -190,7 +186,7 @@ fn second_teacher_answers_only_where_the_first_failed_and_is_named_in_the_row() 
     project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
     assert_eq!((first.n_asked(), second.n_asked()), (40, 10));
     let by_spare = |record: &Value| record["rewrite"]["Ok"]["source"] == "spare";
-    let n_by_spare = lines(&project, "run/data/rewrites.jsonl").iter().filter(|record| by_spare(record)).count();
+    let n_by_spare = project.rows("run/data/rewrites.jsonl").iter().filter(|record| by_spare(record)).count();
     assert_eq!(n_by_spare, 10);
     let account = read_spend(&project.path("run/calls.json")).unwrap();
     assert_eq!(account["rewrite"]["fallback_teacher spare"].calls, 10);
@@ -209,7 +205,7 @@ fn teacher_that_goes_down_stops_the_stage_with_one_sentence_and_keeps_what_was_d
     let error: Vec<&str> = said.stderr.lines().filter(|line| line.starts_with("error: ")).collect();
     assert_eq!(error.len(), 1);
     assert!(error[0].contains("given up after 5 calls in a row without an answer"), "{error:?}");
-    let journal = lines(&project, "run/data/rewrites.journal.jsonl");
+    let journal = project.rows("run/data/rewrites.journal.jsonl");
     assert_eq!(journal.iter().filter(|record| record["rewrite"]["Ok"].is_object()).count(), 20);
 }
 
@@ -225,7 +221,7 @@ fn local_model_is_teacher_and_what_it_cannot_answer_goes_to_the_fallback() {
     project.write("queries.jsonl", &format!("{}\n{long}", project.read("queries.jsonl")));
     let said = project.querl(&["rewrite", "querl.toml"]).ok();
     assert!(said.stdout.contains("tiny-qwen3 (local)"), "{}", said.stdout);
-    let records = lines(&project, "run/data/rewrites.jsonl");
+    let records = project.rows("run/data/rewrites.jsonl");
     let n_rewritten = records.iter().filter(|record| record["rewrite"]["Ok"]["completion_tokens"].is_u64()).count();
     assert_eq!((records.len(), n_rewritten), (41, 40));
     let failure = &records[40]["rewrite"]["Err"];
@@ -237,7 +233,7 @@ fn local_model_is_teacher_and_what_it_cannot_answer_goes_to_the_fallback() {
     );
     project.edit("[judge]", &fallback);
     project.querl(&["rewrite", "querl.toml", "--out", "again", "--set", "cache.enabled=false"]).ok();
-    let again = lines(&project, "again/data/rewrites.jsonl");
+    let again = project.rows("again/data/rewrites.jsonl");
     assert_eq!((spare.n_asked(), &again[40]["rewrite"]["Ok"]["source"]), (1, &json!("spare")));
     let texts = |records: &[Value]| -> Vec<Value> {
         records[..40].iter().map(|record| record["rewrite"]["Ok"]["text"].clone()).collect()
@@ -379,7 +375,7 @@ fn batch_is_taken_up_again_after_a_kill_and_paid_once_at_its_price() {
     let n_posts =
         |path: &str| server.asked().iter().filter(|asked| asked.method == "POST" && asked.path == path).count();
     assert_eq!((n_posts("/v1/files"), n_posts("/v1/batches")), (1, 1));
-    let records = lines(&project, "run/data/rewrites.jsonl");
+    let records = project.rows("run/data/rewrites.jsonl");
     assert_eq!(records[0]["rewrite"]["Err"]["kind"], "rejected", "{}", records[0]);
     assert_eq!(records[1]["rewrite"]["Ok"]["text"], "鱼油 1");
     assert!(!project.path("run/data/rewrites.batches.json").exists());
@@ -459,7 +455,7 @@ fn under_injected_faults_every_row_ends_once() {
 
 fn run_under_faults(project: &Project, server: &FaultyServer, n_rows: usize) {
     project.querl(&["run", "querl.toml", "--to", "validate"]).ok();
-    let records = lines(project, "run/data/validated.jsonl");
+    let records = project.rows("run/data/validated.jsonl");
     let ids: BTreeSet<&str> = records.iter().map(|record| record["id"].as_str().unwrap()).collect();
     assert_eq!((records.len(), ids.len()), (n_rows, n_rows), "none lost, none twice");
     for record in &records {

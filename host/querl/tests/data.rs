@@ -6,14 +6,10 @@ mod support;
 use serde_json::Value;
 use support::Project;
 
-fn rows(project: &Project, file: &str) -> Vec<Value> {
-    project.read(file).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
 /// The query table of a project as lines of cells.
 fn cells(project: &Project) -> Vec<[String; 3]> {
     let columns = ["original_query", "user_profile", "history_summary"];
-    rows(project, "queries.jsonl").iter().map(|row| columns.map(|name| row[name].as_str().unwrap().into())).collect()
+    project.rows("queries.jsonl").iter().map(|row| columns.map(|name| row[name].as_str().unwrap().into())).collect()
 }
 
 fn csv(rows: &[[String; 3]], delimiter: &str) -> String {
@@ -44,7 +40,7 @@ fn a_table_makes_the_same_dataset_in_every_encoding_and_format() {
         let set = format!("data.input={input}");
         let said = project.querl(&["run", "querl.toml", "--to", "convert", "--set", &set, "--out", out]).ok();
         assert!(said.stderr.contains("  convert   40 in  "), "{said:#?}");
-        let mut rows = rows(&project, &format!("{out}/data/train.jsonl"));
+        let mut rows = project.rows(&format!("{out}/data/train.jsonl"));
         rows.iter_mut().for_each(|row| row["metadata"]["row"] = Value::Null);
         rows
     };
@@ -140,7 +136,7 @@ fn stats_say_what_became_of_the_rows() {
     let stats: Value = serde_json::from_str(&stats.stdout).unwrap();
     assert_eq!(stats["funnel"], run["funnel"]);
     assert_eq!(stats["funnel"].as_array().unwrap().len(), 3);
-    assert_eq!(stats["splits"]["test"], rows(&project, "run/data/test.jsonl").len());
+    assert_eq!(stats["splits"]["test"], project.rows("run/data/test.jsonl").len());
     assert_eq!(stats["leaks"]["test"]["n_leaked"], 0);
     let text = project.querl(&["data", "stats", "querl.toml"]).ok().stdout;
     assert!(text.contains("\nstages\n  rewrite   40 in  40 kept  none dropped\n"), "{text}");
@@ -150,7 +146,7 @@ fn stats_say_what_became_of_the_rows() {
 /// Every query once more with a particle at its end, in a group of its own: some pairs part, and test is no test any more.
 fn add_near_duplicates(project: &Project) {
     for file in ["queries.jsonl", "teacher.jsonl"] {
-        let again = rows(project, file).into_iter().map(|mut row| {
+        let again = project.rows(file).into_iter().map(|mut row| {
             row["original_query"] = format!("{}啊", row["original_query"].as_str().unwrap()).into();
             format!("\n{row}")
         });
@@ -259,7 +255,7 @@ fn a_disk_that_is_full_is_said_and_the_rewrites_stay() {
         "{said}"
     );
     assert!(!said.contains("panicked"), "{said}");
-    assert_eq!(rows(&project, "run/data/rewrites.jsonl").len(), 50);
+    assert_eq!(project.rows("run/data/rewrites.jsonl").len(), 50);
     let again = run("unlimited");
     assert!(again.status.success(), "{again:?}");
     assert!(project.path("run/data/rewrites.xlsx").is_file());

@@ -13,18 +13,6 @@ fn plugin(name: &str) -> String {
     repository().join("plugins").join(name).display().to_string()
 }
 
-/// What a failing command says on its one line of stderr, without `error: `.
-fn refusal(project: &Project, args: &[&str], code: i32) -> String {
-    let said = project.querl(&[args, &["-q"]].concat());
-    assert_eq!(said.code, Some(code), "{said:#?}");
-    assert_eq!(said.stderr.lines().count(), 1, "{said:#?}");
-    said.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
-}
-
-fn json(project: &Project, args: &[&str]) -> Value {
-    serde_json::from_str(&project.querl(&[args, &["--json"]].concat()).ok().stdout).unwrap()
-}
-
 /// Where the first-party plugin `name` is built to; it is built where that was not done yet.
 fn component(project: &Project, name: &str) -> PathBuf {
     project.querl(&["plugin", "inspect", &plugin(name)]).ok();
@@ -55,7 +43,7 @@ fn packing_twice_gives_the_same_bytes_and_a_signature_says_who_made_them() {
     let project = Project::new();
     let folder = plugin("reward-competition");
     let packed = project.querl(&["plugin", "pack", &folder]).ok();
-    let digest = json(&project, &["plugin", "verify", BUNDLE])["digest"].as_str().unwrap().to_owned();
+    let digest = project.json(&["plugin", "verify", BUNDLE])["digest"].as_str().unwrap().to_owned();
     assert_eq!(packed.stdout, format!("{BUNDLE} {digest}\n"));
     let key = project.querl(&["plugin", "sign", "--new-key", "key.pem"]).ok().stdout.trim_end().to_owned();
     let other = project.querl(&["plugin", "sign", "--new-key", "other.pem"]).ok().stdout.trim_end().to_owned();
@@ -64,18 +52,18 @@ fn packing_twice_gives_the_same_bytes_and_a_signature_says_who_made_them() {
     let read = |name: &str| std::fs::read(project.path(name)).unwrap();
     assert!(read(BUNDLE) == read(&format!("again/{BUNDLE}")));
 
-    let unsigned = refusal(&project, &["plugin", "verify", BUNDLE, "--key", &key], 1);
+    let unsigned = project.refusal(&["plugin", "verify", BUNDLE, "--key", &key], 1);
     assert_eq!(unsigned, format!("{BUNDLE}: not signed; expected a signature of {key}"));
     let signed = project.querl(&["plugin", "sign", BUNDLE, "--key", "key.pem"]).ok();
     assert_eq!(signed.stdout, format!("{BUNDLE} {digest} signed by {key}\n"));
     project.querl(&["plugin", "pack", &folder, "--out", "again", "--sign", "key.pem"]).ok();
     assert!(read(BUNDLE) == read(&format!("again/{BUNDLE}")));
-    let verified = json(&project, &["plugin", "verify", BUNDLE, "--key", &other, "--key", &key]);
+    let verified = project.json(&["plugin", "verify", BUNDLE, "--key", &other, "--key", &key]);
     assert_eq!((verified["signed_by"].as_str(), verified["digest"].as_str()), (Some(&*key), Some(&*digest)));
-    let stranger = refusal(&project, &["plugin", "verify", BUNDLE, "--key", &other], 1);
+    let stranger = project.refusal(&["plugin", "verify", BUNDLE, "--key", &other], 1);
     assert_eq!(stranger, format!("{BUNDLE}: signed by {key}; expected a signature of {other}"));
 
-    let found = json(&project, &["plugin", "inspect", BUNDLE]);
+    let found = project.json(&["plugin", "inspect", BUNDLE]);
     assert_eq!((found["id"].as_str(), found["bundle"].as_str()), (Some("reward-competition"), Some(&*digest)));
     assert_eq!((found["signers"][0].as_str(), &found["refused"]), (Some(&*key), &Value::Null));
     assert_eq!(found["settings"]["top1_share"]["default"], 0.6);
@@ -87,9 +75,9 @@ fn packing_twice_gives_the_same_bytes_and_a_signature_says_who_made_them() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(project.path(BUNDLE), bytes).unwrap();
-    let tampered = refusal(&project, &["plugin", "verify", BUNDLE], 1);
+    let tampered = project.refusal(&["plugin", "verify", BUNDLE], 1);
     assert!(tampered.starts_with(&format!("{BUNDLE}: ")) && tampered.contains("SHA-256"), "{tampered}");
-    refusal(&project, &["plugin", "inspect", BUNDLE], 2);
+    project.refusal(&["plugin", "inspect", BUNDLE], 2);
 }
 
 #[test]
@@ -123,7 +111,7 @@ fn first_party_plugin_passes_the_suite_and_shows_its_cost() {
         project.querl(&["plugin", "test", &plugin("filter-quality"), "--repeats", "10", "--junit", "r.xml"]).ok();
     assert!(said.stdout.contains(" passed, 0 failed, "), "{said:#?}");
     assert!(!project.read("r.xml").contains("<failure"));
-    let bench = json(&project, &["plugin", "bench", &plugin("reward-competition"), "--batch", "1,4"]);
+    let bench = project.json(&["plugin", "bench", &plugin("reward-competition"), "--batch", "1,4"]);
     let result = &bench["results"][1];
     assert_eq!((result["kind"].as_str(), result["batch"].as_u64()), (Some("reward"), Some(4)));
     assert!(
@@ -165,10 +153,10 @@ fn a_changed_bundle_is_refused_until_it_is_accepted_and_the_report_says_so() {
 
     change_bundle(&project);
     let eval: Vec<&str> = [&["eval", "querl.toml"], &systems[..]].concat();
-    let message = refusal(&project, &eval, 2);
+    let message = project.refusal(&eval, 2);
     assert!(message.starts_with("run/querl.lock: reward plugin `reward-competition` changed from 0.1.0 "), "{message}");
     assert!(message.contains("--accept-plugin-change"), "{message}");
-    let elsewhere = refusal(&project, &[&eval[..], &["--out", "other"]].concat(), 2);
+    let elsewhere = project.refusal(&[&eval[..], &["--out", "other"]].concat(), 2);
     assert!(elsewhere.starts_with("querl.lock: reward plugin `reward-competition` changed from 0.1.0 "), "{elsewhere}");
     let now = [project.read("run/querl.lock"), project.read("querl.lock"), project.read("run/data/rewrites.jsonl")];
     assert_eq!(now, [of_run, of_project, rewrites], "a refusal touches nothing");
@@ -200,7 +188,7 @@ fn parts_of_several_rewards_have_names_that_differ() {
         plugin("reward-competition")
     );
     project.write("querl.toml", &(project.read("querl.toml") + &more));
-    let listed = json(&project, &["plugin", "list", "querl.toml"]);
+    let listed = project.json(&["plugin", "list", "querl.toml"]);
     let labels: Vec<_> = listed.as_array().unwrap().iter().filter_map(|one| one["label"].as_str()).collect();
     assert_eq!(labels, ["reward-competition", "reward-competition#2"]);
     assert_eq!((listed[3]["weight"].as_f64(), listed[3]["source"].as_str()), (Some(0.5), Some("folder")));
@@ -262,10 +250,9 @@ fn only_what_a_trusted_key_has_signed_is_run() {
     let project = with_bundle();
     let key = project.querl(&["plugin", "sign", "--new-key", "key.pem"]).ok().stdout.trim_end().to_owned();
     let trust = format!("--set=plugins.trusted_keys=[\"{key}\"]");
-    let message = refusal(&project, &["config", "check", "querl.toml", &trust], 2);
+    let message = project.refusal(&["config", "check", "querl.toml", &trust], 2);
     assert!(message.contains("tenant-fivedoctors") && message.contains(&key), "{message}");
-    let message =
-        refusal(&project, &["config", "check", "querl.toml", "--set=plugins.trusted_keys=[\"ed25519:1\"]"], 2);
+    let message = project.refusal(&["config", "check", "querl.toml", "--set=plugins.trusted_keys=[\"ed25519:1\"]"], 2);
     assert!(message.starts_with("plugins.trusted_keys[0]: not a public key"), "{message}");
     project.querl(&["config", "check", "querl.toml", "--skip-plugins", &trust]).ok();
 }
@@ -275,7 +262,7 @@ fn configuration_check_looks_at_the_settings_of_plugins() {
     let project = with_bundle();
     let text = project.read("querl.toml") + "settings = { top1_share = 1.5 }\n";
     project.write("querl.toml", &text);
-    let message = refusal(&project, &["config", "check", "querl.toml"], 2);
+    let message = project.refusal(&["config", "check", "querl.toml"], 2);
     assert!(message.contains("`top1_share`") && message.contains("a number from 0 to 1, got 1.5"), "{message}");
     assert!(!project.path("querl.lock").exists(), "a check pins nothing");
 }
@@ -299,12 +286,12 @@ fn bad_input_is_named() {
         (&["pull", "http://localhost:1/x"], "`http://localhost:1/x` begins with a protocol"),
     ];
     for (args, expected) in cases {
-        let message = refusal(&project, &[&["plugin"], args].concat(), 2);
+        let message = project.refusal(&[&["plugin"], args].concat(), 2);
         assert!(message.starts_with(expected), "{args:?}: {message}");
     }
-    let unreachable = refusal(&project, &["plugin", "pull", "127.0.0.1:1/x:0.1.0"], 2);
+    let unreachable = project.refusal(&["plugin", "pull", "127.0.0.1:1/x:0.1.0"], 2);
     assert!(unreachable.starts_with("127.0.0.1:1/x:0.1.0: cannot be reached"), "{unreachable}");
     project.querl(&["plugin", "sign", "--new-key", "key.pem"]).ok();
-    let taken = refusal(&project, &["plugin", "sign", "--new-key", "key.pem"], 2);
+    let taken = project.refusal(&["plugin", "sign", "--new-key", "key.pem"], 2);
     assert!(taken.starts_with("key.pem: is there already"), "{taken}");
 }

@@ -37,10 +37,6 @@ fn train(project: &Project, folder: &str, seed: &str) {
     project.querl(&[&["rm", "train", &config], &flags[..]].concat()).ok();
 }
 
-fn rows(project: &Project, file: &str) -> Vec<Value> {
-    project.read(file).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
 fn sum(style: &Value) -> f64 {
     style.as_array().unwrap().iter().map(|class| class["probability"].as_f64().unwrap()).sum()
 }
@@ -60,7 +56,7 @@ fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_
     let said = project.querl(&["run", "querl.toml"]).ok();
     assert!(said.stdout.contains("mean probability of each style (audit)"), "{said:#?}");
 
-    let episodes = rows(&project, "run/episodes.jsonl");
+    let episodes = project.rows("run/episodes.jsonl");
     let scored: Vec<&Value> = episodes.iter().filter(|row| row["outcome"]["scored"].is_object()).collect();
     let mut n_classified = 0;
     for row in &scored {
@@ -136,13 +132,7 @@ fn the_example_of_answers_in_a_style_loads_and_looks_nothing_up() {
     assert!(said.stdout.contains("not looked up  40") && !said.stdout.contains("found nothing"), "{said:#?}");
     assert!(!said.stderr.contains("found passages is 0"), "{said:#?}");
     project.querl(&["convert", "answers.toml", "--out", "run"]).ok();
-    assert!(!rows(&project, "run/data/train.jsonl").is_empty());
-}
-
-fn refusal(project: &Project, args: &[&str]) -> String {
-    let said = project.querl(&[args, &["-q"]].concat());
-    assert_eq!((said.code, said.stderr.lines().count()), (Some(2), 1), "{said:#?}");
-    said.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
+    assert!(!project.rows("run/data/train.jsonl").is_empty());
 }
 
 #[test]
@@ -151,10 +141,10 @@ fn an_unusable_style_model_is_reported_before_any_stage() {
     let run = ["run", "querl.toml"];
     let missing = "plugins.rewards[1]: `scorer-style` scores style and there is no style model; name a classifier of `querl style train` as \
                    plugins.style_model.path";
-    assert_eq!(refusal(&project, &run), missing);
+    assert_eq!(project.refusal(&run, 2), missing);
     let with = |sets: &[&str]| {
         let sets = sets.iter().flat_map(|set| ["--set", *set]);
-        refusal(&project, &run.into_iter().chain(sets).collect::<Vec<_>>())
+        project.refusal(&run.into_iter().chain(sets).collect::<Vec<_>>(), 2)
     };
     let useless = "plugins.style_model.calibrated is set and plugins.style_model.path is not; name a classifier there, or leave it out";
     assert!(with(&["plugins.style_model.calibrated=true"]).ends_with(useless));
@@ -187,5 +177,5 @@ fn settings_of_a_retrieval_that_is_none_are_refused() {
     let project = Project::new();
     project.edit("kind = \"embedded\"", "kind = \"none\"");
     let expected = "retrieval.knowledge_base is set; retrieval.kind = \"none\" has no use for it, leave it out";
-    assert!(refusal(&project, &["run", "querl.toml"]).ends_with(expected));
+    assert!(project.refusal(&["run", "querl.toml"], 2).ends_with(expected));
 }

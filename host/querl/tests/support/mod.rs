@@ -5,6 +5,7 @@
 pub mod results;
 
 use querl_model::{Decoder, DecoderConfig, TokenizerSettings, train_tokenizer};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::LazyLock;
@@ -57,6 +58,29 @@ impl Project {
     /// Runs the binary in the project's folder.
     pub fn querl(&self, args: &[&str]) -> CommandOutput {
         CommandOutput::of(self.command(args).output().unwrap(), self.folder.path())
+    }
+
+    /// Runs the binary quietly and asserts its exit code and an empty stdout; the only line on stderr, without `error: `.
+    pub fn refusal(&self, args: &[&str], code: i32) -> String {
+        let output = self.querl(&[args, &["-q"]].concat());
+        assert_eq!((output.code, output.stderr.lines().count()), (Some(code), 1), "{output:#?}");
+        assert_eq!(output.stdout, "", "{output:#?}");
+        output.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
+    }
+
+    /// The JSON that the binary prints.
+    pub fn json(&self, args: &[&str]) -> Value {
+        serde_json::from_str(&self.querl(&[args, &["--json"]].concat()).ok().stdout).unwrap()
+    }
+
+    /// The records of a file of JSON lines.
+    pub fn rows(&self, file: &str) -> Vec<Value> {
+        self.read(file).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// A copy of the tiny model in `folder`, to be changed.
+    pub fn copy_model(&self, folder: &str) {
+        results::copy(&MODEL, &self.path(folder));
     }
 
     pub fn command(&self, args: &[&str]) -> Command {

@@ -1,4 +1,4 @@
-//! `querl model inspect`, `merge`, `export` and `logprobs`.
+//! `querl model inspect`, `merge`, `export`, `logprobs` and `init`.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -10,11 +10,7 @@ use support::{Project, model};
 /// A project with the tiny model's folder in it and an adapter that changes something.
 fn project() -> Project {
     let project = Project::new();
-    std::fs::create_dir(project.path("model")).unwrap();
-    for entry in std::fs::read_dir(model()).unwrap() {
-        let entry = entry.unwrap();
-        std::fs::copy(entry.path(), project.path("model").join(entry.file_name())).unwrap();
-    }
+    project.copy_model("model");
     let decoder = Decoder::load(model(), Weights::Frozen).unwrap();
     let settings = LoraSettings { use_dora: true, rank_pattern: one("q_proj", 2), ..LoraSettings::all_linear(4, 8.0) };
     let adapter = LoraAdapter::new(&decoder, settings, 3).unwrap();
@@ -103,11 +99,6 @@ fn what_cannot_be_written_is_said_in_one_sentence() {
     project.write("other/adapter_config.json", wide);
     std::fs::copy(project.path("adapter/adapter_model.safetensors"), project.path("other/adapter_model.safetensors"))
         .unwrap();
-    let refusal = |args: &[&str]| {
-        let said = project.querl(&[&["model"], args, &["-q"]].concat());
-        assert_eq!((said.code, said.stdout.as_str(), said.stderr.lines().count()), (Some(2), "", 1), "{said:#?}");
-        said.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
-    };
     let cases: [(&[&str], &str); 7] = [
         (
             &["merge", "--model", "model", "--adapter", "nowhere", "--out", "out"],
@@ -143,9 +134,40 @@ fn what_cannot_be_written_is_said_in_one_sentence() {
         ),
     ];
     for (arguments, expected) in cases {
-        assert_eq!(refusal(arguments), expected);
+        assert_eq!(project.refusal(&[&["model"], arguments].concat(), 2), expected);
     }
     let said = project.querl(&["model", "export", "--model", "model", "--out", "out", "--max-shard-size", "5"]);
     assert!(said.code == Some(2) && said.stderr.contains("expected a number above 0 with MB or GB"), "{said:#?}");
     assert!(!project.path("out").exists());
+}
+
+#[test]
+fn a_random_model_is_made_in_memory_or_written() {
+    let project = Project::new();
+    let made = project.querl(&["model", "init", "--shape", "tiny", "--device", "cpu", "--no-save", "--json"]).ok();
+    let made: Value = serde_json::from_str(&made.stdout).unwrap();
+    assert!(made["parameters"].as_u64().unwrap() * 2 < made["bytes"].as_u64().unwrap(), "{made}");
+    let written =
+        project.querl(&["model", "init", "--shape", "tiny", "--dtype", "f32", "--out", "tiny", "--json"]).ok();
+    let written: Value = serde_json::from_str(&written.stdout).unwrap();
+    assert_eq!((&written["parameters"], &written["dtype"]), (&made["parameters"], &"float32".into()));
+    let loaded = Decoder::load(&project.path("tiny"), Weights::Frozen).unwrap();
+    assert_eq!(loaded.config(), &querl_model::DecoderConfig::of_shape("tiny").unwrap());
+}
+
+#[test]
+fn wrong_arguments_are_errors_and_measure_names_its_successor() {
+    let project = Project::new();
+    let rejected = |args: &[&str], what: &str| {
+        let said = project.querl(args);
+        assert!(said.code == Some(2) && said.stderr.contains(what), "{said:#?}");
+    };
+    rejected(
+        &["model", "init", "--shape", "gpt", "--no-save"],
+        "there is no shape \"gpt\"; expected one of qwen2.5-0.5b, ",
+    );
+    rejected(&["model", "init", "--shape", "tiny"], "--out <DIR>");
+    rejected(&["model", "init", "--shape", "tiny", "--dtype", "nf4", "--out", "x"], "expected f32, bf16 or f16");
+    rejected(&["model", "init", "--shape", "tiny", "--no-save", "--device", "cuda:0"], "querl-bench");
+    rejected(&["model", "measure", "--shape", "tiny", "--json"], "cargo run --release -p querl-bench");
 }
