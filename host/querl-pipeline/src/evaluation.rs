@@ -1,4 +1,4 @@
-//! Asks each system for its rewrites of held-out queries and scores them all alike.
+//! Scores the rewrites of each system for held-out queries.
 
 use crate::environment::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, WrittenRewrite};
 use crate::training::{Generation, Generator};
@@ -76,13 +76,13 @@ pub(crate) fn evaluate_system(
     Ok(evaluated)
 }
 
-/// How many answers are without hits or judgement because a call failed: another try may succeed.
+/// Answers without hits or judgement because a call failed, which may succeed in another run.
 pub(crate) fn n_failed(records: &[EvalRecord]) -> u64 {
     let answers = records.iter().filter_map(|record| record.outcome.as_ref().ok()).map(|answer| &answer.candidate);
     answers.filter(|side| side.retrieval.is_err() || matches!(side.judgement, Judgement::Failed(_))).count() as u64
 }
 
-/// What somebody who is asked nothing wrote.
+/// The answer of a system that needs no generation.
 fn known(system: &System<'_>, row: &DatasetRow, baselines: &Baselines) -> Result<Answer, Rejection> {
     match system {
         System::Teacher => teacher(baselines.of(&row.metadata.query.id)),
@@ -90,7 +90,6 @@ fn known(system: &System<'_>, row: &DatasetRow, baselines: &Baselines) -> Result
     }
 }
 
-/// Nothing is written, so nothing is paid.
 fn raw(row: &DatasetRow) -> Answer {
     let rewrite = row.metadata.query.original_query.clone();
     Answer { written: WrittenRewrite { rewrite, n_tokens: 0, truncated: false }, latency_ms: None, cost: Some(0.0) }
@@ -144,7 +143,7 @@ fn score(
     Ok(())
 }
 
-/// An answer whose retrieval or judgement failed stays an answer: the failure stands in its candidate.
+/// An answer whose retrieval or judgement failed is recorded with the failure in its candidate.
 fn finish(system: &System<'_>, answer: Answer, scored: ScoredEpisode) -> SystemAnswer {
     let reward: Option<Reward> = scored.outcome.ok();
     let (policy, baseline) = (scored.episode.policy, scored.episode.baseline);

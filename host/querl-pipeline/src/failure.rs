@@ -1,4 +1,4 @@
-//! How the program ends: one sentence on stderr and an exit code.
+//! Errors of the program: one sentence on stderr and an exit code.
 
 use querl_bundle::BundleError;
 use querl_bundle::oci::RegistryError;
@@ -12,20 +12,20 @@ use querl_style::UsageError;
 use querl_train::TrainError;
 use querl_train::job::{self, Failure, JobError};
 
-/// Ways to end other than well, with their exit codes.
+/// Exit codes of failures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// Something went wrong on the way.
+    /// Any other failure.
     Failed = 1,
-    /// Wrong usage, configuration or input: nothing was lost, the user can mend it.
+    /// Wrong usage, configuration or input, which the user can correct; nothing is lost.
     Usage = 2,
     /// A limit that the user set was reached.
     Limit = 3,
-    /// Interrupted, with what was done saved.
+    /// Interrupted; finished work is saved.
     Interrupted = 130,
 }
 
-/// An error that knows how the program ends by it.
+/// An error with its exit code.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct Stop {
@@ -44,13 +44,13 @@ impl Stop {
         Self { ending: of_job(failure.kind), message: failure.message }
     }
 
-    /// The user said stop.
+    /// Interrupted by a signal.
     pub fn interrupted(message: impl Into<String>) -> Self {
         Self { ending: Ending::Interrupted, message: message.into() }
     }
 }
 
-/// A job's error with the exit code it stands for.
+/// Gives the error of a job its exit code.
 pub fn ending(error: JobError) -> anyhow::Error {
     match error {
         JobError::Environment(error) => error.into(),
@@ -59,7 +59,7 @@ pub fn ending(error: JobError) -> anyhow::Error {
     }
 }
 
-/// The ending that `error` or one of its causes asks for.
+/// The exit code of `error` or of one of its causes.
 pub fn ending_of(error: &anyhow::Error) -> Ending {
     error.chain().find_map(known_ending).unwrap_or(Ending::Failed)
 }
@@ -90,7 +90,7 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     {
         return Some(Ending::Usage);
     }
-    // A service that is down or refuses us is for the user to mend, wherever in a run it shows.
+    // A service that is down or rejects our key is for the user to correct.
     if let Some(EnvironmentError::Service(_)) = cause.downcast_ref() {
         return Some(Ending::Usage);
     }
@@ -115,7 +115,7 @@ fn outside_failure<'a>(cause: &'a (dyn std::error::Error + 'static)) -> Option<&
     }
 }
 
-/// What a model's folder lacks or holds is for the user to mend; a failed computation is not.
+/// Files of a model are for the user to correct; a failed computation is not.
 fn of_model(error: &ModelError) -> Option<Ending> {
     (job::FailureKind::of_model(error) == job::FailureKind::Usage).then_some(Ending::Usage)
 }
@@ -130,12 +130,11 @@ fn of_job(kind: job::FailureKind) -> Ending {
     }
 }
 
-/// A plain failure may have a cause that is known.
 fn of_trainer(error: &TrainError) -> Option<Ending> {
     Some(of_job(job::FailureKind::of(error))).filter(|ending| *ending != Ending::Failed)
 }
 
-/// Whether what reads our output went away.
+/// Whether the reader of stdout has closed it.
 pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     let kind = |cause: &(dyn std::error::Error + 'static)| Some(cause.downcast_ref::<std::io::Error>()?.kind());
     error.chain().any(|cause| kind(cause) == Some(std::io::ErrorKind::BrokenPipe))
@@ -147,7 +146,7 @@ pub fn sentence(error: &anyhow::Error) -> String {
     let details = details(error).unwrap_or_default();
     for cause in error.chain().map(|cause| cause.to_string()) {
         let cause = if details.is_empty() { cause } else { cause.replace(details, "its output is above") };
-        // A library that prints its cause itself would say it twice.
+        // Some libraries include the cause in their message.
         if !sentence.ends_with(&cause) {
             sentence = if sentence.is_empty() { cause } else { format!("{sentence}: {cause}") };
         }
@@ -155,7 +154,7 @@ pub fn sentence(error: &anyhow::Error) -> String {
     sentence.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// What is too long for a sentence and yet needed to mend the fault: the words of a compiler.
+/// Output of a compiler, which is too long for the sentence.
 pub fn details(error: &anyhow::Error) -> Option<&str> {
     match error.chain().find_map(|cause| cause.downcast_ref::<PluginError>()) {
         Some(PluginError::Build { output, .. }) => Some(output),

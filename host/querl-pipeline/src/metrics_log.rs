@@ -93,12 +93,12 @@ fn append_to(path: &Path) -> io::Result<File> {
     OpenOptions::new().create(true).append(true).open(path)
 }
 
-/// What a pipe or a device cannot do is not needed of it.
+/// Pipes and devices cannot be synced.
 fn sync(file: &File) -> io::Result<()> {
     if file.metadata()?.is_file() { file.sync_data() } else { Ok(()) }
 }
 
-/// A missing file is an empty one; what is no file has nothing to read.
+/// Empty for a missing file, a pipe or a device.
 fn read(path: &Path) -> io::Result<String> {
     match std::fs::metadata(path) {
         Ok(meta) if meta.is_file() => std::fs::read_to_string(path),
@@ -107,7 +107,7 @@ fn read(path: &Path) -> io::Result<String> {
     }
 }
 
-/// `None` of a line that a killed process left unfinished: it belongs to nobody.
+/// `None` for an unfinished line of a killed process.
 fn stage_of(line: &str) -> Option<String> {
     let value: Value = serde_json::from_str(line).ok()?;
     Some(value["stage"].as_str()?.to_owned())

@@ -14,10 +14,10 @@ use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
 use std::path::{Path, PathBuf};
 
-/// What to do where a plugin is not the one that results were made with.
+/// What to do where a plugin differs from the pinned one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnPluginChange {
-    /// Stop before anything is touched.
+    /// Stop before anything is written.
     Refuse,
     /// Continue, and record the change.
     Accept,
@@ -41,7 +41,7 @@ pub(crate) fn pin(
     Ok(())
 }
 
-/// The lock file of a run folder as it is to be; `None` where there is none.
+/// A lock file; `None` where there is none.
 ///
 /// # Errors
 /// It is there and cannot be used.
@@ -59,7 +59,7 @@ fn pins_of_run(
     on_change: (OnPluginChange, &dyn Reporter),
 ) -> anyhow::Result<(PathBuf, LockFile)> {
     let found = used.iter().map(|used| used.entry.clone()).collect();
-    // Before the first stage nothing rests on a plugin: an author who mends one that failed to start changes no result.
+    // Before the first stage no result depends on a plugin.
     let lock = match Ledger::open(&dir.stages())?.is_empty() {
         true => LockFile { entries: found, changes: Vec::new() },
         false => settled(&dir.lock(), found, on_change)?,
@@ -79,7 +79,7 @@ fn pins_of_project(
     let bundles = used.iter().filter(|used| used.entry.source == LockSource::Bundle);
     let found: Vec<LockEntry> =
         bundles.map(|used| LockEntry { path: relative(&used.entry.path, folder), ..used.entry.clone() }).collect();
-    // A run that is repeated from its own folder has its pins there.
+    // The configuration in a run folder has the pins of the run.
     let is_of_run = dir.root().canonicalize().is_ok_and(|root| root == folder);
     if is_of_run || (found.is_empty() && !path.exists()) {
         return Ok(None);
@@ -88,7 +88,7 @@ fn pins_of_project(
     Ok(Some((path, lock)))
 }
 
-/// The pins in `path` with `found` taken over where that is no change, or one that was asked for.
+/// The pins in `path`, updated with `found` where that is no change or the user accepts it.
 fn settled(
     path: &Path,
     found: Vec<LockEntry>,
@@ -222,7 +222,7 @@ mod tests {
             [used]
         };
         project.begin();
-        // The lock of an earlier version gains the digest unasked.
+        // The lock of an earlier version has no digest and gains it.
         project.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
         project.pin(&with('e'), OnPluginChange::Refuse).unwrap();
         let refusal = project.pin(&with('f'), OnPluginChange::Refuse).unwrap_err();

@@ -1,5 +1,4 @@
-//! From what a run folder holds to `eval.json`, `report.html` and the table on the terminal. Nothing is measured here: every
-//! number comes from a file of the run.
+//! Writes `eval.json`, `report.html` and the table of a run. Every number comes from a file of the run directory.
 
 use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
@@ -19,7 +18,7 @@ use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// Whose word the figures rest on, as the ports name themselves.
+/// Names of the services behind the metrics.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Names {
     /// Who rewrote.
@@ -30,7 +29,7 @@ pub struct Names {
     pub retrieval: String,
 }
 
-/// Who stood behind the figures of an evaluated run.
+/// The services of an evaluated run.
 ///
 /// # Errors
 /// The run was not evaluated.
@@ -118,7 +117,7 @@ pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
     Ok(Pooled { evaluation, table })
 }
 
-/// Runs are pooled query by query; on other queries they would be figures of other things.
+/// Runs are pooled query by query, so that they need the same queries.
 fn check_same_queries(dirs: &[RunDir], records: &[Vec<EvalRecord>]) -> anyhow::Result<()> {
     let queries =
         |records: &[EvalRecord]| -> BTreeSet<String> { records.iter().map(|record| record.query.id.clone()).collect() };
@@ -151,8 +150,7 @@ fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyho
     })
 }
 
-/// The lock file, and what is to be said where it is there and cannot be read: the figures rest on the records alone, so that a
-/// lock of another version keeps nobody from them.
+/// The lock file, or a note where it cannot be read: metrics come from the records alone.
 fn lock(dir: &RunDir) -> (LockFile, Option<String>) {
     let path = dir.lock();
     if !path.exists() {
@@ -176,7 +174,7 @@ fn plugins(lock: &LockFile, config: &Config) -> Vec<String> {
     lock.entries.iter().map(phrase).collect()
 }
 
-/// What was accepted within the run: figures of before and after may rest on different plugins.
+/// Accepted plugin changes: metrics before and after may come from different plugins.
 fn changes(lock: &LockFile) -> impl Iterator<Item = String> {
     lock.changes.iter().map(|LockChange { at, role, id, from, to }| {
         format!("the {role} plugin {id} changed within this run: from {from} to {to}, accepted at {at}")
@@ -198,7 +196,7 @@ fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
     at_limits.chain(late)
 }
 
-/// Trainings that have seen what they are tested on.
+/// Trainings whose test rows leaked into train.
 fn leaks(ledger: &Ledger) -> impl Iterator<Item = String> {
     let note = move |name: StageName| leaks::note(name, &ledger.entry(name.as_str())?.facts);
     [StageName::Sft, StageName::Rl].into_iter().filter_map(note)

@@ -52,7 +52,7 @@ pub(crate) struct EventFile {
 }
 
 impl EventFile {
-    /// Opens the event file in `folder`, or begins one; what a killed process left unfinished at its end is cut off.
+    /// Opens or creates the event file in `folder`; an unfinished record at its end is removed.
     pub(crate) fn open(folder: &Path) -> io::Result<Self> {
         std::fs::create_dir_all(folder)?;
         let path = match existing(folder)? {
@@ -72,7 +72,7 @@ impl EventFile {
         self.write(Event { step: step as i64, summary: Some(Summary { value }), ..Event::now() })
     }
 
-    /// Cuts the file before the first damaged record and after `n` steps; an empty one begins with the version.
+    /// Truncates the file before the first damaged record and after `n` steps; an empty file gets the version record.
     pub(crate) fn rewind(&mut self, n: u64) -> io::Result<()> {
         let bytes = std::fs::read(&self.path)?;
         let (mut end, mut n_steps) = (0, 0);

@@ -28,7 +28,7 @@ pub(crate) fn state(stage_folder: &Path) -> PathBuf {
     stage_folder.join(STATE)
 }
 
-/// Looks whether the prompts of a split leave a model room for its answers.
+/// Checks that prompts and responses of a split fit the positions of the model.
 pub(crate) fn check_prompts(run: &Run, split: Split, rows: &[DatasetRow]) -> anyhow::Result<()> {
     let tokenizer = TextTokenizer::load(&run.config.model.path)?;
     let prompts = prompts(rows, &tokenizer)?;
@@ -215,7 +215,7 @@ pub(crate) fn check_lengths<'a>(
     Ok(())
 }
 
-/// Everything about the model's folder that can be wrong, found before any stage runs.
+/// Checks the folder of the model before any stage runs.
 pub(crate) fn preflight(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
     let tokenizer = TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;

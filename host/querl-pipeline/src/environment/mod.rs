@@ -1,9 +1,7 @@
-//! What training and evaluation see of the world: a rewrite goes in, an episode with hits, judgements and a score comes out.
+//! The environment of training and evaluation: from a rewrite to an episode with hits, judgements and a score.
 //!
-//! An outside failure (retrieval, judge, a teacher that never answered) drops the episode with its reason; it never becomes a
-//! score. An answer of the policy that is empty or that the tenant's parser cannot read is not a failure of the world but the
-//! policy's own: it is scored as a rewrite that finds nothing. Dropping it instead would let a policy that stands to lose
-//! escape by writing garbage.
+//! A failed call (retrieval, judge, teacher) drops the episode with its reason and never becomes a score. A response of the policy that is
+//! empty or cannot be parsed is scored as a rewrite that retrieves nothing: dropping it would reward garbage where the policy would lose.
 
 mod calls;
 mod judging;

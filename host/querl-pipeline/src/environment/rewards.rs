@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// One reward plugin and its weight in the sum.
 #[derive(Clone)]
 pub(crate) struct WeightedReward {
-    /// What its parts are called in metrics, episodes and reports; unlike that of the others of a run.
+    /// Prefix of its components in metrics, episodes and reports; unique in a run.
     pub label: String,
     pub model: Arc<dyn RewardModel>,
     pub weight: f64,
@@ -52,11 +52,11 @@ fn add(
     Ok(sum)
 }
 
-/// The code of an episode whose style the model gave no answer about.
+/// The code of episodes whose style classification failed.
 const FAILED_CODE: &str = "style_model_failed";
 
-/// Puts the distributions of both sides into episodes, of all that is not blank in one go. For each episode why it cannot be scored, where
-/// the model failed.
+/// Adds the style distributions of both sides, of all texts that are not blank in one call. Rejections of the episodes for which the model
+/// failed.
 pub(super) fn add_styles(model: &dyn StyleModel, episodes: &mut [Episode]) -> Vec<Option<Rejection>> {
     let mut dialogues: Vec<Vec<Message>> = Vec::new();
     let mut places: Vec<[Option<usize>; 2]> = Vec::new();

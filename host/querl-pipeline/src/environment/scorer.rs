@@ -138,7 +138,7 @@ impl Scorer {
         Ok(Scores { scored, timings })
     }
 
-    /// Fills in hits and judgements that are not known yet. The failure of a late call, for each episode that has one.
+    /// Adds hits and judgements that are not cached. For each episode the failure of a call that exceeded the deadline.
     fn ask(
         &self,
         requests: &[ScoreRequest<'_>],
@@ -182,7 +182,7 @@ impl Scorer {
         matches!(self.services.form, JudgingForm::Compare(_))
     }
 
-    /// Both sides of sampled episodes; of a comparison the policy's, which is compared with the other.
+    /// Both sides of sampled episodes; one call per comparison.
     fn requested_judgements(&self, requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
         select(requests, |request, side| {
             let is_sampled = self.services.judge.is_some() && request.judged;
@@ -213,7 +213,7 @@ impl Scorer {
         calls::all(calls.collect(), self.services.n_judgements).await
     }
 
-    /// Scores the episodes that have all they need; the others carry the reason.
+    /// Scores complete episodes; the others are rejected with the reason.
     fn reward(
         &self,
         requests: &[ScoreRequest<'_>],
@@ -285,7 +285,7 @@ fn select(requests: &[ScoreRequest<'_>], wants: impl Fn(&ScoreRequest<'_>, Side)
     (0..requests.len()).flat_map(sides).filter(|(index, side)| wants(&requests[*index], *side)).collect()
 }
 
-/// What is to be looked up: rewrites that are not empty and whose hits are not known from earlier.
+/// Non-empty rewrites without hits.
 fn unknown_hits(requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
     select(requests, |request, side| match (side, &request.baseline) {
         (Side::Policy, _) => !request.policy.rewrite.trim().is_empty(),
@@ -315,10 +315,10 @@ fn questions<'a>(
     wanted.iter().map(question).collect()
 }
 
-/// Fewer calls say nothing about a service: a batch may be scored in parts, and most of a part's answers may be known.
+/// With fewer calls no conclusion about a service is drawn.
 const MIN_CALLS: usize = 4;
 
-/// A refusal that every further call would meet, or nobody reached at all.
+/// Fails where every further call would fail too: a fatal rejection, or a service that is unreachable.
 fn check_services<T>(answers: &[Result<T, CallError>]) -> Result<(), CallFailure> {
     let failure = |answer: &'_ Result<T, CallError>| match answer {
         Err(CallError::Failed(failure)) => Some(failure.clone()),
@@ -331,7 +331,7 @@ fn check_services<T>(answers: &[Result<T, CallError>]) -> Result<(), CallFailure
     failures.into_iter().find(|failure| failure.kind.is_fatal() || all_down).map_or(Ok(()), Err)
 }
 
-/// Why an episode cannot be scored: something outside the policy failed, or took too long.
+/// Why an episode cannot be scored: a call failed, or exceeded the deadline.
 fn rejection_of(request: &ScoreRequest<'_>, episode: &Episode, late: Option<&CallFailure>) -> Option<Rejection> {
     let reject = |code: &str, failure: &CallFailure| Some(Rejection { code: code.into(), detail: failure.to_string() });
     if let Baseline::Missing(failure) = &request.baseline {

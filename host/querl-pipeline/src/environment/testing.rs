@@ -1,4 +1,4 @@
-//! A small world for tests: a shop whose retrieval, judge and reward are known by heart.
+//! A fake environment for tests, with fixed retrieval, judge and reward.
 
 use super::judging::JudgingForm;
 use super::rewards::WeightedReward;

@@ -36,7 +36,7 @@ impl TrainingEnvironment {
             Phase::Rollout => self.judging.samples(&id),
             Phase::Validation => self.judging.samples(&query.id),
         };
-        // An answer without a rewrite is the policy's own fault: it is scored, as one that finds nothing.
+        // A response that cannot be parsed is scored as one that retrieves nothing.
         let rewrite = self.scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default();
         let policy = WrittenRewrite { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
         Ok(ScoreRequest { id, query, policy, baseline: self.baselines.of(&query.id), judged })
@@ -102,7 +102,7 @@ impl EpisodeLog {
         let mut file = self.file();
         let end = file.metadata().map_err(|error| self.failed(&error))?.len();
         file.write_all(&lines).map_err(|error| {
-            // What was written of it is half a batch; where it cannot be taken back, readers pass over the torn line.
+            // Removes the part that was written; if that fails too, readers skip the torn line.
             let _ = file.set_len(end);
             self.failed(&error)
         })

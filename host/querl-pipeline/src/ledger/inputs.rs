@@ -1,4 +1,4 @@
-//! What a stage depends on, as named digests: when one differs from last time, the stage is run again and says which.
+//! Inputs of a stage as named digests: when one changes, the stage runs again and reports which.
 
 use super::{Ledger, StageName};
 use crate::failure::Stop;
@@ -12,12 +12,12 @@ use std::path::Path;
 /// weights before every run would take longer than most runs of a small model.
 const LARGEST_READ_BYTES: u64 = 256 << 20;
 
-/// Names and what stands for their values. Paths are never part of it: a moved input is the same input.
+/// Digests or short values by name. Paths are not included: a moved input is the same input.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Inputs(BTreeMap<String, String>);
 
 impl Inputs {
-    /// A value that is short enough to stand for itself.
+    /// A short value, as text.
     pub(crate) fn text(&mut self, name: &str, value: impl ToString) -> &mut Self {
         self.0.insert(name.into(), value.to_string());
         self
@@ -52,7 +52,7 @@ impl Inputs {
     /// The content of a file or folder that an earlier stage left.
     pub(crate) fn made_by(&mut self, ledger: &Ledger, stage: StageName, path: &Path) -> anyhow::Result<&mut Self> {
         let entry = ledger.entry(stage.as_str());
-        // Some of a stage's files are there before its end, and are then no result.
+        // Files of an unfinished stage are not results.
         if entry.is_some_and(|entry| !entry.finished) {
             let message = format!("{stage} was stopped on the way; run `querl {stage}` first, or `querl run`");
             return Err(Stop::usage(message).into());
@@ -73,7 +73,7 @@ impl Inputs {
         Ok(self)
     }
 
-    /// False where this is of another content of a file that `stage` left than the file has now.
+    /// Whether these are the inputs with the current content of a file of `stage`.
     pub(crate) fn is_of(&self, stage: StageName, path: &Path) -> anyhow::Result<bool> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         match self.0.get(&format!("{name} of {stage}")) {

@@ -85,7 +85,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Of a stage that begins.
+    /// The entry of a stage that starts.
     pub(crate) fn begun(inputs: Inputs) -> Self {
         Self { inputs, finished: false, n_failed: 0, facts: Facts::default(), seconds: 0.0 }
     }
@@ -97,7 +97,7 @@ struct Contents {
     stages: BTreeMap<String, Entry>,
 }
 
-/// The file and what it says.
+/// The ledger file.
 #[derive(Debug)]
 pub struct Ledger {
     path: PathBuf,
@@ -146,14 +146,13 @@ impl Ledger {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Decision {
     Skip(Entry),
-    /// It was begun on these inputs, or on others that leave its rows good: what it left is of use. Why it is run, in words.
+    /// It runs, and its partial outputs are reused; the reason.
     Continue(String),
-    /// What it left, if anything, is of no use. Why it is run, in words.
+    /// It runs, and its outputs are removed; the reason.
     StartOver(String),
 }
 
-/// What to do with a stage that would run on `inputs` now and leaves `outputs`. `keeps_rows` says of an input whether rows
-/// done before it changed are still good.
+/// What to do with a stage whose inputs are `inputs` now. `keeps_rows`: whether finished rows stay valid when an input changes.
 pub(crate) fn decide(
     entry: Option<&Entry>,
     inputs: &Inputs,
@@ -202,7 +201,7 @@ pub(crate) fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Re
     })
 }
 
-/// Who rewrote, as the rewrite stage noted it.
+/// Name of the teacher of the rewrite stage.
 pub(crate) fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
     let ledger = Ledger::open(&dir.stages())?;
     let name = ledger.entry(StageName::Rewrite.as_str()).and_then(|entry| entry.facts.get("teacher")?.as_str());
@@ -210,7 +209,7 @@ pub(crate) fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
     Ok(name.ok_or_else(message)?.to_owned())
 }
 
-/// Marks a count that is a part of the figure before.
+/// Prefix of a count that is a part of the previous figure.
 pub(crate) const PART: &str = "- ";
 
 /// Named figures, in the order they are shown.
@@ -224,7 +223,7 @@ impl Facts {
         self
     }
 
-    /// Adds counts that are parts of the figure before, most frequent first, marked with a dash.
+    /// Adds parts of the previous figure, most frequent first.
     pub(crate) fn add_parts(&mut self, counts: &BTreeMap<String, u64>) -> &mut Self {
         let mut sorted: Vec<_> = counts.iter().collect();
         sorted.sort_by_key(|(code, count)| (std::cmp::Reverse(**count), (*code).clone()));
@@ -234,12 +233,11 @@ impl Facts {
         self
     }
 
-    /// Adds a count that is a part of the figure before.
+    /// Adds a part of the previous figure.
     pub(crate) fn add_part(&mut self, name: &str, count: u64) -> &mut Self {
         self.add(format!("{PART}{name}"), count)
     }
 
-    /// Adds figures that were found elsewhere.
     pub(crate) fn append(&mut self, mut other: Self) -> &mut Self {
         self.0.append(&mut other.0);
         self

@@ -19,7 +19,7 @@ impl Stage for Convert {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        // Width is in the rows already, and who looked at leaks is no business of the rows.
+        // Width is applied already, and the leak settings do not change rows.
         inputs.section("data", &run.config.data, &["input", "export", "width", "leak_similarity", "on_leak"])?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);

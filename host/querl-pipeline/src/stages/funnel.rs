@@ -1,5 +1,4 @@
-//! How many rows each data stage took in, kept and dropped, by code, from what the ledger says of it. And whether they are as
-//! many as the source plan counts on.
+//! Rows that each data stage read, kept and dropped, by code, from the ledger; and warnings about small numbers.
 
 use crate::ledger::{Facts, Ledger, PART, StageName};
 use querl_core::records::code_of;
@@ -20,8 +19,7 @@ pub struct Step {
     pub dropped: BTreeMap<String, u64>,
 }
 
-/// The steps of the stages that are finished, as far as each read what the one before has left: rows of another time do not
-/// add up with them.
+/// The steps of finished stages, up to the first that read other rows than the stage before has left.
 ///
 /// # Errors
 /// A file of the run cannot be read.
@@ -91,7 +89,7 @@ fn line(step: &Step, width: usize) -> String {
     format!("  {stage:<8}  {rows_in:>width$} in  {kept:>width$} kept  {dropped}")
 }
 
-/// What the source plan counts on (section 1.5): stage, figure, fewest, most.
+/// Expected numbers of rows (source plan, section 1.5): stage, figure, minimum, maximum.
 const EXPECTED: [(StageName, &str, u64, u64); 5] = [
     (StageName::Rewrite, "rows read", 500, 1000),
     (StageName::Rewrite, "rewritten", 480, 980),
@@ -100,7 +98,7 @@ const EXPECTED: [(StageName, &str, u64, u64); 5] = [
     (StageName::Convert, "- train", 240, 560),
 ];
 
-/// A sentence for each figure of `stage` that is smaller than the source plan counts on. More is never wrong.
+/// A sentence for each figure of `stage` that is below the expected minimum.
 pub fn size_warnings(stage: StageName, facts: &Facts) -> Vec<String> {
     let of_stage = EXPECTED.iter().filter(|(of, ..)| *of == stage);
     let is_made = |name: &str| name != "found passages" || facts.get("not looked up").is_none();

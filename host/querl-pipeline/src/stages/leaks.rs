@@ -1,4 +1,4 @@
-//! The look at the splits before anything is paid and before a training: a test that training has seen says nothing.
+//! Detects leaks between the splits before the first paid call and before each training.
 
 use crate::failure::Stop;
 use crate::interrupt;
@@ -15,7 +15,7 @@ use querl_data::{
 };
 use std::io::{BufRead, BufReader};
 
-/// The figure of a training that says how many rows of test it may have seen.
+/// Name of the figure of leaked test rows.
 const TEST_LEAKED: &str = "rows of test nearly in train";
 
 /// Leaks of the held-out splits.

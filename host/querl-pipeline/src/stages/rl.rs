@@ -21,10 +21,10 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Keys that change when something is done and not what comes of it.
+/// Keys that do not change the result.
 const WITHOUT_EFFECT: [&str; 3] = ["pipeline_parts", "save_steps", "save_total_limit"];
 
-/// Keys of `[sft]` that shape neither the adapters of this stage nor what they are trained on.
+/// Keys of `[sft]` that concern fine-tuning alone.
 const OF_FINE_TUNING_ALONE: [&str; 15] = [
     "learning_rate",
     "epochs",

@@ -1,4 +1,4 @@
-//! What calls to outside services take, where people see it: in the progress line, in `metrics.jsonl`, in the report.
+//! Calls, tokens and costs of external services: in the progress line, in `metrics.jsonl`, in the report.
 
 use crate::ledger::StageName;
 use crate::metrics_log::{self, MetricsLog};
@@ -9,7 +9,7 @@ use querl_data::{Spend, SpendTracker, is_file_transfer, read_spend};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Progress of a stage with what its calls took so far.
+/// Progress of a stage with its calls and costs so far.
 pub(crate) struct Counted<'a> {
     pub inner: &'a dyn Progress,
     pub account: Arc<SpendTracker>,
@@ -71,7 +71,7 @@ pub(crate) fn metrics(account: &SpendTracker, stage: StageName) -> BTreeMap<Stri
     figures
 }
 
-/// By table, the share of questions that the cache answered. Teachers share a table, and so do the ways in which one is asked.
+/// Cache hit rates by table; all teachers share one.
 fn hit_rates(of_stage: &BTreeMap<String, Spend>) -> impl Iterator<Item = (&'static str, f64)> {
     let mut by_table: BTreeMap<&'static str, (u64, u64)> = BTreeMap::new();
     for (provider, spent) in of_stage {
@@ -85,8 +85,7 @@ fn hit_rates(of_stage: &BTreeMap<String, Spend>) -> impl Iterator<Item = (&'stat
     asked.map(|(table, (n_cached, n_questions))| (table, n_cached as f64 / n_questions as f64))
 }
 
-/// The cache's table for the answers of a provider; `None` for one who is asked only on the way to an answer: for a vector, for scores of
-/// passages, to carry a batch.
+/// The cache table of a provider; `None` for auxiliary calls: embeddings, reranking, files of batches.
 fn table_of(provider: &str) -> Option<&'static str> {
     match provider.split(' ').next() {
         _ if is_file_transfer(provider) => None,
@@ -97,8 +96,7 @@ fn table_of(provider: &str) -> Option<&'static str> {
     }
 }
 
-/// Ends the counting of a stage, however it ended: the account is written, and a line of metrics where the stage has none of
-/// its own.
+/// Writes the spend of a stage, and a line of metrics where the stage writes none itself.
 pub(crate) fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
     let account = run.outside.spend_tracker();
     account.save()?;

@@ -8,7 +8,7 @@ use querl_model::DecoderConfig;
 use querl_train::job::memory_plan::{DeviceSizes, MemoryPlan, MemoryRequest, PlannedStage, advise, gibibytes};
 use querl_train::job::{Failure, FailureKind, JobError};
 
-/// Where memory ran out although a plan said it would fit, advice is sought for so much less than there was.
+/// After an out-of-memory error, advice is computed for this share of the planned memory.
 const SHARE_AFTER_FAILURE: f64 = 0.85;
 
 /// The memory request of a stage on a GPU.
@@ -26,14 +26,14 @@ pub(crate) fn check(gpu: Option<&UsedGpu>, request: &MemoryRequest, progress: &d
         return Err(Stop::usage(shortage(gpu, request, free)));
     }
     match plan.total() > free {
-        // The rest of the plan is an upper bound: what the data makes of it may well fit.
+        // The plan is an upper bound for the longest rows; shorter ones may fit.
         true => progress.line(&format!("warning: {}", shortage(gpu, request, free))),
         false => progress.line(&format!("memory: {} of {} free", needs(&plan), gibibytes(free))),
     }
     Ok(())
 }
 
-/// A job's error; of memory that did not suffice with what to change.
+/// Adds advice to an out-of-memory error.
 pub(crate) fn explain(gpu: Option<&UsedGpu>, request: &MemoryRequest, error: JobError) -> JobError {
     match (error, gpu) {
         (JobError::Failed(Failure { kind: FailureKind::OutOfMemory, message }), Some(gpu)) => {
