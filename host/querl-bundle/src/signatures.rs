@@ -12,10 +12,10 @@ use std::io::Write;
 use std::path::Path;
 
 const MESSAGE_TITLE: &str = "querl bundle signature 1";
-/// More is not a list of people who looked at a plugin.
+/// Maximum number of signatures.
 const MOST_SIGNATURES: usize = 16;
 
-/// A signature that fits the bundle it is in.
+/// A valid signature of the bundle that contains it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BundleSignature {
     key: PublicKey,
@@ -23,7 +23,7 @@ pub struct BundleSignature {
 }
 
 impl BundleSignature {
-    /// Who signed.
+    /// The signer's key.
     pub fn key(&self) -> &PublicKey {
         &self.key
     }
@@ -97,14 +97,14 @@ fn text(signatures: &[BundleSignature]) -> String {
 }
 
 const PREFIX: &str = "ed25519:";
-/// A private key's PEM has 119 bytes; a file much larger is something else.
+/// A private key's PEM has 119 bytes; a much larger file is not a key.
 const LONGEST_KEY_FILE: u64 = 4096;
 
-/// Who may have signed a bundle. Written as `ed25519:` and 64 hexadecimal digits.
+/// The key of a signer, written as `ed25519:` and 64 hexadecimal digits.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PublicKey(VerifyingKey);
 
-/// What signs bundles. No message and no `Debug` output shows it.
+/// A private key. No message and no `Debug` output shows it.
 pub struct SigningKey(ed25519_dalek::SigningKey);
 
 impl PublicKey {
@@ -177,10 +177,10 @@ impl SigningKey {
         }
     }
 
-    /// Writes the key to a new file that only its owner may read (mode 0600 on Unix).
+    /// Writes the key to a new file with mode 0600.
     ///
     /// # Errors
-    /// There is a file already, which is left as it is; or the file system says no.
+    /// The file exists, and stays as it is; or it cannot be written.
     pub fn write_new(&self, path: &Path) -> Result<(), BundleError> {
         let pem = self.0.to_pkcs8_pem(LineEnding::LF).expect("an ed25519 key always has a PKCS#8 form");
         let mut options = OpenOptions::new();
@@ -214,7 +214,7 @@ impl std::fmt::Debug for SigningKey {
     }
 }
 
-/// The permission bits, where they let others than the owner in.
+/// The permission bits if others than the owner can read the file.
 #[cfg(unix)]
 fn open_to_others(metadata: &std::fs::Metadata) -> Option<u32> {
     let mode = std::os::unix::fs::PermissionsExt::mode(&metadata.permissions()) & 0o777;

@@ -3,7 +3,7 @@
 use crate::{CallFailure, Candidate, Context, Hit, Message, Rejection, SettingError, Settings, StyleProbability};
 use std::ops::RangeInclusive;
 
-/// Everything that a reward may look at.
+/// The input of a reward.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Episode {
     /// Unique in a run.
@@ -98,12 +98,12 @@ pub struct Sample {
     pub hits: Vec<Hit>,
 }
 
-/// A filter's word on one sample.
+/// A filter's decision on one sample.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// Goes into the dataset.
+    /// The sample is part of the dataset.
     Keep,
-    /// Stays out, for this reason.
+    /// The sample is left out, with a reason.
     Drop(Rejection),
 }
 
@@ -133,7 +133,7 @@ pub trait Filter: Sized {
     fn check(&mut self, sample: &Sample) -> Verdict;
 }
 
-/// What a prompt is made for.
+/// The purpose of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PromptTask {
     /// The teacher's prompt: long, with the tenant's rules.

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What is wrong with a setting.
+/// An invalid setting.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("setting `{key}`: {message}")]
 pub struct SettingError {
@@ -16,7 +16,7 @@ pub struct SettingError {
 }
 
 impl SettingError {
-    /// `message` says what was expected and what came.
+    /// `message` says what was expected and what was given.
     pub fn new(key: impl Into<String>, message: impl Into<String>) -> Self {
         Self { key: key.into(), message: message.into() }
     }
@@ -39,18 +39,18 @@ enum Source {
 #[derive(Debug, Clone)]
 struct Value {
     text: String,
-    /// Set when the plugin asks for it. Clones share it.
+    /// Set when the plugin reads the setting. Clones share it.
     is_read: Arc<AtomicBool>,
 }
 
 impl Settings {
-    /// The settings that the host holds.
+    /// The settings from the host.
     #[cfg(target_arch = "wasm32")]
     pub(crate) fn of_host() -> Self {
         Self { source: Source::Host }
     }
 
-    /// No settings: every default holds.
+    /// No settings: every default applies.
     pub fn none() -> Self {
         Self::from_pairs::<String, String>([])
     }
@@ -62,7 +62,7 @@ impl Settings {
         Self { source: Source::Pairs(pairs) }
     }
 
-    /// The text under `key`; `None` where the user set nothing.
+    /// The text under `key`; `None` if it is not set.
     pub fn get(&self, key: &str) -> Option<String> {
         match &self.source {
             #[cfg(target_arch = "wasm32")]
@@ -75,7 +75,7 @@ impl Settings {
         }
     }
 
-    /// The keys that were set and that nobody asked for: the host refuses them.
+    /// Keys that are set and were never read: the host rejects them.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn unread(&self) -> Vec<&str> {
         let Source::Pairs(pairs) = &self.source;

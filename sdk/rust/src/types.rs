@@ -24,17 +24,17 @@ pub struct Hit {
     pub rank: u32,
 }
 
-/// Why an outside call gave no answer. Never to be read as a low value.
+/// Why an external call gave no answer. Never a low value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CallFailure {
-    /// What sort of failure.
+    /// Kind of the failure.
     pub kind: FailureKind,
     /// One sentence for a person.
     pub message: String,
 }
 
-/// The sorts of failure of an outside call.
+/// Kinds of failure of an external call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FailureKind {
@@ -48,9 +48,9 @@ pub enum FailureKind {
     Rejected,
     /// A rate limit that outlasted the retries.
     RateLimited,
-    /// The service failed.
+    /// The service returned a server error.
     ServerError,
-    /// An answer came that could not be understood.
+    /// The answer could not be parsed.
     InvalidResponse,
     /// A recording has no entry for this query.
     NotRecorded,
@@ -66,10 +66,10 @@ pub enum Judgement {
         /// Why, in words.
         reason: String,
     },
-    /// Not chosen for judging: nobody asked.
+    /// Not sampled for judging.
     #[default]
     NotSampled,
-    /// Asked, and no usable answer came.
+    /// The judge was called and gave no usable answer.
     Failed(CallFailure),
 }
 
@@ -89,7 +89,7 @@ pub struct Candidate {
     pub rewrite: String,
     /// Its hits, best first, or why there are none. An empty list is an answer: nothing was found.
     pub retrieval: Result<Vec<Hit>, CallFailure>,
-    /// What the judge said of it.
+    /// The judge's score, or why there is none.
     pub judgement: Judgement,
     /// Style distribution, where a style model is configured.
     pub style: Option<Vec<StyleProbability>>,
@@ -100,7 +100,7 @@ pub struct Candidate {
 }
 
 impl Default for Candidate {
-    /// An empty rewrite that found nothing and was not judged: a start for tests.
+    /// An empty rewrite without hits and judgement, as a start for tests.
     fn default() -> Self {
         Self {
             rewrite: String::new(),
@@ -115,12 +115,10 @@ impl Default for Candidate {
 
 /// Who speaks in a chat message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
 pub enum Role {
-    /// Sets the task.
     System,
-    /// Asks.
     User,
-    /// Answers.
     Assistant,
 }
 

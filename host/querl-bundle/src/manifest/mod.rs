@@ -15,13 +15,13 @@ pub use settings::{SettingProblem, SettingSpec, SettingType};
 mod parse;
 mod settings;
 
-/// The version of the contract (`wit/`) that this host speaks.
+/// The version of the contract (`wit/`) that this host implements.
 pub const CONTRACT: Version = Version::new(0, 1, 0);
 /// The version of the archive's layout.
 pub const BUNDLE_FORMAT: u64 = 1;
 /// The manifest's name in a plugin's folder and in a bundle.
 pub(crate) const FILE_NAME: &str = "plugin.toml";
-/// What a bundle takes; a larger one could not be packed.
+/// Larger manifests do not fit in a bundle.
 const LARGEST_BYTES: u64 = ArchiveLimits::DEFAULT.text_bytes;
 
 /// What a plugin is for.
@@ -38,7 +38,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// All kinds, in the order in which they are shown.
+    /// All kinds, in display order.
     pub const ALL: [Self; 4] = [Self::Prompt, Self::Filter, Self::Reward, Self::StyleScorer];
 
     /// `prompt`, `filter`, `reward`, `style-scorer`: the names of the worlds.
@@ -73,7 +73,7 @@ impl std::fmt::Display for Kind {
     }
 }
 
-/// What a plugin is written in.
+/// Language of a plugin's source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Language {
     /// Built by cargo.
@@ -102,7 +102,7 @@ impl Language {
         Self::ALL.into_iter().find(|language| language.name() == name)
     }
 
-    /// The language of a plugin's folder, by the build file in it; `None` where there is none that we know.
+    /// The language of a plugin's folder by its build file; `None` without a known one.
     pub fn of_folder(folder: &Path) -> Option<Self> {
         let marks = [("Cargo.toml", Self::Rust), ("package.json", Self::JavaScript), ("pyproject.toml", Self::Python)];
         marks.into_iter().find(|(file, _)| folder.join(file).is_file()).map(|(_, language)| language)
@@ -112,13 +112,13 @@ impl Language {
 /// A checked manifest.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Manifest {
-    /// Who the plugin is.
+    /// Identity of the plugin.
     pub plugin: PluginSection,
-    /// The settings it takes, by key.
+    /// Declared settings by key.
     pub settings: BTreeMap<String, SettingSpec>,
-    /// The limits it asks for.
+    /// Requested limits.
     pub limits: RequestedLimits,
-    /// How it is built, where that is written.
+    /// How the plugin is built, if declared.
     pub build: Option<BuildSection>,
     /// What packing added; `None` in a source folder.
     pub bundle: Option<BundleSection>,
@@ -127,9 +127,9 @@ pub struct Manifest {
 /// `[plugin]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PluginSection {
-    /// 1 to 64 of `a` to `z`, `0` to `9`, `-`; what the component calls itself.
+    /// 1 to 64 of `a` to `z`, `0` to `9`, `-`; equals the id that the component reports.
     pub id: String,
-    /// What the component says is its version.
+    /// Equals the version that the component reports.
     pub version: Version,
     /// The version of the contract it was built for.
     pub contract: Version,
@@ -137,18 +137,18 @@ pub struct PluginSection {
     pub kinds: Vec<Kind>,
     /// One line.
     pub description: String,
-    /// One line, as a rule an SPDX expression.
+    /// One line, usually an SPDX expression.
     pub license: String,
-    /// The range of totals under the default settings; present exactly where the plugin is a reward.
+    /// The range of totals under the default settings; set exactly for rewards.
     pub range: Option<(f64, f64)>,
     /// Folder of the golden cases, relative to the plugin's folder. In a bundle always `golden`.
     pub golden: String,
 }
 
-/// `[limits]`: what the plugin asks for; less than the host's own limits.
+/// `[limits]`: the limits that the plugin requests, at most those of the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RequestedLimits {
-    /// Deterministic instruction budget of a call, whatever its number of items.
+    /// Deterministic instruction budget of a call, independent of the number of items.
     pub fuel_per_call: Option<u64>,
     /// Deterministic instruction budget per item of a batch.
     pub fuel_per_item: Option<u64>,
@@ -156,9 +156,9 @@ pub struct RequestedLimits {
     pub timeout_ms: Option<u64>,
     /// Linear memory per instance, in bytes.
     pub memory_bytes: Option<usize>,
-    /// What a call may hand back, in bytes.
+    /// Size of a call's result, in bytes.
     pub output_bytes: Option<usize>,
-    /// What a call may log, in bytes.
+    /// Size of a call's log output, in bytes.
     pub log_bytes: Option<usize>,
 }
 
@@ -188,24 +188,27 @@ impl Manifest {
     /// Reads a manifest: the file itself, or `plugin.toml` in a folder.
     ///
     /// # Errors
-    /// The file cannot be read, is no regular file of at most 1 MiB, or as [`Manifest::parse`].
+    /// The file cannot be read, is not a regular file
+    /// of at most 1 MiB, or as [`Manifest::parse`].
     pub fn read(path: &Path) -> Result<Self, BundleError> {
         let file = file_at(path);
         Self::parse(&document::read_text_file(&file, LARGEST_BYTES)?, &file.display().to_string())
     }
 
-    /// Lower-case hexadecimal SHA-256 of a manifest as it is written: of the file itself, or of `plugin.toml` in a folder.
+    /// Lower-case hexadecimal SHA-256 of the bytes of a manifest file, or of `plugin.toml` in a folder.
     ///
     /// # Errors
-    /// The file cannot be read, or is no regular file of at most 1 MiB.
+    /// The file
+    /// cannot be read, or is not a regular file of at most 1 MiB.
     pub fn file_digest(path: &Path) -> Result<String, BundleError> {
         Ok(digest_hex(&document::read_file(&file_at(path), LARGEST_BYTES)?))
     }
 
-    /// Reads the text of a manifest, which messages call `origin`.
+    /// Parses a manifest, named `origin` in messages.
     ///
     /// # Errors
-    /// Not TOML; a key that is unknown, missing or wrong; a contract that this host does not speak. Each names the line.
+    /// Not TOML; a key that is unknown, missing or invalid; an
+    /// unsupported contract version. Each names the line.
     pub fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
         parse::manifest(text, origin)
     }
@@ -215,17 +218,18 @@ impl Manifest {
         format!("{}-{}.querl", self.plugin.id, self.plugin.version)
     }
 
-    /// The manifest as TOML, keys in a fixed order, without comments. Read again it is the same manifest.
+    /// The manifest as TOML, with keys in a fixed order and without comments. Parsing it gives an equal value.
     pub fn to_text(&self) -> String {
         manifest_text(self)
     }
 }
 
 impl Manifest {
-    /// The limits of `host`, lowered to those that the plugin asks for.
+    /// The limits of `host`, lowered to those that the plugin requests.
     ///
     /// # Errors
-    /// The plugin asks for more than the host allows: one sentence with both figures and the setting to raise.
+    /// The plugin requests more than the host allows:
+    /// one sentence with both values and the setting to raise.
     pub fn effective_limits(&self, host: &PluginLimits) -> Result<PluginLimits, String> {
         let asked = &self.limits;
         Ok(PluginLimits {

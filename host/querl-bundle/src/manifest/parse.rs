@@ -12,9 +12,9 @@ use std::collections::BTreeMap;
 use toml::Value;
 
 const LONGEST_NAME: usize = 64;
-/// A description is one line in a listing.
+/// Maximum length of a description, which is one line of a listing.
 const LONGEST_LINE: usize = 300;
-/// The least memory that a component's first page takes.
+/// Size of a WebAssembly page, the smallest possible memory.
 const WASM_PAGE: i64 = 65_536;
 
 pub(super) fn manifest(text: &str, origin: &str) -> Result<Manifest, BundleError> {

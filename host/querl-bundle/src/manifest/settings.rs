@@ -7,7 +7,7 @@ use crate::error::BundleError;
 use std::collections::BTreeMap;
 use toml::Value;
 
-/// Whole numbers up to here are floats without loss.
+/// Largest integer up to which all integers are exact as f64.
 const LARGEST_BOUND: u64 = 1 << 53;
 
 /// What a setting's value is.
@@ -49,19 +49,19 @@ impl SettingType {
 pub struct SettingSpec {
     /// What a value is.
     pub kind: SettingType,
-    /// What the plugin takes where the user sets nothing.
+    /// The value if the user sets none.
     pub default: Option<Value>,
-    /// The least number; of numbers and integers alone.
+    /// Smallest allowed number; for numbers and integers only.
     pub minimum: Option<f64>,
-    /// The greatest number; of numbers and integers alone.
+    /// Largest allowed number; for numbers and integers only.
     pub maximum: Option<f64>,
-    /// What a text must be one of; empty where any text goes.
+    /// Allowed texts; empty if any text is allowed.
     pub choices: Vec<String>,
-    /// For a person; may be empty.
+    /// Description for users; may be empty.
     pub doc: String,
 }
 
-/// Why a setting of the user is not taken.
+/// Why a user's setting is rejected.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("setting `{key}`: {message}")]
 pub struct SettingProblem {
@@ -72,11 +72,11 @@ pub struct SettingProblem {
 }
 
 impl Manifest {
-    /// Do the user's settings have keys that the plugin knows, and values that fit?
+    /// Checks keys and values of the user's settings.
     ///
     /// # Errors
-    /// The first key, in alphabetical order, that is unknown, or whose value has the wrong type, is out of range or is not
-    /// among the choices.
+    /// The first key, in alphabetical order, that is unknown, or whose
+    /// value has the wrong type, is out of range or is not among the choices.
     pub fn check_settings(&self, settings: &BTreeMap<String, Value>) -> Result<(), SettingProblem> {
         for (key, value) in settings {
             let problem = match self.settings.get(key) {
@@ -106,7 +106,7 @@ impl Manifest {
 }
 
 impl SettingSpec {
-    /// True where the plugin may be given `value`.
+    /// Whether `value` has the declared type, range and choice.
     pub fn accepts(&self, value: &Value) -> bool {
         match (self.kind, value) {
             (SettingType::Integer, Value::Integer(_)) | (SettingType::Number, Value::Integer(_) | Value::Float(_)) => {
@@ -119,7 +119,7 @@ impl SettingSpec {
         }
     }
 
-    /// What a value must be, in words: `a number from 0 to 1`.
+    /// The allowed values in words: `a number from 0 to 1`.
     pub fn expected(&self) -> String {
         let kind = match self.kind {
             SettingType::Number => "a number",

@@ -12,16 +12,16 @@ use std::collections::BTreeMap;
 use wasmparser::{Encoding, Parser, Payload};
 
 pub(crate) const MANIFEST_TYPE: &str = OCI_IMAGE_MEDIA_TYPE;
-/// As `wkg` writes and wants them.
+/// The media type that `wkg` writes and requires.
 const COMPONENT_TYPE: &str = "application/wasm";
 const COMPONENT_CONFIG_TYPE: &str = "application/vnd.wasm.config.v0+json";
 pub(crate) const BUNDLE_TYPE: &str = "application/vnd.querl.bundle.v1+zstd";
-/// OCI image specification 1.1: the config of an artifact that has none.
+/// OCI image specification 1.1: the config of an artifact without one.
 const EMPTY_CONFIG_TYPE: &str = "application/vnd.oci.empty.v1+json";
 const EMPTY_CONFIG: &[u8] = b"{}";
-/// The same bundle makes the same manifest, so that its time of making is none.
+/// A fixed time, so that the same bundle gives the same manifest.
 const CREATED: &str = "1970-01-01T00:00:00Z";
-/// The digest by which querl knows a bundle: its signatures may change, its content may not.
+/// Annotation with the bundle's digest, which does not cover its signatures.
 const DIGEST_ANNOTATION: &str = "querl.bundle.digest";
 
 /// A manifest with the contents that it refers to.
@@ -44,7 +44,7 @@ pub(crate) fn component(bundle: &Bundle) -> Result<Artifact, String> {
     Ok(Artifact { manifest: text(&manifest), blobs: vec![component, config] })
 }
 
-/// The whole archive `bytes`, whose component has the manifest `subject`.
+/// The manifest of the archive `bytes`, whose subject is the component's manifest.
 pub(crate) fn bundle(bundle: &Bundle, bytes: &[u8], subject: &[u8]) -> Artifact {
     let manifest = OciImageManifest {
         media_type: Some(MANIFEST_TYPE.to_owned()),
@@ -58,12 +58,12 @@ pub(crate) fn bundle(bundle: &Bundle, bytes: &[u8], subject: &[u8]) -> Artifact 
     Artifact { manifest: text(&manifest), blobs: vec![bytes.to_vec(), EMPTY_CONFIG.to_vec()] }
 }
 
-/// The bundle's digest that a manifest of ours names.
+/// The bundle's digest in our annotation.
 pub(crate) fn bundle_digest(manifest: &OciImageManifest) -> Option<&str> {
     Some(manifest.annotations.as_ref()?.get(DIGEST_ANNOTATION)?.as_str())
 }
 
-/// The digest of the component in a manifest that holds one.
+/// The digest of the component's layer, if there is one.
 pub(crate) fn component_digest(manifest: &OciImageManifest) -> Option<&str> {
     match manifest.layers.as_slice() {
         [layer] if layer.media_type == COMPONENT_TYPE => Some(&layer.digest),
@@ -71,7 +71,7 @@ pub(crate) fn component_digest(manifest: &OciImageManifest) -> Option<&str> {
     }
 }
 
-/// The archive in a manifest that holds one.
+/// The layer of the archive, if there is one.
 pub(crate) fn bundle_layer(manifest: &OciImageManifest) -> Option<&OciDescriptor> {
     match manifest.layers.as_slice() {
         [layer] if layer.media_type == BUNDLE_TYPE => Some(layer),
@@ -79,7 +79,6 @@ pub(crate) fn bundle_layer(manifest: &OciImageManifest) -> Option<&OciDescriptor
     }
 }
 
-/// `sha256:` and the digits.
 pub(crate) fn digest(bytes: &[u8]) -> String {
     format!("sha256:{}", hex::encode(Sha256::digest(bytes)))
 }
@@ -123,7 +122,7 @@ fn config(bundle: &Bundle) -> Result<Vec<u8>, String> {
     Ok(config.to_string().into_bytes())
 }
 
-/// The names that the component itself, not one inside of it, imports and exports.
+/// Names of the imports and exports of the component itself, not of components inside it.
 fn interfaces(component: &[u8]) -> Result<(Vec<String>, Vec<String>), String> {
     let failed = |error: wasmparser::BinaryReaderError| format!("its component cannot be read: {}", error.message());
     let (mut imports, mut exports) = (Vec::new(), Vec::new());

@@ -13,26 +13,26 @@ use std::error::Error;
 use std::time::Duration;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Without a byte for so long, a registry is taken for dead.
+/// A registry that sends nothing for this time is considered unreachable.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
-/// All tags of a repository, from a registry that sends them slowly.
+/// Timeout for listing all tags of a repository.
 const TAGS_TIMEOUT: Duration = Duration::from_secs(120);
-/// A repository of so many versions is not one of plugins.
+/// More tags than any plugin has versions: listing stops with an error.
 const MOST_TAGS: usize = 10_000;
-/// For a whole push or pull: 72 MiB at 350 kbit/s.
+/// Timeout of a whole push or pull: 72 MiB at 350 kbit/s.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(1800);
 
-/// How a registry is spoken to.
+/// Protocol of connections to a registry.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Transport {
-    /// https; plain http to this machine alone (127.0.0.0/8, ::1, localhost).
+    /// HTTPS; plain HTTP only to this machine (127.0.0.0/8, ::1, localhost).
     #[default]
     Secure,
-    /// Plain http, which others on the network can read and change. Credentials are sent to this machine only.
+    /// Plain HTTP, which others on the network can read and change. Credentials are sent to this machine only.
     PlainHttp,
 }
 
-/// What `operation` yields, in the time that a whole push or pull may take.
+/// The result of `operation`, limited to the timeout of a push or pull.
 pub(crate) async fn in_time<T>(
     location: &RegistryReference,
     operation: impl Future<Output = Result<T, RegistryError>>,
@@ -52,7 +52,7 @@ async fn within<T>(
     })
 }
 
-/// A registry, ready to be called.
+/// A client of one registry.
 pub(crate) struct Caller<'a> {
     client: Client,
     credentials: &'a Credentials,
@@ -89,7 +89,7 @@ impl<'a> Caller<'a> {
         Ok(Self { client, credentials, location })
     }
 
-    /// A manifest with its digest; `None` where there is none of this name.
+    /// A manifest with its digest; `None` if it does not exist.
     pub(crate) async fn manifest(
         &self,
         reference: &Reference,
@@ -105,7 +105,7 @@ impl<'a> Caller<'a> {
         }
     }
 
-    /// Every tag of the repository; `None` where there is no such repository.
+    /// Every tag of the repository; `None` if it does not exist.
     pub(crate) async fn tags(&self) -> Result<Option<HashSet<String>>, RegistryError> {
         within(self.location, TAGS_TIMEOUT, self.pages_of_tags()).await
     }
@@ -139,7 +139,7 @@ impl<'a> Caller<'a> {
         Err(RegistryError::at(self.location, message))
     }
 
-    /// The content of a layer of at most `limit` bytes, which has its digest.
+    /// The content of a layer of at most `limit` bytes, checked against its digest.
     pub(crate) async fn blob(
         &self,
         reference: &Reference,
@@ -169,7 +169,7 @@ impl<'a> Caller<'a> {
         RegistryError::at(self.location, format!("the transfer broke off: {}; try again", excerpt(&error.to_string())))
     }
 
-    /// Uploads content that is not there yet.
+    /// Uploads content that the registry lacks.
     pub(crate) async fn push_blob(
         &self,
         reference: &Reference,
@@ -195,29 +195,24 @@ impl<'a> Caller<'a> {
     }
 }
 
-/// How much of a server's words goes into a message.
+/// Maximum length of a server's text in a message.
 const EXCERPT_BYTES: usize = 300;
 
-/// Why a bundle did not get into a registry, or out of it.
+/// Errors of pushing and pulling bundles.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
 pub enum RegistryError {
-    /// The text names no place in a registry.
+    /// The text is not a reference.
     #[error("`{text}` {message}")]
-    RegistryReference {
-        /// As written.
-        text: String,
-        /// What was expected.
-        message: String,
-    },
-    /// The registry, or what is in it.
+    RegistryReference { text: String, message: String },
+    /// The registry failed, or its content is invalid.
     #[error("{location}: {message}")]
     Registry {
-        /// The place.
         location: String,
-        /// What happened, and the remedy; shows no password.
+        /// The error and the remedy; never contains a password.
         message: String,
     },
-    /// The bundle itself.
+    /// The bundle is invalid.
     #[error(transparent)]
     Bundle(#[from] BundleError),
 }
@@ -227,13 +222,13 @@ impl RegistryError {
         Self::Registry { location: location.to_string(), message: message.into() }
     }
 
-    /// The sentence for what the client met.
+    /// The message for a client error.
     pub(crate) fn call(location: &RegistryReference, error: &OciDistributionError) -> Self {
         Self::at(location, sentence(location, error))
     }
 }
 
-/// True where the registry answered that there is nothing of this name.
+/// Whether the registry answered that the name does not exist.
 pub(crate) fn is_absent(error: &OciDistributionError) -> bool {
     const ABSENT: [OciErrorCode; 4] =
         [OciErrorCode::ManifestUnknown, OciErrorCode::NameUnknown, OciErrorCode::NotFound, OciErrorCode::BlobUnknown];
@@ -287,7 +282,7 @@ fn is_refusal(error: &OciDistributionError) -> bool {
     }
 }
 
-/// A failed request by its innermost cause: the outer ones repeat the address, which may be signed for one reader.
+/// The innermost cause of a failed request: outer errors repeat the address, which may contain a signature.
 fn request_sentence(error: &(dyn Error + 'static)) -> String {
     let mut cause = error;
     while let Some(inner) = cause.source() {
@@ -303,7 +298,7 @@ fn request_sentence(error: &(dyn Error + 'static)) -> String {
     )
 }
 
-/// A server's words, made harmless and not too many.
+/// A server's text, printable and truncated.
 pub(crate) fn excerpt(text: &str) -> String {
     querl_core::text::printable(text, EXCERPT_BYTES)
 }

@@ -7,12 +7,12 @@ use oci_client::secrets::RegistryAuth;
 
 const VARIABLES: [&str; 3] = ["QUERL_REGISTRY_HOST", "QUERL_REGISTRY_USER", "QUERL_REGISTRY_PASSWORD"];
 
-/// Who we are to a registry. No message and no `Debug` output shows the password.
+/// Credentials for a registry. No message and no `Debug` output shows the password.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Credentials(RegistryAuth);
 
 impl Credentials {
-    /// Nobody: what public repositories want.
+    /// No credentials, for public repositories.
     pub fn anonymous() -> Self {
         Self(RegistryAuth::Anonymous)
     }
@@ -49,7 +49,7 @@ impl Credentials {
     }
 }
 
-/// The credentials in the values of [`VARIABLES`]; `None` where there are none, or they are another host's.
+/// The credentials in the values of [`VARIABLES`]; `None` if they are unset or for another host.
 fn of_variables(
     location: &RegistryReference,
     variables: [Option<String>; 3],

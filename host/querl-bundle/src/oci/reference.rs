@@ -68,7 +68,7 @@ impl RegistryReference {
         Err(format!("the plugin is `{id}`, and its repository ends with that: {}/{folder}{slash}{id}", self.host))
     }
 
-    /// The version, where one was named.
+    /// The version, if the reference has one.
     pub fn version(&self) -> Option<&Version> {
         self.version.as_ref()
     }
@@ -122,12 +122,12 @@ pub(crate) fn version_of_bundle(tag: &str) -> Option<Version> {
     Version::parse(&tag.strip_suffix(BUNDLE_ENDING)?.replacen(PLUS, "+", 1)).ok()
 }
 
-/// True where the component's tag would be read as the tag of another version's bundle.
+/// Whether the component's tag equals the tag of another version's bundle.
 pub(crate) fn is_ambiguous(version: &Version) -> bool {
     component_tag(version).ends_with(BUNDLE_ENDING)
 }
 
-/// A name with a dot or a port, `localhost`, or an address: what cannot be the first part of a repository.
+/// A host name has a dot or a port, or is `localhost` or an address, unlike the first part of a repository.
 fn is_host(text: &str) -> bool {
     let (name, port) = match text.strip_prefix('[') {
         Some(rest) => match rest.split_once(']') {

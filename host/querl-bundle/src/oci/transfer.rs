@@ -13,11 +13,11 @@ use semver::Version;
 /// A bundle that was pulled.
 #[derive(Debug, Clone)]
 pub struct Pulled {
-    /// The place with the version.
+    /// The reference with the version.
     pub location: RegistryReference,
     /// The archive as it was pushed.
     pub bytes: Vec<u8>,
-    /// The same, read and checked. Whether its signers are trusted is for the caller to ask.
+    /// The parsed archive. The caller checks whether its signers are trusted.
     pub bundle: Bundle,
 }
 
@@ -68,7 +68,7 @@ async fn pulled(
     Ok(Pulled { location, bytes, bundle })
 }
 
-/// The archive that a manifest speaks of, and what is in it.
+/// The archive in a manifest, downloaded and parsed.
 pub(crate) async fn bundle_of(
     caller: &Caller<'_>,
     location: &RegistryReference,
@@ -121,7 +121,7 @@ async fn check(caller: &Caller<'_>, location: &RegistryReference, bundle: &Bundl
     }
 }
 
-/// Why there is no bundle of the version.
+/// The error for a missing version.
 async fn absent(caller: &Caller<'_>, location: &RegistryReference) -> RegistryError {
     let version = location.version().expect("a bundle is looked for at a place with a version");
     match caller.manifest(&location.component(version)).await {
@@ -144,7 +144,7 @@ async fn absent(caller: &Caller<'_>, location: &RegistryReference) -> RegistryEr
     }
 }
 
-/// The highest ones, since there may be thousands.
+/// The highest versions, since there may be thousands.
 fn listed(versions: &[Version]) -> String {
     const MOST: usize = 20;
     let n_older = versions.len().saturating_sub(MOST);
@@ -158,7 +158,7 @@ fn listed(versions: &[Version]) -> String {
 /// What was pushed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Pushed {
-    /// The place with the version.
+    /// The reference with the version.
     pub location: RegistryReference,
     /// The component, as `wkg oci pull` takes it: `HOST/REPO:VERSION`.
     pub component: String,
@@ -214,7 +214,7 @@ async fn pushed(
     })
 }
 
-/// The location with the bundle's version, where it is the plugin's own.
+/// The reference with the bundle's version; its last part must be the plugin's id.
 fn own_place(bundle: &Bundle, location: &RegistryReference) -> Result<RegistryReference, RegistryError> {
     let version = &bundle.manifest().plugin.version;
     if let Err(reason) = location.check_id(&bundle.manifest().plugin.id) {
@@ -234,7 +234,7 @@ fn own_place(bundle: &Bundle, location: &RegistryReference) -> Result<RegistryRe
     }
 }
 
-/// A version that others may have pulled stays what it is.
+/// A pushed version must not be replaced by other content.
 async fn refuse_replacement(
     caller: &Caller<'_>,
     location: &RegistryReference,
@@ -266,7 +266,7 @@ async fn refuse_replacement(
     Ok(())
 }
 
-/// A signature that others may rely on is not taken away by who has a copy without it.
+/// A signature in the registry must not be removed by pushing a copy without it.
 fn refuse_loss(there: &Bundle, new: &Bundle) -> Result<(), String> {
     let stays = |key: &PublicKey| new.signatures().iter().any(|signature| signature.key() == key);
     let signers = there.signatures().iter().map(BundleSignature::key);

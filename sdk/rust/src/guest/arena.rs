@@ -17,7 +17,7 @@ const GRAIN: usize = 8;
 /// Up to here every multiple of the grain is a size of its own.
 const SMALL_BYTES: usize = 1024;
 const N_SMALL: usize = SMALL_BYTES / GRAIN;
-/// Above, each doubling is cut into so many sizes: at most an eighth of a block is unused.
+/// Above `SMALL_BYTES`, each power of two is divided into this many size classes: at most an eighth of a block is unused.
 const STEPS: usize = 8;
 const N_SIZES: usize = N_SMALL + STEPS * (usize::BITS - SMALL_BYTES.ilog2()) as usize;
 
@@ -25,7 +25,7 @@ const PAGE_BYTES: usize = 64 << 10;
 /// Part of the component's first memory, so that a call with a usual batch never asks the host for more. Nothing of it is
 /// stored in the component, and pages that are not used cost nothing.
 const FIRST_BYTES: usize = 512 << 10;
-/// What is asked for beyond the need, at most: a component that comes near its memory limit wastes no more than this.
+/// Maximum memory requested in advance, which bounds the waste near the memory limit.
 const MAX_SPARE_BYTES: usize = 1 << 20;
 
 #[repr(align(8))]

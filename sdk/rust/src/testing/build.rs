@@ -7,7 +7,7 @@ use crate::{
 };
 use std::ops::Deref;
 
-/// An episode in the making; it can be used wherever an [`Episode`] is borrowed.
+/// Builder of an [`Episode`], which it dereferences to.
 #[derive(Debug, Clone, PartialEq)]
 #[must_use]
 pub struct EpisodeBuilder {
@@ -111,7 +111,7 @@ impl EpisodeBuilder {
         self.about("judged", |candidate| candidate.judgement = judgement)
     }
 
-    /// The judge was asked about this side and gave no usable answer.
+    /// The judge was called for this side and gave no usable answer.
     #[track_caller]
     pub fn judgement_failed(self, kind: FailureKind, message: impl Into<String>) -> Self {
         let failure = CallFailure { kind, message: message.into() };
@@ -167,7 +167,7 @@ impl From<EpisodeBuilder> for Episode {
     }
 }
 
-/// A sample in the making; it can be used wherever a [`Sample`] is borrowed.
+/// Builder of a [`Sample`], which it dereferences to.
 #[derive(Debug, Clone, PartialEq)]
 #[must_use]
 pub struct SampleBuilder(Sample);
@@ -236,7 +236,7 @@ impl From<SampleBuilder> for Sample {
     }
 }
 
-/// A prompt's input in the making; it can be used wherever a [`PromptInput`] is borrowed.
+/// Builder of a [`PromptInput`], which it dereferences to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct PromptInputBuilder(PromptInput);
@@ -275,7 +275,7 @@ impl Deref for PromptInputBuilder {
     }
 }
 
-/// A dialogue in the making; it can be used wherever a [`Dialogue`] is borrowed.
+/// Builder of a [`Dialogue`], which it dereferences to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[must_use]
 pub struct DialogueBuilder(Dialogue);
@@ -326,7 +326,7 @@ impl Deref for DialogueBuilder {
     }
 }
 
-/// Stands in for the run's style model: says the same of every dialogue.
+/// Stand-in for the run's style model: the same distribution for every dialogue.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StandInModel(Result<Vec<StyleProbability>, ClassifyError>);
 
@@ -348,7 +348,7 @@ pub fn no_style_model() -> StandInModel {
     StandInModel(Err(ClassifyError::NotConfigured))
 }
 
-/// A style model that gives no answer.
+/// A style model that always fails.
 pub fn failing_style_model(kind: FailureKind, message: impl Into<String>) -> StandInModel {
     StandInModel(Err(ClassifyError::Failed(CallFailure { kind, message: message.into() })))
 }

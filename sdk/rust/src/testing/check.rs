@@ -4,14 +4,14 @@ use crate::{Dialogue, Episode, Hit, Judgement, Message, Rejection, Role, Score, 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-/// A sentence: what was expected, what came.
+/// On error a sentence with the expected and the actual value.
 pub(super) type Checked = Result<(), String>;
 
 fn ensure(holds: bool, otherwise: impl FnOnce() -> String) -> Checked {
     if holds { Ok(()) } else { Err(otherwise()) }
 }
 
-/// Of a value that a test made: the host never sends what does not hold.
+/// Panics if a test's value breaks the contract: the host never sends such a value.
 #[track_caller]
 pub(super) fn sent(checked: Checked) {
     if let Err(message) = checked {
@@ -19,7 +19,7 @@ pub(super) fn sent(checked: Checked) {
     }
 }
 
-/// Of what a plugin returned: the host stops with a fault where it does not hold.
+/// Panics if a plugin's result breaks the contract: the host reports a fault.
 #[track_caller]
 pub(super) fn returned(checked: Checked) {
     if let Err(message) = checked {
@@ -117,7 +117,7 @@ pub(super) fn messages(messages: &[Message]) -> Checked {
     })
 }
 
-/// A code or the name of a component.
+/// Whether `text` is a valid code or component name.
 fn is_code(text: &str) -> bool {
     (1..=64).contains(&text.len()) && text.chars().all(|c| matches!(c, 'a'..='z' | '0'..='9' | '_'))
 }
