@@ -2,8 +2,8 @@
 //! the feature it does nothing.
 //!
 //! `NVCC`, or else the `nvcc` that is found, is the compiler; host/querl-gpu/toolkit.sh brings one. `QUERL_CUDA_CAPABILITIES` names
-//! the capabilities (default `80,86,89,90`); the last of them is there as PTX too, which the driver compiles for later cards. The
-//! crate is told of both, so that a library can say what it was built with and for.
+//! the capabilities (default `80,86,89,90`); the last of them also as PTX, which the driver compiles for later GPUs. The
+//! crate gets both in its environment, so that a library can report them.
 
 use std::env;
 use std::ffi::OsStr;

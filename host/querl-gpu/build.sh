@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# build.sh [TOOLKIT]: builds libquerl_cuda.so, the library that `querl` opens where there is a card, and says how large it is.
+# build.sh [TOOLKIT]: builds libquerl_cuda.so, the library that `querl` opens if there is a GPU, and prints its size.
 #
 # TOOLKIT is a folder made by toolkit.sh (default target/cuda/toolkit, made where it is missing). The library is for the
 # capabilities in QUERL_CUDA_CAPABILITIES (default 80, 86, 89, 90) and for later ones, which the driver compiles it for.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# toolkit.sh [FOLDER]: a CUDA 13.0 compiler in FOLDER (default target/cuda/toolkit), on a machine without CUDA, card or root.
+# toolkit.sh [FOLDER]: a CUDA 13.0 compiler in FOLDER (default target/cuda/toolkit), on a machine without CUDA, GPU or root.
 #
 # nvcc and its parts come from NVIDIA's own wheels of the Python package index (licence: NVIDIA's, in FOLDER/licences; nothing of
 # them is in this repository). The libraries of CUDA are only linked against: for that, shared libraries of the right names whose
@@ -96,7 +96,7 @@ print(next(os.path.dirname(p["manifest_path"]) for p in json.load(sys.stdin)["pa
 environment() {
     cat > "$folder/environment" << END
 export CUDA_HOME="$folder" CUDA_PATH="$folder" NVCC="$folder/bin/nvcc-for-candle" PATH="$folder/bin:\$PATH"
-# candle's own kernels travel as PTX; that of 8.0 is compiled by the driver for every later card, that of 9.0 for Hopper only.
+# candle's own kernels are shipped as PTX; that of 8.0 is compiled by the driver for every later GPU, that of 9.0 for Hopper only.
 export CUDA_COMPUTE_CAP=80
 END
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # run.sh [--sanitize] [ARGUMENT...]: builds the library's crates with the feature `cuda` and runs their tests on the simulated device.
 #
-# Needs what host/querl-gpu/toolkit.sh needs, and g++ on x86-64; no card, no driver, no CUDA. Arguments go to `cargo test` (for
+# Needs what host/querl-gpu/toolkit.sh needs, and g++ on x86-64; no GPU, no driver, no CUDA. Arguments go to `cargo test` (for
 # example `--lib device`, or `--test candle_on_the_device`); without any, all tests of the crates that know the device run, twice:
 # the second time with threads and blocks in the opposite order, and with work that is done only when somebody waits for it.
 # `--sanitize` compiles the kernels with AddressSanitizer, which ends the program at the first access outside of an allocation.

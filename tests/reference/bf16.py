@@ -1,7 +1,7 @@
 """What bfloat16 makes of gradients and of a training's norms: PEFT and transformers in bf16 and in f32, from the same
 weights, on the batches of querl's GPU tests. Writes nothing; the limits of those tests are set from what it prints.
 
-1. host/querl-model/tests/card.rs: the gradients of every adapter tensor, by the length of the difference over the length of f32's.
+1. host/querl-gpu/tests/decoder.rs: the gradients of every adapter tensor, by the length of the difference over the length of f32's.
 2. host/querl-train/src/sft/tests/gpu.rs: the gradient's norm over nine steps, with rows in several orders.
 """
 
@@ -28,7 +28,7 @@ N_ORDERS = 40
 
 SYSTEM = [5, 9, 2, 7]
 
-# As `sequences` in card.rs: tokens, and where the answer begins.
+# As `sequences` in decoder.rs: tokens, and where the answer begins.
 SEQUENCES = [
     (SYSTEM + [11, 12, 13, 21, 22, 23], 7),
     (SYSTEM + [11, 12, 13, 21, 24], 7),
@@ -52,7 +52,7 @@ def base(name, attention="eager"):
 
 
 def adapted(name, attention, use_dora):
-    """With the values that `part_with` in card.rs gives A, B and the magnitudes."""
+    """With the values that `part_with` in decoder.rs gives A, B and the magnitudes."""
     settings = LoraConfig(r=3, lora_alpha=6, use_dora=use_dora, target_modules="all-linear", lora_dropout=0.0)
     model = get_peft_model(base(name, attention), settings)
     trained = {key.replace(".default", ""): value for key, value in model.named_parameters() if value.requires_grad}
@@ -97,7 +97,7 @@ def worst_gradients():
 
 
 def norms(make, order, is_rounded):
-    """Of the gradients of nine steps of four rows, as `all_weights_and_magnitudes_are_trained_on_a_card_as_on_the_cpu` takes them."""
+    """Of the gradients of nine steps of four rows, as `all_weights_and_magnitudes_are_trained_on_a_gpu_as_on_the_cpu` takes them."""
     model = make()
     trained = [value for value in model.parameters() if value.requires_grad]
     matrices, vectors = ([value for value in trained if (value.dim() > 1) == is_matrix] for is_matrix in (True, False))

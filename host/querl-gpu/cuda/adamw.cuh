@@ -11,7 +11,7 @@ struct TableEntry {
     float *values, *gradient, *first, *second;
     u64 length;
     unsigned first_chunk;
-    float keep;
+    float decay;
 };
 
 // The tensor of this block's chunk: the last one that begins at or before it.
@@ -77,7 +77,7 @@ extern "C" __global__ void adamw(const u64* table, int n_tensors, const float* n
             const float g = gradient[i] * scale;
             first[i] = beta1 * first[i] + (1.0f - beta1) * g;
             second[i] = beta2 * second[i] + (1.0f - beta2) * g * g;
-            value[i] = value[i] * entry.keep - step_size * first[i] / (sqrtf(second[i]) * correction + eps);
+            value[i] = value[i] * entry.decay - step_size * first[i] / (sqrtf(second[i]) * correction + eps);
         }
         store_some(entry.values, at, end, vectors, value);
         store_some(entry.first, at, end, vectors, first);

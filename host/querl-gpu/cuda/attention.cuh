@@ -53,7 +53,7 @@ __device__ __forceinline__ void scores(float (&sums)[N][4], const bf16* left, co
         load_left(a, left + k, D + 8);
 #pragma unroll
         for (int i = 0; i < N; i += 2) {
-            load_right_turned(b, right + i * 8 * (D + 8) + k, D + 8);
+            load_right_transposed(b, right + i * 8 * (D + 8) + k, D + 8);
             multiply(sums[i], a, b[0], b[1]);
             multiply(sums[i + 1], a, b[2], b[3]);
         }
@@ -116,14 +116,14 @@ __device__ __forceinline__ i64 row_of(const unsigned* rows, i64 query, i64 n_que
     return query < n_queries ? (i64)rows[query] : -1;
 }
 
-// q: (n_queries, heads, D); k, v: (n_rows, kv_heads, D); out as q; log_sums: (heads, n_queries). forward: (tiles, 3); keys: the lists
+// q: (n_queries, heads, D); k, v: (n_rows, kv_heads, D); out as q; logsumexp: (heads, n_queries). forward: (tiles, 3); keys: the lists
 // that it cuts; rows: (n_queries); ends: (n_rows). Grid: tiles of queries, heads.
 //
 // Dynamic shared memory: 3 * 64 rows (52 KiB at D = 128): queries, keys, values; while scores are computed the values are on their
 // way, while values are weighed the next keys. At D = 128 136 registers on sm_90. Floor: 4 D flops for each query and key that see
 // each other, over the tensor cores' rate; for short sequences the bytes of q, k, v and out.
 template <int D>
-__device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* log_sums, const unsigned* forward,
+__device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* logsumexp, const unsigned* forward,
                                        const unsigned* keys, const unsigned* rows, const unsigned* ends, const Attended& shape) {
     bf16* queries_here = reinterpret_cast<bf16*>(shared_memory);
     bf16* keys_here = queries_here + TILE * (D + 8);
@@ -195,28 +195,28 @@ __device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16*
     write_rows<D>(out, own_queries, sums, low == 0.0f ? 0.0f : 1.0f / low, high == 0.0f ? 0.0f : 1.0f / high, first + warp * 16,
                   shape.n_queries, head, shape.n_heads, shape.head_dim);
     if (t != 0) return;
-    float* own_sums = log_sums + (i64)head * shape.n_queries;
+    float* own_sums = logsumexp + (i64)head * shape.n_queries;
     if (own < shape.n_queries) own_sums[own] = (max[0] + log2f(low)) * LN_2;
     if (own + 8 < shape.n_queries) own_sums[own + 8] = (max[1] + log2f(high)) * LN_2;
 }
 
-// pulls[head][query] = sum(grad * out) of a head of a query. A warp takes one. Floor: 4 bytes a value.
-extern "C" __global__ void attention_pulls(const bf16* out, const bf16* grad, float* pulls, i64 n_queries, int n_heads, int head_dim) {
+// deltas[head][query] = sum(grad * out) of a head of a query. A warp takes one. Floor: 4 bytes a value.
+extern "C" __global__ void attention_delta(const bf16* out, const bf16* grad, float* deltas, i64 n_queries, int n_heads, int head_dim) {
     const i64 place = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (place >= n_queries * n_heads) return;
     const int lane = threadIdx.x % 32;
     float sum = 0.0f;
     for (int i = lane; i < head_dim; i += 32) sum += widened(out[place * head_dim + i]) * widened(grad[place * head_dim + i]);
     sum = warp_sum(sum);
-    if (lane == 0) pulls[place % n_heads * n_queries + place / n_heads] = sum;
+    if (lane == 0) deltas[place % n_heads * n_queries + place / n_heads] = sum;
 }
 
 // Gradient of the queries: with P the probabilities and g the gradient, dP = g V^T, dS = P (dP - pull), dQ = scale dS K.
 // Grid, lists: as `attend`. Dynamic shared memory: 4 * 64 rows (68 KiB at D = 128): queries, their gradients, keys, values. Scores
 // stand in two halves of 32 keys: at D = 128 130 registers on sm_90. Floor: 6 D flops a pair.
 template <int D>
-__device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* log_sums,
-                                                const float* pulls, bf16* dq, const unsigned* forward, const unsigned* keys,
+__device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,
+                                                const float* deltas, bf16* dq, const unsigned* forward, const unsigned* keys,
                                                 const unsigned* rows, const unsigned* ends, const Attended& shape) {
     constexpr int SPACE = TILE * (D + 8);
     bf16* queries_here = reinterpret_cast<bf16*>(shared_memory);
@@ -234,8 +234,8 @@ __device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, co
     for (int half = 0; half < 2; half++) {
         const i64 query = own + 8 * half, place = (i64)head * shape.n_queries + query;
         row[half] = row_of(rows, query, shape.n_queries);
-        log_sum[half] = query < shape.n_queries ? log_sums[place] * LOG2_E : 0.0f;
-        pull[half] = query < shape.n_queries ? pulls[place] : 0.0f;
+        log_sum[half] = query < shape.n_queries ? logsumexp[place] * LOG2_E : 0.0f;
+        pull[half] = query < shape.n_queries ? deltas[place] : 0.0f;
     }
     const float factor = shape.scale * LOG2_E;
     float sums[D / 8][4] = {};
@@ -276,16 +276,16 @@ __device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, co
 }
 
 // Gradients of keys and values of one item, a part of the list of one tile of keys: dV = P^T g, dK = scale dS^T Q, with P and dS
-// computed turned, so that a warp's 16 rows are keys. backward: (items, 4): tile of keys, its list in `queries`, place of the sums.
+// computed transposed, so that a warp's 16 rows are keys. backward: (items, 4): tile of keys, its list in `queries`, place of the sums.
 // dk_sums, dv_sums: (items, kv_heads, 64, D) f32. Grid: items, kv_heads.
 //
 // Dynamic shared memory: 2 * 64 + 2 * 32 rows (52 KiB at D = 128): keys, values, and 32 queries and gradients at a time. At D = 128
 // 238 registers on sm_90. Floor: 8 D flops a pair.
 template <int D>
-__device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* log_sums,
-                                              const float* pulls, float* dk_sums, float* dv_sums, const unsigned* backward,
+__device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,
+                                              const float* deltas, float* dk_sums, float* dv_sums, const unsigned* backward,
                                               const unsigned* queries, const unsigned* rows, const unsigned* ends, const Attended& shape) {
-    __shared__ float log_sums_here[QUERIES_AT_ONCE], pulls_here[QUERIES_AT_ONCE];
+    __shared__ float logsumexp_here[QUERIES_AT_ONCE], deltas_here[QUERIES_AT_ONCE];
     __shared__ int rows_here[QUERIES_AT_ONCE];
     bf16* keys_here = reinterpret_cast<bf16*>(shared_memory);
     bf16* values_here = keys_here + TILE * (D + 8);
@@ -317,8 +317,8 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
         if (threadIdx.x < QUERIES_AT_ONCE) {
             const i64 query = first + threadIdx.x, place = (i64)head * shape.n_queries + query;
             const bool exists = query < shape.n_queries;
-            log_sums_here[threadIdx.x] = exists ? log_sums[place] * LOG2_E : 0.0f;
-            pulls_here[threadIdx.x] = exists ? pulls[place] : 0.0f;
+            logsumexp_here[threadIdx.x] = exists ? logsumexp[place] * LOG2_E : 0.0f;
+            deltas_here[threadIdx.x] = exists ? deltas[place] : 0.0f;
             rows_here[threadIdx.x] = (int)row_of(rows, query, shape.n_queries);
         }
         copies_done<0>();
@@ -330,7 +330,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 const int column = i * 8 + 2 * t + j % 2;
-                p[i][j] = power_of_two(p[i][j] * factor - log_sums_here[column]);
+                p[i][j] = power_of_two(p[i][j] * factor - logsumexp_here[column]);
                 const i64 row = rows_here[column];
                 if ((entry & 1 || row < 0) && (own_key + j / 2 * 8 > row || row >= ends_at[j / 2])) p[i][j] = 0.0f;
             }
@@ -339,7 +339,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
 #pragma unroll
         for (int i = 0; i < QUERIES_AT_ONCE / 8; i++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) ds[i][j] = p[i][j] * (ds[i][j] - pulls_here[i * 8 + 2 * t + j % 2]);
+            for (int j = 0; j < 4; j++) ds[i][j] = p[i][j] * (ds[i][j] - deltas_here[i * 8 + 2 * t + j % 2]);
         add_products<D, QUERIES_AT_ONCE / 8>(dk, ds, queries_here);
     }
 
@@ -375,27 +375,27 @@ extern "C" __global__ void key_gradient_sums(const float* parts, const unsigned*
 
 #define ATTENTION_OF_WIDTH(D)                                                                                                    \
     extern "C" __global__ void __launch_bounds__(TILE_THREADS)                                                                   \
-        attend_##D(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* log_sums, const unsigned* forward,            \
+        attend_##D(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* logsumexp, const unsigned* forward,            \
                    const unsigned* keys, const unsigned* rows, const unsigned* ends, int n_queries, int n_rows, int n_heads,    \
                    int n_kv_heads, int head_dim, float scale) {                                                                  \
         const Attended shape = {n_queries, n_rows, n_heads, n_kv_heads, head_dim, scale};                                        \
-        attend<D>(q, k, v, out, log_sums, forward, keys, rows, ends, shape);                                                     \
+        attend<D>(q, k, v, out, logsumexp, forward, keys, rows, ends, shape);                                                     \
     }                                                                                                                            \
     extern "C" __global__ void __launch_bounds__(TILE_THREADS)                                                                   \
-        query_gradients_##D(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* log_sums,               \
-                            const float* pulls, bf16* dq, const unsigned* forward, const unsigned* keys, const unsigned* rows,  \
+        query_gradients_##D(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,               \
+                            const float* deltas, bf16* dq, const unsigned* forward, const unsigned* keys, const unsigned* rows,  \
                             const unsigned* ends, int n_queries, int n_rows, int n_heads, int n_kv_heads, int head_dim,         \
                             float scale) {                                                                                       \
         const Attended shape = {n_queries, n_rows, n_heads, n_kv_heads, head_dim, scale};                                        \
-        query_gradients<D>(q, k, v, grad, log_sums, pulls, dq, forward, keys, rows, ends, shape);                                \
+        query_gradients<D>(q, k, v, grad, logsumexp, deltas, dq, forward, keys, rows, ends, shape);                                \
     }                                                                                                                            \
     extern "C" __global__ void __launch_bounds__(TILE_THREADS)                                                                   \
-        key_gradients_##D(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* log_sums,                 \
-                          const float* pulls, float* dk_sums, float* dv_sums, const unsigned* backward,                         \
+        key_gradients_##D(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,                 \
+                          const float* deltas, float* dk_sums, float* dv_sums, const unsigned* backward,                         \
                           const unsigned* queries, const unsigned* rows, const unsigned* ends, int n_queries, int n_rows,       \
                           int n_heads, int n_kv_heads, int head_dim, float scale) {                                              \
         const Attended shape = {n_queries, n_rows, n_heads, n_kv_heads, head_dim, scale};                                        \
-        key_gradients<D>(q, k, v, grad, log_sums, pulls, dk_sums, dv_sums, backward, queries, rows, ends, shape);                \
+        key_gradients<D>(q, k, v, grad, logsumexp, deltas, dk_sums, dv_sums, backward, queries, rows, ends, shape);                \
     }
 
 ATTENTION_OF_WIDTH(32)

@@ -1,4 +1,4 @@
-// Columns of rows: factors on them, sums over them. Launchers: src/device/columns.rs.
+// Columns of rows: factors on them, sums over them. Launchers: src/device/elementwise.rs.
 #pragma once
 #include "elementwise.cuh"
 
@@ -35,7 +35,7 @@ SCALE_COLUMNS(bf16_bf16, bf16, bf16)
 // sums[c] = sum over rows of a[row][c] b[row][c], or of a[row][c] where b is null; a, b: (n_rows, width) bf16. A block of 256 threads
 // has 64 columns: 8 threads side by side, of 8 columns each, and 32 below one another, which take every 32nd row. Each adds its rows
 // in their order, and one thread for each column then adds what the 32 have found, in theirs. Every thread comes to the barrier;
-// `parts` is written before and read behind it, by whoever has the column. Floor: 2 n_rows width bytes, 4 with b.
+// `parts` is written before the barrier and read after it, by the thread that has the column. Floor: 2 n_rows width bytes, 4 with b.
 extern "C" __global__ void column_totals(const bf16* a, const bf16* b, float* sums, i64 n_rows, int width) {
     __shared__ float parts[32][65];
     const int group = threadIdx.x % 8, first = threadIdx.x / 8, column = blockIdx.x * 64 + 8 * group;

@@ -1,6 +1,6 @@
 // What all kernels share: bf16 and f32 in groups of eight, sums over warps and blocks in a fixed order.
 //
-// Every kernel is CUDA C++ without inline assembly, but for what stands behind `__CUDA_ARCH__` with a portable branch beside it:
+// Every kernel is CUDA C++ without inline assembly, except for code in `__CUDA_ARCH__` that has a portable branch as well:
 // the same files compile for the CPU (tests/cuda/simulator). No float is added with an atomic.
 #pragma once
 

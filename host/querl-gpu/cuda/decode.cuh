@@ -1,4 +1,4 @@
-// Attention of new tokens over keys and values in blocks of 16 tokens, which sequences may share. Launchers: src/device/decode.rs.
+// Attention of new tokens over keys and values in blocks of 16 tokens, which sequences may share. Launchers: src/device/paged_attention.rs.
 //
 // A block of four warps takes 256 keys of one key-value head, for as many neighbouring rows as fill 16 rows of a product with the
 // query heads that share it (at most four, and fewer where there would be too few blocks; one, with 16 of its heads at a time, where

@@ -11,7 +11,7 @@ __device__ __forceinline__ void drop_pair(u64 row_key, u64 layer_seed, i64 pair,
 }
 
 // to = d(x), or to += d(x) where `adds`. x: (n_rows, width) bf16; row_keys: n_rows; before x's
-// columns `first_pair` pairs of the whole model's stand on other cards. Blocks of 256 threads over pairs of neighbours.
+// `first_pair` pairs of the complete layer's columns are on other GPUs. Blocks of 256 threads over pairs of neighbours.
 template <class T>
 __device__ __forceinline__ void drop(
     const bf16* x, const u64* row_keys, T* to, i64 n_rows, i64 width, i64 first_pair, u64 layer_seed, unsigned threshold, float scale,

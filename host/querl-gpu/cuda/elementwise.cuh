@@ -1,6 +1,6 @@
 // Values one by one, rows by index. Launchers: src/device/elementwise.rs.
 //
-// Blocks of 256 threads, at most 16 for each processor; a thread takes eight values, then goes on in steps of the grid. No shared
+// Blocks of 256 threads, at most 16 for each processor; a thread takes eight values at a time, in a grid-stride loop. No shared
 // memory, at most 48 registers. Floor of each: the bytes that it reads and writes once, over the memory's bandwidth.
 #pragma once
 #include "common.cuh"
@@ -71,7 +71,7 @@ extern "C" __global__ void add(float* sum, const float* x, i64 n) {
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + __expf(-x)); }
 
 // y = silu(gate) * up; all (n) bf16. Floor: 6 n bytes.
-extern "C" __global__ void gated(const bf16* gate, const bf16* up, bf16* y, i64 n) {
+extern "C" __global__ void swiglu(const bf16* gate, const bf16* up, bf16* y, i64 n) {
     const bool vectors = is_aligned(gate) && is_aligned(up) && is_aligned(y);
     each_eight(n, [&](i64 at) {
         float g[8], u[8];
@@ -83,9 +83,9 @@ extern "C" __global__ void gated(const bf16* gate, const bf16* up, bf16* y, i64 
     });
 }
 
-// `gated` again, and with s the sigmoid of the gate: dgate = grad up s (1 + gate (1 - s)), dup = grad gate s; all (n) bf16.
+// `swiglu` again, and with s the sigmoid of the gate: dgate = grad up s (1 + gate (1 - s)), dup = grad gate s; all (n) bf16.
 // Floor: 12 n bytes.
-extern "C" __global__ void gated_gradients(const bf16* gate, const bf16* up, const bf16* grad, bf16* y, bf16* dgate, bf16* dup, i64 n) {
+extern "C" __global__ void swiglu_gradients(const bf16* gate, const bf16* up, const bf16* grad, bf16* y, bf16* dgate, bf16* dup, i64 n) {
     const bool vectors = is_aligned(gate) && is_aligned(up) && is_aligned(grad) && is_aligned(y) && is_aligned(dgate) && is_aligned(dup);
     each_eight(n, [&](i64 at) {
         float g[8], u[8], d[8];
@@ -94,9 +94,9 @@ extern "C" __global__ void gated_gradients(const bf16* gate, const bf16* up, con
         load_some(grad, at, n, vectors, d);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const float s = sigmoid(g[i]), dup = d[i] * g[i] * s, gated = g[i] * s * u[i];
+            const float s = sigmoid(g[i]), dup = d[i] * g[i] * s, product = g[i] * s * u[i];
             d[i] *= u[i] * s * (1.0f + g[i] * (1.0f - s));
-            g[i] = gated;
+            g[i] = product;
             u[i] = dup;
         }
         store_some(y, at, n, vectors, g);

@@ -1,7 +1,7 @@
 // Products of a few rows with a frozen weight, which is read as it is stored and never widened to memory. Launcher:
-// src/device/few_rows.rs.
+// src/device/weight.rs.
 //
-// Such a product waits for the weight's bytes alone, so all else has to stay beside them:
+// Such a product is bound by reading the weight, so everything else must overlap with that:
 //
 // - A block has 32 outputs and up to 16 rows of x. Of its eight warps four share 16 outputs: each takes every fourth stretch of 64
 //   inputs, so that a block reads four neighbouring stretches of a row together. What the warps have found is added in a fixed order.
@@ -88,7 +88,7 @@ __device__ __forceinline__ void load_inputs(const bf16* row, int k, int n_in, bo
 // lanes off each other's banks.
 template <int FORMAT, int TILES, class T>
 __device__ __forceinline__ void few_rows(const unsigned char* weight, const float* scales, const bf16* x, T* y, int first_row, int n_rows,
-                                         int n_out, int n_in, int line, float alpha, float keep, const float* shares, float* sums) {
+                                         int n_out, int n_in, int line, float alpha, float beta, const float* shares, float* sums) {
     constexpr int DEPTH = FORMAT == NF4 ? 4 : 2;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, part = warp % N_PARTS;
     const int first_output = blockIdx.x * BLOCK_OUTPUTS, n_groups = FORMAT == FP8 ? 1 : (n_in + GROUP - 1) / GROUP;
@@ -155,14 +155,14 @@ __device__ __forceinline__ void few_rows(const unsigned char* weight, const floa
 #pragma unroll
         for (int i = 0; i < N_PARTS; i++) sum += sums[(i * ROW_TILE * TILES + at / BLOCK_OUTPUTS) * row_of_sums + at % BLOCK_OUTPUTS];
         T* to = y + (i64)row * n_out + output;
-        narrow(alpha * sum + (keep != 0.0f ? keep * widened(*to) : 0.0f), *to);
+        narrow(alpha * sum + (beta != 0.0f ? beta * widened(*to) : 0.0f), *to);
     }
 }
 
-// x: (n_rows, n_in) bf16; y = alpha x W^T + keep y: (n_rows, n_out). A block for 32 outputs and 16 rows, of 256 threads.
+// x: (n_rows, n_in) bf16; y = alpha x W^T + beta y: (n_rows, n_out). A block for 32 outputs and 16 rows, of 256 threads.
 template <int FORMAT, class T>
 __device__ __forceinline__ void few_rows(const unsigned char* weight, const float* scales, const bf16* x, T* y, int n_rows, int n_out,
-                                         int n_in, int line, float alpha, float keep) {
+                                         int n_in, int line, float alpha, float beta) {
     __shared__ float sums[N_PARTS * 2 * ROW_TILE * (BLOCK_OUTPUTS + 1)];
     __shared__ float shares[16];
     if (FORMAT == NF4) {
@@ -171,16 +171,16 @@ __device__ __forceinline__ void few_rows(const unsigned char* weight, const floa
     }
     const int first_row = blockIdx.y * 2 * ROW_TILE;
     if (n_rows - first_row <= ROW_TILE)
-        few_rows<FORMAT, 1>(weight, scales, x, y, first_row, n_rows, n_out, n_in, line, alpha, keep, shares, sums);
+        few_rows<FORMAT, 1>(weight, scales, x, y, first_row, n_rows, n_out, n_in, line, alpha, beta, shares, sums);
     else
-        few_rows<FORMAT, 2>(weight, scales, x, y, first_row, n_rows, n_out, n_in, line, alpha, keep, shares, sums);
+        few_rows<FORMAT, 2>(weight, scales, x, y, first_row, n_rows, n_out, n_in, line, alpha, beta, shares, sums);
 }
 
 #define FEW_ROWS(name, FORMAT, T)                                                                                                \
     extern "C" __global__ void __launch_bounds__(256)                                                                            \
         few_rows_##name(const unsigned char* weight, const float* scales, const bf16* x, T* y, int n_rows, int n_out, int n_in,  \
-                        int line, float alpha, float keep) {                                                                     \
-        few_rows<FORMAT>(weight, scales, x, y, n_rows, n_out, n_in, line, alpha, keep);                                          \
+                        int line, float alpha, float beta) {                                                                     \
+        few_rows<FORMAT>(weight, scales, x, y, n_rows, n_out, n_in, line, alpha, beta);                                          \
     }
 
 FEW_ROWS(bf16_f32, BF16, float)

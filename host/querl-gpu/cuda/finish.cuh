@@ -1,5 +1,5 @@
-// What follows the products of a decoding layer: low-rank changes, biases, norms and angles, and the way of keys and values into
-// their blocks. Launchers: src/device/finish.rs.
+// What follows the products of a decoding layer: lora_a_out-rank changes, biases, norms and angles, and the way of keys and values into
+// their blocks. Launchers: src/device/paged_attention.rs.
 //
 // A thread takes one output (a column) of some rows at once, so that each weight of B is read once for all of them; weights and
 // the rows' products with A come in eights, 16 bytes where they are aligned. B's own products run on the ordinary cores: at ranks
@@ -7,53 +7,53 @@
 #pragma once
 #include "common.cuh"
 
-// What a policy makes of a product's outputs `y`: (y + scale * B low) * factor + bias. A pointer may be null.
-struct Member {
+// What follows a product `y`: (y + scale * B lora_a_out) * factor + bias. A pointer may be null.
+struct Epilogue {
     const bf16* b;       // (outputs, rank)
     const float* bias;   // (outputs)
     const float* factor; // (outputs)
-    int rank, first;     // the columns of `low` that are this one's
+    int rank, first;     // the columns of `lora_a_out` that are this one's
     float scale;
     int unused;
 };
 
-// For one output `column` of rows `first_row` to `first_row + ROWS` of `y`, those below n: the finished values. low: (n, low_width).
+// For one output `column` of rows `first_row` to `first_row + ROWS` of `y`, those below n: the finished values. lora_a_out: (n, lora_width).
 template <int ROWS>
-__device__ __forceinline__ void finished(const Member& member, const bf16* y, const bf16* low, int low_width, i64 first_row, i64 n,
+__device__ __forceinline__ void finished(const Epilogue& epilogue, const bf16* y, const bf16* lora_a_out, int lora_width, i64 first_row, i64 n,
                                          int column, int n_out, float (&values)[ROWS]) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) values[i] = 0.0f;
-    if (member.b) {
-        const bf16* b = member.b + (i64)column * member.rank;
-        const bf16* own = low + first_row * low_width + member.first;
-        const bool b_vectors = member.rank % 8 == 0 && is_aligned(member.b);
-        const bool low_vectors = low_width % 8 == 0 && member.first % 8 == 0 && is_aligned(low);
-        for (int at = 0; at < member.rank; at += 8) {
+    if (epilogue.b) {
+        const bf16* b = epilogue.b + (i64)column * epilogue.rank;
+        const bf16* own = lora_a_out + first_row * lora_width + epilogue.first;
+        const bool b_vectors = epilogue.rank % 8 == 0 && is_aligned(epilogue.b);
+        const bool lora_vectors = lora_width % 8 == 0 && epilogue.first % 8 == 0 && is_aligned(lora_a_out);
+        for (int at = 0; at < epilogue.rank; at += 8) {
             float weights[8], inputs[8];
-            load_some(b, at, member.rank, b_vectors, weights);
+            load_some(b, at, epilogue.rank, b_vectors, weights);
 #pragma unroll
             for (int i = 0; i < ROWS; i++) {
                 if (first_row + i >= n) continue;
-                load_some(own + (i64)i * low_width, at, member.rank, low_vectors, inputs);
+                load_some(own + (i64)i * lora_width, at, epilogue.rank, lora_vectors, inputs);
 #pragma unroll
                 for (int k = 0; k < 8; k++) values[i] += weights[k] * inputs[k];
             }
         }
     }
-    const float bias = member.bias ? member.bias[column] : 0.0f, factor = member.factor ? member.factor[column] : 1.0f;
+    const float bias = epilogue.bias ? epilogue.bias[column] : 0.0f, factor = epilogue.factor ? epilogue.factor[column] : 1.0f;
 #pragma unroll
     for (int i = 0; i < ROWS; i++)
-        if (first_row + i < n) values[i] = (widened(y[(first_row + i) * n_out + column]) + member.scale * values[i]) * factor + bias;
+        if (first_row + i < n) values[i] = (widened(y[(first_row + i) * n_out + column]) + epilogue.scale * values[i]) * factor + bias;
 }
 
 constexpr int FINISHED_ROWS = 8, FINISHED_GROUPS = 2, WIDEST_HEAD = 128;
 
 // A block finishes one head of 16 rows: a query, which goes back to its place, or a key or value, which goes to its slot. q:
-// (n, heads, head_dim); k, v: (n, kv_heads, head_dim); members: of q, k, v; q_norm, k_norm: (head_dim) or null; keys, values:
+// (n, heads, head_dim); k, v: (n, kv_heads, head_dim); epilogues: of q, k, v; q_norm, k_norm: (head_dim) or null; keys, values:
 // (n_blocks, kv_heads, 16, head_dim). A slot outside of the pool is left out. Grid: heads + 2 kv_heads, sixteens of rows. Static
-// shared memory 8 KiB. Floor: 4 bytes a value, and the members' B.
+// shared memory 8 KiB. Floor: 4 bytes a value, and the epilogues' B.
 extern "C" __global__ void __launch_bounds__(256)
-    finish_heads(bf16* q, const bf16* k, const bf16* v, const bf16* low, int low_width, const Member* members, const float* q_norm,
+    finish_heads(bf16* q, const bf16* k, const bf16* v, const bf16* lora_a_out, int lora_width, const Epilogue* epilogues, const float* q_norm,
                  const float* k_norm, const float* cos, const float* sin, const unsigned* positions, const unsigned* slots, bf16* keys,
                  bf16* values, i64 n, int n_heads, int n_kv_heads, int head_dim, i64 n_blocks, float eps) {
     __shared__ float found[FINISHED_ROWS * FINISHED_GROUPS][WIDEST_HEAD];
@@ -61,12 +61,12 @@ extern "C" __global__ void __launch_bounds__(256)
     const int head = blockIdx.x - (part == 0 ? 0 : part == 1 ? n_heads : n_heads + n_kv_heads);
     const int n_out = (part == 0 ? n_heads : n_kv_heads) * head_dim;
     const bf16* y = part == 0 ? q : part == 1 ? k : v;
-    const Member member = members[part];
+    const Epilogue epilogue = epilogues[part];
     const i64 first_row = (i64)blockIdx.y * FINISHED_ROWS * FINISHED_GROUPS;
     for (int item = threadIdx.x; item < head_dim * FINISHED_GROUPS; item += blockDim.x) {
         const int column = item % head_dim, group = item / head_dim;
         float rows[FINISHED_ROWS];
-        finished(member, y, low, low_width, first_row + group * FINISHED_ROWS, n, head * head_dim + column, n_out, rows);
+        finished(epilogue, y, lora_a_out, lora_width, first_row + group * FINISHED_ROWS, n, head * head_dim + column, n_out, rows);
 #pragma unroll
         for (int i = 0; i < FINISHED_ROWS; i++) found[group * FINISHED_ROWS + i][column] = rows[i];
     }
@@ -95,29 +95,29 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// gate = silu(gate finished) * (up finished), (n, n_out); members: of gate and up. Grid: 256s of columns, eights of rows. Floor: 6
-// bytes a value, and the members' B.
+// gate = silu(gate finished) * (up finished), (n, n_out); epilogues: of gate and up. Grid: 256s of columns, eights of rows. Floor: 6
+// bytes a value, and the epilogues' B.
 extern "C" __global__ void __launch_bounds__(256)
-    finish_gated(bf16* gate, const bf16* up, const bf16* low, int low_width, const Member* members, i64 n, int n_out) {
+    finish_gated(bf16* gate, const bf16* up, const bf16* lora_a_out, int lora_width, const Epilogue* epilogues, i64 n, int n_out) {
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
     const i64 first_row = (i64)blockIdx.y * FINISHED_ROWS;
     if (column >= n_out) return;
     float gates[FINISHED_ROWS], ups[FINISHED_ROWS];
-    finished(members[0], gate, low, low_width, first_row, n, column, n_out, gates);
-    finished(members[1], up, low, low_width, first_row, n, column, n_out, ups);
+    finished(epilogues[0], gate, lora_a_out, lora_width, first_row, n, column, n_out, gates);
+    finished(epilogues[1], up, lora_a_out, lora_width, first_row, n, column, n_out, ups);
 #pragma unroll
     for (int i = 0; i < FINISHED_ROWS; i++)
         if (first_row + i < n) gate[(first_row + i) * n_out + column] = __float2bfloat16(gates[i] * sigmoid(gates[i]) * ups[i]);
 }
 
-// sum += y finished, (n, n_out); member: of y. Grid: as `finish_gated`. Floor: 10 bytes a value, and the member's B.
+// sum += y finished, (n, n_out); epilogue: of y. Grid: as `finish_gated`. Floor: 10 bytes a value, and the epilogue's B.
 extern "C" __global__ void __launch_bounds__(256)
-    finish_added(float* sum, const bf16* y, const bf16* low, int low_width, const Member* member, i64 n, int n_out) {
+    finish_added(float* sum, const bf16* y, const bf16* lora_a_out, int lora_width, const Epilogue* epilogue, i64 n, int n_out) {
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
     const i64 first_row = (i64)blockIdx.y * FINISHED_ROWS;
     if (column >= n_out) return;
     float values[FINISHED_ROWS];
-    finished(member[0], y, low, low_width, first_row, n, column, n_out, values);
+    finished(epilogue[0], y, lora_a_out, lora_width, first_row, n, column, n_out, values);
 #pragma unroll
     for (int i = 0; i < FINISHED_ROWS; i++)
         if (first_row + i < n) sum[(first_row + i) * n_out + column] += values[i];

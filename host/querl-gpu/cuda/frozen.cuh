@@ -1,5 +1,5 @@
-// Frozen weights in fewer bits: packed once on the card, widened to bf16 before a product of many rows; of few rows see few_rows.cuh.
-// Launchers: src/device/packed.rs. Twin: kernels/packed_weight, whose codes and scales these are, but for rows that stand as they are
+// Frozen weights in fewer bits: packed once on the GPU, unpacked to bf16 before a product of many rows; of few rows see few_rows.cuh.
+// Launchers: src/device/weight.rs. Twin: kernels/packed_weight, whose codes and scales these are, but for rows that stand as they are
 // instead of in panels.
 //
 // | format | bytes a weight | a code |

@@ -1,4 +1,4 @@
-// Root-mean-square normalisation. Launchers: src/device/rms_norm.rs.
+// Root-mean-square normalisation. Launchers: src/device/norm_rope.rs.
 //
 // A block takes a row; a thread eight neighbouring columns, then those blockDim * 8 further. The row is read twice, the second time
 // from the first-level cache. At most 48 registers.
@@ -17,7 +17,7 @@ template <class T> __device__ __forceinline__ float inverse_rms(const T* x, int 
 }
 
 // y = x / sqrt(mean(x^2) + eps) * weight; x: (n_rows, width); weight: (width) f32; y: (n_rows, width) bf16.
-template <class T> __device__ __forceinline__ void normed(const T* x, const float* weight, bf16* y, int width, float eps) {
+template <class T> __device__ __forceinline__ void rms_norm(const T* x, const float* weight, bf16* y, int width, float eps) {
     __shared__ float memory[32];
     const bool vectors = width % 8 == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(y);
     x += (i64)blockIdx.x * width;
@@ -34,18 +34,18 @@ template <class T> __device__ __forceinline__ void normed(const T* x, const floa
 }
 
 // Floor: 6 n_rows width bytes.
-extern "C" __global__ void normed_f32(const float* x, const float* weight, bf16* y, i64, int width, float eps) {
-    normed(x, weight, y, width, eps);
+extern "C" __global__ void rms_norm_f32(const float* x, const float* weight, bf16* y, i64, int width, float eps) {
+    rms_norm(x, weight, y, width, eps);
 }
 
 // Floor: 4 n_rows width bytes.
-extern "C" __global__ void normed_bf16(const bf16* x, const float* weight, bf16* y, i64, int width, float eps) {
-    normed(x, weight, y, width, eps);
+extern "C" __global__ void rms_norm_bf16(const bf16* x, const float* weight, bf16* y, i64, int width, float eps) {
+    rms_norm(x, weight, y, width, eps);
 }
 
 // dx = g w r - x r^3 / width * sum(g w x), with r the inverse root; plus `more` where it is not null. All f32.
 // Floor: 12 n_rows width bytes, 16 with `more`.
-extern "C" __global__ void norm_gradients(const float* x, const float* weight, const float* grad, const float* more, float* dx, i64,
+extern "C" __global__ void rms_norm_gradients(const float* x, const float* weight, const float* grad, const float* more, float* dx, i64,
                                           int width, float eps) {
     __shared__ float memory[32];
     const bool vectors = width % 8 == 0 && is_aligned(x) && is_aligned(weight) && is_aligned(grad) && is_aligned(more) && is_aligned(dx);

@@ -1,4 +1,4 @@
-// Rotary position embedding, alone or after the norm of each head. Launchers: src/device/rope.rs.
+// Rotary position embedding, alone or after the norm of each head. Launchers: src/device/norm_rope.rs.
 //
 // A warp takes a head; lane j the pairs j, j + 32, ... of its first and second half (heads of at most 256: four pairs). Blocks of
 // eight warps, at most 56 registers.
@@ -21,7 +21,7 @@ struct HeadPlace {
 
 // x, y: (n_heads, head_dim) bf16, n_per_row of them of each position; weight: (head_dim) or null; direction 1 turns, -1 back.
 // Floor: 4 n_heads head_dim bytes.
-extern "C" __global__ void turned(const bf16* x, const float* weight, const float* cos, const float* sin, const unsigned* positions,
+extern "C" __global__ void norm_rope(const bf16* x, const float* weight, const float* cos, const float* sin, const unsigned* positions,
                                   bf16* y, i64 n_heads, i64 n_per_row, int head_dim, float eps, float direction) {
     const i64 head = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (head >= n_heads) return; // the whole warp
@@ -47,10 +47,10 @@ extern "C" __global__ void turned(const bf16* x, const float* weight, const floa
     }
 }
 
-// Gradient of `turned` with a norm: grad is turned back, then dx = g w r - x r^3 / D * sum(g w x). parts: (gridDim, head_dim) or
+// Gradient of `norm_rope` with a norm: grad is norm_rope back, then dx = g w r - x r^3 / D * sum(g w x). parts: (gridDim, head_dim) or
 // null, each block's sum of g x r in the order of its heads and warps. Dynamic shared memory with parts: 8 head_dim floats.
 // Floor: 6 n_heads head_dim bytes.
-extern "C" __global__ void turned_gradients(const bf16* x, const float* weight, const float* cos, const float* sin,
+extern "C" __global__ void norm_rope_gradients(const bf16* x, const float* weight, const float* cos, const float* sin,
                                             const unsigned* positions, const bf16* grad, bf16* dx, float* parts, i64 n_heads,
                                             i64 n_per_row, int head_dim, float eps) {
     const int warp = threadIdx.x / 32, n_warps = blockDim.x / 32, lane = threadIdx.x % 32, half = head_dim / 2;

@@ -205,7 +205,7 @@ template <class Share> __device__ __forceinline__ int drawn(int n, u64 target, u
 // i-th token before. Sources: transformers' RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor and
 // MinNewTokensLengthLogitsProcessor, in this order.
 __device__ __forceinline__ bool limit(float* logits, int n, const unsigned* answer, int length, float* originals, const unsigned* stops,
-                                      int n_stops, float penalty, int ngram, bool goes_on) {
+                                      int n_stops, float penalty, int ngram, bool continues) {
     for (int i = threadIdx.x; i < length; i += blockDim.x) originals[i] = answer[i] < n ? logits[answer[i]] : 0.0f;
     __syncthreads();
     const bool penalises = penalty != 1.0f && length > 0, bars = ngram > 0 && length >= ngram;
@@ -225,11 +225,11 @@ __device__ __forceinline__ bool limit(float* logits, int n, const unsigned* answ
             if (is_same) logits[answer[start + ngram - 1]] = -INFINITY;
         }
     }
-    if (goes_on)
+    if (continues)
         for (int i = threadIdx.x; i < n_stops; i += blockDim.x)
             if (stops[i] < n) logits[stops[i]] = -INFINITY;
     __syncthreads();
-    return penalises || bars || (goes_on && n_stops > 0);
+    return penalises || bars || (continues && n_stops > 0);
 }
 
 // Largest logit; minus infinity where all are.

@@ -1,5 +1,5 @@
-// Products of 16 x 16 by 16 x 8 tiles of bf16 with f32 sums, their operands from shared memory, and copies that go on beside the
-// arithmetic. On the card by `mma.sync`, `ldmatrix` and `cp.async`, which C++ has no names for; elsewhere by what they stand for.
+// Products of 16 x 16 by 16 x 8 tiles of bf16 with f32 sums, their operands from shared memory, and copies that overlap the
+// arithmetic. On the GPU by `mma.sync`, `ldmatrix` and `cp.async`, which C++ has no names for; elsewhere by portable equivalents.
 //
 // In a warp, lane l has g = l / 4 and t = l % 4. Of A (16 x 16) it holds the pairs (g, 2t), (g + 8, 2t), (g, 2t + 8),
 // (g + 8, 2t + 8), each with its right neighbour; of B (16 x 8) the pairs (2t, g), (2t + 8, g) with their lower neighbours; of the
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_left(unsigned (&a)[4], const bf16* tile, in
 
 // B of two neighbouring products, 16 x 16 in all, from its transpose: `tile` has a row for each of the 16 columns. The first
 // product takes b[0], b[1], the second b[2], b[3].
-__device__ __forceinline__ void load_right_turned(unsigned (&b)[4], const bf16* tile, int stride) {
+__device__ __forceinline__ void load_right_transposed(unsigned (&b)[4], const bf16* tile, int stride) {
     const int lane = threadIdx.x % 32;
 #ifdef __CUDA_ARCH__
     const unsigned address = shared_address(tile + (lane % 8 + lane / 16 * 8) * stride + lane / 8 % 2 * 8);

@@ -1,12 +1,12 @@
-//! Every kernel on a card against its floor: the bytes that it must move at the card's bandwidth, or the operations that it must do
-//! at the card's rate in bf16, both measured in the same run.
+//! Every kernel on a GPU against its floor: the bytes that it must move at the GPU's bandwidth, or the operations that it must do
+//! at the GPU's rate in bf16, both measured in the same run.
 //!
 //! ```sh
 //! cargo run --release -p querl-model --features cuda --example gpu_kernels -- [--shape qwen2.5-7b] [--rows 8192] [--sequences 64]
 //!     [--repeats 20] [--json FILE]
 //! ```
-//! Times are the card's own, between two events around each launch. Kernels that one call launches several times are summed. Bytes
-//! of tensors that fit into the second-level cache may beat the floor. On the simulated card (`tests/cuda`) the program only proves
+//! Times are the GPU's own, between two events around each launch. Kernels that one call launches several times are summed. Bytes
+//! of tensors that fit into the second-level cache may beat the floor. On the simulated GPU (`tests/cuda`) the program only proves
 //! that it works: its times mean nothing.
 #![allow(clippy::unwrap_used)] // a program for people who measure
 
@@ -61,7 +61,7 @@ fn main() {
     let shape = DecoderConfig::of_shape(&name).unwrap_or_else(|| panic!("there is no shape `{name}`"));
     let sizes = Sizes { shape, n_rows: argument("--rows", 8192), n_sequences: argument("--sequences", 64) };
     let repeats = argument("--repeats", 20);
-    let gpu = Gpu::new(argument("--card", 0)).unwrap();
+    let gpu = Gpu::new(argument("--gpu", 0)).unwrap();
     let rates = rates(&gpu);
     report::heading(&gpu, &name, &sizes, &rates);
     let mut lines = Vec::new();
@@ -78,7 +78,7 @@ fn main() {
     }
 }
 
-/// What the card can do, in this run.
+/// What the GPU can do, in this run.
 fn rates(gpu: &Gpu) -> Rates {
     let place = ComputeDevice::Accelerator(std::sync::Arc::new(gpu.clone()));
     let (products, copies) = (matrix_products(&place).unwrap(), copies(&place).unwrap());

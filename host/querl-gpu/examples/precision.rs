@@ -3,11 +3,11 @@
 //! ```sh
 //! cargo run --release -p querl-model --example precision -- examples/tiny-qwen3 examples/fivedoctors/knowledge_base.jsonl
 //! ```
-//! With the feature `cuda` and a third argument such as `cuda:0` the stored bases are a card's, whose activations are bf16; the f32
+//! With the feature `cuda` and a third argument such as `cuda:0` the stored bases are on a GPU, whose activations are bf16; the f32
 //! base that they are compared with is the CPU's.
 //!
 //! The texts are the lines of the file as they stand, at most 128 tokens of each. Printed for each type: bytes of the base's
-//! weights, mean and largest error of a logit (the mean size of a centred logit beside it), mean divergence
+//! weights, mean and largest error of a logit (and the mean size of a centred logit), mean divergence
 //! KL(f32 || type) of the next token in nats, share of positions with the same most likely token, and the change of the mean
 //! negative log-probability of the text.
 #![allow(clippy::unwrap_used)] // a program for people who measure
@@ -34,17 +34,14 @@ fn run(decoder: &Decoder, texts: &[Vec<u32>]) -> (Tensor, f64) {
     (logits, -f64::from(logprobs.mean_all().unwrap().to_scalar::<f32>().unwrap()))
 }
 
-/// The CPU, or the card that is named, with what it stores.
+/// The CPU, or the GPU that is named, with what it stores.
 fn place(name: Option<String>) -> (ComputeDevice, Vec<BaseDtype>) {
     let storages = vec![BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4];
     match name.as_deref() {
         None | Some("cpu") => (ComputeDevice::Cpu, storages),
         Some(name) => {
             let index = name.strip_prefix("cuda:").expect("`cpu` or `cuda:N`").parse().unwrap();
-            (
-                ComputeDevice::Accelerator(std::sync::Arc::new(querl_cuda::device::Gpu::new(index).unwrap())),
-                ComputeDevice::GPU_DTYPES.to_vec(),
-            )
+            (querl_cuda::compute_device(index).unwrap(), ComputeDevice::GPU_DTYPES.to_vec())
         }
     }
 }

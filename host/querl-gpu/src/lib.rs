@@ -6,8 +6,9 @@
 //! are the C interface of [`querl_train::job::interface`]. No panic leaves it. The crate must not depend on plugins, retrieval or the network.
 
 #[cfg(feature = "cuda")]
-pub mod decode;
+mod decode;
 #[cfg(feature = "cuda")]
+#[allow(missing_docs)] // public for examples and tests of this crate
 pub mod device;
 mod foreign;
 #[cfg(test)]
@@ -77,6 +78,13 @@ pub unsafe extern "C" fn querl_cuda_run(job: *const u8, len: usize, host: *const
 pub unsafe extern "C" fn querl_cuda_free(bytes: Bytes) {
     // SAFETY: as the caller promises.
     drop(unsafe { bytes.into_vec() });
+}
+
+/// GPU `index` of this machine as the device of a model.
+#[cfg(feature = "cuda")]
+pub fn compute_device(index: usize) -> candle_core::Result<querl_model::ComputeDevice> {
+    install();
+    Ok(querl_model::ComputeDevice::Accelerator(std::sync::Arc::new(device::Gpu::new(index)?)))
 }
 
 /// Makes the GPUs of this machine known to querl-model. Returns whether this build has GPUs at all.

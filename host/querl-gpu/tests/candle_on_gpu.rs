@@ -1,5 +1,5 @@
 //! candle's own operations, as far as they are used, on the device as on the CPU. Run by tests/cuda/run.sh on the simulated device,
-//! where it proves that the simulation holds; on a card it proves the build.
+//! where it tests the simulation; on a GPU it tests the build.
 #![cfg(feature = "cuda")]
 
 use candle_core::{DType, Device, Result, Tensor};

@@ -1,7 +1,7 @@
-//! A decoder on a card beside the same one on the CPU: log-probabilities, entropies, logits and the gradients of every tensor of
-//! an adapter. Both have the frozen weights in bf16; on the card activations are bf16 too, which is what the tolerances are for:
+//! A decoder on a GPU compared with the same one on the CPU: log-probabilities, entropies, logits and the gradients of every tensor of
+//! an adapter. Both have the frozen weights in bf16; on the GPU activations are bf16 too, which is what the tolerances are for:
 //! a value of bf16 has 8 bits of mantissa, and errors of 2^-9 of single values add up over a few layers. Run by
-//! tests/cuda/run.sh without a card.
+//! tests/cuda/run.sh without a GPU.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used)]
 
@@ -10,7 +10,7 @@ mod sequences;
 
 use candle_core::{DType, Device, Tensor, Var};
 use querl_core::config::BaseDtype;
-use querl_cuda::device::Gpu;
+use querl_cuda::compute_device;
 use querl_model::{
     ComputeDevice, Decoder, DecoderConfig, Dropout, Keep, LoraAdapter, LoraSettings, ModelError, Modules, PackedBatch,
     Pass, Ranks, Recompute, SavedCopies, Weights, backward, run_ranks,
@@ -21,10 +21,10 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 /// Of log-probabilities, entropies and logits, as a share of the largest: transformers in bf16 is off by 0.016 to 0.02 of the
-/// largest logit on these models, beside itself in f32 from the same weights.
+/// largest logit on these models, compared with itself in f32 from the same weights.
 const TOLERANCE: f32 = 0.025;
 
-/// Of a gradient: length of the difference over the length of the CPU's. PEFT in bf16 beside itself in f32, with these weights and
+/// Of a gradient: length of the difference over the length of the CPU's. PEFT in bf16 compared with itself in f32, with these weights and
 /// sequences: 0.095 at worst, with magnitudes 0.108 on all models but one (`tests/reference/bf16.py`). Worst found: 0.086, with
 /// dropout and without alike.
 const GRADIENT_TOLERANCE: f32 = 0.1;
@@ -35,16 +35,16 @@ const DORA_TOLERANCE: f32 = 0.25;
 
 const DROPOUT: Option<Dropout> = Some(Dropout { p: 0.3, seed: 11 });
 
-/// Beside the sources, or in the folder that the environment names: this program is carried to machines that have a card.
+/// Next to the sources, or in the folder that the environment names: this program is copied to machines with a GPU.
 fn golden(name: &str) -> PathBuf {
     let carried = std::env::var_os("QUERL_TEST_GOLDENS").map(PathBuf::from);
     let goldens = carried.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden"));
     goldens.join("decoders").join(name)
 }
 
-fn card() -> ComputeDevice {
-    static GPU: OnceLock<Gpu> = OnceLock::new();
-    ComputeDevice::Accelerator(std::sync::Arc::new(GPU.get_or_init(|| Gpu::new(0).unwrap()).clone()))
+fn gpu_device() -> ComputeDevice {
+    static GPU: OnceLock<ComputeDevice> = OnceLock::new();
+    GPU.get_or_init(|| compute_device(0).unwrap()).clone()
 }
 
 fn values(tensor: &Tensor) -> Vec<f32> {
@@ -62,19 +62,19 @@ struct Model {
 }
 
 impl Model {
-    /// The same model and adapter, A and B random, on the CPU and on a card.
+    /// The same model and adapter, A and B random, on the CPU and on a GPU.
     fn pair(name: &str) -> [Self; 2] {
         Self::pair_of(name, BaseDtype::Bf16)
     }
 
     fn pair_of(name: &str, dtype: BaseDtype) -> [Self; 2] {
         let load = |place: &ComputeDevice| Self::part(name, dtype, place, &Ranks::alone());
-        [load(&ComputeDevice::Cpu), load(&card())]
+        [load(&ComputeDevice::Cpu), load(&gpu_device())]
     }
 
     fn pair_with(name: &str, settings: &LoraSettings) -> [Self; 2] {
         let load = |place: &ComputeDevice| Self::part_with(name, BaseDtype::Bf16, settings, place, &Ranks::alone());
-        [load(&ComputeDevice::Cpu), load(&card())]
+        [load(&ComputeDevice::Cpu), load(&gpu_device())]
     }
 
     /// What one of several ranks holds of it.
@@ -150,8 +150,8 @@ fn length(values: impl Iterator<Item = f32>) -> f32 {
 fn log_probabilities_and_entropies_are_those_of_the_cpu() {
     for name in NAMES {
         for dropout in [None, DROPOUT] {
-            let [on_cpu, on_card] = Model::pair(name).map(|model| values(&model.logprobs(None, dropout)));
-            assert_close(&format!("{name}, {dropout:?}"), &on_card, &on_cpu, TOLERANCE);
+            let [on_cpu, on_gpu] = Model::pair(name).map(|model| values(&model.logprobs(None, dropout)));
+            assert_close(&format!("{name}, {dropout:?}"), &on_gpu, &on_cpu, TOLERANCE);
         }
     }
 }
@@ -164,12 +164,12 @@ fn logits_of_all_rows_are_those_of_the_cpu() {
             let hidden = model.decoder.hidden_states(&PackedBatch::new([tokens.as_slice()]), None).unwrap();
             values(&model.decoder.logits(&hidden, None).unwrap())
         };
-        let [on_cpu, on_card] = Model::pair(name).map(|model| logits(&model));
-        assert_close(name, &on_card, &on_cpu, TOLERANCE);
+        let [on_cpu, on_gpu] = Model::pair(name).map(|model| logits(&model));
+        assert_close(name, &on_gpu, &on_cpu, TOLERANCE);
     }
 }
 
-/// Of a base in fewer bits, which the CPU widens to f32 and the card to bf16.
+/// Of a base in fewer bits, which the CPU widens to f32 and the GPU to bf16.
 #[test]
 fn a_packed_base_has_the_logits_of_the_cpu() {
     let tokens: Vec<u32> = (0..60).map(|i| (i * 13 + 5) % 64).collect();
@@ -177,12 +177,12 @@ fn a_packed_base_has_the_logits_of_the_cpu() {
         for dtype in [BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4] {
             // 60 rows are few, 120 are not.
             for n_sequences in [1, 2] {
-                let [on_cpu, on_card] = [ComputeDevice::Cpu, card()].map(|place| {
+                let [on_cpu, on_gpu] = [ComputeDevice::Cpu, gpu_device()].map(|place| {
                     let decoder = Decoder::load_on(&golden(name), Weights::Frozen, dtype, &place).unwrap();
                     let batch = PackedBatch::new(vec![tokens.as_slice(); n_sequences]);
                     values(&decoder.logits(&decoder.hidden_states(&batch, None).unwrap(), None).unwrap())
                 });
-                assert_close(&format!("{name} in {}", dtype.name()), &on_card, &on_cpu, TOLERANCE);
+                assert_close(&format!("{name} in {}", dtype.name()), &on_gpu, &on_cpu, TOLERANCE);
             }
         }
     }
@@ -194,8 +194,8 @@ fn gradients_of_every_adapter_tensor_are_those_of_the_cpu() {
     let packed = [("qwen3-tied", BaseDtype::Int8), ("qwen2-untied", BaseDtype::Fp8), ("qwen2-tied", BaseDtype::Nf4)];
     for (name, dtype) in NAMES.map(|name| (name, BaseDtype::Bf16)).into_iter().chain(packed) {
         for dropout in [None, DROPOUT] {
-            let [on_cpu, on_card] = Model::pair_of(name, dtype).map(|model| model.gradients(None, dropout));
-            all.push(worst_gradient(&format!("{name} in {}, {dropout:?}", dtype.name()), &on_card, &on_cpu));
+            let [on_cpu, on_gpu] = Model::pair_of(name, dtype).map(|model| model.gradients(None, dropout));
+            all.push(worst_gradient(&format!("{name} in {}, {dropout:?}", dtype.name()), &on_gpu, &on_cpu));
         }
     }
     assert!(all.iter().all(|off| *off <= GRADIENT_TOLERANCE), "gradients are off by {all:?}");
@@ -232,20 +232,20 @@ fn adapters_of_every_sort_have_the_results_and_gradients_of_the_cpu() {
     let mut all = Vec::new();
     for (name, settings) in sorts {
         let what = format!("{name}, {settings:?}");
-        let [on_cpu, on_card] = Model::pair_with(name, &settings);
-        let logprobs = [&on_cpu, &on_card].map(|model| values(&model.logprobs(None, None)));
+        let [on_cpu, on_gpu] = Model::pair_with(name, &settings);
+        let logprobs = [&on_cpu, &on_gpu].map(|model| values(&model.logprobs(None, None)));
         assert_close(&what, &logprobs[1], &logprobs[0], TOLERANCE);
-        let found = on_card.gradients(None, None);
+        let found = on_gpu.gradients(None, None);
         let off = worst_gradient(&what, &found, &on_cpu.gradients(None, None));
         let is_sensitive = settings.use_dora && name == "qwen2-untied";
         all.push(off / if is_sensitive { DORA_TOLERANCE } else { GRADIENT_TOLERANCE });
-        let checkpointed = on_card.gradients(Some(&Recompute::new(Keep::Inputs)), None);
+        let checkpointed = on_gpu.gradients(Some(&Recompute::new(Keep::Inputs)), None);
         assert!(checkpointed == found, "{what}: checkpointing changes bits");
     }
     assert!(all.iter().all(|share| *share <= 1.0), "gradients are off by {all:?} of what is allowed");
 }
 
-/// Gradients of every weight where all are trained. On a card products see them rounded to bf16.
+/// Gradients of every weight where all are trained. On a GPU products see them rounded to bf16.
 #[test]
 fn all_weights_have_the_gradients_of_the_cpu() {
     for name in NAMES {
@@ -254,10 +254,10 @@ fn all_weights_have_the_gradients_of_the_cpu() {
             let recompute = keep.map(Recompute::new);
             gradients(&decoder, &Pass { recompute: recompute.as_ref(), ..Pass::with(None) }, decoder.vars())
         };
-        let (expected, found) = (gradients(&ComputeDevice::Cpu, None), gradients(&card(), None));
+        let (expected, found) = (gradients(&ComputeDevice::Cpu, None), gradients(&gpu_device(), None));
         assert!(worst_gradient(name, &found, &expected) <= GRADIENT_TOLERANCE, "{name}");
         for keep in [Keep::Activations, Keep::Inputs] {
-            assert!(gradients(&card(), Some(keep)) == found, "{name}: {keep:?}");
+            assert!(gradients(&gpu_device(), Some(keep)) == found, "{name}: {keep:?}");
         }
     }
 }
@@ -265,32 +265,32 @@ fn all_weights_have_the_gradients_of_the_cpu() {
 #[test]
 fn what_layers_keep_and_where_their_gradients_go_changes_no_bit() {
     for name in ["qwen2-untied", "qwen3-tied"] {
-        let [_, on_card] = Model::pair(name);
+        let [_, on_gpu] = Model::pair(name);
         for dropout in [None, DROPOUT] {
-            let expected = on_card.gradients(None, dropout);
+            let expected = on_gpu.gradients(None, dropout);
             for keep in [Keep::Activations, Keep::Inputs] {
-                assert!(on_card.gradients(Some(&Recompute::new(keep)), dropout) == expected, "{name}: {keep:?}");
+                assert!(on_gpu.gradients(Some(&Recompute::new(keep)), dropout) == expected, "{name}: {keep:?}");
             }
         }
     }
 }
 
 /// Of a gradient of a model in two parts. Worst found: 0.136, of A of the second layer's queries of `qwen3-bias`. The same values
-/// rounded to bf16 at the same places in torch, beside f64, are off by 0.137 there in two parts and by 0.152 in one: it is the model
+/// rounded to bf16 at the same places in torch, compared with f64, are off by 0.137 there in two parts and by 0.152 in one: it is the model
 /// that makes much of roundings, not the split. With seven other adapters both are off by 0.03 to 0.15.
 const PARTS_TOLERANCE: f32 = 0.2;
 
-/// Two ranks, each with a card of its own, beside the CPU: what is rounded to bf16 are parts of sums instead of sums.
+/// Two ranks with a GPU each, compared with the CPU: bf16 rounds partial sums instead of sums.
 #[test]
 fn a_model_in_two_parts_is_the_whole_one_of_the_cpu() {
-    if Gpu::new(1).is_err() {
-        return; // two ranks need two cards
+    if compute_device(1).is_err() {
+        return; // two ranks need two GPUs
     }
     for (name, dropout) in [("qwen2-tied", None), ("qwen3-bias", None), ("qwen3-tied", DROPOUT)] {
         let on_cpu = Model::part(name, BaseDtype::Bf16, &ComputeDevice::Cpu, &Ranks::alone());
         let (expected, gradients) = (values(&on_cpu.logprobs(None, dropout)), on_cpu.gradients(None, dropout));
         let found = run_ranks(2, |ranks| {
-            let place = ComputeDevice::Accelerator(std::sync::Arc::new(Gpu::new(ranks.rank())?));
+            let place = compute_device(ranks.rank())?;
             let model = Model::part(name, BaseDtype::Bf16, &place, &ranks);
             let found = values(&model.logprobs(None, dropout));
             let recompute = Recompute::new(Keep::Inputs);
@@ -309,7 +309,7 @@ fn a_model_in_two_parts_is_the_whole_one_of_the_cpu() {
         let found = found.unwrap_or_else(|failures| panic!("{}", failures[0]));
         assert!(found[0] == found[1], "{name}: ranks differ");
         assert_close(name, &found[0].0, &expected, TOLERANCE);
-        let off = worst_gradient(&format!("{name} on two cards"), &found[0].1, &gradients);
+        let off = worst_gradient(&format!("{name} on two GPUs"), &found[0].1, &gradients);
         assert!(off <= PARTS_TOLERANCE, "{name}: a gradient is off by {off}");
     }
 }
@@ -317,8 +317,8 @@ fn a_model_in_two_parts_is_the_whole_one_of_the_cpu() {
 #[test]
 fn random_parts_are_those_of_the_whole_model_wherever_they_are_made() {
     let config = DecoderConfig::load(&golden("qwen2-tied").join("config.json")).unwrap();
-    if Gpu::new(1).is_err() {
-        return; // two ranks need two cards
+    if compute_device(1).is_err() {
+        return; // two ranks need two GPUs
     }
     let logits = |n, place: fn(usize) -> ComputeDevice| {
         let found = run_ranks(n, |ranks| {
@@ -331,12 +331,7 @@ fn random_parts_are_those_of_the_whole_model_wherever_they_are_made() {
         found.unwrap_or_else(|failures| panic!("{}", failures[0])).remove(0)
     };
     let expected = logits(1, |_| ComputeDevice::Cpu);
-    assert_close(
-        "two parts",
-        &logits(2, |rank| ComputeDevice::Accelerator(std::sync::Arc::new(Gpu::new(rank).unwrap()))),
-        &expected,
-        TOLERANCE,
-    );
+    assert_close("two parts", &logits(2, |rank| compute_device(rank).unwrap()), &expected, TOLERANCE);
 }
 
 #[test]
@@ -349,14 +344,14 @@ fn random_weights_are_the_same_wherever_they_are_made() {
         values(&decoder.logits(&hidden, None).unwrap())
     };
     let expected = logits(&ComputeDevice::Cpu, 4);
-    assert_close("random weights", &logits(&card(), 4), &expected, TOLERANCE);
-    let other = logits(&card(), 5);
+    assert_close("random weights", &logits(&gpu_device(), 4), &expected, TOLERANCE);
+    let other = logits(&gpu_device(), 5);
     assert!(other.iter().zip(&expected).any(|(a, b)| (a - b).abs() > 0.05), "another seed gives the same weights");
 }
 
 #[test]
-fn what_a_card_cannot_do_is_said_with_the_setting_and_the_remedy() {
-    let load = |weights, dtype| Decoder::load_on(&golden("qwen2-tied"), weights, dtype, &card());
+fn unsupported_settings_are_named_with_the_remedy() {
+    let load = |weights, dtype| Decoder::load_on(&golden("qwen2-tied"), weights, dtype, &gpu_device());
     let refused = |weights, dtype| load(weights, dtype).err().unwrap().to_string();
     let message = refused(Weights::Frozen, BaseDtype::F32);
     assert!(message.contains("`model.dtype` is `f32`") && message.contains("bf16, int8, fp8, nf4"), "{message}");

@@ -1,4 +1,4 @@
-//! Every kernel stands in the list of floors, from which whoever has a card measures.
+//! Every kernel is in the list of floors, against which kernels are measured.
 #![allow(clippy::unwrap_used)]
 
 use fancy_regex::Regex;

@@ -1,4 +1,4 @@
-// candle's kernels are written for a card alone: they look at `__CUDA_ARCH__` for what a card can do. What they need beyond
+// candle's kernels are written for GPUs only: they test `__CUDA_ARCH__` for what a GPU supports. What they need beyond
 // cuda_on_cpu.h is here.
 #pragma once
 

@@ -3,9 +3,9 @@
 // What goes in: kernels of the form `extern "C" __global__ void name(...)`, with `__syncthreads`, warp functions of `_sync` kind,
 // atomics, static and dynamic shared memory (`extern __shared__ __align__(16) unsigned char shared_memory[];`), bf16 and f16.
 // What comes out: functions that do what one launch does, thread after thread and block after block, on one thread of the CPU.
-// What it refuses to know: speed, tensor cores, inline PTX, cooperative launches, launches out of kernels.
+// What it does not simulate: speed, tensor cores, inline PTX, cooperative launches, launches out of kernels.
 //
-// `__CUDA_ARCH__` stays undefined, so code behind `#ifdef __CUDA_ARCH__` is for the card and needs a portable branch beside it.
+// `__CUDA_ARCH__` stays undefined, so code behind `#ifdef __CUDA_ARCH__` is for the GPU and needs a portable branch as well.
 //
 // Needs CUDA's headers (cuda_runtime's, from host/querl-gpu/toolkit.sh) and `-std=c++17 -fno-extern-tls-init`; see compile.sh.
 #pragma once

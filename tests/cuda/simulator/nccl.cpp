@@ -3,9 +3,9 @@
 //
 // Stricter than NCCL where programs have to be careful: an abort returns when all ranks that joined are being ended, a destroy when
 // all ranks are destroyed, and neither is helped by the other; a rank that does not come is waited for for ever. A communicator that
-// is used after its end, or by two threads at a time, is counted and told of on standard error.
+// is used after its end, or by two threads at a time, is counted and reported on standard error.
 //
-// For tests, beside NCCL's own functions:
+// For tests, in addition to NCCL's functions:
 //   querl_simulator_nccl_refuse(fault)  what goes wrong next in the calling thread, see `Fault`
 //   querl_simulator_nccl_misuses()      how often a communicator was used as it must not be
 #include "libraries.h"

@@ -4,8 +4,8 @@ use crate::{Case, Floor, Sizes};
 use candle_core::Result;
 use half::bf16;
 use querl_cuda::device::{
-    AdamTensor, AdamWStep, CudaSlice, DeviceRope, DeviceWeight, Gpu, LowRank, Masks, Matrix, Namers, PackedFormat,
-    Projection, Scale, TreeQueries,
+    AdamTensor, AdamWStep, CudaSlice, DeviceRope, DeviceWeight, DropoutMasks, Gpu, InverseIndex, LoraWeights, Matrix,
+    PackedFormat, Projection, Scale, TreeQueries,
 };
 use querl_model::kernels::{RopeTable, RowTree};
 
@@ -63,9 +63,9 @@ fn elementwise(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     drop((x, sum, half));
     let n = n_rows * wide;
     let (gate, up, grad) = (halves(gpu, n)?, halves(gpu, n)?, halves(gpu, n)?);
-    measure(case(format!("gated of {n}"), bytes("gated", 6 * n), || gpu.gated(&gate, &up).map(drop)));
-    measure(case(format!("gated_gradients of {n}"), bytes("gated_gradients", 12 * n), || {
-        gpu.gated_gradients(&gate, &up, &grad).map(drop)
+    measure(case(format!("swiglu of {n}"), bytes("swiglu", 6 * n), || gpu.swiglu(&gate, &up).map(drop)));
+    measure(case(format!("swiglu_gradients of {n}"), bytes("swiglu_gradients", 12 * n), || {
+        gpu.swiglu_gradients(&gate, &up, &grad).map(drop)
     }));
     Ok(())
 }
@@ -88,7 +88,7 @@ fn rows(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
         gpu.add_picked(&mut all, &picked, &list, width)
     }));
     let places: Vec<u32> = (0..n).map(|row| (row / 4) as u32).collect();
-    let namers = Namers::new(gpu, &places, n.div_ceil(4))?;
+    let namers = InverseIndex::new(gpu, &places, n.div_ceil(4))?;
     measure(case(format!("sum_rows: {size}, four a sum"), bytes("sum_rows", 5 * n * width), || {
         gpu.sum_rows(&picked, &namers, width).map(drop)
     }));
@@ -101,17 +101,19 @@ fn norms(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (x, weight, grad, more) = (floats(gpu, n)?, floats(gpu, width)?, floats(gpu, n)?, floats(gpu, n)?);
     let half = halves(gpu, n)?;
     let size = format!("{n_rows} rows of {width}");
-    measure(case(format!("normed: {size}"), bytes("normed_f32", 6 * n), || gpu.normed(&x, &weight, 1e-6).map(drop)));
-    measure(case(format!("normed: {size}, bf16"), bytes("normed_bf16", 4 * n), || {
-        gpu.normed(&half, &weight, 1e-6).map(drop)
+    measure(case(format!("rms_norm: {size}"), bytes("rms_norm_f32", 6 * n), || {
+        gpu.rms_norm(&x, &weight, 1e-6).map(drop)
     }));
-    let mut floors = bytes("norm_gradients", 12 * n);
+    measure(case(format!("rms_norm: {size}, bf16"), bytes("rms_norm_bf16", 4 * n), || {
+        gpu.rms_norm(&half, &weight, 1e-6).map(drop)
+    }));
+    let mut floors = bytes("rms_norm_gradients", 12 * n);
     floors.extend(bytes("norm_weight_gradient", 8 * n));
-    measure(case(format!("norm_gradients: {size}"), floors, || {
-        gpu.norm_gradients(&x, &weight, 1e-6, &grad, None, n_rows).map(drop)
+    measure(case(format!("rms_norm_gradients: {size}"), floors, || {
+        gpu.rms_norm_gradients(&x, &weight, 1e-6, &grad, None, n_rows).map(drop)
     }));
-    measure(case(format!("norm_gradients and a sum: {size}"), bytes("norm_gradients", 16 * n), || {
-        gpu.norm_gradients(&x, &weight, 1e-6, &grad, Some(&more), 0).map(drop)
+    measure(case(format!("rms_norm_gradients and a sum: {size}"), bytes("rms_norm_gradients", 16 * n), || {
+        gpu.rms_norm_gradients(&x, &weight, 1e-6, &grad, Some(&more), 0).map(drop)
     }));
     Ok(())
 }
@@ -124,12 +126,14 @@ fn rotary(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let n = n_rows * shape.n_heads * shape.head_dim;
     let (x, grad, weight) = (halves(gpu, n)?, halves(gpu, n)?, floats(gpu, shape.head_dim)?);
     for norm in [None, Some((&weight.as_view(), 1e-6f32))] {
-        let name = |call: &str| format!("{call}: {n} values{}", if norm.is_some() { ", normed" } else { "" });
-        measure(case(name("turned"), bytes("turned", 4 * n), || rope.turned(gpu, &x, norm, &positions).map(drop)));
+        let name = |call: &str| format!("{call}: {n} values{}", if norm.is_some() { ", rms_norm" } else { "" });
+        measure(case(name("norm_rope"), bytes("norm_rope", 4 * n), || {
+            rope.norm_rope(gpu, &x, norm, &positions).map(drop)
+        }));
         // Without a norm the gradient is the values' turn the other way.
-        let floor = if norm.is_some() { bytes("turned_gradients", 6 * n) } else { bytes("turned", 4 * n) };
-        measure(case(name("turned_gradients"), floor, || {
-            rope.turned_gradients(gpu, &x, norm, &positions, &grad, 0).map(drop)
+        let floor = if norm.is_some() { bytes("norm_rope_gradients", 6 * n) } else { bytes("norm_rope", 4 * n) };
+        measure(case(name("norm_rope_gradients"), floor, || {
+            rope.norm_rope_gradients(gpu, &x, norm, &positions, &grad, 0).map(drop)
         }));
     }
     Ok(())
@@ -144,7 +148,7 @@ fn attention(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (q_width, kv_width) = (shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim);
     let (q, k, v) = (halves(gpu, n_rows * q_width)?, halves(gpu, n_rows * kv_width)?, halves(gpu, n_rows * kv_width)?);
     let grad = halves(gpu, n_rows * q_width)?;
-    let (out, log_sums) = gpu.attend(&queries, shape.head_dim, &q, &k, &v)?;
+    let (out, logsumexp) = gpu.attend(&queries, shape.head_dim, &q, &k, &v)?;
     let pairs: usize = lengths.iter().map(|len| len * (len + 1) / 2).sum();
     let work = (pairs * shape.n_heads * shape.head_dim) as f64;
     let size = format!("{} sequences of {}, heads of {}", lengths.len(), lengths[0], shape.head_dim);
@@ -157,11 +161,11 @@ fn attention(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
         of_width(["query_gradients_32", "query_gradients_64", "query_gradients_96", "query_gradients_128"]);
     let of_keys = of_width(["key_gradients_32", "key_gradients_64", "key_gradients_96", "key_gradients_128"]);
     let mut floors = vec![(of_queries, Floor::Operations(6.0 * work)), (of_keys, Floor::Operations(8.0 * work))];
-    floors.extend(bytes("attention_pulls", 4 * n_rows * q_width));
+    floors.extend(bytes("attention_delta", 4 * n_rows * q_width));
     // A part for each tile of keys, in f32, of keys and of values.
     floors.extend(bytes("key_gradient_sums", 2 * 6 * n_rows * kv_width));
     measure(case(format!("attention_gradients: {size}"), floors, || {
-        gpu.attention_gradients(&queries, shape.head_dim, &q, &k, &v, &out, &log_sums, &grad).map(drop)
+        gpu.attention_gradients(&queries, shape.head_dim, &q, &k, &v, &out, &logsumexp, &grad).map(drop)
     }));
     Ok(())
 }
@@ -172,8 +176,8 @@ fn projections(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let weight = DeviceWeight::new(halves(gpu, n_out * n_in)?, n_out, n_in)?;
     let (a, b, bias) = (halves(gpu, RANK * n_in)?, halves(gpu, n_out * RANK)?, floats(gpu, n_out)?);
     let (x, mut y) = (halves(gpu, n * n_in)?, floats(gpu, n * n_out)?);
-    let low_rank = || LowRank { a: a.as_view(), b: b.as_view(), rank: RANK, scale: 2.0, masks: None };
-    let layer = Projection { weight: &weight, bias: Some(bias.as_view()), low_rank: Some(low_rank()) };
+    let lora = || LoraWeights { a: a.as_view(), b: b.as_view(), rank: RANK, scale: 2.0, masks: None };
+    let layer = Projection { weight: &weight, bias: Some(bias.as_view()), lora: Some(lora()) };
     let operations = (2 * n * n_in * n_out + 2 * n * RANK * (n_in + n_out)) as f64;
     let size = format!("({n}, {n_in}) to {n_out}, rank {RANK}");
     let mut floors = vec![("product", Floor::Operations(operations))];
@@ -242,18 +246,13 @@ fn optimizer(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     }));
     let step = AdamWStep { step_size: 1e-4, correction: 1.0, beta1: 0.9, beta2: 0.999, eps: 1e-8 };
     measure(case(format!("adamw of {n}"), bytes("adamw", 28 * n), || {
-        let moments = first.iter_mut().zip(&mut second);
-        let tensors = values.iter_mut().zip(&gradients).zip(moments);
-        let mut tensors: Vec<AdamTensor<'_>> = tensors
-            .map(|((values, gradient), (first, second))| AdamTensor {
-                values: values.as_view_mut(),
-                gradient: gradient.as_view(),
-                first: first.as_view_mut(),
-                second: second.as_view_mut(),
-                keep: 1.0,
-            })
-            .collect();
-        gpu.adamw(&mut tensors, step, None)
+        let tensors = values.iter().zip(&gradients).zip(first.iter().zip(&second));
+        let tensor = |((values, gradient), (first, second)): (_, _)| {
+            let [values, gradient, first, second] =
+                [values, gradient, first, second].map(|values: &CudaSlice<f32>| values.as_view());
+            AdamTensor { values, gradient, first, second, decay: 1.0 }
+        };
+        gpu.adamw(&tensors.map(tensor).collect::<Vec<_>>(), step, None)
     }));
     Ok(())
 }
@@ -300,15 +299,15 @@ fn dropout(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let n = n_rows * width;
     let keys = gpu.upload(&(0..n_rows as u64).collect::<Vec<_>>())?;
     let (x, mut sum) = (halves(gpu, n)?, floats(gpu, n)?);
-    let masks = || Masks { row_keys: &keys, layer_seed: 3, first_input: 0, p: 0.05 };
-    measure(case(format!("dropped of {n}"), bytes("drop_bf16", 4 * n), || gpu.dropped(&x, width, masks()).map(drop)));
-    measure(case(format!("add_dropped of {n}"), bytes("drop_f32", 10 * n), || {
-        gpu.add_dropped(&mut sum, &x, width, masks())
+    let masks = || DropoutMasks { row_keys: &keys, layer_seed: 3, first_input: 0, p: 0.05 };
+    measure(case(format!("dropout of {n}"), bytes("drop_bf16", 4 * n), || gpu.dropout(&x, width, masks()).map(drop)));
+    measure(case(format!("add_dropout of {n}"), bytes("drop_f32", 10 * n), || {
+        gpu.add_dropout(&mut sum, &x, width, masks())
     }));
     Ok(())
 }
 
-/// What magnitudes take besides products.
+/// Kernels of DoRA other than products.
 fn columns(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let (n_rows, width) = (sizes.n_rows, sizes.shape.hidden_size);
     let (n, size) = (n_rows * width, format!("{n_rows} rows of {width}"));

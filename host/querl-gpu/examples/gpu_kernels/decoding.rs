@@ -5,8 +5,8 @@ use crate::{Case, Floor, Sizes};
 use candle_core::Result;
 use half::bf16;
 use querl_cuda::device::{
-    BLOCK_TOKENS, CacheShape, Change, CudaSlice, DeviceRope, FinishRows, Gpu, HeadNorms, Member, ReadBack,
-    SamplingRows, SamplingRules, Sequences, n_splits,
+    BLOCK_TOKENS, CacheShape, CudaSlice, DeviceRope, Epilogue, Gpu, HeadNorms, LoraAOut, LoraB, ReadBack, SamplingRows,
+    SamplingRules, Sequences, n_splits,
 };
 use querl_model::kernels::RopeTable;
 
@@ -39,7 +39,7 @@ fn attention(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Res
     let tables = gpu.upload(&(0..(n * width) as u32).collect::<Vec<_>>())?;
     let lengths = gpu.upload(&vec![CONTEXT as u32; n])?;
     let (tables, lengths) = (tables.as_view(), lengths.as_view());
-    let sequences = Sequences { tables, width, lines: None, lengths, n_splits: n_splits(CONTEXT) };
+    let sequences = Sequences { tables, width, table_rows: None, lengths, n_splits: n_splits(CONTEXT) };
     // Keys and values of every token once.
     let floor = Floor::Bytes((4 * n * CONTEXT * n_kv_heads * head_dim) as f64);
     let names = ["decode_attention_32", "decode_attention_64", "decode_attention_96", "decode_attention_128"];
@@ -50,36 +50,37 @@ fn attention(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Res
     Ok(())
 }
 
-/// Low-rank changes of products that share one input, as a policy has them; a table of the card names their B.
-struct Changes {
-    table: CudaSlice<Member>,
-    low: CudaSlice<bf16>, // (n, all ranks)
-    low_width: usize,
+/// Epilogues with an adapter.
+struct Epilogues {
+    table: CudaSlice<Epilogue>,
+    lora_a_out: CudaSlice<bf16>,
+    width: usize,
     b_bytes: usize,
-    _b: Vec<CudaSlice<bf16>>,
+    _lora_b: Vec<LoraB>,
 }
 
-impl Changes {
-    /// Of `n` rows and products of these widths, each with an adapter; with biases where they are given.
+impl Epilogues {
+    /// Of `n` rows and products of these widths.
     fn new(gpu: &Gpu, n: usize, widths: &[usize], bias: Option<&CudaSlice<f32>>) -> Result<Self> {
-        let b = widths.iter().map(|width| halves(gpu, width * RANK)).collect::<Result<Vec<_>>>()?;
-        let member = |(index, (&width, b)): (usize, (&usize, &CudaSlice<bf16>))| {
-            let change = Change { b, rank: RANK, first: index * RANK, scale: 2.0 };
-            // SAFETY: all B are kept beside the table, and the caller's bias is there as long as it measures.
-            unsafe { Member::new(gpu, width, Some(&change), bias, None) }
+        let lora_b = |(index, width): (usize, &usize)| {
+            Ok(LoraB { b: halves(gpu, width * RANK)?, rank: RANK, first: index * RANK, scale: 2.0 })
         };
-        let members = widths.iter().zip(&b).enumerate().map(member).collect::<Result<Vec<_>>>()?;
-        let low_width = widths.len() * RANK;
-        let b_bytes = b.iter().map(|b| 2 * b.len()).sum();
-        Ok(Self { table: gpu.upload(&members)?, low: halves(gpu, n * low_width)?, low_width, b_bytes, _b: b })
+        let lora_b = widths.iter().enumerate().map(lora_b).collect::<Result<Vec<_>>>()?;
+        // SAFETY: LoRA B is dropped with the table, and the caller's bias after it.
+        let epilogue = |(&width, b): (&usize, &LoraB)| unsafe { Epilogue::new(gpu, width, Some(b), bias, None) };
+        let table = widths.iter().zip(&lora_b).map(epilogue).collect::<Result<Vec<_>>>()?;
+        let width = widths.len() * RANK;
+        let b_bytes = lora_b.iter().map(|lora_b| 2 * lora_b.b.len()).sum();
+        let lora_a_out = halves(gpu, n * width)?;
+        Ok(Self { table: gpu.upload(&table)?, lora_a_out, width, b_bytes, _lora_b: lora_b })
     }
 
-    fn rows(&self) -> FinishRows<'_> {
-        FinishRows { low: self.low.as_view(), low_width: self.low_width }
+    fn lora_a_out(&self) -> LoraAOut<'_> {
+        LoraAOut { values: self.lora_a_out.as_view(), width: self.width }
     }
 }
 
-/// Queries, keys and values behind their products: changed, normed, turned and stored.
+/// Queries, keys and values after their products: LoRA B, norm, RoPE, into the KV cache.
 fn finished_heads(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
     let (n, shape) = (sizes.n_sequences, &sizes.shape);
     let (head_dim, n_kv_heads) = (shape.head_dim, shape.n_kv_heads);
@@ -90,17 +91,17 @@ fn finished_heads(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -
     let (positions, slots) = (gpu.upload(&vec![position; n])?, last_slots(gpu, n, width)?);
     let (mut keys, mut values) = (halves(gpu, cache.len())?, halves(gpu, cache.len())?);
     let widths = [shape.n_heads * head_dim, n_kv_heads * head_dim, n_kv_heads * head_dim];
-    let changes = Changes::new(gpu, n, &widths, None)?;
+    let epilogues = Epilogues::new(gpu, n, &widths, None)?;
     let (mut q, mut k, mut v) = (halves(gpu, n * widths[0])?, halves(gpu, n * widths[1])?, halves(gpu, n * widths[2])?);
     let norm = floats(gpu, head_dim)?;
-    let floor = 4 * n * widths.iter().sum::<usize>() + changes.b_bytes;
-    for (weights, name) in [(None, ""), (Some([&norm, &norm]), ", normed")] {
+    let floor = 4 * n * widths.iter().sum::<usize>() + epilogues.b_bytes;
+    for (weights, name) in [(None, ""), (Some([&norm, &norm]), ", rms_norm")] {
         let norms = HeadNorms { weights, eps: 1e-6 };
         measure(case(format!("finish_heads: {n} rows of {}{name}", widths[0]), bytes("finish_heads", floor), || {
             gpu.finish_heads(
                 [&mut q.as_view_mut(), &mut k.as_view_mut(), &mut v.as_view_mut()],
-                &changes.rows(),
-                &changes.table,
+                &epilogues.lora_a_out(),
+                &epilogues.table,
                 &norms,
                 (&rope, &positions.as_view()),
                 &slots.as_view(),
@@ -112,21 +113,21 @@ fn finished_heads(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -
     Ok(())
 }
 
-/// Gate and up behind their products, and an output that is more than cuBLAS adds by itself.
+/// Gate and up after their products, and an output with a bias.
 fn finished_products(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Result<()> {
     let (n, hidden, wide) = (sizes.n_sequences, sizes.shape.hidden_size, sizes.shape.intermediate_size);
-    let changes = Changes::new(gpu, n, &[wide, wide], None)?;
+    let epilogues = Epilogues::new(gpu, n, &[wide, wide], None)?;
     let (mut gate, mut up) = (halves(gpu, n * wide)?, halves(gpu, n * wide)?); // `up` is only read
-    let floor = 6 * n * wide + changes.b_bytes;
+    let floor = 6 * n * wide + epilogues.b_bytes;
     measure(case(format!("finish_gated: {n} rows of {wide}"), bytes("finish_gated", floor), || {
-        gpu.finish_gated(&mut gate.as_view_mut(), &up.as_view_mut(), &changes.rows(), &changes.table, n)
+        gpu.finish_gated(&mut gate.as_view_mut(), &up.as_view_mut(), &epilogues.lora_a_out(), &epilogues.table, n)
     }));
     let bias = floats(gpu, hidden)?;
-    let changes = Changes::new(gpu, n, &[hidden], Some(&bias))?;
+    let epilogues = Epilogues::new(gpu, n, &[hidden], Some(&bias))?;
     let (mut sum, y) = (floats(gpu, n * hidden)?, halves(gpu, n * hidden)?);
-    let floor = 10 * n * hidden + changes.b_bytes;
+    let floor = 10 * n * hidden + epilogues.b_bytes;
     measure(case(format!("finish_added: {n} rows of {hidden}"), bytes("finish_added", floor), || {
-        gpu.finish_added(&mut sum, &y, &changes.rows(), &changes.table, n)
+        gpu.finish_added(&mut sum, &y, &epilogues.lora_a_out(), &epilogues.table, n)
     }));
     Ok(())
 }
@@ -161,10 +162,10 @@ fn sampling(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) -> Resu
             min_new_tokens: 0,
             stop_ids: gpu.upload(&[2u32])?,
         };
-        // The floor is one pass over the logits; see the note beside the table of floors.
+        // The floor is one pass over the logits; see the note at the table of floors.
         measure(case(format!("choose: {n} rows of {n_tokens}, {name}"), bytes("choose", 4 * n * n_tokens), || {
             let uniforms = Some(uniforms.as_view());
-            let rows = SamplingRows { lengths: lengths.as_view(), answers: None, uniforms };
+            let rows = SamplingRows { lengths: lengths.as_view(), responses: None, uniforms };
             drawn.write(n, 0..n, |drawn| gpu.choose(&mut logits, rows, &rules, drawn))
         }));
     }

@@ -5,7 +5,7 @@ use candle_core::Error;
 use querl_cuda::device::{Gpu, cuda_version};
 use serde_json::{Value, json};
 
-/// What the card can do a second.
+/// What the GPU can do a second.
 pub(crate) struct Rates {
     /// Of a product in bf16.
     pub(crate) operations: f64,
@@ -65,17 +65,17 @@ impl Line {
     }
 }
 
-fn card(gpu: &Gpu) -> String {
+fn device_name(gpu: &Gpu) -> String {
     gpu.stream().context().name().unwrap_or_default()
 }
 
 /// What is measured on what.
 pub(crate) fn heading(gpu: &Gpu, shape: &str, sizes: &Sizes, rates: &Rates) {
-    let name = card(gpu);
+    let name = device_name(gpu);
     let Sizes { n_rows, n_sequences, .. } = sizes;
     println!("{name}, CUDA {}, shape {shape}, {n_rows} rows, {n_sequences} sequences", cuda_version());
     if name.starts_with("Simulated") {
-        println!("a simulated card: times and ratios mean nothing");
+        println!("a simulated GPU: times and ratios mean nothing");
     }
     println!("products in bf16 {:.1} TFLOP/s, copies {:.1} GB/s\n", rates.operations / 1e12, rates.bytes / 1e9);
     println!("| call | kernel | us | floor us | time / floor |");
@@ -85,7 +85,7 @@ pub(crate) fn heading(gpu: &Gpu, shape: &str, sizes: &Sizes, rates: &Rates) {
 pub(crate) fn json(gpu: &Gpu, shape: &str, sizes: &Sizes, rates: &Rates, lines: &[Line]) -> String {
     let lines: Vec<Value> = lines.iter().map(|line| line.json(rates)).collect();
     let result = json!({
-        "device": card(gpu), "cuda": cuda_version(), "shape": shape, "rows": sizes.n_rows, "sequences": sizes.n_sequences,
+        "device": device_name(gpu), "cuda": cuda_version(), "shape": shape, "rows": sizes.n_rows, "sequences": sizes.n_sequences,
         "operations_per_s": rates.operations, "bytes_per_s": rates.bytes, "kernels": lines,
     });
     format!("{result:#}\n")

@@ -1,9 +1,9 @@
-//! Generation on a card against generation on the CPU, and against itself under other circumstances. Run by tests/cuda/run.sh.
+//! Generation on a GPU against generation on the CPU, and against itself under other circumstances. Run by tests/cuda/run.sh.
 #![allow(clippy::unwrap_used)]
 
-mod parts;
 #[path = "../../../querl-model/tests/support/prompts.rs"]
 mod prompts;
+mod shards;
 
 use super::GpuPolicy;
 use crate::device::{Gpu, by_cublas_alone, n_launches};
@@ -26,18 +26,19 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/decoders").join(name)
 }
 
-fn card() -> ComputeDevice {
+fn gpu_device() -> ComputeDevice {
     static GPU: OnceLock<Gpu> = OnceLock::new();
-    on_gpu(GPU.get_or_init(|| Gpu::new(0).unwrap()).clone())
+    crate::install();
+    device_of_gpu(GPU.get_or_init(|| Gpu::new(0).unwrap()).clone())
 }
 
-fn on_gpu(gpu: Gpu) -> ComputeDevice {
+fn device_of_gpu(gpu: Gpu) -> ComputeDevice {
     ComputeDevice::Accelerator(Arc::new(gpu))
 }
 
-fn n_recorded(engine: &Engine<'_>) -> usize {
+fn n_captured(engine: &Engine<'_>) -> usize {
     let policy: &dyn Any = engine.device_policy().unwrap();
-    policy.downcast_ref::<GpuPolicy>().unwrap().n_recorded()
+    policy.downcast_ref::<GpuPolicy>().unwrap().n_captured()
 }
 
 fn decoder(name: &str, place: &ComputeDevice) -> Decoder {
@@ -82,20 +83,20 @@ const TOLERANCE: f32 = 0.2;
 
 struct Pair {
     on_cpu: (Decoder, LoraAdapter),
-    on_card: (Decoder, LoraAdapter),
+    on_gpu: (Decoder, LoraAdapter),
 }
 
 impl Pair {
     fn new(name: &str) -> Self {
         let on_cpu = decoder(name, &ComputeDevice::Cpu);
         let of_cpu = adapter(&on_cpu, 0);
-        let of_card = of_cpu.snapshot().unwrap().on(&card()).unwrap();
-        Self { on_cpu: (on_cpu, of_cpu), on_card: (decoder(name, &card()), of_card) }
+        let of_gpu = of_cpu.snapshot().unwrap().on(&gpu_device()).unwrap();
+        Self { on_cpu: (on_cpu, of_cpu), on_gpu: (decoder(name, &gpu_device()), of_gpu) }
     }
 
     fn engine(&self, max_sequences: usize) -> Engine<'_> {
-        let mut engine = engine(&self.on_card.0, max_sequences);
-        engine.set_policy(Some(&self.on_card.1), 1).unwrap();
+        let mut engine = engine(&self.on_gpu.0, max_sequences);
+        engine.set_policy(Some(&self.on_gpu.1), 1).unwrap();
         engine
     }
 
@@ -114,7 +115,7 @@ impl Pair {
         logits[prompt.len() - 1..sequence.len() - 1].iter().map(logprobs).collect()
     }
 
-    /// Compares an answer of the card with what the CPU makes of its tokens. Returns the largest difference of log-probabilities.
+    /// Compares an answer of the GPU with what the CPU makes of its tokens. Returns the largest difference of log-probabilities.
     fn compared(&self, prompt: &[u32], answer: &Generated, decoding: Decoding, temperature: f64) -> f32 {
         let mut worst = 0f32;
         let rows = self.distributions(prompt, &answer.token_ids, temperature);
@@ -152,7 +153,7 @@ fn n_same(a: &[Generated], b: &[Generated]) -> usize {
     a.iter().zip(b).filter(|(a, b)| a.token_ids == b.token_ids).count()
 }
 
-/// Mean and largest difference between the log-probabilities of answers and those of the training pass, both of the card.
+/// Mean and largest difference between the log-probabilities of answers and those of the training pass, both of the GPU.
 fn off_the_training_pass(
     (decoder, adapter): (&Decoder, &LoraAdapter),
     requests: &[GenerationRequest<'_>],
@@ -183,16 +184,16 @@ fn answers_are_those_of_the_cpu_but_for_rounding() {
         let prompts = requests.iter().flat_map(|request| vec![request.prompt; request.n]);
         let off = |(prompt, answer)| pair.compared(prompt, answer, decoding, sampling.temperature);
         let worst = prompts.zip(&found).map(off).fold(0f32, f32::max);
-        let of_card = (&pair.on_card.0, &pair.on_card.1);
-        let (mean, max) = off_the_training_pass(of_card, &requests, &found, sampling.temperature);
+        let of_gpu = (&pair.on_gpu.0, &pair.on_gpu.1);
+        let (mean, max) = off_the_training_pass(of_gpu, &requests, &found, sampling.temperature);
         println!("{name}, {decoding:?}: {n_same} of {} answers are the same, off by {worst}", found.len());
-        println!("{name}, {decoding:?}: off the card's training pass by {mean} on average, {max} at worst");
+        println!("{name}, {decoding:?}: off the GPU's training pass by {mean} on average, {max} at worst");
         assert!(2 * n_same >= found.len() && worst <= TOLERANCE, "{name}, {decoding:?}: {n_same}, {worst}");
         assert!(mean <= 0.02 && max <= TOLERANCE, "{name}: off the training pass by {mean}, {max} at worst");
     }
 }
 
-/// The simulated cuBLAS sums in one order, whatever else is in a product; a card's may not, and the kernel for few rows has an order
+/// The simulated cuBLAS sums in one order, whatever else is in a product; a GPU's may not, and the kernel for few rows has an order
 /// of its own.
 #[test]
 fn answers_do_not_depend_on_what_else_is_in_progress() {
@@ -208,8 +209,8 @@ fn in_other_company() {
         [(3, 4096, PrefixLife::Policy), (20, 0, PrefixLife::Policy), (20, 64, PrefixLife::Call)]
     {
         let settings = EngineSettings { max_sequences, max_prefix_tokens, prefix_life, room: None };
-        let mut engine = Engine::new(&pair.on_card.0, settings).unwrap();
-        engine.set_policy(Some(&pair.on_card.1), 1).unwrap();
+        let mut engine = Engine::new(&pair.on_gpu.0, settings).unwrap();
+        engine.set_policy(Some(&pair.on_gpu.1), 1).unwrap();
         for _ in 0..2 {
             let found = generate(&mut engine, &requests(&prompts), Decoding::Sample, &sampling);
             assert!(found == expected, "{settings:?}");
@@ -224,20 +225,20 @@ fn in_other_company() {
 #[test]
 fn steps_are_recorded_and_a_policy_takes_the_place_of_the_one_before() {
     let (pair, prompts) = (Pair::new("qwen2-untied"), prompts());
-    let other = adapter(&pair.on_card.0, 1);
+    let other = adapter(&pair.on_gpu.0, 1);
     let mut engine = pair.engine(6);
     let mut answers = |adapter: Option<&LoraAdapter>, version| {
         engine.set_policy(adapter, version).unwrap();
         let found = generate(&mut engine, &requests(&prompts), Decoding::Sample, &sampling(12));
-        (found, n_recorded(&engine))
+        (found, n_captured(&engine))
     };
-    let (first, n_first) = answers(Some(&pair.on_card.1), 1);
+    let (first, n_first) = answers(Some(&pair.on_gpu.1), 1);
     let (second, n_second) = answers(Some(&other), 2);
-    let (third, n_third) = answers(Some(&pair.on_card.1), 3);
+    let (third, n_third) = answers(Some(&pair.on_gpu.1), 3);
     assert!(n_first > 0 && n_second >= n_first && n_third >= n_second, "{n_first}, {n_second}, {n_third} steps");
     assert!(first == third && first != second);
     let alone = |adapter: Option<&LoraAdapter>| {
-        let mut engine = self::engine(&pair.on_card.0, 6);
+        let mut engine = self::engine(&pair.on_gpu.0, 6);
         engine.set_policy(adapter, 1).unwrap();
         generate(&mut engine, &requests(&prompts), Decoding::Sample, &sampling(12))
     };
@@ -245,10 +246,10 @@ fn steps_are_recorded_and_a_policy_takes_the_place_of_the_one_before() {
     assert!(answers(None, 4).0 == alone(None), "the bare base, of other shapes");
 }
 
-/// The symptom: recorded steps went on with the scale of the policy before, where only `lora_alpha` was another.
+/// The symptom: captured steps used the scale of the previous policy if only `lora_alpha` was different.
 #[test]
 fn a_policy_of_another_scale_has_steps_of_its_own() {
-    let (decoder, prompts) = (decoder("qwen3-tied", &card()), prompts());
+    let (decoder, prompts) = (decoder("qwen3-tied", &gpu_device()), prompts());
     let weak = adapter(&decoder, 1);
     let strong = LoraAdapter::new(&decoder, LoraSettings::all_linear(3, 24.0), 5).unwrap();
     for (to, from) in strong.vars().values().zip(weak.vars().values()) {
@@ -264,11 +265,11 @@ fn a_policy_of_another_scale_has_steps_of_its_own() {
     assert!(found[0] != found[1] && found[0] == found[2] && found[1] == alone(&strong));
 }
 
-/// The symptom: NaN in an adapter came out as attention to nothing, and answers went on.
+/// The symptom: NaN in an adapter became attention to nothing, and generation continued.
 #[test]
 fn a_policy_that_is_no_number_is_refused_and_the_next_one_taken() {
     let pair = Pair::new("qwen3-tied");
-    let (prompts, bad) = (prompts(), adapter(&pair.on_card.0, 0));
+    let (prompts, bad) = (prompts(), adapter(&pair.on_gpu.0, 0));
     let requests = requests(&prompts);
     let mut engine = pair.engine(6);
     let expected = generate(&mut engine, &requests, Decoding::Sample, &sampling(6));
@@ -285,13 +286,13 @@ fn a_policy_that_is_no_number_is_refused_and_the_next_one_taken() {
         let stopped = engine.generate(&requests, Decoding::Sample, &sampling(6), &BTreeSet::from([2])).unwrap_err();
         assert!(stopped.to_string().contains("without a policy"), "{stopped}");
     }
-    engine.set_policy(Some(&pair.on_card.1), 4).unwrap();
+    engine.set_policy(Some(&pair.on_gpu.1), 4).unwrap();
     assert!(generate(&mut engine, &requests, Decoding::Sample, &sampling(6)) == expected);
 }
 
-/// The symptom: after a call for which there was no memory, every further one found a card without room.
+/// The symptom: after a call for which there was no memory, every further one found a GPU without a KV cache.
 #[test]
-fn after_a_call_too_large_for_the_card_others_go_on() {
+fn after_a_call_too_large_for_the_gpu_others_work() {
     let (pair, prompts) = (Pair::new("qwen2-tied"), prompts());
     let requests = requests(&prompts);
     let mut engine = pair.engine(1 << 40);
@@ -306,7 +307,7 @@ fn after_a_call_too_large_for_the_card_others_go_on() {
 /// The numbers that the module's documentation tells, of two layers.
 #[test]
 fn a_step_takes_few_launches_whatever_the_number_of_sequences() {
-    let decoder = decoder("qwen3-tied", &card());
+    let decoder = decoder("qwen3-tied", &gpu_device());
     let adapter = adapter(&decoder, 0);
     let of_step = |adapter: Option<&LoraAdapter>, n: usize| {
         let mut engine = engine(&decoder, n);
@@ -324,9 +325,9 @@ fn a_step_takes_few_launches_whatever_the_number_of_sequences() {
 
 #[test]
 fn heads_that_no_kernel_takes_are_named() {
-    let decoder = decoder("qwen3-untied", &card());
+    let decoder = decoder("qwen3-untied", &gpu_device());
     let error = engine(&decoder, 4).set_policy(None, 1).unwrap_err().to_string();
-    assert!(error.contains("heads of 12") && error.contains("device = \"cpu\""), "{error}");
+    assert!(error.contains("heads of size 12") && error.contains("device = \"cpu\""), "{error}");
 }
 
 #[test]
@@ -368,20 +369,20 @@ fn with_few_blocks() {
     let expected = generate(&mut pair.engine(30), &requests(&prompts), Decoding::Sample, &sampling);
     let room = CacheRoom { n_responses: 3, n_prompts: 2, longest_prompt: 27, max_new_tokens: 20 };
     let settings = EngineSettings { max_prefix_tokens: 32, room: Some(room), ..EngineSettings::default() };
-    let mut engine = Engine::new(&pair.on_card.0, settings).unwrap();
-    engine.set_policy(Some(&pair.on_card.1), 1).unwrap();
+    let mut engine = Engine::new(&pair.on_gpu.0, settings).unwrap();
+    engine.set_policy(Some(&pair.on_gpu.1), 1).unwrap();
     let found = generate(&mut engine, &requests(&prompts), Decoding::Sample, &sampling);
     assert!(found == expected);
     let memory = engine.cache_memory();
     assert_eq!(memory.room_bytes, room.n_blocks(32) * memory.block_bytes);
-    assert_eq!(memory.room_bytes as u64, room.cache_bytes(pair.on_card.0.config(), 32, 2));
+    assert_eq!(memory.room_bytes as u64, room.cache_bytes(pair.on_gpu.0.config(), 32, 2));
     assert!(memory.peak_bytes <= memory.room_bytes, "{memory:?}");
 
     let settings = EngineSettings {
         room: Some(CacheRoom { n_responses: 1, n_prompts: 1, longest_prompt: 2, ..room }),
         ..settings
     };
-    let mut engine = Engine::new(&pair.on_card.0, settings).unwrap();
+    let mut engine = Engine::new(&pair.on_gpu.0, settings).unwrap();
     let request = GenerationRequest { prompt: &prompts[0], seed: 1, n: 1 };
     let refused = engine.generate(&[request], Decoding::Greedy, &sampling, &BTreeSet::new()).unwrap_err();
     assert!(refused.to_string().contains("a prompt of 26 tokens with max_new_tokens 20"), "{refused}");
@@ -406,10 +407,10 @@ fn shapes(n_layers: usize) -> DecoderConfig {
 
 #[test]
 fn long_prompts_are_read_in_parts_as_at_once() {
-    let [of_cpu, of_card] =
-        [ComputeDevice::Cpu, card()].map(|place| Decoder::random(shapes(2), 3, BaseDtype::Bf16, &place).unwrap());
-    let (adapter_of_cpu, adapter_of_card) = (adapter(&of_cpu, 0), adapter(&of_card, 0));
-    let pair = Pair { on_cpu: (of_cpu, adapter_of_cpu), on_card: (of_card, adapter_of_card) };
+    let [of_cpu, of_gpu] =
+        [ComputeDevice::Cpu, gpu_device()].map(|place| Decoder::random(shapes(2), 3, BaseDtype::Bf16, &place).unwrap());
+    let (adapter_of_cpu, adapter_of_gpu) = (adapter(&of_cpu, 0), adapter(&of_gpu, 0));
+    let pair = Pair { on_cpu: (of_cpu, adapter_of_cpu), on_gpu: (of_gpu, adapter_of_gpu) };
     let long: Vec<u32> = (0..600).map(|i| (i * 29 + 3) % 64).collect();
     let prompts = [long.clone(), long[..300].to_vec(), [&long[..580], &[5, 6]].concat()];
     let requests: Vec<GenerationRequest<'_>> =
@@ -423,13 +424,13 @@ fn long_prompts_are_read_in_parts_as_at_once() {
     }
 }
 
-/// What the limits of `rl/rollout_check.rs` rest on: how far rollouts and the training pass, both of the card, differ in models of
+/// What the limits of `rl/rollout_check.rs` rest on: how far rollouts and the training pass, both of the GPU, differ in models of
 /// several depths.
 #[test]
 fn rollouts_and_training_differ_by_rounding_at_every_depth() {
     let prompt: Vec<u32> = (0..20).map(|i| (i * 29 + 3) % 200).collect();
     for n_layers in [2, 8, 24] {
-        let decoder = Decoder::random(shapes(n_layers), 3, BaseDtype::Bf16, &card()).unwrap();
+        let decoder = Decoder::random(shapes(n_layers), 3, BaseDtype::Bf16, &gpu_device()).unwrap();
         let adapter = LoraAdapter::new(&decoder, LoraSettings::all_linear(3, 6.0), 5).unwrap();
         let mut engine = engine(&decoder, 4);
         engine.set_policy(Some(&adapter), 1).unwrap();

@@ -1,10 +1,10 @@
 //! [`Accelerator`] of a GPU.
 
-use super::adamw::AdamLoan;
-use super::layer_rows::{DecoderRope, LayerRows};
+use super::adamw::AdamTensor;
+use super::norm_rope::DeviceRope;
 use super::operations::{self, GpuWeight};
-use super::training::GpuBackend;
-use super::{DeviceWeight, Gpu, Loan, Matrix, PackedFormat, Scale, whole};
+use super::training::{GpuBackend, LayerRows};
+use super::{BorrowedValues, DeviceWeight, Gpu, Matrix, PackedFormat, Scale, contiguous};
 use crate::decode::GpuPolicy;
 use candle_core::{DType, Device, Error, Result, Tensor};
 use half::bf16;
@@ -39,14 +39,14 @@ impl Accelerators for Gpus {
     }
 }
 
-/// What [`Accelerator`] keeps for others.
+/// State that querl-model stores for this backend.
 fn state<T: 'static>(state: &DeviceState) -> Result<&T> {
     state.downcast_ref().ok_or_else(|| Error::Msg("state of another accelerator on a GPU".into()))
 }
 
 impl LayerAccelerator for Gpu {
     fn upload_rope(&self, rope: &RopeTable) -> Result<DeviceState> {
-        Ok(Arc::new(DecoderRope::new(self, rope)?))
+        Ok(Arc::new(DeviceRope::new(self, rope)?))
     }
 
     fn upload_rows(
@@ -56,7 +56,8 @@ impl LayerAccelerator for Gpu {
         query_rows: Option<&[u32]>,
         dropout: Option<&DropoutMask>,
     ) -> Result<DeviceState> {
-        let rope = state::<DecoderRope>(rope)?.table().clone();
+        let rope = rope.clone().downcast::<DeviceRope>();
+        let rope = rope.map_err(|_| Error::Msg("a RoPE table of another accelerator on a GPU".into()))?;
         Ok(Arc::new(LayerRows::new(self, rope, batch, query_rows, dropout)?))
     }
 
@@ -137,7 +138,7 @@ impl Accelerator for Gpu {
     }
 
     fn all_reduce(&self, ranks: &Ranks, tensor: &Tensor) -> Result<Tensor> {
-        let mut sum = self.copy(&*Loan::of(&whole(tensor)?)?)?;
+        let mut sum = self.copy(&*BorrowedValues::of(&contiguous(tensor)?)?)?;
         self.all_reduce(ranks, &mut sum)?;
         Ok(operations::tensor(self, sum, tensor.shape()))
     }
@@ -151,8 +152,8 @@ impl Accelerator for Gpu {
     }
 
     fn gradient_norm(&self, gradients: &[Tensor], scale: f32, max_norm: Option<f32>) -> Result<GradientNorm> {
-        let gradients: Vec<Tensor> = gradients.iter().map(whole).collect::<Result<_>>()?;
-        let loans: Vec<Loan<'_>> = gradients.iter().map(Loan::of).collect::<Result<_>>()?;
+        let gradients: Vec<Tensor> = gradients.iter().map(contiguous).collect::<Result<_>>()?;
+        let loans: Vec<BorrowedValues<'_>> = gradients.iter().map(BorrowedValues::of).collect::<Result<_>>()?;
         let views: Vec<_> = loans.iter().map(|loan| loan.as_view()).collect();
         let values = self.gradient_norm(&views, scale, max_norm)?;
         let (norm, scale) = values.read(self)?;
@@ -164,18 +165,19 @@ impl Accelerator for Gpu {
     }
 
     fn adamw(&self, tensors: &[AdamWTensors<'_>], step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()> {
-        let gradients: Vec<Tensor> = tensors.iter().map(|tensors| whole(tensors.gradient)).collect::<Result<_>>()?;
-        let loans = tensors.iter().zip(&gradients).map(|(tensors, gradient)| {
-            Ok(AdamLoan {
-                values: Loan::of(tensors.values)?,
-                gradient: Loan::of(gradient)?,
-                first: Loan::of(tensors.first)?,
-                second: Loan::of(tensors.second)?,
-                keep: tensors.decay,
-            })
+        let gradients: Vec<Tensor> =
+            tensors.iter().map(|tensors| contiguous(tensors.gradient)).collect::<Result<_>>()?;
+        let borrowed = tensors.iter().zip(&gradients).map(|(tensors, gradient)| {
+            let values = BorrowedValues::of;
+            Ok([values(tensors.values)?, values(gradient)?, values(tensors.first)?, values(tensors.second)?])
+        });
+        let borrowed = borrowed.collect::<Result<Vec<_>>>()?;
+        let tensors = borrowed.iter().zip(tensors).map(|(borrowed, tensors)| {
+            let [values, gradient, first, second] = borrowed.each_ref().map(|values| values.as_view());
+            AdamTensor { values, gradient, first, second, decay: tensors.decay }
         });
         let norm = norm.map(|norm| state(&norm.on_device)).transpose()?;
-        self.adamw_of_loans(&loans.collect::<Result<Vec<_>>>()?, step, norm)
+        self.adamw(&tensors.collect::<Vec<_>>(), step, norm)
     }
 
     fn memory(&self) -> Result<DeviceMemory> {

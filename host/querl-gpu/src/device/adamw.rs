@@ -1,55 +1,34 @@
-//! The optimizer's step over all trained tensors in one launch, and the norm of all gradients: twin of `querl_train::AdamW` and
-//! of `Gradients::clip`.
+//! AdamW over all trained tensors in one launch, and the norm of all gradients: counterpart of `querl_train::AdamW` and
+//! `Gradients::clip`.
 
 use super::gpu::Gpu;
 use super::launch::Arg;
-use super::tensors::Loan;
-use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut, DevicePtr, DevicePtrMut};
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DevicePtr};
 use candle_core::{Result, bail};
 use querl_model::AdamWStep;
 
-/// A trained tensor with its gradient and its moments, of one length.
+/// A trained tensor with its gradient and moments, of one length. The GPU writes `values`, `first` and `second`, in the order of the
+/// stream; candle's tensors can only be borrowed for reading.
 pub struct AdamTensor<'a> {
-    /// Changed by a step.
-    pub values: CudaViewMut<'a, f32>,
-    /// Before the factor that clipping asks for.
+    pub values: CudaView<'a, f32>,
+    /// Before clipping.
     pub gradient: CudaView<'a, f32>,
-    /// First moments.
-    pub first: CudaViewMut<'a, f32>,
-    /// Second moments.
-    pub second: CudaViewMut<'a, f32>,
-    /// Factor on the values: what decay leaves, 1 for vectors.
-    pub keep: f32,
+    pub first: CudaView<'a, f32>,
+    pub second: CudaView<'a, f32>,
+    /// Weight-decay multiplier `1 - lr * weight_decay`; 1 for 1-D parameters.
+    pub decay: f32,
 }
 
-/// The same of candle's tensors, which lend their values for reading alone: the card changes `values`, `first` and `second`, in the
-/// order of the stream, and no value of them is on the host.
-pub struct AdamLoan<'a> {
-    /// Changed by a step.
-    pub values: Loan<'a>,
-    /// Before the factor that clipping asks for.
-    pub gradient: Loan<'a>,
-    /// First moments.
-    pub first: Loan<'a>,
-    /// Second moments.
-    pub second: Loan<'a>,
-    /// Factor on the values: what decay leaves, 1 for vectors.
-    pub keep: f32,
-}
-
-/// The global norm of gradients and the factor that clipping makes of it, on the card: `(2)`.
+/// The global norm of gradients and the factor of clipping, on the GPU: `(2)`.
 pub struct GradientNorm {
     values: CudaSlice<f32>,
 }
 
-/// Values that one block works on. Sums are formed by chunk and then in the chunks' order.
+/// Values of one block. Sums are formed by chunk, then in the order of the chunks.
 const CHUNK: usize = 8192;
 
 impl GradientNorm {
-    /// The norm before clipping, and the factor; the host waits for the card.
-    ///
-    /// # Errors
-    /// Something that was asked of the card failed.
+    /// The norm before clipping, and the factor; synchronises.
     pub fn read(&self, gpu: &Gpu) -> Result<(f32, f32)> {
         match gpu.download(&self.values)?[..] {
             [norm, scale] => Ok((norm, scale)),
@@ -58,7 +37,8 @@ impl GradientNorm {
     }
 }
 
-/// Six numbers for each tensor: four addresses, its length, and where its chunks begin with `keep` in the upper half.
+/// Six numbers for each tensor: four addresses, its length, and its first chunk with `decay` in the upper half.
+#[derive(Default)]
 struct Table {
     entries: Vec<u64>,
     n_tensors: usize,
@@ -66,16 +46,12 @@ struct Table {
 }
 
 impl Table {
-    fn new() -> Self {
-        Self { entries: Vec::new(), n_tensors: 0, n_chunks: 0 }
-    }
-
-    fn push(&mut self, addresses: [u64; 4], len: usize, keep: f32) -> Result<()> {
+    fn push(&mut self, addresses: [u64; 4], len: usize, decay: f32) -> Result<()> {
         let Ok(first_chunk) = u32::try_from(self.n_chunks) else {
             bail!("adamw: {} chunks are too many", self.n_chunks)
         };
         self.entries.extend(addresses);
-        self.entries.extend([len as u64, u64::from(first_chunk) | u64::from(keep.to_bits()) << 32]);
+        self.entries.extend([len as u64, u64::from(first_chunk) | u64::from(decay.to_bits()) << 32]);
         self.n_tensors += 1;
         self.n_chunks += len.div_ceil(CHUNK);
         Ok(())
@@ -83,10 +59,7 @@ impl Table {
 }
 
 impl Gpu {
-    /// Global norm over all gradients times `scale`, and `scale` times what clipping to `max_norm` makes of it.
-    ///
-    /// # Errors
-    /// The card has no memory left.
+    /// Global norm of all gradients times `scale`, and `scale` times the factor of clipping to `max_norm`.
     ///
     /// Source: torch `clip_grad_norm_`.
     pub fn gradient_norm(
@@ -95,7 +68,7 @@ impl Gpu {
         scale: f32,
         max_norm: Option<f32>,
     ) -> Result<GradientNorm> {
-        let mut table = Table::new();
+        let mut table = Table::default();
         for gradient in gradients.iter().filter(|gradient| !gradient.is_empty()) {
             let address = gradient.device_ptr(self.stream()).0;
             table.push([0, address, 0, 0], gradient.len(), 1.0)?;
@@ -117,55 +90,24 @@ impl Gpu {
         Ok(GradientNorm { values })
     }
 
-    /// The same where the host has found both.
-    ///
-    /// # Errors
-    /// The card has no memory left.
+    /// A norm and factor that the host has computed.
     pub fn known_norm(&self, norm: f32, factor: f32) -> Result<GradientNorm> {
         Ok(GradientNorm { values: self.upload(&[norm, factor])? })
     }
 
-    /// Takes one step for every tensor. Gradients are multiplied by the factor that `norm` holds.
-    ///
-    /// # Errors
-    /// Lengths that differ.
-    pub fn adamw(&self, tensors: &mut [AdamTensor<'_>], step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()> {
-        let mut table = Table::new();
-        for tensor in tensors.iter_mut().filter(|tensor| !tensor.values.is_empty()) {
-            let n = tensor.values.len();
-            if [tensor.gradient.len(), tensor.first.len(), tensor.second.len()] != [n; 3] {
-                bail!("adamw: a tensor of {n} values with a gradient of {}", tensor.gradient.len());
-            }
-            let stream = self.stream();
-            let addresses = [
-                tensor.values.device_ptr_mut(stream).0,
-                tensor.gradient.device_ptr(stream).0,
-                tensor.first.device_ptr_mut(stream).0,
-                tensor.second.device_ptr_mut(stream).0,
-            ];
-            table.push(addresses, n, tensor.keep)?;
-        }
-        self.step_of(&table, step, norm)
-    }
-
-    /// The same for tensors of candle.
-    ///
-    /// # Errors
-    /// Lengths that differ.
-    pub fn adamw_of_loans(&self, tensors: &[AdamLoan<'_>], step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()> {
-        let mut table = Table::new();
-        for AdamLoan { values, gradient, first, second, keep } in tensors {
+    /// One step for every tensor. Gradients are multiplied by the factor of `norm`.
+    pub fn adamw(&self, tensors: &[AdamTensor<'_>], step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()> {
+        let mut table = Table::default();
+        for AdamTensor { values, gradient, first, second, decay } in tensors {
             let n = values.len();
             if [gradient.len(), first.len(), second.len()] != [n; 3] {
                 bail!("adamw: a tensor of {n} values with a gradient of {}", gradient.len());
             }
-            let addresses = [values, gradient, first, second].map(|values| values.device_ptr(self.stream()).0);
-            table.push(addresses, n, *keep)?;
+            if n > 0 {
+                let addresses = [values, gradient, first, second].map(|values| values.device_ptr(self.stream()).0);
+                table.push(addresses, n, *decay)?;
+            }
         }
-        self.step_of(&table, step, norm)
-    }
-
-    fn step_of(&self, table: &Table, step: AdamWStep, norm: Option<&GradientNorm>) -> Result<()> {
         let entries = self.upload(&table.entries)?;
         let AdamWStep { step_size, correction, beta1, beta2, eps } = step;
         let mut args = vec![self.input(&entries), table.n_tensors.into()];

@@ -1,4 +1,4 @@
-//! Causal attention over packed sequences on the card: twin of `kernels::attention`.
+//! Causal attention over packed sequences: counterpart of [`querl_model::kernels::attention()`].
 //!
 //! A row sees another one if that stands before it or is itself, and if it belongs to what branches off the other's run of
 //! rows: `key <= query < end of the key's run`. So a mask is one number for each key. Queries and keys are worked on in tiles;
@@ -45,7 +45,7 @@ pub struct TreeQueries {
     n_items: usize,
 }
 
-/// How many tiles, items and entries there are; found on the host, where it can be tested without a card.
+/// The lists of tiles, computed on the host, so that they are tested without a GPU.
 #[derive(Debug, Default, PartialEq)]
 struct Tiles {
     rows: Vec<u32>,
@@ -116,17 +116,11 @@ impl Tiles {
 
 impl TreeQueries {
     /// Every row.
-    ///
-    /// # Errors
-    /// The card has no memory left.
     pub fn all(gpu: &Gpu, tree: &RowTree) -> Result<Self> {
         Self::new(gpu, tree, (0..tree.n_rows() as u32).collect())
     }
 
     /// Some rows, in rising order.
-    ///
-    /// # Errors
-    /// The rows do not rise, or the tree has no such row.
     pub fn some(gpu: &Gpu, tree: &RowTree, rows: &[u32]) -> Result<Self> {
         if rows.windows(2).any(|pair| pair[0] >= pair[1]) {
             bail!("attention: the rows of queries do not rise");
@@ -156,7 +150,7 @@ impl TreeQueries {
         })
     }
 
-    /// Their rows, on the card.
+    /// Row indices, on the GPU.
     pub fn rows(&self) -> &CudaSlice<u32> {
         &self.rows
     }
@@ -210,9 +204,6 @@ impl Gpu {
     ///
     /// `q`: `(queries, heads * D)`; `k`, `v`: `(N, kv_heads * D)`. Returns `(queries, heads * D)` bf16.
     ///
-    /// # Errors
-    /// Widths that do not divide into heads, or heads wider than 128.
-    ///
     /// Source: Dao 2023, "FlashAttention-2".
     pub fn attend(
         &self,
@@ -223,13 +214,13 @@ impl Gpu {
         v: &impl DevicePtr<bf16>,
     ) -> Result<(CudaSlice<bf16>, CudaSlice<f32>)> {
         let heads = queries.heads(head_dim, [q.len(), k.len(), v.len()])?;
-        let (mut out, mut log_sums) = (self.alloc(q.len())?, self.alloc(queries.n_queries * heads.n_heads)?);
+        let (mut out, mut logsumexp) = (self.alloc(q.len())?, self.alloc(queries.n_queries * heads.n_heads)?);
         let mut args = [
             self.input(q),
             self.input(k),
             self.input(v),
             self.output(&mut out),
-            self.output(&mut log_sums),
+            self.output(&mut logsumexp),
             self.input(&queries.forward),
             self.input(&queries.keys),
             self.input(&queries.rows),
@@ -245,13 +236,10 @@ impl Gpu {
         let grid = [queries.n_tiles(), heads.n_heads, 1];
         // SAFETY: as `cuda/attention.cuh` declares it; lengths were checked by `heads`, lists are within them by construction.
         unsafe { self.launch(name, grid, TILE_THREADS, heads.bytes(3 * TILE), &mut args)? };
-        Ok((out, log_sums))
+        Ok((out, logsumexp))
     }
 
     /// Gradients of queries, keys and values for the gradient `grad` of [`Gpu::attend`]'s result `out`.
-    ///
-    /// # Errors
-    /// As [`Gpu::attend`].
     #[allow(clippy::too_many_arguments)] // the twin's arguments, with the three of the forward pass apart
     pub fn attention_gradients(
         &self,
@@ -261,18 +249,18 @@ impl Gpu {
         k: &impl DevicePtr<bf16>,
         v: &impl DevicePtr<bf16>,
         out: &impl DevicePtr<bf16>,
-        log_sums: &impl DevicePtr<f32>,
+        logsumexp: &impl DevicePtr<f32>,
         grad: &impl DevicePtr<bf16>,
     ) -> Result<[CudaSlice<bf16>; 3]> {
         let heads = queries.heads(head_dim, [q.len(), k.len(), v.len()])?;
-        if out.len() != q.len() || grad.len() != q.len() || log_sums.len() != queries.n_queries * heads.n_heads {
+        if out.len() != q.len() || grad.len() != q.len() || logsumexp.len() != queries.n_queries * heads.n_heads {
             bail!("attention: {} results and {} gradients of {} queries", out.len(), grad.len(), q.len());
         }
-        let pulls = self.attention_pulls(queries, heads, out, grad)?;
+        let deltas = self.attention_delta(queries, heads, out, grad)?;
         let sizes = [queries.n_queries, queries.n_rows, heads.n_heads, heads.n_kv_heads, heads.head_dim];
         let mut dq = self.alloc(q.len())?;
         let mut args = vec![self.input(q), self.input(k), self.input(v), self.input(grad)];
-        args.extend([self.input(log_sums), self.input(&pulls), self.output(&mut dq)]);
+        args.extend([self.input(logsumexp), self.input(&deltas), self.output(&mut dq)]);
         args.extend([self.input(&queries.forward), self.input(&queries.keys)]);
         args.extend([self.input(&queries.rows), self.input(&queries.ends)]);
         args.extend(sizes.map(Into::into));
@@ -285,7 +273,7 @@ impl Gpu {
         let n_sums = queries.n_items * heads.n_kv_heads * TILE * heads.head_dim;
         let (mut dk_sums, mut dv_sums) = (self.alloc::<f32>(n_sums)?, self.alloc::<f32>(n_sums)?);
         let mut args = vec![self.input(q), self.input(k), self.input(v), self.input(grad)];
-        args.extend([self.input(log_sums), self.input(&pulls)]);
+        args.extend([self.input(logsumexp), self.input(&deltas)]);
         args.extend([self.output(&mut dk_sums), self.output(&mut dv_sums)]);
         args.extend([self.input(&queries.backward), self.input(&queries.queries)]);
         args.extend([self.input(&queries.rows), self.input(&queries.ends)]);
@@ -301,22 +289,22 @@ impl Gpu {
     }
 
     /// `sum(grad * out)` over each head of each query: `(heads, queries)`.
-    fn attention_pulls(
+    fn attention_delta(
         &self,
         queries: &TreeQueries,
         heads: Heads,
         out: &impl DevicePtr<bf16>,
         grad: &impl DevicePtr<bf16>,
     ) -> Result<CudaSlice<f32>> {
-        let mut pulls = self.alloc(queries.n_queries * heads.n_heads)?;
-        let mut args = [self.input(out), self.input(grad), self.output(&mut pulls), queries.n_queries.into()]
+        let mut deltas = self.alloc(queries.n_queries * heads.n_heads)?;
+        let mut args = [self.input(out), self.input(grad), self.output(&mut deltas), queries.n_queries.into()]
             .into_iter()
             .chain([heads.n_heads.into(), heads.head_dim.into()])
             .collect::<Vec<_>>();
         let n_blocks = (queries.n_queries * heads.n_heads).div_ceil(8);
         // SAFETY: as `cuda/attention.cuh` declares it: a warp for each head of each query.
-        unsafe { self.launch("attention_pulls", [n_blocks, 1, 1], 256, 0, &mut args)? };
-        Ok(pulls)
+        unsafe { self.launch("attention_delta", [n_blocks, 1, 1], 256, 0, &mut args)? };
+        Ok(deltas)
     }
 
     /// Adds the parts that items found, in their order.

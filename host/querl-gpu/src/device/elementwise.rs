@@ -1,12 +1,13 @@
-//! Values one by one, rows by index.
+//! Element-wise kernels, rows by index, factors and sums of columns, random weights.
 
 use super::gpu::Gpu;
-use super::launch::{THREADS, blocks_for};
+use super::launch::{Arg, THREADS, blocks_for};
 use candle_core::cuda_backend::CudaDType;
 use candle_core::cuda_backend::cudarc::cublas::sys::cudaDataType;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut, DeviceRepr, ValidAsZeroBits};
 use candle_core::{Result, bail};
 use half::bf16;
+use std::ops::Range;
 
 /// What our kernels compute with: f32 and bf16.
 pub trait Element: DeviceRepr + ValidAsZeroBits + CudaDType + Copy + 'static {
@@ -43,9 +44,6 @@ pub(super) fn same_length(what: &str, a: usize, b: usize) -> Result<()> {
 
 impl Gpu {
     /// Rounds to bf16.
-    ///
-    /// # Errors
-    /// The card has no memory left.
     pub fn to_bf16(&self, x: &impl DevicePtr<f32>) -> Result<CudaSlice<bf16>> {
         let mut y = self.alloc(x.len())?;
         self.to_bf16_into(x, &mut y)?;
@@ -53,27 +51,18 @@ impl Gpu {
     }
 
     /// Rounds to bf16, into memory that is there.
-    ///
-    /// # Errors
-    /// Lengths that differ.
     pub fn to_bf16_into(&self, x: &impl DevicePtr<f32>, y: &mut impl DevicePtrMut<bf16>) -> Result<()> {
         same_length("to_bf16", y.len(), x.len())?;
         self.over("to_bf16", x.len(), &mut [self.input(x), self.output(y), x.len().into()])
     }
 
     /// Sets `mark`, one number, to 1 where a value is not finite in bf16, and leaves it as it is elsewhere.
-    ///
-    /// # Errors
-    /// More than one number as the mark.
     pub fn mark_not_finite(&self, x: &impl DevicePtr<f32>, mark: &mut impl DevicePtrMut<u32>) -> Result<()> {
         same_length("mark_not_finite", mark.len(), 1)?;
         self.over("mark_not_finite", x.len(), &mut [self.input(x), self.output(mark), x.len().into()])
     }
 
     /// Widens to f32.
-    ///
-    /// # Errors
-    /// The card has no memory left.
     pub fn to_f32(&self, x: &impl DevicePtr<bf16>) -> Result<CudaSlice<f32>> {
         let mut y = self.alloc(x.len())?;
         self.over("to_f32", x.len(), &mut [self.input(x), self.output(&mut y), x.len().into()])?;
@@ -81,52 +70,40 @@ impl Gpu {
     }
 
     /// `sum += x`, value by value.
-    ///
-    /// # Errors
-    /// Lengths that differ.
     pub fn add(&self, sum: &mut impl DevicePtrMut<f32>, x: &impl DevicePtr<f32>) -> Result<()> {
         same_length("add", x.len(), sum.len())?;
         self.over("add", x.len(), &mut [self.output(sum), self.input(x), x.len().into()])
     }
 
-    /// `silu(gate) * up`: twin of `kernels::gated`.
-    ///
-    /// # Errors
-    /// Lengths that differ.
-    pub fn gated(&self, gate: &impl DevicePtr<bf16>, up: &impl DevicePtr<bf16>) -> Result<CudaSlice<bf16>> {
-        same_length("gated", up.len(), gate.len())?;
+    /// `silu(gate) * up`: counterpart of `kernels::gated`.
+    pub fn swiglu(&self, gate: &impl DevicePtr<bf16>, up: &impl DevicePtr<bf16>) -> Result<CudaSlice<bf16>> {
+        same_length("swiglu", up.len(), gate.len())?;
         let mut y = self.alloc(gate.len())?;
         let mut args = [self.input(gate), self.input(up), self.output(&mut y), gate.len().into()];
-        self.over("gated", gate.len(), &mut args)?;
+        self.over("swiglu", gate.len(), &mut args)?;
         Ok(y)
     }
 
     /// [`Gpu::gated`]'s result again, and the gradients of `gate` and `up` for its gradient: twin of
-    /// `kernels::gated_gradients`.
-    ///
-    /// # Errors
-    /// Lengths that differ.
-    pub fn gated_gradients(
+    /// `kernels::swiglu_gradients`.
+    pub fn swiglu_gradients(
         &self,
         gate: &impl DevicePtr<bf16>,
         up: &impl DevicePtr<bf16>,
         grad: &impl DevicePtr<bf16>,
     ) -> Result<[CudaSlice<bf16>; 3]> {
-        same_length("gated_gradients", up.len(), gate.len())?;
-        same_length("gated_gradients", grad.len(), gate.len())?;
+        same_length("swiglu_gradients", up.len(), gate.len())?;
+        same_length("swiglu_gradients", grad.len(), gate.len())?;
         let n = gate.len();
         let (mut y, mut dgate, mut dup) = (self.alloc(n)?, self.alloc(n)?, self.alloc(n)?);
         let mut args = vec![self.input(gate), self.input(up), self.input(grad)];
         args.extend([self.output(&mut y), self.output(&mut dgate), self.output(&mut dup), n.into()]);
-        self.over("gated_gradients", n, &mut args)?;
+        self.over("swiglu_gradients", n, &mut args)?;
         Ok([y, dgate, dup])
     }
 
     /// Rows of a table `(n, width)`, widened: `(ids, width)` f32. Twin of `FrozenWeight::rows`; the caller has checked that ids
     /// are below `n`, a row beyond it is zeros.
-    ///
-    /// # Errors
-    /// A table that is not whole rows.
     pub fn rows(
         &self,
         table: &impl DevicePtr<bf16>,
@@ -139,9 +116,6 @@ impl Gpu {
     }
 
     /// The same, into memory that is there.
-    ///
-    /// # Errors
-    /// A table that is not whole rows, or lengths that differ.
     pub fn rows_into(
         &self,
         table: &impl DevicePtr<bf16>,
@@ -157,9 +131,6 @@ impl Gpu {
     }
 
     /// The listed rows of `all` `(N, width)`; a row beyond the last is zeros.
-    ///
-    /// # Errors
-    /// Values that are not whole rows.
     pub fn pick<T: Element>(
         &self,
         all: &impl DevicePtr<T>,
@@ -172,9 +143,6 @@ impl Gpu {
     }
 
     /// The same, into memory that is there.
-    ///
-    /// # Errors
-    /// Values that are not whole rows, or lengths that differ.
     pub fn pick_into<T: Element>(
         &self,
         all: &impl DevicePtr<T>,
@@ -190,9 +158,6 @@ impl Gpu {
     }
 
     /// Adds `picked` `(list, width)` to the listed rows of `all` `(N, width)`. No row is listed twice.
-    ///
-    /// # Errors
-    /// Values that are not whole rows.
     pub fn add_picked(
         &self,
         all: &mut impl DevicePtrMut<f32>,
@@ -236,4 +201,189 @@ pub(super) fn whole_rows(what: &str, len: usize, width: usize) -> Result<usize> 
         bail!("{what}: {len} values are not rows of {width}");
     }
     Ok(len / width)
+}
+
+impl Gpu {
+    /// `factors * x + bias` in each row of `x` `(N, width)`; factors and bias: `(width)`.
+    pub fn scaled_columns(
+        &self,
+        x: &impl DevicePtr<f32>,
+        factors: &impl DevicePtr<f32>,
+        bias: Option<&CudaSlice<f32>>,
+    ) -> Result<CudaSlice<bf16>> {
+        let mut y = self.alloc(x.len())?;
+        self.scale(["scale_columns_f32_f32", "scale_columns_f32_bf16"], x, factors, bias, &mut y, 0)?;
+        Ok(y)
+    }
+
+    /// The same, added to `y`.
+    pub fn add_scaled_columns(
+        &self,
+        x: &impl DevicePtr<f32>,
+        factors: &impl DevicePtr<f32>,
+        bias: Option<&CudaSlice<f32>>,
+        y: &mut impl DevicePtrMut<f32>,
+    ) -> Result<()> {
+        self.scale(["scale_columns_f32_f32", "scale_columns_f32_bf16"], x, factors, bias, y, 1)
+    }
+
+    /// `factors * x` of values in bf16.
+    pub fn scaled_values(&self, x: &impl DevicePtr<bf16>, factors: &impl DevicePtr<f32>) -> Result<CudaSlice<bf16>> {
+        let mut y: CudaSlice<bf16> = self.alloc(x.len())?;
+        self.scale(["scale_columns_bf16_bf16"; 2], x, factors, None, &mut y, 0)?;
+        Ok(y)
+    }
+
+    /// `names`: of the kernels whose results are f32 and bf16.
+    fn scale<From: Element, To: Element>(
+        &self,
+        names: [&'static str; 2],
+        x: &impl DevicePtr<From>,
+        factors: &impl DevicePtr<f32>,
+        bias: Option<&CudaSlice<f32>>,
+        y: &mut impl DevicePtrMut<To>,
+        adds: u32,
+    ) -> Result<()> {
+        let width = factors.len();
+        let n_rows = whole_rows("scale_columns", x.len(), width)?;
+        same_length("scale_columns", y.len(), x.len())?;
+        bias.map_or(Ok(()), |bias| same_length("scale_columns", bias.len(), width))?;
+        let mut args = [
+            self.input(x),
+            self.input(factors),
+            bias.map_or(Arg::null(), |bias| self.input(bias)),
+            self.output(y),
+            n_rows.into(),
+            width.into(),
+            adds.into(),
+        ];
+        let blocks = blocks_for(x.len(), self.n_processors());
+        // SAFETY: as `cuda/columns.cuh` declares it; lengths were checked.
+        unsafe { self.launch(To::kernel(names), [blocks, 1, 1], THREADS, 0, &mut args) }
+    }
+
+    /// Sums over the rows of `a` times `b`, value by value, or of `a` alone: `(width)`.
+    pub fn column_totals(
+        &self,
+        a: &impl DevicePtr<bf16>,
+        b: Option<&CudaSlice<bf16>>,
+        width: usize,
+    ) -> Result<CudaSlice<f32>> {
+        let n_rows = whole_rows("column_totals", a.len(), width)?;
+        b.map_or(Ok(()), |b| same_length("column_totals", b.len(), a.len()))?;
+        let mut sums = self.alloc(width)?;
+        let mut args = [
+            self.input(a),
+            b.map_or(Arg::null(), |b| self.input(b)),
+            self.output(&mut sums),
+            n_rows.into(),
+            width.into(),
+        ];
+        // SAFETY: as `cuda/columns.cuh` declares it: a block for each 64 columns; every sum is written.
+        unsafe { self.launch("column_totals", [width.div_ceil(64), 1, 1], 256, 0, &mut args)? };
+        Ok(sums)
+    }
+}
+
+/// For each of some rows the places that name it, in their order.
+pub struct InverseIndex {
+    /// Where each row's list begins, `(rows + 1)`.
+    starts: CudaSlice<u32>,
+    /// The lists, one after another.
+    index: CudaSlice<u32>,
+    n_rows: usize,
+}
+
+impl InverseIndex {
+    /// `places`: rows below `n_rows`.
+    pub fn new(gpu: &Gpu, places: &[u32], n_rows: usize) -> Result<Self> {
+        let (starts, index) = lists(places, n_rows)?;
+        Ok(Self { starts: gpu.upload(&starts)?, index: gpu.upload(&index)?, n_rows })
+    }
+}
+
+/// Where each row's list begins, and the lists.
+fn lists(places: &[u32], n_rows: usize) -> Result<(Vec<u32>, Vec<u32>)> {
+    if let Some(place) = places.iter().find(|&&place| place as usize >= n_rows) {
+        bail!("there is no row {place} among {n_rows}");
+    }
+    let mut starts = vec![0; n_rows + 1];
+    places.iter().for_each(|&place| starts[place as usize + 1] += 1);
+    (0..n_rows).for_each(|row| starts[row + 1] += starts[row]);
+    let (mut next, mut index) = (starts.clone(), vec![0; places.len()]);
+    for (place, &row) in places.iter().enumerate() {
+        index[next[row as usize] as usize] = place as u32;
+        next[row as usize] += 1;
+    }
+    Ok((starts, index))
+}
+
+impl Gpu {
+    /// `(rows, width)`: for each row the sum of the rows of `grad` `(places, width)` that name it.
+    pub fn sum_rows(&self, grad: &impl DevicePtr<f32>, namers: &InverseIndex, width: usize) -> Result<CudaSlice<f32>> {
+        same_length("sum_rows", whole_rows("sum_rows", grad.len(), width)?, namers.index.len())?;
+        let mut out = self.alloc(namers.n_rows * width)?;
+        let mut args = [
+            self.input(grad),
+            self.input(&namers.starts),
+            self.input(&namers.index),
+            self.output(&mut out),
+            namers.n_rows.into(),
+            width.into(),
+        ];
+        // SAFETY: as `cuda/rows.cuh` declares it; lists hold places below the number of `grad`'s rows.
+        unsafe { self.launch("sum_rows", [namers.n_rows, 1, 1], THREADS, 0, &mut args)? };
+        Ok(out)
+    }
+
+    /// `n` normal numbers times `scale`; see [`querl_model::random`].
+    pub fn normal(&self, n: usize, seed: u64, scale: f32) -> Result<CudaSlice<bf16>> {
+        let mut values = self.alloc(n)?;
+        let mut args = [self.output(&mut values), n.into(), seed.into(), scale.into()];
+        // SAFETY: as `cuda/random.cuh` declares it.
+        unsafe { self.launch("normal_bf16", [blocks_for(n, self.n_processors()), 1, 1], THREADS, 0, &mut args)? };
+        Ok(values)
+    }
+
+    /// The same numbers where they stand in a matrix of `width` columns: of its rows and columns some.
+    pub fn normal_part(
+        &self,
+        rows: Range<usize>,
+        columns: Range<usize>,
+        width: usize,
+        seed: u64,
+        scale: f32,
+    ) -> Result<CudaSlice<bf16>> {
+        if columns == (0..width) && rows.start == 0 {
+            return self.normal(rows.len() * width, seed, scale);
+        }
+        let n = rows.len() * columns.len();
+        let mut values = self.alloc(n)?;
+        let mut args = [
+            self.output(&mut values),
+            n.into(),
+            columns.len().into(),
+            (rows.start * width + columns.start).into(),
+            width.into(),
+            seed.into(),
+            scale.into(),
+        ];
+        // SAFETY: as `cuda/random.cuh` declares it.
+        unsafe { self.launch("normal_part_bf16", [blocks_for(n, self.n_processors()), 1, 1], THREADS, 0, &mut args)? };
+        Ok(values)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::lists;
+
+    #[test]
+    fn places_stand_under_the_row_they_name_in_their_order() {
+        let (starts, index) = lists(&[2, 0, 2, 2, 3], 5).unwrap();
+        assert_eq!(starts, [0, 1, 1, 4, 5, 5]);
+        assert_eq!(index, [1, 0, 2, 3, 4]);
+        assert!(lists(&[5], 5).is_err());
+    }
 }

@@ -3,7 +3,7 @@
 
 use super::elementwise::same_length;
 use super::gpu::Gpu;
-use super::product::{Matrix, Scale};
+use super::matmul::{Matrix, Scale};
 use super::weight::DeviceWeight;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr};
 use candle_core::{Result, bail};
@@ -31,9 +31,6 @@ fn parts(n_rows: usize, n_tokens: usize) -> impl Iterator<Item = Range<usize>> {
 impl Gpu {
     /// Log-probability of each row's target and entropy of each row's distribution, `softmax(hidden head^T / temperature)`:
     /// `(N, 2)` in nats. `hidden`: `(N, H)`; `targets`: N, which the caller has checked against the vocabulary.
-    ///
-    /// # Errors
-    /// Shapes that do not fit, or a temperature that is not above 0.
     pub fn token_logprobs(
         &self,
         hidden: &impl DevicePtr<bf16>,
@@ -51,7 +48,7 @@ impl Gpu {
         let mut logits = self.alloc::<f32>(n_rows * parts(n_rows, n_tokens).next().map_or(0, |part| part.len()))?;
         for part in parts(n_rows, n_tokens) {
             let mut logits = logits.slice_mut(..n_rows * part.len());
-            let scale = Scale { alpha: (1.0 / temperature) as f32, keep: 0.0 };
+            let scale = Scale { alpha: (1.0 / temperature) as f32, beta: 0.0 };
             let rows = head.rows(self, part.clone())?;
             self.product(&hidden, &rows.matrix(self, width)?.t(), &mut logits, scale)?;
             drop(rows);
@@ -76,9 +73,6 @@ impl Gpu {
     ///
     /// With `p` the probabilities, `a` and `b` the gradients of log-probability and entropy `E`:
     /// `d logit_j = a (1[j = target] - p_j) - b p_j (ln p_j + E)`, over the temperature.
-    ///
-    /// # Errors
-    /// As the forward pass.
     pub fn token_logprob_gradients(
         &self,
         hidden: &impl DevicePtr<bf16>,
@@ -103,7 +97,7 @@ impl Gpu {
             let (mut logits, mut dlogits) = (logits.slice_mut(..n), dlogits.slice_mut(..n));
             let part_rows = head.rows(self, part.clone())?;
             let head = part_rows.matrix(self, width)?;
-            self.product(&hidden, &head.t(), &mut logits, Scale { alpha: inverse_temperature, keep: 0.0 })?;
+            self.product(&hidden, &head.t(), &mut logits, Scale { alpha: inverse_temperature, beta: 0.0 })?;
             let mut args = [
                 self.input(&logits),
                 self.input(targets),

@@ -1,24 +1,27 @@
-//! Sums over several cards by NVIDIA's NCCL.
+//! All-reduce over the GPUs of ranks: NCCL on the GPUs' streams.
+//!
+//! Before each all-reduce the ranks synchronise on the host, so that no rank submits work after another has failed. NCCL gives every
+//! rank the same bits. Results are the same from run to run if NCCL chooses the same algorithm, which it does for the same GPUs, links
+//! and number of values; NVLink SHARP adds in its own order, and `NCCL_ALGO=Ring` in the environment disables it.
 //!
 //! Communicators do not block: a call returns at once, and this asks whether it is done, and between two questions whether
 //! another rank has failed. So no rank waits within NCCL for one that will never come, and a communicator is aborted only while no
 //! other thread is in a call of it, as NCCL asks for.
 
 use super::gpu::Gpu;
-use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtrMut};
+use candle_core::cuda_backend::cudarc::driver::{CudaStream, DevicePtrMut, result, sys};
 use candle_core::{Error, Result, bail};
-use querl_model::{NcclLibrary, nccl_version_name};
+use querl_model::{Communicator, NcclLibrary, Ranks, RanksError, nccl_version_name};
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-/// With less free memory than this, a failure of CUDA within NCCL may be a want of it: an allowance for the buffers that NCCL asks for
-/// at a time.
-const BYTES_OF_BUFFERS: usize = 64 << 20;
+/// With less free memory than this, a failure of CUDA within NCCL may be out of memory: NCCL allocates buffers of about this size.
+const BUFFER_BYTES: usize = 64 << 20;
 
-/// How long NCCL is asked again and again before this thread sleeps between two questions: a sum is on its stream long before.
-const IMPATIENT: Duration = Duration::from_millis(1);
-const BETWEEN_QUESTIONS: Duration = Duration::from_micros(100);
+/// How long NCCL is polled before this thread sleeps between two polls; an all-reduce is submitted long before.
+const SPIN_TIME: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// `ncclUniqueId`: what the ranks of one communicator have in common.
 #[derive(Clone, Copy)]
@@ -113,13 +116,13 @@ impl Api {
         }
     }
 
-    /// What NCCL says of a status, and of what came before it.
-    fn words(&self, status: Status) -> String {
+    /// NCCL's message for a status, and its last error.
+    fn message(&self, status: Status) -> String {
         // SAFETY: it takes any number, and gives a text that lives as long as the library, or null.
-        let text = unsafe { words_at((self.error_string)(status)) };
+        let text = unsafe { message_at((self.error_string)(status)) };
         // SAFETY: it takes no communicator, and gives a place of the library's own that always ends with 0; what another thread
         // writes there meanwhile makes other words of it.
-        let last = unsafe { words_at((self.last_error)(std::ptr::null_mut())) };
+        let last = unsafe { message_at((self.last_error)(std::ptr::null_mut())) };
         match last.as_str() {
             "" => format!("{text} (error {status})"),
             last => format!("{text} (error {status}, {last})"),
@@ -130,23 +133,23 @@ impl Api {
         if status == SUCCESS {
             return Ok(());
         }
-        let (words, version) = (self.words(status), nccl_version_name(self.version));
+        let (message, version) = (self.message(status), nccl_version_name(self.version));
         let free_bytes = || stream.and_then(|stream| stream.context().mem_get_info().ok()).map(|(free, _)| free);
         let memory = (status == CUDA_FAILED).then(free_bytes).flatten();
-        let says_so = ["out of memory", "Failed to CUDA"].iter().any(|said| words.contains(said));
+        let says_so = ["out of memory", "Failed to CUDA"].iter().any(|said| message.contains(said));
         let cause = match memory {
             Some(free) if says_so => format!("CUDA_ERROR_OUT_OF_MEMORY, {free} bytes are free: "),
-            // A want of memory that NCCL has no words for, or something else on a card that is full: it is not for us to say.
-            Some(free) if free < BYTES_OF_BUFFERS => format!("{free} bytes of the card are free: "),
+            // Out of memory without a message of NCCL, or another failure while the GPU is full: the cause is unknown.
+            Some(free) if free < BUFFER_BYTES => format!("{free} bytes of the GPU are free: "),
             _ => String::new(),
         };
-        bail!("{cause}{what} of NCCL {version} fails: {words}; NCCL_DEBUG=WARN in the environment makes it say why")
+        bail!("{cause}{what} of NCCL {version} fails: {message}; NCCL_DEBUG=WARN in the environment prints the reason")
     }
 }
 
 /// # Safety
 /// `text` ends with 0, or is null.
-unsafe fn words_at(text: *const c_char) -> String {
+unsafe fn message_at(text: *const c_char) -> String {
     // SAFETY: as the caller promises.
     if text.is_null() { String::new() } else { unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned() }
 }
@@ -159,12 +162,12 @@ unsafe fn function<T: Copy>(found: &NcclLibrary, name: &str) -> std::result::Res
     function.map(|function| *function).map_err(|_| format!("libnccl.so.2 has no function `{name}`; it is no NCCL 2"))
 }
 
-/// One rank's end of a communicator: its card, among those of the other ranks.
+/// One rank's end of a communicator.
 pub(crate) struct Nccl {
     api: &'static Api,
-    /// Of the card; its context lives as long as the communicator.
+    /// The GPU's; its context lives as long as the communicator.
     stream: Arc<CudaStream>,
-    /// `None` once it was ended. Whoever calls NCCL with it holds it: no two threads do at the same time.
+    /// `None` once it has ended. Locked during a call of NCCL: two threads must not use it at the same time.
     comm: Mutex<Option<Handle>>,
 }
 
@@ -173,11 +176,11 @@ struct Handle(Comm);
 // SAFETY: NCCL takes a communicator from any thread, from one at a time.
 unsafe impl Send for Handle {}
 
-/// Whether to go on waiting for NCCL: asked between two questions to it.
+/// Whether to continue waiting for NCCL; called between two polls.
 pub(crate) type Check<'a> = &'a dyn Fn() -> Result<()>;
 
 impl Nccl {
-    /// What all ranks of a new communicator are to be given.
+    /// The id that all ranks of a new communicator need.
     pub(crate) fn unique_id() -> Result<UniqueId> {
         let (api, mut id) = (Api::open()?, UniqueId([0; 128]));
         // SAFETY: it writes one id.
@@ -185,12 +188,12 @@ impl Nccl {
         Ok(id)
     }
 
-    /// Begins to join with this rank's card: until [`Nccl::joined`] the communicator is good for being aborted alone.
+    /// Starts to join with this rank's GPU: until [`Nccl::joined`] the communicator can only be aborted.
     pub(crate) fn join(gpu: &Gpu, id: UniqueId, world_size: usize, rank: usize) -> Result<Self> {
         let (api, mut comm, mut config) = (Api::open()?, std::ptr::null_mut(), Config::WITHOUT_BLOCKING);
         let stream = gpu.stream().clone();
         stream.context().bind_to_thread().map_err(Error::wrap)?;
-        // SAFETY: it writes one communicator, of the card whose context is this thread's, before it returns, and reads the config
+        // SAFETY: it writes one communicator, of the GPU whose context is this thread's, before it returns, and reads the config
         // before as well.
         let status = unsafe { (api.init_rank)(&raw mut comm, world_size as c_int, id, rank as c_int, &raw mut config) };
         if comm.is_null() {
@@ -206,14 +209,14 @@ impl Nccl {
         self.done("ncclCommInitRankConfig", comm_of(&held)?, IN_PROGRESS, check)
     }
 
-    /// Puts on the card's stream that `values` become their sum over all ranks, which all bring as many.
+    /// Submits to the GPU's stream that `values` become their sum over all ranks; all ranks have the same number of values.
     pub(crate) fn all_reduce(&self, gpu: &Gpu, values: &mut impl DevicePtrMut<f32>, check: Check) -> Result<()> {
         let (n_values, stream) = (values.len(), gpu.stream().clone());
         stream.context().bind_to_thread().map_err(Error::wrap)?;
         let held = self.held();
         let comm = comm_of(&held)?;
         let (place, _in_use) = values.device_ptr_mut(&stream);
-        // SAFETY: `values` are memory of this card that holds as many, and everything on this stream comes after what was put
+        // SAFETY: `values` are memory of this GPU of this length, and everything on this stream comes after what was put
         // there before; in-place sums are NCCL's own form. The communicator is held until the sum is on the stream.
         let status = unsafe {
             let stream = stream.cu_stream().cast();
@@ -227,9 +230,9 @@ impl Nccl {
         let begun = Instant::now();
         while status == IN_PROGRESS {
             check()?;
-            match begun.elapsed() < IMPATIENT {
+            match begun.elapsed() < SPIN_TIME {
                 true => std::thread::yield_now(),
-                false => std::thread::sleep(BETWEEN_QUESTIONS),
+                false => std::thread::sleep(POLL_INTERVAL),
             }
             // SAFETY: the communicator is there, and it writes one status.
             let asked = unsafe { (self.api.get_async_error)(comm, &raw mut status) };
@@ -252,10 +255,10 @@ impl Nccl {
     }
 
     fn end(&self, end: End) {
-        // Not held while it ends: whoever comes now finds that there is none.
+        // Not locked while it ends: a caller during this time finds none.
         let taken = self.held().take();
         if let Some(Handle(comm)) = taken {
-            // Without a context NCCL finds the card itself; it is told here in case it does not.
+            // NCCL finds the GPU without a context as well; bound in case a version does not.
             let _ = self.stream.context().bind_to_thread();
             // SAFETY: the communicator is there, nobody is in a call of it and nobody comes to it after. An error leaves nothing
             // to be done.
@@ -270,12 +273,135 @@ impl Nccl {
 
 impl Drop for Nccl {
     fn drop(&mut self) {
-        // Whoever drops it without having ended it knows nothing of the other ranks.
+        // Dropped without having been ended: the state of the other ranks is unknown.
         self.abort();
     }
 }
 
 fn comm_of(held: &Option<Handle>) -> Result<Comm> {
-    let ended = || Error::Msg("the ranks' cards are no longer joined, since a rank has failed".into());
+    let ended = || Error::Msg("the communicator of the ranks' GPUs has ended, since a rank has failed".into());
     held.as_ref().map(|Handle(comm)| *comm).ok_or_else(ended)
+}
+
+/// DecodeBufferSizes of the all-reduces in [`Gpu::connect`]: since 2.22, NCCL allocates memory for an algorithm when it is first used, and small and
+/// large sizes use different ones.
+const WARM_UP_SIZES: [usize; 2] = [1, 4 << 20];
+
+impl Communicator for Nccl {
+    fn abort(&self) {
+        Self::abort(self);
+    }
+
+    fn close(&self) {
+        Self::close(self);
+    }
+}
+
+impl Gpu {
+    /// Submits an all-reduce: `values` become their sum over all ranks.
+    pub fn all_reduce(&self, ranks: &Ranks, values: &mut impl DevicePtrMut<f32>) -> Result<()> {
+        if ranks.world_size() == 1 {
+            return Ok(());
+        }
+        ranks.barrier_before(operation_name(values.len())).map_err(Error::wrap)?;
+        if values.is_empty() {
+            return Ok(());
+        }
+        let nccl = self.communicator(ranks)?;
+        nccl.all_reduce(self, values, &|| ranks.check().map_err(Error::wrap)).map_err(|error| ranks.fail(error))
+    }
+
+    /// Creates the communicator of `ranks`, a collective operation. NCCL takes memory of each GPU for it, so this comes before the model
+    /// fills the GPU; otherwise the first all-reduce does it.
+    pub fn connect(&self, ranks: &Ranks) -> Result<()> {
+        if ranks.world_size() == 1 {
+            return Ok(());
+        }
+        for n_values in WARM_UP_SIZES {
+            self.all_reduce(ranks, &mut self.zeros(n_values)?)?;
+        }
+        self.settle(ranks)
+    }
+
+    /// Waits until submitted work is done on all ranks.
+    pub fn settle(&self, ranks: &Ranks) -> Result<()> {
+        let waited = self.synchronize();
+        // An aborted all-reduce may make the GPU fail; what aborted it is the reason.
+        ranks.check().map_err(Error::wrap)?;
+        waited?;
+        ranks.barrier().map_err(Error::wrap)
+    }
+
+    /// This rank's end of the communicator, which is created when all ranks first come here.
+    fn communicator(&self, ranks: &Ranks) -> Result<Arc<Nccl>> {
+        let alone = || RanksError::Failed { rank: ranks.rank(), message: "its process group has no other rank".into() };
+        let created = ranks.communicator().ok_or_else(alone).map_err(Error::wrap)?;
+        if let Some(nccl) = created.get().and_then(|nccl| nccl.clone().downcast().ok()) {
+            return Ok(nccl);
+        }
+        // All ranks open their memory before the broadcast below, and so before any GPU accesses another's memory.
+        let ordinals = ranks.all_gather(self.ordinal()).map_err(Error::wrap)?;
+        self.open_to(ordinals.iter().map(|ordinal| **ordinal)).map_err(|error| ranks.fail(error))?;
+        let id = ranks.is_first().then(Nccl::unique_id).transpose().map_err(|error| ranks.fail(error))?;
+        let id = ranks.broadcast(0, id).map_err(Error::wrap)?;
+        let joining = Nccl::join(self, *id, ranks.world_size(), ranks.rank());
+        let nccl = Arc::new(joining.map_err(|error| ranks.fail(error))?);
+        ranks.register(nccl.clone());
+        nccl.joined(&|| ranks.check().map_err(Error::wrap)).map_err(|error| ranks.fail(error))?;
+        created.get_or_init(|| nccl.clone());
+        Ok(nccl)
+    }
+}
+
+/// The name under which ranks agree on an all-reduce.
+pub(super) fn operation_name(n_values: usize) -> String {
+    format!("all-reduce of {n_values} values on GPUs")
+}
+
+/// `CUmemAccessDesc`; cudarc has another type for each version of CUDA.
+#[repr(C)]
+struct Access {
+    /// 1: a device.
+    kind: c_uint,
+    ordinal: c_int,
+    /// 3: to read and to write.
+    flags: c_uint,
+}
+
+impl Gpu {
+    /// The index of this GPU, from 0.
+    pub(crate) fn ordinal(&self) -> usize {
+        self.stream().context().ordinal()
+    }
+
+    /// Enables access of those of `peers` to this GPU's memory that can reach it. With NCCL GPUs write to each other's memory. They reach
+    /// single allocations, but not the pool from which all memory of querl comes: a pool is private until access is set
+    /// (CUDA C++ Programming Guide, "Device Accessibility for Multi-GPU Support").
+    pub(crate) fn open_to(&self, peers: impl Iterator<Item = usize>) -> Result<()> {
+        let context = self.stream().context();
+        if !context.has_async_alloc() {
+            return Ok(());
+        }
+        context.bind_to_thread().map_err(Error::wrap)?;
+        for peer in peers.filter(|peer| *peer != self.ordinal()) {
+            self.open_to_one(peer as c_int).map_err(Error::wrap)?;
+        }
+        Ok(())
+    }
+
+    fn open_to_one(&self, peer: c_int) -> std::result::Result<(), result::DriverError> {
+        let (own, other) = (self.stream().context().cu_device(), result::device::get(peer)?);
+        let (mut can_reach, mut pool) = (0, std::ptr::null_mut());
+        let access = Access { kind: 1, ordinal: peer, flags: 3 };
+        // SAFETY: the first two calls write a local value of their types; the third reads one description, which has the layout of
+        // the driver's, and a pool that the driver has given.
+        unsafe {
+            sys::cuDeviceCanAccessPeer(&raw mut can_reach, other, own).result()?;
+            if can_reach == 0 {
+                return Ok(());
+            }
+            sys::cuDeviceGetDefaultMemPool(&raw mut pool, own).result()?;
+            sys::cuMemPoolSetAccess(pool, (&raw const access).cast(), 1).result()
+        }
+    }
 }

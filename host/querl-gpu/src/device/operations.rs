@@ -1,7 +1,8 @@
 //! Differentiable operations on tensors of a GPU: f32 in and out, products in bf16.
 
 use super::{
-    CudaSlice, DeviceWeight, Gpu, Loan, LogprobRows, Namers, Projection, input_gradient, rounded_weight, storage, whole,
+    BorrowedValues, CudaSlice, DeviceWeight, Gpu, InverseIndex, LogprobRows, Projection, contiguous, input_gradient,
+    rounded_weight, storage,
 };
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, CustomOp1, CustomOp2, Error, Layout, Result, Shape, Storage, Tensor, bail};
@@ -40,12 +41,12 @@ impl AcceleratorWeight for GpuWeight {
     }
 
     fn linear(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let bias = bias.map(whole).transpose()?;
-        whole(x)?.apply_op1(GpuLinear { gpu: self.gpu.clone(), weight: self.weight.clone(), bias })
+        let bias = bias.map(contiguous).transpose()?;
+        contiguous(x)?.apply_op1(GpuLinear { gpu: self.gpu.clone(), weight: self.weight.clone(), bias })
     }
 
     fn token_logprobs(&self, hidden: &Tensor, targets: &[u32], temperature: f64) -> Result<Tensor> {
-        whole(hidden)?.apply_op1(GpuLogprobs::new(&self.gpu, self.weight.clone(), targets, temperature)?)
+        contiguous(hidden)?.apply_op1(GpuLogprobs::new(&self.gpu, self.weight.clone(), targets, temperature)?)
     }
 
     fn rows(&self, ids: &[u32]) -> Result<Tensor> {
@@ -69,7 +70,7 @@ struct GpuNorm {
 
 /// See [`querl_model::kernels::rms_norm()`].
 pub(super) fn rms_norm(gpu: &Gpu, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
-    whole(x)?.apply_op2(&whole(weight)?, GpuNorm { gpu: gpu.clone(), eps })
+    contiguous(x)?.apply_op2(&contiguous(weight)?, GpuNorm { gpu: gpu.clone(), eps })
 }
 
 impl CustomOp2 for GpuNorm {
@@ -88,14 +89,14 @@ impl CustomOp2 for GpuNorm {
         weight: &CudaStorage,
         _: &Layout,
     ) -> Result<(CudaStorage, Shape)> {
-        let y = self.gpu.normed(x.as_cuda_slice::<f32>()?, weight.as_cuda_slice::<f32>()?, self.eps)?;
+        let y = self.gpu.rms_norm(x.as_cuda_slice::<f32>()?, weight.as_cuda_slice::<f32>()?, self.eps)?;
         Ok((storage(&self.gpu, self.gpu.to_f32(&y)?), layout.shape().clone()))
     }
 
     fn bwd(&self, x: &Tensor, weight: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (grad, n_wanted) = (whole(grad)?, if weight.is_variable() { weight.elem_count() } else { 0 });
-        let (values, norm, grad) = (Loan::of(x)?, Loan::of(weight)?, Loan::of(&grad)?);
-        let (dx, dw) = self.gpu.norm_gradients(&*values, &*norm, self.eps, &*grad, None, n_wanted)?;
+        let (grad, n_wanted) = (contiguous(grad)?, if weight.is_variable() { weight.elem_count() } else { 0 });
+        let (values, norm, grad) = (BorrowedValues::of(x)?, BorrowedValues::of(weight)?, BorrowedValues::of(&grad)?);
+        let (dx, dw) = self.gpu.rms_norm_gradients(&*values, &*norm, self.eps, &*grad, None, n_wanted)?;
         let dw = (n_wanted > 0).then(|| tensor(&self.gpu, dw, weight.shape()));
         Ok((Some(tensor(&self.gpu, dx, x.shape())), dw))
     }
@@ -109,9 +110,9 @@ struct GpuLinear {
 
 impl GpuLinear {
     fn with<R>(&self, f: impl FnOnce(&Projection<'_>) -> Result<R>) -> Result<R> {
-        let bias = self.bias.as_ref().map(Loan::of).transpose()?;
+        let bias = self.bias.as_ref().map(BorrowedValues::of).transpose()?;
         let bias = bias.as_ref().map(|bias| bias.as_view());
-        f(&Projection { weight: &self.weight, bias, low_rank: None })
+        f(&Projection { weight: &self.weight, bias, lora: None })
     }
 }
 
@@ -133,8 +134,8 @@ impl CustomOp1 for GpuLinear {
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let grad = whole(grad)?;
-        let grad = self.gpu.to_bf16(&*Loan::of(&grad)?)?;
+        let grad = contiguous(grad)?;
+        let grad = self.gpu.to_bf16(&*BorrowedValues::of(&grad)?)?;
         let dx = self.with(|layer| input_gradient(&self.gpu, &[(layer, &grad, None)]))?;
         Ok(Some(tensor(&self.gpu, dx, x.shape())))
     }
@@ -145,9 +146,9 @@ pub(super) fn trained_linear(gpu: &Gpu, x: &Tensor, weight: &Tensor, bias: Optio
     if bias.is_some() {
         bail!("a trained linear layer with a bias outside of a transformer layer on the GPU");
     }
-    let weight = whole(weight)?;
+    let weight = contiguous(weight)?;
     let op = GpuLinear { weight: rounded_weight(gpu, &weight)?, gpu: gpu.clone(), bias: None };
-    whole(x)?.apply_op2(&weight, op)
+    contiguous(x)?.apply_op2(&weight, op)
 }
 
 /// With the values of the weight, which is trained, as the second input.
@@ -166,8 +167,8 @@ impl CustomOp2 for GpuLinear {
 
     fn bwd(&self, x: &Tensor, weight: &Tensor, y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let dx = CustomOp1::bwd(self, x, y, grad)?;
-        let grad = whole(grad)?;
-        let (grad, x) = (self.gpu.to_bf16(&*Loan::of(&grad)?)?, self.gpu.to_bf16(&*Loan::of(x)?)?);
+        let grad = contiguous(grad)?;
+        let (grad, x) = (self.gpu.to_bf16(&*BorrowedValues::of(&grad)?)?, self.gpu.to_bf16(&*BorrowedValues::of(x)?)?);
         let dw = self.with(|layer| layer.weight_gradient(&self.gpu, &x, &grad))?;
         Ok((dx, Some(tensor(&self.gpu, dw, weight.shape()))))
     }
@@ -189,9 +190,9 @@ pub(super) fn trained_token_logprobs(
     targets: &[u32],
     temperature: f64,
 ) -> Result<Tensor> {
-    let trained = whole(head)?;
+    let trained = contiguous(head)?;
     let head = rounded_weight(gpu, &trained)?;
-    whole(hidden)?.apply_op2(&trained, GpuLogprobs::new(gpu, head, targets, temperature)?)
+    contiguous(hidden)?.apply_op2(&trained, GpuLogprobs::new(gpu, head, targets, temperature)?)
 }
 
 impl GpuLogprobs {
@@ -203,9 +204,9 @@ impl GpuLogprobs {
     /// Gradient of the hidden states, and of the head where there is memory for it.
     fn gradients(&self, hidden: &Tensor, grad: &Tensor, of_head: Option<&mut CudaSlice<f32>>) -> Result<Tensor> {
         let Some(rows) = self.rows.get() else { bail!("a gradient is asked of log-probabilities not computed yet") };
-        let grad = whole(grad)?;
-        let values = self.gpu.to_bf16(&*Loan::of(hidden)?)?;
-        let (head, targets, grad) = (&self.head, &self.targets, Loan::of(&grad)?);
+        let grad = contiguous(grad)?;
+        let values = self.gpu.to_bf16(&*BorrowedValues::of(hidden)?)?;
+        let (head, targets, grad) = (&self.head, &self.targets, BorrowedValues::of(&grad)?);
         let found = self.gpu.token_logprob_gradients(&values, head, targets, rows, &*grad, of_head)?;
         Ok(tensor(&self.gpu, found, hidden.shape()))
     }
@@ -272,7 +273,7 @@ struct SelectRows {
 
 /// See [`querl_model::kernels::select_rows`].
 pub(super) fn select_rows(gpu: &Gpu, x: &Tensor, indices: Vec<u32>) -> Result<Tensor> {
-    whole(x)?.apply_op1(SelectRows { gpu: gpu.clone(), indices })
+    contiguous(x)?.apply_op1(SelectRows { gpu: gpu.clone(), indices })
 }
 
 impl CustomOp1 for SelectRows {
@@ -294,9 +295,9 @@ impl CustomOp1 for SelectRows {
     }
 
     fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let ((n_rows, width), grad) = (x.dims2()?, whole(grad)?);
-        let namers = Namers::new(&self.gpu, &self.indices, n_rows)?;
-        let dx = self.gpu.sum_rows(&*Loan::of(&grad)?, &namers, width)?;
+        let ((n_rows, width), grad) = (x.dims2()?, contiguous(grad)?);
+        let namers = InverseIndex::new(&self.gpu, &self.indices, n_rows)?;
+        let dx = self.gpu.sum_rows(&*BorrowedValues::of(&grad)?, &namers, width)?;
         Ok(Some(tensor(&self.gpu, dx, x.shape())))
     }
 }

@@ -1,9 +1,9 @@
-//! Linear layers on the card: twin of `kernels::Projection`.
+//! Linear layers with LoRA and dropout: counterpart of [`querl_model::kernels::projection`].
 
-use super::dropout::Masks;
-use super::elementwise::{Element, whole_rows};
+use super::elementwise::{Element, same_length, whole_rows};
 use super::gpu::Gpu;
-use super::product::{Matrix, Scale};
+use super::launch::{THREADS, blocks_for};
+use super::matmul::{Matrix, Scale};
 use super::weight::DeviceWeight;
 use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DevicePtr, DevicePtrMut};
@@ -15,12 +15,12 @@ pub struct Projection<'a> {
     pub weight: &'a DeviceWeight,
     /// Frozen, `(out)`.
     pub bias: Option<CudaView<'a, f32>>,
-    /// Trained, beside the weight.
-    pub low_rank: Option<LowRank<'a>>,
+    /// Trained.
+    pub lora: Option<LoraWeights<'a>>,
 }
 
-/// `scale * B A` beside a weight, A and B rounded to bf16 (see [`Gpu::to_bf16`]).
-pub struct LowRank<'a> {
+/// `scale * B A`, added to a weight; A and B rounded to bf16 (see [`Gpu::to_bf16`]).
+pub struct LoraWeights<'a> {
     /// `(rank, in)`.
     pub a: CudaView<'a, bf16>,
     /// `(out, rank)`.
@@ -30,7 +30,7 @@ pub struct LowRank<'a> {
     /// Factor on the product.
     pub scale: f32,
     /// On the inputs of A; `None` without dropout.
-    pub masks: Option<Masks<'a>>,
+    pub masks: Option<DropoutMasks<'a>>,
 }
 
 /// What a backward pass finds for a layer's low-rank change; empty where it has none.
@@ -39,15 +39,12 @@ pub struct ParameterGradients {
     pub a: CudaSlice<f32>,
     /// `(out, rank)`.
     pub b: CudaSlice<f32>,
-    /// `scale * g B`, `(N, rank)`: what the input's gradient needs besides `g`.
+    /// `scale * g B`, `(N, rank)`: what the input's gradient needs in addition to `g`.
     low: CudaSlice<bf16>,
 }
 
 impl Projection<'_> {
     /// `x W^T + b` and `scale * x A^T`, which the backward pass wants again (empty without a low-rank change). `x`: `(N, in)`.
-    ///
-    /// # Errors
-    /// Values that are not rows of as many inputs.
     pub fn forward(&self, gpu: &Gpu, x: &impl DevicePtr<bf16>) -> Result<(CudaSlice<bf16>, CudaSlice<bf16>)> {
         let (n_out, n_in) = self.weight.dims();
         let n_rows = whole_rows("projection", x.len(), n_in)?;
@@ -60,9 +57,6 @@ impl Projection<'_> {
     }
 
     /// The same, added to `y`.
-    ///
-    /// # Errors
-    /// As [`Projection::forward`].
     pub fn add_to(
         &self,
         gpu: &Gpu,
@@ -84,38 +78,32 @@ impl Projection<'_> {
     ) -> Result<CudaSlice<bf16>> {
         let n_in = self.weight.dims().1;
         self.weight.multiply(gpu, &Matrix::of(gpu, x, n_in)?, y, scale)?;
-        let Some(LowRank { a, b, rank, scale, masks }) = &self.low_rank else { return gpu.zeros(0) };
-        let dropped = masks.map(|masks| gpu.dropped(x, n_in, masks)).transpose()?;
-        let x = match &dropped {
-            Some(dropped) => Matrix::of(gpu, dropped, n_in)?,
+        let Some(LoraWeights { a, b, rank, scale, masks }) = &self.lora else { return gpu.zeros(0) };
+        let dropout = masks.map(|masks| gpu.dropout(x, n_in, masks)).transpose()?;
+        let x = match &dropout {
+            Some(dropout) => Matrix::of(gpu, dropout, n_in)?,
             None => Matrix::of(gpu, x, n_in)?,
         };
         let mut low = gpu.alloc(x.n_rows() * rank)?;
-        gpu.product(&x, &Matrix::of(gpu, a, n_in)?.t(), &mut low, Scale { alpha: *scale, keep: 0.0 })?;
+        gpu.product(&x, &Matrix::of(gpu, a, n_in)?.t(), &mut low, Scale { alpha: *scale, beta: 0.0 })?;
         gpu.product(&Matrix::of(gpu, &low, *rank)?, &Matrix::of(gpu, b, *rank)?.t(), y, Scale::ADD)?;
         Ok(low)
     }
 
-    /// `scale * g B` for the gradient `grad` `(N, out)` of the output: what the gradients of A and of the input need besides
+    /// `scale * g B` for the gradient `grad` `(N, out)` of the output: what the gradients of A and of the input need in addition to
     /// `g`. `None` without a low-rank change.
-    ///
-    /// # Errors
-    /// As [`Projection::forward`].
-    pub fn low_gradient(&self, gpu: &Gpu, grad: &impl DevicePtr<bf16>) -> Result<Option<ParameterGradients>> {
-        let Some(LowRank { b, rank, scale, .. }) = &self.low_rank else { return Ok(None) };
+    pub fn lora_b_gradient(&self, gpu: &Gpu, grad: &impl DevicePtr<bf16>) -> Result<Option<ParameterGradients>> {
+        let Some(LoraWeights { b, rank, scale, .. }) = &self.lora else { return Ok(None) };
         let grad = Matrix::of(gpu, grad, self.weight.dims().0)?;
         let mut low = gpu.alloc(grad.n_rows() * rank)?;
-        gpu.product(&grad, &Matrix::of(gpu, b, *rank)?, &mut low, Scale { alpha: *scale, keep: 0.0 })?;
+        gpu.product(&grad, &Matrix::of(gpu, b, *rank)?, &mut low, Scale { alpha: *scale, beta: 0.0 })?;
         Ok(Some(ParameterGradients { a: gpu.zeros(0)?, b: gpu.zeros(0)?, low }))
     }
 
-    /// Adds the gradients of A and B to what [`Projection::low_gradient`] found; `low` is what the forward pass returned.
+    /// Adds the gradients of A and B to what [`Projection::lora_b_gradient`] found; `low` is what the forward pass returned.
     ///
     /// With `g` the gradient of the output, `d = scale * x A^T` and `v = scale * g B`: `dA = v^T x`, `dB = g^T d`; with dropout
     /// the masked `x`.
-    ///
-    /// # Errors
-    /// As [`Projection::forward`].
     pub fn parameter_gradients(
         &self,
         gpu: &Gpu,
@@ -124,12 +112,12 @@ impl Projection<'_> {
         grad: &impl DevicePtr<bf16>,
         found: &mut ParameterGradients,
     ) -> Result<()> {
-        let ((n_out, n_in), Some(LowRank { rank, masks, .. })) = (self.weight.dims(), &self.low_rank) else {
+        let ((n_out, n_in), Some(LoraWeights { rank, masks, .. })) = (self.weight.dims(), &self.lora) else {
             return Ok(());
         };
-        let dropped = masks.map(|masks| gpu.dropped(x, n_in, masks)).transpose()?;
-        let x = match &dropped {
-            Some(dropped) => Matrix::of(gpu, dropped, n_in)?,
+        let dropout = masks.map(|masks| gpu.dropout(x, n_in, masks)).transpose()?;
+        let x = match &dropout {
+            Some(dropout) => Matrix::of(gpu, dropout, n_in)?,
             None => Matrix::of(gpu, x, n_in)?,
         };
         let (grad, down) = (Matrix::of(gpu, grad, n_out)?, Matrix::of(gpu, low, *rank)?);
@@ -139,9 +127,6 @@ impl Projection<'_> {
     }
 
     /// Gradient of the weight, `g^T x`, `(out, in)`.
-    ///
-    /// # Errors
-    /// As [`Projection::forward`].
     pub fn weight_gradient(
         &self,
         gpu: &Gpu,
@@ -157,9 +142,6 @@ impl Projection<'_> {
 
     /// `out = keep * out + g W + v A`, the gradient of the input, for the gradient `grad` `(N, out)` of the output and what was
     /// found for the parameters.
-    ///
-    /// # Errors
-    /// As [`Projection::forward`].
     pub fn input_gradient_into<T: Element>(
         &self,
         gpu: &Gpu,
@@ -172,21 +154,18 @@ impl Projection<'_> {
         let weight = self.weight.rows(gpu, 0..n_out)?;
         gpu.product(&Matrix::of(gpu, grad, n_out)?, &weight.matrix(gpu, n_in)?, out, scale)?;
         drop(weight);
-        let (Some(LowRank { a, rank, masks, .. }), Some(found)) = (&self.low_rank, found) else { return Ok(()) };
+        let (Some(LoraWeights { a, rank, masks, .. }), Some(found)) = (&self.lora, found) else { return Ok(()) };
         let (low, a) = (Matrix::of(gpu, &found.low, *rank)?, Matrix::of(gpu, a, n_in)?);
         let Some(masks) = masks else { return gpu.product(&low, &a, out, Scale::ADD) };
         let mut of_dropped = gpu.alloc(low.n_rows() * n_in)?;
         gpu.product(&low, &a, &mut of_dropped, Scale::WRITE)?;
-        gpu.add_dropped(out, &of_dropped, n_in, *masks)
+        gpu.add_dropout(out, &of_dropped, n_in, *masks)
     }
 }
 
 /// Gradient of the input that several layers share: the sum of `g W + v A` over them. Each layer comes with the gradient of its
 /// output and what was found for its parameters. Twin of `kernels::input_gradient`; take f32 where there are several layers,
 /// sums in bf16 would be rounded after each.
-///
-/// # Errors
-/// As [`Projection::forward`].
 pub fn input_gradient<T: Element>(
     gpu: &Gpu,
     layers: &[(&Projection<'_>, &CudaSlice<bf16>, Option<&ParameterGradients>)],
@@ -199,4 +178,65 @@ pub fn input_gradient<T: Element>(
         layer.input_gradient_into(gpu, *grad, *found, &mut out, scale)?;
     }
     Ok(out)
+}
+
+/// Which inputs of one layer's adapter are set to zero.
+#[derive(Clone, Copy)]
+pub struct DropoutMasks<'a> {
+    /// A key for each row of the inputs.
+    pub row_keys: &'a CudaSlice<u64>,
+    /// A layer's own stream of masks.
+    pub layer_seed: u64,
+    /// Number of the layer's preceding inputs on other GPUs: an even number.
+    pub first_input: usize,
+    /// Share that is zeroed, 0 to below 1; the others are scaled by `1 / (1 - p)`.
+    pub p: f64,
+}
+
+impl Gpu {
+    /// `d(x)` for rows `x` of `width` values.
+    pub fn dropout(&self, x: &impl DevicePtr<bf16>, width: usize, masks: DropoutMasks<'_>) -> Result<CudaSlice<bf16>> {
+        let mut y = self.alloc(x.len())?;
+        self.drop_into(x, &mut y, width, masks, false)?;
+        Ok(y)
+    }
+
+    /// `sum += d(x)`.
+    pub fn add_dropout<T: Element>(
+        &self,
+        sum: &mut impl DevicePtrMut<T>,
+        x: &impl DevicePtr<bf16>,
+        width: usize,
+        masks: DropoutMasks<'_>,
+    ) -> Result<()> {
+        self.drop_into(x, sum, width, masks, true)
+    }
+
+    fn drop_into<T: Element>(
+        &self,
+        x: &impl DevicePtr<bf16>,
+        to: &mut impl DevicePtrMut<T>,
+        width: usize,
+        DropoutMasks { row_keys, layer_seed, first_input, p }: DropoutMasks<'_>,
+        adds: bool,
+    ) -> Result<()> {
+        let n_rows = whole_rows("dropout", x.len(), width)?;
+        same_length("dropout", row_keys.len(), n_rows)?;
+        same_length("dropout", to.len(), x.len())?;
+        let mut args = [
+            self.input(x),
+            self.input(row_keys),
+            self.output(to),
+            n_rows.into(),
+            width.into(),
+            (first_input / 2).into(),
+            layer_seed.into(),
+            ((p * f64::from(u32::MAX)) as u32).into(),
+            ((1.0 / (1.0 - p)) as f32).into(),
+            u32::from(adds).into(),
+        ];
+        let blocks = blocks_for(x.len(), self.n_processors());
+        // SAFETY: as `cuda/dropout.cuh` declares it; rows, keys and results are as many as was checked above.
+        unsafe { self.launch(T::kernel(["drop_f32", "drop_bf16"]), [blocks, 1, 1], THREADS, 0, &mut args) }
+    }
 }

@@ -1,4 +1,4 @@
-//! candle's tensors of the card, seen as values on the card, and back.
+//! candle's tensors of a GPU as slices, and slices as tensors.
 
 use super::gpu::Gpu;
 use super::weight::DeviceWeight;
@@ -7,18 +7,15 @@ use candle_core::{CudaStorage, Result, Storage, Tensor, bail};
 use std::ops::Deref;
 
 /// The values of an f32 tensor, borrowed.
-pub struct Loan<'a> {
+pub(crate) struct BorrowedValues<'a> {
     storage: Box<dyn Deref<Target = Storage> + 'a>,
 }
 
-impl<'a> Loan<'a> {
+impl<'a> BorrowedValues<'a> {
     /// Borrows all that the tensor's storage holds; see [`whole`].
-    ///
-    /// # Errors
-    /// Another type, another device, or a tensor that is a part of its storage.
-    pub fn of(tensor: &'a Tensor) -> Result<Self> {
+    pub(crate) fn of(tensor: &'a Tensor) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
-        let Storage::Cuda(values) = &*storage else { bail!("this operation runs on the card") };
+        let Storage::Cuda(values) = &*storage else { bail!("this operation runs on the GPU") };
         let n = values.as_cuda_slice::<f32>()?.len();
         if layout.contiguous_offsets() != Some((0, n)) {
             bail!("a tensor {:?} that is a part of {n} values", tensor.dims());
@@ -27,40 +24,34 @@ impl<'a> Loan<'a> {
     }
 }
 
-impl Deref for Loan<'_> {
+impl Deref for BorrowedValues<'_> {
     type Target = CudaSlice<f32>;
 
     fn deref(&self) -> &CudaSlice<f32> {
         let Storage::Cuda(values) = &**self.storage else {
-            unreachable!("the storage was the card's when it was lent")
+            unreachable!("the storage was on the GPU when it was borrowed")
         };
-        values.as_cuda_slice().expect("the values were f32 when they were lent")
+        values.as_cuda_slice().expect("the values were f32 when they were borrowed")
     }
 }
 
-/// The tensor itself where it is all of its storage, row-major; else a copy of which that is true.
-///
-/// # Errors
-/// The card has no memory left.
-pub fn whole(tensor: &Tensor) -> Result<Tensor> {
+/// The tensor itself if it is all of its storage, row-major; else such a copy.
+pub(crate) fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     let is_whole = {
         let (storage, layout) = tensor.storage_and_layout();
-        let Storage::Cuda(values) = &*storage else { bail!("this operation runs on the card") };
+        let Storage::Cuda(values) = &*storage else { bail!("this operation runs on the GPU") };
         layout.contiguous_offsets() == Some((0, values.as_cuda_slice::<f32>()?.len()))
     };
     if is_whole { Ok(tensor.clone()) } else { tensor.force_contiguous() }
 }
 
 /// Values as a tensor's storage.
-pub fn storage(gpu: &Gpu, values: CudaSlice<f32>) -> CudaStorage {
+pub(crate) fn storage(gpu: &Gpu, values: CudaSlice<f32>) -> CudaStorage {
     CudaStorage::wrap_cuda_slice(values, gpu.cuda_device().clone())
 }
 
 /// A trained weight `(out, in)` as products read it.
-///
-/// # Errors
-/// A tensor that is no matrix of the card, or no memory left.
-pub fn rounded_weight(gpu: &Gpu, weight: &Tensor) -> Result<DeviceWeight> {
+pub(crate) fn rounded_weight(gpu: &Gpu, weight: &Tensor) -> Result<DeviceWeight> {
     let (n_out, n_in) = weight.dims2()?;
-    DeviceWeight::new(gpu.to_bf16(&*Loan::of(&whole(weight)?)?)?, n_out, n_in)
+    DeviceWeight::new(gpu.to_bf16(&*BorrowedValues::of(&contiguous(weight)?)?)?, n_out, n_in)
 }

@@ -1,22 +1,20 @@
-//! Training backend of a GPU: activations bf16, residual f32, every operation a kernel launch, no synchronisation.
+//! Training backend of a GPU: activations bf16, residual f32, every operation a kernel launch without synchronisation.
 
-use super::layer_rows::LayerRows;
 use super::operations::gpu_weight;
 use super::{
-    CudaSlice, DeviceWeight, Gpu, Loan, LowRank, ParameterGradients, Projection, input_gradient, rounded_weight,
-    storage, whole,
+    BorrowedValues, CudaSlice, DeviceRope, DeviceWeight, DropoutMasks, Gpu, LoraWeights, ParameterGradients,
+    Projection, TreeQueries, contiguous, input_gradient, rounded_weight, storage,
 };
 use candle_core::{Error, Result, Storage, Tensor, bail};
 use half::bf16;
-use querl_model::backend::only_on_cpu;
 use querl_model::backend::{
-    LayerBackend, LayerContext, LinearBackward, LinearGrad, Lora, LoraLinear, Magnitude, MaybeBorrowed,
-    PackedAttention, ProjectionOut, QueryRows, Rows, TrainingBackend,
+    DropoutMask, LayerBackend, LayerContext, LinearBackward, LinearGrad, Lora, LoraLinear, Magnitude, MaybeBorrowed,
+    PackedAttention, ProjectionOut, QueryRows, Rows, TrainingBackend, only_on_cpu,
 };
 use querl_model::kernels::Weight;
-use querl_model::{DeviceState, Ranks};
+use querl_model::{DeviceState, PackedBatch, Ranks};
 use std::ops::{Deref, DerefMut};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 /// Backend for training and evaluation on packed batches.
 pub(crate) struct GpuBackend(Gpu);
@@ -62,27 +60,27 @@ struct Rounded {
 /// A linear layer with its tensors borrowed.
 struct Open<'a> {
     linear: &'a LoraLinear<LinearState>,
-    bias: Option<Loan<'a>>,
+    bias: Option<BorrowedValues<'a>>,
     magnitude: Option<OpenMagnitude<'a>>,
     lora: Option<(&'a Rounded, &'a Lora)>,
 }
 
 /// DoRA's factor on each output, and what its gradient is multiplied with.
 struct OpenMagnitude<'a> {
-    factor: Loan<'a>,
-    inverse_length: Loan<'a>,
+    factor: BorrowedValues<'a>,
+    inverse_length: BorrowedValues<'a>,
 }
 
 impl<'a> OpenMagnitude<'a> {
     fn new(Magnitude { factor, inverse_length, .. }: &'a Magnitude) -> Result<Self> {
-        Ok(Self { factor: Loan::of(factor)?, inverse_length: Loan::of(inverse_length)? })
+        Ok(Self { factor: BorrowedValues::of(factor)?, inverse_length: BorrowedValues::of(inverse_length)? })
     }
 }
 
 /// Gradients of a linear layer.
 #[derive(Default)]
 pub(crate) struct LinearGradients {
-    low_rank: Option<ParameterGradients>,
+    lora: Option<ParameterGradients>,
     /// With magnitudes: the gradient of the outputs times their factors, which is that of all but bias and magnitude.
     scaled: Option<CudaSlice<bf16>>,
     magnitude: Option<CudaSlice<f32>>,
@@ -98,7 +96,7 @@ impl LinearGradients {
 
 impl<'a> Open<'a> {
     fn new(gpu: &Gpu, linear: &'a LoraLinear<LinearState>) -> Result<Self> {
-        let bias = linear.bias.as_ref().map(Loan::of).transpose()?;
+        let bias = linear.bias.as_ref().map(BorrowedValues::of).transpose()?;
         if let (Weight::Trained(weight), None) = (&linear.weight, linear.state.weight.get()) {
             let rounded = rounded_weight(gpu, weight)?;
             linear.state.weight.get_or_init(|| rounded);
@@ -125,9 +123,9 @@ impl<'a> Open<'a> {
             Weight::Frozen(_) => bail!("a layer on the GPU with a weight on the CPU"),
         };
         let bias = self.bias.as_ref().map(|bias| bias.as_view());
-        let low_rank = match self.lora {
+        let lora = match self.lora {
             None => None,
-            Some((Rounded { a, b, rank }, lora)) => Some(LowRank {
+            Some((Rounded { a, b, rank }, lora)) => Some(LoraWeights {
                 a: a.as_view(),
                 b: b.as_view(),
                 rank: *rank,
@@ -138,7 +136,7 @@ impl<'a> Open<'a> {
                 },
             }),
         };
-        Ok(Projection { weight, bias, low_rank })
+        Ok(Projection { weight, bias, lora })
     }
 }
 
@@ -171,8 +169,8 @@ impl Open<'_> {
     fn lora_b_backward(&self, gpu: &Gpu, grad: &CudaSlice<bf16>) -> Result<LinearGradients> {
         let scaled =
             self.magnitude.as_ref().map(|magnitude| gpu.scaled_values(grad, &*magnitude.factor)).transpose()?;
-        let low_rank = self.projection()?.low_gradient(gpu, scaled.as_ref().unwrap_or(grad))?;
-        Ok(LinearGradients { low_rank, scaled, ..LinearGradients::default() })
+        let lora = self.projection()?.lora_b_gradient(gpu, scaled.as_ref().unwrap_or(grad))?;
+        Ok(LinearGradients { lora, scaled, ..LinearGradients::default() })
     }
 
     fn parameter_gradients(
@@ -185,8 +183,8 @@ impl Open<'_> {
     ) -> Result<()> {
         let layer = self.projection()?;
         let n_out = layer.weight.dims().0;
-        if let Some(low_rank) = &mut found.low_rank {
-            layer.parameter_gradients(gpu, x, low, found.scaled.as_ref().unwrap_or(grad), low_rank)?;
+        if let Some(lora) = &mut found.lora {
+            layer.parameter_gradients(gpu, x, low, found.scaled.as_ref().unwrap_or(grad), lora)?;
         }
         if let Some(magnitude) = &self.magnitude {
             let of_factor = gpu.column_totals(grad, Some(&gpu.to_bf16(&self.unscaled(gpu, x)?.0)?), n_out)?;
@@ -203,10 +201,10 @@ impl Open<'_> {
 }
 
 impl Rounded {
-    fn new(gpu: &Gpu, low_rank: &Lora, dims: (usize, usize)) -> Result<Self> {
-        let rank = low_rank.rank(dims)?;
-        let (a, b) = (whole(&low_rank.a)?, whole(&low_rank.b)?);
-        Ok(Self { a: gpu.to_bf16(&*Loan::of(&a)?)?, b: gpu.to_bf16(&*Loan::of(&b)?)?, rank })
+    fn new(gpu: &Gpu, lora: &Lora, dims: (usize, usize)) -> Result<Self> {
+        let rank = lora.rank(dims)?;
+        let (a, b) = (contiguous(&lora.a)?, contiguous(&lora.b)?);
+        Ok(Self { a: gpu.to_bf16(&*BorrowedValues::of(&a)?)?, b: gpu.to_bf16(&*BorrowedValues::of(&b)?)?, rank })
     }
 }
 
@@ -229,7 +227,7 @@ impl LayerBackend for GpuBackend {
     type LoraAOut = Buffer<bf16>;
 
     fn rms_norm(&self, x: &CudaSlice<f32>, weight: &Tensor, eps: f32) -> Result<Buffer<bf16>> {
-        Ok(Buffer(self.0.normed(x, &*Loan::of(weight)?, eps)?))
+        Ok(Buffer(self.0.rms_norm(x, &*BorrowedValues::of(weight)?, eps)?))
     }
 
     fn project<const N: usize>(
@@ -263,10 +261,10 @@ impl LayerBackend for GpuBackend {
         context: &LayerContext,
         rows: &Rows,
     ) -> Result<Buffer<bf16>> {
-        let (rows, norm) = (on_gpu(rows)?, norm.map(Loan::of).transpose()?);
+        let (rows, norm) = (on_gpu(rows)?, norm.map(BorrowedValues::of).transpose()?);
         let weight = norm.as_ref().map(|norm| norm.as_view());
         let norm = weight.as_ref().map(|weight| (weight, context.eps));
-        Ok(Buffer(rows.rope.turned(&self.0, x, norm, &rows.positions)?))
+        Ok(Buffer(rows.rope.norm_rope(&self.0, x, norm, &rows.positions)?))
     }
 
     fn query_residual<'a>(
@@ -291,7 +289,7 @@ impl LayerBackend for GpuBackend {
     }
 
     fn swiglu(&self, gate: &CudaSlice<bf16>, up: &CudaSlice<bf16>) -> Result<Buffer<bf16>> {
-        Ok(Buffer(self.0.gated(gate, up)?))
+        Ok(Buffer(self.0.swiglu(gate, up)?))
     }
 
     fn zeros_like(&self, residual: &CudaSlice<f32>) -> Result<Buffer<f32>> {
@@ -320,7 +318,7 @@ impl TrainingBackend for GpuBackend {
     type LinearState = LinearState;
     type LogSumExp = CudaSlice<f32>;
     type LinearGradients = LinearGradients;
-    type Borrowed<'a> = Loan<'a>;
+    type Borrowed<'a> = BorrowedValues<'a>;
 
     fn group<const N: usize>(linears: [LoraLinear<LinearState>; N]) -> [LoraLinear<LinearState>; N] {
         linears
@@ -340,11 +338,11 @@ impl TrainingBackend for GpuBackend {
     }
 
     fn contiguous(&self, tensor: &Tensor) -> Result<Tensor> {
-        whole(tensor)
+        contiguous(tensor)
     }
 
-    fn borrow<'a>(&self, tensor: &'a Tensor) -> Result<Loan<'a>> {
-        Loan::of(tensor)
+    fn borrow<'a>(&self, tensor: &'a Tensor) -> Result<BorrowedValues<'a>> {
+        BorrowedValues::of(tensor)
     }
 
     fn storage(&self, buffer: Buffer<f32>) -> Result<Storage> {
@@ -401,9 +399,9 @@ impl TrainingBackend for GpuBackend {
         grad: &CudaSlice<f32>,
         residual_grad: Option<&CudaSlice<f32>>,
     ) -> Result<(Buffer<f32>, Option<Buffer<f32>>)> {
-        let (gpu, loan) = (&self.0, Loan::of(weight)?);
+        let (gpu, loan) = (&self.0, BorrowedValues::of(weight)?);
         let n_wanted = if weight.track_op() { loan.len() } else { 0 };
-        let (dx, dweight) = gpu.norm_gradients(x, &*loan, eps, grad, residual_grad, n_wanted)?;
+        let (dx, dweight) = gpu.rms_norm_gradients(x, &*loan, eps, grad, residual_grad, n_wanted)?;
         Ok((Buffer(dx), (n_wanted > 0).then_some(Buffer(dweight))))
     }
 
@@ -428,7 +426,7 @@ impl TrainingBackend for GpuBackend {
         gradients: &LinearGradients,
     ) -> Result<Buffer<bf16>> {
         let open = Open::new(&self.0, linear)?;
-        let layer = (&open.projection()?, gradients.product_grad(grad), gradients.low_rank.as_ref());
+        let layer = (&open.projection()?, gradients.product_grad(grad), gradients.lora.as_ref());
         Ok(Buffer(input_gradient(&self.0, &[layer])?))
     }
 
@@ -437,13 +435,13 @@ impl TrainingBackend for GpuBackend {
             layers.iter().map(|(linear, ..)| Open::new(&self.0, linear)).collect::<Result<_>>()?;
         let projections: Vec<Projection<'_>> = open.iter().map(Open::projection).collect::<Result<_>>()?;
         let layers = projections.iter().zip(layers);
-        let layers = layers
-            .map(|(layer, &(_, grad, gradients))| (layer, gradients.product_grad(grad), gradients.low_rank.as_ref()));
+        let layers =
+            layers.map(|(layer, &(_, grad, gradients))| (layer, gradients.product_grad(grad), gradients.lora.as_ref()));
         Ok(Buffer(input_gradient(&self.0, &layers.collect::<Vec<_>>())?))
     }
 
     fn gradients_of(&self, _linear: &LoraLinear<LinearState>, gradients: LinearGradients) -> Vec<Buffer<f32>> {
-        let (a, b) = gradients.low_rank.map(|low_rank| (low_rank.a, low_rank.b)).unzip();
+        let (a, b) = gradients.lora.map(|lora| (lora.a, lora.b)).unzip();
         [gradients.weight, gradients.bias, a, b, gradients.magnitude].into_iter().flatten().map(Buffer).collect()
     }
 
@@ -456,12 +454,12 @@ impl TrainingBackend for GpuBackend {
         grad: &CudaSlice<bf16>,
     ) -> Result<(Buffer<bf16>, Option<Buffer<f32>>)> {
         let is_wanted = norm.is_some_and(Tensor::track_op);
-        let (rows, loan) = (on_gpu(rows)?, norm.map(Loan::of).transpose()?);
+        let (rows, loan) = (on_gpu(rows)?, norm.map(BorrowedValues::of).transpose()?);
         let n_wanted = loan.as_ref().filter(|_| is_wanted).map_or(0, |norm| norm.len());
         let weight = loan.as_ref().map(|norm| norm.as_view());
         let norm = weight.as_ref().map(|weight| (weight, context.eps));
         let (rope, positions) = (&rows.rope, &rows.positions);
-        let (dx, dnorm) = rope.turned_gradients(&self.0, x.unwrap_or(grad), norm, positions, grad, n_wanted)?;
+        let (dx, dnorm) = rope.norm_rope_gradients(&self.0, x.unwrap_or(grad), norm, positions, grad, n_wanted)?;
         Ok((Buffer(dx), is_wanted.then_some(Buffer(dnorm))))
     }
 
@@ -493,7 +491,7 @@ impl TrainingBackend for GpuBackend {
         up: &CudaSlice<bf16>,
         grad: Buffer<bf16>,
     ) -> Result<[Buffer<bf16>; 3]> {
-        Ok(self.0.gated_gradients(gate, up, &grad.0)?.map(Buffer))
+        Ok(self.0.swiglu_gradients(gate, up, &grad.0)?.map(Buffer))
     }
 }
 
@@ -501,4 +499,48 @@ impl TrainingBackend for GpuBackend {
 fn each<T, R, const N: usize>(all: [T; N], f: impl FnMut(T) -> Result<R>) -> Result<[R; N]> {
     let done: Vec<R> = all.into_iter().map(f).collect::<Result<_>>()?;
     done.try_into().map_err(|_| Error::Msg(format!("{N} layers with another number of results")))
+}
+
+/// Rows of a pass, uploaded once for all layers.
+pub(super) struct LayerRows {
+    pub(super) rope: Arc<DeviceRope>,
+    pub(super) positions: CudaSlice<u32>,
+    /// Which rows are queries, and which keys they attend to.
+    pub(super) queries: TreeQueries,
+    /// With the keys of all rows.
+    dropout: Option<(DropoutMask, CudaSlice<u64>)>,
+}
+
+impl LayerRows {
+    /// All rows of a batch, or the query rows, ascending.
+    pub(super) fn new(
+        gpu: &Gpu,
+        rope: Arc<DeviceRope>,
+        batch: &PackedBatch,
+        query_rows: Option<&[u32]>,
+        dropout: Option<&DropoutMask>,
+    ) -> Result<Self> {
+        let (queries, positions) = match query_rows {
+            None => (TreeQueries::all(gpu, &batch.tree)?, rope.positions(gpu, &batch.positions)?),
+            Some(rows) => {
+                let queries = TreeQueries::some(gpu, &batch.tree, rows)?; // checks that the rows exist
+                let positions: Vec<u32> = rows.iter().map(|&row| batch.positions[row as usize]).collect();
+                (queries, rope.positions(gpu, &positions)?)
+            }
+        };
+        let dropout = dropout.map(|mask| Ok::<_, Error>((mask.clone(), gpu.upload(mask.row_keys())?))).transpose()?;
+        Ok(Self { rope, positions, queries, dropout })
+    }
+
+    /// Dropout of the `n_in` inputs of an adapter's layer.
+    pub(super) fn masks(&self, layer_path: &str, n_in: usize) -> Option<DropoutMasks<'_>> {
+        let (mask, row_keys) = self.dropout.as_ref()?;
+        let first_input = mask.first_input(layer_path, n_in);
+        Some(DropoutMasks { row_keys, layer_seed: mask.seed_of(layer_path), first_input, p: mask.p() })
+    }
+
+    /// The rows that are queries.
+    pub(super) fn list(&self) -> &CudaSlice<u32> {
+        self.queries.rows()
+    }
 }

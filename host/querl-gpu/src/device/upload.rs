@@ -1,145 +1,35 @@
-//! From the host to the card through page-locked memory: the host goes on while the card reads, and no tensor of a file is copied
-//! as a whole on the host.
+//! Uploads of weights as a safetensors file stores them, converted to bf16 or packed, without a copy of a complete tensor on the host.
 
 use super::elementwise::Element;
 use super::gpu::Gpu;
-use super::packed::{PackedFormat, PackedRows};
-use super::weight::DeviceWeight;
-use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaSlice, DeviceRepr, PinnedHostSlice};
-use candle_core::{DType, Error, Result, bail};
+use super::staging::WEIGHT_PIECE;
+use super::weight::{DeviceWeight, PackedFormat, PackedRows};
+use candle_core::cuda_backend::cudarc::driver::CudaSlice;
+use candle_core::{DType, Result, bail};
 use half::{bf16, f16};
 use rayon::prelude::*;
-use std::sync::{Mutex, MutexGuard, PoisonError};
-
-/// Bytes of a piece for weights: long enough that the copy engine is hardly waited for between two.
-const PIECE: usize = 32 << 20;
-
-/// Bytes of a piece for what a pass brings along: ids, positions, lists of tiles.
-const SMALL_PIECE: usize = 1 << 20;
-
-/// How many small pieces may be on their way.
-const N_SMALL: usize = 8;
 
 /// Values that one thread converts at a time.
 const CHUNK: usize = 1 << 16;
 
-/// Page-locked memory in pieces, which are filled in turn.
-#[derive(Default)]
-pub(super) struct Staging {
-    weights: Mutex<Ring>,
-    small: Mutex<Ring>,
-}
-
-#[derive(Default)]
-struct Ring {
-    pieces: Vec<Piece>,
-    next: usize,
-}
-
-struct Piece {
-    memory: PinnedHostSlice<u8>,
-    /// When the card has read it.
-    is_read: CudaEvent,
-}
-
-impl Ring {
-    /// The piece whose turn it is, once the card has read it. Pieces are made when they are first needed.
-    fn next(&mut self, gpu: &Gpu, n_pieces: usize, bytes: usize) -> Result<&mut Piece> {
-        if self.pieces.len() < n_pieces {
-            self.next = self.pieces.len();
-            self.pieces.push(Piece::new(gpu, bytes)?);
-        } else {
-            self.next = (self.next + 1) % n_pieces;
-        }
-        let piece = &mut self.pieces[self.next];
-        piece.is_read.synchronize().map_err(Error::wrap)?;
-        Ok(piece)
-    }
-}
-
-impl Piece {
-    fn new(gpu: &Gpu, bytes: usize) -> Result<Self> {
-        let context = gpu.stream().context();
-        // SAFETY: every bit pattern is a byte, and a part is written before it is read.
-        let memory = unsafe { context.alloc_pinned_with_flags::<u8>(bytes, 0) }.map_err(Error::wrap)?;
-        Ok(Self { memory, is_read: context.new_event(None).map_err(Error::wrap)? })
-    }
-
-    /// Copies the first values, which `fill` writes, to `to`.
-    fn send<T: DeviceRepr + Copy>(
-        &mut self,
-        gpu: &Gpu,
-        to: &mut CudaSlice<T>,
-        start: usize,
-        n: usize,
-        fill: impl FnOnce(&mut [T]),
-    ) -> Result<()> {
-        let bytes = self.memory.as_mut_slice().map_err(Error::wrap)?;
-        if n * size_of::<T>() > bytes.len() {
-            bail!("{n} values for a piece of {} bytes", bytes.len());
-        }
-        // SAFETY: the memory is page-aligned and long enough, every bit pattern is a value of a type that cards share with the
-        // host, and nobody else has a reference to it.
-        let values = unsafe { std::slice::from_raw_parts_mut(bytes.as_mut_ptr().cast::<T>(), n) };
-        fill(values);
-        gpu.stream().memcpy_htod(&*values, &mut to.slice_mut(start..start + n)).map_err(Error::wrap)?;
-        self.is_read.record(gpu.stream()).map_err(Error::wrap)
-    }
-}
-
-impl Drop for Piece {
-    fn drop(&mut self) {
-        // The memory is given back only when the card has read it; after an error it never reads again.
-        let _ = self.is_read.synchronize();
-    }
-}
-
-fn lock(ring: &Mutex<Ring>) -> MutexGuard<'_, Ring> {
-    ring.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Gpu {
-    /// Copies values to the card; the host does not wait for it where they are few.
-    ///
-    /// # Errors
-    /// The card has no memory left.
-    pub fn upload<T: DeviceRepr + Copy>(&self, values: &[T]) -> Result<CudaSlice<T>> {
-        let mut to = self.alloc(values.len())?;
-        match size_of_val(values) {
-            0 => {}
-            1..=SMALL_PIECE => {
-                let mut ring = lock(&self.staging().small);
-                let piece = ring.next(self, N_SMALL, SMALL_PIECE)?;
-                piece.send(self, &mut to, 0, values.len(), |piece| piece.copy_from_slice(values))?;
-            }
-            _ => self.stream().memcpy_htod(values, &mut to).map_err(Error::wrap)?,
-        }
-        Ok(to)
-    }
-
-    /// Copies floats of any type, as a safetensors file holds them, to the card as bf16.
-    ///
-    /// # Errors
-    /// A type that is no float of at most 4 bytes, a value that is not finite as bf16, or no memory left.
+    /// Copies floats of any type, as a safetensors file holds them, to the GPU as bf16.
     pub fn upload_floats(&self, bytes: &[u8], dtype: DType) -> Result<CudaSlice<bf16>> {
         let size = size_of_float(dtype)?;
-        let (mut to, n_piece) = (self.alloc(bytes.len() / size)?, PIECE / size_of::<bf16>());
-        let mut ring = lock(&self.staging().weights);
+        let (mut to, n_piece) = (self.alloc(bytes.len() / size)?, WEIGHT_PIECE / size_of::<bf16>());
+        let mut ring = self.staging().weights();
         for (index, part) in bytes.chunks(n_piece * size).enumerate() {
-            let piece = ring.next(self, 2, PIECE)?;
+            let piece = ring.next(self.stream())?;
             let mut is_finite = true;
             let fill = |values: &mut [bf16]| is_finite = convert(part, dtype, values);
-            piece.send(self, &mut to, index * n_piece, part.len() / size, fill)?;
+            piece.send(self.stream(), &mut to, index * n_piece, part.len() / size, fill)?;
             check_finite(is_finite, "bf16")?;
         }
         Ok(to)
     }
 
-    /// The same, packed: some rows at a time go to the card as they stand in the file (f16 as f32, which holds it), so that the
-    /// codes are those that the CPU makes of the file, and are packed there. Nothing else of the weight is ever on the card.
-    ///
-    /// # Errors
-    /// As [`Gpu::upload_floats`], or another number of values.
+    /// The same, packed: some rows at a time are copied to the GPU as in the file (f16 as f32, which represents it), so that the
+    /// codes equal those of the CPU, and are packed there. The GPU never holds the unpacked weight.
     pub fn upload_packed(
         &self,
         bytes: &[u8],
@@ -160,13 +50,13 @@ impl Gpu {
 
     fn put_pieces<T: Float>(&self, bytes: &[u8], dtype: DType, n_in: usize, rows: &mut PackedRows) -> Result<()> {
         let size = size_of_float(dtype)?;
-        let n_rows = (PIECE / size_of::<T>() / n_in).max(1);
+        let n_rows = (WEIGHT_PIECE / size_of::<T>() / n_in).max(1);
         let mut values = self.alloc::<T>(n_rows.min(bytes.len() / size / n_in) * n_in)?;
-        let mut ring = lock(&self.staging().weights);
+        let mut ring = self.staging().weights();
         for (index, part) in bytes.chunks(n_rows * n_in * size).enumerate() {
-            let (piece, n) = (ring.next(self, 2, PIECE)?, part.len() / size);
+            let (piece, n) = (ring.next(self.stream())?, part.len() / size);
             let mut is_finite = true;
-            piece.send(self, &mut values, 0, n, |values| is_finite = convert(part, dtype, values))?;
+            piece.send(self.stream(), &mut values, 0, n, |values| is_finite = convert(part, dtype, values))?;
             check_finite(is_finite, dtype.as_str())?;
             rows.put(self, index * n_rows, &values.slice(..n))?;
         }
@@ -190,7 +80,7 @@ fn size_of_float(dtype: DType) -> Result<usize> {
     }
 }
 
-/// What weights become on their way.
+/// Types to which weights are converted.
 trait Float: Element + Send + Sync {
     fn rounded(value: f32) -> Self;
 

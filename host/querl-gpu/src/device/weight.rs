@@ -1,12 +1,16 @@
-//! Frozen weights on the card: twin of `kernels::FrozenWeight`.
+//! Frozen weights on the GPU, in bf16 or packed: counterpart of [`querl_model::kernels::FrozenWeight`].
+//!
+//! Codes and scales of packed weights are those of the CPU.
 
-use super::elementwise::Element;
-use super::gpu::{Gpu, Widening};
-use super::packed::{PackedFormat, PackedRows};
-use super::product::{Matrix, Scale};
+use super::elementwise::{Element, same_length};
+use super::gpu::{Gpu, UnpackBuffer};
+use super::launch::{Arg, THREADS, blocks_for};
+use super::matmul::{Matrix, Scale};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use candle_core::{Result, bail};
 use half::bf16;
+use querl_core::config::BaseDtype;
+use querl_model::kernels::GROUP;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -27,23 +31,20 @@ pub(super) enum Stored {
 pub(super) enum WeightRows<'a> {
     Stored(Matrix<'a>),
     /// With the number of rows.
-    Widened(Widening<'a>, usize),
+    Unpacked(UnpackBuffer<'a>, usize),
 }
 
 impl WeightRows<'_> {
     pub(super) fn matrix(&self, gpu: &Gpu, n_in: usize) -> Result<Matrix<'_>> {
         match self {
             Self::Stored(matrix) => Ok(*matrix),
-            Self::Widened(values, n_rows) => Matrix::beginning(gpu, &**values, *n_rows, n_in),
+            Self::Unpacked(values, n_rows) => Matrix::beginning(gpu, &**values, *n_rows, n_in),
         }
     }
 }
 
 impl DeviceWeight {
     /// `values`: `(n_out, n_in)` row-major.
-    ///
-    /// # Errors
-    /// Another number of values.
     pub fn new(values: CudaSlice<bf16>, n_out: usize, n_in: usize) -> Result<Self> {
         if values.len() != n_out * n_in {
             bail!("a weight ({n_out}, {n_in}) of {} values", values.len());
@@ -52,9 +53,6 @@ impl DeviceWeight {
     }
 
     /// Packs values, which are not kept.
-    ///
-    /// # Errors
-    /// As [`DeviceWeight::new`], or no memory left on the card.
     pub fn packed<T: Element>(
         gpu: &Gpu,
         values: &impl DevicePtr<T>,
@@ -83,7 +81,7 @@ impl DeviceWeight {
         (self.n_out, self.n_in)
     }
 
-    /// Bytes on the card.
+    /// Bytes on the GPU.
     pub fn memory_bytes(&self) -> usize {
         match &*self.stored {
             Stored::Bf16(values) => values.num_bytes(),
@@ -93,9 +91,6 @@ impl DeviceWeight {
 
     /// `out = alpha * x W^T + keep * out` for `x` `(N, in)` as it stands and `out` `(N, out)`: for few rows from the weight as it is
     /// stored, for many by cuBLAS, widened first where it is packed.
-    ///
-    /// # Errors
-    /// Shapes that do not fit, or the card has no memory left.
     pub fn multiply<T: Element>(
         &self,
         gpu: &Gpu,
@@ -119,44 +114,240 @@ impl DeviceWeight {
     }
 
     /// Rows by index: `(ids, in)` f32. The caller has checked that ids are below `out`, a row beyond it is zeros.
-    ///
-    /// # Errors
-    /// The card has no memory left.
     pub fn rows_at(&self, gpu: &Gpu, ids: &CudaSlice<u32>) -> Result<CudaSlice<f32>> {
         match &*self.stored {
             Stored::Bf16(values) => gpu.rows(values, ids, self.n_in),
             Stored::Packed(rows) => {
                 let mut values = gpu.alloc(ids.len() * self.n_in)?;
-                rows.widen(gpu, Some(ids), 0..ids.len(), &mut values)?;
+                rows.unpack(gpu, Some(ids), 0..ids.len(), &mut values)?;
                 gpu.to_f32(&values)
             }
         }
     }
 
     /// All values, `(out, in)` f32.
-    ///
-    /// # Errors
-    /// The card has no memory left.
     pub fn to_f32(&self, gpu: &Gpu) -> Result<CudaSlice<f32>> {
         match &*self.stored {
             Stored::Bf16(values) => gpu.to_f32(values),
             Stored::Packed(rows) => {
                 let mut values = gpu.alloc(self.n_out * self.n_in)?;
-                rows.widen(gpu, None, 0..self.n_out, &mut values)?;
+                rows.unpack(gpu, None, 0..self.n_out, &mut values)?;
                 gpu.to_f32(&values)
             }
         }
     }
 
-    /// Some outputs, for a product. What has to be widened stands in the card's one place for that, until it is dropped.
+    /// The rows of some outputs, for a product. Packed rows are unpacked into the GPU's shared buffer until this is dropped.
     pub(super) fn rows<'a>(&'a self, gpu: &'a Gpu, outputs: Range<usize>) -> Result<WeightRows<'a>> {
         match &*self.stored {
             Stored::Bf16(values) => Ok(WeightRows::Stored(Matrix::of(gpu, values, self.n_in)?.part(outputs)?)),
             Stored::Packed(rows) => {
-                let mut values = gpu.widening(outputs.len() * self.n_in)?;
-                rows.widen(gpu, None, outputs.clone(), &mut *values)?;
-                Ok(WeightRows::Widened(values, outputs.len()))
+                let mut values = gpu.unpack_buffer(outputs.len() * self.n_in)?;
+                rows.unpack(gpu, None, outputs.clone(), &mut *values)?;
+                Ok(WeightRows::Unpacked(values, outputs.len()))
             }
         }
+    }
+}
+
+/// How weights are stored in fewer bits than bf16.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PackedFormat {
+    /// 1.0625 bytes a weight: even steps up to the largest of 64 neighbours of a row.
+    Int8,
+    /// 0.5625 bytes: QLoRA's 16 shares of it.
+    Nf4,
+    /// 1 byte: e4m3, the largest of a row being 448.
+    Fp8,
+}
+
+impl PackedFormat {
+    /// `None` of a type that is no packed one.
+    pub fn of(dtype: BaseDtype) -> Option<Self> {
+        match dtype {
+            BaseDtype::Int8 => Some(Self::Int8),
+            BaseDtype::Nf4 => Some(Self::Nf4),
+            BaseDtype::Fp8 => Some(Self::Fp8),
+            BaseDtype::F32 | BaseDtype::Bf16 | BaseDtype::F16 => None,
+        }
+    }
+
+    fn groups(self, n_in: usize) -> usize {
+        if self == Self::Fp8 { 1 } else { n_in.div_ceil(GROUP) }
+    }
+
+    /// Bytes of a row's codes.
+    pub(super) fn line(self, n_in: usize) -> usize {
+        if self == Self::Nf4 { n_in.div_ceil(2) } else { n_in }
+    }
+
+    fn unpack_kernel(self) -> &'static str {
+        match self {
+            Self::Int8 => "unpack_int8",
+            Self::Nf4 => "unpack_nf4",
+            Self::Fp8 => "unpack_fp8",
+        }
+    }
+
+    /// Of values of type `T`.
+    fn pack_kernel<T: Element>(self) -> &'static str {
+        T::kernel(match self {
+            Self::Int8 => ["pack_int8_f32", "pack_int8_bf16"],
+            Self::Nf4 => ["pack_nf4_f32", "pack_nf4_bf16"],
+            Self::Fp8 => ["pack_fp8_f32", "pack_fp8_bf16"],
+        })
+    }
+}
+
+/// Codes and scales of a weight `(out, in)`, row by row.
+pub(super) struct PackedRows {
+    pub(super) format: PackedFormat,
+    pub(super) codes: CudaSlice<u8>,
+    pub(super) scales: CudaSlice<f32>,
+    n_out: usize,
+    n_in: usize,
+}
+
+impl PackedRows {
+    /// Of a weight whose rows are still to be put.
+    pub(super) fn new(gpu: &Gpu, (n_out, n_in): (usize, usize), format: PackedFormat) -> Result<Self> {
+        if n_out == 0 || n_in == 0 {
+            bail!("a weight of shape ({n_out}, {n_in}) holds nothing");
+        }
+        let (codes, scales) = (gpu.alloc(n_out * format.line(n_in))?, gpu.alloc(n_out * format.groups(n_in))?);
+        Ok(Self { format, codes, scales, n_out, n_in })
+    }
+
+    /// Packs complete rows from row `first` on.
+    pub(super) fn put<T: Element>(&mut self, gpu: &Gpu, first: usize, values: &impl DevicePtr<T>) -> Result<()> {
+        let (n, line, groups) = (values.len() / self.n_in, self.format.line(self.n_in), self.format.groups(self.n_in));
+        if values.len() != n * self.n_in || first + n > self.n_out {
+            bail!("rows from {first} on, {} values, of a weight ({}, {})", values.len(), self.n_out, self.n_in);
+        }
+        let mut codes = self.codes.slice_mut(first * line..(first + n) * line);
+        let mut scales = self.scales.slice_mut(first * groups..(first + n) * groups);
+        let mut args = [
+            gpu.input(values),
+            gpu.output(&mut codes),
+            gpu.output(&mut scales),
+            n.into(),
+            self.n_in.into(),
+            line.into(),
+        ];
+        let n_blocks = blocks_for(values.len(), gpu.n_processors());
+        // SAFETY: as `cuda/frozen.cuh` declares it; of these rows every byte of the codes and every scale is written.
+        unsafe { gpu.launch(self.format.pack_kernel::<T>(), [n_blocks, 1, 1], THREADS, 0, &mut args) }
+    }
+
+    /// Widens some rows, or those of `ids`, to bf16, into the beginning of `values`.
+    pub(super) fn unpack(
+        &self,
+        gpu: &Gpu,
+        ids: Option<&CudaSlice<u32>>,
+        rows: Range<usize>,
+        values: &mut impl DevicePtrMut<bf16>,
+    ) -> Result<()> {
+        let n = rows.len();
+        if values.len() < n * self.n_in {
+            bail!("{n} rows of {} in {} values", self.n_in, values.len());
+        }
+        let mut args = [
+            gpu.input(&self.codes),
+            gpu.input(&self.scales),
+            ids.map_or(Arg::null(), |ids| gpu.input(ids)),
+            rows.start.into(),
+            gpu.output(values),
+            n.into(),
+            self.n_out.into(),
+            self.n_in.into(),
+            self.format.line(self.n_in).into(),
+        ];
+        let n_blocks = blocks_for(n * self.n_in, gpu.n_processors());
+        // SAFETY: as `cuda/frozen.cuh` declares it; rows are checked against `n_out` on the GPU.
+        unsafe { gpu.launch(self.format.unpack_kernel(), [n_blocks, 1, 1], THREADS, 0, &mut args) }
+    }
+}
+
+/// Rows of a block (`2 * ROW_TILE` in `cuda/few_rows.cuh`); with more the weight is read again, by another block.
+const ROWS_OF_BLOCK: usize = 16;
+
+/// Outputs of a block (`BLOCK_OUTPUTS`).
+const OUTPUTS_OF_BLOCK: usize = 32;
+
+/// Up to so many rows a packed weight is read directly, in at most four blocks for the same outputs: unpack_buffer it first reads it
+/// once and moves four more bytes a weight. Computed, not measured on a GPU.
+const MOST_OF_PACKED: usize = 4 * ROWS_OF_BLOCK;
+
+/// Up to so many rows a weight in bf16 is: it is read once either way, and cuBLAS's tiles are made for more rows.
+const MOST_OF_BF16: usize = ROWS_OF_BLOCK;
+
+/// For tests that compare products of few rows with products of many, bit by bit: cuBLAS computes all of this thread's; the
+/// simulated one sums in one order.
+#[cfg(test)]
+pub(crate) fn by_cublas_alone<R>(f: impl FnOnce() -> R) -> R {
+    BY_CUBLAS_ALONE.set(true);
+    let found = f();
+    BY_CUBLAS_ALONE.set(false);
+    found
+}
+
+#[cfg(test)]
+thread_local! {
+    static BY_CUBLAS_ALONE: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
+}
+
+impl DeviceWeight {
+    pub(super) fn most_few_rows(&self) -> usize {
+        #[cfg(test)]
+        if BY_CUBLAS_ALONE.get() {
+            return 0;
+        }
+        match self.stored() {
+            Stored::Bf16(_) => MOST_OF_BF16,
+            Stored::Packed(_) => MOST_OF_PACKED,
+        }
+    }
+
+    /// See [`DeviceWeight::multiply`]; for any number of rows.
+    pub(super) fn multiply_few_rows<T: Element>(
+        &self,
+        gpu: &Gpu,
+        x: &Matrix<'_>,
+        out: &mut impl DevicePtrMut<T>,
+        scale: Scale,
+    ) -> Result<()> {
+        let ((n_out, n_in), n_rows) = (self.dims(), x.n_rows());
+        if x.n_columns() != n_in {
+            bail!("few_rows: rows of {} values for {n_in} inputs", x.n_columns());
+        }
+        same_length("few_rows", out.len(), n_rows * n_out)?;
+        let (weight, scales, line, names) = match self.stored() {
+            Stored::Bf16(values) => {
+                (gpu.input(values), Arg::null(), n_in * 2, ["few_rows_bf16_f32", "few_rows_bf16_bf16"])
+            }
+            Stored::Packed(rows) => {
+                let names = match rows.format {
+                    PackedFormat::Int8 => ["few_rows_int8_f32", "few_rows_int8_bf16"],
+                    PackedFormat::Nf4 => ["few_rows_nf4_f32", "few_rows_nf4_bf16"],
+                    PackedFormat::Fp8 => ["few_rows_fp8_f32", "few_rows_fp8_bf16"],
+                };
+                (gpu.input(&rows.codes), gpu.input(&rows.scales), rows.format.line(n_in), names)
+            }
+        };
+        let mut args = [
+            weight,
+            scales,
+            x.input(),
+            gpu.output(out),
+            n_rows.into(),
+            n_out.into(),
+            n_in.into(),
+            line.into(),
+            scale.alpha.into(),
+            scale.beta.into(),
+        ];
+        let grid = [n_out.div_ceil(OUTPUTS_OF_BLOCK), n_rows.div_ceil(ROWS_OF_BLOCK), 1];
+        // SAFETY: as `cuda/few_rows.cuh` declares it; lengths were checked against the shapes.
+        unsafe { gpu.launch(T::kernel(names), grid, 256, 0, &mut args) }
     }
 }

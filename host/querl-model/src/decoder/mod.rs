@@ -156,7 +156,7 @@ impl Decoder {
         kernels::rms_norm(&x, &self.norm, self.config.rms_norm_eps)
     }
 
-    pub(crate) fn context(&self) -> LayerContext {
+    pub fn context(&self) -> LayerContext {
         LayerContext {
             rope: self.rope.clone(),
             hidden_size: self.config.hidden_size,

@@ -1,4 +1,4 @@
-// Devices and contexts, and what the driver says of them. The numbers are those of a card of the capability asked for, except that
+// Devices and contexts, and their attributes. The numbers are those of a GPU of the requested capability, except that
 // there are few multiprocessors: who sizes a grid by them shall not wait long.
 #include "driver.h"
 

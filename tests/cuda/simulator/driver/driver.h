@@ -1,5 +1,5 @@
 // The simulated driver's inside. What goes in: calls of the driver's interface; what comes out: what they do, done on the CPU.
-// What it refuses to know: time. An operation on a stream is done when it is called, or, with QUERL_SIMULATOR_STREAMS=late, when
+// What it does not simulate: time. An operation on a stream is done when it is called, or, with QUERL_SIMULATOR_STREAMS=late, when
 // somebody waits for the device: a program that does not wait where it has to then reads what was there before.
 //
 // Settings, from the environment:
@@ -45,7 +45,7 @@ int devices();
 // The device of the calling thread's context, or -1.
 int current_device();
 
-// After a kernel has failed, every call fails, as on a card.
+// After a kernel has failed, every call fails, as on a GPU.
 CUresult& broken();
 #define UNLESS_BROKEN                                                     \
     if (simulator::broken() != CUDA_SUCCESS) return simulator::broken(); \
@@ -78,7 +78,7 @@ extern "C" int querl_simulator_holds(const void* place, size_t bytes);
 // The device of the calling thread's context, and that whose memory these bytes are; -1 without one.
 extern "C" int querl_simulator_current_device();
 extern "C" int querl_simulator_device_of(const void* place, size_t bytes);
-// From now on whoever waits for the stream waits until it is let go (`holds` is 0): something runs on it that does not end by itself.
+// From now on a wait for the stream lasts until it is released (`holds` is 0): something runs on it that does not end by itself.
 extern "C" void querl_simulator_hold(void* stream, int holds);
 // Whether the memory of a device can be read and written by another.
 extern "C" int querl_simulator_is_open_to(int owner, int other);

@@ -1,5 +1,5 @@
 // Modules, functions and launches. The image of a module says only which kernels it has; what is run are the same kernels, compiled
-// for the CPU into the libraries of the folder `kernels` beside this one (see compile.sh).
+// for the CPU into the libraries of the folder `kernels` next to this one (see compile.sh).
 #include "driver.h"
 
 #include <algorithm>

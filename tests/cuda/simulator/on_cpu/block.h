@@ -211,7 +211,7 @@ class Block {
         return lanes;
     }
 
-    // Lanes that have ended are not waited for, as on a card; what a shuffle reads from them is not defined.
+    // Lanes that have ended are not waited for, as on a GPU; what a shuffle reads from them is not defined.
     bool release_warp(size_t warp) {
         const unsigned lanes = alive(warp);
         unsigned released = 0;

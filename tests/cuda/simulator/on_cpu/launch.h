@@ -10,7 +10,7 @@ struct Grid {
 
 inline size_t count(dim3 size) { return size_t(size.x) * size.y * size.z; }
 
-// Why a card would refuse this launch, or null.
+// Why a GPU would reject this launch, or null.
 inline const char* refused(const Grid& grid) {
     if (count(grid.blocks) == 0 || count(grid.threads) == 0) return "a launch of no blocks or no threads";
     if (count(grid.threads) > 1024 || grid.threads.z > 64) return "more than 1024 threads in a block, or more than 64 in z";

@@ -1,4 +1,4 @@
-// The mathematical functions that CUDA has and C++ has not. The fast ones are computed exactly: a card may differ by a few units
+// The mathematical functions that CUDA has and C++ has not. The fast ones are computed exactly: a GPU may differ by a few units
 // in the last place.
 #pragma once
 

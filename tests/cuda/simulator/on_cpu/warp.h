@@ -24,7 +24,7 @@ template <class T> void exchange(unsigned mask, const T& value, Point point) {
     Block::current().wait(State::at_warp, point, mask);
 }
 
-// Lanes outside of a section of `width` lanes are not read: the thread keeps its own value, as on a card.
+// Lanes outside of a section of `width` lanes are not read: the thread keeps its own value, as on a GPU.
 template <class T> T from_lane(unsigned mask, T value, int lane, bool inside) {
     exchange(mask, value, Point::shuffle);
     return inside ? taken<T>(unsigned(lane)) : value;
@@ -95,7 +95,7 @@ template <class T> T __shfl_up_sync(unsigned mask, T value, unsigned by, int wid
 inline unsigned __ballot_sync(unsigned mask, int predicate) { return cuda_on_cpu::vote(mask, predicate); }
 inline int __any_sync(unsigned mask, int predicate) { return cuda_on_cpu::vote(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return cuda_on_cpu::vote(mask, !predicate) == 0; }
-// On a card: the lanes that happen to run together. Here: all that have not ended.
+// On a GPU: the lanes that happen to run together. Here: all that have not ended.
 inline unsigned __activemask() { return cuda_on_cpu::Block::current().lanes_alive(); }
 
 #define CUDA_ON_CPU_REDUCE(name, type, expression)                                                                                \

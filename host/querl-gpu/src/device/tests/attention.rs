@@ -43,14 +43,14 @@ fn check(tree: &RowTree, wanted: Option<&[u32]>, shape: Shape, seed: u64) {
     let [q_at, k_at, v_at, grad_at] = [&q, &k, &v, &grad].map(|values| halves(values));
 
     let (out_at, log_sums_at) = gpu().attend(&on_device, head_dim, &q_at, &k_at, &v_at).unwrap();
-    let (out, log_sums) = kernels::attention_forward(&on_cpu, head_dim, [&q, &k, &v]).unwrap();
+    let (out, logsumexp) = kernels::attention_forward(&on_cpu, head_dim, [&q, &k, &v]).unwrap();
     // Probabilities are rounded to bf16 before they weigh the values.
     assert_close("out", &floats(&out_at), &out, 1.0 / 256.0, 1.0 / 256.0);
     let gradients = || {
         gpu().attention_gradients(&on_device, head_dim, &q_at, &k_at, &v_at, &out_at, &log_sums_at, &grad_at).unwrap()
     };
     let found = gradients();
-    let expected = kernels::attention_backward(&on_cpu, head_dim, [&q, &k, &v], &out, &log_sums, &grad).unwrap();
+    let expected = kernels::attention_backward(&on_cpu, head_dim, [&q, &k, &v], &out, &logsumexp, &grad).unwrap();
     for (what, (found, expected)) in ["dq", "dk", "dv"].iter().zip(found.iter().zip(&expected)) {
         assert_close(what, &floats(found), expected, 1.0 / 128.0, 1.0 / 128.0);
     }
@@ -98,8 +98,8 @@ fn a_long_beginning_of_many_sequences_collects_gradients_in_parts() {
 fn no_rows_are_no_work() {
     let queries = TreeQueries::all(gpu(), &RowTree::default()).unwrap();
     let empty = halves(&[]);
-    let (out, log_sums) = gpu().attend(&queries, 64, &empty, &empty, &empty).unwrap();
-    assert_eq!((out.len(), log_sums.len()), (0, 0));
+    let (out, logsumexp) = gpu().attend(&queries, 64, &empty, &empty, &empty).unwrap();
+    assert_eq!((out.len(), logsumexp.len()), (0, 0));
 }
 
 #[test]
@@ -122,19 +122,19 @@ fn what_is_no_number_stays_none_where_it_is_seen() {
     let mut rng = rng(9);
     let [q, k, v] = [(); 3].map(|()| rounded(&mut rng, 100 * head_dim));
     let attend = |q: &[f32], k: &[f32]| {
-        let (out, log_sums) = gpu().attend(&on_device, head_dim, &halves(q), &halves(k), &halves(&v)).unwrap();
-        (floats(&out), gpu().download(&log_sums).unwrap())
+        let (out, logsumexp) = gpu().attend(&on_device, head_dim, &halves(q), &halves(k), &halves(&v)).unwrap();
+        (floats(&out), gpu().download(&logsumexp).unwrap())
     };
     let (expected, _) = attend(&q, &k);
     for (is_key, row, until) in [(true, 0, 70), (true, 65, 70), (true, 99, 100), (false, 64, 65)] {
         let (mut q, mut k) = (q.clone(), k.clone());
         let wrong = if is_key { &mut k } else { &mut q };
         wrong[row * head_dim + 3] = f32::NAN;
-        let (found, log_sums) = attend(&q, &k);
+        let (found, logsumexp) = attend(&q, &k);
         for at in 0..100 {
             let (own, before) = (&found[at * head_dim..][..head_dim], &expected[at * head_dim..][..head_dim]);
             match (row..until).contains(&at) {
-                true => assert!(own.iter().all(|x| x.is_nan()) && log_sums[at].is_nan(), "row {at} of {row}: {own:?}"),
+                true => assert!(own.iter().all(|x| x.is_nan()) && logsumexp[at].is_nan(), "row {at} of {row}: {own:?}"),
                 false => assert_eq!(own, before, "row {at}, which does not see {row}"),
             }
         }

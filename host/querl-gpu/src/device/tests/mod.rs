@@ -5,23 +5,13 @@
 //! rounded values err by their largest term.
 #![allow(clippy::unwrap_used)]
 
-mod adamw;
-mod all_reduce;
 mod attention;
-mod columns;
 mod decode;
 mod elementwise;
-mod finish;
-mod graph;
-mod logprobs;
-mod memory;
-mod norms;
-mod projection;
+mod gpu;
+mod linear;
 mod ranks;
-mod rows;
 mod sampling;
-mod trace;
-mod weight;
 
 use super::{CudaSlice, Gpu};
 use half::bf16;
@@ -29,10 +19,13 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::sync::OnceLock;
 
-/// The first card; one for all tests of a process.
+/// The first GPU; one for all tests of a process.
 fn gpu() -> &'static Gpu {
     static GPU: OnceLock<Gpu> = OnceLock::new();
-    GPU.get_or_init(|| Gpu::new(0).unwrap())
+    GPU.get_or_init(|| {
+        crate::install();
+        Gpu::new(0).unwrap()
+    })
 }
 
 fn rng(seed: u64) -> ChaCha8Rng {

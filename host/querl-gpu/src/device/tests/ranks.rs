@@ -1,15 +1,198 @@
-//! Ranks with a card each: sums over two cards, which are NCCL's. On a machine with one card they are not run.
+//! Ranks with a GPU each; if one fails, no other rank hangs, and all report why. Skipped on a machine with one GPU; those that
+//! inject a failure of NCCL need the simulator's.
+//! All-reduce over two GPUs by NCCL. Skipped on a machine with one GPU.
 
+use super::super::nccl::operation_name;
 use super::*;
-use candle_core::{Device, Result, Tensor};
+use candle_core::{Device, Error, Result, Tensor};
+use libloading::Library;
 use querl_model::{Ranks, RanksError, run_ranks};
+use std::ffi::c_int;
+use std::sync::mpsc;
+use std::time::Duration;
 
-/// Whether there is a second card to sum with.
-fn has_two_cards() -> bool {
+/// The result of `work`, which must not hang.
+fn within_limits<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (send, receive) = mpsc::channel();
+    let thread = std::thread::spawn(move || send.send(work()));
+    match receive.recv_timeout(Duration::from_secs(60)) {
+        Ok(done) => done,
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("a rank hangs"),
+        Err(mpsc::RecvTimeoutError::Disconnected) => std::panic::resume_unwind(thread.join().map(drop).unwrap_err()),
+    }
+}
+
+/// What goes wrong next in the calling thread: `Fault` of the simulated NCCL.
+#[derive(Clone, Copy)]
+enum Fault {
+    Join = 1,
+    SumInProgress = 2,
+    SumOnTheDevice = 3,
+}
+
+fn has_two_gpus() -> bool {
     Gpu::new(1).is_ok()
 }
 
-fn on_two_cards<T: Send>(work: impl Fn(Ranks, Gpu) -> Result<T> + Sync) -> Vec<T> {
+/// A function of the simulated NCCL; `None` of NVIDIA's.
+fn simulated<T: Copy>(name: &str) -> Option<T> {
+    // SAFETY: it is open already, so that none of its initialisers runs; it is never closed.
+    let nccl = Box::leak(Box::new(unsafe { Library::new("libnccl.so.2") }.unwrap()));
+    // SAFETY: the callers name the types of `simulator/nccl.cpp`.
+    unsafe { nccl.get::<T>(name.as_bytes()) }.ok().map(|function| *function)
+}
+
+/// Whether faults can be asked for.
+fn is_simulated() -> bool {
+    has_two_gpus() && simulated::<unsafe extern "C" fn(c_int)>("querl_simulator_nccl_refuse").is_some()
+}
+
+fn arm(fault: Fault) {
+    let refuse: unsafe extern "C" fn(c_int) = simulated("querl_simulator_nccl_refuse").unwrap();
+    // SAFETY: it takes any number.
+    unsafe { refuse(fault as c_int) }
+}
+
+/// How often a communicator was used after its end, or by two threads at a time, since the process began.
+fn n_misuses() -> usize {
+    let count: Option<unsafe extern "C" fn() -> usize> = simulated("querl_simulator_nccl_misuses");
+    // SAFETY: it takes nothing and gives a number.
+    count.map_or(0, |count| unsafe { count() })
+}
+
+/// candle's errors bring a backtrace where the environment asks for it.
+fn first_line(words: &str) -> String {
+    words.lines().next().unwrap_or_default().to_owned()
+}
+
+/// The failures that two ranks with a GPU each report.
+fn failures(work: impl Fn(Ranks, Gpu) -> Result<()> + Send + Sync + 'static) -> Vec<String> {
+    let failures = within_limits(move || {
+        let ended = run_ranks(2, |ranks| {
+            let gpu = Gpu::new(ranks.rank())?;
+            work(ranks, gpu)
+        });
+        ended.unwrap_err().iter().map(|failure| first_line(&failure.to_string())).collect::<Vec<_>>()
+    });
+    assert_eq!(n_misuses(), 0, "a communicator was used after its end or by two threads at a time");
+    failures
+}
+
+fn gone() -> Error {
+    Error::Msg("its GPU is gone".into())
+}
+
+#[test]
+fn a_rank_that_fails_after_nccl_has_joined_ends_the_others() {
+    if !has_two_gpus() {
+        return;
+    }
+    let failures = failures(|ranks, gpu| {
+        gpu.connect(&ranks)?;
+        if ranks.rank() == 1 { Err(gone()) } else { ranks.barrier().map_err(Error::wrap) }
+    });
+    assert_eq!(failures, ["rank 1: its GPU is gone", "rank 0: rank 1 failed: its GPU is gone"]);
+}
+
+#[test]
+fn a_rank_that_fails_between_sums_wakes_the_one_that_comes_to_the_next() {
+    if !has_two_gpus() {
+        return;
+    }
+    let failures = failures(|ranks, gpu| {
+        let mut values = gpu.upload(&[1f32; 8])?;
+        gpu.all_reduce(&ranks, &mut values)?;
+        if ranks.rank() == 1 { Err(gone()) } else { gpu.all_reduce(&ranks, &mut values) }
+    });
+    assert_eq!(failures, ["rank 1: its GPU is gone", "rank 0: rank 1 failed: its GPU is gone"]);
+}
+
+#[test]
+fn a_rank_that_fails_after_all_met_for_a_sum_wakes_the_one_that_is_in_it() {
+    if !has_two_gpus() {
+        return;
+    }
+    for panics in [false, true] {
+        let failures = failures(move |ranks, gpu| {
+            let mut values = gpu.upload(&[1f32; 8])?;
+            gpu.connect(&ranks)?;
+            if ranks.rank() == 0 {
+                gpu.all_reduce(&ranks, &mut values)?;
+                return gpu.synchronize().and_then(|()| ranks.barrier().map_err(Error::wrap));
+            }
+            ranks.barrier_before(operation_name(8)).map_err(Error::wrap)?;
+            // The other is in NCCL by now, or comes to it later and hears of it there.
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            assert!(!panics, "its GPU is gone");
+            Err(gone())
+        });
+        assert!(failures[0].starts_with("rank 1") && failures[0].ends_with(": its GPU is gone"), "{failures:?}");
+        assert_eq!(failures[1..], ["rank 0: rank 1 failed: its GPU is gone"]);
+    }
+}
+
+#[test]
+fn a_rank_that_fails_before_its_gpu_joins_ends_those_that_wait_for_it() {
+    if !is_simulated() {
+        return;
+    }
+    let failures = failures(|ranks, gpu| {
+        if ranks.rank() == 1 {
+            arm(Fault::Join);
+        }
+        gpu.connect(&ranks)
+    });
+    assert!(failures[0].starts_with("rank 1: CUDA_ERROR_OUT_OF_MEMORY, "), "{failures:?}");
+    assert!(
+        failures[0].contains(": ncclCommInitRankConfig of NCCL 2.28.9 fails: unhandled cuda error"),
+        "{failures:?}"
+    );
+    assert_eq!(failures[1..], [failures[0].replacen("rank 1: ", "rank 0: rank 1 failed: ", 1)]);
+}
+
+#[test]
+fn all_ranks_report_that_a_gpu_has_no_memory_for_an_all_reduce() {
+    if !is_simulated() {
+        return;
+    }
+    for fault in [Fault::SumInProgress, Fault::SumOnTheDevice] {
+        let failures = failures(move |ranks, gpu| {
+            let mut values = gpu.upload(&[1f32; 8])?;
+            gpu.connect(&ranks)?;
+            if ranks.rank() == 1 {
+                arm(fault);
+            }
+            gpu.all_reduce(&ranks, &mut values)?;
+            gpu.settle(&ranks)
+        });
+        assert!(failures[0].starts_with("rank 1: CUDA_ERROR_OUT_OF_MEMORY, "), "{failures:?}");
+        assert!(failures[0].contains("Cuda failure 2 'out of memory'"), "{failures:?}");
+        assert_eq!(failures[1..], [failures[0].replacen("rank 1: ", "rank 0: rank 1 failed: ", 1)]);
+    }
+}
+
+#[test]
+fn gpus_in_several_groups_end_together_after_success_and_failure() {
+    if !has_two_gpus() {
+        return;
+    }
+    for fails in [false, true] {
+        let ended = within_limits(move || {
+            let ended = run_ranks(2, |ranks| {
+                let gpu = Gpu::new(ranks.rank())?;
+                let again = ranks.split(0).map_err(Error::wrap)?;
+                gpu.connect(&ranks)?;
+                gpu.connect(&again)?;
+                if fails && ranks.rank() == 1 { Err(gone()) } else { Ok(()) }
+            });
+            ended.map(drop).map_err(|failures| first_line(&failures[0].to_string()))
+        });
+        assert_eq!(ended, if fails { Err("rank 1: its GPU is gone".into()) } else { Ok(()) });
+    }
+    assert_eq!(n_misuses(), 0);
+}
+
+fn on_two_gpus<T: Send>(work: impl Fn(Ranks, Gpu) -> Result<T> + Sync) -> Vec<T> {
     run_ranks(2, |ranks| {
         let gpu = Gpu::new(ranks.rank())?;
         work(ranks, gpu)
@@ -18,13 +201,13 @@ fn on_two_cards<T: Send>(work: impl Fn(Ranks, Gpu) -> Result<T> + Sync) -> Vec<T
 }
 
 #[test]
-fn two_cards_sum_what_they_hold() {
-    if !has_two_cards() {
+fn two_gpus_sum_what_they_hold() {
+    if !has_two_gpus() {
         return;
     }
     let of_rank = |rank: usize| random(&mut rng(7 + rank as u64), 100_003);
     let expected: Vec<f32> = of_rank(0).iter().zip(of_rank(1)).map(|(a, b)| a + b).collect();
-    let sums = on_two_cards(|ranks, gpu| {
+    let sums = on_two_gpus(|ranks, gpu| {
         let mut values = gpu.upload(&of_rank(ranks.rank()))?;
         gpu.all_reduce(&ranks, &mut values)?;
         gpu.download(&values)
@@ -33,14 +216,14 @@ fn two_cards_sum_what_they_hold() {
     assert_eq!(sums[0], expected);
 }
 
-/// As long a sum as NCCL's direct writes into another card's memory are for.
+/// Long enough that NCCL writes directly into another GPU's memory.
 #[test]
-fn two_cards_sum_64_mib() {
-    if !has_two_cards() {
+fn two_gpus_sum_64_mib() {
+    if !has_two_gpus() {
         return;
     }
     let n_values = 16 << 20;
-    let sums = on_two_cards(|ranks, gpu| {
+    let sums = on_two_gpus(|ranks, gpu| {
         let mut values = gpu.upload(&vec![(ranks.rank() + 1) as f32; n_values])?;
         gpu.all_reduce(&ranks, &mut values)?;
         gpu.download(&values)
@@ -49,11 +232,11 @@ fn two_cards_sum_64_mib() {
 }
 
 #[test]
-fn tensors_of_cards_are_summed_where_they_are_and_stay_as_they_were() {
-    if !has_two_cards() {
+fn tensors_of_gpus_are_summed_where_they_are_and_stay_as_they_were() {
+    if !has_two_gpus() {
         return;
     }
-    let sums = on_two_cards(|ranks, gpu| {
+    let sums = on_two_gpus(|ranks, gpu| {
         let tensor = (Tensor::ones((3, 5), candle_core::DType::F32, &gpu.device())? * (ranks.rank() + 1) as f64)?;
         // A part of a tensor, in another order than its storage.
         let part = tensor.narrow(1, 1, 2)?.t()?;
@@ -68,8 +251,8 @@ fn tensors_of_cards_are_summed_where_they_are_and_stay_as_they_were() {
 }
 
 #[test]
-fn two_ranks_on_one_card_are_refused_by_nccl() {
-    if !has_two_cards() {
+fn two_ranks_on_one_gpu_are_rejected_by_nccl() {
+    if !has_two_gpus() {
         return;
     }
     let failures = run_ranks(2, |ranks| {
@@ -81,7 +264,7 @@ fn two_ranks_on_one_card_are_refused_by_nccl() {
 }
 
 #[test]
-fn groups_of_one_card_sum_without_nccl() {
+fn groups_of_one_gpu_sum_without_nccl() {
     let mut values = gpu().upload(&[1f32, 2.0]).unwrap();
     gpu().all_reduce(&Ranks::alone(), &mut values).unwrap();
     assert_eq!(gpu().download(&values).unwrap(), [1.0, 2.0]);

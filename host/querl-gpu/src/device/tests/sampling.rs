@@ -1,4 +1,4 @@
-use super::super::{Answers, Drawn, ReadBack, SamplingRows, SamplingRules};
+use super::super::{ReadBack, ResponseTokens, SampledTokens, SamplingRows, SamplingRules};
 use super::*;
 use querl_model::Decoding;
 use querl_model::SamplingSettings;
@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 struct Case {
     settings: SamplingSettings,
     stop_ids: BTreeSet<u32>,
-    answers: Vec<Vec<u32>>,
+    responses: Vec<Vec<u32>>,
     logits: Vec<Vec<f32>>,
 }
 
@@ -17,20 +17,20 @@ const MAX_TOKENS: usize = 40;
 impl Case {
     fn new(settings: SamplingSettings, n_tokens: usize, seed: u64) -> Self {
         let mut rng = rng(seed);
-        let answers: Vec<Vec<u32>> = [0, 1, 2, 3, 9, 30]
+        let responses: Vec<Vec<u32>> = [0, 1, 2, 3, 9, 30]
             .iter()
             .map(|&n| (0..n).map(|_| rng.random_range(0..n_tokens.min(6) as u32)).collect())
             .collect();
         let row = |_| (0..n_tokens).map(|_| rng.random_range(-60..60) as f32 / 8.0).collect();
-        let logits = (0..answers.len()).map(row).collect();
-        Self { settings, stop_ids: BTreeSet::from([1, 4]), answers, logits }
+        let logits = (0..responses.len()).map(row).collect();
+        Self { settings, stop_ids: BTreeSet::from([1, 4]), responses, logits }
     }
 
     /// Tokens, log-probabilities and those of the draws.
     fn on_device(&self, uniforms: Option<&[f64]>) -> (Vec<u32>, [Vec<f32>; 2]) {
-        let padded = |answer: &Vec<u32>| [answer.clone(), vec![u32::MAX; MAX_TOKENS - answer.len()]].concat();
-        let answers: Vec<u32> = self.answers.iter().flat_map(padded).collect();
-        let lengths: Vec<u32> = self.answers.iter().map(|answer| answer.len() as u32).collect();
+        let padded = |response: &Vec<u32>| [response.clone(), vec![u32::MAX; MAX_TOKENS - response.len()]].concat();
+        let responses: Vec<u32> = self.responses.iter().flat_map(padded).collect();
+        let lengths: Vec<u32> = self.responses.iter().map(|response| response.len() as u32).collect();
         let stop_ids: Vec<u32> = self.stop_ids.iter().copied().collect();
         let rules = SamplingRules {
             temperature: self.settings.temperature as f32,
@@ -41,18 +41,19 @@ impl Case {
             min_new_tokens: self.settings.min_new_tokens,
             stop_ids: gpu().upload(&stop_ids).unwrap(),
         };
-        let (n, answers, lengths) = (lengths.len(), gpu().upload(&answers).unwrap(), gpu().upload(&lengths).unwrap());
-        let mut originals = gpu().upload(&vec![f32::NAN; n * MAX_TOKENS]).unwrap();
+        let (n, responses, lengths) =
+            (lengths.len(), gpu().upload(&responses).unwrap(), gpu().upload(&lengths).unwrap());
+        let mut original_logits = gpu().upload(&vec![f32::NAN; n * MAX_TOKENS]).unwrap();
         let mut logits = gpu().upload(&self.logits.concat()).unwrap();
         let uniforms = uniforms.map(|uniforms| gpu().upload(uniforms).unwrap());
         let mut read_back = ReadBack::new(gpu(), 3 * n).unwrap();
-        let seen = rules.look_at_answers().then(|| Answers {
-            tokens: answers.as_view(),
+        let seen = rules.read_responses().then(|| ResponseTokens {
+            tokens: responses.as_view(),
             max_tokens: MAX_TOKENS,
-            originals: originals.as_view_mut(),
+            original_logits: original_logits.as_view_mut(),
         });
         let uniforms = uniforms.as_ref().map(|uniforms| uniforms.as_view());
-        let rows = SamplingRows { lengths: lengths.as_view(), answers: seen, uniforms };
+        let rows = SamplingRows { lengths: lengths.as_view(), responses: seen, uniforms };
         read_back.write(n, 0..n, |drawn| gpu().choose(&mut logits, rows, &rules, drawn)).unwrap();
         let [tokens, logprobs, behaviour] = read_back.read(gpu(), n).unwrap();
         let floats = |words: &[u32]| words.iter().map(|&word| f32::from_bits(word)).collect();
@@ -62,14 +63,14 @@ impl Case {
     /// The same draws on either device, from the same numbers.
     fn check(&self, decoding: Decoding, seed: u64) {
         let rules = LogitsProcessor { settings: &self.settings, stop_ids: &self.stop_ids };
-        let seeds: Vec<u64> = (0..self.answers.len() as u64).map(|row| seed * 100 + row).collect();
+        let seeds: Vec<u64> = (0..self.responses.len() as u64).map(|row| seed * 100 + row).collect();
         let uniforms: Vec<f64> = seeds.iter().map(|&seed| rng(seed).random::<f64>()).collect();
         let uniforms = (decoding == Decoding::Sample).then_some(uniforms.as_slice());
         let (tokens, [logprobs, behaviour]) = self.on_device(uniforms);
-        for row in 0..self.answers.len() {
+        for row in 0..self.responses.len() {
             let mut logits = self.logits[row].clone();
             let expected =
-                sample_token(&mut logits, &self.answers[row], &rules, decoding, &mut rng(seeds[row])).unwrap();
+                sample_token(&mut logits, &self.responses[row], &rules, decoding, &mut rng(seeds[row])).unwrap();
             assert_eq!(tokens[row], expected.token, "row {row}, {:?}", self.settings);
             let (found, wanted) = ([logprobs[row], behaviour[row]], [expected.logprob, expected.behaviour_logprob]);
             let is_close = |(a, b): (&f32, &f32)| (a - b).abs() < 1e-6 + 1e-6 * b.abs();
@@ -127,7 +128,7 @@ fn draws_have_the_frequencies_of_the_distribution() {
     let case = Case {
         settings: SamplingSettings::default(),
         stop_ids: BTreeSet::new(),
-        answers: vec![Vec::new(); n],
+        responses: vec![Vec::new(); n],
         logits: vec![logits; n],
     };
     let uniforms: Vec<f64> = (0..n).map(|i| (i as f64 + 0.5) / n as f64).collect();
@@ -145,9 +146,9 @@ fn rows_that_cannot_be_drawn_from_say_so() {
     case.logits[1][0] = f32::INFINITY;
     case.logits[2].fill(f32::NEG_INFINITY);
     case.settings.no_repeat_ngram_size = 1;
-    case.answers[4] = vec![0, 1, 2, 3, 4];
+    case.responses[4] = vec![0, 1, 2, 3, 4];
     let (tokens, _) = case.on_device(Some(&[0.5; 6]));
-    assert_eq!(tokens[..3], [Drawn::NOT_FINITE; 3]);
+    assert_eq!(tokens[..3], [SampledTokens::NOT_FINITE; 3]);
     assert!(tokens[3] < 5);
-    assert_eq!(tokens[4], Drawn::NOTHING_LEFT);
+    assert_eq!(tokens[4], SampledTokens::NOTHING_LEFT);
 }

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# run.sh [--out FOLDER] [--seconds N] [--simulated FOLDER] [--only PATTERN]: everything worth knowing on a machine with a card.
+# run.sh [--out FOLDER] [--seconds N] [--simulated FOLDER] [--only PATTERN]: everything that needs a real GPU.
 #
-# Builds nothing: it stands in the folder that pack.sh's archive unpacks to. Parts run in order, each with a limit, all of them within
-# --seconds (default 470); where one fails, the next goes on. What was found so far is always in FOLDER (default ./results): a log and a JSON file
-# for each part, and RESULTS.md with results.json at the end, which report.py makes of whatever is there. --only runs the parts whose names
+# Builds nothing: it is in the folder that pack.sh's archive unpacks to. Parts run in order, each with a time limit, all of them within
+# --seconds (default 470); a failed part does not stop the next. Results so far are always in FOLDER (default ./results): a log and a JSON file
+# for each part, and RESULTS.md with results.json at the end, which report.py makes of what is there. --only runs the parts whose names
 # match a pattern (`measure-7b-*`). Ends with 1 where a part failed or did not end in its time.
 #
 # Needs a driver, python3 with torch for the comparison (transformers and PEFT too, unless the archive has wheels), and CUDA's libraries, which
-# are looked for in torch's wheels (libraries.py). --simulated runs tiny shapes on the simulated card whose libraries are in FOLDER: times mean nothing.
+# are looked for in torch's wheels (libraries.py). --simulated runs tiny shapes on the simulated GPU whose libraries are in FOLDER: times mean nothing.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 out=results; seconds=470; simulated=""; only="*"

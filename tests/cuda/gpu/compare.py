@@ -5,7 +5,7 @@ A Qwen2 of random weights is made on the device in bf16 (no file is read), with 
 transformers' Trainer has them. Measured are
 
   sft       forward, backward, clipping and fused AdamW on rows of the lengths that `querl-bench` takes; logits of the answers
-            alone; several micro-batches, of which the best counts; checkpointing where nothing else fits
+            alone; several micro-batches; the best one counts; checkpointing where nothing else fits
   generate  answers by `generate` with its cache, `num_return_sequences` for each prompt, adapters merged
   ppo       an iteration of PPO after TRL's trainer, by hand: answers, log-probabilities of policy and reference (the adapter off), values by a
             second adapter with a head on the same base, epochs of updates of both; scored by a stand-in
@@ -67,7 +67,7 @@ class Bench:
     def __init__(self, args):
         self.args = args
         self.device = torch.device(args.device)
-        self.on_card = self.device.type == "cuda"
+        self.on_gpu = self.device.type == "cuda"
         self.dtype = torch.bfloat16
         self.started = time.monotonic()
         self.result = {"shape": args.shape, "torch": torch.__version__, "left_out": []}
@@ -78,7 +78,7 @@ class Bench:
         return self.args.seconds - (time.monotonic() - self.started)
 
     def wait(self):
-        if self.on_card:
+        if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def timed(self, work, n):
@@ -97,10 +97,10 @@ class Bench:
         return seconds
 
     def peak(self):
-        return torch.cuda.max_memory_allocated(self.device) if self.on_card else None
+        return torch.cuda.max_memory_allocated(self.device) if self.on_gpu else None
 
     def forget_peak(self):
-        if self.on_card:
+        if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -123,11 +123,11 @@ def rate(seconds, amount):
 
 
 def ceilings(bench):
-    n = 8192 if bench.on_card else 512
+    n = 8192 if bench.on_gpu else 512
     left, right = (torch.randn(n, n, device=bench.device, dtype=bench.dtype) for _ in range(2))
     out = torch.empty_like(left)
     products = spread(bench.timed(lambda: torch.mm(left, right.t(), out=out), 10))
-    source = torch.zeros(1 << (30 if bench.on_card else 24), dtype=torch.uint8, device=bench.device)
+    source = torch.zeros(1 << (30 if bench.on_gpu else 24), dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
     copies = spread(bench.timed(lambda: target.copy_(source), 10))
     bench.result["ceilings"] = {"matrix": rate(products, 2 * n**3), "copy": rate(copies, 2 * source.numel())}
@@ -143,7 +143,7 @@ def make(bench):
         num_key_value_heads=kv_heads, tie_word_embeddings=tied, max_position_embeddings=32768, rms_norm_eps=1e-6,
         bos_token_id=0, eos_token_id=2, pad_token_id=0,
     )
-    flash = importlib.util.find_spec("flash_attn") is not None and bench.on_card
+    flash = importlib.util.find_spec("flash_attn") is not None and bench.on_gpu
     attention = "flash_attention_2" if flash else "sdpa"
     begin = time.monotonic()
     with torch.device(bench.device):
@@ -189,7 +189,7 @@ def checkpointing(model, on):
 
 
 def optimizer(bench, parameters, learning_rate=1e-4):
-    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=bench.on_card)
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0, fused=bench.on_gpu)
 
 
 def out_of_memory(error):
@@ -436,7 +436,7 @@ def main():
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
     bench = Bench(args)
-    bench.result["device"] = torch.cuda.get_device_name(bench.device) if bench.on_card else "cpu"
+    bench.result["device"] = torch.cuda.get_device_name(bench.device) if bench.on_gpu else "cpu"
     ceilings(bench)
     model = make(bench)
     bench.write()

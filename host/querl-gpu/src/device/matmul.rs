@@ -1,4 +1,4 @@
-//! Products of matrices by cuBLAS: bf16 factors, f32 sums, a result of either type.
+//! Matrix products by cuBLAS: bf16 factors, f32 accumulation, a result of either type.
 
 use super::elementwise::{Element, whole_rows};
 use super::gpu::Gpu;
@@ -10,14 +10,14 @@ use half::bf16;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A factor: row-major values, read as they stand or turned.
+/// A factor: row-major values, possibly read as their transpose.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
     address: u64,
     values: PhantomData<&'a [bf16]>,
     n_rows: usize,
     n_columns: usize,
-    is_turned: bool,
+    is_transposed: bool,
 }
 
 /// `out = product * alpha + keep * out`.
@@ -26,43 +26,34 @@ pub struct Scale {
     /// Factor on the product.
     pub alpha: f32,
     /// Factor on what is there; with 0 it is not read.
-    pub keep: f32,
+    pub beta: f32,
 }
 
 impl Scale {
     /// The product alone.
-    pub const WRITE: Self = Self { alpha: 1.0, keep: 0.0 };
+    pub const WRITE: Self = Self { alpha: 1.0, beta: 0.0 };
     /// Added to what is there.
-    pub const ADD: Self = Self { alpha: 1.0, keep: 1.0 };
+    pub const ADD: Self = Self { alpha: 1.0, beta: 1.0 };
 }
 
 impl<'a> Matrix<'a> {
     /// `values`: rows of `n_columns`.
-    ///
-    /// # Errors
-    /// Values that are not whole rows.
     pub fn of(gpu: &Gpu, values: &'a impl DevicePtr<bf16>, n_columns: usize) -> Result<Self> {
         let n_rows = whole_rows("product", values.len(), n_columns)?;
         let address = values.device_ptr(gpu.stream()).0;
-        Ok(Self { address, values: PhantomData, n_rows, n_columns, is_turned: false })
+        Ok(Self { address, values: PhantomData, n_rows, n_columns, is_transposed: false })
     }
 
     /// `n_rows` rows of `n_columns` with which `values` begin.
-    ///
-    /// # Errors
-    /// There are not as many.
     pub fn beginning(gpu: &Gpu, values: &'a impl DevicePtr<bf16>, n_rows: usize, n_columns: usize) -> Result<Self> {
         if values.len() < n_rows * n_columns {
             bail!("product: {n_rows} rows of {n_columns} in {} values", values.len());
         }
         let address = values.device_ptr(gpu.stream()).0;
-        Ok(Self { address, values: PhantomData, n_rows, n_columns, is_turned: false })
+        Ok(Self { address, values: PhantomData, n_rows, n_columns, is_transposed: false })
     }
 
     /// Some of the rows as they stand in memory.
-    ///
-    /// # Errors
-    /// There are not as many.
     pub fn part(&self, rows: Range<usize>) -> Result<Self> {
         if rows.start > rows.end || rows.end > self.n_rows {
             bail!("product: rows {rows:?} of {}", self.n_rows);
@@ -88,23 +79,20 @@ impl<'a> Matrix<'a> {
 
     /// The transpose, which costs nothing.
     pub fn t(&self) -> Self {
-        Self { is_turned: !self.is_turned, ..*self }
+        Self { is_transposed: !self.is_transposed, ..*self }
     }
 
     fn dims(&self) -> (usize, usize) {
-        if self.is_turned { (self.n_columns, self.n_rows) } else { (self.n_rows, self.n_columns) }
+        if self.is_transposed { (self.n_columns, self.n_rows) } else { (self.n_rows, self.n_columns) }
     }
 
     fn operation(&self) -> sys::cublasOperation_t {
-        if self.is_turned { sys::cublasOperation_t::CUBLAS_OP_T } else { sys::cublasOperation_t::CUBLAS_OP_N }
+        if self.is_transposed { sys::cublasOperation_t::CUBLAS_OP_T } else { sys::cublasOperation_t::CUBLAS_OP_N }
     }
 }
 
 impl Gpu {
     /// `left right`, `(M, K) (K, N)`, into `out` `(M, N)` row-major.
-    ///
-    /// # Errors
-    /// Shapes that do not fit, or more than 2^31 rows or columns.
     pub fn product<T: Element>(
         &self,
         left: &Matrix<'_>,
@@ -128,9 +116,9 @@ impl Gpu {
         stream.context().bind_to_thread().map_err(Error::wrap)?;
         #[cfg(test)]
         super::launch::count();
-        // cuBLAS counts by columns: it sees every matrix turned, and computes `out^T = right^T left^T`.
-        self.noted("product", || {
-            // SAFETY: the three lie on the card with the lengths checked above, and the scalars outlive the call.
+        // cuBLAS is column-major: it sees the transpose of every matrix, and computes `out^T = right^T left^T`.
+        self.timed("product", || {
+            // SAFETY: all three are on the GPU with the lengths checked above, and the scalars outlive the call.
             unsafe {
                 result::gemm_ex(
                     *self.blas().handle(),
@@ -146,7 +134,7 @@ impl Gpu {
                     left.address as *const _,
                     bf16::CUDA_TYPE,
                     int(left.n_columns)?,
-                    (&raw const scale.keep).cast(),
+                    (&raw const scale.beta).cast(),
                     out_at as *mut _,
                     T::CUDA_TYPE,
                     int(n)?,
@@ -159,11 +147,11 @@ impl Gpu {
     }
 
     fn without_terms<T: Element>(&self, out: &mut impl DevicePtrMut<T>, scale: Scale) -> Result<()> {
-        if scale.keep == 1.0 {
+        if scale.beta == 1.0 {
             return Ok(());
         }
-        if scale.keep != 0.0 {
-            bail!("product: nothing to add to {} values times {}", out.len(), scale.keep);
+        if scale.beta != 0.0 {
+            bail!("product: nothing to add to {} values times {}", out.len(), scale.beta);
         }
         self.stream().memset_zeros(out).map_err(Error::wrap)
     }

@@ -115,7 +115,7 @@ def of_times(results):
             if kernels:
                 total = sum(kernel["seconds"] for kernel in kernels)
                 top = ", ".join(f"{kernel['name']} {100 * kernel['seconds'] / total:.0f}%" for kernel in kernels[:10])
-                lines.append(f"- {shape}, {name}: {total:.3f} s on the card: {top}")
+                lines.append(f"- {shape}, {name}: {total:.3f} s on the GPU: {top}")
         parts, their_parts = (((found or {}).get("ppo") or {}).get("parts_s") or {} for found in (ours, theirs))
         for part in parts:
             if part in their_parts:
@@ -131,8 +131,8 @@ def of_kernels(found):
             lines.append(f"| {kernel['case']} | FAILED: {kernel['error']} | | | |")
             continue
         floor = "" if kernel["floor_s"] is None else f"{kernel['floor_s'] * 1e6:.2f}"
-        beside = "" if kernel["ratio"] is None else f"{kernel['ratio']:.2f}"
-        lines.append(f"| {kernel['case']} | {kernel['kernel']} | {kernel['seconds'] * 1e6:.2f} | {floor} | {beside} |")
+        relative = "" if kernel["ratio"] is None else f"{kernel['ratio']:.2f}"
+        lines.append(f"| {kernel['case']} | {kernel['kernel']} | {kernel['seconds'] * 1e6:.2f} | {floor} | {relative} |")
     return lines
 
 
@@ -147,8 +147,8 @@ def main():
     device = next((found["device"] for both in results.values() for found in both if found), "no device")
     lines = [f"# {device}", ""]
     if "Simulated" in device:
-        lines += ["A simulated card: that it works is all that this says.", ""]
-    lines += ["```", *[line for line in doctor if " driver " in line or " card " in line or " library " in line or " cuda " in line], "```", ""]
+        lines += ["A simulated GPU: this shows only that it works.", ""]
+    lines += ["```", *[line for line in doctor if " driver " in line or " cuda:" in line or " library " in line or " cuda " in line], "```", ""]
     lines += ["## Parts", "", *of_parts(parts), "", "## Ceilings", "", *of_ceilings(results), "", "## Work", "", *of_work(results), ""]
     left_out = [f"- {shape}, {who}: {sentence}" for shape, both in results.items() for who, found in zip(["querl", "transformers"], both)
                 for sentence in (found or {}).get("left_out", [])]
