@@ -358,7 +358,7 @@ impl Step<'_> {
     /// Waits for the GPU, and appends the sampled tokens to the responses.
     fn push_tokens(&mut self, consumers: &mut [&mut LogitsConsumer<'_>]) -> Result<(), ModelError> {
         let [tokens, logprobs, behaviour] = self.buffers.read_back.read(self.gpu, consumers.len())?;
-        for (index, taker) in consumers.iter_mut().enumerate() {
+        for (index, consumer) in consumers.iter_mut().enumerate() {
             let LogitsConsumer::Sampler(draw) = consumer else { continue };
             let (token, logprob) = (tokens[index], f32::from_bits(logprobs[index]));
             match token {

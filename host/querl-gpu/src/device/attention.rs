@@ -115,7 +115,6 @@ impl Tiles {
 }
 
 impl TreeQueries {
-    /// Every row.
     pub fn all(gpu: &Gpu, tree: &RowTree) -> Result<Self> {
         Self::new(gpu, tree, (0..tree.n_rows() as u32).collect())
     }

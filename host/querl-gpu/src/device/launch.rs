@@ -213,7 +213,6 @@ impl Gpu {
     }
 }
 
-/// Captured launches.
 pub struct Graph(CudaGraph);
 
 // SAFETY: a graph may be used from any thread, by one at a time: `launch` takes it by a mutable reference.

@@ -30,7 +30,6 @@ pub struct Scale {
 }
 
 impl Scale {
-    /// The product alone.
     pub const WRITE: Self = Self { alpha: 1.0, beta: 0.0 };
     /// Added to what is there.
     pub const ADD: Self = Self { alpha: 1.0, beta: 1.0 };

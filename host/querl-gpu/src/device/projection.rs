@@ -11,11 +11,9 @@ use half::bf16;
 
 /// What one linear layer multiplies with.
 pub struct Projection<'a> {
-    /// Frozen.
     pub weight: &'a DeviceWeight,
     /// Frozen, `(out)`.
     pub bias: Option<CudaView<'a, f32>>,
-    /// Trained.
     pub lora: Option<LoraWeights<'a>>,
 }
 
@@ -25,7 +23,6 @@ pub struct LoraWeights<'a> {
     pub a: CudaView<'a, bf16>,
     /// `(out, rank)`.
     pub b: CudaView<'a, bf16>,
-    /// Rows of A.
     pub rank: usize,
     /// Factor on the product.
     pub scale: f32,

@@ -76,7 +76,6 @@ impl DeviceWeight {
         &self.stored
     }
 
-    /// Outputs and inputs.
     pub fn dims(&self) -> (usize, usize) {
         (self.n_out, self.n_in)
     }

@@ -103,7 +103,7 @@ fn one_launch_steps_every_tensor_as_the_cpu_does() {
     let sizes = [1, 8192, 3, 8193, 0, 20_000, 7];
     let mut on_cpu: Vec<[Vec<f32>; 4]> = sizes.map(|n| [(); 4].map(|()| random(&mut rng, n))).to_vec();
     on_cpu.iter_mut().for_each(|tensor| tensor[3].iter_mut().for_each(|x| *x = x.abs()));
-    let mut on_device: Vec<[CudaSlice<f32>; 4]> =
+    let on_device: Vec<[CudaSlice<f32>; 4]> =
         on_cpu.iter().map(|tensor| [0, 1, 2, 3].map(|i| gpu().upload(&tensor[i]).unwrap())).collect();
 
     let gradients: Vec<_> = on_device.iter().map(|tensor| tensor[1].as_view()).collect();
