@@ -239,7 +239,7 @@ fn optimizer(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let lengths: Vec<usize> = (0..sizes.shape.n_layers).flat_map(|_| [RANK * hidden, RANK * wide].repeat(7)).collect();
     let n: usize = lengths.iter().sum();
     let make = || lengths.iter().map(|&len| gpu.zeros::<f32>(len)).collect::<Result<Vec<_>>>();
-    let (mut values, gradients, mut first, mut second) = (make()?, make()?, make()?, make()?);
+    let (values, gradients, first, second) = (make()?, make()?, make()?, make()?);
     let views: Vec<_> = gradients.iter().map(CudaSlice::as_view).collect();
     measure(case(format!("gradient_norm of {n}"), bytes("squared_norm_parts", 4 * n), || {
         gpu.gradient_norm(&views, 1.0, Some(1.0)).map(drop)

@@ -156,6 +156,7 @@ impl Decoder {
         kernels::rms_norm(&x, &self.norm, self.config.rms_norm_eps)
     }
 
+    /// What all layers of this decoder have in common.
     pub fn context(&self) -> LayerContext {
         LayerContext {
             rope: self.rope.clone(),
