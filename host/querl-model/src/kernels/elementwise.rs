@@ -1,15 +1,11 @@
 //! Row-wise and element-wise operations: RMSNorm, and the gated activation SwiGLU.
 
 use super::simd::vectorised;
-use super::{dot, dot3, exp, filled, floats, values_per_task, with_floats};
+use super::{dot, dot3, exp, filled, slice_op, values_per_task};
 use crate::accelerator::accelerator_of;
-use candle_core::{CpuStorage, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 use std::mem::MaybeUninit;
-
-struct RmsNorm {
-    eps: f32,
-}
 
 /// `x / sqrt(mean(x^2) + eps) * weight` over the last axis.
 ///
@@ -27,7 +23,17 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     if let Some(accelerator) = accelerator_of(x)? {
         return accelerator.rms_norm(x, weight, eps as f32);
     }
-    x.contiguous()?.apply_op2(weight, RmsNorm { eps: eps as f32 })
+    let (eps, n_trained) = (eps as f32, if weight.is_variable() { size } else { 0 });
+    slice_op(
+        "rms-norm",
+        [&x.contiguous()?, weight],
+        x.shape(),
+        move |[x, weight]| Ok(rms_norm_forward(x, weight, eps)),
+        move |[x, weight], [_, grad]| {
+            let (dx, dweight) = rms_norm_backward(x, weight, eps, grad, None, n_trained);
+            Ok([Some(dx), (n_trained > 0).then_some(dweight)])
+        },
+    )
 }
 
 #[inline(always)]
@@ -101,7 +107,7 @@ pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     unsafe { filled(x.len(), fill) }.0
 }
 
-/// Gradients of `x`, to which `more` is added where there is any, and of the first `n_wanted` values of the weight, for the
+/// Gradients of `x`, to which `more` is added where there is any, and of the first `n_trained` values of the weight, for the
 /// gradient of [`normed`]'s result.
 pub fn rms_norm_backward(
     x: &[f32],
@@ -109,7 +115,7 @@ pub fn rms_norm_backward(
     eps: f32,
     grad: &[f32],
     more: Option<&[f32]>,
-    n_wanted: usize,
+    n_trained: usize,
 ) -> (Vec<f32>, Vec<f32>) {
     let task = values_per_task(weight.len());
     assert!(x.len().is_multiple_of(weight.len()) && x.len() == grad.len(), "whole rows, and a gradient for each value");
@@ -117,7 +123,7 @@ pub fn rms_norm_backward(
     let fill = |dx: &mut [MaybeUninit<f32>]| -> Vec<Vec<f32>> {
         let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
         let parts = tasks.enumerate().map(|(index, ((dx, x), grad))| {
-            let mut dw = vec![0f32; n_wanted];
+            let mut dw = vec![0f32; n_trained];
             let more = more.map(|more| &more[index * task..index * task + x.len()]);
             gradients(x, weight, grad, eps, more, dx, &mut dw);
             dw
@@ -126,7 +132,7 @@ pub fn rms_norm_backward(
     };
     // SAFETY: as for `normed`.
     let (dx, parts) = unsafe { filled(x.len(), fill) };
-    (dx, sum_of(parts, n_wanted))
+    (dx, sum_of(parts, n_trained))
 }
 
 /// Sums the parts of tasks in their order: the result does not depend on which thread finished first.
@@ -137,37 +143,6 @@ pub(super) fn sum_of(parts: Vec<Vec<f32>>, size: usize) -> Vec<f32> {
     }
     sum
 }
-
-impl CustomOp2 for RmsNorm {
-    fn name(&self) -> &'static str {
-        "rms-norm"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let y = rms_norm_forward(floats(x, x_layout)?, floats(weight, weight_layout)?, self.eps);
-        Ok((CpuStorage::F32(y), x_layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, weight: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let size = weight.dim(0)?;
-        let n_wanted = if weight.is_variable() { size } else { 0 };
-        let (dx, dw) = with_floats(x, |x| {
-            with_floats(weight, |w| {
-                with_floats(grad, |grad| Ok(rms_norm_backward(x, w, self.eps, grad, None, n_wanted)))
-            })
-        })?;
-        let dw = if n_wanted == 0 { None } else { Some(Tensor::from_vec(dw, size, weight.device())?) };
-        Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), dw))
-    }
-}
-
-struct SwiGlu;
 
 /// Values that one parallel task works on.
 const VALUES_PER_TASK: usize = 16_384;
@@ -182,7 +157,16 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if gate.dims() != up.dims() {
         bail!("swiglu: a gate {:?} for {:?}", gate.dims(), up.dims());
     }
-    gate.contiguous()?.apply_op2(&up.contiguous()?, SwiGlu)
+    slice_op(
+        "swiglu",
+        [&gate.contiguous()?, &up.contiguous()?],
+        gate.shape(),
+        |[gate, up]| Ok(swiglu_forward(gate, up)),
+        |[gate, up], [_, grad]| {
+            let [_, dgate, dup] = swiglu_backward(gate, up, grad);
+            Ok([Some(dgate), Some(dup)])
+        },
+    )
 }
 
 vectorised! {
@@ -236,31 +220,4 @@ pub fn swiglu_backward(gate: &[f32], up: &[f32], grad: &[f32]) -> [Vec<f32>; 3] 
     // SAFETY: the slices are equally long, and each value of all three is written.
     let (y, (dgate, (dup, ()))) = unsafe { filled(n, |y| filled(n, |dgate| filled(n, |dup| fill(y, dgate, dup)))) };
     [y, dgate, dup]
-}
-
-impl CustomOp2 for SwiGlu {
-    fn name(&self) -> &'static str {
-        "swiglu"
-    }
-
-    fn cpu_fwd(
-        &self,
-        gate: &CpuStorage,
-        gate_layout: &Layout,
-        up: &CpuStorage,
-        up_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let y = swiglu_forward(floats(gate, gate_layout)?, floats(up, up_layout)?);
-        Ok((CpuStorage::F32(y), gate_layout.shape().clone()))
-    }
-
-    fn bwd(&self, gate: &Tensor, up: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [_, dgate, dup] = with_floats(gate, |gate| {
-            with_floats(up, |up| with_floats(grad, |grad| Ok(swiglu_backward(gate, up, grad))))
-        })?;
-        Ok((
-            Some(Tensor::from_vec(dgate, gate.shape(), gate.device())?),
-            Some(Tensor::from_vec(dup, up.shape(), up.device())?),
-        ))
-    }
 }

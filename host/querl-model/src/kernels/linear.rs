@@ -1,13 +1,17 @@
 //! Weights of linear layers, and their products as operations of candle's graph: frozen, frozen with LoRA, trained.
 
-use super::packed_matmul::{self, Output, Term, WeightView, alloc_output, transpose};
+use super::packed_matmul::{self, Output, Term, WeightView};
 use super::packed_weight::{Packed, pack};
-use super::{SimdLevel, floats, with_floats};
+use super::projection::{
+    LoraMatrices, ParameterGradients, Projection, Trained, input_backward_sum, lora_a_out, lora_b_gradients,
+    parameter_gradients,
+};
+use super::{SimdLevel, slice_op, with_floats};
 use crate::accelerator::{AcceleratorWeight, accelerator_of};
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Device, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Device, Result, Tensor, bail};
 use querl_core::config::BaseDtype;
 use rayon::prelude::*;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 /// A frozen weight `(out, in)`. Forward and backward read one packed copy; clones share it.
 ///
@@ -159,7 +163,18 @@ pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tens
 /// # Errors
 /// Shapes that do not fit, or tensors other than f32 on the CPU.
 pub fn frozen_linear(x: &Tensor, weight: &FrozenWeight, bias: Option<&Tensor>) -> Result<Tensor> {
-    x.contiguous()?.apply_op1(FrozenLinear::new(weight, bias)?)
+    let forward = FrozenLayer::new(weight, bias, None)?;
+    let backward = forward.clone();
+    slice_op(
+        "frozen-linear",
+        [&x.contiguous()?],
+        (x.dims2()?.0, weight.dims().0),
+        move |[x]| Ok(forward.projection(&[], &[]).forward(x)?.0),
+        move |_, [_, grad]| {
+            let none = ParameterGradients::default();
+            Ok([Some(input_backward_sum(&[(&backward.projection(&[], &[]), grad, &none)])?)])
+        },
+    )
 }
 
 /// `x W^T + b + scale * (x A^T) B^T` with frozen `W` and `b`.
@@ -183,8 +198,18 @@ pub fn lora_linear(
     if lora_a.dims() != [rank, n_in] || lora_b.dims() != [n_out, rank] {
         bail!("adapter of shapes {:?} and {:?} on a weight ({n_out}, {n_in})", lora_a.dims(), lora_b.dims());
     }
-    let op = LoraLinear { base: FrozenLinear::new(weight, bias)?, scale, down: OnceLock::new() };
-    x.contiguous()?.apply_op3(&lora_a.contiguous()?, &lora_b.contiguous()?, op)
+    let forward = FrozenLayer::new(weight, bias, Some((rank, scale)))?;
+    let backward = forward.clone();
+    slice_op(
+        "lora-linear",
+        [&x.contiguous()?, &lora_a.contiguous()?, &lora_b.contiguous()?],
+        (x.dims2()?.0, n_out),
+        move |[x, a, b]| Ok(forward.projection(a, b).forward(x)?.0),
+        move |[x, a, b], [_, grad]| {
+            let (dx, found) = gradients(&backward.projection(a, b), x, grad)?;
+            Ok([Some(dx), Some(found.a), Some(found.b)])
+        },
+    )
 }
 
 /// `x W^T + b` with a weight that is trained; gradients reach `x`, `weight` and `bias`.
@@ -195,232 +220,55 @@ pub fn lora_linear(
 /// As [`frozen_linear`].
 pub fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    let (n_out, n_in) = weight.dims2()?;
+    let (name, shape) = ("trained-linear", (x.dims2()?.0, n_out));
     match bias {
-        None => x.apply_op2(&weight, TrainedLinear),
-        Some(bias) => x.apply_op3(&weight, &bias.contiguous()?, TrainedLinear),
+        None => slice_op(
+            name,
+            [&x, &weight],
+            shape,
+            move |[x, weight]| Ok(Projection::Trained { weight, n_in, bias: None }.forward(x)?.0),
+            move |[x, weight], [_, grad]| {
+                let (dx, found) = gradients(&Projection::Trained { weight, n_in, bias: None }, x, grad)?;
+                Ok([Some(dx), Some(found.weight)])
+            },
+        ),
+        Some(bias) => slice_op(
+            name,
+            [&x, &weight, &bias.contiguous()?],
+            shape,
+            move |[x, weight, bias]| Ok(Projection::Trained { weight, n_in, bias: Some(bias) }.forward(x)?.0),
+            move |[x, weight, bias], [_, grad]| {
+                let (dx, found) = gradients(&Projection::Trained { weight, n_in, bias: Some(bias) }, x, grad)?;
+                Ok([Some(dx), Some(found.weight), Some(found.bias)])
+            },
+        ),
     }
 }
 
-/// Rows of `bias` to add a product to, or nothing.
-fn started(
-    bias: Option<&[f32]>,
-    n_rows: usize,
-    n_out: usize,
-    terms: &[Term<'_>],
-    level: SimdLevel,
-) -> Result<Vec<f32>> {
-    let Some(bias) = bias else {
-        return alloc_output(n_rows * n_out, |y| packed_matmul::forward(level, terms, y));
-    };
-    if bias.len() != n_out {
-        bail!("a bias of {} values for {n_out} outputs", bias.len());
-    }
-    let mut y = bias.repeat(n_rows);
-    packed_matmul::forward(level, terms, Output::new(&mut y, 1.0))?;
-    Ok(y)
-}
-
-struct FrozenLinear {
+/// A frozen layer in the graph, where it has no lifetime.
+struct FrozenLayer {
     weight: FrozenWeight,
     bias: Option<Vec<f32>>,
+    /// Rank and scale of LoRA.
+    lora: Option<(usize, f32)>,
 }
 
-impl FrozenLinear {
-    fn new(weight: &FrozenWeight, bias: Option<&Tensor>) -> Result<Self> {
+impl FrozenLayer {
+    fn new(weight: &FrozenWeight, bias: Option<&Tensor>, lora: Option<(usize, f32)>) -> Result<Arc<Self>> {
         let bias = bias.map(|bias| with_floats(bias, |bias| Ok(bias.to_vec()))).transpose()?;
-        Ok(Self { weight: weight.clone(), bias })
+        Ok(Arc::new(Self { weight: weight.clone(), bias, lora }))
     }
 
-    /// `x W^T + b` plus another product.
-    fn forward(&self, x: &[f32], n_rows: usize, more: Option<Term<'_>>) -> Result<Vec<f32>> {
-        let base = Term { left: x, weight: self.weight.source() };
-        let terms = [base, more.unwrap_or(base)];
-        let n_terms = if more.is_some() { 2 } else { 1 };
-        started(self.bias.as_deref(), n_rows, self.weight.dims().0, &terms[..n_terms], self.weight.level())
+    fn projection<'a>(&'a self, a: &'a [f32], b: &'a [f32]) -> Projection<'a> {
+        let lora = self.lora.map(|(rank, scale)| LoraMatrices { a, b, rank, scale, dropout: None });
+        Projection::Frozen { weight: &self.weight, bias: self.bias.as_deref(), lora }
     }
 }
 
-impl CustomOp1 for FrozenLinear {
-    fn name(&self) -> &'static str {
-        "frozen-linear"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let n_rows = layout.shape().dims2()?.0;
-        let y = self.forward(floats(storage, layout)?, n_rows, None)?;
-        Ok((CpuStorage::F32(y), (n_rows, self.weight.dims().0).into()))
-    }
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let dx = with_floats(grad, |grad| {
-            let terms = [Term { left: grad, weight: self.weight.source() }];
-            alloc_output(x.elem_count(), |dx| packed_matmul::backward(self.weight.level(), &terms, dx))
-        })?;
-        Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
-    }
-}
-
-struct LoraLinear {
-    base: FrozenLinear,
-    scale: f32,
-    /// `scale * x A^T`, `(N, rank)`: kept for the backward pass.
-    down: OnceLock<Vec<f32>>,
-}
-
-impl CustomOp3 for LoraLinear {
-    fn name(&self) -> &'static str {
-        "lora-linear"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        a: &CpuStorage,
-        a_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (n_rows, n_in) = x_layout.shape().dims2()?;
-        let (n_out, rank) = b_layout.shape().dims2()?;
-        let (x, a, b) = (floats(x, x_layout)?, floats(a, a_layout)?, floats(b, b_layout)?);
-        let terms = [Term { left: x, weight: WeightView::rows(a, n_in) }];
-        let mut down =
-            alloc_output(n_rows * rank, |down| packed_matmul::forward(self.base.weight.level(), &terms, down))?;
-        down.iter_mut().for_each(|x| *x *= self.scale);
-        let y = self.base.forward(x, n_rows, Some(Term { left: &down, weight: WeightView::rows(b, rank) }))?;
-        self.down.get_or_init(|| down);
-        Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        a: &Tensor,
-        b: &Tensor,
-        _y: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dx, da, db] = with_floats(x, |x| {
-            with_floats(a, |a| with_floats(b, |b| with_floats(grad, |grad| self.gradients(x, a, b, grad))))
-        })?;
-        Ok((
-            Some(Tensor::from_vec(dx, x.shape(), x.device())?),
-            Some(Tensor::from_vec(da, a.shape(), a.device())?),
-            Some(Tensor::from_vec(db, b.shape(), b.device())?),
-        ))
-    }
-}
-
-impl LoraLinear {
-    /// With `g` the gradient of `y`, `d = scale * x A^T` and `v = scale * g B`: `dx = g W + v A`, `dA = v^T x`, `dB = g^T d`.
-    fn gradients(&self, x: &[f32], a: &[f32], b: &[f32], grad: &[f32]) -> Result<[Vec<f32>; 3]> {
-        let (level, (n_out, n_in)) = (self.base.weight.level(), self.base.weight.dims());
-        let (rank, n_rows) = (a.len() / n_in, x.len() / n_in);
-        let backward = |len, terms: &[Term<'_>]| alloc_output(len, |out| packed_matmul::backward(level, terms, out));
-        let Some(down) = self.down.get() else { bail!("lora-linear: backward pass before the forward pass") };
-        let mut v = backward(n_rows * rank, &[Term { left: grad, weight: WeightView::rows(b, rank) }])?;
-        v.iter_mut().for_each(|x| *x *= self.scale);
-        let terms = [
-            Term { left: grad, weight: self.base.weight.source() },
-            Term { left: &v, weight: WeightView::rows(a, n_in) },
-        ];
-        let dx = backward(n_rows * n_in, &terms)?;
-        let v = transpose(level, &v, rank); // (rank, N)
-        let da = backward(rank * n_in, &[Term { left: &v, weight: WeightView::rows(x, n_in) }])?;
-        let down = transpose(level, down, rank); // (rank, N)
-        let db = backward(rank * n_out, &[Term { left: &down, weight: WeightView::rows(grad, n_out) }])?; // (rank, out)
-        Ok([dx, da, transpose(level, &db, n_out)])
-    }
-}
-
-struct TrainedLinear;
-
-impl TrainedLinear {
-    fn forward(
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        bias: Option<&[f32]>,
-    ) -> Result<(CpuStorage, Shape)> {
-        let ((n_rows, _), (n_out, n_in)) = (x_layout.shape().dims2()?, weight_layout.shape().dims2()?);
-        let terms =
-            [Term { left: floats(x, x_layout)?, weight: WeightView::rows(floats(weight, weight_layout)?, n_in) }];
-        let y = started(bias, n_rows, n_out, &terms, SimdLevel::detected())?;
-        Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
-    }
-
-    /// With `g` the gradient of `y`: `dx = g W`, `dW = g^T x`.
-    fn backward(x: &Tensor, weight: &Tensor, grad: &[f32]) -> Result<(Tensor, Tensor)> {
-        let ((n_out, n_in), level) = (weight.dims2()?, SimdLevel::detected());
-        let dx = with_floats(weight, |weight| {
-            let terms = [Term { left: grad, weight: WeightView::rows(weight, n_in) }];
-            alloc_output(x.elem_count(), |dx| packed_matmul::backward(level, &terms, dx))
-        })?;
-        let dw = with_floats(x, |x| {
-            let grad = transpose(level, grad, n_out); // (out, N)
-            let terms = [Term { left: &grad, weight: WeightView::rows(x, n_in) }];
-            alloc_output(n_out * n_in, |dw| packed_matmul::backward(level, &terms, dw))
-        })?;
-        Ok((Tensor::from_vec(dx, x.shape(), x.device())?, Tensor::from_vec(dw, weight.shape(), x.device())?))
-    }
-}
-
-impl CustomOp2 for TrainedLinear {
-    fn name(&self) -> &'static str {
-        "trained-linear"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        Self::forward(x, x_layout, weight, weight_layout, None)
-    }
-
-    fn bwd(&self, x: &Tensor, weight: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (dx, dw) = with_floats(grad, |grad| Self::backward(x, weight, grad))?;
-        Ok((Some(dx), Some(dw)))
-    }
-}
-
-impl CustomOp3 for TrainedLinear {
-    fn name(&self) -> &'static str {
-        "trained-linear"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-        bias: &CpuStorage,
-        bias_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        Self::forward(x, x_layout, weight, weight_layout, Some(floats(bias, bias_layout)?))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: &Tensor,
-        _y: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let (dx, dw) = with_floats(grad, |grad| Self::backward(x, weight, grad))?;
-        let dbias = with_floats(grad, |grad| {
-            let mut sum = vec![0f32; bias.elem_count()];
-            for row in grad.chunks_exact(sum.len()) {
-                sum.iter_mut().zip(row).for_each(|(sum, g)| *sum += g);
-            }
-            Ok(sum)
-        })?;
-        Ok((Some(dx), Some(dw), Some(Tensor::from_vec(dbias, bias.shape(), bias.device())?)))
-    }
+/// Gradients of the input and of the parameters of a layer with input `x`, for the gradient of its output.
+fn gradients(layer: &Projection<'_>, x: &[f32], grad: &[f32]) -> Result<(Vec<f32>, ParameterGradients)> {
+    let ([lora_a_out], [mut found]) = (lora_a_out([layer], x)?, lora_b_gradients([(layer, grad)])?);
+    parameter_gradients(&mut [Trained { layer, x, lora_a_out: &lora_a_out, grad, found: &mut found }])?;
+    Ok((input_backward_sum(&[(layer, grad, &found)])?, found))
 }

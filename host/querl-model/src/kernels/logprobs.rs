@@ -3,9 +3,9 @@
 
 use super::packed_matmul::{self, Output, Term, WeightView, alloc_output, transpose};
 use super::simd::vectorised;
-use super::{FrozenWeight, LANES, SimdLevel, Weight, exp, floats, with_floats};
+use super::{LANES, SimdLevel, Weight, exp, slice_op};
 use crate::accelerator::accelerator_of;
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -44,13 +44,36 @@ pub fn token_logprobs(hidden: &Tensor, head: &Weight, targets: &Arc<Vec<u32>>, t
     if temperature.is_nan() || temperature <= 0.0 {
         bail!("temperature is {temperature}; expected above 0");
     }
-    let op = TokenLogprobs::new(targets, (1.0 / temperature) as f32);
-    let hidden = hidden.contiguous()?;
+    let forward = Arc::new(TokenLogprobs::new(targets, (1.0 / temperature) as f32));
+    let (backward, hidden) = (forward.clone(), hidden.contiguous()?);
+    let (name, shape, width) = ("token-logprobs", (targets.len(), 2), hidden.dims2()?.1);
     match head {
-        Weight::Frozen(head) => hidden.apply_op1(FrozenHead { op, head: head.clone() }),
+        Weight::Frozen(head) => {
+            let (head, again) = (head.clone(), head.clone());
+            slice_op(
+                name,
+                [&hidden],
+                shape,
+                move |[hidden]| forward.forward(hidden, head.source(), head.level()),
+                move |[hidden], [_, grad]| {
+                    Ok([Some(backward.backward(hidden, again.source(), again.level(), grad, None)?)])
+                },
+            )
+        }
         Weight::Trained(head) => match accelerator_of(head)? {
             Some(accelerator) => accelerator.trained_token_logprobs(&hidden, head, targets, temperature),
-            None => hidden.apply_op2(&head.contiguous()?, op),
+            None => slice_op(
+                name,
+                [&hidden, &head.contiguous()?],
+                shape,
+                move |[hidden, head]| forward.forward(hidden, WeightView::rows(head, width), SimdLevel::detected()),
+                move |[hidden, head], [_, grad]| {
+                    let mut dhead = vec![0f32; head.len()];
+                    let (view, level) = (WeightView::rows(head, width), SimdLevel::detected());
+                    let dhidden = backward.backward(hidden, view, level, grad, Some(&mut dhead))?;
+                    Ok([Some(dhidden), Some(dhead)])
+                },
+            ),
         },
         Weight::Accelerator(head) => head.token_logprobs(&hidden, targets, temperature),
     }
@@ -236,65 +259,5 @@ impl TokenLogprobs {
             }
         }
         Ok(dhidden)
-    }
-}
-
-struct FrozenHead {
-    op: TokenLogprobs,
-    head: FrozenWeight,
-}
-
-impl CustomOp1 for FrozenHead {
-    fn name(&self) -> &'static str {
-        "token-logprobs"
-    }
-
-    fn cpu_fwd(&self, hidden: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let out = self.op.forward(floats(hidden, layout)?, self.head.source(), self.head.level())?;
-        Ok((CpuStorage::F32(out), (self.op.targets.len(), 2).into()))
-    }
-
-    fn bwd(&self, hidden: &Tensor, _out: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let (head, level) = (self.head.source(), self.head.level());
-        let dhidden =
-            with_floats(hidden, |hidden| with_floats(grad, |grad| self.op.backward(hidden, head, level, grad, None)))?;
-        Ok(Some(Tensor::from_vec(dhidden, hidden.shape(), hidden.device())?))
-    }
-}
-
-impl CustomOp2 for TokenLogprobs {
-    fn name(&self) -> &'static str {
-        "token-logprobs"
-    }
-
-    fn cpu_fwd(
-        &self,
-        hidden: &CpuStorage,
-        hidden_layout: &Layout,
-        head: &CpuStorage,
-        head_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let head = WeightView::rows(floats(head, head_layout)?, hidden_layout.shape().dims2()?.1);
-        let out = self.forward(floats(hidden, hidden_layout)?, head, SimdLevel::detected())?;
-        Ok((CpuStorage::F32(out), (self.targets.len(), 2).into()))
-    }
-
-    fn bwd(
-        &self,
-        hidden: &Tensor,
-        head: &Tensor,
-        _out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (width, level) = (head.dim(1)?, SimdLevel::detected());
-        let mut dhead = vec![0f32; head.elem_count()];
-        let dhidden = with_floats(hidden, |hidden| {
-            with_floats(head, |head| {
-                let head = WeightView::rows(head, width);
-                with_floats(grad, |grad| self.backward(hidden, head, level, grad, Some(&mut dhead)))
-            })
-        })?;
-        let dhead = Tensor::from_vec(dhead, head.shape(), head.device())?;
-        Ok((Some(Tensor::from_vec(dhidden, hidden.shape(), hidden.device())?), Some(dhead)))
     }
 }

@@ -27,7 +27,7 @@ pub(crate) use projection::{LoraMatrices, ParameterGradients, Projection, input_
 pub(crate) use simd::SimdLevel;
 
 use crate::accelerator::accelerator_of;
-use candle_core::{CpuStorage, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Storage, Tensor, bail};
 use std::mem::MaybeUninit;
 use std::ops::Deref;
 
@@ -71,6 +71,94 @@ pub(crate) fn with_floats<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<R
     let Storage::Cpu(storage) = &*storage else { bail!("this operation runs on the cpu") };
     f(floats(storage, layout)?)
 }
+
+/// An operation of candle's graph on f32 tensors of the CPU, from functions on slices.
+struct SliceOp<const N: usize, F, B> {
+    name: &'static str,
+    shape: Shape,
+    forward: F,
+    backward: B,
+}
+
+/// Gradient of each of N inputs; `None` where none is needed.
+pub(crate) type InputGradients<const N: usize> = [Option<Vec<f32>>; N];
+
+/// Applies an operation with up to three contiguous inputs and an output of `shape`. `backward` gets the inputs, and the output with
+/// its gradient.
+pub(crate) fn slice_op<const N: usize>(
+    name: &'static str,
+    inputs: [&Tensor; N],
+    shape: impl Into<Shape>,
+    forward: impl Fn([&[f32]; N]) -> Result<Vec<f32>> + Send + Sync + 'static,
+    backward: impl Fn([&[f32]; N], [&[f32]; 2]) -> Result<InputGradients<N>> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    let op = SliceOp { name, shape: shape.into(), forward, backward };
+    match inputs.as_slice() {
+        [x] => x.apply_op1(op),
+        [x, y] => x.apply_op2(y, op),
+        [x, y, z] => x.apply_op3(y, z, op),
+        _ => bail!("{name}: an operation has one to three inputs"),
+    }
+}
+
+impl<const N: usize, F, B> SliceOp<N, F, B>
+where
+    F: Fn([&[f32]; N]) -> Result<Vec<f32>>,
+    B: Fn([&[f32]; N], [&[f32]; 2]) -> Result<InputGradients<N>>,
+{
+    fn run(&self, inputs: &[(&CpuStorage, &Layout)]) -> Result<(CpuStorage, Shape)> {
+        let mut slices = [[].as_slice(); N];
+        for (slice, (storage, layout)) in slices.iter_mut().zip(inputs) {
+            *slice = floats(storage, layout)?;
+        }
+        Ok((CpuStorage::F32((self.forward)(slices)?), self.shape.clone()))
+    }
+
+    /// Gradients of the inputs, in their order.
+    fn gradients(&self, inputs: &[&Tensor], out: &Tensor, grad: &Tensor) -> Result<std::vec::IntoIter<Option<Tensor>>> {
+        let all = inputs.iter().chain([&out, &grad]).map(|tensor| tensor.contiguous()).collect::<Result<Vec<_>>>()?;
+        let floats = all.iter().map(Floats::of).collect::<Result<Vec<_>>>()?;
+        let found = (self.backward)(std::array::from_fn(|index| &*floats[index]), [&floats[N], &floats[N + 1]])?;
+        let tensors = found.into_iter().zip(inputs).map(|(values, input)| {
+            values.map(|values| Tensor::from_vec(values, input.shape(), input.device())).transpose()
+        });
+        Ok(tensors.collect::<Result<Vec<_>>>()?.into_iter())
+    }
+}
+
+/// Implements one of candle's traits for operations on slices.
+macro_rules! custom_op {
+    ($trait:ident($($input:ident $layout:ident),*) -> $gradients:ty, $take:expr) => {
+        impl<const N: usize, F, B> $trait for SliceOp<N, F, B>
+        where
+            F: Fn([&[f32]; N]) -> Result<Vec<f32>>,
+            B: Fn([&[f32]; N], [&[f32]; 2]) -> Result<InputGradients<N>>,
+        {
+            fn name(&self) -> &'static str {
+                self.name
+            }
+
+            fn cpu_fwd(&self, $($input: &CpuStorage, $layout: &Layout),*) -> Result<(CpuStorage, Shape)> {
+                self.run(&[$(($input, $layout)),*])
+            }
+
+            fn bwd(&self, $($input: &Tensor,)* out: &Tensor, grad: &Tensor) -> Result<$gradients> {
+                let mut gradients = self.gradients(&[$($input),*], out, grad)?;
+                let mut next = || gradients.next().flatten();
+                Ok($take(&mut next))
+            }
+        }
+    };
+}
+
+type Next<'a> = &'a mut dyn FnMut() -> Option<Tensor>;
+
+custom_op!(CustomOp1(x x_layout) -> Option<Tensor>, |next: Next<'_>| next());
+custom_op!(CustomOp2(x x_layout, y y_layout) -> (Option<Tensor>, Option<Tensor>), |next: Next<'_>| (next(), next()));
+custom_op!(
+    CustomOp3(x x_layout, y y_layout, z z_layout) -> (Option<Tensor>, Option<Tensor>, Option<Tensor>),
+    |next: Next<'_>| (next(), next(), next())
+);
 
 /// `e^x` to about 2 units in the last place, in a form that the compiler can vectorise.
 ///

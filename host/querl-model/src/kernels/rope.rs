@@ -2,9 +2,9 @@
 
 use super::elementwise::{inverse_rms, row_gradient, sum_of};
 use super::simd::vectorised;
-use super::{ROWS_PER_TASK, filled, floats, values_per_task, with_floats};
+use super::{ROWS_PER_TASK, filled, slice_op, values_per_task};
 use crate::RopeScaling;
-use candle_core::{CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -60,7 +60,7 @@ impl RopeTable {
         })
     }
 
-    /// Gradients of `x`, and of the first `n_wanted` values of the norm's weight, for the gradient of [`RopeTable::apply`]'s
+    /// Gradients of `x`, and of the first `n_trained` values of the norm's weight, for the gradient of [`RopeTable::apply`]'s
     /// result. Without a norm `x` is not read.
     pub fn apply_backward(
         &self,
@@ -68,13 +68,13 @@ impl RopeTable {
         norm: Option<(&[f32], f32)>,
         positions: &Arc<Vec<u32>>,
         grad: &[f32],
-        n_wanted: usize,
+        n_trained: usize,
     ) -> (Vec<f32>, Vec<f32>) {
         let width = grad.len() / positions.len().max(1);
         let rope = Rope { table: self.clone(), positions: positions.clone() };
         match norm {
             None => (rope.rotate(grad, width, -1.0), Vec::new()),
-            Some((weight, eps)) => NormRope { rope, eps }.backward(x, weight, grad, width, n_wanted),
+            Some((weight, eps)) => NormRope { rope, eps }.backward(x, weight, grad, width, n_trained),
         }
     }
 
@@ -108,7 +108,15 @@ struct Rope {
 pub fn rope(x: &Tensor, table: &RopeTable, positions: &Arc<Vec<u32>>) -> Result<Tensor> {
     let (n_rows, width) = x.dims2()?;
     table.check(n_rows, width, positions)?;
-    x.contiguous()?.apply_op1(Rope { table: table.clone(), positions: positions.clone() })
+    let rope = Arc::new(Rope { table: table.clone(), positions: positions.clone() });
+    let inverse = rope.clone();
+    slice_op(
+        "rope",
+        [&x.contiguous()?],
+        x.shape(),
+        move |[x]| Ok(rope.rotate(x, width, 1.0)),
+        move |_, [_, grad]| Ok([Some(inverse.rotate(grad, width, -1.0))]),
+    )
 }
 
 /// [`super::rms_norm`] of each head, then [`rope`], in one pass: queries and keys of Qwen3.
@@ -131,7 +139,18 @@ pub fn norm_rope(
         bail!("norm_rope: a weight {:?} for heads of {}", weight.dims(), table.head_dim);
     }
     let rope = Rope { table: table.clone(), positions: positions.clone() };
-    x.contiguous()?.apply_op2(weight, NormRope { rope, eps: eps as f32 })
+    let forward = Arc::new(NormRope { rope, eps: eps as f32 });
+    let (backward, n_trained) = (forward.clone(), if weight.is_variable() { table.head_dim } else { 0 });
+    slice_op(
+        "norm-rope",
+        [&x.contiguous()?, weight],
+        x.shape(),
+        move |[x, weight]| Ok(forward.forward(x, weight, width)),
+        move |[x, weight], [_, grad]| {
+            let (dx, dweight) = backward.backward(x, weight, grad, width, n_trained);
+            Ok([Some(dx), (n_trained > 0).then_some(dweight)])
+        },
+    )
 }
 
 struct NormRope {
@@ -243,15 +262,22 @@ impl NormRope {
         unsafe { filled(x.len(), fill) }.0
     }
 
-    /// Gradients of `x`, and of the first `n_wanted` values of the weight.
-    fn backward(&self, x: &[f32], weight: &[f32], grad: &[f32], width: usize, n_wanted: usize) -> (Vec<f32>, Vec<f32>) {
+    /// Gradients of `x`, and of the first `n_trained` values of the weight.
+    fn backward(
+        &self,
+        x: &[f32],
+        weight: &[f32],
+        grad: &[f32],
+        width: usize,
+        n_trained: usize,
+    ) -> (Vec<f32>, Vec<f32>) {
         let task = values_per_task(width);
         self.check(x, weight, width);
         assert_eq!(x.len(), grad.len(), "a gradient for each value");
         let fill = |dx: &mut [MaybeUninit<f32>]| -> Vec<Vec<f32>> {
             let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
             let parts = tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).map(|(((dx, x), grad), positions)| {
-                let (mut head, mut dw) = (vec![MaybeUninit::uninit(); weight.len()], vec![0f32; n_wanted]);
+                let (mut head, mut dw) = (vec![MaybeUninit::uninit(); weight.len()], vec![0f32; n_trained]);
                 let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(grad.chunks_exact(width));
                 for (((dx, x), grad), &position) in rows.zip(positions) {
                     let angles = self.rope.table.angles(position as usize);
@@ -263,52 +289,6 @@ impl NormRope {
         };
         // SAFETY: as for `forward`.
         let (dx, parts) = unsafe { filled(x.len(), fill) };
-        (dx, sum_of(parts, n_wanted))
-    }
-}
-
-impl CustomOp2 for NormRope {
-    fn name(&self) -> &'static str {
-        "norm-rope"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        weight: &CpuStorage,
-        weight_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let width = x_layout.shape().dims2()?.1;
-        let y = self.forward(floats(x, x_layout)?, floats(weight, weight_layout)?, width);
-        Ok((CpuStorage::F32(y), x_layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, weight: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (width, dim) = (x.dim(1)?, weight.dim(0)?);
-        let n_wanted = if weight.is_variable() { dim } else { 0 };
-        let (dx, dw) = with_floats(x, |x| {
-            with_floats(weight, |w| with_floats(grad, |grad| Ok(self.backward(x, w, grad, width, n_wanted))))
-        })?;
-        let dw = if n_wanted == 0 { None } else { Some(Tensor::from_vec(dw, dim, weight.device())?) };
-        Ok((Some(Tensor::from_vec(dx, x.shape(), x.device())?), dw))
-    }
-}
-
-impl CustomOp1 for Rope {
-    fn name(&self) -> &'static str {
-        "rope"
-    }
-
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let width = layout.shape().dims2()?.1;
-        let y = self.rotate(floats(storage, layout)?, width, 1.0);
-        Ok((CpuStorage::F32(y), layout.shape().clone()))
-    }
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let width = x.dim(1)?;
-        let dx = with_floats(grad, |grad| Ok(self.rotate(grad, width, -1.0)))?;
-        Ok(Some(Tensor::from_vec(dx, x.shape(), x.device())?))
+        (dx, sum_of(parts, n_trained))
     }
 }

@@ -9,10 +9,8 @@ use crate::LoraAdapter;
 use crate::adapter::LoraPair;
 use crate::dropout::DropoutMask;
 use crate::kernels::projection::{self, Trained};
-use crate::kernels::{
-    self, FrozenWeight, ParameterGradients, Projection, Weight, floats, input_backward_sum, with_floats,
-};
-use candle_core::{CpuStorage, CustomOp1, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use crate::kernels::{self, FrozenWeight, ParameterGradients, Projection, Weight, input_backward_sum, slice_op};
+use candle_core::{Result, Tensor, bail};
 
 /// Output of a layer for its input `(N, H)`.
 pub(super) fn forward(
@@ -84,7 +82,14 @@ fn dora_dropout(
 /// `d(x)` for the layer at `path`, with its gradient.
 fn dropped(mask: &DropoutMask, x: &Tensor, path: &str) -> Result<Tensor> {
     check_keys(mask, x)?;
-    x.contiguous()?.apply_op1(DropRows { mask: mask.clone(), path: path.to_owned() })
+    let (forward, backward, width) = (Dropper::new(mask, path), Dropper::new(mask, path), x.dim(1)?);
+    slice_op(
+        "dropout",
+        [&x.contiguous()?],
+        x.shape(),
+        move |[x]| Ok(forward.dropped(x, width)),
+        move |_, [_, grad]| Ok([Some(backward.dropped(grad, width))]),
+    )
 }
 
 fn check_keys(mask: &DropoutMask, x: &Tensor) -> Result<()> {
@@ -94,33 +99,22 @@ fn check_keys(mask: &DropoutMask, x: &Tensor) -> Result<()> {
     Ok(())
 }
 
-struct DropRows {
+/// The mask of one linear layer.
+struct Dropper {
     mask: DropoutMask,
     path: String,
 }
 
-impl CustomOp1 for DropRows {
-    fn name(&self) -> &'static str {
-        "dropout"
+impl Dropper {
+    fn new(mask: &DropoutMask, path: &str) -> Self {
+        Self { mask: mask.clone(), path: path.to_owned() }
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let mut rows = floats(x, layout)?.to_vec();
-        self.mask.of_layer(&self.path, layout.shape().dims2()?.1).apply(&mut rows);
-        Ok((CpuStorage::F32(rows), layout.shape().clone()))
+    fn dropped(&self, x: &[f32], width: usize) -> Vec<f32> {
+        let mut dropped = x.to_vec();
+        self.mask.of_layer(&self.path, width).apply(&mut dropped);
+        dropped
     }
-
-    fn bwd(&self, x: &Tensor, _y: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let mut rows = with_floats(grad, |grad| Ok(grad.to_vec()))?;
-        self.mask.of_layer(&self.path, x.dim(1)?).apply(&mut rows);
-        Ok(Some(Tensor::from_vec(rows, x.shape(), x.device())?))
-    }
-}
-
-struct LoraDropout {
-    mask: DropoutMask,
-    path: String,
-    scale: f32,
 }
 
 /// `scale * (d(x) A^T) B^T` with dropout `d` of the layer at `path`; the masks are drawn again in the backward pass, not kept.
@@ -141,93 +135,38 @@ fn lora_dropout(
     if n_in == 0 || rank == 0 || a_in != n_in || b_in != rank {
         bail!("adapter of shapes {:?} and {:?} for rows of {n_in}", lora_a.dims(), lora_b.dims());
     }
-    x.contiguous()?.apply_op3(lora_a, lora_b, LoraDropout { mask: mask.clone(), path: path.to_owned(), scale })
-}
-
-impl LoraDropout {
-    fn dropped(&self, x: &[f32], width: usize) -> Vec<f32> {
-        let mut dropped = x.to_vec();
-        self.mask.of_layer(&self.path, width).apply(&mut dropped);
-        dropped
-    }
-}
-
-impl CustomOp3 for LoraDropout {
-    fn name(&self) -> &'static str {
-        "lora-dropout"
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        x_layout: &Layout,
-        a: &CpuStorage,
-        a_layout: &Layout,
-        b: &CpuStorage,
-        b_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (n_rows, n_in) = x_layout.shape().dims2()?;
-        let (n_out, rank) = b_layout.shape().dims2()?;
-        let (a, b) = (matrix(floats(a, a_layout)?, n_in), matrix(floats(b, b_layout)?, rank));
-        let (down, _) = a.forward(&self.dropped(floats(x, x_layout)?, n_in))?;
-        let (mut y, _) = b.forward(&down)?;
-        y.iter_mut().for_each(|y| *y *= self.scale);
-        Ok((CpuStorage::F32(y), (n_rows, n_out).into()))
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        a: &Tensor,
-        b: &Tensor,
-        _y: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dx, da, db] = with_floats(x, |x_values| {
-            with_floats(a, |a_values| {
-                with_floats(b, |b_values| {
-                    let (a, b) = (matrix(a_values, a.dim(1)?), matrix(b_values, b.dim(1)?));
-                    with_floats(grad, |grad| self.gradients(x_values, x.dim(1)?, &a, &b, grad))
-                })
-            })
-        })?;
-        Ok((
-            Some(Tensor::from_vec(dx, x.shape(), x.device())?),
-            Some(Tensor::from_vec(da, a.shape(), a.device())?),
-            Some(Tensor::from_vec(db, b.shape(), b.device())?),
-        ))
-    }
+    let (forward, backward) = (Dropper::new(mask, path), Dropper::new(mask, path));
+    slice_op(
+        "lora-dropout",
+        [&x.contiguous()?, lora_a, lora_b],
+        (x.dim(0)?, lora_b.dim(0)?),
+        move |[x, a, b]| {
+            let (lora_a_out, _) = matrix(a, n_in).forward(&forward.dropped(x, n_in))?;
+            let (mut y, _) = matrix(b, rank).forward(&lora_a_out)?;
+            y.iter_mut().for_each(|y| *y *= scale);
+            Ok(y)
+        },
+        // With `g` the gradient of `y` times the scale and `v = g B`: `dx = d(v A)`, `dA = v^T d(x)`, `dB = g^T (d(x) A^T)`.
+        move |[x, a, b], [_, grad]| {
+            let (a, b, dropped) = (matrix(a, n_in), matrix(b, rank), backward.dropped(x, n_in));
+            let g: Vec<f32> = grad.iter().map(|grad| grad * scale).collect();
+            let gradients = |layer, x: &[f32], grad: &[f32]| {
+                let mut found = ParameterGradients::default();
+                projection::parameter_gradients(&mut [Trained { layer, x, lora_a_out: &[], grad, found: &mut found }])?;
+                Ok::<_, candle_core::Error>(found)
+            };
+            let of_b = gradients(&b, &a.forward(&dropped)?.0, &g)?;
+            let v = input_backward_sum(&[(&b, &g, &of_b)])?;
+            let of_a = gradients(&a, &dropped, &v)?;
+            let dx = backward.dropped(&input_backward_sum(&[(&a, &v, &of_a)])?, n_in);
+            Ok([Some(dx), Some(of_a.weight), Some(of_b.weight)])
+        },
+    )
 }
 
 /// A trained matrix `(out, in)`, row by row.
 fn matrix(weight: &[f32], n_in: usize) -> Projection<'_> {
     Projection::Trained { weight, n_in, bias: None }
-}
-
-impl LoraDropout {
-    /// With `g` the gradient of `y` times the scale and `v = g B`: `dx = d(v A)`, `dA = v^T d(x)`, `dB = g^T (d(x) A^T)`.
-    fn gradients(
-        &self,
-        x: &[f32],
-        n_in: usize,
-        a: &Projection<'_>,
-        b: &Projection<'_>,
-        grad: &[f32],
-    ) -> Result<[Vec<f32>; 3]> {
-        let dropped = self.dropped(x, n_in);
-        let g: Vec<f32> = grad.iter().map(|grad| grad * self.scale).collect();
-        let gradients = |layer, x: &[f32], grad: &[f32]| {
-            let mut found = ParameterGradients::default();
-            projection::parameter_gradients(&mut [Trained { layer, x, lora_a_out: &[], grad, found: &mut found }])?;
-            Ok::<_, candle_core::Error>(found)
-        };
-        let of_b = gradients(b, &a.forward(&dropped)?.0, &g)?;
-        let v = input_backward_sum(&[(b, &g, &of_b)])?;
-        let of_a = gradients(a, &dropped, &v)?;
-        let mut dx = input_backward_sum(&[(a, &v, &of_a)])?;
-        self.mask.of_layer(&self.path, n_in).apply(&mut dx);
-        Ok([dx, of_a.weight, of_b.weight])
-    }
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Causal attention over packed sequences with prefix sharing: sequences are concatenated without padding, shared prefixes
 //! are stored once (prefix tree), and each row attends to the earlier rows of its own sequence and itself.
 //!
-//! The queries are divided into chunks of a few dozen to a few hundred, which are independent of each other. In a chunk, scores
-//! of a block of queries stand in a matrix whose column is a key's depth in its sequence, so that queries of different
-//! branches share the columns of what they have in common: one product gives the scores of all of them against it.
+//! The queries are divided into chunks of a few dozen to a few hundred, which are independent of each other. In a chunk, the scores
+//! of a block of queries are a matrix whose column is a key's depth in its sequence, so that queries of different branches share the
+//! columns of their common prefix: one product computes all of their scores with it.
 
 mod prefix_tree;
 mod query_chunk;
@@ -12,8 +12,8 @@ mod tests;
 
 pub use prefix_tree::{Node, RowTree};
 
-use super::{floats, with_floats};
-use candle_core::{CpuStorage, CustomOp3, Layout, Result, Shape, Tensor, bail};
+use super::slice_op;
+use candle_core::{Result, Tensor, bail};
 use prefix_tree::{QueryChunk, query_chunks};
 use query_chunk::{Inputs, KeyGradients, Outputs};
 use rayon::prelude::*;
@@ -93,13 +93,6 @@ impl Queries {
     }
 }
 
-struct Attention {
-    queries: Queries,
-    head_dim: usize,
-    /// Set by the forward pass.
-    logsumexp: OnceLock<LogSumExp>,
-}
-
 /// Softmax attention, each query over its own sequence up to itself.
 ///
 /// `q`: `(queries, heads * D)`; `k`, `v`: `(N, kv_heads * D)`, with `heads` a multiple of `kv_heads`. Returns
@@ -115,11 +108,26 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim
     if n_queries != q.dim(0)? || n_rows != k.dim(0)? || n_rows != v.dim(0)? {
         bail!("attention: {n_queries} queries and {n_rows} rows; found {}, {} and {}", q.dim(0)?, k.dim(0)?, v.dim(0)?);
     }
-    let op = Attention { queries: queries.clone(), head_dim, logsumexp: OnceLock::new() };
-    q.contiguous()?.apply_op3(&k.contiguous()?, &v.contiguous()?, op)
+    let (forward, saved) = (queries.clone(), Arc::new(OnceLock::new()));
+    let (backward, logsumexp) = (queries.clone(), saved.clone());
+    slice_op(
+        "tree-attention",
+        [&q.contiguous()?, &k.contiguous()?, &v.contiguous()?],
+        q.shape(),
+        move |qkv| {
+            let (out, logsumexp) = attention_forward(&forward, head_dim, qkv)?;
+            // A second forward pass of the same operation would compute the same values.
+            saved.get_or_init(|| logsumexp);
+            Ok(out)
+        },
+        move |qkv, [out, grad]| {
+            let Some(logsumexp) = logsumexp.get() else { bail!("attention: a backward pass before the forward pass") };
+            Ok(attention_backward(&backward, head_dim, qkv, out, logsumexp, grad)?.map(Some))
+        },
+    )
 }
 
-/// Logarithms of the sums of exponentials, of each chunk `(kv_heads, queries, group)`: what the backward pass wants again.
+/// Logarithms of the sums of exponentials, of each chunk `(kv_heads, queries, group)`: saved for the backward pass.
 pub type LogSumExp = Vec<Vec<f32>>;
 
 /// [`attention`] on slices.
@@ -167,61 +175,12 @@ pub fn attention_backward(
     Ok([dq, dk, dv])
 }
 
-/// Adds `(keys, width)` in a chunk's numbering to the rows that they stand for.
+/// Adds `(keys, width)` in a chunk's numbering to the rows of the keys.
 fn add_rows(all: &mut [f32], mut part: &[f32], chunk: &QueryChunk, width: usize) {
     for rows in chunk.before.iter().chain([&chunk.rows]) {
         let (head, tail) = part.split_at(rows.len() * width);
         let all = &mut all[rows.start * width..rows.end * width];
         all.iter_mut().zip(head).for_each(|(sum, part)| *sum += part);
         part = tail;
-    }
-}
-
-impl CustomOp3 for Attention {
-    fn name(&self) -> &'static str {
-        "tree-attention"
-    }
-
-    fn cpu_fwd(
-        &self,
-        q: &CpuStorage,
-        q_layout: &Layout,
-        k: &CpuStorage,
-        k_layout: &Layout,
-        v: &CpuStorage,
-        v_layout: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        let (out, logsumexp) = attention_forward(
-            &self.queries,
-            self.head_dim,
-            [floats(q, q_layout)?, floats(k, k_layout)?, floats(v, v_layout)?],
-        )?;
-        // A second forward pass of the same operation would find the same values.
-        self.logsumexp.get_or_init(|| logsumexp);
-        Ok((CpuStorage::F32(out), q_layout.shape().clone()))
-    }
-
-    fn bwd(
-        &self,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let Some(logsumexp) = self.logsumexp.get() else { bail!("attention: a backward pass before the forward pass") };
-        let gradients = |x: [&[f32]; 3], out: &[f32], grad: &[f32]| {
-            attention_backward(&self.queries, self.head_dim, x, out, logsumexp, grad)
-        };
-        let [dq, dk, dv] = with_floats(q, |q| {
-            with_floats(k, |k| {
-                with_floats(v, |v| with_floats(out, |out| with_floats(grad, |grad| gradients([q, k, v], out, grad))))
-            })
-        })?;
-        Ok((
-            Some(Tensor::from_vec(dq, q.shape(), q.device())?),
-            Some(Tensor::from_vec(dk, k.shape(), k.device())?),
-            Some(Tensor::from_vec(dv, v.shape(), v.device())?),
-        ))
     }
 }
