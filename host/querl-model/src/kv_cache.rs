@@ -117,7 +117,7 @@ impl BlockPool {
     }
 
     /// On a GPU with so many blocks.
-    pub fn of_device(shape: BlockShape, n_blocks: usize) -> Arc<Self> {
+    pub(crate) fn of_device(shape: BlockShape, n_blocks: usize) -> Arc<Self> {
         let free = (0..n_blocks as u32).rev().collect();
         Self::with(shape, Memory::Device(Mutex::new(DeviceBlocks { n_blocks, free, copies: Vec::new() })))
     }

@@ -238,7 +238,7 @@ impl TensorParallel {
     ///
     /// # Errors
     /// There are several ranks.
-    pub fn require_unsharded(&self, what: &str) -> Result<(), ModelError> {
+    pub(crate) fn require_unsharded(&self, what: &str) -> Result<(), ModelError> {
         match self.is_sharded() {
             true => Err(ModelError::Shard(format!("{what} is not split over ranks; set `model.tensor_parallel = 1`"))),
             false => Ok(()),

@@ -1,5 +1,5 @@
 //! Logits and gradients against transformers and PEFT, on tiny random checkpoints made by `tests/reference/decoders.py` and
-//! `tests/reference/lora.py`.
+//! `tests/reference/lora.py`; storage types; chat templates against `apply_chat_template` (`tests/reference/template.py`).
 //!
 //! ```python
 //! out = model(input_ids, attention_mask=attention_mask)
@@ -9,8 +9,9 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Tensor, Var};
+use querl_core::config::BaseDtype;
 use querl_model::{
-    Decoder, DecoderConfig, Dropout, LoraAdapter, PackedBatch, Pass, SecondOpinion, Weights, load_tensors,
+    ChatTemplate, Decoder, DecoderConfig, Dropout, LoraAdapter, PackedBatch, Pass, SecondOpinion, Weights, load_tensors,
 };
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -268,6 +269,65 @@ fn hidden_states_agree_with_candle_transformers() {
         for sequence in sequences(&tensors) {
             let ours = decoder.hidden_states(&PackedBatch::new([sequence.as_slice()]), None).unwrap();
             assert_close(name, &values(&ours), &values(&other.hidden_states(&sequence).unwrap()));
+        }
+    }
+}
+
+fn logits_as(name: &str, dtype: BaseDtype) -> Vec<f32> {
+    let decoder = Decoder::load_as(&golden("decoders").join(name), Weights::Frozen, dtype).unwrap();
+    assert!(decoder.vars().is_empty());
+    let tokens: Vec<u32> = (0..12).map(|i| (i * 37 + 5) % 64).collect();
+    let hidden = decoder.hidden_states(&PackedBatch::new([tokens.as_slice()]), None).unwrap();
+    values(&decoder.logits(&hidden, None).unwrap())
+}
+
+/// Root of the mean squared difference, relative to the values' own.
+fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
+    let sum = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x * x)).sum::<f64>();
+    (sum(&mut found.iter().zip(expected).map(|(a, b)| a - b)) / sum(&mut expected.iter().copied())).sqrt()
+}
+
+#[test]
+fn a_base_in_half_precision_gives_nearly_the_same_logits() {
+    for name in ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"] {
+        let expected = logits_as(name, BaseDtype::F32);
+        for (dtype, bound) in [(BaseDtype::Bf16, 2e-2), (BaseDtype::F16, 2e-3)] {
+            let error = relative_error(&logits_as(name, dtype), &expected);
+            assert!(error > 0.0 && error < bound, "{name} in {}: relative error {error}", dtype.name());
+        }
+    }
+}
+
+/// A layer whose shape is wrong is named before anything is computed.
+#[test]
+fn a_tensor_of_another_shape_is_named_with_both() {
+    let from = golden("decoders/qwen2-untied");
+    let folder = tempfile::tempdir().unwrap();
+    let config = std::fs::read_to_string(from.join("config.json")).unwrap();
+    let wider = config.replace("\"intermediate_size\": 48", "\"intermediate_size\": 56");
+    assert_ne!(config, wider);
+    std::fs::write(folder.path().join("config.json"), wider).unwrap();
+    std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+    let error = Decoder::load(folder.path(), Weights::Frozen).err().unwrap().to_string();
+    assert!(error.contains("_proj.weight` has shape [") && error.contains("config.json makes it ["), "{error}");
+}
+
+#[test]
+fn templates_render_as_transformers_renders_them() {
+    let text = std::fs::read_to_string(golden("chat_template.json")).unwrap();
+    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let cases = golden["cases"].as_array().unwrap();
+    assert!(cases.len() >= 20);
+    for case in cases {
+        let name = case["name"].as_str().unwrap();
+        let source = golden["templates"][case["template"].as_str().unwrap()].as_str().unwrap();
+        let mut options = case["options"].as_object().cloned().unwrap_or_default();
+        let generation_prompt = options.remove("add_generation_prompt").and_then(|v| v.as_bool()).unwrap_or(false);
+        let template = ChatTemplate::new(source, Vec::new()).unwrap();
+        let rendered = template.render_with(&case["messages"], generation_prompt, &options.into());
+        match case["error"].as_str() {
+            Some(message) => assert!(rendered.unwrap_err().to_string().contains(message), "{name}"),
+            None => assert_eq!(rendered.unwrap(), case["rendered"].as_str().unwrap(), "{name}"),
         }
     }
 }

@@ -8,8 +8,8 @@ use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
 use querl_model::{
     ComputeDevice, Decoder, DecoderConfig, Decoding, Dropout, Family, GenerationRequest, Keep, LoraAdapter,
-    LoraSettings, ModelError, PackedBatch, Pass, Ranks, Recompute, SamplingSettings, TokenText, Weights, backward,
-    generate, run_ranks,
+    LoraSettings, ModelError, PackedBatch, Pass, Ranks, Recompute, SamplingSettings, Weights, backward, generate,
+    run_ranks,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -197,18 +197,6 @@ fn a_part_of_a_row_in_fp8_has_a_scale_of_its_own() {
     check(2, From::Random(Family::Qwen3), BaseDtype::Fp8, |base| run(base, None, None, None), 0.2);
 }
 
-struct NoText(BTreeSet<u32>);
-
-impl TokenText for NoText {
-    fn stop_ids(&self) -> &BTreeSet<u32> {
-        &self.0
-    }
-
-    fn text(&self, _ids: &[u32]) -> Result<String, ModelError> {
-        Err(ModelError::Generation("no text is asked for".into()))
-    }
-}
-
 #[test]
 fn ranks_generate_the_tokens_that_one_does() {
     let answers = |n: usize, from: From, decoding: Decoding| {
@@ -222,7 +210,7 @@ fn ranks_generate_the_tokens_that_one_does() {
                 n: if matches!(decoding, Decoding::Sample) { 20 } else { 1 },
             });
             let sampling = SamplingSettings { max_new_tokens: 20, ..SamplingSettings::default() };
-            generate(&base, Some(&adapter), &requests, decoding, &sampling, &NoText(BTreeSet::new()))
+            generate(&base, Some(&adapter), &requests, decoding, &sampling, &BTreeSet::new())
         });
         all.unwrap_or_else(|failures| panic!("{}", failures[0]))
     };

@@ -7,14 +7,13 @@
 mod batcher;
 mod files;
 mod labels;
-mod tokens;
 
 pub use batcher::{
     BatchLimits, BatchObserver, BatchStats, BatchWorker, Batcher, Classification, MAX_UNSPLIT_TEXTS, QueueError,
     RequestCallback,
 };
+pub use files::{ClassifierTokenizer, Encoded};
 pub use labels::Labels;
-pub use tokens::{ClassifierTokenizer, Encoded};
 
 use crate::adapter::SCORE;
 use crate::{Decoder, LoraAdapter, LoraSettings, ModelError, PackedBatch, Pass, Weights};

@@ -3,9 +3,9 @@
 
 use super::logits_processor::LogitsProcessor;
 use super::sampler::{Softmax, sample_token};
-use super::{Decoding, Generated, GenerationRequest, SamplingSettings, TokenText, generate};
+use super::{Decoding, Generated, GenerationRequest, SamplingSettings, generate};
 use crate::kernels::SimdLevel;
-use crate::{Decoder, ModelError, Weights};
+use crate::{Decoder, Weights};
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use serde_json::Value;
@@ -70,19 +70,6 @@ fn logits_processors_agree_with_transformers() {
     }
 }
 
-/// Responses end by length alone.
-struct NoText(BTreeSet<u32>);
-
-impl TokenText for NoText {
-    fn stop_ids(&self) -> &BTreeSet<u32> {
-        &self.0
-    }
-
-    fn text(&self, _ids: &[u32]) -> Result<String, ModelError> {
-        Err(ModelError::Generation("no text is needed".into()))
-    }
-}
-
 fn responses(level: SimdLevel, decoding: Decoding) -> Vec<Generated> {
     level.with(|| {
         let directory =
@@ -91,7 +78,7 @@ fn responses(level: SimdLevel, decoding: Decoding) -> Vec<Generated> {
         let prompts: [&[u32]; 3] = [&[5, 9, 2, 7], &[5, 9, 2, 7, 11, 30], &[5, 9, 44]];
         let requests = prompts.map(|prompt| GenerationRequest { prompt, seed: 3, n: 3 });
         let sampling = SamplingSettings { max_new_tokens: 20, ..SamplingSettings::default() };
-        generate(&decoder, None, &requests, decoding, &sampling, &NoText(BTreeSet::new())).unwrap()
+        generate(&decoder, None, &requests, decoding, &sampling, &BTreeSet::new()).unwrap()
     })
 }
 

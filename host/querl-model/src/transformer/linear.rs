@@ -27,7 +27,7 @@ impl Linear {
     }
 
     /// DoRA's factor on each output `(out)`: magnitude over length; `None` for an adapter without magnitudes.
-    pub fn dora_factor(&self, pair: &LoraPair) -> Result<Option<Tensor>> {
+    pub(crate) fn dora_factor(&self, pair: &LoraPair) -> Result<Option<Tensor>> {
         let Some(magnitude) = &pair.magnitude else { return Ok(None) };
         Ok(Some(magnitude.div(&self.lengths(pair)?)?))
     }
