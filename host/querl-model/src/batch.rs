@@ -1,4 +1,4 @@
-//! Sequences packed one after another, what they begin with in common once.
+//! Packed batches: sequences concatenated without padding, optionally as a prefix tree.
 
 use crate::kernels::{Node, RowTree};
 use crate::random::{STEP, mix};
@@ -8,7 +8,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct PackedBatch {
     pub(crate) token_ids: Vec<u32>,
-    /// Of each row in its sequence.
+    /// Position of each row in its sequence.
     pub positions: Arc<Vec<u32>>,
     /// Which rows attend to which.
     pub tree: Arc<RowTree>,
@@ -33,8 +33,8 @@ impl PackedBatch {
         Self { token_ids, positions: Arc::new(positions), tree: Arc::new(RowTree::new(nodes)), last_nodes }
     }
 
-    /// Packs sequences so that what any of them begin with in common stands once: the system prompt of all, the prompt of
-    /// several answers, a sequence that comes twice. Each row's result is what it is in [`PackedBatch::new`].
+    /// Packs sequences as a prefix tree: shared prefixes are in the batch once, such as the system prompt, the prompt of several
+    /// responses, or a duplicate sequence. Each row's result is the same as with [`PackedBatch::new`].
     pub fn shared<'a>(sequences: impl IntoIterator<Item = &'a [u32]>) -> Self {
         let mut trie = Trie::default();
         let last: Vec<Option<usize>> = sequences.into_iter().map(|sequence| trie.insert(sequence)).collect();
@@ -88,7 +88,7 @@ pub(crate) fn row_key(parent: u64, token_id: u32) -> u64 {
     mix(parent.wrapping_add(STEP) ^ (u64::from(token_id) + 1).wrapping_mul(STEP))
 }
 
-/// Sequences by what they begin with; a node is a run of tokens.
+/// A trie of sequences; a node is a run of tokens.
 #[derive(Default)]
 struct Trie<'a> {
     nodes: Vec<TrieNode<'a>>,
@@ -140,7 +140,7 @@ impl<'a> Trie<'a> {
         upper
     }
 
-    /// Rows in the order of a walk that takes branches in the order in which they came.
+    /// Rows in depth-first order, branches in the order of insertion.
     fn pack(&self, last: &[Option<usize>]) -> PackedBatch {
         let (mut token_ids, mut positions, mut nodes) = (Vec::new(), Vec::new(), Vec::<Node>::new());
         let mut packed_as = vec![0; self.nodes.len()];
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn what_sequences_begin_with_stands_once_at_every_depth() {
+    fn shared_prefixes_are_stored_once_at_every_depth() {
         let sequences: [&[u32]; 6] = [&[1, 2, 3, 4], &[1, 2, 5], &[1, 2, 3, 6, 7], &[8], &[1, 2, 3], &[1, 2, 5]];
         let batch = PackedBatch::shared(sequences);
         assert_eq!(batch.token_ids, [1, 2, 3, 4, 6, 7, 5, 8]);
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_shared_unless_asked_for() {
+    fn new_shares_nothing() {
         let batch = PackedBatch::new([[1, 2].as_slice(), &[], &[1, 2]]);
         assert_eq!(batch.n_rows(), 4);
         assert_eq!(rows(&batch, 2, 2), [2, 3]);

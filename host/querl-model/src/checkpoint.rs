@@ -179,19 +179,19 @@ pub(crate) trait Tensors {
     /// Shape of a whole tensor.
     ///
     /// # Errors
-    /// There is none of that name.
+    /// There is no tensor of that name.
     fn shape(&self, name: &str) -> Result<Vec<usize>, ModelError>;
 
     /// A tensor of any float type, or a part of it, on the CPU.
     ///
     /// # Errors
-    /// There is none of that name, or it is not long enough.
+    /// There is no tensor of that name, or it is too short.
     fn tensor(&self, name: &str, slice: Option<&TensorSlice>) -> Result<Tensor, ModelError>;
 
     /// A matrix, or a part of it, for an accelerator.
     ///
     /// # Errors
-    /// The same.
+    /// As [`Tensors::tensor`].
     fn values(&self, name: &str, slice: Option<&TensorSlice>) -> Result<WeightValues<'_>, ModelError>;
 }
 

@@ -4,7 +4,7 @@ use crate::ModelError;
 use serde::Deserialize;
 use std::path::Path;
 
-/// Which decoder.
+/// Architecture of a decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub enum Family {
     /// Qwen2 and Qwen2.5: biases on query, key and value.
@@ -71,29 +71,29 @@ impl RopeScaling {
 /// Shape of a decoder.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DecoderConfig {
-    /// Which decoder.
+    /// Architecture.
     pub family: Family,
-    /// Tokens.
+    /// Number of tokens of the vocabulary, V.
     pub vocab_size: usize,
-    /// Width of a row.
+    /// Width of the residual, H.
     pub hidden_size: usize,
     /// Width of the feed-forward layers.
     pub intermediate_size: usize,
-    /// Layers.
+    /// Number of transformer layers.
     pub n_layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub n_heads: usize,
-    /// Key and value heads.
+    /// Number of key-value heads.
     pub n_kv_heads: usize,
     /// Width of a head; need not be `hidden_size / n_heads`.
     pub head_dim: usize,
-    /// Longest sequence.
+    /// Most tokens of a sequence.
     pub max_positions: usize,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
     /// Scaling of the rotary frequencies (`rope_type` `llama3`).
     pub rope_scaling: Option<RopeScaling>,
-    /// Of the norms.
+    /// Epsilon of all RMSNorms.
     pub rms_norm_eps: f64,
     /// The head is the embedding.
     pub tie_word_embeddings: bool,
@@ -201,8 +201,8 @@ impl DecoderConfig {
         Self::read(path, SUPPORTED, |name| Family::of_architecture(name, LANGUAGE_MODEL))
     }
 
-    /// The decoder below a classifier's head, of a classifier's `config.json` or a language model's. It has no head of its own: the
-    /// embedding stands in its place, and is never asked for logits.
+    /// The backbone of a classifier, from a classifier's `config.json` or a language model's. It has no lm_head: tied embeddings take its
+    /// place and are not used.
     pub(crate) fn load_backbone(path: &Path) -> Result<Self, ModelError> {
         let family = |name: &str| {
             Family::of_architecture(name, LANGUAGE_MODEL).or_else(|| Family::of_architecture(name, CLASSIFIER))

@@ -8,9 +8,9 @@ pub enum ModelError {
     /// A directory lacks a file.
     #[error("{directory}: no `{file}` there; a Hugging Face model directory needs {needs}")]
     MissingFile {
-        /// The directory.
+        /// The model directory.
         directory: PathBuf,
-        /// The file.
+        /// Name of the missing file.
         file: String,
         /// What a complete directory holds.
         needs: &'static str,
@@ -20,28 +20,28 @@ pub enum ModelError {
     UnsupportedArchitecture {
         /// The config.json.
         path: PathBuf,
-        /// What it says.
+        /// The architecture in it.
         found: String,
-        /// What would do.
+        /// Supported architectures.
         expected: &'static str,
     },
     /// A file is there and cannot be used.
     #[error("{path}: {message}")]
     BadFile {
-        /// The file.
+        /// The damaged file.
         path: PathBuf,
-        /// What is wrong with it and what to try.
+        /// What is wrong with it, and the remedy.
         message: String,
     },
     /// A file cannot be read or written.
     #[error("{path}: {source}")]
     Io {
-        /// The file.
+        /// The file or folder.
         path: PathBuf,
-        /// Why.
+        /// Error of the operating system.
         source: std::io::Error,
     },
-    /// Text could not be turned into tokens, or back.
+    /// Text could not be converted to tokens, or back.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
     /// The chat template could not be rendered.

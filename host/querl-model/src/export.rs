@@ -307,7 +307,7 @@ fn write_config(model: &Path, folder: &Path, dtype: DType, is_tied: bool) -> Res
     write_json(&folder.join("config.json"), &config)
 }
 
-/// The model's own generation settings, or what its tokenizer and configuration say of the tokens that end an answer.
+/// The model's generation settings, or stop tokens from its tokenizer and configuration.
 fn write_generation_config(model: &Path, folder: &Path, tokenizer: &TextTokenizer) -> Result<(), ModelError> {
     let own = model.join("generation_config.json");
     if own.is_file() {

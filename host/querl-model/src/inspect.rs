@@ -10,7 +10,7 @@ use std::path::Path;
 /// A model directory.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelSummary {
-    /// Which decoder.
+    /// Architecture.
     pub family: Family,
     /// Weights, a tied head counted once.
     pub parameters: usize,
@@ -20,23 +20,23 @@ pub struct ModelSummary {
     pub weight_files: usize,
     /// Bytes of those files.
     pub bytes: u64,
-    /// Blocks.
+    /// Number of transformer layers.
     pub layers: usize,
-    /// Width of a row.
+    /// Width of the residual.
     pub hidden_size: usize,
     /// Width of the feed-forward layers.
     pub intermediate_size: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
     /// Key and value heads.
     pub kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Tokens that the model knows.
+    /// Rows of the embedding.
     pub vocab_size: usize,
-    /// Tokens that its tokenizer knows.
+    /// Tokens of the tokenizer.
     pub tokenizer_vocab_size: usize,
-    /// Longest sequence.
+    /// Most tokens of a sequence.
     pub positions: usize,
     /// Whether the head is the embedding.
     pub tied_embedding: bool,
@@ -97,7 +97,7 @@ pub struct AdapterSummary {
     pub patterns: usize,
     /// Scale over the root of the rank.
     pub use_rslora: bool,
-    /// Magnitudes.
+    /// Whether it has DoRA magnitudes.
     pub use_dora: bool,
     /// Dropout that it was trained with.
     pub dropout: f64,

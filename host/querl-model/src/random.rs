@@ -32,7 +32,7 @@ pub fn normal(n: usize, seed: u64, scale: f32) -> Vec<f32> {
     values
 }
 
-/// The same numbers where they stand in a matrix of `width` columns: of its rows and columns some.
+/// The numbers of [`normal`] in some rows and columns of a matrix with `width` columns.
 pub fn normal_part(rows: Range<usize>, columns: Range<usize>, width: usize, seed: u64, scale: f32) -> Vec<f32> {
     let mut values = vec![0.0; rows.len() * columns.len()];
     values.par_chunks_mut(columns.len().max(1)).zip(rows).for_each(|(values, row)| {
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_matrix_has_the_numbers_that_stand_there() {
+    fn a_part_of_a_matrix_equals_the_full_matrix_there() {
         let whole = normal(5 * 7, 3, 0.5);
         let (rows, columns) = (1..4, 2..7);
         let expected: Vec<f32> = rows.clone().flat_map(|row| &whole[row * 7 + 2..row * 7 + 7]).copied().collect();

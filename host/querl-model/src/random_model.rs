@@ -33,7 +33,7 @@ const QWEN3: [Row; 6] = [
 const TINY: Row = ("tiny", 128, 256, 2, 2, 1, 2048, true);
 
 impl DecoderConfig {
-    /// The shape of a published model, or of `tiny`, which is none. `None` for every other name than those of
+    /// The shape of a published model, or of `tiny`, which is not one. `None` for any other name than those of
     /// [`DecoderConfig::shape_names`].
     pub fn of_shape(name: &str) -> Option<Self> {
         let of = |rows: &[Row], family| rows.iter().find(|row| row.0 == name).map(|&row| Self::from_row(row, family));

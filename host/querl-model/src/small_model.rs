@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::json;
 use std::path::Path;
 
-/// Stored in half the space; computed in f32.
+/// Type of the stored weights, half the size of f32, in which they are computed.
 pub const STORED_DTYPE: DType = DType::BF16;
 
 /// Id of `<|endoftext|>`, which also pads.
@@ -27,19 +27,19 @@ const CHAT_TEMPLATE: &str = "{%- for message in messages -%}
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Shape {
-    /// Width of a row.
+    /// Width of the residual.
     pub hidden_size: usize,
     /// Width of the feed-forward layers.
     pub intermediate_size: usize,
-    /// Layers.
+    /// Number of transformer layers.
     pub n_layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub n_heads: usize,
     /// Key and value heads.
     pub n_kv_heads: usize,
     /// Width of a head.
     pub head_dim: usize,
-    /// Longest sequence.
+    /// Most tokens of a sequence.
     pub max_positions: usize,
 }
 

@@ -47,7 +47,7 @@ impl TextTokenizer {
         Ok(Self { inner, template, eos_id, stop_ids: stop_ids(&generation["eos_token_id"], eos_id) })
     }
 
-    /// Tokens of a text as it stands, special tokens in it recognised, none added.
+    /// Tokens of a text. Special tokens in it are recognised, none is added.
     ///
     /// # Errors
     /// The tokenizer fails.
@@ -56,7 +56,7 @@ impl TextTokenizer {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// The prompt for an answer: the conversation through the chat template, the assistant's turn opened.
+    /// The prompt of a response: the conversation in the chat template, with the assistant's turn opened.
     ///
     /// # Errors
     /// The template or the tokenizer fails.
@@ -64,7 +64,7 @@ impl TextTokenizer {
         self.encode(&self.template.render(messages, true)?)
     }
 
-    /// An answer as the model is to write it: its tokens and the end of the turn. Encoded apart from the prompt, so that
+    /// A response: its tokens and the end-of-sequence token. Encoded separately from the prompt, so that
     /// fine-tuning sees the same tokens as a rollout does.
     ///
     /// # Errors
@@ -83,7 +83,7 @@ impl TextTokenizer {
         self.inner.decode(ids, true).map_err(|error| ModelError::Tokenizer(error.to_string()))
     }
 
-    /// Tokens that end an answer.
+    /// Tokens that end a response.
     pub fn stop_ids(&self) -> &BTreeSet<u32> {
         &self.stop_ids
     }
@@ -181,7 +181,7 @@ pub(crate) fn token_text(value: &serde_json::Value) -> Option<String> {
     value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
 }
 
-/// What the tokenizer shall be.
+/// Settings of a new tokenizer.
 pub struct TokenizerSettings<'a> {
     /// Tokens, special ones included.
     pub vocab_size: usize,

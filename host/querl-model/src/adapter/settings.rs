@@ -204,7 +204,7 @@ impl LoraSettings {
         Ok(plan)
     }
 
-    /// Names in the list of targets that no layer of the decoder answers to: a mistake where an adapter is made.
+    /// Checks that each name in `target_modules` matches a layer of the decoder.
     pub(super) fn check_names(&self, config: &DecoderConfig) -> Result<(), String> {
         let Modules::Named(names) = &self.target_modules else { return Ok(()) };
         let paths: Vec<String> = candidates(config).into_iter().map(|(path, ..)| path).collect();

@@ -27,7 +27,7 @@ pub struct BatchLimits {
 /// Classification of a text.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Classification {
-    /// By class.
+    /// One logit per class.
     pub logits: Vec<f64>,
     /// Tokens that were classified.
     pub n_tokens: usize,
@@ -40,7 +40,7 @@ pub struct Classification {
 pub struct BatchStats {
     /// Requests with a text in the batch.
     pub n_requests: usize,
-    /// Texts.
+    /// Texts in the batch.
     pub n_texts: usize,
     /// Time of the forward pass.
     pub elapsed: Duration,

@@ -118,7 +118,7 @@ impl Classifier {
     }
 
     /// Writes it where transformers' `AutoModelForSequenceClassification` or, with an adapter, PEFT reads it: configuration, weights
-    /// in f32, `label_mapping.json` and the base's tokenizer. `base` is where it was made from. Weights and adapters that stand there
+    /// in f32, `label_mapping.json` and the base's tokenizer. `base` is where it was made from. Weights and adapters that are there
     /// already are replaced.
     ///
     /// # Errors

@@ -144,7 +144,7 @@ impl Weight {
 /// `x W^T + b`: [`frozen_linear`] or [`trained_linear`].
 ///
 /// # Errors
-/// As theirs.
+/// As [`frozen_linear`].
 pub fn linear(x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Result<Tensor> {
     match weight {
         Weight::Frozen(weight) => frozen_linear(x, weight, bias),

@@ -179,7 +179,7 @@ fn exp(x: f32) -> f32 {
     mantissa * f32::from_bits((((n as i32) + 127) << 23) as u32)
 }
 
-/// Values of a vector of the widest kind: sums run in as many lanes, in the same order whatever the processor.
+/// Values of an AVX-512 register: sums run in as many lanes, in the same order on any CPU.
 pub(crate) const LANES: usize = 16;
 
 /// `sum(a * b)`.
@@ -224,22 +224,22 @@ unsafe fn filled<R>(len: usize, fill: impl FnOnce(&mut [MaybeUninit<f32>]) -> R)
 /// Rows that one parallel task works on: enough to outweigh handing it over.
 const ROWS_PER_TASK: usize = 32;
 
-/// The values of as many rows; 1 where rows are empty, since no slice can be cut into parts of none.
+/// The values of as many rows; 1 for empty rows, since chunks must not be empty.
 fn values_per_task(width: usize) -> usize {
     (width * ROWS_PER_TASK).max(1)
 }
 
-/// `(places, width)`: the rows of `x` `(N, width)` that `places` names, in its order. Gradients reach `x`; those of a row that is
-/// named more than once are added in the order of `places`.
+/// Rows of `x` `(N, width)` by index: `(indices, width)`. Gradients reach `x`; those of a row that is selected more than once are added
+/// in the order of the indices.
 ///
 /// # Errors
-/// A place that is not below N.
-pub fn select_rows(x: &Tensor, places: Vec<u32>) -> Result<Tensor> {
+/// An index that is not below N.
+pub fn select_rows(x: &Tensor, indices: Vec<u32>) -> Result<Tensor> {
     if let Some(accelerator) = accelerator_of(x)? {
-        return accelerator.select_rows(x, places);
+        return accelerator.select_rows(x, indices);
     }
-    let n_places = places.len();
-    x.index_select(&Tensor::from_vec(places, n_places, x.device())?, 0)
+    let n_indices = indices.len();
+    x.index_select(&Tensor::from_vec(indices, n_indices, x.device())?, 0)
 }
 
 #[cfg(test)]

@@ -155,7 +155,7 @@ pub struct Trained<'a> {
 /// `dB = g^T d`.
 pub fn parameter_gradients(layers: &mut [Trained<'_>]) -> Result<()> {
     let Some(level) = layers.first().map(|trained| trained.layer.level()) else { return Ok(()) };
-    // Transposed, with their number of rows: what stands left of `x` for A, and of `g` for B.
+    // Transposed: the left matrix of `x` for A, and of `g` for B.
     let transposed = |values: &[f32], width: usize| transpose(level, values, width);
     let lefts: Vec<Option<(Vec<f32>, Vec<f32>)>> = layers
         .iter()

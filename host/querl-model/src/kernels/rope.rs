@@ -125,7 +125,7 @@ pub fn rope(x: &Tensor, table: &RopeTable, positions: &Arc<Vec<u32>>) -> Result<
 /// where it is a variable.
 ///
 /// # Errors
-/// As theirs.
+/// As [`rope`] and [`super::rms_norm`].
 pub fn norm_rope(
     x: &Tensor,
     weight: &Tensor,

@@ -313,7 +313,7 @@ pub struct Recompute {
 }
 
 impl Recompute {
-    /// Without gradients.
+    /// An empty collection.
     pub fn new(keep: Keep) -> Self {
         Self { keep, gradients: Arc::default(), anchor: Arc::default() }
     }

@@ -304,7 +304,7 @@ pub type LinearGrad<'a, B> = (
 
 /// A borrowed buffer, or one that was made for this use; `Cow` without `ToOwned`.
 pub enum MaybeBorrowed<'a, T: Deref> {
-    /// Somebody else's.
+    /// Not copied.
     Borrowed(&'a T::Target),
     /// Made for this use.
     Owned(T),

@@ -274,7 +274,7 @@ pub(super) mod avx512 {
                 // SAFETY: a slab has WIDTH values for each step.
                 *vector = unsafe { _mm512_loadu_ps(slab.add(v * LANES)) };
                 if M <= 2 {
-                    // Few rows wait for memory: the stream is asked for ahead, over the ends of pages. No address can fault.
+                    // With few rows memory is the bottleneck: prefetch over page boundaries. No address can fault.
                     _mm_prefetch::<_MM_HINT_T0>(slab.wrapping_add(v * LANES + 1024).cast());
                 }
             }

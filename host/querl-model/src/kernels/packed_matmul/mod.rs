@@ -2,8 +2,8 @@
 //!
 //! A block of 64 columns of the result and up to [`STEPS`] steps of the sum reads one *slab* of the weight: 64 values wide,
 //! either straight from the panels in which the weight is packed, or unpacked into a scratch that stays in the first-level
-//! cache while all rows pass over it. Each value of the result is one chain of additions in the order of the sum, wherever its
-//! row stands and however many rows there are: a row's result does not depend on its neighbours.
+//! cache while all rows pass over it. Each value of the result is one chain of additions in the order of the sum, for any number
+//! of rows: a row's result does not depend on its neighbours.
 
 mod microkernel;
 mod weight_view;
@@ -23,7 +23,7 @@ const STEPS: usize = 128;
 /// Rows that one task works on: their part of `x` stays in the second-level cache while panels pass over it.
 const ROWS_PER_TASK: usize = 512;
 
-/// Rows of a result for which a slab is read where it stands: copying it side by side pays for more.
+/// Most rows of a result for which a slab is read in place: copying it pays off for more.
 const FEW_ROWS: usize = 24;
 
 /// Most rows for which the next slab is prefetched while one is multiplied: with more, arithmetic takes longer than memory.
@@ -78,7 +78,7 @@ impl<'a> Output<'a> {
         }
     }
 
-    /// Where the sums of a block begin, how far its rows stand apart there, and the factor on them.
+    /// Initial values of a block's sums, the stride of their rows, and the factor on them.
     fn beginning(&self, block: &Rectangle, n_cols: usize) -> (*const f32, usize, f32) {
         let at = block.rows.start * n_cols + block.cols.start;
         match self.start {

@@ -10,7 +10,7 @@ use querl_core::config::BaseDtype;
 use rayon::prelude::*;
 use unpack::NF4;
 
-/// Panels of WIDTH outputs: for each input the values of all its outputs stand together.
+/// Panels of WIDTH outputs: the values of all outputs of a panel for one input are contiguous.
 pub(super) struct Packed {
     pub(super) n_out: usize,
     pub(super) n_in: usize,

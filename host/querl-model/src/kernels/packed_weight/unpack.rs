@@ -108,7 +108,7 @@ fn unpack_nf4(level: SimdLevel, from: &[u8], scales: &[f32; WIDTH], to: &mut [f3
     }
 }
 
-/// The same with 512-bit vectors. The stream is asked for ahead, over the ends of pages: few rows wait for memory.
+/// The same with 512-bit vectors, and prefetch over page boundaries: with few rows memory is the bottleneck.
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use super::{NF4, WIDTH};
