@@ -35,8 +35,8 @@ pub struct Stop {
 
 impl Stop {
     /// Wrong usage or input.
-    pub fn usage(message: impl Into<String>) -> Self {
-        Self { ending: Ending::Usage, message: message.into() }
+    pub fn usage(message: impl std::fmt::Display) -> Self {
+        Self { ending: Ending::Usage, message: message.to_string() }
     }
 
     /// A failed job. Out of memory is a failure whose message names the setting to change.

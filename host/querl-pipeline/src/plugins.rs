@@ -20,7 +20,6 @@ pub struct Plugins {
     pub prompts: Arc<dyn Prompts>,
     /// In the order in which they are applied.
     pub filters: Vec<Arc<dyn Filter>>,
-    /// Summed by weight.
     pub(crate) rewards: Vec<WeightedReward>,
     /// Says the style of answers, where one is configured.
     pub style: Option<Arc<SharedStyleModel>>,

@@ -61,7 +61,7 @@ fn shared<T: ?Sized>(
     if let Some(model) = open_ones.get(&key) {
         return Ok(model.clone());
     }
-    let model = open(path, max_length).map_err(unusable)?;
+    let model = open(path, max_length).map_err(Stop::usage)?;
     open_ones.insert(key, model.clone());
     Ok(model)
 }
@@ -69,10 +69,6 @@ fn shared<T: ?Sized>(
 fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError> {
     let problem = "is not set; a model of kind `local` needs it".to_owned();
     path.ok_or_else(|| DataError::Setting { key: key.to_owned(), problem })
-}
-
-fn unusable(error: EncoderError) -> Stop {
-    Stop::usage(error.to_string())
 }
 
 #[cfg(test)]

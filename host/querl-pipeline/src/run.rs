@@ -131,10 +131,6 @@ impl Run {
         Ok(open_retriever(&config.retrieval, &config.tenant, &models, &outside)?)
     }
 
-    /// Whom a scorer asks.
-    ///
-    /// # Errors
-    /// Retrieval or judge cannot be opened.
     pub(crate) fn services(&self) -> anyhow::Result<Services> {
         let config = &self.config;
         Ok(Services {

@@ -218,11 +218,10 @@ pub(crate) fn check_lengths<'a>(
 /// Checks the folder of the model before any stage runs.
 pub(crate) fn preflight(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
-    let tokenizer = TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
-    querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;
+    let tokenizer = TextTokenizer::load(path).map_err(Stop::usage)?;
+    querl_model::check_directory(path).map_err(Stop::usage)?;
     let shapes = DecoderConfig::load(&path.join("config.json"))?;
-    Shard::check(config.model.tensor_parallel, &shapes, config.model.dtype)
-        .map_err(|error| Stop::usage(error.to_string()))?;
+    Shard::check(config.model.tensor_parallel, &shapes, config.model.dtype).map_err(Stop::usage)?;
     let (n_tokens, vocab_size) = (tokenizer.vocab_size(), shapes.vocab_size);
     if n_tokens > vocab_size {
         let message = format!(

@@ -81,5 +81,5 @@ pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
 
 /// An input or a setting that cannot be used: exit code 2.
 pub fn usage(error: impl std::fmt::Display) -> Stop {
-    Stop::usage(error.to_string())
+    Stop::usage(error)
 }

@@ -54,7 +54,7 @@ impl<'a> DeviceRequirements<'a> {
 }
 
 fn head_dim(folder: &Path) -> Result<usize, Stop> {
-    let shapes = DecoderConfig::load(&folder.join("config.json")).map_err(|error| Stop::usage(error.to_string()))?;
+    let shapes = DecoderConfig::load(&folder.join("config.json")).map_err(Stop::usage)?;
     Ok(shapes.head_dim)
 }
 
@@ -71,17 +71,10 @@ impl Executor {
     }
 
     /// The executor for a checked configuration. `gpu_use`: what the stages that run do.
-    ///
-    /// # Errors
-    /// A GPU is requested that cannot be used, or settings that a GPU does not support.
     pub(crate) fn choose(config: &Config, gpu_use: GpuUse) -> Result<Self, Stop> {
         Self::of(&config.device, &DeviceRequirements::of(config, gpu_use)?)
     }
 
-    /// The executor for a device setting.
-    ///
-    /// # Errors
-    /// As [`Executor::choose`].
     pub(crate) fn of(name: &str, needs: &DeviceRequirements<'_>) -> Result<Self, Stop> {
         let (is_named, indices) = match DeviceSetting::from_name(name).unwrap_or(DeviceSetting::Auto) {
             DeviceSetting::Cpu { n_ranks } => return Ok(Self { n_ranks, ..Self::in_process() }),
@@ -112,7 +105,6 @@ impl Executor {
         checked.map_err(|missing| Stop::usage(format!("{missing}; set device to \"cpu\"")))
     }
 
-    /// Name for messages.
     pub(crate) fn name(&self) -> String {
         match &self.backend {
             Backend::InProcess if self.n_ranks > 1 => format!("{} ranks of the CPU", self.n_ranks),
@@ -125,7 +117,6 @@ impl Executor {
         }
     }
 
-    /// One rank on each.
     pub(crate) fn devices(&self) -> Vec<Device> {
         match &self.backend {
             Backend::Gpus(_, used) => used.iter().map(|used| Device::Cuda(used.index)).collect(),
@@ -242,7 +233,6 @@ fn refused(name: &str, missing: &DeviceUnavailable) -> Stop {
     Stop::usage(format!("device is {name:?}, which cannot be used: {missing}; \"cpu\" and \"auto\" do without"))
 }
 
-/// The library on the requested GPUs.
 fn gpu_backend(indices: &[usize], needs: &DeviceRequirements<'_>) -> Result<Backend, DeviceUnavailable> {
     if std::env::var_os(ON_CPU).is_some() {
         return open_library().map(Backend::LibraryOnCpu);

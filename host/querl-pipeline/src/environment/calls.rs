@@ -85,7 +85,6 @@ impl<T> Default for CallCache<T> {
     }
 }
 
-/// Calls with their cached responses.
 #[derive(Debug)]
 pub(crate) struct CacheLookup<'a, T> {
     slots: Vec<Slot<T>>,

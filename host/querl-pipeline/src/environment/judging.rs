@@ -171,7 +171,6 @@ impl Comparison {
         if drawn.ends_with(['0', '2', '4', '6', '8', 'a', 'c', 'e']) { First::Policy } else { First::Baseline }
     }
 
-    /// Equal texts need no judge.
     pub(crate) fn tie(&self) -> JudgeResponse {
         let same = || Judgement::Scored { score: SAME, reason: "两个改写相同".into() };
         JudgeResponse { judgement: same(), of_baseline: Some(same()) }

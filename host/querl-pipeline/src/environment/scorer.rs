@@ -67,7 +67,6 @@ pub(crate) struct Services {
     pub form: JudgingForm,
     pub prompts: Arc<dyn Prompts>,
     pub rewards: Vec<WeightedReward>,
-    /// Classifies the style of both sides.
     pub style: Option<Arc<dyn StyleModel>>,
     pub n_retrievals: usize,
     pub n_judgements: usize,
@@ -285,7 +284,6 @@ fn select(requests: &[ScoreRequest<'_>], wants: impl Fn(&ScoreRequest<'_>, Side)
     (0..requests.len()).flat_map(sides).filter(|(index, side)| wants(&requests[*index], *side)).collect()
 }
 
-/// Non-empty rewrites without hits.
 fn unknown_hits(requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
     select(requests, |request, side| match (side, &request.baseline) {
         (Side::Policy, _) => !request.policy.rewrite.trim().is_empty(),

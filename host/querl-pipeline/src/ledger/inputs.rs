@@ -17,16 +17,12 @@ const LARGEST_READ_BYTES: u64 = 256 << 20;
 pub(crate) struct Inputs(BTreeMap<String, String>);
 
 impl Inputs {
-    /// A short value, as text.
     pub(crate) fn text(&mut self, name: &str, value: impl ToString) -> &mut Self {
         self.0.insert(name.into(), value.to_string());
         self
     }
 
     /// The keys of a configuration section, except those named: ones that cannot change a result, and paths.
-    ///
-    /// # Errors
-    /// The section has no TOML form.
     pub(crate) fn section(
         &mut self,
         name: &str,
@@ -41,9 +37,6 @@ impl Inputs {
     }
 
     /// The content of a file that the user gave.
-    ///
-    /// # Errors
-    /// It cannot be read.
     pub(crate) fn file(&mut self, name: &str, path: &Path) -> anyhow::Result<&mut Self> {
         self.0.insert(name.into(), digest_file(path)?);
         Ok(self)

@@ -85,7 +85,6 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// The entry of a stage that starts.
     pub(crate) fn begun(inputs: Inputs) -> Self {
         Self { inputs, finished: false, n_failed: 0, facts: Facts::default(), seconds: 0.0 }
     }
@@ -217,7 +216,6 @@ pub(crate) const PART: &str = "- ";
 pub struct Facts(Vec<(String, Value)>);
 
 impl Facts {
-    /// Adds a figure.
     pub(crate) fn add(&mut self, name: impl Into<String>, value: impl Into<Value>) -> &mut Self {
         self.0.push((name.into(), value.into()));
         self
@@ -243,7 +241,6 @@ impl Facts {
         self
     }
 
-    /// One figure, by name.
     pub(crate) fn get(&self, name: &str) -> Option<&Value> {
         self.0.iter().find(|(known, _)| known == name).map(|(_, value)| value)
     }

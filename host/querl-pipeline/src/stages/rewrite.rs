@@ -200,8 +200,8 @@ fn local_teacher_name(config: &TeacherConfig) -> String {
 /// Whether the model's folder can be used.
 fn check_local_teacher(run: &Run) -> anyhow::Result<()> {
     let path = model_folder(run)?;
-    TextTokenizer::load(path).map_err(|error| Stop::usage(error.to_string()))?;
-    querl_model::check_directory(path).map_err(|error| Stop::usage(error.to_string()))?;
+    TextTokenizer::load(path).map_err(Stop::usage)?;
+    querl_model::check_directory(path).map_err(Stop::usage)?;
     Ok(run.executor.check_answers_of("teacher.model_path", path)?)
 }
 

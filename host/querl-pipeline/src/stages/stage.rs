@@ -43,7 +43,6 @@ pub(crate) trait Stage: Sync {
         None
     }
 
-    /// Output files, written atomically.
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf>;
 
     /// Exported tables, in the configured formats.

@@ -102,7 +102,7 @@ fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
 }
 
 fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {
-    let episodes = episodes::read(file).map_err(|error| Stop::usage(error.to_string()))?;
+    let episodes = episodes::read(file).map_err(Stop::usage)?;
     if episodes.is_empty() {
         let expected = "expected at least one line {\"format\": 2, \"episode\": {...}}";
         return Err(Stop::usage(format!("{}: holds no episode; {expected}", file.display())));

@@ -8,7 +8,7 @@ use std::path::Path;
 const N_GENERATED: usize = 256;
 
 pub(super) fn read(path: &Path) -> Result<Vec<Episode>, Stop> {
-    let recorded = episodes::read(path).map_err(|error| Stop::usage(error.to_string()))?;
+    let recorded = episodes::read(path).map_err(Stop::usage)?;
     if recorded.is_empty() {
         return Err(Stop::usage(format!("{}: holds no episode; expected one JSON object a line", path.display())));
     }
