@@ -2,8 +2,7 @@
 
 mod episodes;
 
-use super::parse_settings;
-use crate::args::Format;
+use crate::args::{Format, parse_settings};
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::PluginLimits;

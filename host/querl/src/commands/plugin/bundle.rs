@@ -1,13 +1,12 @@
 //! `querl plugin pack`, `sign`, `verify`, `push` and `pull`: bundles from folder to registry.
 
-use super::conforms;
 use crate::args::Format;
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;
 use querl_bundle::oci::{Credentials, RegistryReference, Transport};
 use querl_bundle::{Bundle, BundleError, Manifest, PublicKey, SigningKey};
-use querl_conformance::SuiteOptions;
+use querl_conformance::{Outcome, Report, SuiteOptions};
 use querl_core::config::PluginLimits;
 use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
@@ -275,4 +274,16 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build().context("no async runtime")
+}
+
+/// Refuses a plugin that broke a rule.
+pub(super) fn conforms(report: &Report) -> anyhow::Result<()> {
+    let failed = report.checks.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_)));
+    let names: Vec<_> = failed.map(|check| format!("`{}`", check.name)).collect();
+    if names.is_empty() {
+        return Ok(());
+    }
+    let (plugin, n_failed, n_checks) = (&report.plugin, names.len(), report.checks.len());
+    let title = format!("{plugin} {}", report.version);
+    anyhow::bail!("plugin {}: {n_failed} of {n_checks} checks failed: {}", title.trim_end(), names.join(", "))
 }

@@ -6,14 +6,14 @@ pub mod inspect;
 pub mod new;
 pub mod replay;
 
-use crate::args::{ConfigArgs, Format};
+use crate::args::{ConfigArgs, Format, parse_settings};
 use anyhow::Context;
 use clap::{Args, Subcommand};
-use querl_conformance::{Outcome, Report, SuiteOptions};
+use querl_conformance::SuiteOptions;
 use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{Plugins, Used, compiler};
-use querl_plugin::{BuildOutput, PluginSettings};
+use querl_plugin::BuildOutput;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -124,19 +124,7 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
             .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
     }
     args.format.print(&report.json(), || report.text())?;
-    conforms(&report)
-}
-
-/// Refuses a plugin that broke a rule.
-fn conforms(report: &Report) -> anyhow::Result<()> {
-    let failed = report.checks.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_)));
-    let names: Vec<_> = failed.map(|check| format!("`{}`", check.name)).collect();
-    if names.is_empty() {
-        return Ok(());
-    }
-    let (plugin, n_failed, n_checks) = (&report.plugin, names.len(), report.checks.len());
-    let title = format!("{plugin} {}", report.version);
-    anyhow::bail!("plugin {}: {n_failed} of {n_checks} checks failed: {}", title.trim_end(), names.join(", "))
+    bundle::conforms(&report)
 }
 
 #[derive(Debug, Args)]
@@ -189,26 +177,6 @@ fn as_json(used: &Used) -> Value {
     })
 }
 
-/// `KEY=VALUE`, the value as in TOML; what is not TOML is a text. `flag` is what messages call the option.
-fn parse_settings(assignments: &[String], flag: &str) -> Result<PluginSettings, Stop> {
-    let mut settings = PluginSettings::new();
-    for text in assignments {
-        let (key, value) = text.split_once('=').filter(|(key, _)| !key.trim().is_empty()).ok_or_else(|| {
-            Stop::usage(format!("{flag} `{text}`: expected KEY=VALUE, for example `{flag} max_chars=40`"))
-        })?;
-        if settings.insert(key.trim().to_owned(), toml_value(value.trim())).is_some() {
-            return Err(Stop::usage(format!("{flag}: `{}` is given twice; expected once", key.trim())));
-        }
-    }
-    Ok(settings)
-}
-
-fn toml_value(text: &str) -> toml::Value {
-    // More than one key would mean that the text holds a line break and a key of its own.
-    let table = toml::from_str::<toml::Table>(&format!("value = {text}")).ok().filter(|table| table.len() == 1);
-    table.and_then(|mut table| table.remove("value")).unwrap_or_else(|| toml::Value::String(text.to_owned()))
-}
-
 /// What the host hands over.
 #[derive(Debug, Args)]
 pub struct CompileArgs {
@@ -223,28 +191,4 @@ pub struct CompileArgs {
 /// Compiles under limits of its own on time and memory.
 pub fn compile(args: &CompileArgs) -> anyhow::Result<()> {
     Ok(querl_plugin::compile_child(&args.input, &args.output, args.timeout_ms)?)
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::parse_settings;
-
-    #[test]
-    fn values_are_toml_or_texts() {
-        let texts = ["a=40", "b=短", "c=['x', 'y']", "d = 0.5", "e=x=y", "f=1\ng = 2"].map(str::to_owned);
-        let settings = parse_settings(&texts, "--settings").unwrap();
-        let shown: Vec<_> = settings.values().map(ToString::to_string).collect();
-        assert_eq!(shown, ["40", "\"短\"", "[\"x\", \"y\"]", "0.5", "\"x=y\"", "\"\"\"\n1\ng = 2\"\"\""]);
-        for bad in ["a", "=1"] {
-            assert!(
-                parse_settings(&[bad.to_owned()], "--settings").unwrap_err().to_string().contains("expected KEY=VALUE")
-            );
-        }
-        let twice = ["a=1".to_owned(), "a=2".to_owned()];
-        assert_eq!(
-            parse_settings(&twice, "--settings").unwrap_err().to_string(),
-            "--settings: `a` is given twice; expected once"
-        );
-    }
 }

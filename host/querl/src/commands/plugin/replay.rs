@@ -2,8 +2,7 @@
 
 mod scoring;
 
-use super::parse_settings;
-use crate::args::Format;
+use crate::args::{Format, parse_settings};
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, PluginLimits, load_resolved};
