@@ -1,23 +1,23 @@
-//! Labelled dialogues, checked: which classes there are, and what of the file cannot be learned from.
+//! Labelled dialogues, checked: their classes, and what the file lacks for training.
 
-use crate::class_names;
-use crate::error::usage;
+use crate::{labels, usage};
 use querl_core::ports::Reporter;
 use querl_data::{Dialogue, DialogueLocation, read_dialogues};
+use querl_eval::classification::split_off;
 use querl_model::classifier::Labels;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// A class with fewer examples cannot stand on both sides of a split.
-const FEWEST: usize = 2;
+/// A class with fewer examples cannot be on both sides of a split.
+const MIN_EXAMPLES: usize = 2;
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Classes<'a> {
     /// Those of the file.
     OfFile,
-    /// Those that the settings name, of which the file need not have all.
+    /// Those that the settings name; the file may lack some.
     Named(&'a Labels),
-    /// Those of a model that is there already.
+    /// Those of a trained model.
     OfModel(&'a Labels),
 }
 
@@ -42,9 +42,9 @@ impl Corpus {
                 Some(names.iter().zip(&dialogues).map(of_known).collect::<Result<Vec<_>, _>>().map_err(refuse)?)
             }
         };
-        // A label that is unknown is told as such, and not as one of two that have an English name in common.
-        let english = class_names::pairs(&dialogues).map_err(refuse)?;
-        let names = known.unwrap_or_else(|| class_names::in_one_language(&names, &english));
+        // After the check of names: an unknown label is reported as such.
+        let english = labels::pairs(&dialogues).map_err(refuse)?;
+        let names = known.unwrap_or_else(|| labels::in_one_language(&names, &english));
         dialogues.iter_mut().zip(names).for_each(|(dialogue, name)| dialogue.label = Some(name));
         let n_read = dialogues.len();
         let dialogues = unique(dialogues).map_err(refuse)?;
@@ -57,18 +57,16 @@ impl Corpus {
         }
         let counts = counts(&dialogues);
         let classes = match classes {
-            Classes::OfFile => {
-                class_names::classes(counts.iter().map(|(name, count)| (*name, count.n)), &english, reporter)
-                    .map_err(refuse)?
-            }
+            Classes::OfFile => labels::classes(counts.iter().map(|(name, count)| (*name, count.n)), &english, reporter)
+                .map_err(refuse)?,
             Classes::Named(known) | Classes::OfModel(known) => known.clone(),
         };
         let labels = dialogues.iter().filter_map(|dialogue| classes.id(dialogue.label.as_deref()?)).collect();
         Ok(Self { labels, classes, dialogues })
     }
 
-    /// Reads a file to learn from, and says what of it can hardly be learned.
-    pub(crate) fn to_learn_from(path: &Path, named: Option<&Labels>, reporter: &dyn Reporter) -> anyhow::Result<Self> {
+    /// Reads a file to train on, and warns of classes that can hardly be learned.
+    pub(crate) fn read_training(path: &Path, named: Option<&Labels>, reporter: &dyn Reporter) -> anyhow::Result<Self> {
         let corpus = Self::read(path, named.map_or(Classes::OfFile, Classes::Named), reporter)?;
         let counts = counts(&corpus.dialogues);
         let refuse = |message: String| Err(usage(format!("{}: {message}", path.display())));
@@ -76,13 +74,13 @@ impl Corpus {
             let only = counts.keys().next().copied().unwrap_or_default();
             return refuse(format!("every dialogue is labelled `{only}`; expected two classes at least"));
         }
-        if let Some((name, count)) = counts.iter().find(|(_, count)| count.n < FEWEST) {
+        if let Some((name, count)) = counts.iter().find(|(_, count)| count.n < MIN_EXAMPLES) {
             let (n, place) = (count.n, count.first);
             return refuse(format!(
-                "class `{name}` has {n} example(s), {place}; expected {FEWEST} at least, one to learn from and one to measure on"
+                "class `{name}` has {n} example(s), {place}; expected {MIN_EXAMPLES} at least, one to learn from and one to measure on"
             ));
         }
-        for (name, count) in counts.iter().filter(|(_, count)| count.groups.len() < FEWEST) {
+        for (name, count) in counts.iter().filter(|(_, count)| count.groups.len() < MIN_EXAMPLES) {
             let n = count.n;
             reporter.message(&format!(
                 "class `{name}`: its {n} examples are of one group, and cannot be on both sides of a split"
@@ -109,21 +107,35 @@ impl Corpus {
         counts.collect::<Vec<_>>().join(", ")
     }
 
-    /// Names of the classes that the file has, and none of these dialogues is of.
+    /// Classes of the file that none of these dialogues has.
     pub(crate) fn missing(&self, indices: &[usize]) -> Vec<&str> {
         let here: BTreeSet<usize> = indices.iter().map(|&index| self.labels[index]).collect();
         let all: BTreeSet<usize> = self.labels.iter().copied().collect();
         all.difference(&here).map(|&class| self.classes.names()[class].as_str()).collect()
     }
 
-    /// Positions of some dialogues' classes and groups.
-    pub(crate) fn of(&self, indices: &[usize]) -> (Vec<usize>, Vec<&str>) {
+    /// Splits some dialogues by groups, with the same share of each class; returns the rest first. With a share of 0 nothing is split off.
+    pub(crate) fn split_off(&self, indices: &[usize], share: f64, seed: u64) -> (Vec<usize>, Vec<usize>) {
+        if share == 0.0 {
+            return (indices.to_vec(), Vec::new());
+        }
+        let (labels, groups) = self.labels_and_groups(indices);
+        let (rest, off) = split_off(&labels, &groups, share, seed);
+        let of = |positions: Vec<usize>| positions.into_iter().map(|position| indices[position]).collect();
+        (of(rest), of(off))
+    }
+
+    pub(crate) fn texts(&self, indices: &[usize]) -> Vec<&str> {
+        indices.iter().map(|&index| self.dialogues[index].input.as_str()).collect()
+    }
+
+    pub(crate) fn labels_and_groups(&self, indices: &[usize]) -> (Vec<usize>, Vec<&str>) {
         let label_of = |&index: &usize| self.labels[index];
         let group_of = |&index: &usize| self.dialogues[index].group.as_str();
         (indices.iter().map(label_of).collect(), indices.iter().map(group_of).collect())
     }
 
-    /// The class that is commonest among some dialogues; of several the first.
+    /// The most frequent class of some dialogues; of several the first.
     pub(crate) fn majority(&self, indices: &[usize]) -> usize {
         let count = |class: &usize| indices.iter().filter(|&&index| self.labels[index] == *class).count();
         (0..self.classes.n_classes()).rev().max_by_key(count).unwrap_or_default()
@@ -135,7 +147,7 @@ fn label(dialogue: &Dialogue) -> Result<&str, String> {
     dialogue.label.as_deref().ok_or_else(missing)
 }
 
-/// The name that a class of the model or the settings has, for one in either language.
+/// The name in the model or the settings of a class named in either language.
 fn known_name(name: &str, dialogue: &Dialogue, known: &Labels) -> Result<String, String> {
     let place = dialogue.location;
     let id = known.id(name).ok_or_else(|| {
@@ -149,7 +161,7 @@ fn known_name(name: &str, dialogue: &Dialogue, known: &Labels) -> Result<String,
     }
 }
 
-/// What a file has of a class.
+/// Examples of a class.
 struct Count {
     n: usize,
     first: DialogueLocation,
@@ -168,7 +180,7 @@ fn counts(dialogues: &[Dialogue]) -> BTreeMap<&str, Count> {
     counts
 }
 
-/// Leaves out texts that come again with the same label.
+/// Removes repeated texts with the same label.
 fn unique(dialogues: Vec<Dialogue>) -> Result<Vec<Dialogue>, String> {
     let mut first: BTreeMap<String, (DialogueLocation, Option<String>)> = BTreeMap::new();
     let mut kept = Vec::new();

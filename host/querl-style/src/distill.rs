@@ -1,27 +1,27 @@
-//! `querl style distill`: a small classifier that learns from a large one.
+//! `querl style distill`: a small classifier (student) learns from the logits of a large one (teacher).
 
+use crate::classifier::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS, compute_logits, model_digest};
 use crate::corpus::{Classes, Corpus};
-use crate::error::usage;
-use crate::fitting::{Callbacks, Resume, Rows, Trainer, is_same};
-use crate::model::{ClassifierOptions, TOKENS_PER_PASS, ask};
-use crate::results::{Judged, Page, Results, write};
+use crate::evaluation::{EvalResults, TestSet, file_name, shortened_note};
 use crate::settings::TrainConfig;
-use crate::teacher::Teacher;
+use crate::trainer::{Callbacks, Resume, Trainer, TrainingRows, is_same};
+use crate::{usage, write};
 use querl_core::dir_lock::DirLock;
+use querl_core::fsx::{digest_hex, open_jsonl, write_jsonl};
 use querl_core::ports::Reporter;
 use querl_data::{Dialogue, read_dialogues};
 use querl_eval::classification::{argmax, softmax, split_off};
 use querl_model::classifier::{Classifier, ClassifierTokenizer};
 use querl_train::classify::Distillation;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// What the teacher said, in the output folder.
+/// Saved logits of the teacher, in the output folder.
 const TEACHER_FILE: &str = "teacher_logits.jsonl";
 const REPORT_FILE: &str = "distillation.json";
-/// Rounds of which the fastest says how fast a model is: the others were disturbed.
+/// Rounds of the speed measurement; the fastest counts.
 const N_ROUNDS: usize = 3;
 
 /// What to distil from and into.
@@ -35,7 +35,7 @@ pub struct DistillOptions {
     pub student: PathBuf,
     /// Dialogues that the teacher labels.
     pub unlabelled: PathBuf,
-    /// Labelled dialogues, a part of which is held out.
+    /// Labelled dialogues; a part is held out.
     pub train_file: Option<PathBuf>,
     /// Labelled dialogues to measure on, in place of a part of `train_file`.
     pub eval_file: Option<PathBuf>,
@@ -49,29 +49,29 @@ pub struct DistillOptions {
     pub settings: toml::Table,
 }
 
-/// What the student came to beside its teacher.
+/// Content of `distillation.json`.
 #[derive(Debug, Serialize)]
 struct Report {
     n_labelled: usize,
     n_unlabelled: usize,
-    /// Texts about which the teacher was asked now, and not in an earlier run.
+    /// Texts whose logits the teacher computed now, not in an earlier run.
     n_asked: usize,
     temperature: f64,
     hard_weight: f64,
-    teacher: Side,
-    student: Side,
-    /// Share of texts, none of them learned from, of which both say the same class.
+    teacher: ModelReport,
+    student: ModelReport,
+    /// Share of compared texts with the same predicted class.
     agreement: Option<f64>,
-    /// Such texts.
+    /// Texts that the student did not learn from.
     n_compared: usize,
-    /// Texts that were shortened for the student: learned from, or measured on.
+    /// Texts shortened for the student, of training and comparison.
     n_shortened: usize,
-    /// The student's texts a second over the teacher's.
+    /// The student's texts per second over the teacher's.
     speedup: f64,
 }
 
 #[derive(Debug, Serialize)]
-struct Side {
+struct ModelReport {
     n_parameters: usize,
     texts_per_second: f64,
     /// On labelled texts that the student did not learn from.
@@ -79,8 +79,8 @@ struct Side {
     f1_macro: Option<f64>,
 }
 
-/// A dialogue to learn from.
-struct Lesson<'a> {
+/// A dialogue of the training data.
+struct TrainingText<'a> {
     dialogue: &'a Dialogue,
     label: Option<usize>,
 }
@@ -88,7 +88,7 @@ struct Lesson<'a> {
 /// Trains the student, compares both, writes.
 ///
 /// # Errors
-/// Models, data or settings cannot be used, a file cannot be written, or the user said stop.
+/// Models, data or settings cannot be used, a file cannot be written, or the stop flag was set.
 pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Result<String> {
     let reporter = callbacks.reporter;
     let config = &config(args)?;
@@ -111,15 +111,15 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
     let labels = teacher.model.classifier.labels().clone();
     let read = |path: &PathBuf| Corpus::read(path, Classes::OfModel(&labels), reporter);
     let labelled = args.train_file.as_ref().map(read).transpose()?;
-    let measured_on = args.eval_file.as_ref().map(read).transpose()?;
+    let eval_corpus = args.eval_file.as_ref().map(read).transpose()?;
     let unlabelled = read_dialogues(&args.unlabelled).map_err(usage)?;
     let tokenizer = ClassifierTokenizer::load(&args.student, config.max_length as usize).map_err(usage)?;
 
-    // 1. What is learned from, and what is only measured on.
+    // 1. Training data and test set.
     let (learned, held_out) = labelled.as_ref().map_or((Vec::new(), Vec::new()), |corpus| {
-        crate::train::apart(corpus, &(0..corpus.len()).collect::<Vec<_>>(), config.eval_share, config.seed)
+        corpus.split_off(&(0..corpus.len()).collect::<Vec<_>>(), config.eval_share, config.seed)
     });
-    let test = match (&measured_on, &labelled) {
+    let test = match (&eval_corpus, &labelled) {
         (Some(corpus), _) => Some((corpus, (0..corpus.len()).collect())),
         (None, Some(corpus)) if !held_out.is_empty() => Some((corpus, held_out)),
         _ => None,
@@ -127,16 +127,16 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
     let (lessons, n_left_out) = lessons(labelled.as_ref(), &learned, &unlabelled, test.as_ref());
     if n_left_out > 0 {
         reporter.message(&format!(
-            "{n_left_out} unlabelled dialogue(s) left out: known already, or of a group that is measured on"
+            "{n_left_out} unlabelled dialogue(s) left out: duplicates, or of a group in the test set"
         ));
     }
 
-    // 2. What the teacher says of them.
+    // 2. The teacher's logits.
     let texts: Vec<&str> = lessons.iter().map(|lesson| lesson.dialogue.input.as_str()).collect();
-    let said = teacher.logits(&texts)?;
+    let teacher_logits = teacher.logits(&texts)?;
     let n_labelled = lessons.iter().filter(|lesson| lesson.label.is_some()).count();
     reporter.message(&format!(
-        "{n_labelled} labelled and {} unlabelled dialogues; the teacher was asked about {}",
+        "{n_labelled} labelled and {} unlabelled dialogues; the teacher computed logits of {} now",
         lessons.len() - n_labelled,
         teacher.n_asked
     ));
@@ -146,42 +146,44 @@ pub fn distill(args: &DistillOptions, callbacks: &Callbacks<'_>) -> anyhow::Resu
     }
 
     // 3. The student.
-    let (rows, dev) = rows(config, (&lessons, &said), &tokenizer, reporter)?;
+    let (rows, dev) = rows(config, (&lessons, &teacher_logits), &tokenizer, reporter)?;
     let folder = args.output_dir.join("training");
-    let fitted = trainer.fit(labels, &rows, Some(distillation), (&folder, Resume::FromFolder))?;
-    trainer.publish(&fitted)?;
+    let checkpoint = trainer.fit(labels, &rows, Some(distillation), (&folder, Resume::FromFolder))?;
+    trainer.publish(&checkpoint)?;
 
-    // 4. Both beside each other, on what the student did not learn from.
+    // 4. Comparison on texts that the student did not learn from.
     let compared: Vec<&str> = match &test {
         Some((corpus, indices)) => indices.iter().map(|&index| corpus.dialogues[index].input.as_str()).collect(),
         None => dev.iter().map(|&index| texts[index]).collect(),
     };
     let timed: &[&str] = if compared.is_empty() { &texts } else { &compared };
-    let (mut report, said) = compare(args, (&teacher, &fitted.classifier, &tokenizer), &compared, timed)?;
+    let (mut report, probabilities) = compare(args, (&teacher, &checkpoint.classifier, &tokenizer), &compared, timed)?;
     (report.n_labelled, report.n_unlabelled) = (n_labelled, lessons.len() - n_labelled);
-    // Those of dev were counted when they were read.
+    // Those of the dev split were counted in `rows`.
     report.n_shortened = rows.n_shortened + if test.is_some() { report.n_shortened } else { 0 };
     let figures = match &test {
-        Some((corpus, indices)) => measure(args, config, (corpus, indices), &said, &mut report)?,
+        Some((corpus, indices)) => measure(args, config, (corpus, indices), &probabilities, &mut report)?,
         None => String::new(),
     };
     write(&args.output_dir.join(REPORT_FILE), &format!("{}\n", serde_json::to_string_pretty(&report)?))?;
     Ok(format!("{figures}{}\n", text(&report)))
 }
 
-/// How often both say the same of some texts, and how fast each is; with the probabilities of teacher and student.
+/// Agreement of both on some texts, and their speed; with the probabilities of teacher and student.
 fn compare(
     args: &DistillOptions,
     (teacher, student, tokenizer): (&Teacher, &Classifier, &ClassifierTokenizer),
     compared: &[&str],
     timed: &[&str],
 ) -> anyhow::Result<(Report, [Vec<Vec<f64>>; 2])> {
-    let own = |texts: &[&str]| ask(student, tokenizer, texts, TOKENS_PER_PASS);
+    let own = |texts: &[&str]| compute_logits(student, tokenizer, texts, TOKENS_PER_PASS);
     let (of_teacher, of_student) = (teacher.model.ask(compared)?, own(compared)?);
     let n_same = of_teacher.logits.iter().zip(&of_student.logits).filter(|(a, b)| argmax(a) == argmax(b)).count();
-    let speed = |ask: &dyn Fn() -> anyhow::Result<()>| fastest(timed.len(), ask);
-    let speeds = [speed(&|| teacher.model.ask(timed).map(drop))?, speed(&|| own(timed).map(drop))?];
-    let side = |classifier: &Classifier, texts_per_second| Side {
+    let speeds = [
+        texts_per_second(timed.len(), &|| teacher.model.ask(timed).map(drop))?,
+        texts_per_second(timed.len(), &|| own(timed).map(drop))?,
+    ];
+    let side = |classifier: &Classifier, texts_per_second| ModelReport {
         n_parameters: classifier.decoder().config().n_parameters(),
         texts_per_second,
         accuracy: None,
@@ -204,7 +206,7 @@ fn compare(
     Ok((report, [probabilities(&of_teacher.logits), probabilities(&of_student.logits)]))
 }
 
-/// The flags in the words of training.
+/// The flags as the configuration of a training.
 fn config(args: &DistillOptions) -> anyhow::Result<TrainConfig> {
     let is_share = (0.0..=1.0).contains(&args.hard_weight);
     if !is_share {
@@ -226,13 +228,13 @@ fn config(args: &DistillOptions) -> anyhow::Result<TrainConfig> {
     TrainConfig::new(keys, None)
 }
 
-/// What is learned from, and how many unlabelled dialogues are not: those whose text is there already, or whose group is measured on.
+/// Training data, and the number of unlabelled dialogues left out: duplicates, and those of a group in the test set.
 fn lessons<'a>(
     labelled: Option<&'a Corpus>,
     learned: &[usize],
     unlabelled: &'a [Dialogue],
     test: Option<&(&'a Corpus, Vec<usize>)>,
-) -> (Vec<Lesson<'a>>, usize) {
+) -> (Vec<TrainingText<'a>>, usize) {
     let tested =
         test.into_iter().flat_map(|(corpus, indices)| indices.iter().map(move |&index| &corpus.dialogues[index]));
     let mut groups: BTreeSet<&str> = BTreeSet::new();
@@ -242,63 +244,66 @@ fn lessons<'a>(
         known.insert(&dialogue.input);
     }
     let of_labelled = |corpus: &'a Corpus| {
-        let lesson =
-            move |&index: &usize| Lesson { dialogue: &corpus.dialogues[index], label: Some(corpus.labels[index]) };
+        let lesson = move |&index: &usize| TrainingText {
+            dialogue: &corpus.dialogues[index],
+            label: Some(corpus.labels[index]),
+        };
         learned.iter().map(lesson).collect::<Vec<_>>()
     };
-    // A file of labelled dialogues and another to measure on may share some.
+    // The labelled file and the evaluation file may share dialogues.
     let mut lessons = labelled.map(of_labelled).unwrap_or_default();
     lessons.retain(|lesson| !groups.contains(lesson.dialogue.group.as_str()) && known.insert(&lesson.dialogue.input));
     let n_labelled = lessons.len();
     let is_new = |dialogue: &&'a Dialogue| !groups.contains(dialogue.group.as_str()) && known.insert(&dialogue.input);
-    lessons.extend(unlabelled.iter().filter(is_new).map(|dialogue| Lesson { dialogue, label: None }));
+    lessons.extend(unlabelled.iter().filter(is_new).map(|dialogue| TrainingText { dialogue, label: None }));
     let n_left_out = unlabelled.len() - (lessons.len() - n_labelled);
     (lessons, n_left_out)
 }
 
-/// Rows with what the teacher said; and the positions of those that choose the checkpoint. Classes are spread evenly by label, else by
-/// what the teacher says.
+/// Rows with the teacher's logits, and the positions of the dev split. The split is stratified by label, or else by the teacher's
+/// prediction.
 fn rows(
     config: &TrainConfig,
-    (lessons, said): (&[Lesson<'_>], &[Vec<f64>]),
+    (lessons, teacher_logits): (&[TrainingText<'_>], &[Vec<f64>]),
     tokenizer: &ClassifierTokenizer,
     reporter: &dyn Reporter,
-) -> anyhow::Result<(Rows, Vec<usize>)> {
-    let classes: Vec<usize> =
-        lessons.iter().zip(said).map(|(lesson, logits)| lesson.label.unwrap_or_else(|| argmax(logits))).collect();
+) -> anyhow::Result<(TrainingRows, Vec<usize>)> {
+    let classes: Vec<usize> = lessons
+        .iter()
+        .zip(teacher_logits)
+        .map(|(lesson, logits)| lesson.label.unwrap_or_else(|| argmax(logits)))
+        .collect();
     let groups: Vec<&str> = lessons.iter().map(|lesson| lesson.dialogue.group.as_str()).collect();
     let share = config.dev_share.unwrap_or_default();
     let (train, dev) = match share > 0.0 {
         true => split_off(&classes, &groups, share, config.seed),
         false => ((0..lessons.len()).collect(), Vec::new()),
     };
-    let mut rows = Rows::default();
+    let mut rows = TrainingRows::default();
     let mut found = BTreeMap::new();
     for &index in train.iter().chain(&dev) {
         let mut row = rows.row(tokenizer, &lessons[index].dialogue.input, lessons[index].label)?;
-        row.teacher = Some(said[index].iter().map(|&logit| logit as f32).collect());
+        row.teacher = Some(teacher_logits[index].iter().map(|&logit| logit as f32).collect());
         found.insert(index, row);
     }
     let mut take = |indices: &[usize]| indices.iter().filter_map(|index| found.remove(index)).collect();
     (rows.train, rows.dev) = (take(&train), take(&dev));
-    if rows.n_shortened > 0 {
-        reporter.message(&format!("{} text(s) were shortened to {} tokens", rows.n_shortened, config.max_length));
-    }
+    shortened_note(rows.n_shortened, config.max_length as usize).iter().for_each(|note| reporter.message(note));
     Ok((rows, dev))
 }
 
-/// Texts a second, of the fastest of some rounds.
-fn fastest(n_texts: usize, ask: &dyn Fn() -> anyhow::Result<()>) -> anyhow::Result<f64> {
+/// Texts per second in the fastest of some rounds.
+fn texts_per_second(n_texts: usize, compute: &dyn Fn() -> anyhow::Result<()>) -> anyhow::Result<f64> {
     let mut seconds = f64::INFINITY;
     for _ in 0..N_ROUNDS {
         let started = Instant::now();
-        ask()?;
+        compute()?;
         seconds = seconds.min(started.elapsed().as_secs_f64());
     }
     Ok(n_texts as f64 / seconds.max(1e-9))
 }
 
-/// Figures of both on labelled dialogues, with the page.
+/// Metrics of both on labelled dialogues, with the report.
 fn measure(
     args: &DistillOptions,
     config: &TrainConfig,
@@ -307,41 +312,96 @@ fn measure(
     report: &mut Report,
 ) -> anyhow::Result<String> {
     let majority = corpus.majority(indices);
-    let judged = Judged { corpus, indices, n_repeats: 1, majority, seed: config.seed };
-    let (teacher, student) = (judged.measures(of_teacher)?, judged.measures(of_student)?);
-    for (side, measures) in [(&mut report.teacher, &teacher), (&mut report.student, &student)] {
-        (side.accuracy, side.f1_macro) = (Some(measures.eval_accuracy), Some(measures.eval_f1_macro));
+    let test_set = TestSet { corpus, indices, n_repeats: 1, majority, seed: config.seed };
+    let (teacher, student) = (test_set.measures(of_teacher)?, test_set.measures(of_student)?);
+    for (model, measures) in [(&mut report.teacher, &teacher), (&mut report.student, &student)] {
+        (model.accuracy, model.f1_macro) = (Some(measures.eval_accuracy), Some(measures.eval_f1_macro));
     }
-    let name = |path: &Path| path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
-    let facts = vec![
-        ("teacher".to_owned(), name(&args.teacher)),
-        ("base of the student".to_owned(), name(&args.student)),
-        ("learned from".to_owned(), format!("{} labelled, {} unlabelled", report.n_labelled, report.n_unlabelled)),
-        ("agreement".to_owned(), format!("{:.1}%", 100.0 * report.agreement.unwrap_or_default())),
-        ("seed".to_owned(), config.seed.to_string()),
+    let facts = [
+        ("teacher", file_name(&args.teacher)),
+        ("base of the student", file_name(&args.student)),
+        ("learned from", format!("{} labelled, {} unlabelled", report.n_labelled, report.n_unlabelled)),
+        ("agreement", format!("{:.1}%", 100.0 * report.agreement.unwrap_or_default())),
+        ("seed", config.seed.to_string()),
     ];
     let mut notes = vec!["the teacher may have learned from these dialogues: then its figures are too good".to_owned()];
-    if report.n_shortened > 0 {
-        notes.push(format!("{} text(s) were shortened to {} tokens", report.n_shortened, config.max_length));
-    }
-    let (baseline, teacher) = (None, Some(teacher));
-    let results = Results { model: student, temperature: None, calibrated: None, baseline, teacher, notes };
-    let page = Page { title: "Style model: distillation", facts, temperature: None };
-    judged.tell(&results, of_student, page, Some(&args.output_dir))
+    notes.extend(shortened_note(report.n_shortened, config.max_length as usize));
+    let results = EvalResults { teacher: Some(teacher), ..EvalResults::new(student, notes) };
+    test_set.report("Style model: distillation", &results, of_student, (&facts, None), Some(&args.output_dir))
 }
 
 fn text(report: &Report) -> String {
     let percent = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{:.1}%", 100.0 * value));
-    let line = |name: &str, side: &Side| {
+    let line = |name: &str, model: &ModelReport| {
         format!(
             "{name:<8} {:>12} parameters  {:>9.1} texts/s  accuracy {:>6}  macro F1 {}",
-            side.n_parameters,
-            side.texts_per_second,
-            percent(side.accuracy),
-            side.f1_macro.map_or("-".to_owned(), |f1| format!("{f1:.4}"))
+            model.n_parameters,
+            model.texts_per_second,
+            percent(model.accuracy),
+            model.f1_macro.map_or("-".to_owned(), |f1| format!("{f1:.4}"))
         )
     };
     let agreement = format!("agreement {} of {} texts", percent(report.agreement), report.n_compared);
     let lines = [line("teacher", &report.teacher), line("student", &report.student), agreement];
     format!("{}\nthe student is {:.2} times as fast", lines.join("\n"), report.speedup)
+}
+
+/// The teacher, with the logits that it computed before.
+struct Teacher {
+    model: StyleClassifier,
+    /// Digest of the model and its settings.
+    fingerprint: String,
+    file: PathBuf,
+    saved: BTreeMap<String, Vec<f64>>,
+    /// Texts whose logits were computed now.
+    n_asked: usize,
+    /// Those of them that were shortened.
+    n_shortened: usize,
+}
+
+/// A line of the file of saved logits.
+#[derive(Debug, Serialize, Deserialize)]
+struct SavedLogits {
+    /// SHA-256 of model and text.
+    key: String,
+    logits: Vec<f64>,
+}
+
+impl Teacher {
+    /// Loads the model, and the logits in `file`.
+    fn open(args: &ClassifierOptions, file: &Path) -> anyhow::Result<Self> {
+        let model = StyleClassifier::open(args)?;
+        let mut fingerprint = format!("{} ", args.max_length);
+        for folder in [Some(&args.model), args.base.as_ref()].into_iter().flatten() {
+            fingerprint.push_str(&model_digest(folder)?);
+        }
+        let mut saved = BTreeMap::new();
+        if file.is_file() {
+            for line in open_jsonl::<SavedLogits>(file).map_err(usage)? {
+                let SavedLogits { key, logits } = line.map_err(usage)?.value;
+                saved.insert(key, logits);
+            }
+        }
+        Ok(Self { model, fingerprint, file: file.to_owned(), saved, n_asked: 0, n_shortened: 0 })
+    }
+
+    /// Logits of texts, in order. New ones are computed and saved.
+    fn logits(&mut self, texts: &[&str]) -> anyhow::Result<Vec<Vec<f64>>> {
+        let keys: Vec<String> = texts.iter().map(|text| self.key(text)).collect();
+        let unsaved: Vec<usize> = (0..texts.len()).filter(|&index| !self.saved.contains_key(&keys[index])).collect();
+        if !unsaved.is_empty() {
+            let new: Vec<&str> = unsaved.iter().map(|&index| texts[index]).collect();
+            let computed = self.model.ask(&new)?;
+            self.saved.extend(unsaved.iter().map(|&index| keys[index].clone()).zip(computed.logits));
+            self.n_shortened += computed.n_shortened;
+            self.n_asked += unsaved.len();
+            let lines = self.saved.iter().map(|(key, logits)| SavedLogits { key: key.clone(), logits: logits.clone() });
+            write_jsonl(&self.file, lines)?;
+        }
+        Ok(keys.iter().map(|key| self.saved[key].clone()).collect())
+    }
+
+    fn key(&self, text: &str) -> String {
+        digest_hex(format!("{}\n{text}", self.fingerprint).as_bytes())
+    }
 }

@@ -4,30 +4,39 @@
 //! In: labelled dialogues and a base model. Out: a classifier's folder with its figures, or probabilities of styles. This crate
 //! must not depend on a command line, on plugins and on the network.
 
-mod class_names;
+mod classifier;
 mod corpus;
 mod distill;
-mod error;
-mod evaluate;
-mod fitting;
-mod folds;
-mod measured;
-mod model;
-mod results;
+mod evaluation;
+mod labels;
 mod settings;
 mod shared_model;
-mod style_reward;
-mod teacher;
 mod texts;
 mod train;
+mod trainer;
 
+pub use classifier::{Answers, ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
 pub use distill::{DistillOptions, distill};
-pub use error::UsageError;
-pub use evaluate::{EvalOptions, evaluate};
-pub use fitting::{Callbacks, OpenMetrics};
-pub use model::{Answers, ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
+pub use evaluation::{EvalOptions, evaluate};
 pub use settings::TrainConfig;
-pub use shared_model::{SharedStyleModel, text_of, turns_of};
-pub use style_reward::{StyleReward, Undecided, turns_of_side, unknown_class};
+pub use shared_model::{SharedStyleModel, StyleReward, Undecided, text_of, turns_of, turns_of_side, unknown_class};
 pub use texts::texts_of;
 pub use train::{Trained, train};
+pub use trainer::{Callbacks, OpenMetrics};
+
+use anyhow::Context;
+
+/// A setting, a model or a file cannot be used; the message says which and why.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct UsageError(String);
+
+fn usage(error: impl std::fmt::Display) -> anyhow::Error {
+    UsageError(error.to_string()).into()
+}
+
+/// Writes a file atomically.
+fn write(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
+    querl_core::fsx::write_atomic(path, text.as_bytes())
+        .with_context(|| format!("{}: cannot be written", path.display()))
+}

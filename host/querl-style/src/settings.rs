@@ -1,60 +1,25 @@
-//! The settings of `querl style train`: as written, in flags or a file; then resolved and checked.
+//! The settings of `querl style train`: the keys of the source's training script, from flags and a TOML file.
 
-use crate::class_names;
-use crate::error::usage;
+use crate::{labels, usage};
 use querl_core::config::{LrScheduler, SftConfig};
 use querl_model::LoraSettings;
 use querl_model::classifier::{Labels, Tuning};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::path::{Path, PathBuf};
 
-/// As the training script that people know has them.
-const TRAIN_FILE: &str = "rm_data/output_data/training_data.json";
-const OUTPUT_DIR: &str = "rm_train/output/Qwen2.5-0.5B-Reward";
-
-/// The keys of the training script that people know, each of which may be missing.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub(crate) struct TrainKeys {
-    pub(crate) model_name_or_path: Option<PathBuf>,
-    pub(crate) train_file: Option<PathBuf>,
-    pub(crate) output_dir: Option<PathBuf>,
-    pub(crate) labels: Option<Vec<String>>,
-    pub(crate) max_length: Option<u32>,
-    pub(crate) num_train_epochs: Option<u32>,
-    pub(crate) learning_rate: Option<f64>,
-    pub(crate) per_device_train_batch_size: Option<u32>,
-    pub(crate) per_device_eval_batch_size: Option<u32>,
-    pub(crate) weight_decay: Option<f64>,
-    pub(crate) seed: Option<u32>,
-    pub(crate) demo_inference: Option<bool>,
-    pub(crate) warmup_ratio: Option<f64>,
-    pub(crate) class_weights: Option<ClassWeights>,
-    pub(crate) label_smoothing: Option<f64>,
-    pub(crate) augment_copies: Option<u32>,
-    pub(crate) early_stopping_patience: Option<u32>,
-    pub(crate) lora_rank: Option<u32>,
-    pub(crate) lora_alpha: Option<f64>,
-    pub(crate) lora_dropout: Option<f64>,
-    pub(crate) eval_share: Option<f64>,
-    pub(crate) dev_share: Option<f64>,
-    pub(crate) num_folds: Option<u32>,
-    pub(crate) num_repeats: Option<u32>,
-    pub(crate) threads: Option<u32>,
-}
-
-/// What a dialogue of each class counts.
+/// Weight of each class in the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum ClassWeights {
-    /// All alike.
+    /// Every dialogue has the same weight.
     None,
-    /// Classes alike.
+    /// Every class has the same weight.
     Balanced,
 }
 
-/// What is in force; `querl style train --help` has the meaning of each.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+/// All settings of a training; `querl style train --help` describes each.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
     /// Folder of the model that is trained.
     pub model_name_or_path: PathBuf,
@@ -68,6 +33,7 @@ pub struct TrainConfig {
     pub(crate) per_device_train_batch_size: u32,
     pub(crate) per_device_eval_batch_size: u32,
     pub(crate) weight_decay: f64,
+    #[serde(deserialize_with = "seed")]
     pub(crate) seed: u64,
     pub(crate) demo_inference: bool,
     pub(crate) warmup_ratio: f64,
@@ -80,6 +46,7 @@ pub struct TrainConfig {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) lora_alpha: Option<f64>,
     pub(crate) lora_dropout: f64,
+    /// Negative until it is resolved: the default depends on `num_folds`.
     pub(crate) eval_share: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) dev_share: Option<f64>,
@@ -89,72 +56,83 @@ pub struct TrainConfig {
     pub(crate) threads: u32,
 }
 
-impl TrainKeys {
-    /// Reads a TOML file with these keys. Folders and files in it are relative to its own folder, but for `output_dir`, which is
-    /// relative to the current one.
-    fn read(path: &Path) -> anyhow::Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(|error| usage(format!("{}: {error}", path.display())))?;
-        let mut keys: Self = toml::from_str(&text).map_err(|error| {
-            let line = error.span().map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
-            let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
-            usage(format!("{}:{line}: {message}", path.display()))
-        })?;
-        let folder = path.parent().unwrap_or(Path::new(""));
-        for written in [&mut keys.model_name_or_path, &mut keys.train_file].into_iter().flatten() {
-            *written = folder.join(&*written);
+/// Seeds are 32 bits, as in PyTorch's scripts.
+fn seed<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    u32::deserialize(deserializer).map(u64::from)
+}
+
+/// Paths and values are those of the source's training script. The model has no default: nothing is downloaded.
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            model_name_or_path: PathBuf::new(),
+            train_file: "rm_data/output_data/training_data.json".into(),
+            output_dir: "rm_train/output/Qwen2.5-0.5B-Reward".into(),
+            labels: None,
+            max_length: 512,
+            num_train_epochs: 3,
+            learning_rate: 2e-5,
+            per_device_train_batch_size: 4,
+            per_device_eval_batch_size: 8,
+            weight_decay: 0.01,
+            seed: 42,
+            demo_inference: false,
+            warmup_ratio: 0.0,
+            class_weights: ClassWeights::None,
+            label_smoothing: 0.0,
+            augment_copies: 0,
+            early_stopping_patience: 0,
+            lora_rank: None,
+            lora_alpha: None,
+            lora_dropout: 0.0,
+            eval_share: UNSET,
+            dev_share: None,
+            num_folds: None,
+            num_repeats: 1,
+            threads: 0,
         }
-        Ok(keys)
-    }
-
-    /// These, with the keys of `flags` in their place.
-    fn with(&self, flags: toml::Table) -> anyhow::Result<Self> {
-        let mut table = toml::Table::try_from(self)?;
-        table.extend(flags);
-        Ok(table.try_into()?)
-    }
-
-    /// With defaults in place of what is not given. The model has none: nothing is downloaded.
-    pub(crate) fn resolve(self) -> anyhow::Result<TrainConfig> {
-        let missing = "`model_name_or_path` is not given; name it with --model_name_or_path or in the configuration";
-        let config = TrainConfig {
-            model_name_or_path: self.model_name_or_path.ok_or_else(|| usage(missing))?,
-            train_file: self.train_file.unwrap_or_else(|| TRAIN_FILE.into()),
-            output_dir: self.output_dir.unwrap_or_else(|| OUTPUT_DIR.into()),
-            labels: self.labels,
-            max_length: self.max_length.unwrap_or(512),
-            num_train_epochs: self.num_train_epochs.unwrap_or(3),
-            learning_rate: self.learning_rate.unwrap_or(2e-5),
-            per_device_train_batch_size: self.per_device_train_batch_size.unwrap_or(4),
-            per_device_eval_batch_size: self.per_device_eval_batch_size.unwrap_or(8),
-            weight_decay: self.weight_decay.unwrap_or(0.01),
-            seed: self.seed.unwrap_or(42).into(),
-            demo_inference: self.demo_inference.unwrap_or(false),
-            warmup_ratio: self.warmup_ratio.unwrap_or(0.0),
-            class_weights: self.class_weights.unwrap_or(ClassWeights::None),
-            label_smoothing: self.label_smoothing.unwrap_or(0.0),
-            augment_copies: self.augment_copies.unwrap_or(0),
-            early_stopping_patience: self.early_stopping_patience.unwrap_or(0),
-            lora_rank: self.lora_rank,
-            lora_alpha: self.lora_alpha,
-            lora_dropout: self.lora_dropout.unwrap_or(0.0),
-            eval_share: self.eval_share.unwrap_or(if self.num_folds.is_some() { 0.0 } else { 0.2 }),
-            dev_share: self.dev_share,
-            num_folds: self.num_folds,
-            num_repeats: self.num_repeats.unwrap_or(1),
-            threads: self.threads.unwrap_or(0),
-        };
-        config.check()?;
-        Ok(config)
     }
 }
 
+const UNSET: f64 = f64::NEG_INFINITY;
+
+/// The keys of a TOML file. `model_name_or_path` and `train_file` in it are relative to its folder, `output_dir` to the current one.
+fn read(path: &Path) -> anyhow::Result<toml::Table> {
+    let text = std::fs::read_to_string(path).map_err(|error| usage(format!("{}: {error}", path.display())))?;
+    let checked = toml::from_str::<TrainConfig>(&text).and_then(|_| toml::from_str::<toml::Table>(&text));
+    let mut table = checked.map_err(|error| {
+        let line = error.span().map_or(1, |span| 1 + text[..span.start.min(text.len())].matches('\n').count());
+        let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
+        usage(format!("{}:{line}: {message}", path.display()))
+    })?;
+    let folder = path.parent().unwrap_or(Path::new(""));
+    for key in ["model_name_or_path", "train_file"] {
+        if let Some(value) = table.get_mut(key) {
+            *value = toml::Value::try_from(folder.join(value.as_str().unwrap_or_default()))?;
+        }
+    }
+    Ok(table)
+}
+
 impl TrainConfig {
-    /// From flags and, behind them, a TOML file with the same keys; what neither names has its default.
+    /// From flags and a TOML file with the same keys. A flag overrides the file; other keys have their defaults.
     ///
     /// # Errors
     /// The file cannot be read, a key is unknown, or a value is out of range.
     pub fn new(flags: toml::Table, file: Option<&Path>) -> anyhow::Result<Self> {
-        file.map_or(Ok(TrainKeys::default()), TrainKeys::read)?.with(flags)?.resolve()
+        let mut table = file.map_or(Ok(toml::Table::new()), read)?;
+        table.extend(flags);
+        let mut config: Self = table.try_into()?;
+        if config.model_name_or_path.as_os_str().is_empty() {
+            return Err(usage(
+                "`model_name_or_path` is not given; name it with --model_name_or_path or in the configuration",
+            ));
+        }
+        if config.eval_share == UNSET {
+            config.eval_share = if config.num_folds.is_some() { 0.0 } else { 0.2 };
+        }
+        config.check()?;
+        Ok(config)
     }
 
     /// Where the classifier is written.
@@ -162,8 +140,8 @@ impl TrainConfig {
         &self.output_dir
     }
 
-    /// The same with paths that hold in every folder, so that what is written is a configuration wherever it stands.
-    pub(crate) fn anywhere(&self) -> std::io::Result<Self> {
+    /// The same with absolute paths, so that the written configuration is valid in every folder.
+    pub(crate) fn with_absolute_paths(&self) -> std::io::Result<Self> {
         let mut config = self.clone();
         for path in [&mut config.model_name_or_path, &mut config.train_file, &mut config.output_dir] {
             *path = std::path::absolute(&*path)?;
@@ -172,70 +150,55 @@ impl TrainConfig {
     }
 
     fn check(&self) -> anyhow::Result<()> {
-        let share = 0.0..1.0;
-        let is_part = |value: &f64| *value == 0.0 || (0.02..=0.5).contains(value);
-        let in_range =
-            |value: Option<u32>, range: std::ops::RangeInclusive<u32>| value.is_none_or(|value| range.contains(&value));
-        let checks = [
-            ("max_length", self.max_length.to_string(), self.max_length > 0, "1 or more"),
-            ("num_train_epochs", self.num_train_epochs.to_string(), self.num_train_epochs > 0, "1 or more"),
-            (
-                "learning_rate",
-                self.learning_rate.to_string(),
-                self.learning_rate > 0.0 && self.learning_rate <= 1.0,
-                "more than 0, at most 1",
-            ),
-            (
-                "per_device_train_batch_size",
-                self.per_device_train_batch_size.to_string(),
-                self.per_device_train_batch_size > 0,
-                "1 or more",
-            ),
-            (
-                "per_device_eval_batch_size",
-                self.per_device_eval_batch_size.to_string(),
-                self.per_device_eval_batch_size > 0,
-                "1 or more",
-            ),
-            ("weight_decay", self.weight_decay.to_string(), share.contains(&self.weight_decay), "0 to below 1"),
-            ("warmup_ratio", self.warmup_ratio.to_string(), share.contains(&self.warmup_ratio), "0 to below 1"),
-            (
-                "label_smoothing",
-                self.label_smoothing.to_string(),
-                share.contains(&self.label_smoothing),
-                "0 to below 1",
-            ),
+        type Check = (&'static str, String, bool, &'static str);
+        fn show<T: ToString>(value: Option<T>) -> String {
+            value.map_or(String::new(), |value| value.to_string())
+        }
+        let positive = |key, value: u32| -> Check { (key, value.to_string(), value > 0, "1 or more") };
+        let share =
+            |key, value: f64| -> Check { (key, value.to_string(), (0.0..1.0).contains(&value), "0 to below 1") };
+        let is_split = |value: f64| value == 0.0 || (0.02..=0.5).contains(&value);
+        let split = "0, or 0.02 to 0.5";
+        let in_range = |value: Option<u32>, least, most| value.is_none_or(|value| (least..=most).contains(&value));
+        let (rate, patience, repeats) = (self.learning_rate, self.early_stopping_patience, self.num_repeats);
+        let has_alpha_rank = self.lora_alpha.is_none_or(|alpha| alpha > 0.0 && self.lora_rank.is_some());
+        let can_stop = patience == 0 || self.dev_share != Some(0.0);
+        let no_folds = self.num_folds.is_none();
+        let checks: [Check; 19] = [
+            positive("max_length", self.max_length),
+            positive("num_train_epochs", self.num_train_epochs),
+            ("learning_rate", rate.to_string(), rate > 0.0 && rate <= 1.0, "more than 0, at most 1"),
+            positive("per_device_train_batch_size", self.per_device_train_batch_size),
+            positive("per_device_eval_batch_size", self.per_device_eval_batch_size),
+            share("weight_decay", self.weight_decay),
+            share("warmup_ratio", self.warmup_ratio),
+            share("label_smoothing", self.label_smoothing),
             ("augment_copies", self.augment_copies.to_string(), self.augment_copies <= 16, "0 to 16"),
-            ("lora_rank", text(self.lora_rank), in_range(self.lora_rank, 1..=1024), "1 to 1024"),
-            (
-                "lora_alpha",
-                text(self.lora_alpha),
-                self.lora_alpha.is_none_or(|alpha| alpha > 0.0 && self.lora_rank.is_some()),
-                "more than 0, and lora_rank beside it",
-            ),
-            ("lora_dropout", self.lora_dropout.to_string(), share.contains(&self.lora_dropout), "0 to below 1"),
-            ("eval_share", self.eval_share.to_string(), is_part(&self.eval_share), "0, or 0.02 to 0.5"),
-            ("dev_share", text(self.dev_share), self.dev_share.as_ref().is_none_or(is_part), "0, or 0.02 to 0.5"),
+            ("lora_rank", show(self.lora_rank), in_range(self.lora_rank, 1, 1024), "1 to 1024"),
+            ("lora_alpha", show(self.lora_alpha), has_alpha_rank, "more than 0, with lora_rank set"),
+            share("lora_dropout", self.lora_dropout),
+            ("eval_share", self.eval_share.to_string(), is_split(self.eval_share), split),
+            ("dev_share", show(self.dev_share), self.dev_share.is_none_or(is_split), split),
             (
                 "early_stopping_patience",
-                self.early_stopping_patience.to_string(),
-                self.early_stopping_patience == 0 || self.dev_share != Some(0.0),
+                patience.to_string(),
+                can_stop,
                 "0 with dev_share 0: there is nothing to stop by",
             ),
             (
                 "eval_share",
                 self.eval_share.to_string(),
-                self.eval_share == 0.0 || self.num_folds.is_none(),
+                self.eval_share == 0.0 || no_folds,
                 "0 with num_folds, which measures every dialogue",
             ),
-            ("num_folds", text(self.num_folds), in_range(self.num_folds, 2..=50), "2 to 50"),
+            ("num_folds", show(self.num_folds), in_range(self.num_folds, 2, 50), "2 to 50"),
             (
                 "num_repeats",
-                self.num_repeats.to_string(),
-                self.num_repeats == 1 || self.num_folds.is_some(),
+                repeats.to_string(),
+                repeats == 1 || !no_folds,
                 "1 without num_folds: it counts rounds of a cross-validation",
             ),
-            ("num_repeats", self.num_repeats.to_string(), (1..=100).contains(&self.num_repeats), "1 to 100"),
+            ("num_repeats", repeats.to_string(), (1..=100).contains(&repeats), "1 to 100"),
         ];
         self.labels()?;
         match checks.into_iter().find(|(_, _, is_good, _)| !is_good) {
@@ -246,12 +209,11 @@ impl TrainConfig {
 
     /// The classes, where they are named.
     pub(crate) fn labels(&self) -> anyhow::Result<Option<Labels>> {
-        let labels = self.labels.as_ref().map(|list| class_names::parse(list)).transpose();
+        let labels = self.labels.as_ref().map(|list| labels::parse(list)).transpose();
         labels.map_err(|message| usage(format!("labels: {message}")))
     }
 
-    /// The same in the words of fine-tuning. A learning rate that falls to 0 along a line, without warm-up, is what transformers' Trainer
-    /// does by default.
+    /// The settings of fine-tuning. The learning rate falls linearly to 0 without warm-up, the default of transformers' Trainer.
     pub(crate) fn sft(&self) -> SftConfig {
         SftConfig {
             learning_rate: self.learning_rate,
@@ -272,7 +234,6 @@ impl TrainConfig {
         }
     }
 
-    /// What of the model is trained.
     pub(crate) fn tuning(&self) -> Tuning {
         match self.lora_rank {
             None => Tuning::Full,
@@ -284,14 +245,10 @@ impl TrainConfig {
         }
     }
 
-    /// Most tokens of a pass in which nothing is learned.
-    pub(crate) fn tokens_asked(&self) -> usize {
+    /// Most tokens of a pass without gradients.
+    pub(crate) fn eval_tokens_per_pass(&self) -> usize {
         self.per_device_eval_batch_size as usize * self.max_length as usize
     }
-}
-
-fn text<T: ToString>(value: Option<T>) -> String {
-    value.map_or(String::new(), |value| value.to_string())
 }
 
 #[cfg(test)]
@@ -299,52 +256,56 @@ fn text<T: ToString>(value: Option<T>) -> String {
 mod tests {
     use super::*;
 
-    fn keys(text: &str) -> TrainKeys {
-        toml::from_str(text).unwrap()
-    }
-
     const NAMED: &str = "model_name_or_path = \"m\"\ntrain_file = \"t\"\noutput_dir = \"o\"\n";
+
+    fn config(text: &str) -> anyhow::Result<TrainConfig> {
+        TrainConfig::new(toml::from_str(text).unwrap(), None)
+    }
 
     #[test]
     fn defaults_are_those_of_the_script() {
-        let config = keys(NAMED).resolve().unwrap();
-        let found =
-            (config.max_length, config.num_train_epochs, config.learning_rate, config.per_device_train_batch_size);
-        assert_eq!(found, (512, 3, 2e-5, 4));
-        assert_eq!((config.per_device_eval_batch_size, config.weight_decay, config.seed), (8, 0.01, 42));
-        let config = keys("model_name_or_path = \"m\"").resolve().unwrap();
-        assert_eq!(config.train_file, Path::new("rm_data/output_data/training_data.json"));
-        assert_eq!(config.output_dir, Path::new("rm_train/output/Qwen2.5-0.5B-Reward"));
-        assert_eq!(keys(&format!("{NAMED}num_folds = 5")).resolve().unwrap().eval_share, 0.0);
+        let found = config(NAMED).unwrap();
+        let numbers =
+            (found.max_length, found.num_train_epochs, found.learning_rate, found.per_device_train_batch_size);
+        assert_eq!(numbers, (512, 3, 2e-5, 4));
+        assert_eq!((found.per_device_eval_batch_size, found.weight_decay, found.seed), (8, 0.01, 42));
+        let found = config("model_name_or_path = \"m\"").unwrap();
+        assert_eq!(found.train_file, Path::new("rm_data/output_data/training_data.json"));
+        assert_eq!(found.output_dir, Path::new("rm_train/output/Qwen2.5-0.5B-Reward"));
+        assert_eq!(found.eval_share, 0.2);
+        assert_eq!(config(&format!("{NAMED}num_folds = 5")).unwrap().eval_share, 0.0);
     }
 
     #[test]
-    fn a_flag_goes_before_the_file() {
-        let flags = toml::from_str("learning_rate = 1e-3").unwrap();
-        let file = keys(&format!("{NAMED}learning_rate = 1e-4\nseed = 7\ndemo_inference = true"));
-        let config = file.with(flags).unwrap().resolve().unwrap();
-        assert_eq!((config.learning_rate, config.seed, config.demo_inference), (1e-3, 7, true));
+    fn a_flag_overrides_the_file_whose_paths_are_relative_to_its_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("style.toml");
+        std::fs::write(&path, format!("{NAMED}learning_rate = 1e-4\nseed = 7\ndemo_inference = true")).unwrap();
+        let found = TrainConfig::new(toml::from_str("learning_rate = 1e-3").unwrap(), Some(&path)).unwrap();
+        assert_eq!((found.learning_rate, found.seed, found.demo_inference), (1e-3, 7, true));
+        assert_eq!([found.model_name_or_path, found.train_file], ["m", "t"].map(|name| folder.path().join(name)));
+        assert_eq!(found.output_dir, Path::new("o"));
     }
 
     #[test]
     fn a_value_out_of_range_is_named() {
-        let problem = |text: &str| keys(&format!("{NAMED}{text}")).resolve().unwrap_err().to_string();
-        assert_eq!(problem("learning_rate = 2.0"), "learning_rate is 2; expected more than 0, at most 1");
-        assert_eq!(problem("lora_alpha = 8.0"), "lora_alpha is 8; expected more than 0, and lora_rank beside it");
-        assert_eq!(problem("eval_share = 0.9"), "eval_share is 0.9; expected 0, or 0.02 to 0.5");
-        assert_eq!(
-            problem("early_stopping_patience = 2\ndev_share = 0.0"),
-            "early_stopping_patience is 2; expected 0 with dev_share 0: there is nothing to stop by"
-        );
-        assert_eq!(
-            problem("num_folds = 5\neval_share = 0.2"),
-            "eval_share is 0.2; expected 0 with num_folds, which measures every dialogue"
-        );
-        assert_eq!(problem("labels = [\"a\"]"), "labels: 1 labels; a classifier needs two at least");
-        let nothing = TrainKeys::default().resolve().unwrap_err().to_string();
-        assert_eq!(
-            nothing,
-            "`model_name_or_path` is not given; name it with --model_name_or_path or in the configuration"
-        );
+        for (text, expected) in [
+            ("learning_rate = 2.0", "learning_rate is 2; expected more than 0, at most 1"),
+            ("lora_alpha = 8.0", "lora_alpha is 8; expected more than 0, with lora_rank set"),
+            ("eval_share = 0.9", "eval_share is 0.9; expected 0, or 0.02 to 0.5"),
+            (
+                "early_stopping_patience = 2\ndev_share = 0.0",
+                "early_stopping_patience is 2; expected 0 with dev_share 0: there is nothing to stop by",
+            ),
+            (
+                "num_folds = 5\neval_share = 0.2",
+                "eval_share is 0.2; expected 0 with num_folds, which measures every dialogue",
+            ),
+            ("labels = [\"a\"]", "labels: 1 labels; a classifier needs two at least"),
+        ] {
+            assert_eq!(config(&format!("{NAMED}{text}")).unwrap_err().to_string(), expected);
+        }
+        let missing = "`model_name_or_path` is not given; name it with --model_name_or_path or in the configuration";
+        assert_eq!(config("").unwrap_err().to_string(), missing);
     }
 }

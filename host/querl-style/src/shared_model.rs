@@ -1,41 +1,43 @@
-//! The run's style model.
+//! The style model of a run: shared by the instances of plugins, and as a reward.
 
-use crate::model::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
+use crate::classifier::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
 use anyhow::Context;
 use querl_core::config::StyleModelConfig;
-use querl_core::ports::StyleModel;
-use querl_core::records::{CallFailure, FailureKind, Message, StyleProbability};
+use querl_core::ports::{PluginFault, RewardModel, RewardRange, StyleModel, StyleScorer};
+use querl_core::records::{
+    CallFailure, Candidate, Dialogue, Episode, FailureKind, Message, Rejection, Reward, StyleProbability,
+};
 use querl_eval::classification::calibrated;
 use querl_model::classifier::{BatchLimits, Batcher, Classifier, ClassifierTokenizer, Labels};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// Distributions that are kept: a run's answers repeat, and what is not kept is asked again.
-const MAX_KNOWN: usize = 100_000;
+/// Most cached distributions: the responses of a run repeat.
+const MAX_CACHED: usize = 100_000;
 
-/// Texts of several plugin instances that go together. Who waits is bounded by how many instances there may be.
+/// Limits of a batch of several plugin instances. The queue needs no limit: each instance waits for one text.
 const LIMITS: BatchLimits =
     BatchLimits { max_texts: 64, tokens_per_pass: TOKENS_PER_PASS, max_waiting: usize::MAX / 2 };
 
 const USER: &str = "user";
 const ASSISTANT: &str = "assistant";
 
-/// A classifier that plugins' instances share. The dialogues of a batch go through it together, before the instances that will ask about them
-/// do; what an instance asks besides shares its pass with whatever others ask at that moment. No dialogue that is known goes again.
+/// A classifier that the instances of plugins share, with a cache of distributions. The dialogues of a batch are classified in one pass before
+/// the instances need them; single requests of instances share passes.
 ///
-/// Opened when it is first asked: what asks nobody about style, fine-tuning among it, does not hold its weights.
+/// Loaded at the first request: stages that need no style, such as fine-tuning, do not hold its weights.
 pub struct SharedStyleModel {
     args: ClassifierOptions,
     key: &'static str,
     labels: Labels,
-    opened: OnceLock<Result<Opened, String>>,
-    /// Set once it could be opened.
+    loaded: OnceLock<Result<LoadedModel, String>>,
+    /// Set once it could be loaded.
     checked: OnceLock<()>,
-    known: Mutex<HashMap<String, Vec<StyleProbability>>>,
+    cache: Mutex<HashMap<String, Vec<StyleProbability>>>,
 }
 
-/// The weights, and who looks at single texts with them.
-struct Opened {
+/// The weights, and a batcher for single texts.
+struct LoadedModel {
     classifier: Arc<Classifier>,
     tokenizer: Arc<ClassifierTokenizer>,
     temperature: f64,
@@ -43,14 +45,14 @@ struct Opened {
 }
 
 impl SharedStyleModel {
-    /// The classifier of a configuration, whose key names it in errors; `None` where it names none. Its classes are read, and no weight.
+    /// The classifier of a configuration, or `None` if that names none. `key`: of the configuration, for errors. Reads classes, not weights.
     ///
     /// # Errors
     /// There is no classifier in the folder.
     pub fn of(config: &StyleModelConfig, key: &'static str) -> anyhow::Result<Option<Self>> {
         let Some(args) = ClassifierOptions::of(config) else { return Ok(None) };
         let labels = Classifier::labels_in(&args.model, args.base.as_deref()).context(key)?;
-        Ok(Some(Self { args, key, labels, opened: OnceLock::new(), checked: OnceLock::new(), known: Mutex::default() }))
+        Ok(Some(Self { args, key, labels, loaded: OnceLock::new(), checked: OnceLock::new(), cache: Mutex::default() }))
     }
 
     /// Names of the classes, in the model's order.
@@ -58,7 +60,7 @@ impl SharedStyleModel {
         self.labels.names()
     }
 
-    /// Whether it can be opened: what cannot is told before hours of training, and what can is not held during them.
+    /// Checks that it can be loaded, before hours of training; does not hold it.
     ///
     /// # Errors
     /// A file is missing or damaged, or is no classifier's.
@@ -70,13 +72,13 @@ impl SharedStyleModel {
         Ok(())
     }
 
-    fn opened(&self) -> Result<&Opened, CallFailure> {
-        let open = || Opened::open(&self.args).map_err(|error| format!("{}: {error:#}", self.key));
-        self.opened.get_or_init(open).as_ref().map_err(failed)
+    fn loaded(&self) -> Result<&LoadedModel, CallFailure> {
+        let load = || LoadedModel::load(&self.args).map_err(|error| format!("{}: {error:#}", self.key));
+        self.loaded.get_or_init(load).as_ref().map_err(failed)
     }
 
-    fn known(&self) -> MutexGuard<'_, HashMap<String, Vec<StyleProbability>>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn cache(&self) -> MutexGuard<'_, HashMap<String, Vec<StyleProbability>>> {
+        self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn distribution(&self, row: Vec<f64>) -> Vec<StyleProbability> {
@@ -84,36 +86,36 @@ impl SharedStyleModel {
         classes.map(|(label, probability)| StyleProbability { label: label.clone(), probability }).collect()
     }
 
-    fn keep(&self, found: impl IntoIterator<Item = (String, Vec<StyleProbability>)>) {
-        let mut known = self.known();
-        if known.len() >= MAX_KNOWN {
-            known.clear();
+    fn store(&self, found: impl IntoIterator<Item = (String, Vec<StyleProbability>)>) {
+        let mut cache = self.cache();
+        if cache.len() >= MAX_CACHED {
+            cache.clear();
         }
-        known.extend(found);
+        cache.extend(found);
     }
 
-    /// Asks about texts that are not known yet, on the thread of the caller, who has all cores for it.
-    fn learn(&self, texts: &[&String]) -> Result<(), CallFailure> {
+    /// Classifies texts that are not cached, on the caller's thread.
+    fn fill_cache(&self, texts: &[&String]) -> Result<(), CallFailure> {
         let mut unknown: Vec<&str> = {
-            let known = self.known();
-            texts.iter().map(|text| text.as_str()).filter(|text| !known.contains_key(*text)).collect()
+            let cache = self.cache();
+            texts.iter().map(|text| text.as_str()).filter(|text| !cache.contains_key(*text)).collect()
         };
         unknown.sort_unstable();
         unknown.dedup();
         if !unknown.is_empty() {
-            let rows = self.opened()?.look_at(&unknown).map_err(failed)?;
+            let rows = self.loaded()?.probabilities(&unknown).map_err(failed)?;
             let found = rows.into_iter().map(|row| self.distribution(row));
-            self.keep(unknown.into_iter().map(str::to_owned).zip(found));
+            self.store(unknown.into_iter().map(str::to_owned).zip(found));
         }
         Ok(())
     }
 
     fn classify_text(&self, text: String) -> Result<Vec<StyleProbability>, CallFailure> {
-        if let Some(found) = self.known().get(&text) {
+        if let Some(found) = self.cache().get(&text) {
             return Ok(found.clone());
         }
-        let found = self.distribution(self.opened()?.ask(&text).map_err(failed)?);
-        self.keep([(text, found.clone())]);
+        let found = self.distribution(self.loaded()?.batched(&text).map_err(failed)?);
+        self.store([(text, found.clone())]);
         Ok(found)
     }
 }
@@ -125,25 +127,25 @@ impl StyleModel for SharedStyleModel {
 
     fn classify_all(&self, dialogues: &[Vec<Message>]) -> Vec<Result<Vec<StyleProbability>, CallFailure>> {
         let texts: Vec<Result<String, CallFailure>> = dialogues.iter().map(|turns| text_of(turns)).collect();
-        // Where the pass of all fails, each is asked by itself, and fails by itself.
-        let _ = self.learn(&texts.iter().flatten().collect::<Vec<_>>());
+        // Where the common pass fails, each is classified alone, and fails alone.
+        let _ = self.fill_cache(&texts.iter().flatten().collect::<Vec<_>>());
         texts.into_iter().map(|text| self.classify_text(text?)).collect()
     }
 }
 
-impl Opened {
-    fn open(args: &ClassifierOptions) -> anyhow::Result<Self> {
+impl LoadedModel {
+    fn load(args: &ClassifierOptions) -> anyhow::Result<Self> {
         let StyleClassifier { classifier, tokenizer, temperature, .. } = StyleClassifier::open(args)?;
         let (classifier, tokenizer) = (Arc::new(classifier), Arc::new(tokenizer));
         let (batcher, worker) = Batcher::new(classifier.clone(), tokenizer.clone(), LIMITS, Box::new(|_| ()));
-        // It runs no plugin, so that an instance that waits for it waits for nobody that waits for an instance.
+        // It runs no plugin: an instance that waits for it cannot deadlock.
         let work = move || worker.run();
         std::thread::Builder::new().name("style-model".into()).spawn(work).context("no thread for the style model")?;
         Ok(Self { classifier, tokenizer, temperature, batcher })
     }
 
     /// Probabilities of texts, in order.
-    fn look_at(&self, texts: &[&str]) -> Result<Vec<Vec<f64>>, String> {
+    fn probabilities(&self, texts: &[&str]) -> Result<Vec<Vec<f64>>, String> {
         let encoded = texts.iter().map(|text| self.tokenizer.encode(text)).collect::<Result<Vec<_>, _>>();
         let encoded = encoded.map_err(|error| error.to_string())?;
         let ids: Vec<&[u32]> = encoded.iter().map(|encoded| encoded.ids.as_slice()).collect();
@@ -151,8 +153,8 @@ impl Opened {
         Ok(calibrated(&logits, self.temperature))
     }
 
-    /// Probabilities of one text, in a pass that it shares with those of other callers.
-    fn ask(&self, text: &str) -> Result<Vec<f64>, String> {
+    /// Probabilities of one text, in a pass shared with other callers.
+    fn batched(&self, text: &str) -> Result<Vec<f64>, String> {
         let logits = self.batcher.classify(&[text])?.into_iter().map(|found| found.logits).collect::<Vec<_>>();
         Ok(calibrated(&logits, self.temperature).concat())
     }
@@ -162,7 +164,7 @@ fn failed(problem: impl ToString) -> CallFailure {
     CallFailure { kind: FailureKind::ServerError, message: problem.to_string() }
 }
 
-/// A dialogue in the form in which the classifier learned: the last answer, and the last question before it.
+/// A dialogue in the format of the training data: the last answer, and the last question before it.
 ///
 /// # Errors
 /// One of them is not there.
@@ -186,6 +188,61 @@ pub fn turns_of(query: &str, rewrite: &str) -> Vec<Message> {
         Message { role: USER.to_owned(), content: query.to_owned() },
         Message { role: ASSISTANT.to_owned(), content: rewrite.to_owned() },
     ]
+}
+
+/// The code with which a scorer rejects a class that the model does not know.
+const UNKNOWN_CLASS: &str = "unknown_class";
+
+/// Query and rewrite of one side as a dialogue.
+pub fn turns_of_side(episode: &Episode, side: &Candidate) -> Vec<Message> {
+    turns_of(&episode.query, &side.rewrite)
+}
+
+/// A style scorer as a reward: it scores the policy's rewrite.
+pub struct StyleReward(Box<dyn StyleScorer>);
+
+impl StyleReward {
+    /// A reward of this scorer.
+    pub fn new(scorer: Box<dyn StyleScorer>) -> Self {
+        Self(scorer)
+    }
+}
+
+impl RewardModel for StyleReward {
+    fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
+        let dialogue =
+            |episode: &Episode| Dialogue { id: episode.id.clone(), turns: turns_of_side(episode, &episode.policy) };
+        self.0.score_batch(&episodes.iter().map(dialogue).collect::<Vec<_>>())
+    }
+
+    fn range(&self) -> RewardRange {
+        RewardRange { min: 0.0, max: 1.0 }
+    }
+
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+}
+
+/// A model with the classes of another, all equally likely.
+pub struct Undecided(pub Vec<String>);
+
+impl StyleModel for Undecided {
+    fn classify(&self, _: &[Message]) -> Result<Vec<StyleProbability>, CallFailure> {
+        let probability = 1.0 / self.0.len() as f64;
+        Ok(self.0.iter().map(|label| StyleProbability { label: label.clone(), probability }).collect())
+    }
+}
+
+/// Checks a scorer's settings with an [`Undecided`] model: its message if they name a class that the model does not know. Without this check
+/// it would reject every rewrite once training has begun. Other errors of the scorer are left to the run.
+pub fn unknown_class(scorer: &dyn StyleScorer) -> Option<String> {
+    let turns = turns_of("羊毛衫怎么洗？", "冷水手洗，平铺晾干。");
+    let scores = scorer.score_batch(&[Dialogue { id: "settings".into(), turns }]).ok()?;
+    match scores.into_iter().next()? {
+        Err(rejection) if rejection.code == UNKNOWN_CLASS => Some(rejection.detail),
+        _ => None,
+    }
 }
 
 #[cfg(test)]
@@ -239,13 +296,13 @@ mod tests {
     }
 
     #[test]
-    fn single_questions_of_many_threads_are_answered_as_those_of_a_batch() {
+    fn single_requests_of_many_threads_have_the_results_of_a_batch() {
         let folder = folder();
         let dialogues: Vec<Vec<Message>> =
             (0..12).map(|n| turns_of(&format!("第{n}件怎么洗？"), "冷水手洗。")).collect();
         let together = shared(folder.path());
         assert_eq!(together.classes(), ["售前", "售后", "诚实"]);
-        assert!(together.opened.get().is_none(), "nobody has asked yet");
+        assert!(together.loaded.get().is_none(), "there was no request yet");
         let expected: Vec<_> = together.classify_all(&dialogues).into_iter().map(Result::unwrap).collect();
         assert_ne!(expected[0], expected[1]);
         let single = shared(folder.path());
@@ -260,7 +317,7 @@ mod tests {
                 });
             }
         });
-        assert_eq!(single.known().len(), 12);
+        assert_eq!(single.cache().len(), 12);
     }
 
     #[test]
@@ -268,20 +325,20 @@ mod tests {
         let folder = folder();
         let model = shared(folder.path());
         let dialogues = [turns_of("怎么洗", "冷水洗"), vec![turn(USER, "在？")], turns_of("怎么洗", "冷水洗")];
-        let said = model.classify_all(&dialogues);
-        assert!(said[1].is_err());
-        assert_eq!(said[0].as_ref().unwrap(), said[2].as_ref().unwrap());
-        let sum: f64 = said[0].as_ref().unwrap().iter().map(|class| class.probability).sum();
+        let found = model.classify_all(&dialogues);
+        assert!(found[1].is_err());
+        assert_eq!(found[0].as_ref().unwrap(), found[2].as_ref().unwrap());
+        let sum: f64 = found[0].as_ref().unwrap().iter().map(|class| class.probability).sum();
         assert!((sum - 1.0).abs() < 1e-9);
     }
 
     #[test]
-    fn a_model_that_cannot_be_opened_is_told_with_its_key() {
+    fn a_model_that_cannot_be_loaded_is_reported_with_its_key() {
         let folder = folder();
         std::fs::remove_file(folder.path().join("model.safetensors")).unwrap();
         let model = shared(folder.path());
-        let told = format!("{:#}", model.check().unwrap_err());
-        assert!(told.starts_with("plugins.style_model: ") && told.contains("model.safetensors"), "{told}");
+        let message = format!("{:#}", model.check().unwrap_err());
+        assert!(message.starts_with("plugins.style_model: ") && message.contains("model.safetensors"), "{message}");
         let failure = model.classify(&turns_of("怎么洗", "冷水洗")).unwrap_err().to_string();
         assert!(failure.contains("plugins.style_model: ") && failure.contains("model.safetensors"), "{failure}");
     }

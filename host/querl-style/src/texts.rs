@@ -5,13 +5,11 @@ use serde_json::Value;
 const QUESTION: &str = "用户问题：";
 const ANSWER: &str = "回答：";
 
-/// The texts of a file, in order. A JSON list holds one in each item; where the first line is a JSON object or string, each line is one: a text, or an object with it in
-/// `input`. Else each line is a text, but a line that begins with `回答：` belongs to the line before it that begins with `用户问题：`: a
-/// dialogue has two.
+/// The texts of a file, in order: the items of a JSON list; or, if the first line is a JSON object or string, one per line, as a string or in
+/// `input`. Else each line is a text, and a line that begins with `回答：` continues a line before it that begins with `用户问题：`.
 ///
 /// # Errors
-/// In a sentence with the line's number: it is blank, though another follows, so that answers would not stand beside their lines; or it is
-/// no such JSON.
+/// A message with the number of a line that is blank and not the last, or is not such JSON.
 pub fn texts_of(content: &str) -> Result<Vec<String>, String> {
     if let Ok(Value::Array(items)) = serde_json::from_str(content.trim_start_matches('\u{feff}')) {
         return items.iter().enumerate().map(|(index, item)| text_of(&format!("item {}", index + 1), item)).collect();
@@ -35,14 +33,14 @@ fn json_text(number: usize, line: &str) -> Result<String, String> {
     text_of(&format!("line {number}"), &value)
 }
 
-fn text_of(place: &str, value: &Value) -> Result<String, String> {
+fn text_of(location: &str, value: &Value) -> Result<String, String> {
     let text = match value {
         Value::Object(object) => object.get("input").unwrap_or(&Value::Null),
         other => other,
     };
     match text.as_str().filter(|text| !text.trim().is_empty()) {
         Some(text) => Ok(text.to_owned()),
-        None => Err(format!("{place}: no text there; expected a JSON string, or an object with one in `input`")),
+        None => Err(format!("{location}: no text there; expected a JSON string, or an object with one in `input`")),
     }
 }
 
@@ -66,7 +64,7 @@ fn joined(lines: &[&str]) -> Vec<String> {
 mod tests {
     use super::*;
 
-    /// Keeps away: a dialogue that is classified as two halves, each by itself.
+    /// The symptom: a dialogue was classified as two separate halves.
     #[test]
     fn question_and_answer_in_two_lines_are_one_text() {
         let content =
@@ -98,12 +96,12 @@ mod tests {
 
     #[test]
     fn a_line_without_a_text_is_named() {
-        let refused = |content: &str| texts_of(content).unwrap_err();
-        assert_eq!(refused("好\n\n行\n"), "line 2 is blank; expected a text in each line");
-        assert!(refused("\"好\"\n{").starts_with("line 2: no JSON: "), "{}", refused("\"好\"\n{"));
+        let rejected = |content: &str| texts_of(content).unwrap_err();
+        assert_eq!(rejected("好\n\n行\n"), "line 2 is blank; expected a text in each line");
+        assert!(rejected("\"好\"\n{").starts_with("line 2: no JSON: "), "{}", rejected("\"好\"\n{"));
         let expected = "line 2: no text there; expected a JSON string, or an object with one in `input`";
         for line in ["{\"text\": \"好\"}", "{\"input\": \" \"}", "7"] {
-            assert_eq!(refused(&format!("\"好\"\n{line}")), expected);
+            assert_eq!(rejected(&format!("\"好\"\n{line}")), expected);
         }
         assert!(texts_of(" \n").unwrap().is_empty());
     }

@@ -1,13 +1,13 @@
-//! Our side of the comparison with transformers, PEFT and TRL; `tests/reference/bench/run.py` runs both sides.
+//! querl's side of the comparison with transformers, PEFT and TRL; `tests/reference/bench/run.py` runs both sides.
 //!
 //! ```sh
 //! cargo run --release -p querl-train --example bench -- sft --model DIR --data FILE [--KEY VALUE]...
 //! ```
 //!
-//! `sft` and `full` train on the rows of a file, `rollout` samples answers to its prompts, `ppo` takes whole iterations, `order`
-//! says in which order `sft` takes the rows. The last line on stdout is `RESULT` and a JSON object: `seconds` of each repetition
-//! (an epoch, a rollout, an iteration), `cpu_seconds` of all threads likewise, and what else the comparison wants. Measuring
-//! begins after loading.
+//! `sft` and `full` train on the rows of a file, `rollout` samples responses to its prompts, `ppo` takes whole iterations, `order`
+//! prints the order in which `sft` takes the rows. The last line on stdout is `RESULT` and a JSON object: `seconds` and
+//! `cpu_seconds` (of all threads) of each repetition (an epoch, a rollout, an iteration), and values to compare. Loading is not
+//! measured.
 
 use anyhow::{Context, Result, bail};
 use querl_core::config::{BaseDtype, CriticKind, LrScheduler, RlConfig, SftConfig, TuningMethod};
@@ -48,7 +48,7 @@ fn main() -> Result<()> {
         "rollout" => rollout(&options)?,
         "ppo" => ppo(&options)?,
         "order" => order(&options)?,
-        other => bail!("`{other}` is no part of the comparison; expected sft, full, rollout, ppo or order"),
+        other => bail!("`{other}` is unknown; expected sft, full, rollout, ppo or order"),
     };
     println!("RESULT {result}");
     Ok(())
@@ -147,7 +147,7 @@ fn fine_tune(options: &Options, method: TuningMethod) -> Result<Value> {
         progress: &Silent,
         stop: &AtomicBool::new(false),
     };
-    let mut steps = Steps::begin();
+    let mut steps = StepTimes::begin();
     sft::train(&task, &mut steps)?;
     let per_epoch = train.len().div_ceil(config.batch_size).min(steps.ends.len());
     let (seconds, cpu_seconds) = (steps.between(per_epoch, |at| at.wall), steps.between(per_epoch, |at| at.cpu));
@@ -162,8 +162,7 @@ fn order(options: &Options) -> Result<Value> {
     Ok(json!({ "order": querl_train::training_order(n_rows, seed, n_epochs) }))
 }
 
-/// Rollouts: `--n` samples for each prompt, `--repeats` times. Each is by another version of the policy, so that nothing is
-/// kept from the one before.
+/// Rollouts: `--n` samples for each prompt, `--repeats` times, each with another version of the policy, so that nothing is cached.
 fn rollout(options: &Options) -> Result<Value> {
     let (decoder, adapter) = load(options)?;
     let (prompts, n) = (prompts(options)?, options.get("n", 4)?);
@@ -223,13 +222,13 @@ fn ppo(options: &Options) -> Result<Value> {
         progress: &Silent,
         stop: &AtomicBool::new(false),
     };
-    let mut steps = Steps::begin();
+    let mut steps = StepTimes::begin();
     rl::train(&task, &mut steps)?;
     let cpu_seconds = steps.cpu_of_iterations();
     Ok(json!({ "seconds": steps.of("timing_s/step"), "cpu_seconds": cpu_seconds, "timings": steps.timings() }))
 }
 
-/// Gives every episode the same score.
+/// The same score for every episode.
 struct ConstantReward;
 
 impl Environment for ConstantReward {
@@ -257,7 +256,7 @@ fn record(step: u64, response: &PolicyResponse) -> EpisodeRecord {
     }
 }
 
-/// Seconds since the clock was started: of the wall, and of the processor on all threads.
+/// Wall-clock seconds, and CPU seconds of all threads.
 #[derive(Debug, Clone, Copy, Default)]
 struct Span {
     wall: f64,
@@ -279,7 +278,7 @@ impl Clock {
     }
 }
 
-/// Processor time of this process, in steps of 10 ms; 0 where the system does not say.
+/// CPU time of this process, in steps of 10 ms; 0 where it is not available.
 fn cpu_seconds() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
     // The second field is the program's name in parentheses; user and system time are the 14th and 15th.
@@ -288,26 +287,26 @@ fn cpu_seconds() -> f64 {
 }
 
 /// Metrics of each step, and when it ended.
-struct Steps {
+struct StepTimes {
     clock: Clock,
     ends: Vec<Span>,
     metrics: Vec<Metrics>,
 }
 
-impl Steps {
+impl StepTimes {
     fn begin() -> Self {
         Self { clock: Clock::start(), ends: Vec::new(), metrics: Vec::new() }
     }
 
-    /// What every `n_steps` steps took.
+    /// Time of every `n_steps` steps.
     fn between(&self, n_steps: usize, of: fn(&Span) -> f64) -> Vec<f64> {
         let ends = std::iter::once(0.0).chain(self.ends.iter().map(of));
         let ends: Vec<f64> = ends.step_by(n_steps.max(1)).collect();
         ends.windows(2).map(|pair| pair[1] - pair[0]).collect()
     }
 
-    /// Processor time of each iteration. Evaluations are recorded apart: the first comes before all iterations, and one more is
-    /// part of the last iteration's time.
+    /// CPU time of each iteration. Evaluations are recorded separately: the first precedes all iterations, another is part of the last
+    /// iteration's time.
     fn cpu_of_iterations(&self) -> Vec<f64> {
         let recorded = self.ends.iter().zip(&self.metrics).enumerate();
         let ends: Vec<f64> = recorded
@@ -327,7 +326,7 @@ impl Steps {
     }
 }
 
-impl MetricSink for Steps {
+impl MetricSink for StepTimes {
     fn record(&mut self, _stage: &str, _step: u64, metrics: &Metrics) -> std::io::Result<()> {
         self.ends.push(self.clock.now());
         self.metrics.push(metrics.clone());

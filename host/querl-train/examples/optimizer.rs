@@ -1,4 +1,4 @@
-//! What one optimizer step costs: clipping and AdamW over so many millions of parameters, beside copying memory of the same size.
+//! Time of an optimizer step, clipping and AdamW, compared with copying memory of the same size.
 //!
 //! `cargo run --release -p querl-train --example optimizer -- 494` (millions; the size of Qwen2.5-0.5B). Needs 16 bytes a parameter.
 
@@ -7,11 +7,11 @@ use querl_train::{AdamW, AdamWSettings, Gradients, TrainError};
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// Parameters of one variable, about those of a layer's largest matrix.
+/// Shape of a variable, about that of a layer's largest matrix.
 const ROWS: usize = 4864;
 const COLUMNS: usize = 896;
 
-/// Steps of which the quickest counts.
+/// Measured steps; the fastest counts.
 const REPEATS: usize = 5;
 
 fn main() -> Result<(), TrainError> {
@@ -39,7 +39,7 @@ fn main() -> Result<(), TrainError> {
         step_s = step_s.min(clipped.elapsed().as_secs_f64());
     }
     let n_bytes = (n_vars * ROWS * COLUMNS * 4) as f64;
-    println!("{} parameters, 2 threads, the quickest of {REPEATS} steps:", n_vars * ROWS * COLUMNS);
+    println!("{} parameters, 2 threads, the fastest of {REPEATS} steps:", n_vars * ROWS * COLUMNS);
     println!("norm   {clip_s:.3} s, {:.1} GB/s read", n_bytes / clip_s / 1e9);
     // Read: value, gradient, two moments. Written: value, two moments.
     println!("adamw  {step_s:.3} s, {:.1} GB/s read and written", 7.0 * n_bytes / step_s / 1e9);
@@ -47,7 +47,7 @@ fn main() -> Result<(), TrainError> {
     Ok(())
 }
 
-/// What two threads copy, in GB a second, read and written.
+/// GB/s read and written by two threads that copy memory.
 fn copy_rate() -> f64 {
     let n = 256 << 20;
     let (from, mut to) = (vec![1u8; n], vec![0u8; n]);

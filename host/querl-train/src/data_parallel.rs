@@ -1,6 +1,7 @@
-//! Data-parallel training: which rank computes which examples, and what ranks exchange besides gradients.
+//! Data-parallel training: which rank computes which examples, and what ranks exchange in addition to gradients.
 
-use crate::micro_batch::{micro_batches, n_common_tokens};
+use crate::batching::{micro_batches, n_common_tokens};
+use crate::checkpoint::write_values;
 use crate::policy::Example;
 use crate::{Metrics, State, StateStore, TrainError, tensor_data};
 use candle_core::Var;
@@ -48,25 +49,11 @@ fn weights_are_equal(
     let mut digest = Sha256::new();
     for (name, var) in vars.iter().filter(|(name, _)| is_compared(name)) {
         digest.update(name);
-        tensor_data::read(var.as_tensor(), |values| update_digest(&mut digest, values))?;
+        tensor_data::read(var.as_tensor(), |values| write_values(&mut digest, values))?
+            .map_err(candle_core::Error::wrap)?;
     }
     let digests = ranks.all_gather(<[u8; 32]>::from(digest.finalize()))?;
     Ok(digests.iter().all(|digest| digest == &digests[0]))
-}
-
-/// Values per update of a digest, so that the overhead of a call does not dominate.
-const DIGEST_CHUNK: usize = 1024;
-
-fn update_digest(digest: &mut Sha256, values: &[f32]) {
-    let mut bytes = [0; DIGEST_CHUNK * size_of::<f32>()];
-    for part in values.chunks(DIGEST_CHUNK) {
-        let bytes = &mut bytes[..size_of_val(part)];
-        bytes
-            .chunks_exact_mut(size_of::<f32>())
-            .zip(part)
-            .for_each(|(to, value)| to.copy_from_slice(&value.to_le_bytes()));
-        digest.update(bytes);
-    }
 }
 
 /// Runs `compute` on this rank's share of the examples and all-gathers the results, in the order of the examples.

@@ -4,120 +4,58 @@ use querl_core::ports::EnvironmentError;
 use querl_model::{ModelError, RanksError};
 use std::path::PathBuf;
 
-/// Why a training stopped.
+/// Why a training stopped. `stage` is `sft`, `rl` or `rm`.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages describe variants and fields
 pub enum TrainError {
-    /// The model.
     #[error(transparent)]
     Model(#[from] ModelError),
-    /// A computation.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
-    /// Another rank failed.
     #[error(transparent)]
     Ranks(#[from] RanksError),
-    /// The weights of the ranks differ.
     #[error(
         "{stage} step {step}: the weights of the ranks differ; the newest checkpoint is from before that; internal error or faulty all-reduce of the GPUs, please report it"
     )]
-    RanksDiffer {
-        /// The stage, `sft`, `rl` or `rm`.
-        stage: &'static str,
-        /// The step.
-        step: u64,
-    },
-    /// The environment could not score a batch.
+    RanksDiffer { stage: &'static str, step: u64 },
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
-    /// Data or settings are invalid.
     #[error("{0}")]
     Data(String),
-    /// Too many episodes were dropped.
     #[error(
         "rl step {step}: {n_dropped} of {n_episodes} episodes were dropped, above rl.max_drop_rate {max_drop_rate}; most often: {reason}"
     )]
-    DropRate {
-        /// The step.
-        step: u64,
-        /// Episodes without a score.
-        n_dropped: usize,
-        /// Episodes of the batch.
-        n_episodes: usize,
-        /// The limit.
-        max_drop_rate: f64,
-        /// The commonest rejection.
-        reason: String,
-    },
-    /// A loss or gradient is not finite.
+    DropRate { step: u64, n_dropped: usize, n_episodes: usize, max_drop_rate: f64, reason: String },
     #[error("{stage} step {step}: {what} is not finite; lower the learning rate or look at the batch before")]
-    NotFinite {
-        /// The stage, `sft`, `rl` or `rm`.
-        stage: &'static str,
-        /// The step.
-        step: u64,
-        /// The quantity.
-        what: &'static str,
-    },
-    /// Rollout and training compute different log-probabilities.
+    NotFinite { stage: &'static str, step: u64, what: &'static str },
     #[error(
         "rl step {step}: log-probabilities of rollout and training differ by {difference:.1e} a token {measure}, expected at most {limit:.0e}; run with another model.dtype, and report it with the model's config.json"
     )]
     RolloutDiffers {
-        /// The step.
         step: u64,
         /// Per token, in nats.
         difference: f64,
-        /// The limit.
         limit: f64,
-        /// `on average` or `at worst`.
         measure: &'static str,
     },
-    /// A thread panicked.
     #[error("{what} panicked: {message}; internal error of querl or of the environment, please report it")]
-    Thread {
-        /// The thread's task.
-        what: String,
-        /// The panic message.
-        message: String,
-    },
-    /// A file cannot be read or written.
+    Thread { what: String, message: String },
     #[error("{path}: {source}")]
-    Io {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// A checkpoint cannot be written.
+    Io { path: PathBuf, source: std::io::Error },
     #[error(
         "{path}: cannot be written; earlier checkpoints are complete; run the same command again to resume: {source}"
     )]
-    Checkpoint {
-        /// The file.
-        path: PathBuf,
-        /// The system's error.
-        source: std::io::Error,
-    },
-    /// The device ran out of memory.
+    Checkpoint { path: PathBuf, source: std::io::Error },
     #[error("{stage} step {step}: out of device memory ({message}); {}", resume_hint(*saved))]
     OutOfMemory {
-        /// The stage, `sft`, `rl` or `rm`.
         stage: &'static str,
-        /// The step.
         step: u64,
         /// The step of the checkpoint that was written; `None` if none could be, and an older one remains.
         saved: Option<u64>,
-        /// The device's message.
         message: String,
     },
-    /// The stop flag was set; the state is saved in `last` and in a checkpoint.
     #[error("interrupted at {stage} step {step}; the state is saved; run the same command again to resume")]
-    Interrupted {
-        /// The stage, `sft`, `rl` or `rm`.
-        stage: &'static str,
-        /// The step.
-        step: u64,
-    },
+    Interrupted { stage: &'static str, step: u64 },
 }
 
 impl TrainError {

@@ -2,8 +2,8 @@
 //! evaluation, checkpoints, stop and resume. What is learned is an [`Objective`]. Read [`run`], then [`Trainer::take_step`] and
 //! [`Trainer::finish_step`].
 
+use crate::batching::DataOrder;
 use crate::checkpoint::{BEST, LAST, STATE};
-use crate::data_order::DataOrder;
 use crate::data_parallel::{check_equal_weights, newest_checkpoint};
 use crate::{AdamW, AdamWSettings, Gradients, MetricSink, Metrics, State, StateStore, TrainError, lr_factor};
 use candle_core::Var;
@@ -78,18 +78,17 @@ pub struct SftSummary {
 
 /// Takes all steps, from the newest checkpoint with the same fingerprint or from the beginning.
 pub(crate) fn run(task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
-    let schedule = Schedule::new(task.config, task.objective.n_rows());
     let mut trainer = Trainer::new(task, sink)?;
     // The run may have ended after the last checkpoint and before `last` was written.
-    if trainer.state.step > 0 && trainer.state.unrecorded.is_none() && trainer.is_done(&schedule) {
+    if trainer.state.step > 0 && trainer.state.unrecorded.is_none() && trainer.is_done() {
         task.objective.save(&task.output_dir.join(LAST))?;
     }
-    while trainer.state.unrecorded.is_some() || !trainer.is_done(&schedule) {
+    while trainer.state.unrecorded.is_some() || !trainer.is_done() {
         // After out-of-memory in the evaluation of a step, that step is taken already.
         if trainer.state.unrecorded.is_none() {
-            trainer.take_step(task, &schedule, sink)?;
+            trainer.take_step(sink)?;
         }
-        trainer.finish_step(task, &schedule, sink)?;
+        trainer.finish_step(sink)?;
     }
     let stage = task.objective.stage();
     match trainer.state.step {
@@ -108,16 +107,17 @@ pub(crate) fn dropout(p: f64, seed: u64, step: u64, ranks: &Ranks) -> Option<Dro
 }
 
 /// A fine-tuning in progress.
-struct Trainer {
+struct Trainer<'a> {
+    task: &'a FineTuneTask<'a>,
+    schedule: Schedule,
     state: TrainerState,
     order: DataOrder,
     optimizer: AdamW,
-    patience: usize,
     store: Option<StateStore>,
 }
 
-impl Trainer {
-    fn new(task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<Self, TrainError> {
+impl<'a> Trainer<'a> {
+    fn new(task: &'a FineTuneTask<'a>, sink: &mut dyn MetricSink) -> Result<Self, TrainError> {
         let config = task.config;
         let settings = AdamWSettings { weight_decay: config.weight_decay, ..Default::default() };
         let directory = task.output_dir.join(STATE);
@@ -125,10 +125,11 @@ impl Trainer {
         let store = fingerprint.map(|fingerprint| StateStore::open(&directory, config.save_total_limit, fingerprint));
         let newest = newest_checkpoint(&task.mesh.all, store.as_ref(), task.progress)?;
         let mut trainer = Self {
+            task,
+            schedule: Schedule::new(config, task.objective.n_rows()),
             state: TrainerState::default(),
             order: DataOrder::new(task.objective.n_rows(), task.seed),
             optimizer: AdamW::new(settings),
-            patience: config.early_stopping_patience,
             store,
         };
         let mut mark = 0;
@@ -142,26 +143,21 @@ impl Trainer {
             task.progress.line(&format!("resuming from step {step}"));
         }
         // Metrics of steps that are taken again are recorded again.
-        sink.rewind(mark).map_err(|source| io(task, source))?;
+        sink.rewind(mark).map_err(|source| trainer.io(source))?;
         Ok(trainer)
     }
 
-    fn take_step(
-        &mut self,
-        task: &FineTuneTask<'_>,
-        schedule: &Schedule,
-        sink: &mut dyn MetricSink,
-    ) -> Result<(), TrainError> {
-        let (config, started) = (task.config, Instant::now());
+    fn take_step(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
+        let (task, schedule, started) = (self.task, self.schedule, Instant::now());
         let step = self.state.step + 1;
         let position = self.order.position();
         // 1. The next rows, shuffled by epoch; the last step of an epoch takes what is left.
         let rows = self.order.take_within_epoch(schedule.rows_per_step);
         // 2. Loss and gradients, clipped by their global norm, and one optimizer step at the scheduled rate.
-        let learning_rate = schedule.learning_rate(config, step);
-        let learned = self.update(task, &rows, step, learning_rate);
+        let learning_rate = schedule.learning_rate(task.config, step);
+        let learned = self.update(&rows, step, learning_rate);
         let (loss, grad_norm, n_tokens) =
-            learned.map_err(|error| self.save_after_out_of_memory(task, sink, (step, position), error))?;
+            learned.map_err(|error| self.save_after_out_of_memory(sink, (step, position), error))?;
         self.state.add_step(step, loss, n_tokens);
         let seconds = started.elapsed().as_secs_f64();
         let n_all = task.objective.n_tokens(&rows);
@@ -178,41 +174,31 @@ impl Trainer {
 
     /// Loss, gradient norm and tokens of a step. After out-of-memory nothing has changed: the optimizer allocates all of its memory
     /// before it modifies a weight.
-    fn update(
-        &mut self,
-        task: &FineTuneTask<'_>,
-        rows: &[usize],
-        step: u64,
-        learning_rate: f64,
-    ) -> Result<(f64, f64, usize), TrainError> {
+    fn update(&mut self, rows: &[usize], step: u64, learning_rate: f64) -> Result<(f64, f64, usize), TrainError> {
+        let task = self.task;
         let StepLoss { loss, n_tokens, mut gradients } = task.objective.loss_and_gradients(rows, step)?;
-        check_finite(task, step, "the loss", loss)?;
+        self.check_finite(step, "the loss", loss)?;
         #[cfg(test)]
         crate::testing::out_of_memory_at(step, "clip")?;
         let grad_norm = gradients.clip(task.config.max_grad_norm)?;
-        check_finite(task, step, "the gradient", grad_norm)?;
+        self.check_finite(step, "the gradient", grad_norm)?;
         self.optimizer.step(task.objective.vars(), &gradients, learning_rate)?;
         Ok((loss, grad_norm, n_tokens))
     }
 
     /// Evaluation, metrics and checkpoints after a step.
-    fn finish_step(
-        &mut self,
-        task: &FineTuneTask<'_>,
-        schedule: &Schedule,
-        sink: &mut dyn MetricSink,
-    ) -> Result<(), TrainError> {
-        let step = self.state.step;
+    fn finish_step(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
+        let (task, schedule, step) = (self.task, self.schedule, self.state.step);
         // 3. Evaluation; the best checkpoint goes to `best`.
         let val_loss = match schedule.evaluates(step) && task.objective.has_val() {
             true => {
                 let position = self.order.position();
                 let loss = task.objective.evaluate(step);
-                Some(loss.map_err(|error| self.save_after_out_of_memory(task, sink, (step, position), error))?)
+                Some(loss.map_err(|error| self.save_after_out_of_memory(sink, (step, position), error))?)
             }
             false => None,
         };
-        val_loss.map_or(Ok(()), |loss| check_finite(task, step, "the validation loss", loss))?;
+        val_loss.map_or(Ok(()), |loss| self.check_finite(step, "the validation loss", loss))?;
         let mut metrics = self.state.unrecorded.take().unwrap_or_default();
         metrics.extend(val_loss.map(|loss| ("eval_loss".to_owned(), loss)));
         // Without a validation split every evaluation is the best so far; only the last is written.
@@ -222,50 +208,49 @@ impl Trainer {
         {
             task.objective.save(&task.output_dir.join(BEST))?;
         }
-        sink.record(task.objective.stage(), step, &metrics).map_err(|source| io(task, source))?;
+        sink.record(task.objective.stage(), step, &metrics).map_err(|source| self.io(source))?;
         let loss = metrics.get("loss").copied().unwrap_or_default();
         task.progress.update(step, schedule.n_steps, &format!("loss {loss:.3}{}", self.state.note()));
         // 4. A checkpoint to resume from; at the end and after a stop also `last`.
         let position = self.order.position();
-        let is_stopped = self
-            .stop_requested(task, schedule)
-            .map_err(|error| self.save_after_out_of_memory(task, sink, (step, position), error))?;
-        let ends = is_stopped || self.is_done(schedule);
+        let is_stopped =
+            self.stop_requested().map_err(|error| self.save_after_out_of_memory(sink, (step, position), error))?;
+        let ends = is_stopped || self.is_done();
         if ends {
             task.objective.save(&task.output_dir.join(LAST))?;
         }
         if ends || schedule.saves(step) {
-            self.save(task, sink)?;
+            self.save(sink)?;
         }
-        match is_stopped && !self.is_done(schedule) {
+        match is_stopped && !self.is_done() {
             true => Err(TrainError::Interrupted { stage: task.objective.stage(), step }),
             false => Ok(()),
         }
     }
 
     /// Whether the stop flag is set on any rank. Before a checkpoint, compares the weights of all ranks.
-    fn stop_requested(&self, task: &FineTuneTask<'_>, schedule: &Schedule) -> Result<bool, TrainError> {
-        let step = self.state.step;
+    fn stop_requested(&self) -> Result<bool, TrainError> {
+        let (task, step) = (self.task, self.state.step);
         let is_stopped = task.mesh.all.any(task.stop.load(Ordering::Relaxed))?;
-        if is_stopped || self.is_done(schedule) || schedule.saves(step) {
+        if is_stopped || self.is_done() || self.schedule.saves(step) {
             check_equal_weights(task.mesh, task.objective.stage(), step, task.objective.vars())?;
         }
         Ok(is_stopped)
     }
 
-    fn is_done(&self, schedule: &Schedule) -> bool {
-        schedule.is_last(self.state.step) || self.state.is_exhausted(self.patience)
+    fn is_done(&self) -> bool {
+        self.schedule.is_last(self.state.step) || self.state.is_exhausted(self.task.config.early_stopping_patience)
     }
 
     /// Saves the state if `error` is out-of-memory; `position` is that of the data order before the step or its evaluation. An
     /// error of another rank reaches the first rank, which saves.
     fn save_after_out_of_memory(
         &mut self,
-        task: &FineTuneTask<'_>,
         sink: &mut dyn MetricSink,
         (step, position): (u64, u64),
         error: TrainError,
     ) -> TrainError {
+        let task = self.task;
         if !error.is_out_of_memory() || !task.mesh.all.is_first() {
             return error;
         }
@@ -274,36 +259,38 @@ impl Trainer {
         // Before the first step there is nothing to save. Shards of a tensor-parallel model cannot be gathered after a failure:
         // the checkpoint before remains. A second error, of saving, is not reported.
         let can_save = taken > 0 && self.store.is_some() && !task.mesh.is_split();
-        let is_saved = can_save && self.save(task, sink).is_ok();
+        let is_saved = can_save && self.save(sink).is_ok();
         let (saved, message) = (is_saved.then_some(taken), error.to_string());
         TrainError::OutOfMemory { stage: task.objective.stage(), step, saved, message }
     }
 
     /// Writes a checkpoint; the ranks of the first model copy call this together.
-    fn save(&self, task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
+    fn save(&self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
+        let task = self.task;
         if task.fingerprint.is_none() || !task.mesh.data.is_first() {
             return Ok(());
         }
         let mut state = State::default();
         state.put("course", &self.state)?;
         state.put("order", &self.order.position())?;
-        state.put("metrics", &sink.mark().map_err(|source| io(task, source))?)?;
+        state.put("metrics", &sink.mark().map_err(|source| self.io(source))?)?;
         self.optimizer.save("optimizer", &mut state)?;
         state.put_vars("policy", task.objective.vars());
         let state = state.gather_shards(&task.mesh.tensor)?;
         self.store.as_ref().map_or(Ok(()), |store| store.write(self.state.step, &state))
     }
+
+    fn io(&self, source: std::io::Error) -> TrainError {
+        TrainError::Io { path: self.task.output_dir.to_owned(), source }
+    }
+
+    fn check_finite(&self, step: u64, what: &'static str, value: f64) -> Result<(), TrainError> {
+        let stage = self.task.objective.stage();
+        if value.is_finite() { Ok(()) } else { Err(TrainError::NotFinite { stage, step, what }) }
+    }
 }
 
-fn io(task: &FineTuneTask<'_>, source: std::io::Error) -> TrainError {
-    TrainError::Io { path: task.output_dir.to_owned(), source }
-}
-
-fn check_finite(task: &FineTuneTask<'_>, step: u64, what: &'static str, value: f64) -> Result<(), TrainError> {
-    if value.is_finite() { Ok(()) } else { Err(TrainError::NotFinite { stage: task.objective.stage(), step, what }) }
-}
-
-/// What a checkpoint holds besides tensors, the data position and the length of the metrics log.
+/// What a checkpoint holds in addition to tensors, the data position and the length of the metrics log.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct TrainerState {
     /// Optimizer steps taken.

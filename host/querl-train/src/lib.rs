@@ -5,19 +5,20 @@
 //! or judges: scores arrive through the port.
 //!
 //! Where to start reading: [`rl::train`] is the reinforcement-learning loop (`rl/train_loop.rs`), `rl/learner.rs` the update of
-//! policy and critic, [`rl::losses`] the formulas; `fine_tune.rs` is the loop of fine-tuning and classifiers.
+//! policy and critic, [`rl::advantages`] and [`rl::losses`] the formulas, `rl/metrics.rs` every metric; `fine_tune.rs` is the loop of
+//! supervised fine-tuning and of classifiers.
 //!
 //! Losses are pure functions from values to a loss and its gradient with respect to log-probabilities, entropies or values;
 //! the decoder's graph only propagates that gradient. So each formula is tested against its reference as plain numbers.
 
+mod batching;
 mod checkpoint;
 pub mod classify;
-mod data_order;
 mod data_parallel;
 mod error;
 mod fine_tune;
+mod gradients;
 pub mod job;
-mod micro_batch;
 mod optim;
 mod policy;
 pub mod rl;
@@ -26,13 +27,11 @@ mod tensor_data;
 #[cfg(test)]
 mod testing;
 
+pub use batching::{micro_batches, training_order};
 pub use checkpoint::{BEST, LAST, STATE, State, StateStore};
-pub use data_order::training_order;
 pub use error::TrainError;
-pub use micro_batch::micro_batches;
-pub use optim::{
-    AdamW, AdamWSettings, BUCKET, Gradients, constant_with_warmup, cosine_with_warmup, linear_with_warmup, lr_factor,
-};
+pub use gradients::{BUCKET, Gradients};
+pub use optim::{AdamW, AdamWSettings, constant_with_warmup, cosine_with_warmup, linear_with_warmup, lr_factor};
 pub use policy::{Example, Policy};
 pub use rl::health::Health;
 

@@ -53,42 +53,35 @@ pub(crate) struct ResponseLogprobs {
     pub(crate) logprobs: Tensor,
 }
 
+impl ResponseLogprobs {
+    /// One row of log-probabilities per response.
+    pub(crate) fn rows(&self, examples: &[&Example]) -> Result<Vec<Vec<f32>>, TrainError> {
+        Ok(rows_of(&self.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?, examples))
+    }
+}
+
 impl Policy<'_> {
     /// Variables of the adapter, or of the base where there is none.
     pub fn vars(&self) -> &BTreeMap<String, Var> {
         self.adapter.map_or(self.decoder.vars(), LoraAdapter::vars)
     }
 
-    /// Hidden states from which each response token of the batch is predicted: `(N, H)` for N response tokens in all.
-    pub(crate) fn response_hidden(&self, examples: &[&Example]) -> Result<Tensor, TrainError> {
-        self.training_hidden(examples, TrainingPass::default())
-    }
-
-    /// Log-probabilities and entropies of all response tokens of a batch, logits divided by the temperature.
+    /// Log-probabilities and entropies of all response tokens of a batch, logits divided by the temperature. Common prefixes of the
+    /// examples are computed once; [`querl_model::backward`] computes the gradients of checkpointed layers.
     pub(crate) fn response_logprobs(
-        &self,
-        examples: &[&Example],
-        temperature: f64,
-    ) -> Result<ResponseLogprobs, TrainError> {
-        self.training_logprobs(examples, temperature, TrainingPass::default())
-    }
-
-    /// [`Policy::response_logprobs`] with dropout and gradient checkpointing. Common prefixes of the examples are computed once;
-    /// [`querl_model::backward`] computes the gradients of checkpointed layers.
-    pub(crate) fn training_logprobs(
         &self,
         examples: &[&Example],
         temperature: f64,
         training: TrainingPass<'_>,
     ) -> Result<ResponseLogprobs, TrainError> {
-        let hidden = self.training_hidden(examples, training)?;
+        let hidden = self.response_hidden(examples, training)?;
         let targets = examples.iter().flat_map(|example| example.response.iter().copied()).collect();
         let logprobs = self.decoder.token_logprobs(&hidden, targets, temperature, self.adapter)?;
         Ok(ResponseLogprobs { hidden, logprobs })
     }
 
-    /// [`Policy::response_hidden`] with dropout and gradient checkpointing.
-    pub(crate) fn training_hidden(
+    /// Hidden states from which each response token of the batch is predicted: `(N, H)` for N response tokens in all.
+    pub(crate) fn response_hidden(
         &self,
         examples: &[&Example],
         training: TrainingPass<'_>,
@@ -105,7 +98,7 @@ impl Policy<'_> {
     }
 }
 
-/// Options of a training pass.
+/// Options of a training pass; the default is a pass for inference.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct TrainingPass<'a> {
     /// On the inputs of the adapted layers.

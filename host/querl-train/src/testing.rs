@@ -1,7 +1,8 @@
-//! For tests: a recording metric sink, and injected out-of-memory errors.
+//! For tests: a recording metric sink, injected out-of-memory errors, and GPUs.
 
-use crate::{MetricSink, Metrics};
-use candle_core::{Error, Result};
+use crate::{MetricSink, Metrics, TrainError};
+use candle_core::Error;
+use querl_model::ComputeDevice;
 use std::cell::Cell;
 
 /// Records metrics with their steps, except those that measure time.
@@ -36,15 +37,21 @@ thread_local! {
     static OUT_OF_MEMORY: Cell<Option<(u64, &'static str)>> = const { Cell::new(None) };
 }
 
-/// The next call of [`out_of_memory_at`] on this thread with this step and place fails as CUDA does.
-pub(crate) fn inject_out_of_memory(step: u64, place: &'static str) {
-    OUT_OF_MEMORY.set(Some((step, place)));
+/// The next call of [`out_of_memory_at`] on this thread with this step and phase fails as CUDA does.
+pub(crate) fn inject_out_of_memory(step: u64, phase: &'static str) {
+    OUT_OF_MEMORY.set(Some((step, phase)));
 }
 
-pub(crate) fn out_of_memory_at(step: u64, place: &'static str) -> Result<()> {
-    if OUT_OF_MEMORY.get() == Some((step, place)) {
+pub(crate) fn out_of_memory_at(step: u64, phase: &'static str) -> candle_core::Result<()> {
+    if OUT_OF_MEMORY.get() == Some((step, phase)) {
         OUT_OF_MEMORY.set(None);
         return Err(Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")".into()));
     }
     Ok(())
+}
+
+/// A GPU; in `tests/cuda/run.sh` a simulated one.
+pub(crate) fn gpu(index: usize) -> Result<ComputeDevice, TrainError> {
+    querl_cuda::install();
+    Ok(ComputeDevice::open_gpu(index)?)
 }

@@ -122,7 +122,7 @@ fn a_file_of_settings_is_read_and_flags_go_before_it() {
     let rows: Vec<String> = dialogues.as_array().unwrap().iter().map(row).collect();
     project.write("table.csv", &format!("input,label\n{}\n", rows.join("\n")));
     let said = project.querl(&["rm", "train", "style.toml", "--num_train_epochs", "1"]).ok();
-    assert!(said.stderr.contains("changed copies are learned from besides; none chooses or measures"), "{said:#?}");
+    assert!(said.stderr.contains("augmented copies are in the training split only"), "{said:#?}");
     let resolved = project.read("style/rm.resolved.toml");
     assert!(resolved.contains("num_train_epochs = 1\n") && resolved.contains("augment_copies = 2\n"), "{resolved}");
     let again = project.querl(&["rm", "train", "style/rm.resolved.toml"]).ok();
@@ -161,7 +161,7 @@ fn unusable_data_is_reported_in_one_sentence() {
             [row("a", "售前"), row("b", "售后").replace('}', ", \"label_english\": \"x\"}"), row("c", "售前")]
                 .join("\n")
                 + &format!("\n{}", row("d", "售前").replace('}', ", \"label_english\": \"x\"}")),
-            "line 4: label_english `x` stands beside label `售前`, and beside `售后` in line 2; expected one",
+            "line 4: label_english `x` is paired with label `售前`, and with `售后` in line 2; expected one",
         ),
     ];
     for (text, expected) in cases {
@@ -279,7 +279,7 @@ fn texts_that_are_too_long_are_counted_where_they_are_learned_and_where_they_are
     let said = train(&project, &["--num_train_epochs", "1", "--max_length", "8"]).ok();
     assert!(said.stderr.contains("train 21, dev 0, eval 5"), "{said:#?}");
     assert!(said.stderr.contains("21 text(s) were shortened to 8 tokens"), "{said:#?}");
-    assert!(said.stdout.contains("5 text(s) that were asked about were shortened to 8 tokens"), "{said:#?}");
+    assert!(said.stdout.contains("5 evaluated text(s) were shortened to 8 tokens"), "{said:#?}");
     let said = project.querl(&["rm", "eval", "--model", "style", "--file", "dialogues.json", "--max_length", "8"]).ok();
     assert!(said.stdout.contains("26 text(s) were shortened to 8 tokens"), "{said:#?}");
     let said = train(&project, &["--max_length", "5000"]);

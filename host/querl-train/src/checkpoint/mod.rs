@@ -1,10 +1,10 @@
 //! Checkpoints of a stage: `best` and `last`, folders that PEFT (or, after full fine-tuning, transformers) reads; and `state`, files
 //! to resume from, which are complete or not used.
 
-mod file;
 mod store;
 
 pub use store::StateStore;
+pub(crate) use store::write_values;
 
 use crate::{Policy, TrainError, tensor_data};
 use candle_core::{DType, Device, Tensor, Var};

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! Memory is freed by the side that allocated it. Nothing unwinds across: a panic on either side is caught there and becomes an
-//! error message. The library calls the program's functions from several threads, all of which have ended when `querl_cuda_run`
+//! error message. The library calls the program's functions from several threads; all have ended when `querl_cuda_run`
 //! returns. Jobs of one process run one after another.
 
 use super::{Failure, GenerateJob, GeneratedResponse, Resources, RlJob, SftJob};
@@ -179,60 +179,40 @@ pub enum JobResult {
     CallbackFailed(String),
 }
 
-/// From the library, without an answer.
+/// From the library, without an answer: the methods of [`Progress`](querl_core::ports::Progress).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[allow(missing_docs)]
 pub enum Event {
-    /// [`Progress::update`](querl_core::ports::Progress::update).
-    Update {
-        /// Units done.
-        n_done: u64,
-        /// Units in all.
-        n_total: u64,
-        /// A short live figure.
-        note: String,
-    },
-    /// [`Progress::line`](querl_core::ports::Progress::line).
+    Update { n_done: u64, n_total: u64, note: String },
     Line(String),
 }
 
-/// From the library, with an answer.
+/// From the library, with an answer: the methods of [`MetricSink`](crate::MetricSink) and
+/// [`Environment`](querl_core::ports::Environment), and [`ResponseCallback`](super::ResponseCallback).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[allow(missing_docs)]
 pub enum Request {
-    /// [`MetricSink::record`](crate::MetricSink::record).
     RecordMetrics {
-        /// `sft` or `rl`.
         stage: String,
-        /// Step.
         step: u64,
-        /// Values, finite or not.
+        /// Finite or not.
         #[serde(with = "metrics_json")]
         metrics: Metrics,
     },
-    /// [`MetricSink::mark`](crate::MetricSink::mark).
     MarkMetrics,
-    /// [`MetricSink::rewind`](crate::MetricSink::rewind).
     RewindMetrics(u64),
-    /// [`Environment::score`](querl_core::ports::Environment::score).
     Score {
-        /// Split of the rows.
         split: Split,
-        /// The step that episodes are recorded under.
         step: u64,
-        /// Responses to score.
         responses: Vec<PolicyResponse>,
     },
-    /// [`Environment::mark`](querl_core::ports::Environment::mark).
     MarkEpisodes(Split),
-    /// [`Environment::rewind`](querl_core::ports::Environment::rewind).
     RewindEpisodes {
-        /// Split of the log.
         split: Split,
-        /// Position to rewind to.
         mark: u64,
     },
-    /// [`ResponseCallback`](super::ResponseCallback).
     Responses(Vec<GeneratedResponse>),
 }
 
@@ -240,7 +220,7 @@ pub enum Request {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
-    /// Done.
+    /// Of a method without a result.
     Done,
     /// Position of a log.
     Mark(u64),

@@ -6,7 +6,7 @@ use super::interface::{
 };
 use super::{
     CallbackError, Callbacks, Environments, Failure, FailureKind, GenerateJob, JobError, Resources, ResponseCallback,
-    RlJob, SftJob,
+    RlJob, SftJob, lock,
 };
 use crate::rl::RlSummary;
 use crate::sft::SftSummary;
@@ -14,31 +14,18 @@ use querl_core::ports::{Environment, EnvironmentError};
 use querl_core::records::Split;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::Mutex;
 
 /// Why a library cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)] // the messages describe variants and fields
 pub enum LibraryError {
-    /// A function is missing.
     #[error("it has no function `{0}`; it is no library of querl")]
     Export(&'static str),
-    /// It has another version of the C interface.
     #[error("its interface is version {found} and this program's is {expected}; build both from the same source")]
-    Abi {
-        /// The library's.
-        found: u32,
-        /// The program's.
-        expected: u32,
-    },
-    /// It has another version of querl.
+    Abi { found: u32, expected: u32 },
     #[error("it is of querl {found} and this program is querl {expected}; build both from the same source")]
-    Version {
-        /// The library's.
-        found: String,
-        /// The program's.
-        expected: String,
-    },
-    /// Its description cannot be read.
+    Version { found: String, expected: String },
     #[error("its description cannot be read: {0}")]
     Description(String),
 }
@@ -257,10 +244,6 @@ impl Context<'_, '_> {
             }
         })
     }
-}
-
-fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// # Safety

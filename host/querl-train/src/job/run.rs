@@ -2,7 +2,7 @@
 
 use super::{
     Callbacks, Device, Environments, Failure, FailureKind, GenerateJob, GeneratedResponse, JobError, NoMetrics,
-    Resources, ResponseCallback, RlJob, SftJob,
+    Resources, ResponseCallback, RlJob, SftJob, lock,
 };
 use crate::rl::{self, RlData, RlSummary, RlTask};
 use crate::sft::{self, SftSummary, SftTask};
@@ -15,8 +15,8 @@ use querl_model::{
     ModelError, Modules, PrefixLife, RankFailure, Ranks, SamplingSettings, TextTokenizer, Weights, run_ranks,
 };
 use std::path::Path;
+use std::sync::Mutex;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
 /// Fine-tunes; resumes an earlier job with the same fingerprint.
@@ -294,10 +294,6 @@ fn open_device(device: Device) -> Result<ComputeDevice, JobError> {
 /// An adapter on its base's device, or this rank's shard of it.
 fn load_adapter(path: &Path, decoder: &Decoder) -> Result<LoraAdapter, ModelError> {
     LoraAdapter::load(path, decoder.config())?.for_decoder(decoder)
-}
-
-fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// For ranks after the first, which do not score.

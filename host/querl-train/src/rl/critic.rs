@@ -106,7 +106,7 @@ impl Critic {
         let training = TrainingPass { dropout: None, recompute };
         let hidden = match (&self.base, inputs) {
             (Base::Adapter(adapter), _) => {
-                Policy { decoder, adapter: Some(adapter) }.training_hidden(examples, training)?
+                Policy { decoder, adapter: Some(adapter) }.response_hidden(examples, training)?
             }
             (Base::Reference(_), Some(inputs)) => inputs.clone(),
             (Base::Reference(_), None) => return Err(TrainError::Data("rl: the critic has no inputs".into())),
@@ -124,7 +124,7 @@ impl Critic {
         let hidden = match &self.base {
             Base::Adapter(adapter) => {
                 let frozen = adapter.without_gradient();
-                Policy { decoder, adapter: Some(&frozen) }.response_hidden(examples)?
+                Policy { decoder, adapter: Some(&frozen) }.response_hidden(examples, TrainingPass::default())?
             }
             Base::Reference(_) => return Ok(self.values(decoder, examples, inputs, None)?.detach().to_vec1()?),
         };

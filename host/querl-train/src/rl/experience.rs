@@ -9,9 +9,9 @@ use super::critic::Critic;
 use super::losses::{ImportanceLevel, KlController, Rows, importance_weights, kl_rows};
 use super::rollout::Rollout;
 use crate::TrainError;
+use crate::batching::map_micro_batches;
 use crate::data_parallel::map_over_ranks;
-use crate::micro_batch::map_micro_batches;
-use crate::policy::{Example, Policy, rows_of};
+use crate::policy::{Example, Policy, TrainingPass, rows_of};
 use candle_core::{Device, Tensor};
 use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
 use querl_model::LoraAdapter;
@@ -177,8 +177,7 @@ fn forward(
     let policy = Policy { decoder: task.decoder, adapter: frozen.as_ref() };
     let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
     let micro_batch = |examples: &[&Example]| {
-        let output = policy.response_logprobs(examples, task.config.temperature)?;
-        let logprobs: Vec<f32> = output.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?;
+        let output = policy.response_logprobs(examples, task.config.temperature, TrainingPass::default())?;
         let hidden: Vec<Option<Tensor>> = match returns_hidden {
             // On the CPU, where the critic's head reads them, and every rank can.
             true => {
@@ -187,7 +186,7 @@ fn forward(
             }
             false => vec![None; examples.len()],
         };
-        Ok(rows_of(&logprobs, examples).into_iter().zip(hidden).collect())
+        Ok(output.rows(examples)?.into_iter().zip(hidden).collect())
     };
     let outputs =
         map_over_ranks(&task.mesh.data, &examples, |mine| map_micro_batches(mine, task.tokens_per_pass, micro_batch))?;

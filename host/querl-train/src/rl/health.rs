@@ -17,129 +17,87 @@ pub struct Health {
 /// Steps averaged in a comparison of two intervals.
 const WINDOW: usize = 10;
 
-/// Share of clipped ratios above which updates are too aggressive.
-const MAX_CLIP_FRACTION: f64 = 0.5;
-
-/// Nats per token, far above the KL of a useful update.
-const MAX_KL: f64 = 1.0;
-
-/// Share of the first step's entropy below which the policy hardly explores.
-const MIN_ENTROPY_SHARE: f64 = 0.05;
-
-/// Share of distinct responses in a batch below which the policy responds the same to most queries.
-const MIN_DISTINCT_SHARE: f64 = 0.2;
-
-/// Ratio of response lengths to those of the first step that counts as drift, in both directions.
-const MAX_LENGTH_DRIFT: f64 = 2.5;
-
-/// Two engines in half precision differ by 1e-2; f32 rounding is well below this limit.
-const MAX_PROBS_DIFF: f64 = 1e-5;
-
-/// Effective sample size, as a share of the tokens.
-const MIN_EFFECTIVE_SAMPLE: f64 = 0.5;
-
-/// Share of groups whose scores are all equal.
-const MAX_GROUPS_WITHOUT_SPREAD: f64 = 0.8;
-
-/// Share of truncated responses above which mostly length is rewarded.
-const MAX_CUT_OFF: f64 = 0.5;
-
-/// Ratio of the adapted KL coefficient to the first one that counts as runaway, in both directions.
-const MAX_KL_COEF_DRIFT: f64 = 50.0;
-
 impl Health {
     /// New warnings after a step; each kind is given once.
     pub fn check(&mut self, metrics: &Metrics) -> Vec<String> {
         let mut found = self.of_step(metrics);
-        found.extend(self.of_learning(metrics));
         found.extend(self.of_trend(metrics));
         found.retain(|(kind, _)| !self.warned.iter().any(|warned| warned == kind));
         self.warned.extend(found.iter().map(|(kind, _)| (*kind).to_owned()));
         found.into_iter().map(|(_, text)| format!("warning: {text}")).collect()
     }
 
-    /// Compares a step with the first one.
+    /// Compares metrics with limits and with those of the first step.
     fn of_step(&mut self, metrics: &Metrics) -> Vec<(&'static str, &'static str)> {
         let get = |name: &str| metrics.get(name).copied();
+        let above = |name: &str, limit: f64| get(name).is_some_and(|value| value > limit);
+        let below = |value: Option<f64>, limit: f64| value.is_some_and(|value| value < limit);
+        let drifts =
+            |ratio: Option<f64>, limit: f64| ratio.is_some_and(|ratio| !(1.0 / limit..=limit).contains(&ratio));
+        let ratio = |now: Option<f64>, first: Option<f64>| Some(now? / first?);
         let (entropy, length) = (get("actor/entropy"), get("response_length/mean"));
+        let kl_coef = get("actor/reward_kl_penalty_coeff").or(get("actor/kl_coef"));
         self.first_entropy = self.first_entropy.or(entropy);
         self.first_length = self.first_length.or(length);
-        let ratio = |now: Option<f64>, first: Option<f64>| Some(now? / first?);
-        let drift = ratio(length, self.first_length);
-        let signs = [
-            (
-                get("actor/pg_clipfrac").is_some_and(|share| share > MAX_CLIP_FRACTION),
-                (
-                    "clip",
-                    "more than half of the tokens are clipped: the updates are too aggressive, lower rl.learning_rate",
-                ),
-            ),
-            (
-                get("actor/ref_kl").is_some_and(|kl| kl > MAX_KL),
-                ("kl", "the policy drifts far from the SFT policy (KL above 1 nat per token): raise rl.kl_coef"),
-            ),
-            (
-                ratio(entropy, self.first_entropy).is_some_and(|share| share < MIN_ENTROPY_SHARE),
-                ("entropy", "the entropy has collapsed: raise rl.ent_coef or lower rl.learning_rate"),
-            ),
-            (
-                get("response/distinct_ratio").is_some_and(|share| share < MIN_DISTINCT_SHARE),
-                ("repeats", "most queries get the same answer: raise rl.kl_coef, and look at the reward plugin"),
-            ),
-            (
-                drift.is_some_and(|drift| !(1.0 / MAX_LENGTH_DRIFT..=MAX_LENGTH_DRIFT).contains(&drift)),
-                ("length", "the length of the answers drifts: raise rl.kl_coef, and look at what the reward pays for"),
-            ),
-        ];
-        signs.into_iter().filter(|(shows, _)| *shows).map(|(_, warning)| warning).collect()
-    }
-
-    /// Checks metrics of rollout, groups, critic and KL.
-    fn of_learning(&mut self, metrics: &Metrics) -> Vec<(&'static str, &'static str)> {
-        let get = |name: &str| metrics.get(name).copied();
-        let above = |name: &str, limit: f64| get(name).is_some_and(|value| value > limit);
-        let kl_coef = get("actor/reward_kl_penalty_coeff").or(get("actor/kl_coef"));
         self.first_kl_coef = self.first_kl_coef.or(kl_coef.filter(|kl_coef| *kl_coef > 0.0));
-        let drift = kl_coef.zip(self.first_kl_coef).map(|(now, first)| now / first);
-        let signs = [
+        let warnings = [
             (
-                above("rollout_probs_diff", MAX_PROBS_DIFF),
-                ("probs", "log-probabilities of rollout and training differ by more than 1e-5 a token"),
+                "clip",
+                above("actor/pg_clipfrac", 0.5),
+                "more than half of the tokens are clipped: the updates are too aggressive, lower rl.learning_rate",
             ),
             (
-                get("rollout_corr/rollout_is_eff_sample_size").is_some_and(|share| share < MIN_EFFECTIVE_SAMPLE),
-                (
-                    "importance",
-                    "answers are drawn from a distribution far from the policy's: loosen rl.top_p, rl.top_k and rl.repetition_penalty, or turn rl.off_by_one off",
-                ),
+                "kl",
+                above("actor/ref_kl", 1.0), // nats per token, far above the KL of a useful update
+                "the policy drifts far from the SFT policy (KL above 1 nat per token): raise rl.kl_coef",
             ),
             (
-                above("frac_reward_zero_std", MAX_GROUPS_WITHOUT_SPREAD),
-                (
-                    "groups",
-                    "the answers to most queries all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin",
-                ),
+                "entropy",
+                below(ratio(entropy, self.first_entropy), 0.05),
+                "the entropy has collapsed: raise rl.ent_coef or lower rl.learning_rate",
             ),
             (
-                above("response_length/clip_ratio", MAX_CUT_OFF),
-                (
-                    "cut_off",
-                    "more than half of the answers are cut off: raise rl.max_new_tokens or rl.missing_eos_penalty",
-                ),
+                "repeats",
+                below(get("response/distinct_ratio"), 0.2),
+                "most queries get the same answer: raise rl.kl_coef, and look at the reward plugin",
             ),
             (
-                above("critic/vf_clipfrac", MAX_CLIP_FRACTION),
-                (
-                    "value_clip",
-                    "more than half of the critic's values are clipped: raise rl.clip_range_value or lower rl.critic_learning_rate",
-                ),
+                "length",
+                drifts(ratio(length, self.first_length), 2.5),
+                "the length of the answers drifts: raise rl.kl_coef, and look at what the reward pays for",
             ),
             (
-                drift.is_some_and(|drift| !(1.0 / MAX_KL_COEF_DRIFT..=MAX_KL_COEF_DRIFT).contains(&drift)),
-                ("kl_coef", "the KL coefficient runs away from where it started: choose another rl.kl_target"),
+                "probs",
+                above("rollout_probs_diff", 1e-5), // engines in half precision differ by 1e-2; f32 rounding is well below
+                "log-probabilities of rollout and training differ by more than 1e-5 a token",
+            ),
+            (
+                "importance",
+                below(get("rollout_corr/rollout_is_eff_sample_size"), 0.5),
+                "answers are drawn from a distribution far from the policy's: loosen rl.top_p, rl.top_k and rl.repetition_penalty, or turn rl.off_by_one off",
+            ),
+            (
+                "groups",
+                above("frac_reward_zero_std", 0.8),
+                "the answers to most queries all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin",
+            ),
+            (
+                "cut_off",
+                above("response_length/clip_ratio", 0.5),
+                "more than half of the answers are cut off: raise rl.max_new_tokens or rl.missing_eos_penalty",
+            ),
+            (
+                "value_clip",
+                above("critic/vf_clipfrac", 0.5),
+                "more than half of the critic's values are clipped: raise rl.clip_range_value or lower rl.critic_learning_rate",
+            ),
+            (
+                "kl_coef",
+                drifts(ratio(kl_coef, self.first_kl_coef), 50.0),
+                "the KL coefficient runs away from where it started: choose another rl.kl_target",
             ),
         ];
-        signs.into_iter().filter(|(shows, _)| *shows).map(|(_, warning)| warning).collect()
+        warnings.into_iter().filter(|(_, applies, _)| *applies).map(|(kind, _, text)| (kind, text)).collect()
     }
 
     /// Compares the last interval with the one before.

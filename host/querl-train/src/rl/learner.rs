@@ -14,8 +14,8 @@ use super::losses::{
 use super::metrics::{UpdateMetrics, add_metrics, batch_metrics, policy_metrics, value_metrics};
 use super::rollout::{Rollout, RolloutBatch};
 use super::rollout_check::check_rollout;
+use crate::batching::accumulation_micro_batches;
 use crate::data_parallel::{all_reduce_metrics, rank_share};
-use crate::micro_batch::accumulation_micro_batches;
 use crate::policy::{Example, Policy, TrainingPass, recompute_mode, rows_of};
 use crate::{AdamW, AdamWSettings, Gradients, Metrics, State, TrainError, lr_factor};
 use candle_core::{Tensor, Var};
@@ -272,7 +272,7 @@ impl MicroBatch<'_> {
         let (task, config) = (self.mini_batch.task, self.mini_batch.task.config);
         let policy = Policy { decoder: task.decoder, adapter: Some(task.policy) };
         let training = TrainingPass { dropout: None, recompute: Some(&self.mini_batch.recompute) };
-        let output = policy.training_logprobs(&self.examples, config.temperature, training)?;
+        let output = policy.response_logprobs(&self.examples, config.temperature, training)?;
         let both: Vec<Vec<f32>> = output.logprobs.to_vec2()?; // (N, 2)
         let column =
             |i: usize| -> Rows { rows_of(&both.iter().map(|row| row[i]).collect::<Vec<f32>>(), &self.examples) };

@@ -3,8 +3,8 @@
 use super::RlTask;
 use super::metrics::rollout_check_metrics;
 use super::rollout::Rollout;
-use crate::micro_batch::map_micro_batches;
-use crate::policy::{Example, Policy, rows_of};
+use crate::batching::map_micro_batches;
+use crate::policy::{Example, Policy, TrainingPass};
 use crate::{Metrics, TrainError};
 use querl_model::{ComputeDevice, LoraAdapter};
 use rand::SeedableRng;
@@ -55,9 +55,7 @@ pub(super) fn check_rollout(
     let examples: Vec<&Example> = chosen.iter().map(|&i| &rollouts[i].example).collect();
     let policy = Policy { decoder: task.decoder, adapter: Some(&adapter.without_gradient()) };
     let computed = map_micro_batches(&examples, task.tokens_per_pass, |examples| {
-        let output = policy.response_logprobs(examples, task.config.temperature)?;
-        let logprobs: Vec<f32> = output.logprobs.narrow(1, 0, 1)?.flatten_all()?.to_vec1()?;
-        Ok(rows_of(&logprobs, examples))
+        policy.response_logprobs(examples, task.config.temperature, TrainingPass::default())?.rows(examples)
     })?;
     let mut differences: Vec<f64> = Vec::new();
     for (computed, sampled) in computed.iter().zip(chosen.iter().map(|&i| &rollouts[i].logprobs)) {

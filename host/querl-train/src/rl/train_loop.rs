@@ -1,4 +1,7 @@
 //! The loop of reinforcement learning. Read [`train`], then [`Trainer::run`]; `learner.rs` has the update.
+//!
+//! The stop flag (`RlTask::stop`, set by Ctrl-C) is read by [`Trainer::stop_requested`] after rollouts, and by
+//! [`rollout_pipeline::complete`] before each part of a batch; [`Trainer::interrupt`] then saves the state.
 
 use super::learner::Learner;
 use super::metrics::{rollout_metrics, step_metrics};
@@ -7,8 +10,8 @@ use super::rollout_check::check_rollout;
 use super::rollout_pipeline::{self, RolloutRequest};
 use super::trainer_state::{BestCheckpoint, Evaluation, LogPositions, TrainerState};
 use super::{RlSummary, RlTask, engine_settings};
+use crate::batching::DataOrder;
 use crate::checkpoint::{LAST, STATE, State, StateStore};
-use crate::data_order::DataOrder;
 use crate::data_parallel::newest_checkpoint;
 use crate::{MetricSink, Metrics, TrainError};
 use querl_model::{ComputeDevice, Decoding, Engine, LoraAdapter, Mesh};
@@ -193,7 +196,12 @@ impl<'a> Trainer<'a> {
         }
         self.state.rollouts = Some(partial);
         // The flag is never cleared: while it is unset, the batch is complete.
-        Ok(if task.mesh.all.any(task.stop.load(Ordering::Relaxed))? { Phase::Stopped } else { Phase::Completed })
+        Ok(if self.stop_requested()? { Phase::Stopped } else { Phase::Completed })
+    }
+
+    /// Whether the stop flag is set on any rank.
+    fn stop_requested(&self) -> Result<bool, TrainError> {
+        Ok(self.task.mesh.all.any(self.task.stop.load(Ordering::Relaxed))?)
     }
 
     /// Updates policy and critic on a batch. With `rl.off_by_one` the next batch is generated concurrently, by the policy as it

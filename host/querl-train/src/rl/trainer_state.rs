@@ -15,7 +15,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
-/// What a checkpoint holds besides tensors.
+/// What a checkpoint holds in addition to tensors.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct TrainerState {
     /// Steps taken.

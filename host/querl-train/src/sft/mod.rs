@@ -5,10 +5,10 @@ mod tests;
 
 pub use crate::fine_tune::SftSummary;
 
+use crate::batching::micro_batches;
 use crate::checkpoint::save_policy;
 use crate::data_parallel::rank_share;
 use crate::fine_tune::{FineTuneTask, Objective, StepLoss, dropout};
-use crate::micro_batch::micro_batches;
 use crate::policy::{Example, Policy, TrainingPass, recompute_mode};
 use crate::{Gradients, MetricSink, TrainError, fine_tune};
 use candle_core::{Tensor, Var};
@@ -114,8 +114,7 @@ fn check(task: &SftTask<'_>) -> Result<(), TrainError> {
     for (split, rows) in [("training", task.train), ("validation", task.val)] {
         if let Some(index) = rows.iter().position(|row| row.response.is_empty()) {
             let row = format!("row {} of the {split} split", index + 1);
-            let message =
-                format!("{row} has an empty response, of which nothing is learned; remove it or give it an answer");
+            let message = format!("{row} has an empty response; remove it or give it an answer to learn from");
             return Err(TrainError::Data(message));
         }
     }
@@ -189,5 +188,5 @@ fn evaluate(task: &SftTask<'_>, step: u64) -> Result<f64, TrainError> {
 
 /// Negative log-probability of the responses, summed over tokens.
 fn negative_logprob(policy: Policy<'_>, rows: &[&Example], training: TrainingPass<'_>) -> Result<Tensor, TrainError> {
-    Ok(policy.training_logprobs(rows, 1.0, training)?.logprobs.narrow(1, 0, 1)?.sum_all()?.neg()?)
+    Ok(policy.response_logprobs(rows, 1.0, training)?.logprobs.narrow(1, 0, 1)?.sum_all()?.neg()?)
 }

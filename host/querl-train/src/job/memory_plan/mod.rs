@@ -4,19 +4,11 @@
 //! upper bounds where the data decides (the longest row, the most responses generated at once). Not counted, but reserved as
 //! [`RESERVED_BYTES`]: driver, cuBLAS, kernels, and fragmentation.
 
-mod advice;
-mod counts;
-
-pub use advice::{Advice, advise, gibibytes};
-
-pub use counts::{base_bytes, linears};
-
 use crate::BUCKET;
 use crate::rl::kv_cache_room;
-use counts::{adapter_parameters, largest_linear, largest_trained, saved_bytes_of_row, scratch_bytes_of_row};
 use querl_core::config::{BaseDtype, CriticKind, ModelConfig, RlConfig, SftConfig, TuningMethod};
 use querl_model::kernels::{GPU_LOGITS, GPU_LOGITS_PER_ROW};
-use querl_model::{ComputeDevice, DecoderConfig, EngineSettings};
+use querl_model::{ComputeDevice, DecoderConfig, EngineSettings, Shard};
 
 /// Sizes of what a kind of device stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -234,15 +226,7 @@ impl MemoryPlan {
 
     /// Sum of all parts.
     pub fn total(&self) -> u64 {
-        self.certain()
-            + self.activations
-            + self.scratch
-            + self.logits
-            + self.widened
-            + self.cache
-            + self.decoding
-            + self.sums
-            + self.reserved
+        self.parts().iter().map(|(_, bytes)| bytes).sum()
     }
 
     /// Base and adapters, which are there from start to end, exact up to padding: if these do not fit, nothing does.
@@ -360,6 +344,222 @@ fn bucket_of(shapes: &DecoderConfig, stage: &PlannedStage) -> u64 {
         _ => (largest_trained(shapes, stage.lora()), adapter_parameters(shapes, stage.lora())),
     };
     largest.max(BUCKET as u64).min(all)
+}
+
+/// The linear layers of a decoder layer, with their inputs and outputs.
+pub fn linears(shapes: &DecoderConfig) -> [(&'static str, usize, usize); 7] {
+    let DecoderConfig { hidden_size, intermediate_size, .. } = *shapes;
+    let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
+    [
+        ("q_proj", hidden_size, q),
+        ("k_proj", hidden_size, kv),
+        ("v_proj", hidden_size, kv),
+        ("o_proj", q, hidden_size),
+        ("gate_proj", hidden_size, intermediate_size),
+        ("up_proj", hidden_size, intermediate_size),
+        ("down_proj", intermediate_size, hidden_size),
+    ]
+}
+
+/// Weights of the largest linear layer of a decoder layer.
+fn largest_linear(shapes: &DecoderConfig) -> u64 {
+    linears(shapes).into_iter().map(|(_, n_in, n_out)| (n_in * n_out) as u64).max().unwrap_or(0)
+}
+
+/// Bytes of a base by dtype: int8 and nf4 with a scale per 64 weights, fp8 with one per output; these three with embedding and head in
+/// bf16.
+pub fn base_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
+    let (of_linear, of_table) = match dtype {
+        BaseDtype::F32 => (4.0, 4.0),
+        BaseDtype::Bf16 | BaseDtype::F16 => (2.0, 2.0),
+        BaseDtype::Int8 => (1.0625, 2.0),
+        BaseDtype::Fp8 => (1.0, 2.0),
+        BaseDtype::Nf4 => (0.5625, 2.0),
+    };
+    let of_layer: usize = linears(shapes).iter().map(|(_, n_in, n_out)| n_in * n_out).sum();
+    let n_outputs: usize = linears(shapes).iter().map(|(_, _, n_out)| n_out).sum();
+    let scales = if dtype == BaseDtype::Fp8 { shapes.n_layers * n_outputs } else { 0 };
+    let n_tables = if shapes.tie_word_embeddings { 1 } else { 2 };
+    let table = n_tables * shapes.vocab_size * shapes.hidden_size;
+    let small = shapes.n_layers * small_of_layer(shapes) + shapes.hidden_size;
+    let bytes = (shapes.n_layers * of_layer) as f64 * of_linear + table as f64 * of_table;
+    bytes as u64 + ((small + scales) * SUM_BYTES) as u64
+}
+
+/// Norms and biases of a layer, always f32.
+fn small_of_layer(shapes: &DecoderConfig) -> usize {
+    let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
+    let norms_of_heads = if shapes.family.has_qk_norm() { 2 * shapes.head_dim } else { 0 };
+    let qkv = if shapes.qkv_bias { q + 2 * kv } else { 0 };
+    let out = if shapes.output_bias { shapes.hidden_size } else { 0 };
+    2 * shapes.hidden_size + norms_of_heads + qkv + out
+}
+
+fn adapter_parameters(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
+    let is_all = lora.lora_target_modules.iter().any(|name| name == "all-linear");
+    let adapted = |name: &str| is_all || lora.lora_target_modules.iter().any(|target| target == name);
+    let of_one = |n_in: usize, n_out: usize| lora.lora_rank * (n_in + n_out) + if lora.use_dora { n_out } else { 0 };
+    let of_layer = linears(shapes).into_iter().filter(|(name, ..)| adapted(name));
+    let of_layer: usize = of_layer.map(|(_, n_in, n_out)| of_one(n_in, n_out)).sum();
+    (shapes.n_layers * of_layer) as u64
+}
+
+/// Weights of the largest tensor of an adapter.
+fn largest_trained(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
+    let widest = linears(shapes).into_iter().map(|(_, n_in, n_out)| n_in.max(n_out)).max().unwrap_or(0);
+    (lora.lora_rank * widest) as u64
+}
+
+/// Saved activations of a layer per token: queries, keys and values as attention reads them (for Qwen3 before their norms too),
+/// attention output and logsumexp, the residuals after attention and after the layer, gate and up, LoRA A outputs.
+fn saved_bytes_of_row(shapes: &DecoderConfig, rank: usize, value_bytes: usize) -> u64 {
+    let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
+    let before_norm = if shapes.family.has_qk_norm() { q + kv } else { 0 };
+    let values = 2 * q + 2 * kv + before_norm + 2 * shapes.intermediate_size + 7 * rank;
+    let sums = 2 * shapes.hidden_size + shapes.n_heads;
+    (values * value_bytes + sums * SUM_BYTES) as u64
+}
+
+/// Temporary buffers of a layer's backward pass per token, the larger of: in the MLP the gated values and three gradients of their
+/// width with one of the layer's; in attention the gradients of queries, keys, values and attention output, before and after RoPE;
+/// and the residual's gradients.
+fn scratch_bytes_of_row(shapes: &DecoderConfig, value_bytes: usize) -> u64 {
+    let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
+    let hidden = shapes.hidden_size;
+    let feed_forward = (4 * shapes.intermediate_size + hidden) * value_bytes + 2 * hidden * SUM_BYTES;
+    let attention = (3 * q + 3 * kv + hidden) * value_bytes + 3 * hidden * SUM_BYTES;
+    feed_forward.max(attention) as u64
+}
+
+/// Settings to change.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Advice {
+    /// Keys and values, as text.
+    pub change: String,
+    /// Bytes saved.
+    pub saved_bytes: u64,
+}
+
+impl std::fmt::Display for Advice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "set {}, which takes {} less", self.change, gibibytes(self.saved_bytes))
+    }
+}
+
+/// `12.3 GiB`.
+pub fn gibibytes(bytes: u64) -> String {
+    format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30))
+}
+
+/// Granularity of `model.tokens_per_pass`.
+const STEP_OF_PASS: usize = 256;
+
+/// Below this, matrix products are too small for a GPU, and gradient checkpointing costs less time.
+const SMALL_PASS: usize = 2048;
+
+/// The change that costs least and suffices; `None` where the plan fits, or where no change of these suffices. Tried in this order:
+/// smaller passes (no time as long as they are not small), gradient checkpointing (a third more time), both, smaller batches of
+/// rollouts, a base of fewer bits (results change), and everything.
+pub fn advise(request: &MemoryRequest, free_bytes: u64) -> Option<Advice> {
+    let needed = MemoryPlan::new(request).total();
+    if needed <= free_bytes {
+        return None;
+    }
+    let checkpointed = with(request, |request| request.model.gradient_checkpointing = true);
+    let candidates = [
+        smaller_passes(request, free_bytes).filter(|request| request.model.tokens_per_pass >= SMALL_PASS),
+        fits(checkpointed.clone(), free_bytes),
+        smaller_passes(&checkpointed, free_bytes),
+        smaller_passes(request, free_bytes),
+        smaller_batches(request, free_bytes),
+        smaller_storage(request, free_bytes),
+        smaller_storage(&checkpointed, free_bytes),
+        smaller_storage(&smallest_passes(&checkpointed), free_bytes),
+    ];
+    let chosen = candidates.into_iter().flatten().next()?;
+    let saved_bytes = needed - MemoryPlan::new(&chosen).total();
+    Some(Advice { change: changes(request, &chosen).join(" and "), saved_bytes })
+}
+
+fn with(request: &MemoryRequest, change: impl FnOnce(&mut MemoryRequest)) -> MemoryRequest {
+    let mut changed = request.clone();
+    change(&mut changed);
+    changed
+}
+
+fn fits(request: MemoryRequest, free_bytes: u64) -> Option<MemoryRequest> {
+    (MemoryPlan::new(&request).total() <= free_bytes).then_some(request)
+}
+
+fn smallest_passes(request: &MemoryRequest) -> MemoryRequest {
+    with(request, |request| request.model.tokens_per_pass = request.stage.longest_row().next_multiple_of(STEP_OF_PASS))
+}
+
+/// The largest passes that fit: every part of a plan grows with them, so halving finds them.
+fn smaller_passes(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryRequest> {
+    let of = |steps: usize| with(request, |request| request.model.tokens_per_pass = steps * STEP_OF_PASS);
+    let mut fitting = request.stage.longest_row().div_ceil(STEP_OF_PASS);
+    fits(of(fitting), free_bytes)?;
+    let mut too_large = (tokens_of_pass(request) as usize).div_ceil(STEP_OF_PASS).max(fitting + 1);
+    while too_large - fitting > 1 {
+        let middle = fitting.midpoint(too_large);
+        match fits(of(middle), free_bytes) {
+            Some(_) => fitting = middle,
+            None => too_large = middle,
+        }
+    }
+    Some(of(fitting))
+}
+
+/// Half as many queries of a batch, and half of that, as long as there are some.
+fn smaller_batches(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryRequest> {
+    let PlannedStage::Rl { config, .. } = &request.stage else { return None };
+    let sizes = std::iter::successors(Some(config.batch_size / 2), |size| Some(size / 2)).take_while(|size| *size > 0);
+    let of = |size: usize| {
+        with(request, |request| {
+            if let PlannedStage::Rl { config, .. } = &mut request.stage {
+                config.batch_size = size;
+                config.mini_batch_size = config.mini_batch_size.min(size * config.n_samples);
+            }
+        })
+    };
+    sizes.map(of).find_map(|request| fits(request, free_bytes))
+}
+
+/// The most bits that fit and that the device can store.
+fn smaller_storage(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryRequest> {
+    let base = |dtype| with(request, |request| request.model.dtype = dtype);
+    let now = MemoryPlan::new(request).base;
+    let storages = request.types.storages.iter().copied().filter(|&dtype| can_be_split(request, dtype));
+    let mut smaller = storages.map(base).filter(|request| MemoryPlan::new(request).base < now);
+    smaller.find_map(|request| fits(request, free_bytes))
+}
+
+/// Whether the devices that hold the model together can have it in some storage.
+fn can_be_split(request: &MemoryRequest, dtype: BaseDtype) -> bool {
+    Shard::check(request.model.tensor_parallel, &request.shapes, dtype).is_ok()
+}
+
+fn changes(from: &MemoryRequest, to: &MemoryRequest) -> Vec<String> {
+    let mut changes = Vec::new();
+    if to.model.dtype != from.model.dtype {
+        changes.push(format!("model.dtype to \"{}\"", to.model.dtype.name()));
+    }
+    if to.model.gradient_checkpointing != from.model.gradient_checkpointing {
+        changes.push("model.gradient_checkpointing to true".into());
+    }
+    if to.model.tokens_per_pass != from.model.tokens_per_pass {
+        changes.push(format!("model.tokens_per_pass to {}", to.model.tokens_per_pass));
+    }
+    if let (PlannedStage::Rl { config: from, .. }, PlannedStage::Rl { config: to, .. }) = (&from.stage, &to.stage) {
+        if to.batch_size != from.batch_size {
+            changes.push(format!("rl.batch_size to {}", to.batch_size));
+        }
+        if to.mini_batch_size != from.mini_batch_size {
+            changes.push(format!("rl.mini_batch_size to {}", to.mini_batch_size));
+        }
+    }
+    changes
 }
 
 #[cfg(test)]

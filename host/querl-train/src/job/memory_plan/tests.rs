@@ -1,4 +1,4 @@
-//! Plans in numbers that can be done by hand, and the advice that follows from them.
+//! Plans and advice compared with numbers computed by hand.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -58,7 +58,7 @@ const GIB: u64 = 1 << 30;
 
 #[test]
 fn the_base_is_the_published_number_of_weights() {
-    // 32.76 thousand million weights: the model card of Qwen2.5-32B says 32.5B, 31.0B without embeddings.
+    // 32.76e9 weights: the model card of Qwen2.5-32B states 32.5B, 31.0B without embeddings.
     let layer = 5120 * (5120 + 2 * 1024) + 5120 * 5120 + 3 * 5120 * 27_648u64;
     let tables = 2 * 152_064 * 5120u64;
     let small = 64 * (2 * 5120 + 5120 + 2 * 1024) + 5120u64;
@@ -81,7 +81,7 @@ fn an_adapter_has_the_weights_that_peft_counts() {
 }
 
 #[test]
-fn a_model_that_devices_hold_together_is_divided_but_for_its_tables_and_the_residuals() {
+fn tensor_parallelism_divides_a_model_except_tables_and_residuals() {
     let request = sft(BaseDtype::Bf16, 4096);
     let whole = MemoryPlan::new(&request);
     let part = MemoryPlan::new(&MemoryRequest {
@@ -91,14 +91,14 @@ fn a_model_that_devices_hold_together_is_divided_but_for_its_tables_and_the_resi
     let (tables, small) = (2 * 152_064 * 5120 * 2, (64 * (2 * 5120) + 5120) * 4);
     let biases = 64 * (5120 + 2 * 1024) * 4;
     assert_eq!(part.base, (whole.base - tables - small - biases) / 4 + tables + small + biases / 4);
-    // A of five layers and B of two are whole on every rank.
+    // LoRA A of five layers and LoRA B of two are replicated on every rank.
     let of_layer = 16 * (5 * 5120 + (5120 + 2 * 1024 + 2 * 27_648) / 4 + 2 * 5120 + (5120 + 27_648) / 4);
     assert_eq!(part.adapters, (5 * 4 + 2) * 64 * of_layer);
     assert!(part.activations < whole.activations / 2 && part.logits == whole.logits);
 }
 
 #[test]
-fn copies_of_a_model_sum_a_bucket_of_gradients_and_its_parts_a_passs_rows() {
+fn data_parallel_ranks_reduce_a_gradient_bucket_and_tensor_parallel_ranks_activations() {
     let with = |n_devices, tensor_parallel| {
         let request = sft(BaseDtype::Bf16, 4096);
         MemoryPlan::new(&MemoryRequest {
@@ -117,7 +117,7 @@ fn copies_of_a_model_sum_a_bucket_of_gradients_and_its_parts_a_passs_rows() {
 }
 
 #[test]
-fn a_tensor_that_no_bucket_holds_is_summed_at_once_and_small_adapters_are_one_bucket() {
+fn a_tensor_larger_than_a_bucket_is_reduced_at_once_and_small_adapters_are_one_bucket() {
     let bucket = |config: SftConfig| bucket_of(&large(), &PlannedStage::Sft { config, longest_row: 1024 });
     let lora = SftConfig { lora_rank: 2, lora_target_modules: vec!["q_proj".into()], ..SftConfig::default() };
     assert_eq!(bucket(lora.clone()), 64 * 2 * (5120 + 5120));
@@ -127,7 +127,7 @@ fn a_tensor_that_no_bucket_holds_is_summed_at_once_and_small_adapters_are_one_bu
 }
 
 #[test]
-fn checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole() {
+fn gradient_checkpointing_saves_layer_inputs_and_the_activations_of_one_layer() {
     let whole = MemoryPlan::new(&sft(BaseDtype::Bf16, 4096));
     let request = sft(BaseDtype::Bf16, 4096);
     let checkpointed = MemoryPlan::new(&MemoryRequest {
@@ -142,7 +142,7 @@ fn checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole() {
 }
 
 #[test]
-fn a_pass_is_no_larger_than_the_data_makes_it_and_holds_the_longest_row() {
+fn a_pass_is_at_most_a_step_and_at_least_the_longest_row() {
     let with = |tokens_per_pass, rows, longest_row| {
         let config = SftConfig { batch_size: rows, gradient_accumulation_steps: 1, ..SftConfig::default() };
         let stage = PlannedStage::Sft { config, longest_row };
@@ -152,25 +152,26 @@ fn a_pass_is_no_larger_than_the_data_makes_it_and_holds_the_longest_row() {
 }
 
 #[test]
-fn reinforcement_learning_counts_critic_reference_and_the_answers_in_progress() {
+fn reinforcement_learning_counts_critic_reference_and_kv_cache() {
     let (rl, sft) = (MemoryPlan::new(&rl(4096)), MemoryPlan::new(&sft(BaseDtype::Bf16, 4096)));
-    // 22 bytes of policy and critic each, the reference and the copy that answers; fine-tuning has the policy's alone.
+    // 22 bytes per weight of policy and critic each, reference and copy for generation; fine-tuning has the policy only.
     assert_eq!((rl.adapters, sft.adapters), ((2 * 22 + 2 * 4) * 134_217_728, 22 * 134_217_728));
-    // A part of the batch, 32 answers: 11 blocks each, 56 for each prompt and for one that waits, 256 of kept prefixes; 16 tokens a
-    // block, 256 KiB a token.
+    // A part of the batch, 32 responses: 11 blocks each, 56 per prompt and for one waiting prompt, 256 of cached prefixes; 16 tokens per
+    // block, 256 KiB per token.
     assert_eq!(rl.cache, (32 * 11 + 33 * 56 + 256) * 16 * 64 * 2 * 1024 * 2);
-    // Rows of a pass, as many as attention in four parts has room for: the residual in f32, and in bf16 its norm, queries and what
-    // they see, keys and values, gate and up, 3 * 16 of A. Of 32 answers and one that waits: residual, queries, two hidden states.
+    // Rows of a pass, as many as split-K attention in four parts has room for: the residual in f32, and in bf16 its norm, queries and
+    // attention output, keys and values, gate and up, 3 * 16 LoRA A outputs. Of 32 responses and one waiting: residual, queries, two
+    // hidden states.
     let rows = 4 * 5120 + 2 * (5120 + 2 * 5120 + 2 * 1024 + 2 * 27_648 + 48);
     let n_rows = (1 << 24) / (40 * 4 * 130);
-    let answers = 33 * (4 * 5120 + 2 * 3 * 5120) + 4 * 32 * 152_064;
-    assert_eq!(rl.decoding, n_rows * rows + answers + 4 * n_rows * 40 * 4 * 130);
+    let responses = 33 * (4 * 5120 + 2 * 3 * 5120) + 4 * 32 * 152_064;
+    assert_eq!(rl.decoding, n_rows * rows + responses + 4 * n_rows * 40 * 4 * 130);
     assert_eq!((sft.cache, sft.decoding), (0, 0));
 }
 
-/// The symptom: each of several cards planned for the answers of all of them.
+/// The symptom: each of several GPUs planned for the responses of all of them.
 #[test]
-fn copies_of_a_model_share_the_answers_of_a_part_and_cards_of_a_copy_do_not() {
+fn model_copies_share_the_responses_of_a_part_and_shards_do_not() {
     let with = |n_devices, tensor_parallel| {
         let request = rl(4096);
         MemoryPlan::new(&MemoryRequest {
@@ -179,15 +180,15 @@ fn copies_of_a_model_share_the_answers_of_a_part_and_cards_of_a_copy_do_not() {
             ..request
         })
     };
-    // Of 32 answers with their prompts 8; what is kept of prefixes is the same.
+    // 8 of 32 responses with their prompts; the cached prefixes are the same.
     assert_eq!(with(4, 1).cache, (8 * 11 + 9 * 56 + 256) * 16 * 64 * 2 * 1024 * 2);
     assert!(with(4, 1).decoding < with(1, 1).decoding);
-    // Half of the heads, all of the answers.
+    // Half of the heads, all responses.
     assert_eq!(with(2, 2).cache, with(1, 1).cache / 2);
 }
 
 #[test]
-fn full_fine_tuning_on_a_card_keeps_a_copy_of_the_weights_in_bf16() {
+fn full_fine_tuning_on_a_gpu_keeps_a_copy_of_the_weights_in_bf16() {
     let config = SftConfig { method: TuningMethod::Full, ..SftConfig::default() };
     let stage = PlannedStage::Sft { config, longest_row: 1024 };
     let plan = |types| MemoryPlan::new(&MemoryRequest { stage: stage.clone(), types, ..sft(BaseDtype::Bf16, 4096) });
@@ -204,7 +205,7 @@ fn advised(request: &MemoryRequest, free: u64) -> Option<String> {
 }
 
 #[test]
-fn what_fits_needs_no_advice_and_what_never_fits_gets_none() {
+fn a_plan_that_fits_or_never_fits_has_no_advice() {
     assert_eq!(advised(&sft(BaseDtype::Bf16, 2048), 141 * GIB), None);
     let request = sft(BaseDtype::Bf16, 8192);
     assert!(MemoryPlan::new(&request).total() > 8 * GIB && advise(&request, 8 * GIB).is_none());
@@ -230,7 +231,7 @@ fn advice_is_the_cheapest_change_that_suffices() {
 }
 
 #[test]
-fn a_packed_base_on_a_card_needs_a_place_where_its_largest_weight_is_widened() {
+fn a_quantised_base_on_a_gpu_needs_a_buffer_for_its_largest_dequantised_weight() {
     let planned = |dtype, types| MemoryPlan::new(&MemoryRequest { types, ..sft(dtype, 4096) });
     let [bf16, fp8] = [BaseDtype::Bf16, BaseDtype::Fp8].map(|dtype| planned(dtype, DeviceSizes::GPU));
     assert_eq!((bf16.widened, fp8.widened), (0, 2 * 5120 * 27_648));
@@ -239,17 +240,17 @@ fn a_packed_base_on_a_card_needs_a_place_where_its_largest_weight_is_widened() {
     let n_outputs = 64 * (2 * 5120 + 2 * 1024 + 2 * 27_648 + 5120u64);
     let n_weights = 64 * (5120 * (5120 + 2 * 1024) + 5120 * 5120 + 3 * 5120 * 27_648u64);
     assert_eq!(bf16.base - fp8.base, n_weights - 4 * n_outputs);
-    // Answers are generated on a stream of their own, with a place and a workspace of its own.
-    let beside_training = |dtype| MemoryPlan::new(&MemoryRequest { model: model(dtype, 4096), ..rl(4096) });
-    let [bf16_rl, fp8_rl] = [BaseDtype::Bf16, BaseDtype::Fp8].map(beside_training);
+    // Generation has its own stream, with its own buffer and workspace.
+    let with_generation = |dtype| MemoryPlan::new(&MemoryRequest { model: model(dtype, 4096), ..rl(4096) });
+    let [bf16_rl, fp8_rl] = [BaseDtype::Bf16, BaseDtype::Fp8].map(with_generation);
     assert_eq!((bf16_rl.widened, fp8_rl.widened), (0, 2 * fp8.widened));
     assert_eq!((bf16.reserved, bf16_rl.reserved), (RESERVED_BYTES, RESERVED_BYTES + (32 << 20)));
     assert!(fp8.parts().iter().any(|(name, bytes)| *name == "a widened weight" && *bytes == fp8.widened));
 }
 
-/// The symptom: a storage was advised whose groups of weights the cards that hold a model together would have to share.
+/// The symptom: a dtype was advised whose weight groups cross the boundary between two shards.
 #[test]
-fn no_storage_is_advised_that_cannot_be_split_over_the_cards() {
+fn no_dtype_is_advised_that_cannot_be_sharded() {
     let over = |intermediate_size| {
         let request = sft(BaseDtype::Bf16, 8192);
         let model = ModelConfig { tensor_parallel: 2, ..request.model.clone() };

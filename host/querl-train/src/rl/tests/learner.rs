@@ -1,22 +1,17 @@
 //! Experience and updates on a tiny decoder.
-#![allow(clippy::unwrap_used)]
-
-#[path = "learner_gpu.rs"]
-mod gpu;
-
 use super::super::RlTask;
 use super::super::learner::Learner;
 use super::super::metrics::batch_metrics;
 use super::super::rollout::Rollout;
 use super::super::rollout_check::check_rollout;
 use super::{Fixture, config};
-use crate::policy::{Example, Policy};
+use crate::policy::{Example, Policy, TrainingPass};
 use crate::{Metrics, State, StateStore};
 use candle_core::Tensor;
 use querl_core::config::{AdvantageForm, CriticKind, KlEstimator, KlPlacement, RlAlgorithm, RlConfig};
 use querl_core::ports::Silent;
 
-fn learn(learner: &mut Learner, task: &RlTask<'_>, rollouts: &[Rollout], step: u64) -> Metrics {
+pub(super) fn learn(learner: &mut Learner, task: &RlTask<'_>, rollouts: &[Rollout], step: u64) -> Metrics {
     let experience = learner.experience(task, rollouts, step).unwrap();
     let mut metrics = batch_metrics(&experience, task.config);
     metrics.extend(learner.update(task, &experience, step).unwrap());
@@ -186,32 +181,35 @@ fn masks_come_from_lengths_and_the_policy_learns_to_stop_where_that_is_rewarded(
     }
 }
 
+/// Saves a learner after a batch, restores it, and compares its next step with that of the original.
+pub(super) fn assert_restored_learner_takes_the_same_step(fixture: &Fixture, config: &RlConfig) {
+    let task = fixture.task(config);
+    let mut learner = Learner::new(&task).unwrap();
+    learn(&mut learner, &task, &fixture.rollouts(config, 1), 1);
+    let store = StateStore::open(&fixture.folder.path().join("states"), 1, "same");
+    let mut state = State::default();
+    learner.save(&mut state).unwrap();
+    state.put_vars("policy", task.policy.vars());
+    store.write(1, &state).unwrap();
+    let rollouts = fixture.rollouts(config, 2);
+    let without_time = |metrics: Metrics| -> Metrics {
+        metrics.into_iter().filter(|(name, _)| !name.starts_with("timing_s/")).collect()
+    };
+    let expected = (without_time(learn(&mut learner, &task, &rollouts, 2)), fixture.policy_values());
+
+    let (_, state) = store.newest(&Silent).unwrap().unwrap();
+    state.restore_vars("policy", task.policy.vars()).unwrap();
+    let mut learner = Learner::new(&task).unwrap();
+    learner.restore(&task, &state).unwrap();
+    let found = (without_time(learn(&mut learner, &task, &rollouts, 2)), fixture.policy_values());
+    assert_eq!(found, expected, "{:?}", config.critic);
+}
+
 #[test]
 fn a_restored_learner_takes_the_same_next_step() {
     for critic in [CriticKind::Head, CriticKind::Adapter] {
         let config = RlConfig { critic, kl_target: 0.5, normalize_rewards: true, ..config() };
-        let fixture = Fixture::new();
-        let task = fixture.task(&config);
-        let mut learner = Learner::new(&task).unwrap();
-        learn(&mut learner, &task, &fixture.rollouts(&config, 1), 1);
-        let store = StateStore::open(&fixture.folder.path().join("states"), 1, "same");
-        let mut state = State::default();
-        learner.save(&mut state).unwrap();
-        state.put_vars("policy", task.policy.vars());
-        store.write(1, &state).unwrap();
-        let rollouts = fixture.rollouts(&config, 2);
-        let expected = (learn(&mut learner, &task, &rollouts, 2), fixture.policy_values());
-
-        let (_, state) = store.newest(&Silent).unwrap().unwrap();
-        state.restore_vars("policy", task.policy.vars()).unwrap();
-        let mut learner = Learner::new(&task).unwrap();
-        learner.restore(&task, &state).unwrap();
-        let found = (learn(&mut learner, &task, &rollouts, 2), fixture.policy_values());
-        let without_time = |metrics: &Metrics| -> Metrics {
-            metrics.iter().filter(|(name, _)| !name.starts_with("timing_s/")).map(|(k, v)| (k.clone(), *v)).collect()
-        };
-        assert_eq!(without_time(&found.0), without_time(&expected.0), "{critic:?}");
-        assert_eq!(found.1, expected.1);
+        assert_restored_learner_takes_the_same_step(&Fixture::new(), &config);
     }
 }
 
@@ -356,7 +354,7 @@ fn a_saved_head_gives_the_critics_values_on_unnormalised_hidden_states() {
     learner.save_critic(task.mesh, &directory, task.base_path).unwrap();
     let head = querl_model::load_tensors(&directory.join("value_head.safetensors")).unwrap();
     let reference = Policy { decoder: &fixture.decoder, adapter: None };
-    let hidden = reference.response_hidden(&[&rollouts[2].example]).unwrap(); // (T, H)
+    let hidden = reference.response_hidden(&[&rollouts[2].example], TrainingPass::default()).unwrap(); // (T, H)
     let first = hidden.narrow(0, 0, 1).unwrap().broadcast_as(hidden.shape()).unwrap();
     let product = Tensor::cat(&[first, hidden], 1).unwrap().matmul(&head["value_head.weight"].t().unwrap()).unwrap();
     let found =

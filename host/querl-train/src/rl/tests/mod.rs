@@ -1,33 +1,36 @@
-//! Tests of whole updates and runs on a tiny decoder; this file has its fixture.
+//! Whole updates and runs on a tiny decoder. This file: the fixture, and out-of-memory in the middle of a batch's updates: the state
+//! before is saved, and the resumed run writes the files of an uninterrupted one.
 #![allow(clippy::unwrap_used)]
 
 mod gpu;
 mod learner;
-mod out_of_memory;
 
 use super::rollout::Rollout;
+use super::train_loop::Trainer;
 use super::{RlData, RlSummary, RlTask, train};
 use crate::TrainError;
-use crate::checkpoint::{BEST, LAST};
-use crate::policy::{Example, Policy, rows_of};
-use crate::testing::Recorder;
+use crate::checkpoint::{BEST, LAST, STATE};
+use crate::policy::{Example, Policy, TrainingPass};
+use crate::testing::{Recorder, inject_out_of_memory};
 use candle_core::Tensor;
 use querl_core::config::{BaseDtype, CriticKind, RlConfig};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Reward};
-use querl_model::{ComputeDevice, Decoder, LoraAdapter, LoraSettings, Mesh, TextTokenizer, Weights, small_model};
+use querl_model::{
+    ComputeDevice, Decoder, LoraAdapter, LoraSettings, Mesh, RankFailure, TextTokenizer, Weights, run_ranks,
+    small_model,
+};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 
-/// What a task borrows from.
-pub(in crate::rl) struct Fixture {
-    pub(super) folder: tempfile::TempDir,
-    pub(super) decoder: Decoder,
-    pub(super) policy: LoraAdapter,
+/// A model with a policy, and what else an [`RlTask`] borrows.
+struct Fixture {
+    folder: tempfile::TempDir,
+    decoder: Decoder,
+    policy: LoraAdapter,
     tokenizer: TextTokenizer,
     lora: LoraSettings,
     mesh: Mesh,
@@ -44,7 +47,7 @@ impl Environment for NoEnvironment {
 }
 
 /// High learning rates, so that few steps have an effect.
-pub(super) fn config() -> RlConfig {
+fn config() -> RlConfig {
     RlConfig {
         critic: CriticKind::Head,
         batch_size: 12,
@@ -59,12 +62,11 @@ pub(super) fn config() -> RlConfig {
 }
 
 impl Fixture {
-    pub(super) fn new() -> Self {
+    fn new() -> Self {
         Self::on(&ComputeDevice::Cpu, BaseDtype::F32)
     }
 
-    /// On another device, with another dtype.
-    pub(super) fn on(place: &ComputeDevice, dtype: BaseDtype) -> Self {
+    fn on(device: &ComputeDevice, dtype: BaseDtype) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let shape = small_model::Shape {
             hidden_size: 32,
@@ -78,14 +80,14 @@ impl Fixture {
         let mut config = small_model::write_files(folder.path(), &["aaaa bbbb".to_owned()], 280, &shape).unwrap();
         config.initializer_range = 0.3; // logits that differ, at this width
         Decoder::init(config, 3).unwrap().save(folder.path(), small_model::STORED_DTYPE).unwrap();
-        let decoder = Decoder::load_on(folder.path(), Weights::Frozen, dtype, place).unwrap();
+        let decoder = Decoder::load_on(folder.path(), Weights::Frozen, dtype, device).unwrap();
         let tokenizer = TextTokenizer::load(folder.path()).unwrap();
         let lora = LoraSettings::all_linear(4, 8.0);
         let policy = LoraAdapter::new(&decoder, lora.clone(), 5).unwrap();
         Self { folder, decoder, policy, tokenizer, lora, mesh: Mesh::alone(), stop: AtomicBool::new(false) }
     }
 
-    pub(super) fn task<'a>(&'a self, config: &'a RlConfig) -> RlTask<'a> {
+    fn task<'a>(&'a self, config: &'a RlConfig) -> RlTask<'a> {
         RlTask {
             decoder: &self.decoder,
             base_path: self.folder.path(),
@@ -107,12 +109,12 @@ impl Fixture {
         }
     }
 
-    pub(super) fn eos(&self) -> u32 {
+    fn eos(&self) -> u32 {
         *self.tokenizer.stop_ids().first().unwrap()
     }
 
     /// Moves the policy away from the bare base.
-    pub(super) fn move_policy(&self) {
+    fn move_policy(&self) {
         let mut rng = ChaCha8Rng::seed_from_u64(9);
         for (name, var) in self.policy.vars() {
             if name.contains("lora_B") {
@@ -122,13 +124,13 @@ impl Fixture {
         }
     }
 
-    /// All values of the policy's adapter.
-    pub(super) fn policy_values(&self) -> Vec<f32> {
-        values(self.policy.vars())
+    fn policy_values(&self) -> Vec<f32> {
+        let vars = self.policy.vars().values();
+        vars.flat_map(|var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
     }
 
     /// Twelve responses of different length to four queries, with the policy's log-probabilities and scores that differ.
-    pub(super) fn rollouts(&self, config: &RlConfig, seed: u64) -> Vec<Rollout> {
+    fn rollouts(&self, config: &RlConfig, seed: u64) -> Vec<Rollout> {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let example = |index: usize| {
             let mut tokens = |n: usize| -> Vec<u32> { (0..n).map(|_| rng.random_range(3..260)).collect() };
@@ -140,12 +142,7 @@ impl Fixture {
     }
 
     /// Rollouts of these responses, three to a query.
-    pub(super) fn scored(
-        &self,
-        config: &RlConfig,
-        examples: Vec<Example>,
-        score: impl Fn(usize) -> f32,
-    ) -> Vec<Rollout> {
+    fn scored(&self, config: &RlConfig, examples: Vec<Example>, score: impl Fn(usize) -> f32) -> Vec<Rollout> {
         let logprobs = self.logprobs(config, &examples);
         let rollout = |(index, (example, logprobs)): (usize, (Example, Vec<f32>))| Rollout {
             example,
@@ -159,22 +156,17 @@ impl Fixture {
         examples.into_iter().zip(logprobs).enumerate().map(rollout).collect()
     }
 
-    /// Log-probabilities of the policy as it is.
-    pub(super) fn logprobs(&self, config: &RlConfig, examples: &[Example]) -> Vec<Vec<f32>> {
+    /// Log-probabilities of the current policy.
+    fn logprobs(&self, config: &RlConfig, examples: &[Example]) -> Vec<Vec<f32>> {
         let frozen = self.policy.without_gradient();
         let policy = Policy { decoder: &self.decoder, adapter: Some(&frozen) };
         let examples: Vec<&Example> = examples.iter().collect();
-        let pass = policy.response_logprobs(&examples, config.temperature).unwrap();
-        rows_of(&pass.logprobs.narrow(1, 0, 1).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap(), &examples)
+        let pass = policy.response_logprobs(&examples, config.temperature, TrainingPass::default()).unwrap();
+        pass.rows(&examples).unwrap()
     }
 }
 
-/// All values of some variables, in the order of their names.
-pub(super) fn values(vars: &BTreeMap<String, candle_core::Var>) -> Vec<f32> {
-    vars.values().flat_map(|var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
-}
-
-pub(super) fn record() -> EpisodeRecord {
+fn record() -> EpisodeRecord {
     let candidate = Candidate::found_nothing(String::new());
     let episode = Episode {
         id: String::new(),
@@ -190,9 +182,9 @@ pub(super) fn record() -> EpisodeRecord {
 
 /// Scores a response by its letters and keeps a log; may fail at one step.
 #[derive(Default)]
-pub(super) struct LetterEnvironment {
-    pub(super) log: Mutex<Vec<String>>,
-    pub(super) fails_at: Option<u64>,
+struct LetterEnvironment {
+    log: Mutex<Vec<String>>,
+    fails_at: Option<u64>,
 }
 
 impl Environment for LetterEnvironment {
@@ -219,23 +211,54 @@ impl Environment for LetterEnvironment {
 }
 
 /// The adapters of `best` and `last`.
-pub(super) fn adapters(folder: &Path) -> Vec<Vec<u8>> {
+fn adapters(folder: &Path) -> Vec<Vec<u8>> {
     [BEST, LAST].map(|name| std::fs::read(folder.join(name).join("adapter_model.safetensors")).unwrap()).into()
 }
 
-/// One run on a fresh model.
-pub(super) fn run_once(
-    fixture: &Fixture,
-    config: &RlConfig,
-    environment: &LetterEnvironment,
-    sink: &mut Recorder,
-    folder: &Path,
-) -> Result<RlSummary, TrainError> {
-    run_rank(fixture, Mesh::alone(), config, environment, sink, folder)
+/// Folder, environment and metrics of a run; what a resumed run finds again.
+struct Run {
+    folder: tempfile::TempDir,
+    environment: LetterEnvironment,
+    sink: Recorder,
+}
+
+impl Run {
+    fn new() -> Self {
+        let (environment, sink) = (LetterEnvironment::default(), Recorder::default());
+        Self { folder: tempfile::tempdir().unwrap(), environment, sink }
+    }
+
+    /// On a new model.
+    fn start(&mut self, fixture: &Fixture, config: &RlConfig) -> Result<RlSummary, TrainError> {
+        run_rank(fixture, Mesh::alone(), config, &self.environment, &mut self.sink, self.folder.path())
+    }
+
+    /// With several ranks, each on a new model. Returns the summary and the policy of each.
+    fn start_ranks(
+        &mut self,
+        world_size: usize,
+        config: &RlConfig,
+        fixture: impl Fn(usize) -> Result<Fixture, TrainError> + Sync,
+    ) -> Result<Vec<(RlSummary, Vec<f32>)>, Vec<RankFailure<TrainError>>> {
+        let (environment, folder, sink) = (&self.environment, self.folder.path(), Mutex::new(&mut self.sink));
+        run_ranks(world_size, |ranks| {
+            let (fixture, mut own) = (fixture(ranks.rank())?, Recorder::default());
+            let mut held = ranks.is_first().then(|| sink.lock().unwrap());
+            let sink = held.as_mut().map_or(&mut own, |held| &mut **held);
+            let summary = run_rank(&fixture, Mesh::of_data(ranks), config, environment, sink, folder)?;
+            Ok((summary, fixture.policy_values()))
+        })
+    }
+
+    fn assert_same(&self, expected: &Self) {
+        assert!(self.sink.0 == expected.sink.0, "{:?}, expected {:?}", self.sink.0, expected.sink.0);
+        assert_eq!(*self.environment.log.lock().unwrap(), *expected.environment.log.lock().unwrap());
+        assert!(adapters(self.folder.path()) == adapters(expected.folder.path()), "adapters differ");
+    }
 }
 
 /// One rank of a run.
-pub(super) fn run_rank(
+fn run_rank(
     fixture: &Fixture,
     mesh: Mesh,
     config: &RlConfig,
@@ -253,4 +276,82 @@ pub(super) fn run_rank(
         ..fixture.task(config)
     };
     train(&task, sink)
+}
+
+/// Five steps without a periodic checkpoint.
+fn five_steps(off_by_one: bool) -> RlConfig {
+    let (batch_size, mini_batch_size, max_steps) = (4, 2, 5);
+    let (save_steps, eval_steps) = (100, 100);
+    RlConfig { batch_size, mini_batch_size, max_steps, save_steps, eval_steps, off_by_one, ..config() }
+}
+
+#[test]
+fn out_of_memory_on_the_second_rank_reaches_the_first_which_saves() {
+    for off_by_one in [false, true] {
+        let config = five_steps(off_by_one);
+        let (mut complete, mut broken) = (Run::new(), Run::new());
+        let expected = complete.start_ranks(2, &config, |_| Ok(Fixture::new())).unwrap();
+        let failing = |rank| {
+            if rank == 1 {
+                inject_out_of_memory(4, "pass");
+            }
+            Ok(Fixture::new())
+        };
+        let failures = broken.start_ranks(2, &config, failing).unwrap_err();
+        let error = failures.into_iter().find(|failure| failure.rank() == 0);
+        let Some(RankFailure::Failed { error, .. }) = error else { panic!("the first rank: {error:?}") };
+        let message = "rl step 4: out of device memory (rank 1 failed: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")); \
+                       step 3 is saved; run the same command again to resume";
+        assert_eq!(error.to_string(), message);
+        let found = broken.start_ranks(2, &config, |_| Ok(Fixture::new())).unwrap();
+        assert_eq!(found[0].0, expected[0].0);
+        broken.assert_same(&complete);
+    }
+}
+
+#[test]
+fn a_step_out_of_memory_is_taken_again_from_its_beginning() {
+    for off_by_one in [false, true] {
+        let config = five_steps(off_by_one);
+        let (mut complete, mut broken) = (Run::new(), Run::new());
+        let expected = complete.start(&Fixture::new(), &config).unwrap();
+        inject_out_of_memory(4, "pass");
+        let error = broken.start(&Fixture::new(), &config).unwrap_err();
+        assert!(matches!(error, TrainError::OutOfMemory { stage: "rl", step: 4, saved: Some(3), .. }), "{error:?}");
+        assert!(broken.folder.path().join(STATE).join("step-3.state").is_file());
+        assert_eq!(broken.start(&Fixture::new(), &config).unwrap(), expected);
+        broken.assert_same(&complete);
+    }
+}
+
+/// The symptom: policies were compared before a checkpoint and critics were not; the first rank's critic was saved for all.
+#[test]
+fn a_critic_that_differs_between_ranks_is_detected_before_it_is_saved() {
+    for critic in [CriticKind::Head, CriticKind::Adapter] {
+        let (config, folder) = (RlConfig { critic, ..config() }, tempfile::tempdir().unwrap());
+        let save_twice = |ranks: querl_model::Ranks| {
+            let (rank, mesh, fixture) = (ranks.rank(), Mesh::of_data(ranks), Fixture::new());
+            let (environment, prompts) = (LetterEnvironment::default(), vec![vec![7, 8, 20]; 4]);
+            let task = RlTask {
+                train: RlData { prompts: &prompts, environment: &environment },
+                val: RlData { prompts: &prompts[..1], environment: &environment },
+                fingerprint: Some("inputs"),
+                output_dir: folder.path(),
+                mesh: &mesh,
+                ..fixture.task(&config)
+            };
+            let mut trainer = Trainer::new(&task, &mut Recorder::default())?;
+            trainer.save(&mut Recorder::default())?;
+            if rank == 0 {
+                std::fs::remove_file(folder.path().join(STATE).join("step-0.state")).unwrap();
+            } else {
+                let var = trainer.learner.critic.as_ref().unwrap().vars().values().next().unwrap();
+                var.set(&(var.as_tensor() + 0.5).unwrap()).unwrap();
+            }
+            trainer.save(&mut Recorder::default())
+        };
+        let failures = run_ranks(2, save_twice).map(drop).unwrap_err();
+        assert!(failures[0].to_string().contains("the weights of the ranks differ"), "{failures:?}");
+        assert!(!folder.path().join(STATE).join("step-0.state").exists());
+    }
 }

@@ -1,12 +1,9 @@
-//! One training: examples in, the best classifier in a folder.
+//! One training of a classifier: rows in, the best checkpoint in a folder.
 
+use crate::classifier::{CALIBRATION_FILE, TOKENS_PER_PASS, model_digest};
 use crate::corpus::Corpus;
-use crate::error::usage;
-use crate::model::CALIBRATION_FILE;
-use crate::model::TOKENS_PER_PASS;
-use crate::results::{EVAL_FILE, REPORT_FILE, write};
 use crate::settings::{ClassWeights, TrainConfig};
-use crate::teacher::digest_of;
+use crate::{usage, write};
 use anyhow::Context;
 use querl_core::config::BaseDtype;
 use querl_core::fsx::{digest_hex, write_jsonl};
@@ -22,55 +19,72 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// Beside the checkpoints: the copies that were learned from.
+pub(crate) const EVAL_FILE: &str = "eval.json";
+pub(crate) const REPORT_FILE: &str = "report.html";
+
+/// Augmented copies of the training split.
 const AUGMENTED_FILE: &str = "augmented.jsonl";
 
-/// Beside the checkpoints: what the training came to, and how long this call trained.
+/// Summary of the training, and seconds of this call.
 const SUMMARY_FILE: &str = "summary.json";
 
-/// What is learned from, and what chooses among checkpoints; positions in the corpus.
-pub(crate) struct Sides {
+/// Positions in the corpus of the training split and of the dev split, which selects the checkpoint.
+pub(crate) struct Split {
     pub(crate) train: Vec<usize>,
     pub(crate) dev: Vec<usize>,
 }
 
+/// With fewer dialogues there is no dev split by default, unless training is to stop early by it.
+const MIN_DIALOGUES_FOR_DEV: usize = 100;
+
+impl Split {
+    /// Splits the dialogues that are not held out.
+    pub(crate) fn of(config: &TrainConfig, corpus: &Corpus, rest: &[usize]) -> Self {
+        let has_dev = rest.len() >= MIN_DIALOGUES_FOR_DEV || config.early_stopping_patience > 0;
+        let share = config.dev_share.unwrap_or(if has_dev { 0.1 } else { 0.0 });
+        // Another seed than that of the held-out split, whose rounding would otherwise hit the same classes again.
+        let (train, dev) = corpus.split_off(rest, share, config.seed.wrapping_add(1));
+        Self { train, dev }
+    }
+}
+
 #[derive(Default)]
-pub(crate) struct Rows {
+pub(crate) struct TrainingRows {
     pub(crate) train: Vec<LabelledText>,
     pub(crate) dev: Vec<LabelledText>,
     pub(crate) n_shortened: usize,
-    /// Changed copies among what is learned from.
+    /// Augmented copies in `train`.
     pub(crate) n_copies: usize,
 }
 
-/// The best checkpoint, and what its training came to.
-pub(crate) struct Fitted {
-    /// Its weights are frozen: it is asked, not trained on.
+/// The best checkpoint of a training, and the training's summary.
+pub(crate) struct Checkpoint {
+    /// With frozen weights.
     pub(crate) classifier: Classifier,
     pub(crate) summary: SftSummary,
-    checkpoint: PathBuf,
+    folder: PathBuf,
 }
 
-/// Whether a training that was stopped goes on.
+/// Whether a stopped training resumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Resume {
-    /// From what it left in its folder.
+    /// From the checkpoints in its folder.
     FromFolder,
-    /// It begins anew, and leaves nothing to go on from.
+    /// It starts over, and writes no checkpoints to resume from.
     Never,
 }
 
-impl Rows {
-    /// The dialogues of both sides, with copies of those that are learned from, which are written to `folder`.
+impl TrainingRows {
+    /// Both splits as tokens, with augmented copies of the training split, which are written to `folder`.
     pub(crate) fn of(
         corpus: &Corpus,
         tokenizer: &ClassifierTokenizer,
-        sides: &Sides,
+        split: &Split,
         (config, folder): (&TrainConfig, &Path),
     ) -> anyhow::Result<Self> {
         let mut rows = Self::default();
         let mut copies = Vec::new();
-        for &index in &sides.train {
+        for &index in &split.train {
             let (text, label) = (&corpus.dialogues[index].input, corpus.labels[index]);
             let row = rows.row(tokenizer, text, Some(label))?;
             rows.train.push(row);
@@ -83,7 +97,7 @@ impl Rows {
                 }));
             }
         }
-        for &index in &sides.dev {
+        for &index in &split.dev {
             let row = rows.row(tokenizer, &corpus.dialogues[index].input, Some(corpus.labels[index]))?;
             rows.dev.push(row);
         }
@@ -95,7 +109,7 @@ impl Rows {
         Ok(rows)
     }
 
-    /// One text as tokens; counts it where it is shortened.
+    /// One text as tokens; counts shortened texts.
     pub(crate) fn row(
         &mut self,
         tokenizer: &ClassifierTokenizer,
@@ -108,7 +122,7 @@ impl Rows {
     }
 }
 
-/// Whether both are one folder, by whatever name.
+/// Whether both paths name one folder.
 pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     one.canonicalize().is_ok_and(|one| other.canonicalize().is_ok_and(|other| one == other))
 }
@@ -121,7 +135,7 @@ fn make(folder: &Path) -> anyhow::Result<()> {
 pub struct Callbacks<'a> {
     /// Shows messages and progress.
     pub reporter: &'a dyn Reporter,
-    /// Set once the training shall stop at its next safe point.
+    /// Set to stop the training at its next safe point.
     pub stop: &'a AtomicBool,
     /// Opens the metric sink at a path.
     pub open_metrics: &'a OpenMetrics,
@@ -134,7 +148,7 @@ pub type OpenMetrics = dyn Fn(&Path) -> anyhow::Result<Box<dyn MetricSink>>;
 pub(crate) struct Trainer<'a> {
     config: &'a TrainConfig,
     callbacks: &'a Callbacks<'a>,
-    /// SHA-256 of the base: other weights in the same folder make another classifier.
+    /// SHA-256 of the base model's files.
     base: String,
 }
 
@@ -143,7 +157,7 @@ impl<'a> Trainer<'a> {
         self.callbacks.reporter
     }
 
-    /// Looks at base and output folder.
+    /// Checks the base model and the output folder.
     pub(crate) fn new(config: &'a TrainConfig, callbacks: &'a Callbacks<'a>) -> anyhow::Result<Self> {
         let (base, output) = (&config.model_name_or_path, &config.output_dir);
         if is_same(base, output) {
@@ -156,17 +170,17 @@ impl<'a> Trainer<'a> {
                 "max_length is {length}; {base} has {n_positions} positions, expected at most as many"
             )));
         }
-        Ok(Self { config, callbacks, base: digest_of(base)? })
+        Ok(Self { config, callbacks, base: model_digest(base)? })
     }
 
-    /// Trains in `folder`, or goes on there, and gives back the best checkpoint: without dev the last one.
+    /// Trains or resumes in `folder`, and returns the best checkpoint: without a dev split the last one.
     pub(crate) fn fit(
         &self,
         labels: Labels,
-        rows: &Rows,
+        rows: &TrainingRows,
         distillation: Option<Distillation>,
         (folder, resume): (&Path, Resume),
-    ) -> anyhow::Result<Fitted> {
+    ) -> anyhow::Result<Checkpoint> {
         let config = self.config;
         let (sft, tuning, base) = (config.sft(), config.tuning(), &config.model_name_or_path);
         let n_classes = labels.n_classes();
@@ -186,7 +200,7 @@ impl<'a> Trainer<'a> {
             label_smoothing: config.label_smoothing,
             distillation,
             tokens_per_pass: TOKENS_PER_PASS,
-            tokens_per_evaluation: config.tokens_asked(),
+            tokens_per_evaluation: config.eval_tokens_per_pass(),
             seed: config.seed,
             fingerprint: (resume == Resume::FromFolder).then_some(fingerprint.as_str()),
             output_dir: folder,
@@ -199,41 +213,44 @@ impl<'a> Trainer<'a> {
             error => error.into(),
         })?;
         drop(progress);
-        let told = json!({ "summary": summary, "seconds": started.elapsed().as_secs_f64() });
-        write(&folder.join(SUMMARY_FILE), &format!("{told:#}\n"))?;
-        // What is trained and what is asked need not be in memory together.
-        drop(classifier);
-        let checkpoint = folder.join(if rows.dev.is_empty() { LAST } else { BEST });
-        let classifier = read(config, &checkpoint, Weights::Frozen)?;
+        let text = format!("{:#}\n", json!({ "summary": summary, "seconds": started.elapsed().as_secs_f64() }));
+        write(&folder.join(SUMMARY_FILE), &text)?;
+        drop(classifier); // before the frozen one is loaded, to save memory
+        let folder = folder.join(if rows.dev.is_empty() { LAST } else { BEST });
+        let classifier = read(config, &folder, Weights::Frozen)?;
         let chosen = summary.best_val_loss.map(|loss| format!(", best {loss:.4} on dev at step {}", summary.best_step));
-        let chosen = chosen.unwrap_or_else(|| ", kept as it is: no dev to choose a checkpoint by".into());
+        let chosen = chosen.unwrap_or_else(|| ", the last checkpoint is used: no dev to select one by".into());
         self.callbacks.reporter.message(&format!("{} steps, loss {:.4}{chosen}", summary.n_steps, summary.train_loss));
-        Ok(Fitted { classifier, summary, checkpoint })
+        Ok(Checkpoint { classifier, summary, folder })
     }
 
-    /// Stands for everything that the result depends on.
-    pub(crate) fn fingerprint(&self, labels: &Labels, rows: &Rows, distillation: Option<Distillation>) -> String {
+    /// Digest of everything that the result depends on.
+    pub(crate) fn fingerprint(
+        &self,
+        labels: &Labels,
+        rows: &TrainingRows,
+        distillation: Option<Distillation>,
+    ) -> String {
         let TrainConfig { class_weights, label_smoothing, seed, lora_rank, lora_alpha, .. } = self.config;
         let settings = (class_weights, label_smoothing, seed, lora_rank, lora_alpha, distillation);
         let (sft, base) = (self.config.sft(), &self.base);
         digest_hex(format!("{sft:?} {settings:?} {base} {labels:?} {:?} {:?}", rows.train, rows.dev).as_bytes())
     }
 
-    /// Writes the best checkpoint to the output folder. Figures and a temperature there are of an earlier model, and are taken away.
-    pub(crate) fn publish(&self, fitted: &Fitted) -> anyhow::Result<()> {
+    /// Writes the best checkpoint to the output folder; removes metrics and temperature of an earlier model there.
+    pub(crate) fn publish(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         let folder = &self.config.output_dir;
         for path in [CALIBRATION_FILE, EVAL_FILE, REPORT_FILE].map(|name| folder.join(name)) {
             if path.is_file() {
                 std::fs::remove_file(&path).with_context(|| format!("{}: cannot be removed", path.display()))?;
             }
         }
-        // Weights that are packed to be asked are not those that are written.
-        let whole = read(self.config, &fitted.checkpoint, Weights::Trained)?;
-        Ok(whole.save(folder, &self.config.model_name_or_path)?)
+        // Frozen weights are packed for inference and cannot be saved.
+        let trained = read(self.config, &checkpoint.folder, Weights::Trained)?;
+        Ok(trained.save(folder, &self.config.model_name_or_path)?)
     }
 }
 
-/// A checkpoint of a training with these settings.
 fn read(config: &TrainConfig, checkpoint: &Path, weights: Weights) -> anyhow::Result<Classifier> {
     Ok(match config.tuning() {
         Tuning::Full => Classifier::load(checkpoint, weights, BaseDtype::F32)?,

@@ -1,24 +1,26 @@
-//! A classifier's folder, opened to be asked.
+//! A trained classifier with its tokenizer and temperature, loaded for inference.
 
-use crate::error::usage;
+use crate::usage;
+use anyhow::Context;
 use querl_core::config::{BaseDtype, StyleModelConfig};
+use querl_core::fsx::digest_file;
 use querl_eval::classification::calibrated;
 use querl_model::classifier::{Classifier, ClassifierTokenizer};
 use querl_model::{Weights, is_adapter};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// Beside a model: how sure it is, corrected.
+/// The temperature that was fitted in training, in the folder of a model.
 pub(crate) const CALIBRATION_FILE: &str = "calibration.json";
 
-/// Which classifier, and how it is asked.
+/// Which classifier, and how it is used.
 #[derive(Debug, Clone)]
 pub struct ClassifierOptions {
     /// A classifier's folder, of `querl style train` or of transformers; or a PEFT adapter's.
     pub model: PathBuf,
     /// The model that an adapter was trained on.
     pub base: Option<PathBuf>,
-    /// Most tokens of a text; of longer ones question and answer are shortened.
+    /// Most tokens of a text; question and answer of longer ones are shortened.
     pub max_length: u32,
     /// Whether logits are divided by the temperature that was fitted in training.
     pub calibrated: bool,
@@ -26,11 +28,11 @@ pub struct ClassifierOptions {
     pub threads: usize,
 }
 
-/// Most tokens of one pass: the classifiers that are trained here are small.
+/// Most tokens of one pass: the classifiers are small.
 pub const TOKENS_PER_PASS: usize = 4096;
 
 impl ClassifierOptions {
-    /// Those of a run's style model, on whatever threads there are; `None` where it has none.
+    /// Those of a run's style model; `None` where it has none.
     pub fn of(config: &StyleModelConfig) -> Option<Self> {
         Some(Self {
             model: config.path.clone()?,
@@ -42,10 +44,10 @@ impl ClassifierOptions {
     }
 }
 
-/// What `calibration.json` says.
+/// Content of `calibration.json`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Calibration {
-    /// What logits are divided by.
+    /// Logits are divided by it.
     pub(crate) temperature: f64,
     /// Examples that it was fitted on.
     pub(crate) n: usize,
@@ -55,11 +57,11 @@ pub(crate) struct Calibration {
 pub struct StyleClassifier {
     /// The weights.
     pub classifier: Classifier,
-    /// Of the same folder, or of the base.
+    /// From the same folder, or from the base.
     pub tokenizer: ClassifierTokenizer,
-    /// What logits are divided by.
+    /// Logits are divided by it.
     pub temperature: f64,
-    /// Most tokens of a text: as asked for, or the model's positions.
+    /// Most tokens of a text: as requested, or the model's positions.
     pub max_length: usize,
 }
 
@@ -72,7 +74,7 @@ pub struct Answers {
 }
 
 impl StyleClassifier {
-    /// Opens what the arguments name.
+    /// Loads it.
     ///
     /// # Errors
     /// A file is missing or damaged, the model is no classifier, or it is an adapter and `--base` is not there.
@@ -88,30 +90,29 @@ impl StyleClassifier {
             }
             (false, _) => (Classifier::load(folder, Weights::Frozen, BaseDtype::F32).map_err(usage)?, folder),
         };
-        let place = if folder.join("tokenizer.json").is_file() { folder } else { base };
-        // Of a model with fewer positions longer texts are shortened to these.
+        let tokenizer_folder = if folder.join("tokenizer.json").is_file() { folder } else { base };
         let max_length = max_length.min(classifier.decoder().config().max_positions);
-        let tokenizer = ClassifierTokenizer::load(place, max_length).map_err(usage)?;
+        let tokenizer = ClassifierTokenizer::load(tokenizer_folder, max_length).map_err(usage)?;
         let temperature = if args.calibrated { temperature(folder)? } else { 1.0 };
         Ok(Self { classifier, tokenizer, temperature, max_length })
     }
 
-    /// Asks about texts.
+    /// Logits of texts.
     ///
     /// # Errors
     /// A text has no token, or the model fails.
     pub fn ask(&self, texts: &[&str]) -> anyhow::Result<Answers> {
-        ask(&self.classifier, &self.tokenizer, texts, TOKENS_PER_PASS)
+        compute_logits(&self.classifier, &self.tokenizer, texts, TOKENS_PER_PASS)
     }
 
-    /// Probabilities of logits, at the temperature that was asked for.
+    /// Probabilities of logits, at the requested temperature.
     pub fn probabilities(&self, logits: &[Vec<f64>]) -> Vec<Vec<f64>> {
         calibrated(logits, self.temperature)
     }
 }
 
-/// Logits of texts, in their order, at most so many tokens in a pass.
-pub(crate) fn ask(
+/// Logits of texts, in order.
+pub(crate) fn compute_logits(
     classifier: &Classifier,
     tokenizer: &ClassifierTokenizer,
     texts: &[&str],
@@ -134,4 +135,20 @@ fn temperature(folder: &Path) -> anyhow::Result<f64> {
         true => Ok(found.temperature),
         false => Err(usage(format!("{}: temperature is {}; expected more than 0", path.display(), found.temperature))),
     }
+}
+
+/// Files other than weights that logits depend on.
+const MODEL_FILES: [&str; 3] = ["config.json", "adapter_config.json", "tokenizer.json"];
+
+/// SHA-256 of all files of a model that its logits depend on.
+pub(crate) fn model_digest(folder: &Path) -> anyhow::Result<String> {
+    let entries = std::fs::read_dir(folder).map_err(|error| usage(format!("{}: {error}", folder.display())))?;
+    let is_weight =
+        |path: &PathBuf| path.extension().is_some_and(|extension| extension == "safetensors" || extension == "bin");
+    let is_named = |path: &PathBuf| MODEL_FILES.iter().any(|name| path.ends_with(name));
+    let mut paths: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.retain(|path| path.is_file() && (is_weight(path) || is_named(path)));
+    paths.sort();
+    let digests = paths.iter().map(|path| digest_file(path).with_context(|| path.display().to_string()));
+    Ok(digests.collect::<anyhow::Result<Vec<_>>>()?.concat())
 }

@@ -1,11 +1,11 @@
-//! Names of classes: which a file has, in which order, and which of two languages' names mean the same.
+//! Labels: the classes of a file, their order, and pairs of Chinese and English names.
 
 use querl_core::ports::Reporter;
 use querl_data::{Dialogue, DialogueLocation};
 use querl_model::classifier::Labels;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The classes that the style model is about, in the order of their ids.
+/// The classes of the style model, in the order of their ids.
 const STYLES: [(&str, &str); 5] = [
     ("售前", "sales_oriented"),
     ("售后", "after_sales"),
@@ -14,17 +14,14 @@ const STYLES: [(&str, &str); 5] = [
     ("无伤害", "harmless"),
 ];
 
-/// Between a name and its English one in the settings.
-const EQUALS: char = '=';
-
-/// English names by label, as a file pairs them.
+/// English names by label.
 pub(crate) type Pairs = BTreeMap<String, String>;
 
 /// Labels of the settings, in the order of their ids: each a name, or a name, `=` and its English one.
 pub(crate) fn parse(list: &[String]) -> Result<Labels, String> {
     let part = |item: &String| {
         let (name, english) =
-            item.split_once(EQUALS).map_or((item.as_str(), None), |(name, english)| (name, Some(english)));
+            item.split_once('=').map_or((item.as_str(), None), |(name, english)| (name, Some(english)));
         (name.trim().to_owned(), english.map(|english| english.trim().to_owned()))
     };
     let (names, english): (Vec<String>, Vec<Option<String>>) = list.iter().map(part).unzip();
@@ -37,14 +34,13 @@ pub(crate) fn parse(list: &[String]) -> Result<Labels, String> {
     }
 }
 
-/// Which English name stands beside which label.
+/// The `label` and `label_english` pairs of a file.
 pub(crate) fn pairs(dialogues: &[Dialogue]) -> Result<Pairs, String> {
     let mut by_label: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
     let mut by_english: BTreeMap<&str, (&str, DialogueLocation)> = BTreeMap::new();
     for dialogue in dialogues {
         let (Some(label), Some(english)) = (&dialogue.label, &dialogue.label_english) else { continue };
         let place = dialogue.location;
-        // An English label stands for itself.
         if label == english {
             continue;
         }
@@ -57,14 +53,14 @@ pub(crate) fn pairs(dialogues: &[Dialogue]) -> Result<Pairs, String> {
         let (first, before) = *by_english.entry(english).or_insert((label, place));
         if first != label {
             return Err(format!(
-                "{place}: label_english `{english}` stands beside label `{label}`, and beside `{first}` in {before}; expected one"
+                "{place}: label_english `{english}` is paired with label `{label}`, and with `{first}` in {before}; expected one"
             ));
         }
     }
     Ok(by_label.into_iter().map(|(label, (english, _))| (label.to_owned(), english.to_owned())).collect())
 }
 
-/// Labels with the Chinese name in place of an English one, where the file has both: paired by the file, or as the style model pairs them.
+/// Replaces English labels by Chinese ones where the file has both: as the file pairs them, or as the style model does.
 pub(crate) fn in_one_language(names: &[&str], english: &Pairs) -> Vec<String> {
     let here: BTreeSet<&str> = names.iter().copied().collect();
     let of_styles = STYLES.iter().filter(|(name, _)| here.contains(name)).map(|(name, english)| (*english, *name));
@@ -91,7 +87,7 @@ pub(crate) fn classes<'a>(
     if !others.is_empty() && others.len() < counts.len() {
         let others = others.join(", ");
         reporter.message(&format!(
-            "beside the style model's classes: {others}; name the classes with `labels` to have others refused"
+            "classes other than the style model's: {others}; name the classes with `labels` to reject others"
         ));
     }
     let english = |name: &&str| {
@@ -151,7 +147,7 @@ mod tests {
     }
 
     #[test]
-    fn english_names_that_contradict_each_other_are_refused() {
+    fn contradicting_english_names_are_rejected() {
         let problem = |rows: &[(&str, &str)]| found(rows).unwrap_err();
         assert_eq!(
             problem(&[("售前", "sales_oriented"), ("售后", ""), ("售前", "after_sales")]),
@@ -159,7 +155,7 @@ mod tests {
         );
         assert_eq!(
             problem(&[("售前", "sales"), ("售后", "sales")]),
-            "line 2: label_english `sales` stands beside label `售后`, and beside `售前` in line 1; expected one"
+            "line 2: label_english `sales` is paired with label `售后`, and with `售前` in line 1; expected one"
         );
     }
 

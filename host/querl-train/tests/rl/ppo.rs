@@ -1,96 +1,37 @@
-//! PPO as a whole, on a tiny random decoder and an environment with a known optimum.
-#![allow(clippy::unwrap_used)]
+//! PPO on a tiny random decoder and an environment with a known optimum.
 
-#[path = "support/recording.rs"]
-mod recording;
-#[path = "support/tiny.rs"]
-mod tiny;
-
+use crate::support::{Model, Recorder, Scorer, bits, config as common, plain_text, rejection, reward};
 use querl_core::config::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig};
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{EpisodeRecord, Rejection};
-use querl_model::{LoraAdapter, LoraSettings, Mesh};
+use querl_core::ports::PolicyResponse;
+use querl_model::{LoraAdapter, LoraSettings};
 use querl_train::TrainError;
-use querl_train::rl::{RlData, RlSummary, RlTask, train};
-use recording::{Recorder, episode};
-use std::sync::atomic::AtomicBool;
-use tiny::{Model, plain_text};
-
-/// Pays for plain ASCII: the share of such characters in the answer; may refuse every other episode.
-struct PlainText {
-    refuses: bool,
-}
-
-impl Environment for PlainText {
-    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
-        let record = |(index, response)| self.record(step, index, response);
-        Ok(responses.iter().enumerate().map(record).collect::<Vec<_>>().into())
-    }
-}
-
-impl PlainText {
-    fn record(&self, step: u64, index: usize, response: &PolicyResponse) -> EpisodeRecord {
-        let outcome = match self.refuses && index % 2 == 1 {
-            true => Err(Rejection { code: "retrieval_timeout".into(), detail: String::new() }),
-            false => Ok(plain_text(response)),
-        };
-        episode(format!("{step}/{index}"), step, response, outcome)
-    }
-}
-
-const LIMIT: usize = 8;
+use querl_train::rl::{RlSummary, train};
 
 fn config() -> RlConfig {
-    RlConfig {
-        critic: CriticKind::Head,
-        max_steps: 2,
-        batch_size: 16,
-        mini_batch_size: 16,
-        gradient_accumulation_steps: 2,
-        ppo_epochs: 2,
-        learning_rate: 1e-2,
-        critic_learning_rate: 1e-2,
-        max_new_tokens: LIMIT,
-        eval_steps: 100,
-        ..RlConfig::default()
-    }
+    RlConfig { max_steps: 2, batch_size: 16, mini_batch_size: 16, eval_steps: 100, ..common() }
 }
 
-/// Runs PPO; returns what came of it, its metrics and the adapter's values.
-fn run(model: &Model, config: &RlConfig, refuses: bool) -> (Result<RlSummary, TrainError>, Recorder, Vec<f32>) {
-    run_with(model, LoraSettings::all_linear(4, 8.0), config, refuses)
+/// Runs PPO; returns its result, its metrics and the bits of the adapter. `rejects`: every other episode.
+fn run(model: &Model, config: &RlConfig, rejects: bool) -> (Result<RlSummary, TrainError>, Recorder, Vec<u32>) {
+    run_with(model, LoraSettings::all_linear(4, 8.0), config, rejects)
 }
 
-/// The same with adapters of another kind.
 fn run_with(
     model: &Model,
     settings: LoraSettings,
     config: &RlConfig,
-    refuses: bool,
-) -> (Result<RlSummary, TrainError>, Recorder, Vec<f32>) {
-    let policy = LoraAdapter::new(&model.decoder, settings.clone(), 5).unwrap();
-    let prompts: Vec<Vec<u32>> = (0..8).map(|i| model.tokenizer.encode(&format!("a{i}b")).unwrap()).collect();
-    let (environment, validation) = (PlainText { refuses }, PlainText { refuses: false });
-    let output = tempfile::tempdir().unwrap();
-    let task = RlTask {
-        decoder: &model.decoder,
-        base_path: model.folder.path(),
-        policy: &policy,
-        reference: None,
-        tokenizer: &model.tokenizer,
-        train: RlData { prompts: &prompts, environment: &environment },
-        val: RlData { prompts: &prompts, environment: &validation },
-        config,
-        tokens_per_pass: 512,
-        gradient_checkpointing: false,
-        critic_lora: settings,
-        seed: 11,
-        mesh: &Mesh::alone(),
-        fingerprint: None,
-        output_dir: output.path(),
-        progress: &Silent,
-        stop: &AtomicBool::new(false),
+    rejects: bool,
+) -> (Result<RlSummary, TrainError>, Recorder, Vec<u32>) {
+    let (policy, prompts) = (model.adapter(settings, 5), model.prompts());
+    let score = |rejects| {
+        Scorer(move |_, index, response: &PolicyResponse| match rejects && index % 2 == 1 {
+            true => Err(rejection("retrieval_timeout")),
+            false => Ok(reward(plain_text(response))),
+        })
     };
+    let (environment, validation) = (score(rejects), score(false));
+    let output = tempfile::tempdir().unwrap();
+    let task = model.task(&policy, &prompts, [&environment, &validation], config, output.path());
     let mut recorder = Recorder::default();
     let summary = train(&task, &mut recorder);
     if summary.is_ok() {
@@ -98,17 +39,13 @@ fn run_with(
         let has_critic = config.algorithm == RlAlgorithm::Ppo;
         assert_eq!(output.path().join("last/critic/value_head.safetensors").is_file(), has_critic);
         let reloaded = LoraAdapter::load(&output.path().join("last"), model.decoder.config()).unwrap();
-        assert_eq!(values(&reloaded), values(&policy));
+        assert_eq!(bits(&reloaded), bits(&policy));
     }
-    (summary, recorder, values(&policy))
-}
-
-fn values(adapter: &LoraAdapter) -> Vec<f32> {
-    adapter.vars().values().flat_map(|var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap()).collect()
+    (summary, recorder, bits(&policy))
 }
 
 #[test]
-fn before_any_update_policy_and_reference_are_one() {
+fn before_any_update_policy_and_reference_are_equal() {
     let (_, recorder, _) = run(&Model::new(), &config(), false);
     assert!(recorder.get(1, "actor/ref_kl").abs() < 1e-6, "LoRA's B is zero");
     assert!(recorder.get(1, "rollout_probs_diff") < 1e-5);
@@ -124,7 +61,7 @@ fn one_epoch_without_movement_clips_nothing() {
     assert!(recorder.get(1, "actor/ppo_kl").abs() < 1e-6);
 }
 
-/// Dropout belongs to fine-tuning: rollout, reference and update of an adapter that was trained with it do without.
+/// Dropout is for fine-tuning only: rollout, reference and update of an adapter that was trained with it do not use it.
 #[test]
 fn rollout_reference_and_update_agree_at_any_temperature_and_without_dropout() {
     let dropping = LoraSettings { dropout: 0.5, ..LoraSettings::all_linear(4, 8.0) };
@@ -141,13 +78,13 @@ fn rollout_reference_and_update_agree_at_any_temperature_and_without_dropout() {
 }
 
 #[test]
-fn draws_from_a_filtered_distribution_are_weighted_by_what_the_filter_took() {
+fn samples_of_a_filtered_distribution_have_importance_weights() {
     let config = RlConfig { top_p: 0.7, max_steps: 1, ..config() };
     let (summary, recorder, _) = run(&Model::new(), &config, false);
     summary.unwrap();
     assert!(recorder.get(1, "rollout_probs_diff") < 1e-5, "the policy's own log-probabilities, before the filter");
     let mean = recorder.get(1, "rollout_corr/rollout_is_mean");
-    assert!((0.6..0.95).contains(&mean), "the filter keeps 0.7 and the token that passes it: {mean}");
+    assert!((0.6..0.95).contains(&mean), "top-p keeps 0.7 and the token that crosses it: {mean}");
     let recorder = run(&Model::new(), &RlConfig { max_steps: 1, ..self::config() }, false).1;
     assert!(!recorder.0.iter().any(|(_, metrics)| metrics.contains_key("rollout_corr/rollout_is_mean")));
 }
@@ -174,8 +111,7 @@ fn policies_learn_to_write_plain_text() {
         let config = RlConfig { max_steps: 50, mini_batch_size: 32, ..config };
         let (summary, recorder, _) = run(&model, &config, false);
         summary.unwrap();
-        let mean = |steps: std::ops::Range<u64>| steps.map(|step| recorder.get(step, "avg_reward")).sum::<f64>() / 10.0;
-        let (first, last) = (mean(1..11), mean(41..51));
+        let (first, last) = (recorder.mean("avg_reward", 1..11), recorder.mean("avg_reward", 41..51));
         assert!(last > 0.8 && last > first + 0.2, "{:?}: {first} to {last}", config.algorithm);
     }
 }
@@ -183,8 +119,8 @@ fn policies_learn_to_write_plain_text() {
 #[test]
 fn the_update_does_not_depend_on_the_split_into_micro_batches() {
     let model = Model::new();
-    // One epoch and one optimizer step, so that the norms are those of the first gradient, which Adam would rescale. Short
-    // answers are cut off at other lengths: the micro-batches differ in tokens.
+    // One epoch and one optimizer step: the norms are those of the first gradient, which Adam would rescale. Responses differ in length,
+    // and so micro-batches differ in tokens.
     let split = |n| RlConfig { gradient_accumulation_steps: n, max_steps: 1, ppo_epochs: 1, ..config() };
     let ((_, whole, _), (_, parts, _)) = (run(&model, &split(1), false), run(&model, &split(5), false));
     for name in ["actor/grad_norm", "critic/grad_norm", "actor/pg_loss", "actor/entropy", "critic/vf_loss"] {
@@ -212,7 +148,7 @@ fn too_many_dropped_episodes_stop_the_run_with_the_reason() {
 }
 
 #[test]
-fn a_cut_off_response_pays_the_penalty() {
+fn a_truncated_response_has_the_missing_eos_penalty() {
     let config = RlConfig { missing_eos_penalty: 5.0, kl_coef: 0.0, max_steps: 1, ..config() };
     let (_, recorder, _) = run(&Model::new(), &config, false);
     let truncated = recorder.get(1, "response_length/clip_ratio");

@@ -1,14 +1,14 @@
-//! AdamW, in place.
+//! The optimizer: AdamW in place, on the CPU or an accelerator, and learning-rate schedules.
 //!
 //! candle-nn's AdamW is not used: its moments are private, it decays norms and biases too, and a step over half a billion
 //! parameters takes seconds.
 
-use super::device::DeviceMoments;
-use super::gradients::{CHUNK, Gradients};
 use crate::checkpoint::{State, misfit};
+use crate::gradients::{CHUNK, Gradients};
 use crate::{TrainError, tensor_data};
-use candle_core::Var;
-use querl_model::AdamWStep;
+use candle_core::{DType, Tensor, Var};
+use querl_core::config::LrScheduler;
+use querl_model::{AdamWStep, AdamWTensors, accelerator_of};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -201,11 +201,103 @@ impl Rule {
     }
 }
 
+/// First and second moments by the variable's name, on its device.
+#[derive(Debug, Default)]
+struct DeviceMoments(BTreeMap<String, [Tensor; 2]>);
+
+impl DeviceMoments {
+    /// Saves them in the form of the CPU's: a run may continue on another device.
+    fn save(&self, prefix: &str, state: &mut State) {
+        for (index, moment) in ["first", "second"].into_iter().enumerate() {
+            let tensors = self.0.iter().map(|(name, moments)| (name.clone(), moments[index].clone())).collect();
+            state.put_tensors(&format!("{prefix}.{moment}"), &tensors);
+        }
+    }
+
+    /// Copies moments to the device of their variable.
+    fn put(&mut self, name: &str, var: &Var, first: &[f32], second: &[f32]) -> Result<(), TrainError> {
+        let tensor = |values: &[f32]| Tensor::from_slice(values, var.shape(), var.device());
+        self.0.insert(name.to_owned(), [tensor(first)?, tensor(second)?]);
+        Ok(())
+    }
+
+    /// Takes one step. `rules`: weight-decay multiplier and coefficients of vectors, and of matrices.
+    fn step(
+        &mut self,
+        vars: &BTreeMap<String, Var>,
+        gradients: &Gradients,
+        rules: [(f32, AdamWStep); 2],
+    ) -> Result<(), TrainError> {
+        let with_gradient = || vars.iter().filter_map(|(name, var)| Some((name, var, gradients.unscaled(name)?.0)));
+        for (name, var, _) in with_gradient() {
+            if !self.0.contains_key(name) {
+                let zeros = || Tensor::zeros(var.shape(), DType::F32, var.device());
+                self.0.insert(name.clone(), [zeros()?, zeros()?]);
+            }
+        }
+        let mut tensors = Vec::new();
+        for (name, var, gradient) in with_gradient() {
+            let [first, second] = &self.0[name];
+            if first.dims() != var.dims() {
+                let message = format!("has shape {:?}; the variable has {:?}", first.dims(), var.dims());
+                return Err(misfit(name, message));
+            }
+            let decay = rules[usize::from(var.rank() >= 2)].0;
+            tensors.push(AdamWTensors { values: var.as_tensor(), gradient, first, second, decay });
+        }
+        let accelerator = tensors.first().map(|first| accelerator_of(first.values)).transpose()?.flatten();
+        match accelerator {
+            Some(device) => Ok(device.adamw(&tensors, rules[0].1, gradients.on_device())?),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The factor of optimizer step `step`, which counts from 0, of `n_steps`: linear warm-up over `n_warmup` steps, then `kind`.
+///
+/// Source: transformers `get_{cosine,linear,constant}_schedule_with_warmup`.
+pub fn lr_factor(kind: LrScheduler, step: u64, n_warmup: u64, n_steps: u64) -> f64 {
+    match kind {
+        LrScheduler::Cosine => cosine_with_warmup(step, n_warmup, n_steps),
+        LrScheduler::Linear => linear_with_warmup(step, n_warmup, n_steps),
+        LrScheduler::Constant => constant_with_warmup(step, n_warmup),
+    }
+}
+
+/// Rises linearly over `n_warmup` steps, then falls to zero along half a cosine. `step` counts from 0.
+///
+/// Source: transformers `get_cosine_schedule_with_warmup`.
+pub fn cosine_with_warmup(step: u64, n_warmup: u64, n_steps: u64) -> f64 {
+    if step < n_warmup {
+        return step as f64 / n_warmup as f64;
+    }
+    let progress = (step - n_warmup) as f64 / (n_steps.saturating_sub(n_warmup)).max(1) as f64;
+    (0.5 * (1.0 + (std::f64::consts::PI * progress).cos())).max(0.0)
+}
+
+/// Rises linearly over `n_warmup` steps, then falls linearly to zero. `step` counts from 0.
+///
+/// Source: transformers `get_linear_schedule_with_warmup`.
+pub fn linear_with_warmup(step: u64, n_warmup: u64, n_steps: u64) -> f64 {
+    if step < n_warmup {
+        return step as f64 / n_warmup as f64;
+    }
+    n_steps.saturating_sub(step) as f64 / (n_steps.saturating_sub(n_warmup)).max(1) as f64
+}
+
+/// Rises linearly over `n_warmup` steps, then is 1.
+///
+/// Source: transformers `get_constant_schedule_with_warmup`.
+pub fn constant_with_warmup(step: u64, n_warmup: u64) -> f64 {
+    if step < n_warmup { step as f64 / n_warmup as f64 } else { 1.0 }
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use candle_core::Device;
+    use serde_json::Value;
 
     fn step(optimizer: &mut AdamW, vars: &BTreeMap<String, Var>) {
         let loss = vars["w"].as_tensor().sqr().unwrap().sum_all().unwrap();
@@ -246,7 +338,7 @@ mod tests {
         let mut state = State::default();
         optimizer.save("o", &mut state).unwrap();
         let zeros = |name: &str, n: usize| {
-            BTreeMap::from([(name.to_owned(), Var::zeros((n, 2), candle_core::DType::F32, &Device::Cpu).unwrap())])
+            BTreeMap::from([(name.to_owned(), Var::zeros((n, 2), DType::F32, &Device::Cpu).unwrap())])
         };
         let mut error = |vars| optimizer.restore("o", &state, &vars).unwrap_err().to_string();
         let expected = "checkpoint: `w` has moments of shapes [2, 2] and [2, 2]; the variable has [3, 2]; rerun the stage \
@@ -268,5 +360,22 @@ mod tests {
         step(&mut optimizer, &vars);
         assert_eq!(*state.shared("o.first").unwrap()["w"].1, before);
         assert_ne!(*optimizer.moments["w"].first, before);
+    }
+
+    /// Golden values: `tests/reference/sft.py`.
+    #[test]
+    fn schedules_are_those_of_transformers() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/sft.json");
+        let golden: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let cases = golden["schedules"].as_object().unwrap();
+        assert_eq!(cases.len(), 9);
+        for (name, case) in cases {
+            let kind: LrScheduler = serde_json::from_value(case["kind"].clone()).unwrap();
+            let (n_warmup, n_steps) = (case["n_warmup"].as_u64().unwrap(), case["n_steps"].as_u64().unwrap());
+            for (step, expected) in case["factors"].as_array().unwrap().iter().enumerate() {
+                let found = lr_factor(kind, step as u64, n_warmup, n_steps);
+                assert!((found - expected.as_f64().unwrap()).abs() < 1e-8, "{name}, step {step}: {found}");
+            }
+        }
     }
 }

@@ -1,10 +1,9 @@
 //! Gradients of an optimizer step: summed over micro-batches and ranks, global norm, clipping.
 
-use super::device;
 use crate::{TrainError, tensor_data};
 use candle_core::backprop::GradStore;
 use candle_core::{DType, Tensor, Var};
-use querl_model::{GradientNorm, Mesh, Ranks, Shard};
+use querl_model::{GradientNorm, Mesh, Ranks, Shard, accelerator_of};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
@@ -164,7 +163,7 @@ impl Gradients {
     /// Squared norm of the gradients of some variables, before the scale of clipping.
     fn squares(&self, includes: impl Fn(&str) -> bool) -> Result<f64, TrainError> {
         let included = || self.sums.iter().filter(|(name, _)| includes(name)).map(|(_, sum)| sum.tensor());
-        if let Some(norm) = device::gradient_norm(included(), 1.0, None)? {
+        if let Some(norm) = gradient_norm(included(), 1.0, None)? {
             return Ok(f64::from(norm.norm).powi(2));
         }
         let mut sum = 0.0;
@@ -182,7 +181,7 @@ impl Gradients {
     /// Source: torch `clip_grad_norm_`.
     pub fn clip(&mut self, max_norm: f64) -> Result<f64, TrainError> {
         if self.tensor.world_size() == 1
-            && let Some(norm) = device::gradient_norm(self.tensors(), self.scale, Some(max_norm))?
+            && let Some(norm) = gradient_norm(self.tensors(), self.scale, Some(max_norm))?
         {
             let before = norm.norm;
             (self.scale, self.on_device) = (norm.scale, Some(norm));
@@ -190,7 +189,7 @@ impl Gradients {
         }
         let norm = self.norm()?;
         self.scale *= (max_norm / (norm + 1e-6)).min(1.0) as f32;
-        self.on_device = device::known_norm(self.tensors(), norm, self.scale)?;
+        self.on_device = known_norm(self.tensors(), norm, self.scale)?;
         Ok(norm)
     }
 
@@ -234,6 +233,30 @@ fn squared_norm(values: &[f32]) -> f64 {
         lanes.iter().sum::<f64>()
     };
     values.par_chunks(CHUNK).map(of_chunk).collect::<Vec<f64>>().iter().sum()
+}
+
+/// Global norm and scale of clipping; waits for the device. `None` where the gradients are on the CPU.
+fn gradient_norm<'a>(
+    gradients: impl Iterator<Item = &'a Tensor>,
+    scale: f32,
+    max_norm: Option<f64>,
+) -> Result<Option<GradientNorm>, TrainError> {
+    let gradients: Vec<Tensor> = gradients.filter(|gradient| !gradient.device().is_cpu()).cloned().collect();
+    let Some(first) = gradients.first() else { return Ok(None) };
+    let accelerator = accelerator_of(first)?;
+    let norm =
+        accelerator.map(|device| device.gradient_norm(&gradients, scale, max_norm.map(|norm| norm as f32))).transpose();
+    Ok(norm?)
+}
+
+/// The same with values that the host has computed.
+fn known_norm<'a>(
+    mut gradients: impl Iterator<Item = &'a Tensor>,
+    norm: f64,
+    scale: f32,
+) -> Result<Option<GradientNorm>, TrainError> {
+    let Some(first) = gradients.find(|gradient| !gradient.device().is_cpu()) else { return Ok(None) };
+    Ok(accelerator_of(first)?.map(|device| device.known_norm(norm as f32, scale)).transpose()?)
 }
 
 /// Independent sums, for vector instructions.

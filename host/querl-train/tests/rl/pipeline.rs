@@ -1,0 +1,150 @@
+//! Generation overlaps with scoring, and with `off_by_one` with learning; nothing else changes.
+
+use crate::support::{BATCH, Fault, FaultyEnvironment, Model, Recorder, Run, config, run_rank};
+use querl_core::config::RlConfig;
+use querl_model::Mesh;
+use querl_train::{MetricSink, Metrics, TrainError};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+#[test]
+fn the_number_of_parts_changes_time_and_nothing_else() {
+    let model = Model::new();
+    let run_parts = |pipeline_parts| {
+        let mut run = Run::new(FaultyEnvironment::new(Fault::None, Duration::from_millis(4)));
+        run.start(1, &model, &RlConfig { pipeline_parts, n_samples: 2, max_steps: 2, ..config() }).unwrap();
+        run
+    };
+    let one = run_parts(1);
+    assert_eq!(one.episodes().len(), 2 * 2 * BATCH + 2 * 8, "two batches, two evaluations of eight rows");
+    for n_parts in [2, 5] {
+        run_parts(n_parts).assert_same(&one, &format!("{n_parts} parts"));
+    }
+}
+
+/// The pipeline's unit tests show by events that both overlap: a clock proves nothing on a busy machine.
+#[test]
+fn time_in_the_environment_and_in_its_calls_is_counted_over_all_parts() {
+    let mut run = Run::new(FaultyEnvironment::new(Fault::None, Duration::from_millis(2)));
+    let config = RlConfig { pipeline_parts: 5, n_samples: 4, max_steps: 2, eval_steps: 100, ..config() };
+    run.start(1, &Model::new(), &config).unwrap();
+    let seconds = |name: &str| run.recorder.get(2, &format!("timing_s/{name}"));
+    let slept_s = 0.002 * 4.0 * BATCH as f64;
+    assert!(seconds("retrieve") >= slept_s && seconds("reward") >= seconds("retrieve"), "{:?}", run.recorder);
+    assert!(seconds("rollout") >= slept_s && seconds("gen") > 0.0, "{:?}", run.recorder);
+}
+
+#[test]
+fn an_environment_that_fails_or_panics_between_parts_is_an_error_and_no_hang() {
+    let model = Model::new();
+    // Five calls score the first evaluation, five each batch.
+    let config = RlConfig { pipeline_parts: 5, ..config() };
+    for (fault, expected) in [(Fault::Kill(8), "killed"), (Fault::Panic(8), "call 8 of the environment")] {
+        let mut run = Run::new(FaultyEnvironment::new(fault, Duration::from_millis(1)));
+        let message = run.start(1, &model, &config).unwrap_err().to_string();
+        assert!(message.contains(expected), "{message}");
+    }
+}
+
+#[test]
+fn stragglers_are_dropped_and_counted_whatever_the_parts() {
+    let model = Model::new();
+    for pipeline_parts in [1, 5] {
+        let run = |max_drop_rate| {
+            let config = RlConfig { pipeline_parts, max_drop_rate, max_steps: 2, ..config() };
+            let mut run = Run::new(FaultyEnvironment::new(Fault::Stragglers, Duration::ZERO));
+            (run.start(1, &model, &config), run)
+        };
+        let (outcome, tolerant) = run(0.5);
+        outcome.unwrap();
+        let n_dropped: f64 = [1, 2].map(|step| tolerant.recorder.get(step, "dropped/deadline")).iter().sum();
+        assert!(n_dropped >= 2.0, "two rows in eight are late");
+        let summary = tolerant.summary.unwrap();
+        assert_eq!(summary.dropped, [("deadline".to_owned(), n_dropped as u64)].into());
+        assert_eq!(summary.n_episodes, 2 * BATCH as u64);
+        let message = run(0.05).0.unwrap_err().to_string();
+        assert!(message.contains("of 10 episodes were dropped") && message.contains("deadline"), "{message}");
+    }
+}
+
+/// The task of the synchronous loop, in as many steps.
+#[test]
+fn a_policy_learns_from_off_by_one_rollouts() {
+    let config = RlConfig {
+        off_by_one: true,
+        max_steps: 50,
+        batch_size: 32,
+        mini_batch_size: 32,
+        ppo_epochs: 4,
+        learning_rate: 2e-2,
+        kl_coef: 0.0,
+        ent_coef: 0.0,
+        max_grad_norm: 5.0,
+        eval_steps: 50,
+        save_steps: 50,
+        ..config()
+    };
+    let Run { recorder, .. } = Run::complete(1, &Model::new(), &config);
+    let (first, last) = (recorder.mean("avg_reward", 1..11), recorder.mean("avg_reward", 41..51));
+    assert!(last > 0.8 && last > first + 0.2, "{first} to {last}");
+}
+
+#[test]
+fn the_same_seed_gives_the_same_adapter_though_two_threads_compute() {
+    let (model, config) = (Model::new(), RlConfig { off_by_one: true, ..config() });
+    let [one, two] = [(), ()].map(|()| Run::complete(1, &model, &config).adapters);
+    assert_eq!(one, two);
+}
+
+/// Records how many responses were scored when a step was recorded.
+struct Watch<'a> {
+    environment: &'a FaultyEnvironment,
+    n_scored: Vec<usize>,
+    recorder: Recorder,
+}
+
+impl MetricSink for Watch<'_> {
+    fn record(&mut self, stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
+        // Evaluations are recorded too, under the step before.
+        if metrics.contains_key("actor/lr") {
+            assert_eq!(self.n_scored.len() as u64 + 1, step);
+            self.n_scored.push(self.environment.n_scored.load(Ordering::SeqCst));
+        }
+        self.recorder.record(stage, step, metrics)
+    }
+
+    fn mark(&mut self) -> std::io::Result<u64> {
+        self.recorder.mark()
+    }
+
+    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
+        self.recorder.rewind(mark)
+    }
+}
+
+#[test]
+fn the_next_batch_is_scored_before_a_step_ends() {
+    let model = Model::new();
+    let n_scored = |off_by_one| {
+        let (folder, environment) = (tempfile::tempdir().unwrap(), FaultyEnvironment::without_fault());
+        let config = RlConfig { off_by_one, max_steps: 3, eval_steps: 100, ..config() };
+        let mut watch = Watch { environment: &environment, n_scored: Vec::new(), recorder: Recorder::default() };
+        run_rank(&Mesh::alone(), &model, &config, &environment, folder.path(), &mut watch).0.unwrap();
+        watch.n_scored
+    };
+    let of_batches = |n| 8 + n * BATCH; // the first evaluation is of eight rows
+    assert_eq!(n_scored(false), [1, 2, 3].map(of_batches));
+    assert_eq!(n_scored(true), [2, 3, 3].map(of_batches));
+}
+
+/// The symptom: a batch with nothing to learn from was compared with the training pass, which panicked.
+#[test]
+fn a_completely_rejected_batch_is_too_many_drops() {
+    let model = Model::new();
+    for first in [1, 2] {
+        let mut run = Run::new(FaultyEnvironment::new(Fault::Rejections(first), Duration::ZERO));
+        let config = RlConfig { off_by_one: true, max_drop_rate: 1.0, ..config() };
+        let error = run.start(1, &model, &config).unwrap_err();
+        assert!(matches!(error, TrainError::DropRate { step, n_dropped: BATCH, .. } if step == first), "{error}");
+    }
+}

@@ -1,0 +1,95 @@
+//! A run that was stopped or killed and resumed leaves the files, metrics and episodes of an uninterrupted one, byte for byte.
+
+use crate::support::{BATCH, Fault, FaultyEnvironment, Model, Run, config};
+use querl_core::config::{CriticKind, RlConfig};
+use querl_train::TrainError;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Every setting whose state must survive a stop.
+pub(crate) fn configs() -> [(&'static str, RlConfig); 3] {
+    let plain = RlConfig { pipeline_parts: 2, kl_target: 0.1, normalize_rewards: true, weight_decay: 0.01, ..config() };
+    let ahead = RlConfig { off_by_one: true, ..plain.clone() };
+    let adapter = RlConfig { critic: CriticKind::Adapter, save_steps: 3, n_samples: 2, max_steps: 3, ..plain.clone() };
+    [("plain", plain), ("off by one", ahead), ("critic with an adapter", adapter)]
+}
+
+/// Interrupts runs at one call of the environment after the other, resumes them, and compares them with an uninterrupted run.
+fn interrupt_at_calls(
+    world_size: usize,
+    calls: impl Iterator<Item = usize> + Clone,
+    fault: fn(usize) -> Fault,
+    is_expected: fn(&TrainError) -> bool,
+    check: impl Fn(&Run, &Run),
+) {
+    let model = Model::new();
+    for (name, config) in configs() {
+        let expected = Run::complete(world_size, &model, &config);
+        for call in calls.clone() {
+            let mut run = Run::new(FaultyEnvironment::new(fault(call), Duration::ZERO));
+            match run.start(world_size, &model, &config) {
+                // There is nothing left to interrupt.
+                Ok(()) => {
+                    assert!(call > 8, "{name}: {call} calls are a whole run");
+                    break;
+                }
+                Err(error) => assert!(is_expected(&error), "{name}, {:?}: {error}", fault(call)),
+            }
+            run.remove_fault();
+            run.start(world_size, &model, &config).unwrap();
+            run.assert_same(&expected, &format!("{name}, {:?}", fault(call)));
+            check(&run, &expected);
+        }
+    }
+}
+
+fn is_kill(error: &TrainError) -> bool {
+    error.to_string().contains("killed")
+}
+
+fn is_stop(error: &TrainError) -> bool {
+    matches!(error, TrainError::Interrupted { stage: "rl", .. })
+}
+
+/// Only files on disk survive, and what was logged after the newest checkpoint.
+#[test]
+fn a_run_killed_at_any_call_leaves_what_an_uninterrupted_one_leaves() {
+    interrupt_at_calls(1, (1..).step_by(3), Fault::Kill, is_kill, |_, _| {});
+    interrupt_at_calls(2, (1..).step_by(4), Fault::Kill, is_kill, |_, _| {});
+}
+
+#[test]
+fn a_stopped_run_resumes_in_the_middle_of_a_batch() {
+    interrupt_at_calls(1, (1..).step_by(2), Fault::Stop, is_stop, |run, expected| {
+        let n_scored = run.environment.n_scored.load(Ordering::SeqCst);
+        assert_eq!(n_scored, expected.episodes().len(), "a response is scored twice");
+    });
+    interrupt_at_calls(2, (1..).step_by(3), Fault::Stop, is_stop, |_, _| {});
+}
+
+#[test]
+fn a_finished_run_takes_no_further_step() {
+    let (model, config) = (Model::new(), config());
+    let (expected, mut run) = (Run::complete(1, &model, &config), Run::complete(1, &model, &config));
+    let n_scored = config.max_steps * BATCH + 3 * 8;
+    assert_eq!(run.environment.n_scored.load(Ordering::SeqCst), n_scored);
+    // Only the checkpoints are left: the weights are written again.
+    std::fs::remove_dir_all(run.folder.path().join("last")).unwrap();
+    run.start(1, &model, &config).unwrap();
+    run.assert_same(&expected, "run again");
+    assert_eq!(run.environment.n_scored.load(Ordering::SeqCst), n_scored);
+}
+
+#[test]
+fn a_damaged_newest_checkpoint_costs_a_few_steps_and_no_byte() {
+    let (model, config) = (Model::new(), config());
+    // Two calls score the first evaluation, each batch and the second evaluation: the third step's batch fails.
+    let mut run = Run::new(FaultyEnvironment::new(Fault::Kill(9), Duration::ZERO));
+    run.start(1, &model, &config).unwrap_err();
+    let newest = run.folder.path().join("state/step-2.state");
+    let bytes = std::fs::read(&newest).unwrap();
+    std::fs::write(&newest, &bytes[..bytes.len() / 2]).unwrap();
+    run.remove_fault();
+    run.start(1, &model, &config).unwrap();
+    run.assert_same(&Run::complete(1, &model, &config), "from the checkpoint before");
+}
