@@ -433,7 +433,7 @@ mod tests {
         assert!(
             read_synonyms("甲,乙\n丙,甲\n")
                 .unwrap_err()
-                .ends_with("line 2 has `甲`, which stands there or in an earlier line already; join the two")
+                .ends_with("line 2 has `甲`, which is in this or an earlier line already; join the two")
         );
     }
 }
