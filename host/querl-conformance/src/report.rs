@@ -42,6 +42,7 @@ pub struct Check {
 
 /// The result of one check.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[allow(missing_docs)]
 pub enum Outcome {
     Passed,
     Failed(Failure),

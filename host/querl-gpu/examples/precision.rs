@@ -1,7 +1,7 @@
 //! What it costs in accuracy to store the frozen base in fewer bits: logits of texts, compared with those of the f32 base.
 //!
 //! ```sh
-//! cargo run --release -p querl-model --example precision -- examples/tiny-qwen3 examples/fivedoctors/knowledge_base.jsonl
+//! cargo run --release -p querl-gpu --example precision -- examples/tiny-qwen3 examples/fivedoctors/knowledge_base.jsonl
 //! ```
 //! With the feature `cuda` and a third argument such as `cuda:0` the stored bases are on a GPU, whose activations are bf16; the f32
 //! base that they are compared with is the CPU's.
@@ -39,6 +39,9 @@ fn place(name: Option<String>) -> (ComputeDevice, Vec<BaseDtype>) {
     let storages = vec![BaseDtype::Bf16, BaseDtype::F16, BaseDtype::Int8, BaseDtype::Fp8, BaseDtype::Nf4];
     match name.as_deref() {
         None | Some("cpu") => (ComputeDevice::Cpu, storages),
+        #[cfg(not(feature = "cuda"))]
+        Some(name) => panic!("{name}: built without the feature `cuda`"),
+        #[cfg(feature = "cuda")]
         Some(name) => {
             let index = name.strip_prefix("cuda:").expect("`cpu` or `cuda:N`").parse().unwrap();
             (querl_cuda::compute_device(index).unwrap(), ComputeDevice::GPU_DTYPES.to_vec())

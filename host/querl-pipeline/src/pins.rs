@@ -101,7 +101,7 @@ fn settled(
     for difference in lock.accept(found, &now()) {
         let change = difference.change("");
         reporter.message(&format!(
-            "{} plugin {}: {} accepted in project of {}",
+            "{} plugin {}: {} accepted in place of {}",
             change.role, change.id, change.to, change.from
         ));
     }
