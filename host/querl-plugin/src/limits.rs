@@ -4,7 +4,7 @@
 //! |---|---|
 //! | defaults, with the measurements behind them | `PluginLimits::default`, `querl-core/src/config/plugins.rs` |
 //! | the user's values | `[plugins.limits]` of the configuration, read into [`PluginLimits`] |
-//! | lowered, never raised, by the plugin | `[limits]` of its plugin.toml: `Manifest::effective_limits`, called in [`Limits::with_manifest`] |
+//! | lowered by the plugin; a higher request is an error | `[limits]` of its plugin.toml: `Manifest::effective_limits`, called in [`Limits::with_manifest`] |
 //! | fuel of one call | [`Limits::fuel`]: `fuel_per_call + fuel_per_item * items` |
 //! | enforced | `Caller::new_store` in `call.rs`: `Store::set_fuel`, epoch deadline, memory limiter, output and log size |
 //!

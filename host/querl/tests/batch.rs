@@ -4,7 +4,7 @@
 mod support;
 
 use querl_data::read_spend;
-use querl_faulty::{Answer, Asked, BatchService, FaultyServer, Reply};
+use querl_faulty::{Answer, BatchService, FaultyServer, RecordedRequest, Reply};
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -61,7 +61,7 @@ impl Scene {
     }
 
     fn n_posts(&self, path: &str) -> usize {
-        n_posts(&self.server.asked(), path)
+        n_posts(&self.server.requests(), path)
     }
 
     fn texts(&self) -> Vec<String> {
@@ -76,7 +76,7 @@ fn one_by_one() -> Reply {
     Answer::json(200, &json!({"choices": [choice], "usage": {"prompt_tokens": 100, "completion_tokens": 10}})).into()
 }
 
-fn n_posts(asked: &[Asked], path: &str) -> usize {
+fn n_posts(asked: &[RecordedRequest], path: &str) -> usize {
     asked.iter().filter(|asked| asked.method == "POST" && asked.path == path).count()
 }
 
@@ -96,11 +96,11 @@ fn answers_that_cannot_be_read_stop_the_stage_and_no_fallback_is_paid() {
         "{error}"
     );
     assert!(error.contains("still open: batch batch-0; run the same command to resume"), "{error}");
-    assert_eq!((spare.n_asked(), scene.project.path("run/data/rewrites.jsonl").exists()), (0, false));
+    assert_eq!((spare.n_requests(), scene.project.path("run/data/rewrites.jsonl").exists()), (0, false));
     scene.mend();
     scene.rewrite(&[]).ok();
     assert!(scene.texts().iter().all(|text| text.starts_with("\"鱼油 ")), "{:?}", scene.texts());
-    assert_eq!((scene.service.n_begun(), scene.n_posts("/v1/files"), spare.n_asked()), (1, 1, 0));
+    assert_eq!((scene.service.n_begun(), scene.n_posts("/v1/files"), spare.n_requests()), (1, 1, 0));
     assert!(!scene.project.path(NOTE).exists());
     let account = read_spend(&scene.project.path("run/calls.json")).unwrap();
     let spent = &account["rewrite"]["teacher m (batch)"];

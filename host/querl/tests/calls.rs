@@ -7,7 +7,7 @@
 mod support;
 
 use querl_data::{CacheLimits, ResponseCache, read_spend};
-use querl_faulty::{Answer, Asked, FaultyServer, Reply};
+use querl_faulty::{Answer, FaultyServer, RecordedRequest, Reply};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -31,11 +31,11 @@ fn taught_at(url: &str) -> Project {
 }
 
 /// What the user typed: the last words of the prompt are the same for every query, so the whole prompt stands for it.
-fn question(asked: &Asked) -> String {
+fn question(asked: &RecordedRequest) -> String {
     asked.json()["messages"].to_string()
 }
 
-fn completion(asked: &Asked) -> Answer {
+fn completion(asked: &RecordedRequest) -> Answer {
     let digest = querl_core::fsx::digest_hex(question(asked).as_bytes());
     let usage = json!({"prompt_tokens": 100, "completion_tokens": 10});
     let choice = json!({"message": {"content": format!("鱼油 食用方法 {}", &digest[..8])}, "finish_reason": "stop"});
@@ -51,9 +51,9 @@ fn what_was_paid_for_is_not_asked_again_in_another_folder() {
     let server = teacher();
     let project = taught_at(&server.url());
     project.querl(&["rewrite", "querl.toml"]).ok();
-    assert_eq!(server.n_asked(), 40);
+    assert_eq!(server.n_requests(), 40);
     let said = project.querl(&["rewrite", "querl.toml", "--out", "again"]).ok();
-    assert_eq!(server.n_asked(), 40, "{said:#?}");
+    assert_eq!(server.n_requests(), 40, "{said:#?}");
     let rewrites = |folder| project.rows(&format!("{folder}/data/rewrites.jsonl"));
     assert_eq!(rewrites("run"), rewrites("again"));
     let spent = &read_spend(&project.path("again/calls.json")).unwrap()["rewrite"]["teacher m"];
@@ -64,7 +64,7 @@ fn what_was_paid_for_is_not_asked_again_in_another_folder() {
     assert!(stats.stdout.contains("rewrites    40 answers, "), "{}", stats.stdout);
     project.querl(&["cache", "clear", "--path", "answers.redb", "--table", "rewrites"]).ok();
     project.querl(&["rewrite", "querl.toml", "--out", "third"]).ok();
-    assert_eq!(server.n_asked(), 80);
+    assert_eq!(server.n_requests(), 80);
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn cache_in_use_or_damaged_is_reported_and_the_run_continues() {
     project.write("answers.redb", "not a database");
     let said = project.querl(&["rewrite", "querl.toml", "--out", "again"]).ok();
     assert!(said.stderr.contains("answers.redb: the cache is damaged"), "{said:#?}");
-    assert_eq!(server.n_asked(), 80);
+    assert_eq!(server.n_requests(), 80);
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_resumes() {
     assert_eq!(one_by_one.calls, first.calls);
     // The journal resumes, not the cache.
     project.querl(&["rewrite", "querl.toml", "--set", "budget=1", "--set", "cache.enabled=false"]).ok();
-    assert_eq!(server.n_asked() as u64, 40 + one_by_one.calls, "nothing is paid twice");
+    assert_eq!(server.n_requests() as u64, 40 + one_by_one.calls, "nothing is paid twice");
     assert_eq!(spent(&project).calls, 40);
     assert!((spent(&project).cost - 40.0 * 0.0003).abs() < 1e-9);
     let unpriced = project.querl(&["rewrite", "querl.toml", "--set", "budget=1", "--set", "judge.kind=openai"]);
@@ -120,16 +120,16 @@ fn interrupt_waits_for_what_is_under_way_and_nothing_is_paid_twice() {
     let project = taught_at(&server.url());
     let args = ["rewrite", "querl.toml", "--set", "cache.enabled=false", "--set", "teacher.max_concurrent=4"];
     let mut child = project.command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    while server.n_asked() < 6 {
+    while server.n_requests() < 6 {
         std::thread::sleep(Duration::from_millis(10));
     }
     let said = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
     assert!(said.success());
     assert_eq!(child.wait().unwrap().code(), Some(130));
-    assert!(server.n_asked() < 40);
+    assert!(server.n_requests() < 40);
     project.querl(&args).ok();
     let spent = &read_spend(&project.path("run/calls.json")).unwrap()["rewrite"]["teacher m"];
-    assert_eq!((server.n_asked(), spent.calls, spent.lost), (40, 40, 0));
+    assert_eq!((server.n_requests(), spent.calls, spent.lost), (40, 40, 0));
 }
 
 /// Keeps away: "0 calls" for rows that the run would request again, and a price for stages that are finished.
@@ -158,7 +158,7 @@ fn dry_run_says_calls_and_prices_and_asks_nobody() {
     };
     let before = estimate(&[]);
     let is_there = |file: &str| project.path(file).exists();
-    assert_eq!((server.n_asked(), is_there("run"), is_there("answers.redb")), (0, false, false));
+    assert_eq!((server.n_requests(), is_there("run"), is_there("answers.redb")), (0, false, false));
     let step = &before["steps"][0];
     assert_eq!((&before["rows"], &step["calls"]["high"], &step["cached"]), (&json!(40), &json!(40.0), &json!(0)));
     let (low, high) = (step["cost"]["low"].as_f64().unwrap(), step["cost"]["high"].as_f64().unwrap());
@@ -184,7 +184,7 @@ fn second_teacher_answers_only_where_the_first_failed_and_is_named_in_the_row() 
     );
     project.edit("[judge]", &fallback);
     project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
-    assert_eq!((first.n_asked(), second.n_asked()), (40, 10));
+    assert_eq!((first.n_requests(), second.n_requests()), (40, 10));
     let by_spare = |record: &Value| record["rewrite"]["Ok"]["source"] == "spare";
     let n_by_spare = project.rows("run/data/rewrites.jsonl").iter().filter(|record| by_spare(record)).count();
     assert_eq!(n_by_spare, 10);
@@ -234,7 +234,7 @@ fn local_model_is_teacher_and_what_it_cannot_answer_goes_to_the_fallback() {
     project.edit("[judge]", &fallback);
     project.querl(&["rewrite", "querl.toml", "--out", "again", "--set", "cache.enabled=false"]).ok();
     let again = project.rows("again/data/rewrites.jsonl");
-    assert_eq!((spare.n_asked(), &again[40]["rewrite"]["Ok"]["source"]), (1, &json!("spare")));
+    assert_eq!((spare.n_requests(), &again[40]["rewrite"]["Ok"]["source"]), (1, &json!("spare")));
     let texts = |records: &[Value]| -> Vec<Value> {
         records[..40].iter().map(|record| record["rewrite"]["Ok"]["text"].clone()).collect()
     };
@@ -290,7 +290,7 @@ fn keys_stand_in_no_file_and_no_word_that_is_written() {
             assert!(!contains(&said, key), "{}", String::from_utf8_lossy(&said));
         }
     }
-    let asked = server.asked();
+    let asked = server.requests();
     let sent = |key: &str| asked.iter().any(|asked| asked.authorization == Some(format!("Bearer {key}")));
     assert!(sent(OF_TEACHER) && sent(OF_RETRIEVAL), "both keys were sent");
     let files = files_below(&project.path(""));
@@ -373,7 +373,7 @@ fn batch_is_taken_up_again_after_a_kill_and_paid_once_at_its_price() {
     child.wait().unwrap();
     project.querl(&args).ok();
     let n_posts =
-        |path: &str| server.asked().iter().filter(|asked| asked.method == "POST" && asked.path == path).count();
+        |path: &str| server.requests().iter().filter(|asked| asked.method == "POST" && asked.path == path).count();
     assert_eq!((n_posts("/v1/files"), n_posts("/v1/batches")), (1, 1));
     let records = project.rows("run/data/rewrites.jsonl");
     assert_eq!(records[0]["rewrite"]["Err"]["kind"], "rejected", "{}", records[0]);
@@ -417,7 +417,7 @@ fn faulty_teacher_and_retrieval() -> FaultyServer {
 }
 
 /// 0 to 19; below 6 the request meets a fault.
-fn fate(asked: &Asked, n_try: u64) -> u32 {
+fn fate(asked: &RecordedRequest, n_try: u64) -> u32 {
     let digest = querl_core::fsx::digest_hex(format!("{n_try} {}", asked.json()).as_bytes());
     u32::from_str_radix(&digest[..8], 16).unwrap() % 20
 }
@@ -425,7 +425,7 @@ fn fate(asked: &Asked, n_try: u64) -> u32 {
 /// How often each question was answered in whole.
 fn whole_answers(server: &FaultyServer) -> Vec<u64> {
     let mut tries: BTreeMap<Vec<u8>, (u64, u64)> = BTreeMap::new();
-    for asked in server.asked() {
+    for asked in server.requests() {
         let (n_tries, n_whole) = tries.entry(asked.body.clone()).or_default();
         *n_tries += 1;
         *n_whole += u64::from(fate(&asked, *n_tries) >= 6);
@@ -433,7 +433,7 @@ fn whole_answers(server: &FaultyServer) -> Vec<u64> {
     tries.into_values().map(|(_, n_whole)| n_whole).collect()
 }
 
-fn found(asked: &Asked) -> Answer {
+fn found(asked: &RecordedRequest) -> Answer {
     let score = asked.json()["rewritten_query"].as_str().unwrap().len() % 10;
     let hit = json!({"id": "p1", "text": "文", "reranker_score": 0.1 * score as f64});
     Answer::json(200, &json!({"status": 200, "data": {"recall": [hit]}}))
@@ -535,7 +535,7 @@ fn thousand_rows_of_a_slow_teacher_take_the_ideal_time() {
         "1000 rows, 200 ms, 10 at once: {cold:.2} s, {:.3} of the ideal 20 s; from the cache: {warm:.2} s",
         cold / 20.0
     );
-    assert_eq!(server.n_asked(), 1000, "the second run asked nobody");
+    assert_eq!(server.n_requests(), 1000, "the second run asked nobody");
     assert!(cold <= 1.05 * 20.0);
 }
 

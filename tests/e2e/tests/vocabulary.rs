@@ -1,8 +1,6 @@
 //! The words of the field: names, comments, messages and documentation use the terms of docs/glossary.md, not private ones.
 #![allow(clippy::unwrap_used)]
 
-use std::collections::BTreeMap;
-use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -84,10 +82,6 @@ const ENDINGS: &[&str] = &["rs", "cuh", "cu", "cpp", "h", "py", "js", "ts", "sh"
 
 /// Files and folders that may have any word: this list, the page that explains the words, texts of others, and quoted data.
 const EXEMPT: &[&str] = &["docs/glossary.md", "tests/e2e/tests/vocabulary.rs", "tests/reference/golden/"];
-
-/// Files and folders whose words are still to be replaced. Only counts are printed for them, and the lines of those under
-/// `$VOCABULARY_OF`: `VOCABULARY_OF=host/querl-gpu cargo test --release -p querl-e2e --test vocabulary -- --nocapture`.
-const NOT_YET: &[&str] = &["host/querl/tests/rm.rs", "tests/faulty/"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -171,25 +165,10 @@ fn private_words(path: &str, text: &str) -> Vec<(usize, &'static str, &'static s
 
 #[test]
 fn names_comments_messages_and_pages_use_the_terms_of_the_field() {
-    let (mut failures, mut counts) = (Vec::new(), BTreeMap::<String, BTreeMap<&str, usize>>::new());
-    let shown = env::var("VOCABULARY_OF").ok();
+    let mut failures = Vec::new();
     for (path, text) in files() {
         let found = private_words(&path, &text);
-        let lines = found.iter().map(|(line, word, remedy)| format!("{path}:{line}: \"{word}\"; write: {remedy}"));
-        if !NOT_YET.iter().any(|folder| path.starts_with(folder)) {
-            failures.extend(lines);
-        } else if shown.as_ref().is_some_and(|shown| path.starts_with(shown)) {
-            lines.for_each(|line| println!("{line}"));
-        } else {
-            let folder =
-                path.split('/').take(path.split('/').count().saturating_sub(1).min(2)).collect::<Vec<_>>().join("/");
-            for (_, word, _) in found {
-                *counts.entry(folder.clone()).or_default().entry(word).or_default() += 1;
-            }
-        }
-    }
-    for (folder, words) in counts {
-        println!("{folder}: {} {words:?}", words.values().sum::<usize>());
+        failures.extend(found.iter().map(|(line, word, remedy)| format!("{path}:{line}: \"{word}\"; write: {remedy}")));
     }
     assert!(
         failures.is_empty(),

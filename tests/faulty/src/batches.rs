@@ -1,6 +1,6 @@
 //! OpenAI's batch interface in memory: file upload, batches that finish after a number of polls, file download.
 
-use crate::{Answer, Asked, Reply};
+use crate::{Answer, RecordedRequest, Reply};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard};
@@ -46,13 +46,13 @@ impl BatchService {
     }
 
     /// The response to a request.
-    pub fn reply(&self, asked: &Asked) -> Reply {
-        let path = asked.path.strip_prefix("/v1").unwrap_or(&asked.path);
+    pub fn reply(&self, request: &RecordedRequest) -> Reply {
+        let path = request.path.strip_prefix("/v1").unwrap_or(&request.path);
         let (path, query) = path.split_once('?').unwrap_or((path, ""));
         let words: Vec<&str> = path.trim_start_matches('/').split('/').collect();
-        let answer = match (asked.method.as_str(), words.as_slice()) {
-            ("POST", ["files"]) => self.file(asked),
-            ("POST", ["batches"]) => self.begin(&asked.json()),
+        let answer = match (request.method.as_str(), words.as_slice()) {
+            ("POST", ["files"]) => self.file(request),
+            ("POST", ["batches"]) => self.begin(&request.json()),
             ("GET", ["batches"]) => self.list(query),
             ("GET", ["batches", id]) => self.poll(id),
             ("GET", ["files", id, "content"]) => self.content(id),
@@ -61,8 +61,8 @@ impl BatchService {
         answer.unwrap_or_else(|| Answer::json(404, &json!({"error": {"message": "no such thing"}}))).into()
     }
 
-    fn file(&self, asked: &Asked) -> Option<Answer> {
-        let form = String::from_utf8_lossy(&asked.body);
+    fn file(&self, request: &RecordedRequest) -> Option<Answer> {
+        let form = String::from_utf8_lossy(&request.body);
         let requests =
             form.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(Value::is_object).collect();
         let mut state = self.state();

@@ -51,7 +51,7 @@ async fn answer(request: Request<Incoming>, shared: Arc<Shared>) -> io::Result<R
         reply = *inner;
     }
     match reply {
-        Reply::Answer(answer) => Ok(response(answer, Ending::Whole)),
+        Reply::Answer(answer) => Ok(response(answer, Ending::Complete)),
         Reply::ResetMidBody(answer) | Reply::Cut(answer) => Ok(response(answer, Ending::Broken)),
         Reply::Reset => Err(io::Error::other("scripted")),
         _ => std::future::pending().await,
@@ -73,14 +73,14 @@ fn response(answer: Answer, ending: Ending) -> Response<Half> {
     for (name, value) in &answer.headers {
         builder = builder.header(name.to_lowercase(), value);
     }
-    let n_sent = if ending == Ending::Whole { answer.body.len() } else { answer.body.len() / 2 };
+    let n_sent = if ending == Ending::Complete { answer.body.len() } else { answer.body.len() / 2 };
     let body = Half { bytes: Some(Bytes::copy_from_slice(&answer.body[..n_sent])), ending };
     builder.body(body).expect("a script's headers are headers")
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ending {
-    Whole,
+    Complete,
     Broken,
 }
 
@@ -97,7 +97,7 @@ impl Body for Half {
     fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         let frame = match (self.bytes.take(), self.ending) {
             (Some(bytes), _) => Some(Ok(Frame::data(bytes))),
-            (None, Ending::Whole) => None,
+            (None, Ending::Complete) => None,
             (None, Ending::Broken) => Some(Err(io::Error::other("scripted"))),
         };
         Poll::Ready(frame)

@@ -19,7 +19,7 @@ use std::time::Duration;
 
 /// A received request.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Asked {
+pub struct RecordedRequest {
     /// 0-based, over all requests to this server.
     pub index: usize,
     pub method: String,
@@ -28,7 +28,7 @@ pub struct Asked {
     pub body: Vec<u8>,
 }
 
-impl Asked {
+impl RecordedRequest {
     /// The body as JSON; null if it is not JSON.
     pub fn json(&self) -> Value {
         serde_json::from_slice(&self.body).unwrap_or(Value::Null)
@@ -95,7 +95,7 @@ impl From<Answer> for Reply {
     }
 }
 
-type Script = dyn Fn(&Asked) -> Reply + Send + Sync;
+type Script = dyn Fn(&RecordedRequest) -> Reply + Send + Sync;
 
 /// Bytes of a request that are read at a time.
 pub(crate) const CHUNK_BYTES: usize = 1 << 18;
@@ -103,25 +103,26 @@ pub(crate) const CHUNK_BYTES: usize = 1 << 18;
 /// State shared by the connections.
 pub(crate) struct Shared {
     script: Box<Script>,
-    asked: Mutex<Vec<Asked>>,
+    requests: Mutex<Vec<RecordedRequest>>,
     /// Pause before each chunk of a request is read.
     pub(crate) reading_pause: Duration,
 }
 
 impl Shared {
-    fn asked(&self) -> MutexGuard<'_, Vec<Asked>> {
-        self.asked.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    fn requests(&self) -> MutexGuard<'_, Vec<RecordedRequest>> {
+        self.requests.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// Records the request and returns its reply.
     pub(crate) fn meet(&self, method: &str, path: &str, authorization: Option<String>, body: Vec<u8>) -> Reply {
-        let asked = {
-            let mut all = self.asked();
-            let asked = Asked { index: all.len(), method: method.into(), path: path.into(), authorization, body };
-            all.push(asked.clone());
-            asked
+        let request = {
+            let mut all = self.requests();
+            let request =
+                RecordedRequest { index: all.len(), method: method.into(), path: path.into(), authorization, body };
+            all.push(request.clone());
+            request
         };
-        (self.script)(&asked)
+        (self.script)(&request)
     }
 }
 
@@ -138,7 +139,7 @@ impl FaultyServer {
     ///
     /// # Panics
     /// There is no free port.
-    pub fn start(script: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Self {
+    pub fn start(script: impl Fn(&RecordedRequest) -> Reply + Send + Sync + 'static) -> Self {
         Self::start_reading(Duration::ZERO, script)
     }
 
@@ -146,7 +147,7 @@ impl FaultyServer {
     ///
     /// # Panics
     /// There is no free port.
-    pub fn start_reading(pause: Duration, script: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Self {
+    pub fn start_reading(pause: Duration, script: impl Fn(&RecordedRequest) -> Reply + Send + Sync + 'static) -> Self {
         let (runtime, shared, listener) = prepared(script, pause);
         let address = listener.local_addr().expect("it is bound");
         runtime.spawn(http1::serve(listener, shared.clone()));
@@ -157,7 +158,7 @@ impl FaultyServer {
     ///
     /// # Panics
     /// There is no free port.
-    pub fn start_http2(script: impl Fn(&Asked) -> Reply + Send + Sync + 'static) -> Self {
+    pub fn start_http2(script: impl Fn(&RecordedRequest) -> Reply + Send + Sync + 'static) -> Self {
         let (runtime, shared, listener) = prepared(script, Duration::ZERO);
         let address = listener.local_addr().expect("it is bound");
         let (acceptor, certificate) = http2::acceptor();
@@ -179,12 +180,12 @@ impl FaultyServer {
     }
 
     /// All requests so far, in order.
-    pub fn asked(&self) -> Vec<Asked> {
-        self.shared.asked().clone()
+    pub fn requests(&self) -> Vec<RecordedRequest> {
+        self.shared.requests().clone()
     }
 
-    pub fn n_asked(&self) -> usize {
-        self.shared.asked().len()
+    pub fn n_requests(&self) -> usize {
+        self.shared.requests().len()
     }
 }
 
@@ -198,7 +199,7 @@ impl Drop for FaultyServer {
 }
 
 fn prepared(
-    script: impl Fn(&Asked) -> Reply + Send + Sync + 'static,
+    script: impl Fn(&RecordedRequest) -> Reply + Send + Sync + 'static,
     reading_pause: Duration,
 ) -> (tokio::runtime::Runtime, Arc<Shared>, tokio::net::TcpListener) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
@@ -209,5 +210,5 @@ fn prepared(
         let _within = runtime.enter();
         tokio::net::TcpListener::from_std(listener).expect("a runtime takes a socket")
     };
-    (runtime, Arc::new(Shared { script: Box::new(script), asked: Mutex::default(), reading_pause }), listener)
+    (runtime, Arc::new(Shared { script: Box::new(script), requests: Mutex::default(), reading_pause }), listener)
 }

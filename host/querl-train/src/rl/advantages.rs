@@ -1,7 +1,7 @@
 //! Rewards and advantages: from one score per response to an advantage per token (verl `core_algos.py`, first half).
 //!
 //! [`estimate_advantages`] selects by `rl.algorithm` and `rl.advantage_form`; the formulas are below it. **Advantages are whitened**
-//! (`rl.whiten_advantages`) by [`masked_whiten`].
+//! by [`masked_whiten`], those of PPO and REINFORCE++ (`rl.whiten_advantages`).
 //!
 //! Everything else is shared by all algorithms: rollouts, the clipped policy loss, KL, entropy, the order of updates. In the
 //! sequence form there is one advantage and one ratio per response, and losses are averaged over responses, whatever the

@@ -1,14 +1,17 @@
-//! Every metric of reinforcement learning: its name and how it is computed.
+//! The metrics of reinforcement learning: their names and how they are computed.
 //!
 //! **To add a metric** of PPO or another algorithm: insert it in one of the functions below, and describe its name in
-//! docs/files.md (`metrics.jsonl`). `metrics.jsonl`, TensorBoard and `querl watch` take every name. A curve of the report is one
-//! line in `host/querl-eval/src/report/curves.rs`.
+//! docs/files.md (`metrics.jsonl`). The functions of a micro-batch return its share of the optimizer step, since shares are summed.
+//! `metrics.jsonl` and TensorBoard take every name. A curve of the report is one line in `host/querl-eval/src/report/curves.rs`, one of
+//! `querl watch` in `host/querl/src/commands/watch/view.rs`.
+//!
+//! Gradient norms are inserted by `learner.rs`, where they are computed; times (`timing_s/...`) of a batch by `experience.rs`.
 //!
 //! | function | computed | names |
 //! |---|---|---|
 //! | [`policy_metrics`] | in each micro-batch of an update | `actor/pg_loss`, `actor/pg_clipfrac`, `actor/ppo_kl`, `actor/entropy`, ... |
 //! | [`value_metrics`] | in each micro-batch of an update | `critic/vf_loss`, `critic/vf_clipfrac` |
-//! | [`UpdateMetrics::means`] | after the updates of a batch | `actor/grad_norm`, `actor/lr`, `actor/n_updates`, `critic/grad_norm`, ... |
+//! | [`UpdateMetrics::means`] | after the updates of a batch | `actor/lr`, `actor/n_updates`, and the means of the names above |
 //! | [`batch_metrics`] | once per batch, before its updates | `actor/ref_kl`, `critic/rewards`, `critic/advantages`, `critic/values`, ... |
 //! | [`rollout_metrics`] | once per batch of rollouts | `critic/score`, `response_length`, `drop_rate`, ... |
 //! | [`episode_metrics`] | per batch and per evaluation (there as `val/...`) | `avg_reward`, `reward/COMPONENT`, `win_rate`, ... |

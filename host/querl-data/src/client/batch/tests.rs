@@ -5,7 +5,7 @@ use super::*;
 use crate::client::spend::Spend;
 use querl_core::ports::Silent;
 use querl_core::records::Completion;
-use querl_faulty::{Answer, Asked, BatchService, FaultyServer, Reply};
+use querl_faulty::{Answer, BatchService, FaultyServer, RecordedRequest, Reply};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -23,16 +23,17 @@ struct Scene {
 
 impl Scene {
     /// `fault` may reply in place of the service.
-    fn new(fault: impl Fn(&Asked, &BatchService) -> Option<Reply> + Send + Sync + 'static) -> Self {
+    fn new(fault: impl Fn(&RecordedRequest, &BatchService) -> Option<Reply> + Send + Sync + 'static) -> Self {
         Self::reading(Duration::ZERO, fault)
     }
 
     /// A service that sends `reply` to the requests that `fails` selects, until [`repair`](Self::repair).
-    fn broken(fails: impl Fn(&Asked) -> bool + Send + Sync + 'static, reply: Reply) -> Self {
+    fn broken(fails: impl Fn(&RecordedRequest) -> bool + Send + Sync + 'static, reply: Reply) -> Self {
         let is_broken = Arc::new(AtomicBool::new(true));
         let flag = is_broken.clone();
-        let fault =
-            move |asked: &Asked, _: &BatchService| (flag.load(Ordering::SeqCst) && fails(asked)).then(|| reply.clone());
+        let fault = move |asked: &RecordedRequest, _: &BatchService| {
+            (flag.load(Ordering::SeqCst) && fails(asked)).then(|| reply.clone())
+        };
         Self { is_broken, ..Self::new(fault) }
     }
 
@@ -51,7 +52,7 @@ impl Scene {
 
     fn reading(
         pause: Duration,
-        fault: impl Fn(&Asked, &BatchService) -> Option<Reply> + Send + Sync + 'static,
+        fault: impl Fn(&RecordedRequest, &BatchService) -> Option<Reply> + Send + Sync + 'static,
     ) -> Self {
         let service = Arc::new(BatchService::new(2));
         let behind = service.clone();
@@ -99,8 +100,8 @@ impl Scene {
         error.to_string()
     }
 
-    fn n_asked(&self, method: &str, path: &str) -> usize {
-        let asked = self.server.asked();
+    fn n_requests(&self, method: &str, path: &str) -> usize {
+        let asked = self.server.requests();
         asked.iter().filter(|asked| asked.method == method && asked.path.starts_with(path)).count()
     }
 
@@ -127,11 +128,11 @@ fn all_answered(completions: &[Result<Completion, CallFailure>]) -> bool {
     completions.iter().all(|answer| answer.as_ref().is_ok_and(|answer| answer.text.starts_with("鱼油 ")))
 }
 
-fn is(asked: &Asked, method: &str, path: &str) -> bool {
+fn is(asked: &RecordedRequest, method: &str, path: &str) -> bool {
     asked.method == method && asked.path.starts_with(path)
 }
 
-fn is_download(asked: &Asked) -> bool {
+fn is_download(asked: &RecordedRequest) -> bool {
     asked.path.ends_with("/content")
 }
 
@@ -146,7 +147,7 @@ async fn rows_with_the_same_prompt_share_one_request() {
     let answers = scene.run(&["a", "b", "a"]).await.unwrap();
     let texts: Vec<&str> = answers.iter().map(|answer| answer.as_ref().unwrap().text.as_str()).collect();
     assert!(texts[0] == texts[2] && texts[0] != texts[1], "{texts:?}");
-    let form = String::from_utf8(scene.server.asked()[0].body.clone()).unwrap();
+    let form = String::from_utf8(scene.server.requests()[0].body.clone()).unwrap();
     assert_eq!(form.lines().filter(|line| line.starts_with('{')).count(), 2);
     let spent = scene.spent("teacher m (batch)");
     assert_eq!((spent.calls, spent.joined), (2, 1));
@@ -171,7 +172,7 @@ async fn a_batch_whose_creation_response_was_lost_is_found() {
     for lose in lost {
         let scene = Scene::new(move |asked, service| is(asked, "POST", "/batches").then(|| lose(service.reply(asked))));
         assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
-        assert_eq!((scene.service.n_begun(), scene.n_asked("POST", "/batches")), (1, 1));
+        assert_eq!((scene.service.n_begun(), scene.n_requests("POST", "/batches")), (1, 1));
         assert_eq!(scene.spent("teacher m (batch)").lost_cost, 0.0);
     }
 }
@@ -184,8 +185,8 @@ async fn a_batch_that_is_not_found_counts_as_lost_before_the_next_is_created() {
         is_first.then(|| answered(503))
     });
     assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
-    assert_eq!((scene.service.n_begun(), scene.n_asked("POST", "/batches")), (1, 2));
-    assert!(scene.n_asked("GET", "/batches?") > 1, "it may be listed a moment later");
+    assert_eq!((scene.service.n_begun(), scene.n_requests("POST", "/batches")), (1, 2));
+    assert!(scene.n_requests("GET", "/batches?") > 1, "it may be listed a moment later");
     let spent = scene.spent("teacher m (batch)");
     assert!(spent.lost == 1 && spent.lost_cost > 2.0 * PRICE, "{spent:?}");
 }
@@ -195,22 +196,23 @@ async fn a_second_batch_of_a_file_must_fit_into_the_budget_with_the_first() {
     let scene = Scene::broken(|asked| is(asked, "POST", "/batches"), answered(503)).with_small_budget();
     let error = scene.run(&["a"]).await.unwrap_err();
     assert!(matches!(&error, DataError::Service(failure) if failure.kind == FailureKind::OverBudget), "{error:?}");
-    assert_eq!((scene.n_asked("POST", "/batches"), scene.recorded_state().len()), (1, 1));
+    assert_eq!((scene.n_requests("POST", "/batches"), scene.recorded_state().len()), (1, 1));
 }
 
 #[tokio::test]
 async fn a_batch_is_found_on_a_later_page_of_the_list() {
     let scene = Scene::new(|asked, service| {
         is(asked, "POST", "/batches").then(|| {
-            service.reply(&Asked { path: "/files".into(), ..asked.clone() });
-            let of_others = Asked { body: json!({"input_file_id": "file-1"}).to_string().into(), ..asked.clone() };
+            service.reply(&RecordedRequest { path: "/files".into(), ..asked.clone() });
+            let of_others =
+                RecordedRequest { body: json!({"input_file_id": "file-1"}).to_string().into(), ..asked.clone() };
             (0..250).for_each(|n| drop(service.reply(if n == 0 { asked } else { &of_others })));
             Reply::Reset
         })
     });
     assert!(all_answered(&scene.run(&["a"]).await.unwrap()));
-    assert_eq!((scene.service.n_begun(), scene.n_asked("POST", "/batches")), (250, 1));
-    assert_eq!(scene.n_asked("GET", "/batches?limit=100&after=batch-"), 2);
+    assert_eq!((scene.service.n_begun(), scene.n_requests("POST", "/batches")), (250, 1));
+    assert_eq!(scene.n_requests("GET", "/batches?limit=100&after=batch-"), 2);
 }
 
 #[tokio::test]
@@ -238,7 +240,7 @@ async fn a_rejected_file_is_submitted_again() {
     assert!(!scene.state().exists());
     scene.repair();
     assert!(all_answered(&scene.run(&["a"]).await.unwrap()));
-    assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (2, 1));
+    assert_eq!((scene.n_requests("POST", "/files"), scene.service.n_begun()), (2, 1));
     assert_eq!(scene.spent("teacher m (batch)").lost_cost, 0.0);
 }
 
@@ -266,7 +268,7 @@ async fn failed_polls_are_repeated() {
     let mut teacher = scene.teacher();
     teacher.poll_limits.silence = Duration::from_secs(10);
     assert!(all_answered(&scene.run_with(&teacher, &["a", "b"]).await.unwrap()));
-    assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
+    assert_eq!((scene.n_requests("POST", "/files"), scene.service.n_begun()), (1, 1));
 }
 
 #[tokio::test]
@@ -283,7 +285,7 @@ async fn a_batch_of_unknown_status_stays_in_the_state_file() {
         assert_eq!(scene.recorded_state()[0].batch_id.as_deref(), Some("batch-0"));
         scene.repair();
         assert!(all_answered(&scene.run(&["a"]).await.unwrap()));
-        assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
+        assert_eq!((scene.n_requests("POST", "/files"), scene.service.n_begun()), (1, 1));
     }
 }
 
@@ -322,7 +324,7 @@ async fn unreadable_responses_end_the_stage_and_are_read_by_the_next_run() {
         assert_eq!((scene.recorded_state().len(), scene.recorded_state()[0].is_charged), (1, false));
         scene.repair();
         assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
-        assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
+        assert_eq!((scene.n_requests("POST", "/files"), scene.service.n_begun()), (1, 1));
     }
 }
 
@@ -337,7 +339,7 @@ async fn a_truncated_download_is_repeated() {
         }
     });
     assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
-    assert_eq!(scene.n_asked("GET", "/files/"), 2);
+    assert_eq!(scene.n_requests("GET", "/files/"), 2);
 }
 
 /// Regression: on a slow line no file could be transferred within the timeout of a call.
@@ -356,7 +358,7 @@ async fn slow_transfers_are_not_timed_out_while_they_progress() {
     let started = std::time::Instant::now();
     assert!(all_answered(&scene.run_with(&teacher, &prompts).await.unwrap()));
     assert!(started.elapsed() > Duration::from_secs(6), "up and down each take longer than a call may");
-    assert_eq!((scene.n_asked("POST", "/files"), scene.n_asked("GET", "/files/")), (1, 1));
+    assert_eq!((scene.n_requests("POST", "/files"), scene.n_requests("GET", "/files/")), (1, 1));
 }
 
 #[tokio::test]
@@ -379,7 +381,7 @@ async fn a_failed_batch_is_submitted_again_and_the_others_are_resumed() {
         "{message}"
     );
     assert!(all_answered(&scene.run(&["a", "b", "c", "d", "e"]).await.unwrap()));
-    assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (4, 4));
+    assert_eq!((scene.n_requests("POST", "/files"), scene.service.n_begun()), (4, 4));
     let spent = scene.spent("teacher m (batch)");
     assert!(spent.calls == 5 && (spent.cost - 5.0 * PRICE).abs() < 1e-12, "{spent:?}");
 }
@@ -431,7 +433,7 @@ async fn batches_of_another_model_are_rejected_and_those_of_the_same_are_read() 
     let answers = teacher.run(prompts(&["a", "b"]), NewPrompts::Skip, &path, &Silent).await.unwrap();
     assert!(answers.of(&prompt("a")).unwrap().unwrap().is_ok());
     assert!(answers.of(&prompt("b")).unwrap().is_none());
-    assert_eq!(scene.n_asked("POST", "/files"), 1);
+    assert_eq!(scene.n_requests("POST", "/files"), 1);
 }
 
 /// Regression: a run failed at a batch with missing responses and paid again for those that it had read.
@@ -454,7 +456,7 @@ async fn missing_responses_are_requested_again_and_the_others_kept() {
     let failure = answers.iter().find_map(|answer| answer.as_ref().err()).unwrap();
     assert!(failure.message.ends_with("batch completed without an answer to this row"), "{failure}");
     assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
-    assert_eq!((scene.n_asked("GET", "/files/"), scene.service.n_begun()), (5, 2));
+    assert_eq!((scene.n_requests("GET", "/files/"), scene.service.n_begun()), (5, 2));
     assert!((scene.spent("teacher m (batch)").cost - 2.0 * PRICE).abs() < 1e-12);
 }
 
@@ -500,7 +502,7 @@ async fn a_state_file_of_an_earlier_version_is_read() {
         std::fs::write(scene.state(), earlier.to_string()).unwrap();
         scene.repair();
         assert!(all_answered(&scene.run(&["a", "b"]).await.unwrap()));
-        assert_eq!((scene.n_asked("POST", "/files"), scene.service.n_begun()), (1, 1));
+        assert_eq!((scene.n_requests("POST", "/files"), scene.service.n_begun()), (1, 1));
     }
 }
 

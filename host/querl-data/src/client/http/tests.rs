@@ -4,7 +4,7 @@
 use super::*;
 use crate::client::within_deadline;
 use futures::StreamExt;
-use querl_faulty::{Answer as Sent, Asked, FaultyServer, Reply};
+use querl_faulty::{Answer as Sent, FaultyServer, RecordedRequest, Reply};
 use serde_json::json;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -64,7 +64,7 @@ async fn transient_faults_are_retried() {
     for fault in faults {
         let server = failing(2, fault.clone());
         let answer = ask(&server, 3).await.unwrap_or_else(|failure| panic!("{fault:?}: {failure}"));
-        assert_eq!((answer.body["ok"].as_str(), server.n_asked()), (Some("改写"), 3), "{fault:?}");
+        assert_eq!((answer.body["ok"].as_str(), server.n_requests()), (Some("改写"), 3), "{fault:?}");
     }
 }
 
@@ -77,7 +77,7 @@ async fn key_is_sent_and_never_shown() {
     let failure = caller.post(&json!({})).await.unwrap_err();
     assert_eq!(failure.kind, FailureKind::Unauthorized);
     assert!(failure.message.ends_with("/v1/chat: answered 401 Unauthorized: Incorrect API key: [key]"), "{failure}");
-    let asked = server.asked();
+    let asked = server.requests();
     assert_eq!(asked.len(), 1, "a rejection is not retried");
     assert_eq!((asked[0].path.as_str(), asked[0].authorization.clone()), ("/v1/chat", Some(format!("Bearer {KEY}"))));
     assert!(!format!("{caller:?}").contains(KEY));
@@ -133,11 +133,11 @@ async fn persistent_faults_are_reported() {
             "answered 302",
         ),
     ];
-    for (fault, kind, n_asked, message) in cases {
+    for (fault, kind, n_requests, message) in cases {
         let server = failing(usize::MAX, fault.clone());
         let failure = ask(&server, 1).await.unwrap_err();
         assert!(failure.kind == kind && failure.message.contains(message), "{fault:?}: {failure}");
-        assert_eq!(server.n_asked(), n_asked, "{fault:?}");
+        assert_eq!(server.n_requests(), n_requests, "{fault:?}");
     }
 }
 
@@ -148,7 +148,7 @@ async fn refusals_are_final_and_quote_the_server() {
         let server = failing(usize::MAX, refusal.into());
         let failure = ask(&server, 3).await.unwrap_err();
         assert!(failure.message.ends_with(": temperature is not supported"), "{failure}");
-        assert_eq!(server.n_asked(), 1, "{status}");
+        assert_eq!(server.n_requests(), 1, "{status}");
     }
 }
 
@@ -160,7 +160,7 @@ async fn missing_credit_is_fatal() {
         let server = failing(usize::MAX, refusal.into());
         let failure = ask(&server, 3).await.unwrap_err();
         assert!(failure.kind.is_fatal(), "{failure}");
-        assert_eq!(server.n_asked(), 1);
+        assert_eq!(server.n_requests(), 1);
     }
 }
 
@@ -174,7 +174,7 @@ async fn error_status_decides_even_if_the_body_is_truncated() {
         let server = failing(1, fault.clone());
         let answer = ask(&server, 1).await.unwrap_or_else(|failure| panic!("{fault:?}: {failure}"));
         drop(answer);
-        assert_eq!(server.n_asked(), 2, "{fault:?}");
+        assert_eq!(server.n_requests(), 2, "{fault:?}");
     }
 }
 
@@ -194,7 +194,7 @@ async fn errors_in_a_body_are_treated_like_an_error_status() {
     assert!(post_checked(&caller, &check).await.is_ok());
     let refused = |body: &Value| Some(Refusal::reported(Some(404), body.to_string()));
     let failure = post_checked(&caller, &refused).await.unwrap_err();
-    assert_eq!((failure.kind, server.n_asked()), (FailureKind::Rejected, 3));
+    assert_eq!((failure.kind, server.n_requests()), (FailureKind::Rejected, 3));
     let busy = |body: &Value| Some(Refusal::reported(Some(500), body.to_string()));
     for kind in [FailureKind::ServerError, FailureKind::ServerError, FailureKind::Down] {
         assert_eq!(post_checked(&caller, &busy).await.unwrap_err().kind, kind);
@@ -287,7 +287,7 @@ async fn breaker_opens_after_consecutive_failures() {
         assert_eq!(caller.post(&json!({})).await.unwrap_err().kind, FailureKind::ServerError);
     }
     let failure = caller.post(&json!({})).await.unwrap_err();
-    assert_eq!((failure.kind, failure.kind.is_fatal(), server.n_asked()), (FailureKind::Down, true, 6));
+    assert_eq!((failure.kind, failure.kind.is_fatal(), server.n_requests()), (FailureKind::Down, true, 6));
     let message =
         "given up after 3 calls in a row without an answer; run again once it is up; the last: server error: ";
     assert!(failure.message.contains(message), "{failure}");
@@ -305,7 +305,7 @@ async fn http2_over_tls_works_with_an_own_certificate_authority() {
     std::fs::write(&path, server.certificate()).unwrap();
     let config = CallsConfig { ca_file: Some(path), ..quick() };
     assert_eq!(caller(&server, 3, &config).post(&json!({})).await.unwrap().body["ok"], "改写");
-    assert_eq!(server.n_asked(), 3);
+    assert_eq!(server.n_requests(), 3);
     let failure = ask(&server, 0).await.unwrap_err();
     assert!(failure.message.contains("certificate"), "{failure}");
 }
@@ -316,7 +316,7 @@ async fn requests_go_through_the_proxy() {
     let config = CallsConfig { proxy: Some(proxy.url()), ..quick() };
     let url = "http://teacher.invalid/v1/chat/completions";
     open(url, None, limits(0), &config).unwrap().post(&json!({})).await.unwrap();
-    assert_eq!(proxy.asked()[0].path, url);
+    assert_eq!(proxy.requests()[0].path, url);
 }
 
 #[test]
@@ -359,7 +359,8 @@ async fn under_random_faults_every_row_ends_and_none_is_paid_twice() {
     let n_succeeded = answers.iter().filter(|(_, answer)| answer.is_ok()).count();
     assert!(n_succeeded as u64 >= N_ROWS - 6, "{n_succeeded}");
     for row in 0..N_ROWS {
-        let asked: Vec<Asked> = server.asked().into_iter().filter(|asked| asked.json()["row"] == row).collect();
+        let asked: Vec<RecordedRequest> =
+            server.requests().into_iter().filter(|asked| asked.json()["row"] == row).collect();
         let whole = (1..=asked.len() as u64)
             .filter(|n_try| matches!(scripted(row, *n_try), Reply::Answer(a) if a.status == 200));
         assert!(whole.count() <= 1, "row {row} was answered twice");
@@ -402,9 +403,9 @@ async fn queued_and_retried_requests_are_not_sent_after_the_stop() {
         assert!(started.elapsed() < Duration::from_secs(5));
         let unsent = [first, second].into_iter().filter_map(Result::err).map(|failure| failure.message);
         assert!(unsent.filter(|message| message.ends_with("not sent: interrupted")).count() >= 1);
-        assert!(server.n_asked() <= 2, "{}", server.n_asked());
-        let n_asked = server.n_asked();
+        assert!(server.n_requests() <= 2, "{}", server.n_requests());
+        let n_requests = server.n_requests();
         caller.post(&body).await.unwrap_err();
-        assert_eq!(server.n_asked(), n_asked);
+        assert_eq!(server.n_requests(), n_requests);
     }
 }
