@@ -152,7 +152,7 @@ fn a_missing_column_error_names_the_encoding() {
 fn csv_rows_are_numbered_independently_of_line_ends() {
     let folder = Folder::new();
     for end in ["\n", "\r\n"] {
-        let config = folder.file("a.csv", &["问题", "怎么吃", "几天到", ""].join(end));
+        let config = folder.file("a.csv", ["问题", "怎么吃", "几天到", ""].join(end));
         let numbers: Vec<usize> = rows(&config).iter().map(|row| row.row).collect();
         assert_eq!(numbers, [2, 3], "{end:?}");
     }
@@ -190,7 +190,7 @@ fn groups_ignore_order_and_separators_of_gold_ids() {
 fn equal_rows_share_a_group_unless_their_histories_differ() {
     let folder = Folder::new();
     let text = "这个咋喝,问过鱼油,p2\n这个咋喝？,问过鱼油。,p1\n这个咋喝,问过奶粉,p3\n别的,,p2\n";
-    let config = folder.file("a.csv", &format!("问题,历史摘要,相关文档\n{text}"));
+    let config = folder.file("a.csv", format!("问题,历史摘要,相关文档\n{text}"));
     assert_eq!(rows(&config).iter().map(|row| row.group.as_str()).collect::<Vec<_>>(), ["p1", "p1", "p3", "p1"]);
     let table = open_queries(&config).unwrap();
     assert_eq!((table.findings().n_groups, named(&table.findings().alike)), (2, vec![(3, Some(2))]));
@@ -239,7 +239,7 @@ fn unreadable_files_are_reported() {
 fn contradicting_rows_are_reported() {
     let folder = Folder::new();
     let text = "鱼油怎么吃,p1\n鱼油怎么吃,p2\n鱼油怎么吃？,\n贵吗,p3\n贵吗,p3\n贵吗！,\"p3,p4\"\n";
-    let table = open_queries(&folder.file("a.csv", &format!("问题,相关文档\n{text}"))).unwrap();
+    let table = open_queries(&folder.file("a.csv", format!("问题,相关文档\n{text}"))).unwrap();
     let findings = table.findings();
     assert_eq!(named(&findings.repeated), [(3, Some(2)), (6, Some(5))]);
     assert_eq!(named(&findings.alike), [(4, Some(2)), (7, Some(5))]);

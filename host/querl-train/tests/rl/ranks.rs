@@ -62,9 +62,12 @@ fn several_ranks_learn_what_one_learns_and_have_equal_weights() {
     }
 }
 
+/// Name, settings and score of a case.
+type GroupedCase = (&'static str, RlConfig, fn(&PolicyResponse) -> f64);
+
 /// Groups of samples without a critic. Equal scores only with GRPO: other algorithms have advantages there that are rounding, and would
 /// learn from a whole mini-batch of them.
-fn grouped() -> Vec<(&'static str, RlConfig, fn(&PolicyResponse) -> f64)> {
+fn grouped() -> Vec<GroupedCase> {
     let [(_, plain), ..] = configs();
     let in_loss = RlConfig { kl_placement: KlPlacement::Loss, ..plain.clone() };
     let of_responses = RlConfig { advantage_form: AdvantageForm::Sequence, target_kl: 0.05, ..plain.clone() };

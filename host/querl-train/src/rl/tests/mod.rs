@@ -26,6 +26,9 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
 
+/// Summary and adapter values of each rank, or the failed ranks.
+type RankResults = Result<Vec<(RlSummary, Vec<f32>)>, Vec<RankFailure<TrainError>>>;
+
 /// A model with a policy, and what else an [`RlTask`] borrows.
 struct Fixture {
     folder: tempfile::TempDir,
@@ -239,7 +242,7 @@ impl Run {
         world_size: usize,
         config: &RlConfig,
         fixture: impl Fn(usize) -> Result<Fixture, TrainError> + Sync,
-    ) -> Result<Vec<(RlSummary, Vec<f32>)>, Vec<RankFailure<TrainError>>> {
+    ) -> RankResults {
         let (environment, folder, sink) = (&self.environment, self.folder.path(), Mutex::new(&mut self.sink));
         run_ranks(world_size, |ranks| {
             let (fixture, mut own) = (fixture(ranks.rank())?, Recorder::default());
