@@ -32,7 +32,6 @@ const SHAPES: [ModelShape; 2] = [
     ModelShape { name: "M", hidden: 896, intermediate: 4864, kv_width: 128, head_dim: 64, vocabulary: 151_936 },
 ];
 
-/// What one call of a kernel does.
 struct Work {
     operations: f64,
     /// Bytes of all operands and results, each once.
@@ -48,7 +47,6 @@ struct Kernel {
     reference: Option<Box<dyn FnMut()>>,
 }
 
-/// The value after `--name`.
 fn argument(name: &str) -> Option<String> {
     std::env::args().skip_while(|argument| argument != name).nth(1)
 }

@@ -14,7 +14,6 @@ use std::path::{Path, PathBuf};
 const NEEDS: &str =
     "config.json, tokenizer.json and model.safetensors (or its shards with model.safetensors.index.json)";
 
-/// A file of `directory` that must be there.
 pub(crate) fn required(directory: &Path, file: &str) -> Result<PathBuf, ModelError> {
     let path = directory.join(file);
     if path.is_file() {
@@ -53,13 +52,12 @@ pub(crate) type Bytes<'a> = (DType, Vec<usize>, Cow<'a, [u8]>);
 
 /// A checkpoint mapped into memory, with names and shapes checked; each tensor is read when it is needed.
 pub(crate) struct StoredModel {
-    config: DecoderConfig,
+    pub(crate) config: DecoderConfig,
     tensors: MmapedSafetensors,
     directory: PathBuf,
 }
 
 impl StoredModel {
-    /// Opens a Hugging Face directory.
     pub(crate) fn open(directory: &Path) -> Result<Self, ModelError> {
         let config = DecoderConfig::load(&required(directory, "config.json")?)?;
         Self::open_with(directory, config, &[])
@@ -95,28 +93,13 @@ impl StoredModel {
         Ok(())
     }
 
-    pub(crate) fn config(&self) -> &DecoderConfig {
-        &self.config
-    }
-
-    /// The type in which a tensor is stored.
     pub(crate) fn dtype(&self, name: &str) -> Result<DType, ModelError> {
         Ok(DType::try_from(self.view(name)?.dtype())?)
     }
 
-    /// A tensor in its stored type.
     pub(crate) fn tensor(&self, name: &str) -> Result<Tensor, ModelError> {
         self.view(name)?;
         Ok(self.tensors.load(name, &Device::Cpu)?)
-    }
-
-    /// Whether there is such a tensor.
-    pub(crate) fn has(&self, name: &str) -> bool {
-        self.tensors.get(name).is_ok()
-    }
-
-    pub(crate) fn shape(&self, name: &str) -> Result<Vec<usize>, ModelError> {
-        Ok(self.view(name)?.shape().to_vec())
     }
 
     /// A tensor or a part of it as it is stored. Rows are those of the mapped file; columns are copied, they alone are read.
@@ -174,7 +157,6 @@ pub fn save_tensors(path: &Path, tensors: &BTreeMap<String, Tensor>) -> Result<(
     querl_core::fsx::write_atomic(path, &bytes).map_err(ModelError::io(path))
 }
 
-/// Tensors that are read one at a time.
 pub(crate) trait Tensors {
     /// Shape of a whole tensor.
     ///
@@ -192,7 +174,9 @@ pub(crate) trait Tensors {
     ///
     /// # Errors
     /// As [`Tensors::tensor`].
-    fn values(&self, name: &str, slice: Option<&TensorSlice>) -> Result<WeightValues<'_>, ModelError>;
+    fn values(&self, name: &str, slice: Option<&TensorSlice>) -> Result<WeightValues<'_>, ModelError> {
+        Ok(WeightValues::Tensor(self.tensor(name, slice)?))
+    }
 }
 
 fn missing(name: &str) -> ModelError {
@@ -208,7 +192,7 @@ fn matrix(name: &str, shape: &[usize]) -> Result<(usize, usize), ModelError> {
 
 impl Tensors for StoredModel {
     fn shape(&self, name: &str) -> Result<Vec<usize>, ModelError> {
-        Self::shape(self, name)
+        Ok(self.view(name)?.shape().to_vec())
     }
 
     fn tensor(&self, name: &str, slice: Option<&TensorSlice>) -> Result<Tensor, ModelError> {
@@ -237,13 +221,8 @@ impl Tensors for BTreeMap<String, Tensor> {
             None => Ok(tensor.clone()),
         }
     }
-
-    fn values(&self, name: &str, slice: Option<&TensorSlice>) -> Result<WeightValues<'_>, ModelError> {
-        Ok(WeightValues::Tensor(self.tensor(name, slice)?))
-    }
 }
 
-/// Random weights, made one at a time.
 pub(crate) struct RandomTensors {
     shapes: BTreeMap<String, Vec<usize>>,
     seed: u64,

@@ -92,7 +92,6 @@ impl ComputeDevice {
         }
     }
 
-    /// Refuses weights that cannot be stored here.
     pub(crate) fn check(&self, weights: Weights, dtype: BaseDtype) -> Result<(), ModelError> {
         // Trained weights are f32 everywhere.
         if matches!(self, Self::Cpu) || weights == Weights::Trained {

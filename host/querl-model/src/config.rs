@@ -248,7 +248,6 @@ impl DecoderConfig {
         self.tensor_shapes().iter().map(|(_, shape)| shape.iter().product::<usize>()).sum()
     }
 
-    /// Every tensor of a checkpoint with its shape.
     pub(crate) fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
         let h = self.hidden_size;
         let mut shapes = vec![

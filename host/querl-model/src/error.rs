@@ -4,62 +4,28 @@ use std::path::{Path, PathBuf};
 
 /// Errors of this crate.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say it
 pub enum ModelError {
-    /// A directory lacks a file.
     #[error("{directory}: no `{file}` there; a Hugging Face model directory needs {needs}")]
-    MissingFile {
-        /// The model directory.
-        directory: PathBuf,
-        /// Name of the missing file.
-        file: String,
-        /// What a complete directory holds.
-        needs: &'static str,
-    },
-    /// The architecture is not supported.
+    MissingFile { directory: PathBuf, file: String, needs: &'static str },
     #[error("{path}: architecture `{found}` is not supported; expected one of {expected}")]
-    UnsupportedArchitecture {
-        /// The config.json.
-        path: PathBuf,
-        /// The architecture in it.
-        found: String,
-        /// Supported architectures.
-        expected: &'static str,
-    },
-    /// A file is there and cannot be used.
+    UnsupportedArchitecture { path: PathBuf, found: String, expected: &'static str },
     #[error("{path}: {message}")]
-    BadFile {
-        /// The damaged file.
-        path: PathBuf,
-        /// What is wrong with it, and the remedy.
-        message: String,
-    },
-    /// A file cannot be read or written.
+    BadFile { path: PathBuf, message: String },
     #[error("{path}: {source}")]
-    Io {
-        /// The file or folder.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: std::io::Error,
-    },
-    /// Text could not be converted to tokens, or back.
+    Io { path: PathBuf, source: std::io::Error },
     #[error("tokenizer: {0}")]
     Tokenizer(String),
-    /// The chat template could not be rendered.
     #[error("chat template: {0}")]
     Template(String),
-    /// Settings of an adapter that do not fit the model.
     #[error("lora: {0}")]
     Lora(String),
-    /// Generation cannot start or continue.
     #[error("generation: {0}")]
     Generation(String),
-    /// A model cannot be sharded, or an operation does not support shards.
     #[error("tensor parallel: {0}")]
     Shard(String),
-    /// Communication between ranks failed.
     #[error(transparent)]
     Ranks(#[from] crate::RanksError),
-    /// A computation failed.
     #[error(transparent)]
     Tensor(#[from] candle_core::Error),
 }

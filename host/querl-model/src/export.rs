@@ -40,7 +40,6 @@ pub struct Exported {
     pub files: Vec<String>,
 }
 
-/// Tokenizer files of a model directory.
 const COMPANIONS: [&str; 8] = [
     "added_tokens.json",
     "chat_template.jinja",
@@ -66,11 +65,11 @@ pub fn export_model(
 ) -> Result<Exported, ModelError> {
     let stored = StoredModel::open(model)?;
     let tokenizer = TextTokenizer::load(model)?;
-    let merge = Merge::new(&stored, adapter);
+    let merge = Merge { stored: &stored, adapter };
     let tensors = merge.tensors(settings.dtype)?;
     let dtype = main_dtype(&tensors);
     let staging = new_folder(out)?;
-    write_weights(staging.path(), &merge, &tensors, settings.max_shard_bytes)?;
+    write_weights(staging.path(), &|tensor| merge.value(tensor), &tensors, settings.max_shard_bytes)?;
     write_config(model, staging.path(), dtype, merge.is_tied())?;
     write_generation_config(model, staging.path(), &tokenizer)?;
     copy_companions(model, staging.path())?;
@@ -117,32 +116,26 @@ impl OutTensor {
     }
 }
 
-/// A stored model with an adapter merged into it.
 struct Merge<'a> {
     stored: &'a StoredModel,
     adapter: Option<&'a LoraAdapter>,
 }
 
-impl<'a> Merge<'a> {
-    fn new(stored: &'a StoredModel, adapter: Option<&'a LoraAdapter>) -> Self {
-        Self { stored, adapter }
-    }
-
-    /// Whether head and embedding are still tied.
+impl Merge<'_> {
     fn is_tied(&self) -> bool {
         let is_changed =
             |adapter: &LoraAdapter, path| adapter.saved_module(path).is_some() || adapter.pair(path).is_some();
         let parts = |adapter: &LoraAdapter| {
             !adapter.has_one_copy() && (is_changed(adapter, EMBEDDING) || is_changed(adapter, HEAD))
         };
-        self.stored.config().tie_word_embeddings && !self.adapter.is_some_and(parts)
+        self.stored.config.tie_word_embeddings && !self.adapter.is_some_and(parts)
     }
 
     fn tensors(&self, dtype: Option<DType>) -> Result<Vec<OutTensor>, ModelError> {
-        let mut shapes = self.stored.config().tensor_shapes();
-        let has_new_head = self.stored.config().tie_word_embeddings && !self.is_tied();
+        let mut shapes = self.stored.config.tensor_shapes();
+        let has_new_head = self.stored.config.tie_word_embeddings && !self.is_tied();
         if has_new_head {
-            let config = self.stored.config();
+            let config = &self.stored.config;
             shapes.push((format!("{HEAD}.weight"), vec![config.vocab_size, config.hidden_size]));
         }
         let tensor = |(name, shape): (String, Vec<usize>)| {
@@ -155,13 +148,11 @@ impl<'a> Merge<'a> {
         };
         shapes.into_iter().map(tensor).collect()
     }
-}
 
-impl TensorSource for Merge<'_> {
     fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError> {
         let path = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
         let stored = || -> Result<Tensor, ModelError> {
-            let is_tied_head = path == HEAD && self.stored.config().tie_word_embeddings;
+            let is_tied_head = path == HEAD && self.stored.config.tie_word_embeddings;
             self.stored.tensor(&if is_tied_head { format!("{EMBEDDING}.weight") } else { tensor.name.clone() })
         };
         let value = match self.adapter {
@@ -179,19 +170,13 @@ impl TensorSource for Merge<'_> {
     }
 }
 
-/// Where written tensors come from.
-pub(crate) trait TensorSource {
-    /// A tensor's values in its type.
-    ///
-    /// # Errors
-    /// They cannot be had.
-    fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError>;
-}
+/// The values of a tensor that is written, in its type.
+pub(crate) type ValueOf<'a> = &'a dyn Fn(&OutTensor) -> Result<Tensor, ModelError>;
 
 /// A tensor that is made when safetensors writes it.
 struct Lazy<'a> {
     tensor: &'a OutTensor,
-    values: &'a dyn TensorSource,
+    value_of: ValueOf<'a>,
     error: &'a RefCell<Option<ModelError>>,
 }
 
@@ -206,7 +191,7 @@ impl View for Lazy<'_> {
 
     /// The trait has no error: it is kept until the file is written, which is then discarded.
     fn data(&self) -> Cow<'_, [u8]> {
-        match self.values.value(self.tensor) {
+        match (self.value_of)(self.tensor) {
             Ok(value) => Cow::Owned(value.data().into_owned()),
             Err(error) => {
                 self.error.borrow_mut().get_or_insert(error);
@@ -240,7 +225,7 @@ fn shards(tensors: &[OutTensor], max_bytes: u64) -> Vec<Vec<&OutTensor>> {
 /// Writes `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with their index.
 pub(crate) fn write_weights(
     folder: &Path,
-    values: &dyn TensorSource,
+    value_of: ValueOf<'_>,
     tensors: &[OutTensor],
     max_bytes: u64,
 ) -> Result<(), ModelError> {
@@ -251,7 +236,7 @@ pub(crate) fn write_weights(
             1 => "model.safetensors".to_owned(),
             n_shards => format!("model-{:05}-of-{n_shards:05}.safetensors", index + 1),
         };
-        write_shard(&folder.join(&file), values, shard)?;
+        write_shard(&folder.join(&file), value_of, shard)?;
         weight_map.extend(shard.iter().map(|tensor| (tensor.name.clone(), file.clone())));
     }
     if shards.len() == 1 {
@@ -262,9 +247,9 @@ pub(crate) fn write_weights(
     write_json(&folder.join("model.safetensors.index.json"), &index)
 }
 
-fn write_shard(path: &Path, values: &dyn TensorSource, shard: &[&OutTensor]) -> Result<(), ModelError> {
+fn write_shard(path: &Path, value_of: ValueOf<'_>, shard: &[&OutTensor]) -> Result<(), ModelError> {
     let error = RefCell::new(None);
-    let views = shard.iter().map(|tensor| (tensor.name.as_str(), Lazy { tensor, values, error: &error }));
+    let views = shard.iter().map(|tensor| (tensor.name.as_str(), Lazy { tensor, value_of, error: &error }));
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let written = safetensors::serialize_to_file(views, Some(metadata), path);
     if let Some(error) = error.into_inner() {
@@ -323,7 +308,6 @@ fn write_generation_config(model: &Path, folder: &Path, tokenizer: &TextTokenize
     write_json(&folder.join("generation_config.json"), &generation)
 }
 
-/// Copies a model's tokenizer and chat template, where it has them.
 pub(crate) fn copy_companions(from: &Path, to: &Path) -> Result<(), ModelError> {
     for file in COMPANIONS {
         if from.join(file).is_file() && from != to {

@@ -49,7 +49,7 @@ pub struct ModelSummary {
 pub fn inspect_model(directory: &Path) -> Result<ModelSummary, ModelError> {
     let tokenizer = TextTokenizer::load(directory)?;
     let stored = StoredModel::open(directory)?;
-    let config = stored.config();
+    let config = &stored.config;
     let mut dtypes = Vec::new();
     for (name, _) in config.tensor_shapes() {
         dtypes.push(dtype_name(stored.dtype(&name)?));

@@ -133,7 +133,6 @@ impl BlockPool {
         }
     }
 
-    /// Blocks in use.
     pub(crate) fn n_live(&self) -> usize {
         self.n_live.load(Ordering::Relaxed)
     }
@@ -265,7 +264,6 @@ impl SequenceKvCache {
         self.pool.take_copies()
     }
 
-    /// The sequence's first `len` tokens.
     pub(crate) fn prefix(&self, len: usize) -> Self {
         let len = len.min(self.len);
         Self { pool: self.pool.clone(), blocks: self.blocks[..len.div_ceil(BLOCK_TOKENS)].to_vec(), len }

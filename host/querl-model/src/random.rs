@@ -18,7 +18,6 @@ pub fn mix(mut z: u64) -> u64 {
 /// The golden ratio's odd multiple that SplitMix steps by.
 pub const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The seed of a tensor by its name.
 pub(crate) fn seed_of(seed: u64, name: &str) -> u64 {
     name.bytes().fold(mix(seed.wrapping_add(STEP)), |seed, byte| mix(seed.wrapping_add(STEP) ^ u64::from(byte)))
 }
@@ -44,7 +43,6 @@ pub fn normal_part(rows: Range<usize>, columns: Range<usize>, width: usize, seed
     values
 }
 
-/// Two neighbours from one draw.
 fn normal_pair(pair: u64, seed: u64, scale: f32) -> [f32; 2] {
     let bits = mix(seed.wrapping_add((pair + 1).wrapping_mul(STEP)));
     // Above 0 and at most 1; 24 bits are what a float holds exactly.

@@ -1,9 +1,9 @@
 //! Shapes of published models, and checkpoints of random weights of any shape: for measurements that need no download.
 
 use crate::checkpoint::{RandomTensors, Tensors};
-use crate::export::{OutTensor, TensorSource, move_files, new_folder, write_json, write_weights};
+use crate::export::{OutTensor, move_files, new_folder, write_json, write_weights};
 use crate::{DecoderConfig, ExportSettings, Exported, Family, ModelError, dtype_name};
-use candle_core::{DType, Tensor};
+use candle_core::DType;
 use std::path::Path;
 
 /// Name, width of a row, of the feed-forward layers, layers, query heads, key-value heads, vocabulary, tied head. From the
@@ -45,7 +45,6 @@ impl DecoderConfig {
         QWEN2_5.iter().chain(&QWEN3).map(|row| row.0)
     }
 
-    /// The same as `config.json` of a Hugging Face directory has it.
     pub(crate) fn to_json(&self) -> serde_json::Value {
         let (model_type, architecture) = match self.family {
             Family::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
@@ -90,12 +89,6 @@ impl DecoderConfig {
     }
 }
 
-impl TensorSource for RandomTensors {
-    fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError> {
-        Ok(self.tensor(&tensor.name, None)?.to_dtype(tensor.dtype)?)
-    }
-}
-
 /// Writes `config.json` and the weights that [`Decoder::random`](crate::Decoder::random) has for the same seed, to a folder that is
 /// new or empty; bf16 where `settings` names no type. There is no tokenizer: none belongs to such weights. Tensors are made one
 /// after another.
@@ -112,7 +105,9 @@ pub fn write_random_model(
     let tensor = |(name, shape)| OutTensor { name, shape, dtype };
     let tensors: Vec<OutTensor> = config.tensor_shapes().into_iter().map(tensor).collect();
     let staging = new_folder(out)?;
-    write_weights(staging.path(), &RandomTensors::new(config, seed), &tensors, settings.max_shard_bytes)?;
+    let values = RandomTensors::new(config, seed);
+    let value_of = |tensor: &OutTensor| Ok(values.tensor(&tensor.name, None)?.to_dtype(tensor.dtype)?);
+    write_weights(staging.path(), &value_of, &tensors, settings.max_shard_bytes)?;
     let mut written = config.to_json();
     // Both names of the key: readers know the one or the other.
     for key in ["dtype", "torch_dtype"] {

@@ -34,7 +34,6 @@ pub(crate) struct TensorSlice {
     pub(crate) range: Range<usize>,
 }
 
-/// What a rank holds of a tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Placement {
     Full,
@@ -138,7 +137,6 @@ impl Shard {
         self.rank == 0
     }
 
-    /// What this rank holds of the base's tensor `name`.
     pub(crate) fn placement(self, name: &str, shape: &[usize]) -> Placement {
         match (LinearSplit::of(name), shape) {
             _ if self.size == 1 => Placement::Full,
@@ -160,7 +158,6 @@ impl Shard {
         }
     }
 
-    /// This rank's range of `n` rows or columns.
     pub(crate) fn slice(self, axis: usize, n: usize) -> TensorSlice {
         let n = n / self.size;
         TensorSlice { axis, range: self.rank * n..(self.rank + 1) * n }

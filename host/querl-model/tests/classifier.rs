@@ -291,7 +291,6 @@ fn a_full_queue_rejects_requests() {
     assert_eq!(batcher.classify(&["四"]).map(|found| found.len()), Ok(1));
 }
 
-/// Passes the number of results on.
 struct TestCallback {
     is_active: bool,
     hear: Box<dyn FnOnce(usize) + Send>,

@@ -22,7 +22,6 @@ fn golden(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(path)
 }
 
-/// The valid tokens of each row.
 fn sequences(golden: &HashMap<String, Tensor>) -> Vec<Vec<u32>> {
     let ids: Vec<Vec<i64>> = golden["input_ids"].to_vec2().unwrap();
     let mask: Vec<Vec<i64>> = golden["attention_mask"].to_vec2().unwrap();
@@ -59,7 +58,6 @@ fn loss(decoder: &Decoder, pass: &Pass<'_>, sequences: &[Vec<u32>]) -> Tensor {
     logprobs.mean_all().unwrap().neg().unwrap()
 }
 
-/// Hidden states of all rows.
 fn hidden(decoder: &Decoder, batch: &PackedBatch, pass: &Pass<'_>) -> Tensor {
     let rows: Vec<u32> = (0..batch.n_rows() as u32).collect();
     decoder.hidden_at(batch, &rows, pass).unwrap()

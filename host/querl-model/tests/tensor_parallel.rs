@@ -34,7 +34,6 @@ fn wide() -> DecoderConfig {
     }
 }
 
-/// Where a model comes from.
 #[derive(Clone, Copy)]
 enum From {
     Golden(&'static str),
@@ -53,7 +52,6 @@ impl From {
     }
 }
 
-/// Numbers that depend on the name alone.
 fn numbers(name: &str, n: usize) -> Vec<f32> {
     let seed: u32 = name.bytes().fold(7, |seed, byte| seed.wrapping_mul(31).wrapping_add(u32::from(byte)));
     (0..n as u32)
@@ -113,7 +111,6 @@ fn run(base: &Decoder, dropout: Option<Dropout>, recompute: Option<Keep>, wanted
     Outputs { logits, logprobs: floats(&logprobs), gradients }
 }
 
-/// Largest difference, relative to the largest value.
 fn difference(found: &[f32], expected: &[f32]) -> f32 {
     assert_eq!(found.len(), expected.len());
     let largest = expected.iter().fold(0f32, |largest, x| largest.max(x.abs()));
@@ -280,7 +277,6 @@ fn what_is_not_split_is_refused_in_a_sentence() {
     assert!(message.contains("(`sft.use_dora`) is not split over ranks; set `model.tensor_parallel = 1`"), "{message}");
 }
 
-/// A whole model is not changed by what is made for parts.
 #[test]
 fn a_rank_alone_has_the_whole_model() {
     let text = sequences();

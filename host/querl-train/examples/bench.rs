@@ -9,10 +9,12 @@
 //! `cpu_seconds` (of all threads) of each repetition (an epoch, a rollout, an iteration), and values to compare. Loading is not
 //! measured.
 
+#[path = "../../../tests/bench/src/same_score.rs"]
+mod same_score;
+
 use anyhow::{Context, Result, bail};
 use querl_core::config::{BaseDtype, CriticKind, LrScheduler, RlConfig, SftConfig, TuningMethod};
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{self, Candidate, Episode, EpisodeRecord, Reward};
+use querl_core::ports::Silent;
 use querl_model::{
     Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, Mesh, SamplingSettings, TextTokenizer,
     Weights,
@@ -20,6 +22,7 @@ use querl_model::{
 use querl_train::rl::{self, RlData, RlTask};
 use querl_train::sft::{self, SftTask};
 use querl_train::{Example, MetricSink, Metrics, Policy};
+use same_score::SameScore;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -54,7 +57,6 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// `--key value` pairs.
 struct Options(BTreeMap<String, String>);
 
 impl Options {
@@ -155,7 +157,6 @@ fn fine_tune(options: &Options, method: TuningMethod) -> Result<Value> {
     Ok(json!({ "seconds": seconds, "cpu_seconds": cpu_seconds, "losses": steps.of("loss"), "n_steps": n_steps }))
 }
 
-/// Rows in the order in which `sft` takes them.
 fn order(options: &Options) -> Result<Value> {
     let n_rows = rows(options, "train")?.len();
     let (seed, n_epochs) = (options.get("seed", 0)?, options.get("epochs", 3)?);
@@ -209,8 +210,8 @@ fn ppo(options: &Options) -> Result<Value> {
         policy: &policy,
         reference: Some(&reference),
         tokenizer: &TextTokenizer::load(&directory)?,
-        train: RlData { prompts: &prompts, environment: &ConstantReward },
-        val: RlData { prompts: &prompts[..1], environment: &ConstantReward },
+        train: RlData { prompts: &prompts, environment: &SameScore },
+        val: RlData { prompts: &prompts[..1], environment: &SameScore },
         config: &config,
         tokens_per_pass: usize::MAX,
         gradient_checkpointing: false,
@@ -226,34 +227,6 @@ fn ppo(options: &Options) -> Result<Value> {
     rl::train(&task, &mut steps)?;
     let cpu_seconds = steps.cpu_of_iterations();
     Ok(json!({ "seconds": steps.of("timing_s/step"), "cpu_seconds": cpu_seconds, "timings": steps.timings() }))
-}
-
-/// The same score for every episode.
-struct ConstantReward;
-
-impl Environment for ConstantReward {
-    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
-        Ok(responses.iter().map(|response| record(step, response)).collect::<Vec<_>>().into())
-    }
-}
-
-fn record(step: u64, response: &PolicyResponse) -> EpisodeRecord {
-    let PolicyResponse { text, n_tokens, truncated, .. } = response.clone();
-    let candidate = Candidate { n_tokens, truncated, ..Candidate::found_nothing(text) };
-    let episode = Episode {
-        id: format!("{step}/{}/{}", response.row_index, response.sample_index),
-        query: String::new(),
-        context: records::Context::default(),
-        gold_ids: Vec::new(),
-        policy: candidate.clone(),
-        baseline: candidate,
-    };
-    EpisodeRecord {
-        format: EpisodeRecord::FORMAT,
-        step,
-        episode,
-        outcome: Ok(Reward { total: 0.5, components: Vec::new() }),
-    }
 }
 
 /// Wall-clock seconds, and CPU seconds of all threads.

@@ -9,6 +9,7 @@ mod operations;
 mod report;
 mod rollout;
 mod rows;
+mod same_score;
 mod training;
 
 use anyhow::{Result, bail};

@@ -26,10 +26,8 @@ pub(crate) struct Bench<'a> {
     pub(crate) lengths: Lengths,
     /// Measured repetitions; one of warm-up comes before them.
     pub(crate) repeats: usize,
-    /// Sequences of each rollout.
     pub(crate) sequences: &'a [usize],
     pub(crate) seed: u64,
-    /// Temporary.
     pub(crate) folder: &'a Path,
     pub(crate) stop: &'a AtomicBool,
 }
@@ -156,7 +154,6 @@ pub(crate) fn plan(shapes: &DecoderConfig, model: &ModelConfig, stage: PlannedSt
     MemoryPlan::new(&MemoryRequest { shapes, model, stage, types, n_devices: 1 })
 }
 
-/// Rates of matrix products and copies.
 fn ceilings(place: &ComputeDevice) -> Result<Ceilings> {
     let rate = |repeated: &Repeated, amount: f64| -> Result<Spread> {
         Ok(Spread::of(&repeated.seconds).ok_or_else(no_values)?.rate(amount))
@@ -198,7 +195,6 @@ pub(crate) fn open_device(name: &str) -> Result<(ComputeDevice, String)> {
     }
 }
 
-/// Waits until the device has finished.
 pub(crate) fn synchronize(place: &ComputeDevice) -> Result<()> {
     Ok(place.synchronize()?)
 }

@@ -5,14 +5,11 @@ use querl_model::{DecoderConfig, PackedBatch};
 use querl_train::job::memory_plan::{base_bytes, linears};
 use querl_train::{Example, micro_batches};
 
-/// Work of a fine-tuning step.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct StepWork {
-    /// Micro-batches.
     pub(crate) passes: usize,
     /// Tokens through the decoder.
     pub(crate) rows: usize,
-    /// Attention pairs.
     pub(crate) pairs: u64,
     /// Tokens with a log-probability.
     pub(crate) answers: usize,
@@ -51,7 +48,6 @@ pub(crate) fn weight_bytes(shapes: &DecoderConfig, dtype: BaseDtype) -> u64 {
     base_bytes(&untied, dtype)
 }
 
-/// Bytes of the keys and values of one token.
 pub(crate) fn token_bytes(shapes: &DecoderConfig, value_bytes: usize) -> u64 {
     (shapes.n_layers * 2 * shapes.n_kv_heads * shapes.head_dim * value_bytes) as u64
 }

@@ -1,12 +1,10 @@
 //! Results of a benchmark, as JSON and as text.
 
 use clap::ValueEnum;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// What can be measured.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub(crate) enum Benchmark {
     /// Loading a checkpoint, which is written first.
     Load,
@@ -19,7 +17,6 @@ pub(crate) enum Benchmark {
 }
 
 impl Benchmark {
-    /// Name on the command line.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Load => "load",
@@ -31,8 +28,7 @@ impl Benchmark {
 }
 
 /// Lengths in tokens. Rows are random tokens that depend on the seed alone; all prompts share a prefix.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Lengths {
     /// Common prefix of all prompts. May be 0.
     pub(crate) shared: usize,
@@ -45,28 +41,21 @@ pub(crate) struct Lengths {
 }
 
 impl Lengths {
-    /// Tokens of the longest prompt.
     pub(crate) fn longest_prompt(&self) -> usize {
         self.shared + self.own_most
     }
 }
 
 /// Statistics of a repeated measurement.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Spread {
-    /// Median.
     pub(crate) median: f64,
-    /// Minimum.
     pub(crate) least: f64,
-    /// Maximum.
     pub(crate) most: f64,
-    /// Number of repetitions.
     pub(crate) n: usize,
 }
 
 impl Spread {
-    /// `None` for no values.
     pub(crate) fn of(values: &[f64]) -> Option<Self> {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -83,16 +72,11 @@ impl Spread {
 }
 
 /// All results. Times are wall-clock seconds, until the device is synchronised.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct BenchReport {
-    /// Name of the model shape.
     pub(crate) shape: String,
-    /// Product name of the device.
     pub(crate) device: String,
-    /// Dtype of the base.
     pub(crate) dtype: String,
-    /// Parameters of the base.
     pub(crate) parameters: u64,
     /// Bytes of the base by the memory plan.
     pub(crate) base_bytes: u64,
@@ -100,49 +84,36 @@ pub(crate) struct BenchReport {
     pub(crate) made_s: f64,
     /// Measured peak rates; `None` where no benchmark needed them.
     pub(crate) ceilings: Option<Ceilings>,
-    /// [`Benchmark::Load`].
     pub(crate) load: Option<LoadResult>,
-    /// [`Benchmark::Sft`].
     pub(crate) sft: Option<SftResult>,
     /// [`Benchmark::Rollout`], one for each number of sequences.
     pub(crate) rollouts: Vec<RolloutResult>,
-    /// [`Benchmark::Ppo`].
     pub(crate) ppo: Option<PpoResult>,
     /// Benchmarks that failed or were skipped, with the reason.
     pub(crate) left_out: Vec<String>,
 }
 
-/// Measured peak rates of the device.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Ceilings {
     /// FLOP/s of a square matrix product: on a GPU bf16 by cuBLAS, on the CPU f32 by querl's kernels.
     pub(crate) matrix: Spread,
-    /// Rows and columns of those matrices.
     pub(crate) matrix_size: usize,
     /// Bytes per second, read plus written, of a copy on the device.
     pub(crate) copy: Spread,
-    /// Bytes that were copied.
     pub(crate) copied_bytes: u64,
 }
 
-/// Loading a checkpoint.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct LoadResult {
     /// Bytes of its files, which are in the page cache.
     pub(crate) file_bytes: u64,
     /// Until the model is ready.
     pub(crate) seconds: Spread,
-    /// Bytes of files per second.
     pub(crate) bytes_per_s: Spread,
 }
 
-/// Memory use of a benchmark.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct MemoryUse {
-    /// By the plan.
     pub(crate) planned_bytes: u64,
     /// Peak: of tensors on a GPU, of the process on the CPU.
     pub(crate) peak_bytes: Option<u64>,
@@ -152,22 +123,17 @@ pub(crate) struct MemoryUse {
 }
 
 /// GPU time of all launches of a kernel.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct KernelTime {
     /// Its name, or `product` for cuBLAS.
     pub(crate) name: String,
-    /// Launches.
     pub(crate) calls: u64,
-    /// Total time.
     pub(crate) seconds: f64,
 }
 
 /// Fine-tuning steps: forward, backward, clipping and optimizer.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct SftResult {
-    /// Rows per step.
     pub(crate) rows: usize,
     /// Their tokens, prompts and responses.
     pub(crate) tokens: usize,
@@ -175,15 +141,10 @@ pub(crate) struct SftResult {
     pub(crate) computed_tokens: usize,
     /// Most of them in one micro-batch.
     pub(crate) tokens_per_pass: usize,
-    /// Micro-batches per step.
     pub(crate) passes: usize,
-    /// Gradient checkpointing.
     pub(crate) gradient_checkpointing: bool,
-    /// Rank of the adapter.
     pub(crate) lora_rank: usize,
-    /// One step.
     pub(crate) step_s: Spread,
-    /// All tokens.
     pub(crate) tokens_per_s: Spread,
     /// Tokens through the decoder.
     pub(crate) computed_tokens_per_s: Spread,
@@ -191,21 +152,15 @@ pub(crate) struct SftResult {
     pub(crate) operations: f64,
     /// FLOP/s as a share of the measured matrix product rate.
     pub(crate) share_of_matrix_rate: f64,
-    /// Memory use.
     pub(crate) memory: MemoryUse,
     /// GPU time of one more step by kernel, descending.
     pub(crate) kernels: Vec<KernelTime>,
 }
 
-/// Responses to prompts with a common prefix.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct RolloutResult {
-    /// Sequences generated at once.
     pub(crate) sequences: usize,
-    /// Distinct prompts.
     pub(crate) prompts: usize,
-    /// Longest response.
     pub(crate) max_new_tokens: usize,
     /// Prefill and decode.
     pub(crate) seconds: Spread,
@@ -217,35 +172,26 @@ pub(crate) struct RolloutResult {
     pub(crate) step_bytes: u64,
     /// Those bytes per step time as a share of the measured bandwidth.
     pub(crate) share_of_bandwidth: Option<f64>,
-    /// Peak KV cache.
     pub(crate) cache_bytes: u64,
     /// GPU time of one more rollout by kernel; launches within CUDA graphs are not traced.
     pub(crate) kernels: Vec<KernelTime>,
 }
 
 /// PPO iterations: rollouts, log-probabilities, values, epochs of updates.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PpoResult {
-    /// Responses per iteration.
     pub(crate) answers: usize,
-    /// Epochs of updates.
     pub(crate) epochs: usize,
     /// Optimizer steps of the policy.
     pub(crate) updates: usize,
-    /// Longest response.
     pub(crate) max_new_tokens: usize,
-    /// What scores.
     pub(crate) scorer: String,
-    /// One iteration.
     pub(crate) iteration_s: Spread,
     /// Its phases, by the names of the `timing_s/` metrics.
     pub(crate) parts_s: BTreeMap<String, Spread>,
     /// Most tokens in one micro-batch.
     pub(crate) tokens_per_pass: usize,
-    /// Gradient checkpointing.
     pub(crate) gradient_checkpointing: bool,
-    /// Memory use.
     pub(crate) memory: MemoryUse,
 }
 

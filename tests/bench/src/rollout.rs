@@ -88,7 +88,6 @@ pub(crate) fn measure(bench: &Bench<'_>, n_sequences: usize, ceilings: &Ceilings
     })
 }
 
-/// Tokens per second of each repetition.
 fn rates(n_tokens: &[usize], seconds: &[f64]) -> Option<Spread> {
     let rate = |(n, seconds): (&usize, &f64)| *n as f64 / seconds;
     Spread::of(&n_tokens.iter().zip(seconds).map(rate).collect::<Vec<_>>())

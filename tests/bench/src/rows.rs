@@ -7,10 +7,8 @@ use querl_train::Example;
 /// Tokens below are special in the benchmark's tokenizer.
 const FIRST_TOKEN: u64 = 3;
 
-/// Ends a response.
 const END: u32 = 2;
 
-/// SplitMix64.
 struct Random(u64);
 
 impl Random {
@@ -43,7 +41,6 @@ pub(crate) fn examples(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64
     (0..n).map(example).collect()
 }
 
-/// Prompts of [`examples`].
 pub(crate) fn prompts(n: usize, lengths: &Lengths, vocab_size: usize, seed: u64) -> Vec<Vec<u32>> {
     examples(n, lengths, vocab_size, seed).into_iter().map(|example| example.prompt).collect()
 }

@@ -4,10 +4,10 @@ use crate::measure::{Bench, StepTimes, no_values, tokenizer};
 use crate::operations::StepWork;
 use crate::report::{Ceilings, MemoryUse, PpoResult, SftResult, Spread};
 use crate::rows;
+use crate::same_score::SameScore;
 use anyhow::Result;
 use querl_core::config::{RlConfig, SftConfig};
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Reward};
+use querl_core::ports::Silent;
 use querl_model::{LoraAdapter, Mesh};
 use querl_train::job::lora_settings;
 use querl_train::job::memory_plan::PlannedStage;
@@ -145,28 +145,4 @@ fn phases(steps: &StepTimes) -> BTreeMap<String, Spread> {
         }
     }
     seconds.into_iter().filter_map(|(name, values)| Some((name, Spread::of(&values)?))).collect()
-}
-
-/// The same score for every response.
-struct SameScore;
-
-impl Environment for SameScore {
-    fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
-        Ok(responses.iter().map(|response| record(step, response)).collect::<Vec<_>>().into())
-    }
-}
-
-fn record(step: u64, response: &PolicyResponse) -> EpisodeRecord {
-    let PolicyResponse { text, n_tokens, truncated, .. } = response.clone();
-    let candidate = Candidate { n_tokens, truncated, ..Candidate::found_nothing(text) };
-    let episode = Episode {
-        id: format!("{step}/{}/{}", response.row_index, response.sample_index),
-        query: String::new(),
-        context: Context::default(),
-        gold_ids: Vec::new(),
-        policy: candidate.clone(),
-        baseline: candidate,
-    };
-    let outcome = Ok(Reward { total: 0.5, components: Vec::new() });
-    EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome }
 }

@@ -6,7 +6,6 @@ use querl_core::config::BaseDtype;
 use querl_model::kernels::FrozenWeight;
 use std::rc::Rc;
 
-/// Values between -1 and 1.
 pub(crate) fn numbers(n: usize) -> Vec<f32> {
     let mut state = 12_345u32;
     let mut next = || {

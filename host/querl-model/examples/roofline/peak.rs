@@ -4,13 +4,10 @@ use rayon::prelude::*;
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Measured peaks of all threads together.
 pub(crate) struct Peaks {
-    /// f32 multiplications and additions a second.
     pub(crate) f32_flops: f64,
     /// The same of bf16 dot products; of f32 where there are none.
     pub(crate) bf16_flops: f64,
-    /// Bytes read from memory a second.
     pub(crate) bytes_per_second: f64,
 }
 
@@ -34,18 +31,12 @@ fn best_rate(n_threads: usize, work: fn() -> f64) -> f64 {
 
 const STEPS: usize = 4_000_000;
 
-#[cfg(target_arch = "x86_64")]
 fn f32_chains() -> f64 {
+    #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") {
         // SAFETY: the processor has the instructions.
-        unsafe { f32_chains_avx512() }
-    } else {
-        plain_chains()
+        return unsafe { f32_chains_avx512() };
     }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn f32_chains() -> f64 {
     plain_chains()
 }
 
@@ -73,19 +64,13 @@ fn f32_chains_avx512() -> f64 {
     (STEPS * 12 * 16 * 2) as f64
 }
 
-#[cfg(not(target_arch = "x86_64"))]
 fn bf16_chains() -> f64 {
-    0.0
-}
-
-#[cfg(target_arch = "x86_64")]
-fn bf16_chains() -> f64 {
+    #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512bf16") {
         // SAFETY: the processor has the instructions.
-        unsafe { bf16_chains_avx512() }
-    } else {
-        0.0
+        return unsafe { bf16_chains_avx512() };
     }
+    0.0
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -40,7 +40,6 @@ pub struct LoraAdapter {
     vars: BTreeMap<String, Var>,
     file: ConfigFile,
     stored_dtype: DType,
-    /// Which shard of the adapter this is.
     parallel: TensorParallel,
 }
 

@@ -84,7 +84,6 @@ const UNSUPPORTED: [&str; 10] = [
 const CHANGES_BASE: [&str; 5] = ["pissa", "olora", "corda", "loftq", "lora_ga"];
 
 impl ConfigFile {
-    /// What a new adapter's file says.
     pub(super) fn new(settings: &LoraSettings) -> Self {
         Self {
             peft_type: "LORA".into(),
@@ -110,18 +109,15 @@ impl ConfigFile {
         }
     }
 
-    /// The same for a classifier, whose head is saved with it.
     pub(super) fn of_classifier(&self, modules_to_save: &[String]) -> Self {
         let modules_to_save = Some(modules_to_save.to_vec());
         Self { task_type: Some("SEQ_CLS".into()), modules_to_save, ..self.clone() }
     }
 
-    /// The same for another base.
     pub(super) fn on_base(&self, base_model: &str) -> Self {
         Self { base_model_name_or_path: Some(base_model.to_owned()), inference_mode: true, ..self.clone() }
     }
 
-    /// The base as the file names it.
     pub(crate) fn base(&self) -> Option<&str> {
         self.base_model_name_or_path.as_deref()
     }
@@ -294,7 +290,6 @@ impl LoraAdapter {
     }
 }
 
-/// An adapter's files as they were read.
 pub(crate) struct Parts {
     pub(crate) file: ConfigFile,
     pub(crate) settings: LoraSettings,
@@ -303,12 +298,10 @@ pub(crate) struct Parts {
     pub(crate) dtype: DType,
 }
 
-/// A tensor as it is written.
 fn stored(tensor: &Tensor, dtype: DType) -> candle_core::Result<Tensor> {
     tensor.to_device(&Device::Cpu)?.to_dtype(dtype)
 }
 
-/// A file of an adapter's folder that must be there.
 fn required(directory: &Path, file: &str) -> Result<PathBuf, ModelError> {
     let path = directory.join(file);
     if path.is_file() {

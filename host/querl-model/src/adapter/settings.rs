@@ -72,14 +72,12 @@ enum Written {
     Text(String),
 }
 
-/// PEFT's word for every linear layer.
 const ALL_LINEAR: &str = "all-linear";
 
 /// What [`Modules::AllLinear`] means here, sorted.
 const LINEAR_NAMES: [&str; 7] = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"];
 
 pub(crate) const EMBEDDING: &str = "model.embed_tokens";
-/// Path of the language model's head.
 pub(crate) const HEAD: &str = "lm_head";
 /// Path of a classifier's head.
 pub(crate) const SCORE: &str = "score";
@@ -214,7 +212,6 @@ impl LoraSettings {
         }
     }
 
-    /// Paths of the modules that are saved whole.
     pub(super) fn saved_modules(&self) -> Result<BTreeSet<&'static str>, String> {
         let mut paths = BTreeSet::new();
         for name in &self.modules_to_save {
@@ -297,12 +294,10 @@ impl<T: Copy> Patterns<T> {
     }
 }
 
-/// The value of the first pattern that matches `name`.
 fn first<T: Copy>(patterns: &[(Regex, T)], name: &str) -> Option<T> {
     patterns.iter().find(|(pattern, _)| is_match(pattern, name)).map(|(_, value)| *value)
 }
 
-/// A pattern that must match a whole name.
 fn full_match(pattern: &str, key: &str) -> Result<Regex, String> {
     regex(&format!("^(?:{pattern})$"), pattern, key)
 }

@@ -48,17 +48,12 @@ pub struct BatchStats {
 
 /// Errors of submitting a request.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the messages say it
 pub enum QueueError {
-    /// The queue is full.
     #[error("queue is full ({n_waiting} texts); retry later")]
-    Busy {
-        /// Texts in the queue.
-        n_waiting: usize,
-    },
-    /// The tokenizer finds no token in a text.
+    Busy { n_waiting: usize },
     #[error(transparent)]
     Text(#[from] ModelError),
-    /// The worker thread has ended.
     #[error("the classifier has ended")]
     Ended,
 }

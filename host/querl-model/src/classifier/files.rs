@@ -2,7 +2,7 @@
 
 use super::{Classifier, HEAD_WEIGHT};
 use crate::adapter::LoraAdapter;
-use crate::checkpoint::{StoredModel, required};
+use crate::checkpoint::{StoredModel, Tensors, required};
 use crate::export::{copy_companions, read_json, write_json};
 use crate::tokenizer::token_text;
 use crate::{Decoder, DecoderConfig, ModelError, Weights, save_tensors};
@@ -16,26 +16,23 @@ use tokenizers::Tokenizer;
 /// Weights of older releases of transformers.
 const PICKLED: &str = "pytorch_model.bin";
 
-/// The only supported `problem_type`.
 const PROBLEM_TYPE: &str = "single_label_classification";
 
-/// A folder's tensors, checked by name and shape.
-pub(super) enum Opened {
-    /// Mapped safetensors.
-    Stored(Box<StoredModel>),
-    /// Read from `pytorch_model.bin`.
-    Pickled(DecoderConfig, BTreeMap<String, Tensor>),
+/// A folder's tensors, checked by name and shape: mapped safetensors, or read from `pytorch_model.bin`.
+pub(super) struct Opened {
+    config: DecoderConfig,
+    tensors: Box<dyn Tensors>,
 }
 
 impl Opened {
-    /// Opens a language model's or a classifier's folder.
     pub(super) fn open(directory: &Path) -> Result<Self, ModelError> {
         let config = DecoderConfig::load_backbone(&required(directory, "config.json")?)?;
         let is_safe =
             ["model.safetensors", "model.safetensors.index.json"].iter().any(|file| directory.join(file).is_file());
         let pickled = directory.join(PICKLED);
         if is_safe || !pickled.is_file() {
-            return Ok(Self::Stored(Box::new(StoredModel::open_with(directory, config, &[HEAD_WEIGHT])?)));
+            let stored = StoredModel::open_with(directory, config.clone(), &[HEAD_WEIGHT])?;
+            return Ok(Self { config, tensors: Box::new(stored) });
         }
         let tensors = candle_core::pickle::read_all(&pickled).map_err(|error| ModelError::bad_file(&pickled, error))?;
         let tensors: BTreeMap<String, Tensor> = tensors.into_iter().collect();
@@ -47,23 +44,16 @@ impl Opened {
                 return Err(ModelError::bad_file(&pickled, message));
             }
         }
-        Ok(Self::Pickled(config, tensors))
+        Ok(Self { config, tensors: Box::new(tensors) })
     }
 
-    /// The decoder of these tensors.
     pub(super) fn decoder(&self, weights: Weights, dtype: BaseDtype) -> Result<Decoder, ModelError> {
-        match self {
-            Self::Stored(stored) => Decoder::of_tensors(stored.config().clone(), stored.as_ref(), weights, dtype),
-            Self::Pickled(config, tensors) => Decoder::of_tensors(config.clone(), tensors, weights, dtype),
-        }
+        Decoder::of_tensors(self.config.clone(), &*self.tensors, weights, dtype)
     }
 
-    /// The head, where there is one.
     pub(super) fn score(&self) -> Result<Option<Tensor>, ModelError> {
-        match self {
-            Self::Stored(stored) => stored.has(HEAD_WEIGHT).then(|| stored.tensor(HEAD_WEIGHT)).transpose(),
-            Self::Pickled(_, tensors) => Ok(tensors.get(HEAD_WEIGHT).cloned()),
-        }
+        let has_score = self.tensors.shape(HEAD_WEIGHT).is_ok();
+        has_score.then(|| self.tensors.tensor(HEAD_WEIGHT, None)).transpose()
     }
 }
 
@@ -148,7 +138,6 @@ impl Classifier {
         remove_other_kind(directory, false)
     }
 
-    /// The base's `config.json` as a classifier's.
     fn config_file(&self, mut config: Value) -> Value {
         let architecture = format!("{:?}ForSequenceClassification", self.decoder.config().family);
         config["architectures"] = vec![architecture].into();

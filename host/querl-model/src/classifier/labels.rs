@@ -133,7 +133,6 @@ fn by_id(names: &[String]) -> Value {
     Value::Object(names.collect::<Map<String, Value>>())
 }
 
-/// Names in the order of their ids; `None` where there is no object.
 fn of_ids(value: &Value, key: &str) -> Result<Option<Vec<String>>, String> {
     let Some(object) = value.as_object() else { return Ok(None) };
     let mut names: BTreeMap<usize, String> = BTreeMap::new();

@@ -25,7 +25,6 @@ use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Name of the head's weight.
 const HEAD_WEIGHT: &str = "score.weight";
 
 /// What is trained of a new classifier, in addition to its head.

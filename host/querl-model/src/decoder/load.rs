@@ -46,7 +46,7 @@ impl Decoder {
         compute_device: &ComputeDevice,
     ) -> Result<Self, ModelError> {
         let stored = StoredModel::open(directory)?;
-        Self::from_weights(stored.config().clone(), WeightLoader::new(&stored, weights, dtype, compute_device)?)
+        Self::from_weights(stored.config.clone(), WeightLoader::new(&stored, weights, dtype, compute_device)?)
     }
 
     /// One rank's shard of a frozen model: only that shard of split tensors is read.
@@ -60,7 +60,7 @@ impl Decoder {
         ranks: &Ranks,
     ) -> Result<Self, ModelError> {
         let stored = StoredModel::open(directory)?;
-        let config = stored.config().clone();
+        let config = stored.config.clone();
         let parallel = TensorParallel::new(ranks, &config, dtype)?;
         let source = WeightLoader::new(&stored, Weights::Frozen, dtype, compute_device)?.sharded(parallel);
         Self::from_weights(config, source)
@@ -119,7 +119,6 @@ impl Decoder {
         Self::from_weights(config, WeightLoader::new(&tensors, Weights::Trained, BaseDtype::F32, &ComputeDevice::Cpu)?)
     }
 
-    /// A decoder of tensors that were opened already.
     pub(crate) fn of_tensors(
         config: DecoderConfig,
         tensors: &dyn Tensors,

@@ -20,7 +20,6 @@ use std::sync::Arc;
 /// A decoder-only language model of one of the families of [`crate::Family`].
 pub struct Decoder {
     config: DecoderConfig,
-    /// Shape of this rank's shard.
     local: DecoderConfig,
     parallel: TensorParallel,
     embedding: Weight, // (V, H)
@@ -166,7 +165,6 @@ impl Decoder {
         }
     }
 
-    /// All rows of a batch through a layer.
     pub(crate) fn layer_pass(&self, batch: &PackedBatch, dropout: Option<Dropout>) -> TensorResult<LayerPass> {
         let dropout = dropout.filter(|dropout| dropout.p != 0.0);
         let dropout = dropout.map(|dropout| DropoutMask::new(dropout, batch.row_keys(), self.shard())).transpose()?;

@@ -19,7 +19,6 @@ pub(super) struct Beams {
     pub(super) length_penalty: f64,
 }
 
-/// The search for one request.
 struct Search {
     running: Vec<Beam>,
     /// Best first, at most `n_beams`.
@@ -41,7 +40,6 @@ struct Hypothesis {
     score: f64,
 }
 
-/// Searches for the `n` best responses to each request.
 pub(super) fn run(
     core: &mut EngineCore<'_>,
     requests: &[GenerationRequest<'_>],

@@ -125,7 +125,6 @@ pub(super) struct Admission {
     running: BTreeMap<usize, RunningPrompt>,
 }
 
-/// A prompt with running responses.
 struct RunningPrompt {
     n_responses: usize,
     n_blocks: usize,

@@ -44,7 +44,6 @@ impl PolicyWeights {
         })
     }
 
-    /// Number of weights of one layer's products.
     pub(super) fn weights_per_layer(&self) -> usize {
         self.layers.first().map_or(0, |layer| {
             layer.qkv.n_weights() + layer.o.n_weights() + layer.gate_up.n_weights() + layer.down.n_weights()
@@ -62,7 +61,6 @@ impl PolicyWeights {
         lock(&self.logits).push(logits);
     }
 
-    /// Rows of the embedding, `(N, H)`.
     pub(super) fn embed(&self, ids: &[u32]) -> std::result::Result<Vec<f32>, ModelError> {
         Ok(floats(&self.embedding.rows(ids)?)?)
     }
@@ -376,7 +374,6 @@ pub(super) fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     out.par_chunks_mut(per_task).zip(x.par_chunks(per_task)).for_each(|(out, x)| norm_rows(x, weight, eps, out));
 }
 
-/// `silu(gate) * up`.
 fn swiglu(gate: &[f32], up: &[f32], out: &mut [f32]) {
     let inputs = gate.par_chunks(VALUES_PER_TASK).zip(up.par_chunks(VALUES_PER_TASK));
     out.par_chunks_mut(VALUES_PER_TASK).zip(inputs).for_each(|(out, (gate, up))| gated(gate, up, out));

@@ -80,17 +80,16 @@ fn keep_top_k(logits: &mut [f32], n: usize) {
 /// Histogram bins of logits by their distance from the largest: tokens are sorted only within the bin in which `top_p` is reached.
 const N_BINS: usize = 512;
 
-/// Bins to a factor of `e`.
 const BINS_PER_NAT: f32 = 16.0;
 
 /// Keeps the likeliest tokens up to the one with which their sum reaches `top_p`.
 fn keep_top_p(logits: &mut [f32], top_p: f64, temperature: f32) {
     let softmax = Softmax::of(logits, temperature);
     let scale = BINS_PER_NAT / temperature;
-    let bin = |logit: f32| (((softmax.max() - logit) * scale) as usize).min(N_BINS - 1);
+    let bin = |logit: f32| (((softmax.max - logit) * scale) as usize).min(N_BINS - 1);
     let mut sums = [0f64; N_BINS];
     logits.iter().for_each(|&logit| sums[bin(logit)] += f64::from(softmax.weight(logit)));
-    let threshold = top_p * softmax.total();
+    let threshold = top_p * softmax.total;
     let (mut before, mut edge) = (0.0, 0);
     while edge + 1 < N_BINS && before + sums[edge] < threshold {
         before += sums[edge];

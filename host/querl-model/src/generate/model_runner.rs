@@ -113,7 +113,6 @@ impl Policy {
         Ok(Self::Accelerator(INSTALLED.get().ok_or_else(missing)?(decoder, adapter)?))
     }
 
-    /// See [`DecodePolicy::forward`].
     pub(super) fn forward(
         &mut self,
         sequences: &mut [ScheduledSequence<'_>],
@@ -129,7 +128,6 @@ impl Policy {
 /// Most rows of one pass through the layers: bounds the memory of prefill.
 const MAX_ROWS: usize = 256;
 
-/// Most rows of logits at once.
 const MAX_LOGIT_ROWS: usize = 128;
 
 /// Fewest rows for which a thread takes sequences of its own. With fewer, all threads work on one product, so that each reads
@@ -252,7 +250,6 @@ fn positions(rows: &[Row]) -> Rows {
     Rows { positions: Arc::new(positions), dropout: None, device_rows: None }
 }
 
-/// Passes each sequence's logits to its consumers.
 fn process_logits(
     weights: &PolicyWeights,
     sequences: &mut [ScheduledSequence<'_>],

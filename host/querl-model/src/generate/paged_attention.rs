@@ -13,7 +13,6 @@ use std::cell::Cell;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// New tokens of one sequence, and its KV cache.
 pub(super) struct NewTokens<'s> {
     pub(super) cache: &'s mut SequenceKvCache,
     pub(super) tokens: &'s [u32],
@@ -21,13 +20,11 @@ pub(super) struct NewTokens<'s> {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Row {
-    /// Index of its sequence's cache.
     pub(super) cache: usize,
     /// Tokens that it sees: those before it and itself.
     pub(super) n_visible: usize,
 }
 
-/// How the columns of queries divide into heads.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Heads {
     pub(super) n_heads: usize,
@@ -35,7 +32,6 @@ pub(super) struct Heads {
     pub(super) head_dim: usize,
 }
 
-/// Attention of one layer in one forward pass.
 pub(super) struct PagedAttention<'a, 's> {
     pub(super) sequences: &'a mut [NewTokens<'s>],
     /// Rows whose keys and values are written to the cache.

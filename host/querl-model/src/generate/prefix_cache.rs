@@ -6,7 +6,6 @@ use crate::ModelError;
 use crate::kv_cache::{BLOCK_TOKENS, BlockPool, SequenceKvCache};
 use std::sync::Arc;
 
-/// Prefixes whose keys and values are kept.
 pub(super) struct PrefixCache {
     prefixes: Vec<CachedPrefix>,
     max_tokens: usize,
@@ -94,7 +93,6 @@ fn common_tokens(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
-/// What a generation call works with.
 pub(super) struct EngineCore<'e> {
     pub(super) policy: &'e mut Policy,
     pub(super) pool: &'e Arc<BlockPool>,

@@ -76,7 +76,6 @@ impl Sampler {
 /// The best next tokens of one beam.
 #[derive(Default)]
 pub struct BeamCandidates {
-    /// The beam so far.
     pub(super) response: Vec<u32>,
     pub(super) n_requested: usize,
     pub(super) best: Vec<BeamCandidate>,
@@ -95,7 +94,7 @@ impl BeamCandidates {
     fn consume(&mut self, logits: &mut [f32], processor: &LogitsProcessor<'_>) -> Result<(), ModelError> {
         let softmax = Softmax::of(logits, 1.0);
         let reported = Softmax::of(logits, processor.settings.temperature as f32);
-        if !softmax.total().is_finite() {
+        if !softmax.total.is_finite() {
             return Err(ModelError::Generation("the logits of a beam are not finite".into()));
         }
         // As in the source of beam search, penalties work on log-probabilities here.
@@ -124,10 +123,10 @@ const BLOCK: usize = 512;
 
 /// The exponentials of a row's logits over a temperature, summed by blocks. A logit of minus infinity adds 0.
 pub(super) struct Softmax {
-    max: f32,
+    pub(super) max: f32,
     inverse_temperature: f32,
     blocks: Vec<f32>,
-    total: f64,
+    pub(super) total: f64,
 }
 
 /// A sampled token with its log-probabilities in nats.
@@ -175,7 +174,6 @@ pub fn sample_token(
     Ok(SampledToken { token: token as u32, logprob: softmax.logprob(logit), behaviour_logprob })
 }
 
-/// The first of the largest values.
 fn argmax(row: &[f32]) -> usize {
     let max = largest(row);
     row.iter().position(|&value| value == max).unwrap_or(0)
@@ -190,7 +188,6 @@ impl Softmax {
         Self { max, inverse_temperature, blocks, total }
     }
 
-    /// Log-probability of a token with this logit.
     pub(super) fn logprob(&self, logit: f32) -> f32 {
         (logit - self.max) * self.inverse_temperature - self.total.ln() as f32
     }
@@ -198,14 +195,6 @@ impl Softmax {
     /// `e^((logit - max) / temperature)`: the token's probability times `total`.
     pub(super) fn weight(&self, logit: f32) -> f32 {
         exp_or_zero::<Plain>((logit - self.max) * self.inverse_temperature)
-    }
-
-    pub(super) fn total(&self) -> f64 {
-        self.total
-    }
-
-    pub(super) fn max(&self) -> f32 {
-        self.max
     }
 
     /// Inverse transform sampling: the token at which the cumulative probability reaches `uniform`. `logits`: those of this softmax.
@@ -276,7 +265,6 @@ mod tests {
         (0..n).map(|_| rng.random_range(-4.0f32..4.0)).collect()
     }
 
-    /// Probability of every token, in f64.
     fn probabilities(logits: &[f32], temperature: f64) -> Vec<f64> {
         let weights: Vec<f64> = logits.iter().map(|&logit| (f64::from(logit) / temperature).exp()).collect();
         let total: f64 = weights.iter().sum();

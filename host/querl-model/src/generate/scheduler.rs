@@ -12,7 +12,6 @@ use rayon::prelude::*;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// One response to generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct ResponseJob {
     prompt: usize, // index of the sorted prompts
@@ -28,10 +27,8 @@ struct Prompt {
     n_left: usize,
 }
 
-/// Prompts by their index.
 type Prompts = Vec<(usize, Prompt)>;
 
-/// A response in the decode phase.
 struct RunningSequence {
     job: usize,
     cache: SequenceKvCache,

@@ -109,7 +109,6 @@ impl FrozenWeight {
         self.level
     }
 
-    /// The same weight with the instructions of `level`.
     #[cfg(test)]
     pub(super) fn at_level(&self, level: SimdLevel) -> Self {
         Self { packed: self.packed.clone(), level }
@@ -250,7 +249,6 @@ pub fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
 struct FrozenLayer {
     weight: FrozenWeight,
     bias: Option<Vec<f32>>,
-    /// Rank and scale of LoRA.
     lora: Option<(usize, f32)>,
 }
 
@@ -267,7 +265,7 @@ impl FrozenLayer {
 }
 
 /// Gradients of the input and of the parameters of a layer with input `x`, for the gradient of its output.
-fn gradients(layer: &Projection<'_>, x: &[f32], grad: &[f32]) -> Result<(Vec<f32>, ParameterGradients)> {
+pub(crate) fn gradients(layer: &Projection<'_>, x: &[f32], grad: &[f32]) -> Result<(Vec<f32>, ParameterGradients)> {
     let ([lora_a_out], [mut found]) = (lora_a_out([layer], x)?, lora_b_gradients([(layer, grad)])?);
     parameter_gradients(&mut [Trained { layer, x, lora_a_out: &lora_a_out, grad, found: &mut found }])?;
     Ok((input_backward_sum(&[(layer, grad, &found)])?, found))

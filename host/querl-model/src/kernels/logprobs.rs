@@ -93,7 +93,6 @@ pub const GPU_LOGITS_PER_ROW: usize = 512;
 /// rows, which the size of a part does.
 const TOKENS_AT_ONCE: usize = 512;
 
-/// Running sums of a row's logits.
 #[derive(Clone, Copy)]
 struct Row {
     max: f32,
@@ -179,7 +178,6 @@ vectorised! {
     }
 }
 
-/// Tokens of each part of the vocabulary.
 fn parts(n_rows: usize, n_tokens: usize) -> Vec<Range<usize>> {
     let size = (PART_VALUES / n_rows.max(1) / TOKENS_AT_ONCE).max(1) * TOKENS_AT_ONCE;
     (0..n_tokens).step_by(size).map(|start| start..(start + size).min(n_tokens)).collect()
@@ -190,9 +188,9 @@ impl TokenLogprobs {
     fn logits(&self, hidden: &[f32], part: WeightView<'_>, level: SimdLevel) -> Result<Vec<f32>> {
         let terms = [Term { left: hidden, weight: part }];
         let mut logits =
-            alloc_output(self.targets.len() * part.n_out(), |out| packed_matmul::forward(level, &terms, out))?;
+            alloc_output(self.targets.len() * part.n_out, |out| packed_matmul::forward(level, &terms, out))?;
         if self.inverse_temperature != 1.0 {
-            let rows = logits.par_chunks_exact_mut(part.n_out());
+            let rows = logits.par_chunks_exact_mut(part.n_out);
             rows.for_each(|logits| scale(logits, self.inverse_temperature));
         }
         Ok(logits)
@@ -202,7 +200,7 @@ impl TokenLogprobs {
         let n_rows = self.targets.len();
         let mut rows = vec![Row::EMPTY; n_rows];
         let mut logits = Vec::new();
-        for part in parts(n_rows, head.n_out()) {
+        for part in parts(n_rows, head.n_out) {
             drop(logits); // one part at a time
             logits = self.logits(hidden, head.part(part.clone()), level)?;
             rows.par_iter_mut().zip(logits.par_chunks_exact(part.len())).zip(self.targets.par_iter()).for_each(
@@ -233,10 +231,10 @@ impl TokenLogprobs {
         mut dhead: Option<&mut [f32]>,
     ) -> Result<Vec<f32>> {
         let Some(rows) = self.rows.get() else { bail!("token-logprobs: backward pass before the forward pass") };
-        let (n_rows, width) = (rows.len(), head.n_in());
+        let (n_rows, width) = (rows.len(), head.n_in);
         let mut dhidden = vec![0f32; hidden.len()];
         let mut logits = std::mem::take(&mut *self.last_part.lock().unwrap_or_else(PoisonError::into_inner));
-        for (index, part) in parts(n_rows, head.n_out()).into_iter().rev().enumerate() {
+        for (index, part) in parts(n_rows, head.n_out).into_iter().rev().enumerate() {
             let head = head.part(part.clone());
             if index > 0 || logits.is_empty() {
                 drop(logits);

@@ -13,7 +13,6 @@ pub(crate) struct Mat<'a> {
 }
 
 impl<'a> Mat<'a> {
-    /// A row-major matrix that fills `data`.
     pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
         Self::strided(data, rows, cols, cols)
     }
@@ -23,7 +22,6 @@ impl<'a> Mat<'a> {
         Self { data, rows, cols, row_stride, col_stride: 1 }
     }
 
-    /// The same values, rows and columns swapped.
     pub(crate) fn t(self) -> Self {
         Self {
             rows: self.cols,

@@ -22,6 +22,8 @@ pub use logprobs::{GPU_LOGITS, GPU_LOGITS_PER_ROW, token_logprobs};
 pub use packed_weight::GROUP;
 pub use rope::{RopeTable, norm_rope, rope};
 
+#[cfg(test)]
+pub(crate) use linear::gradients as projection_gradients;
 pub(crate) use matmul::{Mat, matmul, matmul_into};
 pub(crate) use projection::{LoraMatrices, ParameterGradients, Projection, input_backward_sum};
 pub(crate) use simd::SimdLevel;
@@ -114,7 +116,6 @@ where
         Ok((CpuStorage::F32((self.forward)(slices)?), self.shape.clone()))
     }
 
-    /// Gradients of the inputs, in their order.
     fn gradients(&self, inputs: &[&Tensor], out: &Tensor, grad: &Tensor) -> Result<std::vec::IntoIter<Option<Tensor>>> {
         let all = inputs.iter().chain([&out, &grad]).map(|tensor| tensor.contiguous()).collect::<Result<Vec<_>>>()?;
         let floats = all.iter().map(Floats::of).collect::<Result<Vec<_>>>()?;
@@ -126,7 +127,6 @@ where
     }
 }
 
-/// Implements one of candle's traits for operations on slices.
 macro_rules! custom_op {
     ($trait:ident($($input:ident $layout:ident),*) -> $gradients:ty, $take:expr) => {
         impl<const N: usize, F, B> $trait for SliceOp<N, F, B>
@@ -182,7 +182,6 @@ fn exp(x: f32) -> f32 {
 /// Values of an AVX-512 register: sums run in as many lanes, in the same order on any CPU.
 pub(crate) const LANES: usize = 16;
 
-/// `sum(a * b)`.
 #[inline(always)]
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0f32; LANES];
@@ -195,7 +194,6 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes.iter().sum::<f32>() + a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum::<f32>()
 }
 
-/// `sum(a * b * c)`.
 #[inline(always)]
 fn dot3(a: &[f32], b: &[f32], c: &[f32]) -> f32 {
     let mut lanes = [0f32; LANES];

@@ -50,14 +50,10 @@ impl RopeTable {
     }
 
     /// [`rope`], or with a norm's weight and epsilon [`norm_rope`], on slices: `x` is `(N, heads * D)`.
-    pub fn apply(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &Arc<Vec<u32>>) -> Result<Vec<f32>> {
+    pub fn apply(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &[u32]) -> Result<Vec<f32>> {
         let width = x.len() / positions.len().max(1);
         self.check(positions.len(), width, positions)?;
-        let rope = Rope { table: self.clone(), positions: positions.clone() };
-        Ok(match norm {
-            None => rope.rotate(x, width, 1.0),
-            Some((weight, eps)) => NormRope { rope, eps }.forward(x, weight, width),
-        })
+        Ok(self.rotate(x, norm, positions, 1.0))
     }
 
     /// Gradients of `x`, and of the first `n_trained` values of the norm's weight, for the gradient of [`RopeTable::apply`]'s
@@ -66,15 +62,13 @@ impl RopeTable {
         &self,
         x: &[f32],
         norm: Option<(&[f32], f32)>,
-        positions: &Arc<Vec<u32>>,
+        positions: &[u32],
         grad: &[f32],
         n_trained: usize,
     ) -> (Vec<f32>, Vec<f32>) {
-        let width = grad.len() / positions.len().max(1);
-        let rope = Rope { table: self.clone(), positions: positions.clone() };
         match norm {
-            None => (rope.rotate(grad, width, -1.0), Vec::new()),
-            Some((weight, eps)) => NormRope { rope, eps }.backward(x, weight, grad, width, n_trained),
+            None => (self.rotate(grad, None, positions, -1.0), Vec::new()),
+            Some(norm) => self.norm_rotate_backward(x, norm, positions, grad, n_trained),
         }
     }
 
@@ -92,11 +86,6 @@ impl RopeTable {
     }
 }
 
-struct Rope {
-    table: RopeTable,
-    positions: Arc<Vec<u32>>,
-}
-
 /// Rotates each head of each row by its position; the first half of a head pairs with the second.
 ///
 /// `x`: `(N, heads * D)`; `positions`: N of them. Returns `(N, heads * D)`.
@@ -108,14 +97,13 @@ struct Rope {
 pub fn rope(x: &Tensor, table: &RopeTable, positions: &Arc<Vec<u32>>) -> Result<Tensor> {
     let (n_rows, width) = x.dims2()?;
     table.check(n_rows, width, positions)?;
-    let rope = Arc::new(Rope { table: table.clone(), positions: positions.clone() });
-    let inverse = rope.clone();
+    let (forward, backward) = ((table.clone(), positions.clone()), (table.clone(), positions.clone()));
     slice_op(
         "rope",
         [&x.contiguous()?],
         x.shape(),
-        move |[x]| Ok(rope.rotate(x, width, 1.0)),
-        move |_, [_, grad]| Ok([Some(inverse.rotate(grad, width, -1.0))]),
+        move |[x]| Ok(forward.0.rotate(x, None, &forward.1, 1.0)),
+        move |_, [_, grad]| Ok([Some(backward.0.rotate(grad, None, &backward.1, -1.0))]),
     )
 }
 
@@ -138,24 +126,19 @@ pub fn norm_rope(
     if weight.dims() != [table.head_dim] {
         bail!("norm_rope: a weight {:?} for heads of {}", weight.dims(), table.head_dim);
     }
-    let rope = Rope { table: table.clone(), positions: positions.clone() };
-    let forward = Arc::new(NormRope { rope, eps: eps as f32 });
-    let (backward, n_trained) = (forward.clone(), if weight.is_variable() { table.head_dim } else { 0 });
+    let (forward, backward) = ((table.clone(), positions.clone()), (table.clone(), positions.clone()));
+    let (eps, n_trained) = (eps as f32, if weight.is_variable() { table.head_dim } else { 0 });
     slice_op(
         "norm-rope",
         [&x.contiguous()?, weight],
         x.shape(),
-        move |[x, weight]| Ok(forward.forward(x, weight, width)),
+        move |[x, weight]| Ok(forward.0.rotate(x, Some((weight, eps)), &forward.1, 1.0)),
         move |[x, weight], [_, grad]| {
-            let (dx, dweight) = backward.backward(x, weight, grad, width, n_trained);
+            let (table, positions) = &backward;
+            let (dx, dweight) = table.norm_rotate_backward(x, (weight, eps), positions, grad, n_trained);
             Ok([Some(dx), (n_trained > 0).then_some(dweight)])
         },
     )
-}
-
-struct NormRope {
-    rope: Rope,
-    eps: f32,
 }
 
 /// Applies RoPE to one head; `direction` -1 applies the inverse rotation, which is the gradient.
@@ -172,7 +155,6 @@ fn rope_head(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [Maybe
 }
 
 vectorised! {
-    /// Applies RoPE to all heads of a row.
     fn rope_row(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
         let dim = 2 * cos.len();
         for (y, x) in y.chunks_exact_mut(dim).zip(x.chunks_exact(dim)) {
@@ -221,40 +203,29 @@ vectorised! {
     }
 }
 
-impl Rope {
-    fn rotate(&self, x: &[f32], width: usize, direction: f32) -> Vec<f32> {
-        let task = values_per_task(width);
-        assert!(x.len() == self.positions.len() * width && width.is_multiple_of(self.table.head_dim), "whole heads");
-        let fill = |y: &mut [MaybeUninit<f32>]| {
-            let tasks = y.par_chunks_mut(task).zip(x.par_chunks(task));
-            tasks.zip(self.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
-                for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
-                    let (cos, sin) = self.table.angles(position as usize);
-                    rope_row(x, cos, sin, direction, y);
-                }
-            });
-        };
-        // SAFETY: there is a position for each row, and each value of a row's heads is written.
-        unsafe { filled(x.len(), fill) }.0
-    }
-}
-
-impl NormRope {
-    fn check(&self, x: &[f32], weight: &[f32], width: usize) {
-        let (n_rows, head_dim) = (self.rope.positions.len(), self.rope.table.head_dim);
-        assert!(x.len() == n_rows * width && width.is_multiple_of(head_dim), "whole heads");
-        assert_eq!(weight.len(), head_dim, "a weight for each value of a head");
+impl RopeTable {
+    /// Values of a row of `x`: whole heads, the same number for each position.
+    fn row_width(&self, x: &[f32], positions: &[u32]) -> usize {
+        let width = x.len() / positions.len().max(1);
+        assert!(x.len() == positions.len() * width && width.is_multiple_of(self.head_dim), "whole heads");
+        width
     }
 
-    fn forward(&self, x: &[f32], weight: &[f32], width: usize) -> Vec<f32> {
+    /// RoPE after the norm where there is one; `direction` -1 is the gradient of RoPE alone.
+    fn rotate(&self, x: &[f32], norm: Option<(&[f32], f32)>, positions: &[u32], direction: f32) -> Vec<f32> {
+        let width = self.row_width(x, positions);
         let task = values_per_task(width);
-        self.check(x, weight, width);
+        assert!(norm.is_none_or(|(weight, _)| weight.len() == self.head_dim), "a weight for each value of a head");
         let fill = |y: &mut [MaybeUninit<f32>]| {
             let tasks = y.par_chunks_mut(task).zip(x.par_chunks(task));
-            tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
-                let mut head = vec![0f32; weight.len()];
+            tasks.zip(positions.par_chunks(ROWS_PER_TASK)).for_each(|((y, x), positions)| {
+                let mut head = vec![0f32; norm.map_or(0, |(weight, _)| weight.len())];
                 for ((y, x), &position) in y.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(positions) {
-                    norm_rope_row(x, weight, self.eps, self.rope.table.angles(position as usize), &mut head, y);
+                    let (cos, sin) = self.angles(position as usize);
+                    match norm {
+                        None => rope_row(x, cos, sin, direction, y),
+                        Some((weight, eps)) => norm_rope_row(x, weight, eps, (cos, sin), &mut head, y),
+                    }
                 }
             });
         };
@@ -262,32 +233,31 @@ impl NormRope {
         unsafe { filled(x.len(), fill) }.0
     }
 
-    /// Gradients of `x`, and of the first `n_trained` values of the weight.
-    fn backward(
+    fn norm_rotate_backward(
         &self,
         x: &[f32],
-        weight: &[f32],
+        norm: (&[f32], f32),
+        positions: &[u32],
         grad: &[f32],
-        width: usize,
         n_trained: usize,
     ) -> (Vec<f32>, Vec<f32>) {
+        let width = self.row_width(x, positions);
         let task = values_per_task(width);
-        self.check(x, weight, width);
+        assert_eq!(norm.0.len(), self.head_dim, "a weight for each value of a head");
         assert_eq!(x.len(), grad.len(), "a gradient for each value");
         let fill = |dx: &mut [MaybeUninit<f32>]| -> Vec<Vec<f32>> {
             let tasks = dx.par_chunks_mut(task).zip(x.par_chunks(task)).zip(grad.par_chunks(task));
-            let parts = tasks.zip(self.rope.positions.par_chunks(ROWS_PER_TASK)).map(|(((dx, x), grad), positions)| {
-                let (mut head, mut dw) = (vec![MaybeUninit::uninit(); weight.len()], vec![0f32; n_trained]);
+            let parts = tasks.zip(positions.par_chunks(ROWS_PER_TASK)).map(|(((dx, x), grad), positions)| {
+                let (mut head, mut dw) = (vec![MaybeUninit::uninit(); self.head_dim], vec![0f32; n_trained]);
                 let rows = dx.chunks_exact_mut(width).zip(x.chunks_exact(width)).zip(grad.chunks_exact(width));
                 for (((dx, x), grad), &position) in rows.zip(positions) {
-                    let angles = self.rope.table.angles(position as usize);
-                    norm_rope_gradient(x, (weight, self.eps), angles, grad, &mut head, dx, &mut dw);
+                    norm_rope_gradient(x, norm, self.angles(position as usize), grad, &mut head, dx, &mut dw);
                 }
                 dw
             });
             parts.collect()
         };
-        // SAFETY: as for `forward`.
+        // SAFETY: as for `rotate`.
         let (dx, parts) = unsafe { filled(x.len(), fill) };
         (dx, sum_of(parts, n_trained))
     }

@@ -7,8 +7,7 @@ use candle_core::{D, DType, Device, Var};
 use querl_core::config::BaseDtype;
 use std::sync::Arc;
 
-/// Values between -1 and 1 in a fixed order.
-fn numbers(shape: (usize, usize), seed: u32) -> Tensor {
+pub(super) fn numbers(shape: (usize, usize), seed: u32) -> Tensor {
     let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
     let mut next = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -25,7 +24,7 @@ fn row_var(size: usize, seed: u32) -> Var {
     Var::from_tensor(&numbers((1, size), seed).squeeze(0).unwrap()).unwrap()
 }
 
-fn values(tensor: &Tensor) -> Vec<f32> {
+pub(super) fn values(tensor: &Tensor) -> Vec<f32> {
     tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
@@ -277,24 +276,8 @@ fn exp_agrees_with_the_standard_library() {
 
 /// Values and gradients of every operation at each SIMD level of this CPU against the highest one.
 mod simd_levels {
-    use super::super::*;
-    use candle_core::{Device, Var};
-    use querl_core::config::BaseDtype;
+    use super::*;
     use rayon::prelude::*;
-    use std::sync::Arc;
-
-    fn var(n_rows: usize, n_cols: usize, seed: usize) -> Var {
-        let number = |i: usize| ((i * 7919 + seed * 104_729) % 1999) as f32 / 1000.0 - 1.0;
-        Var::from_vec((0..n_rows * n_cols).map(number).collect::<Vec<_>>(), (n_rows, n_cols), &Device::Cpu).unwrap()
-    }
-
-    fn row(size: usize, seed: usize) -> Var {
-        Var::from_tensor(&var(1, size, seed).squeeze(0).unwrap()).unwrap()
-    }
-
-    fn values(tensor: &Tensor) -> Vec<f32> {
-        tensor.flatten_all().unwrap().to_vec1().unwrap()
-    }
 
     /// The result of `f` and the gradients of `vars` for the sum of its squares, at a level.
     fn at(level: SimdLevel, vars: &[&Var], f: &(dyn Fn() -> Tensor + Sync)) -> Vec<Vec<f32>> {
@@ -335,8 +318,8 @@ mod simd_levels {
     /// What has no products but element-wise ones is not fused: it gives the same bits.
     #[test]
     fn norms_rope_and_swiglu_are_the_same_at_every_level() {
-        let (x, weight, up) = (var(37, 72, 1), row(72, 2), var(37, 72, 3));
-        let (table, head_norm) = (RopeTable::new(50, 24, 100.0), row(24, 4));
+        let (x, weight, up) = (var((37, 72), 1), row_var(72, 2), var((37, 72), 3));
+        let (table, head_norm) = (RopeTable::new(50, 24, 100.0), row_var(24, 4));
         let positions = Arc::new((0..37u32).collect::<Vec<_>>());
         compare("rms_norm", &[&x, &weight], 0.0, &|| rms_norm(&x, &weight, 1e-6).unwrap());
         compare("rope", &[&x], 0.0, &|| rope(&x, &table, &positions).unwrap());
@@ -349,13 +332,13 @@ mod simd_levels {
         let node = |start, len, end, depth, parent| Node { start, len, end, depth, parent };
         let tree =
             RowTree::new(vec![node(0, 20, 61, 0, None), node(20, 18, 38, 20, Some(0)), node(38, 23, 61, 20, Some(0))]);
-        let (q, k, v) = (var(61, 48, 1), var(61, 24, 2), var(61, 24, 3));
+        let (q, k, v) = (var((61, 48), 1), var((61, 24), 2), var((61, 24), 3));
         compare("attention", &[&q, &k, &v], 1e-5, &|| attention(&q, &k, &v, &Queries::all(&tree), 12).unwrap());
     }
 
     #[test]
     fn logprobs_and_linear_layers_agree_at_every_level() {
-        let (hidden, head) = (var(9, 40, 1), var(700, 40, 2));
+        let (hidden, head) = (var((9, 40), 1), var((700, 40), 2));
         let targets = Arc::new((0..9u32).map(|row| row * 71).collect::<Vec<_>>());
         compare("logprobs of a trained head", &[&hidden, &head], 1e-5, &|| {
             token_logprobs(&hidden, &Weight::Trained(head.as_tensor().clone()), &targets, 0.8).unwrap()

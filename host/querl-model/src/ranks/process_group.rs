@@ -35,7 +35,6 @@ pub(super) struct World {
     ending: Arc<Ending>,
 }
 
-/// Number of communicators that are being aborted or closed.
 #[derive(Default)]
 struct Ending {
     n: Mutex<usize>,
@@ -138,7 +137,6 @@ impl World {
 /// Ranks that make the same collective calls in the same order.
 pub(super) struct ProcessGroup {
     world: Arc<World>,
-    /// Their ranks in the world, ascending.
     pub(super) members: Vec<usize>,
     state: Mutex<Rendezvous>,
     changed: Condvar,
@@ -245,7 +243,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Stack of a rank's thread: that of a main thread.
 const STACK_BYTES: usize = 8 << 20;
 
 /// How one rank failed.

@@ -65,7 +65,6 @@ pub(crate) fn install(accelerator_of: LayerAcceleratorOf) {
     let _ = INSTALLED.set(accelerator_of);
 }
 
-/// The accelerator of a device; `None` for the CPU.
 pub(crate) fn layer_accelerator_of(device: &Device) -> Result<Option<Arc<dyn LayerAccelerator>>> {
     match (device, INSTALLED.get()) {
         (Device::Cpu, _) => Ok(None),
@@ -318,7 +317,6 @@ impl Recompute {
         Self { keep, gradients: Arc::default(), anchor: Arc::default() }
     }
 
-    /// True where layers keep their inputs alone.
     pub(crate) fn keeps_inputs(&self) -> bool {
         self.keep == Keep::Inputs
     }
@@ -345,7 +343,6 @@ impl Recompute {
         self.gradients.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a gradient of a variable.
     pub(crate) fn add(&self, id: TensorId, gradient: Tensor) -> Result<()> {
         let mut gradients = self.gradients();
         let sum = match gradients.remove(&id) {

@@ -5,12 +5,9 @@ use super::autograd::LayerPass;
 use super::backend::Rows;
 use super::layer::LayerWeights;
 use super::linear::Linear;
-use crate::LoraAdapter;
-use crate::adapter::LoraPair;
 use crate::dropout::DropoutMask;
-use crate::kernels::projection::{self, Trained};
-use crate::kernels::{self, FrozenWeight, ParameterGradients, Projection, Weight, input_backward_sum, slice_op};
-use candle_core::{Result, Tensor, bail};
+use crate::{LoraAdapter, kernels};
+use candle_core::{Result, Tensor};
 
 /// Output of a layer for its input `(N, H)`.
 pub(super) fn forward(
@@ -41,147 +38,43 @@ pub(super) fn forward(
     x + linear(&weights.down, &gated, queries)?
 }
 
+/// With an adapter `W x + b + s B A d(x)`, and with DoRA's factor `m` `W x + b + (m - 1) W d(x) + m s B A d(x)`, for dropout `d`.
+///
+/// Source: PEFT's `lora.Linear.forward` and `DoraLinearVariant.forward`, the form for training with dropout.
 fn linear_forward(linear: &Linear, x: &Tensor, adapter: Option<&LoraAdapter>, rows: &Rows) -> Result<Tensor> {
-    let Some(pair) = adapter.and_then(|adapter| adapter.pair(&linear.path)) else {
-        return kernels::linear(x, &linear.weight, linear.bias.as_ref());
+    let base = kernels::linear(x, &linear.weight, linear.bias.as_ref())?;
+    let Some(pair) = adapter.and_then(|adapter| adapter.pair(&linear.path)) else { return Ok(base) };
+    let dropped = match &rows.dropout {
+        Some(mask) => dropped(mask, x, &linear.path)?,
+        None => x.clone(),
     };
-    let Weight::Frozen(weight) = &linear.weight else { bail!("an adapter on a weight that is trained") };
-    match (linear.dora_factor(pair)?, &rows.dropout) {
-        (None, None) => kernels::lora_linear(x, weight, linear.bias.as_ref(), &pair.a, &pair.b, pair.scale),
-        (None, Some(mask)) => {
-            let base = kernels::frozen_linear(x, weight, linear.bias.as_ref())?;
-            base + lora_dropout(x, &pair.a, &pair.b, pair.scale, mask, &linear.path)?
-        }
-        (Some(factor), None) => {
-            let changed = kernels::lora_linear(x, weight, None, &pair.a, &pair.b, pair.scale)?;
-            let y = changed.broadcast_mul(&factor)?;
-            linear.bias.as_ref().map_or(Ok(y.clone()), |bias| y.broadcast_add(bias))
-        }
-        (Some(factor), Some(mask)) => dora_dropout(linear, x, weight, pair, &factor, mask),
-    }
+    let lora = (dropped.matmul(&pair.a.t()?)?.matmul(&pair.b.t()?)? * f64::from(pair.scale))?;
+    let Some(factor) = linear.dora_factor(pair)? else { return base + lora };
+    let on_dropped = kernels::linear(&dropped, &linear.weight, None)?;
+    (base + on_dropped.broadcast_mul(&(&factor - 1.0)?)?)? + lora.broadcast_mul(&factor)?
 }
 
-/// `W x + b + (m - 1) W d(x) + m s B A d(x)` with dropout `d` and DoRA's factor `m`: the bare weight sees all inputs.
-///
-/// Source: PEFT's `DoraLinearVariant.forward`, the form for training with dropout.
-fn dora_dropout(
-    linear: &Linear,
-    x: &Tensor,
-    weight: &FrozenWeight,
-    pair: &LoraPair,
-    factor: &Tensor,
-    mask: &DropoutMask,
-) -> Result<Tensor> {
-    let base = kernels::frozen_linear(x, weight, linear.bias.as_ref())?;
-    let dropped = dropped(mask, x, &linear.path)?;
-    let low_rank = (dropped.matmul(&pair.a.t()?)?.matmul(&pair.b.t()?)? * f64::from(pair.scale))?;
-    let on_dropped = kernels::frozen_linear(&dropped, weight, None)?;
-    (base + on_dropped.broadcast_mul(&(factor - 1.0)?)?)? + low_rank.broadcast_mul(factor)?
-}
-
-/// `d(x)` for the layer at `path`, with its gradient.
+/// `d(x)` for the layer at `path`.
 fn dropped(mask: &DropoutMask, x: &Tensor, path: &str) -> Result<Tensor> {
-    check_keys(mask, x)?;
-    let (forward, backward, width) = (Dropper::new(mask, path), Dropper::new(mask, path), x.dim(1)?);
-    slice_op(
-        "dropout",
-        [&x.contiguous()?],
-        x.shape(),
-        move |[x]| Ok(forward.dropped(x, width)),
-        move |_, [_, grad]| Ok([Some(backward.dropped(grad, width))]),
-    )
+    let mut factors = vec![1f32; x.elem_count()];
+    mask.of_layer(path, x.dim(1)?).apply(&mut factors);
+    x * Tensor::from_vec(factors, x.shape(), x.device())?
 }
 
-fn check_keys(mask: &DropoutMask, x: &Tensor) -> Result<()> {
-    if x.dim(0)? != mask.row_keys().len() {
-        bail!("dropout: {} rows with {} keys", x.dim(0)?, mask.row_keys().len());
-    }
-    Ok(())
-}
-
-/// The mask of one linear layer.
-struct Dropper {
-    mask: DropoutMask,
-    path: String,
-}
-
-impl Dropper {
-    fn new(mask: &DropoutMask, path: &str) -> Self {
-        Self { mask: mask.clone(), path: path.to_owned() }
-    }
-
-    fn dropped(&self, x: &[f32], width: usize) -> Vec<f32> {
-        let mut dropped = x.to_vec();
-        self.mask.of_layer(&self.path, width).apply(&mut dropped);
-        dropped
-    }
-}
-
-/// `scale * (d(x) A^T) B^T` with dropout `d` of the layer at `path`; the masks are drawn again in the backward pass, not kept.
-///
-/// `x`: `(N, in)`; `lora_a`: `(rank, in)`; `lora_b`: `(out, rank)`. Returns `(N, out)`. Gradients reach all three.
-///
-/// Source: PEFT's `lora.Linear.forward`.
-fn lora_dropout(
-    x: &Tensor,
-    lora_a: &Tensor,
-    lora_b: &Tensor,
-    scale: f32,
-    mask: &DropoutMask,
-    path: &str,
-) -> Result<Tensor> {
-    check_keys(mask, x)?;
-    let ((_, n_in), (rank, a_in), (_, b_in)) = (x.dims2()?, lora_a.dims2()?, lora_b.dims2()?);
-    if n_in == 0 || rank == 0 || a_in != n_in || b_in != rank {
-        bail!("adapter of shapes {:?} and {:?} for rows of {n_in}", lora_a.dims(), lora_b.dims());
-    }
-    let (forward, backward) = (Dropper::new(mask, path), Dropper::new(mask, path));
-    slice_op(
-        "lora-dropout",
-        [&x.contiguous()?, lora_a, lora_b],
-        (x.dim(0)?, lora_b.dim(0)?),
-        move |[x, a, b]| {
-            let (lora_a_out, _) = matrix(a, n_in).forward(&forward.dropped(x, n_in))?;
-            let (mut y, _) = matrix(b, rank).forward(&lora_a_out)?;
-            y.iter_mut().for_each(|y| *y *= scale);
-            Ok(y)
-        },
-        // With `g` the gradient of `y` times the scale and `v = g B`: `dx = d(v A)`, `dA = v^T d(x)`, `dB = g^T (d(x) A^T)`.
-        move |[x, a, b], [_, grad]| {
-            let (a, b, dropped) = (matrix(a, n_in), matrix(b, rank), backward.dropped(x, n_in));
-            let g: Vec<f32> = grad.iter().map(|grad| grad * scale).collect();
-            let gradients = |layer, x: &[f32], grad: &[f32]| {
-                let mut found = ParameterGradients::default();
-                projection::parameter_gradients(&mut [Trained { layer, x, lora_a_out: &[], grad, found: &mut found }])?;
-                Ok::<_, candle_core::Error>(found)
-            };
-            let of_b = gradients(&b, &a.forward(&dropped)?.0, &g)?;
-            let v = input_backward_sum(&[(&b, &g, &of_b)])?;
-            let of_a = gradients(&a, &dropped, &v)?;
-            let dx = backward.dropped(&input_backward_sum(&[(&a, &v, &of_a)])?, n_in);
-            Ok([Some(dx), Some(of_a.weight), Some(of_b.weight)])
-        },
-    )
-}
-
-/// A trained matrix `(out, in)`, row by row.
-fn matrix(weight: &[f32], n_in: usize) -> Projection<'_> {
-    Projection::Trained { weight, n_in, bias: None }
-}
-
-#[cfg(test)]
 mod tests {
     use super::super::autograd::{Keep, Recompute, backward};
+    use super::super::linear::Lora;
     use super::*;
     use crate::batch::row_key;
     use crate::dropout::Dropout;
+    use crate::kernels::{FrozenWeight, LoraMatrices, Projection, projection_gradients};
     use crate::random::mix;
     use crate::sharding::Shard;
     use crate::{Decoder, LoraSettings, PackedBatch, Weights};
-    use candle_core::{Device, Var};
+    use candle_core::{DType, Device, Var};
+    use querl_core::config::BaseDtype;
     use std::path::Path;
 
-    /// A layer with what it is computed on.
     struct Case {
         decoder: Decoder,
         adapter: Option<LoraAdapter>,
@@ -189,7 +82,6 @@ mod tests {
         x: Var,
     }
 
-    /// What a linear layer has in addition to its weight.
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Adapter {
         None,
@@ -301,32 +193,32 @@ mod tests {
         tensor.flatten_all().unwrap().to_vec1().unwrap()
     }
 
-    /// `sum(weights * f)`, whose gradient is compared with central differences of each input value.
-    fn check_gradients(vars: &[&Var], f: impl Fn() -> Tensor) {
-        let weights = Tensor::from_vec(values(f().elem_count(), 99), f().shape(), &Device::Cpu).unwrap();
-        let loss = || (f() * &weights).unwrap().sum_all().unwrap();
-        let gradients = loss().backward().unwrap();
-        for var in vars {
-            let (start, found) = (flat(var), flat(gradients.get(var).unwrap()));
-            for index in 0..start.len() {
-                let at = |delta: f32| {
-                    let mut moved = start.clone();
-                    moved[index] += delta;
-                    var.set(&Tensor::from_vec(moved, var.shape(), &Device::Cpu).unwrap()).unwrap();
-                    loss().to_scalar::<f32>().unwrap()
-                };
-                let expected = (at(1e-2) - at(-1e-2)) / 2e-2;
-                assert!((found[index] - expected).abs() < 2e-3, "{} against {expected}", found[index]);
-            }
-            var.set(&Tensor::from_vec(start, var.shape(), &Device::Cpu).unwrap()).unwrap();
-        }
+    /// Scale of the adapter in [`lora`].
+    const SCALE: f32 = 1.5;
+
+    /// Output of LoRA with dropout on a weight of zeros, and for it as its own gradient those of `x`, A and B.
+    fn lora(x: &Tensor, a: &Tensor, b: &Tensor, mask: &DropoutMask) -> [Vec<f32>; 4] {
+        let ((n_in, rank), n_out) = ((x.dim(1).unwrap(), a.dim(0).unwrap()), b.dim(0).unwrap());
+        let zeros = Tensor::zeros((n_out, n_in), DType::F32, &Device::Cpu).unwrap();
+        let (weight, [x, a, b]) = (&FrozenWeight::pack(&zeros, BaseDtype::F32).unwrap(), [x, a, b].map(flat));
+        let lora = LoraMatrices { a: &a, b: &b, rank, scale: SCALE, dropout: Some(&mask.of_layer("layer", n_in)) };
+        let layer = Projection::Frozen { weight, bias: None, lora: Some(lora) };
+        let (y, _) = layer.forward(&x).unwrap();
+        let (dx, found) = projection_gradients(&layer, &x, &y).unwrap();
+        [y, dx, found.a, found.b]
     }
 
     #[test]
-    fn gradients_of_dropped_inputs_agree_with_finite_differences() {
+    fn lora_sees_the_dropped_inputs_and_so_do_its_gradients() {
         let (x, a, b, mask) = (var(5, 6, 1), var(3, 6, 2), var(4, 3, 3), mask(0.4, 5));
-        check_gradients(&[&x, &a, &b], || lora_dropout(&x, &a, &b, 1.5, &mask, "layer").unwrap());
-        check_gradients(&[&x], || dropped(&mask, &x, "layer").unwrap());
+        let dropped = dropped(&mask, &x, "layer").unwrap();
+        let y = (dropped.matmul(&a.t().unwrap()).unwrap().matmul(&b.t().unwrap()).unwrap() * f64::from(SCALE)).unwrap();
+        let gradients = (y.sqr().unwrap().sum_all().unwrap() * 0.5).unwrap().backward().unwrap();
+        let of = |var: &Var| flat(gradients.get(var).unwrap());
+        let expected = [flat(&y), of(&x), of(&a), of(&b)];
+        for (index, (found, expected)) in lora(&x, &a, &b, &mask).iter().zip(&expected).enumerate() {
+            assert_close(&format!("value {index}"), found, expected, 1e-6);
+        }
     }
 
     #[test]
@@ -334,13 +226,8 @@ mod tests {
         let (x, a, b, mask) = (var(300, 70, 1), var(8, 70, 2), var(90, 8, 3), mask(0.4, 300));
         let run = |n_threads: usize| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(n_threads).build().unwrap();
-            pool.install(|| {
-                let y = lora_dropout(&x, &a, &b, 1.5, &mask, "layer").unwrap();
-                let gradients = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
-                let of = |var: &Var| flat(gradients.get(var).unwrap());
-                [flat(&y), of(&x), of(&a), of(&b)]
-                    .map(|values| values.into_iter().map(f32::to_bits).collect::<Vec<_>>())
-            })
+            let values = pool.install(|| lora(&x, &a, &b, &mask));
+            values.map(|values| values.into_iter().map(f32::to_bits).collect::<Vec<_>>())
         };
         assert_eq!(run(1), run(3));
     }
@@ -348,25 +235,16 @@ mod tests {
     #[test]
     fn a_rows_result_does_not_depend_on_its_neighbours() {
         let (x, a, b, all) = (var(300, 70, 1), var(8, 70, 2), var(90, 8, 3), mask(0.4, 300));
-        let together = lora_dropout(&x, &a, &b, 1.5, &all, "layer").unwrap();
+        let [together, ..] = lora(&x, &a, &b, &all);
         for row in [0, 123, 299] {
-            let alone = lora_dropout(&x.narrow(0, row, 1).unwrap(), &a, &b, 1.5, &all.of_rows(&[row as u32]), "layer");
-            assert_eq!(flat(&alone.unwrap()), flat(&together.narrow(0, row, 1).unwrap()));
+            let [alone, ..] = lora(&x.narrow(0, row, 1).unwrap(), &a, &b, &all.of_rows(&[row as u32]));
+            assert_eq!(alone, together[row * 90..(row + 1) * 90]);
         }
     }
 
     #[test]
-    fn low_rank_product_sees_the_dropped_inputs() {
-        let (x, a, b, mask) = (var(5, 6, 1), var(3, 6, 2), var(4, 3, 3), mask(0.4, 5));
-        let found = lora_dropout(&x, &a, &b, 1.5, &mask, "layer").unwrap();
-        let dropped = super::dropped(&mask, &x, "layer").unwrap();
-        let expected = (dropped.matmul(&a.t().unwrap()).unwrap().matmul(&b.t().unwrap()).unwrap() * 1.5).unwrap();
-        assert!(flat(&found).iter().zip(flat(&expected)).all(|(a, b)| (a - b).abs() < 1e-6));
-    }
-
-    #[test]
     fn the_stated_share_is_dropped_and_the_rest_scaled() {
-        let ones = Tensor::ones((400, 100), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let ones = Tensor::ones((400, 100), DType::F32, &Device::Cpu).unwrap();
         for p in [0.1, 0.5] {
             let values = flat(&dropped(&mask(p, 400), &ones, "layer").unwrap());
             let n_dropped = values.iter().filter(|value| **value == 0.0).count() as f64;
@@ -378,7 +256,7 @@ mod tests {
 
     #[test]
     fn layers_rows_and_seeds_have_masks_of_their_own() {
-        let ones = Tensor::ones((2, 64), candle_core::DType::F32, &Device::Cpu).unwrap();
+        let ones = Tensor::ones((2, 64), DType::F32, &Device::Cpu).unwrap();
         let first = dropped(&mask(0.5, 2), &ones, "q").unwrap();
         let rows: Vec<Vec<f32>> = first.to_vec2().unwrap();
         assert_ne!(rows[0], rows[1]);
@@ -392,18 +270,20 @@ mod tests {
     #[test]
     fn matrices_that_do_not_fit_are_an_error() {
         let of = |a: (usize, usize), b: (usize, usize)| {
-            lora_dropout(&var(5, 6, 1), &var(a.0, a.1, 2), &var(b.0, b.1, 3), 1.5, &mask(0.4, 5), "layer")
+            let (a, b) = (var(a.0, a.1, 2).into_inner(), var(b.0, b.1, 3).into_inner());
+            let (path, dropout) = (String::new(), None);
+            Lora { a, b, scale: SCALE, magnitude: None, path, dropout, device_rows: None }.rank((4, 6))
         };
-        assert!(of((3, 6), (4, 3)).is_ok());
-        for (a, b) in [((3, 4), (4, 3)), ((3, 6), (3, 4)), ((0, 6), (4, 0))] {
-            assert!(of(a, b).unwrap_err().to_string().contains("for rows of 6"));
+        assert_eq!(of((3, 6), (4, 3)).unwrap(), 3);
+        for (a, b) in [((3, 4), (4, 3)), ((3, 6), (3, 4))] {
+            assert!(of(a, b).unwrap_err().to_string().contains("on a weight (4, 6)"));
         }
     }
 
     #[test]
+    #[should_panic(expected = "a key for each row")]
     fn rows_without_a_key_are_an_error() {
-        let ones = Tensor::ones((3, 4), candle_core::DType::F32, &Device::Cpu).unwrap();
-        assert!(dropped(&mask(0.5, 2), &ones, "q").unwrap_err().to_string().contains("3 rows with 2 keys"));
         assert!(DropoutMask::new(Dropout { p: 1.0, seed: 1 }, Vec::new(), Shard::FULL).is_err());
+        mask(0.5, 2).of_layer("q", 4).apply(&mut [1.0; 12]);
     }
 }

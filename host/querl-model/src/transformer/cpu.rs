@@ -17,7 +17,6 @@ use rayon::prelude::*;
 
 pub(crate) struct Cpu;
 
-/// Gradients of a linear layer.
 #[derive(Default)]
 pub(crate) struct LinearGradients {
     /// With DoRA those for the scaled gradient.
@@ -34,7 +33,6 @@ impl LinearGradients {
     }
 }
 
-/// A linear layer with its tensors borrowed.
 struct Open<'a> {
     weight: OpenWeight<'a>,
     bias: Option<Floats<'a>>,
@@ -136,7 +134,6 @@ impl Dora<'_> {
         Projection::Frozen { weight: self.weight, bias, lora: None }
     }
 
-    /// The weight with its change.
     fn changed(&self) -> Projection<'_> {
         Projection::Frozen { weight: self.weight, bias: None, lora: Some(self.lora.matrices()) }
     }

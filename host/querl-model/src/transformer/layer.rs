@@ -31,7 +31,6 @@ pub struct LayerWeights {
     pub(crate) q: Linear,
     pub(crate) k: Linear,
     pub(crate) v: Linear,
-    /// Weights of the per-head norms of queries and keys.
     pub(crate) qk_norm: Option<[Tensor; 2]>,
     pub(crate) o: Linear,
     pub(crate) post_attention_norm: Tensor,
@@ -102,7 +101,6 @@ pub struct SavedActivations<B: LayerBackend, S> {
     lora_a_out: [B::LoraAOut; 7], // q, k, v, o, gate, up, down
 }
 
-/// Output of a layer, and what its backward pass needs.
 type ForwardResult<B, S> = (<B as LayerBackend>::Residual, SavedActivations<B, S>);
 
 impl<B: LayerBackend> TransformerLayer<B> {

@@ -32,7 +32,6 @@ impl Linear {
         Ok(Some(magnitude.div(&self.lengths(pair)?)?))
     }
 
-    /// See [`LoraPair::lengths`].
     fn lengths(&self, pair: &LoraPair) -> Result<Tensor> {
         let squares = match self.squares.get() {
             Some(squares) => squares,

@@ -1,6 +1,5 @@
 //! Prompts with shared prefixes.
 
-/// Prompts that share beginnings of several lengths.
 pub(crate) fn prompts() -> Vec<Vec<u32>> {
     let base: Vec<u32> = (0..19).map(|i| 3 + i * 5 % 40).collect();
     let branch = |own: &[u32]| [base.as_slice(), own].concat();

@@ -36,7 +36,6 @@ pub(super) struct Outputs<'a> {
     pub(super) logsumexp: &'a [f32],
 }
 
-/// Buffers that are reused for each block.
 #[derive(Default)]
 struct Buffers {
     q: Vec<f32>,    // (rows, D), where rows are queries by heads of the group
@@ -203,7 +202,6 @@ struct Product {
 }
 
 impl Product {
-    /// This product's part of the block's scores.
     fn of<'a>(&self, scores: &'a [f32], width: usize) -> Mat<'a> {
         Mat::strided(&scores[self.rows.start * width + self.column..], self.rows.len(), self.n_keys, width)
     }
@@ -284,7 +282,6 @@ vectorised! {
 }
 
 vectorised! {
-    /// The product of each row of `a` with the same row of `b`.
     fn dot_products(dots: &mut [f32], a: &[f32], b: &[f32], width: usize) {
         for ((result, a), b) in dots.iter_mut().zip(a.chunks_exact(width)).zip(b.chunks_exact(width)) {
             *result = dot(a, b);

@@ -5,7 +5,6 @@ use super::super::simd::SimdLevel;
 /// Columns of a panel of a packed weight and of a block.
 pub(in super::super) const WIDTH: usize = 64;
 
-/// Bytes of a cache line.
 pub(super) const LINE_BYTES: usize = 64;
 
 /// Prefetch of the next block's weights during this block: with few rows, memory is the bottleneck.
@@ -85,7 +84,6 @@ impl Block {
 mod portable {
     use super::Block;
 
-    /// Values of one vector of the tile.
     const LANES: usize = 16;
 
     /// Rows of a tile: with 256-bit vectors its sums take 8 of 16 registers.

@@ -64,7 +64,6 @@ pub(super) enum Start<'a> {
 }
 
 impl<'a> Output<'a> {
-    /// Adds to `keep` times `values`.
     pub(super) fn new(values: &'a mut [f32], keep: f32) -> Self {
         let start = if keep == 0.0 { Start::Zero } else { Start::Itself(keep) };
         Self { values: values.as_mut_ptr(), len: values.len(), start, memory: PhantomData }
@@ -103,13 +102,10 @@ pub(super) fn alloc_output(len: usize, product: impl FnOnce(Output<'_>) -> Resul
 /// Whether the left matrix multiplies the weight's inputs or outputs.
 #[derive(Clone, Copy)]
 pub(super) enum Direction {
-    /// Its inputs.
     Forward,
-    /// Its outputs.
     Backward,
 }
 
-/// One of several products that run in parallel.
 struct Job<'a> {
     terms: &'a [Term<'a>],
     out: Output<'a>,
@@ -153,11 +149,10 @@ pub(super) fn backward(level: SimdLevel, terms: &[Term<'_>], dx: Output<'_>) -> 
 }
 
 impl Term<'_> {
-    /// Steps of its sum and columns of its result.
     fn shape(&self, direction: Direction) -> (usize, usize) {
         match direction {
-            Direction::Forward => (self.weight.n_in(), self.weight.n_out()),
-            Direction::Backward => (self.weight.n_out(), self.weight.n_in()),
+            Direction::Forward => (self.weight.n_in, self.weight.n_out),
+            Direction::Backward => (self.weight.n_out, self.weight.n_in),
         }
     }
 }
@@ -194,7 +189,6 @@ fn products(level: SimdLevel, jobs: &[Job<'_>], direction: Direction) -> Result<
 }
 
 impl Job<'_> {
-    /// Rows and columns of the result.
     fn shape(&self, direction: Direction) -> Result<(usize, usize)> {
         let Job { terms, out } = self;
         let Some(first) = terms.first() else { bail!("a product of no terms into {} values", out.len) };
@@ -206,8 +200,8 @@ impl Job<'_> {
                 bail!(
                     "product: {} values by ({}, {}) into {}",
                     term.left.len(),
-                    term.weight.n_out(),
-                    term.weight.n_in(),
+                    term.weight.n_out,
+                    term.weight.n_in,
                     out.len
                 );
             }
@@ -243,7 +237,6 @@ struct Tasks {
     n_col_blocks: usize,
 }
 
-/// Rows and columns of one task.
 struct Rectangle {
     rows: std::ops::Range<usize>,
     cols: std::ops::Range<usize>,

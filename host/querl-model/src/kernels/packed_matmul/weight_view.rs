@@ -16,13 +16,12 @@ pub(in super::super) struct WeightView<'a> {
     stored: Stored<'a>,
     /// First output; in a packed weight a multiple of WIDTH.
     first: usize,
-    n_out: usize,
-    n_in: usize,
+    pub(in super::super) n_out: usize,
+    pub(in super::super) n_in: usize,
 }
 
 #[derive(Clone, Copy)]
 enum Stored<'a> {
-    /// In panels.
     Packed(&'a Packed),
     /// Row-major f32.
     Rows(&'a [f32]),
@@ -54,7 +53,6 @@ thread_local! {
 }
 
 impl Scratch {
-    /// A slab of no steps.
     pub(super) fn no_slab(&self) -> Slab {
         Slab { start: self.slab.as_ptr(), step: WIDTH }
     }
@@ -79,14 +77,6 @@ impl<'a> WeightView<'a> {
     pub(in super::super) fn part(self, outputs: Range<usize>) -> Self {
         debug_assert!(outputs.start.is_multiple_of(WIDTH) && outputs.end <= self.n_out);
         Self { first: self.first + outputs.start, n_out: outputs.len(), ..self }
-    }
-
-    pub(in super::super) fn n_out(self) -> usize {
-        self.n_out
-    }
-
-    pub(in super::super) fn n_in(self) -> usize {
-        self.n_in
     }
 
     /// Inputs `steps` of WIDTH outputs from `output` on; values beyond the last output are undefined.

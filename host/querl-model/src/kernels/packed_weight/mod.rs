@@ -63,7 +63,6 @@ fn values_mut<T: Plain>(lines: &mut [Line]) -> &mut [T] {
 }
 
 impl Packed {
-    /// Bytes of values and scales, padding included.
     pub(super) fn memory_bytes(&self) -> usize {
         size_of_val(self.data.as_slice()) + size_of_val(self.scales.as_slice())
     }
@@ -89,7 +88,6 @@ impl Packed {
         (self.data.as_ptr().cast::<u8>().wrapping_add(self.offset(panel, input) / WIDTH * bytes), bytes)
     }
 
-    /// The panels, where they are f32.
     pub(super) fn floats(&self) -> Option<&[f32]> {
         (self.dtype == BaseDtype::F32).then(|| values(&self.data))
     }
@@ -215,7 +213,6 @@ fn e4m3(x: f32) -> u8 {
     sign | ((rounded >> 20) - (120 << 3)).min(0x7e) as u8
 }
 
-/// Index of the nearest of the 16 values.
 fn nearest(share: f32) -> u8 {
     NF4.windows(2).take_while(|pair| share > (pair[0] + pair[1]) / 2.0).count() as u8
 }

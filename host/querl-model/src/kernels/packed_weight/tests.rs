@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::super::simd::SimdLevel;
+use super::super::tests::{numbers as matrix, values};
 use super::e4m3;
 use super::unpack::from_e4m3;
 use crate::kernels::FrozenWeight;
@@ -14,26 +15,17 @@ const DTYPES: [BaseDtype; 6] =
 /// Sizes that fill panels, groups and vectors, and sizes that do not.
 const SHAPES: [(usize, usize); 6] = [(64, 64), (192, 256), (100, 130), (7, 5), (65, 17), (130, 300)];
 
-/// Values between -1 and 1 in a fixed order.
 fn numbers(n: usize, seed: u32) -> Vec<f32> {
-    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(12_345);
-    (0..n)
-        .map(|_| {
-            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            (state >> 8) as f32 / (1 << 23) as f32 - 1.0
-        })
-        .collect()
+    values(&matrix((1, n), seed))
 }
 
 fn weight(n_out: usize, n_in: usize, dtype: BaseDtype) -> FrozenWeight {
-    let values = Tensor::from_vec(numbers(n_out * n_in, 1), (n_out, n_in), &Device::Cpu).unwrap();
-    FrozenWeight::pack(&values, dtype).unwrap()
+    FrozenWeight::pack(&matrix((n_out, n_in), 1), dtype).unwrap()
 }
 
 /// What is stored, row-major in f64.
 fn stored(weight: &FrozenWeight) -> Vec<f64> {
-    let values: Vec<f32> = weight.to_tensor().unwrap().flatten_all().unwrap().to_vec1().unwrap();
-    values.into_iter().map(f64::from).collect()
+    values(&weight.to_tensor().unwrap()).into_iter().map(f64::from).collect()
 }
 
 /// Largest difference to the sums in f64, as a share of the sums of absolute products.
