@@ -219,30 +219,29 @@ pub fn lora_linear(
 /// As [`frozen_linear`].
 pub fn trained_linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (x, weight) = (x.contiguous()?, weight.contiguous()?);
-    let (n_out, n_in) = weight.dims2()?;
-    let (name, shape) = ("trained-linear", (x.dims2()?.0, n_out));
     match bias {
-        None => slice_op(
-            name,
-            [&x, &weight],
-            shape,
-            move |[x, weight]| Ok(Projection::Trained { weight, n_in, bias: None }.forward(x)?.0),
-            move |[x, weight], [_, grad]| {
-                let (dx, found) = gradients(&Projection::Trained { weight, n_in, bias: None }, x, grad)?;
-                Ok([Some(dx), Some(found.weight)])
-            },
-        ),
-        Some(bias) => slice_op(
-            name,
-            [&x, &weight, &bias.contiguous()?],
-            shape,
-            move |[x, weight, bias]| Ok(Projection::Trained { weight, n_in, bias: Some(bias) }.forward(x)?.0),
-            move |[x, weight, bias], [_, grad]| {
-                let (dx, found) = gradients(&Projection::Trained { weight, n_in, bias: Some(bias) }, x, grad)?;
-                Ok([Some(dx), Some(found.weight), Some(found.bias)])
-            },
-        ),
+        None => trained_op([&x, &weight]),
+        Some(bias) => trained_op([&x, &weight, &bias.contiguous()?]),
     }
+}
+
+/// `inputs`: x, weight and, where there is one, bias.
+fn trained_op<const N: usize>(inputs: [&Tensor; N]) -> Result<Tensor> {
+    fn projection<'a>(inputs: &[&'a [f32]], n_in: usize) -> Projection<'a> {
+        Projection::Trained { weight: inputs[1], n_in, bias: inputs.get(2).copied() }
+    }
+    let (n_out, n_in) = inputs[1].dims2()?;
+    slice_op(
+        "trained-linear",
+        inputs,
+        (inputs[0].dims2()?.0, n_out),
+        move |inputs| Ok(projection(&inputs, n_in).forward(inputs[0])?.0),
+        move |inputs, [_, grad]| {
+            let (dx, found) = gradients(&projection(&inputs, n_in), inputs[0], grad)?;
+            let mut all = [dx, found.weight, found.bias].into_iter();
+            Ok(std::array::from_fn(|_| all.next()))
+        },
+    )
 }
 
 /// A frozen layer in the graph, where it has no lifetime.

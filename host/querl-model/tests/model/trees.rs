@@ -1,29 +1,17 @@
 //! Three ways to compute the same: sequences one by one, packed side by side, and as a tree that holds what they share once;
 //! each with all activations kept and with checkpointed layers. And each gradient against finite differences.
-#![allow(clippy::unwrap_used)]
 
-#[path = "support/sequences.rs"]
-mod sequences;
-
+use crate::sequences::{self, NAMES};
+use crate::{decoder_files, values};
 use candle_core::{DType, Tensor, Var};
 use querl_model::{Decoder, Dropout, Keep, LoraAdapter, LoraSettings, PackedBatch, Pass, Recompute, Weights, backward};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use sequences::NAMES;
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/decoders").join(name)
-}
 
 /// With one of an answer that begins at once behind the shared part.
 fn sequences() -> Vec<(Vec<u32>, usize)> {
     [sequences::parting(40), vec![(vec![5, 9, 2, 7, 50, 51, 52, 53], 5)]].concat()
-}
-
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 fn assert_close(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
@@ -47,7 +35,7 @@ struct Model {
 
 impl Model {
     fn full(name: &str) -> Self {
-        Self { decoder: Decoder::load(&golden(name), Weights::Trained).unwrap(), adapter: None, dropout: None }
+        Self { decoder: Decoder::load(&decoder_files(name), Weights::Trained).unwrap(), adapter: None, dropout: None }
     }
 
     fn lora(name: &str) -> Self {
@@ -61,7 +49,7 @@ impl Model {
 
     /// With an adapter whose two matrices are both random.
     fn adapted(name: &str, settings: LoraSettings) -> Self {
-        let decoder = Decoder::load(&golden(name), Weights::Frozen).unwrap();
+        let decoder = Decoder::load(&decoder_files(name), Weights::Frozen).unwrap();
         let adapter = LoraAdapter::new(&decoder, settings, 5).unwrap();
         let mut rng = ChaCha8Rng::seed_from_u64(9);
         for (_, var) in adapter.vars().iter().filter(|(name, _)| !name.contains("magnitude")) {

@@ -1,17 +1,12 @@
 //! Adapters: fresh ones, dropout in a whole pass, and what is refused.
-#![allow(clippy::unwrap_used)]
 
+use crate::{golden, json};
 use candle_core::{DType, Tensor};
 use querl_model::{
     Decoder, Decoding, Dropout, GenerationRequest, LoraAdapter, LoraSettings, Modules, PackedBatch, Pass,
     SamplingSettings, SavedCopies, Weights, generate, load_tensors, save_tensors,
 };
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
-
-fn golden(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(path)
-}
 
 fn decoder(name: &str) -> Decoder {
     Decoder::load(&golden(&format!("decoders/{name}")), Weights::Frozen).unwrap()
@@ -168,8 +163,7 @@ fn refusal_of(
     tensors: impl Fn(&mut BTreeMap<String, Tensor>),
 ) -> String {
     let (from, folder) = (golden(&format!("lora/{name}")), tempfile::tempdir().unwrap());
-    let text = std::fs::read_to_string(from.join("adapter_config.json")).unwrap();
-    let mut config = serde_json::from_str(&text).unwrap();
+    let mut config = json(&from.join("adapter_config.json"));
     change(&mut config);
     std::fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
     let mut stored = load_tensors(&from.join("adapter_model.safetensors")).unwrap().into_iter().collect();
@@ -230,8 +224,7 @@ fn a_classifier_s_head_is_kept_and_saved() {
     let decoder = decoder("qwen3-tied");
     let folder = tempfile::tempdir().unwrap();
     let from = golden("lora/qwen3-tied-bf16");
-    let text = std::fs::read_to_string(from.join("adapter_config.json")).unwrap();
-    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let mut config = json(&from.join("adapter_config.json"));
     (config["task_type"], config["modules_to_save"]) = ("SEQ_CLS".into(), serde_json::json!(["classifier", "score"]));
     std::fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
     let mut tensors: BTreeMap<_, _> =
@@ -246,7 +239,6 @@ fn a_classifier_s_head_is_kept_and_saved() {
     adapter.save(again.path(), "base").unwrap();
     let saved = load_tensors(&again.path().join("adapter_model.safetensors")).unwrap();
     assert_eq!(saved["base_model.model.score.weight"].to_vec2::<f32>().unwrap(), score.to_vec2::<f32>().unwrap());
-    let text = std::fs::read_to_string(again.path().join("adapter_config.json")).unwrap();
-    let saved: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let saved = json(&again.path().join("adapter_config.json"));
     assert_eq!((&saved["task_type"], &saved["modules_to_save"]), (&config["task_type"], &config["modules_to_save"]));
 }

@@ -6,21 +6,17 @@
 //! loss = cross_entropy(out.logits[:, :-1][valid], input_ids[:, 1:][valid])  # mean over valid next tokens
 //! loss.backward()
 //! ```
-#![allow(clippy::unwrap_used)]
 
+use crate::{golden, json, values};
 use candle_core::{DType, Tensor, Var};
 use querl_core::config::BaseDtype;
 use querl_model::{
     ChatTemplate, Decoder, DecoderConfig, Dropout, LoraAdapter, PackedBatch, Pass, SecondOpinion, Weights, load_tensors,
 };
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const TOLERANCE: f32 = 1e-4;
-
-fn golden(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(path)
-}
 
 fn sequences(golden: &HashMap<String, Tensor>) -> Vec<Vec<u32>> {
     let ids: Vec<Vec<i64>> = golden["input_ids"].to_vec2().unwrap();
@@ -29,10 +25,6 @@ fn sequences(golden: &HashMap<String, Tensor>) -> Vec<Vec<u32>> {
         .zip(mask)
         .map(|(ids, mask)| ids.iter().zip(mask).filter(|(_, keep)| *keep == 1).map(|(id, _)| *id as u32).collect())
         .collect()
-}
-
-fn values(tensor: &Tensor) -> Vec<f32> {
-    tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
 /// Compares to within the tolerance, relative to the largest expected value where that is above 1.
@@ -137,25 +129,32 @@ fn both_forms_of_config_json_are_read() {
     }
 }
 
-#[test]
-fn a_tensor_without_a_place_is_refused() {
-    let (from, folder) = (golden("decoders/qwen3-bias"), tempfile::tempdir().unwrap());
+/// A golden checkpoint with another `config.json`.
+fn with_config(name: &str, old: &str, new: &str) -> tempfile::TempDir {
+    let (from, folder) = (golden(&format!("decoders/{name}")), tempfile::tempdir().unwrap());
     let config = std::fs::read_to_string(from.join("config.json")).unwrap();
-    let unbiased = config.replace("\"attention_bias\": true", "\"attention_bias\": false");
-    assert_ne!(config, unbiased);
-    std::fs::write(folder.path().join("config.json"), unbiased).unwrap();
+    assert!(config.contains(old), "{name} has no {old}");
+    std::fs::write(folder.path().join("config.json"), config.replace(old, new)).unwrap();
     std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
-    let error = Decoder::load(folder.path(), Weights::Frozen).err().unwrap().to_string();
+    folder
+}
+
+/// They are named before anything is computed.
+#[test]
+fn tensors_without_a_place_or_of_another_shape_are_refused() {
+    let refused = |name: &str, old: &str, new: &str| {
+        Decoder::load(with_config(name, old, new).path(), Weights::Frozen).err().unwrap().to_string()
+    };
+    let error = refused("qwen3-bias", "\"attention_bias\": true", "\"attention_bias\": false");
     assert!(error.contains("_proj.bias` has no place"), "{error}");
+    let error = refused("qwen2-untied", "\"intermediate_size\": 48", "\"intermediate_size\": 56");
+    assert!(error.contains("_proj.weight` has shape [") && error.contains("config.json makes it ["), "{error}");
 }
 
 #[test]
 fn a_configuration_that_changes_attention_or_rope_in_an_unsupported_way_is_refused() {
     let refused = |name: &str, old: &str, new: &str| {
-        let text = std::fs::read_to_string(golden(&format!("decoders/{name}/config.json"))).unwrap();
-        assert!(text.contains(old), "{name} has no {old}");
-        let (folder, changed) = (tempfile::tempdir().unwrap(), text.replace(old, new));
-        std::fs::write(folder.path().join("config.json"), changed).unwrap();
+        let folder = with_config(name, old, new);
         DecoderConfig::load(&folder.path().join("config.json")).err().map(|error| error.to_string())
     };
     let window = refused("mistral", "\"sliding_window\": null", "\"sliding_window\": 32").unwrap();
@@ -214,8 +213,7 @@ const ADAPTERS: [&str; 17] = [
 
 fn adapter(name: &str) -> (Decoder, LoraAdapter) {
     let directory = golden(&format!("lora/{name}"));
-    let config = std::fs::read_to_string(directory.join("adapter_config.json")).unwrap();
-    let config: serde_json::Value = serde_json::from_str(&config).unwrap();
+    let config = json(&directory.join("adapter_config.json"));
     let base = config["base_model_name_or_path"].as_str().unwrap();
     let decoder = Decoder::load(&golden(&format!("decoders/{base}")), Weights::Frozen).unwrap();
     let adapter = LoraAdapter::load(&directory, decoder.config()).unwrap();
@@ -247,9 +245,7 @@ fn other_keys_of_an_adapter_configuration_survive() {
     let (decoder, adapter) = adapter("qwen3-tied");
     let folder = tempfile::tempdir().unwrap();
     adapter.save(folder.path(), "another-base").unwrap();
-    let read = |path: &Path| -> serde_json::Value {
-        serde_json::from_str(&std::fs::read_to_string(path.join("adapter_config.json")).unwrap()).unwrap()
-    };
+    let read = |path: &Path| json(&path.join("adapter_config.json"));
     let (found, mut expected) = (read(folder.path()), read(&golden("lora/qwen3-tied")));
     expected["base_model_name_or_path"] = "another-base".into();
     assert_eq!(found, expected);
@@ -296,24 +292,9 @@ fn a_base_in_half_precision_gives_nearly_the_same_logits() {
     }
 }
 
-/// A layer whose shape is wrong is named before anything is computed.
-#[test]
-fn a_tensor_of_another_shape_is_named_with_both() {
-    let from = golden("decoders/qwen2-untied");
-    let folder = tempfile::tempdir().unwrap();
-    let config = std::fs::read_to_string(from.join("config.json")).unwrap();
-    let wider = config.replace("\"intermediate_size\": 48", "\"intermediate_size\": 56");
-    assert_ne!(config, wider);
-    std::fs::write(folder.path().join("config.json"), wider).unwrap();
-    std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
-    let error = Decoder::load(folder.path(), Weights::Frozen).err().unwrap().to_string();
-    assert!(error.contains("_proj.weight` has shape [") && error.contains("config.json makes it ["), "{error}");
-}
-
 #[test]
 fn templates_render_as_transformers_renders_them() {
-    let text = std::fs::read_to_string(golden("chat_template.json")).unwrap();
-    let golden: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let golden = json(&golden("chat_template.json"));
     let cases = golden["cases"].as_array().unwrap();
     assert!(cases.len() >= 20);
     for case in cases {

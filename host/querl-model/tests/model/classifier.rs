@@ -1,7 +1,6 @@
 //! Classifiers compared with transformers and PEFT (tests/reference/classifiers.py).
 
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
-
+use crate::{golden, json as json_file};
 use querl_core::config::BaseDtype;
 use querl_model::classifier::{
     BatchLimits, BatchStats, Batcher, Classification, Classifier, ClassifierTokenizer, Labels, MAX_UNSPLIT_TEXTS,
@@ -9,16 +8,12 @@ use querl_model::classifier::{
 };
 use querl_model::{LoraSettings, Pass, Weights, is_adapter};
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
 const DTYPE: BaseDtype = BaseDtype::F32;
 const LABELS: [&str; 5] = ["售前", "售后", "诚实", "有帮助", "无伤害"];
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(name)
-}
 
 struct Expected {
     texts: Vec<Vec<u32>>,
@@ -26,8 +21,7 @@ struct Expected {
 }
 
 fn expected(name: &str) -> Expected {
-    let text = std::fs::read_to_string(golden("classifiers").join(name).join("golden.json")).unwrap();
-    let file: Value = serde_json::from_str(&text).unwrap();
+    let file = json_file(&golden("classifiers").join(name).join("golden.json"));
     Expected {
         texts: serde_json::from_value(file["texts"].clone()).unwrap(),
         logits: serde_json::from_value(file["logits"].clone()).unwrap(),
@@ -89,8 +83,7 @@ fn a_whole_classifier_and_one_with_an_adapter_are_read_as_they_were_written() {
     whole.save(folder.path(), &base).unwrap();
     let again = Classifier::load(folder.path(), Weights::Frozen, DTYPE).unwrap();
     assert_near(&logits(&again, &texts, 1000), &logits(&whole, &texts, 1000), 1e-6);
-    let config: Value =
-        serde_json::from_str(&std::fs::read_to_string(folder.path().join("config.json")).unwrap()).unwrap();
+    let config = json_file(&folder.path().join("config.json"));
     assert_eq!(config["architectures"][0], "Qwen2ForSequenceClassification");
     assert_eq!((&config["id2label"]["3"], &config["label2id"]["无伤害"]), (&"有帮助".into(), &4.into()));
 
@@ -100,8 +93,7 @@ fn a_whole_classifier_and_one_with_an_adapter_are_read_as_they_were_written() {
     adapted.save(adapter.path(), &base).unwrap();
     let again = Classifier::load_adapted(&base, adapter.path(), DTYPE).unwrap();
     assert_near(&logits(&again, &texts, 1000), &logits(&adapted, &texts, 1000), 1e-6);
-    let settings = std::fs::read_to_string(adapter.path().join("adapter_config.json")).unwrap();
-    let settings: Value = serde_json::from_str(&settings).unwrap();
+    let settings = json_file(&adapter.path().join("adapter_config.json"));
     assert_eq!((&settings["task_type"], &settings["modules_to_save"][0]), (&"SEQ_CLS".into(), &"score".into()));
 }
 
@@ -118,7 +110,7 @@ fn folders_without_a_classifier_are_errors() {
         std::fs::copy(golden("classifiers/qwen2").join(file), folder.path().join(file)).unwrap();
     }
     let path = folder.path().join("config.json");
-    let whole: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    let whole = json_file(&path);
     let changed = |key: &str, value: Value| {
         let mut file = whole.clone();
         file[key] = value;

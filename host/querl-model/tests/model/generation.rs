@@ -1,23 +1,15 @@
 //! Generation compared with the training pass, with itself under other settings, and with transformers' `generate`
 //! (`tests/reference/generation.py`), on tiny random checkpoints.
-#![allow(clippy::unwrap_used)]
 
-#[path = "support/prompts.rs"]
-mod prompts;
-
+use crate::prompts::prompts;
+use crate::{golden, json};
 use candle_core::Tensor;
-use prompts::prompts;
 use querl_model::{
     Decoder, Decoding, Engine, EngineSettings, FinishReason, Generated, GenerationRequest, LoraAdapter, LoraSettings,
     ModelError, PackedBatch, SamplingSettings, TokenText, Weights, generate,
 };
 use serde_json::Value;
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
-
-fn golden(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(path)
-}
 
 fn decoder() -> Decoder {
     Decoder::load(&golden("decoders/qwen3-untied"), Weights::Frozen).unwrap()
@@ -296,7 +288,7 @@ fn ids(given: &Value) -> Vec<u32> {
 
 #[test]
 fn greedy_decoding_and_beam_search_agree_with_transformers() {
-    let expected: Value = serde_json::from_str(&std::fs::read_to_string(golden("generation.json")).unwrap()).unwrap();
+    let expected = json(&golden("generation.json"));
     for searches in expected["searches"].as_array().unwrap() {
         let name = searches["decoder"].as_str().unwrap();
         let decoder = Decoder::load(&golden("decoders").join(name), Weights::Frozen).unwrap();

@@ -2,8 +2,8 @@
 //!
 //! Sums over a layer's inputs are formed by rank and then over the ranks, so that they are rounded otherwise; everything else is the
 //! same arithmetic. Values here are of the order of 1 and sums have at most some hundred terms in f32.
-#![allow(clippy::unwrap_used)]
 
+use crate::{decoder_files, values};
 use candle_core::{Device, Tensor};
 use querl_core::config::BaseDtype;
 use querl_model::{
@@ -12,11 +12,6 @@ use querl_model::{
     run_ranks,
 };
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
-
-fn golden(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/decoders").join(name)
-}
 
 /// A random model that four ranks can hold, its parts wide enough for the groups of int8 and nf4.
 fn wide() -> DecoderConfig {
@@ -43,7 +38,7 @@ enum From {
 impl From {
     fn decoder(self, dtype: BaseDtype, ranks: &Ranks) -> Result<Decoder, ModelError> {
         match self {
-            Self::Golden(name) => Decoder::load_shard(&golden(name), dtype, &ComputeDevice::Cpu, ranks),
+            Self::Golden(name) => Decoder::load_shard(&decoder_files(name), dtype, &ComputeDevice::Cpu, ranks),
             Self::Random(family) => {
                 let config = DecoderConfig { family, qkv_bias: family == Family::Qwen2, ..wide() };
                 Decoder::random_shard(config, 5, dtype, &ComputeDevice::Cpu, ranks)
@@ -71,10 +66,6 @@ fn adapter(base: &Decoder) -> LoraAdapter {
         var.set(&Tensor::from_vec(values, var.shape(), &Device::Cpu).unwrap()).unwrap();
     }
     whole.for_decoder(base).unwrap()
-}
-
-fn floats(tensor: &Tensor) -> Vec<f32> {
-    tensor.flatten_all().unwrap().to_vec1().unwrap()
 }
 
 fn sequences() -> [Vec<u32>; 3] {
@@ -106,9 +97,9 @@ fn run(base: &Decoder, dropout: Option<Dropout>, recompute: Option<Keep>, wanted
         let gradient = store.get(var).unwrap_or_else(|| panic!("no gradient of {name}"));
         found.vars()[name].set(gradient).unwrap();
     }
-    let gradients = found.whole().unwrap().vars().iter().map(|(name, var)| (name.clone(), floats(var))).collect();
-    let logits = floats(&base.logits(&hidden, Some(&adapter)).unwrap());
-    Outputs { logits, logprobs: floats(&logprobs), gradients }
+    let gradients = found.whole().unwrap().vars().iter().map(|(name, var)| (name.clone(), values(var))).collect();
+    let logits = values(&base.logits(&hidden, Some(&adapter)).unwrap());
+    Outputs { logits, logprobs: values(&logprobs), gradients }
 }
 
 fn difference(found: &[f32], expected: &[f32]) -> f32 {
@@ -250,7 +241,7 @@ fn an_adapter_is_saved_whole_with_the_bytes_of_one_that_was_never_split() {
             // Read and split again, it is the same.
             let again = LoraAdapter::load(&path, base.config())?.for_decoder(&base)?;
             for (name, var) in adapter.vars() {
-                assert_eq!(floats(var), floats(&again.vars()[name]), "{name}");
+                assert_eq!(values(var), values(&again.vars()[name]), "{name}");
             }
             Ok::<_, ModelError>(())
         });
@@ -281,8 +272,8 @@ fn what_is_not_split_is_refused_in_a_sentence() {
 fn a_rank_alone_has_the_whole_model() {
     let text = sequences();
     let batch = PackedBatch::new([text[0].as_slice()]);
-    let whole = Decoder::load(&golden("qwen3-bias"), Weights::Frozen).unwrap();
+    let whole = Decoder::load(&decoder_files("qwen3-bias"), Weights::Frozen).unwrap();
     let alone = From::Golden("qwen3-bias").decoder(BaseDtype::F32, &Ranks::alone()).unwrap();
-    let [whole, alone] = [whole, alone].map(|base| floats(&base.hidden_states(&batch, None).unwrap()));
+    let [whole, alone] = [whole, alone].map(|base| values(&base.hidden_states(&batch, None).unwrap()));
     assert_eq!(whole, alone);
 }

@@ -1,16 +1,11 @@
 //! Written models: merged ones give the logits of base and adapter, and a folder is complete.
-#![allow(clippy::unwrap_used)]
 
+use crate::{golden, json};
 use candle_core::{DType, Tensor};
 use querl_model::{
     Decoder, DecoderConfig, ExportSettings, LoraAdapter, PackedBatch, TextTokenizer, TokenizerSettings, Weights,
     export_model, load_tensors, train_tokenizer,
 };
-use std::path::{Path, PathBuf};
-
-fn golden(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(path)
-}
 
 /// A golden checkpoint with a tokenizer.
 fn model(name: &str) -> tempfile::TempDir {
@@ -31,10 +26,6 @@ const TOKENS: [&[u32]; 2] = [&[3, 14, 15, 9, 26, 5, 35, 8], &[63, 9, 7]];
 fn logits(decoder: &Decoder, adapter: Option<&LoraAdapter>) -> Vec<f32> {
     let hidden = decoder.hidden_states(&PackedBatch::new(TOKENS), adapter).unwrap();
     decoder.logits(&hidden, adapter).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-fn json(path: &Path) -> serde_json::Value {
-    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
 }
 
 #[test]
