@@ -9,8 +9,8 @@ use std::path::Path;
 
 /// A model directory.
 #[derive(Debug, Clone, PartialEq, Serialize)]
+#[allow(missing_docs)] // fields with the names of `DecoderConfig`
 pub struct ModelSummary {
-    /// Architecture.
     pub family: Family,
     /// Weights, a tied head counted once.
     pub parameters: usize,
@@ -20,19 +20,12 @@ pub struct ModelSummary {
     pub weight_files: usize,
     /// Bytes of those files.
     pub bytes: u64,
-    /// Number of transformer layers.
     pub layers: usize,
-    /// Width of the residual.
     pub hidden_size: usize,
-    /// Width of the feed-forward layers.
     pub intermediate_size: usize,
-    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads.
     pub kv_heads: usize,
-    /// Width of a head.
     pub head_dim: usize,
-    /// Rows of the embedding.
     pub vocab_size: usize,
     /// Tokens of the tokenizer.
     pub tokenizer_vocab_size: usize,

@@ -26,18 +26,13 @@ const CHAT_TEMPLATE: &str = "{%- for message in messages -%}
 /// Shape of the decoder; the vocabulary comes from the tokenizer.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
+#[allow(missing_docs)] // fields with the names of `DecoderConfig`
 pub struct Shape {
-    /// Width of the residual.
     pub hidden_size: usize,
-    /// Width of the feed-forward layers.
     pub intermediate_size: usize,
-    /// Number of transformer layers.
     pub n_layers: usize,
-    /// Number of query heads.
     pub n_heads: usize,
-    /// Key and value heads.
     pub n_kv_heads: usize,
-    /// Width of a head.
     pub head_dim: usize,
     /// Most tokens of a sequence.
     pub max_positions: usize,

@@ -215,12 +215,8 @@ impl Decoder {
             HEAD => Some(&self.head),
             _ => linears.find(|linear| linear.path == path).map(|linear| &linear.weight),
         };
-        match weight {
-            Some(Weight::Frozen(weight)) => weight.to_tensor(),
-            Some(Weight::Trained(weight)) => Ok(weight.detach()),
-            Some(Weight::Accelerator(weight)) => weight.to_tensor(),
-            None => bail!("no layer `{path}`"),
-        }
+        let Some(weight) = weight else { bail!("no layer `{path}`") };
+        weight.to_tensor()
     }
 
     /// Rows of the embedding, `(N, H)`, with the adapter applied.

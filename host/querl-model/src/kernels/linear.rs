@@ -138,6 +138,15 @@ impl Weight {
             Self::Accelerator(weight) => Ok(weight.dims()),
         }
     }
+
+    /// The values, `(out, in)` f32, without a gradient.
+    pub(crate) fn to_tensor(&self) -> Result<Tensor> {
+        match self {
+            Self::Frozen(weight) => weight.to_tensor(),
+            Self::Trained(weight) => Ok(weight.detach()),
+            Self::Accelerator(weight) => weight.to_tensor(),
+        }
+    }
 }
 
 /// `x W^T + b`: [`frozen_linear`] or [`trained_linear`].

@@ -36,12 +36,7 @@ impl Linear {
         let squares = match self.squares.get() {
             Some(squares) => squares,
             None => {
-                let values = match &self.weight {
-                    Weight::Frozen(weight) => weight.to_tensor()?,
-                    Weight::Trained(weight) => weight.detach(),
-                    Weight::Accelerator(weight) => weight.to_tensor()?,
-                };
-                let squares = values.sqr()?.sum(1)?;
+                let squares = self.weight.to_tensor()?.sqr()?.sum(1)?;
                 self.squares.get_or_init(|| squares)
             }
         };
