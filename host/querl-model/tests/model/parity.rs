@@ -8,7 +8,7 @@
 //! ```
 
 use crate::{golden, json, values};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{Tensor, Var};
 use querl_core::config::BaseDtype;
 use querl_model::{
     ChatTemplate, Decoder, DecoderConfig, Dropout, LoraAdapter, PackedBatch, Pass, SecondOpinion, Weights, load_tensors,

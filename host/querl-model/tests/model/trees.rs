@@ -3,7 +3,7 @@
 
 use crate::sequences::{self, NAMES};
 use crate::{decoder_files, values};
-use candle_core::{DType, Tensor, Var};
+use candle_core::{Tensor, Var};
 use querl_model::{Decoder, Dropout, Keep, LoraAdapter, LoraSettings, PackedBatch, Pass, Recompute, Weights, backward};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
