@@ -141,20 +141,39 @@ struct ConfigFile {
 #[derive(Default, Deserialize)]
 struct RopeParameters {
     rope_theta: Option<f64>,
-    #[serde(alias = "type")]
     rope_type: Option<String>,
+    /// The name of `rope_type` in transformers before 4.43.
+    r#type: Option<String>,
     #[serde(flatten)]
     scaling: serde_json::Map<String, serde_json::Value>,
 }
 
 impl RopeParameters {
-    fn scaling(self) -> Result<Option<RopeScaling>, String> {
-        match self.rope_type.as_deref() {
-            None | Some("default") => Ok(None),
-            Some("llama3") => serde_json::from_value(self.scaling.into())
-                .map(Some)
-                .map_err(|error| format!("rope type `llama3`: {error}")),
-            Some(other) => Err(format!("rope type `{other}` is not supported; expected `default` or `llama3`")),
+    /// The scaling, `None` where positions are not scaled. A key that changes the frequencies and is not known here is an error.
+    fn scaling(&self) -> Result<Option<RopeScaling>, String> {
+        let rope_type = match (&self.rope_type, &self.r#type) {
+            (Some(rope_type), Some(other)) if rope_type != other => {
+                return Err(format!("rope_type is `{rope_type}` and type is `{other}`; expected one rope type"));
+            }
+            (rope_type, other) => rope_type.as_ref().or(other.as_ref()),
+        };
+        match rope_type.map_or("default", String::as_str) {
+            "default" => match self.scaling.iter().find(|(_, value)| !value.is_null()) {
+                Some((key, _)) => Err(format!("the rope parameter `{key}` is not supported with rope type `default`")),
+                None => Ok(None),
+            },
+            "llama3" => {
+                let scaling = serde_json::from_value(self.scaling.clone().into());
+                let scaling: RopeScaling = scaling.map_err(|error| format!("rope type `llama3`: {error}"))?;
+                let (low, high) = (scaling.low_freq_factor, scaling.high_freq_factor);
+                if !(scaling.factor > 0.0 && low > 0.0 && high > low) {
+                    return Err(
+                        "rope type `llama3`: expected factor > 0 and 0 < low_freq_factor < high_freq_factor".into()
+                    );
+                }
+                Ok(Some(scaling))
+            }
+            other => Err(format!("rope type `{other}` is not supported; expected `default` or `llama3`")),
         }
     }
 }
@@ -300,9 +319,14 @@ impl ConfigFile {
         if self.hidden_act != "silu" {
             return Err(format!("hidden_act is `{}`; expected `silu`", self.hidden_act));
         }
-        let rope = self.rope_parameters.or(self.rope_scaling).unwrap_or_default();
-        let rope_theta = rope.rope_theta.or(self.rope_theta).unwrap_or(10_000.0);
-        let rope_scaling = rope.scaling()?;
+        let (parameters, earlier) = (self.rope_parameters.unwrap_or_default(), self.rope_scaling.unwrap_or_default());
+        let rope_theta = parameters.rope_theta.or(earlier.rope_theta).or(self.rope_theta).unwrap_or(10_000.0);
+        let rope_scaling = match (parameters.scaling()?, earlier.scaling()?) {
+            (Some(one), Some(other)) if one != other => {
+                return Err("rope_parameters and rope_scaling differ; expected one of them".into());
+            }
+            (one, other) => one.or(other),
+        };
         if self.num_attention_heads == 0 {
             return Err("num_attention_heads is 0; expected at least 1".into());
         }

@@ -234,8 +234,12 @@ async fn ready(State(service): State<Arc<StyleService>>) -> Response {
 
 async fn prometheus(State(service): State<Arc<StyleService>>) -> Response {
     let n_waiting = service.classifier.get().map(|classifier| classifier.n_waiting());
-    let text = service.metrics.to_text(n_waiting).expect("metrics have a text form");
-    ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response()
+    match service.metrics.to_text(n_waiting) {
+        Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response(),
+        Err(error) => {
+            ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_body(ErrorForm::Plain)
+        }
+    }
 }
 
 async fn nothing_here(uri: Uri) -> Response {

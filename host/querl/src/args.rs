@@ -4,14 +4,14 @@ use crate::model_hub;
 use anyhow::Context;
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use querl_core::config::{Config, Overrides, load};
+use querl_core::config::{Config, ModelHub, Overrides, load};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::ledger::StageName;
 use querl_plugin::PluginSettings;
 use serde::Serialize;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// How results are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Args)]
@@ -30,7 +30,7 @@ impl Format {
 }
 
 /// A configuration file with overrides.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct ConfigArgs {
     /// The configuration file
     #[arg(value_name = "CONFIG")]
@@ -47,18 +47,27 @@ pub struct ConfigArgs {
 }
 
 impl ConfigArgs {
-    /// Reads and checks the configuration.
+    /// Reads and checks the configuration; downloads models that it names.
     pub fn load(&self) -> anyhow::Result<Config> {
-        let overrides = Overrides {
-            set: self.set.clone(),
-            out: self.out.clone(),
-            threads: self.threads,
-            model_hub: Some(model_hub::find),
-        };
-        let config = load(&self.path, &overrides);
-        interrupt::check()?;
-        Ok(config?)
+        self.load_with(model_hub::find)
     }
+
+    /// Reads and checks the configuration, for a command that opens no model: models that are not downloaded keep their names.
+    pub fn load_without_download(&self) -> anyhow::Result<Config> {
+        self.load_with(model_hub::find_cached)
+    }
+
+    fn load_with(&self, hub: ModelHub) -> anyhow::Result<Config> {
+        let Self { path, set, out, threads } = self.clone();
+        load_config(&path, Overrides { set, out, threads, model_hub: Some(hub) })
+    }
+}
+
+/// Reads and checks a configuration. An interrupted download ends with exit code 130.
+pub fn load_config(path: &Path, overrides: Overrides) -> anyhow::Result<Config> {
+    let config = load(path, &overrides);
+    interrupt::check()?;
+    Ok(config?)
 }
 
 /// Parses one of some names, each with its value and its help, which may be empty.

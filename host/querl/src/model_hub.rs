@@ -4,8 +4,10 @@
 //! `~/.cache/huggingface/hub`. `HF_ENDPOINT` names another hub, `HF_TOKEN` or the file `HF_HOME/token` has the token for private models,
 //! and `HF_HUB_OFFLINE=1` uses the cache alone. A complete snapshot in the cache is used without asking the hub.
 
+use crate::args::usage;
 use hf_hub::api::sync::{ApiBuilder, ApiError};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
+use querl_core::config::parse_model_name;
 use querl_pipeline::interrupt;
 use sha2::{Digest, Sha256};
 use std::env;
@@ -15,47 +17,37 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-const DEFAULT_REVISION: &str = "main";
-
 /// Retries of one file; each continues where the last one stopped.
 const RETRIES: usize = 3;
 
-/// The folder of the model that `path` names; `None` if `path` has not the form of a name.
-pub fn find(path: &Path) -> Option<Result<PathBuf, String>> {
-    let (id, revision) = parse_name(path.to_str()?)?;
-    Some(snapshot(id, revision))
-}
-
-/// A clap parser of a model's folder, which may be a name on the hub. A path whose parent folder exists is a path.
-pub fn folder(text: &str) -> Result<PathBuf, String> {
-    let path = PathBuf::from(text);
-    if path.exists() || path.parent().is_some_and(Path::exists) {
-        return Ok(path);
-    }
-    match find(&path) {
-        Some(Ok(folder)) => Ok(folder),
-        Some(Err(reason)) => Err(format!("no such folder, and {reason}")),
-        None => Ok(path),
+/// The folder of an argument that is a model's folder, or its name on the hub, which is downloaded. A path whose parent folder exists is
+/// a path.
+pub fn folder(path: &Path) -> anyhow::Result<PathBuf> {
+    let is_path = path.exists() || path.parent().is_some_and(Path::exists);
+    match path.to_str().filter(|name| !is_path && parse_model_name(name).is_some()) {
+        Some(name) => download(name),
+        None => Ok(path.to_owned()),
     }
 }
 
-/// Id and revision of `ORG/NAME[@REVISION]`.
-fn parse_name(name: &str) -> Option<(&str, &str)> {
-    let (id, revision) = name.split_once('@').unwrap_or((name, DEFAULT_REVISION));
-    let (organisation, model) = id.split_once('/')?;
-    let is_name = |part: &str| {
-        part.starts_with(|c: char| c.is_ascii_alphanumeric())
-            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
-    };
-    let is_revision = revision.split('/').all(is_name);
-    (is_name(organisation) && is_name(model) && is_revision).then_some((id, revision))
+/// [`folder`] of an optional argument.
+pub fn optional_folder(path: Option<&Path>) -> anyhow::Result<Option<PathBuf>> {
+    path.map(folder).transpose()
 }
 
-fn snapshot(id: &str, revision: &str) -> Result<PathBuf, String> {
-    let cache = cache()?;
-    let repo = Repo::with_revision(id.to_owned(), RepoType::Model, revision.to_owned());
+/// The folder of the model of that name, downloaded where the cache has no complete copy.
+pub fn download(name: &str) -> anyhow::Result<PathBuf> {
+    let found = find(name);
+    interrupt::check()?;
+    let unusable = |reason| usage(format!("{name}: no such folder, and {reason}"));
+    Ok(found.map_err(unusable)?.expect("`find` downloads what it does not find"))
+}
+
+/// A [`querl_core::config::ModelHub`] that downloads.
+pub fn find(name: &str) -> Result<Option<PathBuf>, String> {
+    let (cache, repo) = (cache()?, repo(name)?);
     if let Some(folder) = complete_snapshot(&cache.repo(repo.clone())) {
-        return Ok(folder);
+        return Ok(Some(folder));
     }
     if env::var_os("HF_HUB_OFFLINE").is_some_and(|value| value != "0" && !value.is_empty()) {
         return Err(format!("{} has no complete copy while HF_HUB_OFFLINE is set", cache.path().display()));
@@ -64,15 +56,25 @@ fn snapshot(id: &str, revision: &str) -> Result<PathBuf, String> {
     // A thread of its own, since a blocking read does not see the stop flag. What is downloaded stays for the next attempt.
     std::thread::spawn(move || {
         // The receiver is gone after an interrupt: there is nobody to report to.
-        let _ = sender.send(download(cache, repo));
+        let _ = sender.send(fetch(cache, repo));
     });
     loop {
         match receiver.recv_timeout(Duration::from_millis(100)) {
-            Ok(result) => return result,
+            Ok(result) => return result.map(Some),
             Err(RecvTimeoutError::Timeout) => interrupt::check().map_err(|stop| stop.to_string())?,
             Err(RecvTimeoutError::Disconnected) => return Err("the download ended unexpectedly; try again".into()),
         }
     }
+}
+
+/// A [`querl_core::config::ModelHub`] of the cache alone, for commands that do not open the model.
+pub fn find_cached(name: &str) -> Result<Option<PathBuf>, String> {
+    Ok(complete_snapshot(&cache()?.repo(repo(name)?)))
+}
+
+fn repo(name: &str) -> Result<Repo, String> {
+    let (id, revision) = parse_model_name(name).ok_or("its form is not ORG/NAME or ORG/NAME@REVISION")?;
+    Ok(Repo::with_revision(id.to_owned(), RepoType::Model, revision.to_owned()))
 }
 
 fn cache() -> Result<Cache, String> {
@@ -100,7 +102,7 @@ fn complete_snapshot(repo: &CacheRepo) -> Option<PathBuf> {
     has_weights.then_some(folder)
 }
 
-fn download(cache: Cache, repo: Repo) -> Result<PathBuf, String> {
+fn fetch(cache: Cache, repo: Repo) -> Result<PathBuf, String> {
     let endpoint = env::var("HF_ENDPOINT").unwrap_or_else(|_| "https://huggingface.co".into());
     let endpoint = endpoint.trim_end_matches('/');
     let token = env::var("HF_TOKEN").ok().filter(|token| !token.is_empty()).or_else(|| cache.token());

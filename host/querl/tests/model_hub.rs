@@ -123,6 +123,28 @@ fn a_configuration_names_a_model_of_the_hub() {
 }
 
 #[test]
+fn nothing_is_downloaded_for_a_refused_command_or_one_that_opens_no_model() {
+    let (hub, project) = (Hub::start(), Project::new());
+    let model = "model.path=\"shop/tiny\"";
+    for arguments in [
+        &["config", "check", "querl.toml", "--set", model][..],
+        &["data", "stats", "querl.toml", "--set", model],
+        &["run", "querl.toml", "--dry-run", "--set", model],
+    ] {
+        hub.querl(&project, arguments).ok();
+    }
+    for arguments in [
+        &["run", "querl.toml", "--set", model, "--set", "sft.epochs=0"][..],
+        &["model", "inspect", "shop/tiny", "--unknown"],
+        &["style", "predict", "--model", "shop/tiny", "--max-length", "0"],
+    ] {
+        let refused = hub.querl(&project, arguments);
+        assert_eq!(refused.code, Some(2), "{refused:#?}");
+    }
+    assert_eq!(hub.n_requests(), 0);
+}
+
+#[test]
 fn what_the_hub_refuses_is_a_sentence() {
     let (hub, project) = (Hub::start(), Project::new());
     let cases = [
@@ -133,7 +155,7 @@ fn what_the_hub_refuses_is_a_sentence() {
             "http status: 401; no such model, or one that needs a token with access to it: set HF_TOKEN",
         ),
         (
-            vec!["config", "check", "querl.toml", "--set", "model.path=\"shop/none\""],
+            vec!["run", "querl.toml", "--to", "sft", "--set", "model.path=\"shop/none\""],
             Some(TOKEN),
             "error: --set model.path: model.path is \"shop/none\"; no such folder, and ",
         ),

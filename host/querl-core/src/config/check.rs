@@ -18,37 +18,55 @@ enum PathKind {
     PluginFileOrFolder,
 }
 
-/// Looks a model up that is not a folder: `None` if it is no name of a model on a hub, otherwise its downloaded folder or the reason
-/// why there is none.
-pub type ModelHub = fn(&Path) -> Option<Result<PathBuf, String>>;
+/// The folder of the model with this name on a hub (`ORG/NAME` or `ORG/NAME@REVISION`), or the reason why there is none; `None` keeps
+/// the name.
+pub type ModelHub = fn(&str) -> Result<Option<PathBuf>, String>;
 
-/// Replaces names of models on a hub by their downloaded folders. A path whose parent folder exists is a path, not a name.
-pub(super) fn download_models(config: &mut Config, base: &Path, hub: ModelHub) -> Vec<Violation> {
-    let models = paths(config).into_iter().filter(|(_, kind, _)| *kind == PathKind::ModelFolder);
+/// Id and revision of a model's name on a hub, `ORG/NAME[@REVISION]`. Without a revision it is `main`.
+pub fn parse_model_name(name: &str) -> Option<(&str, &str)> {
+    let (id, revision) = name.split_once('@').unwrap_or((name, "main"));
+    let (organisation, model) = id.split_once('/')?;
+    let is_name = |part: &str| {
+        part.starts_with(|c: char| c.is_ascii_alphanumeric())
+            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
+    };
+    let is_revision = revision.split('/').all(is_name);
+    (is_name(organisation) && is_name(model) && is_revision).then_some((id, revision))
+}
+
+/// Keys whose value is a model's name on a hub. A path whose parent folder exists is a path, not a name.
+pub(super) fn model_names(config: &mut Config, base: &Path) -> Vec<String> {
+    let is_name = |path: &Path| {
+        let is_path = base.join(path).exists() || path.parent().is_some_and(|parent| base.join(parent).exists());
+        !is_path && path.to_str().and_then(parse_model_name).is_some()
+    };
+    let paths = paths(config).into_iter();
+    paths.filter(|(_, kind, path)| *kind == PathKind::ModelFolder && is_name(path)).map(|(key, ..)| key).collect()
+}
+
+/// Replaces the names of models under `names` by their folders.
+pub(super) fn look_up_models(config: &mut Config, names: &[String], hub: ModelHub) -> Vec<Violation> {
     let mut violations = Vec::new();
-    for (key, _, path) in models {
-        if base.join(&*path).exists() || path.parent().is_some_and(|parent| base.join(parent).exists()) {
-            continue;
-        }
-        match hub(path) {
-            Some(Ok(folder)) => *path = folder,
-            Some(Err(reason)) => {
+    for (key, _, path) in paths(config).into_iter().filter(|(key, ..)| names.contains(key)) {
+        match hub(&path.to_string_lossy()) {
+            Ok(Some(folder)) => *path = folder,
+            Ok(None) => {}
+            Err(reason) => {
                 let message = format!("{key} is {:?}; no such folder, and {reason}", path.display().to_string());
                 violations.push(Violation::new(key, message));
             }
-            None => {}
         }
     }
     violations
 }
 
-/// Makes paths absolute relative to `base`, and `output_dir` relative to the current folder.
-pub(super) fn resolve_paths(config: &mut Config, base: &Path) {
+/// Makes paths absolute relative to `base`, except `names`, and `output_dir` relative to the current folder.
+pub(super) fn resolve_paths(config: &mut Config, base: &Path, names: &[String]) {
     // An output file: may not exist yet.
     if let Some(path) = &mut config.cache.path {
         *path = clean(base.join(&*path));
     }
-    for (_, _, path) in paths(config) {
+    for (_, _, path) in paths(config).into_iter().filter(|(key, ..)| !names.contains(key)) {
         *path = clean(base.join(&*path));
     }
     if let Some(path) = &mut config.retrieval.index_dir {
@@ -109,8 +127,8 @@ fn paths(config: &mut Config) -> Vec<(String, PathKind, &mut PathBuf)> {
     paths
 }
 
-/// Checks a configuration that conforms to the schema and has absolute paths.
-pub(super) fn check(config: &mut Config) -> Vec<Violation> {
+/// Checks a configuration that conforms to the schema and has absolute paths, or names of models under the keys `names`.
+pub(super) fn check(config: &mut Config, names: &[String]) -> Vec<Violation> {
     let mut violations = Vec::new();
     check_device(config, &mut violations);
     check_tensor_parallel(config, &mut violations);
@@ -124,7 +142,8 @@ pub(super) fn check(config: &mut Config) -> Vec<Violation> {
     if config.plugins.rewards.is_empty() {
         violations.push(Violation::of("plugins.rewards", "is empty; expected at least one reward"));
     }
-    violations.extend(paths(config).into_iter().filter_map(|(key, kind, path)| check_path(key, kind, path)));
+    let paths = paths(config).into_iter().filter(|(key, ..)| !names.contains(key));
+    violations.extend(paths.filter_map(|(key, kind, path)| check_path(key, kind, path)));
     violations
 }
 

@@ -1,6 +1,6 @@
 //! Loads a [`Config`] from a file and command line overrides.
 
-use super::check::{ModelHub, check, download_models, resolve_paths};
+use super::check::{ModelHub, check, look_up_models, model_names, resolve_paths};
 use super::document::{Document, DocumentError, Origin};
 use super::run::Config;
 use super::schema::{Violation, conform, json_schema};
@@ -16,7 +16,7 @@ pub struct Overrides {
     pub out: Option<PathBuf>,
     /// Replaces `threads`.
     pub threads: Option<usize>,
-    /// Downloads models that are named and are no folders; without it such a name is an error.
+    /// Looks up models by name, after everything else is checked; without it such a name is an error.
     pub model_hub: Option<ModelHub>,
 }
 
@@ -67,10 +67,12 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
         config.output_dir = out.clone();
     }
     let base = path.parent().unwrap_or(Path::new(""));
-    let mut violations = overrides.model_hub.map_or_else(Vec::new, |hub| download_models(&mut config, base, hub));
-    resolve_paths(&mut config, base);
-    violations.extend(check(&mut config));
-    first_of(violations, &document, path)?;
+    let names = overrides.model_hub.map_or_else(Vec::new, |_| model_names(&mut config, base));
+    resolve_paths(&mut config, base, &names);
+    first_of(check(&mut config, &names), &document, path)?;
+    if let Some(hub) = overrides.model_hub {
+        first_of(look_up_models(&mut config, &names, hub), &document, path)?;
+    }
     Ok(config)
 }
 

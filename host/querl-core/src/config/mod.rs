@@ -32,7 +32,7 @@ mod services;
 mod sources;
 mod training;
 
-pub use check::ModelHub;
+pub use check::{ModelHub, parse_model_name};
 pub use load::{ConfigError, ConfigLocation, Overrides, load, load_resolved};
 pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, StyleModelConfig, WeightedPluginConfig};
 pub use run::{BaseDtype, Config, DataConfig, DeviceSetting, EvalConfig, ModelConfig, OnLeak, TableFormat, TextWidth};

@@ -163,6 +163,23 @@ fn a_configuration_that_changes_attention_or_rope_in_an_unsupported_way_is_refus
     assert_eq!(refused("mistral", "  \"sliding_window\": null,\n", ""), None);
     let yarn = refused("llama3-scaled", "\"llama3\"", "\"yarn\"").unwrap();
     assert!(yarn.contains("rope type `yarn` is not supported; expected `default` or `llama3`"), "{yarn}");
+    // Scaling in either form, with either key, next to another form or without a type, is read or refused, never ignored.
+    let null = "\"rope_theta\": 500000.0";
+    for (added, expected) in [
+        ("\"rope_parameters\": {\"rope_type\": \"default\"}", None),
+        ("\"rope_parameters\": {\"type\": \"yarn\", \"factor\": 4.0}", Some("rope type `yarn` is not supported")),
+        ("\"rope_parameters\": {\"factor\": 4.0}", Some("the rope parameter `factor` is not supported")),
+        ("\"rope_parameters\": {\"partial_rotary_factor\": 0.5}", Some("`partial_rotary_factor` is not supported")),
+        ("\"rope_parameters\": {\"type\": \"llama3\", \"rope_type\": \"default\"}", Some("expected one rope type")),
+    ] {
+        let found = refused("llama3-scaled", null, &format!("{null}, {added}"));
+        assert_eq!(found.is_some(), expected.is_some(), "{added}: {found:?}");
+        assert!(found.unwrap_or_default().contains(expected.unwrap_or_default()), "{added}");
+    }
+    let both = "\"type\": \"llama3\", \"rope_type\": \"llama3\"";
+    assert_eq!(refused("llama3-scaled", "\"rope_type\": \"llama3\"", both), None);
+    let order = refused("llama3-scaled", "\"low_freq_factor\": 1.0", "\"low_freq_factor\": 4.0").unwrap();
+    assert!(order.contains("0 < low_freq_factor < high_freq_factor"), "{order}");
     let factor = refused("llama3-scaled", "\"low_freq_factor\"", "\"lowest\"").unwrap();
     assert!(factor.contains("missing field `low_freq_factor`"), "{factor}");
     let bias = refused("llama-bias", "\"mlp_bias\": false", "\"mlp_bias\": true").unwrap();

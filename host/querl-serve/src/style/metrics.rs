@@ -58,7 +58,11 @@ impl StyleMetrics {
             waiting: IntGauge::new("waiting_texts", "Texts that are queued or being classified.")?,
             registry,
         };
-        ROUTES[..3].iter().for_each(|route| drop(metrics.durations.with_label_values(&[route])));
+        for route in &ROUTES[..3] {
+            metrics.durations.with_label_values(&[route]);
+            // So that the counter has its HELP and TYPE before the first request.
+            metrics.requests.with_label_values(&[route, "200"]);
+        }
         metrics.registry.register(Box::new(metrics.requests.clone()))?;
         metrics.registry.register(Box::new(metrics.durations.clone()))?;
         for histogram in [&metrics.batch_texts, &metrics.batch_seconds] {

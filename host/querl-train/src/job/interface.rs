@@ -26,7 +26,7 @@ use std::sync::atomic::AtomicBool;
 
 /// The version of the functions and `repr(C)` types in this file. Messages may change with every version of querl: the library's
 /// version must be the program's.
-pub const ABI: u32 = 1;
+pub const ABI: u32 = 2;
 
 /// Names of the exported functions.
 pub const EXPORTS: [&str; 4] = ["querl_cuda_abi", "querl_cuda_describe", "querl_cuda_run", "querl_cuda_free"];

@@ -174,8 +174,9 @@ fn n_response_tokens(rows: &[&Example]) -> usize {
 fn evaluate(task: &SftTask<'_>, step: u64) -> Result<f64, TrainError> {
     #[cfg(test)]
     crate::testing::out_of_memory_at(step, "evaluation")?;
-    let frozen = task.policy.adapter.map(LoraAdapter::without_gradient);
-    let policy = Policy { decoder: task.policy.decoder, adapter: frozen.as_ref() };
+    let (decoder, frozen) =
+        (task.policy.decoder.without_gradient(), task.policy.adapter.map(LoraAdapter::without_gradient));
+    let policy = Policy { decoder: &decoder, adapter: frozen.as_ref() };
     let (ranks, rows): (_, Vec<&Example>) = (&task.mesh.data, task.val.iter().collect());
     let mine: Vec<&Example> = rank_share(&rows, ranks).into_iter().map(|index| rows[index]).collect();
     let mut sums = Vec::new();

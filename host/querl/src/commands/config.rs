@@ -35,7 +35,7 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
 }
 
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
-    let config = args.config.load()?;
+    let config = args.config.load_without_download()?;
     device::check_named(&config)?;
     if !args.skip_plugins {
         Plugins::open(&config)?;

@@ -28,7 +28,7 @@ pub struct StatsArgs {
 
 pub fn run(command: &DataCommand) -> anyhow::Result<()> {
     let DataCommand::Stats(args) = command;
-    let stats = Stats::of(&args.config.load()?)?;
+    let stats = Stats::of(&args.config.load_without_download()?)?;
     args.format.print(&stats, || stats.lines().join("\n") + "\n")
 }
 

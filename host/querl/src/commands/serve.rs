@@ -1,11 +1,12 @@
 //! `querl serve WHAT`: a style model or knowledge bases over HTTP. `querl style serve` and `querl rag serve` are older forms.
 
-use crate::args::usage;
+use crate::args::{load_config, usage};
+use crate::model_hub;
 use crate::terminal::{self, report_new_form};
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_core::config::{
-    Config, EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, StyleModelConfig, load, load_resolved,
+    Config, EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, StyleModelConfig, load_resolved,
 };
 use querl_core::run_dir::RunDir;
 use querl_data::ServiceContext;
@@ -51,10 +52,10 @@ struct StyleArgs {
     #[arg(value_name = "CONFIG|DIR")]
     path: Option<PathBuf>,
     /// A classifier's folder, or its name on the hub
-    #[arg(long, value_name = "DIR", conflicts_with = "path", value_parser = crate::model_hub::folder)]
+    #[arg(long, value_name = "DIR", conflicts_with = "path")]
     model: Option<PathBuf>,
     /// The model that an adapter was trained on [default: the run's]
-    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
     /// Maximum tokens of a text; question and answer of longer ones are shortened [default: the run's, else 512]
     #[arg(long, visible_alias = "max-length", value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -161,8 +162,8 @@ pub(super) fn rag(args: &RagArgs) -> anyhow::Result<()> {
 
 /// The embedded index, whichever kind of retrieval the configuration names: the same file may serve here and call this server there.
 fn knowledge_base(path: &Path, set: &[String], shelf: &mut ModelShelf) -> anyhow::Result<KnowledgeBase> {
-    let config =
-        load(path, &Overrides { set: set.to_vec(), model_hub: Some(crate::model_hub::find), ..Overrides::default() })?;
+    let overrides = Overrides { set: set.to_vec(), model_hub: Some(model_hub::find), ..Overrides::default() };
+    let config = load_config(path, overrides)?;
     let retrieval = RetrievalConfig { kind: RetrievalKind::Embedded, ..config.retrieval };
     if retrieval.embedding.kind == EmbeddingKind::Openai {
         let problem = "retrieval.embedding.kind is \"openai\"; the embedded index that is served here makes its vectors in this process, \
@@ -181,10 +182,11 @@ fn classifier_of(args: &StyleArgs) -> anyhow::Result<ClassifierOptions> {
         _ => None,
     };
     let missing = || usage("nothing to serve; name a classifier's folder, or a run's folder or configuration");
-    let folder = args.model.as_ref().or(args.path.as_ref()).ok_or_else(missing)?;
-    let config = of_run.unwrap_or_else(|| StyleModelConfig { path: Some(folder.clone()), ..Default::default() });
+    let model = model_hub::optional_folder(args.model.as_deref())?;
+    let folder = model.or_else(|| args.path.clone()).ok_or_else(missing)?;
+    let config = of_run.unwrap_or_else(|| StyleModelConfig { path: Some(folder), ..Default::default() });
     let mut model = ClassifierOptions::of(&config).expect("the path is set");
-    model.base = args.base.clone().or(model.base);
+    model.base = model_hub::optional_folder(args.base.as_deref())?.or(model.base);
     model.max_length = args.max_length.unwrap_or(model.max_length);
     model.calibrated |= args.calibrated;
     model.threads = args.threads;
@@ -197,7 +199,7 @@ fn style_model_of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
     let config: Config = match (path.is_dir(), resolved.is_file()) {
         (true, false) => return Ok(None),
         (true, true) => load_resolved(&resolved)?,
-        (false, _) => load(path, &Overrides { model_hub: Some(crate::model_hub::find), ..Overrides::default() })?,
+        (false, _) => load_config(path, Overrides { model_hub: Some(model_hub::find), ..Overrides::default() })?,
     };
     let style = config.plugins.style_model;
     if style.path.is_none() {

@@ -1,10 +1,12 @@
 //! `querl style`: trains, evaluates, distils and uses the style reward model. `querl rm` is an alias.
 
 use super::serve;
+use crate::model_hub;
 use crate::terminal::{self, Terminal, report_new_form};
 use anyhow::Context;
 use clap::builder::{PossibleValue, PossibleValuesParser};
 use clap::{Args, Subcommand};
+use querl_core::config::parse_model_name;
 use querl_core::ports::Reporter;
 use querl_data::read_dialogues;
 use querl_pipeline::interrupt;
@@ -38,7 +40,7 @@ pub fn run(command: &StyleCommand) -> anyhow::Result<()> {
         StyleCommand::Distill(args) => run_distill(args),
         StyleCommand::Serve(args) => {
             report_new_form("querl style serve", "querl serve style");
-            serve::style(&args.model.options(), &args.server)
+            serve::style(&args.model.options()?, &args.server)
         }
     }
 }
@@ -54,10 +56,10 @@ pub struct ServeArgs {
 #[derive(Debug, Clone, Args)]
 struct ModelArgs {
     /// A classifier's folder, of `querl style train` or of transformers; or a PEFT adapter's; or its name on the hub
-    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// The model that an adapter was trained on
-    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, value_name = "DIR")]
     base: Option<PathBuf>,
     /// Most tokens of a text; of longer ones question and answer are shortened
     #[arg(long = "max_length", visible_alias = "max-length", value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
@@ -71,9 +73,10 @@ struct ModelArgs {
 }
 
 impl ModelArgs {
-    fn options(&self) -> ClassifierOptions {
-        let Self { model, base, max_length, calibrated, threads } = self.clone();
-        ClassifierOptions { model, base, max_length, calibrated, threads }
+    fn options(&self) -> anyhow::Result<ClassifierOptions> {
+        let &Self { max_length, calibrated, threads, .. } = self;
+        let (model, base) = (model_hub::folder(&self.model)?, model_hub::optional_folder(self.base.as_deref())?);
+        Ok(ClassifierOptions { model, base, max_length, calibrated, threads })
     }
 }
 
@@ -110,7 +113,7 @@ pub struct TrainArgs {
 #[command(rename_all = "snake_case")]
 pub struct TrainFlags {
     /// Folder of a Qwen2 or Qwen3 model: a language model, or a classifier, whose head is initialised again; or a model's name on the hub
-    #[arg(long, visible_alias = "model-name-or-path", value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, visible_alias = "model-name-or-path", value_name = "DIR")]
     model_name_or_path: Option<PathBuf>,
     /// Labelled dialogues (.json, .jsonl, .xlsx, .csv): input, label, label_english, metadata [default: rm_data/output_data/training_data.json]
     #[arg(long, visible_alias = "train-file", value_name = "FILE")]
@@ -199,9 +202,9 @@ fn run_train(args: &TrainArgs) -> anyhow::Result<()> {
     let base = args.config.as_deref().and_then(Path::parent).unwrap_or(Path::new(""));
     if let Ok(name) = config.model_name_or_path.strip_prefix(base)
         && !config.model_name_or_path.parent().is_some_and(Path::exists)
-        && let Some(found) = crate::model_hub::find(name)
+        && let Some(name) = name.to_str().filter(|name| parse_model_name(name).is_some())
     {
-        config.model_name_or_path = found.map_err(crate::args::usage)?;
+        config.model_name_or_path = model_hub::download(name)?;
     }
     let trained = querl_style::train(&config, &callbacks(&Terminal))?;
     print(trained.figures.as_deref().unwrap_or_default())?;
@@ -229,7 +232,7 @@ pub struct EvalArgs {
 
 fn run_eval(args: &EvalArgs) -> anyhow::Result<()> {
     let options = EvalOptions { file: args.file.clone(), output_dir: args.out.clone(), seed: args.seed };
-    print(&querl_style::evaluate(&args.model.options(), &options, &Terminal)?)
+    print(&querl_style::evaluate(&args.model.options()?, &options, &Terminal)?)
 }
 
 /// What `querl style distill` takes.
@@ -237,13 +240,13 @@ fn run_eval(args: &EvalArgs) -> anyhow::Result<()> {
 #[command(rename_all = "snake_case")]
 pub struct DistillArgs {
     /// A trained classifier
-    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, value_name = "DIR")]
     teacher: PathBuf,
     /// The model that a teacher's adapter was trained on
-    #[arg(long, visible_alias = "teacher-base", value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, visible_alias = "teacher-base", value_name = "DIR")]
     teacher_base: Option<PathBuf>,
     /// Folder of the model to train: a language model, or a classifier, whose head is initialised again
-    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, value_name = "DIR")]
     student: PathBuf,
     /// Dialogues that the teacher labels (.json, .jsonl, .xlsx, .csv); labels in it are passed over
     #[arg(long, value_name = "FILE")]
@@ -302,9 +305,9 @@ struct StudentFlags {
 
 fn run_distill(args: &DistillArgs) -> anyhow::Result<()> {
     let options = DistillOptions {
-        teacher: args.teacher.clone(),
-        teacher_base: args.teacher_base.clone(),
-        student: args.student.clone(),
+        teacher: model_hub::folder(&args.teacher)?,
+        teacher_base: model_hub::optional_folder(args.teacher_base.as_deref())?,
+        student: model_hub::folder(&args.student)?,
         unlabelled: args.unlabelled.clone(),
         train_file: args.train_file.clone(),
         eval_file: args.eval_file.clone(),
@@ -342,7 +345,7 @@ pub struct PredictArgs {
 
 fn run_predict(args: &PredictArgs) -> anyhow::Result<()> {
     querl_model::set_threads(args.model.threads);
-    let model = StyleClassifier::open(&args.model.options())?;
+    let model = StyleClassifier::open(&args.model.options()?)?;
     let texts = input_texts(args)?;
     let views: Vec<&str> = texts.iter().map(String::as_str).collect();
     let answers = model.ask(&views).map_err(|error| place_of(error, &model, &views))?;

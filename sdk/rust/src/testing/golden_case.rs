@@ -308,10 +308,12 @@ fn body<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>
     }
 }
 
-/// The id may be left out.
+/// The id may be left out or null.
 fn with_id(mut value: Value, id: &str) -> Value {
-    if let Value::Object(fields) = &mut value {
-        fields.entry("id").or_insert_with(|| id.into());
+    if let Value::Object(fields) = &mut value
+        && fields.get("id").is_none_or(Value::is_null)
+    {
+        fields.insert("id".into(), id.into());
     }
     value
 }

@@ -1,6 +1,7 @@
 //! `querl model merge`, `export` and `init`: models and adapters as files for other programs, and random models.
 
 use crate::args::{Format, one_of, usage};
+use crate::model_hub;
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;
@@ -19,7 +20,7 @@ use std::time::Instant;
 #[derive(Debug, Args)]
 pub(crate) struct MergeArgs {
     /// A Hugging Face directory, or a model's name on the hub
-    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// A PEFT adapter for it
     #[arg(long, value_name = "DIR")]
@@ -31,7 +32,7 @@ pub(crate) struct MergeArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ExportArgs {
     /// A Hugging Face directory, or a model's name on the hub
-    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Write this adapter alone, checked against the model, not the model
     #[arg(long, value_name = "DIR")]
@@ -71,15 +72,17 @@ fn size(text: &str) -> Result<u64, String> {
 
 /// Writes a model with an adapter's changes in its weights.
 pub(crate) fn merge(args: &MergeArgs) -> anyhow::Result<()> {
-    let adapter = load(&args.model, &args.adapter)?;
-    write_model(&args.model, Some(&adapter), &args.output)
+    let model = model_hub::folder(&args.model)?;
+    let adapter = load(&model, &args.adapter)?;
+    write_model(&model, Some(&adapter), &args.output)
 }
 
 /// Writes a model, or an adapter alone.
 pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<()> {
+    let model = model_hub::folder(&args.model)?;
     match &args.adapter {
-        None => write_model(&args.model, None, &args.output),
-        Some(adapter) => write_adapter(&args.model, &load(&args.model, adapter)?, &args.output),
+        None => write_model(&model, None, &args.output),
+        Some(adapter) => write_adapter(&model, &load(&model, adapter)?, &args.output),
     }
 }
 

@@ -4,6 +4,7 @@ mod export;
 mod pretrain;
 
 use crate::args::{Format, usage};
+use crate::model_hub;
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_model::{
@@ -59,7 +60,7 @@ pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
     /// A Hugging Face directory, or an adapter's folder; or a model's name on the hub, ORG/NAME[@REVISION]
-    #[arg(value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(value_name = "DIR")]
     directory: PathBuf,
     #[command(flatten)]
     format: Format,
@@ -67,11 +68,12 @@ pub(crate) struct InspectArgs {
 
 /// Looks at the folder and says what is in it.
 fn inspect(args: &InspectArgs) -> anyhow::Result<()> {
-    if is_adapter(&args.directory) {
-        let summary = inspect_adapter(&args.directory).map_err(usage)?;
+    let directory = model_hub::folder(&args.directory)?;
+    if is_adapter(&directory) {
+        let summary = inspect_adapter(&directory).map_err(usage)?;
         return args.format.print(&summary, || columns(&adapter_lines(&summary)));
     }
-    let summary = inspect_model(&args.directory).map_err(usage)?;
+    let summary = inspect_model(&directory).map_err(usage)?;
     args.format.print(&summary, || columns(&model_lines(&summary)))
 }
 
@@ -119,7 +121,7 @@ fn adapter_lines(adapter: &AdapterSummary) -> Vec<(&'static str, String)> {
 #[derive(Debug, Args)]
 pub(crate) struct LogprobsArgs {
     /// A Hugging Face directory, or a model's name on the hub
-    #[arg(long, value_name = "DIR", value_parser = crate::model_hub::folder)]
+    #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// A PEFT adapter
     #[arg(long, value_name = "DIR")]
@@ -149,11 +151,12 @@ struct LogprobsOutput {
 
 /// Prints a line for each line of the input.
 fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
-    let decoder = Decoder::load(&args.model, Weights::Frozen).map_err(usage)?;
+    let model = model_hub::folder(&args.model)?;
+    let decoder = Decoder::load(&model, Weights::Frozen).map_err(usage)?;
     let adapter = args.adapter.as_ref().map(|path| LoraAdapter::load(path, decoder.config())).transpose();
     let adapter = adapter.map_err(usage)?;
     let file = std::fs::File::open(&args.input).map_err(|error| usage(format!("{}: {error}", args.input.display())))?;
-    let other = if args.second_opinion { Some(SecondOpinion::load(&args.model).map_err(usage)?) } else { None };
+    let other = if args.second_opinion { Some(SecondOpinion::load(&model).map_err(usage)?) } else { None };
     let mut tokenizer = None;
     let mut out = std::io::stdout().lock();
     for (index, line) in std::io::BufReader::new(file).lines().enumerate() {
@@ -168,7 +171,7 @@ fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
             LogprobsInput::Tokens { token_ids } => token_ids,
             LogprobsInput::Text { text } => {
                 if tokenizer.is_none() {
-                    tokenizer = Some(TextTokenizer::load(&args.model).map_err(usage)?);
+                    tokenizer = Some(TextTokenizer::load(&model).map_err(usage)?);
                 }
                 tokenizer.as_ref().map_or(Ok(Vec::new()), |tokenizer| tokenizer.encode(&text))?
             }
