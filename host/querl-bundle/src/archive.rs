@@ -107,7 +107,7 @@ pub(crate) fn refuse_name(name: &str) -> Option<&'static str> {
         }
         _ if is_golden(name) => None,
         _ => Some(
-            "is no part of a bundle; expected LICENSE, README.md, SHA256SUMS, golden/*.jsonl, plugin.toml, plugin.wasm and \
+            "is not part of a bundle; expected LICENSE, README.md, SHA256SUMS, golden/*.jsonl, plugin.toml, plugin.wasm and \
              signatures",
         ),
     }

@@ -178,7 +178,7 @@ fn manifest(files: &BTreeMap<String, Vec<u8>>, origin: &str) -> Result<Manifest,
     let digest = sums.lines().find_map(|line| line.strip_suffix(names::COMPONENT)).map_or("", str::trim_end);
     if bundle.component != digest || bundle.component_bytes != component.len() as u64 {
         return Err(refuse(format!(
-            "speaks of a component with SHA-256 {}; plugin.wasm has {digest}",
+            "names a component with SHA-256 {}; plugin.wasm has {digest}",
             bundle.component
         )));
     }

@@ -128,7 +128,7 @@ fn manifest_of_another_component_is_refused() {
     let mut changed = entries(&packed());
     changed.iter_mut().find(|entry| entry.name == b"plugin.wasm").unwrap().content.push(b'x');
     let error = refusal(&archive_of(&with_sums(changed)));
-    assert!(error.contains("plugin.toml: speaks of a component with SHA-256"), "{error}");
+    assert!(error.contains("plugin.toml: names a component with SHA-256"), "{error}");
 }
 
 #[test]

@@ -30,12 +30,12 @@ fn paths_that_leave_the_bundle_are_refused() {
         ("C:/x.jsonl", "C:/x.jsonl: has an absolute path"),
         ("golden\\x.jsonl", "golden\\x.jsonl: has a backslash in its path"),
         ("golden/..\\x.jsonl", "golden/..\\x.jsonl: leaves the bundle through `..`"),
-        ("golden/a/b.jsonl", "golden/a/b.jsonl: is no part of a bundle"),
+        ("golden/a/b.jsonl", "golden/a/b.jsonl: is not part of a bundle"),
         ("golden/x\u{1b}[2J.jsonl", "golden/x[2J.jsonl: has a character in its name that a terminal does not show"),
         ("golden/\u{202e}lnosj.jsonl", "golden/lnosj.jsonl: has a character in its name"),
         ("golden/cases\u{200b}.jsonl", "golden/cases.jsonl: has a character in its name"),
         ("plugin.toml\u{2060}", "plugin.toml: has a character in its name"),
-        ("install.sh", "install.sh: is no part of a bundle; expected LICENSE, README.md"),
+        ("install.sh", "install.sh: is not part of a bundle; expected LICENSE, README.md"),
         ("", "tar stream: has no name"),
     ] {
         let error = refusal(&with_entry(Entry::new(name, b"x")));

@@ -242,7 +242,7 @@ fn a_plugin_that_asks_for_less_gets_less_and_for_more_is_refused() {
 }
 
 #[test]
-fn fuel_of_a_call_is_asked_for_apart_from_that_of_an_item() {
+fn fuel_of_a_call_is_requested_apart_from_that_of_an_item() {
     let text = MANIFEST.replace("fuel_per_item =", "fuel_per_call = 500\nfuel_per_item =");
     let manifest = Manifest::parse(&text, "plugin.toml").unwrap();
     let host = PluginLimits::default();

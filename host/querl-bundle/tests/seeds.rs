@@ -30,7 +30,7 @@ fn manifests_and_lock_files_are_read() {
 }
 
 #[test]
-fn bundles_are_read_in_every_dress() {
+fn bundles_are_read_in_every_form() {
     for (name, seed) in seeds("bundle") {
         let archive = match seed[0] {
             0 => seed[1..].to_vec(),

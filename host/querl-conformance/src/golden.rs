@@ -228,7 +228,7 @@ pub(crate) fn check_rest(cases: Vec<Case>, section: &mut Section) {
             Err(message) => Violation::new(origin.as_str(), format!("{origin}: {message}")),
             Ok(case) => {
                 let kind = kind(&case.body).name();
-                Violation::new(origin, format!("`{}` is a case for a {kind}; the plugin is none", case.name))
+                Violation::new(origin, format!("`{}` is a case for a {kind}; the plugin is of another kind", case.name))
             }
         };
         section.add("golden", RULE, Err(violation));

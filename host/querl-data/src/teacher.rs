@@ -39,7 +39,7 @@ pub fn open_teacher(
             Ok(Arc::new(OpenAiTeacher { fallback: open_fallback()?, ..teacher }))
         }
         TeacherKind::Local => {
-            let problem = "is `local`: a model in this process, which is handed rows in portions";
+            let problem = "is `local`: a model in this process, which has no address to call";
             Err(DataError::setting("teacher.kind", problem))
         }
     }
@@ -265,7 +265,7 @@ mod tests {
             (
                 json!("鱼油"),
                 "content_filter",
-                "(finish_reason `content_filter`); the endpoint's filter holds this text back",
+                "(finish_reason `content_filter`); the endpoint's filter blocked this text",
             ),
             (json!(" "), "stop", "the answer holds no text (finish_reason `stop`)"),
             (

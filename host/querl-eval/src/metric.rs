@@ -69,7 +69,7 @@ impl Metric {
             Self::Mrr => ("mrr", "MRR", "1 / rank of the first gold passage; a failure is a miss"),
             Self::Top1Score => ("top1_score", "top-1 score", "reranker score of the first hit, 0 to 1"),
             Self::WinRate => ("win_rate", "win rate %", "retrieval against the teacher's, a draw counts half"),
-            Self::JudgeScore => ("judge_score", "judge (0-5)", "mean over the answers that were judged"),
+            Self::JudgeScore => ("judge_score", "judge (0-5)", "mean over the responses that were judged"),
             Self::Reward => ("reward", "reward", "the reward plugins' total against the teacher"),
             Self::LatencyMs => ("latency_ms", "latency ms", "time to write the rewrite"),
             Self::CostPer1000 => ("cost_per_1000", "cost / 1000", "price of 1000 rewrites, configured currency"),

@@ -79,7 +79,7 @@ fn softmax_is_the_same() -> Result<()> {
 }
 
 #[test]
-fn random_numbers_have_the_law_that_was_asked_for() -> Result<()> {
+fn random_numbers_have_the_requested_distribution() -> Result<()> {
     let device = Device::new_cuda(0)?;
     device.set_seed(7)?;
     let numbers = Tensor::randn(1.0_f32, 2.0, 20_000, &device)?;

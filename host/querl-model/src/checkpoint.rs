@@ -116,7 +116,7 @@ impl StoredModel {
                 let columns = range.start * size..range.end * size;
                 Cow::Owned(bytes.chunks_exact(line).flat_map(|row| &row[columns.clone()]).copied().collect())
             }
-            _ => return Err(ModelError::bad_file(&self.directory, format!("`{name}` is no matrix: {shape:?}"))),
+            _ => return Err(ModelError::bad_file(&self.directory, format!("`{name}` is not a matrix: {shape:?}"))),
         };
         shape[*axis] = range.len();
         Ok((dtype, shape, bytes))
@@ -186,7 +186,7 @@ fn missing(name: &str) -> ModelError {
 fn matrix(name: &str, shape: &[usize]) -> Result<(usize, usize), ModelError> {
     match *shape {
         [n_out, n_in] => Ok((n_out, n_in)),
-        _ => Err(Error::Msg(format!("`{name}` is no matrix: its shape is {shape:?}")).into()),
+        _ => Err(Error::Msg(format!("`{name}` is not a matrix: its shape is {shape:?}")).into()),
     }
 }
 

@@ -139,7 +139,7 @@ impl ChatTemplate {
             return Err(ModelError::MissingFile {
                 directory: directory.to_owned(),
                 file: "chat_template.jinja".into(),
-                needs: "a chat template there or in tokenizer_config.json; an instruct model has one",
+                needs: "a chat template in this file or in tokenizer_config.json; use an instruct model, which has one",
             });
         };
         let special_tokens = ["bos_token", "eos_token", "pad_token", "unk_token"]

@@ -326,7 +326,7 @@ fn in_batches(step: Step, price_factor: f64) -> Step {
 impl Estimate {
     /// For a terminal.
     pub fn to_text(&self) -> String {
-        let mut lines = vec![format!("{} rows; nothing was asked of anybody", self.rows)];
+        let mut lines = vec![format!("{} rows; no call was made", self.rows)];
         for step in &self.steps {
             let cached = step.cached.map(|n| format!(", {n} from the cache")).unwrap_or_default();
             let in_batches = step.in_batches.map(|n| format!(", {n} in a batch under way")).unwrap_or_default();
@@ -338,7 +338,7 @@ impl Estimate {
             ));
         }
         if self.steps.is_empty() {
-            lines.push("  no outside service is asked".into());
+            lines.push("  no external service is called".into());
         }
         let known: Vec<Range> = self.steps.iter().filter_map(|step| step.cost).collect();
         if !self.steps.is_empty() && known.len() == self.steps.len() {

@@ -235,7 +235,7 @@ mod tests {
     use std::collections::BTreeMap;
 
     #[test]
-    fn late_episodes_and_items_dropped_at_limits_are_said() {
+    fn late_episodes_and_items_dropped_at_limits_are_reported() {
         let folder = tempfile::tempdir().unwrap();
         let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
         let mut facts = Facts::default();
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn a_training_that_saw_its_test_is_said_and_another_is_not() {
+    fn a_training_that_saw_its_test_is_reported_and_another_is_not() {
         let folder = tempfile::tempdir().unwrap();
         let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
         for (stage, n_seen) in [("sft", 3), ("rl", 0)] {

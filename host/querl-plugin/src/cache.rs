@@ -70,7 +70,7 @@ impl CompiledCache {
                 let output = folder.path().join(&name);
                 compile::in_child(program, args, bytes, &output, timeout_ms)?;
                 if !is_whole(&output) {
-                    return Err(CompileError(format!("`{}` made no compiled code of it", program.display())));
+                    return Err(CompileError(format!("`{}` wrote no compiled code", program.display())));
                 }
                 let renamed = kept.filter(|path| std::fs::rename(&output, path).is_ok());
                 renamed.iter().for_each(|path| self.prune(path));
@@ -179,7 +179,7 @@ fn load(engine: &Engine, path: &Path) -> wasmtime::Result<Component> {
 
 /// The engine cannot hold the compiled code: its memories, tables or modules exceed those of the pool.
 fn too_large(error: &wasmtime::Error) -> CompileError {
-    CompileError(format!("it does not fit into this host, whose `plugins.limits.memory_bytes` is one limit: {error:#}"))
+    CompileError(format!("it exceeds a limit of this host, such as `plugins.limits.memory_bytes`: {error:#}"))
 }
 
 /// Makes the folder, or checks that one that is there belongs to the user alone.

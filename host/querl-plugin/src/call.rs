@@ -191,7 +191,7 @@ impl Caller {
         let (ms, key) = (grouped(deadline.ms), self.limits.key("timeout_ms"));
         let message = format!(
             "finding the {what}s to drop took longer than {ms} ms, {DROP_TIMEOUTS} times {key}: many hit a limit; raise \
-             that limit, or let limits fail"
+             that limit, or set `plugins.limits.on_limit` to \"fail\""
         );
         Err(self.in_batch(&self.fault(FaultKind::Limit, message), what, ids))
     }

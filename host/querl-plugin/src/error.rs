@@ -186,14 +186,14 @@ fn refused(phase: CallPhase, error: &wasmtime::Error, limits: &Limits) -> (Fault
             let advice = "see whether the machine is out of memory or of address space";
             (FaultKind::Host, format!("this host could not start it: {cause}; {advice}"))
         }
-        CallPhase::Running => (FaultKind::Result, format!("handed over what cannot be read: {cause}")),
+        CallPhase::Running => (FaultKind::Result, format!("returned what cannot be read: {cause}")),
     }
 }
 
 /// The result exceeds `output_bytes`.
 pub(crate) fn too_large(limits: &Limits) -> String {
     let (bytes, key) = (limits.values.output_bytes, limits.key("output_bytes"));
-    format!("handed over more than {bytes} bytes ({key})")
+    format!("returned more than {bytes} bytes ({key})")
 }
 
 /// Rust's panic text without its note on RUST_BACKTRACE.
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_said_with_their_numbers_and_items() {
+    fn limits_are_reported_with_their_numbers_and_items() {
         let limits = Limits::of_host(&PluginLimits {
             fuel_per_call: 200_000_000,
             fuel_per_item: 10_000_000,

@@ -141,7 +141,7 @@ impl Guest {
             tracing::warn!(plugin, "logged more than {} bytes in one call; the rest is cut", self.log_bytes);
         }
         if line == Line::Last {
-            tracing::warn!(plugin, "has logged as much as many calls together may; nothing more of its log is shown");
+            tracing::warn!(plugin, "has used up its log budget; further lines are not shown");
         }
     }
 }

@@ -124,9 +124,9 @@ fn other_failures_of_a_child_are_reported() {
     let ends = "its compiler was ended by a signal: 11 (SIGSEGV); it may use 4 GiB of memory and write 1 GiB";
     assert!(message.contains(ends), "{message}");
     let message = refusal(script(folder.path(), "exit 0"), folder.path(), 60_000);
-    assert!(message.ends_with("made no compiled code of it"), "{message}");
+    assert!(message.ends_with("wrote no compiled code"), "{message}");
     let message = refusal(script(folder.path(), "echo code > \"$2\""), folder.path(), 60_000);
-    assert!(message.ends_with("made no compiled code of it"), "{message}");
+    assert!(message.ends_with("wrote no compiled code"), "{message}");
     let nowhere = Compiler::Child(folder.path().join("no-such-program"), Vec::new());
     let message = refusal(nowhere, folder.path(), 60_000);
     assert!(message.contains("no-such-program`: No such file"), "{message}");

@@ -82,7 +82,7 @@ fn finding_what_to_drop_ends_after_ten_times_the_time_of_a_call() {
     let fault = filter.check_batch(&samples).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Limit);
     let sentence = "finding the samples to drop took longer than 500 ms, 10 times `plugins.limits.timeout_ms`: many hit a \
-                    limit; raise that limit, or let limits fail (a batch from sample `s";
+                    limit; raise that limit, or set `plugins.limits.on_limit` to \"fail\" (a batch from sample `s";
     assert!(fault.message.starts_with(sentence), "{fault}");
     let plugin = guest(&host, "infinite-loop");
     let batch: Vec<_> = (0..64).map(|id| episode(&format!("e{id}"), "loop")).collect();

@@ -68,7 +68,7 @@ fn output_beyond_the_limit_is_a_fault() {
     let fault = fault_within("output-flood", "flood", with_plenty_of_fuel(5000), 72 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
     let message = fault.to_string();
-    assert!(message.ends_with("handed over more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{message}");
+    assert!(message.ends_with("returned more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{message}");
 }
 
 #[test]
@@ -76,14 +76,14 @@ fn result_of_200_mb_never_becomes_the_hosts() {
     let fault = fault_within("huge-result", "x", with_plenty_of_fuel(5000), 200 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
     let message = fault.to_string();
-    assert!(message.contains("episode `step-1/b/0`: handed over more than 16777216 bytes"), "{message}");
+    assert!(message.contains("episode `step-1/b/0`: returned more than 16777216 bytes"), "{message}");
 }
 
 #[test]
 fn small_guest_memory_does_not_become_large_host_memory() {
     let fault = fault_within("amplified-result", "x", with_plenty_of_fuel(5000), 4 * MIB + (16 << 20));
     assert_eq!(fault.kind, FaultKind::Limit);
-    assert!(fault.message.contains("handed over more than 16777216 bytes"), "{fault}");
+    assert!(fault.message.contains("returned more than 16777216 bytes"), "{fault}");
 }
 
 #[test]
@@ -91,7 +91,7 @@ fn small_packed_results_do_not_become_large_host_memory() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let fault = alone_within(&*guest(&host(), "packed-amplified"), "x", 2 * 16 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
-    assert!(fault.message.contains("handed over more than 16777216 bytes"), "{fault}");
+    assert!(fault.message.contains("returned more than 16777216 bytes"), "{fault}");
 }
 
 #[test]

@@ -65,7 +65,7 @@ pub fn general_rag(knowledge_bases: Vec<KnowledgeBase>) -> Result<Router, ServeE
         .route(GENERAL_RAG_ROUTE, post(answer))
         .route("/health", get(|| async { Json(json!({"status": 200})) }))
         .fallback(|| async {
-            ErrorResponse(StatusCode::NOT_FOUND, format!("there is nothing here; ask {GENERAL_RAG_ROUTE}"))
+            ErrorResponse(StatusCode::NOT_FOUND, format!("no such route; use {GENERAL_RAG_ROUTE}"))
         })
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES));
     Ok(app.with_state(Arc::new(bases)))
@@ -139,7 +139,7 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorRes
     // Addresses and paths are for the operator's log alone.
     let late = || {
         tracing::warn!("tenant {}, {}: no answer within {:?}", request.tenant_id, request.kb_name, base.timeout);
-        ErrorResponse(StatusCode::SERVICE_UNAVAILABLE, format!("no answer within {:?}; ask again later", base.timeout))
+        ErrorResponse(StatusCode::SERVICE_UNAVAILABLE, format!("no response within {:?}; retry later", base.timeout))
     };
     let failed = |failure: CallFailure| {
         // The back end has a time limit of its own, which may be the first to pass.

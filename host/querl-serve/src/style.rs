@@ -131,7 +131,7 @@ impl StyleService {
     fn classifier(&self) -> Result<&Arc<dyn TextClassifier>, ErrorResponse> {
         let unavailable = |what: &str| ErrorResponse::new(StatusCode::SERVICE_UNAVAILABLE, what);
         let loaded = self.classifier.get();
-        let loaded = loaded.ok_or_else(|| unavailable("the model is being loaded; ask again in a moment"))?;
+        let loaded = loaded.ok_or_else(|| unavailable("the model is being loaded; retry in a moment"))?;
         match loaded.is_alive() {
             true => Ok(loaded),
             false => Err(unavailable("the classifier has ended, and the server with it; its log says why")),
@@ -155,7 +155,7 @@ impl StyleService {
         submitting.await.map_err(panicked)?.map_err(ErrorResponse::of)?;
         let results = tokio::time::timeout(self.options.answer_timeout, receiver).await;
         let results = results.map_err(|_| {
-            let what = format!("no answer within {:?}; ask again later", self.options.answer_timeout);
+            let what = format!("no response within {:?}; retry later", self.options.answer_timeout);
             ErrorResponse::new(StatusCode::SERVICE_UNAVAILABLE, what)
         })?;
         let failed = |problem: &str| {
@@ -248,7 +248,7 @@ async fn nothing_here(uri: Uri) -> Response {
 }
 
 async fn wrong_method() -> Response {
-    let what = "not asked this way; /predict and /classify take POST, all others GET";
+    let what = "method not allowed; /predict and /classify take POST, all others GET";
     ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, what).into_body(ErrorForm::Plain)
 }
 

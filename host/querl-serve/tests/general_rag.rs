@@ -251,7 +251,7 @@ async fn internal_failures_are_hidden_and_timeouts_are_reported() {
         ask(faulty(Err((FailureKind::ServerError, "POST http://10.0.0.7:9200/kb: refused")), TIMEOUT)).await;
     assert_eq!((status, &answer["msg"]), (500, &json!("the search failed; the server's log says why")));
     let (status, answer) = ask(faulty(Ok(TIMEOUT), Duration::from_millis(50))).await;
-    assert_eq!((status, &answer["msg"]), (503, &json!("no answer within 50ms; ask again later")));
+    assert_eq!((status, &answer["msg"]), (503, &json!("no response within 50ms; retry later")));
     // The time limit of the back end may pass first.
     let late = "embedded index: no answer within 5 s";
     let (status, _) = ask(faulty(Err((FailureKind::Timeout, late)), TIMEOUT)).await;

@@ -168,7 +168,7 @@ async fn requests_before_the_model_is_loaded_get_503() {
     assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(response.headers()["retry-after"], "1");
     let body: Value = response.json().await.unwrap();
-    assert_eq!(body["error"], "the model is being loaded; ask again in a moment");
+    assert_eq!(body["error"], "the model is being loaded; retry in a moment");
     assert!(server.get("/metrics").await.1.contains("querl_style_ready 0\n"));
     server.service.set_ready(ByLength::new());
     assert_eq!(server.get("/ready").await.0, StatusCode::OK);

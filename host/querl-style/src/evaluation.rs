@@ -302,7 +302,7 @@ impl TrainedModel<'_> {
             indices.extend_from_slice(&fold.test);
         }
         let mut notes = vec![format!(
-            "cross-validation: {n_folds} parts, {n_repeats} round(s); figures are of those trainings, the written model is of another one"
+            "cross-validation: {n_folds} parts, {n_repeats} round(s); metrics are of these folds, the saved model was trained separately"
         )];
         if !all_predictions.calibrated.is_empty() {
             notes.push("calibrated figures are by a temperature for each training, fitted on its own dev".into());

@@ -122,7 +122,7 @@ impl AdamW {
         let mut moments = BTreeMap::new();
         for (name, (dims, first)) in state.shared(&format!("{prefix}.first"))? {
             let var = vars.get(&name).ok_or_else(|| misfit(&name, "is not trained here"))?;
-            let (second_dims, second) = seconds.remove(&name).ok_or_else(|| misfit(&name, "has one moment of two"))?;
+            let (second_dims, second) = seconds.remove(&name).ok_or_else(|| misfit(&name, "has only one of its two moments"))?;
             if dims != var.dims() || second_dims != dims {
                 let shapes = format!("has moments of shapes {dims:?} and {second_dims:?}");
                 return Err(misfit(&name, format!("{shapes}; the variable has {:?}", var.dims())));
@@ -130,7 +130,7 @@ impl AdamW {
             moments.insert(name, Moments { dims, first, second });
         }
         if let Some(name) = seconds.keys().next() {
-            return Err(misfit(name, "has one moment of two"));
+            return Err(misfit(name, "has only one of its two moments"));
         }
         (self.n_steps, self.moments) = (n_steps, moments);
         self.moments_to_device(vars)?;
@@ -347,7 +347,7 @@ mod tests {
         assert!(error(zeros("v", 2)).starts_with("checkpoint: `w` is not trained here"));
         state.put_shared("o.second", "lone", &[1], Arc::new(vec![0.0]));
         let message = optimizer.restore("o", &state, &vars).unwrap_err().to_string();
-        assert!(message.starts_with("checkpoint: `lone` has one moment of two"), "{message}");
+        assert!(message.starts_with("checkpoint: `lone` has only one of its two moments"), "{message}");
     }
 
     #[test]

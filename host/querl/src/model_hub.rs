@@ -50,7 +50,7 @@ pub fn find(name: &str) -> Result<Option<PathBuf>, String> {
         return Ok(Some(folder));
     }
     if env::var_os("HF_HUB_OFFLINE").is_some_and(|value| value != "0" && !value.is_empty()) {
-        return Err(format!("{} has no complete copy while HF_HUB_OFFLINE is set", cache.path().display()));
+        return Err(format!("{} has no complete copy, and HF_HUB_OFFLINE is set", cache.path().display()));
     }
     let (sender, receiver) = mpsc::channel();
     // A thread of its own, since a blocking read does not see the stop flag. What is downloaded stays for the next attempt.

@@ -8,7 +8,7 @@ use std::net::TcpListener;
 use support::{Project, model, repository};
 
 #[test]
-fn configuration_that_cannot_be_used() {
+fn unusable_configuration_is_reported() {
     let cases = [
         ("sample_rate = 0.5", "sample_rate = 1.5", "querl.toml:14: judge.sample_rate is 1.5; expected 0.0 to 1.0"),
         ("sample_rate", "sampel_rate", "querl.toml:14: unknown key judge.sampel_rate; did you mean sample_rate?"),
@@ -61,7 +61,7 @@ fn configuration_that_cannot_be_used() {
 
 /// Keeps away: settings that are read, and then do nothing.
 #[test]
-fn retrieval_settings_that_would_be_passed_over() {
+fn retrieval_settings_without_effect_are_refused() {
     let http = |more: &str| format!("kind = \"http\"\nurl = \"http://127.0.0.1:1/x\"\n{more}");
     let cases = [
         (
@@ -113,7 +113,7 @@ fn retrieval_settings_that_would_be_passed_over() {
 
 /// The same file may serve here and ask there, and is not refused for the settings of the other.
 #[test]
-fn settings_of_a_service_and_of_a_knowledge_base_may_stand_in_one_file() {
+fn settings_of_a_service_and_of_a_knowledge_base_may_be_in_one_file() {
     let project = Project::new();
     let served = "kind = \"embedded\"\nurl = \"http://127.0.0.1:1/x\"\nembedding = { kind = \"local\", path = \".\" }";
     project.edit("kind = \"embedded\"", served);
@@ -127,7 +127,7 @@ fn settings_of_a_service_and_of_a_knowledge_base_may_stand_in_one_file() {
 
 /// On machines without a GPU too, and before any GPU is opened.
 #[test]
-fn settings_that_named_gpus_do_not_support() {
+fn settings_that_named_gpus_do_not_support_are_refused() {
     let refused = |sets: &[&str]| {
         let sets = sets.iter().flat_map(|set| ["--set", *set]);
         Project::new().refusal(
@@ -167,7 +167,7 @@ fn settings_that_named_gpus_do_not_support() {
 }
 
 #[test]
-fn configuration_file_that_cannot_be_read() {
+fn unreadable_configuration_file_is_reported() {
     let project = Project::new();
     assert_eq!(project.refusal(&["run", "qerl.toml"], 2), "qerl.toml: no such file; did you mean querl.toml?");
     assert_eq!(
@@ -179,7 +179,7 @@ fn configuration_file_that_cannot_be_read() {
 }
 
 #[test]
-fn flags_that_cannot_be_used() {
+fn unusable_flags_are_reported() {
     let project = Project::new();
     let set = |assignment| project.refusal(&["run", "querl.toml", "--set", assignment], 2);
     assert_eq!(set("rl.gamma=2"), "--set rl.gamma: rl.gamma is 2; expected 0.0 to 1.0");
@@ -191,7 +191,7 @@ fn flags_that_cannot_be_used() {
 }
 
 #[test]
-fn query_table_that_cannot_be_used() {
+fn unusable_query_table_is_reported() {
     let project = Project::new();
     let table = repository().join("examples/fivedoctors/测试集.xlsx");
     let of_example = format!("{:?}", table.display().to_string());
@@ -217,7 +217,7 @@ fn own_model(project: &Project) {
 }
 
 #[test]
-fn model_that_cannot_be_used() {
+fn unusable_model_is_reported() {
     for (file, needle) in [
         ("tokenizer.json", "tokenizer.json"),
         ("config.json", "config.json"),
@@ -295,7 +295,7 @@ fn recipe_of_a_small_model_names_the_line() {
 }
 
 #[test]
-fn rows_of_an_earlier_stage_that_are_damaged() {
+fn damaged_rows_of_an_earlier_stage_are_reported() {
     let project = Project::new();
     let done = project.querl(&["run", "querl.toml", "--to", "convert"]);
     assert_eq!(done.code, Some(0), "{done:#?}");
@@ -316,7 +316,7 @@ fn lines(text: &[u8]) -> usize {
 }
 
 #[test]
-fn plugin_that_cannot_be_used() {
+fn unusable_plugin_is_reported() {
     let reward = format!("{}/plugins/reward-competition", repository().display());
     let project = Project::new();
     project.edit(&reward, "reward.wasm").write("reward.wasm", "not WebAssembly");
@@ -338,7 +338,7 @@ fn plugin_that_cannot_be_used() {
 }
 
 #[test]
-fn plugin_source_that_does_not_build_shows_what_cargo_said() {
+fn plugin_source_that_does_not_build_shows_the_output_of_cargo() {
     let project = Project::new();
     let reward = format!("{}/plugins/reward-competition", repository().display());
     project.edit(&reward, "broken");
@@ -377,7 +377,7 @@ fn server(status: &'static str) -> String {
 }
 
 #[test]
-fn teacher_that_refuses_the_key() {
+fn teacher_that_refuses_the_key_is_reported() {
     let project = Project::new();
     let teacher = format!(
         "kind = \"openai\"\nbase_url = \"{}/v1\"\nmodel = \"m\"\napi_key_env = \"TEST_KEY\"",
@@ -397,7 +397,7 @@ fn teacher_that_refuses_the_key() {
 }
 
 #[test]
-fn retrieval_that_is_down() {
+fn retrieval_that_is_down_is_reported() {
     let project = Project::new();
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let http = format!("kind = \"http\"\nurl = \"http://{free}/api/chat/general_rag\"\nmax_retries = 0");
@@ -408,7 +408,7 @@ fn retrieval_that_is_down() {
 }
 
 #[test]
-fn folder_that_holds_no_run() {
+fn folder_without_a_run_is_reported() {
     let project = Project::new();
     std::fs::create_dir(project.path("empty")).unwrap();
     assert_eq!(project.refusal(&["report", "empty"], 2), "empty/config.resolved.toml: no such file");

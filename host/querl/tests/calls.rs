@@ -47,7 +47,7 @@ fn teacher() -> FaultyServer {
 }
 
 #[test]
-fn what_was_paid_for_is_not_asked_again_in_another_folder() {
+fn paid_responses_are_not_requested_again_in_another_folder() {
     let server = teacher();
     let project = taught_at(&server.url());
     project.querl(&["rewrite", "querl.toml"]).ok();
@@ -149,7 +149,7 @@ fn dry_run_reckons_with_what_the_run_would_do() {
 }
 
 #[test]
-fn dry_run_says_calls_and_prices_and_asks_nobody() {
+fn dry_run_reports_calls_and_prices_and_calls_nothing() {
     let server = teacher();
     let project = taught_at(&server.url());
     let estimate = |more: &[&str]| {
@@ -167,7 +167,7 @@ fn dry_run_says_calls_and_prices_and_asks_nobody() {
     let step = estimate(&["--out", "elsewhere"])["steps"][0].clone();
     assert_eq!((&step["calls"]["high"], &step["cached"]), (&json!(0.0), &json!(40)));
     let said = project.querl(&["run", "querl.toml", "--to", "validate", "--dry-run"]).ok().stdout;
-    assert!(said.contains("no outside service is asked"), "{said}");
+    assert!(said.contains("no external service is called"), "{said}");
 }
 
 #[test]
@@ -267,7 +267,7 @@ fn files_below(folder: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn keys_stand_in_no_file_and_no_word_that_is_written() {
+fn keys_are_in_no_file_and_no_output() {
     const OF_TEACHER: &str = "sk-of-the-teacher-0123456789";
     const OF_RETRIEVAL: &str = "key-of-the-retrieval-9876543210";
     // All that has to do with requests. What compiles plugins would say more than all of it.

@@ -66,7 +66,7 @@ fn a_table_makes_the_same_dataset_in_every_encoding_and_format() {
 }
 
 #[test]
-fn tables_are_written_as_configured_without_a_row_asked_again() {
+fn tables_are_written_as_configured_without_another_call() {
     let project = Project::new();
     let run = |export: &str| {
         let set = format!("data.export={export}");
@@ -91,7 +91,7 @@ fn tables_are_written_as_configured_without_a_row_asked_again() {
 }
 
 #[test]
-fn what_is_wrong_with_a_table_is_said_with_its_rows() {
+fn errors_of_a_table_are_reported_with_their_rows() {
     let project = Project::new();
     let mut table = project.read("queries.jsonl");
     let first: Value = serde_json::from_str(table.lines().next().unwrap()).unwrap();
@@ -107,7 +107,7 @@ fn what_is_wrong_with_a_table_is_said_with_its_rows() {
     project.write("queries.jsonl", &table);
     let said = project.querl(&["rewrite", "querl.toml"]).ok();
     let passed_over =
-        "rewrite: rows passed over: 1 with an empty query (row 41); 1 repeating an earlier row (row 42 (like row 1))";
+        "rewrite: rows skipped: 1 with an empty query (row 41); 1 repeating an earlier row (row 42 (like row 1))";
     assert!(said.stderr.contains(passed_over), "{said:#?}");
     assert!(said.stderr.contains("are kept in its group (row 43 (like row 1))"), "{said:#?}");
     let few = "warning: rewrite: rows read is 43, fewer than the 500 to 1000 of the source plan";
@@ -156,13 +156,13 @@ fn add_near_duplicates(project: &Project) {
 }
 
 #[test]
-fn nothing_is_asked_or_trained_where_rows_of_test_are_nearly_in_train() {
+fn no_call_or_training_where_rows_of_test_are_nearly_in_train() {
     let project = Project::new();
     add_near_duplicates(&project);
     let refused = project.querl(&["run", "querl.toml", "--to", "sft"]);
     assert_eq!(refused.code, Some(2), "{refused:#?}");
     let last = refused.stderr.lines().last().unwrap();
-    assert!(last.starts_with("error: ") && last.contains(" rows of test are in train, or nearly: row "), "{last}");
+    assert!(last.starts_with("error: ") && last.contains(" rows of test are in train or nearly equal to a row of it: row "), "{last}");
     assert!(last.ends_with("or set data.on_leak = \"warn\""), "{last}");
     assert!(!project.path("run/data/rewrites.jsonl").exists() && !project.path("run/sft").exists());
     let n_leaked = || {
@@ -173,7 +173,7 @@ fn nothing_is_asked_or_trained_where_rows_of_test_are_nearly_in_train() {
     assert!(of_table > 0);
     let warned = ["run", "querl.toml", "--to", "sft", "--set", "data.on_leak=warn", "--json"];
     let said = project.querl(&warned).ok();
-    assert!(said.stderr.contains("sft: warning: ") && said.stderr.contains(" rows of test are in train, or nearly"));
+    assert!(said.stderr.contains("sft: warning: ") && said.stderr.contains(" rows of test are in train or nearly equal to a row of it"));
     let said: Value = serde_json::from_str(&said.stdout).unwrap();
     let n_seen = said["stages"][3]["facts"]["rows of test nearly in train"].as_u64().unwrap();
     assert!(n_seen > 0 && n_seen <= of_table && n_seen == n_leaked(), "filters may drop rows of train: {n_seen}");
@@ -191,7 +191,7 @@ fn a_finished_training_stays_where_the_next_is_refused() {
     add_near_duplicates(&project);
     let warned = project.querl(&["run", "querl.toml", "--to", "convert"]).ok().stderr;
     assert!(
-        warned.contains("rewrite: warning: ") && warned.contains(" rows of test are in train, or nearly"),
+        warned.contains("rewrite: warning: ") && warned.contains(" rows of test are in train or nearly equal to a row of it"),
         "{warned}"
     );
     let refused = project.querl(&["sft", "querl.toml"]);
@@ -218,7 +218,7 @@ fn a_table_that_a_run_writes_itself_is_not_its_query_table() {
 /// A file may not become longer than half of what the workbook needs: to a writer this is a full disk.
 #[cfg(unix)]
 #[test]
-fn a_disk_that_is_full_is_said_and_the_rewrites_stay() {
+fn a_full_disk_is_reported_and_the_rewrites_stay() {
     let project = Project::new();
     project.querl(&["rewrite", "querl.toml", "--out", "warm"]).ok();
     // Each of these characters is five of XML.

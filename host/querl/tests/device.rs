@@ -68,7 +68,7 @@ fn records(project: &Project) -> String {
 }
 
 #[test]
-fn a_run_across_the_border_leaves_the_bytes_of_one_within_the_program() {
+fn a_run_through_the_library_leaves_the_bytes_of_one_within_the_program() {
     let (within, across_it) = (project(), project());
     within.querl(&args(&SETS)).ok();
     let (code, _, said) = run(&mut across(&across_it, &args(&SETS)));
@@ -139,7 +139,7 @@ fn two_interrupted_ranks_resume_and_another_number_of_ranks_starts_over() {
 
 /// Started on one side, stopped by a signal that is seen within the library, resumed on the other side.
 #[test]
-fn a_stop_crosses_the_library_border_and_either_side_resumes() {
+fn a_stop_reaches_the_library_and_either_side_resumes() {
     let (unbroken, stopped) = (project(), project());
     let args =
         args(&["sft.max_steps=30", "sft.epochs=30", "sft.save_steps=100", "rl.max_steps=9", "rl.save_steps=100"]);
@@ -158,7 +158,7 @@ fn a_stop_crosses_the_library_border_and_either_side_resumes() {
 }
 
 #[test]
-fn an_error_of_the_world_crosses_back_as_it_was() {
+fn an_error_of_the_environment_crosses_back_as_it_was() {
     let both = [project(), project()].map(|project| {
         project.edit(
             "kind = \"embedded\"",
@@ -207,7 +207,7 @@ fn what_is_missing_for_a_gpu_is_one_sentence() {
         ("cuda:2", &[], &ours, "the driver sees 2 GPU(s), cuda:0 to cuda:1, and none is cuda:2"),
         ("cuda:1-2", &[], &ours, "the driver sees 2 GPU(s), cuda:0 to cuda:1, and none is cuda:2"),
         ("cuda:0", &[], Path::new("nowhere.so"), "QUERL_CUDA_LIBRARY names LIBRARY; there is no file at that place"),
-        ("cuda:0", &[], &DRIVER, "LIBRARY: it has no function `querl_cuda_abi`; it is no library of querl"),
+        ("cuda:0", &[], &DRIVER, "LIBRARY: it has no function `querl_cuda_abi`; it is not a library of querl"),
         ("cuda:1", &[], &ours, "libquerl_cuda was built without CUDA; build it with host/querl-gpu/build.sh"),
     ];
     for (device, figures, library, expected) in cases {
@@ -216,7 +216,7 @@ fn what_is_missing_for_a_gpu_is_one_sentence() {
 }
 
 #[test]
-fn auto_takes_the_processor_and_says_why() {
+fn auto_uses_the_cpu_and_reports_why() {
     let project = project();
     let mut command = project.command(&["run", "querl.toml", "--to", "sft", "--set", "device=auto"]);
     let (code, _, said) = run(&mut command);

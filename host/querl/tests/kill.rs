@@ -107,7 +107,7 @@ impl<'a> Reference<'a> {
 }
 
 #[test]
-fn a_training_that_is_killed_at_any_moment_ends_as_one_that_never_was() {
+fn a_training_that_is_killed_at_any_moment_ends_as_one_that_was_never_killed() {
     let (n_kills, seed) = (number("QUERL_KILLS", 6) as usize, number("QUERL_KILL_SEED", 1));
     let mut random = Random(seed);
     let references = [Reference::new(&PLAIN), Reference::new(&[&PLAIN[..], &AHEAD[..]].concat())];

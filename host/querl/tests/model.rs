@@ -39,7 +39,7 @@ fn worst(a: &[f64], b: &[f64]) -> f64 {
 }
 
 #[test]
-fn inspect_tells_models_from_adapters() {
+fn inspect_distinguishes_models_from_adapters() {
     let project = project();
     let said = project.querl(&["model", "inspect", "adapter"]).ok();
     assert_eq!(
@@ -89,7 +89,7 @@ fn an_adapter_is_written_again_in_another_type() {
 }
 
 #[test]
-fn what_cannot_be_written_is_said_in_one_sentence() {
+fn what_cannot_be_written_is_reported_in_one_sentence() {
     let project = project();
     std::fs::create_dir(project.path("bare")).unwrap();
     project.write("bare/adapter_config.json", "{\"peft_type\": \"LOHA\", \"r\": 4, \"lora_alpha\": 8}");

@@ -28,7 +28,7 @@ fn json(text: &str) -> Value {
 }
 
 #[test]
-fn a_classifier_is_trained_measured_and_asked() {
+fn a_classifier_is_trained_evaluated_and_queried() {
     let project = project();
     let said = train(&project, &["--num_train_epochs", "2", "--learning_rate", "1e-3", "--demo_inference"]).ok();
     assert!(said.stderr.contains("26 dialogues: 售前 7, 售后 4, 诚实 5, 有帮助 6, 无伤害 4"), "{said:#?}");
@@ -63,7 +63,7 @@ fn a_classifier_is_trained_measured_and_asked() {
 }
 
 #[test]
-fn an_adapter_is_trained_and_asked_with_its_base_and_folds_measure_every_dialogue() {
+fn an_adapter_is_trained_and_queried_with_its_base_and_folds_measure_every_dialogue() {
     let project = project();
     let flags = ["--num_train_epochs", "1", "--lora_rank", "4", "--class_weights", "balanced", "--num_folds", "2"];
     let said = train(&project, &flags).ok();
@@ -94,7 +94,7 @@ fn the_same_command_gives_the_same_classifier() {
 
 /// Keeps away: figures that are lost since somebody looked at the first lines alone.
 #[test]
-fn figures_are_written_though_nobody_reads_what_is_printed() {
+fn figures_are_written_although_stdout_is_closed() {
     let project = project();
     train(&project, &["--num_train_epochs", "1", "--eval_share", "0"]).ok();
     let mut command =

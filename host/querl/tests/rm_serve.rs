@@ -115,7 +115,7 @@ async fn clients_at_once_are_answered_as_predict_answers() {
 }
 
 #[tokio::test]
-async fn an_interrupt_ends_the_server_well_and_the_key_is_asked_for() {
+async fn an_interrupt_shuts_the_server_down_and_the_key_is_required() {
     let project = project();
     let mut server = Server::start(&project, &["--api_key_env", "STYLE_KEY"]);
     server.ready().await;
@@ -291,7 +291,7 @@ fn what_cannot_be_served_ends_with_a_sentence() {
 }
 
 #[test]
-fn a_student_learns_from_a_teacher_that_is_asked_once() {
+fn a_student_learns_from_a_teacher_that_is_run_once() {
     let project = project();
     std::fs::copy(repository().join("examples/style/unlabelled.json"), project.path("unlabelled.json")).unwrap();
     let base = model().display().to_string();

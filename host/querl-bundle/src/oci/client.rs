@@ -247,7 +247,7 @@ fn sentence(location: &RegistryReference, error: &OciDistributionError) -> Strin
     let host = location.host();
     match error {
         error if is_refusal(error) => format!(
-            "the registry refused the credentials or wants some; run `docker login {host}`, or set QUERL_REGISTRY_HOST to {host} and \
+            "the registry rejected the credentials or requires some; run `docker login {host}`, or set QUERL_REGISTRY_HOST to {host} and \
              QUERL_REGISTRY_USER and QUERL_REGISTRY_PASSWORD"
         ),
         error if is_absent(error) => "is not in the registry; check the name and the version".to_owned(),

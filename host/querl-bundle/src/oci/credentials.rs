@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_taken_where_docker_keeps_nothing() {
+    fn no_credentials_are_used_where_docker_has_none() {
         assert_eq!(
             of(r#"{"auths":{"example.com":{"auth":"dGVzdGVyOmdlaGVpbQ=="}}}"#).unwrap(),
             Credentials::anonymous()

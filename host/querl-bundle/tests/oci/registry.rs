@@ -201,7 +201,7 @@ async fn component_that_another_tool_pushed_is_no_bundle_and_is_not_replaced() {
     push_component(&place.to_string(), b"\0asm\x0d\0\x01\0").await;
     let error = pull(&place, &nobody(), Transport::Secure).await.unwrap_err().to_string();
     assert!(
-        error.ends_with("has a component there and no bundle, so that another tool pushed it; `wkg oci pull` reads it"),
+        error.ends_with("has a component there but no bundle: another tool pushed it; `wkg oci pull` reads it"),
         "{error}"
     );
     let error =

@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_plugin_is_repeated_less_and_the_number_is_said() {
+    fn a_slow_plugin_is_repeated_less_and_the_number_is_reported() {
         let slow = round(|_| {
             std::thread::sleep(Duration::from_millis(20));
             Ok("1".into())

@@ -179,11 +179,11 @@ fn check_tensor_parallel(config: &Config, violations: &mut Vec<Violation>) {
     let n_devices = DeviceSetting::from_name(&config.device).map_or(1, |device| device.n_ranks());
     if n > 0 && !n_devices.is_multiple_of(n) {
         let device = &config.device;
-        let problem = format!("is {n} and device is {device:?}; expected a number that divides its {n_devices}");
+        let problem = format!("is {n} and device is {device:?}; expected a divisor of its {n_devices}");
         violations.push(Violation::of(key, problem));
     }
     if let Some((_, setting)) = refused.into_iter().find(|(is_set, _)| *is_set && n > 1) {
-        let problem = format!("is {n} and {setting}, which is not split over devices; set one of them otherwise");
+        let problem = format!("is {n} and {setting}, which is not split over devices; change one of the two");
         violations.push(Violation::of(key, problem));
     }
 }

@@ -264,7 +264,7 @@ path = "reward.wasm"
         let fault = |setting| fault(GOOD, &["device=cpu:4", "model.tensor_parallel=2", setting]);
         let of = |setting: &str| {
             format!(
-                "--set model.tensor_parallel: model.tensor_parallel is 2 and {setting}, which is not split over devices; set one of them otherwise"
+                "--set model.tensor_parallel: model.tensor_parallel is 2 and {setting}, which is not split over devices; change one of the two"
             )
         };
         assert_eq!(fault("sft.use_dora=true"), of("sft.use_dora is true"));
@@ -344,7 +344,7 @@ path = "reward.wasm"
             (
                 r#"path = "tiny""#,
                 "path = \"tiny\"\ntensor_parallel = 2",
-                r#"15: model.tensor_parallel is 2 and device is "auto"; expected a number that divides its 1"#,
+                r#"15: model.tensor_parallel is 2 and device is "auto"; expected a divisor of its 1"#,
             ),
             ("[data]", "rl = 3\n[data]", "16: not valid TOML: duplicate key"),
             (

@@ -154,7 +154,7 @@ fn check_ending(finish_reason: Option<&str>, text: &str) -> Result<(), String> {
     match finish_reason {
         Some("length") => Err("the answer was cut off (finish_reason `length`); raise max_tokens".into()),
         Some("content_filter") => {
-            let hint = "the endpoint's filter holds this text back";
+            let hint = "the endpoint's filter blocked this text";
             Err(format!("the answer was cut off (finish_reason `content_filter`); {hint}"))
         }
         reason if text.trim().is_empty() => {
@@ -223,7 +223,7 @@ impl ProviderRules {
         let effort = endpoint.reasoning_effort;
         if effort != ReasoningEffort::Unset && thinking == ReasoningParameter::Never {
             let effort = effort.as_str();
-            return refuse("reasoning_effort", format!("is {effort:?}; `{model}` does not think, leave the key out"));
+            return refuse("reasoning_effort", format!("is {effort:?}; `{model}` is not a reasoning model, leave the key out"));
         }
         Ok(Self { limit: if endpoint.legacy_max_tokens { "max_tokens" } else { limit }, thinking })
     }
@@ -320,6 +320,6 @@ mod tests {
         assert!(parameters(json!({"temperature": 0.3}), openai, "gpt-4.1").is_ok());
         assert!(parameters(json!({"temperature": 1.0}), openai, "o3").is_ok());
         let message = parameters(json!({"reasoning_effort": "low"}), openai, "gpt-4.1").unwrap_err();
-        assert_eq!(message, "teacher.reasoning_effort is \"low\"; `gpt-4.1` does not think, leave the key out");
+        assert_eq!(message, "teacher.reasoning_effort is \"low\"; `gpt-4.1` is not a reasoning model, leave the key out");
     }
 }

@@ -128,7 +128,7 @@ fn json_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> 
             Some(items) => Ok(items),
             // Parsing the whole text gives the error with its position.
             None => match serde_json::from_str::<Vec<Value>>(text) {
-                Ok(_) => Err(DataError::file(path, "is no list of JSON objects")),
+                Ok(_) => Err(DataError::file(path, "is not a list of JSON objects")),
                 Err(error) => Err(DataError::file(path, error)),
             },
         };
@@ -178,7 +178,7 @@ fn items(text: &str) -> Option<Vec<(DialogueLocation, Value)>> {
 fn dialogue(path: &Path, location: DialogueLocation, item: Value) -> Result<Dialogue, DataError> {
     let bad = |problem: String| DataError::file(path, format!("{location}: {problem}"));
     let Value::Object(row) = item else {
-        return Err(bad(format!("{} is no object; expected {{\"input\": ..., \"label\": ...}}", shown(&item))));
+        return Err(bad(format!("{} is not an object; expected {{\"input\": ..., \"label\": ...}}", shown(&item))));
     };
     let nothing = Map::new();
     let metadata = match row.get("metadata") {
@@ -299,7 +299,7 @@ mod tests {
                 "line 1: `metadata.group` is true; expected a text or a number",
             ),
             (r#"{"input": "a", "metadata": {"boundary": 3}}"#, "line 1: `metadata.boundary` is 3; expected a text"),
-            ("[\n\n\"a\"]", "line 3, dialogue 1: \"a\" is no object; expected {\"input\": ..., \"label\": ...}"),
+            ("[\n\n\"a\"]", "line 3, dialogue 1: \"a\" is not an object; expected {\"input\": ..., \"label\": ...}"),
         ];
         for (text, expected) in cases {
             assert_eq!(read(text).unwrap_err(), expected);

@@ -203,7 +203,7 @@ impl Leaks {
     pub fn sentence(&self, split: Split) -> Option<String> {
         let Self { n_rows, n_leaked, .. } = self;
         let first = self.rows.first()?;
-        let what = format!("{n_leaked} of {n_rows} rows of {} are in train, or nearly", split.name());
+        let what = format!("{n_leaked} of {n_rows} rows of {} are in train or nearly equal to a row of it", split.name());
         Some(format!("{what}: {} (similarity {:.2})", first.pair(), first.similarity))
     }
 
@@ -211,8 +211,8 @@ impl Leaks {
     pub fn same_query_sentence(&self, split: Split) -> Option<String> {
         let Self { n_rows, n_same_query, .. } = self;
         let first = self.same_query.first()?;
-        let what = format!("{n_same_query} of {n_rows} rows of {} ask what a row of train asks", split.name());
-        Some(format!("{what}, after another profile or history, and are no leaks: {}", first.pair()))
+        let what = format!("{n_same_query} of {n_rows} rows of {} have the query of a row of train", split.name());
+        Some(format!("{what}, with another profile or history, and are not leaks: {}", first.pair()))
     }
 }
 

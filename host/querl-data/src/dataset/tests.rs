@@ -176,7 +176,7 @@ fn equal_queries_after_another_history_are_counted_separately() {
     let test = rows(&[("鱼油怎么吃", "咨询益生菌"), ("多少钱！", ""), ("廉", "")]);
     let leaks = found(&train, &test, 0.8);
     assert_eq!((leaks.n_leaked, leaks.n_same_query), (1, 1), "a leak is not counted twice");
-    let expected = "1 of 3 rows of test ask what a row of train asks, after another profile or history, and are no leaks: \
+    let expected = "1 of 3 rows of test have the query of a row of train, with another profile or history, and are not leaks: \
                     row 2 `鱼油怎么吃` is like row 2 `鱼油怎么吃？`";
     assert_eq!(leaks.same_query_sentence(Split::Test).unwrap(), expected);
 }
@@ -214,7 +214,7 @@ fn few_near_duplicates_are_missed() {
     assert!(leaks.n_leaked >= 1990, "{}", leaks.n_leaked);
     assert!(leaks.rows.len() == MAX_LISTED && leaks.rows.iter().all(|leak| leak.row == leak.train_row));
     let sentence = leaks.sentence(Split::Test).unwrap();
-    assert!(sentence.contains("of 2000 rows of test are in train, or nearly: row 0 `"), "{sentence}");
+    assert!(sentence.contains("of 2000 rows of test are in train or nearly equal to a row of it: row 0 `"), "{sentence}");
     assert_eq!(Leaks::default().sentence(Split::Test), None);
 }
 

@@ -107,7 +107,7 @@ impl StageRecord for RewriteRecord {
     /// Keeps the recorded rewrite if the table has renumbered or regrouped the row.
     fn of(query: QueryRow, recorded: Option<Self>) -> Self {
         let missing =
-            || CallFailure { kind: FailureKind::InvalidResponse, message: "the teacher was not asked".into() };
+            || CallFailure { kind: FailureKind::InvalidResponse, message: "the teacher was not called".into() };
         Self { query, rewrite: recorded.map_or_else(|| Err(missing()), |record| record.rewrite) }
     }
 }
@@ -312,7 +312,7 @@ struct LocalResults {
 #[async_trait]
 impl Teacher for LocalResults {
     async fn rewrite(&self, query: &QueryRow, _messages: &[Message]) -> Result<Completion, CallFailure> {
-        let missing = || CallFailure { kind: FailureKind::InvalidResponse, message: "the model was not asked".into() };
+        let missing = || CallFailure { kind: FailureKind::InvalidResponse, message: "the model was not called".into() };
         Err(self.failures.get(&hash_of(&query.id)).cloned().unwrap_or_else(missing))
     }
 

@@ -54,7 +54,7 @@ pub(crate) fn detect(path: &Path) -> Result<TextEncoding, DataError> {
         encoding.is_none() && error_at.n_multibyte > 0 && is_cut_off(path, &error_at).map_err(unreadable)?;
     let damaged = |name: &str, error_at: &EncodingError| {
         let what = match error_at.is_zero {
-            true => "holds a zero byte, as UTF-16 without its mark does and no text".to_owned(),
+            true => "contains a zero byte, as UTF-16 without a byte order mark does".to_owned(),
             false => format!("a character is not {name}"),
         };
         let path = format!("{}:{}", path.display(), error_at.line);
@@ -196,7 +196,7 @@ impl<R: Read> Read for Utf8Reader<R> {
                 State::Reading => self.fill()?,
                 State::Ended => return Ok(0),
                 State::Malformed => {
-                    let message = "bytes that are no text of this encoding";
+                    let message = "bytes that are invalid in this encoding";
                     return Err(io::Error::new(io::ErrorKind::InvalidData, message));
                 }
             }

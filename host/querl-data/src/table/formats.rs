@@ -381,7 +381,7 @@ fn open_reader(path: &Path) -> Result<SerializedFileReader<File>, ParquetError> 
     match columns.find(|column| !is_within(column, n_bytes)) {
         Some(column) => {
             let name = column.column_path().string();
-            Err(ParquetError::General(format!("column `{name}` is said to be where the file has no bytes")))
+            Err(ParquetError::General(format!("column `{name}` has an offset beyond the end of the file")))
         }
         None => Ok(reader),
     }

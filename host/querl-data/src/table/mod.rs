@@ -249,10 +249,10 @@ impl Findings {
         if !self.unread_sheets.is_empty() {
             let names: Vec<String> = self.unread_sheets.iter().map(|name| format!("`{name}`")).collect();
             let names = names.join(", ");
-            notes.push(format!("sheets passed over, as their columns are not those of the first: {names}"));
+            notes.push(format!("sheets skipped, as their columns are not those of the first: {names}"));
         }
         if !passed_over.is_empty() {
-            notes.push(format!("rows passed over: {}", passed_over.join("; ")));
+            notes.push(format!("rows skipped: {}", passed_over.join("; ")));
         }
         if self.alike.n > 0 {
             let differ = "differ from an earlier row in width, case, space or punctuation alone";

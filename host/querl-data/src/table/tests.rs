@@ -88,7 +88,7 @@ fn workbook_rows_have_their_numbers_and_empty_queries_are_listed() {
     let findings = table.findings();
     assert_eq!((named(&findings.empty), named(&findings.repeated)), (vec![(3, None)], vec![(5, Some(2))]));
     assert_eq!((findings.n_rows, findings.n_usable, findings.n_groups), (4, 2, 2));
-    let note = "rows passed over: 1 with an empty query (row 3); 1 repeating an earlier row (row 5 (like row 2))";
+    let note = "rows skipped: 1 with an empty query (row 3); 1 repeating an earlier row (row 5 (like row 2))";
     assert_eq!(findings.notes(), [note]);
 }
 
@@ -305,7 +305,7 @@ fn rows_may_be_shorter_but_not_longer_than_the_header() {
 #[test]
 fn invalid_bytes_are_reported_with_their_line() {
     let error = rejected("a.csv", "问题,用户画像\n甲,a\0b\n");
-    let zero = "holds a zero byte, as UTF-16 without its mark does and no text; save the file again as UTF-8";
+    let zero = "contains a zero byte, as UTF-16 without a byte order mark does; save the file again as UTF-8";
     assert_eq!(error, format!("a.csv:2: {zero}"));
     let utf16: Vec<u8> = "问题,用户画像\n甲,乙\n".encode_utf16().flat_map(u16::to_le_bytes).collect();
     assert_eq!(rejected("a.csv", &utf16), format!("a.csv:1: {zero}"));
@@ -497,6 +497,6 @@ fn further_sheets_with_the_same_columns_continue_the_first() {
     assert_eq!(queries, [(2, "甲"), (1_048_578, "乙")]);
     let table = open_queries(&config(folder.path("a.xlsx"))).unwrap();
     assert_eq!(table.findings().unread_sheets, ["说明"]);
-    let note = "sheets passed over, as their columns are not those of the first: `说明`";
+    let note = "sheets skipped, as their columns are not those of the first: `说明`";
     assert!(table.findings().notes().iter().any(|error| error == note), "{:?}", table.findings().notes());
 }

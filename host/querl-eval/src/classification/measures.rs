@@ -158,7 +158,7 @@ fn check(examples: &Examples<'_>, probabilities: &[Vec<f64>], options: MeasureOp
     match probabilities.iter().position(|row| !is_distribution(row)) {
         Some(index) => {
             let (number, n) = (index + 1, classes.len());
-            refuse(format!("example {number}: {:?} are no probabilities of {n} classes", probabilities[index]))
+            refuse(format!("example {number}: {:?} are not probabilities of {n} classes", probabilities[index]))
         }
         None => Ok(()),
     }

@@ -224,5 +224,5 @@ fn invalid_input_is_an_error() {
     assert_eq!(error, "classification: no examples to evaluate; expected one at least");
     probabilities[2] = vec![0.5, f64::NAN, 0.5];
     let error = measure(&examples, &probabilities, OPTIONS).unwrap_err().to_string();
-    assert!(error.contains("example 3: [0.5, NaN, 0.5] are no probabilities of 3 classes"), "{error}");
+    assert!(error.contains("example 3: [0.5, NaN, 0.5] are not probabilities of 3 classes"), "{error}");
 }

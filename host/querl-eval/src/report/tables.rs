@@ -99,7 +99,7 @@ pub(super) fn styles(evaluation: &Evaluation) -> SystemsTable {
         }
     }
     let n_chars = |system: &str| Some(Cell::new(Metric::LatencyMs, (*style.n_chars.get(system)?)?));
-    rows.push(row("characters".to_owned(), "mean length of an answer", &n_chars));
+    rows.push(row("characters".to_owned(), "mean length of a response", &n_chars));
     let distinct = |system: &str| {
         style
             .distinct

@@ -261,7 +261,7 @@ impl LayerBackend for DecodeBackend {
 }
 
 fn no_projection() -> Error {
-    Error::Msg("activations that are no output of linear layers; internal error, please report it".into())
+    Error::Msg("activations that are not outputs of linear layers; internal error, please report it".into())
 }
 
 /// Keys and values of all layers in blocks, `(layers, blocks, kv_heads, 16, D)` each.

@@ -267,7 +267,7 @@ fn a_policy_of_another_scale_has_steps_of_its_own() {
 
 /// The symptom: NaN in an adapter became attention to nothing, and generation continued.
 #[test]
-fn a_policy_that_is_no_number_is_refused_and_the_next_one_taken() {
+fn a_nan_policy_is_refused_and_the_next_one_is_accepted() {
     let pair = Pair::new("qwen3-tied");
     let (prompts, bad) = (prompts(), adapter(&pair.on_gpu.0, 0));
     let requests = requests(&prompts);

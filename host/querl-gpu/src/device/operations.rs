@@ -203,7 +203,7 @@ impl GpuLogprobs {
 
     /// Gradient of the hidden states, and of the head where there is memory for it.
     fn gradients(&self, hidden: &Tensor, grad: &Tensor, of_head: Option<&mut CudaSlice<f32>>) -> Result<Tensor> {
-        let Some(rows) = self.rows.get() else { bail!("a gradient is asked of log-probabilities not computed yet") };
+        let Some(rows) = self.rows.get() else { bail!("backward before the log-probabilities were computed") };
         let grad = contiguous(grad)?;
         let values = self.gpu.to_bf16(&*BorrowedValues::of(hidden)?)?;
         let (head, targets, grad) = (&self.head, &self.targets, BorrowedValues::of(&grad)?);

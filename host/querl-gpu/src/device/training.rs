@@ -498,7 +498,7 @@ impl TrainingBackend for GpuBackend {
 /// What `f` makes of each, or the first error.
 fn each<T, R, const N: usize>(all: [T; N], f: impl FnMut(T) -> Result<R>) -> Result<[R; N]> {
     let done: Vec<R> = all.into_iter().map(f).collect::<Result<_>>()?;
-    done.try_into().map_err(|_| Error::Msg(format!("{N} layers with another number of results")))
+    done.try_into().map_err(|_| Error::Msg(format!("{N} linear layers with another number of outputs")))
 }
 
 /// Rows of a pass, uploaded once for all layers.

@@ -207,7 +207,7 @@ impl LoraSettings {
         let Modules::Named(names) = &self.target_modules else { return Ok(()) };
         let paths: Vec<String> = candidates(config).into_iter().map(|(path, ..)| path).collect();
         match names.iter().find(|name| !paths.iter().any(|path| is_named(path, name))) {
-            Some(name) => Err(format!("target_modules: `{name}` is no layer of this model; {}", expected())),
+            Some(name) => Err(format!("target_modules: `{name}` is not a layer of this model; {}", expected())),
             None => Ok(()),
         }
     }
@@ -308,7 +308,7 @@ fn is_match(pattern: &Regex, name: &str) -> bool {
 }
 
 fn regex(text: &str, pattern: &str, key: &str) -> Result<Regex, String> {
-    Regex::new(text).map_err(|error| format!("{key}: `{pattern}` is no regular expression: {error}"))
+    Regex::new(text).map_err(|error| format!("{key}: `{pattern}` is not a regular expression: {error}"))
 }
 
 impl<T: Serialize> Serialize for Patterns<T> {
@@ -377,6 +377,6 @@ mod tests {
     fn a_broken_pattern_is_named() {
         let patterns: Patterns<usize> = [("q_(proj".to_owned(), 2)].into_iter().collect();
         let error = patterns.compile("rank_pattern").unwrap_err();
-        assert!(error.starts_with("rank_pattern: `q_(proj` is no regular expression: "), "{error}");
+        assert!(error.starts_with("rank_pattern: `q_(proj` is not a regular expression: "), "{error}");
     }
 }

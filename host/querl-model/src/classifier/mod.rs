@@ -88,7 +88,7 @@ impl Classifier {
         let labels = Labels::read(directory)?;
         let score = opened.score()?.ok_or_else(|| {
             let message =
-                format!("no tensor `{HEAD_WEIGHT}` there: this is no classifier; train one with `querl style train`");
+                format!("no tensor `{HEAD_WEIGHT}` there: this is not a classifier; train one with `querl style train`");
             ModelError::bad_file(directory, message)
         })?;
         let decoder = opened.decoder(weights, dtype)?;

@@ -391,7 +391,7 @@ impl LoraAdapter {
     /// normal), magnitudes as long as the base's rows, saved modules as in the base.
     ///
     /// # Errors
-    /// A target that the decoder does not have, or a pattern that is no regular expression.
+    /// A target that the decoder does not have, or a pattern that is not a regular expression.
     pub fn new(base: &Decoder, settings: LoraSettings, seed: u64) -> Result<Self, ModelError> {
         settings.check_split(base.parallel())?;
         Self::init(base.config(), settings, seed, |path| base.base_weight(path))?.for_decoder(base)

@@ -43,7 +43,7 @@ impl<'a> Mat<'a> {
 /// which is one of many at work.
 pub(crate) fn matmul(dst: &mut [f32], keep: f32, alpha: f32, lhs: Mat<'_>, rhs: Mat<'_>) -> Result<()> {
     if dst.len() != lhs.rows * rhs.cols {
-        bail!("matmul: {} by {} values asked for, {} there", lhs.rows, rhs.cols, dst.len());
+        bail!("matmul: expected {} x {} values, got {}", lhs.rows, rhs.cols, dst.len());
     }
     matmul_into(dst, rhs.cols, keep, alpha, lhs, rhs)
 }

@@ -49,7 +49,7 @@ pub(crate) struct Floats<'a> {
 impl<'a> Floats<'a> {
     pub(crate) fn of(tensor: &'a Tensor) -> Result<Self> {
         let (storage, layout) = tensor.storage_and_layout();
-        let Storage::Cpu(values) = &*storage else { bail!("this operation runs on the cpu") };
+        let Storage::Cpu(values) = &*storage else { bail!("this operation runs on the CPU") };
         floats(values, layout)?;
         Ok(Self { storage: Box::new(storage), layout })
     }
@@ -70,7 +70,7 @@ impl Deref for Floats<'_> {
 pub(crate) fn with_floats<R>(tensor: &Tensor, f: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
     let tensor = tensor.contiguous()?;
     let (storage, layout) = tensor.storage_and_layout();
-    let Storage::Cpu(storage) = &*storage else { bail!("this operation runs on the cpu") };
+    let Storage::Cpu(storage) = &*storage else { bail!("this operation runs on the CPU") };
     f(floats(storage, layout)?)
 }
 

@@ -307,7 +307,7 @@ mod simd_levels {
     }
 
     #[test]
-    fn a_level_that_is_asked_for_is_that_of_every_thread_at_work_and_of_no_other() {
+    fn a_requested_simd_level_holds_for_its_worker_threads_alone() {
         for level in SimdLevel::all() {
             let seen: Vec<SimdLevel> = level.with(|| (0..64).into_par_iter().map(|_| SimdLevel::detected()).collect());
             assert!(seen.iter().all(|&seen| seen == level), "{seen:?}");

@@ -147,12 +147,12 @@ fn targets_that_are_no_layers_are_named() {
     };
     let error = refusal(Modules::Named(vec!["q_proj".into(), "q_prj".into()]));
     assert!(
-        error.starts_with("lora: target_modules: `q_prj` is no layer of this model; expected `all-linear`"),
+        error.starts_with("lora: target_modules: `q_prj` is not a layer of this model; expected `all-linear`"),
         "{error}"
     );
     let error = refusal(Modules::Pattern(".*nothing".into()));
     assert!(error.starts_with("lora: target_modules: no layer of this model is among them"), "{error}");
-    assert!(refusal(Modules::Pattern("(".into())).contains("`(` is no regular expression"));
+    assert!(refusal(Modules::Pattern("(".into())).contains("`(` is not a regular expression"));
 }
 
 /// A golden adapter with changes: to its configuration, and to its tensors.

@@ -342,7 +342,7 @@ fn with_batches(max_texts: usize) -> (Batcher, Batches) {
 
 /// Keeps away: a server that works off what its clients gave up long ago, and so is late for those who still wait.
 #[test]
-fn what_nobody_waits_for_any_more_is_passed_over() {
+fn a_text_without_a_waiting_client_is_skipped() {
     let (batcher, done) = with_batches(8);
     let release = hold_up(&batcher);
     let gone = TestCallback { is_active: false, hear: Box::new(|_| panic!("the request was cancelled")) };

@@ -261,7 +261,7 @@ fn no_sequence_of_tokens_comes_twice_where_that_is_barred() {
 }
 
 #[test]
-fn what_cannot_be_generated_is_said_before() {
+fn a_request_that_cannot_be_generated_is_refused_first() {
     let decoder = decoder();
     let ask = |prompt: &[u32], sampling: &SamplingSettings, decoding: Decoding| {
         let request = GenerationRequest { prompt, seed: 0, n: 2 };

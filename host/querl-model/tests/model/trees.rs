@@ -198,7 +198,7 @@ fn a_row_that_is_not_there_is_an_error() {
 
 /// Rows may be asked for in any order and more than once.
 #[test]
-fn rows_come_in_the_order_in_which_they_are_asked_for() {
+fn rows_come_in_the_requested_order() {
     let model = Model::lora("qwen2-tied");
     let batch = PackedBatch::new([[1, 2, 3, 4].as_slice(), &[5, 6]]);
     let pass = Pass::with(model.adapter.as_ref());

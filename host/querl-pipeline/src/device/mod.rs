@@ -107,7 +107,7 @@ impl Executor {
 
     pub(crate) fn name(&self) -> String {
         match &self.backend {
-            Backend::InProcess if self.n_ranks > 1 => format!("{} ranks of the CPU", self.n_ranks),
+            Backend::InProcess if self.n_ranks > 1 => format!("{} ranks on the CPU", self.n_ranks),
             Backend::InProcess => Device::Cpu.to_string(),
             Backend::LibraryOnCpu(_) => "the CPU of libquerl_cuda".into(),
             Backend::Gpus(_, used) => {

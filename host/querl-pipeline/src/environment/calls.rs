@@ -22,7 +22,7 @@ impl CallError {
         match self {
             Self::Failed(failure) => failure,
             Self::DeadlineExceeded(deadline) => {
-                let message = format!("no answer within rl.episode_deadline_ms = {}", deadline.as_millis());
+                let message = format!("no response within rl.episode_deadline_ms = {}", deadline.as_millis());
                 CallFailure { kind: FailureKind::Timeout, message }
             }
         }
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn each_question_is_asked_once_and_failures_again() {
+    fn each_call_is_made_once_and_failures_are_retried() {
         let (memo, row, context) = (CallCache::default(), query("a"), Context::default());
         let questions = ["one", "down", "one", "three"].map(|rewrite| CallKey {
             query: &row,

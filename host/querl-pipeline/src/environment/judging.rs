@@ -118,7 +118,7 @@ impl JudgePrompter<'_> {
             self.judge.forget(&messages);
             self.judge.forget(&repair);
             let message = format!(
-                "the answer of judge {} holds no judgement, nor does a second one: {problem}",
+                "the response of judge {} contains no judgement, nor does a second one: {problem}",
                 self.judge.name()
             );
             CallError::Failed(CallFailure { kind: FailureKind::InvalidResponse, message })
@@ -201,11 +201,11 @@ impl Comparison {
     }
 
     pub(crate) fn parse(&self, text: &str, first: First) -> Result<JudgeResponse, String> {
-        let answer = object_in(text).ok_or("no JSON object in the answer")?;
+        let answer = object_in(text).ok_or("no JSON object in the response")?;
         let (mut one, mut other) = (0.0, 0.0);
         for dimension in &self.dimensions {
             let word = answer.get(dimension).and_then(Value::as_str);
-            let word = word.ok_or_else(|| format!("the answer says nothing of `{dimension}`"))?;
+            let word = word.ok_or_else(|| format!("the response has no verdict on `{dimension}`"))?;
             let (of_one, of_other) =
                 points(word).ok_or_else(|| format!("`{dimension}` is `{word}`; expected 甲, 乙, 相同 or 都差"))?;
             one += of_one;
@@ -274,14 +274,14 @@ mod tests {
     #[test]
     fn missing_or_odd_answers_are_named() {
         let said = |text: &str| comparison().parse(text, First::Policy).unwrap_err();
-        assert_eq!(said("甲更好"), "no JSON object in the answer");
-        assert_eq!(said("{\"意图准确\": \"甲\"}"), "the answer says nothing of `便于检索`");
+        assert_eq!(said("甲更好"), "no JSON object in the response");
+        assert_eq!(said("{\"意图准确\": \"甲\"}"), "the response has no verdict on `便于检索`");
         let odd = said("{\"意图准确\": \"也许\", \"便于检索\": \"甲\"}");
         assert_eq!(odd, "`意图准确` is `也许`; expected 甲, 乙, 相同 or 都差");
     }
 
     #[test]
-    fn each_side_stands_first_in_about_half_of_the_questions_and_always_in_the_same() {
+    fn each_side_is_first_in_half_of_the_comparisons_and_always_the_same() {
         let (comparison, context) = (comparison(), Context::default());
         let rewrites: Vec<String> = (0..1000).map(|n| format!("改写 {n}")).collect();
         let n_first = |comparison: &Comparison| {

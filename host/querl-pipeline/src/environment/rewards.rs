@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn a_blank_side_is_not_asked_about_and_has_no_style() {
+    fn a_blank_side_is_not_classified() {
         let (model, mut episodes) = (ByFirst::default(), [episode_of(" \n", "bb"), episode_of("cc", "dd")]);
         assert_eq!(add_styles(&model, &mut episodes), [None, None]);
         assert_eq!((style(&episodes[0].policy), style(&episodes[0].baseline)), (None, Some(("b".into(), 1.0))));

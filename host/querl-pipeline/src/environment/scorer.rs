@@ -51,7 +51,7 @@ impl Baselines {
 
     pub(crate) fn of(&self, query_id: &str) -> Baseline {
         self.0.get(query_id).cloned().unwrap_or_else(|| {
-            let message = "the teacher was never asked about this query".into();
+            let message = "the teacher was never called for this query".into();
             Baseline::Missing(CallFailure { kind: FailureKind::NotRecorded, message })
         })
     }
@@ -419,14 +419,14 @@ mod tests {
         };
         assert_eq!(scored.iter().map(code).collect::<Vec<_>>(), ["deadline", "scored", "deadline", "deadline"]);
         let detail = &scored[0].outcome.as_ref().unwrap_err().detail;
-        assert_eq!(detail, "timeout: no answer within rl.episode_deadline_ms = 50");
+        assert_eq!(detail, "timeout: no response within rl.episode_deadline_ms = 50");
         assert_eq!(scored[0].episode.policy.retrieval.as_ref().unwrap_err().kind, FailureKind::Timeout);
         assert!(timings.retrieve_s > 0.04 && timings.judge_s > 0.04, "{timings:?}");
         assert!(timings.judge_s < 10.0, "the shop's slow calls take a minute: {timings:?}");
     }
 
     #[test]
-    fn retrieval_and_judge_are_asked_at_once() {
+    fn retrieval_and_judge_are_called_concurrently() {
         let (shop, row) = (Shop::pausing(Duration::from_millis(100)), query("a"));
         let started = Instant::now();
         let timings = shop.scorer().score(&[request(&row, "good", rewritten("poor"))]).unwrap().timings;
@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn a_service_that_answers_nobody_stops_the_run() {
+    fn a_service_without_responses_stops_the_run() {
         let (shop, rows) = (Shop::default(), [query("a"), query("b")]);
         let requests = rows.each_ref().map(|row| request(row, "down", rewritten("down")));
         let error = shop.scorer().score(&requests).unwrap_err();
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_asked_for_once_in_a_run() {
+    fn a_response_is_requested_once_in_a_run() {
         let (shop, row) = (Shop::default(), query("a"));
         let scorer = shop.scorer();
         for _ in 0..3 {

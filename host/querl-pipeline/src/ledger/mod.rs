@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_stand_in_a_column() {
+    fn figures_are_in_a_column() {
         let mut facts = Facts::default();
         facts.add("rows", 480).add("mean top1", 0.61234);
         facts.add("dropped", 8).add_parts(&BTreeMap::from([("empty".into(), 1), ("unchanged".into(), 7)]));

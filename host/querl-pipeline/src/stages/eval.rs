@@ -126,7 +126,7 @@ fn audit(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress) {
     }
     if n_failed > 0 {
         let what = "which are left out of its figures";
-        progress.line(&format!("plugins.style_model.audit: no word on {n_failed} answers, {what}"));
+        progress.line(&format!("plugins.style_model.audit: {n_failed} responses could not be classified, {what}"));
     }
 }
 

@@ -113,7 +113,7 @@ fn ask<'a>(
         Some((batch, new)) => {
             if new == NewPrompts::Skip {
                 progress.line(
-                    "batches handed over while teacher.batch was on are waited for; other rows are asked one by one",
+                    "batches submitted while teacher.batch was on are waited for; other rows are called one by one",
                 );
             }
             let (state, how) = (run.dir.batches(), (new, config.max_concurrent));
@@ -272,7 +272,7 @@ fn generate_portion(
 /// Half an answer is none: its last words may be the ones that matter.
 fn completion(response: GeneratedResponse, n_prompt_tokens: usize) -> Result<Completion, CallFailure> {
     if response.truncated {
-        let message = "the answer was cut off; raise teacher.max_tokens".into();
+        let message = "the response was cut off; raise teacher.max_tokens".into();
         return Err(CallFailure { kind: FailureKind::InvalidResponse, message });
     }
     Ok(Completion {

@@ -149,7 +149,7 @@ mod tests {
 
     /// Keeps away: a hit rate of one provider of a table that is given for all of them.
     #[test]
-    fn hit_rate_is_of_all_who_answer_for_a_table() {
+    fn hit_rate_is_over_all_providers_of_a_table() {
         let spent = |calls, cached, joined| Spend { calls, cached, joined, ..Spend::default() };
         let of_stage = BTreeMap::from([
             ("fallback_teacher b".to_owned(), spent(1, 0, 0)),
@@ -162,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_are_said_in_words() {
+    fn spending_is_reported_as_a_sentence() {
         let spent = Spend { calls: 9, tries: 11, cached: 2, prompt_tokens: 90, cost: 0.5, ..Spend::default() };
         assert_eq!(in_words(&spent), "9 calls, 2 further tries, 2 from the cache, 90 + 0 tokens, cost 0.5000");
         let shared = Spend { joined: 3, ..spent.clone() };

@@ -31,7 +31,7 @@ const LOADERS: [&str; 10] = [
     "guest(",
     "refusal(",
     "fault_message(",
-    "said_of_result(",
+    "message_of_result(",
     "overshoot(",
     "assert_stopped_by_fuel(",
     "fault_within(",

@@ -6,7 +6,7 @@ use querl_core::ports::FaultKind;
 use querl_plugin::{PluginPort, PluginSettings};
 
 /// The sentence about the second of three episodes; the breach is one of the result.
-fn said_of_result(name: &str, query: &str) -> String {
+fn message_of_result(name: &str, query: &str) -> String {
     let (message, kind) = fault_message(name, query, PluginLimits::default());
     assert_eq!(kind, FaultKind::Result, "{message}");
     let before = message.split_once(" 0.1.0: episode `step-1/b/0`: ");
@@ -32,28 +32,28 @@ fn list_that_is_longer_than_memory_is_a_fault() {
     assert_eq!(fault.kind, FaultKind::Result);
     assert_eq!(
         fault.to_string(),
-        "plugin endless-list 0.1.0: episode `a`: handed over what cannot be read: list pointer/length out of bounds of memory"
+        "plugin endless-list 0.1.0: episode `a`: returned what cannot be read: list pointer/length out of bounds of memory"
     );
     assert_others_are_served(&host);
 }
 
 #[test]
 fn nan_is_a_fault() {
-    let message = said_of_result("nan", "nan");
+    let message = message_of_result("nan", "nan");
     assert_eq!(message, "total is NaN; expected a number within the declared range 0 to 1");
 }
 
 #[test]
 fn infinities_are_faults() {
-    let message = said_of_result("infinite-total", "x");
+    let message = message_of_result("infinite-total", "x");
     assert_eq!(message, "total is inf; expected a number within the declared range 0 to 1");
-    let message = said_of_result("infinite-component", "x");
+    let message = message_of_result("infinite-component", "x");
     assert_eq!(message, "component `part` is -inf; expected a finite number");
 }
 
 #[test]
 fn total_out_of_the_declared_range_is_a_fault() {
-    let message = said_of_result("out-of-range", "far");
+    let message = message_of_result("out-of-range", "far");
     assert_eq!(message, "total is 1.5; expected a number within the declared range 0 to 1");
 }
 
@@ -71,33 +71,33 @@ fn range_without_ends_is_refused_before_the_first_score() {
 
 #[test]
 fn component_named_twice_is_a_fault() {
-    assert_eq!(said_of_result("repeated-component", "x"), "component `part` appears twice");
+    assert_eq!(message_of_result("repeated-component", "x"), "component `part` appears twice");
 }
 
 #[test]
 fn code_that_is_no_code_is_a_fault_without_its_escapes() {
-    let message = said_of_result("bad-code", "x");
+    let message = message_of_result("bad-code", "x");
     assert_eq!(message, "rejected with the code `[2JNo`; expected 1 to 64 of a to z, 0 to 9 and _");
 }
 
 #[test]
 fn texts_that_are_not_utf8_are_faults_wherever_they_are_handed_over() {
     for name in ["invalid-utf8-result", "invalid-utf8-log", "invalid-utf8-key"] {
-        let message = said_of_result(name, "x");
-        assert!(message.starts_with("handed over what cannot be read: invalid utf-8 sequence"), "{name}: {message}");
+        let message = message_of_result(name, "x");
+        assert!(message.starts_with("returned what cannot be read: invalid utf-8 sequence"), "{name}: {message}");
     }
 }
 
 #[test]
 fn result_that_is_neither_score_nor_rejection_is_a_fault() {
-    let message = said_of_result("bad-tag", "x");
-    assert!(message.starts_with("handed over what cannot be read: "), "{message}");
+    let message = message_of_result("bad-tag", "x");
+    assert!(message.starts_with("returned what cannot be read: "), "{message}");
 }
 
 #[test]
 fn text_that_lies_beyond_memory_is_a_fault() {
-    let message = said_of_result("bad-pointer", "x");
-    assert_eq!(message, "handed over what cannot be read: string pointer/length out of bounds of memory");
+    let message = message_of_result("bad-pointer", "x");
+    assert_eq!(message, "returned what cannot be read: string pointer/length out of bounds of memory");
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn packed_results_are_believed_no_more_than_others() {
     assert!(message.ends_with("its packed results are 4294967295; expected 1, one for each episode"), "{message}");
     assert_eq!(kind, FaultKind::Result);
     let (message, kind) = fault_message("packed-flood");
-    assert!(message.ends_with("handed over more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{message}");
+    assert!(message.ends_with("returned more than 16777216 bytes (`plugins.limits.output_bytes`)"), "{message}");
     assert_eq!(kind, FaultKind::Limit);
     assert_others_are_served(&host);
 }

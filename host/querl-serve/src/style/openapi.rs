@@ -75,7 +75,7 @@ pub(super) fn document() -> Value {
         ("/metrics", "Metrics in Prometheus' text format"),
     ];
     for (path, summary) in plain {
-        paths[path] = json!({"get": {"summary": summary, "responses": {"200": {"description": "As it says"}}}});
+        paths[path] = json!({"get": {"summary": summary, "responses": {"200": {"description": "Success"}}}});
     }
     json!({
         "openapi": "3.1.0",
@@ -140,7 +140,7 @@ fn schemas() -> Value {
         "Error": {
             "type": "object",
             "properties": {
-                "error": {"description": "A sentence; of /classify an object with `message`, `type` and `code`"},
+                "error": {"description": "A sentence; for /classify, an object with `message`, `type` and `code`"},
                 "error_type": {"type": "string"},
             },
         },

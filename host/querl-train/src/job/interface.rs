@@ -250,7 +250,7 @@ mod metrics_json {
         let values = BTreeMap::<String, Value>::deserialize(deserializer)?;
         let number = |value| match value {
             Value::Finite(number) => Ok(number),
-            Value::Other(text) => text.parse().map_err(|_| D::Error::custom(format!("`{text}` is no number"))),
+            Value::Other(text) => text.parse().map_err(|_| D::Error::custom(format!("`{text}` is not a number"))),
         };
         values.into_iter().map(|(name, value)| Ok((name, number(value)?))).collect()
     }

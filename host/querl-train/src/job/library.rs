@@ -20,7 +20,7 @@ use std::sync::Mutex;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)] // the messages describe variants and fields
 pub enum LibraryError {
-    #[error("it has no function `{0}`; it is no library of querl")]
+    #[error("it has no function `{0}`; it is not a library of querl")]
     Export(&'static str),
     #[error("its interface is version {found} and this program's is {expected}; build both from the same source")]
     Abi { found: u32, expected: u32 },

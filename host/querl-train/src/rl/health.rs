@@ -59,12 +59,12 @@ impl Health {
             (
                 "repeats",
                 below(get("response/distinct_ratio"), 0.2),
-                "most queries get the same answer: raise rl.kl_coef, and look at the reward plugin",
+                "most queries get the same response: raise rl.kl_coef, and look at the reward plugin",
             ),
             (
                 "length",
                 drifts(ratio(length, self.first_length), 2.5),
-                "the length of the answers drifts: raise rl.kl_coef, and look at what the reward pays for",
+                "the length of the responses drifts: raise rl.kl_coef, and look at what the reward pays for",
             ),
             (
                 "probs",
@@ -74,17 +74,17 @@ impl Health {
             (
                 "importance",
                 below(get("rollout_corr/rollout_is_eff_sample_size"), 0.5),
-                "answers are drawn from a distribution far from the policy's: loosen rl.top_p, rl.top_k and rl.repetition_penalty, or turn rl.off_by_one off",
+                "responses are drawn from a distribution far from the policy's: loosen rl.top_p, rl.top_k and rl.repetition_penalty, or turn rl.off_by_one off",
             ),
             (
                 "groups",
                 above("frac_reward_zero_std", 0.8),
-                "the answers to most queries all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin",
+                "the responses to most queries all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin",
             ),
             (
                 "cut_off",
                 above("response_length/clip_ratio", 0.5),
-                "more than half of the answers are cut off: raise rl.max_new_tokens or rl.missing_eos_penalty",
+                "more than half of the responses are cut off: raise rl.max_new_tokens or rl.missing_eos_penalty",
             ),
             (
                 "value_clip",

@@ -114,7 +114,7 @@ fn check(task: &SftTask<'_>) -> Result<(), TrainError> {
     for (split, rows) in [("training", task.train), ("validation", task.val)] {
         if let Some(index) = rows.iter().position(|row| row.response.is_empty()) {
             let row = format!("row {} of the {split} split", index + 1);
-            let message = format!("{row} has an empty response; remove it or give it an answer to learn from");
+            let message = format!("{row} has an empty response; remove it or give it a response to learn from");
             return Err(TrainError::Data(message));
         }
     }

@@ -272,7 +272,7 @@ fn a_row_without_a_response_is_named() {
         rows[2].response.clear();
         let outcome = setting.run(&with_adapter(), &mut Recorder::default(), NEVER);
         let expected =
-            format!("row 3 of the {split} split has an empty response; remove it or give it an answer to learn from");
+            format!("row 3 of the {split} split has an empty response; remove it or give it a response to learn from");
         assert_eq!(outcome.unwrap_err().to_string(), expected);
     }
 }

@@ -24,7 +24,7 @@ fn the_number_of_parts_changes_time_and_nothing_else() {
 
 /// The pipeline's unit tests show by events that both overlap: a clock proves nothing on a busy machine.
 #[test]
-fn time_in_the_environment_and_in_its_calls_is_counted_over_all_parts() {
+fn environment_and_call_times_are_summed_over_all_parts() {
     let mut run = Run::new(FaultyEnvironment::new(Fault::None, Duration::from_millis(2)));
     let config = RlConfig { pipeline_parts: 5, n_samples: 4, max_steps: 2, eval_steps: 100, ..config() };
     run.start(1, &Model::new(), &config).unwrap();

@@ -157,7 +157,7 @@ impl TableStats {
         let mut lines = vec![format!("query table {}{encoding}", self.file)];
         lines.extend(figures.iter().map(|(name, n)| format!("  {name:<14}  {n}")));
         lines.push(format!(
-            "  {:<14}  {p50} characters in the middle, {p95} at most in 95 of 100, {max} at most",
+            "  {:<14}  median {p50} characters, 95th percentile {p95}, maximum {max}",
             "queries"
         ));
         lines

@@ -180,7 +180,7 @@ fn scores(hits: &[&Hit]) -> Finding {
     let scores = || hits.iter().map(|hit| hit.reranker_score);
     let (low, high) = (scores().fold(1.0, f64::min), scores().fold(0.0, f64::max));
     if low == high && hits.len() > 1 {
-        let sentence = format!("all scores are {low:.3}: they tell no rewrite from another");
+        let sentence = format!("all scores are {low:.3}: they do not distinguish rewrites");
         return Finding { name: "scores", ok: false, sentence };
     }
     Finding { name: "scores", ok: true, sentence: format!("scores go from {low:.3} to {high:.3}") }
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_run_would_lack_is_said() {
+    fn what_a_run_would_lack_is_reported() {
         let (bare, other) = (hit("", "", 0.5), hit("", "文", 0.5));
         let hits = [&bare, &other];
         assert!(!ids(&hits).ok && !texts(&hits).ok && !scores(&hits).ok);

@@ -79,7 +79,7 @@ pub struct StyleServerArgs {
     /// The environment variable that holds the key that clients must send as `Authorization: Bearer KEY`
     #[arg(long, visible_alias = "api-key-env", value_name = "NAME")]
     api_key_env: Option<String>,
-    /// The model's name in answers [default: the folder's]
+    /// The model's name in responses [default: the folder's]
     #[arg(long, visible_alias = "model-name", value_name = "NAME")]
     model_name: Option<String>,
     /// Maximum texts of a batch, which may be of several requests; 1 for no batching. Longer lists are split

@@ -248,7 +248,7 @@ pub struct DistillArgs {
     /// Folder of the model to train: a language model, or a classifier, whose head is initialised again
     #[arg(long, value_name = "DIR")]
     student: PathBuf,
-    /// Dialogues that the teacher labels (.json, .jsonl, .xlsx, .csv); labels in it are passed over
+    /// Dialogues that the teacher labels (.json, .jsonl, .xlsx, .csv); labels in it are ignored
     #[arg(long, value_name = "FILE")]
     unlabelled: PathBuf,
     /// Labelled dialogues; a part of them is held out and only measured on
@@ -260,10 +260,10 @@ pub struct DistillArgs {
     /// Where the student is written
     #[arg(long, visible_alias = "output-dir", value_name = "DIR")]
     output_dir: PathBuf,
-    /// By which both models' logits are divided: above 1 the teacher's lesser guesses count too
+    /// Temperature: divides the logits of both models; above 1 the teacher's lesser guesses count too
     #[arg(long, value_name = "T", default_value_t = 2.0)]
     temperature: f64,
-    /// What a label counts where there is one; the teacher counts the rest
+    /// Weight of a label where there is one; the teacher has the rest
     #[arg(long, visible_alias = "hard-weight", value_name = "SHARE", default_value_t = 0.5)]
     hard_weight: f64,
     #[command(flatten)]

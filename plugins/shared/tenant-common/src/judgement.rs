@@ -58,7 +58,7 @@ mod tests {
     use super::parse_judgement;
 
     #[test]
-    fn scores_are_read_in_every_dress() {
+    fn scores_are_read_in_every_form() {
         let answers = [
             r#"{"综合得分": 4.5, "评分理由": "清楚"}"#,
             "```json\n{\"综合得分\": 4.5, \"评分理由\": \"清楚\"}\n```",

@@ -228,7 +228,7 @@ impl BatchTeacher {
                         return Err(submitted.stopped(&format!("what became of batch {id} is unknown: {failure}")));
                     }
                     tracing::debug!("{failure}; batch {id} is polled again");
-                    let note = format!("batch {id}: {}; asked again", failure.kind);
+                    let note = format!("batch {id}: {}; polled again", failure.kind);
                     progress.update(done(n_done), n_rows, &note);
                 }
             }

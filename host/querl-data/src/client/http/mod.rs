@@ -365,7 +365,7 @@ impl Caller {
         let mut what = format!("answered {status}: {}", server_message(&self.without_key(body)));
         match retry {
             Retry::After(wait) if wait > MAX_RETRY_AFTER => {
-                what = format!("{what}; it wants no call for {:.0} s", wait.as_secs_f64().min(1e9));
+                what = format!("{what}; the service asks to wait {:.0} s", wait.as_secs_f64().min(1e9));
             }
             Retry::After(wait) => self.rate_limiter.pause_all(wait),
             Retry::Later | Retry::Useless => {}

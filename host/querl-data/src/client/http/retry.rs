@@ -119,7 +119,7 @@ impl CircuitBreaker {
         if self.limit == 0 {
             return;
         }
-        let message = format!("{}; run again then", failure.message);
+        let message = format!("{}; run the command again after that", failure.message);
         let _ = self.opened.set(CallFailure { kind: FailureKind::Down, message });
     }
 

@@ -124,7 +124,7 @@ async fn persistent_faults_are_reported() {
             Sent::text(429, "text/plain", "").with("Retry-After", "86400").into(),
             FailureKind::RateLimited,
             1,
-            "; it wants no call for 86400 s",
+            "; the service asks to wait 86400 s",
         ),
         (
             Sent::text(302, "text/html", "").with("Location", "http://127.0.0.1:9/").into(),

@@ -121,14 +121,14 @@ impl Store {
             }
             Err(OpenError::Damaged(problem)) if !is_cache_file(path) => {
                 tracing::warn!(
-                    "{shown}: holds something that is no cache ({problem}); it is left as it is, calls are made without a cache; name another file in cache.path"
+                    "{shown}: holds something that is not a cache ({problem}); it is left as it is, calls are made without a cache; name another file in cache.path"
                 );
                 None
             }
             Err(OpenError::Damaged(problem)) => {
                 // Outside of the macro, which evaluates its arguments only where the log level is enabled.
                 let aside = move_aside(path);
-                tracing::warn!("{shown}: the cache is damaged ({problem}); {aside}, a new one is begun");
+                tracing::warn!("{shown}: the cache is damaged ({problem}); {aside}, a new one is created");
                 Self::try_open(path).ok()
             }
             Err(OpenError::Other(problem)) => {
@@ -147,11 +147,11 @@ impl Store {
         let problem = match catch_panic(|| ReadOnlyDatabase::open(path)) {
             Ok(Ok(database)) => return Some(Self(Some(Opened::ForReading(database)))),
             Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => "another process uses it".to_owned(),
-            Ok(Err(DatabaseError::RepairAborted)) => "who used it last was killed; the next run tidies it".to_owned(),
+            Ok(Err(DatabaseError::RepairAborted)) => "the process that last used it was killed; the next run repairs it".to_owned(),
             Ok(Err(error)) => error.to_string(),
             Err(_) => "it cannot be opened".to_owned(),
         };
-        tracing::warn!("{}: the cache cannot be looked into ({problem}); its answers are not counted", path.display());
+        tracing::warn!("{}: the cache cannot be inspected ({problem}); its responses are not counted", path.display());
         None
     }
 

@@ -116,7 +116,7 @@ fn queries_that_do_not_fit_the_tree_are_refused() {
 
 /// The symptom: a query that was no number, or saw a key that was none, came out as zeros, as if it had seen nothing.
 #[test]
-fn what_is_no_number_stays_none_where_it_is_seen() {
+fn nan_stays_nan_where_it_is_attended_to() {
     let (head_dim, lengths) = (16, [70, 30]);
     let on_device = TreeQueries::all(gpu(), &RowTree::separate(&lengths)).unwrap();
     let mut rng = rng(9);

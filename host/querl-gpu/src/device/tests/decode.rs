@@ -136,7 +136,7 @@ fn other_sequences_of_a_batch_do_not_change_a_result() {
 
 /// The symptom: what a sequence saw through a key or a query that was no number came out as zeros, as if it had seen nothing.
 #[test]
-fn what_is_no_number_stays_none_and_in_its_sequence() {
+fn nan_stays_nan_within_its_sequence() {
     let (shape, n_heads) = (CacheShape { n_blocks: 40, n_kv_heads: 1, head_dim: 16 }, 2);
     let clean = rounded(&mut rng(11), shape.len());
     let tables: Vec<u32> = (0..40).collect();
@@ -172,7 +172,7 @@ fn what_is_no_number_stays_none_and_in_its_sequence() {
 }
 
 #[test]
-fn a_sequence_in_one_part_keeps_what_is_no_number_too() {
+fn a_sequence_in_one_part_keeps_nan() {
     let shape = CacheShape { n_blocks: 1, n_kv_heads: 1, head_dim: 8 };
     let cache = halves(&rounded(&mut rng(13), shape.len()));
     let (table, lengths) = (gpu().upload(&[0u32, 0]).unwrap(), gpu().upload(&[1u32, 0]).unwrap());

@@ -191,7 +191,7 @@ fn products(level: SimdLevel, jobs: &[Job<'_>], direction: Direction) -> Result<
 impl Job<'_> {
     fn shape(&self, direction: Direction) -> Result<(usize, usize)> {
         let Job { terms, out } = self;
-        let Some(first) = terms.first() else { bail!("a product of no terms into {} values", out.len) };
+        let Some(first) = terms.first() else { bail!("a product without terms into {} values", out.len) };
         let n_cols = first.shape(direction).1;
         let n_rows = out.len.checked_div(n_cols).unwrap_or(0);
         for term in *terms {
@@ -329,7 +329,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_of_no_steps_keep_what_is_asked_and_write_zeros_otherwise() {
+    fn empty_sums_accumulate_or_write_zeros() {
         let (n_rows, n_cols) = (5, 70);
         let none = Term { left: &[], weight: WeightView::rows(&[], n_cols) };
         let (left, weight) = (vec![1.0; n_rows], vec![3.0; n_cols]);
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn products_side_by_side_are_those_alone_and_start_with_what_is_asked() {
+    fn batched_products_equal_single_ones_and_start_from_their_initial_value() {
         let number = |i: usize| ((i * 37 + 11) % 23) as f32 / 8.0 - 1.0;
         let (x, weights): (Vec<f32>, Vec<f32>) =
             ((0..30 * 150).map(number).collect(), (0..220 * 150).map(number).collect());
@@ -377,6 +377,6 @@ mod tests {
     #[test]
     fn a_product_of_no_terms_is_an_error() {
         let error = alloc_output(3, |out| forward(SimdLevel::detected(), &[], out)).unwrap_err();
-        assert!(error.to_string().contains("a product of no terms into 3 values"), "{error}");
+        assert!(error.to_string().contains("a product without terms into 3 values"), "{error}");
     }
 }

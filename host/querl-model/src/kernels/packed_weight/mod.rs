@@ -149,7 +149,7 @@ fn bits(rows: &Tensor, dtype: DType) -> Result<Vec<u32>> {
     let rows = rows.to_dtype(dtype)?.contiguous()?;
     let (storage, layout) = rows.storage_and_layout();
     let (Storage::Cpu(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
-        bail!("weights are packed on the cpu")
+        bail!("weights are packed on the CPU")
     };
     let (bits, exponent): (Vec<u32>, u32) = match storage {
         CpuStorage::F32(values) => (values[start..end].iter().map(|x| x.to_bits()).collect(), 0x7f80_0000),

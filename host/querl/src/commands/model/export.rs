@@ -171,7 +171,7 @@ fn write_random(args: &InitArgs, shapes: &DecoderConfig, out: &Path) -> anyhow::
         BaseDtype::F16 => DType::F16,
         other => {
             return Err(
-                usage(format!("--dtype {} is no type of a file; expected f32, bf16 or f16", other.name())).into()
+                usage(format!("--dtype {} is not a type of weights in a file; expected f32, bf16 or f16", other.name())).into()
             );
         }
     };

@@ -141,7 +141,7 @@ pub struct VerifyArgs {
     /// The bundle
     #[arg(value_name = "BUNDLE")]
     bundle: PathBuf,
-    /// Ask for a signature of this public key, as `querl plugin sign` prints it; of any one where there are several
+    /// Require a signature by this public key, as `querl plugin sign` prints it; of any one where there are several
     #[arg(long, value_name = "PUBLIC")]
     key: Vec<String>,
     #[command(flatten)]
@@ -165,7 +165,7 @@ pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
             None if signers.is_empty() => "not signed".to_owned(),
             None => format!("signed by {}; --key PUBLIC requires a signature that you trust", signers.join(", ")),
         };
-        format!("{} {} {}: whole\n{signed}\n", manifest.id, manifest.version, bundle.digest())
+        format!("{} {} {}: intact\n{signed}\n", manifest.id, manifest.version, bundle.digest())
     })
 }
 
@@ -195,7 +195,7 @@ pub struct PullArgs {
     /// Where ID-VERSION.querl is written
     #[arg(long, value_name = "DIR", default_value = ".")]
     out: PathBuf,
-    /// Take a bundle alone that this public key has signed; or any one of them where there are several
+    /// Accept only a bundle that this public key, or one of several, has signed
     #[arg(long, value_name = "PUBLIC")]
     key: Vec<String>,
     #[command(flatten)]

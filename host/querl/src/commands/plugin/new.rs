@@ -85,7 +85,7 @@ fn steps(folder: &Path, language: Language) -> Vec<(String, &'static str)> {
 
 /// The grammar of a plugin's id, a crate's and a package's name.
 fn check_name(name: &str, language: Language) -> Result<(), String> {
-    let refused = |reason: &str| Err(format!("`{name}` is no name for a plugin: {reason}"));
+    let refused = |reason: &str| Err(format!("`{name}` is not a name for a plugin: {reason}"));
     let grammar = "expected a letter, then letters, digits and `-`, all lower case, at most 64";
     let is_plain = |c: char| matches!(c, 'a'..='z' | '0'..='9' | '-');
     let begins_and_ends = name.starts_with(|c: char| c.is_ascii_lowercase()) && !name.ends_with('-');

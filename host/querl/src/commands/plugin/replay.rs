@@ -133,7 +133,7 @@ impl ReplayPlugin {
             )?)),
             (true, None) => {
                 let expected = "it can score again what a run with plugins.style_model recorded";
-                let message = format!("plugin {}: it scores style, and no episode has one; {expected}", plugin.id());
+                let message = format!("plugin {}: it scores style, and no episode has style probabilities; {expected}", plugin.id());
                 return Err(Stop::usage(message).into());
             }
         };
@@ -272,7 +272,7 @@ impl RecordedStyles {
 
 impl StyleModel for RecordedStyles {
     fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallFailure> {
-        let message = "the episodes hold no style of this dialogue; a replay knows what the run asked alone";
+        let message = "the episodes hold no style of this dialogue; a replay has only the styles that the run recorded";
         let unknown = || CallFailure { kind: FailureKind::NotRecorded, message: message.to_owned() };
         self.0.get(&text_of(turns)?).cloned().ok_or_else(unknown)
     }
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_said_of_both_sides_is_said_again_and_of_others_nothing() {
+    fn recorded_styles_of_both_sides_are_replayed_and_others_have_none() {
         let side = |rewrite: &str, probability| {
             let style = Some(vec![StyleProbability { label: "诚实".into(), probability }]);
             Candidate { style, ..Candidate::found_nothing(rewrite.into()) }
