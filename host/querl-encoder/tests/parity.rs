@@ -93,7 +93,7 @@ fn write(folder: &Path, file: &str, value: &Value) {
     std::fs::write(path, value.to_string()).unwrap();
 }
 
-/// Keeps away: damaged weights whose scores are below every threshold, as if nothing had been found.
+/// Regression: damaged weights whose scores are below every threshold, as if nothing had been found.
 #[test]
 fn nan_and_inf_are_a_failure() {
     for (name, tensor) in [("bert-reranker", "classifier.bias"), ("bert-cls", "embeddings.LayerNorm.bias")] {

@@ -76,7 +76,7 @@ fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError
 mod tests {
     use super::*;
 
-    /// Keeps away: a server of ten knowledge bases that holds ten copies of one model.
+    /// Regression: a server of ten knowledge bases that holds ten copies of one model.
     #[test]
     fn configurations_of_one_folder_share_its_model() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/encoders");

@@ -59,7 +59,7 @@ fn unusable_configuration_is_reported() {
     }
 }
 
-/// Keeps away: settings that are read, and then do nothing.
+/// Regression: settings that are read, and then do nothing.
 #[test]
 fn retrieval_settings_without_effect_are_refused() {
     let http = |more: &str| format!("kind = \"http\"\nurl = \"http://127.0.0.1:1/x\"\n{more}");

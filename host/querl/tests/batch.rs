@@ -80,7 +80,7 @@ fn n_posts(asked: &[RecordedRequest], path: &str) -> usize {
     asked.iter().filter(|asked| asked.method == "POST" && asked.path == path).count()
 }
 
-/// Keeps away: rows that a fallback is paid for although their answers are there, and a batch that is handed over again.
+/// Regression: rows that a fallback is paid for although their answers are there, and a batch that is handed over again.
 #[test]
 fn answers_that_cannot_be_read_stop_the_stage_and_no_fallback_is_paid() {
     let scene = Scene::new();
@@ -107,7 +107,7 @@ fn answers_that_cannot_be_read_stop_the_stage_and_no_fallback_is_paid() {
     assert!(spent.calls == 40 && (spent.cost - 40.0 * 0.00015).abs() < 1e-9, "{spent:?}");
 }
 
-/// Keeps away: a price for rows that are paid for already, and one for a run that would refuse to start.
+/// Regression: a price for rows that are paid for already, and one for a run that would refuse to start.
 #[test]
 fn dry_run_leaves_out_what_is_in_a_batch_under_way() {
     let scene = Scene::new();
@@ -119,7 +119,7 @@ fn dry_run_leaves_out_what_is_in_a_batch_under_way() {
     assert_eq!(step(&["--set", "teacher.model=other"]).code, Some(2));
 }
 
-/// Keeps away: a batch that is forgotten because somebody names a second teacher, or runs the stage again.
+/// Regression: a batch that is forgotten because somebody names a second teacher, or runs the stage again.
 #[test]
 fn batch_outlives_changes_that_its_answers_do_not_depend_on() {
     let second =

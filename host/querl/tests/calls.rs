@@ -111,7 +111,7 @@ fn budget_stops_with_3_before_it_is_exceeded_and_a_higher_one_resumes() {
     assert_eq!(unpriced.code, Some(2));
 }
 
-/// Keeps away: answers that were paid for and are thrown away, since the user said stop a moment before they came.
+/// Regression: answers that were paid for and are thrown away, since the user said stop a moment before they came.
 #[cfg(unix)]
 #[test]
 fn interrupt_waits_for_what_is_under_way_and_nothing_is_paid_twice() {
@@ -132,7 +132,7 @@ fn interrupt_waits_for_what_is_under_way_and_nothing_is_paid_twice() {
     assert_eq!((server.n_requests(), spent.calls, spent.lost), (40, 40, 0));
 }
 
-/// Keeps away: "0 calls" for rows that the run would request again, and a price for stages that are finished.
+/// Regression: "0 calls" for rows that the run would request again, and a price for stages that are finished.
 #[test]
 fn dry_run_reckons_with_what_the_run_would_do() {
     let server = teacher();

@@ -183,7 +183,7 @@ fn no_call_or_training_where_rows_of_test_are_nearly_in_train() {
     assert!(again.contains(&reminder), "{again}");
 }
 
-/// Keeps away: a query more in the table, and a finished training was removed before the new one was refused.
+/// Regression: a query more in the table, and a finished training was removed before the new one was refused.
 #[test]
 fn a_finished_training_stays_where_the_next_is_refused() {
     let project = Project::new();
@@ -199,7 +199,7 @@ fn a_finished_training_stays_where_the_next_is_refused() {
     assert!(project.path("run/sft/best/adapter_model.safetensors").is_file());
 }
 
-/// Keeps away: a run that read a table of its own folder removed it.
+/// Regression: a run that read a table of its own folder removed it.
 #[test]
 fn a_table_that_a_run_writes_itself_is_not_its_query_table() {
     let project = Project::new();

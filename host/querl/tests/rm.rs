@@ -92,7 +92,7 @@ fn the_same_command_gives_the_same_classifier() {
     project.querl(&calibrated).ok();
 }
 
-/// Keeps away: figures that are lost since somebody looked at the first lines alone.
+/// Regression: figures that are lost since somebody looked at the first lines alone.
 #[test]
 fn figures_are_written_although_stdout_is_closed() {
     let project = project();

@@ -203,7 +203,7 @@ fn predict(project: &Project, input: &[u8]) -> (Option<i32>, Vec<Value>, String)
     (output.status.code(), rows, text(output.stderr))
 }
 
-/// Keeps away: a dialogue of two lines that is classified as two texts, each by itself.
+/// Regression: a dialogue of two lines that is classified as two texts, each by itself.
 #[test]
 fn dialogues_on_stdin_are_classified_whole_and_in_their_order() {
     let project = project();

@@ -51,7 +51,7 @@ fn penalties_are_taken_off_and_no_total_is_below_0() {
     assert_near(total(&[("penalties", r#"["诚实=10"]"#)], "冷水洗。"), 0.0);
 }
 
-/// Keeps away: a class that is penalised and no rival any more, so that it pays more than a class that nobody named.
+/// Regression: a class that is penalised and no rival any more, so that it pays more than a class that nobody named.
 #[test]
 fn a_penalty_never_raises_a_total() {
     let of = |penalties: &str, margin: &str, model: [(&str, f64); 3]| {

@@ -340,7 +340,7 @@ fn with_batches(max_texts: usize) -> (Batcher, Batches) {
     (batcher, done)
 }
 
-/// Keeps away: a server that works off what its clients gave up long ago, and so is late for those who still wait.
+/// Regression: a server that works off what its clients gave up long ago, and so is late for those who still wait.
 #[test]
 fn a_text_without_a_waiting_client_is_skipped() {
     let (batcher, done) = with_batches(8);

@@ -154,7 +154,7 @@ mod tests {
         Some((class.label.clone(), class.probability))
     }
 
-    /// Keeps away: the distribution of one side, or of the first episode, in the place of another's.
+    /// Regression: the distribution of one side, or of the first episode, in the place of another's.
     #[test]
     fn each_side_of_each_episode_has_its_own_distribution() {
         let (model, mut episodes) =

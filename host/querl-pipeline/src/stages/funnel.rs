@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(super::steps(&ledger, &dir).unwrap().len(), 2, "a stage that is not finished has no share");
     }
 
-    /// Keeps away: rows that a new rewrite has mended were shown as dropped by an older convert.
+    /// Regression: rows that a new rewrite has mended were shown as dropped by an older convert.
     #[test]
     fn a_stage_that_read_other_rows_has_no_share() {
         let folder = tempfile::tempdir().unwrap();

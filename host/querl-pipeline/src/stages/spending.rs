@@ -147,7 +147,7 @@ fn in_words(spent: &Spend) -> String {
 mod tests {
     use super::*;
 
-    /// Keeps away: a hit rate of one provider of a table that is given for all of them.
+    /// Regression: a hit rate of one provider of a table that is given for all of them.
     #[test]
     fn hit_rate_is_over_all_providers_of_a_table() {
         let spent = |calls, cached, joined| Spend { calls, cached, joined, ..Spend::default() };

@@ -248,7 +248,7 @@ mod tests {
         Hit { id: id.into(), text: text.into(), reranker_score, retrieval_score: None, rank: 1 }
     }
 
-    /// Keeps away: a passage that clears the screen or writes over the lines above it.
+    /// Regression: a passage that clears the screen or writes over the lines above it.
     #[test]
     fn nothing_that_a_service_sends_steers_the_terminal() {
         let evil = "\u{1b}[2J\u{202e}x\r";
