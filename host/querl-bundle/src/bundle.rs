@@ -177,10 +177,7 @@ fn manifest(files: &BTreeMap<String, Vec<u8>>, origin: &str) -> Result<Manifest,
     let sums = String::from_utf8_lossy(&files[names::SUMS]);
     let digest = sums.lines().find_map(|line| line.strip_suffix(names::COMPONENT)).map_or("", str::trim_end);
     if bundle.component != digest || bundle.component_bytes != component.len() as u64 {
-        return Err(refuse(format!(
-            "names a component with SHA-256 {}; plugin.wasm has {digest}",
-            bundle.component
-        )));
+        return Err(refuse(format!("names a component with SHA-256 {}; plugin.wasm has {digest}", bundle.component)));
     }
     match manifest.to_text() == text {
         true => Ok(manifest),

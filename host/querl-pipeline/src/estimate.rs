@@ -1,9 +1,8 @@
-//! What a run would ask of whom, before it asks: rows, calls, what the cache knows, a range of prices and times.
+//! `--dry-run`: the external calls of a run before they are made: rows, calls, cached responses, ranges of cost and time.
 //!
-//! Ranges, not promises: how many tokens an answer has and how long a service takes is not known before. The low price takes
-//! prompts at 0.7 of the estimate of their tokens and answers at a tenth of `max_tokens`, the high one prompts at 1.5 and answers
-//! at all of `max_tokens`. Calls of `rl` lie between one for each query (a policy that always writes the same) and one for each
-//! episode (never the same twice). Training itself is not part of the time.
+//! The number of response tokens and the latency of a service are unknown in advance. The low cost assumes 0.7 of the estimated prompt
+//! tokens and a tenth of `max_tokens` for responses; the high cost assumes 1.5 of the prompt tokens and all of `max_tokens`. Calls of `rl`
+//! are between one per query (all samples are equal) and one per episode (all samples differ). Training time is not included.
 
 use crate::ledger::StageName;
 use crate::run::Run;
@@ -20,9 +19,9 @@ use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 
-/// Prompts are made for so many rows at most; the rest is taken to be like them.
+/// Maximum number of rows whose prompts are made; the mean is used for the others.
 const MOST_PROMPTS: u32 = 2000;
-/// Seconds of one call, where nothing was measured yet: a chat model, a retrieval service.
+/// Assumed seconds of one call to a chat model and to a retrieval service, without a measurement.
 const CHAT_S: Range = Range { low: 0.5, high: 10.0 };
 const RETRIEVAL_S: Range = Range { low: 0.05, high: 2.0 };
 
@@ -44,19 +43,19 @@ impl Range {
 /// The calls of one stage to one service.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Step {
-    /// Whose.
+    /// The stage.
     pub stage: &'static str,
-    /// To whom: `teacher gpt-5`.
+    /// The provider: `teacher gpt-5`.
     pub provider: String,
-    /// Calls.
+    /// Number of calls.
     pub calls: Range,
-    /// Questions that the cache answers; `None` where the questions are not known yet.
+    /// Calls with a cached response; `None` while the requests are unknown.
     pub cached: Option<u64>,
-    /// Questions in batches that are under way, which are not paid again. `None` where there are none.
+    /// Calls in batches in flight, which are not paid again; `None` without batches.
     pub in_batches: Option<u64>,
     /// In the currency of the prices; `None` without prices.
     pub cost: Option<Range>,
-    /// Time that the calls take.
+    /// Seconds of the calls.
     pub seconds: Range,
 }
 
@@ -71,7 +70,7 @@ pub struct Estimate {
     pub budget: Option<f64>,
 }
 
-/// Looks at everything, asks nobody.
+/// Estimates the stages of `window`; makes no external call.
 ///
 /// # Errors
 /// The table, a plugin or a key cannot be used.
@@ -90,7 +89,7 @@ pub fn estimate(config: Config, window: Window) -> anyhow::Result<Estimate> {
                 steps.push(estimator.rewrite(ahead)?);
             }
             StageName::Validate if config.retrieval.kind == RetrievalKind::Http => {
-                // Other rewrites have no hits yet.
+                // Rewrites of another teacher have no hits yet.
                 let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
                 steps.push(estimator.validate(ahead));
             }
@@ -149,7 +148,7 @@ impl Estimator<'_> {
         Ok(if self.config.teacher.batch { in_batches(step, self.config.teacher.batch_price_factor) } else { step })
     }
 
-    /// What the run would wait for, or refuse to start for.
+    /// Reasons for which the run would wait or refuse to start.
     fn noted(&self) -> anyhow::Result<BatchedPrompts> {
         let state = self.dir.batches();
         if !state.exists() {
@@ -158,7 +157,7 @@ impl Estimator<'_> {
         Ok(BatchTeacher::open(&self.config.teacher, &self.run.outside)?.batched_prompts(&state)?)
     }
 
-    /// What the rows come to that no earlier run has an answer to.
+    /// Calls and tokens of the rows without a response of an earlier run.
     fn prompts(
         &self,
         done: &HashSet<String>,
@@ -244,7 +243,7 @@ impl Estimator<'_> {
         Ok(steps)
     }
 
-    /// Of the prompt, with the query in place of its rewrite.
+    /// Prompt tokens of a judge call, with the query in place of the rewrite.
     fn tokens_of_a_judgement(&self) -> anyhow::Result<f64> {
         let (mut n_tokens, mut n_looked_at) = (0, 0);
         for row in self.table.read()?.take(50) {
@@ -312,7 +311,7 @@ fn for_each_left_by<T: DeserializeOwned>(output: &Path, mut each: impl FnMut(T))
     }
 }
 
-/// The price is lower, and a batch takes up to a day.
+/// Batches have a lower price and take up to a day.
 fn in_batches(step: Step, price_factor: f64) -> Step {
     let cost = step.cost.map(|cost| Range { low: cost.low * price_factor, high: cost.high * price_factor });
     let seconds = if step.calls.high > 0.0 || step.in_batches.is_some() {

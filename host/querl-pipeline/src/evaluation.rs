@@ -7,7 +7,7 @@ use querl_core::ports::{EnvironmentError, Progress};
 use querl_core::records::{DatasetRow, EvalRecord, Judgement, Rejection, Reward, SystemAnswer, win};
 use std::collections::BTreeMap;
 
-/// Queries answered and scored between two safe points.
+/// Queries per batch; an interrupt is seen between batches.
 const N_ROWS_AT_ONCE: usize = 16;
 
 pub(crate) enum System<'a> {
@@ -26,22 +26,22 @@ impl System<'_> {
     }
 }
 
-/// What a system wrote for one query, with what it took.
+/// The rewrite of one query by a system, with its latency and cost.
 struct Answer {
     written: WrittenRewrite,
     latency_ms: Option<f64>,
     cost: Option<f64>,
 }
 
-/// The records of one system, and how many of its answers got no reward, by code.
+/// The records of one system, and the number of rewrites without a reward, by code.
 #[derive(Debug, Default)]
 pub(crate) struct Evaluated {
     pub records: Vec<EvalRecord>,
-    /// Answers that could not be scored: a call failed, or a plugin rejected them.
+    /// Rewrites that could not be scored: a call failed, or a plugin rejected them.
     pub unscored: BTreeMap<String, u64>,
 }
 
-/// One record per row, in order: every answer looked up, judged and compared with the teacher's.
+/// One record per row, in order, with hits, judgement and comparison with the teacher.
 pub(crate) fn evaluate_system(
     system: &System<'_>,
     rows: &[DatasetRow],
@@ -76,13 +76,13 @@ pub(crate) fn evaluate_system(
     Ok(evaluated)
 }
 
-/// Answers without hits or judgement because a call failed, which may succeed in another run.
+/// Rewrites without hits or judgement because a call failed, which may succeed in another run.
 pub(crate) fn n_failed(records: &[EvalRecord]) -> u64 {
     let answers = records.iter().filter_map(|record| record.outcome.as_ref().ok()).map(|answer| &answer.candidate);
     answers.filter(|side| side.retrieval.is_err() || matches!(side.judgement, Judgement::Failed(_))).count() as u64
 }
 
-/// The answer of a system that needs no generation.
+/// The rewrite of a system that needs no generation.
 fn known(system: &System<'_>, row: &DatasetRow, baselines: &Baselines) -> Result<Answer, Rejection> {
     match system {
         System::Teacher => teacher(baselines.of(&row.metadata.query.id)),
@@ -143,7 +143,7 @@ fn score(
     Ok(())
 }
 
-/// An answer whose retrieval or judgement failed is recorded with the failure in its candidate.
+/// If retrieval or judgement of a rewrite failed, its record contains the failure.
 fn finish(system: &System<'_>, answer: Answer, scored: ScoredEpisode) -> SystemAnswer {
     let reward: Option<Reward> = scored.outcome.ok();
     let (policy, baseline) = (scored.episode.policy, scored.episode.baseline);

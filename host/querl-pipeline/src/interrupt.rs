@@ -7,12 +7,15 @@
 //! | `stages/mod.rs` (runner) | starts no further stage ([`check`]) |
 //! | `rewrite`, `validate` | start no further calls; those in flight finish and their responses are saved ([`finish`], `ServiceContext::until`) |
 //! | `Trainer::finish_step` of `querl-train/src/fine_tune.rs` (SFT, style) | ends after the current optimizer step, saves the trainer state and the model |
-//! | `Trainer::run` of `querl-train/src/rl/train_loop.rs` | ends after the current part of a rollout, or after all updates of a batch; saves the trainer state and `rl/last` |
+//! | `Trainer::stop_requested` of `querl-train/src/rl/train_loop.rs` | ends after the current part of a rollout, or after all updates of a batch; saves the trainer state and `rl/last` |
 //! | generation (`querl-train/src/job`), `eval`, leak search, `querl plugin replay` | end after the current batch |
 //! | `querl rag check`, `querl plugin push` and `pull` | drop the calls in flight ([`block_on`]) |
+//! | download of a model by name | keeps what was downloaded; the next attempt continues there |
+//! | `querl model pretrain` | ends after the current optimizer step and writes no model |
 //! | `querl serve` | finishes the requests in progress, for at most the drain timeout; exit code 0 |
 //!
-//! Except for `querl serve`, the command then ends with exit code 130 ([`Stop::interrupted`]); the same command resumes.
+//! Except for `querl serve`, the command then ends with exit code 130 ([`Stop::interrupted`]); the same command resumes, except for
+//! `pretrain`, which starts over.
 
 use crate::failure::{Ending, Stop};
 use anyhow::Context;

@@ -25,7 +25,7 @@ impl MetricsLog {
     /// Opens the log at `path`, which may have lines of other stages and of this one.
     ///
     /// # Errors
-    /// As the file system says.
+    /// The file cannot be opened or written.
     pub fn open(path: &Path, stage: &str) -> anyhow::Result<Self> {
         let unwritable = || format!("{}: cannot be written", path.display());
         let n_lines = of_stage(&read(path).with_context(unwritable)?, stage).count() as u64;
@@ -34,7 +34,7 @@ impl MetricsLog {
         Ok(Self { path: path.to_owned(), stage: stage.to_owned(), file, n_lines, events, extra: None })
     }
 
-    /// With the figures of `extra` in each line that training records.
+    /// Adds the metrics of `extra` to each line that training records.
     #[must_use]
     pub fn with(self, extra: impl Fn() -> BTreeMap<String, f64> + Send + 'static) -> Self {
         Self { extra: Some(Box::new(extra)), ..self }
@@ -67,7 +67,7 @@ impl MetricSink for MetricsLog {
         Ok(self.n_lines)
     }
 
-    /// Lines of other stages stay, wherever they are.
+    /// Lines of other stages are kept, at any position.
     fn rewind(&mut self, mark: u64) -> io::Result<()> {
         let text = read(&self.path)?;
         let mut n_own = 0;
@@ -161,7 +161,7 @@ mod tests {
         rl.append(1, &figures(0.5)).unwrap();
         let mark = rl.mark().unwrap();
         rl.append(2, &figures(0.25)).unwrap();
-        // Fine-tuning was run again in between: the lines of a stage are found by count, not by place.
+        // Fine-tuning ran again in between: lines of a stage are found by count, not by position.
         MetricsLog::open(&path, "sft").unwrap().append(1, &figures(1.5)).unwrap();
         rl.file.write_all(b"{\"stage\":\"rl\",\"st").unwrap();
         let mut again = MetricsLog::open(&path, "rl").unwrap();

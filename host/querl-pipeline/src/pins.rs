@@ -14,7 +14,7 @@ use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
 use std::path::{Path, PathBuf};
 
-/// What to do where a plugin differs from the pinned one.
+/// What to do if a plugin differs from its pin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnPluginChange {
     /// Stop before anything is written.
@@ -59,7 +59,7 @@ fn pins_of_run(
     on_change: (OnPluginChange, &dyn Reporter),
 ) -> anyhow::Result<(PathBuf, LockFile)> {
     let found = used.iter().map(|used| used.entry.clone()).collect();
-    // Before the first stage no result depends on a plugin.
+    // No result depends on a plugin before the first stage has run.
     let lock = match Ledger::open(&dir.stages())?.is_empty() {
         true => LockFile { entries: found, changes: Vec::new() },
         false => settled(&dir.lock(), found, on_change)?,
@@ -67,7 +67,7 @@ fn pins_of_run(
     Ok((dir.lock(), lock))
 }
 
-/// `querl.lock` for `querl.toml`; `None` where nothing is to be pinned or was.
+/// Path of the lock file next to the configuration; `None` if nothing is pinned there now or was before.
 fn pins_of_project(
     dir: &RunDir,
     config: &Path,
@@ -212,7 +212,7 @@ mod tests {
         assert_eq!((lock.changes.len(), lock.entries[0].bundle.as_deref()), (1, Some("b".repeat(64).as_str())));
     }
 
-    /// Its limits decide what is dropped, whatever its component.
+    /// Limits of a plugin decide which items are dropped, so a change of limits is a change of the plugin.
     #[test]
     fn a_changed_manifest_of_a_folder_is_refused_once_a_stage_has_begun() {
         let project = PinnedProject::new();

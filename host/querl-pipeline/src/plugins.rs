@@ -21,27 +21,27 @@ pub struct Plugins {
     /// In the order in which they are applied.
     pub filters: Vec<Arc<dyn Filter>>,
     pub(crate) rewards: Vec<WeightedReward>,
-    /// Says the style of answers, where one is configured.
+    /// The style model of `plugins.style_model`.
     pub style: Option<Arc<SharedStyleModel>>,
-    /// Classifies evaluated answers too, and is not part of any reward.
+    /// The second style model, which classifies responses in the evaluation only.
     pub audit: Option<Arc<SharedStyleModel>>,
     used: Vec<Used>,
 }
 
-/// What a result depends on when it depends on a plugin.
+/// What identifies a plugin in the inputs of a stage and in the lock file.
 #[derive(Debug, Clone)]
 pub struct Used {
-    /// What a lock file pins.
+    /// Entry in the lock file.
     pub entry: LockEntry,
-    /// In the sum of rewards.
+    /// Weight in the sum of rewards.
     pub weight: Option<f64>,
-    /// Names the parts of a reward where there are several.
+    /// Prefix of the components of a reward, with several rewards.
     pub label: Option<String>,
     settings: String,
 }
 
 impl Used {
-    /// Of a plugin without settings and weight.
+    /// A plugin without settings and weight.
     #[cfg(test)]
     pub(crate) fn pinned(entry: LockEntry) -> Self {
         Self { entry, weight: None, label: None, settings: String::new() }
@@ -49,10 +49,10 @@ impl Used {
 }
 
 impl Plugins {
-    /// Loads all, building those whose source is newer than their component.
+    /// Loads all plugins; builds those whose source is newer than their component.
     ///
     /// # Errors
-    /// One cannot be built, loaded or configured; a setting holds a secret; a trusted key is none.
+    /// One cannot be built, loaded or configured; a setting holds a secret; a trusted key is invalid.
     pub fn open(config: &Config) -> anyhow::Result<Self> {
         check_secrets(config)?;
         let config = &config.plugins;
@@ -77,12 +77,12 @@ impl Plugins {
         Ok(plugins)
     }
 
-    /// Whether the style models can be opened.
+    /// Checks that the style models can be opened.
     pub(crate) fn check_style(&self) -> anyhow::Result<()> {
         [&self.style, &self.audit].into_iter().flatten().try_for_each(|model| model.check())
     }
 
-    /// Gives the rewards names that differ, and notes name and weight with what is used.
+    /// Gives the rewards unique names, and records names and weights.
     fn label_rewards(&mut self) {
         let ids: Vec<_> = self.rewards.iter().map(|reward| reward.label.as_str()).collect();
         let labels = distinct_labels(&ids);
@@ -94,7 +94,7 @@ impl Plugins {
         }
     }
 
-    /// What is used, in the order of the configuration.
+    /// The plugins in use, in the order of the configuration.
     pub fn used(&self) -> &[Used] {
         &self.used
     }
@@ -109,7 +109,7 @@ impl Plugins {
     }
 }
 
-/// Loads plugins one by one and notes each.
+/// Loads plugins one by one and records each.
 struct Loading {
     host: PluginHost,
     used: Vec<Used>,
@@ -123,7 +123,7 @@ impl Loading {
         Ok(plugin)
     }
 
-    /// A reward, or a scorer of style as one.
+    /// Loads a reward plugin, or a style scorer as a reward.
     fn reward(
         &self,
         plugin: &Plugin,
@@ -152,13 +152,13 @@ impl Loading {
     }
 }
 
-/// Whether a plugin stands among rewards as a scorer of style: one that is both is a reward.
+/// Whether a plugin among the rewards is used as a style scorer; a plugin of both kinds is used as a reward.
 pub fn scores_style(plugin: &Plugin) -> bool {
     let kinds = plugin.kinds();
     kinds.contains(&PluginKind::StyleScorer) && !kinds.contains(&PluginKind::Reward)
 }
 
-/// What a lock file says of a plugin that was loaded from `path`.
+/// Lock file entry of a plugin that was loaded from `path`.
 fn entry(role: &str, path: &Path, plugin: &Plugin) -> anyhow::Result<LockEntry> {
     let version = plugin.version().parse().map_err(|error| {
         let (path, version) = (path.display(), plugin.version());
@@ -186,18 +186,18 @@ fn entry(role: &str, path: &Path, plugin: &Plugin) -> anyhow::Result<LockEntry> 
     })
 }
 
-/// How the program calls itself to compile a plugin in a process of its own. Hidden from help: no person has a use for it.
+/// Hidden command with which the program compiles a plugin in a child process.
 pub const COMPILE_COMMAND: &str = "__compile-plugin";
 
 /// A host under `limits` that accepts only bundles signed by one of `keys`, where there are any.
 ///
 /// # Errors
-/// A key is none, or this machine cannot run WebAssembly.
+/// A key is invalid, or this machine cannot run WebAssembly.
 pub fn open_host(limits: &PluginLimits, keys: &[String]) -> anyhow::Result<PluginHost> {
     Ok(PluginHost::new(HostOptions { trusted_keys: trusted_keys(keys)?, ..host_options(limits)? })?)
 }
 
-/// How every host of this program is set up: under `limits`, compiling in a child process.
+/// Options of every plugin host of this program: `limits`, compilation in a child process.
 ///
 /// # Errors
 /// The program cannot find itself.
@@ -222,10 +222,10 @@ fn trusted_keys(texts: &[String]) -> Result<Vec<PublicKey>, BundleError> {
     texts.iter().enumerate().map(key).collect()
 }
 
-/// A shorter value stands in many texts that have nothing to do with it; it counts where it is the whole setting.
+/// A shorter value occurs in unrelated texts; it only counts if it is the whole setting.
 const SHORTEST_PART_CHARS: usize = 8;
 
-/// Looks through the settings of every plugin for the values of the environment variables that hold keys.
+/// Refuses plugin settings that contain the value of an environment variable with a key.
 fn check_secrets(config: &Config) -> Result<(), Stop> {
     let variables = [&config.teacher.api_key_env, &config.judge.api_key_env];
     let secrets: Vec<(&str, String)> = variables
@@ -265,8 +265,7 @@ fn holds(value: &Value, secret: &str) -> bool {
     }
 }
 
-/// The ids themselves where each is there once. An id that comes again is numbered from its second place on, in the order of
-/// the configuration: `reward-brevity`, `reward-brevity#2`. No id has a `#`, so that no name comes twice.
+/// The ids, unique: repeated ids are numbered in the order of the configuration: `reward-brevity`, `reward-brevity#2`. Ids have no `#`.
 fn distinct_labels(ids: &[&str]) -> Vec<String> {
     let label = |(index, id): (usize, &&str)| match ids[..index].iter().filter(|earlier| *earlier == id).count() {
         0 => (*id).to_owned(),

@@ -21,11 +21,11 @@ use std::collections::BTreeSet;
 /// Names of the services behind the metrics.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Names {
-    /// Who rewrote.
+    /// Name of the teacher.
     pub teacher: String,
-    /// Who judged; `None` where nobody did.
+    /// Name of the judge; `None` without one.
     pub judge: Option<String>,
-    /// What found the passages.
+    /// Name of the retrieval backend.
     pub retrieval: String,
 }
 
@@ -49,7 +49,7 @@ pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
 /// The figures and their table.
 #[derive(Debug)]
 pub struct Reported {
-    /// As in `eval.json`.
+    /// The figures in `eval.json`.
     pub evaluation: Evaluation,
     /// For a terminal; ends with a line break.
     pub table: String,
@@ -95,7 +95,7 @@ fn options(config: &Config) -> EvalOptions {
 /// The figures of several runs and their table.
 #[derive(Debug)]
 pub struct Pooled {
-    /// Over all runs, and of each.
+    /// Figures over all runs, and of each run.
     pub evaluation: SeedsEvaluation,
     /// For a terminal; ends with a line break.
     pub table: String,
@@ -117,7 +117,7 @@ pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
     Ok(Pooled { evaluation, table })
 }
 
-/// Runs are pooled query by query, so that they need the same queries.
+/// Checks that the runs have the same queries, since they are pooled by query.
 fn check_same_queries(dirs: &[RunDir], records: &[Vec<EvalRecord>]) -> anyhow::Result<()> {
     let queries =
         |records: &[EvalRecord]| -> BTreeSet<String> { records.iter().map(|record| record.query.id.clone()).collect() };
@@ -162,7 +162,7 @@ fn lock(dir: &RunDir) -> (LockFile, Option<String>) {
     }
 }
 
-/// The plugins of a run, a phrase each.
+/// The plugins of a run, a short description of each.
 fn plugins(lock: &LockFile, config: &Config) -> Vec<String> {
     let mut weights = config.plugins.rewards.iter().map(|reward| reward.weight);
     let phrase = |entry: &LockEntry| {
@@ -181,7 +181,7 @@ fn changes(lock: &LockFile) -> impl Iterator<Item = String> {
     })
 }
 
-/// What was dropped because a plugin hit a limit, by stage, and what was late.
+/// Items dropped because a plugin hit a limit, by stage, and late episodes.
 fn drops(ledger: &Ledger) -> impl Iterator<Item = String> {
     let dropped = move |name: StageName, code: &str| {
         ledger.entry(name.as_str())?.facts.get(&format!("{PART}{code}"))?.as_u64().filter(|n| *n > 0)
@@ -208,7 +208,7 @@ fn timings(ledger: &Ledger) -> Vec<StageTiming> {
     finished.map(|(name, entry)| StageTiming { stage: name.to_string(), seconds: entry.seconds }).collect()
 }
 
-/// What came in, then what each data stage kept, with what it dropped and why, then the splits.
+/// Input rows, rows kept and dropped by code for each data stage, and the splits.
 fn funnel(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<FunnelStep>> {
     let steps = funnel::steps(ledger, dir)?;
     let rows_in =

@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Models that are open, so that several configurations share one of a folder.
+/// Opened models by folder, shared by several configurations.
 #[derive(Default)]
 pub struct ModelShelf {
     embedders: HashMap<ModelKey, Arc<dyn Embedder>>,
@@ -76,7 +76,7 @@ fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError
 mod tests {
     use super::*;
 
-    /// Regression: a server of ten knowledge bases that holds ten copies of one model.
+    /// Regression: a server with ten knowledge bases held ten copies of one model.
     #[test]
     fn configurations_of_one_folder_share_its_model() {
         let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden/encoders");

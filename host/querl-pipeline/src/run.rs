@@ -1,4 +1,4 @@
-//! What every stage of one run shares: configuration, folder, plugins, a runtime for outside calls.
+//! A run: configuration, run directory, plugins, async runtime and service clients, shared by its stages.
 
 use crate::device::Executor;
 use crate::environment::{Comparison, JudgingForm, Services};
@@ -20,19 +20,19 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
-/// One run, with its folder held against other processes until dropped, unless it is only looked at.
+/// A run. Holds the lock of its directory until dropped, unless it is only inspected.
 pub struct Run {
     /// Resolved and checked.
     pub config: Config,
-    /// Where results go.
+    /// The run directory.
     pub dir: RunDir,
     /// The configured plugins, loaded.
     pub plugins: Plugins,
-    /// Runs training and generation; on the CPU where no stage of this command needs it.
+    /// Runs training and generation; the CPU if no stage of this command needs a GPU.
     pub(crate) executor: Executor,
-    /// Waits for outside calls.
+    /// Runtime of external calls.
     pub runtime: tokio::runtime::Runtime,
-    /// How outside services are reached.
+    /// Clients of external services.
     pub outside: ServiceContext,
     /// Shows messages and progress.
     pub reporter: Arc<dyn Reporter>,
@@ -41,9 +41,8 @@ pub struct Run {
 }
 
 impl Run {
-    /// Opens model folder and plugins, as far as the stages up to `last` use them, then takes the folder. What a stage alone
-    /// needs is looked at before any stage runs, too (`Stage::check`). `config_path` is where `config` was read:
-    /// bundles are pinned next to it.
+    /// Opens the model and the plugins that stages up to `last` use, then locks the run directory. `Stage::check` opens what single stages
+    /// need, before any stage runs. Bundles are pinned next to `config_path`.
     ///
     /// # Errors
     /// The model's folder or a plugin is unusable, another process holds the folder, a plugin changed.
@@ -54,7 +53,7 @@ impl Run {
         on_change: OnPluginChange,
         reporter: Arc<dyn Reporter>,
     ) -> anyhow::Result<Self> {
-        // The data stages need no model: what they make may be what a model is first trained on.
+        // The data stages need no model: the model may be trained on their output later.
         let executor = match last >= StageName::Sft {
             true => {
                 preflight(&config)?;
@@ -88,7 +87,7 @@ impl Run {
         })
     }
 
-    /// Opens what an estimate looks at. Nothing is taken, and nothing is written.
+    /// Opens a run for an estimate: takes no lock and writes nothing.
     pub(crate) fn open_to_look(config: Config) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().build().context("no async runtime")?;
         let (plugins, dir) = (Plugins::open(&config)?, RunDir::new(&config.output_dir));
@@ -107,7 +106,7 @@ impl Run {
         })
     }
 
-    /// Finds passages.
+    /// Opens the retrieval backend.
     ///
     /// # Errors
     /// Retrieval cannot be opened.
@@ -120,8 +119,8 @@ impl Run {
         Ok(self.retriever.get_or_init(|| opened).clone())
     }
 
-    /// The same for a stage of the data that ends at `stop`: a service outside is then not called any more. Training is not to lose
-    /// episodes so.
+    /// As [`services`](Self::services) for a data stage: no new external calls after an interrupt. Training uses the other form, so that no
+    /// episode is lost.
     pub(crate) fn retriever_until(&self, stop: &'static AtomicBool) -> anyhow::Result<Arc<dyn Retriever>> {
         let config = &self.config;
         if config.retrieval.kind != RetrievalKind::Http {
@@ -152,7 +151,7 @@ impl Run {
     }
 }
 
-/// Where answers are kept; `None` where the user has no folder for such.
+/// Path of the response cache; `None` if the user has no cache folder.
 pub fn cache_path(configured: Option<&Path>) -> Option<PathBuf> {
     configured.map(Path::to_owned).or_else(|| Some(user_cache_folder()?.join("answers.redb")))
 }
@@ -163,7 +162,7 @@ enum CacheUse {
     Look,
 }
 
-/// What calls of a run share. The cache is opened only where somebody outside may be asked: one process at a time can have it.
+/// The service context of a run. The cache, which one process at a time can open, is opened only if external calls are possible.
 fn outside(config: &Config, dir: &RunDir, used: CacheUse) -> anyhow::Result<ServiceContext> {
     let account = Arc::new(SpendTracker::open(&dir.calls(), config.budget)?);
     let outside = ServiceContext::new(&config.calls).with_spend_tracker(account);

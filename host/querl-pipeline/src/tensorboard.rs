@@ -129,7 +129,7 @@ fn write_record(out: &mut Vec<u8>, data: &[u8]) {
     out.extend_from_slice(&masked_checksum(data).to_le_bytes());
 }
 
-/// CRC-32C, rotated and shifted by a constant, so that a checksum of checksums is none by accident.
+/// Masked CRC-32C: rotated, plus a constant, as TensorFlow stores it.
 fn masked_checksum(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }

@@ -23,7 +23,7 @@ pub(crate) fn best(stage_folder: &Path) -> PathBuf {
     stage_folder.join(BEST)
 }
 
-/// Where a training stage keeps its checkpoints to resume from.
+/// Folder of the trainer state of a training stage, from which it resumes.
 pub(crate) fn state(stage_folder: &Path) -> PathBuf {
     stage_folder.join(STATE)
 }
@@ -71,7 +71,7 @@ pub(crate) fn prompts(rows: &[DatasetRow], tokenizer: &TextTokenizer) -> Result<
     rows.iter().map(|row| tokenizer.encode_prompt(row.prompt())).collect()
 }
 
-/// One response of a model and its latency.
+/// A response of a model and its latency.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Generation {
     pub response: PolicyResponse,
@@ -83,7 +83,7 @@ pub(crate) type Each<'a> = dyn FnMut(Vec<Generation>) -> anyhow::Result<()> + Se
 
 /// A model that generates without sampling.
 pub(crate) trait Generator: Sync {
-    /// One response per row, in order, `n_at_once` per call of `each`.
+    /// Generates one response per row, in order; calls `each` with batches of `n_at_once`.
     fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()>;
 }
 
@@ -169,7 +169,7 @@ fn generation(row_index: usize, response: GeneratedResponse) -> Generation {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TokenLimit {
     SftMaxLength(usize),
-    /// Positions of the model; the answer may take `rl.max_new_tokens`.
+    /// Positions of the model; the response may have `rl.max_new_tokens`.
     Generated(usize),
     Learned(usize),
 }

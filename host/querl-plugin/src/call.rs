@@ -143,7 +143,7 @@ impl Caller {
         self.in_batch(&self.invalid_result(message), what, ids)
     }
 
-    /// `fault` with the ids of the batch in which it happened.
+    /// `fault` with the item's id in its message, or the first and last id of the batch.
     pub(crate) fn in_batch(&self, fault: &PluginFault, what: &str, ids: &[&str]) -> PluginFault {
         let message = &fault.message;
         let message = match ids {

@@ -64,9 +64,7 @@ pub fn general_rag(knowledge_bases: Vec<KnowledgeBase>) -> Result<Router, ServeE
     let app = Router::new()
         .route(GENERAL_RAG_ROUTE, post(answer))
         .route("/health", get(|| async { Json(json!({"status": 200})) }))
-        .fallback(|| async {
-            ErrorResponse(StatusCode::NOT_FOUND, format!("no such route; use {GENERAL_RAG_ROUTE}"))
-        })
+        .fallback(|| async { ErrorResponse(StatusCode::NOT_FOUND, format!("no such route; use {GENERAL_RAG_ROUTE}")) })
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES));
     Ok(app.with_state(Arc::new(bases)))
 }

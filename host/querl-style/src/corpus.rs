@@ -17,7 +17,7 @@ pub(crate) enum Classes<'a> {
     OfFile,
     /// Those that the settings name; the file may lack some.
     Named(&'a Labels),
-    /// Those of a trained model.
+    /// The classes of a trained model, in the order of its label ids.
     OfModel(&'a Labels),
 }
 

@@ -122,7 +122,8 @@ impl AdamW {
         let mut moments = BTreeMap::new();
         for (name, (dims, first)) in state.shared(&format!("{prefix}.first"))? {
             let var = vars.get(&name).ok_or_else(|| misfit(&name, "is not trained here"))?;
-            let (second_dims, second) = seconds.remove(&name).ok_or_else(|| misfit(&name, "has only one of its two moments"))?;
+            let (second_dims, second) =
+                seconds.remove(&name).ok_or_else(|| misfit(&name, "has only one of its two moments"))?;
             if dims != var.dims() || second_dims != dims {
                 let shapes = format!("has moments of shapes {dims:?} and {second_dims:?}");
                 return Err(misfit(&name, format!("{shapes}; the variable has {:?}", var.dims())));

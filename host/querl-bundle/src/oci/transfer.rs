@@ -106,7 +106,9 @@ async fn check(caller: &Caller<'_>, location: &RegistryReference, bundle: &Bundl
         return refuse(format!("the bundle there has version {version}; it was pushed under the wrong version"));
     }
     if let Err(reason) = location.check_id(&bundle.manifest().plugin.id) {
-        return refuse(format!("{reason}; another plugin was pushed to this place, pull the plugin that you want by its own reference"));
+        return refuse(format!(
+            "{reason}; another plugin was pushed to this place, pull the plugin that you want by its own reference"
+        ));
     }
     let component = caller.manifest(&location.component(version)).await?;
     let found = component.as_ref().and_then(|(manifest, _)| artifact::component_digest(manifest));
@@ -127,8 +129,7 @@ async fn absent(caller: &Caller<'_>, location: &RegistryReference) -> RegistryEr
     match caller.manifest(&location.component(version)).await {
         Err(error) => return error,
         Ok(Some(_)) => {
-            let message =
-                "has a component there but no bundle: another tool pushed it; `wkg oci pull` reads it";
+            let message = "has a component there but no bundle: another tool pushed it; `wkg oci pull` reads it";
             return RegistryError::at(location, message);
         }
         Ok(None) => {}

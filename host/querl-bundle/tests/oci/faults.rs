@@ -177,7 +177,12 @@ async fn bundle_of_another_plugin_is_refused_by_both_ends() {
         .mount(&server)
         .await;
     let error = pull(&other, &Credentials::anonymous(), Transport::Secure).await.unwrap_err().to_string();
-    assert_eq!(error, format!("{expected}another plugin was pushed to this place, pull the plugin that you want by its own reference"));
+    assert_eq!(
+        error,
+        format!(
+            "{expected}another plugin was pushed to this place, pull the plugin that you want by its own reference"
+        )
+    );
 }
 
 #[tokio::test]

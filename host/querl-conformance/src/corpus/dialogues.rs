@@ -22,7 +22,7 @@ pub(crate) fn ordinary_batch(n: usize) -> Vec<Dialogue> {
     (0..n).map(|index| ordinary(format!("dialogue-{index:04}"), index)).collect()
 }
 
-/// `n` dialogues, ordinary and odd ones mixed.
+/// `n` dialogues, alternately ordinary ones and edge cases.
 pub(crate) fn batch(n: usize) -> Vec<Dialogue> {
     let odd: Vec<_> = groups().into_iter().filter(|group| group.name != "long").flat_map(|group| group.items).collect();
     let mixed = (0..n).map(|index| match index % 2 {

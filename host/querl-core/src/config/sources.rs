@@ -73,7 +73,7 @@ impl ReasoningEffort {
     }
 }
 
-/// Format of an answer.
+/// `response_format` of an OpenAI-compatible request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ResponseFormat {

@@ -223,7 +223,10 @@ impl ProviderRules {
         let effort = endpoint.reasoning_effort;
         if effort != ReasoningEffort::Unset && thinking == ReasoningParameter::Never {
             let effort = effort.as_str();
-            return refuse("reasoning_effort", format!("is {effort:?}; `{model}` is not a reasoning model, leave the key out"));
+            return refuse(
+                "reasoning_effort",
+                format!("is {effort:?}; `{model}` is not a reasoning model, leave the key out"),
+            );
         }
         Ok(Self { limit: if endpoint.legacy_max_tokens { "max_tokens" } else { limit }, thinking })
     }
@@ -320,6 +323,9 @@ mod tests {
         assert!(parameters(json!({"temperature": 0.3}), openai, "gpt-4.1").is_ok());
         assert!(parameters(json!({"temperature": 1.0}), openai, "o3").is_ok());
         let message = parameters(json!({"reasoning_effort": "low"}), openai, "gpt-4.1").unwrap_err();
-        assert_eq!(message, "teacher.reasoning_effort is \"low\"; `gpt-4.1` is not a reasoning model, leave the key out");
+        assert_eq!(
+            message,
+            "teacher.reasoning_effort is \"low\"; `gpt-4.1` is not a reasoning model, leave the key out"
+        );
     }
 }

@@ -25,7 +25,7 @@ pub(super) const MAX_LISTED: usize = 100;
 /// Maximum length of a query in a sentence.
 const EXCERPT_CHARS: usize = 40;
 
-/// Rows between calls of `watch`.
+/// Number of rows between calls of the progress callback `watch`, which also checks for interrupts.
 const PROGRESS_ROWS: u64 = 1024;
 
 /// Held-out rows that also appear in training data.
@@ -203,7 +203,8 @@ impl Leaks {
     pub fn sentence(&self, split: Split) -> Option<String> {
         let Self { n_rows, n_leaked, .. } = self;
         let first = self.rows.first()?;
-        let what = format!("{n_leaked} of {n_rows} rows of {} are in train or nearly equal to a row of it", split.name());
+        let what =
+            format!("{n_leaked} of {n_rows} rows of {} are in train or nearly equal to a row of it", split.name());
         Some(format!("{what}: {} (similarity {:.2})", first.pair(), first.similarity))
     }
 
@@ -300,7 +301,7 @@ impl Candidates {
     }
 }
 
-/// Bands of query and context together, for rows with equal queries, and of the query alone, for rows with equal contexts.
+/// LSH bands of a row's MinHash signatures: of query and context together, and, for a row with a context, of the query alone.
 fn bands_of(shingles: &Shingles) -> impl Iterator<Item = u64> {
     let query = shingles.has_context().then(|| signature(shingles.query(), N_BANDS));
     signature(shingles.all(), 0).into_iter().chain(query.into_iter().flatten())

@@ -137,8 +137,8 @@ impl StepBuffers {
         })
     }
 
-    /// Whether they are large enough for steps of these sizes.
-    pub(super) fn hold(&self, sizes: &DecodeBufferSizes, n_response_tokens: usize) -> bool {
+    /// Whether these buffers are large enough for decode steps of `sizes`.
+    pub(super) fn fits(&self, sizes: &DecodeBufferSizes, n_response_tokens: usize) -> bool {
         self.sizes.holds(sizes) && self.n_response_tokens >= n_response_tokens
     }
 }

@@ -122,7 +122,7 @@ impl DecodePolicy for GpuPolicy {
         let n_response_tokens = if sampling.read_responses() { settings.max_new_tokens } else { 0 };
         self.sampling = Some(sampling);
         let sizes = DecodeBufferSizes::new(&self.config, n_sequences, longest);
-        if self.buffers.as_ref().is_some_and(|buffers| buffers.hold(&sizes, n_response_tokens)) {
+        if self.buffers.as_ref().is_some_and(|buffers| buffers.fits(&sizes, n_response_tokens)) {
             return Ok(());
         }
         self.free_steps();

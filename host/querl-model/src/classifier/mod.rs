@@ -87,8 +87,9 @@ impl Classifier {
         files::check_problem_type(directory)?;
         let labels = Labels::read(directory)?;
         let score = opened.score()?.ok_or_else(|| {
-            let message =
-                format!("no tensor `{HEAD_WEIGHT}` there: this is not a classifier; train one with `querl style train`");
+            let message = format!(
+                "no tensor `{HEAD_WEIGHT}` there: this is not a classifier; train one with `querl style train`"
+            );
             ModelError::bad_file(directory, message)
         })?;
         let decoder = opened.decoder(weights, dtype)?;

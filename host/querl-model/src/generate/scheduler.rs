@@ -195,7 +195,7 @@ fn prompt_cache(started: &Prompts, prompt: usize) -> Result<SequenceKvCache, Mod
     found.map(|(_, prompt)| prompt.cache.clone()).ok_or_else(lost)
 }
 
-/// Why a response ends with its last token, if it does.
+/// The finish reason (stop token, stop string, length), or `None` while the response continues.
 pub(super) fn finish_reason(
     response: &[u32],
     processor: &LogitsProcessor<'_>,

@@ -287,7 +287,7 @@ pub struct Pass<'a> {
 }
 
 impl<'a> Pass<'a> {
-    /// A pass with an adapter and nothing else.
+    /// A forward pass with this adapter, or the base alone for `None`; no dropout, no recomputation.
     pub fn with(adapter: Option<&'a LoraAdapter>) -> Self {
         Self { adapter, ..Self::default() }
     }

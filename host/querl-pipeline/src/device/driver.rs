@@ -5,15 +5,15 @@ use querl_train::job::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 
-/// Why no GPU can be used, as a sentence without its first capital and full stop.
+/// Why no GPU can be used; lower case and without a full stop, to be part of a message.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct DeviceUnavailable(pub String);
 
-/// Names another file than [`DRIVER_FILE`], for tests.
+/// Replaces [`DRIVER_FILE`], for tests.
 const DRIVER_VARIABLE: &str = "QUERL_CUDA_DRIVER";
 
-/// The driver's library. Every driver brings it under this name.
+/// The driver's library, which has this name on every Linux.
 const DRIVER_FILE: &str = "libcuda.so.1";
 
 /// Older drivers are rejected before a library is opened: none of any CUDA before 12 is known to work. Whether a driver is new enough
@@ -25,9 +25,9 @@ const OLDEST: u32 = 12_000;
 pub enum Probe {
     /// No driver on this machine.
     Absent,
-    /// It does not work; the reason.
+    /// The driver does not work; the reason.
     Broken(String),
-    /// It works.
+    /// The driver works.
     Present(Driver),
 }
 
@@ -37,7 +37,7 @@ pub struct Driver {
     library: libloading::Library,
     /// The newest CUDA it supports: 13000 is 13.0.
     pub cuda: u32,
-    /// GPUs in its order.
+    /// GPUs in the driver's order.
     pub gpus: Vec<Gpu>,
 }
 
@@ -84,7 +84,7 @@ impl Probe {
     /// The driver, if it works and is new enough.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// There is no driver, it does not work, or it is too old.
     pub fn driver(self) -> Result<Driver, DeviceUnavailable> {
         match self {
             Self::Absent => Err(DeviceUnavailable(format!("there is no CUDA driver ({DRIVER_FILE}) on this machine"))),
@@ -121,7 +121,7 @@ impl Driver {
     /// Free memory of a GPU.
     ///
     /// # Errors
-    /// The driver's, in words.
+    /// The driver reports an error.
     pub fn free_bytes(&self, index: usize) -> Result<u64, String> {
         let device = device(&self.library, index as c_int)?;
         let (retain, release, get, set, get_free) = (
@@ -211,9 +211,7 @@ const LIBRARY_FILE: &str = "libquerl_cuda.so";
 /// A library of the program's version.
 #[derive(Debug)]
 pub struct OpenedLibrary {
-    /// Its functions.
     pub library: Library,
-    /// Its file.
     pub path: PathBuf,
 }
 
@@ -269,7 +267,7 @@ fn cannot_open(error: &libloading::Error) -> String {
     format!("cannot be opened: {text}{remedy}")
 }
 
-/// What provides the file that the loader misses.
+/// The package that provides the file that the loader misses.
 fn remedy(text: &str) -> Option<&'static str> {
     let names = |names: &[&str]| names.iter().any(|name| text.contains(name));
     if names(&["libcuda.so"]) {
@@ -285,7 +283,7 @@ fn remedy(text: &str) -> Option<&'static str> {
 mod tests {
     use super::*;
 
-    /// The symptom: where there was no driver, CUDA's libraries were asked for, which were there.
+    /// Regression: without a driver the message named CUDA's libraries, which were installed.
     #[test]
     fn a_missing_file_is_reported_with_what_provides_it() {
         let of = |name| remedy(&format!("{name}: cannot open shared object file: No such file or directory"));

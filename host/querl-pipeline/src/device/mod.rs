@@ -24,7 +24,7 @@ use std::sync::Mutex;
 pub(crate) struct Executor {
     backend: Backend,
     n_ranks: usize,
-    /// What `auto` has chosen and why; reported before the first job.
+    /// The device that `auto` has chosen and why; reported before the first job.
     choice: Mutex<Option<String>>,
 }
 
@@ -366,7 +366,7 @@ mod tests {
         assert!(refused.starts_with("sft.use_dora is true and sft.lora_dropout above 0"), "{refused}");
     }
 
-    /// Symptom: a model was fine-tuned for hours, and its first generation failed.
+    /// Regression: a model was fine-tuned for hours, and its first generation failed.
     #[test]
     fn head_sizes_without_gpu_kernels_are_rejected_before_any_stage() {
         let refusal = |head_dim, gpu_use| {

@@ -1,4 +1,4 @@
-//! Calls to retrieval and judge: some at a time, each cut off at the deadline, timed, and memoized for the length of a run.
+//! Calls to retrieval and judge: concurrent up to a limit, each with a deadline, timed, and memoized for the length of a run.
 
 use futures::StreamExt;
 use querl_core::records::{CallFailure, Context, FailureKind, QueryRow};
@@ -13,7 +13,7 @@ pub(crate) enum CallError {
 }
 
 impl CallError {
-    /// The failure for the record, where it is the deadline.
+    /// The failure of a call that exceeded the deadline.
     pub(crate) fn deadline_failure(&self) -> Option<CallFailure> {
         matches!(self, Self::DeadlineExceeded(_)).then(|| self.clone().into_failure())
     }
@@ -53,8 +53,8 @@ pub(crate) async fn all<F: Future>(calls: Vec<F>, n_at_once: usize) -> (Vec<F::O
     (answers.into_iter().map(|(_, answer)| answer).collect(), started.elapsed().as_secs_f64())
 }
 
-/// With more responses the cache is cleared, which bounds its memory.
-const MOST_ANSWERS: usize = 100_000;
+/// Maximum number of cached responses; a fuller cache is cleared at the next look-up.
+const MAX_CACHED_RESPONSES: usize = 100_000;
 
 /// Identifies a call: a query, a rewrite, and the rewrite that it is compared with.
 #[derive(Debug, Clone, PartialEq)]
@@ -101,7 +101,7 @@ impl<T: Clone> CallCache<T> {
     /// Splits `calls` into cached and new ones; `new` has each call once.
     pub(crate) fn look_up<'a>(&self, questions: &[CallKey<'a>]) -> CacheLookup<'a, T> {
         let mut known = self.known();
-        if known.len() > MOST_ANSWERS {
+        if known.len() > MAX_CACHED_RESPONSES {
             known.clear();
         }
         let (mut new, mut place) = (Vec::new(), HashMap::new());
@@ -147,7 +147,7 @@ mod tests {
     use super::*;
     use crate::environment::testing::query;
 
-    /// The first call ends after all the others, though only two are under way at once.
+    /// The first call ends after all others, with two calls in flight at a time.
     #[tokio::test]
     async fn a_late_call_does_not_block_the_others() {
         let done = tokio::sync::Semaphore::new(0);

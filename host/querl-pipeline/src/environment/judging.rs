@@ -1,4 +1,4 @@
-//! Judging: which episodes are sampled, a score for each rewrite or a comparison of two, and one repair of an answer that cannot be parsed.
+//! Judging: which episodes are sampled, a score for each rewrite or a comparison of two, and a second request where the response cannot be parsed.
 //!
 //! Judges prefer what they read first, or last. Which side of a comparison is first is drawn by seed, query and rewrites, so that the
 //! preference cancels over many requests, and the same request always has the same order.
@@ -94,7 +94,7 @@ impl JudgePrompter<'_> {
         self.converse(call, comparison.messages(&pair), |text| Ok(comparison.parse(text, first))).await
     }
 
-    /// Calls the judge; where the response cannot be parsed, shows it to the judge and requests the form once more.
+    /// Calls the judge. If the response cannot be parsed, calls it once more with that response and the required form.
     async fn converse(
         &self,
         call: &CallKey<'_>,
@@ -157,7 +157,7 @@ pub(crate) struct Pair<'a> {
     pub baseline: &'a str,
 }
 
-/// Which side is the first in the prompt.
+/// The side that is first in the prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum First {
     Policy,
@@ -300,7 +300,7 @@ mod tests {
         assert_eq!(stands_first, comparison.first(&pair) == First::Policy);
     }
 
-    /// A judge that always prefers what it reads first is worth nothing, and moves nothing.
+    /// A judge that always prefers the first side has no effect on average.
     #[test]
     fn preference_for_a_place_cancels() {
         let (comparison, context) = (comparison(), Context::default());

@@ -8,7 +8,7 @@ use std::sync::Arc;
 /// One reward plugin and its weight in the sum.
 #[derive(Clone)]
 pub(crate) struct WeightedReward {
-    /// Prefix of its components in metrics, episodes and reports; unique in a run.
+    /// Prefix of the plugin's components in metrics, episodes and reports; unique in a run.
     pub label: String,
     pub model: Arc<dyn RewardModel>,
     pub weight: f64,
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(names, ["a/top1", "a/total", "b/top1", "b/total"]);
     }
 
-    /// The share of an answer's first character among the answer's; what begins with `x` fails. It keeps what it was asked.
+    /// Probability: the share of the first character in the text. Texts that begin with `x` fail. Records the classified texts.
     #[derive(Default)]
     struct ByFirst(Mutex<Vec<(String, String)>>);
 
@@ -154,7 +154,7 @@ mod tests {
         Some((class.label.clone(), class.probability))
     }
 
-    /// Regression: the distribution of one side, or of the first episode, in the place of another's.
+    /// Regression: an episode got the distribution of its other side, or of the first episode.
     #[test]
     fn each_side_of_each_episode_has_its_own_distribution() {
         let (model, mut episodes) =

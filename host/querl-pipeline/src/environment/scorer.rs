@@ -278,7 +278,7 @@ fn new_candidate(written: WrittenRewrite, retrieval: Result<Vec<Hit>, CallFailur
     Candidate { rewrite, retrieval, judgement: Judgement::NotSampled, style: None, n_tokens, truncated }
 }
 
-/// The sides of all requests that `wants` picks.
+/// The sides of all requests for which `wants` is true.
 fn select(requests: &[ScoreRequest<'_>], wants: impl Fn(&ScoreRequest<'_>, Side) -> bool) -> Vec<(usize, Side)> {
     let sides = |index| [(index, Side::Policy), (index, Side::Baseline)];
     (0..requests.len()).flat_map(sides).filter(|(index, side)| wants(&requests[*index], *side)).collect()
@@ -441,7 +441,7 @@ mod tests {
         let requests = rows.each_ref().map(|row| request(row, "down", rewritten("down")));
         let error = shop.scorer().score(&requests).unwrap_err();
         assert!(matches!(error, EnvironmentError::Service(_)), "{error}");
-        // Of a small part nothing follows: its episodes are dropped, and too many drops end the run in their own way.
+        // Failures of few calls do not stop the run: the episodes are dropped, and too many drops stop it elsewhere.
         assert!(shop.scorer().score(&requests[..1]).unwrap().scored[0].outcome.is_err());
     }
 
@@ -479,7 +479,7 @@ mod tests {
         let rejection = scored[3].outcome.as_ref().unwrap_err();
         assert_eq!(rejection.code, "policy_judge_failed");
         assert!(rejection.detail.contains("nor does a second one: no JSON object"), "{rejection}");
-        // None for the equals, one, and two for each answer that could not be read.
+        // Judge calls: 0 for equal rewrites, 1, and 2 for each response that could not be parsed.
         assert_eq!(shop.n_judgements(), 5);
     }
 

@@ -16,9 +16,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// `good` finds well, `poor` poorly, `broken` fails, `down` meets nobody, `unjudgeable` gets no usable judgement, `slow` is
-/// looked up and `slowly judged` is judged for a minute, and `garbage` cannot be parsed. The score is the difference of the
-/// best hits.
+/// Rewrites and their effect: `good` has a high top-1 score, `poor` a low one, retrieval of `broken` fails, `down` has an unreachable
+/// service, the judgement of `unjudgeable` cannot be parsed, retrieval of `slow` and judging of `slowly judged` take a minute, `garbage`
+/// cannot be parsed. The reward is the difference of the top-1 scores.
 #[derive(Default)]
 pub(crate) struct Shop {
     pause: Duration,
@@ -49,7 +49,7 @@ impl Shop {
     }
 
     pub(crate) fn scorer_with(&self, services: Services) -> Scorer {
-        // Leaked so that the handle outlives the test; a test process ends soon. Its thread sees to the timers.
+        // Leaked so that the handle outlives the test. Its thread drives the timers.
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime: &'static _ = Box::leak(Box::new(runtime.expect("a runtime can be built")));
         Scorer::new(services, runtime.handle().clone())

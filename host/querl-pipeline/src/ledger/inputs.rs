@@ -81,8 +81,8 @@ impl Inputs {
         self.0.keys().filter_map(|name| Some((name.as_str(), stage_of(name)?))).collect()
     }
 
-    /// Digest of the inputs and of all else that the last bits of a training depend on: how passes are cut, the program, and the kind of
-    /// GPU. Checkpoints belong to one fingerprint. Finished stages do not depend on it: their results differ by rounding alone.
+    /// Digest of the inputs and of everything else that affects the last bits of a training: the size of passes, the program, and the
+    /// GPU type. Checkpoints belong to one fingerprint. Finished stages do not depend on it: their results differ by rounding alone.
     pub(crate) fn fingerprint(&self, model: &ModelConfig, arithmetic: Option<String>) -> String {
         let mut exact = self.clone();
         exact.text("model.tokens_per_pass", model.tokens_per_pass);
@@ -124,11 +124,11 @@ fn is_of_model(file: &str) -> bool {
         "added_tokens.json",
         "vocab.json",
         "merges.txt",
-        // Of classifiers: what their classes are called, and how sure they are.
+        // Classifiers: names of the classes, temperature.
         "label_mapping.json",
         "pytorch_model.bin",
         "calibration.json",
-        // Of embedding models: how texts are cut and vectors made.
+        // Embedding models: truncation and pooling.
         "modules.json",
         "sentence_bert_config.json",
         "config_sentence_transformers.json",

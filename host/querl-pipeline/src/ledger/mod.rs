@@ -1,4 +1,4 @@
-//! `stages.json`: which stages are finished, on which inputs, and what they found.
+//! `stages.json`, the ledger: finished stages with their inputs and figures.
 
 mod inputs;
 
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 pub enum StageName {
     /// The teacher rewrites each query.
     Rewrite,
-    /// Retrieval says what each rewrite finds.
+    /// Retrieval looks up each rewrite.
     Validate,
     /// Filters keep or drop; the dataset is split.
     Convert,
@@ -30,7 +30,7 @@ pub enum StageName {
 }
 
 impl StageName {
-    /// In order.
+    /// All stages, in order.
     pub const ALL: [Self; 6] = [Self::Rewrite, Self::Validate, Self::Convert, Self::Sft, Self::Rl, Self::Eval];
 
     /// What the stage does, as a sentence.
@@ -45,7 +45,7 @@ impl StageName {
         }
     }
 
-    /// As the command line and the ledger call it.
+    /// Name on the command line and in the ledger.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Rewrite => "rewrite",
@@ -128,12 +128,12 @@ impl Ledger {
         self.contents.stages.is_empty()
     }
 
-    /// What is known of `stage`.
+    /// The entry of `stage`.
     pub fn entry(&self, stage: &str) -> Option<&Entry> {
         self.contents.stages.get(stage)
     }
 
-    /// Replaces what is known of `stage` and writes the file.
+    /// Replaces the entry of `stage` and writes the file.
     pub(crate) fn put(&mut self, stage: &str, entry: Entry) -> anyhow::Result<()> {
         self.contents.stages.insert(stage.into(), entry);
         let mut text = serde_json::to_vec_pretty(&self.contents).context("the ledger has no JSON form")?;
@@ -145,9 +145,9 @@ impl Ledger {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Decision {
     Skip(Entry),
-    /// It runs, and its partial outputs are reused; the reason.
+    /// Run with the partial outputs; the reason.
     Continue(String),
-    /// It runs, and its outputs are removed; the reason.
+    /// Remove the outputs and run; the reason.
     StartOver(String),
 }
 
@@ -189,7 +189,7 @@ pub(crate) fn listing(names: &[String]) -> String {
     }
 }
 
-/// The rows that an earlier stage left.
+/// Reads the rows that an earlier stage wrote.
 pub(crate) fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<T>> {
     read_jsonl(path).map_err(|error| match error {
         ReadError::Line { path, line, problem } => {

@@ -47,7 +47,7 @@ impl Stage for Convert {
     }
 }
 
-/// The files of the stage while they are written, and what is in them.
+/// Output files of the stage while they are written, with counts of their rows.
 struct Dataset {
     splits: [RecordWriter; 3],
     dropped: RecordWriter,

@@ -1,4 +1,4 @@
-//! Stage 6: every system on the test split, all judged. The figures are made from its records by [`crate::report`].
+//! Stage 6: evaluates every system on the test split. [`crate::report`] computes the figures from its records.
 
 use super::stage::{self, Done, Stage, remove};
 use crate::environment::{Baselines, Scorer};
@@ -104,13 +104,13 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
     }
     audit(run, &mut all.records, progress);
     if run.config.retrieval.kind == RetrievalKind::None {
-        // Both sides found nothing because nobody looked: that is no draw.
+        // Without retrieval there is no winner and no draw.
         all.records.iter_mut().filter_map(|record| record.outcome.as_mut().ok()).for_each(|answer| answer.win = None);
     }
     Ok(all)
 }
 
-/// Has the second style model, where there is one, look at every answer. Where it fails on one, that answer has no word of it.
+/// Classifies every response with the second style model, if there is one. A failed classification leaves the field empty.
 fn audit(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress) {
     let Some(model) = &run.plugins.audit else { return };
     let has_text = |answer: &&mut SystemAnswer| !answer.candidate.rewrite.trim().is_empty();

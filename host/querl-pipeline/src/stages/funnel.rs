@@ -9,13 +9,13 @@ use std::collections::BTreeMap;
 /// One stage's share.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Step {
-    /// Which.
+    /// Name of the stage.
     pub stage: &'static str,
-    /// Rows that came in.
+    /// Input rows.
     pub rows_in: u64,
-    /// Rows that the next stage gets.
+    /// Rows passed to the next stage.
     pub kept: u64,
-    /// The others, by why: `repeated`, `teacher_timeout`, `top1_below_threshold`.
+    /// Dropped rows by code: `repeated`, `teacher_timeout`, `top1_below_threshold`.
     pub dropped: BTreeMap<String, u64>,
 }
 
@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(super::steps(&ledger, &dir).unwrap().len(), 2, "a stage that is not finished has no share");
     }
 
-    /// Regression: rows that a new rewrite has mended were shown as dropped by an older convert.
+    /// Regression: rows that a later rewrite repaired were shown as dropped by an earlier convert.
     #[test]
     fn a_stage_that_read_other_rows_has_no_share() {
         let folder = tempfile::tempdir().unwrap();

@@ -21,14 +21,14 @@ const TEST_LEAKED: &str = "rows of test nearly in train";
 /// Leaks of the held-out splits.
 #[derive(Debug)]
 pub struct SplitLeaks {
-    /// Of val, which only chooses the checkpoint.
+    /// Leaks of val, which only chooses the checkpoint.
     pub val: Leaks,
-    /// Of test.
+    /// Leaks of test.
     pub test: Leaks,
 }
 
 impl SplitLeaks {
-    /// Sentences about what leaked and about what is nearly a leak, of val and of test.
+    /// Sentences about leaks and near-leaks of val and test.
     pub fn sentences(&self) -> Vec<String> {
         let of = |split, leaks: &Leaks| [leaks.sentence(split), leaks.same_query_sentence(split)];
         of(Split::Val, &self.val).into_iter().chain(of(Split::Test, &self.test)).flatten().collect()
@@ -88,7 +88,7 @@ fn find(
 /// Rows of a split.
 ///
 /// # Errors
-/// It cannot be read.
+/// The split cannot be read.
 pub fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
     let path = dir.split(split);
     let count = || -> std::io::Result<u64> {
@@ -136,15 +136,14 @@ fn say(found: &SplitLeaks, on_leak: OnLeak, progress: &dyn Progress) -> anyhow::
     }
 }
 
-/// What is to be said of a finished training whose test has leaked into it.
+/// The warning about a finished training that saw rows of test.
 pub(crate) fn note(stage: StageName, facts: &Facts) -> Option<String> {
     let n = facts.count(TEST_LEAKED);
     let what = format!("{n} row(s) of test were in train, or nearly, when {stage} was trained");
     (n > 0).then(|| format!("{what}: its figures on test flatter it"))
 }
 
-/// As [`note`], of a training that is used again; one that was not looked at then is looked at now. Splits that are no longer there have
-/// nothing to remind of.
+/// As [`note`] for a training that is used again. Without a recorded figure the splits are checked now; missing splits give no warning.
 pub(crate) fn reminder(run: &Run, stage: StageName, facts: &Facts) -> Option<String> {
     match facts.get(TEST_LEAKED) {
         Some(_) => note(stage, facts),

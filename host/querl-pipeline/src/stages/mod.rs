@@ -1,7 +1,7 @@
 //! The stages of a run, one file each, and their runner: skips finished stages, resumes interrupted ones, runs again those whose inputs changed.
 //!
-//! The inputs of a stage include the content of the files of earlier stages. A change therefore reaches every later stage that can see it,
-//! and stops where it makes no difference: failed rows that fail again do not cause another training.
+//! The inputs of a stage include the content of files that earlier stages wrote. A change reaches the later stages whose input files
+//! differ, and no others: rows that fail again do not cause another training.
 
 mod convert;
 mod eval;
@@ -37,12 +37,12 @@ fn stage_of(name: StageName) -> &'static dyn Stage {
     }
 }
 
-/// Which stages to look at, and which of them to run whatever the ledger says.
+/// The stages of a command, and those that run even if finished.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// The first.
+    /// First stage.
     pub first: StageName,
-    /// The last.
+    /// Last stage.
     pub last: StageName,
     /// This stage and all later ones run again.
     pub forced_from: Option<StageName>,
@@ -54,16 +54,16 @@ impl Window {
     }
 }
 
-/// What became of one stage.
+/// Result of one stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Outcome {
-    /// Which.
+    /// The stage.
     pub stage: StageName,
     /// False where it was finished already.
     pub ran: bool,
-    /// What it found, now or when it ran.
+    /// Its figures.
     pub facts: Facts,
-    /// Wall-clock seconds, now or when it ran.
+    /// Wall-clock seconds when it ran.
     pub seconds: f64,
 }
 
@@ -98,12 +98,11 @@ fn check_input(run: &Run) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Refuses a first stage whose input was made from what is no longer there: the stages before it are not run here, so their
-/// place in the chain of files is looked at. Other settings of theirs are said and used as they are: who runs a single stage
-/// may want to try a setting on what the run holds.
+/// Checks the stages before `first`, which this command does not run. An error if one ran on files that have changed since. Changed
+/// settings of such a stage are only reported: a user may try a setting in a single stage on existing files.
 fn check_upstream(run: &Run, ledger: &Ledger, first: StageName) -> anyhow::Result<()> {
     let mut open: BTreeSet<StageName> = stages_behind(&stage_of(first).inputs(run, ledger)?);
-    // Latest first: what an earlier one needs comes before it.
+    // From the latest to the earliest, since a stage depends on earlier ones only.
     while let Some(name) = open.pop_last() {
         let inputs = stage_of(name).inputs(run, ledger)?;
         let Some(entry) = ledger.entry(name.as_str()) else { continue };
@@ -125,7 +124,7 @@ fn stages_behind(inputs: &Inputs) -> BTreeSet<StageName> {
     inputs.upstream().into_iter().map(|(_, stage)| stage).collect()
 }
 
-/// The stages that may have work to do: from the first on that is not finished, since what it leaves decides on the others.
+/// The stages that may run: the first unfinished one and all after it, whose inputs depend on its outputs.
 fn pending(run: &Run, ledger: &Ledger, window: Window) -> anyhow::Result<Vec<StageName>> {
     for name in window.stages() {
         let inputs = stage_of(name).inputs(run, ledger)?;
@@ -136,8 +135,8 @@ fn pending(run: &Run, ledger: &Ledger, window: Window) -> anyhow::Result<Vec<Sta
     Ok(Vec::new())
 }
 
-/// What would become of stages that ask somebody outside, without running any: those of `window` that are finished are left out. A stage
-/// whose files are not there yet is as one that never ran; after one that has work to do, nothing is finished.
+/// The unfinished stages of `window` among `asking`, which call external services; runs none. A stage whose input files do not exist yet
+/// counts as never run, and all stages after an unfinished one are unfinished.
 pub(crate) fn plan(run: &Run, window: Window, asking: &[StageName]) -> anyhow::Result<Vec<(StageName, PlannedWork)>> {
     let ledger = Ledger::open(&run.dir.stages())?;
     let (mut ahead, mut has_work) = (Vec::new(), false);
@@ -159,7 +158,7 @@ pub(crate) fn plan(run: &Run, window: Window, asking: &[StageName]) -> anyhow::R
     Ok(ahead)
 }
 
-/// What a stage with work to do makes of what is there.
+/// How an unfinished stage uses existing outputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum PlannedWork {
     Resumes,
@@ -186,7 +185,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     };
     let reason = match decision {
         Decision::Skip(Entry { facts, seconds, .. }) => {
-            // A kill may have come between the ledger's last word and this.
+            // The process may have been killed after the ledger was written and before this.
             stage.settle(&run.dir).with_context(|| format!("{name}: what is no longer needed cannot be removed"))?;
             run.reporter.message(&format!("{name}: finished earlier, skipped"));
             if let Some(reminder) = stage.reminder(run, &facts) {
@@ -202,7 +201,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     };
     run.reporter.message(&format!("{name}: running ({reason})"));
     let outcome = execute(run, ledger, stage, inputs, found)?;
-    // What the last stage found is the command's result, which goes to stdout; the evaluation's is its table.
+    // The facts of the last stage are the command's result on stdout; that of the evaluation is its table.
     if name != window.last || name == StageName::Eval {
         run.reporter.message(&summary(name, &outcome.facts, outcome.seconds));
     }
@@ -219,7 +218,7 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs, fo
         account.begin(name.as_str());
         let progress = run.reporter.stage(name.as_str());
         let done = stage.execute(run, &Counted { inner: progress.as_ref(), account, stage: name });
-        // What was spent is spent, however it ended.
+        // Spending is recorded even if the stage failed.
         let settled = spending::settle(run, name);
         let mut done = done?;
         settled?;
@@ -240,7 +239,7 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs, fo
     Ok(Outcome { stage: name, ran: true, facts: done.facts, seconds })
 }
 
-/// The block of lines that ends a stage.
+/// The summary that is printed at the end of a stage.
 pub fn summary(name: StageName, facts: &Facts, seconds: f64) -> String {
     let mut lines = vec![format!("{name}: done in {}", duration(seconds))];
     lines.extend(facts.to_lines());

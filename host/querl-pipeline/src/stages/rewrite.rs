@@ -38,8 +38,8 @@ impl Stage for Rewrite {
         Ok(inputs)
     }
 
-    /// A rewrite is found again by its query: other rows leave it good. So does another one to ask where the teacher fails: who
-    /// wrote a row stands in it.
+    /// Rewrites are found by query, so they stay valid when other rows change; and when the fallback teacher changes, since each record
+    /// names its teacher.
     fn keeps_rows(&self, name: &str) -> bool {
         name == QUERY_TABLE || name.starts_with("data.") || name.starts_with("fallback_teacher.")
     }
@@ -52,7 +52,7 @@ impl Stage for Rewrite {
         } else {
             open_teacher(&run.config.teacher, &run.config.fallback_teacher, &run.outside)?;
         }
-        // Before anything is removed: a batch that is being worked on is paid, whether somebody reads it or not.
+        // Before anything is removed: a submitted batch is paid even if its responses are never read.
         match run.config.teacher.kind {
             TeacherKind::Openai => batches(run).map(drop)?,
             TeacherKind::Recorded | TeacherKind::Local => refuse_open_batches(&run.dir.batches())?,
@@ -73,7 +73,7 @@ impl Stage for Rewrite {
         run.config.data.export.iter().map(|format| table_path(&run.dir.rewrites(), *format)).collect()
     }
 
-    /// Batches that are noted stay: their answers belong to prompts, whichever rows have them, and are on their way.
+    /// Recorded batches are kept: their responses belong to prompts, not to rows, and are in flight.
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
         remove(&Journal::path_for(&dir.rewrites()))?;
         remove_tables(&dir.rewrites(), &[])?;
@@ -128,7 +128,7 @@ fn ask<'a>(
     Ok((asked, teacher.name().to_owned()))
 }
 
-/// Batches to hand over, or to read because they were handed over while `teacher.batch` was on.
+/// The batch client, to submit batches, or to read those submitted while `teacher.batch` was on.
 fn batches(run: &Run) -> anyhow::Result<Option<(BatchTeacher, NewPrompts)>> {
     let (config, state) = (&run.config.teacher, run.dir.batches());
     if config.kind != TeacherKind::Openai || !(config.batch || state.exists()) {
@@ -142,14 +142,14 @@ fn batches(run: &Run) -> anyhow::Result<Option<(BatchTeacher, NewPrompts)>> {
     })
 }
 
-/// What the records of the stage come to.
+/// Totals over the records of the stage.
 #[derive(Default)]
 struct Tally {
     n_rewritten: u64,
     n_by_the_fallback: u64,
     failures: BTreeMap<String, u64>,
     n_not_recorded: u64,
-    /// What they cost whenever they were made, earlier runs' from the cache included; `None` once a price is unknown.
+    /// Cost of all rewrites, including cached ones of earlier runs; `None` if a price is unknown.
     cost: Option<f64>,
 }
 
@@ -181,12 +181,12 @@ impl Tally {
         }
         facts.add("teacher failed", n_failed).add_parts(&self.failures);
         facts.add("price", self.cost);
-        // A recording that lacks a query is not tried again; when the file changes, the stage runs again.
+        // Queries missing in a recording are not retried; a change of the file runs the stage again.
         Done { facts, n_failed: n_failed - self.n_not_recorded }
     }
 }
 
-/// Rows that are handed over at once: the model is loaded once for them, and their prompts are in memory.
+/// Rows per generation job: the model is loaded once per job, and the prompts of a job are in memory.
 const N_ROWS_A_PORTION: usize = 4096;
 const N_ROWS_AT_ONCE: usize = 16;
 
@@ -269,7 +269,7 @@ fn generate_portion(
     training::generate(run, "teacher", &job, &mut take)
 }
 
-/// Half an answer is none: its last words may be the ones that matter.
+/// The rewrite of a response; a truncated one is a failure.
 fn completion(response: GeneratedResponse, n_prompt_tokens: usize) -> Result<Completion, CallFailure> {
     if response.truncated {
         let message = "the response was cut off; raise teacher.max_tokens".into();
@@ -300,7 +300,7 @@ impl ContextWindow {
         Ok(Self { tokenizer: TextTokenizer::load(path)?, n_positions, max_tokens })
     }
 
-    /// Of a prompt; a failure where it leaves no window for an answer.
+    /// Token ids of a prompt; a failure if no positions are left for the response.
     fn tokens_of(&self, messages: &[Message]) -> anyhow::Result<Result<usize, CallFailure>> {
         let n_tokens = self.tokenizer.encode_prompt(messages)?.len();
         if n_tokens + self.max_tokens <= self.n_positions {

@@ -48,8 +48,8 @@ fn in_short(spent: &Spend) -> String {
     parts.join(", ")
 }
 
-/// The figures of one stage by name, for `metrics.jsonl`: `calls/teacher gpt-5/cost`, `cache/rewrites/hit_rate`. Empty where
-/// nobody outside was asked.
+/// The figures of one stage by name, for `metrics.jsonl`: `calls/teacher gpt-5/cost`, `cache/rewrites/hit_rate`. Empty
+/// without external calls.
 pub(crate) fn metrics(account: &SpendTracker, stage: StageName) -> BTreeMap<String, f64> {
     let mut figures = BTreeMap::new();
     let of_stage = account.by_stage().remove(stage.as_str()).unwrap_or_default();
@@ -110,7 +110,7 @@ pub(crate) fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the report says, a line for each stage and provider.
+/// Lines of the report, one per stage and provider.
 pub(crate) fn report_lines(dir: &RunDir) -> anyhow::Result<Vec<(String, String)>> {
     let by_stage = read_spend(&dir.calls())?;
     let stages = StageName::ALL.into_iter().filter_map(|stage| Some((stage, by_stage.get(stage.as_str())?)));
@@ -147,7 +147,7 @@ fn in_words(spent: &Spend) -> String {
 mod tests {
     use super::*;
 
-    /// Regression: a hit rate of one provider of a table that is given for all of them.
+    /// Regression: the hit rate of a table was that of one of its providers.
     #[test]
     fn hit_rate_is_over_all_providers_of_a_table() {
         let spent = |calls, cached, joined| Spend { calls, cached, joined, ..Spend::default() };

@@ -19,7 +19,7 @@ pub(crate) struct Done {
 pub(crate) trait Stage: Sync {
     fn name(&self) -> StageName;
 
-    /// Everything that its result depends on.
+    /// Everything that the result of the stage depends on.
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs>;
 
     /// Whether finished rows stay valid when the input of this name changes.
@@ -27,13 +27,13 @@ pub(crate) trait Stage: Sync {
         false
     }
 
-    /// Opens tables and services, so that errors show before any stage runs.
+    /// Opens tables and services, so that errors are reported before any stage runs.
     fn check(&self, _run: &Run) -> anyhow::Result<()> {
         Ok(())
     }
 
-    /// Refuses work that would be useless, before outputs of an earlier run are removed. `_last` is the last stage of the command. The
-    /// result is added to the facts of the stage.
+    /// Checks the inputs before outputs of an earlier run are removed; an error stops the stage. `_last` is the last stage of the command.
+    /// The result is added to the facts of the stage.
     fn permit(&self, _run: &Run, _last: StageName, _progress: &dyn Progress) -> anyhow::Result<Facts> {
         Ok(Facts::default())
     }
@@ -50,7 +50,7 @@ pub(crate) trait Stage: Sync {
         Vec::new()
     }
 
-    /// Removes what an earlier run of it left.
+    /// Removes the outputs of an earlier run of the stage.
     fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
         self.outputs(dir).iter().try_for_each(|path| remove(path))
     }
@@ -85,7 +85,7 @@ pub(super) fn remove_tables(output: &Path, but: &[TableFormat]) -> std::io::Resu
     unwanted.map(|format| querl_data::table_path(output, format)).try_for_each(|path| remove(&path))
 }
 
-/// A mean of values that come one by one.
+/// A running mean.
 #[derive(Default)]
 pub(super) struct Mean {
     sum: f64,
@@ -98,13 +98,12 @@ impl Mean {
         self.n += 1;
     }
 
-    /// `None` of nothing.
     pub(super) fn value(&self) -> Option<f64> {
         (self.n > 0).then(|| self.sum / self.n as f64)
     }
 }
 
-/// Keys that bound calls without changing their answers, and paths, whose content is added instead.
+/// Keys that limit calls without changing their responses, and paths, whose content is an input instead.
 const CALLS: [&str; 8] = [
     "auth",
     "api_key_env",
@@ -116,13 +115,13 @@ const CALLS: [&str; 8] = [
     "max_retries",
 ];
 
-/// Keys that change what a call costs and not its answer.
+/// Keys that change the cost of a call, not its response.
 const PRICES: [&str; 2] = ["price_prompt_per_million", "price_completion_per_million"];
 
-/// Keys that change when an answer comes and not what it is.
+/// Keys that change the time of a response, not its content.
 const BATCH: [&str; 3] = ["batch", "batch_price_factor", "batch_poll_s"];
 
-/// Keys of an endpoint, which a judge that is none does not look at.
+/// Keys of an endpoint, which only an endpoint judge reads.
 const ENDPOINT: [&str; 10] = [
     "form",
     "dimensions",
@@ -221,7 +220,7 @@ pub(crate) fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// Everything that turns a rewrite into a score: retrieval, judge, prompts, reward plugins.
+/// Adds everything that affects scores: retrieval, judge, prompts, reward plugins.
 pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     add_retrieval(inputs, run)?;
     let unused: &[&str] = if run.config.judge.kind == JudgeKind::Openai { &[] } else { &ENDPOINT };
@@ -238,7 +237,7 @@ pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// The second style model, which classifies evaluated answers.
+/// Adds the second style model, which classifies responses in the evaluation.
 pub(crate) fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     match &run.config.plugins.style_model.audit {
         Some(path) => inputs.model("auditing style model", path).map(drop),

@@ -1,4 +1,4 @@
-//! Stage 2: what does retrieval find with each rewrite?
+//! Stage 2: retrieves the hits of each rewrite.
 
 use super::stage::{self, Done, Mean, Stage, make_tables, remove, remove_tables};
 use crate::interrupt;
@@ -29,7 +29,7 @@ impl Stage for Validate {
         Ok(inputs)
     }
 
-    /// Hits are found again by query and rewrite: other rewrites leave them good.
+    /// Hits are found by query and rewrite, so they stay valid when other rewrites change.
     fn keeps_rows(&self, name: &str) -> bool {
         name == "rewrites.jsonl of rewrite" || name == EXPORT
     }
@@ -72,7 +72,7 @@ impl Stage for Validate {
     }
 }
 
-/// What the records of the stage come to.
+/// Totals over the records of the stage.
 #[derive(Default)]
 struct Tally {
     n_found: u64,
@@ -92,7 +92,7 @@ impl Tally {
         record.top1_score().into_iter().for_each(|score| self.top1.add(score));
     }
 
-    /// Of a run without retrieval: nothing was found because nobody looked.
+    /// The result in a run without retrieval.
     fn not_made(self, retriever: &str) -> Done {
         let mut facts = Facts::default();
         facts.add("retrieval", retriever).add("not looked up", self.n_found + self.n_empty);

@@ -260,7 +260,7 @@ impl Serialize for ByClass<'_> {
 impl<'a> StylePrediction<'a> {
     /// `probabilities`: one for each of the classes that `names` has, at least one.
     pub fn new(names: &'a [String], probabilities: &'a [f64]) -> Self {
-        let predicted = best(probabilities);
+        let predicted = argmax(probabilities);
         Self {
             predicted_label: &names[predicted],
             confidence: probabilities[predicted],
@@ -276,8 +276,8 @@ impl<'a> StylePrediction<'a> {
     }
 }
 
-/// The first of the most probable classes.
-fn best(probabilities: &[f64]) -> usize {
+/// Index of the highest probability, the lowest on a tie.
+fn argmax(probabilities: &[f64]) -> usize {
     let better = |best: usize, index: usize| if probabilities[index] > probabilities[best] { index } else { best };
     (1..probabilities.len()).fold(0, better)
 }
@@ -334,7 +334,7 @@ pub(super) fn classify_response(
     let item = |(index, text): (usize, &ClassifiedText)| {
         json!({
             "index": index,
-            "label": classifier.classes()[best(&text.probabilities)],
+            "label": classifier.classes()[argmax(&text.probabilities)],
             "probs": if request.is_raw { &text.scores } else { &text.probabilities },
             "num_classes": text.probabilities.len(),
         })

@@ -110,7 +110,7 @@ pub struct GenerateJob {
     pub adapter: Option<PathBuf>,
     /// One conversation per response.
     pub prompts: Vec<Vec<Message>>,
-    /// 1: greedy.
+    /// Beam width of beam search; 1 is greedy decoding.
     pub n_beams: usize,
     /// Limits and stop strings, as in training.
     pub limits: RlConfig,

@@ -133,10 +133,10 @@ mod tests {
         pairs.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
     }
 
-    /// Number of warnings in a run of 30 steps where `name` takes the values of `course`.
-    fn warnings(name: &str, course: impl Fn(f64) -> f64) -> usize {
+    /// Number of warnings in a run of 30 steps where `name` takes the values of `curve`.
+    fn warnings(name: &str, curve: impl Fn(f64) -> f64) -> usize {
         let mut health = Health::default();
-        (0..30).flat_map(|step| health.check(&metrics(&[(name, course(f64::from(step)))]))).count()
+        (0..30).flat_map(|step| health.check(&metrics(&[(name, curve(f64::from(step)))]))).count()
     }
 
     #[test]

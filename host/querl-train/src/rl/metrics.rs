@@ -1,7 +1,9 @@
 //! The metrics of reinforcement learning: their names and how they are computed.
 //!
 //! **To add a metric** of PPO or another algorithm: insert it in one of the functions below, and describe its name in
-//! docs/files.md (`metrics.jsonl`). The functions of a micro-batch return its share of the optimizer step, since shares are summed.
+//! docs/files.md and docs/zh-CN/files.md (`metrics.jsonl`). The functions of a micro-batch return its share of the optimizer step, since
+//! shares are summed over micro-batches and ranks: a mean is possible there, a maximum is not. A new statistic of the loss is a field of
+//! [`PolicyLoss`] or [`ValueLoss`] (`losses.rs`) first.
 //! `metrics.jsonl` and TensorBoard take every name. A curve of the report is one line in `host/querl-eval/src/report/curves.rs`, one of
 //! `querl watch` in `host/querl/src/commands/watch/view.rs`.
 //!

@@ -63,8 +63,7 @@ pub fn run(command: &CacheCommand) -> anyhow::Result<()> {
             let path = args.cache.path()?;
             clear_cache(&path, &tables)?;
             let names: Vec<&str> = tables.iter().map(|table| table.name()).collect();
-            writeln!(std::io::stdout(), "{}: {} cleared", path.display(), names.join(", "))
-                .context("stdout")
+            writeln!(std::io::stdout(), "{}: {} cleared", path.display(), names.join(", ")).context("stdout")
         }
     }
 }

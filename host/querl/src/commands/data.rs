@@ -156,10 +156,7 @@ impl TableStats {
         ];
         let mut lines = vec![format!("query table {}{encoding}", self.file)];
         lines.extend(figures.iter().map(|(name, n)| format!("  {name:<14}  {n}")));
-        lines.push(format!(
-            "  {:<14}  median {p50} characters, 95th percentile {p95}, maximum {max}",
-            "queries"
-        ));
+        lines.push(format!("  {:<14}  median {p50} characters, 95th percentile {p95}, maximum {max}", "queries"));
         lines
     }
 }

@@ -147,7 +147,9 @@ impl Store {
         let problem = match catch_panic(|| ReadOnlyDatabase::open(path)) {
             Ok(Ok(database)) => return Some(Self(Some(Opened::ForReading(database)))),
             Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => "another process uses it".to_owned(),
-            Ok(Err(DatabaseError::RepairAborted)) => "the process that last used it was killed; the next run repairs it".to_owned(),
+            Ok(Err(DatabaseError::RepairAborted)) => {
+                "the process that last used it was killed; the next run repairs it".to_owned()
+            }
             Ok(Err(error)) => error.to_string(),
             Err(_) => "it cannot be opened".to_owned(),
         };

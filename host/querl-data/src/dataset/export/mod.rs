@@ -229,7 +229,7 @@ fn is_formula(text: &str) -> bool {
     text.trim_start_matches('\'').starts_with(['=', '+', '-', '@', '\t', '\r'])
 }
 
-/// Reverses the escaping of formulas.
+/// Removes the apostrophe that protects a cell from evaluation as a spreadsheet formula.
 pub(crate) fn formula_text(cell: &str) -> &str {
     cell.strip_prefix('\'').filter(|text| is_formula(text)).unwrap_or(cell)
 }

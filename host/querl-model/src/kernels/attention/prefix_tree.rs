@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-/// A run of rows that follow each other in every sequence that has one of them.
+/// A node of the prefix tree: consecutive tokens (rows) shared by exactly the same sequences.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Node {
     /// First row.
@@ -11,9 +11,9 @@ pub struct Node {
     pub len: usize,
     /// The first row after this node and its descendants.
     pub end: usize,
-    /// Number of rows before its first row in its sequences.
+    /// Position of the node's first token in its sequences: the length of the prefix before it.
     pub depth: usize,
-    /// The node that it continues.
+    /// The node before it in its sequences.
     pub parent: Option<usize>,
 }
 

@@ -18,7 +18,7 @@ pub(super) struct Packed {
     pub(super) n_in_padded: usize,
     pub(super) dtype: BaseDtype,
     data: Vec<Line>,
-    /// int8, nf4: `(panels, groups, WIDTH)`; fp8: `(panels, WIDTH)`.
+    /// Quantization scales: `(panels, groups, WIDTH)` for int8 and nf4, `(panels, WIDTH)` for fp8; otherwise empty.
     scales: Vec<f32>,
 }
 

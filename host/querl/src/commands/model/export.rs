@@ -170,9 +170,11 @@ fn write_random(args: &InitArgs, shapes: &DecoderConfig, out: &Path) -> anyhow::
         BaseDtype::Bf16 => DType::BF16,
         BaseDtype::F16 => DType::F16,
         other => {
-            return Err(
-                usage(format!("--dtype {} is not a type of weights in a file; expected f32, bf16 or f16", other.name())).into()
-            );
+            return Err(usage(format!(
+                "--dtype {} is not a type of weights in a file; expected f32, bf16 or f16",
+                other.name()
+            ))
+            .into());
         }
     };
     querl_model::set_threads(args.threads);

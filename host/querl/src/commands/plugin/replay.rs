@@ -133,7 +133,10 @@ impl ReplayPlugin {
             )?)),
             (true, None) => {
                 let expected = "it can score again what a run with plugins.style_model recorded";
-                let message = format!("plugin {}: it scores style, and no episode has style probabilities; {expected}", plugin.id());
+                let message = format!(
+                    "plugin {}: it scores style, and no episode has style probabilities; {expected}",
+                    plugin.id()
+                );
                 return Err(Stop::usage(message).into());
             }
         };

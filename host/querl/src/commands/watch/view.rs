@@ -8,8 +8,8 @@ use ratatui::style::{Color, Style, Stylize};
 use ratatui::text::{Line, Span};
 use ratatui::widgets::{Block, Gauge, Paragraph, Sparkline};
 
-/// Figures with a course of their own, in the order in which they are shown: name in `metrics.jsonl`, name on screen.
-const COURSES: [(&str, &str); 12] = [
+/// Figures with a curve, in the order in which they are shown: name in `metrics.jsonl`, name on screen.
+const CURVES: [(&str, &str); 12] = [
     ("avg_reward", "reward"),
     ("val/reward", "val reward"),
     ("win_rate", "win rate"),
@@ -24,14 +24,14 @@ const COURSES: [(&str, &str); 12] = [
     ("response_length/mean", "response length"),
 ];
 
-/// Columns of one course and rows of it, its name included.
+/// Columns and rows of one curve, including its name.
 const COURSE_WIDTH: u16 = 34;
 const COURSE_HEIGHT: u16 = 3;
 
 pub(super) fn draw(snapshot: &Snapshot, frame: &mut Frame<'_>) {
-    let courses = snapshot.training.as_ref().map(courses_of).unwrap_or_default();
+    let curves = snapshot.training.as_ref().map(curves_of).unwrap_or_default();
     let per_row = usize::from((frame.area().width / COURSE_WIDTH).max(1));
-    let n_rows = courses.len().div_ceil(per_row) as u16;
+    let n_rows = curves.len().div_ceil(per_row) as u16;
     let n_warnings = snapshot.training.as_ref().map_or(0, |training| training.warnings.len().min(4)) as u16;
     let [head, progress, figures, timing, warnings, episodes] = Layout::vertical([
         Constraint::Length(2),
@@ -45,7 +45,7 @@ pub(super) fn draw(snapshot: &Snapshot, frame: &mut Frame<'_>) {
     frame.render_widget(Paragraph::new(head_lines(snapshot)), head);
     if let Some(training) = &snapshot.training {
         draw_progress(snapshot, training, frame, progress);
-        draw_courses(&courses, per_row, frame, figures);
+        draw_curves(&curves, per_row, frame, figures);
         frame.render_widget(Paragraph::new(timing_line(training)), timing);
         let newest = training.warnings.iter().rev().take(usize::from(n_warnings));
         let lines: Vec<Line<'_>> = newest.map(|text| Line::from(text.as_str()).fg(Color::Yellow)).collect();
@@ -101,25 +101,25 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-/// The courses that the stage has: name on screen and values.
-fn courses_of(training: &Training) -> Vec<(&'static str, &[f64])> {
-    let course = |(name, shown): &(&str, &'static str)| Some((*shown, training.series.get(*name)?.as_slice()));
-    COURSES.iter().filter_map(course).collect()
+/// The curves of this stage: display name and values.
+fn curves_of(training: &Training) -> Vec<(&'static str, &[f64])> {
+    let curve = |(name, shown): &(&str, &'static str)| Some((*shown, training.series.get(*name)?.as_slice()));
+    CURVES.iter().filter_map(curve).collect()
 }
 
-fn draw_courses(courses: &[(&str, &[f64])], per_row: usize, frame: &mut Frame<'_>, area: Rect) {
-    let n_rows = courses.len().div_ceil(per_row);
+fn draw_curves(curves: &[(&str, &[f64])], per_row: usize, frame: &mut Frame<'_>, area: Rect) {
+    let n_rows = curves.len().div_ceil(per_row);
     let rows = Layout::vertical(vec![Constraint::Length(COURSE_HEIGHT); n_rows]).split(area);
-    for (row, courses) in rows.iter().zip(courses.chunks(per_row)) {
+    for (row, curves) in rows.iter().zip(curves.chunks(per_row)) {
         let cells = Layout::horizontal(vec![Constraint::Fill(1); per_row]).split(*row);
-        for (cell, (name, values)) in cells.iter().zip(courses) {
-            draw_course(name, values, frame, *cell);
+        for (cell, (name, values)) in cells.iter().zip(curves) {
+            draw_curve(name, values, frame, *cell);
         }
     }
 }
 
-/// A name with the newest value, and the course as bars between its lowest and its highest value.
-fn draw_course(name: &str, values: &[f64], frame: &mut Frame<'_>, area: Rect) {
+/// A name with the newest value, and the values as bars between its lowest and its highest value.
+fn draw_curve(name: &str, values: &[f64], frame: &mut Frame<'_>, area: Rect) {
     let newest = values.last().copied().unwrap_or_default();
     let title = Line::from(vec![Span::raw(name.to_owned()), Span::raw(" "), format!("{newest:.4}").bold()]);
     let inner = Rect { width: area.width.saturating_sub(2), ..area };
