@@ -259,7 +259,7 @@ fn in_style(text: &str, honest: f64, audited: Option<f64>) -> Result<SystemAnswe
     Ok(made)
 }
 
-/// Symptom: two means with overlapping intervals were reported instead of the paired difference.
+/// Regression: two means with overlapping intervals were reported instead of the paired difference.
 #[test]
 fn style_shifts_are_paired_differences_of_each_style_model() {
     let rows = [(2, 0.1, 0.4), (3, 0.5, 0.8), (4, 0.6, 0.9), (5, 0.2, 0.5), (6, 0.3, 0.6)];
@@ -292,7 +292,7 @@ fn answers_without_a_style_have_no_style_evaluation() {
     assert!(json.get("style").is_none() && json.get("lookups").is_none(), "{json}");
 }
 
-/// Symptom: a run without retrieval reported retrieval metrics, as zeros and ties.
+/// Regression: a run without retrieval reported retrieval metrics, as zeros and ties.
 #[test]
 fn without_retrieval_its_metrics_do_not_apply() {
     let row = |system, row| {

@@ -158,7 +158,7 @@ fn curves_show_their_last_value_and_missing_ones_are_named() {
     assert!(html.contains("timing_s&#x2f;step"));
 }
 
-/// Symptom: a win rate of 0.5 was drawn for a run without retrieval.
+/// Regression: a win rate of 0.5 was drawn for a run without retrieval.
 #[test]
 fn a_run_without_retrieval_has_no_retrieval_curves() {
     let metrics = [json!({"stage": "rl", "step": 1, "avg_reward": 0.1, "win_rate": 0.5, "val/avg_top1": 0.0})];

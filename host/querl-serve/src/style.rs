@@ -278,7 +278,7 @@ async fn count(State(service): State<Arc<StyleService>>, request: Request, next:
 mod tests {
     use super::*;
 
-    /// Symptom: the server reported for ever that its model was being loaded, after the loading thread had ended.
+    /// Regression: the server reported for ever that its model was being loaded, after the loading thread had ended.
     #[test]
     fn a_panicked_thread_is_an_error_and_a_failed_one_reports_its_own() {
         let panicked = std::thread::spawn(|| -> anyhow::Result<()> { panic!("as a damaged file may cause") });

@@ -64,7 +64,7 @@ fn joined(lines: &[&str]) -> Vec<String> {
 mod tests {
     use super::*;
 
-    /// The symptom: a dialogue was classified as two separate halves.
+    /// Regression: a dialogue was classified as two separate halves.
     #[test]
     fn question_and_answer_in_two_lines_are_one_text() {
         let content =

@@ -489,7 +489,7 @@ mod tests {
         assert_eq!(patient.through(&fresh(&Tuning::Full)).0.n_steps, 30);
     }
 
-    /// The symptom: an adapter was loaded with the initial head.
+    /// Regression: an adapter was loaded with the initial head.
     #[test]
     fn a_trained_adapter_and_its_head_are_read_as_they_were_trained() {
         let mut setting = Setting::new(1, 1e-2);

@@ -159,7 +159,7 @@ fn batch_of_other_settings_stops_the_run_before_anything_is_removed() {
     assert_eq!(scene.service.n_begun(), 1);
 }
 
-/// Symptom: a batch was paid for and never read, and the same rows were paid for again one by one.
+/// Regression: a batch was paid for and never read, and the same rows were paid for again one by one.
 #[test]
 fn batch_is_read_after_batches_were_switched_off_and_new_rows_are_called_one_by_one() {
     let scene = Scene::new();

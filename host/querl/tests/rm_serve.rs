@@ -132,7 +132,7 @@ fn end(server: &mut Server, signal: &str) -> Option<i32> {
     server.process.wait().unwrap().code()
 }
 
-/// Symptom: connections were closed before their response when the server was stopped.
+/// Regression: connections were closed before their response when the server was stopped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_under_way_at_an_interrupt_are_answered() {
     let project = project();

@@ -97,7 +97,7 @@ fn rates(n_tokens: &[usize], seconds: &[f64]) -> Option<Spread> {
 mod tests {
     use super::*;
 
-    /// The symptom: the tokens of the last repetition were divided by the seconds of all.
+    /// Regression: the tokens of the last repetition were divided by the seconds of all.
     #[test]
     fn a_rate_divides_the_tokens_of_each_repetition_by_its_seconds() {
         let rate = Spread { median: 15.0, least: 10.0, most: 20.0, n: 3 };

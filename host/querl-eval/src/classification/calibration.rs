@@ -69,7 +69,7 @@ pub fn calibrated(logits: &[Vec<f64>], temperature: f64) -> Vec<Vec<f64>> {
 mod tests {
     use super::*;
 
-    /// Symptom: a few examples without a mistake set every probability to 1.
+    /// Regression: a few examples without a mistake set every probability to 1.
     #[test]
     fn examples_without_a_mistake_do_not_raise_confidence() {
         for (n, gap) in [(8, 1.0), (34, 3.0), (400, 9.0)] {
@@ -90,7 +90,7 @@ mod tests {
         assert!((0.4..1.0).contains(&found), "{found}");
     }
 
-    /// Symptom: clamped probabilities made the loss flat for a very confident mistake, and the search ended there.
+    /// Regression: clamped probabilities made the loss flat for a very confident mistake, and the search ended there.
     #[test]
     fn a_mistake_with_extreme_confidence_raises_the_temperature() {
         let labels = [0, 0, 0, 0];

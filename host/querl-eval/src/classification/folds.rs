@@ -219,7 +219,7 @@ mod tests {
         assert!(off.iter().all(|&test| rest.iter().all(|&train| groups[train] != groups[test])));
     }
 
-    /// Symptom: for a quarter of the seeds one of five folds of 26 dialogues lacked a class, and its metrics were of the other classes.
+    /// Regression: for a quarter of the seeds one of five folds of 26 dialogues lacked a class, and its metrics were of the other classes.
     #[test]
     fn every_class_of_two_groups_is_on_both_sides() {
         for sizes in [[7, 4, 5, 6, 4], [2, 2, 2, 40, 3], [2, 9, 9, 9, 9]] {

@@ -246,7 +246,7 @@ fn steps_are_recorded_and_a_policy_takes_the_place_of_the_one_before() {
     assert!(answers(None, 4).0 == alone(None), "the bare base, of other shapes");
 }
 
-/// The symptom: captured steps used the scale of the previous policy if only `lora_alpha` was different.
+/// Regression: captured steps used the scale of the previous policy if only `lora_alpha` was different.
 #[test]
 fn a_policy_of_another_scale_has_steps_of_its_own() {
     let (decoder, prompts) = (decoder("qwen3-tied", &gpu_device()), prompts());
@@ -265,7 +265,7 @@ fn a_policy_of_another_scale_has_steps_of_its_own() {
     assert!(found[0] != found[1] && found[0] == found[2] && found[1] == alone(&strong));
 }
 
-/// The symptom: NaN in an adapter became attention to nothing, and generation continued.
+/// Regression: NaN in an adapter became attention to nothing, and generation continued.
 #[test]
 fn a_nan_policy_is_refused_and_the_next_one_is_accepted() {
     let pair = Pair::new("qwen3-tied");
@@ -290,7 +290,7 @@ fn a_nan_policy_is_refused_and_the_next_one_is_accepted() {
     assert!(generate(&mut engine, &requests, Decoding::Sample, &sampling(6)) == expected);
 }
 
-/// The symptom: after a call for which there was no memory, every further one found a GPU without a KV cache.
+/// Regression: after a call for which there was no memory, every further one found a GPU without a KV cache.
 #[test]
 fn after_a_call_too_large_for_the_gpu_others_work() {
     let (pair, prompts) = (Pair::new("qwen2-tied"), prompts());

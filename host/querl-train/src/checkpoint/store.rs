@@ -351,7 +351,7 @@ mod tests {
         assert_eq!(*lines.0.lock().unwrap(), expected);
     }
 
-    /// The symptom: a checkpoint that was temporarily unreadable was called damaged, and training started from the beginning.
+    /// Regression: a checkpoint that was temporarily unreadable was called damaged, and training started from the beginning.
     #[test]
     fn an_unreadable_file_is_an_error_and_no_damage() {
         let folder = tempfile::tempdir().unwrap();

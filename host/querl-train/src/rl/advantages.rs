@@ -400,7 +400,7 @@ mod tests {
         assert_eq!(masked_whiten(&plain.advantages, &mask), whitened.advantages);
     }
 
-    /// The symptom: without values every advantage was missing, and the batch taught nothing.
+    /// Regression: without values every advantage was missing, and the batch taught nothing.
     #[test]
     #[should_panic(expected = "the critic's values")]
     fn missing_values_panic() {

@@ -644,7 +644,7 @@ mod tests {
         assert_eq!(controller.kl_coef(), 0.05);
     }
 
-    /// The symptom: with fewer episodes to a horizon than a fifth of a batch, the penalty became a reward for KL.
+    /// Regression: with fewer episodes to a horizon than a fifth of a batch, the penalty became a reward for KL.
     #[test]
     fn an_adapted_coefficient_stays_positive_however_short_its_horizon() {
         let mut controller = KlController::new(0.05, 6.0, 1);

@@ -254,7 +254,7 @@ fn steps_after_the_newest_checkpoint_are_taken_again() {
     assert!(killed.files() == complete.files());
 }
 
-/// The symptom: the policy of a step that broke it was saved as the best, since every comparison with NaN is false.
+/// Regression: the policy of a step that broke it was saved as the best, since every comparison with NaN is false.
 #[test]
 fn a_validation_loss_that_is_not_finite_is_an_error_and_no_best_checkpoint() {
     let config = SftConfig { max_steps: 1, learning_rate: 1e30, warmup_ratio: 0.0, eval_steps: 1, ..config() };

@@ -137,7 +137,7 @@ fn the_next_batch_is_scored_before_a_step_ends() {
     assert_eq!(n_scored(true), [2, 3, 3].map(of_batches));
 }
 
-/// The symptom: a batch with nothing to learn from was compared with the training pass, which panicked.
+/// Regression: a batch with nothing to learn from was compared with the training pass, which panicked.
 #[test]
 fn a_completely_rejected_batch_is_too_many_drops() {
     let model = Model::new();

@@ -114,7 +114,7 @@ fn queries_that_do_not_fit_the_tree_are_refused() {
     assert!(error.starts_with("attention: heads of 160; the kernels take up to 128"), "{error}");
 }
 
-/// The symptom: a query that was no number, or saw a key that was none, came out as zeros, as if it had seen nothing.
+/// Regression: a query that was no number, or saw a key that was none, came out as zeros, as if it had seen nothing.
 #[test]
 fn nan_stays_nan_where_it_is_attended_to() {
     let (head_dim, lengths) = (16, [70, 30]);

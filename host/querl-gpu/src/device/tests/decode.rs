@@ -134,7 +134,7 @@ fn other_sequences_of_a_batch_do_not_change_a_result() {
     assert_eq!(attend(1, 40), attend(3, 300)[..16]);
 }
 
-/// The symptom: what a sequence saw through a key or a query that was no number came out as zeros, as if it had seen nothing.
+/// Regression: what a sequence saw through a key or a query that was no number came out as zeros, as if it had seen nothing.
 #[test]
 fn nan_stays_nan_within_its_sequence() {
     let (shape, n_heads) = (CacheShape { n_blocks: 40, n_kv_heads: 1, head_dim: 16 }, 2);

@@ -177,7 +177,7 @@ fn packed_weights_are_those_of_the_cpu_rounded_to_bf16() {
     }
 }
 
-/// The symptom: of an int8 group whose largest was below 3.7e-37 a zero was -127 on the GPU and 0 on the CPU, and others 127.
+/// Regression: of an int8 group whose largest was below 3.7e-37 a zero was -127 on the GPU and 0 on the CPU, and others 127.
 #[test]
 fn groups_too_small_to_be_scaled_are_zeros_on_both() {
     let dims = (4, 64);
@@ -196,7 +196,7 @@ fn groups_too_small_to_be_scaled_are_zeros_on_both() {
     }
 }
 
-/// The symptom: a checkpoint in f32 or f16 was rounded to bf16 before it was packed, and had other codes than on the CPU.
+/// Regression: a checkpoint in f32 or f16 was rounded to bf16 before it was packed, and had other codes than on the CPU.
 #[test]
 fn weights_of_a_file_have_the_codes_of_the_cpu_whatever_their_type() {
     let (mut rng, dims) = (rng(4), (37, 200));

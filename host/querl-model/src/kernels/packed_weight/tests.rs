@@ -108,7 +108,7 @@ fn stored_values_are_the_nearest_of_each_type() {
     assert!(weight(8, 8, BaseDtype::F32).rows(&[8]).is_err());
 }
 
-/// The symptom: an int8 group whose largest was below 3.7e-37 was scaled by an infinity, and all of it became the largest.
+/// Regression: an int8 group whose largest was below 3.7e-37 was scaled by an infinity, and all of it became the largest.
 #[test]
 fn groups_too_small_to_be_scaled_are_zeros() {
     for largest in [3.6e-37f32, 1e-38, 1e-44] {

@@ -169,7 +169,7 @@ fn reinforcement_learning_counts_critic_reference_and_kv_cache() {
     assert_eq!((sft.cache, sft.decoding), (0, 0));
 }
 
-/// The symptom: each of several GPUs planned for the responses of all of them.
+/// Regression: each of several GPUs planned for the responses of all of them.
 #[test]
 fn model_copies_share_the_responses_of_a_part_and_shards_do_not() {
     let with = |n_devices, tensor_parallel| {
@@ -248,7 +248,7 @@ fn a_quantised_base_on_a_gpu_needs_a_buffer_for_its_largest_dequantised_weight()
     assert!(fp8.parts().iter().any(|(name, bytes)| *name == "a widened weight" && *bytes == fp8.widened));
 }
 
-/// The symptom: a dtype was advised whose weight groups cross the boundary between two shards.
+/// Regression: a dtype was advised whose weight groups cross the boundary between two shards.
 #[test]
 fn no_dtype_is_advised_that_cannot_be_sharded() {
     let over = |intermediate_size| {

@@ -321,7 +321,7 @@ fn advantages_are_clipped_where_configured() {
     assert_eq!(largest, 0.5);
 }
 
-/// The symptom: a head on the hidden states as they are explained none of the returns' variance, whatever its rate.
+/// Regression: a head on the hidden states as they are explained none of the returns' variance, whatever its rate.
 #[test]
 fn a_head_on_the_reference_learns_the_value_of_queries() {
     let (fixture, config) =

@@ -327,7 +327,7 @@ fn a_step_out_of_memory_is_taken_again_from_its_beginning() {
     }
 }
 
-/// The symptom: policies were compared before a checkpoint and critics were not; the first rank's critic was saved for all.
+/// Regression: policies were compared before a checkpoint and critics were not; the first rank's critic was saved for all.
 #[test]
 fn a_critic_that_differs_between_ranks_is_detected_before_it_is_saved() {
     for critic in [CriticKind::Head, CriticKind::Adapter] {

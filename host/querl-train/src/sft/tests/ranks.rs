@@ -139,7 +139,7 @@ fn out_of_memory_on_one_rank_ends_both_with_the_state_saved() {
     }
 }
 
-/// The symptom: the first rank had taken the last step when another ran out of memory in it. The resumed run found nothing left to do,
+/// Regression: the first rank had taken the last step when another ran out of memory in it. The resumed run found nothing left to do,
 /// and `last` was never written.
 #[test]
 fn out_of_memory_on_another_rank_in_the_last_step_loses_no_adapter() {
