@@ -25,18 +25,18 @@ const CURVES: [(&str, &str); 12] = [
 ];
 
 /// Columns and rows of one curve, including its name.
-const COURSE_WIDTH: u16 = 34;
-const COURSE_HEIGHT: u16 = 3;
+const CURVE_WIDTH: u16 = 34;
+const CURVE_HEIGHT: u16 = 3;
 
 pub(super) fn draw(snapshot: &Snapshot, frame: &mut Frame<'_>) {
     let curves = snapshot.training.as_ref().map(curves_of).unwrap_or_default();
-    let per_row = usize::from((frame.area().width / COURSE_WIDTH).max(1));
+    let per_row = usize::from((frame.area().width / CURVE_WIDTH).max(1));
     let n_rows = curves.len().div_ceil(per_row) as u16;
     let n_warnings = snapshot.training.as_ref().map_or(0, |training| training.warnings.len().min(4)) as u16;
     let [head, progress, figures, timing, warnings, episodes] = Layout::vertical([
         Constraint::Length(2),
         Constraint::Length(2),
-        Constraint::Length(n_rows * COURSE_HEIGHT),
+        Constraint::Length(n_rows * CURVE_HEIGHT),
         Constraint::Length(2),
         Constraint::Length(n_warnings),
         Constraint::Fill(1),
@@ -109,7 +109,7 @@ fn curves_of(training: &Training) -> Vec<(&'static str, &[f64])> {
 
 fn draw_curves(curves: &[(&str, &[f64])], per_row: usize, frame: &mut Frame<'_>, area: Rect) {
     let n_rows = curves.len().div_ceil(per_row);
-    let rows = Layout::vertical(vec![Constraint::Length(COURSE_HEIGHT); n_rows]).split(area);
+    let rows = Layout::vertical(vec![Constraint::Length(CURVE_HEIGHT); n_rows]).split(area);
     for (row, curves) in rows.iter().zip(curves.chunks(per_row)) {
         let cells = Layout::horizontal(vec![Constraint::Fill(1); per_row]).split(*row);
         for (cell, (name, values)) in cells.iter().zip(curves) {
