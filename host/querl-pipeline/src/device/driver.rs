@@ -211,7 +211,9 @@ const LIBRARY_FILE: &str = "libquerl_cuda.so";
 /// A library of the program's version.
 #[derive(Debug)]
 pub struct OpenedLibrary {
+    /// The opened library.
     pub library: Library,
+    /// Path of its file.
     pub path: PathBuf,
 }
 
