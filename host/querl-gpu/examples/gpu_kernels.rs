@@ -35,7 +35,6 @@ enum Floor {
 
 /// One call that launches kernels.
 struct Case<'a> {
-    /// What is called, on what.
     name: String,
     run: Box<dyn FnMut() -> Result<()> + 'a>,
     /// By kernel; those that are launched and not named here are shown without a floor.
@@ -50,7 +49,6 @@ struct Sizes {
     n_sequences: usize,
 }
 
-/// The value after `--name`.
 fn argument<T: std::str::FromStr>(name: &str, default: T) -> T {
     let value = std::env::args().skip_while(|argument| argument != name).nth(1);
     value.map_or(default, |value| value.parse().unwrap_or_else(|_| panic!("{name}: `{value}` cannot be read")))

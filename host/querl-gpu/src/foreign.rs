@@ -106,7 +106,6 @@ impl MetricSink for Host<'_> {
     }
 }
 
-/// The program's environment of one split.
 pub(crate) struct HostEnvironment<'a>(pub(crate) Host<'a>, pub(crate) Split);
 
 impl Environment for HostEnvironment<'_> {

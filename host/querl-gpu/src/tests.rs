@@ -53,7 +53,6 @@ impl Progress for Lines {
     }
 }
 
-/// What happens when metrics are recorded.
 #[derive(PartialEq)]
 enum OnRecord {
     Keep,

@@ -11,7 +11,6 @@ use std::time::Instant;
 const ROWS: usize = 4864;
 const COLUMNS: usize = 896;
 
-/// Measured steps; the fastest counts.
 const REPEATS: usize = 5;
 
 fn main() -> Result<(), TrainError> {

@@ -138,7 +138,6 @@ impl Objective for ClassifyTask<'_> {
 }
 
 impl ClassifyTask<'_> {
-    /// Summed loss of some rows.
     fn loss(
         &self,
         classifier: &Classifier,
@@ -284,7 +283,6 @@ fn summed_loss(
     loss + (divergence * (temperature * temperature))?
 }
 
-/// A smoothed label times the class weights.
 fn smoothed(label: u32, n_classes: usize, weighting: Weighting<'_>) -> Vec<f64> {
     let value = |class: usize| {
         let own = if class == label as usize { 1.0 - weighting.smoothing } else { 0.0 };

@@ -21,24 +21,18 @@ pub(crate) trait Objective {
     /// Name in errors and metrics.
     fn stage(&self) -> &'static str;
 
-    /// Rows of the training split.
     fn n_rows(&self) -> usize;
 
-    /// Tokens of some training rows.
     fn n_tokens(&self, rows: &[usize]) -> usize;
 
     fn vars(&self) -> &BTreeMap<String, Var>;
 
-    /// Loss and gradients of one optimizer step on these rows.
     fn loss_and_gradients(&self, rows: &[usize], step: u64) -> Result<StepLoss, TrainError>;
 
-    /// Whether there is a validation split.
     fn has_val(&self) -> bool;
 
-    /// Loss on the validation split.
     fn evaluate(&self, step: u64) -> Result<f64, TrainError>;
 
-    /// Writes the trained weights to a folder.
     fn save(&self, directory: &Path) -> Result<(), TrainError>;
 }
 
@@ -49,7 +43,6 @@ pub(crate) struct StepLoss {
     pub(crate) gradients: Gradients,
 }
 
-/// An objective and how it is optimised.
 pub(crate) struct FineTuneTask<'a> {
     pub(crate) objective: &'a dyn Objective,
     pub(crate) config: &'a SftConfig,
@@ -106,7 +99,6 @@ pub(crate) fn dropout(p: f64, seed: u64, step: u64, ranks: &Ranks) -> Option<Dro
     (p > 0.0).then_some(Dropout { p, seed: seed ^ of_step ^ of_rank })
 }
 
-/// A fine-tuning in progress.
 struct Trainer<'a> {
     task: &'a FineTuneTask<'a>,
     schedule: Schedule,
@@ -186,7 +178,6 @@ impl<'a> Trainer<'a> {
         Ok((loss, grad_norm, n_tokens))
     }
 
-    /// Evaluation, metrics and checkpoints after a step.
     fn finish_step(&mut self, sink: &mut dyn MetricSink) -> Result<(), TrainError> {
         let (task, schedule, step) = (self.task, self.schedule, self.state.step);
         // 3. Evaluation; the best checkpoint goes to `best`.
@@ -293,7 +284,6 @@ impl<'a> Trainer<'a> {
 /// What a checkpoint holds in addition to tensors, the data position and the length of the metrics log.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 struct TrainerState {
-    /// Optimizer steps taken.
     step: u64,
     n_tokens: u64,
     best: BestEvaluation,

@@ -217,7 +217,6 @@ impl Gradients {
     }
 }
 
-/// Whether tensor-parallel ranks each hold a shard of a variable.
 fn is_sharded(name: &str) -> bool {
     Shard::adapter_axis(name).is_some()
 }

@@ -31,7 +31,7 @@ pub use batching::{micro_batches, training_order};
 pub use checkpoint::{BEST, LAST, STATE, State, StateStore};
 pub use error::TrainError;
 pub use gradients::{BUCKET, Gradients};
-pub use optim::{AdamW, AdamWSettings, constant_with_warmup, cosine_with_warmup, linear_with_warmup, lr_factor};
+pub use optim::{AdamW, AdamWSettings, lr_factor};
 pub use policy::{Example, Policy};
 pub use rl::health::Health;
 

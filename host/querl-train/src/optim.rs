@@ -254,43 +254,23 @@ impl DeviceMoments {
     }
 }
 
-/// The factor of optimizer step `step`, which counts from 0, of `n_steps`: linear warm-up over `n_warmup` steps, then `kind`.
+/// The factor of optimizer step `step`, which counts from 0, of `n_steps`: rises linearly over `n_warmup` steps, then falls to zero
+/// along half a cosine or linearly, or is 1.
 ///
 /// Source: transformers `get_{cosine,linear,constant}_schedule_with_warmup`.
 pub fn lr_factor(kind: LrScheduler, step: u64, n_warmup: u64, n_steps: u64) -> f64 {
+    if step < n_warmup {
+        return step as f64 / n_warmup as f64;
+    }
+    let n_after = n_steps.saturating_sub(n_warmup).max(1) as f64;
     match kind {
-        LrScheduler::Cosine => cosine_with_warmup(step, n_warmup, n_steps),
-        LrScheduler::Linear => linear_with_warmup(step, n_warmup, n_steps),
-        LrScheduler::Constant => constant_with_warmup(step, n_warmup),
+        LrScheduler::Cosine => {
+            let progress = (step - n_warmup) as f64 / n_after;
+            (0.5 * (1.0 + (std::f64::consts::PI * progress).cos())).max(0.0)
+        }
+        LrScheduler::Linear => n_steps.saturating_sub(step) as f64 / n_after,
+        LrScheduler::Constant => 1.0,
     }
-}
-
-/// Rises linearly over `n_warmup` steps, then falls to zero along half a cosine. `step` counts from 0.
-///
-/// Source: transformers `get_cosine_schedule_with_warmup`.
-pub fn cosine_with_warmup(step: u64, n_warmup: u64, n_steps: u64) -> f64 {
-    if step < n_warmup {
-        return step as f64 / n_warmup as f64;
-    }
-    let progress = (step - n_warmup) as f64 / (n_steps.saturating_sub(n_warmup)).max(1) as f64;
-    (0.5 * (1.0 + (std::f64::consts::PI * progress).cos())).max(0.0)
-}
-
-/// Rises linearly over `n_warmup` steps, then falls linearly to zero. `step` counts from 0.
-///
-/// Source: transformers `get_linear_schedule_with_warmup`.
-pub fn linear_with_warmup(step: u64, n_warmup: u64, n_steps: u64) -> f64 {
-    if step < n_warmup {
-        return step as f64 / n_warmup as f64;
-    }
-    n_steps.saturating_sub(step) as f64 / (n_steps.saturating_sub(n_warmup)).max(1) as f64
-}
-
-/// Rises linearly over `n_warmup` steps, then is 1.
-///
-/// Source: transformers `get_constant_schedule_with_warmup`.
-pub fn constant_with_warmup(step: u64, n_warmup: u64) -> f64 {
-    if step < n_warmup { step as f64 / n_warmup as f64 } else { 1.0 }
 }
 
 #[cfg(test)]

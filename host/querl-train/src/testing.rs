@@ -1,18 +1,18 @@
 //! For tests: a recording metric sink, injected out-of-memory errors, and GPUs.
+#![allow(clippy::unwrap_used)]
 
 use crate::{MetricSink, Metrics, TrainError};
 use candle_core::Error;
 use querl_model::ComputeDevice;
 use std::cell::Cell;
 
-/// Records metrics with their steps, except those that measure time.
-#[derive(Default)]
+/// Records metrics with their steps.
+#[derive(Debug, Default)]
 pub(crate) struct Recorder(pub(crate) Vec<(u64, Metrics)>);
 
 impl MetricSink for Recorder {
     fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        let is_result = |name: &str| !name.starts_with("timing_s/") && !name.starts_with("perf/");
-        self.0.push((step, metrics.clone().into_iter().filter(|(name, _)| is_result(name)).collect()));
+        self.0.push((step, metrics.clone()));
         Ok(())
     }
 
@@ -27,9 +27,49 @@ impl MetricSink for Recorder {
 }
 
 impl Recorder {
-    /// One metric's values, in order.
+    pub(crate) fn get(&self, step: u64, name: &str) -> f64 {
+        self.0.iter().find_map(|(at, metrics)| (*at == step).then(|| metrics.get(name).copied())?).unwrap()
+    }
+
+    /// One metric of each step that has it.
     pub(crate) fn column(&self, name: &str) -> Vec<f64> {
         self.0.iter().filter_map(|(_, metrics)| metrics.get(name).copied()).collect()
+    }
+
+    pub(crate) fn mean(&self, name: &str, steps: std::ops::Range<u64>) -> f64 {
+        let n = (steps.end - steps.start) as f64;
+        steps.map(|step| self.get(step, name)).sum::<f64>() / n
+    }
+
+    /// All metrics but those of time and memory.
+    pub(crate) fn results(&self) -> Vec<(u64, Metrics)> {
+        let is_result = |name: &str| !name.starts_with("timing_s/") && !name.starts_with("perf/");
+        let of_step = |(step, metrics): &(u64, Metrics)| {
+            let results = metrics.iter().filter(|(name, _)| is_result(name));
+            (*step, results.map(|(name, value)| (name.clone(), *value)).collect())
+        };
+        self.0.iter().map(of_step).collect()
+    }
+}
+
+/// Records metrics after `on_record` has seen them.
+pub(crate) struct Watched<F> {
+    pub(crate) recorder: Recorder,
+    pub(crate) on_record: F,
+}
+
+impl<F: FnMut(u64, &Metrics)> MetricSink for Watched<F> {
+    fn record(&mut self, stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
+        (self.on_record)(step, metrics);
+        self.recorder.record(stage, step, metrics)
+    }
+
+    fn mark(&mut self) -> std::io::Result<u64> {
+        self.recorder.mark()
+    }
+
+    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
+        self.recorder.rewind(mark)
     }
 }
 

@@ -28,7 +28,7 @@
 #![allow(clippy::unwrap_used)]
 
 use candle_core::{DType, Device, Tensor, Var};
-use querl_core::config::{BaseDtype, KlEstimator, ValueLossKind};
+use querl_core::config::{BaseDtype, KlEstimator, LrScheduler, ValueLossKind};
 use querl_model::kernels::{FrozenWeight, Weight, token_logprobs};
 use querl_train::rl::advantages::{
     GroupScale, RunningMoments, discounted_returns, gae, group_relative, leave_one_out, masked_whiten, token_rewards,
@@ -37,7 +37,7 @@ use querl_train::rl::losses::{
     Aggregation, ImportanceLevel, KlController, PolicyClip, Rows, StepSize, ValueLossSettings, effective_sample_share,
     importance_weights, kl_k1, kl_k2, kl_k3, kl_loss, kl_rows, masked_mean, policy_loss, value_loss, weighted_sum,
 };
-use querl_train::{AdamW, AdamWSettings, Gradients, cosine_with_warmup};
+use querl_train::{AdamW, AdamWSettings, Gradients, lr_factor};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -45,9 +45,9 @@ use std::sync::Arc;
 
 const TOLERANCE: f32 = 2e-5;
 
-fn golden(name: &str) -> Value {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(name);
-    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+fn golden(file: &str, section: &str) -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden").join(file);
+    serde_json::from_str::<Value>(&std::fs::read_to_string(path).unwrap()).unwrap()[section].take()
 }
 
 fn number(value: &Value) -> f32 {
@@ -82,9 +82,9 @@ fn assert_rows(what: &str, found: &Rows, expected: &Rows, mask: &[Vec<bool>]) {
 
 #[test]
 fn gae_and_whitening_are_verls() {
-    let golden = golden("ppo.json");
+    let cases = golden("ppo.json", "gae");
     for case in ["ragged", "interior"] {
-        let case = &golden["gae"][case];
+        let case = &cases[case];
         let mask = mask(&case["response_mask"]);
         let (rewards, values) = (rows(&case["token_level_rewards"]), rows(&case["values"]));
         let found = gae(&rewards, &values, &mask, number(&case["gamma"]), number(&case["lam"]));
@@ -93,7 +93,7 @@ fn gae_and_whitening_are_verls() {
         let whitened = masked_whiten(&found.advantages, &mask);
         assert_rows("advantages", &whitened, &rows(&case["advantages"]), &mask);
     }
-    let case = &golden["whitening"];
+    let case = golden("ppo.json", "whitening");
     let (values, mask) = (rows(&case["values"]), mask(&case["response_mask"]));
     assert!(close(masked_mean(&values, &mask), number(&case["masked_mean"])));
     assert_rows("whitened", &masked_whiten(&values, &mask), &rows(&case["whitened"]), &mask);
@@ -101,8 +101,7 @@ fn gae_and_whitening_are_verls() {
 
 #[test]
 fn advantages_without_a_critic_are_verls() {
-    let golden = golden("ppo.json");
-    let case = &golden["group_advantages"];
+    let case = golden("ppo.json", "group_advantages");
     let (mask, rewards) = (mask(&case["response_mask"]), rows(&case["token_level_rewards"]));
     let groups: Vec<usize> = row(&case["index"]).iter().map(|index| *index as usize).collect();
     let totals: Vec<f32> = rewards.iter().map(|row| row.iter().sum()).collect();
@@ -129,8 +128,7 @@ fn advantages_without_a_critic_are_verls() {
 
 #[test]
 fn importance_weights_are_verls() {
-    let golden = golden("ppo.json");
-    let inputs = &golden["importance"];
+    let inputs = golden("ppo.json", "importance");
     let mask = mask(&inputs["response_mask"]);
     let (old, behaviour) = (rows(&inputs["old_log_prob"]), rows(&inputs["rollout_log_prob"]));
     for (name, level) in [("token", ImportanceLevel::Token), ("sequence", ImportanceLevel::Sequence)] {
@@ -144,9 +142,9 @@ fn importance_weights_are_verls() {
 
 #[test]
 fn losses_are_aggregated_as_by_verl() {
-    let golden = golden("ppo.json");
-    let losses = rows(&golden["agg_loss"]["loss_mat"]);
-    for case in golden["agg_loss"]["cases"].as_array().unwrap() {
+    let inputs = golden("ppo.json", "agg_loss");
+    let losses = rows(&inputs["loss_mat"]);
+    for case in inputs["cases"].as_array().unwrap() {
         let mask = mask(&case["loss_mask"]);
         for (name, aggregation) in [
             ("token-mean", Aggregation::TokenMean),
@@ -171,8 +169,7 @@ fn aggregation(case: &Value) -> Aggregation {
 
 #[test]
 fn policy_loss_and_its_gradient_are_verls() {
-    let golden = golden("ppo.json");
-    let inputs = &golden["policy_loss"];
+    let inputs = golden("ppo.json", "policy_loss");
     let mask = mask(&inputs["response_mask"]);
     let size = StepSize::of(&mask);
     let mut n_cases = 0;
@@ -211,8 +208,7 @@ fn policy_loss_and_its_gradient_are_verls() {
 
 #[test]
 fn value_loss_and_its_gradient_are_verls_and_torchs() {
-    let golden = golden("ppo.json");
-    let inputs = &golden["value_loss"];
+    let inputs = golden("ppo.json", "value_loss");
     let mask = mask(&inputs["response_mask"]);
     let range = Some(number(&inputs["cliprange_value"]));
     for (name, kind, clip_range_value, aggregation) in [
@@ -239,12 +235,11 @@ fn value_loss_and_its_gradient_are_verls_and_torchs() {
 
 #[test]
 fn kl_estimators_and_their_gradients_are_verls() {
-    let golden = golden("ppo.json");
-    let inputs = &golden["kl"];
+    let inputs = golden("ppo.json", "kl");
     let (logprobs, reference) = (rows(&inputs["log_prob"]), rows(&inputs["ref_log_prob"]));
     let everywhere: Vec<Vec<bool>> = logprobs.iter().map(|row| vec![true; row.len()]).collect();
     let ones: Rows = logprobs.iter().map(|row| vec![1.0; row.len()]).collect();
-    let mask = mask(&golden["policy_loss"]["response_mask"]);
+    let mask = mask(&golden("ppo.json", "policy_loss")["response_mask"]);
     let weights = Aggregation::SequenceMean.weights(&mask, StepSize::of(&mask));
     type Estimator = fn(f32, f32) -> f32;
     let estimators: [(&str, KlEstimator, Estimator); 3] =
@@ -264,8 +259,7 @@ fn kl_estimators_and_their_gradients_are_verls() {
 
 #[test]
 fn token_rewards_and_the_adaptive_coefficient_are_verls() {
-    let golden = golden("ppo.json");
-    let inputs = &golden["kl"];
+    let inputs = golden("ppo.json", "kl");
     let (logprobs, reference) = (rows(&inputs["log_prob"]), rows(&inputs["ref_log_prob"]));
     let case = &inputs["rewards"];
     let scores: Vec<f32> = rows(&case["token_level_scores"]).iter().map(|row| row.iter().sum()).collect();
@@ -279,11 +273,15 @@ fn token_rewards_and_the_adaptive_coefficient_are_verls() {
     let mask: Vec<Vec<bool>> = expected.iter().map(|row| vec![true; row.len()]).collect();
     assert_rows("token rewards", &found, &expected, &mask);
 
-    let case = &inputs["adaptive"];
-    let double = |name: &str| case[name].as_f64().unwrap();
-    let mut controller =
-        KlController::new(double("init_kl_coef"), double("target_kl"), case["horizon"].as_u64().unwrap() as usize);
-    for (current, expected) in row(&case["current_kl"]).iter().zip(row(&case["kl_coef"])) {
+    assert_adaptive(&inputs["adaptive"], ["target_kl", "current_kl"]);
+}
+
+/// An adaptive KL coefficient after each KL; `names`: of the target and the KLs.
+fn assert_adaptive(case: &Value, names: [&str; 2]) {
+    let [target, current] = names.map(|name| &case[name]);
+    let horizon = case["horizon"].as_u64().unwrap() as usize;
+    let mut controller = KlController::new(case["init_kl_coef"].as_f64().unwrap(), target.as_f64().unwrap(), horizon);
+    for (current, expected) in row(current).iter().zip(row(&case["kl_coef"])) {
         controller.update(f64::from(*current), case["n_steps"].as_u64().unwrap() as usize);
         assert!(close(controller.kl_coef() as f32, expected), "{} {expected}", controller.kl_coef());
     }
@@ -297,8 +295,7 @@ fn cut(value: &Value, mask: &[Vec<bool>]) -> Rows {
 
 #[test]
 fn a_ppo_step_is_trls_from_rewards_to_gradients() {
-    let golden = golden("trl.json");
-    let case = &golden["ppo"];
+    let case = golden("trl.json", "ppo");
     let padded = mask(&case["response_mask"]);
     let get = |name: &str| cut(&case[name], &padded);
     let mask: Vec<Vec<bool>> = get("values").iter().map(|row| vec![true; row.len()]).collect();
@@ -332,8 +329,7 @@ fn a_ppo_step_is_trls_from_rewards_to_gradients() {
 
 #[test]
 fn the_losses_of_grpo_and_dr_grpo_are_trls() {
-    let golden = golden("trl.json");
-    let inputs = &golden["grpo"];
+    let inputs = golden("trl.json", "grpo");
     let mask = mask(&inputs["completion_mask"]);
     let (old, new, reference) = (rows(&inputs["old_logps"]), rows(&inputs["logps"]), rows(&inputs["ref_logps"]));
     let spread = |(advantage, row): (&f32, &Vec<f32>)| vec![*advantage; row.len()];
@@ -357,8 +353,7 @@ fn the_losses_of_grpo_and_dr_grpo_are_trls() {
 
 #[test]
 fn running_moments_and_the_adaptive_coefficient_are_trls() {
-    let golden = golden("trl.json");
-    let case = &golden["running_moments"];
+    let case = golden("trl.json", "running_moments");
     let mut moments = RunningMoments::default();
     let expected = row(&case["std"]).into_iter().zip(row(&case["mean"]));
     for (batch, (std, mean)) in case["batches"].as_array().unwrap().iter().zip(expected) {
@@ -368,23 +363,13 @@ fn running_moments_and_the_adaptive_coefficient_are_trls() {
             "{moments:?} {std} {mean}"
         );
     }
-    let case = &golden["adaptive_kl"];
-    let mut controller = KlController::new(
-        case["init_kl_coef"].as_f64().unwrap(),
-        case["target"].as_f64().unwrap(),
-        case["horizon"].as_u64().unwrap() as usize,
-    );
-    for (current, expected) in row(&case["current"]).iter().zip(row(&case["kl_coef"])) {
-        controller.update(f64::from(*current), case["n_steps"].as_u64().unwrap() as usize);
-        assert!(close(controller.kl_coef() as f32, expected));
-    }
+    assert_adaptive(&golden("trl.json", "adaptive_kl"), ["target", "current"]);
 }
 
 /// Hidden states that are the logits, under a head that is the identity: at any temperature, once they are scaled by it.
 #[test]
 fn entropy_and_logprobs_and_their_gradients_are_verls() {
-    let golden = golden("ppo.json");
-    let case = &golden["entropy"];
+    let case = golden("ppo.json", "entropy");
     let logits: Vec<Vec<f32>> = case["logits"].as_array().unwrap().iter().flat_map(rows).collect();
     let (n, v) = (logits.len(), logits[0].len());
     let flat = |name: &str| rows(&case[name]).concat();
@@ -425,8 +410,7 @@ fn gradients_of(vars: &BTreeMap<String, Var>, gradients: &[(&str, Vec<f32>)]) ->
 
 #[test]
 fn adamw_is_torchs() {
-    let golden = golden("ppo.json");
-    let case = &golden["adamw"];
+    let case = golden("ppo.json", "adamw");
     let flat = |value: &Value| rows(value).concat();
     let shape = (rows(&case["start"]).len(), rows(&case["start"])[0].len());
     let var = Var::from_vec(flat(&case["start"]), shape, &Device::Cpu).unwrap();
@@ -446,8 +430,7 @@ fn adamw_is_torchs() {
 
 #[test]
 fn gradients_are_clipped_as_by_torch() {
-    let golden = golden("ppo.json");
-    let case = &golden["clip_grad_norm"];
+    let case = golden("ppo.json", "clip_grad_norm");
     let (a, b) = (rows(&case["gradients"][0]), row(&case["gradients"][1]));
     let vars = BTreeMap::from([
         ("a".to_owned(), Var::from_vec(vec![0f32; 6], (2, 3), &Device::Cpu).unwrap()),
@@ -467,11 +450,10 @@ fn gradients_are_clipped_as_by_torch() {
 
 #[test]
 fn the_cosine_schedule_is_transformers() {
-    let golden = golden("ppo.json");
-    let case = &golden["cosine_schedule"];
+    let case = golden("ppo.json", "cosine_schedule");
     let (n_warmup, n_steps) =
         (case["num_warmup_steps"].as_u64().unwrap(), case["num_training_steps"].as_u64().unwrap());
     for (step, expected) in row(&case["factor_of_step_from_0_to_40"]).iter().enumerate() {
-        assert!(close(cosine_with_warmup(step as u64, n_warmup, n_steps) as f32, *expected), "step {step}");
+        assert!(close(lr_factor(LrScheduler::Cosine, step as u64, n_warmup, n_steps) as f32, *expected), "step {step}");
     }
 }

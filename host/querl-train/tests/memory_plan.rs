@@ -65,7 +65,6 @@ fn examples() -> Vec<Example> {
     (0..N_ROWS).map(row).collect()
 }
 
-/// Peak bytes of two steps, and the plan.
 fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: bool) -> (f64, MemoryPlan) {
     let config = SftConfig {
         batch_size: N_ROWS,

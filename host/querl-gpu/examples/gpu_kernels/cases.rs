@@ -44,7 +44,6 @@ pub(crate) fn halves(gpu: &Gpu, n: usize) -> Result<CudaSlice<bf16>> {
     gpu.normal(n, n as u64, 0.5)
 }
 
-/// The same in f32.
 pub(crate) fn floats(gpu: &Gpu, n: usize) -> Result<CudaSlice<f32>> {
     gpu.to_f32(&halves(gpu, n)?)
 }

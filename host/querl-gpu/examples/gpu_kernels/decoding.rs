@@ -13,7 +13,6 @@ use querl_model::kernels::RopeTable;
 /// Tokens of a prompt with half of its answer.
 const CONTEXT: usize = 288;
 
-/// Hands every case to `measure`.
 pub(crate) fn each(gpu: &Gpu, sizes: &Sizes, measure: &mut dyn FnMut(Case<'_>)) {
     for group in [attention, finished_heads, finished_products, copies, sampling] {
         if let Err(error) = group(gpu, sizes, measure) {

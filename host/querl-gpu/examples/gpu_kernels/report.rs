@@ -69,7 +69,6 @@ fn device_name(gpu: &Gpu) -> String {
     gpu.stream().context().name().unwrap_or_default()
 }
 
-/// What is measured on what.
 pub(crate) fn heading(gpu: &Gpu, shape: &str, sizes: &Sizes, rates: &Rates) {
     let name = device_name(gpu);
     let Sizes { n_rows, n_sequences, .. } = sizes;

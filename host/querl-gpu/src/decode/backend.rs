@@ -40,7 +40,6 @@ pub(super) struct Residual {
 }
 
 impl Residual {
-    /// Calls `read` with the values.
     pub(super) fn with<R>(&self, read: impl FnOnce(&CudaView<'_, f32>) -> R) -> R {
         read(&self.buffer.lock().slice(..self.len))
     }

@@ -43,7 +43,6 @@ impl<'g> TensorReader<'g> {
         })
     }
 
-    /// An f32 copy.
     pub(super) fn floats(&self, tensor: &Tensor) -> Result<CudaSlice<f32>> {
         self.read(tensor, |values| self.gpu.copy(values))
     }

@@ -35,7 +35,6 @@ enum GraphState {
     NotCapturable,
 }
 
-/// CUDA graphs of decode steps.
 pub(super) struct GraphCache {
     graphs: HashMap<GraphKey, GraphState>,
     can_capture: bool,
@@ -53,7 +52,6 @@ impl GraphCache {
     }
 }
 
-/// One step of a policy.
 pub(super) struct Step<'p> {
     pub(super) gpu: &'p Gpu,
     pub(super) config: &'p DecoderConfig,
@@ -330,7 +328,6 @@ impl Step<'_> {
         self.weights.head.multiply(gpu, &Matrix::of(gpu, &hidden, width)?, &mut logits, Scale::WRITE)
     }
 
-    /// Samples the tokens of some of `n` responses.
     fn sample(
         &mut self,
         n: usize,

@@ -45,7 +45,6 @@ fn decoder(name: &str, place: &ComputeDevice) -> Decoder {
     Decoder::load_on(&golden(name), Weights::Frozen, BaseDtype::Bf16, place).unwrap()
 }
 
-/// An adapter whose A and B are random.
 fn adapter(decoder: &Decoder, seed: usize) -> LoraAdapter {
     let adapter = LoraAdapter::new(decoder, LoraSettings::all_linear(3, 6.0), 5).unwrap();
     for (index, var) in adapter.vars().values().enumerate() {
@@ -147,7 +146,6 @@ fn trained_logprobs(
     found.to_vec2::<f32>().unwrap().into_iter().map(|row| row[0]).collect()
 }
 
-/// The number of answers that are the same.
 fn n_same(a: &[Generated], b: &[Generated]) -> usize {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).filter(|(a, b)| a.token_ids == b.token_ids).count()
@@ -388,7 +386,6 @@ fn with_few_blocks() {
     assert!(refused.to_string().contains("a prompt of 26 tokens with max_new_tokens 20"), "{refused}");
 }
 
-/// Shapes of a tiny model with random weights.
 fn shapes(n_layers: usize) -> DecoderConfig {
     let shapes = DecoderConfig::load(&golden("qwen2-untied").join("config.json")).unwrap();
     DecoderConfig {

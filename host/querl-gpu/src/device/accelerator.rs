@@ -17,7 +17,6 @@ use querl_model::{
 };
 use std::sync::Arc;
 
-/// The GPUs of this machine.
 struct Gpus;
 
 pub(super) const BACKEND: Backend = Backend {

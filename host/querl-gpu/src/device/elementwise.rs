@@ -34,7 +34,6 @@ impl Element for bf16 {
     }
 }
 
-/// Refuses two lengths that have to be one.
 pub(super) fn same_length(what: &str, a: usize, b: usize) -> Result<()> {
     if a != b {
         bail!("{what}: {a} values for {b}");
@@ -180,7 +179,6 @@ impl Gpu {
         Ok(y)
     }
 
-    /// Adds `row` to every row of `y`.
     pub(super) fn add_row(&self, y: &mut impl DevicePtrMut<f32>, row: &impl DevicePtr<f32>) -> Result<()> {
         let (len, width) = (y.len(), row.len());
         let n_rows = whole_rows("add_row", len, width)?;
@@ -188,14 +186,12 @@ impl Gpu {
         self.over("add_row", len, &mut [row, self.output(y), n_rows.into(), width.into()])
     }
 
-    /// Starts an element-wise kernel over `n` values.
     fn over(&self, name: &'static str, n: usize, args: &mut [super::launch::Arg]) -> Result<()> {
         // SAFETY: each caller above gives the parameters of its kernel in `cuda/elementwise.cuh`, and the lengths it checked.
         unsafe { self.launch(name, [blocks_for(n, self.n_processors()), 1, 1], THREADS, 0, args) }
     }
 }
 
-/// How many rows of `width` there are.
 pub(super) fn whole_rows(what: &str, len: usize, width: usize) -> Result<usize> {
     if width == 0 || !len.is_multiple_of(width) {
         bail!("{what}: {len} values are not rows of {width}");
@@ -302,7 +298,6 @@ impl InverseIndex {
     }
 }
 
-/// Where each row's list begins, and the lists.
 fn lists(places: &[u32], n_rows: usize) -> Result<(Vec<u32>, Vec<u32>)> {
     if let Some(place) = places.iter().find(|&&place| place as usize >= n_rows) {
         bail!("there is no row {place} among {n_rows}");

@@ -39,7 +39,6 @@ struct Inner {
     blas: Arc<CudaBlas>,
     n_processors: usize,
     staging: Staging,
-    /// See [`Gpu::unpack_buffer`].
     unpack_buffer: Mutex<Option<CudaSlice<bf16>>>,
     trace: Arc<Trace>,
     /// Read by cuBLAS as long as `blas` lives.
@@ -123,7 +122,6 @@ impl Gpu {
         self.inner.n_processors
     }
 
-    /// Waits for all submitted work.
     pub fn synchronize(&self) -> Result<()> {
         self.inner.stream.synchronize().map_err(Error::wrap)
     }
@@ -203,7 +201,6 @@ impl Gpu {
         self.inner.stream.clone_dtoh(values).map_err(Error::wrap)
     }
 
-    /// A copy on the GPU.
     pub fn copy<T: DeviceRepr>(&self, values: &impl DevicePtr<T>) -> Result<CudaSlice<T>> {
         if values.is_empty() {
             return self.alloc(0);
@@ -222,7 +219,6 @@ impl Gpu {
     }
 }
 
-/// See [`Gpu::unpack_buffer`].
 pub(super) enum UnpackBuffer<'a> {
     /// The shared memory; never `None`.
     Shared(MutexGuard<'a, Option<CudaSlice<bf16>>>),

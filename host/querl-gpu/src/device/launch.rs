@@ -58,7 +58,6 @@ impl From<f64> for Arg {
     }
 }
 
-/// Threads of a block by default.
 pub(super) const THREADS: usize = 256;
 
 /// Values that a thread of an element-wise kernel reads at a time: 16 bytes of bf16.
@@ -74,7 +73,6 @@ thread_local! {
     static LAUNCHES: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// Counts a launch of this thread.
 #[cfg(test)]
 pub(super) fn count() {
     LAUNCHES.set(LAUNCHES.get() + 1);
@@ -122,7 +120,6 @@ impl Functions {
     }
 }
 
-/// Launches of a trace.
 #[derive(Default)]
 pub(super) struct Trace {
     is_on: AtomicBool,
@@ -198,7 +195,6 @@ impl Gpu {
         Ok(launched)
     }
 
-    /// Whether launches are traced.
     pub(crate) fn is_traced(&self) -> bool {
         self.trace().is_on.load(Ordering::Relaxed)
     }

@@ -15,7 +15,6 @@ use std::ops::Range;
 pub struct LogprobRows {
     /// Logarithm of the sum of exponentials, and entropy: `(N, 2)`.
     sums: CudaSlice<f32>,
-    /// What logits were divided by.
     temperature: f64,
 }
 

@@ -23,7 +23,6 @@ pub struct Matrix<'a> {
 /// `out = product * alpha + keep * out`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Scale {
-    /// Factor on the product.
     pub alpha: f32,
     /// Factor on what is there; with 0 it is not read.
     pub beta: f32,
@@ -66,7 +65,6 @@ impl<'a> Matrix<'a> {
         self.n_rows
     }
 
-    /// Values of such a row.
     pub(super) fn n_columns(&self) -> usize {
         self.n_columns
     }

@@ -50,7 +50,6 @@ pub use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaVie
 pub use querl_model::AdamWStep;
 pub use querl_model::backend::{BLOCK_TOKENS, n_splits, split_values};
 
-/// Registers GPUs with querl-model.
 pub(crate) fn install() {
     querl_model::backend::install(&accelerator::BACKEND);
 }

@@ -78,7 +78,6 @@ const IN_PROGRESS: Status = 7;
 const SUM: c_int = 0;
 const FLOAT32: c_int = 7;
 
-/// The functions that we call.
 struct Api {
     get_unique_id: GetUniqueId,
     init_rank: InitRank,
@@ -243,17 +242,6 @@ impl Nccl {
         self.api.succeed(what, status, Some(&self.stream))
     }
 
-    /// Ends what is on its way, so that nobody waits for a rank that has failed: what sums were to be written is not whole. All ranks
-    /// do it, and NCCL may wait for them: it is for a thread of its own.
-    pub(crate) fn abort(&self) {
-        self.end(self.api.abort);
-    }
-
-    /// Gives back what the communicator holds, after the last sum. As [`Nccl::abort`], for all ranks and a thread of its own.
-    pub(crate) fn close(&self) {
-        self.end(self.api.destroy);
-    }
-
     fn end(&self, end: End) {
         // Not locked while it ends: a caller during this time finds none.
         let taken = self.held().take();
@@ -288,12 +276,15 @@ fn comm_of(held: &Option<Handle>) -> Result<Comm> {
 const WARM_UP_SIZES: [usize; 2] = [1, 4 << 20];
 
 impl Communicator for Nccl {
+    /// Ends what is on its way, so that nobody waits for a rank that has failed: what sums were to be written is not whole. All ranks
+    /// do it, and NCCL may wait for them: it is for a thread of its own.
     fn abort(&self) {
-        Self::abort(self);
+        self.end(self.api.abort);
     }
 
+    /// Gives back what the communicator holds, after the last sum. As [`Nccl::abort`], for all ranks and a thread of its own.
     fn close(&self) {
-        Self::close(self);
+        self.end(self.api.destroy);
     }
 }
 
@@ -369,7 +360,6 @@ struct Access {
 }
 
 impl Gpu {
-    /// The index of this GPU, from 0.
     pub(crate) fn ordinal(&self) -> usize {
         self.stream().context().ordinal()
     }

@@ -103,7 +103,6 @@ const HEADS_PER_BLOCK: usize = 8;
 const MAX_ROPE_PARTS: usize = 512;
 
 impl DeviceRope {
-    /// Copies a table to the GPU.
     pub fn new(gpu: &Gpu, table: &RopeTable) -> Result<Self> {
         let (cos, sin, head_dim) = table.tables();
         if head_dim == 0 || !head_dim.is_multiple_of(2) || head_dim > 256 {
@@ -121,7 +120,6 @@ impl DeviceRope {
         gpu.upload(positions)
     }
 
-    /// Cosines and sines, and the width of a head.
     pub(super) fn tables(&self) -> (&CudaSlice<f32>, &CudaSlice<f32>, usize) {
         (&self.cos, &self.sin, self.head_dim)
     }
@@ -212,7 +210,6 @@ impl DeviceRope {
         Ok(y)
     }
 
-    /// Heads of all rows, and of one.
     fn heads(&self, len: usize, n_rows: usize) -> Result<(usize, usize)> {
         let n_heads = whole_rows("rope", len, self.head_dim)?;
         if n_rows > 0 && !n_heads.is_multiple_of(n_rows) || n_rows == 0 && n_heads > 0 {

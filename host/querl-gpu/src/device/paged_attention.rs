@@ -22,9 +22,7 @@ const MOST_TOGETHER: usize = 4;
 /// How keys and values of one layer stand: each `(blocks, kv_heads, BLOCK_TOKENS, D)` bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheShape {
-    /// Blocks of the pool.
     pub n_blocks: usize,
-    /// Heads of keys and values.
     pub n_kv_heads: usize,
     /// A multiple of 8, at most 128.
     pub head_dim: usize,
@@ -36,7 +34,6 @@ impl CacheShape {
         self.n_blocks * self.n_kv_heads * BLOCK_TOKENS * self.head_dim
     }
 
-    /// Whether there is no room at all.
     pub fn is_empty(self) -> bool {
         self.len() == 0
     }

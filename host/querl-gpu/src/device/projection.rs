@@ -24,7 +24,6 @@ pub struct LoraWeights<'a> {
     /// `(out, rank)`.
     pub b: CudaView<'a, bf16>,
     pub rank: usize,
-    /// Factor on the product.
     pub scale: f32,
     /// On the inputs of A; `None` without dropout.
     pub masks: Option<DropoutMasks<'a>>,

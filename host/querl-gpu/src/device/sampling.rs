@@ -27,7 +27,6 @@ pub struct SamplingRules {
     pub no_repeat_ngram_size: usize,
     /// No stop token before so many tokens.
     pub min_new_tokens: usize,
-    /// Tokens that end a response.
     pub stop_ids: CudaSlice<u32>,
 }
 
@@ -40,7 +39,6 @@ impl SamplingRules {
 
 /// The responses that the rows of logits continue.
 pub struct SamplingRows<'a> {
-    /// Tokens of each response.
     pub lengths: CudaView<'a, u32>,
     /// If logits processors read them.
     pub responses: Option<ResponseTokens<'a>>,
@@ -52,7 +50,6 @@ pub struct SamplingRows<'a> {
 pub struct ResponseTokens<'a> {
     /// `(n, max_tokens)`.
     pub tokens: CudaView<'a, u32>,
-    /// Row length of `tokens`.
     pub max_tokens: usize,
     /// Scratch memory of the size of `tokens`.
     pub original_logits: CudaViewMut<'a, f32>,
@@ -75,7 +72,6 @@ impl SampledTokens<'_> {
     pub const NOTHING_LEFT: u32 = u32::MAX - 1;
 }
 
-/// Threads of a row.
 const SAMPLING_THREADS: usize = 1024;
 
 /// Logits that are summed together, as on the CPU.

@@ -37,7 +37,6 @@ pub(super) struct Ring {
     pieces: Vec<Piece>,
     next: usize,
     n_pieces: usize,
-    /// Of a piece.
     bytes: usize,
 }
 

@@ -45,7 +45,6 @@ pub(crate) fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     if is_whole { Ok(tensor.clone()) } else { tensor.force_contiguous() }
 }
 
-/// Values as a tensor's storage.
 pub(crate) fn storage(gpu: &Gpu, values: CudaSlice<f32>) -> CudaStorage {
     CudaStorage::wrap_cuda_slice(values, gpu.cuda_device().clone())
 }

@@ -25,7 +25,6 @@ impl GpuBackend {
     }
 }
 
-/// An owned buffer on the GPU.
 pub(crate) struct Buffer<T>(CudaSlice<T>);
 
 impl<T> Deref for Buffer<T> {
@@ -77,7 +76,6 @@ impl<'a> OpenMagnitude<'a> {
     }
 }
 
-/// Gradients of a linear layer.
 #[derive(Default)]
 pub(crate) struct LinearGradients {
     lora: Option<ParameterGradients>,
@@ -539,7 +537,6 @@ impl LayerRows {
         Some(DropoutMasks { row_keys, layer_seed: mask.seed_of(layer_path), first_input, p: mask.p() })
     }
 
-    /// The rows that are queries.
     pub(super) fn list(&self) -> &CudaSlice<u32> {
         self.queries.rows()
     }

@@ -71,7 +71,6 @@ fn check_finite(is_finite: bool, as_type: &str) -> Result<()> {
     }
 }
 
-/// Bytes of a value in a file.
 fn size_of_float(dtype: DType) -> Result<usize> {
     match dtype {
         DType::F32 => Ok(4),
@@ -80,7 +79,6 @@ fn size_of_float(dtype: DType) -> Result<usize> {
     }
 }
 
-/// Types to which weights are converted.
 trait Float: Element + Send + Sync {
     fn rounded(value: f32) -> Self;
 

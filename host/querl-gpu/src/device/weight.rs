@@ -80,7 +80,6 @@ impl DeviceWeight {
         (self.n_out, self.n_in)
     }
 
-    /// Bytes on the GPU.
     pub fn memory_bytes(&self) -> usize {
         match &*self.stored {
             Stored::Bf16(values) => values.num_bytes(),
@@ -188,7 +187,6 @@ impl PackedFormat {
         }
     }
 
-    /// Of values of type `T`.
     fn pack_kernel<T: Element>(self) -> &'static str {
         T::kernel(match self {
             Self::Int8 => ["pack_int8_f32", "pack_int8_bf16"],

@@ -156,7 +156,6 @@ fn write_state(to: &mut impl Write, step: u64, fingerprint: &str, state: &State)
     to.inner.write_all(&digest)
 }
 
-/// Little-endian bytes.
 pub(crate) fn write_values(to: &mut impl Write, values: &[f32]) -> io::Result<()> {
     let mut bytes = vec![0; 4 * CHUNK.min(values.len())];
     for chunk in values.chunks(CHUNK) {
@@ -167,7 +166,6 @@ pub(crate) fn write_values(to: &mut impl Write, values: &[f32]) -> io::Result<()
     Ok(())
 }
 
-/// Why a state could not be read.
 #[derive(Debug)]
 enum ReadError {
     /// The file is incomplete or not of this format; a message.

@@ -171,7 +171,6 @@ impl Generator<'_> {
     }
 }
 
-/// One rank of a job.
 struct Rank<'a> {
     model: &'a ModelConfig,
     device: Device,

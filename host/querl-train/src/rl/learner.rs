@@ -64,7 +64,6 @@ impl Learner {
         Ok(metrics)
     }
 
-    /// Log-probabilities, values and advantages of a batch.
     pub(super) fn experience<'a>(
         &mut self,
         task: &RlTask<'_>,
@@ -179,7 +178,6 @@ impl Learner {
         self.critic.as_ref().map_or(Ok(()), |critic| critic.save_state(state))
     }
 
-    /// Restores what [`Learner::save`] saved.
     pub(super) fn restore(&mut self, task: &RlTask<'_>, state: &State) -> Result<(), TrainError> {
         self.optimizer.restore("policy_optimizer", state, task.policy.vars())?;
         self.shaping.kl = state.get("kl_controller")?;
@@ -320,7 +318,6 @@ impl MicroBatch<'_> {
             .then(|| kl_loss(config.kl_estimator, logprobs, &reference(), weights))
     }
 
-    /// Forward, loss and backward of the critic.
     fn value_backward(
         &self,
         critic: &Critic,

@@ -27,13 +27,11 @@ fn assert_shapes(weights: &[Vec<f32>], others: &[&[Vec<f32>]]) {
     }
 }
 
-/// The values where the mask is true, in order.
 pub(super) fn kept<'a>(values: &'a [Vec<f32>], response_mask: &'a [Vec<bool>]) -> impl Iterator<Item = f32> + 'a {
     let rows = values.iter().zip(response_mask);
     rows.flat_map(|(values, mask)| values.iter().zip(mask).filter(|(_, keep)| **keep).map(|(value, _)| *value))
 }
 
-/// Tokens where the mask is true.
 pub(super) fn n_kept(response_mask: &[Vec<bool>]) -> usize {
     response_mask.iter().flatten().filter(|keep| **keep).count()
 }
@@ -351,7 +349,6 @@ pub fn kl_k3(logprob: f32, ref_logprob: f32) -> f32 {
     (log_ratio.exp() - log_ratio - 1.0).clamp(-MAX_K3, MAX_K3)
 }
 
-/// k3 is clamped to this.
 const MAX_K3: f32 = 10.0;
 
 /// The estimate of one token's KL.

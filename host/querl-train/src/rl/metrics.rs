@@ -69,17 +69,14 @@ pub(super) fn value_metrics(n_values: usize, loss: &ValueLoss) -> Metrics {
     ])
 }
 
-/// Adds metrics to sums by name.
 pub(super) fn add_metrics(sums: &mut Metrics, metrics: Metrics) {
     metrics.into_iter().for_each(|(name, value)| *sums.entry(name).or_default() += value);
 }
 
-/// Metrics of the optimizer steps of a batch.
 #[derive(Default)]
 pub(super) struct UpdateMetrics {
     pub(super) policy: StepSums,
     pub(super) critic: StepSums,
-    /// Seconds.
     pub(super) actor_s: f64,
     pub(super) critic_s: f64,
 }
@@ -115,7 +112,6 @@ impl UpdateMetrics {
     }
 }
 
-/// Metrics of a batch before its updates.
 pub(super) fn batch_metrics(experience: &Experience<'_>, config: &RlConfig) -> Metrics {
     let mut metrics: Metrics = experience.timings.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect();
     metrics.extend(kl_metrics(experience, config));
@@ -278,7 +274,6 @@ pub(super) fn step_metrics(seconds: f64, n_tokens: usize, save_s: Option<f64>) -
     metrics
 }
 
-/// `name/mean`, `name/max`, `name/min`.
 fn summary(name: &str, values: &[f64]) -> Metrics {
     let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
     let max = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);

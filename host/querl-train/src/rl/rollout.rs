@@ -26,7 +26,6 @@ pub(super) fn queries(rows: &[usize], n_samples: usize) -> Vec<Query> {
     rows.iter().map(query).collect()
 }
 
-/// One response and its episode.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct ScoredResponse {
     token_ids: Vec<u32>,
@@ -89,14 +88,12 @@ impl PartialBatch {
     }
 }
 
-/// One scored response to learn from.
 pub(super) struct Rollout {
     pub(super) example: Example,
     /// Of the response's tokens at the sampling temperature, as the engine computed them, before top-k and top-p.
     pub(super) logprobs: Vec<f32>,
     /// Of the filtered distribution that they were sampled from.
     pub(super) behaviour_logprobs: Vec<f32>,
-    /// Reached `max_new_tokens`.
     pub(super) truncated: bool,
     /// Row of the query; samples of one row form a group.
     pub(super) group: usize,
@@ -104,7 +101,6 @@ pub(super) struct Rollout {
     pub(super) record: EpisodeRecord,
 }
 
-/// The scored rollouts of one step.
 pub(super) struct RolloutBatch {
     pub(super) rollouts: Vec<Rollout>,
     pub(super) n_episodes: usize,
@@ -124,7 +120,6 @@ impl RolloutBatch {
         Ok(Self { rollouts, n_episodes, dropped, check: partial.check, timings: partial.timings })
     }
 
-    /// Tokens of prompts and responses.
     pub(super) fn n_tokens(&self) -> usize {
         let of_one = |rollout: &Rollout| rollout.example.prompt.len() + rollout.example.response.len();
         self.rollouts.iter().map(of_one).sum()

@@ -54,7 +54,6 @@ pub(super) struct Trainer<'a> {
     /// The policy that generates the next batch, where updates have changed the trained one meanwhile (`rl.off_by_one`).
     pub(super) rollout_policy: Option<LoraAdapter>,
     pub(super) store: Option<StateStore>,
-    /// The step of the newest checkpoint.
     pub(super) saved_step: Option<u64>,
     step_started: Instant,
     /// Copy of the state before a step that may run out of GPU memory.
@@ -199,7 +198,6 @@ impl<'a> Trainer<'a> {
         Ok(if self.stop_requested()? { Phase::Stopped } else { Phase::Completed })
     }
 
-    /// Whether the stop flag is set on any rank.
     fn stop_requested(&self) -> Result<bool, TrainError> {
         Ok(self.task.mesh.all.any(self.task.stop.load(Ordering::Relaxed))?)
     }

@@ -18,7 +18,6 @@ use std::time::Instant;
 /// What a checkpoint holds in addition to tensors.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct TrainerState {
-    /// Steps taken.
     pub(super) step: u64,
     #[serde(rename = "evaluated")]
     pub(super) evaluated_step: Option<u64>,
@@ -201,7 +200,6 @@ impl Evaluation {
     }
 }
 
-/// The best evaluation so far.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct BestCheckpoint {
     /// 0 is the policy before training.

@@ -37,7 +37,6 @@ fn examples(curve: &Value) -> Vec<Example> {
     rows.map(|row| Example { prompt: ids(&row["prompt"]), response: ids(&row["response"]) }).collect()
 }
 
-/// The trained model: with an adapter, or all weights.
 struct Model {
     decoder: Decoder,
     adapter: Option<LoraAdapter>,
@@ -59,7 +58,6 @@ fn all_weights() -> Model {
     Model { decoder: Decoder::load(&base_path(), Weights::Trained).unwrap(), adapter: None }
 }
 
-/// Settings that most tests share.
 struct Setting {
     config: SftConfig,
     train: Vec<Example>,
@@ -96,7 +94,6 @@ impl Setting {
         Self { config, train, val, tokens_per_pass: 20, gradient_checkpointing: false, fingerprint, folder }
     }
 
-    /// Trains, and stops after step `stop_after`.
     fn run(&self, model: &Model, sink: &mut Recorder, stop_after: u64) -> Outcome {
         let stop = AtomicBool::new(false);
         self.run_rank(&Mesh::alone(), model, sink, (&StopAfter(stop_after, &stop), &stop))
@@ -145,7 +142,6 @@ impl Setting {
         (self.run(&model(), &mut sink, NEVER).unwrap(), sink)
     }
 
-    /// The content of every file in `best` and `last`.
     fn files(&self) -> BTreeMap<String, Vec<u8>> {
         let mut found = BTreeMap::new();
         for folder in [BEST, LAST] {
@@ -234,7 +230,7 @@ fn a_stopped_training_has_the_files_of_an_uninterrupted_one() {
         let [complete, stopped] = two_settings(&config());
         let (expected_summary, expected) = complete.complete(&model());
         let (summary, found) = stopped.complete_in_parts(steps, model);
-        assert_eq!((summary, found.0), (expected_summary, expected.0));
+        assert_eq!((summary, found.results()), (expected_summary, expected.results()));
         assert!(stopped.files() == complete.files(), "files differ");
         assert_eq!(std::fs::read_dir(stopped.folder.path().join(STATE)).unwrap().count(), 2);
     }
@@ -250,7 +246,7 @@ fn steps_after_the_newest_checkpoint_are_taken_again() {
     std::fs::remove_file(killed.state_file(7)).unwrap();
     assert_eq!(sink.0.len(), 7);
     killed.run(&with_adapter(), &mut sink, NEVER).unwrap();
-    assert_eq!(sink.0, expected.0);
+    assert_eq!(sink.results(), expected.results());
     assert!(killed.files() == complete.files());
 }
 
@@ -351,7 +347,7 @@ fn a_step_out_of_memory_saves_the_steps_before_and_can_be_resumed() {
         assert_eq!(error.to_string(), message);
         assert!(broken.state_file(saved).is_file());
         broken.run(&with_adapter(), &mut sink, NEVER).unwrap();
-        assert_eq!(sink.0, expected.0, "{phase}");
+        assert_eq!(sink.results(), expected.results(), "{phase}");
         assert!(broken.files() == complete.files(), "{phase}");
     }
 }

@@ -2,7 +2,6 @@ use super::super::TreeQueries;
 use super::*;
 use querl_model::kernels::{self, Node, Queries, RowTree};
 
-/// Adds a node and below it up to three others, `levels` levels deep.
 fn grow(nodes: &mut Vec<Node>, parent: Option<usize>, levels: usize, rng: &mut ChaCha8Rng) {
     let before = parent.map_or(0, |parent: usize| nodes[parent].depth + nodes[parent].len);
     let start = nodes.last().map_or(0, |node| node.start + node.len);

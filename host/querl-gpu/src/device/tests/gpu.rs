@@ -4,7 +4,6 @@
 use super::super::{AdamTensor, AdamWStep};
 use super::*;
 
-/// A stream that no other test uses.
 fn other_stream() -> Gpu {
     gpu().with_new_stream().unwrap()
 }

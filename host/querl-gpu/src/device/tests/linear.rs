@@ -6,7 +6,6 @@ use querl_model::kernels::projection::{self, Trained};
 use querl_model::kernels::{FrozenWeight, Weight, token_logprobs};
 use std::sync::Arc;
 
-/// `left right` in f64.
 fn multiplied(left: &[f32], right: &[f32], (m, k, n): (usize, usize, usize)) -> Vec<f32> {
     let mut out = vec![0f64; m * n];
     for i in 0..m {

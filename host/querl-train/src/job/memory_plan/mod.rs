@@ -43,7 +43,6 @@ pub enum PackedProducts {
 /// On a GPU: cuBLAS's workspace of 32 MiB, the driver's memory per process and loaded kernels. An estimate, not measured.
 pub const RESERVED_BYTES: u64 = 768 << 20;
 
-/// cuBLAS's workspace of a stream.
 const WORKSPACE_BYTES: u64 = 32 << 20;
 
 /// An NCCL communicator, per GPU: 24 channels, each with a ring and a tree connection of 10 MiB to receive (4 MiB of
@@ -100,12 +99,10 @@ pub struct MemoryRequest {
 }
 
 impl MemoryRequest {
-    /// Data-parallel copies of the model.
     fn n_copies(&self) -> usize {
         self.n_devices / self.model.tensor_parallel.max(1)
     }
 
-    /// The shard of one tensor-parallel device.
     fn of_rank(&self) -> Self {
         Self { shapes: self.shapes.of_rank(self.model.tensor_parallel.max(1)), ..self.clone() }
     }
@@ -152,7 +149,6 @@ impl PlannedStage {
         }
     }
 
-    /// Tokens of the longest training row.
     fn longest_row(&self) -> usize {
         match self {
             Self::Sft { longest_row, .. } => *longest_row,
@@ -160,7 +156,6 @@ impl PlannedStage {
         }
     }
 
-    /// Most rows of one micro-batch.
     fn rows_of_step(&self) -> usize {
         match self {
             Self::Sft { config, .. } => config.batch_size * config.gradient_accumulation_steps,
@@ -334,7 +329,6 @@ fn sums_of(request: &MemoryRequest, n_rows: u64) -> u64 {
     copies + if request.model.tensor_parallel > 1 { of_parts } else { 0 }
 }
 
-/// Values of the largest bucket of gradients.
 fn bucket_of(shapes: &DecoderConfig, stage: &PlannedStage) -> u64 {
     let (largest, all) = match stage {
         PlannedStage::Sft { config, .. } if config.method == TuningMethod::Full => {
@@ -361,7 +355,6 @@ pub fn linears(shapes: &DecoderConfig) -> [(&'static str, usize, usize); 7] {
     ]
 }
 
-/// Weights of the largest linear layer of a decoder layer.
 fn largest_linear(shapes: &DecoderConfig) -> u64 {
     linears(shapes).into_iter().map(|(_, n_in, n_out)| (n_in * n_out) as u64).max().unwrap_or(0)
 }
@@ -404,7 +397,6 @@ fn adapter_parameters(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
     (shapes.n_layers * of_layer) as u64
 }
 
-/// Weights of the largest tensor of an adapter.
 fn largest_trained(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
     let widest = linears(shapes).into_iter().map(|(_, n_in, n_out)| n_in.max(n_out)).max().unwrap_or(0);
     (lora.lora_rank * widest) as u64

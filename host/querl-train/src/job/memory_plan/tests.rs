@@ -33,25 +33,20 @@ fn model(dtype: BaseDtype, tokens_per_pass: usize) -> ModelConfig {
 fn sft(dtype: BaseDtype, tokens_per_pass: usize) -> MemoryRequest {
     let config = SftConfig { batch_size: 64, ..SftConfig::default() };
     let stage = PlannedStage::Sft { config, longest_row: 1024 };
-    MemoryRequest {
-        shapes: large(),
-        model: model(dtype, tokens_per_pass),
-        stage,
-        types: DeviceSizes::GPU,
-        n_devices: 1,
-    }
+    let model = model(dtype, tokens_per_pass);
+    MemoryRequest { shapes: large(), model, stage, types: DeviceSizes::GPU, n_devices: 1 }
 }
 
 fn rl(tokens_per_pass: usize) -> MemoryRequest {
     let config = RlConfig { batch_size: 64, max_new_tokens: 150, ..RlConfig::default() };
     let stage = PlannedStage::Rl { config: Box::new(config), lora: SftConfig::default(), longest_prompt: 874 };
-    MemoryRequest {
-        shapes: large(),
-        model: model(BaseDtype::Bf16, tokens_per_pass),
-        stage,
-        types: DeviceSizes::GPU,
-        n_devices: 1,
-    }
+    MemoryRequest { stage, ..sft(BaseDtype::Bf16, tokens_per_pass) }
+}
+
+/// The plan of `request` on some devices.
+fn plan_on(request: MemoryRequest, n_devices: usize, tensor_parallel: usize) -> MemoryPlan {
+    let model = ModelConfig { tensor_parallel, ..request.model.clone() };
+    MemoryPlan::new(&MemoryRequest { model, n_devices, ..request })
 }
 
 const GIB: u64 = 1 << 30;
@@ -84,10 +79,7 @@ fn an_adapter_has_the_weights_that_peft_counts() {
 fn tensor_parallelism_divides_a_model_except_tables_and_residuals() {
     let request = sft(BaseDtype::Bf16, 4096);
     let whole = MemoryPlan::new(&request);
-    let part = MemoryPlan::new(&MemoryRequest {
-        model: ModelConfig { tensor_parallel: 4, ..request.model.clone() },
-        ..request
-    });
+    let part = plan_on(request, 1, 4);
     let (tables, small) = (2 * 152_064 * 5120 * 2, (64 * (2 * 5120) + 5120) * 4);
     let biases = 64 * (5120 + 2 * 1024) * 4;
     assert_eq!(part.base, (whole.base - tables - small - biases) / 4 + tables + small + biases / 4);
@@ -99,14 +91,7 @@ fn tensor_parallelism_divides_a_model_except_tables_and_residuals() {
 
 #[test]
 fn data_parallel_ranks_reduce_a_gradient_bucket_and_tensor_parallel_ranks_activations() {
-    let with = |n_devices, tensor_parallel| {
-        let request = sft(BaseDtype::Bf16, 4096);
-        MemoryPlan::new(&MemoryRequest {
-            model: ModelConfig { tensor_parallel, ..request.model.clone() },
-            n_devices,
-            ..request
-        })
-    };
+    let with = |n_devices, tensor_parallel| plan_on(sft(BaseDtype::Bf16, 4096), n_devices, tensor_parallel);
     let (alone, of_nccl) = (with(1, 1), 576 << 20);
     assert_eq!((alone.sums, with(2, 1).sums), (0, of_nccl + 2 * (32 << 20)));
     assert_eq!(with(2, 1), MemoryPlan { sums: with(2, 1).sums, ..alone });
@@ -172,14 +157,7 @@ fn reinforcement_learning_counts_critic_reference_and_kv_cache() {
 /// Regression: each of several GPUs planned for the responses of all of them.
 #[test]
 fn model_copies_share_the_responses_of_a_part_and_shards_do_not() {
-    let with = |n_devices, tensor_parallel| {
-        let request = rl(4096);
-        MemoryPlan::new(&MemoryRequest {
-            model: ModelConfig { tensor_parallel, ..request.model.clone() },
-            n_devices,
-            ..request
-        })
-    };
+    let with = |n_devices, tensor_parallel| plan_on(rl(4096), n_devices, tensor_parallel);
     // 8 of 32 responses with their prompts; the cached prefixes are the same.
     assert_eq!(with(4, 1).cache, (8 * 11 + 9 * 56 + 256) * 16 * 64 * 2 * 1024 * 2);
     assert!(with(4, 1).decoding < with(1, 1).decoding);

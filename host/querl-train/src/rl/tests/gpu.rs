@@ -2,11 +2,14 @@
 
 use super::super::learner::Learner;
 use super::learner::{assert_restored_learner_takes_the_same_step, learn};
-use super::{Fixture, Run, config};
+use super::support::{Fault, FaultyEnvironment, Model, Run};
+use super::{Fixture, config};
 use crate::testing::gpu;
 use querl_core::config::{BaseDtype, CriticKind, RlConfig};
+use querl_core::ports::PolicyResponse;
 use querl_model::ComputeDevice;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 fn fixture() -> Fixture {
     static GPU: OnceLock<ComputeDevice> = OnceLock::new();
@@ -24,6 +27,15 @@ fn small(off_by_one: bool) -> RlConfig {
         off_by_one,
         ..config()
     }
+}
+
+/// A score that differs between most responses.
+fn letters(response: &PolicyResponse) -> f64 {
+    f64::from(response.text.bytes().map(u32::from).sum::<u32>() % 7)
+}
+
+fn run(fault: Fault) -> Run {
+    Run::new(FaultyEnvironment::new(fault, Duration::ZERO).with_score(letters))
 }
 
 fn length(values: impl Iterator<Item = f32>) -> f32 {
@@ -71,21 +83,24 @@ fn a_restored_learner_on_a_gpu_takes_the_same_next_step() {
     assert_restored_learner_takes_the_same_step(&fixture(), &config);
 }
 
+/// Ends when the third step's responses are not scored, and resumes: steps after the newest checkpoint are lost.
+fn assert_resumes(n_gpus: usize, config: &RlConfig) {
+    let [mut complete, mut broken] = [Fault::None, Fault::KillAtStep(3)].map(run);
+    complete.start_ranks(n_gpus, config, on_gpu).unwrap();
+    let summary = complete.summary.as_ref().unwrap();
+    assert_eq!((summary.n_steps, summary.n_episodes), (3, 24));
+    let error = broken.start_ranks(n_gpus, config, on_gpu).unwrap_err();
+    assert!(error.to_string().contains("killed"), "{error}");
+    broken.remove_fault();
+    broken.start_ranks(n_gpus, config, on_gpu).unwrap();
+    broken.assert_same(&complete, &format!("{n_gpus} GPUs"));
+}
+
 #[test]
 #[ignore = "needs a GPU"]
 fn an_interrupted_run_on_a_gpu_resumes_to_the_same_adapters() {
     for off_by_one in [false, true] {
-        let config = small(off_by_one);
-        let (mut complete, mut broken) = (Run::new(), Run::new());
-        let expected = complete.start(&fixture(), &config).unwrap();
-        assert_eq!((expected.n_steps, expected.n_episodes), (3, 24));
-        // The responses of the third step are not scored: steps after the newest checkpoint are lost.
-        broken.environment.fails_at = Some(3);
-        let error = broken.start(&fixture(), &config).unwrap_err();
-        assert!(error.to_string().contains("the environment is gone"), "{error}");
-        broken.environment.fails_at = None;
-        assert_eq!(broken.start(&fixture(), &config).unwrap(), expected);
-        broken.assert_same(&complete);
+        assert_resumes(1, &small(off_by_one));
     }
 }
 
@@ -94,16 +109,16 @@ fn an_interrupted_run_on_a_gpu_resumes_to_the_same_adapters() {
 #[test]
 #[ignore = "needs a GPU"]
 fn rollouts_are_those_of_the_training_pass_up_to_rounding() {
-    let mut run = Run::new();
-    run.start(&fixture(), &small(false)).unwrap();
-    let largest = |name: &str| run.sink.column(name).into_iter().fold(0.0, f64::max);
+    let mut run = run(Fault::None);
+    run.start_ranks(1, &small(false), on_gpu).unwrap();
+    let largest = |name: &str| run.recorder.column(name).into_iter().fold(0.0, f64::max);
     let (mean, max) = (largest("rollout_probs_diff"), largest("rollout_probs_diff_max"));
     println!("rollouts differ by {mean} on average, by {max} at worst");
     assert!(mean > 0.0 && mean < 0.03 && max < 0.2, "by {mean} on average, by {max} at worst");
 }
 
-fn on_gpu(rank: usize) -> Result<Fixture, crate::TrainError> {
-    Ok(Fixture::on(&gpu(rank)?, BaseDtype::Bf16))
+fn on_gpu(rank: usize) -> Result<Model, crate::TrainError> {
+    Ok(Model::on(&gpu(rank)?, BaseDtype::Bf16))
 }
 
 /// A response does not depend on the others of its batch, so that the first evaluation and the first batch are those of one GPU to the
@@ -116,16 +131,16 @@ fn two_gpus_generate_what_one_generates_and_learn_the_same() {
     }
     let config = RlConfig { learning_rate: 1e-4, max_steps: 2, ..small(false) };
     let [one, two] = [1, 2].map(|n_gpus| {
-        let mut run = Run::new();
-        let ranks = run.start_ranks(n_gpus, &config, on_gpu).unwrap();
-        (ranks, run.sink, run.environment.log.into_inner().unwrap())
+        let mut run = run(Fault::None);
+        run.start_ranks(n_gpus, &config, on_gpu).unwrap();
+        run
     });
-    assert!(two.0[0] == two.0[1], "GPUs with other weights or summaries");
-    let n_first = 2 + config.batch_size * config.n_samples;
-    assert!(two.2.len() == one.2.len() && two.2.len() > n_first);
-    assert_eq!(two.2[..n_first], one.2[..n_first]);
+    assert!(two.adapters[0] == two.adapters[1], "GPUs with other weights");
+    let (n_first, of_one, of_two) = (8 + config.batch_size * config.n_samples, one.episodes(), two.episodes());
+    assert!(of_two.len() == of_one.len() && of_two.len() > n_first);
+    assert_eq!(of_two[..n_first], of_one[..n_first]);
     for name in ["actor/grad_norm", "actor/pg_loss", "actor/entropy", "critic/vf_loss", "critic/grad_norm"] {
-        let [found, expected] = [&two.1, &one.1].map(|sink| sink.column(name)[0]);
+        let [found, expected] = [&two, &one].map(|run| run.recorder.column(name)[0]);
         let difference = (found - expected).abs() / expected.abs().max(1.0);
         println!("{name}: {expected} and {found}");
         assert!(difference < 0.01, "{name} is {found} on two GPUs and {expected} on one");
@@ -138,13 +153,5 @@ fn an_interrupted_run_on_two_gpus_resumes_to_the_same_adapters() {
     if gpu(1).is_err() {
         return;
     }
-    let config = small(true);
-    let (mut complete, mut broken) = (Run::new(), Run::new());
-    let expected = complete.start_ranks(2, &config, on_gpu).unwrap();
-    broken.environment.fails_at = Some(3);
-    let failures = broken.start_ranks(2, &config, on_gpu).unwrap_err();
-    assert!(failures[0].to_string().contains("the environment is gone"), "{failures:?}");
-    broken.environment.fails_at = None;
-    assert_eq!(broken.start_ranks(2, &config, on_gpu).unwrap(), expected);
-    broken.assert_same(&complete);
+    assert_resumes(2, &small(true));
 }

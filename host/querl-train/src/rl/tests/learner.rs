@@ -186,7 +186,7 @@ pub(super) fn assert_restored_learner_takes_the_same_step(fixture: &Fixture, con
     let task = fixture.task(config);
     let mut learner = Learner::new(&task).unwrap();
     learn(&mut learner, &task, &fixture.rollouts(config, 1), 1);
-    let store = StateStore::open(&fixture.folder.path().join("states"), 1, "same");
+    let store = StateStore::open(&fixture.model.path.join("states"), 1, "same");
     let mut state = State::default();
     learner.save(&mut state).unwrap();
     state.put_vars("policy", task.policy.vars());
@@ -350,10 +350,10 @@ fn a_saved_head_gives_the_critics_values_on_unnormalised_hidden_states() {
     let rollouts = fixture.rollouts(&config, 1);
     learn(&mut learner, &task, &rollouts, 1);
     let values = learner.experience(&task, &rollouts, 2).unwrap().critic.unwrap().values;
-    let directory = fixture.folder.path().join("critic");
+    let directory = fixture.model.path.join("critic");
     learner.save_critic(task.mesh, &directory, task.base_path).unwrap();
     let head = querl_model::load_tensors(&directory.join("value_head.safetensors")).unwrap();
-    let reference = Policy { decoder: &fixture.decoder, adapter: None };
+    let reference = Policy { decoder: &fixture.model.decoder, adapter: None };
     let hidden = reference.response_hidden(&[&rollouts[2].example], TrainingPass::default()).unwrap(); // (T, H)
     let first = hidden.narrow(0, 0, 1).unwrap().broadcast_as(hidden.shape()).unwrap();
     let product = Tensor::cat(&[first, hidden], 1).unwrap().matmul(&head["value_head.weight"].t().unwrap()).unwrap();

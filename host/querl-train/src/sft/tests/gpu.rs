@@ -76,7 +76,7 @@ fn a_stopped_training_on_a_gpu_has_the_files_of_an_uninterrupted_one() {
         let [complete, stopped] = two_settings(&config);
         let (expected_summary, expected) = complete.complete(&model(&first_gpu()));
         let (summary, found) = stopped.complete_in_parts(&stops, || model(&first_gpu()));
-        assert_eq!((summary, found.0), (expected_summary, expected.0));
+        assert_eq!((summary, found.results()), (expected_summary, expected.results()));
         assert!(stopped.files() == complete.files(), "files differ");
     }
 }
@@ -135,6 +135,6 @@ fn a_stopped_training_on_two_gpus_has_the_files_of_an_uninterrupted_one() {
     let failures = run(&stopped, &mut sink, true).unwrap_err();
     assert!(failures[0].to_string().contains("interrupted at sft step 1;"), "{failures:?}");
     run(&stopped, &mut sink, false).unwrap();
-    assert_eq!(sink.0, expected.0);
+    assert_eq!(sink.results(), expected.results());
     assert!(stopped.files() == complete.files());
 }

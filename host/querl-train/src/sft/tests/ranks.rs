@@ -35,7 +35,7 @@ impl Setting {
             let summary = self.run_rank(&Mesh::of_data(ranks), &model, sink, (&Silent, stop))?;
             let policy = model.policy();
             let values = policy.vars().values().flat_map(|var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap());
-            Ok((summary, sink.0.clone(), values.map(f32::to_bits).collect()))
+            Ok((summary, sink.results(), values.map(f32::to_bits).collect()))
         })
     }
 
@@ -49,7 +49,6 @@ impl Setting {
     }
 }
 
-/// The error of the first rank.
 fn first_error(failures: Failures) -> TrainError {
     match failures.into_iter().find(|failure| failure.rank() == 0) {
         Some(RankFailure::Failed { error, .. }) => error,
@@ -103,7 +102,7 @@ fn stopped_ranks_resume_to_the_files_of_an_uninterrupted_training() {
     let failures = stopped.run_ranks(2, model, &mut sink, &stop).map(drop).unwrap_err();
     assert!(failures.iter().all(|failure| failure.to_string().contains("interrupted at sft step 1;")), "{failures:?}");
     stopped.run_two_ranks(&mut sink, |_| {}).unwrap();
-    assert_eq!(sink.0, expected.0);
+    assert_eq!(sink.results(), expected.results());
     assert!(stopped.files() == complete.files());
 }
 
@@ -125,7 +124,7 @@ fn saved_step_after_out_of_memory(
     assert_eq!(found, step);
     assert!(saved < step || !broken.folder.path().join(LAST).exists());
     broken.run_two_ranks(&mut sink, |_| {}).unwrap();
-    assert_eq!(sink.0, expected.0, "{phase} of rank {failing}");
+    assert_eq!(sink.results(), expected.results(), "{phase} of rank {failing}");
     assert!(broken.files() == complete.files(), "{phase} of rank {failing}");
     saved
 }

@@ -1,12 +1,13 @@
 //! Tensor-parallel ranks, which hold one model together, compared with one rank.
 
-use crate::support::{Model, Recorder, Scorer, plain_text, reward, write_model};
+use super::support::{Model, Scorer, plain_text, reward, write_model};
+use crate::rl::{self, RlTask};
+use crate::sft::{self, SftTask};
+use crate::testing::{Recorder, Watched, gpu};
+use crate::{Example, MetricSink, Metrics, Policy, TrainError};
 use querl_core::config::{BaseDtype, CriticKind, RlConfig, SftConfig};
 use querl_core::ports::{PolicyResponse, Silent};
-use querl_model::{ComputeDevice, Decoder, LoraSettings, Mesh, ModelError, Ranks, load_tensors, run_ranks};
-use querl_train::rl::{self, RlTask};
-use querl_train::sft::{self, SftTask};
-use querl_train::{Example, MetricSink, Metrics, Policy, TrainError};
+use querl_model::{ComputeDevice, Decoder, LoraSettings, Mesh, Ranks, load_tensors, run_ranks};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,12 +25,7 @@ enum On {
     Gpus,
 }
 
-fn gpu(index: usize) -> Result<ComputeDevice, ModelError> {
-    querl_cuda::install();
-    ComputeDevice::open_gpu(index)
-}
-
-fn load(path: &Path, mesh: &Mesh, on: On) -> Result<Model, ModelError> {
+fn load(path: &Path, mesh: &Mesh, on: On) -> Result<Model, TrainError> {
     let (dtype, device) = match on {
         On::Cpu => (BaseDtype::F32, ComputeDevice::Cpu),
         On::Gpus => (BaseDtype::Bf16, gpu(mesh.all.rank())?),
@@ -49,37 +45,17 @@ fn first_of<T: Send>(
 
 const NEVER: u64 = u64::MAX;
 
-/// Records metrics, and sets the stop flag at a step.
-struct StopAt<'a> {
-    recorder: Recorder,
-    step: u64,
-    stop: &'a AtomicBool,
-}
-
-impl MetricSink for StopAt<'_> {
-    fn record(&mut self, stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        self.stop.fetch_or(step == self.step, Ordering::SeqCst);
-        self.recorder.record(stage, step, metrics)
-    }
-
-    fn mark(&mut self) -> std::io::Result<u64> {
-        self.recorder.mark()
-    }
-
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.recorder.rewind(mark)
-    }
-}
-
 /// The metrics of `train`; the first rank sets the stop flag at step `stop_at`.
 fn recorded(
     mesh: &Mesh,
     stop_at: u64,
     stop: &AtomicBool,
-    train: impl FnOnce(&mut StopAt<'_>) -> Result<(), TrainError>,
+    train: impl FnOnce(&mut dyn MetricSink) -> Result<(), TrainError>,
 ) -> Result<Recorder, TrainError> {
-    let step = if mesh.all.is_first() { stop_at } else { NEVER };
-    let mut sink = StopAt { recorder: Recorder::default(), step, stop };
+    let on_record = |step, _: &Metrics| {
+        stop.fetch_or(mesh.all.is_first() && step == stop_at, Ordering::SeqCst);
+    };
+    let mut sink = Watched { recorder: Recorder::default(), on_record };
     match train(&mut sink) {
         Ok(()) | Err(TrainError::Interrupted { .. }) => Ok(sink.recorder),
         Err(error) => Err(error),

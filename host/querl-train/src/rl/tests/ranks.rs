@@ -1,7 +1,7 @@
 //! Data-parallel ranks on the CPU compared with one rank: rollouts are split by query, passes and updates by row.
 
-use crate::resume::configs;
-use crate::support::{BATCH, Fault, FaultyEnvironment, Model, Run, plain_text};
+use super::resume::configs;
+use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, plain_text};
 use querl_core::config::{AdvantageForm, KlPlacement, RlAlgorithm, RlConfig};
 use querl_core::ports::PolicyResponse;
 use std::time::Duration;
@@ -62,7 +62,6 @@ fn several_ranks_learn_what_one_learns_and_have_equal_weights() {
     }
 }
 
-/// Name, settings and score of a case.
 type GroupedCase = (&'static str, RlConfig, fn(&PolicyResponse) -> f64);
 
 /// Groups of samples without a critic. Equal scores only with GRPO: other algorithms have advantages there that are rounding, and would

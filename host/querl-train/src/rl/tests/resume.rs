@@ -1,8 +1,8 @@
 //! A run that was stopped or killed and resumed leaves the files, metrics and episodes of an uninterrupted one, byte for byte.
 
-use crate::support::{BATCH, Fault, FaultyEnvironment, Model, Run, config};
+use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, config};
+use crate::TrainError;
 use querl_core::config::{CriticKind, RlConfig};
-use querl_train::TrainError;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 

@@ -1,11 +1,12 @@
 //! PPO on a tiny random decoder and an environment with a known optimum.
 
-use crate::support::{Model, Recorder, Scorer, bits, config as common, plain_text, rejection, reward};
+use super::support::{Model, Scorer, bits, config as common, plain_text, rejection, reward};
+use crate::TrainError;
+use crate::rl::{RlSummary, train};
+use crate::testing::Recorder;
 use querl_core::config::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig};
 use querl_core::ports::PolicyResponse;
 use querl_model::{LoraAdapter, LoraSettings};
-use querl_train::TrainError;
-use querl_train::rl::{RlSummary, train};
 
 fn config() -> RlConfig {
     RlConfig { max_steps: 2, batch_size: 16, mini_batch_size: 16, eval_steps: 100, ..common() }

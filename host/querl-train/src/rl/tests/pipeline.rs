@@ -1,9 +1,10 @@
 //! Generation overlaps with scoring, and with `off_by_one` with learning; nothing else changes.
 
-use crate::support::{BATCH, Fault, FaultyEnvironment, Model, Recorder, Run, config, run_rank};
+use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, config, run_rank};
+use crate::testing::{Recorder, Watched};
+use crate::{Metrics, TrainError};
 use querl_core::config::RlConfig;
 use querl_model::Mesh;
-use querl_train::{MetricSink, Metrics, TrainError};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -96,41 +97,23 @@ fn the_same_seed_gives_the_same_adapter_though_two_threads_compute() {
     assert_eq!(one, two);
 }
 
-/// Records how many responses were scored when a step was recorded.
-struct Watch<'a> {
-    environment: &'a FaultyEnvironment,
-    n_scored: Vec<usize>,
-    recorder: Recorder,
-}
-
-impl MetricSink for Watch<'_> {
-    fn record(&mut self, stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        // Evaluations are recorded too, under the step before.
-        if metrics.contains_key("actor/lr") {
-            assert_eq!(self.n_scored.len() as u64 + 1, step);
-            self.n_scored.push(self.environment.n_scored.load(Ordering::SeqCst));
-        }
-        self.recorder.record(stage, step, metrics)
-    }
-
-    fn mark(&mut self) -> std::io::Result<u64> {
-        self.recorder.mark()
-    }
-
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.recorder.rewind(mark)
-    }
-}
-
 #[test]
 fn the_next_batch_is_scored_before_a_step_ends() {
     let model = Model::new();
     let n_scored = |off_by_one| {
         let (folder, environment) = (tempfile::tempdir().unwrap(), FaultyEnvironment::without_fault());
         let config = RlConfig { off_by_one, max_steps: 3, eval_steps: 100, ..config() };
-        let mut watch = Watch { environment: &environment, n_scored: Vec::new(), recorder: Recorder::default() };
-        run_rank(&Mesh::alone(), &model, &config, &environment, folder.path(), &mut watch).0.unwrap();
-        watch.n_scored
+        let mut n_scored = Vec::new();
+        let on_record = |step, metrics: &Metrics| {
+            // Evaluations are recorded too, under the step before.
+            if metrics.contains_key("actor/lr") {
+                assert_eq!(n_scored.len() as u64 + 1, step);
+                n_scored.push(environment.n_scored.load(Ordering::SeqCst));
+            }
+        };
+        let mut sink = Watched { recorder: Recorder::default(), on_record };
+        run_rank(&Mesh::alone(), &model, &config, &environment, folder.path(), &mut sink).0.unwrap();
+        n_scored
     };
     let of_batches = |n| 8 + n * BATCH; // the first evaluation is of eight rows
     assert_eq!(n_scored(false), [1, 2, 3].map(of_batches));

@@ -4,20 +4,20 @@
 //! The policy starts from a tiny decoder that was trained to respond to any letter with random letters `a` to `h` and to stop at
 //! random. `QUERL_LEARNING_SEEDS` sets the number of seeds (1 unless set; figures are stated for 5).
 
-use crate::support::{Model, Recorder, Scorer, reward};
+use super::support::{Model, Scorer, reward};
+use crate::rl::{RlTask, train};
+use crate::sft::{self, SftTask};
+use crate::testing::Recorder;
+use crate::{Example, Policy};
 use querl_core::config::{CriticKind, RlAlgorithm, RlConfig, SftConfig, TuningMethod};
 use querl_core::ports::{PolicyResponse, Silent};
 use querl_model::{Decoder, LoraSettings, Mesh, TextTokenizer, small_model};
-use querl_train::rl::{RlTask, train};
-use querl_train::sft::{self, SftTask};
-use querl_train::{Example, Policy};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::AtomicBool;
 
-/// Letters of prompts and responses.
 const LETTERS: &[u8] = b"abcdefgh";
 
 /// Longest response in tokens, end of sequence included.
@@ -26,7 +26,6 @@ const MAX_NEW_TOKENS: usize = 10;
 /// The score of a response of `n_tokens` to a prompt letter; `draw` is random, 0 to 1.
 type Score = fn(prompt: u8, response: &str, n_tokens: u32, draw: f64) -> f64;
 
-/// A small task.
 struct Game {
     name: &'static str,
     score: Score,
@@ -50,7 +49,6 @@ fn copy(prompt: u8, response: &str, _: u32, _: f64) -> f64 {
     n_copied as f64 / response.len().max(1) as f64
 }
 
-/// Whether the response contains the letter `g`.
 fn keyword(_: u8, response: &str, _: u32, _: f64) -> f64 {
     f64::from(response.contains('g'))
 }
@@ -70,12 +68,10 @@ fn bandit(_: u8, response: &str, _: u32, draw: f64) -> f64 {
     f64::from(draw < probability)
 }
 
-/// Random, whatever the response.
 fn noise(_: u8, _: &str, _: u32, draw: f64) -> f64 {
     draw
 }
 
-/// Mean of a metric over its last ten values.
 fn tail_mean(recorder: &Recorder, name: &str) -> f64 {
     let values = recorder.column(name);
     let tail = &values[values.len().saturating_sub(10)..];

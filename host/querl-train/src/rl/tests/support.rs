@@ -1,67 +1,22 @@
 //! Tiny models, environments with faults on demand, and runs against them.
 
-use querl_core::config::{CriticKind, RlConfig};
+use crate::rl::{RlData, RlSummary, RlTask, train};
+use crate::testing::Recorder;
+use crate::{MetricSink, TrainError};
+use querl_core::config::{BaseDtype, CriticKind, RlConfig};
 use querl_core::ports::{CallTimings, Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
 use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Rejection, Reward};
 use querl_model::{
-    Decoder, LoraAdapter, LoraSettings, Mesh, RankFailure, TextTokenizer, Weights, run_ranks, small_model,
+    ComputeDevice, Decoder, LoraAdapter, LoraSettings, Mesh, RankFailure, TextTokenizer, Weights, run_ranks,
+    small_model,
 };
-use querl_train::rl::{RlData, RlSummary, RlTask, train};
-use querl_train::{MetricSink, Metrics, TrainError};
+use std::borrow::Borrow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
-/// Records metrics with their steps.
-#[derive(Debug, Default)]
-pub(crate) struct Recorder(pub(crate) Vec<(u64, Metrics)>);
-
-impl MetricSink for Recorder {
-    fn record(&mut self, _stage: &str, step: u64, metrics: &Metrics) -> std::io::Result<()> {
-        self.0.push((step, metrics.clone()));
-        Ok(())
-    }
-
-    fn mark(&mut self) -> std::io::Result<u64> {
-        Ok(self.0.len() as u64)
-    }
-
-    fn rewind(&mut self, mark: u64) -> std::io::Result<()> {
-        self.0.truncate(mark as usize);
-        Ok(())
-    }
-}
-
-impl Recorder {
-    pub(crate) fn get(&self, step: u64, name: &str) -> f64 {
-        self.0.iter().find_map(|(at, metrics)| (*at == step).then(|| metrics.get(name).copied())?).unwrap()
-    }
-
-    /// One metric of each step that has it.
-    pub(crate) fn column(&self, name: &str) -> Vec<f64> {
-        self.0.iter().filter_map(|(_, metrics)| metrics.get(name).copied()).collect()
-    }
-
-    /// Mean of a metric over some steps.
-    pub(crate) fn mean(&self, name: &str, steps: std::ops::Range<u64>) -> f64 {
-        let n = (steps.end - steps.start) as f64;
-        steps.map(|step| self.get(step, name)).sum::<f64>() / n
-    }
-
-    /// All metrics but those of time and memory.
-    pub(crate) fn results(&self) -> Vec<(u64, Metrics)> {
-        let is_result = |name: &str| !name.starts_with("timing_s/") && !name.starts_with("perf/");
-        let of_step = |(step, metrics): &(u64, Metrics)| {
-            let results = metrics.iter().filter(|(name, _)| is_result(name));
-            (*step, results.map(|(name, value)| (name.clone(), *value)).collect())
-        };
-        self.0.iter().map(of_step).collect()
-    }
-}
-
-/// A small random model.
 pub(crate) struct Model {
     pub(crate) path: PathBuf,
     pub(crate) decoder: Decoder,
@@ -87,9 +42,13 @@ static NO_STOP: AtomicBool = AtomicBool::new(false);
 
 impl Model {
     pub(crate) fn new() -> Self {
+        Self::on(&ComputeDevice::Cpu, BaseDtype::F32)
+    }
+
+    pub(crate) fn on(device: &ComputeDevice, dtype: BaseDtype) -> Self {
         let folder = write_model((2, 1, 16));
-        let model = Self::load(folder.path());
-        Self { _folder: Some(folder), ..model }
+        let decoder = Decoder::load_on(folder.path(), Weights::Frozen, dtype, device).unwrap();
+        Self { _folder: Some(folder), ..Self::with_decoder(folder.path(), decoder) }
     }
 
     pub(crate) fn load(path: &Path) -> Self {
@@ -142,7 +101,6 @@ impl Model {
     }
 }
 
-/// Bits of an adapter's values.
 pub(crate) fn bits(adapter: &LoraAdapter) -> Vec<u32> {
     let values = adapter.vars().values().flat_map(|var| var.flatten_all().unwrap().to_vec1::<f32>().unwrap());
     values.map(f32::to_bits).collect()
@@ -169,7 +127,12 @@ pub(crate) fn config() -> RlConfig {
 }
 
 /// The episode of a response that is its own baseline and found nothing.
-fn episode(id: String, step: u64, response: &PolicyResponse, outcome: Result<Reward, Rejection>) -> EpisodeRecord {
+pub(crate) fn episode(
+    id: String,
+    step: u64,
+    response: &PolicyResponse,
+    outcome: Result<Reward, Rejection>,
+) -> EpisodeRecord {
     let PolicyResponse { text, n_tokens, truncated, .. } = response.clone();
     let candidate = Candidate { n_tokens, truncated, ..Candidate::found_nothing(text) };
     let episode = Episode {
@@ -208,7 +171,6 @@ impl<F: Fn(u64, usize, &PolicyResponse) -> Result<Reward, Rejection> + Send + Sy
     }
 }
 
-/// A fault of a [`FaultyEnvironment`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fault {
     None,
@@ -222,6 +184,8 @@ pub(crate) enum Fault {
     Stragglers,
     /// From this step on every training episode is rejected.
     Rejections(u64),
+    /// Every call of this step fails.
+    KillAtStep(u64),
 }
 
 /// Scores responses, keeps a log of episodes that outlives a process, and fails on demand.
@@ -251,10 +215,11 @@ impl FaultyEnvironment {
         Self { score, ..self }
     }
 
-    fn inject_fault(&self) -> Result<(), EnvironmentError> {
+    fn inject_fault(&self, step: u64) -> Result<(), EnvironmentError> {
         let call = self.n_calls.fetch_add(1, Ordering::SeqCst) + 1;
         match self.fault {
             Fault::Kill(at) if call >= at => return Err(EnvironmentError::Record("killed".into())),
+            Fault::KillAtStep(at) if step == at => return Err(EnvironmentError::Record("killed".into())),
             Fault::Panic(at) if call == at => panic!("call {call} of the environment"),
             Fault::Stop(at) if call == at => self.stop.store(true, Ordering::SeqCst),
             _ => {}
@@ -280,7 +245,7 @@ struct Split<'a>(&'a FaultyEnvironment, &'static str);
 impl Environment for Split<'_> {
     fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
         let (started, Self(environment, split)) = (Instant::now(), self);
-        environment.inject_fault()?;
+        environment.inject_fault(step)?;
         std::thread::sleep(environment.pause * responses.len() as u32);
         let records: Vec<EpisodeRecord> =
             responses.iter().map(|response| environment.record(split, step, response)).collect();
@@ -325,13 +290,23 @@ impl Run {
 
     /// One process: starts or resumes the run with ranks on the CPU, which share the model. The first rank's error is returned.
     pub(crate) fn start(&mut self, world_size: usize, model: &Model, config: &RlConfig) -> Result<(), TrainError> {
+        self.start_ranks(world_size, config, |_| Ok(model))
+    }
+
+    /// As [`Run::start`]; `model`, called in the thread of each rank, makes its model.
+    pub(crate) fn start_ranks<M: Borrow<Model>>(
+        &mut self,
+        world_size: usize,
+        config: &RlConfig,
+        model: impl Fn(usize) -> Result<M, TrainError> + Sync,
+    ) -> Result<(), TrainError> {
         let (environment, folder, recorder) = (&self.environment, self.folder.path(), Mutex::new(&mut self.recorder));
         let adapters = Mutex::new(BTreeMap::new());
         let ended = run_ranks(world_size, |ranks| {
-            let (rank, mut own) = (ranks.rank(), Recorder::default());
+            let (rank, model, mut own) = (ranks.rank(), model(ranks.rank())?, Recorder::default());
             let mut held = ranks.is_first().then(|| recorder.lock().unwrap());
             let sink = held.as_mut().map_or(&mut own, |held| &mut **held);
-            let (summary, adapter) = run_rank(&Mesh::of_data(ranks), model, config, environment, folder, sink);
+            let (summary, adapter) = run_rank(&Mesh::of_data(ranks), model.borrow(), config, environment, folder, sink);
             adapters.lock().unwrap().insert(rank, adapter);
             summary
         });
@@ -340,6 +315,7 @@ impl Run {
             Some(RankFailure::Failed { error, .. }) => error,
             other => panic!("the first rank: {other:?}"),
         })?;
+        assert!(summaries.iter().all(|summary| *summary == summaries[0]), "ranks with other summaries");
         self.summary = summaries.into_iter().next();
         Ok(())
     }
