@@ -48,7 +48,8 @@ impl Model {
     pub(crate) fn on(device: &ComputeDevice, dtype: BaseDtype) -> Self {
         let folder = write_model((2, 1, 16));
         let decoder = Decoder::load_on(folder.path(), Weights::Frozen, dtype, device).unwrap();
-        Self { _folder: Some(folder), ..Self::with_decoder(folder.path(), decoder) }
+        let model = Self::with_decoder(folder.path(), decoder);
+        Self { _folder: Some(folder), ..model }
     }
 
     pub(crate) fn load(path: &Path) -> Self {
