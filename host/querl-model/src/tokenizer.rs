@@ -36,7 +36,7 @@ impl TextTokenizer {
         let config_path = required(directory, "tokenizer_config.json")?;
         let config = read_json(&config_path)?;
         let eos = token_text(&config["eos_token"]).ok_or_else(|| {
-            ModelError::bad_file(&config_path, "names no eos_token; the end of an answer must be known")
+            ModelError::bad_file(&config_path, "names no eos_token; the end of a response must be known")
         })?;
         let eos_id = inner
             .token_to_id(&eos)

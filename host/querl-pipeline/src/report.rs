@@ -257,8 +257,7 @@ mod tests {
             facts.add("rows of test nearly in train", n_seen);
             ledger.put(stage, Entry { facts, ..Entry::begun(Inputs::default()) }).unwrap();
         }
-        let expected =
-            "3 row(s) of test were in train, or nearly, when sft was trained: its figures on test flatter it";
+        let expected = "3 row(s) of test were in train or nearly equal to a row of it when sft was trained: its figures on test flatter it";
         assert_eq!(leaks(&ledger).collect::<Vec<_>>(), [expected]);
     }
 }

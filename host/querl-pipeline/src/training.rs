@@ -206,7 +206,7 @@ pub(crate) fn check_lengths<'a>(
         if let Some(limit) = limits.iter().find(|limit| n_tokens > limit.n_tokens()) {
             let (row, RowLength { prompt, answer }) = (row.metadata.query.row, length);
             return Err(Stop::usage(format!(
-                "row {row} of the query table ({} split) makes {n_tokens} tokens, {prompt} of prompt and {answer} of answer; {}",
+                "row {row} of the query table ({} split) makes {n_tokens} tokens, {prompt} of prompt and {answer} of response; {}",
                 split.name(),
                 limit.advice()
             )));
@@ -245,7 +245,7 @@ mod tests {
         let rows = || [(&row, RowLength { prompt: 90, answer: 11 })];
         check_lengths(Split::Train, rows(), &[TokenLimit::SftMaxLength(101), TokenLimit::Learned(101)]).unwrap();
         let refusal = |limit| check_lengths(Split::Train, rows(), &[limit]).unwrap_err().to_string();
-        let place = "row 2 of the query table (train split) makes 101 tokens, 90 of prompt and 11 of answer; ";
+        let place = "row 2 of the query table (train split) makes 101 tokens, 90 of prompt and 11 of response; ";
         let advice = "sft.max_length is 100: shorten the row or raise the limit";
         assert_eq!(refusal(TokenLimit::SftMaxLength(100)), format!("{place}{advice}"));
         let advice = "the model has 64 positions: shorten the row or lower rl.max_new_tokens";

@@ -159,13 +159,13 @@ impl<'a> Reader<'a> {
     }
 
     fn take(&mut self, n_bytes: usize) -> Result<&'a [u8], PackedError> {
-        let taken = self.bytes[self.at..].get(..n_bytes).ok_or_else(|| self.expected("more bytes than there are"))?;
+        let taken = self.bytes[self.at..].get(..n_bytes).ok_or_else(|| self.expected("more bytes, found the end"))?;
         self.at += n_bytes;
         Ok(taken)
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], PackedError> {
-        let taken = self.bytes[self.at..].first_chunk().ok_or_else(|| self.expected("more bytes than there are"))?;
+        let taken = self.bytes[self.at..].first_chunk().ok_or_else(|| self.expected("more bytes, found the end"))?;
         self.at += N;
         Ok(*taken)
     }
@@ -182,7 +182,7 @@ impl<'a> Reader<'a> {
         let n_bytes = self.u32()?;
         let bytes = self.take(n_bytes)?;
         self.charge(n_bytes)?;
-        std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| self.expected("a text in UTF-8 before it"))
+        std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| self.expected("the text that ends here to be UTF-8"))
     }
 
     fn charge(&mut self, n_bytes: usize) -> Result<(), PackedError> {
@@ -211,7 +211,7 @@ impl<'a> Reader<'a> {
         match self.array()? {
             [0] => self.score().map(Ok),
             [1] => Ok(Err(Rejection { code: self.text()?, detail: self.text()? })),
-            _ => Err(self.expected("0 for a score or 1 for a rejection before it")),
+            _ => Err(self.expected("0 (score) or 1 (rejection) in the byte before this")),
         }
     }
 
@@ -284,9 +284,9 @@ mod tests {
     #[test]
     fn odd_cases_and_texts_are_refused() {
         let error = results(&[1, 0, 0, 0, 7], 1).unwrap_err().to_string();
-        assert_eq!(error, "byte 5 of its packed results: expected 0 for a score or 1 for a rejection before it");
+        assert_eq!(error, "byte 5 of its packed results: expected 0 (score) or 1 (rejection) in the byte before this");
         let error = results(&[1, 0, 0, 0, 1, 2, 0, 0, 0, 0xff, 0xff, 0, 0, 0, 0], 1).unwrap_err().to_string();
-        assert_eq!(error, "byte 11 of its packed results: expected a text in UTF-8 before it");
+        assert_eq!(error, "byte 11 of its packed results: expected the text that ends here to be UTF-8");
     }
 
     #[test]

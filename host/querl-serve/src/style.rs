@@ -243,7 +243,7 @@ async fn prometheus(State(service): State<Arc<StyleService>>) -> Response {
 }
 
 async fn nothing_here(uri: Uri) -> Response {
-    let what = format!("there is nothing at `{}`; ask /predict or /classify, or read /docs", uri.path());
+    let what = format!("there is nothing at `{}`; use /predict or /classify, or read /docs", uri.path());
     ErrorResponse::new(StatusCode::NOT_FOUND, what).into_body(ErrorForm::Plain)
 }
 

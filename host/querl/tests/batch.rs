@@ -168,7 +168,7 @@ fn batch_is_read_after_batches_were_switched_off_and_new_rows_are_called_one_by_
     let queries = scene.project.read("queries.jsonl");
     scene.project.write("queries.jsonl", &format!("{queries}\n{}", json!({"original_query": "钙片什么时候吃"})));
     let said = scene.rewrite(&["--set", "teacher.batch=false"]).ok();
-    assert!(said.stderr.contains("handed over while teacher.batch was on are waited for"), "{said:#?}");
+    assert!(said.stderr.contains("submitted while teacher.batch was on are waited for"), "{said:#?}");
     assert_eq!((scene.service.n_begun(), scene.n_posts("/v1/files"), scene.n_posts("/v1/chat/completions")), (1, 1, 1));
     assert_eq!((scene.texts().len(), scene.texts()[40].as_str()), (41, "\"鱼油 一\""));
     assert!(!scene.project.path(NOTE).exists());

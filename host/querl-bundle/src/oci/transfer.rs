@@ -140,7 +140,7 @@ async fn absent(caller: &Caller<'_>, location: &RegistryReference) -> RegistryEr
             RegistryError::at(location, "the repository has no bundles; check the name")
         }
         Ok(versions) => {
-            RegistryError::at(location, format!("there is no such version; there are {}", listed(&versions)))
+            RegistryError::at(location, format!("there is no such version; available: {}", listed(&versions)))
         }
     }
 }

@@ -163,7 +163,7 @@ async fn highest_release_is_pulled_and_missing_versions_are_reported() {
     let error = pull(&missing, &nobody(), Transport::Secure).await.unwrap_err().to_string();
     assert_eq!(
         error,
-        format!("{missing}: there is no such version; there are 0.2.0+build.7, 0.9.0, 0.10.0, 0.11.0-rc.1")
+        format!("{missing}: there is no such version; available: 0.2.0+build.7, 0.9.0, 0.10.0, 0.11.0-rc.1")
     );
     let error = pull(&open("querl/none"), &nobody(), Transport::Secure).await.unwrap_err().to_string();
     assert!(

@@ -286,7 +286,7 @@ fn sheet_rows(
 fn sheet_cells(path: &Path, sheet: &str, row: usize, cells: &[Data]) -> Result<Vec<String>, DataError> {
     if let Some(column) = cells.iter().position(|cell| matches!(cell, Data::Error(_))) {
         let location = format!("sheet `{sheet}`: row {row} column {}", column + 1);
-        let problem = format!("{location}: holds the error value `{}`; mend or clear it", cells[column]);
+        let problem = format!("{location}: holds the error value `{}`; correct or clear it", cells[column]);
         return Err(DataError::file(path, problem));
     }
     Ok(cells.iter().map(cell_text).collect())
@@ -409,7 +409,7 @@ fn field_text(field: &Field) -> Result<String, &'static str> {
         Field::Str(text) => text.clone(),
         Field::Bytes(bytes) => match std::str::from_utf8(bytes.data()) {
             Ok(text) => text.to_owned(),
-            Err(_) => return Err("bytes that are no UTF-8 text"),
+            Err(_) => return Err("bytes that are not UTF-8 text"),
         },
         Field::Float16(number) => number_text((*number).into()),
         Field::Float(number) if number.fract() != 0.0 => number.to_string(),

@@ -464,7 +464,7 @@ fn unused_parquet_columns_may_have_any_type() {
     assert_eq!(error("at", "a.parquet"), format!("a.parquet: row 1 column `at` holds a date; {remedy}"));
     assert!(error("span", "a.parquet").starts_with("a.parquet: "));
     write("b.parquet", b"\xff\xfe");
-    let expected = format!("b.parquet: row 1 column `user_profile` holds bytes that are no UTF-8 text; {remedy}");
+    let expected = format!("b.parquet: row 1 column `user_profile` holds bytes that are not UTF-8 text; {remedy}");
     assert_eq!(folder.read("b.parquet").unwrap_err(), expected);
 }
 

@@ -55,7 +55,7 @@ pub(super) fn systems(evaluation: &Evaluation) -> SystemsTable {
         .collect();
     rows.push(SystemsRow {
         label: "failed".to_owned(),
-        explanation: if has_retrieval { "no rewrite, or retrieval failed" } else { "no answer" }.to_owned(),
+        explanation: if has_retrieval { "no rewrite, or retrieval failed" } else { "no response" }.to_owned(),
         cells: systems.iter().map(|(_, system)| Some(Cell::count(system.n_failed))).collect(),
     });
     if has_retrieval {
@@ -106,7 +106,7 @@ pub(super) fn styles(evaluation: &Evaluation) -> SystemsTable {
             .get(system)
             .map(|share| Cell { mean: format!("{:.1} %", 100.0 * share), interval: String::new() })
     };
-    rows.push(row("distinct answers".to_owned(), "share that differs from all before", &distinct));
+    rows.push(row("distinct responses".to_owned(), "share that differs from all before", &distinct));
     SystemsTable { heads: heads(evaluation), rows }
 }
 

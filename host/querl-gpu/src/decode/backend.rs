@@ -189,7 +189,7 @@ impl LayerBackend for DecodeBackend {
         let outputs: Vec<ProjectionOut<Self>> =
             linears.members.iter().zip(buffers).map(project).collect::<Result<_>>()?;
         self.project_lora_a(linears, &x)?;
-        outputs.try_into().map_err(|_| Error::Msg(format!("{N} linear layers with another number of outputs")))
+        outputs.try_into().map_err(|_| Error::Msg(format!("expected {N} linear layers to give as many outputs")))
     }
 
     /// Queries of all rows: `finish_heads` takes queries, keys and values of the same rows, and [`PagedAttention`] picks.
@@ -215,7 +215,7 @@ impl LayerBackend for DecodeBackend {
     ) -> Result<MaybeBorrowed<'a, Box<Residual>>> {
         let Some(query_rows) = query_rows else { return Ok(MaybeBorrowed::Borrowed(x)) };
         let last = query_rows.rows.device_rows.as_ref().and_then(|rows| rows.downcast_ref::<LastRows>());
-        let last = last.ok_or_else(|| Error::Msg("rows of the CPU in a layer on the GPU".into()))?;
+        let last = last.ok_or_else(|| Error::Msg("rows on the CPU in a layer on the GPU".into()))?;
         let y = Residual { buffer: self.last_x.clone(), len: last.range.len() * width };
         x.with(|x| self.gpu.pick_into(x, &last.indices(), width, &mut y.buffer.lock().slice_mut(..y.len)))?;
         Ok(MaybeBorrowed::Owned(Box::new(y)))

@@ -41,7 +41,7 @@ impl PolicyWeights {
             context: decoder.context(),
             layers: layers.iter().map(|layer| decode_layer(&reader, layer)).collect::<Result<_>>()?,
             final_norm: reader.floats(decoder.final_norm())?,
-            rope: rope.ok_or_else(|| Error::Msg("a decoder of the CPU on a GPU".into()))?,
+            rope: rope.ok_or_else(|| Error::Msg("a decoder on the CPU where one on a GPU is expected".into()))?,
             head: reader.weight(&head)?,
             embedding: reader.weight(&embedding)?,
             is_frozen,

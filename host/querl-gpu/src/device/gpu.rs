@@ -83,7 +83,7 @@ impl Gpu {
 
     /// The open GPU whose tensors are on `device`.
     pub fn of(device: &Device) -> Result<Self> {
-        let Device::Cuda(device) = device else { bail!("expected a tensor of a GPU; got one of the CPU") };
+        let Device::Cuda(device) = device else { bail!("expected a tensor on a GPU; got one on the CPU") };
         let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
         let found = open.iter().filter_map(Weak::upgrade).find(|inner| inner.device.id() == device.id());
         found.map(|inner| Self { inner }).ok_or_else(|| Error::Msg("the GPU of a tensor is not open".into()))

@@ -208,7 +208,7 @@ impl Rounded {
 
 fn device_rows(rows: Option<&DeviceState>) -> Result<&LayerRows> {
     let rows = rows.and_then(|rows| rows.downcast_ref::<LayerRows>());
-    rows.ok_or_else(|| Error::Msg("rows of the CPU in a layer on the GPU".into()))
+    rows.ok_or_else(|| Error::Msg("rows on the CPU in a layer on the GPU".into()))
 }
 
 fn on_gpu(rows: &Rows) -> Result<&LayerRows> {
@@ -496,7 +496,7 @@ impl TrainingBackend for GpuBackend {
 /// What `f` makes of each, or the first error.
 fn each<T, R, const N: usize>(all: [T; N], f: impl FnMut(T) -> Result<R>) -> Result<[R; N]> {
     let done: Vec<R> = all.into_iter().map(f).collect::<Result<_>>()?;
-    done.try_into().map_err(|_| Error::Msg(format!("{N} linear layers with another number of outputs")))
+    done.try_into().map_err(|_| Error::Msg(format!("expected {N} linear layers to give as many outputs")))
 }
 
 /// Rows of a pass, uploaded once for all layers.

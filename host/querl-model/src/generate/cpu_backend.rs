@@ -278,7 +278,7 @@ impl LayerBackend for CpuInference {
             Ok((y, ()))
         };
         let outputs: Vec<ProjectionOut<Self>> = linears.members.iter().map(project).collect::<Result<_>>()?;
-        outputs.try_into().map_err(|_| Error::Msg(format!("{N} linear layers with another number of outputs")))
+        outputs.try_into().map_err(|_| Error::Msg(format!("expected {N} linear layers to give as many outputs")))
     }
 
     fn project_qkv(

@@ -125,7 +125,7 @@ fn audit(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress) {
         answer.audit_style = said.ok();
     }
     if n_failed > 0 {
-        let what = "which are left out of its figures";
+        let what = "which are left out of its metrics";
         progress.line(&format!("plugins.style_model.audit: {n_failed} responses could not be classified, {what}"));
     }
 }

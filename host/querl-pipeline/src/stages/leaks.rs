@@ -139,7 +139,7 @@ fn say(found: &SplitLeaks, on_leak: OnLeak, progress: &dyn Progress) -> anyhow::
 /// The warning about a finished training that saw rows of test.
 pub(crate) fn note(stage: StageName, facts: &Facts) -> Option<String> {
     let n = facts.count(TEST_LEAKED);
-    let what = format!("{n} row(s) of test were in train, or nearly, when {stage} was trained");
+    let what = format!("{n} row(s) of test were in train or nearly equal to a row of it when {stage} was trained");
     (n > 0).then(|| format!("{what}: its figures on test flatter it"))
 }
 

@@ -113,7 +113,7 @@ fn ask<'a>(
         Some((batch, new)) => {
             if new == NewPrompts::Skip {
                 progress.line(
-                    "batches submitted while teacher.batch was on are waited for; other rows are called one by one",
+                    "batches submitted while teacher.batch was on are waited for; other rows are sent one by one",
                 );
             }
             let (state, how) = (run.dir.batches(), (new, config.max_concurrent));

@@ -132,7 +132,7 @@ impl ReplayPlugin {
                 PluginPort::style_scorer(Some(styles.clone())),
             )?)),
             (true, None) => {
-                let expected = "it can score again what a run with plugins.style_model recorded";
+                let expected = "use a run with plugins.style_model";
                 let message = format!(
                     "plugin {}: it scores style, and no episode has style probabilities; {expected}",
                     plugin.id()
