@@ -88,7 +88,7 @@ pub(crate) fn in_child(
     let failed = |error: io::Error| CompileError(format!("compiling it with `{}`: {error}", program.display()));
     let (input, stderr_path) = (output.with_file_name("component.wasm"), output.with_file_name("stderr"));
     std::fs::write(&input, bytes).map_err(failed)?;
-    // A file, not a pipe: nobody has to read while the child runs.
+    // A file, not a pipe, which would have to be read while the child runs.
     let stderr = std::fs::File::create(&stderr_path).map_err(failed)?;
     let mut command = Command::new(program);
     command.args(args).arg(&input).arg(output).arg(timeout_ms.to_string());

@@ -399,7 +399,7 @@ fn of_lines(name: &str, bytes: Vec<u8>) -> anyhow::Result<Vec<String>> {
     texts_of(&content).map_err(|problem| usage(format!("{name}: {problem}")))
 }
 
-/// What the tokenizer finds no token in is the caller's to mend; all else is a failure.
+/// A text that the tokenizer rejects is a usage error; every other error stays as it is.
 fn place_of(error: anyhow::Error, model: &StyleClassifier, texts: &[&str]) -> anyhow::Error {
     let refused = texts.iter().enumerate().find_map(|(index, text)| Some((index, model.tokenizer.encode(text).err()?)));
     match refused {

@@ -102,7 +102,7 @@ pub struct SignArgs {
     format: Format,
 }
 
-/// Makes the key where one is asked for, and signs where there is a bundle.
+/// Creates the key if one is requested, and signs the bundle if one is given.
 pub fn sign(args: &SignArgs) -> anyhow::Result<()> {
     let key = match (&args.new_key, &args.key) {
         (Some(path), _) => {

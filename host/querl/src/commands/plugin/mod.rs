@@ -135,7 +135,7 @@ pub struct ListArgs {
     format: Format,
 }
 
-/// Loads the plugins and names them, in the order in which they are asked.
+/// Loads the plugins and names them, in the order in which they are called.
 fn list(args: &ListArgs) -> anyhow::Result<()> {
     let plugins = Plugins::open(&args.config.load_without_download()?)?;
     let result: Vec<Value> = plugins.used().iter().map(as_json).collect();

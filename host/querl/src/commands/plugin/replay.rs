@@ -255,7 +255,7 @@ fn own_part(sum: &Reward, id: &str) -> Option<Reward> {
     Some(Reward { total: totals.last()?.value, components })
 }
 
-/// A style model that says again what it said of the answers of a run, and nothing of others.
+/// A style model that replays the style probabilities recorded in a run; other dialogues are an error.
 struct RecordedStyles(HashMap<String, Vec<StyleProbability>>);
 
 impl RecordedStyles {

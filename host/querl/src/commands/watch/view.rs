@@ -79,7 +79,7 @@ fn draw_progress(snapshot: &Snapshot, training: &Training, frame: &mut Frame<'_>
     if let Some(step_s) = training.step_s() {
         label.push_str(&format!("  {step_s:.1} s a step"));
     }
-    // Of a run that stands still nobody knows when it ends.
+    // A run that is stopped has no estimated end.
     let left_s = training.left_s().filter(|left_s| snapshot.is_running && *left_s > 0.0);
     if let Some(left_s) = left_s {
         label.push_str(&format!("  {} left", duration(left_s)));

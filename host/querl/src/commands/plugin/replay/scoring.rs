@@ -86,7 +86,7 @@ impl Work<'_> {
     }
 }
 
-/// Progress that is shown only of what takes long.
+/// Progress, shown only for replays that take long.
 struct LateProgress {
     label: &'static str,
     since: Instant,
