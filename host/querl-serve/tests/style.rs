@@ -192,7 +192,7 @@ async fn rejected_requests_get_a_message() {
         (json!({"text": "a".repeat(2000)}), 413, "the body is larger than 1000 bytes"),
         (json!({"text": "busy"}), 429, "queue is full (9 texts)"),
         (json!({"text": "broken"}), 500, "the model failed; the server's log says why"),
-        (json!({"text": "slow"}), 503, "no answer within 200ms"),
+        (json!({"text": "slow"}), 503, "no response within 200ms"),
         (json!({"text": "panics"}), 500, "the tokenizer failed on a text"),
         (json!({"text": "a", "raw_scores": 7}), 422, "expected a boolean"),
     ];

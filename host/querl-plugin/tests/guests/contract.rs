@@ -130,10 +130,7 @@ fn more_memory_than_the_limit_from_the_start_is_refused() {
     let message = refusal("huge-memory");
     let limit = PluginLimits::default().memory_bytes;
     let cause = format!("memory has a minimum byte size of 4294967296 which exceeds the limit of {limit:#x} bytes");
-    assert!(
-        message.contains("whose `plugins.limits.memory_bytes` is one limit: ") && message.ends_with(&cause),
-        "{message}"
-    );
+    assert!(message.contains("such as `plugins.limits.memory_bytes`: ") && message.ends_with(&cause), "{message}");
 }
 
 #[test]
