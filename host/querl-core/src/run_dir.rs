@@ -49,6 +49,8 @@ paths! {
     lock: "querl.lock",
     /// The ledger: finished stages and the digests of their inputs.
     stages: "stages.json",
+    /// Earlier results of stages that run again on other inputs, until the new results are complete.
+    previous: "previous",
     /// `RewriteRecord`s, one JSON object per line.
     rewrites: "data/rewrites.jsonl",
     /// State of the teacher's batch jobs; removed once all rewrites are saved.

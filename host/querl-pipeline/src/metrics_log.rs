@@ -1,5 +1,6 @@
 //! `metrics.jsonl`: metrics of training steps, appended as they are recorded, and the same metrics for TensorBoard.
 
+use crate::ledger::StageName;
 use crate::tensorboard::EventFile;
 use anyhow::Context;
 use querl_core::fsx::write_atomic;
@@ -117,19 +118,27 @@ fn of_stage<'a>(text: &'a str, stage: &'a str) -> impl Iterator<Item = &'a str> 
     text.lines().filter(move |line| stage_of(line).is_some_and(|of_line| of_line == stage))
 }
 
-/// Removes the lines of one stage and its event file; missing files are fine.
-pub(crate) fn remove_stage(path: &Path, stage: &str) -> io::Result<()> {
-    match std::fs::remove_dir_all(RunDir::tensorboard(path, stage)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+/// The lines of one stage; empty for a missing file.
+pub(crate) fn lines_of(path: &Path, stage: &str) -> io::Result<String> {
+    Ok(of_stage(&read(path)?, stage).flat_map(|line| [line, "\n"]).collect())
+}
+
+/// Removes the lines of one stage; a missing file is fine.
+pub(crate) fn remove_lines(path: &Path, stage: &str) -> io::Result<()> {
+    replace_lines(path, stage, "")
+}
+
+/// Replaces the lines of one stage by `lines`, which go before those of later stages.
+pub(crate) fn replace_lines(path: &Path, stage: &str, lines: &str) -> io::Result<()> {
     let text = read(path)?;
-    if text.is_empty() {
-        return Ok(());
-    }
     let is_other = |line: &&str| stage_of(line).is_some_and(|of_line| of_line != stage);
-    let kept: String = text.lines().filter(is_other).flat_map(|line| [line, "\n"]).collect();
-    write_atomic(path, kept.as_bytes())
+    let order = |stage: &str| StageName::ALL.iter().position(|name| name.as_str() == stage);
+    let is_earlier = |line: &&str| stage_of(line).is_some_and(|of_line| order(&of_line) < order(stage));
+    let others: Vec<&str> = text.lines().filter(is_other).collect();
+    let (earlier, later) = others.split_at(others.iter().take_while(|line| is_earlier(line)).count());
+    let joined = |lines: &[&str]| lines.iter().flat_map(|line| [*line, "\n"]).collect::<String>();
+    let kept = joined(earlier) + lines + &joined(later);
+    if kept == text { Ok(()) } else { write_atomic(path, kept.as_bytes()) }
 }
 
 #[cfg(test)]
@@ -141,13 +150,13 @@ mod tests {
     fn a_stage_that_starts_over_replaces_only_its_own_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
-        remove_stage(&path, "sft").unwrap();
+        remove_lines(&path, "sft").unwrap();
         let none = BTreeMap::from([("actor/pg_loss".into(), f64::NAN)]);
         MetricsLog::open(&path, "sft").unwrap().append(1, &BTreeMap::from([("loss".into(), 0.5)])).unwrap();
         let mut log = MetricsLog::open(&path, "rl").unwrap();
         log.append(1, &none).unwrap();
         log.file.write_all(b"{\"stage\":\"rl\",\"st").unwrap();
-        remove_stage(&path, "sft").unwrap();
+        remove_lines(&path, "sft").unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
         assert_eq!(text, "{\"actor/pg_loss\":null,\"stage\":\"rl\",\"step\":1}\n");
     }

@@ -2,7 +2,8 @@
 
 use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
-use crate::ledger::{Ledger, PART, StageName, rows_of};
+use crate::ledger::{Entry, FileDigest, Ledger, Outputs, PART, StageName, rows_of};
+use crate::metrics_log;
 use crate::stages::{funnel, leaks, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
@@ -16,6 +17,7 @@ use querl_eval::{
 };
 use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::BTreeSet;
 
 /// Names of the services behind the metrics.
@@ -64,11 +66,14 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
         let path = dir.eval_records();
         return Err(Stop::usage(format!("{}: not there; run `querl eval` first", path.display())).into());
     }
+    let ledger = Ledger::open(&dir.stages())?;
+    let written = ledger.entry(StageName::Eval.as_str()).map(|entry| &entry.outputs);
+    written.map_or(Ok(()), |outputs| outputs.check(dir.root(), StageName::Eval, &dir.eval_records()))?;
     let records: Vec<EvalRecord> = rows_of(&dir.eval_records())?;
     let evaluation = evaluate(&records, &options(config)).context("evaluation")?;
-    let ledger = Ledger::open(&dir.stages())?;
-    let facts = facts(config, names, dir, &ledger)?;
-    let metrics = if dir.metrics().exists() { rows_of(&dir.metrics())? } else { Vec::new() };
+    let mut facts = facts(config, names, dir, &ledger)?;
+    let (metrics, lost) = whole_metrics(dir, &ledger)?;
+    facts.plugin_notes.extend(lost);
     let html = report_html(&ReportInput {
         facts: &facts,
         evaluation: &evaluation,
@@ -150,6 +155,37 @@ fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyho
     })
 }
 
+/// The lines of `metrics.jsonl` of the stages that have all of theirs, and a note on each other stage and on a changed `episodes.jsonl`.
+fn whole_metrics(dir: &RunDir, ledger: &Ledger) -> anyhow::Result<(Vec<Value>, Vec<String>)> {
+    let (mut metrics, mut notes) = (Vec::new(), Vec::new());
+    for stage in StageName::ALL {
+        let lines = metrics_log::lines_of(&dir.metrics(), stage.as_str()).context("metrics.jsonl cannot be read")?;
+        let rows: Vec<Value> = lines.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+        let entry = ledger.entry(stage.as_str()).filter(|entry| entry.finished);
+        let changed = entry.and_then(|entry| changed_metrics(entry, &lines, &rows));
+        match changed {
+            Some(change) => notes.push(format!("metrics.jsonl of {stage} {change}: its curves are not drawn")),
+            None => metrics.extend(rows),
+        }
+        let Some(written) = entry.and_then(|entry| entry.logs.get(EPISODES)) else { continue };
+        let now = Outputs::of(dir.root(), &[dir.episodes()])?.into_iter().next().map(|(_, digest)| digest);
+        notes.extend(written.difference(now.as_ref()).map(|change| format!("{EPISODES} of {stage} {change}")));
+    }
+    Ok((metrics, notes))
+}
+
+/// How the lines of a finished stage differ from those that it wrote. A stopped stage may have lost lines before it was resumed.
+fn changed_metrics(entry: &Entry, lines: &str, rows: &[Value]) -> Option<String> {
+    let now = (!lines.is_empty()).then(|| FileDigest::of_bytes(lines.as_bytes()));
+    let known: BTreeSet<u64> = rows.iter().filter_map(|row| row["step"].as_u64()).collect();
+    let n_steps = entry.facts.count("steps");
+    let n_missing = (1..=n_steps).filter(|step| !known.contains(step)).count();
+    let missing = (n_missing > 0).then(|| format!("has no line for {n_missing} of {n_steps} steps"));
+    entry.logs.get("metrics.jsonl").and_then(|written| written.difference(now.as_ref())).or(missing)
+}
+
+const EPISODES: &str = "episodes.jsonl";
+
 /// The lock file, or a note where it cannot be read: metrics come from the records alone.
 fn lock(dir: &RunDir) -> (LockFile, Option<String>) {
     let path = dir.lock();
@@ -229,7 +265,6 @@ fn funnel(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<FunnelStep>> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::ledger::Entry;
     use crate::ledger::Facts;
     use crate::ledger::Inputs;
     use std::collections::BTreeMap;

@@ -70,9 +70,6 @@ impl Run {
         let root = dir.root();
         remove_unfinished(root).with_context(|| format!("{}: cannot be tidied", root.display()))?;
         pins::pin(&dir, config_path, plugins.used(), on_change, reporter.as_ref())?;
-        let path = dir.config();
-        write_atomic(&path, config.to_toml().as_bytes())
-            .with_context(|| format!("{}: cannot be written", path.display()))?;
         let outside = outside(&config, &dir, CacheUse::Full)?;
         Ok(Self {
             config,
@@ -85,6 +82,13 @@ impl Run {
             retriever: OnceLock::new(),
             _lock: Some(lock),
         })
+    }
+
+    /// Writes the resolved configuration to the run directory.
+    pub(crate) fn write_config(&self) -> anyhow::Result<()> {
+        let path = self.dir.config();
+        let written = write_atomic(&path, self.config.to_toml().as_bytes());
+        written.with_context(|| format!("{}: cannot be written", path.display()))
     }
 
     /// Opens a run for an estimate: takes no lock and writes nothing.

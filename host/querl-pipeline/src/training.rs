@@ -4,12 +4,13 @@ pub(crate) mod memory;
 
 use crate::failure::{Stop, ending};
 use crate::interrupt;
-use crate::ledger::Facts;
+use crate::ledger::{Facts, StageName};
 use crate::run::Run;
 use anyhow::Context;
 use querl_core::config::{Config, ModelConfig, TuningMethod};
 use querl_core::ports::{PolicyResponse, Progress, Reporter};
 use querl_core::records::{DatasetRow, Split};
+use querl_core::run_dir::RunDir;
 use querl_model::{DecoderConfig, ModelError, Shard, TextTokenizer};
 use querl_train::job::{
     CallbackError, Callbacks, Device, FailureKind, GenerateJob, GeneratedResponse, JobError, NoMetrics,
@@ -17,6 +18,11 @@ use querl_train::job::{
 use querl_train::{BEST, STATE};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+
+/// The folder of a training stage.
+pub(crate) fn folder(dir: &RunDir, stage: StageName) -> PathBuf {
+    if stage == StageName::Sft { dir.sft() } else { dir.rl() }
+}
 
 /// The checkpoint of a training stage that later stages use.
 pub(crate) fn best(stage_folder: &Path) -> PathBuf {
@@ -44,14 +50,24 @@ pub(crate) struct Base {
 }
 
 impl Base {
-    /// A checkpoint is an adapter, whose base is the configured model or what full fine-tuning made of it, or a whole model.
-    pub(crate) fn of(run: &Run, checkpoint: &Path) -> Self {
-        let model = match run.config.sft.method {
-            TuningMethod::Lora => run.config.model.path.clone(),
-            TuningMethod::Full => best(&run.dir.sft()),
-        };
-        let is_adapter = checkpoint.join("adapter_config.json").is_file();
-        Self { model, adapter: is_adapter.then(|| checkpoint.to_owned()) }
+    /// The best checkpoint of a training stage: an adapter, whose base is the configured model or what full fine-tuning made of it, or
+    /// a whole model.
+    ///
+    /// # Errors
+    /// The adapter is missing: without it the base alone would be taken for the trained model.
+    pub(crate) fn of(run: &Run, stage: StageName) -> Result<Self, Stop> {
+        let (sft, is_full) = (best(&run.dir.sft()), run.config.sft.method == TuningMethod::Full);
+        let model = if is_full { sft } else { run.config.model.path.clone() };
+        if is_full && stage == StageName::Sft {
+            return Ok(Self { model, adapter: None });
+        }
+        let adapter = best(&folder(&run.dir, stage));
+        let config = adapter.join("adapter_config.json");
+        if !config.is_file() {
+            let remedy = format!("put the file back, or run `querl {stage} CONFIG --from {stage}` to make it again");
+            return Err(Stop::usage(format!("{}: is missing; {remedy}", config.display())));
+        }
+        Ok(Self { model, adapter: Some(adapter) })
     }
 
     /// The model section of a job on this base.
@@ -87,10 +103,9 @@ pub(crate) trait Generator: Sync {
     fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()>;
 }
 
-/// The model in the folder of the training stage `name`. It is loaded once for all rows.
-pub(crate) fn generator<'a>(run: &'a Run, name: &'static str, stage_folder: &Path) -> Box<dyn Generator + 'a> {
-    let base = Base::of(run, &best(stage_folder));
-    Box::new(TrainedModel { run, base, name })
+/// The model of a training stage. It is loaded once for all rows.
+pub(crate) fn generator(run: &Run, stage: StageName) -> Result<Box<dyn Generator + '_>, Stop> {
+    Ok(Box::new(TrainedModel { run, base: Base::of(run, stage)?, name: stage.as_str() }))
 }
 
 /// Shows lines; the caller shows progress.

@@ -285,3 +285,132 @@ fn what_cannot_be_split_is_refused_before_anything_is_done() {
     let said = refused(["device=cpu:3", "model.tensor_parallel=2"]);
     assert!(said.contains("model.tensor_parallel is 2 and device is \"cpu:3\""), "{said}");
 }
+
+/// Digest of every file of the run by path.
+fn snapshot(project: &Project) -> std::collections::BTreeMap<String, String> {
+    let mut files = std::collections::BTreeMap::new();
+    let mut folders = vec![project.path("run")];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap().flatten() {
+            match entry.path() {
+                path if path.is_dir() => folders.push(path),
+                path if path.ends_with(".in-use") => {}
+                path => {
+                    let digest = querl_core::fsx::digest_file(&path).unwrap();
+                    files.insert(path.display().to_string(), digest);
+                }
+            }
+        }
+    }
+    files
+}
+
+/// Regression: a refused command removed finished training.
+#[test]
+fn a_refused_command_leaves_every_file_as_it_was() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml"]).ok();
+    let before = snapshot(&project);
+    for folder in ["cut", "not-finite", "template"] {
+        project.copy_model(folder);
+    }
+    let weights = std::fs::read(project.path("cut/model.safetensors")).unwrap();
+    std::fs::write(project.path("cut/model.safetensors"), &weights[..weights.len() / 2]).unwrap();
+    let n_bytes = weights.len();
+    let damaged = [&weights[..n_bytes - 4], &f32::NAN.to_le_bytes()].concat();
+    std::fs::write(project.path("not-finite/model.safetensors"), damaged).unwrap();
+    let special = r#"{"eos_token": "<|im_end|>", "chat_template": "{{ raise_exception('no') }}"}"#;
+    project.write("template/tokenizer_config.json", special);
+    let refused: [&[&str]; 8] = [
+        &["run", "querl.toml", "--set", "rl.max_new_tokens=100000"],
+        &["run", "querl.toml", "--from", "rl", "--set", "rl.max_new_tokens=100000"],
+        &["run", "querl.toml", "--set", "sft.max_length=4"],
+        &["sft", "querl.toml", "--set", "sft.max_length=4"],
+        &["run", "querl.toml", "--set", "model.path=\"cut\""],
+        &["run", "querl.toml", "--set", "model.path=\"not-finite\""],
+        &["run", "querl.toml", "--set", "model.path=\"template\""],
+        &["run", "querl.toml", "--from", "rewrite", "--set", "data.query_column=\"none\""],
+    ];
+    for args in refused {
+        let output = project.querl(args);
+        // 1 where weights are not finite: training finds that.
+        assert!(matches!(output.code, Some(1 | 2)), "{args:?}: {output:#?}");
+        assert_eq!(snapshot(&project), before, "{args:?}");
+    }
+    let again = project.querl(&["run", "querl.toml"]).ok();
+    assert_eq!(again.stderr.matches("finished earlier, skipped").count(), 6, "{again:#?}");
+}
+
+#[test]
+fn an_earlier_result_is_kept_until_the_new_one_is_complete() {
+    let project = Project::new();
+    let first = ["run", "querl.toml", "--to", "rl"];
+    project.querl(&first).ok();
+    let before = snapshot(&project);
+    let more = ["run", "querl.toml", "--to", "rl", "--set", "rl.max_steps=400", "--set", "rl.save_steps=1"];
+    kill_within(&project, &more, "rl", 5);
+    assert!(project.path("run/previous/rl/finished/files/rl/best/adapter_config.json").is_file());
+    // The settings of the first run again: its result is put back.
+    let back = project.querl(&first).ok();
+    assert!(back.stderr.contains("rl: its earlier result on the same inputs is back in place\n"), "{back:#?}");
+    assert!(back.stderr.contains("rl: finished earlier, skipped\n"), "{back:#?}");
+    assert_eq!(snapshot(&project), before);
+    let other = ["run", "querl.toml", "--to", "rl", "--set", "rl.max_steps=3"];
+    project.querl(&other).ok();
+    assert!(!project.path("run/previous").exists(), "a complete result replaces the earlier one");
+}
+
+/// Regression: without its adapter the base model was evaluated as `rl`.
+#[test]
+fn a_damaged_file_of_an_earlier_stage_is_named_with_the_command_that_makes_it_again() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml"]).ok();
+    let damage = |file: &str, change: &dyn Fn(&mut Vec<u8>)| {
+        let mut bytes = std::fs::read(project.path(file)).unwrap();
+        change(&mut bytes);
+        std::fs::write(project.path(file), bytes).unwrap();
+    };
+    let cases = [
+        ("rl/best/adapter_config.json", "rl"),
+        ("rl/best/adapter_model.safetensors", "rl"),
+        ("sft/best/adapter_model.safetensors", "sft"),
+        ("data/train.jsonl", "convert"),
+        ("data/validated.jsonl", "validate"),
+        ("eval/records.jsonl", "eval"),
+    ];
+    for (file, stage) in cases {
+        let file = &format!("run/{file}");
+        let whole = std::fs::read(project.path(file)).unwrap();
+        let remedy = format!("put the file back, or run `querl {stage} CONFIG --from {stage}` to make it again");
+        let named = |what: &str| {
+            let message = project.refusal(&["run", "querl.toml"], 2);
+            assert_eq!(message, format!("{file}: {what}; {remedy}"));
+        };
+        damage(file, &|bytes| *bytes.last_mut().unwrap() ^= 1);
+        named("has other content than when it was written");
+        damage(file, &|bytes| bytes.truncate(10));
+        named(&format!("has 10 of {} bytes", whole.len()));
+        std::fs::write(project.path(file), &whole).unwrap();
+    }
+    std::fs::remove_file(project.path("run/rl/best/adapter_config.json")).unwrap();
+    let message = project.refusal(&["eval", "querl.toml"], 2);
+    assert!(message.starts_with("run/rl/best/adapter_config.json: is missing; "), "{message}");
+    project.querl(&["rl", "querl.toml", "--from", "rl"]).ok();
+    project.querl(&["run", "querl.toml"]).ok();
+}
+
+#[test]
+fn logs_that_were_cut_are_reported_and_not_drawn() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml"]).ok();
+    let figures = |html: &str| html.matches("<svg").count();
+    let whole = figures(&project.read("run/report.html"));
+    let lines = project.read("run/metrics.jsonl");
+    let without = lines.lines().filter(|line| !line.contains("\"stage\":\"rl\"")).collect::<Vec<_>>().join("\n");
+    project.write("run/metrics.jsonl", &without);
+    std::fs::remove_file(project.path("run/episodes.jsonl")).unwrap();
+    let table = project.querl(&["report", "run"]).ok().stdout;
+    assert!(table.contains("\nmetrics.jsonl of rl is missing: its curves are not drawn\n"), "{table}");
+    assert!(table.contains("\nepisodes.jsonl of rl is missing\n"), "{table}");
+    assert!(figures(&project.read("run/report.html")) < whole);
+}

@@ -50,12 +50,20 @@ impl Inputs {
             let message = format!("{stage} was stopped on the way; run `querl {stage}` first, or `querl run`");
             return Err(Stop::usage(message).into());
         }
-        if entry.is_none() || !path.exists() {
+        // A folder that lost all its files is reported by its recorded digests.
+        if entry.is_none_or(|entry| entry.outputs.is_empty() && !path.exists()) {
             let message = format!("{}: not there yet; run `querl {stage}` first, or `querl run`", path.display());
             return Err(Stop::usage(message).into());
         }
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let digest = if path.is_dir() { digest_folder(path, |_| true)? } else { digest_file(path)? };
+        let written = entry.map(|entry| &entry.outputs);
+        written.map_or(Ok(()), |outputs| outputs.check(ledger.root(), stage, path))?;
+        let digest = match written.and_then(|outputs| outputs.digest(ledger.root(), path)) {
+            Some(digest) => digest,
+            // Ledgers of earlier versions have no digests of outputs.
+            None if path.is_dir() => digest_folder(path, |_| true)?,
+            None => digest_file(path)?,
+        };
         self.0.insert(format!("{name} of {stage}"), digest);
         Ok(self)
     }
@@ -115,6 +123,12 @@ fn digest_file(path: &Path) -> anyhow::Result<String> {
     querl_core::fsx::digest_file(path).with_context(|| format!("{}: cannot be read", path.display()))
 }
 
+/// Digest of `NAME DIGEST` lines in any order.
+pub(super) fn digest_lines(mut lines: Vec<String>) -> String {
+    lines.sort();
+    querl_core::fsx::digest_hex(lines.join("\n").as_bytes())
+}
+
 /// Whether querl or transformers read the file to load a model or its tokenizer.
 fn is_of_model(file: &str) -> bool {
     const NAMES: [&str; 12] = [
@@ -156,8 +170,7 @@ fn digest_folder(path: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Result<S
             lines.push(format!("{name} {digest}"));
         }
     }
-    lines.sort();
-    Ok(querl_core::fsx::digest_hex(lines.join("\n").as_bytes()))
+    Ok(digest_lines(lines))
 }
 
 #[cfg(test)]

@@ -1,10 +1,12 @@
 //! `stages.json`, the ledger: finished stages with their inputs and figures.
 
 mod inputs;
+mod outputs;
 
 use crate::failure::Stop;
 use anyhow::Context;
 pub(crate) use inputs::Inputs;
+pub(crate) use outputs::{FileDigest, Outputs};
 use querl_core::fsx::{self, ReadError, read_jsonl};
 use querl_core::run_dir::RunDir;
 use serde::{Deserialize, Serialize};
@@ -82,11 +84,18 @@ pub struct Entry {
     /// Wall-clock seconds of the run that finished it.
     #[serde(default)]
     pub seconds: f64,
+    /// The files that it left and later stages read.
+    #[serde(default, skip_serializing_if = "Outputs::is_empty")]
+    pub(crate) outputs: Outputs,
+    /// The logs that it left: `episodes.jsonl`, and its own lines of `metrics.jsonl`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(crate) logs: BTreeMap<String, FileDigest>,
 }
 
 impl Entry {
     pub(crate) fn begun(inputs: Inputs) -> Self {
-        Self { inputs, finished: false, n_failed: 0, facts: Facts::default(), seconds: 0.0 }
+        let (outputs, logs) = (Outputs::default(), BTreeMap::new());
+        Self { inputs, finished: false, n_failed: 0, facts: Facts::default(), seconds: 0.0, outputs, logs }
     }
 }
 
@@ -123,6 +132,11 @@ impl Ledger {
         Ok(Self { path: path.into(), contents })
     }
 
+    /// The run directory.
+    pub(crate) fn root(&self) -> &Path {
+        self.path.parent().unwrap_or(Path::new(""))
+    }
+
     /// True where no stage has begun.
     pub fn is_empty(&self) -> bool {
         self.contents.stages.is_empty()
@@ -133,9 +147,12 @@ impl Ledger {
         self.contents.stages.get(stage)
     }
 
-    /// Replaces the entry of `stage` and writes the file.
-    pub(crate) fn put(&mut self, stage: &str, entry: Entry) -> anyhow::Result<()> {
-        self.contents.stages.insert(stage.into(), entry);
+    /// Replaces the entry of `stage`, or removes it, and writes the file.
+    pub(crate) fn put(&mut self, stage: &str, entry: impl Into<Option<Entry>>) -> anyhow::Result<()> {
+        match entry.into() {
+            Some(entry) => self.contents.stages.insert(stage.into(), entry),
+            None => self.contents.stages.remove(stage),
+        };
         let mut text = serde_json::to_vec_pretty(&self.contents).context("the ledger has no JSON form")?;
         text.push(b'\n');
         fsx::write_atomic(&self.path, &text).with_context(|| format!("{}: cannot be written", self.path.display()))

@@ -1,6 +1,6 @@
 //! Stage 6: evaluates every system on the test split. [`crate::report`] computes the figures from its records.
 
-use super::stage::{self, Done, Stage, remove};
+use super::stage::{self, Done, Stage};
 use crate::environment::{Baselines, Scorer};
 use crate::evaluation::{Evaluated, System, evaluate_system, n_failed};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of, teacher_name};
@@ -34,8 +34,8 @@ impl Stage for Eval {
         stage::add_audit(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.made_by(ledger, StageName::Convert, &run.dir.split(Split::Test))?;
-        for (system, folder) in trained(&run.config, &run.dir) {
-            inputs.made_by(ledger, system, &training::best(&folder))?;
+        for stage in trained(&run.config) {
+            inputs.made_by(ledger, stage, &training::best(&training::folder(&run.dir, stage)))?;
         }
         Ok(inputs)
     }
@@ -49,8 +49,8 @@ impl Stage for Eval {
         vec![dir.eval_records()]
     }
 
-    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        [dir.eval_records(), dir.eval(), dir.report()].iter().try_for_each(|path| remove(path))
+    fn owned(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![dir.eval_records(), dir.eval(), dir.report()]
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
@@ -85,18 +85,17 @@ fn add_decoding(inputs: &mut Inputs, config: &Config) {
 fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Evaluated> {
     let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
     let baselines = Baselines::new(rows_of(&run.dir.validated())?);
-    if !trained(&run.config, &run.dir).is_empty() {
+    if !trained(&run.config).is_empty() {
         training::check_prompts(run, Split::Test, &rows)?;
     }
     let mut all = Evaluated::default();
     for name in &run.config.eval.systems {
-        let adapter = trained(&run.config, &run.dir).into_iter().find(|(trained, _)| trained.as_str() == name);
-        let generator =
-            adapter.map(|(stage, folder)| (stage.as_str(), training::generator(run, stage.as_str(), &folder)));
-        let system = match (&generator, name.as_str()) {
-            (Some((name, generator)), _) => System::Model { name, generator: generator.as_ref() },
-            (None, "teacher") => System::Teacher,
-            (None, _) => System::Raw,
+        let stage = trained(&run.config).into_iter().find(|stage| stage.as_str() == name);
+        let generator = stage.map(|stage| training::generator(run, stage)).transpose()?;
+        let system = match (&generator, stage, name.as_str()) {
+            (Some(generator), Some(stage), _) => System::Model { name: stage.as_str(), generator: generator.as_ref() },
+            (_, _, "teacher") => System::Teacher,
+            _ => System::Raw,
         };
         let evaluated = evaluate_system(&system, &rows, &baselines, &scorer, progress)?;
         all.records.extend(evaluated.records);
@@ -130,8 +129,8 @@ fn audit(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress) {
     }
 }
 
-/// The trained systems that are to be evaluated, with the folders of their stages.
-fn trained(config: &Config, dir: &RunDir) -> Vec<(StageName, PathBuf)> {
-    let wanted = |stage: StageName| config.eval.systems.iter().any(|system| system == stage.as_str());
-    [(StageName::Sft, dir.sft()), (StageName::Rl, dir.rl())].into_iter().filter(|(stage, _)| wanted(*stage)).collect()
+/// The training stages whose models are to be evaluated.
+fn trained(config: &Config) -> Vec<StageName> {
+    let wanted = |stage: &StageName| config.eval.systems.iter().any(|system| system == stage.as_str());
+    [StageName::Sft, StageName::Rl].into_iter().filter(wanted).collect()
 }

@@ -7,6 +7,7 @@ mod convert;
 mod eval;
 pub mod funnel;
 pub mod leaks;
+mod previous;
 mod rewrite;
 mod rl;
 mod sft;
@@ -16,14 +17,16 @@ mod validate;
 
 use crate::failure::Stop;
 use crate::interrupt;
-use crate::ledger::{Decision, Entry, Facts, Inputs, Ledger, StageName, decide, listing};
+use crate::ledger::{Decision, Entry, Facts, FileDigest, Inputs, Ledger, Outputs, StageName, decide, listing};
+use crate::metrics_log;
 use crate::run::Run;
 use anyhow::Context;
+use previous::Previous;
 use querl_core::config::TableFormat;
 use querl_data::table_path;
 use spending::Counted;
 use stage::Stage;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 fn stage_of(name: StageName) -> &'static dyn Stage {
@@ -73,6 +76,7 @@ pub struct Outcome {
 /// A stage failed or was interrupted; those before it are in the ledger.
 pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
     let mut ledger = Ledger::open(&run.dir.stages())?;
+    previous::recover(run, &mut ledger)?;
     check_upstream(run, &ledger, window.first)?;
     for name in pending(run, &ledger, window)? {
         if name == StageName::Rewrite {
@@ -80,7 +84,9 @@ pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
         }
         stage_of(name).check(run)?;
     }
-    window.stages().map(|name| run_stage(run, &mut ledger, name, window)).collect()
+    let outcomes = window.stages().map(|name| run_stage(run, &mut ledger, name, window)).collect::<Result<_, _>>()?;
+    run.write_config()?;
+    Ok(outcomes)
 }
 
 /// Refuses a query table that the stages of this run would write over or remove.
@@ -178,29 +184,36 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     interrupt::check()?;
     let stage = stage_of(name);
     let inputs = stage.inputs(run, ledger)?;
-    let decision = decide_on(run, ledger, name, &inputs, window);
+    let mut decision = decide_on(run, ledger, name, &inputs, window);
+    let is_forced = window.forced_from.is_some_and(|first| name >= first);
+    if matches!(decision, Decision::StartOver(_)) && !is_forced {
+        if let Some(kept) = previous::of_inputs(&run.dir, name, &inputs) {
+            kept.restore(run, ledger)?;
+            run.reporter.message(&format!("{name}: its earlier result on the same inputs is back in place"));
+            decision = decide_on(run, ledger, name, &inputs, window);
+        }
+    }
     let found = match decision {
         Decision::Skip(_) => Facts::default(),
         _ => stage.permit(run, window.last, run.reporter.stage(name.as_str()).as_ref())?,
     };
-    let reason = match decision {
-        Decision::Skip(Entry { facts, seconds, .. }) => {
+    let (reason, earlier) = match decision {
+        Decision::Skip(Entry { facts, seconds, outputs, .. }) => {
+            outputs.check(run.dir.root(), name, run.dir.root())?;
             // The process may have been killed after the ledger was written and before this.
-            stage.settle(&run.dir).with_context(|| format!("{name}: what is no longer needed cannot be removed"))?;
+            settle(run, stage)?;
             run.reporter.message(&format!("{name}: finished earlier, skipped"));
             if let Some(reminder) = stage.reminder(run, &facts) {
                 run.reporter.message(&format!("warning: {reminder}"));
             }
             return Ok(Outcome { stage: name, ran: false, facts, seconds });
         }
-        Decision::StartOver(reason) => {
-            stage.clean(&run.dir).with_context(|| format!("{name}: what an earlier run left cannot be removed"))?;
-            reason
-        }
-        Decision::Continue(reason) => reason,
+        Decision::StartOver(reason) => (reason, previous::set_aside(run, ledger, stage)?),
+        Decision::Continue(reason) => (reason, None),
     };
     run.reporter.message(&format!("{name}: running ({reason})"));
-    let outcome = execute(run, ledger, stage, inputs, found)?;
+    let outcome = execute(run, ledger, stage, inputs, found, earlier.as_ref());
+    let outcome = outcome.inspect_err(|_| keep(run, ledger, stage, earlier))?;
     // The facts of the last stage are the command's result on stdout; that of the evaluation is its table.
     if name != window.last || name == StageName::Eval {
         run.reporter.message(&summary(name, &outcome.facts, outcome.seconds));
@@ -208,10 +221,48 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     Ok(outcome)
 }
 
-fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs, found: Facts) -> anyhow::Result<Outcome> {
+/// After a failure or a stop: what was there before is put back, unless there is something new to resume from.
+fn keep(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, earlier: Option<Previous>) {
+    let (name, Some(earlier)) = (stage.name(), earlier) else { return };
+    let note = if stage.is_resumable(&run.dir) {
+        format!("{name}: the earlier result is kept in {} until the new one is complete", earlier.folder().display())
+    } else {
+        match earlier.restore(run, ledger) {
+            Ok(()) => format!("{name}: what was there before is back in place"),
+            Err(error) => format!("warning: {error:#}"),
+        }
+    };
+    run.reporter.message(&note);
+}
+
+/// Removes what only an unfinished stage needs.
+fn settle(run: &Run, stage: &dyn Stage) -> anyhow::Result<()> {
+    let settled = stage.settle(&run.dir).and_then(|()| previous::discard(&run.dir, stage.name()));
+    settled.with_context(|| format!("{}: what is no longer needed cannot be removed", stage.name()))
+}
+
+/// Digests of the logs of a stage, by file name: of `metrics.jsonl` the lines of the stage.
+fn logs(run: &Run, stage: &dyn Stage) -> anyhow::Result<BTreeMap<String, FileDigest>> {
+    let metrics =
+        metrics_log::lines_of(&run.dir.metrics(), stage.name().as_str()).context("metrics.jsonl cannot be read")?;
+    let files = Outputs::of(run.dir.root(), &stage.logs(&run.dir))?;
+    let own_lines = (!metrics.is_empty()).then(|| ("metrics.jsonl".into(), FileDigest::of_bytes(metrics.as_bytes())));
+    Ok(files.into_iter().chain(own_lines).collect())
+}
+
+fn execute(
+    run: &Run,
+    ledger: &mut Ledger,
+    stage: &dyn Stage,
+    inputs: Inputs,
+    found: Facts,
+    earlier: Option<&Previous>,
+) -> anyhow::Result<Outcome> {
     let name = stage.name();
+    run.write_config()?;
     let begun = Entry::begun(inputs);
     ledger.put(name.as_str(), begun.clone())?;
+    earlier.map_or(Ok(()), Previous::settle).with_context(|| format!("{name}: previous cannot be written"))?;
     let start = Instant::now();
     let done = {
         let account = run.outside.spend_tracker().clone();
@@ -226,9 +277,11 @@ fn execute(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, inputs: Inputs, fo
         done
     };
     let seconds = start.elapsed().as_secs_f64();
-    let entry = Entry { finished: true, n_failed: done.n_failed, facts: done.facts.clone(), seconds, ..begun };
+    let (outputs, logs) = (Outputs::of(run.dir.root(), &stage.outputs(&run.dir))?, logs(run, stage)?);
+    let (n_failed, facts) = (done.n_failed, done.facts.clone());
+    let entry = Entry { finished: true, n_failed, facts, seconds, outputs, logs, ..begun };
     ledger.put(name.as_str(), entry)?;
-    stage.settle(&run.dir).with_context(|| format!("{name}: what is no longer needed cannot be removed"))?;
+    settle(run, stage)?;
     for warning in funnel::size_warnings(name, &done.facts) {
         run.reporter.message(&format!("warning: {warning}"));
     }

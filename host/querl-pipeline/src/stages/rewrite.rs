@@ -1,6 +1,6 @@
 //! Stage 1: the teacher rewrites each query. A teacher is a service, a recording, or a model in this process.
 
-use super::stage::{Done, Stage, make_tables, remove, remove_tables};
+use super::stage::{Done, Stage, make_tables, remove};
 use super::{leaks, stage};
 use crate::failure::Stop;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
@@ -74,10 +74,12 @@ impl Stage for Rewrite {
     }
 
     /// Recorded batches are kept: their responses belong to prompts, not to rows, and are in flight.
-    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        remove(&Journal::path_for(&dir.rewrites()))?;
-        remove_tables(&dir.rewrites(), &[])?;
-        remove(&dir.rewrites())
+    fn owned(&self, dir: &RunDir) -> Vec<PathBuf> {
+        stage::journaled(dir.rewrites())
+    }
+
+    fn is_resumable(&self, dir: &RunDir) -> bool {
+        stage::has_content(&Journal::path_for(&dir.rewrites()))
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {

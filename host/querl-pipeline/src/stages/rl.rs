@@ -1,12 +1,12 @@
 //! Stage 5: reinforcement learning against the teacher, scored by the reward plugins.
 
-use super::stage::{self, Done, Stage, remove};
+use super::stage::{self, Done, Stage, has_content, remove};
 use super::{leaks, spending};
 use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, Services, TrainingEnvironment};
 use crate::failure::ending;
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
-use crate::metrics_log::{self, MetricsLog};
+use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::training::{self, Base, memory};
 use anyhow::Context;
@@ -82,10 +82,16 @@ impl Stage for Rl {
         vec![training::best(&dir.rl())]
     }
 
-    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        remove(&dir.rl())?;
-        remove(&dir.episodes())?;
-        metrics_log::remove_stage(&dir.metrics(), "rl")
+    fn owned(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![dir.rl(), dir.episodes()]
+    }
+
+    fn is_resumable(&self, dir: &RunDir) -> bool {
+        has_content(&training::state(&dir.rl()))
+    }
+
+    fn logs(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![dir.episodes()]
     }
 
     fn settle(&self, dir: &RunDir) -> std::io::Result<()> {
@@ -144,7 +150,7 @@ fn job(
     let config = &run.config;
     training::check_prompts(run, Split::Train, train)?;
     training::check_prompts(run, Split::Val, val)?;
-    let base = Base::of(run, &training::best(&run.dir.sft()));
+    let base = Base::of(run, StageName::Sft)?;
     let tokenizer = TextTokenizer::load(&base.model)?;
     let job = RlJob {
         model: base.model_config(config),

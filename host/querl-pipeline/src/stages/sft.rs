@@ -1,11 +1,11 @@
 //! Stage 4: supervised fine-tuning on the rewrites that passed the filters.
 
 use super::leaks;
-use super::stage::{Done, Stage, remove};
+use super::stage::{Done, Stage, has_content, remove};
 use crate::failure::{Stop, ending};
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
-use crate::metrics_log::{self, MetricsLog};
+use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::training::{self, RowLength, TokenLimit, memory};
 use querl_core::ports::Progress;
@@ -48,9 +48,12 @@ impl Stage for Sft {
         vec![training::best(&dir.sft())]
     }
 
-    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        remove(&dir.sft())?;
-        metrics_log::remove_stage(&dir.metrics(), "sft")
+    fn owned(&self, dir: &RunDir) -> Vec<PathBuf> {
+        vec![dir.sft()]
+    }
+
+    fn is_resumable(&self, dir: &RunDir) -> bool {
+        has_content(&training::state(&dir.sft()))
     }
 
     fn settle(&self, dir: &RunDir) -> std::io::Result<()> {

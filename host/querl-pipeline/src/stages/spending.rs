@@ -105,7 +105,8 @@ pub(crate) fn settle(run: &Run, stage: StageName) -> anyhow::Result<()> {
         return Ok(());
     }
     let path = run.dir.metrics();
-    metrics_log::remove_stage(&path, stage.as_str())?;
+    metrics_log::remove_lines(&path, stage.as_str())?;
+    super::stage::remove(&RunDir::tensorboard(&path, stage.as_str()))?;
     MetricsLog::open(&path, stage.as_str())?.append(0, &figures)?;
     Ok(())
 }

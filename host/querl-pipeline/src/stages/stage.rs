@@ -6,7 +6,7 @@ use anyhow::Context;
 use querl_core::config::{EmbeddingKind, JudgeKind, RerankKind, TableFormat, TeacherKind};
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
-use querl_data::{TableRecord, write_tables};
+use querl_data::{Journal, TableRecord, write_tables};
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, Default)]
@@ -32,7 +32,7 @@ pub(crate) trait Stage: Sync {
         Ok(())
     }
 
-    /// Checks the inputs before outputs of an earlier run are removed; an error stops the stage. `_last` is the last stage of the command.
+    /// Checks the inputs before outputs of an earlier run are moved aside; an error stops the stage. `_last` is the last stage of the command.
     /// The result is added to the facts of the stage.
     fn permit(&self, _run: &Run, _last: StageName, _progress: &dyn Progress) -> anyhow::Result<Facts> {
         Ok(Facts::default())
@@ -50,9 +50,20 @@ pub(crate) trait Stage: Sync {
         Vec::new()
     }
 
-    /// Removes the outputs of an earlier run of the stage.
-    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        self.outputs(dir).iter().try_for_each(|path| remove(path))
+    /// Files and folders that a run of the stage writes or resumes from; they are moved aside where it starts over. Its lines of
+    /// `metrics.jsonl` and its TensorBoard events are too.
+    fn owned(&self, dir: &RunDir) -> Vec<PathBuf> {
+        self.outputs(dir)
+    }
+
+    /// Whether a stopped run left something to resume from.
+    fn is_resumable(&self, _dir: &RunDir) -> bool {
+        false
+    }
+
+    /// Logs of the stage, which no later stage reads.
+    fn logs(&self, _dir: &RunDir) -> Vec<PathBuf> {
+        Vec::new()
     }
 
     /// Removes files that only an unfinished stage needs.
@@ -80,9 +91,23 @@ pub(super) fn make_tables<R: TableRecord>(output: &Path, formats: &[TableFormat]
 }
 
 /// Removes the tables of `output` except those of the formats `but`.
-pub(super) fn remove_tables(output: &Path, but: &[TableFormat]) -> std::io::Result<()> {
+fn remove_tables(output: &Path, but: &[TableFormat]) -> std::io::Result<()> {
     let unwanted = TableFormat::ALL.into_iter().filter(|format| !but.contains(format));
     unwanted.map(|format| querl_data::table_path(output, format)).try_for_each(|path| remove(&path))
+}
+
+/// The file of records `output` with its journal and its tables of all formats.
+pub(super) fn journaled(output: PathBuf) -> Vec<PathBuf> {
+    let tables = TableFormat::ALL.map(|format| querl_data::table_path(&output, format));
+    [Journal::path_for(&output)].into_iter().chain(tables).chain([output]).collect()
+}
+
+/// Whether a file or folder is there and not empty.
+pub(super) fn has_content(path: &Path) -> bool {
+    match std::fs::read_dir(path) {
+        Ok(mut entries) => entries.next().is_some(),
+        Err(_) => path.metadata().is_ok_and(|meta| meta.len() > 0),
+    }
 }
 
 /// A running mean.

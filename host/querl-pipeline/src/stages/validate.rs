@@ -1,6 +1,6 @@
 //! Stage 2: retrieves the hits of each rewrite.
 
-use super::stage::{self, Done, Mean, Stage, make_tables, remove, remove_tables};
+use super::stage::{self, Done, Mean, Stage, make_tables};
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
@@ -46,10 +46,12 @@ impl Stage for Validate {
         run.config.data.export.iter().map(|format| table_path(&run.dir.validated(), *format)).collect()
     }
 
-    fn clean(&self, dir: &RunDir) -> std::io::Result<()> {
-        remove(&Journal::path_for(&dir.validated()))?;
-        remove_tables(&dir.validated(), &[])?;
-        remove(&dir.validated())
+    fn owned(&self, dir: &RunDir) -> Vec<PathBuf> {
+        stage::journaled(dir.validated())
+    }
+
+    fn is_resumable(&self, dir: &RunDir) -> bool {
+        stage::has_content(&Journal::path_for(&dir.validated()))
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {

@@ -1,0 +1,160 @@
+//! What a stage left earlier, kept in `previous/STAGE/` while the stage runs again on other inputs: put back where the new run fails
+//! before it has saved anything or its inputs are those of the earlier run again, and removed once the new result is complete.
+//!
+//! `previous/STAGE/finished` and `previous/STAGE/stopped` each have `entry.json` (the entry of the ledger), `config.resolved.toml`,
+//! `metrics.jsonl` (the stage's lines) and `files`. While files are moved there is `moving` too: a kill in between is repaired by
+//! [`recover`].
+
+use super::stage::{Stage, remove};
+use super::stage_of;
+use crate::ledger::{Entry, Inputs, Ledger, StageName};
+use crate::metrics_log;
+use crate::run::Run;
+use anyhow::Context;
+use querl_core::fsx::write_atomic;
+use querl_core::run_dir::RunDir;
+use std::path::{Path, PathBuf};
+
+/// One kept result of a stage.
+pub(super) struct Previous {
+    name: StageName,
+    folder: PathBuf,
+}
+
+/// Moves what `stage` left out of the way; `None` where it left nothing. [`Previous::settle`] follows once the ledger has the new run.
+pub(super) fn set_aside(run: &Run, ledger: &Ledger, stage: &dyn Stage) -> anyhow::Result<Option<Previous>> {
+    let (dir, name) = (&run.dir, stage.name());
+    let (entry, metrics) = (ledger.entry(name.as_str()), metrics_log::lines_of(&dir.metrics(), name.as_str())?);
+    let owned: Vec<PathBuf> = owned(dir, stage).into_iter().filter(|path| path.exists()).collect();
+    if entry.is_none() && owned.is_empty() && metrics.is_empty() {
+        return Ok(None);
+    }
+    let slot = if entry.is_some_and(|entry| entry.finished) { SLOTS[0] } else { SLOTS[1] };
+    let kept = Previous { name, folder: folder(dir, name).join(slot) };
+    let moved = || -> anyhow::Result<()> {
+        remove(&kept.folder)?;
+        write_atomic(&kept.moving(), b"")?;
+        write_atomic(&kept.metrics(), metrics.as_bytes())?;
+        // A run directory whose first command was refused has none.
+        let config = if dir.config().exists() { std::fs::read(dir.config())? } else { run.config.to_toml().into() };
+        write_atomic(&kept.config(), &config)?;
+        write_atomic(&kept.folder.join(ENTRY), &serde_json::to_vec(&entry)?)?;
+        for path in &owned {
+            rename(path, &kept.files().join(path.strip_prefix(dir.root())?))?;
+        }
+        Ok(metrics_log::remove_lines(&dir.metrics(), name.as_str())?)
+    };
+    moved().with_context(|| format!("{name}: the earlier result cannot be moved to {}", kept.folder.display()))?;
+    Ok(Some(kept))
+}
+
+/// The kept result of a stage on these inputs.
+pub(super) fn of_inputs(dir: &RunDir, name: StageName, inputs: &Inputs) -> Option<Previous> {
+    let kept = SLOTS.map(|slot| Previous { name, folder: folder(dir, name).join(slot) });
+    kept.into_iter().find(|kept| kept.entry().is_ok_and(|entry| entry.is_some_and(|entry| entry.inputs == *inputs)))
+}
+
+/// Completes moves that a kill interrupted.
+pub(super) fn recover(run: &Run, ledger: &mut Ledger) -> anyhow::Result<()> {
+    for name in StageName::ALL {
+        for slot in SLOTS {
+            let kept = Previous { name, folder: folder(&run.dir, name).join(slot) };
+            if kept.moving().exists() {
+                kept.move_back(run, ledger)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Removes what is kept of a stage.
+pub(super) fn discard(dir: &RunDir, name: StageName) -> std::io::Result<()> {
+    remove(&folder(dir, name))?;
+    // Fails where another stage has a kept result.
+    let _ = std::fs::remove_dir(dir.previous());
+    Ok(())
+}
+
+impl Previous {
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// After the ledger has the new run: the move is complete.
+    pub(super) fn settle(&self) -> std::io::Result<()> {
+        remove(&self.moving())
+    }
+
+    /// Replaces what the stage left since by what is kept.
+    pub(super) fn restore(&self, run: &Run, ledger: &mut Ledger) -> anyhow::Result<()> {
+        for path in owned(&run.dir, stage_of(self.name)) {
+            remove(&path).with_context(|| format!("{}: cannot be removed", path.display()))?;
+        }
+        write_atomic(&self.moving(), b"").with_context(|| format!("{}: cannot be written", self.folder.display()))?;
+        self.move_back(run, ledger)
+    }
+
+    fn move_back(&self, run: &Run, ledger: &mut Ledger) -> anyhow::Result<()> {
+        let back = |ledger: &mut Ledger| -> anyhow::Result<()> {
+            // Of these files the entry is written last, before any file is moved here.
+            if let Ok(entry) = self.entry() {
+                ledger.put(self.name.as_str(), entry)?;
+                merge(&self.files(), run.dir.root())?;
+                let lines = std::fs::read_to_string(self.metrics()).unwrap_or_default();
+                metrics_log::replace_lines(&run.dir.metrics(), self.name.as_str(), &lines)?;
+                write_atomic(&run.dir.config(), &std::fs::read(self.config())?)?;
+            }
+            Ok(discard(&run.dir, self.name)?)
+        };
+        back(ledger).with_context(|| format!("{}: cannot be moved back", self.folder.display()))
+    }
+
+    fn entry(&self) -> anyhow::Result<Option<Entry>> {
+        Ok(serde_json::from_slice(&std::fs::read(self.folder.join(ENTRY))?)?)
+    }
+
+    fn moving(&self) -> PathBuf {
+        self.folder.join("moving")
+    }
+
+    fn metrics(&self) -> PathBuf {
+        self.folder.join("metrics.jsonl")
+    }
+
+    fn config(&self) -> PathBuf {
+        self.folder.join("config.resolved.toml")
+    }
+
+    fn files(&self) -> PathBuf {
+        self.folder.join("files")
+    }
+}
+
+const SLOTS: [&str; 2] = ["finished", "stopped"];
+
+const ENTRY: &str = "entry.json";
+
+fn folder(dir: &RunDir, name: StageName) -> PathBuf {
+    dir.previous().join(name.as_str())
+}
+
+fn owned(dir: &RunDir, stage: &dyn Stage) -> Vec<PathBuf> {
+    let events = RunDir::tensorboard(&dir.metrics(), stage.name().as_str());
+    stage.owned(dir).into_iter().chain([events]).collect()
+}
+
+fn rename(from: &Path, to: &Path) -> std::io::Result<()> {
+    std::fs::create_dir_all(to.parent().unwrap_or(Path::new(".")))?;
+    std::fs::rename(from, to)
+}
+
+/// Moves the files below `from` to the same place below `to`.
+fn merge(from: &Path, to: &Path) -> std::io::Result<()> {
+    if from.is_dir() && to.is_dir() {
+        return std::fs::read_dir(from)?.try_for_each(|entry| {
+            let entry = entry?;
+            merge(&entry.path(), &to.join(entry.file_name()))
+        });
+    }
+    if from.exists() { rename(from, to) } else { Ok(()) }
+}
