@@ -3,7 +3,7 @@
 //! [`Trainer::finish_step`].
 
 use crate::batching::DataOrder;
-use crate::checkpoint::{BEST, LAST, STATE};
+use crate::checkpoint::{BEST, LAST, STATE, SaveTimer};
 use crate::data_parallel::{check_equal_weights, newest_checkpoint};
 use crate::{AdamW, AdamWSettings, Gradients, MetricSink, Metrics, State, StateStore, TrainError, lr_factor};
 use candle_core::Var;
@@ -106,6 +106,7 @@ struct Trainer<'a> {
     order: DataOrder,
     optimizer: AdamW,
     store: Option<StateStore>,
+    timer: SaveTimer,
 }
 
 impl<'a> Trainer<'a> {
@@ -123,6 +124,7 @@ impl<'a> Trainer<'a> {
             order: DataOrder::new(task.objective.n_rows(), task.seed),
             optimizer: AdamW::new(settings),
             store,
+            timer: SaveTimer::start(config.save_interval_s),
         };
         let mut mark = 0;
         if let Some((step, state)) = &*newest {
@@ -204,14 +206,14 @@ impl<'a> Trainer<'a> {
         task.progress.update(step, schedule.n_steps, &format!("loss {loss:.3}{}", self.state.note()));
         // 4. A checkpoint to resume from; at the end and after a stop also `last`.
         let position = self.order.position();
-        let is_stopped =
-            self.stop_requested().map_err(|error| self.save_after_out_of_memory(sink, (step, position), error))?;
-        let ends = is_stopped || self.is_done();
-        if ends {
+        let (is_stopped, is_due) =
+            self.agree_on_save().map_err(|error| self.save_after_out_of_memory(sink, (step, position), error))?;
+        if is_stopped || self.is_done() {
             task.objective.save(&task.output_dir.join(LAST))?;
         }
-        if ends || schedule.saves(step) {
+        if is_due {
             self.save(sink)?;
+            self.timer.restart();
         }
         match is_stopped && !self.is_done() {
             true => Err(TrainError::Interrupted { stage: task.objective.stage(), step }),
@@ -219,14 +221,16 @@ impl<'a> Trainer<'a> {
         }
     }
 
-    /// Whether the stop flag is set on any rank. Before a checkpoint, compares the weights of all ranks.
-    fn stop_requested(&self) -> Result<bool, TrainError> {
+    /// Whether the stop flag is set on any rank, and whether a checkpoint is due. Before a checkpoint, compares the weights of all ranks.
+    fn agree_on_save(&self) -> Result<(bool, bool), TrainError> {
         let (task, step) = (self.task, self.state.step);
         let is_stopped = task.mesh.all.any(task.stop.load(Ordering::Relaxed))?;
-        if is_stopped || self.is_done() || self.schedule.saves(step) {
+        let is_timed = task.fingerprint.is_some() && self.timer.is_due(&task.mesh.all)?;
+        let is_due = is_stopped || self.is_done() || self.schedule.saves(step) || is_timed;
+        if is_due {
             check_equal_weights(task.mesh, task.objective.stage(), step, task.objective.vars())?;
         }
-        Ok(is_stopped)
+        Ok((is_stopped, is_due))
     }
 
     fn is_done(&self) -> bool {

@@ -35,18 +35,37 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     terminal::init(cli.noise.verbosity());
     let on_interrupt = || terminal::print("stopping at the next safe point; interrupt again to stop at once");
-    match interrupt::install(on_interrupt).and_then(|()| dispatch(cli.command)) {
+    match install_signals(on_interrupt).and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
         // The reader has closed the pipe: `querl ... | head`.
         Err(error) if failure::is_closed_pipe(&error) => ExitCode::from(Ending::Failed as u8),
         Err(error) => {
             if let Some(details) = failure::details(&error) {
-                eprintln!("{}", details.trim_end());
+                terminal::print_error(details.trim_end());
             }
-            eprintln!("error: {}", failure::sentence(&error));
+            terminal::print_error(&format!("error: {}", failure::sentence(&error)));
             ExitCode::from(failure::ending_of(&error) as u8)
         }
     }
+}
+
+/// Installs the handler of interrupts. SIGHUP stays ignored where the parent ignores it (`nohup`). SIGXFSZ is ignored: a write beyond the
+/// limit of `ulimit -f` then fails with an error that names the file.
+fn install_signals(on_interrupt: impl Fn() + Send + 'static) -> anyhow::Result<()> {
+    #[cfg(unix)]
+    // SAFETY: asks for and sets dispositions of signals, before other threads exist; no handler runs.
+    let is_hangup_ignored = unsafe {
+        libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+        let inherited = libc::signal(libc::SIGHUP, libc::SIG_DFL);
+        inherited == libc::SIG_IGN
+    };
+    interrupt::install(on_interrupt)?;
+    #[cfg(unix)]
+    if is_hangup_ignored {
+        // SAFETY: as above; the handler of interrupts is installed, and no longer for SIGHUP.
+        unsafe { libc::signal(libc::SIGHUP, libc::SIG_IGN) };
+    }
+    Ok(())
 }
 
 /// `mi_option_purge_delay` of mimalloc's header: milliseconds until freed memory is returned to the system, -1 for never.

@@ -38,13 +38,19 @@ pub fn init(verbosity: Verbosity) {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new(default));
     let ansi = std::io::stderr().is_terminal();
     let subscriber = tracing_subscriber::fmt().with_env_filter(filter).with_writer(|| LogWriter).with_ansi(ansi);
-    subscriber.without_time().with_target(false).init();
+    // A log line that cannot be written is not reported: that would panic where stderr is gone.
+    subscriber.without_time().with_target(false).log_internal_errors(false).init();
 }
 
 pub fn print(text: &str) {
     if VERBOSITY.load(Ordering::Relaxed) > Verbosity::Quiet as u8 {
-        BARS.suspend(|| eprintln!("{text}"));
+        BARS.suspend(|| print_error(text));
     }
+}
+
+/// A line on stderr. A closed terminal, a reader that is gone and a full disk behind a log end no work: `eprintln!` would panic.
+pub fn print_error(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
 }
 
 /// Reports that a command has a new form.

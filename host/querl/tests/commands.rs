@@ -96,6 +96,40 @@ fn a_small_model_replaces_another_whole_or_not_at_all() {
     assert!(files() == before, "a training that fails changes nothing");
 }
 
+#[cfg(unix)]
+#[test]
+fn a_stopped_pretraining_resumes_and_has_the_weights_of_an_uninterrupted_one() {
+    let project = Project::new();
+    project.write("corpus.jsonl", &"{\"text\": \"五博士鱼油 每天两粒 饭后服用\"}\n".repeat(64));
+    let recipe = |folder: &str| {
+        let text = format!(
+            "corpus = \"corpus.jsonl\"\noutput_dir = \"out/{folder}\"\nseed = 1\nvocab_size = 300\n\
+             [model]\nhidden_size = 64\nintermediate_size = 64\nn_layers = 2\nn_heads = 1\nn_kv_heads = 1\n\
+             head_dim = 64\nmax_positions = 64\n[train]\nmethod = \"full\"\nmax_steps = 400\nepochs = 400\nsave_steps = 1\n"
+        );
+        project.write(&format!("{folder}.toml"), &text);
+        ["model".to_owned(), "pretrain".to_owned(), format!("{folder}.toml")]
+    };
+    let (whole, stopped) = (recipe("whole"), recipe("stopped"));
+    let (whole, stopped) = (whole.each_ref().map(String::as_str), stopped.each_ref().map(String::as_str));
+    project.querl(&whole).ok();
+    let child = project.command(&stopped).stderr(std::process::Stdio::piped()).spawn().unwrap();
+    let started = std::time::Instant::now();
+    while !project.path("out/stopped/.pretrain/state").exists() && started.elapsed().as_secs() < 120 {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    assert!(std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let message = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{message}");
+    assert!(message.contains("; the same command resumes there\n"), "{message}");
+    let resumed = project.querl(&stopped).ok();
+    assert!(resumed.stderr.contains("resuming from step "), "{resumed:#?}");
+    let weights = |folder: &str| std::fs::read(project.path(&format!("out/{folder}/model.safetensors"))).unwrap();
+    assert!(weights("whole") == weights("stopped"));
+    assert!(!project.path("out/stopped/.pretrain").exists());
+}
+
 #[test]
 fn documentation_of_the_configuration_has_every_key_as_it_is() {
     let text = std::fs::read_to_string(support::repository().join("docs/configuration.md")).unwrap();

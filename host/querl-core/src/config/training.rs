@@ -77,6 +77,8 @@ section! {
         eval_steps: usize = 100,
         /// Optimizer steps between checkpoints from which training can be resumed; 0 for once an epoch.
         save_steps: usize = 100,
+        /// Seconds after which a checkpoint to resume from is written, whatever `save_steps` says; 0 for never.
+        save_interval_s: u64 = 60,
         /// Number of checkpoints to keep in addition to `best` and `last`.
         #[schemars(range(min = 1))]
         save_total_limit: usize = 3,
@@ -295,6 +297,8 @@ section! {
         /// Steps between checkpoints from which training can be resumed.
         #[schemars(range(min = 1))]
         save_steps: usize = 10,
+        /// Seconds after which a checkpoint is written at the end of a step, whatever `save_steps` says; 0 for never.
+        save_interval_s: u64 = 60,
         /// Number of checkpoints to keep in addition to `best` and `last`.
         #[schemars(range(min = 1))]
         save_total_limit: usize = 3,

@@ -22,10 +22,10 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Keys that do not change the result.
-const WITHOUT_EFFECT: [&str; 3] = ["pipeline_parts", "save_steps", "save_total_limit"];
+const WITHOUT_EFFECT: [&str; 4] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit"];
 
 /// Keys of `[sft]` that concern fine-tuning alone.
-const OF_FINE_TUNING_ALONE: [&str; 15] = [
+const OF_FINE_TUNING_ALONE: [&str; 16] = [
     "learning_rate",
     "epochs",
     "max_steps",
@@ -39,6 +39,7 @@ const OF_FINE_TUNING_ALONE: [&str; 15] = [
     "max_length",
     "eval_steps",
     "save_steps",
+    "save_interval_s",
     "save_total_limit",
     "early_stopping_patience",
 ];

@@ -27,7 +27,7 @@ impl Stage for Sft {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("sft", &run.config.sft, &["save_steps", "save_total_limit"])?;
+        inputs.section("sft", &run.config.sft, &["save_steps", "save_interval_s", "save_total_limit"])?;
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
         inputs.model("model", &run.config.model.path)?;
         for split in [Split::Train, Split::Val] {

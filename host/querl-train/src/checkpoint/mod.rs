@@ -15,6 +15,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// Folder of the checkpoint with the best validation result.
 pub const BEST: &str = "best";
@@ -24,6 +25,30 @@ pub const LAST: &str = "last";
 
 /// Folder of the files to resume from.
 pub const STATE: &str = "state";
+
+/// Tells when a checkpoint is due by time.
+#[derive(Debug)]
+pub(crate) struct SaveTimer {
+    interval_s: u64,
+    saved: Instant,
+}
+
+impl SaveTimer {
+    /// `interval_s` 0: never due.
+    pub(crate) fn start(interval_s: u64) -> Self {
+        Self { interval_s, saved: Instant::now() }
+    }
+
+    /// Whether a checkpoint is due on any rank: all save together, and their clocks differ.
+    pub(crate) fn is_due(&self, ranks: &Ranks) -> Result<bool, TrainError> {
+        let is_on = self.interval_s > 0;
+        Ok(is_on && ranks.any(self.saved.elapsed().as_secs() >= self.interval_s)?)
+    }
+
+    pub(crate) fn restart(&mut self) {
+        self.saved = Instant::now();
+    }
+}
 
 /// Name of the base in an adapter's configuration: the folder name, since a path would only be valid on this machine.
 pub(crate) fn base_name(base: &Path) -> String {

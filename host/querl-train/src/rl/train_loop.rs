@@ -11,7 +11,7 @@ use super::rollout_pipeline::{self, RolloutRequest};
 use super::trainer_state::{BestCheckpoint, Evaluation, LogPositions, TrainerState};
 use super::{RlSummary, RlTask, engine_settings};
 use crate::batching::DataOrder;
-use crate::checkpoint::{LAST, STATE, State, StateStore};
+use crate::checkpoint::{LAST, STATE, SaveTimer, State, StateStore};
 use crate::data_parallel::newest_checkpoint;
 use crate::{MetricSink, Metrics, TrainError};
 use querl_model::{ComputeDevice, Decoding, Engine, LoraAdapter, Mesh};
@@ -54,6 +54,7 @@ pub(super) struct Trainer<'a> {
     /// The policy that generates the next batch, where updates have changed the trained one meanwhile (`rl.off_by_one`).
     pub(super) rollout_policy: Option<LoraAdapter>,
     pub(super) store: Option<StateStore>,
+    pub(super) timer: SaveTimer,
     pub(super) saved_step: Option<u64>,
     step_started: Instant,
     /// Copy of the state before a step that may run out of GPU memory.
@@ -78,6 +79,7 @@ impl<'a> Trainer<'a> {
             rollout_mesh: task.mesh.again()?,
             rollout_policy: None,
             store,
+            timer: SaveTimer::start(task.config.save_interval_s),
             saved_step: None,
             backup: None,
             step_started: Instant::now(),
@@ -98,7 +100,7 @@ impl<'a> Trainer<'a> {
                 return self.interrupt(sink);
             }
             // 2. A checkpoint; the best policy so far also goes to `best`.
-            if self.checkpoint_is_due() {
+            if self.checkpoint_is_due()? {
                 self.save(sink)?;
             }
             if self.is_finished() {
@@ -148,10 +150,14 @@ impl<'a> Trainer<'a> {
         Ok(Phase::Completed)
     }
 
-    /// A checkpoint is due every `save_steps`, for the best policy so far, and at the end.
-    fn checkpoint_is_due(&self) -> bool {
+    /// A checkpoint is due every `save_steps`, every `save_interval_s`, for the best policy so far, and at the end.
+    fn checkpoint_is_due(&self) -> Result<bool, TrainError> {
+        if self.saved_step == Some(self.state.step) {
+            return Ok(false);
+        }
         let is_due = self.state.step.is_multiple_of(self.task.config.save_steps.max(1) as u64);
-        (is_due || self.is_best() || self.is_finished()) && self.saved_step != Some(self.state.step)
+        let is_timed = self.task.fingerprint.is_some() && self.timer.is_due(&self.task.mesh.all)?;
+        Ok(is_due || is_timed || self.is_best() || self.is_finished())
     }
 
     fn is_finished(&self) -> bool {

@@ -57,6 +57,7 @@ impl Trainer<'_> {
         }
         self.save_best()?;
         self.saved_step = Some(self.state.step);
+        self.timer.restart();
         self.save_s = Some(started.elapsed().as_secs_f64());
         Ok(())
     }

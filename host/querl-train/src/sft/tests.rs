@@ -236,6 +236,31 @@ fn a_stopped_training_has_the_files_of_an_uninterrupted_one() {
     }
 }
 
+/// Sleeps longer than `save_interval_s` = 1 at the end of a step.
+struct SlowStep(u64);
+
+impl Progress for SlowStep {
+    fn update(&self, step: u64, _: u64, _: &str) {
+        if step == self.0 {
+            std::thread::sleep(std::time::Duration::from_millis(1100));
+        }
+    }
+
+    fn line(&self, _: &str) {}
+}
+
+#[test]
+fn a_checkpoint_is_written_by_time_whatever_save_steps_says() {
+    let steps = |save_interval_s| {
+        let setting = Setting::new(SftConfig { save_steps: 1000, save_interval_s, ..config() });
+        let (progress, stop) = (SlowStep(5), AtomicBool::new(false));
+        setting.run_rank(&Mesh::alone(), &with_adapter(), &mut Recorder::default(), (&progress, &stop)).unwrap();
+        [5, 6, 18].map(|step| setting.state_file(step).exists())
+    };
+    assert_eq!(steps(1), [true, false, true]);
+    assert_eq!(steps(0), [false, false, true]);
+}
+
 #[test]
 fn steps_after_the_newest_checkpoint_are_taken_again() {
     let [complete, killed] = two_settings(&config());

@@ -139,8 +139,8 @@ fn is_interrupted() -> bool {
 }
 
 fn announce(url: &str) -> std::io::Result<()> {
-    println!("listening on http://{url}");
-    std::io::stdout().flush()
+    let mut stdout = std::io::stdout();
+    writeln!(stdout, "listening on http://{url}").and_then(|()| stdout.flush())
 }
 
 /// The embedded retrieval of one or more configurations over the `general_rag` interface.
@@ -149,7 +149,7 @@ pub(super) fn rag(args: &RagArgs) -> anyhow::Result<()> {
     let mut open = |path: &PathBuf| knowledge_base(path, &args.set, &mut shelf);
     let knowledge_bases = args.configs.iter().map(&mut open).collect::<anyhow::Result<Vec<_>>>()?;
     for base in &knowledge_bases {
-        println!("tenant {}, knowledge base {}", base.tenant, base.kb_name);
+        writeln!(std::io::stdout(), "tenant {}, knowledge base {}", base.tenant, base.kb_name)?;
     }
     let app = general_rag(knowledge_bases).map_err(usage)?;
     served(block_on(async {

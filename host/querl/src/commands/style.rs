@@ -209,7 +209,7 @@ fn run_train(args: &TrainArgs) -> anyhow::Result<()> {
     let trained = querl_style::train(&config, &callbacks(&Terminal))?;
     print(trained.figures.as_deref().unwrap_or_default())?;
     for (text, probabilities) in &trained.demo {
-        println!("{text}\n{}", StylePrediction::new(&trained.classes, probabilities).text());
+        writeln!(std::io::stdout(), "{text}\n{}", StylePrediction::new(&trained.classes, probabilities).text())?;
     }
     terminal::print(&format!("written to {}", config.output_dir().display()));
     Ok(())

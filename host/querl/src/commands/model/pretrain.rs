@@ -4,14 +4,14 @@ use crate::args::usage;
 use crate::terminal::{self, StageProgress};
 use anyhow::Context;
 use querl_core::config::SftConfig;
-use querl_core::fsx::read_jsonl;
+use querl_core::fsx::{digest_file, digest_hex, read_jsonl};
 use querl_core::records::Message;
 use querl_model::{Decoder, Mesh, TextTokenizer, small_model};
 use querl_pipeline::failure::{Stop, ending};
 use querl_pipeline::interrupt;
 use querl_pipeline::metrics_log::MetricsLog;
 use querl_train::sft::{self, SftTask};
-use querl_train::{Example, Policy, TrainError};
+use querl_train::{Example, Policy, STATE, TrainError};
 use serde::Deserialize;
 use std::path::{Path, PathBuf};
 
@@ -47,16 +47,25 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     let lines: Vec<CorpusLine> = read_jsonl(&corpus).map_err(usage)?;
     let texts: Vec<String> = lines.iter().flat_map(texts_of).collect();
     // In a folder of its own until it is complete: an old model is never replaced in part.
-    std::fs::create_dir_all(&output).with_context(|| format!("{}: cannot be made", output.display()))?;
-    let new = tempfile::Builder::new().prefix(".new-").tempdir_in(&output)?;
-    let decoder_config = small_model::write_files(new.path(), &texts, config.vocab_size, &config.model)?;
-    let tokenizer = TextTokenizer::load(new.path())?;
+    let (work, new) = (output.join(WORK), output.join(WORK).join("model"));
+    std::fs::create_dir_all(&new).with_context(|| format!("{}: cannot be made", new.display()))?;
+    let decoder_config = small_model::write_files(&new, &texts, config.vocab_size, &config.model)?;
+    let tokenizer = TextTokenizer::load(&new)?;
     let examples: Vec<Example> = lines.iter().map(|line| example(line, &tokenizer)).collect::<anyhow::Result<_>>()?;
     let decoder = Decoder::init(decoder_config, config.seed)?;
     terminal::print(&format!("{} parameters, {} examples", decoder.config().n_parameters(), examples.len()));
-    train(&decoder, &examples, &config, new.path())?;
-    decoder.save(new.path(), small_model::STORED_DTYPE)?;
-    move_files(new.path(), &output).with_context(|| format!("{}: cannot be written", output.display()))?;
+    let corpus_digest = digest_file(&corpus).with_context(|| format!("{}: cannot be read", corpus.display()))?;
+    let fingerprint =
+        digest_hex(format!("{} {} {corpus_digest} {text}", env!("CARGO_PKG_VERSION"), config.seed).as_bytes());
+    train(&decoder, &examples, &config, &new, &fingerprint).inspect_err(|_| {
+        // Kept where there is something to resume from.
+        if !work.join(STATE).exists() {
+            let _ = std::fs::remove_dir_all(&work);
+        }
+    })?;
+    decoder.save(&new, small_model::STORED_DTYPE)?;
+    move_files(&new, &output).with_context(|| format!("{}: cannot be written", output.display()))?;
+    std::fs::remove_dir_all(&work).with_context(|| format!("{}: cannot be removed", work.display()))?;
     terminal::print(&format!("written to {}", output.display()));
     Ok(())
 }
@@ -86,12 +95,21 @@ fn move_files(from: &Path, to: &Path) -> std::io::Result<()> {
     Ok(())
 }
 
-fn train(decoder: &Decoder, examples: &[Example], config: &PretrainConfig, output: &Path) -> anyhow::Result<()> {
-    let work = tempfile::tempdir()?;
+/// Folder in the output for checkpoints and the unfinished model; removed at the end.
+const WORK: &str = ".pretrain";
+
+fn train(
+    decoder: &Decoder,
+    examples: &[Example],
+    config: &PretrainConfig,
+    new: &Path,
+    fingerprint: &str,
+) -> anyhow::Result<()> {
+    let work = new.parent().context("the folder of the new model has no parent")?;
     let progress = StageProgress::start("pretrain");
     let task = SftTask {
         policy: Policy { decoder, adapter: None },
-        base_path: output,
+        base_path: new,
         train: examples,
         val: &[],
         config: &config.train,
@@ -99,15 +117,15 @@ fn train(decoder: &Decoder, examples: &[Example], config: &PretrainConfig, outpu
         gradient_checkpointing: false,
         seed: config.seed,
         mesh: &Mesh::alone(),
-        fingerprint: None,
-        output_dir: work.path(),
+        fingerprint: Some(fingerprint),
+        output_dir: work,
         progress: &progress,
         stop: interrupt::flag(),
     };
-    let mut sink = MetricsLog::open(&work.path().join("metrics.jsonl"), "sft")?;
+    let mut sink = MetricsLog::open(&work.join("metrics.jsonl"), "sft")?;
     let summary = sft::train(&task, &mut sink).map_err(|error| match error {
         TrainError::Interrupted { step, .. } => {
-            Stop::interrupted(format!("interrupted at step {step}; no model was written")).into()
+            Stop::interrupted(format!("interrupted at step {step}; the same command resumes there")).into()
         }
         error => ending(error.into()),
     })?;
