@@ -5,7 +5,7 @@ mod support;
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
-use support::{Project, model, repository};
+use support::{CommandOutput, Project, model, repository};
 
 #[test]
 fn unusable_configuration_is_reported() {
@@ -304,6 +304,16 @@ fn damaged_rows_of_an_earlier_stage_are_reported() {
     let within_a_character = whole.iter().rposition(|byte| *byte >= 0x80).unwrap();
     std::fs::write(&rows, &whole[..within_a_character]).unwrap();
     let said = project.refusal(&["run", "querl.toml"], 2);
+    let remedy = "put the file back, or run `querl convert CONFIG --from convert` to make it again";
+    let expected = format!("run/data/train.jsonl: has {within_a_character} of {} bytes; {remedy}", whole.len());
+    assert_eq!(said, expected);
+    // Ledgers of earlier versions have no digests of outputs.
+    let mut ledger: serde_json::Value = serde_json::from_str(&project.read("run/stages.json")).unwrap();
+    for entry in ledger["stages"].as_object_mut().unwrap().values_mut() {
+        entry.as_object_mut().unwrap().remove("outputs");
+    }
+    project.write("run/stages.json", &ledger.to_string());
+    let said = project.refusal(&["run", "querl.toml"], 2);
     assert!(said.starts_with(&format!("run/data/train.jsonl:{}: not a valid record", lines(&whole))), "{said}");
     assert!(said.ends_with("; remove the file, and `querl run` makes it again"), "{said}");
     std::fs::remove_file(&rows).unwrap();
@@ -414,4 +424,66 @@ fn folder_without_a_run_is_reported() {
     assert_eq!(project.refusal(&["report", "empty"], 2), "empty/config.resolved.toml: no such file");
     project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
     assert_eq!(project.refusal(&["report", "run"], 2), "run: not an evaluated run; run `querl eval` first");
+}
+
+/// Regression: the resolved configuration of a path that is not UTF-8 could not be written, and the program panicked.
+#[cfg(unix)]
+#[test]
+fn an_argument_that_is_not_utf8_is_a_sentence() {
+    use std::os::unix::ffi::OsStrExt;
+    let project = Project::new();
+    let odd = std::ffi::OsStr::from_bytes(b"a\xffb");
+    let stderr = |args: &[&std::ffi::OsStr]| {
+        let output = project.command(&[]).args(args).output().unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(2), "{stderr}");
+        stderr
+    };
+    let text = std::ffi::OsStr::new;
+    let message = stderr(&[text("run"), text("querl.toml"), text("--out"), odd]);
+    assert!(message.ends_with("a\u{fffd}b: the path is not UTF-8 text; rename the file or folder\n"), "{message}");
+    for args in [[text("run"), odd], [text("report"), odd], [text("model"), odd]] {
+        stderr(&args);
+    }
+    std::fs::create_dir(project.folder.path().join(odd)).unwrap();
+    std::fs::copy(project.path("querl.toml"), project.folder.path().join(odd).join("querl.toml")).unwrap();
+    let path = std::path::Path::new(odd).join("querl.toml");
+    let message = stderr(&[text("config"), text("check"), path.as_os_str()]);
+    assert!(message.contains("the path is not UTF-8 text"), "{message}");
+}
+
+/// Regression: a log that could not be written ended the run.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_behind_the_log_ends_no_run() {
+    let project = Project::new();
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let status = project.command(&["run", "querl.toml", "--to", "sft", "-v"]).stderr(full).status().unwrap();
+    assert_eq!(status.code(), Some(0));
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let status =
+        project.command(&["run", "querl.toml", "--from", "sft", "--to", "sft"]).stderr(writer).status().unwrap();
+    assert_eq!(status.code(), Some(0));
+}
+
+/// Regression: SIGHUP ended a run that was started with `nohup`; SIGXFSZ killed one that reached the limit of file sizes.
+#[cfg(target_os = "linux")]
+#[test]
+fn nohup_and_a_limit_of_file_sizes_are_respected() {
+    let project = Project::new();
+    let binary = env!("CARGO_BIN_EXE_querl");
+    let shell = |script: String| {
+        let mut command = std::process::Command::new("bash");
+        command.args(["-c", &script]).current_dir(project.folder.path());
+        CommandOutput::of(command.output().unwrap(), project.folder.path())
+    };
+    let run = format!("{binary} run querl.toml --to convert");
+    let survived = shell(format!(
+        "trap '' HUP; {run} & for i in 1 2 3 4 5 6; do kill -HUP $! 2> /dev/null; sleep 0.05; done; wait $!"
+    ));
+    assert_eq!(survived.code, Some(0), "{survived:#?}");
+    let limited = shell(format!("ulimit -f 8; {run} --from rewrite"));
+    assert_eq!(limited.code, Some(1), "{limited:#?}");
+    assert!(limited.stderr.contains("File too large") && limited.stderr.contains("cannot be written"), "{limited:#?}");
 }

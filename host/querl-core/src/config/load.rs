@@ -69,6 +69,13 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let base = path.parent().unwrap_or(Path::new(""));
     let names = overrides.model_hub.map_or_else(Vec::new, |_| model_names(&mut config, base));
     resolve_paths(&mut config, base, &names);
+    // All other paths are relative to the file or stand in it, and it is UTF-8.
+    for path in [std::path::absolute(path).unwrap_or_else(|_| path.into()), config.output_dir.clone()] {
+        if path.to_str().is_none() {
+            let message = "the path is not UTF-8 text; rename the file or folder".into();
+            return Err(ConfigError::Invalid { location: ConfigLocation::File(path), message });
+        }
+    }
     first_of(check(&mut config, &names), &document, path)?;
     if let Some(hub) = overrides.model_hub {
         first_of(look_up_models(&mut config, &names, hub), &document, path)?;
