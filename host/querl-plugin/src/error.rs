@@ -59,6 +59,17 @@ pub enum PluginError {
         /// The signers, and the keys that were expected.
         reason: String,
     },
+    /// A source folder that would have to be built first, which this host does not do.
+    #[error(
+        "plugin {}: its component is missing or older than its source; build it with `querl plugin build {}`, which runs \
+         code of the folder",
+        path.display(),
+        path.display()
+    )]
+    NotBuilt {
+        /// The folder.
+        path: PathBuf,
+    },
     /// The source folder did not build.
     #[error("plugin {}: {tool} could not build it:\n{output}", path.display())]
     Build {

@@ -74,4 +74,8 @@ impl Prompts for PromptPlugin {
             Err(rejection) => convert::rejection(rejection).map(Err).map_err(fault),
         }
     }
+
+    fn name(&self) -> &str {
+        &self.caller.title
+    }
 }

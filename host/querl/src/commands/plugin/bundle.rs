@@ -12,6 +12,7 @@ use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::plugins::{compiler, open_host};
+use querl_plugin::SourceFolders;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
@@ -29,6 +30,9 @@ pub struct PackArgs {
     /// Sign it with this private key, as `querl plugin sign` does
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
+    /// Replace a bundle there even if a signature is lost
+    #[arg(long)]
+    force: bool,
     #[command(flatten)]
     format: Format,
 }
@@ -41,7 +45,7 @@ pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
     }
     let key = args.sign.as_deref().map(SigningKey::read).transpose()?;
     let manifest = Manifest::read(folder)?;
-    let plugin = open_host(&PluginLimits::default(), &[])?.load(folder)?;
+    let plugin = open_host(&PluginLimits::default(), &[], SourceFolders::Build)?.load(folder)?;
     let component =
         std::fs::read(plugin.path()).with_context(|| format!("{}: cannot be read", plugin.path().display()))?;
     let mut bytes = querl_bundle::pack(folder, &component)?;
@@ -50,9 +54,14 @@ pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
         bytes = querl_bundle::sign(&bytes, key)?;
     }
     let path = bundle_path(&args.out, &manifest);
-    std::fs::create_dir_all(&args.out)
-        .and_then(|()| write_atomic(&path, &bytes))
-        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
+    if !args.force
+        && let Some(lost) = lost_signers(&path, &Bundle::from_bytes(&bytes, &path.display().to_string())?)
+    {
+        let remedy =
+            "choose another folder with `--out`, sign with the same key with `--sign`, or replace it with `--force`";
+        return Err(Stop::usage(format!("{}: is there already with {lost}; {remedy}", path.display())).into());
+    }
+    write_bundle(&path, &bytes)?;
     print_packed(&path, &bytes, key.as_ref(), args.format)
 }
 
@@ -195,6 +204,9 @@ pub struct PullArgs {
     /// Where ID-VERSION.querl is written
     #[arg(long, value_name = "DIR", default_value = ".")]
     out: PathBuf,
+    /// Replace a bundle there even if it is another one, or a signature is lost
+    #[arg(long)]
+    force: bool,
     /// Accept only a bundle that this public key, or one of several, has signed
     #[arg(long, value_name = "PUBLIC")]
     key: Vec<String>,
@@ -254,9 +266,13 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
         pulled.bundle.verify(&keys).map_err(|error| anyhow::anyhow!("{error}"))?;
     }
     let path = bundle_path(&args.out, pulled.bundle.manifest());
-    std::fs::create_dir_all(&args.out)
-        .and_then(|()| write_atomic(&path, &pulled.bytes))
-        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
+    if !args.force
+        && let Some(difference) = difference(&path, &pulled.bundle)
+    {
+        let remedy = "choose another folder with `--out`, or replace it with `--force`";
+        return Err(Stop::usage(format!("{}: is there already with {difference}; {remedy}", path.display())).into());
+    }
+    write_bundle(&path, &pulled.bytes)?;
     let signers: Vec<String> = pulled.bundle.signatures().iter().map(|signature| signature.key().to_string()).collect();
     let result = json!({
         "path": path,
@@ -270,6 +286,38 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
         let signed = if signers.is_empty() { "not signed".into() } else { format!("signed by {}", signers.join(", ")) };
         format!("{} {} {signed}\n", path.display(), pulled.bundle.digest())
     })
+}
+
+fn write_bundle(path: &Path, bytes: &[u8]) -> Result<(), Stop> {
+    let folder = path.parent().unwrap_or(Path::new(""));
+    std::fs::create_dir_all(folder)
+        .and_then(|()| write_atomic(path, bytes))
+        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))
+}
+
+/// What the file at `path` has that would be lost if `new` took its place; `None` where there is none.
+fn difference(path: &Path, new: &Bundle) -> Option<String> {
+    path.symlink_metadata().ok()?;
+    match Bundle::open(path) {
+        Ok(old) if old.digest() != new.digest() => {
+            Some(format!("other content ({}; the registry has {})", short(old.digest()), short(new.digest())))
+        }
+        Ok(_) => lost_signers(path, new),
+        Err(_) => Some("content that is no intact bundle".to_owned()),
+    }
+}
+
+/// The signatures of the bundle at `path` that `new` does not have.
+fn lost_signers(path: &Path, new: &Bundle) -> Option<String> {
+    let stays = |key: &PublicKey| new.signatures().iter().any(|signature| signature.key() == key);
+    let old = Bundle::open(path).ok()?;
+    let signers = old.signatures().iter().map(|signature| signature.key());
+    let lost: Vec<String> = signers.filter(|key| !stays(key)).map(PublicKey::to_string).collect();
+    (!lost.is_empty()).then(|| format!("a signature of {}, which would be lost", lost.join(", ")))
+}
+
+fn short(digest: &str) -> &str {
+    digest.get(..12).unwrap_or(digest)
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
