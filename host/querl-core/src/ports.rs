@@ -196,7 +196,7 @@ pub trait Prompts: Send + Sync {
     fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault>;
 
     /// Name and version of the plugin.
-    fn name(&self) -> &str {
+    fn title(&self) -> &str {
         "prompts"
     }
 }

@@ -223,8 +223,8 @@ impl Prompts for Logged<Arc<dyn Prompts>> {
         self.plugin.parse_judgement(text).map_err(|fault| self.log.keep(fault, call))
     }
 
-    fn name(&self) -> &str {
-        self.plugin.name()
+    fn title(&self) -> &str {
+        self.plugin.title()
     }
 }
 

@@ -183,7 +183,7 @@ fn check_judgements(judge: &JudgeConfig, prompts: &Arc<dyn Prompts>) -> anyhow::
     let message = format!(
         "plugins.prompt: plugin {} cannot read the answers of judge.kind = \"rubric\", which are JSON objects such as `{answer}`: {problem}; \
          correct its parse-judgement, or use another judge",
-        prompts.name()
+        prompts.title()
     );
     Err(Stop::usage(message).into())
 }

@@ -3,7 +3,7 @@
 use crate::engine::Slots;
 use crate::error::{self, CallPhase};
 use crate::guest::Guest;
-use crate::limits::{CallSize, Limits, LogBudget};
+use crate::limits::{CallSize, ComponentNames, Limits, LogBudget};
 use crate::load::Exports;
 use querl_core::config::OnLimit;
 use querl_core::ports::{FaultKind, PluginFault, StyleModel};
@@ -67,6 +67,7 @@ pub(crate) struct Caller {
     /// Items of this plugin that were dropped at limits in the lifetime of the host.
     pub(crate) n_dropped: Arc<AtomicU64>,
     pub(crate) log_budget: Arc<LogBudget>,
+    pub(crate) component_names: Arc<ComponentNames>,
 }
 
 impl Caller {

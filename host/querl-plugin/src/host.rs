@@ -7,7 +7,7 @@
 use crate::cache::{CompiledCache, ComponentDigest};
 use crate::call::{Caller, Observer};
 use crate::compile::Compiler;
-use crate::engine::{self, Slots};
+use crate::engine::{self, MemoryReservation, Slots};
 use crate::error::PluginError;
 use crate::filter::FilterPlugin;
 use crate::limits::{CallSize, Limits, LogBudget};
@@ -161,8 +161,10 @@ impl PluginHost {
     /// This machine cannot run WebAssembly, for example for lack of address space.
     pub fn new(options: HostOptions) -> Result<Self, PluginError> {
         let n_slots = options.n_slots.max(1);
-        let engine = engine::start(&options.limits, n_slots)?;
-        let cache = CompiledCache::open(options.cache_dir.or_else(querl_core::fsx::user_cache_folder), &engine);
+        let (engine, reservation) = engine::start(&options.limits, n_slots)?;
+        let cache_dir = options.cache_dir.or_else(querl_core::fsx::user_cache_folder);
+        let mut cache = CompiledCache::open(cache_dir, &engine);
+        cache.reservation = reservation;
         let shared = Shared {
             cache,
             limits: options.limits,
@@ -175,6 +177,11 @@ impl PluginHost {
             engine,
         };
         Ok(Self { shared: Arc::new(shared) })
+    }
+
+    /// How address space is reserved on this machine and under its limits.
+    pub fn memory_reservation(&self) -> MemoryReservation {
+        self.shared.cache.reservation
     }
 
     /// Loads a `.querl` bundle, a `.wasm` component, or a source folder, which is built first where any of its sources is newer and
@@ -252,7 +259,19 @@ impl PluginHost {
         let log_budget = Arc::new(LogBudget::new(shared.limits.log_bytes));
         let (name, version) = self.describe(&opened.file, &exports, &log_budget)?;
         let (title, n_bytes, n_dropped) = (format!("{name} {version}"), bytes.len(), Arc::default());
-        let linked = LinkedComponent { name, version, title, digest, n_bytes, kinds, exports, n_dropped, log_budget };
+        let component_names = Arc::default();
+        let linked = LinkedComponent {
+            name,
+            version,
+            title,
+            digest,
+            n_bytes,
+            kinds,
+            exports,
+            n_dropped,
+            log_budget,
+            component_names,
+        };
         let linked = Arc::new(linked);
         Ok(lock().entry(linked.digest.clone()).or_insert(linked).clone())
     }
@@ -277,6 +296,7 @@ impl PluginHost {
             observer: shared.observer.clone(),
             n_dropped: Arc::default(),
             log_budget: log_budget.clone(),
+            component_names: Arc::default(),
         };
         let described = caller.call("info.describe", CallSize::of(1), |store, instance| {
             exports.check_types(store, instance)?;
@@ -343,6 +363,7 @@ impl PluginHost {
             observer: shared.observer.clone(),
             n_dropped: linked.n_dropped.clone(),
             log_budget: linked.log_budget.clone(),
+            component_names: linked.component_names.clone(),
         };
         let (checked, known) = caller.call("info.check-settings", CallSize::of(1), |store, instance| {
             let checked = caller.exports.info.load(&mut *store, instance)?.call_check_settings(&mut *store)?;

@@ -12,7 +12,9 @@
 
 use querl_bundle::Manifest;
 use querl_core::config::PluginLimits;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{PoisonError, RwLock};
 
 /// The host's limits, lowered by the plugin's manifest. All items of a call share its fuel.
 #[derive(Debug, Clone)]
@@ -108,9 +110,55 @@ impl LogBudget {
     }
 }
 
+/// The most components of one score. Each is a series of metrics and a row of the report.
+pub const MAX_COMPONENTS: usize = 64;
+
+/// The most distinct names of components of one plugin in the lifetime of its host.
+pub const MAX_COMPONENT_NAMES: usize = 256;
+
+/// The largest magnitude of the bounds of a range, hence of a total, and of a component: far more than a reward needs, and its square
+/// is finite in the f32 of the losses.
+pub const MAX_MAGNITUDE: f64 = 1e9;
+
+/// The names of components that a plugin has used in the lifetime of its host.
+#[derive(Debug, Default)]
+pub(crate) struct ComponentNames(RwLock<BTreeSet<String>>);
+
+impl ComponentNames {
+    /// Adds names; the error names the first beyond the limit.
+    pub(crate) fn add<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> Result<(), String> {
+        let known = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        if names.clone().all(|name| known.contains(name)) {
+            return Ok(());
+        }
+        drop(known);
+        let mut known = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        for name in names {
+            if !known.contains(name) && known.len() == MAX_COMPONENT_NAMES {
+                return Err(format!(
+                    "component `{name}` is one name more than the {MAX_COMPONENT_NAMES} that a plugin may use in a run"
+                ));
+            }
+            known.insert(name.to_owned());
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_components_are_counted_once_and_bounded() {
+        let names = ComponentNames::default();
+        let all: Vec<String> = (0..=MAX_COMPONENT_NAMES).map(|n| format!("part_{n}")).collect();
+        let add = |range: std::ops::Range<usize>| names.add(all[range].iter().map(String::as_str));
+        add(0..MAX_COMPONENT_NAMES).unwrap();
+        add(0..MAX_COMPONENT_NAMES).unwrap();
+        assert!(add(0..all.len()).unwrap_err().starts_with("component `part_256` is one name more than the 256 "));
+    }
 
     #[test]
     fn budget_ends_once() {

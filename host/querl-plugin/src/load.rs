@@ -5,7 +5,7 @@ use crate::cache::ComponentDigest;
 use crate::error::PluginError;
 use crate::guest::{Guest, HostRefusal};
 use crate::limits::Limits;
-use crate::limits::LogBudget;
+use crate::limits::{ComponentNames, LogBudget};
 use crate::source::SourceFolders;
 use crate::{contract, source, wasi};
 use querl_bundle::{ArchiveLimits, Bundle, BundleError, Manifest, PublicKey, check_component};
@@ -71,53 +71,43 @@ impl OpenedSource {
 /// What lies at a plugin's path, read and with its signature checked. Nothing of it was built, compiled or called.
 pub struct PluginFile {
     path: PathBuf,
-    content: FileContent,
-}
-
-enum FileContent {
-    Opened(OpenedSource),
-    /// A folder whose component is missing, or older than its source.
-    Stale(Option<Manifest>),
+    manifest: Option<Manifest>,
+    /// `None` for a folder whose component is missing, or older than its source.
+    opened: Option<OpenedSource>,
 }
 
 impl PluginFile {
+    fn opened(path: &Path, opened: OpenedSource) -> Self {
+        Self { path: path.to_owned(), manifest: opened.manifest.clone(), opened: Some(opened) }
+    }
+
     /// What it is.
     pub fn source(&self) -> Source {
-        self.opened().map_or(Source::Folder, |opened| opened.source)
+        self.opened.as_ref().map_or(Source::Folder, |opened| opened.source)
     }
 
     /// plugin.toml; `None` for a bare component.
     pub fn manifest(&self) -> Option<&Manifest> {
-        match &self.content {
-            FileContent::Opened(opened) => opened.manifest.as_ref(),
-            FileContent::Stale(manifest) => manifest.as_ref(),
-        }
+        self.manifest.as_ref()
     }
 
     /// Digest and signer of the bundle; `None` without a bundle.
     pub fn bundle(&self) -> Option<&BundleInfo> {
-        self.opened()?.bundle.as_ref()
+        self.opened.as_ref()?.bundle.as_ref()
     }
 
     /// Lower-case hexadecimal SHA-256 of the component; `None` for a folder that has to be built.
     pub fn digest(&self) -> Option<String> {
-        Some(self.opened()?.digest().as_str().to_owned())
-    }
-
-    fn opened(&self) -> Option<&OpenedSource> {
-        match &self.content {
-            FileContent::Opened(opened) => Some(opened),
-            FileContent::Stale(_) => None,
-        }
+        Some(self.opened.as_ref()?.digest().as_str().to_owned())
     }
 
     /// Its component, built where that is allowed and necessary.
     pub(crate) fn into_opened(self, folders: SourceFolders) -> Result<OpenedSource, PluginError> {
-        match (self.content, folders) {
-            (FileContent::Opened(opened), _) => Ok(opened),
-            (FileContent::Stale(_), SourceFolders::Refuse) => Err(PluginError::NotBuilt { path: self.path }),
-            (FileContent::Stale(manifest), SourceFolders::Build) => {
-                open_component(source::build(&self.path)?.component, Source::Folder, manifest)
+        match (self.opened, folders) {
+            (Some(opened), _) => Ok(opened),
+            (None, SourceFolders::Refuse) => Err(PluginError::NotBuilt { path: self.path }),
+            (None, SourceFolders::Build) => {
+                open_component(source::build(&self.path)?.component, Source::Folder, self.manifest)
             }
         }
     }
@@ -135,22 +125,21 @@ pub(crate) fn read(path: &Path, trusted: &[PublicKey]) -> Result<PluginFile, Plu
         let expected = "expected a `.querl` bundle, a `.wasm` component or a folder with its source";
         unreadable(path, format!("cannot be read: {error}; {expected}"))
     })?;
-    let opened = |opened| PluginFile { path: path.to_owned(), content: FileContent::Opened(opened) };
     if metadata.is_dir() {
         source::check_folder_name(path)?;
     } else if path.extension().is_some_and(|extension| extension == "querl") {
-        return Ok(opened(open_bundle(path, trusted)?));
+        return Ok(PluginFile::opened(path, open_bundle(path, trusted)?));
     }
     if !trusted.is_empty() {
         return Err(unsigned(path, metadata.is_dir(), trusted));
     }
     if !metadata.is_dir() {
-        return Ok(opened(open_component(path.to_owned(), Source::Component, None)?));
+        return Ok(PluginFile::opened(path, open_component(path.to_owned(), Source::Component, None)?));
     }
     let manifest = manifest_of_folder(path)?;
     match source::built(path)? {
-        Some(component) => Ok(opened(open_component(component, Source::Folder, manifest)?)),
-        None => Ok(PluginFile { path: path.to_owned(), content: FileContent::Stale(manifest) }),
+        Some(component) => Ok(PluginFile::opened(path, open_component(component, Source::Folder, manifest)?)),
+        None => Ok(PluginFile { path: path.to_owned(), manifest, opened: None }),
     }
 }
 
@@ -269,6 +258,8 @@ pub(crate) struct LinkedComponent {
     pub(crate) n_dropped: Arc<AtomicU64>,
     /// What it may log in the lifetime of the host.
     pub(crate) log_budget: Arc<LogBudget>,
+    /// The names of the components of its scores in the lifetime of the host.
+    pub(crate) component_names: Arc<ComponentNames>,
 }
 
 /// The exports of a component, looked up once.

@@ -75,7 +75,7 @@ impl Prompts for PromptPlugin {
         }
     }
 
-    fn name(&self) -> &str {
+    fn title(&self) -> &str {
         &self.caller.title
     }
 }

@@ -83,6 +83,7 @@ pub struct WeightedPluginConfig {
     pub path: PathBuf,
     /// Weight in the sum.
     #[serde(default = "defaults::one")]
+    #[schemars(range(min = -1_000_000.0, max = 1_000_000.0))]
     pub weight: f64,
     /// Settings, passed to the plugin as text.
     #[serde(default)]

@@ -123,7 +123,7 @@ impl JudgePrompter<'_> {
                 self.judge.name(),
                 match self.form {
                     JudgingForm::Score =>
-                        format!("`parse-judgement` of plugin {} (judge.form = \"score\")", self.prompts.name()),
+                        format!("`parse-judgement` of plugin {} (judge.form = \"score\")", self.prompts.title()),
                     JudgingForm::Compare(_) => "judge.form = \"compare\", which expects a JSON object,".to_owned(),
                 },
                 printable(&second, SHOWN_BYTES)

@@ -62,7 +62,10 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     if let Some(fault) = FaultFile::read(&args.episodes)? {
         return repeat(args, fault);
     }
-    let Some(path) = &args.plugin else { return Err(Stop::usage("--plugin PATH is missing").into()) };
+    let Some(path) = &args.plugin else {
+        let message = "names no plugin, as a file of `faults/` does; name one with --plugin PATH";
+        return Err(Stop::usage(format!("{}: {message}", args.episodes.display())).into());
+    };
     let (file, config) = find(&args.episodes)?;
     let mut recorded = read(&file)?;
     recorded.truncate(args.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
