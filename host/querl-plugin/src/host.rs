@@ -259,7 +259,7 @@ impl PluginHost {
         let log_budget = Arc::new(LogBudget::new(shared.limits.log_bytes));
         let (name, version) = self.describe(&opened.file, &exports, &log_budget)?;
         let (title, n_bytes, n_dropped) = (format!("{name} {version}"), bytes.len(), Arc::default());
-        let component_names = Arc::default();
+        let used_names = Arc::default();
         let linked = LinkedComponent {
             name,
             version,
@@ -270,7 +270,7 @@ impl PluginHost {
             exports,
             n_dropped,
             log_budget,
-            component_names,
+            used_names,
         };
         let linked = Arc::new(linked);
         Ok(lock().entry(linked.digest.clone()).or_insert(linked).clone())
@@ -296,7 +296,7 @@ impl PluginHost {
             observer: shared.observer.clone(),
             n_dropped: Arc::default(),
             log_budget: log_budget.clone(),
-            component_names: Arc::default(),
+            used_names: Arc::default(),
         };
         let described = caller.call("info.describe", CallSize::of(1), |store, instance| {
             exports.check_types(store, instance)?;
@@ -363,7 +363,7 @@ impl PluginHost {
             observer: shared.observer.clone(),
             n_dropped: linked.n_dropped.clone(),
             log_budget: linked.log_budget.clone(),
-            component_names: linked.component_names.clone(),
+            used_names: linked.used_names.clone(),
         };
         let (checked, known) = caller.call("info.check-settings", CallSize::of(1), |store, instance| {
             let checked = caller.exports.info.load(&mut *store, instance)?.call_check_settings(&mut *store)?;

@@ -37,7 +37,7 @@ pub use compile::{CompileError, Compiler, compile_child};
 pub use engine::MemoryReservation;
 pub use error::PluginError;
 pub use host::{HostOptions, PluginHost, PluginPort, PluginSettings};
-pub use limits::{MAX_COMPONENT_NAMES, MAX_COMPONENTS, MAX_MAGNITUDE};
+pub use limits::{MAX_COMPONENT, MAX_COMPONENTS, MAX_NAMES, MAX_TOTAL};
 pub use load::{BundleInfo, Plugin, PluginFile, PluginKind, Source};
 pub use reward::RewardForm;
 pub use source::{BuildOutput, SourceFolders, build};

@@ -5,7 +5,7 @@ use crate::cache::ComponentDigest;
 use crate::error::PluginError;
 use crate::guest::{Guest, HostRefusal};
 use crate::limits::Limits;
-use crate::limits::{ComponentNames, LogBudget};
+use crate::limits::{LogBudget, UsedNames};
 use crate::source::SourceFolders;
 use crate::{contract, source, wasi};
 use querl_bundle::{ArchiveLimits, Bundle, BundleError, Manifest, PublicKey, check_component};
@@ -258,8 +258,8 @@ pub(crate) struct LinkedComponent {
     pub(crate) n_dropped: Arc<AtomicU64>,
     /// What it may log in the lifetime of the host.
     pub(crate) log_budget: Arc<LogBudget>,
-    /// The names of the components of its scores in the lifetime of the host.
-    pub(crate) component_names: Arc<ComponentNames>,
+    /// The names of components and the codes of rejections in the lifetime of the host.
+    pub(crate) used_names: Arc<UsedNames>,
 }
 
 /// The exports of a component, looked up once.

@@ -3,7 +3,7 @@
 use crate::bindings::{packed_rewards, rewards, style_scores, types};
 use crate::call::Caller;
 use crate::convert::EpisodeLists;
-use crate::limits::{CallSize, MAX_COMPONENTS, MAX_MAGNITUDE};
+use crate::limits::{CallSize, MAX_COMPONENT, MAX_COMPONENTS, MAX_TOTAL};
 use crate::packed::PackedError;
 use crate::text::{is_code, printable};
 use crate::{convert, error, packed};
@@ -90,7 +90,7 @@ impl<T> Scoring<'_, T> {
     fn score(&self, result: ItemResult) -> Result<ItemScore, String> {
         let (total, parts) = match result {
             Ok(score) => score,
-            Err(rejection) => return convert::rejection(rejection).map(Err),
+            Err(rejection) => return self.caller.rejection(rejection).map(Err),
         };
         let RewardRange { min, max } = self.range;
         if !(min..=max).contains(&total) {
@@ -99,7 +99,7 @@ impl<T> Scoring<'_, T> {
             return Err(format!("total is {total}; expected a number within {name} {min} to {max}"));
         }
         let components = components(parts)?;
-        self.caller.component_names.add(components.iter().map(|part| part.name.as_str()))?;
+        self.caller.used_names.add_components(components.iter().map(|part| part.name.as_str()))?;
         Ok(Ok(Reward { total, components }))
     }
 
@@ -125,9 +125,9 @@ fn components(parts: Vec<(String, f64)>) -> Result<Vec<RewardComponent>, String>
         if !value.is_finite() {
             return Err(format!("component `{name}` is {value}; expected a finite number"));
         }
-        if value.abs() > MAX_MAGNITUDE {
+        if value.abs() > MAX_COMPONENT {
             return Err(format!(
-                "component `{name}` is {}; expected at most {MAX_MAGNITUDE:e} in magnitude",
+                "component `{name}` is {}; expected at most {MAX_COMPONENT:e} in magnitude",
                 shown(*value)
             ));
         }
@@ -167,12 +167,12 @@ impl RewardPlugin {
         })?;
         let rewards::Bounds { min, max } = bounds;
         let is_ordered = min.is_finite() && max.is_finite() && min < max;
-        if is_ordered && min.abs().max(max.abs()) <= MAX_MAGNITUDE {
+        if is_ordered && min.abs().max(max.abs()) <= MAX_TOTAL {
             let packed = caller.exports.packed_rewards.clone().filter(|_| form == RewardForm::Packed);
             return Ok(Self { caller, packed, indices, range: RewardRange { min, max } });
         }
         let expected = match is_ordered {
-            true => format!("bounds of at most {MAX_MAGNITUDE:e} in magnitude"),
+            true => format!("bounds of at most {MAX_TOTAL:e} in magnitude"),
             false => "two finite numbers, the first below the second".to_owned(),
         };
         let range = format!("{} to {}", shown(min), shown(max));

@@ -56,7 +56,7 @@ fn what_a_reward_faulted_at_is_kept_and_a_replay_reproduces_it() {
 fn absurd_numbers_and_too_many_names_blame_the_plugin() {
     for (breach, said) in [
         ("huge_range", "declares the range -1e308 to 1e308; expected bounds of at most 1e9 in magnitude"),
-        ("huge_component", "component `tokens` is 1e308; expected at most 1e9 in magnitude"),
+        ("huge_component", "component `tokens` is 1e308; expected at most 1e18 in magnitude"),
         ("many_components", "the score has 65 components; expected at most 64"),
         ("many_names", "is one name more than the 256 that a plugin may use in a run"),
     ] {
@@ -87,6 +87,19 @@ fn prompts_that_cannot_read_the_rubric_are_found_by_the_check() {
     );
     assert!(message.contains("{\"综合得分\":4.5,\"评分理由\":"), "{message}");
     project.querl(&["config", "check", "querl.toml", "--set", "judge.kind=none"]).ok();
+}
+
+/// Symptom: a prompt plugin of `querl plugin new` read no judgement of the rubric.
+#[test]
+fn templates_of_prompts_have_a_golden_case_with_the_answer_of_the_rubric() {
+    let answer = querl_data::rubric_answer(4.5, "产品准确 2.0；意图明确 1.1");
+    for language in ["rust", "python", "javascript"] {
+        let path = repository().join(format!("sdk/{language}/templates/prompt/golden/cases.jsonl"));
+        let text = std::fs::read_to_string(path).unwrap();
+        let cases: Vec<serde_json::Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let case = cases.iter().find(|case| case["parse_judgement"] == answer.as_str());
+        assert_eq!(case.map(|case| &case["expect"]["score"]), Some(&4.5.into()), "{language}");
+    }
 }
 
 /// Symptom: under `ulimit -v` of 8 GiB no plugin could be loaded.

@@ -193,3 +193,59 @@ fn locked_run_needs_a_lock_file_that_stays_as_it_is() {
     assert!(message.starts_with("querl.lock: would change: "), "{message}");
     assert_eq!(project.read("querl.lock"), lock);
 }
+
+/// A key file that querl wrote before it left the public key out.
+const OLD_KEY: &str = "-----BEGIN PRIVATE KEY-----\n\
+                       MFECAQEwBQYDK2VwBCIEIMZM2qYgTyITyP0AdGqjrbzeMDVqgA2gD7RUUs91gmdE\n\
+                       gSEAB15AU1iAKOiTamqzahQiF01w/H3SzFbsly9gEx/Tc0c=\n-----END PRIVATE KEY-----\n";
+const OLD_PUBLIC: &str = "ed25519:075e4053588028e8936a6ab36a1422174d70fc7dd2cc56ec972f60131fd37347";
+
+/// What `openssl` prints; `None` on a machine without it.
+fn openssl(project: &Project, args: &[&str]) -> Option<String> {
+    let output = std::process::Command::new("openssl").args(args).current_dir(project.folder.path()).output().ok()?;
+    assert!(output.status.success(), "openssl {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    Some(String::from_utf8(output.stdout).unwrap())
+}
+
+/// Symptom: OpenSSL refused the private keys, and no file held the public one.
+#[test]
+fn keys_are_pem_files_that_openssl_reads_and_writes() {
+    let project = Project::new();
+    let key = project.querl(&["plugin", "sign", "--new-key", "key.pem"]).ok().stdout.trim_end().to_owned();
+    // PKCS#8 version 1: SEQUENCE of 46 bytes, version 0, ed25519.
+    let private = project.read("key.pem");
+    assert!(private.lines().nth(1).unwrap().starts_with("MC4CAQAwBQYDK2VwBCIEI"), "{private}");
+    let public = project.read("key.pem.pub");
+    assert!(public.starts_with("-----BEGIN PUBLIC KEY-----\nMCowBQYDK2VwAyEA"), "{public}");
+    let taken = project.refusal(&["plugin", "sign", "--new-key", "key.pem"], 2);
+    assert!(taken.starts_with("key.pem: is there already"), "{taken}");
+
+    project.querl(&["plugin", "pack", &reward(), "--sign", "key.pem"]).ok();
+    project.querl(&["plugin", "verify", BUNDLE, "--key", "key.pem.pub"]).ok();
+    project.querl(&["plugin", "verify", BUNDLE, "--key", &key]).ok();
+    project.write("old.pem", OLD_KEY);
+    std::fs::set_permissions(project.path("old.pem"), std::fs::Permissions::from_mode(0o600)).unwrap();
+    let signed = project.querl(&["plugin", "sign", BUNDLE, "--key", "old.pem"]).ok();
+    assert!(signed.stdout.ends_with(&format!("signed by {OLD_PUBLIC}\n")), "{signed:#?}");
+    assert!(
+        signed.stderr.contains("`querl plugin sign --key old.pem --new-key NEW` writes the same key"),
+        "{signed:#?}"
+    );
+    let again = project.querl(&["plugin", "sign", "--key", "old.pem", "--new-key", "new.pem"]).ok();
+    assert_eq!((again.stdout.trim_end(), again.stderr.as_str()), (OLD_PUBLIC, ""));
+
+    for name in ["key.pem", "new.pem"] {
+        let Some(of_private) = openssl(&project, &["pkey", "-in", name, "-pubout"]) else { return };
+        assert_eq!(of_private, project.read(&format!("{name}.pub")));
+        openssl(&project, &["pkey", "-pubin", "-in", &format!("{name}.pub"), "-noout"]);
+    }
+    openssl(&project, &["genpkey", "-algorithm", "ed25519", "-out", "theirs.pem"]);
+    openssl(&project, &["pkey", "-in", "theirs.pem", "-pubout", "-out", "theirs.pub"]);
+    std::fs::set_permissions(project.path("theirs.pem"), std::fs::Permissions::from_mode(0o600)).unwrap();
+    project.querl(&["plugin", "sign", BUNDLE, "--key", "theirs.pem"]).ok();
+    let verified = project.querl(&["plugin", "verify", BUNDLE, "--key", "theirs.pub"]).ok();
+    assert!(verified.stdout.contains("\nsigned by ed25519:"), "{verified:#?}");
+    let trust = format!("--set=plugins.trusted_keys=['''{}''']", project.read("theirs.pub"));
+    let message = project.refusal(&["config", "check", "querl.toml", &trust], 2);
+    assert!(message.contains("expected a bundle with a signature of ed25519:"), "{message}");
+}

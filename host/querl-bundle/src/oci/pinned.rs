@@ -50,7 +50,7 @@ impl PinnedReference {
     /// The bundle in the cache folder `cache`, checked against the digest; `None` where it is not there or damaged.
     pub fn cached(&self, cache: &Path) -> Option<PathBuf> {
         let (archive, manifest) = self.files(cache);
-        let bundle = Bundle::open(&archive).ok()?;
+        let bundle = Bundle::open(&archive).ok().filter(|bundle| self.check(bundle).is_ok())?;
         let is_of_manifest = || {
             let manifest = std::fs::read(&manifest).ok()?;
             let layer = serde_json::from_slice::<OciImageManifest>(&manifest).ok()?;
