@@ -55,7 +55,7 @@ fn reward() -> String {
     repository().join(PINNED).display().to_string()
 }
 
-/// Symptom: a folder named `x.querl` was built, so that naming a bundle ran code of whoever had made the folder.
+/// Symptom: a folder named `x.querl` was built, so that naming a bundle ran code of its author.
 #[test]
 fn a_folder_with_the_name_of_a_file_is_refused_by_every_command_and_never_built() {
     let watched = Watched::new();

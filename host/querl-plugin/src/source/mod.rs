@@ -53,7 +53,7 @@ pub(crate) fn built(folder: &Path) -> Result<Option<PathBuf>, PluginError> {
     Ok(source.is_fresh().then(|| source.component()))
 }
 
-/// Refuses a folder with the name of a bundle or a component: whoever names one does not expect that a build runs its code.
+/// Refuses a folder with the name of a bundle or a component: a user who names one does not expect that a build runs its code.
 pub(crate) fn check_folder_name(folder: &Path) -> Result<(), PluginError> {
     let names = [Some(folder.to_owned()), folder.canonicalize().ok()];
     let extension = |path: &PathBuf| Some(path.extension()?.to_str()?.to_ascii_lowercase());
