@@ -39,4 +39,4 @@ pub use manifest::{
     BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, Kind, Language, Manifest, PluginSection, RequestedLimits,
     SettingProblem, SettingSpec, SettingType,
 };
-pub use signatures::{BundleSignature, PublicKey, SigningKey, sign};
+pub use signatures::{BundleSignature, KeyForm, PublicKey, SigningKey, sign};

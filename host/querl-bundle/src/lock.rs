@@ -212,6 +212,11 @@ fn take<'e>(entries: &mut Vec<&'e LockEntry>, fits: impl Fn(&LockEntry) -> bool)
 }
 
 impl LockEntry {
+    /// The same entry with another path.
+    pub fn at(self, path: PathBuf) -> Self {
+        Self { path, ..self }
+    }
+
     /// `0.1.0 (component 0123456789ab)`, for a bundle with its digest.
     pub fn title(&self) -> String {
         format!("{} ({})", self.version, self.contents())

@@ -5,7 +5,7 @@ use crate::archive::{Damage, names};
 use crate::bundle::Bundle;
 use crate::error::BundleError;
 use ed25519_dalek::pkcs8::spki::der::pem::LineEnding;
-use ed25519_dalek::pkcs8::{DecodePrivateKey, EncodePrivateKey};
+use ed25519_dalek::pkcs8::{DecodePrivateKey, DecodePublicKey, EncodePrivateKey, EncodePublicKey, KeypairBytes};
 use ed25519_dalek::{Signature, Signer, VerifyingKey};
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -104,22 +104,47 @@ const LONGEST_KEY_FILE: u64 = 4096;
 #[derive(Clone, PartialEq, Eq)]
 pub struct PublicKey(VerifyingKey);
 
+/// First characters of a PEM file.
+const PEM: &str = "-----BEGIN ";
+
 /// A private key. No message and no `Debug` output shows it.
-pub struct SigningKey(ed25519_dalek::SigningKey);
+pub struct SigningKey {
+    key: ed25519_dalek::SigningKey,
+    form: KeyForm,
+}
+
+/// The form of a private key's file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyForm {
+    /// PKCS#8 version 1 (RFC 5208), as OpenSSL writes and reads it.
+    Pkcs8,
+    /// PKCS#8 version 2 (RFC 5958), with the public key: what earlier versions of querl wrote. OpenSSL does not read it.
+    Pkcs8WithPublicKey,
+}
 
 impl PublicKey {
-    /// Reads `ed25519:` and 64 hexadecimal digits, which messages say were written in `origin`.
+    /// Reads `ed25519:` and 64 hexadecimal digits, or the text of a PEM file (`BEGIN PUBLIC KEY`), which messages say were written in
+    /// `origin`.
     ///
     /// # Errors
     /// Another form, or a number that is no usable key.
     pub fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
         let refuse = |message: &str| BundleError::Key { origin: origin.to_owned(), message: message.to_owned() };
+        if text.trim_start().starts_with(PEM) {
+            let key = VerifyingKey::from_public_key_pem(text.trim()).ok().filter(|key| !key.is_weak());
+            return key.map(Self).ok_or_else(|| refuse("holds no ed25519 public key in PEM (`BEGIN PUBLIC KEY`)"));
+        }
         let mut bytes = [0; 32];
         let digits = text.strip_prefix(PREFIX).filter(|digits| !digits.bytes().any(|byte| byte.is_ascii_uppercase()));
         let decoded = digits.and_then(|digits| hex::decode_to_slice(digits, &mut bytes).ok());
         decoded.ok_or_else(|| refuse("not a public key; expected `ed25519:` and 64 of 0 to 9 and a to f"))?;
         let key = VerifyingKey::from_bytes(&bytes).ok().filter(|key| !key.is_weak());
         key.map(Self).ok_or_else(|| refuse("not an ed25519 key, though it has the form of one; copy it again"))
+    }
+
+    /// The key as a PEM file (SubjectPublicKeyInfo, `BEGIN PUBLIC KEY`).
+    pub fn to_pem(&self) -> String {
+        self.0.to_public_key_pem(LineEnding::LF).expect("an ed25519 key always has this form")
     }
 
     pub(crate) fn verifying(&self) -> &VerifyingKey {
@@ -150,9 +175,9 @@ impl SigningKey {
             origin: "new key".to_owned(),
             message: format!("the operating system gave no random numbers: {error}"),
         })?;
-        let key = Self(ed25519_dalek::SigningKey::from_bytes(&secret));
+        let key = ed25519_dalek::SigningKey::from_bytes(&secret);
         secret.fill(0);
-        Ok(key)
+        Ok(Self { key, form: KeyForm::Pkcs8 })
     }
 
     /// Reads a PKCS#8 PEM file.
@@ -169,9 +194,14 @@ impl SigningKey {
             return refuse(format!("has mode {mode:o}, so that others may read it; run `chmod 600` on it"));
         }
         let pem = std::fs::read_to_string(path).map_err(|source| BundleError::io(path, source))?;
-        match ed25519_dalek::SigningKey::from_pkcs8_pem(&pem) {
-            Ok(key) => Ok(Self(key)),
-            Err(_) => refuse(
+        let bytes = KeypairBytes::from_pkcs8_pem(&pem).ok();
+        let form = match bytes.as_ref().is_some_and(|bytes| bytes.public_key.is_some()) {
+            true => KeyForm::Pkcs8WithPublicKey,
+            false => KeyForm::Pkcs8,
+        };
+        match bytes.and_then(|bytes| ed25519_dalek::SigningKey::try_from(&bytes).ok()) {
+            Some(key) => Ok(Self { key, form }),
+            None => refuse(
                 "holds no ed25519 private key in PKCS#8 PEM; make one with `querl plugin sign --new-key FILE`".into(),
             ),
         }
@@ -182,7 +212,9 @@ impl SigningKey {
     /// # Errors
     /// The file exists, and stays as it is; or it cannot be written.
     pub fn write_new(&self, path: &Path) -> Result<(), BundleError> {
-        let pem = self.0.to_pkcs8_pem(LineEnding::LF).expect("an ed25519 key always has a PKCS#8 form");
+        // Without the public key: OpenSSL reads version 1 alone.
+        let bytes = KeypairBytes { secret_key: self.key.to_bytes(), public_key: None };
+        let pem = bytes.to_pkcs8_pem(LineEnding::LF).expect("an ed25519 key always has a PKCS#8 form");
         let mut options = OpenOptions::new();
         options.write(true).create_new(true);
         #[cfg(unix)]
@@ -200,11 +232,16 @@ impl SigningKey {
 
     /// The public key that belongs to it.
     pub fn public(&self) -> PublicKey {
-        PublicKey(self.0.verifying_key())
+        PublicKey(self.key.verifying_key())
+    }
+
+    /// The form of the file that it was read from.
+    pub fn form(&self) -> KeyForm {
+        self.form
     }
 
     pub(crate) fn signing(&self) -> &ed25519_dalek::SigningKey {
-        &self.0
+        &self.key
     }
 }
 

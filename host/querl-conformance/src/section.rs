@@ -45,8 +45,8 @@ fn rule_of(kind: FaultKind) -> &'static str {
         }
         FaultKind::Host => "no rule of the plugin's: this machine could not run it",
         FaultKind::Result => {
-            "numbers are finite and within their range, names and codes are 1 to 64 of a to z, 0 to 9 and _, lists \
-             of results are as long as the arguments"
+            "numbers are finite and within their range, names and codes are 1 to 64 of a to z, 0 to 9 and _, a score has at \
+             most 64 components, a plugin at most 256 names of them and 256 codes, lists of results are as long as the arguments"
         }
     }
 }

@@ -36,6 +36,23 @@ fn each_breach_of_a_reward_is_found_by_its_checks() {
     }
 }
 
+/// Symptom: a score with 200 names made a report of 18 MB.
+#[test]
+fn limits_of_components_and_magnitudes_are_found_and_named() {
+    let component = querl_plugin::build(&repository().join("tests/guests/odd-reward")).unwrap().component;
+    for (breach, said) in [
+        ("many_components", "the score has 65 components; expected at most 64"),
+        ("many_names", "is one name more than the 256 that a plugin may use in a run"),
+        ("huge_component", "component `tokens` is 1e308; expected at most 1e18 in magnitude"),
+        ("huge_range", "declares the range -1e308 to 1e308; expected bounds of at most 1e9 in magnitude"),
+    ] {
+        // The bare component: its plugin.toml allows other breaches.
+        let options = common::options(&format!("breach = '{breach}'"));
+        let report = querl_conformance::run(&component, &options).unwrap();
+        assert!(!report.passed() && report.text().contains(said), "{breach}: {}", report.text());
+    }
+}
+
 #[test]
 fn a_failure_says_what_was_sent_what_came_back_and_what_the_contract_says() {
     let report = broken("odd-reward", "looks_at_neighbours");

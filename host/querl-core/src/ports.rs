@@ -194,6 +194,11 @@ pub trait Prompts: Send + Sync {
 
     /// Parses a judgement from a judge's answer; the inner error is the plugin's rejection.
     fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault>;
+
+    /// Name and version of the plugin.
+    fn title(&self) -> &str {
+        "prompts"
+    }
 }
 
 /// Filter plugin: keeps or drops dataset rows.

@@ -67,6 +67,8 @@ paths! {
     calls: "calls.json",
     /// `EpisodeRecord`s of the rollouts.
     episodes: "episodes.jsonl",
+    /// What plugins were given when they faulted.
+    faults: "faults",
     /// Training metrics, one JSON object per line: `{"stage": "rl", "step": 3, "actor/pg_loss": ...}`.
     metrics: "metrics.jsonl",
     /// `EvalRecord`s, one JSON object per line.

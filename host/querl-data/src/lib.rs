@@ -27,7 +27,7 @@ pub use dataset::records::{Journal, RecordFile, RecordWriter, RowIter, Rows};
 pub use dataset::splits::Splits;
 pub use error::DataError;
 pub use judge::lexicon::{Intent, Lexicon, Product, QueryIntent};
-pub use judge::{RubricJudge, open_judge};
+pub use judge::{RubricJudge, open_judge, rubric_answer};
 pub use retrieval::{
     EmbeddedRetriever, LocalModels, Passage, RetrievalBackend, RetrievalLimits, open_retrieval_backend, open_retriever,
     read_passages,

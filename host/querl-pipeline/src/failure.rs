@@ -143,9 +143,9 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
 /// The error with its causes as one line.
 pub fn sentence(error: &anyhow::Error) -> String {
     let mut sentence = String::new();
-    let details = details(error).unwrap_or_default();
+    let shown = shown_above(error);
     for cause in error.chain().map(|cause| cause.to_string()) {
-        let cause = if details.is_empty() { cause } else { cause.replace(details, "its output is above") };
+        let cause = shown.map_or_else(|| cause.clone(), |(details, note)| cause.replace(details, note));
         // Some libraries include the cause in their message.
         if !sentence.ends_with(&cause) {
             sentence = if sentence.is_empty() { cause } else { format!("{sentence}: {cause}") };
@@ -154,12 +154,24 @@ pub fn sentence(error: &anyhow::Error) -> String {
     sentence.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// Output of a compiler, which is too long for the sentence.
+/// Output of a compiler, or the traceback of a plugin, which is too long for the sentence.
 pub fn details(error: &anyhow::Error) -> Option<&str> {
-    match error.chain().find_map(|cause| cause.downcast_ref::<PluginError>()) {
-        Some(PluginError::Build { output, .. }) => Some(output),
-        _ => None,
+    shown_above(error).map(|(details, _)| details.trim_matches('\n'))
+}
+
+/// What is shown above the sentence, and what stands for it there.
+fn shown_above(error: &anyhow::Error) -> Option<(&str, &'static str)> {
+    let of_plugin = error.chain().find_map(|cause| cause.downcast_ref::<PluginError>());
+    if let Some(PluginError::Build { output, .. }) = of_plugin {
+        return Some((output, "its output is above"));
     }
+    let fault = match of_plugin {
+        Some(PluginError::Fault(fault)) => Some(fault),
+        _ => error.chain().find_map(plugin_fault),
+    };
+    let message = &fault?.message;
+    let lines = message.find('\n')?..=message.rfind('\n')?;
+    Some((&message[lines], "; its traceback is above"))
 }
 
 #[cfg(test)]
@@ -203,6 +215,18 @@ mod tests {
         };
         assert_eq!(ending(FailureKind::OverBudget), [Ending::Limit; 2]);
         assert_eq!(ending(FailureKind::Down), [Ending::Usage; 2]);
+    }
+
+    #[test]
+    fn a_traceback_keeps_its_lines_above_the_sentence() {
+        let message = "episode `a`: panicked: E: x\nTraceback:\n  File\nE: x\n (a batch)".to_owned();
+        let fault = PluginFault { plugin: "p".into(), version: "1".into(), message, kind: FaultKind::Trap };
+        for error in [anyhow::Error::from(EnvironmentError::from(fault.clone())), PluginError::Fault(fault).into()] {
+            let error = error.context("stage rl");
+            assert_eq!(details(&error), Some("Traceback:\n  File\nE: x"));
+            let expected = "stage rl: plugin p 1: episode `a`: panicked: E: x; its traceback is above (a batch)";
+            assert_eq!(sentence(&error), expected);
+        }
     }
 
     #[test]

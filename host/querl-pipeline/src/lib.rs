@@ -8,6 +8,7 @@ mod environment;
 pub mod estimate;
 mod evaluation;
 pub mod failure;
+pub mod faults;
 pub mod interrupt;
 pub mod ledger;
 pub mod metrics_log;

@@ -5,10 +5,12 @@
 
 use crate::failure::Stop;
 use crate::ledger::Ledger;
-use crate::plugins::Used;
+use crate::plugins::{FoundPlugin, Used, lock_source};
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
+use querl_bundle::Manifest;
 use querl_bundle::lock::{self, LockEntry, LockFile, LockSource};
+use querl_core::config::is_registry_reference;
 use querl_core::fsx::write_atomic;
 use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
@@ -17,28 +19,182 @@ use std::path::{Path, PathBuf};
 /// What to do if a plugin differs from its pin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OnPluginChange {
-    /// Stop before anything is written.
+    /// Stop before anything is built or written.
     Refuse,
+    /// As `Refuse`, and also where the lock file next to the configuration is missing or would change.
+    RefuseUnlocked,
     /// Continue, and record the change.
     Accept,
 }
 
-/// Pins the plugins in use, in the run folder and next to the configuration.
-pub(crate) fn pin(
-    dir: &RunDir,
-    config: &Path,
-    used: &[Used],
-    on_change: OnPluginChange,
-    reporter: &dyn Reporter,
-) -> anyhow::Result<()> {
-    let of_run = pins_of_run(dir, used, (on_change, reporter))?;
-    let of_project = pins_of_project(dir, config, used, (on_change, reporter))?;
-    let locks = [(lock::LockKind::Run, Some(of_run)), (lock::LockKind::Project, of_project)];
-    for (project, (path, lock)) in locks.into_iter().filter_map(|(project, lock)| Some((project, lock?))) {
-        write_atomic(&path, lock.to_text(project).as_bytes())
-            .with_context(|| format!("{}: cannot be written", path.display()))?;
+/// The pins of a run folder and of a configuration.
+pub struct Pins<'a> {
+    /// The run folder.
+    pub dir: &'a RunDir,
+    /// The configuration.
+    pub config: &'a Path,
+    /// What happens where a plugin differs.
+    pub on_change: OnPluginChange,
+}
+
+impl Pins<'_> {
+    /// Compares plugins that were read with the lock files, before any of them is built or opened.
+    ///
+    /// # Errors
+    /// One differs, or is a folder that would have to be built to be compared; a lock file is missing or unusable.
+    pub(crate) fn check(&self, found: &[FoundPlugin<'_>]) -> anyhow::Result<()> {
+        if self.on_change == OnPluginChange::Accept {
+            return Ok(());
+        }
+        let must_be_locked = self.on_change == OnPluginChange::RefuseUnlocked;
+        let of_run = self.dir.lock();
+        if !Ledger::open(&self.dir.stages())?.is_empty() {
+            match read(&of_run)? {
+                Some(lock) => check_found(&of_run, &lock, found.iter(), Path::to_owned)?,
+                None if must_be_locked => {
+                    return Err(missing(&of_run, "accept the plugins as they are now by running without `--locked`"));
+                }
+                None => {}
+            }
+        }
+        let Some(path) = self.project_lock() else { return Ok(()) };
+        let folder = path.parent().unwrap_or(Path::new(""));
+        let bundles = || found.iter().filter(|found| found.file.bundle().is_some());
+        match read(&path)? {
+            Some(lock) => {
+                check_found(&path, &lock, bundles(), |path| relative(path, folder))?;
+                let entries =
+                    bundles().map(|found| Some(found.entry(&lock)?.at(relative(found.path, folder)))).collect();
+                if must_be_locked && Some(lock.entries) != entries {
+                    let message = format!(
+                        "{}: would change: a path, the order or a signer of a bundle is not as it is pinned; run without `--locked` \
+                         to write it, and keep it in version control",
+                        path.display()
+                    );
+                    return Err(Stop::usage(message).into());
+                }
+                Ok(())
+            }
+            None if !must_be_locked => Ok(()),
+            None if bundles().next().is_none() => Err(missing(
+                &path,
+                "it pins bundles, and no plugin of the configuration is one: pack them with `querl plugin pack`, or leave out `--locked`",
+            )),
+            None => Err(missing(&path, "write it by running without `--locked`, and keep it in version control")),
+        }
     }
-    Ok(())
+
+    /// Writes the pins of the plugins in use, in the run folder and next to the configuration.
+    pub(crate) fn write(&self, used: &[Used], reporter: &dyn Reporter) -> anyhow::Result<()> {
+        let of_run = self.of_run(used, reporter)?;
+        let of_project = self.of_project(used, reporter)?;
+        let locks = [(lock::LockKind::Run, Some(of_run)), (lock::LockKind::Project, of_project)];
+        for (project, (path, lock)) in locks.into_iter().filter_map(|(project, lock)| Some((project, lock?))) {
+            write_atomic(&path, lock.to_text(project).as_bytes())
+                .with_context(|| format!("{}: cannot be written", path.display()))?;
+        }
+        Ok(())
+    }
+
+    fn of_run(&self, used: &[Used], reporter: &dyn Reporter) -> anyhow::Result<(PathBuf, LockFile)> {
+        let found = used.iter().map(|used| used.entry.clone()).collect();
+        // No result depends on a plugin before the first stage has run.
+        let lock = match Ledger::open(&self.dir.stages())?.is_empty() {
+            true => LockFile { entries: found, changes: Vec::new() },
+            false => settled(&self.dir.lock(), found, (self.on_change, reporter))?,
+        };
+        Ok((self.dir.lock(), lock))
+    }
+
+    /// The lock file next to the configuration; `None` if nothing is pinned there now or was before.
+    fn of_project(&self, used: &[Used], reporter: &dyn Reporter) -> anyhow::Result<Option<(PathBuf, LockFile)>> {
+        let Some(path) = self.project_lock() else { return Ok(None) };
+        let folder = path.parent().unwrap_or(Path::new(""));
+        let bundles = used.iter().filter(|used| used.entry.source == LockSource::Bundle);
+        let found: Vec<LockEntry> =
+            bundles.map(|used| used.entry.clone().at(relative(&used.entry.path, folder))).collect();
+        if found.is_empty() && !path.exists() {
+            return Ok(None);
+        }
+        let lock = settled(&path, found, (self.on_change, reporter))?;
+        Ok(Some((path, lock)))
+    }
+
+    /// Path of the lock file next to the configuration. The configuration in a run folder has the pins of the run.
+    fn project_lock(&self) -> Option<PathBuf> {
+        let path = self.config.canonicalize().unwrap_or_else(|_| self.config.to_owned()).with_extension("lock");
+        let folder = path.parent().unwrap_or(Path::new(""));
+        let is_of_run = self.dir.root().canonicalize().is_ok_and(|root| root == folder);
+        (!is_of_run).then_some(path)
+    }
+}
+
+fn missing(lock: &Path, remedy: &str) -> anyhow::Error {
+    Stop::usage(format!("{}: there is no such file; {remedy}", lock.display())).into()
+}
+
+/// Compares plugins that were read with a lock file. `shown` is how the file writes their paths.
+fn check_found<'a>(
+    path: &Path,
+    lock: &LockFile,
+    found: impl Iterator<Item = &'a FoundPlugin<'a>>,
+    shown: impl Fn(&Path) -> PathBuf,
+) -> anyhow::Result<()> {
+    let mut entries = Vec::new();
+    for found in found {
+        match found.entry(lock) {
+            Some(entry) => entries.push(entry.at(shown(found.path))),
+            None => return Err(Stop::usage(format!("{}: {}", path.display(), found.unknown())).into()),
+        }
+    }
+    match lock.check(&entries).first() {
+        Some(difference) => Err(Stop::usage(format!("{}: {difference}", path.display())).into()),
+        None => Ok(()),
+    }
+}
+
+impl FoundPlugin<'_> {
+    /// Its entry in a lock file. Only a component knows its id and version, and it is not asked: without a manifest they are those of
+    /// the same component in `lock`. `None` where there is none, and for a folder that has to be built.
+    fn entry(&self, lock: &LockFile) -> Option<LockEntry> {
+        let sha256 = self.file.digest()?;
+        let (id, version) = match self.file.manifest() {
+            Some(manifest) => (manifest.plugin.id.clone(), manifest.plugin.version.clone()),
+            None => {
+                let same = lock.entries.iter().find(|entry| entry.role == self.role && entry.sha256 == sha256)?;
+                (same.id.clone(), same.version.clone())
+            }
+        };
+        let (source, bundle) = (lock_source(self.file.source()), self.file.bundle());
+        let is_folder_with_manifest = source == LockSource::Folder && self.file.manifest().is_some();
+        Some(LockEntry {
+            role: self.role.into(),
+            id,
+            version,
+            path: self.path.to_owned(),
+            source,
+            sha256,
+            bundle: bundle.map(|bundle| bundle.digest.clone()),
+            manifest: is_folder_with_manifest.then(|| Manifest::file_digest(self.path).ok()).flatten(),
+            signed_by: bundle.and_then(|bundle| bundle.signed_by.as_ref()).map(ToString::to_string),
+        })
+    }
+
+    /// Why there is no entry.
+    fn unknown(&self) -> String {
+        let (role, path) = (self.role, self.path.display());
+        const REMEDY: &str = "bring back the pinned plugin, or accept the change with `--accept-plugin-change`";
+        match self.file.digest() {
+            Some(digest) => {
+                let digest = &digest[..12];
+                format!("{role} plugin {path} (component {digest}) is not the one that is pinned; {REMEDY}")
+            }
+            None => format!(
+                "{role} plugin {path} is a folder whose component is missing or older than its source, so that it cannot be \
+                 compared with its pin; build it with `querl plugin build {path}`, {REMEDY}"
+            ),
+        }
+    }
 }
 
 /// A lock file; `None` where there is none.
@@ -53,41 +209,6 @@ pub fn read(path: &Path) -> anyhow::Result<Option<LockFile>> {
     Ok(Some(LockFile::read(path).map_err(unusable)?))
 }
 
-fn pins_of_run(
-    dir: &RunDir,
-    used: &[Used],
-    on_change: (OnPluginChange, &dyn Reporter),
-) -> anyhow::Result<(PathBuf, LockFile)> {
-    let found = used.iter().map(|used| used.entry.clone()).collect();
-    // No result depends on a plugin before the first stage has run.
-    let lock = match Ledger::open(&dir.stages())?.is_empty() {
-        true => LockFile { entries: found, changes: Vec::new() },
-        false => settled(&dir.lock(), found, on_change)?,
-    };
-    Ok((dir.lock(), lock))
-}
-
-/// Path of the lock file next to the configuration; `None` if nothing is pinned there now or was before.
-fn pins_of_project(
-    dir: &RunDir,
-    config: &Path,
-    used: &[Used],
-    on_change: (OnPluginChange, &dyn Reporter),
-) -> anyhow::Result<Option<(PathBuf, LockFile)>> {
-    let path = config.canonicalize().unwrap_or_else(|_| config.to_owned()).with_extension("lock");
-    let folder = path.parent().unwrap_or(Path::new(""));
-    let bundles = used.iter().filter(|used| used.entry.source == LockSource::Bundle);
-    let found: Vec<LockEntry> =
-        bundles.map(|used| LockEntry { path: relative(&used.entry.path, folder), ..used.entry.clone() }).collect();
-    // The configuration in a run folder has the pins of the run.
-    let is_of_run = dir.root().canonicalize().is_ok_and(|root| root == folder);
-    if is_of_run || (found.is_empty() && !path.exists()) {
-        return Ok(None);
-    }
-    let lock = settled(&path, found, on_change)?;
-    Ok(Some((path, lock)))
-}
-
 /// The pins in `path`, updated with `found` where that is no change or the user accepts it.
 fn settled(
     path: &Path,
@@ -95,7 +216,9 @@ fn settled(
     (on_change, reporter): (OnPluginChange, &dyn Reporter),
 ) -> anyhow::Result<LockFile> {
     let Some(mut lock) = read(path)? else { return Ok(LockFile { entries: found, changes: Vec::new() }) };
-    if let (OnPluginChange::Refuse, [difference, ..]) = (on_change, lock.check(&found).as_slice()) {
+    if on_change != OnPluginChange::Accept
+        && let [difference, ..] = lock.check(&found).as_slice()
+    {
         return Err(Stop::usage(format!("{}: {difference}", path.display())).into());
     }
     for difference in lock.accept(found, &now()) {
@@ -112,8 +235,11 @@ fn now() -> String {
     Utc::now().to_rfc3339_opts(SecondsFormat::Secs, true)
 }
 
-/// `path` as seen from `base`; both absolute.
+/// `path` as seen from `base`; both absolute. A registry reference stays as it is.
 fn relative(path: &Path, base: &Path) -> PathBuf {
+    if is_registry_reference(path) {
+        return path.to_owned();
+    }
     let n_shared = path.components().zip(base.components()).take_while(|(one, other)| one == other).count();
     let up = base.components().skip(n_shared).map(|_| Path::new(".."));
     up.chain(path.components().skip(n_shared).map(|part| Path::new(part.as_os_str()))).collect()
@@ -161,7 +287,8 @@ mod tests {
         }
 
         fn pin(&self, used: &[Used], on_change: OnPluginChange) -> Result<(), String> {
-            pin(&self.dir(), &self.config(), used, on_change, &Silent).map_err(|error| error.to_string())
+            let (dir, config) = (self.dir(), self.config());
+            Pins { dir: &dir, config: &config, on_change }.write(used, &Silent).map_err(|error| error.to_string())
         }
 
         fn lock(&self, file: &str) -> Option<LockFile> {

@@ -2,13 +2,24 @@
 
 use crate::environment::WeightedReward;
 use crate::failure::Stop;
+use crate::faults::{FaultLog, Logged};
+use crate::interrupt;
 use crate::ledger::Inputs;
+use crate::pins::Pins;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockSource};
+use querl_bundle::oci::{Credentials, PinnedReference, Transport};
 use querl_bundle::{BundleError, Manifest, PublicKey};
-use querl_core::config::{Config, PluginLimits};
+use querl_core::config::{
+    Config, JudgeConfig, JudgeForm, JudgeKind, PluginLimits, PluginsConfig, is_registry_reference,
+};
+use querl_core::fsx::user_cache_folder;
 use querl_core::ports::{Filter, Prompts, RewardModel};
-use querl_plugin::{Compiler, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings, Source};
+use querl_data::rubric_answer;
+use querl_plugin::{
+    Compiler, HostOptions, Plugin, PluginFile, PluginHost, PluginKind, PluginPort, PluginSettings, Source,
+    SourceFolders,
+};
 use querl_style::{SharedStyleModel, StyleReward, Undecided, unknown_class};
 use std::path::Path;
 use std::sync::Arc;
@@ -48,28 +59,76 @@ impl Used {
     }
 }
 
+/// What plugins are opened for.
+#[derive(Clone, Copy)]
+pub enum PluginUse<'a> {
+    /// A run: folders are built where their source is newer, once the pins have been compared.
+    Run(&'a Pins<'a>),
+    /// A look at a configuration: nothing is built.
+    Look,
+}
+
+/// A configured plugin that was read, and not yet built or loaded.
+pub(crate) struct FoundPlugin<'a> {
+    pub(crate) role: &'static str,
+    /// As configured.
+    pub(crate) path: &'a Path,
+    pub(crate) file: PluginFile,
+}
+
 impl Plugins {
-    /// Loads all plugins; builds those whose source is newer than their component.
+    /// Reads all plugins and checks their signatures, compares them with the pins of a run, then builds and loads them.
     ///
     /// # Errors
-    /// One cannot be built, loaded or configured; a setting holds a secret; a trusted key is invalid.
-    pub fn open(config: &Config) -> anyhow::Result<Self> {
+    /// One is not signed or not the pinned one, cannot be built, loaded or configured; a setting holds a secret; a trusted key is
+    /// invalid.
+    pub fn open(config: &Config, used_for: PluginUse<'_>) -> anyhow::Result<Self> {
         check_secrets(config)?;
-        let config = &config.plugins;
-        let mut loading = Loading { host: open_host(&config.limits, &config.trusted_keys)?, used: Vec::new() };
-        let plugin = loading.load("prompt", &config.prompt.path, &config.prompt.settings)?;
+        let (judge, config) = (&config.judge, &config.plugins);
+        let source_folders = match used_for {
+            PluginUse::Run(_) => SourceFolders::Build,
+            PluginUse::Look => SourceFolders::Refuse,
+        };
+        let host = open_host(&config.limits, &config.trusted_keys, source_folders)?;
+        let found = find(config, &host)?;
+        if let PluginUse::Run(pins) = used_for {
+            pins.check(&found)?;
+        }
+        let mut loading = Loading { host, found: found.into_iter(), used: Vec::new() };
+        let faults = match used_for {
+            PluginUse::Run(pins) => Some(pins.dir.faults()),
+            PluginUse::Look => None,
+        };
+        let log = |role, path: &Path, settings: &PluginSettings| {
+            let (path, settings) = (path.to_owned(), settings.clone());
+            faults.clone().map(|folder| FaultLog { folder, role, path, settings })
+        };
+        let plugin = loading.next(&config.prompt.settings)?;
         let prompts = Arc::from(loading.host.open(&plugin, &config.prompt.settings, PluginPort::prompts())?);
-        let mut filters = Vec::new();
+        check_judgements(judge, &prompts)?;
+        let prompts: Arc<dyn Prompts> = match log("prompt", &config.prompt.path, &config.prompt.settings) {
+            Some(log) => Arc::new(Logged { plugin: prompts, log }),
+            None => prompts,
+        };
+        let mut filters: Vec<Arc<dyn Filter>> = Vec::new();
         for filter in &config.filters {
-            let plugin = loading.load("filter", &filter.path, &filter.settings)?;
-            filters.push(Arc::from(loading.host.open(&plugin, &filter.settings, PluginPort::filter())?));
+            let plugin = loading.next(&filter.settings)?;
+            let opened = Arc::from(loading.host.open(&plugin, &filter.settings, PluginPort::filter())?);
+            filters.push(match log("filter", &filter.path, &filter.settings) {
+                Some(log) => Arc::new(Logged { plugin: opened, log }),
+                None => opened,
+            });
         }
         let style = SharedStyleModel::of(&config.style_model, "plugins.style_model.path")?.map(Arc::new);
         let audit = SharedStyleModel::of(&config.style_model.of_audit(), "plugins.style_model.audit")?.map(Arc::new);
         let mut rewards = Vec::new();
         for (index, reward) in config.rewards.iter().enumerate() {
-            let plugin = loading.load("reward", &reward.path, &reward.settings)?;
+            let plugin = loading.next(&reward.settings)?;
             let model = loading.reward(&plugin, &reward.settings, (index, style.as_ref()))?;
+            let model: Arc<dyn RewardModel> = match log("reward", &reward.path, &reward.settings) {
+                Some(log) => Arc::new(Logged { plugin: model, log }),
+                None => model,
+            };
             rewards.push(WeightedReward { label: plugin.id().to_owned(), model, weight: reward.weight });
         }
         let mut plugins = Self { prompts, filters, rewards, style, audit, used: loading.used };
@@ -109,15 +168,68 @@ impl Plugins {
     }
 }
 
+/// Refuses a prompt plugin that cannot read the answers of the rubric, whose form is known. Those of a model follow the plugin's own
+/// prompt.
+fn check_judgements(judge: &JudgeConfig, prompts: &Arc<dyn Prompts>) -> anyhow::Result<()> {
+    if judge.kind != JudgeKind::Rubric || judge.form != JudgeForm::Score {
+        return Ok(());
+    }
+    let answer = rubric_answer(4.5, "产品准确 2.0；意图明确 1.1");
+    let problem = match prompts.parse_judgement(&answer)? {
+        Ok(parsed) if parsed.score == 4.5 => return Ok(()),
+        Ok(parsed) => format!("it reads the score {}", parsed.score),
+        Err(rejection) => format!("it rejects them with `{rejection}`"),
+    };
+    let message = format!(
+        "plugins.prompt: plugin {} cannot read the answers of judge.kind = \"rubric\", which are JSON objects such as `{answer}`: {problem}; \
+         correct its parse-judgement, or use another judge",
+        prompts.title()
+    );
+    Err(Stop::usage(message).into())
+}
+
+/// Reads the plugins in the order in which they are loaded: prompt, filters, rewards.
+fn find<'a>(config: &'a PluginsConfig, host: &PluginHost) -> anyhow::Result<Vec<FoundPlugin<'a>>> {
+    let filters = config.filters.iter().map(|filter| ("filter", &*filter.path));
+    let rewards = config.rewards.iter().map(|reward| ("reward", &*reward.path));
+    let all = std::iter::once(("prompt", &*config.prompt.path)).chain(filters).chain(rewards);
+    all.map(|(role, path)| Ok(FoundPlugin { role, path, file: read(path, host)? })).collect()
+}
+
+/// Reads a file or folder, or the bundle of a registry reference, which is fetched into the user's cache folder.
+fn read(path: &Path, host: &PluginHost) -> anyhow::Result<PluginFile> {
+    if !is_registry_reference(path) {
+        return Ok(host.read(path)?);
+    }
+    let reference = PinnedReference::parse(&path.to_string_lossy())?;
+    let cache = user_cache_folder().ok_or_else(|| {
+        Stop::usage(format!("{reference}: there is no cache folder to fetch it into; set QUERL_CACHE_DIR"))
+    })?;
+    let cache = cache.join("bundles");
+    let file = match reference.cached(&cache) {
+        Some(file) => file,
+        None => {
+            let credentials = Credentials::find(reference.location())?;
+            let runtime =
+                tokio::runtime::Builder::new_current_thread().enable_all().build().context("no async runtime")?;
+            interrupt::block_on(&runtime, reference.fetch(&cache, &credentials, Transport::Secure))??
+        }
+    };
+    host.read(&file).map_err(anyhow::Error::from).with_context(|| reference.to_string())
+}
+
 /// Loads plugins one by one and records each.
-struct Loading {
+struct Loading<'a> {
     host: PluginHost,
+    found: std::vec::IntoIter<FoundPlugin<'a>>,
     used: Vec<Used>,
 }
 
-impl Loading {
-    fn load(&mut self, role: &str, path: &Path, settings: &PluginSettings) -> anyhow::Result<Plugin> {
-        let plugin = self.host.load(path)?;
+impl Loading<'_> {
+    /// Loads the next of the plugins that were found.
+    fn next(&mut self, settings: &PluginSettings) -> anyhow::Result<Plugin> {
+        let FoundPlugin { role, path, file } = self.found.next().expect("every configured plugin was found");
+        let plugin = self.host.load_file(file)?;
         let entry = entry(role, path, &plugin)?;
         self.used.push(Used { entry, weight: None, label: None, settings: format!("{settings:?}") });
         Ok(plugin)
@@ -166,11 +278,7 @@ fn entry(role: &str, path: &Path, plugin: &Plugin) -> anyhow::Result<LockEntry> 
             "plugin {path}: it says that its version is `{version}`; expected a semantic version: {error}"
         ))
     })?;
-    let source = match plugin.source() {
-        Source::Bundle => LockSource::Bundle,
-        Source::Component => LockSource::Component,
-        Source::Folder => LockSource::Folder,
-    };
+    let source = lock_source(plugin.source());
     let bundle = plugin.bundle();
     let is_folder_with_one = source == LockSource::Folder && plugin.manifest().is_some();
     Ok(LockEntry {
@@ -186,6 +294,14 @@ fn entry(role: &str, path: &Path, plugin: &Plugin) -> anyhow::Result<LockEntry> 
     })
 }
 
+pub(crate) fn lock_source(source: Source) -> LockSource {
+    match source {
+        Source::Bundle => LockSource::Bundle,
+        Source::Component => LockSource::Component,
+        Source::Folder => LockSource::Folder,
+    }
+}
+
 /// Hidden command with which the program compiles a plugin in a child process.
 pub const COMPILE_COMMAND: &str = "__compile-plugin";
 
@@ -193,8 +309,8 @@ pub const COMPILE_COMMAND: &str = "__compile-plugin";
 ///
 /// # Errors
 /// A key is invalid, or this machine cannot run WebAssembly.
-pub fn open_host(limits: &PluginLimits, keys: &[String]) -> anyhow::Result<PluginHost> {
-    Ok(PluginHost::new(HostOptions { trusted_keys: trusted_keys(keys)?, ..host_options(limits)? })?)
+pub fn open_host(limits: &PluginLimits, keys: &[String], source_folders: SourceFolders) -> anyhow::Result<PluginHost> {
+    Ok(PluginHost::new(HostOptions { trusted_keys: trusted_keys(keys)?, source_folders, ..host_options(limits)? })?)
 }
 
 /// Options of every plugin host of this program: `limits`, compilation in a child process.

@@ -3,8 +3,8 @@
 use crate::device::Executor;
 use crate::environment::{Comparison, JudgingForm, Services};
 use crate::ledger::StageName;
-use crate::pins::{self, OnPluginChange};
-use crate::plugins::Plugins;
+use crate::pins::{OnPluginChange, Pins};
+use crate::plugins::{PluginUse, Plugins};
 use crate::retrieval::local_models;
 use crate::training::preflight;
 use anyhow::Context;
@@ -64,12 +64,13 @@ impl Run {
         };
         querl_model::set_threads(config.threads);
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
-        let plugins = Plugins::open(&config)?;
         let dir = RunDir::new(&config.output_dir);
+        let pins = Pins { dir: &dir, config: config_path, on_change };
+        let plugins = Plugins::open(&config, PluginUse::Run(&pins))?;
         let lock = DirLock::take(dir.root())?;
         let root = dir.root();
         remove_unfinished(root).with_context(|| format!("{}: cannot be tidied", root.display()))?;
-        pins::pin(&dir, config_path, plugins.used(), on_change, reporter.as_ref())?;
+        pins.write(plugins.used(), reporter.as_ref())?;
         let outside = outside(&config, &dir, CacheUse::Full)?;
         Ok(Self {
             config,
@@ -94,7 +95,7 @@ impl Run {
     /// Opens a run for an estimate: takes no lock and writes nothing.
     pub(crate) fn open_to_look(config: Config) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().build().context("no async runtime")?;
-        let (plugins, dir) = (Plugins::open(&config)?, RunDir::new(&config.output_dir));
+        let (plugins, dir) = (Plugins::open(&config, PluginUse::Look)?, RunDir::new(&config.output_dir));
         let outside = outside(&config, &dir, CacheUse::Look)?;
         let executor = Executor::in_process();
         Ok(Self {

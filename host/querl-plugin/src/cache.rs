@@ -6,6 +6,7 @@
 
 use crate::compile;
 use crate::compile::{CompileError, Compiler};
+use crate::engine::MemoryReservation;
 use querl_core::fsx::digest_hex;
 use sha2::{Digest, Sha256};
 use std::hash::{Hash, Hasher};
@@ -25,6 +26,8 @@ const PIECE_BYTES: usize = 256 << 10;
 pub(crate) struct CompiledCache {
     folder: Option<PathBuf>,
     engine_key: String,
+    /// Of the engine.
+    pub(crate) reservation: MemoryReservation,
 }
 
 impl CompiledCache {
@@ -37,7 +40,8 @@ impl CompiledCache {
                 None
             }
         };
-        Self { folder: base.map(|base| base.join("compiled")).and_then(usable), engine_key: engine_key(engine) }
+        let folder = base.map(|base| base.join("compiled")).and_then(usable);
+        Self { folder, engine_key: engine_key(engine), reservation: MemoryReservation::default() }
     }
 
     /// The component compiled for `engine`, from the cache if possible.
@@ -68,7 +72,7 @@ impl CompiledCache {
             (Compiler::Child(program, args), kept) => {
                 let folder = compile::private_temporary(self.folder.as_deref())?;
                 let output = folder.path().join(&name);
-                compile::in_child(program, args, bytes, &output, timeout_ms)?;
+                compile::in_child(program, args, bytes, &output, (timeout_ms, self.reservation))?;
                 if !is_whole(&output) {
                     return Err(CompileError(format!("`{}` wrote no compiled code", program.display())));
                 }

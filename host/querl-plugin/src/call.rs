@@ -1,9 +1,11 @@
 //! One call into a plugin: a fresh instance, limits, and a [`PluginFault`] when it fails.
 
+use crate::bindings::types;
+use crate::convert;
 use crate::engine::Slots;
 use crate::error::{self, CallPhase};
 use crate::guest::Guest;
-use crate::limits::{CallSize, Limits, LogBudget};
+use crate::limits::{CallSize, Limits, LogBudget, UsedNames};
 use crate::load::Exports;
 use querl_core::config::OnLimit;
 use querl_core::ports::{FaultKind, PluginFault, StyleModel};
@@ -67,6 +69,7 @@ pub(crate) struct Caller {
     /// Items of this plugin that were dropped at limits in the lifetime of the host.
     pub(crate) n_dropped: Arc<AtomicU64>,
     pub(crate) log_budget: Arc<LogBudget>,
+    pub(crate) used_names: Arc<UsedNames>,
 }
 
 impl Caller {
@@ -130,6 +133,13 @@ impl Caller {
 
     pub(crate) fn fault(&self, kind: FaultKind, message: String) -> PluginFault {
         PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind }
+    }
+
+    /// A checked rejection.
+    pub(crate) fn rejection(&self, rejection: types::Rejection) -> Result<Rejection, String> {
+        let rejection = convert::rejection(rejection)?;
+        self.used_names.add_code(&rejection.code)?;
+        Ok(rejection)
     }
 
     /// The plugin returned a value that the contract forbids.

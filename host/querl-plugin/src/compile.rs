@@ -1,6 +1,7 @@
 //! Compilation in a child process with limits on time, memory and file size: compiling a hostile component can take unbounded time
 //! or memory, and the limits of a call do not apply to the host's own work.
 
+use crate::engine::MemoryReservation;
 use crate::text::printable;
 use crate::{cache, engine};
 use std::ffi::OsStr;
@@ -83,7 +84,7 @@ pub(crate) fn in_child(
     args: &[String],
     bytes: &[u8],
     output: &Path,
-    timeout_ms: u64,
+    (timeout_ms, reservation): (u64, MemoryReservation),
 ) -> Result<(), CompileError> {
     let failed = |error: io::Error| CompileError(format!("compiling it with `{}`: {error}", program.display()));
     let (input, stderr_path) = (output.with_file_name("component.wasm"), output.with_file_name("stderr"));
@@ -94,7 +95,7 @@ pub(crate) fn in_child(
     command.args(args).arg(&input).arg(output).arg(timeout_ms.to_string());
     let n_threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_COMPILER_THREADS));
     let kept = std::env::vars_os().filter(|(name, _)| KEPT_VARIABLES.iter().any(|kept| OsStr::new(kept) == name));
-    command.env_clear().envs(kept).env("RAYON_NUM_THREADS", n_threads.to_string());
+    command.env_clear().envs(kept).envs(reservation.environment()).env("RAYON_NUM_THREADS", n_threads.to_string());
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn().map_err(failed)?;
     match wait(child, Duration::from_millis(timeout_ms)).map_err(failed)? {
         Some(status) if status.success() => Ok(()),
@@ -142,13 +143,15 @@ fn why_it_failed(status: ExitStatus, stderr: &[u8]) -> String {
 /// Limits also hold for a child whose parent was killed: CPU time of all threads, memory, file size, no core dump.
 #[cfg(unix)]
 fn limit_resources(timeout_ms: u64) -> io::Result<()> {
-    use rustix::process::{Resource, Rlimit, setrlimit};
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let seconds = timeout_ms.div_ceil(1000).saturating_mul(MAX_COMPILER_THREADS as u64).saturating_add(1);
     let limit = |most: u64| Rlimit { current: Some(most), maximum: Some(most) };
     setrlimit(Resource::Cpu, limit(seconds))?;
     setrlimit(Resource::Core, limit(0))?;
     setrlimit(Resource::Fsize, limit(COMPILER_FILE_BYTES))?;
-    Ok(setrlimit(Resource::As, limit(COMPILER_MEMORY_BYTES))?)
+    // Under a lower limit of the host (`ulimit -v`), that one holds.
+    let of_host = getrlimit(Resource::As).maximum.unwrap_or(u64::MAX);
+    Ok(setrlimit(Resource::As, limit(COMPILER_MEMORY_BYTES.min(of_host)))?)
 }
 
 #[cfg(not(unix))]

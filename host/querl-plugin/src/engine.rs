@@ -15,18 +15,48 @@ const TICK: Duration = Duration::from_millis(10);
 
 /// Limits of one component: core modules, memories, tables. A Rust component has 3, 1 and 2; Python's, linked from shared libraries with
 /// a stub for each WASI call, 38 core modules.
-const CORE_INSTANCES: u32 = 64;
-const MEMORIES: u32 = 2;
-const TABLES: u32 = 16;
+pub(crate) const CORE_INSTANCES: u32 = 64;
+pub(crate) const MEMORIES: u32 = 2;
+pub(crate) const TABLES: u32 = 16;
 pub(crate) const TABLE_ELEMENTS: usize = 100_000;
 pub(crate) const WASM_STACK_BYTES: usize = 1 << 20;
 
+/// How address space for the memories of guests is reserved. It decides how their code is compiled, and changes no result.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum MemoryReservation {
+    /// For all slots at the start: 4 GiB for each memory and guard pages, so that accesses need no bounds checks.
+    #[default]
+    Pool,
+    /// For each instance, what it uses: where a limit on address space (`ulimit -v`) leaves no room for the pool. Calls are slower.
+    OnDemand,
+}
+
+/// Set for a compiler whose host reserves memory on demand.
+const ON_DEMAND_VARIABLE: &str = "QUERL_PLUGIN_MEMORY_ON_DEMAND";
+
+impl MemoryReservation {
+    /// Environment variables of a compiler for such a host.
+    pub(crate) fn environment(self) -> Option<(&'static str, &'static str)> {
+        (self == Self::OnDemand).then_some((ON_DEMAND_VARIABLE, "1"))
+    }
+
+    fn of_environment() -> Self {
+        if std::env::var_os(ON_DEMAND_VARIABLE).is_some() { Self::OnDemand } else { Self::Pool }
+    }
+}
+
 /// An engine for these limits and `n_slots` concurrent calls, and the thread that increments its epoch until the engine is dropped.
-pub(crate) fn start(limits: &PluginLimits, n_slots: u32) -> Result<Engine, PluginError> {
-    let failed = |error: wasmtime::Error| PluginError::Host(format!("{error:#}"));
-    let mut config = config();
-    config.allocation_strategy(InstanceAllocationStrategy::Pooling(pool(limits, n_slots)));
-    let engine = Engine::new(&config).map_err(failed)?;
+pub(crate) fn start(limits: &PluginLimits, n_slots: u32) -> Result<(Engine, MemoryReservation), PluginError> {
+    let mut pooled = config(MemoryReservation::Pool);
+    pooled.allocation_strategy(InstanceAllocationStrategy::Pooling(pool(limits, n_slots)));
+    let (engine, reservation) = match Engine::new(&pooled) {
+        Ok(engine) => (engine, MemoryReservation::Pool),
+        Err(error) => {
+            tracing::debug!("no address space for the pool of plugin instances: {error:#}");
+            let on_demand = Engine::new(&config(MemoryReservation::OnDemand));
+            (on_demand.map_err(|error| PluginError::Host(format!("{error:#}")))?, MemoryReservation::OnDemand)
+        }
+    };
     let weak = engine.weak();
     let ticker = move || {
         while let Some(engine) = weak.upgrade() {
@@ -37,12 +67,12 @@ pub(crate) fn start(limits: &PluginLimits, n_slots: u32) -> Result<Engine, Plugi
     };
     let spawned = std::thread::Builder::new().name("querl-plugin-clock".into()).spawn(ticker);
     spawned.map_err(|error| PluginError::Host(format!("no thread for its clock: {error}")))?;
-    Ok(engine)
+    Ok((engine, reservation))
 }
 
 /// An engine that compiles for the engine of [`start`]. It runs nothing, so it reserves no address space for a pool.
 pub(crate) fn for_compiling() -> wasmtime::Result<Engine> {
-    Engine::new(&config())
+    Engine::new(&config(MemoryReservation::of_environment()))
 }
 
 /// Accepted WebAssembly features: WebAssembly 2.0, further features that LLVM uses for Rust, and components. An explicit list, so
@@ -56,7 +86,7 @@ const ACCEPTED: WasmFeatures = WasmFeatures::WASM2
     .difference(WasmFeatures::GC_TYPES);
 
 /// Features that differ between machines or runs are off, or deterministic.
-fn config() -> Config {
+fn config(reservation: MemoryReservation) -> Config {
     let mut config = Config::new();
     config
         .wasm_features(ACCEPTED.complement(), false)
@@ -66,6 +96,13 @@ fn config() -> Config {
         .consume_fuel(true)
         .epoch_interruption(true)
         .max_wasm_stack(WASM_STACK_BYTES);
+    if reservation == MemoryReservation::OnDemand {
+        config
+            .memory_reservation(0)
+            .memory_reservation_for_growth(1 << 20)
+            .memory_guard_size(0)
+            .guard_before_linear_memory(false);
+    }
     config
 }
 

@@ -59,8 +59,19 @@ pub enum PluginError {
         /// The signers, and the keys that were expected.
         reason: String,
     },
+    /// A source folder that would have to be built first, which this host does not do.
+    #[error(
+        "plugin {}: its component is missing or older than its source; build it with `querl plugin build {}`, which runs \
+         code of the folder",
+        path.display(),
+        path.display()
+    )]
+    NotBuilt {
+        /// The folder.
+        path: PathBuf,
+    },
     /// The source folder did not build.
-    #[error("plugin {}: {tool} could not build it:\n{output}", path.display())]
+    #[error("plugin {}: {tool} could not build it{advice}:\n{output}", path.display())]
     Build {
         /// The folder.
         path: PathBuf,
@@ -68,6 +79,8 @@ pub enum PluginError {
         tool: &'static str,
         /// Its output.
         output: String,
+        /// What to do, as the rest of a sentence; may be empty.
+        advice: String,
     },
     /// Building needs a target that is not installed.
     #[error(
@@ -104,6 +117,8 @@ pub enum PluginError {
 }
 
 const MAX_MESSAGE_BYTES: usize = 2000;
+
+const MAX_TRACEBACK_LINES: usize = 40;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CallPhase {
@@ -196,8 +211,35 @@ pub(crate) fn too_large(limits: &Limits) -> String {
     format!("returned more than {bytes} bytes ({key})")
 }
 
+/// First line of a traceback of Python.
+const TRACEBACK: &str = "Traceback (most recent call last):";
+
+/// Python's exception, and its traceback with its lines, between line breaks.
+fn python_error(stderr: &str) -> Option<String> {
+    let lines: Vec<String> = stderr[stderr.find(TRACEBACK)?..]
+        .lines()
+        // The panic of componentize-py's runtime, which says nothing more.
+        .take_while(|line| !line.starts_with("thread '"))
+        .filter(|line| !line.trim().is_empty())
+        .map(|line| {
+            let indent = line.len() - line.trim_start().len();
+            " ".repeat(indent) + &printable(line.trim(), MAX_MESSAGE_BYTES)
+        })
+        .collect();
+    let last_frame = lines.iter().rposition(|line| line.starts_with(' '))?;
+    let exception = lines.get(last_frame + 1)?;
+    // The end says where it happened.
+    let n_left_out = lines.len().saturating_sub(MAX_TRACEBACK_LINES);
+    let left_out = (n_left_out > 0).then(|| format!("({n_left_out} lines before)"));
+    let shown: Vec<String> = left_out.into_iter().chain(lines[n_left_out..].iter().cloned()).collect();
+    Some(format!("{exception}\n{}\n", shown.join("\n")))
+}
+
 /// Rust's panic text without its note on RUST_BACKTRACE.
 fn panic_message(stderr: &str) -> String {
+    if let Some(message) = python_error(stderr) {
+        return message;
+    }
     let lines = stderr.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("note: run with"));
     printable(&lines.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES)
 }
@@ -215,6 +257,22 @@ mod tests {
         assert_eq!(kind, FaultKind::Host);
         assert!(message.starts_with("this host could not start it: maximum concurrent"), "{message}");
         assert_eq!(refused(CallPhase::Running, &error, &limits).0, FaultKind::Result);
+    }
+
+    #[test]
+    fn traceback_of_python_keeps_its_lines() {
+        let stderr = "log line\nTraceback (most recent call last):\n  File \"/0/plugin.py\", line 9, in score\n    \
+                      return 1 / 0\n           ~~^~~\nZeroDivisionError: division by zero\nthread \'<unnamed>\' (1) panicked at runtime/src/lib.rs:1:1:\nPython function threw\n";
+        let expected = "ZeroDivisionError: division by zero\nTraceback (most recent call last):\n  File \"/0/plugin.py\", line 9, in \
+                        score\n    return 1 / 0\n           ~~^~~\nZeroDivisionError: division by zero\n";
+        assert_eq!(panic_message(stderr), expected);
+        let deep = format!("{TRACEBACK}\n{}E: x\n", "  File\n".repeat(100));
+        let message = panic_message(&deep);
+        assert!(message.starts_with("E: x\n(62 lines before)\n  File\n") && message.ends_with("\nE: x\n"), "{message}");
+        assert_eq!(
+            panic_message("thread 'a' panicked at src/lib.rs:1:1:\nno\n"),
+            "thread 'a' panicked at src/lib.rs:1:1: no"
+        );
     }
 
     #[test]

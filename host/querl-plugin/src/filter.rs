@@ -30,7 +30,8 @@ impl FilterPlugin {
             return Err(self.caller.wrong_length(verdicts.len(), "verdicts", "sample", &ids(samples)));
         }
         let check = |(sample, result): (&&Sample, filters::Verdict)| {
-            verdict(result).map_err(|message| self.caller.invalid_result(format!("sample `{}`: {message}", sample.id)))
+            verdict(&self.caller, result)
+                .map_err(|message| self.caller.invalid_result(format!("sample `{}`: {message}", sample.id)))
         };
         samples.iter().zip(verdicts).map(check).collect()
     }
@@ -86,11 +87,11 @@ impl FilterPlugin {
     }
 }
 
-fn verdict(result: filters::Verdict) -> Result<Verdict, String> {
+fn verdict(caller: &Caller, result: filters::Verdict) -> Result<Verdict, String> {
     match result {
         filters::Verdict::Keep => Ok(Verdict::Keep),
         filters::Verdict::Drop(reason) => {
-            convert::rejection(reason).map(|reason| Verdict::Drop { code: reason.code, detail: reason.detail })
+            caller.rejection(reason).map(|reason| Verdict::Drop { code: reason.code, detail: reason.detail })
         }
     }
 }

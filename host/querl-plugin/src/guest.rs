@@ -2,7 +2,7 @@
 
 use crate::bindings::{log, style_model, types};
 use crate::convert;
-use crate::engine::TABLE_ELEMENTS;
+use crate::engine::{CORE_INSTANCES, MEMORIES, TABLE_ELEMENTS, TABLES};
 use crate::limits::{Line, LogBudget};
 use crate::text::is_key;
 use crate::text::printable;
@@ -208,5 +208,18 @@ impl ResourceLimiter for MemoryBudget {
             return Err(Error::msg("table limit"));
         }
         Ok(true)
+    }
+
+    // The pool has these limits too; without it, these alone hold.
+    fn instances(&self) -> usize {
+        CORE_INSTANCES as usize
+    }
+
+    fn memories(&self) -> usize {
+        MEMORIES as usize
+    }
+
+    fn tables(&self) -> usize {
+        TABLES as usize
     }
 }

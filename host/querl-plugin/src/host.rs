@@ -7,13 +7,14 @@
 use crate::cache::{CompiledCache, ComponentDigest};
 use crate::call::{Caller, Observer};
 use crate::compile::Compiler;
-use crate::engine::{self, Slots};
+use crate::engine::{self, MemoryReservation, Slots};
 use crate::error::PluginError;
 use crate::filter::FilterPlugin;
 use crate::limits::{CallSize, Limits, LogBudget};
-use crate::load::{self, Exports, LinkedComponent, LoadedPlugin, OpenedSource, Plugin, PluginKind};
+use crate::load::{self, Exports, LinkedComponent, LoadedPlugin, OpenedSource, Plugin, PluginFile, PluginKind};
 use crate::prompts::PromptPlugin;
 use crate::reward::{RewardForm, RewardPlugin, StylePlugin};
+use crate::source::SourceFolders;
 use crate::text::{self, is_name, printable};
 use querl_bundle::{Manifest, PublicKey};
 use querl_core::config::PluginLimits;
@@ -36,6 +37,8 @@ pub struct HostOptions {
     pub compiler: Compiler,
     /// Where any is given, only bundles that one of them has signed are loaded.
     pub trusted_keys: Vec<PublicKey>,
+    /// Whether a source folder is built where its component is missing or older than its source.
+    pub source_folders: SourceFolders,
     /// Called after every call into a plugin.
     pub observer: Option<Observer>,
     /// The most concurrent calls; further calls wait in order. At least 1.
@@ -49,6 +52,7 @@ impl Default for HostOptions {
             cache_dir: None,
             compiler: Compiler::default(),
             trusted_keys: Vec::new(),
+            source_folders: SourceFolders::default(),
             observer: None,
             n_slots: 8,
         }
@@ -62,6 +66,7 @@ impl std::fmt::Debug for HostOptions {
             .field("cache_dir", &self.cache_dir)
             .field("compiler", &self.compiler)
             .field("trusted_keys", &self.trusted_keys)
+            .field("source_folders", &self.source_folders)
             .field("is_observed", &self.observer.is_some())
             .field("n_slots", &self.n_slots)
             .finish()
@@ -144,6 +149,7 @@ struct Shared {
     cache: CompiledCache,
     compiler: Compiler,
     trusted_keys: Vec<PublicKey>,
+    source_folders: SourceFolders,
     observer: Option<Observer>,
     linked: Mutex<HashMap<ComponentDigest, Arc<LinkedComponent>>>,
 }
@@ -155,14 +161,17 @@ impl PluginHost {
     /// This machine cannot run WebAssembly, for example for lack of address space.
     pub fn new(options: HostOptions) -> Result<Self, PluginError> {
         let n_slots = options.n_slots.max(1);
-        let engine = engine::start(&options.limits, n_slots)?;
-        let cache = CompiledCache::open(options.cache_dir.or_else(querl_core::fsx::user_cache_folder), &engine);
+        let (engine, reservation) = engine::start(&options.limits, n_slots)?;
+        let cache_dir = options.cache_dir.or_else(querl_core::fsx::user_cache_folder);
+        let mut cache = CompiledCache::open(cache_dir, &engine);
+        cache.reservation = reservation;
         let shared = Shared {
             cache,
             limits: options.limits,
             slots: Arc::new(Slots::new(n_slots)),
             compiler: options.compiler,
             trusted_keys: options.trusted_keys,
+            source_folders: options.source_folders,
             observer: options.observer,
             linked: Mutex::new(HashMap::new()),
             engine,
@@ -170,14 +179,36 @@ impl PluginHost {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// Loads a `.querl` bundle, a `.wasm` component, or a source folder, which is built first where any of its sources is newer.
-    /// A manifest, in the bundle or as plugin.toml in the folder, is checked against the component.
+    /// How address space is reserved on this machine and under its limits.
+    pub fn memory_reservation(&self) -> MemoryReservation {
+        self.shared.cache.reservation
+    }
+
+    /// Loads a `.querl` bundle, a `.wasm` component, or a source folder, which is built first where any of its sources is newer and
+    /// [`HostOptions::source_folders`] allows it: [`PluginHost::read`], then [`PluginHost::load_file`].
     ///
     /// # Errors
-    /// Not readable, not buildable, not a plugin for this host, not signed by a trusted key; a fault in `info.describe`; or the
-    /// component differs from its manifest, or the manifest requests more than the host allows.
+    /// As of the two.
     pub fn load(&self, path: &Path) -> Result<Plugin, PluginError> {
-        let opened = load::open(path, &self.shared.trusted_keys)?;
+        self.load_file(self.read(path)?)
+    }
+
+    /// Reads what lies at `path` and checks its signature. No code of the plugin runs, and nothing is built.
+    ///
+    /// # Errors
+    /// Not readable, not a plugin's file or folder, not signed by a trusted key.
+    pub fn read(&self, path: &Path) -> Result<PluginFile, PluginError> {
+        load::read(path, &self.shared.trusted_keys)
+    }
+
+    /// Builds a folder that has to be built, then compiles and links the component. A manifest, in the bundle or as plugin.toml in
+    /// the folder, is checked against the component.
+    ///
+    /// # Errors
+    /// Not buildable, not a plugin for this host; a fault in `info.describe`; or the component differs from its manifest, or the
+    /// manifest requests more than the host allows.
+    pub fn load_file(&self, file: PluginFile) -> Result<Plugin, PluginError> {
+        let opened = file.into_opened(self.shared.source_folders)?;
         let linked = self.linked(&opened)?;
         let limits = match &opened.manifest {
             Some(manifest) => {
@@ -228,7 +259,19 @@ impl PluginHost {
         let log_budget = Arc::new(LogBudget::new(shared.limits.log_bytes));
         let (name, version) = self.describe(&opened.file, &exports, &log_budget)?;
         let (title, n_bytes, n_dropped) = (format!("{name} {version}"), bytes.len(), Arc::default());
-        let linked = LinkedComponent { name, version, title, digest, n_bytes, kinds, exports, n_dropped, log_budget };
+        let used_names = Arc::default();
+        let linked = LinkedComponent {
+            name,
+            version,
+            title,
+            digest,
+            n_bytes,
+            kinds,
+            exports,
+            n_dropped,
+            log_budget,
+            used_names,
+        };
         let linked = Arc::new(linked);
         Ok(lock().entry(linked.digest.clone()).or_insert(linked).clone())
     }
@@ -253,6 +296,7 @@ impl PluginHost {
             observer: shared.observer.clone(),
             n_dropped: Arc::default(),
             log_budget: log_budget.clone(),
+            used_names: Arc::default(),
         };
         let described = caller.call("info.describe", CallSize::of(1), |store, instance| {
             exports.check_types(store, instance)?;
@@ -319,6 +363,7 @@ impl PluginHost {
             observer: shared.observer.clone(),
             n_dropped: linked.n_dropped.clone(),
             log_budget: linked.log_budget.clone(),
+            used_names: linked.used_names.clone(),
         };
         let (checked, known) = caller.call("info.check-settings", CallSize::of(1), |store, instance| {
             let checked = caller.exports.info.load(&mut *store, instance)?.call_check_settings(&mut *store)?;

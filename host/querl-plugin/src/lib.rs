@@ -34,8 +34,10 @@ mod wasi;
 
 pub use call::{CallReport, LIMIT_CODE, Observer};
 pub use compile::{CompileError, Compiler, compile_child};
+pub use engine::MemoryReservation;
 pub use error::PluginError;
 pub use host::{HostOptions, PluginHost, PluginPort, PluginSettings};
-pub use load::{BundleInfo, Plugin, PluginKind, Source};
+pub use limits::{MAX_COMPONENT, MAX_COMPONENTS, MAX_NAMES, MAX_TOTAL};
+pub use load::{BundleInfo, Plugin, PluginFile, PluginKind, Source};
 pub use reward::RewardForm;
-pub use source::{BuildOutput, build};
+pub use source::{BuildOutput, SourceFolders, build};

@@ -12,7 +12,9 @@
 
 use querl_bundle::Manifest;
 use querl_core::config::PluginLimits;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{PoisonError, RwLock};
 
 /// The host's limits, lowered by the plugin's manifest. All items of a call share its fuel.
 #[derive(Debug, Clone)]
@@ -108,9 +110,79 @@ impl LogBudget {
     }
 }
 
+/// The most components of one score. Each is a series of metrics and a row of the report.
+pub const MAX_COMPONENTS: usize = 64;
+
+/// The most distinct names of components, and the most distinct codes of rejections, of one plugin in the lifetime of its host. Each is
+/// a series of metrics.
+pub const MAX_NAMES: usize = 256;
+
+/// The largest magnitude of the bounds of a range, hence of a total: far more than a reward needs, and its square is finite in the f32
+/// of the losses.
+pub const MAX_TOTAL: f64 = 1e9;
+
+/// The largest magnitude of a component, whose means and squares are of f64.
+pub const MAX_COMPONENT: f64 = 1e18;
+
+/// What a plugin has named in the lifetime of its host.
+#[derive(Debug, Default)]
+pub(crate) struct UsedNames {
+    components: DistinctNames,
+    codes: DistinctNames,
+}
+
+impl UsedNames {
+    /// Adds the names of a score's components.
+    pub(crate) fn add_components<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> Result<(), String> {
+        self.components.add("component", names)
+    }
+
+    /// Adds the code of a rejection.
+    pub(crate) fn add_code(&self, code: &str) -> Result<(), String> {
+        self.codes.add("code", std::iter::once(code))
+    }
+}
+
+#[derive(Debug, Default)]
+struct DistinctNames(RwLock<BTreeSet<String>>);
+
+impl DistinctNames {
+    /// Adds names; the error names the first beyond the limit.
+    fn add<'a>(&self, what: &str, names: impl Iterator<Item = &'a str> + Clone) -> Result<(), String> {
+        let known = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        if names.clone().all(|name| known.contains(name)) {
+            return Ok(());
+        }
+        drop(known);
+        let mut known = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        for name in names {
+            if !known.contains(name) && known.len() == MAX_NAMES {
+                return Err(format!(
+                    "{what} `{name}` is one name more than the {MAX_NAMES} that a plugin may use in a run"
+                ));
+            }
+            known.insert(name.to_owned());
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_components_are_counted_once_and_bounded() {
+        let names = UsedNames::default();
+        let all: Vec<String> = (0..=MAX_NAMES).map(|n| format!("part_{n}")).collect();
+        let add = |range: std::ops::Range<usize>| names.add_components(all[range].iter().map(String::as_str));
+        add(0..MAX_NAMES).unwrap();
+        add(0..MAX_NAMES).unwrap();
+        assert!(add(0..all.len()).unwrap_err().starts_with("component `part_256` is one name more than the 256 "));
+        all[1..].iter().for_each(|code| names.add_code(code).unwrap());
+        assert!(names.add_code("late").unwrap_err().starts_with("code `late` is one name more than the 256 "));
+    }
 
     #[test]
     fn budget_ends_once() {

@@ -5,7 +5,8 @@ use crate::cache::ComponentDigest;
 use crate::error::PluginError;
 use crate::guest::{Guest, HostRefusal};
 use crate::limits::Limits;
-use crate::limits::LogBudget;
+use crate::limits::{LogBudget, UsedNames};
+use crate::source::SourceFolders;
 use crate::{contract, source, wasi};
 use querl_bundle::{ArchiveLimits, Bundle, BundleError, Manifest, PublicKey, check_component};
 use querl_core::config::PluginLimits;
@@ -67,27 +68,83 @@ impl OpenedSource {
     }
 }
 
-/// Opens a bundle, a component, or a source folder, which is built first.
-pub(crate) fn open(path: &Path, trusted: &[PublicKey]) -> Result<OpenedSource, PluginError> {
+/// What lies at a plugin's path, read and with its signature checked. Nothing of it was built, compiled or called.
+pub struct PluginFile {
+    path: PathBuf,
+    manifest: Option<Manifest>,
+    /// `None` for a folder whose component is missing, or older than its source.
+    opened: Option<OpenedSource>,
+}
+
+impl PluginFile {
+    fn opened(path: &Path, opened: OpenedSource) -> Self {
+        Self { path: path.to_owned(), manifest: opened.manifest.clone(), opened: Some(opened) }
+    }
+
+    /// What it is.
+    pub fn source(&self) -> Source {
+        self.opened.as_ref().map_or(Source::Folder, |opened| opened.source)
+    }
+
+    /// plugin.toml; `None` for a bare component.
+    pub fn manifest(&self) -> Option<&Manifest> {
+        self.manifest.as_ref()
+    }
+
+    /// Digest and signer of the bundle; `None` without a bundle.
+    pub fn bundle(&self) -> Option<&BundleInfo> {
+        self.opened.as_ref()?.bundle.as_ref()
+    }
+
+    /// Lower-case hexadecimal SHA-256 of the component; `None` for a folder that has to be built.
+    pub fn digest(&self) -> Option<String> {
+        Some(self.opened.as_ref()?.digest().as_str().to_owned())
+    }
+
+    /// Its component, built where that is allowed and necessary.
+    pub(crate) fn into_opened(self, folders: SourceFolders) -> Result<OpenedSource, PluginError> {
+        match (self.opened, folders) {
+            (Some(opened), _) => Ok(opened),
+            (None, SourceFolders::Refuse) => Err(PluginError::NotBuilt { path: self.path }),
+            (None, SourceFolders::Build) => {
+                open_component(source::build(&self.path)?.component, Source::Folder, self.manifest)
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for PluginFile {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PluginFile").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+/// Reads a bundle, a component, or the component of a source folder where it is newer than its source.
+pub(crate) fn read(path: &Path, trusted: &[PublicKey]) -> Result<PluginFile, PluginError> {
     let metadata = std::fs::metadata(path).map_err(|error| {
         let expected = "expected a `.querl` bundle, a `.wasm` component or a folder with its source";
         unreadable(path, format!("cannot be read: {error}; {expected}"))
     })?;
-    let is_bundle = metadata.is_file() && path.extension().is_some_and(|extension| extension == "querl");
-    if is_bundle {
-        return open_bundle(path, trusted);
+    if metadata.is_dir() {
+        source::check_folder_name(path)?;
+    } else if path.extension().is_some_and(|extension| extension == "querl") {
+        return Ok(PluginFile::opened(path, open_bundle(path, trusted)?));
     }
     if !trusted.is_empty() {
         return Err(unsigned(path, metadata.is_dir(), trusted));
     }
-    let (file, source, manifest) = match metadata.is_dir() {
-        true => {
-            let manifest = manifest_of_folder(path)?;
-            (source::component(path)?, Source::Folder, manifest)
-        }
-        false => (path.to_owned(), Source::Component, None),
-    };
-    let content = Content::Component(read(&file)?);
+    if !metadata.is_dir() {
+        return Ok(PluginFile::opened(path, open_component(path.to_owned(), Source::Component, None)?));
+    }
+    let manifest = manifest_of_folder(path)?;
+    match source::built(path)? {
+        Some(component) => Ok(PluginFile::opened(path, open_component(component, Source::Folder, manifest)?)),
+        None => Ok(PluginFile { path: path.to_owned(), manifest, opened: None }),
+    }
+}
+
+fn open_component(file: PathBuf, source: Source, manifest: Option<Manifest>) -> Result<OpenedSource, PluginError> {
+    let content = Content::Component(read_component(&file)?);
     Ok(OpenedSource { file, source, manifest, bundle: None, content })
 }
 
@@ -139,7 +196,7 @@ fn untrusted(error: BundleError) -> PluginError {
     }
 }
 
-fn read(file: &Path) -> Result<Vec<u8>, PluginError> {
+fn read_component(file: &Path) -> Result<Vec<u8>, PluginError> {
     let failed = |error: std::io::Error| unreadable(file, error.to_string());
     // Before it is opened: opening a pipe blocks until there is a writer.
     if !std::fs::metadata(file).map_err(failed)?.is_file() {
@@ -201,6 +258,8 @@ pub(crate) struct LinkedComponent {
     pub(crate) n_dropped: Arc<AtomicU64>,
     /// What it may log in the lifetime of the host.
     pub(crate) log_budget: Arc<LogBudget>,
+    /// The names of components and the codes of rejections in the lifetime of the host.
+    pub(crate) used_names: Arc<UsedNames>,
 }
 
 /// The exports of a component, looked up once.

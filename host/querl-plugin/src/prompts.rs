@@ -57,7 +57,7 @@ impl Prompts for PromptPlugin {
                 Err(fault("returned a blank rewrite; expected a rejection".into()))
             }
             Ok(rewrite) => Ok(Ok(rewrite)),
-            Err(rejection) => convert::rejection(rejection).map(Err).map_err(fault),
+            Err(rejection) => self.caller.rejection(rejection).map(Err).map_err(fault),
         }
     }
 
@@ -71,7 +71,11 @@ impl Prompts for PromptPlugin {
                 Err(fault(format!("returned the score {}; expected 0 to 5, or a rejection", judged.score)))
             }
             Ok(judged) => Ok(Ok(ParsedJudgement { score: judged.score, reason: judged.reason })),
-            Err(rejection) => convert::rejection(rejection).map(Err).map_err(fault),
+            Err(rejection) => self.caller.rejection(rejection).map(Err).map_err(fault),
         }
+    }
+
+    fn title(&self) -> &str {
+        &self.caller.title
     }
 }

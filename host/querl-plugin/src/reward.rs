@@ -3,7 +3,7 @@
 use crate::bindings::{packed_rewards, rewards, style_scores, types};
 use crate::call::Caller;
 use crate::convert::EpisodeLists;
-use crate::limits::CallSize;
+use crate::limits::{CallSize, MAX_COMPONENT, MAX_COMPONENTS, MAX_TOTAL};
 use crate::packed::PackedError;
 use crate::text::{is_code, printable};
 use crate::{convert, error, packed};
@@ -90,14 +90,17 @@ impl<T> Scoring<'_, T> {
     fn score(&self, result: ItemResult) -> Result<ItemScore, String> {
         let (total, parts) = match result {
             Ok(score) => score,
-            Err(rejection) => return convert::rejection(rejection).map(Err),
+            Err(rejection) => return self.caller.rejection(rejection).map(Err),
         };
         let RewardRange { min, max } = self.range;
         if !(min..=max).contains(&total) {
             let name = self.range_name;
+            let total = shown(total);
             return Err(format!("total is {total}; expected a number within {name} {min} to {max}"));
         }
-        Ok(Ok(Reward { total, components: components(parts)? }))
+        let components = components(parts)?;
+        self.caller.used_names.add_components(components.iter().map(|part| part.name.as_str()))?;
+        Ok(Ok(Reward { total, components }))
     }
 
     fn ids<'b>(&self, items: &'b [T]) -> Vec<&'b str> {
@@ -105,7 +108,15 @@ impl<T> Scoring<'_, T> {
     }
 }
 
+/// A number without hundreds of digits.
+fn shown(number: f64) -> String {
+    if number.abs() < 1e15 { number.to_string() } else { format!("{number:e}") }
+}
+
 fn components(parts: Vec<(String, f64)>) -> Result<Vec<RewardComponent>, String> {
+    if parts.len() > MAX_COMPONENTS {
+        return Err(format!("the score has {} components; expected at most {MAX_COMPONENTS}", parts.len()));
+    }
     for (name, value) in &parts {
         if !is_code(name) {
             let shown = printable(name, 100);
@@ -113,6 +124,12 @@ fn components(parts: Vec<(String, f64)>) -> Result<Vec<RewardComponent>, String>
         }
         if !value.is_finite() {
             return Err(format!("component `{name}` is {value}; expected a finite number"));
+        }
+        if value.abs() > MAX_COMPONENT {
+            return Err(format!(
+                "component `{name}` is {}; expected at most {MAX_COMPONENT:e} in magnitude",
+                shown(*value)
+            ));
         }
     }
     let mut names: Vec<&str> = parts.iter().map(|(name, _)| name.as_str()).collect();
@@ -149,13 +166,17 @@ impl RewardPlugin {
             indices.load(&mut *store, instance)?.call_range(store)
         })?;
         let rewards::Bounds { min, max } = bounds;
-        if min.is_finite() && max.is_finite() && min < max {
+        let is_ordered = min.is_finite() && max.is_finite() && min < max;
+        if is_ordered && min.abs().max(max.abs()) <= MAX_TOTAL {
             let packed = caller.exports.packed_rewards.clone().filter(|_| form == RewardForm::Packed);
             return Ok(Self { caller, packed, indices, range: RewardRange { min, max } });
         }
-        Err(caller.invalid_result(format!(
-            "declares the range {min} to {max}; expected two finite numbers, the first below the second"
-        )))
+        let expected = match is_ordered {
+            true => format!("bounds of at most {MAX_TOTAL:e} in magnitude"),
+            false => "two finite numbers, the first below the second".to_owned(),
+        };
+        let range = format!("{} to {}", shown(min), shown(max));
+        Err(caller.invalid_result(format!("declares the range {range}; expected {expected}")))
     }
 
     fn run(&self, episodes: &[Episode], size: CallSize) -> Result<Vec<ItemResult>, PluginFault> {

@@ -123,3 +123,34 @@ fn calls_work_outside_and_inside_an_async_runtime() {
         assert!(fault.contains("panicked"), "{fault}");
     });
 }
+
+/// Symptom: the memory of a component in JavaScript held the path of the author's folder. Needs `plugins/setup.sh`.
+#[cfg(unix)]
+#[test]
+fn component_in_javascript_holds_no_folder_of_its_author() {
+    let packages = repository().join("plugins/node_modules");
+    if !packages.join("@bytecodealliance/componentize-js").is_dir() {
+        return;
+    }
+    let folder = tempfile::Builder::new().prefix("secret-author-").tempdir().unwrap();
+    let plugin = folder.path().canonicalize().unwrap();
+    let copy = |from: &str, to: &str| {
+        let to = plugin.join(to);
+        std::fs::create_dir_all(&to).unwrap();
+        for entry in std::fs::read_dir(repository().join(from)).unwrap().flatten() {
+            if entry.path().is_file() {
+                std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+            }
+        }
+    };
+    copy("plugins/reward-brevity", "");
+    copy("wit", "vendor/wit");
+    copy("sdk/javascript", "vendor/querl-sdk");
+    copy("sdk/javascript/guest", "vendor/querl-sdk/guest");
+    std::os::unix::fs::symlink(packages, plugin.join("node_modules")).unwrap();
+    let package = r##"{"name": "x", "type": "module", "imports": {"#querl-sdk": "./vendor/querl-sdk/index.js"}}"##;
+    std::fs::write(plugin.join("package.json"), package).unwrap();
+    let component = std::fs::read(querl_plugin::build(&plugin).unwrap().component).unwrap();
+    let name = plugin.file_name().unwrap().as_encoded_bytes();
+    assert!(!component.windows(name.len()).any(|bytes| bytes == name));
+}

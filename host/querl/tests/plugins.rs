@@ -15,7 +15,7 @@ fn plugin(name: &str) -> String {
 
 /// Where the first-party plugin `name` is built to; it is built where that was not done yet.
 fn component(project: &Project, name: &str) -> PathBuf {
-    project.querl(&["plugin", "inspect", &plugin(name)]).ok();
+    project.querl(&["plugin", "build", &plugin(name)]).ok();
     repository().join(format!("plugins/target/wasm32-wasip2/release/{}.wasm", name.replace('-', "_")))
 }
 

@@ -105,6 +105,19 @@ impl<'a> Caller<'a> {
         }
     }
 
+    /// The bytes of a manifest of one media type; `None` if it does not exist.
+    pub(crate) async fn raw_manifest(
+        &self,
+        reference: &Reference,
+        media_type: &str,
+    ) -> Result<Option<Vec<u8>>, RegistryError> {
+        match self.client.pull_manifest_raw(reference, self.credentials.auth(), &[media_type]).await {
+            Ok((bytes, _)) => Ok(Some(bytes.to_vec())),
+            Err(error) if is_absent(&error) => Ok(None),
+            Err(error) => Err(RegistryError::call(self.location, &error)),
+        }
+    }
+
     /// Every tag of the repository; `None` if it does not exist.
     pub(crate) async fn tags(&self) -> Result<Option<HashSet<String>>, RegistryError> {
         within(self.location, TAGS_TIMEOUT, self.pages_of_tags()).await

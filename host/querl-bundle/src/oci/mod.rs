@@ -8,10 +8,12 @@
 mod artifact;
 mod client;
 mod credentials;
+mod pinned;
 mod reference;
 mod transfer;
 
 pub use client::{RegistryError, Transport};
 pub use credentials::Credentials;
+pub use pinned::PinnedReference;
 pub use reference::RegistryReference;
 pub use transfer::{Pulled, Pushed, pull, push, versions};

@@ -76,7 +76,8 @@ pub(crate) async fn bundle_of(
     manifest: &OciImageManifest,
 ) -> Result<(Vec<u8>, Bundle), RegistryError> {
     let layer = artifact::bundle_layer(manifest).ok_or_else(|| {
-        RegistryError::at(location, format!("the tag {} holds no bundle", reference.tag().unwrap_or_default()))
+        let name = reference.tag().or(reference.digest()).unwrap_or_default();
+        RegistryError::at(location, format!("{name} holds no bundle; name one that `querl plugin push` has put there"))
     })?;
     let bytes = caller.blob(reference, layer, ArchiveLimits::DEFAULT.compressed_bytes).await?;
     let bundle = Bundle::from_bytes(&bytes, &location.to_string())?;

@@ -1,6 +1,6 @@
 //! Checks beyond the schema: keys that require or exclude each other, and existing files.
 
-use super::plugins::StyleModelConfig;
+use super::plugins::{StyleModelConfig, is_registry_reference};
 use super::run::{Config, DeviceSetting};
 use super::schema::{Violation, wrong};
 use super::services::{EmbeddingKind, MappingConfig, RerankKind, RerankScores, ServiceKind};
@@ -66,13 +66,33 @@ pub(super) fn resolve_paths(config: &mut Config, base: &Path, names: &[String]) 
     if let Some(path) = &mut config.cache.path {
         *path = clean(base.join(&*path));
     }
-    for (_, _, path) in paths(config).into_iter().filter(|(key, ..)| !names.contains(key)) {
-        *path = clean(base.join(&*path));
+    for (_, kind, path) in paths(config).into_iter().filter(|(key, ..)| !names.contains(key)) {
+        match kind {
+            PathKind::PluginFileOrFolder => resolve_plugin(path, base),
+            _ => *path = clean(base.join(&*path)),
+        }
     }
     if let Some(path) = &mut config.retrieval.index_dir {
         *path = std::path::absolute(base.join(&*path)).unwrap_or_else(|_| path.clone());
     }
     config.output_dir = std::path::absolute(&config.output_dir).unwrap_or_else(|_| config.output_dir.clone());
+}
+
+/// A registry reference stays as it is, and so does the name of a link to a folder that is called like a file: the plugin host
+/// refuses it.
+fn resolve_plugin(path: &mut PathBuf, base: &Path) {
+    if is_registry_reference(path) {
+        return;
+    }
+    // Without a trailing slash, which would follow a link.
+    let full: PathBuf = base.join(&*path).components().collect();
+    let is_called_like_a_file = full
+        .extension()
+        .is_some_and(|extension| ["querl", "wasm"].iter().any(|name| extension.eq_ignore_ascii_case(name)));
+    *path = match is_called_like_a_file && full.is_dir() {
+        true => std::path::absolute(&full).unwrap_or(full),
+        false => clean(full),
+    };
 }
 
 /// Canonical path of an existing file, else the absolute path.
@@ -149,6 +169,7 @@ pub(super) fn check(config: &mut Config, names: &[String]) -> Vec<Violation> {
 
 fn check_path(key: String, kind: PathKind, path: &Path) -> Option<Violation> {
     let complaint = match kind {
+        PathKind::PluginFileOrFolder if is_registry_reference(path) => return None,
         PathKind::File if !path.exists() => "no such file; create it or correct the path",
         PathKind::ModelFolder if !path.exists() => "no such folder; put the model there or correct the path",
         PathKind::PluginFileOrFolder if !path.exists() => {

@@ -34,7 +34,10 @@ mod training;
 
 pub use check::{ModelHub, parse_model_name};
 pub use load::{ConfigError, ConfigLocation, Overrides, load, load_resolved};
-pub use plugins::{OnLimit, PluginConfig, PluginLimits, PluginsConfig, StyleModelConfig, WeightedPluginConfig};
+pub use plugins::{
+    OnLimit, PluginConfig, PluginLimits, PluginsConfig, REGISTRY_PREFIX, StyleModelConfig, WeightedPluginConfig,
+    is_registry_reference,
+};
 pub use run::{BaseDtype, Config, DataConfig, DeviceSetting, EvalConfig, ModelConfig, OnLeak, TableFormat, TextWidth};
 pub use schema::{KeyInfo, json_schema, keys};
 pub use services::{

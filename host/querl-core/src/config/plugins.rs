@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// WebAssembly components.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -53,11 +53,20 @@ impl StyleModelConfig {
     }
 }
 
+/// Begins a reference to a bundle in a registry, where a path of a plugin is expected.
+pub const REGISTRY_PREFIX: &str = "oci://";
+
+/// Whether a plugin's path is a reference to a bundle in a registry: `oci://HOST[:PORT]/REPO[:VERSION]@sha256:DIGEST`.
+pub fn is_registry_reference(path: &Path) -> bool {
+    path.to_str().is_some_and(|path| path.starts_with(REGISTRY_PREFIX))
+}
+
 /// One component.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PluginConfig {
-    /// A `.querl` bundle, a `.wasm` component, or a folder with its source.
+    /// A `.querl` bundle, a `.wasm` component, a folder with its source, or a bundle in a registry:
+    /// `oci://HOST/REPO:VERSION@sha256:DIGEST`.
     pub path: PathBuf,
     /// Settings, passed to the plugin as text.
     #[serde(default)]
@@ -69,10 +78,12 @@ pub struct PluginConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct WeightedPluginConfig {
-    /// A `.querl` bundle, a `.wasm` component, or a folder with its source.
+    /// A `.querl` bundle, a `.wasm` component, a folder with its source, or a bundle in a registry:
+    /// `oci://HOST/REPO:VERSION@sha256:DIGEST`.
     pub path: PathBuf,
     /// Weight in the sum.
     #[serde(default = "defaults::one")]
+    #[schemars(range(min = -1_000_000.0, max = 1_000_000.0))]
     pub weight: f64,
     /// Settings, passed to the plugin as text.
     #[serde(default)]

@@ -180,6 +180,11 @@ impl RubricJudge {
     }
 }
 
+/// The rubric's answer: a JSON object in one line.
+pub fn rubric_answer(score: f64, reason: &str) -> String {
+    serde_json::json!({"综合得分": score, "评分理由": reason}).to_string()
+}
+
 fn conciseness(length: usize) -> f64 {
     let over = length.saturating_sub(CONCISE_CHARS) as f64 / CONCISE_CHARS as f64;
     (1.0 - over).max(0.0)
@@ -189,8 +194,7 @@ fn conciseness(length: usize) -> f64 {
 impl Judge for RubricJudge {
     async fn judge(&self, request: JudgeRequest<'_>) -> Result<Completion, CallFailure> {
         let (score, reason) = self.score(&request);
-        let text = serde_json::json!({"综合得分": score, "评分理由": reason}).to_string();
-        Ok(Completion { cost: Some(0.0), ..Completion::of(text) })
+        Ok(Completion { cost: Some(0.0), ..Completion::of(rubric_answer(score, &reason)) })
     }
 
     fn name(&self) -> &str {

@@ -87,9 +87,10 @@ impl<'a> Index<'a> {
         self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
     }
 
-    pub(super) fn component_names(&self, system: &str) -> BTreeSet<&'a str> {
+    /// The names of the components of all answers, as often as they are used.
+    pub(super) fn component_names(&self, system: &str) -> impl Iterator<Item = &'a str> {
         let rewards = self.records(system).filter_map(|record| answer(record)?.reward.as_ref());
-        rewards.flat_map(|reward| &reward.components).map(|component| component.name.as_str()).collect()
+        rewards.flat_map(|reward| &reward.components).map(|component| component.name.as_str())
     }
 
     /// The probabilities of the class `label`.

@@ -69,6 +69,9 @@ pub struct Evaluation {
     pub systems: BTreeMap<String, SystemEvaluation>,
     /// By pair: `rl-sft` is RL minus SFT. `None` for a metric that no query has for both systems.
     pub pairs: BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
+    /// Names of components that are left out, since many are used: the most used ones are kept. Omitted where it is 0.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub n_components_left_out: usize,
     /// The styles of the answers; omitted for a run without a style model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub style: Option<StyleEvaluation>,
@@ -225,6 +228,7 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
     let systems: BTreeSet<&str> = runs.iter().flat_map(Index::systems).collect();
     let pairs: Vec<(&str, &str)> =
         PAIRS.into_iter().filter(|(first, second)| systems.contains(first) && systems.contains(second)).collect();
+    let (components, n_components_left_out) = most_used(runs, &systems);
     Ok(Evaluation {
         split: options.split,
         n: queries.len(),
@@ -234,9 +238,32 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
         n_resamples: options.n_resamples,
         lookups: options.lookups,
         style: pooled.style(&systems, &pairs),
-        systems: systems.iter().map(|system| ((*system).to_owned(), pooled.system(system))).collect(),
+        systems: systems.iter().map(|system| ((*system).to_owned(), pooled.system(system, &components))).collect(),
+        n_components_left_out,
         pairs: pairs.iter().map(|(first, second)| (pair_name(first, second), pooled.pair(first, second))).collect(),
     })
+}
+
+/// The most names of components with figures: each costs a bootstrap for each system.
+const MOST_COMPONENTS: usize = 64;
+
+/// The names of components with figures, and the number of the others. Of names that are used as often, the first by name.
+fn most_used<'a>(runs: &[Index<'a>], systems: &BTreeSet<&str>) -> (BTreeSet<&'a str>, usize) {
+    let mut uses: BTreeMap<&str, usize> = BTreeMap::new();
+    for system in systems {
+        for name in runs.iter().flat_map(|index| index.component_names(system)) {
+            *uses.entry(name).or_default() += 1;
+        }
+    }
+    let n_left_out = uses.len().saturating_sub(MOST_COMPONENTS);
+    let mut names: Vec<(&str, usize)> = uses.into_iter().collect();
+    names.sort_by_key(|(_, n_uses)| std::cmp::Reverse(*n_uses));
+    (names.into_iter().take(MOST_COMPONENTS).map(|(name, _)| name).collect(), n_left_out)
+}
+
+#[allow(clippy::trivially_copy_pass_by_ref)] // as serde calls it
+pub(crate) fn is_zero(number: &usize) -> bool {
+    *number == 0
 }
 
 /// One or several runs whose values are averaged per query.
@@ -247,11 +274,11 @@ struct Pooled<'r, 'a> {
 }
 
 impl<'a> Pooled<'_, 'a> {
-    fn system(&self, system: &str) -> SystemEvaluation {
+    fn system(&self, system: &str, shown: &BTreeSet<&str>) -> SystemEvaluation {
         let metrics = Metric::ALL
             .map(|metric| (metric, self.interval(|index| self.values(index, system, metric)).map(|(found, _)| found)));
         let components = self.runs.iter().flat_map(|index| index.component_names(system)).collect::<BTreeSet<_>>();
-        let components = components.into_iter().map(|name| {
+        let components = components.into_iter().filter(|name| shown.contains(name)).map(|name| {
             let interval = self.interval(|index| index.components(system, name)).map(|(interval, _)| interval);
             (name.to_owned(), interval)
         });

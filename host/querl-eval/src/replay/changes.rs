@@ -231,7 +231,11 @@ struct ComponentValues {
     change: Vec<f64>,
 }
 
-pub(super) fn components(scored: &[ScoredEpisode<'_>]) -> Vec<ComponentChange> {
+/// The most components that a comparison lists.
+const MOST_COMPONENTS: usize = 64;
+
+/// The most used components in the order of their names, and the number of the others.
+pub(super) fn components(scored: &[ScoredEpisode<'_>]) -> (Vec<ComponentChange>, usize) {
     let mut values: BTreeMap<&str, ComponentValues> = BTreeMap::new();
     for one in scored {
         let before = one.before.map_or(&[][..], |reward| &reward.components);
@@ -253,7 +257,14 @@ pub(super) fn components(scored: &[ScoredEpisode<'_>]) -> Vec<ComponentChange> {
         n_both: values.change.len(),
         change: mean(&values.change),
     };
-    values.into_iter().map(change).collect()
+    let mut changes: Vec<ComponentChange> = values.into_iter().map(change).collect();
+    let n_left_out = changes.len().saturating_sub(MOST_COMPONENTS);
+    if n_left_out > 0 {
+        changes.sort_by_key(|one| std::cmp::Reverse(one.n_before + one.n_after));
+        changes.truncate(MOST_COMPONENTS);
+        changes.sort_by(|one, other| one.name.cmp(&other.name));
+    }
+    (changes, n_left_out)
 }
 
 fn component_of(reward: &Reward, name: &str) -> Option<f64> {

@@ -54,6 +54,9 @@ pub struct Replay {
     /// rewrites.
     pub(crate) retrieval: SignCounts,
     pub(crate) components: Vec<ComponentChange>,
+    /// Less used components, which are left out. Omitted where it is 0.
+    #[serde(skip_serializing_if = "crate::evaluation::is_zero")]
+    pub(crate) n_components_left_out: usize,
     /// Episodes whose total changed its sign, largest change first.
     pub(crate) flips: Vec<ChangedEpisode>,
     /// Episodes with the largest changes of the total.
@@ -100,11 +103,16 @@ pub fn replay(
     let befores: Vec<f64> = scored.iter().filter_map(|one| Some(one.before?.total)).collect();
     let afters: Vec<f64> = scored.iter().map(|one| one.after.total).collect();
     let no_signs = changes::why_no_signs(&before, &after);
+    let (components, n_components_left_out) = changes::components(&scored);
     let (flips, largest_changes) = changes::largest(&scored, options.n_shown);
     let (counts, change) = (Counts::of(episodes), Change::of(&scored, &groups, bootstrap));
     notes.extend(counts.notes());
     notes.extend(change.too_few_queries());
     notes.extend(no_signs.clone());
+    notes.extend(
+        (n_components_left_out > 0)
+            .then(|| format!("{n_components_left_out} less used parts of the totals are not listed")),
+    );
     Replay {
         format: Replay::FORMAT,
         before,
@@ -121,7 +129,8 @@ pub fn replay(
         order: groups.order(&scored),
         signs: no_signs.is_none().then(|| Signs::of(&scored)),
         retrieval: changes::by_retrieval(episodes),
-        components: changes::components(&scored),
+        components,
+        n_components_left_out,
         flips: if no_signs.is_none() { flips } else { Vec::new() },
         largest_changes,
         n_resamples: options.n_resamples,

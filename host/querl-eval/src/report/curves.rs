@@ -101,7 +101,11 @@ pub(super) struct Curves {
     /// Titles of charts without a value in `metrics.jsonl`.
     missing: Vec<&'static str>,
     others: Vec<OtherMetric>,
+    n_others_left_out: usize,
 }
+
+/// The most metrics without a chart that are listed.
+const MOST_OTHERS: usize = 400;
 
 /// A metric without a chart.
 #[derive(Debug, Serialize)]
@@ -124,7 +128,8 @@ impl Curves {
         if retrieval.name == NO_RETRIEVAL {
             recorded.retain(|(_, name), _| !OF_RETRIEVAL.contains(&name.trim_start_matches("val/")));
         }
-        let mut curves = Self { rl: Vec::new(), sft: Vec::new(), missing: Vec::new(), others: Vec::new() };
+        let mut curves =
+            Self { rl: Vec::new(), sft: Vec::new(), missing: Vec::new(), others: Vec::new(), n_others_left_out: 0 };
         for spec in CHARTS {
             let found = spec.curves.iter().filter_map(|curve| take(&mut recorded, spec.stage, curve)).collect();
             match LineChart::new(spec.title, spec.y_label, found) {
@@ -134,6 +139,12 @@ impl Curves {
             }
         }
         curves.others = recorded.into_iter().filter_map(OtherMetric::new).collect();
+        curves.n_others_left_out = curves.others.len().saturating_sub(MOST_OTHERS);
+        if curves.n_others_left_out > 0 {
+            curves.others.sort_by_key(|other| std::cmp::Reverse(other.n));
+            curves.others.truncate(MOST_OTHERS);
+            curves.others.sort_by(|one, other| (&one.stage, &one.name).cmp(&(&other.stage, &other.name)));
+        }
         curves
     }
 }

@@ -7,6 +7,7 @@ use super::calls::{self, CallError, CallKey};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{Judge, JudgeRequest, PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{CallFailure, Context, FailureKind, Judgement, Message};
+use querl_core::text::printable;
 use serde_json::Value;
 use std::time::Duration;
 
@@ -118,8 +119,14 @@ impl JudgePrompter<'_> {
             self.judge.forget(&messages);
             self.judge.forget(&repair);
             let message = format!(
-                "the response of judge {} contains no judgement, nor does a second one: {problem}",
-                self.judge.name()
+                "the response of judge {} contains no judgement, nor does a second one: {problem}; {} was given `{}`",
+                self.judge.name(),
+                match self.form {
+                    JudgingForm::Score =>
+                        format!("`parse-judgement` of plugin {} (judge.form = \"score\")", self.prompts.title()),
+                    JudgingForm::Compare(_) => "judge.form = \"compare\", which expects a JSON object,".to_owned(),
+                },
+                printable(&second, SHOWN_BYTES)
             );
             CallError::Failed(CallFailure { kind: FailureKind::InvalidResponse, message })
         }))
@@ -131,6 +138,9 @@ impl JudgePrompter<'_> {
         calls::within(self.deadline, self.judge.judge(request)).await.map(|completion| completion.text)
     }
 }
+
+/// The most bytes of a response in a message.
+const SHOWN_BYTES: usize = 200;
 
 /// The messages that follow a response that cannot be parsed.
 fn repair(answer: String, problem: &str) -> Vec<Message> {

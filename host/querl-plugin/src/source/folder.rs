@@ -125,7 +125,14 @@ impl ScriptFolder {
         command
     }
 
-    pub(super) fn run(&self, tool: &'static str, mut command: Command, missing: &str) -> Result<(), PluginError> {
+    /// Runs a build tool; `advice` makes the rest of a sentence of its output.
+    pub(super) fn run(
+        &self,
+        tool: &'static str,
+        mut command: Command,
+        missing: &str,
+        advice: impl FnOnce(&str) -> String,
+    ) -> Result<(), PluginError> {
         let output = command.output().map_err(|error| match error.kind() {
             ErrorKind::NotFound => self.refused(missing),
             _ => self.refused(format!("{tool} cannot be run: {error}")),
@@ -135,7 +142,8 @@ impl ScriptFolder {
         }
         let result =
             [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).trim().to_owned()).join("\n");
-        Err(PluginError::Build { path: self.folder.clone(), tool, output: result.trim().to_owned() })
+        let output = result.trim().to_owned();
+        Err(PluginError::Build { path: self.folder.clone(), tool, advice: advice(&output), output })
     }
 }
 

@@ -109,7 +109,7 @@ impl Build for JavaScriptFolder {
             let mut node = self.script.command("node");
             node.args(["--input-type=module", "--eval", SCRIPT, "--"]).arg(request.to_string());
             let missing = "building it needs Node.js 20 or later; install it, then run `npm install --ignore-scripts` in its folder";
-            self.script.run("componentize-js", node, missing)
+            self.script.run("componentize-js", node, missing, |_| String::new())
         })
     }
 }

@@ -3,9 +3,18 @@
 
 import { componentize } from "@bytecodealliance/componentize-js";
 import { build, formatMessages } from "esbuild";
-import { writeFile } from "node:fs/promises";
+import { existsSync } from "node:fs";
+import { readFile, writeFile } from "node:fs/promises";
+import { basename } from "node:path";
 
 const request = JSON.parse(process.argv[1]);
+
+// The snapshot of the engine keeps the path of the folder that componentize-js works in, which is one for temporary files. Nobody's own
+// folder shall become part of the component.
+if (process.platform !== "win32" && existsSync("/tmp")) process.env.TMPDIR = "/tmp";
+
+// esbuild names the file above its lines; of a file outside of the folder, only the name stays.
+const withoutFolders = (text) => text.replaceAll(/^\/\/ (?:\.\.\/|\/|[A-Za-z]:).*$/gm, (line) => `// ${basename(line)}`);
 
 try {
   await build({
@@ -20,8 +29,10 @@ try {
     external: ["querl:*"],
     logLevel: "silent",
   });
-  const { component } = await componentize({
-    sourcePath: request.bundle,
+  const source = withoutFolders(await readFile(request.bundle, "utf8"));
+  await writeFile(request.bundle, source);
+  const { component } = await componentize(source, {
+    sourceName: basename(request.bundle),
     witPath: request.wit,
     worldName: request.world,
     disableFeatures: ["http", "fetch-event", "random"],

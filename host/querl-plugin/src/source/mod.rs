@@ -21,17 +21,24 @@ pub struct BuildOutput {
     pub was_stale: bool,
 }
 
+/// What a host does with a source folder whose component is missing, or older than its source. Building runs code of the folder.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum SourceFolders {
+    /// Builds it.
+    #[default]
+    Build,
+    /// Refuses it.
+    Refuse,
+}
+
 /// The component of a source folder, built if one of its sources is newer.
 ///
 /// # Errors
-/// The language is unknown, its tools are missing, or the build fails.
+/// The folder has the name of a bundle or a component, the language is unknown, its tools are missing, or the build fails.
 pub fn build(folder: &Path) -> Result<BuildOutput, PluginError> {
+    check_folder_name(folder)?;
     let language = language(folder)?;
-    let source: Box<dyn Build> = match language {
-        Language::Rust => Box::new(rust::CrateFolder::read(folder)?),
-        Language::Python => Box::new(python::PythonFolder::read(folder)?),
-        Language::JavaScript => Box::new(javascript::JavaScriptFolder::read(folder)?),
-    };
+    let source = open(folder, language)?;
     let was_stale = !source.is_fresh();
     if was_stale {
         tracing::info!("building plugin {}", folder.display());
@@ -40,8 +47,34 @@ pub fn build(folder: &Path) -> Result<BuildOutput, PluginError> {
     Ok(BuildOutput { component: source.component(), language, was_stale })
 }
 
-pub(crate) fn component(folder: &Path) -> Result<PathBuf, PluginError> {
-    Ok(build(folder)?.component)
+/// The component of a source folder; `None` where it is missing, or older than its source.
+pub(crate) fn built(folder: &Path) -> Result<Option<PathBuf>, PluginError> {
+    let source = open(folder, language(folder)?)?;
+    Ok(source.is_fresh().then(|| source.component()))
+}
+
+/// Refuses a folder with the name of a bundle or a component: a user who names one does not expect that a build runs its code.
+pub(crate) fn check_folder_name(folder: &Path) -> Result<(), PluginError> {
+    let names = [Some(folder.to_owned()), folder.canonicalize().ok()];
+    let extension = |path: &PathBuf| Some(path.extension()?.to_str()?.to_ascii_lowercase());
+    match names.iter().flatten().filter_map(extension).find(|extension| ["querl", "wasm"].contains(&extension.as_str()))
+    {
+        Some(extension) => Err(unreadable(
+            folder,
+            format!(
+                "it is a folder with the name of a `.{extension}` file; expected a file, or a source folder with another name"
+            ),
+        )),
+        None => Ok(()),
+    }
+}
+
+fn open(folder: &Path, language: Language) -> Result<Box<dyn Build>, PluginError> {
+    Ok(match language {
+        Language::Rust => Box::new(rust::CrateFolder::read(folder)?),
+        Language::Python => Box::new(python::PythonFolder::read(folder)?),
+        Language::JavaScript => Box::new(javascript::JavaScriptFolder::read(folder)?),
+    })
 }
 
 /// The language of plugin.toml, else by the build file in the folder.

@@ -7,7 +7,7 @@
 use super::folder::Build;
 use super::folder::{ScriptFolder, WORLD};
 use crate::error::PluginError;
-use querl_bundle::Kind;
+use querl_bundle::{ArchiveLimits, Kind};
 use std::ffi::OsStr;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -52,17 +52,44 @@ impl PythonFolder {
         text
     }
 
-    /// componentize-py of the virtual environment of the folder or of one above it, else of the active one, else on `PATH`.
-    fn tool(&self) -> Command {
+    /// The virtual environment with componentize-py: of the folder or of one above it, else the active one.
+    fn environment(&self) -> Option<PathBuf> {
         let active = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
         let own = self.script.folder.ancestors().map(|folder| folder.join(".venv"));
-        let Some(environment) = own.chain(active).find(|environment| environment.join(PROGRAM).is_file()) else {
+        own.chain(active).find(|environment| environment.join(PROGRAM).is_file())
+    }
+
+    /// componentize-py of the virtual environment of the folder or of one above it, else of the active one, else on `PATH`.
+    fn tool(&self) -> Command {
+        let Some(environment) = self.environment() else {
             return self.script.command("componentize-py");
         };
         let mut command = self.script.command(environment.join(PROGRAM));
         // Packages of the tool's own environment may become part of the component; others may not.
         command.env("VIRTUAL_ENV", environment);
         command
+    }
+
+    /// Refuses a component that no bundle may have and no host loads, which the packages of the environment make so large.
+    fn check_size(&self, component: &Path) -> Result<(), PluginError> {
+        let (n_bytes, limit) = (folder_bytes(component), ArchiveLimits::DEFAULT.component_bytes);
+        if n_bytes <= limit {
+            return Ok(());
+        }
+        let packages = match self.environment().map(|environment| environment.join("lib")) {
+            Some(library) => largest_packages(&library),
+            None => Vec::new(),
+        };
+        let megabytes = |n_bytes: u64| format!("{:.0} MB", n_bytes as f64 / 1e6);
+        let listed: Vec<_> = packages.iter().map(|(name, n)| format!("`{name}` ({})", megabytes(*n))).collect();
+        let reason = format!(
+            "its component has {}; at most {} can be loaded: every package of its virtual environment becomes part of it, the largest are {}; \
+             uninstall what it does not use, or copy the few modules and the data that it needs next to plugin.py",
+            megabytes(n_bytes),
+            megabytes(limit),
+            listed.join(", ")
+        );
+        Err(self.script.refused(reason))
     }
 
     fn missing(&self) -> String {
@@ -95,7 +122,8 @@ impl Build for PythonFolder {
         command.args(modules.into_iter().flat_map(|path| [OsStr::new("--python-path"), path.as_os_str()]));
         self.script.put_component(|file| {
             command.arg("--output").arg(file);
-            self.script.run("componentize-py", command, &self.missing())
+            self.script.run("componentize-py", command, &self.missing(), advice)?;
+            self.check_size(file)
         })
     }
 }
@@ -108,6 +136,52 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
         Kind::Reward => ("rewards", "Rewards"),
         Kind::StyleScorer => ("style_scores", "StyleScores"),
     }
+}
+
+/// What to do about a failed build, where a package cannot be imported in a component.
+fn advice(output: &str) -> String {
+    // The modules of the plugin, the SDK and the entry are in /0, /1 and /2; packages follow.
+    let module = |line: &str| {
+        let (number, path) = line.trim_start().strip_prefix("File \"/")?.split_once('/')?;
+        number.parse::<u32>().ok().filter(|number| *number > 2)?;
+        let name = path.split(['/', '"']).next()?;
+        Some(name.strip_suffix(".py").unwrap_or(name).to_owned())
+    };
+    let Some(package) = output.lines().find_map(module) else { return String::new() };
+    let is_compiled = [".so", "C-extension", "C extension"].iter().any(|sign| output.contains(sign));
+    let problem = match is_compiled {
+        true => "has code that is compiled for this machine, which a component cannot load",
+        false => "needs files, a folder for temporary files or another package, which a component does not have",
+    };
+    format!(
+        " since the package `{package}` {problem}; use pure Python without it (its data as a module next to plugin.py), or write the \
+         plugin in Rust"
+    )
+}
+
+/// Bytes of a file, or of all files below a folder.
+fn folder_bytes(path: &Path) -> u64 {
+    match std::fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_dir() => {
+            std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| folder_bytes(&entry.path())).sum()
+        }
+        Ok(metadata) => metadata.len(),
+        Err(_) => 0,
+    }
+}
+
+/// The three largest packages of an environment's `lib`, without the tools that are no part of a component.
+fn largest_packages(library: &Path) -> Vec<(String, u64)> {
+    let folders = |path: &Path| {
+        std::fs::read_dir(path).into_iter().flatten().flatten().map(|entry| entry.path()).collect::<Vec<_>>()
+    };
+    let packages = folders(library).into_iter().flat_map(|python| folders(&python.join("site-packages")));
+    let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let mut sizes: Vec<(String, u64)> = packages.map(|path| (name(&path), folder_bytes(&path))).collect();
+    sizes.retain(|(name, _)| name != "componentize_py");
+    sizes.sort_by_key(|(_, n_bytes)| std::cmp::Reverse(*n_bytes));
+    sizes.truncate(3);
+    sizes
 }
 
 #[cfg(test)]
@@ -130,6 +204,33 @@ mod tests {
         let folder = folder_with("vendor/querl_sdk", &[]);
         let error = PythonFolder::read(folder.path()).map(drop).unwrap_err().to_string();
         assert!(error.ends_with("the folder holds no plugin.py, the module that exports the plugin"), "{error}");
+    }
+
+    #[test]
+    fn package_that_cannot_be_imported_is_named_with_what_to_do() {
+        let traceback = "Traceback (most recent call last):\n  File \"/2/querl_component.py\", line 1, in <module>\n    import plugin\n  \
+                         File \"/0/plugin.py\", line 3, in <module>\n    import jieba\n  File \"/3/jieba/__init__.py\", line 14, in <module>\n\
+                         FileNotFoundError: [Errno 44] No usable temporary directory found";
+        let said = advice(traceback);
+        assert!(said.starts_with(" since the package `jieba` needs files"), "{said}");
+        let said = advice(&traceback.replace("jieba", "numpy").replace("No usable", "_multiarray_umath.so"));
+        assert!(said.starts_with(" since the package `numpy` has code that is compiled for this machine"), "{said}");
+        let own = "  File \"/0/plugin.py\", line 3, in <module>\nNameError: name 'x' is not defined";
+        assert_eq!(advice(own), "");
+    }
+
+    #[test]
+    fn packages_that_make_a_component_too_large_are_listed() {
+        let folder = tempfile::tempdir().unwrap();
+        let packages = folder.path().join("python3.12/site-packages");
+        for (name, n_bytes) in
+            [("small", 10), ("large", 3000), ("componentize_py", 9000), ("middle", 200), ("larger", 4000)]
+        {
+            std::fs::create_dir_all(packages.join(name)).unwrap();
+            std::fs::write(packages.join(name).join("x.py"), vec![b' '; n_bytes]).unwrap();
+        }
+        let expected = [("larger", 4000), ("large", 3000), ("middle", 200)].map(|(name, n)| (name.to_owned(), n));
+        assert_eq!(largest_packages(folder.path()), expected);
     }
 
     #[test]

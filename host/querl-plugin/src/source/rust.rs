@@ -131,7 +131,7 @@ fn explained(path: PathBuf, output: &str) -> PluginError {
     if target_missing {
         PluginError::TargetMissing { path }
     } else {
-        PluginError::Build { path, tool: "cargo", output: output.to_owned() }
+        PluginError::Build { path, tool: "cargo", output: output.to_owned(), advice: String::new() }
     }
 }
 

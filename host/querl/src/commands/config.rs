@@ -5,12 +5,12 @@ use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, json_schema, keys};
 use querl_pipeline::device;
-use querl_pipeline::plugins::Plugins;
+use querl_pipeline::plugins::{PluginUse, Plugins};
 use std::io::Write;
 
 #[derive(Debug, Subcommand)]
 pub enum ConfigCommand {
-    /// Check a configuration and its plugins' settings, and print it with every value in force
+    /// Check a configuration and its plugins' settings, and print it with every value in force; builds no plugin
     Check(CheckArgs),
     /// List every key: what it takes, its default, what it means (`--json`: as JSON Schema, for editors)
     Schema(Format),
@@ -20,7 +20,7 @@ pub enum ConfigCommand {
 pub struct CheckArgs {
     #[command(flatten)]
     config: ConfigArgs,
-    /// Leave the plugins alone: none is built, loaded or asked about its settings
+    /// Leave the plugins alone: none is loaded or asked about its settings
     #[arg(long)]
     skip_plugins: bool,
 }
@@ -38,7 +38,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let config = args.config.load_without_download()?;
     device::check_named(&config)?;
     if !args.skip_plugins {
-        Plugins::open(&config)?;
+        Plugins::open(&config, PluginUse::Look)?;
     }
     // Planned GPU memory, for configurations that name GPUs; the model may not exist yet.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {

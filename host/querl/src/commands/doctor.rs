@@ -7,6 +7,7 @@ use querl_pipeline::device::{
     self, DeviceUnavailable, Driver, Gpu, OpenedLibrary, Probe, capability_name, check_fit, version_name,
 };
 use querl_pipeline::plugins::open_host;
+use querl_plugin::{MemoryReservation, SourceFolders};
 use querl_train::job::interface::Description;
 use serde::Serialize;
 use std::process::Command;
@@ -69,7 +70,9 @@ fn wasm_target() -> Finding {
 }
 
 fn plugin_host() -> Finding {
-    let (ok, sentence) = match open_host(&PluginLimits::default(), &[]) {
+    let (ok, sentence) = match open_host(&PluginLimits::default(), &[], SourceFolders::Refuse) {
+        Ok(host) if host.memory_reservation() == MemoryReservation::OnDemand => (true, "the plugin host starts without its pool of memory, since the \
+            address space of this process is limited (`ulimit -v`): calls of plugins are slower, results are the same".into()),
         Ok(_) => (true, "the plugin host starts; compiled plugins are kept in $QUERL_CACHE_DIR, else $XDG_CACHE_HOME/querl, else ~/.cache/querl".into()),
         Err(error) => (false, error.to_string()),
     };

@@ -30,6 +30,9 @@ pub struct RunArgs {
     /// Accept plugins that differ from querl.lock, and record the change there
     #[arg(long)]
     accept_plugin_change: bool,
+    /// Refuse to run where querl.lock is missing or would change
+    #[arg(long, conflicts_with = "accept_plugin_change")]
+    locked: bool,
     /// Print the calls that would be made and what they may cost, and do nothing
     #[arg(long)]
     dry_run: bool,
@@ -61,9 +64,10 @@ fn run_window(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Resu
         let estimate = estimate(args.config.load_without_download()?, window)?;
         return args.format.print(&estimate, || estimate.to_text() + "\n");
     }
-    let on_change = match args.accept_plugin_change {
-        true => OnPluginChange::Accept,
-        false => OnPluginChange::Refuse,
+    let on_change = match (args.accept_plugin_change, args.locked) {
+        (true, _) => OnPluginChange::Accept,
+        (false, true) => OnPluginChange::RefuseUnlocked,
+        (false, false) => OnPluginChange::Refuse,
     };
     let mut run = Run::open(args.config.load()?, &args.config.path, last, on_change, Arc::new(Terminal))?;
     if args.from.is_some() {

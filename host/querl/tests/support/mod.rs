@@ -24,6 +24,7 @@ pub struct Project {
 
 impl Project {
     pub fn new() -> Self {
+        LazyLock::force(&BUILT_PLUGINS);
         let folder = tempfile::tempdir().unwrap();
         let project = Self { folder };
         let recording =
@@ -172,6 +173,13 @@ path = "{plugins}/reward-competition"
         model = MODEL.display(),
     )
 }
+
+/// Builds the plugins of the configuration: commands that only look at one do not.
+static BUILT_PLUGINS: LazyLock<()> = LazyLock::new(|| {
+    for name in ["tenant-fivedoctors", "filter-quality", "reward-competition"] {
+        querl_plugin::build(&repository().join("plugins").join(name)).unwrap();
+    }
+});
 
 /// Made once and kept with other build outputs: a Qwen3 of two layers with random weights and a tokenizer of the example's words.
 static MODEL: LazyLock<PathBuf> = LazyLock::new(|| {

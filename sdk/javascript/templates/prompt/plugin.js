@@ -45,9 +45,10 @@ export class TenantPrompt {
 
   /** @param {string} text */
   parseJudgement(text) {
-    const found = /得分[:：]\s*(\d+(?:\.\d+)?)[。.，,\s]*([^]*)/.exec(text);
+    // `得分：4.5。理由`, and the JSON object of querl's rubric judge: {"综合得分": 4.5, "评分理由": "..."}
+    const found = /得分"?\s*[:：]\s*"?(\d+(?:\.\d+)?)"?[。.，,\s]*(?:"评分理由"\s*:\s*)?([^]*)/.exec(text);
     if (!found || Number(found[1]) > 5) throw new Rejection("no_score", "the answer holds no score from 0 to 5");
-    return { score: Number(found[1]), reason: found[2].trim() };
+    return { score: Number(found[1]), reason: stripped(found[2], ' \t\n"}`') };
   }
 }
 

@@ -28,10 +28,13 @@ class TenantPrompt(Prompt):
         return rewrite
 
     def parse_judgement(self, text: str) -> JudgeScore:
-        found = re.search(r"得分[:：]\s*(\d+(?:\.\d+)?)[。.，,\s]*(.*)", text, re.DOTALL)
+        # `得分：4.5。理由`, and the JSON object of querl's rubric judge: {"综合得分": 4.5, "评分理由": "..."}
+        found = re.search(
+            r'得分"?\s*[:：]\s*"?(\d+(?:\.\d+)?)"?[。.，,\s]*(?:"评分理由"\s*:\s*)?(.*)', text, re.DOTALL
+        )
         if found is None or float(found[1]) > 5:
             raise Rejection("no_score", "the answer holds no score from 0 to 5")
-        return JudgeScore(float(found[1]), found[2].strip())
+        return JudgeScore(float(found[1]), found[2].strip(' \t\n"}`'))
 
 
 export(prompt=TenantPrompt)

@@ -23,7 +23,11 @@ impl Reward for Guest {
     }
 
     fn range(&self) -> RangeInclusive<f64> {
-        if self.breach == "empty_range" { 1.0..=1.0 } else { 0.0..=1.0 }
+        match self.breach.as_str() {
+            "empty_range" => 1.0..=1.0,
+            "huge_range" => -1e308..=1e308,
+            _ => 0.0..=1.0,
+        }
     }
 
     fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
@@ -42,6 +46,9 @@ impl Reward for Guest {
             "counts_hits" => Ok(Score::new(hits.len() as f64 / 10.0)),
             "no_number_without_a_judge" if policy.judgement == Judgement::NotSampled => Ok(Score::new(f64::NAN)),
             "infinite_component" if policy.truncated => Ok(score.with("tokens", f64::INFINITY)),
+            "huge_component" => Ok(score.with("tokens", 1e308)),
+            "many_components" => Ok((0..65).fold(score, |score, n| score.with(format!("part_{n}"), 0.0))),
+            "many_names" => Ok(many_names(score, &episode.id, &episode.query)),
             "bad_code" if policy == &episode.baseline => Err(Rejection::new("Equal Sides", "")),
             "quadratic" => Ok(score.with("pairs", n_pairs(&episode.query))),
             "fails_late" => {
@@ -51,6 +58,12 @@ impl Reward for Guest {
             _ => Ok(score),
         }
     }
+}
+
+/// Components with names of their own for each episode.
+fn many_names(score: Score, id: &str, query: &str) -> Score {
+    let hash = |text: &str| text.bytes().fold(5381_u32, |hash, byte| hash.wrapping_mul(33) ^ u32::from(byte));
+    (0..32).fold(score, |score, n| score.with(format!("of_{:x}_{:x}_{n}", hash(id), hash(query)), 0.0))
 }
 
 /// Pairs of equal characters, the slow way.

@@ -5,13 +5,14 @@ use crate::terminal;
 use anyhow::Context;
 use clap::Args;
 use querl_bundle::oci::{Credentials, RegistryReference, Transport};
-use querl_bundle::{Bundle, BundleError, Manifest, PublicKey, SigningKey};
+use querl_bundle::{Bundle, BundleError, KeyForm, Manifest, PublicKey, SigningKey};
 use querl_conformance::{Outcome, Report, SuiteOptions};
 use querl_core::config::PluginLimits;
 use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::plugins::{compiler, open_host};
+use querl_plugin::SourceFolders;
 use serde_json::json;
 use std::path::{Path, PathBuf};
 
@@ -29,6 +30,9 @@ pub struct PackArgs {
     /// Sign it with this private key, as `querl plugin sign` does
     #[arg(long, value_name = "KEY")]
     sign: Option<PathBuf>,
+    /// Replace a bundle there even if a signature is lost
+    #[arg(long)]
+    force: bool,
     #[command(flatten)]
     format: Format,
 }
@@ -39,9 +43,9 @@ pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
     if !folder.is_dir() {
         return Err(Stop::usage(format!("{}: expected a plugin's folder", folder.display())).into());
     }
-    let key = args.sign.as_deref().map(SigningKey::read).transpose()?;
+    let key = args.sign.as_deref().map(read_key).transpose()?;
     let manifest = Manifest::read(folder)?;
-    let plugin = open_host(&PluginLimits::default(), &[])?.load(folder)?;
+    let plugin = open_host(&PluginLimits::default(), &[], SourceFolders::Build)?.load(folder)?;
     let component =
         std::fs::read(plugin.path()).with_context(|| format!("{}: cannot be read", plugin.path().display()))?;
     let mut bytes = querl_bundle::pack(folder, &component)?;
@@ -50,9 +54,14 @@ pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
         bytes = querl_bundle::sign(&bytes, key)?;
     }
     let path = bundle_path(&args.out, &manifest);
-    std::fs::create_dir_all(&args.out)
-        .and_then(|()| write_atomic(&path, &bytes))
-        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
+    if !args.force
+        && let Some(lost) = lost_signers(&path, &Bundle::from_bytes(&bytes, &path.display().to_string())?)
+    {
+        let remedy =
+            "choose another folder with `--out`, sign with the same key with `--sign`, or replace it with `--force`";
+        return Err(Stop::usage(format!("{}: is there already with {lost}; {remedy}", path.display())).into());
+    }
+    write_bundle(&path, &bytes)?;
     print_packed(&path, &bytes, key.as_ref(), args.format)
 }
 
@@ -92,11 +101,12 @@ pub struct SignArgs {
     /// The bundle; signed in place, in addition to the signatures it has
     #[arg(value_name = "BUNDLE", required_unless_present = "new_key")]
     bundle: Option<PathBuf>,
-    /// The private key: ed25519, PKCS#8 PEM
+    /// The private key: ed25519, PKCS#8 PEM, as `openssl genpkey -algorithm ed25519` writes it too
     #[arg(long, value_name = "FILE", required_unless_present = "new_key")]
     key: Option<PathBuf>,
-    /// Make a new private key in this file, and print its public key
-    #[arg(long, value_name = "FILE", conflicts_with = "key")]
+    /// Make a new private key in this file, with the public key in FILE.pub, and print that one; with --key, write that key again in
+    /// the form that OpenSSL reads
+    #[arg(long, value_name = "FILE")]
     new_key: Option<PathBuf>,
     #[command(flatten)]
     format: Format,
@@ -105,12 +115,12 @@ pub struct SignArgs {
 /// Creates the key if one is requested, and signs the bundle if one is given.
 pub fn sign(args: &SignArgs) -> anyhow::Result<()> {
     let key = match (&args.new_key, &args.key) {
-        (Some(path), _) => {
-            let key = SigningKey::generate()?;
-            key.write_new(path)?;
+        (Some(path), old) => {
+            let key = old.as_deref().map_or_else(SigningKey::generate, SigningKey::read)?;
+            write_key(&key, path)?;
             key
         }
-        (None, Some(path)) => SigningKey::read(path)?,
+        (None, Some(path)) => read_key(path)?,
         (None, None) => return Err(Stop::usage("--key FILE or --new-key FILE is missing").into()),
     };
     let signed = args.bundle.as_deref().map(|path| sign_file(path, &key)).transpose()?;
@@ -120,6 +130,49 @@ pub fn sign(args: &SignArgs) -> anyhow::Result<()> {
         (Some(path), Some(digest)) => signed_line(path, digest, &public),
         _ => format!("{public}\n"),
     })
+}
+
+/// Writes a private key, and its public key next to it.
+fn write_key(key: &SigningKey, path: &Path) -> anyhow::Result<()> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".pub");
+    let public = PathBuf::from(name);
+    if public.exists() && !path.exists() {
+        let message = "is there already; a key is never overwritten, choose another name";
+        return Err(Stop::usage(format!("{}: {message}", public.display())).into());
+    }
+    key.write_new(path)?;
+    write_atomic(&public, key.public().to_pem().as_bytes())
+        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", public.display())).into())
+}
+
+/// Reads a private key; says where it is in a form that other tools do not read.
+fn read_key(path: &Path) -> Result<SigningKey, BundleError> {
+    let key = SigningKey::read(path)?;
+    if key.form() == KeyForm::Pkcs8WithPublicKey {
+        let path = path.display();
+        terminal::print(&format!(
+            "{path}: a key file of an earlier querl, which OpenSSL does not read; `querl plugin sign --key {path} --new-key NEW` writes \
+             the same key in a form that it does"
+        ));
+    }
+    Ok(key)
+}
+
+/// Public keys as arguments: `ed25519:...`, or PEM files.
+fn public_keys(texts: &[String]) -> anyhow::Result<Vec<PublicKey>> {
+    let key = |text: &String| -> anyhow::Result<PublicKey> {
+        let path = Path::new(text);
+        match text.starts_with("ed25519:") || !path.is_file() {
+            true => Ok(PublicKey::parse(text, "--key")?),
+            false => {
+                let pem = std::fs::read_to_string(path)
+                    .map_err(|error| Stop::usage(format!("{text}: cannot be read: {error}")))?;
+                Ok(PublicKey::parse(pem.trim(), text)?)
+            }
+        }
+    };
+    texts.iter().map(key).collect()
 }
 
 /// What is printed of a signed bundle.
@@ -141,7 +194,7 @@ pub struct VerifyArgs {
     /// The bundle
     #[arg(value_name = "BUNDLE")]
     bundle: PathBuf,
-    /// Require a signature by this public key, as `querl plugin sign` prints it; of any one where there are several
+    /// Require a signature by this public key, as `querl plugin sign` prints it, or a PEM file; of any one where there are several
     #[arg(long, value_name = "PUBLIC")]
     key: Vec<String>,
     #[command(flatten)]
@@ -150,7 +203,7 @@ pub struct VerifyArgs {
 
 /// Checks every byte against its digest and every signature; with keys, that one of them has signed.
 pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
-    let keys = args.key.iter().map(|text| PublicKey::parse(text, "--key")).collect::<Result<Vec<_>, _>>()?;
+    let keys = public_keys(&args.key)?;
     let bundle = Bundle::open(&args.bundle).map_err(verdict)?;
     let signed_by = match keys.is_empty() {
         true => None,
@@ -195,7 +248,10 @@ pub struct PullArgs {
     /// Where ID-VERSION.querl is written
     #[arg(long, value_name = "DIR", default_value = ".")]
     out: PathBuf,
-    /// Accept only a bundle that this public key, or one of several, has signed
+    /// Replace a bundle there even if it is another one, or a signature is lost
+    #[arg(long)]
+    force: bool,
+    /// Accept only a bundle that this public key, or one of several, has signed; the key, or a PEM file
     #[arg(long, value_name = "PUBLIC")]
     key: Vec<String>,
     #[command(flatten)]
@@ -246,7 +302,7 @@ pub fn push(args: &PushArgs) -> anyhow::Result<()> {
 
 /// Fetches a bundle and writes it once it is whole and, where keys are asked for, signed.
 pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
-    let keys = args.key.iter().map(|text| PublicKey::parse(text, "--key")).collect::<Result<Vec<_>, _>>()?;
+    let keys = public_keys(&args.key)?;
     let (location, credentials, transport) = args.registry.open()?;
     let runtime = runtime()?;
     let pulled = interrupt::block_on(&runtime, querl_bundle::oci::pull(&location, &credentials, transport))??;
@@ -254,9 +310,13 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
         pulled.bundle.verify(&keys).map_err(|error| anyhow::anyhow!("{error}"))?;
     }
     let path = bundle_path(&args.out, pulled.bundle.manifest());
-    std::fs::create_dir_all(&args.out)
-        .and_then(|()| write_atomic(&path, &pulled.bytes))
-        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))?;
+    if !args.force
+        && let Some(difference) = difference(&path, &pulled.bundle)
+    {
+        let remedy = "choose another folder with `--out`, or replace it with `--force`";
+        return Err(Stop::usage(format!("{}: is there already with {difference}; {remedy}", path.display())).into());
+    }
+    write_bundle(&path, &pulled.bytes)?;
     let signers: Vec<String> = pulled.bundle.signatures().iter().map(|signature| signature.key().to_string()).collect();
     let result = json!({
         "path": path,
@@ -270,6 +330,38 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
         let signed = if signers.is_empty() { "not signed".into() } else { format!("signed by {}", signers.join(", ")) };
         format!("{} {} {signed}\n", path.display(), pulled.bundle.digest())
     })
+}
+
+fn write_bundle(path: &Path, bytes: &[u8]) -> Result<(), Stop> {
+    let folder = path.parent().unwrap_or(Path::new(""));
+    std::fs::create_dir_all(folder)
+        .and_then(|()| write_atomic(path, bytes))
+        .map_err(|error| Stop::usage(format!("{}: cannot be written: {error}", path.display())))
+}
+
+/// What the file at `path` has that would be lost if `new` took its place; `None` where there is none.
+fn difference(path: &Path, new: &Bundle) -> Option<String> {
+    path.symlink_metadata().ok()?;
+    match Bundle::open(path) {
+        Ok(old) if old.digest() != new.digest() => {
+            Some(format!("other content ({}; the registry has {})", short(old.digest()), short(new.digest())))
+        }
+        Ok(_) => lost_signers(path, new),
+        Err(_) => Some("content that is no intact bundle".to_owned()),
+    }
+}
+
+/// The signatures of the bundle at `path` that `new` does not have.
+fn lost_signers(path: &Path, new: &Bundle) -> Option<String> {
+    let stays = |key: &PublicKey| new.signatures().iter().any(|signature| signature.key() == key);
+    let old = Bundle::open(path).ok()?;
+    let signers = old.signatures().iter().map(|signature| signature.key());
+    let lost: Vec<String> = signers.filter(|key| !stays(key)).map(PublicKey::to_string).collect();
+    (!lost.is_empty()).then(|| format!("a signature of {}, which would be lost", lost.join(", ")))
+}
+
+fn short(digest: &str) -> &str {
+    digest.get(..12).unwrap_or(digest)
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {

@@ -7,13 +7,13 @@ use querl_core::config::PluginLimits;
 use querl_core::text::printable;
 use querl_pipeline::failure::{self, Stop};
 use querl_pipeline::plugins::open_host;
-use querl_plugin::{Plugin, PluginError};
+use querl_plugin::{Plugin, PluginError, SourceFolders};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, Args)]
 pub struct InspectArgs {
-    /// A bundle, a component or a source folder, which is built where that is needed
+    /// A bundle, a component or a source folder, which is not built
     #[arg(value_name = "PATH")]
     path: PathBuf,
     #[command(flatten)]
@@ -36,7 +36,7 @@ struct Inspected {
 impl Inspected {
     fn open(path: &Path) -> anyhow::Result<Self> {
         let bundle = is_bundle(path).then(|| Bundle::open(path)).transpose()?;
-        let loaded = open_host(&PluginLimits::default(), &[])?.load(path);
+        let loaded = open_host(&PluginLimits::default(), &[], SourceFolders::Refuse)?.load(path);
         let manifest = match &bundle {
             Some(bundle) => Some(bundle.manifest().clone()),
             None => loaded.as_ref().ok().and_then(|plugin| plugin.manifest().cloned()),

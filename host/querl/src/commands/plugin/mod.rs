@@ -12,7 +12,7 @@ use clap::{Args, Subcommand};
 use querl_conformance::SuiteOptions;
 use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
-use querl_pipeline::plugins::{Plugins, Used, compiler};
+use querl_pipeline::plugins::{PluginUse, Plugins, Used, compiler};
 use querl_plugin::BuildOutput;
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -32,7 +32,7 @@ pub enum PluginCommand {
     Inspect(inspect::InspectArgs),
     /// Make one file, ID-VERSION.querl, of a plugin's folder
     Pack(bundle::PackArgs),
-    /// List the plugins of a configuration: role, version, source, digest, weight
+    /// List the plugins of a configuration: role, version, source, digest, weight; builds none
     List(ListArgs),
     /// Sign a bundle, or make a key to sign with
     Sign(bundle::SignArgs),
@@ -137,7 +137,7 @@ pub struct ListArgs {
 
 /// Loads the plugins and names them, in the order in which they are called.
 fn list(args: &ListArgs) -> anyhow::Result<()> {
-    let plugins = Plugins::open(&args.config.load_without_download()?)?;
+    let plugins = Plugins::open(&args.config.load_without_download()?, PluginUse::Look)?;
     let result: Vec<Value> = plugins.used().iter().map(as_json).collect();
     args.format.print(&result, || {
         let rows: Vec<[String; 5]> = plugins.used().iter().map(cells).collect();

@@ -5,7 +5,7 @@ mod scoring;
 use crate::args::{Format, parse_settings};
 use anyhow::Context;
 use clap::Args;
-use querl_core::config::{Config, PluginLimits, load_resolved};
+use querl_core::config::{Config, PluginLimits, is_registry_reference, load_resolved};
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_atomic;
 use querl_core::ports::{RewardModel, StyleModel};
@@ -13,8 +13,9 @@ use querl_core::records::{CallFailure, Episode, FailureKind, Message, Reward, Re
 use querl_core::run_dir::RunDir;
 use querl_eval::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
 use querl_pipeline::failure::Stop;
+use querl_pipeline::faults::{FaultFile, FaultedCall};
 use querl_pipeline::plugins::{host_options, scores_style};
-use querl_plugin::{HostOptions, PluginHost, PluginPort};
+use querl_plugin::{HostOptions, Plugin, PluginHost, PluginPort, PluginSettings};
 use querl_style::{StyleReward, text_of, turns_of_side};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -28,12 +29,12 @@ const SEED: u64 = 42;
 
 #[derive(Debug, Args)]
 pub struct ReplayArgs {
-    /// A run folder, or a file of episodes (JSON lines)
-    #[arg(value_name = "RUN_DIR|EPISODES.jsonl")]
+    /// A run folder, a file of episodes (JSON lines), or a file of `faults/` in a run folder
+    #[arg(value_name = "RUN_DIR|FILE.jsonl")]
     episodes: PathBuf,
-    /// The reward plugin, or the scorer of style, to ask: a bundle, a component or a source folder
+    /// The reward plugin, or the scorer of style, to ask: a bundle, a component or a source folder [for a fault: the one that faulted]
     #[arg(long, value_name = "PATH")]
-    plugin: PathBuf,
+    plugin: Option<PathBuf>,
     /// Compare with this plugin instead of the recorded outcomes
     #[arg(long, value_name = "PATH")]
     against: Option<PathBuf>,
@@ -58,6 +59,13 @@ pub struct ReplayArgs {
 
 /// Scores the episodes and says what differs.
 pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
+    if let Some(fault) = FaultFile::read(&args.episodes)? {
+        return repeat(args, fault);
+    }
+    let Some(path) = &args.plugin else {
+        let message = "names no plugin, as a file of `faults/` does; name one with --plugin PATH";
+        return Err(Stop::usage(format!("{}: {message}", args.episodes.display())).into());
+    };
     let (file, config) = find(&args.episodes)?;
     let mut recorded = read(&file)?;
     recorded.truncate(args.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
@@ -66,7 +74,7 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
     let open =
         |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, styles.as_ref()), path, settings, flag);
-    let plugin = open(&args.plugin, &args.settings, "--settings")?;
+    let plugin = open(path, &args.settings, "--settings")?;
     let other = args.against.as_ref();
     let other = other.map(|path| open(path, &args.against_settings, "--against-settings")).transpose()?;
     let compared = compare(recorded, plugin, other, config.as_ref(), args)?;
@@ -74,6 +82,47 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
         write_atomic(path, replay_html(&compared)?.as_bytes()).with_context(|| path.display().to_string())?;
     }
     args.format.print(&compared, || replay_text(&compared))
+}
+
+/// Gives a plugin what it was given when it faulted, with the settings and limits of its run. A fault is this command's failure.
+fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::Result<()> {
+    let config = args.episodes.parent().and_then(Path::parent);
+    let config = config.and_then(|folder| load_resolved(&RunDir::new(folder).config()).ok());
+    let limits = config.map_or_else(PluginLimits::default, |config| config.plugins.limits);
+    let host = PluginHost::new(host_options(&limits)?)?;
+    let path = args.plugin.as_ref().unwrap_or(&header.path);
+    let settings = match args.settings.is_empty() {
+        true => header.settings.clone(),
+        false => parse_settings(&args.settings, "--settings")?,
+    };
+    let plugin = match is_registry_reference(path) {
+        true => return Err(Stop::usage(format!("{}: pull the bundle and name it as --plugin", path.display())).into()),
+        false => host.load(path)?,
+    };
+    let n_items = match &call {
+        FaultedCall::Episodes(episodes) => {
+            let styles = RecordedStyles::of(episodes.iter());
+            open_reward(&host, &plugin, &settings, styles.as_ref())?.score_batch(episodes)?;
+            episodes.len()
+        }
+        FaultedCall::Samples(samples) => {
+            host.open(&plugin, &settings, PluginPort::filter())?.check_batch(samples)?;
+            samples.len()
+        }
+        FaultedCall::Prompt(call) => {
+            call.repeat(host.open(&plugin, &settings, PluginPort::prompts())?.as_ref())?;
+            1
+        }
+    };
+    let title = format!("{} {}", plugin.id(), plugin.version());
+    let result =
+        serde_json::json!({ "plugin": title, "items": n_items, "fault": null, "recorded_fault": header.message });
+    args.format.print(&result, || {
+        format!(
+            "plugin {title}: no fault with {n_items} item(s); the recorded fault of {} {} was: {}\n",
+            header.plugin, header.version, header.message
+        )
+    })
 }
 
 /// A call for each core at the same time, but never fewer than usual, and no more than memory is easily set aside for.
@@ -124,22 +173,7 @@ impl ReplayPlugin {
     ) -> anyhow::Result<Self> {
         let settings = parse_settings(settings, flag)?;
         let plugin = host.load(path)?;
-        let model: Box<dyn RewardModel> = match (scores_style(&plugin), styles) {
-            (false, _) => host.open(&plugin, &settings, PluginPort::reward())?,
-            (true, Some(styles)) => Box::new(StyleReward::new(host.open(
-                &plugin,
-                &settings,
-                PluginPort::style_scorer(Some(styles.clone())),
-            )?)),
-            (true, None) => {
-                let expected = "use a run with plugins.style_model";
-                let message = format!(
-                    "plugin {}: it scores style, and no episode has style probabilities; {expected}",
-                    plugin.id()
-                );
-                return Err(Stop::usage(message).into());
-            }
-        };
+        let model = open_reward(host, &plugin, &settings, styles)?;
         let side = PluginSide {
             id: plugin.id().to_owned(),
             version: plugin.version().to_owned(),
@@ -151,6 +185,28 @@ impl ReplayPlugin {
                 .collect::<serde_json::Result<_>>()?,
         };
         Ok(Self { model, side })
+    }
+}
+
+/// A reward, or a style scorer over recorded styles.
+fn open_reward(
+    host: &PluginHost,
+    plugin: &Plugin,
+    settings: &PluginSettings,
+    styles: Option<&Arc<RecordedStyles>>,
+) -> anyhow::Result<Box<dyn RewardModel>> {
+    match (scores_style(plugin), styles) {
+        (false, _) => Ok(host.open(plugin, settings, PluginPort::reward())?),
+        (true, Some(styles)) => {
+            let port = PluginPort::style_scorer(Some(styles.clone()));
+            Ok(Box::new(StyleReward::new(host.open(plugin, settings, port)?)))
+        }
+        (true, None) => {
+            let expected = "use a run with plugins.style_model";
+            let message =
+                format!("plugin {}: it scores style, and no episode has style probabilities; {expected}", plugin.id());
+            Err(Stop::usage(message).into())
+        }
     }
 }
 

@@ -63,11 +63,12 @@ impl Prompt for TenantPrompt {
     }
 }
 
+/// `得分：4.5。理由`, and the JSON object of querl's rubric judge: `{"综合得分": 4.5, "评分理由": "..."}`.
 fn judgement(text: &str) -> Option<JudgeScore> {
-    let (_, after) = text
-        .split_once("得分：")
-        .or_else(|| text.split_once("得分:"))?;
-    let after = after.trim_start();
+    let (_, after) = text.split_once("得分")?;
+    let after = after.trim_start_matches(['"', ' ']);
+    let after = after.strip_prefix('：').or(after.strip_prefix(':'))?;
+    let after = after.trim_start_matches(|c: char| c.is_whitespace() || c == '"');
     let end = after
         .find(|c: char| !c.is_ascii_digit() && c != '.')
         .unwrap_or(after.len());
@@ -78,8 +79,9 @@ fn judgement(text: &str) -> Option<JudgeScore> {
         .ok()
         .filter(|score| (0.0..=5.0).contains(score))?;
     let reason = after[end..]
-        .trim_start_matches(|c: char| c.is_whitespace() || "。.，,".contains(c))
-        .trim_end();
+        .trim_start_matches(|c: char| c.is_whitespace() || "。.，,\"".contains(c));
+    let reason = reason.strip_prefix("评分理由").unwrap_or(reason);
+    let reason = reason.trim_matches(|c: char| c.is_whitespace() || "\":}`".contains(c));
     Some(JudgeScore {
         score,
         reason: reason.to_owned(),

@@ -1,0 +1,251 @@
+//! What a command does with plugins of others: when it builds a folder, and when it compares pins and keys.
+#![cfg(unix)]
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use support::{CommandOutput, Project, repository};
+
+const BUNDLE: &str = "reward-competition-0.1.0.querl";
+
+/// A project in which `cargo` is a program that only leaves the file `built`.
+struct Watched(Project);
+
+impl Watched {
+    fn new() -> Self {
+        let project = Project::new();
+        std::fs::create_dir(project.path("bin")).unwrap();
+        let built = project.path("built");
+        project.write("bin/cargo", &format!("#!/bin/sh\necho >> '{}'\nexit 1\n", built.display()));
+        std::fs::set_permissions(project.path("bin/cargo"), std::fs::Permissions::from_mode(0o755)).unwrap();
+        Self(project)
+    }
+
+    fn querl(&self, args: &[&str]) -> CommandOutput {
+        let mut command = self.0.command(args);
+        command.env("PATH", self.0.path("bin"));
+        CommandOutput::of(command.output().unwrap(), self.0.folder.path())
+    }
+
+    /// Asserts exit code 2 and that nothing was built; the message.
+    fn refusal(&self, args: &[&str]) -> String {
+        let output = self.querl(&[args, &["-q"]].concat());
+        assert_eq!((output.code, output.stderr.lines().count()), (Some(2), 1), "{args:?}: {output:#?}");
+        assert!(!self.0.path("built").exists(), "{args:?} built a folder");
+        output.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
+    }
+}
+
+/// A folder with the source of a reward, never built.
+fn write_source(folder: &Path) {
+    let from = repository().join("plugins/reward-competition");
+    std::fs::create_dir_all(folder.join("src")).unwrap();
+    for file in ["plugin.toml", "README.md", "LICENSE", "src/lib.rs"] {
+        std::fs::copy(from.join(file), folder.join(file)).unwrap();
+    }
+    let manifest = "[package]\nname = \"reward-competition\"\nversion = \"0.1.0\"\n[workspace]\n";
+    std::fs::write(folder.join("Cargo.toml"), manifest).unwrap();
+}
+
+const PINNED: &str = "plugins/reward-competition";
+
+fn reward() -> String {
+    repository().join(PINNED).display().to_string()
+}
+
+/// Symptom: a folder named `x.querl` was built, so that naming a bundle ran code of its author.
+#[test]
+fn a_folder_with_the_name_of_a_file_is_refused_by_every_command_and_never_built() {
+    let watched = Watched::new();
+    let project = &watched.0;
+    let episodes = repository().join("examples/hello-reward/episodes.jsonl").display().to_string();
+    write_source(&project.path("source"));
+    std::os::unix::fs::symlink(project.path("source"), project.path("link.querl")).unwrap();
+    for name in ["x.querl", "x.wasm", "X.QUERL", "link.querl"] {
+        if !project.path(name).exists() {
+            write_source(&project.path(name));
+        }
+        let config = project.read("querl.toml").replace(&reward(), name);
+        project.write("other.toml", &config);
+        let slash = format!("{name}/");
+        let cases: [&[&str]; 9] = [
+            &["plugin", "inspect", name],
+            &["plugin", "inspect", &slash],
+            &["plugin", "test", name],
+            &["plugin", "bench", name],
+            &["plugin", "build", name],
+            &["plugin", "replay", &episodes, "--plugin", name],
+            &["plugin", "list", "other.toml"],
+            &["config", "check", "other.toml"],
+            &["run", "other.toml"],
+        ];
+        for args in cases {
+            let message = watched.refusal(args);
+            assert!(message.contains("it is a folder with the name of a `.") && message.contains(name), "{message}");
+        }
+    }
+}
+
+#[test]
+fn a_command_that_looks_at_plugins_says_how_to_build_one_and_does_not() {
+    let watched = Watched::new();
+    let project = &watched.0;
+    write_source(&project.path("source"));
+    project.edit(&reward(), "source");
+    let cases: [&[&str]; 4] = [
+        &["plugin", "inspect", "source"],
+        &["plugin", "list", "querl.toml"],
+        &["config", "check", "querl.toml"],
+        &["run", "querl.toml", "--dry-run"],
+    ];
+    for args in cases {
+        let message = watched.refusal(args);
+        assert!(message.contains("build it with `querl plugin build ") && message.contains("source`"), "{message}");
+    }
+    watched.querl(&["run", "querl.toml", "-q"]);
+    assert!(project.path("built").exists(), "a run builds a folder that nothing pins");
+}
+
+#[test]
+fn trusted_keys_are_compared_before_any_folder_is_built() {
+    let watched = Watched::new();
+    let project = &watched.0;
+    project.querl(&["plugin", "pack", &reward()]).ok();
+    let key = project.querl(&["plugin", "sign", BUNDLE, "--new-key", "key.pem"]).ok().stdout;
+    let key = key.trim_end().rsplit(' ').next().unwrap().to_owned();
+    write_source(&project.path("source"));
+    // The reward is signed; the prompt is a folder, and so is the filter.
+    project.edit(&reward(), BUNDLE);
+    project.edit(&repository().join("plugins/filter-quality").display().to_string(), "source");
+    let message = watched.refusal(&["run", "querl.toml", &format!("--set=plugins.trusted_keys=[\"{key}\"]")]);
+    assert!(message.contains("it is a folder with source, which nobody signs"), "{message}");
+    assert!(!project.path("run").exists());
+}
+
+#[test]
+fn pins_are_compared_before_any_folder_is_built() {
+    let watched = Watched::new();
+    let project = &watched.0;
+    project.querl(&["plugin", "pack", &reward()]).ok();
+    project.edit(&reward(), BUNDLE);
+    project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
+    let locks = || [project.read("querl.lock"), project.read("run/querl.lock")];
+    let before = locks();
+
+    write_source(&project.path("source"));
+    let config = project.read("querl.toml");
+    project.edit(BUNDLE, "source");
+    let message = watched.refusal(&["run", "querl.toml", "--to", "rewrite"]);
+    assert!(
+        message.starts_with("run/querl.lock: reward plugin source is a folder whose component is missing"),
+        "{message}"
+    );
+    let message = watched.refusal(&["run", "querl.toml", "--to", "rewrite", "--out", "other"]);
+    assert!(message.starts_with("querl.lock: reward plugin `reward-competition` 0.1.0 "), "{message}");
+    assert_eq!(locks(), before, "a refusal touches nothing");
+    watched.querl(&["run", "querl.toml", "--to", "rewrite", "--accept-plugin-change", "-q"]);
+    assert!(project.path("built").exists(), "an accepted change is built");
+
+    // A bare component is compared by its digest alone.
+    std::fs::remove_file(project.path("built")).unwrap();
+    std::fs::copy(
+        repository().join("plugins/target/wasm32-wasip2/release/filter_quality.wasm"),
+        project.path("x.wasm"),
+    )
+    .unwrap();
+    project.write("querl.toml", &config);
+    project.edit(BUNDLE, "x.wasm");
+    let message = watched.refusal(&["run", "querl.toml", "--to", "rewrite"]);
+    assert!(message.contains("x.wasm (component ") && message.contains("is not the one that is pinned"), "{message}");
+}
+
+#[test]
+fn locked_run_needs_a_lock_file_that_stays_as_it_is() {
+    let project = Project::new();
+    let run = ["run", "querl.toml", "--to", "rewrite", "--locked"];
+    let message = project.refusal(&run, 2);
+    assert!(message.starts_with("querl.lock: there is no such file; it pins bundles, and no plugin "), "{message}");
+    project.querl(&["plugin", "pack", &reward()]).ok();
+    project.edit(&reward(), BUNDLE);
+    let message = project.refusal(&run, 2);
+    assert!(
+        message.starts_with("querl.lock: there is no such file; write it by running without `--locked`"),
+        "{message}"
+    );
+    assert!(!project.path("run").exists() && !project.path("querl.lock").exists());
+
+    project.querl(&run[..4]).ok();
+    let lock = project.read("querl.lock");
+    project.querl(&run).ok();
+    project.querl(&[&run[..], &["--out", "other"]].concat()).ok();
+    let filter = repository().join("plugins/filter-quality").display().to_string();
+    project.querl(&["plugin", "pack", &filter]).ok();
+    project.edit(&filter, "filter-quality-0.1.0.querl");
+    let message = project.refusal(&[&run[..], &["--out", "third"]].concat(), 2);
+    assert!(message.starts_with("querl.lock: filter plugin `filter-quality` 0.1.0 "), "{message}");
+    project.edit("filter-quality-0.1.0.querl", &filter);
+    // A signature that the lock file does not have would be written into it.
+    let key = project.querl(&["plugin", "sign", BUNDLE, "--new-key", "key.pem"]).ok();
+    assert!(key.stdout.contains("signed by"), "{key:#?}");
+    let message = project.refusal(&[&run[..], &["--out", "third"]].concat(), 2);
+    assert!(message.starts_with("querl.lock: would change: "), "{message}");
+    assert_eq!(project.read("querl.lock"), lock);
+}
+
+/// A key file that querl wrote before it left the public key out.
+const OLD_KEY: &str = "-----BEGIN PRIVATE KEY-----\n\
+                       MFECAQEwBQYDK2VwBCIEIMZM2qYgTyITyP0AdGqjrbzeMDVqgA2gD7RUUs91gmdE\n\
+                       gSEAB15AU1iAKOiTamqzahQiF01w/H3SzFbsly9gEx/Tc0c=\n-----END PRIVATE KEY-----\n";
+const OLD_PUBLIC: &str = "ed25519:075e4053588028e8936a6ab36a1422174d70fc7dd2cc56ec972f60131fd37347";
+
+/// What `openssl` prints; `None` on a machine without it.
+fn openssl(project: &Project, args: &[&str]) -> Option<String> {
+    let output = std::process::Command::new("openssl").args(args).current_dir(project.folder.path()).output().ok()?;
+    assert!(output.status.success(), "openssl {args:?}: {}", String::from_utf8_lossy(&output.stderr));
+    Some(String::from_utf8(output.stdout).unwrap())
+}
+
+/// Symptom: OpenSSL refused the private keys, and no file held the public one.
+#[test]
+fn keys_are_pem_files_that_openssl_reads_and_writes() {
+    let project = Project::new();
+    let key = project.querl(&["plugin", "sign", "--new-key", "key.pem"]).ok().stdout.trim_end().to_owned();
+    // PKCS#8 version 1: SEQUENCE of 46 bytes, version 0, ed25519.
+    let private = project.read("key.pem");
+    assert!(private.lines().nth(1).unwrap().starts_with("MC4CAQAwBQYDK2VwBCIEI"), "{private}");
+    let public = project.read("key.pem.pub");
+    assert!(public.starts_with("-----BEGIN PUBLIC KEY-----\nMCowBQYDK2VwAyEA"), "{public}");
+    let taken = project.refusal(&["plugin", "sign", "--new-key", "key.pem"], 2);
+    assert!(taken.starts_with("key.pem: is there already"), "{taken}");
+
+    project.querl(&["plugin", "pack", &reward(), "--sign", "key.pem"]).ok();
+    project.querl(&["plugin", "verify", BUNDLE, "--key", "key.pem.pub"]).ok();
+    project.querl(&["plugin", "verify", BUNDLE, "--key", &key]).ok();
+    project.write("old.pem", OLD_KEY);
+    std::fs::set_permissions(project.path("old.pem"), std::fs::Permissions::from_mode(0o600)).unwrap();
+    let signed = project.querl(&["plugin", "sign", BUNDLE, "--key", "old.pem"]).ok();
+    assert!(signed.stdout.ends_with(&format!("signed by {OLD_PUBLIC}\n")), "{signed:#?}");
+    assert!(
+        signed.stderr.contains("`querl plugin sign --key old.pem --new-key NEW` writes the same key"),
+        "{signed:#?}"
+    );
+    let again = project.querl(&["plugin", "sign", "--key", "old.pem", "--new-key", "new.pem"]).ok();
+    assert_eq!((again.stdout.trim_end(), again.stderr.as_str()), (OLD_PUBLIC, ""));
+
+    for name in ["key.pem", "new.pem"] {
+        let Some(of_private) = openssl(&project, &["pkey", "-in", name, "-pubout"]) else { return };
+        assert_eq!(of_private, project.read(&format!("{name}.pub")));
+        openssl(&project, &["pkey", "-pubin", "-in", &format!("{name}.pub"), "-noout"]);
+    }
+    openssl(&project, &["genpkey", "-algorithm", "ed25519", "-out", "theirs.pem"]);
+    openssl(&project, &["pkey", "-in", "theirs.pem", "-pubout", "-out", "theirs.pub"]);
+    std::fs::set_permissions(project.path("theirs.pem"), std::fs::Permissions::from_mode(0o600)).unwrap();
+    project.querl(&["plugin", "sign", BUNDLE, "--key", "theirs.pem"]).ok();
+    let verified = project.querl(&["plugin", "verify", BUNDLE, "--key", "theirs.pub"]).ok();
+    assert!(verified.stdout.contains("\nsigned by ed25519:"), "{verified:#?}");
+    let trust = format!("--set=plugins.trusted_keys=['''{}''']", project.read("theirs.pub"));
+    let message = project.refusal(&["config", "check", "querl.toml", &trust], 2);
+    assert!(message.contains("expected a bundle with a signature of ed25519:"), "{message}");
+}
