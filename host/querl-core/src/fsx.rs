@@ -56,7 +56,7 @@ impl AtomicFile {
         self.writer.write_all(b"\n")
     }
 
-    /// Syncs the file and renames it to its path.
+    /// Syncs the file, renames it to its path and syncs the folder.
     ///
     /// # Errors
     /// An I/O error; the path is then unchanged.
@@ -65,7 +65,18 @@ impl AtomicFile {
         file.as_file().sync_all()?;
         set_readable(file.path())?;
         file.persist(&self.path).map_err(|error| error.error)?;
-        Ok(())
+        sync_folder(&self.path)
+    }
+}
+
+/// Makes a rename to `path` survive a power failure, where the file system can.
+fn sync_folder(path: &Path) -> io::Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // A folder that may be written and not read cannot be opened.
+    let Ok(folder) = std::fs::File::open(folder) else { return Ok(()) };
+    match folder.sync_all() {
+        Err(error) if !matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => Err(error),
+        _ => Ok(()),
     }
 }
 

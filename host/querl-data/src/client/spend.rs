@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// Minimum interval between writes of the file; a kill loses what was counted since.
+/// Minimum interval between writes of the file. A kill loses counts since then; with a budget never cost, which is written before a call
+/// is sent.
 const SAVE_EVERY: Duration = Duration::from_secs(1);
 
 /// Calls, tokens and cost of one provider in one stage.
@@ -77,9 +78,14 @@ struct State {
     stage: String,
     by_stage: SpendByStage,
     in_flight: Reserved,
+    /// The same with a budget, by stage and provider.
+    open: BTreeMap<CallKey, Reserved>,
     held: Reserved,
     saved: Option<Instant>,
 }
+
+/// Stage and provider.
+type CallKey = (String, String);
 
 /// Reservations for calls of unknown cost.
 #[derive(Debug, Default)]
@@ -144,16 +150,33 @@ impl SpendTracker {
         let Some(path) = &self.path else { return Ok(()) };
         let mut state = self.state();
         state.saved = Some(Instant::now());
-        if state.by_stage.is_empty() {
+        // Calls in flight are lost if this is the last write before a kill.
+        let mut spent = state.by_stage.clone();
+        for ((stage, provider), Reserved { n, max_cost }) in &state.open {
+            let lost = Spend { calls: *n as u64, lost: *n as u64, lost_cost: *max_cost, ..Spend::default() };
+            *spent.entry(stage.clone()).or_default().entry(provider.clone()).or_default() += &lost;
+        }
+        if spent.is_empty() {
             return Ok(());
         }
-        let bytes = serde_json::to_vec_pretty(&state.by_stage).map_err(|error| DataError::write(path, error.into()))?;
+        let bytes = serde_json::to_vec_pretty(&spent).map_err(|error| DataError::write(path, error.into()))?;
         querl_core::fsx::write_atomic(path, &bytes).map_err(|error| DataError::write(path, error))
     }
 
-    /// Reserves the highest cost of a request while it is in flight. Where reservations of others leave too little, waits for their
-    /// real cost.
-    pub(crate) async fn reserve(self: &Arc<Self>, max_cost: f64) -> Result<Reservation, CallFailure> {
+    /// Reserves the highest cost of a request to `provider` while it is in flight, and writes it to the file: a kill cannot lose it. Where
+    /// reservations of others leave too little, waits for their real cost.
+    pub(crate) async fn reserve(self: &Arc<Self>, provider: &str, max_cost: f64) -> Result<Reservation, CallFailure> {
+        let reservation = self.reserve_in_memory(provider, max_cost).await?;
+        if reservation.key.is_some() {
+            self.save().map_err(|error| {
+                let message = format!("no call is made whose cost cannot be recorded: {error}");
+                CallFailure { kind: FailureKind::OverBudget, message }
+            })?;
+        }
+        Ok(reservation)
+    }
+
+    async fn reserve_in_memory(self: &Arc<Self>, provider: &str, max_cost: f64) -> Result<Reservation, CallFailure> {
         loop {
             let mut settled = std::pin::pin!(self.settled.notified());
             // Enabled before the check, so that no notification in between is lost.
@@ -162,7 +185,12 @@ impl SpendTracker {
                 let mut state = self.state();
                 if let BudgetCheck::Covered = self.check_budget(&state, max_cost)? {
                     state.in_flight.add(max_cost);
-                    return Ok(Reservation::new(self.clone(), max_cost, ReservationKind::InFlight));
+                    let is_recorded = self.budget.is_some() && max_cost > 0.0;
+                    let key = is_recorded.then(|| (state.stage.clone(), provider.to_owned()));
+                    if let Some(key) = &key {
+                        state.open.entry(key.clone()).or_default().add(max_cost);
+                    }
+                    return Ok(Reservation { tracker: self.clone(), max_cost, kind: ReservationKind::InFlight, key });
                 }
             }
             settled.await;
@@ -176,12 +204,12 @@ impl SpendTracker {
             BudgetCheck::Covered => state.held.add(max_cost),
             BudgetCheck::Uncertain => return Err(self.over_budget(&state, max_cost)),
         }
-        Ok(Reservation::new(self.clone(), max_cost, ReservationKind::Batch))
+        Ok(Reservation::of_batch(self.clone(), max_cost))
     }
 
     pub(crate) fn hold(self: &Arc<Self>, max_cost: f64) -> Reservation {
         self.state().held.add(max_cost);
-        Reservation::new(self.clone(), max_cost, ReservationKind::Batch)
+        Reservation::of_batch(self.clone(), max_cost)
     }
 
     fn check_budget(&self, state: &State, max_cost: f64) -> Result<BudgetCheck, CallFailure> {
@@ -204,11 +232,15 @@ impl SpendTracker {
         CallFailure { kind: FailureKind::OverBudget, message }
     }
 
-    fn release(&self, max_cost: f64, kind: ReservationKind) {
+    fn release(&self, Reservation { max_cost, kind, key, .. }: &Reservation) {
         let mut state = self.state();
+        if let Some(reserved) = key.as_ref().and_then(|key| state.open.get_mut(key)) {
+            reserved.remove(*max_cost);
+        }
+        state.open.retain(|_, reserved| reserved.n > 0);
         match kind {
-            ReservationKind::InFlight => state.in_flight.remove(max_cost),
-            ReservationKind::Batch => state.held.remove(max_cost),
+            ReservationKind::InFlight => state.in_flight.remove(*max_cost),
+            ReservationKind::Batch => state.held.remove(*max_cost),
         }
         drop(state);
         self.settled.notify_waiters();
@@ -287,17 +319,19 @@ pub(crate) struct Reservation {
     tracker: Arc<SpendTracker>,
     max_cost: f64,
     kind: ReservationKind,
+    /// Of a call that the file has as lost until it ends.
+    key: Option<CallKey>,
 }
 
 impl Reservation {
-    pub(super) fn new(tracker: Arc<SpendTracker>, max_cost: f64, kind: ReservationKind) -> Self {
-        Self { tracker, max_cost, kind }
+    pub(super) fn of_batch(tracker: Arc<SpendTracker>, max_cost: f64) -> Self {
+        Self { tracker, max_cost, kind: ReservationKind::Batch, key: None }
     }
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.tracker.release(self.max_cost, self.kind);
+        self.tracker.release(self);
     }
 }
 
@@ -403,7 +437,7 @@ mod tests {
 
     async fn start_call(tracker: &Arc<SpendTracker>, max_cost: f64) -> CallSpend {
         let mut call_spend = CallSpend::new(tracker, "teacher m");
-        call_spend.covered_by(tracker.reserve(max_cost).await.unwrap());
+        call_spend.covered_by(tracker.reserve("teacher m", max_cost).await.unwrap());
         call_spend.sent();
         call_spend
     }
@@ -438,13 +472,34 @@ mod tests {
     async fn the_budget_includes_lost_attempts() {
         let tracker = with_budget(1.0);
         end_call(start_call(&tracker, 0.5).await, 0.5);
-        assert!(tracker.reserve(0.0).await.is_ok(), "free calls need no budget");
+        assert!(tracker.reserve("teacher m", 0.0).await.is_ok(), "free calls need no budget");
         drop(start_call(&tracker, 0.3).await);
-        let failure = tracker.reserve(0.3).await.unwrap_err();
+        let failure = tracker.reserve("teacher m", 0.3).await.unwrap_err();
         assert!(failure.kind.is_fatal());
         assert!(failure.message.starts_with("the budget of 1 is spent: 0.5000 was charged, 0.3000 is"), "{failure}");
         let spent = tracker.of_stage("");
         assert_eq!((spent.calls, spent.failed, spent.lost), (2, 1, 1));
+    }
+
+    /// Regression: twelve kills spent six times the budget, since the file did not have the calls in flight.
+    #[tokio::test]
+    async fn a_kill_cannot_lose_what_a_call_may_cost() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("calls.json");
+        let open = || Arc::new(SpendTracker::open(&path, Some(1.0)).unwrap());
+        for n_killed in 0..2 {
+            let tracker = open();
+            tracker.begin("rewrite");
+            assert_eq!(tracker.of_stage("rewrite").lost, n_killed);
+            std::mem::forget(start_call(&tracker, 0.4).await);
+        }
+        let tracker = open();
+        tracker.begin("rewrite");
+        assert_eq!(tracker.reserve("teacher m", 0.4).await.unwrap_err().kind, FailureKind::OverBudget);
+        end_call(start_call(&tracker, 0.2).await, 0.1);
+        tracker.save().unwrap();
+        let spent = open().of_stage("rewrite");
+        assert_eq!((spent.calls, spent.lost, spent.lost_cost, spent.cost), (3, 2, 0.8, 0.1));
     }
 
     /// Regression: a run stopped with budget left, since calls in flight counted at their highest cost.
@@ -452,15 +507,15 @@ mod tests {
     async fn a_call_waits_for_the_real_cost_of_calls_in_flight() {
         let tracker = with_budget(1.2);
         let (first, second) = (start_call(&tracker, 0.5).await, start_call(&tracker, 0.5).await);
-        let mut third = Box::pin(tracker.reserve(0.5));
+        let mut third = Box::pin(tracker.reserve("teacher m", 0.5));
         assert!(third.as_mut().now_or_never().is_none());
         end_call(first, 0.1);
         let third = third.await.unwrap();
-        assert!(tracker.reserve(0.5).now_or_never().is_none(), "0.1 and twice 0.5 leave less than 0.5");
+        assert!(tracker.reserve("teacher m", 0.5).now_or_never().is_none(), "0.1 and twice 0.5 leave less than 0.5");
         drop(third);
         end_call(second, 0.5);
-        assert_eq!(tracker.reserve(0.7).await.unwrap_err().kind, FailureKind::OverBudget);
-        assert!(tracker.reserve(0.5).await.is_ok());
+        assert_eq!(tracker.reserve("teacher m", 0.7).await.unwrap_err().kind, FailureKind::OverBudget);
+        assert!(tracker.reserve("teacher m", 0.5).await.is_ok());
     }
 
     /// Regression: a call whose attempts were all charged cost several times its reservation.
@@ -469,10 +524,10 @@ mod tests {
         let tracker = with_budget(1.0);
         let mut call_spend = start_call(&tracker, 0.4).await;
         call_spend.lost();
-        call_spend.covered_by(tracker.reserve(0.4).await.unwrap());
+        call_spend.covered_by(tracker.reserve("teacher m", 0.4).await.unwrap());
         call_spend.sent();
         call_spend.lost();
-        assert_eq!(tracker.reserve(0.4).await.unwrap_err().kind, FailureKind::OverBudget);
+        assert_eq!(tracker.reserve("teacher m", 0.4).await.unwrap_err().kind, FailureKind::OverBudget);
         call_spend.failed();
         drop(call_spend);
         let spent = tracker.of_stage("");
@@ -484,13 +539,16 @@ mod tests {
     async fn a_call_does_not_wait_for_batches() {
         let tracker = with_budget(1.0);
         let batch = tracker.reserve_for_batch(0.8).unwrap();
-        assert_eq!(tracker.reserve(0.3).now_or_never().unwrap().unwrap_err().kind, FailureKind::OverBudget);
+        assert_eq!(
+            tracker.reserve("teacher m", 0.3).now_or_never().unwrap().unwrap_err().kind,
+            FailureKind::OverBudget
+        );
         drop(batch);
-        let in_flight = tracker.reserve(0.3).await.unwrap();
+        let in_flight = tracker.reserve("teacher m", 0.3).await.unwrap();
         assert_eq!(tracker.reserve_for_batch(0.8).unwrap_err().kind, FailureKind::OverBudget);
         drop(in_flight);
         drop(tracker.hold(7.0));
-        assert!(tracker.reserve(1.0).await.is_ok());
+        assert!(tracker.reserve("teacher m", 1.0).await.is_ok());
     }
 
     /// Regression: the rounding error of reservations counted as calls in flight that never end.
@@ -498,9 +556,10 @@ mod tests {
     async fn no_call_waits_without_calls_in_flight() {
         let tracker = with_budget(0.31);
         for _ in 0..1000 {
-            let open = [tracker.reserve(0.1).await.unwrap(), tracker.reserve(0.2).await.unwrap()];
+            let open =
+                [tracker.reserve("teacher m", 0.1).await.unwrap(), tracker.reserve("teacher m", 0.2).await.unwrap()];
             drop(open);
         }
-        assert!(tracker.reserve(0.31).now_or_never().unwrap().is_ok());
+        assert!(tracker.reserve("teacher m", 0.31).now_or_never().unwrap().is_ok());
     }
 }

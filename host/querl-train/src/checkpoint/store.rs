@@ -44,7 +44,7 @@ impl StateStore {
     ) -> Result<(), TrainError> {
         let path = self.path(step);
         let failed = |source| TrainError::Checkpoint { path: path.clone(), source };
-        write_atomic_with(&path, fill).and_then(|()| self.sync_folder()).map_err(failed)?;
+        write_atomic_with(&path, fill).map_err(failed)?;
         self.remove_others(step).map_err(failed)
     }
 
@@ -99,11 +99,6 @@ impl StateStore {
         let (mut kept, later): (Vec<u64>, Vec<u64>) = self.steps()?.into_iter().partition(|step| *step <= newest);
         let old = kept.drain(..kept.len().saturating_sub(self.keep));
         old.chain(later).try_for_each(|step| std::fs::remove_file(self.path(step)))
-    }
-
-    /// Makes a rename survive a power failure.
-    fn sync_folder(&self) -> io::Result<()> {
-        if cfg!(unix) { File::open(&self.directory)?.sync_all() } else { Ok(()) }
     }
 }
 

@@ -236,7 +236,8 @@ impl Caller {
         call_spend: &Mutex<CallSpend>,
     ) -> Result<(Value, f64), FailedAttempt> {
         let unpaid = |failure| FailedAttempt { failure, retry: Retry::Useless, is_lost: false };
-        let reserved = self.before_stop(queued(self.tracker.reserve(bound.max_cost))).await.map_err(unpaid)?;
+        let reserved =
+            self.before_stop(queued(self.tracker.reserve(&self.provider, bound.max_cost))).await.map_err(unpaid)?;
         lock(call_spend).covered_by(reserved.map_err(unpaid)?);
         self.before_stop(queued(self.rate_limiter.acquire(bound.n_tokens))).await.map_err(unpaid)?;
         lock(call_spend).sent();
