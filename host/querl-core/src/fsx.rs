@@ -1,6 +1,6 @@
 //! Atomic file writes, JSON lines, digests and the user's cache folder.
 
-use std::io::{self, BufRead, Write};
+use std::io::{self, BufRead, Read, Seek, Write};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
@@ -182,6 +182,9 @@ pub struct NumberedLine<T> {
 /// The byte order mark that some programs write at the start of a UTF-8 file.
 pub const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
 
+/// Maximum length of a line: a parsed line takes many times its length in memory.
+pub const MAX_LINE_BYTES: usize = 64 << 20;
+
 /// Opens a JSON lines file that is read lazily; a byte order mark and empty lines are skipped. The iterator yields an error
 /// for a line that is not a `T` or cannot be read.
 ///
@@ -211,13 +214,20 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
         loop {
             self.buffer.clear();
             // Bytes rather than `read_line`: a line with invalid UTF-8 is reported with its number.
-            let n_bytes = match self.reader.read_until(b'\n', &mut self.buffer) {
+            let mut bounded = self.reader.by_ref().take(MAX_LINE_BYTES as u64 + 1);
+            let n_bytes = match bounded.read_until(b'\n', &mut self.buffer) {
                 Ok(0) => return None,
                 Ok(n_bytes) => n_bytes as u64,
                 Err(source) => return Some(Err(ReadError::io(&self.path, source))),
             };
             self.line += 1;
             let (line, offset) = (self.line, self.offset);
+            if n_bytes > MAX_LINE_BYTES as u64 {
+                let problem = format!("a line of more than {MAX_LINE_BYTES} bytes");
+                // The rest of the line is no record.
+                self.reader.seek(io::SeekFrom::End(0)).ok();
+                return Some(Err(ReadError::Line { path: self.path.display().to_string(), line, problem }));
+            }
             self.offset += n_bytes;
             let text = match offset {
                 0 => self.buffer.strip_prefix(UTF8_MARK).unwrap_or(&self.buffer),

@@ -297,9 +297,22 @@ pub struct RowMetadata {
     pub top1_score: Option<f64>,
     /// Author of the rewrite: `recorded`, or the name of the model.
     pub source: String,
-    /// Failure or filter code of a row without an assistant message.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    /// Failure or filter code of a row without an assistant message; `""` in the file for others, so that all rows have the same keys
+    /// and types. Files of earlier versions lack the key there.
+    #[serde(default, with = "empty_for_none")]
     pub dropped: Option<String>,
+}
+
+mod empty_for_none {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(text: &Option<String>, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(text.as_deref().unwrap_or_default())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+        Ok(Option::<String>::deserialize(deserializer)?.filter(|text| !text.is_empty()))
+    }
 }
 
 /// User profile and conversation history.

@@ -46,6 +46,11 @@ impl DataError {
         Self::File { path: path.display().to_string(), problem: problem.to_string() }
     }
 
+    /// An error of a line, counted from 1.
+    pub(crate) fn line(path: &Path, line: usize, problem: String) -> Self {
+        Self::File { path: format!("{}:{line}", path.display()), problem }
+    }
+
     pub(crate) fn write(path: &Path, source: std::io::Error) -> Self {
         Self::Write { path: path.display().to_string(), source }
     }

@@ -85,9 +85,19 @@ struct Recording {
 impl RecordedTeacher {
     fn read(path: &Path) -> Result<Self, DataError> {
         let mut offsets = HashMap::new();
+        // Line and hash of the rewrite.
+        let mut rewrites: HashMap<u64, (usize, u64)> = HashMap::new();
         for line in open_jsonl::<Recording>(path)? {
-            let NumberedLine { offset, value, .. } = line?;
-            offsets.insert(hash_of(&value.id()), offset);
+            let NumberedLine { line, offset, value } = line?;
+            let (id, rewrite) = (hash_of(&value.id()), hash_of(value.rewritten_query.trim()));
+            match rewrites.insert(id, (line, rewrite)) {
+                Some((first, other)) if other != rewrite => {
+                    let query = &value.original_query;
+                    let problem = format!("`{query}` has another rewrite in line {first}; remove one of the two lines");
+                    return Err(DataError::line(path, line, problem));
+                }
+                _ => offsets.insert(id, offset),
+            };
         }
         let lines = Mutex::new(IndexedLines::open(path)?);
         Ok(Self { path: path.display().to_string(), offsets, lines, fallback: None })
@@ -232,6 +242,23 @@ mod tests {
         assert_eq!(teacher.rewrite(&row("怎么吃", "问过鱼油"), &[]).await.unwrap().text, "鱼油 食用方法");
         let failure = teacher.rewrite(&row("怎么吃", ""), &[]).await.unwrap_err();
         assert_eq!(failure.kind, FailureKind::NotRecorded);
+    }
+
+    #[test]
+    fn two_rewrites_of_one_query_are_rejected_and_equal_rows_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rewrites.jsonl");
+        let line =
+            |query: &str, rewrite: &str| json!({"original_query": query, "rewritten_query": rewrite}).to_string();
+        let read = |lines: &[String]| {
+            std::fs::write(&path, lines.join("\n\n")).unwrap();
+            RecordedTeacher::read(&path).map(|teacher| teacher.offsets.len()).map_err(|error| error.to_string())
+        };
+        let lines = [line("怎么吃", "鱼油 用法"), line("贵吗", "价格"), line(" 怎么吃", "鱼油 用法 ")];
+        assert_eq!(read(&lines), Ok(2));
+        let error = read(&[&lines[..], &[line("怎么吃", "钙片 用法")]].concat()).unwrap_err();
+        let expected = "rewrites.jsonl:7: `怎么吃` has another rewrite in line 5; remove one of the two lines";
+        assert!(error.ends_with(expected), "{error}");
     }
 
     #[tokio::test]

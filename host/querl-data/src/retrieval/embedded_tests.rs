@@ -508,7 +508,20 @@ fn invalid_files_are_named() {
     let path = folder.path().join("kb.jsonl");
     std::fs::write(&path, "{\"id\": \"a\", \"text\": \"x\"}\n{\"id\": \"a\", \"text\": \"y\"}\n").unwrap();
     let error = crate::read_passages(&path).unwrap_err().to_string();
-    assert!(error.ends_with("kb.jsonl: the id `a` occurs twice; give each passage its own"), "{error}");
+    assert!(
+        error.ends_with("kb.jsonl:2: the id `a` occurs twice, first in line 1; give each passage its own"),
+        "{error}"
+    );
+    let cases = [
+        (r#"{"id": "", "text": "x"}"#, "kb.jsonl:2: the id is empty; give each passage its own"),
+        (r#"{"id": " ", "text": "x"}"#, "kb.jsonl:2: the id is empty; give each passage its own"),
+        (r#"{"id": "b", "text": "\n"}"#, "kb.jsonl:2: the text of `b` is empty; write one, or remove the line"),
+    ];
+    for (line, expected) in cases {
+        std::fs::write(&path, format!("{{\"id\": \"a\", \"text\": \"x\"}}\n{line}\n")).unwrap();
+        let error = crate::read_passages(&path).unwrap_err().to_string();
+        assert!(error.ends_with(expected), "{error}");
+    }
 }
 
 fn points(query: &str, context: &Context, rewrite: &str) -> f64 {

@@ -20,7 +20,7 @@ use querl_core::config::{RerankKind, RetrievalConfig};
 use querl_core::ports::{Embedder, PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, Hit};
 use serde::{Deserialize, Serialize};
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -117,16 +117,24 @@ pub struct Passage {
 /// Reads a knowledge base: one JSON object a line with `id`, `title`, `text`.
 ///
 /// # Errors
-/// The file cannot be read, a line is not a passage, an id occurs twice, or there is no passage.
+/// The file cannot be read, a line is not a passage, an id is empty or occurs twice, a text is empty, or there is no passage.
 pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
-    let passages: Vec<Passage> = querl_core::fsx::read_jsonl(path)?;
-    let mut ids = HashSet::new();
-    for passage in &passages {
-        if !ids.insert(passage.id.as_str()) {
-            let problem = format!("the id `{}` occurs twice; give each passage its own", passage.id);
-            return Err(DataError::file(path, problem));
+    let lines: Vec<(usize, Passage)> = querl_core::fsx::read_numbered_jsonl(path)?;
+    let problem = |line: usize, problem: String| Err(DataError::line(path, line, problem));
+    let mut ids = HashMap::new();
+    for (line, Passage { id, text, .. }) in &lines {
+        if id.trim().is_empty() {
+            return problem(*line, "the id is empty; give each passage its own".into());
+        }
+        if text.trim().is_empty() {
+            return problem(*line, format!("the text of `{id}` is empty; write one, or remove the line"));
+        }
+        if let Some(first) = ids.insert(id.as_str(), *line) {
+            let what = format!("the id `{id}` occurs twice, first in line {first}");
+            return problem(*line, format!("{what}; give each passage its own"));
         }
     }
+    let passages: Vec<Passage> = lines.into_iter().map(|(_, passage)| passage).collect();
     if passages.is_empty() {
         return Err(DataError::file(path, "holds no passage"));
     }

@@ -431,6 +431,26 @@ async fn dataset_keeps_every_held_out_query_and_only_good_training_rows() {
         assert_eq!(row.target().is_none(), row.metadata.dropped.is_some());
         assert_eq!(row.prompt().len(), 1);
     }
+    // Programs that load all splits as one dataset take the columns of the first.
+    let keys = |row: &DatasetRow| {
+        let metadata = serde_json::to_value(&row.metadata).unwrap();
+        let kinds = metadata.as_object().unwrap().iter().map(|(key, value)| match value {
+            serde_json::Value::String(_) => (key.clone(), "text"),
+            serde_json::Value::Number(_) | serde_json::Value::Null => (key.clone(), "number"),
+            serde_json::Value::Array(_) => (key.clone(), "list"),
+            other => panic!("{key}: {other}"),
+        });
+        kinds.collect::<Vec<_>>()
+    };
+    let all: Vec<_> = splits.iter().flatten().map(keys).collect();
+    assert!(all.iter().all(|row| *row == all[0]), "one schema in all splits");
+    let kept = serde_json::to_string(&train[0]).unwrap();
+    assert!(kept.contains(r#","dropped":""}"#), "{kept}");
+    for form in
+        [kept.clone(), kept.replace(r#","dropped":"""#, ""), kept.replace(r#""dropped":"""#, r#""dropped":null"#)]
+    {
+        assert_eq!(serde_json::from_str::<DatasetRow>(&form).unwrap(), train[0], "an earlier form");
+    }
     let n = |code: &str| dropped.iter().filter(|row| row.code == code).count();
     assert_eq!((n("teacher_timeout"), n("retrieval_unreachable")), (2, 1));
     assert_eq!(n("has_1") + n("has_3") + 3, dropped.len(), "each row is dropped once, for its first reason");

@@ -1,9 +1,9 @@
-//! Reads tables of text cells from xlsx, csv, tsv, jsonl and parquet files, row by row.
+//! Reads tables of text cells from csv, tsv, jsonl and parquet files, row by row, and opens those of a workbook.
 
 use super::encoding::{TextEncoding, detect, open_text};
+use super::xlsx::open_xlsx;
 use crate::dataset::export::{formula_text, is_header};
 use crate::error::{DataError, catch_panic, panic_message};
-use calamine::{Data, ExcelDateTime, Range, Reader, SheetType, SheetVisible};
 use csv::StringRecord;
 use parquet::errors::ParquetError;
 use parquet::file::metadata::ColumnChunkMetaData;
@@ -11,11 +11,13 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter as ParquetRows;
 use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
-use querl_core::fsx::{NumberedLine, open_jsonl};
+use querl_core::fsx::{MAX_LINE_BYTES, NumberedLine, open_jsonl};
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 
 /// A table of text cells, read lazily.
 pub(crate) struct Table {
@@ -28,7 +30,7 @@ pub(crate) struct Table {
 }
 
 /// Reads the rows of one file format.
-trait RowSource {
+pub(super) trait RowSource {
     /// The rows; cells of columns other than `columns` may be empty.
     fn rows(self: Box<Self>, columns: &[usize]) -> Result<TableRows, DataError>;
 }
@@ -43,7 +45,7 @@ impl RowSource for AllCells {
 }
 
 impl Table {
-    fn new(path: &Path, header: Vec<String>, source: Box<dyn RowSource>) -> Self {
+    pub(super) fn new(path: &Path, header: Vec<String>, source: Box<dyn RowSource>) -> Self {
         Self { path: path.to_owned(), sheet: None, unread_sheets: Vec::new(), encoding: None, header, source }
     }
 
@@ -70,7 +72,22 @@ impl Table {
 pub(crate) type TableRows = Box<dyn Iterator<Item = Result<(usize, Vec<String>), DataError>>>;
 
 /// A longer cell is damage.
-const MAX_CELL_BYTES: usize = 1 << 20;
+pub(super) const MAX_CELL_BYTES: usize = 1 << 20;
+
+/// Maximum number of columns: that of a sheet.
+const MAX_COLUMNS: usize = 16_384;
+
+/// Maximum number of rows, which have indices of 32 bits.
+const MAX_ROWS: i64 = 1 << 30;
+
+fn check_columns(path: &Path, n_columns: usize) -> Result<(), DataError> {
+    match n_columns > MAX_COLUMNS {
+        true => {
+            Err(DataError::file(path, format!("the table has {n_columns} columns; expected at most {MAX_COLUMNS}")))
+        }
+        false => Ok(()),
+    }
+}
 
 fn check_cells(
     path: &Path,
@@ -109,7 +126,9 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
         return Err(DataError::file(path, "the file is empty; expected a table with a column of queries"));
     }
     check_first_bytes(path, extension)?;
-    open(path)
+    let table = open(path)?;
+    check_columns(path, table.header.len())?;
+    Ok(table)
 }
 
 /// Detects a wrong file extension by the first bytes.
@@ -120,6 +139,7 @@ fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
     let (expected, what, remedy) = match start.as_slice() {
         b"PK\x03\x04" => ("xlsx", "a workbook or another archive", "give a workbook the ending .xlsx"),
         b"PAR1" => ("parquet", "parquet", "give it that ending"),
+        [0x1f, 0x8b, ..] => ("", "compressed with gzip", "decompress it"),
         [0xd0, 0xcf, 0x11, 0xe0] => ("", "an old or encrypted workbook", "save it as .xlsx without a password"),
         _ => return Ok(()),
     };
@@ -141,6 +161,7 @@ fn open_lines(path: &Path) -> Result<Table, DataError> {
                 header.push(key.clone());
             }
         }
+        check_columns(path, header.len())?;
     }
     if header.is_empty() {
         return Err(DataError::file(path, "the file holds no object; expected one JSON object a line"));
@@ -175,14 +196,17 @@ fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
     let problem = move |error: csv::Error| {
         DataError::file(&of_file, format!("not readable as a table of {} text: {error}", encoding.name()))
     };
+    let row_bytes = RowBytes::default();
+    let text = BoundedRows { text: text.chain(END.as_bytes()), row_bytes: row_bytes.clone() };
     let mut reader = csv::ReaderBuilder::new();
     reader.delimiter(delimiter).flexible(true).has_headers(false);
-    let mut records = reader.from_reader(text.chain(END.as_bytes())).into_records();
+    let mut records = reader.from_reader(text).into_records();
     let header = match records.next() {
         Some(header) => header.map_err(&problem)?,
         None => StringRecord::new(),
     };
     check_quotes(path, 1, &header)?;
+    check_columns(path, header.len())?;
     let header: Vec<String> = header.iter().map(|name| name.trim().to_owned()).collect();
     if header.iter().all(|name| name.is_empty() || is_end(name)) {
         return Err(DataError::file(path, "the file has no header row; expected the names of the columns"));
@@ -191,11 +215,12 @@ fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
     let is_exported = is_header(&header);
     // Rows as a spreadsheet numbers them: line numbers would count line breaks within cells.
     let rows = (2..).zip(records).filter_map(move |(row, record)| {
+        row_bytes.set(0);
         let checked = record.map_err(&problem).and_then(|record| {
             check_quotes(&of_file, row, &record)?;
             check_width(&of_file, row, &record, n_columns)?;
             let cell = |cell: &str| if is_exported { formula_text(cell).to_owned() } else { cell.to_owned() };
-            Ok((row, record.iter().map(cell).collect::<Vec<_>>()))
+            Ok((row, record.iter().take(n_columns).map(cell).collect::<Vec<_>>()))
         });
         let ended = checked.as_ref().is_ok_and(|(_, cells)| matches!(&cells[..], [cell] if is_end(cell)));
         (!ended).then_some(checked)
@@ -203,6 +228,27 @@ fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
     let mut table = Table::of_rows(path, header, Box::new(rows));
     table.encoding = Some(encoding);
     Ok(table)
+}
+
+/// Bytes that were read since the last complete row, some of them of rows after it.
+type RowBytes = Rc<Cell<usize>>;
+
+/// Ends with an error within a row that is too long to be held in memory, as one with a quote that is not closed.
+struct BoundedRows<R> {
+    text: R,
+    row_bytes: RowBytes,
+}
+
+impl<R: Read> Read for BoundedRows<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let n_bytes = self.text.read(buffer)?;
+        self.row_bytes.set(self.row_bytes.get() + n_bytes);
+        if self.row_bytes.get() > MAX_LINE_BYTES {
+            let problem = format!("a row of more than {MAX_LINE_BYTES} bytes; look for a quote that is not closed");
+            return Err(io::Error::other(problem));
+        }
+        Ok(n_bytes)
+    }
 }
 
 fn is_end(cell: &str) -> bool {
@@ -224,91 +270,6 @@ fn check_width(path: &Path, row: usize, record: &StringRecord, n_columns: usize)
     let n_cells = record.len();
     let problem = format!("row {row} has {n_cells} cells, and the header {n_columns}");
     Err(DataError::file(path, format!("{problem}; put quotes around a cell that holds a separator")))
-}
-
-/// Maximum rows of a sheet; rows of the next sheet are numbered from here.
-const SHEET_ROWS: usize = 1_048_576;
-
-/// A workbook: the first sheet, and further sheets with the same columns, as in a table with more rows than a sheet can have.
-fn open_xlsx(path: &Path) -> Result<Table, DataError> {
-    let unreadable = |error: &dyn std::fmt::Display| {
-        DataError::file(path, format!("not a readable xlsx workbook ({error}); save it again as .xlsx"))
-    };
-    let mut workbook: calamine::Xlsx<_> =
-        calamine::open_workbook(path).map_err(|error: calamine::XlsxError| unreadable(&error))?;
-    let sheets = workbook.sheets_metadata().iter().filter(|sheet| {
-        // Hidden sheets are ignored.
-        sheet.typ == SheetType::WorkSheet && sheet.visible == SheetVisible::Visible
-    });
-    let mut names = sheets.map(|sheet| sheet.name.clone()).collect::<Vec<_>>().into_iter();
-    let name = names.next().ok_or_else(|| DataError::file(path, "the workbook has no sheet that is shown"))?;
-    let sheet = match names.len() {
-        0 => format!("sheet `{name}`"),
-        n => format!("sheet `{name}`, the first of {}", n + 1),
-    };
-    let range = workbook.worksheet_range(&name).map_err(|error| unreadable(&error))?;
-    let header = sheet_header(&range)
-        .ok_or_else(|| DataError::file(path, format!("{sheet}: is empty; expected a header row")))?;
-    // Rows are held in memory: calamine reads whole sheets.
-    let (mut rows, mut unread_sheets, mut n_before) = (sheet_rows(path, &name, &range, 0), Vec::new(), 0);
-    drop(range);
-    for name in names {
-        let range = workbook.worksheet_range(&name).map_err(|error| unreadable(&format!("sheet `{name}`: {error}")))?;
-        match sheet_header(&range) {
-            None => {}
-            Some(other) if other == header => {
-                n_before += SHEET_ROWS;
-                rows.extend(sheet_rows(path, &name, &range, n_before));
-            }
-            Some(_) => unread_sheets.push(name),
-        }
-    }
-    let mut table = Table::of_rows(path, header, Box::new(rows.into_iter()));
-    (table.sheet, table.unread_sheets) = (Some(sheet), unread_sheets);
-    Ok(table)
-}
-
-fn sheet_header(range: &Range<Data>) -> Option<Vec<String>> {
-    Some(range.rows().next()?.iter().map(|cell| cell_text(cell).trim().to_owned()).collect())
-}
-
-fn sheet_rows(
-    path: &Path,
-    sheet: &str,
-    range: &Range<Data>,
-    n_before: usize,
-) -> Vec<Result<(usize, Vec<String>), DataError>> {
-    let first_row = range.start().map_or(1, |(row, _)| row as usize + 1);
-    let rows = range.rows().zip(first_row..).skip(1);
-    rows.map(|(cells, row)| Ok((n_before + row, sheet_cells(path, sheet, row, cells)?))).collect()
-}
-
-fn sheet_cells(path: &Path, sheet: &str, row: usize, cells: &[Data]) -> Result<Vec<String>, DataError> {
-    if let Some(column) = cells.iter().position(|cell| matches!(cell, Data::Error(_))) {
-        let location = format!("sheet `{sheet}`: row {row} column {}", column + 1);
-        let problem = format!("{location}: holds the error value `{}`; correct or clear it", cells[column]);
-        return Err(DataError::file(path, problem));
-    }
-    Ok(cells.iter().map(cell_text).collect())
-}
-
-/// Integers without a decimal point, dates as year, month and day.
-fn cell_text(cell: &Data) -> String {
-    match cell {
-        Data::DateTime(time) if time.is_datetime() => time_text(time),
-        Data::Float(number) if number.fract() == 0.0 && number.abs() < 1e15 => format!("{number:.0}"),
-        other => other.to_string(),
-    }
-}
-
-fn time_text(time: &ExcelDateTime) -> String {
-    let (year, month, day, hour, minute, second, _) = time.to_ymd_hms_milli();
-    let (date, clock) = (format!("{year}-{month:02}-{day:02}"), format!("{hour:02}:{minute:02}:{second:02}"));
-    match time.as_f64() {
-        days if days < 1.0 => clock,
-        days if days.fract() == 0.0 => date,
-        _ => format!("{date} {clock}"),
-    }
 }
 
 /// A parquet file with flat columns. The library panics on damaged files: offsets are checked first, a panic within a page is an error of
@@ -349,7 +310,10 @@ impl RowSource for ParquetFile {
                 Err(problem) => return Some(Err(unreadable(&path, &format!("row {number}: {problem}")))),
             };
             let cells = parquet_cells(&row, &columns, n_columns).map_err(|problem| {
-                let remedy = "write the column as text, numbers or lists of them";
+                let remedy = match problem.ends_with(CHAT) {
+                    true => CHAT_REMEDY,
+                    false => "write the column as text, numbers or lists of them",
+                };
                 DataError::file(&path, format!("row {number} {problem}; {remedy}"))
             });
             Some(cells.map(|cells| (number, cells)))
@@ -377,6 +341,13 @@ fn open_reader(path: &Path) -> Result<SerializedFileReader<File>, ParquetError> 
     let file = File::open(path)?;
     let n_bytes = file.metadata()?.len();
     let reader = SerializedFileReader::new(file)?;
+    let n_rows = reader.metadata().file_metadata().num_rows();
+    let of_groups = reader.metadata().row_groups().iter().map(|group| group.num_rows());
+    if !(0..=MAX_ROWS).contains(&n_rows) || of_groups.fold(0, i64::saturating_add) != n_rows {
+        return Err(ParquetError::General(format!(
+            "declares {n_rows} rows; expected those of its groups, at most {MAX_ROWS}"
+        )));
+    }
     let mut columns = reader.metadata().row_groups().iter().flat_map(|group| group.columns());
     match columns.find(|column| !is_within(column, n_bytes)) {
         Some(column) => {
@@ -415,6 +386,8 @@ fn field_text(field: &Field) -> Result<String, &'static str> {
         Field::Float(number) if number.fract() != 0.0 => number.to_string(),
         Field::Float(number) => number_text((*number).into()),
         Field::Double(number) => number_text(*number),
+        Field::ListInternal(list) if list.elements().iter().any(is_message) => return Err(CHAT),
+        Field::Group(_) if is_message(field) => return Err(CHAT),
         Field::ListInternal(list) => list.elements().iter().map(field_text).collect::<Result<Vec<_>, _>>()?.join(","),
         Field::Bool(_) | Field::Decimal(_) => field.to_string(),
         Field::Byte(_) | Field::Short(_) | Field::Int(_) | Field::Long(_) => field.to_string(),
@@ -423,6 +396,28 @@ fn field_text(field: &Field) -> Result<String, &'static str> {
         Field::TimeMillis(_) | Field::TimeMicros(_) => return Err("a time"),
         Field::Group(_) | Field::MapInternal(_) => return Err("an object"),
     })
+}
+
+/// What a column of chat messages holds, and what to do about it.
+pub(super) const CHAT: &str = "a list of chat messages";
+pub(super) const CHAT_REMEDY: &str =
+    "write the text of the last user message in a column of its own, and name that in data.query_column";
+
+/// Keys of a chat message, as in `messages` and `prompt` (OpenAI, TRL, ms-swift) and in `conversations` (ShareGPT).
+const MESSAGE_KEYS: [[&str; 2]; 2] = [["role", "content"], ["from", "value"]];
+
+fn is_message(field: &Field) -> bool {
+    let Field::Group(row) = field else { return false };
+    let has = |key: &&str| row.get_column_iter().any(|(name, _)| name == key);
+    MESSAGE_KEYS.iter().any(|keys| keys.iter().all(|key| has(key)))
+}
+
+/// Whether a text is a list of chat messages, as JSON or as Python writes it.
+pub(super) fn is_chat(cell: &str) -> bool {
+    let start = cell.trim_start();
+    let inner = start.strip_prefix('[').unwrap_or(start).trim_start();
+    let has = |key: &str| inner.contains(&format!("\"{key}\"")) || inner.contains(&format!("'{key}'"));
+    inner.starts_with('{') && MESSAGE_KEYS.iter().any(|keys| keys.iter().all(|key| has(key)))
 }
 
 /// Integers without a decimal point, since ids have none.

@@ -5,6 +5,7 @@
 
 mod encoding;
 mod formats;
+mod xlsx;
 
 pub(crate) use encoding::read_text;
 pub(crate) use formats::open_table;
@@ -13,7 +14,7 @@ use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
 use crate::text::{hash_of, normalise, with_width};
 use encoding::TextEncoding;
-use formats::{Table, TableRows};
+use formats::{CHAT, CHAT_REMEDY, Table, TableRows, is_chat};
 use querl_core::config::{DataConfig, TextWidth};
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
@@ -74,6 +75,11 @@ impl QueryTable {
         for (index, row) in (0..).zip(self.rows()?) {
             let (row, cells) = row?;
             let query = self.columns.read(row, &cells);
+            if is_chat(&query.original_query) {
+                let name = &self.columns.query_name;
+                let problem = format!("row {row} column `{name}` holds {CHAT}; {CHAT_REMEDY}");
+                return Err(DataError::file(&self.file.path, problem));
+            }
             if !query.original_query.is_empty() {
                 digests.push(row_digest(index, &query));
             } else if cells.iter().any(|cell| !cell.trim().is_empty()) {

@@ -500,3 +500,214 @@ fn further_sheets_with_the_same_columns_continue_the_first() {
     let note = "sheets skipped, as their columns are not those of the first: `说明`";
     assert!(table.findings().notes().iter().any(|error| error == note), "{:?}", table.findings().notes());
 }
+
+/// A workbook with the given cells as XML, and other parts.
+fn workbook_of(folder: &Folder, sheet_data: &str, more: &[(&str, &[u8])]) -> Result<Vec<QueryRow>, String> {
+    let mut archive = zip::ZipWriter::new(std::fs::File::create(folder.path("a.xlsx")).unwrap());
+    let relations = "http://schemas.openxmlformats.org/package/2006/relationships";
+    let document = "http://schemas.openxmlformats.org/officeDocument/2006/relationships";
+    let main = "http://schemas.openxmlformats.org/spreadsheetml/2006/main";
+    let relation = |kind: &str, target: &str| {
+        let one = format!(r#"<Relationship Id="r1" Type="{document}/{kind}" Target="{target}"/>"#);
+        format!(r#"<Relationships xmlns="{relations}">{one}</Relationships>"#)
+    };
+    let workbook = format!(
+        r#"<workbook xmlns="{main}" xmlns:r="{document}"><sheets><sheet name="s" sheetId="1" r:id="r1"/></sheets></workbook>"#
+    );
+    let sheet = format!(r#"<worksheet xmlns="{main}"><sheetData>{sheet_data}</sheetData></worksheet>"#);
+    let parts = [
+        ("_rels/.rels", relation("officeDocument", "xl/workbook.xml").into_bytes()),
+        ("xl/workbook.xml", workbook.into_bytes()),
+        ("xl/_rels/workbook.xml.rels", relation("worksheet", "worksheets/sheet1.xml").into_bytes()),
+        ("xl/worksheets/sheet1.xml", sheet.into_bytes()),
+    ];
+    let more = more.iter().map(|(name, bytes)| (*name, bytes.to_vec()));
+    for (name, bytes) in parts.into_iter().chain(more) {
+        archive.start_file(name, zip::write::SimpleFileOptions::default()).unwrap();
+        std::io::Write::write_all(&mut archive, &bytes).unwrap();
+    }
+    archive.finish().unwrap();
+    folder.read("a.xlsx")
+}
+
+fn text_cell(address: &str, text: &str) -> String {
+    format!(r#"<c r="{address}" t="inlineStr"><is><t>{text}</t></is></c>"#)
+}
+
+/// Regression: one far cell took memory for 17 billion.
+#[test]
+fn a_far_cell_takes_no_memory_for_the_cells_before_it() {
+    let folder = Folder::new();
+    let far = format!(r#"<row r="1048576">{}{}</row>"#, text_cell("A1048576", "贵吗"), text_cell("XFD1048576", "x"));
+    let head = format!(r#"<row r="1">{}</row><row r="2">{}</row>"#, text_cell("A1", "问题"), text_cell("A2", "怎么吃"));
+    let rows = workbook_of(&folder, &format!("{head}{far}"), &[]).unwrap();
+    let found: Vec<(usize, &str)> = rows.iter().map(|row| (row.row, row.original_query.as_str())).collect();
+    assert_eq!(found, [(2, "怎么吃"), (1_048_576, "贵吗")]);
+    let outside = format!("{head}<row>{}</row>", text_cell("A1048577", "贵吗"));
+    let expected =
+        "a.xlsx: sheet `s`: row 1048577 column 1 is outside of 1048576 rows and 16384 columns; save it again as .xlsx";
+    assert_eq!(workbook_of(&folder, &outside, &[]).unwrap_err(), expected);
+    let expected = "a.xlsx: sheet `s`: cell A1 comes after a later row; save it again as .xlsx";
+    let back = format!(r#"{far}<row r="1">{}</row>"#, text_cell("A1", "问题"));
+    assert_eq!(workbook_of(&folder, &back.replace("贵吗", "问题"), &[]).unwrap_err(), expected);
+}
+
+/// Regression: parts that inflate to gigabytes, and a declared number of texts, took memory before they were checked.
+#[test]
+fn parts_of_a_workbook_are_bounded() {
+    let folder = Folder::new();
+    let head = format!(r#"<row r="1">{}</row><row r="2">{}</row>"#, text_cell("A1", "问题"), text_cell("A2", "怎么吃"));
+    let refused = |name: &str, bytes: &[u8]| workbook_of(&folder, &head, &[(name, bytes)]).unwrap_err();
+    let error = refused("xl/styles.xml", &vec![b' '; (16 << 20) + 1]);
+    assert!(
+        error.starts_with("a.xlsx: `xl/styles.xml` inflates to more than 16777216 bytes; save the table"),
+        "{error}"
+    );
+    let long = format!("<sst><si><t>{}</t></si></sst>", "x".repeat(5 << 20));
+    let error = refused("xl/sharedStrings.xml", long.as_bytes());
+    let expected =
+        "a.xlsx: `xl/sharedStrings.xml` holds a text of more than 4194304 bytes; a cell holds at most 1048576";
+    assert_eq!(error, expected);
+    let error = refused("xl/sharedStrings.xml", br#"<sst uniqueCount="999999999999"><si><t>x</t></si></sst>"#);
+    let expected =
+        "a.xlsx: `xl/sharedStrings.xml` does not hold the number of texts that it declares; save it again as .xlsx";
+    assert_eq!(error, expected);
+    assert_eq!(
+        workbook_of(&folder, &head, &[("xl/sharedStrings.xml", b"<sst uniqueCount=\"0\"></sst>")]).unwrap().len(),
+        1
+    );
+}
+
+#[test]
+fn a_formula_without_its_value_is_named() {
+    let folder = Folder::new();
+    let sheet = |cell: &str| {
+        let names = format!("{}{}", text_cell("A1", "问题"), text_cell("C1", "备注"));
+        format!(r#"<row r="1">{names}</row><row r="2">{}{cell}</row>"#, text_cell("A2", "怎么吃"))
+    };
+    let expected = "a.xlsx: sheet `s`: cell A3 has a formula without its value; \
+                    open the workbook in a spreadsheet program, which calculates it, and save it";
+    for formula in ["<f>A2</f>", "<f>A2</f><v></v>", "<f>A2</f><v/>"] {
+        let row = format!(r#"</row><row r="3"><c r="A3">{formula}</c>"#);
+        assert_eq!(workbook_of(&folder, &sheet(&row), &[]).unwrap_err(), expected);
+    }
+    let unused = r#"<c r="C2"><f>A2</f></c>"#;
+    assert_eq!(workbook_of(&folder, &sheet(unused), &[]).unwrap().len(), 1, "an unused column");
+    let known = r#"</row><row r="3"><c r="A3" t="str"><f>A2</f><v>贵吗</v></c>"#;
+    assert_eq!(workbook_of(&folder, &sheet(known), &[]).unwrap()[1].original_query, "贵吗");
+}
+
+/// Regression: a row or line without an end was read into memory completely.
+#[test]
+fn rows_and_lines_have_a_maximum_length() {
+    let max_bytes = querl_core::fsx::MAX_LINE_BYTES;
+    let long = "x".repeat(max_bytes + 100);
+    let error = rejected("a.csv", format!("问题\n\"{long}"));
+    assert!(
+        error.ends_with(&format!("a row of more than {max_bytes} bytes; look for a quote that is not closed")),
+        "{error}"
+    );
+    let error = rejected("a.jsonl", format!("{{\"问题\": \"甲\"}}\n{{\"问题\": \"{long}\"}}\n"));
+    let expected =
+        format!("a.jsonl:2: not a valid record: a line of more than {max_bytes} bytes; fix or remove the line");
+    assert_eq!(error, expected);
+    let short: String = (0..200_000).map(|row| format!("{row},{}\n", "x".repeat(400))).collect();
+    assert_eq!(
+        Folder::new().open("a.csv", format!("问题,备注\n{short}")).unwrap().len(),
+        200_000,
+        "a large file of short rows"
+    );
+    let wide = format!("问题{}\n甲\n", ",x".repeat(20_000));
+    assert_eq!(rejected("a.csv", wide), "a.csv: the table has 20001 columns; expected at most 16384");
+    assert_eq!(
+        rejected("a.csv", b"\x1f\x8b\x08\x00"),
+        "a.csv: by its first bytes the file is compressed with gzip; decompress it"
+    );
+}
+
+/// Regression: chat messages were read as the text of a query.
+#[test]
+fn a_column_of_chat_messages_is_refused_in_every_format() {
+    let folder = Folder::new();
+    let remedy = "holds a list of chat messages; \
+                  write the text of the last user message in a column of its own, and name that in data.query_column";
+    let error = |name: &str| {
+        let config = json!({ "input": folder.path(name), "query_column": "messages" });
+        let error = open_queries(&serde_json::from_value(config).unwrap()).unwrap_err().to_string();
+        error.replace(&format!("{}/", folder.0.path().display()), "")
+    };
+    let chat = r#"[{"role": "system", "content": "改写"}, {"role": "user", "content": "怎么吃"}]"#;
+    let python = chat.replace('"', "'");
+    let quoted = format!("\"{}\"", chat.replace('"', "\"\""));
+    folder.file("a.jsonl", format!("{{\"messages\": {chat}}}\n"));
+    folder.file("a.csv", format!("messages\n{quoted}\n"));
+    folder.file("b.csv", format!("messages\n\"{python}\"\n"));
+    folder.workbook(&[&["messages"], &[chat]]);
+    std::fs::rename(folder.path("测试集.xlsx"), folder.path("a.xlsx")).unwrap();
+    for (name, row) in [("a.jsonl", 1), ("a.csv", 2), ("b.csv", 2), ("a.xlsx", 2)] {
+        assert_eq!(error(name), format!("{name}: row {row} column `messages` {remedy}"));
+    }
+    let schema = "message rows { optional group messages (LIST) { repeated group list { optional group element { \
+                  optional binary role (UTF8); optional binary content (UTF8); } } } }";
+    parquet_file(&folder.path("a.parquet"), schema, |group| {
+        for text in ["user", "怎么吃"] {
+            let mut column = group.next_column().unwrap().unwrap();
+            column.typed::<ByteArrayType>().write_batch(&[text.into()], Some(&[4]), Some(&[0])).unwrap();
+            column.close().unwrap();
+        }
+    });
+    assert_eq!(error("a.parquet"), format!("a.parquet: row 1 column `messages` {remedy}"));
+    assert!(!is_chat("[产品] 怎么吃 \"role\"") && !is_chat("{怎么吃}"));
+}
+
+mod properties {
+    use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    const FORMATS: [&str; 5] = ["csv", "tsv", "jsonl", "xlsx", "parquet"];
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+
+        #[test]
+        fn any_bytes_are_read_or_rejected_in_one_sentence(bytes in vec(any::<u8>(), 0..400), at in 0..FORMATS.len()) {
+            let (folder, name) = (Folder::new(), format!("a.{}", FORMATS[at]));
+            let start: &[u8] = match FORMATS[at] {
+                "xlsx" => b"PK\x03\x04",
+                "parquet" => b"PAR1",
+                _ => "问题".as_bytes(),
+            };
+            for content in [bytes.clone(), [start, &bytes].concat()] {
+                if let Err(error) = folder.open(&name, content) {
+                    prop_assert!(error.starts_with(&name) && !error.contains('\n'), "{error:?}");
+                }
+            }
+        }
+
+        #[test]
+        fn exported_tables_are_read_back(queries in vec("[^\\p{C}\\s]([^\\p{C}]|\n){0,40}", 1..20)) {
+            let folder = Folder::new();
+            let output = folder.path("a.jsonl");
+            let unique: std::collections::BTreeSet<String> = queries.iter().map(|query| query.trim().to_owned()).collect();
+            let row = |(row, query): (usize, &String)| QueryRow {
+                id: query_id(query, "", ""),
+                row,
+                original_query: query.clone(),
+                user_profile: String::new(),
+                history_summary: String::new(),
+                gold_ids: Vec::new(),
+                group: "g".into(),
+            };
+            let records = (2..).zip(&unique).map(row).map(|query| RewriteRecord { query, rewrite: Ok(Completion::of("改写")) });
+            write_jsonl(&output, records).unwrap();
+            let formats = [TableFormat::Xlsx, TableFormat::Csv, TableFormat::Tsv, TableFormat::Parquet];
+            write_tables::<RewriteRecord>(&output, &formats).unwrap();
+            for format in formats {
+                let read = rows(&config(table_path(&output, format)));
+                let found: Vec<&String> = read.iter().map(|row| &row.original_query).collect();
+                prop_assert_eq!(found, unique.iter().collect::<Vec<_>>(), "{:?}", format);
+            }
+        }
+    }
+}
