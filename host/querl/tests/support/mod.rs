@@ -174,9 +174,10 @@ path = "{plugins}/reward-competition"
     )
 }
 
-/// Builds the plugins of the configuration: commands that only look at one do not.
+/// Builds the plugins of the configurations: commands that only look at one do not.
 static BUILT_PLUGINS: LazyLock<()> = LazyLock::new(|| {
-    for name in ["tenant-fivedoctors", "filter-quality", "reward-competition"] {
+    let names = ["tenant-fivedoctors", "filter-quality", "reward-competition", "prompt-answer", "scorer-style"];
+    for name in names {
         querl_plugin::build(&repository().join("plugins").join(name)).unwrap();
     }
 });
