@@ -19,7 +19,7 @@ pub struct DirLock {
 pub enum DirLockError {
     #[error("{folder} is in use by another querl (process {holder}); wait for it, or choose another --out")]
     InUse { folder: String, holder: String },
-    #[error("{path}: {problem}")]
+    #[error("{path}: {problem}; choose another folder, or change its permissions")]
     Io { path: String, problem: &'static str, source: io::Error },
 }
 

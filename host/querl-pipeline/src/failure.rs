@@ -3,6 +3,7 @@
 use querl_bundle::BundleError;
 use querl_bundle::oci::RegistryError;
 use querl_core::config::ConfigError;
+use querl_core::dir_lock::DirLockError;
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_core::records::{CallFailure, FailureKind};
 use querl_data::DataError;
@@ -92,6 +93,10 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     }
     // A service that is down or rejects our key is for the user to correct.
     if let Some(EnvironmentError::Service(_)) = cause.downcast_ref() {
+        return Some(Ending::Usage);
+    }
+    // A folder that cannot be made or written, by its name or its permissions. One in use by another process is not a mistake.
+    if let Some(DirLockError::Io { .. }) = cause.downcast_ref() {
         return Some(Ending::Usage);
     }
     cause.downcast_ref::<ConfigError>().map(|_| Ending::Usage)

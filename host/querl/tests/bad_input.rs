@@ -487,3 +487,21 @@ fn nohup_and_a_limit_of_file_sizes_are_respected() {
     assert_eq!(limited.code, Some(1), "{limited:#?}");
     assert!(limited.stderr.contains("File too large") && limited.stderr.contains("cannot be written"), "{limited:#?}");
 }
+
+#[test]
+fn a_damaged_ledger_and_an_unusable_folder_are_mistakes_of_the_user() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+    let file = project.refusal(&["run", "querl.toml", "--out", "queries.jsonl"], 2);
+    assert!(file.starts_with("queries.jsonl: cannot be made; choose another folder, or change"), "{file}");
+    project.write("run/stages.json", "{");
+    let ledger = project.refusal(&["run", "querl.toml"], 2);
+    assert!(ledger.starts_with("run/stages.json: not a ledger of stages (EOF while parsing"), "{ledger}");
+    assert!(ledger.ends_with("; put the file back, or remove it to run all stages again"), "{ledger}");
+    project.copy_model("model");
+    let special = r#"{"eos_token": "<|im_end|>", "chat_template": "{{ raise_exception('no') }}"}"#;
+    project.write("model/tokenizer_config.json", special);
+    std::fs::remove_file(project.path("run/stages.json")).unwrap();
+    let template = project.refusal(&["run", "querl.toml", "--set", "model.path=\"model\""], 2);
+    assert!(template.starts_with("chat template: "), "{template}");
+}

@@ -123,8 +123,9 @@ impl Ledger {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => empty(),
             Err(error) => return Err(error).with_context(|| format!("{}: cannot be read", path.display())),
             Ok(bytes) => {
-                let contents: Contents = serde_json::from_slice(&bytes).with_context(|| {
-                    format!("{}: not a ledger of stages; remove it to run all stages again", path.display())
+                let contents: Contents = serde_json::from_slice(&bytes).map_err(|error| {
+                    let remedy = "put the file back, or remove it to run all stages again";
+                    Stop::usage(format!("{}: not a ledger of stages ({error}); {remedy}", path.display()))
                 })?;
                 if contents.format == FORMAT { contents } else { empty() }
             }

@@ -208,6 +208,7 @@ impl FailureKind {
             ModelError::MissingFile { .. }
             | ModelError::UnsupportedArchitecture { .. }
             | ModelError::BadFile { .. }
+            | ModelError::Template(_)
             | ModelError::Lora(_)
             | ModelError::Shard(_) => Self::Usage,
             _ => Self::Failed,
