@@ -493,7 +493,7 @@ fn a_damaged_ledger_and_an_unusable_folder_are_mistakes_of_the_user() {
     let project = Project::new();
     project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
     let file = project.refusal(&["run", "querl.toml", "--out", "queries.jsonl"], 2);
-    assert!(file.starts_with("queries.jsonl: cannot be made; choose another folder, or change"), "{file}");
+    assert_eq!(file, "queries.jsonl: a file; choose another folder, or change `output_dir`");
     project.write("run/stages.json", "{");
     let ledger = project.refusal(&["run", "querl.toml"], 2);
     assert!(ledger.starts_with("run/stages.json: not a ledger of stages (EOF while parsing"), "{ledger}");

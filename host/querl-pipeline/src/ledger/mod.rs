@@ -121,7 +121,13 @@ impl Ledger {
         let empty = || Contents { format: FORMAT, ..Contents::default() };
         let contents = match std::fs::read(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => empty(),
-            Err(error) => return Err(error).with_context(|| format!("{}: cannot be read", path.display())),
+            Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => {
+                let folder = path.parent().unwrap_or(path).display();
+                return Err(
+                    Stop::usage(format!("{folder}: a file; choose another folder, or change `output_dir`")).into()
+                );
+            }
+            Err(error) => return Err(Stop::usage(format!("{}: cannot be read: {error}", path.display())).into()),
             Ok(bytes) => {
                 let contents: Contents = serde_json::from_slice(&bytes).map_err(|error| {
                     let remedy = "put the file back, or remove it to run all stages again";
