@@ -197,7 +197,8 @@ mod tests {
         let damaged = || ModelError::BadFile { path: "model".into(), message: "cut short".into() };
         assert_eq!(ending_of(&anyhow::Error::from(damaged()).context("sft")), Ending::Usage);
         assert_eq!(ending_of(&TrainError::from(damaged()).into()), Ending::Usage);
-        assert_eq!(ending_of(&ModelError::Template("no".into()).into()), Ending::Failed);
+        assert_eq!(ending_of(&ModelError::Template("no".into()).into()), Ending::Usage);
+        assert_eq!(ending_of(&ModelError::Generation("no".into()).into()), Ending::Failed);
     }
 
     #[test]
