@@ -409,7 +409,7 @@ const MESSAGE_KEYS: [[&str; 2]; 2] = [["role", "content"], ["from", "value"]];
 fn is_message(field: &Field) -> bool {
     let Field::Group(row) = field else { return false };
     let has = |key: &&str| row.get_column_iter().any(|(name, _)| name == key);
-    MESSAGE_KEYS.iter().any(|keys| keys.iter().all(|key| has(key)))
+    MESSAGE_KEYS.iter().any(|keys| keys.iter().all(has))
 }
 
 /// Whether a text is a list of chat messages, as JSON or as Python writes it.

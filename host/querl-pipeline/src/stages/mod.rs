@@ -186,12 +186,13 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     let inputs = stage.inputs(run, ledger)?;
     let mut decision = decide_on(run, ledger, name, &inputs, window);
     let is_forced = window.forced_from.is_some_and(|first| name >= first);
-    if matches!(decision, Decision::StartOver(_)) && !is_forced {
-        if let Some(kept) = previous::of_inputs(&run.dir, name, &inputs) {
-            kept.restore(run, ledger)?;
-            run.reporter.message(&format!("{name}: its earlier result on the same inputs is back in place"));
-            decision = decide_on(run, ledger, name, &inputs, window);
-        }
+    if matches!(decision, Decision::StartOver(_))
+        && !is_forced
+        && let Some(kept) = previous::of_inputs(&run.dir, name, &inputs)
+    {
+        kept.restore(run, ledger)?;
+        run.reporter.message(&format!("{name}: its earlier result on the same inputs is back in place"));
+        decision = decide_on(run, ledger, name, &inputs, window);
     }
     let found = match decision {
         Decision::Skip(_) => Facts::default(),
