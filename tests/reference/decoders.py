@@ -1,4 +1,5 @@
-"""Tiny random Qwen2, Qwen3, Llama and Mistral checkpoints with their logits and gradients, in golden/decoders/<name>/.
+"""Tiny random Qwen2, Qwen3, Llama and Mistral checkpoints with their logits and gradients, in golden/decoders/<name>/; and with
+log-probabilities of one row of 4,096 tokens, in golden/decoders/long-<name>/.
 
 Weights are far from their usual initial values (norm weights not 1, biases not 0, attention not uniform),
 so that a missing norm, bias, head group or rotation changes the logits by far more than rounding.
@@ -143,6 +144,114 @@ VARIANTS = {
     ),
 }
 
+# RoPE scaling under both keys and both names of the type, sliding windows on all layers and on some.
+NARROW = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+VARIANTS |= {
+    # As Qwen2.5's model card describes it.
+    "yarn-scaling": (
+        21,
+        QWEN2
+        | NARROW
+        | {
+            "rope_theta": 1000.0,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 16, "type": "yarn"},
+        },
+        (12, 9),
+    ),
+    "yarn-parameters": (
+        22,
+        {key: value for key, value in (QWEN3 | NARROW).items() if key != "rope_scaling"}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 3.0,
+                "original_max_position_embeddings": 20,
+                "beta_fast": 4.0,
+                "beta_slow": 0.25,
+                "mscale": 0.8,
+                "mscale_all_dim": 0.3,
+                "truncate": False,
+            },
+        },
+        (12, 12),
+    ),
+    "yarn-attention-factor": (
+        23,
+        LLAMA
+        | NARROW
+        | {
+            "rope_theta": 1000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "attention_factor": 1.5,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        (12, 12),
+    ),
+    "linear": (24, LLAMA | NARROW | {"rope_theta": 1000.0, "rope_scaling": {"type": "linear", "factor": 2.5}}, (12, 7)),
+    "dynamic": (
+        25,
+        LLAMA | NARROW | {"rope_theta": 1000.0, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        (12, 12),
+    ),
+    "window-mistral": (26, MISTRAL | NARROW | {"rope_theta": 1000.0, "sliding_window": 5}, (12, 10)),
+    # Full attention on the first layer.
+    "window-qwen2": (
+        27,
+        QWEN2
+        | NARROW
+        | {"rope_theta": 1000.0, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        (12, 12),
+    ),
+    "window-qwen3": (
+        28,
+        QWEN3
+        | NARROW
+        | {
+            "rope_theta": 1000.0,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        (12, 8),
+    ),
+}
+
+LONG_TOKENS = 4096
+LONG = NARROW | {"max_position_embeddings": LONG_TOKENS}
+# name: (seed, config)
+LONG_VARIANTS = {
+    "long-yarn": (
+        31,
+        QWEN2
+        | LONG
+        | {
+            "rope_theta": 1000000.0,
+            "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 1024, "type": "yarn"},
+        },
+    ),
+    "long-linear": (32, LLAMA | LONG | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "long-dynamic": (33, LLAMA | LONG | {"rope_theta": 10000.0, "rope_scaling": {"type": "dynamic", "factor": 4.0}}),
+    "long-window-mistral": (34, MISTRAL | LONG | {"rope_theta": 10000.0, "sliding_window": 700}),
+    "long-window-qwen3": (
+        35,
+        QWEN3
+        | LONG
+        | {"rope_theta": 1000000.0, "use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 1},
+    ),
+}
+
 
 def randomise(model, rng):
     for name, parameter in model.named_parameters():
@@ -172,7 +281,8 @@ def load(directory):
     return model.eval()
 
 
-def make(name, seed, overrides, lengths):
+def checkpoint(name, seed, overrides):
+    """Writes a random checkpoint; returns the model as transformers loads it, and the generator."""
     directory = GOLDEN / "decoders" / name
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -188,8 +298,16 @@ def make(name, seed, overrides, lengths):
     (directory / "config.json").rename(directory / "config.transformers-5.json")
     (directory / "config.json").write_text(classic)
 
+    (directory / "model.safetensors").chmod(0o644)
+
     model = load(directory)
-    assert model.config.rope_parameters["rope_theta"] == overrides["rope_theta"]
+    rope_theta = overrides.get("rope_theta") or overrides["rope_parameters"]["rope_theta"]
+    assert model.config.rope_parameters["rope_theta"] == rope_theta
+    return directory, model, rng
+
+
+def make(name, seed, overrides, lengths):
+    directory, model, rng = checkpoint(name, seed, overrides)
     input_ids, attention_mask = inputs(lengths, rng)
     output = model(input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
     loss = next_token_loss(output.logits, input_ids, attention_mask)
@@ -206,11 +324,31 @@ def make(name, seed, overrides, lengths):
         assert parameter.grad.abs().max() > 0, parameter_name
         golden[f"grad.{parameter_name}"] = parameter.grad
     save_file({k: v.detach().contiguous() for k, v in golden.items()}, directory / "golden.safetensors")
-    (directory / "model.safetensors").chmod(0o644)
     (directory / "golden.safetensors").chmod(0o644)
     print(f"decoders/{name}: loss {loss.item():.6f}, logits std {output.logits.std().item():.3f}")
 
 
+def make_long(name, seed, overrides):
+    """One row of 4,096 tokens: log-probabilities of the next token at some positions, the last ones among them."""
+    directory, model, rng = checkpoint(name, seed, overrides)
+    input_ids = torch.randint(3, VOCAB, (1, LONG_TOKENS), generator=rng)
+    positions = torch.tensor(sorted({*range(0, LONG_TOKENS - 1, 61), *range(LONG_TOKENS - 33, LONG_TOKENS - 1)}))
+    with torch.no_grad():
+        logits = model(input_ids=input_ids, use_cache=False).logits[0]
+    logprobs = torch.log_softmax(logits[positions], -1)
+    golden = {
+        "input_ids": input_ids[0].to(torch.uint8),
+        "positions": positions,
+        "logprobs": logprobs.gather(1, input_ids[0, positions + 1, None])[:, 0],
+    }
+    save_file({k: v.detach().contiguous() for k, v in golden.items()}, directory / "golden.safetensors")
+    (directory / "golden.safetensors").chmod(0o644)
+    print(f"decoders/{name}: mean log-probability {golden['logprobs'].mean().item():.6f}")
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:] or VARIANTS:  # decoders.py [NAME...]
-        make(name, *VARIANTS[name])
+    for name in sys.argv[1:] or [*VARIANTS, *LONG_VARIANTS]:  # decoders.py [NAME...]
+        if name in LONG_VARIANTS:
+            make_long(name, *LONG_VARIANTS[name])
+        else:
+            make(name, *VARIANTS[name])

@@ -1,6 +1,6 @@
 //! Types that all crates of querl share: pipeline records, traits of external components (teacher, judge, retriever,
-//! environment, plugins), the resolved configuration, the layout of a run directory, atomic file writes, and sanitised text
-//! for terminals.
+//! environment, plugins), the resolved configuration, the layout of a run directory, atomic file writes, the reader of models'
+//! configurations, and sanitised text for terminals.
 //!
 //! This crate must not depend on tensors, WebAssembly, HTTP or an async runtime.
 
@@ -8,6 +8,7 @@ pub mod config;
 pub mod dir_lock;
 pub mod episodes;
 pub mod fsx;
+pub mod model_config;
 pub mod ports;
 pub mod records;
 pub mod run_dir;

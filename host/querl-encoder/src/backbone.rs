@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{bert, xlm_roberta};
 use querl_core::fsx;
+use querl_core::model_config::{self, Keys, NoOp, bounds};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use tokenizers::{EncodeInput, Encoding, Tokenizer, TruncationParams, TruncationStrategy};
@@ -15,6 +16,46 @@ const DIGESTED_FILES: [&str; 3] = ["config.json", "tokenizer.json", "model.safet
 const DEFAULT_LENGTH: usize = 512;
 /// Minimum `max_length`, as in the configuration: special tokens of a pair and some of both texts.
 const MIN_LENGTH: usize = 8;
+
+/// Keys of `config.json` that are read here or by candle-transformers, and those without effect on an encoder at inference: dropout,
+/// settings of BERT's pretraining and of pooling that is not used.
+const USED: &[&str] = &[
+    "attention_probs_dropout_prob",
+    "directionality",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "hidden_size",
+    "intermediate_size",
+    "layer_norm_eps",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+    "position_embedding_type",
+    "sbert_ce_default_activation_function",
+    "sentence_transformers",
+    "tie_word_embeddings",
+    "type_vocab_size",
+    "vocab_size",
+];
+
+/// An encoder that is a decoder has causal attention.
+const NO_OPS: &[(&str, NoOp)] = &[("is_decoder", NoOp::Flag(false))];
+
+/// Sizes of `config.json` with their bounds. `type_vocab_size` may be missing.
+const SIZES: [(&str, u64); 7] = [
+    ("hidden_size", bounds::HIDDEN_SIZE),
+    ("intermediate_size", bounds::INTERMEDIATE_SIZE),
+    ("num_hidden_layers", bounds::LAYERS),
+    ("num_attention_heads", bounds::HEADS),
+    ("vocab_size", bounds::VOCABULARY),
+    ("max_position_embeddings", bounds::POSITIONS),
+    ("type_vocab_size", bounds::VOCABULARY),
+];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Architecture {
@@ -35,7 +76,7 @@ pub(crate) struct Directory {
 impl Directory {
     pub(crate) fn open(folder: &Path) -> Result<Self, EncoderError> {
         let path = folder.join("config.json");
-        let config = read_json(&path)?;
+        let config = Value::Object(model_config::read(&path).map_err(|error| EncoderError::file(&path, error))?);
         let model_type = config["model_type"].as_str().unwrap_or_default();
         let architecture = match model_type {
             "bert" => Architecture::Bert,
@@ -50,6 +91,7 @@ impl Directory {
             let problem = format!("position_embedding_type is `{positions}`; expected absolute");
             return Err(EncoderError::file(&path, problem));
         }
+        check_keys(&config).map_err(|problem| EncoderError::file(&path, problem))?;
         Ok(Self { folder: folder.to_owned(), architecture, config })
     }
 
@@ -66,6 +108,23 @@ impl Directory {
     pub(crate) fn number(&self, key: &str) -> Result<usize, EncoderError> {
         let found = self.config[key].as_u64().map(|number| number as usize);
         found.ok_or_else(|| EncoderError::file(&self.path("config.json"), format!("has no number `{key}`")))
+    }
+
+    /// Refuses sizes that are missing, 0 or absurd.
+    fn check_sizes(&self) -> Result<(), EncoderError> {
+        let wrong = |problem: String| EncoderError::file(&self.path("config.json"), problem);
+        let Some(keys) = self.config.as_object().map(Keys::new) else { return Ok(()) };
+        for (key, most) in SIZES {
+            let size = keys.optional_size(key, most).map_err(wrong)?;
+            if size.is_none() && key != "type_vocab_size" {
+                return Err(wrong(keys.missing(key)));
+            }
+        }
+        let (hidden, n_heads) = (self.number("hidden_size")?, self.number("num_attention_heads")?);
+        match hidden.is_multiple_of(n_heads) {
+            true => Ok(()),
+            false => Err(wrong(format!("hidden_size {hidden} is not a multiple of num_attention_heads {n_heads}"))),
+        }
     }
 
     /// True for a sequence classifier, such as a reranker.
@@ -134,6 +193,10 @@ impl Directory {
     }
 }
 
+fn check_keys(config: &Value) -> Result<(), String> {
+    config.as_object().map_or(Ok(()), |keys| Keys::new(keys).check_file(USED, NO_OPS))
+}
+
 fn read_json(path: &Path) -> Result<Value, EncoderError> {
     let text =
         std::fs::read_to_string(path).map_err(|error| EncoderError::file(path, format!("cannot be read: {error}")))?;
@@ -149,9 +212,16 @@ pub(crate) enum Backbone {
 impl Backbone {
     /// Loads the encoder; tensor names may have the prefix of a model with a head.
     pub(crate) fn load(directory: &Directory, weights: &VarBuilder<'static>) -> Result<Self, EncoderError> {
+        directory.check_sizes()?;
         let config = || settings(&directory.config, directory.pad_id());
         let unfit = |error: serde_json::Error| EncoderError::file(&directory.path("config.json"), error);
         let misfit = |error: candle_core::Error| EncoderError::file(&directory.path("model.safetensors"), error);
+        let n_layers = directory.number("num_hidden_layers")?;
+        let surplus = format!("encoder.layer.{n_layers}.attention.self.query.weight");
+        if ["bert", "roberta"].iter().any(|prefix| below(weights, prefix).contains_tensor(&surplus)) {
+            let problem = format!("`num_hidden_layers` is {n_layers}; model.safetensors has more layers");
+            return Err(EncoderError::file(&directory.path("config.json"), problem));
+        }
         match directory.architecture {
             Architecture::Bert => {
                 let config: bert::Config = serde_json::from_value(config()).map_err(unfit)?;

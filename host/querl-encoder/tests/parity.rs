@@ -259,3 +259,43 @@ fn what_is_no_such_model_is_named() {
     let said = EmbeddingModel::open(&golden("bert-reranker"), None).err().unwrap().to_string();
     assert!(said.contains("config.json: is of a classifier, such as a reranker"), "{said}");
 }
+
+/// Regression: a decoder's attention, and fewer layers than the checkpoint has, were computed as if nothing had been said.
+#[test]
+fn a_configuration_that_computes_something_else_or_has_absurd_sizes_is_refused() {
+    let folder = copy("bert-cls");
+    let path = folder.path().join("config.json");
+    let config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    let refusal = |key: &str, value: Value| {
+        let mut changed = config.clone();
+        changed[key] = value;
+        std::fs::write(&path, changed.to_string()).unwrap();
+        EmbeddingModel::open(folder.path(), None).err().map(|error| error.to_string())
+    };
+    for (key, value, expected) in [
+        ("is_decoder", json!(true), "`is_decoder` is true; expected false"),
+        ("quantization_config", json!({"bits": 4}), "`quantization_config` is {\"bits\":4}; expected no value"),
+        ("embedding_scale", json!(2), "`embedding_scale` is 2, a key that querl does not know"),
+        ("num_hidden_layers", json!(1), "`num_hidden_layers` is 1; model.safetensors has more layers"),
+        ("num_hidden_layers", json!(1_000_000_000), "expected a whole number from 1 to 1024"),
+        ("hidden_size", json!(0), "`hidden_size` is 0; expected a whole number from 1 to 131072"),
+        ("vocab_size", json!(1_u64 << 60), "`vocab_size` is 1152921504606846976; expected"),
+        ("num_attention_heads", json!(3), "hidden_size 32 is not a multiple of num_attention_heads 3"),
+        ("intermediate_size", json!(null), "has no `intermediate_size`"),
+    ] {
+        let found = refusal(key, value).unwrap();
+        assert!(found.contains("config.json: ") && found.contains(expected), "{found}");
+    }
+    // As bge-small-zh-v1.5, bge-m3 and cross-encoders of sentence-transformers have them.
+    for (key, value) in [
+        ("pooler_type", json!("first_token_transform")),
+        ("directionality", json!("bidi")),
+        ("output_past", json!(true)),
+        ("position_embedding_type", json!("absolute")),
+        ("torch_dtype", json!("float32")),
+        ("hidden_dropout_prob", json!(0.1)),
+        ("sentence_transformers", json!({"activation_fn": "torch.nn.modules.linear.Identity"})),
+    ] {
+        assert_eq!(refusal(key, value), None, "{key}");
+    }
+}

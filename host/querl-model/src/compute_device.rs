@@ -1,7 +1,7 @@
 //! The device that holds a model and computes it.
 
 use crate::accelerator::{self, Accelerator};
-use crate::{ModelError, Ranks, Weights};
+use crate::{DecoderConfig, ModelError, Ranks, Weights};
 use candle_core::{Device, Error, Result as TensorResult};
 use querl_core::config::BaseDtype;
 use std::sync::Arc;
@@ -60,6 +60,17 @@ impl ComputeDevice {
             GpuUse::Generation => format!("generates with head sizes that are a multiple of 8, up to {most}"),
         };
         Err(Error::Msg(format!("a model with attention heads of size {head_dim}; a GPU {expected}")).into())
+    }
+
+    /// Refuses sliding windows on a GPU, whose kernels compute full attention.
+    ///
+    /// # Errors
+    /// The model has such a window.
+    pub fn check_windows(&self, config: &DecoderConfig) -> Result<(), ModelError> {
+        match self {
+            Self::Accelerator(_) if !config.sliding_windows.is_empty() => Err(ModelError::SlidingWindow),
+            _ => Ok(()),
+        }
     }
 
     /// Of its tensors.

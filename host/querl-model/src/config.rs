@@ -1,7 +1,13 @@
-//! `config.json` of a Hugging Face directory.
+//! The shape of a decoder, from `config.json` of a Hugging Face directory.
+
+mod read;
+mod rope_scaling;
+
+pub(crate) use rope_scaling::inverse_frequencies;
+pub use rope_scaling::{Llama3Scaling, RopeScaling, YarnScaling};
 
 use crate::ModelError;
-use serde::Deserialize;
+use querl_core::model_config::{self, Keys, ReadError};
 use std::path::Path;
 
 /// Architecture of a decoder.
@@ -13,7 +19,7 @@ pub enum Family {
     Qwen3,
     /// Llama 2 and 3: neither biases nor per-head norms, unless `attention_bias` is set.
     Llama,
-    /// The dense Mistral models without sliding window: as Llama.
+    /// The dense Mistral models: as Llama, with a sliding window where the configuration has one.
     Mistral,
 }
 
@@ -29,42 +35,19 @@ impl Family {
         }
     }
 
+    /// The `model_type` of its configurations.
+    pub(crate) fn model_type(self) -> &'static str {
+        match self {
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+            Self::Llama => "llama",
+            Self::Mistral => "mistral",
+        }
+    }
+
     /// Whether each head of queries and keys has a norm before RoPE.
     pub fn has_qk_norm(self) -> bool {
         self == Self::Qwen3
-    }
-}
-
-/// How RoPE's frequencies are scaled for contexts longer than those of pretraining.
-#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
-pub struct RopeScaling {
-    /// Factor by which low frequencies are divided.
-    pub factor: f64,
-    /// Wavelengths above `original_max_position_embeddings` over this are scaled in full.
-    pub low_freq_factor: f64,
-    /// Wavelengths below `original_max_position_embeddings` over this are kept.
-    pub high_freq_factor: f64,
-    /// Positions of pretraining.
-    pub original_max_position_embeddings: usize,
-}
-
-impl RopeScaling {
-    /// The scaled inverse frequency.
-    ///
-    /// Source: transformers' `_compute_llama3_parameters` (`modeling_rope_utils.py`).
-    pub(crate) fn scaled(&self, inverse_frequency: f32) -> f32 {
-        let (low, high) = (self.low_freq_factor, self.high_freq_factor);
-        let original = self.original_max_position_embeddings as f64;
-        let wavelength = std::f32::consts::TAU / inverse_frequency;
-        if wavelength < (original / high) as f32 {
-            return inverse_frequency;
-        }
-        let divided = inverse_frequency / self.factor as f32;
-        if wavelength > (original / low) as f32 {
-            return divided;
-        }
-        let smooth = (original as f32 / wavelength - low as f32) / (high - low) as f32;
-        (1.0 - smooth) * inverse_frequency / self.factor as f32 + smooth * inverse_frequency
     }
 }
 
@@ -91,8 +74,10 @@ pub struct DecoderConfig {
     pub max_positions: usize,
     /// Base of the rotary frequencies.
     pub rope_theta: f64,
-    /// Scaling of the rotary frequencies (`rope_type` `llama3`).
+    /// Scaling of the rotary frequencies.
     pub rope_scaling: Option<RopeScaling>,
+    /// Sliding window of each layer, itself included; `None` means full attention. Empty where all layers have full attention.
+    pub sliding_windows: Vec<Option<usize>>,
     /// Epsilon of all RMSNorms.
     pub rms_norm_eps: f64,
     /// The head is the embedding.
@@ -103,96 +88,6 @@ pub struct DecoderConfig {
     pub output_bias: bool,
     /// Standard deviation of fresh weights.
     pub initializer_range: f64,
-}
-
-/// `config.json` as written, with the two ways in which transformers has named the rotary base.
-#[derive(Deserialize)]
-struct ConfigFile {
-    vocab_size: usize,
-    hidden_size: usize,
-    intermediate_size: usize,
-    num_hidden_layers: usize,
-    num_attention_heads: usize,
-    num_key_value_heads: Option<usize>,
-    head_dim: Option<usize>,
-    max_position_embeddings: usize,
-    rope_theta: Option<f64>,
-    rope_parameters: Option<RopeParameters>,
-    rope_scaling: Option<RopeParameters>,
-    #[serde(default = "default_eps")]
-    rms_norm_eps: f64,
-    #[serde(default)]
-    tie_word_embeddings: bool,
-    attention_bias: Option<bool>,
-    #[serde(default)]
-    mlp_bias: bool,
-    #[serde(default)]
-    use_sliding_window: bool,
-    /// Of Mistral; the other families have the key too and ignore it without `use_sliding_window`.
-    #[serde(default = "default_sliding_window")]
-    sliding_window: Option<usize>,
-    #[serde(default = "default_initializer_range")]
-    initializer_range: f64,
-    #[serde(default = "default_act")]
-    hidden_act: String,
-}
-
-/// `rope_parameters` of transformers 5, or `rope_scaling` of earlier versions.
-#[derive(Default, Deserialize)]
-struct RopeParameters {
-    rope_theta: Option<f64>,
-    rope_type: Option<String>,
-    /// The name of `rope_type` in transformers before 4.43.
-    r#type: Option<String>,
-    #[serde(flatten)]
-    scaling: serde_json::Map<String, serde_json::Value>,
-}
-
-impl RopeParameters {
-    /// The scaling, `None` where positions are not scaled. A key that changes the frequencies and is not known here is an error.
-    fn scaling(&self) -> Result<Option<RopeScaling>, String> {
-        let rope_type = match (&self.rope_type, &self.r#type) {
-            (Some(rope_type), Some(other)) if rope_type != other => {
-                return Err(format!("rope_type is `{rope_type}` and type is `{other}`; expected one rope type"));
-            }
-            (rope_type, other) => rope_type.as_ref().or(other.as_ref()),
-        };
-        match rope_type.map_or("default", String::as_str) {
-            "default" => match self.scaling.iter().find(|(_, value)| !value.is_null()) {
-                Some((key, _)) => Err(format!("the rope parameter `{key}` is not supported with rope type `default`")),
-                None => Ok(None),
-            },
-            "llama3" => {
-                let scaling = serde_json::from_value(self.scaling.clone().into());
-                let scaling: RopeScaling = scaling.map_err(|error| format!("rope type `llama3`: {error}"))?;
-                let (low, high) = (scaling.low_freq_factor, scaling.high_freq_factor);
-                if !(scaling.factor > 0.0 && low > 0.0 && high > low) {
-                    return Err(
-                        "rope type `llama3`: expected factor > 0 and 0 < low_freq_factor < high_freq_factor".into()
-                    );
-                }
-                Ok(Some(scaling))
-            }
-            other => Err(format!("rope type `{other}` is not supported; expected `default` or `llama3`")),
-        }
-    }
-}
-
-fn default_eps() -> f64 {
-    1e-6
-}
-
-fn default_initializer_range() -> f64 {
-    0.02
-}
-
-fn default_act() -> String {
-    "silu".into()
-}
-
-/// What transformers' `MistralConfig` has where the key is missing; `null` means full attention.
-fn default_sliding_window() -> Option<usize> {
-    Some(4096)
 }
 
 const LANGUAGE_MODEL: &str = "ForCausalLM";
@@ -230,15 +125,21 @@ impl DecoderConfig {
     }
 
     fn read(path: &Path, expected: &'static str, family: impl Fn(&str) -> Option<Family>) -> Result<Self, ModelError> {
-        let text = std::fs::read_to_string(path).map_err(ModelError::io(path))?;
-        let architecture: serde_json::Value =
-            serde_json::from_str(&text).map_err(|error| ModelError::bad_file(path, error))?;
-        let found = architecture["architectures"][0].as_str().unwrap_or("none named").to_owned();
+        let file = model_config::read(path).map_err(|error| match error {
+            ReadError::Io(source) => ModelError::Io { path: path.to_owned(), source },
+            ReadError::Invalid(message) => ModelError::bad_file(path, message),
+        })?;
+        let architecture = file.get("architectures").and_then(|names| names[0].as_str());
+        let found = architecture.unwrap_or("none named").to_owned();
         let Some(family) = family(&found) else {
             return Err(ModelError::UnsupportedArchitecture { path: path.to_owned(), found, expected });
         };
-        let file: ConfigFile = serde_json::from_str(&text).map_err(|error| ModelError::bad_file(path, error))?;
-        file.resolve(family).map_err(|message| ModelError::bad_file(path, message))
+        Self::from_keys(family, Keys::new(&file)).map_err(|message| ModelError::bad_file(path, message))
+    }
+
+    /// Sliding window of a layer; `None` means full attention.
+    pub fn sliding_window(&self, layer: usize) -> Option<usize> {
+        self.sliding_windows.get(layer).copied().flatten()
     }
 }
 
@@ -298,70 +199,5 @@ impl DecoderConfig {
             }
         }
         shapes
-    }
-}
-
-impl ConfigFile {
-    fn resolve(self, family: Family) -> Result<DecoderConfig, String> {
-        if self.use_sliding_window {
-            return Err("use_sliding_window is true; only full attention is supported".into());
-        }
-        let window = self.sliding_window.filter(|&window| window < self.max_position_embeddings);
-        if let (Family::Mistral, Some(window)) = (family, window) {
-            let positions = self.max_position_embeddings;
-            return Err(format!(
-                "sliding_window is {window}, below max_position_embeddings {positions}; only full attention is supported"
-            ));
-        }
-        if self.mlp_bias {
-            return Err("mlp_bias is true; expected false".into());
-        }
-        if self.hidden_act != "silu" {
-            return Err(format!("hidden_act is `{}`; expected `silu`", self.hidden_act));
-        }
-        let (parameters, earlier) = (self.rope_parameters.unwrap_or_default(), self.rope_scaling.unwrap_or_default());
-        let rope_theta = parameters.rope_theta.or(earlier.rope_theta).or(self.rope_theta).unwrap_or(10_000.0);
-        let rope_scaling = match (parameters.scaling()?, earlier.scaling()?) {
-            (Some(one), Some(other)) if one != other => {
-                return Err("rope_parameters and rope_scaling differ; expected one of them".into());
-            }
-            (one, other) => one.or(other),
-        };
-        if self.num_attention_heads == 0 {
-            return Err("num_attention_heads is 0; expected at least 1".into());
-        }
-        let n_kv_heads = self.num_key_value_heads.unwrap_or(match family {
-            Family::Mistral => 8, // the default of transformers' `MistralConfig`
-            _ => self.num_attention_heads,
-        });
-        if n_kv_heads == 0 || !self.num_attention_heads.is_multiple_of(n_kv_heads) {
-            return Err(format!(
-                "num_attention_heads {} is not a multiple of num_key_value_heads {n_kv_heads}",
-                self.num_attention_heads
-            ));
-        }
-        let head_dim = self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads);
-        if head_dim == 0 || !head_dim.is_multiple_of(2) {
-            return Err(format!("head_dim is {head_dim}; rotary embeddings need an even number"));
-        }
-        let has_attention_bias = matches!(family, Family::Qwen3 | Family::Llama) && self.attention_bias == Some(true);
-        Ok(DecoderConfig {
-            family,
-            vocab_size: self.vocab_size,
-            hidden_size: self.hidden_size,
-            intermediate_size: self.intermediate_size,
-            n_layers: self.num_hidden_layers,
-            n_heads: self.num_attention_heads,
-            n_kv_heads,
-            head_dim,
-            max_positions: self.max_position_embeddings,
-            rope_theta,
-            rope_scaling,
-            rms_norm_eps: self.rms_norm_eps,
-            tie_word_embeddings: self.tie_word_embeddings,
-            qkv_bias: family == Family::Qwen2 || has_attention_bias,
-            output_bias: has_attention_bias,
-            initializer_range: self.initializer_range,
-        })
     }
 }

@@ -22,6 +22,10 @@ pub enum ModelError {
     Lora(String),
     #[error("generation: {0}")]
     Generation(String),
+    #[error(
+        "a model with a sliding window in its attention; GPUs compute full attention alone: set `device = \"cpu\"`"
+    )]
+    SlidingWindow,
     #[error("tensor parallel: {0}")]
     Shard(String),
     #[error(transparent)]

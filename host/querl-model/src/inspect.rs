@@ -3,7 +3,7 @@
 use crate::adapter::LoraAdapter;
 use crate::checkpoint::{StoredModel, weight_files};
 use crate::export::dtype_name;
-use crate::{Family, ModelError, TextTokenizer};
+use crate::{Family, ModelError, RopeScaling, TextTokenizer};
 use serde::Serialize;
 use std::path::Path;
 
@@ -31,6 +31,12 @@ pub struct ModelSummary {
     pub tokenizer_vocab_size: usize,
     /// Most tokens of a sequence.
     pub positions: usize,
+    /// Scaling of RoPE's frequencies.
+    pub rope_scaling: Option<RopeScaling>,
+    /// The sliding window of attention.
+    pub sliding_window: Option<usize>,
+    /// Layers with that window; the others have full attention.
+    pub sliding_window_layers: usize,
     /// Whether the head is the embedding.
     pub tied_embedding: bool,
 }
@@ -69,6 +75,9 @@ pub fn inspect_model(directory: &Path) -> Result<ModelSummary, ModelError> {
         vocab_size: config.vocab_size,
         tokenizer_vocab_size: tokenizer.vocab_size(),
         positions: config.max_positions,
+        rope_scaling: config.rope_scaling,
+        sliding_window: config.sliding_windows.iter().flatten().min().copied(),
+        sliding_window_layers: config.sliding_windows.iter().flatten().count(),
         tied_embedding: config.tie_word_embeddings,
     })
 }

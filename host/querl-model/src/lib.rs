@@ -48,7 +48,7 @@ pub use batch::PackedBatch;
 pub use ceilings::{Repeated, copies, matrix_products};
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use compute_device::{ComputeDevice, GpuUse};
-pub use config::{DecoderConfig, Family, RopeScaling, Weights};
+pub use config::{DecoderConfig, Family, Llama3Scaling, RopeScaling, Weights, YarnScaling};
 pub use decoder::Decoder;
 pub use dropout::Dropout;
 pub use error::ModelError;

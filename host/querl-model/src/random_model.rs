@@ -45,15 +45,16 @@ impl DecoderConfig {
         QWEN2_5.iter().chain(&QWEN3).map(|row| row.0)
     }
 
+    /// `config.json` without RoPE scaling and sliding windows.
     pub(crate) fn to_json(&self) -> serde_json::Value {
-        let (model_type, architecture) = match self.family {
-            Family::Qwen2 => ("qwen2", "Qwen2ForCausalLM"),
-            Family::Qwen3 => ("qwen3", "Qwen3ForCausalLM"),
-            Family::Llama => ("llama", "LlamaForCausalLM"),
-            Family::Mistral => ("mistral", "MistralForCausalLM"),
+        let architecture = match self.family {
+            Family::Qwen2 => "Qwen2ForCausalLM",
+            Family::Qwen3 => "Qwen3ForCausalLM",
+            Family::Llama => "LlamaForCausalLM",
+            Family::Mistral => "MistralForCausalLM",
         };
         serde_json::json!({
-            "architectures": [architecture], "model_type": model_type, "hidden_act": "silu", "attention_dropout": 0.0,
+            "architectures": [architecture], "model_type": self.family.model_type(), "hidden_act": "silu", "attention_dropout": 0.0,
             "attention_bias": self.output_bias, "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.n_layers, "num_attention_heads": self.n_heads, "num_key_value_heads": self.n_kv_heads,
             "head_dim": self.head_dim, "max_position_embeddings": self.max_positions, "rope_theta": self.rope_theta,
@@ -80,6 +81,7 @@ impl DecoderConfig {
             max_positions: if is_qwen2 { 32_768 } else { 40_960 },
             rope_theta: 1_000_000.0,
             rope_scaling: None,
+            sliding_windows: Vec::new(),
             rms_norm_eps: 1e-6,
             tie_word_embeddings: is_tied,
             qkv_bias: is_qwen2,

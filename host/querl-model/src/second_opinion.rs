@@ -22,6 +22,10 @@ impl SecondOpinion {
     /// A file is missing or damaged, or the decoder lacks what the config asks for.
     pub fn load(directory: &Path) -> Result<Self, ModelError> {
         let config = DecoderConfig::load(&required(directory, "config.json")?)?;
+        if config.rope_scaling.is_some() || !config.sliding_windows.is_empty() {
+            let reason = "the decoders of candle-transformers have no RoPE scaling and no sliding window per layer";
+            return Err(ModelError::bad_file(directory, reason));
+        }
         let files = weight_files(directory)?;
         // SAFETY: as in `Decoder::load`: a program that rewrites a checkpoint in place while it is read breaks the mapping.
         let weights = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &Device::Cpu) };

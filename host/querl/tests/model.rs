@@ -4,7 +4,7 @@
 mod support;
 
 use querl_model::{Decoder, LoraAdapter, LoraSettings, Weights};
-use serde_json::Value;
+use serde_json::{Value, json};
 use support::{Project, model};
 
 /// A project with the tiny model's folder in it and an adapter that changes something.
@@ -58,6 +58,51 @@ fn inspect_distinguishes_models_from_adapters() {
     let json: Value =
         serde_json::from_str(&project.querl(&["model", "inspect", "model", "--json"]).ok().stdout).unwrap();
     assert_eq!((&json["family"], &json["layers"], &json["tied_embedding"]), (&"Qwen3".into(), &2.into(), &true.into()));
+}
+
+#[test]
+fn inspect_shows_rope_scaling_and_sliding_windows_and_refuses_unknown_keys() {
+    let project = Project::new();
+    project.copy_model("model");
+    let original: Value = serde_json::from_str(&project.read("model/config.json")).unwrap();
+    let write = |changes: Value| {
+        let mut config = original.clone();
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        project.write("model/config.json", &config.to_string());
+    };
+    let plain = project.querl(&["model", "inspect", "model"]).ok().stdout;
+    assert!(plain.contains("\nrope scaling    none\nsliding window  none\n"), "{plain}");
+    write(json!({
+        "rope_parameters": {"type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 2048},
+        "use_sliding_window": true, "sliding_window": 16, "max_window_layers": 1,
+    }));
+    let scaled = project.querl(&["model", "inspect", "model"]).ok().stdout;
+    let expected = "\npositions       8192\nrope scaling    yarn, factor 4, pretrained with 2048 positions\n\
+                    sliding window  16 tokens in 1 of 2 layers\n";
+    assert!(scaled.contains(expected), "{scaled}");
+    let found: Value =
+        serde_json::from_str(&project.querl(&["model", "inspect", "model", "--json"]).ok().stdout).unwrap();
+    assert_eq!((&found["rope_scaling"]["rope_type"], &found["sliding_window"]), (&"yarn".into(), &16.into()));
+    project.write("lines.jsonl", "{\"token_ids\": [5, 6, 7]}\n");
+    for (changes, expected) in [
+        (
+            json!({"quantization_config": {"bits": 4}}),
+            "model/config.json: `quantization_config` is {\"bits\":4}; expected no value",
+        ),
+        (json!({"head_gate": 1}), "model/config.json: `head_gate` is 1, a key that querl does not know"),
+        (
+            json!({"num_hidden_layers": 1_u64 << 50}),
+            "model/config.json: `num_hidden_layers` is 1125899906842624; expected",
+        ),
+    ] {
+        write(changes);
+        for command in
+            [&["model", "inspect", "model"][..], &["model", "logprobs", "--model", "model", "--input", "lines.jsonl"]]
+        {
+            let message = project.refusal(command, 2);
+            assert!(message.starts_with(expected), "{message}");
+        }
+    }
 }
 
 #[test]

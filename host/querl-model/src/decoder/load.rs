@@ -129,6 +129,7 @@ impl Decoder {
     }
 
     fn from_weights(config: DecoderConfig, mut source: WeightLoader<'_>) -> Result<Self, ModelError> {
+        source.compute_device.check_windows(&config)?;
         let embedding = source.table("model.embed_tokens.weight")?;
         let head = match config.tie_word_embeddings {
             true => embedding.clone(),

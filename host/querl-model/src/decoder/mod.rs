@@ -139,7 +139,7 @@ impl Decoder {
         let mut x = self.embed(batch, pass.adapter)?;
         for (index, weights) in self.layers.iter().enumerate() {
             let is_last = index + 1 == self.layers.len();
-            let layer_pass = last.as_ref().filter(|_| is_last).unwrap_or(&all_rows).clone();
+            let layer_pass = self.with_window(last.as_ref().filter(|_| is_last).unwrap_or(&all_rows), index);
             x = match checkpointing {
                 None => transformer::forward(weights, pass.adapter, &x, layer_pass, pass.recompute)?,
                 Some(recompute) => CheckpointedLayer {
@@ -173,6 +173,12 @@ impl Decoder {
         let attention =
             PackedAttention { queries: Queries::all(&batch.tree), head_dim: self.config.head_dim, rows: rows.clone() };
         Ok(LayerPass { layer_rows: LayerRows { context: self.context(), rows, query_rows: None }, attention })
+    }
+
+    /// The pass with the sliding window of a layer.
+    pub(crate) fn with_window(&self, pass: &LayerPass, layer: usize) -> LayerPass {
+        let queries = pass.attention.queries.with_window(self.config.sliding_window(layer));
+        LayerPass { attention: PackedAttention { queries, ..pass.attention.clone() }, ..pass.clone() }
     }
 
     /// The same with some of the batch's rows, ascending, as queries.

@@ -236,7 +236,8 @@ fn last_hidden(weights: &PolicyWeights, sequences: &mut [NewTokens<'_>]) -> Resu
     for (layer, transformer_layer) in weights.layers.iter().enumerate() {
         let is_last = layer + 1 == weights.layers.len();
         let (layer_rows, queries) = if is_last { (&last, &queries) } else { (&all, &rows) };
-        let mut attention = PagedAttention { sequences: &mut *sequences, rows: &rows, queries, layer, heads };
+        let window = config.sliding_window(layer);
+        let mut attention = PagedAttention { sequences: &mut *sequences, rows: &rows, queries, layer, window, heads };
         let (out, _saved) = transformer_layer.forward(&backend, &mut attention, layer_rows, &x)?;
         x = out;
     }

@@ -39,6 +39,8 @@ pub(super) struct PagedAttention<'a, 's> {
     /// Rows whose output is computed.
     pub(super) queries: &'a [Row],
     pub(super) layer: usize,
+    /// Most keys that a row sees, itself included; `None` means all.
+    pub(super) window: Option<usize>,
     pub(super) heads: Heads,
 }
 
@@ -53,8 +55,35 @@ impl Attention<CpuInference> for PagedAttention<'_, '_> {
         }
         let caches: Vec<&SequenceKvCache> = self.sequences.iter().map(|sequence| &*sequence.cache).collect();
         let mut out = backend.buffer(q.len());
-        attend(&caches, self.queries, self.layer, q, self.heads, &mut out);
+        let caches = Caches { caches: &caches, window: self.window.unwrap_or(usize::MAX) };
+        attend(caches, self.queries, self.layer, q, self.heads, &mut out);
         Ok((out, ()))
+    }
+}
+
+/// The block tables that rows attend over.
+#[derive(Clone, Copy)]
+struct Caches<'a> {
+    caches: &'a [&'a SequenceKvCache],
+    window: usize,
+}
+
+impl<'a> Caches<'a> {
+    /// First token that a row sees.
+    fn first_visible(self, row: &Row) -> usize {
+        row.n_visible.saturating_sub(self.window)
+    }
+
+    /// First token of the first block with such a token.
+    fn first_of_blocks(self, row: &Row) -> usize {
+        self.first_visible(row) / BLOCK_TOKENS * BLOCK_TOKENS
+    }
+
+    /// The block of that index, where the row sees a token of it.
+    fn block_of(self, row: &Row, index: usize) -> Option<&'a Arc<Block>> {
+        let first = index * BLOCK_TOKENS;
+        let is_seen = (self.first_of_blocks(row)..row.n_visible).contains(&first);
+        is_seen.then(|| &self.caches[row.cache].blocks()[index])
     }
 }
 
@@ -73,7 +102,7 @@ struct Scratch {
 }
 
 /// `out` `(N, heads * D)` for queries of the same shape; the caches hold the keys and values of the rows themselves already.
-fn attend(caches: &[&SequenceKvCache], rows: &[Row], layer: usize, queries: &[f32], heads: Heads, out: &mut [f32]) {
+fn attend(caches: Caches<'_>, rows: &[Row], layer: usize, queries: &[f32], heads: Heads, out: &mut [f32]) {
     let width = heads.n_heads * heads.head_dim;
     let per_task = (ROWS_PER_TASK * width).max(1);
     let tasks = out.par_chunks_mut(per_task).zip(queries.par_chunks(per_task));
@@ -89,7 +118,7 @@ fn attend(caches: &[&SequenceKvCache], rows: &[Row], layer: usize, queries: &[f3
 impl Scratch {
     fn attend(
         &mut self,
-        caches: &[&SequenceKvCache],
+        caches: Caches<'_>,
         rows: &[Row],
         (layer, kv_head): (usize, usize),
         queries: &[f32],
@@ -98,7 +127,7 @@ impl Scratch {
     ) {
         let (dim, group) = (heads.head_dim, heads.n_heads / heads.n_kv_heads);
         let longest = rows.iter().map(|row| row.n_visible).max().unwrap_or(0).next_multiple_of(BLOCK_TOKENS);
-        let value_width = caches.first().map_or(dim, |cache| cache.shape().value_width());
+        let value_width = caches.caches.first().map_or(dim, |cache| cache.shape().value_width());
         let n = rows.len() * group;
         let columns = kv_head * group * dim..(kv_head + 1) * group * dim;
         let scale = 1.0 / (dim as f32).sqrt();
@@ -115,9 +144,11 @@ impl Scratch {
             score(&self.queries[start * dim..end * dim], dim, block.keys(layer, kv_head), scores, longest);
         });
         for (index, sums) in self.scores.chunks_exact_mut(longest).enumerate() {
-            let n_visible = rows[index / group].n_visible;
-            let (seen, _) = sums.split_at_mut(n_visible.next_multiple_of(BLOCK_TOKENS));
-            seen[n_visible..].fill(f32::NEG_INFINITY);
+            let (row, n_visible) = (&rows[index / group], rows[index / group].n_visible);
+            let (first, start) = (caches.first_visible(row), caches.first_of_blocks(row));
+            sums[n_visible..n_visible.next_multiple_of(BLOCK_TOKENS)].fill(f32::NEG_INFINITY);
+            sums[start..first].fill(f32::NEG_INFINITY);
+            let seen = &mut sums[start..n_visible.next_multiple_of(BLOCK_TOKENS)];
             self.queries[index * dim] = exponentials(seen); // the queries are no longer needed: their memory keeps the sums
         }
         for_runs(caches, rows, |first, of_rows, block| {
@@ -138,19 +169,17 @@ impl Scratch {
 }
 
 /// Calls `visit` for every block and every run of rows that hold it: its first token's position, the rows, the block.
-fn for_runs(caches: &[&SequenceKvCache], rows: &[Row], mut visit: impl FnMut(usize, Range<usize>, &Block)) {
-    let block_of = |row: &Row, index: usize| -> Option<&Arc<Block>> {
-        (index * BLOCK_TOKENS < row.n_visible).then(|| &caches[row.cache].blocks()[index])
-    };
+fn for_runs(caches: Caches<'_>, rows: &[Row], mut visit: impl FnMut(usize, Range<usize>, &Block)) {
     let n_blocks = rows.iter().map(|row| row.n_visible.div_ceil(BLOCK_TOKENS)).max().unwrap_or(0);
-    for index in 0..n_blocks {
+    let first = rows.iter().map(|row| caches.first_visible(row)).min().unwrap_or(0) / BLOCK_TOKENS;
+    for index in first..n_blocks {
         let mut start = 0;
         while start < rows.len() {
-            let Some(block) = block_of(&rows[start], index) else {
+            let Some(block) = caches.block_of(&rows[start], index) else {
                 start += 1;
                 continue;
             };
-            let same = |row: &&Row| block_of(row, index).is_some_and(|other| Arc::ptr_eq(other, block));
+            let same = |row: &&Row| caches.block_of(row, index).is_some_and(|other| Arc::ptr_eq(other, block));
             let end = start + rows[start..].iter().take_while(same).count();
             visit(index * BLOCK_TOKENS, start..end, block);
             start = end;
@@ -322,18 +351,20 @@ mod tests {
         BlockShape::of(2, HEADS.n_kv_heads, HEADS.head_dim)
     }
 
-    /// Softmax attention of one query head in f64, straight from the definition.
-    fn expected(cache: &SequenceKvCache, query: &[f32], kv_head: usize, n_visible: usize) -> Vec<f64> {
+    /// Softmax attention of one query head over some tokens in f64, straight from the definition.
+    fn expected(cache: &SequenceKvCache, query: &[f32], kv_head: usize, tokens: Range<usize>) -> Vec<f64> {
         let key = |t: usize, d: usize| cache.blocks()[t / 16].keys(1, kv_head)[d * 16 + t % 16];
         let value = |t: usize, d: usize| cache.blocks()[t / 16].values(1, kv_head)[t % 16 * 32 + d];
         let score = |t: usize| (0..20).map(|d| f64::from(query[d]) * f64::from(key(t, d))).sum::<f64>() / 20f64.sqrt();
-        let weights: Vec<f64> = (0..n_visible).map(|t| score(t).exp()).collect();
+        let weights: Vec<f64> = tokens.clone().map(|t| score(t).exp()).collect();
         let total: f64 = weights.iter().sum();
-        (0..20).map(|d| (0..n_visible).map(|t| weights[t] * f64::from(value(t, d))).sum::<f64>() / total).collect()
+        let sum =
+            |d: usize| tokens.clone().zip(&weights).map(|(t, weight)| weight * f64::from(value(t, d))).sum::<f64>();
+        (0..20).map(|d| sum(d) / total).collect()
     }
 
     #[test]
-    fn attention_over_shared_and_own_blocks_matches_the_definition() {
+    fn attention_over_shared_and_own_blocks_matches_the_definition_with_and_without_a_window() {
         let pool = BlockPool::new(shape());
         let mut prefix = SequenceKvCache::new(&pool);
         filled(&mut prefix, 37, 1);
@@ -350,21 +381,31 @@ mod tests {
             .map(|(cache, n_visible)| Row { cache, n_visible })
             .to_vec();
         let queries = numbers(rows.len() * 120, 9);
-        let mut out = vec![0f32; queries.len()];
-        attend(&caches.iter().collect::<Vec<_>>(), &rows, 1, &queries, HEADS, &mut out);
-        for (index, row) in rows.iter().enumerate() {
-            for head in 0..6 {
-                let columns = index * 120 + head * 20..index * 120 + (head + 1) * 20;
-                let expected = expected(&caches[row.cache], &queries[columns.clone()], head / 3, row.n_visible);
-                for (found, expected) in out[columns].iter().zip(expected) {
-                    assert!((f64::from(*found) - expected).abs() < 2e-6, "row {index}: {found} against {expected}");
+        // Windows within a block, over two, of whole blocks, and of all tokens of most rows.
+        for window in [None, Some(1), Some(7), Some(16), Some(21), Some(64)] {
+            let caches: Vec<&SequenceKvCache> = caches.iter().collect();
+            let window = window.unwrap_or(usize::MAX);
+            let mut out = vec![0f32; queries.len()];
+            attend(Caches { caches: &caches, window }, &rows, 1, &queries, HEADS, &mut out);
+            for (index, row) in rows.iter().enumerate() {
+                let tokens = row.n_visible.saturating_sub(window)..row.n_visible;
+                for head in 0..6 {
+                    let columns = index * 120 + head * 20..index * 120 + (head + 1) * 20;
+                    let expected = expected(caches[row.cache], &queries[columns.clone()], head / 3, tokens.clone());
+                    for (found, expected) in out[columns].iter().zip(expected) {
+                        assert!(
+                            (f64::from(*found) - expected).abs() < 2e-6,
+                            "row {index}, {window}: {found}, {expected}"
+                        );
+                    }
                 }
+                // Alone, a row gets the same bits as among others.
+                let mut alone = vec![0f32; 120];
+                let query = &queries[index * 120..(index + 1) * 120];
+                let own = Caches { caches: &[caches[row.cache]], window };
+                attend(own, &[Row { cache: 0, ..*row }], 1, query, HEADS, &mut alone);
+                assert_eq!(alone, out[index * 120..(index + 1) * 120]);
             }
-            // Alone, a row gets the same bits as among others.
-            let mut alone = vec![0f32; 120];
-            let query = &queries[index * 120..(index + 1) * 120];
-            attend(&[&caches[row.cache]], &[Row { cache: 0, ..*row }], 1, query, HEADS, &mut alone);
-            assert_eq!(alone, out[index * 120..(index + 1) * 120]);
         }
     }
 }

@@ -4,12 +4,13 @@ use super::elementwise::{inverse_rms, row_gradient, sum_of};
 use super::simd::vectorised;
 use super::{ROWS_PER_TASK, filled, slice_op, values_per_task};
 use crate::RopeScaling;
+use crate::config::inverse_frequencies;
 use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-/// Cosines and sines of every position and frequency.
+/// Cosines and sines of every position and frequency, times the factor of a scaling that has one (YaRN).
 #[derive(Clone)]
 pub struct RopeTable {
     cos: Arc<Vec<f32>>, // (positions, D / 2)
@@ -25,11 +26,9 @@ impl RopeTable {
 
     /// The same with scaled frequencies.
     pub fn scaled(n_positions: usize, head_dim: usize, theta: f64, scaling: Option<&RopeScaling>) -> Self {
-        let frequency = |j: usize| 1f32 / (theta.powf(2.0 * j as f64 / head_dim as f64) as f32);
-        let scaled = |frequency: f32| scaling.map_or(frequency, |scaling| scaling.scaled(frequency));
-        let inverse_frequencies: Vec<f32> = (0..head_dim / 2).map(|j| scaled(frequency(j))).collect();
-        let angles = (0..n_positions).flat_map(|p| inverse_frequencies.iter().map(move |f| p as f32 * f));
-        let (cos, sin) = angles.map(|angle| (angle.cos(), angle.sin())).unzip();
+        let (frequencies, factor) = inverse_frequencies(head_dim, theta, scaling);
+        let angles = (0..n_positions).flat_map(|p| frequencies.iter().map(move |f| p as f32 * f));
+        let (cos, sin) = angles.map(|angle| (angle.cos() * factor, angle.sin() * factor)).unzip();
         Self { cos: Arc::new(cos), sin: Arc::new(sin), head_dim }
     }
 
@@ -141,7 +140,7 @@ pub fn norm_rope(
     )
 }
 
-/// Applies RoPE to one head; `direction` -1 applies the inverse rotation, which is the gradient.
+/// Applies RoPE to one head; `direction` -1 rotates the other way, which is the gradient.
 #[inline(always)]
 fn rope_head(x: &[f32], cos: &[f32], sin: &[f32], direction: f32, y: &mut [MaybeUninit<f32>]) {
     let half = cos.len();

@@ -111,6 +111,7 @@ mod tests {
             let batch = PackedBatch::shared(sequences);
             let pass = decoder.layer_pass(&batch, dropout.map(|p| Dropout { p, seed: 11 })).unwrap();
             let pass = query_rows.map_or(pass.clone(), |rows| decoder.query_pass(&batch, &pass, rows).unwrap());
+            let pass = decoder.with_window(&pass, 1);
             let (n_rows, width) = (batch.n_rows(), decoder.config().hidden_size);
             let x = Var::from_vec(values(n_rows * width, 3), (n_rows, width), &Device::Cpu).unwrap();
             Self { decoder, adapter, pass, x }
@@ -155,7 +156,7 @@ mod tests {
             (Weights::Frozen, Adapter::Dora, None),
             (Weights::Frozen, Adapter::Dora, Some(0.3)),
         ];
-        for name in ["qwen2-untied", "qwen3-bias"] {
+        for name in ["qwen2-untied", "qwen3-bias", "window-qwen2"] {
             for (weights, adapter, dropout) in kinds {
                 for query_rows in [None, Some([1, 3, 6].as_slice())] {
                     let case = Case::new(name, weights, adapter, dropout, query_rows);

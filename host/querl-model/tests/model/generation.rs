@@ -98,7 +98,10 @@ fn sampled_logprobs_are_those_of_the_training_pass_for_every_kind_of_adapter() {
 #[test]
 fn bases_of_every_kind_decode_as_they_train() {
     let qwen = ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"];
-    for name in qwen.into_iter().chain(["llama-bias", "llama3-scaled", "mistral"]) {
+    let others =
+        ["llama-bias", "llama3-scaled", "mistral", "yarn-scaling", "yarn-attention-factor", "linear", "dynamic"];
+    let windows = ["window-mistral", "window-qwen2", "window-qwen3"];
+    for name in qwen.into_iter().chain(others).chain(windows) {
         for weights in [Weights::Frozen, Weights::Trained] {
             let decoder = Decoder::load(&golden(&format!("decoders/{name}")), weights).unwrap();
             let answers =

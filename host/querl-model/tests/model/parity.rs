@@ -11,8 +11,10 @@ use crate::{golden, json, values};
 use candle_core::{Tensor, Var};
 use querl_core::config::BaseDtype;
 use querl_model::{
-    ChatTemplate, Decoder, DecoderConfig, Dropout, LoraAdapter, PackedBatch, Pass, SecondOpinion, Weights, load_tensors,
+    ChatTemplate, Decoder, DecoderConfig, Dropout, LoraAdapter, PackedBatch, Pass, RopeScaling, SecondOpinion, Weights,
+    load_tensors,
 };
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
@@ -78,7 +80,7 @@ fn check_gradients(loss: &Tensor, vars: &BTreeMap<String, Var>, prefix: &str, go
 }
 
 /// The golden checkpoints of `tests/reference/decoders.py`.
-const DECODERS: [&str; 8] = [
+const DECODERS: [&str; 16] = [
     "qwen2-tied",
     "qwen2-untied",
     "qwen3-tied",
@@ -87,7 +89,18 @@ const DECODERS: [&str; 8] = [
     "llama-bias",
     "llama3-scaled",
     "mistral",
+    "yarn-scaling",
+    "yarn-parameters",
+    "yarn-attention-factor",
+    "linear",
+    "dynamic",
+    "window-mistral",
+    "window-qwen2",
+    "window-qwen3",
 ];
+
+/// Of one row of 4,096 tokens.
+const LONG: [&str; 5] = ["long-yarn", "long-linear", "long-dynamic", "long-window-mistral", "long-window-qwen3"];
 
 #[test]
 fn decoders_agree_with_transformers_in_logits_and_gradients() {
@@ -98,6 +111,42 @@ fn decoders_agree_with_transformers_in_logits_and_gradients() {
         let pass = Pass::default();
         check_logits(&decoder, &pass, &golden);
         check_gradients(&loss(&decoder, &pass, &sequences(&golden)), decoder.vars(), "", &golden);
+    }
+}
+
+/// Log-probabilities of the next token at some positions of 4,096 tokens, and the decoder's own.
+fn long_logprobs(name: &str, directory: &Path) -> (Vec<f32>, Vec<f32>) {
+    let golden = load_tensors(&golden(&format!("decoders/{name}/golden.safetensors"))).unwrap();
+    let ids: Vec<u32> = golden["input_ids"].to_vec1::<u8>().unwrap().into_iter().map(u32::from).collect();
+    let positions: Vec<u32> =
+        golden["positions"].to_vec1::<i64>().unwrap().into_iter().map(|position| position as u32).collect();
+    let decoder = Decoder::load(directory, Weights::Frozen).unwrap();
+    let targets = positions.iter().map(|position| ids[*position as usize + 1]).collect();
+    let hidden = decoder.hidden_at(&PackedBatch::new([ids.as_slice()]), &positions, &Pass::default()).unwrap();
+    let found = decoder.token_logprobs(&hidden, targets, 1.0, None).unwrap().narrow(1, 0, 1).unwrap();
+    (values(&found), values(&golden["logprobs"]))
+}
+
+/// Regression: YaRN under `rope_parameters` was ignored, and log-probabilities at 2,500 tokens were off by 1.9.
+#[test]
+fn scaled_rope_and_sliding_windows_agree_with_transformers_to_4096_tokens() {
+    for name in LONG {
+        let (found, expected) = long_logprobs(name, &golden(&format!("decoders/{name}")));
+        assert!(expected.len() > 90, "{name}");
+        let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+        assert!(worst < 5e-5, "{name}: off by {worst}");
+    }
+    // The goldens notice when a setting is left out.
+    let without = [
+        ("long-yarn", "\"type\": \"yarn\"", "\"type\": \"linear\", \"original_max_position_embeddings\": null"),
+        ("long-linear", "\"factor\": 4.0", "\"factor\": 3.5"),
+        ("long-window-mistral", "\"sliding_window\": 700", "\"sliding_window\": 699"),
+        ("long-window-qwen3", "\"max_window_layers\": 1", "\"max_window_layers\": 2"),
+    ];
+    for (name, old, new) in without {
+        let (found, expected) = long_logprobs(name, with_config(name, old, new).path());
+        let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+        assert!(worst > 1e-3, "{name}: off by {worst} alone");
     }
 }
 
@@ -151,39 +200,273 @@ fn tensors_without_a_place_or_of_another_shape_are_refused() {
     assert!(error.contains("_proj.weight` has shape [") && error.contains("config.json makes it ["), "{error}");
 }
 
-#[test]
-fn a_configuration_that_changes_attention_or_rope_in_an_unsupported_way_is_refused() {
-    let refused = |name: &str, old: &str, new: &str| {
-        let folder = with_config(name, old, new);
-        DecoderConfig::load(&folder.path().join("config.json")).err().map(|error| error.to_string())
-    };
-    let window = refused("mistral", "\"sliding_window\": null", "\"sliding_window\": 32").unwrap();
-    assert!(window.contains("sliding_window is 32, below max_position_embeddings 64"), "{window}");
-    // Without the key transformers takes a window of 4096, more than this model's 64 positions: it has no effect.
-    assert_eq!(refused("mistral", "  \"sliding_window\": null,\n", ""), None);
-    let yarn = refused("llama3-scaled", "\"llama3\"", "\"yarn\"").unwrap();
-    assert!(yarn.contains("rope type `yarn` is not supported; expected `default` or `llama3`"), "{yarn}");
-    // Scaling in either form, with either key, next to another form or without a type, is read or refused, never ignored.
-    let null = "\"rope_theta\": 500000.0";
-    for (added, expected) in [
-        ("\"rope_parameters\": {\"rope_type\": \"default\"}", None),
-        ("\"rope_parameters\": {\"type\": \"yarn\", \"factor\": 4.0}", Some("rope type `yarn` is not supported")),
-        ("\"rope_parameters\": {\"factor\": 4.0}", Some("the rope parameter `factor` is not supported")),
-        ("\"rope_parameters\": {\"partial_rotary_factor\": 0.5}", Some("`partial_rotary_factor` is not supported")),
-        ("\"rope_parameters\": {\"type\": \"llama3\", \"rope_type\": \"default\"}", Some("expected one rope type")),
-    ] {
-        let found = refused("llama3-scaled", null, &format!("{null}, {added}"));
-        assert_eq!(found.is_some(), expected.is_some(), "{added}: {found:?}");
-        assert!(found.unwrap_or_default().contains(expected.unwrap_or_default()), "{added}");
+/// What a golden's configuration with some keys changed is refused with.
+fn refusal(name: &str, changes: &Value) -> Option<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.json");
+    let mut config = json(&golden(&format!("decoders/{name}/config.json")));
+    config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+    std::fs::write(&path, config.to_string()).unwrap();
+    let message = DecoderConfig::load(&path).err()?.to_string();
+    assert!(message.starts_with(&format!("{}: ", path.display())) && !message.contains('\n'), "{message}");
+    Some(message)
+}
+
+fn assert_refused(cases: &[(&str, Value, &str)]) {
+    for (name, changes, expected) in cases {
+        let found = refusal(name, changes).unwrap_or_else(|| panic!("{name} with {changes} is not refused"));
+        assert!(found.contains(expected), "{name} with {changes}: {found}");
     }
-    let both = "\"type\": \"llama3\", \"rope_type\": \"llama3\"";
-    assert_eq!(refused("llama3-scaled", "\"rope_type\": \"llama3\"", both), None);
-    let order = refused("llama3-scaled", "\"low_freq_factor\": 1.0", "\"low_freq_factor\": 4.0").unwrap();
-    assert!(order.contains("0 < low_freq_factor < high_freq_factor"), "{order}");
-    let factor = refused("llama3-scaled", "\"low_freq_factor\"", "\"lowest\"").unwrap();
-    assert!(factor.contains("missing field `low_freq_factor`"), "{factor}");
-    let bias = refused("llama-bias", "\"mlp_bias\": false", "\"mlp_bias\": true").unwrap();
-    assert!(bias.contains("mlp_bias is true"), "{bias}");
+}
+
+#[test]
+fn keys_that_change_the_computation_or_are_unknown_are_refused() {
+    assert_refused(&[
+        ("llama-bias", json!({"mlp_bias": true}), "`mlp_bias` is true; expected false"),
+        ("llama-bias", json!({"hidden_act": "gelu"}), "`hidden_act` is `gelu`; expected `silu`"),
+        ("llama-bias", json!({"pretraining_tp": 2}), "`pretraining_tp` is 2; expected 1"),
+        ("llama-bias", json!({"model_type": "mistral"}), "`model_type` is `mistral`; expected `llama`"),
+        ("qwen3-tied", json!({"attention_dropout": 0.1}), "`attention_dropout` is 0.1; expected 0"),
+        ("qwen3-tied", json!({"embedding_multiplier": 12.0}), "`embedding_multiplier` is 12.0; expected 1"),
+        (
+            "qwen3-tied",
+            json!({"final_logit_softcapping": 30.0}),
+            "`final_logit_softcapping` is 30.0; expected no value",
+        ),
+        ("qwen2-tied", json!({"quantization_config": {"quant_method": "awq"}}), "expected no value"),
+        ("qwen2-tied", json!({"partial_rotary_factor": 0.5}), "`partial_rotary_factor` is 0.5; expected 1"),
+        ("qwen2-tied", json!({"is_causal": false}), "`is_causal` is false; expected true"),
+        ("qwen2-tied", json!({"auto_map": {"AutoModelForCausalLM": "a.B"}}), "`auto_map` names model code"),
+        ("qwen2-tied", json!({"head_gate": "sigmoid"}), "`head_gate` is `sigmoid`, a key that querl does not know"),
+    ]);
+    assert_eq!(refusal("qwen2-tied", &json!({"head_gate": null, "temperature": 0.7, "use_mrope": false})), None);
+}
+
+#[test]
+fn absurd_sizes_are_refused_before_memory_is_taken() {
+    assert_refused(&[
+        ("qwen3-tied", json!({"hidden_size": 0}), "`hidden_size` is 0; expected a whole number from 1 to 131072"),
+        ("qwen3-tied", json!({"num_hidden_layers": 1_u64 << 40}), "expected a whole number from 1 to 1024"),
+        ("qwen3-tied", json!({"vocab_size": -1}), "`vocab_size` is -1"),
+        ("qwen3-tied", json!({"num_attention_heads": 1e9}), "`num_attention_heads` is 1000000000.0"),
+        ("qwen3-tied", json!({"num_key_value_heads": 3}), "is not a multiple of num_key_value_heads 3"),
+        ("qwen3-tied", json!({"head_dim": 7}), "head_dim is 7; rotary embeddings need an even number"),
+        ("qwen2-tied", json!({"num_attention_heads": 6}), "hidden_size 32 is not a multiple of num_attention_heads 6"),
+        ("qwen3-tied", json!({"max_position_embeddings": 4_194_305}), "expected a whole number from 1 to 4194304"),
+        ("qwen3-tied", json!({"max_position_embeddings": 4_194_304, "head_dim": 512}), "expected at most 1048576 with"),
+        ("qwen3-tied", json!({"rms_norm_eps": -1.0}), "`rms_norm_eps` is -1.0; expected 0 or more"),
+        ("qwen3-tied", json!({"rope_theta": 0.0}), "rope_theta is 0; expected a number above 1"),
+        (
+            "qwen3-tied",
+            json!({"num_hidden_layers": 1024, "hidden_size": 131_072, "intermediate_size": 1_048_576}),
+            "parameters; expected at most 4398046511104",
+        ),
+    ]);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.json");
+    std::fs::write(&path, " ".repeat(17 << 20)).unwrap();
+    assert!(DecoderConfig::load(&path).unwrap_err().to_string().contains("larger than 16 MiB"));
+}
+
+#[test]
+fn rope_scaling_is_read_under_both_keys_or_refused() {
+    let scaling = |value: Value| json!({"rope_scaling": value});
+    assert_refused(&[
+        (
+            "qwen2-tied",
+            scaling(json!({"type": "longrope"})),
+            "rope type `longrope` is not supported; expected `default`",
+        ),
+        ("qwen2-tied", scaling(json!({"type": "yarn"})), "has no `rope_scaling.factor`"),
+        (
+            "qwen2-tied",
+            scaling(json!({"type": "yarn", "factor": 0})),
+            "`rope_scaling.factor` is 0; expected a number above 0",
+        ),
+        (
+            "qwen2-tied",
+            scaling(json!({"type": "yarn", "factor": 1e9})),
+            "positions with YaRN; expected at most 4194304",
+        ),
+        ("qwen2-tied", scaling(json!({"type": "yarn", "factor": 2, "extrapolation_factor": 1})), "does not know"),
+        (
+            "qwen2-tied",
+            scaling(json!({"type": "yarn", "factor": 2, "beta_slow": 40})),
+            "expected 0 < beta_slow <= beta_fast",
+        ),
+        ("qwen2-tied", scaling(json!({"factor": 4.0})), "rope type `default`: `rope_scaling.factor` is 4.0"),
+        ("qwen2-tied", scaling(json!({"partial_rotary_factor": 0.5})), "`rope_scaling.partial_rotary_factor` is 0.5"),
+        ("qwen2-tied", scaling(json!({"type": "yarn", "rope_type": "default"})), "expected one rope type"),
+        ("qwen2-tied", scaling(json!("yarn")), "`rope_scaling` is `yarn`; expected an object"),
+        (
+            "dynamic",
+            scaling(json!({"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 32})),
+            "expected max_position_embeddings, 64, with rope type `dynamic`",
+        ),
+        (
+            "llama3-scaled",
+            json!({"rope_parameters": {"type": "yarn", "factor": 4.0}}),
+            "`rope_parameters` and `rope_scaling` differ",
+        ),
+        (
+            "llama3-scaled",
+            json!({"rope_parameters": {"rope_theta": 1e4}}),
+            "`rope_parameters` and `rope_scaling` differ",
+        ),
+        (
+            "llama3-scaled",
+            json!({"original_max_position_embeddings": 128}),
+            "original_max_position_embeddings is 64 and 128",
+        ),
+        (
+            "qwen2-tied",
+            json!({"rope_parameters": {"full_attention": {"factor": 2}, "sliding_attention": {"factor": 3}}}),
+            "expected the same parameters for all layer types",
+        ),
+    ]);
+    let llama3 = |low: f64| {
+        let sizes =
+            json!({"type": "llama3", "factor": 8.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64});
+        let mut sizes = sizes.as_object().unwrap().clone();
+        sizes.insert("low_freq_factor".into(), low.into());
+        json!({"rope_scaling": sizes})
+    };
+    assert_eq!(refusal("llama3-scaled", &llama3(1.0)), None);
+    assert!(refusal("llama3-scaled", &llama3(4.0)).unwrap().contains("0 < low_freq_factor < high_freq_factor"));
+    assert_eq!(refusal("llama3-scaled", &json!({"rope_parameters": {"rope_type": "default"}})), None);
+
+    let load = |name: &str| DecoderConfig::load(&golden(&format!("decoders/{name}/config.json"))).unwrap();
+    let Some(RopeScaling::Yarn(yarn)) = load("yarn-scaling").rope_scaling else { panic!("no YaRN") };
+    assert_eq!((yarn.factor, yarn.original_max_position_embeddings, yarn.truncate), (4.0, 16, true));
+    // As in vLLM: pretraining's positions times the factor where that is more than `max_position_embeddings`.
+    let folder = with_config("yarn-scaling", "\"max_position_embeddings\": 64", "\"max_position_embeddings\": 16");
+    assert_eq!(DecoderConfig::load(&folder.path().join("config.json")).unwrap().max_positions, 64);
+    let nested = json!({"rope_type": "linear", "factor": 2.0});
+    let uniform = json!({"rope_parameters": {"full_attention": nested, "sliding_attention": nested}});
+    assert_eq!(refusal("qwen2-tied", &uniform), None);
+}
+
+#[test]
+fn longer_sequences_than_dynamic_rope_keeps_unscaled_are_refused() {
+    let decoder = Decoder::load(&golden("decoders/dynamic"), Weights::Frozen).unwrap();
+    let hidden = |n: usize| decoder.hidden_states(&PackedBatch::new([vec![5; n].as_slice()]), None);
+    assert!(hidden(64).is_ok());
+    let error = hidden(65).unwrap_err().to_string();
+    assert!(error.contains("position 64 is beyond the model's 64 positions"), "{error}");
+}
+
+#[test]
+fn sliding_windows_are_those_of_each_layer_in_transformers() {
+    let windows = |name: &str, changes: &Value| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut config = json(&golden(&format!("decoders/{name}/config.json")));
+        config.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+        config.as_object_mut().unwrap().retain(|_, value| value != "absent");
+        std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+        DecoderConfig::load(&folder.path().join("config.json")).unwrap().sliding_windows
+    };
+    let none = Vec::<Option<usize>>::new();
+    assert_eq!(windows("window-mistral", &json!({})), [Some(5), Some(5)]);
+    assert_eq!(windows("window-qwen2", &json!({})), [None, Some(4)]);
+    assert_eq!(windows("window-qwen3", &json!({})), [Some(6), None]);
+    assert_eq!(windows("window-qwen2", &json!({"max_window_layers": 0})), [Some(4), Some(4)]);
+    // Not used, as long as the longest sequence, or on no layer.
+    assert_eq!(windows("window-qwen2", &json!({"use_sliding_window": false})), none);
+    assert_eq!(windows("window-mistral", &json!({"sliding_window": 64})), none);
+    assert_eq!(windows("window-qwen2", &json!({"max_window_layers": 2})), none);
+    assert_eq!(
+        windows("llama-bias", &json!({"sliding_window": 4096, "layer_types": ["full_attention", "full_attention"]})),
+        none
+    );
+    // Without the key Mistral has a window of 4096 tokens, with `null` none.
+    let long = |window: &str| json!({"max_position_embeddings": 5000, "sliding_window": window});
+    assert_eq!(windows("mistral", &long("absent")), [Some(4096), Some(4096)]);
+    assert_eq!(windows("mistral", &json!({"max_position_embeddings": 5000, "sliding_window": null})), none);
+    let sliding = json!(["sliding_attention", "full_attention"]);
+    assert_refused(&[
+        ("llama-bias", json!({"sliding_window": 8}), "`sliding_window` is 8; expected no value"),
+        ("window-mistral", json!({"sliding_window": 0}), "`sliding_window` is 0; expected a whole number from 1"),
+        ("window-mistral", json!({"layer_types": sliding}), "which Mistral has in all layers"),
+        ("window-qwen2", json!({"layer_types": ["full_attention"]}), "for each of 2 layers"),
+        (
+            "window-qwen2",
+            json!({"layer_types": ["chunked_attention", "full_attention"]}),
+            "or `sliding_attention` for each",
+        ),
+        ("qwen2-tied", json!({"layer_types": sliding}), "and no sliding window is used"),
+        ("window-qwen2", json!({"use_sliding_window": "yes"}), "`use_sliding_window` is `yes`; expected true or false"),
+    ]);
+}
+
+/// The keys of published checkpoints, from their pages on Hugging Face.
+#[test]
+fn configurations_of_published_models_are_accepted() {
+    let qwen2 = json!({
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151_643, "eos_token_id": 151_645,
+        "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+        "max_position_embeddings": 32768, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 131_072,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.43.1", "use_cache": true,
+        "use_mrope": false, "use_sliding_window": false, "vocab_size": 152_064,
+    });
+    let qwen3 = json!({
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151_643,
+        "eos_token_id": 151_645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02,
+        "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, "rope_theta": 1_000_000,
+        "sliding_window": null, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+        "use_cache": true, "use_sliding_window": false, "vocab_size": 151_936,
+    });
+    let llama2 = json!({
+        "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+        "max_position_embeddings": 4096, "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": null,
+        "tie_word_embeddings": false, "torch_dtype": "float16", "transformers_version": "4.31.0.dev0", "use_cache": true,
+        "vocab_size": 32000,
+    });
+    let llama3 = json!({
+        "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128_000,
+        "eos_token_id": [128_001, 128_008, 128_009], "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131_072, "mlp_bias": false,
+        "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": {
+            "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500_000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0",
+        "use_cache": true, "vocab_size": 128_256, "unsloth_fixed": true,
+    });
+    let mistral = json!({
+        "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": true,
+        "vocab_size": 32000,
+    });
+    let smollm = json!({
+        "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "hidden_act": "silu",
+        "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": true, "max_position_embeddings": 8192,
+        "model_type": "llama", "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2,
+        "rms_norm_eps": 1e-5, "rope_interleaved": false, "rope_scaling": null, "rope_theta": 100_000, "vocab_size": 49152,
+        "tie_word_embeddings": true, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("config.json");
+    for (config, n_positions, n_windows) in [
+        (qwen2, 32768, 0),
+        (qwen3, 131_072, 0),
+        (llama2, 4096, 0),
+        (llama3, 131_072, 0),
+        (mistral, 32768, 32),
+        (smollm, 8192, 0),
+    ] {
+        std::fs::write(&path, config.to_string()).unwrap();
+        let found = DecoderConfig::load(&path).unwrap();
+        assert_eq!((found.max_positions, found.sliding_windows.len()), (n_positions, n_windows), "{config}");
+    }
 }
 
 #[test]

@@ -106,7 +106,7 @@ fn with_dora() -> impl Iterator<Item = (String, Model)> {
 
 fn models() -> impl Iterator<Item = (String, Model)> {
     let both = |name: &str| [(format!("{name} full"), Model::full(name)), (format!("{name} lora"), Model::lora(name))];
-    NAMES.into_iter().chain(["llama-bias", "llama3-scaled", "mistral"]).flat_map(both)
+    NAMES.into_iter().chain(["llama-bias", "llama3-scaled", "mistral", "window-qwen2"]).flat_map(both)
 }
 
 #[test]

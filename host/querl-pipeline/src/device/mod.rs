@@ -40,22 +40,42 @@ enum Backend {
 pub(crate) struct DeviceRequirements<'a> {
     pub model: &'a ModelConfig,
     pub sft: &'a SftConfig,
-    /// Size of attention heads; `None` where the model is not there yet.
-    pub head_dim: Option<usize>,
+    /// `None` where the model is not there yet.
+    pub attention: Option<AttentionShape>,
     pub gpu_use: GpuUse,
+}
+
+/// What of a model's attention a GPU may not support.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionShape {
+    pub head_dim: usize,
+    pub has_sliding_windows: bool,
 }
 
 impl<'a> DeviceRequirements<'a> {
     fn of(config: &'a Config, gpu_use: GpuUse) -> Result<Self, Stop> {
         let path = config.model.path.join("config.json");
-        let head_dim = path.is_file().then(|| head_dim(&config.model.path)).transpose()?;
-        Ok(Self { model: &config.model, sft: &config.sft, head_dim, gpu_use })
+        let attention = path.is_file().then(|| AttentionShape::of(&config.model.path)).transpose()?;
+        Ok(Self { model: &config.model, sft: &config.sft, attention, gpu_use })
     }
 }
 
-fn head_dim(folder: &Path) -> Result<usize, Stop> {
-    let shapes = DecoderConfig::load(&folder.join("config.json")).map_err(Stop::usage)?;
-    Ok(shapes.head_dim)
+impl AttentionShape {
+    fn of(folder: &Path) -> Result<Self, Stop> {
+        let shapes = DecoderConfig::load(&folder.join("config.json")).map_err(Stop::usage)?;
+        Ok(Self { head_dim: shapes.head_dim, has_sliding_windows: !shapes.sliding_windows.is_empty() })
+    }
+
+    /// `key` names the model.
+    fn check(self, key: &str, gpu_use: GpuUse) -> Result<(), DeviceUnavailable> {
+        if self.has_sliding_windows {
+            return Err(DeviceUnavailable(format!(
+                "{key} names a model with a sliding window in its attention; a GPU computes full attention alone"
+            )));
+        }
+        querl_model::ComputeDevice::check_gpu_head_dim(self.head_dim, gpu_use)
+            .map_err(|error| DeviceUnavailable(format!("{key} names {error}")))
+    }
 }
 
 #[derive(Debug)]
@@ -101,7 +121,7 @@ impl Executor {
         if self.gpu().is_none() {
             return Ok(());
         }
-        let checked = check_heads(key, head_dim(folder)?, GpuUse::Generation);
+        let checked = AttentionShape::of(folder)?.check(key, GpuUse::Generation);
         checked.map_err(|missing| Stop::usage(format!("{missing}; set device to \"cpu\"")))
     }
 
@@ -263,7 +283,7 @@ fn check_alike(used: &[UsedGpu]) -> Result<(), DeviceUnavailable> {
 
 /// Rejects settings that only the CPU supports.
 fn check_settings(
-    &DeviceRequirements { model, sft, head_dim, gpu_use }: &DeviceRequirements<'_>,
+    &DeviceRequirements { model, sft, attention, gpu_use }: &DeviceRequirements<'_>,
 ) -> Result<(), DeviceUnavailable> {
     let storages = DeviceSizes::GPU.storages;
     if !storages.contains(&model.dtype) {
@@ -278,12 +298,7 @@ fn check_settings(
             "sft.use_dora is true and sft.lora_dropout above 0, which together the CPU alone can do; set sft.lora_dropout = 0 or sft.use_dora = false".into(),
         ));
     }
-    head_dim.map_or(Ok(()), |head_dim| check_heads("model.path", head_dim, gpu_use))
-}
-
-fn check_heads(key: &str, head_dim: usize, gpu_use: GpuUse) -> Result<(), DeviceUnavailable> {
-    querl_model::ComputeDevice::check_gpu_head_dim(head_dim, gpu_use)
-        .map_err(|error| DeviceUnavailable(format!("{key} names {error}")))
+    attention.map_or(Ok(()), |attention| attention.check("model.path", gpu_use))
 }
 
 fn no_such_gpu(driver: &Driver, index: usize) -> DeviceUnavailable {
@@ -347,8 +362,8 @@ mod tests {
     #[test]
     fn settings_that_gpus_do_not_support_are_named() {
         let refusal = |dtype, sft: SftConfig| {
-            let needs =
-                DeviceRequirements { model: &model(dtype), sft: &sft, head_dim: Some(64), gpu_use: GpuUse::Generation };
+            let attention = Some(AttentionShape { head_dim: 64, has_sliding_windows: false });
+            let needs = DeviceRequirements { model: &model(dtype), sft: &sft, attention, gpu_use: GpuUse::Generation };
             check_settings(&needs).map_err(|missing| missing.0)
         };
         let plain = SftConfig::default();
@@ -368,12 +383,17 @@ mod tests {
 
     /// Regression: a model was fine-tuned for hours, and its first generation failed.
     #[test]
-    fn head_sizes_without_gpu_kernels_are_rejected_before_any_stage() {
-        let refusal = |head_dim, gpu_use| {
+    fn attention_without_gpu_kernels_is_rejected_before_any_stage() {
+        let refusal_of = |attention, gpu_use| {
             let (model, sft) = (model(BaseDtype::Bf16), SftConfig::default());
-            let needs = DeviceRequirements { model: &model, sft: &sft, head_dim: Some(head_dim), gpu_use };
+            let needs = DeviceRequirements { model: &model, sft: &sft, attention: Some(attention), gpu_use };
             check_settings(&needs).map_err(|missing| missing.0)
         };
+        let refusal = |head_dim, gpu_use| refusal_of(AttentionShape { head_dim, has_sliding_windows: false }, gpu_use);
+        let windows = AttentionShape { head_dim: 64, has_sliding_windows: true };
+        let message =
+            "model.path names a model with a sliding window in its attention; a GPU computes full attention alone";
+        assert_eq!(refusal_of(windows, GpuUse::Training), Err(message.into()));
         for head_dim in [8, 64, 120, 128] {
             assert_eq!(refusal(head_dim, GpuUse::Generation), Ok(()));
         }

@@ -210,6 +210,7 @@ impl FailureKind {
             | ModelError::BadFile { .. }
             | ModelError::Template(_)
             | ModelError::Lora(_)
+            | ModelError::SlidingWindow
             | ModelError::Shard(_) => Self::Usage,
             _ => Self::Failed,
         }

@@ -3,7 +3,8 @@
 //!
 //! The queries are divided into chunks of a few dozen to a few hundred, which are independent of each other. In a chunk, the scores
 //! of a block of queries are a matrix whose column is a key's depth in its sequence, so that queries of different branches share the
-//! columns of their common prefix: one product computes all of their scores with it.
+//! columns of their common prefix: one product computes all of their scores with it. With a sliding window a row attends to the
+//! last keys alone: columns before them are left out of the products where no query of the block sees them, and zeroed elsewhere.
 
 mod prefix_tree;
 mod query_chunk;
@@ -54,13 +55,16 @@ pub struct Queries {
     chunks: Arc<Vec<QueryChunk>>,
     n_queries: usize,
     n_rows: usize,
+    /// Most keys that a query sees, itself included.
+    window: usize,
 }
 
 impl Queries {
     /// Every row.
     pub fn all(tree: &RowTree) -> Self {
         let rows: Vec<u32> = (0..tree.n_rows() as u32).collect();
-        Self { chunks: Arc::new(query_chunks(tree, &rows)), n_queries: rows.len(), n_rows: rows.len() }
+        let n_queries = rows.len();
+        Self { chunks: Arc::new(query_chunks(tree, &rows)), n_queries, n_rows: n_queries, window: usize::MAX }
     }
 
     /// Some rows, in ascending order.
@@ -74,7 +78,16 @@ impl Queries {
         if let Some(row) = rows.last().filter(|&&row| row as usize >= tree.n_rows()) {
             bail!("attention: there is no row {row} among {}", tree.n_rows());
         }
-        Ok(Self { chunks: Arc::new(query_chunks(tree, rows)), n_queries: rows.len(), n_rows: tree.n_rows() })
+        let (n_queries, n_rows) = (rows.len(), tree.n_rows());
+        Ok(Self { chunks: Arc::new(query_chunks(tree, rows)), n_queries, n_rows, window: usize::MAX })
+    }
+
+    /// The same queries, each of which sees at most the last `window` keys of its sequence, itself included; `None` means all.
+    ///
+    /// Source: `sliding_window_overlay` of transformers' `masking_utils.py`.
+    #[must_use]
+    pub fn with_window(&self, window: Option<usize>) -> Self {
+        Self { window: window.unwrap_or(usize::MAX), ..self.clone() }
     }
 
     /// Heads of queries `(queries, heads * D)` and keys `(N, kv_heads * D)`.
@@ -93,7 +106,7 @@ impl Queries {
     }
 }
 
-/// Softmax attention, each query over its own sequence up to itself.
+/// Softmax attention, each query over its own sequence up to itself, or over the window of [`Queries::with_window`].
 ///
 /// `q`: `(queries, heads * D)`; `k`, `v`: `(N, kv_heads * D)`, with `heads` a multiple of `kv_heads`. Returns
 /// `(queries, heads * D)`. Gradients reach all three; the keys and values of what sequences share collect the gradients of all
@@ -132,7 +145,7 @@ pub type LogSumExp = Vec<Vec<f32>>;
 
 /// [`attention`] on slices.
 pub fn attention_forward(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
-    let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
+    let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v, window: queries.window });
     let mut out = vec![0f32; q.len()];
     let tasks: Vec<_> = queries.chunks.iter().zip(queries.parts(&mut out, heads)).collect();
     let logsumexp: Result<LogSumExp> = tasks
@@ -155,7 +168,7 @@ pub fn attention_backward(
     logsumexp: &LogSumExp,
     grad: &[f32],
 ) -> Result<[Vec<f32>; 3]> {
-    let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v });
+    let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v, window: queries.window });
     let mut dq = vec![0f32; q.len()];
     let width = heads.q_width();
     let tasks: Vec<_> = queries.chunks.iter().zip(logsumexp).zip(queries.parts(&mut dq, heads)).collect();

@@ -18,6 +18,25 @@ pub(super) struct Inputs<'a> {
     pub(super) q: &'a [f32],
     pub(super) k: &'a [f32],
     pub(super) v: &'a [f32],
+    /// Most keys that a query sees.
+    pub(super) window: usize,
+}
+
+/// The keys that the queries of a block see: positions from `n_seen - window` up to `n_seen`, for each query.
+#[derive(Clone, Copy)]
+struct Visible<'a> {
+    n_seen: &'a [usize],
+    window: usize,
+    /// Rows of scores for each query.
+    group: usize,
+}
+
+impl Visible<'_> {
+    #[inline(always)]
+    fn of_row(self, row: usize) -> Range<usize> {
+        let n_seen = self.n_seen[row / self.group];
+        n_seen.saturating_sub(self.window)..n_seen
+    }
 }
 
 /// Gradients of a chunk's keys and values in the chunk's numbering: `(keys, kv_heads * D)` each.
@@ -70,15 +89,22 @@ impl QueryChunk {
     }
 
     /// For each span that a block's queries see: rows of the block (queries by heads), keys of the chunk, columns of scores.
-    fn products<'a>(&'a self, block: &'a Block, group: usize) -> impl Iterator<Item = Product> + 'a {
+    fn products<'a>(&'a self, block: &'a Block, visible: Visible<'a>) -> impl Iterator<Item = Product> + 'a {
         self.spans.iter().filter_map(move |span| {
             let first = span.queries.start.max(block.queries.start);
             let last = span.queries.end.min(block.queries.end);
-            let n_seen = self.n_seen[first.min(last)..last].iter().max()?;
-            let n_keys = n_seen.saturating_sub(span.depth).min(span.keys.len());
+            let n_seen = &self.n_seen[first.min(last)..last];
+            let end = n_seen.iter().max()?.saturating_sub(span.depth).min(span.keys.len());
+            let start = n_seen.iter().min()?.saturating_sub(visible.window).saturating_sub(span.depth);
+            let group = visible.group;
             let rows = (first - block.queries.start) * group..(last - block.queries.start) * group;
-            (n_keys > 0).then_some(Product { rows, key: span.keys.start, n_keys, column: span.depth })
+            let (key, column) = (span.keys.start + start, span.depth + start);
+            (start < end).then(|| Product { rows, key, n_keys: end - start, column })
         })
+    }
+
+    fn visible(&self, block: &Block, heads: Heads, x: Inputs<'_>) -> Visible<'_> {
+        Visible { n_seen: &self.n_seen[block.queries.clone()], window: x.window, group: heads.group }
     }
 
     /// Attention of the chunk's queries into `out` `(queries, heads * D)`; `logsumexp`: `(kv_heads, queries, group)`.
@@ -92,13 +118,13 @@ impl QueryChunk {
             for block in self.blocks(group) {
                 let n_rows = block.queries.len() * group;
                 let logsumexp = &mut logsumexp[block.queries.start * group..block.queries.end * group];
-                let n_seen = &self.n_seen[block.queries.clone()];
+                let visible = self.visible(&block, heads, x);
                 pack(heads, head, x.q, self.queries.start, &block.queries, &mut buffers.q);
-                self.scores(heads, &block, &buffers.q, &k, heads.scale(), &mut buffers.p)?;
-                probabilities(&mut buffers.p, block.width, n_seen, group, logsumexp);
+                self.scores(heads, (&block, visible), &buffers.q, &k, heads.scale(), &mut buffers.p)?;
+                probabilities(&mut buffers.p, block.width, visible, logsumexp);
                 buffers.out.clear();
                 buffers.out.resize(n_rows * dim, 0.0);
-                for product in self.products(&block, group) {
+                for product in self.products(&block, visible) {
                     let rows = &mut buffers.out[product.rows.start * dim..product.rows.end * dim];
                     matmul(rows, 1.0, 1.0, product.of(&buffers.p, block.width), product.keys(&v, dim))?;
                 }
@@ -132,18 +158,18 @@ impl QueryChunk {
             for block in self.blocks(group) {
                 let (n_rows, width) = (block.queries.len() * group, block.width);
                 let logsumexp = &logsumexp[block.queries.start * group..block.queries.end * group];
-                let n_seen = &self.n_seen[block.queries.clone()];
+                let visible = self.visible(&block, heads, x);
                 pack(heads, head, x.q, self.queries.start, &block.queries, &mut buffers.q);
                 pack(heads, head, outputs.out, 0, &block.queries, &mut buffers.out);
                 pack(heads, head, outputs.grad, 0, &block.queries, &mut buffers.grad);
                 buffers.dots.resize(n_rows, 0.0);
                 dot_products(&mut buffers.dots, &buffers.grad, &buffers.out, dim);
-                self.scores(heads, &block, &buffers.q, &k, heads.scale(), &mut buffers.p)?;
-                recompute_probabilities(&mut buffers.p, width, n_seen, group, logsumexp);
-                self.scores(heads, &block, &buffers.grad, &v, 1.0, &mut buffers.ds)?;
-                score_gradients(&mut buffers.ds, &buffers.p, width, n_seen, group, &buffers.dots);
+                self.scores(heads, (&block, visible), &buffers.q, &k, heads.scale(), &mut buffers.p)?;
+                recompute_probabilities(&mut buffers.p, width, visible, logsumexp);
+                self.scores(heads, (&block, visible), &buffers.grad, &v, 1.0, &mut buffers.ds)?;
+                score_gradients(&mut buffers.ds, &buffers.p, width, visible, &buffers.dots);
                 buffers.out.fill(0.0);
-                for product in self.products(&block, group) {
+                for product in self.products(&block, visible) {
                     let (rows, keys) = (product.rows.start * dim..product.rows.end * dim, product.key_values(dim));
                     let (p, ds) = (product.of(&buffers.p, width), product.of(&buffers.ds, width));
                     let of_rows = |data| Mat::new(data, product.rows.len(), dim);
@@ -165,7 +191,7 @@ impl QueryChunk {
     fn scores(
         &self,
         heads: Heads,
-        block: &Block,
+        (block, visible): (&Block, Visible<'_>),
         rows: &[f32],
         keys: &[f32],
         scale: f32,
@@ -173,7 +199,7 @@ impl QueryChunk {
     ) -> Result<()> {
         let dim = heads.head_dim;
         scores.resize(block.queries.len() * heads.group * block.width, 0.0);
-        for product in self.products(block, heads.group) {
+        for product in self.products(block, visible) {
             let lhs = Mat::new(&rows[product.rows.start * dim..product.rows.end * dim], product.rows.len(), dim);
             let into = &mut scores[product.rows.start * block.width + product.column..];
             matmul_into(into, block.width, 0.0, scale, lhs, product.keys(keys, dim).t())?;
@@ -243,16 +269,17 @@ fn place(heads: Heads, head: usize, part: &[f32], all: &mut [f32]) {
 
 vectorised! {
     /// Softmax over the keys that each row sees, zero elsewhere; also the logarithm of each row's sum of exponentials. `scores`: rows of
-    /// `width`, `group` of them for each entry of `n_seen`.
-    fn probabilities(scores: &mut [f32], width: usize, n_seen: &[usize], group: usize, logsumexp: &mut [f32]) {
+    /// `width`.
+    fn probabilities(scores: &mut [f32], width: usize, visible: Visible<'_>, logsumexp: &mut [f32]) {
         for (index, (row, row_logsumexp)) in scores.chunks_exact_mut(width).zip(logsumexp).enumerate() {
-            let (seen, unseen) = row.split_at_mut(n_seen[index / group]);
+            let (before, seen, after) = parts(row, visible.of_row(index));
             let max = reduce(seen, f32::NEG_INFINITY, |max, x| if x > max { x } else { max });
             seen.iter_mut().for_each(|score| *score = exp(*score - max));
             let sum = reduce(seen, 0.0, |sum, x| sum + x);
             let inverse = 1.0 / sum;
             seen.iter_mut().for_each(|p| *p *= inverse);
-            unseen.fill(0.0);
+            before.fill(0.0);
+            after.fill(0.0);
             *row_logsumexp = max + sum.ln();
         }
     }
@@ -260,25 +287,37 @@ vectorised! {
 
 vectorised! {
     /// The same probabilities from scores and logarithms of sums.
-    fn recompute_probabilities(scores: &mut [f32], width: usize, n_seen: &[usize], group: usize, logsumexp: &[f32]) {
+    fn recompute_probabilities(scores: &mut [f32], width: usize, visible: Visible<'_>, logsumexp: &[f32]) {
         for (index, (row, row_logsumexp)) in scores.chunks_exact_mut(width).zip(logsumexp).enumerate() {
-            let (seen, unseen) = row.split_at_mut(n_seen[index / group]);
+            let (before, seen, after) = parts(row, visible.of_row(index));
             seen.iter_mut().for_each(|score| *score = exp(*score - row_logsumexp));
-            unseen.fill(0.0);
+            before.fill(0.0);
+            after.fill(0.0);
         }
     }
 }
 
 vectorised! {
-    /// `dS = P * (dP - dot)`, in the place of `dP`; zero beyond what a row sees.
-    fn score_gradients(dp: &mut [f32], p: &[f32], width: usize, n_seen: &[usize], group: usize, dots: &[f32]) {
+    /// `dS = P * (dP - dot)`, in the place of `dP`; zero where a row sees no key.
+    fn score_gradients(dp: &mut [f32], p: &[f32], width: usize, visible: Visible<'_>, dots: &[f32]) {
         let rows = dp.chunks_exact_mut(width).zip(p.chunks_exact(width)).zip(dots);
         for (index, ((dp, p), dot)) in rows.enumerate() {
-            let (seen, unseen) = dp.split_at_mut(n_seen[index / group]);
+            let range = visible.of_row(index);
+            let p = &p[range.clone()];
+            let (before, seen, after) = parts(dp, range);
             seen.iter_mut().zip(p).for_each(|(dp, p)| *dp = p * (*dp - dot));
-            unseen.fill(0.0);
+            before.fill(0.0);
+            after.fill(0.0);
         }
     }
+}
+
+/// The columns before those that a row sees, those, and the columns after them.
+#[inline(always)]
+fn parts(row: &mut [f32], seen: Range<usize>) -> (&mut [f32], &mut [f32], &mut [f32]) {
+    let (row, after) = row.split_at_mut(seen.end);
+    let (before, seen) = row.split_at_mut(seen.start);
+    (before, seen, after)
 }
 
 vectorised! {

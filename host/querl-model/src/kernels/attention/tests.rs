@@ -1,7 +1,7 @@
 //! Against attention composed of candle's own operations over the whole square, with a mask.
 #![allow(clippy::unwrap_used)]
 
-use super::{Node, Queries, RowTree, attention};
+use super::{Node, Queries, RowTree, attention, attention_forward};
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -33,15 +33,20 @@ fn random_tree(seed: u64) -> RowTree {
 }
 
 /// 0 where a row sees another, far below elsewhere: `(queries, N)`.
-fn mask(tree: &RowTree, queries: &[u32]) -> Tensor {
+fn mask(tree: &RowTree, queries: &[u32], window: Option<usize>) -> Tensor {
     let n = tree.n_rows();
     let node_of = |row: usize| tree.nodes().iter().rposition(|node| node.start <= row).unwrap();
     let mut mask = vec![-1e30f32; queries.len() * n];
     for (line, &query) in queries.iter().enumerate() {
         let mut next = Some(node_of(query as usize));
+        let own = tree.nodes()[node_of(query as usize)];
+        let position = own.depth + query as usize - own.start;
         while let Some(node) = next.map(|index| tree.nodes()[index]) {
             for key in node.start..(node.start + node.len).min(query as usize + 1) {
-                mask[line * n + key] = 0.0;
+                let distance = position - (node.depth + key - node.start);
+                if window.is_none_or(|window| distance < window) {
+                    mask[line * n + key] = 0.0;
+                }
             }
             next = node.parent;
         }
@@ -68,6 +73,11 @@ fn worst(a: &Tensor, b: &Tensor) -> f32 {
 }
 
 fn check(tree: &RowTree, rows: &[u32], queries: &Queries, seed: u64) {
+    check_window(tree, rows, queries, None, seed);
+}
+
+fn check_window(tree: &RowTree, rows: &[u32], queries: &Queries, window: Option<usize>, seed: u64) {
+    let queries = &queries.with_window(window);
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let mut random = |n: usize, width: usize| {
         let values: Vec<f32> = (0..n * width).map(|_| rng.random_range(-2.0..2.0)).collect();
@@ -77,7 +87,7 @@ fn check(tree: &RowTree, rows: &[u32], queries: &Queries, seed: u64) {
     let (q, k, v) = (random(rows.len(), HEADS * DIM), random(n, KV_HEADS * DIM), random(n, KV_HEADS * DIM));
     let weights = random(rows.len(), HEADS * DIM);
     let out = attention(&q, &k, &v, queries, DIM).unwrap();
-    let expected = composed(&q, &k, &v, &mask(tree, rows)).unwrap();
+    let expected = composed(&q, &k, &v, &mask(tree, rows, window)).unwrap();
     assert!(worst(&out, &expected) < 1e-5, "values are off by {}", worst(&out, &expected));
     let gradients = |out: &Tensor| (out * weights.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
     let (found, expected) = (gradients(&out), gradients(&expected));
@@ -114,6 +124,30 @@ fn long_sequences_are_cut_into_blocks() {
     ]);
     let rows: Vec<u32> = (0..tree.n_rows() as u32).collect();
     check(&tree, &rows, &Queries::all(&tree), 7);
+    check_window(&tree, &rows, &Queries::all(&tree), Some(130), 8);
+}
+
+#[test]
+fn a_row_with_a_window_sees_the_last_positions_of_its_sequence() {
+    for (seed, window) in [(0, 1), (1, 3), (2, 20), (3, 70)] {
+        let tree = random_tree(seed);
+        let rows: Vec<u32> = (0..tree.n_rows() as u32).collect();
+        check_window(&tree, &rows, &Queries::all(&tree), Some(window), seed);
+        let rows: Vec<u32> = rows.into_iter().filter(|row| row % 7 == 3 || row % 50 > 40).collect();
+        check_window(&tree, &rows, &Queries::some(&tree, &rows).unwrap(), Some(window), seed);
+    }
+}
+
+#[test]
+fn a_window_that_holds_every_position_changes_no_bit() {
+    let tree = random_tree(2);
+    let longest = tree.nodes().iter().map(|node| node.depth + node.len).max().unwrap();
+    let all = Queries::all(&tree);
+    let values = |width: usize| (0..tree.n_rows() * width).map(|i| ((i * 7919) % 1000) as f32 / 500.0 - 1.0).collect();
+    let (q, k): (Vec<f32>, Vec<f32>) = (values(HEADS * DIM), values(KV_HEADS * DIM));
+    let run = |window| attention_forward(&all.with_window(window), DIM, [&q, &k, &k]).unwrap().0;
+    assert_eq!(run(Some(longest)), run(None));
+    assert_ne!(run(Some(longest - 1)), run(None));
 }
 
 #[test]

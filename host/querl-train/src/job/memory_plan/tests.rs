@@ -17,6 +17,7 @@ fn large() -> DecoderConfig {
         head_dim: 128,
         max_positions: 32_768,
         rope_scaling: None,
+        sliding_windows: Vec::new(),
         rope_theta: 1e6,
         rms_norm_eps: 1e-6,
         tie_word_embeddings: false,

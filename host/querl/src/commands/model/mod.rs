@@ -95,8 +95,17 @@ fn model_lines(model: &ModelSummary) -> Vec<(&'static str, String)> {
         ("heads", format!("{} of width {}, {} for keys and values", model.heads, model.head_dim, model.kv_heads)),
         ("vocabulary", format!("{} (tokenizer {})", model.vocab_size, model.tokenizer_vocab_size)),
         ("positions", model.positions.to_string()),
+        ("rope scaling", model.rope_scaling.map_or_else(|| "none".into(), |scaling| scaling.to_string())),
+        ("sliding window", sliding_window(model)),
         ("tied embedding", model.tied_embedding.to_string()),
     ]
+}
+
+fn sliding_window(model: &ModelSummary) -> String {
+    match model.sliding_window {
+        None => "none".into(),
+        Some(window) => format!("{window} tokens in {} of {} layers", model.sliding_window_layers, model.layers),
+    }
 }
 
 fn adapter_lines(adapter: &AdapterSummary) -> Vec<(&'static str, String)> {
