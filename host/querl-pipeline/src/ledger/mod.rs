@@ -412,7 +412,8 @@ mod tests {
             let mut ledger = Ledger::open(&path).unwrap();
             ledger.put("sft", written.clone()).unwrap();
             ledger.put("rl", written.clone()).unwrap();
-            prop_assert_eq!(Ledger::open(&path).unwrap().entry("sft"), Some(&written));
+            let read = Ledger::open(&path).unwrap();
+            prop_assert_eq!(read.entry("sft"), Some(&written));
             let mut bytes = std::fs::read(&path).unwrap();
             let at = cut.index(bytes.len());
             std::fs::write(&path, &bytes[..at]).unwrap();
