@@ -9,6 +9,7 @@ use crate::ledger::StageName;
 use crate::run::Run;
 use crate::stages::{PlannedWork, Window, plan};
 use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
+use querl_core::fsx::{ReadError, open_jsonl};
 use querl_core::ports::{PromptInput, PromptTask, Teacher};
 use querl_core::records::{Context as OfQuery, Message, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
@@ -16,8 +17,6 @@ use querl_data::{BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, open_q
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashSet;
-use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 /// Maximum number of rows whose prompts are made; the mean is used for the others.
@@ -367,9 +366,9 @@ fn of_query(row: &QueryRow) -> OfQuery {
 /// Calls `each` with every readable record of an output and of its journal.
 fn for_each_left_by<T: DeserializeOwned>(output: &Path, mut each: impl FnMut(T)) {
     for path in [output.to_owned(), Journal::path_for(output)] {
-        let Ok(file) = File::open(path) else { continue };
-        let lines = BufReader::new(file).lines().map_while(Result::ok);
-        lines.filter_map(|line| serde_json::from_str(&line).ok()).for_each(&mut each);
+        let Ok(lines) = open_jsonl::<T>(&path) else { continue };
+        let readable = lines.take_while(|line| !matches!(line, Err(ReadError::Io { .. })));
+        readable.flatten().for_each(|line| each(line.value));
     }
 }
 
