@@ -6,7 +6,7 @@ use crate::client::{ServiceContext, queued};
 use crate::error::DataError;
 use crate::retrieval::LocalModels;
 use crate::retrieval::mapping::excerpt;
-use crate::retrieval::pricing::Charged;
+use crate::retrieval::pricing::CallCharge;
 use querl_core::config::{EmbeddingConfig, EmbeddingKind, ServicePrice};
 use querl_core::ports::Embedder;
 use querl_core::records::{CallFailure, FailureKind};
@@ -77,11 +77,11 @@ impl EmbeddingService {
 
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         let text = format!("{}{text}", self.query_prefix);
-        let estimate = Charged { n_calls: 1, n_tokens: estimated_tokens(&text), is_estimated: true };
+        let estimate = CallCharge { n_calls: 1, n_tokens: estimated_tokens(&text), is_estimated: true };
         let body = json!({"model": self.model, "input": [text]});
         let check = |response: &Value| vector(response).err().map(Refusal::unusable);
         let mut response = self.caller.call(&Call::post("", &body), estimate.bound(self.price), &check).await?;
-        response.call_spend.charged(Charged::stated(&response.body, estimate).usage(self.price));
+        response.call_spend.charged(CallCharge::stated(&response.body, estimate).usage(self.price));
         vector(&response.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 }

@@ -7,13 +7,13 @@ use serde_json::Value;
 
 /// What one call is charged for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Charged {
+pub(crate) struct CallCharge {
     pub(crate) n_calls: u64,
     pub(crate) n_tokens: u64,
     pub(crate) is_estimated: bool,
 }
 
-impl Charged {
+impl CallCharge {
     /// Of a service that charges calls and not tokens.
     pub(crate) const ONE_CALL: Self = Self { n_calls: 1, n_tokens: 0, is_estimated: false };
 

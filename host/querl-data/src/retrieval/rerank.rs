@@ -6,7 +6,7 @@ use crate::client::http::{Call, CallLimits, Caller, Refusal, Secret, estimated_t
 use crate::error::DataError;
 use crate::retrieval::embedding::LocalModelCalls;
 use crate::retrieval::mapping::{excerpt, fill_text, number, placeholders};
-use crate::retrieval::pricing::Charged;
+use crate::retrieval::pricing::CallCharge;
 use crate::retrieval::{LocalModels, RetrievalBackend, RetrievalLimits};
 use async_trait::async_trait;
 use futures::future::try_join_all;
@@ -180,17 +180,17 @@ impl RerankService {
         let body = self.body(query, texts);
         let check = |response: &Value| self.read(response, texts.len()).err().map(Refusal::unusable);
         let mut response = self.caller.call(&Call::post("", &body), estimate.bound(price), &check).await?;
-        response.call_spend.charged(Charged::stated(&response.body, estimate).usage(price));
+        response.call_spend.charged(CallCharge::stated(&response.body, estimate).usage(price));
         let scores = self.read(&response.body, texts.len());
         scores.map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 
     /// Services count the query once per passage.
-    fn estimate(&self, query: &str, texts: &[&str]) -> Charged {
+    fn estimate(&self, query: &str, texts: &[&str]) -> CallCharge {
         let n_tokens = texts.iter().map(|text| estimated_tokens(query) + estimated_tokens(text));
         let n_chunks = n_tokens.clone().map(|n_tokens| n_tokens.div_ceil(500).max(1)).sum();
         let n_calls = self.config.n_charged_calls(n_chunks);
-        Charged { n_calls, n_tokens: n_tokens.sum(), is_estimated: true }
+        CallCharge { n_calls, n_tokens: n_tokens.sum(), is_estimated: true }
     }
 
     fn body(&self, query: &str, texts: &[&str]) -> Value {

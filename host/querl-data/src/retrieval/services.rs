@@ -11,7 +11,7 @@ use crate::client::http::{Call, CallLimits, Caller, Refusal, Secret};
 use crate::error::DataError;
 use crate::retrieval::embedding::QueryEmbedding;
 use crate::retrieval::mapping::{Mapping, RequestValues, excerpt, first, number, plain};
-use crate::retrieval::pricing::Charged;
+use crate::retrieval::pricing::CallCharge;
 use crate::retrieval::{LocalModels, RetrievalBackend, RetrievalLimits, ServiceScores};
 use async_trait::async_trait;
 use querl_core::config::{HistoryForm, RetrievalConfig, ServiceKind, ServicePrice};
@@ -102,7 +102,7 @@ impl PricedService {
         refusal: impl Fn(&Value) -> Option<Refusal> + Send + Sync,
         read: impl Fn(&Value) -> Result<Vec<Hit>, String> + Send + Sync,
     ) -> Result<Vec<Hit>, CallFailure> {
-        let (price, charged) = (Some(self.price), Charged::ONE_CALL);
+        let (price, charged) = (Some(self.price), CallCharge::ONE_CALL);
         let unusable =
             |response: &Value| read(response).err().map(|what| Refusal::unusable(what).charged(charged.usage(price)));
         let check = |response: &Value| refusal(response).or_else(|| unusable(response));
