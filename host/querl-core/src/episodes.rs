@@ -188,4 +188,70 @@ mod tests {
             "{error}"
         );
     }
+
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(crate::properties(64))]
+
+        #[test]
+        fn written_episodes_are_read_back_and_a_cut_file_loses_none_silently(
+            texts in vec(("\\PC{0,12}", ".{0,12}", 0.0..=1.0_f64, any::<bool>()), 1..5),
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let record = |(index, (query, rewrite, score, is_scored)): (usize, &(String, String, f64, bool))| {
+                let mut episode = parse(one_line(BY_HAND).as_bytes(), 1).unwrap().unwrap().episode;
+                episode.id = format!("{index}");
+                episode.query.clone_from(query);
+                episode.policy.rewrite.clone_from(rewrite);
+                episode.policy.retrieval.as_mut().unwrap()[0].reranker_score = *score;
+                let outcome = match is_scored {
+                    true => Ok(Reward { total: *score, components: Vec::new() }),
+                    false => Err(Rejection { code: rewrite.clone(), detail: query.clone() }),
+                };
+                EpisodeRecord { format: EpisodeRecord::FORMAT, step: index as u64, episode, outcome }
+            };
+            let records: Vec<EpisodeRecord> = texts.iter().enumerate().map(record).collect();
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("episodes.jsonl");
+            crate::fsx::write_jsonl(&path, &records).unwrap();
+            let read_back = || -> Result<Vec<EpisodeRecord>, EpisodesError> {
+                let written = |RecordedEpisode { step, episode, outcome, .. }| {
+                    EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome: outcome.unwrap() }
+                };
+                Ok(read(&path)?.into_iter().map(written).collect())
+            };
+            prop_assert_eq!(&read_back().unwrap(), &records);
+            let bytes = std::fs::read(&path).unwrap();
+            let kept = &bytes[..cut.index(bytes.len())];
+            std::fs::write(&path, kept).unwrap();
+            let n_whole = kept.iter().filter(|byte| **byte == b'\n').count();
+            match read_back() {
+                Ok(found) => {
+                    // A cut before a line end, which is no part of a record.
+                    let n_found = n_whole + usize::from(kept.last().is_some_and(|byte| *byte != b'\n'));
+                    prop_assert_eq!(&found[..], &records[..n_found]);
+                }
+                Err(error) => {
+                    let expected = format!("episodes.jsonl:{}: ", n_whole + 1);
+                    prop_assert!(error.to_string().contains(&expected), "{error}");
+                }
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_episodes_or_an_error_in_one_sentence(
+            bytes in vec(any::<u8>(), 0..200), at in any::<prop::sample::Index>(), byte in any::<u8>(),
+        ) {
+            let mut damaged = one_line(BY_HAND).into_bytes();
+            let at = at.index(damaged.len());
+            damaged[at] = byte;
+            for line in [bytes, damaged] {
+                if let Err(error) = parse(&line, 1) {
+                    prop_assert!(!error.contains('\n'), "{error}");
+                }
+            }
+        }
+    }
 }

@@ -157,15 +157,15 @@ impl ReadError {
 /// # Errors
 /// The file cannot be read, or a line is not a `T`.
 pub fn read_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>, ReadError> {
-    Ok(read_numbered_jsonl(path)?.into_iter().map(|(_, record)| record).collect())
+    open_jsonl(path)?.map(|line| line.map(|NumberedLine { value, .. }| value)).collect()
 }
 
-/// [`read_jsonl`] with 1-based line numbers.
+/// The rows of a file that others wrote, with 1-based line numbers.
 ///
 /// # Errors
 /// As [`read_jsonl`].
 pub fn read_numbered_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<(usize, T)>, ReadError> {
-    open_jsonl(path)?.map(|line| line.map(|NumberedLine { line, value, .. }| (line, value))).collect()
+    open_rows(path)?.map(|line| line.map(|NumberedLine { line, value, .. }| (line, value))).collect()
 }
 
 /// One line of a JSON lines file.
@@ -182,8 +182,37 @@ pub struct NumberedLine<T> {
 /// The byte order mark that some programs write at the start of a UTF-8 file.
 pub const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Maximum length of a line: a parsed line takes many times its length in memory.
+/// Maximum length of a line that querl wrote.
 pub const MAX_LINE_BYTES: usize = 64 << 20;
+
+/// Maximum length of a row that others wrote: a parsed row takes many times its length in memory.
+pub const MAX_ROW_BYTES: usize = 8 << 20;
+
+/// Reads a file of at most `max_bytes`.
+///
+/// # Errors
+/// An I/O error, or the file is longer.
+pub fn read_bounded(path: &Path, max_bytes: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    std::fs::File::open(path)?.take(max_bytes.saturating_add(1)).read_to_end(&mut bytes)?;
+    if bytes.len() as u64 > max_bytes {
+        let problem = format!("the file has more than {max_bytes} bytes");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, problem));
+    }
+    Ok(bytes)
+}
+
+/// [`read_bounded`] for UTF-8 text.
+///
+/// # Errors
+/// As [`read_bounded`], or the text is not UTF-8.
+pub fn read_text_bounded(path: &Path, max_bytes: u64) -> io::Result<String> {
+    String::from_utf8(read_bounded(path, max_bytes)?).map_err(|error| {
+        let bytes = error.as_bytes();
+        let line = 1 + bytes[..error.utf8_error().valid_up_to()].iter().filter(|byte| **byte == b'\n').count();
+        io::Error::new(io::ErrorKind::InvalidData, format!("line {line} is not UTF-8 text"))
+    })
+}
 
 /// Opens a JSON lines file that is read lazily; a byte order mark and empty lines are skipped. The iterator yields an error
 /// for a line that is not a `T` or cannot be read.
@@ -191,16 +220,30 @@ pub const MAX_LINE_BYTES: usize = 64 << 20;
 /// # Errors
 /// The file cannot be opened.
 pub fn open_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<JsonLines<T>, ReadError> {
-    let file = std::fs::File::open(path).map_err(|source| ReadError::io(path, source))?;
-    let reader = io::BufReader::with_capacity(1 << 16, file);
-    Ok(JsonLines { path: path.to_owned(), reader, buffer: Vec::new(), line: 0, offset: 0, of: PhantomData })
+    open_lines(path, MAX_LINE_BYTES)
 }
 
-/// Iterator of [`open_jsonl`].
+/// [`open_jsonl`] for a file that others wrote, whose rows are shorter: [`MAX_ROW_BYTES`].
+///
+/// # Errors
+/// The file cannot be opened.
+pub fn open_rows<T: serde::de::DeserializeOwned>(path: &Path) -> Result<JsonLines<T>, ReadError> {
+    open_lines(path, MAX_ROW_BYTES)
+}
+
+fn open_lines<T>(path: &Path, max_bytes: usize) -> Result<JsonLines<T>, ReadError> {
+    let file = std::fs::File::open(path).map_err(|source| ReadError::io(path, source))?;
+    let reader = io::BufReader::with_capacity(1 << 16, file);
+    let path = path.to_owned();
+    Ok(JsonLines { path, reader, max_bytes, buffer: Vec::new(), line: 0, offset: 0, of: PhantomData })
+}
+
+/// Iterator of [`open_jsonl`] and [`open_rows`].
 #[derive(Debug)]
 pub struct JsonLines<T> {
     path: PathBuf,
     reader: io::BufReader<std::fs::File>,
+    max_bytes: usize,
     buffer: Vec<u8>,
     line: usize,
     offset: u64,
@@ -214,7 +257,7 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
         loop {
             self.buffer.clear();
             // Bytes rather than `read_line`: a line with invalid UTF-8 is reported with its number.
-            let mut bounded = self.reader.by_ref().take(MAX_LINE_BYTES as u64 + 1);
+            let mut bounded = self.reader.by_ref().take(self.max_bytes as u64 + 1);
             let n_bytes = match bounded.read_until(b'\n', &mut self.buffer) {
                 Ok(0) => return None,
                 Ok(n_bytes) => n_bytes as u64,
@@ -222,8 +265,8 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
             };
             self.line += 1;
             let (line, offset) = (self.line, self.offset);
-            if n_bytes > MAX_LINE_BYTES as u64 {
-                let problem = format!("a line of more than {MAX_LINE_BYTES} bytes");
+            if n_bytes > self.max_bytes as u64 {
+                let problem = format!("a line of more than {} bytes", self.max_bytes);
                 // The rest of the line is no record.
                 self.reader.seek(io::SeekFrom::End(0)).ok();
                 return Some(Err(ReadError::Line { path: self.path.display().to_string(), line, problem }));
@@ -308,6 +351,17 @@ mod tests {
         assert!(failed.is_err());
         assert_eq!(std::fs::read(&path).unwrap(), b"old");
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_longer_file_is_not_read_and_a_cut_character_has_its_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.json");
+        write_atomic(&path, "a\n鱼".as_bytes()).unwrap();
+        assert_eq!(read_text_bounded(&path, 5).unwrap(), "a\n鱼");
+        assert_eq!(read_text_bounded(&path, 4).unwrap_err().to_string(), "the file has more than 4 bytes");
+        write_atomic(&path, &"a\n鱼".as_bytes()[..4]).unwrap();
+        assert_eq!(read_text_bounded(&path, 5).unwrap_err().to_string(), "line 2 is not UTF-8 text");
     }
 
     #[test]

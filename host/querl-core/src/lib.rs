@@ -13,3 +13,10 @@ pub mod ports;
 pub mod records;
 pub mod run_dir;
 pub mod text;
+
+/// The same cases in each run of a property test.
+#[cfg(test)]
+pub(crate) fn properties(cases: u32) -> proptest::test_runner::Config {
+    let rng_seed = proptest::test_runner::RngSeed::Fixed(7);
+    proptest::test_runner::Config { cases, rng_seed, failure_persistence: None, ..Default::default() }
+}

@@ -39,3 +39,10 @@ pub use stages::{
 pub use table::{Findings, QueryTable, RowList, RowReference, open_queries, query_id};
 pub use teacher::{open_fallback, open_teacher};
 pub use text::normalise;
+
+/// The same cases in each run of a property test.
+#[cfg(test)]
+pub(crate) fn properties(cases: u32) -> proptest::test_runner::Config {
+    let rng_seed = proptest::test_runner::RngSeed::Fixed(7);
+    proptest::test_runner::Config { cases, rng_seed, failure_persistence: None, ..Default::default() }
+}

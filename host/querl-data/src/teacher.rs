@@ -9,7 +9,7 @@ use crate::table::query_id;
 use crate::text::hash_of;
 use async_trait::async_trait;
 use querl_core::config::{EndpointConfig, TeacherConfig, TeacherKind};
-use querl_core::fsx::{NumberedLine, open_jsonl};
+use querl_core::fsx::{NumberedLine, open_rows};
 use querl_core::ports::Teacher;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow};
 use serde::Deserialize;
@@ -87,7 +87,7 @@ impl RecordedTeacher {
         let mut offsets = HashMap::new();
         // Line and hash of the rewrite.
         let mut rewrites: HashMap<u64, (usize, u64)> = HashMap::new();
-        for line in open_jsonl::<Recording>(path)? {
+        for line in open_rows::<Recording>(path)? {
             let NumberedLine { line, offset, value } = line?;
             let (id, rewrite) = (hash_of(&value.id()), hash_of(value.rewritten_query.trim()));
             match rewrites.insert(id, (line, rewrite)) {
@@ -347,6 +347,43 @@ mod tests {
             let spent = services.spend_tracker().of_stage("");
             assert_eq!((spent.prompt_tokens, spent.lost > 0), (0, message.contains("broken off")), "{spent:?}");
         }
+    }
+
+    /// Regression: a row failed after one response of status 200 without a text.
+    #[tokio::test]
+    async fn responses_without_a_text_are_requested_again_and_charged() {
+        let usage = json!({"prompt_tokens": 1000, "completion_tokens": 100});
+        let good = json!({"choices": [{"message": {"content": "鱼油"}}], "usage": usage});
+        let empty = |content: Value| json!({"choices": [{"message": {"content": content}, "finish_reason": "stop"}]});
+        let mut counted = empty(json!(null));
+        counted["usage"] = usage;
+        let cases = [
+            (json!({}), 1, 1000),
+            (json!({"choices": []}), 1, 1000),
+            (json!({"choices": [{}]}), 1, 1000),
+            (empty(json!(" ")), 1, 1000),
+            (counted, 0, 2000),
+        ];
+        let checked = cases.map(|(answer, n_lost, prompt_tokens)| {
+            let good = good.clone();
+            async move {
+                let server = MockServer::start().await;
+                let reply = |answer: &Value| ResponseTemplate::new(200).set_body_json(answer);
+                let first = Mock::given(path("/v1/chat/completions")).respond_with(reply(&answer));
+                first.up_to_n_times(1).mount(&server).await;
+                Mock::given(path("/v1/chat/completions")).respond_with(reply(&good)).mount(&server).await;
+                let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
+                let services = ServiceContext::default();
+                let teacher = open_teacher(&config, &EndpointConfig::default(), &services).unwrap();
+                let messages = [Message { role: "user".into(), content: "改写".into() }];
+                let completion = teacher.rewrite(&row("怎么吃", ""), &messages).await;
+                assert_eq!(completion.unwrap().text, "鱼油", "{answer}");
+                let spent = services.spend_tracker().of_stage("");
+                assert_eq!((spent.calls, spent.tries), (1, 2), "{answer}");
+                assert_eq!((spent.lost, spent.prompt_tokens), (n_lost, prompt_tokens), "{answer}");
+            }
+        });
+        futures::future::join_all(checked).await;
     }
 
     /// Regression: an implausible token count was charged.

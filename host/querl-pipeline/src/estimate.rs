@@ -2,21 +2,21 @@
 //!
 //! The number of response tokens and the latency of a service are unknown in advance. The low cost assumes 0.7 of the estimated prompt
 //! tokens and a tenth of `max_tokens` for responses; the high cost assumes 1.5 of the prompt tokens and all of `max_tokens`. Calls of `rl`
-//! are between one per query (all samples are equal) and one per episode (all samples differ). Training time is not included.
+//! are between one per query (all samples are equal) and one per episode (all samples differ). A rerank call is assumed to have one passage
+//! of 20 tokens to all candidates of 500 tokens each. Training time is not included.
 
 use crate::ledger::StageName;
 use crate::run::Run;
 use crate::stages::{PlannedWork, Window, plan};
-use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, TeacherKind};
+use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
+use querl_core::fsx::{ReadError, open_jsonl};
 use querl_core::ports::{PromptInput, PromptTask, Teacher};
-use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
+use querl_core::records::{Context as OfQuery, Message, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, open_queries, open_teacher, prompt_tokens};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashSet;
-use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::path::Path;
 
 /// Maximum number of rows whose prompts are made; the mean is used for the others.
@@ -24,6 +24,8 @@ const MOST_PROMPTS: u32 = 2000;
 /// Assumed seconds of one call to a chat model and to a retrieval service, without a measurement.
 const CHAT_S: Range = Range { low: 0.5, high: 10.0 };
 const RETRIEVAL_S: Range = Range { low: 0.05, high: 2.0 };
+/// Assumed tokens of a passage.
+const PASSAGE_TOKENS: Range = Range { low: 20.0, high: 500.0 };
 
 /// An estimated range.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -88,10 +90,10 @@ pub fn estimate(config: Config, window: Window) -> anyhow::Result<Estimate> {
                 rewrites = ahead;
                 steps.push(estimator.rewrite(ahead)?);
             }
-            StageName::Validate if config.retrieval.kind == RetrievalKind::Http => {
+            StageName::Validate => {
                 // Rewrites of another teacher have no hits yet.
                 let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
-                steps.push(estimator.validate(ahead));
+                steps.extend(estimator.validate(ahead)?);
             }
             StageName::Rl => steps.extend(estimator.scoring(stage, estimator.of_rl())?),
             StageName::Eval => steps.extend(estimator.scoring(stage, estimator.of_eval())?),
@@ -192,15 +194,15 @@ impl Estimator<'_> {
         Ok(PromptCounts { n_known, n_noted, n_tokens: asked.n_tokens * scale, ..asked })
     }
 
-    fn validate(&self, ahead: PlannedWork) -> Step {
+    fn validate(&self, ahead: PlannedWork) -> anyhow::Result<Vec<Step>> {
         let mut n_done = 0.0;
         if ahead == PlannedWork::StartsOver {
-            return self.retrieval_step(StageName::Validate, Range::exactly(self.n_rows));
+            return self.retrieval_steps(StageName::Validate, Range::exactly(self.n_rows));
         }
         for_each_left_by(&self.dir.validated(), |record: ValidatedRecord| {
             n_done += if matches!(record.retrieval, Some(Ok(_))) { 1.0 } else { 0.0 };
         });
-        self.retrieval_step(StageName::Validate, Range::exactly((self.n_rows - n_done).max(0.0)))
+        self.retrieval_steps(StageName::Validate, Range::exactly((self.n_rows - n_done).max(0.0)))
     }
 
     fn of_rl(&self) -> Answers {
@@ -227,10 +229,7 @@ impl Estimator<'_> {
     }
 
     fn scoring(&self, stage: StageName, answers: Answers) -> anyhow::Result<Vec<Step>> {
-        let mut steps = Vec::new();
-        if self.config.retrieval.kind == RetrievalKind::Http {
-            steps.push(self.retrieval_step(stage, answers.n));
-        }
+        let mut steps = self.retrieval_steps(stage, answers.n)?;
         if self.config.judge.kind == JudgeKind::Openai {
             // In a comparison both sides share a call.
             let of_teacher = if self.config.judge.form == JudgeForm::Score { answers.n_queries } else { 0.0 };
@@ -257,12 +256,50 @@ impl Estimator<'_> {
         Ok(n_tokens as f64 / f64::from(n_looked_at.max(1)))
     }
 
-    fn retrieval_step(&self, stage: StageName, calls: Range) -> Step {
+    /// The services that `n` retrievals call.
+    fn retrieval_steps(&self, stage: StageName, n: Range) -> anyhow::Result<Vec<Step>> {
         let retrieval = &self.config.retrieval;
-        let of = |calls: f64, call_s: f64| time(calls, call_s, retrieval.max_concurrent, retrieval.requests_per_minute);
-        let seconds = Range { low: of(calls.low, RETRIEVAL_S.low), high: of(calls.high, RETRIEVAL_S.high) };
-        let (provider, cost) = ("retrieval".to_owned(), Some(Range::exactly(0.0)));
-        Step { stage: stage.as_str(), provider, calls, cached: None, in_batches: None, cost, seconds }
+        let (embedding, rerank) = (&retrieval.embedding, &retrieval.rerank);
+        let mut steps = Vec::new();
+        let limits = (retrieval.max_concurrent, retrieval.requests_per_minute);
+        if retrieval.kind == RetrievalKind::Http {
+            let free = Range::exactly(0.0);
+            steps.push(service_step(stage, "retrieval", n, free, Some(retrieval.price()), limits));
+        }
+        let n_tokens = if retrieval.calls_embedding_service() || retrieval.calls_rerank_service() {
+            self.tokens_of_a_query()?
+        } else {
+            0.0
+        };
+        if retrieval.calls_embedding_service() {
+            let (limits, tokens) = ((embedding.max_concurrent, embedding.requests_per_minute), around(n_tokens));
+            steps.push(service_step(stage, "retrieval.embedding", n, tokens, embedding.price(), limits));
+        }
+        if retrieval.calls_rerank_service() {
+            let n_candidates = rerank.n_candidates.max(retrieval.top_k);
+            // A retrieval may find one passage, or all candidates.
+            let calls = Range { low: n.low, high: n.high * n_candidates.div_ceil(rerank.batch_size.max(1)) as f64 };
+            let n_passages = n_candidates.min(rerank.batch_size) as f64;
+            let tokens = Range {
+                low: around(n_tokens).low + PASSAGE_TOKENS.low,
+                high: n_passages * (around(n_tokens).high + PASSAGE_TOKENS.high),
+            };
+            let limits = (rerank.max_concurrent, rerank.requests_per_minute);
+            steps.push(service_step(stage, "retrieval.rerank", calls, tokens, rerank.price(), limits));
+        }
+        Ok(steps)
+    }
+
+    /// Mean tokens of a query with its history.
+    fn tokens_of_a_query(&self) -> anyhow::Result<f64> {
+        let (mut n_tokens, mut n_looked_at) = (0, 0);
+        for row in self.table.read()?.take(50) {
+            let QueryRow { original_query, history_summary, .. } = row?;
+            let content = format!("{original_query} {history_summary}");
+            n_tokens += prompt_tokens(&[Message { role: String::new(), content }]);
+            n_looked_at += 1;
+        }
+        Ok(n_tokens as f64 / f64::from(n_looked_at.max(1)))
     }
 }
 
@@ -293,6 +330,30 @@ fn chat_step(
     Step { stage: stage.as_str(), provider, calls, cached, in_batches: None, cost, seconds }
 }
 
+/// The range that is assumed for the tokens of a text whose estimate is `n_tokens`.
+fn around(n_tokens: f64) -> Range {
+    Range { low: 0.7 * n_tokens, high: 1.5 * n_tokens }
+}
+
+/// Calls to an embedding, reranking or retrieval service, each of `tokens`; `limits` are concurrent calls and attempts per minute.
+fn service_step(
+    stage: StageName,
+    provider: &str,
+    calls: Range,
+    tokens: Range,
+    price: Option<ServicePrice>,
+    (max_concurrent, per_minute): (usize, Option<u32>),
+) -> Step {
+    let of = |calls: f64, call_s: f64| time(calls, call_s, max_concurrent, per_minute);
+    let seconds = Range { low: of(calls.low, RETRIEVAL_S.low), high: of(calls.high, RETRIEVAL_S.high) };
+    let cost = price.map(|price| Range {
+        low: price.cost(calls.low, calls.low * tokens.low),
+        high: price.cost(calls.high, calls.high * tokens.high),
+    });
+    let provider = provider.to_owned();
+    Step { stage: stage.as_str(), provider, calls, cached: None, in_batches: None, cost, seconds }
+}
+
 fn time(n_calls: f64, call_s: f64, max_concurrent: usize, per_minute: Option<u32>) -> f64 {
     let by_quota = per_minute.map_or(0.0, |per_minute| n_calls / f64::from(per_minute) * 60.0);
     (n_calls * call_s / max_concurrent as f64).max(by_quota)
@@ -305,9 +366,9 @@ fn of_query(row: &QueryRow) -> OfQuery {
 /// Calls `each` with every readable record of an output and of its journal.
 fn for_each_left_by<T: DeserializeOwned>(output: &Path, mut each: impl FnMut(T)) {
     for path in [output.to_owned(), Journal::path_for(output)] {
-        let Ok(file) = File::open(path) else { continue };
-        let lines = BufReader::new(file).lines().map_while(Result::ok);
-        lines.filter_map(|line| serde_json::from_str(&line).ok()).for_each(&mut each);
+        let Ok(lines) = open_jsonl::<T>(&path) else { continue };
+        let readable = lines.take_while(|line| !matches!(line, Err(ReadError::Io { .. })));
+        readable.flatten().for_each(|line| each(line.value));
     }
 }
 

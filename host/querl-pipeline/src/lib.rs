@@ -22,3 +22,10 @@ mod tensorboard;
 mod training;
 
 pub use training::memory::memory_of_config;
+
+/// The same cases in each run of a property test.
+#[cfg(test)]
+pub(crate) fn properties(cases: u32) -> proptest::test_runner::Config {
+    let rng_seed = proptest::test_runner::RngSeed::Fixed(7);
+    proptest::test_runner::Config { cases, rng_seed, failure_persistence: None, ..Default::default() }
+}

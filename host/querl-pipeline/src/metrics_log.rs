@@ -29,6 +29,7 @@ impl MetricsLog {
     /// The file cannot be opened or written.
     pub fn open(path: &Path, stage: &str) -> anyhow::Result<Self> {
         let unwritable = || format!("{}: cannot be written", path.display());
+        drop_torn_line(path).with_context(unwritable)?;
         let n_lines = of_stage(&read(path).with_context(unwritable)?, stage).count() as u64;
         let file = append_to(path).with_context(unwritable)?;
         let events = EventFile::open(&RunDir::tensorboard(path, stage)).with_context(unwritable)?;
@@ -99,12 +100,21 @@ fn sync(file: &File) -> io::Result<()> {
     if file.metadata()?.is_file() { file.sync_data() } else { Ok(()) }
 }
 
-/// Empty for a missing file, a pipe or a device.
-fn read(path: &Path) -> io::Result<String> {
+/// Empty for a missing file, a pipe or a device. A last line that was cut within a character is no line of metrics.
+pub(crate) fn read(path: &Path) -> io::Result<String> {
     match std::fs::metadata(path) {
-        Ok(meta) if meta.is_file() => std::fs::read_to_string(path),
+        Ok(meta) if meta.is_file() => Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned()),
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => Ok(String::new()),
+    }
+}
+
+/// Removes an unfinished last line, with which the next one would be joined.
+fn drop_torn_line(path: &Path) -> io::Result<()> {
+    let text = read(path)?;
+    match text.rfind('\n').map_or(0, |end| end + 1) {
+        n_bytes if n_bytes < text.len() => write_atomic(path, text[..n_bytes].as_bytes()),
+        _ => Ok(()),
     }
 }
 
@@ -181,5 +191,51 @@ mod tests {
             |stage: &str, step: u64, loss: f64| format!("{{\"loss\":{loss},\"stage\":\"{stage}\",\"step\":{step}}}\n");
         assert_eq!(text, [line("rl", 1, 0.5), line("sft", 1, 1.5), line("rl", 2, 0.125)].concat());
         assert_eq!(again.mark().unwrap(), 2);
+    }
+
+    use proptest::collection::{btree_map, vec};
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(crate::properties(64))]
+
+        /// Regression: the first line after a kill was joined with the line that the kill had cut, and both were lost.
+        #[test]
+        fn a_log_that_is_cut_anywhere_keeps_its_whole_lines_and_the_next_one(
+            steps in vec(btree_map("[^\\p{C}]{1,8}", -1e6..1e6_f64, 1..4), 1..6),
+            cut in any::<prop::sample::Index>(),
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("metrics.jsonl");
+            let mut log = MetricsLog::open(&path, "rl").unwrap();
+            for (step, metrics) in (1..).zip(&steps) {
+                let named = metrics.iter().map(|(name, value)| (format!("calls/{name}"), *value)).collect();
+                log.append(step, &named).unwrap();
+            }
+            let bytes = std::fs::read(&path).unwrap();
+            let kept = &bytes[..cut.index(bytes.len() + 1)];
+            std::fs::write(&path, kept).unwrap();
+            let n_whole = kept.iter().filter(|byte| **byte == b'\n').count();
+            MetricsLog::open(&path, "rl").unwrap().append(99, &BTreeMap::new()).unwrap();
+            let text = std::fs::read_to_string(&path).unwrap();
+            let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+            prop_assert_eq!(lines.len(), n_whole + 1);
+            for (line, metrics) in lines.iter().zip(&steps).take(n_whole) {
+                for (name, value) in metrics {
+                    prop_assert_eq!(line[format!("calls/{name}")].as_f64(), Some(*value));
+                }
+            }
+            prop_assert_eq!(&lines[n_whole]["step"], 99);
+        }
+
+        #[test]
+        fn any_bytes_are_a_log(bytes in vec(any::<u8>(), 0..200)) {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("metrics.jsonl");
+            std::fs::write(&path, bytes).unwrap();
+            remove_lines(&path, "sft").unwrap();
+            MetricsLog::open(&path, "rl").unwrap().append(1, &BTreeMap::new()).unwrap();
+            prop_assert_eq!(lines_of(&path, "rl").unwrap(), "{\"stage\":\"rl\",\"step\":1}\n");
+        }
     }
 }

@@ -170,6 +170,38 @@ fn dry_run_reports_calls_and_prices_and_calls_nothing() {
     assert!(said.contains("no external service is called"), "{said}");
 }
 
+/// Regression: a dry run knew no price of retrieval.
+#[test]
+fn dry_run_prices_retrieval_embeddings_and_reranking() {
+    let project = taught_at("http://127.0.0.1:1");
+    let settings = [
+        "retrieval.kind=http",
+        "retrieval.service=qdrant",
+        "retrieval.url=http://127.0.0.1:1/search",
+        "retrieval.price_per_thousand_calls=1.0",
+        "retrieval.embedding.kind=openai",
+        "retrieval.embedding.url=http://127.0.0.1:1/embed",
+        "retrieval.embedding.model=e",
+        "retrieval.embedding.price_prompt_per_million=1.0",
+        "retrieval.rerank.kind=cohere",
+        "retrieval.rerank.url=http://127.0.0.1:1/rerank",
+        "retrieval.rerank.model=r",
+        "retrieval.rerank.price_per_thousand_calls=2.0",
+    ];
+    let mut args = vec!["run", "querl.toml", "--to", "validate", "--dry-run", "--json"];
+    settings.iter().for_each(|setting| args.extend(["--set", setting]));
+    let estimate: Value = serde_json::from_str(&project.querl(&args).ok().stdout).unwrap();
+    let cost = |index: usize| {
+        let step = &estimate["steps"][index];
+        let of = |end: &str| (step["cost"][end].as_f64().unwrap() * 1e6).round() / 1e6;
+        (step["provider"].as_str().unwrap(), of("low"), of("high"))
+    };
+    assert_eq!(estimate["steps"].as_array().unwrap().len(), 4, "{estimate}");
+    assert_eq!((cost(1), cost(3)), (("retrieval", 0.04, 0.04), ("retrieval.rerank", 0.08, 0.08)));
+    let (provider, low, high) = cost(2);
+    assert!(provider == "retrieval.embedding" && 0.0 < low && low < high, "{estimate}");
+}
+
 #[test]
 fn second_teacher_answers_only_where_the_first_failed_and_is_named_in_the_row() {
     let first = FaultyServer::start(|asked| match asked.index % 4 {
@@ -391,7 +423,7 @@ fn results(project: &Project) -> BTreeMap<&'static str, String> {
         .collect()
 }
 
-/// Every kind of fault for three of ten requests, drawn by question and try.
+/// Every kind of fault for seven of twenty requests, drawn by question and try.
 fn faulty_teacher_and_retrieval() -> FaultyServer {
     let tries: Mutex<BTreeMap<Vec<u8>, u64>> = Mutex::default();
     FaultyServer::start(move |asked| {
@@ -410,13 +442,14 @@ fn faulty_teacher_and_retrieval() -> FaultyServer {
             3 => Reply::ResetMidBody(answer),
             4 => Reply::Cut(answer),
             5 => Answer::text(408, "text/plain", "").into(),
+            6 => Answer::json(200, &json!({})).into(),
             _ => answer.into(),
         };
         Reply::After(pause, Box::new(reply))
     })
 }
 
-/// 0 to 19; below 6 the request meets a fault.
+/// 0 to 19; below 7 the request meets a fault.
 fn fate(asked: &RecordedRequest, n_try: u64) -> u32 {
     let digest = querl_core::fsx::digest_hex(format!("{n_try} {}", asked.json()).as_bytes());
     u32::from_str_radix(&digest[..8], 16).unwrap() % 20
@@ -428,7 +461,7 @@ fn whole_answers(server: &FaultyServer) -> Vec<u64> {
     for asked in server.requests() {
         let (n_tries, n_whole) = tries.entry(asked.body.clone()).or_default();
         *n_tries += 1;
-        *n_whole += u64::from(fate(&asked, *n_tries) >= 6);
+        *n_whole += u64::from(fate(&asked, *n_tries) >= 7);
     }
     tries.into_values().map(|(_, n_whole)| n_whole).collect()
 }

@@ -322,6 +322,10 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
                 need(&format!("{section}.{key}"), price.is_some(), "budget");
             }
         }
+        let is_priced = !retrieval.calls_embedding_service() || embedding.price().is_some();
+        need("retrieval.embedding.price_prompt_per_million", is_priced, "budget");
+        let is_priced = !retrieval.calls_rerank_service() || rerank.price().is_some();
+        need("retrieval.rerank.price_per_thousand_calls", is_priced, "budget");
     }
     if retrieval.kind == RetrievalKind::Embedded && embedding.kind == EmbeddingKind::Openai {
         let expected = "local or none, as the embedded index makes its vectors in this process";
@@ -401,10 +405,7 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
             refuse(&format!("retrieval.{name}"), problem);
         }
     }
-    let has_place =
-        mapping.request.as_ref().map(|request| request.values().any(|value| has_embedding(&value.to_string())));
-    let wants_vector = is_mapped && has_place.unwrap_or(service.wants_vector());
-    if *kind == RetrievalKind::Http && embedding.kind != EmbeddingKind::None && !wants_vector && !serves {
+    if *kind == RetrievalKind::Http && embedding.kind != EmbeddingKind::None && !retrieval.wants_vector() && !serves {
         let problem = "is set; the service's requests have no `{{embedding}}`, expected none";
         refuse("retrieval.embedding.kind", problem);
     }
@@ -421,11 +422,6 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
 }
 
 /// Whether a template contains the placeholder `{{embedding}}`.
-fn has_embedding(template: &str) -> bool {
-    let mut places = template.split("{{").skip(1);
-    places.any(|rest| rest.split_once("}}").is_some_and(|(place, _)| place.trim() == "embedding"))
-}
-
 fn check_mapping(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
     let mut refuse = |key: &str, problem: String| violations.push(Violation::of(key, problem));
     let RetrievalConfig { service, mapping, rerank, .. } = retrieval;

@@ -3,6 +3,9 @@
 use std::collections::BTreeMap;
 use toml::de::{DeTable, DeValue};
 
+/// Maximum number of names of a dotted key; the deepest keys have five.
+const MAX_SEGMENTS: usize = 32;
+
 /// Where a value was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Origin {
@@ -62,7 +65,7 @@ impl Document {
     /// Sets the value of a dotted key.
     pub(super) fn put(&mut self, key: &str, value: toml::Value, origin: Origin) -> Result<(), String> {
         let segments: Vec<&str> = key.split('.').collect();
-        if segments.iter().any(|segment| segment.is_empty()) {
+        if segments.len() > MAX_SEGMENTS || segments.iter().any(|segment| segment.is_empty()) {
             return Err(format!("`{key}` is not a key; expected dotted names such as rl.max_steps"));
         }
         let path = put_at(&mut self.table, &segments, value)?;

@@ -4,8 +4,12 @@ use super::check::{ModelHub, check, look_up_models, model_names, resolve_paths};
 use super::document::{Document, DocumentError, Origin};
 use super::run::Config;
 use super::schema::{Violation, conform, json_schema};
+use crate::fsx::read_bounded;
 use std::io;
 use std::path::{Path, PathBuf};
+
+/// Maximum size of a configuration file.
+const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
 /// Overrides from the command line.
 #[derive(Debug, Clone, Default)]
@@ -109,7 +113,7 @@ fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
         let message = format!("is a folder, not a configuration file{hint}");
         return Err(ConfigError::Invalid { location: ConfigLocation::File(path.into()), message });
     }
-    std::fs::read(path).map_err(|source| match source.kind() {
+    read_bounded(path, MAX_CONFIG_BYTES).map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => ConfigError::Missing { path: path.into(), hint: neighbour(path) },
         _ => ConfigError::Unreadable { path: path.into(), source },
     })
@@ -414,6 +418,32 @@ path = "reward.wasm"
     }
 
     #[test]
+    fn a_budget_needs_the_price_of_each_service_that_is_called() {
+        let service = |section: &str, kind: &str| {
+            [("kind", kind), ("url", "http://x/"), ("model", "m")]
+                .map(|(key, value)| format!("{section}.{key}={value}"))
+        };
+        let vectors = ["retrieval.kind=http", "retrieval.service=qdrant", "retrieval.url=http://x/", "budget=1"];
+        let mut set: Vec<String> = vectors.map(str::to_owned).to_vec();
+        set.extend(service("retrieval.embedding", "openai"));
+        let fault = |set: &[String]| fault(GOOD, &set.iter().map(String::as_str).collect::<Vec<_>>());
+        let expected = "the key retrieval.embedding.price_prompt_per_million is missing; budget needs it";
+        assert!(fault(&set).ends_with(expected), "{}", fault(&set));
+        set.push("retrieval.embedding.price_prompt_per_million=0".into());
+        set.extend(service("retrieval.rerank", "cohere"));
+        let expected = "the key retrieval.rerank.price_per_thousand_calls is missing; budget needs it";
+        assert!(fault(&set).ends_with(expected), "{}", fault(&set));
+    }
+
+    #[test]
+    fn huge_files_and_deep_keys_are_refused() {
+        let huge = format!("# {}\n", "x".repeat(MAX_CONFIG_BYTES as usize));
+        assert_eq!(fault(&huge, &[]), "querl.toml: cannot be read: the file has more than 16777216 bytes");
+        let deep = format!("{}=1", vec!["a"; 40_000].join("."));
+        assert!(fault(GOOD, &[&deep]).ends_with("is not a key; expected dotted names such as rl.max_steps"));
+    }
+
+    #[test]
     fn the_first_fault_of_the_file_is_reported() {
         let text = GOOD.replace("\"rubric\"", "\"rubik\"").replace("0.95", "2");
         assert_eq!(fault(&text, &[]), "querl.toml:8: judge.kind is \"rubik\"; expected rubric, openai or none");
@@ -428,5 +458,51 @@ path = "reward.wasm"
             format!("{}: no such file; did you mean {}?", folder.path().join("qurl.toml").display(), there.display());
         assert_eq!(error("qurl.toml"), expected);
         assert!(error("").contains("is a folder, not a configuration file; did you mean"));
+    }
+
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    /// Loads `bytes`. What is read is read back from its resolved copy; an error is one sentence that begins with the file.
+    fn check_loading(bytes: &[u8]) -> Result<(), TestCaseError> {
+        let folder = folder("");
+        let path = folder.path().join("querl.toml");
+        std::fs::write(&path, bytes).unwrap();
+        match load(&path, &Overrides::default()) {
+            Ok(config) => {
+                let copy = folder.path().join("config.resolved.toml");
+                std::fs::write(&copy, config.to_toml()).unwrap();
+                prop_assert_eq!(load_resolved(&copy).unwrap(), config);
+            }
+            Err(error) => {
+                let error = error.to_string();
+                prop_assert!(error.starts_with(&path.display().to_string()) && !error.contains('\n'), "{error}");
+            }
+        }
+        Ok(())
+    }
+
+    proptest! {
+        #![proptest_config(crate::properties(64))]
+
+        #[test]
+        fn a_damaged_configuration_is_read_or_rejected_in_one_sentence(
+            damages in vec((any::<prop::sample::Index>(), "[\\[\\]{}=.,\"'\\\\\n0-9a-z\\x00\u{e9}-]{0,3}", 0..4_usize), 1..4),
+        ) {
+            let mut bytes = GOOD.as_bytes().to_vec();
+            for (at, text, n_removed) in damages {
+                let at = at.index(bytes.len());
+                let end = (at + n_removed).min(bytes.len());
+                bytes.splice(at..end, text.bytes());
+            }
+            check_loading(&bytes)?;
+        }
+
+        #[test]
+        fn any_bytes_are_a_configuration_or_an_error(bytes in vec(any::<u8>(), 0..200), key in "[a-z.]{0,12}", value in ".{0,12}") {
+            check_loading(&bytes)?;
+            let fault = fault(GOOD, &[&format!("no_{key}={value}")]);
+            prop_assert!(fault.starts_with("--set no_") && !fault.contains('\n'), "{fault}");
+        }
     }
 }

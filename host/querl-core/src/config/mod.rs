@@ -42,7 +42,7 @@ pub use run::{BaseDtype, Config, DataConfig, DeviceSetting, EvalConfig, ModelCon
 pub use schema::{KeyInfo, json_schema, keys};
 pub use services::{
     AuthScheme, CacheConfig, CallsConfig, EmbeddingConfig, EmbeddingKind, MappingConfig, RerankConfig, RerankKind,
-    RerankScores, ScoreOrder, ServiceKind,
+    RerankScores, ScoreOrder, ServiceKind, ServicePrice,
 };
 pub use sources::{
     EndpointConfig, HistoryForm, JudgeConfig, JudgeForm, JudgeKind, Provider, ReasoningEffort, ResponseFormat,

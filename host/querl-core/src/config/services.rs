@@ -176,6 +176,36 @@ pub struct MappingConfig {
     pub success: Option<Vec<String>>,
 }
 
+/// What a service charges.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ServicePrice {
+    /// Price of one call.
+    pub per_call: f64,
+    /// Price of one token.
+    pub per_token: f64,
+}
+
+impl ServicePrice {
+    /// Of a service that is free of charge.
+    pub const FREE: Self = Self { per_call: 0.0, per_token: 0.0 };
+
+    fn new(per_thousand_calls: Option<f64>, per_million_tokens: Option<f64>) -> Option<Self> {
+        per_thousand_calls.or(per_million_tokens)?;
+        let (calls, tokens) = (per_thousand_calls.unwrap_or(0.0), per_million_tokens.unwrap_or(0.0));
+        Some(Self { per_call: calls / 1e3, per_token: tokens / 1e6 })
+    }
+
+    /// Of retrieval services, which are free unless a price is set.
+    pub(super) fn of_retrieval(per_thousand_calls: Option<f64>) -> Self {
+        Self::new(per_thousand_calls, None).unwrap_or(Self::FREE)
+    }
+
+    /// Cost of calls with this many tokens in all.
+    pub fn cost(self, n_calls: f64, n_tokens: f64) -> f64 {
+        n_calls * self.per_call + n_tokens * self.per_token
+    }
+}
+
 /// Kind of embedding model.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -229,6 +259,17 @@ section! {
         /// Maximum number of retries.
         #[schemars(range(max = 100))]
         max_retries: usize = 3,
+        /// `openai`: price of a million tokens.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schemars(range(min = 0.0))]
+        price_prompt_per_million: Option<f64> = None,
+    }
+}
+
+impl EmbeddingConfig {
+    /// What the service charges; `None` if that is not set.
+    pub fn price(&self) -> Option<ServicePrice> {
+        ServicePrice::new(None, self.price_prompt_per_million)
     }
 }
 
@@ -309,5 +350,33 @@ section! {
         /// Maximum number of retries.
         #[schemars(range(max = 100))]
         max_retries: usize = 3,
+        /// `tei`, `cohere`: price of a million tokens of queries and passages.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schemars(range(min = 0.0))]
+        price_prompt_per_million: Option<f64> = None,
+        /// `tei`, `cohere`: price of a thousand calls; with `cohere` of a thousand searches, each of up to 100 passages of up to 500 tokens.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        #[schemars(range(min = 0.0))]
+        price_per_thousand_calls: Option<f64> = None,
+    }
+}
+
+impl RerankConfig {
+    /// Whether a service is called.
+    pub fn is_service(&self) -> bool {
+        matches!(self.kind, RerankKind::Tei | RerankKind::Cohere)
+    }
+
+    /// What the service charges; `None` if that is not set. Text Embeddings Inference, which users run themselves, is free by default.
+    pub fn price(&self) -> Option<ServicePrice> {
+        let default = (self.kind == RerankKind::Tei).then_some(ServicePrice::FREE);
+        ServicePrice::new(self.price_per_thousand_calls, self.price_prompt_per_million).or(default)
+    }
+
+    /// Calls that are charged for one request whose passages have `n_chunks` chunks of up to 500 tokens.
+    ///
+    /// Source: Cohere's pricing, "a single search unit is one query with up to 100 documents"; longer documents are split.
+    pub fn n_charged_calls(&self, n_chunks: u64) -> u64 {
+        if self.kind == RerankKind::Cohere { n_chunks.div_ceil(100).max(1) } else { 1 }
     }
 }

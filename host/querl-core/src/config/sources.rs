@@ -1,6 +1,8 @@
 //! Teacher, judge, their endpoints, and retrieval.
 
-use super::services::{AuthScheme, EmbeddingConfig, MappingConfig, RerankConfig, ServiceKind};
+use super::services::{
+    AuthScheme, EmbeddingConfig, EmbeddingKind, MappingConfig, RerankConfig, ServiceKind, ServicePrice,
+};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -376,6 +378,10 @@ pub struct RetrievalConfig {
     #[serde(default = "defaults::retries")]
     #[schemars(range(max = 100))]
     pub max_retries: usize,
+    /// `http`: price of a thousand calls; unset, they are free.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0.0))]
+    pub price_per_thousand_calls: Option<f64>,
     /// `http`: changes to the ready adapter of `service`, or all of an own one.
     #[serde(default)]
     pub mapping: MappingConfig,
@@ -385,6 +391,36 @@ pub struct RetrievalConfig {
     /// Reranker.
     #[serde(default)]
     pub rerank: RerankConfig,
+}
+
+impl RetrievalConfig {
+    /// What the service charges.
+    pub fn price(&self) -> ServicePrice {
+        ServicePrice::of_retrieval(self.price_per_thousand_calls)
+    }
+
+    /// Whether requests to the service have a place for a vector.
+    pub fn wants_vector(&self) -> bool {
+        let is_mapped = self.kind == RetrievalKind::Http && self.service != ServiceKind::GeneralRag;
+        let request = self.mapping.request.as_ref();
+        let has_place = request.map(|request| request.values().any(|value| has_embedding(&value.to_string())));
+        is_mapped && has_place.unwrap_or(self.service.wants_vector())
+    }
+
+    /// Whether an embedding service is called.
+    pub fn calls_embedding_service(&self) -> bool {
+        self.embedding.kind == EmbeddingKind::Openai && self.wants_vector()
+    }
+
+    /// Whether a reranking service is called.
+    pub fn calls_rerank_service(&self) -> bool {
+        self.kind != RetrievalKind::None && self.rerank.is_service()
+    }
+}
+
+fn has_embedding(template: &str) -> bool {
+    let mut places = template.split("{{").skip(1);
+    places.any(|rest| rest.split_once("}}").is_some_and(|(place, _)| place.trim() == "embedding"))
 }
 
 mod defaults {

@@ -62,12 +62,26 @@ impl ChatClient {
         let max_cost = self.cost(most_tokens).unwrap_or(0.0);
         let bound = CostBound { n_tokens: most_tokens.0 + most_tokens.1, max_cost };
         let body = self.body(messages);
-        let mut response = self.caller.call(&Call::post("", &body), bound, &refusal).await?;
-        // An unusable completion is charged, too.
+        let check = |body: &Value| refusal(body).or_else(|| self.unusable(messages, body));
+        let mut response = self.caller.call(&Call::post("", &body), bound, &check).await?;
+        // A completion that was cut off is charged, too.
         let usage = self.usage(messages, &response.body);
         response.call_spend.charged(usage);
         self.completion(&response.body, usage, Some(response.latency_ms))
             .map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+    }
+
+    /// The reason why a response without any text is requested again. One that was cut off would be cut off again.
+    fn unusable(&self, messages: &[Message], body: &Value) -> Option<Refusal> {
+        let choice = body.pointer("/choices/0");
+        let text = choice.and_then(|choice| choice.pointer("/message/content")).map(content_text).unwrap_or_default();
+        let reason = choice.and_then(|choice| choice.get("finish_reason")?.as_str()).unwrap_or_default();
+        if !text.trim().is_empty() || CUT_OFF.contains(&reason) {
+            return None;
+        }
+        let usage = self.usage(messages, body);
+        let refusal = Refusal::unusable(self.completion(body, usage, None).err()?);
+        Some(if usage.is_estimated { refusal } else { refusal.charged(usage) })
     }
 
     pub(crate) fn most_tokens(&self, messages: &[Message]) -> (u64, u64) {
@@ -81,7 +95,7 @@ impl ChatClient {
     }
 
     pub(crate) fn completion(&self, body: &Value, usage: Usage, latency_ms: Option<f64>) -> Result<Completion, String> {
-        let choice = body.pointer("/choices/0").ok_or("the answer has no `choices`")?;
+        let choice = body.pointer("/choices/0").ok_or("the answer has no `choices`, or none in it")?;
         let text = choice.pointer("/message/content").map(content_text).unwrap_or_default();
         check_ending(choice.get("finish_reason").and_then(Value::as_str), &text)?;
         let counted = |tokens: u64| (!usage.is_estimated).then_some(tokens);
@@ -135,6 +149,8 @@ pub fn prompt_tokens(messages: &[Message]) -> u64 {
 
 /// Finish reasons of complete responses: OpenAI, text-generation-inference, and gateways to Anthropic's API.
 const COMPLETE: [&str; 6] = ["", "stop", "eos", "eos_token", "stop_sequence", "end_turn"];
+/// Finish reasons of responses that every attempt would have.
+const CUT_OFF: [&str; 2] = ["length", "content_filter"];
 /// Finish reasons of responses that the service aborted: DeepSeek, vLLM, OpenRouter.
 const ABORTED: [&str; 3] = ["insufficient_system_resource", "abort", "error"];
 

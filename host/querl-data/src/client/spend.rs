@@ -1,6 +1,7 @@
 //! Spend of calls by stage and provider, over all processes of a run, and the budget that stops them.
 
 use crate::error::DataError;
+use querl_core::fsx::read_bounded;
 use querl_core::records::{CallFailure, FailureKind};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -12,6 +13,9 @@ use tokio::sync::Notify;
 /// Minimum interval between writes of the file. A kill loses counts since then; with a budget never cost, which is written before a call
 /// is sent.
 const SAVE_EVERY: Duration = Duration::from_secs(1);
+
+/// Maximum size of the file, which has a few hundred bytes for each stage and provider.
+const MAX_FILE_BYTES: u64 = 16 << 20;
 
 /// Calls, tokens and cost of one provider in one stage.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -298,7 +302,7 @@ pub fn is_file_transfer(provider: &str) -> bool {
 /// # Errors
 /// The file is invalid.
 pub fn read_spend(path: &Path) -> Result<SpendByStage, DataError> {
-    match std::fs::read(path) {
+    match read_bounded(path, MAX_FILE_BYTES) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
             DataError::file(path, format!("not a record of spend: {error}; remove the file to start from zero"))
         }),
@@ -393,6 +397,13 @@ impl CallSpend {
         self.is_under_way = false;
         self.spent.lost += 1;
         self.spent.lost_cost += self.reservation.as_ref().map_or(0.0, |reservation| reservation.max_cost);
+        self.settle();
+    }
+
+    /// The response cannot be used, and was charged.
+    pub(crate) fn unusable(&mut self, usage: Usage) {
+        self.is_under_way = false;
+        self.charged(usage);
         self.settle();
     }
 
@@ -561,5 +572,28 @@ mod tests {
             drop(open);
         }
         assert!(tracker.reserve("teacher m", 0.31).now_or_never().unwrap().is_ok());
+    }
+
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(crate::properties(64))]
+
+        #[test]
+        fn spend_is_read_back_and_a_damaged_file_is_no_spend_of_zero(
+            provider in ".{0,8}", calls in any::<u64>(), cost in 0.0..1e12_f64, cut in any::<prop::sample::Index>(),
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("calls.json");
+            let tracker = SpendTracker::open(&path, None).unwrap();
+            tracker.add(&provider, &Spend { calls, cost, ..Spend::default() });
+            tracker.save().unwrap();
+            let written = tracker.by_stage();
+            prop_assert_eq!(&read_spend(&path).unwrap(), &written);
+            let bytes = std::fs::read(&path).unwrap();
+            std::fs::write(&path, &bytes[..cut.index(bytes.len())]).unwrap();
+            let error = read_spend(&path).unwrap_err().to_string();
+            prop_assert!(error.ends_with("; remove the file to start from zero") && !error.contains('\n'), "{error}");
+        }
     }
 }

@@ -2,8 +2,11 @@
 
 use crate::DataError;
 use crate::table::open_table;
+use querl_core::fsx::{NumberedLine, ReadError, UTF8_MARK, open_rows, read_text_bounded};
 use serde_json::{Map, Value};
 use std::fmt;
+use std::fs::File;
+use std::io::{self, BufReader, Read};
 use std::path::Path;
 
 /// A question and its answer in one text, with label and metadata.
@@ -57,6 +60,9 @@ impl DialogueLocation {
 /// Columns of a table that are read, and the metadata among them.
 const COLUMNS: [&str; 7] = ["input", "question", "answer", "label", "label_english", "group", "boundary"];
 const METADATA: [&str; 2] = ["group", "boundary"];
+
+/// Maximum size of a JSON list, which is held in memory.
+const MAX_LIST_BYTES: u64 = 256 << 20;
 
 /// Reads a JSON list or JSON lines of objects with `input`, `label`, `label_english` and `metadata`; or a table (`.xlsx`, `.csv`, `.tsv`,
 /// `.parquet`) with the columns `input` (or `question` and `answer`), `label`, `label_english`, `group` and `boundary`. Other columns are
@@ -120,25 +126,38 @@ fn item<'a>(cells: impl Iterator<Item = (&'a str, &'a str)>, pair: Option<(&str,
 }
 
 fn json_items(path: &Path) -> Result<Vec<(DialogueLocation, Value)>, DataError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| DataError::file(path, format!("cannot be read: {error}; check the path")))?;
-    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    if text.trim_start().starts_with('[') {
-        return match items(text) {
-            Some(items) => Ok(items),
-            // Parsing the whole text gives the error with its position.
-            None => match serde_json::from_str::<Vec<Value>>(text) {
-                Ok(_) => Err(DataError::file(path, "is not a list of JSON objects")),
-                Err(error) => Err(DataError::file(path, error)),
-            },
+    if !is_list(path).map_err(|error| DataError::file(path, format!("cannot be read: {error}; check the path")))? {
+        let item = |row: Result<NumberedLine<Value>, ReadError>| match row {
+            Ok(NumberedLine { line, value, .. }) => Ok((DialogueLocation::Line(line), value)),
+            Err(ReadError::Line { line, problem, .. }) => Err(DataError::line(path, line, problem)),
+            Err(error) => Err(error.into()),
         };
+        return open_rows(path)?.map(item).collect();
     }
-    let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
-    let item = |(index, line): (usize, &str)| match serde_json::from_str(line) {
-        Ok(item) => Ok((DialogueLocation::Line(index + 1), item)),
-        Err(error) => Err(DataError::file(path, format!("line {}: {error}", index + 1))),
-    };
-    lines.map(item).collect()
+    let remedy = "write longer files as JSON lines, in UTF-8";
+    let text = read_text_bounded(path, MAX_LIST_BYTES);
+    let text = text.map_err(|error| DataError::file(path, format!("cannot be read: {error}; {remedy}")))?;
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+    match items(text) {
+        Some(items) => Ok(items),
+        // Parsing the whole text gives the error with its position.
+        None => match serde_json::from_str::<Vec<Value>>(text) {
+            Ok(_) => Err(DataError::file(path, "is not a list of JSON objects")),
+            Err(error) => Err(DataError::file(path, error)),
+        },
+    }
+}
+
+/// Whether the first byte that is no blank begins a JSON list.
+fn is_list(path: &Path) -> io::Result<bool> {
+    let bytes = BufReader::new(File::open(path)?).bytes();
+    let mut bytes = bytes.skip_while(|byte| byte.as_ref().is_ok_and(|byte| is_blank(*byte)));
+    Ok(bytes.next().transpose()? == Some(b'['))
+}
+
+/// White space, or a byte of a byte order mark.
+fn is_blank(byte: u8) -> bool {
+    byte.is_ascii_whitespace() || UTF8_MARK.contains(&byte)
 }
 
 /// The values of a JSON list with the lines on which they begin; `None` if it is invalid.
@@ -229,7 +248,7 @@ fn shown(value: &Value) -> String {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<Vec<Dialogue>, String> {
+    fn read(text: impl AsRef<[u8]>) -> Result<Vec<Dialogue>, String> {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), text).unwrap();
         let of_file = format!("{}: ", file.path().display());
@@ -287,7 +306,11 @@ mod tests {
         assert!(read("[]").unwrap_err().starts_with("holds no dialogues"));
         let error = read("[{\"input\": \"a\"},\n {\"text\": \"b\"}]").unwrap_err();
         assert_eq!(error, "line 2, dialogue 2: no `input` there; expected a question and its answer");
-        assert!(read("{\"input\": \"a\"}\n\n{\"input\": ").unwrap_err().starts_with("line 3: "));
+        let expected = ":3: the line ends too early; a record is one line";
+        assert!(read("{\"input\": \"a\"}\n\n{\"input\": ").unwrap_err().ends_with(expected));
+        let cut = "{\"input\": \"a\"}\n{\"input\": \"问";
+        let error = read(&cut.as_bytes()[..cut.len() - 1]).unwrap_err();
+        assert!(error.ends_with(":2: byte 12 is not UTF-8; save the file as UTF-8"), "{error}");
         let cases = [
             (r#"[{"input": 7}]"#, "line 1, dialogue 1: `input` is 7; expected a text"),
             (r#"[{"input": " "}]"#, "line 1, dialogue 1: `input` is empty; expected a question and its answer"),

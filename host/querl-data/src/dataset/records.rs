@@ -389,4 +389,49 @@ mod tests {
         drop_torn_line(file.path()).unwrap();
         assert_eq!(std::fs::read(file.path()).unwrap(), b"");
     }
+
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(crate::properties(64))]
+
+        #[test]
+        fn a_journal_that_is_cut_anywhere_has_all_whole_records(
+            records in proptest::collection::hash_set(10..u32::MAX, 1..8), cut in any::<prop::sample::Index>(),
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let output = folder.path().join("rows.jsonl");
+            let mut journal = Journal::<u32>::open(&output).unwrap();
+            records.iter().for_each(|record| drop(journal.append(record).unwrap()));
+            drop(journal);
+            let path = Journal::path_for(&output);
+            let bytes = std::fs::read(&path).unwrap();
+            let kept = &bytes[..cut.index(bytes.len() + 1)];
+            std::fs::write(&path, kept).unwrap();
+            let n_whole = kept.iter().filter(|byte| **byte == b'\n').count();
+            let mut journal = Journal::<u32>::open(&output).unwrap();
+            prop_assert_eq!(journal.n_earlier(), n_whole);
+            let last = journal.append(&7).unwrap();
+            let mut found = journal.records().unwrap();
+            prop_assert_eq!(found.at(last).unwrap(), Some(7));
+            for record in records.iter().take(n_whole) {
+                let location = journal.earlier(u64::from(*record)).unwrap();
+                prop_assert_eq!(found.at(location).unwrap(), Some(*record));
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_a_journal_or_an_error(bytes in vec(prop_oneof![any::<u8>(), Just(b'1'), Just(b'\n')], 0..60)) {
+            let folder = tempfile::tempdir().unwrap();
+            let output = folder.path().join("rows.jsonl");
+            for path in [Journal::path_for(&output), output.clone()] {
+                std::fs::write(&path, &bytes).unwrap();
+                if let Err(error) = Journal::<u32>::open(&output) {
+                    let error = error.to_string();
+                    prop_assert!(error.contains("rows.") && !error.contains('\n'), "{error}");
+                }
+            }
+        }
+    }
 }

@@ -2,7 +2,9 @@
 
 use crate::error::DataError;
 use crate::retrieval::vocabulary::Segmenter;
+use crate::table::MAX_VOCABULARY_BYTES;
 use crate::text::normalise;
+use querl_core::fsx::read_text_bounded;
 use querl_core::records::Context;
 use serde::Deserialize;
 use std::collections::HashMap;
@@ -97,7 +99,7 @@ impl Lexicon {
     /// # Errors
     /// The file cannot be read, is not of that form, or names no product or no intent.
     pub fn read(path: &Path) -> Result<Self, DataError> {
-        let text = std::fs::read_to_string(path)
+        let text = read_text_bounded(path, MAX_VOCABULARY_BYTES)
             .map_err(|error| DataError::file(path, format!("cannot be read: {error}; check retrieval.lexicon")))?;
         Self::parse(&text).map_err(|problem| DataError::file(path, format!("not a lexicon: {problem}")))
     }

@@ -1,12 +1,13 @@
 //! Query vectors for services that need one, from a model in this process or a service with OpenAI's embeddings interface (vLLM, TEI, Ollama
 //! and others); and how all models and indexes in this process are called: on blocking threads, with limited concurrency and time.
 
-use crate::client::http::{CallLimits, Caller, Secret};
+use crate::client::http::{Call, CallLimits, Caller, Refusal, Secret, estimated_tokens};
 use crate::client::{ServiceContext, queued};
 use crate::error::DataError;
 use crate::retrieval::LocalModels;
 use crate::retrieval::mapping::excerpt;
-use querl_core::config::{EmbeddingConfig, EmbeddingKind};
+use crate::retrieval::pricing::CallCharge;
+use querl_core::config::{EmbeddingConfig, EmbeddingKind, ServicePrice};
 use querl_core::ports::Embedder;
 use querl_core::records::{CallFailure, FailureKind};
 use serde_json::{Value, json};
@@ -57,6 +58,7 @@ pub(crate) struct EmbeddingService {
     caller: Caller,
     model: String,
     query_prefix: String,
+    price: Option<ServicePrice>,
 }
 
 impl EmbeddingService {
@@ -70,22 +72,31 @@ impl EmbeddingService {
         let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
             .per_minute(config.requests_per_minute, None);
         let caller = Caller::new(setting, url, key, limits, services)?;
-        Ok(Self { caller, model, query_prefix: query_prefix(config, None) })
+        Ok(Self { caller, model, query_prefix: query_prefix(config, None), price: config.price() })
     }
 
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         let text = format!("{}{text}", self.query_prefix);
-        let response = self.caller.post(&json!({"model": self.model, "input": [text]})).await?.body;
-        vector(&response).ok_or_else(|| {
-            let what = format!("no vector at `data[0].embedding`: {}", excerpt(&response));
-            self.caller.failure(FailureKind::InvalidResponse, &what)
-        })
+        let estimate = CallCharge { n_calls: 1, n_tokens: estimated_tokens(&text), is_estimated: true };
+        let body = json!({"model": self.model, "input": [text]});
+        let check = |response: &Value| vector(response).err().map(Refusal::unusable);
+        let mut response = self.caller.call(&Call::post("", &body), estimate.bound(self.price), &check).await?;
+        response.call_spend.charged(CallCharge::stated(&response.body, estimate).usage(self.price));
+        vector(&response.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 }
 
-fn vector(response: &Value) -> Option<Vec<f32>> {
-    let numbers = response.pointer("/data/0/embedding")?.as_array().filter(|numbers| !numbers.is_empty())?;
-    numbers.iter().map(|number| Some(number.as_f64()? as f32)).collect()
+/// The vector of the one text that was sent.
+fn vector(response: &Value) -> Result<Vec<f32>, String> {
+    let vectors = response.get("data").and_then(Value::as_array);
+    if let Some(vectors) = vectors.filter(|vectors| vectors.len() > 1) {
+        return Err(format!("{} vectors of one text: {}", vectors.len(), excerpt(response)));
+    }
+    let numbers = response.pointer("/data/0/embedding").and_then(Value::as_array).filter(|numbers| !numbers.is_empty());
+    let numbers = numbers.ok_or_else(|| format!("no vector at `data[0].embedding`: {}", excerpt(response)))?;
+    let finite = |number: &Value| Some(number.as_f64()? as f32).filter(|number| number.is_finite());
+    let vector: Option<Vec<f32>> = numbers.iter().map(finite).collect();
+    vector.ok_or_else(|| format!("`data[0].embedding` has a value that is not a finite number: {}", excerpt(response)))
 }
 
 /// Prefix of queries: that of the configuration, else that of the model.

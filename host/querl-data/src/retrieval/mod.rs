@@ -7,6 +7,7 @@ mod index;
 mod lexicon_reranker;
 mod mapping;
 mod open;
+mod pricing;
 mod rerank;
 mod services;
 pub(crate) mod vocabulary;

@@ -71,6 +71,8 @@ fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> imp
         requests_per_minute: None,
         timeout_s: unlimited.timeout_s,
         max_retries: unlimited.max_retries,
+        price_prompt_per_million: None,
+        price_per_thousand_calls: None,
         ..config.rerank.clone()
     };
     let unlimited = EmbeddingConfig::default();
@@ -82,6 +84,7 @@ fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> imp
         requests_per_minute: None,
         timeout_s: unlimited.timeout_s,
         max_retries: unlimited.max_retries,
+        price_prompt_per_million: None,
         ..config.embedding.clone()
     };
     let answering = RetrievalConfig {
@@ -98,6 +101,7 @@ fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> imp
         requests_per_minute: None,
         timeout_s: 1.0,
         max_retries: 0,
+        price_per_thousand_calls: None,
         rerank,
         embedding,
         ..config.clone()

@@ -2,10 +2,11 @@
 //! rewrite is not an input, so that nothing in it can raise a score.
 
 use crate::client::ServiceContext;
-use crate::client::http::{CallLimits, Caller, Secret};
+use crate::client::http::{Call, CallLimits, Caller, Refusal, Secret, estimated_tokens};
 use crate::error::DataError;
 use crate::retrieval::embedding::LocalModelCalls;
 use crate::retrieval::mapping::{excerpt, fill_text, number, placeholders};
+use crate::retrieval::pricing::CallCharge;
 use crate::retrieval::{LocalModels, RetrievalBackend, RetrievalLimits};
 use async_trait::async_trait;
 use futures::future::try_join_all;
@@ -175,8 +176,21 @@ impl RerankService {
     }
 
     async fn batch(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
-        let response = self.caller.post(&self.body(query, texts)).await?.body;
-        self.read(&response, texts.len()).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+        let (estimate, price) = (self.estimate(query, texts), self.config.price());
+        let body = self.body(query, texts);
+        let check = |response: &Value| self.read(response, texts.len()).err().map(Refusal::unusable);
+        let mut response = self.caller.call(&Call::post("", &body), estimate.bound(price), &check).await?;
+        response.call_spend.charged(CallCharge::stated(&response.body, estimate).usage(price));
+        let scores = self.read(&response.body, texts.len());
+        scores.map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+    }
+
+    /// Services count the query once per passage.
+    fn estimate(&self, query: &str, texts: &[&str]) -> CallCharge {
+        let n_tokens = texts.iter().map(|text| estimated_tokens(query) + estimated_tokens(text));
+        let n_chunks = n_tokens.clone().map(|n_tokens| n_tokens.div_ceil(500).max(1)).sum();
+        let n_calls = self.config.n_charged_calls(n_chunks);
+        CallCharge { n_calls, n_tokens: n_tokens.sum(), is_estimated: true }
     }
 
     fn body(&self, query: &str, texts: &[&str]) -> Value {
@@ -199,6 +213,9 @@ impl RerankService {
             let index = entry.get("index").and_then(Value::as_u64).map(|index| index as usize);
             let slot = index.and_then(|index| scores.get_mut(index));
             let slot = slot.ok_or_else(|| format!("a score of no text that was sent: {}", excerpt(entry)))?;
+            if slot.is_some() {
+                return Err(format!("two scores of one text: {}", excerpt(entry)));
+            }
             let sent = entry.get("relevance_score").or_else(|| entry.get("score")).unwrap_or(&Value::Null);
             *slot = Some(self.unit(sent)?);
         }

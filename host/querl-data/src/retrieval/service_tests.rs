@@ -2,13 +2,15 @@
 #![allow(clippy::unwrap_used)]
 
 use crate::retrieval::mapping::{Mapping, RequestValues};
-use crate::{CacheLimits, DataError, ResponseCache, ServiceContext};
+use crate::{CacheLimits, DataError, ResponseCache, ServiceContext, SpendTracker, read_spend};
 use crate::{LocalModels, RetrievalBackend, RetrievalLimits, open_retrieval_backend, open_retriever};
+use futures::future::join_all;
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{Embedder, LocalModelError, PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
+use querl_faulty::{Answer, FaultyServer, RecordedRequest, Reply};
 use serde_json::{Value, json};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use wiremock::matchers::{self, body_json, body_partial_json, header, method, path};
 use wiremock::{Match, Mock, MockServer, ResponseTemplate};
@@ -725,4 +727,164 @@ async fn the_cache_identifies_models_by_content_and_not_by_path() {
     assert_eq!(n_requests("models/moved", "one", "one").await, 1);
     assert_eq!(n_requests("models/a", "one", "two").await, 2);
     assert_eq!(n_requests("models/a", "two", "two").await, 3);
+}
+
+/// Answers of status 200 in place of `good` that no service should send.
+fn unusable(good: &Value) -> Vec<Reply> {
+    let text = |body: &str| Reply::from(Answer::text(200, "application/json", body));
+    let broken = Answer { body: b"{\"data\": \"\xb8\"}".to_vec(), ..Answer::json(200, good) };
+    let nan = good.to_string().replace("0.9", "NaN");
+    vec![
+        text("{}"),
+        text("null"),
+        text("<html>busy</html>"),
+        text(&nan),
+        broken.into(),
+        Reply::Cut(Answer::json(200, good)),
+    ]
+}
+
+const VECTOR_SEARCH: &str = r#"{"service": "qdrant", "url": "URL/search", "max_retries": 1,
+    "price_per_thousand_calls": 2.0,
+    "embedding": {"kind": "openai", "url": "URL/embed", "model": "e", "max_retries": 1, "price_prompt_per_million": 1000.0},
+    "rerank": {"kind": "cohere", "url": "URL/rerank", "model": "r", "max_retries": 1, "price_per_thousand_calls": 2.0}}"#;
+
+/// The answers of the three services in [`VECTOR_SEARCH`].
+fn vector_search_answer(asked: &RecordedRequest) -> Value {
+    match asked.path.as_str() {
+        "/embed" => json!({"data": [{"embedding": [0.9, 0.5]}], "usage": {"prompt_tokens": 8, "total_tokens": 8}}),
+        "/rerank" => {
+            json!({"results": [{"index": 0, "relevance_score": 0.9}], "meta": {"billed_units": {"search_units": 1}}})
+        }
+        _ => json!({"status": "ok", "result": {"points": [{"id": 1, "score": 0.9, "payload": {"text": "甲"}}]}}),
+    }
+}
+
+/// Searches a server whose first answer at `path` is `fault`. Returns the hits and the number of requests at `path`.
+async fn search_after(
+    settings: &str,
+    path: &'static str,
+    fault: Reply,
+    good: impl Fn(&RecordedRequest) -> Value + Send + Sync + 'static,
+) -> (Result<Vec<Hit>, CallFailure>, usize) {
+    let n_asked = Mutex::new(0);
+    let server = FaultyServer::start(move |asked| {
+        let mut n_asked = n_asked.lock().unwrap();
+        *n_asked += usize::from(asked.path == path);
+        if asked.path == path && *n_asked == 1 { fault.clone() } else { Answer::json(200, &good(asked)).into() }
+    });
+    let hits = search(serde_json::from_str(&settings.replace("URL", &server.url())).unwrap()).await;
+    (hits, server.requests().iter().filter(|asked| asked.path == path).count())
+}
+
+/// Regression: a row failed although its service had answered once with status 200 and a body without content.
+#[tokio::test]
+async fn a_response_of_status_200_that_cannot_be_used_is_requested_again() {
+    let services = [
+        ("general_rag", recall(json!([{"reranker_score": 0.9, "content": "甲"}]))),
+        ("dify", json!({"records": [{"content": "甲", "score": 0.9}]})),
+        ("ragflow", json!({"code": 0, "data": {"chunks": [{"content": "甲", "similarity": 0.9}]}})),
+        (
+            "elasticsearch",
+            json!({"timed_out": false, "_shards": {"failed": 0}, "hits": {"hits": [
+            {"_id": "1", "_score": 30.9, "_source": {"text": "甲"}}]}}),
+        ),
+    ];
+    let mut searches = Vec::new();
+    for (service, good) in services {
+        for fault in unusable(&good) {
+            let (good, settings) =
+                (good.clone(), format!(r#"{{"service": "{service}", "url": "URL/s", "max_retries": 1}}"#));
+            let shown = format!("{service}: {fault:?}");
+            searches.push((shown, settings, "/s", fault, Some(good)));
+        }
+    }
+    let embedded = json!({"data": [{"embedding": [0.9]}]});
+    let odd_vectors = [
+        json!({"data": []}),
+        json!({"data": [{"embedding": []}]}),
+        json!({"data": [{"embedding": [0.9, null]}]}),
+        json!({"data": [{"embedding": [1e300]}]}),
+        json!({"data": [{"embedding": [0.9]}, {"embedding": [0.9]}]}),
+    ];
+    let scored = json!({"results": [{"index": 0, "relevance_score": 0.9}]});
+    let odd_scores = [
+        json!({"results": []}),
+        json!({"results": [{"index": 0, "relevance_score": null}]}),
+        json!({"results": [{"index": 0, "relevance_score": 0.9}, {"index": 0, "relevance_score": 0.9}]}),
+        json!({"results": [{"index": 1, "relevance_score": 0.9}]}),
+    ];
+    let answer = |odd: Value| Reply::from(Answer::json(200, &odd));
+    let faults = unusable(&embedded).into_iter().chain(odd_vectors.map(answer)).map(|fault| ("/embed", fault));
+    let faults =
+        faults.chain(unusable(&scored).into_iter().chain(odd_scores.map(answer)).map(|fault| ("/rerank", fault)));
+    for (path, fault) in faults {
+        searches.push((format!("{path}: {fault:?}"), VECTOR_SEARCH.to_owned(), path, fault, None));
+    }
+    let searches = searches.into_iter().map(|(shown, settings, path, fault, good)| async move {
+        let good = move |asked: &RecordedRequest| good.clone().unwrap_or_else(|| vector_search_answer(asked));
+        let (hits, n_requests) = search_after(&settings, path, fault, good).await;
+        let hits = hits.unwrap_or_else(|failure| panic!("{shown}: {failure}"));
+        assert_eq!((hits.len(), n_requests), (1, 2), "{shown}");
+    });
+    join_all(searches).await;
+}
+
+/// Regression: embeddings and reranking were free, whatever the service charged.
+#[tokio::test]
+async fn services_of_retrieval_are_paid_from_the_budget_and_recorded_before_they_are_called() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("calls.json");
+    let lost_before = |asked: &RecordedRequest, path: &std::path::Path| {
+        let provider = match asked.path.as_str() {
+            "/embed" => "retrieval.embedding",
+            "/rerank" => "retrieval.rerank",
+            _ => "retrieval",
+        };
+        read_spend(path).unwrap()["validate"].get(provider).map_or(0.0, |spend| spend.lost_cost)
+    };
+    let of_file = path.clone();
+    let server = FaultyServer::start(move |asked| match lost_before(asked, &of_file) {
+        lost if lost > 0.0 => Answer::json(200, &vector_search_answer(asked)).into(),
+        _ => Answer::json(400, &json!({"error": "calls.json has no cost of this call"})).into(),
+    });
+    let settings: Value = serde_json::from_str(&VECTOR_SEARCH.replace("URL", &server.url())).unwrap();
+    let search = |budget: f64| {
+        let tracker = Arc::new(SpendTracker::open(&path, Some(budget)).unwrap());
+        tracker.begin("validate");
+        let services = ServiceContext::default().with_spend_tracker(tracker.clone());
+        let backend = open_retrieval_backend(&config(settings.clone()), "shop", &LocalModels::default(), &services);
+        async move {
+            let hits = backend.unwrap().search(&request(&context()), LIMITS).await;
+            tracker.save().unwrap();
+            (hits, tracker)
+        }
+    };
+    let (hits, tracker) = search(1.0).await;
+    assert_eq!(hits.unwrap().len(), 1);
+    let spent = tracker.by_stage().remove("validate").unwrap();
+    let costs: Vec<(&str, u64, u64, String)> = spent
+        .iter()
+        .map(|(name, spend)| (name.as_str(), spend.calls, spend.prompt_tokens, format!("{:.6}", spend.cost)))
+        .collect();
+    let expected = [
+        ("retrieval", 1, 0, "0.002000".to_owned()),
+        ("retrieval.embedding", 1, 8, "0.008000".to_owned()),
+        ("retrieval.rerank", 1, 10, "0.002000".to_owned()),
+    ];
+    assert_eq!(costs, expected);
+    assert!(spent.values().all(|spend| spend.lost == 0 && spend.unpriced == 0));
+    // 0.012 were spent; the next embedding costs 0.007 to 0.008, the search 0.002.
+    let failure = search(0.0225).await.0.unwrap_err();
+    assert_eq!(failure.kind, FailureKind::OverBudget, "{failure}");
+    let n_rerank = server.requests().iter().filter(|asked| asked.path == "/rerank").count();
+    assert_eq!((server.n_requests(), n_rerank), (5, 1));
+}
+
+#[test]
+fn cohere_charges_a_search_for_each_hundred_chunks() {
+    let rerank = |kind: &str| config(json!({"rerank": {"kind": kind}})).rerank;
+    assert_eq!([0, 1, 100, 101, 250].map(|n_chunks| rerank("cohere").n_charged_calls(n_chunks)), [1, 1, 1, 2, 3]);
+    assert_eq!(rerank("tei").n_charged_calls(250), 1);
+    assert_eq!((rerank("cohere").price(), rerank("tei").price().map(|price| price.per_call)), (None, Some(0.0)));
 }

@@ -7,13 +7,14 @@
 //! other than those known to mean success.
 
 use crate::client::ServiceContext;
-use crate::client::http::{Call, CallLimits, Caller, CostBound, Refusal, Secret};
+use crate::client::http::{Call, CallLimits, Caller, Refusal, Secret};
 use crate::error::DataError;
 use crate::retrieval::embedding::QueryEmbedding;
 use crate::retrieval::mapping::{Mapping, RequestValues, excerpt, first, number, plain};
+use crate::retrieval::pricing::CallCharge;
 use crate::retrieval::{LocalModels, RetrievalBackend, RetrievalLimits, ServiceScores};
 use async_trait::async_trait;
-use querl_core::config::{HistoryForm, RetrievalConfig, ServiceKind};
+use querl_core::config::{HistoryForm, RetrievalConfig, ServiceKind, ServicePrice};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, FailureKind, Hit};
 use serde_json::{Value, json};
@@ -31,7 +32,7 @@ const TEXTS: [&str; 4] = ["/text", "/content", "/page_content", "/chunk"];
 /// A `general_rag` service.
 #[derive(Debug)]
 pub(crate) struct GeneralRag {
-    caller: Caller,
+    service: PricedService,
     tenant: String,
     kb_name: String,
     history: HistoryForm,
@@ -41,7 +42,7 @@ pub(crate) struct GeneralRag {
 impl GeneralRag {
     pub(crate) fn open(config: &RetrievalConfig, tenant: &str, services: &ServiceContext) -> Result<Self, DataError> {
         Ok(Self {
-            caller: service_caller(config, services)?,
+            service: PricedService::open(config, services)?,
             tenant: tenant.to_owned(),
             kb_name: config.kb_name.clone(),
             history: config.history,
@@ -73,26 +74,51 @@ impl GeneralRag {
     }
 }
 
-/// The caller of the service at `retrieval.url`.
-fn service_caller(config: &RetrievalConfig, services: &ServiceContext) -> Result<Caller, DataError> {
-    let missing =
-        || DataError::setting("retrieval.url", "is not set; retrieval of kind `http` needs a service's address");
-    let url = config.url.as_deref().ok_or_else(missing)?;
-    let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
-        .per_minute(config.requests_per_minute, None);
-    let key = Secret::open("retrieval", config.api_key_file.as_deref(), &config.api_key_env)?;
-    let key = key.map(|key| key.sent_as(config.auth.of(config.service)));
-    Caller::new("retrieval.url", url, key, limits, services)
+/// The service at `retrieval.url`.
+#[derive(Debug)]
+struct PricedService {
+    caller: Caller,
+    price: ServicePrice,
+}
+
+impl PricedService {
+    fn open(config: &RetrievalConfig, services: &ServiceContext) -> Result<Self, DataError> {
+        let missing =
+            || DataError::setting("retrieval.url", "is not set; retrieval of kind `http` needs a service's address");
+        let url = config.url.as_deref().ok_or_else(missing)?;
+        let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
+            .per_minute(config.requests_per_minute, None);
+        let key = Secret::open("retrieval", config.api_key_file.as_deref(), &config.api_key_env)?;
+        let key = key.map(|key| key.sent_as(config.auth.of(config.service)));
+        let caller = Caller::new("retrieval.url", url, key, limits, services)?;
+        Ok(Self { caller, price: config.price() })
+    }
+
+    /// The passages that `read` finds in the response to `body`. A response in which it finds none of the expected fields is requested
+    /// again.
+    async fn search(
+        &self,
+        body: &Value,
+        refusal: impl Fn(&Value) -> Option<Refusal> + Send + Sync,
+        read: impl Fn(&Value) -> Result<Vec<Hit>, String> + Send + Sync,
+    ) -> Result<Vec<Hit>, CallFailure> {
+        let (price, charged) = (Some(self.price), CallCharge::ONE_CALL);
+        let unusable =
+            |response: &Value| read(response).err().map(|what| Refusal::unusable(what).charged(charged.usage(price)));
+        let check = |response: &Value| refusal(response).or_else(|| unusable(response));
+        let mut response = self.caller.call(&Call::post("", body), charged.bound(price), &check).await?;
+        response.call_spend.charged(charged.usage(price));
+        read(&response.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+    }
 }
 
 #[async_trait]
 impl RetrievalBackend for GeneralRag {
     async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
         let body = self.body(request, limits);
-        let response = self.caller.call(&Call::post("", &body), CostBound::FREE, &refusal).await?.body;
-        let invalid = |what: String| self.caller.failure(FailureKind::InvalidResponse, &what);
+        let hits = self.service.search(&body, refusal, |response| hits(response, self.scores)).await?;
         // The service may have ignored the limits.
-        Ok(limits.apply(hits(&response, self.scores).map_err(invalid)?))
+        Ok(limits.apply(hits))
     }
 
     fn name(&self) -> &str {
@@ -212,10 +238,10 @@ fn succeeded(body: &Value) -> Option<bool> {
 
 /// A service of another maker, described by a mapping.
 pub(crate) struct MappedService {
-    caller: Caller,
+    service: PricedService,
     mapping: Mapping,
     embedding: Option<QueryEmbedding>,
-    service: ServiceKind,
+    kind: ServiceKind,
     tenant: String,
     kb_name: String,
     scores: ServiceScores,
@@ -242,10 +268,10 @@ impl MappedService {
             false => None,
         };
         Ok(Self {
-            caller: service_caller(config, services)?,
+            service: PricedService::open(config, services)?,
             mapping,
             embedding,
-            service: config.service,
+            kind: config.service,
             tenant: tenant.to_owned(),
             kb_name: config.kb_name.clone(),
             scores,
@@ -261,12 +287,10 @@ impl RetrievalBackend for MappedService {
             None => None,
         };
         let values = RequestValues { tenant: &self.tenant, kb_name: &self.kb_name, embedding: embedding.as_deref() };
-        let check =
+        let refusal =
             |response: &Value| self.mapping.failure(response).map(|(status, what)| Refusal::reported(status, what));
         let body = self.mapping.body(&values, request, limits);
-        let response = self.caller.call(&Call::post("", &body), CostBound::FREE, &check).await?.body;
-        let hits = self.mapping.hits(&response, self.scores);
-        let hits = hits.map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))?;
+        let hits = self.service.search(&body, refusal, |response| self.mapping.hits(response, self.scores)).await?;
         Ok(match self.scores {
             ServiceScores::Required => limits.apply(hits),
             // Without usable scores, in the order of the service.
@@ -275,7 +299,7 @@ impl RetrievalBackend for MappedService {
     }
 
     fn name(&self) -> &str {
-        match self.service {
+        match self.kind {
             ServiceKind::GeneralRag => "general_rag",
             ServiceKind::Dify => "dify",
             ServiceKind::Ragflow => "ragflow",

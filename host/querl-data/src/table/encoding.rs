@@ -135,11 +135,19 @@ pub(crate) fn open_text(path: &Path, encoding: TextEncoding) -> io::Result<impl 
     Ok(Utf8Reader::new(File::open(path)?, encoding))
 }
 
-/// The whole text of a small file in any of the encodings.
+/// Maximum size of a lexicon, dictionary or list of synonyms.
+pub(crate) const MAX_VOCABULARY_BYTES: u64 = 64 << 20;
+
+/// The whole text of a dictionary or list in any of the encodings.
 pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
     let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
     let mut text = String::new();
-    open_text(path, detect(path)?).and_then(|mut file| file.read_to_string(&mut text)).map_err(unreadable)?;
+    let file = open_text(path, detect(path)?).map_err(unreadable)?;
+    file.take(MAX_VOCABULARY_BYTES + 1).read_to_string(&mut text).map_err(unreadable)?;
+    if text.len() as u64 > MAX_VOCABULARY_BYTES {
+        let problem = format!("the file has more than {MAX_VOCABULARY_BYTES} bytes; leave out what is not needed");
+        return Err(DataError::file(path, problem));
+    }
     Ok(text)
 }
 

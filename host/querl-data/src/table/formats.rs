@@ -1,6 +1,7 @@
 //! Reads tables of text cells from csv, tsv, jsonl and parquet files, row by row, and opens those of a workbook.
 
 use super::encoding::{TextEncoding, detect, open_text};
+use super::parquet_pages::{check_footer, check_pages};
 use super::xlsx::open_xlsx;
 use crate::dataset::export::{formula_text, is_header};
 use crate::error::{DataError, catch_panic, panic_message};
@@ -11,7 +12,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::reader::RowIter as ParquetRows;
 use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
-use querl_core::fsx::{MAX_LINE_BYTES, NumberedLine, open_jsonl};
+use querl_core::fsx::{MAX_ROW_BYTES, NumberedLine, open_rows};
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::fs::File;
@@ -77,8 +78,8 @@ pub(super) const MAX_CELL_BYTES: usize = 1 << 20;
 /// Maximum number of columns: that of a sheet.
 const MAX_COLUMNS: usize = 16_384;
 
-/// Maximum number of rows, which have indices of 32 bits.
-const MAX_ROWS: i64 = 1 << 30;
+/// Maximum number of rows, each of which takes 40 bytes: equal rows of parquet take none in the file.
+pub(super) const MAX_ROWS: u32 = 1 << 24;
 
 fn check_columns(path: &Path, n_columns: usize) -> Result<(), DataError> {
     match n_columns > MAX_COLUMNS {
@@ -154,7 +155,7 @@ type Object = serde_json::Map<String, serde_json::Value>;
 /// The header of JSON lines is the union of their keys, in order of appearance: the file is read twice.
 fn open_lines(path: &Path) -> Result<Table, DataError> {
     let (mut header, mut known) = (Vec::new(), HashSet::new());
-    for line in open_jsonl::<Object>(path)? {
+    for line in open_rows::<Object>(path)? {
         for key in line?.value.keys() {
             if !known.contains(key) {
                 known.insert(key.clone());
@@ -167,7 +168,7 @@ fn open_lines(path: &Path) -> Result<Table, DataError> {
         return Err(DataError::file(path, "the file holds no object; expected one JSON object a line"));
     }
     let columns = header.clone();
-    let rows = open_jsonl::<Object>(path)?.map(move |line| {
+    let rows = open_rows::<Object>(path)?.map(move |line| {
         let NumberedLine { line, value, .. } = line?;
         let cells = columns.iter().map(|key| value.get(key).map_or_else(String::new, value_text)).collect();
         Ok((line, cells))
@@ -243,8 +244,8 @@ impl<R: Read> Read for BoundedRows<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let n_bytes = self.text.read(buffer)?;
         self.row_bytes.set(self.row_bytes.get() + n_bytes);
-        if self.row_bytes.get() > MAX_LINE_BYTES {
-            let problem = format!("a row of more than {MAX_LINE_BYTES} bytes; look for a quote that is not closed");
+        if self.row_bytes.get() > MAX_ROW_BYTES {
+            let problem = format!("a row of more than {MAX_ROW_BYTES} bytes; look for a quote that is not closed");
             return Err(io::Error::other(problem));
         }
         Ok(n_bytes)
@@ -298,6 +299,7 @@ impl RowSource for ParquetFile {
         let used = columns.iter().map(|column| schema.get_fields()[*column].clone()).collect();
         let (name, n_columns) = (schema.name().to_owned(), schema.get_fields().len());
         let projected = || {
+            check_pages(&path, &reader, &columns)?;
             let used = Type::group_type_builder(&name).with_fields(used).build()?;
             ParquetRows::from_file_into(Box::new(reader)).project(Some(used))
         };
@@ -338,12 +340,13 @@ fn caught<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String
 }
 
 fn open_reader(path: &Path) -> Result<SerializedFileReader<File>, ParquetError> {
-    let file = File::open(path)?;
+    let mut file = File::open(path)?;
     let n_bytes = file.metadata()?.len();
+    check_footer(&mut file)?;
     let reader = SerializedFileReader::new(file)?;
     let n_rows = reader.metadata().file_metadata().num_rows();
     let of_groups = reader.metadata().row_groups().iter().map(|group| group.num_rows());
-    if !(0..=MAX_ROWS).contains(&n_rows) || of_groups.fold(0, i64::saturating_add) != n_rows {
+    if !(0..=i64::from(MAX_ROWS)).contains(&n_rows) || of_groups.fold(0, i64::saturating_add) != n_rows {
         return Err(ParquetError::General(format!(
             "declares {n_rows} rows; expected those of its groups, at most {MAX_ROWS}"
         )));

@@ -5,16 +5,17 @@
 
 mod encoding;
 mod formats;
+mod parquet_pages;
 mod xlsx;
 
-pub(crate) use encoding::read_text;
+pub(crate) use encoding::{MAX_VOCABULARY_BYTES, read_text};
 pub(crate) use formats::open_table;
 
 use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
 use crate::text::{hash_of, normalise, with_width};
 use encoding::TextEncoding;
-use formats::{CHAT, CHAT_REMEDY, Table, TableRows, is_chat};
+use formats::{CHAT, CHAT_REMEDY, MAX_ROWS, Table, TableRows, is_chat};
 use querl_core::config::{DataConfig, TextWidth};
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
@@ -74,6 +75,10 @@ impl QueryTable {
         let mut digests = Vec::new();
         for (index, row) in (0..).zip(self.rows()?) {
             let (row, cells) = row?;
+            if index >= MAX_ROWS {
+                let problem = format!("the table has more than {MAX_ROWS} rows; divide it into several tables");
+                return Err(DataError::file(&self.file.path, problem));
+            }
             let query = self.columns.read(row, &cells);
             if is_chat(&query.original_query) {
                 let name = &self.columns.query_name;

@@ -3,7 +3,9 @@
 use super::*;
 use crate::dataset::SplitMix64;
 use crate::dataset::export::{table_path, write_tables};
+use ::parquet::basic::{Compression, Encoding, GzipLevel};
 use ::parquet::data_type::{ByteArrayType, DataType, FixedLenByteArrayType, FloatType, Int32Type, Int64Type};
+use ::parquet::file::properties::{WriterProperties, WriterVersion};
 use ::parquet::file::writer::{SerializedFileWriter, SerializedRowGroupWriter};
 use querl_core::config::TableFormat;
 use querl_core::fsx::write_jsonl;
@@ -416,9 +418,18 @@ fn damaged_files_of_every_format_are_read_or_rejected_in_one_sentence() {
 
 /// A parquet file of one row group with the columns that `write` fills.
 fn parquet_file(path: &Path, schema: &str, write: impl FnOnce(&mut SerializedRowGroupWriter<'_, std::fs::File>)) {
+    parquet_file_with(path, schema, WriterProperties::default(), write);
+}
+
+fn parquet_file_with(
+    path: &Path,
+    schema: &str,
+    properties: WriterProperties,
+    write: impl FnOnce(&mut SerializedRowGroupWriter<'_, std::fs::File>),
+) {
     let schema = ::parquet::schema::parser::parse_message_type(schema).unwrap();
     let file = std::fs::File::create(path).unwrap();
-    let mut writer = SerializedFileWriter::new(file, Arc::new(schema), Default::default()).unwrap();
+    let mut writer = SerializedFileWriter::new(file, Arc::new(schema), Arc::new(properties)).unwrap();
     let mut group = writer.next_row_group().unwrap();
     write(&mut group);
     group.close().unwrap();
@@ -466,6 +477,92 @@ fn unused_parquet_columns_may_have_any_type() {
     write("b.parquet", b"\xff\xfe");
     let expected = format!("b.parquet: row 1 column `user_profile` holds bytes that are not UTF-8 text; {remedy}");
     assert_eq!(folder.read("b.parquet").unwrap_err(), expected);
+}
+
+/// A parquet file with the texts `鱼油` and `鱼油怎么吃`, and a row without text between them.
+fn texts_file(folder: &Folder, properties: WriterProperties) -> Vec<u8> {
+    let schema = "message rows { optional binary original_query (UTF8); }";
+    parquet_file_with(&folder.path("a.parquet"), schema, properties, |group| {
+        let mut column = group.next_column().unwrap().unwrap();
+        let texts = ["鱼油".into(), "鱼油怎么吃".into()];
+        column.typed::<ByteArrayType>().write_batch(&texts, Some(&[1, 0, 1]), None).unwrap();
+        column.close().unwrap();
+    });
+    std::fs::read(folder.path("a.parquet")).unwrap()
+}
+
+#[test]
+fn parquet_texts_are_read_in_every_encoding_and_compression() {
+    let folder = Folder::new();
+    let encodings = [Encoding::PLAIN, Encoding::DELTA_LENGTH_BYTE_ARRAY, Encoding::DELTA_BYTE_ARRAY];
+    let compressions = [
+        Compression::UNCOMPRESSED,
+        Compression::SNAPPY,
+        Compression::ZSTD(Default::default()),
+        Compression::GZIP(GzipLevel::default()),
+    ];
+    for version in [WriterVersion::PARQUET_1_0, WriterVersion::PARQUET_2_0] {
+        for (encoding, compression) in
+            encodings.into_iter().flat_map(|e| compressions.map(|compression| (e, compression)))
+        {
+            for has_dictionary in [false, true] {
+                let properties = WriterProperties::builder().set_writer_version(version).set_encoding(encoding);
+                let properties = properties.set_compression(compression).set_dictionary_enabled(has_dictionary).build();
+                texts_file(&folder, properties);
+                let read = folder.read("a.parquet").unwrap();
+                let found: Vec<(usize, &str)> = read.iter().map(|row| (row.row, row.original_query.as_str())).collect();
+                assert_eq!(found, [(1, "鱼油"), (3, "鱼油怎么吃")], "{version:?} {encoding:?} {compression:?}");
+            }
+        }
+    }
+}
+
+/// Regression: sizes that a page declares took memory before they were checked.
+#[test]
+fn sizes_that_parquet_declares_are_checked_first() {
+    let folder = Folder::new();
+    let properties = |encoding, compression| {
+        let properties = WriterProperties::builder().set_encoding(encoding).set_compression(compression);
+        properties.set_dictionary_enabled(false).build()
+    };
+    let refused = |bytes: &[u8]| folder.open("a.parquet", bytes).unwrap_err();
+    // A page header begins with the fields 1 (type, 0) and 2 (size after decompression).
+    let mut gzip = texts_file(&folder, properties(Encoding::PLAIN, Compression::GZIP(GzipLevel::default())));
+    assert_eq!((&gzip[4..7], gzip[7] & 0x81), (&[0x15, 0, 0x15][..], 0));
+    gzip[7] -= 2;
+    let error = refused(&gzip);
+    assert!(error.contains("column `original_query`: a page does not inflate to the "), "{error}");
+    let plain = texts_file(&folder, properties(Encoding::PLAIN, Compression::UNCOMPRESSED));
+    let mut longer = plain.clone();
+    assert_eq!(longer[8], 0x15);
+    longer[9] = 0x7e;
+    assert!(refused(&longer).contains("a page is longer than its column"), "{}", refused(&longer));
+    let mut footer = plain.clone();
+    let end = footer.len() - 8;
+    footer[end..end + 4].copy_from_slice(&0x7fff_ffff_u32.to_le_bytes());
+    assert!(refused(&footer).contains("declares 2147483647 bytes of metadata; expected at most 16777216"));
+    for encoding in [Encoding::DELTA_LENGTH_BYTE_ARRAY, Encoding::DELTA_BYTE_ARRAY] {
+        let mut delta = texts_file(&folder, properties(encoding, Compression::UNCOMPRESSED));
+        // Block size 128, 4 parts, 2 values.
+        let at = delta.windows(4).position(|bytes| bytes == [0x80, 1, 4, 2]).unwrap();
+        delta[at + 3] = 0x7f;
+        let error = refused(&delta);
+        assert!(error.contains("a page does not hold the lengths of its values"), "{error}");
+    }
+}
+
+/// Regression: a file of a few kilobytes with a billion equal rows took 40 GB.
+#[test]
+fn the_number_of_rows_is_bounded() {
+    let folder = Folder::new();
+    parquet_file(&folder.path("a.parquet"), "message rows { optional binary original_query (UTF8); }", |group| {
+        let mut column = group.next_column().unwrap().unwrap();
+        let levels = vec![0; formats::MAX_ROWS as usize + 1];
+        column.typed::<ByteArrayType>().write_batch(&[], Some(&levels), None).unwrap();
+        column.close().unwrap();
+    });
+    let error = folder.read("a.parquet").unwrap_err();
+    assert!(error.contains("declares 16777217 rows; expected those of its groups, at most 16777216"), "{error}");
 }
 
 #[test]
@@ -568,6 +665,10 @@ fn parts_of_a_workbook_are_bounded() {
     let expected =
         "a.xlsx: `xl/sharedStrings.xml` holds a text of more than 4194304 bytes; a cell holds at most 1048576";
     assert_eq!(error, expected);
+    let many = [b"<sst>", "<si/>".repeat(8_400_000).as_bytes(), b"</sst>"].concat();
+    let error = refused("xl/sharedStrings.xml", &many);
+    let expected = "a.xlsx: `xl/sharedStrings.xml` holds more than 8388608 texts; save the table as .csv or .parquet";
+    assert_eq!(error, expected);
     let error = refused("xl/sharedStrings.xml", br#"<sst uniqueCount="999999999999"><si><t>x</t></si></sst>"#);
     let expected =
         "a.xlsx: `xl/sharedStrings.xml` does not hold the number of texts that it declares; save it again as .xlsx";
@@ -600,7 +701,7 @@ fn a_formula_without_its_value_is_named() {
 /// Regression: a row or line without an end was read into memory completely.
 #[test]
 fn rows_and_lines_have_a_maximum_length() {
-    let max_bytes = querl_core::fsx::MAX_LINE_BYTES;
+    let max_bytes = querl_core::fsx::MAX_ROW_BYTES;
     let long = "x".repeat(max_bytes + 100);
     let error = rejected("a.csv", format!("问题\n\"{long}"));
     assert!(
@@ -668,7 +769,7 @@ mod properties {
     const FORMATS: [&str; 5] = ["csv", "tsv", "jsonl", "xlsx", "parquet"];
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(crate::properties(64))]
 
         #[test]
         fn any_bytes_are_read_or_rejected_in_one_sentence(bytes in vec(any::<u8>(), 0..400), at in 0..FORMATS.len()) {
@@ -681,6 +782,38 @@ mod properties {
             for content in [bytes.clone(), [start, &bytes].concat()] {
                 if let Err(error) = folder.open(&name, content) {
                     prop_assert!(error.starts_with(&name) && !error.contains('\n'), "{error:?}");
+                }
+            }
+        }
+
+        /// Only a changed text of a parquet file goes unnoticed: its pages have no checksums.
+        #[test]
+        fn a_damaged_table_has_all_rows_or_is_an_error(
+            (at, bit) in (any::<prop::sample::Index>(), 0..8_u32), is_cut in any::<bool>(),
+        ) {
+            let folder = Folder::new();
+            let cells = |path: &Path| -> Result<Vec<Vec<String>>, DataError> {
+                open_table(path)?.all_rows().map(|row| row.map(|(_, cells)| cells)).collect()
+            };
+            for (name, whole) in samples(&folder).into_iter().filter(|(name, _)| !name.ends_with("sv")) {
+                let path = folder.path(&name);
+                std::fs::write(&path, &whole).unwrap();
+                let rows = cells(&path).unwrap();
+                let (mut damaged, at) = (whole.clone(), at.index(whole.len()));
+                match is_cut {
+                    true => damaged.truncate(at),
+                    false => damaged[at] ^= 1 << bit,
+                }
+                std::fs::write(&path, &damaged).unwrap();
+                let Ok(found) = cells(&path) else { continue };
+                let n_rows = match is_cut && name.ends_with("jsonl") {
+                    // Cut between two lines, or before the last line end.
+                    true => damaged.split(|byte| *byte == b'\n').filter(|line| !line.is_empty()).count(),
+                    false => rows.len(),
+                };
+                prop_assert_eq!(found.len(), n_rows, "{}", name);
+                if name.ends_with("xlsx") {
+                    prop_assert_eq!(found, rows, "{}", name);
                 }
             }
         }

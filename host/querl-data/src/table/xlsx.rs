@@ -21,6 +21,12 @@ const MAX_SHEET_BYTES: u64 = 1 << 30;
 const MAX_INDEX_BYTES: u64 = 16 << 20;
 const MAX_PART_BYTES: u64 = 256 << 20;
 
+/// Maximum size of all parts after inflation, which takes time.
+const MAX_ALL_BYTES: u64 = 4 << 30;
+
+/// Maximum number of shared texts, each of which takes memory even if it is empty.
+const MAX_TEXTS: usize = 1 << 23;
+
 /// Maximum size of the rows, which are held in memory.
 const MAX_HELD_BYTES: usize = 1 << 30;
 
@@ -81,6 +87,7 @@ fn check_parts(path: &Path) -> Result<(), DataError> {
     let file = File::open(path).map_err(|error| unreadable(path, &error))?;
     let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|error| unreadable(path, &error))?;
     let mut buffer = vec![0; 1 << 16];
+    let mut n_all = 0;
     for index in 0..archive.len() {
         // A part that cannot be read is an error where it is used.
         let Ok(mut part) = archive.by_index(index) else { continue };
@@ -93,9 +100,21 @@ fn check_parts(path: &Path) -> Result<(), DataError> {
             false if is_index => MAX_INDEX_BYTES,
             false => MAX_PART_BYTES,
         };
-        let (mut n_bytes, mut start, mut n_untagged) = (0, Vec::new(), 0);
-        while let Ok(n @ 1..) = part.read(&mut buffer) {
+        let (mut n_bytes, mut start, mut n_untagged, mut n_texts) = (0, Vec::new(), 0, 0);
+        loop {
+            // With a checksum at the end, which the library does not reach.
+            let n = part.read(&mut buffer).map_err(|error| {
+                DataError::file(path, format!("`{shown}` is damaged ({error}); save it again as .xlsx"))
+            })?;
+            if n == 0 {
+                break;
+            }
             n_bytes += n as u64;
+            n_all += n as u64;
+            if n_all > MAX_ALL_BYTES {
+                let remedy = "save the table as .csv or .parquet, which are read row by row";
+                return Err(DataError::file(path, format!("inflates to more than {MAX_ALL_BYTES} bytes; {remedy}")));
+            }
             if n_bytes > max_bytes {
                 let remedy = "save the table as .csv or .parquet, which are read row by row";
                 let problem = format!("`{shown}` inflates to more than {max_bytes} bytes; {remedy}");
@@ -110,8 +129,15 @@ fn check_parts(path: &Path) -> Result<(), DataError> {
                 let problem = format!("`{shown}` holds a text of more than {} bytes", 4 * MAX_CELL_BYTES);
                 return Err(DataError::file(path, format!("{problem}; a cell holds at most {MAX_CELL_BYTES}")));
             }
+            if is_strings {
+                n_texts += count_texts(&buffer[..n]);
+            }
             let n_missing = buffer.len() - start.len().min(buffer.len());
             start.extend_from_slice(&buffer[..n.min(n_missing)]);
+        }
+        if n_texts > MAX_TEXTS {
+            let problem = format!("`{shown}` holds more than {MAX_TEXTS} texts; save the table as .csv or .parquet");
+            return Err(DataError::file(path, problem));
         }
         if is_strings && declared_texts(&start).is_none_or(|n_texts| n_texts > n_bytes) {
             let problem = format!("`{shown}` does not hold the number of texts that it declares");
@@ -119,6 +145,11 @@ fn check_parts(path: &Path) -> Result<(), DataError> {
         }
     }
     Ok(())
+}
+
+/// Number of tags `<si` or `<PREFIX:si`; one between two buffers may be missed.
+fn count_texts(xml: &[u8]) -> usize {
+    xml.windows(3).filter(|bytes| matches!(*bytes, [b'<' | b':', b's', b'i'])).count()
 }
 
 /// The largest `uniqueCount` in the start of the table of texts, for which the library takes memory; 0 without one, `None` without a table.

@@ -69,6 +69,9 @@ impl std::fmt::Display for StageName {
 /// Incremented when an old ledger can no longer be read; such a run starts over.
 const FORMAT: u32 = 1;
 
+/// Maximum size of the file, which has a few kilobytes for each stage.
+const MAX_FILE_BYTES: u64 = 64 << 20;
+
 /// The record of one stage.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
@@ -119,7 +122,7 @@ impl Ledger {
     /// The file is there and cannot be read or understood.
     pub fn open(path: &Path) -> anyhow::Result<Self> {
         let empty = || Contents { format: FORMAT, ..Contents::default() };
-        let contents = match std::fs::read(path) {
+        let contents = match fsx::read_bounded(path, MAX_FILE_BYTES) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => empty(),
             Err(error) if error.kind() == std::io::ErrorKind::NotADirectory => {
                 let folder = path.parent().unwrap_or(path).display();
@@ -380,5 +383,60 @@ mod tests {
         assert_eq!(facts.to_json()["- unchanged"], 7);
         assert_eq!(facts.parts("dropped"), BTreeMap::from([("empty".into(), 1), ("unchanged".into(), 7)]));
         assert_eq!((facts.parts("rows"), facts.count("rows"), facts.count("mean top1")), (BTreeMap::new(), 480, 0));
+    }
+
+    use proptest::collection::{btree_map, vec};
+    use proptest::prelude::*;
+
+    fn sentence(error: &anyhow::Error) -> bool {
+        let is_usage = error.chain().any(|cause| cause.to_string().contains("stages.json: "));
+        is_usage && !error.to_string().contains('\n')
+    }
+
+    proptest! {
+        #![proptest_config(crate::properties(64))]
+
+        #[test]
+        fn a_ledger_is_read_back_and_one_that_is_cut_or_damaged_is_an_error_or_complete(
+            texts in btree_map(".{0,6}", ".{0,6}", 0..4),
+            seconds in 0.0..1e9_f64,
+            cut in any::<prop::sample::Index>(),
+            byte in any::<u8>(),
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("stages.json");
+            let mut facts = Facts::default();
+            texts.iter().for_each(|(name, value)| drop(facts.add(name.clone(), value.clone())));
+            let pairs: Vec<(&str, &str)> = texts.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+            let written = Entry { facts, seconds, ..entry(&pairs) };
+            let mut ledger = Ledger::open(&path).unwrap();
+            ledger.put("sft", written.clone()).unwrap();
+            ledger.put("rl", written.clone()).unwrap();
+            let read = Ledger::open(&path).unwrap();
+            prop_assert_eq!(read.entry("sft"), Some(&written));
+            let mut bytes = std::fs::read(&path).unwrap();
+            let at = cut.index(bytes.len());
+            std::fs::write(&path, &bytes[..at]).unwrap();
+            match Ledger::open(&path) {
+                // The last byte is a line end.
+                Ok(ledger) => prop_assert_eq!(ledger.entry("rl").zip(ledger.entry("sft")), Some((&written, &written))),
+                Err(error) => prop_assert!(sentence(&error), "{error:#}"),
+            }
+            bytes[at] = byte;
+            std::fs::write(&path, &bytes).unwrap();
+            if let Err(error) = Ledger::open(&path) {
+                prop_assert!(sentence(&error), "{error:#}");
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_a_ledger_or_an_error(bytes in vec(any::<u8>(), 0..200)) {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("stages.json");
+            std::fs::write(&path, bytes).unwrap();
+            if let Err(error) = Ledger::open(&path) {
+                prop_assert!(sentence(&error), "{error:#}");
+            }
+        }
     }
 }

@@ -100,7 +100,7 @@ impl Previous {
             if let Ok(entry) = self.entry() {
                 ledger.put(self.name.as_str(), entry)?;
                 merge(&self.files(), run.dir.root())?;
-                let lines = std::fs::read_to_string(self.metrics()).unwrap_or_default();
+                let lines = metrics_log::read(&self.metrics())?;
                 metrics_log::replace_lines(&run.dir.metrics(), self.name.as_str(), &lines)?;
                 write_atomic(&run.dir.config(), &std::fs::read(self.config())?)?;
             }

@@ -133,10 +133,12 @@ fn in_words(spent: &Spend) -> String {
     if spent.prompt_tokens + spent.completion_tokens > 0 {
         let estimated = if spent.estimated > 0 { " (partly estimated)" } else { "" };
         parts.push(format!("{} + {} tokens{estimated}", spent.prompt_tokens, spent.completion_tokens));
-        match spent.unpriced {
-            0 => parts.push(format!("cost {:.4}", spent.cost)),
-            _ => parts.push("cost unknown".into()),
-        }
+    }
+    let has_tokens = spent.prompt_tokens + spent.completion_tokens > 0;
+    match spent.unpriced {
+        0 if has_tokens || spent.cost > 0.0 => parts.push(format!("cost {:.4}", spent.cost)),
+        0 => {}
+        _ => parts.push("cost unknown".into()),
     }
     if spent.lost_cost > 0.0 {
         parts.push(format!("{} answers lost, which may have cost {:.4} more", spent.lost, spent.lost_cost));

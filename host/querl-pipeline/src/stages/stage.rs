@@ -141,7 +141,7 @@ const CALLS: [&str; 8] = [
 ];
 
 /// Keys that change the cost of a call, not its response.
-const PRICES: [&str; 2] = ["price_prompt_per_million", "price_completion_per_million"];
+const PRICES: [&str; 3] = ["price_prompt_per_million", "price_completion_per_million", "price_per_thousand_calls"];
 
 /// Keys that change the time of a response, not its content.
 const BATCH: [&str; 3] = ["batch", "batch_price_factor", "batch_poll_s"];
@@ -165,6 +165,7 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()
     inputs.text("tenant", &run.config.tenant);
     let except = [
         &CALLS[..],
+        &PRICES,
         &[
             "knowledge_base",
             "lexicon",
@@ -179,10 +180,14 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()
     .concat();
     inputs.section("retrieval", retrieval, &except)?;
     if retrieval.embedding.kind != EmbeddingKind::None {
-        inputs.section("retrieval.embedding", &retrieval.embedding, &[&CALLS[..], &["path"]].concat())?;
+        inputs.section("retrieval.embedding", &retrieval.embedding, &[&CALLS[..], &PRICES, &["path"]].concat())?;
     }
     if retrieval.rerank.kind != RerankKind::None {
-        inputs.section("retrieval.rerank", &retrieval.rerank, &[&CALLS[..], &["batch_size", "path"]].concat())?;
+        inputs.section(
+            "retrieval.rerank",
+            &retrieval.rerank,
+            &[&CALLS[..], &PRICES, &["batch_size", "path"]].concat(),
+        )?;
     }
     let models = [
         ("embedding model", &retrieval.embedding.path, retrieval.embedding.kind == EmbeddingKind::Local),

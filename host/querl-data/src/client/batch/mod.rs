@@ -18,7 +18,7 @@ use crate::client::spend::{Reservation, SpendTracker};
 use crate::error::DataError;
 use crate::text::hash_of;
 use querl_core::config::{CallsConfig, TeacherConfig};
-use querl_core::fsx::digest_hex;
+use querl_core::fsx::{digest_hex, read_bounded};
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, FailureKind, Message};
 use serde::{Deserialize, Serialize};
@@ -45,6 +45,9 @@ pub struct BatchTeacher {
     file_limits: FileLimits,
     poll_limits: PollLimits,
 }
+
+/// Maximum size of the state file, which has 20 bytes for each prompt.
+const MAX_STATE_BYTES: u64 = 1 << 30;
 
 /// Maximum size of one file of requests.
 #[derive(Debug, Clone, Copy)]
@@ -342,7 +345,7 @@ fn once() -> u32 {
 impl BatchState {
     /// The state at `path`; `None` without a file or without batches.
     fn read(path: &Path) -> Result<Option<Self>, DataError> {
-        match std::fs::read(path) {
+        match read_bounded(path, MAX_STATE_BYTES) {
             Ok(bytes) => match serde_json::from_slice::<Self>(&bytes) {
                 Ok(state) => Ok(Some(state).filter(|state| !state.batches.is_empty())),
                 Err(error) => {

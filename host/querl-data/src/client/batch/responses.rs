@@ -4,6 +4,7 @@ use super::{Batch, BatchState, BatchTeacher, FileLimits, SubmittedBatches, promp
 use crate::client::spend::{CallSpend, Usage};
 use crate::error::DataError;
 use crate::text::hash_of;
+use querl_core::fsx::MAX_LINE_BYTES;
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message};
 use serde_json::Value;
@@ -112,7 +113,7 @@ impl BatchTeacher {
         let mut n_try = 1;
         loop {
             self.files.download(&path, &file, most_bytes).await?;
-            match self.index(&file) {
+            match self.index(&file, n_prompts) {
                 Ok((lines, answered)) => return Ok(ResponseFile { file: Mutex::new(file), lines, answered }),
                 Err(problem) if n_try == READ_ATTEMPTS => return Err(invalid(problem)),
                 Err(problem) => tracing::debug!("{path}: {problem}; read again"),
@@ -122,16 +123,25 @@ impl BatchTeacher {
     }
 
     #[allow(clippy::type_complexity)] // `lines` and `answered` of a `ResponseFile`
-    fn index(&self, mut file: &File) -> Result<(HashMap<u64, (u64, usize)>, Vec<(u64, Usage)>), String> {
+    fn index(
+        &self,
+        mut file: &File,
+        n_prompts: usize,
+    ) -> Result<(HashMap<u64, (u64, usize)>, Vec<(u64, Usage)>), String> {
         let unreadable = |error: io::Error| format!("cannot be read again: {error}");
         file.rewind().map_err(unreadable)?;
         let (mut reader, mut line, mut start) = (BufReader::with_capacity(1 << 16, file), Vec::new(), 0);
         let (mut lines, mut answered) = (HashMap::new(), Vec::new());
         for number in 1.. {
             line.clear();
-            let n_bytes = reader.read_until(b'\n', &mut line).map_err(unreadable)?;
+            let mut bounded = reader.by_ref().take(MAX_LINE_BYTES as u64 + 1);
+            let n_bytes = bounded.read_until(b'\n', &mut line).map_err(unreadable)?;
             if n_bytes == 0 {
                 break;
+            }
+            if n_bytes > MAX_LINE_BYTES || lines.len() > n_prompts {
+                let most = format!("at most {MAX_LINE_BYTES} bytes a line and {n_prompts} answers");
+                return Err(format!("line {number} is beyond {most}"));
             }
             if !line.trim_ascii().is_empty() {
                 let parsed: Value =

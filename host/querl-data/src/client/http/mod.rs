@@ -13,12 +13,13 @@ use crate::client::{ServiceContext, StopFlag, queued};
 use crate::error::DataError;
 use backon::{ExponentialBuilder, Retryable};
 use querl_core::config::CallsConfig;
+use querl_core::fsx::read_bounded;
 use querl_core::records::{CallFailure, FailureKind};
 use reqwest::header::{AUTHORIZATION, HeaderValue};
 use reqwest::{Certificate, Client, Method, NoProxy, Proxy, RequestBuilder, Response, Url, redirect};
 use retry::{
-    CircuitBreaker, FailedAttempt, MAX_RETRY_AFTER, RateLimiter, Retry, is_out_of_money, may_be_charged, of_status,
-    retry_after,
+    Charge, CircuitBreaker, FailedAttempt, MAX_RETRY_AFTER, RateLimiter, Retry, is_out_of_money, may_be_charged,
+    of_status, retry_after,
 };
 use serde_json::Value;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -29,6 +30,8 @@ use tokio::sync::Semaphore;
 const EXCERPT_CHARS: usize = 300;
 /// How much of an error response is read.
 const REFUSAL_BYTES: usize = 64 << 10;
+/// Maximum size of `calls.ca_file`; the certificates of all public authorities have 0.2 MB.
+const MAX_CERTIFICATE_BYTES: u64 = 16 << 20;
 
 /// Limits on the calls to one service.
 #[derive(Debug, Clone, Copy)]
@@ -156,12 +159,12 @@ impl Caller {
         Self { provider: provider.to_owned(), ..self }
     }
 
-    /// Posts a JSON body to a free service and returns its JSON response.
+    #[cfg(test)]
     pub(crate) async fn post(&self, body: &Value) -> Result<ServiceResponse, CallFailure> {
         self.send(&Call::post("", body)).await
     }
 
-    /// [`post`](Self::post) for any request.
+    /// Sends a request to a free service and returns its JSON response.
     pub(crate) async fn send(&self, call: &Call<'_>) -> Result<ServiceResponse, CallFailure> {
         self.call(call, CostBound::FREE, &|_| None).await
     }
@@ -235,22 +238,24 @@ impl Caller {
         check: &Check<'_>,
         call_spend: &Mutex<CallSpend>,
     ) -> Result<(Value, f64), FailedAttempt> {
-        let unpaid = |failure| FailedAttempt { failure, retry: Retry::Useless, is_lost: false };
+        let unpaid = |failure| FailedAttempt { failure, retry: Retry::Useless, charge: Charge::Nothing };
         let reserved =
             self.before_stop(queued(self.tracker.reserve(&self.provider, bound.max_cost))).await.map_err(unpaid)?;
         lock(call_spend).covered_by(reserved.map_err(unpaid)?);
         self.before_stop(queued(self.rate_limiter.acquire(bound.n_tokens))).await.map_err(unpaid)?;
         lock(call_spend).sent();
         let outcome = self.exchange(call).await.and_then(|response| match check(&response.0) {
-            Some(Refusal { kind, retry, is_lost, what }) => {
-                Err(FailedAttempt { is_lost, ..self.failed(call, kind, retry, what) })
+            Some(Refusal { kind, retry, charge, what }) => {
+                Err(FailedAttempt { charge, ..self.failed(call, kind, retry, what) })
             }
             None => Ok(response),
         });
-        match &outcome {
-            Ok(_) => lock(call_spend).answered(),
-            Err(FailedAttempt { is_lost: true, .. }) => lock(call_spend).lost(),
-            Err(_) => lock(call_spend).refused(),
+        let mut call_spend = lock(call_spend);
+        match outcome.as_ref().map_err(|failed| failed.charge) {
+            Ok(_) => call_spend.answered(),
+            Err(Charge::Nothing) => call_spend.refused(),
+            Err(Charge::Unknown) => call_spend.lost(),
+            Err(Charge::Exactly(usage)) => call_spend.unusable(usage),
         }
         outcome
     }
@@ -323,19 +328,16 @@ impl Caller {
         // Replacement characters would change the text.
         let text = String::from_utf8(bytes).map_err(|error| {
             let (at, is_cut) = (error.utf8_error().valid_up_to(), error.utf8_error().error_len().is_none());
-            let (retry, message) = match is_cut {
-                true => (Retry::Later, "the answer ends in the middle of a character".to_owned()),
-                false => (
-                    Retry::Useless,
-                    format!("the answer is not UTF-8 from byte {at} on; let the service answer in UTF-8"),
-                ),
+            let message = match is_cut {
+                true => "the answer ends in the middle of a character".to_owned(),
+                false => format!("the answer is not UTF-8 from byte {at} on; let the service answer in UTF-8"),
             };
-            self.failed(call, FailureKind::InvalidResponse, retry, message).lost()
+            self.failed(call, FailureKind::InvalidResponse, Retry::Later, message).lost()
         })?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
         let mut body = serde_json::from_str(text).map_err(|error: serde_json::Error| {
-            let retry = if error.is_eof() { Retry::Later } else { Retry::Useless };
-            self.failed(call, FailureKind::InvalidResponse, retry, format!("the answer is not JSON: {error}")).lost()
+            let message = format!("the answer is not JSON: {error}");
+            self.failed(call, FailureKind::InvalidResponse, Retry::Later, message).lost()
         })?;
         if let Some(key) = &self.key {
             key.hide_in_value(&mut body);
@@ -378,7 +380,7 @@ impl Caller {
     fn failed(&self, call: &Call<'_>, kind: FailureKind, retry: Retry, what: String) -> FailedAttempt {
         let (method, address) = (&call.method, shown_address(&self.url));
         let message = self.without_key(&format!("{method} {address}{}: {what}", call.path));
-        FailedAttempt { failure: CallFailure { kind, message }, retry, is_lost: false }
+        FailedAttempt { failure: CallFailure { kind, message }, retry, charge: Charge::Nothing }
     }
 
     pub(crate) fn failure(&self, kind: FailureKind, what: &str) -> CallFailure {
@@ -438,7 +440,8 @@ fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Resul
     if let Some(path) = &config.ca_file {
         let unusable =
             |problem: String| DataError::setting("calls.ca_file", format!("is `{}`, {problem}", path.display()));
-        let bytes = std::fs::read(path).map_err(|error| unusable(format!("which cannot be read: {error}")))?;
+        let bytes = read_bounded(path, MAX_CERTIFICATE_BYTES)
+            .map_err(|error| unusable(format!("which cannot be read: {error}")))?;
         let certificates = Certificate::from_pem_bundle(&bytes).ok().filter(|found| !found.is_empty());
         let certificates = certificates.ok_or_else(|| unusable("which holds no certificate in PEM form".into()))?;
         builder = builder.tls_certs_merge(certificates);

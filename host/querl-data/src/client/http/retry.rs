@@ -1,5 +1,6 @@
 //! Retries and what limits calls to an endpoint: which failures are retried and when, the circuit breaker, and rate limits.
 
+use crate::client::spend::Usage;
 use governor::clock::Clock;
 use governor::{DefaultDirectRateLimiter, Quota};
 use querl_core::records::{CallFailure, FailureKind};
@@ -16,13 +17,13 @@ pub(super) const MAX_RETRY_AFTER: Duration = Duration::from_secs(120);
 pub(super) struct FailedAttempt {
     pub(super) failure: CallFailure,
     pub(super) retry: Retry,
-    /// The request was sent without a usable response: it may have been charged.
-    pub(super) is_lost: bool,
+    pub(super) charge: Charge,
 }
 
 impl FailedAttempt {
+    /// The request was sent without a usable response: it may have been charged.
     pub(super) fn lost(self) -> Self {
-        Self { is_lost: true, ..self }
+        Self { charge: Charge::Unknown, ..self }
     }
 }
 
@@ -34,12 +35,21 @@ pub(super) enum Retry {
 }
 
 /// An error in the body of a response with a success status.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(crate) struct Refusal {
     pub(super) kind: FailureKind,
     pub(super) retry: Retry,
-    pub(super) is_lost: bool,
+    pub(super) charge: Charge,
     pub(super) what: String,
+}
+
+/// What a service charged for a response that cannot be used.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Charge {
+    Nothing,
+    /// At most the bound of the call.
+    Unknown,
+    Exactly(Usage),
 }
 
 impl Refusal {
@@ -49,11 +59,21 @@ impl Refusal {
             Some(status) => of_status(status, None),
             None => (FailureKind::ServerError, Retry::Later),
         };
-        Self { kind, retry, is_lost: false, what }
+        Self { kind, retry, charge: Charge::Nothing, what }
     }
 
     pub(crate) fn aborted(what: String) -> Self {
-        Self { kind: FailureKind::ServerError, retry: Retry::Later, is_lost: true, what }
+        Self { kind: FailureKind::ServerError, retry: Retry::Later, charge: Charge::Unknown, what }
+    }
+
+    /// A response without the content that its interface requires. Retried like a server error.
+    pub(crate) fn unusable(what: String) -> Self {
+        Self { kind: FailureKind::InvalidResponse, retry: Retry::Later, charge: Charge::Unknown, what }
+    }
+
+    /// [`unusable`](Self::unusable) with the usage that the response states.
+    pub(crate) fn charged(self, usage: Usage) -> Self {
+        Self { charge: Charge::Exactly(usage), ..self }
     }
 }
 
@@ -96,7 +116,7 @@ pub(super) fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Durati
     }
 }
 
-/// Opens after `limit` consecutive calls without a response, each after all its attempts, and stays open: the stage stops, keeps its
+/// Opens after `limit` consecutive calls without a usable response, each after all its attempts, and stays open: the stage stops, keeps its
 /// finished rows, and the next run starts with a closed breaker.
 #[derive(Debug)]
 pub(super) struct CircuitBreaker {
@@ -129,11 +149,15 @@ impl CircuitBreaker {
             Ok(_) => return self.in_a_row.store(0, Ordering::Relaxed),
             Err(failure) => failure,
         };
-        let is_without_response = matches!(
+        let is_without_usable_response = matches!(
             failure.kind,
-            FailureKind::Timeout | FailureKind::Unreachable | FailureKind::RateLimited | FailureKind::ServerError
+            FailureKind::Timeout
+                | FailureKind::Unreachable
+                | FailureKind::RateLimited
+                | FailureKind::ServerError
+                | FailureKind::InvalidResponse
         );
-        if !is_without_response {
+        if !is_without_usable_response {
             return;
         }
         let n_failed = self.in_a_row.fetch_add(1, Ordering::Relaxed) + 1;

@@ -4,6 +4,7 @@ use crate::error::DataError;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use querl_core::config::AuthScheme;
+use querl_core::fsx::read_text_bounded;
 use reqwest::header::{HeaderValue, InvalidHeaderValue};
 use serde_json::Value;
 use std::path::Path;
@@ -18,6 +19,9 @@ pub(crate) struct Secret {
 /// Shorter keys are not redacted: local servers use `1`, `none` or `token`, which also occur in responses.
 const SECRET_BYTES: usize = 8;
 
+/// Maximum size of a key file.
+const MAX_KEY_BYTES: u64 = 64 << 10;
+
 impl Secret {
     /// The key from `file` if set, else from an environment variable; `None` if `variable` is empty. `section` of the configuration is
     /// named in errors.
@@ -31,7 +35,7 @@ impl Secret {
 
     fn from_file(section: &str, path: &Path) -> Result<Self, DataError> {
         let setting = |problem: String| DataError::setting(format!("{section}.api_key_file"), problem);
-        let text = std::fs::read_to_string(path)
+        let text = read_text_bounded(path, MAX_KEY_BYTES)
             .map_err(|error| setting(format!("is `{}`, which cannot be read: {error}", path.display())))?;
         match text.trim() {
             "" => Err(setting(format!("is `{}`, which is empty; put the key into it", path.display()))),

@@ -104,15 +104,15 @@ async fn persistent_faults_are_reported() {
         (
             Sent { body: b"{\"ok\": \"\xb8\xc4\xd0\xb4\"}".to_vec(), ..good() }.into(),
             FailureKind::InvalidResponse,
-            1,
+            2,
             "not UTF-8 from byte 8 on",
         ),
         (Reply::Reset, FailureKind::Unreachable, 2, "onnection"),
         (Reply::ResetMidBody(good()), FailureKind::Unreachable, 2, "onnection"),
         (Reply::Cut(good()), FailureKind::InvalidResponse, 2, "the answer is not JSON: EOF"),
         (Reply::Enormous(64 << 20), FailureKind::InvalidResponse, 1, "longer than calls.max_response_mib = 1"),
-        (html().into(), FailureKind::InvalidResponse, 1, "the answer is not JSON: expected value"),
-        (Sent::text(200, "application/json", "{'a': 1}").into(), FailureKind::InvalidResponse, 1, "not JSON"),
+        (html().into(), FailureKind::InvalidResponse, 2, "the answer is not JSON: expected value"),
+        (Sent::text(200, "application/json", "{'a': 1}").into(), FailureKind::InvalidResponse, 2, "not JSON"),
         (Sent::text(503, "text/plain", "").into(), FailureKind::ServerError, 2, "answered 503"),
         (
             Sent::text(400, "text/plain", "temperature is not supported").into(),

@@ -365,3 +365,38 @@ async fn the_second_caller_gets_a_response_if_the_first_times_out() {
     assert!(first.is_err());
     assert_eq!((second.as_str(), service.n_calls()), ("2", 2));
 }
+
+mod properties {
+    use super::*;
+    use proptest::collection::{btree_map, vec};
+    use proptest::prelude::*;
+
+    proptest! {
+        #![proptest_config(crate::properties(24))]
+
+        #[test]
+        fn responses_are_read_back_and_a_cut_file_has_no_wrong_ones(
+            entries in btree_map(".{0,40}", vec(any::<u8>(), 0..300), 1..6), cut in any::<prop::sample::Index>(),
+        ) {
+            let folder = tempfile::tempdir().unwrap();
+            let path = folder.path().join("answers.redb");
+            let cache = open(&path);
+            entries.iter().for_each(|(key, value)| cache.put(CacheTable::Judgements, key, value.clone()));
+            drop(cache);
+            let cache = open(&path);
+            for (key, value) in &entries {
+                prop_assert_eq!(cache.get(CacheTable::Judgements, key, None).as_ref(), Some(value));
+            }
+            drop(cache);
+            let bytes = std::fs::read(&path).unwrap();
+            // A database whose closing panicked holds its lock until the process ends: the cut has a file of its own.
+            let path = folder.path().join("cut.redb");
+            std::fs::write(&path, &bytes[..cut.index(bytes.len())]).unwrap();
+            if let Some(cache) = ResponseCache::open(&path, CacheLimits::default()) {
+                for (key, value) in &entries {
+                    prop_assert!(cache.get(CacheTable::Judgements, key, None).is_none_or(|found| found == *value));
+                }
+            }
+        }
+    }
+}

@@ -184,12 +184,13 @@ fn is_held(lock: &Path) -> bool {
 
 impl Training {
     fn read(path: &Path, config: Option<&Config>) -> anyhow::Result<Option<Self>> {
-        let text = match std::fs::read_to_string(path) {
+        let bytes = match std::fs::read(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            text => text?,
+            bytes => bytes?,
         };
-        // The last line may be half written.
-        let lines: Vec<Value> = text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
+        // The last line may be half written, even within a character.
+        let lines: Vec<Value> =
+            String::from_utf8_lossy(&bytes).lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
         let Some(stage) = lines.last().and_then(|line| line["stage"].as_str()) else { return Ok(None) };
         let mut training =
             Self { stage: stage.to_owned(), step: 0, n_steps: None, series: BTreeMap::new(), warnings: Vec::new() };
