@@ -1,13 +1,14 @@
 //! Scores the rewrites of each system for held-out queries.
 
 use crate::environment::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, WrittenRewrite};
+use crate::interrupt;
 use crate::training::{Generation, Generator};
 use anyhow::Context;
 use querl_core::ports::{EnvironmentError, Progress};
 use querl_core::records::{DatasetRow, EvalRecord, Judgement, Rejection, Reward, SystemAnswer, win};
 use std::collections::BTreeMap;
 
-/// Queries per batch; an interrupt is seen between batches.
+/// Queries per batch.
 const N_ROWS_AT_ONCE: usize = 16;
 
 pub(crate) enum System<'a> {
@@ -51,9 +52,11 @@ pub(crate) fn evaluate_system(
 ) -> anyhow::Result<Evaluated> {
     let mut evaluated = Evaluated::default();
     let mut finish = |some: &[DatasetRow], answers| -> anyhow::Result<()> {
+        // Calls in flight are paid for.
+        let _at_safe_points = interrupt::at_safe_points();
         score(system, some, answers, baselines, scorer, &mut evaluated)?;
         progress.update(evaluated.records.len() as u64, rows.len() as u64, system.name());
-        Ok(crate::interrupt::check()?)
+        Ok(interrupt::check()?)
     };
     match system {
         System::Raw | System::Teacher => {

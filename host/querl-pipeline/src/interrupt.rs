@@ -1,42 +1,90 @@
 //! Ctrl-C: what runs when SIGINT, SIGTERM or SIGHUP arrives.
 //!
-//! The first signal sets [`flag`], the second ends the process at once with exit code 130. Work reads the flag at its safe points:
+//! As long as no work has anything to save, the first signal ends the process at once with exit code 130: files are replaced atomically,
+//! so nothing that was finished is lost. Builds of plugins and compilers, which are child processes, are ended too
+//! ([`querl_plugin::end_children`]). Work that would lose something holds [`at_safe_points`]: then the first signal sets [`flag`], the
+//! work ends at its next safe point, and the second signal ends the process at once.
 //!
-//! | reader | what it does |
+//! | held by | safe point |
 //! |---|---|
-//! | `stages/mod.rs` (runner) | starts no further stage ([`check`]) |
-//! | `rewrite`, `validate` | start no further calls; those in flight finish and their responses are saved ([`finish`], `ServiceContext::until`) |
-//! | `Trainer::finish_step` of `querl-train/src/fine_tune.rs` (SFT, style) | ends after the current optimizer step, saves the trainer state and the model |
-//! | `Trainer::stop_requested` of `querl-train/src/rl/train_loop.rs` | ends after the current part of a rollout, or after all updates of a batch; saves the trainer state and `rl/last` |
-//! | generation (`querl-train/src/job`), `eval`, leak search, `querl plugin replay` | end after the current batch |
-//! | `querl rag check`, `querl plugin push` and `pull` | drop the calls in flight ([`block_on`]) |
-//! | download of a model by name | keeps what was downloaded; the next attempt continues there |
-//! | `querl model pretrain` | ends after the current optimizer step and writes no model |
+//! | calls of `rewrite` and `validate` ([`finish`], `ServiceContext::until`) | calls in flight finish, and their responses are saved; no further ones start |
+//! | calls of `eval` | the batch of queries is scored |
+//! | `sft`, `querl style train` and `distill`, `querl model pretrain`, from their first step on (`MetricsLog::rewind`) | `Trainer::finish_step` of `querl-train/src/fine_tune.rs`: ends after the current optimizer step, saves the trainer state and the model |
+//! | `rl`, from its first step on | `Trainer::stop_requested` of `querl-train/src/rl/train_loop.rs`: ends after the current part of a rollout, or after all updates of a batch; saves the trainer state and `rl/last` |
 //! | `querl serve` | finishes the requests in progress, for at most the drain timeout; exit code 0 |
+//! | `querl watch` | restores the terminal |
 //!
-//! Except for `querl serve`, the command then ends with exit code 130 ([`Stop::interrupted`]); the same command resumes, except for
-//! `pretrain`, which starts over.
+//! Except for `querl serve`, the command then ends with exit code 130 ([`Stop::interrupted`]), and the same command resumes. The runner
+//! (`stages/mod.rs`) starts no further stage ([`check`]).
 
 use crate::failure::{Ending, Stop};
 use anyhow::Context;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::time::Duration;
 
 static STOP: AtomicBool = AtomicBool::new(false);
 
-/// Installs the signal handler. `on_first` reports the first signal.
+static N_AT_SAFE_POINTS: AtomicUsize = AtomicUsize::new(0);
+
+/// How a signal ends the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stopping {
+    /// At the next safe point of the work.
+    AtSafePoint,
+    /// At once.
+    AtOnce,
+}
+
+/// While it exists, the first signal ends the process at a safe point, not at once.
+#[derive(Debug)]
+pub struct AtSafePoints(());
+
+/// For work that reads [`flag`] and would lose something where the process ended at once.
+#[must_use]
+pub fn at_safe_points() -> AtSafePoints {
+    N_AT_SAFE_POINTS.fetch_add(1, Ordering::SeqCst);
+    AtSafePoints(())
+}
+
+impl Drop for AtSafePoints {
+    fn drop(&mut self) {
+        N_AT_SAFE_POINTS.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Installs the signal handler. `report` tells the user of a signal; where it blocks, the process ends all the same.
 ///
 /// # Errors
 /// The system refuses the handler.
-pub fn install(on_first: impl Fn() + Send + 'static) -> anyhow::Result<()> {
-    let handler = move || match STOP.swap(true, Ordering::SeqCst) {
-        false => on_first(),
-        true => std::process::exit(Ending::Interrupted as i32),
+pub fn install(report: fn(Stopping)) -> anyhow::Result<()> {
+    let handler = move || {
+        let can_wait = N_AT_SAFE_POINTS.load(Ordering::SeqCst) > 0;
+        // The flag is only set for work that reads it.
+        if can_wait && !STOP.swap(true, Ordering::SeqCst) {
+            std::thread::spawn(move || report(Stopping::AtSafePoint));
+        } else {
+            end(report);
+        }
     };
     ctrlc::set_handler(handler).context("interrupts cannot be handled")
 }
 
-/// True after the first signal. Long loops read it between units of work.
+/// A terminal that is gone or a pipe that nobody reads blocks a message no longer than this.
+const REPORT_TIMEOUT: Duration = Duration::from_millis(200);
+
+fn end(report: fn(Stopping)) -> ! {
+    querl_plugin::end_children();
+    let (sender, reported) = mpsc::channel();
+    std::thread::spawn(move || {
+        report(Stopping::AtOnce);
+        let _ = sender.send(());
+    });
+    let _ = reported.recv_timeout(REPORT_TIMEOUT);
+    std::process::exit(Ending::Interrupted as i32)
+}
+
+/// True after the first signal while something had to be saved. Long loops read it between units of work.
 pub fn flag() -> &'static AtomicBool {
     &STOP
 }
@@ -58,26 +106,8 @@ pub(crate) fn finish<T, E: Into<anyhow::Error>>(
     runtime: &tokio::runtime::Runtime,
     work: impl Future<Output = Result<T, E>>,
 ) -> anyhow::Result<T> {
+    let _at_safe_points = at_safe_points();
     let done = runtime.block_on(work).map_err(Into::into)?;
     check()?;
     Ok(done)
-}
-
-/// Waits for `work` or for a signal, which drops the calls in flight.
-///
-/// # Errors
-/// A signal has arrived.
-pub fn block_on<T>(runtime: &tokio::runtime::Runtime, work: impl Future<Output = T>) -> Result<T, Stop> {
-    let stopped = async {
-        loop {
-            check()?;
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-    };
-    runtime.block_on(async {
-        tokio::select! {
-            done = work => Ok(done),
-            stop = stopped => stop,
-        }
-    })
 }

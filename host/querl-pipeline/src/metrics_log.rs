@@ -1,5 +1,6 @@
 //! `metrics.jsonl`: metrics of training steps, appended as they are recorded, and the same metrics for TensorBoard.
 
+use crate::interrupt::{self, AtSafePoints};
 use crate::ledger::StageName;
 use crate::tensorboard::EventFile;
 use anyhow::Context;
@@ -20,6 +21,8 @@ pub struct MetricsLog {
     n_lines: u64,
     events: EventFile,
     extra: Option<Box<dyn Fn() -> BTreeMap<String, f64> + Send>>,
+    /// Held from the beginning of a training on.
+    at_safe_points: Option<AtSafePoints>,
 }
 
 impl MetricsLog {
@@ -33,7 +36,15 @@ impl MetricsLog {
         let n_lines = of_stage(&read(path).with_context(unwritable)?, stage).count() as u64;
         let file = append_to(path).with_context(unwritable)?;
         let events = EventFile::open(&RunDir::tensorboard(path, stage)).with_context(unwritable)?;
-        Ok(Self { path: path.to_owned(), stage: stage.to_owned(), file, n_lines, events, extra: None })
+        Ok(Self {
+            path: path.to_owned(),
+            stage: stage.to_owned(),
+            file,
+            n_lines,
+            events,
+            extra: None,
+            at_safe_points: None,
+        })
     }
 
     /// Adds the metrics of `extra` to each line that training records.
@@ -69,8 +80,9 @@ impl MetricSink for MetricsLog {
         Ok(self.n_lines)
     }
 
-    /// Lines of other stages are kept, at any position.
+    /// Lines of other stages are kept, at any position. Each training begins with this: from here on an interrupt saves its state.
     fn rewind(&mut self, mark: u64) -> io::Result<()> {
+        self.at_safe_points.get_or_insert_with(interrupt::at_safe_points);
         let text = read(&self.path)?;
         let mut n_own = 0;
         let is_kept = |line: &&str| match stage_of(line) {

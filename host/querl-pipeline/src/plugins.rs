@@ -3,7 +3,6 @@
 use crate::environment::WeightedReward;
 use crate::failure::Stop;
 use crate::faults::{FaultLog, Logged};
-use crate::interrupt;
 use crate::ledger::Inputs;
 use crate::pins::Pins;
 use anyhow::Context;
@@ -212,7 +211,7 @@ fn read(path: &Path, host: &PluginHost) -> anyhow::Result<PluginFile> {
             let credentials = Credentials::find(reference.location())?;
             let runtime =
                 tokio::runtime::Builder::new_current_thread().enable_all().build().context("no async runtime")?;
-            interrupt::block_on(&runtime, reference.fetch(&cache, &credentials, Transport::Secure))??
+            runtime.block_on(reference.fetch(&cache, &credentials, Transport::Secure))?
         }
     };
     host.read(&file).map_err(anyhow::Error::from).with_context(|| reference.to_string())

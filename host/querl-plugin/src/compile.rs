@@ -1,6 +1,7 @@
 //! Compilation in a child process with limits on time, memory and file size: compiling a hostile component can take unbounded time
 //! or memory, and the limits of a call do not apply to the host's own work.
 
+use crate::children::{self, Scratch};
 use crate::engine::MemoryReservation;
 use crate::text::printable;
 use crate::{cache, engine};
@@ -9,7 +10,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
-use tempfile::TempDir;
 use wasmtime::Engine;
 
 /// Address space of a child. It took 570 MB for JavaScript's 12 MB of component, the most of all plugins of this repository,
@@ -68,14 +68,16 @@ pub(crate) fn in_process(engine: &Engine, bytes: &[u8]) -> Result<Vec<u8>, Compi
 }
 
 /// A folder that only this user can read and write, gone when it is dropped; in `parent`, or among the system's.
-pub(crate) fn private_temporary(parent: Option<&Path>) -> Result<TempDir, CompileError> {
+pub(crate) fn private_temporary(parent: Option<&Path>) -> Result<Scratch, CompileError> {
     let mut builder = tempfile::Builder::new();
     builder.prefix("compiling-");
     let folder = match parent {
         Some(parent) => builder.tempdir_in(parent),
         None => builder.tempdir(),
     };
-    folder.map_err(|error| CompileError(format!("compiling it needs a folder for temporary files: {error}")))
+    folder
+        .map(Scratch::new)
+        .map_err(|error| CompileError(format!("compiling it needs a folder for temporary files: {error}")))
 }
 
 /// Compiles in a child process, into a folder of its own.
@@ -96,8 +98,11 @@ pub(crate) fn in_child(
     let n_threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(MAX_COMPILER_THREADS));
     let kept = std::env::vars_os().filter(|(name, _)| KEPT_VARIABLES.iter().any(|kept| OsStr::new(kept) == name));
     command.env_clear().envs(kept).envs(reservation.environment()).env("RAYON_NUM_THREADS", n_threads.to_string());
-    let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr).spawn().map_err(failed)?;
-    match wait(child, Duration::from_millis(timeout_ms)).map_err(failed)? {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr);
+    let (child, registered) = children::spawn(&mut command).map_err(failed)?;
+    let ended = wait(child, Duration::from_millis(timeout_ms));
+    drop(registered);
+    match ended.map_err(failed)? {
         Some(status) if status.success() => Ok(()),
         Some(status) => Err(CompileError(why_it_failed(status, &std::fs::read(&stderr_path).unwrap_or_default()))),
         None => Err(CompileError(format!(

@@ -15,6 +15,7 @@
 mod bindings;
 mod cache;
 mod call;
+mod children;
 mod compile;
 mod contract;
 mod convert;
@@ -33,6 +34,7 @@ mod text;
 mod wasi;
 
 pub use call::{CallReport, LIMIT_CODE, Observer};
+pub use children::end_children;
 pub use compile::{CompileError, Compiler, compile_child};
 pub use engine::MemoryReservation;
 pub use error::PluginError;

@@ -6,7 +6,6 @@ use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use querl_core::config::{Config, ModelHub, Overrides, load};
 use querl_pipeline::failure::Stop;
-use querl_pipeline::interrupt;
 use querl_pipeline::ledger::StageName;
 use querl_plugin::PluginSettings;
 use serde::Serialize;
@@ -63,11 +62,9 @@ impl ConfigArgs {
     }
 }
 
-/// Reads and checks a configuration. An interrupted download ends with exit code 130.
+/// Reads and checks a configuration.
 pub fn load_config(path: &Path, overrides: Overrides) -> anyhow::Result<Config> {
-    let config = load(path, &overrides);
-    interrupt::check()?;
-    Ok(config?)
+    Ok(load(path, &overrides)?)
 }
 
 /// Parses one of some names, each with its value and its help, which may be empty.

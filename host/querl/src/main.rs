@@ -15,7 +15,7 @@ mod terminal;
 use clap::Parser;
 use cli::{Cli, Command};
 use querl_pipeline::failure::{self, Ending};
-use querl_pipeline::interrupt;
+use querl_pipeline::interrupt::{self, Stopping};
 use std::ffi::c_int;
 use std::process::ExitCode;
 
@@ -34,8 +34,7 @@ fn main() -> ExitCode {
     keep_freed_memory();
     let cli = Cli::parse();
     terminal::init(cli.noise.verbosity());
-    let on_interrupt = || terminal::print("stopping at the next safe point; interrupt again to stop at once");
-    match install_signals(on_interrupt).and_then(|()| dispatch(cli.command)) {
+    match install_signals().and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
         // The reader has closed the pipe: `querl ... | head`.
         Err(error) if failure::is_closed_pipe(&error) => ExitCode::from(Ending::Failed as u8),
@@ -49,9 +48,16 @@ fn main() -> ExitCode {
     }
 }
 
+fn report(stopping: Stopping) {
+    match stopping {
+        Stopping::AtSafePoint => terminal::print("stopping at the next safe point; interrupt again to stop at once"),
+        Stopping::AtOnce => terminal::print_error("error: interrupted; nothing that was finished is lost"),
+    }
+}
+
 /// Installs the handler of interrupts. SIGHUP stays ignored where the parent ignores it (`nohup`). SIGXFSZ is ignored: a write beyond the
 /// limit of `ulimit -f` then fails with an error that names the file.
-fn install_signals(on_interrupt: impl Fn() + Send + 'static) -> anyhow::Result<()> {
+fn install_signals() -> anyhow::Result<()> {
     #[cfg(unix)]
     // SAFETY: asks for and sets dispositions of signals, before other threads exist; no handler runs.
     let is_hangup_ignored = unsafe {
@@ -59,7 +65,7 @@ fn install_signals(on_interrupt: impl Fn() + Send + 'static) -> anyhow::Result<(
         let inherited = libc::signal(libc::SIGHUP, libc::SIG_DFL);
         inherited == libc::SIG_IGN
     };
-    interrupt::install(on_interrupt)?;
+    interrupt::install(report)?;
     #[cfg(unix)]
     if is_hangup_ignored {
         // SAFETY: as above; the handler of interrupts is installed, and no longer for SIGHUP.

@@ -8,14 +8,11 @@ use crate::args::usage;
 use hf_hub::api::sync::{ApiBuilder, ApiError};
 use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 use querl_core::config::parse_model_name;
-use querl_pipeline::interrupt;
 use sha2::{Digest, Sha256};
 use std::env;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::Duration;
 
 /// Retries of one file; each continues where the last one stopped.
 const RETRIES: usize = 3;
@@ -38,7 +35,6 @@ pub fn optional_folder(path: Option<&Path>) -> anyhow::Result<Option<PathBuf>> {
 /// The folder of the model of that name, downloaded where the cache has no complete copy.
 pub fn download(name: &str) -> anyhow::Result<PathBuf> {
     let found = find(name);
-    interrupt::check()?;
     let unusable = |reason| usage(format!("{name}: no such folder, and {reason}"));
     Ok(found.map_err(unusable)?.expect("`find` downloads what it does not find"))
 }
@@ -52,19 +48,8 @@ pub fn find(name: &str) -> Result<Option<PathBuf>, String> {
     if env::var_os("HF_HUB_OFFLINE").is_some_and(|value| value != "0" && !value.is_empty()) {
         return Err(format!("{} has no complete copy, and HF_HUB_OFFLINE is set", cache.path().display()));
     }
-    let (sender, receiver) = mpsc::channel();
-    // A thread of its own, since a blocking read does not see the stop flag. What is downloaded stays for the next attempt.
-    std::thread::spawn(move || {
-        // The receiver is gone after an interrupt: there is nobody to report to.
-        let _ = sender.send(fetch(cache, repo));
-    });
-    loop {
-        match receiver.recv_timeout(Duration::from_millis(100)) {
-            Ok(result) => return result.map(Some),
-            Err(RecvTimeoutError::Timeout) => interrupt::check().map_err(|stop| stop.to_string())?,
-            Err(RecvTimeoutError::Disconnected) => return Err("the download ended unexpectedly; try again".into()),
-        }
-    }
+    // What an interrupt leaves of a download stays for the next attempt.
+    fetch(cache, repo).map(Some)
 }
 
 /// A [`querl_core::config::ModelHub`] of the cache alone, for commands that do not open the model.

@@ -600,3 +600,131 @@ fn thousand_rows_under_injected_faults_end_once() {
         started.elapsed().as_secs_f64()
     );
 }
+
+/// A metric that a page names: the stage (empty for any) and the name, whose part in capitals stands for any text.
+type DocumentedMetric = (String, String);
+
+/// The metrics in the table of `metrics.jsonl` of a page. Words in parentheses and in the first column are no names.
+fn documented_metrics(page: &str) -> BTreeSet<DocumentedMetric> {
+    let text = std::fs::read_to_string(repository().join(page)).unwrap();
+    let section = text.split("\n## `metrics.jsonl`").nth(1).unwrap().split("\n## ").next().unwrap();
+    let rows = section.lines().filter(|line| line.starts_with("| ") && line.contains('`'));
+    let mut found = BTreeSet::new();
+    for row in rows {
+        let (label, names) = row.trim_start_matches("| ").split_once(" | ").unwrap();
+        let stage: String = label.chars().take_while(char::is_ascii_lowercase).collect();
+        let stage = if ["sft", "rl"].contains(&stage.as_str()) { stage } else { String::new() };
+        let names = without_parentheses(names);
+        let quoted = names.split('`').skip(1).step_by(2);
+        found.extend(quoted.flat_map(expanded).map(|name| (stage.clone(), name)));
+    }
+    found
+}
+
+fn without_parentheses(text: &str) -> String {
+    let mut depth = 0;
+    let mut kept = String::new();
+    for c in text.chars() {
+        depth += i32::from("(（".contains(c));
+        if depth == 0 {
+            kept.push(c);
+        }
+        depth -= i32::from(")）".contains(c));
+    }
+    kept
+}
+
+/// `a/{b,c}/d` as `a/b/d` and `a/c/d`.
+fn expanded(name: &str) -> Vec<String> {
+    let Some((before, rest)) = name.split_once('{') else { return vec![name.to_owned()] };
+    let (choices, after) = rest.split_once('}').unwrap();
+    choices.split(',').flat_map(|choice| expanded(&format!("{before}{choice}{after}"))).collect()
+}
+
+fn is_metric((stage, pattern): &DocumentedMetric, (of, name): &(String, String)) -> bool {
+    let parts: Vec<&str> = pattern.split('/').collect();
+    let place = parts.iter().position(|part| part.bytes().all(|byte| byte.is_ascii_uppercase()));
+    let matches = match place {
+        None => pattern == name,
+        Some(at) => {
+            let (before, after) = (parts[..at].join("/") + "/", parts[at + 1..].join("/"));
+            name.strip_prefix(&before).and_then(|rest| rest.strip_suffix(&after)).is_some_and(|text| !text.is_empty())
+        }
+    };
+    matches && (stage.is_empty() || stage == of)
+}
+
+/// The metrics of `metrics.jsonl` by stage, each of which is in the event files and in the report too.
+fn recorded_metrics(project: &Project) -> BTreeSet<(String, String)> {
+    let mut found = BTreeSet::new();
+    for line in project.rows("run/metrics.jsonl") {
+        let stage = line["stage"].as_str().unwrap();
+        let numbers = line.as_object().unwrap().iter().filter(|(name, value)| *name != "step" && value.is_number());
+        found.extend(numbers.map(|(name, _)| (stage.to_owned(), name.clone())));
+    }
+    let report = project.read("run/report.html").replace("&#x2f;", "/");
+    let is_in_name = |c: char| c.is_alphanumeric() || c == '_' || c == '/';
+    for (stage, name) in &found {
+        let folder = project.path(&format!("run/tensorboard/{stage}"));
+        let events = std::fs::read(&files_below(&folder)[0]).unwrap();
+        // A tag as protobuf encodes it: field, length, text.
+        let tag = [&[0x0a, u8::try_from(name.len()).unwrap()], name.as_bytes()].concat();
+        assert!(events.windows(tag.len()).any(|bytes| bytes == tag), "{name} of {stage} is in no event file");
+        let is_drawn = report.match_indices(name.as_str()).any(|(at, _)| {
+            let (before, after) = (&report[..at], &report[at + name.len()..]);
+            !before.ends_with(is_in_name) && !after.starts_with(is_in_name)
+        });
+        assert!(is_drawn, "{name} of {stage} is not in the report");
+    }
+    found
+}
+
+/// Teacher, judge and retrieval, which fails for a quarter of the rewrites that are not the teacher's.
+fn service_of_everything(asked: &RecordedRequest) -> Reply {
+    if asked.path.ends_with("/chat/completions") {
+        let is_judge = asked.json()["model"] == "j";
+        let judged = json!({"choices": [{"message": {"content": "{\"综合得分\": 4.0, \"理由\": \"好\"}"}, "finish_reason": "stop"}]});
+        return if is_judge { Answer::json(200, &judged).into() } else { completion(asked).into() };
+    }
+    let rewrite = asked.json()["rewritten_query"].as_str().unwrap().to_owned();
+    let is_broken = querl_core::fsx::digest_hex(rewrite.as_bytes()).starts_with(['0', '4', '8', 'c']);
+    match is_broken && !rewrite.contains("食用方法") {
+        true => Answer::text(500, "text/plain", "").into(),
+        false => found(asked).into(),
+    }
+}
+
+/// Regression: metrics of calls that the documentation names were in no file.
+///
+/// Each condition under which a metric exists is one of the runs; a name that none of them records is a mistake of the page.
+#[test]
+fn every_documented_metric_is_recorded_and_every_recorded_metric_is_documented() {
+    let server = FaultyServer::start(service_of_everything);
+    let project = outside_at(&server);
+    project.edit("max_retries = 12\nknowledge_base", "max_retries = 0\nknowledge_base");
+    let judge = format!("kind = \"openai\"\nbase_url = \"{}/v1\"\nmodel = \"j\"\napi_key_env = \"\"", server.url());
+    project.edit("kind = \"rubric\"", &judge);
+    project.edit("[rl]\nmax_steps = 2", "[rl]\nmax_steps = 3\nsave_steps = 1\nmax_drop_rate = 1.0");
+    let conditions: [&[&str]; 2] =
+        [&[], &["rl.algorithm=\"grpo\"", "rl.n_samples=2", "rl.kl_placement=\"loss\"", "rl.off_by_one=true"]];
+    let mut recorded = BTreeSet::new();
+    for sets in conditions {
+        let sets = sets.iter().flat_map(|set| ["--set", *set]);
+        project.querl(&["run", "querl.toml"].into_iter().chain(sets).collect::<Vec<_>>()).ok();
+        recorded.extend(recorded_metrics(&project));
+        let of_rl = project.rows("run/metrics.jsonl").into_iter().filter(|line| line["stage"] == "rl");
+        for line in of_rl {
+            let has = |name: &str| line[name].is_number();
+            assert!(has("calls/retrieval/calls") && has("cache/retrievals/hit_rate"), "{line}");
+        }
+    }
+    let documented = documented_metrics("docs/files.md");
+    assert!(documented.len() > 90, "{documented:?}");
+    assert_eq!(documented_metrics("docs/zh-CN/files.md"), documented);
+    let missing: Vec<_> =
+        documented.iter().filter(|metric| !recorded.iter().any(|name| is_metric(metric, name))).collect();
+    assert!(missing.is_empty(), "no stage records {missing:?}");
+    let unknown: Vec<_> =
+        recorded.iter().filter(|name| !documented.iter().any(|metric| is_metric(metric, name))).collect();
+    assert!(unknown.is_empty(), "docs/files.md does not name {unknown:?}");
+}

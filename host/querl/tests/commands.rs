@@ -174,7 +174,8 @@ fn documentation_of_training_gives_every_setting_a_source() {
     for info in querl_core::config::keys().iter().filter(|info| is_trained(&info.key)) {
         let (section, name) = info.key.rsplit_once('.').unwrap();
         let table = text.split(&format!("### `[{section}]`")).nth(1).unwrap().split("\n##").next().unwrap();
-        let default = info.default.as_ref().map_or("required".to_owned(), |default| format!("`{default}`"));
+        let without = if info.required { "required" } else { "unset" };
+        let default = info.default.as_ref().map_or(without.to_owned(), |default| format!("`{default}`"));
         let row = format!("| `{name}` | {default} | {} | ", info.meaning);
         let source = table.lines().find_map(|line| line.strip_prefix(&row)?.strip_suffix(" |"));
         assert!(source.is_some_and(|source| !source.is_empty()), "no source in {row}");

@@ -1,4 +1,5 @@
-//! Training that is stopped in every way and started again ends with the bytes of one that never was.
+//! Training that is stopped in every way and started again ends with the bytes of one that never was. Work that saves nothing ends at the
+//! first signal.
 //!
 //! `QUERL_KILLS=100 cargo test --release -p querl --test kill -- --nocapture` kills so many times; `QUERL_KILL_SEED` sets the
 //! moments. How far a run has come by then depends on the machine: other machines try other moments.
@@ -9,6 +10,7 @@ mod support;
 
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
@@ -237,4 +239,119 @@ fn a_full_disk_is_a_clean_stop_that_can_be_resumed() {
     let done = full.querl(&args).ok();
     assert!(done.stderr.contains("sft: resuming from step 4\n"), "{done:#?}");
     assert!(sft_results(&full) == sft_results(&unbroken));
+}
+
+/// Above what a loaded machine needs; most commands end within a tenth of a second.
+const AT_ONCE: Duration = Duration::from_secs(20);
+
+/// Sends one signal; the child ends with 130 at once. What it says on stderr from then on.
+fn ended_by(mut child: Child, signal: &str) -> String {
+    let sent = std::process::Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+    let started = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        assert!(started.elapsed() < AT_ONCE, "one {signal} does not end it");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    said
+}
+
+const INTERRUPTED: &str = "error: interrupted; nothing that was finished is lost\n";
+
+/// False also for a process that ended and whose parent has not asked for its exit status.
+#[cfg(target_os = "linux")]
+fn is_running(pid: u32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    status.rsplit(") ").next().is_some_and(|rest| !rest.is_empty() && !rest.starts_with(['Z', 'X']))
+}
+
+/// Regression: a build continued after the first Ctrl-C, and build scripts after the end of querl.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_plugin_build_ends_with_all_its_processes_at_the_first_signal() {
+    let project = Project::new();
+    std::fs::create_dir_all(project.path("slow/src")).unwrap();
+    let manifest = "[package]\nname = \"slow\"\nversion = \"0.1.0\"\nedition = \"2024\"\n[lib]\ncrate-type = [\"cdylib\"]\n[workspace]\n";
+    project.write("slow/Cargo.toml", manifest);
+    project.write("slow/src/lib.rs", "");
+    let script = "fn main() {\n    std::fs::write(\"pid\", std::process::id().to_string()).unwrap();\n    \
+                  std::thread::sleep(std::time::Duration::from_secs(600));\n}\n";
+    project.write("slow/build.rs", script);
+    let mut command = project.command(&["plugin", "build", "slow"]);
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let started = Instant::now();
+    let build_script = loop {
+        let written = std::fs::read_to_string(project.path("slow/pid")).unwrap_or_default();
+        if let Ok(pid) = written.parse::<u32>() {
+            break pid;
+        }
+        assert!(child.try_wait().unwrap().is_none() && started.elapsed().as_secs() < 300, "no build script runs");
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert!(is_running(build_script));
+    let said = ended_by(child, "-TERM");
+    assert!(said.ends_with(INTERRUPTED), "{said}");
+    let started = Instant::now();
+    while is_running(build_script) {
+        assert!(started.elapsed() < AT_ONCE, "the build script continues");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// All queries of the example, and a model with a slow chat template: encoding them takes seconds.
+fn many_rows() -> Project {
+    let project = Project::new();
+    let rows = support::repository().join("examples/fivedoctors/teacher_rewrites.jsonl");
+    for file in ["queries.jsonl", "teacher.jsonl"] {
+        std::fs::copy(&rows, project.path(file)).unwrap();
+    }
+    project.copy_model("model");
+    let mut settings: Value = serde_json::from_str(&project.read("model/tokenizer_config.json")).unwrap();
+    let template =
+        format!("{{% for i in range(40000) %}}{{% endfor %}}{}", settings["chat_template"].as_str().unwrap());
+    settings["chat_template"] = template.into();
+    project.write("model/tokenizer_config.json", &settings.to_string());
+    project.edit("split = [0.6, 0.2, 0.2]", "split = [0.4, 0.1, 0.5]\non_leak = \"warn\"");
+    let model = project.read("querl.toml").lines().find(|line| line.contains("random-qwen3")).unwrap().to_owned();
+    project.edit(&model, &format!("path = \"{}\"", project.path("model").display()));
+    project
+}
+
+/// Regression: a second Ctrl-C was needed where chat templates were rendered, intervals computed, plugins tested.
+#[test]
+fn work_that_saves_nothing_ends_at_the_first_signal_and_the_earlier_result_is_put_back() {
+    let project = many_rows();
+    let until_sft = ["run", "querl.toml", "--to", "sft"];
+    project.querl(&until_sft).ok();
+    let adapter = std::fs::read(project.path("run/sft/best/adapter_model.safetensors")).unwrap();
+
+    // Chat templates.
+    let mut command = project.command(&[&until_sft[..], &["--set", "sft.learning_rate=2e-3"]].concat());
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.starts_with("sft: running (")), "sft runs again");
+    ended_by(child, "-INT");
+    let said: Vec<String> = lines.collect();
+    assert_eq!(said.last().map(String::as_str), Some(INTERRUPTED.trim_end()), "{said:?}");
+    let again = project.querl(&until_sft).ok();
+    assert!(again.stderr.starts_with("sft: what was there before is back in place\n"), "{again:#?}");
+    assert!(again.stderr.contains("sft: finished earlier, skipped\n"), "{again:#?}");
+    assert!(std::fs::read(project.path("run/sft/best/adapter_model.safetensors")).unwrap() == adapter);
+
+    // Bootstrap intervals of the report.
+    let systems = ["eval", "querl.toml", "--set", "eval.systems=[\"raw\", \"teacher\"]"];
+    project.querl(&systems).ok();
+    let resolved = project.read("run/config.resolved.toml");
+    project.write("run/config.resolved.toml", &resolved.replace("bootstrap = 50\n", "bootstrap = 1000000\n"));
+    let reward = support::repository().join("plugins/reward-competition");
+    let many_calls = ["plugin", "test", reward.to_str().unwrap(), "--repeats", "1000000"];
+    for args in [&["report", "run"][..], &many_calls] {
+        let child = project.command(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(700));
+        let said = ended_by(child, "-INT");
+        assert!(said.ends_with(INTERRUPTED), "{args:?}: {said}");
+    }
 }

@@ -156,6 +156,7 @@ pub(super) fn check(config: &mut Config, names: &[String]) -> Vec<Violation> {
     check_sources(config, &mut violations);
     check_retrieval(&config.retrieval, &mut violations);
     check_dual_clip(config, &mut violations);
+    check_rl_steps(config, &mut violations);
     check_training(config, &mut violations);
     check_systems(config, &mut violations);
     check_style_model(&config.plugins.style_model, &mut violations);
@@ -248,6 +249,13 @@ fn check_split(config: &Config, violations: &mut Vec<Violation>) {
     if (sum - 1.0).abs() > 1e-6 {
         let shares = config.data.split.map(|share| format!("{share:?}")).join(", ");
         violations.push(Violation::of("data.split", format!("is [{shares}]; expected shares that sum to 1.0")));
+    }
+}
+
+fn check_rl_steps(config: &Config, violations: &mut Vec<Violation>) {
+    if config.rl.max_steps == 0 && config.rl.epochs.is_none() {
+        violations
+            .push(Violation::of("rl.max_steps", "is 0; expected 1 or more, or passes over the data as rl.epochs"));
     }
 }
 

@@ -150,11 +150,21 @@ fn parse(bytes: &[u8], overrides: &Overrides) -> Result<Document, DocumentError>
 /// Deserialises a document that conforms to the schema.
 fn shaped(document: &Document, path: &Path) -> Result<Config, ConfigError> {
     first_of(conform(&document.table, json_schema()), document, path)?;
-    document.table.clone().try_into().map_err(|error: toml::de::Error| {
+    without_default_limit(document.table.clone()).try_into().map_err(|error: toml::de::Error| {
         // The schema is derived from the type: only a number out of its type's range is an error here.
         let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
         ConfigError::Invalid { location: ConfigLocation::File(path.into()), message }
     })
+}
+
+/// The default of `rl.max_steps` is for a configuration without `rl.epochs`.
+fn without_default_limit(mut table: toml::Table) -> toml::Table {
+    if let Some(toml::Value::Table(rl)) = table.get_mut("rl")
+        && rl.contains_key("epochs")
+    {
+        rl.entry("max_steps").or_insert(toml::Value::Integer(0));
+    }
+    table
 }
 
 /// Fails with the first violation in file order.

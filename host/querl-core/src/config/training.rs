@@ -83,7 +83,7 @@ section! {
         #[schemars(range(min = 1))]
         save_total_limit: usize = 3,
         /// Evaluations without improvement after which training stops; 0 for never.
-        early_stopping_patience: usize = 0,
+        early_stopping_patience: usize = 3,
     }
 }
 
@@ -171,8 +171,10 @@ section! {
         advantage_form: AdvantageForm = AdvantageForm::Token,
         /// Trained parameters of the critic: an adapter with a value head, or a value head alone.
         critic: CriticKind = CriticKind::Adapter,
-        /// Rollout batches.
+        /// Passes over the training split, in place of `max_steps`: `epochs * rows / batch_size` rollout batches, rounded up.
         #[schemars(range(min = 1))]
+        epochs: Option<usize> = None,
+        /// Rollout batches. With `epochs` the maximum, where it is set too; 0 for no limit.
         max_steps: usize = 100,
         /// Queries of one rollout batch.
         #[schemars(range(min = 1))]
@@ -303,9 +305,33 @@ section! {
         #[schemars(range(min = 1))]
         save_total_limit: usize = 3,
         /// Evaluations without improvement after which training stops; 0 for never.
-        early_stopping_patience: usize = 0,
+        early_stopping_patience: usize = 5,
         /// A batch that loses more than this share of its episodes stops the run.
         #[schemars(range(min = 0.0, max = 1.0))]
         max_drop_rate: f64 = 0.2,
+    }
+}
+
+impl RlConfig {
+    /// Rollout batches of a training on `n_rows` queries. A batch continues in the next epoch where an epoch ends within it.
+    pub fn n_steps(&self, n_rows: usize) -> usize {
+        let Some(epochs) = self.epochs else { return self.max_steps };
+        let planned = (epochs * n_rows).div_ceil(self.batch_size.max(1)).max(1);
+        if self.max_steps > 0 { planned.min(self.max_steps) } else { planned }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn epochs_are_counted_in_batches_and_bounded_by_max_steps() {
+        let steps = |epochs, max_steps| RlConfig { epochs, max_steps, ..RlConfig::default() }.n_steps(1000);
+        assert_eq!(steps(None, 100), 100);
+        // 10 * 1000 / 64 = 156.25
+        assert_eq!(steps(Some(10), 0), 157);
+        assert_eq!(steps(Some(10), 20), 20);
+        assert_eq!(steps(Some(1), 100), 16);
     }
 }

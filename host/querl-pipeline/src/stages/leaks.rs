@@ -1,7 +1,6 @@
 //! Detects leaks between the splits before the first paid call and before each training.
 
 use crate::failure::Stop;
-use crate::interrupt;
 use crate::ledger::{Facts, StageName};
 use crate::run::Run;
 use anyhow::Context;
@@ -38,7 +37,7 @@ impl SplitLeaks {
 /// Leaks of the dataset in a run folder.
 ///
 /// # Errors
-/// A split cannot be read, or the user asked to stop.
+/// A split cannot be read.
 pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<SplitLeaks> {
     let files = Split::ALL.map(|split| RecordFile::<DatasetRow>::new(&dir.split(split)));
     let n_rows = Split::ALL.into_iter().map(|split| n_lines(dir, split)).sum::<anyhow::Result<u64>>()?;
@@ -49,7 +48,7 @@ pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) ->
 /// Leaks that a dataset of this table will have, as far as no filter drops the rows of train.
 ///
 /// # Errors
-/// The groups cannot fill the splits, the table cannot be read, or the user asked to stop.
+/// The groups cannot fill the splits, or the table cannot be read.
 pub fn of_table(table: &QueryTable, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<SplitLeaks> {
     let splits = Splits::assign(table.read()?.map(|row| Ok(row?.group)), config)?;
     let [train, val, test] = Split::ALL.map(|split| SplitRows { table, splits: &splits, split });
@@ -59,7 +58,7 @@ pub fn of_table(table: &QueryTable, config: &DataConfig, progress: &dyn Progress
 /// As [`of_table`]; `None` where the groups cannot fill the splits.
 ///
 /// # Errors
-/// The table cannot be read, or the user asked to stop.
+/// The table cannot be read.
 pub fn of_table_if_split(
     table: &QueryTable,
     config: &DataConfig,
@@ -79,7 +78,7 @@ fn find(
 ) -> anyhow::Result<SplitLeaks> {
     let mut watch = |n_read: u64| {
         progress.update(n_read.min(n_rows), n_rows, "rows compared");
-        Ok::<_, anyhow::Error>(interrupt::check()?)
+        Ok::<_, anyhow::Error>(())
     };
     let [val, test] = find_leaks(train, [val, test], least_similarity, &mut watch)?;
     Ok(SplitLeaks { val, test })

@@ -23,6 +23,8 @@ use crate::run::Run;
 use anyhow::Context;
 use previous::Previous;
 use querl_core::config::TableFormat;
+use querl_core::ports::Reporter;
+use querl_core::run_dir::RunDir;
 use querl_data::table_path;
 use spending::Counted;
 use stage::Stage;
@@ -75,8 +77,8 @@ pub struct Outcome {
 /// # Errors
 /// A stage failed or was interrupted; those before it are in the ledger.
 pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
+    recover(&run.dir, run.reporter.as_ref())?;
     let mut ledger = Ledger::open(&run.dir.stages())?;
-    previous::recover(run, &mut ledger)?;
     check_upstream(run, &ledger, window.first)?;
     for name in pending(run, &ledger, window)? {
         if name == StageName::Rewrite {
@@ -85,8 +87,20 @@ pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
         stage_of(name).check(run)?;
     }
     let outcomes = window.stages().map(|name| run_stage(run, &mut ledger, name, window)).collect::<Result<_, _>>()?;
+    interrupt::check()?;
     run.write_config()?;
     Ok(outcomes)
+}
+
+/// Puts back the earlier result of each stage that a kill or an interrupt ended before it had anything to resume from.
+///
+/// # Errors
+/// A file cannot be moved, or the ledger cannot be read or written.
+pub fn recover(dir: &RunDir, reporter: &dyn Reporter) -> anyhow::Result<()> {
+    for name in previous::recover(dir, &mut Ledger::open(&dir.stages())?)? {
+        reporter.message(&format!("{name}: what was there before is back in place"));
+    }
+    Ok(())
 }
 
 /// Refuses a query table that the stages of this run would write over or remove.
@@ -190,7 +204,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
         && !is_forced
         && let Some(kept) = previous::of_inputs(&run.dir, name, &inputs)
     {
-        kept.restore(run, ledger)?;
+        kept.restore(&run.dir, ledger)?;
         run.reporter.message(&format!("{name}: its earlier result on the same inputs is back in place"));
         decision = decide_on(run, ledger, name, &inputs, window);
     }
@@ -228,7 +242,7 @@ fn keep(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, earlier: Option<Previ
     let note = if stage.is_resumable(&run.dir) {
         format!("{name}: the earlier result is kept in {} until the new one is complete", earlier.folder().display())
     } else {
-        match earlier.restore(run, ledger) {
+        match earlier.restore(&run.dir, ledger) {
             Ok(()) => format!("{name}: what was there before is back in place"),
             Err(error) => format!("warning: {error:#}"),
         }

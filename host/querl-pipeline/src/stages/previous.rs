@@ -54,17 +54,24 @@ pub(super) fn of_inputs(dir: &RunDir, name: StageName, inputs: &Inputs) -> Optio
     kept.into_iter().find(|kept| kept.entry().is_ok_and(|entry| entry.is_some_and(|entry| entry.inputs == *inputs)))
 }
 
-/// Completes moves that a kill interrupted.
-pub(super) fn recover(run: &Run, ledger: &mut Ledger) -> anyhow::Result<()> {
+/// Completes moves that a kill interrupted, and puts back the earlier result of a stage that was ended before it had anything to resume
+/// from. Returns the stages of which it did the latter.
+pub(super) fn recover(dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<Vec<StageName>> {
+    let mut restored = Vec::new();
     for name in StageName::ALL {
-        for slot in SLOTS {
-            let kept = Previous { name, folder: folder(&run.dir, name).join(slot) };
-            if kept.moving().exists() {
-                kept.move_back(run, ledger)?;
-            }
+        let kept = || SLOTS.map(|slot| Previous { name, folder: folder(dir, name).join(slot) }).into_iter();
+        for moved in kept().filter(|kept| kept.moving().exists()) {
+            moved.move_back(dir, ledger)?;
+        }
+        let is_unfinished = ledger.entry(name.as_str()).is_some_and(|entry| !entry.finished);
+        // What was stopped was set aside last.
+        let earlier = kept().rev().find(|kept| kept.entry().is_ok());
+        if let Some(earlier) = earlier.filter(|_| is_unfinished && !stage_of(name).is_resumable(dir)) {
+            earlier.restore(dir, ledger)?;
+            restored.push(name);
         }
     }
-    Ok(())
+    Ok(restored)
 }
 
 /// Removes what is kept of a stage.
@@ -86,27 +93,35 @@ impl Previous {
     }
 
     /// Replaces what the stage left since by what is kept.
-    pub(super) fn restore(&self, run: &Run, ledger: &mut Ledger) -> anyhow::Result<()> {
-        for path in owned(&run.dir, stage_of(self.name)) {
+    pub(super) fn restore(&self, dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<()> {
+        for path in owned(dir, stage_of(self.name)) {
             remove(&path).with_context(|| format!("{}: cannot be removed", path.display()))?;
         }
         write_atomic(&self.moving(), b"").with_context(|| format!("{}: cannot be written", self.folder.display()))?;
-        self.move_back(run, ledger)
+        self.move_back(dir, ledger)
     }
 
-    fn move_back(&self, run: &Run, ledger: &mut Ledger) -> anyhow::Result<()> {
+    fn move_back(&self, dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<()> {
         let back = |ledger: &mut Ledger| -> anyhow::Result<()> {
             // Of these files the entry is written last, before any file is moved here.
             if let Ok(entry) = self.entry() {
                 ledger.put(self.name.as_str(), entry)?;
-                merge(&self.files(), run.dir.root())?;
+                merge(&self.files(), dir.root())?;
                 let lines = metrics_log::read(&self.metrics())?;
-                metrics_log::replace_lines(&run.dir.metrics(), self.name.as_str(), &lines)?;
-                write_atomic(&run.dir.config(), &std::fs::read(self.config())?)?;
+                metrics_log::replace_lines(&dir.metrics(), self.name.as_str(), &lines)?;
+                write_atomic(&dir.config(), &std::fs::read(self.config())?)?;
             }
-            Ok(discard(&run.dir, self.name)?)
+            Ok(self.discard(dir)?)
         };
         back(ledger).with_context(|| format!("{}: cannot be moved back", self.folder.display()))
+    }
+
+    /// Removes what is left of this one.
+    fn discard(&self, dir: &RunDir) -> std::io::Result<()> {
+        remove(&self.folder)?;
+        // Both fail where there are other kept results.
+        let _ = std::fs::remove_dir(folder(dir, self.name)).and_then(|()| std::fs::remove_dir(dir.previous()));
+        Ok(())
     }
 
     fn entry(&self) -> anyhow::Result<Option<Entry>> {

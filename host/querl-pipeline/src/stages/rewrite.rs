@@ -266,7 +266,7 @@ fn generate_portion(
             let (place, n_tokens) = places.next().context("more answers than prompts")?;
             taken.take(place, completion(response, n_tokens))?;
         }
-        Ok(interrupt::check()?)
+        Ok(())
     };
     training::generate(run, "teacher", &job, &mut take)
 }

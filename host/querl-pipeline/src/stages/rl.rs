@@ -10,7 +10,7 @@ use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::training::{self, Base, memory};
 use anyhow::Context;
-use querl_core::config::JudgeKind;
+use querl_core::config::{JudgeKind, RlConfig};
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
@@ -156,7 +156,7 @@ fn job(
     let job = RlJob {
         model: base.model_config(config),
         seed: config.seed,
-        config: config.rl.clone(),
+        config: RlConfig { max_steps: config.rl.n_steps(train.len()), ..config.rl.clone() },
         lora: config.sft.clone(),
         adapter: base.adapter,
         train_prompts: training::prompts(train, &tokenizer)?,

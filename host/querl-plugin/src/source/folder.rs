@@ -1,5 +1,6 @@
 //! Source folders: what all languages share, and what Python and JavaScript share.
 
+use crate::children::{self, Scratch};
 use crate::error::PluginError;
 use querl_bundle::{CONTRACT, Manifest};
 use std::ffi::OsStr;
@@ -107,6 +108,7 @@ impl ScriptFolder {
         let failed = |error: std::io::Error| self.refused(format!("its component cannot be written: {error}"));
         std::fs::create_dir_all(self.dist()).map_err(failed)?;
         let scratch = tempfile::Builder::new().prefix(".building-").tempdir_in(self.dist()).map_err(failed)?;
+        let scratch = Scratch::new(scratch);
         let made = scratch.path().join("component.wasm");
         make(&made)?;
         std::fs::File::options()
@@ -133,7 +135,7 @@ impl ScriptFolder {
         missing: &str,
         advice: impl FnOnce(&str) -> String,
     ) -> Result<(), PluginError> {
-        let output = command.output().map_err(|error| match error.kind() {
+        let output = children::output(&mut command).map_err(|error| match error.kind() {
             ErrorKind::NotFound => self.refused(missing),
             _ => self.refused(format!("{tool} cannot be run: {error}")),
         })?;

@@ -6,6 +6,7 @@
 
 use super::folder::Build;
 use super::folder::{ScriptFolder, WORLD};
+use crate::children::Scratch;
 use crate::error::PluginError;
 use querl_bundle::{ArchiveLimits, Kind};
 use std::ffi::OsStr;
@@ -111,7 +112,7 @@ impl Build for PythonFolder {
 
     fn build(&self) -> Result<(), PluginError> {
         let failed = |error: std::io::Error| self.script.refused(format!("its build cannot be prepared: {error}"));
-        let scratch = tempfile::Builder::new().prefix("querl-build-").tempdir().map_err(failed)?;
+        let scratch = tempfile::Builder::new().prefix("querl-build-").tempdir().map(Scratch::new).map_err(failed)?;
         std::fs::write(scratch.path().join(format!("{ENTRY}.py")), self.entry()).map_err(failed)?;
         let wit = scratch.path().join("wit");
         self.script.write_wit(&wit)?;

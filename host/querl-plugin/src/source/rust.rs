@@ -1,6 +1,7 @@
 //! Folders with a plugin in Rust: a crate that cargo builds for wasm32-wasip2.
 
 use super::folder::{Build, unreadable};
+use crate::children;
 use crate::error::PluginError;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -108,7 +109,7 @@ impl Build for CrateFolder {
         cargo.current_dir(&self.folder);
         let kept = std::env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_kept));
         cargo.env_clear().envs(kept).stdin(Stdio::null());
-        let output = cargo.output().map_err(|error| match error.kind() {
+        let output = children::output(&mut cargo).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => {
                 refused("building it needs cargo; install Rust, or name a built `.wasm` component".into())
             }

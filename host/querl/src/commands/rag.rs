@@ -13,7 +13,6 @@ use querl_data::{
     LocalModels, RetrievalBackend, RetrievalLimits, Rows, ServiceContext, open_queries, open_retrieval_backend,
 };
 use querl_pipeline::failure::Stop;
-use querl_pipeline::interrupt;
 use querl_pipeline::retrieval::local_models;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -91,8 +90,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<()> {
     let search =
         open_retrieval_backend(&config.retrieval, &config.tenant, &models, &ServiceContext::new(&config.calls))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
-    let queries =
-        interrupt::block_on(&runtime, ask_all(search.as_ref(), questions, RetrievalLimits::of(&config.retrieval)))?;
+    let queries = runtime.block_on(ask_all(search.as_ref(), questions, RetrievalLimits::of(&config.retrieval)));
     let findings = findings(&queries, &config, &models);
     let retrieval = format!("{}, tenant {}", search.name(), config.tenant);
     let report = Report { retrieval, queries, findings };

@@ -12,7 +12,7 @@ use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::pins::OnPluginChange;
 use querl_pipeline::report::{self, Reported};
 use querl_pipeline::run::Run;
-use querl_pipeline::stages::{Outcome, Window, funnel, run_stages, summary};
+use querl_pipeline::stages::{Outcome, Window, funnel, recover, run_stages, summary};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -136,5 +136,6 @@ pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
 fn rewrite_report(dir: &RunDir) -> anyhow::Result<Reported> {
     let config = load_resolved(&dir.config())?;
     let _lock = DirLock::take(dir.root())?;
+    recover(dir, &Terminal)?;
     report::write(&config, dir, &report::names(dir)?)
 }

@@ -152,6 +152,7 @@ pub(super) fn rag(args: &RagArgs) -> anyhow::Result<()> {
         writeln!(std::io::stdout(), "tenant {}, knowledge base {}", base.tenant, base.kb_name)?;
     }
     let app = general_rag(knowledge_bases).map_err(usage)?;
+    let _at_safe_points = interrupt::at_safe_points();
     served(block_on(async {
         let listener = bind(args.addr).await?;
         announce(&format!("{}{GENERAL_RAG_ROUTE}", listener.local_addr()?))?;
@@ -246,6 +247,7 @@ pub(super) fn style(model: &ClassifierOptions, args: &StyleServerArgs) -> anyhow
         worker.run();
         Ok(())
     };
+    let _at_safe_points = interrupt::at_safe_points();
     served(service.run(args.addr, |addr| announce(&addr.to_string()), work, is_interrupted))
 }
 

@@ -63,6 +63,8 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
             let _ = std::fs::remove_dir_all(&work);
         }
     })?;
+    // An earlier model is not replaced in part.
+    let _at_safe_points = interrupt::at_safe_points();
     decoder.save(&new, small_model::STORED_DTYPE)?;
     move_files(&new, &output).with_context(|| format!("{}: cannot be written", output.display()))?;
     std::fs::remove_dir_all(&work).with_context(|| format!("{}: cannot be removed", work.display()))?;

@@ -10,7 +10,6 @@ use querl_conformance::{Outcome, Report, SuiteOptions};
 use querl_core::config::PluginLimits;
 use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
-use querl_pipeline::interrupt;
 use querl_pipeline::plugins::{compiler, open_host};
 use querl_plugin::SourceFolders;
 use serde_json::json;
@@ -286,7 +285,7 @@ pub fn push(args: &PushArgs) -> anyhow::Result<()> {
     let (location, credentials, transport) = args.registry.open()?;
     let runtime = runtime()?;
     let pushed = querl_bundle::oci::push(&bytes, &location, &credentials, transport);
-    let pushed = interrupt::block_on(&runtime, pushed)??;
+    let pushed = runtime.block_on(pushed)?;
     let result = json!({
         "component": pushed.component,
         "component_manifest": pushed.component_manifest,
@@ -305,7 +304,7 @@ pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
     let keys = public_keys(&args.key)?;
     let (location, credentials, transport) = args.registry.open()?;
     let runtime = runtime()?;
-    let pulled = interrupt::block_on(&runtime, querl_bundle::oci::pull(&location, &credentials, transport))??;
+    let pulled = runtime.block_on(querl_bundle::oci::pull(&location, &credentials, transport))?;
     if !keys.is_empty() {
         pulled.bundle.verify(&keys).map_err(|error| anyhow::anyhow!("{error}"))?;
     }

@@ -6,11 +6,13 @@ use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, load_resolved};
 use querl_core::dir_lock::LOCK_FILE;
-use querl_core::records::EpisodeRecord;
+use querl_core::records::{EpisodeRecord, Split};
 use querl_core::run_dir::RunDir;
 use querl_core::text::printable;
 use querl_pipeline::failure::Stop;
+use querl_pipeline::interrupt;
 use querl_pipeline::ledger::{Ledger, StageName};
+use querl_pipeline::stages::leaks::n_lines;
 use querl_train::{Health, Metrics};
 use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
@@ -50,16 +52,19 @@ pub fn run(args: &WatchArgs) -> anyhow::Result<()> {
         let text = picture(&first, args.width)?;
         return std::io::stdout().write_all(text.as_bytes()).context("stdout");
     }
+    // A terminal that is not restored cannot be used.
+    let _at_safe_points = interrupt::at_safe_points();
     let mut terminal = ratatui::try_init().context("the terminal cannot be used; try --once")?;
     let watched = watch(&mut terminal, &dir, first);
     ratatui::restore();
-    watched
+    watched?;
+    Ok(interrupt::check()?)
 }
 
 fn watch(terminal: &mut DefaultTerminal, dir: &RunDir, mut snapshot: Snapshot) -> anyhow::Result<()> {
     loop {
         terminal.draw(|frame| view::draw(&snapshot, frame)).context("the terminal cannot be used")?;
-        if wants_to_leave()? {
+        if wants_to_leave()? || interrupt::check().is_err() {
             return Ok(());
         }
         snapshot = Snapshot::read(dir)?;
@@ -171,7 +176,7 @@ impl Snapshot {
             tenant: config.as_ref().map(|config| config.tenant.clone()),
             is_running: is_held(&dir.root().join(LOCK_FILE)),
             stages: StageName::ALL.map(|stage| (stage, state(stage))).into(),
-            training: Training::read(&dir.metrics(), config.as_ref())?,
+            training: Training::read(dir, config.as_ref())?,
             episodes: newest_episodes(&dir.episodes()).unwrap_or_default(),
         })
     }
@@ -183,8 +188,8 @@ fn is_held(lock: &Path) -> bool {
 }
 
 impl Training {
-    fn read(path: &Path, config: Option<&Config>) -> anyhow::Result<Option<Self>> {
-        let bytes = match std::fs::read(path) {
+    fn read(dir: &RunDir, config: Option<&Config>) -> anyhow::Result<Option<Self>> {
+        let bytes = match std::fs::read(dir.metrics()) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             bytes => bytes?,
         };
@@ -205,13 +210,14 @@ impl Training {
                 training.series.entry(name).or_default().push(value);
             }
         }
-        training.n_steps = config.and_then(|config| training.planned(config));
+        training.n_steps = config.and_then(|config| training.planned(dir, config));
         Ok(Some(training))
     }
 
-    fn planned(&self, config: &Config) -> Option<u64> {
+    fn planned(&self, dir: &RunDir, config: &Config) -> Option<u64> {
         if self.stage == StageName::Rl.as_str() {
-            return Some(config.rl.max_steps as u64);
+            let n_rows = if config.rl.epochs.is_some() { n_lines(dir, Split::Train).ok()? } else { 0 };
+            return Some(config.rl.n_steps(n_rows as usize) as u64);
         }
         let per_epoch = self.step as f64 / self.last("epoch")?;
         let planned = (per_epoch * config.sft.epochs as f64).round() as u64;

@@ -4,8 +4,6 @@ use crate::terminal::StageProgress;
 use querl_core::ports::{PluginFault, Progress, RewardModel};
 use querl_core::records::Episode;
 use querl_eval::Outcome;
-use querl_pipeline::failure::Stop;
-use querl_pipeline::interrupt;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -47,9 +45,6 @@ fn score_on(
         };
         threads.into_iter().flat_map(join).collect()
     });
-    if interrupt::flag().load(Ordering::SeqCst) {
-        return Err(Stop::interrupted("interrupted; a replay leaves nothing behind").into());
-    }
     done.sort_by_key(|(index, _)| *index);
     let mut outcomes = Vec::with_capacity(episodes.len());
     for (_, scored) in done {
@@ -74,7 +69,7 @@ impl Work<'_> {
     /// Takes batches in order until none is left. All before a fault are taken by then, so the first fault is always found.
     fn run(&self) -> Vec<ScoredBatch> {
         let mut scored = Vec::new();
-        while !self.stop.load(Ordering::SeqCst) && !interrupt::flag().load(Ordering::SeqCst) {
+        while !self.stop.load(Ordering::SeqCst) {
             let index = self.next.fetch_add(1, Ordering::SeqCst);
             let Some(batch) = self.batches.get(index) else { break };
             let result = self.model.score_batch(batch);
