@@ -32,6 +32,7 @@ mod source;
 mod text;
 mod wasi;
 
+pub use cache::CacheAccess;
 pub use call::{CallReport, LIMIT_CODE, Observer};
 pub use compile::{CompileError, Compiler, compile_child};
 pub use engine::MemoryReservation;

@@ -49,17 +49,26 @@ pub struct ConfigArgs {
 impl ConfigArgs {
     /// Reads and checks the configuration; downloads models that it names.
     pub fn load(&self) -> anyhow::Result<Config> {
-        self.load_with(model_hub::find)
+        self.load_with(self.overrides(model_hub::find))
     }
 
     /// Reads and checks the configuration, for a command that opens no model: models that are not downloaded keep their names.
     pub fn load_without_download(&self) -> anyhow::Result<Config> {
-        self.load_with(model_hub::find_cached)
+        self.load_with(self.overrides(model_hub::find_cached))
     }
 
-    fn load_with(&self, hub: ModelHub) -> anyhow::Result<Config> {
-        let Self { path, set, out, threads } = self.clone();
-        load_config(&path, Overrides { set, out, threads, model_hub: Some(hub) })
+    /// As [`load_without_download`](Self::load_without_download); files with the keys of services need not exist.
+    pub fn load_for_dry_run(&self) -> anyhow::Result<Config> {
+        self.load_with(Overrides { without_keys: true, ..self.overrides(model_hub::find_cached) })
+    }
+
+    fn overrides(&self, hub: ModelHub) -> Overrides {
+        let Self { set, out, threads, .. } = self.clone();
+        Overrides { set, out, threads, model_hub: Some(hub), without_keys: false }
+    }
+
+    fn load_with(&self, overrides: Overrides) -> anyhow::Result<Config> {
+        load_config(&self.path, overrides)
     }
 }
 

@@ -61,7 +61,7 @@ fn run_window(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Resu
     let window = Window { first, last, forced_from: args.from };
     if args.dry_run {
         let window = Window { first: args.from.map_or(first, |from| from.max(first)), ..window };
-        let estimate = estimate(args.config.load_without_download()?, window)?;
+        let estimate = estimate(&args.config.load_for_dry_run()?, window)?;
         return args.format.print(&estimate, || estimate.to_text() + "\n");
     }
     let on_change = match (args.accept_plugin_change, args.locked) {
