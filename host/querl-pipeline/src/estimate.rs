@@ -4,20 +4,29 @@
 //! tokens and a tenth of `max_tokens` for responses; the high cost assumes 1.5 of the prompt tokens and all of `max_tokens`. Calls of `rl`
 //! are between one per query (all samples are equal) and one per episode (all samples differ). A rerank call is assumed to have one passage
 //! of 20 tokens to all candidates of 500 tokens each. Training time is not included.
+//!
+//! Nothing is built, fetched or written, and no key is read. While a plugin has to be built or fetched, every stage counts as not begun
+//! and prices are unknown.
 
 use crate::ledger::StageName;
-use crate::run::Run;
+use crate::plugins::unprepared;
+use crate::run::{Run, outside_to_look};
 use crate::stages::{PlannedWork, Window, plan};
 use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
 use querl_core::fsx::{ReadError, open_jsonl};
-use querl_core::ports::{PromptInput, PromptTask, Teacher};
-use querl_core::records::{Context as OfQuery, Message, QueryRow, RewriteRecord, ValidatedRecord};
+use querl_core::ports::{PromptInput, PromptTask, Prompts, Teacher};
+use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, open_queries, open_teacher, prompt_tokens};
+use querl_data::{
+    BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, ServiceContext, open_queries, open_teacher, prompt_tokens,
+};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashSet;
-use std::path::Path;
+use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
+use querl_core::fsx::{ReadError, open_jsonl};
+use querl_core::ports::{PromptInput, PromptTask, Prompts, Teacher};
+use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
 
 /// Maximum number of rows whose prompts are made; the mean is used for the others.
 const MOST_PROMPTS: u32 = 2000;
@@ -68,39 +77,41 @@ pub struct Estimate {
     pub rows: usize,
     /// In the order of the stages.
     pub steps: Vec<Step>,
+    /// The plugins that the run builds or fetches first.
+    pub unprepared_plugins: Vec<PathBuf>,
     /// The configured budget.
     pub budget: Option<f64>,
 }
 
-/// Estimates the stages of `window`; makes no external call.
+/// The stages that call external services.
+const ASKING: [StageName; 4] = [StageName::Rewrite, StageName::Validate, StageName::Rl, StageName::Eval];
+
+/// Estimates the stages of `window`; makes no external call and writes nothing.
 ///
 /// # Errors
-/// The table, a plugin or a key cannot be used.
-pub fn estimate(config: Config, window: Window) -> anyhow::Result<Estimate> {
-    let run = Run::open_to_look(config)?;
-    let config = &run.config;
-    let table = open_queries(&config.data)?;
+/// The table or a plugin cannot be used.
+pub fn estimate(config: &Config, window: Window) -> anyhow::Result<Estimate> {
+    let unprepared_plugins = unprepared(&config.plugins)?;
+    let outside = outside_to_look(config)?;
+    let run = match unprepared_plugins.is_empty() {
+        true => Some(Run::open_to_look(config.clone(), outside.clone())?),
+        false => None,
+    };
+    let planned = match &run {
+        Some(run) => plan(run, window, &ASKING)?,
+        None => window
+            .stages()
+            .filter(|stage| ASKING.contains(stage))
+            .map(|stage| (stage, PlannedWork::StartsOver))
+            .collect(),
+    };
+    let prompts = run.as_ref().map(|run| run.plugins.prompts.as_ref());
+    let (table, dir) = (open_queries(&config.data)?, RunDir::new(&config.output_dir));
     let n_rows = table.findings().n_usable;
-    let estimator = Estimator { config, dir: &run.dir, run: &run, table: &table, n_rows: n_rows as f64 };
-    let (mut steps, mut rewrites) = (Vec::new(), PlannedWork::Resumes);
-    let asking = [StageName::Rewrite, StageName::Validate, StageName::Rl, StageName::Eval];
-    for (stage, ahead) in plan(&run, window, &asking)? {
-        match stage {
-            StageName::Rewrite if config.teacher.kind == TeacherKind::Openai => {
-                rewrites = ahead;
-                steps.push(estimator.rewrite(ahead)?);
-            }
-            StageName::Validate => {
-                // Rewrites of another teacher have no hits yet.
-                let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
-                steps.extend(estimator.validate(ahead)?);
-            }
-            StageName::Rl => steps.extend(estimator.scoring(stage, estimator.of_rl())?),
-            StageName::Eval => steps.extend(estimator.scoring(stage, estimator.of_eval())?),
-            _ => {}
-        }
-    }
-    Ok(Estimate { rows: n_rows, steps, budget: config.budget })
+use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
+use querl_core::fsx::{ReadError, open_jsonl};
+use querl_core::ports::{PromptInput, PromptTask, Prompts, Teacher};
+use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -110,6 +121,7 @@ struct Answers {
     n_queries: f64,
 }
 
+/// Rows without a response of an earlier run.
 #[derive(Default)]
 struct PromptCounts {
     n_rows: f64,
@@ -121,14 +133,37 @@ struct PromptCounts {
 struct Estimator<'a> {
     config: &'a Config,
     dir: &'a RunDir,
-    run: &'a Run,
+    outside: &'a ServiceContext,
+    /// `None` where the plugin has to be built or fetched.
+    prompts: Option<&'a dyn Prompts>,
     table: &'a QueryTable,
     n_rows: f64,
 }
 
 impl Estimator<'_> {
+    fn steps(&self, planned: Vec<(StageName, PlannedWork)>) -> anyhow::Result<Vec<Step>> {
+        let (config, mut steps, mut rewrites) = (self.config, Vec::new(), PlannedWork::Resumes);
+        for (stage, ahead) in planned {
+            match stage {
+                StageName::Rewrite if config.teacher.kind == TeacherKind::Openai => {
+                    rewrites = ahead;
+                    steps.push(self.rewrite(ahead)?);
+                }
+                StageName::Validate if config.retrieval.kind == RetrievalKind::Http => {
+                    // Rewrites of another teacher have no hits yet.
+                    let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
+                    steps.push(self.validate(ahead));
+                }
+                StageName::Rl => steps.extend(self.scoring(stage, self.of_rl())?),
+                StageName::Eval => steps.extend(self.scoring(stage, self.of_eval())?),
+                _ => {}
+            }
+        }
+        Ok(steps)
+    }
+
     fn rewrite(&self, ahead: PlannedWork) -> anyhow::Result<Step> {
-        let teacher = open_teacher(&self.config.teacher, &self.config.fallback_teacher, &self.run.outside)?;
+        let teacher = open_teacher(&self.config.teacher, &self.config.fallback_teacher, self.outside)?;
         let (mut done, mut measured_s, mut n_measured) = (HashSet::new(), 0.0, 0.0);
         for_each_left_by(&self.dir.rewrites(), |record: RewriteRecord| {
             let Ok(completion) = record.rewrite else { return };
@@ -141,11 +176,12 @@ impl Estimator<'_> {
         if ahead == PlannedWork::StartsOver {
             done.clear();
         }
-        let asked = self.prompts(&done, teacher.as_ref(), &self.noted()?)?;
+        let asked = self.count_prompts(&done, teacher.as_ref(), &self.noted()?)?;
+        let n_tokens = self.prompts.map(|_| asked.n_tokens);
         let call_s = if n_measured > 0.0 { Range::exactly(measured_s / n_measured) } else { CHAT_S };
         let (endpoint, calls) = (self.config.teacher.endpoint(), asked.n_rows - asked.n_known - asked.n_noted);
-        let (calls, cached) = (Range::exactly(calls), Some(asked.n_known as u64));
-        let step = chat_step(StageName::Rewrite, "teacher", &endpoint, calls, asked.n_tokens, call_s, cached);
+        let (calls, cached) = (Range::exactly(calls), self.prompts.map(|_| asked.n_known as u64));
+        let step = chat_step(StageName::Rewrite, "teacher", &endpoint, calls, n_tokens, call_s, cached);
         let step = Step { in_batches: Some(asked.n_noted as u64).filter(|n| *n > 0), ..step };
         Ok(if self.config.teacher.batch { in_batches(step, self.config.teacher.batch_price_factor) } else { step })
     }
@@ -156,11 +192,11 @@ impl Estimator<'_> {
         if !state.exists() {
             return Ok(BatchedPrompts::default());
         }
-        Ok(BatchTeacher::open(&self.config.teacher, &self.run.outside)?.batched_prompts(&state)?)
+        Ok(BatchTeacher::open(&self.config.teacher, self.outside)?.batched_prompts(&state)?)
     }
 
     /// Calls and tokens of the rows without a response of an earlier run.
-    fn prompts(
+    fn count_prompts(
         &self,
         done: &HashSet<String>,
         teacher: &dyn Teacher,
@@ -173,11 +209,11 @@ impl Estimator<'_> {
                 continue;
             }
             asked.n_rows += 1.0;
-            if n_looked_at < MOST_PROMPTS {
+            if let Some(prompts) = self.prompts.filter(|_| n_looked_at < MOST_PROMPTS) {
                 n_looked_at += 1;
                 let context = of_query(&row);
                 let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
-                let messages = self.run.plugins.prompts.messages(PromptTask::TeacherRewrite, &input)?;
+                let messages = prompts.messages(PromptTask::TeacherRewrite, &input)?;
                 if teacher.knows(&messages) {
                     asked.n_known += 1.0;
                 } else if noted.contains(&messages) {
@@ -236,15 +272,16 @@ impl Estimator<'_> {
             let of_teacher = if self.config.judge.form == JudgeForm::Score { answers.n_queries } else { 0.0 };
             let calls = |n: f64| (answers.judged * (n + of_teacher)).ceil();
             let calls = Range { low: calls(answers.n.low), high: calls(answers.n.high) };
-            let n_tokens = calls.high * self.tokens_of_a_judgement()?;
+            let n_tokens = self.tokens_of_a_judgement()?.map(|n_tokens| calls.high * n_tokens);
             let endpoint = self.config.judge.endpoint();
             steps.push(chat_step(stage, "judge", &endpoint, calls, n_tokens, CHAT_S, None));
         }
         Ok(steps)
     }
 
-    /// Prompt tokens of a judge call, with the query in place of the rewrite.
-    fn tokens_of_a_judgement(&self) -> anyhow::Result<f64> {
+    /// Prompt tokens of a judge call, with the query in place of the rewrite; `None` without the prompts.
+    fn tokens_of_a_judgement(&self) -> anyhow::Result<Option<f64>> {
+        let Some(prompts) = self.prompts else { return Ok(None) };
         let (mut n_tokens, mut n_looked_at) = (0, 0);
         for row in self.table.read()?.take(50) {
             let row = row?;
@@ -252,9 +289,9 @@ impl Estimator<'_> {
             let context = of_query(&row);
             let input =
                 PromptInput { query: &row.original_query, context: &context, rewrite: Some(&row.original_query) };
-            n_tokens += prompt_tokens(&self.run.plugins.prompts.messages(PromptTask::Judge, &input)?);
+            n_tokens += prompt_tokens(&prompts.messages(PromptTask::Judge, &input)?);
         }
-        Ok(n_tokens as f64 / f64::from(n_looked_at.max(1)))
+        Ok(Some(n_tokens as f64 / f64::from(n_looked_at.max(1))))
     }
 
     /// The services that `n` retrievals call.
@@ -304,27 +341,27 @@ impl Estimator<'_> {
     }
 }
 
-/// `n_tokens` is of the prompts of all `calls.high` calls.
+/// `n_tokens` is of the prompts of all `calls.high` calls; without it the cost is unknown.
 fn chat_step(
     stage: StageName,
     section: &str,
     endpoint: &EndpointConfig,
     calls: Range,
-    n_tokens: f64,
+    n_tokens: Option<f64>,
     call_s: Range,
     cached: Option<u64>,
 ) -> Step {
-    let each = n_tokens / calls.high.max(1.0);
+    let each = n_tokens.map(|n_tokens| n_tokens / calls.high.max(1.0));
     let max_tokens = f64::from(endpoint.max_tokens);
     let price = |n_calls: f64, prompt: f64, answer: f64| {
-        let of_prompt = each * prompt * endpoint.price_prompt_per_million?;
+        let of_prompt = each? * prompt * endpoint.price_prompt_per_million?;
         Some(n_calls * (of_prompt + max_tokens * answer * endpoint.price_completion_per_million?) / 1e6)
     };
     let cost = price(calls.low, 0.7, 0.1).zip(price(calls.high, 1.5, 1.0)).map(|(low, high)| Range { low, high });
     let of = |n_calls: f64, call_s: f64| {
         let by_calls = time(n_calls, call_s, endpoint.max_concurrent, endpoint.requests_per_minute);
         let per_minute = endpoint.tokens_per_minute.map_or(f64::INFINITY, f64::from);
-        by_calls.max(n_calls * (each + max_tokens) / per_minute * 60.0)
+        by_calls.max(n_calls * (each.unwrap_or_default() + max_tokens) / per_minute * 60.0)
     };
     let seconds = Range { low: of(calls.low, call_s.low), high: of(calls.high, call_s.high) };
     let provider = format!("{section} {}", endpoint.model.as_deref().unwrap_or_default());
@@ -400,6 +437,11 @@ impl Estimate {
         }
         if self.steps.is_empty() {
             lines.push("  no external service is called".into());
+        }
+        if !self.unprepared_plugins.is_empty() {
+            let names: Vec<_> = self.unprepared_plugins.iter().map(|path| path.display().to_string()).collect();
+            let names = names.join(", ");
+            lines.push(format!("  built or fetched first, prices unknown until then (`querl plugin build`): {names}"));
         }
         let known: Vec<Range> = self.steps.iter().filter_map(|step| step.cost).collect();
         if !self.steps.is_empty() && known.len() == self.steps.len() {

@@ -16,11 +16,11 @@ use querl_core::fsx::user_cache_folder;
 use querl_core::ports::{Filter, Prompts, RewardModel};
 use querl_data::rubric_answer;
 use querl_plugin::{
-    Compiler, HostOptions, Plugin, PluginFile, PluginHost, PluginKind, PluginPort, PluginSettings, Source,
+    CacheAccess, Compiler, HostOptions, Plugin, PluginFile, PluginHost, PluginKind, PluginPort, PluginSettings, Source,
     SourceFolders,
 };
 use querl_style::{SharedStyleModel, StyleReward, Undecided, unknown_class};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use toml::Value;
 
@@ -65,6 +65,8 @@ pub enum PluginUse<'a> {
     Run(&'a Pins<'a>),
     /// A look at a configuration: nothing is built.
     Look,
+    /// A dry run: nothing is built, fetched or written.
+    DryRun,
 }
 
 /// A configured plugin that was read, and not yet built or loaded.
@@ -84,11 +86,11 @@ impl Plugins {
     pub fn open(config: &Config, used_for: PluginUse<'_>) -> anyhow::Result<Self> {
         check_secrets(config)?;
         let (judge, config) = (&config.judge, &config.plugins);
-        let source_folders = match used_for {
-            PluginUse::Run(_) => SourceFolders::Build,
-            PluginUse::Look => SourceFolders::Refuse,
+        let host = match used_for {
+            PluginUse::Run(_) => open_host(&config.limits, &config.trusted_keys, SourceFolders::Build)?,
+            PluginUse::Look => open_host(&config.limits, &config.trusted_keys, SourceFolders::Refuse)?,
+            PluginUse::DryRun => open_host_for_dry_run(config)?,
         };
-        let host = open_host(&config.limits, &config.trusted_keys, source_folders)?;
         let found = find(config, &host)?;
         if let PluginUse::Run(pins) = used_for {
             pins.check(&found)?;
@@ -96,7 +98,7 @@ impl Plugins {
         let mut loading = Loading { host, found: found.into_iter(), used: Vec::new() };
         let faults = match used_for {
             PluginUse::Run(pins) => Some(pins.dir.faults()),
-            PluginUse::Look => None,
+            PluginUse::Look | PluginUse::DryRun => None,
         };
         let log = |role, path: &Path, settings: &PluginSettings| {
             let (path, settings) = (path.to_owned(), settings.clone());
@@ -187,12 +189,34 @@ fn check_judgements(judge: &JudgeConfig, prompts: &Arc<dyn Prompts>) -> anyhow::
     Err(Stop::usage(message).into())
 }
 
-/// Reads the plugins in the order in which they are loaded: prompt, filters, rewards.
-fn find<'a>(config: &'a PluginsConfig, host: &PluginHost) -> anyhow::Result<Vec<FoundPlugin<'a>>> {
+/// Role and path of each plugin in the order in which they are loaded: prompt, filters, rewards.
+fn configured(config: &PluginsConfig) -> impl Iterator<Item = (&'static str, &Path)> {
     let filters = config.filters.iter().map(|filter| ("filter", &*filter.path));
     let rewards = config.rewards.iter().map(|reward| ("reward", &*reward.path));
-    let all = std::iter::once(("prompt", &*config.prompt.path)).chain(filters).chain(rewards);
-    all.map(|(role, path)| Ok(FoundPlugin { role, path, file: read(path, host)? })).collect()
+    std::iter::once(("prompt", &*config.prompt.path)).chain(filters).chain(rewards)
+}
+
+fn find<'a>(config: &'a PluginsConfig, host: &PluginHost) -> anyhow::Result<Vec<FoundPlugin<'a>>> {
+    configured(config).map(|(role, path)| Ok(FoundPlugin { role, path, file: read(path, host)? })).collect()
+}
+
+/// The plugins that a run has to build or fetch before it can load them, each once. Nothing is built, fetched or written.
+pub(crate) fn unprepared(config: &PluginsConfig) -> anyhow::Result<Vec<PathBuf>> {
+    let host = open_host_for_dry_run(config)?;
+    let is_ready = |path: &Path| match is_registry_reference(path) {
+        true => {
+            let reference = PinnedReference::parse(&path.to_string_lossy())?;
+            Ok(reference.cached(&bundle_cache(&reference)?).is_some())
+        }
+        false => Ok::<_, anyhow::Error>(host.read(path)?.digest().is_some()),
+    };
+    let mut unprepared = Vec::new();
+    for (_, path) in configured(config) {
+        if !unprepared.iter().any(|known| known == path) && !is_ready(path)? {
+            unprepared.push(path.to_owned());
+        }
+    }
+    Ok(unprepared)
 }
 
 /// Reads a file or folder, or the bundle of a registry reference, which is fetched into the user's cache folder.
@@ -201,10 +225,7 @@ fn read(path: &Path, host: &PluginHost) -> anyhow::Result<PluginFile> {
         return Ok(host.read(path)?);
     }
     let reference = PinnedReference::parse(&path.to_string_lossy())?;
-    let cache = user_cache_folder().ok_or_else(|| {
-        Stop::usage(format!("{reference}: there is no cache folder to fetch it into; set QUERL_CACHE_DIR"))
-    })?;
-    let cache = cache.join("bundles");
+    let cache = bundle_cache(&reference)?;
     let file = match reference.cached(&cache) {
         Some(file) => file,
         None => {
@@ -215,6 +236,14 @@ fn read(path: &Path, host: &PluginHost) -> anyhow::Result<PluginFile> {
         }
     };
     host.read(&file).map_err(anyhow::Error::from).with_context(|| reference.to_string())
+}
+
+/// Where bundles of registries are kept.
+fn bundle_cache(reference: &PinnedReference) -> Result<PathBuf, Stop> {
+    let cache = user_cache_folder().ok_or_else(|| {
+        Stop::usage(format!("{reference}: there is no cache folder to fetch it into; set QUERL_CACHE_DIR"))
+    })?;
+    Ok(cache.join("bundles"))
 }
 
 /// Loads plugins one by one and records each.
@@ -310,6 +339,13 @@ pub const COMPILE_COMMAND: &str = "__compile-plugin";
 /// A key is invalid, or this machine cannot run WebAssembly.
 pub fn open_host(limits: &PluginLimits, keys: &[String], source_folders: SourceFolders) -> anyhow::Result<PluginHost> {
     Ok(PluginHost::new(HostOptions { trusted_keys: trusted_keys(keys)?, source_folders, ..host_options(limits)? })?)
+}
+
+/// A host that builds no folder and writes no compiled plugin.
+fn open_host_for_dry_run(config: &PluginsConfig) -> anyhow::Result<PluginHost> {
+    let (trusted_keys, source_folders) = (trusted_keys(&config.trusted_keys)?, SourceFolders::Refuse);
+    let options = host_options(&config.limits)?;
+    Ok(PluginHost::new(HostOptions { trusted_keys, source_folders, cache_access: CacheAccess::Read, ..options })?)
 }
 
 /// Options of every plugin host of this program: `limits`, compilation in a child process.

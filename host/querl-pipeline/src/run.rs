@@ -92,11 +92,10 @@ impl Run {
         written.with_context(|| format!("{}: cannot be written", path.display()))
     }
 
-    /// Opens a run for an estimate: takes no lock and writes nothing.
-    pub(crate) fn open_to_look(config: Config) -> anyhow::Result<Self> {
+    /// Opens a run for an estimate: takes no lock, writes nothing and needs no key. Its plugins must be built.
+    pub(crate) fn open_to_look(config: Config, outside: ServiceContext) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().build().context("no async runtime")?;
-        let (plugins, dir) = (Plugins::open(&config, PluginUse::Look)?, RunDir::new(&config.output_dir));
-        let outside = outside(&config, &dir, CacheUse::Look)?;
+        let (plugins, dir) = (Plugins::open(&config, PluginUse::DryRun)?, RunDir::new(&config.output_dir));
         let executor = Executor::in_process();
         Ok(Self {
             config,
@@ -154,6 +153,11 @@ impl Run {
             deadline: None,
         })
     }
+}
+
+/// The service context of an estimate, which calls no service: the cache is only read, and keys are not.
+pub(crate) fn outside_to_look(config: &Config) -> anyhow::Result<ServiceContext> {
+    Ok(outside(config, &RunDir::new(&config.output_dir), CacheUse::Look)?.without_keys())
 }
 
 /// Path of the response cache; `None` if the user has no cache folder.

@@ -21,10 +21,21 @@ const DIGEST_BYTES: u64 = 32;
 
 const PIECE_BYTES: usize = 256 << 10;
 
+/// What a host does with the cache of compiled plugins.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum CacheAccess {
+    /// Takes compiled plugins from it and adds those that are missing.
+    #[default]
+    ReadWrite,
+    /// Takes compiled plugins from it; neither the folder nor a file in it is made or changed.
+    Read,
+}
+
 /// A folder of compiled components; without a folder, every component is compiled again.
 #[derive(Debug)]
 pub(crate) struct CompiledCache {
     folder: Option<PathBuf>,
+    access: CacheAccess,
     engine_key: String,
     /// Of the engine.
     pub(crate) reservation: MemoryReservation,
@@ -32,16 +43,17 @@ pub(crate) struct CompiledCache {
 
 impl CompiledCache {
     /// A cache in `base/compiled`. A folder that cannot be used is a warning, not an error.
-    pub(crate) fn open(base: Option<PathBuf>, engine: &Engine) -> Self {
-        let usable = |folder: PathBuf| match private_folder(&folder) {
+    pub(crate) fn open(base: Option<PathBuf>, engine: &Engine, access: CacheAccess) -> Self {
+        let usable = |folder: PathBuf| match private_folder(&folder, access) {
             Ok(()) => Some(folder),
+            Err(error) if access == CacheAccess::Read && error.kind() == io::ErrorKind::NotFound => None,
             Err(error) => {
                 tracing::warn!("compiled plugins are not kept: {}: {error}", folder.display());
                 None
             }
         };
         let folder = base.map(|base| base.join("compiled")).and_then(usable);
-        Self { folder, engine_key: engine_key(engine), reservation: MemoryReservation::default() }
+        Self { folder, access, engine_key: engine_key(engine), reservation: MemoryReservation::default() }
     }
 
     /// The component compiled for `engine`, from the cache if possible.
@@ -55,10 +67,14 @@ impl CompiledCache {
     ) -> Result<Component, CompileError> {
         let name = format!("{}-{}", digest.as_str(), self.engine_key);
         let kept = self.folder.as_ref().map(|folder| folder.join(&name));
-        if let Some(component) = kept.as_ref().and_then(|path| found(engine, path)) {
+        if let Some((path, component)) = kept.as_ref().and_then(|path| Some((path, found(engine, path)?))) {
+            if self.access == CacheAccess::ReadWrite {
+                touch(path);
+            }
             return Ok(component);
         }
-        match (compiler, kept) {
+        let writable = self.folder.as_deref().filter(|_| self.access == CacheAccess::ReadWrite);
+        match (compiler, kept.filter(|_| writable.is_some())) {
             (Compiler::InProcessWithoutLimits, kept) => {
                 let code = compile::in_process(engine, bytes)?;
                 if let Some(path) = kept {
@@ -70,7 +86,7 @@ impl CompiledCache {
                 unsafe { Component::deserialize(engine, code) }.map_err(|error| too_large(&error))
             }
             (Compiler::Child(program, args), kept) => {
-                let folder = compile::private_temporary(self.folder.as_deref())?;
+                let folder = compile::private_temporary(writable)?;
                 let output = folder.path().join(&name);
                 compile::in_child(program, args, bytes, &output, (timeout_ms, self.reservation))?;
                 if !is_whole(&output) {
@@ -163,10 +179,7 @@ fn found(engine: &Engine, path: &Path) -> Option<Component> {
         return None;
     }
     match load(engine, path) {
-        Ok(component) => {
-            touch(path);
-            Some(component)
-        }
+        Ok(component) => Some(component),
         Err(error) => {
             tracing::warn!("{}: not used: {error:#}", path.display());
             None
@@ -186,13 +199,15 @@ fn too_large(error: &wasmtime::Error) -> CompileError {
     CompileError(format!("it exceeds a limit of this host, such as `plugins.limits.memory_bytes`: {error:#}"))
 }
 
-/// Makes the folder, or checks that one that is there belongs to the user alone.
-fn private_folder(folder: &Path) -> io::Result<()> {
-    let mut builder = std::fs::DirBuilder::new();
-    builder.recursive(true);
-    #[cfg(unix)]
-    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
-    builder.create(folder)?;
+/// Makes the folder where that is allowed, and checks that it belongs to the user alone.
+fn private_folder(folder: &Path, access: CacheAccess) -> io::Result<()> {
+    if access == CacheAccess::ReadWrite {
+        let mut builder = std::fs::DirBuilder::new();
+        builder.recursive(true);
+        #[cfg(unix)]
+        std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+        builder.create(folder)?;
+    }
     let metadata = std::fs::symlink_metadata(folder)?;
     if !metadata.is_dir() || !ours_alone(&metadata) {
         return Err(io::Error::other("not a folder that only its owner can write"));

@@ -4,7 +4,7 @@
 //! (`Limits::with_manifest`). Fuel is set for each call in `Caller::new_store`; the wall-clock limit is an epoch deadline that is
 //! set there too, and the thread that increments the epoch is started by `engine::start`.
 
-use crate::cache::{CompiledCache, ComponentDigest};
+use crate::cache::{CacheAccess, CompiledCache, ComponentDigest};
 use crate::call::{Caller, Observer};
 use crate::compile::Compiler;
 use crate::engine::{self, MemoryReservation, Slots};
@@ -32,6 +32,8 @@ pub struct HostOptions {
     /// Where compiled plugins are cached; `None` for the user's cache folder (`$QUERL_CACHE_DIR`, `$XDG_CACHE_HOME/querl` or
     /// `~/.cache/querl`).
     pub cache_dir: Option<PathBuf>,
+    /// Whether that cache is only read.
+    pub cache_access: CacheAccess,
     /// Who compiles plugins that are not in the cache. The default, the host itself, can be blocked by a hostile plugin: use a
     /// child process where plugins are not all your own.
     pub compiler: Compiler,
@@ -50,6 +52,7 @@ impl Default for HostOptions {
         Self {
             limits: PluginLimits::default(),
             cache_dir: None,
+            cache_access: CacheAccess::default(),
             compiler: Compiler::default(),
             trusted_keys: Vec::new(),
             source_folders: SourceFolders::default(),
@@ -64,6 +67,7 @@ impl std::fmt::Debug for HostOptions {
         f.debug_struct("HostOptions")
             .field("limits", &self.limits)
             .field("cache_dir", &self.cache_dir)
+            .field("cache_access", &self.cache_access)
             .field("compiler", &self.compiler)
             .field("trusted_keys", &self.trusted_keys)
             .field("source_folders", &self.source_folders)
@@ -163,7 +167,7 @@ impl PluginHost {
         let n_slots = options.n_slots.max(1);
         let (engine, reservation) = engine::start(&options.limits, n_slots)?;
         let cache_dir = options.cache_dir.or_else(querl_core::fsx::user_cache_folder);
-        let mut cache = CompiledCache::open(cache_dir, &engine);
+        let mut cache = CompiledCache::open(cache_dir, &engine, options.cache_access);
         cache.reservation = reservation;
         let shared = Shared {
             cache,

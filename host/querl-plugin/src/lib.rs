@@ -33,6 +33,7 @@ mod source;
 mod text;
 mod wasi;
 
+pub use cache::CacheAccess;
 pub use call::{CallReport, LIMIT_CODE, Observer};
 pub use children::end_children;
 pub use compile::{CompileError, Compiler, compile_child};

@@ -40,6 +40,11 @@ pub struct ConfigArgs {
     /// The run directory [default: output_dir of the file]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+}
+
+/// Of a command that computes, or prints the configuration.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct ThreadsArg {
     /// Worker threads [default: threads of the file, else all cores]
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
@@ -48,17 +53,17 @@ pub struct ConfigArgs {
 impl ConfigArgs {
     /// Reads and checks the configuration; downloads models that it names.
     pub fn load(&self) -> anyhow::Result<Config> {
-        self.load_with(model_hub::find)
+        load_config(&self.path, self.overrides(model_hub::find))
     }
 
     /// Reads and checks the configuration, for a command that opens no model: models that are not downloaded keep their names.
     pub fn load_without_download(&self) -> anyhow::Result<Config> {
-        self.load_with(model_hub::find_cached)
+        load_config(&self.path, self.overrides(model_hub::find_cached))
     }
 
-    fn load_with(&self, hub: ModelHub) -> anyhow::Result<Config> {
-        let Self { path, set, out, threads } = self.clone();
-        load_config(&path, Overrides { set, out, threads, model_hub: Some(hub) })
+    /// What the flags override; models that the configuration names are looked up in `hub`.
+    pub fn overrides(&self, hub: ModelHub) -> Overrides {
+        Overrides { set: self.set.clone(), out: self.out.clone(), model_hub: Some(hub), ..Overrides::default() }
     }
 }
 
@@ -83,7 +88,13 @@ pub fn one_of<T: Clone + Send + Sync + 'static>(
 }
 
 pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
-    one_of(StageName::ALL.map(|stage| (stage.as_str(), stage, stage.meaning())))
+    stage_up_to(StageName::Eval)
+}
+
+/// The name of `last` or of a stage before it.
+pub fn stage_up_to(last: StageName) -> impl TypedValueParser<Value = StageName> {
+    let stages = StageName::ALL.into_iter().filter(move |stage| *stage <= last);
+    one_of(stages.map(|stage| (stage.as_str(), stage, stage.meaning())))
 }
 
 /// An input or a setting that cannot be used: exit code 2.

@@ -4,6 +4,7 @@ use crate::commands::{cache, config, data, doctor, model, plugin, rag, run, serv
 use crate::terminal::Verbosity;
 use anyhow::Context;
 use clap::{Args, CommandFactory, Parser, Subcommand};
+use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::COMPILE_COMMAND;
 use std::path::{Path, PathBuf};
 
@@ -25,17 +26,23 @@ pub enum Command {
     /// Run all stages from query table to report; resume an interrupted run in the same folder
     Run(run::RunArgs),
     /// Run stage 1: the teacher rewrites each query
-    Rewrite(run::StageArgs),
+    #[command(mut_arg("from", run::from_up_to(StageName::Rewrite)))]
+    Rewrite(run::ModelStageArgs),
     /// Run stage 2: retrieval looks up each rewrite
+    #[command(mut_arg("from", run::from_up_to(StageName::Validate)))]
     Validate(run::StageArgs),
     /// Run stage 3: filters keep or drop; train, val and test are split by query group
+    #[command(mut_arg("from", run::from_up_to(StageName::Convert)))]
     Convert(run::StageArgs),
     /// Run stage 4: supervised fine-tuning
-    Sft(run::StageArgs),
+    #[command(mut_arg("from", run::from_up_to(StageName::Sft)))]
+    Sft(run::ModelStageArgs),
     /// Run stage 5: reinforcement learning
-    Rl(run::StageArgs),
+    #[command(mut_arg("from", run::from_up_to(StageName::Rl)))]
+    Rl(run::ModelStageArgs),
     /// Run stage 6: evaluate raw query, teacher, SFT and RL on the test split
-    Eval(run::StageArgs),
+    #[command(mut_arg("from", run::from_up_to(StageName::Eval)))]
+    Eval(run::ModelStageArgs),
     /// Write eval.json and report.html of a run directory again and print the table
     Report(run::ReportArgs),
     /// Show a running or finished run in the terminal

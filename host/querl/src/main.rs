@@ -91,12 +91,12 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
     use querl_pipeline::ledger::StageName;
     match command {
         Command::Run(args) => commands::run::run(&args),
-        Command::Rewrite(args) => commands::run::stage(StageName::Rewrite, &args),
+        Command::Rewrite(args) => commands::run::model_stage(StageName::Rewrite, &args),
         Command::Validate(args) => commands::run::stage(StageName::Validate, &args),
         Command::Convert(args) => commands::run::stage(StageName::Convert, &args),
-        Command::Sft(args) => commands::run::stage(StageName::Sft, &args),
-        Command::Rl(args) => commands::run::stage(StageName::Rl, &args),
-        Command::Eval(args) => commands::run::stage(StageName::Eval, &args),
+        Command::Sft(args) => commands::run::model_stage(StageName::Sft, &args),
+        Command::Rl(args) => commands::run::model_stage(StageName::Rl, &args),
+        Command::Eval(args) => commands::run::model_stage(StageName::Eval, &args),
         Command::Report(args) => commands::run::report(&args),
         Command::Watch(args) => commands::watch::run(&args),
         Command::Config(command) => commands::config::run(&command),

@@ -182,10 +182,10 @@ fn unreadable_configuration_file_is_reported() {
 fn unusable_flags_are_reported() {
     let project = Project::new();
     let set = |assignment| project.refusal(&["run", "querl.toml", "--set", assignment], 2);
-    assert_eq!(set("rl.gamma=2"), "--set rl.gamma: rl.gamma is 2; expected 0.0 to 1.0");
+    assert_eq!(set("rl.gamma=2"), "--set rl.gamma is 2; expected 0.0 to 1.0");
     assert_eq!(set("rl.gamma"), "--set rl.gamma: expected KEY=VALUE, such as --set rl.max_steps=20");
     let threads = project.refusal(&["run", "querl.toml", "--threads", "100000"], 2);
-    assert_eq!(threads, "--threads: threads is 100000; expected 0 to 1024");
+    assert_eq!(threads, "--threads is 100000; expected 0 to 1024");
     let stages = project.refusal(&["run", "querl.toml", "--from", "rl", "--to", "sft"], 2);
     assert_eq!(stages, "--from rl comes after sft, the last stage to run; choose an earlier --from or a later --to");
 }

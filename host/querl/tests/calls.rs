@@ -13,9 +13,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 use support::results::timeless;
-use support::{Project, repository};
+use support::{CommandOutput, Project, repository};
 
 const RECORDED: &str = "kind = \"recorded\"\npath = \"teacher.jsonl\"";
 
@@ -146,6 +146,54 @@ fn dry_run_reckons_with_what_the_run_would_do() {
     assert_eq!(steps(&[]), Vec::<Value>::new(), "finished");
     assert_eq!(steps(&["--from", "rewrite"]), [json!(40.0)]);
     assert_eq!(steps(&["--set", "teacher.model=other"]), [json!(40.0)]);
+}
+
+/// Every file and folder in `folder`, with its content and the time of its last change.
+fn tree(folder: &Path) -> BTreeMap<PathBuf, (Option<Vec<u8>>, SystemTime)> {
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir(folder).unwrap().flatten() {
+        let (path, metadata) = (entry.path(), entry.metadata().unwrap());
+        if metadata.is_dir() {
+            found.extend(tree(&path));
+        }
+        found.insert(path.clone(), (std::fs::read(path).ok(), metadata.modified().unwrap()));
+    }
+    found
+}
+
+/// Regression: a dry run wanted the teacher's key, and wrote compiled plugins to the cache.
+#[test]
+fn dry_run_writes_nothing_and_needs_no_key() {
+    let server = teacher();
+    let project = taught_at(&server.url());
+    let folders = ["cache", "tmp"].map(|name| project.path(name));
+    folders.iter().for_each(|folder| std::fs::create_dir(folder).unwrap());
+    let run = |args: &[&str]| {
+        let mut command = project.command(args);
+        command.env("QUERL_CACHE_DIR", &folders[0]).env("TMPDIR", &folders[1]).env_remove("NO_SUCH_KEY");
+        CommandOutput::of(command.output().unwrap(), project.folder.path())
+    };
+    let keys: [&[&str]; 2] = [
+        &["--set", "teacher.api_key_env=NO_SUCH_KEY"],
+        &["--set", "teacher.api_key_file=none", "--set", "judge.api_key_file=none"],
+    ];
+    let dry_runs = || {
+        let before = tree(project.folder.path());
+        for key in keys {
+            for command in ["run", "rewrite", "validate", "sft", "rl"] {
+                let said = run(&[&[command, "querl.toml", "--dry-run"], key].concat()).ok();
+                assert!(said.stdout.starts_with("40 rows; no call was made\n"), "{said:#?}");
+            }
+        }
+        assert_eq!(tree(project.folder.path()), before);
+    };
+    dry_runs();
+    run(&["run", "querl.toml", "--to", "validate"]).ok();
+    dry_runs();
+    let refused = run(&[&["rewrite", "querl.toml", "--from", "rewrite"], keys[1]].concat());
+    assert_eq!(refused.code, Some(2), "{refused:#?}");
+    let message = "error: --set teacher.api_key_file is \"none\"; no such file; create it or correct the path\n";
+    assert_eq!(refused.stderr, message);
 }
 
 #[test]

@@ -63,6 +63,34 @@ fn completions_and_man_pages_cover_the_commands() {
     assert!(project.read("pages/querl-plugin-pack.1").contains("\\-\\-sign"));
 }
 
+/// Regression: every stage listed the flags of `querl run`, among them some without effect on it.
+#[test]
+fn stage_commands_have_the_flags_that_act_on_their_stage() {
+    let project = Project::new();
+    project.querl(&["man", "pages"]).ok();
+    let common = ["--set", "--out", "--from", "--accept-plugin-change", "--locked", "--dry-run", "--json"];
+    for (stage, has_threads) in
+        [("rewrite", true), ("validate", false), ("convert", false), ("sft", true), ("rl", true), ("eval", true)]
+    {
+        let help = project.querl(&[stage, "--help"]).ok().stdout;
+        let has = |flag: &str| help.lines().any(|line| line.trim_start().starts_with(flag));
+        assert!(common.iter().all(|flag| has(flag)), "{help}");
+        assert_eq!((has("--threads"), has("--to")), (has_threads, false), "{help}");
+        assert!(help.contains("- rewrite:") && (stage == "eval") == help.contains("- eval:"), "{help}");
+        let page = project.read(&format!("pages/querl-{stage}.1"));
+        assert_eq!((page.contains("\\-\\-threads"), page.contains("\\-\\-to ")), (has_threads, false), "{stage}");
+    }
+    for args in [
+        ["validate", "querl.toml", "--threads", "1"],
+        ["convert", "querl.toml", "--threads", "1"],
+        ["rewrite", "querl.toml", "--to", "convert"],
+        ["sft", "querl.toml", "--from", "rl"],
+    ] {
+        let refused = project.querl(&args);
+        assert_eq!((refused.code, project.path("run").exists()), (Some(2), false), "{refused:#?}");
+    }
+}
+
 #[test]
 fn wrong_usage_has_exit_code_2() {
     let project = Project::new();

@@ -4,7 +4,7 @@
 mod support;
 
 use serde_json::Value;
-use support::Project;
+use support::{CommandOutput, Project};
 
 /// The query table of a project as lines of cells.
 fn cells(project: &Project) -> Vec<[String; 3]> {
@@ -26,6 +26,23 @@ fn with_default_columns(project: &Project) {
     ] {
         project.edit(line, "");
     }
+}
+
+/// Regression: a path given by a flag was looked up in the folder of the configuration.
+#[test]
+fn a_run_is_the_same_from_every_folder() {
+    let project = Project::new();
+    std::fs::create_dir(project.path("elsewhere")).unwrap();
+    std::fs::rename(project.path("queries.jsonl"), project.path("elsewhere/own.jsonl")).unwrap();
+    project.querl(&["validate", "querl.toml", "--from", "rewrite", "--set", "data.input=elsewhere/own.jsonl"]).ok();
+    let resolved = project.read("run/config.resolved.toml");
+    let args = ["run", "../querl.toml", "--to", "validate", "--set", "data.input=own.jsonl", "--out", "../run"];
+    let output = project.command(&args).current_dir(project.path("elsewhere")).output().unwrap();
+    let said = CommandOutput::of(output, project.folder.path()).ok();
+    assert!(["rewrite", "validate"].iter().all(|stage| said.stderr.contains(&format!("{stage}: finished earlier"))), "{said:#?}");
+    assert_eq!(project.read("run/config.resolved.toml"), resolved);
+    let message = project.refusal(&["run", "querl.toml", "--set", "data.input=own.jsonl"], 2);
+    assert_eq!(message, "--set data.input is \"own.jsonl\"; no such file; create it or correct the path");
 }
 
 #[test]

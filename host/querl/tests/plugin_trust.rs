@@ -94,16 +94,22 @@ fn a_command_that_looks_at_plugins_says_how_to_build_one_and_does_not() {
     let project = &watched.0;
     write_source(&project.path("source"));
     project.edit(&reward(), "source");
-    let cases: [&[&str]; 4] = [
+    let cases: [&[&str]; 3] = [
         &["plugin", "inspect", "source"],
         &["plugin", "list", "querl.toml"],
         &["config", "check", "querl.toml"],
-        &["run", "querl.toml", "--dry-run"],
     ];
     for args in cases {
         let message = watched.refusal(args);
         assert!(message.contains("build it with `querl plugin build ") && message.contains("source`"), "{message}");
     }
+    let said = watched.querl(&["run", "querl.toml", "--dry-run"]).ok().stdout;
+    let line = "  built or fetched first, prices unknown until then (`querl plugin build`): source\n";
+    assert!(said.ends_with(line), "{said}");
+    let estimate: serde_json::Value =
+        serde_json::from_str(&watched.querl(&["run", "querl.toml", "--dry-run", "--json"]).ok().stdout).unwrap();
+    assert_eq!(estimate["unprepared_plugins"].as_array().unwrap().len(), 1, "{estimate}");
+    assert!(!project.path("built").exists() && !project.path("run").exists());
     watched.querl(&["run", "querl.toml", "-q"]);
     assert!(project.path("built").exists(), "a run builds a folder that nothing pins");
 }

@@ -1,5 +1,6 @@
 //! Checks beyond the schema: keys that require or exclude each other, and existing files.
 
+use super::document::{Document, Origin};
 use super::plugins::{StyleModelConfig, is_registry_reference};
 use super::run::{Config, DeviceSetting};
 use super::schema::{Violation, wrong};
@@ -34,14 +35,40 @@ pub fn parse_model_name(name: &str) -> Option<(&str, &str)> {
     (is_name(organisation) && is_name(model) && is_revision).then_some((id, revision))
 }
 
+/// What relative paths are relative to: those of the file to its folder, those of flags to the current folder.
+#[derive(Clone, Copy)]
+pub(super) struct PathBases<'a> {
+    pub(super) document: &'a Document,
+    /// Folder of the file.
+    pub(super) folder: &'a Path,
+}
+
+impl<'a> PathBases<'a> {
+    fn of(self, key: &str) -> &'a Path {
+        match self.document.origin(key) {
+            Some(Origin::Flag(_)) => Path::new(""),
+            _ => self.folder,
+        }
+    }
+}
+
 /// Keys whose value is a model's name on a hub. A path whose parent folder exists is a path, not a name.
-pub(super) fn model_names(config: &mut Config, base: &Path) -> Vec<String> {
-    let is_name = |path: &Path| {
+pub(super) fn model_names(config: &mut Config, bases: PathBases<'_>) -> Vec<String> {
+    let is_name = |key: &str, path: &Path| {
+        let base = bases.of(key);
         let is_path = base.join(path).exists() || path.parent().is_some_and(|parent| base.join(parent).exists());
         !is_path && path.to_str().and_then(parse_model_name).is_some()
     };
     let paths = paths(config).into_iter();
-    paths.filter(|(_, kind, path)| *kind == PathKind::ModelFolder && is_name(path)).map(|(key, ..)| key).collect()
+    paths
+        .filter(|(key, kind, path)| *kind == PathKind::ModelFolder && is_name(key, path))
+        .map(|(key, ..)| key)
+        .collect()
+}
+
+/// Keys whose value is a file with the key of a service.
+pub(super) fn key_files(config: &mut Config) -> impl Iterator<Item = String> {
+    paths(config).into_iter().map(|(key, ..)| key).filter(|key| key.ends_with("api_key_file"))
 }
 
 /// Replaces the names of models under `names` by their folders.
@@ -60,20 +87,21 @@ pub(super) fn look_up_models(config: &mut Config, names: &[String], hub: ModelHu
     violations
 }
 
-/// Makes paths absolute relative to `base`, except `names`, and `output_dir` relative to the current folder.
-pub(super) fn resolve_paths(config: &mut Config, base: &Path, names: &[String]) {
+/// Makes paths absolute, except `names`; `output_dir` is relative to the current folder wherever it is set.
+pub(super) fn resolve_paths(config: &mut Config, bases: PathBases<'_>, names: &[String]) {
     // An output file: may not exist yet.
     if let Some(path) = &mut config.cache.path {
-        *path = clean(base.join(&*path));
+        *path = clean(bases.of("cache.path").join(&*path));
     }
-    for (_, kind, path) in paths(config).into_iter().filter(|(key, ..)| !names.contains(key)) {
+    for (key, kind, path) in paths(config).into_iter().filter(|(key, ..)| !names.contains(key)) {
         match kind {
-            PathKind::PluginFileOrFolder => resolve_plugin(path, base),
-            _ => *path = clean(base.join(&*path)),
+            PathKind::PluginFileOrFolder => resolve_plugin(path, bases.of(&key)),
+            _ => *path = clean(bases.of(&key).join(&*path)),
         }
     }
     if let Some(path) = &mut config.retrieval.index_dir {
-        *path = std::path::absolute(base.join(&*path)).unwrap_or_else(|_| path.clone());
+        let full = bases.of("retrieval.index_dir").join(&*path);
+        *path = std::path::absolute(full).unwrap_or_else(|_| path.clone());
     }
     config.output_dir = std::path::absolute(&config.output_dir).unwrap_or_else(|_| config.output_dir.clone());
 }
@@ -147,8 +175,8 @@ fn paths(config: &mut Config) -> Vec<(String, PathKind, &mut PathBuf)> {
     paths
 }
 
-/// Checks a configuration that conforms to the schema and has absolute paths, or names of models under the keys `names`.
-pub(super) fn check(config: &mut Config, names: &[String]) -> Vec<Violation> {
+/// Checks a configuration that conforms to the schema and has absolute paths. The paths of the keys `unchecked` need not exist.
+pub(super) fn check(config: &mut Config, unchecked: &[String]) -> Vec<Violation> {
     let mut violations = Vec::new();
     check_device(config, &mut violations);
     check_tensor_parallel(config, &mut violations);
@@ -163,7 +191,7 @@ pub(super) fn check(config: &mut Config, names: &[String]) -> Vec<Violation> {
     if config.plugins.rewards.is_empty() {
         violations.push(Violation::of("plugins.rewards", "is empty; expected at least one reward"));
     }
-    let paths = paths(config).into_iter().filter(|(key, ..)| !names.contains(key));
+    let paths = paths(config).into_iter().filter(|(key, ..)| !unchecked.contains(key));
     violations.extend(paths.filter_map(|(key, kind, path)| check_path(key, kind, path)));
     violations
 }

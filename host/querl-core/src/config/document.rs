@@ -75,6 +75,11 @@ impl Document {
         Ok(())
     }
 
+    /// Whether `key` itself was written, not only a section around it.
+    pub(super) fn is_written(&self, key: &str) -> bool {
+        self.origins.contains_key(key)
+    }
+
     /// Location of `key`, or else of the innermost enclosing section.
     pub(super) fn origin(&self, key: &str) -> Option<&Origin> {
         let mut key = key;

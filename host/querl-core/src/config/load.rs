@@ -1,6 +1,6 @@
 //! Loads a [`Config`] from a file and command line overrides.
 
-use super::check::{ModelHub, check, look_up_models, model_names, resolve_paths};
+use super::check::{ModelHub, PathBases, check, key_files, look_up_models, model_names, resolve_paths};
 use super::document::{Document, DocumentError, Origin};
 use super::run::Config;
 use super::schema::{Violation, conform, json_schema};
@@ -22,6 +22,8 @@ pub struct Overrides {
     pub threads: Option<usize>,
     /// Looks up models by name, after everything else is checked; without it such a name is an error.
     pub model_hub: Option<ModelHub>,
+    /// Files with the keys of services need not exist: for a command that calls none.
+    pub without_keys: bool,
 }
 
 /// Location of an error.
@@ -55,11 +57,14 @@ pub enum ConfigError {
     Unreadable { path: PathBuf, source: io::Error },
     #[error("{location}: {message}")]
     Invalid { location: ConfigLocation, message: String },
+    /// `flag` sets the key whose value cannot be used: `--set rl.gamma`, `is 2; expected 0.0 to 1.0`.
+    #[error("{flag} {problem}")]
+    Flag { flag: String, problem: String },
 }
 
 /// Reads, overrides, resolves and checks the configuration at `path`.
 ///
-/// Relative paths in the file and in overrides are relative to the file's folder, `output_dir` to the current folder.
+/// Relative paths in the file are relative to the file's folder; those of overrides, and `output_dir`, to the current folder.
 ///
 /// # Errors
 /// The first error in file order; errors of flags come first.
@@ -71,8 +76,9 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
         config.output_dir = out.clone();
     }
     let base = path.parent().unwrap_or(Path::new(""));
-    let names = overrides.model_hub.map_or_else(Vec::new, |_| model_names(&mut config, base));
-    resolve_paths(&mut config, base, &names);
+    let bases = PathBases { document: &document, folder: base };
+    let names = overrides.model_hub.map_or_else(Vec::new, |_| model_names(&mut config, bases));
+    resolve_paths(&mut config, bases, &names);
     // All other paths are relative to the file or stand in it, and it is UTF-8.
     for path in [std::path::absolute(path).unwrap_or_else(|_| path.into()), config.output_dir.clone()] {
         if path.to_str().is_none() {
@@ -80,7 +86,11 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
             return Err(ConfigError::Invalid { location: ConfigLocation::File(path), message });
         }
     }
-    first_of(check(&mut config, &names), &document, path)?;
+    let mut unchecked = names.clone();
+    if overrides.without_keys {
+        unchecked.extend(key_files(&mut config));
+    }
+    first_of(check(&mut config, &unchecked), &document, path)?;
     if let Some(hub) = overrides.model_hub {
         first_of(look_up_models(&mut config, &names, hub), &document, path)?;
     }
@@ -169,14 +179,20 @@ fn without_default_limit(mut table: toml::Table) -> toml::Table {
 
 /// Fails with the first violation in file order.
 fn first_of(violations: Vec<Violation>, document: &Document, path: &Path) -> Result<(), ConfigError> {
-    let located = violations.into_iter().map(|violation| (document.origin(&violation.key).cloned(), violation.message));
+    let located = violations.into_iter().map(|violation| (document.origin(&violation.key).cloned(), violation));
     let order = |origin: &Option<Origin>| match origin {
         Some(Origin::Flag(_)) => 0,
         Some(Origin::Line(line)) => *line,
         None => usize::MAX,
     };
     match located.min_by_key(|(origin, _)| order(origin)) {
-        Some((origin, message)) => Err(at(path, DocumentError { origin, message })),
+        Some((Some(Origin::Flag(flag)), Violation { key, message })) if document.is_written(&key) => {
+            Err(match message.strip_prefix(&format!("{key} ")) {
+                Some(problem) => ConfigError::Flag { flag, problem: problem.into() },
+                None => ConfigError::Invalid { location: ConfigLocation::Flag(flag), message },
+            })
+        }
+        Some((origin, Violation { message, .. })) => Err(at(path, DocumentError { origin, message })),
         None => Ok(()),
     }
 }
@@ -256,13 +272,37 @@ path = "reward.wasm"
     }
 
     #[test]
+    fn paths_of_flags_are_against_the_current_folder() {
+        let (folder, here) = (folder(GOOD), std::env::current_dir().unwrap());
+        // Tests run in the folder of the crate.
+        let set = [
+            "data.input=Cargo.toml",
+            "teacher.api_key_file=Cargo.toml",
+            "model.path=src",
+            "cache.path=new.redb",
+            "retrieval.index_dir=new",
+            "plugins.rewards.0.path=src",
+            "plugins.filters=[{path = 'Cargo.toml'}]",
+        ];
+        let overrides = Overrides { set: set.map(str::to_owned).to_vec(), ..Overrides::default() };
+        let config = load(&folder.path().join("querl.toml"), &overrides).unwrap();
+        let plugins = &config.plugins;
+        let files = [&config.data.input, config.teacher.api_key_file.as_ref().unwrap(), &plugins.filters[0].path];
+        assert_eq!(files, [&here.join("Cargo.toml"); 3]);
+        assert_eq!([&config.model.path, &plugins.rewards[0].path], [&here.join("src"); 2]);
+        assert_eq!(config.cache.path, Some(here.join("new.redb")));
+        assert_eq!(config.retrieval.index_dir, Some(here.join("new")));
+        assert_eq!(plugins.prompt.path, folder.path().canonicalize().unwrap().join("prompt.wasm"));
+    }
+
+    #[test]
     fn flags_override_the_file() {
         let folder = folder(GOOD);
         let overrides = Overrides {
             set: vec!["rl.gae_lambda=0.5".into(), "plugins.rewards.0.weight=2".into()],
             out: Some("elsewhere".into()),
             threads: Some(3),
-            model_hub: None,
+            ..Overrides::default()
         };
         let config = load(&folder.path().join("querl.toml"), &overrides).unwrap();
         assert_eq!((config.rl.gae_lambda, config.plugins.rewards[0].weight, config.threads), (0.5, 2.0, 3));
@@ -285,7 +325,7 @@ path = "reward.wasm"
         let fault = |setting| fault(GOOD, &["device=cpu:4", "model.tensor_parallel=2", setting]);
         let of = |setting: &str| {
             format!(
-                "--set model.tensor_parallel: model.tensor_parallel is 2 and {setting}, which is not split over devices; change one of the two"
+                "--set model.tensor_parallel is 2 and {setting}, which is not split over devices; change one of the two"
             )
         };
         assert_eq!(fault("sft.use_dora=true"), of("sft.use_dora is true"));
@@ -413,17 +453,26 @@ path = "reward.wasm"
 
     #[test]
     fn bad_flags_are_named_as_flags() {
-        assert_eq!(
-            fault(GOOD, &["rl.gae_lambda=1.4"]),
-            "--set rl.gae_lambda: rl.gae_lambda is 1.4; expected 0.0 to 1.0"
-        );
+        assert_eq!(fault(GOOD, &["rl.gae_lambda=1.4"]), "--set rl.gae_lambda is 1.4; expected 0.0 to 1.0");
         assert_eq!(
             fault(GOOD, &["rl.gea_lambda=1"]),
             "--set rl.gea_lambda: unknown key rl.gea_lambda; did you mean gae_lambda?"
         );
+        let missing = |value: &str| {
+            fault(GOOD, &[value]).replace(&std::env::current_dir().unwrap().display().to_string(), "here")
+        };
         assert_eq!(
-            fault(GOOD, &["data.input=none.xlsx"]),
-            "--set data.input: data.input is \"none.xlsx\"; no such file; create it or correct the path"
+            missing("data.input=none.xlsx"),
+            "--set data.input is \"here/none.xlsx\"; no such file; create it or correct the path"
+        );
+        assert_eq!(
+            missing("plugins.rewards.0.path=none.wasm"),
+            "--set plugins.rewards.0.path is \"here/none.wasm\"; no such file or folder; put the plugin there or correct the path"
+        );
+        assert_eq!(
+            missing("plugins.filters=[{path = 'none.wasm'}]"),
+            "--set plugins.filters: plugins.filters[0].path is \"here/none.wasm\"; no such file or folder; put the plugin there or \
+             correct the path"
         );
     }
 

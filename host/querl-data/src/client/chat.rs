@@ -35,7 +35,7 @@ impl ChatClient {
         let base_url = endpoint.base_url.as_deref().ok_or_else(|| missing("base_url"))?;
         let model = endpoint.model.clone().ok_or_else(|| missing("model"))?;
         let rules = ProviderRules::of(section, &endpoint, base_url, &model)?;
-        let key = Secret::open(section, endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
+        let key = Secret::open(services, section, endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
         let url = format!("{}/chat/completions", base_url.trim_end_matches('/'));
         let limits = CallLimits::new(endpoint.max_concurrent, endpoint.timeout_s, endpoint.max_retries)
             .per_minute(endpoint.requests_per_minute, endpoint.tokens_per_minute);

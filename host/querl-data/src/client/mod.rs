@@ -24,6 +24,15 @@ pub struct ServiceContext {
     pub(crate) retrieval_ttl: Duration,
     pub(crate) fresh_since: Option<Instant>,
     pub(crate) stop: StopFlag,
+    pub(crate) keys: KeyAccess,
+}
+
+/// Whether the keys of services are read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum KeyAccess {
+    #[default]
+    Read,
+    Ignore,
 }
 
 impl ServiceContext {
@@ -54,6 +63,12 @@ impl ServiceContext {
     #[must_use]
     pub fn until(self, stop: &'static AtomicBool) -> Self {
         Self { stop: StopFlag::new(stop), ..self }
+    }
+
+    /// For an estimate, which calls no service: clients are opened without their keys.
+    #[must_use]
+    pub fn without_keys(self) -> Self {
+        Self { keys: KeyAccess::Ignore, ..self }
     }
 
     pub(crate) fn with_config(&self, config: CallsConfig) -> Self {

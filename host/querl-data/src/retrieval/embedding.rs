@@ -68,7 +68,7 @@ impl EmbeddingService {
             |key: &str| DataError::setting(format!("retrieval.embedding.{key}"), "is not set; a service needs it");
         let url = config.url.as_deref().ok_or_else(|| missing("url"))?;
         let model = config.model.clone().ok_or_else(|| missing("model"))?;
-        let key = Secret::open("retrieval.embedding", config.api_key_file.as_deref(), &config.api_key_env)?;
+        let key = Secret::open(services, "retrieval.embedding", config.api_key_file.as_deref(), &config.api_key_env)?;
         let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
             .per_minute(config.requests_per_minute, None);
         let caller = Caller::new(setting, url, key, limits, services)?;

@@ -156,7 +156,7 @@ impl RerankService {
         let setting = "retrieval.rerank.url";
         let url =
             config.url.as_deref().ok_or_else(|| DataError::setting(setting, "is not set; a reranker needs it"))?;
-        let key = Secret::open("retrieval.rerank", config.api_key_file.as_deref(), &config.api_key_env)?;
+        let key = Secret::open(services, "retrieval.rerank", config.api_key_file.as_deref(), &config.api_key_env)?;
         let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
             .per_minute(config.requests_per_minute, None);
         let extra = serde_json::to_value(&config.extra)

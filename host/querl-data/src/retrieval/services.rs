@@ -88,7 +88,7 @@ impl PricedService {
         let url = config.url.as_deref().ok_or_else(missing)?;
         let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries)
             .per_minute(config.requests_per_minute, None);
-        let key = Secret::open("retrieval", config.api_key_file.as_deref(), &config.api_key_env)?;
+        let key = Secret::open(services, "retrieval", config.api_key_file.as_deref(), &config.api_key_env)?;
         let key = key.map(|key| key.sent_as(config.auth.of(config.service)));
         let caller = Caller::new("retrieval.url", url, key, limits, services)?;
         Ok(Self { caller, price: config.price() })

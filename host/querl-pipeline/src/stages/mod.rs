@@ -54,7 +54,7 @@ pub struct Window {
 }
 
 impl Window {
-    fn stages(self) -> impl Iterator<Item = StageName> {
+    pub(crate) fn stages(self) -> impl Iterator<Item = StageName> {
         StageName::ALL.into_iter().filter(move |name| (self.first..=self.last).contains(name))
     }
 }

@@ -1,9 +1,10 @@
 //! `querl config check` and `querl config schema`.
 
-use crate::args::{ConfigArgs, Format};
+use crate::args::{ConfigArgs, Format, ThreadsArg, load_config};
+use crate::model_hub;
 use crate::terminal;
 use clap::{Args, Subcommand};
-use querl_core::config::{Config, KeyInfo, json_schema, keys};
+use querl_core::config::{Config, KeyInfo, Overrides, json_schema, keys};
 use querl_pipeline::device;
 use querl_pipeline::plugins::{PluginUse, Plugins};
 use std::io::Write;
@@ -20,6 +21,8 @@ pub enum ConfigCommand {
 pub struct CheckArgs {
     #[command(flatten)]
     config: ConfigArgs,
+    #[command(flatten)]
+    threads: ThreadsArg,
     /// Leave the plugins alone: none is loaded or asked about its settings
     #[arg(long)]
     skip_plugins: bool,
@@ -35,7 +38,8 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
 }
 
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
-    let config = args.config.load_without_download()?;
+    let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
+    let config = load_config(&args.config.path, overrides)?;
     device::check_named(&config)?;
     if !args.skip_plugins {
         Plugins::open(&config, PluginUse::Look)?;

@@ -1,9 +1,10 @@
 //! `querl run`, the commands of single stages, and `querl report`.
 
-use crate::args::{ConfigArgs, Format, stage_name};
+use crate::args::{ConfigArgs, Format, ThreadsArg, load_config, stage_name, stage_up_to};
+use crate::model_hub;
 use crate::terminal::{self, Terminal};
-use clap::Args;
-use querl_core::config::load_resolved;
+use clap::{Arg, Args};
+use querl_core::config::{Overrides, load_resolved};
 use querl_core::dir_lock::DirLock;
 use querl_core::run_dir::RunDir;
 use querl_pipeline::estimate::estimate;
@@ -17,41 +18,72 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::Arc;
 
+/// `querl run`.
 #[derive(Debug, Args)]
 pub struct RunArgs {
+    #[command(flatten)]
+    stage: StageArgs,
+    #[command(flatten)]
+    threads: ThreadsArg,
+    /// Stop after this stage
+    #[arg(long, value_name = "STAGE", value_parser = stage_name())]
+    to: Option<StageName>,
+}
+
+/// The command of a stage that computes with a model.
+#[derive(Debug, Args)]
+pub struct ModelStageArgs {
+    #[command(flatten)]
+    stage: StageArgs,
+    #[command(flatten)]
+    threads: ThreadsArg,
+}
+
+/// The command of any stage.
+#[derive(Debug, Args)]
+pub struct StageArgs {
     #[command(flatten)]
     config: ConfigArgs,
     /// Run this stage and all later ones again, even if they are finished
     #[arg(long, value_name = "STAGE", value_parser = stage_name())]
     from: Option<StageName>,
-    /// Stop after this stage
-    #[arg(long, value_name = "STAGE", value_parser = stage_name())]
-    to: Option<StageName>,
     /// Accept plugins that differ from querl.lock, and record the change there
     #[arg(long)]
     accept_plugin_change: bool,
     /// Refuse to run where querl.lock is missing or would change
     #[arg(long, conflicts_with = "accept_plugin_change")]
     locked: bool,
-    /// Print the calls that would be made and what they may cost, and do nothing
+    /// Print the calls that would be made and what they may cost; builds, writes and calls nothing, needs no key
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]
     format: Format,
 }
 
-pub type StageArgs = RunArgs;
+/// `--from` of the command of a stage, which begins there or earlier.
+pub fn from_up_to(last: StageName) -> impl FnOnce(Arg) -> Arg {
+    let help = match last {
+        StageName::Rewrite => "Run this stage again, even if it is finished",
+        _ => "Run the stages from this one to that of the command again, even if they are finished",
+    };
+    move |arg| arg.help(help).value_parser(stage_up_to(last))
+}
 
 pub fn run(args: &RunArgs) -> anyhow::Result<()> {
-    run_window(args, StageName::Rewrite, args.to.unwrap_or(StageName::Eval))
+    run_window(&args.stage, args.threads.threads, StageName::Rewrite, args.to.unwrap_or(StageName::Eval))
 }
 
-/// Runs one stage where it needs it; `--from` and `--to` widen the window.
+/// Runs one stage where it needs it, and those before it from `--from` on.
 pub fn stage(name: StageName, args: &StageArgs) -> anyhow::Result<()> {
-    run_window(args, args.from.map_or(name, |from| from.min(name)), args.to.map_or(name, |to| to.max(name)))
+    run_window(args, None, args.from.unwrap_or(name), name)
 }
 
-fn run_window(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Result<()> {
+/// As [`stage`], for one that computes with a model.
+pub fn model_stage(name: StageName, args: &ModelStageArgs) -> anyhow::Result<()> {
+    run_window(&args.stage, args.threads.threads, args.stage.from.unwrap_or(name), name)
+}
+
+fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: StageName) -> anyhow::Result<()> {
     if let Some(from) = args.from.filter(|from| *from > last) {
         let message = format!(
             "--from {from} comes after {last}, the last stage to run; choose an earlier --from or a later --to"
@@ -61,7 +93,9 @@ fn run_window(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Resu
     let window = Window { first, last, forced_from: args.from };
     if args.dry_run {
         let window = Window { first: args.from.map_or(first, |from| from.max(first)), ..window };
-        let estimate = estimate(args.config.load_without_download()?, window)?;
+        let overrides = args.config.overrides(model_hub::find_cached);
+        let config = load_config(&args.config.path, Overrides { threads, without_keys: true, ..overrides })?;
+        let estimate = estimate(&config, window)?;
         return args.format.print(&estimate, || estimate.to_text() + "\n");
     }
     let on_change = match (args.accept_plugin_change, args.locked) {
@@ -69,7 +103,8 @@ fn run_window(args: &RunArgs, first: StageName, last: StageName) -> anyhow::Resu
         (false, true) => OnPluginChange::RefuseUnlocked,
         (false, false) => OnPluginChange::Refuse,
     };
-    let mut run = Run::open(args.config.load()?, &args.config.path, last, on_change, Arc::new(Terminal))?;
+    let config = load_config(&args.config.path, Overrides { threads, ..args.config.overrides(model_hub::find) })?;
+    let mut run = Run::open(config, &args.config.path, last, on_change, Arc::new(Terminal))?;
     if args.from.is_some() {
         run.outside = run.outside.with_fresh_retrievals();
     }

@@ -109,7 +109,7 @@ impl BatchTeacher {
         let client = ChatClient::open("teacher", endpoint.clone(), services)?;
         let provider = format!("{} (batch)", client.provider());
         let of_files = format!("{provider} files");
-        let key = Secret::open("teacher", endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
+        let key = Secret::open(services, "teacher", endpoint.api_key_file.as_deref(), &endpoint.api_key_env)?;
         let base_url = endpoint.base_url.as_deref().unwrap_or_default().trim_end_matches('/');
         let limits = CallLimits::new(endpoint.max_concurrent, endpoint.timeout_s, endpoint.max_retries);
         // Without a circuit breaker: a batch takes up to a day, in which the service may be down for a while.

@@ -1,5 +1,6 @@
 //! API keys: read from the environment or a file, never shown.
 
+use crate::client::{KeyAccess, ServiceContext};
 use crate::error::DataError;
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
@@ -23,10 +24,16 @@ const SECRET_BYTES: usize = 8;
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
 impl Secret {
-    /// The key from `file` if set, else from an environment variable; `None` if `variable` is empty. `section` of the configuration is
-    /// named in errors.
-    pub(crate) fn open(section: &str, file: Option<&Path>, variable: &str) -> Result<Option<Self>, DataError> {
+    /// The key from `file` if set, else from an environment variable; `None` if `variable` is empty or `services` are without keys.
+    /// `section` of the configuration is named in errors.
+    pub(crate) fn open(
+        services: &ServiceContext,
+        section: &str,
+        file: Option<&Path>,
+        variable: &str,
+    ) -> Result<Option<Self>, DataError> {
         match file {
+            _ if services.keys == KeyAccess::Ignore => Ok(None),
             Some(path) => Self::from_file(section, path).map(Some),
             None if variable.is_empty() => Ok(None),
             None => Self::from_env(section, variable).map(Some),
@@ -148,12 +155,14 @@ mod tests {
     fn a_key_file_takes_precedence_over_the_environment() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("key");
-        let open = || Secret::open("teacher", Some(&path), "QUERL_NO_SUCH_KEY").map(|key| key.unwrap().key);
+        let services = ServiceContext::default();
+        let open = || Secret::open(&services, "teacher", Some(&path), "QUERL_NO_SUCH_KEY").map(|key| key.unwrap().key);
         let message = |result: Result<String, DataError>| result.unwrap_err().to_string();
         assert!(message(open()).starts_with("teacher.api_key_file is `"), "{}", message(open()));
         std::fs::write(&path, "\n").unwrap();
         assert!(message(open()).ends_with("which is empty; put the key into it"), "{}", message(open()));
         std::fs::write(&path, "sk-1\n").unwrap();
         assert_eq!(open().unwrap(), "sk-1");
+        assert!(Secret::open(&services.without_keys(), "teacher", None, "QUERL_NO_SUCH_KEY").unwrap().is_none());
     }
 }
