@@ -71,16 +71,24 @@ impl Table {
         });
     }
 
-    fn room_for_request(&self, peer: IpAddr, limits: &ServerLimits) -> Result<(), RequestLimitError> {
-        let busy = || self.open.values().filter(|connection| connection.has_request);
-        let (of_server, of_peer) = (requests_of(limits.max_connections), requests_of(limits.max_connections_per_peer));
-        if busy().count() >= of_server {
-            return Err(RequestLimitError::Server(of_server));
+    fn check_requests(&self, limits: &ServerLimits) -> Result<(), RequestLimitError> {
+        let maximum = requests_of(limits.max_connections);
+        match self.n_requests(|_| true) < maximum {
+            true => Ok(()),
+            false => Err(RequestLimitError::Server(maximum)),
         }
-        match busy().filter(|connection| connection.peer == peer).count() >= of_peer {
-            true => Err(RequestLimitError::Peer(of_peer)),
-            false => Ok(()),
+    }
+
+    fn check_requests_of(&self, peer: IpAddr, limits: &ServerLimits) -> Result<(), RequestLimitError> {
+        let maximum = requests_of(limits.max_connections_per_peer);
+        match self.n_requests(|connection| connection.peer == peer) < maximum {
+            true => Ok(()),
+            false => Err(RequestLimitError::Peer(maximum)),
         }
+    }
+
+    fn n_requests(&self, is_counted: impl Fn(&Connection) -> bool) -> usize {
+        self.open.values().filter(|connection| connection.has_request && is_counted(connection)).count()
     }
 }
 
@@ -188,17 +196,20 @@ impl ConnectionHandle {
     /// All places are taken.
     pub(crate) fn begin_request(&self) -> Result<RequestSlot, RequestLimitError> {
         let mut table = self.connections.table();
-        table.room_for_request(self.peer, &self.connections.limits)?;
+        table.check_requests(&self.connections.limits)?;
+        table.check_requests_of(self.peer, &self.connections.limits)?;
         if let Some(connection) = table.open.get_mut(&self.id) {
             connection.has_request = true;
         }
         Ok(RequestSlot(self.clone()))
     }
 
+    /// Whether the server takes further requests.
+    ///
     /// # Errors
-    /// All places of requests are taken.
-    pub(crate) fn check_room(&self) -> Result<(), RequestLimitError> {
-        self.connections.table().room_for_request(self.peer, &self.connections.limits)
+    /// All places are taken.
+    pub(crate) fn check_requests(&self) -> Result<(), RequestLimitError> {
+        self.connections.table().check_requests(&self.connections.limits)
     }
 
     fn set(&self, has_request: bool) {
@@ -221,6 +232,7 @@ impl Drop for RequestSlot {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     fn connections(max_connections: usize, max_connections_per_peer: usize) -> Arc<Connections> {
         Connections::new(ServerLimits { max_connections, max_connections_per_peer, ..ServerLimits::default() })
@@ -263,6 +275,20 @@ mod tests {
         assert!(first[..7].iter().chain(&second[..7]).all(is_open));
         requests.pop();
         assert!(third.handle.begin_request().is_ok(), "the place of a finished request is free again");
+    }
+
+    #[test]
+    fn a_connection_without_progress_is_closed_after_the_time_limit() {
+        let limits = |send_timeout| ServerLimits { send_timeout, ..ServerLimits::default() };
+        let patient = Connections::new(limits(Duration::from_secs(60)));
+        let waiting = patient.add(address(1));
+        patient.close_stalled();
+        assert!(is_open(&waiting));
+        let strict = Connections::new(limits(Duration::ZERO));
+        let (stalled, busy) = (strict.add(address(1)), strict.add(address(1)));
+        let _request = busy.handle.begin_request().unwrap();
+        strict.close_stalled();
+        assert!(!is_open(&stalled) && is_open(&busy));
     }
 
     #[test]

@@ -130,7 +130,7 @@ impl From<RequestLimitError> for ErrorResponse {
 }
 
 async fn ready(Extension(connection): Extension<ConnectionHandle>) -> Response {
-    match connection.check_room() {
+    match connection.check_requests() {
         Ok(()) => Json(json!({"status": 200})).into_response(),
         Err(full) => ErrorResponse::from(full).into_response(),
     }

@@ -246,7 +246,7 @@ async fn ready(
             let what = format!("queue is full ({} texts); retry later", classifier.n_waiting());
             return Err(ErrorResponse::new(StatusCode::SERVICE_UNAVAILABLE, what));
         }
-        Ok(connection.check_room()?)
+        Ok(connection.check_requests()?)
     };
     match check() {
         Ok(()) => Json(json!({"status": "ready"})).into_response(),
