@@ -55,14 +55,14 @@ impl Default for ServerLimits {
 }
 
 impl ServerLimits {
-    /// At most seven eighths of the file descriptors that the process may open, since each connection is one.
+    /// At most seven eighths of the files that the process may open, since each connection is one.
     fn within_open_files(self) -> Self {
-        let max_connections = self.max_connections.min(max_open_files().saturating_mul(7) / 8);
+        let limit = open_files_limit(self.max_connections.saturating_mul(8) / 7 + 1);
+        let max_connections = self.max_connections.min(limit.saturating_mul(7) / 8);
         if max_connections < self.max_connections {
             let wanted = self.max_connections;
             tracing::warn!(
-                "at most {max_connections} connections in place of {wanted}: the limit of open files is {}; raise it with `ulimit -n`",
-                max_open_files()
+                "at most {max_connections} connections in place of {wanted}: this process may open {limit} files; raise `ulimit -Hn`"
             );
         }
         let max_connections_per_peer = self.max_connections_per_peer.min(max_connections);
@@ -70,15 +70,25 @@ impl ServerLimits {
     }
 }
 
+/// The limit of open files, raised to `wanted` where the system permits that.
 #[cfg(unix)]
-fn max_open_files() -> usize {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    limit.and_then(|limit| usize::try_from(limit).ok()).unwrap_or(usize::MAX / 8)
+fn open_files_limit(wanted: usize) -> usize {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    let wanted = maximum.unwrap_or(u64::MAX).min(wanted as u64);
+    match current {
+        Some(current) if current < wanted => {
+            let raised = setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum });
+            raised.map_or(current, |()| wanted) as usize
+        }
+        Some(current) => current as usize,
+        None => usize::MAX,
+    }
 }
 
 #[cfg(not(unix))]
-fn max_open_files() -> usize {
-    usize::MAX / 8
+fn open_files_limit(_wanted: usize) -> usize {
+    usize::MAX
 }
 
 /// Why there is no server.
