@@ -15,7 +15,7 @@ use crate::stages::{PlannedWork, Window, plan};
 use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
 use querl_core::fsx::{ReadError, open_jsonl};
 use querl_core::ports::{PromptInput, PromptTask, Prompts, Teacher};
-use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
+use querl_core::records::{Context as OfQuery, Message, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
     BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, ServiceContext, open_queries, open_teacher, prompt_tokens,
@@ -23,10 +23,7 @@ use querl_data::{
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::collections::HashSet;
-use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
-use querl_core::fsx::{ReadError, open_jsonl};
-use querl_core::ports::{PromptInput, PromptTask, Prompts, Teacher};
-use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
+use std::path::{Path, PathBuf};
 
 /// Maximum number of rows whose prompts are made; the mean is used for the others.
 const MOST_PROMPTS: u32 = 2000;
@@ -108,10 +105,9 @@ pub fn estimate(config: &Config, window: Window) -> anyhow::Result<Estimate> {
     let prompts = run.as_ref().map(|run| run.plugins.prompts.as_ref());
     let (table, dir) = (open_queries(&config.data)?, RunDir::new(&config.output_dir));
     let n_rows = table.findings().n_usable;
-use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
-use querl_core::fsx::{ReadError, open_jsonl};
-use querl_core::ports::{PromptInput, PromptTask, Prompts, Teacher};
-use querl_core::records::{Context as OfQuery, QueryRow, RewriteRecord, ValidatedRecord};
+    let estimator = Estimator { config, dir: &dir, outside: &outside, prompts, table: &table, n_rows: n_rows as f64 };
+    let steps = estimator.steps(planned)?;
+    Ok(Estimate { rows: n_rows, steps, unprepared_plugins, budget: config.budget })
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -149,10 +145,10 @@ impl Estimator<'_> {
                     rewrites = ahead;
                     steps.push(self.rewrite(ahead)?);
                 }
-                StageName::Validate if config.retrieval.kind == RetrievalKind::Http => {
+                StageName::Validate => {
                     // Rewrites of another teacher have no hits yet.
                     let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
-                    steps.push(self.validate(ahead));
+                    steps.extend(self.validate(ahead)?);
                 }
                 StageName::Rl => steps.extend(self.scoring(stage, self.of_rl())?),
                 StageName::Eval => steps.extend(self.scoring(stage, self.of_eval())?),

@@ -3,20 +3,22 @@
 //! `POST /api/chat/general_rag {query, tenant_id, kb_name = "default", top_k = 5, score_threshold = 0.5, history?, rewritten_query?,
 //! user_profile?}` is answered by `{status: 200, msg, data: {user_profile, history_summary, rewritten_query, recall: [{id, content,
 //! reranker_score, score, rank}]}}`. An error response has `status` in HTTP and body, and a sentence in `msg`: 400 not JSON, 404 tenant
-//! or knowledge base not served here, 408 body not received in time, 413 body too large, 415 not declared as JSON, 422 value missing,
-//! out of range or too long, 500 search failed, 503 search too slow. Nothing is rewritten here: without `rewritten_query`, `query` is
-//! looked up.
+//! or knowledge base not served here, 401 key missing or wrong, 405 another method, 408 body not received in time, 413 body too large,
+//! 415 not declared as JSON, 422 value missing, out of range or too long, 429 too many requests of one address, 500 search failed, 503
+//! too many requests or search too slow. Nothing is rewritten here: without `rewritten_query`, `query` is looked up.
 
-use crate::server::ServeError;
-use axum::extract::{DefaultBodyLimit, FromRequest, Request, State};
-use axum::http::StatusCode;
+use crate::body::{BodyError, BodyLimits, JsonFields, read_fields};
+use crate::connections::{ConnectionHandle, RequestLimitError};
+use crate::key::{ApiKey, KEY_MESSAGE};
+use crate::server::{ServeError, with_error_headers};
+use axum::extract::{DefaultBodyLimit, Request, State};
+use axum::http::{Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Json, Router};
+use axum::{Extension, Json, Router};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
 use querl_data::{RetrievalBackend, RetrievalLimits};
-use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -33,6 +35,12 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 /// As in a configuration (`retrieval.top_k`).
 const MAX_TOP_K: u64 = 1000;
 
+const DEFAULT_KB_NAME: &str = "default";
+const DEFAULT_TOP_K: u64 = 5;
+const DEFAULT_SCORE_THRESHOLD: f64 = 0.5;
+/// For messages.
+const EXPECTED_BODY: &str = "{\"query\": ..., \"tenant_id\": ...}";
+
 /// One knowledge base.
 pub struct KnowledgeBase {
     /// The `tenant_id` of its requests.
@@ -48,11 +56,16 @@ pub struct KnowledgeBase {
 /// Knowledge bases by tenant and name.
 type Bases = BTreeMap<(String, String), KnowledgeBase>;
 
-/// The `general_rag` routes of some knowledge bases, and `GET /health`.
+struct RagService {
+    bases: Bases,
+    key: Option<ApiKey>,
+}
+
+/// The `general_rag` routes of some knowledge bases, `GET /health` and `GET /ready`. Searches require `api_key`, if there is one.
 ///
 /// # Errors
 /// Two of them have the same tenant and name.
-pub fn general_rag(knowledge_bases: Vec<KnowledgeBase>) -> Result<Router, ServeError> {
+pub fn general_rag(knowledge_bases: Vec<KnowledgeBase>, api_key: Option<&str>) -> Result<Router, ServeError> {
     let mut bases = Bases::new();
     for base in knowledge_bases {
         if let Some(KnowledgeBase { tenant, kb_name, .. }) =
@@ -64,60 +77,89 @@ pub fn general_rag(knowledge_bases: Vec<KnowledgeBase>) -> Result<Router, ServeE
     let app = Router::new()
         .route(GENERAL_RAG_ROUTE, post(answer))
         .route("/health", get(|| async { Json(json!({"status": 200})) }))
-        .fallback(|| async { ErrorResponse(StatusCode::NOT_FOUND, format!("no such route; use {GENERAL_RAG_ROUTE}")) })
+        .route("/ready", get(ready))
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(wrong_method)
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES));
-    Ok(app.with_state(Arc::new(bases)))
+    Ok(app.with_state(Arc::new(RagService { bases, key: api_key.map(ApiKey::new) })))
 }
 
 /// A request. Unknown keys are ignored, as services of this interface do.
-#[derive(Debug, Deserialize)]
+#[derive(Debug)]
 struct RagRequest {
     query: String,
     tenant_id: String,
-    #[serde(default = "default_kb_name")]
     kb_name: String,
-    #[serde(default = "default_top_k")]
     top_k: u64,
-    #[serde(default = "default_score_threshold")]
     score_threshold: f64,
     /// A text, a list of texts, or a list of messages with `content`.
-    #[serde(default)]
     history: Value,
-    #[serde(default)]
     rewritten_query: Option<String>,
-    #[serde(default)]
     user_profile: Option<String>,
 }
 
-fn default_kb_name() -> String {
-    "default".into()
-}
-
-fn default_top_k() -> u64 {
-    5
-}
-
-fn default_score_threshold() -> f64 {
-    0.5
+impl RagRequest {
+    fn new(mut fields: JsonFields) -> Result<Self, BodyError> {
+        let text = "a text";
+        Ok(Self {
+            query: fields.take_required("query", text)?,
+            tenant_id: fields.take_required("tenant_id", text)?,
+            kb_name: fields.take("kb_name", text)?.unwrap_or_else(|| DEFAULT_KB_NAME.into()),
+            top_k: fields.take("top_k", "an integer")?.unwrap_or(DEFAULT_TOP_K),
+            score_threshold: fields.take("score_threshold", "a number")?.unwrap_or(DEFAULT_SCORE_THRESHOLD),
+            history: fields.take("history", text)?.unwrap_or_default(),
+            rewritten_query: fields.take("rewritten_query", text)?,
+            user_profile: fields.take("user_profile", text)?,
+        })
+    }
 }
 
 /// An error response.
 struct ErrorResponse(StatusCode, String);
 
-async fn answer(State(bases): State<Arc<Bases>>, request: Request) -> Response {
-    let served = match read(request).await {
-        Ok(request) => serve_one(&bases, request).await,
-        Err(refusal) => Err(refusal),
-    };
-    served.map_or_else(IntoResponse::into_response, |answer| Json(answer).into_response())
+impl From<BodyError> for ErrorResponse {
+    fn from(BodyError { status, message }: BodyError) -> Self {
+        Self(status, message)
+    }
 }
 
-async fn read(request: Request) -> Result<RagRequest, ErrorResponse> {
-    let body = tokio::time::timeout(BODY_TIMEOUT, Json::<RagRequest>::from_request(request, &())).await;
-    let late = |_| ErrorResponse(StatusCode::REQUEST_TIMEOUT, format!("the body did not come within {BODY_TIMEOUT:?}"));
-    let Json(request) =
-        body.map_err(late)?.map_err(|rejection| ErrorResponse(rejection.status(), rejection.body_text()))?;
-    Ok(request)
+impl From<RequestLimitError> for ErrorResponse {
+    fn from(error: RequestLimitError) -> Self {
+        Self(error.status(), error.to_string())
+    }
+}
+
+async fn ready(Extension(connection): Extension<ConnectionHandle>) -> Response {
+    match connection.check_requests() {
+        Ok(()) => Json(json!({"status": 200})).into_response(),
+        Err(full) => ErrorResponse::from(full).into_response(),
+    }
+}
+
+async fn unknown_route(uri: Uri) -> ErrorResponse {
+    ErrorResponse(StatusCode::NOT_FOUND, format!("there is nothing at `{}`; use {GENERAL_RAG_ROUTE}", uri.path()))
+}
+
+async fn wrong_method(method: Method) -> ErrorResponse {
+    let what = format!("method {method} is not allowed; {GENERAL_RAG_ROUTE} takes POST, /health and /ready take GET");
+    ErrorResponse(StatusCode::METHOD_NOT_ALLOWED, what)
+}
+
+async fn answer(
+    State(service): State<Arc<RagService>>,
+    Extension(connection): Extension<ConnectionHandle>,
+    request: Request,
+) -> Response {
+    let response = async {
+        if service.key.as_ref().is_some_and(|key| !key.is_in(request.headers())) {
+            return Err(ErrorResponse(StatusCode::UNAUTHORIZED, KEY_MESSAGE.into()));
+        }
+        let limits = BodyLimits { max_bytes: MAX_BODY_BYTES, timeout: BODY_TIMEOUT, expected: EXPECTED_BODY };
+        let request = RagRequest::new(read_fields(request, limits).await?)?;
+        let _slot = connection.begin_request()?;
+        serve_one(&service.bases, request).await
+    };
+    response.await.map_or_else(IntoResponse::into_response, |answer| Json(answer).into_response())
 }
 
 async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorResponse> {
@@ -223,6 +265,7 @@ fn entry(hit: &Hit) -> Value {
 impl IntoResponse for ErrorResponse {
     fn into_response(self) -> Response {
         let Self(status, msg) = self;
-        (status, Json(json!({"status": status.as_u16(), "msg": msg, "data": null}))).into_response()
+        let body = Json(json!({"status": status.as_u16(), "msg": msg, "data": null}));
+        with_error_headers((status, body).into_response())
     }
 }

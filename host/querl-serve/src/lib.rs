@@ -3,7 +3,10 @@
 //! Input: open retrieval back ends with their tenants and knowledge bases; a text classifier behind a trait. This crate must not depend on
 //! configurations, runs, models and plugins.
 
+mod body;
+mod connections;
 mod general_rag;
+mod key;
 mod server;
 mod style;
 

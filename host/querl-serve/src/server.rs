@@ -1,25 +1,42 @@
 //! Binds an address, runs an HTTP server until it is stopped, and lets requests in progress finish.
 
+use crate::connections::{ConnectionHandle, Connections};
 use anyhow::Context;
 use axum::Router;
+use axum::http::{HeaderValue, Request, StatusCode, header};
+use axum::response::Response;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{HttpService, Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulShutdown;
 use hyper_util::service::TowerToHyperService;
+use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::time::Duration;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::net::TcpListener;
+
+/// Maximum size of the head of a request: the longest URI that the HTTP library reads, 64 KiB, and as much for headers.
+const MAX_HEAD_BYTES: usize = 128 << 10;
+/// How often connections are checked for clients that do not read their response.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Time for half-sent requests to arrive when the server stops.
+const INCOMPLETE_GRACE: Duration = Duration::from_secs(1);
 
 /// Limits of connections.
 #[derive(Debug, Clone, Copy)]
 pub struct ServerLimits {
-    /// Open connections; further ones wait to be accepted.
+    /// Open connections. At the limit a new one replaces the oldest whose request is not complete. At most seven eighths of them have a
+    /// complete request in progress; further requests are answered with 503.
     pub max_connections: usize,
+    /// The same for connections of one peer, an IPv4 address or an IPv6 network of 64 bits; further requests are answered with 429.
+    /// A reverse proxy is one peer: headers with the address of its client are not read.
+    pub max_connections_per_peer: usize,
     /// Time limit for the whole head of a request to arrive; also for an idle connection.
     pub head_timeout: Duration,
+    /// Time limit for the client to take a response.
+    pub send_timeout: Duration,
     /// Time limit of the requests in progress when the server stops.
     pub drain_timeout: Duration,
 }
@@ -27,8 +44,51 @@ pub struct ServerLimits {
 impl Default for ServerLimits {
     fn default() -> Self {
         let seconds = Duration::from_secs;
-        Self { max_connections: 1024, head_timeout: seconds(30), drain_timeout: seconds(10) }
+        Self {
+            max_connections: 1024,
+            max_connections_per_peer: 512,
+            head_timeout: seconds(30),
+            send_timeout: seconds(120),
+            drain_timeout: seconds(10),
+        }
     }
+}
+
+impl ServerLimits {
+    /// At most seven eighths of the files that the process may open, since each connection is one.
+    fn within_open_files(self) -> Self {
+        let limit = open_files_limit(self.max_connections.saturating_mul(8) / 7 + 1);
+        let max_connections = self.max_connections.min(limit.saturating_mul(7) / 8);
+        if max_connections < self.max_connections {
+            let wanted = self.max_connections;
+            tracing::warn!(
+                "at most {max_connections} connections in place of {wanted}: this process may open {limit} files; raise `ulimit -Hn`"
+            );
+        }
+        let max_connections_per_peer = self.max_connections_per_peer.min(max_connections);
+        Self { max_connections, max_connections_per_peer, ..self }
+    }
+}
+
+/// The limit of open files, raised to `wanted` where the system permits that.
+#[cfg(unix)]
+fn open_files_limit(wanted: usize) -> usize {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
+    let wanted = maximum.unwrap_or(u64::MAX).min(wanted as u64);
+    match current {
+        Some(current) if current < wanted => {
+            let raised = setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum });
+            raised.map_or(current, |()| wanted) as usize
+        }
+        Some(current) => current as usize,
+        None => usize::MAX,
+    }
+}
+
+#[cfg(not(unix))]
+fn open_files_limit(_wanted: usize) -> usize {
+    usize::MAX
 }
 
 /// Why there is no server.
@@ -78,49 +138,99 @@ pub async fn wait_until(is_done: impl Fn() -> bool) {
     }
 }
 
-/// Serves until `stop` completes; requests in progress then have `drain_timeout` to finish.
+/// Adds the headers that some statuses require: when to retry, and the scheme of the key.
+pub(crate) fn with_error_headers(mut response: Response) -> Response {
+    let header = match response.status() {
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => (header::RETRY_AFTER, "1"),
+        StatusCode::UNAUTHORIZED => (header::WWW_AUTHENTICATE, "Bearer"),
+        _ => return response,
+    };
+    response.headers_mut().insert(header.0, HeaderValue::from_static(header.1));
+    response
+}
+
+/// Serves until `stop` completes; requests in progress then have `drain_timeout` to finish, half-sent ones a second.
 pub async fn serve(
     listener: TcpListener,
     app: Router,
     limits: ServerLimits,
     stop: impl Future<Output = ()> + Send + 'static,
 ) {
-    let slots = Arc::new(Semaphore::new(limits.max_connections));
+    let limits = limits.within_open_files();
+    let connections = Connections::new(limits);
     let in_progress = GracefulShutdown::new();
     let mut stop = std::pin::pin!(stop);
-    let mut connections = http1::Builder::new();
-    connections.timer(TokioTimer::new()).header_read_timeout(limits.head_timeout);
+    let mut check = tokio::time::interval(CHECK_INTERVAL);
+    let mut http = http1::Builder::new();
+    http.timer(TokioTimer::new()).header_read_timeout(limits.head_timeout).max_buf_size(MAX_HEAD_BYTES);
     loop {
         let accepted = tokio::select! {
-            accepted = accept(&listener, &slots) => accepted,
-            () = &mut stop => break,
-        };
-        let (stream, slot) = match accepted {
-            Ok(accepted) => accepted,
-            Err(error) => {
-                // Usually a client that has left. A process without free file handles has some again after a while.
-                tracing::debug!("a connection was not accepted: {error}");
-                tokio::time::sleep(Duration::from_millis(50)).await;
+            accepted = listener.accept() => accepted,
+            _ = check.tick() => {
+                connections.close_stalled();
                 continue;
             }
+            () = &mut stop => break,
         };
-        let service = TowerToHyperService::new(app.clone());
-        let connection = in_progress.watch(connections.serve_connection(TokioIo::new(stream), service));
-        tokio::spawn(async move {
-            if let Err(error) = connection.await {
-                tracing::debug!("a connection ended: {error}");
+        match accepted {
+            Ok((stream, peer)) => {
+                let open = connections.add(peer.ip());
+                let service = with_handle(app.clone(), open.handle());
+                let connection = in_progress.watch(http.serve_connection(TokioIo::new(stream), service));
+                tokio::spawn(async move {
+                    tokio::select! {
+                        ended = connection => if let Err(error) = ended {
+                            tracing::debug!("a connection ended: {error}");
+                        },
+                        () = open.closed() => tracing::debug!("a connection without a complete request was closed"),
+                    }
+                });
             }
-            drop(slot);
-        });
+            Err(error) => {
+                tracing::debug!("a connection was not accepted: {error}");
+                if is_out_of_files(&error) {
+                    connections.close_oldest();
+                }
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        }
     }
     drop(listener);
-    if tokio::time::timeout(limits.drain_timeout, in_progress.shutdown()).await.is_err() {
-        tracing::warn!("requests in progress were not answered within {:?}", limits.drain_timeout);
-    }
+    drain(in_progress, &connections, limits.drain_timeout).await;
 }
 
-async fn accept(listener: &TcpListener, slots: &Arc<Semaphore>) -> io::Result<(TcpStream, OwnedSemaphorePermit)> {
-    let slot = slots.clone().acquire_owned().await.expect("the semaphore is never closed");
-    let (stream, _) = listener.accept().await?;
-    Ok((stream, slot))
+/// The routes of a connection: each request has its handle as an extension.
+fn with_handle(
+    app: Router,
+    connection: ConnectionHandle,
+) -> impl HttpService<Incoming, ResBody = axum::body::Body, Error = Infallible, Future: Send> + Send {
+    let app = TowerToHyperService::new(app);
+    service_fn(move |mut request: Request<Incoming>| {
+        let connection = connection.clone();
+        connection.note_progress();
+        request.extensions_mut().insert(connection.clone());
+        let response = app.call(request);
+        async move {
+            let response = response.await;
+            connection.note_progress();
+            response
+        }
+    })
+}
+
+/// `EMFILE` and `ENFILE`: another limit of open files than at the start, or that of the machine.
+fn is_out_of_files(error: &io::Error) -> bool {
+    cfg!(unix) && matches!(error.raw_os_error(), Some(23 | 24))
+}
+
+async fn drain(in_progress: GracefulShutdown, connections: &Connections, drain_timeout: Duration) {
+    let grace = INCOMPLETE_GRACE.min(drain_timeout);
+    let mut finished = std::pin::pin!(in_progress.shutdown());
+    if tokio::time::timeout(grace, &mut finished).await.is_ok() {
+        return;
+    }
+    connections.close_incomplete();
+    if tokio::time::timeout(drain_timeout - grace, finished).await.is_err() {
+        tracing::warn!("requests in progress were not answered within {drain_timeout:?}");
+    }
 }

@@ -7,27 +7,29 @@
 //! | `POST /classify`, `/v1/classify` `{"input": ..., "use_activation": true}` | vLLM | `{id, object, created, model, data: [{index, label, probs, num_classes}], usage}` |
 //! | `GET /health`, `/ready`, `/info`, `/metrics`, `/openapi.json`, `/docs` | | |
 //!
-//! `/health` answers once the process runs, `/ready` once the model is loaded. An error response has a sentence in `error`: 400 not JSON,
-//! 401 key missing or wrong, 408 body not received in time, 413 body, list or text too large, 415 not declared as JSON, 422 value missing
-//! or wrong, 429 queue full, 500 model failed, 503 model not loaded yet or too slow.
+//! `/health` answers once the process runs, `/ready` once the model is loaded and while the queue has room. An error response has a
+//! sentence in `error`: 400 not JSON, 401 key missing or wrong, 404 no such route, 405 another method, 408 body not received in time, 413
+//! body, list or text too large, 415 not declared as JSON, 422 value missing or wrong, 429 queue full or too many requests of one address,
+//! 500 model failed, 503 model not loaded yet or too slow, or too many requests.
 
 pub(crate) mod classifier;
 mod metrics;
 mod openapi;
 pub(crate) mod protocol;
 
+use crate::connections::ConnectionHandle;
+use crate::key::{ApiKey, KEY_MESSAGE};
 use crate::server::{ServerLimits, bind, block_on, serve, wait_until};
 use anyhow::Context;
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{StatusCode, Uri, header};
+use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Json, Router};
+use axum::{Extension, Json, Router};
 use classifier::{ClassifiedText, PendingRequest, StyleOptions, TextClassifier};
 use metrics::StyleMetrics;
 use protocol::{ClassifyRequest, ErrorForm, ErrorResponse, classify_response, predict_response};
-use querl_core::fsx::digest_hex;
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -53,8 +55,7 @@ impl PendingRequest for ResponseSender {
 /// The service; its model is loaded while it already answers.
 pub struct StyleService {
     options: StyleOptions,
-    /// Keys are compared by digest, so that the time of the comparison reveals nothing.
-    key_digest: Option<String>,
+    key: Option<ApiKey>,
     classifier: OnceLock<Arc<dyn TextClassifier>>,
     metrics: StyleMetrics,
     n_classified: AtomicU64,
@@ -63,9 +64,9 @@ pub struct StyleService {
 impl StyleService {
     /// A service whose model is not loaded yet.
     pub fn new(options: StyleOptions) -> Arc<Self> {
-        let key_digest = options.api_key.as_ref().map(|key| digest_hex(key.as_bytes()));
+        let key = options.api_key.as_deref().map(ApiKey::new);
         let metrics = StyleMetrics::new().expect("metric names are valid and distinct");
-        Arc::new(Self { options, key_digest, classifier: OnceLock::new(), metrics, n_classified: AtomicU64::new(0) })
+        Arc::new(Self { options, key, classifier: OnceLock::new(), metrics, n_classified: AtomicU64::new(0) })
     }
 
     /// Marks the model as loaded. Later calls have no effect.
@@ -117,7 +118,7 @@ impl StyleService {
             let thread = Arc::new(thread.context("no thread to load the model on")?);
             let worker = thread.clone();
             let stop = wait_until(move || is_stopped() || worker.is_finished());
-            let limits = ServerLimits { drain_timeout: self.options.answer_timeout, ..ServerLimits::default() };
+            let limits = ServerLimits { drain_timeout: self.options.answer_timeout, ..self.options.server };
             serve(listener, router, limits, stop).await;
             match Arc::into_inner(thread) {
                 Some(thread) if thread.is_finished() => Err(error_of(thread)),
@@ -178,9 +179,14 @@ fn error_of(thread: JoinHandle<anyhow::Result<()>>) -> anyhow::Error {
     }
 }
 
-async fn predict(State(service): State<Arc<StyleService>>, request: Request) -> Response {
+async fn predict(
+    State(service): State<Arc<StyleService>>,
+    Extension(connection): Extension<ConnectionHandle>,
+    request: Request,
+) -> Response {
     let response = async {
         let mut request = protocol::predict(request, &service.options).await?;
+        let _slot = connection.begin_request()?;
         let (classifier, classified) = service.classify(&mut request).await?;
         predict_response(&request, classifier.as_ref(), &classified)
     };
@@ -188,9 +194,14 @@ async fn predict(State(service): State<Arc<StyleService>>, request: Request) -> 
     response.await.map_or_else(|error| error.into_body(ErrorForm::Plain), |text| (is_json, text).into_response())
 }
 
-async fn classify(State(service): State<Arc<StyleService>>, request: Request) -> Response {
+async fn classify(
+    State(service): State<Arc<StyleService>>,
+    Extension(connection): Extension<ConnectionHandle>,
+    request: Request,
+) -> Response {
     let response = async {
         let mut request = protocol::classify(request, &service.options).await?;
+        let _slot = connection.begin_request()?;
         let (classifier, classified) = service.classify(&mut request).await?;
         let number = service.n_classified.fetch_add(1, Ordering::Relaxed);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -225,9 +236,20 @@ async fn info(State(service): State<Arc<StyleService>>) -> Response {
     Json(body).into_response()
 }
 
-async fn ready(State(service): State<Arc<StyleService>>) -> Response {
-    match service.classifier() {
-        Ok(_) => Json(json!({"status": "ready"})).into_response(),
+async fn ready(
+    State(service): State<Arc<StyleService>>,
+    Extension(connection): Extension<ConnectionHandle>,
+) -> Response {
+    let check = || {
+        let classifier = service.classifier()?;
+        if classifier.is_full() {
+            let what = format!("queue is full ({} texts); retry later", classifier.n_waiting());
+            return Err(ErrorResponse::new(StatusCode::SERVICE_UNAVAILABLE, what));
+        }
+        Ok(connection.check_requests()?)
+    };
+    match check() {
+        Ok(()) => Json(json!({"status": "ready"})).into_response(),
         Err(error) => error.into_body(ErrorForm::Plain),
     }
 }
@@ -247,21 +269,15 @@ async fn nothing_here(uri: Uri) -> Response {
     ErrorResponse::new(StatusCode::NOT_FOUND, what).into_body(ErrorForm::Plain)
 }
 
-async fn wrong_method() -> Response {
-    let what = "method not allowed; /predict and /classify take POST, all others GET";
+async fn wrong_method(method: Method) -> Response {
+    let what = format!("method {method} is not allowed; /predict and /classify take POST, all others GET");
     ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, what).into_body(ErrorForm::Plain)
 }
 
 async fn check_key(State(service): State<Arc<StyleService>>, request: Request, next: Next) -> Response {
-    let Some(expected) = &service.key_digest else { return next.run(request).await };
-    let given = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
-    let given = given.and_then(|value| value.strip_prefix("Bearer ")).map(|key| digest_hex(key.trim().as_bytes()));
-    match given.as_ref() == Some(expected) {
+    match service.key.as_ref().is_none_or(|key| key.is_in(request.headers())) {
         true => next.run(request).await,
-        false => {
-            let what = "the key is missing or wrong; send it as `Authorization: Bearer KEY`";
-            ErrorResponse::new(StatusCode::UNAUTHORIZED, what).into_body(ErrorForm::Plain)
-        }
+        false => ErrorResponse::new(StatusCode::UNAUTHORIZED, KEY_MESSAGE).into_body(ErrorForm::Plain),
     }
 }
 

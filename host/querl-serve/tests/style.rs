@@ -9,6 +9,7 @@ use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Three classes, whose probabilities depend on a text's length; texts that begin with `slow` are never answered.
 #[derive(Default)]
@@ -65,6 +66,10 @@ impl TextClassifier for ByLength {
     fn n_waiting(&self) -> usize {
         self.unanswered.lock().unwrap().len()
     }
+
+    fn is_full(&self) -> bool {
+        self.n_waiting() > 0
+    }
 }
 
 struct Server {
@@ -84,6 +89,7 @@ impl Server {
             body_timeout: Duration::from_secs(5),
             answer_timeout: Duration::from_millis(200),
             api_key: None,
+            server: ServerLimits::default(),
         };
         change(&mut options);
         let service = StyleService::new(options);
@@ -182,7 +188,7 @@ async fn rejected_requests_get_a_message() {
     let cases = [
         (json!({}), 422, "no text there"),
         (json!({"text": ""}), 422, "text 1 is empty"),
-        (json!({"text": 7}), 422, "`text` is neither a text nor a list"),
+        (json!({"text": 7}), 422, "`text` is 7; expected a text or a list of texts"),
         (json!({"text": "a", "inputs": "b"}), 422, "both `text` and `inputs`"),
         (json!({"text": []}), 422, "no text to classify"),
         (json!({"inputs": ["a", "b", "c"]}), 422, "an item of `inputs` has 3 texts"),
@@ -194,7 +200,7 @@ async fn rejected_requests_get_a_message() {
         (json!({"text": "broken"}), 500, "the model failed; the server's log says why"),
         (json!({"text": "slow"}), 503, "no response within 200ms"),
         (json!({"text": "panics"}), 500, "the tokenizer failed on a text"),
-        (json!({"text": "a", "raw_scores": 7}), 422, "expected a boolean"),
+        (json!({"text": "a", "raw_scores": 7}), 422, "`raw_scores` is 7; expected true or false"),
     ];
     for (body, status, sentence) in cases {
         let (found, answer) = server.asked("/predict", body.clone()).await;
@@ -220,12 +226,16 @@ async fn rejected_requests_get_a_message() {
     let no_json = answer(server.post("/predict").header("content-type", "application/json").body("{")).await;
     assert_eq!(no_json.0.as_u16(), 400);
     let sentence = no_json.1["error"].as_str().unwrap();
-    assert!(sentence.starts_with("the body is not what was expected: EOF while parsing"), "{sentence}");
+    assert!(
+        sentence.starts_with("the body is not valid JSON: EOF while parsing an object at line 1 column 1"),
+        "{sentence}"
+    );
     let no_type = answer(server.post("/predict").body("{}")).await;
     assert_eq!(no_type.0.as_u16(), 415);
-    let expected = "the body is not said to be JSON; send `Content-Type: application/json`";
+    let expected = "`Content-Type` is missing; expected `application/json`";
     assert_eq!(no_type.1["error"], expected);
-    assert_eq!(server.get("/predict").await.0.as_u16(), 405);
+    let wrong_method = server.client.get(format!("{}/predict", server.url)).send().await.unwrap();
+    assert_eq!((wrong_method.status().as_u16(), &wrong_method.headers()["allow"]), (405, &"POST".parse().unwrap()));
     assert_eq!(server.get("/nowhere").await.0.as_u16(), 404);
 }
 
@@ -258,6 +268,35 @@ async fn a_request_whose_client_has_left_is_cancelled() {
     }
     assert!(!is_open());
     assert_eq!(classifier.unanswered.lock().unwrap().len(), 1, "it was taken, and never answered");
+}
+
+#[tokio::test]
+async fn a_full_queue_is_not_ready() {
+    let server = Server::ready(|_| ()).await;
+    assert_eq!(server.get("/ready").await.0, StatusCode::OK);
+    assert_eq!(server.asked("/predict", json!({"text": "slow"})).await.0, StatusCode::SERVICE_UNAVAILABLE);
+    let (status, body) = server.get("/ready").await;
+    assert!(status == StatusCode::SERVICE_UNAVAILABLE && body.contains("queue is full (1 texts)"), "{status}, {body}");
+    assert_eq!(server.get("/health").await.0, StatusCode::OK);
+}
+
+#[tokio::test]
+async fn a_body_that_does_not_arrive_in_time_is_rejected() {
+    let server = Server::ready(|options| options.body_timeout = Duration::from_millis(200)).await;
+    let stream = tokio::net::TcpStream::connect(server.url.strip_prefix("http://").unwrap()).await.unwrap();
+    let (mut reader, mut writer) = stream.into_split();
+    let head = "POST /predict HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 900\r\n\r\n{";
+    writer.write_all(head.as_bytes()).await.unwrap();
+    tokio::spawn(async move {
+        // One byte at a time, which does not extend the time limit.
+        while writer.write_all(b" ").await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    });
+    let mut response = [0; 4096];
+    let n = tokio::time::timeout(Duration::from_secs(5), reader.read(&mut response)).await.unwrap().unwrap();
+    let response = String::from_utf8_lossy(&response[..n]);
+    assert!(response.starts_with("HTTP/1.1 408 ") && response.contains("not received within 200ms"), "{response}");
 }
 
 #[tokio::test]

@@ -3,8 +3,10 @@
 
 mod support;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
 use support::Project;
 
 /// A server of the project's own knowledge base, killed when dropped.
@@ -79,6 +81,47 @@ fn an_interrupt_ends_a_server_well() {
     let pid = server.process.id().to_string();
     assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
     assert_eq!(server.process.wait().unwrap().code(), Some(0));
+}
+
+/// Regression: half-sent requests delayed `/health` by 25 s, and the end of the server by its whole time limit.
+#[test]
+fn half_sent_requests_delay_neither_health_nor_the_end() {
+    let project = Project::new();
+    let mut server = Server::start(&project, &[]);
+    let address = server.url.strip_prefix("http://").unwrap().split('/').next().unwrap().to_owned();
+    // Fewer where this process may open fewer files.
+    let mut half_sent: Vec<_> = (0..1100).map_while(|_| TcpStream::connect(&address).ok()).collect();
+    half_sent.truncate(half_sent.len().saturating_sub(64));
+    for stream in &mut half_sent {
+        // The oldest may be closed already.
+        let _ = stream.write_all(b"POST /api/chat/general_rag HTTP/1.1\r\nhost: x\r\n");
+    }
+    let started = Instant::now();
+    let mut health = TcpStream::connect(&address).unwrap();
+    health.write_all(b"GET /health HTTP/1.0\r\n\r\n").unwrap();
+    let mut response = String::new();
+    health.read_to_string(&mut response).unwrap();
+    assert!(response.starts_with("HTTP/1.0 200 "), "{response}");
+    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+    let started = Instant::now();
+    let pid = server.process.id().to_string();
+    assert!(std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    assert_eq!(server.process.wait().unwrap().code(), Some(0));
+    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+}
+
+#[test]
+fn an_address_for_other_machines_without_a_key_is_reported() {
+    let project = Project::new();
+    // An address for documentation, which cannot be listened on (RFC 5737).
+    let serve = ["serve", "rag", "querl.toml", "--addr", "192.0.2.1:8000"];
+    let warning = "192.0.2.1: other machines may reach this address, and no key is required";
+    let said = project.querl(&serve);
+    assert!(said.code == Some(2) && said.stderr.contains(warning), "{said:#?}");
+    let command = &mut project.command(&[&serve[..], &["--api_key_env", "RAG_KEY"]].concat());
+    let said = command.env("RAG_KEY", "secret").output().unwrap();
+    assert_eq!(said.status.code(), Some(2));
+    assert!(!String::from_utf8_lossy(&said.stderr).contains(warning));
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! What a style service needs of its caller: a classifier and options.
 
+use crate::server::ServerLimits;
 use std::time::Duration;
 
 /// Classification of one text.
@@ -55,6 +56,9 @@ pub trait TextClassifier: Send + Sync {
 
     /// Texts that are queued or being classified.
     fn n_waiting(&self) -> usize;
+
+    /// Whether a further text would not be queued.
+    fn is_full(&self) -> bool;
 }
 
 /// What is served, and to whom.
@@ -76,4 +80,6 @@ pub struct StyleOptions {
     pub answer_timeout: Duration,
     /// The key expected after `Authorization: Bearer`; `None` permits every client.
     pub api_key: Option<String>,
+    /// Limits of connections; requests in progress have `answer_timeout` when the server stops.
+    pub server: ServerLimits,
 }

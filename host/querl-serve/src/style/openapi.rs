@@ -48,11 +48,13 @@ fn responses(schema: &Value) -> Value {
     let errors = [
         ("400", "The body is not JSON"),
         ("401", "The key is missing or wrong"),
+        ("408", "The body was not received in time"),
         ("413", "Body, list or text too large"),
-        ("415", "The body does not say that it is JSON"),
+        ("415", "The content type is not JSON, or the body is compressed"),
         ("422", "A value is missing or wrong"),
-        ("429", "The queue is full"),
-        ("503", "The model is being loaded, or takes too long"),
+        ("429", "The queue is full, or too many requests of one address are in progress"),
+        ("500", "The model failed"),
+        ("503", "The model is being loaded or takes too long, or too many requests are in progress"),
     ];
     let mut all = json!({
         "200": {"description": "The classification", "content": {"application/json": {"schema": schema}}},
@@ -70,7 +72,7 @@ pub(super) fn document() -> Value {
     let mut paths = classifying();
     let plain = [
         ("/health", "Whether the process runs"),
-        ("/ready", "Whether the model is loaded; 503 until then"),
+        ("/ready", "Whether the model is loaded and the queue has room; else 503"),
         ("/info", "The model, its classes and the limits"),
         ("/metrics", "Metrics in Prometheus' text format"),
     ];

@@ -2,13 +2,15 @@
 //! of vLLM.
 
 use super::classifier::{ClassifiedText, StyleOptions, SubmitError, TextClassifier};
+use crate::body::{BodyError, BodyLimits, JsonFields, quoted, read_fields};
+use crate::connections::RequestLimitError;
+use crate::server::with_error_headers;
 use axum::Json;
-use axum::extract::rejection::JsonRejection;
-use axum::extract::{FromRequest, Query, Request};
-use axum::http::{HeaderValue, StatusCode, header};
+use axum::extract::{Query, Request};
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
-use serde::{Deserialize, Serialize};
 use serde_json::{Value, json, to_string};
 use std::collections::HashMap;
 
@@ -85,40 +87,50 @@ impl ClassifyRequest {
 }
 
 /// `text`, or `inputs` as in text-embeddings-inference.
-#[derive(Debug, Deserialize)]
+#[derive(Debug)]
 struct PredictBody {
     text: Option<Value>,
     inputs: Option<Value>,
-    #[serde(default)]
     raw_scores: bool,
-    truncate: Option<bool>,
-    #[serde(default)]
+    truncate: bool,
     english: bool,
+}
+
+impl PredictBody {
+    fn new(mut fields: JsonFields) -> Result<Self, BodyError> {
+        Ok(Self {
+            text: fields.take("text", TEXTS)?,
+            inputs: fields.take("inputs", TEXTS)?,
+            raw_scores: fields.take("raw_scores", FLAG)?.unwrap_or(false),
+            truncate: fields.take("truncate", FLAG)?.unwrap_or(true),
+            english: fields.take("english", FLAG)?.unwrap_or(false),
+        })
+    }
 }
 
 /// Reads a request to `/predict`. The text may be a query parameter, as in the training script's service.
 pub(super) async fn predict(request: Request, options: &StyleOptions) -> Result<ClassifyRequest, ErrorResponse> {
     let query = Query::<HashMap<String, String>>::try_from_uri(request.uri());
-    let Query(mut query) = query.map_err(|rejection| ErrorResponse::value(rejection.body_text()))?;
+    let Query(mut query) = query.map_err(|rejection| {
+        ErrorResponse::value(format!(
+            "the query string is not `text=...` in percent-encoding: {}",
+            rejection.body_text()
+        ))
+    })?;
     if let Some(text) = query.remove("text") {
         let is_english = query.get("english").is_some_and(|value| value == "true");
         return Ok(ClassifyRequest { is_english, ..ClassifyRequest::new(ResponseForm::Prediction, vec![text]) });
     }
-    let body: PredictBody = read(request, options, PREDICT_BODY).await?;
+    let body = PredictBody::new(read(request, options, PREDICT_BODY).await?)?;
     let request = match (body.text, body.inputs) {
         (Some(Value::String(text)), None) => ClassifyRequest::new(ResponseForm::Prediction, vec![text]),
         (Some(Value::Array(texts)), None) => ClassifyRequest::new(ResponseForm::Predictions, all_texts("text", texts)?),
-        (Some(_), None) => return Err(ErrorResponse::value("`text` is neither a text nor a list of texts")),
+        (Some(other), None) => return Err(wrong_value("text", &other)),
         (None, Some(inputs)) => inputs_of(inputs)?,
         (Some(_), Some(_)) => return Err(ErrorResponse::value("both `text` and `inputs`; expected one of them")),
         (None, None) => return Err(no_text(PREDICT_BODY)),
     };
-    Ok(ClassifyRequest {
-        is_raw: body.raw_scores,
-        is_english: body.english,
-        rejects_long: body.truncate == Some(false),
-        ..request
-    })
+    Ok(ClassifyRequest { is_raw: body.raw_scores, is_english: body.english, rejects_long: !body.truncate, ..request })
 }
 
 /// `inputs` of text-embeddings-inference: a text, a text in a list, a pair in a list, or a list of such lists. A pair is a question
@@ -132,7 +144,7 @@ fn inputs_of(inputs: Value) -> Result<ClassifyRequest, ErrorResponse> {
             Ok(ClassifyRequest::new(ResponseForm::ScoreLists, texts))
         }
         Value::Array(items) => Ok(ClassifyRequest::new(ResponseForm::Scores, vec![sequence(Value::Array(items))?])),
-        _ => Err(ErrorResponse::value("`inputs` is neither a text nor a list")),
+        other => Err(wrong_value("inputs", &other)),
     }
 }
 
@@ -140,7 +152,9 @@ fn sequence(item: Value) -> Result<String, ErrorResponse> {
     let parts = match item {
         Value::Array(parts) => all_texts("inputs", parts)?,
         Value::String(text) => vec![text],
-        _ => return Err(ErrorResponse::value("an item of `inputs` is neither a text nor a list of texts")),
+        other => {
+            return Err(ErrorResponse::value(format!("an item of `inputs` is {}; expected {TEXTS}", quoted(&other))));
+        }
     };
     match <[String; 2]>::try_from(parts) {
         Ok([question, answer]) => Ok(format!("用户问题：{question}\n回答：{answer}")),
@@ -155,49 +169,44 @@ fn sequence(item: Value) -> Result<String, ErrorResponse> {
 fn all_texts(name: &str, items: Vec<Value>) -> Result<Vec<String>, ErrorResponse> {
     let text = |item| match item {
         Value::String(text) => Ok(text),
-        other => Err(ErrorResponse::value(format!("`{name}` holds {other}; expected texts"))),
+        other => Err(ErrorResponse::value(format!("`{name}` holds {}; expected texts", quoted(&other)))),
     };
     items.into_iter().map(text).collect()
 }
 
-#[derive(Debug, Deserialize)]
-struct ClassifyBody {
-    input: Option<Value>,
-    model: Option<String>,
-    messages: Option<Value>,
-    /// `activation` in older clients.
-    #[serde(alias = "activation")]
-    use_activation: Option<bool>,
-}
-
 pub(super) async fn classify(request: Request, options: &StyleOptions) -> Result<ClassifyRequest, ErrorResponse> {
-    let body: ClassifyBody = read(request, options, CLASSIFY_BODY).await?;
-    let texts = match (body.input, body.messages) {
+    let mut body = read(request, options, CLASSIFY_BODY).await?;
+    let texts = match (body.take("input", TEXTS)?, body.take::<Value>("messages", TEXTS)?) {
         (Some(Value::String(text)), _) => vec![text],
         (Some(Value::Array(texts)), _) if texts.iter().all(Value::is_string) => all_texts("input", texts)?,
-        (Some(_), _) => {
-            return Err(ErrorResponse::value("`input` is neither a text nor a list of texts; tokens are not taken"));
+        (Some(other), _) => {
+            let what = format!("`input` is {}; expected {TEXTS}; tokens are not taken", quoted(&other));
+            return Err(ErrorResponse::value(what));
         }
         (None, Some(_)) => return Err(ErrorResponse::value("`messages` are not taken; expected `input`")),
         (None, None) => return Err(no_text(CLASSIFY_BODY)),
     };
-    let is_raw = body.use_activation == Some(false);
-    Ok(ClassifyRequest { model: body.model, is_raw, ..ClassifyRequest::new(ResponseForm::Classify, texts) })
+    // The second name is of older clients.
+    let is_activated = body.take("use_activation", FLAG)?.or(body.take("activation", FLAG)?);
+    let (model, is_raw) = (body.take("model", "a text")?, is_activated == Some(false));
+    Ok(ClassifyRequest { model, is_raw, ..ClassifyRequest::new(ResponseForm::Classify, texts) })
 }
 
-/// The accepted bodies, for messages.
+/// The accepted bodies and values, for messages.
 const PREDICT_BODY: &str = "{\"text\": ...} or {\"inputs\": ...}";
 const CLASSIFY_BODY: &str = "{\"input\": ...}, a text or a list of texts";
+const TEXTS: &str = "a text or a list of texts";
+const FLAG: &str = "true or false";
+
+fn wrong_value(name: &str, value: &Value) -> ErrorResponse {
+    ErrorResponse::value(format!("`{name}` is {}; expected {TEXTS}", quoted(value)))
+}
 
 fn no_text(expected: &str) -> ErrorResponse {
     ErrorResponse::value(format!("no text there; expected {expected}"))
 }
 
-async fn read<T: serde::de::DeserializeOwned>(
-    request: Request,
-    options: &StyleOptions,
-    expected: &str,
-) -> Result<T, ErrorResponse> {
+async fn read(request: Request, options: &StyleOptions, expected: &str) -> Result<JsonFields, ErrorResponse> {
     let headers = request.headers();
     let has_body = match headers.get(header::CONTENT_LENGTH) {
         Some(length) => length != "0",
@@ -206,33 +215,8 @@ async fn read<T: serde::de::DeserializeOwned>(
     if !has_body {
         return Err(no_text(expected));
     }
-    let body = tokio::time::timeout(options.body_timeout, Json::<T>::from_request(request, &())).await;
-    let late = |_| {
-        ErrorResponse::new(
-            StatusCode::REQUEST_TIMEOUT,
-            format!("the body did not come within {:?}", options.body_timeout),
-        )
-    };
-    let Json(body) = body.map_err(late)?.map_err(|rejection| match rejection.status() {
-        StatusCode::PAYLOAD_TOO_LARGE => {
-            ErrorResponse::too_large(format!("the body is larger than {} bytes", options.max_body_bytes))
-        }
-        StatusCode::UNSUPPORTED_MEDIA_TYPE => ErrorResponse::new(
-            rejection.status(),
-            "the body is not said to be JSON; send `Content-Type: application/json`",
-        ),
-        status => ErrorResponse::new(status, format!("{}; expected {expected}", reason_of(&rejection))),
-    })?;
-    Ok(body)
-}
-
-/// The innermost cause: the outer ones name types of this program.
-fn reason_of(rejection: &JsonRejection) -> String {
-    let mut cause: &dyn std::error::Error = rejection;
-    while let Some(inner) = cause.source() {
-        cause = inner;
-    }
-    format!("the body is not what was expected: {cause}")
+    let limits = BodyLimits { max_bytes: options.max_body_bytes, timeout: options.body_timeout, expected };
+    Ok(read_fields(request, limits).await?)
 }
 
 /// The classification of one text.
@@ -402,11 +386,19 @@ impl ErrorResponse {
                 json!({"error": {"message": message, "type": openai_type(status), "param": null, "code": status.as_u16()}})
             }
         };
-        let mut response = (status, Json(body)).into_response();
-        if matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE) {
-            response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
-        }
-        response
+        with_error_headers((status, Json(body)).into_response())
+    }
+}
+
+impl From<BodyError> for ErrorResponse {
+    fn from(BodyError { status, message }: BodyError) -> Self {
+        Self { status, message }
+    }
+}
+
+impl From<RequestLimitError> for ErrorResponse {
+    fn from(error: RequestLimitError) -> Self {
+        Self::new(error.status(), error.to_string())
     }
 }
 

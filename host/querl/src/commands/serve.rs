@@ -72,13 +72,26 @@ struct StyleArgs {
 
 #[derive(Debug, Clone, Args)]
 #[command(rename_all = "snake_case")]
-pub struct StyleServerArgs {
+struct ListenArgs {
     /// Where to listen; port 0 takes a free one
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8000")]
     addr: SocketAddr,
     /// The environment variable that holds the key that clients must send as `Authorization: Bearer KEY`
     #[arg(long, visible_alias = "api-key-env", value_name = "NAME")]
     api_key_env: Option<String>,
+    /// Maximum open connections; at the limit a new one replaces the oldest whose request is not complete
+    #[arg(long, visible_alias = "max-connections", value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(8..))]
+    max_connections: u32,
+    /// The same for one peer address; behind a reverse proxy set it to --max_connections [default: half of --max_connections]
+    #[arg(long, visible_alias = "max-connections-per-peer", value_name = "N", value_parser = clap::value_parser!(u32).range(8..))]
+    max_connections_per_peer: Option<u32>,
+}
+
+#[derive(Debug, Clone, Args)]
+#[command(rename_all = "snake_case")]
+pub struct StyleServerArgs {
+    #[command(flatten)]
+    listen: ListenArgs,
     /// The model's name in responses [default: the folder's]
     #[arg(long, visible_alias = "model-name", value_name = "NAME")]
     model_name: Option<String>,
@@ -104,9 +117,8 @@ pub struct RagArgs {
     /// Configuration files: one for each knowledge base
     #[arg(value_name = "CONFIG", required = true)]
     configs: Vec<PathBuf>,
-    /// Where to listen; port 0 takes a free one. It has no authentication: keep it unreachable for other machines
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8000")]
-    addr: SocketAddr,
+    #[command(flatten)]
+    listen: ListenArgs,
     /// Replace a key of every file: dotted key, TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
@@ -151,12 +163,13 @@ pub(super) fn rag(args: &RagArgs) -> anyhow::Result<()> {
     for base in &knowledge_bases {
         writeln!(std::io::stdout(), "tenant {}, knowledge base {}", base.tenant, base.kb_name)?;
     }
-    let app = general_rag(knowledge_bases).map_err(usage)?;
+    let app = general_rag(knowledge_bases, args.listen.api_key()?.as_deref()).map_err(usage)?;
+    args.listen.warn_if_open();
     let _at_safe_points = interrupt::at_safe_points();
     served(block_on(async {
-        let listener = bind(args.addr).await?;
+        let listener = bind(args.listen.addr).await?;
         announce(&format!("{}{GENERAL_RAG_ROUTE}", listener.local_addr()?))?;
-        serve(listener, app, ServerLimits::default(), wait_until(is_interrupted)).await;
+        serve(listener, app, args.listen.limits(), wait_until(is_interrupted)).await;
         Ok(())
     }))
 }
@@ -226,11 +239,10 @@ pub(super) fn style(model: &ClassifierOptions, args: &StyleServerArgs) -> anyhow
         max_text_chars: MAX_TEXT_CHARS,
         body_timeout: BODY_TIMEOUT,
         answer_timeout: Duration::from_secs(args.timeout_s.into()),
-        api_key: args.api_key_env.as_deref().map(api_key).transpose()?,
+        api_key: args.listen.api_key()?,
+        server: args.listen.limits(),
     });
-    if !args.addr.ip().is_loopback() && args.api_key_env.is_none() {
-        terminal::print("other machines may reach this address, and no key is required; name one with --api_key_env");
-    }
+    args.listen.warn_if_open();
     let limits = BatchLimits {
         max_texts: args.max_batch as usize,
         tokens_per_pass: TOKENS_PER_PASS,
@@ -248,15 +260,37 @@ pub(super) fn style(model: &ClassifierOptions, args: &StyleServerArgs) -> anyhow
         Ok(())
     };
     let _at_safe_points = interrupt::at_safe_points();
-    served(service.run(args.addr, |addr| announce(&addr.to_string()), work, is_interrupted))
+    served(service.run(args.listen.addr, |addr| announce(&addr.to_string()), work, is_interrupted))
 }
 
-fn api_key(name: &str) -> anyhow::Result<String> {
-    match std::env::var(name) {
-        Ok(key) if !key.trim().is_empty() => Ok(key.trim().to_owned()),
-        _ => {
-            Err(usage(format!("the environment variable `{name}` holds no key; set it, or leave --api_key_env out"))
-                .into())
+impl ListenArgs {
+    fn limits(&self) -> ServerLimits {
+        let n_per_peer = self.max_connections_per_peer.unwrap_or(self.max_connections / 2).max(8);
+        ServerLimits {
+            max_connections: self.max_connections as usize,
+            max_connections_per_peer: n_per_peer as usize,
+            ..ServerLimits::default()
+        }
+    }
+
+    fn api_key(&self) -> anyhow::Result<Option<String>> {
+        let Some(name) = &self.api_key_env else { return Ok(None) };
+        match std::env::var(name) {
+            Ok(key) if !key.trim().is_empty() => Ok(Some(key.trim().to_owned())),
+            _ => {
+                let problem =
+                    format!("the environment variable `{name}` holds no key; set it, or leave --api_key_env out");
+                Err(usage(problem).into())
+            }
+        }
+    }
+
+    fn warn_if_open(&self) {
+        if !self.addr.ip().is_loopback() && self.api_key_env.is_none() {
+            let address = self.addr.ip();
+            terminal::print(&format!(
+                "{address}: other machines may reach this address, and no key is required; name one with --api_key_env"
+            ));
         }
     }
 }
@@ -275,12 +309,13 @@ fn open_batcher(
         }
     });
     let (batcher, worker) = Batcher::new(classifier, tokenizer, limits, observer);
-    Ok((BatchedClassifier { batcher, temperature }, worker))
+    Ok((BatchedClassifier { batcher, temperature, max_waiting: limits.max_waiting }, worker))
 }
 
 struct BatchedClassifier {
     batcher: Batcher,
     temperature: f64,
+    max_waiting: usize,
 }
 
 impl TextClassifier for BatchedClassifier {
@@ -307,6 +342,10 @@ impl TextClassifier for BatchedClassifier {
 
     fn n_waiting(&self) -> usize {
         self.batcher.n_waiting()
+    }
+
+    fn is_full(&self) -> bool {
+        self.batcher.n_waiting() >= self.max_waiting
     }
 }
 

@@ -1,0 +1,165 @@
+//! The JSON body of a request, read field by field, so that an error names the field, its value and what is expected.
+
+use axum::body::Bytes;
+use axum::extract::{FromRequest, Request};
+use axum::http::{HeaderMap, HeaderName, StatusCode, header};
+use serde::de::{DeserializeOwned, Deserializer, Error as _, MapAccess, Visitor};
+use serde_json::{Map, Value};
+use std::fmt;
+use std::time::Duration;
+
+/// Characters of a value that a message quotes.
+const QUOTED_CHARS: usize = 60;
+
+/// What is wrong with a body, in a sentence.
+#[derive(Debug)]
+pub(crate) struct BodyError {
+    pub(crate) status: StatusCode,
+    pub(crate) message: String,
+}
+
+impl BodyError {
+    fn new(status: StatusCode, message: impl Into<String>) -> Self {
+        Self { status, message: message.into() }
+    }
+
+    /// A value that cannot be used.
+    fn value(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::UNPROCESSABLE_ENTITY, message)
+    }
+}
+
+/// Limits of a body, and its form for messages.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BodyLimits<'a> {
+    /// Also set as `DefaultBodyLimit` of the route.
+    pub(crate) max_bytes: usize,
+    pub(crate) timeout: Duration,
+    pub(crate) expected: &'a str,
+}
+
+/// Reads the body of a request.
+pub(crate) async fn read_fields(request: Request, limits: BodyLimits<'_>) -> Result<JsonFields, BodyError> {
+    check_headers(request.headers(), limits)?;
+    let body = tokio::time::timeout(limits.timeout, Bytes::from_request(request, &())).await;
+    let late = |_| {
+        let what = format!("the body was not received within {:?}", limits.timeout);
+        BodyError::new(StatusCode::REQUEST_TIMEOUT, what)
+    };
+    let body = body.map_err(late)?.map_err(|rejection| match rejection.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => too_large(limits),
+        _ => BodyError::new(StatusCode::BAD_REQUEST, "the body is incomplete or its chunks are malformed"),
+    })?;
+    JsonFields::parse(&body, limits.expected)
+}
+
+fn too_large(limits: BodyLimits<'_>) -> BodyError {
+    BodyError::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body is larger than {} bytes", limits.max_bytes))
+}
+
+/// Checks what is known before the body arrives.
+fn check_headers(headers: &HeaderMap, limits: BodyLimits<'_>) -> Result<(), BodyError> {
+    let text = |name: HeaderName| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
+    let wrong = |what: String| Err(BodyError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what));
+    match text(header::CONTENT_TYPE) {
+        Some(content_type) if is_json(&content_type) => {}
+        Some(other) => {
+            return wrong(format!("`Content-Type` is `{}`; expected `application/json`", shortened(&other)));
+        }
+        None => return wrong("`Content-Type` is missing; expected `application/json`".into()),
+    }
+    if let Some(encoding) = text(header::CONTENT_ENCODING).filter(|encoding| !encoding.eq_ignore_ascii_case("identity"))
+    {
+        return wrong(format!("`Content-Encoding` is `{}`; expected an uncompressed body", shortened(&encoding)));
+    }
+    let length = text(header::CONTENT_LENGTH).and_then(|length| length.parse::<u64>().ok());
+    match length.is_some_and(|length| length > limits.max_bytes as u64) {
+        true => Err(too_large(limits)),
+        false => Ok(()),
+    }
+}
+
+fn is_json(content_type: &str) -> bool {
+    let kind = content_type.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
+    kind == "application/json" || (kind.starts_with("application/") && kind.ends_with("+json"))
+}
+
+/// A value in a message.
+pub(crate) fn quoted(value: &Value) -> String {
+    shortened(&value.to_string())
+}
+
+fn shortened(text: &str) -> String {
+    match text.char_indices().nth(QUOTED_CHARS) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+/// The fields of a JSON object.
+#[derive(Debug)]
+pub(crate) struct JsonFields(Map<String, Value>);
+
+impl JsonFields {
+    fn parse(body: &[u8], expected: &str) -> Result<Self, BodyError> {
+        let syntax = |what: String| BodyError::new(StatusCode::BAD_REQUEST, what);
+        if body.trim_ascii().is_empty() {
+            return Err(syntax(format!("the body is empty; expected {expected}")));
+        }
+        serde_json::from_slice::<Self>(body).map_err(|error| match serde_json::from_slice::<Value>(body) {
+            Err(error) => syntax(format!("the body is not valid JSON: {error}; expected {expected}")),
+            Ok(Value::Object(_)) => BodyError::value(error.to_string()),
+            Ok(other) => BodyError::value(format!("the body is {}; expected {expected}", quoted(&other))),
+        })
+    }
+
+    /// The value of a field; `None` where it is missing or null.
+    ///
+    /// # Errors
+    /// It has another type than `T`, which `expected` describes.
+    pub(crate) fn take<T: DeserializeOwned>(&mut self, name: &str, expected: &str) -> Result<Option<T>, BodyError> {
+        let value = self.0.remove(name).filter(|value| !value.is_null());
+        value.map(|value| T::deserialize(&value).map_err(|_| wrong_value(name, &value, expected))).transpose()
+    }
+
+    /// The value of a field.
+    ///
+    /// # Errors
+    /// It is missing, null, or of another type than `T`.
+    pub(crate) fn take_required<T: DeserializeOwned>(&mut self, name: &str, expected: &str) -> Result<T, BodyError> {
+        let missing = || BodyError::value(format!("`{name}` is missing; expected {expected}"));
+        self.take(name, expected)?.ok_or_else(missing)
+    }
+}
+
+fn wrong_value(name: &str, value: &Value, expected: &str) -> BodyError {
+    BodyError::value(format!("`{name}` is {}; expected {expected}", quoted(value)))
+}
+
+impl<'de> serde::Deserialize<'de> for JsonFields {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(FieldsVisitor)
+    }
+}
+
+/// Rejects a field that appears twice, since it is unclear which one the client means.
+struct FieldsVisitor;
+
+impl<'de> Visitor<'de> for FieldsVisitor {
+    type Value = JsonFields;
+
+    fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        formatter.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<JsonFields, A::Error> {
+        let mut fields = Map::new();
+        while let Some(name) = access.next_key::<String>()? {
+            if fields.contains_key(&name) {
+                return Err(A::Error::custom(format!("`{name}` appears twice")));
+            }
+            fields.insert(name, access.next_value()?);
+        }
+        Ok(JsonFields(fields))
+    }
+}

@@ -1,0 +1,52 @@
+//! The key that clients send as `Authorization: Bearer KEY`.
+
+use axum::http::{HeaderMap, header};
+use querl_core::fsx::digest_hex;
+
+/// Message of a response with status 401.
+pub(crate) const KEY_MESSAGE: &str = "the key is missing or wrong; send it as `Authorization: Bearer KEY`";
+
+/// A key, stored as its digest. Digests have one length, and a comparison reads them whole: its time does not depend on the given key.
+pub(crate) struct ApiKey(String);
+
+impl ApiKey {
+    pub(crate) fn new(key: &str) -> Self {
+        Self(digest_hex(key.as_bytes()))
+    }
+
+    /// Whether the headers have this key. The case of `Bearer` does not matter (RFC 9110, 11.1).
+    pub(crate) fn is_in(&self, headers: &HeaderMap) -> bool {
+        let Some(value) = headers.get(header::AUTHORIZATION).map(|value| value.as_bytes().trim_ascii()) else {
+            return false;
+        };
+        let Some((scheme, key)) = value.split_at_checked("bearer ".len()) else { return false };
+        let digest = digest_hex(key.trim_ascii());
+        let difference = digest.bytes().zip(self.0.bytes()).fold(0, |difference, (a, b)| difference | (a ^ b));
+        scheme.eq_ignore_ascii_case(b"bearer ") && difference == 0
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_scheme_has_any_case_and_the_key_has_not() {
+        let key = ApiKey::new("Right");
+        let is_in = |value: &str| {
+            let mut headers = HeaderMap::new();
+            headers.insert(header::AUTHORIZATION, value.parse().unwrap());
+            key.is_in(&headers)
+        };
+        for value in ["Bearer Right", "bearer Right", "BEARER   Right "] {
+            assert!(is_in(value), "{value}");
+        }
+        for value in
+            ["Bearer right", "Bearer Right2", "Bearer Righ", "Basic Right", "Right", "Bearer", "Bearer ", "", "钥匙"]
+        {
+            assert!(!is_in(value), "{value}");
+        }
+        assert!(!key.is_in(&HeaderMap::new()));
+    }
+}
