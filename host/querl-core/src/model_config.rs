@@ -188,18 +188,26 @@ pub enum ReadError {
     Invalid(String),
 }
 
-/// Reads an object of at most [`MAX_BYTES`].
+/// Reads a JSON file next to a model of at most [`MAX_BYTES`].
 ///
 /// # Errors
-/// The file cannot be read, is larger, or is not a JSON object.
-pub fn read(path: &Path) -> Result<Map<String, Value>, ReadError> {
+/// The file cannot be read or is larger.
+pub fn read_bytes(path: &Path) -> Result<Vec<u8>, ReadError> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?.take(MAX_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MAX_BYTES {
         let message = format!("larger than {} MiB; expected the configuration of one model", MAX_BYTES >> 20);
         return Err(ReadError::Invalid(message));
     }
-    match serde_json::from_slice(&bytes) {
+    Ok(bytes)
+}
+
+/// Reads an object of at most [`MAX_BYTES`].
+///
+/// # Errors
+/// The file cannot be read, is larger, or is not a JSON object.
+pub fn read(path: &Path) -> Result<Map<String, Value>, ReadError> {
+    match serde_json::from_slice(&read_bytes(path)?) {
         Ok(Value::Object(keys)) => Ok(keys),
         Ok(other) => Err(ReadError::Invalid(format!("is {}; expected a JSON object", shown(&other)))),
         Err(error) => Err(ReadError::Invalid(format!("not JSON: {error}"))),

@@ -198,9 +198,8 @@ fn check_keys(config: &Value) -> Result<(), String> {
 }
 
 fn read_json(path: &Path) -> Result<Value, EncoderError> {
-    let text =
-        std::fs::read_to_string(path).map_err(|error| EncoderError::file(path, format!("cannot be read: {error}")))?;
-    serde_json::from_str(&text).map_err(|error| EncoderError::file(path, format!("not JSON: {error}")))
+    let bytes = model_config::read_bytes(path).map_err(|error| EncoderError::file(path, error))?;
+    serde_json::from_slice(&bytes).map_err(|error| EncoderError::file(path, format!("not JSON: {error}")))
 }
 
 /// The encoder without a head.

@@ -7,7 +7,7 @@ pub(crate) use rope_scaling::inverse_frequencies;
 pub use rope_scaling::{Llama3Scaling, RopeScaling, YarnScaling};
 
 use crate::ModelError;
-use querl_core::model_config::{self, Keys, ReadError};
+use querl_core::model_config::{self, Keys};
 use std::path::Path;
 
 /// Architecture of a decoder.
@@ -125,10 +125,7 @@ impl DecoderConfig {
     }
 
     fn read(path: &Path, expected: &'static str, family: impl Fn(&str) -> Option<Family>) -> Result<Self, ModelError> {
-        let file = model_config::read(path).map_err(|error| match error {
-            ReadError::Io(source) => ModelError::Io { path: path.to_owned(), source },
-            ReadError::Invalid(message) => ModelError::bad_file(path, message),
-        })?;
+        let file = model_config::read(path).map_err(|error| ModelError::unread(path, error))?;
         let architecture = file.get("architectures").and_then(|names| names[0].as_str());
         let found = architecture.unwrap_or("none named").to_owned();
         let Some(family) = family(&found) else {

@@ -1,5 +1,6 @@
 //! Errors of model directories, adapters and computations.
 
+use querl_core::model_config::ReadError;
 use std::path::{Path, PathBuf};
 
 /// Errors of this crate.
@@ -37,6 +38,13 @@ pub enum ModelError {
 impl ModelError {
     pub(crate) fn bad_file(path: &Path, message: impl std::fmt::Display) -> Self {
         Self::BadFile { path: path.to_owned(), message: message.to_string() }
+    }
+
+    pub(crate) fn unread(path: &Path, error: ReadError) -> Self {
+        match error {
+            ReadError::Io(source) => Self::Io { path: path.to_owned(), source },
+            ReadError::Invalid(message) => Self::bad_file(path, message),
+        }
     }
 
     pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self + '_ {

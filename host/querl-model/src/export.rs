@@ -6,6 +6,7 @@ use crate::adapter::{EMBEDDING, HEAD, LoraAdapter};
 use crate::checkpoint::{StoredModel, required};
 use crate::{ModelError, TextTokenizer};
 use candle_core::{DType, Tensor};
+use querl_core::model_config;
 use safetensors::{Dtype, View};
 use serde_json::{Value, json};
 use std::borrow::Cow;
@@ -323,8 +324,8 @@ fn copy(from: &Path, to: &Path) -> Result<(), ModelError> {
 }
 
 pub(crate) fn read_json(path: &Path) -> Result<Value, ModelError> {
-    let text = std::fs::read_to_string(path).map_err(ModelError::io(path))?;
-    serde_json::from_str(&text).map_err(|error| ModelError::bad_file(path, error))
+    let bytes = model_config::read_bytes(path).map_err(|error| ModelError::unread(path, error))?;
+    serde_json::from_slice(&bytes).map_err(|error| ModelError::bad_file(path, error))
 }
 
 pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {

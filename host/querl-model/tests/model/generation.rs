@@ -114,6 +114,27 @@ fn bases_of_every_kind_decode_as_they_train() {
     }
 }
 
+/// Prompts of many blocks with a common prefix, longer than the window.
+#[test]
+fn long_prompts_decode_as_they_train_with_windows_and_scaled_rope() {
+    let shared: Vec<u32> = (0..1500).map(|i| (i * i + 29 * i) % 61 + 3).collect();
+    let prompts = [shared.clone(), [&shared[..1100], &[5, 9, 2, 7]].concat()];
+    for name in ["long-window-mistral", "long-window-qwen3", "long-yarn"] {
+        let decoder = Decoder::load(&golden(&format!("decoders/{name}")), Weights::Frozen).unwrap();
+        let requests: Vec<GenerationRequest<'_>> =
+            prompts.iter().map(|prompt| GenerationRequest { prompt, seed: 3, n: 2 }).collect();
+        let mut engine = engine(&decoder, 3);
+        let all = engine.generate(&requests, Decoding::Sample, &settings(1.0, 20), &BTreeSet::new()).unwrap();
+        for (prompt, answers) in prompts.iter().zip(&all) {
+            for answer in answers {
+                let expected = trained_logprobs(&decoder, None, prompt, answer, 1.0);
+                let worst = answer.logprobs.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+                assert!(worst < 5e-5, "{name}: off by {worst}");
+            }
+        }
+    }
+}
+
 #[test]
 fn answers_do_not_depend_on_how_many_are_in_progress() {
     let decoder = decoder();
