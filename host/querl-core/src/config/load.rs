@@ -561,7 +561,7 @@ path = "reward.wasm"
         fn any_bytes_are_a_configuration_or_an_error(bytes in vec(any::<u8>(), 0..200), key in "[a-z.]{0,12}", value in ".{0,12}") {
             check_loading(&bytes)?;
             let fault = fault(GOOD, &[&format!("no_{key}={value}")]);
-            prop_assert!(fault.starts_with("--set no_") && !fault.contains('\n'), "{fault}");
+            prop_assert!(fault.contains("no_") && !fault.contains('\n'), "{fault}");
         }
     }
 }

@@ -91,7 +91,7 @@ fn check_parts(path: &Path) -> Result<(), DataError> {
     for index in 0..archive.len() {
         // A part that cannot be read is an error where it is used.
         let Ok(mut part) = archive.by_index(index) else { continue };
-        let Ok(shown) = part.name().map(|name| name.into_owned()) else { continue };
+        let Ok(shown) = part.name().map(|name| name.escape_debug().to_string()) else { continue };
         let name = shown.to_lowercase();
         let is_index = [".rels", "styles", "theme", "workbook", "content_types"].iter().any(|word| name.contains(word));
         let is_strings = name.contains("sharedstrings");

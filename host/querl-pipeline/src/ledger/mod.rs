@@ -136,7 +136,15 @@ impl Ledger {
                     let remedy = "put the file back, or remove it to run all stages again";
                     Stop::usage(format!("{}: not a ledger of stages ({error}); {remedy}", path.display()))
                 })?;
-                if contents.format == FORMAT { contents } else { empty() }
+                match contents.format {
+                    FORMAT => contents,
+                    format if format > FORMAT => {
+                        let problem = format!("format is {format}, and this querl reads {FORMAT}");
+                        let remedy = "run the querl that wrote it, or remove the file to run all stages again";
+                        return Err(Stop::usage(format!("{}: {problem}; {remedy}", path.display())).into());
+                    }
+                    _ => empty(),
+                }
             }
         };
         Ok(Self { path: path.into(), contents })
@@ -370,6 +378,9 @@ mod tests {
         assert_eq!(Ledger::open(&path).unwrap().entry("sft"), Some(&entry(&[("a", "b")])));
         std::fs::write(&path, "{").unwrap();
         assert!(Ledger::open(&path).unwrap_err().to_string().contains("not a ledger of stages"));
+        std::fs::write(&path, "{\"format\": 2, \"stages\": {}}").unwrap();
+        let error = Ledger::open(&path).unwrap_err().to_string();
+        assert!(error.contains("stages.json: format is 2, and this querl reads 1; run the querl"), "{error}");
     }
 
     #[test]
@@ -406,7 +417,9 @@ mod tests {
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("stages.json");
             let mut facts = Facts::default();
-            texts.iter().for_each(|(name, value)| drop(facts.add(name.clone(), value.clone())));
+            for (name, value) in &texts {
+                facts.add(name.clone(), value.clone());
+            }
             let pairs: Vec<(&str, &str)> = texts.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
             let written = Entry { facts, seconds, ..entry(&pairs) };
             let mut ledger = Ledger::open(&path).unwrap();

@@ -385,7 +385,7 @@ mod properties {
             drop(cache);
             let cache = open(&path);
             for (key, value) in &entries {
-                prop_assert_eq!(cache.get(CacheTable::Judgements, key, None).as_ref(), Some(value));
+                prop_assert_eq!(cache.get(CacheTable::Judgements, key, None), Some(value.clone()));
             }
             drop(cache);
             let bytes = std::fs::read(&path).unwrap();
