@@ -81,7 +81,19 @@ fn end(report: fn(Stopping)) -> ! {
         let _ = sender.send(());
     });
     let _ = reported.recv_timeout(REPORT_TIMEOUT);
-    std::process::exit(Ending::Interrupted as i32)
+    exit(Ending::Interrupted as i32)
+}
+
+/// Ends without exit handlers, which take down what other threads still use: CUDA's, the allocator's.
+#[cfg(unix)]
+fn exit(code: i32) -> ! {
+    // SAFETY: it has no preconditions.
+    unsafe { libc::_exit(code) }
+}
+
+#[cfg(not(unix))]
+fn exit(code: i32) -> ! {
+    std::process::exit(code)
 }
 
 /// True after the first signal while something had to be saved. Long loops read it between units of work.

@@ -248,6 +248,20 @@ fn find(line: &serde_json::Value, name: &str) -> Option<f64> {
 }
 
 #[test]
+fn epochs_of_rl_are_as_many_steps_as_the_training_split_has_batches() {
+    let project = support::results::project();
+    project.edit("[rl]\nmax_steps = 2\nbatch_size = 4", "[rl]\nepochs = 2\nbatch_size = 16");
+    let done = project.querl(&["run", "querl.toml", "--to", "rl"]).ok();
+    let n_rows = project.read("run/data/train.jsonl").lines().count();
+    let n_steps = (2 * n_rows).div_ceil(16);
+    let note = format!("rl: {n_steps} steps: 2 epoch(s) of {n_rows} queries in batches of 16\n");
+    assert!(done.stderr.contains(&note), "{done:#?}");
+    assert_eq!(column(&project, "rl", "avg_reward").len(), n_steps);
+    let watched = project.querl(&["watch", "run", "--once"]).ok().stdout;
+    assert!(watched.contains(&format!("step {n_steps} of {n_steps}")), "{watched}");
+}
+
+#[test]
 fn two_devices_that_hold_a_model_together_train_and_answer_as_one() {
     let model = format!("model.path={}", support::repository().join("examples/tiny-qwen3").display());
     let run = |sets: &[&str]| {

@@ -282,8 +282,7 @@ fn check_split(config: &Config, violations: &mut Vec<Violation>) {
 
 fn check_rl_steps(config: &Config, violations: &mut Vec<Violation>) {
     if config.rl.max_steps == 0 && config.rl.epochs.is_none() {
-        violations
-            .push(Violation::of("rl.max_steps", "is 0; expected 1 or more, or passes over the data as rl.epochs"));
+        violations.push(Violation::of("rl.max_steps", "is 0; expected 1 or more, or a number of rl.epochs"));
     }
 }
 

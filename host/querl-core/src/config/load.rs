@@ -310,6 +310,25 @@ path = "reward.wasm"
     }
 
     #[test]
+    fn epochs_replace_the_default_number_of_steps_and_not_one_that_is_set() {
+        let steps = |text: &str, set: &[&str]| {
+            let folder = folder(&GOOD.replace("gae_lambda = 0.95", text));
+            let set = set.iter().map(|flag| (*flag).to_owned()).collect();
+            let config = load(&folder.path().join("querl.toml"), &Overrides { set, ..Overrides::default() }).unwrap();
+            let copy = folder.path().join("config.resolved.toml");
+            std::fs::write(&copy, config.to_toml()).unwrap();
+            assert_eq!(load(&copy, &Overrides::default()).unwrap(), config);
+            config.rl.n_steps(64_000)
+        };
+        assert_eq!(steps("", &[]), 100);
+        assert_eq!(steps("epochs = 2", &[]), 2000);
+        assert_eq!(steps("epochs = 2", &["rl.max_steps=5"]), 5);
+        assert_eq!(steps("max_steps = 70", &["rl.epochs=2"]), 70);
+        let no_length = fault(&GOOD.replace("gae_lambda = 0.95", "max_steps = 0"), &[]);
+        assert!(no_length.ends_with("rl.max_steps is 0; expected 1 or more, or a number of rl.epochs"), "{no_length}");
+    }
+
+    #[test]
     fn resolved_copy_loads_to_an_equal_configuration() {
         let folder = folder(GOOD);
         let config = load(&folder.path().join("querl.toml"), &Overrides::default()).unwrap();

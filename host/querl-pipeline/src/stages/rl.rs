@@ -129,6 +129,7 @@ impl Stage for Rl {
         let callbacks = Callbacks { progress, metrics: &metrics, stop: interrupt::flag() };
         let (job, request) = job(run, &train, &val, fingerprint)?;
         memory::check(run.executor.gpu(), &request, progress)?;
+        planned(&run.config.rl, train.len()).iter().for_each(|note| progress.line(note));
         let summary = run.executor.run_rl(&job, run.config.threads, &environments, &callbacks);
         let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
         let mut facts = Facts::default();
@@ -168,6 +169,14 @@ fn job(
     let (rl, lora) = (Box::new(config.rl.clone()), config.sft.clone());
     let request = memory::request(config, PlannedStage::Rl { config: rl, lora, longest_prompt })?;
     Ok((job, request))
+}
+
+/// The length of a training that is given in epochs.
+fn planned(rl: &RlConfig, n_rows: usize) -> Option<String> {
+    let (epochs, n_steps) = (rl.epochs?, rl.n_steps(n_rows));
+    let is_bounded = n_steps < RlConfig { max_steps: 0, ..rl.clone() }.n_steps(n_rows);
+    let bound = if is_bounded { ", cut off by rl.max_steps" } else { "" };
+    Some(format!("{n_steps} steps: {epochs} epoch(s) of {n_rows} queries in batches of {}{bound}", rl.batch_size))
 }
 
 fn judging(run: &Run) -> Judging {
