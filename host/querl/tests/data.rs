@@ -39,7 +39,10 @@ fn a_run_is_the_same_from_every_folder() {
     let args = ["run", "../querl.toml", "--to", "validate", "--set", "data.input=own.jsonl", "--out", "../run"];
     let output = project.command(&args).current_dir(project.path("elsewhere")).output().unwrap();
     let said = CommandOutput::of(output, project.folder.path()).ok();
-    assert!(["rewrite", "validate"].iter().all(|stage| said.stderr.contains(&format!("{stage}: finished earlier"))), "{said:#?}");
+    assert!(
+        ["rewrite", "validate"].iter().all(|stage| said.stderr.contains(&format!("{stage}: finished earlier"))),
+        "{said:#?}"
+    );
     assert_eq!(project.read("run/config.resolved.toml"), resolved);
     let message = project.refusal(&["run", "querl.toml", "--set", "data.input=own.jsonl"], 2);
     assert_eq!(message, "--set data.input is \"own.jsonl\"; no such file; create it or correct the path");

@@ -94,11 +94,8 @@ fn a_command_that_looks_at_plugins_says_how_to_build_one_and_does_not() {
     let project = &watched.0;
     write_source(&project.path("source"));
     project.edit(&reward(), "source");
-    let cases: [&[&str]; 3] = [
-        &["plugin", "inspect", "source"],
-        &["plugin", "list", "querl.toml"],
-        &["config", "check", "querl.toml"],
-    ];
+    let cases: [&[&str]; 3] =
+        [&["plugin", "inspect", "source"], &["plugin", "list", "querl.toml"], &["config", "check", "querl.toml"]];
     for args in cases {
         let message = watched.refusal(args);
         assert!(message.contains("build it with `querl plugin build ") && message.contains("source`"), "{message}");
