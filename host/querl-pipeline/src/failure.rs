@@ -99,7 +99,25 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     if let Some(DirLockError::Io { .. }) = cause.downcast_ref() {
         return Some(Ending::Usage);
     }
+    if let Some(error) = cause.downcast_ref::<std::io::Error>() {
+        return of_path(error);
+    }
     cause.downcast_ref::<ConfigError>().map(|_| Ending::Usage)
+}
+
+/// A path or its permissions are for the user to correct; a full disk or a limit of file sizes is a failure.
+fn of_path(error: &std::io::Error) -> Option<Ending> {
+    use std::io::ErrorKind as Kind;
+    let is_of_path = matches!(
+        error.kind(),
+        Kind::NotFound
+            | Kind::PermissionDenied
+            | Kind::NotADirectory
+            | Kind::IsADirectory
+            | Kind::ReadOnlyFilesystem
+            | Kind::InvalidFilename
+    );
+    is_of_path.then_some(Ending::Usage)
 }
 
 /// A transparent error's cause is its inner error's cause: the fault itself is not in the chain.
@@ -190,6 +208,14 @@ mod tests {
         let error = anyhow::Error::from(Stop::of(limit)).context("stage rl");
         assert_eq!((ending_of(&error), sentence(&error).as_str()), (Ending::Limit, "stage rl: budget reached"));
         assert_eq!(ending_of(&anyhow::anyhow!("disk full")), Ending::Failed);
+    }
+
+    #[test]
+    fn a_path_that_cannot_be_used_is_for_the_user_to_correct() {
+        let of = |kind: std::io::ErrorKind| ending_of(&anyhow::Error::from(std::io::Error::from(kind)).context("out"));
+        assert_eq!(of(std::io::ErrorKind::NotADirectory), Ending::Usage);
+        assert_eq!(of(std::io::ErrorKind::ReadOnlyFilesystem), Ending::Usage);
+        assert_eq!(of(std::io::ErrorKind::StorageFull), Ending::Failed);
     }
 
     #[test]

@@ -292,6 +292,17 @@ fn recipe_of_a_small_model_names_the_line() {
     let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
     assert!(message.starts_with("pretrain.toml:3: unknown field `sead`"), "{message}");
     assert!(!project.path("out").exists());
+    // Regression: the folder of the unfinished model was left.
+    project.write("corpus.jsonl", "{\"text\": \"鱼油怎么吃\"}\n");
+    let shape =
+        "intermediate_size = 8\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\nhead_dim = 8\nmax_positions = 64\n[train]\n";
+    let recipe = format!(
+        "corpus = \"corpus.jsonl\"\noutput_dir = \"out\"\nseed = 1\nvocab_size = 300\n[model]\nhidden_size = 0\n{shape}"
+    );
+    project.write("pretrain.toml", &recipe);
+    let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
+    assert!(message.starts_with("pretrain.toml: no model can be made of it: "), "{message}");
+    assert!(!project.path("out/.pretrain").exists());
 }
 
 #[test]

@@ -6,7 +6,7 @@ use anyhow::Context;
 use querl_core::config::SftConfig;
 use querl_core::fsx::{digest_file, digest_hex, read_jsonl};
 use querl_core::records::Message;
-use querl_model::{Decoder, Mesh, TextTokenizer, small_model};
+use querl_model::{Decoder, DecoderConfig, Mesh, TextTokenizer, small_model};
 use querl_pipeline::failure::{Stop, ending};
 use querl_pipeline::interrupt;
 use querl_pipeline::metrics_log::MetricsLog;
@@ -49,15 +49,13 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     // In a folder of its own until it is complete: an old model is never replaced in part.
     let (work, new) = (output.join(WORK), output.join(WORK).join("model"));
     std::fs::create_dir_all(&new).with_context(|| format!("{}: cannot be made", new.display()))?;
-    let decoder_config = small_model::write_files(&new, &texts, config.vocab_size, &config.model)?;
-    let tokenizer = TextTokenizer::load(&new)?;
-    let examples: Vec<Example> = lines.iter().map(|line| example(line, &tokenizer)).collect::<anyhow::Result<_>>()?;
-    let decoder = Decoder::init(decoder_config, config.seed)?;
-    terminal::print(&format!("{} parameters, {} examples", decoder.config().n_parameters(), examples.len()));
     let corpus_digest = digest_file(&corpus).with_context(|| format!("{}: cannot be read", corpus.display()))?;
     let fingerprint =
         digest_hex(format!("{} {} {corpus_digest} {text}", env!("CARGO_PKG_VERSION"), config.seed).as_bytes());
-    train(&decoder, &examples, &config, &new, &fingerprint).inspect_err(|_| {
+    let made = small_model::write_files(&new, &texts, config.vocab_size, &config.model)
+        .map_err(|error| usage(format!("{}: no model can be made of it: {error}", path.display())).into())
+        .and_then(|decoder_config| make(decoder_config, &lines, &config, &new, &fingerprint));
+    made.inspect_err(|_| {
         // Kept where there is something to resume from.
         if !work.join(STATE).exists() {
             let _ = std::fs::remove_dir_all(&work);
@@ -65,11 +63,26 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     })?;
     // An earlier model is not replaced in part.
     let _at_safe_points = interrupt::at_safe_points();
-    decoder.save(&new, small_model::STORED_DTYPE)?;
     move_files(&new, &output).with_context(|| format!("{}: cannot be written", output.display()))?;
     std::fs::remove_dir_all(&work).with_context(|| format!("{}: cannot be removed", work.display()))?;
     terminal::print(&format!("written to {}", output.display()));
     Ok(())
+}
+
+/// Trains a model from random weights and writes it to the folder of its tokenizer.
+fn make(
+    decoder_config: DecoderConfig,
+    lines: &[CorpusLine],
+    config: &PretrainConfig,
+    new: &Path,
+    fingerprint: &str,
+) -> anyhow::Result<()> {
+    let tokenizer = TextTokenizer::load(new)?;
+    let examples: Vec<Example> = lines.iter().map(|line| example(line, &tokenizer)).collect::<anyhow::Result<_>>()?;
+    let decoder = Decoder::init(decoder_config, config.seed)?;
+    terminal::print(&format!("{} parameters, {} examples", decoder.config().n_parameters(), examples.len()));
+    train(&decoder, &examples, config, new, fingerprint)?;
+    Ok(decoder.save(new, small_model::STORED_DTYPE)?)
 }
 
 /// What of `[train]` cannot be used; adapters have no place in a model that is made from nothing.
@@ -152,7 +165,9 @@ fn example(line: &CorpusLine, tokenizer: &TextTokenizer) -> anyhow::Result<Examp
             Example { prompt: vec![small_model::END_OF_TEXT_ID], response: tokenizer.encode(text)? }
         }
         CorpusLine::Chat { messages } => {
-            let (answer, prompt) = messages.split_last().context("a conversation without messages")?;
+            let (answer, prompt) = messages
+                .split_last()
+                .ok_or_else(|| usage("corpus: a conversation without messages; remove its line"))?;
             Example { prompt: tokenizer.encode_prompt(prompt)?, response: tokenizer.encode_response(&answer.content)? }
         }
     })
