@@ -23,6 +23,7 @@ mod decoder;
 mod dropout;
 mod error;
 mod export;
+mod finite;
 mod generate;
 mod inspect;
 pub mod kernels;

@@ -4,6 +4,7 @@ use super::{Classifier, HEAD_WEIGHT};
 use crate::adapter::LoraAdapter;
 use crate::checkpoint::{StoredModel, Tensors, required};
 use crate::export::{copy_companions, read_json, write_json};
+use crate::finite::check_tensors;
 use crate::tokenizer::token_text;
 use crate::{Decoder, DecoderConfig, ModelError, Weights, save_tensors};
 use candle_core::{DType, Tensor};
@@ -36,6 +37,7 @@ impl Opened {
         }
         let tensors = candle_core::pickle::read_all(&pickled).map_err(|error| ModelError::bad_file(&pickled, error))?;
         let tensors: BTreeMap<String, Tensor> = tensors.into_iter().collect();
+        check_tensors(&pickled, &tensors)?;
         for (name, shape) in config.tensor_shapes() {
             let found = tensors.get(&name).map(|tensor| tensor.dims().to_vec());
             if found.as_ref() != Some(&shape) {
