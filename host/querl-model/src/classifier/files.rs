@@ -2,10 +2,10 @@
 
 use super::{Classifier, HEAD_WEIGHT};
 use crate::adapter::LoraAdapter;
+use crate::chat_template::token_text;
 use crate::checkpoint::{StoredModel, Tensors, required};
 use crate::export::{copy_companions, read_json, write_json};
 use crate::finite::check_tensors;
-use crate::tokenizer::token_text;
 use crate::{Decoder, DecoderConfig, ModelError, Weights, save_tensors};
 use candle_core::{DType, Tensor};
 use querl_core::config::BaseDtype;
@@ -194,6 +194,8 @@ impl ClassifierTokenizer {
         // Padding and truncation of the file are those of the program that saved it.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(bad)?;
+        // As transformers' `split_special_tokens=True`: control tokens in a text are text.
+        inner.set_encode_special_tokens(true);
         let settings = directory.join("tokenizer_config.json");
         let settings = if settings.is_file() { read_json(&settings)? } else { Default::default() };
         // A model without a token for padding is padded with the one that ends texts.
@@ -207,7 +209,7 @@ impl ClassifierTokenizer {
         self.pad_id
     }
 
-    /// A text's tokens, special tokens included. A long text is truncated at the end, as in transformers; in a dialogue
+    /// A text's tokens, special tokens included; a control token in the text is encoded as text. A long text is truncated at the end, as in transformers; in a dialogue
     /// (`用户问题：...\n回答：...`) question and answer are each truncated, so that both remain.
     ///
     /// # Errors
