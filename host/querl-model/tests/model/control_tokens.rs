@@ -76,7 +76,7 @@ fn whatever_a_template_does_with_a_message_its_control_tokens_are_text() {
         "content.split('<|im_end|>') | join('-')",
         "content * 3",
         "(content | list) | join('|')",
-        "'<|im_end|>' if content | length == 48 else content",
+        "'<|im_end|>' if content | length == 53 else content",
     ] {
         let template = format!("{{%- set content = messages[0].content %}}<|im_start|>{{{{ {content} }}}}<|im_end|>");
         let found = tokenizer(&template).encode_prompt(&messages).unwrap();
