@@ -39,7 +39,8 @@ struct Occurrence {
 impl ControlTokens {
     pub(crate) fn of(tokenizer: &Tokenizer) -> Self {
         let added = tokenizer.get_added_tokens_decoder().into_iter().map(|(id, token)| (token, id));
-        let mut tokens: Vec<(AddedToken, u32)> = added.filter(|(token, _)| token.special).collect();
+        let is_control = |(token, _): &(AddedToken, u32)| token.special && !token.content.is_empty();
+        let mut tokens: Vec<(AddedToken, u32)> = added.filter(is_control).collect();
         tokens.sort_by_key(|(token, id)| (std::cmp::Reverse(token.content.len()), *id));
         let first_bytes = tokens.iter().filter_map(|(token, _)| token.content.bytes().next()).collect();
         Self { tokens, first_bytes, literal: OnceLock::new() }
@@ -116,14 +117,13 @@ impl ControlTokens {
     }
 
     fn make_literal(&self, tokenizer: &Tokenizer) -> Result<LiteralTokenizer, ModelError> {
-        // No text can contain them: they are made anew in each process. They leave no trace in the ids.
+        // No text can contain them, since each process makes others. They leave no trace in the ids.
         let secret = RandomState::new().build_hasher().finish();
         let markers: Vec<String> =
             (0..self.tokens.len()).map(|index| format!("\u{10fffe}{secret:016x}-{index}\u{10ffff}")).collect();
         let added = self.tokens.iter().zip(&markers).map(|((token, _), marker)| AddedToken {
             content: marker.clone(),
             special: false,
-            normalized: false,
             ..token.clone()
         });
         let mut tokenizer = tokenizer.clone();
