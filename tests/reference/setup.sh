@@ -16,8 +16,9 @@ for version in 0.11.4 0.24.0; do
     fi
 done
 
-# In this order: lora.py, sft.py, generation.py and classifiers.py read the checkpoints that decoders.py writes.
-for script in decoders.py encoders.py lora.py sft.py ppo.py trl_golden.py template.py replay.py generation.py fp8.py classifiers.py classification.py; do
+# In this order: lora.py, sft.py, generation.py and classifiers.py read the checkpoints that decoders.py writes, control_tokens.py the
+# tokenizers that encoders.py writes.
+for script in decoders.py encoders.py lora.py sft.py ppo.py trl_golden.py template.py control_tokens.py replay.py generation.py fp8.py classifiers.py classification.py; do
     .venv/bin/python "$script"
 done
 

@@ -1,9 +1,11 @@
 //! A BERT-type model without its head: the Hugging Face directory, tokenized batches, and the encoder.
 
 use crate::EncoderError;
+use candle_core::safetensors::SliceSafetensors;
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{bert, xlm_roberta};
+use querl_core::floats::{FloatFormat, coordinates};
 use querl_core::fsx;
 use querl_core::model_config::{self, Keys, NoOp, bounds};
 use serde_json::{Value, json};
@@ -175,6 +177,7 @@ impl Directory {
         let bytes = std::fs::read(&path).map_err(|error| {
             EncoderError::file(&path, format!("cannot be read: {error}; save the model with `safe_serialization=True`"))
         })?;
+        check_weights(&bytes).map_err(|problem| EncoderError::file(&path, problem))?;
         VarBuilder::from_buffered_safetensors(bytes, DType::F32, &Device::Cpu)
             .map_err(|error| EncoderError::file(&path, error))
     }
@@ -195,6 +198,25 @@ impl Directory {
 
 fn check_keys(config: &Value) -> Result<(), String> {
     config.as_object().map_or(Ok(()), |keys| Keys::new(keys).check_file(USED, NO_OPS))
+}
+
+/// Checks that the file is complete and that every weight is finite.
+fn check_weights(bytes: &[u8]) -> Result<(), String> {
+    let damaged = |error: candle_core::Error| {
+        let cause = error.to_string();
+        let cause = cause.lines().next().unwrap_or_default();
+        format!("damaged or truncated safetensors file ({cause}); download or save it again")
+    };
+    for (name, tensor) in SliceSafetensors::new(bytes).map_err(damaged)?.tensors() {
+        let dtype = DType::try_from(tensor.dtype()).map_err(|error| format!("tensor `{name}`: {error}"))?;
+        let Some(format) = FloatFormat::named(dtype.as_str()) else { continue };
+        if let Some(found) = format.first_not_finite(tensor.data()) {
+            let place = coordinates(found.index, tensor.shape());
+            let value = found.value;
+            return Err(format!("tensor `{name}` holds {value} at {place:?}; the file is damaged: download it again"));
+        }
+    }
+    Ok(())
 }
 
 fn read_json(path: &Path) -> Result<Value, EncoderError> {
@@ -285,12 +307,14 @@ pub(crate) struct Batch {
 }
 
 impl Tokens {
-    /// Reads tokenizer.json. Texts are truncated to `max_length` tokens with special tokens.
+    /// Reads tokenizer.json. Texts are truncated to `max_length` tokens with special tokens. A control token in a text (`[SEP]`) is
+    /// encoded as text, as with transformers' `split_special_tokens=True`.
     pub(crate) fn open(directory: &Directory, max_length: usize) -> Result<Self, EncoderError> {
         let path = directory.path("tokenizer.json");
         let mut tokenizer = Tokenizer::from_file(&path).map_err(|error| EncoderError::file(&path, error))?;
         // Padding of the file is ignored: batches are formed by length.
         tokenizer.with_padding(None);
+        tokenizer.set_encode_special_tokens(true);
         let truncation =
             TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, ..TruncationParams::default() };
         tokenizer.with_truncation(Some(truncation)).map_err(|error| EncoderError::file(&path, error))?;
@@ -351,6 +375,7 @@ fn cuts(lengths: &[usize], n_heads: usize) -> Vec<Vec<usize>> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -371,5 +396,33 @@ mod tests {
         assert_eq!(all, (0..40).collect::<Vec<_>>());
         assert_eq!(cuts(&[8192, 8192], 16).len(), 2, "one text at a time where even one is more than that");
         assert!(cuts(&[], 16).is_empty());
+    }
+
+    /// Goldens: `tests/reference/control_tokens.py`.
+    #[test]
+    fn control_tokens_in_texts_are_encoded_as_transformers_splits_them() {
+        let reference = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden");
+        let golden = read_json(&reference.join("control_tokens.json")).unwrap();
+        let golden = &golden["encoders"];
+        let texts = || golden["texts"].as_array().unwrap().iter().map(|text| text.as_str().unwrap());
+        let pairs: Vec<(&str, &str)> = texts().map(|text| (golden["query"].as_str().unwrap(), text)).collect();
+        for (name, expected) in golden["ids"].as_object().unwrap() {
+            let directory = Directory::open(&reference.join("encoders").join(name)).unwrap();
+            let tokens = Tokens::open(&directory, 1000).unwrap();
+            let of_texts = tokens.batches(texts().collect::<Vec<_>>()).unwrap();
+            let of_pairs = tokens.batches(pairs.clone()).unwrap();
+            for (batches, expected) in [(of_texts, &expected["texts"]), (of_pairs, &expected["pairs"])] {
+                let mut n_texts = 0;
+                for batch in batches {
+                    let (ids, mask) = (batch.ids.to_vec2::<u32>().unwrap(), batch.mask.to_vec2::<u32>().unwrap());
+                    for ((position, ids), mask) in batch.positions.iter().zip(&ids).zip(&mask) {
+                        let kept = ids.iter().zip(mask).filter(|(_, kept)| **kept == 1).map(|(id, _)| *id);
+                        assert_eq!(json!(kept.collect::<Vec<u32>>()), expected[position], "{name} {position}");
+                        n_texts += 1;
+                    }
+                }
+                assert_eq!(n_texts, 4, "{name}");
+            }
+        }
     }
 }

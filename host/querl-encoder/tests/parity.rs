@@ -98,18 +98,45 @@ fn write(folder: &Path, file: &str, value: &Value) {
 fn nan_and_inf_are_a_failure() {
     for (name, tensor) in [("bert-reranker", "classifier.bias"), ("bert-cls", "embeddings.LayerNorm.bias")] {
         let folder = copy(name);
-        let path = folder.path().join("model.safetensors");
-        let mut weights = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
-        let key = weights.keys().find(|key| key.ends_with(tensor)).unwrap().clone();
-        let damaged = weights[&key].affine(0.0, f64::NAN).unwrap();
-        weights.insert(key, damaged);
-        candle_core::safetensors::save(&weights, &path).unwrap();
+        let key = fill(folder.path(), tensor, f64::NAN);
+        let refused = match name {
+            "bert-cls" => EmbeddingModel::open(folder.path(), None).err(),
+            _ => CrossEncoder::open(folder.path(), None).err(),
+        };
+        let expected = format!("model.safetensors: tensor `{key}` holds NaN at [0]; the file is damaged: ");
+        assert!(refused.unwrap().to_string().contains(&expected), "{key}");
+    }
+    // Finite weights whose products overflow.
+    for name in ["bert-reranker", "bert-cls"] {
+        let folder = copy(name);
+        fill(folder.path(), "embeddings.LayerNorm.bias", 1e38);
         let failed = match name {
             "bert-cls" => EmbeddingModel::open(folder.path(), None).unwrap().vectors(&["鱼油"]).err(),
             _ => CrossEncoder::open(folder.path(), None).unwrap().logits("鱼油", &["怎么吃"]).err(),
         };
         assert!(failed.unwrap().to_string().starts_with("the model produced NaN or Inf"));
     }
+}
+
+/// Sets a tensor of a copied model to a value; its name in the file.
+fn fill(folder: &Path, tensor: &str, value: f64) -> String {
+    let path = folder.join("model.safetensors");
+    let mut weights = candle_core::safetensors::load(&path, &candle_core::Device::Cpu).unwrap();
+    let key = weights.keys().find(|key| key.ends_with(tensor)).unwrap().clone();
+    let filled = weights[&key].affine(0.0, value).unwrap();
+    weights.insert(key.clone(), filled);
+    candle_core::safetensors::save(&weights, &path).unwrap();
+    key
+}
+
+#[test]
+fn truncated_weights_are_named() {
+    let folder = copy("bert-cls");
+    let path = folder.path().join("model.safetensors");
+    let weights = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &weights[..weights.len() - 7]).unwrap();
+    let said = EmbeddingModel::open(folder.path(), None).err().unwrap().to_string();
+    assert!(said.contains("model.safetensors: damaged or truncated safetensors file ("), "{said}");
 }
 
 /// As newer versions of transformers write it.

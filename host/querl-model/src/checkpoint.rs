@@ -1,14 +1,17 @@
 //! Safetensors files, read and written, and the loading of a decoder's weights: from a checkpoint, from memory, or random.
 
 use crate::accelerator::WeightValues;
+use crate::finite::{StoredTensor, check_tensors};
 use crate::kernels::{FrozenWeight, Weight};
 use crate::sharding::{Placement, TensorParallel, TensorSlice};
 use crate::{ComputeDevice, DecoderConfig, ModelError, Weights, random};
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Tensor, Var};
 use querl_core::config::BaseDtype;
+use safetensors::tensor::TensorView;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 const NEEDS: &str =
@@ -22,11 +25,13 @@ pub(crate) fn required(directory: &Path, file: &str) -> Result<PathBuf, ModelErr
     Err(ModelError::MissingFile { directory: directory.to_owned(), file: file.to_owned(), needs: NEEDS })
 }
 
-/// The weight files of a model: one, or the shards that the index names.
-pub(crate) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, ModelError> {
-    let index = directory.join("model.safetensors.index.json");
+const INDEX: &str = "model.safetensors.index.json";
+
+/// The file of each tensor, as `model.safetensors.index.json` has it.
+fn weight_map(directory: &Path) -> Result<Option<BTreeMap<String, String>>, ModelError> {
+    let index = directory.join(INDEX);
     if !index.is_file() {
-        return Ok(vec![required(directory, "model.safetensors")?]);
+        return Ok(None);
     }
     #[derive(serde::Deserialize)]
     struct Index {
@@ -34,27 +39,112 @@ pub(crate) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, ModelError>
     }
     let text = std::fs::read_to_string(&index).map_err(ModelError::io(&index))?;
     let map: Index = serde_json::from_str(&text).map_err(|error| ModelError::bad_file(&index, error))?;
-    let shards: BTreeSet<String> = map.weight_map.into_values().collect();
-    shards.iter().map(|shard| required(directory, shard)).collect()
+    if map.weight_map.is_empty() {
+        return Err(ModelError::bad_file(&index, "`weight_map` names no tensors; download the model again"));
+    }
+    for (tensor, shard) in &map.weight_map {
+        check_shard(directory, tensor, shard).map_err(|message| ModelError::bad_file(&index, message))?;
+    }
+    Ok(Some(map.weight_map))
 }
 
-/// Checks a model directory without reading its weights.
+/// A shard is a file of the model's own folder.
+fn check_shard(directory: &Path, tensor: &str, shard: &str) -> Result<(), String> {
+    if shard.is_empty() || shard == "." || shard == ".." || shard.contains(['/', '\\', ':', '\0']) {
+        return Err(format!(
+            "`weight_map` has `{shard}` for the tensor `{tensor}`; expected the name of a file in the model's folder"
+        ));
+    }
+    match directory.join(shard).is_file() {
+        true => Ok(()),
+        false => {
+            Err(format!("`weight_map` names the shard `{shard}`, which is not in the folder; download the model again"))
+        }
+    }
+}
+
+/// The weight files of a model: one, or the shards that the index names.
+pub(crate) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, ModelError> {
+    let Some(map) = weight_map(directory)? else { return Ok(vec![required(directory, "model.safetensors")?]) };
+    let shards: BTreeSet<String> = map.into_values().collect();
+    Ok(shards.into_iter().map(|shard| directory.join(shard)).collect())
+}
+
+/// Checks a model directory without reading its weights: the configuration, and the header and size of each weight file.
 ///
 /// # Errors
-/// A file is missing, config.json is damaged or the architecture is not supported.
+/// A file is missing, config.json is damaged, the architecture is not supported, or a weight file is damaged or truncated.
 pub fn check_directory(directory: &Path) -> Result<(), ModelError> {
     DecoderConfig::load(&required(directory, "config.json")?)?;
-    weight_files(directory).map(drop)
+    WeightFiles::open(directory).map(drop)
 }
 
 /// Type, shape and bytes of a tensor or a part of one.
 pub(crate) type Bytes<'a> = (DType, Vec<usize>, Cow<'a, [u8]>);
 
+/// The mapped safetensors files of a model. Bytes of tensors are checked for NaN and Inf when they are read.
+struct WeightFiles {
+    files: Vec<(PathBuf, MmapedSafetensors)>,
+    /// Position in `files` by tensor.
+    routes: BTreeMap<String, usize>,
+    directory: PathBuf,
+}
+
+impl WeightFiles {
+    fn open(directory: &Path) -> Result<Self, ModelError> {
+        let (mut files, mut routes) = (Vec::new(), BTreeMap::new());
+        for path in weight_files(directory)? {
+            let tensors = map_file(&path)?;
+            routes.extend(tensors.tensors().into_iter().map(|(name, _)| (name, files.len())));
+            files.push((path, tensors));
+        }
+        let mut opened = Self { files, routes, directory: directory.to_owned() };
+        opened.follow(weight_map(directory)?.unwrap_or_default())?;
+        Ok(opened)
+    }
+
+    /// Takes each tensor from the shard that the index names.
+    fn follow(&mut self, weight_map: BTreeMap<String, String>) -> Result<(), ModelError> {
+        for (name, shard) in weight_map {
+            let path = self.directory.join(&shard);
+            let position = self.files.iter().position(|(file, _)| *file == path);
+            let Some(position) = position.filter(|&position| self.files[position].1.get(&name).is_ok()) else {
+                let message = format!("no tensor `{name}` there, which {INDEX} places in it; download the model again");
+                return Err(ModelError::bad_file(&path, message));
+            };
+            self.routes.insert(name, position);
+        }
+        Ok(())
+    }
+
+    /// The file of a tensor and the tensor.
+    fn view(&self, name: &str) -> Result<(&Path, TensorView<'_>), ModelError> {
+        let missing = || ModelError::bad_file(&self.directory, format!("no tensor `{name}` there"));
+        let (path, tensors) = &self.files[*self.routes.get(name).ok_or_else(missing)?];
+        Ok((path, tensors.get(name).map_err(|_| missing())?))
+    }
+}
+
+fn map_file(path: &Path) -> Result<MmapedSafetensors, ModelError> {
+    // SAFETY: a program that rewrites a checkpoint in place while it is mapped breaks the mapping, as it would for every
+    // reader of safetensors. querl never does: it writes a new file and renames it, which leaves the mapping intact.
+    unsafe { MmapedSafetensors::new(path) }.map_err(|error| damaged(path, &error))
+}
+
+fn damaged(path: &Path, error: &Error) -> ModelError {
+    // candle repeats the path; safetensors' own message is the cause.
+    let cause = match error {
+        Error::WithPath { inner, .. } => first_line(inner),
+        error => first_line(error),
+    };
+    let message = format!("damaged or truncated safetensors file ({cause}); download or save it again");
+    ModelError::bad_file(path, message)
+}
+
 /// A checkpoint mapped into memory, with names and shapes checked; each tensor is read when it is needed.
 pub(crate) struct StoredModel {
     pub(crate) config: DecoderConfig,
-    tensors: MmapedSafetensors,
-    directory: PathBuf,
+    files: WeightFiles,
 }
 
 impl StoredModel {
@@ -65,13 +155,7 @@ impl StoredModel {
 
     /// Opens a directory whose configuration was read already. `extra`: names of permitted tensors in addition to the decoder's.
     pub(crate) fn open_with(directory: &Path, config: DecoderConfig, extra: &[&str]) -> Result<Self, ModelError> {
-        let files = weight_files(directory)?;
-        // SAFETY: a program that rewrites a checkpoint in place while it is mapped breaks the mapping, as it would for every
-        // reader of safetensors. querl never does: it writes a new file and renames it, which leaves the mapping intact.
-        let tensors = unsafe { MmapedSafetensors::multi(&files) }.map_err(|error| {
-            ModelError::bad_file(directory, format!("damaged safetensors file: {}", first_line(&error)))
-        })?;
-        let stored = Self { config, tensors, directory: directory.to_owned() };
+        let stored = Self { config, files: WeightFiles::open(directory)? };
         stored.check(extra).map_err(|message| ModelError::bad_file(directory, message))?;
         Ok(stored)
     }
@@ -79,12 +163,12 @@ impl StoredModel {
     fn check(&self, extra: &[&str]) -> Result<(), String> {
         let shapes = self.config.tensor_shapes();
         let known: BTreeSet<&str> = shapes.iter().map(|(name, _)| name.as_str()).chain(extra.iter().copied()).collect();
-        let is_surplus = |name: &String| !known.contains(name.as_str()) && !is_redundant(name, &self.config);
-        if let Some((name, _)) = self.tensors.tensors().into_iter().find(|(name, _)| is_surplus(name)) {
+        let is_surplus = |name: &&String| !known.contains(name.as_str()) && !is_redundant(name, &self.config);
+        if let Some(name) = self.files.routes.keys().find(is_surplus) {
             return Err(format!("tensor `{name}` has no place in the model that config.json describes"));
         }
         for (name, shape) in &shapes {
-            let found = self.tensors.get(name).map_err(|_| format!("no tensor `{name}` there"))?;
+            let (_, found) = self.files.view(name).map_err(|_| format!("no tensor `{name}` there"))?;
             if found.shape() != shape.as_slice() {
                 let found = found.shape();
                 return Err(format!("tensor `{name}` has shape {found:?}; config.json makes it {shape:?}"));
@@ -94,36 +178,48 @@ impl StoredModel {
     }
 
     pub(crate) fn dtype(&self, name: &str) -> Result<DType, ModelError> {
-        Ok(DType::try_from(self.view(name)?.dtype())?)
+        Ok(DType::try_from(self.files.view(name)?.1.dtype())?)
     }
 
     pub(crate) fn tensor(&self, name: &str) -> Result<Tensor, ModelError> {
-        self.view(name)?;
-        Ok(self.tensors.load(name, &Device::Cpu)?)
+        let (dtype, shape, bytes) = self.bytes(name, None)?;
+        Ok(Tensor::from_raw_buffer(&bytes, dtype, &shape, &Device::Cpu)?)
     }
 
     /// A tensor or a part of it as it is stored. Rows are those of the mapped file; columns are copied, they alone are read.
+    ///
+    /// # Errors
+    /// There is no such tensor, or a value is NaN or Inf.
     pub(crate) fn bytes(&self, name: &str, slice: Option<&TensorSlice>) -> Result<Bytes<'_>, ModelError> {
-        let view = self.view(name)?;
-        let (dtype, mut shape) = (DType::try_from(view.dtype())?, view.shape().to_vec());
-        let Some(TensorSlice { axis, range }) = slice else { return Ok((dtype, shape, Cow::Borrowed(view.data()))) };
-        let bytes: &[u8] = self.tensors.get(name)?.data();
-        let line = bytes.len() / shape.first().copied().unwrap_or_default().max(1);
-        let bytes = match (axis, shape.as_slice()) {
-            (0, [..]) => Cow::Borrowed(&bytes[range.start * line..range.end * line]),
-            (1, [_, width]) => {
-                let size = line / width;
-                let columns = range.start * size..range.end * size;
-                Cow::Owned(bytes.chunks_exact(line).flat_map(|row| &row[columns.clone()]).copied().collect())
+        let (path, view) = self.files.view(name)?;
+        let (dtype, mut shape, bytes) = (DType::try_from(view.dtype())?, view.shape().to_vec(), view.data());
+        let mut start = vec![0; shape.len()];
+        let bytes = match slice {
+            None => Cow::Borrowed(bytes),
+            Some(TensorSlice { axis, range }) => {
+                let sliced = sliced(bytes, &shape, *axis, range);
+                let sliced =
+                    sliced.ok_or_else(|| ModelError::bad_file(path, format!("`{name}` is not a matrix: {shape:?}")))?;
+                (shape[*axis], start[*axis]) = (range.len(), range.start);
+                sliced
             }
-            _ => return Err(ModelError::bad_file(&self.directory, format!("`{name}` is not a matrix: {shape:?}"))),
         };
-        shape[*axis] = range.len();
+        StoredTensor { path, name, shape: &shape, start: &start }.check(dtype, &bytes)?;
         Ok((dtype, shape, bytes))
     }
+}
 
-    fn view(&self, name: &str) -> Result<safetensors::tensor::TensorView<'_>, ModelError> {
-        self.tensors.get(name).map_err(|_| ModelError::bad_file(&self.directory, format!("no tensor `{name}` there")))
+/// Rows of a tensor or columns of a matrix; `None` for columns of anything else.
+fn sliced<'a>(bytes: &'a [u8], shape: &[usize], axis: usize, range: &Range<usize>) -> Option<Cow<'a, [u8]>> {
+    let line = bytes.len() / shape.first().copied().unwrap_or_default().max(1);
+    match (axis, shape) {
+        (0, [..]) => Some(Cow::Borrowed(&bytes[range.start * line..range.end * line])),
+        (1, [_, width]) => {
+            let size = line / width;
+            let columns = range.start * size..range.end * size;
+            Some(Cow::Owned(bytes.chunks_exact(line).flat_map(|row| &row[columns.clone()]).copied().collect()))
+        }
+        _ => None,
     }
 }
 
@@ -140,10 +236,12 @@ fn first_line(error: &candle_core::Error) -> String {
 /// Reads all tensors of one safetensors file, in their stored types.
 ///
 /// # Errors
-/// The file is missing, cut short or no safetensors file.
+/// The file is missing, truncated or no safetensors file, or a value is NaN or Inf.
 pub fn load_tensors(path: &Path) -> Result<HashMap<String, Tensor>, ModelError> {
     let bytes = std::fs::read(path).map_err(ModelError::io(path))?;
-    candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| ModelError::bad_file(path, error))
+    let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| damaged(path, &error))?;
+    check_tensors(path, &tensors)?;
+    Ok(tensors)
 }
 
 /// Writes tensors to one safetensors file atomically, in the order of their names.
@@ -163,6 +261,11 @@ pub(crate) trait Tensors {
     /// # Errors
     /// There is no tensor of that name.
     fn shape(&self, name: &str) -> Result<Vec<usize>, ModelError>;
+
+    /// The file that holds a tensor, for messages; `None` for tensors that were made in memory.
+    fn file(&self, _name: &str) -> Option<&Path> {
+        None
+    }
 
     /// A tensor of any float type, or a part of it, on the CPU.
     ///
@@ -192,13 +295,14 @@ fn matrix(name: &str, shape: &[usize]) -> Result<(usize, usize), ModelError> {
 
 impl Tensors for StoredModel {
     fn shape(&self, name: &str) -> Result<Vec<usize>, ModelError> {
-        Ok(self.view(name)?.shape().to_vec())
+        Ok(self.files.view(name)?.1.shape().to_vec())
+    }
+
+    fn file(&self, name: &str) -> Option<&Path> {
+        self.files.view(name).ok().map(|(path, _)| path)
     }
 
     fn tensor(&self, name: &str, slice: Option<&TensorSlice>) -> Result<Tensor, ModelError> {
-        if slice.is_none() {
-            return Self::tensor(self, name);
-        }
         let (dtype, shape, bytes) = self.bytes(name, slice)?;
         Ok(Tensor::from_raw_buffer(&bytes, dtype, &shape, &Device::Cpu)?)
     }
@@ -349,6 +453,14 @@ impl<'a> WeightLoader<'a> {
         self.weight_as(name, dtype)
     }
 
+    /// The error of a tensor whose values the type of the frozen weights cannot hold.
+    fn unfit(&self, name: &str, error: Error) -> ModelError {
+        match self.tensors.file(name) {
+            Some(path) => ModelError::bad_file(path, format!("tensor `{name}`: {}", first_line(&error))),
+            None => error.into(),
+        }
+    }
+
     fn weight_as(&mut self, name: &str, dtype: BaseDtype) -> Result<Weight, ModelError> {
         if self.weights == Weights::Trained {
             return Ok(Weight::Trained(self.value(name)?));
@@ -356,7 +468,9 @@ impl<'a> WeightLoader<'a> {
         let slice = self.slice(name)?;
         match self.compute_device {
             ComputeDevice::Cpu => {
-                Ok(Weight::Frozen(FrozenWeight::pack(&self.tensors.tensor(name, slice.as_ref())?, dtype)?))
+                let tensor = self.tensors.tensor(name, slice.as_ref())?;
+                let packed = FrozenWeight::pack(&tensor, dtype).map_err(|error| self.unfit(name, error))?;
+                Ok(Weight::Frozen(packed))
             }
             ComputeDevice::Accelerator(accelerator) => {
                 let values = self.tensors.values(name, slice.as_ref())?;

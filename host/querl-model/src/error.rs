@@ -17,7 +17,7 @@ pub enum ModelError {
     Io { path: PathBuf, source: std::io::Error },
     #[error("tokenizer: {0}")]
     Tokenizer(String),
-    #[error("chat template: {0}")]
+    #[error("{0}")]
     Template(String),
     #[error("lora: {0}")]
     Lora(String),

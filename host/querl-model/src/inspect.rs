@@ -1,4 +1,4 @@
-//! Summary of a model directory or an adapter, without reading tensor data.
+//! Summary of a model directory or an adapter. Tensors are read for NaN and Inf alone.
 
 use crate::adapter::LoraAdapter;
 use crate::checkpoint::{StoredModel, weight_files};
@@ -41,17 +41,19 @@ pub struct ModelSummary {
     pub tied_embedding: bool,
 }
 
-/// Looks at a model directory: configuration, tokenizer, names, types and shapes of its tensors.
+/// Looks at a model directory: configuration, tokenizer, names, types, shapes and values of its tensors.
 ///
 /// # Errors
-/// A file is missing or damaged, the architecture is not supported, or the tensors are not those of the configuration.
+/// A file is missing or damaged, the architecture is not supported, the tensors are not those of the configuration, or a value is NaN
+/// or Inf.
 pub fn inspect_model(directory: &Path) -> Result<ModelSummary, ModelError> {
     let tokenizer = TextTokenizer::load(directory)?;
     let stored = StoredModel::open(directory)?;
     let config = &stored.config;
     let mut dtypes = Vec::new();
     for (name, _) in config.tensor_shapes() {
-        dtypes.push(dtype_name(stored.dtype(&name)?));
+        let (dtype, ..) = stored.bytes(&name, None)?;
+        dtypes.push(dtype_name(dtype));
     }
     dtypes.sort_unstable();
     dtypes.dedup();

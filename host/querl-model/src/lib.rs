@@ -15,14 +15,17 @@ mod adapter;
 pub mod backend;
 mod batch;
 mod ceilings;
+mod chat_template;
 mod checkpoint;
 pub mod classifier;
 mod compute_device;
 mod config;
+mod control_tokens;
 mod decoder;
 mod dropout;
 mod error;
 mod export;
+mod finite;
 mod generate;
 mod inspect;
 pub mod kernels;
@@ -46,6 +49,7 @@ pub use accelerator::{
 pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
 pub use ceilings::{Repeated, copies, matrix_products};
+pub use chat_template::ChatTemplate;
 pub use checkpoint::{check_directory, load_tensors, save_tensors};
 pub use compute_device::{ComputeDevice, GpuUse};
 pub use config::{DecoderConfig, Family, Llama3Scaling, RopeScaling, Weights, YarnScaling};
@@ -65,7 +69,7 @@ pub use random_model::write_random_model;
 pub use ranks::{Communicator, Mesh, RankFailure, Ranks, RanksError, run_ranks};
 pub use second_opinion::SecondOpinion;
 pub use sharding::Shard;
-pub use tokenizer::{ChatTemplate, TextTokenizer, TokenizerSettings, train_tokenizer};
+pub use tokenizer::{TextTokenizer, TokenizerSettings, train_tokenizer};
 pub use transformer::{Keep, Pass, Recompute, backward};
 
 /// Limits the worker threads of all models in this process; 0 takes all cores. Only the first call counts.

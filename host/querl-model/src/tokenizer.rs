@@ -1,11 +1,10 @@
-//! Tokenizer, chat template, and training of a byte-level BPE tokenizer for small models.
+//! The tokenizer of a model directory, and training of a byte-level BPE tokenizer for small models.
 
 use crate::ModelError;
+use crate::chat_template::{ChatTemplate, token_text};
 use crate::checkpoint::required;
+use crate::control_tokens::{self, ControlTokens};
 use crate::export::read_json;
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Serde;
-use minijinja::{Environment, Error, ErrorKind, Value, context};
 use querl_core::records::Message;
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -20,6 +19,7 @@ use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
 /// A model directory's tokenizer, chat template and stop tokens.
 pub struct TextTokenizer {
     inner: Tokenizer,
+    control_tokens: ControlTokens,
     template: ChatTemplate,
     eos_id: u32,
     stop_ids: BTreeSet<u32>,
@@ -44,24 +44,45 @@ impl TextTokenizer {
         let generation_path = directory.join("generation_config.json");
         let generation = if generation_path.is_file() { read_json(&generation_path)? } else { Default::default() };
         let template = ChatTemplate::load(directory, &config)?;
-        Ok(Self { inner, template, eos_id, stop_ids: stop_ids(&generation["eos_token_id"], eos_id) })
+        let control_tokens = ControlTokens::of(&inner);
+        let stop_ids = stop_ids(&generation["eos_token_id"], eos_id);
+        Ok(Self { inner, control_tokens, template, eos_id, stop_ids })
     }
 
-    /// Tokens of a text. Special tokens in it are recognised, none is added.
+    /// Tokens of a text. A control token in it (`<|im_end|>`) is encoded as text, unless the tokenizer has no other tokens for it; none
+    /// is added.
     ///
     /// # Errors
     /// The tokenizer fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, ModelError> {
-        let encoding = self.inner.encode_fast(text, false).map_err(|error| ModelError::Tokenizer(error.to_string()))?;
-        Ok(encoding.get_ids().to_vec())
+        match self.control_tokens.are_in(text) {
+            true => self.control_tokens.encode_literally(&self.inner, text),
+            false => self.encode_rendered(text),
+        }
     }
 
-    /// The prompt of a response: the conversation in the chat template, with the assistant's turn opened.
+    /// Tokens of a text in which control tokens are recognised, such as a rendered chat template; none is added.
+    ///
+    /// # Errors
+    /// The tokenizer fails.
+    pub fn encode_rendered(&self, text: &str) -> Result<Vec<u32>, ModelError> {
+        control_tokens::ids(&self.inner, text)
+    }
+
+    /// The prompt of a response: the conversation in the chat template, with the assistant's turn opened. Control tokens in messages are
+    /// encoded as text.
     ///
     /// # Errors
     /// The template or the tokenizer fails.
     pub fn encode_prompt(&self, messages: &[Message]) -> Result<Vec<u32>, ModelError> {
-        self.encode(&self.template.render(messages, true)?)
+        let has_control = |message: &Message| {
+            [&message.role, &message.content].into_iter().any(|text| self.control_tokens.are_in(text))
+        };
+        let render = |messages: &[Message]| self.template.render(messages, true);
+        match messages.iter().any(has_control) {
+            true => self.control_tokens.encode_conversation(&self.inner, messages, self.template.text(), render),
+            false => self.encode_rendered(&render(messages)?),
+        }
     }
 
     /// A response: its tokens and the end-of-sequence token. Encoded separately from the prompt, so that
@@ -98,87 +119,6 @@ impl TextTokenizer {
 fn stop_ids(value: &serde_json::Value, eos_id: u32) -> BTreeSet<u32> {
     let listed = value.as_array().cloned().unwrap_or_else(|| vec![value.clone()]);
     listed.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).chain([eos_id]).collect()
-}
-
-/// A compiled chat template.
-pub struct ChatTemplate {
-    environment: Environment<'static>,
-    special_tokens: Vec<(String, String)>,
-}
-
-const NAME: &str = "chat";
-
-impl ChatTemplate {
-    /// Compiles a template. `special_tokens` (name, text) such as `eos_token` are visible to it.
-    ///
-    /// # Errors
-    /// The template does not parse.
-    pub fn new(source: &str, special_tokens: Vec<(String, String)>) -> Result<Self, ModelError> {
-        let mut environment = Environment::new();
-        // As transformers renders: both on, Python's string methods, and a way for the template to complain.
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(|error| ModelError::Template(error.to_string()))?);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-            Err(Error::new(ErrorKind::InvalidOperation, message))
-        });
-        environment
-            .add_template_owned(NAME, source.to_owned())
-            .map_err(|error| ModelError::Template(error.to_string()))?;
-        Ok(Self { environment, special_tokens })
-    }
-
-    /// The template of a model directory: `chat_template.jinja`, or the key in `tokenizer_config.json`.
-    pub(crate) fn load(directory: &Path, tokenizer_config: &serde_json::Value) -> Result<Self, ModelError> {
-        let path = directory.join("chat_template.jinja");
-        let source = if path.is_file() {
-            std::fs::read_to_string(&path).map_err(ModelError::io(&path))?
-        } else if let Some(source) = tokenizer_config["chat_template"].as_str() {
-            source.to_owned()
-        } else {
-            return Err(ModelError::MissingFile {
-                directory: directory.to_owned(),
-                file: "chat_template.jinja".into(),
-                needs: "a chat template in this file or in tokenizer_config.json; use an instruct model, which has one",
-            });
-        };
-        let special_tokens = ["bos_token", "eos_token", "pad_token", "unk_token"]
-            .into_iter()
-            .filter_map(|name| Some((name.to_owned(), token_text(&tokenizer_config[name])?)))
-            .collect();
-        Self::new(&source, special_tokens)
-    }
-
-    /// The conversation as text. With `add_generation_prompt`, the assistant's turn is opened.
-    ///
-    /// # Errors
-    /// The template refuses these messages.
-    pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, ModelError> {
-        self.render_with(messages, add_generation_prompt, &serde_json::json!({}))
-    }
-
-    /// As [`ChatTemplate::render`], with further variables such as `enable_thinking`.
-    ///
-    /// # Errors
-    /// The template refuses these messages.
-    pub fn render_with(
-        &self,
-        messages: &(impl serde::Serialize + ?Sized),
-        add_generation_prompt: bool,
-        variables: &serde_json::Value,
-    ) -> Result<String, ModelError> {
-        let (messages, variables) = (Value::from(Serde(messages)), Value::from(Serde(variables)));
-        let special_tokens: Value = self.special_tokens.iter().cloned().collect();
-        let given = context! { messages, add_generation_prompt };
-        let variables = minijinja::value::merge_maps([given, variables, special_tokens]);
-        let rendered = self.environment.get_template(NAME).and_then(|template| template.render(variables));
-        rendered.map_err(|error| ModelError::Template(error.to_string()))
-    }
-}
-
-/// A special token in `tokenizer_config.json`: a string, or an object with `content`.
-pub(crate) fn token_text(value: &serde_json::Value) -> Option<String> {
-    value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
 }
 
 /// Settings of a new tokenizer.

@@ -257,6 +257,48 @@ fn unusable_model_is_reported() {
     assert!(message.contains("model"), "{message}");
 }
 
+/// Regression: a template that doubles a string took all memory.
+#[test]
+fn a_chat_template_that_loops_or_doubles_a_string_is_stopped() {
+    let project = Project::new();
+    own_model(&project);
+    for template in [
+        "{% set ns = namespace(x='ab') %}{% for i in range(99) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(9999) %}{{ 'ab' * 40000000 }}{% endfor %}",
+        "{% set ns = namespace(x=['ab']) %}{% for i in range(99) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+    ] {
+        project.write("model/chat_template.jinja", template);
+        let message = project.refusal(&["run", "querl.toml", "--to", "sft"], 2);
+        assert!(message.contains("model/chat_template.jinja"), "{template}: {message}");
+        assert!(message.contains("rendering ran into its limit of "), "{template}: {message}");
+    }
+}
+
+#[test]
+fn nan_in_weights_is_reported_by_every_command() {
+    let project = Project::new();
+    own_model(&project);
+    let path = project.path("model/model.safetensors");
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let mut tensors: std::collections::BTreeMap<_, _> = querl_model::load_tensors(&path).unwrap().into_iter().collect();
+    let damaged = tensors[name].affine(0.0, f64::NAN).unwrap();
+    tensors.insert(name.to_owned(), damaged);
+    querl_model::save_tensors(&path, &tensors).unwrap();
+    project.write("lines.jsonl", "{\"token_ids\": [1, 2, 3]}\n");
+    let commands: [&[&str]; 4] = [
+        &["run", "querl.toml", "--to", "sft"],
+        &["model", "inspect", "model"],
+        &["model", "logprobs", "--model", "model", "--input", "lines.jsonl"],
+        &["model", "export", "--model", "model", "--out", "exported"],
+    ];
+    for arguments in commands {
+        let message = project.refusal(arguments, 2);
+        let expected = format!("model/model.safetensors: tensor `{name}` holds NaN at [0, 0]; the file is damaged: ");
+        assert!(message.contains(&expected), "{arguments:?}: {message}");
+    }
+}
+
 #[test]
 fn rows_that_do_not_fit_the_model_are_named_as_in_the_table() {
     let project = Project::new();
@@ -514,5 +556,8 @@ fn a_damaged_ledger_and_an_unusable_folder_are_mistakes_of_the_user() {
     project.write("model/tokenizer_config.json", special);
     std::fs::remove_file(project.path("run/stages.json")).unwrap();
     let template = project.refusal(&["run", "querl.toml", "--set", "model.path=\"model\""], 2);
-    assert!(template.starts_with("chat template: "), "{template}");
+    let place =
+        "model/tokenizer_config.json: `chat_template`, line 1: invalid operation: no; correct the template, or ";
+    let place_of_file = "model/chat_template.jinja:1: chat template: invalid operation: no; correct the template, or ";
+    assert!(template.contains(place) || template.contains(place_of_file), "{template}");
 }

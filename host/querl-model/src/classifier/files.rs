@@ -2,9 +2,10 @@
 
 use super::{Classifier, HEAD_WEIGHT};
 use crate::adapter::LoraAdapter;
+use crate::chat_template::token_text;
 use crate::checkpoint::{StoredModel, Tensors, required};
 use crate::export::{copy_companions, read_json, write_json};
-use crate::tokenizer::token_text;
+use crate::finite::check_tensors;
 use crate::{Decoder, DecoderConfig, ModelError, Weights, save_tensors};
 use candle_core::{DType, Tensor};
 use querl_core::config::BaseDtype;
@@ -36,6 +37,7 @@ impl Opened {
         }
         let tensors = candle_core::pickle::read_all(&pickled).map_err(|error| ModelError::bad_file(&pickled, error))?;
         let tensors: BTreeMap<String, Tensor> = tensors.into_iter().collect();
+        check_tensors(&pickled, &tensors)?;
         for (name, shape) in config.tensor_shapes() {
             let found = tensors.get(&name).map(|tensor| tensor.dims().to_vec());
             if found.as_ref() != Some(&shape) {
@@ -192,6 +194,8 @@ impl ClassifierTokenizer {
         // Padding and truncation of the file are those of the program that saved it.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(bad)?;
+        // As transformers' `split_special_tokens=True`: control tokens in a text are text.
+        inner.set_encode_special_tokens(true);
         let settings = directory.join("tokenizer_config.json");
         let settings = if settings.is_file() { read_json(&settings)? } else { Default::default() };
         // A model without a token for padding is padded with the one that ends texts.
@@ -205,7 +209,7 @@ impl ClassifierTokenizer {
         self.pad_id
     }
 
-    /// A text's tokens, special tokens included. A long text is truncated at the end, as in transformers; in a dialogue
+    /// A text's tokens, special tokens included; a control token in the text is encoded as text. A long text is truncated at the end, as in transformers; in a dialogue
     /// (`用户问题：...\n回答：...`) question and answer are each truncated, so that both remain.
     ///
     /// # Errors

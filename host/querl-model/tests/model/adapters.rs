@@ -198,6 +198,22 @@ fn an_adapter_of_another_model_is_refused_in_one_sentence() {
 }
 
 #[test]
+fn nan_in_an_adapter_or_a_saved_module_is_named() {
+    for (name, base, tensor) in [
+        ("qwen3-tied-bf16", "qwen3-tied", "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"),
+        ("qwen3-tied-embedding", "qwen3-tied", "base_model.model.model.embed_tokens.weight"),
+    ] {
+        let damaged = |tensors: &mut BTreeMap<String, Tensor>| {
+            let found = tensors.get_mut(tensor).unwrap();
+            *found = found.affine(0.0, f64::NEG_INFINITY).unwrap();
+        };
+        let error = refusal_of(name, base, |_| {}, damaged);
+        let expected = format!("model.safetensors: tensor `{tensor}` holds -Inf at [0, 0]; the file is damaged: ");
+        assert!(error.starts_with(&expected), "{error}");
+    }
+}
+
+#[test]
 fn what_is_not_supported_is_refused_by_its_key() {
     let same = |_: &mut BTreeMap<String, Tensor>| {};
     for (key, value, expected) in [

@@ -1,24 +1,11 @@
 //! Written models: merged ones give the logits of base and adapter, and a folder is complete.
 
-use crate::{golden, json};
+use crate::{golden, json, model_with_tokenizer as model};
 use candle_core::{DType, Tensor};
 use querl_model::{
-    Decoder, DecoderConfig, ExportSettings, LoraAdapter, PackedBatch, TextTokenizer, TokenizerSettings, Weights,
-    export_model, load_tensors, train_tokenizer,
+    Decoder, DecoderConfig, ExportSettings, LoraAdapter, PackedBatch, TextTokenizer, Weights, export_model,
+    load_tensors,
 };
-
-/// A golden checkpoint with a tokenizer.
-fn model(name: &str) -> tempfile::TempDir {
-    let folder = tempfile::tempdir().unwrap();
-    for file in ["config.json", "model.safetensors"] {
-        std::fs::copy(golden(&format!("decoders/{name}/{file}")), folder.path().join(file)).unwrap();
-    }
-    let settings = TokenizerSettings { vocab_size: 270, special_tokens: &["<|endoftext|>", "<|im_end|>"] };
-    train_tokenizer(&["a b".to_owned()], &settings, &folder.path().join("tokenizer.json")).unwrap();
-    let config = r#"{"eos_token": "<|im_end|>", "chat_template": "{{ messages }}"}"#;
-    std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
-    folder
-}
 
 const SETTINGS: ExportSettings = ExportSettings { dtype: None, max_shard_bytes: 5_000_000_000 };
 const TOKENS: [&[u32]; 2] = [&[3, 14, 15, 9, 26, 5, 35, 8], &[63, 9, 7]];

@@ -3,6 +3,8 @@
 
 mod adapters;
 mod classifier;
+mod control_tokens;
+mod damaged;
 mod export;
 mod generation;
 mod parity;
@@ -14,6 +16,7 @@ mod tensor_parallel;
 mod trees;
 
 use candle_core::{DType, Tensor};
+use querl_model::{TokenizerSettings, train_tokenizer};
 use std::path::{Path, PathBuf};
 
 fn golden(path: &str) -> PathBuf {
@@ -26,6 +29,19 @@ fn decoder_files(name: &str) -> PathBuf {
 
 fn json(path: &Path) -> serde_json::Value {
     serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// A golden checkpoint with a tokenizer.
+fn model_with_tokenizer(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(golden(&format!("decoders/{name}/{file}")), folder.path().join(file)).unwrap();
+    }
+    let settings = TokenizerSettings { vocab_size: 270, special_tokens: &["<|endoftext|>", "<|im_end|>"] };
+    train_tokenizer(&["a b".to_owned()], &settings, &folder.path().join("tokenizer.json")).unwrap();
+    let config = r#"{"eos_token": "<|im_end|>", "chat_template": "{{ messages }}"}"#;
+    std::fs::write(folder.path().join("tokenizer_config.json"), config).unwrap();
+    folder
 }
 
 fn values(tensor: &Tensor) -> Vec<f32> {

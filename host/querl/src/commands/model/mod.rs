@@ -135,7 +135,7 @@ pub(crate) struct LogprobsArgs {
     /// A PEFT adapter
     #[arg(long, value_name = "DIR")]
     adapter: Option<PathBuf>,
-    /// Lines of {"token_ids": [...]} or {"text": "..."}
+    /// Lines of {"token_ids": [...]} or {"text": "..."}; control tokens in a text are recognised
     #[arg(long, value_name = "FILE")]
     input: PathBuf,
     /// Add to each line the largest difference from candle-transformers' decoder of the same model: code of other people
@@ -182,7 +182,7 @@ fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
                 if tokenizer.is_none() {
                     tokenizer = Some(TextTokenizer::load(&model).map_err(usage)?);
                 }
-                tokenizer.as_ref().map_or(Ok(Vec::new()), |tokenizer| tokenizer.encode(&text))?
+                tokenizer.as_ref().map_or(Ok(Vec::new()), |tokenizer| tokenizer.encode_rendered(&text))?
             }
         };
         let mut output = line_logprobs(&decoder, adapter.as_ref(), token_ids).with_context(place)?;

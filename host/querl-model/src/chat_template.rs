@@ -1,0 +1,371 @@
+//! Chat templates, rendered as transformers renders them.
+//!
+//! A template is a program that somebody else wrote: its steps, time, memory and output are limited. minijinja counts steps; a string that
+//! doubles takes few of them, so a template is rendered on a thread of its own, and the caller reads the memory of the process meanwhile.
+//! A thread cannot be ended from outside: after an error for time or memory the program is expected to end with it.
+
+use crate::ModelError;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Rest, Serde, StringInput, ValueOrKwargs};
+use minijinja::{Environment, Error, ErrorKind, State, Value, context, filters};
+use querl_core::records::Message;
+use std::io::{self, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+/// Largest source of a template. Those of published models have up to 20 KB.
+const MAX_SOURCE_BYTES: usize = 1 << 20;
+/// Most instructions of a rendering. A conversation of 1,000 messages takes about 200,000.
+const MAX_STEPS: u64 = 10_000_000;
+const MAX_TIME: Duration = Duration::from_secs(2);
+/// Most memory that the process may grow by during a rendering.
+const MAX_MEMORY_BYTES: u64 = 512 << 20;
+const MAX_OUTPUT_BYTES: usize = 64 << 20;
+/// Largest width or indentation, which minijinja allocates at once.
+const MAX_WIDTH: usize = 1_000_000;
+/// How often the memory of the process is read.
+const POLL: Duration = Duration::from_millis(10);
+/// Address space for the nested values that a loop can build within [`MAX_STEPS`]; freeing them is recursive.
+const STACK_BYTES: usize = 512 << 20;
+
+const NAME: &str = "chat";
+const REMEDY: &str = "correct the template, or use a model whose template renders this conversation";
+
+/// A compiled chat template.
+pub struct ChatTemplate {
+    environment: Arc<Environment<'static>>,
+    special_tokens: Vec<(String, String)>,
+    text: String,
+    source: TemplateSource,
+}
+
+/// Where a template is, for messages.
+enum TemplateSource {
+    /// A file of its own.
+    File(String),
+    /// A key of `tokenizer_config.json`.
+    Key(String),
+}
+
+impl TemplateSource {
+    fn error(&self, line: Option<usize>, message: &str) -> ModelError {
+        let place = match (self, line) {
+            (Self::File(path), Some(line)) => format!("{path}:{line}: chat template"),
+            (Self::File(path), None) => format!("{path}: chat template"),
+            (Self::Key(path), Some(line)) => format!("{path}: `chat_template`, line {line}"),
+            (Self::Key(path), None) => format!("{path}: `chat_template`"),
+        };
+        ModelError::Template(format!("{place}: {message}; {REMEDY}"))
+    }
+
+    fn of(&self, error: &Error) -> ModelError {
+        let message = match (error.kind(), error.detail()) {
+            (ErrorKind::OutOfFuel, _) => limit(&format!("{MAX_STEPS} steps")),
+            (_, Some(detail)) => format!("{}: {detail}", error.kind()),
+            (kind, None) => kind.to_string(),
+        };
+        self.error(error.line(), &message)
+    }
+}
+
+fn limit(what: &str) -> String {
+    format!("rendering ran into its limit of {what}")
+}
+
+impl ChatTemplate {
+    /// Compiles a template. `special_tokens` (name, text) such as `eos_token` are visible to it.
+    ///
+    /// # Errors
+    /// The template is too large or does not parse.
+    pub fn new(source: &str, special_tokens: Vec<(String, String)>) -> Result<Self, ModelError> {
+        Self::compile(source, special_tokens, TemplateSource::File("chat_template.jinja".into()))
+    }
+
+    /// The template of a model directory: `chat_template.jinja`, or the key in `tokenizer_config.json`.
+    pub(crate) fn load(directory: &Path, tokenizer_config: &serde_json::Value) -> Result<Self, ModelError> {
+        let path = directory.join("chat_template.jinja");
+        let key = || TemplateSource::Key(directory.join("tokenizer_config.json").display().to_string());
+        let (text, source) = if path.is_file() {
+            (read_bounded(&path)?, TemplateSource::File(path.display().to_string()))
+        } else if let Some(text) = tokenizer_config["chat_template"].as_str() {
+            (text.to_owned(), key())
+        } else {
+            return Err(ModelError::MissingFile {
+                directory: directory.to_owned(),
+                file: "chat_template.jinja".into(),
+                needs: "a chat template in this file or in tokenizer_config.json; use an instruct model, which has one",
+            });
+        };
+        let special_tokens = ["bos_token", "eos_token", "pad_token", "unk_token"]
+            .into_iter()
+            .filter_map(|name| Some((name.to_owned(), token_text(&tokenizer_config[name])?)))
+            .collect();
+        Self::compile(&text, special_tokens, source)
+    }
+
+    fn compile(text: &str, special_tokens: Vec<(String, String)>, source: TemplateSource) -> Result<Self, ModelError> {
+        if text.len() > MAX_SOURCE_BYTES {
+            let n_bytes = text.len();
+            return Err(source.error(None, &format!("has {n_bytes} bytes; expected at most {MAX_SOURCE_BYTES}")));
+        }
+        let mut environment = environment().map_err(|error| source.of(&error))?;
+        environment.add_template_owned(NAME, text.to_owned()).map_err(|error| source.of(&error))?;
+        Ok(Self { environment: Arc::new(environment), special_tokens, text: text.to_owned(), source })
+    }
+
+    /// The template itself.
+    pub(crate) fn text(&self) -> &str {
+        &self.text
+    }
+
+    /// The conversation as text. With `add_generation_prompt`, the assistant's turn is opened.
+    ///
+    /// # Errors
+    /// The template refuses these messages.
+    pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, ModelError> {
+        self.render_with(messages, add_generation_prompt, &serde_json::json!({}))
+    }
+
+    /// As [`ChatTemplate::render`], with further variables such as `enable_thinking`.
+    ///
+    /// # Errors
+    /// The template refuses these messages, or reaches a limit of steps, time, memory or output.
+    pub fn render_with(
+        &self,
+        messages: &(impl serde::Serialize + ?Sized),
+        add_generation_prompt: bool,
+        variables: &serde_json::Value,
+    ) -> Result<String, ModelError> {
+        let (messages, variables) = (Value::from(Serde(messages)), Value::from(Serde(variables)));
+        let special_tokens: Value = self.special_tokens.iter().cloned().collect();
+        let given = context! { messages, add_generation_prompt };
+        let variables = minijinja::value::merge_maps([given, variables, special_tokens]);
+        let (environment, (sender, receiver)) = (self.environment.clone(), mpsc::sync_channel(1));
+        let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK_BYTES);
+        let spawned = thread.spawn(move || {
+            // The receiver is gone where the caller has given up.
+            let _ = sender.send(render(&environment, variables));
+        });
+        spawned.map_err(|error| self.source.error(None, &format!("no thread to render it on: {error}")))?;
+        match wait(&receiver) {
+            Ok(Ok(text)) => Ok(text),
+            Ok(Err(Failure::Template(error))) => Err(self.source.of(&error)),
+            Ok(Err(Failure::Output)) => {
+                Err(self.source.error(None, &limit(&format!("{} MiB of output", MAX_OUTPUT_BYTES >> 20))))
+            }
+            Err(message) => Err(self.source.error(None, &message)),
+        }
+    }
+}
+
+fn read_bounded(path: &Path) -> Result<String, ModelError> {
+    let n_bytes = path.metadata().map_err(ModelError::io(path))?.len();
+    if n_bytes > MAX_SOURCE_BYTES as u64 {
+        let message = format!("has {n_bytes} bytes; expected a chat template of at most {MAX_SOURCE_BYTES}");
+        return Err(ModelError::bad_file(path, message));
+    }
+    std::fs::read_to_string(path).map_err(ModelError::io(path))
+}
+
+/// As transformers renders: both trims on, Python's string methods, and a way for the template to complain.
+fn environment() -> Result<Environment<'static>, Error> {
+    let mut environment = Environment::new();
+    environment.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
+    environment.set_fuel(Some(MAX_STEPS));
+    environment.set_unknown_method_callback(|state, value, method, args| {
+        if let ("format", Some(format)) = (method, value.as_str()) {
+            check_format(format, args)?;
+        }
+        minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
+    });
+    environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
+        Err(Error::new(ErrorKind::InvalidOperation, message))
+    });
+    environment.add_filter("format", |state: &mut State, format: &Value, args: Rest<ValueOrKwargs>| {
+        let values: Vec<Value> = args.iter().map(|arg| Value::clone(arg)).collect();
+        check_format(format.as_str().unwrap_or_default(), &values)?;
+        filters::format(state, format, args)
+    });
+    environment.add_filter("indent", indent);
+    environment.add_filter("tojson", |value: &Value, indent: Option<Value>, kwargs: Kwargs| {
+        let width = indent.clone().or(kwargs.get::<Option<Value>>("indent")?);
+        check_width(width.and_then(|width| width.as_usize()))?;
+        filters::tojson(value, indent, kwargs)
+    });
+    Ok(environment)
+}
+
+fn indent(
+    value: StringInput<'_>,
+    width: Option<usize>,
+    first: Option<bool>,
+    blank: Option<bool>,
+    kwargs: Kwargs,
+) -> Result<Value, Error> {
+    let named = kwargs.get::<Option<usize>>("width")?;
+    check_width(width.or(named))?;
+    filters::indent(value, width, first, blank, kwargs)
+}
+
+fn check_width(width: Option<usize>) -> Result<(), Error> {
+    match width {
+        Some(width) if width > MAX_WIDTH => {
+            let message = format!("a width of {width}; expected at most {MAX_WIDTH}");
+            Err(Error::new(ErrorKind::InvalidOperation, message))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks the widths and precisions of a format string, and those that it takes from its arguments (`%*d`).
+fn check_format(format: &str, args: &[Value]) -> Result<(), Error> {
+    for digits in format.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty()) {
+        check_width(Some(digits.parse().unwrap_or(usize::MAX)))?;
+    }
+    let from_arguments = format.contains('*');
+    args.iter().filter(|_| from_arguments).try_for_each(|arg| check_width(arg.as_usize()))
+}
+
+enum Failure {
+    Template(Error),
+    Output,
+}
+
+fn render(environment: &Environment<'_>, variables: Value) -> Result<String, Failure> {
+    let mut output = BoundedOutput { bytes: Vec::new(), is_full: false };
+    let template = environment.get_template(NAME).map_err(Failure::Template)?;
+    let rendered = template.render_captured_to(variables, &mut output).map(drop);
+    match (rendered, output.is_full) {
+        (_, true) => Err(Failure::Output),
+        (Err(error), false) => Err(Failure::Template(error)),
+        (Ok(()), false) => String::from_utf8(output.bytes)
+            .map_err(|error| Failure::Template(Error::new(ErrorKind::WriteFailure, error.to_string()))),
+    }
+}
+
+struct BoundedOutput {
+    bytes: Vec<u8>,
+    is_full: bool,
+}
+
+impl Write for BoundedOutput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if self.bytes.len() + bytes.len() > MAX_OUTPUT_BYTES {
+            self.is_full = true;
+            return Err(io::Error::other("too much output"));
+        }
+        self.bytes.write(bytes)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The rendering, or the limit that it reached.
+fn wait<T>(receiver: &Receiver<T>) -> Result<T, String> {
+    let (start, mut memory_before) = (Instant::now(), None);
+    loop {
+        match receiver.recv_timeout(POLL) {
+            Ok(rendered) => return Ok(rendered),
+            Err(RecvTimeoutError::Disconnected) => return Err("rendering panicked".into()),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+        let memory = private_memory_bytes();
+        if memory.saturating_sub(*memory_before.get_or_insert(memory)) > MAX_MEMORY_BYTES {
+            return Err(limit(&format!("{} MiB of memory", MAX_MEMORY_BYTES >> 20)));
+        }
+        if start.elapsed() > MAX_TIME {
+            return Err(limit(&format!("{} s", MAX_TIME.as_secs())));
+        }
+    }
+}
+
+/// Resident memory of the process that no file backs: mapped weights do not count. 0 where the system does not say it.
+///
+/// Source: proc_pid_statm(5): the second and third field, in pages.
+fn private_memory_bytes() -> u64 {
+    const PAGE_BYTES: u64 = 4096; // larger on some systems, where less is measured than there is
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+    let mut pages = statm.split(' ').skip(1).map_while(|field| field.parse::<u64>().ok());
+    let (resident, shared) = (pages.next().unwrap_or_default(), pages.next().unwrap_or_default());
+    resident.saturating_sub(shared) * PAGE_BYTES
+}
+
+/// A special token in `tokenizer_config.json`: a string, or an object with `content`.
+pub(crate) fn token_text(value: &serde_json::Value) -> Option<String> {
+    value.as_str().or_else(|| value["content"].as_str()).map(str::to_owned)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn failure(template: &str) -> String {
+        let messages = [Message { role: "user".into(), content: "x".into() }];
+        ChatTemplate::new(template, Vec::new())
+            .and_then(|template| template.render(&messages, true))
+            .unwrap_err()
+            .to_string()
+    }
+
+    #[test]
+    fn templates_that_do_not_end_or_write_too_much_are_stopped() {
+        let nested = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}";
+        assert!(failure(nested).contains("rendering ran into its limit of "), "{}", failure(nested));
+        let long = "{% set x = 'abcdefgh' * 1000000 %}{% for a in range(9) %}{{ x }}{% endfor %}";
+        let expected =
+            "chat_template.jinja: chat template: rendering ran into its limit of 64 MiB of output; correct the ";
+        assert!(failure(long).starts_with(expected), "{}", failure(long));
+        let recursive = "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}";
+        assert!(failure(recursive).starts_with("chat_template.jinja:1: chat template: "), "{}", failure(recursive));
+        for wide in [
+            "{{ 'a\nb' | indent(99999999999999) }}",
+            "{{ 'a\nb' | indent(width=99999999999999) }}",
+            "{{ messages | tojson(indent=99999999999999) }}",
+            "{{ '%99999999999999d' | format(1) }}",
+            "{{ '%*d' | format(99999999999999, 1) }}",
+            "{{ '{:99999999999999}'.format(1) }}",
+        ] {
+            assert!(failure(wide).contains("a width of 99999999999999; expected at most 1000000"), "{}", failure(wide));
+        }
+        assert!(failure(&" ".repeat(MAX_SOURCE_BYTES + 1)).contains("has 1048577 bytes; expected at most 1048576"));
+    }
+
+    /// Regression: a value nested this deeply overflowed the stack when it was freed.
+    #[test]
+    fn deeply_nested_values_are_freed() {
+        let nested = "{% set ns = namespace(x=1) %}{% for a in range(99) %}{% for b in range(10000) %}\
+                      {% set ns.x = [ns.x] %}{% endfor %}{% endfor %}done";
+        let template = ChatTemplate::new(nested, Vec::new()).unwrap();
+        match template.render(&[], true) {
+            Ok(text) => assert_eq!(text, "done"),
+            Err(error) => assert!(error.to_string().contains("rendering ran into its limit of "), "{error}"),
+        }
+    }
+
+    #[test]
+    fn errors_name_file_line_and_what_the_template_says() {
+        let template = "{{ messages[0].content }}\n{% if true %}\n{{ raise_exception('no tools, please') }}{% endif %}";
+        let remedy = "correct the template, or use a model whose template renders this conversation";
+        let expected = "chat_template.jinja:3: chat template: invalid operation: no tools, please";
+        assert_eq!(failure(template), format!("{expected}; {remedy}"));
+        let folder = tempfile::tempdir().unwrap();
+        let load = |template: &str| {
+            let template = ChatTemplate::load(folder.path(), &serde_json::json!({ "chat_template": template }));
+            template.and_then(|template| template.render(&[], true)).unwrap_err().to_string()
+        };
+        let path = folder.path().join("tokenizer_config.json").display().to_string();
+        let expected = format!("{path}: `chat_template`, line 2: unknown filter: filter nope is unknown; {remedy}");
+        assert_eq!(load("\n{{ 'x' | nope }}"), expected);
+        assert!(load("{% if %}").starts_with(&format!("{path}: `chat_template`, line 1: syntax error: ")));
+        let file = folder.path().join("chat_template.jinja");
+        std::fs::write(&file, "{{ raise_exception('no') }}").unwrap();
+        assert!(load("{{ 'x' }}").starts_with(&format!("{}:1: chat template: ", file.display())));
+        std::fs::write(&file, vec![b' '; MAX_SOURCE_BYTES + 1]).unwrap();
+        assert!(load("").ends_with("has 1048577 bytes; expected a chat template of at most 1048576"));
+    }
+}

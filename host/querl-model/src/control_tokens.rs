@@ -1,0 +1,156 @@
+//! Control tokens (`<|im_end|>`): what a chat template writes is a control token, what a user's text contains is text.
+//!
+//! Source: `split_special_tokens=True` of transformers, which is `encode_special_tokens` of the crate tokenizers. It treats a whole text
+//! alike; a prompt has both kinds, so the template's own tokens are encoded through markers, which are tokens of a second tokenizer.
+
+use crate::ModelError;
+use querl_core::records::Message;
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::ops::Range;
+use std::sync::OnceLock;
+use tokenizers::{AddedToken, Tokenizer};
+
+/// The special tokens of a tokenizer, and a copy of it that encodes them as text.
+pub(crate) struct ControlTokens {
+    /// Longest first, with their ids.
+    tokens: Vec<(AddedToken, u32)>,
+    first_bytes: BTreeSet<u8>,
+    /// Made with the first text that has a control token: few have, and a large tokenizer takes 50 ms to copy.
+    literal: OnceLock<LiteralTokenizer>,
+}
+
+/// A tokenizer that knows control tokens only as markers.
+struct LiteralTokenizer {
+    tokenizer: Tokenizer,
+    /// By position in [`ControlTokens::tokens`].
+    markers: Vec<String>,
+    /// Id of a control token by the id of its marker.
+    ids: BTreeMap<u32, u32>,
+}
+
+/// Where a text has a control token.
+struct Occurrence {
+    range: Range<usize>,
+    /// Position in [`ControlTokens::tokens`].
+    token: usize,
+}
+
+impl ControlTokens {
+    pub(crate) fn of(tokenizer: &Tokenizer) -> Self {
+        let added = tokenizer.get_added_tokens_decoder().into_iter().map(|(id, token)| (token, id));
+        let is_control = |(token, _): &(AddedToken, u32)| token.special && !token.content.is_empty();
+        let mut tokens: Vec<(AddedToken, u32)> = added.filter(is_control).collect();
+        tokens.sort_by_key(|(token, id)| (std::cmp::Reverse(token.content.len()), *id));
+        let first_bytes = tokens.iter().filter_map(|(token, _)| token.content.bytes().next()).collect();
+        Self { tokens, first_bytes, literal: OnceLock::new() }
+    }
+
+    pub(crate) fn are_in(&self, text: &str) -> bool {
+        self.next_in(text, 0).is_some()
+    }
+
+    /// The first control token at or behind a byte of the text, the longest where several begin there.
+    fn next_in(&self, text: &str, from: usize) -> Option<Occurrence> {
+        let bytes = text.as_bytes();
+        (from..bytes.len()).filter(|&at| self.first_bytes.contains(&bytes[at])).find_map(|at| {
+            let token = self.tokens.iter().position(|(token, _)| bytes[at..].starts_with(token.content.as_bytes()))?;
+            Some(Occurrence { range: at..at + self.tokens[token].0.content.len(), token })
+        })
+    }
+
+    /// The text with something else in the place of each control token.
+    fn replaced(&self, text: &str, mut replacement: impl FnMut(&Occurrence) -> String) -> String {
+        let (mut replaced, mut end) = (String::with_capacity(text.len()), 0);
+        while let Some(found) = self.next_in(text, end) {
+            replaced.push_str(&text[end..found.range.start]);
+            replaced.push_str(&replacement(&found));
+            end = found.range.end;
+        }
+        replaced.push_str(&text[end..]);
+        replaced
+    }
+
+    /// Ids of a text whose control tokens are text.
+    pub(crate) fn encode_literally(&self, tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, ModelError> {
+        ids(&self.literal(tokenizer)?.tokenizer, text)
+    }
+
+    /// Ids of a conversation in which the control tokens of messages are text, and those that `render` adds are control tokens.
+    pub(crate) fn encode_conversation(
+        &self,
+        tokenizer: &Tokenizer,
+        messages: &[Message],
+        template: &str,
+        render: impl FnOnce(&[Message]) -> Result<String, ModelError>,
+    ) -> Result<Vec<u32>, ModelError> {
+        let literal = self.literal(tokenizer)?;
+        let disguise = self.disguise(messages, template)?;
+        let hide = |text: &str| self.replaced(text, |found| disguise.hide(&text[found.range.clone()]));
+        let hidden: Vec<Message> =
+            messages.iter().map(|m| Message { role: hide(&m.role), content: hide(&m.content) }).collect();
+        let marked = self.replaced(&render(&hidden)?, |found| literal.markers[found.token].clone());
+        let ids = ids(&literal.tokenizer, &disguise.reveal(&marked))?;
+        Ok(ids.into_iter().map(|id| literal.ids.get(&id).copied().unwrap_or(id)).collect())
+    }
+
+    /// Private characters for those of the control tokens: a template counts, cuts and trims them as it would the text.
+    fn disguise(&self, messages: &[Message], template: &str) -> Result<Disguise, ModelError> {
+        let texts = messages.iter().flat_map(|message| [message.role.as_str(), &message.content]).chain([template]);
+        let taken: HashSet<char> = texts.flat_map(str::chars).collect();
+        let originals: BTreeSet<char> = self.tokens.iter().flat_map(|(token, _)| token.content.chars()).collect();
+        let mut free = ('\u{f0000}'..='\u{ffffd}').chain('\u{100000}'..='\u{10fffd}').filter(|c| !taken.contains(c));
+        let pairs: Option<Vec<(char, char)>> =
+            originals.into_iter().map(|original| Some((original, free.next()?))).collect();
+        pairs.map(Disguise).ok_or_else(|| {
+            let message = "a prompt with a control token uses all private characters (U+F0000 to U+10FFFD); shorten it";
+            ModelError::Tokenizer(message.into())
+        })
+    }
+
+    fn literal(&self, tokenizer: &Tokenizer) -> Result<&LiteralTokenizer, ModelError> {
+        if let Some(literal) = self.literal.get() {
+            return Ok(literal);
+        }
+        let made = self.make_literal(tokenizer)?;
+        Ok(self.literal.get_or_init(|| made))
+    }
+
+    fn make_literal(&self, tokenizer: &Tokenizer) -> Result<LiteralTokenizer, ModelError> {
+        // No text can contain them, since each process makes others. They leave no trace in the ids.
+        let secret = RandomState::new().build_hasher().finish();
+        let markers: Vec<String> =
+            (0..self.tokens.len()).map(|index| format!("\u{10fffe}{secret:016x}-{index}\u{10ffff}")).collect();
+        let added = self.tokens.iter().zip(&markers).map(|((token, _), marker)| AddedToken {
+            content: marker.clone(),
+            special: false,
+            ..token.clone()
+        });
+        let mut tokenizer = tokenizer.clone();
+        tokenizer.set_encode_special_tokens(true);
+        tokenizer.add_tokens(added).map_err(|error| ModelError::Tokenizer(error.to_string()))?;
+        let ids = markers.iter().zip(&self.tokens).filter_map(|(m, (_, id))| Some((tokenizer.token_to_id(m)?, *id)));
+        let ids = ids.collect();
+        Ok(LiteralTokenizer { tokenizer, markers, ids })
+    }
+}
+
+/// Pairs of a character and the private one that stands for it.
+struct Disguise(Vec<(char, char)>);
+
+impl Disguise {
+    fn hide(&self, text: &str) -> String {
+        let private = |c| self.0.iter().find(|(original, _)| *original == c).map_or(c, |(_, private)| *private);
+        text.chars().map(private).collect()
+    }
+
+    fn reveal(&self, text: &str) -> String {
+        let originals: BTreeMap<char, char> = self.0.iter().map(|(original, private)| (*private, *original)).collect();
+        text.chars().map(|c| originals.get(&c).copied().unwrap_or(c)).collect()
+    }
+}
+
+pub(crate) fn ids(tokenizer: &Tokenizer, text: &str) -> Result<Vec<u32>, ModelError> {
+    let encoding = tokenizer.encode_fast(text, false).map_err(|error| ModelError::Tokenizer(error.to_string()))?;
+    Ok(encoding.get_ids().to_vec())
+}
