@@ -96,6 +96,21 @@ impl io::Seek for AtomicFile {
     }
 }
 
+/// Whether the user can correct an error: a path, its permissions, or content that is not text. A full disk is a failure.
+pub fn is_input_error(error: &io::Error) -> bool {
+    use io::ErrorKind as Kind;
+    matches!(
+        error.kind(),
+        Kind::NotFound
+            | Kind::PermissionDenied
+            | Kind::NotADirectory
+            | Kind::IsADirectory
+            | Kind::ReadOnlyFilesystem
+            | Kind::InvalidFilename
+            | Kind::InvalidData
+    )
+}
+
 /// Name prefix of temporary files.
 const UNFINISHED: &str = ".querl-";
 

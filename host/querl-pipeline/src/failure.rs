@@ -4,6 +4,7 @@ use querl_bundle::BundleError;
 use querl_bundle::oci::RegistryError;
 use querl_core::config::ConfigError;
 use querl_core::dir_lock::DirLockError;
+use querl_core::fsx::is_input_error;
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_core::records::{CallFailure, FailureKind};
 use querl_data::DataError;
@@ -100,24 +101,9 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
         return Some(Ending::Usage);
     }
     if let Some(error) = cause.downcast_ref::<std::io::Error>() {
-        return of_path(error);
+        return is_input_error(error).then_some(Ending::Usage);
     }
     cause.downcast_ref::<ConfigError>().map(|_| Ending::Usage)
-}
-
-/// A path or its permissions are for the user to correct; a full disk or a limit of file sizes is a failure.
-fn of_path(error: &std::io::Error) -> Option<Ending> {
-    use std::io::ErrorKind as Kind;
-    let is_of_path = matches!(
-        error.kind(),
-        Kind::NotFound
-            | Kind::PermissionDenied
-            | Kind::NotADirectory
-            | Kind::IsADirectory
-            | Kind::ReadOnlyFilesystem
-            | Kind::InvalidFilename
-    );
-    is_of_path.then_some(Ending::Usage)
 }
 
 /// A transparent error's cause is its inner error's cause: the fault itself is not in the chain.

@@ -1,7 +1,7 @@
 //! The `general_rag` server over real sockets: the embedded retrieval behind it, the retriever of `kind = "http"` as its client.
 #![allow(clippy::unwrap_used)]
 
-use querl_core::config::RetrievalConfig;
+use querl_core::config::{Overrides, RetrievalConfig, load};
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
 use querl_data::{
@@ -103,6 +103,33 @@ async fn hits_over_http_equal_those_of_the_back_end() {
         let request = RetrievalRequest { rewritten_query: expected, ..request() };
         assert_eq!(found, here.retrieve(request).await.unwrap(), "{rewrite}");
     }
+}
+
+/// The worked example of the source plan: its rewrite says `服用方法` and `推荐用量`, the knowledge base `食用方法` and `用量`.
+#[tokio::test]
+async fn the_example_finds_a_passage_by_words_that_its_synonyms_add() {
+    let folder = tempfile::tempdir().unwrap();
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/fivedoctors");
+    let found = async |synonyms: Option<&str>| {
+        let index = format!("retrieval.index_dir={}", folder.path().display());
+        let synonyms = synonyms.map(|file| format!("retrieval.synonyms={}", example.join(file).display()));
+        let overrides = Overrides { set: synonyms.into_iter().chain([index]).collect(), ..Overrides::default() };
+        let config = load(&example.join("querl.toml"), &overrides).unwrap();
+        let (tenant, models) = (config.tenant, LocalModels::default());
+        let search = open_retrieval_backend(&config.retrieval, &tenant, &models, &ServiceContext::default()).unwrap();
+        let base = KnowledgeBase { tenant, kb_name: config.retrieval.kb_name, search, timeout: TIMEOUT };
+        let url = start(vec![base], ServerLimits::default()).await;
+        let body = json!({
+            "query": "胶原蛋白怎么吃", "rewritten_query": "胶原蛋白肽 服用方法 推荐用量", "tenant_id": "fivedoctors",
+            "kb_name": "default", "top_k": config.retrieval.top_k, "score_threshold": 0.3,
+        });
+        let (status, answer) = post(&url, body).await;
+        assert_eq!(status, 200, "{answer}");
+        let passages = answer["data"]["recall"].as_array().unwrap().clone();
+        passages.iter().map(|passage| passage["id"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    assert!(!found(None).await.contains(&"p01-usage".to_owned()));
+    assert_eq!(found(Some("synonyms.txt")).await.first().map(String::as_str), Some("p01-usage"));
 }
 
 #[tokio::test]

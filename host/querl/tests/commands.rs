@@ -78,7 +78,7 @@ fn stage_commands_have_the_flags_that_act_on_their_stage() {
         assert_eq!((has("--threads"), has("--to")), (has_threads, false), "{help}");
         assert!(help.contains("- rewrite:") && (stage == "eval") == help.contains("- eval:"), "{help}");
         let page = project.read(&format!("pages/querl-{stage}.1"));
-        assert_eq!((page.contains("\\-\\-threads"), page.contains("\\-\\-to ")), (has_threads, false), "{stage}");
+        assert_eq!((page.contains("\\-\\-threads"), page.contains("\\-\\-to\\f")), (has_threads, false), "{stage}");
     }
     for args in [
         ["validate", "querl.toml", "--threads", "1"],

@@ -44,6 +44,23 @@ fn a_run_is_the_same_from_every_folder() {
         "{said:#?}"
     );
     assert_eq!(project.read("run/config.resolved.toml"), resolved);
+    // The same rows give the same bytes, at whatever time they are written.
+    project
+        .querl(&[
+            "validate",
+            "querl.toml",
+            "--from",
+            "rewrite",
+            "--set",
+            "data.input=elsewhere/own.jsonl",
+            "--out",
+            "again",
+        ])
+        .ok();
+    for table in ["data/rewrites.xlsx", "data/validated.xlsx"] {
+        let bytes = |run: &str| std::fs::read(project.path(run).join(table)).unwrap();
+        assert!(bytes("run") == bytes("again"), "{table}");
+    }
     let message = project.refusal(&["run", "querl.toml", "--set", "data.input=own.jsonl"], 2);
     assert_eq!(message, "--set data.input is \"own.jsonl\"; no such file; create it or correct the path");
 }

@@ -181,6 +181,13 @@ fn what_cannot_be_written_is_reported_in_one_sentence() {
     for (arguments, expected) in cases {
         assert_eq!(project.refusal(&[&["model"], arguments].concat(), 2), expected);
     }
+    // Regression: exit code 1 for a file that is not text, and for a folder that cannot be made.
+    std::fs::write(project.path("bare/adapter_config.json"), b"\xff\xfe\0").unwrap();
+    let message = project.refusal(&["model", "merge", "--model", "model", "--adapter", "bare", "--out", "out"], 2);
+    assert!(message.starts_with("bare/adapter_config.json: "), "{message}");
+    let file = "adapter/adapter_config.json/out";
+    let message = project.refusal(&["model", "merge", "--model", "model", "--adapter", "adapter", "--out", file], 2);
+    assert!(message.contains("adapter/adapter_config.json"), "{message}");
     let said = project.querl(&["model", "export", "--model", "model", "--out", "out", "--max-shard-size", "5"]);
     assert!(said.code == Some(2) && said.stderr.contains("expected a number above 0 with MB or GB"), "{said:#?}");
     assert!(!project.path("out").exists());

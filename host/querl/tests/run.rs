@@ -64,6 +64,12 @@ fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
     let evaluation: serde_json::Value = serde_json::from_str(&report.stdout).unwrap();
     assert_eq!(evaluation["split"], "test");
     assert!(project.path("run/report.html").is_file());
+    // What cannot be replaced, as in a folder that may only be read.
+    std::fs::remove_file(project.path("run/report.html")).unwrap();
+    std::fs::create_dir(project.path("run/report.html")).unwrap();
+    let message = project.refusal(&["report", "run"], 2);
+    assert!(message.starts_with("run/report.html: cannot be written: "), "{message}");
+    std::fs::remove_dir(project.path("run/report.html")).unwrap();
 
     let forced = project.querl(&["run", "querl.toml", "--from", "validate", "--to", "convert", "--json"]).ok();
     let result: serde_json::Value = serde_json::from_str(&forced.stdout).unwrap();

@@ -8,7 +8,7 @@ use super::services::{EmbeddingKind, MappingConfig, RerankKind, RerankScores, Se
 use super::sources::{EndpointConfig, JudgeConfig, JudgeForm, JudgeKind, RetrievalConfig, RetrievalKind, TeacherKind};
 use super::training::{AdvantageForm, TuningMethod};
 use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use toml::Value;
 
 /// What a path must be.
@@ -103,7 +103,22 @@ pub(super) fn resolve_paths(config: &mut Config, bases: PathBases<'_>, names: &[
         let full = bases.of("retrieval.index_dir").join(&*path);
         *path = std::path::absolute(full).unwrap_or_else(|_| path.clone());
     }
-    config.output_dir = std::path::absolute(&config.output_dir).unwrap_or_else(|_| config.output_dir.clone());
+    config.output_dir = absolute(&config.output_dir);
+}
+
+/// Absolute path of a folder that may not exist yet: the same from every current folder, whatever `..` it was given with.
+fn absolute(path: &Path) -> PathBuf {
+    let full = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    if !full.components().any(|component| component == Component::ParentDir) {
+        return full;
+    }
+    let rest_of = |above: &Path| full.strip_prefix(above).map(Path::to_owned).unwrap_or_default();
+    let resolved = full.ancestors().find_map(|above| match above.canonicalize() {
+        Ok(real) if above == full => Some(real),
+        Ok(real) => Some(real.join(rest_of(above))),
+        Err(_) => None,
+    });
+    resolved.unwrap_or(full)
 }
 
 /// A registry reference stays as it is, and so does the name of a link to a folder that is called like a file: the plugin host

@@ -307,6 +307,9 @@ path = "reward.wasm"
         let config = load(&folder.path().join("querl.toml"), &overrides).unwrap();
         assert_eq!((config.rl.gae_lambda, config.plugins.rewards[0].weight, config.threads), (0.5, 2.0, 3));
         assert!(config.output_dir.ends_with("elsewhere"));
+        let same = Overrides { out: Some("src/../none/elsewhere".into()), ..Overrides::default() };
+        let config = load(&folder.path().join("querl.toml"), &same).unwrap();
+        assert_eq!(config.output_dir, std::env::current_dir().unwrap().join("none/elsewhere"));
     }
 
     #[test]

@@ -17,6 +17,7 @@ pub use run::{lora_settings, run_generate, run_rl, run_sft};
 
 use crate::{Example, MetricSink, Metrics, TrainError};
 use querl_core::config::{ModelConfig, RlConfig, SftConfig};
+use querl_core::fsx::is_input_error;
 use querl_core::ports::{Environment, EnvironmentError, Progress};
 use querl_core::records::Message;
 use querl_model::{ModelError, RanksError};
@@ -212,6 +213,7 @@ impl FailureKind {
             | ModelError::Lora(_)
             | ModelError::SlidingWindow
             | ModelError::Shard(_) => Self::Usage,
+            ModelError::Io { source, .. } if is_input_error(source) => Self::Usage,
             _ => Self::Failed,
         }
     }
