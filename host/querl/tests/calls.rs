@@ -237,7 +237,9 @@ fn dry_run_prices_retrieval_embeddings_and_reranking() {
         "retrieval.rerank.price_per_thousand_calls=2.0",
     ];
     let mut args = vec!["run", "querl.toml", "--to", "validate", "--dry-run", "--json"];
-    settings.iter().for_each(|setting| args.extend(["--set", setting]));
+    for setting in settings {
+        args.extend(["--set", setting]);
+    }
     let estimate: Value = serde_json::from_str(&project.querl(&args).ok().stdout).unwrap();
     let cost = |index: usize| {
         let step = &estimate["steps"][index];

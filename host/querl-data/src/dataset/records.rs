@@ -403,7 +403,9 @@ mod tests {
             let folder = tempfile::tempdir().unwrap();
             let output = folder.path().join("rows.jsonl");
             let mut journal = Journal::<u32>::open(&output).unwrap();
-            records.iter().for_each(|record| drop(journal.append(record).unwrap()));
+            for record in &records {
+                journal.append(record).unwrap();
+            }
             drop(journal);
             let path = Journal::path_for(&output);
             let bytes = std::fs::read(&path).unwrap();
