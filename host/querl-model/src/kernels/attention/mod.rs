@@ -82,7 +82,7 @@ impl Queries {
         Ok(Self { chunks: Arc::new(query_chunks(tree, rows)), n_queries, n_rows, window: usize::MAX })
     }
 
-    /// The same queries, each of which sees at most the last `window` keys of its sequence, itself included; `None` means all.
+    /// The same queries with a sliding window: each sees at most the last `window` keys of its sequence, itself included; `None` means all.
     ///
     /// Source: `sliding_window_overlay` of transformers' `masking_utils.py`.
     #[must_use]
