@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 use support::results::timeless;
 use support::{CommandOutput, Project, repository};
@@ -729,19 +730,24 @@ fn recorded_metrics(project: &Project) -> BTreeSet<(String, String)> {
     found
 }
 
-/// Teacher, judge and retrieval, which fails for a quarter of the rewrites that are not the teacher's.
-fn service_of_everything(asked: &RecordedRequest) -> Reply {
-    if asked.path.ends_with("/chat/completions") {
-        let is_judge = asked.json()["model"] == "j";
-        let judged = json!({"choices": [{"message": {"content": "{\"综合得分\": 4.0, \"理由\": \"好\"}"}, "finish_reason": "stop"}]});
-        return if is_judge { Answer::json(200, &judged).into() } else { completion(asked).into() };
-    }
-    let rewrite = asked.json()["rewritten_query"].as_str().unwrap().to_owned();
-    let is_broken = querl_core::fsx::digest_hex(rewrite.as_bytes()).starts_with(['0', '4', '8', 'c']);
-    match is_broken && !rewrite.contains("食用方法") {
-        true => Answer::text(500, "text/plain", "").into(),
-        false => found(asked).into(),
-    }
+/// Teacher, judge and retrieval, which fails for every fourth rewrite that is not the teacher's.
+fn service_of_everything() -> FaultyServer {
+    let n_others = AtomicUsize::new(0);
+    FaultyServer::start(move |asked| {
+        let request = asked.json();
+        if request["model"] == "j" {
+            let message = json!({"content": "{\"综合得分\": 4.0, \"理由\": \"好\"}"});
+            return Answer::json(200, &json!({"choices": [{"message": message, "finish_reason": "stop"}]})).into();
+        }
+        if request["model"] == "m" {
+            return completion(asked).into();
+        }
+        let is_teachers = request["rewritten_query"].as_str().unwrap().starts_with("鱼油 食用方法 ");
+        match !is_teachers && n_others.fetch_add(1, Ordering::SeqCst) % 4 == 3 {
+            true => Answer::text(500, "text/plain", "").into(),
+            false => found(asked).into(),
+        }
+    })
 }
 
 /// Regression: metrics of calls that the documentation names were in no file.
@@ -749,7 +755,7 @@ fn service_of_everything(asked: &RecordedRequest) -> Reply {
 /// Each condition under which a metric exists is one of the runs; a name that none of them records is a mistake of the page.
 #[test]
 fn every_documented_metric_is_recorded_and_every_recorded_metric_is_documented() {
-    let server = FaultyServer::start(service_of_everything);
+    let server = service_of_everything();
     let project = outside_at(&server);
     project.edit("max_retries = 12\nknowledge_base", "max_retries = 0\nknowledge_base");
     let judge = format!("kind = \"openai\"\nbase_url = \"{}/v1\"\nmodel = \"j\"\napi_key_env = \"\"", server.url());

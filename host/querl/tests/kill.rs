@@ -311,7 +311,7 @@ fn many_rows() -> Project {
     project.copy_model("model");
     let mut settings: Value = serde_json::from_str(&project.read("model/tokenizer_config.json")).unwrap();
     let template =
-        format!("{{% for i in range(40000) %}}{{% endfor %}}{}", settings["chat_template"].as_str().unwrap());
+        format!("{{% for i in range(20000) %}}{{% endfor %}}{}", settings["chat_template"].as_str().unwrap());
     settings["chat_template"] = template.into();
     project.write("model/tokenizer_config.json", &settings.to_string());
     project.edit("split = [0.6, 0.2, 0.2]", "split = [0.4, 0.1, 0.5]\non_leak = \"warn\"");
@@ -337,7 +337,7 @@ fn work_that_saves_nothing_ends_at_the_first_signal_and_the_earlier_result_is_pu
     let said: Vec<String> = lines.collect();
     assert_eq!(said.last().map(String::as_str), Some(INTERRUPTED.trim_end()), "{said:?}");
     let again = project.querl(&until_sft).ok();
-    assert!(again.stderr.starts_with("sft: what was there before is back in place\n"), "{again:#?}");
+    assert!(again.stderr.contains("sft: what was there before is back in place\n"), "{again:#?}");
     assert!(again.stderr.contains("sft: finished earlier, skipped\n"), "{again:#?}");
     assert!(std::fs::read(project.path("run/sft/best/adapter_model.safetensors")).unwrap() == adapter);
 
@@ -350,7 +350,8 @@ fn work_that_saves_nothing_ends_at_the_first_signal_and_the_earlier_result_is_pu
     let many_calls = ["plugin", "test", reward.to_str().unwrap(), "--repeats", "1000000"];
     for args in [&["report", "run"][..], &many_calls] {
         let child = project.command(args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        std::thread::sleep(Duration::from_millis(700));
+        // It has begun, and would take many times as long.
+        std::thread::sleep(Duration::from_millis(1500));
         let said = ended_by(child, "-INT");
         assert!(said.ends_with(INTERRUPTED), "{args:?}: {said}");
     }
