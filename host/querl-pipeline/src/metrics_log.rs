@@ -125,7 +125,7 @@ pub(crate) fn read(path: &Path) -> io::Result<String> {
 fn drop_torn_line(path: &Path) -> io::Result<()> {
     let text = read(path)?;
     match text.rfind('\n').map_or(0, |end| end + 1) {
-        n_bytes if n_bytes < text.len() => write_atomic(path, text[..n_bytes].as_bytes()),
+        n_bytes if n_bytes < text.len() => write_atomic(path, &text.as_bytes()[..n_bytes]),
         _ => Ok(()),
     }
 }
