@@ -261,8 +261,8 @@ mod tests {
             r#"{"input": "用户问题：贵吗？\n回答：不贵。", "label": "售前", "metadata": {"group": "g1", "boundary": "honesty"}}"#,
             r#"{"input": "用户问题：坏了。\n回答：换新。", "label": "售后", "label_english": "after_sales"}"#,
         ];
-        let list = read(&format!("\n[\n{}\n]\n", rows.join(" ,\n\n"))).unwrap();
-        let mut lines = read(&rows.join("\n")).unwrap();
+        let list = read(format!("\n[\n{}\n]\n", rows.join(" ,\n\n"))).unwrap();
+        let mut lines = read(rows.join("\n")).unwrap();
         assert_eq!(
             list.iter().map(|row| row.location.to_string()).collect::<Vec<_>>(),
             ["line 3, dialogue 1", "line 5, dialogue 2"]
