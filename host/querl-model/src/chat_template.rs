@@ -1,7 +1,7 @@
 //! Chat templates, rendered as transformers renders them.
 //!
 //! A template is a program that somebody else wrote: its steps, time, memory and output are limited. minijinja counts steps; a string that
-//! doubles takes few of them, so a template is rendered on a thread of its own, and the caller reads the memory of the process meanwhile.
+//! doubles takes few of them, so a template has a thread on which it is rendered, and the caller reads the memory of the process meanwhile.
 //! A thread cannot be ended from outside: after an error for time or memory the program is expected to end with it.
 
 use crate::ModelError;
@@ -11,8 +11,8 @@ use minijinja::{Environment, Error, ErrorKind, State, Value, context, filters};
 use querl_core::records::Message;
 use std::io::{self, Write};
 use std::path::Path;
-use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Largest source of a template. Those of published models have up to 20 KB.
@@ -39,7 +39,14 @@ pub struct ChatTemplate {
     special_tokens: Vec<(String, String)>,
     text: String,
     source: TemplateSource,
+    /// The thread that renders: started by the first rendering, abandoned at a limit.
+    renderer: Mutex<Option<Renderer>>,
 }
+
+type Rendered = Result<String, Failure>;
+
+/// Requests of a rendering thread: variables, and where the text goes.
+type Renderer = mpsc::Sender<(Value, SyncSender<Rendered>)>;
 
 /// Where a template is, for messages.
 enum TemplateSource {
@@ -112,7 +119,8 @@ impl ChatTemplate {
         }
         let mut environment = environment().map_err(|error| source.of(&error))?;
         environment.add_template_owned(NAME, text.to_owned()).map_err(|error| source.of(&error))?;
-        Ok(Self { environment: Arc::new(environment), special_tokens, text: text.to_owned(), source })
+        let environment = Arc::new(environment);
+        Ok(Self { environment, special_tokens, text: text.to_owned(), source, renderer: Mutex::new(None) })
     }
 
     /// The template itself.
@@ -142,14 +150,7 @@ impl ChatTemplate {
         let special_tokens: Value = self.special_tokens.iter().cloned().collect();
         let given = context! { messages, add_generation_prompt };
         let variables = minijinja::value::merge_maps([given, variables, special_tokens]);
-        let (environment, (sender, receiver)) = (self.environment.clone(), mpsc::sync_channel(1));
-        let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK_BYTES);
-        let spawned = thread.spawn(move || {
-            // The receiver is gone where the caller has given up.
-            let _ = sender.send(render(&environment, variables));
-        });
-        spawned.map_err(|error| self.source.error(None, &format!("no thread to render it on: {error}")))?;
-        match wait(&receiver) {
+        match self.rendered(variables) {
             Ok(Ok(text)) => Ok(text),
             Ok(Err(Failure::Template(error))) => Err(self.source.of(&error)),
             Ok(Err(Failure::Output)) => {
@@ -158,6 +159,35 @@ impl ChatTemplate {
             Err(message) => Err(self.source.error(None, &message)),
         }
     }
+
+    fn rendered(&self, variables: Value) -> Result<Rendered, String> {
+        // Held meanwhile, so that no rendering waits for another within its time.
+        let mut renderer = self.renderer.lock().unwrap_or_else(PoisonError::into_inner);
+        let requests = match renderer.take() {
+            Some(requests) => requests,
+            None => start(self.environment.clone()).map_err(|error| format!("no thread to render it on: {error}"))?,
+        };
+        let (reply, receiver) = mpsc::sync_channel(1);
+        requests.send((variables, reply)).map_err(|_| PANICKED)?;
+        let rendered = wait(&receiver)?;
+        *renderer = Some(requests);
+        Ok(rendered)
+    }
+}
+
+const PANICKED: &str = "rendering panicked";
+
+/// Starts a thread that renders until its requests are dropped.
+fn start(environment: Arc<Environment<'static>>) -> io::Result<Renderer> {
+    let (sender, requests) = mpsc::channel::<(Value, SyncSender<Rendered>)>();
+    let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK_BYTES);
+    thread.spawn(move || {
+        for (variables, reply) in requests {
+            // The receiver is gone where the caller has given up.
+            let _ = reply.send(render(&environment, variables));
+        }
+    })?;
+    Ok(sender)
 }
 
 fn read_bounded(path: &Path) -> Result<String, ModelError> {
@@ -233,7 +263,7 @@ enum Failure {
     Output,
 }
 
-fn render(environment: &Environment<'_>, variables: Value) -> Result<String, Failure> {
+fn render(environment: &Environment<'_>, variables: Value) -> Rendered {
     let mut output = BoundedOutput { bytes: Vec::new(), is_full: false };
     let template = environment.get_template(NAME).map_err(Failure::Template)?;
     let rendered = template.render_captured_to(variables, &mut output).map(drop);
@@ -270,7 +300,7 @@ fn wait<T>(receiver: &Receiver<T>) -> Result<T, String> {
     loop {
         match receiver.recv_timeout(POLL) {
             Ok(rendered) => return Ok(rendered),
-            Err(RecvTimeoutError::Disconnected) => return Err("rendering panicked".into()),
+            Err(RecvTimeoutError::Disconnected) => return Err(PANICKED.into()),
             Err(RecvTimeoutError::Timeout) => {}
         }
         let memory = private_memory_bytes();
