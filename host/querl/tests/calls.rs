@@ -705,7 +705,7 @@ fn is_metric((stage, pattern): &DocumentedMetric, (of, name): &(String, String))
     matches && (stage.is_empty() || stage == of)
 }
 
-/// The metrics of `metrics.jsonl` by stage, each of which is in the event files and in the report too.
+/// The metrics of `metrics.jsonl` by stage, and checks that each is in the event files and in the report too.
 fn recorded_metrics(project: &Project) -> BTreeSet<(String, String)> {
     let mut found = BTreeSet::new();
     for line in project.rows("run/metrics.jsonl") {

@@ -78,7 +78,7 @@ pub(super) const MAX_CELL_BYTES: usize = 1 << 20;
 /// Maximum number of columns: that of a sheet.
 const MAX_COLUMNS: usize = 16_384;
 
-/// Maximum number of rows, each of which takes 40 bytes: equal rows of parquet take none in the file.
+/// Maximum number of rows. A row takes 40 bytes of memory, and equal rows of parquet take none in the file.
 pub(super) const MAX_ROWS: u32 = 1 << 24;
 
 fn check_columns(path: &Path, n_columns: usize) -> Result<(), DataError> {

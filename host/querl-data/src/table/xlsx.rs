@@ -24,7 +24,7 @@ const MAX_PART_BYTES: u64 = 256 << 20;
 /// Maximum size of all parts after inflation, which takes time.
 const MAX_ALL_BYTES: u64 = 4 << 30;
 
-/// Maximum number of shared texts, each of which takes memory even if it is empty.
+/// Maximum number of shared texts: each takes memory even if it is empty.
 const MAX_TEXTS: usize = 1 << 23;
 
 /// Maximum size of the rows, which are held in memory.

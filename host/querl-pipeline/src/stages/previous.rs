@@ -55,7 +55,7 @@ pub(super) fn of_inputs(dir: &RunDir, name: StageName, inputs: &Inputs) -> Optio
 }
 
 /// Completes moves that a kill interrupted, and puts back the earlier result of a stage that was ended before it had anything to resume
-/// from. Returns the stages of which it did the latter.
+/// from. Returns the stages whose earlier result is back.
 pub(super) fn recover(dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<Vec<StageName>> {
     let mut restored = Vec::new();
     for name in StageName::ALL {
