@@ -57,14 +57,16 @@ run() {
     [[ $of_package == "$package" ]] || continue
     [[ $target == "$of_target" || ($target == '*' && $of_target != bin) ]] || continue
     found=1
-    (cd "$folder" && CARGO_MANIFEST_DIR=$folder "$program" "$@" </dev/null) >"$work/output" 2>&1 || true
+    local status=0
+    (cd "$folder" && CARGO_MANIFEST_DIR=$folder "$program" "$@" </dev/null) >"$work/output" 2>&1 || status=$?
     grep -E '^test .* FAILED$' "$work/output" | sed "s/^/$package /" >&2 || true
-    if ! grep -q '^test result:' "$work/output"; then
-      tail -5 "$work/output" >&2
-      echo "$package $of_target ended without a result" >&2
-      tried=$((tried + 1))
-    fi
     read -r passed failed < <(awk '/^test result:/ { p += $4; f += $6 } END { print p + 0, f + 0 }' "$work/output")
+    # A program that crashes, or in which a filter finds no test.
+    if [[ $status -ne 0 && $failed == 0 ]] || [[ $# -gt 0 && $passed == 0 && $failed == 0 ]]; then
+      tail -5 "$work/output" >&2
+      echo "$package $of_target $*: no result, or no such test; status $status" >&2
+      failed=1
+    fi
     tried=$((tried + passed + failed)) held=$((held + passed))
   done <"$work/programs"
   if [[ -z $found ]]; then
@@ -111,7 +113,8 @@ if [[ -n $long ]]; then
       row "fuzz targets, an hour in all" 5 5
     else
       tail -20 "$work/fuzz" >&2
-      row "fuzz targets, an hour in all" 5 "$(($(grep -c '^== ' "$work/fuzz") - 1))"
+      n_begun=$(grep -c '^== ' "$work/fuzz" || true)
+      row "fuzz targets, an hour in all" 5 "$((n_begun > 0 ? n_begun - 1 : 0))"
     fi
   else
     echo "skipped: fuzzing, since cargo-fuzz is not installed" >&2

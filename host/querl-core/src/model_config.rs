@@ -40,6 +40,8 @@ const WITHOUT_EFFECT: &[&str] = &[
     "export_model_type",
     "is_llama_config",
     "language",
+    "max_seq_length",
+    "max_sequence_length",
     "model_max_length",
     "model_type",
     "name_or_path",
@@ -78,7 +80,9 @@ const WITHOUT_EFFECT: &[&str] = &[
     "torchscript",
     "use_bfloat16",
     "use_cache",
+    "xla_device",
     // Labels and tasks; a reader that needs them checks them.
+    "_num_labels",
     "finetuning_task",
     "id2label",
     "label2id",
@@ -255,9 +259,9 @@ impl<'a> Keys<'a> {
         self.map.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.as_str(), value))
     }
 
-    /// Whether every key has this value.
+    /// Whether every key has this value, or `null`.
     pub fn all_are(&self, value: &Value) -> bool {
-        self.map.values().all(|other| other == value)
+        self.values().all(|(_, other)| other == value)
     }
 
     /// A number of things, 0 to `most`; `None` where the key has no value.

@@ -29,6 +29,7 @@ const USED: &[&str] = &[
     "hidden_size",
     "intermediate_size",
     "layer_norm_eps",
+    "matryoshka_dimensions",
     "max_position_embeddings",
     "num_attention_heads",
     "num_hidden_layers",

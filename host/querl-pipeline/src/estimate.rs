@@ -241,8 +241,8 @@ impl Estimator<'_> {
         let (rl, split) = (&self.config.rl, self.config.data.split);
         let (n_train, n_val) = (self.n_rows * split[0], self.n_rows * split[1]);
         let n_steps = rl.n_steps(n_train.round() as usize);
-        let n_episodes = (n_steps * rl.batch_size * rl.n_samples) as f64;
-        let n_evaluations = (n_steps / rl.eval_steps.max(1) + 1) as f64;
+        let n_episodes = n_steps as f64 * (rl.batch_size * rl.n_samples) as f64;
+        let n_evaluations = (n_steps / rl.eval_steps.max(1)) as f64 + 1.0;
         let (low, high) = (n_episodes.min(n_train) + n_val, n_episodes + n_val * n_evaluations);
         Answers {
             n: Range { low, high },

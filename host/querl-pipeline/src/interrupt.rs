@@ -1,7 +1,7 @@
 //! Ctrl-C: what runs when SIGINT, SIGTERM or SIGHUP arrives.
 //!
 //! As long as no work has anything to save, the first signal ends the process at once with exit code 130: files are replaced atomically,
-//! so nothing that was finished is lost. Builds of plugins and compilers, which are child processes, are ended too
+//! so no file is left in part. Builds of plugins and compilers, which are child processes, are ended too
 //! ([`querl_plugin::end_children`]). Work that would lose something holds [`at_safe_points`]: then the first signal sets [`flag`], the
 //! work ends at its next safe point, and the second signal ends the process at once.
 //!
@@ -29,7 +29,7 @@ static N_AT_SAFE_POINTS: AtomicUsize = AtomicUsize::new(0);
 
 /// How a signal ends the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stopping {
+pub enum InterruptKind {
     /// At the next safe point of the work.
     AtSafePoint,
     /// At once.
@@ -57,12 +57,12 @@ impl Drop for AtSafePoints {
 ///
 /// # Errors
 /// The system refuses the handler.
-pub fn install(report: fn(Stopping)) -> anyhow::Result<()> {
+pub fn install(report: fn(InterruptKind)) -> anyhow::Result<()> {
     let handler = move || {
         let can_wait = N_AT_SAFE_POINTS.load(Ordering::SeqCst) > 0;
         // The flag is only set for work that reads it.
         if can_wait && !STOP.swap(true, Ordering::SeqCst) {
-            std::thread::spawn(move || report(Stopping::AtSafePoint));
+            std::thread::spawn(move || report(InterruptKind::AtSafePoint));
         } else {
             end(report);
         }
@@ -70,18 +70,25 @@ pub fn install(report: fn(Stopping)) -> anyhow::Result<()> {
     ctrlc::set_handler(handler).context("interrupts cannot be handled")
 }
 
-/// A terminal that is gone or a pipe that nobody reads blocks a message no longer than this.
+/// Maximum time to kill child processes and to remove their temporary folders.
+const END_TIMEOUT: Duration = Duration::from_secs(1);
+/// Maximum time to write the message: the terminal may be gone, or nobody reads the pipe.
 const REPORT_TIMEOUT: Duration = Duration::from_millis(200);
 
-fn end(report: fn(Stopping)) -> ! {
-    querl_plugin::end_children();
-    let (sender, reported) = mpsc::channel();
+fn end(report: fn(InterruptKind)) -> ! {
+    within(END_TIMEOUT, querl_plugin::end_children);
+    within(REPORT_TIMEOUT, move || report(InterruptKind::AtOnce));
+    exit(Ending::Interrupted as i32)
+}
+
+/// Waits for `work` at most `timeout`.
+fn within(timeout: Duration, work: impl FnOnce() + Send + 'static) {
+    let (sender, done) = mpsc::channel();
     std::thread::spawn(move || {
-        report(Stopping::AtOnce);
+        work();
         let _ = sender.send(());
     });
-    let _ = reported.recv_timeout(REPORT_TIMEOUT);
-    exit(Ending::Interrupted as i32)
+    let _ = done.recv_timeout(timeout);
 }
 
 /// Ends without exit handlers, which take down what other threads still use: CUDA's, the allocator's.
@@ -106,8 +113,20 @@ pub fn flag() -> &'static AtomicBool {
 pub fn check() -> Result<(), Stop> {
     match STOP.load(Ordering::SeqCst) {
         false => Ok(()),
-        true => Err(Stop::interrupted("interrupted; finished work is saved, run the same command to resume")),
+        true => Err(Stop::interrupted(
+            "interrupted; finished stages and checkpoints are saved, run the same command to resume",
+        )),
     }
+}
+
+/// Runs `work` to its end; the error of an interrupt follows afterwards.
+///
+/// # Errors
+/// Those of `work`, or a signal has arrived.
+pub fn uninterrupted(work: &mut dyn FnMut() -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let _at_safe_points = at_safe_points();
+    work()?;
+    Ok(check()?)
 }
 
 /// Waits for `work`, which reads the flag itself ([`Progress::is_stopped`]) and starts nothing more: calls in flight are paid for, and

@@ -121,12 +121,14 @@ pub(crate) fn read(path: &Path) -> io::Result<String> {
     }
 }
 
-/// Removes an unfinished last line, with which the next one would be joined.
+/// Ends the last line, or removes it where it is unfinished: the next one would be joined with it.
 fn drop_torn_line(path: &Path) -> io::Result<()> {
     let text = read(path)?;
-    match text.rfind('\n').map_or(0, |end| end + 1) {
-        n_bytes if n_bytes < text.len() => write_atomic(path, &text.as_bytes()[..n_bytes]),
-        _ => Ok(()),
+    let (whole, last) = text.split_at(text.rfind('\n').map_or(0, |end| end + 1));
+    match stage_of(last) {
+        _ if last.is_empty() => Ok(()),
+        Some(_) => write_atomic(path, format!("{text}\n").as_bytes()),
+        None => write_atomic(path, whole.as_bytes()),
     }
 }
 

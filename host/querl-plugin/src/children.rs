@@ -1,7 +1,7 @@
 //! Child processes (build tools, the compiler of components) and their temporary folders, which a signal to the host ends and removes.
 //!
-//! Each child leads a process group of its own: a terminal's Ctrl-C reaches the host alone, and [`end_children`] ends the child with all
-//! processes that it has started (rustc and build scripts of cargo).
+//! Each child leads a session and process group of its own: a terminal's Ctrl-C reaches the host alone, [`end_children`] ends the child with
+//! all processes that it has started (rustc and build scripts of cargo), and a prompt for a password fails, as there is no terminal.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -55,10 +55,13 @@ impl Drop for Registered {
     }
 }
 
-/// Starts a child as the leader of a process group.
+/// Starts a child as the leader of a session.
 pub(crate) fn spawn(command: &mut Command) -> io::Result<(Child, Registered)> {
     #[cfg(unix)]
-    std::os::unix::process::CommandExt::process_group(command, 0);
+    // SAFETY: `setsid` is async-signal-safe, and nothing else runs between fork and exec.
+    unsafe {
+        std::os::unix::process::CommandExt::pre_exec(command, || Ok(rustix::process::setsid().map(drop)?));
+    }
     let mut running = running();
     let child = command.spawn()?;
     running.groups.push(child.id());

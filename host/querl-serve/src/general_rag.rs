@@ -105,9 +105,9 @@ impl RagRequest {
             query: fields.take_required("query", text)?,
             tenant_id: fields.take_required("tenant_id", text)?,
             kb_name: fields.take("kb_name", text)?.unwrap_or_else(|| DEFAULT_KB_NAME.into()),
-            top_k: fields.take("top_k", "an integer")?.unwrap_or(DEFAULT_TOP_K),
-            score_threshold: fields.take("score_threshold", "a number")?.unwrap_or(DEFAULT_SCORE_THRESHOLD),
-            history: fields.take("history", text)?.unwrap_or_default(),
+            top_k: fields.take("top_k", "an integer from 1 to 1000")?.unwrap_or(DEFAULT_TOP_K),
+            score_threshold: fields.take("score_threshold", "a number from 0 to 1")?.unwrap_or(DEFAULT_SCORE_THRESHOLD),
+            history: fields.take("history", "a text, a list of texts, or a list of messages")?.unwrap_or_default(),
             rewritten_query: fields.take("rewritten_query", text)?,
             user_profile: fields.take("user_profile", text)?,
         })

@@ -139,7 +139,12 @@ pub struct Callbacks<'a> {
     pub stop: &'a AtomicBool,
     /// Opens the metric sink at a path.
     pub open_metrics: &'a OpenMetrics,
+    /// Runs work that an interrupt must not cut.
+    pub uninterrupted: &'a Uninterrupted,
 }
+
+/// Runs work that an interrupt must not cut.
+pub type Uninterrupted = dyn Fn(&mut dyn FnMut() -> anyhow::Result<()>) -> anyhow::Result<()>;
 
 /// Opens a metric sink at a path.
 pub type OpenMetrics = dyn Fn(&Path) -> anyhow::Result<Box<dyn MetricSink>>;
@@ -239,6 +244,10 @@ impl<'a> Trainer<'a> {
 
     /// Writes the best checkpoint to the output folder; removes metrics and temperature of an earlier model there.
     pub(crate) fn publish(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
+        (self.callbacks.uninterrupted)(&mut || self.write_model(checkpoint))
+    }
+
+    fn write_model(&self, checkpoint: &Checkpoint) -> anyhow::Result<()> {
         let folder = &self.config.output_dir;
         for path in [CALIBRATION_FILE, EVAL_FILE, REPORT_FILE].map(|name| folder.join(name)) {
             if path.is_file() {

@@ -30,7 +30,7 @@ pub enum Command {
     Rewrite(run::ModelStageArgs),
     /// Run stage 2: retrieval looks up each rewrite
     #[command(mut_arg("from", run::from_up_to(StageName::Validate)))]
-    Validate(run::StageArgs),
+    Validate(run::ModelStageArgs),
     /// Run stage 3: filters keep or drop; train, val and test are split by query group
     #[command(mut_arg("from", run::from_up_to(StageName::Convert)))]
     Convert(run::StageArgs),

@@ -15,7 +15,7 @@ mod terminal;
 use clap::Parser;
 use cli::{Cli, Command};
 use querl_pipeline::failure::{self, Ending};
-use querl_pipeline::interrupt::{self, Stopping};
+use querl_pipeline::interrupt::{self, InterruptKind};
 use std::ffi::c_int;
 use std::process::ExitCode;
 
@@ -48,10 +48,14 @@ fn main() -> ExitCode {
     }
 }
 
-fn report(stopping: Stopping) {
-    match stopping {
-        Stopping::AtSafePoint => terminal::print("stopping at the next safe point; interrupt again to stop at once"),
-        Stopping::AtOnce => terminal::print_error("error: interrupted; nothing that was finished is lost"),
+fn report(kind: InterruptKind) {
+    match kind {
+        InterruptKind::AtSafePoint => {
+            terminal::print("stopping at the next safe point; interrupt again to stop at once")
+        }
+        InterruptKind::AtOnce => terminal::print_error(
+            "error: interrupted; finished stages and checkpoints are kept, run the same command again",
+        ),
     }
 }
 
@@ -92,7 +96,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
     match command {
         Command::Run(args) => commands::run::run(&args),
         Command::Rewrite(args) => commands::run::model_stage(StageName::Rewrite, &args),
-        Command::Validate(args) => commands::run::stage(StageName::Validate, &args),
+        Command::Validate(args) => commands::run::model_stage(StageName::Validate, &args),
         Command::Convert(args) => commands::run::stage(StageName::Convert, &args),
         Command::Sft(args) => commands::run::model_stage(StageName::Sft, &args),
         Command::Rl(args) => commands::run::model_stage(StageName::Rl, &args),

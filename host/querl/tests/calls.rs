@@ -178,15 +178,21 @@ fn dry_run_writes_nothing_and_needs_no_key() {
         &["--set", "teacher.api_key_env=NO_SUCH_KEY"],
         &["--set", "teacher.api_key_file=none", "--set", "judge.api_key_file=none"],
     ];
+    // Plugins that are not compiled yet are compiled in a temporary folder, which leaves the time of its removal.
+    let files = || {
+        let mut files = tree(project.folder.path());
+        files.remove(&folders[1]);
+        files
+    };
     let dry_runs = || {
-        let before = tree(project.folder.path());
+        let before = files();
         for key in keys {
             for command in ["run", "rewrite", "validate", "sft", "rl"] {
                 let said = run(&[&[command, "querl.toml", "--dry-run"], key].concat()).ok();
                 assert!(said.stdout.starts_with("40 rows; no call was made\n"), "{said:#?}");
             }
         }
-        assert_eq!(tree(project.folder.path()), before);
+        assert!(files() == before, "a dry run wrote something");
     };
     dry_runs();
     run(&["run", "querl.toml", "--to", "validate"]).ok();
@@ -705,7 +711,7 @@ fn is_metric((stage, pattern): &DocumentedMetric, (of, name): &(String, String))
     matches && (stage.is_empty() || stage == of)
 }
 
-/// The metrics of `metrics.jsonl` by stage, and checks that each is in the event files and in the report too.
+/// Returns the metrics of `metrics.jsonl` by stage, and checks that each is in the event files and in the report too.
 fn recorded_metrics(project: &Project) -> BTreeSet<(String, String)> {
     let mut found = BTreeSet::new();
     for line in project.rows("run/metrics.jsonl") {
@@ -769,9 +775,12 @@ fn every_documented_metric_is_recorded_and_every_recorded_metric_is_documented()
         project.querl(&["run", "querl.toml"].into_iter().chain(sets).collect::<Vec<_>>()).ok();
         recorded.extend(recorded_metrics(&project));
         let of_rl = project.rows("run/metrics.jsonl").into_iter().filter(|line| line["stage"] == "rl");
+        // Empty rewrites, which an untrained policy writes before the first step, are not looked up.
         for line in of_rl {
             let has = |name: &str| line[name].is_number();
-            assert!(has("calls/retrieval/calls") && has("cache/retrievals/hit_rate"), "{line}");
+            assert!(has("calls/judge j/calls") && has("cache/judgements/hit_rate"), "{line}");
+            let retrieves = has("calls/retrieval/calls") && has("cache/retrievals/hit_rate");
+            assert!(retrieves || line["step"] == 0, "{line}");
         }
     }
     let documented = documented_metrics("docs/files.md");

@@ -70,7 +70,7 @@ fn stage_commands_have_the_flags_that_act_on_their_stage() {
     project.querl(&["man", "pages"]).ok();
     let common = ["--set", "--out", "--from", "--accept-plugin-change", "--locked", "--dry-run", "--json"];
     for (stage, has_threads) in
-        [("rewrite", true), ("validate", false), ("convert", false), ("sft", true), ("rl", true), ("eval", true)]
+        [("rewrite", true), ("validate", true), ("convert", false), ("sft", true), ("rl", true), ("eval", true)]
     {
         let help = project.querl(&[stage, "--help"]).ok().stdout;
         let has = |flag: &str| help.lines().any(|line| line.trim_start().starts_with(flag));
@@ -81,7 +81,6 @@ fn stage_commands_have_the_flags_that_act_on_their_stage() {
         assert_eq!((page.contains("\\-\\-threads"), page.contains("\\-\\-to\\f")), (has_threads, false), "{stage}");
     }
     for args in [
-        ["validate", "querl.toml", "--threads", "1"],
         ["convert", "querl.toml", "--threads", "1"],
         ["rewrite", "querl.toml", "--to", "convert"],
         ["sft", "querl.toml", "--from", "rl"],

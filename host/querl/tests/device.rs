@@ -167,7 +167,7 @@ fn an_error_of_the_environment_crosses_back_as_it_was() {
         project.edit("score_threshold = 0.0\n", "");
         project
     });
-    let args = ["rl", "querl.toml", "--from", "sft", "--to", "rl"];
+    let args = ["rl", "querl.toml", "--from", "sft"];
     let within = both[0].querl(&args);
     let (code, _, said) = run(&mut across(&both[1], &args));
     let last = |text: &str| text.lines().last().unwrap().to_owned();

@@ -157,7 +157,7 @@ fn what_the_hub_refuses_is_a_sentence() {
         (
             vec!["run", "querl.toml", "--to", "sft", "--set", "model.path=\"shop/none\""],
             Some(TOKEN),
-            "error: --set model.path: model.path is \"shop/none\"; no such folder, and ",
+            "error: --set model.path is \"shop/none\"; no such folder, and ",
         ),
         (vec!["model", "inspect", "shop"], Some(TOKEN), "config.json"),
     ];

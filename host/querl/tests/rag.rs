@@ -87,11 +87,10 @@ fn an_interrupt_ends_a_server_well() {
 #[test]
 fn half_sent_requests_delay_neither_health_nor_the_end() {
     let project = Project::new();
-    let mut server = Server::start(&project, &[]);
+    let mut server = Server::start(&project, &["--max_connections", "128"]);
     let address = server.url.strip_prefix("http://").unwrap().split('/').next().unwrap().to_owned();
-    // Fewer where this process may open fewer files.
-    let mut half_sent: Vec<_> = (0..1100).map_while(|_| TcpStream::connect(&address).ok()).collect();
-    half_sent.truncate(half_sent.len().saturating_sub(64));
+    // More than the server has connections.
+    let mut half_sent: Vec<_> = (0..400).map_while(|_| TcpStream::connect(&address).ok()).collect();
     for stream in &mut half_sent {
         // The oldest may be closed already.
         let _ = stream.write_all(b"POST /api/chat/general_rag HTTP/1.1\r\nhost: x\r\n");
@@ -102,12 +101,12 @@ fn half_sent_requests_delay_neither_health_nor_the_end() {
     let mut response = String::new();
     health.read_to_string(&mut response).unwrap();
     assert!(response.starts_with("HTTP/1.0 200 "), "{response}");
-    assert!(started.elapsed() < Duration::from_secs(1), "{:?}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     let started = Instant::now();
     let pid = server.process.id().to_string();
     assert!(std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
     assert_eq!(server.process.wait().unwrap().code(), Some(0));
-    assert!(started.elapsed() < Duration::from_secs(3), "{:?}", started.elapsed());
+    assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());
 }
 
 #[test]

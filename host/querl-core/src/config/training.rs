@@ -316,7 +316,7 @@ impl RlConfig {
     /// Rollout batches of a training on `n_rows` queries. A batch continues in the next epoch where an epoch ends within it.
     pub fn n_steps(&self, n_rows: usize) -> usize {
         let Some(epochs) = self.epochs else { return self.max_steps };
-        let planned = (epochs * n_rows).div_ceil(self.batch_size.max(1)).max(1);
+        let planned = epochs.saturating_mul(n_rows).div_ceil(self.batch_size.max(1)).max(1);
         if self.max_steps > 0 { planned.min(self.max_steps) } else { planned }
     }
 }

@@ -246,8 +246,16 @@ impl SpendTracker {
             ReservationKind::InFlight => state.in_flight.remove(*max_cost),
             ReservationKind::Batch => state.held.remove(*max_cost),
         }
+        let is_last = key.is_some() && state.open.is_empty();
         drop(state);
         self.settled.notify_waiters();
+        // The file counts calls in flight as lost. The process may end before it is written again.
+        if is_last {
+            if let Err(error) = self.save() {
+                tracing::warn!("{error}");
+            }
+            self.state().saved = None;
+        }
     }
 
     pub(crate) fn count_cached(&self, provider: &str) {

@@ -316,7 +316,8 @@ mod tests {
         let error = |bytes: &[u8]| check(bytes).unwrap_err().to_string();
         assert_eq!(error(&header(1 << 30, 9, 1)), "a page declares 1073741824 bytes; expected at most 268435456");
         assert_eq!(error(&header(9, 9, 1 << 30)), "a page declares 1073741824 values; expected at most 16777216");
-        assert_eq!(error(&[0x15; 30]), "a page declares 18446744073709551605 bytes; expected at most 268435456");
+        let negative = [&[0x15; 6][..], &[0]].concat();
+        assert_eq!(error(&negative), "a page declares 18446744073709551605 bytes; expected at most 268435456");
         assert_eq!(error(&[0x1c; 30]), "a page header is not readable");
         assert_eq!(error(&[0x18, 0xff, 0xff, 0xff, 0xff, 0x7f, 1]), "unexpected end of file");
     }

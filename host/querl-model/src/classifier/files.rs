@@ -209,8 +209,8 @@ impl ClassifierTokenizer {
         self.pad_id
     }
 
-    /// A text's tokens, special tokens included; a control token in the text is encoded as text. A long text is truncated at the end, as in transformers; in a dialogue
-    /// (`用户问题：...\n回答：...`) question and answer are each truncated, so that both remain.
+    /// A text's tokens, special tokens included; a control token in the text is encoded as text. A long text is truncated at the end,
+    /// as in transformers; in a dialogue (`用户问题：...\n回答：...`) question and answer are each truncated, so that both remain.
     ///
     /// # Errors
     /// The tokenizer fails, or finds no token in the text.

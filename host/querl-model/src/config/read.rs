@@ -7,9 +7,11 @@ use super::rope_scaling::Rope;
 use super::{DecoderConfig, Family};
 use querl_core::model_config::{Keys, NoOp, bounds};
 
-/// Keys that are read here or in [`Rope::read`], and those that have no effect on a decoder.
+/// Keys that are read here or in [`Rope::read`], and those that have no effect on a decoder: transformers ignores
+/// `dual_chunk_attention_config`, and `pretraining_tp` divides the same matrix products into parts.
 const USED: &[&str] = &[
     "attention_bias",
+    "dual_chunk_attention_config",
     "head_dim",
     "hidden_act",
     "hidden_size",
@@ -22,6 +24,7 @@ const USED: &[&str] = &[
     "num_hidden_layers",
     "num_key_value_heads",
     "original_max_position_embeddings",
+    "pretraining_tp",
     "rms_norm_eps",
     "rope_parameters",
     "rope_scaling",
@@ -51,7 +54,6 @@ const NO_OPS: &[(&str, NoOp)] = &[
     ("mlp_bias", NoOp::Flag(false)),
     ("num_nextn_predict_layers", NoOp::Number(0.0)),
     ("partial_rotary_factor", NoOp::Number(1.0)),
-    ("pretraining_tp", NoOp::Number(1.0)),
     ("qk_layernorm", NoOp::Flag(false)),
     ("query_pre_attn_scalar", NoOp::Null),
     ("resid_pdrop", NoOp::Number(0.0)),

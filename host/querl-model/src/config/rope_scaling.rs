@@ -99,14 +99,19 @@ impl Rope {
         }
     }
 
-    /// Most tokens of a sequence: `max_position_embeddings`, and with YaRN at least the positions of pretraining times the factor.
-    /// Configurations keep the positions of pretraining in `max_position_embeddings` or not; vLLM takes the product too.
+    /// Most tokens of a sequence: `max_position_embeddings`, times the factor with linear scaling, and with YaRN at least the positions
+    /// of pretraining times the factor. With YaRN configurations keep the positions of pretraining in `max_position_embeddings` or not.
+    /// vLLM takes these products too.
     pub(super) fn max_positions(&self, max_position_embeddings: usize) -> Result<usize, String> {
-        let Some(RopeScaling::Yarn(yarn)) = self.scaling else { return Ok(max_position_embeddings) };
-        let extended = yarn.original_max_position_embeddings as f64 * yarn.factor;
+        let (name, original, factor) = match self.scaling {
+            Some(RopeScaling::Linear { factor }) => ("linear scaling", max_position_embeddings, factor),
+            Some(RopeScaling::Yarn(yarn)) => ("YaRN", yarn.original_max_position_embeddings, yarn.factor),
+            _ => return Ok(max_position_embeddings),
+        };
+        let extended = original as f64 * factor;
         match extended <= bounds::POSITIONS as f64 {
             true => Ok(max_position_embeddings.max(extended as usize)),
-            false => Err(format!("describes {extended} positions with YaRN; expected at most {}", bounds::POSITIONS)),
+            false => Err(format!("describes {extended} positions with {name}; expected at most {}", bounds::POSITIONS)),
         }
     }
 }

@@ -8,7 +8,7 @@ use super::model_runner::{DecodePolicy, Policy};
 use super::prefix_cache::{EngineCore, PrefixCache};
 use super::{Decoding, Generated, GenerationRequest, SamplingSettings, TokenText, scheduler};
 use crate::kv_cache::{BLOCK_TOKENS, BlockPool, BlockShape};
-use crate::{ComputeDevice, Decoder, LoraAdapter, ModelError};
+use crate::{ComputeDevice, Decoder, LoraAdapter, ModelError, RopeScaling};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -244,12 +244,16 @@ fn check_requests(
     sampling: &SamplingSettings,
 ) -> Result<(), ModelError> {
     let (n_positions, n_vocabulary) = (decoder.config().max_positions, decoder.config().vocab_size);
+    let dynamic = match decoder.config().rope_scaling {
+        Some(RopeScaling::Dynamic { .. }) => " (rope_type `dynamic` is computed up to max_position_embeddings)",
+        _ => "",
+    };
     for (index, GenerationRequest { prompt, .. }) in requests.iter().enumerate() {
         let wrong = if prompt.is_empty() {
             format!("prompt {index} is empty; expected at least one token")
         } else if prompt.len() + sampling.max_new_tokens > n_positions {
             format!(
-                "prompt {index} has {} tokens; with max_new_tokens {} it goes beyond the model's {n_positions} positions",
+                "prompt {index} has {} tokens; with max_new_tokens {} it goes beyond the model's {n_positions} positions{dynamic}",
                 prompt.len(),
                 sampling.max_new_tokens
             )

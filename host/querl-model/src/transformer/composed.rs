@@ -156,7 +156,8 @@ mod tests {
             (Weights::Frozen, Adapter::Dora, None),
             (Weights::Frozen, Adapter::Dora, Some(0.3)),
         ];
-        for name in ["qwen2-untied", "qwen3-bias", "window-qwen2"] {
+        // Gradients of sums over few keys cancel more: 1.14e-5 was measured with windows.
+        for (name, tolerance) in [("qwen2-untied", 1e-5), ("qwen3-bias", 1e-5), ("window-qwen2", 2e-5)] {
             for (weights, adapter, dropout) in kinds {
                 for query_rows in [None, Some([1, 3, 6].as_slice())] {
                     let case = Case::new(name, weights, adapter, dropout, query_rows);
@@ -169,7 +170,7 @@ mod tests {
                     for found in [case.gradients(&y, None), collected] {
                         assert_eq!(found.len(), expected.len(), "{what}");
                         for ((name, found), (_, expected)) in found.iter().zip(&expected) {
-                            assert_close(&format!("{what}, {name}"), found, expected, 1e-5);
+                            assert_close(&format!("{what}, {name}"), found, expected, tolerance);
                         }
                     }
                 }

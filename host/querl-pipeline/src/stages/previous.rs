@@ -61,7 +61,9 @@ pub(super) fn recover(dir: &RunDir, ledger: &mut Ledger) -> anyhow::Result<Vec<S
     for name in StageName::ALL {
         let kept = || SLOTS.map(|slot| Previous { name, folder: folder(dir, name).join(slot) }).into_iter();
         for moved in kept().filter(|kept| kept.moving().exists()) {
+            let is_whole = moved.entry().is_ok();
             moved.move_back(dir, ledger)?;
+            restored.extend(is_whole.then_some(name));
         }
         let is_unfinished = ledger.entry(name.as_str()).is_some_and(|entry| !entry.finished);
         // What was stopped was set aside last.

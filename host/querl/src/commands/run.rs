@@ -169,8 +169,10 @@ pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
 }
 
 fn rewrite_report(dir: &RunDir) -> anyhow::Result<Reported> {
-    let config = load_resolved(&dir.config())?;
+    // The lock makes a folder that is missing.
+    load_resolved(&dir.config())?;
     let _lock = DirLock::take(dir.root())?;
     recover(dir, &Terminal)?;
+    let config = load_resolved(&dir.config())?;
     report::write(&config, dir, &report::names(dir)?)
 }

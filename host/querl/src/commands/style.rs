@@ -81,7 +81,12 @@ impl ModelArgs {
 }
 
 fn callbacks(reporter: &dyn Reporter) -> Callbacks<'_> {
-    Callbacks { reporter, stop: interrupt::flag(), open_metrics: &open_metrics }
+    Callbacks {
+        reporter,
+        stop: interrupt::flag(),
+        open_metrics: &open_metrics,
+        uninterrupted: &interrupt::uninterrupted,
+    }
 }
 
 fn open_metrics(path: &Path) -> anyhow::Result<Box<dyn MetricSink>> {
