@@ -386,6 +386,22 @@ mod tests {
         futures::future::join_all(checked).await;
     }
 
+    /// Regression: an empty response that was cut off was requested, and paid, again.
+    #[tokio::test]
+    async fn an_empty_response_with_another_finish_reason_is_final() {
+        for (reason, n_requests) in [("max_tokens", 1), ("tool_calls", 1), ("LENGTH", 1), ("STOP", 2), ("ERROR", 2)] {
+            let server = MockServer::start().await;
+            let answer = json!({"choices": [{"message": {"content": ""}, "finish_reason": reason}]});
+            let template = ResponseTemplate::new(200).set_body_json(answer);
+            Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
+            let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
+            let teacher = open_teacher(&config, &EndpointConfig::default(), &ServiceContext::default()).unwrap();
+            let messages = [Message { role: "user".into(), content: "改写".into() }];
+            assert!(teacher.rewrite(&row("怎么吃", ""), &messages).await.is_err(), "{reason}");
+            assert_eq!(server.received_requests().await.unwrap().len(), n_requests, "{reason}");
+        }
+    }
+
     /// Regression: an implausible token count was charged.
     #[tokio::test]
     async fn implausible_token_counts_are_ignored() {

@@ -399,6 +399,43 @@ mod tests {
         assert!(cuts(&[], 16).is_empty());
     }
 
+    /// The keys of published checkpoints, from their pages on Hugging Face, of old and new versions of transformers.
+    #[test]
+    fn configurations_of_published_encoders_are_accepted() {
+        let bge_small_zh = json!({
+            "_name_or_path": "", "architectures": ["BertModel"], "attention_probs_dropout_prob": 0.1, "bos_token_id": 0,
+            "classifier_dropout": null, "directionality": "bidi", "eos_token_id": 2, "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.1, "hidden_size": 512, "id2label": {"0": "LABEL_0"}, "initializer_range": 0.02,
+            "intermediate_size": 2048, "label2id": {"LABEL_0": 0}, "layer_norm_eps": 1e-12, "max_position_embeddings": 512,
+            "model_type": "bert", "num_attention_heads": 8, "num_hidden_layers": 4, "output_past": true, "pad_token_id": 0,
+            "pooler_fc_size": 768, "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3, "pooler_size_per_head": 128,
+            "pooler_type": "first_token_transform", "position_embedding_type": "absolute", "torch_dtype": "float32",
+            "transformers_version": "4.30.0", "type_vocab_size": 2, "use_cache": true, "vocab_size": 21128,
+        });
+        let bge_m3 = json!({
+            "architectures": ["XLMRobertaModel"], "attention_probs_dropout_prob": 0.1, "bos_token_id": 0,
+            "classifier_dropout": null, "eos_token_id": 2, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
+            "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 4096, "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 8194, "model_type": "xlm-roberta", "num_attention_heads": 16,
+            "num_hidden_layers": 24, "output_past": true, "pad_token_id": 1, "position_embedding_type": "absolute",
+            "torch_dtype": "float32", "transformers_version": "4.33.0", "type_vocab_size": 1, "use_cache": true,
+            "vocab_size": 250_002,
+        });
+        let new = json!({
+            "add_cross_attention": false, "architectures": ["XLMRobertaForSequenceClassification"], "dtype": "float32",
+            "hidden_size": 1024, "id2label": {"0": "LABEL_0"}, "is_decoder": false, "matryoshka_dimensions": [256],
+            "model_type": "xlm-roberta", "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+            "tie_word_embeddings": true, "transformers_version": "5.17.0",
+        });
+        let old = json!({
+            "_num_labels": 1, "finetuning_task": null, "gradient_checkpointing": false, "model_type": "bert",
+            "torchscript": false, "use_bfloat16": false, "xla_device": true,
+        });
+        for config in [bge_small_zh, bge_m3, new, old] {
+            assert_eq!(check_keys(&config), Ok(()), "{config}");
+        }
+    }
+
     /// Goldens: `tests/reference/control_tokens.py`.
     #[test]
     fn control_tokens_in_texts_are_encoded_as_transformers_splits_them() {

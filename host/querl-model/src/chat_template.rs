@@ -11,14 +11,15 @@ use minijinja::{Environment, Error, ErrorKind, State, Value, context, filters};
 use querl_core::records::Message;
 use std::io::{self, Write};
 use std::path::Path;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TryRecvError};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Largest source of a template. Those of published models have up to 20 KB.
 const MAX_SOURCE_BYTES: usize = 1 << 20;
 /// Most instructions of a rendering. A conversation of 1,000 messages takes about 200,000.
 const MAX_STEPS: u64 = 10_000_000;
+/// Counted in polls, so that a time in which the process or the machine is stopped counts as one.
 const MAX_TIME: Duration = Duration::from_secs(2);
 /// Most memory that the process may grow by during a rendering.
 const MAX_MEMORY_BYTES: u64 = 512 << 20;
@@ -27,8 +28,9 @@ const MAX_OUTPUT_BYTES: usize = 64 << 20;
 const MAX_WIDTH: usize = 1_000_000;
 /// How often the memory of the process is read.
 const POLL: Duration = Duration::from_millis(10);
-/// Address space for the nested values that a loop can build within [`MAX_STEPS`]; freeing them is recursive.
-const STACK_BYTES: usize = 512 << 20;
+/// Address space for the nested values that a loop can build within [`MAX_STEPS`]; freeing them is recursive. Where there is less, a
+/// smaller stack with fewer steps.
+const STACKS: [(usize, u64); 2] = [(512 << 20, MAX_STEPS), (64 << 20, MAX_STEPS / 8)];
 
 const NAME: &str = "chat";
 const REMEDY: &str = "correct the template, or use a model whose template renders this conversation";
@@ -69,8 +71,7 @@ impl TemplateSource {
 
     fn of(&self, error: &Error) -> ModelError {
         let message = match (error.kind(), error.detail()) {
-            (ErrorKind::OutOfFuel, _) => limit(&format!("{MAX_STEPS} steps")),
-            (_, Some(detail)) => format!("{}: {detail}", error.kind()),
+            (kind, Some(detail)) => format!("{kind}: {detail}"),
             (kind, None) => kind.to_string(),
         };
         self.error(error.line(), &message)
@@ -153,9 +154,15 @@ impl ChatTemplate {
         match self.rendered(variables) {
             Ok(Ok(text)) => Ok(text),
             Ok(Err(Failure::Template(error))) => Err(self.source.of(&error)),
+            Ok(Err(Failure::Steps { line, most })) => Err(self.source.error(line, &limit(&format!("{most} steps")))),
             Ok(Err(Failure::Output)) => {
                 Err(self.source.error(None, &limit(&format!("{} MiB of output", MAX_OUTPUT_BYTES >> 20))))
             }
+            Ok(Err(Failure::Thread(error))) => Err(ModelError::Template(format!(
+                "no thread to render the chat template on: {error}; it takes {} MiB of address space: free memory, or raise the limit \
+                 (ulimit -v, ulimit -u)",
+                STACKS[STACKS.len() - 1].0 >> 20
+            ))),
             Err(message) => Err(self.source.error(None, &message)),
         }
     }
@@ -165,7 +172,10 @@ impl ChatTemplate {
         let mut renderer = self.renderer.lock().unwrap_or_else(PoisonError::into_inner);
         let requests = match renderer.take() {
             Some(requests) => requests,
-            None => start(self.environment.clone()).map_err(|error| format!("no thread to render it on: {error}"))?,
+            None => match start(&self.environment) {
+                Ok(requests) => requests,
+                Err(error) => return Ok(Err(Failure::Thread(error))),
+            },
         };
         let (reply, receiver) = mpsc::sync_channel(1);
         requests.send((variables, reply)).map_err(|_| PANICKED)?;
@@ -177,10 +187,19 @@ impl ChatTemplate {
 
 const PANICKED: &str = "rendering panicked";
 
-/// Starts a thread that renders until its requests are dropped.
-fn start(environment: Arc<Environment<'static>>) -> io::Result<Renderer> {
+/// Starts a thread that renders until its requests are dropped, on the largest stack that can be had.
+fn start(environment: &Arc<Environment<'static>>) -> io::Result<Renderer> {
+    let [large, small] = STACKS;
+    start_on(large, environment.clone()).or_else(|_| {
+        let mut environment = Environment::clone(environment);
+        environment.set_fuel(Some(small.1));
+        start_on(small, Arc::new(environment))
+    })
+}
+
+fn start_on((stack_bytes, _): (usize, u64), environment: Arc<Environment<'static>>) -> io::Result<Renderer> {
     let (sender, requests) = mpsc::channel::<(Value, SyncSender<Rendered>)>();
-    let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK_BYTES);
+    let thread = std::thread::Builder::new().name("chat template".into()).stack_size(stack_bytes);
     thread.spawn(move || {
         for (variables, reply) in requests {
             // The receiver is gone where the caller has given up.
@@ -206,7 +225,7 @@ fn environment() -> Result<Environment<'static>, Error> {
     environment.set_fuel(Some(MAX_STEPS));
     environment.set_unknown_method_callback(|state, value, method, args| {
         if let ("format", Some(format)) = (method, value.as_str()) {
-            check_format(format, args)?;
+            fields(format, '{').try_for_each(|field| check_format(after_name(field), &[]))?;
         }
         minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
     });
@@ -215,7 +234,8 @@ fn environment() -> Result<Environment<'static>, Error> {
     });
     environment.add_filter("format", |state: &mut State, format: &Value, args: Rest<ValueOrKwargs>| {
         let values: Vec<Value> = args.iter().map(|arg| Value::clone(arg)).collect();
-        check_format(format.as_str().unwrap_or_default(), &values)?;
+        let mut conversions = fields(format.as_str().unwrap_or_default(), '%');
+        conversions.try_for_each(|conversion| check_format(after_key(conversion), &values))?;
         filters::format(state, format, args)
     });
     environment.add_filter("indent", indent);
@@ -249,8 +269,51 @@ fn check_width(width: Option<usize>) -> Result<(), Error> {
     }
 }
 
-/// Checks the widths and precisions of a format string, and those that it takes from its arguments (`%*d`).
-fn check_format(format: &str, args: &[Value]) -> Result<(), Error> {
+/// What follows each `%` or `{` of a format string; a double one is text.
+fn fields(format: &str, mark: char) -> impl Iterator<Item = &str> {
+    let mut rest = format;
+    std::iter::from_fn(move || {
+        loop {
+            let (_, after) = rest.split_once(mark)?;
+            let Some(literal) = after.strip_prefix(mark) else {
+                rest = after;
+                return Some(after);
+            };
+            rest = literal;
+        }
+    })
+}
+
+/// A conversion without its key: `5d` of `(name)5d`.
+fn after_key(conversion: &str) -> &str {
+    match conversion.strip_prefix('(') {
+        Some(key) => key.split_once(')').map_or("", |(_, format)| format),
+        None => conversion,
+    }
+}
+
+/// The format of a field without fill and alignment: `5}` of `names[0]:*>5}`.
+fn after_name(field: &str) -> &str {
+    let mut rest = field;
+    while let Some(at) = rest.find(['[', ':', '{', '}']) {
+        let after = &rest[at + 1..];
+        match rest.as_bytes()[at] {
+            b'[' => rest = after.split_once(']').map_or("", |(_, path)| path),
+            b':' => {
+                let mut chars = after.chars();
+                let is_filled = matches!((chars.next(), chars.next()), (Some(_), Some('<' | '>' | '^')));
+                return if is_filled { chars.as_str() } else { after };
+            }
+            _ => break,
+        }
+    }
+    ""
+}
+
+/// Checks width and precision at the start of a text, and those that it takes from arguments (`*d`).
+fn check_format(text: &str, args: &[Value]) -> Result<(), Error> {
+    let is_format = |c: char| c.is_ascii_digit() || "<>^+- #,_.*".contains(c);
+    let format = &text[..text.find(|c: char| !is_format(c)).unwrap_or(text.len())];
     for digits in format.split(|c: char| !c.is_ascii_digit()).filter(|digits| !digits.is_empty()) {
         check_width(Some(digits.parse().unwrap_or(usize::MAX)))?;
     }
@@ -260,7 +323,9 @@ fn check_format(format: &str, args: &[Value]) -> Result<(), Error> {
 
 enum Failure {
     Template(Error),
+    Steps { line: Option<usize>, most: u64 },
     Output,
+    Thread(io::Error),
 }
 
 fn render(environment: &Environment<'_>, variables: Value) -> Rendered {
@@ -269,7 +334,10 @@ fn render(environment: &Environment<'_>, variables: Value) -> Rendered {
     let rendered = template.render_captured_to(variables, &mut output).map(drop);
     match (rendered, output.is_full) {
         (_, true) => Err(Failure::Output),
-        (Err(error), false) => Err(Failure::Template(error)),
+        (Err(error), false) => Err(match (error.kind(), environment.fuel()) {
+            (ErrorKind::OutOfFuel, Some(most)) => Failure::Steps { line: error.line(), most },
+            _ => Failure::Template(error),
+        }),
         (Ok(()), false) => String::from_utf8(output.bytes)
             .map_err(|error| Failure::Template(Error::new(ErrorKind::WriteFailure, error.to_string()))),
     }
@@ -296,8 +364,8 @@ impl Write for BoundedOutput {
 
 /// The rendering, or the limit that it reached.
 fn wait<T>(receiver: &Receiver<T>) -> Result<T, String> {
-    let (start, mut memory_before) = (Instant::now(), None);
-    loop {
+    let mut memory_before = None;
+    for _ in 0..MAX_TIME.as_millis() / POLL.as_millis() {
         match receiver.recv_timeout(POLL) {
             Ok(rendered) => return Ok(rendered),
             Err(RecvTimeoutError::Disconnected) => return Err(PANICKED.into()),
@@ -307,10 +375,11 @@ fn wait<T>(receiver: &Receiver<T>) -> Result<T, String> {
         if memory.saturating_sub(*memory_before.get_or_insert(memory)) > MAX_MEMORY_BYTES {
             return Err(limit(&format!("{} MiB of memory", MAX_MEMORY_BYTES >> 20)));
         }
-        if start.elapsed() > MAX_TIME {
-            return Err(limit(&format!("{} s", MAX_TIME.as_secs())));
-        }
     }
+    receiver.try_recv().map_err(|error| match error {
+        TryRecvError::Empty => limit(&format!("{} s", MAX_TIME.as_secs())),
+        TryRecvError::Disconnected => PANICKED.into(),
+    })
 }
 
 /// Resident memory of the process that no file backs: mapped weights do not count. 0 where the system does not say it.
@@ -359,10 +428,37 @@ mod tests {
             "{{ '%99999999999999d' | format(1) }}",
             "{{ '%*d' | format(99999999999999, 1) }}",
             "{{ '{:99999999999999}'.format(1) }}",
+            "{{ '{0[a:b]:}<99999999999999}'.format(1) }}",
+            "{{ '%%%(a)-99999999999999d' | format({'a': 1}) }}",
         ] {
             assert!(failure(wide).contains("a width of 99999999999999; expected at most 1000000"), "{}", failure(wide));
         }
         assert!(failure(&" ".repeat(MAX_SOURCE_BYTES + 1)).contains("has 1048577 bytes; expected at most 1048576"));
+    }
+
+    /// Regression: every number in a format string was taken for a width.
+    #[test]
+    fn numbers_in_the_text_of_a_format_are_text() {
+        for (template, expected) in [
+            ("{{ '20250101 {}'.format(1) }}", "20250101 1"),
+            ("{{ '{{20250101}} {:>3}: 20250101'.format(1) }}", "{20250101}   1: 20250101"),
+            ("{{ '20250101 * %d 20250101' | format(20250101) }}", "20250101 * 20250101 20250101"),
+            ("{{ '%% 20250101 %s' | format(1) }}", "% 20250101 1"),
+        ] {
+            let found = ChatTemplate::new(template, Vec::new()).and_then(|template| template.render(&[], true));
+            assert_eq!(found.unwrap(), expected, "{template}");
+        }
+    }
+
+    /// Regression: time in which the process was stopped counted. A reply that waits for the last poll is taken.
+    #[test]
+    fn the_limit_of_time_counts_polls() {
+        let (sender, receiver) = mpsc::sync_channel::<()>(1);
+        assert_eq!(wait(&receiver), Err(limit("2 s")));
+        drop(sender);
+        assert_eq!(wait(&receiver), Err(PANICKED.into()));
+        let (stack, environment) = (STACKS[1], Arc::new(environment().unwrap()));
+        assert!(start_on(stack, environment).is_ok());
     }
 
     /// Regression: a value nested this deeply overflowed the stack when it was freed.

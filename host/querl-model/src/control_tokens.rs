@@ -4,6 +4,7 @@
 //! alike; a prompt has both kinds, so the template's own tokens are encoded through markers, which are tokens of a second tokenizer.
 
 use crate::ModelError;
+use crate::chat_template::ChatTemplate;
 use querl_core::records::Message;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -11,7 +12,7 @@ use std::ops::Range;
 use std::sync::OnceLock;
 use tokenizers::{AddedToken, Tokenizer};
 
-/// The special tokens of a tokenizer, and a copy of it that encodes them as text.
+/// The special tokens of a tokenizer and those that act as such, and a copy of it that encodes them as text.
 pub(crate) struct ControlTokens {
     /// Longest first, with their ids.
     tokens: Vec<(AddedToken, u32)>,
@@ -37,10 +38,20 @@ struct Occurrence {
 }
 
 impl ControlTokens {
-    pub(crate) fn of(tokenizer: &Tokenizer) -> Self {
+    /// Besides special tokens, added tokens that are not marked as special: those of `ends` (end of a response, start of a text), and
+    /// those with which the template delimits turns.
+    pub(crate) fn of(tokenizer: &Tokenizer, template: &ChatTemplate, ends: &BTreeSet<u32>) -> Self {
         let added = tokenizer.get_added_tokens_decoder().into_iter().map(|(id, token)| (token, id));
-        let is_control = |(token, _): &(AddedToken, u32)| token.special && !token.content.is_empty();
-        let mut tokens: Vec<(AddedToken, u32)> = added.filter(is_control).collect();
+        let mut tokens: Vec<(AddedToken, u32)> = added.filter(|(token, _)| !token.content.is_empty()).collect();
+        let contents: HashSet<String> = tokens.iter().map(|(token, _)| token.content.clone()).collect();
+        let is_named =
+            |token: &AddedToken| is_delimiter(&token.content, &contents) && template.text().contains(&token.content);
+        let needs_sample = tokens.iter().any(|(token, _)| !token.special && is_named(token));
+        let sample = if needs_sample { sample(template) } else { String::new() };
+        tokens.retain(|(token, id)| {
+            let acts_as_special = ends.contains(id) || (is_named(token) && sample.contains(&token.content));
+            token.special || (acts_as_special && is_recognised(tokenizer, token, *id))
+        });
         tokens.sort_by_key(|(token, id)| (std::cmp::Reverse(token.content.len()), *id));
         let first_bytes = tokens.iter().filter_map(|(token, _)| token.content.bytes().next()).collect();
         Self { tokens, first_bytes, literal: OnceLock::new() }
@@ -126,13 +137,38 @@ impl ControlTokens {
             special: false,
             ..token.clone()
         });
+        let plain = self.tokens.iter().filter(|(token, _)| !token.special);
+        let marked = plain.map(|(token, _)| AddedToken { special: true, ..token.clone() });
         let mut tokenizer = tokenizer.clone();
         tokenizer.set_encode_special_tokens(true);
-        tokenizer.add_tokens(added).map_err(|error| ModelError::Tokenizer(error.to_string()))?;
+        tokenizer.add_tokens(added.chain(marked)).map_err(|error| ModelError::Tokenizer(error.to_string()))?;
         let ids = markers.iter().zip(&self.tokens).filter_map(|(m, (_, id))| Some((tokenizer.token_to_id(m)?, *id)));
         let ids = ids.collect();
         Ok(LiteralTokenizer { tokenizer, markers, ids })
     }
+}
+
+/// Whether a token's text is that of a delimiter: `<|im_start|>` or `[INST]`. A pair such as `<think>` and `</think>` marks up contents.
+fn is_delimiter(text: &str, tokens: &HashSet<String>) -> bool {
+    let is_bracketed = (text.starts_with('<') && text.ends_with('>')) || (text.starts_with('[') && text.ends_with(']'));
+    let is_markup = match (text.strip_prefix("</"), text.strip_prefix('<')) {
+        (Some(name), _) => tokens.contains(&format!("<{name}")),
+        (None, Some(name)) => tokens.contains(&format!("</{name}")),
+        (None, None) => false,
+    };
+    is_bracketed && !is_markup
+}
+
+/// A conversation whose contents have no control tokens, rendered; empty where the template refuses it.
+fn sample(template: &ChatTemplate) -> String {
+    let turns = ["system", "user", "assistant", "user"].map(|role| Message { role: role.into(), content: "1".into() });
+    // Some templates refuse the system's turn.
+    template.render(&turns, false).or_else(|_| template.render(&turns[1..], false)).unwrap_or_default()
+}
+
+/// Whether the tokenizer finds the token within a text. It does not with a normalizer that changes the token's text.
+fn is_recognised(tokenizer: &Tokenizer, token: &AddedToken, id: u32) -> bool {
+    ids(tokenizer, &format!("a{}a", token.content)).is_ok_and(|ids| ids.contains(&id))
 }
 
 /// Pairs of a character and the private one that stands for it.

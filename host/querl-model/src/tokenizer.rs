@@ -44,8 +44,10 @@ impl TextTokenizer {
         let generation_path = directory.join("generation_config.json");
         let generation = if generation_path.is_file() { read_json(&generation_path)? } else { Default::default() };
         let template = ChatTemplate::load(directory, &config)?;
-        let control_tokens = ControlTokens::of(&inner);
         let stop_ids = stop_ids(&generation["eos_token_id"], eos_id);
+        let bos_id = token_text(&config["bos_token"]).and_then(|token| inner.token_to_id(&token));
+        let ends: BTreeSet<u32> = stop_ids.iter().copied().chain(bos_id).collect();
+        let control_tokens = ControlTokens::of(&inner, &template, &ends);
         Ok(Self { inner, control_tokens, template, eos_id, stop_ids })
     }
 

@@ -374,8 +374,13 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
         }
         let is_priced = !retrieval.calls_embedding_service() || embedding.price().is_some();
         need("retrieval.embedding.price_prompt_per_million", is_priced, "budget");
-        let is_priced = !retrieval.calls_rerank_service() || rerank.price().is_some();
-        need("retrieval.rerank.price_per_thousand_calls", is_priced, "budget");
+        if retrieval.calls_rerank_service() && rerank.price().is_none() {
+            let key = "retrieval.rerank.price_per_thousand_calls";
+            let message = format!(
+                "the key retrieval.rerank.price_prompt_per_million or the key {key} is missing; budget needs it"
+            );
+            violations.push(Violation::new(key, message));
+        }
     }
     if retrieval.kind == RetrievalKind::Embedded && embedding.kind == EmbeddingKind::Openai {
         let expected = "local or none, as the embedded index makes its vectors in this process";
@@ -471,7 +476,6 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
     }
 }
 
-/// Whether a template contains the placeholder `{{embedding}}`.
 fn check_mapping(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
     let mut refuse = |key: &str, problem: String| violations.push(Violation::of(key, problem));
     let RetrievalConfig { service, mapping, rerank, .. } = retrieval;

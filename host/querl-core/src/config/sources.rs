@@ -418,6 +418,7 @@ impl RetrievalConfig {
     }
 }
 
+/// Whether a template contains the placeholder `{{embedding}}`.
 fn has_embedding(template: &str) -> bool {
     let mut places = template.split("{{").skip(1);
     places.any(|rest| rest.split_once("}}").is_some_and(|(place, _)| place.trim() == "embedding"))

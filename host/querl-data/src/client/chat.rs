@@ -71,12 +71,12 @@ impl ChatClient {
             .map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 
-    /// The reason why a response without any text is requested again. One that was cut off would be cut off again.
+    /// The reason why a response without any text is requested again. One whose finish reason explains that would have none again.
     fn unusable(&self, messages: &[Message], body: &Value) -> Option<Refusal> {
         let choice = body.pointer("/choices/0");
         let text = choice.and_then(|choice| choice.pointer("/message/content")).map(content_text).unwrap_or_default();
         let reason = choice.and_then(|choice| choice.get("finish_reason")?.as_str()).unwrap_or_default();
-        if !text.trim().is_empty() || CUT_OFF.contains(&reason) {
+        if !text.trim().is_empty() || !COMPLETE.contains(&reason.to_lowercase().as_str()) {
             return None;
         }
         let usage = self.usage(messages, body);
@@ -149,15 +149,13 @@ pub fn prompt_tokens(messages: &[Message]) -> u64 {
 
 /// Finish reasons of complete responses: OpenAI, text-generation-inference, and gateways to Anthropic's API.
 const COMPLETE: [&str; 6] = ["", "stop", "eos", "eos_token", "stop_sequence", "end_turn"];
-/// Finish reasons of responses that every attempt would have.
-const CUT_OFF: [&str; 2] = ["length", "content_filter"];
 /// Finish reasons of responses that the service aborted: DeepSeek, vLLM, OpenRouter.
 const ABORTED: [&str; 3] = ["insufficient_system_resource", "abort", "error"];
 
 /// A failure under HTTP status 200: an error object without choices, as gateways send it, or an aborted response.
 fn refusal(body: &Value) -> Option<Refusal> {
     let reason = body.pointer("/choices/0/finish_reason").and_then(Value::as_str).unwrap_or_default();
-    if ABORTED.contains(&reason) {
+    if ABORTED.contains(&reason.to_lowercase().as_str()) {
         return Some(Refusal::aborted(format!("the answer was broken off (finish_reason `{reason}`)")));
     }
     let error = body.get("error").filter(|error| !error.is_null() && body.get("choices").is_none())?;

@@ -429,9 +429,23 @@ mod tests {
             let output = folder.path().join("rows.jsonl");
             for path in [Journal::path_for(&output), output.clone()] {
                 std::fs::write(&path, &bytes).unwrap();
-                if let Err(error) = Journal::<u32>::open(&output) {
-                    let error = error.to_string();
-                    prop_assert!(error.contains("rows.") && !error.contains('\n'), "{error}");
+                match Journal::<u32>::open(&output) {
+                    Ok(journal) => {
+                        let mut records = journal.records().unwrap();
+                        let end = bytes.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+                        let whole = bytes[..end].strip_prefix(UTF8_MARK).unwrap_or(&bytes[..end]);
+                        let lines = whole.split(|byte| *byte == b'\n');
+                        for line in lines.filter(|line| !line.trim_ascii().is_empty()) {
+                            let record: u32 = serde_json::from_slice(line).unwrap();
+                            let location = journal.earlier(u64::from(record));
+                            let found = location.map(|location| records.at(location).unwrap());
+                            prop_assert_eq!(found, (record > 9).then_some(Some(record)));
+                        }
+                    }
+                    Err(error) => {
+                        let error = error.to_string();
+                        prop_assert!(error.contains("rows.") && !error.contains('\n'), "{error}");
+                    }
                 }
             }
         }

@@ -6,7 +6,7 @@ use crate::client::{ServiceContext, queued};
 use crate::error::DataError;
 use crate::retrieval::LocalModels;
 use crate::retrieval::mapping::excerpt;
-use crate::retrieval::pricing::CallCharge;
+use crate::retrieval::pricing::{CallCharge, max_tokens};
 use querl_core::config::{EmbeddingConfig, EmbeddingKind, ServicePrice};
 use querl_core::ports::Embedder;
 use querl_core::records::{CallFailure, FailureKind};
@@ -78,10 +78,11 @@ impl EmbeddingService {
     pub(crate) async fn query(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         let text = format!("{}{text}", self.query_prefix);
         let estimate = CallCharge { n_calls: 1, n_tokens: estimated_tokens(&text), is_estimated: true };
+        let max_charge = CallCharge { n_tokens: max_tokens(text.len()), ..estimate };
         let body = json!({"model": self.model, "input": [text]});
         let check = |response: &Value| vector(response).err().map(Refusal::unusable);
-        let mut response = self.caller.call(&Call::post("", &body), estimate.bound(self.price), &check).await?;
-        response.call_spend.charged(CallCharge::stated(&response.body, estimate).usage(self.price));
+        let mut response = self.caller.call(&Call::post("", &body), max_charge.bound(self.price), &check).await?;
+        response.call_spend.charged(CallCharge::stated(&response.body, estimate, max_charge).usage(self.price));
         vector(&response.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
     }
 }

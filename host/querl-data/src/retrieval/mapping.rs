@@ -1,6 +1,7 @@
 //! Declarative mapping of a retrieval service (its request body, the passages of its response, their scores), and the JSON functions that
 //! it uses: templates with placeholders (`{{query}}`), tolerant reading of values.
 
+use crate::client::http::Refusal;
 use crate::error::DataError;
 use crate::retrieval::{RetrievalLimits, ServiceScores};
 use querl_core::config::{MappingConfig, RetrievalConfig, ScoreOrder, ServiceKind};
@@ -139,14 +140,14 @@ impl Mapping {
     }
 
     /// The passages of a response, in its order.
-    pub(crate) fn hits(&self, response: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
+    pub(crate) fn hits(&self, response: &Value, scores: ServiceScores) -> Result<Vec<Hit>, Refusal> {
         let list = self.list.iter().find_map(|pointer| response.pointer(pointer)?.as_array());
         let list =
             list.ok_or_else(|| format!("no list of passages at `{}`: {}", self.list.join("`, `"), excerpt(response)))?;
         list.iter().enumerate().map(|(index, entry)| self.hit(index, entry, scores)).collect()
     }
 
-    fn hit(&self, index: usize, entry: &Value, scores: ServiceScores) -> Result<Hit, String> {
+    fn hit(&self, index: usize, entry: &Value, scores: ServiceScores) -> Result<Hit, Refusal> {
         let words = |pointers: &[String]| first(entry, pointers).map(plain).unwrap_or_default();
         let (title, text) = (words(&self.title), words(&self.text));
         let sent = first(entry, &self.score);
@@ -155,7 +156,7 @@ impl Mapping {
         let reranker_score = match (unit, scores) {
             (Some(unit), _) => unit,
             (None, ServiceScores::Replaced) => 0.0,
-            (None, ServiceScores::Required) => return Err(self.no_score(index, sent)),
+            (None, ServiceScores::Required) => return Err(Refusal::misconfigured(self.no_score(index, sent))),
         };
         Ok(Hit {
             id: words(&self.id),

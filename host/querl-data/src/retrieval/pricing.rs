@@ -5,6 +5,14 @@ use crate::client::spend::Usage;
 use querl_core::config::ServicePrice;
 use serde_json::Value;
 
+/// Tokens that a service adds to a text at most: special tokens, and an instruction.
+const MAX_ADDED_TOKENS: u64 = 256;
+
+/// Upper bound of the tokens of a text with `n_bytes` bytes of UTF-8: a token has at least one byte.
+pub(crate) fn max_tokens(n_bytes: usize) -> u64 {
+    n_bytes as u64 + MAX_ADDED_TOKENS
+}
+
 /// What one call is charged for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CallCharge {
@@ -17,15 +25,17 @@ impl CallCharge {
     /// Of a service that charges calls and not tokens.
     pub(crate) const ONE_CALL: Self = Self { n_calls: 1, n_tokens: 0, is_estimated: false };
 
-    /// `estimate`, with the counts that the response states instead.
+    /// `estimate`, with the counts that the response states instead. 0, or more than in `max_charge`, is no count of this call.
     ///
     /// OpenAI, vLLM and Jina state `usage`, Cohere `meta.billed_units`.
-    pub(crate) fn stated(response: &Value, estimate: Self) -> Self {
-        let count = |pointers: &[&str]| pointers.iter().find_map(|pointer| response.pointer(pointer)?.as_u64());
-        let n_tokens = count(&["/usage/prompt_tokens", "/usage/total_tokens", "/meta/billed_units/input_tokens"]);
-        // A larger number is no count of the tokens of this call.
-        let n_tokens = n_tokens.filter(|n_tokens| *n_tokens <= 1_000 + 8 * estimate.n_tokens);
-        let n_calls = count(&["/meta/billed_units/search_units"]).filter(|n_calls| *n_calls <= 1_000);
+    pub(crate) fn stated(response: &Value, estimate: Self, max_charge: Self) -> Self {
+        let count = |pointers: &[&str], max: u64| {
+            let mut stated = pointers.iter().filter_map(|pointer| response.pointer(pointer)?.as_u64());
+            stated.find(|count| (1..=max).contains(count))
+        };
+        let of_tokens = ["/usage/prompt_tokens", "/usage/total_tokens", "/meta/billed_units/input_tokens"];
+        let n_tokens = count(&of_tokens, max_charge.n_tokens);
+        let n_calls = count(&["/meta/billed_units/search_units"], max_charge.n_calls);
         Self {
             n_calls: n_calls.unwrap_or(estimate.n_calls),
             n_tokens: n_tokens.unwrap_or(estimate.n_tokens),

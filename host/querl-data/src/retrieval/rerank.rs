@@ -6,7 +6,7 @@ use crate::client::http::{Call, CallLimits, Caller, Refusal, Secret, estimated_t
 use crate::error::DataError;
 use crate::retrieval::embedding::LocalModelCalls;
 use crate::retrieval::mapping::{excerpt, fill_text, number, placeholders};
-use crate::retrieval::pricing::CallCharge;
+use crate::retrieval::pricing::{CallCharge, max_tokens};
 use crate::retrieval::{LocalModels, RetrievalBackend, RetrievalLimits};
 use async_trait::async_trait;
 use futures::future::try_join_all;
@@ -176,18 +176,20 @@ impl RerankService {
     }
 
     async fn batch(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
-        let (estimate, price) = (self.estimate(query, texts), self.config.price());
+        let price = self.config.price();
+        let estimate = self.charge(texts, |text| estimated_tokens(query) + estimated_tokens(text));
+        let max_charge = self.charge(texts, |text| max_tokens(query.len() + text.len()));
         let body = self.body(query, texts);
-        let check = |response: &Value| self.read(response, texts.len()).err().map(Refusal::unusable);
-        let mut response = self.caller.call(&Call::post("", &body), estimate.bound(price), &check).await?;
-        response.call_spend.charged(CallCharge::stated(&response.body, estimate).usage(price));
+        let check = |response: &Value| self.read(response, texts.len()).err();
+        let mut response = self.caller.call(&Call::post("", &body), max_charge.bound(price), &check).await?;
+        response.call_spend.charged(CallCharge::stated(&response.body, estimate, max_charge).usage(price));
         let scores = self.read(&response.body, texts.len());
-        scores.map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+        scores.map_err(|refusal| self.caller.failure(FailureKind::InvalidResponse, &refusal.what))
     }
 
-    /// Services count the query once per passage.
-    fn estimate(&self, query: &str, texts: &[&str]) -> CallCharge {
-        let n_tokens = texts.iter().map(|text| estimated_tokens(query) + estimated_tokens(text));
+    /// The charge for texts that have `n_tokens` tokens, each with the query: services count it once per passage.
+    fn charge(&self, texts: &[&str], n_tokens: impl Fn(&str) -> u64) -> CallCharge {
+        let n_tokens = texts.iter().map(|text| n_tokens(text));
         let n_chunks = n_tokens.clone().map(|n_tokens| n_tokens.div_ceil(500).max(1)).sum();
         let n_calls = self.config.n_charged_calls(n_chunks);
         CallCharge { n_calls, n_tokens: n_tokens.sum(), is_estimated: true }
@@ -205,7 +207,7 @@ impl RerankService {
         body
     }
 
-    fn read(&self, response: &Value, n_texts: usize) -> Result<Vec<f64>, String> {
+    fn read(&self, response: &Value, n_texts: usize) -> Result<Vec<f64>, Refusal> {
         let entries = response.as_array().or_else(|| response.get("results")?.as_array());
         let entries = entries.ok_or_else(|| format!("no list of scores in the answer: {}", excerpt(response)))?;
         let mut scores = vec![None; n_texts];
@@ -214,22 +216,25 @@ impl RerankService {
             let slot = index.and_then(|index| scores.get_mut(index));
             let slot = slot.ok_or_else(|| format!("a score of no text that was sent: {}", excerpt(entry)))?;
             if slot.is_some() {
-                return Err(format!("two scores of one text: {}", excerpt(entry)));
+                return Err(Refusal::unusable(format!("two scores of one text: {}", excerpt(entry))));
             }
             let sent = entry.get("relevance_score").or_else(|| entry.get("score")).unwrap_or(&Value::Null);
             *slot = Some(self.unit(sent)?);
         }
         let found: Option<Vec<f64>> = scores.iter().copied().collect();
-        found.ok_or_else(|| format!("scores of {} of {n_texts} texts", scores.iter().flatten().count()))
+        let what = || format!("scores of {} of {n_texts} texts", scores.iter().flatten().count());
+        found.ok_or_else(|| Refusal::unusable(what()))
     }
 
-    fn unit(&self, sent: &Value) -> Result<f64, String> {
-        let unit = number(sent).map(|number| match self.config.scores {
+    fn unit(&self, sent: &Value) -> Result<f64, Refusal> {
+        let found = number(sent);
+        let unit = found.map(|number| match self.config.scores {
             RerankScores::Unit => number,
             RerankScores::Logit => logistic(number),
         });
         unit.filter(|unit| (0.0..=1.0).contains(unit)).ok_or_else(|| {
-            format!("the score {}; expected 0 to 1, or retrieval.rerank.scores = \"logit\"", excerpt(sent))
+            let what = format!("the score {}; expected 0 to 1, or retrieval.rerank.scores = \"logit\"", excerpt(sent));
+            if found.is_some() { Refusal::misconfigured(what) } else { Refusal::unusable(what) }
         })
     }
 }

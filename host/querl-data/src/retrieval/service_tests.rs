@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use crate::retrieval::mapping::{Mapping, RequestValues};
+use crate::retrieval::pricing::CallCharge;
 use crate::{CacheLimits, DataError, ResponseCache, ServiceContext, SpendTracker, read_spend};
 use crate::{LocalModels, RetrievalBackend, RetrievalLimits, open_retrieval_backend, open_retriever};
 use futures::future::join_all;
@@ -746,7 +747,7 @@ fn unusable(good: &Value) -> Vec<Reply> {
 
 const VECTOR_SEARCH: &str = r#"{"service": "qdrant", "url": "URL/search", "max_retries": 1,
     "price_per_thousand_calls": 2.0,
-    "embedding": {"kind": "openai", "url": "URL/embed", "model": "e", "max_retries": 1, "price_prompt_per_million": 1000.0},
+    "embedding": {"kind": "openai", "url": "URL/embed", "model": "e", "max_retries": 1, "price_prompt_per_million": 10.0},
     "rerank": {"kind": "cohere", "url": "URL/rerank", "model": "r", "max_retries": 1, "price_per_thousand_calls": 2.0}}"#;
 
 /// The answers of the three services in [`VECTOR_SEARCH`].
@@ -869,16 +870,54 @@ async fn services_of_retrieval_are_paid_from_the_budget_and_recorded_before_they
         .collect();
     let expected = [
         ("retrieval", 1, 0, "0.002000".to_owned()),
-        ("retrieval.embedding", 1, 8, "0.008000".to_owned()),
+        ("retrieval.embedding", 1, 8, "0.000080".to_owned()),
         ("retrieval.rerank", 1, 10, "0.002000".to_owned()),
     ];
     assert_eq!(costs, expected);
     assert!(spent.values().all(|spend| spend.lost == 0 && spend.unpriced == 0));
-    // 0.012 were spent; the next embedding costs 0.007 to 0.008, the search 0.002.
-    let failure = search(0.0225).await.0.unwrap_err();
+    // 0.00408 were spent; the next embedding costs up to 0.00275 and then 0.00008, the search and the reranker 0.002 each.
+    let failure = search(0.0075).await.0.unwrap_err();
     assert_eq!(failure.kind, FailureKind::OverBudget, "{failure}");
     let n_rerank = server.requests().iter().filter(|asked| asked.path == "/rerank").count();
     assert_eq!((server.n_requests(), n_rerank), (5, 1));
+}
+
+/// Regression: a service could charge more than was reserved, and a stated 0 made a call free.
+#[test]
+fn a_stated_charge_is_not_zero_and_not_more_than_reserved() {
+    let estimate = CallCharge { n_calls: 1, n_tokens: 10, is_estimated: true };
+    let bound = CallCharge { n_calls: 2, n_tokens: 300, is_estimated: true };
+    let units = |n: u64| json!({"usage": {"prompt_tokens": 0}, "meta": {"billed_units": {"search_units": n}}});
+    for (response, n_calls, n_tokens, is_estimated) in [
+        (json!({"usage": {"prompt_tokens": 300}}), 1, 300, false),
+        (json!({"usage": {"prompt_tokens": 301}}), 1, 10, true),
+        (json!({"usage": {"prompt_tokens": 0, "total_tokens": 12}}), 1, 12, false),
+        (units(0), 1, 10, true),
+        (units(2), 2, 10, true),
+        (units(3), 1, 10, true),
+    ] {
+        let expected = CallCharge { n_calls, n_tokens, is_estimated };
+        assert_eq!(CallCharge::stated(&response, estimate, bound), expected, "{response}");
+    }
+}
+
+/// Regression: a response that does not fit the settings was requested, and paid, again.
+#[tokio::test]
+async fn a_response_that_does_not_fit_the_settings_is_final() {
+    let dify = r#"{"service": "dify", "url": "URL/s", "max_retries": 1}"#;
+    let general_rag = r#"{"url": "URL/s", "max_retries": 1}"#;
+    for (settings, path, fault, message) in [
+        (dify, "/s", json!({"records": [{"content": "甲"}]}), "has no score at `/score`; set retrieval.mapping"),
+        (dify, "/s", json!({"records": [{"content": "甲", "score": 7.5}]}), "has the score `7.5`; expected 0 to 1"),
+        (general_rag, "/s", recall(json!([{"reranker_score": 7.5}])), "is `7.5`; expected 0 to 1"),
+        (VECTOR_SEARCH, "/rerank", json!({"results": [{"index": 0, "relevance_score": 4.5}]}), "the score `4.5`; "),
+    ] {
+        let fault = Reply::from(Answer::json(200, &fault));
+        let (hits, n_requests) = search_after(settings, path, fault, vector_search_answer).await;
+        let failure = hits.unwrap_err();
+        assert!(failure.message.contains(message), "{failure}");
+        assert_eq!(n_requests, 1, "{failure}");
+    }
 }
 
 #[test]

@@ -94,21 +94,19 @@ impl PricedService {
         Ok(Self { caller, price: config.price() })
     }
 
-    /// The passages that `read` finds in the response to `body`. A response in which it finds none of the expected fields is requested
-    /// again.
+    /// The passages that `read` finds in the response to `body`. A response without the expected fields is requested again.
     async fn search(
         &self,
         body: &Value,
         refusal: impl Fn(&Value) -> Option<Refusal> + Send + Sync,
-        read: impl Fn(&Value) -> Result<Vec<Hit>, String> + Send + Sync,
+        read: impl Fn(&Value) -> Result<Vec<Hit>, Refusal> + Send + Sync,
     ) -> Result<Vec<Hit>, CallFailure> {
         let (price, charged) = (Some(self.price), CallCharge::ONE_CALL);
-        let unusable =
-            |response: &Value| read(response).err().map(|what| Refusal::unusable(what).charged(charged.usage(price)));
+        let unusable = |response: &Value| read(response).err().map(|found| found.charged(charged.usage(price)));
         let check = |response: &Value| refusal(response).or_else(|| unusable(response));
         let mut response = self.caller.call(&Call::post("", body), charged.bound(price), &check).await?;
         response.call_spend.charged(charged.usage(price));
-        read(&response.body).map_err(|what| self.caller.failure(FailureKind::InvalidResponse, &what))
+        read(&response.body).map_err(|found| self.caller.failure(FailureKind::InvalidResponse, &found.what))
     }
 }
 
@@ -126,7 +124,7 @@ impl RetrievalBackend for GeneralRag {
     }
 }
 
-fn hits(body: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
+fn hits(body: &Value, scores: ServiceScores) -> Result<Vec<Hit>, Refusal> {
     let entries = entries(body)?;
     let passages = || entries.iter().enumerate().filter(|(_, entry)| !is_nothing_found(entry));
     if scores == ServiceScores::Replaced {
@@ -135,7 +133,10 @@ fn hits(body: &Value, scores: ServiceScores) -> Result<Vec<Hit>, String> {
     }
     let Some(score) = SCORES.iter().find(|score| passages().any(|(_, entry)| has(entry, score))) else {
         return match passages().next() {
-            Some((index, _)) => Err(format!("`data.recall[{index}]` has no `reranker_score`, nor has any other")),
+            Some((index, _)) => {
+                let what = format!("`data.recall[{index}]` has no `reranker_score`, nor has any other");
+                Err(Refusal::unusable(what))
+            }
             None => Ok(Vec::new()),
         };
     };
@@ -163,12 +164,15 @@ fn entries(body: &Value) -> Result<Cow<'_, [Value]>, String> {
     }
 }
 
-fn hit(index: usize, entry: &Value, score: &str) -> Result<Hit, String> {
+fn hit(index: usize, entry: &Value, score: &str) -> Result<Hit, Refusal> {
     let found = entry.pointer(score).unwrap_or(&Value::Null);
-    let reranker_score = number(found).filter(|score| (0.0..=1.0).contains(score));
-    let reranker_score = reranker_score
-        .ok_or_else(|| format!("`data.recall[{index}]`: `{}` is {}; expected 0 to 1", &score[1..], excerpt(found)))?;
-    Ok(Hit { reranker_score, ..unscored(entry) })
+    let what = || format!("`data.recall[{index}]`: `{}` is {}; expected 0 to 1", &score[1..], excerpt(found));
+    match number(found) {
+        Some(reranker_score) if (0.0..=1.0).contains(&reranker_score) => Ok(Hit { reranker_score, ..unscored(entry) }),
+        // The service has another scale.
+        Some(_) => Err(Refusal::misconfigured(what())),
+        None => Err(Refusal::unusable(what())),
+    }
 }
 
 fn unscored(entry: &Value) -> Hit {

@@ -140,15 +140,20 @@ pub(crate) const MAX_VOCABULARY_BYTES: u64 = 64 << 20;
 
 /// The whole text of a dictionary or list in any of the encodings.
 pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
+    read_text_up_to(path, MAX_VOCABULARY_BYTES)
+}
+
+fn read_text_up_to(path: &Path, max_bytes: u64) -> Result<String, DataError> {
     let unreadable = |error: io::Error| DataError::file(path, format!("cannot be read: {error}"));
-    let mut text = String::new();
+    let mut bytes = Vec::new();
     let file = open_text(path, detect(path)?).map_err(unreadable)?;
-    file.take(MAX_VOCABULARY_BYTES + 1).read_to_string(&mut text).map_err(unreadable)?;
-    if text.len() as u64 > MAX_VOCABULARY_BYTES {
-        let problem = format!("the file has more than {MAX_VOCABULARY_BYTES} bytes; leave out what is not needed");
+    file.take(max_bytes + 1).read_to_end(&mut bytes).map_err(unreadable)?;
+    // Before decoding: the limit may be within a character.
+    if bytes.len() as u64 > max_bytes {
+        let problem = format!("the file has more than {max_bytes} bytes; leave out what is not needed");
         return Err(DataError::file(path, problem));
     }
-    Ok(text)
+    String::from_utf8(bytes).map_err(|error| unreadable(io::Error::other(error)))
 }
 
 /// Decodes a reader to UTF-8. Invalid bytes are an error after the valid text before them.
@@ -255,6 +260,16 @@ mod tests {
     fn long_text_is_decoded_across_buffers() {
         let text = "一二三a".repeat(60_000);
         assert_eq!(read(&GB18030.encode(&text).0), Ok((TextEncoding::Gb18030, text)));
+    }
+
+    /// Regression: a file over the limit was reported as invalid UTF-8.
+    #[test]
+    fn a_limit_within_a_character_is_reported_as_the_limit() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), "鱼油").unwrap();
+        assert_eq!(read_text_up_to(file.path(), 6).unwrap(), "鱼油");
+        let message = read_text_up_to(file.path(), 4).unwrap_err().to_string();
+        assert!(message.ends_with("the file has more than 4 bytes; leave out what is not needed"), "{message}");
     }
 
     /// Regression: a damaged UTF-8 file was read as GB18030.

@@ -649,6 +649,29 @@ fn a_far_cell_takes_no_memory_for_the_cells_before_it() {
     assert_eq!(workbook_of(&folder, &back.replace("贵吗", "问题"), &[]).unwrap_err(), expected);
 }
 
+/// Regression: a wrong checksum in a part that is not read made a workbook unreadable.
+#[test]
+fn only_damage_in_parts_that_are_read_is_an_error() {
+    let folder = Folder::new();
+    let head = format!(r#"<row r="1">{}</row><row r="2">{}</row>"#, text_cell("A1", "问题"), text_cell("A2", "怎么吃"));
+    let more = [("docProps/thumbnail.jpeg", b"image".as_slice()), ("xl/printerSettings/p.bin", b"pages".as_slice())];
+    assert_eq!(workbook_of(&folder, &head, &more).unwrap().len(), 1);
+    let whole = std::fs::read(folder.path("a.xlsx")).unwrap();
+    for (name, is_read) in more.map(|(name, _)| (name, false)).into_iter().chain([("xl/worksheets/sheet1.xml", true)]) {
+        let mut damaged = whole.clone();
+        // In the list of parts at the end of an archive, the checksum is 30 bytes before the name.
+        let at = damaged.windows(name.len()).rposition(|bytes| bytes == name.as_bytes()).unwrap();
+        damaged[at - 30] ^= 1;
+        std::fs::write(folder.path("a.xlsx"), damaged).unwrap();
+        match folder.read("a.xlsx") {
+            Ok(rows) => assert!(!is_read && rows.len() == 1, "{name}"),
+            Err(error) => {
+                assert!(is_read && error.starts_with(&format!("a.xlsx: `{name}` is damaged (")), "{error}");
+            }
+        }
+    }
+}
+
 /// Regression: parts that inflate to gigabytes, and a declared number of texts, took memory before they were checked.
 #[test]
 fn parts_of_a_workbook_are_bounded() {

@@ -95,7 +95,9 @@ fn check_parts(path: &Path) -> Result<(), DataError> {
         let name = shown.to_lowercase();
         let is_index = [".rels", "styles", "theme", "workbook", "content_types"].iter().any(|word| name.contains(word));
         let is_strings = name.contains("sharedstrings");
-        let max_bytes = match name.contains("worksheets/") && !name.ends_with(".rels") {
+        let is_sheet = name.contains("worksheets/") && !name.ends_with(".rels");
+        let is_used = is_sheet || is_strings || [".rels", "styles", "workbook"].iter().any(|word| name.contains(word));
+        let max_bytes = match is_sheet {
             true => MAX_SHEET_BYTES,
             false if is_index => MAX_INDEX_BYTES,
             false => MAX_PART_BYTES,
@@ -103,9 +105,14 @@ fn check_parts(path: &Path) -> Result<(), DataError> {
         let (mut n_bytes, mut start, mut n_untagged, mut n_texts) = (0, Vec::new(), 0, 0);
         loop {
             // With a checksum at the end, which the library does not reach.
-            let n = part.read(&mut buffer).map_err(|error| {
-                DataError::file(path, format!("`{shown}` is damaged ({error}); save it again as .xlsx"))
-            })?;
+            let n = match part.read(&mut buffer) {
+                Ok(n) => n,
+                Err(error) if is_used => {
+                    let problem = format!("`{shown}` is damaged ({error}); save it again as .xlsx");
+                    return Err(DataError::file(path, problem));
+                }
+                Err(_) => 0,
+            };
             if n == 0 {
                 break;
             }

@@ -224,7 +224,6 @@ fn keys_that_change_the_computation_or_are_unknown_are_refused() {
     assert_refused(&[
         ("llama-bias", json!({"mlp_bias": true}), "`mlp_bias` is true; expected false"),
         ("llama-bias", json!({"hidden_act": "gelu"}), "`hidden_act` is `gelu`; expected `silu`"),
-        ("llama-bias", json!({"pretraining_tp": 2}), "`pretraining_tp` is 2; expected 1"),
         ("llama-bias", json!({"model_type": "mistral"}), "`model_type` is `mistral`; expected `llama`"),
         ("qwen3-tied", json!({"attention_dropout": 0.1}), "`attention_dropout` is 0.1; expected 0"),
         ("qwen3-tied", json!({"embedding_multiplier": 12.0}), "`embedding_multiplier` is 12.0; expected 1"),
@@ -239,6 +238,7 @@ fn keys_that_change_the_computation_or_are_unknown_are_refused() {
         ("qwen2-tied", json!({"auto_map": {"AutoModelForCausalLM": "a.B"}}), "`auto_map` names model code"),
         ("qwen2-tied", json!({"head_gate": "sigmoid"}), "`head_gate` is `sigmoid`, a key that querl does not know"),
     ]);
+    assert_eq!(refusal("llama-bias", &json!({"pretraining_tp": 2})), None);
     assert_eq!(refusal("qwen2-tied", &json!({"head_gate": null, "temperature": 0.7, "use_mrope": false})), None);
 }
 
@@ -287,6 +287,11 @@ fn rope_scaling_is_read_under_both_keys_or_refused() {
             "qwen2-tied",
             scaling(json!({"type": "yarn", "factor": 1e9})),
             "positions with YaRN; expected at most 4194304",
+        ),
+        (
+            "qwen2-tied",
+            scaling(json!({"type": "linear", "factor": 1e9})),
+            "positions with linear scaling; expected at most 4194304",
         ),
         ("qwen2-tied", scaling(json!({"type": "yarn", "factor": 2, "extrapolation_factor": 1})), "does not know"),
         (
@@ -341,9 +346,13 @@ fn rope_scaling_is_read_under_both_keys_or_refused() {
     // As in vLLM: pretraining's positions times the factor where that is more than `max_position_embeddings`.
     let folder = with_config("yarn-scaling", "\"max_position_embeddings\": 64", "\"max_position_embeddings\": 16");
     assert_eq!(DecoderConfig::load(&folder.path().join("config.json")).unwrap().max_positions, 64);
+    assert_eq!(load("linear").max_positions, 160, "64 times the factor 2.5");
+    assert_eq!(load("dynamic").max_positions, 64);
     let nested = json!({"rope_type": "linear", "factor": 2.0});
-    let uniform = json!({"rope_parameters": {"full_attention": nested, "sliding_attention": nested}});
-    assert_eq!(refusal("qwen2-tied", &uniform), None);
+    for sliding in [nested.clone(), Value::Null] {
+        let uniform = json!({"rope_parameters": {"full_attention": nested, "sliding_attention": sliding}});
+        assert_eq!(refusal("qwen2-tied", &uniform), None);
+    }
 }
 
 #[test]
@@ -453,9 +462,40 @@ fn configurations_of_published_models_are_accepted() {
         "rms_norm_eps": 1e-5, "rope_interleaved": false, "rope_scaling": null, "rope_theta": 100_000, "vocab_size": 49152,
         "tie_word_embeddings": true, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
     });
+    let vicuna = json!({
+        "_name_or_path": "vicuna-7b-v1.5-16k", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+        "max_position_embeddings": 4096, "max_sequence_length": 16384, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 32, "pad_token_id": 0, "pretraining_tp": 1, "rms_norm_eps": 1e-5,
+        "rope_scaling": {"factor": 4.0, "type": "linear"}, "tie_word_embeddings": false, "torch_dtype": "float16",
+        "transformers_version": "4.31.0", "use_cache": true, "vocab_size": 32000,
+    });
+    let qwen2_1m = json!({
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151_643, "eos_token_id": 151_645,
+        "dual_chunk_attention_config": {"chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": 262_144},
+        "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+        "max_position_embeddings": 1_010_000, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 1e7, "sliding_window": 32768,
+        "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.47.0", "use_cache": true,
+        "use_sliding_window": false, "vocab_size": 152_064,
+    });
+    // As transformers 5 saves it.
+    let qwen3_5 = json!({
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": null,
+        "dtype": "bfloat16", "eos_token_id": 151_645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024,
+        "initializer_range": 0.02, "intermediate_size": 3072, "layer_types": vec!["full_attention"; 28],
+        "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3", "num_attention_heads": 16,
+        "num_hidden_layers": 28, "num_key_value_heads": 8, "pad_token_id": null, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 1_000_000, "rope_type": "default"}, "sliding_window": null,
+        "tie_word_embeddings": true, "transformers_version": "5.0.0", "use_cache": true, "use_sliding_window": false,
+        "vocab_size": 151_936,
+    });
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("config.json");
     for (config, n_positions, n_windows) in [
+        (vicuna, 16384, 0),
+        (qwen2_1m, 1_010_000, 0),
+        (qwen3_5, 40960, 0),
         (qwen2, 32768, 0),
         (qwen3, 131_072, 0),
         (llama2, 4096, 0),

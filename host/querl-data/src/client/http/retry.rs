@@ -40,7 +40,7 @@ pub(crate) struct Refusal {
     pub(super) kind: FailureKind,
     pub(super) retry: Retry,
     pub(super) charge: Charge,
-    pub(super) what: String,
+    pub(crate) what: String,
 }
 
 /// What a service charged for a response that cannot be used.
@@ -71,9 +71,20 @@ impl Refusal {
         Self { kind: FailureKind::InvalidResponse, retry: Retry::Later, charge: Charge::Unknown, what }
     }
 
+    /// A response that does not fit the configuration. It would be the same again.
+    pub(crate) fn misconfigured(what: String) -> Self {
+        Self { retry: Retry::Useless, ..Self::unusable(what) }
+    }
+
     /// [`unusable`](Self::unusable) with the usage that the response states.
     pub(crate) fn charged(self, usage: Usage) -> Self {
         Self { charge: Charge::Exactly(usage), ..self }
+    }
+}
+
+impl From<String> for Refusal {
+    fn from(what: String) -> Self {
+        Self::unusable(what)
     }
 }
 

@@ -391,7 +391,16 @@ mod properties {
             let bytes = std::fs::read(&path).unwrap();
             // A database whose closing panicked holds its lock until the process ends: the cut has a file of its own.
             let path = folder.path().join("cut.redb");
-            std::fs::write(&path, &bytes[..cut.index(bytes.len())]).unwrap();
+            let kept = &bytes[..cut.index(bytes.len())];
+            std::fs::write(&path, kept).unwrap();
+            let copy = folder.path().join("copy.redb");
+            std::fs::write(&copy, kept).unwrap();
+            match cache_stats(&copy) {
+                Ok(stats) => {
+                    prop_assert!(stats.iter().all(|table| table.n_answers <= entries.len() as u64), "{stats:?}");
+                }
+                Err(error) => prop_assert!(error.to_string().contains("copy.redb"), "{error}"),
+            }
             if let Some(cache) = ResponseCache::open(&path, CacheLimits::default()) {
                 for (key, value) in &entries {
                     prop_assert!(cache.get(CacheTable::Judgements, key, None).is_none_or(|found| found == *value));
