@@ -22,7 +22,7 @@ pub use settings::TrainConfig;
 pub use shared_model::{SharedStyleModel, StyleReward, Undecided, text_of, turns_of, turns_of_side, unknown_class};
 pub use texts::texts_of;
 pub use train::{Trained, train};
-pub use trainer::{Callbacks, OpenMetrics};
+pub use trainer::{Callbacks, OpenMetrics, Uninterrupted};
 
 use anyhow::Context;
 
