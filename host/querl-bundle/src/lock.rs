@@ -257,7 +257,7 @@ impl LockEntry {
     }
 
     fn keys(&self) -> Vec<(&'static str, Value)> {
-        let path = self.path.to_string_lossy().replace('\\', "/");
+        let path = self.path.to_string_lossy().replace(std::path::MAIN_SEPARATOR, "/");
         let mut keys = vec![
             ("role", self.role.as_str().into()),
             ("id", self.id.as_str().into()),

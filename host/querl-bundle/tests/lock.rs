@@ -36,6 +36,9 @@ fn lock_file_written_and_read_again_is_the_same() {
     file.entries[1].source = LockSource::Folder;
     file.entries[1].bundle = None;
     file.entries[1].manifest = Some("d".repeat(64));
+    // Regression, found by fuzzing: a backslash in a name was written as a slash.
+    #[cfg(unix)]
+    file.entries[1].path.push("a\\b");
     assert_eq!(LockFile::parse(&file.to_text(LockKind::Run), "querl.lock").unwrap(), file);
     file.accept(vec![entry("prompt", "tenant-chengla", '2')], "2026-11-20T14:00:00Z");
     let text = file.to_text(LockKind::Run);
