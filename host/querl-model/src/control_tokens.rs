@@ -38,7 +38,7 @@ struct Occurrence {
 }
 
 impl ControlTokens {
-    /// Besides special tokens, added tokens that are not marked as special: those of `ends` (end of a response, start of a text), and
+    /// Special tokens, and of the added tokens that are not marked as special those of `ends` (end of a response, start of a text) and
     /// those with which the template delimits turns.
     pub(crate) fn of(tokenizer: &Tokenizer, template: &ChatTemplate, ends: &BTreeSet<u32>) -> Self {
         let added = tokenizer.get_added_tokens_decoder().into_iter().map(|(id, token)| (token, id));
