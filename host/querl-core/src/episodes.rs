@@ -1,6 +1,6 @@
 //! Reads recorded episodes: JSON lines written by a run or by a plugin author.
 
-use crate::records::{Episode, EpisodeRecord, Rejection, Reward, outcome_form};
+use crate::records::{Episode, EpisodeRecord, HostCall, Rejection, Reward, outcome_form};
 use serde::Deserialize;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
@@ -18,6 +18,8 @@ pub struct RecordedEpisode {
     pub step: u64,
     /// The input of the reward.
     pub episode: Episode,
+    /// Recorded calls into host functions.
+    pub calls: Vec<HostCall>,
     /// The score, or why the episode was dropped; `None` if the file has no outcome.
     pub outcome: Option<Result<Reward, Rejection>>,
 }
@@ -76,6 +78,8 @@ pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, Strin
         #[serde(default)]
         step: u64,
         episode: Episode,
+        #[serde(default)]
+        calls: Vec<HostCall>,
         #[serde(default, deserialize_with = "outcome_form::optional")]
         outcome: Option<Result<Reward, Rejection>>,
     }
@@ -87,23 +91,45 @@ pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, Strin
     }
     let not_json = |error: serde_json::Error| format!("not an episode: {error}");
     let known = EpisodeRecord::FORMAT;
-    match serde_json::from_slice::<Format>(bytes).map_err(not_json)?.format {
-        Some(format) if format == known => {}
+    let format = match serde_json::from_slice::<Format>(bytes).map_err(not_json)?.format {
+        Some(format) if format == known || format == FORMAT_2 => format,
         Some(format) => {
-            return Err(format!("`format` is {format}; this querl reads {known}: run the stage `rl` again"));
+            return Err(format!("`format` is {format}; this querl reads {FORMAT_2} and {known}: run the stage `rl` again"));
         }
         None => return Err(format!("`format` is missing; expected \"format\": {known}")),
-    }
-    let Line { step, episode, outcome, .. } = serde_json::from_slice(bytes).map_err(not_json)?;
+    };
+    let Line { step, mut episode, calls, outcome, .. } = serde_json::from_slice(bytes).map_err(not_json)?;
+    complete(&mut episode, format, step, line);
     check(&episode)?;
-    Ok(Some(RecordedEpisode { line, step, episode, outcome }))
+    Ok(Some(RecordedEpisode { line, step, episode, calls, outcome }))
+}
+
+const FORMAT_2: u32 = 2;
+
+/// Adds what a line may leave out: the id (`line-N`), group and sample from an id `GROUP/INDEX`. A missing retrieval of format 2 means that
+/// nothing was found, and its ids of rollouts contain the step.
+fn complete(episode: &mut Episode, format: u32, step: u64, line: usize) {
+    if episode.id.is_empty() {
+        episode.id = format!("line-{line}");
+    }
+    if episode.group_id.is_empty() {
+        let (group, index) = Episode::group_of(&episode.id);
+        (episode.group_id, episode.sample_index) = (group.to_owned(), index);
+    }
+    if format == FORMAT_2 {
+        if episode.id.starts_with("step-") || episode.id.starts_with("val-") {
+            episode.step = Some(step);
+        }
+        for candidate in std::iter::once(&mut episode.policy).chain(&mut episode.baseline) {
+            candidate.retrieval.get_or_insert_with(|| Ok(Vec::new()));
+        }
+    }
 }
 
 /// Checks the numeric ranges that the plugin contract guarantees.
 fn check(episode: &Episode) -> Result<(), String> {
-    for (side, candidate) in [("policy", &episode.policy), ("baseline", &episode.baseline)] {
-        let hits = candidate.retrieval.as_deref().unwrap_or_default();
-        for (index, hit) in hits.iter().enumerate() {
+    for (side, candidate) in episode.candidates() {
+        for (index, hit) in candidate.hits().iter().enumerate() {
             let score = hit.reranker_score;
             if !(0.0..=1.0).contains(&score) {
                 return Err(format!("`reranker_score` of {side} hit {} is {score}; expected 0 to 1", index + 1));
@@ -141,9 +167,10 @@ mod tests {
     #[test]
     fn handwritten_episode_needs_only_required_fields() {
         let read = parse(one_line(BY_HAND).as_bytes(), 1).unwrap().unwrap();
-        let hits = read.episode.policy.retrieval.unwrap();
+        let hits = read.episode.policy.hits();
         assert_eq!(hits.iter().map(|hit| hit.rank).collect::<Vec<_>>(), [1, 2]);
-        assert!(read.episode.baseline.retrieval.is_err() && read.outcome.is_none());
+        let baseline = read.episode.baseline.unwrap();
+        assert!(matches!(baseline.retrieval, Some(Err(_))) && read.outcome.is_none());
     }
 
     #[test]
@@ -153,7 +180,7 @@ mod tests {
             Ok(Reward { total: 0.5, components: Vec::new() }),
             Err(Rejection { code: "policy_retrieval_failed".into(), detail: String::new() }),
         ] {
-            let record = EpisodeRecord { format: EpisodeRecord::FORMAT, step: 3, episode: episode.clone(), outcome };
+            let record = EpisodeRecord { format: EpisodeRecord::FORMAT, step: 3, episode: episode.clone(), calls: Vec::new(), outcome };
             let text = serde_json::to_vec(&record).unwrap();
             assert_eq!(serde_json::from_slice::<EpisodeRecord>(&text).unwrap(), record);
             let read = parse(&text, 7).unwrap().unwrap();

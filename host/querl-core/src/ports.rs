@@ -3,8 +3,8 @@
 //! implementation and a stand-in.
 
 use crate::records::{
-    CallFailure, Completion, Context, Dialogue, Episode, EpisodeRecord, Hit, Message, QueryRow, Rejection, Reward,
-    Sample, StyleProbability, Verdict,
+    CallFailure, Completion, Context, Dialogue, Episode, EpisodeRecord, Hit, HostCallError, HostRequest, HostResponse,
+    Message, QueryRow, Rejection, Reward, Sample, StyleProbability, Verdict,
 };
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
@@ -206,6 +206,11 @@ pub trait Filter: Send + Sync {
     /// One verdict per sample, in order.
     fn check_batch(&self, samples: &[Sample]) -> Result<Vec<Verdict>, PluginFault>;
 
+    /// Whether the plugin reads [`Sample::columns`].
+    fn reads_columns(&self) -> InputUse {
+        InputUse::Unused
+    }
+
     /// Name of the plugin.
     fn name(&self) -> &str;
 }
@@ -219,10 +224,77 @@ pub struct RewardRange {
     pub max: f64,
 }
 
+/// Whether a plugin reads an input that costs the host something.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum InputUse {
+    /// Not read: neither computed nor passed.
+    #[default]
+    Unused,
+    /// Read where the run has it.
+    Optional,
+    /// A run that cannot provide it is refused.
+    Required,
+}
+
+/// What a reward plugin reads of an episode, or a filter of a sample (`columns` only).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct EpisodeInputs {
+    pub response: InputUse,
+    pub prompt: InputUse,
+    pub columns: InputUse,
+    pub baseline: InputUse,
+    pub retrieval: InputUse,
+    pub judgement: InputUse,
+    pub style: InputUse,
+}
+
+impl EpisodeInputs {
+    /// What a plugin of contract 0.1 gets: it cannot declare inputs.
+    pub const CONTRACT_0_1: Self = Self {
+        response: InputUse::Unused,
+        prompt: InputUse::Unused,
+        columns: InputUse::Unused,
+        baseline: InputUse::Required,
+        retrieval: InputUse::Required,
+        judgement: InputUse::Optional,
+        style: InputUse::Optional,
+    };
+
+    /// What two plugins read together.
+    #[must_use]
+    pub fn union(self, other: Self) -> Self {
+        Self {
+            response: self.response.max(other.response),
+            prompt: self.prompt.max(other.prompt),
+            columns: self.columns.max(other.columns),
+            baseline: self.baseline.max(other.baseline),
+            retrieval: self.retrieval.max(other.retrieval),
+            judgement: self.judgement.max(other.judgement),
+            style: self.style.max(other.style),
+        }
+    }
+}
+
+/// Host functions of plugins: tokenizer, segmentation, encoder, judge, style model. Implementations record each result, or answer from a
+/// recording.
+pub trait HostFunctions: Send + Sync {
+    /// The result of one call that `plugin` makes while it scores the item `item_id`. May block on an external service.
+    ///
+    /// # Errors
+    /// The run has no such service, the call failed, or the recording has no result for it.
+    fn call(&self, plugin: &str, item_id: &str, request: &HostRequest) -> Result<HostResponse, HostCallError>;
+}
+
 /// Reward plugin: scores episodes.
 pub trait RewardModel: Send + Sync {
-    /// One result per episode, in order. A rejection drops the episode.
+    /// One result per episode, in order. A rejection drops the episode. Episodes of one `group_id` must be in one batch.
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault>;
+
+    /// What the plugin reads.
+    fn inputs(&self) -> EpisodeInputs {
+        EpisodeInputs::CONTRACT_0_1
+    }
 
     /// The declared range of totals.
     fn range(&self) -> RewardRange;
