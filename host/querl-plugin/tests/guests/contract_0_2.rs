@@ -5,7 +5,7 @@ use crate::common::{
     with_plenty_of_fuel,
 };
 use querl_core::config::{OnLimit, PluginLimits};
-use querl_core::ports::{EpisodeInputs, FaultKind, HostFunctions, PluginFault, RewardModel};
+use querl_core::ports::{EpisodeInputs, FaultKind, HostFunctions, InputUse, PluginFault, RewardModel};
 use querl_core::records::{Episode, HostCallError, HostRequest, HostResponse};
 use querl_plugin::{
     HostInterface, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings, Rechecks, RewardForm,
@@ -353,5 +353,16 @@ fn episode_without_baseline_is_rejected_by_0_1_and_scored_by_0_2() {
             scores.iter().map(|score| score.as_ref().err().map(|reason| reason.code.as_str())).collect();
         assert_eq!(codes, [None, Some("no_baseline"), None]);
         assert!(reward("ordinary@0.2").score_batch(&batch).unwrap().iter().all(Result::is_ok));
+    }
+}
+
+#[test]
+fn whole_episodes_pass_in_every_form() {
+    let host = checked_host();
+    let batch: Vec<Episode> = (0..5).map(|n| episode(&format!("e/{n}"), "好")).collect();
+    for name in ["reads-all", "reads-all-json"] {
+        let plugin = guest(&host, name);
+        assert!(plugin.inputs().response == InputUse::Optional && plugin.inputs().style == InputUse::Optional);
+        assert!(plugin.score_batch(&batch).unwrap().iter().all(|score| score.as_ref().unwrap().total == 0.5));
     }
 }
