@@ -31,7 +31,7 @@ use super::rollout::{RolloutBatch, Timings};
 use crate::Metrics;
 use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
 use querl_core::ports::CallTimings;
-use querl_core::records::{EpisodeRecord, Reward, retrieval_quality, win};
+use querl_core::records::{Candidate, EpisodeRecord, Hit, Reward, retrieval_quality, win};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A micro-batch's share of the policy's metrics of an optimizer step of `size`: micro-batches and ranks are summed, steps averaged.
@@ -238,11 +238,14 @@ pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecor
         add("avg_reward".into(), *total);
         components.iter().for_each(|component| add(format!("reward/{}", component.name), component.value));
         let episode = &record.episode;
-        if let (Ok(policy), Ok(baseline)) = (&episode.policy.retrieval, &episode.baseline.retrieval) {
-            add("win_rate".into(), win(policy, baseline));
-            add("avg_top1".into(), policy.first().map_or(0.0, |hit| hit.reranker_score));
-            add("avg_top1_teacher".into(), baseline.first().map_or(0.0, |hit| hit.reranker_score));
+        let top1 = |hits: &[Hit]| hits.first().map_or(0.0, |hit| hit.reranker_score);
+        if let Some(policy) = episode.policy.found() {
+            add("avg_top1".into(), top1(policy));
             add("avg_quality".into(), retrieval_quality(policy));
+            if let Some(baseline) = episode.baseline.as_ref().and_then(Candidate::found) {
+                add("win_rate".into(), win(policy, baseline));
+                add("avg_top1_teacher".into(), top1(baseline));
+            }
         }
     }
     sums.into_iter().map(|(name, (sum, n))| (name, sum / n as f64)).collect()
