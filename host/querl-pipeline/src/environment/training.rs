@@ -1,9 +1,11 @@
 //! The environment of reinforcement learning, and its log of episodes, `episodes.jsonl`.
 
+use super::columns::RowColumns;
 use super::judging::Judging;
 use super::scorer::{Baselines, ScoreRequest, ScoredEpisode, Scorer, Scores, WrittenRewrite};
+use crate::plugin_statistics::PluginStatistics;
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
-use querl_core::records::{DatasetRow, EpisodeRecord, QueryRow};
+use querl_core::records::{DatasetRow, EpisodeRecord, Split};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -22,46 +24,61 @@ pub(crate) struct TrainingEnvironment {
     pub scorer: Arc<Scorer>,
     /// [`PolicyResponse::row_index`] refers to these.
     pub rows: Vec<DatasetRow>,
+    pub columns: RowColumns,
     pub baselines: Arc<Baselines>,
     pub judging: Judging,
     pub phase: Phase,
     pub log: Arc<EpisodeLog>,
+    /// Of rollouts, for the metrics of a step.
+    pub statistics: Arc<PluginStatistics>,
 }
 
 impl TrainingEnvironment {
     fn request(&self, step: u64, response: &PolicyResponse) -> Result<ScoreRequest<'_>, EnvironmentError> {
-        let query = &self.rows[response.row_index].metadata.query;
-        let id = self.episode_id(step, query, response.sample_index);
+        let row = &self.rows[response.row_index];
+        let query = &row.metadata.query;
+        let (phase, split) = match self.phase {
+            Phase::Rollout => ("step", Split::Train),
+            Phase::Validation => ("val", Split::Val),
+        };
+        let group_id = format!("{phase}-{step:06}/{}", query.id);
+        let id = format!("{group_id}/{}", response.sample_index);
         let judged = match self.phase {
             Phase::Rollout => self.judging.samples(&id),
             Phase::Validation => self.judging.samples(&query.id),
         };
-        // A response that cannot be parsed is scored as one that retrieves nothing.
-        let rewrite = self.scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default();
-        let policy = WrittenRewrite { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
-        Ok(ScoreRequest { id, query, policy, baseline: self.baselines.of(&query.id), judged })
-    }
-
-    fn episode_id(&self, step: u64, query: &QueryRow, sample_index: usize) -> String {
-        let phase = match self.phase {
-            Phase::Rollout => "step",
-            Phase::Validation => "val",
-        };
-        format!("{phase}-{step:06}/{}/{sample_index}", query.id)
+        Ok(ScoreRequest {
+            id,
+            group_id,
+            sample_index: u32::try_from(response.sample_index).unwrap_or(u32::MAX),
+            step: Some(step),
+            split,
+            query,
+            columns: self.columns.of(query),
+            prompt: Some(row.prompt()),
+            policy: WrittenRewrite::parsed(self.scorer.prompts(), response)?,
+            baseline: self.baselines.of(&query.id),
+            judged,
+        })
     }
 }
 
 impl Environment for TrainingEnvironment {
     fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
         let started = Instant::now();
+        self.statistics.begin_batch();
         let requests = responses.iter().map(|response| self.request(step, response)).collect::<Result<Vec<_>, _>>()?;
         let parse_s = started.elapsed().as_secs_f64();
-        let Scores { scored, mut timings } = self.scorer.score(&requests)?;
+        let Scores { scored, by_reward, mut timings } = self.scorer.score(&requests)?;
         timings.plugin_s += parse_s;
+        if self.phase == Phase::Rollout {
+            self.statistics.add_batch(self.scorer.rewards(), &by_reward);
+        }
         let record = |one: ScoredEpisode| EpisodeRecord {
             format: EpisodeRecord::FORMAT,
             step,
             episode: one.episode,
+            calls: one.calls,
             outcome: one.outcome,
         };
         let records: Vec<EpisodeRecord> = scored.into_iter().map(record).collect();
@@ -141,6 +158,7 @@ impl EpisodeLog {
 mod tests {
     use super::super::testing::{Shop, dataset_row, validated};
     use super::*;
+    use querl_core::config::RetrievalKind;
     use querl_core::fsx::read_jsonl;
 
     fn response(row_index: usize, text: &str) -> PolicyResponse {
@@ -148,13 +166,16 @@ mod tests {
     }
 
     fn environment(shop: &Shop, log: &std::path::Path, phase: Phase) -> TrainingEnvironment {
-        let baselines = Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))]);
+        let baselines =
+            Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))], RetrievalKind::Embedded);
         TrainingEnvironment {
             scorer: Arc::new(shop.scorer()),
             rows: vec![dataset_row("a"), dataset_row("b")],
             baselines: Arc::new(baselines),
+            columns: RowColumns::default(),
             judging: Judging::Share(0.5),
             phase,
+            statistics: Arc::default(),
             log: Arc::new(EpisodeLog::open(log).unwrap()),
         }
     }
@@ -181,7 +202,7 @@ mod tests {
         let mark = first.mark().unwrap();
         first.score(2, &[response(0, "good")]).unwrap();
         let whole = std::fs::read(&path).unwrap();
-        std::fs::write(&path, [&whole[..], b"{\"format\":2,\"st"].concat()).unwrap();
+        std::fs::write(&path, [&whole[..], b"{\"format\":3,\"st"].concat()).unwrap();
         let second = environment(&shop, &path, Phase::Rollout);
         second.rewind(mark).unwrap();
         second.score(2, &[response(0, "good")]).unwrap();
