@@ -157,7 +157,7 @@ fn check(episode: &Episode) -> Result<(), String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::records::{HostRequest, HostResponse};
+    use crate::records::{FinishReason, HostRequest, HostResponse};
 
     const BY_HAND: &str = r#"{"format": 2, "episode": {"id": "a", "query": "一天几粒啊",
         "policy": {"rewrite": "深海鱼油 食用方法", "retrieval": {"hits": [{"reranker_score": 0.8}, {"reranker_score": 0.5}]}},
@@ -174,6 +174,27 @@ mod tests {
         assert_eq!(hits.iter().map(|hit| hit.rank).collect::<Vec<_>>(), [1, 2]);
         let baseline = read.episode.baseline.unwrap();
         assert!(matches!(baseline.retrieval, Some(Err(_))) && read.outcome.is_none());
+    }
+
+    /// Written by a run of an earlier version.
+    #[test]
+    fn episodes_of_format_2_have_group_sample_step_and_finish_reason() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/episodes/format-2.jsonl");
+        let episodes: Vec<Episode> = read(&path).unwrap().into_iter().map(|recorded| recorded.episode).collect();
+        for episode in &episodes {
+            assert_eq!(episode.id, format!("{}/{}", episode.group_id, episode.sample_index));
+            assert!(episode.group_id.starts_with(&format!(
+                "{}-{:06}/",
+                if episode.id.starts_with("val") { "val" } else { "step" },
+                episode.step.unwrap()
+            )));
+            assert!(
+                episode.candidates().count() == 2 && episode.candidates().all(|(_, side)| side.retrieval.is_some())
+            );
+            assert!(episode.response.is_none() && episode.prompt.is_none() && episode.split.is_none());
+        }
+        let ends: Vec<_> = episodes.iter().map(|episode| episode.policy.finish_reason.clone()).collect();
+        assert!(ends.contains(&Some(FinishReason::Stop)) && ends.contains(&Some(FinishReason::Length)), "{ends:?}");
     }
 
     #[test]

@@ -4,7 +4,7 @@
 
 use crate::failure::Stop;
 use crate::host_functions::{RecordedCalls, RunHostFunctions};
-use querl_core::episodes;
+use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_jsonl;
 use querl_core::ports::{
     EpisodeInputs, Filter, InputUse, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RewardModel,
@@ -109,31 +109,32 @@ impl FaultFile {
         let mut lines = text.lines().enumerate().map(|(index, line)| (index + 1, line));
         let first = lines.next().and_then(|(_, line)| serde_json::from_str::<First>(line).ok());
         let Some(First { fault: header }) = first else { return Ok(None) };
-        let (mut given, mut samples, mut prompt, mut calls) = (Vec::new(), Vec::new(), None, Vec::new());
+        let (mut given, mut samples, mut prompt, mut recorded) =
+            (Vec::new(), Vec::new(), None, RecordedCalls::default());
         for (number, line) in lines {
             let not_json = |error: serde_json::Error| refused(number, &format!("not a line of a fault: {error}"));
             match header.role.as_str() {
                 "filter" => {
-                    let FaultedSample { sample, calls: of_sample } = serde_json::from_str(line).map_err(not_json)?;
-                    calls.push((sample.id.clone(), of_sample));
+                    let FaultedSample { sample, calls } = serde_json::from_str(line).map_err(not_json)?;
+                    recorded.add(&sample.id, calls);
                     samples.push(sample);
                 }
                 "prompt" => prompt = Some(serde_json::from_str(line).map_err(not_json)?),
                 _ => {
                     let episode =
                         episodes::parse(line.as_bytes(), number).map_err(|reason| refused(number, &reason))?;
-                    given.extend(episode.map(|recorded| {
-                        calls.push((recorded.episode.id.clone(), recorded.calls));
-                        recorded.episode
+                    given.extend(episode.map(|RecordedEpisode { episode, calls, .. }| {
+                        recorded.add_episode(&episode, calls);
+                        episode
                     }));
                 }
             }
         }
         let call = match (header.role.as_str(), prompt) {
-            ("filter", _) => FaultedCall::Samples(samples, RecordedCalls::new(calls)),
+            ("filter", _) => FaultedCall::Samples(samples, recorded),
             ("prompt", Some(call)) => FaultedCall::Prompt(call),
             ("prompt", None) => return Err(refused(2, "the call is missing; the file was cut")),
-            _ => FaultedCall::Episodes(given, RecordedCalls::new(calls)),
+            _ => FaultedCall::Episodes(given, recorded),
         };
         Ok(Some(Self { header, call }))
     }
@@ -200,7 +201,7 @@ pub(crate) struct Logged<P> {
 impl RewardModel for Logged<Arc<dyn RewardModel>> {
     fn score_batch(&self, given: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
         let line = |episode: &Episode| {
-            let calls = self.log.host_functions.recorded(&episode.id);
+            let calls = self.log.host_functions.recorded(episode);
             json!({ "format": EpisodeRecord::FORMAT, "episode": episode, "calls": calls })
         };
         self.plugin.score_batch(given).map_err(|fault| self.log.keep(fault, || given.iter().map(line).collect()))

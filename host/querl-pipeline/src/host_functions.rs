@@ -56,7 +56,7 @@ impl RunHostFunctions {
         let _ = self.services.set((outside, runtime));
     }
 
-    /// Records the calls for these episodes from here on.
+    /// Records the calls for these episodes, and for their groups, from here on.
     pub(crate) fn begin(&self, episodes: &[Episode]) {
         let item = |episode: &Episode| Item {
             query: episode.query.clone(),
@@ -64,7 +64,11 @@ impl RunHostFunctions {
             rewrite: episode.policy.rewrite.clone(),
             calls: Vec::new(),
         };
-        self.items().extend(episodes.iter().map(|episode| (episode.id.clone(), item(episode))));
+        let mut items = self.items();
+        for episode in episodes {
+            items.insert(episode.id.clone(), item(episode));
+            items.entry(episode.group_id.clone()).or_insert_with(|| item(episode));
+        }
     }
 
     /// Records the calls for items that are no episodes.
@@ -72,9 +76,21 @@ impl RunHostFunctions {
         self.items().extend(ids.map(|id| (id.clone(), Item::default())));
     }
 
-    /// The calls that were recorded for an item so far.
-    pub(crate) fn recorded(&self, item_id: &str) -> Vec<HostCall> {
-        self.items().get(item_id).map_or_else(Vec::new, |item| item.calls.clone())
+    /// The calls that were recorded for an episode and its group so far.
+    pub(crate) fn recorded(&self, episode: &Episode) -> Vec<HostCall> {
+        let items = self.items();
+        let mut calls = items.get(&episode.id).map_or_else(Vec::new, |item| item.calls.clone());
+        if let Some(group) = items.get(&episode.group_id).filter(|_| episode.group_id != episode.id) {
+            calls.extend(group.calls.iter().cloned());
+        }
+        calls
+    }
+
+    /// Ends the recording of an episode. The first episode of a group has the calls of the group.
+    pub(crate) fn take_episode(&self, episode: &Episode) -> Vec<HostCall> {
+        let mut calls = self.take(&episode.id);
+        calls.extend(self.take(&episode.group_id));
+        calls
     }
 
     /// Ends the recording of an item.
@@ -191,9 +207,19 @@ impl HostFunctions for RunHostFunctions {
 pub struct RecordedCalls(HashMap<String, Vec<HostCall>>);
 
 impl RecordedCalls {
-    /// The recorded calls by the id of their item.
-    pub fn new(calls: impl IntoIterator<Item = (String, Vec<HostCall>)>) -> Self {
-        Self(calls.into_iter().collect())
+    /// Adds the calls that were recorded for an item.
+    pub fn add(&mut self, item_id: &str, calls: Vec<HostCall>) {
+        if !calls.is_empty() {
+            self.0.entry(item_id.to_owned()).or_default().extend(calls);
+        }
+    }
+
+    /// Adds the calls that were recorded for an episode, which may be those of its group.
+    pub fn add_episode(&mut self, episode: &Episode, calls: Vec<HostCall>) {
+        if episode.group_id != episode.id {
+            self.add(&episode.group_id, calls.clone());
+        }
+        self.add(&episode.id, calls);
     }
 }
 
@@ -235,7 +261,9 @@ mod tests {
 
     fn episode() -> Episode {
         let policy = Candidate::found_nothing("深海鱼油软胶囊 孕妇 禁忌人群".into());
-        Episode { id: "a".into(), query: "那个孕妇能吃不".into(), policy, ..Episode::default() }
+        Episode {
+            id: "a".into(), group_id: "a".into(), query: "那个孕妇能吃不".into(), policy, ..Episode::default()
+        }
     }
 
     #[test]
@@ -268,11 +296,12 @@ mod tests {
         assert_eq!(results[5], Err(HostCallError::NotConfigured));
         requests.iter().for_each(|request| drop(functions.call("p", "a", request)));
         functions.call("p", "of no item", &requests[0]).unwrap();
-        let calls = functions.take("a");
+        let calls = functions.take_episode(&episode());
         assert_eq!(calls.iter().map(|call| call.request.clone()).collect::<Vec<_>>(), requests);
         assert!(functions.take("a").is_empty() && functions.take("of no item").is_empty());
 
-        let recorded = RecordedCalls::new([("a".to_owned(), calls)]);
+        let mut recorded = RecordedCalls::default();
+        recorded.add_episode(&episode(), calls);
         let replayed: Vec<CallResult> = requests.iter().map(|request| recorded.call("p", "a", request)).collect();
         assert_eq!(replayed, results);
         assert_eq!(recorded.call("another plugin", "a", &requests[0]), results[0]);
@@ -280,5 +309,20 @@ mod tests {
             let Err(HostCallError::Failed(failure)) = recorded.call("p", item, request) else { panic!() };
             assert_eq!(failure.kind, FailureKind::NotRecorded);
         }
+    }
+
+    #[test]
+    fn calls_of_a_group_are_recorded_with_its_first_episode() {
+        let functions = RunHostFunctions::new(&config(), None);
+        let [first, second] = ["g/0", "g/1"].map(|id| Episode { id: id.into(), group_id: "g".into(), ..episode() });
+        functions.begin(&[first.clone(), second.clone()]);
+        let request = HostRequest::SegmentWords("鱼油".into());
+        let result = functions.call("p", "g", &request);
+        assert_eq!((functions.recorded(&first).len(), functions.recorded(&second).len()), (1, 1));
+        let (of_first, of_second) = (functions.take_episode(&first), functions.take_episode(&second));
+        assert_eq!((of_first.len(), of_second.len()), (1, 0));
+        let mut recorded = RecordedCalls::default();
+        recorded.add_episode(&first, of_first);
+        assert_eq!(recorded.call("p", "g", &request), result);
     }
 }

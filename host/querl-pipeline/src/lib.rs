@@ -14,7 +14,7 @@ pub mod interrupt;
 pub mod ledger;
 pub mod metrics_log;
 pub mod pins;
-mod plugin_statistics;
+mod plugin_activity;
 pub mod plugins;
 pub mod report;
 pub mod retrieval;

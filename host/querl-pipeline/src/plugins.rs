@@ -6,7 +6,7 @@ use crate::faults::{FaultLog, Logged};
 use crate::host_functions::RunHostFunctions;
 use crate::ledger::Inputs;
 use crate::pins::Pins;
-use crate::plugin_statistics::PluginStatistics;
+use crate::plugin_activity::CallMeter;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_bundle::oci::{Credentials, PinnedReference, Transport};
@@ -38,7 +38,7 @@ pub struct Plugins {
     /// The second style model, which classifies responses in the evaluation only.
     pub audit: Option<Arc<SharedStyleModel>>,
     pub(crate) host_functions: Arc<RunHostFunctions>,
-    pub(crate) statistics: Arc<PluginStatistics>,
+    pub(crate) meter: Arc<CallMeter>,
     used: Vec<Used>,
 }
 
@@ -90,12 +90,12 @@ impl Plugins {
     pub fn open(config: &Config, used_for: PluginUse<'_>) -> anyhow::Result<Self> {
         check_secrets(config)?;
         let (whole_config, judge, config) = (config, &config.judge, &config.plugins);
-        let statistics = Arc::new(PluginStatistics::default());
+        let meter = Arc::new(CallMeter::default());
         let host = match used_for {
             PluginUse::Run(_) => PluginHost::new(HostOptions {
                 trusted_keys: trusted_keys(&config.trusted_keys)?,
                 source_folders: SourceFolders::Build,
-                observer: Some(statistics.observer()),
+                observer: Some(meter.observer()),
                 ..host_options(&config.limits)?
             })?,
             PluginUse::Look => open_host(&config.limits, &config.trusted_keys, SourceFolders::Refuse)?,
@@ -145,7 +145,7 @@ impl Plugins {
             rewards.push(WeightedReward { label: plugin.id().to_owned(), model, weight: reward.weight });
         }
         let used = loading.used;
-        let mut plugins = Self { prompts, filters, rewards, style, audit, host_functions, statistics, used };
+        let mut plugins = Self { prompts, filters, rewards, style, audit, host_functions, meter, used };
         plugins.label_rewards();
         Ok(plugins)
     }

@@ -353,7 +353,7 @@ impl Scorer {
                 Some(rejection) => Err(rejection),
                 None => scores.next().expect("one score per complete episode"),
             };
-            ScoredEpisode { calls: host_functions.take(&episode.id), episode, outcome }
+            ScoredEpisode { calls: host_functions.take_episode(&episode), episode, outcome }
         });
         let scored: Vec<ScoredEpisode> = scored.collect();
         match scored.iter().flat_map(|one| &one.calls).find_map(fatal_failure) {

@@ -3,9 +3,10 @@
 use super::columns::RowColumns;
 use super::judging::Judging;
 use super::scorer::{Baselines, ScoreRequest, ScoredEpisode, Scorer, Scores, WrittenRewrite};
-use crate::plugin_statistics::PluginStatistics;
+use crate::plugin_activity::{self, CallMeter};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
 use querl_core::records::{DatasetRow, EpisodeRecord, Split};
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -26,11 +27,13 @@ pub(crate) struct TrainingEnvironment {
     pub rows: Vec<DatasetRow>,
     pub columns: RowColumns,
     pub baselines: Arc<Baselines>,
+    /// Samples of a query in a group; at least 1.
+    pub n_samples: usize,
     pub judging: Judging,
     pub phase: Phase,
     pub log: Arc<EpisodeLog>,
-    /// Of rollouts, for the metrics of a step.
-    pub statistics: Arc<PluginStatistics>,
+    /// Of the host of all plugins.
+    pub meter: Arc<CallMeter>,
 }
 
 impl TrainingEnvironment {
@@ -41,8 +44,12 @@ impl TrainingEnvironment {
             Phase::Rollout => ("step", Split::Train),
             Phase::Validation => ("val", Split::Val),
         };
-        let group_id = format!("{phase}-{step:06}/{}", query.id);
-        let id = format!("{group_id}/{}", response.sample_index);
+        let id = format!("{phase}-{step:06}/{}/{}", query.id, response.sample_index);
+        // A query that is drawn twice for one batch has two groups, which may be scored in different parts of the batch.
+        let group_id = match response.sample_index / self.n_samples {
+            0 => format!("{phase}-{step:06}/{}", query.id),
+            n_before => format!("{phase}-{step:06}/{}#{}", query.id, n_before + 1),
+        };
         let judged = match self.phase {
             Phase::Rollout => self.judging.samples(&id),
             Phase::Validation => self.judging.samples(&query.id),
@@ -50,7 +57,7 @@ impl TrainingEnvironment {
         Ok(ScoreRequest {
             id,
             group_id,
-            sample_index: u32::try_from(response.sample_index).unwrap_or(u32::MAX),
+            sample_index: (response.sample_index % self.n_samples) as u32,
             step: Some(step),
             split,
             query,
@@ -66,13 +73,17 @@ impl TrainingEnvironment {
 impl Environment for TrainingEnvironment {
     fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
         let started = Instant::now();
-        self.statistics.begin_batch();
+        self.meter.take();
         let requests = responses.iter().map(|response| self.request(step, response)).collect::<Result<Vec<_>, _>>()?;
         let parse_s = started.elapsed().as_secs_f64();
         let Scores { scored, by_reward, mut timings } = self.scorer.score(&requests)?;
         timings.plugin_s += parse_s;
+        let mut plugins = BTreeMap::new();
         if self.phase == Phase::Rollout {
-            self.statistics.add_batch(self.scorer.rewards(), &by_reward);
+            plugins = self.meter.take();
+            for (label, activity) in plugin_activity::results(self.scorer.rewards(), &by_reward) {
+                *plugins.entry(label).or_default() += activity;
+            }
         }
         let record = |one: ScoredEpisode| EpisodeRecord {
             format: EpisodeRecord::FORMAT,
@@ -83,7 +94,7 @@ impl Environment for TrainingEnvironment {
         };
         let records: Vec<EpisodeRecord> = scored.into_iter().map(record).collect();
         self.log.append(&records)?;
-        Ok(ScoredResponses { records, timings })
+        Ok(ScoredResponses { records, timings, plugins })
     }
 
     fn mark(&self) -> Result<u64, EnvironmentError> {
@@ -173,9 +184,10 @@ mod tests {
             rows: vec![dataset_row("a"), dataset_row("b")],
             baselines: Arc::new(baselines),
             columns: RowColumns::default(),
+            n_samples: 2,
             judging: Judging::Share(0.5),
             phase,
-            statistics: Arc::default(),
+            meter: Arc::default(),
             log: Arc::new(EpisodeLog::open(log).unwrap()),
         }
     }
@@ -191,6 +203,11 @@ mod tests {
         environment.score(13, &[response(0, "good")]).unwrap();
         let logged: Vec<EpisodeRecord> = read_jsonl(&path).unwrap();
         assert_eq!((logged.len(), &logged[..2], logged[2].step), (3, &records[..], 13));
+        let third = PolicyResponse { sample_index: 2, ..response(0, "good") };
+        let episode = environment.score(14, &[third]).unwrap().records.remove(0).episode;
+        assert_eq!((episode.id.as_str(), episode.sample_index), ("step-000014/a/2", 0));
+        assert_eq!((episode.group_id.as_str(), episode.step), ("step-000014/a#2", Some(14)));
+        assert_eq!((episode.response.as_deref(), episode.prompt.map(|prompt| prompt.len())), (Some("good"), Some(1)));
     }
 
     #[test]

@@ -115,17 +115,17 @@ impl Stage for Rl {
         let services = Services { deadline, ..run.services()? }.read_by_rewards();
         let scorer = Arc::new(Scorer::new(services, run.runtime.handle().clone()));
         let log = Arc::new(log);
-        let statistics = run.plugins.statistics.clone();
         let environment = |rows: &[DatasetRow], phase| -> anyhow::Result<TrainingEnvironment> {
             Ok(TrainingEnvironment {
                 columns: RowColumns::read(scorer.rewards(), &run.config.data, rows)?,
                 scorer: scorer.clone(),
                 rows: rows.to_vec(),
                 baselines: baselines.clone(),
+                n_samples: if phase == Phase::Rollout { run.config.rl.n_samples.max(1) } else { 1 },
                 judging: judging(run),
                 phase,
                 log: log.clone(),
-                statistics: statistics.clone(),
+                meter: run.plugins.meter.clone(),
             })
         };
         let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
@@ -134,12 +134,7 @@ impl Stage for Rl {
             Environments { train: &environment(&train, Phase::Rollout)?, val: &environment(&val, Phase::Validation)? };
         let account = run.outside.spend_tracker().clone();
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
-        let extra = move || {
-            let mut extra = spending::metrics(&account, StageName::Rl);
-            extra.extend(statistics.take());
-            extra
-        };
-        let metrics = Mutex::new(metrics.with(extra));
+        let metrics = Mutex::new(metrics.with(move || spending::metrics(&account, StageName::Rl)));
         let callbacks = Callbacks { progress, metrics: &metrics, stop: interrupt::flag() };
         let (job, request) = job(run, &train, &val, fingerprint)?;
         memory::check(run.executor.gpu(), &request, progress)?;

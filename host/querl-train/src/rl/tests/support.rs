@@ -245,7 +245,7 @@ impl Environment for Split<'_> {
         environment.n_scored.fetch_add(records.len(), Ordering::SeqCst);
         environment.log.lock().unwrap().extend(records.iter().map(|record| serde_json::to_string(record).unwrap()));
         let timings = CallTimings { retrieve_s: started.elapsed().as_secs_f64(), ..CallTimings::default() };
-        Ok(ScoredResponses { records, timings })
+        Ok(ScoredResponses { records, timings, ..ScoredResponses::default() })
     }
 
     fn mark(&self) -> Result<u64, EnvironmentError> {
