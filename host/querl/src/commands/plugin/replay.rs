@@ -14,6 +14,7 @@ use querl_core::run_dir::RunDir;
 use querl_eval::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::faults::{FaultFile, FaultedCall};
+use querl_pipeline::host_functions::RecordedCalls;
 use querl_pipeline::plugins::{host_options, scores_style};
 use querl_plugin::{HostOptions, Plugin, PluginHost, PluginPort, PluginSettings};
 use querl_style::{StyleReward, text_of, turns_of_side};
@@ -71,9 +72,8 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     recorded.truncate(args.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
     let limits = config.as_ref().map_or_else(PluginLimits::default, |config| config.plugins.limits.clone());
     let host = PluginHost::new(HostOptions { n_slots: n_slots(), ..host_options(&limits)? })?;
-    let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
-    let open =
-        |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, styles.as_ref()), path, settings, flag);
+    let results = RecordedResults::of(&mut recorded);
+    let open = |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, &results), path, settings, flag);
     let plugin = open(path, &args.settings, "--settings")?;
     let other = args.against.as_ref();
     let other = other.map(|path| open(path, &args.against_settings, "--against-settings")).transpose()?;
@@ -99,14 +99,15 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
         true => return Err(Stop::usage(format!("{}: pull the bundle and name it as --plugin", path.display())).into()),
         false => host.load(path)?,
     };
-    let n_items = match &call {
-        FaultedCall::Episodes(episodes, _) => {
-            let styles = RecordedStyles::of(episodes.iter());
-            open_reward(&host, &plugin, &settings, styles.as_ref())?.score_batch(episodes)?;
+    let n_items = match call {
+        FaultedCall::Episodes(episodes, calls) => {
+            let results = RecordedResults { styles: RecordedStyles::of(episodes.iter()), calls: Arc::new(calls) };
+            open_reward(&host, &plugin, &settings, &results)?.score_batch(&episodes)?;
             episodes.len()
         }
-        FaultedCall::Samples(samples, _) => {
-            host.open(&plugin, &settings, PluginPort::filter())?.check_batch(samples)?;
+        FaultedCall::Samples(samples, calls) => {
+            let port = PluginPort::filter().with_functions(Some(Arc::new(calls)));
+            host.open(&plugin, &settings, port)?.check_batch(&samples)?;
             samples.len()
         }
         FaultedCall::Prompt(call) => {
@@ -166,14 +167,14 @@ struct ReplayPlugin {
 
 impl ReplayPlugin {
     fn open(
-        (host, styles): (&PluginHost, Option<&Arc<RecordedStyles>>),
+        (host, results): (&PluginHost, &RecordedResults),
         path: &Path,
         settings: &[String],
         flag: &str,
     ) -> anyhow::Result<Self> {
         let settings = parse_settings(settings, flag)?;
         let plugin = host.load(path)?;
-        let model = open_reward(host, &plugin, &settings, styles)?;
+        let model = open_reward(host, &plugin, &settings, results)?;
         let side = PluginSide {
             id: plugin.id().to_owned(),
             version: plugin.version().to_owned(),
@@ -188,15 +189,35 @@ impl ReplayPlugin {
     }
 }
 
-/// A reward, or a style scorer over recorded styles.
+/// What a run recorded for the plugins that are asked again.
+struct RecordedResults {
+    styles: Option<Arc<RecordedStyles>>,
+    calls: Arc<RecordedCalls>,
+}
+
+impl RecordedResults {
+    fn of(recorded: &mut [RecordedEpisode]) -> Self {
+        let mut calls = RecordedCalls::default();
+        for RecordedEpisode { episode, calls: of_episode, .. } in recorded.iter_mut() {
+            calls.add_episode(episode, std::mem::take(of_episode));
+        }
+        let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
+        Self { styles, calls: Arc::new(calls) }
+    }
+}
+
+/// A reward with its recorded host calls, or a style scorer over recorded styles.
 fn open_reward(
     host: &PluginHost,
     plugin: &Plugin,
     settings: &PluginSettings,
-    styles: Option<&Arc<RecordedStyles>>,
+    results: &RecordedResults,
 ) -> anyhow::Result<Box<dyn RewardModel>> {
-    match (scores_style(plugin), styles) {
-        (false, _) => Ok(host.open(plugin, settings, PluginPort::reward())?),
+    match (scores_style(plugin), &results.styles) {
+        (false, _) => {
+            let port = PluginPort::reward().with_functions(Some(results.calls.clone()));
+            Ok(host.open(plugin, settings, port)?)
+        }
         (true, Some(styles)) => {
             let port = PluginPort::style_scorer(Some(styles.clone()));
             Ok(Box::new(StyleReward::new(host.open(plugin, settings, port)?)))
