@@ -14,6 +14,7 @@ use querl_core::run_dir::RunDir;
 use querl_eval::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::faults::{FaultFile, FaultedCall};
+use querl_pipeline::host_functions::RecordedCalls;
 use querl_pipeline::plugins::{host_options, scores_style};
 use querl_plugin::{HostOptions, Plugin, PluginHost, PluginPort, PluginSettings};
 use querl_style::{StyleReward, text_of, turns_of_side};
@@ -71,9 +72,8 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     recorded.truncate(args.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
     let limits = config.as_ref().map_or_else(PluginLimits::default, |config| config.plugins.limits.clone());
     let host = PluginHost::new(HostOptions { n_slots: n_slots(), ..host_options(&limits)? })?;
-    let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
-    let open =
-        |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, styles.as_ref()), path, settings, flag);
+    let results = RecordedResults::of(&mut recorded);
+    let open = |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, &results), path, settings, flag);
     let plugin = open(path, &args.settings, "--settings")?;
     let other = args.against.as_ref();
     let other = other.map(|path| open(path, &args.against_settings, "--against-settings")).transpose()?;
@@ -99,14 +99,15 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
         true => return Err(Stop::usage(format!("{}: pull the bundle and name it as --plugin", path.display())).into()),
         false => host.load(path)?,
     };
-    let n_items = match &call {
-        FaultedCall::Episodes(episodes) => {
-            let styles = RecordedStyles::of(episodes.iter());
-            open_reward(&host, &plugin, &settings, styles.as_ref())?.score_batch(episodes)?;
+    let n_items = match call {
+        FaultedCall::Episodes(episodes, calls) => {
+            let results = RecordedResults { styles: RecordedStyles::of(episodes.iter()), calls: Arc::new(calls) };
+            open_reward(&host, &plugin, &settings, &results)?.score_batch(&episodes)?;
             episodes.len()
         }
-        FaultedCall::Samples(samples) => {
-            host.open(&plugin, &settings, PluginPort::filter())?.check_batch(samples)?;
+        FaultedCall::Samples(samples, calls) => {
+            let port = PluginPort::filter().with_functions(Some(Arc::new(calls)));
+            host.open(&plugin, &settings, port)?.check_batch(&samples)?;
             samples.len()
         }
         FaultedCall::Prompt(call) => {
@@ -152,7 +153,7 @@ fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
 fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {
     let episodes = episodes::read(file).map_err(Stop::usage)?;
     if episodes.is_empty() {
-        let expected = "expected at least one line {\"format\": 2, \"episode\": {...}}";
+        let expected = "expected at least one line {\"format\": 3, \"episode\": {...}}";
         return Err(Stop::usage(format!("{}: holds no episode; {expected}", file.display())));
     }
     Ok(episodes)
@@ -166,14 +167,14 @@ struct ReplayPlugin {
 
 impl ReplayPlugin {
     fn open(
-        (host, styles): (&PluginHost, Option<&Arc<RecordedStyles>>),
+        (host, results): (&PluginHost, &RecordedResults),
         path: &Path,
         settings: &[String],
         flag: &str,
     ) -> anyhow::Result<Self> {
         let settings = parse_settings(settings, flag)?;
         let plugin = host.load(path)?;
-        let model = open_reward(host, &plugin, &settings, styles)?;
+        let model = open_reward(host, &plugin, &settings, results)?;
         let side = PluginSide {
             id: plugin.id().to_owned(),
             version: plugin.version().to_owned(),
@@ -188,15 +189,35 @@ impl ReplayPlugin {
     }
 }
 
-/// A reward, or a style scorer over recorded styles.
+/// What a run recorded for the plugins that are asked again.
+struct RecordedResults {
+    styles: Option<Arc<RecordedStyles>>,
+    calls: Arc<RecordedCalls>,
+}
+
+impl RecordedResults {
+    fn of(recorded: &mut [RecordedEpisode]) -> Self {
+        let mut calls = RecordedCalls::default();
+        for RecordedEpisode { episode, calls: of_episode, .. } in recorded.iter_mut() {
+            calls.add_episode(episode, std::mem::take(of_episode));
+        }
+        let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
+        Self { styles, calls: Arc::new(calls) }
+    }
+}
+
+/// A reward with its recorded host calls, or a style scorer over recorded styles.
 fn open_reward(
     host: &PluginHost,
     plugin: &Plugin,
     settings: &PluginSettings,
-    styles: Option<&Arc<RecordedStyles>>,
+    results: &RecordedResults,
 ) -> anyhow::Result<Box<dyn RewardModel>> {
-    match (scores_style(plugin), styles) {
-        (false, _) => Ok(host.open(plugin, settings, PluginPort::reward())?),
+    match (scores_style(plugin), &results.styles) {
+        (false, _) => {
+            let port = PluginPort::reward().with_functions(Some(results.calls.clone()));
+            Ok(host.open(plugin, settings, port)?)
+        }
         (true, Some(styles)) => {
             let port = PluginPort::style_scorer(Some(styles.clone()));
             Ok(Box::new(StyleReward::new(host.open(plugin, settings, port)?)))
@@ -219,7 +240,7 @@ fn compare(
 ) -> anyhow::Result<Replay> {
     let mut episodes: Vec<Episode> = Vec::with_capacity(recorded.len());
     let (mut places, mut befores) = (Vec::with_capacity(recorded.len()), Vec::with_capacity(recorded.len()));
-    for RecordedEpisode { line, step, episode, outcome } in recorded {
+    for RecordedEpisode { line, step, episode, outcome, .. } in recorded {
         episodes.push(episode);
         places.push((line, step));
         befores.push(outcome);
@@ -319,7 +340,7 @@ impl RecordedStyles {
     fn of<'a>(episodes: impl Iterator<Item = &'a Episode>) -> Option<Arc<Self>> {
         let mut said = HashMap::new();
         for episode in episodes {
-            for side in [&episode.policy, &episode.baseline] {
+            for (_, side) in episode.candidates() {
                 if let (Some(style), Ok(text)) = (&side.style, text_of(&turns_of_side(episode, side))) {
                     said.insert(text, style.clone());
                 }
@@ -381,17 +402,16 @@ mod tests {
         let episode = Episode {
             id: "a".into(),
             query: "怎么洗".into(),
-            context: Default::default(),
-            gold_ids: Vec::new(),
             policy: side("冷水洗", 0.25),
-            baseline: side("不确定", 1.0),
+            baseline: Some(side("不确定", 1.0)),
+            ..Episode::default()
         };
         let styles = RecordedStyles::of([&episode].into_iter()).unwrap();
         let said = |rewrite: &str| styles.classify(&turns_of("怎么洗", rewrite)).map(|classes| classes[0].probability);
         assert_eq!((said("冷水洗"), said("不确定")), (Ok(0.25), Ok(1.0)));
         assert_eq!(said("热水洗").unwrap_err().kind, FailureKind::NotRecorded);
         let without = Episode { policy: Candidate::found_nothing("冷水洗".into()), ..episode.clone() };
-        let without = Episode { baseline: without.policy.clone(), ..without };
+        let without = Episode { baseline: Some(without.policy.clone()), ..without };
         assert!(RecordedStyles::of([&without].into_iter()).is_none());
     }
 }
