@@ -61,6 +61,7 @@ pub mod log;
 mod settings;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod testing;
+pub mod text;
 mod types;
 
 /// The examples of the README are tests too.
