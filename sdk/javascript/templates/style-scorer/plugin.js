@@ -17,7 +17,7 @@ export class OneStyle {
    */
   score(dialogue, model) {
     const found = this.classes(dialogue, model).find(({ label }) => label === this.label);
-    if (!found) throw new Rejection("unknown_label", `the style model has no class \`${this.label}\``);
+    if (!found) throw new Rejection("unknown_class", `the style model has no class \`${this.label}\``);
     return { total: found.probability };
   }
 
