@@ -79,7 +79,7 @@ def pack(shape, value):
             name, payload, some = case_of(cases, value)
             return bytes([[case for case, _ in cases].index(name)]) + (pack(some, payload) if some else b"")
         case ("String",): return struct.pack("<I", len((value or "").encode())) + (value or "").encode()
-    return struct.pack({"Bool": "<?", "U32": "<I", "U64": "<Q", "F64": "<d"}[shape[0]], value or 0)
+    return struct.pack({"Bool": "<?", "U32": "<I", "U64": "<Q", "F64": "<d"}[shape[0]], 0 if value is None else value)
 
 
 def unpack(shape, data):
