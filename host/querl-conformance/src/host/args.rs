@@ -43,7 +43,10 @@ impl HostArgs {
         })?;
         let n_failed = checks.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_))).count();
         match self.json {
-            true => println!("{}", json!({"passed": n_failed == 0, "checks": checks.iter().map(check_json).collect::<Vec<_>>()})),
+            true => println!(
+                "{}",
+                json!({"passed": n_failed == 0, "checks": checks.iter().map(check_json).collect::<Vec<_>>()})
+            ),
             false => println!("\n{} passed, {n_failed} failed", checks.len() - n_failed),
         }
         Ok(n_failed == 0)

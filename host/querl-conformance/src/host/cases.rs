@@ -89,7 +89,8 @@ const SETTINGS: &[&str] = &["settings"];
 
 const PASSES_ALL: &str = "every field reaches the plugin unchanged, and inputs that it does not declare are absent";
 const FRESH: &str = "a call runs in a fresh instance";
-const DETERMINISTIC: &str = "clocks stand at 0, random numbers are a fixed sequence, there are no arguments and no environment";
+const DETERMINISTIC: &str =
+    "clocks stand at 0, random numbers are a fixed sequence, there are no arguments and no environment";
 const NO_IO: &str = "a plugin does no input or output";
 const CONTAINED: &str = "a trap is a fault that names the plugin, and the host runs the next call";
 const LIMITED: &str = "each call has limits: instructions, wall-clock time, memory, size of the result, host calls";
@@ -165,33 +166,65 @@ fn arguments() -> Vec<Case> {
     let full = [full_episode("g/0", "g", 0), bare_episode("h", "")];
     let echo = |name, probe: Probe| Case {
         probe,
-        ..case(name, PASSES_ALL, "echo", score(&full), Expected::Ok(full.iter().map(|one| report(&probe.stripped(one))).collect()))
+        ..case(
+            name,
+            PASSES_ALL,
+            "echo",
+            score(&full),
+            Expected::Ok(full.iter().map(|one| report(&probe.stripped(one))).collect()),
+        )
     };
-    let in_order: Vec<_> = ["0.25", "0", "1", "0.1"].iter().map(|query| bare_episode(&format!("e/{query}"), query)).collect();
-    let grouped = [("a/0", "a", 0), ("b/0", "b", 0), ("a/1", "a", 1)].map(|(id, group, index)| full_episode(id, group, index));
+    let in_order: Vec<_> =
+        ["0.25", "0", "1", "0.1"].iter().map(|query| bare_episode(&format!("e/{query}"), query)).collect();
+    let grouped =
+        [("a/0", "a", 0), ("b/0", "b", 0), ("a/1", "a", 1)].map(|(id, group, index)| full_episode(id, group, index));
     let sizes = [2, 1, 2].map(|size| report(&json!(size)));
     let parts = json!([{"name": "b", "value": 0.1}, {"name": "a", "value": -1e18}]);
     vec![
         echo("inputs: response and retrieval", Probe::Plain),
         echo("inputs: columns, baseline and style", Probe::Functions),
         echo("inputs: prompt and judgement", Probe::Group),
-        case("results keep the order", "a list of results has the order of the arguments", "", score(&in_order), Expected::Ok(
-            [0.25, 0.0, 1.0, 0.1].map(scored).into_iter().collect(),
-        )),
+        case(
+            "results keep the order",
+            "a list of results has the order of the arguments",
+            "",
+            score(&in_order),
+            Expected::Ok([0.25, 0.0, 1.0, 0.1].map(scored).into_iter().collect()),
+        ),
         Case {
             probe: Probe::Group,
-            ..case("groups are called apart", "all episodes of a call of score-group have one group_id", "n-items", score(&grouped),
-                Expected::Ok(sizes.into_iter().collect()))
+            ..case(
+                "groups are called apart",
+                "all episodes of a call of score-group have one group_id",
+                "n-items",
+                score(&grouped),
+                Expected::Ok(sizes.into_iter().collect()),
+            )
         },
         Case {
             probe: Probe::Functions,
-            ..case("one episode per call with host functions", "a plugin that imports a host function gets one episode per call",
-                "n-items", score(&in_order[..2]), Expected::Ok(json!([report(&json!(1)), report(&json!(1))])))
+            ..case(
+                "one episode per call with host functions",
+                "a plugin that imports a host function gets one episode per call",
+                "n-items",
+                score(&in_order[..2]),
+                Expected::Ok(json!([report(&json!(1)), report(&json!(1))])),
+            )
         },
-        case("components", "components keep the plugin's order", "parts", of_query(""),
-            Expected::Ok(json!([{"scored": {"total": 0.5, "components": parts}}]))),
-        case("rejection", "a rejection is a result", "reject", of_query(""),
-            Expected::Ok(json!([{"rejected": {"code": "probe_rejects", "detail": ""}}]))),
+        case(
+            "components",
+            "components keep the plugin's order",
+            "parts",
+            of_query(""),
+            Expected::Ok(json!([{"scored": {"total": 0.5, "components": parts}}])),
+        ),
+        case(
+            "rejection",
+            "a rejection is a result",
+            "reject",
+            of_query(""),
+            Expected::Ok(json!([{"rejected": {"code": "probe_rejects", "detail": ""}}])),
+        ),
     ]
 }
 
@@ -208,8 +241,17 @@ fn settings() -> Vec<Case> {
         "range": {"min": 0.0, "max": 1.0},
     });
     vec![
-        case("describe", "describe says what the plugin is", "", Some(json!({"op": "describe"})), Expected::Has(describe)),
-        Case { settings: values, ..case("settings as text", SETTINGS_RULE, "", of_query(""), Expected::Ok(json!([report(&seen)]))) },
+        case(
+            "describe",
+            "describe says what the plugin is",
+            "",
+            Some(json!({"op": "describe"})),
+            Expected::Has(describe),
+        ),
+        Case {
+            settings: values,
+            ..case("settings as text", SETTINGS_RULE, "", of_query(""), Expected::Ok(json!([report(&seen)])))
+        },
         refused("refused setting", json!({"mode": "settings-refused"}), SETTINGS, "mode"),
         refused("unknown setting", json!({"colour": "red"}), SETTINGS, "colour"),
         refused("panic in check-settings", json!({"mode": "settings-panic"}), TRAP, "host-probe"),
@@ -225,16 +267,39 @@ fn isolation() -> Vec<Case> {
     };
     vec![
         case("fresh instance", FRESH, "state", of_query(""), Expected::Ok(json!([report(&json!(0))]))),
-        case("clocks", DETERMINISTIC, "clock", of_query(""), Expected::Ok(json!([report(&json!({"ns": 0, "elapsed_ns": 0}))]))),
-        case("arguments and environment", DETERMINISTIC, "environment", of_query(""),
-            Expected::Ok(json!([report(&json!({"variables": [], "arguments": []}))]))),
+        case(
+            "clocks",
+            DETERMINISTIC,
+            "clock",
+            of_query(""),
+            Expected::Ok(json!([report(&json!({"ns": 0, "elapsed_ns": 0}))])),
+        ),
+        case(
+            "arguments and environment",
+            DETERMINISTIC,
+            "environment",
+            of_query(""),
+            Expected::Ok(json!([report(&json!({"variables": [], "arguments": []}))])),
+        ),
         nothing("reading a file", "file", &Value::Null),
         nothing("writing a file", "write", &json!(false)),
         nothing("opening a socket", "socket", &json!(false)),
         case("exit", NO_IO, "exit", of_query(""), Expected::Fault(TRAP, "host-probe")),
-        case("sleeping", "no call of a guest blocks the host", "sleep", of_query(""), Expected::FaultOr(TRAP_OR_LIMIT, json!([scored(0.5)]))),
+        case(
+            "sleeping",
+            "no call of a guest blocks the host",
+            "sleep",
+            of_query(""),
+            Expected::FaultOr(TRAP_OR_LIMIT, json!([scored(0.5)])),
+        ),
         case("log", "a log has no effect on a result", "log", of_query(""), Expected::Ok(json!([scored(0.5)]))),
-        case("stdout", "what a guest writes has no effect on a result", "output", of_query(""), Expected::Ok(json!([scored(0.5)]))),
+        case(
+            "stdout",
+            "what a guest writes has no effect on a result",
+            "output",
+            of_query(""),
+            Expected::Ok(json!([scored(0.5)])),
+        ),
     ]
 }
 
@@ -248,10 +313,26 @@ fn faults() -> Vec<Case> {
     let one_bad = [bare_episode("a", ""), bare_episode("b", "bad")];
     vec![
         case("panic", CONTAINED, "panic", of_query(""), Expected::Fault(TRAP, "on purpose")),
-        case("panic at one of two episodes", CONTAINED, "panic-on-bad", score(&one_bad), Expected::Fault(TRAP, "host-probe")),
+        case(
+            "panic at one of two episodes",
+            CONTAINED,
+            "panic-on-bad",
+            score(&one_bad),
+            Expected::Fault(TRAP, "host-probe"),
+        ),
         case("endless recursion", CONTAINED, "recurse", of_query(""), Expected::Fault(TRAP_OR_LIMIT, "host-probe")),
-        limited("endless loop, by fuel", "loop", json!({"fuel_per_call": 50_000_000, "fuel_per_item": 50_000_000}), LIMIT),
-        limited("endless loop, by time", "loop", json!({"fuel_per_item": 1_000_000_000_000_000_u64, "timeout_ms": 500}), LIMIT),
+        limited(
+            "endless loop, by fuel",
+            "loop",
+            json!({"fuel_per_call": 50_000_000, "fuel_per_item": 50_000_000}),
+            LIMIT,
+        ),
+        limited(
+            "endless loop, by time",
+            "loop",
+            json!({"fuel_per_item": 1_000_000_000_000_000_u64, "timeout_ms": 500}),
+            LIMIT,
+        ),
         limited("endless allocation", "allocate", json!({"memory_bytes": 32 << 20}), TRAP_OR_LIMIT),
         limited("result of 16 MiB", "flood", json!({"output_bytes": 1 << 20}), LIMIT),
         wrong("total of NaN", "nan"),
@@ -268,16 +349,30 @@ fn faults() -> Vec<Case> {
         wrong("code of 65 characters", "code-long"),
         wrong("too few results", "one-short"),
         wrong("too many results", "one-more"),
-        case("300 names of components", CHECKED, "component-names", score(&many_names), Expected::Fault(RESULT, "host-probe")),
-        case("text that is not UTF-8", CHECKED, "utf8", of_query(""), Expected::Fault(&["result", "trap"], "host-probe")),
+        case(
+            "300 names of components",
+            CHECKED,
+            "component-names",
+            score(&many_names),
+            Expected::Fault(RESULT, "host-probe"),
+        ),
+        case(
+            "text that is not UTF-8",
+            CHECKED,
+            "utf8",
+            of_query(""),
+            Expected::Fault(&["result", "trap"], "host-probe"),
+        ),
     ]
 }
 
 fn filters_and_prompts() -> Vec<Case> {
-    let sample = |id: &str, query: &str| json!({
-        "id": id, "original_query": query, "rewritten_query": "改写", "context": {"user_profile": "女"},
-        "hits": [{"text": "t", "reranker_score": 0.5, "rank": 1}], "columns": {"类别": "保健"},
-    });
+    let sample = |id: &str, query: &str| {
+        json!({
+            "id": id, "original_query": query, "rewritten_query": "改写", "context": {"user_profile": "女"},
+            "hits": [{"text": "t", "reranker_score": 0.5, "rank": 1}], "columns": {"类别": "保健"},
+        })
+    };
     let samples = [sample("1", "a"), sample("2", "b"), sample("3", "a")];
     let without_columns = |sample: &Value| {
         let mut sample = sample.clone();
@@ -295,24 +390,56 @@ fn filters_and_prompts() -> Vec<Case> {
     let conversation = "the last message is from the user, a system message only at the start";
     let judged = "a judgement's score is in 0 to 5; a rewrite is never blank";
     vec![
-        case("samples", PASSES_ALL, "echo", filter.clone(), Expected::Ok(samples.iter().map(without_columns).collect())),
-        case("a filter sees all samples in order", "a verdict may depend on the samples before it", "", filter.clone(), Expected::Ok(repeated)),
+        case(
+            "samples",
+            PASSES_ALL,
+            "echo",
+            filter.clone(),
+            Expected::Ok(samples.iter().map(without_columns).collect()),
+        ),
+        case(
+            "a filter sees all samples in order",
+            "a verdict may depend on the samples before it",
+            "",
+            filter.clone(),
+            Expected::Ok(repeated),
+        ),
         case("too few verdicts", CHECKED, "one-short", filter.clone(), Expected::Fault(RESULT, "host-probe")),
         case("invalid code of a drop", CHECKED, "bad-code", filter, Expected::Fault(RESULT, "host-probe")),
         case("messages", PASSES_ALL, "", prompt.clone(), Expected::Ok(made)),
-        case("rejected task", "a rejection is a result", "reject", prompt.clone(),
-            Expected::Ok(json!({"rejected": {"code": "report", "detail": null}}))),
+        case(
+            "rejected task",
+            "a rejection is a result",
+            "reject",
+            prompt.clone(),
+            Expected::Ok(json!({"rejected": {"code": "report", "detail": null}})),
+        ),
         case("no messages", conversation, "no-messages", prompt.clone(), Expected::Fault(RESULT, "host-probe")),
         case("assistant last", conversation, "assistant-last", prompt.clone(), Expected::Fault(RESULT, "host-probe")),
         case("system message later", conversation, "system-later", prompt, Expected::Fault(RESULT, "host-probe")),
         case("rewrite", judged, "", parse("rewrite", "“鱼油”"), Expected::Ok(json!({"rewrite": "“鱼油”"}))),
-        case("rejected rewrite", judged, "reject", parse("rewrite", "x"),
-            Expected::Ok(json!({"rejected": {"code": "report", "detail": "x"}}))),
+        case(
+            "rejected rewrite",
+            judged,
+            "reject",
+            parse("rewrite", "x"),
+            Expected::Ok(json!({"rejected": {"code": "report", "detail": "x"}})),
+        ),
         case("blank rewrite", judged, "blank", parse("rewrite", "x"), Expected::Fault(RESULT, "host-probe")),
-        case("judgement", judged, "", parse("judgement", "4.5"),
-            Expected::Ok(json!({"judgement": {"score": 4.5, "reason": "理由"}}))),
-        case("rejected judgement", judged, "", parse("judgement", "好"),
-            Expected::Ok(json!({"rejected": {"code": "report", "detail": "好"}}))),
+        case(
+            "judgement",
+            judged,
+            "",
+            parse("judgement", "4.5"),
+            Expected::Ok(json!({"judgement": {"score": 4.5, "reason": "理由"}})),
+        ),
+        case(
+            "rejected judgement",
+            judged,
+            "",
+            parse("judgement", "好"),
+            Expected::Ok(json!({"rejected": {"code": "report", "detail": "好"}})),
+        ),
         case("judgement above 5", judged, "", parse("judgement", "5.5"), Expected::Fault(RESULT, "host-probe")),
         case("judgement of NaN", judged, "", parse("judgement", "NaN"), Expected::Fault(RESULT, "host-probe")),
     ]
@@ -322,7 +449,8 @@ fn host_functions() -> Vec<Case> {
     let user = |text: &str| json!([{"role": "user", "content": text}]);
     let dialogue = json!([{"role": "user", "content": "鱼油"}, {"role": "assistant", "content": "在的"}]);
     let style = json!([{"label": "售前", "probability": 0.75}, {"label": "售后", "probability": 0.25}]);
-    let call = |request: Value, response: Value| json!({"plugin": "host-probe", "request": request, "response": response});
+    let call =
+        |request: Value, response: Value| json!({"plugin": "host-probe", "request": request, "response": response});
     let failed = json!({"kind": "timeout", "message": "30 s"});
     let calls = json!({"e": [
         call(json!({"count_tokens": "鱼油"}), json!({"Ok": {"count": 2}})),
@@ -351,15 +479,33 @@ fn host_functions() -> Vec<Case> {
     let style_calls = json!({"d": [call(json!({"classify_style": turns}), json!({"Ok": {"style": style}}))]});
     let dialogues = json!({"op": "style", "dialogues": [{"id": "d", "turns": turns}], "calls": style_calls});
     vec![
-        functions("recorded host calls", "calls", json!({"op": "score", "episodes": [episode], "calls": calls}),
-            Expected::Ok(json!([report(&seen)]))),
-        functions("service that is not configured", "calls", json!({"op": "score", "episodes": [episode], "calls": not_configured}),
-            Expected::Has(json!([report(&json!({"count": "not_configured"}))]))),
-        functions("host call without a recorded result", "calls", json!({"op": "score", "episodes": [episode]}),
-            Expected::Has(json!([report(&json!({"count": {"failed": {"kind": "not_recorded"}}, "embed": {"failed": {"kind": "not_recorded"}}}))]))),
+        functions(
+            "recorded host calls",
+            "calls",
+            json!({"op": "score", "episodes": [episode], "calls": calls}),
+            Expected::Ok(json!([report(&seen)])),
+        ),
+        functions(
+            "service that is not configured",
+            "calls",
+            json!({"op": "score", "episodes": [episode], "calls": not_configured}),
+            Expected::Has(json!([report(&json!({"count": "not_configured"}))])),
+        ),
+        functions(
+            "host call without a recorded result",
+            "calls",
+            json!({"op": "score", "episodes": [episode]}),
+            Expected::Has(json!([report(
+                &json!({"count": {"failed": {"kind": "not_recorded"}}, "embed": {"failed": {"kind": "not_recorded"}}})
+            )])),
+        ),
         functions("as many host calls as allowed", "many-calls", count("8"), Expected::Ok(json!([report(&json!(8))]))),
         functions("one host call too many", "many-calls", count("9"), Expected::Fault(LIMIT, "host-probe")),
-        functions("dialogue with its style", "echo", dialogues,
-            Expected::Ok(json!([report(&json!({"id": "d", "turns": turns, "style": {"ok": style}}))]))),
+        functions(
+            "dialogue with its style",
+            "echo",
+            dialogues,
+            Expected::Ok(json!([report(&json!({"id": "d", "turns": turns, "style": {"ok": style}}))])),
+        ),
     ]
 }

@@ -55,13 +55,16 @@ impl Running {
     }
 
     fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Reply, String> {
-        writeln!(self.stdin, "{request}").and_then(|()| self.stdin.flush()).map_err(|_| "the host has ended".to_owned())?;
+        writeln!(self.stdin, "{request}")
+            .and_then(|()| self.stdin.flush())
+            .map_err(|_| "the host has ended".to_owned())?;
         let line = match self.lines.recv_timeout(timeout) {
             Ok(line) => line.map_err(|error| format!("its stdout cannot be read: {error}"))?,
             Err(RecvTimeoutError::Timeout) => return Err(format!("no reply within {} s", timeout.as_secs())),
             Err(RecvTimeoutError::Disconnected) => return Err("the host ended without a reply".to_owned()),
         };
-        Reply::parse(&line).ok_or_else(|| format!("{line}: expected {{\"ok\": ...}} or {{\"fault\": {{\"kind\", \"message\"}}}}"))
+        Reply::parse(&line)
+            .ok_or_else(|| format!("{line}: expected {{\"ok\": ...}} or {{\"fault\": {{\"kind\", \"message\"}}}}"))
     }
 }
 

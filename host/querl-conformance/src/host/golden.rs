@@ -5,7 +5,9 @@ use crate::section::{CheckResult, Violation};
 use querl_bundle::Bundle;
 use querl_core::episodes;
 use querl_core::records::{Hit, Sample};
-use querl_sdk::testing::golden_case::{Comparison, ExpectedClass, ExpectedScore, GoldenBody, GoldenCase, GoldenTask, GoldenTypes, parse};
+use querl_sdk::testing::golden_case::{
+    Comparison, ExpectedClass, ExpectedScore, GoldenBody, GoldenCase, GoldenTask, GoldenTypes, parse,
+};
 use serde_json::{Map, Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -112,7 +114,9 @@ fn present(mut value: Value) -> Value {
     let fields = value.as_object_mut().into_iter().flatten();
     for (name, field) in fields {
         match field {
-            Value::Object(inner) if name == "context" => inner.retain(|_, text| text.as_str() != Some("") && !text.is_null()),
+            Value::Object(inner) if name == "context" => {
+                inner.retain(|_, text| text.as_str() != Some("") && !text.is_null())
+            }
             Value::Array(hits) if name == "hits" => {
                 for hit in hits.iter_mut().filter_map(Value::as_object_mut) {
                     hit.retain(|key, field| !field.is_null() && (key != "id" || field != ""));
@@ -155,12 +159,20 @@ impl Session<'_> {
                     Err(error) => Err(Violation::new(origin.as_str(), error.as_str())),
                 };
                 let title = case.map_or_else(|_| origin.clone(), |case| case.name);
-                self.add(format!("{}: {title}", plugin.name), "a plugin gives the results of its golden cases in every host", found);
+                self.add(
+                    format!("{}: {title}", plugin.name),
+                    "a plugin gives the results of its golden cases in every host",
+                    found,
+                );
             }
         }
     }
 
-    fn golden_case<const FORMAT: u32>(&mut self, plugin: &GoldenPlugin, case: &GoldenCase<JsonTypes<FORMAT>>) -> CheckResult {
+    fn golden_case<const FORMAT: u32>(
+        &mut self,
+        plugin: &GoldenPlugin,
+        case: &GoldenCase<JsonTypes<FORMAT>>,
+    ) -> CheckResult {
         self.load_golden(plugin, &Value::Object(case.settings.clone()))?;
         let request = request(&case.body);
         match self.ask(&request)? {
@@ -210,7 +222,8 @@ fn compare<const FORMAT: u32>(body: &Body<FORMAT>, result: &Value) -> Comparison
         }),
         GoldenBody::Messages(_, _, expected) => {
             let messages = result["messages"].as_array().cloned().unwrap_or_default();
-            let pairs: Vec<_> = messages.iter().map(|message| (text(&message["role"]), text(&message["content"]))).collect();
+            let pairs: Vec<_> =
+                messages.iter().map(|message| (text(&message["role"]), text(&message["content"]))).collect();
             expected.compare(&pairs.iter().map(|(role, content)| (role.as_str(), content.as_str())).collect::<Vec<_>>())
         }
         GoldenBody::ParseRewrite(_, expected) => match rejected(result) {

@@ -83,7 +83,8 @@ impl Session<'_> {
     /// Writes a component and loads it.
     fn load(&mut self, name: &str, component: &[u8], settings: &Value, limits: &Value) -> Result<Reply, Violation> {
         let path = self.folder.join(format!("{name}.wasm"));
-        std::fs::write(&path, component).map_err(|error| Violation::new(path.display().to_string(), error.to_string()))?;
+        std::fs::write(&path, component)
+            .map_err(|error| Violation::new(path.display().to_string(), error.to_string()))?;
         self.ask(&json!({"op": "load", "component": path, "settings": settings, "limits": limits}))
     }
 
@@ -139,8 +140,18 @@ impl Session<'_> {
         let refused: [(&str, &str, Vec<u8>, &str); 7] = [
             ("version 0.3.0", VERSIONS, of_version("@0.3.0"), "0.3.0"),
             ("version 1.2.0", VERSIONS, of_version("@1.2.0"), "1.2.0"),
-            ("unknown interface", IMPORTS, replaced(plain, "querl:plugin/settings@", "querl:plugin/settingz@"), "settingz"),
-            ("import of another package", IMPORTS, replaced(plain, "querl:plugin/log@", "other:plugin/log@"), "other:plugin/log"),
+            (
+                "unknown interface",
+                IMPORTS,
+                replaced(plain, "querl:plugin/settings@", "querl:plugin/settingz@"),
+                "settingz",
+            ),
+            (
+                "import of another package",
+                IMPORTS,
+                replaced(plain, "querl:plugin/log@", "other:plugin/log@"),
+                "other:plugin/log",
+            ),
             ("text instead of a component", COMPONENT, b"plugin = 1\n".to_vec(), ""),
             ("core module", COMPONENT, b"\0asm\x01\0\0\0".to_vec(), ""),
             ("cut component", COMPONENT, plain[..plain.len() / 2].to_vec(), ""),
@@ -172,13 +183,17 @@ impl Session<'_> {
         }
         match replies[0] == replies[1] && matches!(replies[0], Reply::Ok(_)) {
             true => Ok(String::new()),
-            false => Err(Violation::new("the hash of a text with a random seed", format!("{}, then {}", replies[0], replies[1]))),
+            false => Err(Violation::new(
+                "the hash of a text with a random seed",
+                format!("{}, then {}", replies[0], replies[1]),
+            )),
         }
     }
 }
 
 const VERSIONS: &str = "a host loads components of 0.1.x and 0.2.x; for another version the message names it";
-const IMPORTS: &str = "a component that imports what the contract does not have is refused; the message names the import";
+const IMPORTS: &str =
+    "a component that imports what the contract does not have is refused; the message names the import";
 const COMPONENT: &str = "what is not a component is refused with a sentence";
 
 /// `component` with another text of the same length, which changes no length inside it.
@@ -202,7 +217,9 @@ fn agrees(sent: &Value, reply: &Reply, expected: &Expected) -> Result<(), Violat
     let (holds, wanted) = match expected {
         Expected::Ok(value) => (is_value(value, true), value.to_string()),
         Expected::Has(value) => (is_value(value, false), format!("at least {value}")),
-        Expected::Fault(kinds, text) => (is_fault(kinds, text), format!("a fault `{}` whose message has `{text}`", kinds.join("` or `"))),
+        Expected::Fault(kinds, text) => {
+            (is_fault(kinds, text), format!("a fault `{}` whose message has `{text}`", kinds.join("` or `")))
+        }
         Expected::FaultOr(kinds, value) => {
             (is_fault(kinds, "") || is_value(value, true), format!("a fault `{}` or {value}", kinds.join("` or `")))
         }
@@ -221,13 +238,16 @@ fn matches(actual: &Value, expected: &Value, is_exact: bool) -> bool {
             (Some(a), Some(b)) => a == b,
             _ => a.as_f64() == b.as_f64(),
         },
-        (Value::Array(a), Value::Array(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| matches(a, b, is_exact)),
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| matches(a, b, is_exact))
+        }
         (Value::Object(a), Value::Object(b)) => {
-            (a.len() == b.len() || !is_exact) && b.iter().all(|(key, b)| a.get(key).is_some_and(|a| matches(a, b, is_exact)))
+            (a.len() == b.len() || !is_exact)
+                && b.iter().all(|(key, b)| a.get(key).is_some_and(|a| matches(a, b, is_exact)))
         }
-        (Value::String(a), b) if Some(a.as_str()) != b.as_str() => {
-            serde_json::from_str::<Value>(a).is_ok_and(|a| !matches!((&a, b), (Value::String(a), Value::String(b)) if a != b) && matches(&a, b, is_exact))
-        }
+        (Value::String(a), b) if Some(a.as_str()) != b.as_str() => serde_json::from_str::<Value>(a).is_ok_and(|a| {
+            !matches!((&a, b), (Value::String(a), Value::String(b)) if a != b) && matches(&a, b, is_exact)
+        }),
         (a, b) => a == b,
     }
 }
@@ -239,10 +259,17 @@ mod tests {
     #[test]
     fn values_are_compared_by_what_they_mean() {
         let same = |a: Value, b: Value| matches(&a, &b, true);
-        assert!(same(json!(1), json!(1.0)) && same(json!("0.0000001"), json!(1e-7)) && same(json!("\"x\""), json!("x")));
+        assert!(
+            same(json!(1), json!(1.0)) && same(json!("0.0000001"), json!(1e-7)) && same(json!("\"x\""), json!("x"))
+        );
         assert!(same(json!({"detail": "{\"a\":[1]}"}), json!({"detail": {"a": [1.0]}})));
-        assert!(!same(json!({"a": 1, "b": 2}), json!({"a": 1})) && matches(&json!({"a": 1, "b": 2}), &json!({"a": 1}), false));
-        assert!(!same(json!("x"), json!("y")) && !same(json!(9_007_199_254_740_993_u64), json!(9_007_199_254_740_992_u64)));
+        assert!(
+            !same(json!({"a": 1, "b": 2}), json!({"a": 1}))
+                && matches(&json!({"a": 1, "b": 2}), &json!({"a": 1}), false)
+        );
+        assert!(
+            !same(json!("x"), json!("y")) && !same(json!(9_007_199_254_740_993_u64), json!(9_007_199_254_740_992_u64))
+        );
     }
 
     #[test]
