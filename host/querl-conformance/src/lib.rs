@@ -18,7 +18,7 @@ mod section;
 mod shown;
 mod subject;
 
-pub use host::{HostArgs, HostSuite};
+pub use host::{HostArgs, HostSuite, serve_host};
 pub use report::{Check, Cost, Failure, Outcome, Report};
 pub use subject::SuiteOptions;
 

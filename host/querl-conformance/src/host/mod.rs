@@ -7,8 +7,10 @@ mod args;
 mod cases;
 mod client;
 mod golden;
+mod serve;
 
 pub use args::HostArgs;
+pub use serve::serve_host;
 
 use crate::report::Check;
 use crate::section::{CheckResult, Section, Violation};

@@ -143,7 +143,7 @@ fn range() -> Bounds {
     }
 }
 
-/// Results of a batch of which each item is `(query, what the host passed)`.
+/// Results of a batch whose items are `(query, what the host passed)`.
 fn results(items: Vec<(String, Value)>) -> Vec<Result<Score, Rejection>> {
     let mode = mode();
     let n_items = items.len();
