@@ -27,7 +27,7 @@ enum Step<'a> {
     Index(usize),
 }
 
-/// One table of a document.
+/// A table of a document, with the path to it, by which an error finds its line.
 #[derive(Debug, Clone)]
 pub(crate) struct Section<'a> {
     document: &'a Document<'a>,

@@ -82,19 +82,19 @@ pub struct LockChange {
 /// A difference between a lock file and the configured plugins.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Difference {
-    /// Another version, component, bundle, manifest or signer.
+    /// In both, with another version, component digest, bundle digest, manifest digest or signer.
     Changed {
         /// As locked.
         locked: Box<LockEntry>,
         /// As found.
         found: Box<LockEntry>,
     },
-    /// Not in the lock file.
+    /// Configured, but not in the lock file.
     Added {
         /// As found.
         found: LockEntry,
     },
-    /// In the lock file alone.
+    /// In the lock file, but no longer configured.
     Removed {
         /// As locked.
         locked: LockEntry,

@@ -13,7 +13,8 @@ pub const BLOCK_TOKENS: usize = 16;
 /// Keys that one thread block of a GPU attends to. A constant, so that a sequence's result does not depend on the rest of its batch.
 const SPLIT_KEYS: usize = 256;
 
-/// Split-K parts of attention over at most so many keys on a GPU; more parts than needed do not change a result.
+/// Number of parts into which a GPU divides the keys of an attention (split-K), for sequences of at most `max_length` keys. A shorter
+/// sequence leaves some of them empty, which does not change its result.
 pub fn n_splits(max_length: usize) -> usize {
     max_length.div_ceil(SPLIT_KEYS).max(1)
 }
@@ -81,7 +82,7 @@ impl BlockShape {
         Self { n_layers, n_kv_heads, head_dim }
     }
 
-    /// Number of key values of one head, `(D, BLOCK_TOKENS)`.
+    /// Number of f32 values that the keys of one head take in a block: `(D, BLOCK_TOKENS)`.
     fn key_values(self) -> usize {
         self.head_dim * BLOCK_TOKENS
     }
@@ -91,7 +92,7 @@ impl BlockShape {
         self.head_dim.next_multiple_of(16)
     }
 
-    /// Number of values of one head, keys included.
+    /// Number of f32 values that the keys and values of one head take in a block: the keys as above, then `(BLOCK_TOKENS, value_width)`.
     fn head_values(self) -> usize {
         self.key_values() + BLOCK_TOKENS * self.value_width()
     }

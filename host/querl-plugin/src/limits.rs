@@ -2,9 +2,9 @@
 //!
 //! | step | where |
 //! |---|---|
-//! | defaults, with the measurements behind them | `PluginLimits::default`, `querl-core/src/config/plugins.rs` |
-//! | the user's values | `[plugins.limits]` of the configuration, read into [`PluginLimits`] |
-//! | lowered by the plugin; a higher request is an error | `[limits]` of its plugin.toml: `Manifest::effective_limits`, called in [`Limits::with_manifest`] |
+//! | defaults, with the measurements behind them | the `section!` macro of `PluginLimits` (`querl-core/src/config/plugins.rs`), which makes `PluginLimits::default` |
+//! | the user's values | `[plugins.limits]` of the configuration, read into [`PluginLimits`]; `host_options` (`querl-pipeline/src/plugins.rs`) passes them to the host |
+//! | lowered by the plugin; a higher request is an error | `[limits]` of its plugin.toml: `Manifest::effective_limits` (`querl-bundle/src/manifest/mod.rs`), called in [`Limits::with_manifest`] |
 //! | fuel of one call | [`Limits::fuel`]: `fuel_per_call + fuel_per_item * items` |
 //! | enforced | `Caller::new_store` in `call.rs`: `Store::set_fuel`, epoch deadline, memory limiter, output and log size |
 //!
@@ -58,7 +58,8 @@ impl Limits {
     }
 }
 
-/// The number of items of a call, and of items whose fuel it has.
+/// The number of items of a call, and the number of items for which it gets fuel. They differ where a part of a batch is run again with
+/// the fuel of the whole batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CallSize {
     pub(crate) n_items: usize,
@@ -77,7 +78,8 @@ impl CallSize {
     }
 }
 
-/// Log budget of a plugin in calls that use all of `log_bytes`: a run makes 100,000 calls and more.
+/// A plugin may log `FULL_CALLS * log_bytes` bytes in a run. A run makes 100,000 calls and more, so that a limit per call alone would allow
+/// gigabytes.
 const FULL_CALLS: usize = 64;
 
 /// What a plugin may still log in the lifetime of its host.

@@ -17,7 +17,7 @@ const STYLES: [(&str, &str); 5] = [
 /// English names by label.
 pub(crate) type Pairs = BTreeMap<String, String>;
 
-/// Labels of the settings, in the order of their ids: each a name, or a name, `=` and its English one.
+/// Parses the setting `labels`: the classes in the order of their ids, all as `NAME` or all as `NAME=ENGLISH`.
 pub(crate) fn parse(list: &[String]) -> Result<Labels, String> {
     let part = |item: &String| {
         let (name, english) =

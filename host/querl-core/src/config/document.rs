@@ -23,7 +23,7 @@ pub(super) struct DocumentError {
     pub(super) message: String,
 }
 
-/// Values with their locations. Keys have the form `plugins.rewards[0].weight`.
+/// The values of a configuration, and for each key (`plugins.rewards[0].weight`) the line or the flag that set it.
 #[derive(Debug)]
 pub(super) struct Document {
     pub(super) table: toml::Table,

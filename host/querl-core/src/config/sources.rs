@@ -46,7 +46,7 @@ pub enum Provider {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ReasoningEffort {
-    /// The service's default.
+    /// Not sent: the service uses its default.
     #[default]
     Unset,
     /// No reasoning.

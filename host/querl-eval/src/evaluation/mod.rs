@@ -244,10 +244,11 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
     })
 }
 
-/// The most names of components with figures: each costs a bootstrap for each system.
+/// Maximum number of reward components for which means and intervals are computed: each costs a bootstrap for each system.
 const MOST_COMPONENTS: usize = 64;
 
-/// The names of components with figures, and the number of the others. Of names that are used as often, the first by name.
+/// The names of the [`MOST_COMPONENTS`] reward components that the most records have (ties in alphabetical order), and the number of
+/// names left out.
 fn most_used<'a>(runs: &[Index<'a>], systems: &BTreeSet<&str>) -> (BTreeSet<&'a str>, usize) {
     let mut uses: BTreeMap<&str, usize> = BTreeMap::new();
     for system in systems {

@@ -118,7 +118,8 @@ impl BeamCandidates {
     }
 }
 
-/// Logits whose exponentials are summed together: sampling first finds the block, then the token in it.
+/// Logits per block. [`Softmax`] keeps one sum of exponentials per block, so that sampling first selects a block by these sums, then a
+/// token within it.
 const BLOCK: usize = 512;
 
 /// The exponentials of a row's logits over a temperature, summed by blocks. A logit of minus infinity adds 0.

@@ -7,7 +7,8 @@
 //! `metrics.jsonl` and TensorBoard take every name. A curve of the report is one line in `host/querl-eval/src/report/curves.rs`, one of
 //! `querl watch` in `host/querl/src/commands/watch/view.rs`.
 //!
-//! Gradient norms are inserted by `learner.rs`, where they are computed; times (`timing_s/...`) of a batch by `experience.rs`.
+//! Two kinds are inserted elsewhere: gradient norms (`actor/grad_norm`, `critic/grad_norm`) in `learner.rs`, and the durations of the phases
+//! of a batch (`timing_s/...`) in `experience.rs`.
 //!
 //! | function | computed | names |
 //! |---|---|---|

@@ -13,7 +13,7 @@ pub struct Node {
     pub end: usize,
     /// Position of the node's first token in its sequences: the length of the prefix before it.
     pub depth: usize,
-    /// The node before it in its sequences.
+    /// Index of the node whose tokens directly precede this node's; `None` at the start of a sequence.
     pub parent: Option<usize>,
 }
 

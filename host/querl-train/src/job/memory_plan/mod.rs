@@ -268,8 +268,8 @@ fn base_of(request: &MemoryRequest) -> u64 {
     }
 }
 
-/// A trained adapter: value, two moments, the gradient and that of the current pass, and the copy that kernels read. A frozen one:
-/// its values.
+/// Bytes of the adapters. A weight of a trained adapter takes five f32 values (the weight, the two moments of AdamW, the gradient, and the
+/// gradient of the current pass) and the copy that kernels read; a weight of a frozen adapter takes one f32 value.
 fn adapters_of(request: &MemoryRequest, parameters: u64) -> u64 {
     let trained = 5 * SUM_BYTES + request.types.adapter_copy_bytes;
     let bytes = match &request.stage {
