@@ -74,6 +74,8 @@ class Plugin:
             raise self.fault("load", f"no component for this host: {error}") from None
         kinds = [kind for interface, kind in KINDS.items() if interface in self.exports]
         self.demand("info" in self.exports and kinds, "does not export `info` and the interface of a kind", "load")
+        for pair in ({"rewards", "group-rewards"}, {"packed-rewards", "json-rewards"}):
+            self.demand(not pair <= set(self.exports), f"exports both of {sorted(pair)}", "load")
         self.contract = self.exports["info"][0].partition("@")[2]
         described = self.call("info", "describe")
         self.description = {"kinds": kinds, "inputs": INPUTS_0_1 if self.contract.startswith("0.1.") else [], **described}
