@@ -1,8 +1,8 @@
 //! Writes the contract as a binary WIT package and as an OCI image layout: `wit/package.sh OUT`.
 //!
-//! `OUT/querl-plugin-VERSION.wasm` is what `wkg wit build` writes, without that tool's entry among the producers. `OUT/oci` has one manifest with
-//! the tag VERSION: a config `application/vnd.wasm.config.v0+json` and a layer `application/wasm`, as `wkg oci push` sends them. The same text gives
-//! the same bytes.
+//! `OUT/querl-plugin-VERSION.wasm` is what `wkg wit build` writes, without the metadata (name, version, producer) that the tool adds.
+//! `OUT/oci` has one manifest with the tag VERSION: a config `application/vnd.wasm.config.v0+json` and a layer `application/wasm`, as
+//! `wkg oci push` sends them. The same text gives the same bytes.
 
 use querl_core::fsx::digest_hex;
 use serde_json::{Value, json};
