@@ -65,9 +65,9 @@ class Plugin:
         try:
             self.component, self.linker = compiled(data), c.Linker(ENGINE)
             ty = self.component.type
-            self.exports = {interface: (name, dict(items)) for name, interface, items in self.interfaces(ty.exports(ENGINE))}
+            self.exports = {interface: (name, dict(items)) for name, interface, items in self.interfaces(ty.exports(ENGINE), "querl:")}
             with self.linker.root() as root:
-                for name, interface, items in self.interfaces(ty.imports(ENGINE)):
+                for name, interface, items in self.interfaces(ty.imports(ENGINE), ""):
                     with root.add_instance(name) as instance:
                         self.define(instance, interface, items)
         except WasmtimeError as error:
@@ -93,12 +93,12 @@ class Plugin:
             low, high = self.range = tuple(self.call(self.reward, "range").values())
             self.demand(-1e9 <= low < high <= 1e9, f"its range is {low} to {high}")
 
-    def interfaces(self, externs):
-        """Name, short name where it is of the contract, and items of each import or export; checks the versions."""
-        for name, extern in externs.items():
+    def interfaces(self, externs, prefix):
+        """Name, short name where it is of the contract, and items of each import or export with the prefix; checks the versions."""
+        for name, extern in ((name, extern) for name, extern in externs.items() if name.startswith(prefix)):
             scope, _, version = name.partition("@")
             is_ours = scope.startswith("querl:plugin/")
-            self.demand(is_ours or scope.startswith("wasi:"), f"imports or exports `{name}`, which is not of the contract", "load")
+            self.demand(is_ours or scope.startswith("wasi:"), f"imports `{name}`, which is not of the contract", "load")
             is_known = not is_ours or version.startswith(("0.1.", "0.2."))
             self.demand(is_known, f"was built for version {version} of the contract; this host has 0.1 and 0.2", "load")
             items = [(key, item.ty) for key, item in extern.ty.exports(ENGINE).items()]
