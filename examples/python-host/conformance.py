@@ -12,7 +12,7 @@ def reply(request):
             return {"contract": plugin.contract}
         case "describe": return {"range": dict(zip(("min", "max"), plugin.range)) if plugin.reward else None, **plugin.description}
         case "score": return plugin.score(request["episodes"], request.get("calls"))
-        case "filter": return plugin.filter(request["samples"])
+        case "filter": return plugin.filter(request["samples"], request.get("calls"))
         case "prompt": return plugin.messages(request["task"], request["input"])
         case "parse_rewrite": return plugin.parse_rewrite(request["text"])
         case "parse_judgement": return plugin.parse_judgement(request["text"])

@@ -127,9 +127,9 @@ class Plugin:
         result = shape(ty.result)
 
         def call(_, argument):
-            self.n_calls += 1
-            if self.n_calls > self.limits["host_calls_per_item"]:
+            if self.n_calls_left == 0:
                 self.refuse("limit", "exceeded `host_calls_per_item`")
+            self.n_calls_left -= 1
             request = {FUNCTIONS[name]: lift(argument)}
             response = next((call["response"] for call in self.recorded if call["request"] == request), {"Err": NOT_RECORDED})
             return lower(result, {"ok": next(iter(response["Ok"].values()))} if "Ok" in response else {"err": response["Err"]})
@@ -163,7 +163,8 @@ class Plugin:
     def call(self, interface, function, *arguments, n_items=1, is_lowered=False):
         """Calls a function in a fresh instance."""
         limits = self.limits
-        self.store, self.random, self.stderr, self.refusal, self.n_calls, self.read = Store(ENGINE), random.Random(0), b"", None, 0, set()
+        self.store, self.random, self.stderr, self.refusal, self.read = Store(ENGINE), random.Random(0), b"", None, set()
+        self.n_calls_left = limits["host_calls_per_item"] * n_items
         self.store.set_fuel(limits["fuel_per_call"] + n_items * limits["fuel_per_item"])
         self.store.set_epoch_deadline(limits["timeout_ms"] // TICK_MS + 1)
         self.store.set_limits(memory_size=limits["memory_bytes"], table_elements=100_000, instances=100, tables=32, memories=2)
@@ -222,15 +223,14 @@ class Plugin:
         return [check(f"item `{item['id']}`", result) for item, result in zip(items, results)]
 
     def score(self, episodes, calls=None):
-        """`{"scored": ...}` or `{"rejected": ...}` for each episode. `calls`: the recorded host calls of an id."""
+        """`{"scored": ...}` or `{"rejected": ...}` for each episode. `calls`: recorded host calls by id, of groups by group id."""
         self.demand(self.reward, "is no reward", "load")
         episodes, batches, scored = [self.stripped(episode) for episode in episodes], {}, {}
         for index, episode in enumerate(episodes):
             key = episode["group_id"] if self.reward == "group-rewards" else episode["id"] if self.functions else None
             batches.setdefault(key, []).append(index)
-        for indices in batches.values():
-            batch = [episodes[index] for index in indices]
-            self.recorded = [call for episode in batch for call in (calls or {}).get(episode["id"], [])]
+        for key, indices in batches.items():
+            batch, self.recorded = [episodes[index] for index in indices], (calls or {}).get(key, [])
             scored.update(zip(indices, self.results(batch, self.score_call(batch), self.result)))
         return [scored[index] for index in range(len(episodes))]
 
@@ -264,7 +264,8 @@ class Plugin:
             scored += self.results([dialogue], self.call("style-scores", "score-batch", [dialogue]), self.result)
         return scored
 
-    def filter(self, samples):
+    def filter(self, samples, calls=None):
+        self.recorded = (calls or {}).get("", [])
         kept = [{key: value for key, value in sample.items() if key != "columns" or key in self.inputs} for sample in samples]
         verdict = lambda item, dropped: {"drop": self.rejection(item, dropped)["rejected"]} if dropped else "keep"
         return self.results(samples, self.call("filters", "check-batch", kept, n_items=len(samples)), verdict)

@@ -89,6 +89,8 @@ enum Request {
     },
     Filter {
         samples: Vec<SampleForm>,
+        #[serde(default)]
+        calls: HashMap<String, Vec<HostCall>>,
     },
     Prompt {
         task: Task,
@@ -215,7 +217,8 @@ impl Ports {
                 let scored = port(self.reward.as_deref())?.score_batch(&episodes).map_err(|fault| of_call(&fault))?;
                 Ok(scored.into_iter().map(|scored| outcome("scored", scored)).collect())
             }
-            Request::Filter { samples } => {
+            Request::Filter { samples, calls } => {
+                self.recorded.replace(calls);
                 let samples: Vec<_> = samples.into_iter().map(SampleForm::sample).collect::<Result<_, _>>()?;
                 let verdicts = port(self.filter.as_deref())?.check_batch(&samples).map_err(|fault| of_call(&fault))?;
                 Ok(json!(verdicts))
