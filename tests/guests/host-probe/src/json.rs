@@ -1,15 +1,10 @@
 //! Arguments in the JSON form of the contract (docs/spec/encoding.md).
 
 use crate::bindings::querl::plugin::types::{
-    CallFailure, Candidate, Column, ColumnValue, Context, FailureKind, FinishReason, Hit, Judgement, Message,
-    Retrieval, Role, Scalar, StyleProbability,
+    CallFailure, Candidate, Column, ColumnValue, Context, Episode, FailureKind, FinishReason, Hit, Judgement, Message,
+    Retrieval, Role, Scalar, Split, StyleProbability,
 };
 use serde_json::{Map, Value, json};
-
-#[cfg(not(feature = "group"))]
-use crate::bindings::exports::querl::plugin::rewards::{Episode, Split};
-#[cfg(feature = "group")]
-use crate::bindings::querl::plugin::rewards::{Episode, Split};
 
 /// An object without the fields that have no value.
 fn object<const N: usize>(fields: [(&str, Option<Value>); N]) -> Value {

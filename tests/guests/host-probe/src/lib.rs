@@ -175,7 +175,7 @@ impl bindings::exports::querl::plugin::rewards::Guest for Probe {
         range()
     }
 
-    fn score_batch(episodes: Vec<bindings::exports::querl::plugin::rewards::Episode>) -> Vec<Result<Score, Rejection>> {
+    fn score_batch(episodes: Vec<bindings::querl::plugin::types::Episode>) -> Vec<Result<Score, Rejection>> {
         results(episodes.into_iter().map(|episode| (episode.query.clone(), json::episode(&episode))).collect())
     }
 }
@@ -186,9 +186,7 @@ impl bindings::exports::querl::plugin::group_rewards::Guest for Probe {
         range()
     }
 
-    fn score_group(
-        episodes: Vec<bindings::exports::querl::plugin::group_rewards::Episode>,
-    ) -> Vec<Result<Score, Rejection>> {
+    fn score_group(episodes: Vec<bindings::querl::plugin::types::Episode>) -> Vec<Result<Score, Rejection>> {
         results(episodes.into_iter().map(|episode| (episode.query.clone(), json::episode(&episode))).collect())
     }
 }
