@@ -29,7 +29,11 @@ fn read_one(path: &Path, folder: &Path) -> Result<GoldenPlugin, String> {
     let name = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
     let at = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let (component, files) = if path.is_dir() {
-        (querl_plugin::build(path).map_err(|error| error.to_string())?.component, read_folder(&path.join("golden"))?)
+        let component = match files_in(path, "wasm")?.pop() {
+            Some(component) => component,
+            None => querl_plugin::build(path).map_err(|error| error.to_string())?.component,
+        };
+        (component, read_folder(&path.join("golden"))?)
     } else if path.extension().is_some_and(|extension| extension == "querl") {
         let bundle = Bundle::open(path).map_err(|error| at(&error))?;
         let component = folder.join(format!("{name}.wasm"));
@@ -52,12 +56,21 @@ fn read_one(path: &Path, folder: &Path) -> Result<GoldenPlugin, String> {
 }
 
 fn read_folder(folder: &Path) -> Result<Vec<(String, String)>, String> {
-    let at = |error: std::io::Error| format!("{}: {error}", folder.display());
-    let entries = fs::read_dir(folder).and_then(Iterator::collect::<Result<Vec<_>, _>>).map_err(at)?;
+    let text = |path: PathBuf| match fs::read_to_string(&path) {
+        Ok(text) => Ok((path.display().to_string(), text)),
+        Err(error) => Err(format!("{}: {error}", path.display())),
+    };
+    files_in(folder, "jsonl")?.into_iter().map(text).collect()
+}
+
+/// The files with this extension, in order.
+fn files_in(folder: &Path, extension: &str) -> Result<Vec<PathBuf>, String> {
+    let entries = fs::read_dir(folder).and_then(Iterator::collect::<Result<Vec<_>, _>>);
+    let entries = entries.map_err(|error| format!("{}: {error}", folder.display()))?;
     let mut paths: Vec<PathBuf> = entries.into_iter().map(|entry| entry.path()).collect();
-    paths.retain(|path| path.extension().is_some_and(|extension| extension == "jsonl"));
+    paths.retain(|path| path.extension().is_some_and(|found| found == extension));
     paths.sort();
-    paths.into_iter().map(|path| Ok((path.display().to_string(), fs::read_to_string(&path).map_err(at)?))).collect()
+    Ok(paths)
 }
 
 /// Golden cases as JSON. `FORMAT` is that of the episodes: 2 for plugins of contract 0.1, 3 for those of 0.2.
