@@ -9,12 +9,13 @@ pub mod replay;
 use crate::args::{ConfigArgs, Format, parse_settings};
 use anyhow::Context;
 use clap::{Args, Subcommand};
-use querl_conformance::SuiteOptions;
+use querl_conformance::{HostArgs, SuiteOptions, serve_host};
 use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{PluginUse, Plugins, Used, compiler};
 use querl_plugin::BuildOutput;
 use serde_json::{Value, json};
+use std::io::{stdin, stdout};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -44,6 +45,10 @@ pub enum PluginCommand {
     Pull(bundle::PullArgs),
     /// Score recorded episodes with another plugin, version or setting, and say what would have changed
     Replay(replay::ReplayArgs),
+    /// Test a host of plugins, querl's or that of another framework
+    Conformance(HostArgs),
+    /// Answer the requests of `conformance --host` with querl's own host
+    Host,
 }
 
 pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
@@ -60,6 +65,8 @@ pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
         PluginCommand::Push(args) => bundle::push(args),
         PluginCommand::Pull(args) => bundle::pull(args),
         PluginCommand::Replay(args) => replay::run(args),
+        PluginCommand::Conformance(args) => conformance(args),
+        PluginCommand::Host => Ok(serve_host(stdin().lock(), stdout().lock(), &compiler()?)?),
     }
 }
 
@@ -125,6 +132,15 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
     }
     args.format.print(&report.json(), || report.text())?;
     bundle::conforms(&report)
+}
+
+/// Runs the suite for hosts.
+fn conformance(args: &HostArgs) -> anyhow::Result<()> {
+    match args.run() {
+        Ok(true) => Ok(()),
+        Ok(false) => anyhow::bail!("the host does not keep the contract"),
+        Err(error) => Err(Stop::usage(error).into()),
+    }
 }
 
 #[derive(Debug, Args)]

@@ -1,0 +1,57 @@
+//! The suite for hosts, on querl's own host and on hosts that keep no rule.
+#![allow(clippy::unwrap_used)]
+
+use querl_conformance::{Check, HostSuite, Outcome};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+fn run(command: &str, plugins: Vec<PathBuf>) -> Vec<Check> {
+    let suite = HostSuite { command: command.to_owned(), plugins, timeout: Duration::from_secs(120) };
+    suite.run(&mut |_| {}).unwrap()
+}
+
+fn failed(checks: &[Check]) -> Vec<String> {
+    let failed = checks.iter().filter_map(|check| match &check.outcome {
+        Outcome::Failed(failure) => Some(format!("{}: {}", check.name, failure.returned)),
+        _ => None,
+    });
+    failed.collect()
+}
+
+/// Components of contract 0.1 with their golden cases.
+fn plugins_of_0_1() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/plugins-0.1");
+    let entries = std::fs::read_dir(folder).into_iter().flatten();
+    let mut components: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
+    components.retain(|path| path.extension().is_some_and(|extension| extension == "wasm") && has_golden(path));
+    components.sort();
+    components
+}
+
+fn has_golden(component: &Path) -> bool {
+    let golden = component.with_file_name("golden").join(component.file_stem().unwrap());
+    golden.is_dir() || golden.with_extension("jsonl").is_file()
+}
+
+#[test]
+fn querls_host_keeps_the_contract() {
+    let checks = run(&format!("{} serve", env!("CARGO_BIN_EXE_querl-conformance")), plugins_of_0_1());
+    assert!(checks.len() > 80, "{} checks", checks.len());
+    assert_eq!(failed(&checks), [""; 0]);
+}
+
+#[test]
+fn host_that_agrees_to_everything_fails() {
+    let checks = run("while read -r line; do echo '{\"ok\": []}'; done", Vec::new());
+    let failed = failed(&checks);
+    // `end` is the one request that may be answered with anything.
+    assert_eq!(failed.len(), checks.len() - 1, "{failed:?}");
+}
+
+#[test]
+fn host_that_ends_fails_every_check() {
+    let checks = run("exit 3", Vec::new());
+    let failed = failed(&checks);
+    assert_eq!(failed.len(), checks.len());
+    assert!(failed.iter().all(|failure| failure.contains("ended")), "{failed:?}");
+}
