@@ -218,6 +218,7 @@ impl Session<'_> {
 fn request<const FORMAT: u32>(body: &Body<FORMAT>) -> Value {
     match body {
         GoldenBody::Reward(episode, _) => json!({"op": "score", "episodes": [episode]}),
+        GoldenBody::Group(episodes, _) => json!({"op": "score", "episodes": episodes}),
         GoldenBody::Filter(samples, _) => json!({"op": "filter", "samples": samples}),
         GoldenBody::Messages(task, input, _) => {
             let task = match task {
@@ -247,6 +248,9 @@ fn compare<const FORMAT: u32>(body: &Body<FORMAT>, result: &Value) -> Comparison
     let rejected = |value: &Value| value.get("rejected").map(|rejection| text(&rejection["code"]));
     match body {
         GoldenBody::Reward(_, expected) | GoldenBody::Style(_, _, expected) => compare_score(expected, &result[0]),
+        GoldenBody::Group(_, expected) => {
+            expected.iter().enumerate().try_for_each(|(index, expected)| compare_score(expected, &result[index]))
+        }
         GoldenBody::Filter(_, expected) => expected.iter().enumerate().try_for_each(|(index, expected)| {
             expected.compare(result[index].get("drop").map(|drop| text(&drop["code"])).as_deref())
         }),
