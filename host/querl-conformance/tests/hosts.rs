@@ -18,19 +18,13 @@ fn failed(checks: &[Check]) -> Vec<String> {
     failed.collect()
 }
 
-/// Components of contract 0.1 with their golden cases.
+/// Components of contract 0.1 with golden cases: `NAME.wasm.zst` and `golden/NAME`.
 fn plugins_of_0_1() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/plugins-0.1");
-    let entries = std::fs::read_dir(folder).into_iter().flatten();
-    let mut components: Vec<_> = entries.map(|entry| entry.unwrap().path()).collect();
-    components.retain(|path| path.extension().is_some_and(|extension| extension == "wasm") && has_golden(path));
+    let golden = std::fs::read_dir(folder.join("golden")).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut components: Vec<_> = golden.map(|name| folder.join(name).with_extension("wasm.zst")).collect();
     components.sort();
     components
-}
-
-fn has_golden(component: &Path) -> bool {
-    let golden = component.with_file_name("golden").join(component.file_stem().unwrap());
-    golden.is_dir() || golden.with_extension("jsonl").is_file()
 }
 
 #[test]

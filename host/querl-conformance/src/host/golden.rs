@@ -10,7 +10,11 @@ use querl_sdk::testing::golden_case::{
 };
 use serde_json::{Map, Value, json};
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
+
+/// The largest component that a host loads.
+const MAX_COMPONENT_BYTES: u64 = 64 << 20;
 
 /// A plugin with its cases.
 pub(super) struct GoldenPlugin {
@@ -26,7 +30,8 @@ pub(super) fn read(paths: &[PathBuf], folder: &Path) -> Result<Vec<GoldenPlugin>
 }
 
 fn read_one(path: &Path, folder: &Path) -> Result<GoldenPlugin, String> {
-    let name = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+    let file_name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
+    let name = file_name.split(".wasm").next().unwrap_or(&file_name).trim_end_matches(".querl").to_owned();
     let at = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let (component, files) = if path.is_dir() {
         let component = match files_in(path, "wasm")?.pop() {
@@ -47,12 +52,24 @@ fn read_one(path: &Path, folder: &Path) -> Result<GoldenPlugin, String> {
             Ok(text) => vec![(file.display().to_string(), text)],
             Err(_) => read_folder(&golden.join(&name))?,
         };
-        (path.to_owned(), files)
+        let component = match file_name.ends_with(".zst") {
+            true => decompressed(path, &folder.join(format!("{name}.wasm"))).map_err(|error| at(&error))?,
+            false => path.to_owned(),
+        };
+        (component, files)
     };
     match files.is_empty() {
         true => Err(at(&"it has no golden cases")),
         false => Ok(GoldenPlugin { name, component, files }),
     }
+}
+
+/// Writes the component that a `.wasm.zst` holds.
+fn decompressed(path: &Path, to: &Path) -> std::io::Result<PathBuf> {
+    let mut component = Vec::new();
+    zstd::Decoder::new(fs::File::open(path)?)?.take(MAX_COMPONENT_BYTES).read_to_end(&mut component)?;
+    fs::write(to, component)?;
+    Ok(to.to_owned())
 }
 
 fn read_folder(folder: &Path) -> Result<Vec<(String, String)>, String> {
@@ -201,6 +218,7 @@ impl Session<'_> {
 fn request<const FORMAT: u32>(body: &Body<FORMAT>) -> Value {
     match body {
         GoldenBody::Reward(episode, _) => json!({"op": "score", "episodes": [episode]}),
+        GoldenBody::Group(episodes, _) => json!({"op": "score", "episodes": episodes}),
         GoldenBody::Filter(samples, _) => json!({"op": "filter", "samples": samples}),
         GoldenBody::Messages(task, input, _) => {
             let task = match task {
@@ -230,6 +248,9 @@ fn compare<const FORMAT: u32>(body: &Body<FORMAT>, result: &Value) -> Comparison
     let rejected = |value: &Value| value.get("rejected").map(|rejection| text(&rejection["code"]));
     match body {
         GoldenBody::Reward(_, expected) | GoldenBody::Style(_, _, expected) => compare_score(expected, &result[0]),
+        GoldenBody::Group(_, expected) => {
+            expected.iter().enumerate().try_for_each(|(index, expected)| compare_score(expected, &result[index]))
+        }
         GoldenBody::Filter(_, expected) => expected.iter().enumerate().try_for_each(|(index, expected)| {
             expected.compare(result[index].get("drop").map(|drop| text(&drop["code"])).as_deref())
         }),

@@ -34,8 +34,8 @@ pub struct HostSuite {
 impl HostSuite {
     /// Runs all checks; `on_check` gets each as it ends.
     ///
-    /// A plugin is a `.querl` bundle, a folder with a `.wasm` file or a source that is built, or a `.wasm` file with `golden/NAME.jsonl` or `golden/NAME/*.jsonl`
-    /// next to it.
+    /// A plugin is a `.querl` bundle, a folder with a `.wasm` file or a source that is built, or `NAME.wasm` or `NAME.wasm.zst` with
+    /// `golden/NAME.jsonl` or `golden/NAME/*.jsonl` next to it.
     ///
     /// # Errors
     /// The probes cannot be written to a temporary folder, or a plugin cannot be read: one sentence.
