@@ -18,6 +18,8 @@ use querl_pipeline::failure::{self, Ending};
 use querl_pipeline::interrupt::{self, InterruptKind};
 use std::ffi::c_int;
 use std::process::ExitCode;
+#[cfg(unix)]
+use std::sync::atomic::{AtomicBool, Ordering};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -71,11 +73,22 @@ fn install_signals() -> anyhow::Result<()> {
     };
     interrupt::install(report)?;
     #[cfg(unix)]
-    if is_hangup_ignored {
+    {
+        let handler = if is_hangup_ignored { libc::SIG_IGN } else { hang_up as *const () as libc::sighandler_t };
         // SAFETY: as above; the handler of interrupts is installed, and no longer for SIGHUP.
-        unsafe { libc::signal(libc::SIGHUP, libc::SIG_IGN) };
+        unsafe { libc::signal(libc::SIGHUP, handler) };
     }
     Ok(())
+}
+
+/// A closed terminal sends SIGHUP more than once, from the kernel and from the shell: the first is a SIGTERM, the others do nothing.
+#[cfg(unix)]
+extern "C" fn hang_up(_: c_int) {
+    static IS_CLOSED: AtomicBool = AtomicBool::new(false);
+    if !IS_CLOSED.swap(true, Ordering::SeqCst) {
+        // SAFETY: it is async-signal-safe.
+        unsafe { libc::raise(libc::SIGTERM) };
+    }
 }
 
 /// `mi_option_purge_delay` of mimalloc's header: milliseconds until freed memory is returned to the system, -1 for never.

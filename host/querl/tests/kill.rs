@@ -147,24 +147,27 @@ fn sft_args<'a>(more: &[&'a str]) -> Vec<&'a str> {
     ["run", "querl.toml", "--to", "sft"].into_iter().chain(sets).collect()
 }
 
+/// Regression: the second SIGHUP of a closed terminal ended the training at once, without its state.
 #[test]
 fn an_interrupted_stage_resumes_and_starts_over_on_other_inputs() {
     let (unbroken, stopped) = (project(), project());
     let args = sft_args(&[]);
     unbroken.querl(&args).ok();
-    let interrupt = |n_lines| {
+    let interrupt = |n_lines, signals: &[&str]| {
         let child = run_until(stopped.command(&args), &stopped, "sft", n_lines);
-        let sent = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-        assert!(sent.success());
+        for signal in signals {
+            let sent = std::process::Command::new("kill").args([signal, &*child.id().to_string()]).status().unwrap();
+            assert!(sent.success());
+        }
         let output = child.wait_with_output().unwrap();
         let said = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(130), "{said}");
         assert!(said.contains("the state is saved; run the same command again to resume"), "{said}");
         said
     };
-    interrupt(2);
+    interrupt(2, &["-INT"]);
     // Far from a multiple of `save_steps`: the interrupt itself saved what was done.
-    assert!(interrupt(6).contains("sft: resuming from step "));
+    assert!(interrupt(6, &["-HUP", "-HUP", "-HUP"]).contains("sft: resuming from step "));
     let newest = std::fs::read_dir(stopped.path("run/sft/state")).unwrap().count();
     assert!(newest >= 1);
 

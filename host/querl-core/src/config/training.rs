@@ -54,7 +54,7 @@ section! {
         /// Adapters with a trained magnitude per output (DoRA).
         use_dora: bool = false,
         /// Rows of one optimizer step are `batch_size * gradient_accumulation_steps`; `model.tokens_per_pass` cuts them into passes.
-        #[schemars(range(min = 1))]
+        #[schemars(range(min = 1, max = 65_536))]
         batch_size: usize = 2,
         /// See `batch_size`; the result depends on the product alone.
         #[schemars(range(min = 1))]
@@ -177,10 +177,10 @@ section! {
         /// Rollout batches. With `epochs` the maximum, where it is set too; 0 for no limit.
         max_steps: usize = 100,
         /// Queries of one rollout batch.
-        #[schemars(range(min = 1))]
+        #[schemars(range(min = 1, max = 65_536))]
         batch_size: usize = 64,
         /// Responses sampled per query.
-        #[schemars(range(min = 1))]
+        #[schemars(range(min = 1, max = 1_024))]
         n_samples: usize = 1,
         /// Passes over one rollout batch.
         #[schemars(range(min = 1))]
