@@ -3,8 +3,8 @@
 //! implementation and a stand-in.
 
 use crate::records::{
-    CallFailure, Completion, Context, Dialogue, Episode, EpisodeRecord, Hit, HostCallError, HostRequest, HostResponse,
-    Message, QueryRow, Rejection, Reward, Sample, StyleProbability, Verdict,
+    CallFailure, CandidateRef, Completion, Context, Dialogue, Episode, EpisodeRecord, EpisodeRef, Hit, HostCallError,
+    HostRequest, HostResponse, Judgement, Message, QueryRow, Rejection, Reward, Sample, StyleProbability, Verdict,
 };
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
@@ -260,6 +260,26 @@ impl EpisodeInputs {
         judgement: InputUse::Optional,
         style: InputUse::Optional,
     };
+
+    /// The parts of an episode that a plugin with these inputs gets.
+    pub fn of<'a>(&self, episode: &'a Episode) -> EpisodeRef<'a> {
+        let is_read = |input: InputUse| input != InputUse::Unused;
+        let parts = |candidate: CandidateRef<'a>| CandidateRef {
+            retrieval: candidate.retrieval.filter(|_| is_read(self.retrieval)),
+            judgement: if is_read(self.judgement) { candidate.judgement } else { &Judgement::NotSampled },
+            style: candidate.style.filter(|_| is_read(self.style)),
+            ..candidate
+        };
+        let whole = EpisodeRef::from(episode);
+        EpisodeRef {
+            columns: if is_read(self.columns) { whole.columns } else { &[] },
+            prompt: whole.prompt.filter(|_| is_read(self.prompt)),
+            response: whole.response.filter(|_| is_read(self.response)),
+            policy: parts(whole.policy),
+            baseline: whole.baseline.filter(|_| is_read(self.baseline)).map(parts),
+            ..whole
+        }
+    }
 
     /// What two plugins read together.
     #[must_use]

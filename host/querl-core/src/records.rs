@@ -414,27 +414,59 @@ impl From<FinishReason> for String {
 }
 
 /// A rewrite of the policy or the teacher with what is known of it. In JSON, fields without a value are left out.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(from = "CandidateForm")]
 pub struct Candidate {
     /// The parsed rewrite; empty if the response contains none.
-    #[serde(skip_serializing_if = "String::is_empty")]
     pub rewrite: String,
     /// Hits, best first, or the failure of retrieval; `None` if the rewrite was not looked up.
-    #[serde(serialize_with = "retrieval_form::serialize", skip_serializing_if = "Option::is_none")]
     pub retrieval: Option<Result<Vec<Hit>, CallFailure>>,
     /// Result of the judge.
-    #[serde(skip_serializing_if = "Judgement::is_not_sampled")]
     pub judgement: Judgement,
     /// Style distribution; `None` if it was not computed.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub style: Option<Vec<StyleProbability>>,
     /// Number of generated tokens, end of sequence included; 0 if unknown.
-    #[serde(skip_serializing_if = "is_zero")]
     pub n_tokens: u32,
     /// Why generation ended; `None` if unknown.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub finish_reason: Option<FinishReason>,
+}
+
+/// A borrowed [`Candidate`], which may lack parts that it has.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct CandidateRef<'a> {
+    #[serde(skip_serializing_if = "str::is_empty")]
+    pub rewrite: &'a str,
+    #[serde(serialize_with = "retrieval_form::serialize", skip_serializing_if = "Option::is_none")]
+    pub retrieval: Option<Result<&'a [Hit], &'a CallFailure>>,
+    #[serde(skip_serializing_if = "Judgement::is_not_sampled")]
+    pub judgement: &'a Judgement,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub style: Option<&'a [StyleProbability]>,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub n_tokens: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub finish_reason: Option<&'a FinishReason>,
+}
+
+impl<'a> From<&'a Candidate> for CandidateRef<'a> {
+    fn from(candidate: &'a Candidate) -> Self {
+        let Candidate { rewrite, retrieval, judgement, style, n_tokens, finish_reason } = candidate;
+        Self {
+            rewrite,
+            retrieval: retrieval.as_ref().map(|retrieval| retrieval.as_deref()),
+            judgement,
+            style: style.as_deref(),
+            n_tokens: *n_tokens,
+            finish_reason: finish_reason.as_ref(),
+        }
+    }
+}
+
+impl Serialize for Candidate {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        CandidateRef::from(self).serialize(serializer)
+    }
 }
 
 /// [`Candidate`] as it is read: files of format 2 have `truncated` instead of `finish_reason`.
@@ -533,8 +565,11 @@ mod retrieval_form {
         Failed(CallFailure),
     }
 
-    pub(super) fn serialize<S: Serializer>(retrieval: &Retrieval, serializer: S) -> Result<S::Ok, S::Error> {
-        let written = retrieval.as_ref().map(|retrieval| match retrieval {
+    pub(super) fn serialize<S: Serializer>(
+        retrieval: &Option<Result<&[Hit], &CallFailure>>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        let written = retrieval.map(|retrieval| match retrieval {
             Ok(hits) => Written::Hits(hits.iter().map(WrittenHit::from).collect()),
             Err(failure) => Written::Failed(failure),
         });
@@ -595,7 +630,7 @@ impl Columns {
 
 impl Serialize for Columns {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_map(self.0.iter().map(|(name, value)| (name, value)))
+        serialize_columns(&self.0, serializer)
     }
 }
 
@@ -624,7 +659,7 @@ impl<'de> Deserialize<'de> for Columns {
 }
 
 /// Input of a reward plugin: one response of the policy to one query. In JSON, fields without a value are left out.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Episode {
     /// Unique in a run: `step-000012/ab12cd34/0`.
@@ -637,33 +672,93 @@ pub struct Episode {
     #[serde(default)]
     pub sample_index: u32,
     /// Training step of the rollout; `None` outside of training.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub step: Option<u64>,
     /// Split of the query's row; `None` if unknown.
-    #[serde(default, skip_serializing_if = "Option::is_none", with = "split_form")]
+    #[serde(default, deserialize_with = "split_form::deserialize")]
     pub split: Option<Split>,
     /// The user's query.
     pub query: String,
     /// User profile and conversation history.
-    #[serde(default, skip_serializing_if = "Context::is_empty", serialize_with = "serialize_context")]
+    #[serde(default)]
     pub context: Context,
     /// Ids of the passages that answer the query; empty if unknown.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default)]
     pub gold_ids: Vec<String>,
     /// The other columns of the query's row.
-    #[serde(default, skip_serializing_if = "Columns::is_empty")]
+    #[serde(default)]
     pub columns: Columns,
     /// The messages that the policy answered; `None` if unknown.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub prompt: Option<Vec<Message>>,
     /// The generated text before it is parsed; `None` if unknown.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub response: Option<String>,
     /// The policy's rewrite.
     pub policy: Candidate,
     /// The teacher's rewrite; `None` if the run has none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub baseline: Option<Candidate>,
+}
+
+/// A borrowed [`Episode`], which may lack parts that it has: what a plugin gets of it. Its JSON is that of an episode without these parts.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct EpisodeRef<'a> {
+    pub id: &'a str,
+    pub group_id: &'a str,
+    pub sample_index: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "split_form::serialize")]
+    pub split: Option<Split>,
+    pub query: &'a str,
+    #[serde(skip_serializing_if = "Context::is_empty", serialize_with = "serialize_context")]
+    pub context: &'a Context,
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    pub gold_ids: &'a [String],
+    #[serde(skip_serializing_if = "<[(String, ColumnValue)]>::is_empty", serialize_with = "serialize_columns")]
+    pub columns: &'a [(String, ColumnValue)],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt: Option<&'a [Message]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub response: Option<&'a str>,
+    pub policy: CandidateRef<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub baseline: Option<CandidateRef<'a>>,
+}
+
+impl<'a> From<&'a Episode> for EpisodeRef<'a> {
+    fn from(episode: &'a Episode) -> Self {
+        Self {
+            id: &episode.id,
+            group_id: &episode.group_id,
+            sample_index: episode.sample_index,
+            step: episode.step,
+            split: episode.split,
+            query: &episode.query,
+            context: &episode.context,
+            gold_ids: &episode.gold_ids,
+            columns: &episode.columns.0,
+            prompt: episode.prompt.as_deref(),
+            response: episode.response.as_deref(),
+            policy: (&episode.policy).into(),
+            baseline: episode.baseline.as_ref().map(CandidateRef::from),
+        }
+    }
+}
+
+impl Serialize for Episode {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        EpisodeRef::from(self).serialize(serializer)
+    }
+}
+
+fn serialize_columns<S: serde::Serializer>(
+    columns: &[(String, ColumnValue)],
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(columns.iter().map(|(name, value)| (name, value)))
 }
 
 impl Episode {

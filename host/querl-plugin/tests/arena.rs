@@ -5,7 +5,7 @@
 mod common;
 
 use common::{cache_dir, repository};
-use querl_core::records::{Context, Hit, Sample};
+use querl_core::records::{Columns, Context, Hit, Sample};
 use querl_plugin::{HostOptions, PluginHost, PluginPort, PluginSettings};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

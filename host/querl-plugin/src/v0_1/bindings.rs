@@ -1,4 +1,4 @@
-//! Types and calls of the contract, generated from `wit/`.
+//! Types and calls of contract 0.1, generated from `wit/0.1.0`.
 #![allow(missing_docs, unreachable_pub, unused_variables, clippy::all, reason = "generated")]
 
 wasmtime::component::bindgen!({
@@ -6,8 +6,6 @@ wasmtime::component::bindgen!({
     inline: "
         package querl:host;
         world every-kind {
-            import querl:plugin/settings@0.1.0;
-            import querl:plugin/log@0.1.0;
             import querl:plugin/style-model@0.1.0;
             export querl:plugin/info@0.1.0;
             export querl:plugin/prompts@0.1.0;
@@ -17,11 +15,11 @@ wasmtime::component::bindgen!({
             export querl:plugin/style-scores@0.1.0;
         }
     ",
-    path: "../../wit",
+    path: "../../wit/0.1.0",
     world: "querl:host/every-kind",
     // Arguments are lowered straight from the records: no text is copied on its way into a guest.
     ownership: Borrowing { duplicate_if_necessary: true },
 });
 
 pub use exports::querl::plugin::{filters, info, packed_rewards, prompts, rewards, style_scores};
-pub use querl::plugin::{log, style_model, types};
+pub use querl::plugin::{style_model::ClassifyError as CallError, types};

@@ -1,5 +1,5 @@
 ;; An ordinary plugin for a contract that breaks with ours.
-;;! contract 0.2.0
+;;! contract 0.3.0
 (module
   ;;! include reward
   (func $odd (param i32))
