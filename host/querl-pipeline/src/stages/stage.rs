@@ -1,5 +1,6 @@
 //! A stage of the pipeline: files in the run directory in, files in the run directory out; and the inputs that several stages depend on.
 
+use crate::environment::RowColumns;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
@@ -8,6 +9,9 @@ use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
 use querl_data::{Journal, TableRecord, write_tables};
 use std::path::{Path, PathBuf};
+
+/// The input of this name.
+pub(crate) const QUERY_TABLE: &str = "query table";
 
 #[derive(Debug, Default)]
 pub(crate) struct Done {
@@ -264,6 +268,9 @@ pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
         }
     }
     ["prompt", "reward"].iter().for_each(|role| run.plugins.add_inputs(inputs, role));
+    if RowColumns::are_read(&run.plugins.rewards) {
+        inputs.file(QUERY_TABLE, &run.config.data.input)?;
+    }
     Ok(())
 }
 

@@ -100,12 +100,12 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
         false => host.load(path)?,
     };
     let n_items = match &call {
-        FaultedCall::Episodes(episodes) => {
+        FaultedCall::Episodes(episodes, _) => {
             let styles = RecordedStyles::of(episodes.iter());
             open_reward(&host, &plugin, &settings, styles.as_ref())?.score_batch(episodes)?;
             episodes.len()
         }
-        FaultedCall::Samples(samples) => {
+        FaultedCall::Samples(samples, _) => {
             host.open(&plugin, &settings, PluginPort::filter())?.check_batch(samples)?;
             samples.len()
         }
@@ -152,7 +152,7 @@ fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
 fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {
     let episodes = episodes::read(file).map_err(Stop::usage)?;
     if episodes.is_empty() {
-        let expected = "expected at least one line {\"format\": 2, \"episode\": {...}}";
+        let expected = "expected at least one line {\"format\": 3, \"episode\": {...}}";
         return Err(Stop::usage(format!("{}: holds no episode; {expected}", file.display())));
     }
     Ok(episodes)
@@ -219,7 +219,7 @@ fn compare(
 ) -> anyhow::Result<Replay> {
     let mut episodes: Vec<Episode> = Vec::with_capacity(recorded.len());
     let (mut places, mut befores) = (Vec::with_capacity(recorded.len()), Vec::with_capacity(recorded.len()));
-    for RecordedEpisode { line, step, episode, outcome } in recorded {
+    for RecordedEpisode { line, step, episode, outcome, .. } in recorded {
         episodes.push(episode);
         places.push((line, step));
         befores.push(outcome);
@@ -319,7 +319,7 @@ impl RecordedStyles {
     fn of<'a>(episodes: impl Iterator<Item = &'a Episode>) -> Option<Arc<Self>> {
         let mut said = HashMap::new();
         for episode in episodes {
-            for side in [&episode.policy, &episode.baseline] {
+            for (_, side) in episode.candidates() {
                 if let (Some(style), Ok(text)) = (&side.style, text_of(&turns_of_side(episode, side))) {
                     said.insert(text, style.clone());
                 }
@@ -381,17 +381,16 @@ mod tests {
         let episode = Episode {
             id: "a".into(),
             query: "怎么洗".into(),
-            context: Default::default(),
-            gold_ids: Vec::new(),
             policy: side("冷水洗", 0.25),
-            baseline: side("不确定", 1.0),
+            baseline: Some(side("不确定", 1.0)),
+            ..Episode::default()
         };
         let styles = RecordedStyles::of([&episode].into_iter()).unwrap();
         let said = |rewrite: &str| styles.classify(&turns_of("怎么洗", rewrite)).map(|classes| classes[0].probability);
         assert_eq!((said("冷水洗"), said("不确定")), (Ok(0.25), Ok(1.0)));
         assert_eq!(said("热水洗").unwrap_err().kind, FailureKind::NotRecorded);
         let without = Episode { policy: Candidate::found_nothing("冷水洗".into()), ..episode.clone() };
-        let without = Episode { baseline: without.policy.clone(), ..without };
+        let without = Episode { baseline: Some(without.policy.clone()), ..without };
         assert!(RecordedStyles::of([&without].into_iter()).is_none());
     }
 }
