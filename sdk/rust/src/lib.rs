@@ -55,6 +55,10 @@ compile_error!(
 #[cfg(target_arch = "wasm32")]
 #[path = "guest/mod.rs"]
 pub mod __guest;
+#[doc(hidden)]
+#[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
+#[path = "dev.rs"]
+pub mod __dev;
 mod export;
 mod kinds;
 pub mod log;

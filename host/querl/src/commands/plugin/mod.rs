@@ -2,6 +2,8 @@
 
 pub mod bench;
 pub mod bundle;
+pub mod dev;
+pub mod doctor;
 pub mod inspect;
 pub mod new;
 pub mod replay;
@@ -22,6 +24,8 @@ use std::time::Instant;
 pub enum PluginCommand {
     /// Make a plugin's folder to start from, in Rust, Python or JavaScript
     New(new::NewArgs),
+    /// Show, after each save, what a plugin scores on recorded episodes; test it and build its component
+    Dev(dev::DevArgs),
     /// Build the component of a plugin's folder
     Build(BuildArgs),
     /// Test whether a plugin keeps the contract and passes its golden cases
@@ -44,11 +48,14 @@ pub enum PluginCommand {
     Pull(bundle::PullArgs),
     /// Score recorded episodes with another plugin, version or setting, and say what would have changed
     Replay(replay::ReplayArgs),
+    /// Say which build tools are missing, and install them
+    Doctor(doctor::DoctorArgs),
 }
 
 pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
     match command {
         PluginCommand::New(args) => new::run(args),
+        PluginCommand::Dev(args) => dev::run(args),
         PluginCommand::Build(args) => build(args),
         PluginCommand::Test(args) => test(args),
         PluginCommand::Bench(args) => bench::run(args),
@@ -60,6 +67,7 @@ pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
         PluginCommand::Push(args) => bundle::push(args),
         PluginCommand::Pull(args) => bundle::pull(args),
         PluginCommand::Replay(args) => replay::run(args),
+        PluginCommand::Doctor(args) => doctor::run(args),
     }
 }
 

@@ -1,6 +1,6 @@
 //! `querl plugin replay`: what another plugin, version or setting would have scored on the episodes of a run.
 
-mod scoring;
+pub(super) mod scoring;
 
 use crate::args::{Format, parse_settings};
 use anyhow::Context;
@@ -133,7 +133,7 @@ fn n_slots() -> u32 {
 }
 
 /// The file of episodes, and the configuration of the run that wrote it, where that is known.
-fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
+pub(super) fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
     if path.is_dir() {
         let dir = RunDir::new(path);
         let file = dir.episodes();
@@ -149,7 +149,7 @@ fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
     Err(Stop::usage(format!("{}: there is no such file or folder; {expected}", path.display())))
 }
 
-fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {
+pub(super) fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {
     let episodes = episodes::read(file).map_err(Stop::usage)?;
     if episodes.is_empty() {
         let expected = "expected at least one line {\"format\": 3, \"episode\": {...}}";
@@ -189,7 +189,7 @@ impl ReplayPlugin {
 }
 
 /// A reward, or a style scorer over recorded styles.
-fn open_reward(
+pub(super) fn open_reward(
     host: &PluginHost,
     plugin: &Plugin,
     settings: &PluginSettings,
@@ -252,7 +252,7 @@ fn compare(
 const TOTAL: &str = "/total";
 
 /// Changes `outcomes` so that `plugin`'s compare with them; returns what a reader should know of it.
-fn made_comparable(outcomes: &mut [Option<Outcome>], plugin: &PluginSide, config: Option<&Config>) -> Vec<String> {
+pub(super) fn made_comparable(outcomes: &mut [Option<Outcome>], plugin: &PluginSide, config: Option<&Config>) -> Vec<String> {
     let plugins = summed(outcomes);
     if !plugins.is_empty() {
         return vec![of_sum(outcomes, &plugins, &plugin.id)];
@@ -312,11 +312,11 @@ fn own_part(sum: &Reward, id: &str) -> Option<Reward> {
 }
 
 /// A style model that replays the style probabilities recorded in a run; other dialogues are an error.
-struct RecordedStyles(HashMap<String, Vec<StyleProbability>>);
+pub(super) struct RecordedStyles(HashMap<String, Vec<StyleProbability>>);
 
 impl RecordedStyles {
     /// Of the answers of both sides; `None` where none has a style.
-    fn of<'a>(episodes: impl Iterator<Item = &'a Episode>) -> Option<Arc<Self>> {
+    pub(super) fn of<'a>(episodes: impl Iterator<Item = &'a Episode>) -> Option<Arc<Self>> {
         let mut said = HashMap::new();
         for episode in episodes {
             for (_, side) in episode.candidates() {
