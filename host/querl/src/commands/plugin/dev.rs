@@ -98,7 +98,7 @@ impl Job {
         }
         let manifest = Manifest::read(&source.folder).map_err(Stop::usage)?;
         let settings = parse_settings(&args.set, "--set")?;
-        let is_reward = manifest.plugin.kinds.contains(&Kind::Reward);
+        let is_reward = manifest.plugin.kinds.iter().any(|kind| matches!(kind, Kind::Reward | Kind::GroupReward));
         let (mut file, mut limits, mut recorded, mut notes) = (PathBuf::new(), PluginLimits::default(), Vec::new(), Vec::new());
         match (&args.episodes, is_reward) {
             (Some(path), true) => {

@@ -137,6 +137,7 @@ mod tests {
                         version: "1".into(),
                         message,
                         kind: FaultKind::Trap,
+                        log: Vec::new(),
                     });
                 }
                 Ok(Ok(Reward { total: number as f64, components: Vec::new() }))
