@@ -9,7 +9,7 @@ use querl_core::records::{
     Judgement, Message, Rejection, Sample, Scalar, Split, StyleProbability, Verdict,
 };
 
-conversions!();
+conversions!(prompts::Task<'static>);
 
 /// A text, where it is known: records have an empty text otherwise.
 pub(super) fn known(text: &str) -> Option<&str> {
