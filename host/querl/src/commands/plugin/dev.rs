@@ -11,7 +11,7 @@ mod picture;
 
 pub use native::{LibraryArgs, REPLAY_COMMAND, replay_library};
 
-use super::replay::{find, made_comparable, read};
+use super::replay::{Recording, find, made_comparable, read};
 use crate::args::{Format, parse_settings};
 use anyhow::Context;
 use clap::Args;
@@ -69,6 +69,7 @@ struct Job {
     /// Absolute path of the file of episodes.
     file: PathBuf,
     episodes: Vec<Episode>,
+    recording: Recording,
     /// Recorded outcomes, one per episode; made comparable with the plugin's own.
     recorded: Vec<Option<Outcome>>,
     notes: Vec<String>,
@@ -121,6 +122,7 @@ impl Job {
             }
             (None, false) => {}
         }
+        let recording = Recording::of(recorded.iter().map(|recorded| (&recorded.episode, recorded.calls.as_slice())));
         let (episodes, recorded) =
             recorded.into_iter().map(|RecordedEpisode { episode, outcome, .. }| (episode, outcome)).unzip();
         Ok(Self {
@@ -131,6 +133,7 @@ impl Job {
             settings,
             file,
             episodes,
+            recording,
             recorded,
             notes,
             host: PluginHost::new(host_options(&limits)?)?,
@@ -167,7 +170,7 @@ impl Job {
     }
 
     fn compare(&self, native: Option<&NativeReplay>) -> Comparison {
-        component::compare(&self.host, &self.folder, &self.settings, &self.episodes, native)
+        component::compare(&self.host, &self.folder, &self.settings, (&self.episodes, &self.recording), native)
     }
 }
 

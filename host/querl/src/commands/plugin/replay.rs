@@ -14,6 +14,7 @@ use querl_core::run_dir::RunDir;
 use querl_eval::{BriefOutcome, Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::faults::{FaultFile, FaultedCall};
+use querl_pipeline::host_functions::RecordedCalls;
 use querl_pipeline::plugins::{host_options, scores_style};
 use querl_plugin::{CallReport, HostOptions, Observer, Plugin, PluginHost, PluginPort, PluginSettings};
 use querl_style::{StyleReward, text_of, turns_of_side};
@@ -76,9 +77,8 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     let log: CallLog = Arc::default();
     let observer = args.trace.then(|| keep_log(&log));
     let host = PluginHost::new(HostOptions { n_slots: n_slots(), observer, ..host_options(&limits)? })?;
-    let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
-    let open =
-        |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, styles.as_ref()), path, settings, flag);
+    let recording = Recording::of(recorded.iter().map(|recorded| (&recorded.episode, recorded.calls.as_slice())));
+    let open = |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, &recording), path, settings, flag);
     let plugin = open(path, &args.settings, "--settings")?;
     if args.trace {
         return trace(&recorded, plugin.model.as_ref(), &log, args.format);
@@ -153,14 +153,15 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
         true => return Err(Stop::usage(format!("{}: pull the bundle and name it as --plugin", path.display())).into()),
         false => host.load(path)?,
     };
-    let n_items = match &call {
-        FaultedCall::Episodes(episodes, _) => {
-            let styles = RecordedStyles::of(episodes.iter());
-            open_reward(&host, &plugin, &settings, styles.as_ref())?.score_batch(episodes)?;
+    let n_items = match call {
+        FaultedCall::Episodes(episodes, calls) => {
+            let recording = Recording { styles: RecordedStyles::of(episodes.iter()), calls: Arc::new(calls) };
+            open_reward(&host, &plugin, &settings, &recording)?.score_batch(&episodes)?;
             episodes.len()
         }
-        FaultedCall::Samples(samples, _) => {
-            host.open(&plugin, &settings, PluginPort::filter())?.check_batch(samples)?;
+        FaultedCall::Samples(samples, calls) => {
+            let port = PluginPort::filter().with_functions(Some(Arc::new(calls)));
+            host.open(&plugin, &settings, port)?.check_batch(&samples)?;
             samples.len()
         }
         FaultedCall::Prompt(call) => {
@@ -220,14 +221,14 @@ struct ReplayPlugin {
 
 impl ReplayPlugin {
     fn open(
-        (host, styles): (&PluginHost, Option<&Arc<RecordedStyles>>),
+        (host, recording): (&PluginHost, &Recording),
         path: &Path,
         settings: &[String],
         flag: &str,
     ) -> anyhow::Result<Self> {
         let settings = parse_settings(settings, flag)?;
         let plugin = host.load(path)?;
-        let model = open_reward(host, &plugin, &settings, styles)?;
+        let model = open_reward(host, &plugin, &settings, recording)?;
         let side = PluginSide {
             id: plugin.id().to_owned(),
             version: plugin.version().to_owned(),
@@ -242,15 +243,33 @@ impl ReplayPlugin {
     }
 }
 
+/// What plugins get from the recording, next to the episodes.
+pub(super) struct Recording {
+    styles: Option<Arc<RecordedStyles>>,
+    calls: Arc<RecordedCalls>,
+}
+
+impl Recording {
+    /// Of episodes with their calls of host functions.
+    pub(super) fn of<'a>(recorded: impl Iterator<Item = (&'a Episode, &'a [HostCall])> + Clone) -> Self {
+        let mut calls = RecordedCalls::default();
+        recorded.clone().for_each(|(episode, made)| calls.add_episode(episode, made.to_vec()));
+        Self { styles: RecordedStyles::of(recorded.map(|(episode, _)| episode)), calls: Arc::new(calls) }
+    }
+}
+
 /// A reward, or a style scorer over recorded styles.
 pub(super) fn open_reward(
     host: &PluginHost,
     plugin: &Plugin,
     settings: &PluginSettings,
-    styles: Option<&Arc<RecordedStyles>>,
+    recording: &Recording,
 ) -> anyhow::Result<Box<dyn RewardModel>> {
-    match (scores_style(plugin), styles) {
-        (false, _) => Ok(host.open(plugin, settings, PluginPort::reward())?),
+    match (scores_style(plugin), &recording.styles) {
+        (false, _) => {
+            let port = PluginPort::reward().with_functions(Some(recording.calls.clone()));
+            Ok(host.open(plugin, settings, port)?)
+        }
         (true, Some(styles)) => {
             let port = PluginPort::style_scorer(Some(styles.clone()));
             Ok(Box::new(StyleReward::new(host.open(plugin, settings, port)?)))
@@ -366,11 +385,11 @@ fn own_part(sum: &Reward, id: &str) -> Option<Reward> {
 }
 
 /// A style model that replays the style probabilities recorded in a run; other dialogues are an error.
-pub(super) struct RecordedStyles(HashMap<String, Vec<StyleProbability>>);
+struct RecordedStyles(HashMap<String, Vec<StyleProbability>>);
 
 impl RecordedStyles {
     /// Of the answers of both sides; `None` where none has a style.
-    pub(super) fn of<'a>(episodes: impl Iterator<Item = &'a Episode>) -> Option<Arc<Self>> {
+    fn of<'a>(episodes: impl Iterator<Item = &'a Episode>) -> Option<Arc<Self>> {
         let mut said = HashMap::new();
         for episode in episodes {
             for (_, side) in episode.candidates() {

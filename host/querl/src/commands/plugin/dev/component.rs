@@ -1,6 +1,6 @@
 //! The component of the last save: built in the background, and compared with the native run.
 
-use super::super::replay::{RecordedStyles, open_reward, scoring};
+use super::super::replay::{Recording, open_reward, scoring};
 use super::native::NativeReplay;
 use querl_core::records::Episode;
 use querl_eval::{BriefOutcome, Outcome};
@@ -49,7 +49,7 @@ pub(super) fn compare(
     host: &PluginHost,
     folder: &Path,
     settings: &PluginSettings,
-    episodes: &[Episode],
+    (episodes, recording): (&[Episode], &Recording),
     native: Option<&NativeReplay>,
 ) -> Comparison {
     let started = Instant::now();
@@ -62,8 +62,7 @@ pub(super) fn compare(
         if given.is_empty() || scores_style(&plugin) {
             return Ok(Comparison::Built { seconds });
         }
-        let styles = RecordedStyles::of(given.iter());
-        let model = open_reward(host, &plugin, settings, styles.as_ref())?;
+        let model = open_reward(host, &plugin, settings, recording)?;
         let scored = scoring::score(model.as_ref(), &given, "component")?;
         let differs = |((episode, native), component): ((&Episode, &&Outcome), &Outcome)| {
             (*native != component).then(|| difference(episode, native, component, seconds))
