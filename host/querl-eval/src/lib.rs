@@ -33,9 +33,9 @@ pub use evaluation::{
 pub use facts::{FunnelStep, RunFacts, ServiceName, StageTiming};
 pub use metric::Metric;
 pub use replay::{
-    BriefOutcome, Outcome, OutcomeChange, OutcomeChanges, PluginSide, Replay, ReplayEpisode, ReplayOptions, ScoreSummary, Side, replay,
-    replay_html, replay_text,
+    BriefOutcome, Outcome, OutcomeChange, OutcomeChanges, PluginSide, Replay, ReplayEpisode, ReplayOptions,
+    ScoreSummary, Side, replay, replay_html, replay_text,
 };
 pub use report::{ReportInput, report_html};
-pub use text::cut;
 pub use table::{seeds_table, table};
+pub use text::cut;

@@ -52,13 +52,13 @@ compile_error!(
 );
 
 #[doc(hidden)]
-#[cfg(target_arch = "wasm32")]
-#[path = "guest/mod.rs"]
-pub mod __guest;
-#[doc(hidden)]
 #[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
 #[path = "dev.rs"]
 pub mod __dev;
+#[doc(hidden)]
+#[cfg(target_arch = "wasm32")]
+#[path = "guest/mod.rs"]
+pub mod __guest;
 mod export;
 mod kinds;
 pub mod log;

@@ -50,16 +50,22 @@ impl ScoreSummary {
         let mut lines = vec![format!("scored     {}", counted(self.n_scored as u64, n))];
         let mut codes: Vec<(&String, &usize)> = self.rejected.iter().collect();
         codes.sort_by_key(|(_, n)| std::cmp::Reverse(**n));
-        let code = |(code, n): (&String, &usize)| format!("{} {}", printable(code), counted(*n as u64, self.n_episodes as u64));
+        let code = |(code, n): (&String, &usize)| {
+            format!("{} {}", printable(code), counted(*n as u64, self.n_episodes as u64))
+        };
         lines.extend(
-            (!codes.is_empty()).then(|| format!("rejected   {}", codes.into_iter().map(code).collect::<Vec<_>>().join(", "))),
+            (!codes.is_empty())
+                .then(|| format!("rejected   {}", codes.into_iter().map(code).collect::<Vec<_>>().join(", "))),
         );
         if let (Some(totals), Some(histogram)) = (&self.totals, &self.histogram) {
             let digits = Digits::for_values([totals.min, totals.mean, totals.max].into_iter());
             let [min, mean, max] = [totals.min, totals.mean, totals.max].map(|value| digits.plain(value));
             let edges = histogram.edges.first().zip(histogram.edges.last()).map_or((0.0, 0.0), |(a, b)| (*a, *b));
             let (low, high) = (digits.plain(edges.0), digits.plain(edges.1));
-            lines.push(format!("totals     {low} {} {high}   min {min}, mean {mean}, max {max}", bars(&histogram.after)));
+            lines.push(format!(
+                "totals     {low} {} {high}   min {min}, mean {mean}, max {max}",
+                bars(&histogram.after)
+            ));
             let share = 100.0 * self.range_used.unwrap_or(0.0);
             lines.push(format!("range      {} to {}, of which totals span {share:.0} %", self.range.0, self.range.1));
         }
@@ -149,10 +155,14 @@ impl OutcomeChanges {
 
     /// For a terminal; `title` says what they are compared with.
     pub fn lines(&self, title: &str) -> Vec<String> {
-        let head = format!("{title}: {} of {} changed", grouped(self.n_changed as u64), grouped(self.n_compared as u64));
+        let head =
+            format!("{title}: {} of {} changed", grouped(self.n_changed as u64), grouped(self.n_compared as u64));
         let line = |change: &OutcomeChange| {
             let moved = left(&format!("{} -> {}", change.before, change.after), 18);
-            cut(&format!("  {moved}  {}  {}", one_line(&printable(&change.id)), one_line(&printable(&change.query))), MAX_WIDTH)
+            cut(
+                &format!("  {moved}  {}  {}", one_line(&printable(&change.id)), one_line(&printable(&change.query))),
+                MAX_WIDTH,
+            )
         };
         std::iter::once(head).chain(self.largest.iter().map(line)).collect()
     }

@@ -22,19 +22,21 @@ use picture::{Picture, Recorded, Scores};
 use querl_bundle::{Kind, Manifest};
 use querl_core::config::PluginLimits;
 use querl_core::episodes::RecordedEpisode;
-use querl_core::records::Episode;
+use querl_core::records::{Episode, EpisodeRecord};
 use querl_eval::{Outcome, PluginSide};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::plugins::host_options;
 use querl_plugin::{NativeFolder, PluginHost, PluginSettings, kill_children};
 use ratatui::crossterm::terminal;
+use serde_json::json;
 use std::io::{IsTerminal, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
+use tempfile::TempPath;
 
 #[derive(Debug, Args)]
 pub struct DevArgs {
@@ -47,6 +49,9 @@ pub struct DevArgs {
     /// One picture, with tests and component, then end; exit code 1 where something is to be repaired
     #[arg(long)]
     once: bool,
+    /// Do not build the component
+    #[arg(long)]
+    no_component: bool,
     /// A setting of the plugin: TOML value; a bare word is a string
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
@@ -66,14 +71,15 @@ struct Job {
     title: String,
     scores_episodes: bool,
     settings: PluginSettings,
-    /// Absolute path of the file of episodes.
-    file: PathBuf,
+    /// The episodes with their calls of host functions, in the newest format, for native runs.
+    file: TempPath,
     episodes: Vec<Episode>,
     recording: Recording,
     /// Recorded outcomes, one per episode; made comparable with the plugin's own.
     recorded: Vec<Option<Outcome>>,
     notes: Vec<String>,
-    host: PluginHost,
+    /// `None` if no component is built.
+    host: Option<PluginHost>,
 }
 
 /// Shows the plugin after each save, until an interrupt.
@@ -100,11 +106,10 @@ impl Job {
         let manifest = Manifest::read(&source.folder).map_err(Stop::usage)?;
         let settings = parse_settings(&args.set, "--set")?;
         let is_reward = manifest.plugin.kinds.iter().any(|kind| matches!(kind, Kind::Reward | Kind::GroupReward));
-        let (mut file, mut limits, mut recorded, mut notes) = (PathBuf::new(), PluginLimits::default(), Vec::new(), Vec::new());
+        let (mut limits, mut recorded, mut notes) = (PluginLimits::default(), Vec::new(), Vec::new());
         match (&args.episodes, is_reward) {
             (Some(path), true) => {
-                let (found, config) = find(path)?;
-                file = found.canonicalize().with_context(|| found.display().to_string())?;
+                let (file, config) = find(path)?;
                 recorded = read(&file)?;
                 let mut outcomes: Vec<Option<Outcome>> =
                     recorded.iter_mut().map(|recorded| recorded.outcome.take()).collect();
@@ -113,16 +118,24 @@ impl Job {
                 limits = config.map_or(limits, |config| config.plugins.limits);
             }
             (Some(path), false) => {
-                let expected = "episodes are for rewards; leave --episodes out, and tests and golden cases show what it does";
-                return Err(Stop::usage(format!("{}: {} is no reward: {expected}", path.display(), manifest.plugin.id)).into());
+                let expected =
+                    "episodes are for rewards; leave --episodes out, and tests and golden cases show what it does";
+                return Err(Stop::usage(format!(
+                    "{}: {} is no reward: {expected}",
+                    path.display(),
+                    manifest.plugin.id
+                ))
+                .into());
             }
             (None, true) => {
-                let message = "name recorded episodes with --episodes: a run folder, or a file of episodes (JSON lines)";
+                let message =
+                    "name recorded episodes with --episodes: a run folder, or a file of episodes (JSON lines)";
                 return Err(Stop::usage(format!("{}: {message}", args.folder.display())).into());
             }
             (None, false) => {}
         }
         let recording = Recording::of(recorded.iter().map(|recorded| (&recorded.episode, recorded.calls.as_slice())));
+        let file = for_native_runs(&recorded).context("a temporary file")?;
         let (episodes, recorded) =
             recorded.into_iter().map(|RecordedEpisode { episode, outcome, .. }| (episode, outcome)).unzip();
         Ok(Self {
@@ -136,7 +149,9 @@ impl Job {
             recording,
             recorded,
             notes,
-            host: PluginHost::new(host_options(&limits)?)?,
+            host: (!args.no_component)
+                .then(|| Ok::<_, anyhow::Error>(PluginHost::new(host_options(&limits)?)?))
+                .transpose()?,
         })
     }
 
@@ -160,7 +175,8 @@ impl Job {
         Picture {
             plugin: self.title.clone(),
             language: self.source.language.name(),
-            saved: save.map_or_else(Vec::new, |save| save.files.iter().map(|file| file.display().to_string()).collect()),
+            saved: save
+                .map_or_else(Vec::new, |save| save.files.iter().map(|file| file.display().to_string()).collect()),
             seconds,
             scores: scores.map(|replay| Scores::of(&recorded, replay, previous, &self.notes)),
             refused: replayed.and_then(|replayed| replayed.as_ref().err().cloned()),
@@ -169,9 +185,21 @@ impl Job {
         }
     }
 
-    fn compare(&self, native: Option<&NativeReplay>) -> Comparison {
-        component::compare(&self.host, &self.folder, &self.settings, (&self.episodes, &self.recording), native)
+    /// `None` if no component is built.
+    fn compare(&self, native: Option<&NativeReplay>) -> Option<Comparison> {
+        let host = self.host.as_ref()?;
+        Some(component::compare(host, &self.folder, &self.settings, (&self.episodes, &self.recording), native))
     }
+}
+
+/// Writes what native runs read: the newest format, without outcomes.
+fn for_native_runs(recorded: &[RecordedEpisode]) -> std::io::Result<TempPath> {
+    let mut file = tempfile::Builder::new().prefix("querl-dev-").suffix(".jsonl").tempfile()?;
+    for RecordedEpisode { step, episode, calls, .. } in recorded {
+        let line = json!({ "format": EpisodeRecord::FORMAT, "step": step, "episode": episode, "calls": calls });
+        writeln!(file, "{line}")?;
+    }
+    Ok(file.into_temp_path())
 }
 
 /// The plugin as a side of a comparison with recorded outcomes.
@@ -193,7 +221,7 @@ fn once(job: &Job, format: Format) -> anyhow::Result<()> {
     let mut picture = job.picture(None, replayed.as_ref(), None, started.elapsed().as_secs_f64());
     if picture.refused.is_none() {
         picture.tests = native::test(&job.source)?;
-        picture.component = Some(job.compare(replayed.as_ref().and_then(|replayed| replayed.as_ref().ok())));
+        picture.component = job.compare(replayed.as_ref().and_then(|replayed| replayed.as_ref().ok()));
     }
     let lines = [picture.lines(), vec![String::new()], picture.test_lines(), picture.component_lines()].concat();
     format.print(&picture, || lines.join("\n") + "\n")?;
@@ -277,7 +305,7 @@ fn start_builds(job: &Arc<Job>, newest: &Arc<AtomicU64>, events: &Sender<Event>)
         while let Ok(next) = waiting.recv() {
             let ToCompare { number, native } = waiting.try_iter().last().unwrap_or(next);
             if number == newest.load(Ordering::SeqCst) {
-                let comparison = job.compare(native.as_deref());
+                let Some(comparison) = job.compare(native.as_deref()) else { continue };
                 if events.send(Event::Compared(number, comparison)).is_err() {
                     return;
                 }
@@ -365,7 +393,9 @@ impl Screen {
                 };
                 lines.iter().map(|line| format!("{line}\n")).collect()
             }
-            Self::Json if part == Part::Component || picture.refused.is_some() => serde_json::to_string(picture)? + "\n",
+            Self::Json if part == Part::Component || picture.refused.is_some() => {
+                serde_json::to_string(picture)? + "\n"
+            }
             Self::Json => String::new(),
         };
         let mut stdout = std::io::stdout();

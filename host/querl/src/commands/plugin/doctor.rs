@@ -134,7 +134,12 @@ fn python(folder: &Path) -> Vec<Tool> {
     let install = vec![words(&["python3", "-m", "venv", ".venv"]), words(&[&pip, "install", &package])];
     let mut componentize = tool("python", "componentize-py", found, "", &install);
     if componentize.version.as_ref().is_some_and(|found| !found.ends_with(&wanted)) {
-        componentize = Tool { ok: false, remedy: Some(format!("expected {wanted}: {}", shown(&install))), install, ..componentize };
+        componentize = Tool {
+            ok: false,
+            remedy: Some(format!("expected {wanted}: {}", shown(&install))),
+            install,
+            ..componentize
+        };
     }
     vec![
         at_least("python", "python3", version, PYTHON),
@@ -152,7 +157,8 @@ fn javascript(folder: &Path) -> Vec<Tool> {
         });
         tool("javascript", name, version, "", std::slice::from_ref(&install))
     };
-    let npm = tool("javascript", "npm", first_line("npm", &["--version"]), "install npm, which comes with Node.js", &[]);
+    let npm =
+        tool("javascript", "npm", first_line("npm", &["--version"]), "install npm, which comes with Node.js", &[]);
     let node = at_least("javascript", "node", first_line("node", &["--version"]), NODE);
     let mut tools = vec![node, npm];
     tools.extend(JAVASCRIPT_PACKAGES.iter().map(package));

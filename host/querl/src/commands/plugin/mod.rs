@@ -9,13 +9,14 @@ pub mod new;
 pub mod replay;
 
 use crate::args::{ConfigArgs, Format, parse_settings};
+use crate::terminal;
 use anyhow::Context;
 use clap::{Args, Subcommand};
-use querl_conformance::SuiteOptions;
+use querl_conformance::{CheckEvent, CheckProgress, Outcome, SuiteOptions};
 use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{PluginUse, Plugins, Used, compiler};
-use querl_plugin::BuildOutput;
+use querl_plugin::{BuildOutput, PluginKind};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -124,6 +125,7 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
         n_repeats: args.repeats as usize,
         settings: parse_settings(&args.settings, "--settings")?,
         compiler: compiler()?,
+        progress: CheckProgress::new(print_check),
         ..SuiteOptions::default()
     };
     let report = querl_conformance::run(&args.path, &options)?;
@@ -133,6 +135,19 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
     }
     args.format.print(&report.json(), || report.text())?;
     bundle::conforms(&report)
+}
+
+/// Names each check on stderr, on a terminal when it starts, with its result and time when it has ended.
+fn print_check(event: CheckEvent<'_>) {
+    let group = |kind: Option<PluginKind>| kind.map_or("plugin", PluginKind::name);
+    match event {
+        CheckEvent::Started { kind, name } => terminal::show_running(&format!("{:<12}  {name}", group(kind))),
+        CheckEvent::Ended { check, elapsed } => {
+            let said = if matches!(check.outcome, Outcome::Failed(_)) { "failed" } else { "passed" };
+            let (group, seconds) = (group(check.kind), elapsed.as_secs_f64());
+            terminal::print(&format!("{group:<12}  {:<48} {said}  {seconds:.2} s", check.name));
+        }
+    }
 }
 
 #[derive(Debug, Args)]

@@ -9,9 +9,13 @@ use querl_core::config::{Config, PluginLimits, is_registry_reference, load_resol
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_atomic;
 use querl_core::ports::{RewardModel, StyleModel};
-use querl_core::records::{CallFailure, Episode, FailureKind, HostCall, Message, Reward, RewardComponent, StyleProbability};
+use querl_core::records::{
+    CallFailure, Episode, FailureKind, HostCall, Message, Reward, RewardComponent, StyleProbability,
+};
 use querl_core::run_dir::RunDir;
-use querl_eval::{BriefOutcome, Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
+use querl_eval::{
+    BriefOutcome, Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text,
+};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::faults::{FaultFile, FaultedCall};
 use querl_pipeline::host_functions::RecordedCalls;
@@ -325,7 +329,11 @@ fn compare(
 const TOTAL: &str = "/total";
 
 /// Changes `outcomes` so that `plugin`'s compare with them; returns what a reader should know of it.
-pub(super) fn made_comparable(outcomes: &mut [Option<Outcome>], plugin: &PluginSide, config: Option<&Config>) -> Vec<String> {
+pub(super) fn made_comparable(
+    outcomes: &mut [Option<Outcome>],
+    plugin: &PluginSide,
+    config: Option<&Config>,
+) -> Vec<String> {
     let plugins = summed(outcomes);
     if !plugins.is_empty() {
         return vec![of_sum(outcomes, &plugins, &plugin.id)];

@@ -36,7 +36,9 @@ impl Comparison {
                 format!("built in {seconds:.1} s, equal to the native run on {n_compared} episodes")
             }
             Self::Differs { id, query, native, component, parts, .. } => {
-                format!("differs from the native run first at {id}: native {native}, component {component}{parts}  {query}")
+                format!(
+                    "differs from the native run first at {id}: native {native}, component {component}{parts}  {query}"
+                )
             }
             Self::Built { seconds } => format!("built in {seconds:.1} s"),
             Self::Failed { message } => message.clone(),
@@ -57,8 +59,12 @@ pub(super) fn compare(
         let plugin = host.load(folder)?;
         let seconds = started.elapsed().as_secs_f64();
         let results = native.into_iter().flat_map(|native| &native.results);
-        let (given, expected): (Vec<Episode>, Vec<&Outcome>) =
-            episodes.iter().cloned().zip(results).filter_map(|(episode, result)| Some((episode, result.outcome.as_ref().ok()?))).unzip();
+        let (given, expected): (Vec<Episode>, Vec<&Outcome>) = episodes
+            .iter()
+            .cloned()
+            .zip(results)
+            .filter_map(|(episode, result)| Some((episode, result.outcome.as_ref().ok()?)))
+            .unzip();
         if given.is_empty() || scores_style(&plugin) {
             return Ok(Comparison::Built { seconds });
         }

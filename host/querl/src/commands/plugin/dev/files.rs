@@ -100,7 +100,9 @@ mod tests {
         put("old.py", "a");
         let before = Files::of(folder.path());
         assert!(before.since(&Files::of(folder.path()), folder.path()).is_none());
-        for output in ["dist/x.wasm", "target/x", "node_modules/x/index.js", "__pycache__/x", ".venv/x", ".plugin.py.swp"] {
+        for output in
+            ["dist/x.wasm", "target/x", "node_modules/x/index.js", "__pycache__/x", ".venv/x", ".plugin.py.swp"]
+        {
             put(output, "b");
         }
         assert!(Files::of(folder.path()).since(&before, folder.path()).is_none());

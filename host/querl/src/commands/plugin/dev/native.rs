@@ -61,7 +61,8 @@ pub(super) fn replay(
     episodes: &Path,
     settings: &PluginSettings,
 ) -> anyhow::Result<Result<NativeReplay, Fault>> {
-    let results = tempfile::Builder::new().prefix("querl-dev-").tempfile().context("a temporary file")?.into_temp_path();
+    let results =
+        tempfile::Builder::new().prefix("querl-dev-").tempfile().context("a temporary file")?.into_temp_path();
     let settings = serde_json::to_value(settings)?;
     let mut command = match (folder.library_build(), folder.library()) {
         (Some(mut build), Some(library)) => {
@@ -128,7 +129,8 @@ fn compile_error(output: &Output) -> Fault {
         Some(Fault { message: format!("error{message}"), file, line })
     };
     let any = || {
-        let line = text.lines().find(|line| line.starts_with("error")).or(text.lines().last()).unwrap_or("cargo failed");
+        let line =
+            text.lines().find(|line| line.starts_with("error")).or(text.lines().last()).unwrap_or("cargo failed");
         Fault { message: line.to_owned(), file: None, line: None }
     };
     text.lines().find_map(place).unwrap_or_else(any)
@@ -140,7 +142,7 @@ fn read(text: &str, output: String) -> anyhow::Result<Result<NativeReplay, Fault
         let mut value: serde_json::Value = serde_json::from_str(line).context("a result of the native run")?;
         let log = value.as_object_mut().and_then(|line| line.remove("log"));
         let log = log.map(serde_json::from_value).transpose().context("a log of the native run")?.unwrap_or_default();
-        let outcome = match serde_json::from_value(value).context("a result of the native run")? {
+        let outcome = match serde_json::from_value::<Line>(value).context("a result of the native run")? {
             Line::Range(range) => {
                 replay.range = range;
                 continue;

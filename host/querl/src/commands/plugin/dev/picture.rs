@@ -90,19 +90,22 @@ impl Scores {
         notes: &[String],
     ) -> Self {
         let outcomes = || replay.results.iter().map(|result| result.outcome.as_ref().ok());
-        let compare = |before: &dyn Fn(usize) -> Option<&'_ Outcome>| {
-            let pairs = outcomes().zip(recorded).enumerate().filter_map(|(index, (after, episode))| {
-                Some(OutcomeChange::of(episode.id, episode.query, before(index)?, after?))
-            });
-            OutcomeChanges::of(pairs, N_SHOWN)
-        };
         let since_last_save = previous.map(|previous| {
-            compare(&|index| previous.results.get(index).and_then(|result| result.outcome.as_ref().ok()))
+            let befores = previous.results.iter().map(|result| result.outcome.as_ref().ok());
+            changes(recorded, befores, outcomes())
         });
         let has_recording = recorded.iter().any(|episode| episode.outcome.is_some());
-        let since_recording = has_recording.then(|| compare(&|index| recorded[index].outcome));
-        let lines = || replay.results.iter().zip(recorded).flat_map(|(result, episode)| result.log.iter().map(move |line| (episode, line)));
-        let line = |(episode, line): (&Recorded<'_>, &String)| LogLine { id: episode.id.to_owned(), line: line.clone() };
+        let since_recording =
+            has_recording.then(|| changes(recorded, recorded.iter().map(|episode| episode.outcome), outcomes()));
+        let lines = || {
+            replay
+                .results
+                .iter()
+                .zip(recorded)
+                .flat_map(|(result, episode)| result.log.iter().map(move |line| (episode, line)))
+        };
+        let line =
+            |(episode, line): (&Recorded<'_>, &String)| LogLine { id: episode.id.to_owned(), line: line.clone() };
         let output: Vec<String> = replay.output.lines().map(str::to_owned).collect();
         let faults = faults(recorded, replay);
         Self {
@@ -122,7 +125,9 @@ impl Scores {
     fn lines(&self) -> Vec<String> {
         let mut lines = self.summary.lines();
         lines.push(format!("cost       {:.1} us an episode, native", self.micros_per_episode));
-        for (changes, title) in [(&self.since_last_save, "since the last save"), (&self.since_recording, "since the recording")] {
+        for (changes, title) in
+            [(&self.since_last_save, "since the last save"), (&self.since_recording, "since the recording")]
+        {
             if let Some(changes) = changes {
                 lines.push(String::new());
                 lines.extend(changes.lines(title));
@@ -131,7 +136,11 @@ impl Scores {
         lines.extend(self.notes.iter().map(|note| format!("  {note}")));
         if self.n_faults > 0 {
             lines.extend([String::new(), format!("faults: {} episode(s)", grouped(self.n_faults as u64))]);
-            lines.extend(self.faults.iter().map(|group| format!("  {} x {}, first {}", group.n, place(&group.fault), group.first_id)));
+            lines.extend(
+                self.faults
+                    .iter()
+                    .map(|group| format!("  {} x {}, first {}", group.n, place(&group.fault), group.first_id)),
+            );
         }
         if self.n_log_lines > 0 {
             lines.extend([String::new(), format!("log: {} line(s)", grouped(self.n_log_lines as u64))]);
@@ -145,6 +154,18 @@ impl Scores {
     }
 }
 
+/// Of the episodes that both sides have scored or rejected.
+fn changes<'a>(
+    recorded: &[Recorded<'_>],
+    befores: impl Iterator<Item = Option<&'a Outcome>>,
+    afters: impl Iterator<Item = Option<&'a Outcome>>,
+) -> OutcomeChanges {
+    let pairs = recorded.iter().zip(befores.zip(afters));
+    let compared = pairs
+        .filter_map(|(episode, (before, after))| Some(OutcomeChange::of(episode.id, episode.query, before?, after?)));
+    OutcomeChanges::of(compared, N_SHOWN)
+}
+
 /// Equal faults together, the most frequent first.
 fn faults(recorded: &[Recorded<'_>], replay: &NativeReplay) -> Vec<FaultGroup> {
     let mut groups: BTreeMap<&Fault, (usize, &str)> = BTreeMap::new();
@@ -153,7 +174,8 @@ fn faults(recorded: &[Recorded<'_>], replay: &NativeReplay) -> Vec<FaultGroup> {
             groups.entry(fault).or_insert((0, episode.id)).0 += 1;
         }
     }
-    let group = |(fault, (n, id)): (&Fault, (usize, &str))| FaultGroup { fault: fault.clone(), n, first_id: id.to_owned() };
+    let group =
+        |(fault, (n, id)): (&Fault, (usize, &str))| FaultGroup { fault: fault.clone(), n, first_id: id.to_owned() };
     let mut groups: Vec<FaultGroup> = groups.into_iter().map(group).collect();
     groups.sort_by_key(|group| std::cmp::Reverse(group.n));
     groups
@@ -179,7 +201,8 @@ impl Picture {
     /// The scores, which come first.
     pub(super) fn lines(&self) -> Vec<String> {
         let saved = if self.saved.is_empty() { String::new() } else { format!("   saved {}", self.saved.join(", ")) };
-        let mut lines = vec![format!("{}   {}   {:.2} s{saved}", self.plugin, self.language, self.seconds), String::new()];
+        let mut lines =
+            vec![format!("{}   {}   {:.2} s{saved}", self.plugin, self.language, self.seconds), String::new()];
         match (&self.refused, &self.scores) {
             (Some(fault), _) => lines.push(format!("cannot be run: {}", place(fault))),
             (None, Some(scores)) => lines.extend(scores.lines()),
