@@ -20,6 +20,7 @@ mod subject;
 
 pub use host::{HostArgs, HostSuite, serve_host};
 pub use report::{Check, Cost, Failure, Outcome, Report};
+pub use section::{CheckEvent, CheckProgress};
 pub use subject::SuiteOptions;
 
 use meter::Meter;
@@ -39,12 +40,12 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     let host = PluginHost::new(options.host_options(&meter))?;
     let plugin = match host.load(path) {
         Ok(plugin) => plugin,
-        Err(error) if is_of_the_plugin(&error) => return Ok(not_loaded(path, &error)),
+        Err(error) if is_of_the_plugin(&error) => return Ok(not_loaded(path, &error, options)),
         Err(error) => return Err(error),
     };
     let subject = Subject { host: &host, plugin: &plugin, options };
-    let mut whole = Section::new(None);
-    whole.add("loads", LOADS, Ok(String::new()));
+    let mut whole = Section::new(None, &options.progress);
+    whole.add("loads", LOADS, || Ok(String::new()));
     checks::check_identity(&subject, &mut whole);
     if takes_settings(&subject)? {
         checks::settings::check(&subject, &mut whole);
@@ -75,13 +76,13 @@ const LOADS: &str = "a plugin is a WebAssembly component that exports `info` and
                      `rewards` and `style-scores`, and imports what the contract and a standard library need";
 
 /// A report on a plugin that the host rejected.
-fn not_loaded(path: &Path, error: &PluginError) -> Report {
-    let mut section = Section::new(None);
+fn not_loaded(path: &Path, error: &PluginError, options: &SuiteOptions) -> Report {
+    let mut section = Section::new(None, &options.progress);
     let (check, rule) = match error {
         PluginError::Manifest { .. } | PluginError::Bundle(_) => ("manifest", checks::MANIFEST),
         _ => ("loads", LOADS),
     };
-    section.add(check, rule, Err(Violation::error(path.display().to_string(), error)));
+    section.add(check, rule, || Err(Violation::error(path.display().to_string(), error)));
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
     Report {
         plugin: shown::line(&name),

@@ -168,6 +168,8 @@ pub struct PluginFault {
     pub message: String,
     /// Category of the fault.
     pub kind: FaultKind,
+    /// What the plugin logged in the call, one entry per line: `info: no hits`.
+    pub log: Vec<String>,
 }
 
 /// Categories of plugin faults.

@@ -46,6 +46,9 @@ pub struct FaultHeader {
     pub message: String,
     /// Settings of the plugin.
     pub settings: PluginSettings,
+    /// What the plugin logged in the call.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub log: Vec<String>,
 }
 
 /// What a plugin was given.
@@ -172,6 +175,7 @@ impl FaultLog {
             role: self.role.to_owned(),
             message: fault.message.clone(),
             settings: self.settings.clone(),
+            log: fault.log.clone(),
         };
         let lines = std::iter::once(json!({ "fault": header })).chain(items());
         let written = std::fs::create_dir_all(&self.folder).and_then(|()| write_jsonl(&file, lines));
@@ -288,7 +292,7 @@ mod tests {
 
     fn fault() -> PluginFault {
         let (plugin, version, message) = ("p".to_owned(), "0.1.0".to_owned(), "panicked".to_owned());
-        PluginFault { plugin, version, message, kind: FaultKind::Trap }
+        PluginFault { plugin, version, message, kind: FaultKind::Trap, log: vec!["info: here".into()] }
     }
 
     fn logged(folder: &Path) -> Logged<Arc<dyn Prompts>> {
@@ -310,6 +314,7 @@ mod tests {
         let read = |name: &str| FaultFile::read(&folder.path().join("faults").join(name)).unwrap().unwrap();
         let FaultFile { header, call: FaultedCall::Prompt(call) } = read("01-p.jsonl") else { panic!() };
         assert_eq!((header.message.as_str(), header.settings), ("panicked", prompts.log.settings.clone()));
+        assert_eq!(header.log, ["info: here"]);
         assert!(matches!(&call, PromptCall::Messages { task, rewrite: Some(_), .. } if task == "judge"), "{call:?}");
         call.repeat(&Broken).unwrap_err();
         assert!(

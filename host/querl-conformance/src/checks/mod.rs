@@ -12,7 +12,7 @@ pub(crate) mod settings;
 
 /// All checks of one kind other than golden cases and cost.
 pub(crate) fn of_kind(subject: &Subject<'_>, kind: PluginKind) -> Section {
-    let mut section = Section::new(Some(kind));
+    let mut section = Section::new(Some(kind), &subject.options.progress);
     match kind {
         PluginKind::Reward => kinds::check_reward(subject, &mut section),
         PluginKind::Filter => kinds::check_filter(subject, &mut section),
@@ -33,13 +33,13 @@ pub(crate) const MANIFEST: &str = "plugin.toml is readable, says the name, versi
 
 pub(crate) fn check_identity(subject: &Subject<'_>, section: &mut Section) {
     match subject.plugin.manifest() {
-        Some(_) => section.add("manifest", MANIFEST, Ok(String::new())),
+        Some(_) => section.add("manifest", MANIFEST, || Ok(String::new())),
         None => section.skip("manifest", MANIFEST, "a bare component: no plugin.toml"),
     }
     section.add(
         "identity",
         "`describe` gives a name of 1 to 64 of a to z, 0 to 9 and -, and a semantic version",
-        identity(subject.plugin),
+        || identity(subject.plugin),
     );
 }
 

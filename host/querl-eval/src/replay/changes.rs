@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// Totals that differ by no more are equal, as in win rates.
-const DRAW_TOLERANCE: f64 = 1e-9;
+pub(super) const DRAW_TOLERANCE: f64 = 1e-9;
 
 /// Changes of the totals, as after minus before.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The version that the SDK is tested with.
-const TOOL: &str = "componentize-py==0.25.1";
+pub const TOOL: &str = "componentize-py==0.25.1";
 
 /// The module that componentize-py starts from. Its name must not be that of a world.
 const ENTRY: &str = "querl_component";

@@ -14,7 +14,7 @@ const BATCH: usize = 64;
 const SILENT_FOR: Duration = Duration::from_secs(2);
 
 /// One outcome per episode, in order, whatever the number of cores. `label` stands before the progress, once it takes long.
-pub(super) fn score(
+pub(in crate::commands::plugin) fn score(
     model: &dyn RewardModel,
     episodes: &[Episode],
     label: &'static str,
@@ -137,6 +137,7 @@ mod tests {
                         version: "1".into(),
                         message,
                         kind: FaultKind::Trap,
+                        log: Vec::new(),
                     });
                 }
                 Ok(Ok(Reward { total: number as f64, components: Vec::new() }))
