@@ -120,6 +120,7 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
         Kind::Prompt => ("prompts.js", "prompts"),
         Kind::Filter => ("filters.js", "filters"),
         Kind::Reward => ("rewards.js", "rewards"),
+        Kind::GroupReward => ("rewards.js", "groupRewards"),
         Kind::StyleScorer => ("style_scores.js", "styleScores"),
     }
 }

@@ -135,6 +135,7 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
         Kind::Prompt => ("prompts", "Prompts"),
         Kind::Filter => ("filters", "Filters"),
         Kind::Reward => ("rewards", "Rewards"),
+        Kind::GroupReward => ("rewards", "GroupRewards"),
         Kind::StyleScorer => ("style_scores", "StyleScores"),
     }
 }
