@@ -10,12 +10,12 @@ use crate::plugin_activity::CallMeter;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_bundle::oci::{Credentials, PinnedReference, Transport};
-use querl_bundle::{BundleError, Manifest, PublicKey};
+use querl_bundle::{BundleError, HostInterface, Manifest, PublicKey};
 use querl_core::config::{
     Config, JudgeConfig, JudgeForm, JudgeKind, PluginLimits, PluginsConfig, RetrievalKind, is_registry_reference,
 };
 use querl_core::fsx::user_cache_folder;
-use querl_core::ports::{EpisodeInputs, Filter, InputUse, Prompts, RewardModel};
+use querl_core::ports::{EpisodeInputs, Filter, HostFunctions, InputUse, Prompts, RewardModel};
 use querl_data::rubric_answer;
 use querl_plugin::{
     CacheAccess, Compiler, HostOptions, Plugin, PluginFile, PluginHost, PluginKind, PluginPort, PluginSettings, Source,
@@ -32,6 +32,8 @@ pub struct Plugins {
     pub prompts: Arc<dyn Prompts>,
     /// In the order in which they are applied.
     pub filters: Vec<Arc<dyn Filter>>,
+    /// Whether a filter calls word segmentation, so that its dictionary is an input.
+    pub(crate) filters_use_words: bool,
     pub(crate) rewards: Vec<WeightedReward>,
     /// The style model of `plugins.style_model`.
     pub style: Option<Arc<SharedStyleModel>>,
@@ -108,7 +110,8 @@ impl Plugins {
         if let PluginUse::Run(pins) = used_for {
             pins.check(&found)?;
         }
-        let mut loading = Loading { host, found: found.into_iter(), used: Vec::new() };
+        let functions: Arc<dyn HostFunctions> = host_functions.clone();
+        let mut loading = Loading { host, functions: functions.clone(), found: found.into_iter(), used: Vec::new() };
         let faults = match used_for {
             PluginUse::Run(pins) => Some(pins.dir.faults()),
             PluginUse::Look | PluginUse::DryRun => None,
@@ -125,9 +128,12 @@ impl Plugins {
             None => prompts,
         };
         let mut filters: Vec<Arc<dyn Filter>> = Vec::new();
+        let mut filters_use_words = false;
         for filter in &config.filters {
             let plugin = loading.next(&filter.settings)?;
-            let opened = Arc::from(loading.host.open(&plugin, &filter.settings, PluginPort::filter())?);
+            let port = PluginPort::filter().with_functions(Some(functions.clone()));
+            let opened = Arc::from(loading.host.open(&plugin, &filter.settings, port)?);
+            filters_use_words |= plugin.host_functions().contains(&HostInterface::Words);
             filters.push(match log("filter", &filter.path, &filter.settings) {
                 Some(log) => Arc::new(Logged { plugin: opened, log }),
                 None => opened,
@@ -145,7 +151,8 @@ impl Plugins {
             rewards.push(WeightedReward { label: plugin.id().to_owned(), model, weight: reward.weight });
         }
         let used = loading.used;
-        let mut plugins = Self { prompts, filters, rewards, style, audit, host_functions, meter, used };
+        let mut plugins =
+            Self { prompts, filters, filters_use_words, rewards, style, audit, host_functions, meter, used };
         plugins.label_rewards();
         Ok(plugins)
     }
@@ -280,6 +287,7 @@ fn bundle_cache(reference: &PinnedReference) -> Result<PathBuf, Stop> {
 /// Loads plugins one by one and records each.
 struct Loading<'a> {
     host: PluginHost,
+    functions: Arc<dyn HostFunctions>,
     found: std::vec::IntoIter<FoundPlugin<'a>>,
     used: Vec<Used>,
 }
@@ -302,7 +310,8 @@ impl Loading<'_> {
         (index, style): (usize, Option<&Arc<SharedStyleModel>>),
     ) -> anyhow::Result<Arc<dyn RewardModel>> {
         if !scores_style(plugin) {
-            return Ok(Arc::from(self.host.open(plugin, settings, PluginPort::reward())?));
+            let port = PluginPort::reward().with_functions(Some(self.functions.clone()));
+            return Ok(Arc::from(self.host.open(plugin, settings, port)?));
         }
         let Some(style) = style else {
             let id = plugin.id();
@@ -326,7 +335,8 @@ impl Loading<'_> {
 /// Whether a plugin among the rewards is used as a style scorer; a plugin of both kinds is used as a reward.
 pub fn scores_style(plugin: &Plugin) -> bool {
     let kinds = plugin.kinds();
-    kinds.contains(&PluginKind::StyleScorer) && !kinds.contains(&PluginKind::Reward)
+    let scores_episodes = kinds.iter().any(|kind| matches!(kind, PluginKind::Reward | PluginKind::GroupReward));
+    kinds.contains(&PluginKind::StyleScorer) && !scores_episodes
 }
 
 /// Lock file entry of a plugin that was loaded from `path`.

@@ -1,6 +1,6 @@
 //! Stage 3: filters keep or drop, and the rows become train, val and test.
 
-use super::stage::{Done, Mean, QUERY_TABLE, Stage};
+use super::stage::{self, Done, Mean, QUERY_TABLE, Stage};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, teacher_name};
 use crate::run::Run;
 use querl_core::ports::Progress;
@@ -26,6 +26,9 @@ impl Stage for Convert {
         ["prompt", "filter"].iter().for_each(|role| run.plugins.add_inputs(&mut inputs, role));
         if conversion(run, "").reads_columns() {
             inputs.file(QUERY_TABLE, &run.config.data.input)?;
+        }
+        if run.plugins.filters_use_words {
+            stage::add_vocabulary(&mut inputs, run)?;
         }
         Ok(inputs)
     }

@@ -205,13 +205,18 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()
             }
         }
     }
-    let files = [
-        ("knowledge base", &retrieval.knowledge_base),
-        ("lexicon", &retrieval.lexicon),
-        ("user dictionary", &retrieval.user_dictionary),
-        ("synonyms", &retrieval.synonyms),
-    ];
-    for (name, path) in files {
+    for (name, path) in [("knowledge base", &retrieval.knowledge_base), ("lexicon", &retrieval.lexicon)] {
+        if let Some(path) = path {
+            inputs.file(name, path)?;
+        }
+    }
+    add_vocabulary(inputs, run)
+}
+
+/// Adds what word segmentation depends on.
+pub(crate) fn add_vocabulary(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+    let retrieval = &run.config.retrieval;
+    for (name, path) in [("user dictionary", &retrieval.user_dictionary), ("synonyms", &retrieval.synonyms)] {
         if let Some(path) = path {
             inputs.file(name, path)?;
         }

@@ -1,10 +1,11 @@
 //! The inputs of measured calls: recorded or generated episodes, and the samples and dialogues made of them.
 
-use querl_core::episodes;
+use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::records::{
     Candidate, Context, Dialogue, Episode, FinishReason, Hit, Judgement, Message, Sample, Split,
 };
 use querl_pipeline::failure::Stop;
+use querl_pipeline::host_functions::RecordedCalls;
 use std::path::Path;
 
 const N_GENERATED: usize = 256;
@@ -12,12 +13,18 @@ const N_GENERATED: usize = 256;
 /// Samples of one query.
 const N_SAMPLES: usize = 4;
 
-pub(super) fn read(path: &Path) -> Result<Vec<Episode>, Stop> {
+/// The episodes of a file, with their recorded calls of host functions.
+pub(super) fn read(path: &Path) -> Result<(Vec<Episode>, RecordedCalls), Stop> {
     let recorded = episodes::read(path).map_err(Stop::usage)?;
     if recorded.is_empty() {
         return Err(Stop::usage(format!("{}: holds no episode; expected one JSON object a line", path.display())));
     }
-    Ok(recorded.into_iter().map(|recorded| recorded.episode).collect())
+    let mut recorded_calls = RecordedCalls::default();
+    let episode = |RecordedEpisode { episode, calls, .. }| {
+        recorded_calls.add_episode(&episode, calls);
+        episode
+    };
+    Ok((recorded.into_iter().map(episode).collect(), recorded_calls))
 }
 
 /// Episodes with five hits and a judgement on each side, and texts as long as those of the example's knowledge base.
