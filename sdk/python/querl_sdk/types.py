@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
@@ -42,22 +43,13 @@ class Record:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name):
-            read = self._READERS.get(name)
-            if read is None:
-                raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`")
+            try:
+                read = self._READERS[name]
+            except KeyError:
+                raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`") from None
             value = read(self._json)
             setattr(self, name, value)
             return value
-
-
-def optional(key: str) -> Callable[[dict[str, Any]], Any]:
-    """A reader of a field that is left out where it is none."""
-    return lambda value: value.get(key)
-
-
-def required(key: str) -> Callable[[dict[str, Any]], Any]:
-    """A reader of a field that is always there."""
-    return lambda value: value[key]
 
 
 @dataclass(slots=True)
@@ -316,23 +308,23 @@ def _baseline(value: dict[str, Any]) -> Candidate | None:
     return None if baseline is None else Candidate.from_json(baseline)
 
 
-Context._READERS = {name: optional(name) for name in ["user_profile", "history_summary"]}
+Context._READERS = {name: methodcaller("get", name) for name in ["user_profile", "history_summary"]}
 Hit._READERS = {
-    "id": optional("id"),
-    "text": required("text"),
+    "id": methodcaller("get", "id"),
+    "text": itemgetter("text"),
     "reranker_score": _number("reranker_score"),
     "retrieval_score": lambda value: _optional_number(value.get("retrieval_score")),
-    "rank": required("rank"),
+    "rank": itemgetter("rank"),
 }
 Candidate._READERS = {
-    **{name: optional(name) for name in ["rewrite", "n_tokens", "finish_reason"]},
+    **{name: methodcaller("get", name) for name in ["rewrite", "n_tokens", "finish_reason"]},
     "retrieval": _retrieval,
     "judgement": _judgement,
     "style": lambda value: distribution(value.get("style")),
 }
 Episode._READERS = {
-    **{name: required(name) for name in ["id", "group_id", "sample_index", "query"]},
-    **{name: optional(name) for name in ["step", "split", "gold_ids", "response"]},
+    **{name: itemgetter(name) for name in ["id", "group_id", "sample_index", "query"]},
+    **{name: methodcaller("get", name) for name in ["step", "split", "gold_ids", "response"]},
     "context": _context,
     "columns": _columns,
     "prompt": _prompt,

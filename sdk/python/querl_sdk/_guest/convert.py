@@ -89,17 +89,21 @@ def rejection(value: Rejection):
     return wit.Rejection(value.code, value.detail)
 
 
-def parts(score: Score, place: str) -> tuple[float, list[tuple[str, float]]]:
-    """Total and components of a score. Checked here: the host cannot say which line of the plugin they come from."""
+def parts(score: Score, place: str) -> tuple[float, dict[str, float]]:
+    """Total and components of a score. Checked here: the host cannot say which method they come from."""
     if not isinstance(score, Score):
         raise TypeError(f"`{place}` gave {score!r}; expected a Score, or a raised Rejection")
-    total, components = float(score.total), [(name, float(value)) for name, value in score.components.items()]
-    for name, value in [("total", total), *components]:
+    total, components = float(score.total), score.components
+    for name, value in components.items():
+        if type(value) is not float:
+            components[name] = value = float(value)
         if not isfinite(value):
-            raise ValueError(f"`{place}` gave {value} as {name}; expected a finite number")
+            raise ValueError(f"`{place}` gave {value} as `{name}`; expected a finite number")
+    if not isfinite(total):
+        raise ValueError(f"`{place}` gave {total} as total; expected a finite number")
     return total, components
 
 
 def score(value: Score, place: str):
     total, components = parts(value, place)
-    return wit.Score(total, [wit.Component(name, part) for name, part in components])
+    return wit.Score(total, [wit.Component(name, part) for name, part in components.items()])

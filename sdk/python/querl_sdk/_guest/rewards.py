@@ -13,6 +13,9 @@ from ..types import Episode, Rejection
 from . import convert, host
 
 _decode_at = JSONDecoder().scan_once
+_new = object.__new__
+_SCORED = '{"scored":{"total":%r,"components":[%s]}}'
+_COMPONENT = '{"name":%s,"value":%r}'
 
 
 class Rewards:
@@ -34,11 +37,16 @@ class GroupRewards:
 
 class JsonRewards:
     def score_json(self, episodes):
-        if "reward" in exported():
-            plugin = exported()["reward"](host.settings())
-            written = [_written(_scored(plugin, episode), "score") for episode in _episodes(episodes)]
-        else:
-            written = [_written(outcome, "score_group") for outcome in _scored_group(list(_episodes(episodes)))]
+        if "reward" not in exported():
+            outcomes = _scored_group(list(_episodes(episodes)))
+            return f"[{','.join([_written(outcome, 'score_group') for outcome in outcomes])}]"
+        score, written = exported()["reward"](host.settings()).score, []
+        for episode in _episodes(episodes):
+            try:
+                outcome = score(episode)
+            except Rejection as rejection:
+                outcome = rejection
+            written.append(_written(outcome, "score"))
         return f"[{','.join(written)}]"
 
 
@@ -74,13 +82,14 @@ def _episodes(text: str):
     a call touches first is what costs it most, since each call has a fresh instance."""
     position, end = 0, len(text) - 1
     while position < end and end > 1:
-        value, position = _decode_at(text, position + 1)
-        yield Episode.from_json(value)
+        episode = _new(Episode)
+        episode._json, position = _decode_at(text, position + 1)
+        yield episode
 
 
 def _written(outcome, place: str) -> str:
     if isinstance(outcome, Rejection):
         return f'{{"rejected":{{"code":{quoted(outcome.code)},"detail":{quoted(outcome.detail)}}}}}'
     total, components = convert.parts(outcome, place)
-    parts = ",".join([f'{{"name":{quoted(name)},"value":{value!r}}}' for name, value in components])
-    return f'{{"scored":{{"total":{total!r},"components":[{parts}]}}}}'
+    written = ",".join([_COMPONENT % (quoted(name), value) for name, value in components.items()])
+    return _SCORED % (total, written)
