@@ -15,8 +15,9 @@
 //!
 //! Components: `target`, `rival`, `penalty`, `length`, and `class_0`, `class_1` and so on, the model's distribution in its order.
 
+use querl_sdk::host::CallError;
 use querl_sdk::{
-    ClassifyError, Dialogue, Rejection, Role, Score, SettingError, Settings, StyleModel, StyleProbability, StyleScorer,
+    Dialogue, Rejection, Role, Score, SettingError, Settings, StyleModel, StyleProbability, StyleScorer,
 };
 
 /// The scorer, with what it wants.
@@ -61,8 +62,8 @@ impl StyleScorer for Style {
             return Ok(Score::new(0.0).with("length", 0.0));
         }
         let classes = model.classify(&dialogue.turns).map_err(|error| match &error {
-            ClassifyError::NotConfigured => Rejection::new("style_model_missing", error.to_string()),
-            ClassifyError::Failed(_) => Rejection::new("style_model_failed", error.to_string()),
+            CallError::NotConfigured => Rejection::new("style_model_missing", error.to_string()),
+            CallError::Failed(_) => Rejection::new("style_model_failed", error.to_string()),
         })?;
         self.check(&classes)?;
         let (target, penalty) = (sum(&self.targets, &classes), sum(&self.penalties, &classes));
