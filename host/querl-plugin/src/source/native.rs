@@ -33,7 +33,9 @@ impl NativeFolder {
     pub fn read(folder: &Path) -> Result<Self, PluginError> {
         check_folder_name(folder)?;
         let language = language(folder)?;
-        let script = |vendored, shared| Ok(Code::Script { sdk: ScriptFolder::read(folder, vendored, shared)?.sdk });
+        let script = |vendored, shared| -> Result<Code, PluginError> {
+            Ok(Code::Script { sdk: ScriptFolder::read(folder, vendored, shared)?.sdk })
+        };
         let code = match language {
             Language::Rust => Code::Crate(CrateFolder::read(folder)?),
             Language::Python => script("vendor/querl_sdk", "sdk/python/querl_sdk")?,

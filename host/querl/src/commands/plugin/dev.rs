@@ -11,7 +11,7 @@ mod picture;
 
 pub use native::{LibraryArgs, REPLAY_COMMAND, replay_library};
 
-use super::replay::{Recording, find, made_comparable, read};
+use super::replay::{RecordedResults, find, made_comparable, read};
 use crate::args::{Format, parse_settings};
 use anyhow::Context;
 use clap::Args;
@@ -74,7 +74,7 @@ struct Job {
     /// The episodes with their calls of host functions, in the newest format, for native runs.
     file: TempPath,
     episodes: Vec<Episode>,
-    recording: Recording,
+    recording: RecordedResults,
     /// Recorded outcomes, one per episode; made comparable with the plugin's own.
     recorded: Vec<Option<Outcome>>,
     notes: Vec<String>,
@@ -134,7 +134,7 @@ impl Job {
             }
             (None, false) => {}
         }
-        let recording = Recording::of(recorded.iter().map(|recorded| (&recorded.episode, recorded.calls.as_slice())));
+        let recording = RecordedResults::of(&recorded);
         let file = for_native_runs(&recorded).context("a temporary file")?;
         let (episodes, recorded) =
             recorded.into_iter().map(|RecordedEpisode { episode, outcome, .. }| (episode, outcome)).unzip();

@@ -81,8 +81,8 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     let log: CallLog = Arc::default();
     let observer = args.trace.then(|| keep_log(&log));
     let host = PluginHost::new(HostOptions { n_slots: n_slots(), observer, ..host_options(&limits)? })?;
-    let recording = Recording::of(recorded.iter().map(|recorded| (&recorded.episode, recorded.calls.as_slice())));
-    let open = |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, &recording), path, settings, flag);
+    let results = RecordedResults::of(&recorded);
+    let open = |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, &results), path, settings, flag);
     let plugin = open(path, &args.settings, "--settings")?;
     if args.trace {
         return trace(&recorded, plugin.model.as_ref(), &log, args.format);
@@ -159,8 +159,8 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
     };
     let n_items = match call {
         FaultedCall::Episodes(episodes, calls) => {
-            let recording = Recording { styles: RecordedStyles::of(episodes.iter()), calls: Arc::new(calls) };
-            open_reward(&host, &plugin, &settings, &recording)?.score_batch(&episodes)?;
+            let results = RecordedResults { styles: RecordedStyles::of(episodes.iter()), calls: Arc::new(calls) };
+            open_reward(&host, &plugin, &settings, &results)?.score_batch(&episodes)?;
             episodes.len()
         }
         FaultedCall::Samples(samples, calls) => {
@@ -225,14 +225,14 @@ struct ReplayPlugin {
 
 impl ReplayPlugin {
     fn open(
-        (host, recording): (&PluginHost, &Recording),
+        (host, results): (&PluginHost, &RecordedResults),
         path: &Path,
         settings: &[String],
         flag: &str,
     ) -> anyhow::Result<Self> {
         let settings = parse_settings(settings, flag)?;
         let plugin = host.load(path)?;
-        let model = open_reward(host, &plugin, &settings, recording)?;
+        let model = open_reward(host, &plugin, &settings, results)?;
         let side = PluginSide {
             id: plugin.id().to_owned(),
             version: plugin.version().to_owned(),
@@ -247,31 +247,33 @@ impl ReplayPlugin {
     }
 }
 
-/// What plugins get from the recording, next to the episodes.
-pub(super) struct Recording {
+/// What a run recorded for the plugins that are asked again.
+pub(super) struct RecordedResults {
     styles: Option<Arc<RecordedStyles>>,
     calls: Arc<RecordedCalls>,
 }
 
-impl Recording {
-    /// Of episodes with their calls of host functions.
-    pub(super) fn of<'a>(recorded: impl Iterator<Item = (&'a Episode, &'a [HostCall])> + Clone) -> Self {
+impl RecordedResults {
+    pub(super) fn of(recorded: &[RecordedEpisode]) -> Self {
         let mut calls = RecordedCalls::default();
-        recorded.clone().for_each(|(episode, made)| calls.add_episode(episode, made.to_vec()));
-        Self { styles: RecordedStyles::of(recorded.map(|(episode, _)| episode)), calls: Arc::new(calls) }
+        for RecordedEpisode { episode, calls: of_episode, .. } in recorded {
+            calls.add_episode(episode, of_episode.clone());
+        }
+        let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
+        Self { styles, calls: Arc::new(calls) }
     }
 }
 
-/// A reward, or a style scorer over recorded styles.
+/// A reward with its recorded host calls, or a style scorer over recorded styles.
 pub(super) fn open_reward(
     host: &PluginHost,
     plugin: &Plugin,
     settings: &PluginSettings,
-    recording: &Recording,
+    results: &RecordedResults,
 ) -> anyhow::Result<Box<dyn RewardModel>> {
-    match (scores_style(plugin), &recording.styles) {
+    match (scores_style(plugin), &results.styles) {
         (false, _) => {
-            let port = PluginPort::reward().with_functions(Some(recording.calls.clone()));
+            let port = PluginPort::reward().with_functions(Some(results.calls.clone()));
             Ok(host.open(plugin, settings, port)?)
         }
         (true, Some(styles)) => {

@@ -1,6 +1,6 @@
 //! The component of the last save: built in the background, and compared with the native run.
 
-use super::super::replay::{Recording, open_reward, scoring};
+use super::super::replay::{RecordedResults, open_reward, scoring};
 use super::native::NativeReplay;
 use querl_core::records::Episode;
 use querl_eval::{BriefOutcome, Outcome};
@@ -51,7 +51,7 @@ pub(super) fn compare(
     host: &PluginHost,
     folder: &Path,
     settings: &PluginSettings,
-    (episodes, recording): (&[Episode], &Recording),
+    (episodes, recording): (&[Episode], &RecordedResults),
     native: Option<&NativeReplay>,
 ) -> Comparison {
     let started = Instant::now();
