@@ -73,13 +73,13 @@ mod types;
 struct Readme;
 
 pub use kinds::{
-    Component, Dialogue, Episode, Filter, GroupReward, Input, Inputs, Prompt, PromptInput, PromptTask, Reward, Sample, Score,
-    StyleModel, StyleScorer, Verdict,
+    Component, Dialogue, Episode, Filter, GroupReward, Input, Inputs, Prompt, PromptInput, PromptTask, Reward, Sample,
+    Score, StyleModel, StyleScorer, Verdict,
 };
-pub use settings::{SettingError, Settings};
 #[doc(hidden)]
 pub use settings::{Setting as __Setting, SettingType as __SettingType};
+pub use settings::{SettingError, Settings};
 pub use types::{
-    CallFailure, Candidate, Column, ColumnValue, Context, FailureKind, FinishReason, Hit, JudgeScore, Message, Rejection, Role,
-    Scalar, Split, StyleProbability,
+    CallFailure, Candidate, Column, ColumnValue, Context, FailureKind, FinishReason, Hit, JudgeScore, Message,
+    Rejection, Role, Scalar, Split, StyleProbability,
 };

@@ -3,8 +3,8 @@
 //! Compiled natively too, for the test with the vectors of the specification.
 
 use crate::{
-    CallFailure, Candidate, Column, ColumnValue, Context, Episode, FailureKind, FinishReason, GroupReward, Hit, JudgeScore, Message,
-    Rejection, Reward, Role, Scalar, Score, Split, StyleProbability,
+    CallFailure, Candidate, Column, ColumnValue, Context, Episode, FailureKind, FinishReason, GroupReward, Hit,
+    JudgeScore, Message, Rejection, Reward, Role, Scalar, Score, Split, StyleProbability,
 };
 use std::mem::ManuallyDrop;
 

@@ -108,7 +108,8 @@ impl Settings {
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
                 if kept.iter().all(|known| known.key != key) {
                     let (minimum, maximum) = (None, None);
-                    let mut read = Setting { key: key.into(), value_type, default: None, minimum, maximum, choices: None };
+                    let mut read =
+                        Setting { key: key.into(), value_type, default: None, minimum, maximum, choices: None };
                     setting(&mut read);
                     kept.push(read);
                 }
@@ -213,8 +214,18 @@ impl Settings {
     /// # Errors
     /// Not a list of texts.
     pub fn list(&self, key: &str) -> Result<Vec<String>, SettingError> {
-        let text = self.get(key, SettingType::Texts, |setting| setting.default = Some("[]".to_owned()));
-        let Some(text) = text else { return Ok(Vec::new()) };
+        self.list_or(key, &[])
+    }
+
+    /// The list of texts under `key`, or `default`.
+    ///
+    /// # Errors
+    /// Not a list of texts.
+    pub fn list_or(&self, key: &str, default: &[&str]) -> Result<Vec<String>, SettingError> {
+        let text = self.get(key, SettingType::Texts, |setting| {
+            setting.default = Some(serde_json::Value::from(default).to_string());
+        });
+        let Some(text) = text else { return Ok(default.iter().map(|item| (*item).to_owned()).collect()) };
         serde_json::from_str(&text)
             .map_err(|_| SettingError::new(key, format!("expected a list of texts, got `{text}`")))
     }
@@ -265,6 +276,7 @@ mod tests {
             settings.integer("d", 3, 1..=9).unwrap();
             settings.flag("e", true).unwrap();
             settings.list("f").unwrap();
+            settings.list_or("g", &["鱼", "\""]).unwrap();
         });
         let with = |key: &str, value_type, default: Option<&str>, bounds: Option<(f64, f64)>| Setting {
             key: key.into(),
@@ -281,9 +293,13 @@ mod tests {
             with("d", SettingType::Integer, Some("3"), Some((1.0, 9.0))),
             with("e", SettingType::Flag, Some("true"), None),
             with("f", SettingType::Texts, Some("[]"), None),
+            with("g", SettingType::Texts, Some(r#"["鱼","\""]"#), None),
         ];
         assert_eq!(recorded, expected);
         assert!(Settings::none().required("a").is_err());
-        assert_eq!(Settings::from_pairs([("b", "z")]).choice("b", "x", &["x", "y"]).unwrap_err().message, "expected one of x, y, got `z`");
+        assert_eq!(
+            Settings::from_pairs([("b", "z")]).choice("b", "x", &["x", "y"]).unwrap_err().message,
+            "expected one of x, y, got `z`"
+        );
     }
 }

@@ -2,9 +2,9 @@
 
 use super::{filters_wit, info_wit, prompts_wit, style_wit, wit};
 use crate::{
-    __Setting as Setting, __SettingType as SettingType, CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode,
-    FailureKind, FinishReason, Hit, Input, JudgeScore, Message, PromptInput, PromptTask, Rejection, Role, Sample, Scalar, Score,
-    Split, StyleProbability, Verdict,
+    __Setting as Setting, __SettingType as SettingType, CallFailure, Candidate, Column, ColumnValue, Context, Dialogue,
+    Episode, FailureKind, FinishReason, Hit, Input, JudgeScore, Message, PromptInput, PromptTask, Rejection, Role,
+    Sample, Scalar, Score, Split, StyleProbability, Verdict,
 };
 use std::ops::RangeInclusive;
 

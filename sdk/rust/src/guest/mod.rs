@@ -5,7 +5,6 @@ mod arena;
 mod convert;
 pub(crate) mod host;
 
-
 use crate::host::CallError;
 use crate::{Filter, GroupReward, Input, Inputs, Prompt, Reward, SettingError, Settings, StyleModel, StyleScorer};
 use std::marker::PhantomData;
@@ -227,8 +226,7 @@ impl<T: StyleScorer> style_wit::Guest for StyleScorerGuest<T> {
     fn score_batch(dialogues: Vec<style_wit::Dialogue>) -> Vec<Result<wit::Score, wit::Rejection>> {
         let plugin = checked(T::new(&Settings::of_host()));
         let dialogues = dialogues.into_iter().map(convert::dialogue);
-        dialogues
-            .map(|dialogue| convert::result(plugin.score(&dialogue, &HostModel))).collect()
+        dialogues.map(|dialogue| convert::result(plugin.score(&dialogue, &HostModel))).collect()
     }
 }
 
