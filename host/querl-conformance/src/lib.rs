@@ -16,7 +16,7 @@ mod shown;
 mod subject;
 
 pub use report::{Check, Cost, Failure, Outcome, Report};
-pub use subject::SuiteOptions;
+pub use subject::{CheckEvent, Progress, SuiteOptions};
 
 use meter::Meter;
 use querl_bundle::BundleError;
@@ -35,13 +35,14 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     let host = PluginHost::new(options.host_options(&meter))?;
     let plugin = match host.load(path) {
         Ok(plugin) => plugin,
-        Err(error) if is_of_the_plugin(&error) => return Ok(not_loaded(path, &error)),
+        Err(error) if is_of_the_plugin(&error) => return Ok(not_loaded(path, &error, options)),
         Err(error) => return Err(error),
     };
     let subject = Subject { host: &host, plugin: &plugin, options };
-    let mut whole = Section::new(None);
+    let mut whole = Section::new(None, &options.progress);
     whole.add("loads", LOADS, Ok(String::new()));
     checks::check_identity(&subject, &mut whole);
+    checks::check_description(&subject, &mut whole);
     if takes_settings(&subject)? {
         checks::settings::check(&subject, &mut whole);
     }
@@ -68,11 +69,11 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
 }
 
 const LOADS: &str = "a plugin is a WebAssembly component that exports `info` and at least one of `prompts`, `filters`, \
-                     `rewards` and `style-scores`, and imports what the contract and a standard library need";
+                     `rewards`, `group-rewards` and `style-scores`, and imports what the contract and a standard library need";
 
 /// A report on a plugin that the host rejected.
-fn not_loaded(path: &Path, error: &PluginError) -> Report {
-    let mut section = Section::new(None);
+fn not_loaded(path: &Path, error: &PluginError, options: &SuiteOptions) -> Report {
+    let mut section = Section::new(None, &options.progress);
     let (check, rule) = match error {
         PluginError::Manifest { .. } | PluginError::Bundle(_) => ("manifest", checks::MANIFEST),
         _ => ("loads", LOADS),

@@ -2,8 +2,10 @@
 
 use crate::report::{Check, Failure, Outcome};
 use crate::shown;
+use crate::subject::Progress;
 use querl_core::ports::{FaultKind, PluginFault};
 use querl_plugin::{PluginError, PluginKind};
+use std::time::{Duration, Instant};
 
 /// Description of what was checked, or the violation.
 pub(crate) type CheckResult = Result<String, Violation>;
@@ -56,14 +58,29 @@ fn rule_of(kind: FaultKind) -> &'static str {
 pub(crate) struct Section {
     kind: Option<PluginKind>,
     checks: Vec<Check>,
+    progress: Progress,
 }
 
 impl Section {
-    pub(crate) fn new(kind: Option<PluginKind>) -> Self {
-        Self { kind, checks: Vec::new() }
+    pub(crate) fn new(kind: Option<PluginKind>, progress: &Progress) -> Self {
+        Self { kind, checks: Vec::new(), progress: progress.clone() }
     }
 
+    /// Runs a check and records its result.
+    pub(crate) fn run(&mut self, name: impl Into<String>, rule: &str, check: impl FnOnce() -> CheckResult) {
+        let name = name.into();
+        self.progress.started(self.kind, &name);
+        let start = Instant::now();
+        let found = check();
+        self.record(name, rule, found, start.elapsed());
+    }
+
+    /// Records a result that is already there.
     pub(crate) fn add(&mut self, name: impl Into<String>, rule: &str, found: CheckResult) {
+        self.record(name.into(), rule, found, Duration::ZERO);
+    }
+
+    fn record(&mut self, name: String, rule: &str, found: CheckResult, took: Duration) {
         let (note, outcome) = match found {
             Ok(note) => (note, Outcome::Passed),
             Err(violation) => {
@@ -73,7 +90,9 @@ impl Section {
                 (String::new(), Outcome::Failed(Failure { sent, returned, expected }))
             }
         };
-        self.checks.push(Check { kind: self.kind, name: name.into(), rule: rule.into(), note, outcome });
+        let check = Check { kind: self.kind, name, rule: rule.into(), note, outcome };
+        self.progress.ended(&check, took);
+        self.checks.push(check);
     }
 
     /// Records a check without anything to check.
