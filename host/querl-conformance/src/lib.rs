@@ -16,7 +16,8 @@ mod shown;
 mod subject;
 
 pub use report::{Check, Cost, Failure, Outcome, Report};
-pub use subject::{CheckEvent, Progress, SuiteOptions};
+pub use section::{CheckEvent, CheckProgress};
+pub use subject::SuiteOptions;
 
 use meter::Meter;
 use querl_bundle::BundleError;
@@ -40,7 +41,7 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     };
     let subject = Subject { host: &host, plugin: &plugin, options };
     let mut whole = Section::new(None, &options.progress);
-    whole.add("loads", LOADS, Ok(String::new()));
+    whole.add("loads", LOADS, || Ok(String::new()));
     checks::check_identity(&subject, &mut whole);
     checks::check_description(&subject, &mut whole);
     if takes_settings(&subject)? {
@@ -78,7 +79,7 @@ fn not_loaded(path: &Path, error: &PluginError, options: &SuiteOptions) -> Repor
         PluginError::Manifest { .. } | PluginError::Bundle(_) => ("manifest", checks::MANIFEST),
         _ => ("loads", LOADS),
     };
-    section.add(check, rule, Err(Violation::error(path.display().to_string(), error)));
+    section.add(check, rule, || Err(Violation::error(path.display().to_string(), error)));
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
     Report {
         plugin: shown::line(&name),

@@ -1,21 +1,18 @@
 //! The plugin under test, and stand-ins for a style model.
 
 use crate::meter::Meter;
-use crate::report::Check;
+use crate::section::CheckProgress;
 use querl_core::config::{OnLimit, PluginLimits};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
 use querl_core::records::{
     CallFailure, Dialogue, Episode, FailureKind, Message, Rejection, Reward, Sample, StyleProbability, Verdict,
 };
-use querl_plugin::{
-    Compiler, HostOptions, Plugin, PluginError, PluginHost, PluginKind, PluginPort, PluginSettings, RewardForm,
-};
+use querl_plugin::{Compiler, HostOptions, Plugin, PluginError, PluginHost, PluginPort, PluginSettings, RewardForm};
 use serde::Serialize;
 use serde_json::json;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 /// How the suite is run.
 #[derive(Debug, Clone)]
@@ -32,48 +29,8 @@ pub struct SuiteOptions {
     pub cache_dir: Option<PathBuf>,
     /// Where components are compiled.
     pub compiler: Compiler,
-    /// Hears of each check as it runs.
-    pub progress: Progress,
-}
-
-/// One event of a run of the suite.
-#[derive(Debug, Clone, Copy)]
-pub enum CheckEvent<'a> {
-    /// The check of this name starts.
-    Started(Option<PluginKind>, &'a str),
-    /// A check ended after this time; one whose result was there already was not started.
-    Ended(&'a Check, Duration),
-}
-
-type Listener = Arc<dyn Fn(CheckEvent<'_>) + Send + Sync>;
-
-/// A callback for checks; none by default.
-#[derive(Clone, Default)]
-pub struct Progress(Option<Listener>);
-
-impl Progress {
-    /// Calls `listener` before and after each check.
-    pub fn new(listener: impl Fn(CheckEvent<'_>) + Send + Sync + 'static) -> Self {
-        Self(Some(Arc::new(listener)))
-    }
-
-    pub(crate) fn started(&self, kind: Option<PluginKind>, name: &str) {
-        if let Some(listener) = &self.0 {
-            listener(CheckEvent::Started(kind, name));
-        }
-    }
-
-    pub(crate) fn ended(&self, check: &Check, took: Duration) {
-        if let Some(listener) = &self.0 {
-            listener(CheckEvent::Ended(check, took));
-        }
-    }
-}
-
-impl std::fmt::Debug for Progress {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Progress").field(&self.0.is_some()).finish()
-    }
+    /// Is called at the start and at the end of each check.
+    pub progress: CheckProgress,
 }
 
 impl Default for SuiteOptions {
@@ -85,7 +42,7 @@ impl Default for SuiteOptions {
             settings: PluginSettings::new(),
             cache_dir: None,
             compiler: Compiler::InProcessWithoutLimits,
-            progress: Progress::default(),
+            progress: CheckProgress::default(),
         }
     }
 }

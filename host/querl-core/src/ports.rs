@@ -8,6 +8,7 @@ use crate::records::{
 };
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Teacher model that rewrites queries: an endpoint, a local model, or a recording.
 #[async_trait]
@@ -167,6 +168,8 @@ pub struct PluginFault {
     pub message: String,
     /// Category of the fault.
     pub kind: FaultKind,
+    /// What the plugin logged in the call, one entry per line: `info: no hits`.
+    pub log: Vec<String>,
 }
 
 /// Categories of plugin faults.
@@ -398,12 +401,54 @@ pub struct ScoredResponses {
     pub records: Vec<EpisodeRecord>,
     /// Time spent.
     pub timings: CallTimings,
+    /// By plugin, for metrics; empty where they are not measured, as in evaluations.
+    #[serde(default)]
+    pub plugins: BTreeMap<String, PluginActivity>,
+}
+
+/// What a plugin did while rollouts were scored.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct PluginActivity {
+    /// Wall-clock seconds of its calls.
+    pub time_s: f64,
+    /// Instructions of its calls; the same on every machine.
+    pub fuel: u64,
+    /// Of a reward plugin.
+    pub results: Option<RewardResults>,
+}
+
+/// The results of a reward plugin.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RewardResults {
+    /// Width of the declared range of totals.
+    pub range_width: f64,
+    /// Episodes that the plugin rejected.
+    pub n_rejected: u64,
+    /// Totals of the others, in order.
+    pub totals: Vec<f64>,
+    /// Values of each component, each with the total of its episode.
+    pub components: BTreeMap<String, Vec<(f64, f64)>>,
+}
+
+impl std::ops::AddAssign for PluginActivity {
+    fn add_assign(&mut self, other: Self) {
+        self.time_s += other.time_s;
+        self.fuel = self.fuel.saturating_add(other.fuel);
+        let Some(other) = other.results else { return };
+        let results = self.results.get_or_insert_default();
+        results.range_width = other.range_width;
+        results.n_rejected += other.n_rejected;
+        results.totals.extend(other.totals);
+        for (name, values) in other.components {
+            results.components.entry(name).or_default().extend(values);
+        }
+    }
 }
 
 impl From<Vec<EpisodeRecord>> for ScoredResponses {
     /// Without timings.
     fn from(records: Vec<EpisodeRecord>) -> Self {
-        Self { records, timings: CallTimings::default() }
+        Self { records, ..Self::default() }
     }
 }
 

@@ -509,10 +509,17 @@ impl Candidate {
 
     /// The hits, best first; empty if there are none, retrieval failed or was not tried.
     pub fn hits(&self) -> &[Hit] {
-        match &self.retrieval {
-            Some(Ok(hits)) => hits,
-            _ => &[],
-        }
+        self.found().unwrap_or_default()
+    }
+
+    /// The hits of a successful retrieval, best first.
+    pub fn found(&self) -> Option<&[Hit]> {
+        self.retrieval.as_ref()?.as_deref().ok()
+    }
+
+    /// Why retrieval failed.
+    pub fn retrieval_failure(&self) -> Option<&CallFailure> {
+        self.retrieval.as_ref()?.as_ref().err()
     }
 
     /// True if the token limit ended the generation.
@@ -610,6 +617,27 @@ pub enum ColumnValue {
     Items(Vec<Scalar>),
 }
 
+impl Scalar {
+    fn n_bytes(&self) -> usize {
+        match self {
+            Self::Flag(_) => 1,
+            Self::Number(_) => 8,
+            Self::Text(text) => text.len(),
+        }
+    }
+}
+
+impl ColumnValue {
+    fn n_bytes(&self) -> usize {
+        match self {
+            Self::Flag(_) => 1,
+            Self::Number(_) => 8,
+            Self::Text(text) => text.len(),
+            Self::Items(items) => items.iter().map(Scalar::n_bytes).sum(),
+        }
+    }
+}
+
 /// The named values of a query's row, in the order of the table, without cells that have no value. In JSON an object.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Columns(pub Vec<(String, ColumnValue)>);
@@ -625,6 +653,11 @@ impl Columns {
     /// True without columns.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// Size of names and values in bytes.
+    pub fn n_bytes(&self) -> usize {
+        self.0.iter().map(|(name, value)| name.len() + value.n_bytes()).sum()
     }
 }
 

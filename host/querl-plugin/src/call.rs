@@ -44,6 +44,8 @@ pub struct CallReport<'a> {
     pub failed: bool,
     /// Rejections and totals of a call that scored episodes or dialogues; without any for other calls.
     pub outcome: Outcome,
+    /// What the plugin logged, one entry per line: `info: no hits`.
+    pub log: &'a [String],
 }
 
 /// Results of one scoring call, before they are checked.
@@ -146,7 +148,7 @@ impl Caller {
         result.map_err(|(phase, error)| {
             tracing::debug!(plugin = &*self.title, "{error:?}");
             let (kind, message) = error::explain(phase, &error, store.data(), &self.limits, size);
-            self.fault(kind, message)
+            PluginFault { log: store.into_data().logged, ..self.fault(kind, message) }
         })
     }
 
@@ -191,11 +193,12 @@ impl Caller {
             memory_bytes: store.data().memory.used_bytes,
             failed,
             outcome: store.data().outcome,
+            log: &store.data().logged,
         });
     }
 
     pub(crate) fn fault(&self, kind: FaultKind, message: String) -> PluginFault {
-        PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind }
+        PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind, log: Vec::new() }
     }
 
     /// A checked rejection.
@@ -227,7 +230,7 @@ impl Caller {
             [id] => format!("{what} `{id}`: {message}"),
             [first, .., last] => format!("{message} (a batch from {what} `{first}` to `{last}`)"),
         };
-        self.fault(fault.kind, message)
+        PluginFault { log: fault.log.clone(), ..self.fault(fault.kind, message) }
     }
 
     /// Names the item at which a batch failed: tries the items one by one, for at most `timeout_ms`.

@@ -58,6 +58,8 @@ pub(crate) struct Guest {
     pub(crate) deadline: Option<Instant>,
     /// Captured stderr, up to `log_bytes`: a panic's message.
     pub(crate) stderr: Vec<u8>,
+    /// Lines that the call logged, up to `log_bytes`.
+    pub(crate) logged: Vec<String>,
     /// State of the deterministic random number generator.
     pub(crate) random: u64,
     n_handles: usize,
@@ -91,6 +93,7 @@ impl Guest {
             outcome: Outcome::default(),
             deadline: None,
             stderr: Vec::new(),
+            logged: Vec::new(),
             random: 0,
             n_handles: 0,
             log_bytes_left: log_bytes,
@@ -139,6 +142,9 @@ impl Guest {
         self.is_log_cut = room == 0 || message.len() > room;
         let n_bytes = message.len().max(MIN_LINE_BYTES).min(room);
         self.log_bytes_left = room - n_bytes;
+        if room > 0 {
+            self.logged.push(format!("{}: {}", format!("{level:?}").to_lowercase(), printable(message, room)));
+        }
         let (plugin, line) = (&*self.plugin, self.log_budget.take(n_bytes.max(1)));
         if line == Line::Silent {
             return;

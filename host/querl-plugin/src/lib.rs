@@ -39,7 +39,7 @@ mod wasi;
 
 pub use cache::CacheAccess;
 pub use call::{CallReport, LIMIT_CODE, Observer, Outcome};
-pub use children::end_children;
+pub use children::{child_output, end_children, kill_children};
 pub use compile::{CompileError, Compiler, compile_child};
 pub use description::Description;
 pub use engine::MemoryReservation;
@@ -50,4 +50,4 @@ pub use load::{BundleInfo, Plugin, PluginFile, PluginKind, Source};
 pub use querl_bundle::HostInterface;
 pub use recheck::Rechecks;
 pub use reward::RewardForm;
-pub use source::{BuildOutput, SourceFolders, build};
+pub use source::{BuildOutput, COMPONENTIZE_PY, JAVASCRIPT_PACKAGES, NativeFolder, SourceFolders, build};

@@ -74,6 +74,8 @@ macro_rules! export {
             [$( $crate::__read_settings!($kind, $plugin, _settings) ),+].into_iter().collect()
         };
 
+        $( $crate::__dev_entry!($kind, $plugin); )+
+
         #[cfg(target_arch = "wasm32")]
         const _: () = {
             // What `querl_sdk` asks the linker for, so that a component without this macro does not link.
@@ -106,6 +108,14 @@ macro_rules! export {
              reward, group_reward and style_scorer"
         );
     };
+}
+
+/// The entry of `querl plugin dev`, which only builds with the feature `dev` have.
+#[cfg(not(all(feature = "dev", not(target_arch = "wasm32"))))]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __dev_entry {
+    ($kind:ident, $plugin:ty) => {};
 }
 
 #[doc(hidden)]

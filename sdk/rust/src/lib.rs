@@ -52,6 +52,10 @@ compile_error!(
 );
 
 #[doc(hidden)]
+#[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
+#[path = "dev.rs"]
+pub mod __dev;
+#[doc(hidden)]
 #[cfg(target_arch = "wasm32")]
 #[path = "guest/mod.rs"]
 pub mod __guest;

@@ -45,15 +45,13 @@ pub(crate) fn check_requested_limits(subject: &Subject<'_>, peak: &Peak, costs: 
     let limits = subject.plugin.limits();
     let (n_items, fuel) = peak.nearest_to(|n_items| allowed_fuel(limits, n_items));
     let call_ms = costs.iter().map(call_ms).max().unwrap_or(0);
-    section.add(
-        "asked_limits",
-        RULE,
+    section.add("asked_limits", RULE, || {
         compared(&[
             ("fuel", fuel, allowed_fuel(limits, n_items)),
             ("bytes of memory", peak.memory_bytes as u64, limits.memory_bytes as u64),
             ("ms", call_ms, limits.timeout_ms),
-        ]),
-    );
+        ])
+    });
 }
 
 fn call_ms(cost: &Cost) -> u64 {

@@ -21,13 +21,13 @@ pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
     section.add(
         "range",
         "`range` is two finite numbers, the first below the second; under default settings those of plugin.toml",
-        Ok(format!("{min} to {max}")),
+        || Ok(format!("{min} to {max}")),
     );
     let mixed = episodes::batch(64);
-    section.run("length_and_order", "one result per episode, in the order of the episodes", || {
+    section.add("length_and_order", "one result per episode, in the order of the episodes", || {
         batch::length_and_order(&port, &mixed)
     });
-    section.run(
+    section.add(
         "batch_equals_singles",
         "a result depends on its own episode and the settings, and on nothing else: not on the other episodes of the \
          batch",
@@ -53,7 +53,7 @@ fn check_inputs(port: &Box<dyn RewardModel>, section: &mut Section) {
             "texts" | "long" | "columns" => "texts are UTF-8 of any length, an empty text is a text",
             _ => "a total is finite and within `range`, a component finite, or the episode is rejected",
         };
-        section.run(format!("inputs_{}", group.name), rule, || batch::inputs(port, &group));
+        section.add(format!("inputs_{}", group.name), rule, || batch::inputs(port, &group));
     }
 }
 
@@ -68,11 +68,11 @@ fn check_forms(subject: &Subject<'_>, section: &mut Section, batches: &[Vec<Epis
     let json =
         ("json_equals_records", "`json-rewards` gives the results of the list form, to the bit", RewardForm::Json);
     match plugin.has_packed_rewards() {
-        true => section.run(packed.0, packed.1, || batch::form_equals_records(subject, packed.2, batches)),
+        true => section.add(packed.0, packed.1, || batch::form_equals_records(subject, packed.2, batches)),
         false => section.skip(packed.0, packed.1, "the component exports no `packed-rewards`"),
     }
     if plugin.has_json_rewards() {
-        section.run(json.0, json.1, || batch::form_equals_records(subject, json.2, batches));
+        section.add(json.0, json.1, || batch::form_equals_records(subject, json.2, batches));
     }
 }
 
@@ -85,16 +85,16 @@ pub(super) fn check_group_reward(subject: &Subject<'_>, section: &mut Section) {
     section.add(
         "range",
         "`range` is two finite numbers, the first below the second; under default settings those of plugin.toml",
-        Ok(format!("{min} to {max}")),
+        || Ok(format!("{min} to {max}")),
     );
     let group = episodes::sample_group("batch", 8);
-    section.run(
+    section.add(
         "order",
         "one result per episode, in the order of the episodes, which the results do not depend on",
         || batch::length_and_order(&port, &group),
     );
     let groups = [group.clone(), episodes::sample_group("other", 5)];
-    section.run(
+    section.add(
         "groups",
         "a result depends on the episodes of its group and the settings, and on nothing else",
         || batch::groups_alone(&port, &groups),
@@ -111,13 +111,13 @@ pub(super) fn repeat_checks(subject: &Subject<'_>, section: &mut Section, kind: 
         Ok(call) => call,
         Err(error) => return report_not_configured(section, &error),
     };
-    section.run(
+    section.add(
         "repeat",
         "the same arguments and settings give the same bytes back and use the same fuel; no state passes from \
          one call to the next",
         || repeat::repeat(&call, options.n_repeats),
     );
-    section.run(
+    section.add(
         "threads",
         "the same arguments and settings give the same bytes back and use the same fuel, on every thread",
         || repeat::threads(&call, options.n_repeats, options.n_threads),
@@ -129,10 +129,10 @@ pub(super) fn check_filter(subject: &Subject<'_>, section: &mut Section) {
         Ok(port) => port,
         Err(error) => return report_not_configured(section, &error),
     };
-    section.run("length", "one verdict per sample, in the order of the samples", || {
+    section.add("length", "one verdict per sample, in the order of the samples", || {
         batch::length(&port, &samples::batch(64))
     });
-    section.run(
+    section.add(
         "looks_back_only",
         "a verdict may depend on the samples before it in the batch, and on nothing else",
         || batch::prefixes(&port, &samples::repeated(24)),
@@ -143,7 +143,7 @@ pub(super) fn check_filter(subject: &Subject<'_>, section: &mut Section) {
             "hits" => "hits are empty where nothing was found; a sample is kept or dropped, a fault is no verdict",
             _ => "texts are UTF-8 of any length, an empty text is a text",
         };
-        section.run(format!("inputs_{}", group.name), rule, || batch::inputs(&port, &group));
+        section.add(format!("inputs_{}", group.name), rule, || batch::inputs(&port, &group));
     }
 }
 
@@ -153,19 +153,19 @@ pub(super) fn check_prompt(subject: &Subject<'_>, section: &mut Section) {
         Err(error) => return report_not_configured(section, &error),
     };
     for task in TASKS {
-        section.run(
+        section.add(
             format!("messages_{}", task_name(task)),
             "at least one message, the last from the user, a system message only at the start; texts are of any length",
             || messages(&*prompts, task),
         );
     }
     repeat_checks(subject, section, PluginKind::Prompt);
-    section.run(
+    section.add(
         "parse_rewrite",
         "a result is never empty or all blanks: an answer without a rewrite is a rejection",
         || parsed(&prompts_corpus::for_rewrite(), |text| prompts.parse_rewrite(text).map(|parsed| parsed.is_ok())),
     );
-    section.run(
+    section.add(
         "parse_judgement",
         "the score lies in 0 to 5; an answer without a score, or with one outside of this range, is a rejection, never \
          a guess",
@@ -196,10 +196,10 @@ pub(super) fn check_style(subject: &Subject<'_>, section: &mut Section) {
         Err(error) => return report_not_configured(section, &error),
     };
     let mixed = dialogues::batch(64);
-    section.run("length_and_order", "one result per dialogue, in the order of the dialogues", || {
+    section.add("length_and_order", "one result per dialogue, in the order of the dialogues", || {
         batch::length_and_order(&port, &mixed)
     });
-    section.run(
+    section.add(
         "batch_equals_singles",
         "a result depends on its own dialogue, the settings and what `style-model.classify` says of it, and on nothing \
          else",
@@ -214,13 +214,13 @@ pub(super) fn check_style(subject: &Subject<'_>, section: &mut Section) {
             batch::inputs(&port, &group).map(|note| format!("{note}; the style model is a stand-in")),
         );
     }
-    section.run(
+    section.add(
         "no_style_model",
         "`classify` says not-configured where the run has no style model: an answer or a rejection follows, never a \
          fault",
         || with_model(subject, None),
     );
-    section.run(
+    section.add(
         "failing_style_model",
         "`classify` says failed where the model gave no answer: an answer or a rejection follows, never a fault",
         || with_model(subject, Some(Arc::new(FailingModel))),

@@ -35,19 +35,19 @@ pub(crate) const MANIFEST: &str = "plugin.toml is readable, says the name, versi
 
 pub(crate) fn check_identity(subject: &Subject<'_>, section: &mut Section) {
     match subject.plugin.manifest() {
-        Some(_) => section.add("manifest", MANIFEST, Ok(String::new())),
+        Some(_) => section.add("manifest", MANIFEST, || Ok(String::new())),
         None => section.skip("manifest", MANIFEST, "a bare component: no plugin.toml"),
     }
     section.add(
         "identity",
         "`describe` gives a name of 1 to 64 of a to z, 0 to 9 and -, and a semantic version",
-        identity(subject.plugin),
+        || identity(subject.plugin),
     );
 }
 
 /// What `describe` says is the same in another host.
 pub(crate) fn check_description(subject: &Subject<'_>, section: &mut Section) {
-    section.run("description", "the result of `describe` is always the same", || {
+    section.add("description", "the result of `describe` is always the same", || {
         let violation = |error: &PluginError| Violation::error("describe()", error);
         let host =
             PluginHost::new(subject.options.host_options(&Meter::default())).map_err(|error| violation(&error))?;

@@ -217,6 +217,7 @@ mod tests {
             version: "0.1.0".into(),
             message: message.into(),
             kind: FaultKind::Trap,
+            log: Vec::new(),
         };
         let violation =
             repeat(&round(move |n_calls| if n_calls < 9 { Ok("1".into()) } else { Err(fault("off")) }), 100);

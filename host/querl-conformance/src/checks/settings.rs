@@ -39,7 +39,7 @@ pub(crate) fn check(subject: &Subject<'_>, section: &mut Section) {
     section.add(
         "unknown_setting",
         "a key that the user set and that check-settings does not read is reported to the user as unknown",
-        refused(subject, UNKNOWN, &Value::Integer(1)).map(|()| String::new()),
+        || refused(subject, UNKNOWN, &Value::Integer(1)).map(|()| String::new()),
     );
     // The host compares plugin.toml with the description, which a component of contract 0.2 has without it too.
     let described = subject.plugin.description().settings.as_ref();
@@ -56,11 +56,11 @@ pub(crate) fn check(subject: &Subject<'_>, section: &mut Section) {
 fn of_schema(subject: &Subject<'_>, specs: &Specs, section: &mut Section) {
     let read = all_read(subject, specs);
     let is_read = read.is_ok();
-    section.add(READ.0, READ.1, read);
-    section.add(REFUSED.0, REFUSED.1, wrong_are_refused(subject, specs));
+    section.add(READ.0, READ.1, || read);
+    section.add(REFUSED.0, REFUSED.1, || wrong_are_refused(subject, specs));
     if is_read {
-        section.add(ACCEPTED.0, ACCEPTED.1, allowed_are_accepted(subject, specs));
-        return section.add(DEFAULTS.0, DEFAULTS.1, defaults_agree(subject, specs));
+        section.add(ACCEPTED.0, ACCEPTED.1, || allowed_are_accepted(subject, specs));
+        return section.add(DEFAULTS.0, DEFAULTS.1, || defaults_agree(subject, specs));
     }
     for (name, rule) in [ACCEPTED, DEFAULTS] {
         section.skip(name, rule, "not before settings_are_read passes");
