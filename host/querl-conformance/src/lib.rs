@@ -5,16 +5,20 @@
 //! cost of calls. It calls plugins through the host's ports only, as training does, and must not depend on how they are built.
 //!
 //! It cannot check whether a score is sensible; golden cases can.
+//!
+//! [`HostSuite`] is the other side: checks of a host, in any language, by probes and real plugins (`querl-conformance --host`).
 
 mod checks;
 mod corpus;
 mod golden;
+mod host;
 mod meter;
 mod report;
 mod section;
 mod shown;
 mod subject;
 
+pub use host::{HostArgs, HostSuite, serve_host};
 pub use report::{Check, Cost, Failure, Outcome, Report};
 pub use section::{CheckEvent, CheckProgress};
 pub use subject::SuiteOptions;

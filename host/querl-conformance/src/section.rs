@@ -131,6 +131,11 @@ impl Section {
         self.checks.push(Check { kind: self.kind, name: name.into(), rule: rule.into(), note: String::new(), outcome });
     }
 
+    /// The newest check.
+    pub(crate) fn last(&self) -> Option<&Check> {
+        self.checks.last()
+    }
+
     pub(crate) fn into_checks(self) -> Vec<Check> {
         self.checks
     }

@@ -12,12 +12,13 @@ use crate::args::{ConfigArgs, Format, parse_settings};
 use crate::terminal;
 use anyhow::Context;
 use clap::{Args, Subcommand};
-use querl_conformance::{CheckEvent, CheckProgress, Outcome, SuiteOptions};
+use querl_conformance::{CheckEvent, CheckProgress, HostArgs, Outcome, SuiteOptions, serve_host};
 use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{PluginUse, Plugins, Used, compiler};
 use querl_plugin::{BuildOutput, PluginKind};
 use serde_json::{Value, json};
+use std::io::{stdin, stdout};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -51,6 +52,10 @@ pub enum PluginCommand {
     Replay(replay::ReplayArgs),
     /// Say which build tools are missing, and install them
     Doctor(doctor::DoctorArgs),
+    /// Test a host of plugins, querl's or that of another framework
+    Conformance(HostArgs),
+    /// Answer the requests of `conformance --host` with querl's own host
+    Host,
 }
 
 pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
@@ -69,6 +74,8 @@ pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
         PluginCommand::Pull(args) => bundle::pull(args),
         PluginCommand::Replay(args) => replay::run(args),
         PluginCommand::Doctor(args) => doctor::run(args),
+        PluginCommand::Conformance(args) => conformance(args),
+        PluginCommand::Host => Ok(serve_host(stdin().lock(), stdout().lock(), &compiler()?)?),
     }
 }
 
@@ -147,6 +154,15 @@ fn print_check(event: CheckEvent<'_>) {
             let (group, seconds) = (group(check.kind), elapsed.as_secs_f64());
             terminal::print(&format!("{group:<12}  {:<48} {said}  {seconds:.2} s", check.name));
         }
+    }
+}
+
+/// Runs the suite for hosts.
+fn conformance(args: &HostArgs) -> anyhow::Result<()> {
+    match args.run() {
+        Ok(true) => Ok(()),
+        Ok(false) => anyhow::bail!("the host does not keep the contract"),
+        Err(error) => Err(Stop::usage(error).into()),
     }
 }
 
