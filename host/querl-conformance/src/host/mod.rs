@@ -43,7 +43,8 @@ impl HostSuite {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let plugins = golden::read(&self.plugins, folder.path())?;
         let client = Client::new(&self.command, self.timeout);
-        let mut session = Session { client, folder: folder.path(), section: Section::new(None, &CheckProgress::default()), on_check };
+        let mut session =
+            Session { client, folder: folder.path(), section: Section::new(None, &CheckProgress::default()), on_check };
         for case in cases::all() {
             let found = session.case(&case);
             session.add(case.name, case.rule, found);
