@@ -418,7 +418,7 @@ mod tests {
     fn bad_lines_say_what_was_expected() {
         for (line, expected) in [
             ("{", "not a JSON object: "),
-            (r#"{"name": "a"}"#, "expected one of `episode`, `samples`, `task`"),
+            (r#"{"name": "a"}"#, "expected one of `episode`, `episodes`, `samples`, `task`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"total": 1}}, "note": 1}}"#), "unknown key `note`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"totl": 1}}}}"#), "`expect`: unknown field `totl`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"tolerance": 1}}}}"#), "expected either `total`"),
