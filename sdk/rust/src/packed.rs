@@ -142,6 +142,7 @@ impl Reader {
         }
     }
 
+    #[inline(never)]
     fn column(&mut self) -> Column {
         let name = self.text();
         let value = match self.u8() {
@@ -157,6 +158,7 @@ impl Reader {
         Column { name, value }
     }
 
+    #[inline(never)]
     fn message(&mut self) -> Message {
         let role = match self.u8() {
             0 => Role::System,
@@ -200,6 +202,7 @@ impl Reader {
         }
     }
 
+    #[inline(never)]
     fn call_failure(&mut self) -> CallFailure {
         let kind = match self.u8() {
             0 => FailureKind::Timeout,

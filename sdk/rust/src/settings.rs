@@ -1,9 +1,12 @@
 //! What the user set for this plugin.
 
-use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+#[cfg(not(target_arch = "wasm32"))]
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 /// An invalid setting.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -33,6 +36,7 @@ pub struct Settings {
 enum Source {
     #[cfg(target_arch = "wasm32")]
     Host,
+    #[cfg(not(target_arch = "wasm32"))]
     Pairs(BTreeMap<String, Value>),
     /// Has no values and keeps what is read; clones share it.
     Recording(Arc<Mutex<Vec<Setting>>>),
@@ -61,6 +65,7 @@ pub enum SettingType {
     Texts,
 }
 
+#[cfg(not(target_arch = "wasm32"))]
 #[derive(Debug, Clone)]
 struct Value {
     text: String,
@@ -75,12 +80,14 @@ impl Settings {
         Self { source: Source::Host }
     }
 
-    /// No settings: every default applies.
+    /// No settings, for a test: every default applies.
+    #[cfg(not(target_arch = "wasm32"))]
     pub fn none() -> Self {
         Self::from_pairs::<String, String>([])
     }
 
     /// Settings for a test. Lists are JSON: `["a", "b"]`.
+    #[cfg(not(target_arch = "wasm32"))]
     pub fn from_pairs<K: Into<String>, V: Into<String>>(pairs: impl IntoIterator<Item = (K, V)>) -> Self {
         let value = |text: V| Value { text: text.into(), is_read: Arc::default() };
         let pairs = pairs.into_iter().map(|(key, text)| (key.into(), value(text))).collect();
@@ -99,6 +106,7 @@ impl Settings {
         match &self.source {
             #[cfg(target_arch = "wasm32")]
             Source::Host => crate::__guest::imports::querl::plugin::settings::get(key),
+            #[cfg(not(target_arch = "wasm32"))]
             Source::Pairs(pairs) => {
                 let value = pairs.get(key)?;
                 value.is_read.store(true, Ordering::Relaxed);
