@@ -47,6 +47,7 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     let mut whole = Section::new(None, &options.progress);
     whole.add("loads", LOADS, || Ok(String::new()));
     checks::check_identity(&subject, &mut whole);
+    checks::check_description(&subject, &mut whole);
     if takes_settings(&subject)? {
         checks::settings::check(&subject, &mut whole);
     }
@@ -73,7 +74,7 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
 }
 
 const LOADS: &str = "a plugin is a WebAssembly component that exports `info` and at least one of `prompts`, `filters`, \
-                     `rewards` and `style-scores`, and imports what the contract and a standard library need";
+                     `rewards`, `group-rewards` and `style-scores`, and imports what the contract and a standard library need";
 
 /// A report on a plugin that the host rejected.
 fn not_loaded(path: &Path, error: &PluginError, options: &SuiteOptions) -> Report {

@@ -93,8 +93,8 @@ macro_rules! export {
                 fn check_settings(settings: &$crate::Settings) -> Result<(), $crate::SettingError> {
                     [$( $crate::__read_settings!($kind, $plugin, settings) ),+].into_iter().collect()
                 }
-                fn range() -> Option<::std::ops::RangeInclusive<f64>> {
-                    None$( .or($crate::__range!($kind, $plugin)) )+
+                fn range(_settings: &$crate::Settings) -> Option<::std::ops::RangeInclusive<f64>> {
+                    None$( .or($crate::__range!($kind, $plugin, _settings)) )+
                 }
             }
             type QuerlInfo = $crate::__guest::InfoGuest<QuerlIdentity>;
@@ -220,15 +220,13 @@ macro_rules! __inputs {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __range {
-    (reward, $plugin:ty) => {
-        <$plugin as $crate::Reward>::new(&$crate::Settings::none()).ok().map(|plugin| $crate::Reward::range(&plugin))
+    (reward, $plugin:ty, $settings:ident) => {
+        <$plugin as $crate::Reward>::new($settings).ok().map(|plugin| $crate::Reward::range(&plugin))
     };
-    (group_reward, $plugin:ty) => {
-        <$plugin as $crate::GroupReward>::new(&$crate::Settings::none())
-            .ok()
-            .map(|plugin| $crate::GroupReward::range(&plugin))
+    (group_reward, $plugin:ty, $settings:ident) => {
+        <$plugin as $crate::GroupReward>::new($settings).ok().map(|plugin| $crate::GroupReward::range(&plugin))
     };
-    ($other:ident, $plugin:ty) => {
+    ($other:ident, $plugin:ty, $settings:ident) => {
         None
     };
 }

@@ -2,7 +2,8 @@
 
 use crate::host::CallError;
 use crate::{
-    Candidate, Column, ColumnValue, Context, Hit, JudgeScore, Message, Rejection, SettingError, Settings, Split, StyleProbability,
+    Candidate, Column, ColumnValue, Context, Hit, JudgeScore, Message, Rejection, SettingError, Settings, Split,
+    StyleProbability,
 };
 use std::ops::RangeInclusive;
 

@@ -3,8 +3,8 @@
 //! Compiled natively too, for the test with the vectors of the specification.
 
 use crate::{
-    CallFailure, Candidate, Column, ColumnValue, Context, Episode, FailureKind, FinishReason, GroupReward, Hit, JudgeScore, Message,
-    Rejection, Reward, Role, Scalar, Score, Split, StyleProbability,
+    CallFailure, Candidate, Column, ColumnValue, Context, Episode, FailureKind, FinishReason, GroupReward, Hit,
+    JudgeScore, Message, Rejection, Reward, Role, Scalar, Score, Split, StyleProbability,
 };
 use std::mem::ManuallyDrop;
 
@@ -142,6 +142,7 @@ impl Reader {
         }
     }
 
+    #[inline(never)]
     fn column(&mut self) -> Column {
         let name = self.text();
         let value = match self.u8() {
@@ -157,6 +158,7 @@ impl Reader {
         Column { name, value }
     }
 
+    #[inline(never)]
     fn message(&mut self) -> Message {
         let role = match self.u8() {
             0 => Role::System,
@@ -200,6 +202,7 @@ impl Reader {
         }
     }
 
+    #[inline(never)]
     fn call_failure(&mut self) -> CallFailure {
         let kind = match self.u8() {
             0 => FailureKind::Timeout,
@@ -302,6 +305,20 @@ mod tests {
         serde_json::from_str(include_str!("../../../docs/spec/vectors/packed-0.2.json")).unwrap()
     }
 
+    impl GroupReward for Witness {
+        fn new(_: &Settings) -> Result<Self, SettingError> {
+            Ok(Self)
+        }
+
+        fn range(&self) -> RangeInclusive<f64> {
+            0.0..=1.0
+        }
+
+        fn score_group(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>> {
+            episodes.iter().map(|episode| self.score(episode)).collect()
+        }
+    }
+
     fn bytes(hex: &str) -> Vec<u8> {
         (0..hex.len()).step_by(2).map(|at| u8::from_str_radix(&hex[at..at + 2], 16).unwrap()).collect()
     }
@@ -309,8 +326,10 @@ mod tests {
     #[test]
     fn packed_episodes_of_the_specification_are_those_of_its_json() {
         for vector in vectors().arguments {
-            score_batch(&Witness, bytes(&vector.packed));
+            let alone = score_batch(&Witness, bytes(&vector.packed));
             let seen = SEEN.take();
+            assert_eq!(score_group(&Witness, bytes(&vector.packed)), alone, "{}", vector.name);
+            assert_eq!(SEEN.take(), seen, "{}", vector.name);
             assert_eq!(seen.len(), vector.json.len(), "{}", vector.name);
             for (episode, json) in seen.into_iter().zip(vector.json) {
                 let form: EpisodeForm = serde_json::from_str(json.get()).unwrap();

@@ -1,9 +1,12 @@
 //! What the user set for this plugin.
 
-use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+#[cfg(not(target_arch = "wasm32"))]
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 /// An invalid setting.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -33,6 +36,7 @@ pub struct Settings {
 enum Source {
     #[cfg(target_arch = "wasm32")]
     Host,
+    #[cfg(not(target_arch = "wasm32"))]
     Pairs(BTreeMap<String, Value>),
     /// Has no values and keeps what is read; clones share it.
     Recording(Arc<Mutex<Vec<Setting>>>),
@@ -61,6 +65,7 @@ pub enum SettingType {
     Texts,
 }
 
+#[cfg(not(target_arch = "wasm32"))]
 #[derive(Debug, Clone)]
 struct Value {
     text: String,
@@ -75,12 +80,14 @@ impl Settings {
         Self { source: Source::Host }
     }
 
-    /// No settings: every default applies.
+    /// No settings, for a test: every default applies.
+    #[cfg(not(target_arch = "wasm32"))]
     pub fn none() -> Self {
         Self::from_pairs::<String, String>([])
     }
 
     /// Settings for a test. Lists are JSON: `["a", "b"]`.
+    #[cfg(not(target_arch = "wasm32"))]
     pub fn from_pairs<K: Into<String>, V: Into<String>>(pairs: impl IntoIterator<Item = (K, V)>) -> Self {
         let value = |text: V| Value { text: text.into(), is_read: Arc::default() };
         let pairs = pairs.into_iter().map(|(key, text)| (key.into(), value(text))).collect();
@@ -99,6 +106,7 @@ impl Settings {
         match &self.source {
             #[cfg(target_arch = "wasm32")]
             Source::Host => crate::__guest::imports::querl::plugin::settings::get(key),
+            #[cfg(not(target_arch = "wasm32"))]
             Source::Pairs(pairs) => {
                 let value = pairs.get(key)?;
                 value.is_read.store(true, Ordering::Relaxed);
@@ -108,7 +116,8 @@ impl Settings {
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
                 if kept.iter().all(|known| known.key != key) {
                     let (minimum, maximum) = (None, None);
-                    let mut read = Setting { key: key.into(), value_type, default: None, minimum, maximum, choices: None };
+                    let mut read =
+                        Setting { key: key.into(), value_type, default: None, minimum, maximum, choices: None };
                     setting(&mut read);
                     kept.push(read);
                 }
@@ -213,8 +222,18 @@ impl Settings {
     /// # Errors
     /// Not a list of texts.
     pub fn list(&self, key: &str) -> Result<Vec<String>, SettingError> {
-        let text = self.get(key, SettingType::Texts, |setting| setting.default = Some("[]".to_owned()));
-        let Some(text) = text else { return Ok(Vec::new()) };
+        self.list_or(key, &[])
+    }
+
+    /// The list of texts under `key`, or `default`.
+    ///
+    /// # Errors
+    /// Not a list of texts.
+    pub fn list_or(&self, key: &str, default: &[&str]) -> Result<Vec<String>, SettingError> {
+        let text = self.get(key, SettingType::Texts, |setting| {
+            setting.default = Some(serde_json::Value::from(default).to_string());
+        });
+        let Some(text) = text else { return Ok(default.iter().map(|item| (*item).to_owned()).collect()) };
         serde_json::from_str(&text)
             .map_err(|_| SettingError::new(key, format!("expected a list of texts, got `{text}`")))
     }
@@ -265,6 +284,7 @@ mod tests {
             settings.integer("d", 3, 1..=9).unwrap();
             settings.flag("e", true).unwrap();
             settings.list("f").unwrap();
+            settings.list_or("g", &["鱼", "\""]).unwrap();
         });
         let with = |key: &str, value_type, default: Option<&str>, bounds: Option<(f64, f64)>| Setting {
             key: key.into(),
@@ -281,9 +301,13 @@ mod tests {
             with("d", SettingType::Integer, Some("3"), Some((1.0, 9.0))),
             with("e", SettingType::Flag, Some("true"), None),
             with("f", SettingType::Texts, Some("[]"), None),
+            with("g", SettingType::Texts, Some(r#"["鱼","\""]"#), None),
         ];
         assert_eq!(recorded, expected);
         assert!(Settings::none().required("a").is_err());
-        assert_eq!(Settings::from_pairs([("b", "z")]).choice("b", "x", &["x", "y"]).unwrap_err().message, "expected one of x, y, got `z`");
+        assert_eq!(
+            Settings::from_pairs([("b", "z")]).choice("b", "x", &["x", "y"]).unwrap_err().message,
+            "expected one of x, y, got `z`"
+        );
     }
 }

@@ -7,8 +7,9 @@ use crate::corpus::{dialogues, episodes, samples};
 use crate::section::{CheckResult, Section, Violation, report_not_configured};
 use crate::shown;
 use crate::subject::{BatchPort, FailingModel, Subject};
-use querl_core::ports::{PluginFault, PromptTask, Prompts, RewardRange, StyleModel};
-use querl_plugin::PluginKind;
+use querl_core::ports::{PluginFault, PromptTask, Prompts, RewardModel, RewardRange, StyleModel};
+use querl_core::records::Episode;
+use querl_plugin::{PluginKind, RewardForm};
 use std::sync::Arc;
 
 pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
@@ -32,12 +33,13 @@ pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
          batch",
         || batch::batch_equals_singles(&port, &mixed),
     );
-    let (name, rule) = ("packed_equals_records", "`packed-rewards` gives the results of `rewards`, to the bit");
-    match subject.plugin.has_packed_rewards() {
-        true => section.add(name, rule, || batch::packed_equals_records(subject)),
-        false => section.skip(name, rule, "the component exports no `packed-rewards`"),
-    }
+    check_forms(subject, section, &[mixed]);
     repeat_checks(subject, section, PluginKind::Reward);
+    check_inputs(&port, section);
+}
+
+/// Each item of the corpus alone.
+fn check_inputs(port: &Box<dyn RewardModel>, section: &mut Section) {
     for group in episodes::groups() {
         let rule = match group.name {
             "failures" => {
@@ -47,11 +49,59 @@ pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
                 "not judged, judged and failed are three different things; a rejection is an answer, a fault is not"
             }
             "hits" => "an empty list of hits is an answer: nothing was found; a total is finite and within `range`",
-            "texts" | "long" => "texts are UTF-8 of any length, an empty text is a text",
+            "absent" => "what is unknown is `none`; a rejection is a result, a fault is not",
+            "texts" | "long" | "columns" => "texts are UTF-8 of any length, an empty text is a text",
             _ => "a total is finite and within `range`, a component finite, or the episode is rejected",
         };
-        section.add(format!("inputs_{}", group.name), rule, || batch::inputs(&port, &group));
+        section.add(format!("inputs_{}", group.name), rule, || batch::inputs(port, &group));
     }
+}
+
+/// Results in the forms that a reward has besides records.
+fn check_forms(subject: &Subject<'_>, section: &mut Section, batches: &[Vec<Episode>]) {
+    let plugin = subject.plugin;
+    let packed = (
+        "packed_equals_records",
+        "`packed-rewards` gives the results of the list form, to the bit",
+        RewardForm::Packed,
+    );
+    let json =
+        ("json_equals_records", "`json-rewards` gives the results of the list form, to the bit", RewardForm::Json);
+    match plugin.has_packed_rewards() {
+        true => section.add(packed.0, packed.1, || batch::form_equals_records(subject, packed.2, batches)),
+        false => section.skip(packed.0, packed.1, "the component exports no `packed-rewards`"),
+    }
+    if plugin.has_json_rewards() {
+        section.add(json.0, json.1, || batch::form_equals_records(subject, json.2, batches));
+    }
+}
+
+pub(super) fn check_group_reward(subject: &Subject<'_>, section: &mut Section) {
+    let port = match subject.reward(subject.settings()) {
+        Ok(port) => port,
+        Err(error) => return report_not_configured(section, &error),
+    };
+    let RewardRange { min, max } = port.range();
+    section.add(
+        "range",
+        "`range` is two finite numbers, the first below the second; under default settings those of plugin.toml",
+        || Ok(format!("{min} to {max}")),
+    );
+    let group = episodes::sample_group("batch", 8);
+    section.add(
+        "order",
+        "one result per episode, in the order of the episodes, which the results do not depend on",
+        || batch::length_and_order(&port, &group),
+    );
+    let groups = [group.clone(), episodes::sample_group("other", 5)];
+    section.add(
+        "groups",
+        "a result depends on the episodes of its group and the settings, and on nothing else",
+        || batch::groups_alone(&port, &groups),
+    );
+    check_forms(subject, section, &groups);
+    repeat_checks(subject, section, PluginKind::GroupReward);
+    check_inputs(&port, section);
 }
 
 /// The checks `repeat` and `threads`, for any kind.
@@ -161,7 +211,7 @@ pub(super) fn check_style(subject: &Subject<'_>, section: &mut Section) {
             format!("inputs_{}", group.name),
             "a total is 0 (worst) to 1 (best), or the dialogue is rejected; texts are of any length, an empty text is \
              a text",
-            || batch::inputs(&port, &group).map(|note| format!("{note}; the style model is a stand-in")),
+            batch::inputs(&port, &group).map(|note| format!("{note}; the style model is a stand-in")),
         );
     }
     section.add(

@@ -118,7 +118,9 @@ pub(crate) fn test_call(
     settings: &PluginSettings,
 ) -> Result<TestCall, PluginError> {
     Ok(match kind {
-        PluginKind::Reward => batch_call(subject.reward(settings)?, episodes::ordinary_batch(N_ITEMS)),
+        PluginKind::Reward | PluginKind::GroupReward => {
+            batch_call(subject.reward(settings)?, episodes::ordinary_batch(N_ITEMS))
+        }
         PluginKind::Filter => batch_call(subject.filter(settings)?, samples::repeated(N_ITEMS)),
         PluginKind::StyleScorer => batch_call(subject.style_scorer(settings)?, dialogues::ordinary_batch(N_ITEMS)),
         PluginKind::Prompt => prompt_calls(subject.prompts(settings)?),

@@ -12,7 +12,7 @@ use toml::Value;
 const UNKNOWN: &str = "no_plugin_knows_this";
 
 const NO_MANIFEST: &str = "a bare component: no plugin.toml";
-const NO_SETTINGS: &str = "plugin.toml has no settings";
+const NO_SETTINGS: &str = "the plugin has no settings";
 
 /// Name and rule of a check.
 type Rule = (&'static str, &'static str);
@@ -41,10 +41,12 @@ pub(crate) fn check(subject: &Subject<'_>, section: &mut Section) {
         "a key that the user set and that check-settings does not read is reported to the user as unknown",
         || refused(subject, UNKNOWN, &Value::Integer(1)).map(|()| String::new()),
     );
-    let why = match subject.plugin.manifest() {
+    // The host compares plugin.toml with the description, which a component of contract 0.2 has without it too.
+    let described = subject.plugin.description().settings.as_ref();
+    let why = match described.or(subject.plugin.manifest().map(|manifest| &manifest.settings)) {
         None => NO_MANIFEST,
-        Some(manifest) if manifest.settings.is_empty() => NO_SETTINGS,
-        Some(manifest) => return of_schema(subject, &manifest.settings, section),
+        Some(settings) if settings.is_empty() => NO_SETTINGS,
+        Some(settings) => return of_schema(subject, settings, section),
     };
     for (name, rule) in [READ, REFUSED, ACCEPTED, DEFAULTS] {
         section.skip(name, rule, why);

@@ -13,7 +13,7 @@ pub use args::HostArgs;
 pub use serve::serve_host;
 
 use crate::report::Check;
-use crate::section::{CheckResult, Section, Violation};
+use crate::section::{CheckProgress, CheckResult, Section, Violation};
 use cases::{Case, Expected, Probe};
 use client::{Client, Reply};
 use serde_json::{Value, json};
@@ -43,7 +43,8 @@ impl HostSuite {
         let folder = tempfile::tempdir().map_err(|error| format!("no temporary folder: {error}"))?;
         let plugins = golden::read(&self.plugins, folder.path())?;
         let client = Client::new(&self.command, self.timeout);
-        let mut session = Session { client, folder: folder.path(), section: Section::new(None), on_check };
+        let mut session =
+            Session { client, folder: folder.path(), section: Section::new(None, &CheckProgress::default()), on_check };
         for case in cases::all() {
             let found = session.case(&case);
             session.add(case.name, case.rule, found);
@@ -54,9 +55,9 @@ impl HostSuite {
         }
         let Session { client, section, .. } = session;
         let mut checks = section.into_checks();
-        let mut end = Section::new(None);
+        let mut end = Section::new(None, &CheckProgress::default());
         let ended = client.end().map_err(|error| Violation::new("end", error)).map(|_| String::new());
-        end.add("end", "the host replies to `end` and exits", ended);
+        end.add("end", "the host replies to `end` and exits", || ended);
         checks.extend(end.into_checks());
         Ok(checks)
     }
@@ -72,7 +73,7 @@ struct Session<'a> {
 
 impl Session<'_> {
     fn add(&mut self, name: impl Into<String>, rule: &str, found: CheckResult) {
-        self.section.add(name, rule, found);
+        self.section.add(name, rule, || found);
         if let Some(check) = self.section.last() {
             (self.on_check)(check);
         }

@@ -2,9 +2,9 @@
 
 use super::{filters_wit, info_wit, prompts_wit, style_wit, wit};
 use crate::{
-    __Setting as Setting, __SettingType as SettingType, CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode,
-    FailureKind, FinishReason, Hit, Input, JudgeScore, Message, PromptInput, PromptTask, Rejection, Role, Sample, Scalar, Score,
-    Split, StyleProbability, Verdict,
+    __Setting as Setting, __SettingType as SettingType, CallFailure, Candidate, Column, ColumnValue, Context, Dialogue,
+    Episode, FailureKind, FinishReason, Hit, Input, JudgeScore, Message, PromptInput, PromptTask, Rejection, Role,
+    Sample, Scalar, Score, Split, StyleProbability, Verdict,
 };
 use std::ops::RangeInclusive;
 
@@ -55,6 +55,7 @@ pub(super) fn message_out(message: Message) -> wit::Message {
     wit::Message { role, content: message.content }
 }
 
+#[inline(never)]
 pub(super) fn message_in(message: wit::Message) -> Message {
     let role = match message.role {
         wit::Role::System => Role::System,
@@ -118,6 +119,7 @@ pub(super) fn episode(episode: wit::Episode) -> Episode {
     }
 }
 
+#[inline(never)]
 fn column(column: wit::Column) -> Column {
     let value = match column.value {
         wit::ColumnValue::Text(text) => ColumnValue::Text(text),
@@ -152,6 +154,7 @@ pub(super) fn style_probability(class: wit::StyleProbability) -> StyleProbabilit
     StyleProbability { label: class.label, probability: class.probability }
 }
 
+#[inline(never)]
 pub(super) fn call_failure(failure: wit::CallFailure) -> CallFailure {
     let kind = match failure.kind {
         wit::FailureKind::Timeout => FailureKind::Timeout,
@@ -181,6 +184,7 @@ fn hit(hit: wit::Hit) -> Hit {
     }
 }
 
+#[inline(never)]
 fn candidate(candidate: wit::Candidate) -> Candidate {
     Candidate {
         rewrite: candidate.rewrite,

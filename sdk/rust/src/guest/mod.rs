@@ -5,7 +5,6 @@ mod arena;
 mod convert;
 pub(crate) mod host;
 
-
 use crate::host::CallError;
 use crate::{Filter, GroupReward, Input, Inputs, Prompt, Reward, SettingError, Settings, StyleModel, StyleScorer};
 use std::marker::PhantomData;
@@ -115,8 +114,8 @@ pub trait Identity {
 
     fn kinds() -> Vec<Kind>;
 
-    /// The range of a reward without settings.
-    fn range() -> Option<RangeInclusive<f64>>;
+    /// The range of a reward under these settings.
+    fn range(settings: &Settings) -> Option<RangeInclusive<f64>>;
 
     /// Reads the settings of all kinds that the component holds.
     fn check_settings(settings: &Settings) -> Result<(), SettingError>;
@@ -137,7 +136,11 @@ fn checked<T>(plugin: Result<T, SettingError>) -> T {
 
 impl<T: Identity> info_wit::Guest for InfoGuest<T> {
     fn describe() -> info_wit::Description {
-        let settings = Settings::recorded(|settings| drop(T::check_settings(settings)));
+        let mut range = None;
+        let settings = Settings::recorded(|settings| {
+            drop(T::check_settings(settings));
+            range = T::range(settings);
+        });
         let is_complete = settings.iter().all(|setting| setting.default.is_some());
         let inputs = Input::ALL.into_iter().filter(|input| T::INPUTS.contains(*input));
         info_wit::Description {
@@ -145,7 +148,7 @@ impl<T: Identity> info_wit::Guest for InfoGuest<T> {
             version: T::VERSION.to_owned(),
             kinds: T::kinds(),
             settings: settings.into_iter().map(convert::setting).collect(),
-            range: if is_complete { T::range().map(convert::bounds) } else { None },
+            range: range.filter(|_| is_complete).map(convert::bounds),
             inputs: inputs.map(|input| convert::input(input, T::INPUTS.is_required(input))).collect(),
         }
     }
@@ -227,8 +230,7 @@ impl<T: StyleScorer> style_wit::Guest for StyleScorerGuest<T> {
     fn score_batch(dialogues: Vec<style_wit::Dialogue>) -> Vec<Result<wit::Score, wit::Rejection>> {
         let plugin = checked(T::new(&Settings::of_host()));
         let dialogues = dialogues.into_iter().map(convert::dialogue);
-        dialogues
-            .map(|dialogue| convert::result(plugin.score(&dialogue, &HostModel))).collect()
+        dialogues.map(|dialogue| convert::result(plugin.score(&dialogue, &HostModel))).collect()
     }
 }
 

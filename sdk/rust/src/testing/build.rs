@@ -1,11 +1,11 @@
 //! Values for tests, made with few words.
 
 use super::check;
-use crate::{
-    CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode, FailureKind, FinishReason, Hit, JudgeScore, Message,
-    PromptInput, Sample, StyleModel, StyleProbability,
-};
 use crate::host::CallError;
+use crate::{
+    CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode, FailureKind, FinishReason, Hit,
+    JudgeScore, Message, PromptInput, Sample, StyleModel, StyleProbability,
+};
 use std::ops::Deref;
 
 /// Builder of an [`Episode`], which it dereferences to.

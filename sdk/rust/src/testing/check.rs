@@ -76,7 +76,9 @@ pub(super) fn dialogue(dialogue: &Dialogue) -> Checked {
 pub(super) fn range(range: &RangeInclusive<f64>) -> Checked {
     let (min, max) = (*range.start(), *range.end());
     ensure(min < max && min.abs() <= 1e9 && max.abs() <= 1e9, || {
-        format!("declares the range {min} to {max}; expected two numbers of at most 1e9 in magnitude, the first below the second")
+        format!(
+            "declares the range {min} to {max}; expected two numbers of at most 1e9 in magnitude, the first below the second"
+        )
     })
 }
 

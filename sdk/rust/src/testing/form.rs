@@ -2,8 +2,8 @@
 
 use super::check;
 use crate::{
-    CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode, FailureKind, FinishReason, Hit, JudgeScore, Message,
-    PromptInput, Role, Sample, Scalar, Split, StyleProbability,
+    CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode, FailureKind, FinishReason, Hit,
+    JudgeScore, Message, PromptInput, Role, Sample, Scalar, Split, StyleProbability,
 };
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -151,7 +151,9 @@ impl<'de> Deserialize<'de> for ColumnsForm {
                     ValueForm::Flag(flag) => Ok(Scalar::Flag(flag)),
                     ValueForm::Number(number) => Ok(Scalar::Number(number)),
                     ValueForm::Text(text) => Ok(Scalar::Text(text)),
-                    ValueForm::Items(_) => Err(serde::de::Error::custom("a list in a list; expected texts, numbers, flags")),
+                    ValueForm::Items(_) => {
+                        Err(serde::de::Error::custom("a list in a list; expected texts, numbers, flags"))
+                    }
                 };
                 let mut columns = Vec::new();
                 while let Some((name, form)) = map.next_entry::<String, ValueForm>()? {

@@ -5,8 +5,8 @@ use super::form::{DialogueForm, EpisodeForm, PromptInputForm, SampleForm};
 use super::golden_case::{self, Comparison, GoldenBody, GoldenCase, GoldenTask, GoldenTypes};
 use super::{build, run};
 use crate::{
-    Dialogue, Episode, Filter, GroupReward, Message, Prompt, PromptInput, PromptTask, Rejection, Reward, Role, Sample, Score,
-    Settings, StyleScorer, Verdict,
+    Dialogue, Episode, Filter, GroupReward, Message, Prompt, PromptInput, PromptTask, Rejection, Reward, Role, Sample,
+    Score, Settings, StyleScorer, Verdict,
 };
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -145,9 +145,11 @@ impl Golden {
         self.all("group reward", |case| {
             let GoldenBody::Group(episodes, expected) = &case.body else { return None };
             let results = run::group_reward::<T>(case.settings.clone()).score(episodes.iter().cloned());
-            let compare = |((expected, result), number): ((&golden_case::ExpectedScore, &Result<Score, Rejection>), usize)| {
-                with_result(compare_score(expected, result), result).map_err(|message| format!("episode {number}: {message}"))
-            };
+            let compare =
+                |((expected, result), number): ((&golden_case::ExpectedScore, &Result<Score, Rejection>), usize)| {
+                    with_result(compare_score(expected, result), result)
+                        .map_err(|message| format!("episode {number}: {message}"))
+                };
             Some(expected.iter().zip(&results).zip(1..).try_for_each(compare))
         })
     }
@@ -416,7 +418,7 @@ mod tests {
     fn bad_lines_say_what_was_expected() {
         for (line, expected) in [
             ("{", "not a JSON object: "),
-            (r#"{"name": "a"}"#, "expected one of `episode`, `samples`, `task`"),
+            (r#"{"name": "a"}"#, "expected one of `episode`, `episodes`, `samples`, `task`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"total": 1}}, "note": 1}}"#), "unknown key `note`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"totl": 1}}}}"#), "`expect`: unknown field `totl`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"tolerance": 1}}}}"#), "expected either `total`"),
@@ -439,7 +441,8 @@ mod tests {
             "expect": {{"total": 0}}}}"#
         );
         let settings = one(&line).unwrap().settings;
-        let texts: Vec<_> = ["a", "b", "c", "d", "e", "f", "g"].iter().map(|key| settings.text(key, "not set")).collect();
+        let texts: Vec<_> =
+            ["a", "b", "c", "d", "e", "f", "g"].iter().map(|key| settings.text(key, "not set")).collect();
         assert_eq!(texts, ["0.1", "3", "true", "胶", r#"["x","胶"]"#, "0.0000001", "2"]);
     }
 }

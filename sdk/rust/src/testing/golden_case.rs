@@ -452,10 +452,13 @@ impl TryFrom<ExpectForm> for ExpectedScore {
                     false => Err(format!("`tolerance` is {tolerance}; expected 0 or more")),
                 }
             }
-            ExpectForm { total: None, tolerance: None, components: None, rejected: Some(code) } => Ok(Self::Rejected(code)),
-            _ => Err(
-                "`expect`: expected either `total`, with or without `tolerance` and `components`, or `rejected`".into()
-            ),
+            ExpectForm { total: None, tolerance: None, components: None, rejected: Some(code) } => {
+                Ok(Self::Rejected(code))
+            }
+            _ => {
+                Err("`expect`: expected either `total`, with or without `tolerance` and `components`, or `rejected`"
+                    .into())
+            }
         }
     }
 }

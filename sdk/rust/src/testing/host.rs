@@ -56,7 +56,10 @@ impl HostFunctions {
 
     /// The style model, for rewards.
     #[must_use]
-    pub fn classify(mut self, classify: impl Fn(&[Message]) -> Result<Vec<StyleProbability>, CallError> + 'static) -> Self {
+    pub fn classify(
+        mut self,
+        classify: impl Fn(&[Message]) -> Result<Vec<StyleProbability>, CallError> + 'static,
+    ) -> Self {
         self.classify = Some(Box::new(classify));
         self
     }

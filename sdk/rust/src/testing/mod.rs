@@ -45,8 +45,8 @@ pub use form::read_episodes;
 pub use golden::{Golden, golden};
 pub use host::{HostFunctions, InstalledHostFunctions};
 pub use run::{
-    FilterTest, GroupRewardTest, PromptTest, RewardTest, StyleScorerTest, assert_close, filter, group_reward, prompt, reward,
-    style_scorer,
+    FilterTest, GroupRewardTest, PromptTest, RewardTest, StyleScorerTest, assert_close, filter, group_reward, prompt,
+    reward, style_scorer,
 };
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 
 use super::check;
 use crate::{
-    Dialogue, Episode, Filter, GroupReward, Input, Inputs, JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, Reward, Sample, Score,
-    SettingError, Settings, StyleModel, StyleScorer, Verdict,
+    Dialogue, Episode, Filter, GroupReward, Input, Inputs, JudgeScore, Message, Prompt, PromptInput, PromptTask,
+    Rejection, Reward, Sample, Score, SettingError, Settings, StyleModel, StyleScorer, Verdict,
 };
 use std::fmt::Debug;
 use std::ops::RangeInclusive;
@@ -87,8 +87,7 @@ impl<T: Reward> RewardTest<T> {
     /// As [`RewardTest::score`]; or an episode's result depends on the others in the batch.
     #[track_caller]
     pub fn score_batch(&self, episodes: impl IntoIterator<Item = impl Into<Episode>>) -> Vec<Result<Score, Rejection>> {
-        let episodes: Vec<Episode> =
-            episodes.into_iter().map(|episode| declared(&episode.into(), T::INPUTS)).collect();
+        let episodes: Vec<Episode> = episodes.into_iter().map(|episode| declared(&episode.into(), T::INPUTS)).collect();
         let plugin = self.configured.plugin();
         let together: Vec<_> = episodes.iter().map(|episode| plugin.score(episode)).collect();
         for (episode, result) in episodes.iter().zip(&together) {

@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::{
-    Candidate, ColumnValue, Episode, FailureKind, FinishReason, GroupReward, Hit, Input, Inputs, JudgeScore, Rejection, Reward, Score,
-    SettingError, Settings,
+    Candidate, ColumnValue, Episode, FailureKind, FinishReason, GroupReward, Hit, Input, Inputs, JudgeScore, Rejection,
+    Reward, Score, SettingError, Settings,
 };
 use std::cell::Cell;
 use std::ops::RangeInclusive;
@@ -76,7 +76,10 @@ fn what_the_host_refuses_is_a_panic_with_its_words() {
     assert_eq!(refused("twice"), "the host refuses this: component `win` appears twice");
     let grammar = "expected 1 to 64 of a to z, 0 to 9 and _";
     assert_eq!(refused("name"), format!("the host refuses this: component name is `Win`; {grammar}"));
-    assert_eq!(refused("part"), "the host refuses this: component `win` is inf; expected a finite number of at most 1e18 in magnitude");
+    assert_eq!(
+        refused("part"),
+        "the host refuses this: component `win` is inf; expected a finite number of at most 1e18 in magnitude"
+    );
     assert_eq!(refused("code"), format!("the host refuses this: rejected with the code `No Answer`; {grammar}"));
     let range = panic_of(|| _ = reward::<NoRange>(Settings::none()));
     assert!(range.contains("declares the range 1 to 1; expected two numbers"), "{range}");
@@ -266,7 +269,8 @@ impl GroupReward for Same {
 #[test]
 fn groups_are_scored_whatever_their_order() {
     let group = || ["鱼油", "鱼油", "虾青素"].map(|rewrite| episode("一天几粒啊").policy(rewrite));
-    let totals: Vec<_> = group_reward::<Same>(Settings::none()).score(group()).into_iter().map(|result| result.unwrap().total).collect();
+    let totals: Vec<_> =
+        group_reward::<Same>(Settings::none()).score(group()).into_iter().map(|result| result.unwrap().total).collect();
     assert_eq!(totals, [0.5, 0.5, 1.0]);
     let message = panic_of(|| _ = group_reward::<Same>(Settings::from_pairs([("by_place", "true")])).score(group()));
     assert!(message.starts_with("the same group in the opposite order: expected"), "{message}");

@@ -22,7 +22,10 @@ impl Reward for Guest {
         for turn in 0..n_turns {
             black_box(turn);
         }
-        let n_kib: usize = episode.baseline().and_then(|baseline| baseline.rewrite("baseline")).map_or(0, |rewrite| rewrite.parse().unwrap_or(0));
+        let n_kib: usize = episode
+            .baseline()
+            .and_then(|baseline| baseline.rewrite("baseline"))
+            .map_or(0, |rewrite| rewrite.parse().unwrap_or(0));
         black_box(vec![1_u8; n_kib << 10]);
         Ok(Score::new(0.5))
     }

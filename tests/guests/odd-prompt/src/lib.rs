@@ -18,7 +18,9 @@ impl Prompt for Guest {
             ("assistant_last", PromptTask::Judge) if is_long => vec![user, Message::assistant("好")],
             ("system_later", PromptTask::PolicyRewrite) if is_long => vec![user.clone(), Message::system("短些"), user],
             ("no_messages", PromptTask::TeacherRewrite) if input.query.is_empty() => Vec::new(),
-            (_, task @ PromptTask::Other(_)) if self.breach != "any_task" => return Err(Rejection::unknown_task(&task)),
+            (_, task @ PromptTask::Other(_)) if self.breach != "any_task" => {
+                return Err(Rejection::unknown_task(&task));
+            }
             _ => vec![Message::system("你是改写专家。"), user],
         })
     }

@@ -46,7 +46,9 @@ impl Reward for Guest {
             "divides_by_length" => Ok(Score::new(score.total * 3.0 / n_chars as f64)),
             "counts_hits" => Ok(Score::new(hits.len() as f64 / 10.0)),
             "no_number_without_a_judge" if policy.judgement.is_none() => Ok(Score::new(f64::NAN)),
-            "infinite_component" if policy.finish_reason == Some(FinishReason::Length) => Ok(score.with("tokens", f64::INFINITY)),
+            "infinite_component" if policy.finish_reason == Some(FinishReason::Length) => {
+                Ok(score.with("tokens", f64::INFINITY))
+            }
             "huge_component" => Ok(score.with("tokens", 1e308)),
             "many_components" => Ok((0..65).fold(score, |score, n| score.with(format!("part_{n}"), 0.0))),
             "many_names" => Ok(many_names(score, &episode.id, &episode.query)),
