@@ -75,7 +75,7 @@ impl Contract for Exports {
         input: &PromptInput<'_>,
     ) -> Result<std::result::Result<Vec<Message>, Rejection>> {
         let prompts = exported(self.prompts.as_ref())?.load(&mut *store, instance)?;
-        let made = prompts.call_messages(store, &convert::task(task), convert::prompt_input(input))?;
+        let made = prompts.call_messages(store, convert::task(task), convert::prompt_input(input))?;
         let messages = made.map(|messages| messages.into_iter().map(convert::message).collect());
         Ok(messages.map_err(convert::rejection))
     }
