@@ -169,8 +169,8 @@ pub(crate) fn exported<T>(indices: Option<&T>) -> Result<&T> {
 
 /// Conversions whose text is the same in all versions, for types of `bindings`.
 macro_rules! conversions {
-    () => {
-        pub(super) fn task(task: PromptTask) -> prompts::Task {
+    ($task:ty) => {
+        pub(super) fn task(task: PromptTask) -> $task {
             match task {
                 PromptTask::TeacherRewrite => prompts::Task::TeacherRewrite,
                 PromptTask::PolicyRewrite => prompts::Task::PolicyRewrite,

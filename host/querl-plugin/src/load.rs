@@ -362,7 +362,7 @@ pub(crate) fn link(
     let refused = |reason: String| PluginError::NotAPlugin { path: path.to_owned(), reason };
     let failed = |error: wasmtime::Error| refused(format!("{error:#}"));
     let exported = exported(engine, component);
-    let has = |series: Series, interface: &str| exported.contains(&(interface, series));
+    let has = |series: Series, interface: &str| exported.iter().any(|(name, its)| name == interface && *its == series);
     let kinds_of = |series: Series| -> Vec<PluginKind> {
         PluginKind::ALL.into_iter().filter(|kind| has(series, kind.interface())).collect()
     };
@@ -411,10 +411,10 @@ pub(crate) fn link(
 }
 
 /// The interfaces of the contract that a component exports in versions that this host runs.
-fn exported<'c>(engine: &'c Engine, component: &'c Component) -> Vec<(&'c str, Series)> {
-    let known = |name: &'c str| {
+fn exported(engine: &Engine, component: &Component) -> Vec<(String, Series)> {
+    let known = |name: &str| {
         let (interface, version) = name.strip_prefix(contract::PREFIX)?.split_once('@')?;
-        Some((interface, Series::of(version)?))
+        Some((interface.to_owned(), Series::of(version)?))
     };
     component.component_type().exports(engine).filter_map(|(name, _)| known(name)).collect()
 }

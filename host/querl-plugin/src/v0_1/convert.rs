@@ -8,7 +8,7 @@ use querl_core::records::{
     Rejection, Sample, StyleProbability, Verdict,
 };
 
-conversions!();
+conversions!(prompts::Task);
 
 /// The lists inside an episode, which the argument borrows.
 pub(super) struct EpisodeLists<'a> {

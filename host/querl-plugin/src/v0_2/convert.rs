@@ -1,6 +1,6 @@
 //! Conversion between records of querl-core and types of contract 0.2. Arguments are borrowed.
 
-use super::bindings::{CallError, filters, info, prompts, rewards, types};
+use super::bindings::{CallError, filters, info, prompts, types};
 use crate::contract::conversions;
 use crate::description::{RawDeclaration, RawDescription, RawSetting};
 use querl_core::ports::{InputUse, PromptInput, PromptTask, RewardRange};
@@ -9,7 +9,7 @@ use querl_core::records::{
     Judgement, Message, Rejection, Sample, Scalar, Split, StyleProbability, Verdict,
 };
 
-conversions!();
+conversions!(prompts::Task<'static>);
 
 /// A text, where it is known: records have an empty text otherwise.
 pub(super) fn known(text: &str) -> Option<&str> {
@@ -88,16 +88,16 @@ pub(super) fn episode<'a>(
     episode: &EpisodeRef<'a>,
     lists: &'a EpisodeLists<'a>,
     columns: &'a [types::Column<'a>],
-) -> rewards::Episode<'a> {
-    rewards::Episode {
+) -> types::Episode<'a> {
+    types::Episode {
         id: episode.id,
         group_id: episode.group_id,
         sample_index: episode.sample_index,
         step: episode.step,
         split: episode.split.map(|split| match split {
-            Split::Train => rewards::Split::Train,
-            Split::Val => rewards::Split::Validation,
-            Split::Test => rewards::Split::Test,
+            Split::Train => types::Split::Train,
+            Split::Val => types::Split::Validation,
+            Split::Test => types::Split::Test,
         }),
         query: episode.query,
         context: context(episode.context),
