@@ -409,10 +409,10 @@ fn filters_and_prompts() -> Vec<Case> {
         case("messages", PASSES_ALL, "", prompt.clone(), Expected::Ok(made)),
         case(
             "rejected task",
-            "a rejection is a result",
+            "a rejected task is a rejection, or a fault where the host needs the messages",
             "reject",
             prompt.clone(),
-            Expected::Ok(json!({"rejected": {"code": "report", "detail": null}})),
+            Expected::FaultOr(RESULT, json!({"rejected": {"code": "report", "detail": null}})),
         ),
         case("no messages", conversation, "no-messages", prompt.clone(), Expected::Fault(RESULT, "host-probe")),
         case("assistant last", conversation, "assistant-last", prompt.clone(), Expected::Fault(RESULT, "host-probe")),

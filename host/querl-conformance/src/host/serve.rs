@@ -232,7 +232,7 @@ impl Ports {
                 let input =
                     PromptInput { query: &input.query, context: &input.context, rewrite: input.rewrite.as_deref() };
                 let made = port(self.prompts.as_deref())?.messages(task, &input).map_err(|fault| of_call(&fault))?;
-                Ok(outcome("messages", made))
+                Ok(json!({"messages": made}))
             }
             Request::ParseRewrite { text } => {
                 let parsed = port(self.prompts.as_deref())?.parse_rewrite(&text).map_err(|fault| of_call(&fault))?;
