@@ -367,6 +367,7 @@ fn prompt_task(task: GoldenTask) -> PromptTask {
 fn shown_case(case: &GoldenCase<HostTypes>) -> String {
     let body = match &case.body {
         GoldenBody::Reward(episode, _) => shown::item(&**episode),
+        GoldenBody::Group(episodes, _) => shown::compact(episodes),
         GoldenBody::Filter(samples, _) => shown::compact(samples),
         GoldenBody::Messages(task, Input { query, context, rewrite }, _) => {
             let task = prompts::task_name(prompt_task(*task));

@@ -211,7 +211,7 @@ pub(super) fn check_style(subject: &Subject<'_>, section: &mut Section) {
             format!("inputs_{}", group.name),
             "a total is 0 (worst) to 1 (best), or the dialogue is rejected; texts are of any length, an empty text is \
              a text",
-            batch::inputs(&port, &group).map(|note| format!("{note}; the style model is a stand-in")),
+            || batch::inputs(&port, &group).map(|note| format!("{note}; the style model is a stand-in")),
         );
     }
     section.add(
