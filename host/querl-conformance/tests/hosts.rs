@@ -18,13 +18,13 @@ fn failed(checks: &[Check]) -> Vec<String> {
     failed.collect()
 }
 
-/// Components of contract 0.1 with golden cases: `NAME.wasm.zst` and `golden/NAME`.
+/// Bundles of contract 0.1, with their golden cases.
 fn plugins_of_0_1() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/plugins-0.1");
-    let golden = std::fs::read_dir(folder.join("golden")).unwrap().map(|entry| entry.unwrap().file_name());
-    let mut components: Vec<_> = golden.map(|name| folder.join(name).with_extension("wasm.zst")).collect();
-    components.sort();
-    components
+    let mut bundles: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    bundles.retain(|path| path.extension().is_some_and(|extension| extension == "querl"));
+    bundles.sort();
+    bundles
 }
 
 #[test]

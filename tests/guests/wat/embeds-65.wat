@@ -7,5 +7,5 @@
   (import "querl:plugin/similarity@0.1.0" "embed" (func $embed (param i32 i32 i32)))
   ;;! include reward
   (func $odd (param i32)
-    (call $embed (i32.const 65536) (i32.const 65) (i32.const 512)))
+    (call $embed (i32.const 2048) (i32.const 65) (i32.const 512)))
 )

@@ -13,7 +13,7 @@ pub struct HostArgs {
     /// Command line of the host, which speaks the protocol of docs/spec/host-protocol.md
     #[arg(long, value_name = "COMMAND")]
     host: String,
-    /// A plugin with golden cases: a bundle, a folder with its component or its source, or NAME.wasm(.zst) next to golden/NAME; may be repeated
+    /// A plugin with golden cases: a bundle, a folder with its component or its source, or NAME.wasm next to golden/NAME; may be repeated
     #[arg(long, value_name = "PATH")]
     plugin: Vec<PathBuf>,
     /// How long the host may take for one reply, in seconds

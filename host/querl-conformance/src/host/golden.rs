@@ -10,11 +10,7 @@ use querl_sdk::testing::golden_case::{
 };
 use serde_json::{Map, Value, json};
 use std::fs;
-use std::io::Read;
 use std::path::{Path, PathBuf};
-
-/// The largest component that a host loads.
-const MAX_COMPONENT_BYTES: u64 = 64 << 20;
 
 /// A plugin with its cases.
 pub(super) struct GoldenPlugin {
@@ -30,8 +26,7 @@ pub(super) fn read(paths: &[PathBuf], folder: &Path) -> Result<Vec<GoldenPlugin>
 }
 
 fn read_one(path: &Path, folder: &Path) -> Result<GoldenPlugin, String> {
-    let file_name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
-    let name = file_name.split(".wasm").next().unwrap_or(&file_name).trim_end_matches(".querl").to_owned();
+    let name = path.file_stem().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
     let at = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
     let (component, files) = if path.is_dir() {
         let component = match files_in(path, "wasm")?.pop() {
@@ -52,24 +47,12 @@ fn read_one(path: &Path, folder: &Path) -> Result<GoldenPlugin, String> {
             Ok(text) => vec![(file.display().to_string(), text)],
             Err(_) => read_folder(&golden.join(&name))?,
         };
-        let component = match file_name.ends_with(".zst") {
-            true => decompressed(path, &folder.join(format!("{name}.wasm"))).map_err(|error| at(&error))?,
-            false => path.to_owned(),
-        };
-        (component, files)
+        (path.to_owned(), files)
     };
     match files.is_empty() {
         true => Err(at(&"it has no golden cases")),
         false => Ok(GoldenPlugin { name, component, files }),
     }
-}
-
-/// Writes the component that a `.wasm.zst` holds.
-fn decompressed(path: &Path, to: &Path) -> std::io::Result<PathBuf> {
-    let mut component = Vec::new();
-    zstd::Decoder::new(fs::File::open(path)?)?.take(MAX_COMPONENT_BYTES).read_to_end(&mut component)?;
-    fs::write(to, component)?;
-    Ok(to.to_owned())
 }
 
 fn read_folder(folder: &Path) -> Result<Vec<(String, String)>, String> {

@@ -34,7 +34,7 @@ pub struct HostSuite {
 impl HostSuite {
     /// Runs all checks; `on_check` gets each as it ends.
     ///
-    /// A plugin is a `.querl` bundle, a folder with a `.wasm` file or a source that is built, or `NAME.wasm` or `NAME.wasm.zst` with
+    /// A plugin is a `.querl` bundle, a folder with a `.wasm` file or a source that is built, or `NAME.wasm` with
     /// `golden/NAME.jsonl` or `golden/NAME/*.jsonl` next to it.
     ///
     /// # Errors
