@@ -424,7 +424,7 @@ mod tests {
         assert_eq!(case.name, "赢");
         assert_eq!(case.settings["win"], toml::Value::Integer(1));
         let GoldenBody::Reward(episode, expect) = case.body else { panic!("not a case for a reward") };
-        assert_eq!((episode.id.as_str(), episode.policy.retrieval.as_ref().unwrap()[0].rank), ("赢", 1));
+        assert_eq!((episode.id.as_str(), episode.policy.hits()[0].rank), ("赢", 1));
         assert_eq!(expect, ExpectedScore::Score { total: 0.5, tolerance: 1e-9, components: BTreeMap::new() });
     }
 
