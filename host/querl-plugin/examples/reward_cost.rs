@@ -117,16 +117,15 @@ fn native_episode(episode: &Episode) -> querl_sdk::Episode {
     querl_sdk::Episode {
         id: episode.id.clone(),
         query: episode.query.clone(),
-        context: querl_sdk::Context::default(),
-        gold_ids: Vec::new(),
         policy: native_candidate(&episode.policy),
-        baseline: native_candidate(episode.baseline.as_ref().unwrap()),
+        baseline: episode.baseline.as_ref().map(native_candidate),
+        ..querl_sdk::Episode::default()
     }
 }
 
 fn native_candidate(candidate: &Candidate) -> querl_sdk::Candidate {
     let hit = |hit: &querl_core::records::Hit| querl_sdk::Hit {
-        id: hit.id.clone(),
+        id: Some(hit.id.clone()),
         text: hit.text.clone(),
         reranker_score: hit.reranker_score,
         retrieval_score: hit.retrieval_score,
@@ -134,10 +133,10 @@ fn native_candidate(candidate: &Candidate) -> querl_sdk::Candidate {
     };
     let Judgement::Scored { score, reason } = &candidate.judgement else { unreachable!("every side is judged") };
     querl_sdk::Candidate {
-        rewrite: candidate.rewrite.clone(),
-        retrieval: Ok(candidate.hits().iter().map(hit).collect()),
-        judgement: querl_sdk::Judgement::Scored { score: *score, reason: reason.clone() },
-        n_tokens: candidate.n_tokens,
+        rewrite: Some(candidate.rewrite.clone()),
+        retrieval: Some(Ok(candidate.hits().iter().map(hit).collect())),
+        judgement: Some(Ok(querl_sdk::JudgeScore { score: *score, reason: reason.clone() })),
+        n_tokens: Some(candidate.n_tokens),
         ..querl_sdk::Candidate::default()
     }
 }

@@ -4,7 +4,6 @@ use crate::args::Format;
 use anyhow::Context;
 use clap::Args;
 use querl_bundle::Language;
-use querl_pipeline::failure::Stop;
 use querl_plugin::{COMPONENTIZE_PY, JAVASCRIPT_PACKAGES, NativeFolder};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
