@@ -67,12 +67,12 @@ fn mistakes_are_reported_with_line_key_value_and_expectation() {
         (
             "kinds = [\"reward\"]",
             "kinds = [\"rewards\"]",
-            "plugin.toml:5: plugin.kinds is [\"rewards\"]; expected a list of prompt, filter, reward or style-scorer; did you mean `reward`?",
+            "plugin.toml:5: plugin.kinds is [\"rewards\"]; expected a list of prompt, filter, reward, group-reward or style-scorer; did you mean `reward`?",
         ),
         (
             "kinds = [\"reward\"]",
             "kinds = []",
-            "plugin.toml:5: plugin.kinds is []; expected a list of prompt, filter, reward or style-scorer",
+            "plugin.toml:5: plugin.kinds is []; expected a list of prompt, filter, reward, group-reward or style-scorer",
         ),
         (
             "kinds = [\"reward\"]",

@@ -30,7 +30,28 @@ fn main() {
     let mut times: Vec<f64> = (0..N_BATCHES).map(|_| micros(|| reward.score_batch(single).unwrap())).collect();
     print_times("plugin, batches of 1, microseconds an item", &mut times);
     passing(&batch);
+    rechecks();
     starts(single);
+}
+
+/// What rechecks add to the mean, for batches of 64 and of 2. The hosts take turns.
+fn rechecks() {
+    let open = |rechecks| {
+        let host = PluginHost::new(HostOptions { rechecks, ..HostOptions::default() }).unwrap();
+        competition(&host)
+    };
+    let rewards = [open(Rechecks::Off), open(Rechecks::Sampled)];
+    for n_items in [64, 2] {
+        let mut sums = [0.0; 2];
+        for n in 0..N_BATCHES * 4 {
+            let mut batch: Vec<Episode> = (0..n_items).map(five_hits).collect();
+            batch.iter_mut().for_each(|episode| episode.id = format!("step-{n:06}/{}", episode.id));
+            for turn in [n % 2, (n + 1) % 2] {
+                sums[turn] += micros(|| rewards[turn].score_batch(&batch).unwrap());
+            }
+        }
+        println!("rechecks add {:.1} % to batches of {n_items}", (sums[1] / sums[0] - 1.0) * 100.0);
+    }
 }
 
 /// What passing episodes costs, for guests that look at nothing: contract 0.1, then whole episodes of contract 0.2, in each form.

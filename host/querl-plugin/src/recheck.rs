@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 /// Which batches of rewards are scored again. Plugins that import host functions are not: their calls would be made twice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Rechecks {
-    /// About one in 64 batches of at least 2 episodes, chosen by their ids, and up to 4 episodes of it, either alone or in another form.
+    /// About one in 64 batches of at least 2 episodes, chosen by their first and last id, and up to 4 episodes of it, either alone or in another form.
     #[default]
     Sampled,
     /// Every batch of at least 2 episodes, every episode of it alone, and in every form. For tests of plugins.
@@ -32,13 +32,13 @@ impl RewardPlugin {
     /// # Errors
     /// A result that differs, with both values.
     pub(crate) fn recheck(&self, episodes: &[EpisodeRef<'_>], scores: &[ItemScore]) -> Result<(), PluginFault> {
-        if episodes.len() < 2 || self.caller.rechecks == Rechecks::Off {
+        let [first, .., last] = episodes else { return Ok(()) };
+        if self.caller.rechecks == Rechecks::Off {
             return Ok(());
         }
         let is_every = self.caller.rechecks == Rechecks::Every;
-        let mut digest = Sha256::new();
-        episodes.iter().for_each(|episode| digest.update(episode.id));
-        let digest = digest.finalize();
+        // Ids are unique in a run; more of them would cost more than the checks.
+        let digest = Sha256::new().chain_update(first.id).chain_update(last.id).finalize();
         if !is_every && !digest[0].is_multiple_of(SAMPLED) {
             return Ok(());
         }

@@ -35,15 +35,17 @@ pub(super) fn manifest(text: &str, origin: &str) -> Result<Manifest, BundleError
 }
 
 fn plugin_section(section: &Section<'_>) -> Result<PluginSection, BundleError> {
-    let (kinds, contract) = (kinds(section)?, contract(section)?);
+    let kinds = kinds(section)?;
+    let (id, version) = (id(section)?, version(section, "version", "0.1.0")?);
+    let contract = contract(section)?;
     if contract.minor == CONTRACTS[0].minor && kinds.contains(&Kind::GroupReward) {
         return Err(
             section.error("contract", format!("is {contract}, which has no `group-reward`; build it for {CONTRACT}"))
         );
     }
     Ok(PluginSection {
-        id: id(section)?,
-        version: version(section, "version", "0.1.0")?,
+        id,
+        version,
         host_functions: host_functions(section, &kinds, &contract)?,
         contract,
         description: short_line(section, "description", "what the plugin does, in a few words")?,

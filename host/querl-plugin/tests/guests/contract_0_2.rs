@@ -8,7 +8,8 @@ use querl_core::config::{OnLimit, PluginLimits};
 use querl_core::ports::{EpisodeInputs, FaultKind, HostFunctions, InputUse, PluginFault, RewardModel};
 use querl_core::records::{Episode, HostCallError, HostRequest, HostResponse};
 use querl_plugin::{
-    HostInterface, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings, Rechecks, RewardForm,
+    HostInterface, HostOptions, Observer, Outcome, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings,
+    Rechecks, RewardForm,
 };
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -371,4 +372,22 @@ fn whole_episodes_pass_in_every_form() {
         assert!(plugin.inputs().response == InputUse::Optional && plugin.inputs().style == InputUse::Optional);
         assert!(plugin.score_batch(&batch).unwrap().iter().all(|score| score.as_ref().unwrap().total == 0.5));
     }
+}
+
+#[test]
+fn observer_gets_totals_and_rejections() {
+    let reports = Arc::new(Mutex::new(Vec::new()));
+    let seen = reports.clone();
+    let observer: Observer = Arc::new(move |report| {
+        if report.function == "rewards.score-batch" {
+            seen.lock().unwrap().push((report.plugin.to_owned(), report.n_items, report.outcome));
+        }
+    });
+    let options = HostOptions { cache_dir: cache_dir(), observer: Some(observer), ..HostOptions::default() };
+    let host = PluginHost::new(options).unwrap();
+    let plugin = load_guest(&host, "counts-tokens").unwrap();
+    let reward = open(&host, &plugin, Some(Arc::new(Answers::default()))).unwrap();
+    reward.score_batch(&[episode("a", "x")]).unwrap();
+    let outcome = Outcome { n_rejected: 0, totals: Some((0.25, 0.25)) };
+    assert_eq!(*reports.lock().unwrap(), [("counts-tokens".to_owned(), 1, outcome)]);
 }
