@@ -363,7 +363,7 @@ path = "reward.wasm"
             ("learning_rate = 0", "16: rl.learning_rate is 0; expected more than 0.0, at most 1.0"),
             ("gamma = nan", "16: rl.gamma is nan; expected 0.0 to 1.0"),
             ("max_steps = 2.5", "16: rl.max_steps is 2.5; expected an integer"),
-            ("batch_size = -1", "16: rl.batch_size is -1; expected 1 or more"),
+            ("batch_size = -1", "16: rl.batch_size is -1; expected 1 to 65536"),
             (r#"gamma = "high""#, r#"16: rl.gamma is "high"; expected a number"#),
             (
                 r#"algorithm = "trpo""#,
