@@ -4,6 +4,8 @@ import { plugin } from "#querl-sdk";
 import { nChars } from "./text.js";
 
 export class Brevity {
+  static requires = ["baseline", "retrieval"];
+
   constructor(settings) {
     this.enoughChars = settings.integer("enough_chars", 6, { minimum: 1, maximum: 1000 });
     this.tolerance = settings.number("quality_tolerance", 0.02, { minimum: 0, maximum: 1 });
@@ -13,12 +15,14 @@ export class Brevity {
     return [-1, 1];
   }
 
-  score({ policy, baseline }) {
-    const keptQuality = top1(policy, "policy") >= top1(baseline, "baseline") - this.tolerance;
-    const saving = this.saving(nChars(policy.rewrite), nChars(baseline.rewrite));
-    // What is saved at the cost of what is found is not paid; what is wasted is charged either way.
-    const total = keptQuality ? saving : Math.min(saving, 0);
-    return { total, components: { saving, kept_quality: keptQuality ? 1 : 0 } };
+  score(episode) {
+    const { policy } = episode;
+    const baseline = episode.baselineOrReject();
+    const before = top1(baseline, "baseline");
+    // A response without a rewrite is not looked up.
+    if (policy.rewrite === undefined) return scored(-1, false);
+    const keptQuality = top1(policy, "policy") >= before - this.tolerance;
+    return scored(this.saving(nChars(policy.rewrite), nChars(baseline.rewrite ?? "")), keptQuality);
   }
 
   /** Share of the longer rewrite's characters that the policy saves, -1 to 1. A rewrite that says nothing saves nothing. */
@@ -27,6 +31,12 @@ export class Brevity {
     const [policy, baseline] = [nPolicy, nBaseline].map((n) => Math.max(n, this.enoughChars));
     return (baseline - policy) / Math.max(baseline, policy);
   }
+}
+
+/** What is saved at the cost of what is found is not paid; what is wasted is charged either way. */
+function scored(saving, keptQuality) {
+  const total = keptQuality ? saving : Math.min(saving, 0);
+  return { total, components: { saving, kept_quality: keptQuality ? 1 : 0 } };
 }
 
 function top1(candidate, side) {

@@ -1,10 +1,13 @@
 // Which classes a plugin is made of.
 
+import { INPUTS } from "./description.js";
+
 /** By kind, as `plugin()` calls them: the kind's name in plugin.toml, and the methods that it needs. */
 const KINDS = {
   prompt: ["prompt", ["messages", "parseRewrite", "parseJudgement"]],
   filter: ["filter", ["check"]],
   reward: ["reward", ["range", "score"]],
+  groupReward: ["group-reward", ["range", "scoreGroup"]],
   styleScorer: ["style-scorer", ["score"]],
 };
 
@@ -22,10 +25,23 @@ export function plugin(classes) {
     if (missing) {
       throw new TypeError(`\`${type.name}\` has no method \`${missing}\`, which a ${kind} needs`);
     }
+    checkInputs(type, methods.includes("range") ? INPUTS : ["columns"]);
     kinds[kind] = type;
+  }
+  if (kinds.reward && kinds["group-reward"]) {
+    throw new TypeError("plugin() has a reward and a group reward; expected one of them, and another plugin for the other");
   }
   if (Object.keys(kinds).length === 0) {
     throw new TypeError("plugin() names no class; expected for example `plugin({ reward: Brevity })`");
   }
   return { kinds };
+}
+
+function checkInputs(type, known) {
+  for (const name of ["requires", "uses"]) {
+    const inputs = type[name] ?? [];
+    if (!Array.isArray(inputs) || !inputs.every((input) => known.includes(input))) {
+      throw new TypeError(`\`${type.name}.${name}\` is ${JSON.stringify(inputs)}; expected a list of ${known.join(", ")}`);
+    }
+  }
 }

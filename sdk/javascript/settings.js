@@ -12,6 +12,7 @@ export class SettingError extends Error {
 
 export class Settings {
   #get;
+  #recorded;
 
   constructor(values = {}) {
     const texts = new Map(Object.entries(values).map(([key, value]) => [key, asText(value)]));
@@ -24,35 +25,45 @@ export class Settings {
     return settings;
   }
 
+  /** Settings without values that record what is read. A reader without a fallback returns a value that is allowed. */
+  static recording(into) {
+    const settings = new Settings();
+    settings.#recorded = into;
+    return settings;
+  }
+
   get(key) {
+    this.#record({ key, valueType: "text" }, "");
     return this.#get(key);
   }
 
   text(key, fallback) {
-    return this.get(key) ?? fallback;
+    this.#record({ key, valueType: "text" }, fallback);
+    return this.#get(key) ?? this.#absent(key, "a text", fallback, "");
   }
 
   choice(key, fallback, choices) {
-    const text = this.text(key, fallback);
-    if (!choices.includes(text)) {
-      const names = choices.map((choice) => `\`${choice}\``).join(", ");
-      throw new SettingError(key, `expected one of ${names}, got \`${text}\``);
-    }
+    this.#record({ key, valueType: "text", choices: [...choices] }, fallback);
+    const names = `one of ${choices.map((choice) => `\`${choice}\``).join(", ")}`;
+    const text = this.#get(key);
+    if (text === undefined) return this.#absent(key, names, fallback, choices[0]);
+    if (!choices.includes(text)) throw new SettingError(key, `expected ${names}, got \`${text}\``);
     return text;
   }
 
   number(key, fallback, bounds = {}) {
-    return this.#bounded(key, fallback, bounds, "number", (text) => asNumber(text));
+    return this.#bounded("number", key, fallback, bounds, "number", (text) => asNumber(text));
   }
 
   integer(key, fallback, bounds = {}) {
     const read = (text) => (/^[+-]?\d+$/.test(text) ? asNumber(text) : NaN);
-    return this.#bounded(key, fallback, bounds, "whole number", read);
+    return this.#bounded("integer", key, fallback, bounds, "whole number", read);
   }
 
   flag(key, fallback) {
-    const text = this.get(key);
-    if (text === undefined) return fallback;
+    this.#record({ key, valueType: "flag" }, fallback);
+    const text = this.#get(key);
+    if (text === undefined) return this.#absent(key, "true or false", fallback, false);
     if (text !== "true" && text !== "false") {
       throw new SettingError(key, `expected true or false, got \`${text}\``);
     }
@@ -60,7 +71,8 @@ export class Settings {
   }
 
   texts(key, fallback = []) {
-    const text = this.get(key);
+    this.#record({ key, valueType: "texts" }, fallback);
+    const text = this.#get(key);
     if (text === undefined) return [...fallback];
     const texts = parsed(text);
     if (!Array.isArray(texts) || !texts.every((entry) => typeof entry === "string")) {
@@ -69,14 +81,28 @@ export class Settings {
     return texts;
   }
 
-  #bounded(key, fallback, { minimum = -Infinity, maximum = Infinity }, what, read) {
-    const text = this.get(key);
-    if (text === undefined) return fallback;
+  #bounded(valueType, key, fallback, { minimum = -Infinity, maximum = Infinity }, noun, read) {
+    const bound = (value) => (Number.isFinite(value) ? value : undefined);
+    this.#record({ key, valueType, minimum: bound(minimum), maximum: bound(maximum) }, fallback);
+    const expected = `a ${noun}${inWords(minimum, maximum)}`;
+    const text = this.#get(key);
+    if (text === undefined) return this.#absent(key, expected, fallback, bound(minimum) ?? bound(maximum) ?? 0);
     const number = read(text.trim());
     if (!Number.isFinite(number) || number < minimum || number > maximum) {
-      throw new SettingError(key, `expected a ${what}${inWords(minimum, maximum)}, got \`${text}\``);
+      throw new SettingError(key, `expected ${expected}, got \`${text}\``);
     }
     return number;
+  }
+
+  /** The fallback; without one, a usable value for a recording, or an error. */
+  #absent(key, expected, fallback, usable) {
+    if (fallback !== undefined) return fallback;
+    if (!this.#recorded) throw new SettingError(key, `expected ${expected}, got nothing; set it`);
+    return usable;
+  }
+
+  #record(spec, fallback) {
+    this.#recorded?.push({ ...spec, default: fallback === undefined ? undefined : asText(fallback) });
   }
 }
 

@@ -1,4 +1,18 @@
-import type { CallFailure, Candidate, Dialogue, Episode, FailureKind, Hit, Plugin, Sample, StyleModel } from "./index.js";
+import type {
+  CallFailure,
+  Candidate,
+  Columns,
+  Dialogue,
+  Episode,
+  FailureKind,
+  Hit,
+  host,
+  Input,
+  Message,
+  Plugin,
+  Sample,
+  StyleModel,
+} from "./index.js";
 
 /** Hits with these reranker scores, ranked in this order. */
 export function hits(...scores: number[]): Hit[];
@@ -6,23 +20,40 @@ export function hits(...scores: number[]): Hit[];
 /** A failed call, for `retrieval` or `judgement`. */
 export function failed(message?: string, kind?: FailureKind): CallFailure;
 
-/** One side: its rewrite, the scores of its hits (or a failed call), the judge's score (or a failed call). */
+/** A rewrite, the scores of its hits (or a failed call), the judge's score (or a failed call). What is left out is unknown. */
 export function candidate(
   rewrite?: string,
   scores?: number[] | CallFailure,
-  more?: { judged?: number | CallFailure; style?: Record<string, number>; truncated?: boolean },
+  more?: { judged?: number | CallFailure; style?: Record<string, number>; nTokens?: number; finishReason?: string },
 ): Candidate;
 
-/** An episode; a side given as a text is a rewrite that found nothing and was not judged. */
+/** An episode; a side given as a text is a rewrite that was not looked up and not judged. */
 export function episode(
   query?: string,
   policy?: Candidate | string,
   baseline?: Candidate | string,
-  more?: { userProfile?: string; historySummary?: string; goldIds?: string[] },
+  more?: {
+    response?: string;
+    columns?: Columns;
+    prompt?: Message[];
+    userProfile?: string;
+    historySummary?: string;
+    goldIds?: string[];
+    sampleIndex?: number;
+  },
 ): Episode;
 
+/** The episode with the parts that a plugin's class declares and no others, as the host gives it. */
+export function declared(episode: Episode, type: { requires?: readonly Input[]; uses?: readonly Input[] }): Episode;
+
+/**
+ * Calls `run` with stand-ins for host functions, and returns its result. Without one, tokens and words are the units of `text.units`,
+ * vectors counts of characters, and judge and style model not configured.
+ */
+export function withHostFunctions<T>(standIns: Partial<typeof host>, run: () => T): T;
+
 /** A sample with hits of these reranker scores. */
-export function sample(query: string, rewrite: string, scores?: number[]): Sample;
+export function sample(query: string, rewrite: string, scores?: number[], columns?: Columns): Sample;
 
 /** A dialogue whose turns alternate and end with the assistant's. */
 export function dialogue(...texts: string[]): Dialogue;
@@ -38,7 +69,7 @@ export interface GoldenCase {
   /** File and line. */
   place: string;
   name: string;
-  about: "episode" | "samples" | "task" | "parse_rewrite" | "parse_judgement" | "dialogue";
+  about: "episode" | "episodes" | "samples" | "task" | "parse_rewrite" | "parse_judgement" | "dialogue";
   settings: Record<string, unknown>;
   sent: unknown;
   input: unknown;

@@ -1,4 +1,4 @@
-// The values that several kinds of plugin share.
+// Types that several kinds of plugin share. What is unknown is `undefined`. Documentation is in index.d.ts.
 
 const CODE = /^[a-z0-9_]{1,64}$/;
 
@@ -21,39 +21,91 @@ export class Rejection extends Error {
   }
 }
 
-export class Candidate {
-  constructor({ rewrite = "", retrieval = [], judgement, style, nTokens = 0, truncated = false } = {}) {
+/** Base of Candidate and Episode: one that comes as JSON keeps its JSON object, and builds each property when it is read. */
+class Record {
+  /** The record of a JSON object in the encoding of json-rewards.wit. */
+  static fromJson(json) {
+    const record = Object.create(this.lazy);
+    record.json = json;
+    return record;
+  }
+
+  /** A prototype whose properties are `getters` on `this.json`; objects that they make are kept. */
+  static lazyPrototype(getters) {
+    const properties = Object.entries(getters).map(([name, read]) => [name, { get: read, enumerable: true }]);
+    return Object.create(this.prototype, Object.fromEntries(properties));
+  }
+}
+
+export class Candidate extends Record {
+  constructor({ rewrite, retrieval, judgement, style, nTokens, finishReason } = {}) {
+    super();
     this.rewrite = rewrite;
     this.retrieval = retrieval;
     this.judgement = judgement;
     this.style = style;
     this.nTokens = nTokens;
-    this.truncated = truncated;
+    this.finishReason = finishReason;
+  }
+
+  get isTruncated() {
+    return this.finishReason === "length";
   }
 
   hits(side) {
-    if (this.retrieval instanceof CallFailure) {
-      throw new Rejection(`${side}_retrieval_failed`, this.retrieval.message);
+    const { retrieval } = this;
+    if (retrieval instanceof CallFailure) throw new Rejection(`${side}_retrieval_failed`, retrieval.message);
+    if (retrieval === undefined) {
+      const detail = "the rewrite was not looked up: it is missing, or the plugin does not declare `retrieval`";
+      throw new Rejection(`${side}_not_retrieved`, detail);
     }
-    return this.retrieval;
+    return retrieval;
   }
 
   judged(side) {
-    if (this.judgement instanceof CallFailure) {
-      throw new Rejection(`${side}_judgement_failed`, this.judgement.message);
-    }
-    return this.judgement;
+    const { judgement } = this;
+    if (judgement instanceof CallFailure) throw new Rejection(`${side}_judgement_failed`, judgement.message);
+    return judgement;
   }
 }
 
-export class Episode {
-  constructor({ id = "", query = "", context, goldIds = [], policy, baseline } = {}) {
+export class Episode extends Record {
+  constructor({
+    id = "",
+    groupId = "",
+    sampleIndex = 0,
+    step,
+    split,
+    query = "",
+    context = {},
+    goldIds,
+    columns = {},
+    prompt,
+    response,
+    policy,
+    baseline,
+  } = {}) {
+    super();
     this.id = id;
+    this.groupId = groupId;
+    this.sampleIndex = sampleIndex;
+    this.step = step;
+    this.split = split;
     this.query = query;
-    this.context = context ?? { userProfile: "", historySummary: "" };
+    this.context = { userProfile: undefined, historySummary: undefined, ...context };
     this.goldIds = goldIds;
+    this.columns = columns;
+    this.prompt = prompt;
+    this.response = response;
     this.policy = policy ?? new Candidate();
-    this.baseline = baseline ?? new Candidate();
+    this.baseline = baseline;
+  }
+
+  baselineOrReject() {
+    if (this.baseline === undefined) {
+      throw new Rejection("no_baseline", "the episode has no teacher's rewrite, or the plugin does not declare `baseline`");
+    }
+    return this.baseline;
   }
 }
 
@@ -75,3 +127,82 @@ export class Message {
     return new Message("assistant", content);
   }
 }
+
+export function contextFromJson(json = {}) {
+  return { userProfile: json.user_profile, historySummary: json.history_summary };
+}
+
+export function hitFromJson({ id, text, reranker_score, retrieval_score, rank }) {
+  return { id, text, rerankerScore: reranker_score, retrievalScore: retrieval_score, rank };
+}
+
+const messageFromJson = ({ role, content }) => new Message(role, content);
+
+/** A result under its name, or a failure under `failed`. */
+function either(json, result, read) {
+  if (json === undefined) return undefined;
+  return json.failed ? new CallFailure(json.failed.kind, json.failed.message) : read(json[result]);
+}
+
+Candidate.lazy = Candidate.lazyPrototype({
+  rewrite() {
+    return this.json.rewrite;
+  },
+  retrieval() {
+    return (this.hitsOrFailure ??= either(this.json.retrieval, "hits", (hits) => hits.map(hitFromJson)));
+  },
+  judgement() {
+    return (this.scoreOrFailure ??= either(this.json.judgement, "scored", (scored) => scored));
+  },
+  style() {
+    return this.json.style;
+  },
+  nTokens() {
+    return this.json.n_tokens;
+  },
+  finishReason() {
+    return this.json.finish_reason;
+  },
+});
+
+Episode.lazy = Episode.lazyPrototype({
+  id() {
+    return this.json.id;
+  },
+  groupId() {
+    return this.json.group_id;
+  },
+  sampleIndex() {
+    return this.json.sample_index;
+  },
+  step() {
+    return this.json.step;
+  },
+  split() {
+    return this.json.split;
+  },
+  query() {
+    return this.json.query;
+  },
+  context() {
+    return (this.contextRead ??= contextFromJson(this.json.context));
+  },
+  goldIds() {
+    return this.json.gold_ids;
+  },
+  columns() {
+    return (this.json.columns ??= {});
+  },
+  prompt() {
+    return (this.messages ??= this.json.prompt?.map(messageFromJson));
+  },
+  response() {
+    return this.json.response;
+  },
+  policy() {
+    return (this.policyRead ??= Candidate.fromJson(this.json.policy));
+  },
+  baseline() {
+    return (this.baselineRead ??= this.json.baseline && Candidate.fromJson(this.json.baseline));
+  },
+});

@@ -36,7 +36,7 @@ pub use archive::ArchiveLimits;
 pub use bundle::{Bundle, check_component, pack};
 pub use error::BundleError;
 pub use manifest::{
-    BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, Kind, Language, Manifest, PluginSection, RequestedLimits,
-    SettingProblem, SettingSpec, SettingType,
+    BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, CONTRACTS, HostInterface, Kind, Language, Manifest,
+    PluginSection, RequestedLimits, SettingProblem, SettingSpec, SettingType, check_settings,
 };
 pub use signatures::{BundleSignature, KeyForm, PublicKey, SigningKey, sign};

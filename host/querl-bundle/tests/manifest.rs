@@ -4,7 +4,7 @@
 mod common;
 
 use common::MANIFEST;
-use querl_bundle::{Kind, Manifest};
+use querl_bundle::{HostInterface, Kind, Manifest};
 use querl_core::config::PluginLimits;
 use std::collections::BTreeMap;
 
@@ -67,12 +67,12 @@ fn mistakes_are_reported_with_line_key_value_and_expectation() {
         (
             "kinds = [\"reward\"]",
             "kinds = [\"rewards\"]",
-            "plugin.toml:5: plugin.kinds is [\"rewards\"]; expected a list of prompt, filter, reward or style-scorer; did you mean `reward`?",
+            "plugin.toml:5: plugin.kinds is [\"rewards\"]; expected a list of prompt, filter, reward, group-reward or style-scorer; did you mean `reward`?",
         ),
         (
             "kinds = [\"reward\"]",
             "kinds = []",
-            "plugin.toml:5: plugin.kinds is []; expected a list of prompt, filter, reward or style-scorer",
+            "plugin.toml:5: plugin.kinds is []; expected a list of prompt, filter, reward, group-reward or style-scorer",
         ),
         (
             "kinds = [\"reward\"]",
@@ -191,13 +191,42 @@ fn other_contracts_are_refused_in_one_sentence() {
         Manifest::parse(&text, "plugin.toml").map_err(|error| error.to_string())
     };
     assert_eq!(
-        error("0.2.0").unwrap_err(),
-        "plugin.toml:4: plugin.contract is 0.2.0, which is newer than the contract of this querl (0.1.x); use a newer querl, \
-         or build the plugin for 0.1.0"
+        error("0.3.0").unwrap_err(),
+        "plugin.toml:4: plugin.contract is 0.3.0, which is newer than the contract of this querl (0.1.x, 0.2.x); use a newer \
+         querl, or build the plugin for 0.2.0"
     );
     assert!(error("0.0.9").unwrap_err().contains("which this querl does not speak"));
     assert!(error("0.1.0-rc.1").unwrap_err().contains("does not speak"));
-    assert!(error("0.1.7").is_ok());
+    assert!(error("0.1.7").is_ok() && error("0.2.3").is_ok());
+}
+
+#[test]
+fn group_rewards_and_host_functions_are_of_contract_0_2() {
+    let parse = |contract: &str, kinds: &str, more: &str| {
+        let text = MANIFEST.replace("contract = \"0.1.0\"", &format!("contract = \"{contract}\"\n{more}"));
+        let text = text.replace("kinds = [\"reward\"]", &format!("kinds = {kinds}"));
+        Manifest::parse(&text, "x").map_err(|error| error.to_string())
+    };
+    let functions = "host_functions = [\"judge\", \"tokens\"]";
+    let manifest = parse("0.2.0", "[\"group-reward\"]", functions).unwrap();
+    assert_eq!(manifest.plugin.kinds, [Kind::GroupReward]);
+    assert_eq!(manifest.plugin.host_functions, [HostInterface::Tokens, HostInterface::Judge]);
+    assert_eq!(Manifest::parse(&manifest.to_text(), "again").unwrap(), manifest);
+    for (contract, kinds, more, expected) in [
+        ("0.1.0", "[\"group-reward\"]", "", "contract is 0.1.0, which has no `group-reward`"),
+        ("0.1.0", "[\"reward\"]", functions, "host_functions is for contract 0.2.0"),
+        ("0.2.0", "[\"reward\", \"group-reward\"]", "", "kinds has `reward` and `group-reward`; expected one of them"),
+        (
+            "0.2.0",
+            "[\"reward\"]",
+            "host_functions = [\"eyes\"]",
+            "expected a list of tokens, words, similarity, judge or",
+        ),
+        ("0.2.0", "[\"reward\"]", "host_functions = [\"judge\", \"judge\"]", "has `judge` twice"),
+    ] {
+        let error = parse(contract, kinds, more).unwrap_err();
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 #[test]

@@ -5,17 +5,22 @@
 //! cost of calls. It calls plugins through the host's ports only, as training does, and must not depend on how they are built.
 //!
 //! It cannot check whether a score is sensible; golden cases can.
+//!
+//! [`HostSuite`] is the other side: checks of a host, in any language, by probes and real plugins (`querl-conformance --host`).
 
 mod checks;
 mod corpus;
 mod golden;
+mod host;
 mod meter;
 mod report;
 mod section;
 mod shown;
 mod subject;
 
+pub use host::{HostArgs, HostSuite, serve_host};
 pub use report::{Check, Cost, Failure, Outcome, Report};
+pub use section::{CheckEvent, CheckProgress};
 pub use subject::SuiteOptions;
 
 use meter::Meter;
@@ -35,13 +40,14 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     let host = PluginHost::new(options.host_options(&meter))?;
     let plugin = match host.load(path) {
         Ok(plugin) => plugin,
-        Err(error) if is_of_the_plugin(&error) => return Ok(not_loaded(path, &error)),
+        Err(error) if is_of_the_plugin(&error) => return Ok(not_loaded(path, &error, options)),
         Err(error) => return Err(error),
     };
     let subject = Subject { host: &host, plugin: &plugin, options };
-    let mut whole = Section::new(None);
-    whole.add("loads", LOADS, Ok(String::new()));
+    let mut whole = Section::new(None, &options.progress);
+    whole.add("loads", LOADS, || Ok(String::new()));
     checks::check_identity(&subject, &mut whole);
+    checks::check_description(&subject, &mut whole);
     if takes_settings(&subject)? {
         checks::settings::check(&subject, &mut whole);
     }
@@ -68,16 +74,16 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
 }
 
 const LOADS: &str = "a plugin is a WebAssembly component that exports `info` and at least one of `prompts`, `filters`, \
-                     `rewards` and `style-scores`, and imports what the contract and a standard library need";
+                     `rewards`, `group-rewards` and `style-scores`, and imports what the contract and a standard library need";
 
 /// A report on a plugin that the host rejected.
-fn not_loaded(path: &Path, error: &PluginError) -> Report {
-    let mut section = Section::new(None);
+fn not_loaded(path: &Path, error: &PluginError, options: &SuiteOptions) -> Report {
+    let mut section = Section::new(None, &options.progress);
     let (check, rule) = match error {
         PluginError::Manifest { .. } | PluginError::Bundle(_) => ("manifest", checks::MANIFEST),
         _ => ("loads", LOADS),
     };
-    section.add(check, rule, Err(Violation::error(path.display().to_string(), error)));
+    section.add(check, rule, || Err(Violation::error(path.display().to_string(), error)));
     let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy();
     Report {
         plugin: shown::line(&name),

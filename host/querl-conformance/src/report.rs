@@ -155,7 +155,7 @@ fn render_json(report: &Report) -> Value {
     })
 }
 
-fn check_json(check: &Check) -> Value {
+pub(crate) fn check_json(check: &Check) -> Value {
     let mut value = json!({
         "kind": check.kind.map(|kind| kind.name()),
         "name": check.name,

@@ -4,6 +4,8 @@ use crate::report::{Check, Failure, Outcome};
 use crate::shown;
 use querl_core::ports::{FaultKind, PluginFault};
 use querl_plugin::{PluginError, PluginKind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Description of what was checked, or the violation.
 pub(crate) type CheckResult = Result<String, Violation>;
@@ -51,20 +53,65 @@ fn rule_of(kind: FaultKind) -> &'static str {
     }
 }
 
+/// The start or the end of a check.
+#[derive(Debug, Clone, Copy)]
+pub enum CheckEvent<'a> {
+    /// It runs now.
+    Started {
+        /// The kind that it is about; `None` for the plugin as a whole.
+        kind: Option<PluginKind>,
+        /// Short and stable: `batch_equals_singles`.
+        name: &'a str,
+    },
+    /// It has ended. Checks that are skipped do not start.
+    Ended {
+        /// The check with its result.
+        check: &'a Check,
+        /// Wall-clock time.
+        elapsed: Duration,
+    },
+}
+
+/// Is called at the start and at the end of each check.
+#[derive(Clone, Default)]
+pub struct CheckProgress(Option<Arc<dyn Fn(CheckEvent<'_>) + Send + Sync>>);
+
+impl CheckProgress {
+    /// Calls `report`.
+    pub fn new(report: impl Fn(CheckEvent<'_>) + Send + Sync + 'static) -> Self {
+        Self(Some(Arc::new(report)))
+    }
+
+    fn report(&self, event: CheckEvent<'_>) {
+        if let Some(report) = &self.0 {
+            report(event);
+        }
+    }
+}
+
+impl std::fmt::Debug for CheckProgress {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.is_some() { "CheckProgress" } else { "no progress" })
+    }
+}
+
 /// The checks of one kind, or of the plugin as a whole.
-#[derive(Debug)]
 pub(crate) struct Section {
     kind: Option<PluginKind>,
     checks: Vec<Check>,
+    progress: CheckProgress,
 }
 
 impl Section {
-    pub(crate) fn new(kind: Option<PluginKind>) -> Self {
-        Self { kind, checks: Vec::new() }
+    pub(crate) fn new(kind: Option<PluginKind>, progress: &CheckProgress) -> Self {
+        Self { kind, checks: Vec::new(), progress: progress.clone() }
     }
 
-    pub(crate) fn add(&mut self, name: impl Into<String>, rule: &str, found: CheckResult) {
-        let (note, outcome) = match found {
+    /// Runs a check and records its result.
+    pub(crate) fn add(&mut self, name: impl Into<String>, rule: &str, check: impl FnOnce() -> CheckResult) {
+        let (name, started) = (name.into(), Instant::now());
+        self.progress.report(CheckEvent::Started { kind: self.kind, name: &name });
+        let (note, outcome) = match check() {
             Ok(note) => (note, Outcome::Passed),
             Err(violation) => {
                 let [sent, returned, expected] =
@@ -73,13 +120,20 @@ impl Section {
                 (String::new(), Outcome::Failed(Failure { sent, returned, expected }))
             }
         };
-        self.checks.push(Check { kind: self.kind, name: name.into(), rule: rule.into(), note, outcome });
+        let check = Check { kind: self.kind, name, rule: rule.into(), note, outcome };
+        self.progress.report(CheckEvent::Ended { check: &check, elapsed: started.elapsed() });
+        self.checks.push(check);
     }
 
     /// Records a check without anything to check.
     pub(crate) fn skip(&mut self, name: impl Into<String>, rule: &str, why: impl Into<String>) {
         let outcome = Outcome::Skipped { why: why.into() };
         self.checks.push(Check { kind: self.kind, name: name.into(), rule: rule.into(), note: String::new(), outcome });
+    }
+
+    /// The newest check.
+    pub(crate) fn last(&self) -> Option<&Check> {
+        self.checks.last()
     }
 
     pub(crate) fn into_checks(self) -> Vec<Check> {
@@ -89,9 +143,7 @@ impl Section {
 
 /// Reports a plugin that cannot be configured, which ends the checks of its kind.
 pub(crate) fn report_not_configured(section: &mut Section, error: &PluginError) {
-    section.add(
-        "configures",
-        "a plugin whose settings were accepted can be called",
-        Err(Violation::error("check-settings with the settings of this test", error)),
-    );
+    section.add("configures", "a plugin whose settings were accepted can be called", || {
+        Err(Violation::error("check-settings with the settings of this test", error))
+    });
 }

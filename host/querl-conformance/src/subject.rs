@@ -1,6 +1,7 @@
 //! The plugin under test, and stand-ins for a style model.
 
 use crate::meter::Meter;
+use crate::section::CheckProgress;
 use querl_core::config::{OnLimit, PluginLimits};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
@@ -28,6 +29,8 @@ pub struct SuiteOptions {
     pub cache_dir: Option<PathBuf>,
     /// Where components are compiled.
     pub compiler: Compiler,
+    /// Is called at the start and at the end of each check.
+    pub progress: CheckProgress,
 }
 
 impl Default for SuiteOptions {
@@ -39,6 +42,7 @@ impl Default for SuiteOptions {
             settings: PluginSettings::new(),
             cache_dir: None,
             compiler: Compiler::InProcessWithoutLimits,
+            progress: CheckProgress::default(),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Reads recorded episodes: JSON lines written by a run or by a plugin author.
 
-use crate::records::{Episode, EpisodeRecord, Rejection, Reward, outcome_form};
+use crate::records::{Episode, EpisodeRecord, HostCall, Rejection, Reward, outcome_form};
 use serde::Deserialize;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
@@ -18,6 +18,8 @@ pub struct RecordedEpisode {
     pub step: u64,
     /// The input of the reward.
     pub episode: Episode,
+    /// Recorded calls into host functions.
+    pub calls: Vec<HostCall>,
     /// The score, or why the episode was dropped; `None` if the file has no outcome.
     pub outcome: Option<Result<Reward, Rejection>>,
 }
@@ -76,6 +78,8 @@ pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, Strin
         #[serde(default)]
         step: u64,
         episode: Episode,
+        #[serde(default)]
+        calls: Vec<HostCall>,
         #[serde(default, deserialize_with = "outcome_form::optional")]
         outcome: Option<Result<Reward, Rejection>>,
     }
@@ -87,23 +91,47 @@ pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, Strin
     }
     let not_json = |error: serde_json::Error| format!("not an episode: {error}");
     let known = EpisodeRecord::FORMAT;
-    match serde_json::from_slice::<Format>(bytes).map_err(not_json)?.format {
-        Some(format) if format == known => {}
+    let format = match serde_json::from_slice::<Format>(bytes).map_err(not_json)?.format {
+        Some(format) if format == known || format == FORMAT_2 => format,
         Some(format) => {
-            return Err(format!("`format` is {format}; this querl reads {known}: run the stage `rl` again"));
+            return Err(format!(
+                "`format` is {format}; this querl reads {FORMAT_2} and {known}: run the stage `rl` again"
+            ));
         }
         None => return Err(format!("`format` is missing; expected \"format\": {known}")),
-    }
-    let Line { step, episode, outcome, .. } = serde_json::from_slice(bytes).map_err(not_json)?;
+    };
+    let Line { step, mut episode, calls, outcome, .. } = serde_json::from_slice(bytes).map_err(not_json)?;
+    complete(&mut episode, format, step, line);
     check(&episode)?;
-    Ok(Some(RecordedEpisode { line, step, episode, outcome }))
+    Ok(Some(RecordedEpisode { line, step, episode, calls, outcome }))
+}
+
+const FORMAT_2: u32 = 2;
+
+/// Adds what a line may leave out: the id (`line-N`), group and sample from an id `GROUP/INDEX`. A missing retrieval of format 2 means that
+/// nothing was found, and its ids of rollouts contain the step.
+fn complete(episode: &mut Episode, format: u32, step: u64, line: usize) {
+    if episode.id.is_empty() {
+        episode.id = format!("line-{line}");
+    }
+    if episode.group_id.is_empty() {
+        let (group, index) = Episode::group_of(&episode.id);
+        (episode.group_id, episode.sample_index) = (group.to_owned(), index);
+    }
+    if format == FORMAT_2 {
+        if episode.id.starts_with("step-") || episode.id.starts_with("val-") {
+            episode.step = Some(step);
+        }
+        for candidate in std::iter::once(&mut episode.policy).chain(&mut episode.baseline) {
+            candidate.retrieval.get_or_insert_with(|| Ok(Vec::new()));
+        }
+    }
 }
 
 /// Checks the numeric ranges that the plugin contract guarantees.
 fn check(episode: &Episode) -> Result<(), String> {
-    for (side, candidate) in [("policy", &episode.policy), ("baseline", &episode.baseline)] {
-        let hits = candidate.retrieval.as_deref().unwrap_or_default();
-        for (index, hit) in hits.iter().enumerate() {
+    for (side, candidate) in episode.candidates() {
+        for (index, hit) in candidate.hits().iter().enumerate() {
             let score = hit.reranker_score;
             if !(0.0..=1.0).contains(&score) {
                 return Err(format!("`reranker_score` of {side} hit {} is {score}; expected 0 to 1", index + 1));
@@ -129,6 +157,7 @@ fn check(episode: &Episode) -> Result<(), String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::records::{FinishReason, HostRequest, HostResponse};
 
     const BY_HAND: &str = r#"{"format": 2, "episode": {"id": "a", "query": "一天几粒啊",
         "policy": {"rewrite": "深海鱼油 食用方法", "retrieval": {"hits": [{"reranker_score": 0.8}, {"reranker_score": 0.5}]}},
@@ -141,9 +170,31 @@ mod tests {
     #[test]
     fn handwritten_episode_needs_only_required_fields() {
         let read = parse(one_line(BY_HAND).as_bytes(), 1).unwrap().unwrap();
-        let hits = read.episode.policy.retrieval.unwrap();
+        let hits = read.episode.policy.hits();
         assert_eq!(hits.iter().map(|hit| hit.rank).collect::<Vec<_>>(), [1, 2]);
-        assert!(read.episode.baseline.retrieval.is_err() && read.outcome.is_none());
+        let baseline = read.episode.baseline.unwrap();
+        assert!(matches!(baseline.retrieval, Some(Err(_))) && read.outcome.is_none());
+    }
+
+    /// Written by a run of an earlier version.
+    #[test]
+    fn episodes_of_format_2_have_group_sample_step_and_finish_reason() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/episodes/format-2.jsonl");
+        let episodes: Vec<Episode> = read(&path).unwrap().into_iter().map(|recorded| recorded.episode).collect();
+        for episode in &episodes {
+            assert_eq!(episode.id, format!("{}/{}", episode.group_id, episode.sample_index));
+            assert!(episode.group_id.starts_with(&format!(
+                "{}-{:06}/",
+                if episode.id.starts_with("val") { "val" } else { "step" },
+                episode.step.unwrap()
+            )));
+            assert!(
+                episode.candidates().count() == 2 && episode.candidates().all(|(_, side)| side.retrieval.is_some())
+            );
+            assert!(episode.response.is_none() && episode.prompt.is_none() && episode.split.is_none());
+        }
+        let ends: Vec<_> = episodes.iter().map(|episode| episode.policy.finish_reason.clone()).collect();
+        assert!(ends.contains(&Some(FinishReason::Stop)) && ends.contains(&Some(FinishReason::Length)), "{ends:?}");
     }
 
     #[test]
@@ -153,7 +204,13 @@ mod tests {
             Ok(Reward { total: 0.5, components: Vec::new() }),
             Err(Rejection { code: "policy_retrieval_failed".into(), detail: String::new() }),
         ] {
-            let record = EpisodeRecord { format: EpisodeRecord::FORMAT, step: 3, episode: episode.clone(), outcome };
+            let calls = vec![HostCall {
+                plugin: "p".into(),
+                request: HostRequest::CountTokens("鱼油".into()),
+                response: Ok(HostResponse::Count(2)),
+            }];
+            let format = EpisodeRecord::FORMAT;
+            let record = EpisodeRecord { format, step: 3, episode: episode.clone(), calls, outcome };
             let text = serde_json::to_vec(&record).unwrap();
             assert_eq!(serde_json::from_slice::<EpisodeRecord>(&text).unwrap(), record);
             let read = parse(&text, 7).unwrap().unwrap();
@@ -165,8 +222,8 @@ mod tests {
     fn invalid_lines_name_the_expected_value() {
         let replaced = |from: &str, to: &str| one_line(BY_HAND).replacen(from, to, 1);
         for (line, expected) in [
-            (replaced("\"format\": 2, ", ""), "`format` is missing; expected \"format\": 2"),
-            (replaced("\"format\": 2", "\"format\": 1"), "`format` is 1; this querl reads 2"),
+            (replaced("\"format\": 2, ", ""), "`format` is missing; expected \"format\": 3"),
+            (replaced("\"format\": 2", "\"format\": 1"), "`format` is 1; this querl reads 2 and 3: "),
             (replaced("0.8", "1.8"), "`reranker_score` of policy hit 1 is 1.8; expected 0 to 1"),
             (replaced("\"query\"", "\"qurey\""), "unknown field `qurey`"),
             ("{".into(), "not an episode: "),
@@ -219,20 +276,24 @@ mod tests {
                 episode.id = format!("{index}");
                 episode.query.clone_from(query);
                 episode.policy.rewrite.clone_from(rewrite);
-                episode.policy.retrieval.as_mut().unwrap()[0].reranker_score = *score;
+                episode.policy.retrieval.as_mut().unwrap().as_mut().unwrap()[0].reranker_score = *score;
                 let outcome = match is_scored {
                     true => Ok(Reward { total: *score, components: Vec::new() }),
                     false => Err(Rejection { code: rewrite.clone(), detail: query.clone() }),
                 };
-                EpisodeRecord { format: EpisodeRecord::FORMAT, step: index as u64, episode, outcome }
+                EpisodeRecord { format: EpisodeRecord::FORMAT, step: index as u64, episode, calls: Vec::new(), outcome }
             };
             let records: Vec<EpisodeRecord> = texts.iter().enumerate().map(record).collect();
             let folder = tempfile::tempdir().unwrap();
             let path = folder.path().join("episodes.jsonl");
             crate::fsx::write_jsonl(&path, &records).unwrap();
             let read_back = || -> Result<Vec<EpisodeRecord>, EpisodesError> {
-                let written = |RecordedEpisode { step, episode, outcome, .. }| {
-                    EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome: outcome.unwrap() }
+                let written = |RecordedEpisode { step, episode, calls, outcome, .. }| EpisodeRecord {
+                    format: EpisodeRecord::FORMAT,
+                    step,
+                    episode,
+                    calls,
+                    outcome: outcome.unwrap(),
                 };
                 Ok(read(&path)?.into_iter().map(written).collect())
             };

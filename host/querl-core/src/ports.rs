@@ -3,11 +3,12 @@
 //! implementation and a stand-in.
 
 use crate::records::{
-    CallFailure, Completion, Context, Dialogue, Episode, EpisodeRecord, Hit, Message, QueryRow, Rejection, Reward,
-    Sample, StyleProbability, Verdict,
+    CallFailure, CandidateRef, Completion, Context, Dialogue, Episode, EpisodeRecord, EpisodeRef, Hit, HostCallError,
+    HostRequest, HostResponse, Judgement, Message, QueryRow, Rejection, Reward, Sample, StyleProbability, Verdict,
 };
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Teacher model that rewrites queries: an endpoint, a local model, or a recording.
 #[async_trait]
@@ -167,6 +168,8 @@ pub struct PluginFault {
     pub message: String,
     /// Category of the fault.
     pub kind: FaultKind,
+    /// What the plugin logged in the call, one entry per line: `info: no hits`.
+    pub log: Vec<String>,
 }
 
 /// Categories of plugin faults.
@@ -206,6 +209,11 @@ pub trait Filter: Send + Sync {
     /// One verdict per sample, in order.
     fn check_batch(&self, samples: &[Sample]) -> Result<Vec<Verdict>, PluginFault>;
 
+    /// Whether the plugin reads [`Sample::columns`].
+    fn reads_columns(&self) -> InputUse {
+        InputUse::Unused
+    }
+
     /// Name of the plugin.
     fn name(&self) -> &str;
 }
@@ -219,10 +227,97 @@ pub struct RewardRange {
     pub max: f64,
 }
 
+/// Whether a plugin reads an input that costs the host something.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum InputUse {
+    /// Not read: neither computed nor passed.
+    #[default]
+    Unused,
+    /// Read where the run has it.
+    Optional,
+    /// A run that cannot provide it is refused.
+    Required,
+}
+
+/// What a reward plugin reads of an episode, or a filter of a sample (`columns` only).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct EpisodeInputs {
+    pub response: InputUse,
+    pub prompt: InputUse,
+    pub columns: InputUse,
+    pub baseline: InputUse,
+    pub retrieval: InputUse,
+    pub judgement: InputUse,
+    pub style: InputUse,
+}
+
+impl EpisodeInputs {
+    /// What a plugin of contract 0.1 gets: it cannot declare inputs.
+    pub const CONTRACT_0_1: Self = Self {
+        response: InputUse::Unused,
+        prompt: InputUse::Unused,
+        columns: InputUse::Unused,
+        baseline: InputUse::Required,
+        retrieval: InputUse::Required,
+        judgement: InputUse::Optional,
+        style: InputUse::Optional,
+    };
+
+    /// The parts of an episode that a plugin with these inputs gets.
+    pub fn of<'a>(&self, episode: &'a Episode) -> EpisodeRef<'a> {
+        let is_read = |input: InputUse| input != InputUse::Unused;
+        let parts = |candidate: CandidateRef<'a>| CandidateRef {
+            retrieval: candidate.retrieval.filter(|_| is_read(self.retrieval)),
+            judgement: if is_read(self.judgement) { candidate.judgement } else { &Judgement::NotSampled },
+            style: candidate.style.filter(|_| is_read(self.style)),
+            ..candidate
+        };
+        let whole = EpisodeRef::from(episode);
+        EpisodeRef {
+            columns: if is_read(self.columns) { whole.columns } else { &[] },
+            prompt: whole.prompt.filter(|_| is_read(self.prompt)),
+            response: whole.response.filter(|_| is_read(self.response)),
+            policy: parts(whole.policy),
+            baseline: whole.baseline.filter(|_| is_read(self.baseline)).map(parts),
+            ..whole
+        }
+    }
+
+    /// What two plugins read together.
+    #[must_use]
+    pub fn union(self, other: Self) -> Self {
+        Self {
+            response: self.response.max(other.response),
+            prompt: self.prompt.max(other.prompt),
+            columns: self.columns.max(other.columns),
+            baseline: self.baseline.max(other.baseline),
+            retrieval: self.retrieval.max(other.retrieval),
+            judgement: self.judgement.max(other.judgement),
+            style: self.style.max(other.style),
+        }
+    }
+}
+
+/// Host functions of plugins: tokenizer, segmentation, encoder, judge, style model. Implementations record each result, or answer from a
+/// recording.
+pub trait HostFunctions: Send + Sync {
+    /// The result of one call that `plugin` makes while it scores the item `item_id`. May block on an external service.
+    ///
+    /// # Errors
+    /// The run has no such service, the call failed, or the recording has no result for it.
+    fn call(&self, plugin: &str, item_id: &str, request: &HostRequest) -> Result<HostResponse, HostCallError>;
+}
+
 /// Reward plugin: scores episodes.
 pub trait RewardModel: Send + Sync {
-    /// One result per episode, in order. A rejection drops the episode.
+    /// One result per episode, in order. A rejection drops the episode. Episodes of one `group_id` must be in one batch.
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault>;
+
+    /// What the plugin reads.
+    fn inputs(&self) -> EpisodeInputs {
+        EpisodeInputs::CONTRACT_0_1
+    }
 
     /// The declared range of totals.
     fn range(&self) -> RewardRange;
@@ -306,12 +401,54 @@ pub struct ScoredResponses {
     pub records: Vec<EpisodeRecord>,
     /// Time spent.
     pub timings: CallTimings,
+    /// By plugin, for metrics; empty where they are not measured, as in evaluations.
+    #[serde(default)]
+    pub plugins: BTreeMap<String, PluginActivity>,
+}
+
+/// What a plugin did while rollouts were scored.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct PluginActivity {
+    /// Wall-clock seconds of its calls.
+    pub time_s: f64,
+    /// Instructions of its calls; the same on every machine.
+    pub fuel: u64,
+    /// Of a reward plugin.
+    pub results: Option<RewardResults>,
+}
+
+/// The results of a reward plugin.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RewardResults {
+    /// Width of the declared range of totals.
+    pub range_width: f64,
+    /// Episodes that the plugin rejected.
+    pub n_rejected: u64,
+    /// Totals of the others, in order.
+    pub totals: Vec<f64>,
+    /// Values of each component, each with the total of its episode.
+    pub components: BTreeMap<String, Vec<(f64, f64)>>,
+}
+
+impl std::ops::AddAssign for PluginActivity {
+    fn add_assign(&mut self, other: Self) {
+        self.time_s += other.time_s;
+        self.fuel = self.fuel.saturating_add(other.fuel);
+        let Some(other) = other.results else { return };
+        let results = self.results.get_or_insert_default();
+        results.range_width = other.range_width;
+        results.n_rejected += other.n_rejected;
+        results.totals.extend(other.totals);
+        for (name, values) in other.components {
+            results.components.entry(name).or_default().extend(values);
+        }
+    }
 }
 
 impl From<Vec<EpisodeRecord>> for ScoredResponses {
     /// Without timings.
     fn from(records: Vec<EpisodeRecord>) -> Self {
-        Self { records, timings: CallTimings::default() }
+        Self { records, ..Self::default() }
     }
 }
 

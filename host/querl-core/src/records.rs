@@ -208,6 +208,9 @@ pub struct Sample {
     pub context: Context,
     /// Hits of the rewrite, best first.
     pub hits: Vec<Hit>,
+    /// The other columns of the row.
+    #[serde(default, skip_serializing_if = "Columns::is_empty")]
+    pub columns: Columns,
 }
 
 /// A filter's decision on one sample.
@@ -257,6 +260,11 @@ impl Split {
             Self::Val => "val",
             Self::Test => "test",
         }
+    }
+
+    /// The name in the plugin contract and in `episodes.jsonl`.
+    fn contract_name(self) -> &'static str {
+        if self == Self::Val { "validation" } else { self.name() }
     }
 }
 
@@ -325,6 +333,12 @@ pub struct Context {
     pub history_summary: String,
 }
 
+impl Context {
+    fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
 /// Result of judging one rewrite.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -345,6 +359,10 @@ pub enum Judgement {
 }
 
 impl Judgement {
+    fn is_not_sampled(&self) -> bool {
+        *self == Self::NotSampled
+    }
+
     /// The score, if judged.
     pub fn score(&self) -> Option<f64> {
         match self {
@@ -363,39 +381,155 @@ pub struct StyleProbability {
     pub probability: f64,
 }
 
-/// A rewrite of the policy or the teacher with its hits and judgement.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// Why generation ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "String", into = "String")]
+pub enum FinishReason {
+    /// The end of sequence, or a stop string.
+    Stop,
+    /// The token limit.
+    Length,
+    /// A reason that a service names.
+    Other(String),
+}
+
+impl From<String> for FinishReason {
+    fn from(name: String) -> Self {
+        match name.as_str() {
+            "stop" => Self::Stop,
+            "length" => Self::Length,
+            _ => Self::Other(name),
+        }
+    }
+}
+
+impl From<FinishReason> for String {
+    fn from(reason: FinishReason) -> Self {
+        match reason {
+            FinishReason::Stop => "stop".into(),
+            FinishReason::Length => "length".into(),
+            FinishReason::Other(name) => name,
+        }
+    }
+}
+
+/// A rewrite of the policy or the teacher with what is known of it. In JSON, fields without a value are left out.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
+#[serde(from = "CandidateForm")]
 pub struct Candidate {
-    /// The parsed rewrite.
+    /// The parsed rewrite; empty if the response contains none.
     pub rewrite: String,
-    /// Hits, best first, or the failure of retrieval.
-    #[serde(with = "retrieval_form", default = "nothing_found")]
-    pub retrieval: Result<Vec<Hit>, CallFailure>,
+    /// Hits, best first, or the failure of retrieval; `None` if the rewrite was not looked up.
+    pub retrieval: Option<Result<Vec<Hit>, CallFailure>>,
     /// Result of the judge.
-    #[serde(default)]
     pub judgement: Judgement,
-    /// Style distribution, if a style model is configured.
-    #[serde(default)]
+    /// Style distribution; `None` if it was not computed.
     pub style: Option<Vec<StyleProbability>>,
     /// Number of generated tokens, end of sequence included; 0 if unknown.
-    #[serde(default)]
     pub n_tokens: u32,
-    /// True if the finish reason is the token limit.
+    /// Why generation ended; `None` if unknown.
+    pub finish_reason: Option<FinishReason>,
+}
+
+/// A borrowed [`Candidate`], which may lack parts that it has.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct CandidateRef<'a> {
+    #[serde(skip_serializing_if = "str::is_empty")]
+    pub rewrite: &'a str,
+    #[serde(serialize_with = "retrieval_form::serialize", skip_serializing_if = "Option::is_none")]
+    pub retrieval: Option<Result<&'a [Hit], &'a CallFailure>>,
+    #[serde(skip_serializing_if = "Judgement::is_not_sampled")]
+    pub judgement: &'a Judgement,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub style: Option<&'a [StyleProbability]>,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub n_tokens: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub finish_reason: Option<&'a FinishReason>,
+}
+
+impl<'a> From<&'a Candidate> for CandidateRef<'a> {
+    fn from(candidate: &'a Candidate) -> Self {
+        let Candidate { rewrite, retrieval, judgement, style, n_tokens, finish_reason } = candidate;
+        Self {
+            rewrite,
+            retrieval: retrieval.as_ref().map(|retrieval| retrieval.as_deref()),
+            judgement,
+            style: style.as_deref(),
+            n_tokens: *n_tokens,
+            finish_reason: finish_reason.as_ref(),
+        }
+    }
+}
+
+impl Serialize for Candidate {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        CandidateRef::from(self).serialize(serializer)
+    }
+}
+
+/// [`Candidate`] as it is read: files of format 2 have `truncated` instead of `finish_reason`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CandidateForm {
     #[serde(default)]
-    pub truncated: bool,
+    rewrite: String,
+    #[serde(default, deserialize_with = "retrieval_form::deserialize")]
+    retrieval: Option<Result<Vec<Hit>, CallFailure>>,
+    #[serde(default)]
+    judgement: Judgement,
+    #[serde(default)]
+    style: Option<Vec<StyleProbability>>,
+    #[serde(default)]
+    n_tokens: u32,
+    #[serde(default)]
+    truncated: Option<bool>,
+    #[serde(default)]
+    finish_reason: Option<FinishReason>,
+}
+
+impl From<CandidateForm> for Candidate {
+    fn from(form: CandidateForm) -> Self {
+        let CandidateForm { rewrite, retrieval, judgement, style, n_tokens, truncated, finish_reason } = form;
+        let of_format_2 = match truncated {
+            Some(true) => Some(FinishReason::Length),
+            Some(false) if n_tokens > 0 => Some(FinishReason::Stop),
+            _ => None,
+        };
+        Self { rewrite, retrieval, judgement, style, n_tokens, finish_reason: finish_reason.or(of_format_2) }
+    }
 }
 
 impl Candidate {
     /// A rewrite without hits and judgement.
     pub fn found_nothing(rewrite: String) -> Self {
-        let (retrieval, judgement) = (nothing_found(), Judgement::default());
-        Self { rewrite, retrieval, judgement, style: None, n_tokens: 0, truncated: false }
+        Self { rewrite, retrieval: Some(Ok(Vec::new())), ..Self::default() }
+    }
+
+    /// The hits, best first; empty if there are none, retrieval failed or was not tried.
+    pub fn hits(&self) -> &[Hit] {
+        self.found().unwrap_or_default()
+    }
+
+    /// The hits of a successful retrieval, best first.
+    pub fn found(&self) -> Option<&[Hit]> {
+        self.retrieval.as_ref()?.as_deref().ok()
+    }
+
+    /// Why retrieval failed.
+    pub fn retrieval_failure(&self) -> Option<&CallFailure> {
+        self.retrieval.as_ref()?.as_ref().err()
+    }
+
+    /// True if the token limit ended the generation.
+    pub fn is_truncated(&self) -> bool {
+        self.finish_reason == Some(FinishReason::Length)
     }
 }
 
-fn nothing_found() -> Result<Vec<Hit>, CallFailure> {
-    Ok(Vec::new())
+fn is_zero(number: &u32) -> bool {
+    *number == 0
 }
 
 /// JSON form of a retrieval: `{"hits": [...]}` or `{"failed": {...}}`. Missing ranks are numbered from 1.
@@ -403,11 +537,32 @@ mod retrieval_form {
     use super::{CallFailure, Hit};
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+    type Retrieval = Option<Result<Vec<Hit>, CallFailure>>;
+
     #[derive(Serialize)]
     #[serde(rename_all = "snake_case")]
     enum Written<'a> {
-        Hits(&'a [Hit]),
+        Hits(Vec<WrittenHit<'a>>),
         Failed(&'a CallFailure),
+    }
+
+    /// [`Hit`] without fields that have no value.
+    #[derive(Serialize)]
+    struct WrittenHit<'a> {
+        #[serde(skip_serializing_if = "str::is_empty")]
+        id: &'a str,
+        text: &'a str,
+        reranker_score: f64,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        retrieval_score: Option<f64>,
+        rank: u32,
+    }
+
+    impl<'a> From<&'a Hit> for WrittenHit<'a> {
+        fn from(hit: &'a Hit) -> Self {
+            let Hit { id, text, reranker_score, retrieval_score, rank } = hit;
+            Self { id, text, reranker_score: *reranker_score, retrieval_score: *retrieval_score, rank: *rank }
+        }
     }
 
     #[derive(Deserialize)]
@@ -418,20 +573,18 @@ mod retrieval_form {
     }
 
     pub(super) fn serialize<S: Serializer>(
-        retrieval: &Result<Vec<Hit>, CallFailure>,
+        retrieval: &Option<Result<&[Hit], &CallFailure>>,
         serializer: S,
     ) -> Result<S::Ok, S::Error> {
-        let written = match retrieval {
-            Ok(hits) => Written::Hits(hits),
+        let written = retrieval.map(|retrieval| match retrieval {
+            Ok(hits) => Written::Hits(hits.iter().map(WrittenHit::from).collect()),
             Err(failure) => Written::Failed(failure),
-        };
+        });
         written.serialize(serializer)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<Result<Vec<Hit>, CallFailure>, D::Error> {
-        Ok(match Read::deserialize(deserializer)? {
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Retrieval, D::Error> {
+        Ok(Option::<Read>::deserialize(deserializer)?.map(|read| match read {
             Read::Hits(mut hits) => {
                 for (index, hit) in hits.iter_mut().enumerate().filter(|(_, hit)| hit.rank == 0) {
                     hit.rank = index as u32 + 1;
@@ -439,16 +592,124 @@ mod retrieval_form {
                 Ok(hits)
             }
             Read::Failed(failure) => Err(failure),
-        })
+        }))
     }
 }
 
-/// Input of a reward plugin.
+/// A value of a table that is no list.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+#[allow(missing_docs)]
+pub enum Scalar {
+    Flag(bool),
+    Number(f64),
+    Text(String),
+}
+
+/// A value of a table. Cells of a text format such as CSV are text.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+#[allow(missing_docs)]
+pub enum ColumnValue {
+    Flag(bool),
+    Number(f64),
+    Text(String),
+    Items(Vec<Scalar>),
+}
+
+impl Scalar {
+    fn n_bytes(&self) -> usize {
+        match self {
+            Self::Flag(_) => 1,
+            Self::Number(_) => 8,
+            Self::Text(text) => text.len(),
+        }
+    }
+}
+
+impl ColumnValue {
+    fn n_bytes(&self) -> usize {
+        match self {
+            Self::Flag(_) => 1,
+            Self::Number(_) => 8,
+            Self::Text(text) => text.len(),
+            Self::Items(items) => items.iter().map(Scalar::n_bytes).sum(),
+        }
+    }
+}
+
+/// The named values of a query's row, in the order of the table, without cells that have no value. In JSON an object.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Columns(pub Vec<(String, ColumnValue)>);
+
+impl Columns {
+    /// Maximum number of columns that a plugin gets.
+    pub const MAX: usize = 256;
+    /// Maximum size of names and values of one row, in bytes.
+    pub const MAX_BYTES: usize = 1 << 20;
+    /// Maximum number of entries of a list.
+    pub const MAX_ITEMS: usize = 1000;
+
+    /// True without columns.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Size of names and values in bytes.
+    pub fn n_bytes(&self) -> usize {
+        self.0.iter().map(|(name, value)| name.len() + value.n_bytes()).sum()
+    }
+}
+
+impl Serialize for Columns {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serialize_columns(&self.0, serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Columns {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+
+        impl<'de> serde::de::Visitor<'de> for Visitor {
+            type Value = Columns;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object from column names to texts, numbers, true, false or lists of these")
+            }
+
+            fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Columns, A::Error> {
+                let mut columns = Vec::new();
+                while let Some(column) = map.next_entry()? {
+                    columns.push(column);
+                }
+                Ok(Columns(columns))
+            }
+        }
+
+        deserializer.deserialize_map(Visitor)
+    }
+}
+
+/// Input of a reward plugin: one response of the policy to one query. In JSON, fields without a value are left out.
+#[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Episode {
     /// Unique in a run: `step-000012/ab12cd34/0`.
+    #[serde(default)]
     pub id: String,
+    /// Shared by all samples of one query in one batch of rollouts: `step-000012/ab12cd34`.
+    #[serde(default)]
+    pub group_id: String,
+    /// Index among the samples of the group, from 0.
+    #[serde(default)]
+    pub sample_index: u32,
+    /// Training step of the rollout; `None` outside of training.
+    #[serde(default)]
+    pub step: Option<u64>,
+    /// Split of the query's row; `None` if unknown.
+    #[serde(default, deserialize_with = "split_form::deserialize")]
+    pub split: Option<Split>,
     /// The user's query.
     pub query: String,
     /// User profile and conversation history.
@@ -457,10 +718,172 @@ pub struct Episode {
     /// Ids of the passages that answer the query; empty if unknown.
     #[serde(default)]
     pub gold_ids: Vec<String>,
+    /// The other columns of the query's row.
+    #[serde(default)]
+    pub columns: Columns,
+    /// The messages that the policy answered; `None` if unknown.
+    #[serde(default)]
+    pub prompt: Option<Vec<Message>>,
+    /// The generated text before it is parsed; `None` if unknown.
+    #[serde(default)]
+    pub response: Option<String>,
     /// The policy's rewrite.
     pub policy: Candidate,
-    /// The teacher's rewrite.
-    pub baseline: Candidate,
+    /// The teacher's rewrite; `None` if the run has none.
+    #[serde(default)]
+    pub baseline: Option<Candidate>,
+}
+
+/// A borrowed [`Episode`], which may lack parts that it has: what a plugin gets of it. Its JSON is that of an episode without these parts.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[allow(missing_docs)]
+pub struct EpisodeRef<'a> {
+    pub id: &'a str,
+    pub group_id: &'a str,
+    pub sample_index: u32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "split_form::serialize")]
+    pub split: Option<Split>,
+    pub query: &'a str,
+    #[serde(skip_serializing_if = "Context::is_empty", serialize_with = "serialize_context")]
+    pub context: &'a Context,
+    #[serde(skip_serializing_if = "<[String]>::is_empty")]
+    pub gold_ids: &'a [String],
+    #[serde(skip_serializing_if = "<[(String, ColumnValue)]>::is_empty", serialize_with = "serialize_columns")]
+    pub columns: &'a [(String, ColumnValue)],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prompt: Option<&'a [Message]>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub response: Option<&'a str>,
+    pub policy: CandidateRef<'a>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub baseline: Option<CandidateRef<'a>>,
+}
+
+impl<'a> From<&'a Episode> for EpisodeRef<'a> {
+    fn from(episode: &'a Episode) -> Self {
+        Self {
+            id: &episode.id,
+            group_id: &episode.group_id,
+            sample_index: episode.sample_index,
+            step: episode.step,
+            split: episode.split,
+            query: &episode.query,
+            context: &episode.context,
+            gold_ids: &episode.gold_ids,
+            columns: &episode.columns.0,
+            prompt: episode.prompt.as_deref(),
+            response: episode.response.as_deref(),
+            policy: (&episode.policy).into(),
+            baseline: episode.baseline.as_ref().map(CandidateRef::from),
+        }
+    }
+}
+
+impl Serialize for Episode {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        EpisodeRef::from(self).serialize(serializer)
+    }
+}
+
+fn serialize_columns<S: serde::Serializer>(
+    columns: &[(String, ColumnValue)],
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(columns.iter().map(|(name, value)| (name, value)))
+}
+
+impl Episode {
+    /// Group and index of an id `GROUP/INDEX`, as the ids of a run are; the whole id and 0 for another.
+    pub fn group_of(id: &str) -> (&str, u32) {
+        let parts = id.rsplit_once('/').and_then(|(group, index)| Some((group, index.parse().ok()?)));
+        parts.unwrap_or((id, 0))
+    }
+
+    /// Both candidates with their names.
+    pub fn candidates(&self) -> impl Iterator<Item = (&'static str, &Candidate)> {
+        std::iter::once(("policy", &self.policy)).chain(self.baseline.iter().map(|baseline| ("baseline", baseline)))
+    }
+}
+
+/// [`Context`] without fields that have no value.
+fn serialize_context<S: serde::Serializer>(context: &Context, serializer: S) -> Result<S::Ok, S::Error> {
+    let fields = [("user_profile", &context.user_profile), ("history_summary", &context.history_summary)];
+    serializer.collect_map(fields.into_iter().filter(|(_, text)| !text.is_empty()))
+}
+
+/// JSON form of an episode's split: the names of the plugin contract, of which `validation` differs from [`Split::name`].
+mod split_form {
+    use super::Split;
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(split: &Option<Split>, serializer: S) -> Result<S::Ok, S::Error> {
+        split.map(Split::contract_name).serialize(serializer)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Split>, D::Error> {
+        let name = Option::<String>::deserialize(deserializer)?;
+        Ok(name.and_then(|name| Split::ALL.into_iter().find(|split| split.contract_name() == name)))
+    }
+}
+
+/// A call of a plugin into a host function.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HostRequest {
+    /// Number of tokens of a text.
+    CountTokens(String),
+    /// Tokens of a text.
+    SplitTokens(String),
+    /// Words of a text.
+    SegmentWords(String),
+    /// One vector per text.
+    Embed(Vec<String>),
+    /// The judge's response to a conversation.
+    AskJudge(Vec<Message>),
+    /// The style distribution of a dialogue.
+    ClassifyStyle(Vec<Message>),
+}
+
+/// The result of a [`HostRequest`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HostResponse {
+    /// Of `CountTokens`.
+    Count(u32),
+    /// Of `SplitTokens` and `SegmentWords`.
+    Texts(Vec<String>),
+    /// Of `Embed`: vectors of length 1.
+    Vectors(Vec<Vec<f32>>),
+    /// Of `AskJudge`.
+    Text(String),
+    /// Of `ClassifyStyle`.
+    Style(Vec<StyleProbability>),
+}
+
+/// Why a host function has no result.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum HostCallError {
+    /// The run has no such service or model.
+    #[error("not configured")]
+    NotConfigured,
+    /// The call failed, or a recording has no result for it.
+    #[error("{0}")]
+    Failed(CallFailure),
+}
+
+/// A recorded call of a host function.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HostCall {
+    /// Name of the plugin that called.
+    pub plugin: String,
+    /// The call.
+    pub request: HostRequest,
+    /// Its result.
+    pub response: Result<HostResponse, HostCallError>,
 }
 
 /// A reward plugin's score of one episode.
@@ -514,14 +937,18 @@ pub struct EpisodeRecord {
     pub step: u64,
     /// The input of the reward.
     pub episode: Episode,
+    /// Calls of plugins into host functions while the episode was scored.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub calls: Vec<HostCall>,
     /// The score, or why the episode was dropped.
     #[serde(with = "outcome_form")]
     pub outcome: Result<Reward, Rejection>,
 }
 
 impl EpisodeRecord {
-    /// Current format version. Version 1 wrote retrievals and outcomes as `Ok` and `Err`.
-    pub const FORMAT: u32 = 2;
+    /// Current format version. Version 2, which is read too, lacks groups, prompts, responses, columns and host calls, and writes
+    /// `truncated` instead of `finish_reason`. Version 1 wrote retrievals and outcomes as `Ok` and `Err`.
+    pub const FORMAT: u32 = 3;
 }
 
 /// JSON form of an outcome: `{"scored": {...}}` or `{"rejected": {...}}`.

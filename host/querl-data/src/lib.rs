@@ -29,14 +29,14 @@ pub use error::DataError;
 pub use judge::lexicon::{Intent, Lexicon, Product, QueryIntent};
 pub use judge::{RubricJudge, open_judge, rubric_answer};
 pub use retrieval::{
-    EmbeddedRetriever, LocalModels, Passage, RetrievalBackend, RetrievalLimits, open_retrieval_backend, open_retriever,
-    read_passages,
+    EmbeddedRetriever, LocalModels, Passage, RetrievalBackend, RetrievalLimits, TextEncoder, WordSegmenter,
+    open_retrieval_backend, open_retriever, read_passages,
 };
 pub use stages::{
     Conversion, ConvertedRow, DroppedRow, LocalRewriteCollector, LocalRewriteStage, StageResults, convert, rewrite,
     rewrite_in_batch, validate,
 };
-pub use table::{Findings, QueryTable, RowList, RowReference, open_queries, query_id};
+pub use table::{ColumnReader, Findings, QueryTable, RowList, RowReference, open_queries, query_id};
 pub use teacher::{open_fallback, open_teacher};
 pub use text::normalise;
 

@@ -32,6 +32,10 @@ pub use evaluation::{
 };
 pub use facts::{FunnelStep, RunFacts, ServiceName, StageTiming};
 pub use metric::Metric;
-pub use replay::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
+pub use replay::{
+    BriefOutcome, Outcome, OutcomeChange, OutcomeChanges, PluginSide, Replay, ReplayEpisode, ReplayOptions,
+    ScoreSummary, Side, replay, replay_html, replay_text,
+};
 pub use report::{ReportInput, report_html};
 pub use table::{seeds_table, table};
+pub use text::cut;

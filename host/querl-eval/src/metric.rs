@@ -116,14 +116,14 @@ pub(crate) fn answer(record: &EvalRecord) -> Option<&SystemAnswer> {
 
 /// The hits of a successful retrieval, which may be none.
 pub(crate) fn hits(record: &EvalRecord) -> Option<&[Hit]> {
-    answer(record)?.candidate.retrieval.as_deref().ok()
+    answer(record)?.candidate.found()
 }
 
 /// Why a record has no hits: the code of the rejection, or the kind of the retrieval failure. `None` where it has hits.
 pub(crate) fn failure_code(record: &EvalRecord) -> Option<String> {
     match &record.outcome {
         Err(rejection) => Some(rejection.code.clone()),
-        Ok(answer) => answer.candidate.retrieval.as_ref().err().map(|failure| format!("retrieval {}", failure.kind)),
+        Ok(answer) => answer.candidate.retrieval_failure().map(|failure| format!("retrieval {}", failure.kind)),
     }
 }
 

@@ -25,7 +25,7 @@ pub(crate) fn one_line(text: &str) -> String {
 }
 
 /// `text` truncated to `width` terminal columns, with an ellipsis where something was cut.
-pub(crate) fn cut(text: &str, width: usize) -> String {
+pub fn cut(text: &str, width: usize) -> String {
     if text.width() <= width {
         return text.to_owned();
     }

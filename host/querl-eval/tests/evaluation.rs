@@ -26,7 +26,8 @@ fn rejected() -> Result<SystemAnswer, Rejection> {
 
 fn retrieval_down() -> Result<SystemAnswer, Rejection> {
     let mut made = answer("改写", vec![]);
-    made.candidate.retrieval = Err(CallFailure { kind: FailureKind::Timeout, message: "no answer in 5 s".into() });
+    made.candidate.retrieval =
+        Some(Err(CallFailure { kind: FailureKind::Timeout, message: "no answer in 5 s".into() }));
     Ok(made)
 }
 

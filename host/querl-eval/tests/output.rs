@@ -103,7 +103,7 @@ fn page_makes_no_requests_and_runs_no_script() {
 fn external_texts_are_escaped() {
     let evil = "<img src=x onerror=alert(1)>\"'&\u{1b}[31m\u{202e}";
     let mut made = answer(evil, vec![hit("p0002", 0.5, 1)]);
-    made.candidate.retrieval.as_mut().unwrap()[0].text = evil.to_owned();
+    made.candidate.retrieval.as_mut().unwrap().as_mut().unwrap()[0].text = evil.to_owned();
     let mut first = record("rl", 2, Ok(made));
     let mut second = record("teacher", 2, Err(Rejection { code: evil.into(), detail: evil.into() }));
     for record in [&mut first, &mut second] {

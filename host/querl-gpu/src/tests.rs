@@ -100,7 +100,7 @@ impl Environment for Faulty {
 
 fn fault() -> EnvironmentError {
     let (plugin, version, message) = ("reward".into(), "1.0.0".into(), "returned 7 scores for 8 episodes".into());
-    PluginFault { plugin, version, message, kind: FaultKind::TooManyDropped }.into()
+    PluginFault { plugin, version, message, kind: FaultKind::TooManyDropped, log: Vec::new() }.into()
 }
 
 fn with_callbacks<R>(stop: bool, run: impl FnOnce(&Callbacks<'_>) -> R) -> R {

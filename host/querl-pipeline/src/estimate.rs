@@ -8,13 +8,14 @@
 //! Nothing is built, fetched or written, and no key is read. While a plugin has to be built or fetched, every stage counts as not begun
 //! and prices are unknown.
 
+use crate::environment;
 use crate::ledger::StageName;
 use crate::plugins::unprepared;
 use crate::run::{Run, outside_to_look};
 use crate::stages::{PlannedWork, Window, plan};
 use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
 use querl_core::fsx::{ReadError, open_jsonl};
-use querl_core::ports::{PromptInput, PromptTask, Prompts, Teacher};
+use querl_core::ports::{EpisodeInputs, InputUse, PromptInput, PromptTask, Prompts, Teacher};
 use querl_core::records::{Context as OfQuery, Message, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
@@ -105,7 +106,11 @@ pub fn estimate(config: &Config, window: Window) -> anyhow::Result<Estimate> {
     let prompts = run.as_ref().map(|run| run.plugins.prompts.as_ref());
     let (table, dir) = (open_queries(&config.data)?, RunDir::new(&config.output_dir));
     let n_rows = table.findings().n_usable;
-    let estimator = Estimator { config, dir: &dir, outside: &outside, prompts, table: &table, n_rows: n_rows as f64 };
+    let rewards = run.as_ref().map(|run| environment::inputs(&run.plugins.rewards));
+    let reads = rewards.unwrap_or(EpisodeInputs::CONTRACT_0_1);
+    let n_queries = n_rows as f64;
+    let estimator =
+        Estimator { config, dir: &dir, outside: &outside, prompts, reads, table: &table, n_rows: n_queries };
     let steps = estimator.steps(planned)?;
     Ok(Estimate { rows: n_rows, steps, unprepared_plugins, budget: config.budget })
 }
@@ -132,6 +137,8 @@ struct Estimator<'a> {
     outside: &'a ServiceContext,
     /// `None` where the plugin has to be built or fetched.
     prompts: Option<&'a dyn Prompts>,
+    /// What the rewards read; everything where one has to be built or fetched.
+    reads: EpisodeInputs,
     table: &'a QueryTable,
     n_rows: f64,
 }
@@ -262,10 +269,16 @@ impl Estimator<'_> {
     }
 
     fn scoring(&self, stage: StageName, answers: Answers) -> anyhow::Result<Vec<Step>> {
-        let mut steps = self.retrieval_steps(stage, answers.n)?;
-        if self.config.judge.kind == JudgeKind::Openai {
+        // Rollouts compute only what the rewards read; the evaluation computes everything.
+        let is_read = |used: InputUse| stage == StageName::Eval || used != InputUse::Unused;
+        let mut steps = Vec::new();
+        if is_read(self.reads.retrieval) {
+            steps.extend(self.retrieval_steps(stage, answers.n)?);
+        }
+        if self.config.judge.kind == JudgeKind::Openai && is_read(self.reads.judgement) {
             // In a comparison both sides share a call.
-            let of_teacher = if self.config.judge.form == JudgeForm::Score { answers.n_queries } else { 0.0 };
+            let scores_teacher = self.config.judge.form == JudgeForm::Score && is_read(self.reads.baseline);
+            let of_teacher = if scores_teacher { answers.n_queries } else { 0.0 };
             let calls = |n: f64| (answers.judged * (n + of_teacher)).ceil();
             let calls = Range { low: calls(answers.n.low), high: calls(answers.n.high) };
             let n_tokens = self.tokens_of_a_judgement()?.map(|n_tokens| calls.high * n_tokens);

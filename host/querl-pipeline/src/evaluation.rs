@@ -1,11 +1,11 @@
 //! Scores the rewrites of each system for held-out queries.
 
-use crate::environment::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, WrittenRewrite};
+use crate::environment::{Baseline, Baselines, RowColumns, ScoreRequest, ScoredEpisode, Scorer, WrittenRewrite};
 use crate::interrupt;
 use crate::training::{Generation, Generator};
 use anyhow::Context;
 use querl_core::ports::{EnvironmentError, Progress};
-use querl_core::records::{DatasetRow, EvalRecord, Judgement, Rejection, Reward, SystemAnswer, win};
+use querl_core::records::{Candidate, DatasetRow, EvalRecord, Judgement, Rejection, Reward, Split, SystemAnswer, win};
 use std::collections::BTreeMap;
 
 /// Queries per batch.
@@ -42,19 +42,26 @@ pub(crate) struct Evaluated {
     pub unscored: BTreeMap<String, u64>,
 }
 
+/// What every system is evaluated with.
+pub(crate) struct Evaluation<'a> {
+    pub rows: &'a [DatasetRow],
+    pub columns: &'a RowColumns,
+    pub baselines: &'a Baselines,
+    pub scorer: &'a Scorer,
+}
+
 /// One record per row, in order, with hits, judgement and comparison with the teacher.
 pub(crate) fn evaluate_system(
     system: &System<'_>,
-    rows: &[DatasetRow],
-    baselines: &Baselines,
-    scorer: &Scorer,
+    evaluation: &Evaluation<'_>,
     progress: &dyn Progress,
 ) -> anyhow::Result<Evaluated> {
+    let Evaluation { rows, baselines, scorer, .. } = *evaluation;
     let mut evaluated = Evaluated::default();
     let mut finish = |some: &[DatasetRow], answers| -> anyhow::Result<()> {
         // Calls in flight are paid for.
         let _at_safe_points = interrupt::at_safe_points();
-        score(system, some, answers, baselines, scorer, &mut evaluated)?;
+        score(system, evaluation, some, answers, &mut evaluated)?;
         progress.update(evaluated.records.len() as u64, rows.len() as u64, system.name());
         Ok(interrupt::check()?)
     };
@@ -82,7 +89,8 @@ pub(crate) fn evaluate_system(
 /// Rewrites without hits or judgement because a call failed, which may succeed in another run.
 pub(crate) fn n_failed(records: &[EvalRecord]) -> u64 {
     let answers = records.iter().filter_map(|record| record.outcome.as_ref().ok()).map(|answer| &answer.candidate);
-    answers.filter(|side| side.retrieval.is_err() || matches!(side.judgement, Judgement::Failed(_))).count() as u64
+    answers.filter(|side| side.retrieval_failure().is_some() || matches!(side.judgement, Judgement::Failed(_))).count()
+        as u64
 }
 
 /// The rewrite of a system that needs no generation.
@@ -95,14 +103,14 @@ fn known(system: &System<'_>, row: &DatasetRow, baselines: &Baselines) -> Result
 
 fn raw(row: &DatasetRow) -> Answer {
     let rewrite = row.metadata.query.original_query.clone();
-    Answer { written: WrittenRewrite { rewrite, n_tokens: 0, truncated: false }, latency_ms: None, cost: Some(0.0) }
+    Answer { written: WrittenRewrite::known(rewrite), latency_ms: None, cost: Some(0.0) }
 }
 
 fn teacher(baseline: Baseline) -> Result<Answer, Rejection> {
     match baseline {
         Baseline::Missing(failure) => Err(Rejection { code: "teacher_failed".into(), detail: failure.to_string() }),
         Baseline::Rewritten { rewrite, cost, latency_ms, .. } => {
-            Ok(Answer { written: WrittenRewrite { rewrite, n_tokens: 0, truncated: false }, latency_ms, cost })
+            Ok(Answer { written: WrittenRewrite::known(rewrite), latency_ms, cost })
         }
     }
 }
@@ -110,30 +118,36 @@ fn teacher(baseline: Baseline) -> Result<Answer, Rejection> {
 /// As in training: an answer that cannot be read is an empty rewrite, not a missing one.
 fn model(generation: Generation, scorer: &Scorer) -> Result<Answer, EnvironmentError> {
     let Generation { response, latency_ms } = generation;
-    let rewrite = scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default();
-    let written = WrittenRewrite { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
-    Ok(Answer { written, latency_ms, cost: None })
+    Ok(Answer { written: WrittenRewrite::parsed(scorer.prompts(), &response)?, latency_ms, cost: None })
 }
 
 fn score(
     system: &System<'_>,
+    evaluation: &Evaluation<'_>,
     rows: &[DatasetRow],
     answers: Vec<Result<Answer, Rejection>>,
-    baselines: &Baselines,
-    scorer: &Scorer,
     evaluated: &mut Evaluated,
 ) -> Result<(), EnvironmentError> {
     let answered = rows.iter().zip(&answers).filter_map(|(row, answer)| Some((row, answer.as_ref().ok()?)));
     let requests: Vec<ScoreRequest<'_>> = answered
-        .map(|(row, answer)| ScoreRequest {
-            id: format!("eval/{}/{}", system.name(), row.metadata.query.id),
-            query: &row.metadata.query,
-            policy: answer.written.clone(),
-            baseline: baselines.of(&row.metadata.query.id),
-            judged: true,
+        .map(|(row, answer)| {
+            let (query, id) = (&row.metadata.query, format!("eval/{}/{}", system.name(), row.metadata.query.id));
+            ScoreRequest {
+                group_id: id.clone(),
+                id,
+                sample_index: 0,
+                step: None,
+                split: Split::Test,
+                query,
+                columns: evaluation.columns.of(query),
+                prompt: answer.written.response.is_some().then(|| row.prompt()),
+                policy: answer.written.clone(),
+                baseline: evaluation.baselines.of(&query.id),
+                judged: true,
+            }
         })
         .collect();
-    let scored = scorer.score(&requests)?.scored;
+    let scored = evaluation.scorer.score(&requests)?.scored;
     for rejection in scored.iter().filter_map(|one| one.outcome.as_ref().err()) {
         *evaluated.unscored.entry(rejection.code.clone()).or_default() += 1;
     }
@@ -150,9 +164,9 @@ fn score(
 fn finish(system: &System<'_>, answer: Answer, scored: ScoredEpisode) -> SystemAnswer {
     let reward: Option<Reward> = scored.outcome.ok();
     let (policy, baseline) = (scored.episode.policy, scored.episode.baseline);
-    let win = match (system, &policy.retrieval, &baseline.retrieval) {
+    let win = match (system, policy.found(), baseline.as_ref().and_then(Candidate::found)) {
         (System::Teacher, _, _) => None,
-        (_, Ok(own), Ok(teachers)) => Some(win(own, teachers)),
+        (_, Some(own), Some(teachers)) => Some(win(own, teachers)),
         _ => None,
     };
     SystemAnswer { candidate: policy, reward, win, latency_ms: answer.latency_ms, cost: answer.cost, audit_style: None }
@@ -164,6 +178,7 @@ mod tests {
     use super::*;
     use crate::environment::testing::{Shop, dataset_row, validated};
     use crate::training::Each;
+    use querl_core::config::RetrievalKind;
     use querl_core::ports::{PolicyResponse, Silent};
 
     struct Fixed(&'static str);
@@ -184,9 +199,12 @@ mod tests {
     }
 
     fn evaluated(system: &System<'_>) -> Evaluated {
-        let baselines = Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))]);
+        let baselines =
+            Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))], RetrievalKind::Embedded);
         let rows = [dataset_row("a"), dataset_row("b")];
-        evaluate_system(system, &rows, &baselines, &Shop::default().scorer(), &Silent).unwrap()
+        let (columns, scorer) = (RowColumns::default(), Shop::default().scorer());
+        let evaluation = Evaluation { rows: &rows, columns: &columns, baselines: &baselines, scorer: &scorer };
+        evaluate_system(system, &evaluation, &Silent).unwrap()
     }
 
     #[test]
@@ -198,7 +216,7 @@ mod tests {
         assert_eq!((second.win, &second.reward), (None, &None));
         let unscored = evaluated(&System::Model { name: "rl", generator: &Fixed("good") }).unscored;
         assert_eq!(unscored, [("baseline_missing".to_owned(), 1)].into());
-        assert_eq!(second.candidate.retrieval.as_ref().unwrap().len(), 1);
+        assert_eq!(second.candidate.hits().len(), 1);
         assert!(matches!(second.candidate.judgement, Judgement::Scored { .. }));
     }
 

@@ -215,7 +215,13 @@ mod tests {
 
     #[test]
     fn too_many_items_dropped_at_a_limit_is_a_limit_wherever_it_shows() {
-        let fault = |kind| PluginFault { plugin: "p".into(), version: "0.1.0".into(), message: "m".into(), kind };
+        let fault = |kind| PluginFault {
+            plugin: "p".into(),
+            version: "0.1.0".into(),
+            message: "m".into(),
+            kind,
+            log: Vec::new(),
+        };
         let ending = |kind| {
             let (scored, filtered) = (EnvironmentError::from(fault(kind)), DataError::from(fault(kind)));
             [ending_of(&anyhow::Error::from(scored).context("rl")), ending_of(&filtered.into())]
@@ -238,7 +244,8 @@ mod tests {
     #[test]
     fn a_traceback_keeps_its_lines_above_the_sentence() {
         let message = "episode `a`: panicked: E: x\nTraceback:\n  File\nE: x\n (a batch)".to_owned();
-        let fault = PluginFault { plugin: "p".into(), version: "1".into(), message, kind: FaultKind::Trap };
+        let fault =
+            PluginFault { plugin: "p".into(), version: "1".into(), message, kind: FaultKind::Trap, log: Vec::new() };
         for error in [anyhow::Error::from(EnvironmentError::from(fault.clone())), PluginError::Fault(fault).into()] {
             let error = error.context("stage rl");
             assert_eq!(details(&error), Some("Traceback:\n  File\nE: x"));

@@ -3,12 +3,14 @@
 //! A file is one JSON object a line: first the plugin, its settings and the fault, then the items of the call, in order.
 
 use crate::failure::Stop;
-use querl_core::episodes;
+use crate::host_functions::{RecordedCalls, RunHostFunctions};
+use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_jsonl;
 use querl_core::ports::{
-    Filter, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RewardModel, RewardRange,
+    EpisodeInputs, Filter, InputUse, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RewardModel,
+    RewardRange,
 };
-use querl_core::records::{Context, Episode, EpisodeRecord, Message, Rejection, Reward, Sample, Verdict};
+use querl_core::records::{Context, Episode, EpisodeRecord, HostCall, Message, Rejection, Reward, Sample, Verdict};
 use querl_plugin::PluginSettings;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -44,14 +46,17 @@ pub struct FaultHeader {
     pub message: String,
     /// Settings of the plugin.
     pub settings: PluginSettings,
+    /// What the plugin logged in the call.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub log: Vec<String>,
 }
 
 /// What a plugin was given.
 #[derive(Debug)]
 #[allow(missing_docs)]
 pub enum FaultedCall {
-    Episodes(Vec<Episode>),
-    Samples(Vec<Sample>),
+    Episodes(Vec<Episode>, RecordedCalls),
+    Samples(Vec<Sample>, RecordedCalls),
     Prompt(PromptCall),
 }
 
@@ -107,37 +112,56 @@ impl FaultFile {
         let mut lines = text.lines().enumerate().map(|(index, line)| (index + 1, line));
         let first = lines.next().and_then(|(_, line)| serde_json::from_str::<First>(line).ok());
         let Some(First { fault: header }) = first else { return Ok(None) };
-        let (mut given, mut samples, mut prompt) = (Vec::new(), Vec::new(), None);
+        let (mut given, mut samples, mut prompt, mut recorded) =
+            (Vec::new(), Vec::new(), None, RecordedCalls::default());
         for (number, line) in lines {
             let not_json = |error: serde_json::Error| refused(number, &format!("not a line of a fault: {error}"));
             match header.role.as_str() {
-                "filter" => samples.push(serde_json::from_str(line).map_err(not_json)?),
+                "filter" => {
+                    let FaultedSample { sample, calls } = serde_json::from_str(line).map_err(not_json)?;
+                    recorded.add(&sample.id, calls);
+                    samples.push(sample);
+                }
                 "prompt" => prompt = Some(serde_json::from_str(line).map_err(not_json)?),
                 _ => {
                     let episode =
                         episodes::parse(line.as_bytes(), number).map_err(|reason| refused(number, &reason))?;
-                    given.extend(episode.map(|recorded| recorded.episode));
+                    given.extend(episode.map(|RecordedEpisode { episode, calls, .. }| {
+                        recorded.add_episode(&episode, calls);
+                        episode
+                    }));
                 }
             }
         }
         let call = match (header.role.as_str(), prompt) {
-            ("filter", _) => FaultedCall::Samples(samples),
+            ("filter", _) => FaultedCall::Samples(samples, recorded),
             ("prompt", Some(call)) => FaultedCall::Prompt(call),
             ("prompt", None) => return Err(refused(2, "the call is missing; the file was cut")),
-            _ => FaultedCall::Episodes(given),
+            _ => FaultedCall::Episodes(given, recorded),
         };
         Ok(Some(Self { header, call }))
     }
 }
 
+/// A line of a filter's fault.
+#[derive(Debug, Serialize, Deserialize)]
+struct FaultedSample {
+    #[serde(flatten)]
+    sample: Sample,
+    /// Calls into host functions until the fault.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    calls: Vec<HostCall>,
+}
+
 /// Writes the faults of one plugin of a run.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(crate) struct FaultLog {
     pub(crate) folder: PathBuf,
     pub(crate) role: &'static str,
     /// As configured.
     pub(crate) path: PathBuf,
     pub(crate) settings: PluginSettings,
+    pub(crate) host_functions: Arc<RunHostFunctions>,
 }
 
 impl FaultLog {
@@ -151,6 +175,7 @@ impl FaultLog {
             role: self.role.to_owned(),
             message: fault.message.clone(),
             settings: self.settings.clone(),
+            log: fault.log.clone(),
         };
         let lines = std::iter::once(json!({ "fault": header })).chain(items());
         let written = std::fs::create_dir_all(&self.folder).and_then(|()| write_jsonl(&file, lines));
@@ -179,8 +204,15 @@ pub(crate) struct Logged<P> {
 
 impl RewardModel for Logged<Arc<dyn RewardModel>> {
     fn score_batch(&self, given: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
-        let line = |episode| json!({ "format": EpisodeRecord::FORMAT, "episode": episode });
+        let line = |episode: &Episode| {
+            let calls = self.log.host_functions.recorded(episode);
+            json!({ "format": EpisodeRecord::FORMAT, "episode": episode, "calls": calls })
+        };
         self.plugin.score_batch(given).map_err(|fault| self.log.keep(fault, || given.iter().map(line).collect()))
+    }
+
+    fn inputs(&self) -> EpisodeInputs {
+        self.plugin.inputs()
     }
 
     fn range(&self) -> RewardRange {
@@ -194,8 +226,16 @@ impl RewardModel for Logged<Arc<dyn RewardModel>> {
 
 impl Filter for Logged<Arc<dyn Filter>> {
     fn check_batch(&self, samples: &[Sample]) -> Result<Vec<Verdict>, PluginFault> {
-        let line = |sample| json!(sample);
-        self.plugin.check_batch(samples).map_err(|fault| self.log.keep(fault, || samples.iter().map(line).collect()))
+        let host_functions = &self.log.host_functions;
+        host_functions.begin_items(samples.iter().map(|sample| &sample.id));
+        let checked = self.plugin.check_batch(samples);
+        let calls: Vec<Vec<HostCall>> = samples.iter().map(|sample| host_functions.take(&sample.id)).collect();
+        let line = |(sample, calls): (&Sample, Vec<HostCall>)| json!(FaultedSample { sample: sample.clone(), calls });
+        checked.map_err(|fault| self.log.keep(fault, || samples.iter().zip(calls).map(line).collect()))
+    }
+
+    fn reads_columns(&self) -> InputUse {
+        self.plugin.reads_columns()
     }
 
     fn name(&self) -> &str {
@@ -252,12 +292,13 @@ mod tests {
 
     fn fault() -> PluginFault {
         let (plugin, version, message) = ("p".to_owned(), "0.1.0".to_owned(), "panicked".to_owned());
-        PluginFault { plugin, version, message, kind: FaultKind::Trap }
+        PluginFault { plugin, version, message, kind: FaultKind::Trap, log: vec!["info: here".into()] }
     }
 
     fn logged(folder: &Path) -> Logged<Arc<dyn Prompts>> {
         let settings = toml::from_str("a = 1\nb = ['x']").unwrap();
-        let log = FaultLog { folder: folder.join("faults"), role: "prompt", path: "p.wasm".into(), settings };
+        let (folder, host_functions) = (folder.join("faults"), Arc::default());
+        let log = FaultLog { folder, role: "prompt", path: "p.wasm".into(), settings, host_functions };
         Logged { plugin: Arc::new(Broken), log }
     }
 
@@ -273,6 +314,7 @@ mod tests {
         let read = |name: &str| FaultFile::read(&folder.path().join("faults").join(name)).unwrap().unwrap();
         let FaultFile { header, call: FaultedCall::Prompt(call) } = read("01-p.jsonl") else { panic!() };
         assert_eq!((header.message.as_str(), header.settings), ("panicked", prompts.log.settings.clone()));
+        assert_eq!(header.log, ["info: here"]);
         assert!(matches!(&call, PromptCall::Messages { task, rewrite: Some(_), .. } if task == "judge"), "{call:?}");
         call.repeat(&Broken).unwrap_err();
         assert!(

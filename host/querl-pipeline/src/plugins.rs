@@ -3,17 +3,19 @@
 use crate::environment::WeightedReward;
 use crate::failure::Stop;
 use crate::faults::{FaultLog, Logged};
+use crate::host_functions::RunHostFunctions;
 use crate::ledger::Inputs;
 use crate::pins::Pins;
+use crate::plugin_activity::CallMeter;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_bundle::oci::{Credentials, PinnedReference, Transport};
-use querl_bundle::{BundleError, Manifest, PublicKey};
+use querl_bundle::{BundleError, HostInterface, Manifest, PublicKey};
 use querl_core::config::{
-    Config, JudgeConfig, JudgeForm, JudgeKind, PluginLimits, PluginsConfig, is_registry_reference,
+    Config, JudgeConfig, JudgeForm, JudgeKind, PluginLimits, PluginsConfig, RetrievalKind, is_registry_reference,
 };
 use querl_core::fsx::user_cache_folder;
-use querl_core::ports::{Filter, Prompts, RewardModel};
+use querl_core::ports::{EpisodeInputs, Filter, HostFunctions, InputUse, Prompts, RewardModel};
 use querl_data::rubric_answer;
 use querl_plugin::{
     CacheAccess, Compiler, HostOptions, Plugin, PluginFile, PluginHost, PluginKind, PluginPort, PluginSettings, Source,
@@ -30,11 +32,15 @@ pub struct Plugins {
     pub prompts: Arc<dyn Prompts>,
     /// In the order in which they are applied.
     pub filters: Vec<Arc<dyn Filter>>,
+    /// Whether a filter calls word segmentation, so that its dictionary is an input.
+    pub(crate) filters_use_words: bool,
     pub(crate) rewards: Vec<WeightedReward>,
     /// The style model of `plugins.style_model`.
     pub style: Option<Arc<SharedStyleModel>>,
     /// The second style model, which classifies responses in the evaluation only.
     pub audit: Option<Arc<SharedStyleModel>>,
+    pub(crate) host_functions: Arc<RunHostFunctions>,
+    pub(crate) meter: Arc<CallMeter>,
     used: Vec<Used>,
 }
 
@@ -85,24 +91,34 @@ impl Plugins {
     /// invalid.
     pub fn open(config: &Config, used_for: PluginUse<'_>) -> anyhow::Result<Self> {
         check_secrets(config)?;
-        let (judge, config) = (&config.judge, &config.plugins);
+        let (whole_config, judge, config) = (config, &config.judge, &config.plugins);
+        let meter = Arc::new(CallMeter::default());
         let host = match used_for {
-            PluginUse::Run(_) => open_host(&config.limits, &config.trusted_keys, SourceFolders::Build)?,
+            PluginUse::Run(_) => PluginHost::new(HostOptions {
+                trusted_keys: trusted_keys(&config.trusted_keys)?,
+                source_folders: SourceFolders::Build,
+                observer: Some(meter.observer()),
+                ..host_options(&config.limits)?
+            })?,
             PluginUse::Look => open_host(&config.limits, &config.trusted_keys, SourceFolders::Refuse)?,
             PluginUse::DryRun => open_host_for_dry_run(config)?,
         };
+        let style = SharedStyleModel::of(&config.style_model, "plugins.style_model.path")?.map(Arc::new);
+        let audit = SharedStyleModel::of(&config.style_model.of_audit(), "plugins.style_model.audit")?.map(Arc::new);
+        let host_functions = Arc::new(RunHostFunctions::new(whole_config, style.clone()));
         let found = find(config, &host)?;
         if let PluginUse::Run(pins) = used_for {
             pins.check(&found)?;
         }
-        let mut loading = Loading { host, found: found.into_iter(), used: Vec::new() };
+        let functions: Arc<dyn HostFunctions> = host_functions.clone();
+        let mut loading = Loading { host, functions: functions.clone(), found: found.into_iter(), used: Vec::new() };
         let faults = match used_for {
             PluginUse::Run(pins) => Some(pins.dir.faults()),
             PluginUse::Look | PluginUse::DryRun => None,
         };
         let log = |role, path: &Path, settings: &PluginSettings| {
-            let (path, settings) = (path.to_owned(), settings.clone());
-            faults.clone().map(|folder| FaultLog { folder, role, path, settings })
+            let (path, settings, host_functions) = (path.to_owned(), settings.clone(), host_functions.clone());
+            faults.clone().map(|folder| FaultLog { folder, role, path, settings, host_functions })
         };
         let plugin = loading.next(&config.prompt.settings)?;
         let prompts = Arc::from(loading.host.open(&plugin, &config.prompt.settings, PluginPort::prompts())?);
@@ -112,16 +128,17 @@ impl Plugins {
             None => prompts,
         };
         let mut filters: Vec<Arc<dyn Filter>> = Vec::new();
+        let mut filters_use_words = false;
         for filter in &config.filters {
             let plugin = loading.next(&filter.settings)?;
-            let opened = Arc::from(loading.host.open(&plugin, &filter.settings, PluginPort::filter())?);
+            let port = PluginPort::filter().with_functions(Some(functions.clone()));
+            let opened = Arc::from(loading.host.open(&plugin, &filter.settings, port)?);
+            filters_use_words |= plugin.host_functions().contains(&HostInterface::Words);
             filters.push(match log("filter", &filter.path, &filter.settings) {
                 Some(log) => Arc::new(Logged { plugin: opened, log }),
                 None => opened,
             });
         }
-        let style = SharedStyleModel::of(&config.style_model, "plugins.style_model.path")?.map(Arc::new);
-        let audit = SharedStyleModel::of(&config.style_model.of_audit(), "plugins.style_model.audit")?.map(Arc::new);
         let mut rewards = Vec::new();
         for (index, reward) in config.rewards.iter().enumerate() {
             let plugin = loading.next(&reward.settings)?;
@@ -130,9 +147,12 @@ impl Plugins {
                 Some(log) => Arc::new(Logged { plugin: model, log }),
                 None => model,
             };
+            check_inputs(whole_config, &format!("plugins.rewards[{index}]"), plugin.id(), model.inputs())?;
             rewards.push(WeightedReward { label: plugin.id().to_owned(), model, weight: reward.weight });
         }
-        let mut plugins = Self { prompts, filters, rewards, style, audit, used: loading.used };
+        let used = loading.used;
+        let mut plugins =
+            Self { prompts, filters, filters_use_words, rewards, style, audit, host_functions, meter, used };
         plugins.label_rewards();
         Ok(plugins)
     }
@@ -187,6 +207,24 @@ fn check_judgements(judge: &JudgeConfig, prompts: &Arc<dyn Prompts>) -> anyhow::
         prompts.title()
     );
     Err(Stop::usage(message).into())
+}
+
+/// Refuses a reward that requires an input which the configuration does not provide.
+fn check_inputs(config: &Config, place: &str, id: &str, inputs: EpisodeInputs) -> Result<(), Stop> {
+    let retrieval = config.retrieval.kind != RetrievalKind::None;
+    let judgement = config.judge.kind != JudgeKind::None;
+    let style = config.plugins.style_model.path.is_some();
+    let needs = [
+        ("retrieval", inputs.retrieval, retrieval, "set retrieval.kind to \"embedded\" or \"http\""),
+        ("judgement", inputs.judgement, judgement, "set judge.kind to \"rubric\" or \"openai\""),
+        ("style", inputs.style, style, "name a classifier of `querl style train` as plugins.style_model.path"),
+    ];
+    let missing = needs.into_iter().find(|(_, used, is_there, _)| *used == InputUse::Required && !is_there);
+    missing.map_or(Ok(()), |(input, _, _, remedy)| {
+        Err(Stop::usage(format!(
+            "{place}: plugin {id} requires the input `{input}`, which this configuration does not provide; {remedy}"
+        )))
+    })
 }
 
 /// Role and path of each plugin in the order in which they are loaded: prompt, filters, rewards.
@@ -249,6 +287,7 @@ fn bundle_cache(reference: &PinnedReference) -> Result<PathBuf, Stop> {
 /// Loads plugins one by one and records each.
 struct Loading<'a> {
     host: PluginHost,
+    functions: Arc<dyn HostFunctions>,
     found: std::vec::IntoIter<FoundPlugin<'a>>,
     used: Vec<Used>,
 }
@@ -271,7 +310,8 @@ impl Loading<'_> {
         (index, style): (usize, Option<&Arc<SharedStyleModel>>),
     ) -> anyhow::Result<Arc<dyn RewardModel>> {
         if !scores_style(plugin) {
-            return Ok(Arc::from(self.host.open(plugin, settings, PluginPort::reward())?));
+            let port = PluginPort::reward().with_functions(Some(self.functions.clone()));
+            return Ok(Arc::from(self.host.open(plugin, settings, port)?));
         }
         let Some(style) = style else {
             let id = plugin.id();
@@ -295,7 +335,8 @@ impl Loading<'_> {
 /// Whether a plugin among the rewards is used as a style scorer; a plugin of both kinds is used as a reward.
 pub fn scores_style(plugin: &Plugin) -> bool {
     let kinds = plugin.kinds();
-    kinds.contains(&PluginKind::StyleScorer) && !kinds.contains(&PluginKind::Reward)
+    let scores_episodes = kinds.iter().any(|kind| matches!(kind, PluginKind::Reward | PluginKind::GroupReward));
+    kinds.contains(&PluginKind::StyleScorer) && !scores_episodes
 }
 
 /// Lock file entry of a plugin that was loaded from `path`.

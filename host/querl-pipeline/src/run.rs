@@ -1,7 +1,7 @@
 //! A run: configuration, run directory, plugins, async runtime and service clients, shared by its stages.
 
 use crate::device::Executor;
-use crate::environment::{Comparison, JudgingForm, Services};
+use crate::environment::{BaselineScoring, Comparison, JudgingForm, Services};
 use crate::ledger::StageName;
 use crate::pins::{OnPluginChange, Pins};
 use crate::plugins::{PluginUse, Plugins};
@@ -72,6 +72,7 @@ impl Run {
         remove_unfinished(root).with_context(|| format!("{}: cannot be tidied", root.display()))?;
         pins.write(plugins.used(), reporter.as_ref())?;
         let outside = outside(&config, &dir, CacheUse::Full)?;
+        plugins.host_functions.connect(outside.clone(), runtime.handle().clone());
         Ok(Self {
             config,
             dir,
@@ -136,8 +137,9 @@ impl Run {
 
     pub(crate) fn services(&self) -> anyhow::Result<Services> {
         let config = &self.config;
+        let retriever = self.retriever()?;
         Ok(Services {
-            retriever: self.retriever()?,
+            retriever: (config.retrieval.kind != RetrievalKind::None).then_some(retriever),
             judge: querl_data::open_judge(&config.judge, &config.retrieval, &self.outside)?,
             form: match config.judge.form {
                 JudgeForm::Score => JudgingForm::Score,
@@ -148,6 +150,8 @@ impl Run {
             prompts: self.plugins.prompts.clone(),
             rewards: self.plugins.rewards.clone(),
             style: self.plugins.style.clone().map(|model| model as Arc<dyn StyleModel>),
+            baseline: BaselineScoring::On,
+            host_functions: self.plugins.host_functions.clone(),
             n_retrievals: config.retrieval.max_concurrent,
             n_judgements: config.judge.max_concurrent,
             deadline: None,

@@ -8,7 +8,7 @@ mod common;
 
 use common::{candidate, episode};
 use querl_core::ports::{PromptInput, PromptTask};
-use querl_core::records::{Context, Dialogue, Episode, Hit, Message, Sample};
+use querl_core::records::{Columns, Context, Dialogue, Episode, Hit, Message, Sample};
 use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings};
 use std::path::Path;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ fn call(host: &PluginHost, plugin: &Plugin, kind: PluginKind) {
     for n_items in [1, 64, 64] {
         let ids = (0..n_items).map(|index| format!("step-000001/{index}/0"));
         match kind {
-            PluginKind::Reward => {
+            PluginKind::Reward | PluginKind::GroupReward => {
                 let episodes: Vec<_> = ids.map(|id| five_hits(&id)).collect();
                 host.open(plugin, &none, PluginPort::reward()).unwrap().score_batch(&episodes).unwrap();
             }
@@ -64,16 +64,16 @@ fn call(host: &PluginHost, plugin: &Plugin, kind: PluginKind) {
 fn five_hits(id: &str) -> Episode {
     let side = || candidate(&[0.9, 0.8, 0.7, 0.6, 0.5], Some(4.5));
     Episode {
-        policy: side(), baseline: side(), ..episode(id, "胶原蛋白肽怎么吃，一天几次，饭前还是饭后")
+        policy: side(), baseline: Some(side()), ..episode(id, "胶原蛋白肽怎么吃，一天几次，饭前还是饭后")
     }
 }
 
 fn sample(id: String) -> Sample {
     let episode = five_hits(&id);
-    let hits: Vec<Hit> = episode.policy.retrieval.unwrap();
+    let hits: Vec<Hit> = episode.policy.retrieval.unwrap().unwrap();
     let (original_query, rewritten_query) =
         (format!("{} {id}", episode.query), format!("{} {id}", episode.policy.rewrite));
-    Sample { id, original_query, rewritten_query, context: Context::default(), hits }
+    Sample { id, original_query, rewritten_query, context: Context::default(), hits, columns: Columns::default() }
 }
 
 fn dialogue(id: String) -> Dialogue {

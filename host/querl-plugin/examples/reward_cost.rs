@@ -7,10 +7,10 @@
 #[path = "../tests/common/mod.rs"]
 mod common;
 
-use common::{candidate, competition, episode, host, repository};
+use common::{candidate, competition, episode, host, load_guest, repository};
 use querl_core::ports::RewardModel;
 use querl_core::records::{Candidate, Episode, Judgement};
-use querl_plugin::{PluginPort, PluginSettings};
+use querl_plugin::{HostOptions, PluginHost, PluginPort, PluginSettings, Rechecks, RewardForm};
 use querl_sdk::Reward as _;
 use reward_competition::Competition;
 use std::hint::black_box;
@@ -29,7 +29,49 @@ fn main() {
     let single = &batch[..1];
     let mut times: Vec<f64> = (0..N_BATCHES).map(|_| micros(|| reward.score_batch(single).unwrap())).collect();
     print_times("plugin, batches of 1, microseconds an item", &mut times);
+    passing(&batch);
+    rechecks();
     starts(single);
+}
+
+/// What rechecks add to the mean, for batches of 64 and of 2. The hosts take turns.
+fn rechecks() {
+    let open = |rechecks| {
+        let host = PluginHost::new(HostOptions { rechecks, ..HostOptions::default() }).unwrap();
+        competition(&host)
+    };
+    let rewards = [open(Rechecks::Off), open(Rechecks::Sampled)];
+    for n_items in [64, 2] {
+        let mut sums = [0.0; 2];
+        for n in 0..N_BATCHES * 4 {
+            let mut batch: Vec<Episode> = (0..n_items).map(five_hits).collect();
+            batch.iter_mut().for_each(|episode| episode.id = format!("step-{n:06}/{}", episode.id));
+            for turn in [n % 2, (n + 1) % 2] {
+                sums[turn] += micros(|| rewards[turn].score_batch(&batch).unwrap());
+            }
+        }
+        println!("rechecks add {:.1} % to batches of {n_items}", (sums[1] / sums[0] - 1.0) * 100.0);
+    }
+}
+
+/// What passing episodes costs, for guests that look at nothing: contract 0.1, then whole episodes of contract 0.2, in each form.
+fn passing(batch: &[Episode]) {
+    // `packed-differs` is found out by rechecks.
+    let host = PluginHost::new(HostOptions { rechecks: Rechecks::Off, ..HostOptions::default() }).unwrap();
+    for (name, forms) in [
+        ("packed-differs", &[RewardForm::Packed, RewardForm::Records][..]),
+        ("packed-differs@0.2", &[RewardForm::Packed, RewardForm::Records]),
+        ("reads-all", &[RewardForm::Packed, RewardForm::Records]),
+        ("reads-all-json", &[RewardForm::Json, RewardForm::Records]),
+    ] {
+        let plugin = load_guest(&host, name).unwrap();
+        for form in forms {
+            let reward = host.open(&plugin, &PluginSettings::new(), PluginPort::reward_in(*form)).unwrap();
+            let run = || micros(|| reward.score_batch(black_box(batch)).unwrap()) / batch.len() as f64;
+            let mut times: Vec<f64> = (0..N_BATCHES).map(|_| run()).collect();
+            print_times(&format!("  {name}, {form:?}, microseconds an item"), &mut times);
+        }
+    }
 }
 
 /// The figure to look at: what the sandbox adds to each item.
@@ -82,13 +124,13 @@ fn five_hits(index: usize) -> Episode {
     let scores = [0.9, 0.8, 0.7, 0.6, 0.5];
     Episode {
         policy: long_hits(candidate(&scores, Some(4.5))),
-        baseline: long_hits(candidate(&scores, Some(4.0))),
+        baseline: Some(long_hits(candidate(&scores, Some(4.0)))),
         ..episode(&format!("step-000001/{index}/0"), "胶原蛋白肽怎么吃，一天几次，饭前还是饭后")
     }
 }
 
 fn long_hits(mut candidate: Candidate) -> Candidate {
-    candidate.retrieval.as_mut().unwrap().iter_mut().for_each(|hit| hit.text = PASSAGE.into());
+    candidate.retrieval.as_mut().unwrap().as_mut().unwrap().iter_mut().for_each(|hit| hit.text = PASSAGE.into());
     candidate
 }
 
@@ -96,16 +138,15 @@ fn native_episode(episode: &Episode) -> querl_sdk::Episode {
     querl_sdk::Episode {
         id: episode.id.clone(),
         query: episode.query.clone(),
-        context: querl_sdk::Context::default(),
-        gold_ids: Vec::new(),
         policy: native_candidate(&episode.policy),
-        baseline: native_candidate(&episode.baseline),
+        baseline: episode.baseline.as_ref().map(native_candidate),
+        ..querl_sdk::Episode::default()
     }
 }
 
 fn native_candidate(candidate: &Candidate) -> querl_sdk::Candidate {
     let hit = |hit: &querl_core::records::Hit| querl_sdk::Hit {
-        id: hit.id.clone(),
+        id: Some(hit.id.clone()),
         text: hit.text.clone(),
         reranker_score: hit.reranker_score,
         retrieval_score: hit.retrieval_score,
@@ -113,10 +154,10 @@ fn native_candidate(candidate: &Candidate) -> querl_sdk::Candidate {
     };
     let Judgement::Scored { score, reason } = &candidate.judgement else { unreachable!("every side is judged") };
     querl_sdk::Candidate {
-        rewrite: candidate.rewrite.clone(),
-        retrieval: Ok(candidate.retrieval.as_ref().unwrap().iter().map(hit).collect()),
-        judgement: querl_sdk::Judgement::Scored { score: *score, reason: reason.clone() },
-        n_tokens: candidate.n_tokens,
+        rewrite: Some(candidate.rewrite.clone()),
+        retrieval: Some(Ok(candidate.hits().iter().map(hit).collect())),
+        judgement: Some(Ok(querl_sdk::JudgeScore { score: *score, reason: reason.clone() })),
+        n_tokens: Some(candidate.n_tokens),
         ..querl_sdk::Candidate::default()
     }
 }

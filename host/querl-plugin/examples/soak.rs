@@ -48,7 +48,7 @@ fn batch(index: usize) -> Vec<Episode> {
     let scores = [0.9, 0.8, 0.7, 0.6, 0.5];
     let of = |place: usize| Episode {
         policy: candidate(&scores, Some(4.5)),
-        baseline: candidate(&scores, Some(4.0)),
+        baseline: Some(candidate(&scores, Some(4.0))),
         ..episode(&format!("step-{index:06}/{place}/0"), "胶原蛋白肽怎么吃，一天几次，饭前还是饭后")
     };
     (0..BATCH).map(of).collect()

@@ -1,14 +1,15 @@
 //! One call into a plugin: a fresh instance, limits, and a [`PluginFault`] when it fails.
 
-use crate::bindings::types;
-use crate::convert;
+use crate::contract::{ItemResult, Series};
 use crate::engine::Slots;
 use crate::error::{self, CallPhase};
-use crate::guest::Guest;
+use crate::guest::{Guest, HostCalls};
 use crate::limits::{CallSize, Limits, LogBudget, UsedNames};
-use crate::load::Exports;
+use crate::load::{Exports, PluginKind};
+use crate::recheck::Rechecks;
+use crate::text::{is_code, printable};
 use querl_core::config::OnLimit;
-use querl_core::ports::{FaultKind, PluginFault, StyleModel};
+use querl_core::ports::{EpisodeInputs, FaultKind, HostFunctions, PluginFault};
 use querl_core::records::Rejection;
 use querl_core::text::grouped;
 use std::collections::BTreeMap;
@@ -41,6 +42,33 @@ pub struct CallReport<'a> {
     pub memory_bytes: usize,
     /// True where the call ended in a fault. A result that the contract forbids is found later, and is false here.
     pub failed: bool,
+    /// Rejections and totals of a call that scored episodes or dialogues; without any for other calls.
+    pub outcome: Outcome,
+    /// What the plugin logged, one entry per line: `info: no hits`.
+    pub log: &'a [String],
+}
+
+/// Results of one scoring call, before they are checked.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Outcome {
+    /// Items that the plugin rejected.
+    pub n_rejected: usize,
+    /// Smallest and largest total; `None` without a score.
+    pub totals: Option<(f64, f64)>,
+}
+
+impl Outcome {
+    fn of(results: &[ItemResult]) -> Self {
+        let mut outcome = Self::default();
+        for result in results {
+            match (result, &mut outcome.totals) {
+                (Err(_), _) => outcome.n_rejected += 1,
+                (Ok(score), Some((min, max))) => (*min, *max) = (min.min(score.total), max.max(score.total)),
+                (Ok(score), totals) => *totals = Some((score.total, score.total)),
+            }
+        }
+        outcome
+    }
 }
 
 /// Callback after every call, on the calling thread, before the caller has its result. It blocks that thread and a slot of the
@@ -62,10 +90,14 @@ pub(crate) struct Caller {
     pub(crate) title: Arc<str>,
     pub(crate) exports: Exports,
     pub(crate) settings: Arc<BTreeMap<String, String>>,
-    pub(crate) style_model: Option<Arc<dyn StyleModel>>,
+    /// Answers the host functions of the port's kind.
+    pub(crate) functions: Option<(PluginKind, Arc<dyn HostFunctions>)>,
     pub(crate) limits: Arc<Limits>,
     pub(crate) slots: Arc<Slots>,
     pub(crate) observer: Option<Observer>,
+    pub(crate) rechecks: Rechecks,
+    /// What the plugin declares that it reads.
+    pub(crate) inputs: EpisodeInputs,
     /// Items of this plugin that were dropped at limits in the lifetime of the host.
     pub(crate) n_dropped: Arc<AtomicU64>,
     pub(crate) log_budget: Arc<LogBudget>,
@@ -80,9 +112,34 @@ impl Caller {
         size: CallSize,
         job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<R>,
     ) -> Result<R, PluginFault> {
+        self.call_for("", function, size, job)
+    }
+
+    /// [`call`](Self::call) that scores the item or group `item_id`; empty for a batch of several.
+    pub(crate) fn score(
+        &self,
+        item_id: &str,
+        function: &'static str,
+        size: CallSize,
+        job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<Vec<ItemResult>>,
+    ) -> Result<Vec<ItemResult>, PluginFault> {
+        self.call_for(item_id, function, size, |store, instance| {
+            let results = job(store, instance)?;
+            store.data_mut().outcome = Outcome::of(&results);
+            Ok(results)
+        })
+    }
+
+    fn call_for<R>(
+        &self,
+        item_id: &str,
+        function: &'static str,
+        size: CallSize,
+        job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<R>,
+    ) -> Result<R, PluginFault> {
         let _slot = self.slots.take();
         let start = Instant::now();
-        let mut store = self.new_store(size, start);
+        let mut store = self.new_store(size, start, item_id);
         let result = match self.exports.pre.instantiate(&mut store) {
             Ok(instance) => job(&mut store, &instance).map_err(|error| (CallPhase::Running, error)),
             Err(error) => Err((CallPhase::Starting, error)),
@@ -91,12 +148,12 @@ impl Caller {
         result.map_err(|(phase, error)| {
             tracing::debug!(plugin = &*self.title, "{error:?}");
             let (kind, message) = error::explain(phase, &error, store.data(), &self.limits, size);
-            self.fault(kind, message)
+            PluginFault { log: store.into_data().logged, ..self.fault(kind, message) }
         })
     }
 
     /// A store with the limits of one call: memory, fuel, the epoch deadline, output bytes.
-    fn new_store(&self, size: CallSize, start: Instant) -> Store<Guest> {
+    fn new_store(&self, size: CallSize, start: Instant, item_id: &str) -> Store<Guest> {
         let limits = &self.limits.values;
         let mut guest = Guest::new(
             self.title.clone(),
@@ -105,7 +162,14 @@ impl Caller {
             limits.log_bytes,
             self.log_budget.clone(),
         );
-        guest.style_model.clone_from(&self.style_model);
+        guest.host = self.functions.as_ref().map(|(kind, functions)| HostCalls {
+            functions: functions.clone(),
+            plugin: self.name.clone(),
+            kind: *kind,
+            item_id: item_id.to_owned(),
+            n_left: (self.exports.series > Series::V0_1)
+                .then(|| limits.host_calls_per_item.saturating_mul(size.n_items.max(1) as u64)),
+        });
         guest.deadline = start.checked_add(Duration::from_millis(limits.timeout_ms));
         let mut store = Store::new(self.exports.pre.engine(), guest);
         store.limiter(|guest| &mut guest.memory);
@@ -128,16 +192,21 @@ impl Caller {
             wall: start.elapsed(),
             memory_bytes: store.data().memory.used_bytes,
             failed,
+            outcome: store.data().outcome,
+            log: &store.data().logged,
         });
     }
 
     pub(crate) fn fault(&self, kind: FaultKind, message: String) -> PluginFault {
-        PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind }
+        PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind, log: Vec::new() }
     }
 
     /// A checked rejection.
-    pub(crate) fn rejection(&self, rejection: types::Rejection) -> Result<Rejection, String> {
-        let rejection = convert::rejection(rejection)?;
+    pub(crate) fn rejection(&self, rejection: Rejection) -> Result<Rejection, String> {
+        if !is_code(&rejection.code) {
+            let code = printable(&rejection.code, 100);
+            return Err(format!("rejected with the code `{code}`; expected 1 to 64 of a to z, 0 to 9 and _"));
+        }
         self.used_names.add_code(&rejection.code)?;
         Ok(rejection)
     }
@@ -161,7 +230,7 @@ impl Caller {
             [id] => format!("{what} `{id}`: {message}"),
             [first, .., last] => format!("{message} (a batch from {what} `{first}` to `{last}`)"),
         };
-        self.fault(fault.kind, message)
+        PluginFault { log: fault.log.clone(), ..self.fault(fault.kind, message) }
     }
 
     /// Names the item at which a batch failed: tries the items one by one, for at most `timeout_ms`.

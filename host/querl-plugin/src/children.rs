@@ -69,6 +69,19 @@ pub(crate) fn spawn(command: &mut Command) -> io::Result<(Child, Registered)> {
     Ok((child, Registered { group }))
 }
 
+/// Kills every build, compilation and other child that runs now, with all of its processes. Who waits for one gets its failure.
+pub fn kill_children() {
+    running().groups.iter().copied().for_each(kill_group);
+}
+
+/// As [`Command::output`], for a child that [`kill_children`] and [`end_children`] kill.
+///
+/// # Errors
+/// The program cannot be started.
+pub fn child_output(command: &mut Command) -> io::Result<Output> {
+    output(command)
+}
+
 /// As [`Command::output`].
 pub(crate) fn output(command: &mut Command) -> io::Result<Output> {
     let (child, _registered) = spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;

@@ -1,87 +1,334 @@
-//! The host functions of the contract, and which versions of it this host runs.
-//!
-//! Departure from the generated bindings: the functions are linked here, so that each charges fuel for the bytes that it copies.
-//! Otherwise a guest that only calls the host could use far more time than its fuel allows.
+//! The versions of the contract that this host runs, and what it calls in a component of any of them. Types and conversions of each version
+//! are in a folder of its name (`v0_1`, `v0_2`); what is the same text in both is in [`conversions`] and [`calls`].
 
-use crate::bindings::style_model::ClassifyError;
-use crate::bindings::{log, types};
-use crate::guest::{Classified, Guest, charge};
-use querl_bundle::CONTRACT;
+use crate::description::RawDescription;
+use crate::guest::Guest;
+use querl_bundle::CONTRACTS;
+use querl_core::ports::{InputUse, ParsedJudgement, PromptInput, PromptTask, RewardRange};
+use querl_core::records::{Dialogue, EpisodeRef, Message, Rejection, Reward, Sample, Verdict};
+use wasmtime::component::Instance;
 use wasmtime::component::types::{ComponentInstance, ComponentItem};
-use wasmtime::component::{HasSelf, Linker};
-use wasmtime::{Engine, Result, StoreContextMut};
+use wasmtime::{Engine, Result, Store};
 
 /// Interfaces of the contract begin like this; a version follows.
 pub(crate) const PREFIX: &str = "querl:plugin/";
 
-/// Prefix of the contract versions that this host runs: 0.1.x.
-fn series() -> String {
-    format!("{}.{}.", CONTRACT.major, CONTRACT.minor)
+/// Versions of the contract that are compatible with each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Series {
+    V0_1,
+    V0_2,
 }
 
-pub(crate) fn is_known(version: &str) -> bool {
-    version.starts_with(&series())
-}
+impl Series {
+    /// Newest first.
+    pub(crate) const ALL: [Self; 2] = [Self::V0_2, Self::V0_1];
 
-/// Host functions: interface and function.
-const OFFERED: [(&str, &str); 3] = [("settings", "get"), ("log", "log"), ("style-model", "classify")];
-
-pub(crate) fn define(linker: &mut Linker<Guest>) -> Result<()> {
-    types::add_to_linker::<_, HasSelf<Guest>>(linker, |guest| guest)?;
-    let name = |interface: &str| format!("{PREFIX}{interface}@{CONTRACT}");
-    linker.instance(&name("settings"))?.func_wrap("get", get)?;
-    linker.instance(&name("log"))?.func_wrap("log", write)?;
-    linker.instance(&name("style-model"))?.func_wrap("classify", classify)
-}
-
-fn get(mut store: StoreContextMut<'_, Guest>, (key,): (String,)) -> Result<(Option<String>,)> {
-    let n_key_bytes = key.len();
-    let value = store.data_mut().setting(key);
-    charge(&mut store, n_key_bytes + value.as_ref().map_or(0, String::len));
-    Ok((value,))
-}
-
-fn write(mut store: StoreContextMut<'_, Guest>, (level, message): (log::Level, String)) -> Result<()> {
-    charge(&mut store, message.len());
-    store.data_mut().log(level, &message);
-    Ok(())
-}
-
-fn classify(mut store: StoreContextMut<'_, Guest>, (turns,): (Vec<types::MessageResult>,)) -> Result<(Classified,)> {
-    charge(&mut store, turns.iter().map(|turn| size_of_val(turn) + turn.content.len()).sum());
-    let classified = store.data_mut().classify(turns)?;
-    charge(&mut store, n_bytes_of(&classified));
-    Ok((classified,))
-}
-
-fn n_bytes_of(message: &Classified) -> usize {
-    match message {
-        Ok(classes) => classes.iter().map(|class| size_of_val(class) + class.label.len()).sum(),
-        Err(ClassifyError::Failed(failure)) => failure.message.len(),
-        Err(ClassifyError::NotConfigured) => 0,
+    /// The series of a version, where this host runs it.
+    pub(crate) fn of(version: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|series| version.starts_with(&series.prefix()))
     }
-}
 
-/// Checks that this host has the functions that a component imports from the interface `name`, which begins with [`PREFIX`].
-pub(crate) fn check_import(engine: &Engine, name: &str, wanted: &ComponentInstance) -> Result<(), String> {
-    let Some((interface, version)) = name[PREFIX.len()..].split_once('@') else {
-        return Err(format!("it imports `{name}` without a version"));
-    };
-    if !is_known(version) {
-        return Err(other_version(version));
+    /// The version that this host implements: `0.2.0`.
+    pub(crate) fn version(self) -> String {
+        CONTRACTS[self as usize].to_string()
     }
-    let is_function = |item: &ComponentItem| matches!(item, ComponentItem::ComponentFunc(_));
-    let mut functions = wanted.exports(engine).filter(|(_, item)| is_function(&item.ty)).map(|(function, _)| function);
-    match functions.find(|function| !OFFERED.contains(&(interface, *function))) {
-        None => Ok(()),
-        Some(function) => Err(format!(
-            "it calls `{function}` of `{name}`, which this host, of contract {CONTRACT}, does not offer; use a newer querl, or \
-             build the plugin for contract {CONTRACT}"
-        )),
+
+    /// `0.2.`
+    fn prefix(self) -> String {
+        let version = &CONTRACTS[self as usize];
+        format!("{}.{}.", version.major, version.minor)
+    }
+
+    /// Functions of an interface that a component may import.
+    fn functions(self, interface: &str) -> &'static [&'static str] {
+        match (interface, self) {
+            ("settings", _) => &["get"],
+            ("log", _) => &["log"],
+            ("style-model", _) => &["classify"],
+            ("tokens", Self::V0_2) => &["count", "split"],
+            ("words", Self::V0_2) => &["segment"],
+            ("similarity", Self::V0_2) => &["embed"],
+            ("judge", Self::V0_2) => &["ask"],
+            _ => &[],
+        }
+    }
+
+    /// Checks that this host has the functions that a component of this series imports from the interface `name`, which begins
+    /// with [`PREFIX`]. Returns the interface without prefix and version.
+    pub(crate) fn check_import<'n>(
+        self,
+        engine: &Engine,
+        name: &'n str,
+        wanted: &ComponentInstance,
+    ) -> std::result::Result<&'n str, String> {
+        let Some((interface, version)) = name[PREFIX.len()..].split_once('@') else {
+            return Err(format!("it imports `{name}` without a version"));
+        };
+        match Self::of(version) {
+            None => return Err(other_version(version)),
+            Some(series) if series != self => {
+                let ours = self.prefix();
+                return Err(format!(
+                    "it imports `{name}` and exports `info` of contract {ours}x; build all for one version"
+                ));
+            }
+            Some(_) => {}
+        }
+        let is_function = |item: &ComponentItem| matches!(item, ComponentItem::ComponentFunc(_));
+        let mut functions =
+            wanted.exports(engine).filter(|(_, item)| is_function(&item.ty)).map(|(function, _)| function);
+        let offered = self.functions(interface);
+        match functions.find(|function| !offered.contains(function)) {
+            None => Ok(interface),
+            Some(function) => Err(format!(
+                "it calls `{function}` of `{name}`, which this host, of contract {0}, does not offer; use a newer querl, or \
+                 build the plugin for contract {0}",
+                self.version()
+            )),
+        }
     }
 }
 
 /// The message for a component of another contract series.
 pub(crate) fn other_version(version: &str) -> String {
-    format!("it was built for version {version} of the plugin contract; this host runs {}x", series())
+    let ours = CONTRACTS.map(|ours| format!("{}.{}.x", ours.major, ours.minor)).join(" and ");
+    format!("it was built for version {version} of the plugin contract; this host runs {ours}")
+}
+
+/// A plugin's result for one item, before it is checked.
+pub(crate) type ItemResult = std::result::Result<Reward, Rejection>;
+
+/// A refusal of `check-settings`: key and message.
+pub(crate) type SettingError = (String, String);
+
+/// The calls of one version of the contract, of interfaces that the component exports. Results are not yet checked.
+pub(crate) trait Contract: Send + Sync {
+    /// Checks that the functions have the contract's types. Only an instance knows them.
+    fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<()>;
+    fn describe(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<RawDescription>;
+    fn check_settings(
+        &self,
+        store: &mut Store<Guest>,
+        instance: &Instance,
+    ) -> Result<std::result::Result<(), SettingError>>;
+    fn messages(
+        &self,
+        store: &mut Store<Guest>,
+        instance: &Instance,
+        task: PromptTask,
+        input: &PromptInput<'_>,
+    ) -> Result<std::result::Result<Vec<Message>, Rejection>>;
+    fn parse_rewrite(
+        &self,
+        store: &mut Store<Guest>,
+        instance: &Instance,
+        text: &str,
+    ) -> Result<std::result::Result<String, Rejection>>;
+    fn parse_judgement(
+        &self,
+        store: &mut Store<Guest>,
+        instance: &Instance,
+        text: &str,
+    ) -> Result<std::result::Result<ParsedJudgement, Rejection>>;
+    fn check_batch(
+        &self,
+        store: &mut Store<Guest>,
+        instance: &Instance,
+        samples: &[&Sample],
+        columns: InputUse,
+    ) -> Result<Vec<Verdict>>;
+    fn range(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<RewardRange>;
+    /// `rewards.score-batch` or `group-rewards.score-group`.
+    fn score_records(
+        &self,
+        store: &mut Store<Guest>,
+        instance: &Instance,
+        episodes: &[EpisodeRef<'_>],
+    ) -> Result<Vec<ItemResult>>;
+    fn score_packed(&self, store: &mut Store<Guest>, instance: &Instance, batch: &[u8]) -> Result<Vec<u8>>;
+    fn score_json(&self, store: &mut Store<Guest>, instance: &Instance, batch: &str) -> Result<String>;
+    fn score_dialogues(
+        &self,
+        store: &mut Store<Guest>,
+        instance: &Instance,
+        dialogues: &[&Dialogue],
+    ) -> Result<Vec<ItemResult>>;
+    /// The argument of `score-packed`.
+    fn pack(&self, episodes: &[EpisodeRef<'_>]) -> Vec<u8>;
+    /// Why an episode cannot be expressed in this version.
+    fn inexpressible(&self, episode: &EpisodeRef<'_>) -> Option<Rejection>;
+    fn has_packed_rewards(&self) -> bool;
+    fn has_json_rewards(&self) -> bool;
+}
+
+/// The indices of an interface; an error where the component does not export it, which its kinds rule out.
+pub(crate) fn exported<T>(indices: Option<&T>) -> Result<&T> {
+    indices.ok_or_else(|| wasmtime::Error::msg("the interface is not exported"))
+}
+
+/// Conversions whose text is the same in all versions, for types of `bindings`.
+macro_rules! conversions {
+    ($task:ty) => {
+        pub(super) fn task(task: PromptTask) -> $task {
+            match task {
+                PromptTask::TeacherRewrite => prompts::Task::TeacherRewrite,
+                PromptTask::PolicyRewrite => prompts::Task::PolicyRewrite,
+                PromptTask::Judge => prompts::Task::Judge,
+            }
+        }
+
+        pub(super) fn prompt_input<'a>(input: &'a PromptInput<'a>) -> prompts::Input<'a> {
+            prompts::Input { query: input.query, context: context(input.context), rewrite: input.rewrite }
+        }
+
+        pub(super) fn message(message: types::MessageResult) -> Message {
+            let role = match message.role {
+                types::Role::System => "system",
+                types::Role::User => "user",
+                types::Role::Assistant => "assistant",
+            };
+            Message { role: role.to_owned(), content: message.content }
+        }
+
+        /// Messages whose roles were checked (`crate::text::is_role`).
+        pub(super) fn messages(messages: &[Message]) -> Vec<types::MessageParam<'_>> {
+            let role = |name: &str| match name {
+                "system" => types::Role::System,
+                "assistant" => types::Role::Assistant,
+                _ => types::Role::User,
+            };
+            let params = messages
+                .iter()
+                .map(|message| types::MessageParam { role: role(&message.role), content: &message.content });
+            params.collect()
+        }
+
+        pub(super) fn hits(hits: &[Hit]) -> Vec<types::Hit<'_>> {
+            hits.iter().map(hit).collect()
+        }
+
+        fn classes(classes: &[StyleProbability]) -> Vec<types::StyleProbabilityParam<'_>> {
+            let params = classes
+                .iter()
+                .map(|class| types::StyleProbabilityParam { label: &class.label, probability: class.probability });
+            params.collect()
+        }
+
+        pub(super) fn rejection(rejection: types::Rejection) -> Rejection {
+            Rejection { code: rejection.code, detail: rejection.detail }
+        }
+
+        pub(super) fn verdict(verdict: filters::Verdict) -> Verdict {
+            match verdict {
+                filters::Verdict::Keep => Verdict::Keep,
+                filters::Verdict::Drop(reason) => Verdict::Drop { code: reason.code, detail: reason.detail },
+            }
+        }
+
+        fn call_failure(failure: &CallFailure) -> types::CallFailureParam<'_> {
+            types::CallFailureParam { kind: failure_kind(failure.kind), message: &failure.message }
+        }
+
+        impl From<HostCallError> for CallError {
+            fn from(error: HostCallError) -> Self {
+                match error {
+                    HostCallError::NotConfigured => Self::NotConfigured,
+                    HostCallError::Failed(CallFailure { kind, message }) => {
+                        Self::Failed(types::CallFailureResult { kind: failure_kind_result(kind), message })
+                    }
+                }
+            }
+        }
+    };
+}
+pub(crate) use conversions;
+
+/// Results of scoring, whatever the version and interface that their types are of.
+macro_rules! scores {
+    ($results:expr) => {
+        $results
+            .into_iter()
+            .map(|result| match result {
+                Ok(score) => Ok(Reward {
+                    total: score.total,
+                    components: score
+                        .components
+                        .into_iter()
+                        .map(|part| RewardComponent { name: part.name, value: part.value })
+                        .collect(),
+                }),
+                Err(rejection) => Err(convert::rejection(rejection)),
+            })
+            .collect()
+    };
+}
+pub(crate) use scores;
+
+/// Methods of [`Contract`] whose text is the same in all versions.
+macro_rules! calls {
+    () => {
+        fn check_settings(
+            &self,
+            store: &mut Store<Guest>,
+            instance: &Instance,
+        ) -> Result<std::result::Result<(), SettingError>> {
+            let checked = self.info.load(&mut *store, instance)?.call_check_settings(store)?;
+            Ok(checked.map_err(|error| (error.key, error.message)))
+        }
+
+        fn parse_rewrite(
+            &self,
+            store: &mut Store<Guest>,
+            instance: &Instance,
+            text: &str,
+        ) -> Result<std::result::Result<String, Rejection>> {
+            let prompts = exported(self.prompts.as_ref())?.load(&mut *store, instance)?;
+            Ok(prompts.call_parse_rewrite(store, text)?.map_err(convert::rejection))
+        }
+
+        fn parse_judgement(
+            &self,
+            store: &mut Store<Guest>,
+            instance: &Instance,
+            text: &str,
+        ) -> Result<std::result::Result<ParsedJudgement, Rejection>> {
+            let prompts = exported(self.prompts.as_ref())?.load(&mut *store, instance)?;
+            let parsed = prompts.call_parse_judgement(store, text)?;
+            let judgement = parsed.map(|judged| ParsedJudgement { score: judged.score, reason: judged.reason });
+            Ok(judgement.map_err(convert::rejection))
+        }
+
+        fn score_packed(&self, store: &mut Store<Guest>, instance: &Instance, batch: &[u8]) -> Result<Vec<u8>> {
+            exported(self.packed_rewards.as_ref())?.load(&mut *store, instance)?.call_score_packed(store, batch)
+        }
+
+        fn score_dialogues(
+            &self,
+            store: &mut Store<Guest>,
+            instance: &Instance,
+            dialogues: &[&Dialogue],
+        ) -> Result<Vec<ItemResult>> {
+            let turns: Vec<_> = dialogues.iter().map(|dialogue| convert::messages(&dialogue.turns)).collect();
+            let arguments: Vec<_> = dialogues
+                .iter()
+                .zip(&turns)
+                .map(|(dialogue, turns)| style_scores::Dialogue { id: &dialogue.id, turns })
+                .collect();
+            let scorer = exported(self.style_scores.as_ref())?.load(&mut *store, instance)?;
+            Ok(scores!(scorer.call_score_batch(store, &arguments)?))
+        }
+
+        fn has_packed_rewards(&self) -> bool {
+            self.packed_rewards.is_some()
+        }
+    };
+}
+pub(crate) use calls;
+
+/// Fails where an interface's functions, looked up in an instance, are not of the contract's types.
+pub(crate) fn check_interface<T>(interface: &str, loaded: Option<Result<T>>) -> Result<()> {
+    let Some(Err(error)) = loaded else { return Ok(()) };
+    let message = format!("its `{interface}` is not of the contract's types: {}", error.root_cause());
+    Err(crate::guest::HostRefusal(message).into())
 }

@@ -3,6 +3,7 @@
 use crate::engine::{TABLE_ELEMENTS, WASM_STACK_BYTES};
 use crate::guest::{Guest, HostRefusal};
 use crate::limits::{CallSize, Limits};
+use crate::packed::FormError;
 use crate::text::printable;
 use querl_bundle::BundleError;
 use querl_core::ports::{FaultKind, PluginFault};
@@ -144,6 +145,11 @@ pub(crate) fn explain(
         let message = format!("requested a table of {elements} elements; a host allows {TABLE_ELEMENTS}");
         return (FaultKind::Limit, message);
     }
+    if guest.refused_host_call {
+        let (key, limit) = (limits.key("host_calls_per_item"), grouped(limits.values.host_calls_per_item));
+        let items = if size.n_items == 1 { String::new() } else { format!(" for each of {} items", size.n_items) };
+        return (FaultKind::Limit, format!("called the host more often than {limit} times{items} ({key})"));
+    }
     match error.downcast_ref::<Trap>() {
         Some(trap) => trapped(*trap, guest, limits, size),
         None => refused(phase, error, limits),
@@ -189,6 +195,11 @@ fn refused(phase: CallPhase, error: &wasmtime::Error, limits: &Limits) -> (Fault
     if let Some(refused) = error.downcast_ref::<HostRefusal>() {
         return (FaultKind::Trap, refused.to_string());
     }
+    match error.downcast_ref::<FormError>() {
+        Some(FormError::TooLarge) => return (FaultKind::Limit, too_large(limits)),
+        Some(other) => return (FaultKind::Result, other.to_string()),
+        None => {}
+    }
     let cause = error.root_cause().to_string();
     // wasmtime has no type for this; the text is that of `consume_fuel` in its component/func/options.rs.
     if cause.contains("fuel allocated for hostcalls has been exhausted") {
@@ -206,7 +217,7 @@ fn refused(phase: CallPhase, error: &wasmtime::Error, limits: &Limits) -> (Fault
 }
 
 /// The result exceeds `output_bytes`.
-pub(crate) fn too_large(limits: &Limits) -> String {
+fn too_large(limits: &Limits) -> String {
     let (bytes, key) = (limits.values.output_bytes, limits.key("output_bytes"));
     format!("returned more than {bytes} bytes ({key})")
 }

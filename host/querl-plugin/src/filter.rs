@@ -1,35 +1,30 @@
 //! Filter plugins behind the port.
 
-use crate::bindings::filters;
 use crate::call::{Caller, DropDeadline};
-use crate::convert;
 use crate::limits::CallSize;
-use querl_core::ports::{Filter, PluginFault};
-use querl_core::records::{Sample, Verdict};
+use querl_core::ports::{Filter, InputUse, PluginFault};
+use querl_core::records::{Rejection, Sample, Verdict};
 
 pub(crate) struct FilterPlugin {
     caller: Caller,
-    indices: filters::GuestIndices,
 }
 
 impl FilterPlugin {
-    pub(crate) fn new(caller: Caller, indices: filters::GuestIndices) -> Self {
-        Self { caller, indices }
+    pub(crate) fn new(caller: Caller) -> Self {
+        Self { caller }
     }
 
-    fn run(&self, samples: &[&Sample], size: CallSize) -> Result<Vec<filters::Verdict>, PluginFault> {
-        let hits: Vec<_> = samples.iter().map(|sample| convert::hits(&sample.hits)).collect();
-        let arguments: Vec<_> = samples.iter().zip(&hits).map(|(sample, hits)| convert::sample(sample, hits)).collect();
+    fn run(&self, samples: &[&Sample], size: CallSize) -> Result<Vec<Verdict>, PluginFault> {
         self.caller.call("filters.check-batch", size, |store, instance| {
-            self.indices.load(&mut *store, instance)?.call_check_batch(store, &arguments)
+            self.caller.exports.contract.check_batch(store, instance, samples, self.caller.inputs.columns)
         })
     }
 
-    fn checked(&self, samples: &[&Sample], verdicts: Vec<filters::Verdict>) -> Result<Vec<Verdict>, PluginFault> {
+    fn checked(&self, samples: &[&Sample], verdicts: Vec<Verdict>) -> Result<Vec<Verdict>, PluginFault> {
         if verdicts.len() != samples.len() {
             return Err(self.caller.wrong_length(verdicts.len(), "verdicts", "sample", &ids(samples)));
         }
-        let check = |(sample, result): (&&Sample, filters::Verdict)| {
+        let check = |(sample, result): (&&Sample, Verdict)| {
             verdict(&self.caller, result)
                 .map_err(|message| self.caller.invalid_result(format!("sample `{}`: {message}", sample.id)))
         };
@@ -87,12 +82,12 @@ impl FilterPlugin {
     }
 }
 
-fn verdict(caller: &Caller, result: filters::Verdict) -> Result<Verdict, String> {
+fn verdict(caller: &Caller, result: Verdict) -> Result<Verdict, String> {
     match result {
-        filters::Verdict::Keep => Ok(Verdict::Keep),
-        filters::Verdict::Drop(reason) => {
-            caller.rejection(reason).map(|reason| Verdict::Drop { code: reason.code, detail: reason.detail })
-        }
+        Verdict::Keep => Ok(Verdict::Keep),
+        Verdict::Drop { code, detail } => caller
+            .rejection(Rejection { code, detail })
+            .map(|Rejection { code, detail }| Verdict::Drop { code, detail }),
     }
 }
 
@@ -115,6 +110,10 @@ impl Filter for FilterPlugin {
                 Err(self.caller.locate(fault, "sample", &ids(&batch), alone))
             }
         }
+    }
+
+    fn reads_columns(&self) -> InputUse {
+        self.caller.inputs.columns
     }
 
     fn name(&self) -> &str {

@@ -1,12 +1,15 @@
 //! The host's state of one guest instance (the data of its store), and the host functions that guests call.
 
-use crate::bindings::{log, style_model, types};
-use crate::convert;
+use crate::call::Outcome;
 use crate::engine::{CORE_INSTANCES, MEMORIES, TABLE_ELEMENTS, TABLES};
+use crate::host_functions::Level;
 use crate::limits::{Line, LogBudget};
+use crate::load::PluginKind;
 use crate::text::is_key;
 use crate::text::printable;
-use querl_core::ports::StyleModel;
+use querl_bundle::HostInterface;
+use querl_core::ports::HostFunctions;
+use querl_core::records::{HostCallError, HostRequest, HostResponse};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
@@ -45,12 +48,18 @@ pub(crate) struct Guest {
     /// Keys that the guest has read.
     pub(crate) keys_read: BTreeSet<String>,
     pub(crate) memory: MemoryBudget,
-    /// Answers `style-model.classify`; `None` where the run has no style model.
-    pub(crate) style_model: Option<Arc<dyn StyleModel>>,
+    /// Answers host functions; `None` where the port was opened without.
+    pub(crate) host: Option<HostCalls>,
+    /// True after a call of the host beyond the limit.
+    pub(crate) refused_host_call: bool,
+    /// Scores that the call returned.
+    pub(crate) outcome: Outcome,
     /// The wall-clock deadline of the call, checked at every epoch tick; `None` where it exceeds the range of `Instant`.
     pub(crate) deadline: Option<Instant>,
     /// Captured stderr, up to `log_bytes`: a panic's message.
     pub(crate) stderr: Vec<u8>,
+    /// Lines that the call logged, up to `log_bytes`.
+    pub(crate) logged: Vec<String>,
     /// State of the deterministic random number generator.
     pub(crate) random: u64,
     n_handles: usize,
@@ -79,9 +88,12 @@ impl Guest {
                 refused_bytes: None,
                 refused_elements: None,
             },
-            style_model: None,
+            host: None,
+            refused_host_call: false,
+            outcome: Outcome::default(),
             deadline: None,
             stderr: Vec::new(),
+            logged: Vec::new(),
             random: 0,
             n_handles: 0,
             log_bytes_left: log_bytes,
@@ -122,7 +134,7 @@ impl Guest {
     }
 
     /// `log.log`.
-    pub(crate) fn log(&mut self, level: log::Level, message: &str) {
+    pub(crate) fn log(&mut self, level: Level, message: &str) {
         if self.is_log_cut {
             return;
         }
@@ -130,6 +142,9 @@ impl Guest {
         self.is_log_cut = room == 0 || message.len() > room;
         let n_bytes = message.len().max(MIN_LINE_BYTES).min(room);
         self.log_bytes_left = room - n_bytes;
+        if room > 0 {
+            self.logged.push(format!("{}: {}", format!("{level:?}").to_lowercase(), printable(message, room)));
+        }
         let (plugin, line) = (&*self.plugin, self.log_budget.take(n_bytes.max(1)));
         if line == Line::Silent {
             return;
@@ -146,28 +161,53 @@ impl Guest {
     }
 }
 
-fn write(plugin: &str, level: log::Level, line: &str) {
+fn write(plugin: &str, level: Level, line: &str) {
     match level {
-        log::Level::Debug => tracing::debug!(plugin, "{line}"),
-        log::Level::Info => tracing::info!(plugin, "{line}"),
-        log::Level::Warn => tracing::warn!(plugin, "{line}"),
-        log::Level::Error => tracing::error!(plugin, "{line}"),
+        Level::Debug => tracing::debug!(plugin, "{line}"),
+        Level::Info => tracing::info!(plugin, "{line}"),
+        Level::Warn => tracing::warn!(plugin, "{line}"),
+        Level::Error => tracing::error!(plugin, "{line}"),
     }
 }
 
-impl types::Host for Guest {}
+/// Host functions of one call.
+pub(crate) struct HostCalls {
+    pub(crate) functions: Arc<dyn HostFunctions>,
+    /// The plugin's name, to which calls are attributed.
+    pub(crate) plugin: Arc<str>,
+    pub(crate) kind: PluginKind,
+    /// The item, or the group, that is scored; empty for a batch of several.
+    pub(crate) item_id: String,
+    /// The most calls; `None` for contract 0.1, which has no such limit.
+    pub(crate) n_left: Option<u64>,
+}
 
 impl Guest {
-    /// `style-model.classify`. The model's time counts towards the call's deadline, which epochs do not check in host code.
-    pub(crate) fn classify(&mut self, turns: Vec<types::MessageResult>) -> Result<Classified> {
-        let Some(model) = &self.style_model else {
-            return Ok(Err(style_model::ClassifyError::NotConfigured));
+    /// A host function. Time that it waits for another service does not count towards the call's deadline; time of others counts, and
+    /// epochs do not check it in host code.
+    pub(crate) fn call_host(
+        &mut self,
+        interface: HostInterface,
+        request: &HostRequest,
+    ) -> Result<std::result::Result<HostResponse, HostCallError>> {
+        self.check_deadline()?;
+        let Some(host) = self.host.as_mut().filter(|host| interface.is_for(host.kind)) else {
+            return Ok(Err(HostCallError::NotConfigured));
         };
+        if let Some(n_left) = &mut host.n_left {
+            let Some(n_after) = n_left.checked_sub(1) else {
+                self.refused_host_call = true;
+                return Err(Error::msg("host call limit"));
+            };
+            *n_left = n_after;
+        }
+        let start = Instant::now();
+        let response = host.functions.call(&host.plugin, &host.item_id, request);
+        if matches!(interface, HostInterface::Judge | HostInterface::Similarity) {
+            self.deadline = self.deadline.and_then(|deadline| deadline.checked_add(start.elapsed()));
+        }
         self.check_deadline()?;
-        let turns: Vec<_> = turns.into_iter().map(convert::message).collect();
-        let classified = model.classify(&turns);
-        self.check_deadline()?;
-        Ok(convert::classified(classified))
+        Ok(response)
     }
 
     pub(crate) fn check_deadline(&self) -> Result<()> {
@@ -177,9 +217,6 @@ impl Guest {
         }
     }
 }
-
-/// What `style-model.classify` returns.
-pub(crate) type Classified = std::result::Result<Vec<types::StyleProbabilityResult>, style_model::ClassifyError>;
 
 /// Linear memory of one instance, all its memories together, and its tables.
 pub(crate) struct MemoryBudget {

@@ -7,18 +7,24 @@
 use crate::cache::{CacheAccess, CompiledCache, ComponentDigest};
 use crate::call::{Caller, Observer};
 use crate::compile::Compiler;
+use crate::contract::Series;
+use crate::description::Description;
 use crate::engine::{self, MemoryReservation, Slots};
 use crate::error::PluginError;
 use crate::filter::FilterPlugin;
+use crate::host_functions::OnlyStyleModel;
 use crate::limits::{CallSize, Limits, LogBudget};
 use crate::load::{self, Exports, LinkedComponent, LoadedPlugin, OpenedSource, Plugin, PluginFile, PluginKind};
 use crate::prompts::PromptPlugin;
+use crate::recheck::Rechecks;
 use crate::reward::{RewardForm, RewardPlugin, StylePlugin};
 use crate::source::SourceFolders;
-use crate::text::{self, is_name, printable};
-use querl_bundle::{Manifest, PublicKey};
+use crate::text::{self, printable};
+use querl_bundle::{HostInterface, Manifest, PublicKey, check_settings};
 use querl_core::config::PluginLimits;
-use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, RewardRange, StyleModel, StyleScorer};
+use querl_core::ports::{
+    EpisodeInputs, Filter, HostFunctions, PluginFault, Prompts, RewardModel, RewardRange, StyleModel, StyleScorer,
+};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -43,6 +49,8 @@ pub struct HostOptions {
     pub source_folders: SourceFolders,
     /// Called after every call into a plugin.
     pub observer: Option<Observer>,
+    /// How often batches of rewards are scored again to see whether results are as the contract says.
+    pub rechecks: Rechecks,
     /// The most concurrent calls; further calls wait in order. At least 1.
     pub n_slots: u32,
 }
@@ -57,6 +65,7 @@ impl Default for HostOptions {
             trusted_keys: Vec::new(),
             source_folders: SourceFolders::default(),
             observer: None,
+            rechecks: Rechecks::default(),
             n_slots: 8,
         }
     }
@@ -72,6 +81,7 @@ impl std::fmt::Debug for HostOptions {
             .field("trusted_keys", &self.trusted_keys)
             .field("source_folders", &self.source_folders)
             .field("is_observed", &self.observer.is_some())
+            .field("rechecks", &self.rechecks)
             .field("n_slots", &self.n_slots)
             .finish()
     }
@@ -80,51 +90,57 @@ impl std::fmt::Debug for HostOptions {
 /// Settings of a plugin, as the configuration has them.
 pub type PluginSettings = BTreeMap<String, toml::Value>;
 
-/// Makes a plugin's port of its exports; `None` where the component does not export the kind's interface.
-type Adapt<P> = Box<dyn FnOnce(Caller) -> Option<Result<Box<P>, PluginFault>>>;
+/// Makes a plugin's port, of the first of the port's kinds that it has.
+type Adapt<P> = Box<dyn FnOnce(Caller, PluginKind) -> Result<Box<P>, PluginFault>>;
 
 /// The port as which [`PluginHost::open`] opens a plugin: one of each kind.
 pub struct PluginPort<P: ?Sized> {
-    kind: PluginKind,
-    style_model: Option<Arc<dyn StyleModel>>,
+    kinds: &'static [PluginKind],
+    functions: Option<Arc<dyn HostFunctions>>,
     adapt: Adapt<P>,
+}
+
+impl<P: ?Sized> PluginPort<P> {
+    /// Answers the host functions that a plugin of contract 0.2 imports, as far as they are for its kind. They must not call a plugin of
+    /// this host: the call that they answer holds a slot.
+    #[must_use]
+    pub fn with_functions(self, functions: Option<Arc<dyn HostFunctions>>) -> Self {
+        Self { functions, ..self }
+    }
 }
 
 impl PluginPort<dyn Prompts> {
     /// A tenant's prompts.
     pub fn prompts() -> Self {
-        let adapt = |caller: Caller| {
-            let indices = caller.exports.prompts.clone()?;
-            Some(Ok(Box::new(PromptPlugin::new(caller, indices)) as Box<dyn Prompts>))
-        };
-        Self { kind: PluginKind::Prompt, style_model: None, adapt: Box::new(adapt) }
+        let adapt = |caller, _| Ok(Box::new(PromptPlugin::new(caller)) as Box<dyn Prompts>);
+        Self { kinds: &[PluginKind::Prompt], functions: None, adapt: Box::new(adapt) }
     }
 }
 
 impl PluginPort<dyn Filter> {
     /// A filter of training data.
     pub fn filter() -> Self {
-        let adapt = |caller: Caller| {
-            let indices = caller.exports.filters.clone()?;
-            Some(Ok(Box::new(FilterPlugin::new(caller, indices)) as Box<dyn Filter>))
-        };
-        Self { kind: PluginKind::Filter, style_model: None, adapt: Box::new(adapt) }
+        let adapt = |caller, _| Ok(Box::new(FilterPlugin::new(caller)) as Box<dyn Filter>);
+        Self { kinds: &[PluginKind::Filter], functions: None, adapt: Box::new(adapt) }
     }
 }
 
 impl PluginPort<dyn RewardModel> {
-    /// A reward, whose batches are packed where the plugin supports it.
+    /// A reward of episodes or of groups. Batches are packed, or else JSON, where the plugin supports it.
     pub fn reward() -> Self {
-        Self::reward_in(RewardForm::Packed)
+        Self::reward_as(None)
     }
 
-    /// A reward in one form, where the plugin supports several; for tests of plugins.
+    /// A reward in one form, records where the plugin does not support it; for tests of plugins.
     pub fn reward_in(form: RewardForm) -> Self {
-        let adapt = move |caller: Caller| {
-            let indices = caller.exports.rewards.clone()?;
-            Some(RewardPlugin::new(caller, indices, form).map(|reward| Box::new(reward) as Box<dyn RewardModel>))
+        Self::reward_as(Some(form))
+    }
+
+    fn reward_as(form: Option<RewardForm>) -> Self {
+        let adapt = move |caller, kind| {
+            RewardPlugin::new(caller, kind, form).map(|reward| Box::new(reward) as Box<dyn RewardModel>)
         };
-        Self { kind: PluginKind::Reward, style_model: None, adapt: Box::new(adapt) }
+        Self { kinds: &[PluginKind::Reward, PluginKind::GroupReward], functions: None, adapt: Box::new(adapt) }
     }
 }
 
@@ -132,11 +148,9 @@ impl PluginPort<dyn StyleScorer> {
     /// A style scorer. `model` answers the plugin's `style-model.classify`. It must not call a plugin of this host: the call
     /// that it answers holds a slot.
     pub fn style_scorer(model: Option<Arc<dyn StyleModel>>) -> Self {
-        let adapt = |caller: Caller| {
-            let indices = caller.exports.style_scores.clone()?;
-            Some(Ok(Box::new(StylePlugin::new(caller, indices)) as Box<dyn StyleScorer>))
-        };
-        Self { kind: PluginKind::StyleScorer, style_model: model, adapt: Box::new(adapt) }
+        let adapt = |caller, _| Ok(Box::new(StylePlugin::new(caller)) as Box<dyn StyleScorer>);
+        let functions = model.map(|model| Arc::new(OnlyStyleModel(model)) as Arc<dyn HostFunctions>);
+        Self { kinds: &[PluginKind::StyleScorer], functions, adapt: Box::new(adapt) }
     }
 }
 
@@ -155,6 +169,7 @@ struct Shared {
     trusted_keys: Vec<PublicKey>,
     source_folders: SourceFolders,
     observer: Option<Observer>,
+    rechecks: Rechecks,
     linked: Mutex<HashMap<ComponentDigest, Arc<LinkedComponent>>>,
 }
 
@@ -177,6 +192,7 @@ impl PluginHost {
             trusted_keys: options.trusted_keys,
             source_folders: options.source_folders,
             observer: options.observer,
+            rechecks: options.rechecks,
             linked: Mutex::new(HashMap::new()),
             engine,
         };
@@ -239,12 +255,14 @@ impl PluginHost {
         settings: &PluginSettings,
         port: PluginPort<P>,
     ) -> Result<Box<P>, PluginError> {
-        if !plugin.kinds().contains(&port.kind) {
-            return Err(wrong_kind(plugin, port.kind));
-        }
-        let caller = self.configure(plugin, settings, port.style_model)?;
-        let opened = (port.adapt)(caller).ok_or_else(|| wrong_kind(plugin, port.kind))?;
-        Ok(opened?)
+        let Some(kind) = port.kinds.iter().copied().find(|kind| plugin.kinds().contains(kind)) else {
+            return Err(wrong_kind(plugin, port.kinds[0]));
+        };
+        // Rewards of contract 0.1 could import the style model, and never had one.
+        let is_answered = plugin.loaded.linked.exports.series > Series::V0_1 || kind == PluginKind::StyleScorer;
+        let functions = port.functions.filter(|_| is_answered).map(|functions| (kind, functions));
+        let caller = self.configure(plugin, settings, functions)?;
+        Ok((port.adapt)(caller, kind)?)
     }
 
     /// Compiles and links a component, once in the lifetime of this host.
@@ -261,32 +279,29 @@ impl PluginHost {
             component.map_err(|error| PluginError::Compile { path: opened.file.clone(), reason: error.to_string() })?;
         let (exports, kinds) = load::link(&shared.engine, &opened.file, &component)?;
         let log_budget = Arc::new(LogBudget::new(shared.limits.log_bytes));
-        let (name, version) = self.describe(&opened.file, &exports, &log_budget)?;
-        let (title, n_bytes, n_dropped) = (format!("{name} {version}"), bytes.len(), Arc::default());
-        let used_names = Arc::default();
+        let description = self.describe(&opened.file, &exports, kinds, &log_budget)?;
         let linked = LinkedComponent {
-            name,
-            version,
-            title,
+            title: format!("{} {}", description.name, description.version),
+            description,
             digest,
-            n_bytes,
-            kinds,
+            n_bytes: bytes.len(),
             exports,
-            n_dropped,
+            n_dropped: Arc::default(),
             log_budget,
-            used_names,
+            used_names: Arc::default(),
         };
         let linked = Arc::new(linked);
         Ok(lock().entry(linked.digest.clone()).or_insert(linked).clone())
     }
 
-    /// Name and version, from the component's `info.describe`.
+    /// The component's `info.describe`, checked.
     fn describe(
         &self,
         file: &Path,
         exports: &Exports,
+        kinds: Vec<PluginKind>,
         log_budget: &Arc<LogBudget>,
-    ) -> Result<(String, String), PluginError> {
+    ) -> Result<Description, PluginError> {
         let shared = &*self.shared;
         let caller = Caller {
             name: file.display().to_string().into(),
@@ -294,46 +309,43 @@ impl PluginHost {
             title: file.display().to_string().into(),
             exports: exports.clone(),
             settings: Arc::default(),
-            style_model: None,
+            functions: None,
             limits: Arc::new(Limits::of_host(&shared.limits)),
             slots: shared.slots.clone(),
             observer: shared.observer.clone(),
+            rechecks: shared.rechecks,
+            inputs: EpisodeInputs::default(),
             n_dropped: Arc::default(),
             log_budget: log_budget.clone(),
             used_names: Arc::default(),
         };
         let described = caller.call("info.describe", CallSize::of(1), |store, instance| {
-            exports.check_types(store, instance)?;
-            exports.info.load(&mut *store, instance)?.call_describe(store)
+            exports.contract.check_types(store, instance)?;
+            exports.contract.describe(store, instance)
         })?;
-        let is_plain = |c: char| matches!(c, 'a'..='z' | '0'..='9' | '-');
-        let is_version = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '+');
-        if is_name(&described.name, is_plain) && is_name(&described.version, is_version) {
-            return Ok((described.name, described.version));
-        }
-        let (name, version) = (printable(&described.name, 100), printable(&described.version, 100));
-        let reason = format!(
-            "it calls itself `{name}`, version `{version}`; expected lower-case letters, digits and `-`, and a version"
-        );
-        Err(PluginError::NotAPlugin { path: file.to_owned(), reason })
+        let refused = |reason| PluginError::NotAPlugin { path: file.to_owned(), reason };
+        described.checked(exports.series, kinds).map_err(refused)
     }
 
-    /// Under its default settings, a reward must declare the range of its manifest. One that cannot be used without settings is
-    /// not checked.
+    /// Under its default settings, a reward must declare the range of its manifest and of its description. One that cannot be used
+    /// without settings is not checked.
     fn check_range(&self, plugin: &Plugin) -> Result<(), PluginError> {
-        let Some((min, max)) = plugin.manifest().and_then(|manifest| manifest.plugin.range) else { return Ok(()) };
+        let of_manifest = plugin.manifest().and_then(|manifest| manifest.plugin.range);
+        let of_manifest = of_manifest.map(|(min, max)| ("plugin.toml", RewardRange { min, max }));
+        let of_description = plugin.description().range.map(|range| ("`describe`", range));
+        let Some((place, expected)) = of_manifest.or(of_description) else { return Ok(()) };
         let reward = match self.open(plugin, &PluginSettings::new(), PluginPort::reward()) {
             Ok(reward) => reward,
             Err(PluginError::Setting { .. }) => return Ok(()),
             Err(error) => return Err(error),
         };
         let declared = reward.range();
-        if declared == (RewardRange { min, max }) {
+        if declared == expected {
             return Ok(());
         }
         let reason = format!(
-            "its plugin.toml says that its range is {min} to {max}; under default settings the component declares {} to {}",
-            declared.min, declared.max
+            "its {place} says that its range is {} to {}; under default settings the component declares {} to {}",
+            expected.min, expected.max, declared.min, declared.max
         );
         Err(PluginError::Manifest { path: plugin.path().to_owned(), reason })
     }
@@ -344,7 +356,7 @@ impl PluginHost {
         &self,
         plugin: &Plugin,
         values: &PluginSettings,
-        style_model: Option<Arc<dyn StyleModel>>,
+        functions: Option<(PluginKind, Arc<dyn HostFunctions>)>,
     ) -> Result<Caller, PluginError> {
         let (shared, loaded) = (&*self.shared, &*plugin.loaded);
         let linked = &*loaded.linked;
@@ -353,28 +365,33 @@ impl PluginHost {
             key: key.into(),
             message,
         };
-        let declared = plugin.manifest().map_or(Ok(()), |manifest| manifest.check_settings(values));
-        declared.map_err(|problem| refused(&problem.key, problem.message))?;
+        let of_manifest = plugin.manifest().map(|manifest| &manifest.settings).filter(|settings| !settings.is_empty());
+        let of_manifest_0_1 = plugin.manifest().map(|manifest| &manifest.settings);
+        let declared = of_manifest.or(linked.description.settings.as_ref()).or(of_manifest_0_1);
+        let checked = declared.map_or(Ok(()), |declared| check_settings(declared, values));
+        checked.map_err(|problem| refused(&problem.key, problem.message))?;
         let caller = Caller {
-            name: linked.name.as_str().into(),
-            version: linked.version.as_str().into(),
+            name: linked.description.name.as_str().into(),
+            version: linked.description.version.as_str().into(),
             title: linked.title.as_str().into(),
             exports: linked.exports.clone(),
             settings: Arc::new(text::rendered(values)),
-            style_model,
+            functions,
             limits: loaded.limits.clone(),
             slots: shared.slots.clone(),
             observer: shared.observer.clone(),
+            rechecks: shared.rechecks,
+            inputs: linked.description.inputs,
             n_dropped: linked.n_dropped.clone(),
             log_budget: linked.log_budget.clone(),
             used_names: linked.used_names.clone(),
         };
         let (checked, known) = caller.call("info.check-settings", CallSize::of(1), |store, instance| {
-            let checked = caller.exports.info.load(&mut *store, instance)?.call_check_settings(&mut *store)?;
+            let checked = caller.exports.contract.check_settings(store, instance)?;
             Ok((checked, std::mem::take(&mut store.data_mut().keys_read)))
         })?;
-        if let Err(error) = checked {
-            return Err(refused(&printable(&error.key, 100), printable(&error.message, 500)));
+        if let Err((key, message)) = checked {
+            return Err(refused(&printable(&key, 100), printable(&message, 500)));
         }
         match values.keys().find(|key| !known.contains(*key)) {
             Some(key) => Err(refused(key, text::unknown_key(key, &known))),
@@ -393,21 +410,17 @@ fn differs(opened: &OpenedSource, reason: String) -> PluginError {
     PluginError::Manifest { path: opened.file.clone(), reason }
 }
 
-/// Compares id, version and kinds of the manifest with those of the component.
+/// Compares the manifest with what the component says of itself and imports.
 fn check_manifest(manifest: &Manifest, linked: &LinkedComponent) -> Result<(), String> {
-    let declared = &manifest.plugin;
-    let names = |kinds: &[PluginKind]| kinds.iter().map(|kind| kind.name()).collect::<Vec<_>>().join(", ");
-    let facts = [
-        ("id", declared.id.clone(), linked.name.clone()),
-        ("version", declared.version.to_string(), linked.version.clone()),
-        ("kinds", names(&declared.kinds), names(&linked.kinds)),
-    ];
-    match facts.into_iter().find(|(_, declared, actual)| declared != actual) {
-        None => Ok(()),
-        Some((key, declared, actual)) => {
-            Err(format!("its plugin.toml says `{declared}` under `plugin.{key}`; the component says `{actual}`"))
-        }
+    linked.description.check_manifest(manifest)?;
+    let declared = &manifest.plugin.host_functions[..];
+    let imported = &linked.exports.host_functions[..];
+    if linked.exports.series == Series::V0_1 || declared == imported {
+        return Ok(());
     }
+    let names = |interfaces: &[HostInterface]| interfaces.iter().map(|one| one.name()).collect::<Vec<_>>().join(", ");
+    let (declared, imported) = (names(declared), names(imported));
+    Err(format!("its plugin.toml says `{declared}` under `plugin.host_functions`; the component imports `{imported}`"))
 }
 
 fn wrong_kind(plugin: &Plugin, expected: PluginKind) -> PluginError {

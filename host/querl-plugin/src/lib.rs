@@ -12,35 +12,42 @@
 //! scored. A guest has no capabilities: [`wasi`] is all that its standard library can call, and it never blocks. The ports are
 //! synchronous; they can be called from any thread, inside or outside of an async runtime.
 
-mod bindings;
 mod cache;
 mod call;
 mod children;
 mod compile;
 mod contract;
-mod convert;
+mod description;
 mod engine;
 mod error;
 mod filter;
 mod guest;
 mod host;
+mod host_functions;
+mod json;
 mod limits;
 mod load;
 mod packed;
 mod prompts;
+mod recheck;
 mod reward;
 mod source;
 mod text;
+mod v0_1;
+mod v0_2;
 mod wasi;
 
 pub use cache::CacheAccess;
-pub use call::{CallReport, LIMIT_CODE, Observer};
-pub use children::end_children;
+pub use call::{CallReport, LIMIT_CODE, Observer, Outcome};
+pub use children::{child_output, end_children, kill_children};
 pub use compile::{CompileError, Compiler, compile_child};
+pub use description::Description;
 pub use engine::MemoryReservation;
 pub use error::PluginError;
 pub use host::{HostOptions, PluginHost, PluginPort, PluginSettings};
 pub use limits::{MAX_COMPONENT, MAX_COMPONENTS, MAX_NAMES, MAX_TOTAL};
 pub use load::{BundleInfo, Plugin, PluginFile, PluginKind, Source};
+pub use querl_bundle::HostInterface;
+pub use recheck::Rechecks;
 pub use reward::RewardForm;
-pub use source::{BuildOutput, SourceFolders, build};
+pub use source::{BuildOutput, COMPONENTIZE_PY, JAVASCRIPT_PACKAGES, NativeFolder, SourceFolders, build};

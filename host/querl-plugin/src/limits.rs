@@ -12,6 +12,7 @@
 
 use querl_bundle::Manifest;
 use querl_core::config::PluginLimits;
+use querl_core::ports::RewardRange;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{PoisonError, RwLock};
@@ -40,6 +41,7 @@ impl Limits {
         note("timeout_ms", values.timeout_ms < host.timeout_ms);
         note("memory_bytes", values.memory_bytes < host.memory_bytes);
         note("output_bytes", values.output_bytes < host.output_bytes);
+        note("host_calls_per_item", values.host_calls_per_item < host.host_calls_per_item);
         Ok(Self { values, lowered })
     }
 
@@ -125,6 +127,28 @@ pub const MAX_TOTAL: f64 = 1e9;
 
 /// The largest magnitude of a component, whose means and squares are of f64.
 pub const MAX_COMPONENT: f64 = 1e18;
+
+/// A range of totals, where it is one.
+///
+/// # Errors
+/// Expected and got.
+pub(crate) fn check_range(range: RewardRange) -> Result<RewardRange, String> {
+    let RewardRange { min, max } = range;
+    let is_ordered = min.is_finite() && max.is_finite() && min < max;
+    if is_ordered && min.abs().max(max.abs()) <= MAX_TOTAL {
+        return Ok(range);
+    }
+    let expected = match is_ordered {
+        true => format!("bounds of at most {MAX_TOTAL:e} in magnitude"),
+        false => "two finite numbers, the first below the second".to_owned(),
+    };
+    Err(format!("declares the range {} to {}; expected {expected}", shown(min), shown(max)))
+}
+
+/// A number without hundreds of digits.
+pub(crate) fn shown(number: f64) -> String {
+    if number.abs() < 1e15 { number.to_string() } else { format!("{number:e}") }
+}
 
 /// What a plugin has named in the lifetime of its host.
 #[derive(Debug, Default)]

@@ -1,22 +1,23 @@
 //! From a path to a plugin that can be called: open a bundle, component or folder, then check and link the component.
 
-use crate::bindings::{filters, info, packed_rewards, prompts, rewards, style_scores};
 use crate::cache::ComponentDigest;
+use crate::contract::{self, Contract, Series};
+use crate::description::Description;
 use crate::error::PluginError;
-use crate::guest::{Guest, HostRefusal};
+use crate::guest::Guest;
 use crate::limits::Limits;
 use crate::limits::{LogBudget, UsedNames};
 use crate::source::SourceFolders;
-use crate::{contract, source, wasi};
-use querl_bundle::{ArchiveLimits, Bundle, BundleError, Manifest, PublicKey, check_component};
+use crate::{host_functions, source, v0_1, v0_2, wasi};
+use querl_bundle::{ArchiveLimits, Bundle, BundleError, HostInterface, Manifest, PublicKey, check_component};
 use querl_core::config::PluginLimits;
 use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use wasmtime::Engine;
 use wasmtime::component::types::ComponentItem;
-use wasmtime::component::{Component, Instance, InstancePre, Linker};
-use wasmtime::{Engine, Store};
+use wasmtime::component::{Component, InstancePre, Linker};
 
 pub use querl_bundle::Kind as PluginKind;
 
@@ -247,12 +248,10 @@ pub(crate) struct LoadedPlugin {
 
 /// A component that is compiled, linked and described.
 pub(crate) struct LinkedComponent {
-    pub(crate) name: String,
-    pub(crate) version: String,
+    pub(crate) description: Description,
     pub(crate) title: String,
     pub(crate) digest: ComponentDigest,
     pub(crate) n_bytes: usize,
-    pub(crate) kinds: Vec<PluginKind>,
     pub(crate) exports: Exports,
     /// Items dropped at limits in the lifetime of the host.
     pub(crate) n_dropped: Arc<AtomicU64>,
@@ -266,40 +265,21 @@ pub(crate) struct LinkedComponent {
 #[derive(Clone)]
 pub(crate) struct Exports {
     pub(crate) pre: InstancePre<Guest>,
-    pub(crate) info: info::GuestIndices,
-    pub(crate) prompts: Option<prompts::GuestIndices>,
-    pub(crate) filters: Option<filters::GuestIndices>,
-    pub(crate) rewards: Option<rewards::GuestIndices>,
-    /// The same as `rewards`, in one block of bytes.
-    pub(crate) packed_rewards: Option<packed_rewards::GuestIndices>,
-    pub(crate) style_scores: Option<style_scores::GuestIndices>,
-}
-
-impl Exports {
-    /// Checks that the functions have the contract's types. Only an instance knows them.
-    pub(crate) fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> wasmtime::Result<()> {
-        fn of_contract<T>(interface: &str, loaded: Option<wasmtime::Result<T>>) -> wasmtime::Result<()> {
-            let Some(Err(error)) = loaded else { return Ok(()) };
-            Err(HostRefusal(format!("its `{interface}` is not of the contract's types: {}", error.root_cause())).into())
-        }
-        of_contract("info", Some(self.info.load(&mut *store, instance)))?;
-        of_contract("prompts", self.prompts.as_ref().map(|prompts| prompts.load(&mut *store, instance)))?;
-        of_contract("filters", self.filters.as_ref().map(|filters| filters.load(&mut *store, instance)))?;
-        of_contract("rewards", self.rewards.as_ref().map(|rewards| rewards.load(&mut *store, instance)))?;
-        of_contract("packed-rewards", self.packed_rewards.as_ref().map(|packed| packed.load(&mut *store, instance)))?;
-        of_contract("style-scores", self.style_scores.as_ref().map(|scores| scores.load(&mut *store, instance)))
-    }
+    pub(crate) series: Series,
+    pub(crate) contract: Arc<dyn Contract>,
+    /// The host functions that it imports.
+    pub(crate) host_functions: Arc<[HostInterface]>,
 }
 
 impl Plugin {
     /// The plugin's name, from `info.describe`.
     pub fn id(&self) -> &str {
-        &self.loaded.linked.name
+        &self.loaded.linked.description.name
     }
 
     /// The plugin's version, from `info.describe`.
     pub fn version(&self) -> &str {
-        &self.loaded.linked.version
+        &self.loaded.linked.description.version
     }
 
     /// Lower-case hexadecimal SHA-256 of the component.
@@ -309,12 +289,27 @@ impl Plugin {
 
     /// The kinds that it exports; at least one.
     pub fn kinds(&self) -> &[PluginKind] {
-        &self.loaded.linked.kinds
+        &self.loaded.linked.description.kinds
     }
 
     /// Whether a reward exports `packed-rewards` in addition to `rewards`.
     pub fn has_packed_rewards(&self) -> bool {
-        self.loaded.linked.exports.packed_rewards.is_some()
+        self.loaded.linked.exports.contract.has_packed_rewards()
+    }
+
+    /// Whether a reward exports `json-rewards` in addition to `rewards`.
+    pub fn has_json_rewards(&self) -> bool {
+        self.loaded.linked.exports.contract.has_json_rewards()
+    }
+
+    /// What it says of itself.
+    pub fn description(&self) -> &Description {
+        &self.loaded.linked.description
+    }
+
+    /// The interfaces of host functions that it imports, in the order of [`HostInterface::ALL`].
+    pub fn host_functions(&self) -> &[HostInterface] {
+        &self.loaded.linked.exports.host_functions
     }
 
     /// The configured file, or the component that was built from the configured folder.
@@ -366,19 +361,39 @@ pub(crate) fn link(
 ) -> Result<(Exports, Vec<PluginKind>), PluginError> {
     let refused = |reason: String| PluginError::NotAPlugin { path: path.to_owned(), reason };
     let failed = |error: wasmtime::Error| refused(format!("{error:#}"));
-    let kinds = kinds(engine, component);
-    if kinds.is_empty() {
+    let exported = exported(engine, component);
+    let has = |series: Series, interface: &str| exported.iter().any(|(name, its)| name == interface && *its == series);
+    let kinds_of = |series: Series| -> Vec<PluginKind> {
+        PluginKind::ALL.into_iter().filter(|kind| has(series, kind.interface())).collect()
+    };
+    let mut known = Series::ALL.into_iter().map(|series| (series, kinds_of(series)));
+    let Some((series, kinds)) = known.find(|(_, kinds)| !kinds.is_empty()) else {
         return Err(refused(missing_exports(engine, component)));
-    }
-    if !exports(engine, component, "info") {
+    };
+    if !has(series, "info") {
         return Err(refused("it does not export `info` of `querl:plugin`, which every plugin does".into()));
     }
+    for (one, other) in [("rewards", "group-rewards"), ("packed-rewards", "json-rewards")] {
+        if has(series, one) && has(series, other) {
+            return Err(refused(format!("it exports `{one}` and `{other}`; expected one of them")));
+        }
+    }
     let mut linker = Linker::new(engine);
-    contract::define(&mut linker).map_err(failed)?;
+    host_functions::define(&mut linker, series).map_err(failed)?;
+    let mut imported = Vec::new();
     for (name, import) in component.component_type().imports(engine) {
         match import.ty {
             ComponentItem::ComponentInstance(wanted) if name.starts_with(contract::PREFIX) => {
-                contract::check_import(engine, name, &wanted).map_err(refused)?;
+                let interface = series.check_import(engine, name, &wanted).map_err(refused)?;
+                let Some(interface) = HostInterface::from_name(interface) else { continue };
+                if series > Series::V0_1 && !kinds.iter().any(|kind| interface.is_for(*kind)) {
+                    let kinds: Vec<_> = kinds.iter().map(|kind| kind.name()).collect();
+                    return Err(refused(format!(
+                        "it imports `{name}`, which is not for a {} plugin",
+                        kinds.join(" and ")
+                    )));
+                }
+                imported.push(interface);
             }
             ComponentItem::ComponentInstance(wanted) if name.starts_with("wasi:") => {
                 wasi::define(&mut linker, engine, name, &wanted).map_err(failed)?;
@@ -386,42 +401,31 @@ pub(crate) fn link(
             _ => return Err(refused(format!("it imports `{name}`, which this host does not offer"))),
         }
     }
+    imported.sort();
     let pre = linker.instantiate_pre(component).map_err(failed)?;
-    let indices = |kind: PluginKind| kinds.contains(&kind).then_some(&pre);
-    let exports = Exports {
-        info: info::GuestIndices::new(&pre).map_err(failed)?,
-        prompts: indices(PluginKind::Prompt).map(prompts::GuestIndices::new).transpose().map_err(failed)?,
-        filters: indices(PluginKind::Filter).map(filters::GuestIndices::new).transpose().map_err(failed)?,
-        rewards: indices(PluginKind::Reward).map(rewards::GuestIndices::new).transpose().map_err(failed)?,
-        packed_rewards: exports(engine, component, "packed-rewards")
-            .then(|| packed_rewards::GuestIndices::new(&pre))
-            .transpose()
-            .map_err(failed)?,
-        style_scores: indices(PluginKind::StyleScorer)
-            .map(style_scores::GuestIndices::new)
-            .transpose()
-            .map_err(failed)?,
-        pre,
+    let contract: Arc<dyn Contract> = match series {
+        Series::V0_1 => Arc::new(v0_1::Exports::new(&pre, |interface| has(series, interface)).map_err(failed)?),
+        Series::V0_2 => Arc::new(v0_2::Exports::new(&pre, |interface| has(series, interface)).map_err(failed)?),
     };
-    Ok((exports, kinds))
+    Ok((Exports { pre, series, contract, host_functions: imported.into() }, kinds))
 }
 
-fn kinds(engine: &Engine, component: &Component) -> Vec<PluginKind> {
-    PluginKind::ALL.into_iter().filter(|kind| exports(engine, component, kind.interface())).collect()
-}
-
-fn exports(engine: &Engine, component: &Component, interface: &str) -> bool {
-    let prefix = format!("{}{interface}@", contract::PREFIX);
-    let is_known = |name: &str| name.strip_prefix(&prefix).is_some_and(contract::is_known);
-    component.component_type().exports(engine).any(|(name, _)| is_known(name))
+/// The interfaces of the contract that a component exports in versions that this host runs.
+fn exported(engine: &Engine, component: &Component) -> Vec<(String, Series)> {
+    let known = |name: &str| {
+        let (interface, version) = name.strip_prefix(contract::PREFIX)?.split_once('@')?;
+        Some((interface.to_owned(), Series::of(version)?))
+    };
+    component.component_type().exports(engine).filter_map(|(name, _)| known(name)).collect()
 }
 
 fn missing_exports(engine: &Engine, component: &Component) -> String {
     let component_type = component.component_type();
     let mut names = component_type.exports(engine).map(|(name, _)| name);
     match names.find_map(|name| name.strip_prefix(contract::PREFIX)?.split_once('@')) {
-        Some((_, version)) if !contract::is_known(version) => contract::other_version(version),
-        _ => "it exports none of `prompts`, `filters`, `rewards` and `style-scores` of `querl:plugin`".into(),
+        Some((_, version)) if Series::of(version).is_none() => contract::other_version(version),
+        _ => "it exports none of `prompts`, `filters`, `rewards`, `group-rewards` and `style-scores` of `querl:plugin`"
+            .into(),
     }
 }
 

@@ -1,128 +1,71 @@
-//! Packed batches: episodes, and their scores, encoded in one byte buffer. The encoding is that of `wit/packed-rewards.wit`.
+//! Packed batches: episodes, and their scores, encoded in one byte buffer. The encoding is that of `packed-rewards.wit`; that of
+//! an episode is of each version of the contract.
 
-use crate::bindings::types::Rejection;
-use crate::reward::ItemResult;
-use querl_core::records::{CallFailure, Candidate, Episode, FailureKind, Hit, Judgement};
+use crate::contract::ItemResult;
+use querl_core::records::{Rejection, Reward, RewardComponent};
 
 /// A first episode may be much larger than the others.
 const MAX_RESERVED_BYTES: usize = 4 << 20;
 
-/// The argument of `score-packed`.
-pub(crate) fn batch(episodes: &[Episode]) -> Vec<u8> {
-    // Reserves 1.5 times the size of the first episode for each other one, which avoids most reallocations.
+/// A list of items, each written by `write`.
+pub(crate) fn list<T>(items: &[T], mut write: impl FnMut(&mut Writer, &T)) -> Vec<u8> {
+    // Reserves 1.5 times the size of the first item for each other one, which avoids most reallocations.
     let mut writer = Writer(Vec::with_capacity(4096));
-    writer.u32(episodes.len());
-    for (index, episode) in episodes.iter().enumerate() {
-        writer.episode(episode);
+    writer.u32(items.len());
+    for (index, item) in items.iter().enumerate() {
+        write(&mut writer, item);
         if index == 0 {
-            let expected = writer.0.len().saturating_mul(episodes.len() - 1).saturating_mul(3) / 2;
+            let expected = writer.0.len().saturating_mul(items.len() - 1).saturating_mul(3) / 2;
             writer.0.reserve(expected.min(MAX_RESERVED_BYTES));
         }
     }
     writer.0
 }
 
-struct Writer(Vec<u8>);
+pub(crate) struct Writer(Vec<u8>);
 
 impl Writer {
-    fn u8(&mut self, byte: u8) {
+    pub(crate) fn u8(&mut self, byte: u8) {
         self.0.push(byte);
     }
 
     /// A count or a length. A guest has at most 4 GiB: what exceeds `u32` is refused there.
-    fn u32(&mut self, number: usize) {
+    pub(crate) fn u32(&mut self, number: usize) {
         self.0.extend_from_slice(&u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes());
     }
 
-    fn f64(&mut self, number: f64) {
+    pub(crate) fn u64(&mut self, number: u64) {
         self.0.extend_from_slice(&number.to_le_bytes());
     }
 
-    fn text(&mut self, text: &str) {
+    pub(crate) fn f64(&mut self, number: f64) {
+        self.0.extend_from_slice(&number.to_le_bytes());
+    }
+
+    pub(crate) fn text(&mut self, text: &str) {
         self.u32(text.len());
         self.0.extend_from_slice(text.as_bytes());
     }
 
-    fn episode(&mut self, episode: &Episode) {
-        self.text(&episode.id);
-        self.text(&episode.query);
-        self.text(&episode.context.user_profile);
-        self.text(&episode.context.history_summary);
-        self.u32(episode.gold_ids.len());
-        episode.gold_ids.iter().for_each(|id| self.text(id));
-        self.candidate(&episode.policy);
-        self.candidate(&episode.baseline);
+    pub(crate) fn list<T>(&mut self, items: &[T], mut write: impl FnMut(&mut Self, &T)) {
+        self.u32(items.len());
+        items.iter().for_each(|item| write(self, item));
     }
 
-    fn candidate(&mut self, candidate: &Candidate) {
-        self.text(&candidate.rewrite);
-        match &candidate.retrieval {
-            Ok(hits) => {
-                self.u8(0);
-                self.u32(hits.len());
-                hits.iter().for_each(|hit| self.hit(hit));
-            }
-            Err(failure) => {
-                self.u8(1);
-                self.call_failure(failure);
-            }
+    pub(crate) fn option<T>(&mut self, value: Option<T>, write: impl FnOnce(&mut Self, T)) {
+        self.u8(u8::from(value.is_some()));
+        if let Some(value) = value {
+            write(self, value);
         }
-        match &candidate.judgement {
-            Judgement::Scored { score, reason } => {
-                self.u8(0);
-                self.f64(*score);
-                self.text(reason);
-            }
-            Judgement::NotSampled => self.u8(1),
-            Judgement::Failed(failure) => {
-                self.u8(2);
-                self.call_failure(failure);
-            }
-        }
-        self.u8(u8::from(candidate.style.is_some()));
-        if let Some(classes) = &candidate.style {
-            self.u32(classes.len());
-            for class in classes {
-                self.text(&class.label);
-                self.f64(class.probability);
-            }
-        }
-        self.u32(candidate.n_tokens as usize);
-        self.u8(u8::from(candidate.truncated));
-    }
-
-    fn hit(&mut self, hit: &Hit) {
-        self.text(&hit.id);
-        self.text(&hit.text);
-        self.f64(hit.reranker_score);
-        self.u8(u8::from(hit.retrieval_score.is_some()));
-        if let Some(score) = hit.retrieval_score {
-            self.f64(score);
-        }
-        self.u32(hit.rank as usize);
-    }
-
-    fn call_failure(&mut self, failure: &CallFailure) {
-        self.u8(match failure.kind {
-            FailureKind::Timeout => 0,
-            FailureKind::Unreachable | FailureKind::Down | FailureKind::OverBudget => 1,
-            FailureKind::Unauthorized => 2,
-            FailureKind::Rejected => 3,
-            FailureKind::RateLimited => 4,
-            FailureKind::ServerError => 5,
-            FailureKind::InvalidResponse => 6,
-            FailureKind::NotRecorded => 7,
-        });
-        self.text(&failure.message);
     }
 }
 
 /// Decodes the result of `score-packed` for `n_items` episodes into at most `max_bytes`.
-pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<Vec<ItemResult>, PackedError> {
+pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<Vec<ItemResult>, FormError> {
     let mut reader = Reader { bytes, at: 0, room_bytes: max_bytes };
     let n_results = reader.u32()?;
     if n_results != n_items {
-        return Err(PackedError::Number { n_results, n_items });
+        return Err(FormError::Number { n_results, n_items });
     }
     let results = reader.entries(n_results, Reader::result)?;
     if reader.at != bytes.len() {
@@ -131,9 +74,9 @@ pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<
     Ok(results)
 }
 
-/// Why a result cannot be decoded.
+/// Why the results of a batch cannot be decoded.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum PackedError {
+pub(crate) enum FormError {
     /// An invalid encoding.
     #[error("byte {at} of its packed results: expected {expected}")]
     Byte { at: usize, expected: &'static str },
@@ -143,6 +86,9 @@ pub(crate) enum PackedError {
     /// Checked while decoding, since a few encoded bytes can decode to many.
     #[error("its packed results are too large")]
     TooLarge,
+    /// Not the JSON of results.
+    #[error("its JSON of results: {0}")]
+    Json(String),
 }
 
 /// Decodes untrusted bytes of a guest.
@@ -154,39 +100,39 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn expected(&self, expected: &'static str) -> PackedError {
-        PackedError::Byte { at: self.at, expected }
+    fn expected(&self, expected: &'static str) -> FormError {
+        FormError::Byte { at: self.at, expected }
     }
 
-    fn take(&mut self, n_bytes: usize) -> Result<&'a [u8], PackedError> {
+    fn take(&mut self, n_bytes: usize) -> Result<&'a [u8], FormError> {
         let taken = self.bytes[self.at..].get(..n_bytes).ok_or_else(|| self.expected("more bytes, found the end"))?;
         self.at += n_bytes;
         Ok(taken)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], PackedError> {
+    fn array<const N: usize>(&mut self) -> Result<[u8; N], FormError> {
         let taken = self.bytes[self.at..].first_chunk().ok_or_else(|| self.expected("more bytes, found the end"))?;
         self.at += N;
         Ok(*taken)
     }
 
-    fn u32(&mut self) -> Result<usize, PackedError> {
+    fn u32(&mut self) -> Result<usize, FormError> {
         self.array().map(|bytes| u32::from_le_bytes(bytes) as usize)
     }
 
-    fn f64(&mut self) -> Result<f64, PackedError> {
+    fn f64(&mut self) -> Result<f64, FormError> {
         self.array().map(f64::from_le_bytes)
     }
 
-    fn text(&mut self) -> Result<String, PackedError> {
+    fn text(&mut self) -> Result<String, FormError> {
         let n_bytes = self.u32()?;
         let bytes = self.take(n_bytes)?;
         self.charge(n_bytes)?;
         std::str::from_utf8(bytes).map(str::to_owned).map_err(|_| self.expected("the text that ends here to be UTF-8"))
     }
 
-    fn charge(&mut self, n_bytes: usize) -> Result<(), PackedError> {
-        self.room_bytes = self.room_bytes.checked_sub(n_bytes).ok_or(PackedError::TooLarge)?;
+    fn charge(&mut self, n_bytes: usize) -> Result<(), FormError> {
+        self.room_bytes = self.room_bytes.checked_sub(n_bytes).ok_or(FormError::TooLarge)?;
         Ok(())
     }
 
@@ -194,8 +140,8 @@ impl<'a> Reader<'a> {
     fn entries<T>(
         &mut self,
         n_entries: usize,
-        entry: impl Fn(&mut Self) -> Result<T, PackedError>,
-    ) -> Result<Vec<T>, PackedError> {
+        entry: impl Fn(&mut Self) -> Result<T, FormError>,
+    ) -> Result<Vec<T>, FormError> {
         if n_entries > self.bytes.len() - self.at {
             return Err(self.expected("as many entries as its length says"));
         }
@@ -207,7 +153,7 @@ impl<'a> Reader<'a> {
         Ok(entries)
     }
 
-    fn result(&mut self) -> Result<ItemResult, PackedError> {
+    fn result(&mut self) -> Result<ItemResult, FormError> {
         match self.array()? {
             [0] => self.score().map(Ok),
             [1] => Ok(Err(Rejection { code: self.text()?, detail: self.text()? })),
@@ -215,10 +161,11 @@ impl<'a> Reader<'a> {
         }
     }
 
-    fn score(&mut self) -> Result<(f64, Vec<(String, f64)>), PackedError> {
+    fn score(&mut self) -> Result<Reward, FormError> {
         let total = self.f64()?;
         let n_parts = self.u32()?;
-        Ok((total, self.entries(n_parts, |reader| Ok((reader.text()?, reader.f64()?)))?))
+        let part = |reader: &mut Self| Ok(RewardComponent { name: reader.text()?, value: reader.f64()? });
+        Ok(Reward { total, components: self.entries(n_parts, part)? })
     }
 }
 
@@ -227,7 +174,7 @@ impl<'a> Reader<'a> {
 mod tests {
     use super::*;
 
-    fn results(bytes: &[u8], n_items: usize) -> Result<Vec<ItemResult>, PackedError> {
+    fn results(bytes: &[u8], n_items: usize) -> Result<Vec<ItemResult>, FormError> {
         super::results(bytes, n_items, 1000)
     }
 
@@ -249,7 +196,8 @@ mod tests {
     #[test]
     fn results_are_read_as_the_contract_writes_them() {
         let result = results(&two_results(), 2).unwrap();
-        assert_eq!(result[0].as_ref().unwrap(), &(0.5, vec![("win".to_owned(), -0.3)]));
+        let components = vec![RewardComponent { name: "win".into(), value: -0.3 }];
+        assert_eq!(result[0].as_ref().unwrap(), &Reward { total: 0.5, components });
         let rejection = result[1].as_ref().unwrap_err();
         assert_eq!((rejection.code.as_str(), rejection.detail.as_str()), ("late", "晚"));
     }
@@ -277,8 +225,8 @@ mod tests {
     fn what_results_become_is_held_to_a_limit_before_it_is_made() {
         // 100 components of 12 bytes each: none of them has a name.
         let bytes = [&[1, 0, 0, 0, 0][..], &[0; 8], &[100, 0, 0, 0], &[0; 1200]].concat();
-        assert!(matches!(super::results(&bytes, 1, 3000), Err(PackedError::TooLarge)));
-        assert_eq!(super::results(&bytes, 1, 4000).unwrap()[0].as_ref().unwrap().1.len(), 100);
+        assert!(matches!(super::results(&bytes, 1, 3000), Err(FormError::TooLarge)));
+        assert_eq!(super::results(&bytes, 1, 4000).unwrap()[0].as_ref().unwrap().components.len(), 100);
     }
 
     #[test]
@@ -287,18 +235,5 @@ mod tests {
         assert_eq!(error, "byte 5 of its packed results: expected 0 (score) or 1 (rejection) in the byte before this");
         let error = results(&[1, 0, 0, 0, 1, 2, 0, 0, 0, 0xff, 0xff, 0, 0, 0, 0], 1).unwrap_err().to_string();
         assert_eq!(error, "byte 11 of its packed results: expected the text that ends here to be UTF-8");
-    }
-
-    #[test]
-    fn first_bytes_of_a_batch_are_those_of_the_contract() {
-        let json = r#"{"id": "a", "query": "鱼", "policy": {"rewrite": "", "retrieval": {"hits": []}},
-            "baseline": {"rewrite": "", "retrieval": {"failed": {"kind": "timeout", "message": "late"}}}}"#;
-        let bytes = batch(&[serde_json::from_str(json).unwrap()]);
-        let start = [&[1, 0, 0, 0, 1, 0, 0, 0][..], b"a", &[3, 0, 0, 0], "鱼".as_bytes(), &[0; 4 + 4 + 4]].concat();
-        assert_eq!(bytes[..start.len()], start);
-        let policy = [&[0; 4 + 1 + 4][..], &[1, 0], &[0; 4], &[0]].concat();
-        assert_eq!(bytes[start.len()..][..policy.len()], policy);
-        let baseline = [&[0; 4][..], &[1, 0, 4, 0, 0, 0], b"late", &[1, 0], &[0; 4], &[0]].concat();
-        assert_eq!(bytes[start.len() + policy.len()..], baseline);
     }
 }

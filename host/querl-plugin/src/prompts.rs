@@ -1,8 +1,6 @@
 //! Prompt plugins behind the port.
 
-use crate::bindings::prompts;
 use crate::call::Caller;
-use crate::convert;
 use crate::limits::CallSize;
 use crate::text::printable;
 use querl_core::ports::{ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts};
@@ -13,12 +11,11 @@ const SHOWN_BYTES: usize = 120;
 
 pub(crate) struct PromptPlugin {
     caller: Caller,
-    indices: prompts::GuestIndices,
 }
 
 impl PromptPlugin {
-    pub(crate) fn new(caller: Caller, indices: prompts::GuestIndices) -> Self {
-        Self { caller, indices }
+    pub(crate) fn new(caller: Caller) -> Self {
+        Self { caller }
     }
 
     /// Adds the query or response to a fault.
@@ -30,12 +27,15 @@ impl PromptPlugin {
 impl Prompts for PromptPlugin {
     fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
         let fault = |message: String| self.named("query", input.query, &self.caller.invalid_result(message));
-        let (task, argument) = (convert::task(task), convert::prompt_input(input));
         let made = self.caller.call("prompts.messages", CallSize::of(1), |store, instance| {
-            self.indices.load(&mut *store, instance)?.call_messages(store, task, argument)
+            self.caller.exports.contract.messages(store, instance, task, input)
         });
         let made = made.map_err(|error| self.named("query", input.query, &error))?;
-        let messages: Vec<_> = made.into_iter().map(convert::message).collect();
+        let messages = made.map_err(|reason| {
+            let Rejection { code, detail } = reason;
+            let (code, detail) = (printable(&code, 100), printable(&detail, 500));
+            fault(format!("rejected the task {task:?} with `{code}`: {detail}; expected messages"))
+        })?;
         let system_later = messages.iter().skip(1).any(|message| message.role == "system");
         match messages.last() {
             Some(last) if last.role == "user" && !system_later => Ok(messages),
@@ -50,7 +50,7 @@ impl Prompts for PromptPlugin {
     fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
         let fault = |message: String| self.named("answer", text, &self.caller.invalid_result(message));
         let parsed = self.caller.call("prompts.parse-rewrite", CallSize::of(1), |store, instance| {
-            self.indices.load(&mut *store, instance)?.call_parse_rewrite(store, text)
+            self.caller.exports.contract.parse_rewrite(store, instance, text)
         });
         match parsed.map_err(|error| self.named("answer", text, &error))? {
             Ok(rewrite) if rewrite.trim().is_empty() => {
@@ -64,13 +64,13 @@ impl Prompts for PromptPlugin {
     fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
         let fault = |message: String| self.named("answer", text, &self.caller.invalid_result(message));
         let parsed = self.caller.call("prompts.parse-judgement", CallSize::of(1), |store, instance| {
-            self.indices.load(&mut *store, instance)?.call_parse_judgement(store, text)
+            self.caller.exports.contract.parse_judgement(store, instance, text)
         });
         match parsed.map_err(|error| self.named("answer", text, &error))? {
             Ok(judged) if !(0.0..=5.0).contains(&judged.score) => {
                 Err(fault(format!("returned the score {}; expected 0 to 5, or a rejection", judged.score)))
             }
-            Ok(judged) => Ok(Ok(ParsedJudgement { score: judged.score, reason: judged.reason })),
+            Ok(judged) => Ok(Ok(judged)),
             Err(rejection) => self.caller.rejection(rejection).map(Err).map_err(fault),
         }
     }

@@ -1,27 +1,25 @@
 //! Plugins that score: rewards over episodes, style scorers over dialogues. An item's score does not depend on other items.
 
-use crate::bindings::{packed_rewards, rewards, style_scores, types};
 use crate::call::Caller;
-use crate::convert::EpisodeLists;
-use crate::limits::{CallSize, MAX_COMPONENT, MAX_COMPONENTS, MAX_TOTAL};
-use crate::packed::PackedError;
-use crate::text::{is_code, printable};
-use crate::{convert, error, packed};
-use querl_core::ports::{FaultKind, PluginFault, RewardModel, RewardRange, StyleScorer};
-use querl_core::records::{Dialogue, Episode, Rejection, Reward, RewardComponent};
+use crate::contract::{ItemResult, Series};
+use crate::limits::{CallSize, MAX_COMPONENT, MAX_COMPONENTS, check_range, shown};
+use crate::load::PluginKind;
+use crate::text::{is_code, is_role, printable};
+use crate::{json, packed};
+use querl_core::ports::{EpisodeInputs, FaultKind, PluginFault, RewardModel, RewardRange, StyleScorer};
+use querl_core::records::{Dialogue, Episode, EpisodeRef, Rejection, Reward, RewardComponent};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// A checked result for one item.
 pub(crate) type ItemScore = Result<Reward, Rejection>;
-
-/// A plugin's result for one item, before it is checked: total and components, or a rejection.
-pub(crate) type ItemResult = Result<(f64, Vec<(String, f64)>), types::Rejection>;
 
 /// How the items of one kind of plugin are called and checked.
 pub(crate) struct Scoring<'a, T> {
     pub(crate) caller: &'a Caller,
     /// `episode` or `dialogue`.
     pub(crate) what: &'static str,
-    pub(crate) id: fn(&T) -> &str,
+    pub(crate) id: for<'i> fn(&'i T) -> &'i str,
     /// Totals outside of it are faults.
     pub(crate) range: RewardRange,
     /// The name of the range in messages.
@@ -72,11 +70,11 @@ impl<T> Scoring<'_, T> {
         Ok(scored)
     }
 
-    fn dropped(&self, fault: &PluginFault, item: &T) -> Result<Rejection, PluginFault> {
+    pub(crate) fn dropped(&self, fault: &PluginFault, item: &T) -> Result<Rejection, PluginFault> {
         self.caller.dropped(fault, self.what, (self.id)(item))
     }
 
-    fn checked(&self, items: &[T], result: Vec<ItemResult>) -> Result<Vec<ItemScore>, PluginFault> {
+    pub(crate) fn checked(&self, items: &[T], result: Vec<ItemResult>) -> Result<Vec<ItemScore>, PluginFault> {
         if result.len() != items.len() {
             return Err(self.caller.wrong_length(result.len(), "scores", self.what, &self.ids(items)));
         }
@@ -88,19 +86,19 @@ impl<T> Scoring<'_, T> {
     }
 
     fn score(&self, result: ItemResult) -> Result<ItemScore, String> {
-        let (total, parts) = match result {
+        let score = match result {
             Ok(score) => score,
             Err(rejection) => return self.caller.rejection(rejection).map(Err),
         };
         let RewardRange { min, max } = self.range;
-        if !(min..=max).contains(&total) {
+        if !(min..=max).contains(&score.total) {
             let name = self.range_name;
-            let total = shown(total);
+            let total = shown(score.total);
             return Err(format!("total is {total}; expected a number within {name} {min} to {max}"));
         }
-        let components = components(parts)?;
-        self.caller.used_names.add_components(components.iter().map(|part| part.name.as_str()))?;
-        Ok(Ok(Reward { total, components }))
+        check_components(&score.components)?;
+        self.caller.used_names.add_components(score.components.iter().map(|part| part.name.as_str()))?;
+        Ok(Ok(score))
     }
 
     fn ids<'b>(&self, items: &'b [T]) -> Vec<&'b str> {
@@ -108,16 +106,11 @@ impl<T> Scoring<'_, T> {
     }
 }
 
-/// A number without hundreds of digits.
-fn shown(number: f64) -> String {
-    if number.abs() < 1e15 { number.to_string() } else { format!("{number:e}") }
-}
-
-fn components(parts: Vec<(String, f64)>) -> Result<Vec<RewardComponent>, String> {
+fn check_components(parts: &[RewardComponent]) -> Result<(), String> {
     if parts.len() > MAX_COMPONENTS {
         return Err(format!("the score has {} components; expected at most {MAX_COMPONENTS}", parts.len()));
     }
-    for (name, value) in &parts {
+    for RewardComponent { name, value } in parts {
         if !is_code(name) {
             let shown = printable(name, 100);
             return Err(format!("component name is `{shown}`; expected 1 to 64 of a to z, 0 to 9 and _"));
@@ -132,100 +125,232 @@ fn components(parts: Vec<(String, f64)>) -> Result<Vec<RewardComponent>, String>
             ));
         }
     }
-    let mut names: Vec<&str> = parts.iter().map(|(name, _)| name.as_str()).collect();
+    let mut names: Vec<&str> = parts.iter().map(|part| part.name.as_str()).collect();
     names.sort_unstable();
     if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
         return Err(format!("component `{}` appears twice", twice[0]));
     }
-    Ok(parts.into_iter().map(|(name, value)| RewardComponent { name, value }).collect())
+    Ok(())
 }
-
-/// The function's name in reports, for both forms.
-const SCORE_BATCH: &str = "rewards.score-batch";
 
 /// How a batch of episodes is passed to a reward plugin. Results are equal; fuel differs between the forms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RewardForm {
     /// One block of bytes, `packed-rewards.score-packed`: the host's choice where a plugin exports it.
     Packed,
-    /// Records, `rewards.score-batch`: every reward plugin has it.
+    /// A JSON text, `json-rewards.score-json`: the host's choice where a plugin exports it.
+    Json,
+    /// Records, `rewards.score-batch` or `group-rewards.score-group`: every reward plugin has it.
     Records,
 }
 
 pub(crate) struct RewardPlugin {
-    caller: Caller,
-    packed: Option<packed_rewards::GuestIndices>,
-    indices: rewards::GuestIndices,
+    pub(crate) caller: Caller,
+    /// `Reward` or `GroupReward`.
+    kind: PluginKind,
+    form: RewardForm,
     range: RewardRange,
 }
 
 impl RewardPlugin {
-    /// Calls `rewards.range`. Without `packed-rewards`, the form is that of records.
-    pub(crate) fn new(caller: Caller, indices: rewards::GuestIndices, form: RewardForm) -> Result<Self, PluginFault> {
-        let bounds = caller.call("rewards.range", CallSize::of(1), |store, instance| {
-            indices.load(&mut *store, instance)?.call_range(store)
-        })?;
-        let rewards::Bounds { min, max } = bounds;
-        let is_ordered = min.is_finite() && max.is_finite() && min < max;
-        if is_ordered && min.abs().max(max.abs()) <= MAX_TOTAL {
-            let packed = caller.exports.packed_rewards.clone().filter(|_| form == RewardForm::Packed);
-            return Ok(Self { caller, packed, indices, range: RewardRange { min, max } });
-        }
-        let expected = match is_ordered {
-            true => format!("bounds of at most {MAX_TOTAL:e} in magnitude"),
-            false => "two finite numbers, the first below the second".to_owned(),
+    /// Calls `range`. Without a form, it is the one that costs least of those that the plugin has; records for one that it has not.
+    pub(crate) fn new(caller: Caller, kind: PluginKind, form: Option<RewardForm>) -> Result<Self, PluginFault> {
+        let contract = &*caller.exports.contract;
+        let function = if kind == PluginKind::Reward { "rewards.range" } else { "group-rewards.range" };
+        let range = caller.call(function, CallSize::of(1), |store, instance| contract.range(store, instance))?;
+        let range = check_range(range).map_err(|message| caller.invalid_result(message))?;
+        let is_wanted = |wanted: RewardForm| form.is_none_or(|form| form == wanted);
+        let form = match () {
+            () if contract.has_packed_rewards() && is_wanted(RewardForm::Packed) => RewardForm::Packed,
+            () if contract.has_json_rewards() && is_wanted(RewardForm::Json) => RewardForm::Json,
+            () => RewardForm::Records,
         };
-        let range = format!("{} to {}", shown(min), shown(max));
-        Err(caller.invalid_result(format!("declares the range {range}; expected {expected}")))
+        Ok(Self { caller, kind, form, range })
     }
 
-    fn run(&self, episodes: &[Episode], size: CallSize) -> Result<Vec<ItemResult>, PluginFault> {
-        match &self.packed {
-            Some(packed) => self.run_packed(packed, episodes, size),
-            None => self.run_typed(episodes, size),
+    /// A second form, where the plugin exports one.
+    pub(crate) fn other_form(&self) -> Option<RewardForm> {
+        let contract = &*self.caller.exports.contract;
+        match self.form {
+            RewardForm::Packed | RewardForm::Json => Some(RewardForm::Records),
+            RewardForm::Records if contract.has_packed_rewards() => Some(RewardForm::Packed),
+            RewardForm::Records => contract.has_json_rewards().then_some(RewardForm::Json),
         }
     }
 
-    /// One block of bytes each way: a third of what the same batch costs as records.
-    fn run_packed(
+    pub(crate) fn form(&self) -> RewardForm {
+        self.form
+    }
+
+    pub(crate) fn is_of_groups(&self) -> bool {
+        self.kind == PluginKind::GroupReward
+    }
+
+    /// A call of a host function is attributed to the episode or group that is scored: there is one in a call.
+    fn calls_host(&self) -> bool {
+        self.caller.exports.series > Series::V0_1 && !self.caller.exports.host_functions.is_empty()
+    }
+
+    /// One call into the plugin.
+    pub(crate) fn run(
         &self,
-        packed: &packed_rewards::GuestIndices,
-        episodes: &[Episode],
+        form: RewardForm,
+        episodes: &[EpisodeRef<'_>],
         size: CallSize,
     ) -> Result<Vec<ItemResult>, PluginFault> {
-        let batch = packed::batch(episodes);
-        let result = self.caller.call(SCORE_BATCH, size, |store, instance| {
-            packed.load(&mut *store, instance)?.call_score_packed(store, &batch)
-        })?;
-        let limits = &self.caller.limits;
-        packed::results(&result, episodes.len(), limits.values.output_bytes).map_err(|error| match error {
-            PackedError::TooLarge => self.caller.fault(FaultKind::Limit, error::too_large(limits)),
-            other => self.caller.invalid_result(other.to_string()),
-        })
+        let contract = &*self.caller.exports.contract;
+        let (function, item_id) = match episodes {
+            [first, ..] if self.is_of_groups() => ("group-rewards.score-group", first.group_id),
+            [only] => ("rewards.score-batch", only.id),
+            _ => ("rewards.score-batch", ""),
+        };
+        match form {
+            RewardForm::Records => self
+                .caller
+                .score(item_id, function, size, |store, instance| contract.score_records(store, instance, episodes)),
+            // One block of bytes each way: a third of what the same batch costs as records.
+            RewardForm::Packed => {
+                let (batch, max_bytes) = (contract.pack(episodes), self.caller.limits.values.output_bytes);
+                self.caller.score(item_id, function, size, |store, instance| {
+                    let results = contract.score_packed(store, instance, &batch)?;
+                    Ok(packed::results(&results, episodes.len(), max_bytes)?)
+                })
+            }
+            RewardForm::Json => {
+                let batch =
+                    json::batch(episodes).map_err(|error| self.caller.fault(FaultKind::Host, error.to_string()))?;
+                self.caller.score(item_id, function, size, |store, instance| {
+                    Ok(json::results(&contract.score_json(store, instance, &batch)?)?)
+                })
+            }
+        }
     }
 
-    fn run_typed(&self, episodes: &[Episode], size: CallSize) -> Result<Vec<ItemResult>, PluginFault> {
-        let lists: Vec<_> = episodes.iter().map(EpisodeLists::new).collect();
-        let arguments: Vec<_> =
-            episodes.iter().zip(&lists).map(|(episode, lists)| convert::episode(episode, lists)).collect();
-        let result = self.caller.call(SCORE_BATCH, size, |store, instance| {
-            self.indices.load(&mut *store, instance)?.call_score_batch(store, &arguments)
-        })?;
-        let parts = |parts: Vec<rewards::Component>| parts.into_iter().map(|part| (part.name, part.value)).collect();
-        Ok(result.into_iter().map(|result| result.map(|score| (score.total, parts(score.components)))).collect())
+    pub(crate) fn scoring(&self) -> Scoring<'_, EpisodeRef<'_>> {
+        Scoring {
+            caller: &self.caller,
+            what: "episode",
+            id: |episode| episode.id,
+            range: self.range,
+            range_name: "the declared range",
+        }
     }
+
+    fn score_episodes(&self, episodes: &[EpisodeRef<'_>]) -> Result<Vec<ItemScore>, PluginFault> {
+        let scoring = self.scoring();
+        let run = |episodes: &[EpisodeRef<'_>], size| self.run(self.form, episodes, size);
+        if self.calls_host() {
+            return Ok(in_order(episodes, |episode| scoring.batch(std::slice::from_ref(episode), run))?.concat());
+        }
+        let scores = scoring.batch(episodes, run)?;
+        self.recheck(episodes, &scores)?;
+        Ok(scores)
+    }
+
+    /// Scores each group in one call; results are in the order of the episodes.
+    fn score_groups(&self, episodes: &[EpisodeRef<'_>]) -> Result<Vec<ItemScore>, PluginFault> {
+        let mut groups: Vec<Vec<usize>> = Vec::new();
+        let mut known: BTreeMap<&str, usize> = BTreeMap::new();
+        for (index, episode) in episodes.iter().enumerate() {
+            let group = *known.entry(episode.group_id).or_insert(groups.len());
+            if group == groups.len() {
+                groups.push(Vec::new());
+            }
+            groups[group].push(index);
+        }
+        let score = |indices: &Vec<usize>| {
+            let group: Vec<_> = indices.iter().map(|index| episodes[*index]).collect();
+            self.score_group(&group)
+        };
+        let scores = match self.calls_host() {
+            true => in_order(&groups, score)?,
+            false => groups.iter().map(score).collect::<Result<Vec<_>, _>>()?,
+        };
+        let mut scored: Vec<_> = groups.into_iter().flatten().zip(scores.into_iter().flatten()).collect();
+        scored.sort_by_key(|(index, _)| *index);
+        Ok(scored.into_iter().map(|(_, score)| score).collect())
+    }
+
+    /// With `on_limit = "drop"`, a group that hits a limit is dropped whole: the score of an episode depends on the others.
+    fn score_group(&self, group: &[EpisodeRef<'_>]) -> Result<Vec<ItemScore>, PluginFault> {
+        let scoring = self.scoring();
+        let in_group = |fault: PluginFault| self.caller.in_batch(&fault, "group", &[group[0].group_id]);
+        match self.run(self.form, group, CallSize::of(group.len())) {
+            Ok(results) if results.len() != group.len() => {
+                let message = format!("returned {} scores for {} episodes", results.len(), group.len());
+                Err(in_group(self.caller.invalid_result(message)))
+            }
+            Ok(results) => {
+                let scores = scoring.checked(group, results)?;
+                if !self.calls_host() {
+                    self.recheck(group, &scores)?;
+                }
+                Ok(scores)
+            }
+            Err(fault) if self.caller.drops(&fault) => {
+                group.iter().map(|episode| Ok(Err(scoring.dropped(&fault, episode)?))).collect()
+            }
+            Err(fault) => Err(in_group(fault)),
+        }
+    }
+}
+
+/// The most threads that wait for host functions in one batch.
+const MAX_WAITING: usize = 8;
+
+/// The results of `run` in the order of the items, on several threads: host functions wait for services. The first fault in that order.
+fn in_order<T: Sync>(
+    items: &[T],
+    run: impl Fn(&T) -> Result<Vec<ItemScore>, PluginFault> + Sync,
+) -> Result<Vec<Vec<ItemScore>>, PluginFault> {
+    let (next, is_stopped) = (AtomicUsize::new(0), AtomicBool::new(false));
+    let work = || {
+        let mut done = Vec::new();
+        while !is_stopped.load(Ordering::Relaxed) {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(item) = items.get(index) else { break };
+            let result = run(item);
+            is_stopped.fetch_or(result.is_err(), Ordering::Relaxed);
+            done.push((index, result));
+        }
+        done
+    };
+    let mut results: Vec<_> = std::thread::scope(|scope| {
+        let others: Vec<_> = (1..items.len().min(MAX_WAITING)).map(|_| scope.spawn(work)).collect();
+        let mine = work();
+        mine.into_iter()
+            .chain(others.into_iter().flat_map(|other| other.join().expect("work does not panic")))
+            .collect()
+    });
+    results.sort_by_key(|(index, _)| *index);
+    results.into_iter().map(|(_, result)| result).collect()
+}
+
+/// Sends the items that can be expressed; `rejections` has a rejection for each other one.
+fn with_rejections(
+    rejections: Vec<Option<Rejection>>,
+    score: impl FnOnce() -> Result<Vec<ItemScore>, PluginFault>,
+) -> Result<Vec<ItemScore>, PluginFault> {
+    let mut scored = score()?.into_iter();
+    let mut next = || scored.next().expect("one result for each item that was sent");
+    Ok(rejections.into_iter().map(|rejection| rejection.map_or_else(&mut next, Err)).collect())
 }
 
 impl RewardModel for RewardPlugin {
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<ItemScore>, PluginFault> {
-        let scoring = Scoring {
-            caller: &self.caller,
-            what: "episode",
-            id: |episode: &Episode| &episode.id,
-            range: self.range,
-            range_name: "the declared range",
-        };
-        scoring.batch(episodes, |episodes, size| self.run(episodes, size))
+        let (contract, inputs) = (&*self.caller.exports.contract, self.caller.inputs);
+        let parts: Vec<_> = episodes.iter().map(|episode| inputs.of(episode)).collect();
+        let rejections: Vec<_> = parts.iter().map(|episode| contract.inexpressible(episode)).collect();
+        let sent = parts.into_iter().zip(&rejections).filter(|(_, rejection)| rejection.is_none());
+        let sent: Vec<_> = sent.map(|(episode, _)| episode).collect();
+        with_rejections(rejections, || match self.is_of_groups() {
+            true => self.score_groups(&sent),
+            false => self.score_episodes(&sent),
+        })
+    }
+
+    fn inputs(&self) -> EpisodeInputs {
+        self.caller.inputs
     }
 
     fn range(&self) -> RewardRange {
@@ -243,52 +368,46 @@ const RANGE: RewardRange = RewardRange { min: 0.0, max: 1.0 };
 /// A configured style scorer plugin.
 pub(crate) struct StylePlugin {
     caller: Caller,
-    indices: style_scores::GuestIndices,
-}
-
-/// A dialogue as an argument of the contract.
-struct DialogueArgument<'a> {
-    id: &'a str,
-    turns: Vec<types::MessageParam<'a>>,
 }
 
 impl StylePlugin {
-    pub(crate) fn new(caller: Caller, indices: style_scores::GuestIndices) -> Self {
-        Self { caller, indices }
-    }
-
-    fn run(&self, dialogues: &[DialogueArgument<'_>], size: CallSize) -> Result<Vec<ItemResult>, PluginFault> {
-        let arguments: Vec<_> =
-            dialogues.iter().map(|sent| style_scores::Dialogue { id: sent.id, turns: &sent.turns }).collect();
-        let result = self.caller.call("style-scores.score-batch", size, |store, instance| {
-            self.indices.load(&mut *store, instance)?.call_score_batch(store, &arguments)
-        })?;
-        let parts =
-            |parts: Vec<style_scores::Component>| parts.into_iter().map(|part| (part.name, part.value)).collect();
-        Ok(result.into_iter().map(|result| result.map(|score| (score.total, parts(score.components)))).collect())
+    pub(crate) fn new(caller: Caller) -> Self {
+        Self { caller }
     }
 }
 
 impl StyleScorer for StylePlugin {
     fn score_batch(&self, dialogues: &[Dialogue]) -> Result<Vec<ItemScore>, PluginFault> {
-        let (mut arguments, mut rejections) = (Vec::new(), Vec::new());
-        for dialogue in dialogues {
-            let turns = convert::turns(dialogue);
-            rejections.push(turns.map(|turns| arguments.push(DialogueArgument { id: &dialogue.id, turns })));
-        }
+        let rejections: Vec<_> = dialogues.iter().map(odd_turns).collect();
+        let sent = dialogues.iter().zip(&rejections).filter(|(_, rejection)| rejection.is_none());
+        let sent: Vec<_> = sent.map(|(dialogue, _)| dialogue).collect();
         let scoring = Scoring {
             caller: &self.caller,
             what: "dialogue",
-            id: |dialogue: &DialogueArgument<'_>| dialogue.id,
+            id: |dialogue: &&Dialogue| &dialogue.id,
             range: RANGE,
             range_name: "the contract's range",
         };
-        let mut scored = scoring.batch(&arguments, |dialogues, size| self.run(dialogues, size))?.into_iter();
-        let mut next = || scored.next().expect("one result for each dialogue that was sent");
-        Ok(rejections.into_iter().map(|sent| sent.and_then(|()| next())).collect())
+        with_rejections(rejections, || {
+            scoring.batch(&sent, |dialogues, size| {
+                self.caller.score("", "style-scores.score-batch", size, |store, instance| {
+                    self.caller.exports.contract.score_dialogues(store, instance, dialogues)
+                })
+            })
+        })
     }
 
     fn name(&self) -> &str {
         &self.caller.name
     }
+}
+
+/// Why a dialogue cannot be expressed in the contract.
+fn odd_turns(dialogue: &Dialogue) -> Option<Rejection> {
+    let rejected = |detail: String| Some(Rejection { code: "invalid_dialogue".into(), detail });
+    if dialogue.turns.last().is_none_or(|last| last.role != "assistant") {
+        return rejected("the last turn is not the assistant's".into());
+    }
+    let (turn, number) = dialogue.turns.iter().zip(1..).find(|(turn, _)| !is_role(&turn.role))?;
+    rejected(format!("turn {number} is from `{}`; expected system, user or assistant", turn.role))
 }

@@ -14,6 +14,11 @@ pub(crate) fn is_code(text: &str) -> bool {
     is_name(text, |c| matches!(c, 'a'..='z' | '0'..='9' | '_'))
 }
 
+/// The speaker of a chat message.
+pub(crate) fn is_role(name: &str) -> bool {
+    matches!(name, "system" | "user" | "assistant")
+}
+
 const MAX_LISTED_KEYS: usize = 20;
 
 /// A key that plugin.toml could declare. A guest may read any key; only these appear in messages.

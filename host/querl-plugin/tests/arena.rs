@@ -5,7 +5,7 @@
 mod common;
 
 use common::{cache_dir, repository};
-use querl_core::records::{Context, Hit, Sample};
+use querl_core::records::{Columns, Context, Hit, Sample};
 use querl_plugin::{HostOptions, PluginHost, PluginPort, PluginSettings};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,6 +28,7 @@ fn samples(query: impl Fn(usize) -> String) -> Vec<Sample> {
         rewritten_query: "胶原蛋白肽的服用方法".into(),
         context: Context { user_profile: "孕妇".into(), history_summary: "用户问过虾青素".into() },
         hits: (1..=N_HITS as u32).map(hit).collect(),
+        columns: Columns::default(),
     };
     (0..N_SAMPLES).map(sample).collect()
 }

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{cache_dir, episode, host_with, load_guest, repository};
+use common::{cache_dir, episode, host_with, load_guest, repository, wat};
 use querl_bundle::{PublicKey, SigningKey, pack, sign};
 use querl_core::config::PluginLimits;
 use querl_plugin::{HostOptions, PluginError, PluginHost, PluginPort, PluginSettings, Source};
@@ -27,6 +27,11 @@ fn component() -> Vec<u8> {
 
 /// A bundle of the first-party reward whose plugin.toml went through `change`.
 fn bundle(change: impl Fn(&str) -> String) -> (TempDir, PathBuf) {
+    bundle_of(&component(), change)
+}
+
+/// As [`bundle`], of another component.
+fn bundle_of(component: &[u8], change: impl Fn(&str) -> String) -> (TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let source = repository().join(FOLDER);
     for name in ["README.md", "LICENSE"] {
@@ -35,7 +40,7 @@ fn bundle(change: impl Fn(&str) -> String) -> (TempDir, PathBuf) {
     let manifest = change(&std::fs::read_to_string(source.join("plugin.toml")).unwrap());
     std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
     let path = folder.path().join("reward.querl");
-    std::fs::write(&path, pack(folder.path(), &component()).unwrap()).unwrap();
+    std::fs::write(&path, pack(folder.path(), component).unwrap()).unwrap();
     (folder, path)
 }
 
@@ -267,4 +272,34 @@ fn only_a_file_is_read_as_a_component() {
     assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let message = host().load(&pipe).unwrap_err().to_string();
     assert!(message.ends_with("x.wasm: it is not a file; expected a component"), "{message}");
+}
+
+#[test]
+fn manifest_names_what_a_component_of_contract_0_2_says_and_imports() {
+    const FINE: &str = "[plugin]\nid = \"counts-tokens\"\nversion = \"0.1.0\"\ncontract = \"0.2.0\"\nkinds = [\"reward\"]\n\
+        description = \"x\"\nlicense = \"MIT\"\nrange = [0.0, 1.0]\nhost_functions = [\"tokens\"]\n";
+    let component = wat::component("counts-tokens");
+    let load = |manifest: &str| {
+        let (_folder, path) = bundle_of(&component, |_| manifest.to_owned());
+        host().load(&path).map(|plugin| plugin.id().to_owned()).map_err(|error| error.to_string())
+    };
+    assert_eq!(load(FINE).unwrap(), "counts-tokens");
+    for (old, new, expected) in [
+        ("host_functions = [\"tokens\"]", "", "says `` under `plugin.host_functions`; the component imports `tokens`"),
+        (
+            "[\"tokens\"]",
+            "[\"words\", \"tokens\"]",
+            "says `tokens, words` under `plugin.host_functions`; the component",
+        ),
+        ("0.0, 1.0", "0.0, 2.0", "says `0 to 2` under `plugin.range`; the component says `0 to 1`"),
+        ("[\"reward\"]", "[\"group-reward\"]", "says `group-reward` under `plugin.kinds`; the component says `reward`"),
+        (
+            "host_functions",
+            "[settings.x]\ntype = \"text\"\n#",
+            "the setting `x`, which the component does not describe",
+        ),
+    ] {
+        let message = load(&FINE.replacen(old, new, 1)).unwrap_err();
+        assert!(message.contains(expected), "{message}");
+    }
 }

@@ -39,7 +39,7 @@ fn observed(limits: PluginLimits) -> (PluginHost, Calls) {
 
 fn working(query: &str, kib: &str) -> querl_core::records::Episode {
     let mut episode = episode("a", query);
-    episode.baseline.rewrite = kib.to_owned();
+    episode.baseline.as_mut().unwrap().rewrite = kib.to_owned();
     episode
 }
 

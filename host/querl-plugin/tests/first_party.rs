@@ -5,13 +5,13 @@ mod common;
 
 use common::{candidate, competition, episode, host, open, repository};
 use querl_core::ports::{PromptInput, PromptTask};
-use querl_core::records::{CallFailure, Context, Episode, FailureKind, Hit, Judgement, Sample, Verdict};
+use querl_core::records::{CallFailure, Columns, Context, Episode, FailureKind, Hit, Judgement, Sample, Verdict};
 use querl_plugin::{PluginKind, PluginPort};
 
 fn judged(id: &str) -> Episode {
     Episode {
         policy: candidate(&[0.9, 0.8, 0.7], Some(4.5)),
-        baseline: candidate(&[0.7, 0.6, 0.5], Some(4.0)),
+        baseline: Some(candidate(&[0.7, 0.6, 0.5], Some(4.0))),
         ..episode(id, "胶原咋吃")
     }
 }
@@ -34,7 +34,7 @@ fn failures_reach_the_plugin_and_come_back_as_rejections() {
     let reward = competition(&host());
     let failure = || CallFailure { kind: FailureKind::Timeout, message: "no answer within 30 s".into() };
     let mut lost = judged("a");
-    lost.baseline.retrieval = Err(failure());
+    lost.baseline.as_mut().unwrap().retrieval = Some(Err(failure()));
     let mut unjudged = judged("b");
     unjudged.policy.judgement = Judgement::Failed(failure());
     let scored = reward.score_batch(&[lost, judged("c"), unjudged]).unwrap();
@@ -51,7 +51,7 @@ fn batch_equals_singles() {
     let batch: Vec<_> = batch
         .into_iter()
         .map(|mut e| {
-            e.policy.judgement = e.baseline.judgement.clone();
+            e.policy.judgement = e.baseline.as_ref().unwrap().judgement.clone();
             e
         })
         .collect();
@@ -72,6 +72,7 @@ fn filter_gives_codes_in_order() {
         rewritten_query: rewrite.into(),
         context: Context::default(),
         hits: vec![Hit { id: "kb".into(), text: "文".into(), reranker_score: top1, retrieval_score: None, rank: 1 }],
+        columns: Columns::default(),
     };
     let samples = [
         sample("a", "胶原咋吃", "胶原蛋白肽的服用方法", 0.55),

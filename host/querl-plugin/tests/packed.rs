@@ -76,9 +76,10 @@ fn varied(share: f64, index: usize) -> Episode {
     let mut varied = episode(&format!("e{index}"), &"胶原".repeat(index));
     let is_judged = !index.is_multiple_of(3);
     varied.policy = candidate(&[share, share * 0.9], is_judged.then_some(share * 5.0));
-    varied.baseline = candidate(&[0.5, 0.3, 0.1, 0.0][..index % 5 % 4], is_judged.then_some(2.5));
+    varied.baseline = Some(candidate(&[0.5, 0.3, 0.1, 0.0][..index % 5 % 4], is_judged.then_some(2.5)));
     if index.is_multiple_of(7) {
-        varied.baseline.retrieval = Err(CallFailure { kind: FailureKind::Timeout, message: "no answer".into() });
+        let failure = CallFailure { kind: FailureKind::Timeout, message: "no answer".into() };
+        varied.baseline.as_mut().unwrap().retrieval = Some(Err(failure));
     }
     varied
 }

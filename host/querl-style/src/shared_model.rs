@@ -3,7 +3,7 @@
 use crate::classifier::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
 use anyhow::Context;
 use querl_core::config::StyleModelConfig;
-use querl_core::ports::{PluginFault, RewardModel, RewardRange, StyleModel, StyleScorer};
+use querl_core::ports::{EpisodeInputs, InputUse, PluginFault, RewardModel, RewardRange, StyleModel, StyleScorer};
 use querl_core::records::{
     CallFailure, Candidate, Dialogue, Episode, FailureKind, Message, Rejection, Reward, StyleProbability,
 };
@@ -213,6 +213,11 @@ impl RewardModel for StyleReward {
         let dialogue =
             |episode: &Episode| Dialogue { id: episode.id.clone(), turns: turns_of_side(episode, &episode.policy) };
         self.0.score_batch(&episodes.iter().map(dialogue).collect::<Vec<_>>())
+    }
+
+    /// The distributions are recorded with the episodes, for a replay.
+    fn inputs(&self) -> EpisodeInputs {
+        EpisodeInputs { style: InputUse::Optional, ..EpisodeInputs::default() }
     }
 
     fn range(&self) -> RewardRange {

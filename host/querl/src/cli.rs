@@ -88,6 +88,9 @@ pub enum Command {
     /// Compile one plugin in a separate process that can be stopped
     #[command(name = COMPILE_COMMAND, hide = true)]
     CompilePlugin(plugin::CompileArgs),
+    /// Score episodes with a plugin that was built as a dynamic library
+    #[command(name = plugin::dev::REPLAY_COMMAND, hide = true)]
+    ReplayNativeLibrary(plugin::dev::LibraryArgs),
 }
 
 #[derive(Debug, Args)]

@@ -128,6 +128,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Completions { shell } => cli::print_completions(shell),
         Command::Man { dir } => cli::write_man_pages(dir.as_deref()),
         Command::CompilePlugin(args) => commands::plugin::compile(&args),
+        Command::ReplayNativeLibrary(args) => commands::plugin::dev::replay_library(&args),
     }
 }
 

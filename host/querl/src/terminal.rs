@@ -48,6 +48,14 @@ pub fn print(text: &str) {
     }
 }
 
+/// Names what runs now, on a terminal only; the next [`print`] replaces it.
+pub fn show_running(text: &str) {
+    if VERBOSITY.load(Ordering::Relaxed) > Verbosity::Quiet as u8 && std::io::stderr().is_terminal() {
+        // The cursor goes back to the start of the line, which `print` clears by writing a longer line over it.
+        let _ = write!(std::io::stderr(), "{text} ...\r");
+    }
+}
+
 /// A line on stderr. A closed terminal, a reader that is gone and a full disk behind a log end no work: `eprintln!` would panic.
 pub fn print_error(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");

@@ -658,7 +658,7 @@ fn thousand_rows_under_injected_faults_end_once() {
     );
 }
 
-/// A metric that a page names: the stage (empty for any) and the name, whose part in capitals stands for any text.
+/// A metric that a page names: the stage (empty for any) and the name, whose parts in capitals stand for any text.
 type DocumentedMetric = (String, String);
 
 /// The metrics in the table of `metrics.jsonl` of a page. Words in parentheses and in the first column are no names.
@@ -699,16 +699,19 @@ fn expanded(name: &str) -> Vec<String> {
 }
 
 fn is_metric((stage, pattern): &DocumentedMetric, (of, name): &(String, String)) -> bool {
-    let parts: Vec<&str> = pattern.split('/').collect();
-    let place = parts.iter().position(|part| part.bytes().all(|byte| byte.is_ascii_uppercase()));
-    let matches = match place {
-        None => pattern == name,
-        Some(at) => {
-            let (before, after) = (parts[..at].join("/") + "/", parts[at + 1..].join("/"));
-            name.strip_prefix(&before).and_then(|rest| rest.strip_suffix(&after)).is_some_and(|text| !text.is_empty())
+    let (pattern, name): (Vec<&str>, Vec<&str>) = (pattern.split('/').collect(), name.split('/').collect());
+    are_like(&pattern, &name) && (stage.is_empty() || stage == of)
+}
+
+/// Whether the parts of a name are those of a pattern, in which a part in capitals stands for one or more.
+fn are_like(pattern: &[&str], name: &[&str]) -> bool {
+    match pattern {
+        [] => name.is_empty(),
+        [any, rest @ ..] if any.bytes().all(|byte| byte.is_ascii_uppercase()) => {
+            (1..=name.len()).any(|n| are_like(rest, &name[n..]))
         }
-    };
-    matches && (stage.is_empty() || stage == of)
+        [part, rest @ ..] => name.split_first().is_some_and(|(first, others)| first == part && are_like(rest, others)),
+    }
 }
 
 /// Returns the metrics of `metrics.jsonl` by stage, and checks that each is in the event files and in the report too.

@@ -99,7 +99,12 @@ fn what_cannot_be_replayed_is_one_sentence_with_a_remedy() {
         ("nowhere", competition, &[][..], "nowhere: there is no such file or folder; expected a run folder"),
         ("bare", competition, &[], "bare/episodes.jsonl: there is no such file; the stage `rl` writes it"),
         ("empty.jsonl", competition, &[], "empty.jsonl: holds no episode; expected at least one line"),
-        ("old.jsonl", competition, &[], "old.jsonl:1: `format` is 1; this querl reads 2: run the stage `rl` again"),
+        (
+            "old.jsonl",
+            competition,
+            &[],
+            "old.jsonl:1: `format` is 1; this querl reads 2 and 3: run the stage `rl` again",
+        ),
         ("run", "plugins/filter-quality", &[], "it is a filter plugin; expected a reward plugin"),
         ("run", competition, &["--settings", "los=1"], "`los`"),
         ("run", competition, &["--settings", "loss"], "--settings `loss`: expected KEY=VALUE"),

@@ -70,7 +70,7 @@ fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_
         assert!((total - expected).abs() < 1e-9, "{row}");
         let side = |side: &str| &row["episode"][side]["style"];
         assert!((sum(side("baseline")) - 1.0).abs() < 1e-6, "{row}");
-        if !row["episode"]["policy"]["rewrite"].as_str().unwrap().trim().is_empty() {
+        if !row["episode"]["policy"]["rewrite"].as_str().unwrap_or_default().trim().is_empty() {
             n_classified += 1;
             // The plugin got the distribution of the policy in the episode, not that of the teacher.
             for (index, class) in side("policy").as_array().unwrap().iter().enumerate() {

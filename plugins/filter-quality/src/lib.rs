@@ -90,7 +90,9 @@ impl Quality {
 
 /// What makes two samples the same: query and context.
 fn identity(sample: &Sample) -> [String; 3] {
-    [&sample.original_query, &sample.context.user_profile, &sample.context.history_summary].map(|text| normalised(text))
+    let Sample { original_query, context, .. } = sample;
+    [Some(original_query), context.user_profile.as_ref(), context.history_summary.as_ref()]
+        .map(|text| text.map(|text| normalised(text)).unwrap_or_default())
 }
 
 /// Letters and digits only, lower case, full-width forms as ASCII.
@@ -152,7 +154,7 @@ mod tests {
 
     #[test]
     fn second_of_two_equal_queries_is_dropped() {
-        let other_context = Context { user_profile: "孕妇".into(), ..Context::default() };
+        let other_context = Context { user_profile: Some("孕妇".into()), ..Context::default() };
         let samples = [
             sample("胶原咋吃", "胶原蛋白肽的服用方法", 0.9),
             sample("胶原咋吃？", "胶原蛋白肽的用法用量", 0.9),

@@ -21,17 +21,18 @@ impl Prompt for Answer {
         Ok(Self { system: settings.text("system", SYSTEM) })
     }
 
-    fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+    fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection> {
         let question = question(input);
         match task {
             PromptTask::TeacherRewrite | PromptTask::PolicyRewrite => {
-                vec![Message::system(self.system.clone()), Message::user(question)]
+                Ok(vec![Message::system(self.system.clone()), Message::user(question)])
             }
             PromptTask::Judge => {
                 let answer = input.rewrite.as_deref().unwrap_or_default();
                 let asked = format!("用户问题：{question}\n回答：{answer}\n\n{JUDGE_REQUEST}");
-                vec![Message::system(JUDGE_SYSTEM), Message::user(asked)]
+                Ok(vec![Message::system(JUDGE_SYSTEM), Message::user(asked)])
             }
+            PromptTask::Other(_) => Err(Rejection::unknown_task(&task)),
         }
     }
 
@@ -55,7 +56,7 @@ impl Prompt for Answer {
 /// The question, after who asks and what was said before, where that is known.
 fn question(input: &PromptInput) -> String {
     let context = [("用户画像", &input.context.user_profile), ("历史摘要", &input.context.history_summary)];
-    let known = context.into_iter().filter(|(_, value)| !value.is_empty());
+    let known = context.into_iter().filter_map(|(name, value)| Some((name, value.as_ref()?)));
     let lines: String = known.map(|(name, value)| format!("{name}：{value}\n")).collect();
     lines + &input.query
 }
@@ -77,7 +78,7 @@ mod tests {
         let answer = Answer::new(&Settings::from_pairs([("system", "诚实地回答。")])).unwrap();
         let input = PromptInput { query: "怎么洗".into(), ..PromptInput::default() };
         let expected = [Message::system("诚实地回答。"), Message::user("怎么洗")];
-        assert_eq!(answer.messages(PromptTask::PolicyRewrite, &input), expected);
+        assert_eq!(answer.messages(PromptTask::PolicyRewrite, &input).unwrap(), expected);
     }
 
     #[test]

@@ -14,7 +14,7 @@
 //! `tanh` is libm's, compiled into the component: the same bits on every machine. Rust's own `f64::tanh` comes from the C library
 //! of the target, which is the same code inside a component but another one in native tests.
 
-use querl_sdk::{Candidate, Episode, Hit, Judgement, Rejection, Reward, Score, SettingError, Settings};
+use querl_sdk::{Episode, Hit, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::ops::RangeInclusive;
 
 /// A judge's scores are 0 to 5.
@@ -45,6 +45,8 @@ struct Parts {
 }
 
 impl Reward for Competition {
+    const INPUTS: Inputs = Inputs::NONE.requires(Input::Baseline).requires(Input::Retrieval).uses(Input::Judgement);
+
     fn new(settings: &Settings) -> Result<Self, SettingError> {
         let weight = |key, default| settings.number(key, default, 0.0..=1e6);
         let outcome = |key, default| settings.number(key, default, -1e6..=1e6);
@@ -84,8 +86,8 @@ impl Reward for Competition {
 
 impl Competition {
     fn parts(&self, episode: &Episode) -> Result<Parts, Rejection> {
-        let policy = self.quality(hits(&episode.policy, "policy")?);
-        let baseline = self.quality(hits(&episode.baseline, "baseline")?);
+        let policy = self.quality(episode.policy.hits("policy")?);
+        let baseline = self.quality(episode.baseline()?.hits("baseline")?);
         let win = match policy - baseline {
             difference if difference > DRAW_TOLERANCE => self.win,
             difference if difference < -DRAW_TOLERANCE => self.loss,
@@ -116,30 +118,15 @@ impl Competition {
     }
 }
 
-fn hits<'a>(candidate: &'a Candidate, side: &str) -> Result<&'a [Hit], Rejection> {
-    match &candidate.retrieval {
-        Ok(hits) => Ok(hits),
-        Err(failure) => Err(Rejection::new(format!("{side}_retrieval_failed"), failure.to_string())),
-    }
-}
-
 /// The difference of the judge's scores, -1 to 1; `None` where neither side was judged.
 fn judge_difference(episode: &Episode) -> Result<Option<f64>, Rejection> {
-    match (judged(&episode.policy, "policy")?, judged(&episode.baseline, "baseline")?) {
-        (Some(policy), Some(baseline)) => Ok(Some(policy / JUDGE_SCALE - baseline / JUDGE_SCALE)),
+    match (episode.policy.judgement("policy")?, episode.baseline()?.judgement("baseline")?) {
+        (Some(policy), Some(baseline)) => Ok(Some(policy.score / JUDGE_SCALE - baseline.score / JUDGE_SCALE)),
         (None, None) => Ok(None),
         (policy, _) => {
             let missing = if policy.is_some() { "baseline" } else { "policy" };
             Err(Rejection::new("judgement_one_sided", format!("the {missing} side was not judged, the other was")))
         }
-    }
-}
-
-fn judged(candidate: &Candidate, side: &str) -> Result<Option<f64>, Rejection> {
-    match &candidate.judgement {
-        Judgement::Scored { score, .. } => Ok(Some(*score)),
-        Judgement::NotSampled => Ok(None),
-        Judgement::Failed(failure) => Err(Rejection::new(format!("{side}_judgement_failed"), failure.to_string())),
     }
 }
 

@@ -1,18 +1,21 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use querl_sdk::{CallFailure, FailureKind};
+use querl_sdk::{CallFailure, Candidate, FailureKind, JudgeScore};
+
+/// What a judge said; `None` where nobody asked.
+type Judgement = Option<Result<JudgeScore, CallFailure>>;
 
 /// The formula of the crate's documentation worked out by hand with tanh from a table of 15 digits.
 const TOLERANCE: f64 = 1e-12;
 
 fn candidate(scores: &[f64], judgement: Judgement) -> Candidate {
     let hits = scores.iter().zip(1..).map(|(score, rank)| Hit { reranker_score: *score, rank, ..Hit::default() });
-    Candidate { retrieval: Ok(hits.collect()), judgement, ..Candidate::default() }
+    Candidate { retrieval: Some(Ok(hits.collect())), judgement, ..Candidate::default() }
 }
 
 fn scored(score: f64) -> Judgement {
-    Judgement::Scored { score, reason: String::new() }
+    Some(Ok(JudgeScore { score, reason: String::new() }))
 }
 
 fn failure() -> CallFailure {
@@ -21,7 +24,7 @@ fn failure() -> CallFailure {
 
 fn score(policy: Candidate, baseline: Candidate) -> Result<Score, Rejection> {
     let plugin = Competition::new(&Settings::none()).unwrap();
-    plugin.score(&Episode { policy, baseline, ..Episode::default() })
+    plugin.score(&Episode { policy, baseline: Some(baseline), ..Episode::default() })
 }
 
 fn assert_close(actual: f64, expected: f64) {
@@ -47,7 +50,7 @@ fn policy_above_teacher_on_all_parts() {
 
 #[test]
 fn without_a_judgement_the_other_weights_carry_the_whole() {
-    let plain = || Judgement::NotSampled;
+    let plain = || None;
     let score = score(candidate(&[0.9, 0.8, 0.7], plain()), candidate(&[0.7, 0.6, 0.5], plain())).unwrap();
     assert_eq!(score.components.len(), 2);
     assert_close(score.total, (0.4 * 0.537_049_566_998_035 + 0.25 * 0.5) / 0.65);
@@ -66,7 +69,7 @@ fn a_draw_is_zero_and_the_ends_are_the_documented_ones() {
 #[test]
 fn qualities_within_the_tolerance_draw() {
     let win = |policy: f64, baseline: f64| {
-        let plain = |score: f64| candidate(&[score], Judgement::NotSampled);
+        let plain = |score: f64| candidate(&[score], None);
         score(plain(policy), plain(baseline)).unwrap().components[1].value
     };
     assert_eq!((win(0.5 + 5e-10, 0.5), win(0.5, 0.5 + 5e-10)), (0.0, 0.0));
@@ -76,7 +79,7 @@ fn qualities_within_the_tolerance_draw() {
 #[test]
 fn quality_takes_the_mean_of_what_is_there_up_to_three() {
     let plugin = Competition::new(&Settings::none()).unwrap();
-    let quality = |scores: &[f64]| plugin.quality(&candidate(scores, scored(0.0)).retrieval.unwrap());
+    let quality = |scores: &[f64]| plugin.quality(&candidate(scores, scored(0.0)).retrieval.unwrap().unwrap());
     assert_close(quality(&[0.5]), 0.5);
     assert_close(quality(&[0.8, 0.4]), 0.6 * 0.8 + 0.4 * 0.6);
     assert_close(quality(&[0.9, 0.6, 0.3, 0.3, 0.3]), 0.6 * 0.9 + 0.4 * 0.6);
@@ -85,14 +88,14 @@ fn quality_takes_the_mean_of_what_is_there_up_to_three() {
 
 #[test]
 fn finding_nothing_is_an_answer_and_loses() {
-    let score = score(candidate(&[], Judgement::NotSampled), candidate(&[0.2], Judgement::NotSampled)).unwrap();
+    let score = score(candidate(&[], None), candidate(&[0.2], None)).unwrap();
     assert!(score.total < 0.0, "{score:?}");
 }
 
 #[test]
 fn failed_retrieval_on_either_side_is_a_rejection() {
-    let failed = || Candidate { retrieval: Err(failure()), ..candidate(&[], Judgement::NotSampled) };
-    let fine = || candidate(&[0.9], Judgement::NotSampled);
+    let failed = || Candidate { retrieval: Some(Err(failure())), ..candidate(&[], None) };
+    let fine = || candidate(&[0.9], None);
     assert_eq!(score(failed(), fine()).unwrap_err().code, "policy_retrieval_failed");
     let rejection = score(fine(), failed()).unwrap_err();
     assert_eq!(
@@ -105,9 +108,9 @@ fn failed_retrieval_on_either_side_is_a_rejection() {
 fn failed_or_one_sided_judgement_is_a_rejection() {
     let with = |judgement| candidate(&[0.9], judgement);
     let code = |policy, baseline| score(with(policy), with(baseline)).unwrap_err().code;
-    assert_eq!(code(Judgement::Failed(failure()), scored(3.0)), "policy_judgement_failed");
-    assert_eq!(code(scored(3.0), Judgement::Failed(failure())), "baseline_judgement_failed");
-    assert_eq!(code(scored(3.0), Judgement::NotSampled), "judgement_one_sided");
+    assert_eq!(code(Some(Err(failure())), scored(3.0)), "policy_judgement_failed");
+    assert_eq!(code(scored(3.0), Some(Err(failure()))), "baseline_judgement_failed");
+    assert_eq!(code(scored(3.0), None), "judgement_one_sided");
 }
 
 #[test]
@@ -116,7 +119,7 @@ fn settings_change_the_constants() {
         Settings::from_pairs([("weight_judge", "0"), ("weight_retrieval", "0"), ("weight_win", "1"), ("loss", "-2")]);
     let plugin = Competition::new(&settings).unwrap();
     let sides = (candidate(&[0.1], scored(1.0)), candidate(&[0.2], scored(1.0)));
-    let episode = Episode { policy: sides.0, baseline: sides.1, ..Episode::default() };
+    let episode = Episode { policy: sides.0, baseline: Some(sides.1), ..Episode::default() };
     assert_eq!(plugin.score(&episode).unwrap().total, -1.0, "clipped");
     assert_eq!(plugin.range(), -1.0..=1.0);
 }

@@ -15,9 +15,10 @@
 //!
 //! Components: `target`, `rival`, `penalty`, `length`, and `class_0`, `class_1` and so on, the model's distribution in its order.
 
-use querl_sdk::{
-    ClassifyError, Dialogue, Rejection, Role, Score, SettingError, Settings, StyleModel, StyleProbability, StyleScorer,
-};
+use querl_sdk::host::CallError;
+use querl_sdk::{Dialogue, Rejection, Role, Score, SettingError, Settings, StyleModel, StyleProbability, StyleScorer};
+
+const DEFAULT_TARGET: &str = "有帮助";
 
 /// The scorer, with what it wants.
 #[derive(Debug, Clone, PartialEq)]
@@ -31,10 +32,10 @@ pub struct Style {
 
 impl StyleScorer for Style {
     fn new(settings: &Settings) -> Result<Self, SettingError> {
-        let mut targets = weighted(settings, "targets", 1.0)?;
-        let penalties = weighted(settings, "penalties", 10.0)?;
+        let mut targets = weighted(settings, "targets", &[DEFAULT_TARGET], 1.0)?;
+        let penalties = weighted(settings, "penalties", &[], 10.0)?;
         if targets.is_empty() {
-            targets.push(("有帮助".to_owned(), 1.0));
+            targets.push((DEFAULT_TARGET.to_owned(), 1.0));
         }
         let style = Self {
             margin: settings.number("margin", 0.0, 0.0..=1.0)?,
@@ -61,8 +62,8 @@ impl StyleScorer for Style {
             return Ok(Score::new(0.0).with("length", 0.0));
         }
         let classes = model.classify(&dialogue.turns).map_err(|error| match &error {
-            ClassifyError::NotConfigured => Rejection::new("style_model_missing", error.to_string()),
-            ClassifyError::Failed(_) => Rejection::new("style_model_failed", error.to_string()),
+            CallError::NotConfigured => Rejection::new("style_model_missing", error.to_string()),
+            CallError::Failed(_) => Rejection::new("style_model_failed", error.to_string()),
         })?;
         self.check(&classes)?;
         let (target, penalty) = (sum(&self.targets, &classes), sum(&self.penalties, &classes));
@@ -118,9 +119,14 @@ fn sum(weights: &[(String, f64)], classes: &[StyleProbability]) -> f64 {
 }
 
 /// A list of `class` or `class=weight`.
-fn weighted(settings: &Settings, key: &str, largest: f64) -> Result<Vec<(String, f64)>, SettingError> {
+fn weighted(
+    settings: &Settings,
+    key: &str,
+    default: &[&str],
+    largest: f64,
+) -> Result<Vec<(String, f64)>, SettingError> {
     let mut found: Vec<(String, f64)> = Vec::new();
-    for item in settings.list(key)? {
+    for item in settings.list_or(key, default)? {
         let (class, weight) = item.split_once('=').unwrap_or((&item, "1"));
         let (class, number) = (class.trim(), weight.trim().parse::<f64>().ok());
         let Some(number) = number.filter(|number| *number > 0.0 && *number <= largest && !class.is_empty()) else {

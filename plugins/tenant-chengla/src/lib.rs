@@ -17,6 +17,7 @@ impl Tenant for Chengla {
 querl_sdk::export!(prompt: TenantPlugin<Chengla>);
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_sdk::{Message, PromptInput, PromptTask};
@@ -29,7 +30,7 @@ mod tests {
     #[test]
     fn policy_is_prompted_briefly() {
         let input = PromptInput { query: "公考课咋报".into(), ..PromptInput::default() };
-        let messages = Chengla::PROMPTS.messages(PromptTask::PolicyRewrite, &input);
+        let messages = Chengla::PROMPTS.messages(PromptTask::PolicyRewrite, &input).unwrap();
         let expected =
             [Message::system("你是教育培训领域的Query改写专家。"), Message::user("原始查询: 公考课咋报\n\n请改写。")];
         assert_eq!(messages, expected);
@@ -37,7 +38,7 @@ mod tests {
 
     #[test]
     fn teacher_is_given_the_rules() {
-        let messages = Chengla::PROMPTS.messages(PromptTask::TeacherRewrite, &PromptInput::default());
+        let messages = Chengla::PROMPTS.messages(PromptTask::TeacherRewrite, &PromptInput::default()).unwrap();
         assert!(
             messages[0].content.starts_with("你是教育培训领域的专业Query改写专家。\n改写要求：\n1. 识别课程类型和科目")
         );

@@ -6,7 +6,7 @@ export function filtersOf(plugin) {
   return {
     checkBatch(samples) {
       const filter = new plugin.kinds.filter(host.settings());
-      return samples.map((sample) => verdict(filter, sample));
+      return samples.map((sample) => verdict(filter, { ...sample, columns: host.columns(sample.columns) }));
     },
   };
 }

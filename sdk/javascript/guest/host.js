@@ -1,11 +1,11 @@
-// What the host offers, and the word on what went wrong. Runs in components only; `querl plugin build` makes the module that
-// uses it: the bindings `querl:plugin/...` exist in a component alone.
+// Settings, log and host functions of the host, and the contract's form of rejections and scores. Runs in components only; `querl plugin
+// build` makes the module that uses it: the bindings `querl:plugin/...` exist in a component alone.
 
-import { log as logOfHost } from "querl:plugin/log@0.1.0";
-import { get } from "querl:plugin/settings@0.1.0";
+import { log as logOfHost } from "querl:plugin/log@0.2.0";
+import { get } from "querl:plugin/settings@0.2.0";
 import { sendLogTo } from "../log.js";
 import { Settings } from "../settings.js";
-import { CallFailure, Candidate } from "../types.js";
+import { CallFailure, Candidate, Episode, Message } from "../types.js";
 
 sendLogTo((level, message) => logOfHost(level, message));
 
@@ -14,42 +14,69 @@ export function settings() {
   return Settings.fromSource(get);
 }
 
-/** A result of the contract: what `call` returns, or the rejection that it throws. */
-export function resultOf(call) {
+/** What `call` returns, or the rejection that it throws; any other exception ends the instance with its text as the fault's. */
+export function attempt(call) {
   try {
-    return { tag: "ok", val: call() };
+    return call();
   } catch (error) {
-    return { tag: "err", val: rejection(error) };
+    return rejection(error);
   }
 }
 
-/** A rejection as the contract's; any other exception is rethrown, and ends the instance with its text as the fault's. */
+/** A rejection as the contract's; any other exception is rethrown. */
 export function rejection(error) {
-  if (error?.name !== "Rejection") throw error;
+  if (!isRejection(error)) throw error;
   return { code: error.code, detail: error.detail };
 }
 
-export function callFailure({ kind, message }) {
-  return new CallFailure(kind.replaceAll("-", "_"), message);
+export function isRejection(error) {
+  return error?.name === "Rejection";
 }
 
-export function candidate(value) {
-  const { retrieval, judgement } = value;
-  value.retrieval = retrieval.tag === "hits" ? retrieval.val : callFailure(retrieval.val);
-  value.judgement = judgement.tag === "failed" ? callFailure(judgement.val) : judgement.val;
+/** The name of a case, `rate_limited` for `rate-limited`; the text of `other`. */
+export function caseName({ tag, val }) {
+  return tag === "other" ? val : tag.replaceAll("-", "_");
+}
+
+export function callFailure({ kind, message }) {
+  return new CallFailure(caseName(kind), message);
+}
+
+export function columns(values) {
+  const plain = ({ tag, val }) => (tag === "items" ? val.map(plain) : val);
+  return Object.fromEntries(values.map(({ name, value }) => [name, plain(value)]));
+}
+
+export function episode(value) {
+  value.step &&= Number(value.step);
+  value.step ??= undefined;
+  value.split &&= caseName(value.split);
+  value.columns = columns(value.columns);
+  value.prompt &&= value.prompt.map(({ role, content }) => new Message(role, content));
+  value.policy = candidate(value.policy);
+  value.baseline &&= candidate(value.baseline);
+  return new Episode(value);
+}
+
+function candidate(value) {
+  const result = (of) => (of?.tag === "failed" ? callFailure(of.val) : of?.val);
+  value.retrieval = result(value.retrieval);
+  value.judgement = result(value.judgement);
+  value.finishReason &&= caseName(value.finishReason);
   return new Candidate(value);
 }
 
-/** A score as the contract's, checked here: the bindings would turn what is no number into NaN. */
+/** A score as the contract's, checked here: JSON would turn what is no number into null. Adding 0 makes -0 a 0, which JSON has alone. */
 export function score(value) {
   if (typeof value?.total !== "number") {
-    throw new TypeError(`score() returned ${JSON.stringify(value)}; expected { total: NUMBER, components: { NAME: NUMBER } }`);
+    throw new TypeError(`the result is ${JSON.stringify(value)}; expected { total: NUMBER, components: { NAME: NUMBER } }`);
   }
-  const components = Object.entries(value.components ?? {}).map(([name, part]) => ({ name, value: number(name, part) }));
-  return { total: value.total, components };
+  const components = [];
+  for (const name in value.components) components.push({ name, value: number(name, value.components[name]) });
+  return { total: number("total", value.total), components };
 }
 
 function number(name, value) {
-  if (typeof value !== "number") throw new TypeError(`component \`${name}\` is ${JSON.stringify(value)}; expected a number`);
-  return value;
+  if (!Number.isFinite(value)) throw new TypeError(`\`${name}\` is ${String(value)}; expected a finite number`);
+  return value + 0;
 }

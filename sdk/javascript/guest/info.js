@@ -1,16 +1,27 @@
 // The interface `info`.
 
+import { describe } from "../description.js";
 import { settings } from "./host.js";
 
-export function infoOf(plugin, name, version) {
+/** The exports of `info`; `docs` are sentences about settings, by key. The description is made when the component is built. */
+export function infoOf(plugin, name, version, docs) {
+  const described = describe(plugin);
+  const description = {
+    name,
+    version,
+    kinds: described.kinds.map((tag) => ({ tag })),
+    settings: described.settings.map((spec) => ({ ...spec, valueType: { tag: spec.valueType }, doc: docs[spec.key] })),
+    range: described.range && { min: described.range[0], max: described.range[1] },
+    inputs: Object.entries(described.inputs).map(([tag, required]) => ({ input: { tag }, required })),
+  };
   return {
-    describe: () => ({ name, version }),
+    describe: () => description,
     checkSettings() {
       try {
         for (const type of Object.values(plugin.kinds)) new type(settings());
       } catch (error) {
         if (error?.name !== "SettingError") throw error;
-        // The bindings turn what is thrown into the contract's error.
+        // The bindings make the contract's error of what is thrown.
         throw { key: error.key, message: error.problem };
       }
     },

@@ -1,20 +1,27 @@
 // The interface `prompts`.
 
+import { Rejection } from "../types.js";
 import * as host from "./host.js";
 
+const TASKS = ["teacher_rewrite", "policy_rewrite", "judge"];
+
 export function promptsOf(plugin) {
-  const prompt = () => new plugin.kinds.prompt(host.settings());
-  const parsed = (parse) => {
+  const orRejection = (call) => {
     try {
-      return parse(prompt());
+      return call(new plugin.kinds.prompt(host.settings()));
     } catch (error) {
-      // The bindings turn what is thrown into the contract's error.
+      // The bindings make the contract's error of what is thrown.
       throw host.rejection(error);
     }
   };
   return {
-    messages: (task, input) => prompt().messages(task.replaceAll("-", "_"), input),
-    parseRewrite: (text) => parsed((prompt) => prompt.parseRewrite(text)),
-    parseJudgement: (text) => parsed((prompt) => ({ reason: "", ...prompt.parseJudgement(text) })),
+    messages: (task, input) =>
+      orRejection((prompt) => {
+        const name = host.caseName(task);
+        if (!TASKS.includes(name)) throw new Rejection("unknown_task", `the plugin has no prompt for the task \`${name}\``);
+        return prompt.messages(name, input);
+      }),
+    parseRewrite: (text) => orRejection((prompt) => prompt.parseRewrite(text)),
+    parseJudgement: (text) => orRejection((prompt) => ({ reason: "", ...prompt.parseJudgement(text) })),
   };
 }

@@ -1,6 +1,7 @@
 // Short ways to what a plugin is given.
 
-import { ClassifyError } from "../style.js";
+import { HostCallError, sendCallsTo } from "../host.js";
+import { units } from "../text.js";
 import { CallFailure, Candidate, Episode, Message } from "../types.js";
 
 export function hits(...scores) {
@@ -13,33 +14,86 @@ export function hits(...scores) {
   }));
 }
 
-export function failed(message = "no answer within 30 s", kind = "timeout") {
+export function failed(message = "no response within 30 s", kind = "timeout") {
   return new CallFailure(kind, message);
 }
 
-export function candidate(rewrite = "", scores = [], { judged, style, truncated = false } = {}) {
+export function candidate(rewrite, scores, { judged, style, nTokens, finishReason } = {}) {
   return new Candidate({
     rewrite,
-    retrieval: scores instanceof CallFailure ? scores : hits(...scores),
+    retrieval: Array.isArray(scores) ? hits(...scores) : scores,
     judgement: typeof judged === "number" ? { score: judged, reason: "" } : judged,
     style: style && distribution(style),
-    truncated,
+    nTokens,
+    finishReason,
   });
 }
 
-export function episode(query = "", policy = "", baseline = "", { userProfile = "", historySummary = "", goldIds = [] } = {}) {
-  const side = (value) => (typeof value === "string" ? candidate(value) : value);
+export function episode(query = "", policy = "", baseline = undefined, more = {}) {
+  const { userProfile, historySummary, sampleIndex = 0, ...fields } = more;
+  const side = (value) => (typeof value === "string" ? candidate(value || undefined) : value);
   const context = { userProfile, historySummary };
-  return new Episode({ id: "test", query, context, goldIds, policy: side(policy), baseline: side(baseline) });
+  const id = `test/${sampleIndex}`;
+  return new Episode({ id, groupId: "test", sampleIndex, query, context, policy: side(policy), baseline: side(baseline), ...fields });
 }
 
-export function sample(query, rewrite, scores = [0.9]) {
+/** The episode with the parts that a plugin's class declares and no others, as the host gives it. */
+export function declared(episode, { requires = [], uses = [] }) {
+  const inputs = [...requires, ...uses];
+  const part = (name, value) => (inputs.includes(name) ? value : undefined);
+  const side = (of) => {
+    const { rewrite, nTokens, finishReason } = of;
+    const [retrieval, judgement, style] = ["retrieval", "judgement", "style"].map((name) => part(name, of[name]));
+    return new Candidate({ rewrite, retrieval, judgement, style, nTokens, finishReason });
+  };
+  const { id, groupId, sampleIndex, step, split, query, context, goldIds, baseline } = episode;
+  return new Episode({
+    ...{ id, groupId, sampleIndex, step, split, query, context, goldIds },
+    columns: part("columns", episode.columns),
+    prompt: part("prompt", episode.prompt),
+    response: part("response", episode.response),
+    policy: side(episode.policy),
+    baseline: part("baseline", baseline && side(baseline)),
+  });
+}
+
+/** Calls `run` with stand-ins for host functions, and returns its result. */
+export function withHostFunctions(standIns, run) {
+  const { countTokens, splitTokens, words, embed, askJudge, classify } = {
+    countTokens: (text) => units(text).length,
+    splitTokens: units,
+    words: units,
+    embed: (texts) => texts.map(characterVector),
+    ...standIns,
+  };
+  const functions = { count: countTokens, split: splitTokens, segment: words, embed, ask: askJudge, classify };
+  const before = sendCallsTo((name, method, argument) => {
+    if (!functions[method]) throw new HostCallError(name);
+    return functions[method](argument);
+  });
+  try {
+    return run();
+  } finally {
+    sendCallsTo(before);
+  }
+}
+
+/** A vector of length 1 of counts of code points modulo 64; of an empty text the first axis. */
+function characterVector(text) {
+  const counts = Array(64).fill(0);
+  for (const character of text || "\0") counts[character.codePointAt(0) % 64] += 1;
+  const length = Math.hypot(...counts);
+  return counts.map((count) => count / length);
+}
+
+export function sample(query, rewrite, scores = [0.9], columns = {}) {
   return {
     id: "test",
     originalQuery: query,
     rewrittenQuery: rewrite,
-    context: { userProfile: "", historySummary: "" },
+    context: { userProfile: undefined, historySummary: undefined },
     hits: hits(...scores),
+    columns,
   };
 }
 
@@ -52,7 +106,7 @@ export function dialogue(...texts) {
 export function styleModel(probabilities, failure) {
   return {
     classify() {
-      if (!probabilities) throw new ClassifyError(failure);
+      if (!probabilities) throw new HostCallError("style-model", failure);
       return distribution(probabilities);
     },
   };

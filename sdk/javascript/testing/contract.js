@@ -4,24 +4,51 @@
 import assert from "node:assert/strict";
 import { isDeepStrictEqual } from "node:util";
 import { Settings } from "../settings.js";
-import { Rejection } from "../types.js";
-import { candidate, dialogue, episode, failed, sample, styleModel } from "./builders.js";
+import { Message, Rejection } from "../types.js";
+import { candidate, declared, dialogue, episode, failed, sample, styleModel, withHostFunctions } from "./builders.js";
 import { attempt } from "./golden.js";
 
 // Empty, blank, Chinese, beyond the basic plane, right to left, controls, markup, long.
 const TEXTS = ["", " \n", "胶原蛋白肽怎么吃", "👩‍⚕️𠮷", "שלום", "a\u0000b\u202e", "<b>{}</b>\\\"'", "虾青素。".repeat(20_000)];
 const TASKS = ["teacher_rewrite", "policy_rewrite", "judge"];
-const CHECKS = { reward: checkReward, filter: checkFilter, prompt: checkPrompt, "style-scorer": checkStyleScorer };
+const CHECKS = {
+  reward: checkReward,
+  "group-reward": checkGroupReward,
+  filter: checkFilter,
+  prompt: checkPrompt,
+  "style-scorer": checkStyleScorer,
+};
 
 export function checkContract(plugin, settings = {}) {
-  for (const [kind, type] of Object.entries(plugin.kinds)) CHECKS[kind](() => new type(new Settings(settings)));
+  withHostFunctions({ askJudge: () => "3" }, () => {
+    for (const [kind, type] of Object.entries(plugin.kinds)) CHECKS[kind](() => new type(new Settings(settings)));
+  });
 }
 
-function checkReward(make) {
+function checkRange(make) {
   const [low, high] = make().range();
   const finite = Number.isFinite(low) && Number.isFinite(high);
   expect(finite && low < high, "range()", [low, high], "two finite numbers, the first below the second");
-  checkScores(make, episodes(), (plugin, make) => plugin.score(make()), low, high);
+  return [low, high];
+}
+
+function checkReward(make) {
+  const [low, high] = checkRange(make);
+  checkScores(make, episodes(make().constructor), (plugin, make) => plugin.score(make()), low, high);
+}
+
+function checkGroupReward(make) {
+  const [low, high] = checkRange(make);
+  const all = episodes(make().constructor);
+  for (const group of [all.slice(0, 1), all.slice(0, 8), all]) {
+    const given = () => group.map((item, sampleIndex) => Object.assign(item(), { sampleIndex }));
+    const outcomes = make().scoreGroup(given());
+    expect(outcomes.length === group.length, `${group.length} episodes`, outcomes, "one result per episode");
+    outcomes.forEach((outcome, index) => outcome instanceof Rejection || checkScore(outcome, given()[index], low, high));
+    const backwards = make().scoreGroup(given().reverse());
+    const same = isDeepStrictEqual(backwards.reverse().map(plain), outcomes.map(plain));
+    expect(same, "the same group backwards", backwards, "results that do not depend on the order");
+  }
 }
 
 function checkStyleScorer(make) {
@@ -44,6 +71,7 @@ function checkScores(make, sent, call, low, high) {
 function checkScore(score, sent, low, high) {
   const inRange = score?.total >= low && score.total <= high;
   expect(inRange, sent, score, `a total from ${low} to ${high}, or a thrown Rejection`);
+  expect(Object.keys(score.components ?? {}).length <= 64, sent, score, "at most 64 components");
   for (const [name, value] of Object.entries(score.components ?? {})) {
     expect(/^[a-z0-9_]{1,64}$/.test(name), sent, name, "a component name of 1 to 64 of a to z, 0 to 9 and _");
     expect(Number.isFinite(value), sent, { [name]: value }, "a finite component");
@@ -70,7 +98,7 @@ function checkFilter(make) {
 function checkPrompt(make) {
   for (const task of TASKS) {
     for (const text of TEXTS) {
-      const asked = { query: text, context: { userProfile: "", historySummary: "" }, rewrite: task === "judge" ? text : undefined };
+      const asked = { query: text, context: { userProfile: undefined, historySummary: undefined }, rewrite: task === "judge" ? text : undefined };
       const roles = make().messages(task, asked).map((message) => message.role);
       const wellFormed = roles.at(-1) === "user" && !roles.slice(1).includes("system");
       expect(wellFormed, { task, ...asked }, roles, "the last message from the user, a system message only at the start");
@@ -87,19 +115,28 @@ function checkPrompt(make) {
 }
 
 /** Each a function that makes a new episode, since a plugin may change what it is given. */
-function episodes() {
+function episodes(type) {
   const sides = [
-    () => candidate("胶原蛋白肽的服用方法", [0.9, 0.8, 0.7], { judged: 4.5, style: { 售前: 1 } }),
+    () => candidate("胶原蛋白肽的服用方法", [0.9, 0.8, 0.7], { judged: 4.5, style: { 售前: 1 }, nTokens: 9, finishReason: "stop" }),
     () => candidate("胶原蛋白肽", [0]),
-    () => candidate("", []),
-    () => candidate("胶原", failed("index down")),
-    () => candidate("胶原", [1], { judged: failed("judge down"), truncated: true }),
+    () => candidate(),
+    () => candidate("胶原", failed("index down"), { finishReason: "length" }),
+    () => candidate("胶原", [1], { judged: failed("judge down"), finishReason: "content_filter" }),
     () => candidate("胶原", Array(50).fill(1), { judged: 0 }),
   ];
-  const goldIds = ["kb-1"];
-  const paired = sides.flatMap((policy) => sides.map((baseline) => () => episode("胶原咋吃", policy(), baseline(), { goldIds })));
-  const texts = TEXTS.map((text) => () => episode(text, candidate(text, [0.5]), sides[0](), { userProfile: text }));
-  return [...paired, ...texts];
+  const more = () => ({
+    goldIds: ["kb-1"],
+    response: "<answer>胶原",
+    columns: { text: "文", number: 0.5, flag: true, items: ["a", 1] },
+    prompt: [Message.system("改写"), Message.user("胶原咋吃")],
+  });
+  const paired = sides.flatMap((policy) =>
+    [...sides, () => undefined].map((baseline) => () => episode("胶原咋吃", policy(), baseline(), more())),
+  );
+  const texts = TEXTS.map((text) => () =>
+    episode(text, candidate(text.trim() ? text : undefined, [0.5]), sides[0](), { userProfile: text, response: text }),
+  );
+  return [...paired, ...texts].map((make) => () => declared(make(), type));
 }
 
 function plain(answer) {

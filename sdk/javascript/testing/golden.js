@@ -6,7 +6,7 @@ import { join } from "node:path";
 import { fileURLToPath } from "node:url";
 import { Settings } from "../settings.js";
 import { Rejection } from "../types.js";
-import { styleModel } from "./builders.js";
+import { declared, styleModel, withHostFunctions } from "./builders.js";
 import * as form from "./json_form.js";
 
 const TOLERANCE = 1e-9;
@@ -14,6 +14,7 @@ const TOLERANCE = 1e-9;
 /** By form of a case: the kind of plugin that it is for. */
 const KIND_OF = {
   episode: "reward",
+  episodes: "group-reward",
   samples: "filter",
   task: "prompt",
   parse_rewrite: "prompt",
@@ -33,7 +34,7 @@ export function checkGolden(plugin, folder) {
   for (const each of cases) {
     const type = plugin.kinds[KIND_OF[each.about]];
     assert.ok(type, `${each.place} \`${each.name}\` is for a ${KIND_OF[each.about]}, which the plugin has not`);
-    const returned = answers(new type(new Settings(each.settings)), each);
+    const returned = withHostFunctions({}, () => answers(new type(new Settings(each.settings)), each));
     const said = `${JSON.stringify(returned)}; expected ${JSON.stringify(each.expect)}`;
     assert.ok(agrees(returned, each), `${each.place} \`${each.name}\`: returned ${said}`);
   }
@@ -67,6 +68,8 @@ function sent(about, value, name) {
   switch (about) {
     case "episode":
       return form.episode(value, name);
+    case "episodes":
+      return value.map((each, index) => form.episode(each, `${name}/${index}`));
     case "samples":
       return value.map((each, index) => form.sample(each, String(index + 1)));
     case "dialogue":
@@ -79,11 +82,13 @@ function sent(about, value, name) {
 function answers(plugin, { about, sent, input, styleModel: says }) {
   switch (about) {
     case "episode":
-      return attempt(() => plugin.score(sent));
+      return attempt(() => plugin.score(declared(sent, plugin.constructor)));
+    case "episodes":
+      return plugin.scoreGroup(sent.map((each) => declared(each, plugin.constructor)));
     case "samples":
       return sent.map((each) => attempt(() => plugin.check(each)));
     case "task":
-      return plugin.messages(sent, input);
+      return attempt(() => plugin.messages(sent, input));
     case "parse_rewrite":
       return attempt(() => plugin.parseRewrite(sent));
     case "parse_judgement":
@@ -106,21 +111,23 @@ export function attempt(call) {
 }
 
 function agrees(returned, { about, expect }) {
-  switch (about) {
-    case "samples":
-      return JSON.stringify(returned.map((each) => (each ? { drop: each.code } : "keep"))) === JSON.stringify(expect);
-    case "task":
-      if (expect.messages) return JSON.stringify(returned) === JSON.stringify(expect.messages.map(form.message));
-      return expect.contains.every((text) => returned.some((message) => message.content.includes(text)));
-    default:
-      break;
+  if (about === "samples") {
+    return JSON.stringify(returned.map((each) => (each ? { drop: each.code } : "keep"))) === JSON.stringify(expect);
   }
-  if (returned instanceof Rejection) return returned.code === expect.rejected;
+  if (about === "episodes") {
+    return returned.length === expect.length && returned.every((each, index) => isOutcome(each, expect[index]));
+  }
+  if (returned instanceof Rejection || about === "episode" || about === "dialogue") return isOutcome(returned, expect);
+  if (about === "task") {
+    if (expect.messages) return JSON.stringify(returned) === JSON.stringify(expect.messages.map(form.message));
+    return expect.contains.every((text) => returned.some((message) => message.content.includes(text)));
+  }
   if (about === "parse_rewrite") return returned === expect.rewrite;
-  if (about === "parse_judgement") {
-    return returned.score === expect.score && (expect.reason ?? returned.reason) === returned.reason;
-  }
-  return isScore(returned, expect);
+  return returned.score === expect.score && (expect.reason ?? returned.reason) === returned.reason;
+}
+
+function isOutcome(returned, expect) {
+  return returned instanceof Rejection ? returned.code === expect.rejected : isScore(returned, expect);
 }
 
 function isScore({ total, components = {} }, { total: expected, tolerance = TOLERANCE, components: parts = {} }) {

@@ -3,9 +3,9 @@
 import { readFileSync } from "node:fs";
 import { basename } from "node:path";
 import { fileURLToPath } from "node:url";
-import { CallFailure, Candidate, Episode, Message } from "../types.js";
+import { contextFromJson, Episode, hitFromJson, Message } from "../types.js";
 
-const FORMAT = 2;
+const FORMATS = [2, 3];
 
 /** The keys of a JSON object. Those that nobody takes are refused at the end. */
 export class Fields {
@@ -30,6 +30,12 @@ export class Fields {
     const value = this.left[key];
     delete this.left[key];
     return value ?? fallback;
+  }
+
+  /** Those of these keys that have a value. */
+  known(...keys) {
+    const values = keys.map((key) => [key, this.optional(key)]);
+    return Object.fromEntries(values.filter(([, value]) => value !== undefined));
   }
 
   end() {
@@ -60,20 +66,34 @@ export function lines(path) {
 
 export function readEpisodes(path) {
   return lines(path).map(([place, value]) => {
-    if (value?.format !== FORMAT) throw new TypeError(`${place}: expected "format": ${FORMAT}`);
-    return episode(value.episode);
+    const newest = FORMATS.at(-1);
+    if (!FORMATS.includes(value?.format)) throw new TypeError(`${place}: expected "format": ${newest}`);
+    try {
+      return episode(value.episode, `line-${place.split(":").at(-1)}`, value.format);
+    } catch (error) {
+      throw new TypeError(`${place}: ${error.message}`);
+    }
   });
 }
 
-export function episode(value, id = "") {
-  return whole(value, "episode", (fields) => new Episode({
-    id: fields.optional("id", id),
-    query: fields.take("query"),
-    context: context(fields.optional("context", {})),
-    goldIds: fields.optional("gold_ids", []),
-    policy: candidate(fields.take("policy"), "policy"),
-    baseline: candidate(fields.take("baseline"), "baseline"),
-  }));
+/** An episode as recorded. Missing ids, ranks and texts are filled in; a missing retrieval of format 2 means that nothing was found. */
+export function episode(value, defaultId = "", format = FORMATS.at(-1)) {
+  const json = whole(value, "episode", (fields) => {
+    const id = fields.optional("id", defaultId);
+    const [, group, index] = /^(.+)\/(\d+)$/.exec(id) ?? [undefined, id, 0];
+    const baseline = fields.optional("baseline");
+    return {
+      id,
+      group_id: fields.optional("group_id", group),
+      sample_index: fields.optional("sample_index", Number(index)),
+      ...fields.known("step", "split", "gold_ids", "columns", "prompt", "response"),
+      query: fields.take("query"),
+      context: context(fields.optional("context", {})),
+      policy: candidate(fields.take("policy"), "policy", format),
+      ...(baseline && { baseline: candidate(baseline, "baseline", format) }),
+    };
+  });
+  return Episode.fromJson(json);
 }
 
 export function sample(value, id = "") {
@@ -81,15 +101,16 @@ export function sample(value, id = "") {
     id: fields.optional("id", id),
     originalQuery: fields.take("original_query"),
     rewrittenQuery: fields.take("rewritten_query"),
-    context: context(fields.optional("context", {})),
-    hits: hitsOf(fields.optional("hits", [])),
+    context: contextFromJson(context(fields.optional("context", {}))),
+    hits: hits(fields.optional("hits", [])).map(hitFromJson),
+    columns: fields.optional("columns", {}),
   }));
 }
 
 export function promptInput(value) {
   return whole(value, "input", (fields) => ({
     query: fields.take("query"),
-    context: context(fields.optional("context", {})),
+    context: contextFromJson(context(fields.optional("context", {}))),
     rewrite: fields.optional("rewrite"),
   }));
 }
@@ -105,44 +126,41 @@ export function message({ role, content }) {
   return new Message(role, content);
 }
 
+/** Empty texts are those of format 2, for what is unknown. */
 function context(value) {
-  return whole(value, "context", (fields) => ({
-    userProfile: fields.optional("user_profile", ""),
-    historySummary: fields.optional("history_summary", ""),
-  }));
+  const known = whole(value, "context", (fields) => fields.known("user_profile", "history_summary"));
+  return Object.fromEntries(Object.entries(known).filter(([, text]) => text !== ""));
 }
 
-function candidate(value, place) {
-  return whole(value, place, (fields) => new Candidate({
-    rewrite: fields.take("rewrite"),
-    retrieval: either(fields.optional("retrieval", { hits: [] }), "hits", hitsOf),
-    judgement: judgement(fields.optional("judgement", "not_sampled")),
-    style: fields.optional("style"),
-    nTokens: fields.optional("n_tokens", 0),
-    truncated: fields.optional("truncated", false),
-  }));
-}
-
-function judgement(value) {
-  if (value === "not_sampled") return undefined;
-  return either(value, "scored", ({ score, reason = "" }) => ({ score, reason }));
-}
-
-/** An answer under its name, or a failure under `failed`. */
-function either(value, answered, read) {
-  return whole(value, answered, (fields) => {
-    if (!fields.has("failed")) return read(fields.take(answered));
-    const { kind, message = "" } = fields.take("failed");
-    return new CallFailure(kind, message);
+function candidate(value, place, format) {
+  return whole(value, place, (fields) => {
+    const read = fields.known("rewrite", "n_tokens", "style", "finish_reason");
+    if (!read.rewrite?.trim()) delete read.rewrite;
+    if (!read.n_tokens) delete read.n_tokens;
+    const retrieval = fields.optional("retrieval", format === 2 ? { hits: [] } : undefined);
+    if (retrieval) read.retrieval = either(retrieval, "hits", hits);
+    const judgement = fields.optional("judgement", "not_sampled");
+    if (judgement !== "not_sampled") read.judgement = either(judgement, "scored", (scored) => ({ reason: "", ...scored }));
+    const truncated = fields.optional("truncated");
+    if (truncated || (truncated === false && read.n_tokens)) read.finish_reason ??= truncated ? "length" : "stop";
+    return read;
   });
 }
 
-function hitsOf(values) {
+/** A result under its name, or a failure under `failed`. */
+function either(value, result, read) {
+  return whole(value, result, (fields) => {
+    if (!fields.has("failed")) return { [result]: read(fields.take(result)) };
+    return { failed: { message: "", ...fields.take("failed") } };
+  });
+}
+
+function hits(values) {
   return values.map((value, index) => whole(value, "hits", (fields) => ({
-    id: fields.optional("id", ""),
+    id: fields.optional("id", "") || undefined,
     text: fields.optional("text", ""),
-    rerankerScore: fields.take("reranker_score"),
-    retrievalScore: fields.optional("retrieval_score"),
+    reranker_score: fields.take("reranker_score"),
+    retrieval_score: fields.optional("retrieval_score"),
     rank: fields.optional("rank", 0) || index + 1,
   })));
 }

@@ -1,12 +1,14 @@
 import assert from "node:assert/strict";
-import { mkdtempSync, writeFileSync } from "node:fs";
+import { mkdtempSync, readFileSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
 import { test } from "node:test";
-import { Message, nChars, plugin, Rejection, SettingError, Settings, stripped } from "../index.js";
-import { candidate, checkContract, checkGolden, dialogue, episode, failed, readEpisodes } from "../testing.js";
+import { describe, Episode, host, Message, nChars, plugin, Rejection, SettingError, Settings, stripped, text } from "../index.js";
+import { candidate, checkContract, checkGolden, declared, dialogue, episode, failed, readEpisodes, withHostFunctions } from "../testing.js";
 
 class Length {
+  static requires = ["retrieval"];
+  static uses = ["judgement"];
   constructor(settings) {
     this.scale = settings.number("scale", 10, { minimum: 1, maximum: 100 });
   }
@@ -15,7 +17,7 @@ class Length {
   }
   score({ policy }) {
     policy.hits("policy");
-    return { total: Math.min(policy.rewrite.length / this.scale, 1), components: { n_chars: policy.rewrite.length } };
+    return { total: Math.min(nChars(policy.rewrite ?? "") / this.scale, 1), components: { n_chars: nChars(policy.rewrite ?? "") } };
   }
 }
 
@@ -32,7 +34,7 @@ function folderWith(name, ...lines) {
   return folder;
 }
 
-const GOLDEN = { name: "四个字", episode: { query: "鱼油", policy: { rewrite: "深海鱼油" }, baseline: { rewrite: "鱼油" } } };
+const GOLDEN = { name: "四个字", episode: { query: "鱼油", policy: { rewrite: "深海鱼油", retrieval: { hits: [] } }, baseline: { rewrite: "鱼油" } } };
 
 test("absent settings give the defaults and settings read back", () => {
   const none = new Settings();
@@ -56,7 +58,7 @@ test("unusable settings name the key, what was expected and what came", () => {
 
 test("plugin() refuses what is no plugin in words that say what to do", () => {
   assert.throws(() => plugin({}), /names no class; expected for example/);
-  assert.throws(() => plugin({ rewards: Length }), /the kinds are prompt, filter, reward, styleScorer/);
+  assert.throws(() => plugin({ rewards: Length }), /the kinds are prompt, filter, reward, groupReward, styleScorer/);
   assert.throws(() => plugin({ filter: Length }), /`Length` has no method `check`, which a filter needs/);
 });
 
@@ -108,5 +110,88 @@ test("recorded episodes are read and other formats are refused", () => {
   const line = { format: 2, episode: { ...GOLDEN.episode, id: "a", context: { user_profile: "孕妇" } }, outcome: { scored: { total: 1 } } };
   const [episode] = readEpisodes(join(folderWith("e.jsonl", line), "e.jsonl"));
   assert.deepEqual([episode.id, episode.context.userProfile, episode.policy.hits("policy")], ["a", "孕妇", []]);
-  assert.throws(() => readEpisodes(join(folderWith("e.jsonl", { ...line, format: 1 }), "e.jsonl")), /e.jsonl:1: expected "format": 2/);
+  assert.throws(() => readEpisodes(join(folderWith("e.jsonl", { ...line, format: 1 }), "e.jsonl")), /e.jsonl:1: expected "format": 3/);
+});
+
+class Distinct {
+  range() {
+    return [0, 1];
+  }
+  scoreGroup(episodes) {
+    const rewrites = episodes.map(({ policy }) => policy.rewrite);
+    const count = (rewrite) => rewrites.filter((other) => other === rewrite).length;
+    return rewrites.map((rewrite) => (rewrite ? { total: 1 / count(rewrite) } : new Rejection("no_rewrite")));
+  }
+}
+
+test("group rewards have golden cases, and must not depend on the order", () => {
+  const episodes = ["x", "x", ""].map((rewrite) => ({ query: "a", policy: { rewrite } }));
+  const expect = [{ total: 0.5 }, { total: 0.5 }, { rejected: "no_rewrite" }];
+  assert.equal(checkGolden(plugin({ groupReward: Distinct }), folderWith("a.jsonl", { name: "g", episodes, expect })), 1);
+  checkContract(plugin({ groupReward: Distinct }));
+  class Ordered extends Distinct {
+    scoreGroup(episodes) {
+      return episodes.map((_, index) => ({ total: index > 0 ? 1 : 0 }));
+    }
+  }
+  assert.throws(() => checkContract(plugin({ groupReward: Ordered })), /do not depend on the order/);
+});
+
+test("records of JSON are read when a property is", () => {
+  const read = Episode.fromJson({
+    id: "g/1", group_id: "g", sample_index: 1, step: 3, split: "train", query: "鱼油", columns: { n: 1 },
+    policy: { rewrite: "深海鱼油", retrieval: { hits: [{ text: "a", reranker_score: 1, rank: 1 }] }, finish_reason: "length" },
+    baseline: { retrieval: { failed: { kind: "down", message: "late" } }, judgement: { scored: { score: 4, reason: "" } } },
+  });
+  assert.deepEqual([read.groupId, read.context.userProfile, read.policy.isTruncated, read.policy.hits("policy")[0].id], ["g", undefined, true, undefined]);
+  assert.ok(read instanceof Episode && read.policy === read.policy);
+  assert.throws(() => read.baselineOrReject().hits("baseline"), { code: "baseline_retrieval_failed", detail: "late" });
+  const without = declared(read, { uses: ["columns"] });
+  assert.deepEqual([without.baseline, without.policy.retrieval, without.columns], [undefined, undefined, { n: 1 }]);
+  assert.throws(() => without.baselineOrReject(), { code: "no_baseline" });
+});
+
+test("newer episodes are read with their group and without retrieval", () => {
+  const line = { format: 3, step: 1, episode: { id: "g/2", query: "鱼油", policy: { n_tokens: 4 }, response: "无" } };
+  const [read] = readEpisodes(join(folderWith("e.jsonl", line), "e.jsonl"));
+  assert.deepEqual([read.groupId, read.sampleIndex, read.response, read.policy.retrieval, read.baseline], ["g", 2, "无", undefined, undefined]);
+});
+
+test("the description has what the constructor reads and what the class declares", () => {
+  const described = describe(LENGTH);
+  assert.deepEqual([described.range, described.inputs], [[0, 1], { judgement: false, retrieval: true }]);
+  assert.deepEqual(described.settings, [{ key: "scale", valueType: "number", minimum: 1, maximum: 100, default: "10" }]);
+  class Needs extends Length {
+    constructor(settings) {
+      super(settings);
+      this.read = [settings.text("a"), settings.choice("b", undefined, ["x", "y"]), settings.integer("c", undefined, { minimum: 3 })];
+    }
+  }
+  const needs = describe(plugin({ reward: Needs }));
+  assert.equal(needs.range, undefined);
+  assert.deepEqual(needs.settings.map((spec) => spec.default), ["10", undefined, undefined, undefined]);
+  assert.throws(() => new Needs(new Settings()), /expected a text, got nothing; set it/);
+  class Odd extends Length {
+    static requires = "retrieval";
+  }
+  assert.throws(() => plugin({ reward: Odd }), /`Odd.requires` is "retrieval"; expected a list of response/);
+});
+
+test("host functions reject where nothing is configured and have stand-ins", () => {
+  assert.throws(() => host.words("鱼油"), { code: "words_not_configured" });
+  withHostFunctions({ askJudge: ([{ content }]) => content }, () => {
+    const [a, b] = host.embed(["鱼油", "鱼油"]);
+    assert.ok(Math.abs(a.reduce((sum, x, i) => sum + x * b[i], 0) - 1) < 1e-12);
+    assert.deepEqual([host.words("鱼油 A1"), host.countTokens("鱼油"), host.askJudge([Message.user("3")])], [["鱼", "油", "a1"], 2, "3"]);
+  });
+  assert.throws(() => host.words("鱼油"), { name: "Rejection" });
+});
+
+test("text functions give the results of all SDKs", () => {
+  const table = readFileSync(new URL("../../testdata/text.jsonl", import.meta.url), "utf8").trim().split("\n");
+  for (const line of table) {
+    const { function: name, args, result } = JSON.parse(line);
+    const returned = text[name.replace(/_(.)/g, (_, c) => c.toUpperCase())](...args);
+    assert.deepEqual(returned ?? null, result, line);
+  }
 });

@@ -1,21 +1,24 @@
 """What the author of a querl plugin in Python needs: a class for each kind of plugin, plain types, and one call to export them.
 
-In: an author's class derived from :class:`Reward`, :class:`Filter`, :class:`Prompt` or :class:`StyleScorer`. Out, through
-``querl plugin build``: a WebAssembly component for the contract ``querl:plugin@0.1.0``. The logic runs in plain Python too, so
+In: an author's class derived from :class:`Reward`, :class:`GroupReward`, :class:`Filter`, :class:`Prompt` or :class:`StyleScorer`. Out, through
+``querl plugin build``: a WebAssembly component for the contract ``querl:plugin@0.2.0``. The logic runs in plain Python too, so
 that tests need no WebAssembly. This package has no dependencies and must not depend on the host, files, network and models.
 """
 
-from . import log
+from . import host, log, text
 from .filter import Filter, Sample
+from .host import HostCallError
 from .prompt import Prompt, PromptInput, PromptTask
 from .registry import export
-from .reward import Episode, Reward, Score
+from .reward import GroupReward, Reward, Score
 from .settings import SettingError, Settings
-from .style import ClassifyError, Dialogue, StyleModel, StyleScorer
+from .style import Dialogue, StyleModel, StyleScorer
 from .types import (
     CallFailure,
     Candidate,
+    ColumnValue,
     Context,
+    Episode,
     FailureKind,
     Hit,
     JudgeScore,
@@ -25,18 +28,20 @@ from .types import (
     StyleProbability,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CallFailure",
     "Candidate",
-    "ClassifyError",
+    "ColumnValue",
     "Context",
     "Dialogue",
     "Episode",
     "FailureKind",
     "Filter",
+    "GroupReward",
     "Hit",
+    "HostCallError",
     "JudgeScore",
     "Message",
     "Prompt",
@@ -53,5 +58,7 @@ __all__ = [
     "StyleProbability",
     "StyleScorer",
     "export",
+    "host",
     "log",
+    "text",
 ]

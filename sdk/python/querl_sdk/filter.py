@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from .settings import Settings
-from .types import Context, Hit
+from .types import ColumnValue, Context, Hit
 
 
-@dataclass
+@dataclass(slots=True)
 class Sample:
     """A row whose rewrite and retrieval both succeeded."""
 
@@ -23,6 +24,8 @@ class Sample:
     """Who asks, and what was said before."""
     hits: list[Hit] = field(default_factory=list)
     """Hits of the rewrite, best first; empty where nothing was found."""
+    columns: dict[str, ColumnValue] = field(default_factory=dict)
+    """The other columns of the row, in the order of the table, where the filter declares ``columns``."""
 
 
 class Filter(ABC):
@@ -30,6 +33,11 @@ class Filter(ABC):
 
     One object is made for each batch, which is one whole split, and sees its samples in order.
     """
+
+    requires: ClassVar[tuple[str, ...]] = ()
+    """``("columns",)`` for a filter that cannot work without other columns of the table."""
+    uses: ClassVar[tuple[str, ...]] = ()
+    """``("columns",)`` for a filter that reads other columns where there are some."""
 
     def __init__(self, settings: Settings) -> None:
         """Reads the settings: every key that the plugin knows, whatever the values of the others.

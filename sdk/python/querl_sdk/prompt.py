@@ -11,17 +11,17 @@ from .types import Context, JudgeScore, Message
 
 
 class PromptTask(Enum):
-    """What a prompt is made for."""
+    """The purpose of a prompt. The SDK rejects a task that is not here (``unknown_task``)."""
 
     TEACHER_REWRITE = "teacher_rewrite"
     """The teacher's prompt: long, with the tenant's rules."""
     POLICY_REWRITE = "policy_rewrite"
     """The policy's prompt: short; the model learns the rules in training."""
     JUDGE = "judge"
-    """The judge's prompt. The answer to it goes to ``parse_judgement``."""
+    """The judge's prompt. The response to it goes to ``parse_judgement``."""
 
 
-@dataclass
+@dataclass(slots=True)
 class PromptInput:
     """What goes into a prompt."""
 
@@ -34,7 +34,7 @@ class PromptInput:
 
 
 class Prompt(ABC):
-    """A tenant's prompts, and the parsing of answers to them."""
+    """A tenant's prompts, and the parsing of responses to them."""
 
     def __init__(self, settings: Settings) -> None:
         """Reads the settings: every key that the plugin knows, whatever the values of the others.
@@ -44,15 +44,18 @@ class Prompt(ABC):
 
     @abstractmethod
     def messages(self, task: PromptTask, input: PromptInput) -> list[Message]:
-        """The conversation for one task: the last message is the user's, a system message stands only at the start."""
+        """The conversation for one task: the last message is the user's, a system message is only at the start.
+
+        Raises :class:`querl_sdk.Rejection` for a task that the plugin has no prompt for.
+        """
 
     @abstractmethod
     def parse_rewrite(self, text: str) -> str:
-        """The rewrite in a model's answer, never empty. Raises :class:`querl_sdk.Rejection` where there is none."""
+        """The rewrite in a model's response, never empty. Raises :class:`querl_sdk.Rejection` where there is none."""
 
     @abstractmethod
     def parse_judgement(self, text: str) -> JudgeScore:
-        """The judgement in a judge's answer.
+        """The judgement in a judge's response.
 
         Raises :class:`querl_sdk.Rejection` where there is none, or its score is not within 0 to 5: never a guess.
         """

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .filter import Filter
 from .prompt import Prompt
-from .reward import Reward
+from .reward import GroupReward, Reward
 from .style import StyleScorer
 
+KINDS: dict[str, type] = {
+    "prompt": Prompt,
+    "filter": Filter,
+    "reward": Reward,
+    "group-reward": GroupReward,
+    "style-scorer": StyleScorer,
+}
+"""The base class of each kind, by the names that ``plugin.toml`` has for kinds."""
 
-@dataclass
-class Exports:
-    """The classes of one plugin, one for each kind that it has."""
+INPUTS = ("response", "prompt", "columns", "baseline", "retrieval", "judgement", "style")
+"""What a reward may declare in ``requires`` and ``uses``."""
 
-    prompt: type[Prompt] | None = None
-    filter: type[Filter] | None = None
-    reward: type[Reward] | None = None
-    style_scorer: type[StyleScorer] | None = None
-
-    def kinds(self) -> dict[str, type]:
-        """What is there, by the names that ``plugin.toml`` has for kinds."""
-        named = {
-            "prompt": self.prompt,
-            "filter": self.filter,
-            "reward": self.reward,
-            "style-scorer": self.style_scorer,
-        }
-        return {kind: plugin for kind, plugin in named.items() if plugin is not None}
-
-
-_exported: Exports | None = None
+_exported: dict[str, type] | None = None
 
 
 def export(
@@ -38,26 +27,39 @@ def export(
     prompt: type[Prompt] | None = None,
     filter: type[Filter] | None = None,
     reward: type[Reward] | None = None,
+    group_reward: type[GroupReward] | None = None,
     style_scorer: type[StyleScorer] | None = None,
 ) -> None:
     """Says what the plugin is made of: ``export(reward=Brevity)``, once, at the top level of ``plugin.py``."""
     global _exported
-    exports = Exports(prompt=prompt, filter=filter, reward=reward, style_scorer=style_scorer)
-    bases = {"prompt": Prompt, "filter": Filter, "reward": Reward, "style-scorer": StyleScorer}
-    if not exports.kinds():
+    classes = dict(zip(KINDS, (prompt, filter, reward, group_reward, style_scorer)))
+    named = {kind: plugin for kind, plugin in classes.items() if plugin is not None}
+    if not named:
         raise TypeError("export() names no class; expected for example `export(reward=Brevity)`")
-    for kind, plugin in exports.kinds().items():
-        base = bases[kind]
-        if not (isinstance(plugin, type) and issubclass(plugin, base)):
-            raise TypeError(f"export() has {plugin!r} as {kind}; expected a class derived from `querl_sdk.{base.__name__}`")
-        missing = sorted(getattr(plugin, "__abstractmethods__", ()))
-        if missing:
-            raise TypeError(f"`{plugin.__name__}` has no method `{missing[0]}`, which a {kind} needs")
-    _exported = exports
+    if reward and group_reward:
+        raise TypeError("export() has a reward and a group reward; expected one of them, and another plugin for the other")
+    for kind, plugin in named.items():
+        check_class(kind, plugin)
+    _exported = named
 
 
-def exported() -> Exports:
-    """What the plugin said with :func:`export`."""
+def check_class(kind: str, plugin: object) -> None:
+    """Refuses what is not a class of this kind."""
+    base = KINDS[kind]
+    if not (isinstance(plugin, type) and issubclass(plugin, base)):
+        raise TypeError(f"export() has {plugin!r} as {kind}; expected a class derived from `querl_sdk.{base.__name__}`")
+    missing = sorted(getattr(plugin, "__abstractmethods__", ()))
+    if missing:
+        raise TypeError(f"`{plugin.__name__}` has no method `{missing[0]}`, which a {kind} needs")
+    known = INPUTS if hasattr(plugin, "range") else ("columns",)
+    for attribute in ("requires", "uses"):
+        inputs = getattr(plugin, attribute, ())
+        if not isinstance(inputs, (tuple, list)) or not all(name in known for name in inputs):
+            raise TypeError(f"`{plugin.__name__}.{attribute}` is {inputs!r}; expected a tuple of {', '.join(map(repr, known))}")
+
+
+def exported() -> dict[str, type]:
+    """The classes that the plugin named with :func:`export`, by kind."""
     if _exported is None:
         raise TypeError("plugin.py exports nothing; expected for example `export(reward=Brevity)` at its end")
     return _exported

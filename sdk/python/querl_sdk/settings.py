@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 _N = TypeVar("_N", int, float)
+_V = TypeVar("_V")
 
 
 class SettingError(Exception):
@@ -22,82 +24,100 @@ class SettingError(Exception):
         return f"setting `{self.key}`: {self.message}"
 
 
+@dataclass(slots=True)
+class SettingSpec:
+    """A key that a plugin reads, as ``info.describe`` reports it."""
+
+    key: str
+    value_type: str
+    """``text``, ``number``, ``integer``, ``flag`` or ``texts``."""
+    default: str | None = None
+    """In the text form of settings; ``None`` where the user must set one."""
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: list[str] | None = None
+
+
 class Settings:
     """The user's settings for this plugin, each a text.
 
-    In a component they come from the host; in a test they are given: ``Settings({"max_chars": 10})``.
+    In a component they come from the host; in a test they are given: ``Settings({"max_chars": 10})``. A reader without a default
+    raises :class:`SettingError` where the user set nothing.
     """
 
     def __init__(self, values: Mapping[str, object] | None = None) -> None:
         texts = {key: _as_text(value) for key, value in (values or {}).items()}
         self._get: Callable[[str], str | None] = texts.get
+        self._recorded: list[SettingSpec] | None = None
 
     @classmethod
     def from_source(cls, get: Callable[[str], str | None]) -> Settings:
-        """Settings that are asked for one by one."""
+        """Settings that are read from ``get`` one by one."""
         settings = cls()
         settings._get = get
         return settings
 
+    @classmethod
+    def recording(cls, into: list[SettingSpec]) -> Settings:
+        """Settings without values that record what is read. A reader without a default returns a value that is allowed."""
+        settings = cls()
+        settings._recorded = into
+        return settings
+
     def get(self, key: str) -> str | None:
-        """The text under ``key``; ``None`` where the user set nothing."""
+        """The text under ``key``; ``None`` where the user set nothing, which is described as an empty text."""
+        self._record(key, "text", "")
         return self._get(key)
 
-    def text(self, key: str, default: str) -> str:
+    def text(self, key: str, default: str | None = None) -> str:
         """The text under ``key``, or ``default``."""
-        text = self.get(key)
-        return default if text is None else text
+        self._record(key, "text", default)
+        text = self._get(key)
+        return self._absent(key, "a text", default, "") if text is None else text
 
-    def choice(self, key: str, default: str, choices: Sequence[str]) -> str:
+    def choice(self, key: str, default: str | None, choices: Sequence[str]) -> str:
         """One of ``choices`` under ``key``, or ``default``. Raises :class:`SettingError` for another text."""
-        text = self.text(key, default)
+        self._record(key, "text", default, choices=list(choices))
+        names = "one of " + ", ".join(f"`{choice}`" for choice in choices)
+        text = self._get(key)
+        if text is None:
+            return self._absent(key, names, default, choices[0])
         if text not in choices:
-            names = ", ".join(f"`{choice}`" for choice in choices)
-            raise SettingError(key, f"expected one of {names}, got `{text}`")
+            raise SettingError(key, f"expected {names}, got `{text}`")
         return text
 
-    def number(self, key: str, default: float, minimum: float = -math.inf, maximum: float = math.inf) -> float:
+    def number(self, key: str, default: float | None = None, minimum: float = -math.inf, maximum: float = math.inf) -> float:
         """The number under ``key``, or ``default``.
 
         Raises :class:`SettingError` where it is not a number from ``minimum`` to ``maximum``.
         """
-        text = self.get(key)
-        if text is None:
-            return default
-        number = _parsed(float, text)
-        if number is None or not math.isfinite(number) or not minimum <= number <= maximum:
-            raise SettingError(key, f"expected a number{_bounds(minimum, maximum)}, got `{text}`")
-        return number
+        return self._number(float, key, "number", default, minimum, maximum)
 
-    def integer(self, key: str, default: int, minimum: int | None = None, maximum: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, minimum: int | None = None, maximum: int | None = None) -> int:
         """The whole number under ``key``, or ``default``.
 
         Raises :class:`SettingError` where it is not a whole number from ``minimum`` to ``maximum``.
         """
-        text = self.get(key)
-        if text is None:
-            return default
         low = -math.inf if minimum is None else minimum
         high = math.inf if maximum is None else maximum
-        number = _parsed(int, text)
-        if number is None or not low <= number <= high:
-            raise SettingError(key, f"expected a whole number{_bounds(low, high)}, got `{text}`")
-        return number
+        return self._number(int, key, "integer", default, low, high)
 
-    def flag(self, key: str, default: bool) -> bool:
+    def flag(self, key: str, default: bool | None = None) -> bool:
         """The truth value under ``key``, or ``default``. Raises :class:`SettingError` for other than true and false."""
-        text = self.get(key)
+        self._record(key, "flag", default)
+        text = self._get(key)
         if text is None:
-            return default
+            return self._absent(key, "true or false", default, False)
         if text not in ("true", "false"):
             raise SettingError(key, f"expected true or false, got `{text}`")
         return text == "true"
 
-    def texts(self, key: str, default: Sequence[str] = ()) -> list[str]:
+    def texts(self, key: str, default: Sequence[str] | None = ()) -> list[str]:
         """The list of texts under ``key``, or ``default``. Raises :class:`SettingError` where it is another thing."""
-        text = self.get(key)
+        self._record(key, "texts", None if default is None else list(default))
+        text = self._get(key)
         if text is None:
-            return list(default)
+            return list(self._absent(key, "a list of texts", default, ()))
         try:
             texts = json.loads(text)
         except ValueError:
@@ -105,6 +125,41 @@ class Settings:
         if not isinstance(texts, list) or not all(isinstance(entry, str) for entry in texts):
             raise SettingError(key, f"expected a list of texts, got `{text}`")
         return texts
+
+    def _number(self, read: Callable[[str], _N], key: str, value_type: str, default: _N | None, low: float, high: float) -> _N:
+        self._record(key, value_type, default, low, high)
+        expected = f"a {'whole number' if value_type == 'integer' else 'number'}{_bounds(low, high)}"
+        text = self._get(key)
+        if text is None:
+            usable = next((bound for bound in (low, high) if math.isfinite(bound)), 0)
+            return self._absent(key, expected, default, type(read("0"))(usable))
+        number = _parsed(read, text)
+        if number is None or not math.isfinite(number) or not low <= number <= high:
+            raise SettingError(key, f"expected {expected}, got `{text}`")
+        return number
+
+    def _absent(self, key: str, expected: str, default: _V | None, usable: _V) -> _V:
+        """The default; without one, a usable value for a recording, or an error."""
+        if default is not None:
+            return default
+        if self._recorded is None:
+            raise SettingError(key, f"expected {expected}, got nothing; set it")
+        return usable
+
+    def _record(
+        self,
+        key: str,
+        value_type: str,
+        default: object,
+        low: float = -math.inf,
+        high: float = math.inf,
+        choices: list[str] | None = None,
+    ) -> None:
+        if self._recorded is None:
+            return
+        bounds = [float(bound) if math.isfinite(bound) else None for bound in (low, high)]
+        text = None if default is None else _as_text(default)
+        self._recorded.append(SettingSpec(key, value_type, text, *bounds, choices))
 
 
 def _as_text(value: object) -> str:

@@ -8,10 +8,10 @@ from typing import Protocol
 
 from .reward import Score
 from .settings import Settings
-from .types import CallFailure, Message, StyleProbability
+from .types import Message, StyleProbability
 
 
-@dataclass
+@dataclass(slots=True)
 class Dialogue:
     """A dialogue whose last turn, the assistant's, is to be scored."""
 
@@ -21,26 +21,13 @@ class Dialogue:
     """All turns."""
 
 
-class ClassifyError(Exception):
-    """There is no style distribution: the model failed, or, where ``failure`` is ``None``, the run has no style model."""
-
-    def __init__(self, failure: CallFailure | None = None) -> None:
-        super().__init__(failure)
-        self.failure = failure
-
-    def __str__(self) -> str:
-        if self.failure is None:
-            return "the run has no style model"
-        return f"the style model gave no answer: {self.failure.message}"
-
-
 class StyleModel(Protocol):
     """The style model of the run. In a test, any stand-in with this method."""
 
     def classify(self, turns: list[Message]) -> list[StyleProbability]:
         """The distribution over the model's classes, one entry per class, in the model's order.
 
-        Raises :class:`ClassifyError` where there is no model, or no answer.
+        Raises :class:`querl_sdk.HostCallError` where there is no model, or no response.
         """
         ...
 

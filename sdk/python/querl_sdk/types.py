@@ -1,64 +1,94 @@
-"""The values that several kinds of plugin share."""
+"""Types that several kinds of plugin share. What is unknown is ``None``, never an empty text or 0."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import itemgetter, methodcaller
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 _CODE = re.compile(r"[a-z0-9_]{1,64}")
 
+_R = TypeVar("_R", bound="Record")
 
-@dataclass
-class Context:
+FailureKind = Literal[
+    "timeout", "unreachable", "unauthorized", "rejected", "rate_limited", "server_error", "invalid_response", "not_recorded"
+]
+"""The kinds of failure of an external call that this version of the contract names; a later host may send others."""
+
+Scalar = str | float | bool
+ColumnValue = str | float | bool | list[Scalar]
+"""A cell of the query's row."""
+
+
+class Record:
+    """Base of the records of an episode.
+
+    One that comes as JSON keeps its JSON object, and builds each attribute at the first access: most rewards read a few.
+    """
+
+    __slots__ = ("_json",)
+    _json: dict[str, Any]
+    _READERS: ClassVar[Mapping[str, Callable[[dict[str, Any]], Any]]] = {}
+
+    @classmethod
+    def from_json(cls: type[_R], value: dict[str, Any]) -> _R:
+        """The record of a JSON object in the encoding of ``json-rewards.wit``."""
+        record = cls.__new__(cls)
+        record._json = value
+        return record
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            try:
+                read = self._READERS[name]
+            except KeyError:
+                raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`") from None
+            value = read(self._json)
+            setattr(self, name, value)
+            return value
+
+
+@dataclass(slots=True)
+class Context(Record):
     """Who asks, and what was said before."""
 
-    user_profile: str = ""
-    """用户画像. Empty where unknown."""
-    history_summary: str = ""
-    """历史摘要. Empty where nothing was said."""
+    user_profile: str | None = None
+    """用户画像."""
+    history_summary: str | None = None
+    """历史摘要; ``None`` at the start of a conversation."""
 
 
-@dataclass
-class Hit:
+@dataclass(slots=True)
+class Hit(Record):
     """One retrieved passage."""
 
-    id: str = ""
-    """Id of the passage. Empty where the retrieval service sends none."""
+    id: str | None = None
+    """Id of the passage."""
     text: str = ""
     """The passage."""
     reranker_score: float = 0.0
     """How well the passage answers the original query in its context, 0 to 1."""
     retrieval_score: float | None = None
-    """First-stage score, where known; its scale is the index's own."""
+    """First-stage score on the scale of the index."""
     rank: int = 1
-    """1 for the best."""
+    """1 for the best hit, then 2, 3 and so on."""
 
 
-class FailureKind(Enum):
-    """The sorts of failure of an outside call."""
-
-    TIMEOUT = "timeout"
-    UNREACHABLE = "unreachable"
-    UNAUTHORIZED = "unauthorized"
-    REJECTED = "rejected"
-    RATE_LIMITED = "rate_limited"
-    SERVER_ERROR = "server_error"
-    INVALID_RESPONSE = "invalid_response"
-    NOT_RECORDED = "not_recorded"
-
-
-@dataclass
+@dataclass(slots=True)
 class CallFailure:
-    """Why an outside call gave no answer. Never to be read as a low value."""
+    """Why an external call gave no result. Never to be read as a low value."""
 
-    kind: FailureKind
+    kind: FailureKind | str
     message: str = ""
     """One sentence for a person. Its wording may change: do not parse it."""
 
 
 class Rejection(Exception):
-    """Raised where a plugin has no answer for one item. The item is dropped and counted; it is not an answer of 0.
+    """Raised where a plugin gives no result for one item. The item is dropped and counted; it is not a result of 0.
 
     ``code`` is for counting, 1 to 64 of ``a`` to ``z``, ``0`` to ``9``, ``_``, and stable over versions. ``detail`` is one
     sentence for a person and may be empty.
@@ -81,7 +111,7 @@ class Rejection(Exception):
         return hash((self.code, self.detail))
 
 
-@dataclass
+@dataclass(slots=True)
 class JudgeScore:
     """A judge's score of one rewrite."""
 
@@ -91,55 +121,68 @@ class JudgeScore:
     """Why, in words."""
 
 
-@dataclass
+@dataclass(slots=True)
 class StyleProbability:
     """One class of a style distribution."""
 
     label: str
-    """``售前`` and so on."""
+    """The class, for example 售前."""
     probability: float
     """0 to 1; a distribution sums to 1."""
 
 
-@dataclass
-class Candidate:
-    """One side of the competition: the policy's rewrite, or the teacher's."""
+@dataclass(slots=True)
+class Candidate(Record):
+    """A rewrite with what is known of it: the policy's, or the teacher's."""
 
-    rewrite: str = ""
-    """The rewrite, parsed."""
-    retrieval: list[Hit] | CallFailure = field(default_factory=list)
-    """Its hits, best first, or why there are none. An empty list is an answer: nothing was found."""
+    rewrite: str | None = None
+    """The parsed rewrite, never blank; ``None`` where the response contains no rewrite."""
+    retrieval: list[Hit] | CallFailure | None = None
+    """Hits, best first, perhaps none, or why there is no result. ``None`` where the rewrite was not looked up: the plugin does not
+    declare ``retrieval``, or there is no rewrite."""
     judgement: JudgeScore | CallFailure | None = None
-    """What the judge said of it, or why it said nothing; ``None`` where nobody asked it."""
+    """The judge's score, or why there is none. ``None`` where the rewrite was not judged: the plugin does not declare ``judgement``,
+    or it was not sampled."""
     style: list[StyleProbability] | None = None
-    """Style distribution, where a style model is configured."""
-    n_tokens: int = 0
-    """Tokens generated, end of sequence included; 0 where unknown."""
-    truncated: bool = False
-    """True where the token limit cut the answer off."""
+    """Style distribution; ``None`` where the plugin does not declare ``style``, or there is no rewrite."""
+    n_tokens: int | None = None
+    """Tokens generated, end of sequence included."""
+    finish_reason: Literal["stop", "length"] | str | None = None
+    """Why generation ended: ``stop``, ``length`` (the token limit), or a service's name of another reason."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True where the token limit ended the response."""
+        return self.finish_reason == "length"
 
     def hits(self, side: str) -> list[Hit]:
-        """Its hits; a failed call is raised as the rejection ``{side}_retrieval_failed``."""
+        """The hits. Raises the rejection ``{side}_retrieval_failed`` for a failed call, ``{side}_not_retrieved`` without one."""
         if isinstance(self.retrieval, CallFailure):
             raise Rejection(f"{side}_retrieval_failed", self.retrieval.message)
+        if self.retrieval is None:
+            detail = "the rewrite was not looked up: it is missing, or the plugin does not declare `retrieval`"
+            raise Rejection(f"{side}_not_retrieved", detail)
         return self.retrieval
 
     def judged(self, side: str) -> JudgeScore | None:
-        """What the judge said, ``None`` where nobody asked; a failed call is raised as ``{side}_judgement_failed``."""
+        """The judge's score, ``None`` where the rewrite was not judged. Raises ``{side}_judgement_failed`` for a failed call."""
         if isinstance(self.judgement, CallFailure):
             raise Rejection(f"{side}_judgement_failed", self.judgement.message)
         return self.judgement
 
 
 class Role(Enum):
-    """Who speaks in a chat message."""
+    """The speaker of a chat message."""
 
     SYSTEM = "system"
     USER = "user"
     ASSISTANT = "assistant"
 
 
-@dataclass
+_ROLES = {role.value: role for role in Role}
+
+
+@dataclass(slots=True)
 class Message:
     """A chat message."""
 
@@ -160,3 +203,131 @@ class Message:
     def assistant(cls, content: str) -> Message:
         """An assistant's message."""
         return cls(Role.ASSISTANT, content)
+
+    @classmethod
+    def from_json(cls, value: dict[str, str]) -> Message:
+        """The message of a JSON object."""
+        return cls(_ROLES[value["role"]], value["content"])
+
+
+@dataclass(slots=True)
+class Episode(Record):
+    """One response of the policy to one query. Parts that the plugin does not declare are ``None``, or no columns."""
+
+    id: str = ""
+    """Unique in a run."""
+    group_id: str = ""
+    """The same for all samples of one query in one batch of rollouts."""
+    sample_index: int = 0
+    """Index of the response among the samples of its group, from 0."""
+    step: int | None = None
+    """Training step of the rollout, from 0; ``None`` outside of training."""
+    split: Literal["train", "validation", "test"] | str | None = None
+    """The split of the query's row."""
+    query: str = ""
+    """What the user typed."""
+    context: Context = field(default_factory=Context)
+    """Who asks, and what was said before."""
+    gold_ids: list[str] | None = None
+    """Ids of passages known to answer the query."""
+    columns: dict[str, ColumnValue] = field(default_factory=dict)
+    """The other columns of the query's row, in the order of the table. Needs ``columns``."""
+    prompt: list[Message] | None = None
+    """The messages that the policy answered. Needs ``prompt``."""
+    response: str | None = None
+    """The raw text that the policy generated, before it is parsed; may be empty. Needs ``response``."""
+    policy: Candidate = field(default_factory=Candidate)
+    """The policy's rewrite, parsed from ``response``."""
+    baseline: Candidate | None = None
+    """The teacher's rewrite of the same query. Needs ``baseline``."""
+
+    def baseline_or_reject(self) -> Candidate:
+        """The teacher's rewrite. Raises the rejection ``no_baseline`` where the episode has none."""
+        if self.baseline is None:
+            raise Rejection("no_baseline", "the episode has no teacher's rewrite, or the plugin does not declare `baseline`")
+        return self.baseline
+
+
+def _number(key: str) -> Callable[[dict[str, Any]], float]:
+    return lambda value: float(value[key])
+
+
+def _optional_number(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _context(value: dict[str, Any]) -> Context:
+    context = value.get("context")
+    return Context.from_json(context) if context else Context()
+
+
+def call_failure(value: dict[str, str]) -> CallFailure:
+    """The failure of a JSON object."""
+    return CallFailure(value["kind"], value["message"])
+
+
+def _retrieval(value: dict[str, Any]) -> list[Hit] | CallFailure | None:
+    retrieval = value.get("retrieval")
+    if retrieval is None:
+        return None
+    hits = retrieval.get("hits")
+    return call_failure(retrieval["failed"]) if hits is None else [Hit.from_json(hit) for hit in hits]
+
+
+def _judgement(value: dict[str, Any]) -> JudgeScore | CallFailure | None:
+    judgement = value.get("judgement")
+    if judgement is None:
+        return None
+    scored = judgement.get("scored")
+    return call_failure(judgement["failed"]) if scored is None else JudgeScore(float(scored["score"]), scored["reason"])
+
+
+def distribution(values: list[dict[str, Any]] | None) -> list[StyleProbability] | None:
+    """A style distribution of JSON objects."""
+    return None if values is None else [StyleProbability(each["label"], float(each["probability"])) for each in values]
+
+
+def _columns(value: dict[str, Any]) -> dict[str, ColumnValue]:
+    columns = value.get("columns")
+    return {} if columns is None else {name: _cell(cell) for name, cell in columns.items()}
+
+
+def _cell(cell: Any) -> Any:
+    """Numbers are floats, also where JSON has no decimal point."""
+    kind = type(cell)
+    return float(cell) if kind is int else [_cell(entry) for entry in cell] if kind is list else cell
+
+
+def _prompt(value: dict[str, Any]) -> list[Message] | None:
+    prompt = value.get("prompt")
+    return None if prompt is None else [Message.from_json(message) for message in prompt]
+
+
+def _baseline(value: dict[str, Any]) -> Candidate | None:
+    baseline = value.get("baseline")
+    return None if baseline is None else Candidate.from_json(baseline)
+
+
+Context._READERS = {name: methodcaller("get", name) for name in ["user_profile", "history_summary"]}
+Hit._READERS = {
+    "id": methodcaller("get", "id"),
+    "text": itemgetter("text"),
+    "reranker_score": _number("reranker_score"),
+    "retrieval_score": lambda value: _optional_number(value.get("retrieval_score")),
+    "rank": itemgetter("rank"),
+}
+Candidate._READERS = {
+    **{name: methodcaller("get", name) for name in ["rewrite", "n_tokens", "finish_reason"]},
+    "retrieval": _retrieval,
+    "judgement": _judgement,
+    "style": lambda value: distribution(value.get("style")),
+}
+Episode._READERS = {
+    **{name: itemgetter(name) for name in ["id", "group_id", "sample_index", "query"]},
+    **{name: methodcaller("get", name) for name in ["step", "split", "gold_ids", "response"]},
+    "context": _context,
+    "columns": _columns,
+    "prompt": _prompt,
+    "policy": lambda value: Candidate.from_json(value["policy"]),
+    "baseline": _baseline,
+}

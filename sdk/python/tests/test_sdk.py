@@ -1,5 +1,6 @@
 """`python -m unittest` in sdk/python."""
 
+import copy
 import json
 import math
 import tempfile
@@ -8,13 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from querl_sdk import Episode, Filter, Message, Rejection, Reward, Sample, Score, SettingError, Settings, export
-from querl_sdk.testing import candidate, check_contract, check_golden, dialogue, episode, failed, read_episodes
+from querl_sdk import Episode, Filter, GroupReward, JudgeScore, Message, Rejection, Reward, Sample, Score, SettingError, Settings, export, host, text
+from querl_sdk.description import describe
+from querl_sdk.settings import SettingSpec
+from querl_sdk.testing import candidate, check_contract, check_golden, declared, dialogue, episode, failed, host_functions, read_episodes
 
-GOLDEN: dict[str, Any] = {"name": "四个字", "episode": {"query": "鱼油", "policy": {"rewrite": "深海鱼油"}, "baseline": {"rewrite": "鱼油"}}}
+GOLDEN: dict[str, Any] = {"name": "四个字", "episode": {"query": "鱼油", "policy": {"rewrite": "深海鱼油", "retrieval": {"hits": []}}, "baseline": {"rewrite": "鱼油"}}}
 
 
 class Length(Reward):
+    requires = ("retrieval",)
+    uses = ("judgement",)
+
     def __init__(self, settings: Settings) -> None:
         self.scale = settings.number("scale", 10, minimum=1, maximum=100)
 
@@ -23,7 +29,7 @@ class Length(Reward):
 
     def score(self, episode: Episode) -> Score:
         episode.policy.hits("policy")
-        n_chars = len(episode.policy.rewrite)
+        n_chars = len(episode.policy.rewrite or "")
         return Score(min(n_chars / self.scale, 1.0), {"n_chars": n_chars})
 
 
@@ -89,6 +95,70 @@ class TestTypes(unittest.TestCase):
         self.assertEqual(dialogue("您好").turns, [Message.assistant("您好")])
 
 
+    def test_records_are_built_of_json_at_the_first_access_and_are_equal_to_others(self) -> None:
+        value = {
+            "id": "g/1", "group_id": "g", "sample_index": 1, "step": 3, "split": "train", "query": "鱼油", "gold_ids": ["p"],
+            "columns": {"n": 1, "items": [2, True, "x"]}, "prompt": [{"role": "user", "content": "问"}],
+            "policy": {"rewrite": "深海鱼油", "retrieval": {"hits": [{"text": "a", "reranker_score": 1, "rank": 1}]}, "finish_reason": "length"},
+            "baseline": {"retrieval": {"failed": {"kind": "down", "message": "late"}}, "judgement": {"scored": {"score": 4, "reason": ""}}},
+        }  # fmt: skip
+        read = Episode.from_json(value)
+        self.assertEqual((read.context.user_profile, read.policy.is_truncated, read.policy.hits("policy")[0].id), (None, True, None))
+        self.assertEqual([type(read.columns["n"]), read.columns["items"]], [float, [2.0, True, "x"]])
+        self.assertEqual(read.baseline_or_reject().judged("baseline"), JudgeScore(4.0))
+        self.assertEqual(copy.deepcopy(read), read)
+        self.assertEqual(read, Episode.from_json(value))
+        with self.assertRaisesRegex(AttributeError, "`Episode` has no attribute `polcy`"):
+            read.polcy  # type: ignore[attr-defined]
+        without = declared(read, {"columns"})
+        self.assertEqual((without.prompt, without.baseline, without.policy.retrieval, without.columns), (None, None, None, read.columns))
+
+    def test_description_has_what_the_constructor_reads_and_what_the_class_declares(self) -> None:
+        described = describe({"reward": Length})
+        self.assertEqual((described.range, described.inputs), ((0.0, 1.0), {"judgement": False, "retrieval": True}))
+        self.assertEqual(described.settings, [SettingSpec("scale", "number", "10", 1.0, 100.0)])
+
+        class Needs(Length):
+            def __init__(self, settings: Settings) -> None:
+                self.values = (settings.text("a"), settings.choice("b", None, ["x", "y"]), settings.integer("c", minimum=3), settings.texts("d"))
+
+        described = describe({"reward": Needs})
+        self.assertEqual(described.range, None)
+        self.assertEqual([(spec.key, spec.default) for spec in described.settings], [("a", None), ("b", None), ("c", None), ("d", "[]")])
+        with self.assertRaisesRegex(SettingError, "expected a text, got nothing; set it"):
+            Needs(Settings())
+
+    def test_inputs_that_are_none_are_refused(self) -> None:
+        with self.assertRaisesRegex(TypeError, "`Odd.requires` is 'retrieval'; expected a tuple of 'response'"):
+            export(reward=type("Odd", (Length,), {"requires": "retrieval"}))
+
+    def test_host_functions_reject_where_nothing_is_configured_and_have_stand_ins(self) -> None:
+        with self.assertRaises(Rejection) as raised:
+            host.words("鱼油")
+        self.assertEqual(raised.exception.code, "words_not_configured")
+        with host_functions(ask_judge=lambda messages: messages[0].content):
+            [a, b] = host.embed(["鱼油", "鱼油"])
+            self.assertAlmostEqual(sum(x * y for x, y in zip(a, b)), 1.0)
+            self.assertEqual((host.words("鱼油 A1"), host.count_tokens("鱼油"), host.ask_judge([Message.user("3")])), (["鱼", "油", "a1"], 2, "3"))
+        with self.assertRaises(host.HostCallError):
+            host.words("鱼油")
+
+    def test_text_functions_give_the_results_of_all_sdks(self) -> None:
+        table = Path(__file__).parents[2] / "testdata" / "text.jsonl"
+        for number, line in enumerate(table.read_text(encoding="utf-8").strip().split("\n"), 1):
+            case = json.loads(line)
+            self.assertEqual(getattr(text, case["function"])(*case["args"]), case["result"], f"line {number}: {line}")
+
+
+class Distinct(GroupReward):
+    def range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def score_group(self, episodes: list[Episode]) -> list[Score | Rejection]:
+        rewrites = [each.policy.rewrite for each in episodes]
+        return [Score(1 / rewrites.count(rewrite)) if rewrite else Rejection("no_rewrite") for rewrite in rewrites]
+
+
 class TestTesting(unittest.TestCase):
     def test_golden_cases_pass_and_a_wrong_one_is_named_with_what_came_back(self) -> None:
         right = {**GOLDEN, "settings": {"scale": 8}, "expect": {"total": 0.5, "components": {"n_chars": 4}}}
@@ -99,11 +169,18 @@ class TestTesting(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `polcy` in `episode`"):
             odd = {**right, "episode": {**right["episode"], "polcy": {}}}
             check_golden(Length, folder_with("a.jsonl", odd))
+        group = {"name": "g", "episodes": [{"query": "a", "policy": {"rewrite": text}} for text in ["x", "x", ""]]}
+        group["expect"] = [{"total": 0.5}, {"total": 0.5}, {"rejected": "no_rewrite"}]
+        self.assertEqual(check_golden(Distinct, folder_with("a.jsonl", group)), 1)
         with self.assertRaisesRegex(AssertionError, "holds no case for Length"):
             check_golden(Length, folder_with("a.jsonl", {"name": "x", "parse_rewrite": "", "expect": {"rejected": "empty"}}))
 
     def test_the_contracts_checks_find_each_breach(self) -> None:
         check_contract(Length)
+        check_contract(Distinct)
+        ordered = type("Ordered", (Distinct,), {"score_group": lambda self, episodes: [Score(float(n > 0)) for n in range(len(episodes))]})
+        with self.assertRaisesRegex(AssertionError, "do not depend on the order"):
+            check_contract(ordered)
         n_calls = iter(range(1_000_000))
         for name, method, expected in [
             ("score", lambda self, episode: Score(2.0), "a total from 0.0 to 1.0"),
@@ -129,5 +206,8 @@ class TestTesting(unittest.TestCase):
         line = {"format": 2, "episode": recorded, "outcome": {"scored": {"total": 1}}}
         [read] = read_episodes(folder_with("e.jsonl", line) / "e.jsonl")
         self.assertEqual((read.id, read.context.user_profile, read.policy.retrieval), ("a", "孕妇", []))
-        with self.assertRaisesRegex(ValueError, 'e.jsonl:1: expected "format": 2'):
+        newer = {"format": 3, "step": 1, "episode": {"id": "g/2", "query": "鱼油", "policy": {"n_tokens": 4}, "response": "无"}}
+        [read] = read_episodes(folder_with("e.jsonl", newer) / "e.jsonl")
+        self.assertEqual((read.group_id, read.sample_index, read.response, read.policy.retrieval, read.baseline), ("g", 2, "无", None, None))
+        with self.assertRaisesRegex(ValueError, 'e.jsonl:1: expected "format": 3'):
             read_episodes(folder_with("e.jsonl", {**line, "format": 1}) / "e.jsonl")

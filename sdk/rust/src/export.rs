@@ -2,8 +2,8 @@
 
 /// Turns an implementation into a component: `export!(reward: MyReward)`.
 ///
-/// Once per crate, at its top level. The kinds are `prompt`, `filter`, `reward` and `style_scorer`; a component may hold
-/// several: `export!(prompt: MyPrompt, filter: MyFilter)`. The plugin's name and version are those of the crate. In a native
+/// Once per crate, at its top level. The kinds are `prompt`, `filter`, `reward`, `group_reward` and `style_scorer`; a component may hold
+/// several, though not both kinds of reward: `export!(prompt: MyPrompt, filter: MyFilter)`. The plugin's name and version are those of the crate. In a native
 /// build, as for `cargo test`, it only checks that the types implement their traits.
 ///
 /// A component without it does not link: the linker names a missing symbol that says so.
@@ -71,9 +71,10 @@ macro_rules! export {
         enum querl_sdk_export_stands_once_in_a_crate {}
 
         const _: fn(&$crate::Settings) -> Result<(), $crate::SettingError> = |_settings| {
-            $( $crate::__read_settings!($kind, $plugin, _settings)?; )+
-            Ok(())
+            [$( $crate::__read_settings!($kind, $plugin, _settings) ),+].into_iter().collect()
         };
+
+        $( $crate::__dev_entry!($kind, $plugin); )+
 
         #[cfg(target_arch = "wasm32")]
         const _: () = {
@@ -85,9 +86,15 @@ macro_rules! export {
             impl $crate::__guest::Identity for QuerlIdentity {
                 const NAME: &'static str = env!("CARGO_PKG_NAME");
                 const VERSION: &'static str = env!("CARGO_PKG_VERSION");
+                const INPUTS: $crate::Inputs = $crate::Inputs::NONE$( .and($crate::__inputs!($kind, $plugin)) )+;
+                fn kinds() -> Vec<$crate::__guest::Kind> {
+                    vec![$( $crate::__kind!($kind) ),+]
+                }
                 fn check_settings(settings: &$crate::Settings) -> Result<(), $crate::SettingError> {
-                    $( $crate::__read_settings!($kind, $plugin, settings)?; )+
-                    Ok(())
+                    [$( $crate::__read_settings!($kind, $plugin, settings) ),+].into_iter().collect()
+                }
+                fn range(_settings: &$crate::Settings) -> Option<::std::ops::RangeInclusive<f64>> {
+                    None$( .or($crate::__range!($kind, $plugin, _settings)) )+
                 }
             }
             type QuerlInfo = $crate::__guest::InfoGuest<QuerlIdentity>;
@@ -98,9 +105,17 @@ macro_rules! export {
     ($($other:tt)*) => {
         compile_error!(
             "write `export!(KIND: Type)`, for example `querl_sdk::export!(reward: MyReward)`; the kinds are prompt, filter, \
-             reward and style_scorer"
+             reward, group_reward and style_scorer"
         );
     };
+}
+
+/// The entry of `querl plugin dev`, which only builds with the feature `dev` have.
+#[cfg(not(all(feature = "dev", not(target_arch = "wasm32"))))]
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __dev_entry {
+    ($kind:ident, $plugin:ty) => {};
 }
 
 #[doc(hidden)]
@@ -115,6 +130,9 @@ macro_rules! __read_settings {
     (reward, $plugin:ty, $settings:ident) => {
         <$plugin as $crate::Reward>::new($settings).map(drop)
     };
+    (group_reward, $plugin:ty, $settings:ident) => {
+        <$plugin as $crate::GroupReward>::new($settings).map(drop)
+    };
     (style_scorer, $plugin:ty, $settings:ident) => {
         <$plugin as $crate::StyleScorer>::new($settings).map(drop)
     };
@@ -122,7 +140,7 @@ macro_rules! __read_settings {
         compile_error!(concat!(
             "`",
             stringify!($other),
-            "` is not a kind of plugin; the kinds are prompt, filter, reward and style_scorer"
+            "` is not a kind of plugin; the kinds are prompt, filter, reward, group_reward and style_scorer"
         ))
     };
 }
@@ -145,10 +163,70 @@ macro_rules! __export_kind {
             QuerlReward with_types_in $crate::__guest::packed_rewards
         );
     };
+    (group_reward, $plugin:ty) => {
+        type QuerlGroupReward = $crate::__guest::GroupRewardGuest<$plugin>;
+        $crate::__guest::group_rewards::export_group_rewards!(
+            QuerlGroupReward with_types_in $crate::__guest::group_rewards
+        );
+        $crate::__guest::packed_rewards::export_packed_rewards!(
+            QuerlGroupReward with_types_in $crate::__guest::packed_rewards
+        );
+    };
     (style_scorer, $plugin:ty) => {
         type QuerlStyleScorer = $crate::__guest::StyleScorerGuest<$plugin>;
         $crate::__guest::style_scores::export_style_scores!(
             QuerlStyleScorer with_types_in $crate::__guest::style_scores
         );
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __kind {
+    (prompt) => {
+        $crate::__guest::Kind::Prompt
+    };
+    (filter) => {
+        $crate::__guest::Kind::Filter
+    };
+    (reward) => {
+        $crate::__guest::Kind::Reward
+    };
+    (group_reward) => {
+        $crate::__guest::Kind::GroupReward
+    };
+    (style_scorer) => {
+        $crate::__guest::Kind::StyleScorer
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __inputs {
+    (filter, $plugin:ty) => {
+        <$plugin as $crate::Filter>::INPUTS
+    };
+    (reward, $plugin:ty) => {
+        <$plugin as $crate::Reward>::INPUTS
+    };
+    (group_reward, $plugin:ty) => {
+        <$plugin as $crate::GroupReward>::INPUTS
+    };
+    ($other:ident, $plugin:ty) => {
+        $crate::Inputs::NONE
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __range {
+    (reward, $plugin:ty, $settings:ident) => {
+        <$plugin as $crate::Reward>::new($settings).ok().map(|plugin| $crate::Reward::range(&plugin))
+    };
+    (group_reward, $plugin:ty, $settings:ident) => {
+        <$plugin as $crate::GroupReward>::new($settings).ok().map(|plugin| $crate::GroupReward::range(&plugin))
+    };
+    ($other:ident, $plugin:ty, $settings:ident) => {
+        None
     };
 }

@@ -1,23 +1,129 @@
 //! The kinds of plugins: a trait each, with the records that it takes and returns.
 
-use crate::{CallFailure, Candidate, Context, Hit, Message, Rejection, SettingError, Settings, StyleProbability};
+use crate::host::CallError;
+use crate::{
+    Candidate, Column, ColumnValue, Context, Hit, JudgeScore, Message, Rejection, SettingError, Settings, Split,
+    StyleProbability,
+};
 use std::ops::RangeInclusive;
+
+/// A part of an episode that costs the host something. An episode has the parts that a plugin declares, and no other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Input {
+    /// [`Episode::response`].
+    Response,
+    /// [`Episode::prompt`].
+    Prompt,
+    /// [`Episode::columns`], and [`Sample::columns`].
+    Columns,
+    /// [`Episode::baseline`].
+    Baseline,
+    /// [`Candidate::retrieval`], of the policy and of a declared baseline.
+    Retrieval,
+    /// [`Candidate::judgement`], also of both.
+    Judgement,
+    /// [`Candidate::style`], also of both.
+    Style,
+}
+
+impl Input {
+    /// All, in the order of the contract.
+    pub const ALL: [Self; 7] =
+        [Self::Response, Self::Prompt, Self::Columns, Self::Baseline, Self::Retrieval, Self::Judgement, Self::Style];
+}
+
+/// The inputs that a plugin declares: `Inputs::NONE.requires(Input::Baseline).uses(Input::Judgement)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Inputs {
+    used: u8,
+    required: u8,
+}
+
+impl Inputs {
+    /// The query, its context, and the policy's rewrite alone.
+    pub const NONE: Self = Self { used: 0, required: 0 };
+
+    /// Adds an input without which a run is refused.
+    #[must_use]
+    pub const fn requires(self, input: Input) -> Self {
+        Self { used: self.used | 1 << input as u8, required: self.required | 1 << input as u8 }
+    }
+
+    /// Adds an input that is read where the run has it.
+    #[must_use]
+    pub const fn uses(self, input: Input) -> Self {
+        Self { used: self.used | 1 << input as u8, ..self }
+    }
+
+    /// Whether the input is declared.
+    pub const fn contains(self, input: Input) -> bool {
+        self.used & (1 << input as u8) != 0
+    }
+
+    /// Whether the input is required.
+    pub const fn is_required(self, input: Input) -> bool {
+        self.required & (1 << input as u8) != 0
+    }
+
+    /// The inputs of both, for a component that holds several kinds.
+    #[doc(hidden)]
+    pub const fn and(self, other: Self) -> Self {
+        Self { used: self.used | other.used, required: self.required | other.required }
+    }
+}
 
 /// The input of a reward.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Episode {
     /// Unique in a run.
     pub id: String,
+    /// The same for all samples of one query in one batch of rollouts, and for no others.
+    pub group_id: String,
+    /// Index of the response among the samples of its group, from 0.
+    pub sample_index: u32,
+    /// Training step of the rollout, from 0; `None` outside of training.
+    pub step: Option<u64>,
+    /// The split of the query's row.
+    pub split: Option<Split>,
     /// What the user typed.
     pub query: String,
     /// Who asks, and what was said before.
     pub context: Context,
-    /// Ids of passages known to answer the query; empty where unknown.
-    pub gold_ids: Vec<String>,
-    /// The policy's side.
+    /// Ids of passages known to answer the query; not empty.
+    pub gold_ids: Option<Vec<String>>,
+    /// The other columns of the query's row, in the order of the table.
+    pub columns: Vec<Column>,
+    /// The messages that the policy answered.
+    pub prompt: Option<Vec<Message>>,
+    /// The text that the policy generated, without special tokens, before it is parsed. May be empty.
+    pub response: Option<String>,
+    /// The policy's rewrite.
     pub policy: Candidate,
-    /// The teacher's side.
-    pub baseline: Candidate,
+    /// The teacher's rewrite of the same query.
+    pub baseline: Option<Candidate>,
+}
+
+impl Episode {
+    /// The text that the policy generated.
+    ///
+    /// # Errors
+    /// `response_missing`.
+    pub fn response(&self) -> Result<&str, Rejection> {
+        self.response.as_deref().ok_or_else(|| Rejection::new("response_missing", ""))
+    }
+
+    /// The teacher's rewrite.
+    ///
+    /// # Errors
+    /// `baseline_missing`.
+    pub fn baseline(&self) -> Result<&Candidate, Rejection> {
+        self.baseline.as_ref().ok_or_else(|| Rejection::new("baseline_missing", ""))
+    }
+
+    /// The value of a column; `None` where the row has none.
+    pub fn column(&self, name: &str) -> Option<&ColumnValue> {
+        self.columns.iter().find(|column| column.name == name).map(|column| &column.value)
+    }
 }
 
 /// A named part of a score, for people, metrics and reports.
@@ -25,7 +131,7 @@ pub struct Episode {
 pub struct Component {
     /// 1 to 64 of `a` to `z`, `0` to `9`, `_`; unique in one score.
     pub name: String,
-    /// Finite.
+    /// Finite, at most 1e18 in magnitude.
     pub value: f64,
 }
 
@@ -57,7 +163,7 @@ impl Score {
     }
 }
 
-/// Scores what the policy wrote against what the teacher wrote.
+/// Scores what the policy generated, one episode at a time.
 ///
 /// One value is made for each call and scores the episodes of a batch one by one: a score depends on its episode and the
 /// settings only, which is what the contract asks for.
@@ -67,6 +173,9 @@ impl Score {
     note = "`export!(reward: {Self})` wants `impl querl_sdk::Reward for {Self}`"
 )]
 pub trait Reward: Sized {
+    /// What it reads of an episode.
+    const INPUTS: Inputs = Inputs::NONE;
+
     /// Reads the settings: every key that the plugin knows, whatever the values of the others.
     ///
     /// # Errors
@@ -79,8 +188,32 @@ pub trait Reward: Sized {
     /// Scores one episode.
     ///
     /// # Errors
-    /// The episode cannot be scored, for example because a call failed on one side. Not a score of 0, which means a draw.
+    /// The episode cannot be scored, for example because a call failed. Not a score of 0.
     fn score(&self, episode: &Episode) -> Result<Score, Rejection>;
+}
+
+/// Scores all samples of one query together, for rewards of diversity or rank.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a group reward plugin",
+    label = "does not implement `querl_sdk::GroupReward`",
+    note = "`export!(group_reward: {Self})` wants `impl querl_sdk::GroupReward for {Self}`"
+)]
+pub trait GroupReward: Sized {
+    /// What it reads of an episode.
+    const INPUTS: Inputs = Inputs::NONE;
+
+    /// Reads the settings: every key that the plugin knows, whatever the values of the others.
+    ///
+    /// # Errors
+    /// A value that cannot be used.
+    fn new(settings: &Settings) -> Result<Self, SettingError>;
+
+    /// The range of totals under these settings.
+    fn range(&self) -> RangeInclusive<f64>;
+
+    /// One result per episode, in the order of the episodes, which does not matter for the results. All have the same `group_id`; there is at
+    /// least one, and a group may have fewer episodes than samples were drawn.
+    fn score_group(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>>;
 }
 
 /// A row whose rewrite and retrieval both succeeded.
@@ -96,6 +229,15 @@ pub struct Sample {
     pub context: Context,
     /// Hits of the rewrite, best first; empty where nothing was found.
     pub hits: Vec<Hit>,
+    /// The other columns of the row, where [`Filter::INPUTS`] has them.
+    pub columns: Vec<Column>,
+}
+
+impl Sample {
+    /// The value of a column; `None` where the row has none.
+    pub fn column(&self, name: &str) -> Option<&ColumnValue> {
+        self.columns.iter().find(|column| column.name == name).map(|column| &column.value)
+    }
 }
 
 /// A filter's decision on one sample.
@@ -123,6 +265,9 @@ impl Verdict {
     note = "`export!(filter: {Self})` wants `impl querl_sdk::Filter for {Self}`"
 )]
 pub trait Filter: Sized {
+    /// What it reads of a sample: [`Input::Columns`], or nothing.
+    const INPUTS: Inputs = Inputs::NONE;
+
     /// Reads the settings: every key that the plugin knows, whatever the values of the others.
     ///
     /// # Errors
@@ -134,7 +279,7 @@ pub trait Filter: Sized {
 }
 
 /// The purpose of a prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum PromptTask {
     /// The teacher's prompt: long, with the tenant's rules.
     TeacherRewrite,
@@ -142,6 +287,8 @@ pub enum PromptTask {
     PolicyRewrite,
     /// The judge's prompt.
     Judge,
+    /// A task that a later contract names: to be rejected, unless the plugin knows it.
+    Other(String),
 }
 
 /// What goes into a prompt.
@@ -155,16 +302,7 @@ pub struct PromptInput {
     pub rewrite: Option<String>,
 }
 
-/// A judge's score of one rewrite.
-#[derive(Debug, Clone, PartialEq)]
-pub struct JudgeScore {
-    /// 综合得分, 0 to 5.
-    pub score: f64,
-    /// Why, in words.
-    pub reason: String,
-}
-
-/// A tenant's prompts, and the parsing of answers to them.
+/// A tenant's prompts, and the parsing of responses to them.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a prompt plugin",
     label = "does not implement `querl_sdk::Prompt`",
@@ -178,15 +316,18 @@ pub trait Prompt: Sized {
     fn new(settings: &Settings) -> Result<Self, SettingError>;
 
     /// The conversation for one task; the last message is the user's.
-    fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message>;
+    ///
+    /// # Errors
+    /// The plugin does not know the task ([`Rejection::unknown_task`]), or has no prompt for this input.
+    fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection>;
 
-    /// The rewrite in a model's answer; never empty.
+    /// The rewrite in a model's response; never empty.
     ///
     /// # Errors
     /// There is none.
     fn parse_rewrite(&self, text: &str) -> Result<String, Rejection>;
 
-    /// The judgement in a judge's answer.
+    /// The judgement in a judge's response.
     ///
     /// # Errors
     /// There is none, or its score is not within 0 to 5.
@@ -202,17 +343,6 @@ pub struct Dialogue {
     pub turns: Vec<Message>,
 }
 
-/// Why there is no style distribution.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ClassifyError {
-    /// The run has no style model.
-    #[error("the run has no style model")]
-    NotConfigured,
-    /// The model gave no answer.
-    #[error("the style model gave no answer: {0}")]
-    Failed(CallFailure),
-}
-
 /// The style model of the run.
 pub trait StyleModel {
     /// The distribution over the model's classes, one entry per class, in the model's order, of the last turn of the assistant and the last of
@@ -220,7 +350,7 @@ pub trait StyleModel {
     ///
     /// # Errors
     /// No model, or no answer.
-    fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, ClassifyError>;
+    fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallError>;
 }
 
 /// Scores the style of the last turn of a dialogue.

@@ -1,8 +1,8 @@
 //! The SDK for querl plugins in Rust: a trait for each kind of plugin, plain types, and one macro that exports an implementation as a
 //! component.
 //!
-//! In: an author's type that implements [`Reward`], [`Filter`], [`Prompt`] or [`StyleScorer`]. Out: a WebAssembly component
-//! for the contract `querl:plugin@0.1.0`. This crate must not depend on host crates, files, network and models.
+//! In: an author's type that implements [`Reward`], [`GroupReward`], [`Filter`], [`Prompt`] or [`StyleScorer`]. Out: a WebAssembly component
+//! for the contract `querl:plugin@0.2.0`. This crate must not depend on host crates, files, network and models.
 //!
 //! ```
 //! use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
@@ -23,7 +23,7 @@
 //!     }
 //!
 //!     fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
-//!         let n_chars = episode.policy.rewrite.chars().count() as f64;
+//!         let n_chars = episode.policy.rewrite("policy")?.chars().count() as f64;
 //!         Ok(Score::new((1.0 - n_chars / self.max_chars).max(0.0)))
 //!     }
 //! }
@@ -32,7 +32,7 @@
 //! # fn main() {
 //! let brevity = Brevity::new(&Settings::from_pairs([("max_chars", "10")])).unwrap();
 //! let mut episode = Episode::default();
-//! episode.policy.rewrite = "胶原蛋白肽".into();
+//! episode.policy.rewrite = Some("胶原蛋白肽".into());
 //! assert_eq!(brevity.score(&episode).unwrap().total, 0.5);
 //! # }
 //! ```
@@ -52,15 +52,23 @@ compile_error!(
 );
 
 #[doc(hidden)]
+#[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
+#[path = "dev.rs"]
+pub mod __dev;
+#[doc(hidden)]
 #[cfg(target_arch = "wasm32")]
 #[path = "guest/mod.rs"]
 pub mod __guest;
 mod export;
+pub mod host;
 mod kinds;
 pub mod log;
+#[cfg(any(target_arch = "wasm32", test))]
+mod packed;
 mod settings;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod testing;
+pub mod text;
 mod types;
 
 /// The examples of the README are tests too.
@@ -69,10 +77,13 @@ mod types;
 struct Readme;
 
 pub use kinds::{
-    ClassifyError, Component, Dialogue, Episode, Filter, JudgeScore, Prompt, PromptInput, PromptTask, Reward, Sample,
+    Component, Dialogue, Episode, Filter, GroupReward, Input, Inputs, Prompt, PromptInput, PromptTask, Reward, Sample,
     Score, StyleModel, StyleScorer, Verdict,
 };
+#[doc(hidden)]
+pub use settings::{Setting as __Setting, SettingType as __SettingType};
 pub use settings::{SettingError, Settings};
 pub use types::{
-    CallFailure, Candidate, Context, FailureKind, Hit, Judgement, Message, Rejection, Role, StyleProbability,
+    CallFailure, Candidate, Column, ColumnValue, Context, FailureKind, FinishReason, Hit, JudgeScore, Message,
+    Rejection, Role, Scalar, Split, StyleProbability,
 };

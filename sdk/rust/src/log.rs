@@ -32,7 +32,27 @@ enum Level {
 
 #[cfg(not(target_arch = "wasm32"))]
 fn write(level: Level, message: &str) {
-    eprintln!("{level:?}: {message}");
+    let line = format!("{}: {message}", format!("{level:?}").to_lowercase());
+    match KEPT.lock().unwrap_or_else(std::sync::PoisonError::into_inner).as_mut() {
+        Some(kept) => kept.push(line),
+        None => eprintln!("{line}"),
+    }
+}
+
+/// Lines since [`keep`]; `None` if they go to stderr.
+#[cfg(not(target_arch = "wasm32"))]
+static KEPT: std::sync::Mutex<Option<Vec<String>>> = std::sync::Mutex::new(None);
+
+/// Keeps lines for [`taken`] from now on.
+#[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
+pub(crate) fn keep() {
+    *KEPT.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(Vec::new());
+}
+
+/// The lines since the last call.
+#[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
+pub(crate) fn taken() -> Vec<String> {
+    KEPT.lock().unwrap_or_else(std::sync::PoisonError::into_inner).as_mut().map(std::mem::take).unwrap_or_default()
 }
 
 #[cfg(target_arch = "wasm32")]

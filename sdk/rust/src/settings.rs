@@ -1,9 +1,12 @@
 //! What the user set for this plugin.
 
-use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+#[cfg(not(target_arch = "wasm32"))]
+use std::{
+    collections::BTreeMap,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 /// An invalid setting.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -33,9 +36,36 @@ pub struct Settings {
 enum Source {
     #[cfg(target_arch = "wasm32")]
     Host,
+    #[cfg(not(target_arch = "wasm32"))]
     Pairs(BTreeMap<String, Value>),
+    /// Has no values and keeps what is read; clones share it.
+    Recording(Arc<Mutex<Vec<Setting>>>),
 }
 
+/// A setting that a plugin reads, as its description has it.
+#[doc(hidden)]
+#[derive(Debug, Clone, PartialEq)]
+pub struct Setting {
+    pub key: String,
+    pub value_type: SettingType,
+    /// In the text form; `None` where the user must set it.
+    pub default: Option<String>,
+    pub minimum: Option<f64>,
+    pub maximum: Option<f64>,
+    pub choices: Option<Vec<String>>,
+}
+
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SettingType {
+    Text,
+    Number,
+    Integer,
+    Flag,
+    Texts,
+}
+
+#[cfg(not(target_arch = "wasm32"))]
 #[derive(Debug, Clone)]
 struct Value {
     text: String,
@@ -50,27 +80,48 @@ impl Settings {
         Self { source: Source::Host }
     }
 
-    /// No settings: every default applies.
+    /// No settings, for a test: every default applies.
+    #[cfg(not(target_arch = "wasm32"))]
     pub fn none() -> Self {
         Self::from_pairs::<String, String>([])
     }
 
     /// Settings for a test. Lists are JSON: `["a", "b"]`.
+    #[cfg(not(target_arch = "wasm32"))]
     pub fn from_pairs<K: Into<String>, V: Into<String>>(pairs: impl IntoIterator<Item = (K, V)>) -> Self {
         let value = |text: V| Value { text: text.into(), is_read: Arc::default() };
         let pairs = pairs.into_iter().map(|(key, text)| (key.into(), value(text))).collect();
         Self { source: Source::Pairs(pairs) }
     }
 
-    /// The text under `key`; `None` if it is not set.
-    pub fn get(&self, key: &str) -> Option<String> {
+    /// What `read` reads, in order; each key once.
+    #[doc(hidden)]
+    pub fn recorded(read: impl FnOnce(&Self)) -> Vec<Setting> {
+        let kept = Arc::default();
+        read(&Self { source: Source::Recording(Arc::clone(&kept)) });
+        std::mem::take(&mut *kept.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn get(&self, key: &str, value_type: SettingType, setting: impl FnOnce(&mut Setting)) -> Option<String> {
         match &self.source {
             #[cfg(target_arch = "wasm32")]
             Source::Host => crate::__guest::imports::querl::plugin::settings::get(key),
+            #[cfg(not(target_arch = "wasm32"))]
             Source::Pairs(pairs) => {
                 let value = pairs.get(key)?;
                 value.is_read.store(true, Ordering::Relaxed);
                 Some(value.text.clone())
+            }
+            Source::Recording(kept) => {
+                let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                if kept.iter().all(|known| known.key != key) {
+                    let (minimum, maximum) = (None, None);
+                    let mut read =
+                        Setting { key: key.into(), value_type, default: None, minimum, maximum, choices: None };
+                    setting(&mut read);
+                    kept.push(read);
+                }
+                None
             }
         }
     }
@@ -78,14 +129,44 @@ impl Settings {
     /// Keys that are set and were never read: the host rejects them.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn unread(&self) -> Vec<&str> {
-        let Source::Pairs(pairs) = &self.source;
+        let Source::Pairs(pairs) = &self.source else { return Vec::new() };
         let unread = pairs.iter().filter(|(_, value)| !value.is_read.load(Ordering::Relaxed));
         unread.map(|(key, _)| key.as_str()).collect()
     }
 
+    /// The text under `key`, which the user must set.
+    ///
+    /// # Errors
+    /// Not set.
+    pub fn required(&self, key: &str) -> Result<String, SettingError> {
+        match self.get(key, SettingType::Text, |_| {}) {
+            Some(text) => Ok(text),
+            // The plugin goes on to the keys after this one.
+            None if matches!(self.source, Source::Recording(_)) => Ok(String::new()),
+            None => Err(SettingError::new(key, "expected a text, got none")),
+        }
+    }
+
     /// The text under `key`, or `default`.
     pub fn text(&self, key: &str, default: &str) -> String {
-        self.get(key).unwrap_or_else(|| default.to_owned())
+        let text = self.get(key, SettingType::Text, |setting| setting.default = Some(default.to_owned()));
+        text.unwrap_or_else(|| default.to_owned())
+    }
+
+    /// The text under `key`, or `default`; one of `choices`.
+    ///
+    /// # Errors
+    /// Another text.
+    pub fn choice(&self, key: &str, default: &str, choices: &[&str]) -> Result<String, SettingError> {
+        let text = self.get(key, SettingType::Text, |setting| {
+            setting.default = Some(default.to_owned());
+            setting.choices = Some(choices.iter().map(|choice| (*choice).to_owned()).collect());
+        });
+        let text = text.unwrap_or_else(|| default.to_owned());
+        if choices.contains(&&*text) {
+            return Ok(text);
+        }
+        Err(SettingError::new(key, format!("expected one of {}, got `{text}`", choices.join(", "))))
     }
 
     /// The number under `key`, or `default`.
@@ -93,7 +174,11 @@ impl Settings {
     /// # Errors
     /// Not a number, or outside of `range`.
     pub fn number(&self, key: &str, default: f64, range: RangeInclusive<f64>) -> Result<f64, SettingError> {
-        let Some(text) = self.get(key) else { return Ok(default) };
+        let text = self.get(key, SettingType::Number, |setting| {
+            setting.default = Some(default.to_string());
+            (setting.minimum, setting.maximum) = (Some(*range.start()), Some(*range.end()));
+        });
+        let Some(text) = text else { return Ok(default) };
         let number = text.trim().parse::<f64>().ok().filter(|number| range.contains(number));
         number.ok_or_else(|| {
             let (low, high) = (range.start(), range.end());
@@ -106,7 +191,11 @@ impl Settings {
     /// # Errors
     /// Not a whole number, or outside of `range`.
     pub fn integer(&self, key: &str, default: u64, range: RangeInclusive<u64>) -> Result<u64, SettingError> {
-        let Some(text) = self.get(key) else { return Ok(default) };
+        let text = self.get(key, SettingType::Integer, |setting| {
+            setting.default = Some(default.to_string());
+            (setting.minimum, setting.maximum) = (Some(*range.start() as f64), Some(*range.end() as f64));
+        });
+        let Some(text) = text else { return Ok(default) };
         let number = text.trim().parse::<u64>().ok().filter(|number| range.contains(number));
         number.ok_or_else(|| {
             let (low, high) = (range.start(), range.end());
@@ -119,7 +208,8 @@ impl Settings {
     /// # Errors
     /// Neither `true` nor `false`.
     pub fn flag(&self, key: &str, default: bool) -> Result<bool, SettingError> {
-        match self.get(key).as_deref() {
+        let text = self.get(key, SettingType::Flag, |setting| setting.default = Some(default.to_string()));
+        match text.as_deref() {
             None => Ok(default),
             Some("true") => Ok(true),
             Some("false") => Ok(false),
@@ -132,7 +222,18 @@ impl Settings {
     /// # Errors
     /// Not a list of texts.
     pub fn list(&self, key: &str) -> Result<Vec<String>, SettingError> {
-        let Some(text) = self.get(key) else { return Ok(Vec::new()) };
+        self.list_or(key, &[])
+    }
+
+    /// The list of texts under `key`, or `default`.
+    ///
+    /// # Errors
+    /// Not a list of texts.
+    pub fn list_or(&self, key: &str, default: &[&str]) -> Result<Vec<String>, SettingError> {
+        let text = self.get(key, SettingType::Texts, |setting| {
+            setting.default = Some(serde_json::Value::from(default).to_string());
+        });
+        let Some(text) = text else { return Ok(default.iter().map(|item| (*item).to_owned()).collect()) };
         serde_json::from_str(&text)
             .map_err(|_| SettingError::new(key, format!("expected a list of texts, got `{text}`")))
     }
@@ -171,5 +272,42 @@ mod tests {
         assert!(settings.integer("c", 7, 0..=9).is_err());
         assert!(settings.flag("d", true).is_err());
         assert!(settings.list("e").is_err());
+    }
+
+    #[test]
+    fn what_is_read_is_recorded_with_type_default_and_bounds() {
+        let recorded = Settings::recorded(|settings| {
+            settings.required("a").unwrap();
+            settings.choice("b", "x", &["x", "y"]).unwrap();
+            settings.number("c", 1e-7, 0.0..=1.0).unwrap();
+            settings.number("c", 0.5, 0.0..=1.0).unwrap();
+            settings.integer("d", 3, 1..=9).unwrap();
+            settings.flag("e", true).unwrap();
+            settings.list("f").unwrap();
+            settings.list_or("g", &["鱼", "\""]).unwrap();
+        });
+        let with = |key: &str, value_type, default: Option<&str>, bounds: Option<(f64, f64)>| Setting {
+            key: key.into(),
+            value_type,
+            default: default.map(Into::into),
+            minimum: bounds.map(|(minimum, _)| minimum),
+            maximum: bounds.map(|(_, maximum)| maximum),
+            choices: (key == "b").then(|| vec!["x".into(), "y".into()]),
+        };
+        let expected = [
+            with("a", SettingType::Text, None, None),
+            with("b", SettingType::Text, Some("x"), None),
+            with("c", SettingType::Number, Some("0.0000001"), Some((0.0, 1.0))),
+            with("d", SettingType::Integer, Some("3"), Some((1.0, 9.0))),
+            with("e", SettingType::Flag, Some("true"), None),
+            with("f", SettingType::Texts, Some("[]"), None),
+            with("g", SettingType::Texts, Some(r#"["鱼","\""]"#), None),
+        ];
+        assert_eq!(recorded, expected);
+        assert!(Settings::none().required("a").is_err());
+        assert_eq!(
+            Settings::from_pairs([("b", "z")]).choice("b", "x", &["x", "y"]).unwrap_err().message,
+            "expected one of x, y, got `z`"
+        );
     }
 }

@@ -3,28 +3,28 @@
 /// Who asks, and what was said before.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Context {
-    /// 用户画像. Empty where unknown.
-    pub user_profile: String,
-    /// 历史摘要. Empty where nothing was said.
-    pub history_summary: String,
+    /// 用户画像.
+    pub user_profile: Option<String>,
+    /// 历史摘要. `None` at the start of a conversation.
+    pub history_summary: Option<String>,
 }
 
 /// One retrieved passage.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Hit {
-    /// Id of the passage. Empty where the retrieval service sends none.
-    pub id: String,
+    /// Id of the passage.
+    pub id: Option<String>,
     /// The passage.
     pub text: String,
     /// How well the passage answers the original query in its context, 0 to 1.
     pub reranker_score: f64,
-    /// First-stage score, where known; its scale is the index's own.
+    /// First-stage score on the scale of the index.
     pub retrieval_score: Option<f64>,
     /// 1 for the best.
     pub rank: u32,
 }
 
-/// Why an external call gave no answer. Never a low value.
+/// Why an external call gave no result. Never a low value.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CallFailure {
@@ -35,10 +35,9 @@ pub struct CallFailure {
 }
 
 /// Kinds of failure of an external call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum FailureKind {
-    /// No answer within the time limit.
+    /// No response within the time limit.
     Timeout,
     /// Not reachable, or the connection broke.
     Unreachable,
@@ -48,29 +47,23 @@ pub enum FailureKind {
     Rejected,
     /// A rate limit that outlasted the retries.
     RateLimited,
-    /// The service returned a server error.
+    /// The service failed.
     ServerError,
-    /// The answer could not be parsed.
+    /// A response came that could not be parsed.
     InvalidResponse,
-    /// A recording has no entry for this query.
+    /// A recording has no entry for this request.
     NotRecorded,
+    /// A kind that a later contract names.
+    Other(String),
 }
 
-/// What a judge said of one rewrite.
-#[derive(Debug, Clone, Default, PartialEq)]
-pub enum Judgement {
-    /// Judged.
-    Scored {
-        /// 综合得分, 0 to 5.
-        score: f64,
-        /// Why, in words.
-        reason: String,
-    },
-    /// Not sampled for judging.
-    #[default]
-    NotSampled,
-    /// The judge was called and gave no usable answer.
-    Failed(CallFailure),
+/// A judge's score of one rewrite.
+#[derive(Debug, Clone, PartialEq)]
+pub struct JudgeScore {
+    /// 综合得分, 0 to 5.
+    pub score: f64,
+    /// Why, in words; may be empty.
+    pub reason: String,
 }
 
 /// One class of a style distribution.
@@ -82,35 +75,137 @@ pub struct StyleProbability {
     pub probability: f64,
 }
 
-/// One side of the competition: the policy's rewrite, or the teacher's.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Candidate {
-    /// The rewrite, parsed.
-    pub rewrite: String,
-    /// Its hits, best first, or why there are none. An empty list is an answer: nothing was found.
-    pub retrieval: Result<Vec<Hit>, CallFailure>,
-    /// The judge's score, or why there is none.
-    pub judgement: Judgement,
-    /// Style distribution, where a style model is configured.
-    pub style: Option<Vec<StyleProbability>>,
-    /// Tokens generated, end of sequence included; 0 where unknown.
-    pub n_tokens: u32,
-    /// True where the token limit cut the answer off.
-    pub truncated: bool,
+/// Why generation ended.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum FinishReason {
+    /// The end of sequence, or a stop string.
+    Stop,
+    /// The token limit.
+    Length,
+    /// A reason that a later contract names.
+    Other(String),
 }
 
-impl Default for Candidate {
-    /// An empty rewrite without hits and judgement, as a start for tests.
-    fn default() -> Self {
-        Self {
-            rewrite: String::new(),
-            retrieval: Ok(Vec::new()),
-            judgement: Judgement::NotSampled,
-            style: None,
-            n_tokens: 0,
-            truncated: false,
+/// The split of the query's row.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
+pub enum Split {
+    Train,
+    Validation,
+    Test,
+    Other(String),
+}
+
+/// A rewrite with what the host knows of it: the policy's, or the teacher's. `None` is unknown: not declared, or not there in this
+/// episode.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Candidate {
+    /// The parsed rewrite; never blank. `None` where the response contains none.
+    pub rewrite: Option<String>,
+    /// Hits, best first, or why there are none. An empty list is a result: nothing was found. `None` without a lookup.
+    pub retrieval: Option<Result<Vec<Hit>, CallFailure>>,
+    /// The judge's score, or why there is none. `None` where the rewrite was not judged.
+    pub judgement: Option<Result<JudgeScore, CallFailure>>,
+    /// Distribution over the classes of the run's style model.
+    pub style: Option<Vec<StyleProbability>>,
+    /// Tokens generated, end of sequence included.
+    pub n_tokens: Option<u32>,
+    /// Why generation ended.
+    pub finish_reason: Option<FinishReason>,
+}
+
+impl Candidate {
+    /// The rewrite. `side` is `policy` or `baseline`, for the code of the rejection.
+    ///
+    /// # Errors
+    /// `SIDE_rewrite_missing`.
+    pub fn rewrite(&self, side: &str) -> Result<&str, Rejection> {
+        self.rewrite.as_deref().ok_or_else(|| missing(side, "rewrite"))
+    }
+
+    /// The hits, best first.
+    ///
+    /// # Errors
+    /// `SIDE_retrieval_failed` or `SIDE_retrieval_missing`.
+    pub fn hits(&self, side: &str) -> Result<&[Hit], Rejection> {
+        match &self.retrieval {
+            Some(Ok(hits)) => Ok(hits),
+            Some(Err(failure)) => Err(failed(side, "retrieval", failure)),
+            None => Err(missing(side, "retrieval")),
         }
     }
+
+    /// The judge's score; `None` where the rewrite was not judged.
+    ///
+    /// # Errors
+    /// `SIDE_judgement_failed`.
+    pub fn judgement(&self, side: &str) -> Result<Option<&JudgeScore>, Rejection> {
+        match &self.judgement {
+            Some(Ok(judged)) => Ok(Some(judged)),
+            Some(Err(failure)) => Err(failed(side, "judgement", failure)),
+            None => Ok(None),
+        }
+    }
+
+    /// The style distribution.
+    ///
+    /// # Errors
+    /// `SIDE_style_missing`.
+    pub fn style(&self, side: &str) -> Result<&[StyleProbability], Rejection> {
+        self.style.as_deref().ok_or_else(|| missing(side, "style"))
+    }
+}
+
+fn failed(side: &str, part: &str, failure: &CallFailure) -> Rejection {
+    Rejection::new([side, "_", part, "_failed"].concat(), &*failure.message)
+}
+
+fn missing(side: &str, part: &str) -> Rejection {
+    Rejection::new([side, "_", part, "_missing"].concat(), "")
+}
+
+/// A value that is no list.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub enum Scalar {
+    Text(String),
+    Number(f64),
+    Flag(bool),
+}
+
+/// A value of a table. A cell of a text format such as CSV is text.
+#[derive(Debug, Clone, PartialEq)]
+#[allow(missing_docs)]
+pub enum ColumnValue {
+    Text(String),
+    Number(f64),
+    Flag(bool),
+    Items(Vec<Scalar>),
+}
+
+impl ColumnValue {
+    /// The text, of a text.
+    pub fn text(&self) -> Option<&str> {
+        if let Self::Text(text) = self { Some(text) } else { None }
+    }
+
+    /// The number, also of a text that is one.
+    pub fn number(&self) -> Option<f64> {
+        match self {
+            Self::Number(number) => Some(*number),
+            Self::Text(text) => text.trim().parse().ok().filter(|number: &f64| number.is_finite()),
+            _ => None,
+        }
+    }
+}
+
+/// A named value of the query's row.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Column {
+    /// The header, unique in a row.
+    pub name: String,
+    /// Its value.
+    pub value: ColumnValue,
 }
 
 /// Who speaks in a chat message.
@@ -148,7 +243,7 @@ impl Message {
     }
 }
 
-/// Why a plugin gives no answer for one item. The item is dropped and counted; it is not an answer of 0.
+/// Why a plugin gives no result for one item. The item is dropped and counted; it is not a result of 0.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{code}: {detail}")]
 pub struct Rejection {
@@ -162,5 +257,10 @@ impl Rejection {
     /// A rejection with a code for counting and a sentence for a person.
     pub fn new(code: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { code: code.into(), detail: detail.into() }
+    }
+
+    /// The rejection of a prompt's task that the plugin does not know.
+    pub fn unknown_task(task: &crate::PromptTask) -> Self {
+        Self::new("unknown_task", format!("the plugin has no prompt for {task:?}"))
     }
 }

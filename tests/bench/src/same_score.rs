@@ -1,7 +1,7 @@
 //! The same score for every response, at once.
 
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
-use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Reward};
+use querl_core::records::{Candidate, Episode, EpisodeRecord, FinishReason, Reward};
 
 pub(crate) struct SameScore;
 
@@ -13,15 +13,10 @@ impl Environment for SameScore {
 
 fn record(step: u64, response: &PolicyResponse) -> EpisodeRecord {
     let PolicyResponse { text, n_tokens, truncated, .. } = response.clone();
-    let candidate = Candidate { n_tokens, truncated, ..Candidate::found_nothing(text) };
-    let episode = Episode {
-        id: format!("{step}/{}/{}", response.row_index, response.sample_index),
-        query: String::new(),
-        context: Context::default(),
-        gold_ids: Vec::new(),
-        policy: candidate.clone(),
-        baseline: candidate,
-    };
+    let finish_reason = Some(if truncated { FinishReason::Length } else { FinishReason::Stop });
+    let candidate = Candidate { n_tokens, finish_reason, ..Candidate::found_nothing(text) };
+    let id = format!("{step}/{}/{}", response.row_index, response.sample_index);
+    let episode = Episode { id, policy: candidate.clone(), baseline: Some(candidate), ..Episode::default() };
     let outcome = Ok(Reward { total: 0.5, components: Vec::new() });
-    EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome }
+    EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, calls: Vec::new(), outcome }
 }

@@ -10,13 +10,15 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
-pub use settings::{SettingProblem, SettingSpec, SettingType};
+pub use settings::{SettingProblem, SettingSpec, SettingType, check_settings};
 
 mod parse;
 mod settings;
 
-/// The version of the contract (`wit/`) that this host implements.
-pub const CONTRACT: Version = Version::new(0, 1, 0);
+/// The newest version of the contract (`wit/`) that this host implements: what new plugins are built for.
+pub const CONTRACT: Version = Version::new(0, 2, 0);
+/// The versions of the contract that this host implements, oldest first.
+pub const CONTRACTS: [Version; 2] = [Version::new(0, 1, 0), CONTRACT];
 /// The version of the archive's layout.
 pub const BUNDLE_FORMAT: u64 = 1;
 /// The manifest's name in a plugin's folder and in a bundle.
@@ -33,20 +35,23 @@ pub enum Kind {
     Filter,
     /// Scores episodes.
     Reward,
+    /// Scores all episodes of a query together.
+    GroupReward,
     /// Scores the style of answers.
     StyleScorer,
 }
 
 impl Kind {
     /// All kinds, in display order.
-    pub const ALL: [Self; 4] = [Self::Prompt, Self::Filter, Self::Reward, Self::StyleScorer];
+    pub const ALL: [Self; 5] = [Self::Prompt, Self::Filter, Self::Reward, Self::GroupReward, Self::StyleScorer];
 
-    /// `prompt`, `filter`, `reward`, `style-scorer`: the names of the worlds.
+    /// `prompt`, `filter`, `reward`, `group-reward`, `style-scorer`: the names of the worlds.
     pub fn name(self) -> &'static str {
         match self {
             Self::Prompt => "prompt",
             Self::Filter => "filter",
             Self::Reward => "reward",
+            Self::GroupReward => "group-reward",
             Self::StyleScorer => "style-scorer",
         }
     }
@@ -57,6 +62,7 @@ impl Kind {
             Self::Prompt => "prompts",
             Self::Filter => "filters",
             Self::Reward => "rewards",
+            Self::GroupReward => "group-rewards",
             Self::StyleScorer => "style-scores",
         }
     }
@@ -64,6 +70,52 @@ impl Kind {
     /// The kind of this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
+}
+
+/// An interface of host functions, which a plugin of contract 0.2 may import.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum HostInterface {
+    /// The policy's tokenizer.
+    Tokens,
+    /// Word segmentation.
+    Words,
+    /// The text encoder.
+    Similarity,
+    /// The judge.
+    Judge,
+    /// The style model.
+    StyleModel,
+}
+
+impl HostInterface {
+    /// All interfaces, in the order of the contract.
+    pub const ALL: [Self; 5] = [Self::Tokens, Self::Words, Self::Similarity, Self::Judge, Self::StyleModel];
+
+    /// `tokens`, `words`, `similarity`, `judge`, `style-model`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tokens => "tokens",
+            Self::Words => "words",
+            Self::Similarity => "similarity",
+            Self::Judge => "judge",
+            Self::StyleModel => "style-model",
+        }
+    }
+
+    /// The interface of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|interface| interface.name() == name)
+    }
+
+    /// Whether plugins of this kind may import it.
+    pub fn is_for(self, kind: Kind) -> bool {
+        match kind {
+            Kind::Prompt => false,
+            Kind::Filter => self == Self::Words,
+            Kind::Reward | Kind::GroupReward => true,
+            Kind::StyleScorer => self == Self::StyleModel,
+        }
     }
 }
 
@@ -141,6 +193,8 @@ pub struct PluginSection {
     pub license: String,
     /// The range of totals under the default settings; set exactly for rewards.
     pub range: Option<(f64, f64)>,
+    /// The host functions that the component imports, in the order of [`HostInterface::ALL`].
+    pub host_functions: Vec<HostInterface>,
     /// Folder of the golden cases, relative to the plugin's folder. In a bundle always `golden`.
     pub golden: String,
 }
@@ -160,6 +214,8 @@ pub struct RequestedLimits {
     pub output_bytes: Option<usize>,
     /// Size of a call's log output, in bytes.
     pub log_bytes: Option<usize>,
+    /// Calls of host functions per item.
+    pub host_calls_per_item: Option<u64>,
 }
 
 /// `[build]`.
@@ -239,6 +295,7 @@ impl Manifest {
             memory_bytes: lower("memory_bytes", asked.memory_bytes, host.memory_bytes)?,
             output_bytes: lower("output_bytes", asked.output_bytes, host.output_bytes)?,
             log_bytes: lower("log_bytes", asked.log_bytes, host.log_bytes)?,
+            host_calls_per_item: lower("host_calls_per_item", asked.host_calls_per_item, host.host_calls_per_item)?,
             ..host.clone()
         })
     }
@@ -304,6 +361,10 @@ fn plugin(plugin: &PluginSection) -> Vec<(&'static str, Value)> {
     if let Some((min, max)) = plugin.range {
         keys.push(("range", vec![min, max].into()));
     }
+    if !plugin.host_functions.is_empty() {
+        let names: Vec<_> = plugin.host_functions.iter().map(|interface| interface.name()).collect();
+        keys.push(("host_functions", names.into()));
+    }
     keys.push(("golden", plugin.golden.as_str().into()));
     keys
 }
@@ -335,6 +396,7 @@ fn limits(limits: &RequestedLimits) -> Vec<(&'static str, Value)> {
         ("memory_bytes", limits.memory_bytes.map(bytes)),
         ("output_bytes", limits.output_bytes.map(bytes)),
         ("log_bytes", limits.log_bytes.map(bytes)),
+        ("host_calls_per_item", limits.host_calls_per_item.map(number)),
     ];
     keys.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
 }

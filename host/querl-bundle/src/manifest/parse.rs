@@ -2,7 +2,8 @@
 
 use super::settings::{SettingSpec, spec};
 use super::{
-    BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, Kind, Language, Manifest, PluginSection, RequestedLimits,
+    BUNDLE_FORMAT, BuildSection, BundleSection, CONTRACT, CONTRACTS, HostInterface, Kind, Language, Manifest,
+    PluginSection, RequestedLimits,
 };
 use crate::document::{Document, Section, nearest, or_list};
 use crate::error::BundleError;
@@ -20,7 +21,7 @@ const WASM_PAGE: i64 = 65_536;
 pub(super) fn manifest(text: &str, origin: &str) -> Result<Manifest, BundleError> {
     let document = Document::parse(text, origin)?;
     let root = document.root(&["plugin", "settings", "limits", "build", "bundle"])?;
-    let keys = ["id", "version", "contract", "kinds", "description", "license", "range", "golden"];
+    let keys = ["id", "version", "contract", "kinds", "description", "license", "range", "host_functions", "golden"];
     let Some(plugin) = root.section("plugin", &keys)? else {
         return Err(root.error("", "the section [plugin] is missing"));
     };
@@ -35,10 +36,18 @@ pub(super) fn manifest(text: &str, origin: &str) -> Result<Manifest, BundleError
 
 fn plugin_section(section: &Section<'_>) -> Result<PluginSection, BundleError> {
     let kinds = kinds(section)?;
+    let (id, version) = (id(section)?, version(section, "version", "0.1.0")?);
+    let contract = contract(section)?;
+    if contract.minor == CONTRACTS[0].minor && kinds.contains(&Kind::GroupReward) {
+        return Err(
+            section.error("contract", format!("is {contract}, which has no `group-reward`; build it for {CONTRACT}"))
+        );
+    }
     Ok(PluginSection {
-        id: id(section)?,
-        version: version(section, "version", "0.1.0")?,
-        contract: contract(section)?,
+        id,
+        version,
+        host_functions: host_functions(section, &kinds, &contract)?,
+        contract,
         description: short_line(section, "description", "what the plugin does, in a few words")?,
         license: short_line(section, "license", "a licence, such as Apache-2.0")?,
         range: range(section, &kinds)?,
@@ -74,10 +83,11 @@ fn version(section: &Section<'_>, key: &str, example: &str) -> Result<Version, B
 
 fn contract(section: &Section<'_>) -> Result<Version, BundleError> {
     let contract = version(section, "contract", &CONTRACT.to_string())?;
-    if (contract.major, contract.minor) == (CONTRACT.major, CONTRACT.minor) && contract.pre.is_empty() {
+    let is_ours = |ours: &Version| (contract.major, contract.minor) == (ours.major, ours.minor);
+    if contract.pre.is_empty() && CONTRACTS.iter().any(is_ours) {
         return Ok(contract);
     }
-    let ours = format!("{}.{}.x", CONTRACT.major, CONTRACT.minor);
+    let ours = CONTRACTS.map(|ours| format!("{}.{}.x", ours.major, ours.minor)).join(", ");
     Err(section.error(
         "contract",
         match contract > CONTRACT {
@@ -88,6 +98,41 @@ fn contract(section: &Section<'_>) -> Result<Version, BundleError> {
             false => format!("is {contract}, which this querl does not speak; build the plugin for {CONTRACT} ({ours})"),
         },
     ))
+}
+
+/// Host functions of contract 0.2, each allowed for one of the kinds.
+fn host_functions(
+    section: &Section<'_>,
+    kinds: &[Kind],
+    contract: &Version,
+) -> Result<Vec<HostInterface>, BundleError> {
+    const KEY: &str = "host_functions";
+    let Some(names) = section.texts(KEY)? else { return Ok(Vec::new()) };
+    if contract.minor == CONTRACTS[0].minor {
+        return Err(
+            section.error(KEY, format!("is for contract {CONTRACT}; leave it out, or build the plugin for {CONTRACT}"))
+        );
+    }
+    let mut interfaces = Vec::new();
+    for name in names {
+        let all = || HostInterface::ALL.iter().map(|interface| interface.name());
+        let Some(interface) = HostInterface::from_name(name) else {
+            let value = section.value(KEY).expect("the list was just read");
+            return Err(section.wrong(KEY, value, format!("a list of {}", or_list(all()))));
+        };
+        if !kinds.iter().any(|kind| interface.is_for(*kind)) {
+            let kinds = or_list(kinds.iter().map(|kind| kind.name()));
+            return Err(
+                section.error(KEY, format!("has `{name}`, which a {kinds} plugin must not import; take it out"))
+            );
+        }
+        if interfaces.contains(&interface) {
+            return Err(section.error(KEY, format!("has `{name}` twice; expected each interface once")));
+        }
+        interfaces.push(interface);
+    }
+    interfaces.sort();
+    Ok(interfaces)
 }
 
 fn kinds(section: &Section<'_>) -> Result<Vec<Kind>, BundleError> {
@@ -109,13 +154,17 @@ fn kinds(section: &Section<'_>) -> Result<Vec<Kind>, BundleError> {
         }
         kinds.push(kind);
     }
+    if [Kind::Reward, Kind::GroupReward].iter().all(|kind| kinds.contains(kind)) {
+        return Err(section.error("kinds", "has `reward` and `group-reward`; expected one of them"));
+    }
     kinds.sort();
     Ok(kinds)
 }
 
 fn range(section: &Section<'_>, kinds: &[Kind]) -> Result<Option<(f64, f64)>, BundleError> {
     const MEANING: &str = "two finite numbers, the lower one first, such as [0.0, 1.0]";
-    match (section.value("range"), kinds.contains(&Kind::Reward)) {
+    let is_reward = kinds.iter().any(|kind| matches!(kind, Kind::Reward | Kind::GroupReward));
+    match (section.value("range"), is_reward) {
         (None, false) => Ok(None),
         (None, true) => Err(section.missing("range", MEANING)),
         (Some(_), false) => Err(section.error("range", "is for rewards alone; leave it out, or add `reward` to kinds")),
@@ -168,7 +217,15 @@ fn settings(root: &Section<'_>) -> Result<BTreeMap<String, SettingSpec>, BundleE
 }
 
 fn asked_limits(root: &Section<'_>) -> Result<RequestedLimits, BundleError> {
-    let keys = ["fuel_per_call", "fuel_per_item", "timeout_ms", "memory_bytes", "output_bytes", "log_bytes"];
+    let keys = [
+        "fuel_per_call",
+        "fuel_per_item",
+        "timeout_ms",
+        "memory_bytes",
+        "output_bytes",
+        "log_bytes",
+        "host_calls_per_item",
+    ];
     let Some(section) = root.section("limits", &keys)? else { return Ok(RequestedLimits::default()) };
     let bytes = |key, minimum| -> Result<Option<usize>, BundleError> {
         let Some(count) = section.count(key, minimum)? else { return Ok(None) };
@@ -182,6 +239,7 @@ fn asked_limits(root: &Section<'_>) -> Result<RequestedLimits, BundleError> {
         memory_bytes: bytes("memory_bytes", WASM_PAGE)?,
         output_bytes: bytes("output_bytes", 1)?,
         log_bytes: bytes("log_bytes", 0)?,
+        host_calls_per_item: section.count("host_calls_per_item", 1)?,
     })
 }
 

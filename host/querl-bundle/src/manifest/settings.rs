@@ -71,37 +71,48 @@ pub struct SettingProblem {
     pub message: String,
 }
 
+/// Checks keys and values of the user's settings against the declared ones.
+///
+/// # Errors
+/// The first key, in alphabetical order, that is unknown, or whose
+/// value has the wrong type, is out of range or is not among the choices.
+pub fn check_settings(
+    declared: &BTreeMap<String, SettingSpec>,
+    settings: &BTreeMap<String, Value>,
+) -> Result<(), SettingProblem> {
+    for (key, value) in settings {
+        let problem = match declared.get(key) {
+            Some(spec) if spec.accepts(value) => continue,
+            Some(spec) => format!("expected {}, got {}", spec.expected(), shown(value)),
+            None => unknown(declared, key),
+        };
+        return Err(SettingProblem { key: key.clone(), message: problem });
+    }
+    Ok(())
+}
+
+fn unknown(declared: &BTreeMap<String, SettingSpec>, key: &str) -> String {
+    let known = || declared.keys().map(String::as_str);
+    match nearest(key, known()) {
+        _ if declared.is_empty() => "the plugin has no settings".to_owned(),
+        Some(near) => format!("the plugin knows no such setting; did you mean `{near}`?"),
+        None => format!("the plugin knows no such setting; expected {}", or_list(known())),
+    }
+}
+
 impl Manifest {
-    /// Checks keys and values of the user's settings.
+    /// [`check_settings`] against those of this manifest.
     ///
     /// # Errors
-    /// The first key, in alphabetical order, that is unknown, or whose
-    /// value has the wrong type, is out of range or is not among the choices.
+    /// As there.
     pub fn check_settings(&self, settings: &BTreeMap<String, Value>) -> Result<(), SettingProblem> {
-        for (key, value) in settings {
-            let problem = match self.settings.get(key) {
-                Some(spec) if spec.accepts(value) => continue,
-                Some(spec) => format!("expected {}, got {}", spec.expected(), shown(value)),
-                None => self.unknown(key),
-            };
-            return Err(SettingProblem { key: key.clone(), message: problem });
-        }
-        Ok(())
+        check_settings(&self.settings, settings)
     }
 
     /// The value of each setting that has a default.
     pub fn defaults(&self) -> BTreeMap<String, Value> {
         let with_default = |(key, spec): (&String, &SettingSpec)| Some((key.clone(), spec.default.clone()?));
         self.settings.iter().filter_map(with_default).collect()
-    }
-
-    fn unknown(&self, key: &str) -> String {
-        let known = || self.settings.keys().map(String::as_str);
-        match nearest(key, known()) {
-            _ if self.settings.is_empty() => "the plugin has no settings".to_owned(),
-            Some(near) => format!("the plugin knows no such setting; did you mean `{near}`?"),
-            None => format!("the plugin knows no such setting; expected {}", or_list(known())),
-        }
     }
 }
 

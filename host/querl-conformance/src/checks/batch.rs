@@ -89,26 +89,43 @@ fn sent<I: serde::Serialize>(items: &[I]) -> String {
     }
 }
 
-/// Each item of the corpus alone, and the ordinary ones as a batch, have the same totals, components, codes and details in both
-/// forms, bit for bit.
-pub(super) fn packed_equals_records(subject: &Subject<'_>) -> CheckResult {
+/// Each group alone, and all together, their episodes mixed, have the same results.
+pub(crate) fn groups_alone<B: BatchPort>(port: &B, groups: &[Vec<B::Item>]) -> CheckResult {
+    let mut items = Vec::new();
+    for group in groups {
+        items.extend(group.iter().cloned().zip(ask(port, group)?));
+    }
+    let (_, mixed) = shuffled(&items);
+    let together: Vec<_> = mixed.iter().map(|(item, _)| item.clone()).collect();
+    for ((item, alone), together) in mixed.iter().zip(ask(port, &together)?) {
+        if together != *alone {
+            let sent = format!("its group alone and with {} others: {}", groups.len() - 1, shown::item(item));
+            return Err(Violation::new(sent, format!("alone {alone}, together {together}")));
+        }
+    }
+    Ok(format!("{} groups alone, together", groups.len()))
+}
+
+/// The batches, and each item of the corpus alone, have the same totals, components, codes and details in both forms, bit for bit.
+pub(super) fn form_equals_records(subject: &Subject<'_>, form: RewardForm, batches: &[Vec<Episode>]) -> CheckResult {
     let in_form =
         |form| subject.reward_in(form).map_err(|error: PluginError| Violation::error("check-settings", &error));
-    let (packed, records) = (in_form(RewardForm::Packed)?, in_form(RewardForm::Records)?);
-    let mut batches = vec![episodes::batch(64)];
+    let (other, records) = (in_form(form)?, in_form(RewardForm::Records)?);
+    let mut batches = batches.to_vec();
     batches.extend(episodes::groups().into_iter().flat_map(|group| group.items).map(|item| vec![item]));
+    let name = if form == RewardForm::Json { "as JSON" } else { "packed" };
     for batch in &batches {
-        same(batch, &packed.ask(batch), &records.ask(batch))?;
+        same(name, batch, &other.ask(batch), &records.ask(batch))?;
     }
     Ok(format!("{} batches in both forms", grouped(batches.len() as u64)))
 }
 
 type Answers = Result<Vec<String>, PluginFault>;
 
-fn same(batch: &[Episode], packed: &Answers, records: &Answers) -> Result<(), Violation> {
+fn same(form: &str, batch: &[Episode], packed: &Answers, records: &Answers) -> Result<(), Violation> {
     let differ = |item: &Episode, packed: &str, records: &str| {
-        let sent = format!("packed and as records, a batch of {} with {}", batch.len(), shown::item(item));
-        Err(Violation::new(sent, format!("packed {packed}, as records {records}")))
+        let sent = format!("{form} and as records, a batch of {} with {}", batch.len(), shown::item(item));
+        Err(Violation::new(sent, format!("{form} {packed}, as records {records}")))
     };
     match (packed, records) {
         (Ok(packed), Ok(records)) => {

@@ -45,15 +45,13 @@ pub(crate) fn check_requested_limits(subject: &Subject<'_>, peak: &Peak, costs: 
     let limits = subject.plugin.limits();
     let (n_items, fuel) = peak.nearest_to(|n_items| allowed_fuel(limits, n_items));
     let call_ms = costs.iter().map(call_ms).max().unwrap_or(0);
-    section.add(
-        "asked_limits",
-        RULE,
+    section.add("asked_limits", RULE, || {
         compared(&[
             ("fuel", fuel, allowed_fuel(limits, n_items)),
             ("bytes of memory", peak.memory_bytes as u64, limits.memory_bytes as u64),
             ("ms", call_ms, limits.timeout_ms),
-        ]),
-    );
+        ])
+    });
 }
 
 fn call_ms(cost: &Cost) -> u64 {
@@ -80,7 +78,9 @@ fn compared(limits: &[(&str, u64, u64)]) -> CheckResult {
 fn calls(subject: &Subject<'_>, kind: PluginKind) -> Option<(f64, f64, usize)> {
     let settings = subject.settings();
     let usages = match kind {
-        PluginKind::Reward => of_batch(&subject.reward(settings).ok()?, &episodes::ordinary_batch(N_ITEMS)),
+        PluginKind::Reward | PluginKind::GroupReward => {
+            of_batch(&subject.reward(settings).ok()?, &episodes::ordinary_batch(N_ITEMS))
+        }
         PluginKind::Filter => of_batch(&subject.filter(settings).ok()?, &samples::ordinary_batch(N_ITEMS)),
         PluginKind::StyleScorer => of_batch(&subject.style_scorer(settings).ok()?, &dialogues::ordinary_batch(N_ITEMS)),
         PluginKind::Prompt => {
@@ -126,7 +126,9 @@ fn first_answer(subject: &Subject<'_>, host: &PluginHost, kind: PluginKind) -> R
     let subject = Subject { host, plugin: &plugin, ..*subject };
     let settings = subject.settings();
     match kind {
-        PluginKind::Reward => subject.reward(settings)?.ask(&episodes::ordinary_batch(1)).map(drop)?,
+        PluginKind::Reward | PluginKind::GroupReward => {
+            subject.reward(settings)?.ask(&episodes::ordinary_batch(1)).map(drop)?
+        }
         PluginKind::Filter => subject.filter(settings)?.ask(&samples::ordinary_batch(1)).map(drop)?,
         PluginKind::StyleScorer => subject.style_scorer(settings)?.ask(&dialogues::ordinary_batch(1)).map(drop)?,
         PluginKind::Prompt => {

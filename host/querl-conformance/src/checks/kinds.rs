@@ -7,8 +7,9 @@ use crate::corpus::{dialogues, episodes, samples};
 use crate::section::{CheckResult, Section, Violation, report_not_configured};
 use crate::shown;
 use crate::subject::{BatchPort, FailingModel, Subject};
-use querl_core::ports::{PluginFault, PromptTask, Prompts, RewardRange, StyleModel};
-use querl_plugin::PluginKind;
+use querl_core::ports::{PluginFault, PromptTask, Prompts, RewardModel, RewardRange, StyleModel};
+use querl_core::records::Episode;
+use querl_plugin::{PluginKind, RewardForm};
 use std::sync::Arc;
 
 pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
@@ -20,26 +21,25 @@ pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
     section.add(
         "range",
         "`range` is two finite numbers, the first below the second; under default settings those of plugin.toml",
-        Ok(format!("{min} to {max}")),
+        || Ok(format!("{min} to {max}")),
     );
     let mixed = episodes::batch(64);
-    section.add(
-        "length_and_order",
-        "one result per episode, in the order of the episodes",
-        batch::length_and_order(&port, &mixed),
-    );
+    section.add("length_and_order", "one result per episode, in the order of the episodes", || {
+        batch::length_and_order(&port, &mixed)
+    });
     section.add(
         "batch_equals_singles",
         "a result depends on its own episode and the settings, and on nothing else: not on the other episodes of the \
          batch",
-        batch::batch_equals_singles(&port, &mixed),
+        || batch::batch_equals_singles(&port, &mixed),
     );
-    let (name, rule) = ("packed_equals_records", "`packed-rewards` gives the results of `rewards`, to the bit");
-    match subject.plugin.has_packed_rewards() {
-        true => section.add(name, rule, batch::packed_equals_records(subject)),
-        false => section.skip(name, rule, "the component exports no `packed-rewards`"),
-    }
+    check_forms(subject, section, &[mixed]);
     repeat_checks(subject, section, PluginKind::Reward);
+    check_inputs(&port, section);
+}
+
+/// Each item of the corpus alone.
+fn check_inputs(port: &Box<dyn RewardModel>, section: &mut Section) {
     for group in episodes::groups() {
         let rule = match group.name {
             "failures" => {
@@ -49,11 +49,59 @@ pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
                 "not judged, judged and failed are three different things; a rejection is an answer, a fault is not"
             }
             "hits" => "an empty list of hits is an answer: nothing was found; a total is finite and within `range`",
-            "texts" | "long" => "texts are UTF-8 of any length, an empty text is a text",
+            "absent" => "what is unknown is `none`; a rejection is a result, a fault is not",
+            "texts" | "long" | "columns" => "texts are UTF-8 of any length, an empty text is a text",
             _ => "a total is finite and within `range`, a component finite, or the episode is rejected",
         };
-        section.add(format!("inputs_{}", group.name), rule, batch::inputs(&port, &group));
+        section.add(format!("inputs_{}", group.name), rule, || batch::inputs(port, &group));
     }
+}
+
+/// Results in the forms that a reward has besides records.
+fn check_forms(subject: &Subject<'_>, section: &mut Section, batches: &[Vec<Episode>]) {
+    let plugin = subject.plugin;
+    let packed = (
+        "packed_equals_records",
+        "`packed-rewards` gives the results of the list form, to the bit",
+        RewardForm::Packed,
+    );
+    let json =
+        ("json_equals_records", "`json-rewards` gives the results of the list form, to the bit", RewardForm::Json);
+    match plugin.has_packed_rewards() {
+        true => section.add(packed.0, packed.1, || batch::form_equals_records(subject, packed.2, batches)),
+        false => section.skip(packed.0, packed.1, "the component exports no `packed-rewards`"),
+    }
+    if plugin.has_json_rewards() {
+        section.add(json.0, json.1, || batch::form_equals_records(subject, json.2, batches));
+    }
+}
+
+pub(super) fn check_group_reward(subject: &Subject<'_>, section: &mut Section) {
+    let port = match subject.reward(subject.settings()) {
+        Ok(port) => port,
+        Err(error) => return report_not_configured(section, &error),
+    };
+    let RewardRange { min, max } = port.range();
+    section.add(
+        "range",
+        "`range` is two finite numbers, the first below the second; under default settings those of plugin.toml",
+        || Ok(format!("{min} to {max}")),
+    );
+    let group = episodes::sample_group("batch", 8);
+    section.add(
+        "order",
+        "one result per episode, in the order of the episodes, which the results do not depend on",
+        || batch::length_and_order(&port, &group),
+    );
+    let groups = [group.clone(), episodes::sample_group("other", 5)];
+    section.add(
+        "groups",
+        "a result depends on the episodes of its group and the settings, and on nothing else",
+        || batch::groups_alone(&port, &groups),
+    );
+    check_forms(subject, section, &groups);
+    repeat_checks(subject, section, PluginKind::GroupReward);
+    check_inputs(&port, section);
 }
 
 /// The checks `repeat` and `threads`, for any kind.
@@ -67,12 +115,12 @@ pub(super) fn repeat_checks(subject: &Subject<'_>, section: &mut Section, kind: 
         "repeat",
         "the same arguments and settings give the same bytes back and use the same fuel; no state passes from \
          one call to the next",
-        repeat::repeat(&call, options.n_repeats),
+        || repeat::repeat(&call, options.n_repeats),
     );
     section.add(
         "threads",
         "the same arguments and settings give the same bytes back and use the same fuel, on every thread",
-        repeat::threads(&call, options.n_repeats, options.n_threads),
+        || repeat::threads(&call, options.n_repeats, options.n_threads),
     );
 }
 
@@ -81,15 +129,13 @@ pub(super) fn check_filter(subject: &Subject<'_>, section: &mut Section) {
         Ok(port) => port,
         Err(error) => return report_not_configured(section, &error),
     };
-    section.add(
-        "length",
-        "one verdict per sample, in the order of the samples",
-        batch::length(&port, &samples::batch(64)),
-    );
+    section.add("length", "one verdict per sample, in the order of the samples", || {
+        batch::length(&port, &samples::batch(64))
+    });
     section.add(
         "looks_back_only",
         "a verdict may depend on the samples before it in the batch, and on nothing else",
-        batch::prefixes(&port, &samples::repeated(24)),
+        || batch::prefixes(&port, &samples::repeated(24)),
     );
     repeat_checks(subject, section, PluginKind::Filter);
     for group in samples::groups() {
@@ -97,7 +143,7 @@ pub(super) fn check_filter(subject: &Subject<'_>, section: &mut Section) {
             "hits" => "hits are empty where nothing was found; a sample is kept or dropped, a fault is no verdict",
             _ => "texts are UTF-8 of any length, an empty text is a text",
         };
-        section.add(format!("inputs_{}", group.name), rule, batch::inputs(&port, &group));
+        section.add(format!("inputs_{}", group.name), rule, || batch::inputs(&port, &group));
     }
 }
 
@@ -110,20 +156,20 @@ pub(super) fn check_prompt(subject: &Subject<'_>, section: &mut Section) {
         section.add(
             format!("messages_{}", task_name(task)),
             "at least one message, the last from the user, a system message only at the start; texts are of any length",
-            messages(&*prompts, task),
+            || messages(&*prompts, task),
         );
     }
     repeat_checks(subject, section, PluginKind::Prompt);
     section.add(
         "parse_rewrite",
         "a result is never empty or all blanks: an answer without a rewrite is a rejection",
-        parsed(&prompts_corpus::for_rewrite(), |text| prompts.parse_rewrite(text).map(|parsed| parsed.is_ok())),
+        || parsed(&prompts_corpus::for_rewrite(), |text| prompts.parse_rewrite(text).map(|parsed| parsed.is_ok())),
     );
     section.add(
         "parse_judgement",
         "the score lies in 0 to 5; an answer without a score, or with one outside of this range, is a rejection, never \
          a guess",
-        parsed(&prompts_corpus::for_judgement(), |text| prompts.parse_judgement(text).map(|parsed| parsed.is_ok())),
+        || parsed(&prompts_corpus::for_judgement(), |text| prompts.parse_judgement(text).map(|parsed| parsed.is_ok())),
     );
 }
 
@@ -150,16 +196,14 @@ pub(super) fn check_style(subject: &Subject<'_>, section: &mut Section) {
         Err(error) => return report_not_configured(section, &error),
     };
     let mixed = dialogues::batch(64);
-    section.add(
-        "length_and_order",
-        "one result per dialogue, in the order of the dialogues",
-        batch::length_and_order(&port, &mixed),
-    );
+    section.add("length_and_order", "one result per dialogue, in the order of the dialogues", || {
+        batch::length_and_order(&port, &mixed)
+    });
     section.add(
         "batch_equals_singles",
         "a result depends on its own dialogue, the settings and what `style-model.classify` says of it, and on nothing \
          else",
-        batch::batch_equals_singles(&port, &mixed),
+        || batch::batch_equals_singles(&port, &mixed),
     );
     repeat_checks(subject, section, PluginKind::StyleScorer);
     for group in dialogues::groups() {
@@ -167,19 +211,19 @@ pub(super) fn check_style(subject: &Subject<'_>, section: &mut Section) {
             format!("inputs_{}", group.name),
             "a total is 0 (worst) to 1 (best), or the dialogue is rejected; texts are of any length, an empty text is \
              a text",
-            batch::inputs(&port, &group).map(|note| format!("{note}; the style model is a stand-in")),
+            || batch::inputs(&port, &group).map(|note| format!("{note}; the style model is a stand-in")),
         );
     }
     section.add(
         "no_style_model",
         "`classify` says not-configured where the run has no style model: an answer or a rejection follows, never a \
          fault",
-        with_model(subject, None),
+        || with_model(subject, None),
     );
     section.add(
         "failing_style_model",
         "`classify` says failed where the model gave no answer: an answer or a rejection follows, never a fault",
-        with_model(subject, Some(Arc::new(FailingModel))),
+        || with_model(subject, Some(Arc::new(FailingModel))),
     );
 }
 

@@ -118,7 +118,9 @@ pub(crate) fn test_call(
     settings: &PluginSettings,
 ) -> Result<TestCall, PluginError> {
     Ok(match kind {
-        PluginKind::Reward => batch_call(subject.reward(settings)?, episodes::ordinary_batch(N_ITEMS)),
+        PluginKind::Reward | PluginKind::GroupReward => {
+            batch_call(subject.reward(settings)?, episodes::ordinary_batch(N_ITEMS))
+        }
         PluginKind::Filter => batch_call(subject.filter(settings)?, samples::repeated(N_ITEMS)),
         PluginKind::StyleScorer => batch_call(subject.style_scorer(settings)?, dialogues::ordinary_batch(N_ITEMS)),
         PluginKind::Prompt => prompt_calls(subject.prompts(settings)?),
@@ -215,6 +217,7 @@ mod tests {
             version: "0.1.0".into(),
             message: message.into(),
             kind: FaultKind::Trap,
+            log: Vec::new(),
         };
         let violation =
             repeat(&round(move |n_calls| if n_calls < 9 { Ok("1".into()) } else { Err(fault("off")) }), 100);

@@ -12,6 +12,7 @@ pub(crate) fn ordinary(id: impl Into<String>, seed: usize) -> Sample {
         rewritten_query: episode.policy.rewrite,
         context: episode.context,
         hits: hits(&falling_scores(seed, 5)),
+        columns: episode.columns,
     }
 }
 

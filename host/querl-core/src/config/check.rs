@@ -372,7 +372,7 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
                 need(&format!("{section}.{key}"), price.is_some(), "budget");
             }
         }
-        let is_priced = !retrieval.calls_embedding_service() || embedding.price().is_some();
+        let is_priced = embedding.kind != EmbeddingKind::Openai || embedding.price().is_some();
         need("retrieval.embedding.price_prompt_per_million", is_priced, "budget");
         if retrieval.calls_rerank_service() && rerank.price().is_none() {
             let key = "retrieval.rerank.price_per_thousand_calls";
@@ -433,11 +433,10 @@ fn check_style_model(style: &StyleModelConfig, violations: &mut Vec<Violation>) 
 /// Settings that would be ignored, and requests that a service does not support.
 fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>) {
     let mut refuse = |key: &str, problem: &str| violations.push(Violation::of(key, problem));
-    let RetrievalConfig { kind, service, mapping, embedding, rerank, .. } = retrieval;
+    let RetrievalConfig { kind, service, mapping, rerank, .. } = retrieval;
     let is_mapped = *kind == RetrievalKind::Http && *service != ServiceKind::GeneralRag;
     // A file may have both an address (client) and a knowledge base (`querl serve rag`), each with its settings.
-    let (asks, serves) = (retrieval.url.is_some(), retrieval.knowledge_base.is_some());
-    let is_unused = if *kind == RetrievalKind::Http { !is_mapped } else { !asks };
+    let is_unused = if *kind == RetrievalKind::Http { !is_mapped } else { retrieval.url.is_none() };
     if is_unused && *mapping != MappingConfig::default() {
         let other = match kind {
             RetrievalKind::Http => "retrieval.service = \"general_rag\"",
@@ -449,20 +448,13 @@ fn check_retrieval(retrieval: &RetrievalConfig, violations: &mut Vec<Violation>)
     if *kind == RetrievalKind::None {
         let set = [
             ("knowledge_base", retrieval.knowledge_base.is_some()),
-            ("user_dictionary", retrieval.user_dictionary.is_some()),
-            ("synonyms", retrieval.synonyms.is_some()),
             ("url", retrieval.url.is_some()),
-            ("embedding", embedding.kind != EmbeddingKind::None),
             ("rerank", rerank.kind != RerankKind::None),
         ];
         for (name, _) in set.into_iter().filter(|(_, is_set)| *is_set) {
             let problem = "is set; retrieval.kind = \"none\" has no use for it, leave it out";
             refuse(&format!("retrieval.{name}"), problem);
         }
-    }
-    if *kind == RetrievalKind::Http && embedding.kind != EmbeddingKind::None && !retrieval.wants_vector() && !serves {
-        let problem = "is set; the service's requests have no `{{embedding}}`, expected none";
-        refuse("retrieval.embedding.kind", problem);
     }
     if rerank.kind == RerankKind::Local && rerank.scores == RerankScores::Logit {
         let problem = "is \"logit\"; a local cross-encoder's scores are made 0 to 1 in any case, leave it out";

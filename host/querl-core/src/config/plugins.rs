@@ -115,6 +115,9 @@ section! {
         output_bytes: usize = 16 << 20,
         /// Maximum size of a call's log output in bytes; the rest is truncated with a note.
         log_bytes: usize = 64 << 10,
+        /// Maximum number of calls of host functions (tokenizer, segmentation, encoder, judge, style model) per item.
+        #[schemars(range(min = 1))]
+        host_calls_per_item: u64 = 64,
         /// Timeout of compiling a component in milliseconds; compiled components are cached.
         #[schemars(range(min = 1))]
         compile_timeout_ms: u64 = 120_000,

@@ -52,6 +52,38 @@ impl QueryEmbedding {
     }
 }
 
+/// The configured text encoder, for texts that are compared with each other. All have the prefix of queries.
+pub struct TextEncoder(QueryEmbedding);
+
+impl TextEncoder {
+    /// Opens the encoder; `None` without one.
+    ///
+    /// # Errors
+    /// A setting that its kind needs is missing. Services are not called.
+    pub fn open(
+        config: &EmbeddingConfig,
+        models: &LocalModels,
+        services: &ServiceContext,
+    ) -> Result<Option<Self>, DataError> {
+        Ok(QueryEmbedding::open(config, models, services)?.map(Self))
+    }
+
+    /// The vector of a text, of length 1.
+    ///
+    /// # Errors
+    /// The call failed, or the vector is zero.
+    pub async fn embed(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
+        let mut vector = self.0.query(text).await?;
+        let length = vector.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
+        if length == 0.0 {
+            let message = "the embedding model returned a vector of zeros".into();
+            return Err(CallFailure { kind: FailureKind::InvalidResponse, message });
+        }
+        vector.iter_mut().for_each(|value| *value = (f64::from(*value) / length) as f32);
+        Ok(vector)
+    }
+}
+
 /// A service with OpenAI's embeddings interface.
 #[derive(Debug)]
 pub(crate) struct EmbeddingService {

@@ -13,7 +13,9 @@ mod services;
 pub(crate) mod vocabulary;
 
 pub use embedded::EmbeddedRetriever;
+pub use embedding::TextEncoder;
 pub use open::{open_retrieval_backend, open_retriever};
+pub use vocabulary::WordSegmenter;
 
 use crate::error::DataError;
 use async_trait::async_trait;

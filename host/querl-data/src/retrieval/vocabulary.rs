@@ -97,6 +97,24 @@ impl Segmenter {
     }
 }
 
+/// The segmentation of embedded retrieval, with the configured user dictionary and synonyms, also where retrieval is a service.
+pub struct WordSegmenter(Segmenter);
+
+impl WordSegmenter {
+    /// Reads the dictionary.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub fn open(config: &RetrievalConfig) -> Result<Self, DataError> {
+        Ok(Self(Vocabulary::open(config)?.segmenter))
+    }
+
+    /// The words of a text in order, lower-case, without punctuation and white space. A long word comes after its parts.
+    pub fn words(&self, text: &str) -> Vec<String> {
+        self.0.tokens(text)
+    }
+}
+
 type OwnWords = Vec<(String, Option<usize>)>;
 
 /// The default dictionary with `words`, shared by all segmenters with the same words (index and rubric judge of a tenant).

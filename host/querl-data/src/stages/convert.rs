@@ -4,10 +4,11 @@ use super::context;
 use crate::dataset::records::{Rows, changed_meanwhile};
 use crate::dataset::splits::Splits;
 use crate::error::DataError;
+use crate::table::ColumnReader;
 use querl_core::config::DataConfig;
-use querl_core::ports::{Filter, PromptInput, PromptTask, Prompts};
+use querl_core::ports::{Filter, InputUse, PromptInput, PromptTask, Prompts};
 use querl_core::records::{
-    CallFailure, DatasetRow, Message, QueryRow, RowMetadata, Sample, Split, ValidatedRecord, Verdict,
+    CallFailure, Columns, DatasetRow, Message, QueryRow, RowMetadata, Sample, Split, ValidatedRecord, Verdict,
 };
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -76,12 +77,15 @@ pub fn convert(
 ) -> Result<(), DataError> {
     let groups = records.read()?.map(|record| Ok(record?.rewritten.query.group));
     let splits = Splits::assign(groups, conversion.config)?;
+    let mut reader = conversion.reads_columns().then(|| ColumnReader::open(conversion.config)).transpose()?;
     let mut waiting: [FilterBatch; 3] = Default::default();
     for (index, record) in records.read()?.enumerate() {
         let record = record?;
         let split = splits.of(&record.rewritten.query.group).ok_or_else(|| changed_meanwhile(records.path()))?;
+        let columns =
+            reader.as_mut().map_or_else(|| Ok(Columns::default()), |reader| reader.read(&record.rewritten.query))?;
         let batch = &mut waiting[split as usize];
-        batch.add(index, record);
+        batch.add(FilterRow { index, record, columns });
         if batch.rows.len() == BATCH_ROWS || batch.n_bytes >= BATCH_BYTES {
             let dropped = conversion.batch(split, std::mem::take(batch).rows, put)?;
             put_dropped(dropped, put)?;
@@ -95,17 +99,26 @@ pub fn convert(
     put_dropped(dropped, put)
 }
 
-/// A batch of rows of one split for the filters, with their positions.
+/// A row for the filters.
+struct FilterRow {
+    /// Position in the records.
+    index: usize,
+    record: ValidatedRecord,
+    /// Empty where no filter reads them.
+    columns: Columns,
+}
+
+/// A batch of rows of one split for the filters.
 #[derive(Default)]
 struct FilterBatch {
-    rows: Vec<(usize, ValidatedRecord)>,
+    rows: Vec<FilterRow>,
     n_bytes: usize,
 }
 
 impl FilterBatch {
-    fn add(&mut self, index: usize, record: ValidatedRecord) {
-        self.n_bytes += sample_bytes(&record).unwrap_or_default();
-        self.rows.push((index, record));
+    fn add(&mut self, row: FilterRow) {
+        self.n_bytes += sample_bytes(&row.record).unwrap_or_default() + row.columns.n_bytes();
+        self.rows.push(row);
     }
 }
 
@@ -126,19 +139,24 @@ fn put_dropped(
 }
 
 impl Conversion<'_> {
+    /// Whether a filter reads the other columns of the query table.
+    pub fn reads_columns(&self) -> bool {
+        self.filters.iter().any(|filter| filter.reads_columns() != InputUse::Unused)
+    }
+
     /// Passes the rows of one batch to `put` and returns dropped rows with their positions.
     fn batch(
         &self,
         split: Split,
-        batch: Vec<(usize, ValidatedRecord)>,
+        batch: Vec<FilterRow>,
         put: &mut dyn FnMut(ConvertedRow) -> Result<(), DataError>,
     ) -> Result<Vec<(usize, DroppedRow)>, DataError> {
-        let mut reasons: Vec<Option<DropReason>> = batch.iter().map(|(_, record)| call_failure(record)).collect();
+        let mut reasons: Vec<Option<DropReason>> = batch.iter().map(|row| call_failure(&row.record)).collect();
         for filter in self.filters {
             run_filter(filter.as_ref(), &batch, &mut reasons)?;
         }
         let mut dropped = Vec::new();
-        for ((index, record), reason) in batch.into_iter().zip(reasons) {
+        for (FilterRow { index, record, .. }, reason) in batch.into_iter().zip(reasons) {
             if reason.is_none() || split != Split::Train {
                 let code = reason.as_ref().map(|reason| reason.code.clone());
                 put(ConvertedRow::Row(split, self.dataset_row(&record, code)?))?;
@@ -180,14 +198,11 @@ fn call_failure(record: &ValidatedRecord) -> Option<DropReason> {
     }
 }
 
-fn run_filter(
-    filter: &dyn Filter,
-    batch: &[(usize, ValidatedRecord)],
-    reasons: &mut [Option<DropReason>],
-) -> Result<(), DataError> {
+fn run_filter(filter: &dyn Filter, batch: &[FilterRow], reasons: &mut [Option<DropReason>]) -> Result<(), DataError> {
+    let uses = filter.reads_columns();
     let passing = batch.iter().enumerate().filter(|(index, _)| reasons[*index].is_none());
     let (indices, samples): (Vec<usize>, Vec<Sample>) =
-        passing.filter_map(|(index, (_, record))| Some((index, sample(record)?))).unzip();
+        passing.filter_map(|(index, row)| Some((index, sample(row, uses)?))).unzip();
     if samples.is_empty() {
         return Ok(());
     }
@@ -200,7 +215,7 @@ fn run_filter(
 }
 
 /// `None` if rewrite or retrieval failed.
-fn sample(record: &ValidatedRecord) -> Option<Sample> {
+fn sample(FilterRow { record, columns, .. }: &FilterRow, uses_columns: InputUse) -> Option<Sample> {
     let row = &record.rewritten.query;
     Some(Sample {
         id: row.id.clone(),
@@ -208,6 +223,7 @@ fn sample(record: &ValidatedRecord) -> Option<Sample> {
         rewritten_query: record.rewritten.rewrite.as_ref().ok()?.text.clone(),
         context: context(row),
         hits: record.retrieval.as_ref()?.as_ref().ok()?.clone(),
+        columns: if uses_columns == InputUse::Unused { Columns::default() } else { columns.clone() },
     })
 }
 

@@ -13,6 +13,8 @@ use parquet::record::reader::RowIter as ParquetRows;
 use parquet::record::{Field, Row};
 use parquet::schema::types::Type;
 use querl_core::fsx::{MAX_ROW_BYTES, NumberedLine, open_rows};
+use querl_core::records::{ColumnValue, Scalar};
+use serde_json::Value;
 use std::cell::Cell;
 use std::collections::HashSet;
 use std::fs::File;
@@ -30,18 +32,54 @@ pub(crate) struct Table {
     source: Box<dyn RowSource>,
 }
 
+/// Whether cells have their values next to their texts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum CellForm {
+    /// Values of other types than texts, numbers and lists are errors in formats where programs write them in different ways.
+    Text,
+    Typed,
+}
+
 /// Reads the rows of one file format.
 pub(super) trait RowSource {
     /// The rows; cells of columns other than `columns` may be empty.
-    fn rows(self: Box<Self>, columns: &[usize]) -> Result<TableRows, DataError>;
+    fn rows(self: Box<Self>, columns: &[usize], form: CellForm) -> Result<TypedRows, DataError>;
 }
 
-/// Rows with the cells of all columns.
-struct AllCells(TableRows);
+/// Rows of texts, with the cells of all columns.
+struct TextRows(TableRows);
 
-impl RowSource for AllCells {
-    fn rows(self: Box<Self>, _columns: &[usize]) -> Result<TableRows, DataError> {
-        Ok(self.0)
+impl RowSource for TextRows {
+    fn rows(self: Box<Self>, _: &[usize], _: CellForm) -> Result<TypedRows, DataError> {
+        Ok(Box::new(self.0.map(|row| row.map(|(row, texts)| (row, texts.into_iter().map(TableCell::from).collect())))))
+    }
+}
+
+/// A cell of a table.
+#[derive(Debug, Clone, Default)]
+pub(super) struct TableCell {
+    pub(super) text: String,
+    /// Of a cell that is no text, in the form [`CellForm::Typed`].
+    pub(super) value: Option<ColumnValue>,
+}
+
+impl From<String> for TableCell {
+    fn from(text: String) -> Self {
+        Self { text, value: None }
+    }
+}
+
+impl AsRef<str> for TableCell {
+    fn as_ref(&self) -> &str {
+        &self.text
+    }
+}
+
+impl TableCell {
+    /// The value; `None` for a cell without one.
+    pub(super) fn into_value(self) -> Option<ColumnValue> {
+        let Self { text, value } = self;
+        value.or_else(|| (!text.trim().is_empty()).then_some(ColumnValue::Text(text)))
     }
 }
 
@@ -50,14 +88,16 @@ impl Table {
         Self { path: path.to_owned(), sheet: None, unread_sheets: Vec::new(), encoding: None, header, source }
     }
 
-    fn of_rows(path: &Path, header: Vec<String>, rows: TableRows) -> Self {
-        Self::new(path, header, Box::new(AllCells(rows)))
-    }
-
     /// The rows, numbered as in a spreadsheet or editor; cells of columns other than `columns` may be empty.
     pub(crate) fn rows(self, columns: &[usize]) -> Result<TableRows, DataError> {
+        let rows = self.cells(columns, CellForm::Text)?;
+        let texts = |(row, cells): (usize, Vec<TableCell>)| (row, cells.into_iter().map(|cell| cell.text).collect());
+        Ok(Box::new(rows.map(move |row| row.map(texts))))
+    }
+
+    pub(super) fn cells(self, columns: &[usize], form: CellForm) -> Result<TypedRows, DataError> {
         let Self { path, header, source, .. } = self;
-        let rows = source.rows(columns)?;
+        let rows = source.rows(columns, form)?;
         let columns = columns.to_vec();
         Ok(Box::new(rows.map(move |row| check_cells(&path, &header, &columns, row?))))
     }
@@ -71,6 +111,8 @@ impl Table {
 
 /// Numbered rows of cells; a row may have fewer cells than the header.
 pub(crate) type TableRows = Box<dyn Iterator<Item = Result<(usize, Vec<String>), DataError>>>;
+
+pub(super) type TypedRows = Box<dyn Iterator<Item = Result<(usize, Vec<TableCell>), DataError>>>;
 
 /// A longer cell is damage.
 pub(super) const MAX_CELL_BYTES: usize = 1 << 20;
@@ -94,9 +136,9 @@ fn check_cells(
     path: &Path,
     names: &[String],
     columns: &[usize],
-    row: (usize, Vec<String>),
-) -> Result<(usize, Vec<String>), DataError> {
-    let n_bytes = |column: usize| row.1.get(column).map_or(0, String::len);
+    row: (usize, Vec<TableCell>),
+) -> Result<(usize, Vec<TableCell>), DataError> {
+    let n_bytes = |column: usize| row.1.get(column).map_or(0, |cell| cell.text.len());
     let Some(column) = columns.iter().find(|column| n_bytes(**column) > MAX_CELL_BYTES) else { return Ok(row) };
     let (number, n_bytes) = (row.0, n_bytes(*column));
     let name = names.get(*column).map_or("", String::as_str);
@@ -150,7 +192,7 @@ fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
     Err(DataError::file(path, format!("by its first bytes the file is {what}; {remedy}")))
 }
 
-type Object = serde_json::Map<String, serde_json::Value>;
+type Object = serde_json::Map<String, Value>;
 
 /// The header of JSON lines is the union of their keys, in order of appearance: the file is read twice.
 fn open_lines(path: &Path) -> Result<Table, DataError> {
@@ -167,20 +209,49 @@ fn open_lines(path: &Path) -> Result<Table, DataError> {
     if header.is_empty() {
         return Err(DataError::file(path, "the file holds no object; expected one JSON object a line"));
     }
-    let columns = header.clone();
-    let rows = open_rows::<Object>(path)?.map(move |line| {
-        let NumberedLine { line, value, .. } = line?;
-        let cells = columns.iter().map(|key| value.get(key).map_or_else(String::new, value_text)).collect();
-        Ok((line, cells))
-    });
-    Ok(Table::of_rows(path, header, Box::new(rows)))
+    let file = LinesFile { path: path.to_owned(), header: header.clone() };
+    Ok(Table::new(path, header, Box::new(file)))
 }
 
-fn value_text(value: &serde_json::Value) -> String {
+struct LinesFile {
+    path: PathBuf,
+    header: Vec<String>,
+}
+
+impl RowSource for LinesFile {
+    fn rows(self: Box<Self>, _: &[usize], form: CellForm) -> Result<TypedRows, DataError> {
+        let Self { path, header } = *self;
+        let cell = move |value: &Value| TableCell { text: value_text(value), value: typed(value, form) };
+        Ok(Box::new(open_rows::<Object>(&path)?.map(move |line| {
+            let NumberedLine { line, value, .. } = line?;
+            Ok((line, header.iter().map(|key| value.get(key).map_or_else(TableCell::default, &cell)).collect()))
+        })))
+    }
+}
+
+/// The value of a cell that is no text. Values within values are JSON texts.
+fn typed(value: &Value, form: CellForm) -> Option<ColumnValue> {
+    let scalar = |item: &Value| match item {
+        Value::Null => None,
+        Value::Bool(flag) => Some(Scalar::Flag(*flag)),
+        Value::Number(number) => number.as_f64().map(Scalar::Number),
+        Value::String(text) => Some(Scalar::Text(text.clone())),
+        nested => Some(Scalar::Text(nested.to_string())),
+    };
     match value {
-        serde_json::Value::Null => String::new(),
-        serde_json::Value::String(text) => text.clone(),
-        serde_json::Value::Array(items) => items.iter().map(value_text).collect::<Vec<_>>().join(","),
+        _ if form == CellForm::Text => None,
+        Value::Array(items) => Some(ColumnValue::Items(items.iter().filter_map(scalar).collect())),
+        Value::Bool(flag) => Some(ColumnValue::Flag(*flag)),
+        Value::Number(number) => number.as_f64().map(ColumnValue::Number),
+        Value::Null | Value::String(_) | Value::Object(_) => None,
+    }
+}
+
+fn value_text(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.clone(),
+        Value::Array(items) => items.iter().map(value_text).collect::<Vec<_>>().join(","),
         other => other.to_string(),
     }
 }
@@ -226,7 +297,7 @@ fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
         let ended = checked.as_ref().is_ok_and(|(_, cells)| matches!(&cells[..], [cell] if is_end(cell)));
         (!ended).then_some(checked)
     });
-    let mut table = Table::of_rows(path, header, Box::new(rows));
+    let mut table = Table::new(path, header, Box::new(TextRows(Box::new(rows))));
     table.encoding = Some(encoding);
     Ok(table)
 }
@@ -274,8 +345,8 @@ fn check_width(path: &Path, row: usize, record: &StringRecord, n_columns: usize)
 }
 
 /// A parquet file with flat columns. The library panics on damaged files: offsets are checked first, a panic within a page is an error of
-/// the file, and unused columns are not read. Values other than texts, numbers and lists of them are errors, since programs write them in
-/// different ways.
+/// the file, and unused columns are not read. As texts, values other than texts, numbers and lists of them are errors, since programs write
+/// them in different ways.
 fn open_parquet(path: &Path) -> Result<Table, DataError> {
     let reader = caught(|| open_reader(path)).map_err(|problem| unreadable(path, &problem))?;
     let fields = reader.metadata().file_metadata().schema().get_fields();
@@ -290,7 +361,7 @@ struct ParquetFile {
 }
 
 impl RowSource for ParquetFile {
-    fn rows(self: Box<Self>, columns: &[usize]) -> Result<TableRows, DataError> {
+    fn rows(self: Box<Self>, columns: &[usize], form: CellForm) -> Result<TypedRows, DataError> {
         let Self { path, reader } = *self;
         let schema = reader.metadata().file_metadata().schema();
         let mut columns = columns.to_vec();
@@ -311,7 +382,7 @@ impl RowSource for ParquetFile {
                 Ok(row) => row?,
                 Err(problem) => return Some(Err(unreadable(&path, &format!("row {number}: {problem}")))),
             };
-            let cells = parquet_cells(&row, &columns, n_columns).map_err(|problem| {
+            let cells = parquet_cells(&row, &columns, n_columns, form).map_err(|problem| {
                 let remedy = match problem.ends_with(CHAT) {
                     true => CHAT_REMEDY,
                     false => "write the column as text, numbers or lists of them",
@@ -369,12 +440,44 @@ fn is_within(column: &ColumnChunkMetaData, n_bytes: u64) -> bool {
 }
 
 /// The cells of a row with the fields of `columns`, or an error with the column.
-fn parquet_cells(row: &Row, columns: &[usize], n_columns: usize) -> Result<Vec<String>, String> {
-    let mut cells = vec![String::new(); n_columns];
+fn parquet_cells(row: &Row, columns: &[usize], n_columns: usize, form: CellForm) -> Result<Vec<TableCell>, String> {
+    let mut cells = vec![TableCell::default(); n_columns];
     for (column, (name, field)) in columns.iter().zip(row.get_column_iter()) {
-        cells[*column] = field_text(field).map_err(|what| format!("column `{name}` holds {what}"))?;
+        cells[*column] = match form {
+            CellForm::Text => field_text(field).map_err(|what| format!("column `{name}` holds {what}"))?.into(),
+            CellForm::Typed => {
+                let value = field_value(field);
+                let text = field_text(field).unwrap_or_else(|_| value_text(&value));
+                TableCell { text, value: typed(&value, form) }
+            }
+        };
     }
     Ok(cells)
+}
+
+fn field_value(field: &Field) -> Value {
+    match field {
+        Field::Null => Value::Null,
+        Field::Bool(flag) => (*flag).into(),
+        Field::Byte(number) => (*number).into(),
+        Field::Short(number) => (*number).into(),
+        Field::Int(number) => (*number).into(),
+        Field::Long(number) => (*number).into(),
+        Field::UByte(number) => (*number).into(),
+        Field::UShort(number) => (*number).into(),
+        Field::UInt(number) => (*number).into(),
+        Field::ULong(number) => (*number).into(),
+        Field::Float16(number) => f64::from(*number).into(),
+        Field::Float(number) => f64::from(*number).into(),
+        Field::Double(number) => (*number).into(),
+        Field::Str(text) => text.clone().into(),
+        Field::Bytes(bytes) => String::from_utf8_lossy(bytes.data()).into(),
+        Field::ListInternal(list) => list.elements().iter().map(field_value).collect(),
+        Field::Group(row) => {
+            row.get_column_iter().map(|(name, field)| (name.clone(), field_value(field))).collect::<Object>().into()
+        }
+        other => other.to_string().into(),
+    }
 }
 
 fn field_text(field: &Field) -> Result<String, &'static str> {

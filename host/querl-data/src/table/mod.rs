@@ -3,11 +3,13 @@
 //! The table is not held in memory: each row takes 40 bytes while repeats and groups are determined. Rows are read from the file each
 //! time they are needed.
 
+mod columns;
 mod encoding;
 mod formats;
 mod parquet_pages;
 mod xlsx;
 
+pub use columns::ColumnReader;
 pub(crate) use encoding::{MAX_VOCABULARY_BYTES, read_text};
 pub(crate) use formats::open_table;
 
@@ -28,7 +30,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub struct QueryTable {
     file: UnchangedFile,
-    columns: Columns,
+    columns: QueryColumns,
     /// Rows that repeat an earlier one, by their index from 0.
     repeated: HashSet<u32>,
     /// Names of joined groups by row index.
@@ -44,7 +46,7 @@ pub struct QueryTable {
 pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
     let file = UnchangedFile::new(&config.input);
     let table = open_table(&file.path)?;
-    let columns = Columns::find(&table, config)?;
+    let columns = QueryColumns::find(&table, config)?;
     let encoding = table.encoding.map(TextEncoding::name);
     let findings = Findings { encoding, unread_sheets: table.unread_sheets.clone(), ..Findings::default() };
     let mut table = QueryTable { file, columns, repeated: HashSet::new(), group_names: HashMap::new(), findings };
@@ -345,7 +347,7 @@ impl UnionFind {
 
 /// Position of each value in a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Columns {
+struct QueryColumns {
     query: usize,
     query_name: String,
     profile: Option<usize>,
@@ -355,7 +357,7 @@ struct Columns {
     width: TextWidth,
 }
 
-impl Columns {
+impl QueryColumns {
     fn find(table: &Table, config: &DataConfig) -> Result<Self, DataError> {
         let position = |name: &str| {
             let find = |name: &str| table.header.iter().position(|column| column == name);
@@ -387,8 +389,9 @@ impl Columns {
         [Some(self.query), self.profile, self.history, self.gold, self.group].into_iter().flatten().collect()
     }
 
-    fn read(&self, row: usize, cells: &[String]) -> QueryRow {
-        let cell = |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.trim());
+    fn read(&self, row: usize, cells: &[impl AsRef<str>]) -> QueryRow {
+        let cell =
+            |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.as_ref().trim());
         let text = |column: Option<usize>| with_width(cell(column), self.width);
         let (query, profile, history) = (text(Some(self.query)), text(self.profile), text(self.history));
         let gold_ids = split_ids(cell(self.gold));

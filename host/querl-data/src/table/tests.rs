@@ -869,3 +869,94 @@ mod properties {
         }
     }
 }
+
+mod columns {
+    use super::*;
+    use querl_core::records::{ColumnValue, Columns, Scalar};
+
+    fn read(config: &DataConfig) -> Result<Vec<Columns>, String> {
+        let queries: Vec<QueryRow> = open_queries(config).unwrap().read().unwrap().map(Result::unwrap).collect();
+        let mut reader = ColumnReader::open(config).map_err(|error| error.to_string())?;
+        queries.iter().map(|query| reader.read(query)).collect::<Result<_, _>>().map_err(|error| error.to_string())
+    }
+
+    fn text(value: &str) -> ColumnValue {
+        ColumnValue::Text(value.into())
+    }
+
+    fn named(columns: &Columns) -> Vec<(&str, ColumnValue)> {
+        columns.0.iter().map(|(name, value)| (name.as_str(), value.clone())).collect()
+    }
+
+    #[test]
+    fn lines_have_typed_values_of_all_but_the_columns_of_the_query() {
+        let folder = Folder::new();
+        let rows = [
+            json!({"original_query": "甲", "user_profile": "孕妇", "gold_ids": "p1", "price": 12, "is_new": true, "tags": ["a", 2, false, {"b": 1}],
+                "note": "早上 ", "more": {"k": [1]}}),
+            json!({"original_query": "乙", "price": null, "note": " ", "other": "x"}),
+        ];
+        let lines: String = rows.iter().map(|row| format!("{row}\n")).collect();
+        let config = folder.file("q.jsonl", lines);
+        let columns = read(&config).unwrap();
+        let scalar = |text: &str| Scalar::Text(text.into());
+        let tags = vec![scalar("a"), Scalar::Number(2.0), Scalar::Flag(false), scalar("{\"b\":1}")];
+        let mut first = named(&columns[0]);
+        first.sort_by_key(|(name, _)| *name);
+        let expected = [
+            ("is_new", ColumnValue::Flag(true)),
+            ("more", text("{\"k\":[1]}")),
+            ("note", text("早上 ")),
+            ("price", ColumnValue::Number(12.0)),
+            ("tags", ColumnValue::Items(tags)),
+        ];
+        assert_eq!(first, expected);
+        assert_eq!(named(&columns[1]), [("other", text("x"))]);
+    }
+
+    #[test]
+    fn cells_of_text_formats_are_texts_and_those_of_workbooks_typed() {
+        let folder = Folder::new();
+        let config = folder.file("q.csv", "original_query,price,flag\n甲,12,true\n");
+        assert_eq!(named(&read(&config).unwrap()[0]), [("price", text("12")), ("flag", text("true"))]);
+        let mut workbook = Workbook::new();
+        let sheet = workbook.add_worksheet();
+        for (column, name) in (0..).zip(["original_query", "price", "flag", "day", "note"]) {
+            sheet.write(0, column, name).unwrap();
+        }
+        sheet.write(1, 0, "甲").unwrap();
+        sheet.write(1, 1, 12.5).unwrap();
+        sheet.write(1, 2, true).unwrap();
+        let day = ExcelDateTime::from_ymd(2024, 5, 6).unwrap();
+        sheet.write_with_format(1, 3, &day, &Format::new().set_num_format("yyyy-mm-dd")).unwrap();
+        sheet.write(1, 4, "x").unwrap();
+        workbook.save(folder.path("q.xlsx")).unwrap();
+        let found = read(&super::config(folder.path("q.xlsx"))).unwrap();
+        let (price, flag) = (ColumnValue::Number(12.5), ColumnValue::Flag(true));
+        let expected = [("price", price), ("flag", flag), ("day", text("2024-05-06")), ("note", text("x"))];
+        assert_eq!(named(&found[0]), expected);
+    }
+
+    #[test]
+    fn a_table_that_changed_and_rows_beyond_the_limits_are_errors() {
+        let folder = Folder::new();
+        let config = folder.file("q.csv", "original_query,price\n甲,1\n乙,2\n");
+        let queries: Vec<QueryRow> = open_queries(&config).unwrap().read().unwrap().map(Result::unwrap).collect();
+        folder.file("q.csv", "original_query,price\n甲,1\n丙,2\n");
+        let mut reader = ColumnReader::open(&config).unwrap();
+        assert_eq!(named(&reader.read(&queries[0]).unwrap()), [("price", text("1"))]);
+        let error = reader.read(&queries[1]).unwrap_err().to_string();
+        assert!(error.contains("row 3 is not the query that the run rewrote: the table was changed since"), "{error}");
+        let mut reader = ColumnReader::open(&folder.file("q.csv", "original_query,price\n甲,1\n")).unwrap();
+        assert!(reader.read(&queries[1]).is_err(), "the row is gone");
+        let twice = read(&folder.file("q.csv", "original_query,price,price\n甲,1,2\n")).unwrap_err();
+        assert!(twice.contains("columns 2 and 3 are both called `price`"), "{twice}");
+        let items = json!({"original_query": "甲", "list": vec![0; Columns::MAX_ITEMS + 1]});
+        let long = read(&folder.file("q.jsonl", items.to_string())).unwrap_err();
+        assert!(long.contains("row 1: column `list` has a list of 1001 entries; a plugin gets at most 1000"), "{long}");
+        let header: String = (0..=Columns::MAX).map(|n| format!(",c{n}")).collect();
+        let many = folder.file("q.csv", format!("original_query{header}\n甲{}\n", ",1".repeat(Columns::MAX + 1)));
+        let many = read(&many).unwrap_err();
+        assert!(many.contains("row 2: has 257 other columns; a plugin gets at most 256"), "{many}");
+    }
+}

@@ -1,9 +1,10 @@
 //! Reads the sheets of a workbook cell by cell. A file of a few kilobytes can declare 17 billion cells and inflate to many gigabytes: the
 //! parts are inflated and counted first, and only cells that exist take memory.
 
-use super::formats::{MAX_CELL_BYTES, RowSource, Table, TableRows};
+use super::formats::{CellForm, MAX_CELL_BYTES, RowSource, Table, TableCell, TypedRows};
 use crate::error::{DataError, catch_panic, panic_message};
 use calamine::{Data, DataRef, ExcelDateTime, Reader, SheetType, SheetVisible, Xlsx, XlsxCellReader, XlsxError};
+use querl_core::records::ColumnValue;
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -59,12 +60,13 @@ struct XlsxFile {
 }
 
 impl RowSource for XlsxFile {
-    fn rows(mut self: Box<Self>, columns: &[usize]) -> Result<TableRows, DataError> {
+    fn rows(mut self: Box<Self>, columns: &[usize], form: CellForm) -> Result<TypedRows, DataError> {
         let path = self.path.clone();
         let rows = guarded(&path, || {
             let (mut rows, mut n_held) = (Vec::new(), 0);
             for sheet in &self.sheets {
-                read_rows(&self.path, &mut self.workbook, sheet, self.n_columns, columns, &mut rows, &mut n_held)?;
+                let used = (self.n_columns, columns, form);
+                read_rows(&self.path, &mut self.workbook, sheet, used, &mut rows, &mut n_held)?;
             }
             Ok(rows)
         })?;
@@ -240,6 +242,17 @@ impl SheetCell<'_> {
         Ok(cell_text(&data))
     }
 
+    /// The value of a number or a flag.
+    fn typed(&self, form: CellForm) -> Option<ColumnValue> {
+        match self.value {
+            _ if form == CellForm::Text => None,
+            DataRef::Int(number) => Some(ColumnValue::Number(number as f64)),
+            DataRef::Float(number) => Some(ColumnValue::Number(number)),
+            DataRef::Bool(flag) => Some(ColumnValue::Flag(flag)),
+            _ => None,
+        }
+    }
+
     fn n_bytes(&self) -> usize {
         match &self.value {
             DataRef::String(text) => text.len(),
@@ -316,9 +329,8 @@ fn read_rows(
     path: &Path,
     workbook: &mut Workbook,
     sheet: &SheetTable,
-    n_columns: usize,
-    columns: &[usize],
-    rows: &mut Vec<(usize, Vec<String>)>,
+    (n_columns, columns, form): (usize, &[usize], CellForm),
+    rows: &mut Vec<(usize, Vec<TableCell>)>,
     n_held: &mut usize,
 ) -> Result<(), DataError> {
     let name = &sheet.name;
@@ -340,21 +352,21 @@ fn read_rows(
         }
         if rows.last().is_none_or(|(last, _)| number != *last) {
             rows.push((number, Vec::new()));
-            *n_held += size_of::<(usize, Vec<String>)>();
+            *n_held += size_of::<(usize, Vec<TableCell>)>();
         }
         let Some((_, row)) = rows.last_mut() else { continue };
         let n_missing = (column + 1).saturating_sub(row.len());
-        *n_held += n_missing * size_of::<String>() + if is_used { cell.n_bytes() } else { 0 };
+        *n_held += n_missing * size_of::<TableCell>() + if is_used { cell.n_bytes() } else { 0 };
         if *n_held > MAX_HELD_BYTES {
             let problem = format!("the cells up to row {number} take more than {MAX_HELD_BYTES} bytes");
             let remedy = "save the table as .csv or .parquet, which are read row by row";
             return Err(DataError::file(path, format!("{problem}; {remedy}")));
         }
-        row.resize(row.len() + n_missing, String::new());
+        row.resize(row.len() + n_missing, TableCell::default());
         row[column] = match is_used {
-            true => cell.text(path, name)?,
+            true => TableCell { text: cell.text(path, name)?, value: cell.typed(form) },
             // Of other columns only whether the row is empty is needed.
-            false => cell.text(path, name)?.trim().chars().take(1).collect(),
+            false => cell.text(path, name)?.trim().chars().take(1).collect::<String>().into(),
         };
     }
     Ok(())

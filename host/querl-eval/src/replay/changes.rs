@@ -10,7 +10,7 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// Totals that differ by no more are equal, as in win rates.
-const DRAW_TOLERANCE: f64 = 1e-9;
+pub(super) const DRAW_TOLERANCE: f64 = 1e-9;
 
 /// Changes of the totals, as after minus before.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -192,8 +192,8 @@ impl Signs {
 /// Over all episodes with a successful retrieval of both rewrites.
 pub(super) fn by_retrieval(episodes: &[ReplayEpisode<'_>]) -> SignCounts {
     let sign = |one: &ReplayEpisode<'_>| {
-        let (policy, baseline) = (one.episode.policy.retrieval.as_ref(), one.episode.baseline.retrieval.as_ref());
-        Some(Sign::of(win(policy.ok()?, baseline.ok()?) - 0.5))
+        let baseline = one.episode.baseline.as_ref()?;
+        Some(Sign::of(win(one.episode.policy.found()?, baseline.found()?) - 0.5))
     };
     SignCounts::of(episodes.iter().filter_map(sign))
 }
@@ -283,8 +283,9 @@ pub(crate) struct ChangedEpisode {
     pub(crate) step: u64,
     pub(crate) query: String,
     pub(crate) policy: String,
-    pub(crate) baseline: String,
-    /// Retrieval quality of the policy's rewrite; `None` where retrieval failed.
+    /// `None` without a teacher's rewrite.
+    pub(crate) baseline: Option<String>,
+    /// Retrieval quality of the policy's rewrite; `None` where retrieval failed or was not tried.
     pub(crate) policy_quality: Option<f64>,
     pub(crate) baseline_quality: Option<f64>,
     pub(crate) before: f64,
@@ -337,9 +338,9 @@ impl ChangedEpisode {
             step: one.recorded.step,
             query: episode.query.clone(),
             policy: episode.policy.rewrite.clone(),
-            baseline: episode.baseline.rewrite.clone(),
+            baseline: episode.baseline.as_ref().map(|baseline| baseline.rewrite.clone()),
             policy_quality: quality(&episode.policy),
-            baseline_quality: quality(&episode.baseline),
+            baseline_quality: episode.baseline.as_ref().and_then(quality),
             before: one.before?.total,
             after: one.after.total,
             components: changed_components(one),
@@ -348,7 +349,7 @@ impl ChangedEpisode {
 }
 
 fn quality(candidate: &Candidate) -> Option<f64> {
-    candidate.retrieval.as_deref().ok().map(retrieval_quality)
+    candidate.found().map(retrieval_quality)
 }
 
 fn changed_components(one: &ScoredEpisode<'_>) -> Vec<ChangedComponent> {

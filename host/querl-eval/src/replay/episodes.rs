@@ -121,8 +121,8 @@ impl Counts {
             (Some(Ok(_)), after) => count(&mut self.rejected_only_after, after),
             (Some(before), Ok(_)) => {
                 count(&mut self.rejected_only_before, before);
-                let sides = [&one.episode.policy, &one.episode.baseline];
-                self.n_scored_despite_failure += usize::from(sides.into_iter().any(has_failure));
+                let has_failure = one.episode.candidates().any(|(_, candidate)| has_failure(candidate));
+                self.n_scored_despite_failure += usize::from(has_failure);
             }
             (Some(_), after) => count(&mut self.rejected_by_both, after),
             (None, Ok(_)) => self.n_scored_without_record += 1,
@@ -163,7 +163,7 @@ impl Counts {
 }
 
 fn has_failure(candidate: &Candidate) -> bool {
-    candidate.retrieval.is_err() || matches!(candidate.judgement, Judgement::Failed(_))
+    candidate.retrieval_failure().is_some() || matches!(candidate.judgement, Judgement::Failed(_))
 }
 
 fn listed(codes: &BTreeMap<String, usize>) -> String {

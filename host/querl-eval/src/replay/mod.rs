@@ -7,6 +7,7 @@
 mod changes;
 mod episodes;
 mod page;
+mod scores;
 mod statistics;
 #[cfg(test)]
 mod tests;
@@ -14,6 +15,7 @@ mod text;
 
 pub use episodes::{Outcome, PluginSide, ReplayEpisode, Side};
 pub use page::replay_html;
+pub use scores::{BriefOutcome, OutcomeChange, OutcomeChanges, ScoreSummary};
 pub(crate) use statistics::Histogram;
 pub use text::replay_text;
 

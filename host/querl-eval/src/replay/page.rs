@@ -50,7 +50,7 @@ struct Shown {
     is_better: bool,
     policy: String,
     policy_quality: String,
-    baseline: String,
+    baseline: Option<String>,
     baseline_quality: String,
     parts: String,
 }

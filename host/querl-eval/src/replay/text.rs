@@ -298,12 +298,8 @@ fn episode(number: usize, one: &ChangedEpisode) -> Vec<String> {
         one.line,
         one_line(&printable(&one.id))
     );
-    let mut lines = vec![
-        to_edge(&head),
-        text("query", &one.query),
-        side("policy", &one.policy, one.policy_quality),
-        side("teacher", &one.baseline, one.baseline_quality),
-    ];
+    let mut lines = vec![to_edge(&head), text("query", &one.query), side("policy", &one.policy, one.policy_quality)];
+    lines.extend(one.baseline.as_ref().map(|baseline| side("teacher", baseline, one.baseline_quality)));
     lines.extend((!one.components.is_empty()).then(|| text("moved", &components_of(one))));
     lines
 }

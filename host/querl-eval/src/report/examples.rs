@@ -87,7 +87,7 @@ impl Answer {
         let found = answer(record);
         let failure = match &record.outcome {
             Err(rejection) => Some(rejection.to_string()),
-            Ok(answer) => answer.candidate.retrieval.as_ref().err().map(|failure| failure.to_string()),
+            Ok(answer) => answer.candidate.retrieval_failure().map(ToString::to_string),
         };
         let top = hits(record).and_then(<[Hit]>::first);
         let (mark, mark_text) = gold_mark(record);

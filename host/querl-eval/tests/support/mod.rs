@@ -2,8 +2,8 @@
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
 use querl_core::records::{
-    CallFailure, Candidate, EvalRecord, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward, RewardComponent,
-    SystemAnswer,
+    CallFailure, Candidate, EvalRecord, FailureKind, FinishReason, Hit, Judgement, QueryRow, Rejection, Reward,
+    RewardComponent, SystemAnswer,
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -47,11 +47,10 @@ pub(crate) fn answer(rewrite: &str, hits: Vec<Hit>) -> SystemAnswer {
     SystemAnswer {
         candidate: Candidate {
             rewrite: rewrite.to_owned(),
-            retrieval: Ok(hits),
-            judgement: Judgement::NotSampled,
-            style: None,
+            retrieval: Some(Ok(hits)),
             n_tokens: 20,
-            truncated: false,
+            finish_reason: Some(FinishReason::Stop),
+            ..Candidate::default()
         },
         reward: None,
         win: None,
@@ -92,7 +91,7 @@ fn outcome(system: &str, row: usize, score: f64, rng: &mut ChaCha8Rng) -> Result
     let mut made = answer(if system == "raw" { text } else { rewrite }, hits);
     if system == "teacher" && row % 40 == 7 {
         let failure = CallFailure { kind: FailureKind::Timeout, message: "no answer within 5000 ms".into() };
-        made.candidate.retrieval = Err(failure);
+        made.candidate.retrieval = Some(Err(failure));
         return Ok(made);
     }
     if rng.random_bool(0.6) {

@@ -4,6 +4,7 @@
 //! empty or cannot be parsed is scored as a rewrite that retrieves nothing: dropping it would reward garbage where the policy would lose.
 
 mod calls;
+mod columns;
 mod judging;
 mod rewards;
 mod scorer;
@@ -11,9 +12,10 @@ mod scorer;
 pub(crate) mod testing;
 mod training;
 
+pub(crate) use columns::RowColumns;
 pub(crate) use judging::{Comparison, Judging, JudgingForm};
-pub(crate) use rewards::WeightedReward;
+pub(crate) use rewards::{Outcome, WeightedReward, inputs};
 pub(crate) use scorer::{
-    Baseline, Baselines, DEADLINE_CODE, ScoreRequest, ScoredEpisode, Scorer, Services, WrittenRewrite,
+    Baseline, BaselineScoring, Baselines, DEADLINE_CODE, ScoreRequest, ScoredEpisode, Scorer, Services, WrittenRewrite,
 };
 pub(crate) use training::{EpisodeLog, Phase, TrainingEnvironment};

@@ -1,7 +1,8 @@
 //! Reward plugins: the weighted sum of several, and the style distributions that they read.
 
-use querl_core::ports::{PluginFault, RewardModel, StyleModel};
-use querl_core::records::{Episode, Message, Rejection, Reward, RewardComponent};
+use super::scorer::BaselineScoring;
+use querl_core::ports::{EpisodeInputs, PluginFault, RewardModel, StyleModel};
+use querl_core::records::{Candidate, Episode, Message, Rejection, Reward, RewardComponent};
 use querl_style::turns_of_side;
 use std::sync::Arc;
 
@@ -14,33 +15,42 @@ pub(crate) struct WeightedReward {
     pub weight: f64,
 }
 
+pub(crate) type Outcome = Result<Reward, Rejection>;
+
+/// What the plugins read together.
+pub(crate) fn inputs(rewards: &[WeightedReward]) -> EpisodeInputs {
+    rewards.iter().map(|reward| reward.model.inputs()).fold(EpisodeInputs::default(), EpisodeInputs::union)
+}
+
+/// Scores of a batch of episodes.
+pub(crate) struct RewardScores {
+    /// One per episode, in order.
+    pub sums: Vec<Outcome>,
+    /// The results of each plugin.
+    pub by_reward: Vec<Vec<Outcome>>,
+}
+
 /// One score per episode, in order: the weighted sum of the plugins' totals.
 ///
 /// Components keep the plugin's own values, unweighted; with several plugins their names are `LABEL/component`, next to each
 /// plugin's `LABEL/total`. An episode that one plugin rejects is rejected, with that plugin's code.
-pub(crate) fn score(
-    rewards: &[WeightedReward],
-    episodes: &[Episode],
-) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
-    let mut sums: Vec<Result<Reward, Rejection>> =
-        episodes.iter().map(|_| Ok(Reward { total: 0.0, components: Vec::new() })).collect();
+pub(crate) fn score(rewards: &[WeightedReward], episodes: &[Episode]) -> Result<RewardScores, PluginFault> {
+    let mut sums: Vec<Outcome> = episodes.iter().map(|_| Ok(Reward { total: 0.0, components: Vec::new() })).collect();
+    let mut by_reward = Vec::with_capacity(rewards.len());
     for reward in rewards {
         let scores = reward.model.score_batch(episodes)?;
-        sums = sums.into_iter().zip(scores).map(|(sum, score)| add(sum, score, reward, rewards.len())).collect();
+        sums = sums.into_iter().zip(&scores).map(|(sum, score)| add(sum, score, reward, rewards.len())).collect();
+        by_reward.push(scores);
     }
-    Ok(sums)
+    Ok(RewardScores { sums, by_reward })
 }
 
-fn add(
-    sum: Result<Reward, Rejection>,
-    score: Result<Reward, Rejection>,
-    reward: &WeightedReward,
-    n_plugins: usize,
-) -> Result<Reward, Rejection> {
+fn add(sum: Outcome, score: &Outcome, reward: &WeightedReward, n_plugins: usize) -> Outcome {
     let mut sum = sum?;
     let name = &reward.label;
-    let score =
-        score.map_err(|rejection| Rejection { detail: format!("{name}: {}", rejection.detail), ..rejection })?;
+    let score = score
+        .clone()
+        .map_err(|rejection| Rejection { detail: format!("{name}: {}", rejection.detail), ..rejection })?;
     sum.total += reward.weight * score.total;
     if n_plugins == 1 {
         sum.components = score.components;
@@ -55,31 +65,34 @@ fn add(
 /// The code of episodes whose style classification failed.
 const FAILED_CODE: &str = "style_model_failed";
 
-/// Adds the style distributions of both sides, of all texts that are not blank in one call. Rejections of the episodes for which the model
-/// failed.
-pub(super) fn add_styles(model: &dyn StyleModel, episodes: &mut [Episode]) -> Vec<Option<Rejection>> {
+/// Adds the style distributions of the policy's rewrites and, where it is scored, the baseline's: of all texts that are not blank in one
+/// call. Rejections of the episodes for which the model failed.
+pub(super) fn add_styles(
+    model: &dyn StyleModel,
+    baseline: BaselineScoring,
+    episodes: &mut [Episode],
+) -> Vec<Option<Rejection>> {
+    let is_classified = |(side, candidate): &(&str, &Candidate)| {
+        (*side == "policy" || baseline == BaselineScoring::On) && !candidate.rewrite.trim().is_empty()
+    };
     let mut dialogues: Vec<Vec<Message>> = Vec::new();
-    let mut places: Vec<[Option<usize>; 2]> = Vec::new();
-    for episode in episodes.iter() {
-        places.push([&episode.policy, &episode.baseline].map(|candidate| {
-            let is_there = !candidate.rewrite.trim().is_empty();
-            is_there.then(|| {
-                dialogues.push(turns_of_side(episode, candidate));
-                dialogues.len() - 1
-            })
-        }));
+    let mut sides: Vec<(usize, &str)> = Vec::new();
+    for (index, episode) in episodes.iter().enumerate() {
+        for (side, candidate) in episode.candidates().filter(is_classified) {
+            dialogues.push(turns_of_side(episode, candidate));
+            sides.push((index, side));
+        }
     }
-    let said = model.classify_all(&dialogues);
     let mut rejections = vec![None; episodes.len()];
-    for ((episode, places), rejection) in episodes.iter_mut().zip(places).zip(&mut rejections) {
-        for (candidate, place) in [&mut episode.policy, &mut episode.baseline].into_iter().zip(places) {
-            match place.map(|place| &said[place]) {
-                Some(Ok(style)) => candidate.style = Some(style.clone()),
-                Some(Err(failure)) => {
-                    *rejection = Some(Rejection { code: FAILED_CODE.into(), detail: failure.to_string() });
-                }
-                None => {}
+    for ((index, side), classified) in sides.into_iter().zip(model.classify_all(&dialogues)) {
+        let episode = &mut episodes[index];
+        let candidate = if side == "policy" { Some(&mut episode.policy) } else { episode.baseline.as_mut() };
+        match (classified, candidate) {
+            (Ok(style), Some(candidate)) => candidate.style = Some(style),
+            (Err(failure), _) => {
+                rejections[index] = Some(Rejection { code: FAILED_CODE.into(), detail: failure.to_string() });
             }
+            (Ok(_), None) => {}
         }
     }
     rejections
@@ -90,7 +103,7 @@ pub(super) fn add_styles(model: &dyn StyleModel, episodes: &mut [Episode]) -> Ve
 mod tests {
     use super::super::testing::{Shop, ShopReward, query, request, rewritten};
     use super::*;
-    use querl_core::records::{CallFailure, Candidate, FailureKind, StyleProbability};
+    use querl_core::records::{CallFailure, FailureKind, StyleProbability};
     use std::sync::Mutex;
 
     fn episode() -> Episode {
@@ -104,14 +117,14 @@ mod tests {
 
     #[test]
     fn one_plugin_keeps_its_component_names() {
-        let reward = score(&[weighted("a", 2.0)], &[episode()]).unwrap().remove(0).unwrap();
+        let reward = score(&[weighted("a", 2.0)], &[episode()]).unwrap().sums.remove(0).unwrap();
         assert_eq!((reward.total, reward.components[0].name.as_str()), (1.4, "top1"));
     }
 
     #[test]
     fn several_plugins_are_summed_by_weight_and_named() {
         let rewards = [weighted("a", 1.0), weighted("b", 0.5)];
-        let reward = score(&rewards, &[episode()]).unwrap().remove(0).unwrap();
+        let reward = score(&rewards, &[episode()]).unwrap().sums.remove(0).unwrap();
         assert!((reward.total - 1.05).abs() < 1e-12, "{reward:?}");
         let names: Vec<_> = reward.components.iter().map(|part| part.name.as_str()).collect();
         assert_eq!(names, ["a/top1", "a/total", "b/top1", "b/total"]);
@@ -137,15 +150,11 @@ mod tests {
     }
 
     fn episode_of(policy: &str, baseline: &str) -> Episode {
-        let row = query("a");
-        let request = request(&row, policy, rewritten(baseline));
         Episode {
-            id: request.id.clone(),
-            query: row.original_query.clone(),
-            context: Default::default(),
-            gold_ids: Vec::new(),
+            query: "query a".into(),
             policy: Candidate::found_nothing(policy.into()),
-            baseline: Candidate::found_nothing(baseline.into()),
+            baseline: Some(Candidate::found_nothing(baseline.into())),
+            ..Episode::default()
         }
     }
 
@@ -154,13 +163,17 @@ mod tests {
         Some((class.label.clone(), class.probability))
     }
 
+    fn style_of_baseline(episode: &Episode) -> Option<(String, f64)> {
+        style(episode.baseline.as_ref().unwrap())
+    }
+
     /// Regression: an episode got the distribution of its other side, or of the first episode.
     #[test]
     fn each_side_of_each_episode_has_its_own_distribution() {
         let (model, mut episodes) =
             (ByFirst::default(), [episode_of("aa", "abbb"), episode_of("bc", "ddd"), episode_of("eff", "ggh")]);
-        assert_eq!(add_styles(&model, &mut episodes), [None, None, None]);
-        let found: Vec<_> = episodes.iter().map(|one| (style(&one.policy), style(&one.baseline))).collect();
+        assert_eq!(add_styles(&model, BaselineScoring::On, &mut episodes), [None, None, None]);
+        let found: Vec<_> = episodes.iter().map(|one| (style(&one.policy), style_of_baseline(one))).collect();
         let of = |label: &str, probability| Some((label.to_owned(), probability));
         let thirds = 2.0 / 3.0;
         assert_eq!(found[0], (of("a", 1.0), of("a", 0.25)));
@@ -172,8 +185,8 @@ mod tests {
     #[test]
     fn a_blank_side_is_not_classified() {
         let (model, mut episodes) = (ByFirst::default(), [episode_of(" \n", "bb"), episode_of("cc", "dd")]);
-        assert_eq!(add_styles(&model, &mut episodes), [None, None]);
-        assert_eq!((style(&episodes[0].policy), style(&episodes[0].baseline)), (None, Some(("b".into(), 1.0))));
+        assert_eq!(add_styles(&model, BaselineScoring::On, &mut episodes), [None, None]);
+        assert_eq!((style(&episodes[0].policy), style_of_baseline(&episodes[0])), (None, Some(("b".into(), 1.0))));
         assert_eq!(style(&episodes[1].policy), Some(("c".into(), 1.0)));
         assert_eq!(model.0.lock().unwrap().len(), 3);
     }
@@ -182,7 +195,7 @@ mod tests {
     fn an_episode_with_a_failed_side_is_rejected_and_the_others_are_not() {
         let (model, mut episodes) =
             (ByFirst::default(), [episode_of("aa", "xb"), episode_of("cc", "dd"), episode_of("x", "ee")]);
-        let rejections = add_styles(&model, &mut episodes);
+        let rejections = add_styles(&model, BaselineScoring::On, &mut episodes);
         let codes: Vec<_> = rejections.iter().map(|one| one.as_ref().map(|one| one.code.as_str())).collect();
         assert_eq!(codes, [Some("style_model_failed"), None, Some("style_model_failed")]);
         assert!(rejections[0].as_ref().unwrap().detail.contains("no such answer"));

@@ -2,12 +2,16 @@
 
 use super::calls::{self, CallCache, CallError, CallKey};
 use super::judging::{JudgePrompter, JudgeResponse, JudgingForm};
-use super::rewards::{self, WeightedReward};
+use super::rewards::{self, Outcome, RewardScores, WeightedReward};
+use crate::host_functions::RunHostFunctions;
+use querl_core::config::RetrievalKind;
 use querl_core::ports::{
-    CallTimings, EnvironmentError, Judge, PluginFault, Prompts, RetrievalRequest, Retriever, StyleModel,
+    CallTimings, EnvironmentError, EpisodeInputs, InputUse, Judge, PluginFault, PolicyResponse, Prompts,
+    RetrievalRequest, Retriever, StyleModel,
 };
 use querl_core::records::{
-    CallFailure, Candidate, Context, Episode, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward, ValidatedRecord,
+    CallFailure, Candidate, Columns, Context, Episode, FailureKind, FinishReason, Hit, HostCall, HostCallError,
+    Judgement, Message, QueryRow, Rejection, Split, ValidatedRecord,
 };
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,7 +21,7 @@ use std::time::{Duration, Instant};
 pub(crate) enum Baseline {
     Rewritten {
         rewrite: String,
-        /// Hits of the validate stage; `None` where retrieval failed and is tried again.
+        /// Hits of the validate stage; `None` where retrieval failed and is tried again, and without retrieval.
         hits: Option<Vec<Hit>>,
         /// Price of the rewrite; `None` where unknown.
         cost: Option<f64>,
@@ -32,14 +36,15 @@ pub(crate) struct Baselines(HashMap<String, Baseline>);
 
 impl Baselines {
     /// From the records of the validate stage. Rewrites that filters dropped later still count.
-    pub(crate) fn new(records: Vec<ValidatedRecord>) -> Self {
+    pub(crate) fn new(records: Vec<ValidatedRecord>, retrieval: RetrievalKind) -> Self {
+        let is_looked_up = retrieval != RetrievalKind::None;
         let by_id = records.into_iter().map(|record| {
             let id = record.rewritten.query.id.clone();
             let baseline = match record.rewritten.rewrite {
                 Err(failure) => Baseline::Missing(failure),
                 Ok(completion) => Baseline::Rewritten {
                     rewrite: completion.text,
-                    hits: record.retrieval.and_then(Result::ok),
+                    hits: record.retrieval.and_then(Result::ok).filter(|_| is_looked_up),
                     cost: completion.cost,
                     latency_ms: completion.latency_ms,
                 },
@@ -60,23 +65,51 @@ impl Baselines {
 /// The code of episodes whose calls exceeded the deadline.
 pub(crate) const DEADLINE_CODE: &str = "deadline";
 
+/// Whether the teacher's rewrite is looked up, judged and classified, as the policy's is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum BaselineScoring {
+    /// The rewrite, and the hits of the validate stage, are known all the same.
+    Off,
+    On,
+}
+
+/// What scores. A service that is absent is not called, and its part of the episodes is missing.
 #[derive(Clone)]
 pub(crate) struct Services {
-    pub retriever: Arc<dyn Retriever>,
+    pub retriever: Option<Arc<dyn Retriever>>,
     pub judge: Option<Arc<dyn Judge>>,
     pub form: JudgingForm,
     pub prompts: Arc<dyn Prompts>,
     pub rewards: Vec<WeightedReward>,
     pub style: Option<Arc<dyn StyleModel>>,
+    pub baseline: BaselineScoring,
+    pub host_functions: Arc<RunHostFunctions>,
     pub n_retrievals: usize,
     pub n_judgements: usize,
     /// A call that takes longer is cancelled, and its episode dropped as `deadline`. Time in the queue does not count.
     pub deadline: Option<Duration>,
 }
 
+impl Services {
+    /// Only what a reward reads.
+    pub(crate) fn read_by_rewards(self) -> Self {
+        let reads = rewards::inputs(&self.rewards);
+        let is_read = |used: InputUse| used != InputUse::Unused;
+        Self {
+            retriever: self.retriever.filter(|_| is_read(reads.retrieval)),
+            judge: self.judge.filter(|_| is_read(reads.judgement)),
+            style: self.style.filter(|_| is_read(reads.style)),
+            baseline: if is_read(reads.baseline) { self.baseline } else { BaselineScoring::Off },
+            ..self
+        }
+    }
+}
+
 /// Scores rewrites; caches responses for the length of a run.
 pub(crate) struct Scorer {
     services: Services,
+    /// What the rewards read: a call that fails for another part drops no episode.
+    reads: EpisodeInputs,
     runtime: tokio::runtime::Handle,
     hits: CallCache<Vec<Hit>>,
     judgements: CallCache<JudgeResponse>,
@@ -85,15 +118,38 @@ pub(crate) struct Scorer {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct WrittenRewrite {
     pub rewrite: String,
+    /// What the policy generated, and why it ended; `None` where nothing was generated.
+    pub response: Option<(String, FinishReason)>,
     /// Tokens generated, end of sequence included; 0 where unknown.
     pub n_tokens: u32,
-    pub truncated: bool,
+}
+
+impl WrittenRewrite {
+    /// A rewrite that was not generated.
+    pub(crate) fn known(rewrite: String) -> Self {
+        Self { rewrite, response: None, n_tokens: 0 }
+    }
+
+    /// A response of the policy. One that cannot be parsed is a rewrite that retrieves nothing.
+    pub(crate) fn parsed(prompts: &dyn Prompts, response: &PolicyResponse) -> Result<Self, PluginFault> {
+        let rewrite = prompts.parse_rewrite(&response.text)?.unwrap_or_default();
+        let finish_reason = if response.truncated { FinishReason::Length } else { FinishReason::Stop };
+        Ok(Self { rewrite, response: Some((response.text.clone(), finish_reason)), n_tokens: response.n_tokens })
+    }
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ScoreRequest<'a> {
     pub id: String,
+    pub group_id: String,
+    pub sample_index: u32,
+    /// Training step; `None` outside of training.
+    pub step: Option<u64>,
+    pub split: Split,
     pub query: &'a QueryRow,
+    pub columns: &'a Columns,
+    /// What the policy answered; `None` where nothing was generated.
+    pub prompt: Option<&'a [Message]>,
     pub policy: WrittenRewrite,
     pub baseline: Baseline,
     pub judged: bool,
@@ -103,38 +159,47 @@ pub(crate) struct ScoreRequest<'a> {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ScoredEpisode {
     pub episode: Episode,
-    pub outcome: Result<Reward, Rejection>,
+    /// Calls of the rewards into host functions.
+    pub calls: Vec<HostCall>,
+    pub outcome: Outcome,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Scores {
     pub scored: Vec<ScoredEpisode>,
+    /// Of each reward, the results of the episodes that it was given.
+    pub by_reward: Vec<Vec<Outcome>>,
     pub timings: CallTimings,
 }
 
 impl Scorer {
     /// Waits for the services on `runtime`, which must not be the caller's own.
     pub(crate) fn new(services: Services, runtime: tokio::runtime::Handle) -> Self {
-        Self { services, runtime, hits: CallCache::default(), judgements: CallCache::default() }
+        let reads = rewards::inputs(&services.rewards);
+        Self { services, reads, runtime, hits: CallCache::default(), judgements: CallCache::default() }
     }
 
     pub(crate) fn prompts(&self) -> &dyn Prompts {
         self.services.prompts.as_ref()
     }
 
+    pub(crate) fn rewards(&self) -> &[WeightedReward] {
+        &self.services.rewards
+    }
+
     /// One result per request, in order. Retrieval and judge run concurrently.
     pub(crate) fn score(&self, requests: &[ScoreRequest<'_>]) -> Result<Scores, EnvironmentError> {
-        let mut episodes: Vec<Episode> = requests.iter().map(new_episode).collect();
+        let mut episodes: Vec<Episode> = requests.iter().map(|request| self.new_episode(request)).collect();
         let mut timings = CallTimings::default();
         let late = self.ask(requests, &mut episodes, &mut timings)?;
         let started = Instant::now();
         let unclassified = match &self.services.style {
-            Some(model) => rewards::add_styles(model.as_ref(), &mut episodes),
+            Some(model) => rewards::add_styles(model.as_ref(), self.services.baseline, &mut episodes),
             None => vec![None; episodes.len()],
         };
-        let scored = self.reward(requests, episodes, &late, unclassified)?;
+        let (scored, by_reward) = self.reward(requests, episodes, &late, unclassified)?;
         timings.plugin_s = started.elapsed().as_secs_f64();
-        Ok(Scores { scored, timings })
+        Ok(Scores { scored, by_reward, timings })
     }
 
     /// Adds hits and judgements that are not cached. For each episode the failure of a call that exceeded the deadline.
@@ -144,7 +209,7 @@ impl Scorer {
         episodes: &mut [Episode],
         timings: &mut CallTimings,
     ) -> Result<Vec<Option<CallFailure>>, EnvironmentError> {
-        let (looked_up, judged) = (unknown_hits(requests), self.requested_judgements(requests));
+        let (looked_up, judged) = (self.unknown_hits(requests), self.requested_judgements(requests));
         let (hits, judgements) = {
             let retrievals = self.hits.look_up(&questions(&looked_up, requests, episodes, ComparedWith::Nothing));
             let against = if self.compares() { ComparedWith::Baseline } else { ComparedWith::Nothing };
@@ -160,7 +225,9 @@ impl Scorer {
         let mut late = vec![None; episodes.len()];
         for ((index, side), hits) in looked_up.into_iter().zip(hits) {
             late[index] = late[index].take().or_else(|| hits.as_ref().err()?.deadline_failure());
-            side.of(&mut episodes[index]).retrieval = hits.map_err(CallError::into_failure);
+            if let Some(candidate) = side.of(&mut episodes[index]) {
+                candidate.retrieval = Some(hits.map_err(CallError::into_failure));
+            }
         }
         for ((index, side), judgement) in judged.into_iter().zip(judgements) {
             late[index] = late[index].take().or_else(|| judgement.as_ref().err()?.deadline_failure());
@@ -169,9 +236,11 @@ impl Scorer {
                 of_baseline: None,
             };
             let JudgeResponse { judgement, of_baseline } = judgement.unwrap_or_else(failed);
-            side.of(&mut episodes[index]).judgement = judgement;
-            if let Some(of_baseline) = of_baseline {
-                episodes[index].baseline.judgement = of_baseline;
+            if let Some(candidate) = side.of(&mut episodes[index]) {
+                candidate.judgement = judgement;
+            }
+            if let (Some(of_baseline), Some(baseline)) = (of_baseline, &mut episodes[index].baseline) {
+                baseline.judgement = of_baseline;
             }
         }
         Ok(late)
@@ -189,17 +258,63 @@ impl Scorer {
             is_sampled
                 && match side {
                     Side::Policy => has_baseline || !self.compares(),
-                    Side::Baseline => has_baseline && !self.compares(),
+                    Side::Baseline => has_baseline && !self.compares() && self.services.baseline == BaselineScoring::On,
                 }
         })
     }
 
+    fn unknown_hits(&self, requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
+        if self.services.retriever.is_none() {
+            return Vec::new();
+        }
+        select(requests, |request, side| match (side, &request.baseline) {
+            (Side::Policy, _) => !request.policy.rewrite.trim().is_empty(),
+            (Side::Baseline, Baseline::Rewritten { hits, .. }) => {
+                hits.is_none() && self.services.baseline == BaselineScoring::On
+            }
+            (Side::Baseline, Baseline::Missing(_)) => false,
+        })
+    }
+
+    fn new_episode(&self, request: &ScoreRequest<'_>) -> Episode {
+        let query = request.query;
+        let WrittenRewrite { rewrite, response, n_tokens } = request.policy.clone();
+        let (response, finish_reason) = response.unzip();
+        // A blank rewrite finds nothing; the others are looked up.
+        let retrieval = self.services.retriever.is_some().then(|| Ok(Vec::new()));
+        let baseline = match &request.baseline {
+            Baseline::Rewritten { rewrite, hits, .. } => {
+                Some(Candidate { rewrite: rewrite.clone(), retrieval: hits.clone().map(Ok), ..Candidate::default() })
+            }
+            Baseline::Missing(_) => None,
+        };
+        Episode {
+            id: request.id.clone(),
+            group_id: request.group_id.clone(),
+            sample_index: request.sample_index,
+            step: request.step,
+            split: Some(request.split),
+            query: query.original_query.clone(),
+            context: Context {
+                user_profile: query.user_profile.clone(),
+                history_summary: query.history_summary.clone(),
+            },
+            gold_ids: query.gold_ids.clone(),
+            columns: request.columns.clone(),
+            prompt: request.prompt.map(<[Message]>::to_vec),
+            response,
+            policy: Candidate { rewrite, retrieval, n_tokens, finish_reason, ..Candidate::default() },
+            baseline,
+        }
+    }
+
     async fn ask_retriever(&self, questions: &[CallKey<'_>]) -> (Vec<Result<Vec<Hit>, CallError>>, f64) {
         let services = &self.services;
+        let Some(retriever) = services.retriever.as_deref() else { return (Vec::new(), 0.0) };
         let calls = questions.iter().map(|question| {
             let (original_query, context) = (question.query.original_query.as_str(), question.context);
             let request = RetrievalRequest { original_query, context, rewritten_query: question.rewrite };
-            calls::within(services.deadline, services.retriever.retrieve(request))
+            calls::within(services.deadline, retriever.retrieve(request))
         });
         calls::all(calls.collect(), services.n_retrievals).await
     }
@@ -219,23 +334,32 @@ impl Scorer {
         episodes: Vec<Episode>,
         late: &[Option<CallFailure>],
         unclassified: Vec<Option<Rejection>>,
-    ) -> Result<Vec<ScoredEpisode>, EnvironmentError> {
+    ) -> Result<(Vec<ScoredEpisode>, Vec<Vec<Outcome>>), EnvironmentError> {
         let each = requests.iter().zip(&episodes).zip(late).zip(unclassified);
-        let rejection = |(((request, episode), late), unclassified): (((_, _), &Option<CallFailure>), _)| {
-            rejection_of(request, episode, late.as_ref()).or(unclassified)
-        };
+        let rejection =
+            |(((request, episode), late), unclassified): (((_, _), &Option<CallFailure>), Option<Rejection>)| {
+                let unclassified = unclassified.filter(|_| self.reads.style != InputUse::Unused);
+                rejection_of(self.reads, request, episode, late.as_ref()).or(unclassified)
+            };
         let rejections: Vec<_> = each.map(rejection).collect();
         let complete = episodes.iter().zip(&rejections).filter(|(_, rejection)| rejection.is_none());
         let complete: Vec<Episode> = complete.map(|(episode, _)| episode.clone()).collect();
-        let mut scores = rewards::score(&self.services.rewards, &complete)?.into_iter();
+        let host_functions = &self.services.host_functions;
+        host_functions.begin(&complete);
+        let RewardScores { sums, by_reward } = rewards::score(&self.services.rewards, &complete)?;
+        let mut scores = sums.into_iter();
         let scored = episodes.into_iter().zip(rejections).map(|(episode, rejection)| {
             let outcome = match rejection {
                 Some(rejection) => Err(rejection),
                 None => scores.next().expect("one score per complete episode"),
             };
-            ScoredEpisode { episode, outcome }
+            ScoredEpisode { calls: host_functions.take_episode(&episode), episode, outcome }
         });
-        Ok(scored.collect())
+        let scored: Vec<ScoredEpisode> = scored.collect();
+        match scored.iter().flat_map(|one| &one.calls).find_map(fatal_failure) {
+            Some(failure) => Err(failure.clone().into()),
+            None => Ok((scored, by_reward)),
+        }
     }
 }
 
@@ -248,48 +372,25 @@ enum Side {
 }
 
 impl Side {
-    fn of(self, episode: &mut Episode) -> &mut Candidate {
+    fn of(self, episode: &mut Episode) -> Option<&mut Candidate> {
         match self {
-            Self::Policy => &mut episode.policy,
-            Self::Baseline => &mut episode.baseline,
+            Self::Policy => Some(&mut episode.policy),
+            Self::Baseline => episode.baseline.as_mut(),
         }
     }
 }
 
-fn new_episode(request: &ScoreRequest<'_>) -> Episode {
-    let query = request.query;
-    let (rewrite, retrieval) = match &request.baseline {
-        Baseline::Rewritten { rewrite, hits, .. } => (rewrite.clone(), Ok(hits.clone().unwrap_or_default())),
-        Baseline::Missing(failure) => (String::new(), Err(failure.clone())),
-    };
-    let baseline = WrittenRewrite { rewrite, n_tokens: 0, truncated: false };
-    Episode {
-        id: request.id.clone(),
-        query: query.original_query.clone(),
-        context: Context { user_profile: query.user_profile.clone(), history_summary: query.history_summary.clone() },
-        gold_ids: query.gold_ids.clone(),
-        policy: new_candidate(request.policy.clone(), Ok(Vec::new())),
-        baseline: new_candidate(baseline, retrieval),
+fn fatal_failure(call: &HostCall) -> Option<&CallFailure> {
+    match &call.response {
+        Err(HostCallError::Failed(failure)) if failure.kind.is_fatal() => Some(failure),
+        _ => None,
     }
-}
-
-fn new_candidate(written: WrittenRewrite, retrieval: Result<Vec<Hit>, CallFailure>) -> Candidate {
-    let WrittenRewrite { rewrite, n_tokens, truncated } = written;
-    Candidate { rewrite, retrieval, judgement: Judgement::NotSampled, style: None, n_tokens, truncated }
 }
 
 /// The sides of all requests for which `wants` is true.
 fn select(requests: &[ScoreRequest<'_>], wants: impl Fn(&ScoreRequest<'_>, Side) -> bool) -> Vec<(usize, Side)> {
     let sides = |index| [(index, Side::Policy), (index, Side::Baseline)];
     (0..requests.len()).flat_map(sides).filter(|(index, side)| wants(&requests[*index], *side)).collect()
-}
-
-fn unknown_hits(requests: &[ScoreRequest<'_>]) -> Vec<(usize, Side)> {
-    select(requests, |request, side| match (side, &request.baseline) {
-        (Side::Policy, _) => !request.policy.rewrite.trim().is_empty(),
-        (Side::Baseline, Baseline::Rewritten { hits, .. }) => hits.is_none(),
-        (Side::Baseline, Baseline::Missing(_)) => false,
-    })
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -306,9 +407,10 @@ fn questions<'a>(
 ) -> Vec<CallKey<'a>> {
     let question = |(index, side): &(usize, Side)| {
         let (request, episode) = (&requests[*index], &episodes[*index]);
-        let candidate = if *side == Side::Policy { &episode.policy } else { &episode.baseline };
-        let against = (against == ComparedWith::Baseline).then_some(episode.baseline.rewrite.as_str());
-        CallKey { query: request.query, context: &episode.context, rewrite: &candidate.rewrite, against }
+        let baseline = episode.baseline.as_ref().map(|baseline| baseline.rewrite.as_str());
+        let rewrite = if *side == Side::Policy { &episode.policy.rewrite } else { baseline.unwrap_or_default() };
+        let against = baseline.filter(|_| against == ComparedWith::Baseline);
+        CallKey { query: request.query, context: &episode.context, rewrite, against }
     };
     wanted.iter().map(question).collect()
 }
@@ -329,33 +431,39 @@ fn check_services<T>(answers: &[Result<T, CallError>]) -> Result<(), CallFailure
     failures.into_iter().find(|failure| failure.kind.is_fatal() || all_down).map_or(Ok(()), Err)
 }
 
-/// Why an episode cannot be scored: a call failed, or exceeded the deadline.
-fn rejection_of(request: &ScoreRequest<'_>, episode: &Episode, late: Option<&CallFailure>) -> Option<Rejection> {
+/// Why an episode cannot be scored: a call for a part that a reward reads failed, or exceeded the deadline.
+fn rejection_of(
+    reads: EpisodeInputs,
+    request: &ScoreRequest<'_>,
+    episode: &Episode,
+    late: Option<&CallFailure>,
+) -> Option<Rejection> {
     let reject = |code: &str, failure: &CallFailure| Some(Rejection { code: code.into(), detail: failure.to_string() });
-    if let Baseline::Missing(failure) = &request.baseline {
+    if let (InputUse::Required, Baseline::Missing(failure)) = (reads.baseline, &request.baseline) {
         return reject("baseline_missing", failure);
     }
     if let Some(failure) = late {
         return reject(DEADLINE_CODE, failure);
     }
-    if let Err(failure) = &episode.policy.retrieval {
-        return reject("policy_retrieval_failed", failure);
-    }
-    if let Err(failure) = &episode.baseline.retrieval {
-        return reject("baseline_retrieval_failed", failure);
-    }
-    match (&episode.policy.judgement, &episode.baseline.judgement) {
-        (Judgement::Failed(failure), _) => reject("policy_judge_failed", failure),
-        (_, Judgement::Failed(failure)) => reject("baseline_judge_failed", failure),
-        _ => None,
-    }
+    let read = |side: &str| side == "policy" || reads.baseline != InputUse::Unused;
+    let sides = || episode.candidates().filter(|(side, _)| read(side));
+    let retrieval = |(side, candidate): (&str, &Candidate)| {
+        reject(&format!("{side}_retrieval_failed"), candidate.retrieval_failure()?)
+    };
+    let judgement = |(side, candidate): (&str, &Candidate)| match &candidate.judgement {
+        Judgement::Failed(failure) => reject(&format!("{side}_judge_failed"), failure),
+        Judgement::Scored { .. } | Judgement::NotSampled => None,
+    };
+    let unfound = || sides().find_map(retrieval).filter(|_| reads.retrieval != InputUse::Unused);
+    let unjudged = || sides().find_map(judgement).filter(|_| reads.judgement != InputUse::Unused);
+    unfound().or_else(unjudged)
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::judging::Comparison;
-    use super::super::testing::{Shop, query, request, rewritten};
+    use super::super::testing::{LengthReward, Shop, query, request, rewritten};
     use super::*;
 
     #[test]
@@ -363,9 +471,9 @@ mod tests {
         let (shop, row) = (Shop::default(), query("a"));
         let scored = shop.scorer().score(&[request(&row, "good", rewritten("poor"))]).unwrap().scored;
         let episode = &scored[0].episode;
-        assert_eq!(episode.policy.retrieval.as_ref().unwrap()[0].reranker_score, 0.9);
-        assert_eq!(episode.baseline.retrieval.as_ref().unwrap()[0].reranker_score, 0.2);
-        assert_eq!((episode.policy.judgement.score(), episode.baseline.judgement.score()), (Some(4.0), Some(4.0)));
+        let baseline = episode.baseline.as_ref().unwrap();
+        assert_eq!((episode.policy.hits()[0].reranker_score, baseline.hits()[0].reranker_score), (0.9, 0.2));
+        assert_eq!((episode.policy.judgement.score(), baseline.judgement.score()), (Some(4.0), Some(4.0)));
         assert_eq!(scored[0].outcome.as_ref().unwrap().total, 0.7);
     }
 
@@ -373,7 +481,7 @@ mod tests {
     fn empty_rewrite_finds_nothing_and_is_scored() {
         let (shop, row) = (Shop::default(), query("a"));
         let scored = shop.scorer().score(&[request(&row, " ", rewritten("poor"))]).unwrap().scored;
-        assert_eq!(scored[0].episode.policy.retrieval, Ok(Vec::new()));
+        assert_eq!(scored[0].episode.policy.retrieval, Some(Ok(Vec::new())));
         assert_eq!(scored[0].outcome.as_ref().unwrap().total, -0.2);
         assert_eq!(shop.n_retrievals(), 1);
     }
@@ -413,14 +521,14 @@ mod tests {
             request(&row, "good", rewritten("slow")),
             request(&row, "slowly judged", rewritten("poor")),
         ];
-        let Scores { scored, timings } = scorer.score(&requests).unwrap();
+        let Scores { scored, timings, .. } = scorer.score(&requests).unwrap();
         let code = |one: &ScoredEpisode| {
             one.outcome.as_ref().map_or_else(|rejection| rejection.code.clone(), |_| "scored".into())
         };
         assert_eq!(scored.iter().map(code).collect::<Vec<_>>(), ["deadline", "scored", "deadline", "deadline"]);
         let detail = &scored[0].outcome.as_ref().unwrap_err().detail;
         assert_eq!(detail, "timeout: no response within rl.episode_deadline_ms = 50");
-        assert_eq!(scored[0].episode.policy.retrieval.as_ref().unwrap_err().kind, FailureKind::Timeout);
+        assert_eq!(scored[0].episode.policy.retrieval_failure().unwrap().kind, FailureKind::Timeout);
         assert!(timings.retrieve_s > 0.04 && timings.judge_s > 0.04, "{timings:?}");
         assert!(timings.judge_s < 10.0, "the shop's slow calls take a minute: {timings:?}");
     }
@@ -469,8 +577,10 @@ mod tests {
             request(&row, "unjudgeable", rewritten("poor")),
         ];
         let scored = scorer.score(&requests).unwrap().scored;
-        let scores =
-            |n: usize| (scored[n].episode.policy.judgement.score(), scored[n].episode.baseline.judgement.score());
+        let scores = |n: usize| {
+            let Episode { policy, baseline, .. } = &scored[n].episode;
+            (policy.judgement.score(), baseline.as_ref().unwrap().judgement.score())
+        };
         assert_eq!(scores(0), (Some(2.5), Some(2.5)));
         for n in [1, 2] {
             // The shop's judge prefers what stands first.
@@ -481,6 +591,51 @@ mod tests {
         assert!(rejection.detail.contains("nor does a second one: no JSON object"), "{rejection}");
         // Judge calls: 0 for equal rewrites, 1, and 2 for each response that could not be parsed.
         assert_eq!(shop.n_judgements(), 5);
+    }
+
+    fn length_alone() -> Vec<WeightedReward> {
+        vec![WeightedReward { label: "length".into(), model: Arc::new(LengthReward), weight: 1.0 }]
+    }
+
+    #[test]
+    fn rollouts_call_no_service_that_no_reward_reads() {
+        let (shop, row) = (Shop::default(), query("a"));
+        let services = Services { rewards: length_alone(), ..shop.services() }.read_by_rewards();
+        let missing = Baseline::Missing(CallFailure { kind: FailureKind::Timeout, message: "late".into() });
+        let hits = Some(vec![Hit {
+            rank: 1,
+            text: String::new(),
+            id: String::new(),
+            reranker_score: 0.5,
+            retrieval_score: None,
+        }]);
+        let known = Baseline::Rewritten { rewrite: "poor".into(), hits: hits.clone(), cost: None, latency_ms: None };
+        let requests = [request(&row, "broken", missing), request(&row, "good", known)];
+        let scored = shop.scorer_with(services).score(&requests).unwrap().scored;
+        assert_eq!((shop.n_retrievals(), shop.n_judgements()), (0, 0));
+        let totals: Vec<f64> = scored.iter().map(|one| one.outcome.as_ref().unwrap().total).collect();
+        assert_eq!(totals, [6.0, 4.0]);
+        let episode = &scored[0].episode;
+        assert_eq!((&episode.policy.retrieval, &episode.baseline), (&None, &None));
+        assert_eq!(
+            (episode.response.as_deref(), episode.step, episode.split),
+            (Some("broken"), Some(0), Some(Split::Train))
+        );
+        // What is known without a call is recorded.
+        let baseline = scored[1].episode.baseline.as_ref().unwrap();
+        assert_eq!((baseline.rewrite.as_str(), baseline.found()), ("poor", hits.as_deref()));
+    }
+
+    #[test]
+    fn evaluation_computes_what_no_reward_reads_and_its_failures_drop_nothing() {
+        let (shop, row) = (Shop::default(), query("a"));
+        let scorer = shop.scorer_with(Services { rewards: length_alone(), ..shop.services() });
+        let requests = [request(&row, "broken", rewritten("poor")), request(&row, "unjudgeable", rewritten("poor"))];
+        let scored = scorer.score(&requests).unwrap().scored;
+        assert!(scored.iter().all(|one| one.outcome.is_ok()), "{scored:?}");
+        assert!(scored[0].episode.policy.retrieval_failure().is_some());
+        assert!(matches!(scored[1].episode.policy.judgement, Judgement::Failed(_)));
+        assert_eq!(scored[1].episode.baseline.as_ref().unwrap().hits().len(), 1);
     }
 
     #[test]

@@ -2,15 +2,15 @@
 
 use super::judging::JudgingForm;
 use super::rewards::WeightedReward;
-use super::scorer::{Baseline, ScoreRequest, Scorer, Services, WrittenRewrite};
+use super::scorer::{Baseline, BaselineScoring, ScoreRequest, Scorer, Services, WrittenRewrite};
 use async_trait::async_trait;
 use querl_core::ports::{
-    Judge, JudgeRequest, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RetrievalRequest, Retriever,
-    RewardModel, RewardRange,
+    EpisodeInputs, Judge, JudgeRequest, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts,
+    RetrievalRequest, Retriever, RewardModel, RewardRange,
 };
 use querl_core::records::{
-    CallFailure, Completion, DatasetRow, Episode, FailureKind, Hit, Message, QueryRow, Rejection, Reward,
-    RewardComponent, RewriteRecord, RowMetadata, ValidatedRecord,
+    CallFailure, Candidate, Columns, Completion, DatasetRow, Episode, FailureKind, FinishReason, Hit, Message,
+    QueryRow, Rejection, Reward, RewardComponent, RewriteRecord, RowMetadata, Split, ValidatedRecord,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -57,7 +57,7 @@ impl Shop {
 
     pub(crate) fn services(&self) -> Services {
         Services {
-            retriever: Arc::new(ShopRetriever(self.pause, self.counts.clone())),
+            retriever: Some(Arc::new(ShopRetriever(self.pause, self.counts.clone()))),
             judge: Some(Arc::new(ShopJudge(self.pause, self.counts.clone()))),
             form: JudgingForm::Score,
             prompts: Arc::new(ShopPrompts),
@@ -67,6 +67,8 @@ impl Shop {
                 weight: 1.0,
             }],
             style: None,
+            baseline: BaselineScoring::On,
+            host_functions: Arc::default(),
             n_retrievals: 4,
             n_judgements: 4,
             deadline: None,
@@ -146,11 +148,9 @@ pub(crate) struct ShopReward(pub &'static str);
 
 impl RewardModel for ShopReward {
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
-        let best = |hits: &Result<Vec<Hit>, CallFailure>| {
-            hits.as_ref().ok().and_then(|hits| hits.first()).map_or(0.0, |hit| hit.reranker_score)
-        };
+        let best = |candidate: &Candidate| candidate.hits().first().map_or(0.0, |hit| hit.reranker_score);
         let score = |episode: &Episode| {
-            let total = best(&episode.policy.retrieval) - best(&episode.baseline.retrieval);
+            let total = best(&episode.policy) - episode.baseline.as_ref().map_or(0.0, best);
             Ok(Reward { total, components: vec![RewardComponent { name: "top1".into(), value: total }] })
         };
         Ok(episodes.iter().map(score).collect())
@@ -203,7 +203,45 @@ pub(crate) fn rewritten(rewrite: &str) -> Baseline {
     Baseline::Rewritten { rewrite: rewrite.into(), hits: None, cost: None, latency_ms: None }
 }
 
+/// The length of the rewrite, which reads nothing that costs something.
+pub(crate) struct LengthReward;
+
+impl RewardModel for LengthReward {
+    fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
+        let score = |episode: &Episode| {
+            Ok(Reward { total: episode.policy.rewrite.chars().count() as f64, components: Vec::new() })
+        };
+        Ok(episodes.iter().map(score).collect())
+    }
+
+    fn inputs(&self) -> EpisodeInputs {
+        EpisodeInputs::default()
+    }
+
+    fn range(&self) -> RewardRange {
+        RewardRange { min: 0.0, max: 100.0 }
+    }
+
+    fn name(&self) -> &str {
+        "length"
+    }
+}
+
+static NO_COLUMNS: Columns = Columns(Vec::new());
+
 pub(crate) fn request<'a>(query: &'a QueryRow, rewrite: &str, baseline: Baseline) -> ScoreRequest<'a> {
-    let policy = WrittenRewrite { rewrite: rewrite.into(), n_tokens: 3, truncated: false };
-    ScoreRequest { id: format!("step-000000/{}/0", query.id), query, policy, baseline, judged: true }
+    let response = Some((rewrite.into(), FinishReason::Stop));
+    ScoreRequest {
+        id: format!("step-000000/{}/0", query.id),
+        group_id: format!("step-000000/{}", query.id),
+        sample_index: 0,
+        step: Some(0),
+        split: Split::Train,
+        query,
+        columns: &NO_COLUMNS,
+        prompt: None,
+        policy: WrittenRewrite { rewrite: rewrite.into(), response, n_tokens: 3 },
+        baseline,
+        judged: true,
+    }
 }

@@ -1,9 +1,12 @@
 //! The environment of reinforcement learning, and its log of episodes, `episodes.jsonl`.
 
+use super::columns::RowColumns;
 use super::judging::Judging;
 use super::scorer::{Baselines, ScoreRequest, ScoredEpisode, Scorer, Scores, WrittenRewrite};
+use crate::plugin_activity::{self, CallMeter};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
-use querl_core::records::{DatasetRow, EpisodeRecord, QueryRow};
+use querl_core::records::{DatasetRow, EpisodeRecord, Split};
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -22,51 +25,76 @@ pub(crate) struct TrainingEnvironment {
     pub scorer: Arc<Scorer>,
     /// [`PolicyResponse::row_index`] refers to these.
     pub rows: Vec<DatasetRow>,
+    pub columns: RowColumns,
     pub baselines: Arc<Baselines>,
+    /// Samples of a query in a group; at least 1.
+    pub n_samples: usize,
     pub judging: Judging,
     pub phase: Phase,
     pub log: Arc<EpisodeLog>,
+    /// Of the host of all plugins.
+    pub meter: Arc<CallMeter>,
 }
 
 impl TrainingEnvironment {
     fn request(&self, step: u64, response: &PolicyResponse) -> Result<ScoreRequest<'_>, EnvironmentError> {
-        let query = &self.rows[response.row_index].metadata.query;
-        let id = self.episode_id(step, query, response.sample_index);
+        let row = &self.rows[response.row_index];
+        let query = &row.metadata.query;
+        let (phase, split) = match self.phase {
+            Phase::Rollout => ("step", Split::Train),
+            Phase::Validation => ("val", Split::Val),
+        };
+        let id = format!("{phase}-{step:06}/{}/{}", query.id, response.sample_index);
+        // A query that is drawn twice for one batch has two groups, which may be scored in different parts of the batch.
+        let group_id = match response.sample_index / self.n_samples {
+            0 => format!("{phase}-{step:06}/{}", query.id),
+            n_before => format!("{phase}-{step:06}/{}#{}", query.id, n_before + 1),
+        };
         let judged = match self.phase {
             Phase::Rollout => self.judging.samples(&id),
             Phase::Validation => self.judging.samples(&query.id),
         };
-        // A response that cannot be parsed is scored as one that retrieves nothing.
-        let rewrite = self.scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default();
-        let policy = WrittenRewrite { rewrite, n_tokens: response.n_tokens, truncated: response.truncated };
-        Ok(ScoreRequest { id, query, policy, baseline: self.baselines.of(&query.id), judged })
-    }
-
-    fn episode_id(&self, step: u64, query: &QueryRow, sample_index: usize) -> String {
-        let phase = match self.phase {
-            Phase::Rollout => "step",
-            Phase::Validation => "val",
-        };
-        format!("{phase}-{step:06}/{}/{sample_index}", query.id)
+        Ok(ScoreRequest {
+            id,
+            group_id,
+            sample_index: (response.sample_index % self.n_samples) as u32,
+            step: Some(step),
+            split,
+            query,
+            columns: self.columns.of(query),
+            prompt: Some(row.prompt()),
+            policy: WrittenRewrite::parsed(self.scorer.prompts(), response)?,
+            baseline: self.baselines.of(&query.id),
+            judged,
+        })
     }
 }
 
 impl Environment for TrainingEnvironment {
     fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError> {
         let started = Instant::now();
+        self.meter.take();
         let requests = responses.iter().map(|response| self.request(step, response)).collect::<Result<Vec<_>, _>>()?;
         let parse_s = started.elapsed().as_secs_f64();
-        let Scores { scored, mut timings } = self.scorer.score(&requests)?;
+        let Scores { scored, by_reward, mut timings } = self.scorer.score(&requests)?;
         timings.plugin_s += parse_s;
+        let mut plugins = BTreeMap::new();
+        if self.phase == Phase::Rollout {
+            plugins = self.meter.take();
+            for (label, activity) in plugin_activity::results(self.scorer.rewards(), &by_reward) {
+                *plugins.entry(label).or_default() += activity;
+            }
+        }
         let record = |one: ScoredEpisode| EpisodeRecord {
             format: EpisodeRecord::FORMAT,
             step,
             episode: one.episode,
+            calls: one.calls,
             outcome: one.outcome,
         };
         let records: Vec<EpisodeRecord> = scored.into_iter().map(record).collect();
         self.log.append(&records)?;
-        Ok(ScoredResponses { records, timings })
+        Ok(ScoredResponses { records, timings, plugins })
     }
 
     fn mark(&self) -> Result<u64, EnvironmentError> {
@@ -141,6 +169,7 @@ impl EpisodeLog {
 mod tests {
     use super::super::testing::{Shop, dataset_row, validated};
     use super::*;
+    use querl_core::config::RetrievalKind;
     use querl_core::fsx::read_jsonl;
 
     fn response(row_index: usize, text: &str) -> PolicyResponse {
@@ -148,13 +177,17 @@ mod tests {
     }
 
     fn environment(shop: &Shop, log: &std::path::Path, phase: Phase) -> TrainingEnvironment {
-        let baselines = Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))]);
+        let baselines =
+            Baselines::new(vec![validated("a", Ok("poor")), validated("b", Err("no answer"))], RetrievalKind::Embedded);
         TrainingEnvironment {
             scorer: Arc::new(shop.scorer()),
             rows: vec![dataset_row("a"), dataset_row("b")],
             baselines: Arc::new(baselines),
+            columns: RowColumns::default(),
+            n_samples: 2,
             judging: Judging::Share(0.5),
             phase,
+            meter: Arc::default(),
             log: Arc::new(EpisodeLog::open(log).unwrap()),
         }
     }
@@ -170,6 +203,11 @@ mod tests {
         environment.score(13, &[response(0, "good")]).unwrap();
         let logged: Vec<EpisodeRecord> = read_jsonl(&path).unwrap();
         assert_eq!((logged.len(), &logged[..2], logged[2].step), (3, &records[..], 13));
+        let third = PolicyResponse { sample_index: 2, ..response(0, "good") };
+        let episode = environment.score(14, &[third]).unwrap().records.remove(0).episode;
+        assert_eq!((episode.id.as_str(), episode.sample_index), ("step-000014/a/2", 0));
+        assert_eq!((episode.group_id.as_str(), episode.step), ("step-000014/a#2", Some(14)));
+        assert_eq!((episode.response.as_deref(), episode.prompt.map(|prompt| prompt.len())), (Some("good"), Some(1)));
     }
 
     #[test]
@@ -181,7 +219,7 @@ mod tests {
         let mark = first.mark().unwrap();
         first.score(2, &[response(0, "good")]).unwrap();
         let whole = std::fs::read(&path).unwrap();
-        std::fs::write(&path, [&whole[..], b"{\"format\":2,\"st"].concat()).unwrap();
+        std::fs::write(&path, [&whole[..], b"{\"format\":3,\"st"].concat()).unwrap();
         let second = environment(&shop, &path, Phase::Rollout);
         second.rewind(mark).unwrap();
         second.score(2, &[response(0, "good")]).unwrap();

@@ -1,6 +1,6 @@
 //! Stage 3: filters keep or drop, and the rows become train, val and test.
 
-use super::stage::{Done, Mean, Stage};
+use super::stage::{self, Done, Mean, QUERY_TABLE, Stage};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, teacher_name};
 use crate::run::Run;
 use querl_core::ports::Progress;
@@ -24,6 +24,12 @@ impl Stage for Convert {
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
         ["prompt", "filter"].iter().for_each(|role| run.plugins.add_inputs(&mut inputs, role));
+        if conversion(run, "").reads_columns() {
+            inputs.file(QUERY_TABLE, &run.config.data.input)?;
+        }
+        if run.plugins.filters_use_words {
+            stage::add_vocabulary(&mut inputs, run)?;
+        }
         Ok(inputs)
     }
 
@@ -35,16 +41,17 @@ impl Stage for Convert {
 
     fn execute(&self, run: &Run, _: &dyn Progress) -> anyhow::Result<Done> {
         let records = RecordFile::<ValidatedRecord>::new(&run.dir.validated());
-        let conversion = Conversion {
-            prompts: run.plugins.prompts.as_ref(),
-            filters: &run.plugins.filters,
-            config: &run.config.data,
-            teacher_name: &teacher_name(&run.dir)?,
-        };
+        let teacher_name = teacher_name(&run.dir)?;
+        let conversion = conversion(run, &teacher_name);
         let mut dataset = Dataset::create(&run.dir)?;
         convert(&records, &conversion, &mut |made| dataset.put(&made))?;
         Ok(Done { facts: dataset.commit()?, n_failed: 0 })
     }
+}
+
+fn conversion<'a>(run: &'a Run, teacher_name: &'a str) -> Conversion<'a> {
+    let (prompts, filters, config) = (run.plugins.prompts.as_ref(), &run.plugins.filters, &run.config.data);
+    Conversion { prompts, filters, config, teacher_name }
 }
 
 /// Output files of the stage while they are written, with counts of their rows.

@@ -1,14 +1,14 @@
 //! Stage 6: evaluates every system on the test split. [`crate::report`] computes the figures from its records.
 
 use super::stage::{self, Done, Stage};
-use crate::environment::{Baselines, Scorer};
-use crate::evaluation::{Evaluated, System, evaluate_system, n_failed};
+use crate::environment::{Baselines, RowColumns, Scorer};
+use crate::evaluation::{Evaluated, Evaluation, System, evaluate_system, n_failed};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of, teacher_name};
 use crate::report::Names;
 use crate::run::Run;
 use crate::training;
 use anyhow::Context;
-use querl_core::config::{Config, RetrievalKind, RlConfig};
+use querl_core::config::{Config, RlConfig};
 use querl_core::fsx::write_jsonl;
 use querl_core::ports::{Progress, StyleModel};
 use querl_core::records::{DatasetRow, EvalRecord, QueryRow, Split, SystemAnswer};
@@ -58,7 +58,7 @@ impl Stage for Eval {
         let names = Names {
             teacher: teacher_name(&run.dir)?,
             judge: services.judge.as_ref().map(|judge| judge.name().to_owned()),
-            retrieval: services.retriever.name().to_owned(),
+            retrieval: run.retriever()?.name().to_owned(),
         };
         let Evaluated { records, unscored } =
             evaluate(run, Scorer::new(services, run.runtime.handle().clone()), progress)?;
@@ -84,10 +84,12 @@ fn add_decoding(inputs: &mut Inputs, config: &Config) {
 
 fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Evaluated> {
     let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
-    let baselines = Baselines::new(rows_of(&run.dir.validated())?);
+    let baselines = Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind);
+    let columns = RowColumns::read(scorer.rewards(), &run.config.data, &rows)?;
     if !trained(&run.config).is_empty() {
         training::check_prompts(run, Split::Test, &rows)?;
     }
+    let evaluation = Evaluation { rows: &rows, columns: &columns, baselines: &baselines, scorer: &scorer };
     let mut all = Evaluated::default();
     for name in &run.config.eval.systems {
         let stage = trained(&run.config).into_iter().find(|stage| stage.as_str() == name);
@@ -97,15 +99,11 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
             (_, _, "teacher") => System::Teacher,
             _ => System::Raw,
         };
-        let evaluated = evaluate_system(&system, &rows, &baselines, &scorer, progress)?;
+        let evaluated = evaluate_system(&system, &evaluation, progress)?;
         all.records.extend(evaluated.records);
         evaluated.unscored.into_iter().for_each(|(code, n)| *all.unscored.entry(code).or_default() += n);
     }
     audit(run, &mut all.records, progress);
-    if run.config.retrieval.kind == RetrievalKind::None {
-        // Without retrieval there is no winner and no draw.
-        all.records.iter_mut().filter_map(|record| record.outcome.as_mut().ok()).for_each(|answer| answer.win = None);
-    }
     Ok(all)
 }
 

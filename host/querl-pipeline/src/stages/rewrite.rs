@@ -1,6 +1,6 @@
 //! Stage 1: the teacher rewrites each query. A teacher is a service, a recording, or a model in this process.
 
-use super::stage::{Done, Stage, make_tables, remove};
+use super::stage::{Done, QUERY_TABLE, Stage, make_tables, remove};
 use super::{leaks, stage};
 use crate::failure::Stop;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
@@ -19,8 +19,6 @@ use querl_model::{DecoderConfig, TextTokenizer};
 use querl_train::job::{GenerateJob, GeneratedResponse};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-
-const QUERY_TABLE: &str = "query table";
 
 pub(crate) struct Rewrite;
 

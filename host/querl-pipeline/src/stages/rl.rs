@@ -2,7 +2,7 @@
 
 use super::stage::{self, Done, Stage, has_content, remove};
 use super::{leaks, spending};
-use crate::environment::{Baselines, EpisodeLog, Judging, Phase, Scorer, Services, TrainingEnvironment};
+use crate::environment::{Baselines, EpisodeLog, Judging, Phase, RowColumns, Scorer, Services, TrainingEnvironment};
 use crate::failure::ending;
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
@@ -110,19 +110,28 @@ impl Stage for Rl {
         let fingerprint =
             self.inputs(run, &Ledger::open(&run.dir.stages())?)?.fingerprint(&run.config.model, arithmetic);
         let log = EpisodeLog::open(&run.dir.episodes()).context("episodes.jsonl cannot be written")?;
-        let baselines = Arc::new(Baselines::new(rows_of(&run.dir.validated())?));
+        let baselines = Arc::new(Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind));
         let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
-        let services = Services { deadline, ..run.services()? };
+        let services = Services { deadline, ..run.services()? }.read_by_rewards();
         let scorer = Arc::new(Scorer::new(services, run.runtime.handle().clone()));
         let log = Arc::new(log);
-        let environment = |rows: &[DatasetRow], phase| {
-            let (scorer, baselines, log) = (scorer.clone(), baselines.clone(), log.clone());
-            TrainingEnvironment { scorer, rows: rows.to_vec(), baselines, judging: judging(run), phase, log }
+        let environment = |rows: &[DatasetRow], phase| -> anyhow::Result<TrainingEnvironment> {
+            Ok(TrainingEnvironment {
+                columns: RowColumns::read(scorer.rewards(), &run.config.data, rows)?,
+                scorer: scorer.clone(),
+                rows: rows.to_vec(),
+                baselines: baselines.clone(),
+                n_samples: if phase == Phase::Rollout { run.config.rl.n_samples.max(1) } else { 1 },
+                judging: judging(run),
+                phase,
+                log: log.clone(),
+                meter: run.plugins.meter.clone(),
+            })
         };
         let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
         let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
         let environments =
-            Environments { train: &environment(&train, Phase::Rollout), val: &environment(&val, Phase::Validation) };
+            Environments { train: &environment(&train, Phase::Rollout)?, val: &environment(&val, Phase::Validation)? };
         let account = run.outside.spend_tracker().clone();
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
         let metrics = Mutex::new(metrics.with(move || spending::metrics(&account, StageName::Rl)));

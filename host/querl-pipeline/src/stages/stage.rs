@@ -1,5 +1,6 @@
 //! A stage of the pipeline: files in the run directory in, files in the run directory out; and the inputs that several stages depend on.
 
+use crate::environment::RowColumns;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
@@ -8,6 +9,9 @@ use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
 use querl_data::{Journal, TableRecord, write_tables};
 use std::path::{Path, PathBuf};
+
+/// The input of this name.
+pub(crate) const QUERY_TABLE: &str = "query table";
 
 #[derive(Debug, Default)]
 pub(crate) struct Done {
@@ -201,13 +205,18 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()
             }
         }
     }
-    let files = [
-        ("knowledge base", &retrieval.knowledge_base),
-        ("lexicon", &retrieval.lexicon),
-        ("user dictionary", &retrieval.user_dictionary),
-        ("synonyms", &retrieval.synonyms),
-    ];
-    for (name, path) in files {
+    for (name, path) in [("knowledge base", &retrieval.knowledge_base), ("lexicon", &retrieval.lexicon)] {
+        if let Some(path) = path {
+            inputs.file(name, path)?;
+        }
+    }
+    add_vocabulary(inputs, run)
+}
+
+/// Adds what word segmentation depends on.
+pub(crate) fn add_vocabulary(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+    let retrieval = &run.config.retrieval;
+    for (name, path) in [("user dictionary", &retrieval.user_dictionary), ("synonyms", &retrieval.synonyms)] {
         if let Some(path) = path {
             inputs.file(name, path)?;
         }
@@ -264,6 +273,9 @@ pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
         }
     }
     ["prompt", "reward"].iter().for_each(|role| run.plugins.add_inputs(inputs, role));
+    if RowColumns::are_read(&run.plugins.rewards) {
+        inputs.file(QUERY_TABLE, &run.config.data.input)?;
+    }
     Ok(())
 }
 

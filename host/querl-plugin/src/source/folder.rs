@@ -2,8 +2,9 @@
 
 use crate::children::{self, Scratch};
 use crate::error::PluginError;
-use querl_bundle::{CONTRACT, Manifest};
+use querl_bundle::{HostInterface, Kind, Manifest, PluginSection};
 use std::ffi::OsStr;
+use std::fmt::Write;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -59,10 +60,11 @@ impl ScriptFolder {
                 )
             })
         };
+        let manifest = Manifest::read(folder)?;
         Ok(Self {
-            manifest: Manifest::read(folder)?,
             sdk: find(vendored_sdk, shared_sdk)?,
-            wit: find("vendor/wit", "wit")?,
+            wit: find("vendor/wit", &format!("wit/{}", manifest.plugin.contract))?,
+            manifest,
             folder: absolute,
         })
     }
@@ -71,21 +73,66 @@ impl ScriptFolder {
         self.dist().join(format!("{}.wasm", self.manifest.plugin.id))
     }
 
-    /// Writes the contract and one more world, [`WORLD`], with all kinds of the plugin: the tools take a single world
+    /// True for a folder of contract 0.1, whose vendored SDK is of that version too.
+    pub(super) fn is_of_0_1(&self) -> bool {
+        let contract = &self.manifest.plugin.contract;
+        (contract.major, contract.minor) == (0, 1)
+    }
+
+    /// True where the SDK exports a reward's batches as JSON as well.
+    pub(super) fn has_json_rewards(&self) -> bool {
+        let is_reward = |kind: &Kind| matches!(kind, Kind::Reward | Kind::GroupReward);
+        !self.is_of_0_1() && self.manifest.plugin.kinds.iter().any(is_reward)
+    }
+
+    /// The names of the kinds, as `plugin.toml` has them.
+    pub(super) fn kinds(&self) -> Vec<&'static str> {
+        self.manifest.plugin.kinds.iter().map(|kind| kind.name()).collect()
+    }
+
+    /// The interfaces of host functions that the component imports; a style scorer always imports the style model.
+    pub(super) fn host_functions(&self) -> Vec<&'static str> {
+        let plugin = &self.manifest.plugin;
+        let is_imported = |interface: &HostInterface| {
+            let of_kind = *interface == HostInterface::StyleModel && plugin.kinds.contains(&Kind::StyleScorer);
+            of_kind || plugin.host_functions.contains(interface)
+        };
+        HostInterface::ALL.into_iter().filter(is_imported).map(HostInterface::name).collect()
+    }
+
+    /// The documentation of settings by key, for `info.describe`.
+    pub(super) fn setting_docs(&self) -> serde_json::Value {
+        let documented = self.manifest.settings.iter().filter(|(_, spec)| !spec.doc.is_empty());
+        documented.map(|(key, spec)| (key.clone(), spec.doc.clone().into())).collect::<serde_json::Map<_, _>>().into()
+    }
+
+    /// Writes the contract and one more world, [`WORLD`], with all kinds and host functions of the plugin: the tools take a single world
     /// (componentize-py 0.25 panics with two).
     pub(super) fn write_wit(&self, folder: &Path) -> Result<(), PluginError> {
-        let kinds = self.manifest.plugin.kinds.iter();
-        let includes: String = kinds.map(|kind| format!(" include {};", kind.name())).collect();
-        let world = format!("package querl:plugin@{CONTRACT};\nworld {WORLD} {{{includes} }}\n");
         let written = (|| {
             std::fs::create_dir_all(folder)?;
             for entry in std::fs::read_dir(&self.wit)? {
                 let entry = entry?;
                 std::fs::copy(entry.path(), folder.join(entry.file_name()))?;
             }
-            std::fs::write(folder.join("querl-plugin.wit"), world)
+            std::fs::write(folder.join("querl-plugin.wit"), self.world())
         })();
         written.map_err(|error: std::io::Error| self.refused(format!("its build cannot be prepared: {error}")))
+    }
+
+    fn world(&self) -> String {
+        let PluginSection { contract, kinds, host_functions, .. } = &self.manifest.plugin;
+        let mut world = format!("package querl:plugin@{contract};\nworld {WORLD} {{");
+        let mut line = |word: &str, name: &str| write!(world, " {word} {name};").expect("writing to a String succeeds");
+        kinds.iter().for_each(|kind| line("include", kind.name()));
+        let is_in_world =
+            |interface: &HostInterface| *interface == HostInterface::StyleModel && kinds.contains(&Kind::StyleScorer);
+        let imported = host_functions.iter().filter(|interface| !is_in_world(interface));
+        imported.for_each(|interface| line("import", interface.name()));
+        if self.has_json_rewards() {
+            line("export", "json-rewards");
+        }
+        world + " }\n"
     }
 
     pub(super) fn is_fresh(&self) -> bool {
@@ -217,6 +264,21 @@ pub(super) mod tests {
             assert!(!plugin.is_fresh(), "{file}");
             touch(&plugin.component(), seconds * 10 + 1);
         }
+    }
+
+    #[test]
+    fn world_of_0_2_has_the_declared_host_functions_and_json() {
+        let folder = folder_with("vendor/querl_sdk", &[]);
+        let world = |kinds: &str| {
+            let manifest = MANIFEST.replace("0.1.0'\nkinds", "0.2.0'\nkinds").replace("['filter']", kinds);
+            std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
+            ScriptFolder::read(folder.path(), "vendor/querl_sdk", "none").unwrap().world()
+        };
+        assert_eq!(
+            world("['group-reward']\nrange = [0, 1]\nhost_functions = ['words', 'tokens']"),
+            "package querl:plugin@0.2.0;\nworld querl-plugin { include group-reward; import tokens; import words; export json-rewards; }\n"
+        );
+        assert!(world("['style-scorer']\nhost_functions = ['style-model']").ends_with("{ include style-scorer; }\n"));
     }
 
     #[test]

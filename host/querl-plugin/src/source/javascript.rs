@@ -15,8 +15,8 @@ use std::path::{Path, PathBuf};
 /// Takes a JSON request as its first argument; runs in the plugin's folder, where Node.js resolves its imports.
 const SCRIPT: &str = include_str!("javascript_build.mjs");
 
-/// Packages that the script imports.
-const PACKAGES: [&str; 2] = ["@bytecodealliance/componentize-js", "esbuild"];
+/// Packages that the build needs.
+pub const PACKAGES: [&str; 2] = ["@bytecodealliance/componentize-js", "esbuild"];
 
 /// A folder with plugin.toml and plugin.js.
 pub(super) struct JavaScriptFolder {
@@ -36,23 +36,42 @@ impl JavaScriptFolder {
     fn entry(&self) -> String {
         let path = |path: PathBuf| serde_json::Value::from(path.display().to_string());
         let sdk = |module: &str| path(self.script.sdk.join("guest").join(module));
-        let plugin = &self.script.manifest.plugin;
-        let kinds: Vec<_> = plugin.kinds.iter().map(|kind| kind.name()).collect();
+        let (plugin, kinds) = (&self.script.manifest.plugin, self.script.kinds());
+        let more = match self.script.is_of_0_1() {
+            true => String::new(),
+            false => format!(", {}", self.script.setting_docs()),
+        };
         let mut text = format!(
             "import plugin from {};\nimport {{ checked, infoOf }} from {};\nchecked(plugin, {kinds:?});\n\
-             export const info = infoOf(plugin, {:?}, {:?});\n",
+             export const info = infoOf(plugin, {:?}, {:?}{more});\n",
             path(self.script.folder.join("plugin.js")),
             sdk("info.js"),
             plugin.id,
             plugin.version.to_string(),
         );
-        for kind in &plugin.kinds {
-            let (module, export) = interface(*kind);
+        let json = self.script.has_json_rewards().then_some(("rewards.js", "jsonRewards"));
+        for (module, export) in plugin.kinds.iter().map(|kind| interface(*kind)).chain(json) {
             let line =
                 format!("import {{ {export}Of }} from {};\nexport const {export} = {export}Of(plugin);", sdk(module));
             writeln!(text, "{line}").expect("writing to a String succeeds");
         }
+        if !self.script.is_of_0_1() {
+            text += &self.host_functions();
+        }
         text
+    }
+
+    /// Imports of the declared interfaces: the module of an interface exists where the component imports it.
+    fn host_functions(&self) -> String {
+        let contract = &self.script.manifest.plugin.contract;
+        let names = self.script.host_functions();
+        let imports: String = (0..)
+            .zip(&names)
+            .map(|(n, name)| format!("import * as hostFunctions{n} from \"querl:plugin/{name}@{contract}\";\n"))
+            .collect();
+        let modules: Vec<_> = (0..).zip(&names).map(|(n, name)| format!("{name:?}: hostFunctions{n}")).collect();
+        let connect = serde_json::Value::from(self.script.sdk.join("guest/host_functions.js").display().to_string());
+        format!("{imports}import {{ connect }} from {connect};\nconnect({{ {} }});\n", modules.join(", "))
     }
 
     /// The packages are in the folder's node_modules or in that of a folder above, where Node.js finds them too.
@@ -120,6 +139,7 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
         Kind::Prompt => ("prompts.js", "prompts"),
         Kind::Filter => ("filters.js", "filters"),
         Kind::Reward => ("rewards.js", "rewards"),
+        Kind::GroupReward => ("rewards.js", "groupRewards"),
         Kind::StyleScorer => ("style_scores.js", "styleScores"),
     }
 }
@@ -137,6 +157,24 @@ mod tests {
         assert!(entry.contains("checked(plugin, [\"filter\"]);"), "{entry}");
         assert!(entry.contains("export const info = infoOf(plugin, \"short\", \"0.1.0\");"), "{entry}");
         assert!(entry.ends_with("export const filters = filtersOf(plugin);\n"), "{entry}");
+    }
+
+    #[test]
+    fn entry_of_0_2_has_json_host_functions_and_documentation() {
+        let folder = folder_with("vendor/querl-sdk", &["plugin.js"]);
+        let manifest = "[plugin]\nid = 'short'\nversion = '0.1.0'\ncontract = '0.2.0'\nkinds = ['group-reward']\ndescription = 'x'\n\
+                        license = 'MIT'\nrange = [0, 1]\nhost_functions = ['words']\n[settings.n]\ntype = 'number'\ndoc = 'How long.'\n";
+        std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
+        let entry = JavaScriptFolder::read(folder.path()).unwrap().entry();
+        for expected in [
+            "export const info = infoOf(plugin, \"short\", \"0.1.0\", {\"n\":\"How long.\"});",
+            "export const groupRewards = groupRewardsOf(plugin);",
+            "export const jsonRewards = jsonRewardsOf(plugin);",
+            "import * as hostFunctions0 from \"querl:plugin/words@0.2.0\";",
+            "connect({ \"words\": hostFunctions0 });",
+        ] {
+            assert!(entry.contains(expected), "{entry}");
+        }
     }
 
     #[test]

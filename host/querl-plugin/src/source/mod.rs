@@ -2,11 +2,15 @@
 
 mod folder;
 mod javascript;
+mod native;
 mod python;
 mod rust;
 
 use crate::error::PluginError;
 use folder::{Build, unreadable};
+pub use javascript::PACKAGES as JAVASCRIPT_PACKAGES;
+pub use native::NativeFolder;
+pub use python::TOOL as COMPONENTIZE_PY;
 use querl_bundle::{Language, Manifest};
 use std::path::{Path, PathBuf};
 

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The version that the SDK is tested with.
-const TOOL: &str = "componentize-py==0.25.1";
+pub const TOOL: &str = "componentize-py==0.25.1";
 
 /// The module that componentize-py starts from. Its name must not be that of a world.
 const ENTRY: &str = "querl_component";
@@ -43,13 +43,16 @@ impl PythonFolder {
     fn entry(&self) -> String {
         let plugin = &self.script.manifest.plugin;
         let mut text = String::from("import plugin\nfrom querl_sdk._guest.start import start\n");
-        for kind in &plugin.kinds {
-            let (module, class) = interface(*kind);
+        let json = self.script.has_json_rewards().then_some(("rewards", "JsonRewards"));
+        for (module, class) in plugin.kinds.iter().map(|kind| interface(*kind)).chain(json) {
             writeln!(text, "from querl_sdk._guest.{module} import {class}").expect("writing to a String succeeds");
         }
-        let kinds: Vec<_> = plugin.kinds.iter().map(|kind| format!("{:?}", kind.name())).collect();
-        let (id, version) = (&plugin.id, plugin.version.to_string());
-        writeln!(text, "Info = start({id:?}, {version:?}, [{}])", kinds.join(", ")).expect("as above");
+        let (id, version, kinds) = (&plugin.id, plugin.version.to_string(), self.script.kinds());
+        let more = match self.script.is_of_0_1() {
+            true => String::new(),
+            false => format!(", {:?}, {}", self.script.host_functions(), self.script.setting_docs()),
+        };
+        writeln!(text, "Info = start({id:?}, {version:?}, {kinds:?}{more})").expect("as above");
         text
     }
 
@@ -135,6 +138,7 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
         Kind::Prompt => ("prompts", "Prompts"),
         Kind::Filter => ("filters", "Filters"),
         Kind::Reward => ("rewards", "Rewards"),
+        Kind::GroupReward => ("rewards", "GroupRewards"),
         Kind::StyleScorer => ("style_scores", "StyleScores"),
     }
 }
@@ -197,6 +201,19 @@ mod tests {
         let entry = PythonFolder::read(folder.path()).unwrap().entry();
         let expected = "import plugin\nfrom querl_sdk._guest.start import start\nfrom querl_sdk._guest.filters import Filters\n\
                         Info = start(\"short\", \"0.1.0\", [\"filter\"])\n";
+        assert_eq!(entry, expected);
+    }
+
+    #[test]
+    fn entry_of_0_2_has_json_host_functions_and_documentation() {
+        let folder = folder_with("vendor/querl_sdk", &["plugin.py"]);
+        let manifest = "[plugin]\nid = 'short'\nversion = '0.1.0'\ncontract = '0.2.0'\nkinds = ['reward']\ndescription = 'x'\n\
+                        license = 'MIT'\nrange = [0, 1]\nhost_functions = ['words']\n[settings.n]\ntype = 'number'\ndoc = 'How \"long\".'\n";
+        std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
+        let entry = PythonFolder::read(folder.path()).unwrap().entry();
+        let expected = "import plugin\nfrom querl_sdk._guest.start import start\nfrom querl_sdk._guest.rewards import Rewards\n\
+                        from querl_sdk._guest.rewards import JsonRewards\n\
+                        Info = start(\"short\", \"0.1.0\", [\"reward\"], [\"words\"], {\"n\":\"How \\\"long\\\".\"})\n";
         assert_eq!(entry, expected);
     }
 

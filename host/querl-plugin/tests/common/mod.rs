@@ -3,7 +3,7 @@
 
 use querl_core::config::PluginLimits;
 use querl_core::ports::{FaultKind, PluginFault, RewardModel};
-use querl_core::records::{Candidate, Context, Episode, Hit, Judgement};
+use querl_core::records::{Candidate, Episode, Hit, Judgement};
 use querl_plugin::{HostOptions, Plugin, PluginError, PluginHost, PluginPort, PluginSettings};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -56,8 +56,13 @@ pub fn load_guest(host: &PluginHost, name: &str) -> Result<Plugin, PluginError> 
         build_guests();
         return host.load(&folder);
     }
+    load_bytes(host, &wat::component(name))
+}
+
+/// Loads a component.
+pub fn load_bytes(host: &PluginHost, component: &[u8]) -> Result<Plugin, PluginError> {
     let file = tempfile::Builder::new().suffix(".wasm").tempfile().unwrap();
-    file.as_file().write_all(&wat::component(name)).unwrap();
+    file.as_file().write_all(component).unwrap();
     host.load(file.path())
 }
 
@@ -139,11 +144,12 @@ impl Write for Lines {
 pub fn episode(id: &str, query: &str) -> Episode {
     Episode {
         id: id.into(),
+        group_id: Episode::group_of(id).0.into(),
+        sample_index: Episode::group_of(id).1,
         query: query.into(),
-        context: Context::default(),
-        gold_ids: Vec::new(),
         policy: candidate(&[0.9, 0.8, 0.7], None),
-        baseline: candidate(&[0.7, 0.6, 0.5], None),
+        baseline: Some(candidate(&[0.7, 0.6, 0.5], None)),
+        ..Episode::default()
     }
 }
 
@@ -157,12 +163,12 @@ pub fn candidate(scores: &[f64], judge_score: Option<f64>) -> Candidate {
     };
     Candidate {
         rewrite: "胶原蛋白肽的服用方法".into(),
-        retrieval: Ok(scores.iter().zip(1..).map(hit).collect()),
+        retrieval: Some(Ok(scores.iter().zip(1..).map(hit).collect())),
         judgement: judge_score
             .map_or(Judgement::NotSampled, |score| Judgement::Scored { score, reason: "清楚".into() }),
         style: None,
         n_tokens: 12,
-        truncated: false,
+        finish_reason: None,
     }
 }
 

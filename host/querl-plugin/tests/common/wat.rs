@@ -3,9 +3,13 @@
 //! A module imports and exports under the names of the contract, and `wit-component` makes a component of it. Lines that begin
 //! with `;;!` are for this file:
 //! - `include NAME`: the text of `shared/NAME.wat` stands here.
-//! - `contract VERSION`: every `@0.1.0`, of the contract too, becomes this version.
+//! - `contract VERSION`: every `@0.1.0`, of the contract too, becomes this version. A name `NAME@0.2` is `NAME.wat` with `contract
+//!   0.2.0`; `shared/NAME-0.2.wat` stands there in place of `shared/NAME.wat`.
 //! - `adds INTERFACE ITEM`, `lacks INTERFACE ITEM`, `package ITEM`: changes the contract that the guest is built for.
 //! - `world ITEM`: a part of the guest's world; without any, it is a reward that may import all that there is.
+//!
+//! Words in double braces are numbers and names that depend on the guest ([`Guest::read`]). A call of `$describe_odd` is left out where the
+//! guest has no such function.
 
 use super::repository;
 use std::path::{Path, PathBuf};
@@ -48,12 +52,46 @@ struct Guest {
 
 impl Guest {
     fn read(name: &str) -> Self {
-        let text = with_includes(&folder().join(format!("{name}.wat")));
-        let text = text.replace("{{name}}", name).replace("{{n_name_bytes}}", &name.len().to_string());
+        let (file, asked) =
+            name.split_once('@').map_or((name, None), |(file, series)| (file, Some(format!("{series}.0"))));
+        let path = folder().join(format!("{file}.wat"));
+        let version = asked.or_else(|| {
+            let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+            let line = text.lines().find_map(|line| line.strip_prefix(";;! contract "));
+            line.map(str::to_owned)
+        });
+        let version = version.unwrap_or_else(|| CONTRACT.to_owned());
+        let is_0_1 = version.starts_with("0.1.");
+        let mut text = with_includes(&path, is_0_1);
+        if !text.contains("(func $describe_odd") {
+            text = text.replace("(call $describe_odd)", "");
+        }
+        let exports = |interface: &str| text.contains(&format!(";;! world export querl:plugin/{interface}@"));
+        let (kind, reward) = match () {
+            () if exports("filters") => ("1", "rewards"),
+            () if exports("group-rewards") && !exports("rewards") => ("3", "group-rewards"),
+            () if exports("style-scores") => ("4", "rewards"),
+            () => ("2", "rewards"),
+        };
+        let score = if reward == "rewards" { "score-batch" } else { "score-group" };
+        // Offsets of an episode's query and its length, and the episode's size: the canonical ABI of `rewards.episode`.
+        let [query, query_bytes, episode_bytes] = if is_0_1 { ["8", "12", "184"] } else { ["56", "60", "384"] };
+        for (word, value) in [
+            ("name", file),
+            ("n_name_bytes", &file.len().to_string()),
+            ("kind", kind),
+            ("has_range", if matches!(kind, "2" | "3") { "1" } else { "0" }),
+            ("has_groups", if is_0_1 { "0" } else { "1" }),
+            ("range", &format!("querl:plugin/{reward}@{CONTRACT}#range")),
+            ("score", &format!("querl:plugin/{reward}@{CONTRACT}#{score}")),
+            ("query", query),
+            ("query_bytes", query_bytes),
+            ("episode_bytes", episode_bytes),
+        ] {
+            text = text.replace(&format!("{{{{{word}}}}}"), value);
+        }
         let lines = text.lines().filter_map(|line| line.trim().strip_prefix(";;! ")?.split_once(' '));
         let directives: Vec<_> = lines.map(|(word, rest)| (word.to_owned(), rest.to_owned())).collect();
-        let version = directives.iter().find(|(word, _)| word == "contract");
-        let version = version.map_or(CONTRACT, |(_, version)| version).to_owned();
         Self { text: at_version(&text, &version), version, directives }
     }
 
@@ -63,9 +101,12 @@ impl Guest {
 
     /// The contract's files as one, changed as the guest wants it.
     fn contract(&self) -> String {
+        let folder = if self.version.starts_with("0.1.") { CONTRACT } else { "0.2.0" };
         let mut wit = format!("package querl:plugin@{};\n", self.version);
-        let mut files: Vec<_> =
-            std::fs::read_dir(repository().join("wit")).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let mut files: Vec<_> = std::fs::read_dir(repository().join("wit").join(folder))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
         files.sort();
         for file in files {
             let text = std::fs::read_to_string(file).unwrap();
@@ -99,10 +140,14 @@ fn at_version(text: &str, version: &str) -> String {
     text.replace(&format!("@{CONTRACT}"), &format!("@{version}"))
 }
 
-fn with_includes(path: &Path) -> String {
+fn with_includes(path: &Path, is_0_1: bool) -> String {
     let text = std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let included = |line: &str| match line.trim().strip_prefix(";;! include ") {
-        Some(name) => with_includes(&folder().join(format!("shared/{name}.wat"))),
+        Some(name) => {
+            let newer = folder().join(format!("shared/{name}-0.2.wat"));
+            let path = folder().join(format!("shared/{name}.wat"));
+            with_includes(if is_0_1 || !newer.exists() { &path } else { &newer }, is_0_1)
+        }
         None => format!("{line}\n"),
     };
     text.lines().map(included).collect()

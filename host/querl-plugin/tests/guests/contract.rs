@@ -70,9 +70,9 @@ fn file_of_the_compiled_cache_is_no_plugin() {
 
 #[test]
 fn contract_that_breaks_with_ours_is_refused_with_its_version() {
-    let message = refusal("contract-0-2");
+    let message = refusal("contract-0-3");
     assert!(
-        message.ends_with("it was built for version 0.2.0 of the plugin contract; this host runs 0.1.x"),
+        message.ends_with("it was built for version 0.3.0 of the plugin contract; this host runs 0.1.x and 0.2.x"),
         "{message}"
     );
 }
@@ -100,7 +100,9 @@ fn missing_and_odd_exports_are_named() {
     assert!(message.ends_with("it does not export `info` of `querl:plugin`, which every plugin does"), "{message}");
     let message = refusal("missing-kind");
     assert!(
-        message.ends_with("it exports none of `prompts`, `filters`, `rewards` and `style-scores` of `querl:plugin`"),
+        message.ends_with(
+            "it exports none of `prompts`, `filters`, `rewards`, `group-rewards` and `style-scores` of `querl:plugin`"
+        ),
         "{message}"
     );
     let message = refusal("missing-range");

@@ -18,6 +18,7 @@
 //! | [`batch_metrics`] | once per batch, before its updates | `actor/ref_kl`, `critic/rewards`, `critic/advantages`, `critic/values`, ... |
 //! | [`rollout_metrics`] | once per batch of rollouts | `critic/score`, `response_length`, `drop_rate`, ... |
 //! | [`episode_metrics`] | per batch and per evaluation (there as `val/...`) | `avg_reward`, `reward/COMPONENT`, `win_rate`, ... |
+//! | [`plugin_metrics`] | once per batch of rollouts | `plugin/NAME/time_s`, `plugin/NAME/corr/COMPONENT`, ... |
 //! | [`rollout_check_metrics`] | on a sample of each batch | `rollout_probs_diff`, `rollout_probs_diff_max` |
 //! | [`step_metrics`] | at the end of a step | `timing_s/step`, `perf/...` |
 //!
@@ -31,8 +32,8 @@ use super::losses::{
 use super::rollout::{RolloutBatch, Timings};
 use crate::Metrics;
 use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
-use querl_core::ports::CallTimings;
-use querl_core::records::{EpisodeRecord, Reward, retrieval_quality, win};
+use querl_core::ports::{CallTimings, PluginActivity, RewardResults};
+use querl_core::records::{Candidate, EpisodeRecord, Hit, Reward, retrieval_quality, win};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A micro-batch's share of the policy's metrics of an optimizer step of `size`: micro-batches and ranks are summed, steps averaged.
@@ -214,6 +215,7 @@ pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
     metrics.extend(batch.dropped.iter().map(|(code, n)| (format!("dropped/{code}"), *n as f64)));
     metrics.extend(episode_metrics(rollouts.iter().map(|rollout| &rollout.record)));
     metrics.extend(batch.check.clone());
+    metrics.extend(plugin_metrics(&batch.plugins));
     let Timings { generate_s, score_s, rollout_s, calls: CallTimings { retrieve_s, judge_s, plugin_s } } =
         batch.timings;
     metrics.extend([
@@ -239,14 +241,52 @@ pub(super) fn episode_metrics<'a>(records: impl Iterator<Item = &'a EpisodeRecor
         add("avg_reward".into(), *total);
         components.iter().for_each(|component| add(format!("reward/{}", component.name), component.value));
         let episode = &record.episode;
-        if let (Ok(policy), Ok(baseline)) = (&episode.policy.retrieval, &episode.baseline.retrieval) {
-            add("win_rate".into(), win(policy, baseline));
-            add("avg_top1".into(), policy.first().map_or(0.0, |hit| hit.reranker_score));
-            add("avg_top1_teacher".into(), baseline.first().map_or(0.0, |hit| hit.reranker_score));
+        let top1 = |hits: &[Hit]| hits.first().map_or(0.0, |hit| hit.reranker_score);
+        if let Some(policy) = episode.policy.found() {
+            add("avg_top1".into(), top1(policy));
             add("avg_quality".into(), retrieval_quality(policy));
+            if let Some(baseline) = episode.baseline.as_ref().and_then(Candidate::found) {
+                add("win_rate".into(), win(policy, baseline));
+                add("avg_top1_teacher".into(), top1(baseline));
+            }
         }
     }
     sums.into_iter().map(|(name, (sum, n))| (name, sum / n as f64)).collect()
+}
+
+/// Metrics of each plugin: time, fuel, and of rewards the rejections, the share of the declared range between the smallest and the largest
+/// total, and the correlation of each component with the total.
+fn plugin_metrics(plugins: &BTreeMap<String, PluginActivity>) -> Metrics {
+    let mut metrics = Metrics::new();
+    for (plugin, PluginActivity { time_s, fuel, results }) in plugins {
+        let mut add = |name: &str, value: f64| metrics.insert(format!("plugin/{plugin}/{name}"), value);
+        add("time_s", *time_s);
+        add("fuel", *fuel as f64);
+        let Some(RewardResults { range_width, n_rejected, totals, components }) = results else { continue };
+        add("rejected", *n_rejected as f64);
+        if !totals.is_empty() {
+            let max = totals.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let min = totals.iter().copied().fold(f64::INFINITY, f64::min);
+            add("range_used", (max - min) / range_width);
+        }
+        for (component, values) in components {
+            if let Some(value) = correlation(values) {
+                add(&format!("corr/{component}"), value);
+            }
+        }
+    }
+    metrics
+}
+
+/// Pearson correlation; `None` where one side is constant up to rounding.
+fn correlation(pairs: &[(f64, f64)]) -> Option<f64> {
+    let n = pairs.len() as f64;
+    let mean = |value: fn(&(f64, f64)) -> f64| pairs.iter().map(value).sum::<f64>() / n;
+    let (mean_x, mean_y) = (mean(|pair| pair.0), mean(|pair| pair.1));
+    let sum = |value: fn(f64, f64) -> f64| pairs.iter().map(|(x, y)| value(x - mean_x, y - mean_y)).sum::<f64>();
+    let (xx, yy, xy) = (sum(|x, _| x * x), sum(|_, y| y * y), sum(|x, y| x * y));
+    let is_constant = |squares: f64, mean: f64| squares <= n * (1e-12 * mean.abs().max(1e-12)).powi(2);
+    (!is_constant(xx, mean_x) && !is_constant(yy, mean_y)).then(|| (xy / (xx * yy).sqrt()).clamp(-1.0, 1.0))
 }
 
 /// [`episode_metrics`] of an evaluation as `val/reward`, `val/win_rate` and so on.
@@ -299,6 +339,42 @@ fn parse_status(status: &str) -> Metrics {
 
 #[cfg(test)]
 mod tests {
+    /// `numpy.corrcoef([0, 1, 0.5], [-0.5, 0.5, 0.25])[0, 1]` is 0.9607689228305226.
+    #[test]
+    fn plugin_metrics_are_those_of_all_parts_of_a_batch() {
+        let part = |totals: &[f64], values: &[f64]| {
+            let values: Vec<(f64, f64)> = values.iter().copied().zip(totals.iter().copied()).collect();
+            let constant = values.iter().map(|(_, total)| (0.1, *total)).collect();
+            let components = BTreeMap::from([("win".to_owned(), values), ("bias".to_owned(), constant)]);
+            let results = RewardResults { range_width: 2.0, n_rejected: 1, totals: totals.to_vec(), components };
+            PluginActivity { time_s: 0.25, fuel: 100, results: Some(results) }
+        };
+        let mut reward = part(&[-0.5], &[0.0]);
+        reward += part(&[0.5, 0.25], &[1.0, 0.5]);
+        let prompts = PluginActivity { time_s: 1.0, fuel: 5, results: None };
+        let metrics = plugin_metrics(&BTreeMap::from([("r".to_owned(), reward), ("p".to_owned(), prompts)]));
+        let expected = [
+            ("plugin/p/fuel", 5.0),
+            ("plugin/p/time_s", 1.0),
+            ("plugin/r/corr/win", 0.960_768_922_830_522_6),
+            ("plugin/r/fuel", 200.0),
+            ("plugin/r/range_used", 0.5),
+            ("plugin/r/rejected", 2.0),
+            ("plugin/r/time_s", 0.5),
+        ];
+        assert_eq!(metrics.keys().map(String::as_str).collect::<Vec<_>>(), expected.map(|(name, _)| name));
+        for (name, value) in expected {
+            assert!((metrics[name] - value).abs() < 1e-12, "{name}: {}", metrics[name]);
+        }
+    }
+
+    #[test]
+    fn a_constant_has_no_correlation() {
+        assert_eq!(correlation(&[(0.1, 1.0), (0.1, 2.0), (0.1, 3.0)]), None);
+        assert_eq!(correlation(&[(1.0, 2.0)]), None);
+        assert_eq!(correlation(&[(1.0, 3.0), (2.0, 1.0)]), Some(-1.0));
+    }
+
     use super::*;
 
     #[test]

@@ -3,7 +3,7 @@
 use super::RlTask;
 use crate::policy::Example;
 use crate::{Metrics, TrainError};
-use querl_core::ports::CallTimings;
+use querl_core::ports::{CallTimings, PluginActivity};
 use querl_core::records::{EpisodeRecord, Rejection};
 use querl_model::Generated;
 use serde::{Deserialize, Serialize};
@@ -76,11 +76,21 @@ pub(super) struct PartialBatch {
     /// Metrics of [`check_rollout`](super::rollout_check::check_rollout), where it ran while the policy was available.
     pub(super) check: Metrics,
     pub(super) timings: Timings,
+    #[serde(default)]
+    pub(super) plugins: BTreeMap<String, PluginActivity>,
 }
 
 impl PartialBatch {
     pub(super) fn new(step: u64, version: u64, queries: Vec<Query>) -> Self {
-        Self { step, version, queries, responses: Vec::new(), check: Metrics::new(), timings: Timings::default() }
+        Self {
+            step,
+            version,
+            queries,
+            responses: Vec::new(),
+            check: Metrics::new(),
+            timings: Timings::default(),
+            plugins: BTreeMap::new(),
+        }
     }
 
     pub(super) fn is_complete(&self, n_samples: usize) -> bool {
@@ -108,6 +118,7 @@ pub(super) struct RolloutBatch {
     pub(super) dropped: BTreeMap<String, u64>,
     pub(super) check: Metrics,
     pub(super) timings: Timings,
+    pub(super) plugins: BTreeMap<String, PluginActivity>,
 }
 
 impl RolloutBatch {
@@ -117,7 +128,8 @@ impl RolloutBatch {
         check_drops(task, partial.step, records())?;
         let (n_episodes, dropped) = (partial.responses.len(), drops(records()));
         let rollouts = learnable(task, &partial);
-        Ok(Self { rollouts, n_episodes, dropped, check: partial.check, timings: partial.timings })
+        let PartialBatch { check, timings, plugins, .. } = partial;
+        Ok(Self { rollouts, n_episodes, dropped, check, timings, plugins })
     }
 
     pub(super) fn n_tokens(&self) -> usize {

@@ -7,12 +7,14 @@
 use super::rollout::{PartialBatch, Query, ScoredResponse, Timings};
 use super::{RlData, RlTask, sampling};
 use crate::TrainError;
-use querl_core::ports::{Environment, PolicyResponse};
+use querl_core::ports::{Environment, PluginActivity, PolicyResponse};
 use querl_model::{
     Decoding, Engine, Generated, GenerationRequest, LoraAdapter, Mesh, Ranks, SPLIT_MIX_STEP, SamplingSettings,
     split_mix,
 };
+use serde::{Deserialize, Serialize};
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread;
@@ -73,9 +75,12 @@ pub(super) fn complete(
     let scored = mesh.all.broadcast(0, scored)?;
     partial.timings.generate_s += generate_s;
     partial.timings.rollout_s += started.elapsed().as_secs_f64();
-    for (responses, timings) in scored.iter() {
+    for ScoredPart { responses, timings, plugins } in scored.iter() {
         partial.responses.extend(responses.iter().cloned());
         partial.timings.add(timings);
+        for (plugin, activity) in plugins {
+            *partial.plugins.entry(plugin.clone()).or_default() += activity.clone();
+        }
     }
     Ok(())
 }
@@ -113,12 +118,20 @@ fn policy_responses(
     targets.zip(generated).map(response).collect()
 }
 
+/// A scored part of a batch.
+#[derive(Serialize, Deserialize)]
+struct ScoredPart {
+    responses: Vec<ScoredResponse>,
+    timings: Timings,
+    plugins: BTreeMap<String, PluginActivity>,
+}
+
 fn score(
     environment: &dyn Environment,
     step: u64,
     responses: &[PolicyResponse],
     generated: Vec<Generated>,
-) -> Result<(Vec<ScoredResponse>, Timings), TrainError> {
+) -> Result<ScoredPart, TrainError> {
     let started = Instant::now();
     let scored = environment.score(step, responses)?;
     if scored.records.len() != generated.len() {
@@ -128,7 +141,8 @@ fn score(
     let score_s = started.elapsed().as_secs_f64();
     let timings = Timings { score_s, calls: scored.timings, ..Timings::default() };
     let pairs = generated.into_iter().zip(scored.records);
-    Ok((pairs.map(|(generated, record)| ScoredResponse::new(generated, record)).collect(), timings))
+    let responses = pairs.map(|(generated, record)| ScoredResponse::new(generated, record)).collect();
+    Ok(ScoredPart { responses, timings, plugins: scored.plugins })
 }
 
 /// One seed from several numbers, by SplitMix64.

@@ -1,5 +1,6 @@
 //! `querl doctor`: devices, toolchain and caches of this machine.
 
+use super::plugin::doctor::{WASM_TARGET, first_line, has_wasm_target};
 use crate::args::Format;
 use clap::Args;
 use querl_core::config::PluginLimits;
@@ -10,7 +11,6 @@ use querl_pipeline::plugins::open_host;
 use querl_plugin::{MemoryReservation, SourceFolders};
 use querl_train::job::interface::Description;
 use serde::Serialize;
-use std::process::Command;
 
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
@@ -59,12 +59,10 @@ fn cargo() -> Finding {
 }
 
 fn wasm_target() -> Finding {
-    const TARGET: &str = "wasm32-wasip2";
-    let library = first_line("rustc", &["--print", "target-libdir", "--target", TARGET]);
-    let ok = library.is_some_and(|folder| std::path::Path::new(&folder).is_dir());
+    let ok = has_wasm_target();
     let sentence = match ok {
-        true => format!("the target {TARGET} is installed"),
-        false => format!("the target {TARGET} is missing; `rustup target add {TARGET}` installs it"),
+        true => format!("the target {WASM_TARGET} is installed"),
+        false => format!("the target {WASM_TARGET} is missing; `rustup target add {WASM_TARGET}` installs it"),
     };
     Finding { name: "wasm", ok, sentence }
 }
@@ -77,11 +75,6 @@ fn plugin_host() -> Finding {
         Err(error) => (false, error.to_string()),
     };
     Finding { name: "plugins", ok, sentence }
-}
-
-fn first_line(program: &str, args: &[&str]) -> Option<String> {
-    let output = Command::new(program).args(args).output().ok().filter(|output| output.status.success())?;
-    Some(String::from_utf8_lossy(&output.stdout).lines().next()?.to_owned())
 }
 
 /// In this order: the driver, each GPU, the library, NCCL where there are several GPUs, and the conclusion.

@@ -79,8 +79,12 @@ pub fn timeless(line: &str) -> String {
 pub fn without_times(value: &mut Value) {
     match value {
         Value::Object(map) => {
-            let is_time =
-                |name: &str| name.starts_with("timing_s/") || name.starts_with("perf/") || name == "latency_ms";
+            let is_time = |name: &str| {
+                name.starts_with("timing_s/")
+                    || name.starts_with("perf/")
+                    || name == "latency_ms"
+                    || name.ends_with("/time_s")
+            };
             map.retain(|name, _| !is_time(name));
             map.values_mut().for_each(without_times);
         }

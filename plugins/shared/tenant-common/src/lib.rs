@@ -27,7 +27,7 @@ impl<T: Tenant> Prompt for TenantPlugin<T> {
         Ok(Self(PhantomData))
     }
 
-    fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+    fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection> {
         T::PROMPTS.messages(task, input)
     }
 
@@ -53,7 +53,10 @@ pub struct TenantPrompts {
 
 impl TenantPrompts {
     /// The conversation for one task.
-    pub fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+    ///
+    /// # Errors
+    /// A task that is not known.
+    pub fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection> {
         let query = query_lines(input);
         let (system, user) = match task {
             PromptTask::TeacherRewrite => (self.teacher_system, format!("{query}\n\n{TEACHER_REQUEST}")),
@@ -62,8 +65,9 @@ impl TenantPrompts {
                 let rewrite = input.rewrite.as_deref().unwrap_or_default();
                 (self.judge_system, format!("{query}\n改写后的查询: {rewrite}\n\n{JUDGE_REQUEST}"))
             }
+            PromptTask::Other(_) => return Err(Rejection::unknown_task(&task)),
         };
-        vec![Message::system(system), Message::user(user)]
+        Ok(vec![Message::system(system), Message::user(user)])
     }
 }
 
@@ -76,27 +80,28 @@ const JUDGE_REQUEST: &str =
 fn query_lines(input: &PromptInput) -> String {
     let mut lines = format!("原始查询: {}", input.query);
     let context = [("用户画像", &input.context.user_profile), ("历史摘要", &input.context.history_summary)];
-    for (name, value) in context.into_iter().filter(|(_, value)| !value.is_empty()) {
+    for (name, value) in context.into_iter().filter_map(|(name, value)| Some((name, value.as_ref()?))) {
         lines.push_str(&format!("\n{name}: {value}"));
     }
     lines
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_sdk::Context;
 
     const PROMPTS: TenantPrompts = TenantPrompts { teacher_system: "教", policy_system: "学", judge_system: "评" };
 
-    fn input(profile: &str, history: &str) -> PromptInput {
-        let context = Context { user_profile: profile.into(), history_summary: history.into() };
+    fn input(profile: Option<&str>, history: Option<&str>) -> PromptInput {
+        let context = Context { user_profile: profile.map(Into::into), history_summary: history.map(Into::into) };
         PromptInput { query: "孕妇能吃吗".into(), context, rewrite: Some("孕妇能否服用虾青素".into()) }
     }
 
     #[test]
     fn teacher_gets_the_seed_layout() {
-        let messages = PROMPTS.messages(PromptTask::TeacherRewrite, &input("孕妇", "问过虾青素"));
+        let messages = PROMPTS.messages(PromptTask::TeacherRewrite, &input(Some("孕妇"), Some("问过虾青素"))).unwrap();
         assert_eq!(messages[0], Message::system("教"));
         assert_eq!(
             messages[1].content,
@@ -107,13 +112,13 @@ mod tests {
 
     #[test]
     fn unknown_context_leaves_no_line() {
-        let messages = PROMPTS.messages(PromptTask::PolicyRewrite, &input("", ""));
+        let messages = PROMPTS.messages(PromptTask::PolicyRewrite, &input(None, None)).unwrap();
         assert_eq!(messages[1].content, "原始查询: 孕妇能吃吗\n\n请改写。");
     }
 
     #[test]
     fn judge_sees_query_context_and_rewrite() {
-        let content = PROMPTS.messages(PromptTask::Judge, &input("孕妇", "")).remove(1).content;
+        let content = PROMPTS.messages(PromptTask::Judge, &input(Some("孕妇"), None)).unwrap().remove(1).content;
         assert!(content.starts_with("原始查询: 孕妇能吃吗\n用户画像: 孕妇\n改写后的查询: 孕妇能否服用虾青素\n\n"));
         assert!(content.contains("综合得分") && content.contains("评分理由"));
     }

@@ -39,7 +39,7 @@ export class TenantPrompt {
   parseRewrite(text) {
     if (text.length > MAX_CHARS) throw new Rejection("too_long", `${text.length} characters; at most ${MAX_CHARS} expected`);
     const rewrite = stripped(text.trim().replace(/^改写后的查询[:：]/, ""), " \t\n\"“”「」");
-    if (!rewrite) throw new Rejection("no_rewrite", "the answer holds no rewrite");
+    if (!rewrite) throw new Rejection("no_rewrite", "the response holds no rewrite");
     return rewrite;
   }
 
@@ -47,7 +47,7 @@ export class TenantPrompt {
   parseJudgement(text) {
     // `得分：4.5。理由`, and the JSON object of querl's rubric judge: {"综合得分": 4.5, "评分理由": "..."}
     const found = /得分"?\s*[:：]\s*"?(\d+(?:\.\d+)?)"?[。.，,\s]*(?:"评分理由"\s*:\s*)?([^]*)/.exec(text);
-    if (!found || Number(found[1]) > 5) throw new Rejection("no_score", "the answer holds no score from 0 to 5");
+    if (!found || Number(found[1]) > 5) throw new Rejection("no_score", "the response holds no score from 0 to 5");
     return { score: Number(found[1]), reason: stripped(found[2], ' \t\n"}`') };
   }
 }

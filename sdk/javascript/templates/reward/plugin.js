@@ -2,10 +2,13 @@
 
 import { nChars, plugin } from "#querl-sdk";
 
-/** @import { Episode, Reward, Settings } from "#querl-sdk" */
+/** @import { Episode, Input, Reward, Settings } from "#querl-sdk" */
 
 /** @implements {Reward} */
 export class Brevity {
+  // Add "retrieval", "judgement", "baseline", "columns", "response", "prompt" or "style" to read them.
+  static requires = /** @type {Input[]} */ ([]);
+
   /** @param {Settings} settings */
   constructor(settings) {
     this.maxChars = settings.number("max_chars", 40, { minimum: 1, maximum: 1000 });
@@ -17,8 +20,9 @@ export class Brevity {
   }
 
   /** @param {Episode} episode */
-  score(episode) {
-    const brevity = Math.max(0, 1 - nChars(episode.policy.rewrite) / this.maxChars);
+  score({ policy: { rewrite } }) {
+    if (rewrite === undefined) return { total: 0 };
+    const brevity = Math.max(0, 1 - nChars(rewrite) / this.maxChars);
     return { total: brevity, components: { brevity } };
   }
 }

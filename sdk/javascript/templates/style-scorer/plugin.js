@@ -1,6 +1,6 @@
-// Scores an answer by how much its dialogue is of one style.
+// Scores a response by how much its dialogue is of one style.
 
-import { ClassifyError, plugin, Rejection } from "#querl-sdk";
+import { HostCallError, plugin, Rejection } from "#querl-sdk";
 
 /** @import { Dialogue, Settings, StyleModel, StyleScorer } from "#querl-sdk" */
 
@@ -17,7 +17,7 @@ export class OneStyle {
    */
   score(dialogue, model) {
     const found = this.classes(dialogue, model).find(({ label }) => label === this.label);
-    if (!found) throw new Rejection("unknown_label", `the style model has no class \`${this.label}\``);
+    if (!found) throw new Rejection("unknown_class", `the style model has no class \`${this.label}\``);
     return { total: found.probability };
   }
 
@@ -29,7 +29,7 @@ export class OneStyle {
     try {
       return model.classify(dialogue.turns);
     } catch (error) {
-      if (error instanceof ClassifyError) throw new Rejection("no_style", error.message);
+      if (error instanceof HostCallError) throw new Rejection("no_style", error.message);
       throw error;
     }
   }

@@ -1,53 +1,36 @@
-"""Binding types to the authors' types and back."""
+"""Binding types to the authors' types and back. Cases of variants are classes, named after the variant: ``wit.Split_Train``."""
 
 from __future__ import annotations
 
-from componentize_py_types import Err, Ok
+import re
+from math import isfinite
+
 from wit_world.imports import types as wit
 
 from ..reward import Score
-from ..types import (
-    CallFailure,
-    Candidate,
-    Context,
-    FailureKind,
-    Hit,
-    JudgeScore,
-    Message,
-    Rejection,
-    Role,
-    StyleProbability,
-)
+from ..types import CallFailure, Candidate, Context, Episode, Hit, JudgeScore, Message, Rejection, Role, StyleProbability
 
 # Records whose fields are those of the authors' classes are made as such at once: componentize-py looks a class up in its module
-# after the plugin was imported, and takes the fields by position. 18 % less per episode with five hits a side than copying.
-wit.Context, wit.Hit, wit.StyleProbability = Context, Hit, StyleProbability
+# after the plugin was imported, and takes the fields by position.
+wit.Context, wit.Hit, wit.StyleProbability, wit.JudgeScore = Context, Hit, StyleProbability, JudgeScore
 
-_FAILURE_KINDS = {kind: FailureKind[kind.name] for kind in wit.FailureKind}
 _ROLES_IN = {role: Role[role.name] for role in wit.Role}
 _ROLES_OUT = {role: wit.Role[role.name] for role in Role}
 
 
+def case_name(value) -> str:
+    """The name of a variant's case, `rate_limited` for `FailureKind_RateLimited`; the text of `other`."""
+    case = type(value).__name__.split("_")[-1]
+    return value.value if case == "Other" else re.sub(r"(?<=.)(?=[A-Z])", "_", case).lower()
+
+
+def case_of(module, variant: str, name: str):
+    """The case of a variant by the name of the contract, `group-reward`."""
+    return getattr(module, f"{variant}_{''.join(part.capitalize() for part in name.split('-'))}")()
+
+
 def call_failure(value) -> CallFailure:
-    return CallFailure(_FAILURE_KINDS[value.kind], value.message)
-
-
-def candidate(value) -> Candidate:
-    retrieval, judgement = value.retrieval, value.judgement
-    return Candidate(
-        value.rewrite,
-        retrieval.value if type(retrieval) is wit.Retrieval_Hits else call_failure(retrieval.value),
-        None if type(judgement) is wit.Judgement_NotSampled else _judged(judgement),
-        value.style,
-        value.n_tokens,
-        value.truncated,
-    )
-
-
-def _judged(judgement) -> JudgeScore | CallFailure:
-    if type(judgement) is wit.Judgement_Scored:
-        return JudgeScore(judgement.value.score, judgement.value.reason)
-    return call_failure(judgement.value)
+    return CallFailure(case_name(value.kind), value.message)
 
 
 def message_in(value) -> Message:
@@ -58,17 +41,69 @@ def message_out(value: Message):
     return wit.Message(_ROLES_OUT[value.role], value.content)
 
 
+def columns(values) -> dict:
+    def plain(value):
+        return [plain(entry) for entry in value.value] if isinstance(value, wit.ColumnValue_Items) else value.value
+
+    return {column.name: plain(column.value) for column in values}
+
+
+def episode(value) -> Episode:
+    return Episode(
+        value.id,
+        value.group_id,
+        value.sample_index,
+        value.step,
+        None if value.split is None else case_name(value.split),
+        value.query,
+        value.context,
+        value.gold_ids,
+        columns(value.columns),
+        None if value.prompt is None else [message_in(message) for message in value.prompt],
+        value.response,
+        _candidate(value.policy),
+        None if value.baseline is None else _candidate(value.baseline),
+    )
+
+
+def _candidate(value) -> Candidate:
+    reason = value.finish_reason
+    return Candidate(
+        value.rewrite,
+        _result(value.retrieval),
+        _result(value.judgement),
+        value.style,
+        value.n_tokens,
+        None if reason is None else case_name(reason),
+    )
+
+
+def _result(value):
+    """What a call gave, its failure, or none."""
+    if value is None:
+        return None
+    return call_failure(value.value) if isinstance(value.value, wit.CallFailure) else value.value
+
+
 def rejection(value: Rejection):
     return wit.Rejection(value.code, value.detail)
 
 
-def scored(score: Score, score_type, component_type):
-    """A score as the contract's, checked here: the bindings would only say that some number is none."""
+def parts(score: Score, place: str) -> tuple[float, dict[str, float]]:
+    """Total and components of a score. Checked here: the host cannot say which method they come from."""
     if not isinstance(score, Score):
-        raise TypeError(f"score() returned {score!r}; expected a Score, or a raised Rejection")
-    components = [component_type(name, float(value)) for name, value in score.components.items()]
-    return Ok(score_type(float(score.total), components))
+        raise TypeError(f"`{place}` gave {score!r}; expected a Score, or a raised Rejection")
+    total, components = float(score.total), score.components
+    for name, value in components.items():
+        if type(value) is not float:
+            components[name] = value = float(value)
+        if not isfinite(value):
+            raise ValueError(f"`{place}` gave {value} as `{name}`; expected a finite number")
+    if not isfinite(total):
+        raise ValueError(f"`{place}` gave {total} as total; expected a finite number")
+    return total, components
 
 
-def rejected(value: Rejection):
-    return Err(rejection(value))
+def score(value: Score, place: str):
+    total, components = parts(value, place)
+    return wit.Score(total, [wit.Component(name, part) for name, part in components.items()])

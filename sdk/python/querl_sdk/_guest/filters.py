@@ -12,7 +12,7 @@ from . import convert, host
 
 class Filters:
     def check_batch(self, samples):
-        plugin = exported().filter(host.settings())
+        plugin = exported()["filter"](host.settings())
         return [_verdict(plugin, _sample(sample)) for sample in samples]
 
 
@@ -23,6 +23,7 @@ def _sample(value) -> Sample:
         value.rewritten_query,
         value.context,
         value.hits,
+        convert.columns(value.columns),
     )
 
 

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from componentize_py_types import Err
 from wit_world.exports import info as wit
+from wit_world.imports import types as wit_types
 
+from ..description import describe
 from ..registry import exported
 from ..settings import SettingError
 from . import host
+from .convert import case_of
 
 
-def info_of(name: str, version: str) -> type:
-    """The class that componentize-py asks for name, version and a check of the settings."""
+def info_of(name: str, version: str, docs: Mapping[str, str]) -> type:
+    """The class that componentize-py calls for the description and a check of the settings. Made when the component is built."""
+    described = describe(exported())
+    settings = [
+        wit.Setting(
+            spec.key,
+            case_of(wit, "SettingType", spec.value_type),
+            spec.default,
+            spec.minimum,
+            spec.maximum,
+            spec.choices,
+            docs.get(spec.key),
+        )
+        for spec in described.settings
+    ]
+    description = wit.Description(
+        name,
+        version,
+        [case_of(wit, "Kind", kind) for kind in described.kinds],
+        settings,
+        None if described.range is None else wit_types.Bounds(*map(float, described.range)),
+        [wit.InputUse(case_of(wit, "Input", input), required) for input, required in described.inputs.items()],
+    )
 
     class Info:
         def describe(self):
-            return wit.Description(name, version)
+            return description
 
         def check_settings(self) -> None:
             try:
-                for plugin in exported().kinds().values():
+                for plugin in exported().values():
                     plugin(host.settings())
             except SettingError as error:
                 raise Err(wit.SettingError(error.key, error.message)) from None

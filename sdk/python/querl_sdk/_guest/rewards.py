@@ -1,39 +1,95 @@
-"""The interface `rewards`."""
+"""The interfaces `rewards` and `group-rewards`, and `json-rewards`, which gives the same results."""
 
 from __future__ import annotations
 
-from wit_world.exports import rewards as wit
+from json import JSONDecoder
+from json.encoder import encode_basestring as quoted
+
+from componentize_py_types import Err, Ok
+from wit_world.imports import types as wit
 
 from ..registry import exported
-from ..reward import Episode
-from ..types import Rejection
+from ..types import Episode, Rejection
 from . import convert, host
+
+_decode_at = JSONDecoder().scan_once
+_new = object.__new__
+_SCORED = '{"scored":{"total":%r,"components":[%s]}}'
+_COMPONENT = '{"name":%s,"value":%r}'
 
 
 class Rewards:
     def range(self):
-        low, high = exported().reward(host.settings()).range()
-        return wit.Bounds(float(low), float(high))
+        return _range("reward")
 
     def score_batch(self, episodes):
-        plugin = exported().reward(host.settings())
-        return [_scored(plugin, _episode(episode)) for episode in episodes]
+        plugin = exported()["reward"](host.settings())
+        return [_result(_scored(plugin, convert.episode(value)), "score") for value in episodes]
 
 
-def _episode(value) -> Episode:
-    return Episode(
-        value.id,
-        value.query,
-        value.context,
-        value.gold_ids,
-        convert.candidate(value.policy),
-        convert.candidate(value.baseline),
-    )
+class GroupRewards:
+    def range(self):
+        return _range("group-reward")
+
+    def score_group(self, episodes):
+        return [_result(outcome, "score_group") for outcome in _scored_group([convert.episode(value) for value in episodes])]
+
+
+class JsonRewards:
+    def score_json(self, episodes):
+        if "reward" not in exported():
+            outcomes = _scored_group(list(_episodes(episodes)))
+            return f"[{','.join([_written(outcome, 'score_group') for outcome in outcomes])}]"
+        score, written = exported()["reward"](host.settings()).score, []
+        for episode in _episodes(episodes):
+            try:
+                outcome = score(episode)
+            except Rejection as rejection:
+                outcome = rejection
+            written.append(_written(outcome, "score"))
+        return f"[{','.join(written)}]"
+
+
+def _range(kind: str):
+    low, high = exported()[kind](host.settings()).range()
+    return wit.Bounds(float(low), float(high))
 
 
 def _scored(plugin, episode: Episode):
     try:
-        score = plugin.score(episode)
+        return plugin.score(episode)
     except Rejection as rejection:
-        return convert.rejected(rejection)
-    return convert.scored(score, wit.Score, wit.Component)
+        return rejection
+
+
+def _scored_group(episodes: list[Episode]):
+    plugin = exported()["group-reward"](host.settings())
+    try:
+        outcomes = list(plugin.score_group(episodes))
+    except Rejection as rejection:
+        return [rejection] * len(episodes)
+    if len(outcomes) != len(episodes):
+        raise ValueError(f"`score_group` gave {len(outcomes)} results for {len(episodes)} episodes; expected one for each")
+    return outcomes
+
+
+def _result(outcome, place: str):
+    return Err(convert.rejection(outcome)) if isinstance(outcome, Rejection) else Ok(convert.score(outcome, place))
+
+
+def _episodes(text: str):
+    """The episodes of a JSON array without white space, one by one: what an episode needed is free before the next is read. Memory that
+    a call touches first is what costs it most, since each call has a fresh instance."""
+    position, end = 0, len(text) - 1
+    while position < end and end > 1:
+        episode = _new(Episode)
+        episode._json, position = _decode_at(text, position + 1)
+        yield episode
+
+
+def _written(outcome, place: str) -> str:
+    if isinstance(outcome, Rejection):
+        return f'{{"rejected":{{"code":{quoted(outcome.code)},"detail":{quoted(outcome.detail)}}}}}'
+    total, components = convert.parts(outcome, place)
+    written = ",".join([_COMPONENT % (quoted(name), value) for name, value in components.items()])
+    return _SCORED % (total, written)

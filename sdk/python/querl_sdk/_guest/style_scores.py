@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from componentize_py_types import Err
-from wit_world.exports import style_scores as wit
-from wit_world.imports import style_model
+from componentize_py_types import Err, Ok
 
+from .. import host as host_functions
 from ..registry import exported
-from ..style import ClassifyError, Dialogue
-from ..types import Message, Rejection, StyleProbability
+from ..style import Dialogue
+from ..types import Rejection
 from . import convert, host
 
 
 class StyleScores:
     def score_batch(self, dialogues):
-        plugin = exported().style_scorer(host.settings())
+        plugin = exported()["style-scorer"](host.settings())
         return [_scored(plugin, _dialogue(dialogue)) for dialogue in dialogues]
 
 
@@ -24,20 +23,7 @@ def _dialogue(value) -> Dialogue:
 
 def _scored(plugin, dialogue: Dialogue):
     try:
-        score = plugin.score(dialogue, _HostModel())
+        score = plugin.score(dialogue, host_functions)
     except Rejection as rejection:
-        return convert.rejected(rejection)
-    return convert.scored(score, wit.StyleScore, wit.Component)
-
-
-class _HostModel:
-    """The style model that the host holds."""
-
-    def classify(self, turns: list[Message]) -> list[StyleProbability]:
-        try:
-            return style_model.classify([convert.message_out(turn) for turn in turns])
-        except Err as error:
-            reason = error.value
-        if isinstance(reason, style_model.ClassifyError_Failed):
-            raise ClassifyError(convert.call_failure(reason.value))
-        raise ClassifyError
+        return Err(convert.rejection(rejection))
+    return Ok(convert.score(score, "score"))

@@ -3,7 +3,7 @@
     from querl_sdk.testing import candidate, check_contract, check_golden, episode
 """
 
-from .builders import candidate, dialogue, episode, failed, hits, sample, style_model
+from .builders import candidate, declared, dialogue, episode, failed, hits, host_functions, sample, style_model
 from .contract import check_contract
 from .golden import GoldenCase, check_golden, read_golden
 from .json_form import read_episodes
@@ -13,10 +13,12 @@ __all__ = [
     "candidate",
     "check_contract",
     "check_golden",
+    "declared",
     "dialogue",
     "episode",
     "failed",
     "hits",
+    "host_functions",
     "read_episodes",
     "read_golden",
     "sample",

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
+from .. import host
 from ..filter import Sample
-from ..reward import Episode
-from ..style import ClassifyError, Dialogue, StyleModel
-from ..types import CallFailure, Candidate, Context, FailureKind, Hit, JudgeScore, Message, StyleProbability
+from ..host import HostCallError
+from ..style import Dialogue, StyleModel
+from ..text import units
+from ..types import CallFailure, Candidate, ColumnValue, Context, Episode, Hit, JudgeScore, Message, StyleProbability
 
 
 def hits(*scores: float) -> list[Hit]:
@@ -15,52 +21,77 @@ def hits(*scores: float) -> list[Hit]:
     return [Hit(id=f"kb-{rank}", text="", reranker_score=score, rank=rank) for rank, score in enumerate(scores, 1)]
 
 
-def failed(message: str = "no answer within 30 s", kind: FailureKind = FailureKind.TIMEOUT) -> CallFailure:
+def failed(message: str = "no response within 30 s", kind: str = "timeout") -> CallFailure:
     """A failed call, for ``retrieval`` or ``judgement``."""
     return CallFailure(kind, message)
 
 
 def candidate(
-    rewrite: str = "",
-    scores: Sequence[float] | CallFailure = (),
+    rewrite: str | None = None,
+    scores: Sequence[float] | CallFailure | None = None,
     judged: float | CallFailure | None = None,
     style: Mapping[str, float] | None = None,
     *,
-    truncated: bool = False,
+    n_tokens: int | None = None,
+    finish_reason: str | None = None,
 ) -> Candidate:
-    """One side: its rewrite, the scores of its hits (or a failed call), the judge's score (or a failed call)."""
+    """A rewrite, the scores of its hits (or a failed call), the judge's score (or a failed call). What is left out is unknown."""
     return Candidate(
         rewrite=rewrite,
-        retrieval=scores if isinstance(scores, CallFailure) else hits(*scores),
+        retrieval=scores if scores is None or isinstance(scores, CallFailure) else hits(*scores),
         judgement=judged if judged is None or isinstance(judged, CallFailure) else JudgeScore(judged),
         style=None if style is None else _distribution(style),
-        truncated=truncated,
+        n_tokens=n_tokens,
+        finish_reason=finish_reason,
     )
 
 
 def episode(
     query: str = "",
     policy: Candidate | str = "",
-    baseline: Candidate | str = "",
+    baseline: Candidate | str | None = None,
     *,
-    user_profile: str = "",
-    history_summary: str = "",
-    gold_ids: Sequence[str] = (),
+    response: str | None = None,
+    columns: Mapping[str, ColumnValue] | None = None,
+    prompt: Sequence[Message] | None = None,
+    user_profile: str | None = None,
+    history_summary: str | None = None,
+    gold_ids: Sequence[str] | None = None,
+    sample_index: int = 0,
 ) -> Episode:
-    """An episode; a side given as a text is a rewrite that found nothing and was not judged."""
+    """An episode; a side given as a text is a rewrite that was not looked up and not judged."""
     return Episode(
-        id="test",
+        id=f"test/{sample_index}",
+        group_id="test",
+        sample_index=sample_index,
         query=query,
         context=Context(user_profile, history_summary),
-        gold_ids=list(gold_ids),
-        policy=candidate(policy) if isinstance(policy, str) else policy,
+        gold_ids=None if gold_ids is None else list(gold_ids),
+        columns=dict(columns or {}),
+        prompt=None if prompt is None else list(prompt),
+        response=response,
+        policy=candidate(policy or None) if isinstance(policy, str) else policy,
         baseline=candidate(baseline) if isinstance(baseline, str) else baseline,
     )
 
 
-def sample(query: str, rewrite: str, scores: Sequence[float] = (0.9,)) -> Sample:
+def declared(episode: Episode, inputs: Container[str]) -> Episode:
+    """The episode with the parts that a plugin declares and no others, as the host gives it."""
+
+    def side(of: Candidate) -> Candidate:
+        return replace(of, **{part: None for part in ("retrieval", "judgement", "style") if part not in inputs})
+
+    absent: dict[str, Any] = {part: None for part in ("response", "prompt", "baseline") if part not in inputs}
+    if "columns" not in inputs:
+        absent["columns"] = {}
+    if episode.baseline is not None and "baseline" in inputs:
+        absent["baseline"] = side(episode.baseline)
+    return replace(episode, policy=side(episode.policy), **absent)
+
+
+def sample(query: str, rewrite: str, scores: Sequence[float] = (0.9,), columns: Mapping[str, ColumnValue] | None = None) -> Sample:
     """A sample with hits of these reranker scores."""
-    return Sample(id="test", original_query=query, rewritten_query=rewrite, hits=hits(*scores))
+    return Sample(id="test", original_query=query, rewritten_query=rewrite, hits=hits(*scores), columns=dict(columns or {}))
 
 
 def dialogue(*texts: str) -> Dialogue:
@@ -68,6 +99,55 @@ def dialogue(*texts: str) -> Dialogue:
     speakers = (Message.user, Message.assistant)
     first = len(texts) % 2
     return Dialogue(id="test", turns=[speakers[(first + index) % 2](text) for index, text in enumerate(texts)])
+
+
+@contextmanager
+def host_functions(
+    *,
+    count_tokens: Callable[[str], int] = lambda text: len(units(text)),
+    split_tokens: Callable[[str], list[str]] = units,
+    words: Callable[[str], list[str]] = units,
+    embed: Callable[[list[str]], list[list[float]]] | None = None,
+    ask_judge: Callable[[list[Message]], str] | None = None,
+    classify: Callable[[list[Message]], list[StyleProbability]] | None = None,
+) -> Iterator[None]:
+    """Stand-ins for host functions within a ``with`` block.
+
+    Tokens and words are the units of :func:`querl_sdk.text.units`, vectors counts of characters; judge and style model are not
+    configured. Another stand-in may raise :class:`querl_sdk.HostCallError`.
+    """
+    functions = {
+        "count_tokens": count_tokens,
+        "split_tokens": split_tokens,
+        "segment_words": words,
+        "embed": embed or _character_vectors,
+        "ask_judge": ask_judge,
+        "classify_style": classify,
+    }
+
+    def call(interface: str, function: str, argument: Any) -> Any:
+        stand_in: Any = functions[function]
+        if stand_in is None:
+            raise HostCallError(interface)
+        return stand_in(argument)
+
+    before = host._send_to(call)
+    try:
+        yield
+    finally:
+        host._send_to(before)
+
+
+def _character_vectors(texts: list[str]) -> list[list[float]]:
+    """Vectors of length 1 of counts of code points modulo 64; of an empty text the first axis."""
+    vectors = []
+    for text in texts:
+        counts = [0.0] * 64
+        for character in text or "\0":
+            counts[ord(character) % 64] += 1
+        length = math.sqrt(sum(count * count for count in counts))
+        vectors.append([count / length for count in counts])
+    return vectors
 
 
 def style_model(distribution: Mapping[str, float] | None = None, failure: CallFailure | None = None) -> StyleModel:
@@ -82,7 +162,7 @@ class _FixedModel:
 
     def classify(self, turns: list[Message]) -> list[StyleProbability]:
         if self._distribution is None:
-            raise ClassifyError(self._failure)
+            raise HostCallError("style-model", self._failure)
         return _distribution(self._distribution)
 
 

@@ -9,15 +9,16 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ..filter import Filter
 from ..prompt import Prompt, PromptInput, PromptTask
-from ..reward import Reward, Score
+from ..reward import GroupReward, Reward, Score
 from ..settings import Settings
 from ..style import StyleScorer
-from ..types import JudgeScore, Rejection, Role
-from .builders import candidate, dialogue, episode, failed, sample, style_model
+from ..types import Context, Episode, JudgeScore, Message, Rejection, Role
+from .builders import candidate, declared, dialogue, episode, failed, host_functions, sample, style_model
 
 _NAME = re.compile(r"[a-z0-9_]{1,64}")
 
@@ -36,17 +37,36 @@ def check_contract(plugin: type[Any], settings: Mapping[str, object] | None = No
 
     for base, check in _CHECKS.items():
         if issubclass(plugin, base):
-            check(make)
+            with host_functions(ask_judge=lambda messages: "3"):
+                check(make)
             return
     raise TypeError(f"{plugin!r} is none of {', '.join(base.__name__ for base in _CHECKS)}")
 
 
-def _reward(make: Callable[[], Any]) -> None:
+def _range(make: Callable[[], Any]) -> tuple[float, float]:
     low, high = make().range()
     finite = math.isfinite(low) and math.isfinite(high)
     _expect(finite and low < high, "range()", (low, high), "two finite numbers, the first below the second")
-    for sent in _independent(make, [(each,) for each in _episodes()]):
+    return low, high
+
+
+def _reward(make: Callable[[], Any]) -> None:
+    low, high = _range(make)
+    for sent in _independent(make, [(each,) for each in _episodes(make())]):
         _score(_answer(make(), sent), sent, low, high)
+
+
+def _group_reward(make: Callable[[], Any]) -> None:
+    low, high = _range(make)
+    episodes = _episodes(make())
+    for group in [episodes[:1], episodes[:8], episodes]:
+        given = [replace(each, sample_index=index) for index, each in enumerate(group)]
+        outcomes = make().score_group(copy.deepcopy(given))
+        _expect(len(outcomes) == len(given), f"{len(given)} episodes", outcomes, "one result per episode")
+        for outcome, sent in zip(outcomes, given):
+            _score(outcome, (sent,), low, high)
+        backwards = make().score_group(copy.deepcopy(given[::-1]))
+        _expect(backwards[::-1] == outcomes, "the same group backwards", backwards, "results that do not depend on the order")
 
 
 def _style_scorer(make: Callable[[], Any]) -> None:
@@ -89,18 +109,27 @@ def _messages(messages: Any, sent: Any) -> None:
     _expect(well_formed, sent, messages, "at least one message, the last from the user, a system message only at the start")
 
 
-def _episodes() -> list[Any]:
+def _episodes(plugin: Any) -> list[Episode]:
     sides = [
-        candidate("胶原蛋白肽的服用方法", [0.9, 0.8, 0.7], 4.5, {"售前": 1.0}),
+        candidate("胶原蛋白肽的服用方法", [0.9, 0.8, 0.7], 4.5, {"售前": 1.0}, n_tokens=9, finish_reason="stop"),
         candidate("胶原蛋白肽", [0.0]),
-        candidate("", []),
-        candidate("胶原", failed("index down")),
-        candidate("胶原", [1.0], failed("judge down"), truncated=True),
+        candidate(),
+        candidate("胶原", failed("index down"), finish_reason="length"),
+        candidate("胶原", [1.0], failed("judge down"), finish_reason="content_filter"),
         candidate("胶原", [1.0] * 50, 0.0),
     ]
-    texts = [candidate(text, [0.5]) for text in _TEXTS]
-    paired = [episode("胶原咋吃", policy, baseline, gold_ids=["kb-1"]) for policy in sides for baseline in sides]
-    return paired + [episode(each.rewrite, each, sides[0], user_profile=each.rewrite) for each in texts]
+    columns = {"text": "文", "number": 0.5, "flag": True, "items": ["a", 1.0]}
+    prompt = [Message.system("改写"), Message.user("胶原咋吃")]
+    paired = [
+        episode("胶原咋吃", policy, baseline, gold_ids=["kb-1"], response=policy.rewrite or "", columns=columns, prompt=prompt)
+        for policy in sides
+        for baseline in [*sides, None]
+    ]
+    texts = [
+        episode(text, candidate(text if text.strip() else None, [0.5]), sides[0], user_profile=text, response=text) for text in _TEXTS
+    ]
+    inputs = {*plugin.requires, *plugin.uses}
+    return [declared(each, inputs) for each in paired + texts]
 
 
 def _score(answer: Any, sent: Any, low: float, high: float) -> None:
@@ -108,6 +137,7 @@ def _score(answer: Any, sent: Any, low: float, high: float) -> None:
         return
     _expect(isinstance(answer, Score), sent, answer, "a Score, or a raised Rejection")
     _expect(low <= answer.total <= high, sent, answer, f"a total from {low} to {high}")
+    _expect(len(answer.components) <= 64, sent, answer, "at most 64 components")
     for name, value in answer.components.items():
         _expect(_NAME.fullmatch(name) is not None, sent, name, "a component name of 1 to 64 of a to z, 0 to 9 and _")
         _expect(math.isfinite(value), sent, f"{name} = {value}", "a finite component")
@@ -145,6 +175,7 @@ def _shown(value: object) -> str:
 
 _CHECKS: dict[type, Callable[[Callable[[], Any]], None]] = {
     Reward: _reward,
+    GroupReward: _group_reward,
     Filter: _filter,
     Prompt: _prompt,
     StyleScorer: _style_scorer,

@@ -8,15 +8,23 @@ from typing import Any
 
 from ..filter import Filter
 from ..prompt import Prompt, PromptTask
-from ..reward import Reward, Score
+from ..reward import GroupReward, Reward, Score
 from ..settings import Settings
 from ..style import StyleScorer
-from ..types import Rejection
+from ..types import Message, Rejection
 from . import json_form
-from .builders import style_model
+from .builders import declared, host_functions, style_model
 
 _TOLERANCE = 1e-9
-_ABOUT = {"episode": Reward, "samples": Filter, "task": Prompt, "parse_rewrite": Prompt, "parse_judgement": Prompt, "dialogue": StyleScorer}
+_ABOUT = {
+    "episode": Reward,
+    "episodes": GroupReward,
+    "samples": Filter,
+    "task": Prompt,
+    "parse_rewrite": Prompt,
+    "parse_judgement": Prompt,
+    "dialogue": StyleScorer,
+}
 
 
 @dataclass
@@ -28,7 +36,7 @@ class GoldenCase:
     name: str
     settings: dict[str, Any]
     about: str
-    """Which of the forms it has: `episode`, `samples`, `task`, `parse_rewrite`, `parse_judgement` or `dialogue`."""
+    """Which of the forms it has: `episode`, `episodes`, `samples`, `task`, `parse_rewrite`, `parse_judgement` or `dialogue`."""
     sent: Any
     input: Any
     """Of a `task`, what goes into the prompt."""
@@ -83,6 +91,8 @@ def _sent(about: str, value: Any, name: str) -> Any:
     match about:
         case "episode":
             return json_form.episode(value, name)
+        case "episodes":
+            return [json_form.episode(each, f"{name}/{index}") for index, each in enumerate(value)]
         case "samples":
             return [json_form.sample(sample, str(number)) for number, sample in enumerate(value, 1)]
         case "task":
@@ -93,17 +103,21 @@ def _sent(about: str, value: Any, name: str) -> Any:
 
 
 def _answers(plugin: Any, case: GoldenCase) -> Any:
-    match case.about:
-        case "samples":
-            return [_attempt(plugin.check, sample) for sample in case.sent]
-        case "task":
-            return plugin.messages(case.sent, case.input)
-        case "parse_rewrite" | "parse_judgement":
-            return _attempt(getattr(plugin, case.about), case.sent)
-        case "dialogue":
-            says = None if case.style_model is None else json_form.distribution(case.style_model)
-            return _attempt(plugin.score, case.sent, style_model(says))
-    return _attempt(plugin.score, case.sent)
+    inputs = {*getattr(plugin, "requires", ()), *getattr(plugin, "uses", ())}
+    with host_functions():
+        match case.about:
+            case "episode":
+                return _attempt(plugin.score, declared(case.sent, inputs))
+            case "episodes":
+                return plugin.score_group([declared(each, inputs) for each in case.sent])
+            case "samples":
+                return [_attempt(plugin.check, sample) for sample in case.sent]
+            case "task":
+                return _attempt(plugin.messages, case.sent, case.input)
+            case "dialogue":
+                distribution = case.style_model and {each["label"]: each["probability"] for each in case.style_model}
+                return _attempt(plugin.score, case.sent, style_model(distribution))
+        return _attempt(getattr(plugin, case.about), case.sent)
 
 
 def _attempt(call: Any, *arguments: Any) -> Any:
@@ -118,23 +132,25 @@ def _agrees(returned: Any, case: GoldenCase) -> bool:
     if case.about == "samples":
         verdicts = ["keep" if verdict is None else {"drop": verdict.code} for verdict in returned]
         return bool(verdicts == expect)
+    if case.about == "episodes":
+        return len(returned) == len(expect) and all(map(_is_outcome, returned, expect))
+    if isinstance(returned, Rejection) or case.about in ("episode", "dialogue"):
+        return _is_outcome(returned, expect)
     if case.about == "task" and "messages" in expect:
-        return bool(returned == [json_form.message(message) for message in expect["messages"]])
+        return bool(returned == [Message.from_json(message) for message in expect["messages"]])
     if case.about == "task":
-        return all(any(text in message.content for message in returned) for text in expect["contains"])
-    if isinstance(returned, Rejection):
-        return bool(returned.code == expect.get("rejected"))
+        return all(any(text in message.content for message in returned) for text in expect.get("contains", [""]))
     if case.about == "parse_rewrite":
         return bool(returned == expect.get("rewrite"))
-    if case.about == "parse_judgement":
-        return bool(returned.score == expect.get("score") and expect.get("reason", returned.reason) == returned.reason)
-    return _is_score(returned, expect)
+    return bool(returned.score == expect.get("score") and expect.get("reason", returned.reason) == returned.reason)
 
 
-def _is_score(score: Score, expect: dict[str, Any]) -> bool:
+def _is_outcome(returned: Score | Rejection, expect: dict[str, Any]) -> bool:
+    if isinstance(returned, Rejection):
+        return bool(returned.code == expect.get("rejected"))
     if "total" not in expect:
         return False
     tolerance = expect.get("tolerance", _TOLERANCE)
-    pairs = [(score.total, expect["total"])]
-    pairs += [(score.components.get(name, float("nan")), value) for name, value in expect.get("components", {}).items()]
+    pairs = [(returned.total, expect["total"])]
+    pairs += [(returned.components.get(name, float("nan")), value) for name, value in expect.get("components", {}).items()]
     return all(abs(value - expected) <= tolerance for value, expected in pairs)

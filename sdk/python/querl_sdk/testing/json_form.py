@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..filter import Sample
 from ..prompt import PromptInput
-from ..reward import Episode
 from ..style import Dialogue
-from ..types import CallFailure, Candidate, Context, FailureKind, Hit, JudgeScore, Message, Role, StyleProbability
+from ..types import Context, Episode, Hit, Message
 
-_FORMAT = 2
+_FORMATS = (2, 3)
 
 
 class Fields:
@@ -39,6 +38,10 @@ class Fields:
         value = self._left.pop(key, None)
         return default if value is None else value
 
+    def known(self, *keys: str) -> dict[str, Any]:
+        """Those of these keys that have a value."""
+        return {key: value for key in keys if (value := self.optional(key)) is not None}
+
     def end(self) -> None:
         """Every key was taken."""
         for key in self._left:
@@ -61,36 +64,47 @@ def read_episodes(path: Path | str) -> list[Episode]:
     """The episodes of a file that a run recorded (``episodes.jsonl``) or somebody wrote by hand."""
     episodes = []
     for place, value in lines(Path(path)):
-        if not isinstance(value, dict) or value.get("format") != _FORMAT:
-            raise ValueError(f'{place}: expected "format": {_FORMAT}')
-        episodes.append(episode(value["episode"]))
+        if not isinstance(value, dict) or value.get("format") not in _FORMATS:
+            raise ValueError(f'{place}: expected "format": {_FORMATS[-1]}')
+        try:
+            episodes.append(episode(value["episode"], default_id=f"line-{place.rsplit(':', 1)[-1]}", format=value["format"]))
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{place}: {error}") from None
     return episodes
 
 
-def episode(value: Any, default_id: str = "") -> Episode:
-    """An episode as recorded."""
+def episode(value: Any, default_id: str = "", format: int = _FORMATS[-1]) -> Episode:
+    """An episode as recorded. Missing ids, ranks and texts are filled in; a missing retrieval of format 2 means that nothing was found."""
     fields = Fields(value, "episode")
-    read = Episode(
-        id=fields.optional("id", default_id),
-        query=fields.take("query"),
-        context=_context(fields.optional("context", {})),
-        gold_ids=fields.optional("gold_ids", []),
-        policy=_candidate(fields.take("policy"), "policy"),
-        baseline=_candidate(fields.take("baseline"), "baseline"),
-    )
+    id = fields.optional("id", default_id)
+    group, _, index = id.rpartition("/")
+    has_index = bool(group) and index.isdigit()
+    read = {
+        "id": id,
+        "group_id": fields.optional("group_id", group if has_index else id),
+        "sample_index": fields.optional("sample_index", int(index) if has_index else 0),
+        **fields.known("step", "split", "gold_ids", "columns", "prompt", "response"),
+        "query": fields.take("query"),
+        "context": _context(fields.optional("context", {})),
+        "policy": _candidate(fields.take("policy"), "policy", format),
+    }
+    if (baseline := fields.optional("baseline")) is not None:
+        read["baseline"] = _candidate(baseline, "baseline", format)
     fields.end()
-    return read
+    return Episode.from_json(read)
 
 
 def sample(value: Any, default_id: str = "") -> Sample:
     """A sample of a golden case."""
     fields = Fields(value, "samples")
+    columns = {"columns": fields.optional("columns", {})}
     read = Sample(
         id=fields.optional("id", default_id),
         original_query=fields.take("original_query"),
         rewritten_query=fields.take("rewritten_query"),
-        context=_context(fields.optional("context", {})),
-        hits=_hits(fields.optional("hits", [])),
+        context=Context.from_json(_context(fields.optional("context", {}))),
+        hits=[Hit.from_json(hit) for hit in _hits(fields.optional("hits", []))],
+        columns=Episode.from_json(columns).columns,
     )
     fields.end()
     return read
@@ -99,7 +113,7 @@ def sample(value: Any, default_id: str = "") -> Sample:
 def prompt_input(value: Any) -> PromptInput:
     """The input of a golden case for a prompt."""
     fields = Fields(value, "input")
-    context = _context(fields.optional("context", {}))
+    context = Context.from_json(_context(fields.optional("context", {})))
     read = PromptInput(query=fields.take("query"), context=context, rewrite=fields.optional("rewrite"))
     fields.end()
     return read
@@ -108,74 +122,55 @@ def prompt_input(value: Any) -> PromptInput:
 def dialogue(value: Any, default_id: str = "") -> Dialogue:
     """A dialogue of a golden case."""
     fields = Fields(value, "dialogue")
-    read = Dialogue(id=fields.optional("id", default_id), turns=[message(turn) for turn in fields.take("turns")])
+    turns = [Message.from_json(turn) for turn in fields.take("turns")]
+    read = Dialogue(id=fields.optional("id", default_id), turns=turns)
     fields.end()
     return read
 
 
-def message(value: Any) -> Message:
-    """A chat message."""
-    return Message(Role(value["role"]), value["content"])
-
-
-def distribution(values: Any) -> dict[str, float]:
-    """A style distribution, by label."""
-    return {value["label"]: value["probability"] for value in values}
-
-
-def _context(value: Any) -> Context:
+def _context(value: Any) -> dict[str, str]:
+    """Empty texts are those of format 2, for what is unknown."""
     fields = Fields(value, "context")
-    read = Context(fields.optional("user_profile", ""), fields.optional("history_summary", ""))
+    read = {key: text for key, text in fields.known("user_profile", "history_summary").items() if text}
     fields.end()
     return read
 
 
-def _candidate(value: Any, place: str) -> Candidate:
+def _candidate(value: Any, place: str, format: int) -> dict[str, Any]:
     fields = Fields(value, place)
-    style = fields.optional("style")
-    read = Candidate(
-        rewrite=fields.take("rewrite"),
-        retrieval=_either(fields.optional("retrieval", {"hits": []}), "hits", _hits),
-        judgement=_judgement(fields.optional("judgement", "not_sampled")),
-        style=None if style is None else [StyleProbability(each["label"], each["probability"]) for each in style],
-        n_tokens=fields.optional("n_tokens", 0),
-        truncated=fields.optional("truncated", False),
-    )
+    read = fields.known("style", "finish_reason")
+    read |= {key: known for key, known in fields.known("rewrite", "n_tokens").items() if known and str(known).strip()}
+    if (retrieval := fields.optional("retrieval", {"hits": []} if format == 2 else None)) is not None:
+        read["retrieval"] = _either(retrieval, "hits", _hits)
+    judgement = fields.optional("judgement", "not_sampled")
+    if judgement != "not_sampled":
+        read["judgement"] = _either(judgement, "scored", lambda judged: {"reason": "", **judged})
+    truncated = fields.optional("truncated")
+    if truncated or (truncated is not None and "n_tokens" in read):
+        read.setdefault("finish_reason", "length" if truncated else "stop")
     fields.end()
     return read
 
 
-def _judgement(value: Any) -> JudgeScore | CallFailure | None:
-    if value == "not_sampled":
-        return None
-    judged: JudgeScore | CallFailure = _either(value, "scored", lambda said: JudgeScore(said["score"], said.get("reason", "")))
-    return judged
-
-
-def _either(value: Any, answered: str, read: Callable[[Any], Any]) -> Any:
-    """An answer under its name, or a failure under `failed`."""
-    fields = Fields(value, answered)
-    if "failed" in fields:
-        failure = fields.take("failed")
-        answer = CallFailure(FailureKind(failure["kind"]), failure.get("message", ""))
-    else:
-        answer = read(fields.take(answered))
+def _either(value: Any, result: str, read: Any) -> dict[str, Any]:
+    """A result under its name, or a failure under `failed`."""
+    fields = Fields(value, result)
+    form = {"failed": {"message": "", **fields.take("failed")}} if "failed" in fields else {result: read(fields.take(result))}
     fields.end()
-    return answer
+    return form
 
 
-def _hits(values: Any) -> list[Hit]:
+def _hits(values: Any) -> list[dict[str, Any]]:
     return [_hit(value, position) for position, value in enumerate(values, 1)]
 
 
-def _hit(value: Any, position: int) -> Hit:
+def _hit(value: Any, position: int) -> dict[str, Any]:
     fields = Fields(value, "hits")
-    read = Hit(
-        id=fields.optional("id", ""),
-        text=fields.optional("text", ""),
-        reranker_score=fields.take("reranker_score"),
-        retrieval_score=fields.optional("retrieval_score"),
-        rank=fields.optional("rank", 0) or position,
-    )
+    read = {
+        **{key: known for key, known in fields.known("id", "retrieval_score").items() if known != ""},
+        "text": fields.optional("text", ""),
+        "reranker_score": fields.take("reranker_score"),
+        "rank": fields.optional("rank", 0) or position,
+    }
     fields.end()
     return read

@@ -24,7 +24,7 @@ class TenantPrompt(Prompt):
     def parse_rewrite(self, text: str) -> str:
         rewrite = re.sub(r"^改写后的查询[:：]", "", text.strip()).strip(" \t\n\"“”「」")
         if not rewrite:
-            raise Rejection("no_rewrite", "the answer holds no rewrite")
+            raise Rejection("no_rewrite", "the response holds no rewrite")
         return rewrite
 
     def parse_judgement(self, text: str) -> JudgeScore:
@@ -33,7 +33,7 @@ class TenantPrompt(Prompt):
             r'得分"?\s*[:：]\s*"?(\d+(?:\.\d+)?)"?[。.，,\s]*(?:"评分理由"\s*:\s*)?(.*)', text, re.DOTALL
         )
         if found is None or float(found[1]) > 5:
-            raise Rejection("no_score", "the answer holds no score from 0 to 5")
+            raise Rejection("no_score", "the response holds no score from 0 to 5")
         return JudgeScore(float(found[1]), found[2].strip(' \t\n"}`'))
 
 

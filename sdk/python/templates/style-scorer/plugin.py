@@ -1,6 +1,6 @@
-"""Scores an answer by how much its dialogue is of one style."""
+"""Scores a response by how much its dialogue is of one style."""
 
-from querl_sdk import ClassifyError, Dialogue, Rejection, Score, Settings, StyleModel, StyleScorer, export
+from querl_sdk import Dialogue, HostCallError, Rejection, Score, Settings, StyleModel, StyleScorer, export
 
 
 class OneStyle(StyleScorer):
@@ -10,11 +10,11 @@ class OneStyle(StyleScorer):
     def score(self, dialogue: Dialogue, model: StyleModel) -> Score:
         try:
             classes = model.classify(dialogue.turns)
-        except ClassifyError as error:
+        except HostCallError as error:
             raise Rejection("no_style", str(error)) from error
         probability = {each.label: each.probability for each in classes}.get(self.label)
         if probability is None:
-            raise Rejection("unknown_label", f"the style model has no class `{self.label}`")
+            raise Rejection("unknown_class", f"the style model has no class `{self.label}`")
         return Score(probability)
 
 

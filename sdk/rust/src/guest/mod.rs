@@ -3,21 +3,27 @@
 
 mod arena;
 mod convert;
-mod packed;
+pub(crate) mod host;
 
-use crate::{Filter, Prompt, Reward, SettingError, Settings, StyleModel, StyleScorer};
+use crate::host::CallError;
+use crate::{Filter, GroupReward, Input, Inputs, Prompt, Reward, SettingError, Settings, StyleModel, StyleScorer};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
+use std::ops::RangeInclusive;
 
 /// What the host offers, and the shared types.
 pub mod imports {
     wit_bindgen::generate!({
         inline: "package querl:sdk-imports;
             world imports {
-                import querl:plugin/types@0.1.0;
-                import querl:plugin/settings@0.1.0;
-                import querl:plugin/log@0.1.0;
-                import querl:plugin/style-model@0.1.0;
+                import querl:plugin/types@0.2.0;
+                import querl:plugin/settings@0.2.0;
+                import querl:plugin/log@0.2.0;
+                import querl:plugin/tokens@0.2.0;
+                import querl:plugin/words@0.2.0;
+                import querl:plugin/similarity@0.2.0;
+                import querl:plugin/judge@0.2.0;
+                import querl:plugin/style-model@0.2.0;
             }",
         path: "wit",
         generate_all,
@@ -43,48 +49,58 @@ macro_rules! exported_interface {
 
 exported_interface!(
     info,
-    "package querl:sdk-info; world info { export querl:plugin/info@0.1.0; }",
+    "package querl:sdk-info; world info { export querl:plugin/info@0.2.0; }",
     "export_info",
-    "querl_sdk::__guest::info"
+    "querl_sdk::__guest::info",
+    "querl:plugin/types@0.2.0"
 );
 exported_interface!(
     prompts,
-    "package querl:sdk-prompts; world prompts { export querl:plugin/prompts@0.1.0; }",
+    "package querl:sdk-prompts; world prompts { export querl:plugin/prompts@0.2.0; }",
     "export_prompts",
     "querl_sdk::__guest::prompts",
-    "querl:plugin/types@0.1.0"
+    "querl:plugin/types@0.2.0"
 );
 exported_interface!(
     filters,
-    "package querl:sdk-filters; world filters { export querl:plugin/filters@0.1.0; }",
+    "package querl:sdk-filters; world filters { export querl:plugin/filters@0.2.0; }",
     "export_filters",
     "querl_sdk::__guest::filters",
-    "querl:plugin/types@0.1.0"
+    "querl:plugin/types@0.2.0"
 );
 exported_interface!(
     rewards,
-    "package querl:sdk-rewards; world rewards { export querl:plugin/rewards@0.1.0; }",
+    "package querl:sdk-rewards; world rewards { export querl:plugin/rewards@0.2.0; }",
     "export_rewards",
     "querl_sdk::__guest::rewards",
-    "querl:plugin/types@0.1.0"
+    "querl:plugin/types@0.2.0"
+);
+exported_interface!(
+    group_rewards,
+    "package querl:sdk-group-rewards; world group-rewards { export querl:plugin/group-rewards@0.2.0; }",
+    "export_group_rewards",
+    "querl_sdk::__guest::group_rewards",
+    "querl:plugin/types@0.2.0"
 );
 exported_interface!(
     packed_rewards,
-    "package querl:sdk-packed-rewards; world packed-rewards { export querl:plugin/packed-rewards@0.1.0; }",
+    "package querl:sdk-packed-rewards; world packed-rewards { export querl:plugin/packed-rewards@0.2.0; }",
     "export_packed_rewards",
     "querl_sdk::__guest::packed_rewards"
 );
 exported_interface!(
     style_scores,
-    "package querl:sdk-style-scores; world style-scores { export querl:plugin/style-scores@0.1.0; }",
+    "package querl:sdk-style-scores; world style-scores { export querl:plugin/style-scores@0.2.0; }",
     "export_style_scores",
     "querl_sdk::__guest::style_scores",
-    "querl:plugin/types@0.1.0"
+    "querl:plugin/types@0.2.0"
 );
 
 use filters::exports::querl::plugin::filters as filters_wit;
-use imports::querl::plugin::{style_model as style_model_wit, types as wit};
+use group_rewards::exports::querl::plugin::group_rewards as group_wit;
+use imports::querl::plugin::types as wit;
 use info::exports::querl::plugin::info as info_wit;
+pub use info_wit::Kind;
 use packed_rewards::exports::querl::plugin::packed_rewards as packed_wit;
 use prompts::exports::querl::plugin::prompts as prompts_wit;
 use rewards::exports::querl::plugin::rewards as rewards_wit;
@@ -94,6 +110,12 @@ use style_scores::exports::querl::plugin::style_scores as style_wit;
 pub trait Identity {
     const NAME: &'static str;
     const VERSION: &'static str;
+    const INPUTS: Inputs;
+
+    fn kinds() -> Vec<Kind>;
+
+    /// The range of a reward under these settings.
+    fn range(settings: &Settings) -> Option<RangeInclusive<f64>>;
 
     /// Reads the settings of all kinds that the component holds.
     fn check_settings(settings: &Settings) -> Result<(), SettingError>;
@@ -104,6 +126,7 @@ pub struct InfoGuest<T>(PhantomData<T>);
 pub struct PromptGuest<T>(PhantomData<T>);
 pub struct FilterGuest<T>(PhantomData<T>);
 pub struct RewardGuest<T>(PhantomData<T>);
+pub struct GroupRewardGuest<T>(PhantomData<T>);
 pub struct StyleScorerGuest<T>(PhantomData<T>);
 
 /// The host checks the settings before it calls anything else, so that only a host's mistake ends here.
@@ -113,7 +136,21 @@ fn checked<T>(plugin: Result<T, SettingError>) -> T {
 
 impl<T: Identity> info_wit::Guest for InfoGuest<T> {
     fn describe() -> info_wit::Description {
-        info_wit::Description { name: T::NAME.to_owned(), version: T::VERSION.to_owned() }
+        let mut range = None;
+        let settings = Settings::recorded(|settings| {
+            drop(T::check_settings(settings));
+            range = T::range(settings);
+        });
+        let is_complete = settings.iter().all(|setting| setting.default.is_some());
+        let inputs = Input::ALL.into_iter().filter(|input| T::INPUTS.contains(*input));
+        info_wit::Description {
+            name: T::NAME.to_owned(),
+            version: T::VERSION.to_owned(),
+            kinds: T::kinds(),
+            settings: settings.into_iter().map(convert::setting).collect(),
+            range: range.filter(|_| is_complete).map(convert::bounds),
+            inputs: inputs.map(|input| convert::input(input, T::INPUTS.is_required(input))).collect(),
+        }
     }
 
     fn check_settings() -> Result<(), info_wit::SettingError> {
@@ -123,10 +160,10 @@ impl<T: Identity> info_wit::Guest for InfoGuest<T> {
 }
 
 impl<T: Prompt> prompts_wit::Guest for PromptGuest<T> {
-    fn messages(task: prompts_wit::Task, input: prompts_wit::Input) -> Vec<wit::Message> {
+    fn messages(task: prompts_wit::Task, input: prompts_wit::Input) -> Result<Vec<wit::Message>, wit::Rejection> {
         let plugin = checked(T::new(&Settings::of_host()));
         let messages = plugin.messages(convert::task(task), &convert::prompt_input(input));
-        messages.into_iter().map(convert::message_out).collect()
+        messages.map(|messages| messages.into_iter().map(convert::message_out).collect()).map_err(convert::rejection)
     }
 
     fn parse_rewrite(text: String) -> Result<String, wit::Rejection> {
@@ -148,19 +185,18 @@ impl<T: Filter> filters_wit::Guest for FilterGuest<T> {
 }
 
 impl<T: Reward> rewards_wit::Guest for RewardGuest<T> {
-    fn range() -> rewards_wit::Bounds {
-        let (min, max) = checked(T::new(&Settings::of_host())).range().into_inner();
-        rewards_wit::Bounds { min, max }
+    fn range() -> wit::Bounds {
+        convert::bounds(checked(T::new(&Settings::of_host())).range())
     }
 
-    fn score_batch(episodes: Vec<rewards_wit::Episode>) -> Vec<Result<rewards_wit::Score, wit::Rejection>> {
+    fn score_batch(episodes: Vec<wit::Episode>) -> Vec<Result<wit::Score, wit::Rejection>> {
         let plugin = checked(T::new(&Settings::of_host()));
         let episodes = episodes.into_iter().map(convert::episode);
         episodes
             .map(|episode| {
                 // The instance ends with this call, and its memory with it: freeing thirty texts one by one buys nothing.
                 let episode = ManuallyDrop::new(episode);
-                plugin.score(&episode).map(convert::score).map_err(convert::rejection)
+                convert::result(plugin.score(&episode))
             })
             .collect()
     }
@@ -168,17 +204,33 @@ impl<T: Reward> rewards_wit::Guest for RewardGuest<T> {
 
 impl<T: Reward> packed_wit::Guest for RewardGuest<T> {
     fn score_packed(episodes: Vec<u8>) -> Vec<u8> {
-        packed::score_batch(&checked(T::new(&Settings::of_host())), episodes)
+        crate::packed::score_batch(&checked(T::new(&Settings::of_host())), episodes)
+    }
+}
+
+impl<T: GroupReward> group_wit::Guest for GroupRewardGuest<T> {
+    fn range() -> wit::Bounds {
+        convert::bounds(checked(T::new(&Settings::of_host())).range())
+    }
+
+    fn score_group(episodes: Vec<wit::Episode>) -> Vec<Result<wit::Score, wit::Rejection>> {
+        let plugin = checked(T::new(&Settings::of_host()));
+        let episodes = ManuallyDrop::new(episodes.into_iter().map(convert::episode).collect::<Vec<_>>());
+        plugin.score_group(&episodes).into_iter().map(convert::result).collect()
+    }
+}
+
+impl<T: GroupReward> packed_wit::Guest for GroupRewardGuest<T> {
+    fn score_packed(episodes: Vec<u8>) -> Vec<u8> {
+        crate::packed::score_group(&checked(T::new(&Settings::of_host())), episodes)
     }
 }
 
 impl<T: StyleScorer> style_wit::Guest for StyleScorerGuest<T> {
-    fn score_batch(dialogues: Vec<style_wit::Dialogue>) -> Vec<Result<style_wit::StyleScore, wit::Rejection>> {
+    fn score_batch(dialogues: Vec<style_wit::Dialogue>) -> Vec<Result<wit::Score, wit::Rejection>> {
         let plugin = checked(T::new(&Settings::of_host()));
         let dialogues = dialogues.into_iter().map(convert::dialogue);
-        dialogues
-            .map(|dialogue| plugin.score(&dialogue, &HostModel).map(convert::style_score).map_err(convert::rejection))
-            .collect()
+        dialogues.map(|dialogue| convert::result(plugin.score(&dialogue, &HostModel))).collect()
     }
 }
 
@@ -186,14 +238,7 @@ impl<T: StyleScorer> style_wit::Guest for StyleScorerGuest<T> {
 struct HostModel;
 
 impl StyleModel for HostModel {
-    fn classify(&self, turns: &[crate::Message]) -> Result<Vec<crate::StyleProbability>, crate::ClassifyError> {
-        let turns: Vec<_> = turns.iter().cloned().map(convert::message_out).collect();
-        match style_model_wit::classify(&turns) {
-            Ok(distribution) => Ok(distribution.into_iter().map(convert::style_probability).collect()),
-            Err(style_model_wit::ClassifyError::NotConfigured) => Err(crate::ClassifyError::NotConfigured),
-            Err(style_model_wit::ClassifyError::Failed(failure)) => {
-                Err(crate::ClassifyError::Failed(convert::call_failure(failure)))
-            }
-        }
+    fn classify(&self, turns: &[crate::Message]) -> Result<Vec<crate::StyleProbability>, CallError> {
+        host::classify(turns)
     }
 }

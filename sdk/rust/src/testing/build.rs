@@ -1,9 +1,10 @@
 //! Values for tests, made with few words.
 
 use super::check;
+use crate::host::CallError;
 use crate::{
-    CallFailure, Candidate, ClassifyError, Context, Dialogue, Episode, FailureKind, Hit, Judgement, Message,
-    PromptInput, Sample, StyleModel, StyleProbability,
+    CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode, FailureKind, FinishReason, Hit,
+    JudgeScore, Message, PromptInput, Sample, StyleModel, StyleProbability,
 };
 use std::ops::Deref;
 
@@ -21,7 +22,7 @@ enum Side {
     Baseline,
 }
 
-/// An episode for `query`, in which neither side wrote or found anything yet.
+/// An episode for `query`, in which nothing else is known yet.
 ///
 /// [`EpisodeBuilder::policy`] and [`EpisodeBuilder::baseline`] say whom the words after them are about:
 ///
@@ -32,10 +33,10 @@ enum Side {
 ///     .history("用户问过深海鱼油")
 ///     .policy("深海鱼油 每日用量").hit("kb-7", 0.8).hit("kb-2", 0.5).judged(4.5)
 ///     .baseline("鱼油 几粒").hit("kb-2", 0.5).judged(3.0);
-/// assert_eq!(episode.policy.retrieval.as_ref().unwrap()[1].rank, 2);
+/// assert_eq!(episode.policy.hits("policy").unwrap()[1].rank, 2);
 /// ```
 pub fn episode(query: impl Into<String>) -> EpisodeBuilder {
-    let episode = Episode { id: "test".into(), query: query.into(), ..Episode::default() };
+    let episode = Episode { id: "test".into(), group_id: "test".into(), query: query.into(), ..Episode::default() };
     EpisodeBuilder { episode, side: None }
 }
 
@@ -48,19 +49,43 @@ impl EpisodeBuilder {
 
     /// Sets 用户画像, who asks.
     pub fn profile(mut self, profile: impl Into<String>) -> Self {
-        self.episode.context.user_profile = profile.into();
+        self.episode.context.user_profile = Some(profile.into());
         self
     }
 
     /// Sets 历史摘要, what was said before.
     pub fn history(mut self, history: impl Into<String>) -> Self {
-        self.episode.context.history_summary = history.into();
+        self.episode.context.history_summary = Some(history.into());
         self
     }
 
     /// Sets the ids of the passages known to answer the query.
     pub fn gold<T: Into<String>>(mut self, ids: impl IntoIterator<Item = T>) -> Self {
-        self.episode.gold_ids = ids.into_iter().map(Into::into).collect();
+        self.episode.gold_ids = Some(ids.into_iter().map(Into::into).collect());
+        self
+    }
+
+    /// Sets the group and the index of the sample in it; `test` and 0 otherwise.
+    pub fn group(mut self, id: impl Into<String>, sample_index: u32) -> Self {
+        (self.episode.group_id, self.episode.sample_index) = (id.into(), sample_index);
+        self
+    }
+
+    /// One more column of the query's row.
+    pub fn column(mut self, name: impl Into<String>, value: ColumnValue) -> Self {
+        self.episode.columns.push(Column { name: name.into(), value });
+        self
+    }
+
+    /// Sets the messages that the policy answered.
+    pub fn prompt(mut self, messages: impl IntoIterator<Item = Message>) -> Self {
+        self.episode.prompt = Some(messages.into_iter().collect());
+        self
+    }
+
+    /// Sets the text that the policy generated.
+    pub fn response(mut self, response: impl Into<String>) -> Self {
+        self.episode.response = Some(response.into());
         self
     }
 
@@ -83,18 +108,24 @@ impl EpisodeBuilder {
     /// As [`EpisodeBuilder::hit`], with the passage.
     #[track_caller]
     pub fn hit_with_text(self, id: impl Into<String>, text: impl Into<String>, reranker_score: f64) -> Self {
-        let hit = Hit { id: id.into(), text: text.into(), reranker_score, ..Hit::default() };
-        self.about("hit", |candidate| match &mut candidate.retrieval {
+        let hit = Hit { id: Some(id.into()), text: text.into(), reranker_score, ..Hit::default() };
+        self.about("hit", |candidate| match candidate.retrieval.get_or_insert_with(|| Ok(Vec::new())) {
             Ok(hits) => push_hit(hits, hit),
             Err(_) => panic!("a retrieval that failed has no hits; leave out `retrieval_failed` or `hit`"),
         })
     }
 
-    /// Retrieval gave no answer on this side.
+    /// Retrieval found nothing for this side.
+    #[track_caller]
+    pub fn nothing_found(self) -> Self {
+        self.about("nothing_found", |candidate| candidate.retrieval = Some(Ok(Vec::new())))
+    }
+
+    /// Retrieval failed on this side.
     #[track_caller]
     pub fn retrieval_failed(self, kind: FailureKind, message: impl Into<String>) -> Self {
         let failure = CallFailure { kind, message: message.into() };
-        self.about("retrieval_failed", |candidate| candidate.retrieval = Err(failure))
+        self.about("retrieval_failed", |candidate| candidate.retrieval = Some(Err(failure)))
     }
 
     /// The judge's score of this side, 0 to 5.
@@ -107,15 +138,15 @@ impl EpisodeBuilder {
     #[track_caller]
     pub fn judged_because(self, score: f64, reason: impl Into<String>) -> Self {
         check::sent(check::judge_score(score));
-        let judgement = Judgement::Scored { score, reason: reason.into() };
+        let judgement = Some(Ok(JudgeScore { score, reason: reason.into() }));
         self.about("judged", |candidate| candidate.judgement = judgement)
     }
 
-    /// The judge was called for this side and gave no usable answer.
+    /// The judge was called for this side and gave no usable response.
     #[track_caller]
     pub fn judgement_failed(self, kind: FailureKind, message: impl Into<String>) -> Self {
         let failure = CallFailure { kind, message: message.into() };
-        self.about("judgement_failed", |candidate| candidate.judgement = Judgement::Failed(failure))
+        self.about("judgement_failed", |candidate| candidate.judgement = Some(Err(failure)))
     }
 
     /// The style distribution of this side; sums to 1.
@@ -128,25 +159,25 @@ impl EpisodeBuilder {
     /// How many tokens this side's rewrite has.
     #[track_caller]
     pub fn n_tokens(self, n_tokens: u32) -> Self {
-        self.about("n_tokens", |candidate| candidate.n_tokens = n_tokens)
+        self.about("n_tokens", |candidate| candidate.n_tokens = Some(n_tokens))
     }
 
-    /// The token limit cut this side's rewrite off.
+    /// The token limit ended this side's generation.
     #[track_caller]
     pub fn truncated(self) -> Self {
-        self.about("truncated", |candidate| candidate.truncated = true)
+        self.about("truncated", |candidate| candidate.finish_reason = Some(FinishReason::Length))
     }
 
     fn side(mut self, side: Side, rewrite: String) -> Self {
         self.side = Some(side);
-        self.about("side", |candidate| candidate.rewrite = rewrite)
+        self.about("side", |candidate| candidate.rewrite = Some(rewrite))
     }
 
     #[track_caller]
     fn about(mut self, word: &str, change: impl FnOnce(&mut Candidate)) -> Self {
         match self.side {
             Some(Side::Policy) => change(&mut self.episode.policy),
-            Some(Side::Baseline) => change(&mut self.episode.baseline),
+            Some(Side::Baseline) => change(self.episode.baseline.get_or_insert_default()),
             None => panic!("`{word}` is about one side; say `policy` or `baseline` before it"),
         }
         self
@@ -198,13 +229,13 @@ impl SampleBuilder {
 
     /// Sets 用户画像, who asks.
     pub fn profile(mut self, profile: impl Into<String>) -> Self {
-        self.0.context.user_profile = profile.into();
+        self.0.context.user_profile = Some(profile.into());
         self
     }
 
     /// Sets 历史摘要, what was said before.
     pub fn history(mut self, history: impl Into<String>) -> Self {
-        self.0.context.history_summary = history.into();
+        self.0.context.history_summary = Some(history.into());
         self
     }
 
@@ -217,7 +248,7 @@ impl SampleBuilder {
     /// As [`SampleBuilder::hit`], with the passage.
     #[track_caller]
     pub fn hit_with_text(mut self, id: impl Into<String>, text: impl Into<String>, reranker_score: f64) -> Self {
-        push_hit(&mut self.0.hits, Hit { id: id.into(), text: text.into(), reranker_score, ..Hit::default() });
+        push_hit(&mut self.0.hits, Hit { id: Some(id.into()), text: text.into(), reranker_score, ..Hit::default() });
         self
     }
 }
@@ -250,13 +281,13 @@ pub fn prompt_input(query: impl Into<String>) -> PromptInputBuilder {
 impl PromptInputBuilder {
     /// Sets 用户画像, who asks.
     pub fn profile(mut self, profile: impl Into<String>) -> Self {
-        self.0.context.user_profile = profile.into();
+        self.0.context.user_profile = Some(profile.into());
         self
     }
 
     /// Sets 历史摘要, what was said before.
     pub fn history(mut self, history: impl Into<String>) -> Self {
-        self.0.context.history_summary = history.into();
+        self.0.context.history_summary = Some(history.into());
         self
     }
 
@@ -328,7 +359,7 @@ impl Deref for DialogueBuilder {
 
 /// Stand-in for the run's style model: the same distribution for every dialogue.
 #[derive(Debug, Clone, PartialEq)]
-pub struct StandInModel(Result<Vec<StyleProbability>, ClassifyError>);
+pub struct StandInModel(Result<Vec<StyleProbability>, CallError>);
 
 /// A style model that gives this distribution; it sums to 1.
 ///
@@ -345,16 +376,16 @@ pub fn style_model<T: Into<String>>(classes: impl IntoIterator<Item = (T, f64)>)
 
 /// A run without a style model.
 pub fn no_style_model() -> StandInModel {
-    StandInModel(Err(ClassifyError::NotConfigured))
+    StandInModel(Err(CallError::NotConfigured))
 }
 
 /// A style model that always fails.
 pub fn failing_style_model(kind: FailureKind, message: impl Into<String>) -> StandInModel {
-    StandInModel(Err(ClassifyError::Failed(CallFailure { kind, message: message.into() })))
+    StandInModel(Err(CallError::Failed(CallFailure { kind, message: message.into() })))
 }
 
 impl StyleModel for StandInModel {
-    fn classify(&self, _: &[Message]) -> Result<Vec<StyleProbability>, ClassifyError> {
+    fn classify(&self, _: &[Message]) -> Result<Vec<StyleProbability>, CallError> {
         self.0.clone()
     }
 }

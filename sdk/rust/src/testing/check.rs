@@ -1,6 +1,6 @@
 //! What the contract says of the values that pass, as the host checks it.
 
-use crate::{Dialogue, Episode, Hit, Judgement, Message, Rejection, Role, Score, StyleProbability, Verdict};
+use crate::{Dialogue, Episode, Hit, Message, Rejection, Role, Score, StyleProbability, Verdict};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
@@ -51,11 +51,17 @@ pub(super) fn style(classes: &[StyleProbability]) -> Checked {
 }
 
 pub(super) fn episode(episode: &Episode) -> Checked {
-    for (side, candidate) in [("policy", &episode.policy), ("baseline", &episode.baseline)] {
+    let baseline = episode.baseline.iter().map(|candidate| ("baseline", candidate));
+    for (side, candidate) in std::iter::once(("policy", &episode.policy)).chain(baseline) {
         let on_side = |message: String| format!("{side}: {message}");
-        hits(candidate.retrieval.as_deref().unwrap_or_default()).map_err(on_side)?;
-        if let Judgement::Scored { score, .. } = &candidate.judgement {
-            judge_score(*score).map_err(on_side)?;
+        ensure(candidate.rewrite.as_ref().is_none_or(|rewrite| !rewrite.trim().is_empty()), || {
+            format!("{side}: the rewrite is blank; expected none")
+        })?;
+        if let Some(Ok(found)) = &candidate.retrieval {
+            hits(found).map_err(on_side)?;
+        }
+        if let Some(Ok(judged)) = &candidate.judgement {
+            judge_score(judged.score).map_err(on_side)?;
         }
         candidate.style.as_deref().map_or(Ok(()), style).map_err(on_side)?;
     }
@@ -69,8 +75,10 @@ pub(super) fn dialogue(dialogue: &Dialogue) -> Checked {
 
 pub(super) fn range(range: &RangeInclusive<f64>) -> Checked {
     let (min, max) = (*range.start(), *range.end());
-    ensure(min.is_finite() && max.is_finite() && min < max, || {
-        format!("declares the range {min} to {max}; expected two finite numbers, the first below the second")
+    ensure(min < max && min.abs() <= 1e9 && max.abs() <= 1e9, || {
+        format!(
+            "declares the range {min} to {max}; expected two numbers of at most 1e9 in magnitude, the first below the second"
+        )
     })
 }
 
@@ -79,12 +87,16 @@ pub(super) fn score(score: &Score, range: &RangeInclusive<f64>) -> Checked {
         let (min, max) = (range.start(), range.end());
         format!("total is {}; expected a number within the declared range {min} to {max}", score.total)
     })?;
+    let n_parts = score.components.len();
+    ensure(n_parts <= 64, || format!("the score has {n_parts} components; expected at most 64"))?;
     let mut names = BTreeSet::new();
     for part in &score.components {
         let name = &part.name;
         ensure(is_code(name), || format!("component name is `{name}`; expected 1 to 64 of a to z, 0 to 9 and _"))?;
         ensure(names.insert(name), || format!("component `{name}` appears twice"))?;
-        ensure(part.value.is_finite(), || format!("component `{name}` is {}; expected a finite number", part.value))?;
+        ensure(part.value.abs() <= 1e18, || {
+            format!("component `{name}` is {}; expected a finite number of at most 1e18 in magnitude", part.value)
+        })?;
     }
     Ok(())
 }

@@ -2,72 +2,175 @@
 
 use super::check;
 use crate::{
-    CallFailure, Candidate, Context, Dialogue, Episode, FailureKind, Hit, Judgement, Message, PromptInput, Role,
-    Sample, StyleProbability,
+    CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode, FailureKind, FinishReason, Hit,
+    JudgeScore, Message, PromptInput, Role, Sample, Scalar, Split, StyleProbability,
 };
+use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use std::path::Path;
 
-/// The format of recorded episodes that this kit reads.
-const FORMAT: u32 = 2;
+/// The format of recorded episodes that runs write, and the one before it.
+const FORMAT: u32 = 3;
+const FORMAT_2: u32 = 2;
 
 /// Reads recorded episodes, for example a run's `episodes.jsonl`, or lines written by hand.
 ///
-/// Each line is `{"format": 2, "episode": {"query": …, "policy": {…}, "baseline": {…}}}`; what else a run writes into a line is
-/// passed over. A relative path starts at the plugin's folder.
+/// Each line is `{"format": 3, "episode": {"query": …, "policy": {…}}}`; what else a run writes into a line is passed over. In lines of
+/// format 2, empty texts, 0 tokens and a missing retrieval are read as what they meant there. A relative path starts at the plugin's folder.
 ///
 /// # Panics
 /// The file cannot be read, or a line is no episode.
 #[track_caller]
 pub fn read_episodes(path: impl AsRef<Path>) -> Vec<Episode> {
-    #[derive(Deserialize)]
-    struct Line {
-        format: u32,
-        episode: EpisodeForm,
-    }
     let path = path.as_ref();
     let text =
         std::fs::read_to_string(path).unwrap_or_else(|error| panic!("{}: cannot be read: {error}", path.display()));
     let lines = text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty());
-    let read = |line: &str, number: usize| -> Result<Episode, String> {
-        let line: Line = serde_json::from_str(line).map_err(|error| format!("not an episode: {error}"))?;
-        if line.format != FORMAT {
-            return Err(format!("`format` is {}; this kit reads {FORMAT}", line.format));
-        }
-        let episode = line.episode.named(&number.to_string());
-        check::episode(&episode).map(|()| episode)
-    };
     lines
         .map(|(line, number)| {
-            read(line, number).unwrap_or_else(|message| panic!("{}:{number}: {message}", path.display()))
+            recorded(line, number).unwrap_or_else(|message| panic!("{}:{number}: {message}", path.display()))
         })
         .collect()
 }
 
+fn recorded(line: &str, number: usize) -> Result<Episode, String> {
+    #[derive(Deserialize)]
+    struct Line {
+        format: u32,
+        #[serde(default)]
+        step: u64,
+        episode: EpisodeForm,
+    }
+    let not_one = |error| format!("not an episode: {error}");
+    let Line { format, step, episode: form } = serde_json::from_str(line).map_err(not_one)?;
+    let mut episode = form.named(&format!("line-{number}"));
+    match format {
+        FORMAT => {}
+        FORMAT_2 => of_format_2(&mut episode, step),
+        _ => return Err(format!("`format` is {format}; this kit reads {FORMAT_2} and {FORMAT}")),
+    }
+    check::episode(&episode).map(|()| episode)
+}
+
+/// Format 2 has empty texts and 0 for what is unknown, and leaves out a retrieval that found nothing.
+fn of_format_2(episode: &mut Episode, step: u64) {
+    let known = |text: &mut Option<String>| *text = text.take().filter(|text| !text.is_empty());
+    known(&mut episode.context.user_profile);
+    known(&mut episode.context.history_summary);
+    episode.gold_ids = episode.gold_ids.take().filter(|ids| !ids.is_empty());
+    if episode.id.starts_with("step-") || episode.id.starts_with("val-") {
+        episode.step = Some(step);
+    }
+    for candidate in std::iter::once(&mut episode.policy).chain(&mut episode.baseline) {
+        candidate.n_tokens = candidate.n_tokens.filter(|n_tokens| *n_tokens > 0);
+        for hit in candidate.retrieval.get_or_insert_with(|| Ok(Vec::new())).iter_mut().flatten() {
+            known(&mut hit.id);
+        }
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct EpisodeForm {
+pub(crate) struct EpisodeForm {
     id: Option<String>,
+    group_id: Option<String>,
+    sample_index: Option<u32>,
+    step: Option<u64>,
+    split: Option<String>,
     query: String,
     #[serde(default)]
     context: ContextForm,
+    gold_ids: Option<Vec<String>>,
     #[serde(default)]
-    gold_ids: Vec<String>,
+    columns: ColumnsForm,
+    prompt: Option<Vec<MessageForm>>,
+    response: Option<String>,
     policy: CandidateForm,
-    baseline: CandidateForm,
+    baseline: Option<CandidateForm>,
 }
 
 impl EpisodeForm {
-    /// `id` holds where none was written.
-    pub(super) fn named(self, id: &str) -> Episode {
+    /// `id` holds where none was written; group and sample come from an id `GROUP/INDEX`.
+    pub(crate) fn named(self, id: &str) -> Episode {
+        let id = self.id.filter(|id| !id.is_empty()).unwrap_or_else(|| id.to_owned());
+        let (group, index) = match id.rsplit_once('/') {
+            Some((group, index)) => match index.parse() {
+                Ok(index) => (group.to_owned(), index),
+                Err(_) => (id.clone(), 0),
+            },
+            None => (id.clone(), 0),
+        };
         Episode {
-            id: self.id.unwrap_or_else(|| id.to_owned()),
+            group_id: self.group_id.unwrap_or(group),
+            sample_index: self.sample_index.unwrap_or(index),
+            id,
+            step: self.step,
+            split: self.split.map(|split| match &*split {
+                "train" => Split::Train,
+                "validation" => Split::Validation,
+                "test" => Split::Test,
+                _ => Split::Other(split),
+            }),
             query: self.query,
             context: self.context.into(),
             gold_ids: self.gold_ids,
+            columns: self.columns.0,
+            prompt: self.prompt.map(|messages| messages.into_iter().map(Message::from).collect()),
+            response: self.response,
             policy: self.policy.into(),
-            baseline: self.baseline.into(),
+            baseline: self.baseline.map(Candidate::from),
         }
+    }
+}
+
+/// An object from name to value, in its order.
+#[derive(Default)]
+struct ColumnsForm(Vec<Column>);
+
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum ValueForm {
+    Flag(bool),
+    Number(f64),
+    Text(String),
+    Items(Vec<ValueForm>),
+}
+
+impl<'de> Deserialize<'de> for ColumnsForm {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Columns;
+        impl<'de> Visitor<'de> for Columns {
+            type Value = ColumnsForm;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object from a column's name to its value")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ColumnsForm, A::Error> {
+                let scalar = |form| match form {
+                    ValueForm::Flag(flag) => Ok(Scalar::Flag(flag)),
+                    ValueForm::Number(number) => Ok(Scalar::Number(number)),
+                    ValueForm::Text(text) => Ok(Scalar::Text(text)),
+                    ValueForm::Items(_) => {
+                        Err(serde::de::Error::custom("a list in a list; expected texts, numbers, flags"))
+                    }
+                };
+                let mut columns = Vec::new();
+                while let Some((name, form)) = map.next_entry::<String, ValueForm>()? {
+                    let value = match form {
+                        ValueForm::Flag(flag) => ColumnValue::Flag(flag),
+                        ValueForm::Number(number) => ColumnValue::Number(number),
+                        ValueForm::Text(text) => ColumnValue::Text(text),
+                        ValueForm::Items(items) => {
+                            ColumnValue::Items(items.into_iter().map(scalar).collect::<Result<_, A::Error>>()?)
+                        }
+                    };
+                    columns.push(Column { name, value });
+                }
+                Ok(ColumnsForm(columns))
+            }
+        }
+        deserializer.deserialize_map(Columns)
     }
 }
 
@@ -81,6 +184,8 @@ pub(super) struct SampleForm {
     context: ContextForm,
     #[serde(default)]
     hits: Vec<HitForm>,
+    #[serde(default)]
+    columns: ColumnsForm,
 }
 
 impl SampleForm {
@@ -91,6 +196,7 @@ impl SampleForm {
             rewritten_query: self.rewritten_query,
             context: self.context.into(),
             hits: ranked(self.hits),
+            columns: self.columns.0,
         }
     }
 }
@@ -166,8 +272,8 @@ impl From<StyleForm> for StyleProbability {
 #[derive(Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 struct ContextForm {
-    user_profile: String,
-    history_summary: String,
+    user_profile: Option<String>,
+    history_summary: Option<String>,
 }
 
 impl From<ContextForm> for Context {
@@ -179,34 +285,48 @@ impl From<ContextForm> for Context {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CandidateForm {
-    rewrite: String,
+    rewrite: Option<String>,
     retrieval: Option<RetrievalForm>,
     judgement: Option<JudgementForm>,
     style: Option<Vec<StyleForm>>,
-    #[serde(default)]
-    n_tokens: u32,
-    #[serde(default)]
-    truncated: bool,
+    n_tokens: Option<u32>,
+    finish_reason: Option<String>,
+    /// Of format 2.
+    truncated: Option<bool>,
 }
 
 impl From<CandidateForm> for Candidate {
     fn from(form: CandidateForm) -> Self {
+        let n_tokens = form.n_tokens;
+        let of_format_2 = match form.truncated {
+            Some(true) => Some(FinishReason::Length),
+            Some(false) if n_tokens.is_some_and(|n_tokens| n_tokens > 0) => Some(FinishReason::Stop),
+            _ => None,
+        };
         Self {
-            rewrite: form.rewrite,
-            retrieval: match form.retrieval {
-                None => Ok(Vec::new()),
-                Some(RetrievalForm::Hits(hits)) => Ok(ranked(hits)),
-                Some(RetrievalForm::Failed(failure)) => Err(failure.into()),
-            },
-            judgement: match form.judgement {
-                None | Some(JudgementForm::NotSampled) => Judgement::NotSampled,
-                Some(JudgementForm::Scored { score, reason }) => Judgement::Scored { score, reason },
-                Some(JudgementForm::Failed(failure)) => Judgement::Failed(failure.into()),
-            },
+            // A rewrite is never blank: a blank one is one that does not exist.
+            rewrite: form.rewrite.filter(|rewrite| !rewrite.trim().is_empty()),
+            retrieval: form.retrieval.map(|retrieval| match retrieval {
+                RetrievalForm::Hits(hits) => Ok(ranked(hits)),
+                RetrievalForm::Failed(failure) => Err(failure.into()),
+            }),
+            judgement: form.judgement.and_then(|judgement| match judgement {
+                JudgementForm::Scored { score, reason } => Some(Ok(JudgeScore { score, reason })),
+                JudgementForm::NotSampled => None,
+                JudgementForm::Failed(failure) => Some(Err(failure.into())),
+            }),
             style: form.style.map(|classes| classes.into_iter().map(StyleProbability::from).collect()),
-            n_tokens: form.n_tokens,
-            truncated: form.truncated,
+            n_tokens,
+            finish_reason: form.finish_reason.map(finish_reason).or(of_format_2),
         }
+    }
+}
+
+fn finish_reason(name: String) -> FinishReason {
+    match &*name {
+        "stop" => FinishReason::Stop,
+        "length" => FinishReason::Length,
+        _ => FinishReason::Other(name),
     }
 }
 
@@ -225,6 +345,7 @@ enum JudgementForm {
         #[serde(default)]
         reason: String,
     },
+    /// Of format 2.
     NotSampled,
     Failed(FailureForm),
 }
@@ -232,8 +353,7 @@ enum JudgementForm {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct HitForm {
-    #[serde(default)]
-    id: String,
+    id: Option<String>,
     #[serde(default)]
     text: String,
     reranker_score: f64,
@@ -257,29 +377,23 @@ fn ranked(hits: Vec<HitForm>) -> Vec<Hit> {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FailureForm {
-    #[serde(deserialize_with = "failure_kind")]
-    kind: FailureKind,
+    kind: String,
     message: String,
 }
 
 impl From<FailureForm> for CallFailure {
     fn from(form: FailureForm) -> Self {
-        Self { kind: form.kind, message: form.message }
+        let kind = match &*form.kind {
+            "timeout" => FailureKind::Timeout,
+            "unreachable" => FailureKind::Unreachable,
+            "unauthorized" => FailureKind::Unauthorized,
+            "rejected" => FailureKind::Rejected,
+            "rate_limited" => FailureKind::RateLimited,
+            "server_error" => FailureKind::ServerError,
+            "invalid_response" => FailureKind::InvalidResponse,
+            "not_recorded" => FailureKind::NotRecorded,
+            _ => FailureKind::Other(form.kind),
+        };
+        Self { kind, message: form.message }
     }
-}
-
-fn failure_kind<'de, D: Deserializer<'de>>(deserializer: D) -> Result<FailureKind, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(rename_all = "snake_case", remote = "FailureKind")]
-    enum Form {
-        Timeout,
-        Unreachable,
-        Unauthorized,
-        Rejected,
-        RateLimited,
-        ServerError,
-        InvalidResponse,
-        NotRecorded,
-    }
-    Form::deserialize(deserializer)
 }

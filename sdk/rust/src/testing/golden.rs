@@ -5,8 +5,8 @@ use super::form::{DialogueForm, EpisodeForm, PromptInputForm, SampleForm};
 use super::golden_case::{self, Comparison, GoldenBody, GoldenCase, GoldenTask, GoldenTypes};
 use super::{build, run};
 use crate::{
-    Dialogue, Episode, Filter, Message, Prompt, PromptInput, PromptTask, Rejection, Reward, Role, Sample, Score,
-    Settings, StyleScorer, Verdict,
+    Dialogue, Episode, Filter, GroupReward, Message, Prompt, PromptInput, PromptTask, Rejection, Reward, Role, Sample,
+    Score, Settings, StyleScorer, Verdict,
 };
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
@@ -90,6 +90,7 @@ fn setting(value: Value) -> String {
 /// ```text
 /// reward        {"name": "赢", "episode": {"query": …, "policy": …, "baseline": …},
 ///                "expect": {"total": 0.5, "tolerance": 1e-9, "components": {"win": 0.5}}}      or {"rejected": "code"}
+/// group reward  {"name": "多样", "episodes": [{"query": …, "policy": …}], "expect": [{"total": 0.5}, {"rejected": "code"}]}
 /// filter        {"name": "重复", "samples": [{"original_query": …, "rewritten_query": …}], "expect": ["keep", {"drop": "code"}]}
 /// prompt        {"name": "评审", "task": "judge", "input": {"query": …, "context": …, "rewrite": …},
 ///                "expect": {"contains": ["…"]}}                                                or {"messages": [{"role", "content"}]}
@@ -135,6 +136,24 @@ impl Golden {
         })
     }
 
+    /// Runs the cases for a group reward.
+    ///
+    /// # Panics
+    /// A case fails, or there is none.
+    #[track_caller]
+    pub fn group_reward<T: GroupReward>(&self) -> &Self {
+        self.all("group reward", |case| {
+            let GoldenBody::Group(episodes, expected) = &case.body else { return None };
+            let results = run::group_reward::<T>(case.settings.clone()).score(episodes.iter().cloned());
+            let compare =
+                |((expected, result), number): ((&golden_case::ExpectedScore, &Result<Score, Rejection>), usize)| {
+                    with_result(compare_score(expected, result), result)
+                        .map_err(|message| format!("episode {number}: {message}"))
+                };
+            Some(expected.iter().zip(&results).zip(1..).try_for_each(compare))
+        })
+    }
+
     /// Runs the cases for a filter.
     ///
     /// # Panics
@@ -165,7 +184,10 @@ impl Golden {
             let plugin = || run::prompt::<T>(case.settings.clone());
             Some(match &case.body {
                 GoldenBody::Messages(task, input, expected) => {
-                    let messages = plugin().messages(prompt_task(*task), input);
+                    let messages = match plugin().messages(prompt_task(*task), input) {
+                        Ok(messages) => messages,
+                        Err(rejection) => return Some(Err(format!("expected messages, got {rejection:?}"))),
+                    };
                     let pairs: Vec<_> = messages.iter().map(|message| (role(message), &*message.content)).collect();
                     with_result(expected.compare(&pairs), &messages)
                 }
@@ -246,13 +268,15 @@ fn role(message: &Message) -> &'static str {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::{JudgeScore, SettingError, StyleModel};
+    use crate::{Input, Inputs, JudgeScore, SettingError, StyleModel};
     use std::ops::RangeInclusive;
 
     /// Scores the policy's best hit; `scale` times.
     struct TopHit(f64);
 
     impl Reward for TopHit {
+        const INPUTS: Inputs = Inputs::NONE.requires(Input::Retrieval);
+
         fn new(settings: &Settings) -> Result<Self, SettingError> {
             settings.number("scale", 1.0, 0.0..=10.0).map(Self)
         }
@@ -262,9 +286,7 @@ mod tests {
         }
 
         fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
-            let failed = |failure: &crate::CallFailure| Rejection::new("policy_failed", &*failure.message);
-            let hits = episode.policy.retrieval.as_ref().map_err(failed)?;
-            let top = hits.first().map_or(0.0, |hit| hit.reranker_score);
+            let top = episode.policy.hits("policy")?.first().map_or(0.0, |hit| hit.reranker_score);
             Ok(Score::new(self.0 * top).with("top1", top))
         }
     }
@@ -293,8 +315,8 @@ mod tests {
             Ok(Self)
         }
 
-        fn messages(&self, _: PromptTask, input: &PromptInput) -> Vec<Message> {
-            vec![Message::system("改写"), Message::user(&*input.query)]
+        fn messages(&self, _: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection> {
+            Ok(vec![Message::system("改写"), Message::user(&*input.query)])
         }
 
         fn parse_rewrite(&self, text: &str) -> Result<String, Rejection> {
@@ -349,7 +371,7 @@ mod tests {
         );
         let failed = r#"{"name": "b", "episode": {"query": "鱼", "policy": {"rewrite": "", "retrieval": {"failed": {"kind": "rate_limited", "message": "late"}},
             "judgement": {"scored": {"score": 4}}, "style": [{"label": "售前", "probability": 1}]},
-            "baseline": {"rewrite": "", "judgement": "not_sampled"}}, "expect": {"rejected": "policy_failed"}}"#;
+            "baseline": {"rewrite": "", "judgement": "not_sampled"}}, "expect": {"rejected": "policy_retrieval_failed"}}"#;
         let style = r#"{"name": "c", "dialogue": {"turns": [{"role": "user", "content": "在？"}, {"role": "assistant", "content": "在"}]},
             "style_model": [{"label": "售前", "probability": 0.75}, {"label": "售后", "probability": 0.25}], "expect": {"total": 0.75}}"#;
         let no_model = r#"{"name": "d", "dialogue": {"turns": [{"role": "assistant", "content": "在"}]}, "expect": {"rejected": "no_model"}}"#;
@@ -396,7 +418,7 @@ mod tests {
     fn bad_lines_say_what_was_expected() {
         for (line, expected) in [
             ("{", "not a JSON object: "),
-            (r#"{"name": "a"}"#, "expected one of `episode`, `samples`, `task`"),
+            (r#"{"name": "a"}"#, "expected one of `episode`, `episodes`, `samples`, `task`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"total": 1}}, "note": 1}}"#), "unknown key `note`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"totl": 1}}}}"#), "`expect`: unknown field `totl`"),
             (&format!(r#"{{"name": "a", {EPISODE}, "expect": {{"tolerance": 1}}}}"#), "expected either `total`"),
@@ -419,7 +441,8 @@ mod tests {
             "expect": {{"total": 0}}}}"#
         );
         let settings = one(&line).unwrap().settings;
-        let texts: Vec<_> = ["a", "b", "c", "d", "e", "f", "g"].iter().map(|key| settings.get(key).unwrap()).collect();
+        let texts: Vec<_> =
+            ["a", "b", "c", "d", "e", "f", "g"].iter().map(|key| settings.text(key, "not set")).collect();
         assert_eq!(texts, ["0.1", "3", "true", "胶", r#"["x","胶"]"#, "0.0000001", "2"]);
     }
 }

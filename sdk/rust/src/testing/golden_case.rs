@@ -52,6 +52,8 @@ pub struct GoldenCase<T: GoldenTypes> {
 pub enum GoldenBody<T: GoldenTypes> {
     /// For a reward.
     Reward(Box<T::Episode>, ExpectedScore),
+    /// For a group reward: one group, and a score for each episode.
+    Group(Vec<T::Episode>, Vec<ExpectedScore>),
     /// For a filter: one batch, and a verdict for each sample.
     Filter(Vec<T::Sample>, Vec<ExpectedVerdict>),
     /// For a prompt: a conversation.
@@ -288,6 +290,7 @@ fn body<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>
             let episode = T::episode(with_id(fields.take("episode")?, name))?;
             Ok(GoldenBody::Reward(Box::new(episode), score(fields)?))
         }
+        () if has("episodes") => group(fields, name),
         () if has("samples") => filter(fields),
         () if has("task") => messages(fields),
         () if has("parse_rewrite") => parse_rewrite(fields),
@@ -302,7 +305,7 @@ fn body<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>
             Ok(GoldenBody::Style(dialogue, classes, score(fields)?))
         }
         () => {
-            Err("expected one of `episode`, `samples`, `task`, `parse_rewrite`, `parse_judgement` and `dialogue`"
+            Err("expected one of `episode`, `episodes`, `samples`, `task`, `parse_rewrite`, `parse_judgement` and `dialogue`"
                 .into())
         }
     }
@@ -316,6 +319,23 @@ fn with_id(mut value: Value, id: &str) -> Value {
         fields.insert("id".into(), id.into());
     }
     value
+}
+
+fn group<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>, String> {
+    let episodes: Vec<Value> = fields.take("episodes")?;
+    let numbered = episodes.into_iter().enumerate().map(|(index, mut episode)| {
+        if let Value::Object(fields) = &mut episode {
+            fields.entry("sample_index").or_insert_with(|| index.into());
+            fields.entry("group_id").or_insert_with(|| name.into());
+        }
+        T::episode(with_id(episode, &format!("{name}/{index}")))
+    });
+    let episodes: Vec<T::Episode> = numbered.collect::<Result<_, _>>()?;
+    let expected: Vec<ExpectForm> = fields.take("expect")?;
+    if expected.len() != episodes.len() || episodes.is_empty() {
+        return Err(format!("`expect` has {} scores for {} episodes", expected.len(), episodes.len()));
+    }
+    Ok(GoldenBody::Group(episodes, expected.into_iter().map(ExpectedScore::try_from).collect::<Result<_, _>>()?))
 }
 
 fn filter<T: GoldenTypes>(fields: &mut Fields) -> Result<GoldenBody<T>, String> {
@@ -408,27 +428,37 @@ fn parse_judgement<T: GoldenTypes>(fields: &mut Fields) -> Result<GoldenBody<T>,
 }
 
 fn score(fields: &mut Fields) -> Result<ExpectedScore, String> {
-    #[derive(Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct Expect {
-        total: Option<f64>,
-        tolerance: Option<f64>,
-        components: Option<BTreeMap<String, f64>>,
-        rejected: Option<String>,
-    }
-    match fields.take("expect")? {
-        Expect { total: Some(total), tolerance, components, rejected: None } => {
-            let tolerance = tolerance.unwrap_or(TOLERANCE);
-            match tolerance >= 0.0 {
-                true => Ok(ExpectedScore::Score { total, tolerance, components: components.unwrap_or_default() }),
-                false => Err(format!("`tolerance` is {tolerance}; expected 0 or more")),
+    ExpectedScore::try_from(fields.take::<ExpectForm>("expect")?)
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ExpectForm {
+    total: Option<f64>,
+    tolerance: Option<f64>,
+    components: Option<BTreeMap<String, f64>>,
+    rejected: Option<String>,
+}
+
+impl TryFrom<ExpectForm> for ExpectedScore {
+    type Error = String;
+
+    fn try_from(form: ExpectForm) -> Result<Self, String> {
+        match form {
+            ExpectForm { total: Some(total), tolerance, components, rejected: None } => {
+                let tolerance = tolerance.unwrap_or(TOLERANCE);
+                match tolerance >= 0.0 {
+                    true => Ok(Self::Score { total, tolerance, components: components.unwrap_or_default() }),
+                    false => Err(format!("`tolerance` is {tolerance}; expected 0 or more")),
+                }
             }
-        }
-        Expect { total: None, tolerance: None, components: None, rejected: Some(code) } => {
-            Ok(ExpectedScore::Rejected(code))
-        }
-        _ => {
-            Err("`expect`: expected either `total`, with or without `tolerance` and `components`, or `rejected`".into())
+            ExpectForm { total: None, tolerance: None, components: None, rejected: Some(code) } => {
+                Ok(Self::Rejected(code))
+            }
+            _ => {
+                Err("`expect`: expected either `total`, with or without `tolerance` and `components`, or `rejected`"
+                    .into())
+            }
         }
     }
 }

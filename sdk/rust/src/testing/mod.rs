@@ -6,17 +6,17 @@
 //! says what was expected and what came.
 //!
 //! ```
-//! use querl_sdk::{Episode, FailureKind, Rejection, Reward, Score, SettingError, Settings, testing};
+//! use querl_sdk::{Episode, FailureKind, Input, Inputs, Rejection, Reward, Score, SettingError, Settings, testing};
 //! # use std::ops::RangeInclusive;
 //! # struct TopHit { scale: f64 }
 //! # impl Reward for TopHit {
+//! #     const INPUTS: Inputs = Inputs::NONE.requires(Input::Retrieval);
 //! #     fn new(settings: &Settings) -> Result<Self, SettingError> {
 //! #         Ok(Self { scale: settings.number("scale", 1.0, 0.0..=10.0)? })
 //! #     }
 //! #     fn range(&self) -> RangeInclusive<f64> { 0.0..=10.0 }
 //! #     fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
-//! #         let hits = episode.policy.retrieval.as_ref().map_err(|failure| Rejection::new("policy_failed", &failure.message))?;
-//! #         Ok(Score::new(self.scale * hits.first().map_or(0.0, |hit| hit.reranker_score)))
+//! #         Ok(Score::new(self.scale * episode.policy.hits("policy")?.first().map_or(0.0, |hit| hit.reranker_score)))
 //! #     }
 //! # }
 //! // `TopHit` is a reward: the score of the policy's best hit.
@@ -25,15 +25,16 @@
 //! let found = testing::episode("一天几粒啊").policy("深海鱼油 食用方法").hit("kb-7", 0.8).baseline("鱼油");
 //! assert_eq!(reward.score(&found).unwrap().total, 1.6);
 //!
-//! let failed = testing::episode("一天几粒啊").policy("鱼油").retrieval_failed(FailureKind::Timeout, "no answer within 30 s");
-//! assert_eq!(reward.score(&failed).unwrap_err().code, "policy_failed");
+//! let failed = testing::episode("一天几粒啊").policy("鱼油").retrieval_failed(FailureKind::Timeout, "no response within 30 s");
+//! assert_eq!(reward.score(&failed).unwrap_err().code, "policy_retrieval_failed");
 //! ```
 
 mod build;
 mod check;
-mod form;
+pub(crate) mod form;
 mod golden;
 pub mod golden_case;
+pub(crate) mod host;
 mod run;
 
 pub use build::{
@@ -42,8 +43,10 @@ pub use build::{
 };
 pub use form::read_episodes;
 pub use golden::{Golden, golden};
+pub use host::{HostFunctions, InstalledHostFunctions};
 pub use run::{
-    FilterTest, PromptTest, RewardTest, StyleScorerTest, assert_close, filter, prompt, reward, style_scorer,
+    FilterTest, GroupRewardTest, PromptTest, RewardTest, StyleScorerTest, assert_close, filter, group_reward, prompt,
+    reward, style_scorer,
 };
 
 #[cfg(test)]

@@ -2,8 +2,8 @@
 
 use super::check;
 use crate::{
-    Dialogue, Episode, Filter, JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, Reward, Sample, Score,
-    SettingError, Settings, StyleModel, StyleScorer, Verdict,
+    Dialogue, Episode, Filter, GroupReward, Input, Inputs, JudgeScore, Message, Prompt, PromptInput, PromptTask,
+    Rejection, Reward, Sample, Score, SettingError, Settings, StyleModel, StyleScorer, Verdict,
 };
 use std::fmt::Debug;
 use std::ops::RangeInclusive;
@@ -73,11 +73,11 @@ impl<T: Reward> RewardTest<T> {
     /// second time.
     #[track_caller]
     pub fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
-        check::sent(check::episode(episode));
+        let episode = declared(episode, T::INPUTS);
         let plugin = self.configured.plugin();
-        let result = plugin.score(episode);
+        let result = plugin.score(&episode);
         check::returned(check::scored(&result, &self.range));
-        assert_same(&result, &plugin.score(episode), "the same episode scored again");
+        assert_same(&result, &plugin.score(&episode), "the same episode scored again");
         result
     }
 
@@ -87,13 +87,82 @@ impl<T: Reward> RewardTest<T> {
     /// As [`RewardTest::score`]; or an episode's result depends on the others in the batch.
     #[track_caller]
     pub fn score_batch(&self, episodes: impl IntoIterator<Item = impl Into<Episode>>) -> Vec<Result<Score, Rejection>> {
-        let episodes: Vec<Episode> = episodes.into_iter().map(Into::into).collect();
+        let episodes: Vec<Episode> = episodes.into_iter().map(|episode| declared(&episode.into(), T::INPUTS)).collect();
         let plugin = self.configured.plugin();
         let together: Vec<_> = episodes.iter().map(|episode| plugin.score(episode)).collect();
         for (episode, result) in episodes.iter().zip(&together) {
             assert_same(&self.score(episode), result, "an episode scored in a batch, after it was alone");
         }
         together
+    }
+}
+
+/// The episode with the parts that a plugin declares and no other, as the host sends it.
+#[track_caller]
+fn declared(episode: &Episode, inputs: Inputs) -> Episode {
+    check::sent(check::episode(episode));
+    let has = |input| inputs.contains(input);
+    let mut episode = episode.clone();
+    episode.response = episode.response.filter(|_| has(Input::Response));
+    episode.prompt = episode.prompt.filter(|_| has(Input::Prompt));
+    episode.baseline = episode.baseline.filter(|_| has(Input::Baseline));
+    episode.columns.retain(|_| has(Input::Columns));
+    for candidate in std::iter::once(&mut episode.policy).chain(&mut episode.baseline) {
+        candidate.retrieval = candidate.retrieval.take().filter(|_| has(Input::Retrieval));
+        candidate.judgement = candidate.judgement.take().filter(|_| has(Input::Judgement));
+        candidate.style = candidate.style.take().filter(|_| has(Input::Style));
+    }
+    episode
+}
+
+/// A group reward under test; made by [`group_reward`].
+pub struct GroupRewardTest<T> {
+    configured: Configured<T>,
+    range: RangeInclusive<f64>,
+}
+
+/// Configures a group reward as the host does.
+///
+/// # Panics
+/// As [`reward`].
+#[track_caller]
+pub fn group_reward<T: GroupReward>(settings: Settings) -> GroupRewardTest<T> {
+    let configured = Configured::new(settings, T::new);
+    let range = configured.plugin().range();
+    check::returned(check::range(&range));
+    GroupRewardTest { configured, range }
+}
+
+impl<T: GroupReward> GroupRewardTest<T> {
+    /// The declared range.
+    pub fn range(&self) -> RangeInclusive<f64> {
+        self.range.clone()
+    }
+
+    /// Scores one group: all episodes get the group of the first.
+    ///
+    /// # Panics
+    /// The host would never send an episode or refuse a result, or the results depend on the order of the group.
+    #[track_caller]
+    pub fn score(&self, episodes: impl IntoIterator<Item = impl Into<Episode>>) -> Vec<Result<Score, Rejection>> {
+        let mut group: Vec<Episode> =
+            episodes.into_iter().map(|episode| declared(&episode.into(), T::INPUTS)).collect();
+        let id = group.first().map(|first| first.group_id.clone());
+        let id = id.unwrap_or_else(|| panic!("the host never sends this: a group without episodes"));
+        group.iter_mut().for_each(|episode| episode.group_id.clone_from(&id));
+        let results = self.configured.plugin().score_group(&group);
+        assert!(
+            results.len() == group.len(),
+            "the host refuses this: {} results for {} episodes",
+            results.len(),
+            group.len()
+        );
+        results.iter().for_each(|result| check::returned(check::scored(result, &self.range)));
+        group.reverse();
+        let mut reversed = self.configured.plugin().score_group(&group);
+        reversed.reverse();
+        assert_same(&results, &reversed, "the same group in the opposite order");
+        results
     }
 }
 
@@ -118,7 +187,8 @@ impl<T: Filter> FilterTest<T> {
     /// The host would never send the samples or refuse a verdict, or the same batch gets other verdicts the second time.
     #[track_caller]
     pub fn check(&self, samples: impl IntoIterator<Item = impl Into<Sample>>) -> Vec<Verdict> {
-        let samples: Vec<Sample> = samples.into_iter().map(Into::into).collect();
+        let mut samples: Vec<Sample> = samples.into_iter().map(Into::into).collect();
+        samples.iter_mut().for_each(|sample| sample.columns.retain(|_| T::INPUTS.contains(Input::Columns)));
         samples.iter().for_each(|sample| check::sent(check::hits(&sample.hits)));
         let once = || -> Vec<Verdict> {
             let mut plugin = self.configured.plugin();
@@ -148,17 +218,23 @@ pub fn prompt<T: Prompt>(settings: Settings) -> PromptTest<T> {
 impl<T: Prompt> PromptTest<T> {
     /// The conversation for one task.
     ///
+    /// # Errors
+    /// The plugin's rejection.
+    ///
     /// # Panics
     /// The host would refuse it; or the input has no rewrite for the judge's task, or one for another.
     #[track_caller]
-    pub fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+    pub fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection> {
         let is_judge = task == PromptTask::Judge;
         assert!(
             input.rewrite.is_some() == is_judge,
             "the host sends a rewrite with the judge's task and with no other"
         );
         let messages = self.configured.plugin().messages(task, input);
-        check::returned(check::messages(&messages));
+        check::returned(match &messages {
+            Ok(messages) => check::messages(messages),
+            Err(rejection) => check::rejection(rejection),
+        });
         messages
     }
 

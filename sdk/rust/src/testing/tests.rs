@@ -1,7 +1,10 @@
 //! What the kit does not let pass.
 
 use super::*;
-use crate::{Candidate, Episode, FailureKind, Hit, Judgement, Rejection, Reward, Score, SettingError, Settings};
+use crate::{
+    Candidate, ColumnValue, Episode, FailureKind, FinishReason, GroupReward, Hit, Input, Inputs, JudgeScore, Rejection,
+    Reward, Score, SettingError, Settings,
+};
 use std::cell::Cell;
 use std::ops::RangeInclusive;
 
@@ -73,10 +76,13 @@ fn what_the_host_refuses_is_a_panic_with_its_words() {
     assert_eq!(refused("twice"), "the host refuses this: component `win` appears twice");
     let grammar = "expected 1 to 64 of a to z, 0 to 9 and _";
     assert_eq!(refused("name"), format!("the host refuses this: component name is `Win`; {grammar}"));
-    assert_eq!(refused("part"), "the host refuses this: component `win` is inf; expected a finite number");
+    assert_eq!(
+        refused("part"),
+        "the host refuses this: component `win` is inf; expected a finite number of at most 1e18 in magnitude"
+    );
     assert_eq!(refused("code"), format!("the host refuses this: rejected with the code `No Answer`; {grammar}"));
     let range = panic_of(|| _ = reward::<NoRange>(Settings::none()));
-    assert!(range.contains("declares the range 1 to 1; expected two finite numbers"), "{range}");
+    assert!(range.contains("declares the range 1 to 1; expected two numbers"), "{range}");
 }
 
 #[test]
@@ -111,6 +117,9 @@ fn builders_make_what_they_say() {
         .profile("孕妇")
         .history("问过鱼油")
         .gold(["kb-7"])
+        .group("g", 2)
+        .column("价格", ColumnValue::Number(199.0))
+        .response("深海鱼油")
         .policy("深海鱼油")
         .hit_with_text("kb-7", "每日两粒", 0.8)
         .hit("kb-2", 0.5)
@@ -122,7 +131,7 @@ fn builders_make_what_they_say() {
         .retrieval_failed(FailureKind::Timeout, "late")
         .judgement_failed(FailureKind::ServerError, "500");
     let hit = |id: &str, text: &str, reranker_score, rank| Hit {
-        id: id.into(),
+        id: Some(id.into()),
         text: text.into(),
         reranker_score,
         retrieval_score: None,
@@ -131,23 +140,28 @@ fn builders_make_what_they_say() {
     let failure = |kind, message: &str| crate::CallFailure { kind, message: message.into() };
     let expected = Episode {
         id: "a".into(),
+        group_id: "g".into(),
+        sample_index: 2,
         query: "一天几粒啊".into(),
-        context: crate::Context { user_profile: "孕妇".into(), history_summary: "问过鱼油".into() },
-        gold_ids: vec!["kb-7".into()],
+        context: crate::Context { user_profile: Some("孕妇".into()), history_summary: Some("问过鱼油".into()) },
+        gold_ids: Some(vec!["kb-7".into()]),
+        columns: vec![crate::Column { name: "价格".into(), value: ColumnValue::Number(199.0) }],
+        response: Some("深海鱼油".into()),
         policy: Candidate {
-            rewrite: "深海鱼油".into(),
-            retrieval: Ok(vec![hit("kb-7", "每日两粒", 0.8, 1), hit("kb-2", "", 0.5, 2)]),
-            judgement: Judgement::Scored { score: 4.5, reason: "清楚".into() },
+            rewrite: Some("深海鱼油".into()),
+            retrieval: Some(Ok(vec![hit("kb-7", "每日两粒", 0.8, 1), hit("kb-2", "", 0.5, 2)])),
+            judgement: Some(Ok(JudgeScore { score: 4.5, reason: "清楚".into() })),
             style: Some(vec![crate::StyleProbability { label: "售前".into(), probability: 1.0 }]),
-            n_tokens: 9,
-            truncated: true,
+            n_tokens: Some(9),
+            finish_reason: Some(FinishReason::Length),
         },
-        baseline: Candidate {
-            rewrite: "鱼油".into(),
-            retrieval: Err(failure(FailureKind::Timeout, "late")),
-            judgement: Judgement::Failed(failure(FailureKind::ServerError, "500")),
+        baseline: Some(Candidate {
+            rewrite: Some("鱼油".into()),
+            retrieval: Some(Err(failure(FailureKind::Timeout, "late"))),
+            judgement: Some(Err(failure(FailureKind::ServerError, "500"))),
             ..Candidate::default()
-        },
+        }),
+        ..Episode::default()
     };
     assert_eq!(*built, expected);
 }
@@ -183,9 +197,81 @@ fn recorded_episodes_are_read_with_file_and_line() {
     let path = folder.join("episodes.jsonl");
     let line = r#"{"format": 2, "step": 3, "episode": {"id": "a", "query": "鱼油", "policy": {"rewrite": "鱼油"}, "baseline": {"rewrite": ""}}, "outcome": {"rejected": {"code": "x", "detail": ""}}}"#;
     std::fs::write(&path, format!("{line}\n\n")).unwrap();
-    assert_eq!(read_episodes(&path)[0].query, "鱼油");
+    let read = read_episodes(&path).remove(0);
+    assert_eq!((&*read.query, read.policy.retrieval), ("鱼油", Some(Ok(Vec::new()))));
+    assert_eq!(read.baseline.unwrap().rewrite, None);
+    std::fs::write(&path, line.replace("\"format\": 2", "\"format\": 3")).unwrap();
+    assert_eq!(read_episodes(&path)[0].policy.retrieval, None);
     std::fs::write(&path, format!("{line}\n{}", line.replace("\"format\": 2", "\"format\": 9"))).unwrap();
     let message = panic_of(|| _ = read_episodes(&path));
     std::fs::remove_dir_all(&folder).unwrap();
-    assert!(message.ends_with("episodes.jsonl:2: `format` is 9; this kit reads 2"), "{message}");
+    assert!(message.ends_with("episodes.jsonl:2: `format` is 9; this kit reads 2 and 3"), "{message}");
+}
+
+/// Sees what it declares.
+struct Sees;
+
+impl Reward for Sees {
+    const INPUTS: Inputs = Inputs::NONE.requires(Input::Retrieval).uses(Input::Response);
+
+    fn new(_: &Settings) -> Result<Self, SettingError> {
+        Ok(Self)
+    }
+
+    fn range(&self) -> RangeInclusive<f64> {
+        0.0..=1.0
+    }
+
+    fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
+        assert!(episode.columns.is_empty() && episode.policy.judgement.is_none() && episode.baseline.is_none());
+        episode.policy.hits("policy")?;
+        episode.response().map(|_| Score::new(0.5))
+    }
+}
+
+#[test]
+fn undeclared_inputs_are_absent_as_from_the_host() {
+    assert!(Sees::INPUTS.is_required(Input::Retrieval) && !Sees::INPUTS.is_required(Input::Response));
+    let sees = reward::<Sees>(Settings::none());
+    let full = episode("a").column("x", ColumnValue::Flag(true)).response("b").policy("b").nothing_found().judged(3.0);
+    assert_eq!(sees.score(&full.clone().baseline("c")).unwrap().total, 0.5);
+    let code = |episode: EpisodeBuilder| sees.score(&episode).unwrap_err().code;
+    assert_eq!(code(episode("a").policy("b").nothing_found()), "response_missing");
+    assert_eq!(code(episode("a").response("b").policy("b")), "policy_retrieval_missing");
+    let failed = episode("a").response("b").policy("b").retrieval_failed(FailureKind::Other("quota".into()), "late");
+    assert_eq!(code(failed), "policy_retrieval_failed");
+}
+
+/// Scores how many others have the same rewrite, or its place in the group.
+struct Same {
+    by_place: bool,
+}
+
+impl GroupReward for Same {
+    fn new(settings: &Settings) -> Result<Self, SettingError> {
+        Ok(Self { by_place: settings.flag("by_place", false)? })
+    }
+
+    fn range(&self) -> RangeInclusive<f64> {
+        0.0..=1.0
+    }
+
+    fn score_group(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>> {
+        let n_same = |rewrite| episodes.iter().filter(|other| other.policy.rewrite == rewrite).count();
+        let score = |(index, episode): (usize, &Episode)| match self.by_place {
+            true => Score::new(index as f64 / episodes.len() as f64),
+            false => Score::new(1.0 / n_same(episode.policy.rewrite.clone()) as f64),
+        };
+        episodes.iter().enumerate().map(|item| Ok(score(item))).collect()
+    }
+}
+
+#[test]
+fn groups_are_scored_whatever_their_order() {
+    let group = || ["鱼油", "鱼油", "虾青素"].map(|rewrite| episode("一天几粒啊").policy(rewrite));
+    let totals: Vec<_> =
+        group_reward::<Same>(Settings::none()).score(group()).into_iter().map(|result| result.unwrap().total).collect();
+    assert_eq!(totals, [0.5, 0.5, 1.0]);
+    let message = panic_of(|| _ = group_reward::<Same>(Settings::from_pairs([("by_place", "true")])).score(group()));
+    assert!(message.starts_with("the same group in the opposite order: expected"), "{message}");
 }

@@ -1,11 +1,20 @@
 //! Rejects every episode with the episode itself, as Rust prints it.
 
-use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
+use querl_sdk::{Episode, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::ops::RangeInclusive;
 
 struct Guest;
 
 impl Reward for Guest {
+    const INPUTS: Inputs = Inputs::NONE
+        .uses(Input::Response)
+        .uses(Input::Prompt)
+        .uses(Input::Columns)
+        .uses(Input::Baseline)
+        .uses(Input::Retrieval)
+        .uses(Input::Judgement)
+        .uses(Input::Style);
+
     fn new(_: &Settings) -> Result<Self, SettingError> {
         Ok(Self)
     }

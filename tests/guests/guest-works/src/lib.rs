@@ -1,12 +1,14 @@
 //! Works for as many turns of a loop as the episode's query says; allocates as many KiB as the rewrite of the teacher says.
 
-use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
+use querl_sdk::{Episode, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::hint::black_box;
 use std::ops::RangeInclusive;
 
 struct Guest;
 
 impl Reward for Guest {
+    const INPUTS: Inputs = Inputs::NONE.uses(Input::Baseline);
+
     fn new(_: &Settings) -> Result<Self, SettingError> {
         Ok(Self)
     }
@@ -20,7 +22,10 @@ impl Reward for Guest {
         for turn in 0..n_turns {
             black_box(turn);
         }
-        let n_kib: usize = episode.baseline.rewrite.parse().unwrap_or(0);
+        let n_kib: usize = episode
+            .baseline()
+            .and_then(|baseline| baseline.rewrite("baseline"))
+            .map_or(0, |rewrite| rewrite.parse().unwrap_or(0));
         black_box(vec![1_u8; n_kib << 10]);
         Ok(Score::new(0.5))
     }

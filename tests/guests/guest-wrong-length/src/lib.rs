@@ -1,7 +1,7 @@
 //! Returns one score too few. Written on the bare bindings: the SDK does not let an author do this.
 #![allow(unsafe_code, missing_docs, reason = "generated bindings")]
 
-wit_bindgen::generate!({ world: "reward", path: "../../../wit" });
+wit_bindgen::generate!({ world: "reward", path: "../../../wit/0.2.0" });
 
 use exports::querl::plugin::{info, rewards};
 use querl::plugin::types::Rejection;
@@ -10,7 +10,14 @@ struct Guest;
 
 impl info::Guest for Guest {
     fn describe() -> info::Description {
-        info::Description { name: "guest-wrong-length".into(), version: "0.1.0".into() }
+        info::Description {
+            name: "guest-wrong-length".into(),
+            version: "0.2.0".into(),
+            kinds: vec![info::Kind::Reward],
+            settings: Vec::new(),
+            range: Some(rewards::Bounds { min: 0.0, max: 1.0 }),
+            inputs: Vec::new(),
+        }
     }
 
     fn check_settings() -> Result<(), info::SettingError> {

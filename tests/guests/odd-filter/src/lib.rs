@@ -2,7 +2,7 @@
 //! the bare bindings: the SDK shows an author one sample at a time.
 #![allow(unsafe_code, missing_docs, reason = "generated bindings")]
 
-wit_bindgen::generate!({ world: "filter", path: "../../../wit" });
+wit_bindgen::generate!({ world: "filter", path: "../../../wit/0.2.0" });
 
 use exports::querl::plugin::{filters, info};
 use filters::{Sample, Verdict};
@@ -13,7 +13,22 @@ struct Guest;
 
 impl info::Guest for Guest {
     fn describe() -> info::Description {
-        info::Description { name: "odd-filter".into(), version: "0.1.0".into() }
+        info::Description {
+            name: "odd-filter".into(),
+            version: "0.2.0".into(),
+            kinds: vec![info::Kind::Filter],
+            settings: vec![info::Setting {
+                key: "breach".into(),
+                value_type: info::SettingType::Text,
+                default: Some("none".into()),
+                minimum: None,
+                maximum: None,
+                choices: None,
+                doc: None,
+            }],
+            range: None,
+            inputs: Vec::new(),
+        }
     }
 
     fn check_settings() -> Result<(), info::SettingError> {

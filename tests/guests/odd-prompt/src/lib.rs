@@ -11,15 +11,18 @@ impl Prompt for Guest {
         Ok(Self { breach: settings.text("breach", "none") })
     }
 
-    fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+    fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection> {
         let user = Message::user(format!("{} {}", input.query, input.rewrite.as_deref().unwrap_or_default()));
         let is_long = input.query.len() > 1000;
-        match (self.breach.as_str(), task) {
+        Ok(match (self.breach.as_str(), task) {
             ("assistant_last", PromptTask::Judge) if is_long => vec![user, Message::assistant("好")],
             ("system_later", PromptTask::PolicyRewrite) if is_long => vec![user.clone(), Message::system("短些"), user],
             ("no_messages", PromptTask::TeacherRewrite) if input.query.is_empty() => Vec::new(),
+            (_, task @ PromptTask::Other(_)) if self.breach != "any_task" => {
+                return Err(Rejection::unknown_task(&task));
+            }
             _ => vec![Message::system("你是改写专家。"), user],
-        }
+        })
     }
 
     fn parse_rewrite(&self, text: &str) -> Result<String, Rejection> {

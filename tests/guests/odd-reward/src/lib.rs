@@ -1,6 +1,6 @@
 //! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`.
 
-use querl_sdk::{Episode, Judgement, Rejection, Reward, Score, SettingError, Settings};
+use querl_sdk::{Episode, FinishReason, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::cell::Cell;
 use std::ops::RangeInclusive;
 
@@ -11,6 +11,8 @@ struct Guest {
 }
 
 impl Reward for Guest {
+    const INPUTS: Inputs = Inputs::NONE.requires(Input::Retrieval).uses(Input::Judgement).uses(Input::Baseline);
+
     fn new(settings: &Settings) -> Result<Self, SettingError> {
         let breach = settings.text("breach", "none");
         let default = if breach == "other_default" { 1.0 } else { 0.5 };
@@ -34,9 +36,8 @@ impl Reward for Guest {
         let policy = &episode.policy;
         let n_before = self.n_scored.replace(self.n_scored.get() + 1);
         let hits = match &policy.retrieval {
-            Ok(hits) => hits.as_slice(),
-            Err(failure) if self.breach == "unwraps_failures" => panic!("no hits: {failure}"),
-            Err(failure) => return Err(Rejection::new("policy_retrieval_failed", failure.to_string())),
+            Some(Err(failure)) if self.breach == "unwraps_failures" => panic!("no hits: {failure}"),
+            _ => policy.hits("policy")?,
         };
         let score = Score::new(self.scale * hits.first().map_or(0.0, |hit| hit.reranker_score));
         let n_chars = episode.query.chars().count();
@@ -44,12 +45,14 @@ impl Reward for Guest {
             "looks_at_neighbours" => Ok(Score::new(score.total / f64::from(n_before + 1))),
             "divides_by_length" => Ok(Score::new(score.total * 3.0 / n_chars as f64)),
             "counts_hits" => Ok(Score::new(hits.len() as f64 / 10.0)),
-            "no_number_without_a_judge" if policy.judgement == Judgement::NotSampled => Ok(Score::new(f64::NAN)),
-            "infinite_component" if policy.truncated => Ok(score.with("tokens", f64::INFINITY)),
+            "no_number_without_a_judge" if policy.judgement.is_none() => Ok(Score::new(f64::NAN)),
+            "infinite_component" if policy.finish_reason == Some(FinishReason::Length) => {
+                Ok(score.with("tokens", f64::INFINITY))
+            }
             "huge_component" => Ok(score.with("tokens", 1e308)),
             "many_components" => Ok((0..65).fold(score, |score, n| score.with(format!("part_{n}"), 0.0))),
             "many_names" => Ok(many_names(score, &episode.id, &episode.query)),
-            "bad_code" if policy == &episode.baseline => Err(Rejection::new("Equal Sides", "")),
+            "bad_code" if Some(policy) == episode.baseline.as_ref() => Err(Rejection::new("Equal Sides", "")),
             "quadratic" => Ok(score.with("pairs", n_pairs(&episode.query))),
             "fails_late" => {
                 assert!(self.scale < 1.0, "cannot scale by {}", self.scale);

@@ -1,7 +1,8 @@
 //! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`. Scores how
 //! far an answer is from a complaint.
 
-use querl_sdk::{ClassifyError, Dialogue, Rejection, Score, SettingError, Settings, StyleModel, StyleScorer};
+use querl_sdk::host::CallError;
+use querl_sdk::{Dialogue, Rejection, Score, SettingError, Settings, StyleModel, StyleScorer};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Dialogues scored by this instance.
@@ -20,8 +21,8 @@ impl StyleScorer for Guest {
         let n_before = N_SCORED.fetch_add(1, Ordering::Relaxed);
         let classes = match model.classify(&dialogue.turns) {
             Ok(classes) => classes,
-            Err(ClassifyError::NotConfigured) if self.breach == "needs_a_model" => panic!("no style model"),
-            Err(ClassifyError::Failed(failure)) if self.breach == "needs_an_answer" => panic!("{failure}"),
+            Err(CallError::NotConfigured) if self.breach == "needs_a_model" => panic!("no style model"),
+            Err(CallError::Failed(failure)) if self.breach == "needs_an_answer" => panic!("{failure}"),
             Err(error) => return Err(Rejection::new("no_style", error.to_string())),
         };
         let complaint = classes.iter().find(|class| class.label == "投诉").map_or(0.0, |class| class.probability);

@@ -18,8 +18,12 @@
           (br $next))))
     (i32.store (i32.const 256) (local.get $results))
     (i32.store (i32.const 260) (i32.sub (local.get $at) (local.get $results)))
-    ;; Behind the number of episodes come the id and the query, each behind its length.
+    ;; Behind the number of episodes come the id and the query, each behind its length; between them, in contract 0.2, the group
+    ;; behind its length and 6 bytes of an episode without step and split.
     (local.set $query (i32.add (i32.add (local.get $batch) (i32.const 12)) (i32.load offset=4 (local.get $batch))))
+    (if (i32.const {{has_groups}})
+      (then (local.set $query (i32.add
+        (i32.add (local.get $query) (i32.const 10)) (i32.load align=1 (i32.sub (local.get $query) (i32.const 4)))))))
     (if (i32.lt_u (i32.load8_u (local.get $query)) (i32.const 128))
       (then (i32.store (i32.const 260) (call $odd (local.get $results) (i32.load (i32.const 260))))))
     (i32.const 256))

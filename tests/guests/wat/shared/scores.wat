@@ -1,6 +1,6 @@
   ;; Scores 0.5 without components, and calls `$odd` with the place of the result (tag at 0, total or rejection at 8, components
-  ;; at 16, 24 bytes in all) for an episode (184 bytes) whose query, at 8, starts with a letter of ASCII.
-  (func (export "querl:plugin/rewards@0.1.0#score-batch") (param $episodes i32) (param $n_episodes i32) (result i32)
+  ;; at 16, 24 bytes in all) for an episode ({{episode_bytes}} bytes) whose query, at {{query}}, starts with a letter of ASCII.
+  (func (export "{{score}}") (param $episodes i32) (param $n_episodes i32) (result i32)
     (local $results i32) (local $result i32) (local $index i32)
     (local.set $results (call $allocate
       (i32.const 0) (i32.const 0) (i32.const 8) (i32.mul (local.get $n_episodes) (i32.const 24))))
@@ -11,10 +11,10 @@
           (i32.store (local.get $result) (i32.const 0))
           (f64.store offset=8 (local.get $result) (f64.const 0.5))
           (i64.store offset=16 (local.get $result) (i64.const 0))
-          (if (i32.load offset=12 (local.get $episodes))
-            (then (if (i32.lt_u (i32.load8_u (i32.load offset=8 (local.get $episodes))) (i32.const 128))
+          (if (i32.load offset={{query_bytes}} (local.get $episodes))
+            (then (if (i32.lt_u (i32.load8_u (i32.load offset={{query}} (local.get $episodes))) (i32.const 128))
               (then (call $odd (local.get $result))))))
-          (local.set $episodes (i32.add (local.get $episodes) (i32.const 184)))
+          (local.set $episodes (i32.add (local.get $episodes) (i32.const {{episode_bytes}})))
           (local.set $index (i32.add (local.get $index) (i32.const 1)))
           (br $next))))
     (i32.store (i32.const 256) (local.get $results))

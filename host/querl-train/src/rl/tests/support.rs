@@ -5,7 +5,7 @@ use crate::testing::Recorder;
 use crate::{MetricSink, TrainError};
 use querl_core::config::{BaseDtype, CriticKind, RlConfig};
 use querl_core::ports::{CallTimings, Environment, EnvironmentError, PolicyResponse, ScoredResponses, Silent};
-use querl_core::records::{Candidate, Context, Episode, EpisodeRecord, Rejection, Reward};
+use querl_core::records::{Candidate, Episode, EpisodeRecord, Rejection, Reward};
 use querl_model::{
     ComputeDevice, Decoder, LoraAdapter, LoraSettings, Mesh, RankFailure, TextTokenizer, Weights, run_ranks,
     small_model,
@@ -134,17 +134,9 @@ pub(crate) fn episode(
     response: &PolicyResponse,
     outcome: Result<Reward, Rejection>,
 ) -> EpisodeRecord {
-    let PolicyResponse { text, n_tokens, truncated, .. } = response.clone();
-    let candidate = Candidate { n_tokens, truncated, ..Candidate::found_nothing(text) };
-    let episode = Episode {
-        id,
-        query: String::new(),
-        context: Context::default(),
-        gold_ids: Vec::new(),
-        policy: candidate.clone(),
-        baseline: candidate,
-    };
-    EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, outcome }
+    let candidate = Candidate { n_tokens: response.n_tokens, ..Candidate::found_nothing(response.text.clone()) };
+    let episode = Episode { id, policy: candidate.clone(), baseline: Some(candidate), ..Episode::default() };
+    EpisodeRecord { format: EpisodeRecord::FORMAT, step, episode, calls: Vec::new(), outcome }
 }
 
 pub(crate) fn reward(total: f64) -> Reward {
@@ -253,7 +245,7 @@ impl Environment for Split<'_> {
         environment.n_scored.fetch_add(records.len(), Ordering::SeqCst);
         environment.log.lock().unwrap().extend(records.iter().map(|record| serde_json::to_string(record).unwrap()));
         let timings = CallTimings { retrieve_s: started.elapsed().as_secs_f64(), ..CallTimings::default() };
-        Ok(ScoredResponses { records, timings })
+        Ok(ScoredResponses { records, timings, ..ScoredResponses::default() })
     }
 
     fn mark(&self) -> Result<u64, EnvironmentError> {

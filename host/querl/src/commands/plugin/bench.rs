@@ -6,8 +6,11 @@ use crate::args::{Format, parse_settings};
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::PluginLimits;
-use querl_core::ports::{Filter, PluginFault, PromptInput, PromptTask, Prompts, RewardModel, StyleScorer};
+use querl_core::ports::{
+    Filter, HostFunctions, PluginFault, PromptInput, PromptTask, Prompts, RewardModel, StyleScorer,
+};
 use querl_core::records::{Dialogue, Episode, Sample};
+use querl_pipeline::host_functions::RecordedCalls;
 use querl_pipeline::plugins::host_options;
 use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings};
 use serde_json::{Value, json};
@@ -47,14 +50,15 @@ fn factor(text: &str) -> Result<f64, String> {
 /// Calls the plugin with batches of each size and prints fuel, time, memory and limits.
 pub fn run(args: &BenchArgs) -> anyhow::Result<()> {
     let settings = parse_settings(&args.settings, "--settings")?;
-    let episodes = match &args.episodes {
+    let (episodes, calls) = match &args.episodes {
         Some(path) => episodes::read(path)?,
-        None => episodes::generated(),
+        None => (episodes::generated(), RecordedCalls::default()),
     };
+    let calls: Arc<dyn HostFunctions> = Arc::new(calls);
     let bench = Bench::open(&args.path)?;
     let mut results = Vec::new();
     for kind in bench.plugin.kinds() {
-        let job = Job::new(&bench, *kind, &settings, &episodes)?;
+        let job = Job::new(&bench, *kind, &settings, (&episodes, &calls))?;
         // A prompt is made for one query at a time.
         let batches = if *kind == PluginKind::Prompt { &[1][..] } else { &args.batch };
         for n_items in batches {
@@ -169,16 +173,19 @@ impl<'a> Job<'a> {
         bench: &Bench,
         kind: PluginKind,
         settings: &PluginSettings,
-        episodes: &'a [Episode],
+        (episodes, calls): (&'a [Episode], &Arc<dyn HostFunctions>),
     ) -> anyhow::Result<Self> {
         let (host, plugin) = (&bench.host, &bench.plugin);
         let port = match kind {
             PluginKind::Prompt => Port::Prompt(host.open(plugin, settings, PluginPort::prompts())?, episodes),
             PluginKind::Filter => Port::Filter(
-                host.open(plugin, settings, PluginPort::filter())?,
+                host.open(plugin, settings, PluginPort::filter().with_functions(Some(calls.clone())))?,
                 episodes.iter().map(episodes::sample).collect(),
             ),
-            PluginKind::Reward => Port::Reward(host.open(plugin, settings, PluginPort::reward())?, episodes),
+            PluginKind::Reward | PluginKind::GroupReward => {
+                let port = PluginPort::reward().with_functions(Some(calls.clone()));
+                Port::Reward(host.open(plugin, settings, port)?, episodes)
+            }
             PluginKind::StyleScorer => Port::Style(
                 host.open(plugin, settings, PluginPort::style_scorer(None))?,
                 episodes.iter().map(episodes::dialogue).collect(),

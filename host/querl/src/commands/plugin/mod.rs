@@ -2,19 +2,23 @@
 
 pub mod bench;
 pub mod bundle;
+pub mod dev;
+pub mod doctor;
 pub mod inspect;
 pub mod new;
 pub mod replay;
 
 use crate::args::{ConfigArgs, Format, parse_settings};
+use crate::terminal;
 use anyhow::Context;
 use clap::{Args, Subcommand};
-use querl_conformance::SuiteOptions;
+use querl_conformance::{CheckEvent, CheckProgress, HostArgs, Outcome, SuiteOptions, serve_host};
 use querl_core::fsx::write_atomic;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::plugins::{PluginUse, Plugins, Used, compiler};
-use querl_plugin::BuildOutput;
+use querl_plugin::{BuildOutput, PluginKind};
 use serde_json::{Value, json};
+use std::io::{stdin, stdout};
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -22,6 +26,8 @@ use std::time::Instant;
 pub enum PluginCommand {
     /// Make a plugin's folder to start from, in Rust, Python or JavaScript
     New(new::NewArgs),
+    /// Show, after each save, what a plugin scores on recorded episodes; test it and build its component
+    Dev(dev::DevArgs),
     /// Build the component of a plugin's folder
     Build(BuildArgs),
     /// Test whether a plugin keeps the contract and passes its golden cases
@@ -44,11 +50,18 @@ pub enum PluginCommand {
     Pull(bundle::PullArgs),
     /// Score recorded episodes with another plugin, version or setting, and say what would have changed
     Replay(replay::ReplayArgs),
+    /// Test a host of plugins, querl's or that of another framework
+    Conformance(HostArgs),
+    /// Answer the requests of `conformance --host` with querl's own host
+    Host,
+    /// Say which build tools are missing, and install them
+    Doctor(doctor::DoctorArgs),
 }
 
 pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
     match command {
         PluginCommand::New(args) => new::run(args),
+        PluginCommand::Dev(args) => dev::run(args),
         PluginCommand::Build(args) => build(args),
         PluginCommand::Test(args) => test(args),
         PluginCommand::Bench(args) => bench::run(args),
@@ -60,6 +73,9 @@ pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
         PluginCommand::Push(args) => bundle::push(args),
         PluginCommand::Pull(args) => bundle::pull(args),
         PluginCommand::Replay(args) => replay::run(args),
+        PluginCommand::Conformance(args) => conformance(args),
+        PluginCommand::Host => Ok(serve_host(stdin().lock(), stdout().lock(), &compiler()?)?),
+        PluginCommand::Doctor(args) => doctor::run(args),
     }
 }
 
@@ -116,6 +132,7 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
         n_repeats: args.repeats as usize,
         settings: parse_settings(&args.settings, "--settings")?,
         compiler: compiler()?,
+        progress: CheckProgress::new(print_check),
         ..SuiteOptions::default()
     };
     let report = querl_conformance::run(&args.path, &options)?;
@@ -125,6 +142,28 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
     }
     args.format.print(&report.json(), || report.text())?;
     bundle::conforms(&report)
+}
+
+/// Runs the suite for hosts.
+fn conformance(args: &HostArgs) -> anyhow::Result<()> {
+    match args.run() {
+        Ok(true) => Ok(()),
+        Ok(false) => anyhow::bail!("the host does not keep the contract"),
+        Err(error) => Err(Stop::usage(error).into()),
+    }
+}
+
+/// Names each check on stderr, on a terminal when it starts, with its result and time when it has ended.
+fn print_check(event: CheckEvent<'_>) {
+    let group = |kind: Option<PluginKind>| kind.map_or("plugin", PluginKind::name);
+    match event {
+        CheckEvent::Started { kind, name } => terminal::show_running(&format!("{:<12}  {name}", group(kind))),
+        CheckEvent::Ended { check, elapsed } => {
+            let said = if matches!(check.outcome, Outcome::Failed(_)) { "failed" } else { "passed" };
+            let (group, seconds) = (group(check.kind), elapsed.as_secs_f64());
+            terminal::print(&format!("{group:<12}  {:<48} {said}  {seconds:.2} s", check.name));
+        }
+    }
 }
 
 #[derive(Debug, Args)]

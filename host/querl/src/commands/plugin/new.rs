@@ -29,10 +29,11 @@ pub struct NewArgs {
 
 fn kind() -> impl TypedValueParser<Value = Kind> {
     one_of([
-        ("reward", Kind::Reward, "Scores what the policy wrote against what the teacher wrote"),
-        ("prompt", Kind::Prompt, "A tenant's prompts, and the parsing of answers to them"),
+        ("reward", Kind::Reward, "Scores what the policy generated"),
+        ("group-reward", Kind::GroupReward, "Scores all samples of one query together, for diversity or rank"),
+        ("prompt", Kind::Prompt, "A tenant's prompts, and the parsing of responses to them"),
         ("filter", Kind::Filter, "Keeps samples in the training data or drops them"),
-        ("style-scorer", Kind::StyleScorer, "Scores the style of answers"),
+        ("style-scorer", Kind::StyleScorer, "Scores the style of responses"),
     ])
 }
 
@@ -153,13 +154,13 @@ fn spelled(language: Language) -> &'static str {
     }
 }
 
-/// What of the embedded goes to `vendor/`, and under which name.
+/// What of the embedded goes to `vendor/`, and under which name. The contract is that of the templates' `plugin.toml`.
 fn vendored(language: Language) -> &'static [(&'static str, &'static str)] {
     match language {
         // With a link to the contract in it.
         Language::Rust => &[("rust/", "querl-sdk")],
-        Language::Python => &[("python/querl_sdk/", "querl_sdk"), ("wit/", "wit")],
-        Language::JavaScript => &[("javascript/", "querl-sdk"), ("wit/", "wit")],
+        Language::Python => &[("python/querl_sdk/", "querl_sdk"), ("wit/0.2.0/", "wit")],
+        Language::JavaScript => &[("javascript/", "querl-sdk"), ("wit/0.2.0/", "wit")],
     }
 }
 

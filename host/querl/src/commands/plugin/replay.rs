@@ -1,6 +1,6 @@
 //! `querl plugin replay`: what another plugin, version or setting would have scored on the episodes of a run.
 
-mod scoring;
+pub(super) mod scoring;
 
 use crate::args::{Format, parse_settings};
 use anyhow::Context;
@@ -9,17 +9,22 @@ use querl_core::config::{Config, PluginLimits, is_registry_reference, load_resol
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_atomic;
 use querl_core::ports::{RewardModel, StyleModel};
-use querl_core::records::{CallFailure, Episode, FailureKind, Message, Reward, RewardComponent, StyleProbability};
+use querl_core::records::{
+    CallFailure, Episode, FailureKind, HostCall, Message, Reward, RewardComponent, StyleProbability,
+};
 use querl_core::run_dir::RunDir;
-use querl_eval::{Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text};
+use querl_eval::{
+    BriefOutcome, Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text,
+};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::faults::{FaultFile, FaultedCall};
+use querl_pipeline::host_functions::RecordedCalls;
 use querl_pipeline::plugins::{host_options, scores_style};
-use querl_plugin::{HostOptions, Plugin, PluginHost, PluginPort, PluginSettings};
+use querl_plugin::{CallReport, HostOptions, Observer, Plugin, PluginHost, PluginPort, PluginSettings};
 use querl_style::{StyleReward, text_of, turns_of_side};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Of the bootstrap. Intervals of thousands of episodes are narrow: more resamples change no digit that is shown.
 const N_RESAMPLES: usize = 1000;
@@ -50,6 +55,9 @@ pub struct ReplayArgs {
     /// Episodes shown one by one
     #[arg(long, value_name = "N", default_value_t = 20)]
     show: usize,
+    /// Print, instead of the comparison, what the plugin logs for each episode, and the host functions that it called in the run
+    #[arg(long, conflicts_with_all = ["against", "html"])]
+    trace: bool,
     #[command(flatten)]
     format: Format,
     /// Write the comparison as a page for a browser too
@@ -70,11 +78,15 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     let mut recorded = read(&file)?;
     recorded.truncate(args.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
     let limits = config.as_ref().map_or_else(PluginLimits::default, |config| config.plugins.limits.clone());
-    let host = PluginHost::new(HostOptions { n_slots: n_slots(), ..host_options(&limits)? })?;
-    let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
-    let open =
-        |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, styles.as_ref()), path, settings, flag);
+    let log: CallLog = Arc::default();
+    let observer = args.trace.then(|| keep_log(&log));
+    let host = PluginHost::new(HostOptions { n_slots: n_slots(), observer, ..host_options(&limits)? })?;
+    let results = RecordedResults::of(&recorded);
+    let open = |path: &Path, settings: &[String], flag| ReplayPlugin::open((&host, &results), path, settings, flag);
     let plugin = open(path, &args.settings, "--settings")?;
+    if args.trace {
+        return trace(&recorded, plugin.model.as_ref(), &log, args.format);
+    }
     let other = args.against.as_ref();
     let other = other.map(|path| open(path, &args.against_settings, "--against-settings")).transpose()?;
     let compared = compare(recorded, plugin, other, config.as_ref(), args)?;
@@ -82,6 +94,52 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
         write_atomic(path, replay_html(&compared)?.as_bytes()).with_context(|| path.display().to_string())?;
     }
     args.format.print(&compared, || replay_text(&compared))
+}
+
+/// What calls of plugins logged, in order.
+type CallLog = Arc<Mutex<Vec<String>>>;
+
+fn keep_log(log: &CallLog) -> Observer {
+    let log = log.clone();
+    Arc::new(move |call: &CallReport<'_>| {
+        log.lock().unwrap_or_else(PoisonError::into_inner).extend(call.log.iter().cloned());
+    })
+}
+
+/// Scores the episodes group by group, and says what was logged for each. A fault ends it after the log of its call.
+fn trace(recorded: &[RecordedEpisode], model: &dyn RewardModel, log: &CallLog, format: Format) -> anyhow::Result<()> {
+    let (mut traced, mut text) = (Vec::new(), String::new());
+    let mut fault = None;
+    take_log(log);
+    for group in recorded.chunk_by(|a, b| a.episode.group_id == b.episode.group_id) {
+        let episodes: Vec<Episode> = group.iter().map(|recorded| recorded.episode.clone()).collect();
+        let scored = model.score_batch(&episodes);
+        let lines = take_log(log);
+        let outcomes = match scored {
+            Ok(outcomes) => outcomes.iter().map(|outcome| BriefOutcome::from(outcome).to_string()).collect(),
+            Err(found) => {
+                fault = Some(found);
+                vec!["fault".to_owned(); group.len()]
+            }
+        };
+        for (recorded, outcome) in group.iter().zip(&outcomes) {
+            text += &format!("{}  {outcome}\n", recorded.episode.id);
+            text.extend(recorded.calls.iter().map(|call| format!("  calls {}\n", serde_json::json!(call))));
+        }
+        text.extend(lines.iter().map(|line| format!("  {}\n", querl_core::text::printable(line, usize::MAX))));
+        let ids: Vec<&str> = group.iter().map(|recorded| recorded.episode.id.as_str()).collect();
+        let calls: Vec<&HostCall> = group.iter().flat_map(|recorded| &recorded.calls).collect();
+        traced.push(serde_json::json!({ "episodes": ids, "outcomes": outcomes, "calls": calls, "log": lines }));
+        if fault.is_some() {
+            break;
+        }
+    }
+    format.print(&traced, || text)?;
+    fault.map_or(Ok(()), |fault| Err(fault.into()))
+}
+
+fn take_log(log: &CallLog) -> Vec<String> {
+    std::mem::take(&mut *log.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// Gives a plugin what it was given when it faulted, with the settings and limits of its run. A fault is this command's failure.
@@ -99,14 +157,15 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
         true => return Err(Stop::usage(format!("{}: pull the bundle and name it as --plugin", path.display())).into()),
         false => host.load(path)?,
     };
-    let n_items = match &call {
-        FaultedCall::Episodes(episodes) => {
-            let styles = RecordedStyles::of(episodes.iter());
-            open_reward(&host, &plugin, &settings, styles.as_ref())?.score_batch(episodes)?;
+    let n_items = match call {
+        FaultedCall::Episodes(episodes, calls) => {
+            let results = RecordedResults { styles: RecordedStyles::of(episodes.iter()), calls: Arc::new(calls) };
+            open_reward(&host, &plugin, &settings, &results)?.score_batch(&episodes)?;
             episodes.len()
         }
-        FaultedCall::Samples(samples) => {
-            host.open(&plugin, &settings, PluginPort::filter())?.check_batch(samples)?;
+        FaultedCall::Samples(samples, calls) => {
+            let port = PluginPort::filter().with_functions(Some(Arc::new(calls)));
+            host.open(&plugin, &settings, port)?.check_batch(&samples)?;
             samples.len()
         }
         FaultedCall::Prompt(call) => {
@@ -133,7 +192,7 @@ fn n_slots() -> u32 {
 }
 
 /// The file of episodes, and the configuration of the run that wrote it, where that is known.
-fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
+pub(super) fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
     if path.is_dir() {
         let dir = RunDir::new(path);
         let file = dir.episodes();
@@ -149,10 +208,10 @@ fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
     Err(Stop::usage(format!("{}: there is no such file or folder; {expected}", path.display())))
 }
 
-fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {
+pub(super) fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {
     let episodes = episodes::read(file).map_err(Stop::usage)?;
     if episodes.is_empty() {
-        let expected = "expected at least one line {\"format\": 2, \"episode\": {...}}";
+        let expected = "expected at least one line {\"format\": 3, \"episode\": {...}}";
         return Err(Stop::usage(format!("{}: holds no episode; {expected}", file.display())));
     }
     Ok(episodes)
@@ -166,14 +225,14 @@ struct ReplayPlugin {
 
 impl ReplayPlugin {
     fn open(
-        (host, styles): (&PluginHost, Option<&Arc<RecordedStyles>>),
+        (host, results): (&PluginHost, &RecordedResults),
         path: &Path,
         settings: &[String],
         flag: &str,
     ) -> anyhow::Result<Self> {
         let settings = parse_settings(settings, flag)?;
         let plugin = host.load(path)?;
-        let model = open_reward(host, &plugin, &settings, styles)?;
+        let model = open_reward(host, &plugin, &settings, results)?;
         let side = PluginSide {
             id: plugin.id().to_owned(),
             version: plugin.version().to_owned(),
@@ -188,15 +247,35 @@ impl ReplayPlugin {
     }
 }
 
-/// A reward, or a style scorer over recorded styles.
-fn open_reward(
+/// What a run recorded for the plugins that are asked again.
+pub(super) struct RecordedResults {
+    styles: Option<Arc<RecordedStyles>>,
+    calls: Arc<RecordedCalls>,
+}
+
+impl RecordedResults {
+    pub(super) fn of(recorded: &[RecordedEpisode]) -> Self {
+        let mut calls = RecordedCalls::default();
+        for RecordedEpisode { episode, calls: of_episode, .. } in recorded {
+            calls.add_episode(episode, of_episode.clone());
+        }
+        let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
+        Self { styles, calls: Arc::new(calls) }
+    }
+}
+
+/// A reward with its recorded host calls, or a style scorer over recorded styles.
+pub(super) fn open_reward(
     host: &PluginHost,
     plugin: &Plugin,
     settings: &PluginSettings,
-    styles: Option<&Arc<RecordedStyles>>,
+    results: &RecordedResults,
 ) -> anyhow::Result<Box<dyn RewardModel>> {
-    match (scores_style(plugin), styles) {
-        (false, _) => Ok(host.open(plugin, settings, PluginPort::reward())?),
+    match (scores_style(plugin), &results.styles) {
+        (false, _) => {
+            let port = PluginPort::reward().with_functions(Some(results.calls.clone()));
+            Ok(host.open(plugin, settings, port)?)
+        }
         (true, Some(styles)) => {
             let port = PluginPort::style_scorer(Some(styles.clone()));
             Ok(Box::new(StyleReward::new(host.open(plugin, settings, port)?)))
@@ -219,7 +298,7 @@ fn compare(
 ) -> anyhow::Result<Replay> {
     let mut episodes: Vec<Episode> = Vec::with_capacity(recorded.len());
     let (mut places, mut befores) = (Vec::with_capacity(recorded.len()), Vec::with_capacity(recorded.len()));
-    for RecordedEpisode { line, step, episode, outcome } in recorded {
+    for RecordedEpisode { line, step, episode, outcome, .. } in recorded {
         episodes.push(episode);
         places.push((line, step));
         befores.push(outcome);
@@ -252,7 +331,11 @@ fn compare(
 const TOTAL: &str = "/total";
 
 /// Changes `outcomes` so that `plugin`'s compare with them; returns what a reader should know of it.
-fn made_comparable(outcomes: &mut [Option<Outcome>], plugin: &PluginSide, config: Option<&Config>) -> Vec<String> {
+pub(super) fn made_comparable(
+    outcomes: &mut [Option<Outcome>],
+    plugin: &PluginSide,
+    config: Option<&Config>,
+) -> Vec<String> {
     let plugins = summed(outcomes);
     if !plugins.is_empty() {
         return vec![of_sum(outcomes, &plugins, &plugin.id)];
@@ -319,7 +402,7 @@ impl RecordedStyles {
     fn of<'a>(episodes: impl Iterator<Item = &'a Episode>) -> Option<Arc<Self>> {
         let mut said = HashMap::new();
         for episode in episodes {
-            for side in [&episode.policy, &episode.baseline] {
+            for (_, side) in episode.candidates() {
                 if let (Some(style), Ok(text)) = (&side.style, text_of(&turns_of_side(episode, side))) {
                     said.insert(text, style.clone());
                 }
@@ -381,17 +464,16 @@ mod tests {
         let episode = Episode {
             id: "a".into(),
             query: "怎么洗".into(),
-            context: Default::default(),
-            gold_ids: Vec::new(),
             policy: side("冷水洗", 0.25),
-            baseline: side("不确定", 1.0),
+            baseline: Some(side("不确定", 1.0)),
+            ..Episode::default()
         };
         let styles = RecordedStyles::of([&episode].into_iter()).unwrap();
         let said = |rewrite: &str| styles.classify(&turns_of("怎么洗", rewrite)).map(|classes| classes[0].probability);
         assert_eq!((said("冷水洗"), said("不确定")), (Ok(0.25), Ok(1.0)));
         assert_eq!(said("热水洗").unwrap_err().kind, FailureKind::NotRecorded);
         let without = Episode { policy: Candidate::found_nothing("冷水洗".into()), ..episode.clone() };
-        let without = Episode { baseline: without.policy.clone(), ..without };
+        let without = Episode { baseline: Some(without.policy.clone()), ..without };
         assert!(RecordedStyles::of([&without].into_iter()).is_none());
     }
 }

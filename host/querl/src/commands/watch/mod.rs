@@ -141,7 +141,7 @@ struct EpisodeLine {
     reward: Result<f64, String>,
     query: String,
     policy: String,
-    baseline: String,
+    baseline: Option<String>,
 }
 
 const N_EPISODES: usize = 6;
@@ -281,7 +281,7 @@ impl EpisodeLine {
                 .map_err(|rejection| printable(&rejection.code, TEXT_BYTES)),
             query: printable(&episode.query, TEXT_BYTES),
             policy: printable(&episode.policy.rewrite, TEXT_BYTES),
-            baseline: printable(&episode.baseline.rewrite, TEXT_BYTES),
+            baseline: episode.baseline.map(|baseline| printable(&baseline.rewrite, TEXT_BYTES)),
         }
     }
 }

@@ -158,10 +158,10 @@ fn draw_episodes(episodes: &[EpisodeLine], frame: &mut Frame<'_>, area: Rect) {
         };
         let (query, policy, baseline) = (episode.query.clone(), episode.policy.clone(), episode.baseline.clone());
         let arrow = || " -> ".fg(Color::DarkGray);
-        [
-            Line::from(vec![reward, Span::raw(query), arrow(), policy.bold()]),
-            Line::from(vec![Span::raw("      teacher"), arrow(), baseline.fg(Color::DarkGray)]),
-        ]
+        let teacher =
+            |baseline: String| Line::from(vec![Span::raw("      teacher"), arrow(), baseline.fg(Color::DarkGray)]);
+        let policy = Line::from(vec![reward, Span::raw(query), arrow(), policy.bold()]);
+        std::iter::once(policy).chain(baseline.map(teacher))
     };
     if episodes.is_empty() {
         return;

@@ -13,7 +13,7 @@ test("golden cases", () => {
 test("contract", () => checkContract(plugin));
 
 test("braces and dollar signs of a user stay as they are", () => {
-  const context = { userProfile: "", historySummary: "问过{鱼油}" };
+  const context = { userProfile: undefined, historySummary: "问过{鱼油}" };
   const messages = prompt.messages("policy_rewrite", { query: "{domain} $& 是什么", context, rewrite: undefined });
   assert.equal(messages.at(-1).content, "历史：问过{鱼油}\n问题：{domain} $& 是什么");
 });

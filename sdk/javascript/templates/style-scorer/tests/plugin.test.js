@@ -13,5 +13,5 @@ test("contract", () => checkContract(plugin));
 test("a model that fails or lacks the class gives no score", () => {
   const score = (model) => new OneStyle(new Settings({ label: "投诉" })).score(dialogue("在吗", "在的"), model);
   assert.throws(() => score(styleModel(undefined, failed())), { code: "no_style" });
-  assert.throws(() => score(styleModel({ 售前: 1 })), { code: "unknown_label" });
+  assert.throws(() => score(styleModel({ 售前: 1 })), { code: "unknown_class" });
 });

@@ -19,29 +19,30 @@ impl Prompt for TenantPrompt {
         })
     }
 
-    fn messages(&self, task: PromptTask, input: &PromptInput) -> Vec<Message> {
+    fn messages(&self, task: PromptTask, input: &PromptInput) -> Result<Vec<Message>, Rejection> {
         let system = match task {
             PromptTask::TeacherRewrite => TEACHER,
             PromptTask::PolicyRewrite => POLICY,
             PromptTask::Judge => JUDGE,
+            PromptTask::Other(_) => return Err(Rejection::unknown_task(&task)),
         };
         let context = &input.context;
         let mut lines = Vec::new();
         let mut add = |title: &str, text: &str| lines.push(format!("{title}：{text}"));
-        if !context.user_profile.is_empty() {
-            add("用户画像", &context.user_profile);
+        if let Some(profile) = &context.user_profile {
+            add("用户画像", profile);
         }
-        if !context.history_summary.is_empty() {
-            add("历史", &context.history_summary);
+        if let Some(history) = &context.history_summary {
+            add("历史", history);
         }
         add("问题", &input.query);
         if let Some(rewrite) = &input.rewrite {
             add("改写", rewrite);
         }
-        vec![
+        Ok(vec![
             Message::system(system.replace("{domain}", &self.domain)),
             Message::user(lines.join("\n")),
-        ]
+        ])
     }
 
     fn parse_rewrite(&self, text: &str) -> Result<String, Rejection> {
@@ -52,14 +53,14 @@ impl Prompt for TenantPrompt {
             .unwrap_or(text);
         let rewrite = rewrite.trim_matches(|c: char| c.is_whitespace() || "\"“”「」".contains(c));
         match rewrite.is_empty() {
-            true => Err(Rejection::new("no_rewrite", "the answer holds no rewrite")),
+            true => Err(Rejection::new("no_rewrite", "the response has no rewrite")),
             false => Ok(rewrite.to_owned()),
         }
     }
 
     fn parse_judgement(&self, text: &str) -> Result<JudgeScore, Rejection> {
         judgement(text)
-            .ok_or_else(|| Rejection::new("no_score", "the answer holds no score from 0 to 5"))
+            .ok_or_else(|| Rejection::new("no_score", "the response has no score from 0 to 5"))
     }
 }
 

@@ -10,7 +10,9 @@ fn golden_cases_hold() {
 fn braces_of_a_user_stay_as_they_are() {
     let prompt = testing::prompt::<TenantPrompt>(Settings::none());
     let asked = testing::prompt_input("{domain} 是什么").history("问过{鱼油}");
-    let messages = prompt.messages(PromptTask::PolicyRewrite, &asked);
+    let messages = prompt
+        .messages(PromptTask::PolicyRewrite, &asked)
+        .unwrap();
     assert_eq!(
         messages[1].content,
         "历史：问过{鱼油}\n问题：{domain} 是什么"

@@ -19,7 +19,7 @@ impl Reward for Brevity {
     }
 
     fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
-        let n_chars = episode.policy.rewrite.chars().count() as f64;
+        let n_chars = episode.policy.rewrite("policy")?.chars().count() as f64;
         let brevity = (1.0 - n_chars / self.max_chars).max(0.0);
         Ok(Score::new(brevity).with("brevity", brevity))
     }

@@ -1,18 +1,30 @@
 //! The inputs of measured calls: recorded or generated episodes, and the samples and dialogues made of them.
 
-use querl_core::episodes;
-use querl_core::records::{Candidate, Context, Dialogue, Episode, Hit, Judgement, Message, Sample};
+use querl_core::episodes::{self, RecordedEpisode};
+use querl_core::records::{
+    Candidate, Context, Dialogue, Episode, FinishReason, Hit, Judgement, Message, Sample, Split,
+};
 use querl_pipeline::failure::Stop;
+use querl_pipeline::host_functions::RecordedCalls;
 use std::path::Path;
 
 const N_GENERATED: usize = 256;
 
-pub(super) fn read(path: &Path) -> Result<Vec<Episode>, Stop> {
+/// Samples of one query.
+const N_SAMPLES: usize = 4;
+
+/// The episodes of a file, with their recorded calls of host functions.
+pub(super) fn read(path: &Path) -> Result<(Vec<Episode>, RecordedCalls), Stop> {
     let recorded = episodes::read(path).map_err(Stop::usage)?;
     if recorded.is_empty() {
         return Err(Stop::usage(format!("{}: holds no episode; expected one JSON object a line", path.display())));
     }
-    Ok(recorded.into_iter().map(|recorded| recorded.episode).collect())
+    let mut recorded_calls = RecordedCalls::default();
+    let episode = |RecordedEpisode { episode, calls, .. }| {
+        recorded_calls.add_episode(&episode, calls);
+        episode
+    };
+    Ok((recorded.into_iter().map(episode).collect(), recorded_calls))
 }
 
 /// Episodes with five hits and a judgement on each side, and texts as long as those of the example's knowledge base.
@@ -27,15 +39,21 @@ pub(super) fn generated() -> Vec<Episode> {
     let episode = |index: usize| {
         let (query, rewrite) = (QUERIES[index % 4], REWRITES[index % 4]);
         Episode {
-            id: format!("bench/{index}"),
+            id: format!("bench-{}/{}", index / N_SAMPLES, index % N_SAMPLES),
+            group_id: format!("bench-{}", index / N_SAMPLES),
+            sample_index: (index % N_SAMPLES) as u32,
+            split: Some(Split::Train),
             query: query.into(),
             context: Context {
                 user_profile: "58 岁，女，血压偏高".into(),
                 history_summary: "咨询深海鱼油软胶囊".into(),
             },
             gold_ids: vec![format!("p{}", index % 7)],
+            prompt: Some(vec![Message { role: "user".into(), content: format!("改写查询：{query}") }]),
+            response: Some(format!("{rewrite} {}", index % 10)),
             policy: candidate(&format!("{rewrite} {}", index % 10), index),
-            baseline: candidate(rewrite, index + 3),
+            baseline: Some(candidate(rewrite, index + 3)),
+            ..Episode::default()
         }
     };
     (0..N_GENERATED).map(episode).collect()
@@ -53,22 +71,24 @@ fn candidate(rewrite: &str, seed: usize) -> Candidate {
     };
     Candidate {
         rewrite: rewrite.into(),
-        retrieval: Ok((0..5).map(hit).collect()),
+        retrieval: Some(Ok((0..5).map(hit).collect())),
         judgement: Judgement::Scored { score: (seed % 6) as f64, reason: "提到了产品和意图".into() },
         style: None,
         n_tokens: 24,
-        truncated: false,
+        finish_reason: Some(FinishReason::Stop),
     }
 }
 
-/// The teacher's side, as a filter sees it.
+/// The teacher's side, as a filter sees it; the policy's where there is no teacher.
 pub(super) fn sample(episode: &Episode) -> Sample {
+    let rewritten = episode.baseline.as_ref().unwrap_or(&episode.policy);
     Sample {
         id: episode.id.clone(),
         original_query: episode.query.clone(),
-        rewritten_query: episode.baseline.rewrite.clone(),
+        rewritten_query: rewritten.rewrite.clone(),
         context: episode.context.clone(),
-        hits: episode.baseline.retrieval.clone().unwrap_or_default(),
+        hits: rewritten.hits().to_vec(),
+        columns: episode.columns.clone(),
     }
 }
 

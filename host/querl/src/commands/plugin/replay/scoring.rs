@@ -14,7 +14,7 @@ const BATCH: usize = 64;
 const SILENT_FOR: Duration = Duration::from_secs(2);
 
 /// One outcome per episode, in order, whatever the number of cores. `label` stands before the progress, once it takes long.
-pub(super) fn score(
+pub(in crate::commands::plugin) fn score(
     model: &dyn RewardModel,
     episodes: &[Episode],
     label: &'static str,
@@ -31,7 +31,7 @@ fn score_on(
 ) -> anyhow::Result<Vec<Outcome>> {
     let work = Work {
         model,
-        batches: episodes.chunks(BATCH).collect(),
+        batches: batches(episodes),
         next: AtomicUsize::new(0),
         stop: AtomicBool::new(false),
         progress: LateProgress { label, since: Instant::now(), n_total: episodes.len() as u64, shown: OnceLock::new() },
@@ -51,6 +51,21 @@ fn score_on(
         outcomes.extend(scored?);
     }
     Ok(outcomes)
+}
+
+/// The episodes in order, [`BATCH`] at a time, or more so that no group is divided.
+fn batches(mut episodes: &[Episode]) -> Vec<&[Episode]> {
+    let mut batches = Vec::new();
+    while !episodes.is_empty() {
+        let mut n = BATCH.min(episodes.len());
+        while n < episodes.len() && episodes[n].group_id == episodes[n - 1].group_id {
+            n += 1;
+        }
+        let (batch, rest) = episodes.split_at(n);
+        batches.push(batch);
+        episodes = rest;
+    }
+    batches
 }
 
 /// The scores of one batch, with its position.
@@ -122,6 +137,7 @@ mod tests {
                         version: "1".into(),
                         message,
                         kind: FaultKind::Trap,
+                        log: Vec::new(),
                     });
                 }
                 Ok(Ok(Reward { total: number as f64, components: Vec::new() }))
@@ -155,6 +171,13 @@ mod tests {
             let totals: Vec<f64> = outcomes.iter().map(|outcome| outcome.as_ref().unwrap().total).collect();
             assert_eq!(totals, (0..1000).map(|id| id as f64).collect::<Vec<_>>());
         }
+    }
+
+    #[test]
+    fn no_group_is_divided() {
+        let mut episodes = episodes(200);
+        episodes[60..70].iter_mut().for_each(|episode| episode.group_id = "g".into());
+        assert_eq!(batches(&episodes).iter().map(|batch| batch.len()).collect::<Vec<_>>(), [70, 64, 64, 2]);
     }
 
     #[test]

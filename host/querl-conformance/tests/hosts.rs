@@ -1,0 +1,51 @@
+//! The suite for hosts, on querl's own host and on hosts that keep no rule.
+#![allow(clippy::unwrap_used)]
+
+use querl_conformance::{Check, HostSuite, Outcome};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+fn run(command: &str, plugins: Vec<PathBuf>) -> Vec<Check> {
+    let suite = HostSuite { command: command.to_owned(), plugins, timeout: Duration::from_secs(120) };
+    suite.run(&mut |_| {}).unwrap()
+}
+
+fn failed(checks: &[Check]) -> Vec<String> {
+    let failed = checks.iter().filter_map(|check| match &check.outcome {
+        Outcome::Failed(failure) => Some(format!("{}: {}", check.name, failure.returned)),
+        _ => None,
+    });
+    failed.collect()
+}
+
+/// Bundles of contract 0.1, with their golden cases.
+fn plugins_of_0_1() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/plugins-0.1");
+    let mut bundles: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    bundles.retain(|path| path.extension().is_some_and(|extension| extension == "querl"));
+    bundles.sort();
+    bundles
+}
+
+#[test]
+fn querls_host_keeps_the_contract() {
+    let checks = run(&format!("{} serve", env!("CARGO_BIN_EXE_querl-conformance")), plugins_of_0_1());
+    assert!(checks.len() > 80, "{} checks", checks.len());
+    assert_eq!(failed(&checks), [""; 0]);
+}
+
+#[test]
+fn host_that_agrees_to_everything_fails() {
+    let checks = run("while read -r line; do echo '{\"ok\": []}'; done", Vec::new());
+    let failed = failed(&checks);
+    // `end` is the one request that may be answered with anything.
+    assert_eq!(failed.len(), checks.len() - 1, "{failed:?}");
+}
+
+#[test]
+fn host_that_ends_fails_every_check() {
+    let checks = run("exit 3", Vec::new());
+    let failed = failed(&checks);
+    assert_eq!(failed.len(), checks.len());
+    assert!(failed.iter().all(|failure| failure.contains("ended")), "{failed:?}");
+}

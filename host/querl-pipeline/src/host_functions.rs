@@ -1,0 +1,328 @@
+//! Host functions of plugins: answered by the models and services of a run, each result recorded with its item; or answered from such a
+//! recording.
+
+use crate::retrieval::local_models;
+use querl_core::config::{Config, RetrievalConfig};
+use querl_core::ports::{HostFunctions, Judge, JudgeRequest, StyleModel};
+use querl_core::records::{
+    CallFailure, Context, Episode, FailureKind, HostCall, HostCallError, HostRequest, HostResponse,
+};
+use querl_data::{ServiceContext, TextEncoder, WordSegmenter, open_judge};
+use querl_model::TextTokenizer;
+use querl_style::SharedStyleModel;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+type CallResult = Result<HostResponse, HostCallError>;
+
+/// Host functions of a run. Models are opened at the first call: most plugins use none.
+#[derive(Default)]
+pub struct RunHostFunctions {
+    config: Option<Box<Config>>,
+    style: Option<Arc<SharedStyleModel>>,
+    services: OnceLock<(ServiceContext, tokio::runtime::Handle)>,
+    tokenizer: Opened<TextTokenizer>,
+    segmenter: Opened<WordSegmenter>,
+    judge: Opened<Option<Arc<dyn Judge>>>,
+    encoder: Opened<Option<TextEncoder>>,
+    /// Vectors of the texts that were embedded before.
+    vectors: Mutex<HashMap<String, Vec<f32>>>,
+    items: Mutex<HashMap<String, Item>>,
+}
+
+/// A model that is opened once; the error is that of each call.
+type Opened<T> = OnceLock<Result<T, CallFailure>>;
+
+/// Maximum number of vectors that are kept; more are computed again.
+const MAX_VECTORS: usize = 100_000;
+
+/// An item that is being scored, with what the rubric in place of a judge reads.
+#[derive(Default)]
+struct Item {
+    query: String,
+    context: Context,
+    rewrite: String,
+    calls: Vec<HostCall>,
+}
+
+impl RunHostFunctions {
+    /// The functions of a configuration. Judge and encoder are not configured until [`connect`](Self::connect).
+    pub(crate) fn new(config: &Config, style: Option<Arc<SharedStyleModel>>) -> Self {
+        Self { config: Some(Box::new(config.clone())), style, ..Self::default() }
+    }
+
+    /// Gives judge and encoder the clients of a run. Calls wait on `runtime`, which must not be the caller's own.
+    pub(crate) fn connect(&self, outside: ServiceContext, runtime: tokio::runtime::Handle) {
+        let _ = self.services.set((outside, runtime));
+    }
+
+    /// Records the calls for these episodes, and for their groups, from here on.
+    pub(crate) fn begin(&self, episodes: &[Episode]) {
+        let item = |episode: &Episode| Item {
+            query: episode.query.clone(),
+            context: episode.context.clone(),
+            rewrite: episode.policy.rewrite.clone(),
+            calls: Vec::new(),
+        };
+        let mut items = self.items();
+        for episode in episodes {
+            items.insert(episode.id.clone(), item(episode));
+            items.entry(episode.group_id.clone()).or_insert_with(|| item(episode));
+        }
+    }
+
+    /// Records the calls for items that are no episodes.
+    pub(crate) fn begin_items<'a>(&self, ids: impl Iterator<Item = &'a String>) {
+        self.items().extend(ids.map(|id| (id.clone(), Item::default())));
+    }
+
+    /// The calls that were recorded for an episode and its group so far.
+    pub(crate) fn recorded(&self, episode: &Episode) -> Vec<HostCall> {
+        let items = self.items();
+        let mut calls = items.get(&episode.id).map_or_else(Vec::new, |item| item.calls.clone());
+        if let Some(group) = items.get(&episode.group_id).filter(|_| episode.group_id != episode.id) {
+            calls.extend(group.calls.iter().cloned());
+        }
+        calls
+    }
+
+    /// Ends the recording of an episode. The first episode of a group has the calls of the group.
+    pub(crate) fn take_episode(&self, episode: &Episode) -> Vec<HostCall> {
+        let mut calls = self.take(&episode.id);
+        calls.extend(self.take(&episode.group_id));
+        calls
+    }
+
+    /// Ends the recording of an item.
+    pub(crate) fn take(&self, item_id: &str) -> Vec<HostCall> {
+        self.items().remove(item_id).map_or_else(Vec::new, |item| item.calls)
+    }
+
+    fn items(&self) -> MutexGuard<'_, HashMap<String, Item>> {
+        self.items.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn answer(&self, item_id: &str, request: &HostRequest) -> CallResult {
+        let config = self.config.as_deref().ok_or(HostCallError::NotConfigured)?;
+        match request {
+            HostRequest::CountTokens(text) => Ok(HostResponse::Count(self.token_ids(config, text)?.len() as u32)),
+            HostRequest::SplitTokens(text) => {
+                let (ids, tokenizer) = (self.token_ids(config, text)?, self.tokenizer(config)?);
+                let tokens = ids.iter().map(|id| tokenizer.decode(&[*id]).map_err(|error| failed(&error)));
+                Ok(HostResponse::Texts(tokens.collect::<Result<_, _>>()?))
+            }
+            HostRequest::SegmentWords(text) => Ok(HostResponse::Texts(self.segmenter(&config.retrieval)?.words(text))),
+            HostRequest::Embed(texts) => self.embed(config, texts),
+            HostRequest::AskJudge(messages) => {
+                let (outside, runtime) = self.services.get().ok_or(HostCallError::NotConfigured)?;
+                let open = || open_judge(&config.judge, &config.retrieval, outside);
+                let judge = opened(&self.judge, open)?.as_deref().ok_or(HostCallError::NotConfigured)?;
+                let item = self
+                    .items()
+                    .get(item_id)
+                    .map(|item| (item.query.clone(), item.context.clone(), item.rewrite.clone()));
+                let (query, context, rewrite) = item.unwrap_or_default();
+                let request = JudgeRequest { query: &query, context: &context, rewrite: &rewrite, messages };
+                let completion = runtime.block_on(judge.judge(request)).map_err(HostCallError::Failed)?;
+                Ok(HostResponse::Text(completion.text))
+            }
+            HostRequest::ClassifyStyle(turns) => {
+                let model = self.style.as_ref().ok_or(HostCallError::NotConfigured)?;
+                model.classify(turns).map(HostResponse::Style).map_err(HostCallError::Failed)
+            }
+        }
+    }
+
+    fn tokenizer(&self, config: &Config) -> Result<&TextTokenizer, HostCallError> {
+        opened(&self.tokenizer, || TextTokenizer::load(&config.model.path))
+    }
+
+    fn token_ids(&self, config: &Config, text: &str) -> Result<Vec<u32>, HostCallError> {
+        self.tokenizer(config)?.encode(text).map_err(|error| failed(&error))
+    }
+
+    fn segmenter(&self, config: &RetrievalConfig) -> Result<&WordSegmenter, HostCallError> {
+        opened(&self.segmenter, || WordSegmenter::open(config))
+    }
+
+    fn embed(&self, config: &Config, texts: &[String]) -> CallResult {
+        let (outside, runtime) = self.services.get().ok_or(HostCallError::NotConfigured)?;
+        let open = || -> anyhow::Result<Option<TextEncoder>> {
+            let models = local_models(&RetrievalConfig { rerank: Default::default(), ..config.retrieval.clone() })?;
+            Ok(TextEncoder::open(&config.retrieval.embedding, &models, outside)?)
+        };
+        let encoder = opened(&self.encoder, open)?.as_ref().ok_or(HostCallError::NotConfigured)?;
+        let known = || self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
+        let vector = |text: &String| -> Result<Vec<f32>, HostCallError> {
+            if let Some(vector) = known().get(text) {
+                return Ok(vector.clone());
+            }
+            let vector = runtime.block_on(encoder.embed(text)).map_err(HostCallError::Failed)?;
+            let mut known = known();
+            if known.len() < MAX_VECTORS {
+                known.insert(text.clone(), vector.clone());
+            }
+            Ok(vector)
+        };
+        Ok(HostResponse::Vectors(texts.iter().map(vector).collect::<Result<_, _>>()?))
+    }
+}
+
+/// Opens a model at the first call.
+fn opened<T, E: std::fmt::Display>(
+    model: &Opened<T>,
+    open: impl FnOnce() -> Result<T, E>,
+) -> Result<&T, HostCallError> {
+    let open = || open().map_err(|error| failure(&error));
+    model.get_or_init(open).as_ref().map_err(|failure| HostCallError::Failed(failure.clone()))
+}
+
+fn failure(error: &dyn std::fmt::Display) -> CallFailure {
+    CallFailure { kind: FailureKind::ServerError, message: error.to_string() }
+}
+
+fn failed(error: &dyn std::fmt::Display) -> HostCallError {
+    HostCallError::Failed(failure(error))
+}
+
+impl HostFunctions for RunHostFunctions {
+    /// A call that was recorded for the item has its recorded result, so that scoring again, to find a faulty episode, gives the same.
+    fn call(&self, plugin: &str, item_id: &str, request: &HostRequest) -> CallResult {
+        let is_known = |call: &&HostCall| call.plugin == plugin && call.request == *request;
+        let known = self.items().get(item_id).and_then(|item| item.calls.iter().find(is_known).cloned());
+        if let Some(known) = known {
+            return known.response;
+        }
+        let response = self.answer(item_id, request);
+        if let Some(item) = self.items().get_mut(item_id) {
+            let (plugin, request) = (plugin.to_owned(), request.clone());
+            item.calls.push(HostCall { plugin, request, response: response.clone() });
+        }
+        response
+    }
+}
+
+/// Host functions that return the recorded results of a run; what was not recorded fails.
+#[derive(Debug, Default)]
+pub struct RecordedCalls(HashMap<String, Vec<HostCall>>);
+
+impl RecordedCalls {
+    /// Adds the calls that were recorded for an item.
+    pub fn add(&mut self, item_id: &str, calls: Vec<HostCall>) {
+        if !calls.is_empty() {
+            self.0.entry(item_id.to_owned()).or_default().extend(calls);
+        }
+    }
+
+    /// Adds the calls that were recorded for an episode, which may be those of its group.
+    pub fn add_episode(&mut self, episode: &Episode, calls: Vec<HostCall>) {
+        if episode.group_id != episode.id {
+            self.add(&episode.group_id, calls.clone());
+        }
+        self.add(&episode.id, calls);
+    }
+}
+
+impl HostFunctions for RecordedCalls {
+    /// A result is a function of the item and the arguments: that of another plugin counts.
+    fn call(&self, plugin: &str, item_id: &str, request: &HostRequest) -> CallResult {
+        let calls = self.0.get(item_id).map_or(&[][..], Vec::as_slice);
+        let same = || calls.iter().filter(|call| call.request == *request);
+        let call = same().find(|call| call.plugin == plugin).or_else(|| same().next());
+        call.map_or_else(
+            || {
+                let message = format!("the recording of `{item_id}` has no result of this call");
+                Err(HostCallError::Failed(CallFailure { kind: FailureKind::NotRecorded, message }))
+            },
+            |call| call.response.clone(),
+        )
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use querl_core::records::{Candidate, Message};
+    use std::path::Path;
+
+    fn config() -> Config {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let model = root.join("examples/tiny-qwen3");
+        let encoder = root.join("tests/reference/golden/encoders/bert-cls");
+        let lexicon = root.join("examples/fivedoctors/lexicon.json");
+        let toml = format!(
+            "tenant = 'a'\n[data]\ninput = 'a.csv'\n[teacher]\nkind = 'recorded'\npath = 'a.jsonl'\n[model]\npath = {model:?}\n\
+             [judge]\nkind = 'rubric'\n[retrieval]\nkind = 'none'\nlexicon = {lexicon:?}\n\
+             embedding = {{ kind = 'local', path = {encoder:?} }}\n[plugins]\nprompt = {{ path = 'p' }}\n"
+        );
+        toml::from_str(&toml).unwrap()
+    }
+
+    fn episode() -> Episode {
+        let policy = Candidate::found_nothing("深海鱼油软胶囊 孕妇 禁忌人群".into());
+        Episode {
+            id: "a".into(), group_id: "a".into(), query: "那个孕妇能吃不".into(), policy, ..Episode::default()
+        }
+    }
+
+    #[test]
+    fn results_are_recorded_once_for_each_item_and_replayed() {
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        let functions = RunHostFunctions::new(&config(), None);
+        let message = Message { role: "user".into(), content: "打分".into() };
+        let requests = [
+            HostRequest::CountTokens("深海鱼油".into()),
+            HostRequest::SplitTokens("深海鱼油".into()),
+            HostRequest::SegmentWords("深海鱼油，孕妇能吃吗".into()),
+            HostRequest::Embed(vec!["鱼油".into(), "孕妇".into()]),
+            HostRequest::AskJudge(vec![message]),
+            HostRequest::ClassifyStyle(Vec::new()),
+        ];
+        let unconnected = functions.call("p", "a", &requests[4]);
+        assert_eq!(unconnected, Err(HostCallError::NotConfigured));
+        functions.connect(ServiceContext::default(), runtime.handle().clone());
+        functions.begin(&[episode()]);
+        let results: Vec<CallResult> = requests.iter().map(|request| functions.call("p", "a", request)).collect();
+        let Ok(HostResponse::Texts(tokens)) = &results[1] else { panic!("{results:?}") };
+        assert_eq!(results[0], Ok(HostResponse::Count(tokens.len() as u32)));
+        let Ok(HostResponse::Texts(words)) = &results[2] else { panic!("{results:?}") };
+        assert!(words.contains(&"孕妇".to_owned()) && !words.contains(&"，".to_owned()), "{words:?}");
+        let Ok(HostResponse::Vectors(vectors)) = &results[3] else { panic!("{results:?}") };
+        let length = |vector: &Vec<f32>| vector.iter().map(|value| value * value).sum::<f32>().sqrt();
+        assert!(vectors.len() == 2 && vectors.iter().all(|vector| (length(vector) - 1.0).abs() < 1e-5));
+        let Ok(HostResponse::Text(judged)) = &results[4] else { panic!("{results:?}") };
+        assert!(judged.contains("综合得分"), "{judged}");
+        assert_eq!(results[5], Err(HostCallError::NotConfigured));
+        requests.iter().for_each(|request| drop(functions.call("p", "a", request)));
+        functions.call("p", "of no item", &requests[0]).unwrap();
+        let calls = functions.take_episode(&episode());
+        assert_eq!(calls.iter().map(|call| call.request.clone()).collect::<Vec<_>>(), requests);
+        assert!(functions.take("a").is_empty() && functions.take("of no item").is_empty());
+
+        let mut recorded = RecordedCalls::default();
+        recorded.add_episode(&episode(), calls);
+        let replayed: Vec<CallResult> = requests.iter().map(|request| recorded.call("p", "a", request)).collect();
+        assert_eq!(replayed, results);
+        assert_eq!(recorded.call("another plugin", "a", &requests[0]), results[0]);
+        for (item, request) in [("b", &requests[0]), ("a", &HostRequest::CountTokens("鱼".into()))] {
+            let Err(HostCallError::Failed(failure)) = recorded.call("p", item, request) else { panic!() };
+            assert_eq!(failure.kind, FailureKind::NotRecorded);
+        }
+    }
+
+    #[test]
+    fn calls_of_a_group_are_recorded_with_its_first_episode() {
+        let functions = RunHostFunctions::new(&config(), None);
+        let [first, second] = ["g/0", "g/1"].map(|id| Episode { id: id.into(), group_id: "g".into(), ..episode() });
+        functions.begin(&[first.clone(), second.clone()]);
+        let request = HostRequest::SegmentWords("鱼油".into());
+        let result = functions.call("p", "g", &request);
+        assert_eq!((functions.recorded(&first).len(), functions.recorded(&second).len()), (1, 1));
+        let (of_first, of_second) = (functions.take_episode(&first), functions.take_episode(&second));
+        assert_eq!((of_first.len(), of_second.len()), (1, 0));
+        let mut recorded = RecordedCalls::default();
+        recorded.add_episode(&first, of_first);
+        assert_eq!(recorded.call("p", "g", &request), result);
+    }
+}

@@ -1,0 +1,112 @@
+//! Native runs of a source folder, without WebAssembly and without its limits: an author's own code, for the author's loop.
+
+use super::folder::{ScriptFolder, unreadable};
+use super::rust::CrateFolder;
+use super::{check_folder_name, language};
+use crate::error::PluginError;
+use querl_bundle::Language;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// A source folder whose logic is run natively.
+#[derive(Debug)]
+pub struct NativeFolder {
+    /// The language of the source.
+    pub language: Language,
+    /// Absolute path of the folder.
+    pub folder: PathBuf,
+    code: Code,
+}
+
+#[derive(Debug)]
+enum Code {
+    Crate(CrateFolder),
+    /// With the SDK that the source imports.
+    Script {
+        sdk: PathBuf,
+    },
+}
+
+impl NativeFolder {
+    /// # Errors
+    /// The folder is no source folder of a plugin.
+    pub fn read(folder: &Path) -> Result<Self, PluginError> {
+        check_folder_name(folder)?;
+        let language = language(folder)?;
+        let script = |vendored, shared| -> Result<Code, PluginError> {
+            Ok(Code::Script { sdk: ScriptFolder::read(folder, vendored, shared)?.sdk })
+        };
+        let code = match language {
+            Language::Rust => Code::Crate(CrateFolder::read(folder)?),
+            Language::Python => script("vendor/querl_sdk", "sdk/python/querl_sdk")?,
+            Language::JavaScript => script("vendor/querl-sdk", "sdk/javascript")?,
+        };
+        let folder = folder.canonicalize().map_err(|error| unreadable(folder, error.to_string()))?;
+        Ok(Self { language, folder, code })
+    }
+
+    /// Runs the author's tests; `None` where there are none.
+    pub fn tests(&self) -> Option<Command> {
+        match (&self.code, self.language) {
+            (Code::Crate(source), _) => Some(source.native("test", &["--quiet"])),
+            (Code::Script { .. }, Language::Python) => self.folder.join("tests").is_dir().then(|| {
+                let mut command = self.command(self.python());
+                command.args(["-m", "unittest", "--quiet"]);
+                command
+            }),
+            (Code::Script { .. }, _) => {
+                let files = std::fs::read_dir(self.folder.join("tests")).into_iter().flatten().flatten();
+                let mut files: Vec<PathBuf> = files.map(|entry| entry.path()).collect();
+                files.retain(|file| file.to_string_lossy().ends_with(".test.js"));
+                files.sort();
+                let mut command = self.command("node");
+                command.args(["--test", "--test-reporter=tap"]).args(&files);
+                (!files.is_empty()).then_some(command)
+            }
+        }
+    }
+
+    /// Builds the dynamic library that [`Self::library`] names; `None` for a language that needs no build.
+    pub fn library_build(&self) -> Option<Command> {
+        let Code::Crate(source) = &self.code else { return None };
+        Some(source.native("build", &["--lib", "--message-format", "short"]))
+    }
+
+    /// The library of a crate, in which `querl_dev_replay` scores recorded episodes (`dev.rs` of the SDK).
+    pub fn library(&self) -> Option<PathBuf> {
+        let Code::Crate(source) = &self.code else { return None };
+        Some(source.native_library())
+    }
+
+    /// Scores recorded episodes with the runner of the SDK; `None` for a crate.
+    pub fn replay(&self, episodes: &Path, settings: &str, results: &Path) -> Option<Command> {
+        let Code::Script { sdk } = &self.code else { return None };
+        let mut command = match self.language {
+            Language::Python => {
+                let mut command = self.command(self.python());
+                command.env("PYTHONPATH", sdk.parent().unwrap_or(sdk)).args(["-m", "querl_sdk.dev"]);
+                command
+            }
+            _ => {
+                let mut command = self.command("node");
+                command.arg(sdk.join("dev.js"));
+                command
+            }
+        };
+        command.arg(&self.folder).arg(episodes).arg(settings).arg(results);
+        Some(command)
+    }
+
+    /// Python of the virtual environment of the folder or of one above it, else the one on `PATH`.
+    pub fn python(&self) -> PathBuf {
+        let program = if cfg!(windows) { ".venv/Scripts/python.exe" } else { ".venv/bin/python3" };
+        let found = self.folder.ancestors().map(|folder| folder.join(program)).find(|path| path.is_file());
+        found.unwrap_or_else(|| "python3".into())
+    }
+
+    fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new(program);
+        command.current_dir(&self.folder).stdin(Stdio::null());
+        command
+    }
+}

@@ -1,0 +1,93 @@
+//! The component of the last save: built in the background, and compared with the native run.
+
+use super::super::replay::{RecordedResults, open_reward, scoring};
+use super::native::NativeReplay;
+use querl_core::records::Episode;
+use querl_eval::{BriefOutcome, Outcome};
+use querl_pipeline::plugins::scores_style;
+use querl_plugin::{PluginHost, PluginSettings};
+use serde::Serialize;
+use std::path::Path;
+use std::time::Instant;
+
+/// How the component and the native run agree.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case", tag = "result")]
+pub(super) enum Comparison {
+    /// Every compared episode has the same outcome: total, components, code and detail.
+    Equal { n_compared: usize, seconds: f64 },
+    /// The first episode with another outcome.
+    Differs { id: String, query: String, native: BriefOutcome, component: BriefOutcome, parts: String, seconds: f64 },
+    /// The component was built; there is nothing to compare.
+    Built { seconds: f64 },
+    /// It could not be built, loaded or called.
+    Failed { message: String },
+}
+
+impl Comparison {
+    /// True where the author has something to repair.
+    pub(super) fn is_failure(&self) -> bool {
+        matches!(self, Self::Differs { .. } | Self::Failed { .. })
+    }
+
+    pub(super) fn text(&self) -> String {
+        match self {
+            Self::Equal { n_compared, seconds } => {
+                format!("built in {seconds:.1} s, equal to the native run on {n_compared} episodes")
+            }
+            Self::Differs { id, query, native, component, parts, .. } => {
+                format!(
+                    "differs from the native run first at {id}: native {native}, component {component}{parts}  {query}"
+                )
+            }
+            Self::Built { seconds } => format!("built in {seconds:.1} s"),
+            Self::Failed { message } => message.clone(),
+        }
+    }
+}
+
+/// Builds the component and scores the episodes that the native run has scored or rejected.
+pub(super) fn compare(
+    host: &PluginHost,
+    folder: &Path,
+    settings: &PluginSettings,
+    (episodes, recording): (&[Episode], &RecordedResults),
+    native: Option<&NativeReplay>,
+) -> Comparison {
+    let started = Instant::now();
+    let compared = || -> anyhow::Result<Comparison> {
+        let plugin = host.load(folder)?;
+        let seconds = started.elapsed().as_secs_f64();
+        let results = native.into_iter().flat_map(|native| &native.results);
+        let (given, expected): (Vec<Episode>, Vec<&Outcome>) = episodes
+            .iter()
+            .cloned()
+            .zip(results)
+            .filter_map(|(episode, result)| Some((episode, result.outcome.as_ref().ok()?)))
+            .unzip();
+        if given.is_empty() || scores_style(&plugin) {
+            return Ok(Comparison::Built { seconds });
+        }
+        let model = open_reward(host, &plugin, settings, recording)?;
+        let scored = scoring::score(model.as_ref(), &given, "component")?;
+        let differs = |((episode, native), component): ((&Episode, &&Outcome), &Outcome)| {
+            (*native != component).then(|| difference(episode, native, component, seconds))
+        };
+        let first = given.iter().zip(&expected).zip(&scored).find_map(differs);
+        Ok(first.unwrap_or(Comparison::Equal { n_compared: given.len(), seconds }))
+    };
+    compared().unwrap_or_else(|error| Comparison::Failed { message: querl_pipeline::failure::sentence(&error) })
+}
+
+fn difference(episode: &Episode, native: &Outcome, component: &Outcome, seconds: f64) -> Comparison {
+    let (brief_native, brief_component) = (BriefOutcome::from(native), BriefOutcome::from(component));
+    let parts = if brief_native == brief_component { " (their components or details differ)" } else { "" };
+    Comparison::Differs {
+        id: episode.id.clone(),
+        query: episode.query.clone(),
+        native: brief_native,
+        component: brief_component,
+        parts: parts.to_owned(),
+        seconds,
+    }
+}

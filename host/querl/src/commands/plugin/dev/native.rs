@@ -1,0 +1,242 @@
+//! Native scores of recorded episodes, and the author's own tests, in processes of their own.
+
+use anyhow::Context;
+use clap::Args;
+use querl_core::records::{Rejection, Reward};
+use querl_eval::Outcome;
+use querl_pipeline::failure::Stop;
+use querl_plugin::{NativeFolder, PluginSettings, child_output};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::time::Instant;
+
+/// An error in the author's code.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Fault {
+    pub(super) message: String,
+    /// Path in the plugin's folder; `None` where no line of it was reached.
+    #[serde(default)]
+    pub(super) file: Option<String>,
+    #[serde(default)]
+    pub(super) line: Option<u64>,
+}
+
+/// The result of one episode.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct NativeResult {
+    pub(super) outcome: Result<Outcome, Fault>,
+    pub(super) log: Vec<String>,
+}
+
+/// The results of all episodes.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct NativeReplay {
+    pub(super) range: (f64, f64),
+    /// One per episode, in order.
+    pub(super) results: Vec<NativeResult>,
+    /// Time spent in the plugin, without start and reading.
+    pub(super) seconds: f64,
+    /// What the process wrote to stdout and stderr.
+    pub(super) output: String,
+}
+
+/// A line of the file that the runners of the SDKs write.
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+enum Line {
+    Range((f64, f64)),
+    Refused(Fault),
+    Scored(Reward),
+    Rejected(Rejection),
+    Fault(Fault),
+    Seconds(f64),
+}
+
+/// Scores the episodes. `Err` holds what the author has to repair first: the plugin does not compile, cannot be imported or refuses a setting.
+pub(super) fn replay(
+    folder: &NativeFolder,
+    episodes: &Path,
+    settings: &PluginSettings,
+) -> anyhow::Result<Result<NativeReplay, Fault>> {
+    let results =
+        tempfile::Builder::new().prefix("querl-dev-").tempfile().context("a temporary file")?.into_temp_path();
+    let settings = serde_json::to_value(settings)?;
+    let mut command = match (folder.library_build(), folder.library()) {
+        (Some(mut build), Some(library)) => {
+            let output = run(&mut build)?;
+            if !output.status.success() {
+                return Ok(Err(compile_error(&output)));
+            }
+            let request = json!({ "episodes": episodes, "settings": settings, "results": &*results });
+            let mut command = Command::new(std::env::current_exe().context("this program")?);
+            command.arg(REPLAY_COMMAND).arg(library).arg(request.to_string());
+            command
+        }
+        _ => match folder.replay(episodes, &settings.to_string(), &results) {
+            Some(command) => command,
+            None => anyhow::bail!("{}: no native run", folder.folder.display()),
+        },
+    };
+    let done = run(&mut command)?;
+    let output = text_of(&done);
+    if !done.status.success() {
+        return Ok(Err(Fault { message: ended(&done, &output), file: None, line: None }));
+    }
+    let text = std::fs::read_to_string(&results).context("results of the native run")?;
+    read(&text, output)
+}
+
+fn run(command: &mut Command) -> anyhow::Result<Output> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    child_output(command).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => {
+            Stop::usage(format!("{program} is not installed; `querl plugin doctor` says what is missing")).into()
+        }
+        _ => anyhow::Error::new(error).context(program),
+    })
+}
+
+/// stdout and stderr.
+fn text_of(output: &Output) -> String {
+    let texts = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).trim().to_owned());
+    texts.join("\n").trim().to_owned()
+}
+
+fn ended(done: &Output, output: &str) -> String {
+    let last = output.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("no output");
+    let old_sdk = ["No module named querl_sdk.dev", "dev.js'"].iter().any(|sign| output.contains(sign));
+    match old_sdk {
+        true => "the SDK in `vendor` is older than this querl: it has no `dev`; copy the SDK of a new `querl plugin new` folder".to_owned(),
+        false => format!("the native run ended with {}: {last}", done.status),
+    }
+}
+
+/// The first error of cargo, in its short form `src/lib.rs:12:5: error[E0308]: mismatched types`.
+fn compile_error(output: &Output) -> Fault {
+    let text = text_of(output);
+    if text.contains("querl-sdk") && text.contains("feature") {
+        let message = "the SDK in `vendor` is older than this querl: it has no feature `dev`; copy the SDK of a new `querl plugin new` folder";
+        return Fault { message: message.to_owned(), file: None, line: None };
+    }
+    let place = |line: &str| {
+        let (place, message) = line.split_once(": error")?;
+        let mut parts = place.rsplitn(3, ':');
+        let (_column, number, file) = (parts.next()?, parts.next()?, parts.next()?);
+        let (file, line) = (Some(file.to_owned()), number.parse().ok());
+        Some(Fault { message: format!("error{message}"), file, line })
+    };
+    let any = || {
+        let line =
+            text.lines().find(|line| line.starts_with("error")).or(text.lines().last()).unwrap_or("cargo failed");
+        Fault { message: line.to_owned(), file: None, line: None }
+    };
+    text.lines().find_map(place).unwrap_or_else(any)
+}
+
+fn read(text: &str, output: String) -> anyhow::Result<Result<NativeReplay, Fault>> {
+    let mut replay = NativeReplay { range: (0.0, 0.0), results: Vec::new(), seconds: 0.0, output };
+    for line in text.lines() {
+        let mut value: serde_json::Value = serde_json::from_str(line).context("a result of the native run")?;
+        let log = value.as_object_mut().and_then(|line| line.remove("log"));
+        let log = log.map(serde_json::from_value).transpose().context("a log of the native run")?.unwrap_or_default();
+        let outcome = match serde_json::from_value::<Line>(value).context("a result of the native run")? {
+            Line::Range(range) => {
+                replay.range = range;
+                continue;
+            }
+            Line::Seconds(seconds) => {
+                replay.seconds = seconds;
+                continue;
+            }
+            Line::Refused(fault) => return Ok(Err(fault)),
+            Line::Scored(reward) => within(reward, replay.range),
+            Line::Rejected(rejection) => Ok(Err(rejection)),
+            Line::Fault(fault) => Err(fault),
+        };
+        replay.results.push(NativeResult { outcome, log });
+    }
+    Ok(Ok(replay))
+}
+
+/// A total outside of the declared range is a fault, as in the host.
+fn within(reward: Reward, (low, high): (f64, f64)) -> Result<Outcome, Fault> {
+    if (low..=high).contains(&reward.total) {
+        return Ok(Ok(reward));
+    }
+    let message = format!("total {} is outside of the declared range {low} to {high}", reward.total);
+    Err(Fault { message, file: None, line: None })
+}
+
+/// The result of the author's tests.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct Tests {
+    pub(super) passed: bool,
+    pub(super) seconds: f64,
+    /// What they wrote, where one failed.
+    pub(super) output: String,
+}
+
+/// Runs the author's tests; `None` where there are none.
+pub(super) fn test(folder: &NativeFolder) -> anyhow::Result<Option<Tests>> {
+    let Some(mut command) = folder.tests() else { return Ok(None) };
+    let started = Instant::now();
+    let done = run(&mut command)?;
+    let passed = done.status.success();
+    let output = if passed { String::new() } else { text_of(&done) };
+    Ok(Some(Tests { passed, seconds: started.elapsed().as_secs_f64(), output }))
+}
+
+/// Name of the hidden command that runs a plugin in Rust.
+pub const REPLAY_COMMAND: &str = "__replay-native-library";
+
+/// What `querl plugin dev` hands over.
+#[derive(Debug, Args)]
+pub struct LibraryArgs {
+    /// The dynamic library of the plugin
+    library: PathBuf,
+    /// What its function `querl_dev_replay` is given
+    request: String,
+}
+
+/// Scores episodes with a dynamic library, in a process that a fault of the plugin may end.
+pub fn replay_library(args: &LibraryArgs) -> anyhow::Result<()> {
+    let name = args.library.display();
+    // SAFETY: the library is the author's own code, which `querl plugin dev` has built and runs.
+    let library = unsafe { libloading::Library::new(&args.library) }.with_context(|| name.to_string())?;
+    // SAFETY: `export!` of the SDK defines a function of this name with this type.
+    let replay = unsafe { library.get::<unsafe extern "C" fn(*const u8, usize) -> bool>(b"querl_dev_replay") };
+    let replay = replay.with_context(|| format!("{name}: it exports no reward"))?;
+    // SAFETY: the pointer and the length are those of the request.
+    let done = unsafe { replay(args.request.as_ptr(), args.request.len()) };
+    anyhow::ensure!(done, "{name}: the episodes could not be scored");
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_of_a_runner_are_read_and_a_total_out_of_range_is_a_fault() {
+        let text = r#"{"range": [0, 1]}
+{"scored": {"total": 0.5, "components": []}, "log": ["info: a"]}
+{"scored": {"total": 1.5, "components": []}}
+{"rejected": {"code": "no_hits", "detail": ""}}
+{"fault": {"message": "ZeroDivisionError: division by zero", "file": "plugin.py", "line": 14}}
+{"seconds": 0.25}
+"#;
+        let replay = read(text, String::new()).unwrap().unwrap();
+        assert_eq!((replay.range, replay.seconds, replay.results.len()), ((0.0, 1.0), 0.25, 4));
+        assert_eq!(replay.results[0].log, ["info: a"]);
+        let fault = replay.results[1].outcome.as_ref().unwrap_err();
+        assert_eq!(fault.message, "total 1.5 is outside of the declared range 0 to 1");
+        assert_eq!(replay.results[2].outcome.as_ref().unwrap().as_ref().unwrap_err().code, "no_hits");
+        assert_eq!(replay.results[3].outcome.as_ref().unwrap_err().line, Some(14));
+        let refused = r#"{"refused": {"message": "setting `x`: expected a number"}}"#;
+        assert_eq!(read(refused, String::new()).unwrap().unwrap_err().message, "setting `x`: expected a number");
+    }
+}

@@ -1,0 +1,267 @@
+//! What `querl plugin dev` shows of one save.
+
+use super::component::Comparison;
+use super::native::{Fault, NativeReplay, Tests};
+use querl_core::text::{grouped, printable};
+use querl_eval::{Outcome, OutcomeChange, OutcomeChanges, ScoreSummary};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Longest line, in terminal columns.
+const MAX_WIDTH: usize = 100;
+
+/// Changed episodes, faults, log lines and lines of output that are listed.
+const N_SHOWN: usize = 5;
+
+/// The state of the plugin after a save; its JSON form is the output of `--json`.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Picture {
+    /// Id and version.
+    pub(super) plugin: String,
+    pub(super) language: &'static str,
+    /// Files of the save; empty for the first picture.
+    pub(super) saved: Vec<String>,
+    /// Seconds from the save to the scores; from the start of the native run in the first picture.
+    pub(super) seconds: f64,
+    /// `None` for a plugin without a reward, and without episodes.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) scores: Option<Scores>,
+    /// What keeps the plugin from being run.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) refused: Option<Fault>,
+    /// `None` until they have ended, and for a folder without tests.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) tests: Option<Tests>,
+    /// `None` until it is built.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) component: Option<Comparison>,
+}
+
+/// Native scores of the episodes.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Scores {
+    summary: ScoreSummary,
+    /// In the plugin, without start and reading.
+    pub(super) micros_per_episode: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    since_last_save: Option<OutcomeChanges>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    since_recording: Option<OutcomeChanges>,
+    /// Cautions on the recorded outcomes.
+    notes: Vec<String>,
+    n_faults: usize,
+    /// The most frequent ones.
+    faults: Vec<FaultGroup>,
+    n_log_lines: usize,
+    /// The first ones.
+    log: Vec<LogLine>,
+    /// What the plugin wrote to stdout and stderr, the last lines.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    output: Vec<String>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+struct FaultGroup {
+    #[serde(flatten)]
+    fault: Fault,
+    n: usize,
+    first_id: String,
+}
+
+#[derive(Debug, Clone, Serialize)]
+struct LogLine {
+    id: String,
+    line: String,
+}
+
+/// An episode with its recorded outcome, if there is one.
+pub(super) struct Recorded<'a> {
+    pub(super) id: &'a str,
+    pub(super) query: &'a str,
+    pub(super) outcome: Option<&'a Outcome>,
+}
+
+impl Scores {
+    /// `previous` is the run of an earlier save.
+    pub(super) fn of(
+        recorded: &[Recorded<'_>],
+        replay: &NativeReplay,
+        previous: Option<&NativeReplay>,
+        notes: &[String],
+    ) -> Self {
+        let outcomes = || replay.results.iter().map(|result| result.outcome.as_ref().ok());
+        let since_last_save = previous.map(|previous| {
+            let befores = previous.results.iter().map(|result| result.outcome.as_ref().ok());
+            changes(recorded, befores, outcomes())
+        });
+        let has_recording = recorded.iter().any(|episode| episode.outcome.is_some());
+        let since_recording =
+            has_recording.then(|| changes(recorded, recorded.iter().map(|episode| episode.outcome), outcomes()));
+        let lines = || {
+            replay
+                .results
+                .iter()
+                .zip(recorded)
+                .flat_map(|(result, episode)| result.log.iter().map(move |line| (episode, line)))
+        };
+        let line =
+            |(episode, line): (&Recorded<'_>, &String)| LogLine { id: episode.id.to_owned(), line: line.clone() };
+        let output: Vec<String> = replay.output.lines().map(str::to_owned).collect();
+        let faults = faults(recorded, replay);
+        Self {
+            summary: ScoreSummary::of(outcomes(), replay.range),
+            micros_per_episode: replay.seconds * 1e6 / replay.results.len().max(1) as f64,
+            since_last_save,
+            since_recording,
+            notes: notes.to_vec(),
+            n_faults: faults.iter().map(|group| group.n).sum(),
+            faults: faults.into_iter().take(N_SHOWN).collect(),
+            n_log_lines: lines().count(),
+            log: lines().take(N_SHOWN).map(line).collect(),
+            output: output[output.len().saturating_sub(N_SHOWN)..].to_vec(),
+        }
+    }
+
+    fn lines(&self) -> Vec<String> {
+        let mut lines = self.summary.lines();
+        lines.push(format!("cost       {:.1} us an episode, native", self.micros_per_episode));
+        for (changes, title) in
+            [(&self.since_last_save, "since the last save"), (&self.since_recording, "since the recording")]
+        {
+            if let Some(changes) = changes {
+                lines.push(String::new());
+                lines.extend(changes.lines(title));
+            }
+        }
+        lines.extend(self.notes.iter().map(|note| format!("  {note}")));
+        if self.n_faults > 0 {
+            lines.extend([String::new(), format!("faults: {} episode(s)", grouped(self.n_faults as u64))]);
+            lines.extend(
+                self.faults
+                    .iter()
+                    .map(|group| format!("  {} x {}, first {}", group.n, place(&group.fault), group.first_id)),
+            );
+        }
+        if self.n_log_lines > 0 {
+            lines.extend([String::new(), format!("log: {} line(s)", grouped(self.n_log_lines as u64))]);
+            lines.extend(self.log.iter().map(|line| format!("  {}  {}", line.id, line.line)));
+        }
+        if !self.output.is_empty() {
+            lines.extend([String::new(), "output, the last lines".to_owned()]);
+            lines.extend(self.output.iter().map(|line| format!("  {line}")));
+        }
+        lines
+    }
+}
+
+/// Of the episodes that both sides have scored or rejected.
+fn changes<'a>(
+    recorded: &[Recorded<'_>],
+    befores: impl Iterator<Item = Option<&'a Outcome>>,
+    afters: impl Iterator<Item = Option<&'a Outcome>>,
+) -> OutcomeChanges {
+    let pairs = recorded.iter().zip(befores.zip(afters));
+    let compared = pairs
+        .filter_map(|(episode, (before, after))| Some(OutcomeChange::of(episode.id, episode.query, before?, after?)));
+    OutcomeChanges::of(compared, N_SHOWN)
+}
+
+/// Equal faults together, the most frequent first.
+fn faults(recorded: &[Recorded<'_>], replay: &NativeReplay) -> Vec<FaultGroup> {
+    let mut groups: BTreeMap<&Fault, (usize, &str)> = BTreeMap::new();
+    for (result, episode) in replay.results.iter().zip(recorded) {
+        if let Err(fault) = &result.outcome {
+            groups.entry(fault).or_insert((0, episode.id)).0 += 1;
+        }
+    }
+    let group =
+        |(fault, (n, id)): (&Fault, (usize, &str))| FaultGroup { fault: fault.clone(), n, first_id: id.to_owned() };
+    let mut groups: Vec<FaultGroup> = groups.into_iter().map(group).collect();
+    groups.sort_by_key(|group| std::cmp::Reverse(group.n));
+    groups
+}
+
+/// `plugin.py:14  ZeroDivisionError: division by zero`.
+fn place(fault: &Fault) -> String {
+    match (&fault.file, fault.line) {
+        (Some(file), Some(line)) => format!("{file}:{line}  {}", fault.message),
+        _ => fault.message.clone(),
+    }
+}
+
+impl Picture {
+    /// True where the author has something to repair.
+    pub(super) fn has_failure(&self) -> bool {
+        self.refused.is_some()
+            || self.scores.as_ref().is_some_and(|scores| scores.n_faults > 0)
+            || self.tests.as_ref().is_some_and(|tests| !tests.passed)
+            || self.component.as_ref().is_some_and(Comparison::is_failure)
+    }
+
+    /// The scores, which come first.
+    pub(super) fn lines(&self) -> Vec<String> {
+        let saved = if self.saved.is_empty() { String::new() } else { format!("   saved {}", self.saved.join(", ")) };
+        let mut lines =
+            vec![format!("{}   {}   {:.2} s{saved}", self.plugin, self.language, self.seconds), String::new()];
+        match (&self.refused, &self.scores) {
+            (Some(fault), _) => lines.push(format!("cannot be run: {}", place(fault))),
+            (None, Some(scores)) => lines.extend(scores.lines()),
+            (None, None) => {}
+        }
+        cut(lines)
+    }
+
+    pub(super) fn test_lines(&self) -> Vec<String> {
+        let Some(Tests { passed, seconds, output }) = &self.tests else { return Vec::new() };
+        let said = if *passed { "passed" } else { "failed" };
+        let output: Vec<&str> = output.lines().filter(|line| !line.trim().is_empty()).collect();
+        let last = &output[output.len().saturating_sub(3 * N_SHOWN)..];
+        let lines = std::iter::once(format!("tests      {said} in {seconds:.2} s"));
+        cut(lines.chain(last.iter().map(|line| format!("  {line}"))).collect())
+    }
+
+    pub(super) fn component_lines(&self) -> Vec<String> {
+        let Some(component) = &self.component else { return Vec::new() };
+        cut(format!("component  {}", component.text()).lines().take(3 * N_SHOWN).map(str::to_owned).collect())
+    }
+}
+
+fn cut(lines: Vec<String>) -> Vec<String> {
+    lines.into_iter().map(|line| querl_eval::cut(&printable(&line, usize::MAX), MAX_WIDTH)).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::native::NativeResult;
+    use super::*;
+    use querl_core::records::Reward;
+
+    fn scored(total: f64) -> NativeResult {
+        NativeResult { outcome: Ok(Ok(Reward { total, components: Vec::new() })), log: Vec::new() }
+    }
+
+    fn faulted() -> NativeResult {
+        let fault = Fault { message: "ZeroDivisionError".into(), file: Some("plugin.py".into()), line: Some(14) };
+        NativeResult { outcome: Err(fault), log: vec!["info: here".into()] }
+    }
+
+    fn replay(results: Vec<NativeResult>) -> NativeReplay {
+        NativeReplay { range: (0.0, 1.0), results, seconds: 2e-6, output: String::new() }
+    }
+
+    #[test]
+    fn picture_has_changes_faults_with_their_place_and_the_log() {
+        let recorded = Ok(Reward { total: 0.5, components: Vec::new() });
+        let episode = |id| Recorded { id, query: "一天几粒啊", outcome: Some(&recorded) };
+        let episodes = [episode("a"), episode("b"), episode("c")];
+        let before = replay(vec![scored(0.5), scored(0.25), scored(0.5)]);
+        let after = replay(vec![scored(0.5), scored(0.75), faulted()]);
+        let scores = Scores::of(&episodes, &after, Some(&before), &[]);
+        let text = scores.lines().join("\n");
+        assert!(text.contains("since the last save: 1 of 2 changed\n  0.2500 -> 0.7500"), "{text}");
+        assert!(text.contains("since the recording: 1 of 2 changed\n  0.5000 -> 0.7500"), "{text}");
+        assert!(text.contains("1 x plugin.py:14  ZeroDivisionError, first c"), "{text}");
+        assert!(text.contains("log: 1 line(s)\n  c  info: here"), "{text}");
+    }
+}

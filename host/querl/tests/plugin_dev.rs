@@ -1,0 +1,219 @@
+//! `querl plugin dev` and `querl plugin doctor` on plugins in all languages, natively.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use support::{Project, repository};
+
+/// A reward that faults at the query 咋吃, rejects 退钱, logs at 一天几粒啊 and scores the others by the length of the rewrite.
+const PYTHON: &str = r#"from querl_sdk import Episode, Rejection, Reward, Score, Settings, export, log
+
+
+class Length(Reward):
+    def __init__(self, settings: Settings) -> None:
+        self.max_chars = settings.number("max_chars", 40, minimum=1, maximum=1000)
+
+    def range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def score(self, episode: Episode) -> Score:
+        if episode.query == "退钱":
+            raise Rejection("no_refund", "")
+        if episode.query == "一天几粒啊":
+            log.info("seen")
+        if episode.query == "咋吃":
+            return Score(1 / 0)
+        return Score(len(episode.policy.rewrite or "") / self.max_chars)
+
+
+export(reward=Length)
+"#;
+
+const JAVASCRIPT: &str = r##"import { Rejection, log, plugin } from "#querl-sdk";
+
+export class Length {
+  constructor(settings) {
+    this.maxChars = settings.number("max_chars", 40, { minimum: 1, maximum: 1000 });
+  }
+
+  range() {
+    return [0, 1];
+  }
+
+  score(episode) {
+    if (episode.query === "退钱") throw new Rejection("no_refund", "");
+    if (episode.query === "一天几粒啊") log.info("seen");
+    if (episode.query === "咋吃") return { total: episode.nothing.here };
+    return { total: (episode.policy.rewrite ?? "").length / this.maxChars };
+  }
+}
+
+export default plugin({ reward: Length });
+"##;
+
+/// Five queries, each with a rewrite of ten characters that was scored 0.5.
+fn project(language: &str) -> Project {
+    let project = Project::new();
+    let episode = |query: &str| {
+        let line = json!({ "format": 2,
+            "episode": { "id": query, "query": query, "policy": { "rewrite": "十个字的改写就是这样" }, "baseline": { "rewrite": "鱼油" } },
+            "outcome": { "scored": { "total": 0.5, "components": [] } } });
+        format!("{line}\n")
+    };
+    project.write("episodes.jsonl", &["一天几粒啊", "咋吃", "退钱", "能不能喝", "多久见效"].map(episode).concat());
+    project.querl(&["plugin", "new", "length", "--kind", "reward", "--lang", language]).ok();
+    project
+}
+
+/// Whether a program is on this machine: the tests of a language need its interpreter.
+fn has(program: &str) -> bool {
+    Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
+}
+
+fn dev(project: &Project, more: &[&str]) -> (Option<i32>, Value) {
+    let args = ["plugin", "dev", "length", "--episodes", "episodes.jsonl", "--once", "--no-component", "--json"];
+    let said = project.querl(&[&args, more].concat());
+    (said.code, serde_json::from_str(&said.stdout).unwrap_or_else(|_| panic!("{said:#?}")))
+}
+
+/// What every language has to show of the plugin above; `file` and `line` are where it faults.
+fn check_picture(project: &Project, file: &str, line: u64) {
+    let (code, picture) = dev(project, &["--set", "max_chars=20"]);
+    let scores = &picture["scores"];
+    assert_eq!((code, &scores["summary"]["n_scored"]), (Some(1), &json!(3)), "{picture:#}");
+    assert_eq!(scores["summary"]["rejected"], json!({ "no_refund": 1 }));
+    assert_eq!(scores["summary"]["totals"]["mean"], json!(0.5));
+    assert_eq!(
+        (&scores["faults"][0]["file"], &scores["faults"][0]["line"]),
+        (&json!(file), &json!(line)),
+        "{picture:#}"
+    );
+    assert_eq!((&scores["n_faults"], &scores["faults"][0]["first_id"]), (&json!(1), &json!("咋吃")));
+    assert_eq!(scores["log"], json!([{ "id": "一天几粒啊", "line": "info: seen" }]));
+    // The rejected one; the faulted one is not compared.
+    assert_eq!(
+        (&scores["since_recording"]["n_changed"], &scores["since_recording"]["n_compared"]),
+        (&json!(1), &json!(4))
+    );
+    let (_, other) = dev(project, &["--set", "max_chars=40"]);
+    assert_eq!(other["scores"]["since_recording"]["n_changed"], json!(4), "{other:#}");
+    let (_, refused) = dev(project, &["--set", "max_chars=0"]);
+    assert!(refused["refused"]["message"].as_str().unwrap().contains("setting `max_chars`"), "{refused:#}");
+}
+
+#[test]
+fn python_scores_faults_and_logs_are_shown_with_file_and_line() {
+    if !has("python3") {
+        return;
+    }
+    let project = project("python");
+    project.write("length/plugin.py", PYTHON);
+    check_picture(&project, "plugin.py", 17);
+    project.write("length/plugin.py", &PYTHON.replace("        return 0.0, 1.0", "        return 0.0,, 1.0"));
+    let (code, broken) = dev(&project, &[]);
+    let refused = &broken["refused"];
+    assert_eq!((code, &refused["file"], &refused["line"]), (Some(1), &json!("plugin.py"), &json!(9)), "{broken:#}");
+}
+
+#[test]
+fn javascript_scores_faults_and_logs_are_shown_with_file_and_line() {
+    if !has("node") {
+        return;
+    }
+    let project = project("javascript");
+    project.write("length/plugin.js", JAVASCRIPT);
+    check_picture(&project, "plugin.js", 15);
+}
+
+#[test]
+fn rust_scores_faults_and_logs_are_shown_with_file_and_line() {
+    let project = project("rust");
+    let source = project.read("length/src/lib.rs");
+    let (head, rest) = source.split_once("        let n_chars").unwrap();
+    let (_, tail) = rest.split_once("    }\n").unwrap();
+    let (uses, tail) = (head, tail.split("#[cfg(test)]").next().unwrap());
+    let body = "        match episode.query.as_str() {\n            \"退钱\" => return Err(Rejection::new(\"no_refund\", \"\")),\n            \
+                \"一天几粒啊\" => querl_sdk::log::info(\"seen\"),\n            \"咋吃\" => panic!(\"not known\"),\n            _ => {}\n        }\n        \
+                let n_chars = \"十个字的改写就是这样\".chars().count() as f64;\n        Ok(Score::new(n_chars / self.max_chars))\n    }\n";
+    let text = format!("{uses}{body}{tail}");
+    let line = text.lines().position(|line| line.contains("not known")).unwrap() as u64 + 1;
+    project.write("length/src/lib.rs", &text);
+    check_picture(&project, "src/lib.rs", line);
+    project.write("length/src/lib.rs", &text.replace("chars().count()", "chars().cuont()"));
+    let (code, broken) = dev(&project, &[]);
+    assert_eq!((code, &broken["refused"]["file"]), (Some(1), &json!("src/lib.rs")), "{broken:#}");
+}
+
+#[test]
+fn a_save_shows_what_changed_and_an_interrupt_ends_it() {
+    if !has("python3") {
+        return;
+    }
+    let project = project("python");
+    let source = PYTHON.replace("1 / 0", "0.25");
+    project.write("length/plugin.py", &source);
+    let mut command = project.command(&["plugin", "dev", "length", "--episodes", "episodes.jsonl", "--no-component"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let mut next =
+        |start: &str| lines.find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("no line {start}"));
+    next("tests");
+    project.write("length/plugin.py", &source.replace("0.25", "0.75"));
+    assert!(next("length 0.1.0").ends_with("saved plugin.py"));
+    assert_eq!(next("since the last save"), "since the last save: 1 of 5 changed");
+    assert!(next("  0.2500 -> 0.7500").contains("咋吃"));
+    // SAFETY: sends a signal to the child.
+    unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+}
+
+#[test]
+fn plugin_without_episodes_or_of_another_kind_is_explained() {
+    let project = project("python");
+    let missing = project.refusal(&["plugin", "dev", "length", "--once"], 2);
+    assert!(missing.contains("name recorded episodes with --episodes"), "{missing}");
+    project.querl(&["plugin", "new", "keep", "--kind", "filter", "--lang", "python"]).ok();
+    let other = project.refusal(&["plugin", "dev", "keep", "--episodes", "episodes.jsonl", "--once"], 2);
+    assert!(other.contains("keep is no reward: episodes are for rewards"), "{other}");
+}
+
+#[test]
+fn doctor_names_each_tool_with_its_version_or_the_command_that_installs_it() {
+    let project = project("python");
+    let said = project.querl(&["plugin", "doctor", "length", "--json"]);
+    let tools: Vec<Value> = serde_json::from_str(&said.stdout).unwrap();
+    let names: Vec<&str> = tools.iter().map(|tool| tool["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["python3", "venv", "componentize-py"], "{said:#?}");
+    let all_ok = tools.iter().all(|tool| tool["ok"] == json!(true));
+    assert_eq!(said.code, Some(i32::from(!all_ok)));
+    for tool in tools {
+        assert_eq!(tool["ok"] == json!(true), tool["remedy"].is_null(), "{tool}");
+        assert!(tool["version"].is_string() || tool["remedy"].is_string(), "{tool}");
+    }
+    let all = project.querl(&["plugin", "doctor"]);
+    assert!(all.stdout.contains("wasm32-wasip2") && all.stdout.contains("node"), "{all:#?}");
+    let refused = project.querl(&["plugin", "doctor", "--install"]);
+    assert_eq!(refused.code, Some(2), "{refused:#?}");
+}
+
+#[test]
+fn first_party_plugin_in_rust_is_run_natively_too() {
+    let project = project("python");
+    let folder = repository().join("plugins/reward-competition");
+    let args = [
+        "plugin",
+        "dev",
+        folder.to_str().unwrap(),
+        "--episodes",
+        "episodes.jsonl",
+        "--once",
+        "--no-component",
+        "--json",
+    ];
+    let said = project.querl(&args);
+    let picture: Value = serde_json::from_str(&said.stdout).unwrap_or_else(|_| panic!("{said:#?}"));
+    assert_eq!(picture["scores"]["summary"]["n_episodes"], json!(5), "{picture:#}");
+}

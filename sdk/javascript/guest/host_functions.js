@@ -1,0 +1,23 @@
+// Calls of host functions arrive at the host. `querl plugin build` makes the module that imports the declared interfaces.
+
+import { HostCallError, sendCallsTo } from "../host.js";
+import * as host from "./host.js";
+
+export function connect(interfaces) {
+  sendCallsTo((name, method, argument) => {
+    if (!interfaces[name]) {
+      throw new TypeError(`\`host\` needs the interface \`${name}\`; add it to host_functions in plugin.toml`);
+    }
+    let result;
+    try {
+      result = interfaces[name][method](argument);
+    } catch (error) {
+      const reason = error?.payload ?? error;
+      if (reason?.tag === "failed") throw new HostCallError(name, host.callFailure(reason.val));
+      if (reason?.tag === "not-configured") throw new HostCallError(name);
+      throw error;
+    }
+    // A list of f32 is a typed array.
+    return name === "similarity" ? Array.from(result, (vector) => Array.from(vector)) : result;
+  });
+}

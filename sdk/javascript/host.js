@@ -1,0 +1,32 @@
+// Host functions. Types and their documentation are in index.d.ts.
+
+import { Rejection } from "./types.js";
+
+export class HostCallError extends Rejection {
+  constructor(functions, failure) {
+    const name = functions.replaceAll("-", "_");
+    if (failure) super(`${name}_failed`, failure.message);
+    else super(`${name}_not_configured`, `the run has nothing for the host functions \`${functions}\``);
+    this.failure = failure;
+  }
+}
+
+let call = (functions) => {
+  throw new HostCallError(functions);
+};
+
+export const host = {
+  countTokens: (text) => call("tokens", "count", text),
+  splitTokens: (text) => call("tokens", "split", text),
+  words: (text) => call("words", "segment", text),
+  embed: (texts) => call("similarity", "embed", texts),
+  askJudge: (messages) => call("judge", "ask", messages),
+  classify: (turns) => call("style-model", "classify", turns),
+};
+
+/** Has calls (interface, function, argument) go elsewhere, and returns where they went. For guest/ and the test kit. */
+export function sendCallsTo(receiver) {
+  const before = call;
+  call = receiver;
+  return before;
+}

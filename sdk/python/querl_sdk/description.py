@@ -1,0 +1,50 @@
+"""What a plugin says of itself (``info.describe``), derived from its classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .settings import SettingError, Settings, SettingSpec
+
+
+@dataclass(slots=True)
+class Description:
+    """Kinds, settings, range and inputs of a plugin."""
+
+    kinds: list[str]
+    settings: list[SettingSpec]
+    """What the constructors read, by key."""
+    range: tuple[float, float] | None
+    """Range of totals under the default settings; ``None`` for other kinds than rewards and where a setting has no default."""
+    inputs: dict[str, bool]
+    """Declared inputs, and whether each is required."""
+
+
+def describe(classes: Mapping[str, type]) -> Description:
+    """The description of a plugin's classes, by kind.
+
+    Constructs each with settings that have no values and records what it reads. Raises :class:`TypeError` for one whose constructor
+    does not finish so, or where two read a key in different ways.
+    """
+    specs: dict[str, SettingSpec] = {}
+    inputs: dict[str, bool] = {}
+    plugins: list[Any] = []
+    for plugin in classes.values():
+        recorded: list[SettingSpec] = []
+        try:
+            plugins.append(plugin(Settings.recording(recorded)))
+        except SettingError as error:
+            raise TypeError(
+                f"`{plugin.__name__}` refuses its defaults, {error}; expected a constructor that finishes without settings, so that "
+                "what it reads can be described"
+            ) from error
+        for spec in recorded:
+            if specs.setdefault(spec.key, spec) != spec:
+                raise TypeError(f"the setting `{spec.key}` is read in two ways: {specs[spec.key]} and {spec}; read it in one")
+        inputs |= {name: inputs.get(name, False) for name in getattr(plugin, "uses", ())}
+        inputs |= {name: True for name in getattr(plugin, "requires", ())}
+    has_defaults = all(spec.default is not None for spec in specs.values())
+    low_high = next((plugin.range() for plugin in plugins if hasattr(plugin, "range")), None) if has_defaults else None
+    return Description(list(classes), list(specs.values()), low_high, inputs)

@@ -1,0 +1,329 @@
+//! Scores recorded episodes natively, for `querl plugin dev`, which builds the plugin with the feature `dev` and calls the function that
+//! [`export!`](crate::export) then defines in the dynamic library.
+
+use crate::host::CallError;
+use crate::testing::{self, HostFunctions};
+use crate::{
+    CallFailure, Episode, FailureKind, GroupReward, Input, Inputs, Message, Rejection, Reward, Score, SettingError,
+    Settings, StyleProbability, log,
+};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::ops::RangeInclusive;
+use std::panic::{AssertUnwindSafe, Location, PanicHookInfo, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Request {
+    /// A file of recorded episodes.
+    episodes: PathBuf,
+    settings: BTreeMap<String, Value>,
+    /// The file to write. A line is a JSON object: first `{"range": [low, high]}`, then for each episode `{"scored": ...}`, `{"rejected": ...}` or
+    /// `{"fault": {"message", "file", "line"}}`, with its log lines under `log`, and last `{"seconds": ...}`, the time that scoring took.
+    /// Where the plugin refuses a setting, `{"refused": {"message", "file", "line"}}` is the only line.
+    results: PathBuf,
+}
+
+/// A reward of episodes or of groups.
+pub trait Scorer: Sized {
+    /// What it reads of an episode.
+    const INPUTS: Inputs;
+    /// Whether it gets all episodes of a group, or one.
+    const BY_GROUP: bool;
+
+    /// Reads the settings.
+    ///
+    /// # Errors
+    /// A value that cannot be used.
+    fn new(settings: &Settings) -> Result<Self, SettingError>;
+
+    /// The range of totals.
+    fn range(&self) -> RangeInclusive<f64>;
+
+    /// One result per episode.
+    fn score(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>>;
+}
+
+/// A reward of episodes.
+pub struct Single<R>(R);
+
+impl<R: Reward> Scorer for Single<R> {
+    const INPUTS: Inputs = R::INPUTS;
+    const BY_GROUP: bool = false;
+
+    fn new(settings: &Settings) -> Result<Self, SettingError> {
+        R::new(settings).map(Self)
+    }
+
+    fn range(&self) -> RangeInclusive<f64> {
+        self.0.range()
+    }
+
+    fn score(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>> {
+        episodes.iter().map(|episode| self.0.score(episode)).collect()
+    }
+}
+
+/// A reward of groups.
+pub struct Grouped<R>(R);
+
+impl<R: GroupReward> Scorer for Grouped<R> {
+    const INPUTS: Inputs = R::INPUTS;
+    const BY_GROUP: bool = true;
+
+    fn new(settings: &Settings) -> Result<Self, SettingError> {
+        R::new(settings).map(Self)
+    }
+
+    fn range(&self) -> RangeInclusive<f64> {
+        self.0.range()
+    }
+
+    fn score(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>> {
+        self.0.score_group(episodes)
+    }
+}
+
+/// Message and place of the last panic.
+static PANIC: Mutex<Value> = Mutex::new(Value::Null);
+
+/// Scores the episodes that a JSON request names, and writes the results. False where that is not possible; stderr says why.
+pub fn replay<S: Scorer>(request: &[u8]) -> bool {
+    std::panic::set_hook(Box::new(keep));
+    let done = catch_unwind(|| {
+        let Request { episodes, settings, results } =
+            serde_json::from_slice(request).map_err(|error| format!("not a request: {error}"))?;
+        let text = results_of::<S>(settings, &episodes)?;
+        std::fs::write(&results, text).map_err(|error| format!("{}: {error}", results.display()))
+    });
+    let message = match done {
+        Ok(Ok(())) => return true,
+        Ok(Err(message)) => message,
+        Err(_) => taken()["message"].to_string(),
+    };
+    eprintln!("{message}");
+    false
+}
+
+fn results_of<S: Scorer>(settings: BTreeMap<String, Value>, file: &Path) -> Result<String, String> {
+    let texts = settings.into_iter().map(|(key, value)| match value {
+        Value::String(text) => (key, text),
+        other => (key, other.to_string()),
+    });
+    let settings = Settings::from_pairs(texts);
+    let made = catch_unwind(AssertUnwindSafe(|| S::new(&settings).map(|plugin| (plugin.range(), plugin))));
+    let (range, plugin) = match made {
+        Ok(Ok(made)) => made,
+        Ok(Err(error)) => return Ok(format!("{}\n", json!({ "refused": { "message": error.to_string() } }))),
+        Err(_) => return Ok(format!("{}\n", json!({ "refused": taken() }))),
+    };
+    let mut episodes = testing::read_episodes(file);
+    let calls = calls_of(file)?;
+    episodes.iter_mut().for_each(|episode| strip(episode, S::INPUTS));
+    log::keep();
+    let (mut results, mut seconds) = (vec![Value::Null; episodes.len()], Duration::ZERO);
+    for members in groups(&episodes, S::BY_GROUP) {
+        let group: Vec<Episode> = members.iter().map(|index| episodes[*index].clone()).collect();
+        let _installed = replayed(members.iter().flat_map(|index| calls[*index].clone()).collect()).install();
+        let started = Instant::now();
+        let scored = catch_unwind(AssertUnwindSafe(|| plugin.score(&group)));
+        seconds += started.elapsed();
+        let written: Vec<Value> = match scored {
+            Ok(scored) if scored.len() == group.len() => scored.into_iter().map(written).collect(),
+            Ok(scored) => {
+                let message =
+                    format!("gave {} results for {} episodes; expected one for each", scored.len(), group.len());
+                vec![json!({ "fault": { "message": message } }); group.len()]
+            }
+            Err(_) => vec![json!({ "fault": taken() }); group.len()],
+        };
+        members.iter().zip(written).for_each(|(index, result)| results[*index] = result);
+        let lines = log::taken();
+        if !lines.is_empty() {
+            results[members[0]]["log"] = lines.into();
+        }
+    }
+    let mut text = format!("{}\n", json!({ "range": [range.start(), range.end()] }));
+    for result in results.iter().chain([&json!({ "seconds": seconds.as_secs_f64() })]) {
+        writeln!(text, "{result}").expect("writing to a String succeeds");
+    }
+    Ok(text)
+}
+
+/// Positions of the episodes of each group, in the order of the first; of each episode alone where `by_group` is false.
+fn groups(episodes: &[Episode], by_group: bool) -> Vec<Vec<usize>> {
+    if !by_group {
+        return (0..episodes.len()).map(|index| vec![index]).collect();
+    }
+    let (mut places, mut groups) = (BTreeMap::new(), Vec::<Vec<usize>>::new());
+    for (index, episode) in episodes.iter().enumerate() {
+        let place = *places.entry(episode.group_id.as_str()).or_insert(groups.len());
+        match groups.get_mut(place) {
+            Some(group) => group.push(index),
+            None => groups.push(vec![index]),
+        }
+    }
+    groups
+}
+
+/// Leaves out what the plugin does not declare, as the host does.
+fn strip(episode: &mut Episode, inputs: Inputs) {
+    let is_read = |input| inputs.contains(input);
+    if !is_read(Input::Response) {
+        episode.response = None;
+    }
+    if !is_read(Input::Prompt) {
+        episode.prompt = None;
+    }
+    if !is_read(Input::Columns) {
+        episode.columns.clear();
+    }
+    if !is_read(Input::Baseline) {
+        episode.baseline = None;
+    }
+    for candidate in std::iter::once(&mut episode.policy).chain(&mut episode.baseline) {
+        if !is_read(Input::Retrieval) {
+            candidate.retrieval = None;
+        }
+        if !is_read(Input::Judgement) {
+            candidate.judgement = None;
+        }
+        if !is_read(Input::Style) {
+            candidate.style = None;
+        }
+    }
+}
+
+/// The recorded calls of host functions of each line.
+fn calls_of(file: &Path) -> Result<Vec<Vec<Value>>, String> {
+    #[derive(Deserialize)]
+    struct Line {
+        #[serde(default)]
+        calls: Vec<Value>,
+    }
+    let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let calls =
+        |line: &str| serde_json::from_str::<Line>(line).map(|line| line.calls).map_err(|error| error.to_string());
+    text.lines().filter(|line| !line.trim().is_empty()).map(calls).collect()
+}
+
+/// Host functions with the recorded results; what was not recorded fails.
+fn replayed(calls: Vec<Value>) -> HostFunctions {
+    let calls = Rc::new(calls);
+    let recorded = move |function: &str, argument: Value| -> Result<Value, CallError> {
+        let request = json!({ function: argument });
+        let found = calls.iter().find(|call| call["request"] == request);
+        let response = found.map(|call| &call["response"]).ok_or_else(not_recorded)?;
+        match &response["Err"] {
+            Value::Null => {
+                Ok(response["Ok"].as_object().and_then(|ok| ok.values().next()).cloned().unwrap_or_default())
+            }
+            Value::String(_) => Err(CallError::NotConfigured),
+            _ => Err(not_recorded()),
+        }
+    };
+    let recorded = Rc::new(recorded);
+    let with = || recorded.clone();
+    let (tokens, words, embed, judge, style) = (with(), with(), with(), with(), with());
+    HostFunctions::default()
+        .tokens(move |text| match tokens("split_tokens", text.into()) {
+            Ok(split) => texts(&split),
+            // Where only the number was recorded.
+            Err(_) => Ok(vec![String::new(); tokens("count_tokens", text.into())?.as_u64().unwrap_or(0) as usize]),
+        })
+        .words(move |text| texts(&words("segment_words", text.into())?))
+        .embed(move |given| {
+            let vectors = embed("embed", given.into())?;
+            serde_json::from_value(vectors).map_err(|_| not_recorded())
+        })
+        .ask_judge(move |messages| {
+            let text = judge("ask_judge", conversation(messages))?;
+            text.as_str().map(str::to_owned).ok_or_else(not_recorded)
+        })
+        .classify(move |turns| {
+            let classes = style("classify_style", conversation(turns))?;
+            let class = |value: &Value| {
+                Some(StyleProbability {
+                    label: value["label"].as_str()?.to_owned(),
+                    probability: value["probability"].as_f64()?,
+                })
+            };
+            classes.as_array().into_iter().flatten().map(|value| class(value).ok_or_else(not_recorded)).collect()
+        })
+}
+
+fn not_recorded() -> CallError {
+    let message = "the recording of the episode has no result of this call".to_owned();
+    CallError::Failed(CallFailure { kind: FailureKind::NotRecorded, message })
+}
+
+fn texts(value: &Value) -> Result<Vec<String>, CallError> {
+    serde_json::from_value(value.clone()).map_err(|_| not_recorded())
+}
+
+fn conversation(messages: &[Message]) -> Value {
+    let message =
+        |message: &Message| json!({ "role": format!("{:?}", message.role).to_lowercase(), "content": message.content });
+    messages.iter().map(message).collect()
+}
+
+fn written(scored: Result<Score, Rejection>) -> Value {
+    match scored {
+        Ok(score) => match not_finite(&score) {
+            Some(message) => json!({ "fault": { "message": message } }),
+            None => {
+                let parts = score.components.iter().map(|part| json!({ "name": part.name, "value": part.value }));
+                json!({ "scored": { "total": score.total, "components": parts.collect::<Vec<_>>() } })
+            }
+        },
+        Err(rejection) => json!({ "rejected": { "code": rejection.code, "detail": rejection.detail } }),
+    }
+}
+
+fn not_finite(score: &Score) -> Option<String> {
+    let parts = score.components.iter().map(|part| (part.name.as_str(), part.value));
+    let (name, value) = std::iter::once(("total", score.total)).chain(parts).find(|(_, value)| !value.is_finite())?;
+    Some(format!("`{name}` is {value}; expected a finite number"))
+}
+
+fn keep(panic: &PanicHookInfo<'_>) {
+    let place = panic.location().map(|place: &Location<'_>| (place.file(), place.line()));
+    let mut kept = json!({ "message": panic.payload_as_str().unwrap_or("panicked") });
+    if let Some((file, line)) = place {
+        (kept["file"], kept["line"]) = (file.into(), line.into());
+    }
+    *PANIC.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = kept;
+}
+
+fn taken() -> Value {
+    PANIC.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take()
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __dev_entry {
+    (reward, $plugin:ty) => {
+        $crate::__dev_entry!($crate::__dev::Single<$plugin>);
+    };
+    (group_reward, $plugin:ty) => {
+        $crate::__dev_entry!($crate::__dev::Grouped<$plugin>);
+    };
+    ($scorer:ty) => {
+        /// Scores recorded episodes for `querl plugin dev`.
+        ///
+        /// # Safety
+        /// `request` has `n_bytes` bytes.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn querl_dev_replay(request: *const u8, n_bytes: usize) -> bool {
+            // SAFETY: the caller keeps what this function asks for.
+            $crate::__dev::replay::<$scorer>(unsafe { ::std::slice::from_raw_parts(request, n_bytes) })
+        }
+    };
+    ($other:ident, $plugin:ty) => {};
+}

@@ -1,0 +1,82 @@
+//! What a plugin can ask the host: tokenizer, word segmentation, text encoder, judge and style model of the run.
+//!
+//! A component imports what it calls, and its plugin.toml names that (`host_functions = ["tokens", "words"]`). Results are recorded with the
+//! episode. In native tests, [`testing::HostFunctions`](crate::testing::HostFunctions) says what the functions return.
+
+use crate::{CallFailure, Message, Rejection, StyleProbability};
+
+/// Why a host function gave no result.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum CallError {
+    /// The run has no such service or model.
+    #[error("not configured")]
+    NotConfigured,
+    /// The call failed.
+    #[error("{0}")]
+    Failed(CallFailure),
+}
+
+impl CallError {
+    /// The rejection of the episode: `WHO_not_configured` or `WHO_failed`. `who` is the interface: `judge`.
+    pub fn rejection(self, who: &str) -> Rejection {
+        match self {
+            Self::NotConfigured => Rejection::new([who, "_not_configured"].concat(), ""),
+            Self::Failed(failure) => Rejection::new([who, "_failed"].concat(), failure.message),
+        }
+    }
+}
+
+#[cfg(not(target_arch = "wasm32"))]
+use crate::testing::host as calls;
+
+#[cfg(target_arch = "wasm32")]
+use crate::__guest::host as calls;
+
+/// Number of tokens of the text by the policy's tokenizer, without special tokens. Interface `tokens`; in rewards.
+///
+/// # Errors
+/// No tokenizer, or a failed call.
+pub fn count_tokens(text: &str) -> Result<u32, CallError> {
+    calls::count_tokens(text)
+}
+
+/// The tokens as texts, in order. Interface `tokens`; in rewards.
+///
+/// # Errors
+/// No tokenizer, or a failed call.
+pub fn split_tokens(text: &str) -> Result<Vec<String>, CallError> {
+    calls::split_tokens(text)
+}
+
+/// The words in order, without blanks and punctuation: jieba with the run's user dictionary. Interface `words`; in rewards and filters.
+///
+/// # Errors
+/// A failed call.
+pub fn words(text: &str) -> Result<Vec<String>, CallError> {
+    calls::words(text)
+}
+
+/// One vector of length 1 per text, at most 64 texts: a dot product is the cosine similarity. Interface `similarity`; in rewards.
+///
+/// # Errors
+/// No text encoder, or a failed call.
+pub fn embed(texts: &[String]) -> Result<Vec<Vec<f32>>, CallError> {
+    calls::embed(texts)
+}
+
+/// The response of the configured judge, through cache and budget. Interface `judge`; in rewards.
+///
+/// # Errors
+/// No judge, or a failed call.
+pub fn ask_judge(messages: &[Message]) -> Result<String, CallError> {
+    calls::ask_judge(messages)
+}
+
+/// The style distribution of the last turn of the assistant and the last turn of the user before it. Interface `style-model`; in rewards
+/// and style scorers.
+///
+/// # Errors
+/// No style model, or a failed call.
+pub fn classify(turns: &[Message]) -> Result<Vec<StyleProbability>, CallError> {
+    calls::classify(turns)
+}

@@ -1,0 +1,118 @@
+//! Stand-ins for the host functions in native tests.
+
+use crate::host::CallError;
+use crate::{Message, StyleProbability};
+use std::cell::RefCell;
+
+type Function<I, O> = Option<Box<dyn Fn(&I) -> Result<O, CallError>>>;
+
+/// What the functions of [`crate::host`] return on this thread; one that is not set is not configured.
+///
+/// ```
+/// use querl_sdk::{host, testing::HostFunctions};
+///
+/// let functions = HostFunctions::default().words(|text| Ok(text.split(' ').map(str::to_owned).collect()));
+/// let _installed = functions.install();
+/// assert_eq!(host::words("深海 鱼油").unwrap(), ["深海", "鱼油"]);
+/// assert!(host::count_tokens("鱼油").is_err());
+/// ```
+#[derive(Default)]
+pub struct HostFunctions {
+    split_tokens: Function<str, Vec<String>>,
+    words: Function<str, Vec<String>>,
+    embed: Function<[String], Vec<Vec<f32>>>,
+    ask_judge: Function<[Message], String>,
+    classify: Function<[Message], Vec<StyleProbability>>,
+}
+
+impl HostFunctions {
+    /// The tokenizer; `count_tokens` counts its tokens.
+    #[must_use]
+    pub fn tokens(mut self, split: impl Fn(&str) -> Result<Vec<String>, CallError> + 'static) -> Self {
+        self.split_tokens = Some(Box::new(split));
+        self
+    }
+
+    /// Word segmentation.
+    #[must_use]
+    pub fn words(mut self, segment: impl Fn(&str) -> Result<Vec<String>, CallError> + 'static) -> Self {
+        self.words = Some(Box::new(segment));
+        self
+    }
+
+    /// The text encoder.
+    #[must_use]
+    pub fn embed(mut self, embed: impl Fn(&[String]) -> Result<Vec<Vec<f32>>, CallError> + 'static) -> Self {
+        self.embed = Some(Box::new(embed));
+        self
+    }
+
+    /// The judge.
+    #[must_use]
+    pub fn ask_judge(mut self, ask: impl Fn(&[Message]) -> Result<String, CallError> + 'static) -> Self {
+        self.ask_judge = Some(Box::new(ask));
+        self
+    }
+
+    /// The style model, for rewards.
+    #[must_use]
+    pub fn classify(
+        mut self,
+        classify: impl Fn(&[Message]) -> Result<Vec<StyleProbability>, CallError> + 'static,
+    ) -> Self {
+        self.classify = Some(Box::new(classify));
+        self
+    }
+
+    /// Answers the calls of this thread until the value returned is dropped.
+    #[must_use = "the functions are there until this is dropped"]
+    pub fn install(self) -> InstalledHostFunctions {
+        InstalledHostFunctions { before: Some(FUNCTIONS.replace(self)) }
+    }
+}
+
+/// Puts back what was there before, when it is dropped.
+pub struct InstalledHostFunctions {
+    before: Option<HostFunctions>,
+}
+
+impl Drop for InstalledHostFunctions {
+    fn drop(&mut self) {
+        FUNCTIONS.set(self.before.take().unwrap_or_default());
+    }
+}
+
+thread_local! {
+    static FUNCTIONS: RefCell<HostFunctions> = RefCell::default();
+}
+
+fn call<I: ?Sized, O>(of: impl FnOnce(&HostFunctions) -> &Function<I, O>, input: &I) -> Result<O, CallError> {
+    FUNCTIONS.with_borrow(|functions| match of(functions) {
+        Some(function) => function(input),
+        None => Err(CallError::NotConfigured),
+    })
+}
+
+pub(crate) fn count_tokens(text: &str) -> Result<u32, CallError> {
+    split_tokens(text).map(|tokens| tokens.len() as u32)
+}
+
+pub(crate) fn split_tokens(text: &str) -> Result<Vec<String>, CallError> {
+    call(|functions| &functions.split_tokens, text)
+}
+
+pub(crate) fn words(text: &str) -> Result<Vec<String>, CallError> {
+    call(|functions| &functions.words, text)
+}
+
+pub(crate) fn embed(texts: &[String]) -> Result<Vec<Vec<f32>>, CallError> {
+    call(|functions| &functions.embed, texts)
+}
+
+pub(crate) fn ask_judge(messages: &[Message]) -> Result<String, CallError> {
+    call(|functions| &functions.ask_judge, messages)
+}
+
+pub(crate) fn classify(turns: &[Message]) -> Result<Vec<StyleProbability>, CallError> {
+    call(|functions| &functions.classify, turns)
+}

@@ -1,6 +1,0 @@
-;; An ordinary plugin for a contract that breaks with ours.
-;;! contract 0.2.0
-(module
-  ;;! include reward
-  (func $odd (param i32))
-)

@@ -1,0 +1,9 @@
+;; Counts its calls of `describe` in the length of its name.
+;;! contract 0.2.0
+(module
+  ;;! include reward
+  (func $describe_odd
+    (i32.store (i32.const 68) (i32.add (i32.load (i32.const 400)) (i32.const 8)))
+    (i32.store (i32.const 400) (i32.add (i32.load (i32.const 400)) (i32.const 1))))
+  (func $odd (param i32))
+)

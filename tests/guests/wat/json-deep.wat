@@ -1,0 +1,20 @@
+;; Its JSON is a million lists in each other.
+;;! contract 0.2.0
+;;! world export querl:plugin/info@0.1.0;
+;;! world export querl:plugin/rewards@0.1.0;
+;;! world export querl:plugin/json-rewards@0.1.0;
+(module
+  ;;! include memory
+  ;;! include describe
+  ;;! include check-settings
+  ;;! include range
+  ;;! include json
+  ;; The host calls the form of JSON where there is one.
+  (func (export "querl:plugin/rewards@0.1.0#score-batch") (param i32 i32) (result i32)
+    (unreachable))
+  (func $odd (result i32)
+    (drop (memory.grow (i32.const 17)))
+    (memory.fill (i32.const 131072) (i32.const 91) (i32.const 1000000))
+    (global.set $n_odd_bytes (i32.const 1000000))
+    (i32.const 131072))
+)

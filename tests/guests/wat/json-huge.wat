@@ -1,0 +1,20 @@
+;; Its JSON has 200 MB.
+;;! contract 0.2.0
+;;! world export querl:plugin/info@0.1.0;
+;;! world export querl:plugin/rewards@0.1.0;
+;;! world export querl:plugin/json-rewards@0.1.0;
+(module
+  ;;! include memory
+  ;;! include describe
+  ;;! include check-settings
+  ;;! include range
+  ;;! include json
+  ;; The host calls the form of JSON where there is one.
+  (func (export "querl:plugin/rewards@0.1.0#score-batch") (param i32 i32) (result i32)
+    (unreachable))
+  (func $odd (result i32)
+    (drop (memory.grow (i32.const 3053)))
+    (memory.fill (i32.const 131072) (i32.const 32) (i32.const 200000000))
+    (global.set $n_odd_bytes (i32.const 200000000))
+    (i32.const 131072))
+)

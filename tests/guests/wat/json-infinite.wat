@@ -1,0 +1,19 @@
+;; Its JSON has a total beyond all numbers.
+;;! contract 0.2.0
+;;! world export querl:plugin/info@0.1.0;
+;;! world export querl:plugin/rewards@0.1.0;
+;;! world export querl:plugin/json-rewards@0.1.0;
+(module
+  ;;! include memory
+  ;;! include describe
+  ;;! include check-settings
+  ;;! include range
+  ;;! include json
+  ;; The host calls the form of JSON where there is one.
+  (func (export "querl:plugin/rewards@0.1.0#score-batch") (param i32 i32) (result i32)
+    (unreachable))
+  (data (i32.const 1600) "[{\22scored\22:{\22total\22:1e999,\22components\22:[]}}]")
+  (func $odd (result i32)
+    (global.set $n_odd_bytes (i32.const 44))
+    (i32.const 1600))
+)

@@ -1,0 +1,8 @@
+;; Describes no kind.
+;;! contract 0.2.0
+(module
+  ;;! include reward
+  (func $describe_odd
+    (i32.store (i32.const 84) (i32.const 0)))
+  (func $odd (param i32))
+)

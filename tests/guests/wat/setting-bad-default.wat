@@ -1,0 +1,16 @@
+;; Describes a number whose default is a text.
+;;! contract 0.2.0
+(module
+  ;;! include reward
+  (data (i32.const 1400) "depth")
+  (func $describe_odd
+    (i32.store (i32.const 88) (i32.const 2048))
+    (i32.store (i32.const 92) (i32.const 1))
+    (i32.store (i32.const 2048) (i32.const 1400))
+    (i32.store (i32.const 2052) (i32.const 5))
+    (i32.store (i32.const 2056) (i32.const 1))
+    (i32.store (i32.const 2068) (i32.const 1))
+    (i32.store (i32.const 2072) (i32.const 1400))
+    (i32.store (i32.const 2076) (i32.const 5)))
+  (func $odd (param i32))
+)

@@ -1,0 +1,15 @@
+;; Describes a setting of a type that this host does not know.
+;;! contract 0.2.0
+(module
+  ;;! include reward
+  (data (i32.const 1400) "depth")
+  (func $describe_odd
+    (i32.store (i32.const 88) (i32.const 2048))
+    (i32.store (i32.const 92) (i32.const 1))
+    (i32.store (i32.const 2048) (i32.const 1400))
+    (i32.store (i32.const 2052) (i32.const 5))
+    (i32.store (i32.const 2056) (i32.const 5))
+    (i32.store (i32.const 2060) (i32.const 1400))
+    (i32.store (i32.const 2064) (i32.const 5)))
+  (func $odd (param i32))
+)

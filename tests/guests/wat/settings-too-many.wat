@@ -1,0 +1,9 @@
+;; Describes 257 settings.
+;;! contract 0.2.0
+(module
+  ;;! include reward
+  (func $describe_odd
+    (i32.store (i32.const 88) (i32.const 65536))
+    (i32.store (i32.const 92) (i32.const 257)))
+  (func $odd (param i32))
+)
