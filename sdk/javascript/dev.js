@@ -5,53 +5,123 @@
 // `{"fault": {"message", "file", "line"}}`, with its log lines under `log`, and last `{"seconds": ...}`, the time that scoring took. Where
 // the plugin cannot be loaded or refuses a setting, `{"refused": {"message", "file", "line"}}` is the only line.
 
+import { spawnSync } from "node:child_process";
 import { writeFileSync } from "node:fs";
 import { join, relative, sep } from "node:path";
 import { fileURLToPath, pathToFileURL } from "node:url";
+import { describe } from "./description.js";
+import { HostCallError, sendCallsTo } from "./host.js";
 import { sendLogTo } from "./log.js";
 import { SettingError, Settings } from "./settings.js";
-import { readEpisodes } from "./testing/json_form.js";
-import { Rejection } from "./types.js";
+import { readRecorded } from "./testing/json_form.js";
+import { CallFailure, Rejection } from "./types.js";
 
-async function resultsOf(folder, episodes, settings) {
-  let plugin, range;
+const MODULE = "plugin.js";
+
+/** Calls of host functions in a recording, by the methods of `host`. */
+const RECORDED_NAMES = {
+  count: "count_tokens",
+  split: "split_tokens",
+  segment: "segment_words",
+  embed: "embed",
+  ask: "ask_judge",
+  classify: "classify_style",
+};
+
+async function resultsOf(folder, file, settings) {
+  let plugin, inputs, range, isOfGroup;
   try {
-    const { default: exported } = await import(pathToFileURL(join(folder, "plugin.js")));
-    const Reward = exported?.kinds?.reward;
-    if (Reward === undefined) throw new TypeError("plugin.js exports no reward");
-    plugin = new Reward(new Settings(settings));
+    const { default: exported } = await import(pathToFileURL(join(folder, MODULE)));
+    const type = exported?.kinds?.reward ?? exported?.kinds?.["group-reward"];
+    if (type === undefined) throw new TypeError("plugin.js exports no reward");
+    isOfGroup = "group-reward" in exported.kinds;
+    ({ inputs } = describe(exported));
+    plugin = new type(new Settings(settings));
     range = plugin.range();
   } catch (error) {
     return [{ refused: error instanceof SettingError ? { message: error.message } : place(error, folder) }];
   }
-  const given = readEpisodes(episodes);
+  const recorded = readRecorded(file);
+  const groups = new Map();
+  for (const [index, { episode }] of recorded.entries()) {
+    const group = isOfGroup ? episode.groupId : index;
+    groups.set(group, [...(groups.get(group) ?? []), index]);
+    strip(episode.json, inputs);
+  }
   let written = [];
   sendLogTo((level, message) => written.push(`${level}: ${message}`));
-  const results = [{ range }];
+  const results = Array(recorded.length);
   let milliseconds = 0;
-  for (const episode of given) {
+  for (const members of groups.values()) {
+    const episodes = members.map((index) => recorded[index].episode);
+    sendCallsTo(replayed(members.flatMap((index) => recorded[index].calls)));
     const started = performance.now();
-    const result = scored(plugin, episode, folder);
+    const outcomes = outcomesOf(plugin, isOfGroup, episodes, folder);
     milliseconds += performance.now() - started;
+    for (const [position, index] of members.entries()) results[index] = outcomes[position];
     if (written.length > 0) {
-      result.log = written;
+      results[members[0]].log = written;
       written = [];
     }
-    results.push(result);
   }
-  return [...results, { seconds: milliseconds / 1000 }];
+  return [{ range }, ...results, { seconds: milliseconds / 1000 }];
 }
 
-function scored(plugin, episode, folder) {
-  let score;
-  try {
-    score = plugin.score(episode);
-  } catch (error) {
-    if (error instanceof Rejection) return { rejected: { code: error.code, detail: error.detail } };
-    return { fault: place(error, folder) };
+/** Leaves out the parts of an episode that the plugin does not declare, as the host does. */
+function strip(episode, inputs) {
+  for (const part of ["response", "prompt", "columns", "baseline"]) {
+    if (!(part in inputs)) delete episode[part];
   }
+  for (const side of [episode.policy, episode.baseline ?? {}]) {
+    for (const part of ["retrieval", "judgement", "style"]) {
+      if (!(part in inputs)) delete side[part];
+    }
+  }
+}
+
+/** Host functions with the recorded results; what was not recorded fails. */
+function replayed(calls) {
+  const plain = (each) => (typeof each === "string" ? each : { role: each.role, content: each.content });
+  const key = (name, argument) => JSON.stringify([name, Array.isArray(argument) ? argument.map(plain) : argument]);
+  const responses = calls.map(({ request, response }) => [key(...Object.entries(request)[0]), response]);
+  return (functions, method, argument) => {
+    const wanted = key(RECORDED_NAMES[method], argument);
+    const [, response] = responses.find(([key]) => key === wanted) ?? [];
+    if (response === undefined) {
+      const failure = new CallFailure("not_recorded", "the recording of the episode has no result of this call");
+      throw new HostCallError(functions, failure);
+    }
+    if ("Err" in response) {
+      const failed = response.Err.failed;
+      throw new HostCallError(functions, failed && new CallFailure(failed.kind, failed.message));
+    }
+    const [[form, value]] = Object.entries(response.Ok);
+    // In the recording vectors have the shortest digits of f32.
+    return form === "vectors" ? value.map((vector) => vector.map(Math.fround)) : value;
+  };
+}
+
+function outcomesOf(plugin, isOfGroup, episodes, folder) {
+  let outcomes;
+  try {
+    outcomes = isOfGroup ? plugin.scoreGroup(episodes) : [plugin.score(episodes[0])];
+  } catch (error) {
+    return episodes.map(() => (error instanceof Rejection ? rejected(error) : { fault: place(error, folder) }));
+  }
+  if (outcomes?.length !== episodes.length) {
+    const message = `scoreGroup() gave ${outcomes?.length ?? "no"} results for ${episodes.length} episodes; expected one for each`;
+    return episodes.map(() => ({ fault: { message } }));
+  }
+  return outcomes.map((outcome) => (isOfGroup && outcome instanceof Rejection ? rejected(outcome) : scored(outcome)));
+}
+
+function rejected({ code, detail }) {
+  return { rejected: { code, detail } };
+}
+
+function scored(score) {
   if (typeof score !== "object" || score === null) {
-    return { fault: { message: `score() returned ${String(score)}; expected { total, components }` } };
+    return { fault: { message: `the result is ${String(score)}; expected { total, components }` } };
   }
   const { total, components = {} } = score;
   for (const [name, value] of [["total", total], ...Object.entries(components)]) {
@@ -64,15 +134,25 @@ function scored(plugin, episode, folder) {
 /** The message, and the innermost line of the author's own source. */
 function place(error, folder) {
   const message = error instanceof Error ? `${error.name}: ${error.message}` : String(error);
-  // A syntax error has its place in the first line of the stack, others have one in each line.
-  for (const line of String(error?.stack ?? "").split("\n")) {
+  let found = ownLine(String(error?.stack ?? ""), folder);
+  if (!found && error instanceof SyntaxError) {
+    // Node.js says where a module cannot be parsed only when it ends for this reason.
+    found = ownLine(spawnSync(process.execPath, [join(folder, MODULE)], { encoding: "utf8" }).stderr, folder);
+  }
+  return { message, ...found };
+}
+
+/** The first line of a stack that is in the author's source. */
+function ownLine(stack, folder) {
+  for (const line of stack.split("\n")) {
+    // A syntax error has its place in the first line, others have one in each.
     const [, url, number] = /(file:\/\/[^\s)]+?):(\d+)(?::\d+)?\)?$/.exec(line.trim()) ?? [];
     if (url === undefined) continue;
     const file = relative(folder, fileURLToPath(url));
     const isOwn = !file.startsWith("..") && !file.split(sep).some((part) => part === "vendor" || part === "node_modules");
-    if (isOwn) return { message, file, line: Number(number) };
+    if (isOwn) return { file, line: Number(number) };
   }
-  return { message };
+  return undefined;
 }
 
 const [folder, episodes, settings, results] = process.argv.slice(2);

@@ -65,11 +65,16 @@ export function lines(path) {
 }
 
 export function readEpisodes(path) {
+  return readRecorded(path).map(({ episode }) => episode);
+}
+
+/** The episodes of a file, each with its recorded calls of host functions. */
+export function readRecorded(path) {
   return lines(path).map(([place, value]) => {
     const newest = FORMATS.at(-1);
     if (!FORMATS.includes(value?.format)) throw new TypeError(`${place}: expected "format": ${newest}`);
     try {
-      return episode(value.episode, `line-${place.split(":").at(-1)}`, value.format);
+      return { episode: episode(value.episode, `line-${place.split(":").at(-1)}`, value.format), calls: value.calls ?? [] };
     } catch (error) {
       throw new TypeError(`${place}: ${error.message}`);
     }
