@@ -15,6 +15,7 @@ import math
 import sys
 import time
 import traceback
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,9 @@ def _response(interface: str, response: dict[str, Any]) -> Any:
         error = response["Err"]
         raise HostCallError(interface, None if error == "not_configured" else call_failure(error["failed"]))
     ((form, value),) = response["Ok"].items()
+    if form == "vectors":
+        # The recording has the shortest digits of f32.
+        return [array("f", vector).tolist() for vector in value]
     return distribution(value) if form == "style" else value
 
 
