@@ -2,10 +2,11 @@
 //! [`export!`](crate::export) then defines in the dynamic library.
 
 use crate::host::CallError;
+use crate::testing::form::FailureForm;
 use crate::testing::{self, HostFunctions};
 use crate::{
-    CallFailure, Episode, FailureKind, GroupReward, Input, Inputs, Message, Rejection, Reward, Score, SettingError,
-    Settings, StyleProbability, log,
+    CallFailure, Episode, FailureKind, GroupReward, Inputs, Message, Rejection, Reward, Score, SettingError, Settings,
+    StyleProbability, log,
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -125,7 +126,7 @@ fn results_of<S: Scorer>(settings: BTreeMap<String, Value>, file: &Path) -> Resu
     };
     let mut episodes = testing::read_episodes(file);
     let calls = calls_of(file)?;
-    episodes.iter_mut().for_each(|episode| strip(episode, S::INPUTS));
+    episodes.iter_mut().for_each(|episode| testing::run::strip(episode, S::INPUTS));
     log::keep();
     let (mut results, mut seconds) = (vec![Value::Null; episodes.len()], Duration::ZERO);
     for members in groups(&episodes, S::BY_GROUP) {
@@ -172,34 +173,6 @@ fn groups(episodes: &[Episode], by_group: bool) -> Vec<Vec<usize>> {
     groups
 }
 
-/// Leaves out what the plugin does not declare, as the host does.
-fn strip(episode: &mut Episode, inputs: Inputs) {
-    let is_read = |input| inputs.contains(input);
-    if !is_read(Input::Response) {
-        episode.response = None;
-    }
-    if !is_read(Input::Prompt) {
-        episode.prompt = None;
-    }
-    if !is_read(Input::Columns) {
-        episode.columns.clear();
-    }
-    if !is_read(Input::Baseline) {
-        episode.baseline = None;
-    }
-    for candidate in std::iter::once(&mut episode.policy).chain(&mut episode.baseline) {
-        if !is_read(Input::Retrieval) {
-            candidate.retrieval = None;
-        }
-        if !is_read(Input::Judgement) {
-            candidate.judgement = None;
-        }
-        if !is_read(Input::Style) {
-            candidate.style = None;
-        }
-    }
-}
-
 /// The recorded calls of host functions of each line.
 fn calls_of(file: &Path) -> Result<Vec<Vec<Value>>, String> {
     #[derive(Deserialize)]
@@ -225,7 +198,10 @@ fn replayed(calls: Vec<Value>) -> HostFunctions {
                 Ok(response["Ok"].as_object().and_then(|ok| ok.values().next()).cloned().unwrap_or_default())
             }
             Value::String(_) => Err(CallError::NotConfigured),
-            _ => Err(not_recorded()),
+            error => {
+                let failure = serde_json::from_value::<FailureForm>(error["failed"].clone());
+                Err(failure.map_or_else(|_| not_recorded(), |failure| CallError::Failed(failure.into())))
+            }
         }
     };
     let recorded = Rc::new(recorded);

@@ -62,7 +62,8 @@ const ALLOWED: [(&str, &[&str]); 18] = [
         ],
     ),
     ("querl-faulty", &[]),
-    ("querl-sdk", &[]),
+    // Itself with the feature `dev`, for its own tests.
+    ("querl-sdk", &["querl-sdk"]),
     ("querl-e2e", &[]),
 ];
 

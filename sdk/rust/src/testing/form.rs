@@ -376,7 +376,7 @@ fn ranked(hits: Vec<HitForm>) -> Vec<Hit> {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct FailureForm {
+pub(crate) struct FailureForm {
     kind: String,
     message: String,
 }

@@ -35,7 +35,7 @@ pub(crate) mod form;
 mod golden;
 pub mod golden_case;
 pub(crate) mod host;
-mod run;
+pub(crate) mod run;
 
 pub use build::{
     DialogueBuilder, EpisodeBuilder, PromptInputBuilder, SampleBuilder, StandInModel, dialogue, episode,

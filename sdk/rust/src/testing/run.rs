@@ -101,18 +101,23 @@ impl<T: Reward> RewardTest<T> {
 #[track_caller]
 fn declared(episode: &Episode, inputs: Inputs) -> Episode {
     check::sent(check::episode(episode));
-    let has = |input| inputs.contains(input);
     let mut episode = episode.clone();
-    episode.response = episode.response.filter(|_| has(Input::Response));
-    episode.prompt = episode.prompt.filter(|_| has(Input::Prompt));
-    episode.baseline = episode.baseline.filter(|_| has(Input::Baseline));
+    strip(&mut episode, inputs);
+    episode
+}
+
+/// Removes the parts of an episode that a plugin does not declare, as the host does.
+pub(crate) fn strip(episode: &mut Episode, inputs: Inputs) {
+    let has = |input| inputs.contains(input);
+    episode.response = episode.response.take().filter(|_| has(Input::Response));
+    episode.prompt = episode.prompt.take().filter(|_| has(Input::Prompt));
+    episode.baseline = episode.baseline.take().filter(|_| has(Input::Baseline));
     episode.columns.retain(|_| has(Input::Columns));
     for candidate in std::iter::once(&mut episode.policy).chain(&mut episode.baseline) {
         candidate.retrieval = candidate.retrieval.take().filter(|_| has(Input::Retrieval));
         candidate.judgement = candidate.judgement.take().filter(|_| has(Input::Judgement));
         candidate.style = candidate.style.take().filter(|_| has(Input::Style));
     }
-    episode
 }
 
 /// A group reward under test; made by [`group_reward`].
