@@ -212,7 +212,7 @@ fn items_at_a_limit_are_dropped_and_counted_up_to_a_maximum() {
     }
     let limits = |max_dropped: usize| {
         format!(
-            "[plugins.limits]\nfuel_per_call = 20000\nfuel_per_item = 1\non_limit = \"drop\"\nmax_dropped = {max_dropped}\n"
+            "[plugins.limits]\nfuel_per_call = 40000\nfuel_per_item = 1\non_limit = \"drop\"\nmax_dropped = {max_dropped}\n"
         )
     };
     let config = project.read("querl.toml");
