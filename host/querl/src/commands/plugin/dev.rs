@@ -32,9 +32,9 @@ use ratatui::crossterm::terminal;
 use serde_json::json;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempPath;
 
