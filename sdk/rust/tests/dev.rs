@@ -256,7 +256,7 @@ fn host_functions_have_the_recorded_results_failures_included() {
         of_judge(json!({ "Err": { "failed": { "kind": "timeout", "message": "no response within 30 s" } } })),
         of_judge(json!({ "Err": "not_configured" })),
     ]);
-    let not_recorded = "the recording of the episode has no result of this call";
+    let not_recorded = "the recording has no result for this call";
     let expected = [
         scored(0.3),
         scored(0.2),
