@@ -10,23 +10,14 @@ import { writeFileSync } from "node:fs";
 import { join, relative, sep } from "node:path";
 import { fileURLToPath, pathToFileURL } from "node:url";
 import { describe } from "./description.js";
-import { HostCallError, sendCallsTo } from "./host.js";
+import { sendCallsTo } from "./host.js";
 import { sendLogTo } from "./log.js";
 import { SettingError, Settings } from "./settings.js";
 import { readRecorded } from "./testing/json_form.js";
-import { CallFailure, Rejection } from "./types.js";
+import { recorded as recordedCalls } from "./testing/recorded.js";
+import { Rejection } from "./types.js";
 
 const MODULE = "plugin.js";
-
-/** Calls of host functions in a recording, by the methods of `host`. */
-const RECORDED_NAMES = {
-  count: "count_tokens",
-  split: "split_tokens",
-  segment: "segment_words",
-  embed: "embed",
-  ask: "ask_judge",
-  classify: "classify_style",
-};
 
 async function resultsOf(folder, file, settings) {
   let plugin, inputs, range, isOfGroup;
@@ -54,7 +45,7 @@ async function resultsOf(folder, file, settings) {
   let milliseconds = 0;
   for (const members of groups.values()) {
     const episodes = members.map((index) => recorded[index].episode);
-    sendCallsTo(replayed(members.flatMap((index) => recorded[index].calls)));
+    sendCallsTo(recordedCalls(members.flatMap((index) => recorded[index].calls)));
     const started = performance.now();
     const outcomes = outcomesOf(plugin, isOfGroup, episodes, folder);
     milliseconds += performance.now() - started;
@@ -77,28 +68,6 @@ function strip(episode, inputs) {
       if (!(part in inputs)) delete side[part];
     }
   }
-}
-
-/** Host functions with the recorded results; what was not recorded fails. */
-function replayed(calls) {
-  const plain = (each) => (typeof each === "string" ? each : { role: each.role, content: each.content });
-  const key = (name, argument) => JSON.stringify([name, Array.isArray(argument) ? argument.map(plain) : argument]);
-  const responses = calls.map(({ request, response }) => [key(...Object.entries(request)[0]), response]);
-  return (functions, method, argument) => {
-    const wanted = key(RECORDED_NAMES[method], argument);
-    const [, response] = responses.find(([key]) => key === wanted) ?? [];
-    if (response === undefined) {
-      const failure = new CallFailure("not_recorded", "the recording of the episode has no result of this call");
-      throw new HostCallError(functions, failure);
-    }
-    if ("Err" in response) {
-      const failed = response.Err.failed;
-      throw new HostCallError(functions, failed && new CallFailure(failed.kind, failed.message));
-    }
-    const [[form, value]] = Object.entries(response.Ok);
-    // In the recording vectors have the shortest digits of f32.
-    return form === "vectors" ? value.map((vector) => vector.map(Math.fround)) : value;
-  };
 }
 
 function outcomesOf(plugin, isOfGroup, episodes, folder) {

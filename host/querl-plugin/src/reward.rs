@@ -187,9 +187,11 @@ impl RewardPlugin {
         self.kind == PluginKind::GroupReward
     }
 
-    /// A call of a host function is attributed to the episode or group that is scored: there is one in a call.
+    /// A call of a host function is attributed to the episode or group that is scored: there is one in a call. Where no function is
+    /// configured, there is nothing to attribute.
     fn calls_host(&self) -> bool {
-        self.caller.exports.series > Series::V0_1 && !self.caller.exports.host_functions.is_empty()
+        let exports = &self.caller.exports;
+        self.caller.functions.is_some() && exports.series > Series::V0_1 && !exports.host_functions.is_empty()
     }
 
     /// One call into the plugin.

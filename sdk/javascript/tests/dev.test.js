@@ -217,7 +217,7 @@ test("dev: host functions have the recorded results, failures included", () => {
     scored(0.25),
     // As the component has it: f32.
     scored(Math.fround(0.1)),
-    { rejected: { code: "words_failed", detail: "the recording of the episode has no result of this call" } },
+    { rejected: { code: "words_failed", detail: "the recording has no result for this call" } },
   ]);
   const failing = (response) => scores({ "plugin.js": CALLS }, [line("judge", {}, [call({ ask_judge: messages }, response)])])[0].rejected;
   const failed = { Err: { failed: { kind: "timeout", message: "no response within 30 s" } } };

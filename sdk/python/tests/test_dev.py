@@ -68,7 +68,7 @@ class TestDev(unittest.TestCase):
 
     def test_a_call_that_was_not_recorded_rejects(self) -> None:
         line = {"format": 3, "episode": {"id": "a/0", "group_id": "a", "sample_index": 0, "query": "q", "policy": {}}, "calls": []}
-        rejected = {"code": "similarity_failed", "detail": "the recording of the episode has no result of this call"}
+        rejected = {"code": "similarity_failed", "detail": "the recording has no result for this call"}
         self.assertEqual(results_of(GROUP, [line])[1]["rejected"], rejected)
 
 
