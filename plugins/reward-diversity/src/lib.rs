@@ -8,11 +8,11 @@
 //! its group, as in an evaluation with one sample a query, overlaps with nothing: 0. A response without a rewrite scores -1.
 
 use querl_sdk::{Episode, GroupReward, Rejection, Score, SettingError, Settings, host, text};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 
 /// A rewrite is compared up to here: it is a line, and pairs cost fuel.
-const MAX_CHARS: usize = 100;
+const MAX_CHARS: usize = 500;
 /// The most texts of one call of `embed`.
 const MAX_TEXTS: usize = 64;
 
@@ -38,15 +38,17 @@ impl GroupReward for Diversity {
     fn score_group(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>> {
         let head = |rewrite: &String| text::normalise(&rewrite.chars().take(MAX_CHARS).collect::<String>());
         let rewrites: Vec<_> = episodes.iter().map(|episode| episode.policy.rewrite.as_ref().map(head)).collect();
-        let vectors = match self.vectors(&rewrites) {
-            Ok(vectors) => vectors,
+        let features = match self.features(rewrites.iter().flatten().cloned().collect()) {
+            Ok(features) => features,
             Err(rejection) => return episodes.iter().map(|_| Err(rejection.clone())).collect(),
         };
-        let mut overlaps: Vec<f64> = rewrites.iter().map(|rewrite| if rewrite.is_some() { 0.0 } else { 1.0 }).collect();
-        for (i, a) in rewrites.iter().enumerate() {
-            for (j, b) in rewrites.iter().enumerate().skip(i + 1) {
+        let compared: Vec<_> = rewrites.iter().map(|rewrite| features.get_key_value(rewrite.as_deref()?)).collect();
+        let mut overlaps: Vec<f64> = compared.iter().map(|rewrite| if rewrite.is_some() { 0.0 } else { 1.0 }).collect();
+        for (i, a) in compared.iter().enumerate() {
+            for (j, b) in compared.iter().enumerate().skip(i + 1) {
                 if let (Some(a), Some(b)) = (a, b) {
-                    let similarity = self.similarity(&vectors, a, b);
+                    // Also of texts that are shorter than an n-gram.
+                    let similarity = if a.0 == b.0 { 1.0 } else { a.1.similarity(b.1) };
                     (overlaps[i], overlaps[j]) = (overlaps[i].max(similarity), overlaps[j].max(similarity));
                 }
             }
@@ -55,31 +57,51 @@ impl GroupReward for Diversity {
     }
 }
 
-impl Diversity {
-    /// The vector of each text, where vectors are compared. Each text once and sorted: the request does not depend on the order of the group.
-    fn vectors(&self, rewrites: &[Option<String>]) -> Result<BTreeMap<String, Vec<f32>>, Rejection> {
-        let mut texts: Vec<String> = rewrites.iter().flatten().filter(|_| self.embeds).cloned().collect();
-        texts.sort_unstable();
-        texts.dedup();
-        let mut vectors = BTreeMap::new();
-        for texts in texts.chunks(MAX_TEXTS) {
-            let embedded = host::embed(texts).map_err(|error| error.rejection("similarity"))?;
-            vectors.extend(texts.iter().cloned().zip(embedded));
-        }
-        Ok(vectors)
-    }
+/// What is compared of a text.
+enum Features {
+    /// Numbers of the n-grams, the same in the whole group.
+    Ngrams(BTreeSet<usize>),
+    /// Of length 1.
+    Vector(Vec<f32>),
+}
 
+impl Features {
     /// 0 to 1; opposite directions are 0.
-    fn similarity(&self, vectors: &BTreeMap<String, Vec<f32>>, a: &str, b: &str) -> f64 {
-        match (vectors.get(a), vectors.get(b)) {
-            // Also of texts that are shorter than an n-gram.
-            _ if a == b => 1.0,
-            (Some(a), Some(b)) => {
-                let cosine: f64 = a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
-                cosine.clamp(0.0, 1.0)
+    fn similarity(&self, other: &Self) -> f64 {
+        match (self, other) {
+            (Self::Ngrams(a), Self::Ngrams(b)) => {
+                let n_both = a.intersection(b).count();
+                n_both as f64 / (a.len() + b.len() - n_both).max(1) as f64
             }
-            _ => text::jaccard(a, b, self.n),
+            (Self::Vector(a), Self::Vector(b)) => {
+                a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>().clamp(0.0, 1.0)
+            }
+            _ => 0.0,
         }
+    }
+}
+
+impl Diversity {
+    /// The features of each text, made once and not for each pair. The texts are sorted: what is sent to the encoder does not depend on the
+    /// order of the group.
+    fn features(&self, texts: BTreeSet<String>) -> Result<BTreeMap<String, Features>, Rejection> {
+        let texts: Vec<String> = texts.into_iter().collect();
+        if !self.embeds {
+            let mut numbers = BTreeMap::new();
+            let mut ngrams = |text: &String| {
+                let number = |ngram: &[String]| {
+                    let next = numbers.len();
+                    *numbers.entry(ngram.to_vec()).or_insert(next)
+                };
+                Features::Ngrams(text::units(text).windows(self.n).map(number).collect())
+            };
+            return Ok(texts.iter().map(|text| (text.clone(), ngrams(text))).collect());
+        }
+        let mut vectors = Vec::new();
+        for texts in texts.chunks(MAX_TEXTS) {
+            vectors.extend(host::embed(texts).map_err(|error| error.rejection("similarity"))?);
+        }
+        Ok(texts.into_iter().zip(vectors.into_iter().map(Features::Vector)).collect())
     }
 }
 
