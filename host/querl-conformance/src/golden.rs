@@ -19,6 +19,14 @@
 //!
 //! Wherever a score, rewrite or judgement is expected, so can be a rejection: `"expect": {"rejected": "code"}`.
 //!
+//! Host functions are answered by `calls`, in the form of `calls` of recorded episodes (`plugin` may be left out); a call that is not there
+//! fails as not recorded. Cases of rewards, group rewards and filters may have them:
+//!
+//! ```text
+//! "calls": [{"request": {"ask_judge": [{"role": "user", "content": "…"}]}, "response": {"Ok": {"text": "4"}}},
+//!           {"request": {"count_tokens": "胶原"}, "response": {"Err": "not_configured"}}]
+//! ```
+//!
 //! The default of `tolerance` is 1e-9; it applies to the total and the components; components that a case does not
 //! name are not compared. `contains` is searched in the texts of all messages. Without `style_model` the run has
 //! none.
@@ -26,12 +34,12 @@
 use crate::corpus::prompts;
 use crate::section::{CheckResult, Section, Violation};
 use crate::shown;
-use crate::subject::{self, Subject};
+use crate::subject::{self, RecordedCalls, Subject};
 use querl_bundle::Bundle;
 use querl_core::episodes;
-use querl_core::ports::{PluginFault, PromptInput, PromptTask, StyleModel};
+use querl_core::ports::{HostFunctions, PluginFault, PromptInput, PromptTask, StyleModel};
 use querl_core::records::{
-    CallFailure, Columns, Context, Dialogue, Episode, EpisodeRecord, Hit, Message, Rejection, Reward, Sample,
+    CallFailure, Columns, Context, Dialogue, Episode, EpisodeRecord, Hit, HostCall, Message, Rejection, Reward, Sample,
     StyleProbability, Verdict,
 };
 use querl_plugin::{Plugin, PluginError, PluginKind, PluginSettings};
@@ -69,6 +77,7 @@ impl GoldenTypes for HostTypes {
     type Sample = Sample;
     type Input = Input;
     type Dialogue = Dialogue;
+    type Call = HostCall;
 
     fn settings(value: Map<String, Value>) -> Result<PluginSettings, String> {
         read("settings", &Value::Object(value))
@@ -126,6 +135,18 @@ impl GoldenTypes for HostTypes {
         }
         Ok(dialogue)
     }
+
+    fn call(value: Value) -> Result<HostCall, String> {
+        host_call(value)
+    }
+}
+
+/// A recorded call; the plugin's name may be left out.
+pub(crate) fn host_call(mut value: Value) -> Result<HostCall, String> {
+    if let Value::Object(fields) = &mut value {
+        fields.entry("plugin").or_insert_with(|| "".into());
+    }
+    serde_json::from_value(value).map_err(|error| error.to_string())
 }
 
 fn read<T: DeserializeOwned>(key: &str, value: &Value) -> Result<T, String> {
@@ -146,11 +167,15 @@ fn known_keys(value: &Value, read: &Value, path: &str) -> Result<(), String> {
         (Value::Object(value), Value::Object(read)) => {
             for (key, value) in value {
                 let Some(known) = read.get(key) else {
-                    // Episodes refuse unknown keys themselves, and leave out what says nothing.
-                    if path.starts_with("episode") {
-                        continue;
+                    // These refuse unknown keys themselves. As hits of episodes, they are written without what says nothing.
+                    let is_strict =
+                        matches!(path, "episode" | "episode.policy" | "episode.baseline" | "episode.context")
+                            || path.starts_with("samples ") && !path.contains('.');
+                    let says_nothing = value.is_null() || value == "";
+                    match is_strict || path.starts_with("episode") && says_nothing {
+                        true => continue,
+                        false => return Err(format!("unknown key `{key}` in `{path}`")),
                     }
-                    return Err(format!("unknown key `{key}` in `{path}`"));
                 };
                 known_keys(value, known, &format!("{path}.{key}"))?;
             }
@@ -291,16 +316,18 @@ fn outcome(subject: &Subject<'_>, origin: &str, case: &GoldenCase<HostTypes>) ->
 
 fn run(subject: &Subject<'_>, case: &GoldenCase<HostTypes>) -> Result<(), CaseFailure> {
     let settings = &case.settings;
+    let functions = || Some(Arc::new(RecordedCalls(case.calls.clone())) as Arc<dyn HostFunctions>);
     let differs = |comparison: Comparison, returned: &dyn Fn() -> String| {
         comparison.map_err(|expected| CaseFailure::Different(returned(), expected))
     };
     match &case.body {
         GoldenBody::Reward(episode, expected) => {
-            let scores = subject.reward(settings)?.score_batch(std::slice::from_ref(&**episode))?;
+            let reward = subject.reward_with(settings, functions())?;
+            let scores = reward.score_batch(std::slice::from_ref(&**episode))?;
             scores.iter().try_for_each(|score| differs(compare_score(expected, score), &|| subject::scored(score)))
         }
         GoldenBody::Group(episodes, expected) => {
-            let scores = subject.reward(settings)?.score_batch(episodes)?;
+            let scores = subject.reward_with(settings, functions())?.score_batch(episodes)?;
             expected
                 .iter()
                 .zip(&scores)
@@ -313,7 +340,7 @@ fn run(subject: &Subject<'_>, case: &GoldenCase<HostTypes>) -> Result<(), CaseFa
             scores.iter().try_for_each(|score| differs(compare_score(expected, score), &|| subject::scored(score)))
         }
         GoldenBody::Filter(samples, expected) => {
-            let verdicts = subject.filter(settings)?.check_batch(samples)?;
+            let verdicts = subject.filter_with(settings, functions())?.check_batch(samples)?;
             expected.iter().zip(&verdicts).try_for_each(|(expected, verdict)| {
                 let code = match verdict {
                     Verdict::Keep => None,
@@ -406,6 +433,7 @@ impl StyleModel for FixedStyleModel {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use querl_core::records::{FailureKind, HostCallError, HostRequest, HostResponse};
     use querl_sdk::testing::golden_case::ExpectedVerdict;
     use std::collections::BTreeMap;
 
@@ -440,6 +468,23 @@ mod tests {
     }
 
     #[test]
+    fn calls_of_a_recorded_episode_are_those_of_a_case() {
+        let case = one(r#"{"name": "分", "episode": {"query": "胶原咋吃", "policy": {}}, "expect": {"total": 0.5}, "calls": [
+            {"plugin": "judge", "request": {"ask_judge": [{"role": "user", "content": "胶原"}]}, "response": {"Ok": {"text": "4"}}},
+            {"request": {"embed": ["胶原"]}, "response": {"Err": "not_configured"}}]}"#)
+        .unwrap();
+        let calls = RecordedCalls(case.calls);
+        let asked = HostRequest::AskJudge(vec![Message { role: "user".into(), content: "胶原".into() }]);
+        assert_eq!(calls.call("other", "x", &asked), Ok(HostResponse::Text("4".into())));
+        let embed = |text: &str| calls.call("other", "x", &HostRequest::Embed(vec![text.into()]));
+        assert_eq!(embed("胶原"), Err(HostCallError::NotConfigured));
+        assert!(matches!(
+            embed("虾青素"),
+            Err(HostCallError::Failed(CallFailure { kind: FailureKind::NotRecorded, .. }))
+        ));
+    }
+
+    #[test]
     fn prompt_and_style_cases_are_read() {
         let kinds = [
             r#"{"name": "a", "task": "judge", "input": {"query": "a", "rewrite": "b"}, "expect": {"contains": ["b"]}}"#,
@@ -464,7 +509,7 @@ mod tests {
             ("{", "not a JSON object: "),
             (r#"{"episode": {}}"#, "`name` is missing"),
             (r#"{"name": " ", "task": "judge"}"#, "`name` is blank"),
-            (r#"{"name": "a"}"#, "expected one of `episode`, `samples`, `task`"),
+            (r#"{"name": "a"}"#, "expected one of `episode`, `episodes`, `samples`, `task`"),
             (&format!(r#"{{"name": "a", {episode}, "expect": {{"total": 1}}, "note": "x"}}"#), "unknown key `note`"),
             (&format!(r#"{{"name": "a", {episode}, "expect": {{"totl": 1}}}}"#), "unknown field `totl`"),
             (

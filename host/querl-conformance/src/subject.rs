@@ -1,12 +1,13 @@
-//! The plugin under test, and stand-ins for a style model.
+//! The plugin under test, and stand-ins for a style model and for host functions.
 
 use crate::meter::Meter;
 use crate::section::CheckProgress;
 use querl_core::config::{OnLimit, PluginLimits};
 use querl_core::fsx::digest_hex;
-use querl_core::ports::{Filter, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
+use querl_core::ports::{Filter, HostFunctions, PluginFault, Prompts, RewardModel, StyleModel, StyleScorer};
 use querl_core::records::{
-    CallFailure, Dialogue, Episode, FailureKind, Message, Rejection, Reward, Sample, StyleProbability, Verdict,
+    CallFailure, Dialogue, Episode, FailureKind, HostCall, HostCallError, HostRequest, HostResponse, Message,
+    Rejection, Reward, Sample, StyleProbability, Verdict,
 };
 use querl_plugin::{Compiler, HostOptions, Plugin, PluginError, PluginHost, PluginPort, PluginSettings, RewardForm};
 use serde::Serialize;
@@ -83,7 +84,15 @@ impl Subject<'_> {
     }
 
     pub(crate) fn reward(&self, settings: &PluginSettings) -> Result<Box<dyn RewardModel>, PluginError> {
-        self.host.open(self.plugin, settings, PluginPort::reward())
+        self.reward_with(settings, None)
+    }
+
+    pub(crate) fn reward_with(
+        &self,
+        settings: &PluginSettings,
+        functions: Option<Arc<dyn HostFunctions>>,
+    ) -> Result<Box<dyn RewardModel>, PluginError> {
+        self.host.open(self.plugin, settings, PluginPort::reward().with_functions(functions))
     }
 
     /// The reward in one of its forms, with the settings of this test.
@@ -92,7 +101,15 @@ impl Subject<'_> {
     }
 
     pub(crate) fn filter(&self, settings: &PluginSettings) -> Result<Box<dyn Filter>, PluginError> {
-        self.host.open(self.plugin, settings, PluginPort::filter())
+        self.filter_with(settings, None)
+    }
+
+    pub(crate) fn filter_with(
+        &self,
+        settings: &PluginSettings,
+        functions: Option<Arc<dyn HostFunctions>>,
+    ) -> Result<Box<dyn Filter>, PluginError> {
+        self.host.open(self.plugin, settings, PluginPort::filter().with_functions(functions))
     }
 
     pub(crate) fn prompts(&self, settings: &PluginSettings) -> Result<Box<dyn Prompts>, PluginError> {
@@ -180,6 +197,27 @@ impl StyleModel for FailingModel {
     fn classify(&self, _: &[Message]) -> Result<Vec<StyleProbability>, CallFailure> {
         Err(CallFailure { kind: FailureKind::Timeout, message: "风格模型没有在30秒内回答".into() })
     }
+}
+
+/// Host functions with recorded results, the same for every item.
+#[derive(Debug)]
+pub(crate) struct RecordedCalls(pub(crate) Vec<HostCall>);
+
+impl HostFunctions for RecordedCalls {
+    fn call(&self, _: &str, _: &str, request: &HostRequest) -> Result<HostResponse, HostCallError> {
+        recorded(&self.0, request)
+    }
+}
+
+/// The result of the first call with this request.
+pub(crate) fn recorded(calls: &[HostCall], request: &HostRequest) -> Result<HostResponse, HostCallError> {
+    calls.iter().find(|call| call.request == *request).map_or_else(
+        || {
+            let message = "the recording has no result for this call".to_owned();
+            Err(HostCallError::Failed(CallFailure { kind: FailureKind::NotRecorded, message }))
+        },
+        |call| call.response.clone(),
+    )
 }
 
 #[cfg(test)]

@@ -46,7 +46,7 @@ fn limits_of_components_and_magnitudes_are_found_and_named() {
         ("huge_component", "component `tokens` is 1e308; expected at most 1e18 in magnitude"),
         ("huge_range", "declares the range -1e308 to 1e308; expected bounds of at most 1e9 in magnitude"),
     ] {
-            let options = common::options(&format!("breach = '{breach}'"));
+        let options = common::options(&format!("breach = '{breach}'"));
         let report = querl_conformance::run(&component, &options).unwrap();
         assert!(!report.passed() && report.text().contains(said), "{breach}: {}", report.text());
     }
@@ -61,7 +61,7 @@ fn a_failure_says_what_was_sent_what_came_back_and_what_the_contract_says() {
     assert!(expected.starts_with("a result depends on its own episode and the settings, and on nothing else"));
     let report = broken("odd-reward", "no_number_without_a_judge");
     let [sent, returned, _] = failure(&report, "inputs_judgements");
-    assert!(sent.contains(r#""judgement":"not_sampled""#), "{sent}");
+    assert!(sent.starts_with("`not-judged` {") && !sent.contains(r#""judgement""#), "{sent}");
     assert!(
         returned.ends_with("episode `not-judged`: total is NaN; expected a number within the declared range 0 to 1")
     );
@@ -80,7 +80,7 @@ fn forms_of_one_reward_that_differ_are_found() {
     let [sent, returned, expected] = failure(&report, "packed_equals_records");
     assert!(sent.starts_with("packed and as records, a batch of 64 with `batch/0` "), "{sent}");
     assert_eq!(returned, r#"packed {"components":[],"total":0.5}, as records {"components":[],"total":0.25}"#);
-    assert_eq!(expected, "`packed-rewards` gives the results of `rewards`, to the bit");
+    assert_eq!(expected, "`packed-rewards` gives the results of the list form, to the bit");
     let report = common::report("tests/guests/guest-wrong-length", "");
     let outcome = &check(&report, "packed_equals_records").outcome;
     assert!(

@@ -1,8 +1,10 @@
 //! The suite for hosts, on querl's own host and on hosts that keep no rule.
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
 use querl_conformance::{Check, HostSuite, Outcome};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 fn run(command: &str, plugins: Vec<PathBuf>) -> Vec<Check> {
@@ -20,7 +22,7 @@ fn failed(checks: &[Check]) -> Vec<String> {
 
 /// Bundles of contract 0.1, with their golden cases.
 fn plugins_of_0_1() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/plugins-0.1");
+    let folder = common::repository().join("tests/plugins-0.1");
     let mut bundles: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
     bundles.retain(|path| path.extension().is_some_and(|extension| extension == "querl"));
     bundles.sort();
@@ -29,8 +31,18 @@ fn plugins_of_0_1() -> Vec<PathBuf> {
 
 #[test]
 fn querls_host_keeps_the_contract() {
-    let checks = run(&format!("{} serve", env!("CARGO_BIN_EXE_querl-conformance")), plugins_of_0_1());
-    assert!(checks.len() > 80, "{} checks", checks.len());
+    let folder = tempfile::tempdir().unwrap();
+    let component = folder.path().join("counts-tokens.wasm");
+    std::fs::write(&component, common::wat::component("counts-tokens")).unwrap();
+    std::fs::create_dir(folder.path().join("golden")).unwrap();
+    std::fs::write(folder.path().join("golden/counts-tokens.jsonl"), common::FOUR_TOKENS.replace('\n', " ")).unwrap();
+    let plugins = plugins_of_0_1().into_iter().chain([component]).collect();
+    let checks = run(&format!("{} serve", env!("CARGO_BIN_EXE_querl-conformance")), plugins);
+    assert!(
+        checks.iter().any(|check| check.name == "counts-tokens: 四个") && checks.len() > 80,
+        "{} checks",
+        checks.len()
+    );
     assert_eq!(failed(&checks), [""; 0]);
 }
 

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{check, failed, failure, options, repository};
+use common::{FOUR_TOKENS, check, failed, failure, options, repository};
 use querl_conformance::{Outcome, Report};
 use querl_plugin::{HostOptions, PluginHost};
 use std::path::{Path, PathBuf};
@@ -78,11 +78,45 @@ fn a_golden_case_that_comes_out_otherwise_is_shown_with_its_place() {
 }
 
 #[test]
+fn golden_cases_have_the_results_of_host_functions() {
+    let folder = tempfile::tempdir().unwrap();
+    let manifest = "[plugin]\nid = \"counts-tokens\"\nversion = \"0.1.0\"\ncontract = \"0.2.0\"\nkinds = [\"reward\"]\n\
+                    description = \"1 divided by the number of tokens of 0.1.0\"\nlicense = \"Apache-2.0\"\nrange = [0.0, 1.0]\n\
+                    host_functions = [\"tokens\"]\n";
+    let golden = [
+        FOUR_TOKENS.to_owned(),
+        FOUR_TOKENS.replace("四个", "两个").replace("\"count\": 4", "\"count\": 2"),
+        FOUR_TOKENS.replace("四个", "没有记录").replace("0.1.0", "0.2.0"),
+        FOUR_TOKENS.replace("四个", "没有答复").replace("{\"Ok\": {\"count\": 4}}", "4"),
+    ];
+    let golden = golden.map(|case| case.replace('\n', " ")).join("\n");
+    std::fs::create_dir(folder.path().join("golden")).unwrap();
+    for (name, text) in
+        [("plugin.toml", manifest), ("README.md", "数词"), ("LICENSE", "Apache-2.0"), ("golden/a.jsonl", &golden)]
+    {
+        std::fs::write(folder.path().join(name), text).unwrap();
+    }
+    let path = folder.path().join("counts-tokens.querl");
+    std::fs::write(&path, querl_bundle::pack(folder.path(), &common::wat::component("counts-tokens")).unwrap())
+        .unwrap();
+    let report = querl_conformance::run(&path, &options("")).unwrap();
+    let golden: Vec<_> = failed(&report).into_iter().filter(|name| name.starts_with("golden")).collect();
+    assert_eq!(golden, ["golden", "golden: 两个", "golden: 没有记录"], "{}", report.text());
+    assert_eq!(failure(&report, "golden: 两个")[1], r#"{"components":[],"total":0.5}"#);
+    // Where a call fails, this guest traps.
+    assert!(failure(&report, "golden: 没有记录")[1].contains("trap"), "{}", report.text());
+    assert!(failure(&report, "golden")[1].starts_with("golden/a.jsonl:4: `calls` 1: "), "{}", report.text());
+}
+
+#[test]
 fn another_range_than_declared_is_found() {
     let report = tested(&[("range = [0.0, 1.0]", "range = [0.0, 2.0]")], "");
     assert_eq!(failed(&report), ["manifest"]);
     let [_, returned, _] = failure(&report, "manifest");
-    assert!(returned.contains("range is 0 to 2; under default settings the component declares 0 to 1"), "{returned}");
+    assert!(
+        returned.ends_with("its plugin.toml says `0 to 2` under `plugin.range`; the component says `0 to 1`"),
+        "{returned}"
+    );
 }
 
 #[test]

@@ -813,7 +813,7 @@ fn serialize_context<S: serde::Serializer>(context: &Context, serializer: S) -> 
     serializer.collect_map(fields.into_iter().filter(|(_, text)| !text.is_empty()))
 }
 
-/// JSON form of an episode's split: the names of the plugin contract, of which `validation` differs from [`Split::name`].
+/// JSON form of an episode's split: the names of the plugin contract; `validation` differs from [`Split::name`].
 mod split_form {
     use super::Split;
     use serde::{Deserialize, Deserializer, Serialize, Serializer};

@@ -3,7 +3,8 @@
 //! The number of response tokens and the latency of a service are unknown in advance. The low cost assumes 0.7 of the estimated prompt
 //! tokens and a tenth of `max_tokens` for responses; the high cost assumes 1.5 of the prompt tokens and all of `max_tokens`. Calls of `rl`
 //! are between one per query (all samples are equal) and one per episode (all samples differ). A rerank call is assumed to have one passage
-//! of 20 tokens to all candidates of 500 tokens each. Training time is not included.
+//! of 20 tokens to all candidates of 500 tokens each. A reward that calls the judge through a host function is assumed to call it once
+//! per episode, with a prompt of the length of the judge's own. Training time is not included.
 //!
 //! Nothing is built, fetched or written, and no key is read. While a plugin has to be built or fetched, every stage counts as not begun
 //! and prices are unknown.
@@ -108,9 +109,18 @@ pub fn estimate(config: &Config, window: Window) -> anyhow::Result<Estimate> {
     let n_rows = table.findings().n_usable;
     let rewards = run.as_ref().map(|run| environment::inputs(&run.plugins.rewards));
     let reads = rewards.unwrap_or(EpisodeInputs::CONTRACT_0_1);
+    let n_rewards_ask_judge = run.as_ref().map_or(0, |run| run.plugins.n_rewards_ask_judge) as f64;
     let n_queries = n_rows as f64;
-    let estimator =
-        Estimator { config, dir: &dir, outside: &outside, prompts, reads, table: &table, n_rows: n_queries };
+    let estimator = Estimator {
+        config,
+        dir: &dir,
+        outside: &outside,
+        prompts,
+        reads,
+        n_rewards_ask_judge,
+        table: &table,
+        n_rows: n_queries,
+    };
     let steps = estimator.steps(planned)?;
     Ok(Estimate { rows: n_rows, steps, unprepared_plugins, budget: config.budget })
 }
@@ -139,6 +149,7 @@ struct Estimator<'a> {
     prompts: Option<&'a dyn Prompts>,
     /// What the rewards read; everything where one has to be built or fetched.
     reads: EpisodeInputs,
+    n_rewards_ask_judge: f64,
     table: &'a QueryTable,
     n_rows: f64,
 }
@@ -284,6 +295,13 @@ impl Estimator<'_> {
             let n_tokens = self.tokens_of_a_judgement()?.map(|n_tokens| calls.high * n_tokens);
             let endpoint = self.config.judge.endpoint();
             steps.push(chat_step(stage, "judge", &endpoint, calls, n_tokens, CHAT_S, None));
+        }
+        if self.config.judge.kind == JudgeKind::Openai && self.n_rewards_ask_judge > 0.0 {
+            let calls = |n: f64| self.n_rewards_ask_judge * n.ceil();
+            let calls = Range { low: calls(answers.n.low), high: calls(answers.n.high) };
+            let n_tokens = self.tokens_of_a_judgement()?.map(|n_tokens| calls.high * n_tokens);
+            let endpoint = self.config.judge.endpoint();
+            steps.push(chat_step(stage, "judge of plugins", &endpoint, calls, n_tokens, CHAT_S, None));
         }
         Ok(steps)
     }

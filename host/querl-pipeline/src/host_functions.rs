@@ -254,7 +254,7 @@ mod tests {
         let toml = format!(
             "tenant = 'a'\n[data]\ninput = 'a.csv'\n[teacher]\nkind = 'recorded'\npath = 'a.jsonl'\n[model]\npath = {model:?}\n\
              [judge]\nkind = 'rubric'\n[retrieval]\nkind = 'none'\nlexicon = {lexicon:?}\n\
-             embedding = {{ kind = 'local', path = {encoder:?} }}\n[plugins]\nprompt = {{ path = 'p' }}\n"
+             embedding = {{ kind = 'local', path = {encoder:?} }}\n[plugins]\nprompt = {{ path = 'p' }}\nrewards = [{{ path = 'r' }}]\n"
         );
         toml::from_str(&toml).unwrap()
     }

@@ -35,6 +35,8 @@ pub struct Plugins {
     /// Whether a filter calls word segmentation, so that its dictionary is an input.
     pub(crate) filters_use_words: bool,
     pub(crate) rewards: Vec<WeightedReward>,
+    /// Rewards that call the judge through a host function.
+    pub(crate) n_rewards_ask_judge: usize,
     /// The style model of `plugins.style_model`.
     pub style: Option<Arc<SharedStyleModel>>,
     /// The second style model, which classifies responses in the evaluation only.
@@ -139,9 +141,10 @@ impl Plugins {
                 None => opened,
             });
         }
-        let mut rewards = Vec::new();
+        let (mut rewards, mut n_rewards_ask_judge) = (Vec::new(), 0);
         for (index, reward) in config.rewards.iter().enumerate() {
             let plugin = loading.next(&reward.settings)?;
+            n_rewards_ask_judge += usize::from(plugin.host_functions().contains(&HostInterface::Judge));
             let model = loading.reward(&plugin, &reward.settings, (index, style.as_ref()))?;
             let model: Arc<dyn RewardModel> = match log("reward", &reward.path, &reward.settings) {
                 Some(log) => Arc::new(Logged { plugin: model, log }),
@@ -151,8 +154,18 @@ impl Plugins {
             rewards.push(WeightedReward { label: plugin.id().to_owned(), model, weight: reward.weight });
         }
         let used = loading.used;
-        let mut plugins =
-            Self { prompts, filters, filters_use_words, rewards, style, audit, host_functions, meter, used };
+        let mut plugins = Self {
+            prompts,
+            filters,
+            filters_use_words,
+            rewards,
+            n_rewards_ask_judge,
+            style,
+            audit,
+            host_functions,
+            meter,
+            used,
+        };
         plugins.label_rewards();
         Ok(plugins)
     }

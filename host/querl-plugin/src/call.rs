@@ -1,12 +1,12 @@
 //! One call into a plugin: a fresh instance, limits, and a [`PluginFault`] when it fails.
 
-use crate::contract::{ItemResult, Series};
+use crate::contract::ItemResult;
 use crate::engine::Slots;
-use crate::error::{self, CallPhase};
+use crate::fault::{self, CallPhase};
 use crate::guest::{Guest, HostCalls};
 use crate::limits::{CallSize, Limits, LogBudget, UsedNames};
 use crate::load::{Exports, PluginKind};
-use crate::recheck::Rechecks;
+use crate::series::Series;
 use crate::text::{is_code, printable};
 use querl_core::config::OnLimit;
 use querl_core::ports::{EpisodeInputs, FaultKind, HostFunctions, PluginFault};
@@ -75,6 +75,18 @@ impl Outcome {
 /// pool, and must not call a plugin.
 pub type Observer = Arc<dyn Fn(&CallReport<'_>) + Send + Sync>;
 
+/// Which batches of rewards are scored again. Plugins that import host functions are not: their calls would be made twice.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Rechecks {
+    /// About one in 64 batches of at least 2 episodes, chosen by their first and last id, and up to 4 episodes of it, either alone or in another form.
+    #[default]
+    Sampled,
+    /// Every batch of at least 2 episodes, every episode of it alone, and in every form. For tests of plugins.
+    Every,
+    /// None.
+    Off,
+}
+
 /// When finding the items to drop has to end.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DropDeadline {
@@ -112,7 +124,7 @@ impl Caller {
         size: CallSize,
         job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<R>,
     ) -> Result<R, PluginFault> {
-        self.call_for("", function, size, job)
+        self.call_for("", function, size, job, |_| Outcome::default())
     }
 
     /// [`call`](Self::call) that scores the item or group `item_id`; empty for a batch of several.
@@ -123,11 +135,7 @@ impl Caller {
         size: CallSize,
         job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<Vec<ItemResult>>,
     ) -> Result<Vec<ItemResult>, PluginFault> {
-        self.call_for(item_id, function, size, |store, instance| {
-            let results = job(store, instance)?;
-            store.data_mut().outcome = Outcome::of(&results);
-            Ok(results)
-        })
+        self.call_for(item_id, function, size, job, |results| Outcome::of(results))
     }
 
     fn call_for<R>(
@@ -136,6 +144,7 @@ impl Caller {
         function: &'static str,
         size: CallSize,
         job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<R>,
+        outcome: impl FnOnce(&R) -> Outcome,
     ) -> Result<R, PluginFault> {
         let _slot = self.slots.take();
         let start = Instant::now();
@@ -144,10 +153,10 @@ impl Caller {
             Ok(instance) => job(&mut store, &instance).map_err(|error| (CallPhase::Running, error)),
             Err(error) => Err((CallPhase::Starting, error)),
         };
-        self.report(function, size, start, &store, result.is_err());
+        self.report(function, size, start, &store, result.as_ref().ok().map(outcome));
         result.map_err(|(phase, error)| {
             tracing::debug!(plugin = &*self.title, "{error:?}");
-            let (kind, message) = error::explain(phase, &error, store.data(), &self.limits, size);
+            let (kind, message) = fault::explain(phase, &error, store.data(), &self.limits, size);
             PluginFault { log: store.into_data().logged, ..self.fault(kind, message) }
         })
     }
@@ -181,7 +190,15 @@ impl Caller {
         store
     }
 
-    fn report(&self, function: &'static str, size: CallSize, start: Instant, store: &Store<Guest>, failed: bool) {
+    /// Calls the observer; `outcome` is `None` for a call that failed.
+    fn report(
+        &self,
+        function: &'static str,
+        size: CallSize,
+        start: Instant,
+        store: &Store<Guest>,
+        outcome: Option<Outcome>,
+    ) {
         let Some(observer) = &self.observer else { return };
         let left = store.get_fuel().expect("fuel is on in this engine");
         observer(&CallReport {
@@ -191,8 +208,8 @@ impl Caller {
             fuel: self.limits.fuel(size).saturating_sub(left),
             wall: start.elapsed(),
             memory_bytes: store.data().memory.used_bytes,
-            failed,
-            outcome: store.data().outcome,
+            failed: outcome.is_none(),
+            outcome: outcome.unwrap_or_default(),
             log: &store.data().logged,
         });
     }

@@ -1,8 +1,8 @@
 //! What a plugin says of itself (`info.describe`), checked: kinds, settings, range, inputs.
 
-use crate::contract::Series;
 use crate::limits::check_range;
 use crate::load::PluginKind;
+use crate::series::Series;
 use crate::text::{is_code, is_name, printable};
 use querl_bundle::{Manifest, SettingSpec, SettingType};
 use querl_core::ports::{EpisodeInputs, InputUse, RewardRange};

@@ -1,18 +1,15 @@
 //! The host's state of one guest instance (the data of its store), and the host functions that guests call.
 
-use crate::call::Outcome;
 use crate::engine::{CORE_INSTANCES, MEMORIES, TABLE_ELEMENTS, TABLES};
-use crate::host_functions::Level;
 use crate::limits::{Line, LogBudget};
-use crate::load::PluginKind;
-use crate::text::is_key;
-use crate::text::printable;
-use querl_bundle::HostInterface;
+use crate::text::{is_key, printable};
+use querl_bundle::{HostInterface, Kind};
 use querl_core::ports::HostFunctions;
 use querl_core::records::{HostCallError, HostRequest, HostResponse};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
+use wasmtime::component::{ComponentType, Lift};
 use wasmtime::{Error, ResourceLimiter, Result, StoreContextMut, Trap};
 
 /// The least that a log line counts: about the size of the prefix that the host writes.
@@ -31,6 +28,22 @@ const MAX_HANDLES: usize = 4096;
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct HostRefusal(pub(crate) String);
+
+/// `log.level`.
+#[derive(Debug, Clone, Copy, ComponentType, Lift)]
+#[component(enum)]
+#[repr(u8)]
+#[allow(dead_code, reason = "made from what a guest passes")]
+pub(crate) enum Level {
+    #[component(name = "debug")]
+    Debug,
+    #[component(name = "info")]
+    Info,
+    #[component(name = "warn")]
+    Warn,
+    #[component(name = "error")]
+    Error,
+}
 
 /// Charges fuel for a host call that copies `n_bytes`, since fuel counts guest instructions only. A guest without enough fuel is
 /// stopped at its next instruction.
@@ -52,8 +65,6 @@ pub(crate) struct Guest {
     pub(crate) host: Option<HostCalls>,
     /// True after a call of the host beyond the limit.
     pub(crate) refused_host_call: bool,
-    /// Scores that the call returned.
-    pub(crate) outcome: Outcome,
     /// The wall-clock deadline of the call, checked at every epoch tick; `None` where it exceeds the range of `Instant`.
     pub(crate) deadline: Option<Instant>,
     /// Captured stderr, up to `log_bytes`: a panic's message.
@@ -90,7 +101,6 @@ impl Guest {
             },
             host: None,
             refused_host_call: false,
-            outcome: Outcome::default(),
             deadline: None,
             stderr: Vec::new(),
             logged: Vec::new(),
@@ -175,7 +185,7 @@ pub(crate) struct HostCalls {
     pub(crate) functions: Arc<dyn HostFunctions>,
     /// The plugin's name, to which calls are attributed.
     pub(crate) plugin: Arc<str>,
-    pub(crate) kind: PluginKind,
+    pub(crate) kind: Kind,
     /// The item, or the group, that is scored; empty for a batch of several.
     pub(crate) item_id: String,
     /// The most calls; `None` for contract 0.1, which has no such limit.

@@ -5,9 +5,8 @@
 //! set there too, and the thread that increments the epoch is started by `engine::start`.
 
 use crate::cache::{CacheAccess, CompiledCache, ComponentDigest};
-use crate::call::{Caller, Observer};
+use crate::call::{Caller, Observer, Rechecks};
 use crate::compile::Compiler;
-use crate::contract::Series;
 use crate::description::Description;
 use crate::engine::{self, MemoryReservation, Slots};
 use crate::error::PluginError;
@@ -16,8 +15,8 @@ use crate::host_functions::OnlyStyleModel;
 use crate::limits::{CallSize, Limits, LogBudget};
 use crate::load::{self, Exports, LinkedComponent, LoadedPlugin, OpenedSource, Plugin, PluginFile, PluginKind};
 use crate::prompts::PromptPlugin;
-use crate::recheck::Rechecks;
 use crate::reward::{RewardForm, RewardPlugin, StylePlugin};
+use crate::series::Series;
 use crate::source::SourceFolders;
 use crate::text::{self, printable};
 use querl_bundle::{HostInterface, Manifest, PublicKey, check_settings};

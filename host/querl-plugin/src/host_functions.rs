@@ -3,8 +3,8 @@
 //! Departure from generated bindings: each charges fuel for the bytes that it copies. Otherwise a guest that only calls the host could
 //! use far more time than its fuel allows.
 
-use crate::contract::{PREFIX, Series};
-use crate::guest::{Guest, HostRefusal, charge};
+use crate::guest::{Guest, HostRefusal, Level, charge};
+use crate::series::{PREFIX, Series};
 use crate::{v0_1, v0_2};
 use querl_bundle::HostInterface;
 use querl_core::ports::{HostFunctions, StyleModel};
@@ -17,22 +17,6 @@ use wasmtime::{Result, StoreContextMut};
 
 /// The most texts of one `similarity.embed`.
 const MAX_EMBED_TEXTS: usize = 64;
-
-/// `log.level`.
-#[derive(Debug, Clone, Copy, ComponentType, Lift)]
-#[component(enum)]
-#[repr(u8)]
-#[allow(dead_code, reason = "made from what a guest passes")]
-pub(crate) enum Level {
-    #[component(name = "debug")]
-    Debug,
-    #[component(name = "info")]
-    Info,
-    #[component(name = "warn")]
-    Warn,
-    #[component(name = "error")]
-    Error,
-}
 
 #[derive(Debug, Clone, Copy, ComponentType, Lift)]
 #[component(enum)]

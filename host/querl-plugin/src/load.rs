@@ -1,12 +1,12 @@
 //! From a path to a plugin that can be called: open a bundle, component or folder, then check and link the component.
 
 use crate::cache::ComponentDigest;
-use crate::contract::{self, Contract, Series};
+use crate::contract::Contract;
 use crate::description::Description;
 use crate::error::PluginError;
 use crate::guest::Guest;
-use crate::limits::Limits;
-use crate::limits::{LogBudget, UsedNames};
+use crate::limits::{Limits, LogBudget, UsedNames};
+use crate::series::{self, Series};
 use crate::source::SourceFolders;
 use crate::{host_functions, source, v0_1, v0_2, wasi};
 use querl_bundle::{ArchiveLimits, Bundle, BundleError, HostInterface, Manifest, PublicKey, check_component};
@@ -383,7 +383,7 @@ pub(crate) fn link(
     let mut imported = Vec::new();
     for (name, import) in component.component_type().imports(engine) {
         match import.ty {
-            ComponentItem::ComponentInstance(wanted) if name.starts_with(contract::PREFIX) => {
+            ComponentItem::ComponentInstance(wanted) if name.starts_with(series::PREFIX) => {
                 let interface = series.check_import(engine, name, &wanted).map_err(refused)?;
                 let Some(interface) = HostInterface::from_name(interface) else { continue };
                 if series > Series::V0_1 && !kinds.iter().any(|kind| interface.is_for(*kind)) {
@@ -413,7 +413,7 @@ pub(crate) fn link(
 /// The interfaces of the contract that a component exports in versions that this host runs.
 fn exported(engine: &Engine, component: &Component) -> Vec<(String, Series)> {
     let known = |name: &str| {
-        let (interface, version) = name.strip_prefix(contract::PREFIX)?.split_once('@')?;
+        let (interface, version) = name.strip_prefix(series::PREFIX)?.split_once('@')?;
         Some((interface.to_owned(), Series::of(version)?))
     };
     component.component_type().exports(engine).filter_map(|(name, _)| known(name)).collect()
@@ -422,8 +422,8 @@ fn exported(engine: &Engine, component: &Component) -> Vec<(String, Series)> {
 fn missing_exports(engine: &Engine, component: &Component) -> String {
     let component_type = component.component_type();
     let mut names = component_type.exports(engine).map(|(name, _)| name);
-    match names.find_map(|name| name.strip_prefix(contract::PREFIX)?.split_once('@')) {
-        Some((_, version)) if Series::of(version).is_none() => contract::other_version(version),
+    match names.find_map(|name| name.strip_prefix(series::PREFIX)?.split_once('@')) {
+        Some((_, version)) if Series::of(version).is_none() => series::other_version(version),
         _ => "it exports none of `prompts`, `filters`, `rewards`, `group-rewards` and `style-scores` of `querl:plugin`"
             .into(),
     }

@@ -1,24 +1,12 @@
 //! Checks of rewards while they run: a result depends on its own episode (or its group, in any order), and is the same in every form of
 //! the batch.
 
-use crate::call::LIMIT_CODE;
+use crate::call::{LIMIT_CODE, Rechecks};
 use crate::limits::CallSize;
 use crate::reward::{ItemScore, RewardForm, RewardPlugin};
 use querl_core::ports::{FaultKind, PluginFault};
 use querl_core::records::{EpisodeRef, Reward};
 use sha2::{Digest, Sha256};
-
-/// Which batches of rewards are scored again. Plugins that import host functions are not: their calls would be made twice.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Rechecks {
-    /// About one in 64 batches of at least 2 episodes, chosen by their first and last id, and up to 4 episodes of it, either alone or in another form.
-    #[default]
-    Sampled,
-    /// Every batch of at least 2 episodes, every episode of it alone, and in every form. For tests of plugins.
-    Every,
-    /// None.
-    Off,
-}
 
 /// One in so many batches is scored again.
 const SAMPLED: u8 = 64;

@@ -1,9 +1,10 @@
 //! Plugins that score: rewards over episodes, style scorers over dialogues. An item's score does not depend on other items.
 
 use crate::call::Caller;
-use crate::contract::{ItemResult, Series};
+use crate::contract::ItemResult;
 use crate::limits::{CallSize, MAX_COMPONENT, MAX_COMPONENTS, check_range, shown};
 use crate::load::PluginKind;
+use crate::series::Series;
 use crate::text::{is_code, is_role, printable};
 use crate::{json, packed};
 use querl_core::ports::{EpisodeInputs, FaultKind, PluginFault, RewardModel, RewardRange, StyleScorer};

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{cache_dir, episode, host_with, load_guest, repository, wat};
-use querl_bundle::{PublicKey, SigningKey, pack, sign};
+use querl_bundle::{Bundle, PublicKey, SigningKey, pack, sign};
 use querl_core::config::PluginLimits;
 use querl_plugin::{HostOptions, PluginError, PluginHost, PluginPort, PluginSettings, Source};
 use std::path::{Path, PathBuf};
@@ -42,6 +42,16 @@ fn bundle_of(component: &[u8], change: impl Fn(&str) -> String) -> (TempDir, Pat
     let path = folder.path().join("reward.querl");
     std::fs::write(&path, pack(folder.path(), component).unwrap()).unwrap();
     (folder, path)
+}
+
+/// The first-party reward as it was of contract 0.1.
+fn component_0_1() -> Vec<u8> {
+    let path = repository().join("tests/plugins-0.1/reward-competition-0.1.0.querl");
+    Bundle::open(&path).unwrap().component().to_vec()
+}
+
+fn manifest_0_1(manifest: &str) -> String {
+    manifest.replace("\"0.2.0\"", "\"0.1.0\"")
 }
 
 /// Why a bundle is refused in which `old` is `new`.
@@ -91,20 +101,36 @@ fn what_the_manifest_says_must_be_so() {
     };
     let id = ("id = \"reward-competition\"", "id = \"reward-other\"");
     assert_eq!(refusal_with(id.0, id.1), differs("id", "reward-other", "reward-competition"));
-    let version = ("version = \"0.1.0\"", "version = \"0.1.1\"");
-    assert_eq!(refusal_with(version.0, version.1), differs("version", "0.1.1", "0.1.0"));
+    let version = ("version = \"0.2.0\"", "version = \"0.2.1\"");
+    assert_eq!(refusal_with(version.0, version.1), differs("version", "0.2.1", "0.2.0"));
+    let contract = ("contract = \"0.2.0\"", "contract = \"0.1.0\"");
+    assert_eq!(refusal_with(contract.0, contract.1), differs("contract", "0.1.x", "0.2.x"));
     let kinds = ("kinds = [\"reward\"]", "kinds = [\"reward\", \"filter\"]");
     assert_eq!(refusal_with(kinds.0, kinds.1), differs("kinds", "filter, reward", "reward"));
+    let range = ("range = [-1.0, 1.0]", "range = [0, 1]");
+    assert_eq!(refusal_with(range.0, range.1), differs("range", "0 to 1", "-1 to 1"));
     assert_eq!(
-        refusal_with("range = [-1.0, 1.0]", "range = [0, 1]"),
-        "its plugin.toml says that its range is 0 to 1; under default settings the component declares -1 to 1"
+        refusal_with("maximum = 1e6", "maximum = 2"),
+        "its plugin.toml says a number from 0 to 2, by default 0.35 for the setting `weight_judge`; the component says a number \
+         from 0 to 1000000, by default 0.35"
+    );
+    // A component of contract 0.1 describes neither range nor settings.
+    let (_folder, path) =
+        bundle_of(&component_0_1(), |manifest| manifest_0_1(manifest).replace("[-1.0, 1.0]", "[0, 1]"));
+    let message = host().load(&path).unwrap_err().to_string();
+    assert!(
+        message.ends_with(
+            ": its plugin.toml says that its range is 0 to 1; under default settings the component declares -1 to 1"
+        ),
+        "{message}"
     );
 }
 
 #[test]
 fn settings_are_checked_against_the_manifest_before_the_plugin_sees_them() {
-    // The plugin itself takes up to a million.
-    let (_folder, path) = bundle(|manifest| manifest.replacen("maximum = 1e6", "maximum = 2", 1));
+    // The plugin itself takes up to a million; one of contract 0.1 does not describe that.
+    let (_folder, path) =
+        bundle_of(&component_0_1(), |manifest| manifest_0_1(manifest).replacen("maximum = 1e6", "maximum = 2", 1));
     let host = host();
     let plugin = host.load(&path).unwrap();
     let refused = |settings: &str| {

@@ -45,7 +45,7 @@ fn too_many_dropped_items_are_a_fault_that_counts_all_of_the_plugin() {
     let message = fault.to_string();
     assert!(
         message.starts_with(
-            "plugin guest-infinite-loop 0.1.0: dropped 3 items at limits; `plugins.limits.max_dropped` allows 2 (the last: \
+            "plugin guest-infinite-loop 0.2.0: dropped 3 items at limits; `plugins.limits.max_dropped` allows 2 (the last: \
              episode `step-9/b/0`: used up its fuel"
         ),
         "{message}"

@@ -117,11 +117,11 @@ fn refused_and_unknown_settings_are_named() {
         |settings| open(&host(), "plugins/filter-quality", settings, PluginPort::filter()).err().unwrap().to_string();
     assert_eq!(
         message("min_top1 = 'high'"),
-        "plugin filter-quality 0.1.0: setting `min_top1`: expected a number from 0 to 1, got \"high\""
+        "plugin filter-quality 0.2.0: setting `min_top1`: expected a number from 0 to 1, got \"high\""
     );
     assert_eq!(
         message("min_top = 0.5"),
-        "plugin filter-quality 0.1.0: setting `min_top`: the plugin knows no such setting; did you mean `min_top1`?"
+        "plugin filter-quality 0.2.0: setting `min_top`: the plugin knows no such setting; did you mean `min_top1`?"
     );
 }
 
@@ -130,5 +130,5 @@ fn a_plugin_of_another_kind_is_refused() {
     let host = host();
     assert_eq!(host.load(&repository().join("plugins/filter-quality")).unwrap().kinds(), [PluginKind::Filter]);
     let message = open(&host, "plugins/filter-quality", "", PluginPort::reward()).err().unwrap().to_string();
-    assert_eq!(message, "plugin filter-quality 0.1.0: it is a filter plugin; expected a reward plugin");
+    assert_eq!(message, "plugin filter-quality 0.2.0: it is a filter plugin; expected a reward plugin");
 }

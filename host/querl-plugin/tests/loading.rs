@@ -22,7 +22,7 @@ fn component_file_loads_like_its_folder() {
     let host = host();
     let from_folder = host.load(&repository().join("plugins/reward-competition")).unwrap();
     let from_file = host.load(from_folder.path()).unwrap();
-    assert_eq!((from_file.id(), from_file.version()), ("reward-competition", "0.1.0"));
+    assert_eq!((from_file.id(), from_file.version()), ("reward-competition", "0.2.0"));
     assert_eq!(from_file.digest(), from_folder.digest());
     assert_eq!(from_file.digest().len(), 64);
 }

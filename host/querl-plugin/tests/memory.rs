@@ -58,7 +58,7 @@ fn memory_bomb_is_stopped_at_the_limit() {
     let fault = fault_within("memory-bomb", "bomb", limits, 32 * MIB);
     assert_eq!(fault.kind, FaultKind::Limit);
     let message = fault.to_string();
-    assert!(message.starts_with("plugin guest-memory-bomb 0.1.0: episode `step-1/b/0`: requested "), "{message}");
+    assert!(message.starts_with("plugin guest-memory-bomb 0.2.0: episode `step-1/b/0`: requested "), "{message}");
     assert!(message.ends_with("`plugins.limits.memory_bytes` allows 33554432"), "{message}");
 }
 

@@ -260,6 +260,21 @@ fn dry_run_prices_retrieval_embeddings_and_reranking() {
 }
 
 #[test]
+fn dry_run_counts_the_judge_calls_of_rewards() {
+    let project = taught_at("http://127.0.0.1:1");
+    let path = |path: &str| support::repository().join(path).display().to_string();
+    project.edit(&path("plugins/reward-competition"), &path("host/querl-conformance/probes/functions.wasm"));
+    let judge = ["judge.kind=openai", "judge.base_url=http://127.0.0.1:1/v1", "judge.model=j"];
+    let sets = judge.iter().flat_map(|set| ["--set", set]);
+    let args: Vec<_> = ["run", "querl.toml", "--to", "rl", "--dry-run", "--json"].into_iter().chain(sets).collect();
+    let estimate: Value = serde_json::from_str(&project.querl(&args).ok().stdout).unwrap();
+    let steps = estimate["steps"].as_array().unwrap();
+    let of_plugins = steps.iter().find(|step| step["provider"] == "judge of plugins j").unwrap();
+    assert_eq!(of_plugins["stage"], "rl");
+    assert!(of_plugins["calls"]["high"].as_f64() > Some(0.0), "{estimate}");
+}
+
+#[test]
 fn second_teacher_answers_only_where_the_first_failed_and_is_named_in_the_row() {
     let first = FaultyServer::start(|asked| match asked.index % 4 {
         0 => Answer::json(400, &json!({"error": {"message": "content policy"}})).into(),

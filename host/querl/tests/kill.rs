@@ -150,6 +150,9 @@ fn sft_args<'a>(more: &[&'a str]) -> Vec<&'a str> {
 /// Regression: the second SIGHUP of a closed terminal ended the training at once, without its state.
 #[test]
 fn an_interrupted_stage_resumes_and_starts_over_on_other_inputs() {
+    // Tests that were started with `nohup` hand an ignored SIGHUP to their children.
+    // SAFETY: it sets the default action.
+    unsafe { libc::signal(libc::SIGHUP, libc::SIG_DFL) };
     let (unbroken, stopped) = (project(), project());
     let args = sft_args(&[]);
     unbroken.querl(&args).ok();

@@ -34,7 +34,7 @@ fn what_a_reward_faulted_at_is_kept_and_a_replay_reproduces_it() {
     assert!(project.read(file).lines().count() > 1, "{}", project.read(file));
 
     let again = project.refusal(&["plugin", "replay", file], 1);
-    assert!(again.contains("plugin odd-reward 0.1.0: ") && again.contains("cannot scale by 1"), "{again}");
+    assert!(again.contains("plugin odd-reward 0.2.0: ") && again.contains("cannot scale by 1"), "{again}");
     let mended = project.json(&["plugin", "replay", file, "--settings", "breach=none"]);
     assert!(
         mended["fault"].is_null() && mended["recorded_fault"].as_str().unwrap().contains("cannot scale by 1"),
@@ -64,7 +64,7 @@ fn absurd_numbers_and_too_many_names_blame_the_plugin() {
         let said_of = project.querl(&["run", "querl.toml", "--to", "convert", "-q"]);
         let said_of = if said_of.code == Some(0) { project.querl(&[&EVAL[..], &["-q"]].concat()) } else { said_of };
         assert_ne!(said_of.code, Some(0), "{breach}");
-        assert!(said_of.stderr.contains("plugin odd-reward 0.1.0") && said_of.stderr.contains(said), "{said_of:#?}");
+        assert!(said_of.stderr.contains("plugin odd-reward 0.2.0") && said_of.stderr.contains(said), "{said_of:#?}");
     }
     let project = Project::new();
     project.write("querl.toml", &(project.read("querl.toml") + "weight = 1e300\n"));
@@ -82,7 +82,7 @@ fn prompts_that_cannot_read_the_rubric_are_found_by_the_check() {
     let message = project.refusal(&["config", "check", "querl.toml"], 2);
     assert!(
         message
-            .starts_with("plugins.prompt: plugin odd-prompt 0.1.0 cannot read the answers of judge.kind = \"rubric\""),
+            .starts_with("plugins.prompt: plugin odd-prompt 0.2.0 cannot read the answers of judge.kind = \"rubric\""),
         "{message}"
     );
     assert!(message.contains("{\"综合得分\":4.5,\"评分理由\":"), "{message}");

@@ -9,7 +9,7 @@ use support::{Project, repository};
 use wiremock::matchers::{method, path};
 use wiremock::{Mock, MockServer, ResponseTemplate};
 
-const BUNDLE: &str = "reward-competition-0.1.0.querl";
+const BUNDLE: &str = "reward-competition-0.2.0.querl";
 const REPOSITORY: &str = "/v2/reward-competition";
 const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
 
@@ -45,9 +45,9 @@ impl Registry {
         let of_bundle = manifest(layer("application/vnd.querl.bundle.v1+zstd", archive));
         let of_component = manifest(layer("application/wasm", bundle.component()));
         let texts = [
-            (format!("{REPOSITORY}/manifests/0.1.0.querl"), of_bundle.clone()),
+            (format!("{REPOSITORY}/manifests/0.2.0.querl"), of_bundle.clone()),
             (format!("{REPOSITORY}/manifests/{}", digest(of_bundle.as_bytes())), of_bundle.clone()),
-            (format!("{REPOSITORY}/manifests/0.1.0"), of_component),
+            (format!("{REPOSITORY}/manifests/0.2.0"), of_component),
         ];
         self.runtime.block_on(async {
             self.server.reset().await;
@@ -90,7 +90,7 @@ fn a_signed_bundle_is_not_replaced_by_an_unsigned_or_another_one() {
         "{refused}"
     );
 
-    let reference = format!("{}/reward-competition:0.1.0", registry.host());
+    let reference = format!("{}/reward-competition:0.2.0", registry.host());
     let here = || std::fs::read(project.path(BUNDLE)).unwrap();
     registry.put(&signed);
     project.querl(&["plugin", "pull", &reference]).ok();
@@ -129,7 +129,7 @@ fn a_configuration_names_a_bundle_by_reference_and_digest() {
         support::CommandOutput::of(command.output().unwrap(), project.folder.path())
     };
     for reference in
-        [format!("{place}@{manifest}"), format!("{place}:0.1.0@{manifest}"), format!("{place}:0.1.0@sha256:{own}")]
+        [format!("{place}@{manifest}"), format!("{place}:0.2.0@{manifest}"), format!("{place}:0.2.0@sha256:{own}")]
     {
         std::fs::remove_dir_all(project.path("cache")).ok();
         with(&reference);
@@ -156,10 +156,10 @@ fn a_configuration_names_a_bundle_by_reference_and_digest() {
         output.stderr
     };
     let other = "ab".repeat(32);
-    let said = refusal(&format!("{place}:0.1.0@sha256:{other}"));
+    let said = refusal(&format!("{place}:0.2.0@sha256:{other}"));
     assert!(said.contains(&format!("has the digest sha256:{own}")) && said.contains(&other), "{said}");
     assert!(refusal(&format!("{place}@sha256:{other}")).contains("has no bundle with the digest sha256:abab"));
-    assert!(refusal(&format!("{place}:0.2.0@{manifest}")).contains("has version 0.1.0"));
-    assert!(refusal(&format!("{place}:0.1.0")).contains("expected oci://HOST[:PORT]/REPO[:VERSION]@sha256:DIGEST"));
+    assert!(refusal(&format!("{place}:0.3.0@{manifest}")).contains("has version 0.2.0"));
+    assert!(refusal(&format!("{place}:0.2.0")).contains("expected oci://HOST[:PORT]/REPO[:VERSION]@sha256:DIGEST"));
     assert!(refusal(&format!("oci://127.0.0.1:1/reward-competition@sha256:{other}")).contains("cannot be reached"));
 }

@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use support::{CommandOutput, Project, repository};
 
-const BUNDLE: &str = "reward-competition-0.1.0.querl";
+const BUNDLE: &str = "reward-competition-0.2.0.querl";
 
 /// A project in which `cargo` is a program that only leaves the file `built`.
 struct Watched(Project);
@@ -146,7 +146,7 @@ fn pins_are_compared_before_any_folder_is_built() {
         "{message}"
     );
     let message = watched.refusal(&["run", "querl.toml", "--to", "rewrite", "--out", "other"]);
-    assert!(message.starts_with("querl.lock: reward plugin `reward-competition` 0.1.0 "), "{message}");
+    assert!(message.starts_with("querl.lock: reward plugin `reward-competition` 0.2.0 "), "{message}");
     assert_eq!(locks(), before, "a refusal touches nothing");
     watched.querl(&["run", "querl.toml", "--to", "rewrite", "--accept-plugin-change", "-q"]);
     assert!(project.path("built").exists(), "an accepted change is built");
@@ -185,10 +185,10 @@ fn locked_run_needs_a_lock_file_that_stays_as_it_is() {
     project.querl(&[&run[..], &["--out", "other"]].concat()).ok();
     let filter = repository().join("plugins/filter-quality").display().to_string();
     project.querl(&["plugin", "pack", &filter]).ok();
-    project.edit(&filter, "filter-quality-0.1.0.querl");
+    project.edit(&filter, "filter-quality-0.2.0.querl");
     let message = project.refusal(&[&run[..], &["--out", "third"]].concat(), 2);
-    assert!(message.starts_with("querl.lock: filter plugin `filter-quality` 0.1.0 "), "{message}");
-    project.edit("filter-quality-0.1.0.querl", &filter);
+    assert!(message.starts_with("querl.lock: filter plugin `filter-quality` 0.2.0 "), "{message}");
+    project.edit("filter-quality-0.2.0.querl", &filter);
     // A signature that the lock file does not have would be written into it.
     let key = project.querl(&["plugin", "sign", BUNDLE, "--new-key", "key.pem"]).ok();
     assert!(key.stdout.contains("signed by"), "{key:#?}");

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 use support::{Project, repository};
 
-const BUNDLE: &str = "reward-competition-0.1.0.querl";
+const BUNDLE: &str = "reward-competition-0.2.0.querl";
 
 fn plugin(name: &str) -> String {
     repository().join("plugins").join(name).display().to_string()
@@ -69,7 +69,7 @@ fn packing_twice_gives_the_same_bytes_and_a_signature_says_who_made_them() {
     assert_eq!(found["settings"]["top1_share"]["default"], 0.6);
     assert!(found["files"]["plugin.wasm"].as_u64() > Some(1000) && found["files"]["golden/competition.jsonl"].is_u64());
     let exports = found["exports"].as_array().unwrap();
-    assert!(exports.contains(&"querl:plugin/rewards@0.1.0".into()), "{exports:?}");
+    assert!(exports.contains(&"querl:plugin/rewards@0.2.0".into()), "{exports:?}");
 
     let mut bytes = read(BUNDLE);
     let middle = bytes.len() / 2;
@@ -93,7 +93,7 @@ fn what_breaks_a_golden_case_is_not_packed_and_fails_the_test() {
     let said = project.querl(&["plugin", "pack", &folder]);
     assert_eq!((said.code, said.stdout.as_str()), (Some(1), ""), "{said:#?}");
     let last = said.stderr.lines().last().unwrap();
-    assert!(last.starts_with("error: not packed: plugin reward-competition 0.1.0: 1 of "), "{last}");
+    assert!(last.starts_with("error: not packed: plugin reward-competition 0.2.0: 1 of "), "{last}");
     assert!(last.ends_with(&format!(" checks failed: {name}")) && said.stderr.contains("0.123"), "{said:#?}");
     assert!(!project.path(BUNDLE).exists());
 
@@ -154,19 +154,19 @@ fn a_changed_bundle_is_refused_until_it_is_accepted_and_the_report_says_so() {
     change_bundle(&project);
     let eval: Vec<&str> = [&["eval", "querl.toml"], &systems[..]].concat();
     let message = project.refusal(&eval, 2);
-    assert!(message.starts_with("run/querl.lock: reward plugin `reward-competition` changed from 0.1.0 "), "{message}");
+    assert!(message.starts_with("run/querl.lock: reward plugin `reward-competition` changed from 0.2.0 "), "{message}");
     assert!(message.contains("--accept-plugin-change"), "{message}");
     let elsewhere = project.refusal(&[&eval[..], &["--out", "other"]].concat(), 2);
-    assert!(elsewhere.starts_with("querl.lock: reward plugin `reward-competition` changed from 0.1.0 "), "{elsewhere}");
+    assert!(elsewhere.starts_with("querl.lock: reward plugin `reward-competition` changed from 0.2.0 "), "{elsewhere}");
     let now = [project.read("run/querl.lock"), project.read("querl.lock"), project.read("run/data/rewrites.jsonl")];
     assert_eq!(now, [of_run, of_project, rewrites], "a refusal touches nothing");
 
     let accepted = project.querl(&[&eval[..], &["--accept-plugin-change"]].concat()).ok();
-    assert!(accepted.stderr.contains("accepted in place of 0.1.0"), "{accepted:#?}");
+    assert!(accepted.stderr.contains("accepted in place of 0.2.0"), "{accepted:#?}");
     for lock in ["run/querl.lock", "querl.lock"] {
         assert_eq!(project.read(lock).matches("[[change]]").count(), 1, "{lock}");
     }
-    let note = "the reward plugin reward-competition changed within this run: from 0.1.0 (component ";
+    let note = "the reward plugin reward-competition changed within this run: from 0.2.0 (component ";
     assert!(accepted.stdout.contains(note), "{accepted:#?}");
     assert!(project.read("run/report.html").contains(note));
     let again = project.querl(&eval).ok();
@@ -212,7 +212,7 @@ fn items_at_a_limit_are_dropped_and_counted_up_to_a_maximum() {
     }
     let limits = |max_dropped: usize| {
         format!(
-            "[plugins.limits]\nfuel_per_call = 20000\nfuel_per_item = 1\non_limit = \"drop\"\nmax_dropped = {max_dropped}\n"
+            "[plugins.limits]\nfuel_per_call = 40000\nfuel_per_item = 1\non_limit = \"drop\"\nmax_dropped = {max_dropped}\n"
         )
     };
     let config = project.read("querl.toml");
@@ -277,7 +277,7 @@ fn bad_input_is_named() {
         (&["test", "nothing"], "plugin nothing: "),
         (&["test", "empty"], "plugin empty: the folder holds no "),
         (&["test", &reward, "--settings", "clip"], "--settings `clip`: expected KEY=VALUE"),
-        (&["test", &reward, "--settings", "clipp=1"], "plugin reward-competition 0.1.0: setting `clipp`: "),
+        (&["test", &reward, "--settings", "clipp=1"], "plugin reward-competition 0.2.0: setting `clipp`: "),
         (&["pack", "empty"], "empty/plugin.toml: "),
         (&["inspect", "not.querl"], "not.querl: "),
         (&["inspect", "nothing"], "nothing: there is no such file or folder"),
@@ -289,8 +289,8 @@ fn bad_input_is_named() {
         let message = project.refusal(&[&["plugin"], args].concat(), 2);
         assert!(message.starts_with(expected), "{args:?}: {message}");
     }
-    let unreachable = project.refusal(&["plugin", "pull", "127.0.0.1:1/x:0.1.0"], 2);
-    assert!(unreachable.starts_with("127.0.0.1:1/x:0.1.0: cannot be reached"), "{unreachable}");
+    let unreachable = project.refusal(&["plugin", "pull", "127.0.0.1:1/x:0.2.0"], 2);
+    assert!(unreachable.starts_with("127.0.0.1:1/x:0.2.0: cannot be reached"), "{unreachable}");
     project.querl(&["plugin", "sign", "--new-key", "key.pem"]).ok();
     let taken = project.refusal(&["plugin", "sign", "--new-key", "key.pem"], 2);
     assert!(taken.starts_with("key.pem: is there already"), "{taken}");

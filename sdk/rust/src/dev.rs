@@ -1,12 +1,9 @@
 //! Scores recorded episodes natively, for `querl plugin dev`, which builds the plugin with the feature `dev` and calls the function that
 //! [`export!`](crate::export) then defines in the dynamic library.
 
-use crate::host::CallError;
+use crate::testing::form::HostCallForm;
 use crate::testing::{self, HostFunctions};
-use crate::{
-    CallFailure, Episode, FailureKind, GroupReward, Input, Inputs, Message, Rejection, Reward, Score, SettingError,
-    Settings, StyleProbability, log,
-};
+use crate::{Episode, GroupReward, Input, Inputs, Rejection, Reward, Score, SettingError, Settings, log};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -14,7 +11,6 @@ use std::fmt::Write;
 use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, Location, PanicHookInfo, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::rc::Rc;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -124,13 +120,14 @@ fn results_of<S: Scorer>(settings: BTreeMap<String, Value>, file: &Path) -> Resu
         Err(_) => return Ok(format!("{}\n", json!({ "refused": taken() }))),
     };
     let mut episodes = testing::read_episodes(file);
-    let calls = calls_of(file)?;
+    let mut calls = calls_of(file)?;
     episodes.iter_mut().for_each(|episode| strip(episode, S::INPUTS));
     log::keep();
     let (mut results, mut seconds) = (vec![Value::Null; episodes.len()], Duration::ZERO);
     for members in groups(&episodes, S::BY_GROUP) {
         let group: Vec<Episode> = members.iter().map(|index| episodes[*index].clone()).collect();
-        let _installed = replayed(members.iter().flat_map(|index| calls[*index].clone()).collect()).install();
+        let of_members = members.iter().flat_map(|index| std::mem::take(&mut calls[*index])).collect();
+        let _installed = HostFunctions::recorded(of_members).install();
         let started = Instant::now();
         let scored = catch_unwind(AssertUnwindSafe(|| plugin.score(&group)));
         seconds += started.elapsed();
@@ -201,76 +198,16 @@ fn strip(episode: &mut Episode, inputs: Inputs) {
 }
 
 /// The recorded calls of host functions of each line.
-fn calls_of(file: &Path) -> Result<Vec<Vec<Value>>, String> {
+fn calls_of(file: &Path) -> Result<Vec<Vec<HostCallForm>>, String> {
     #[derive(Deserialize)]
     struct Line {
         #[serde(default)]
-        calls: Vec<Value>,
+        calls: Vec<HostCallForm>,
     }
     let text = std::fs::read_to_string(file).map_err(|error| format!("{}: {error}", file.display()))?;
     let calls =
         |line: &str| serde_json::from_str::<Line>(line).map(|line| line.calls).map_err(|error| error.to_string());
     text.lines().filter(|line| !line.trim().is_empty()).map(calls).collect()
-}
-
-/// Host functions with the recorded results; what was not recorded fails.
-fn replayed(calls: Vec<Value>) -> HostFunctions {
-    let calls = Rc::new(calls);
-    let recorded = move |function: &str, argument: Value| -> Result<Value, CallError> {
-        let request = json!({ function: argument });
-        let found = calls.iter().find(|call| call["request"] == request);
-        let response = found.map(|call| &call["response"]).ok_or_else(not_recorded)?;
-        match &response["Err"] {
-            Value::Null => {
-                Ok(response["Ok"].as_object().and_then(|ok| ok.values().next()).cloned().unwrap_or_default())
-            }
-            Value::String(_) => Err(CallError::NotConfigured),
-            _ => Err(not_recorded()),
-        }
-    };
-    let recorded = Rc::new(recorded);
-    let with = || recorded.clone();
-    let (tokens, words, embed, judge, style) = (with(), with(), with(), with(), with());
-    HostFunctions::default()
-        .tokens(move |text| match tokens("split_tokens", text.into()) {
-            Ok(split) => texts(&split),
-            // Where only the number was recorded.
-            Err(_) => Ok(vec![String::new(); tokens("count_tokens", text.into())?.as_u64().unwrap_or(0) as usize]),
-        })
-        .words(move |text| texts(&words("segment_words", text.into())?))
-        .embed(move |given| {
-            let vectors = embed("embed", given.into())?;
-            serde_json::from_value(vectors).map_err(|_| not_recorded())
-        })
-        .ask_judge(move |messages| {
-            let text = judge("ask_judge", conversation(messages))?;
-            text.as_str().map(str::to_owned).ok_or_else(not_recorded)
-        })
-        .classify(move |turns| {
-            let classes = style("classify_style", conversation(turns))?;
-            let class = |value: &Value| {
-                Some(StyleProbability {
-                    label: value["label"].as_str()?.to_owned(),
-                    probability: value["probability"].as_f64()?,
-                })
-            };
-            classes.as_array().into_iter().flatten().map(|value| class(value).ok_or_else(not_recorded)).collect()
-        })
-}
-
-fn not_recorded() -> CallError {
-    let message = "the recording of the episode has no result of this call".to_owned();
-    CallError::Failed(CallFailure { kind: FailureKind::NotRecorded, message })
-}
-
-fn texts(value: &Value) -> Result<Vec<String>, CallError> {
-    serde_json::from_value(value.clone()).map_err(|_| not_recorded())
-}
-
-fn conversation(messages: &[Message]) -> Value {
-    let message =
-        |message: &Message| json!({ "role": format!("{:?}", message.role).to_lowercase(), "content": message.content });
-    messages.iter().map(message).collect()
 }
 
 fn written(scored: Result<Score, Rejection>) -> Value {

@@ -141,7 +141,7 @@ impl Settings {
     pub fn required(&self, key: &str) -> Result<String, SettingError> {
         match self.get(key, SettingType::Text, |_| {}) {
             Some(text) => Ok(text),
-            // The plugin goes on to the keys after this one.
+            // The plugin continues with the keys after this one.
             None if matches!(self.source, Source::Recording(_)) => Ok(String::new()),
             None => Err(SettingError::new(key, "expected a text, got none")),
         }

@@ -57,7 +57,7 @@ fn check_inputs(port: &Box<dyn RewardModel>, section: &mut Section) {
     }
 }
 
-/// Results in the forms that a reward has besides records.
+/// Results in the forms that a reward has in addition to records.
 fn check_forms(subject: &Subject<'_>, section: &mut Section, batches: &[Vec<Episode>]) {
     let plugin = subject.plugin;
     let packed = (

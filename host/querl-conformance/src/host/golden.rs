@@ -1,6 +1,7 @@
 //! Golden cases of real plugins, sent to a host under test.
 
 use super::{Session, client::Reply};
+use crate::golden::host_call;
 use crate::section::{CheckResult, Violation};
 use querl_bundle::Bundle;
 use querl_core::episodes;
@@ -84,6 +85,7 @@ impl<const FORMAT: u32> GoldenTypes for JsonTypes<FORMAT> {
     type Sample = Value;
     type Input = Value;
     type Dialogue = Value;
+    type Call = Value;
 
     fn settings(value: Map<String, Value>) -> Result<Map<String, Value>, String> {
         Ok(value)
@@ -107,6 +109,11 @@ impl<const FORMAT: u32> GoldenTypes for JsonTypes<FORMAT> {
 
     fn dialogue(value: Value) -> Result<Value, String> {
         Ok(value)
+    }
+
+    fn call(value: Value) -> Result<Value, String> {
+        let call = host_call(value)?;
+        serde_json::to_value(call).map_err(|error| error.to_string())
     }
 }
 
@@ -187,7 +194,7 @@ impl Session<'_> {
         case: &GoldenCase<JsonTypes<FORMAT>>,
     ) -> CheckResult {
         self.load_golden(plugin, &Value::Object(case.settings.clone()))?;
-        let request = request(&case.body);
+        let request = request(&case.body, &case.calls);
         match self.ask(&request)? {
             Reply::Ok(result) => compare(&case.body, &result).map(|()| String::new()).map_err(|expected| Violation {
                 expected: Some(expected),
@@ -198,11 +205,17 @@ impl Session<'_> {
     }
 }
 
-fn request<const FORMAT: u32>(body: &Body<FORMAT>) -> Value {
+/// The request of a case, with the calls of the item, group or batch.
+fn request<const FORMAT: u32>(body: &Body<FORMAT>, calls: &[Value]) -> Value {
+    let calls_of = |id: &Value| json!({id.as_str().unwrap_or_default(): calls});
     match body {
-        GoldenBody::Reward(episode, _) => json!({"op": "score", "episodes": [episode]}),
-        GoldenBody::Group(episodes, _) => json!({"op": "score", "episodes": episodes}),
-        GoldenBody::Filter(samples, _) => json!({"op": "filter", "samples": samples}),
+        GoldenBody::Reward(episode, _) => {
+            json!({"op": "score", "episodes": [episode], "calls": calls_of(&episode["id"])})
+        }
+        GoldenBody::Group(episodes, _) => {
+            json!({"op": "score", "episodes": episodes, "calls": calls_of(&episodes[0]["group_id"])})
+        }
+        GoldenBody::Filter(samples, _) => json!({"op": "filter", "samples": samples, "calls": {"": calls}}),
         GoldenBody::Messages(task, input, _) => {
             let task = match task {
                 GoldenTask::TeacherRewrite => "teacher_rewrite",

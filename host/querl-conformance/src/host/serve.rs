@@ -1,13 +1,13 @@
 //! querl's own host behind the protocol of docs/spec/host-protocol.md: `querl plugin host`.
 
+use crate::subject::recorded;
 use querl_core::config::PluginLimits;
 use querl_core::ports::{
     EpisodeInputs, FaultKind, Filter, HostFunctions, InputUse, PluginFault, PromptInput, PromptTask, Prompts,
     RewardModel, StyleScorer,
 };
 use querl_core::records::{
-    CallFailure, Context, Dialogue, Episode, FailureKind, HostCall, HostCallError, HostRequest, HostResponse,
-    Rejection, Sample,
+    Context, Dialogue, Episode, HostCall, HostCallError, HostRequest, HostResponse, Rejection, Sample,
 };
 use querl_plugin::{
     Compiler, HostOptions, Plugin, PluginError, PluginHost, PluginKind, PluginPort, PluginSettings, Rechecks,
@@ -242,10 +242,16 @@ impl Ports {
                 let parsed = port(self.prompts.as_deref())?.parse_judgement(&text).map_err(|fault| of_call(&fault))?;
                 Ok(outcome("judgement", parsed.map(|judged| json!({"score": judged.score, "reason": judged.reason}))))
             }
-            Request::Style { dialogues, calls } => {
-                self.recorded.replace(calls);
-                let scored = port(self.style.as_deref())?.score_batch(&dialogues).map_err(|fault| of_call(&fault))?;
-                Ok(scored.into_iter().map(|scored| outcome("scored", scored)).collect())
+            Request::Style { dialogues, mut calls } => {
+                let scorer = port(self.style.as_deref())?;
+                let score = |dialogue: &Dialogue| {
+                    // A call with several dialogues would not say for which one it asks.
+                    let calls = calls.remove(&dialogue.id).unwrap_or_default();
+                    self.recorded.replace(HashMap::from([(String::new(), calls)]));
+                    scorer.score_batch(std::slice::from_ref(dialogue)).map_err(|fault| of_call(&fault))
+                };
+                let scored: Vec<_> = dialogues.iter().map(score).collect::<Result<_, _>>()?;
+                Ok(scored.into_iter().flatten().map(|scored| outcome("scored", scored)).collect())
             }
         }
     }
@@ -301,10 +307,6 @@ impl Recorded {
 impl HostFunctions for Recorded {
     fn call(&self, _: &str, item_id: &str, request: &HostRequest) -> Result<HostResponse, HostCallError> {
         let calls = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let recorded = calls.get(item_id).into_iter().flatten().find(|call| call.request == *request);
-        recorded.map(|call| call.response.clone()).unwrap_or_else(|| {
-            let message = "the recording has no result for this call".to_owned();
-            Err(HostCallError::Failed(CallFailure { kind: FailureKind::NotRecorded, message }))
-        })
+        recorded(calls.get(item_id).map_or(&[], Vec::as_slice), request)
     }
 }

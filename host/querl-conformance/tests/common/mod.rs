@@ -7,6 +7,10 @@ use std::path::{Path, PathBuf};
 #[path = "../../../querl-plugin/tests/common/wat.rs"]
 pub mod wat;
 
+/// A golden case of the guest `counts-tokens`, which scores 1 divided by a number of tokens.
+pub const FOUR_TOKENS: &str = r#"{"name": "四个", "episode": {"query": "x", "policy": {}}, "expect": {"total": 0.25},
+    "calls": [{"request": {"count_tokens": "0.1.0"}, "response": {"Ok": {"count": 4}}}]}"#;
+
 pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }

@@ -67,7 +67,7 @@ impl ScoreSummary {
                 bars(&histogram.after)
             ));
             let share = 100.0 * self.range_used.unwrap_or(0.0);
-            lines.push(format!("range      {} to {}, of which totals span {share:.0} %", self.range.0, self.range.1));
+            lines.push(format!("range      {} to {}, totals span {share:.0} %", self.range.0, self.range.1));
         }
         lines.into_iter().map(|line| cut(&line, MAX_WIDTH)).collect()
     }
@@ -190,7 +190,7 @@ mod tests {
         let text = summary.lines().join("\n");
         assert!(text.contains("rejected   no_hits 1 (20.0 %)"), "{text}");
         assert!(text.contains("min 0.0000, mean 0.3333, max 0.5000"), "{text}");
-        assert!(text.contains("of which totals span 50 %"), "{text}");
+        assert!(text.contains("totals span 50 %"), "{text}");
     }
 
     #[test]

@@ -49,6 +49,14 @@ pub fn guest(host: &PluginHost, name: &str) -> Box<dyn RewardModel> {
     host.open(&load_guest(host, name).unwrap(), &PluginSettings::default(), PluginPort::reward()).unwrap()
 }
 
+/// Name and version of a guest, as messages have them.
+pub fn title(name: &str) -> String {
+    match repository().join(format!("tests/guests/guest-{name}")).is_dir() {
+        true => format!("guest-{name} 0.2.0"),
+        false => format!("{name} 0.1.0"),
+    }
+}
+
 /// As [`guest`], as far as loading.
 pub fn load_guest(host: &PluginHost, name: &str) -> Result<Plugin, PluginError> {
     let folder = repository().join(format!("tests/guests/guest-{name}"));

@@ -18,7 +18,7 @@ fn component(reward: &Reward, name: &str) -> f64 {
 fn panic_message_is_in_the_fault_without_escapes() {
     let (message, kind) = fault_message("panics", "panic", PluginLimits::default());
     assert_eq!(kind, FaultKind::Trap);
-    assert!(message.starts_with("plugin guest-panics 0.1.0: episode `step-1/b/0`: panicked: "), "{message}");
+    assert!(message.starts_with("plugin guest-panics 0.2.0: episode `step-1/b/0`: panicked: "), "{message}");
     assert!(
         message.contains("src/lib.rs:") && message.contains("cannot stand the query `panic` [31min red"),
         "{message}"
@@ -41,7 +41,7 @@ fn clocks_stand_still_and_random_numbers_are_fixed() {
 fn socket_is_a_fault_that_names_the_call() {
     let host = host();
     let message = guest(&host, "opens-socket").score_batch(&[episode("a", "好")]).unwrap_err().to_string();
-    assert!(message.starts_with("plugin guest-opens-socket 0.1.0: episode `a`: called `wasi:sockets/"), "{message}");
+    assert!(message.starts_with("plugin guest-opens-socket 0.2.0: episode `a`: called `wasi:sockets/"), "{message}");
     assert!(message.ends_with("plugins have no files, sockets or other input and output"), "{message}");
     assert_others_are_served(&host);
 }
@@ -77,7 +77,7 @@ fn no_state_passes_from_call_to_call() {
 #[test]
 fn log_is_one_clean_line_each_and_is_cut() {
     let (text, _) = Lines::of(|| first(&*guest(&host(), "logs"), "flood"));
-    assert!(text.contains("plain [31mred[0m second line") && text.contains("plugin=\"guest-logs 0.1.0\""), "{text}");
+    assert!(text.contains("plain [31mred[0m second line") && text.contains("plugin=\"guest-logs 0.2.0\""), "{text}");
     assert!(!text.contains('\u{1b}'));
     assert_eq!(text.matches("logged more than 65536 bytes in one call; the rest is cut").count(), 1);
     assert!(text.len() < 100_000, "{}", text.len());

@@ -10,6 +10,7 @@ mod contract;
 mod contract_0_2;
 mod isolation;
 mod limits;
+mod probe;
 mod results;
 mod style;
 mod threads;
@@ -28,7 +29,7 @@ fn sources(folder: &Path) -> String {
 }
 
 /// What loads the guest that it is given the name of.
-const LOADERS: [&str; 13] = [
+const LOADERS: [&str; 14] = [
     "guest(",
     "refusal(",
     "fault_message(",
@@ -41,6 +42,7 @@ const LOADERS: [&str; 13] = [
     "broken(",
     "assert_breaches(",
     "load_guest(",
+    "load_probe(",
     "fault_of_recheck(",
 ];
 

@@ -1,6 +1,6 @@
 //! Guests whose results are not what the contract says.
 
-use crate::common::{assert_others_are_served, episode, fault_message, guest, host, load_guest, refusal};
+use crate::common::{assert_others_are_served, episode, fault_message, guest, host, load_guest, refusal, title};
 use querl_core::config::PluginLimits;
 use querl_core::ports::FaultKind;
 use querl_plugin::{PluginPort, PluginSettings};
@@ -9,8 +9,8 @@ use querl_plugin::{PluginPort, PluginSettings};
 fn message_of_result(name: &str, query: &str) -> String {
     let (message, kind) = fault_message(name, query, PluginLimits::default());
     assert_eq!(kind, FaultKind::Result, "{message}");
-    let before = message.split_once(" 0.1.0: episode `step-1/b/0`: ");
-    before.unwrap_or_else(|| panic!("names plugin, version and episode: {message}")).1.to_owned()
+    let sentence = message.strip_prefix(&format!("plugin {}: episode `step-1/b/0`: ", title(name)));
+    sentence.unwrap_or_else(|| panic!("names plugin, version and episode: {message}")).to_owned()
 }
 
 #[test]
@@ -19,7 +19,7 @@ fn wrong_batch_length_is_a_fault() {
     let batch: Vec<_> = ["a", "b", "c"].iter().map(|id| episode(id, "好")).collect();
     let message = guest(&host, "wrong-length").score_batch(&batch).unwrap_err().to_string();
     let range = "(a batch from episode `a` to `c`)";
-    assert_eq!(message, format!("plugin guest-wrong-length 0.1.0: returned 2 scores for 3 episodes {range}"));
+    assert_eq!(message, format!("plugin guest-wrong-length 0.2.0: returned 2 scores for 3 episodes {range}"));
     let message = guest(&host, "too-many-scores").score_batch(&batch).unwrap_err().to_string();
     assert_eq!(message, format!("plugin too-many-scores 0.1.0: returned 1000 scores for 3 episodes {range}"));
     assert_others_are_served(&host);

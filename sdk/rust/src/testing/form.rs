@@ -1,6 +1,7 @@
 //! The values of the contract as they are written in JSON: in golden cases and in the episodes that a run records.
 
 use super::check;
+use crate::host::CallError;
 use crate::{
     CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode, FailureKind, FinishReason, Hit,
     JudgeScore, Message, PromptInput, Role, Sample, Scalar, Split, StyleProbability,
@@ -230,19 +231,30 @@ impl DialogueForm {
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct MessageForm {
     role: RoleForm,
     content: String,
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, PartialEq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum RoleForm {
     System,
     User,
     Assistant,
+}
+
+impl From<&Message> for MessageForm {
+    fn from(message: &Message) -> Self {
+        let role = match message.role {
+            Role::System => RoleForm::System,
+            Role::User => RoleForm::User,
+            Role::Assistant => RoleForm::Assistant,
+        };
+        Self { role, content: message.content.clone() }
+    }
 }
 
 impl From<MessageForm> for Message {
@@ -256,7 +268,7 @@ impl From<MessageForm> for Message {
     }
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct StyleForm {
     label: String,
@@ -266,6 +278,54 @@ pub(super) struct StyleForm {
 impl From<StyleForm> for StyleProbability {
     fn from(form: StyleForm) -> Self {
         Self { label: form.label, probability: form.probability }
+    }
+}
+
+/// A recorded call of a host function, as lines of recorded episodes have them.
+#[derive(Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct HostCallForm {
+    /// The plugin that called.
+    #[serde(rename = "plugin")]
+    _plugin: Option<String>,
+    pub(super) request: HostRequestForm,
+    pub(super) response: Result<HostResponseForm, CallErrorForm>,
+}
+
+#[derive(Clone, PartialEq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum HostRequestForm {
+    CountTokens(String),
+    SplitTokens(String),
+    SegmentWords(String),
+    Embed(Vec<String>),
+    AskJudge(Vec<MessageForm>),
+    ClassifyStyle(Vec<MessageForm>),
+}
+
+#[derive(Clone, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum HostResponseForm {
+    Count(u32),
+    Texts(Vec<String>),
+    Vectors(Vec<Vec<f32>>),
+    Text(String),
+    Style(Vec<StyleForm>),
+}
+
+#[derive(Clone, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum CallErrorForm {
+    NotConfigured,
+    Failed(FailureForm),
+}
+
+impl From<&CallErrorForm> for CallError {
+    fn from(form: &CallErrorForm) -> Self {
+        match form {
+            CallErrorForm::NotConfigured => Self::NotConfigured,
+            CallErrorForm::Failed(failure) => Self::Failed(failure.clone().into()),
+        }
     }
 }
 
@@ -374,9 +434,9 @@ fn ranked(hits: Vec<HitForm>) -> Vec<Hit> {
     hits.into_iter().zip(1..).map(hit).collect()
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct FailureForm {
+pub(super) struct FailureForm {
     kind: String,
     message: String,
 }

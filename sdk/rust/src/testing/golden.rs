@@ -1,9 +1,9 @@
 //! Runs golden cases, inputs with their expected outputs, on a plugin's native code. `querl plugin test` runs the same files on the
 //! component. The format is in [`golden_case`].
 
-use super::form::{DialogueForm, EpisodeForm, PromptInputForm, SampleForm};
+use super::form::{DialogueForm, EpisodeForm, HostCallForm, PromptInputForm, SampleForm};
 use super::golden_case::{self, Comparison, GoldenBody, GoldenCase, GoldenTask, GoldenTypes};
-use super::{build, run};
+use super::{HostFunctions, build, run};
 use crate::{
     Dialogue, Episode, Filter, GroupReward, Message, Prompt, PromptInput, PromptTask, Rejection, Reward, Role, Sample,
     Score, Settings, StyleScorer, Verdict,
@@ -31,6 +31,7 @@ impl GoldenTypes for SdkTypes {
     type Sample = Sample;
     type Input = PromptInput;
     type Dialogue = Dialogue;
+    type Call = HostCallForm;
 
     fn settings(value: Map<String, Value>) -> Result<Settings, String> {
         Ok(Settings::from_pairs(value.into_iter().map(|(key, value)| (key, setting(value)))))
@@ -51,6 +52,10 @@ impl GoldenTypes for SdkTypes {
 
     fn dialogue(value: Value) -> Result<Dialogue, String> {
         read("dialogue", value).map(|form: DialogueForm| form.named(""))
+    }
+
+    fn call(value: Value) -> Result<HostCallForm, String> {
+        serde_json::from_value(value).map_err(|error| error.to_string())
     }
 }
 
@@ -98,6 +103,14 @@ fn setting(value: Value) -> String {
 ///               {"name": "分数", "parse_judgement": "…", "expect": {"score": 4.5}}              or {"rejected": "code"}
 /// style scorer  {"name": "客气", "dialogue": {"turns": […]}, "style_model": [{"label": "售前", "probability": 1.0}],
 ///                "expect": {"total": 0.9}}                                                      or {"rejected": "code"}
+/// ```
+///
+/// Host functions are answered by `calls`, in the form of `calls` of recorded episodes; a call that is not there fails as not recorded. Cases with
+/// `episode`, `episodes` or `samples` may have them:
+///
+/// ```text
+/// "calls": [{"request": {"ask_judge": [{"role": "user", "content": "…"}]}, "response": {"Ok": {"text": "4"}}},
+///           {"request": {"count_tokens": "胶原"}, "response": {"Err": "not_configured"}}]
 /// ```
 ///
 /// # Panics
@@ -226,6 +239,7 @@ impl Golden {
     #[track_caller]
     fn all(&self, kind: &str, run: impl Fn(&Case) -> Option<Comparison>) -> &Self {
         let run_case = |(origin, case): &(String, Case)| {
+            let _installed = HostFunctions::recorded(case.calls.clone()).install();
             Some(run(case)?.map_err(|message| format!("{origin} `{}`: {message}", case.name)))
         };
         let compared: Vec<Comparison> = self.cases.iter().filter_map(run_case).collect();
@@ -268,7 +282,7 @@ fn role(message: &Message) -> &'static str {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::{Input, Inputs, JudgeScore, SettingError, StyleModel};
+    use crate::{Input, Inputs, JudgeScore, SettingError, StyleModel, host};
     use std::ops::RangeInclusive;
 
     /// Scores the policy's best hit; `scale` times.
@@ -344,6 +358,26 @@ mod tests {
         }
     }
 
+    /// The judge's score of the rewrite, divided by its number of tokens.
+    struct Judged;
+
+    impl Reward for Judged {
+        fn new(_: &Settings) -> Result<Self, SettingError> {
+            Ok(Self)
+        }
+
+        fn range(&self) -> RangeInclusive<f64> {
+            0.0..=5.0
+        }
+
+        fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
+            let rewrite = episode.policy.rewrite("policy")?;
+            let n_tokens = host::count_tokens(rewrite).map_err(|error| error.rejection("tokens"))?;
+            let text = host::ask_judge(&[Message::user(rewrite)]).map_err(|error| error.rejection("judge"))?;
+            Ok(Score::new(text.parse::<f64>().map_err(|_| Rejection::new("no_score", text))? / f64::from(n_tokens)))
+        }
+    }
+
     const EPISODE: &str = r#""episode": {"query": "鱼油", "policy": {"rewrite": "鱼油", "retrieval": {"hits": [{"reranker_score": 0.8}]}},
         "baseline": {"rewrite": "鱼油"}}"#;
 
@@ -388,6 +422,35 @@ mod tests {
         ];
         let lines = [&[&*reward, failed, style, no_model, filter, judge, all][..], &parsed].concat();
         cases(&lines).reward::<TopHit>().filter::<Short>().prompt::<Plain>().style_scorer::<PreSales>();
+    }
+
+    #[test]
+    fn host_functions_have_the_results_of_the_case() {
+        let case = |calls: &str, expected: &str| format!(r#"{{"name": "a", {EPISODE}, {calls} "expect": {expected}}}"#);
+        let count = r#"{"plugin": "x", "request": {"count_tokens": "鱼油"}, "response": {"Ok": {"count": 2}}}"#;
+        let asked = r#"{"request": {"ask_judge": [{"role": "user", "content": "鱼油"}]}, "response": "#;
+        let (judged, none) = (r#"{"Ok": {"text": "4"}}}"#, r#"{"Err": "not_configured"}}"#);
+        let late = r#"{"Err": {"failed": {"kind": "timeout", "message": "late"}}}}"#;
+        cases(&[
+            &case(&format!(r#""calls": [{count}, {asked}{judged}],"#), r#"{"total": 2}"#),
+            &case(&format!(r#""calls": [{count}, {asked}{none}],"#), r#"{"rejected": "judge_not_configured"}"#),
+            &case(&format!(r#""calls": [{count}, {asked}{late}],"#), r#"{"rejected": "judge_failed"}"#),
+            &case(&format!(r#""calls": [{count}],"#), r#"{"rejected": "judge_failed"}"#),
+            &case("", r#"{"rejected": "tokens_failed"}"#),
+        ])
+        .reward::<Judged>();
+        for (calls, expected) in [
+            (
+                r#""calls": [{"request": {"count": "鱼油"}, "response": {"Ok": {"count": 2}}}],"#,
+                "`calls` 1: unknown variant",
+            ),
+            (r#""calls": [{"request": {"count_tokens": "鱼油"}}],"#, "`calls` 1: missing field `response`"),
+        ] {
+            let error = one(&case(calls, r#"{"total": 2}"#)).err().unwrap();
+            assert!(error.starts_with(expected), "{error}");
+        }
+        let style = r#"{"name": "a", "dialogue": {"turns": [{"role": "assistant", "content": "在"}]}, "calls": [], "expect": {"total": 1}}"#;
+        assert_eq!(one(style).err().unwrap(), "unknown key `calls`");
     }
 
     #[test]

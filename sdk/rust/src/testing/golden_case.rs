@@ -20,6 +20,8 @@ pub trait GoldenTypes {
     type Input;
     /// What a style scorer scores.
     type Dialogue;
+    /// A recorded call of a host function.
+    type Call;
 
     /// # Errors
     /// A value of a type that settings do not have.
@@ -36,6 +38,11 @@ pub trait GoldenTypes {
     /// # Errors
     /// Not a dialogue: expected and got.
     fn dialogue(value: Value) -> Result<Self::Dialogue, String>;
+    /// Reads a call in the form of `calls` in recorded episodes.
+    ///
+    /// # Errors
+    /// Not a call: expected and got.
+    fn call(value: Value) -> Result<Self::Call, String>;
 }
 
 /// One golden case.
@@ -44,6 +51,8 @@ pub struct GoldenCase<T: GoldenTypes> {
     pub name: String,
     /// The settings under which it runs.
     pub settings: T::Settings,
+    /// The results of host functions; another call fails as not recorded.
+    pub calls: Vec<T::Call>,
     /// What is sent, and what is expected.
     pub body: GoldenBody<T>,
 }
@@ -277,10 +286,20 @@ fn parse_case<T: GoldenTypes>(line: &str) -> Result<GoldenCase<T>, String> {
     }
     let settings = T::settings(fields.optional("settings")?.unwrap_or_default())?;
     let body = body(&mut fields, &name)?;
+    let calls = match body {
+        GoldenBody::Reward(..) | GoldenBody::Group(..) | GoldenBody::Filter(..) => calls::<T>(&mut fields)?,
+        _ => Vec::new(),
+    };
     match fields.0.keys().next() {
         Some(key) => Err(format!("unknown key `{key}`")),
-        None => Ok(GoldenCase { name, settings, body }),
+        None => Ok(GoldenCase { name, settings, calls, body }),
     }
+}
+
+fn calls<T: GoldenTypes>(fields: &mut Fields) -> Result<Vec<T::Call>, String> {
+    let calls: Vec<Value> = fields.optional("calls")?.unwrap_or_default();
+    let call = |(call, number): (Value, usize)| T::call(call).map_err(|error| format!("`calls` {number}: {error}"));
+    calls.into_iter().zip(1..).map(call).collect()
 }
 
 fn body<T: GoldenTypes>(fields: &mut Fields, name: &str) -> Result<GoldenBody<T>, String> {

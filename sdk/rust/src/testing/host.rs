@@ -1,8 +1,10 @@
 //! Stand-ins for the host functions in native tests.
 
+use super::form::{HostCallForm, HostRequestForm, HostResponseForm, MessageForm};
 use crate::host::CallError;
-use crate::{Message, StyleProbability};
+use crate::{CallFailure, FailureKind, Message, StyleProbability};
 use std::cell::RefCell;
+use std::rc::Rc;
 
 type Function<I, O> = Option<Box<dyn Fn(&I) -> Result<O, CallError>>>;
 
@@ -18,6 +20,7 @@ type Function<I, O> = Option<Box<dyn Fn(&I) -> Result<O, CallError>>>;
 /// ```
 #[derive(Default)]
 pub struct HostFunctions {
+    count_tokens: Function<str, u32>,
     split_tokens: Function<str, Vec<String>>,
     words: Function<str, Vec<String>>,
     embed: Function<[String], Vec<Vec<f32>>>,
@@ -29,7 +32,10 @@ impl HostFunctions {
     /// The tokenizer; `count_tokens` counts its tokens.
     #[must_use]
     pub fn tokens(mut self, split: impl Fn(&str) -> Result<Vec<String>, CallError> + 'static) -> Self {
-        self.split_tokens = Some(Box::new(split));
+        let split = Rc::new(split);
+        let counted = split.clone();
+        self.count_tokens = Some(Box::new(move |text| counted(text).map(|tokens| tokens.len() as u32)));
+        self.split_tokens = Some(Box::new(move |text| split(text)));
         self
     }
 
@@ -64,11 +70,69 @@ impl HostFunctions {
         self
     }
 
+    /// All functions with recorded results; what was not recorded fails.
+    pub(crate) fn recorded(calls: Vec<HostCallForm>) -> Self {
+        let calls = &Rc::new(calls);
+        let conversation = |messages: &[Message]| messages.iter().map(MessageForm::from).collect();
+        let texts = |response: &HostResponseForm| match response {
+            HostResponseForm::Texts(texts) => Some(texts.clone()),
+            _ => None,
+        };
+        Self {
+            count_tokens: recorded(
+                calls,
+                |text: &str| HostRequestForm::CountTokens(text.to_owned()),
+                |response| if let HostResponseForm::Count(count) = response { Some(*count) } else { None },
+            ),
+            split_tokens: recorded(calls, |text: &str| HostRequestForm::SplitTokens(text.to_owned()), texts),
+            words: recorded(calls, |text: &str| HostRequestForm::SegmentWords(text.to_owned()), texts),
+            embed: recorded(
+                calls,
+                |texts: &[String]| HostRequestForm::Embed(texts.to_vec()),
+                |response| if let HostResponseForm::Vectors(vectors) = response { Some(vectors.clone()) } else { None },
+            ),
+            ask_judge: recorded(
+                calls,
+                move |messages| HostRequestForm::AskJudge(conversation(messages)),
+                |response| if let HostResponseForm::Text(text) = response { Some(text.clone()) } else { None },
+            ),
+            classify: recorded(
+                calls,
+                move |turns| HostRequestForm::ClassifyStyle(conversation(turns)),
+                |response| {
+                    let HostResponseForm::Style(classes) = response else { return None };
+                    Some(classes.iter().cloned().map(StyleProbability::from).collect())
+                },
+            ),
+        }
+    }
+
     /// Answers the calls of this thread until the value returned is dropped.
     #[must_use = "the functions are there until this is dropped"]
     pub fn install(self) -> InstalledHostFunctions {
         InstalledHostFunctions { before: Some(FUNCTIONS.replace(self)) }
     }
+}
+
+/// The function whose calls are those of `request`. `read` has `None` for a response of another function.
+fn recorded<I: ?Sized + 'static, O: 'static>(
+    calls: &Rc<Vec<HostCallForm>>,
+    request: impl Fn(&I) -> HostRequestForm + 'static,
+    read: impl Fn(&HostResponseForm) -> Option<O> + 'static,
+) -> Function<I, O> {
+    let calls = calls.clone();
+    Some(Box::new(move |input| {
+        let request = request(input);
+        let result = match calls.iter().find(|call| call.request == request).map(|call| &call.response) {
+            Some(Ok(response)) => read(response),
+            Some(Err(error)) => return Err(error.into()),
+            None => None,
+        };
+        result.ok_or_else(|| {
+            let message = "the recording has no result for this call".to_owned();
+            CallError::Failed(CallFailure { kind: FailureKind::NotRecorded, message })
+        })
+    }))
 }
 
 /// Puts back what was there before, when it is dropped.
@@ -94,7 +158,7 @@ fn call<I: ?Sized, O>(of: impl FnOnce(&HostFunctions) -> &Function<I, O>, input:
 }
 
 pub(crate) fn count_tokens(text: &str) -> Result<u32, CallError> {
-    split_tokens(text).map(|tokens| tokens.len() as u32)
+    call(|functions| &functions.count_tokens, text)
 }
 
 pub(crate) fn split_tokens(text: &str) -> Result<Vec<String>, CallError> {

@@ -32,9 +32,9 @@ use ratatui::crossterm::terminal;
 use serde_json::json;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempPath;
 
@@ -332,7 +332,7 @@ impl State {
         if let Some(Ok(native)) = replayed {
             self.native = Some(Arc::new(native));
         }
-        self.screen.draw(&picture, Part::Scores)?;
+        self.screen.draw(&picture, ResultKind::Scores)?;
         self.picture = Some(picture);
         Ok(())
     }
@@ -341,7 +341,7 @@ impl State {
     fn tested(&mut self, tests: Option<Tests>) -> anyhow::Result<Option<Arc<NativeReplay>>> {
         if let Some(picture) = &mut self.picture {
             picture.tests = tests;
-            self.screen.draw(picture, Part::Tests)?;
+            self.screen.draw(picture, ResultKind::Tests)?;
         }
         Ok(self.native.clone())
     }
@@ -349,7 +349,7 @@ impl State {
     fn compared(&mut self, comparison: Comparison) -> anyhow::Result<()> {
         if let Some(picture) = &mut self.picture {
             picture.component = Some(comparison);
-            self.screen.draw(picture, Part::Component)?;
+            self.screen.draw(picture, ResultKind::Component)?;
         }
         Ok(())
     }
@@ -357,7 +357,7 @@ impl State {
 
 /// What is new in a picture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Part {
+enum ResultKind {
     Scores,
     Tests,
     Component,
@@ -382,18 +382,18 @@ impl Screen {
         }
     }
 
-    fn draw(&self, picture: &Picture, part: Part) -> anyhow::Result<()> {
+    fn draw(&self, picture: &Picture, part: ResultKind) -> anyhow::Result<()> {
         let text = match self {
             Self::Terminal => full_screen(picture),
             Self::Lines => {
                 let lines = match part {
-                    Part::Scores => picture.lines(),
-                    Part::Tests => picture.test_lines(),
-                    Part::Component => [picture.component_lines(), vec![String::new()]].concat(),
+                    ResultKind::Scores => picture.lines(),
+                    ResultKind::Tests => picture.test_lines(),
+                    ResultKind::Component => [picture.component_lines(), vec![String::new()]].concat(),
                 };
                 lines.iter().map(|line| format!("{line}\n")).collect()
             }
-            Self::Json if part == Part::Component || picture.refused.is_some() => {
+            Self::Json if part == ResultKind::Component || picture.refused.is_some() => {
                 serde_json::to_string(picture)? + "\n"
             }
             Self::Json => String::new(),

@@ -124,8 +124,7 @@ struct NewFile {
     bytes: Cow<'static, [u8]>,
 }
 
-/// The files of a new folder. Templates of a language are in `templates/common` and `templates/KIND`; `{{name}}` and
-/// `{{version}}`, that of the SDK, stand in them.
+/// The files of a new folder. Templates of a language are in `templates/common` and `templates/KIND`; `{{name}}` stands in them.
 fn files_of(plugin: &str, kind: Kind, language: Language) -> Vec<NewFile> {
     let mut files: BTreeMap<String, Cow<'static, [u8]>> = BTreeMap::new();
     files.insert("LICENSE".into(), embedded("LICENSE"));
@@ -173,7 +172,7 @@ fn gitignore(language: Language) -> &'static str {
 }
 
 fn fill(text: &str, plugin: &str) -> String {
-    text.replace("{{name}}", plugin).replace("{{version}}", env!("CARGO_PKG_VERSION"))
+    text.replace("{{name}}", plugin)
 }
 
 /// What is embedded under a prefix, without it.
@@ -225,7 +224,7 @@ mod tests {
         for (kind, language) in each_template() {
             for (name, text) in files("my-plugin", kind, language) {
                 let place = format!("{kind} in {}: {name}", language.name());
-                assert!(!name.contains("{{") && !text.contains("{{name}}") && !text.contains("{{version}}"), "{place}");
+                assert!(!name.contains("{{") && !text.contains("{{name}}"), "{place}");
                 assert!(!name.starts_with("vendor/querl-sdk/templates") && !name.contains("__pycache__"), "{place}");
             }
         }
