@@ -74,6 +74,8 @@ export interface GoldenCase {
   sent: unknown;
   input: unknown;
   styleModel: unknown;
+  /** The results of host functions; another call fails as not recorded. */
+  calls: { request: Record<string, unknown>; response: { Ok: Record<string, unknown> } | { Err: unknown } }[];
   expect: unknown;
 }
 

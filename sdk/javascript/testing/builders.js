@@ -67,10 +67,16 @@ export function withHostFunctions(standIns, run) {
     ...standIns,
   };
   const functions = { count: countTokens, split: splitTokens, segment: words, embed, ask: askJudge, classify };
-  const before = sendCallsTo((name, method, argument) => {
+  const receiver = (name, method, argument) => {
     if (!functions[method]) throw new HostCallError(name);
     return functions[method](argument);
-  });
+  };
+  return withCallsTo(receiver, run);
+}
+
+/** Calls `run` while calls of host functions go to `receiver`, and returns its result. */
+export function withCallsTo(receiver, run) {
+  const before = sendCallsTo(receiver);
   try {
     return run();
   } finally {

@@ -6,8 +6,9 @@ import { join } from "node:path";
 import { fileURLToPath } from "node:url";
 import { Settings } from "../settings.js";
 import { Rejection } from "../types.js";
-import { declared, styleModel, withHostFunctions } from "./builders.js";
+import { declared, styleModel, withCallsTo } from "./builders.js";
 import * as form from "./json_form.js";
+import { recorded } from "./recorded.js";
 
 const TOLERANCE = 1e-9;
 
@@ -22,6 +23,8 @@ const KIND_OF = {
   dialogue: "style-scorer",
 };
 
+const WITH_CALLS = ["episode", "episodes", "samples"];
+
 export function readGolden(folder) {
   const path = folder instanceof URL ? fileURLToPath(folder) : folder;
   const files = readdirSync(path).filter((name) => name.endsWith(".jsonl")).sort();
@@ -34,7 +37,7 @@ export function checkGolden(plugin, folder) {
   for (const each of cases) {
     const type = plugin.kinds[KIND_OF[each.about]];
     assert.ok(type, `${each.place} \`${each.name}\` is for a ${KIND_OF[each.about]}, which the plugin has not`);
-    const returned = withHostFunctions({}, () => answers(new type(new Settings(each.settings)), each));
+    const returned = withCallsTo(recorded(each.calls), () => answers(new type(new Settings(each.settings)), each));
     const said = `${JSON.stringify(returned)}; expected ${JSON.stringify(each.expect)}`;
     assert.ok(agrees(returned, each), `${each.place} \`${each.name}\`: returned ${said}`);
   }
@@ -55,6 +58,7 @@ function goldenCase(place, value) {
       sent: sent(about, fields.take(about), name),
       input: about === "task" ? form.promptInput(fields.take("input")) : undefined,
       styleModel: about === "dialogue" ? fields.optional("style_model") : undefined,
+      calls: WITH_CALLS.includes(about) ? fields.optional("calls", []).map(form.hostCall) : [],
       expect: fields.take("expect"),
     };
     fields.end();

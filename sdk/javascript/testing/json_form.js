@@ -115,6 +115,14 @@ export function promptInput(value) {
   }));
 }
 
+/** A recorded call of a host function. */
+export function hostCall(value) {
+  return whole(value, "calls", (fields) => {
+    fields.optional("plugin");
+    return { request: fields.take("request"), response: fields.take("response") };
+  });
+}
+
 export function dialogue(value, id = "") {
   return whole(value, "dialogue", (fields) => ({
     id: fields.optional("id", id),

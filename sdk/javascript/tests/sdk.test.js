@@ -95,6 +95,37 @@ test("golden cases pass and a wrong one is named with what came back", () => {
   assert.throws(() => checkGolden(reward, folderWith("a.jsonl", odd)), /a.jsonl:1: `expect` is missing in `case`/);
 });
 
+test("golden cases have the results of host functions", () => {
+  class Judged {
+    range() {
+      return [0, 5];
+    }
+    score({ policy: { rewrite } }) {
+      const nTokens = host.countTokens(rewrite);
+      const total = Number(host.askJudge([Message.user(rewrite)])) / nTokens;
+      return { total, components: { x: host.embed([rewrite])[0][0] } };
+    }
+  }
+  const judgedBy = plugin({ reward: Judged });
+  const check = (...lines) => checkGolden(judgedBy, folderWith("a.jsonl", ...lines));
+  const count = { plugin: "x", request: { count_tokens: "深海鱼油" }, response: { Ok: { count: 2 } } };
+  const embed = { request: { embed: ["深海鱼油"] }, response: { Ok: { vectors: [[0.1, 0.9]] } } };
+  const asked = { ask_judge: [{ content: "深海鱼油", role: "user" }] };
+  const response = (response) => ({ request: asked, response });
+  const late = { failed: { kind: "timeout", message: "late" } };
+  const cases = [
+    [[count, response({ Ok: { text: "4" } }), embed], { total: 2, tolerance: 0, components: { x: Math.fround(0.1) } }],
+    [[count, response({ Err: "not_configured" })], { rejected: "judge_not_configured" }],
+    [[count, response({ Err: late })], { rejected: "judge_failed" }],
+    [[count], { rejected: "judge_failed" }],
+    [undefined, { rejected: "tokens_failed" }],
+  ];
+  assert.equal(check(...cases.map(([calls, expect]) => ({ ...GOLDEN, calls, expect }))), 5);
+  const expect = { total: 2 };
+  assert.throws(() => check({ ...GOLDEN, calls: [{ request: asked }], expect }), /a.jsonl:1: `response` is missing in `calls`/);
+  assert.throws(() => check({ name: "x", parse_rewrite: "", calls: [], expect }), /a.jsonl:1: unknown key `calls` in `case`/);
+});
+
 test("the contract's checks find each breach", () => {
   checkContract(LENGTH);
   assert.throws(() => checkContract(withMethod("score", () => ({ total: 2 }))), /a total from 0 to 1/);

@@ -15,17 +15,17 @@ import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from . import host, log
 from .description import describe
-from .host import HostCallError
+from .recording import recorded
 from .registry import exported
 from .reward import Score
 from .settings import SettingError, Settings
-from .types import Episode, Message, Rejection, call_failure, distribution
+from .types import Episode, Rejection
 
 _SCORERS = ("reward", "group-reward")
 
@@ -55,19 +55,19 @@ def _results(folder: Path, path: Path, settings: dict[str, Any]) -> Iterator[dic
         yield {"refused": _place(error, folder)}
         return
     with path.open(encoding="utf-8") as file:
-        recorded = [json.loads(line) for line in file]
+        lines = [json.loads(line) for line in file]
     groups: dict[str, list[int]] = {}
-    for index, line in enumerate(recorded):
+    for index, line in enumerate(lines):
         group = line["episode"]["group_id"] if kind == "group-reward" else str(index)
         groups.setdefault(group, []).append(index)
     yield {"range": [float(low), float(high)]}
     written: list[str] = []
     log._send_to(lambda level, message: written.append(f"{level}: {message}"))
-    results: list[dict[str, Any]] = [{} for _ in recorded]
+    results: list[dict[str, Any]] = [{} for _ in lines]
     seconds = 0.0
     for members in groups.values():
-        episodes = [Episode.from_json(_declared(recorded[index]["episode"], inputs)) for index in members]
-        host._send_to(_replayed([call for index in members for call in recorded[index].get("calls", [])]))
+        episodes = [Episode.from_json(_declared(lines[index]["episode"], inputs)) for index in members]
+        host._send_to(recorded([call for index in members for call in lines[index].get("calls", [])]))
         started = time.perf_counter()
         outcomes = _outcomes(plugin, kind, episodes, folder)
         seconds += time.perf_counter() - started
@@ -90,29 +90,6 @@ def _declared(episode: dict[str, Any], inputs: dict[str, bool]) -> dict[str, Any
             if part not in inputs and side in episode:
                 episode[side].pop(part, None)
     return episode
-
-
-def _replayed(calls: list[dict[str, Any]]) -> Callable[[str, str, Any], Any]:
-    """Host functions with the recorded results; what was not recorded fails."""
-
-    def call(interface: str, function: str, argument: Any) -> Any:
-        sent = [{"role": each.role.value, "content": each.content} if isinstance(each, Message) else each for each in argument]
-        wanted = {function: argument if isinstance(argument, str) else sent}
-        for recorded in calls:
-            if recorded["request"] == wanted:
-                return _response(interface, recorded["response"])
-        message = "the recording of the episode has no result of this call"
-        raise HostCallError(interface, call_failure({"kind": "not_recorded", "message": message}))
-
-    return call
-
-
-def _response(interface: str, response: dict[str, Any]) -> Any:
-    if "Err" in response:
-        error = response["Err"]
-        raise HostCallError(interface, None if error == "not_configured" else call_failure(error["failed"]))
-    ((form, value),) = response["Ok"].items()
-    return distribution(value) if form == "style" else value
 
 
 def _outcomes(plugin: Any, kind: str, episodes: list[Episode], folder: Path) -> list[dict[str, Any]]:

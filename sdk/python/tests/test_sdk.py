@@ -175,6 +175,35 @@ class TestTesting(unittest.TestCase):
         with self.assertRaisesRegex(AssertionError, "holds no case for Length"):
             check_golden(Length, folder_with("a.jsonl", {"name": "x", "parse_rewrite": "", "expect": {"rejected": "empty"}}))
 
+    def test_golden_cases_have_the_results_of_host_functions(self) -> None:
+        class Judged(Reward):
+            def range(self) -> tuple[float, float]:
+                return 0.0, 5.0
+
+            def score(self, episode: Episode) -> Score:
+                rewrite = episode.policy.rewrite or ""
+                n_tokens = host.count_tokens(rewrite)
+                return Score(float(host.ask_judge([Message.user(rewrite)])) / n_tokens, {"x": host.embed([rewrite])[0][0]})
+
+        count = {"plugin": "x", "request": {"count_tokens": "深海鱼油"}, "response": {"Ok": {"count": 2}}}
+        embed = {"request": {"embed": ["深海鱼油"]}, "response": {"Ok": {"vectors": [[0.1, 0.9]]}}}
+        asked = {"ask_judge": [{"role": "user", "content": "深海鱼油"}]}
+        judged = {"request": asked, "response": {"Ok": {"text": "4"}}}
+        none = {"request": asked, "response": {"Err": "not_configured"}}
+        late = {"request": asked, "response": {"Err": {"failed": {"kind": "timeout", "message": "late"}}}}
+        cases = [
+            {**GOLDEN, "calls": [count, judged, embed], "expect": {"total": 2, "tolerance": 0, "components": {"x": 0.10000000149011612}}},
+            {**GOLDEN, "calls": [count, none], "expect": {"rejected": "judge_not_configured"}},
+            {**GOLDEN, "calls": [count, late], "expect": {"rejected": "judge_failed"}},
+            {**GOLDEN, "calls": [count], "expect": {"rejected": "judge_failed"}},
+            {**GOLDEN, "expect": {"rejected": "tokens_failed"}},
+        ]
+        self.assertEqual(check_golden(Judged, folder_with("a.jsonl", *cases)), 5)
+        with self.assertRaisesRegex(ValueError, "a.jsonl:1: `response` is missing in `calls`"):
+            check_golden(Judged, folder_with("a.jsonl", {**GOLDEN, "calls": [{"request": asked}], "expect": {"total": 2}}))
+        with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `calls` in `case`"):
+            check_golden(Judged, folder_with("a.jsonl", {"name": "x", "parse_rewrite": "", "calls": [], "expect": {"rejected": "x"}}))
+
     def test_the_contracts_checks_find_each_breach(self) -> None:
         check_contract(Length)
         check_contract(Distinct)

@@ -6,16 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import host
 from ..filter import Filter
 from ..prompt import Prompt, PromptTask
+from ..recording import recorded
 from ..reward import GroupReward, Reward, Score
 from ..settings import Settings
 from ..style import StyleScorer
 from ..types import Message, Rejection
 from . import json_form
-from .builders import declared, host_functions, style_model
+from .builders import declared, style_model
 
 _TOLERANCE = 1e-9
+_WITH_CALLS = ("episode", "episodes", "samples")
 _ABOUT = {
     "episode": Reward,
     "episodes": GroupReward,
@@ -42,6 +45,8 @@ class GoldenCase:
     """Of a `task`, what goes into the prompt."""
     style_model: Any
     """Of a `dialogue`, what the model says."""
+    calls: list[dict[str, Any]]
+    """The results of host functions; another call fails as not recorded."""
     expect: Any
 
 
@@ -59,7 +64,11 @@ def check_golden(plugin: type, folder: Path | str) -> int:
     cases = [case for case in read_golden(folder) if issubclass(plugin, _ABOUT[case.about])]
     assert cases, f"{folder} holds no case for {plugin.__name__}"
     for case in cases:
-        returned = _answers(plugin(Settings(case.settings)), case)
+        before = host._send_to(recorded(case.calls))
+        try:
+            returned = _answers(plugin(Settings(case.settings)), case)
+        finally:
+            host._send_to(before)
         assert _agrees(returned, case), f"{case.place} `{case.name}`: returned {returned!r}; expected {case.expect!r}"
     return len(cases)
 
@@ -79,6 +88,7 @@ def _case(place: str, value: Any) -> GoldenCase:
             sent=_sent(about, fields.take(about), name),
             input=json_form.prompt_input(fields.take("input")) if about == "task" else None,
             style_model=fields.optional("style_model") if about == "dialogue" else None,
+            calls=[json_form.host_call(call) for call in fields.optional("calls", [])] if about in _WITH_CALLS else [],
             expect=fields.take("expect"),
         )
         fields.end()
@@ -104,20 +114,19 @@ def _sent(about: str, value: Any, name: str) -> Any:
 
 def _answers(plugin: Any, case: GoldenCase) -> Any:
     inputs = {*getattr(plugin, "requires", ()), *getattr(plugin, "uses", ())}
-    with host_functions():
-        match case.about:
-            case "episode":
-                return _attempt(plugin.score, declared(case.sent, inputs))
-            case "episodes":
-                return plugin.score_group([declared(each, inputs) for each in case.sent])
-            case "samples":
-                return [_attempt(plugin.check, sample) for sample in case.sent]
-            case "task":
-                return _attempt(plugin.messages, case.sent, case.input)
-            case "dialogue":
-                distribution = case.style_model and {each["label"]: each["probability"] for each in case.style_model}
-                return _attempt(plugin.score, case.sent, style_model(distribution))
-        return _attempt(getattr(plugin, case.about), case.sent)
+    match case.about:
+        case "episode":
+            return _attempt(plugin.score, declared(case.sent, inputs))
+        case "episodes":
+            return plugin.score_group([declared(each, inputs) for each in case.sent])
+        case "samples":
+            return [_attempt(plugin.check, sample) for sample in case.sent]
+        case "task":
+            return _attempt(plugin.messages, case.sent, case.input)
+        case "dialogue":
+            distribution = case.style_model and {each["label"]: each["probability"] for each in case.style_model}
+            return _attempt(plugin.score, case.sent, style_model(distribution))
+    return _attempt(getattr(plugin, case.about), case.sent)
 
 
 def _attempt(call: Any, *arguments: Any) -> Any:

@@ -119,6 +119,15 @@ def prompt_input(value: Any) -> PromptInput:
     return read
 
 
+def host_call(value: Any) -> dict[str, Any]:
+    """A recorded call of a host function."""
+    fields = Fields(value, "calls")
+    read = {"request": fields.take("request"), "response": fields.take("response")}
+    fields.optional("plugin")
+    fields.end()
+    return read
+
+
 def dialogue(value: Any, default_id: str = "") -> Dialogue:
     """A dialogue of a golden case."""
     fields = Fields(value, "dialogue")
