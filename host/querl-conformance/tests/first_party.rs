@@ -30,6 +30,13 @@ fn competition_keeps_every_rule() {
 }
 
 #[test]
+fn rewards_keep_every_rule() {
+    for folder in ["plugins/reward-diversity", "plugins/reward-gold", "plugins/reward-length"] {
+        whole(folder);
+    }
+}
+
+#[test]
 fn quality_keeps_every_rule() {
     let report = whole("plugins/filter-quality");
     assert_eq!(check(&report, "looks_back_only").note, "24 beginnings of a batch");

@@ -1,0 +1,36 @@
+"""Charges a rewrite for terms that it copies from the query or from the user's profile: README.md has the formula."""
+
+from querl_sdk import Episode, Reward, Score, Settings, export, text
+
+# A text is looked at up to here: a rewrite is a line, and each character costs fuel.
+_MAX_CHARS = 300
+
+
+class CopiedTerms(Reward):
+    def __init__(self, settings: Settings) -> None:
+        self.ngram = settings.integer("ngram", 2, minimum=1, maximum=8)
+        self.max_query_share = settings.number("max_query_share", 0.8, minimum=0, maximum=1)
+        self.max_profile_share = settings.number("max_profile_share", 0.3, minimum=0, maximum=1)
+
+    def range(self) -> tuple[float, float]:
+        return -1.0, 0.0
+
+    def score(self, episode: Episode) -> Score:
+        rewrite = self._terms(episode.policy.rewrite)
+        if not rewrite:
+            return Score(-1.0)
+        query = rewrite & self._terms(episode.query)
+        profile = (rewrite & self._terms(episode.context.user_profile)) - query
+        query_share, profile_share = len(query) / len(rewrite), len(profile) / len(rewrite)
+        # No term counts for both: the two shares are at most 1 together.
+        excess = max(0.0, query_share - self.max_query_share) + max(0.0, profile_share - self.max_profile_share)
+        return Score(-min(excess, 1.0), {"query_share": query_share, "profile_share": profile_share})
+
+    def _terms(self, of: str | None) -> set[tuple[str, ...]]:
+        """The n-grams of a text; a shorter text is one term."""
+        units = text.units((of or "")[:_MAX_CHARS])
+        n_terms = max(len(units) - self.ngram + 1, min(len(units), 1))
+        return {tuple(units[start : start + self.ngram]) for start in range(n_terms)}
+
+
+export(reward=CopiedTerms)

@@ -1,0 +1,53 @@
+"""Rewards a response that has the format asked for, by a regular expression or as JSON by a schema: README.md says how."""
+
+import json
+import re
+from typing import NoReturn
+
+from querl_sdk import Episode, Rejection, Reward, Score, SettingError, Settings, export
+from schema import compile_schema
+
+_REWRITE = '{"type": "object", "required": ["rewrite"], "properties": {"rewrite": {"type": "string", "pattern": "\\\\S"}}}'
+
+
+class Format(Reward):
+    requires = ("response",)
+
+    def __init__(self, settings: Settings) -> None:
+        self.form = settings.choice("form", "pattern", ["pattern", "json"])
+        self.max_chars = settings.integer("max_chars", 2000, minimum=1, maximum=20_000)
+        pattern = settings.text("pattern", r"[^\n]*\S[^\n]*")
+        schema = settings.text("schema", _REWRITE)
+        try:
+            self.pattern = re.compile(pattern)
+        except re.error as error:
+            raise SettingError("pattern", f"expected a regular expression, got `{pattern}`: {error}") from None
+        try:
+            self.is_valid = compile_schema(json.loads(schema))
+        except (ValueError, re.error) as error:
+            raise SettingError("schema", f"expected a JSON schema, got `{schema}`: {error}") from None
+
+    def range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def score(self, episode: Episode) -> Score:
+        if episode.response is None:
+            raise Rejection("response_missing", "the episode has no raw response")
+        # Before the pattern: a match costs fuel for each character.
+        if len(episode.response) > self.max_chars:
+            return Score(0.0, {"too_long": 1.0})
+        if self.form == "pattern":
+            return Score(float(self.pattern.fullmatch(episode.response) is not None))
+        try:
+            value = json.loads(episode.response, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            return Score(0.0, {"is_json": 0.0})
+        return Score(float(self.is_valid(value)), {"is_json": 1.0})
+
+
+def _refuse(constant: str) -> NoReturn:
+    """JSON has no NaN and no Infinity; Python's parser reads them."""
+    raise ValueError(f"{constant} is not JSON")
+
+
+export(reward=Format)

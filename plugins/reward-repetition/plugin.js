@@ -1,0 +1,31 @@
+// Charges a rewrite for repeating itself: README.md has the formula.
+
+import { plugin, text } from "#querl-sdk";
+
+/** A rewrite is looked at up to here: it is a line, and each character costs fuel. */
+const MAX_LENGTH = 200;
+
+export class Repetition {
+  static requires = [];
+
+  constructor(settings) {
+    this.ngram = settings.integer("ngram", 3, { minimum: 1, maximum: 8 });
+    this.tolerated = settings.number("tolerated", 0, { minimum: 0, maximum: 0.9 });
+    this.maxPenalty = settings.number("max_penalty", 1, { minimum: 0.01, maximum: 10 });
+  }
+
+  range() {
+    return [-this.maxPenalty, 0];
+  }
+
+  score({ policy: { rewrite = "" } }) {
+    const read = rewrite.slice(0, MAX_LENGTH);
+    if (text.units(read).length === 0) return { total: -this.maxPenalty };
+    const repeated = text.repetition(read, this.ngram);
+    const excess = Math.max(0, repeated - this.tolerated) / (1 - this.tolerated);
+    // Not `-excess`: a score of -0 is no other score than 0.
+    return { total: 0 - this.maxPenalty * excess, components: { repeated } };
+  }
+}
+
+export default plugin({ reward: Repetition });
