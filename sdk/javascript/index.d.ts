@@ -78,7 +78,7 @@ export class Candidate {
   readonly isTruncated: boolean;
   /**
    * The hits.
-   * @throws {Rejection} `SIDE_retrieval_failed` for a failed call, `SIDE_not_retrieved` without one.
+   * @throws {Rejection} `SIDE_retrieval_failed` for a failed call, `SIDE_retrieval_missing` without one.
    */
   hits(side: string): Hit[];
   /**
@@ -124,7 +124,7 @@ export class Episode {
   readonly baseline: Candidate | undefined;
   /**
    * The teacher's rewrite.
-   * @throws {Rejection} `no_baseline` where the episode has none.
+   * @throws {Rejection} `baseline_missing` where the episode has none.
    */
   baselineOrReject(): Candidate;
 }

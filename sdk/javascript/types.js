@@ -57,7 +57,7 @@ export class Candidate extends Record {
     if (retrieval instanceof CallFailure) throw new Rejection(`${side}_retrieval_failed`, retrieval.message);
     if (retrieval === undefined) {
       const detail = "the rewrite was not looked up: it is missing, or the plugin does not declare `retrieval`";
-      throw new Rejection(`${side}_not_retrieved`, detail);
+      throw new Rejection(`${side}_retrieval_missing`, detail);
     }
     return retrieval;
   }
@@ -103,7 +103,7 @@ export class Episode extends Record {
 
   baselineOrReject() {
     if (this.baseline === undefined) {
-      throw new Rejection("no_baseline", "the episode has no teacher's rewrite, or the plugin does not declare `baseline`");
+      throw new Rejection("baseline_missing", "the episode has no teacher's rewrite, or the plugin does not declare `baseline`");
     }
     return this.baseline;
   }

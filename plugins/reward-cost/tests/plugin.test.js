@@ -28,7 +28,7 @@ test("what is not known is a rejection", () => {
   rejected(candidate("胶原", [0.9]), teacher, "policy_tokens_missing");
   rejected(candidate("胶原", failed(), { nTokens: 4 }), teacher, "policy_retrieval_failed");
   rejected(candidate("胶原", [0.9], { nTokens: 4 }), candidate("胶原", failed()), "baseline_retrieval_failed");
-  rejected(candidate("胶原", [0.9], { nTokens: 4 }), undefined, "no_baseline");
+  rejected(candidate("胶原", [0.9], { nTokens: 4 }), undefined, "baseline_missing");
 });
 
 test("the end of the range is reached", () => {

@@ -179,7 +179,7 @@ test("records of JSON are read when a property is", () => {
   assert.throws(() => read.baselineOrReject().hits("baseline"), { code: "baseline_retrieval_failed", detail: "late" });
   const without = declared(read, { uses: ["columns"] });
   assert.deepEqual([without.baseline, without.policy.retrieval, without.columns], [undefined, undefined, { n: 1 }]);
-  assert.throws(() => without.baselineOrReject(), { code: "no_baseline" });
+  assert.throws(() => without.baselineOrReject(), { code: "baseline_missing" });
 });
 
 test("newer episodes are read with their group and without retrieval", () => {

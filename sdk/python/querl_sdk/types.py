@@ -156,12 +156,12 @@ class Candidate(Record):
         return self.finish_reason == "length"
 
     def hits(self, side: str) -> list[Hit]:
-        """The hits. Raises the rejection ``{side}_retrieval_failed`` for a failed call, ``{side}_not_retrieved`` without one."""
+        """The hits. Raises the rejection ``{side}_retrieval_failed`` for a failed call, ``{side}_retrieval_missing`` without one."""
         if isinstance(self.retrieval, CallFailure):
             raise Rejection(f"{side}_retrieval_failed", self.retrieval.message)
         if self.retrieval is None:
             detail = "the rewrite was not looked up: it is missing, or the plugin does not declare `retrieval`"
-            raise Rejection(f"{side}_not_retrieved", detail)
+            raise Rejection(f"{side}_retrieval_missing", detail)
         return self.retrieval
 
     def judged(self, side: str) -> JudgeScore | None:
@@ -242,9 +242,9 @@ class Episode(Record):
     """The teacher's rewrite of the same query. Needs ``baseline``."""
 
     def baseline_or_reject(self) -> Candidate:
-        """The teacher's rewrite. Raises the rejection ``no_baseline`` where the episode has none."""
+        """The teacher's rewrite. Raises the rejection ``baseline_missing`` where the episode has none."""
         if self.baseline is None:
-            raise Rejection("no_baseline", "the episode has no teacher's rewrite, or the plugin does not declare `baseline`")
+            raise Rejection("baseline_missing", "the episode has no teacher's rewrite, or the plugin does not declare `baseline`")
         return self.baseline
 
 

@@ -117,11 +117,9 @@ pub(crate) fn test_call(
     kind: PluginKind,
     settings: &PluginSettings,
 ) -> Result<TestCall, PluginError> {
-    // A reward that calls host functions scores the items of a batch on several threads; the meter sees the calls of its own thread.
-    let n_items = if subject.plugin.host_functions().is_empty() { N_ITEMS } else { 1 };
     Ok(match kind {
         PluginKind::Reward | PluginKind::GroupReward => {
-            batch_call(subject.reward(settings)?, episodes::ordinary_batch(n_items))
+            batch_call(subject.reward(settings)?, episodes::ordinary_batch(N_ITEMS))
         }
         PluginKind::Filter => batch_call(subject.filter(settings)?, samples::repeated(N_ITEMS)),
         PluginKind::StyleScorer => batch_call(subject.style_scorer(settings)?, dialogues::ordinary_batch(N_ITEMS)),

@@ -358,7 +358,7 @@ fn episode_without_baseline_is_rejected_by_0_1_and_scored_by_0_2() {
         let scores = reward("ordinary").score_batch(&batch).unwrap();
         let codes: Vec<_> =
             scores.iter().map(|score| score.as_ref().err().map(|reason| reason.code.as_str())).collect();
-        assert_eq!(codes, [None, Some("no_baseline"), None]);
+        assert_eq!(codes, [None, Some("baseline_missing"), None]);
         assert!(reward("ordinary@0.2").score_batch(&batch).unwrap().iter().all(Result::is_ok));
     }
 }
