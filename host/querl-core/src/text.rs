@@ -28,6 +28,19 @@ pub fn disturbs(c: char) -> bool {
     c.is_control() || is_invisible
 }
 
+/// Whether a text has no visible character: white space, what [`disturbs`], and other characters that are drawn as nothing.
+///
+/// Source: Unicode's property `Default_Ignorable_Code_Point`, and the empty Braille pattern.
+pub fn is_blank(text: &str) -> bool {
+    let is_invisible = |c: char| {
+        matches!(c,
+            '\u{34f}' | '\u{115f}'..='\u{1160}' | '\u{17b4}'..='\u{17b5}' | '\u{180b}'..='\u{180f}' | '\u{2800}' | '\u{3164}'
+                | '\u{fe00}'..='\u{fe0f}' | '\u{ffa0}' | '\u{fff0}'..='\u{fff8}' | '\u{1bca0}'..='\u{1bca3}'
+                | '\u{1d173}'..='\u{1d17a}' | '\u{e0000}'..='\u{e0fff}')
+    };
+    text.chars().all(|c| c.is_whitespace() || disturbs(c) || is_invisible(c))
+}
+
 /// `12345` as `12,345`.
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
@@ -55,6 +68,14 @@ mod tests {
     fn visible_text_stays_as_it_is() {
         let text = "Größe: 胶原蛋白 – عربي ❤\u{fe0f} 😀 \u{fffd}";
         assert_eq!(printable(text, 100), text);
+    }
+
+    #[test]
+    fn text_without_a_visible_character_is_blank() {
+        for text in ["", " \n\u{3000}", "\u{200b}\u{200d}\u{feff}", "\u{3164}\u{fe0f}\u{2800}\u{ad}"] {
+            assert!(is_blank(text), "{text:?}");
+        }
+        assert!(!is_blank("\u{200b}胶\u{200b}") && !is_blank("？") && !is_blank("❤\u{fe0f}"));
     }
 
     #[test]

@@ -26,6 +26,11 @@ pub(crate) fn with_width(text: &str, width: TextWidth) -> String {
     text.chars().map(changed).collect::<String>().trim().to_owned()
 }
 
+/// Whether a character separates the ids in a list of gold ids.
+pub(crate) fn separates_ids(character: char) -> bool {
+    character.is_whitespace() || [',', ';', '，', '；', '、'].contains(&character)
+}
+
 /// Hash of a value. May differ between builds of the program: not for files.
 pub(crate) fn hash_of(value: &(impl Hash + ?Sized)) -> u64 {
     let mut hasher = DefaultHasher::new();

@@ -11,6 +11,7 @@
 
 use crate::environment;
 use crate::ledger::StageName;
+use crate::pins::{OnPluginChange, Pins};
 use crate::plugins::unprepared;
 use crate::run::{Run, outside_to_look};
 use crate::stages::{PlannedWork, Window, plan};
@@ -85,12 +86,18 @@ pub struct Estimate {
 /// The stages that call external services.
 const ASKING: [StageName; 4] = [StageName::Rewrite, StageName::Validate, StageName::Rl, StageName::Eval];
 
-/// Estimates the stages of `window`; makes no external call and writes nothing.
+/// Estimates the stages of `window`; makes no external call and writes nothing. Pins are compared as by the run.
 ///
 /// # Errors
-/// The table or a plugin cannot be used.
-pub fn estimate(config: &Config, window: Window) -> anyhow::Result<Estimate> {
-    let unprepared_plugins = unprepared(&config.plugins)?;
+/// The table or a plugin cannot be used, or a plugin or a lock file is not what the run requires.
+pub fn estimate(
+    config: &Config,
+    config_path: &Path,
+    window: Window,
+    on_change: OnPluginChange,
+) -> anyhow::Result<Estimate> {
+    let dir = RunDir::new(&config.output_dir);
+    let unprepared_plugins = unprepared(&config.plugins, &Pins { dir: &dir, config: config_path, on_change })?;
     let outside = outside_to_look(config)?;
     let run = match unprepared_plugins.is_empty() {
         true => Some(Run::open_to_look(config.clone(), outside.clone())?),
@@ -105,7 +112,7 @@ pub fn estimate(config: &Config, window: Window) -> anyhow::Result<Estimate> {
             .collect(),
     };
     let prompts = run.as_ref().map(|run| run.plugins.prompts.as_ref());
-    let (table, dir) = (open_queries(&config.data)?, RunDir::new(&config.output_dir));
+    let table = open_queries(&config.data)?;
     let n_rows = table.findings().n_usable;
     let rewards = run.as_ref().map(|run| environment::inputs(&run.plugins.rewards));
     let reads = rewards.unwrap_or(EpisodeInputs::CONTRACT_0_1);

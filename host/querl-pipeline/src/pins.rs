@@ -59,7 +59,7 @@ impl Pins<'_> {
         }
         let Some(path) = self.project_lock() else { return Ok(()) };
         let folder = path.parent().unwrap_or(Path::new(""));
-        let bundles = || found.iter().filter(|found| found.file.bundle().is_some());
+        let bundles = || found.iter().filter(|found| found.is_bundle());
         match read(&path)? {
             Some(lock) => {
                 check_found(&path, &lock, bundles(), |path| relative(path, folder))?;
@@ -154,19 +154,28 @@ fn check_found<'a>(
 }
 
 impl FoundPlugin<'_> {
+    /// A registry has only bundles.
+    fn is_bundle(&self) -> bool {
+        self.file.as_ref().is_none_or(|file| file.bundle().is_some())
+    }
+
     /// Its entry in a lock file. Only a component knows its id and version, and it is not asked: without a manifest they are those of
-    /// the same component in `lock`. `None` where there is none, and for a folder that has to be built.
+    /// the same component in `lock`. `None` where there is none, and for a folder that has to be built. A bundle that has not been
+    /// fetched is known by the digest in its reference.
     fn entry(&self, lock: &LockFile) -> Option<LockEntry> {
-        let sha256 = self.file.digest()?;
-        let (id, version) = match self.file.manifest() {
+        let Some(file) = &self.file else {
+            return lock.entries.iter().find(|entry| entry.role == self.role && entry.path == self.path).cloned();
+        };
+        let sha256 = file.digest()?;
+        let (id, version) = match file.manifest() {
             Some(manifest) => (manifest.plugin.id.clone(), manifest.plugin.version.clone()),
             None => {
                 let same = lock.entries.iter().find(|entry| entry.role == self.role && entry.sha256 == sha256)?;
                 (same.id.clone(), same.version.clone())
             }
         };
-        let (source, bundle) = (lock_source(self.file.source()), self.file.bundle());
-        let is_folder_with_manifest = source == LockSource::Folder && self.file.manifest().is_some();
+        let (source, bundle) = (lock_source(file.source()), file.bundle());
+        let is_folder_with_manifest = source == LockSource::Folder && file.manifest().is_some();
         Some(LockEntry {
             role: self.role.into(),
             id,
@@ -184,7 +193,10 @@ impl FoundPlugin<'_> {
     fn unknown(&self) -> String {
         let (role, path) = (self.role, self.path.display());
         const REMEDY: &str = "bring back the pinned plugin, or accept the change with `--accept-plugin-change`";
-        match self.file.digest() {
+        let Some(file) = &self.file else {
+            return format!("{role} plugin {path} is not the one that is pinned; {REMEDY}");
+        };
+        match file.digest() {
             Some(digest) => {
                 let digest = &digest[..12];
                 format!("{role} plugin {path} (component {digest}) is not the one that is pinned; {REMEDY}")
@@ -315,6 +327,25 @@ mod tests {
         assert_eq!(changes.len(), 1);
         assert!(chrono::DateTime::parse_from_rfc3339(&changes[0].at).is_ok(), "{}", changes[0].at);
         assert_eq!(project.lock("querl.lock"), None, "a source folder is not pinned next to the configuration");
+    }
+
+    #[test]
+    fn a_bundle_that_a_dry_run_does_not_fetch_is_known_by_its_reference() {
+        let project = PinnedProject::new();
+        let check = |reference: &str| {
+            let (dir, config, on_change) = (project.dir(), project.config(), OnPluginChange::RefuseUnlocked);
+            let found = [FoundPlugin { role: "reward", path: Path::new(reference), file: None }];
+            let checked = Pins { dir: &dir, config: &config, on_change }.check(&found);
+            checked.map_err(|error| error.to_string())
+        };
+        let (pinned, other) = ("oci://registry.example/p@sha256:aa", "oci://registry.example/p@sha256:bb");
+        assert!(check(pinned).unwrap_err().contains("there is no such file; write it by running without `--locked`"));
+        let mut used = entry("p", 'a', LockSource::Bundle);
+        used.entry.path = pinned.into();
+        project.pin(&[used], OnPluginChange::Refuse).unwrap();
+        check(pinned).unwrap();
+        let refusal = check(other).unwrap_err();
+        assert!(refusal.contains(&format!("reward plugin {other} is not the one that is pinned")), "{refusal}");
     }
 
     #[test]

@@ -73,7 +73,7 @@ pub enum PluginUse<'a> {
     Run(&'a Pins<'a>),
     /// A look at a configuration: nothing is built.
     Look,
-    /// A dry run: nothing is built, fetched or written.
+    /// A dry run, whose pins [`unprepared`] has compared: nothing is built, fetched or written.
     DryRun,
 }
 
@@ -82,7 +82,8 @@ pub(crate) struct FoundPlugin<'a> {
     pub(crate) role: &'static str,
     /// As configured.
     pub(crate) path: &'a Path,
-    pub(crate) file: PluginFile,
+    /// `None` in a dry run, for a registry reference that has not been fetched.
+    pub(crate) file: Option<PluginFile>,
 }
 
 impl Plugins {
@@ -108,7 +109,7 @@ impl Plugins {
         let style = SharedStyleModel::of(&config.style_model, "plugins.style_model.path")?.map(Arc::new);
         let audit = SharedStyleModel::of(&config.style_model.of_audit(), "plugins.style_model.audit")?.map(Arc::new);
         let host_functions = Arc::new(RunHostFunctions::new(whole_config, style.clone()));
-        let found = find(config, &host)?;
+        let found = find(config, |path| Ok(Some(read(path, &host)?)))?;
         if let PluginUse::Run(pins) = used_for {
             pins.check(&found)?;
         }
@@ -247,23 +248,30 @@ fn configured(config: &PluginsConfig) -> impl Iterator<Item = (&'static str, &Pa
     std::iter::once(("prompt", &*config.prompt.path)).chain(filters).chain(rewards)
 }
 
-fn find<'a>(config: &'a PluginsConfig, host: &PluginHost) -> anyhow::Result<Vec<FoundPlugin<'a>>> {
-    configured(config).map(|(role, path)| Ok(FoundPlugin { role, path, file: read(path, host)? })).collect()
+fn find<'a>(
+    config: &'a PluginsConfig,
+    read: impl Fn(&Path) -> anyhow::Result<Option<PluginFile>>,
+) -> anyhow::Result<Vec<FoundPlugin<'a>>> {
+    configured(config).map(|(role, path)| Ok(FoundPlugin { role, path, file: read(path)? })).collect()
 }
 
-/// The plugins that a run has to build or fetch before it can load them, each once. Nothing is built, fetched or written.
-pub(crate) fn unprepared(config: &PluginsConfig) -> anyhow::Result<Vec<PathBuf>> {
+/// Compares the plugins with the pins as a run does, and returns those that the run has to build or fetch before it can load them, each
+/// once. Nothing is built, fetched or written.
+pub(crate) fn unprepared(config: &PluginsConfig, pins: &Pins<'_>) -> anyhow::Result<Vec<PathBuf>> {
     let host = open_host_for_dry_run(config)?;
-    let is_ready = |path: &Path| match is_registry_reference(path) {
-        true => {
-            let reference = PinnedReference::parse(&path.to_string_lossy())?;
-            Ok(reference.cached(&bundle_cache(&reference)?).is_some())
-        }
-        false => Ok::<_, anyhow::Error>(host.read(path)?.digest().is_some()),
+    let is_fetched = |path: &Path| {
+        let reference = PinnedReference::parse(&path.to_string_lossy())?;
+        Ok::<_, anyhow::Error>(reference.cached(&bundle_cache(&reference)?).is_some())
     };
-    let mut unprepared = Vec::new();
-    for (_, path) in configured(config) {
-        if !unprepared.iter().any(|known| known == path) && !is_ready(path)? {
+    let found = find(config, |path| match is_registry_reference(path) && !is_fetched(path)? {
+        true => Ok(None),
+        false => Ok(Some(read(path, &host)?)),
+    })?;
+    pins.check(&found)?;
+    let mut unprepared: Vec<PathBuf> = Vec::new();
+    for FoundPlugin { path, file, .. } in found {
+        let is_ready = file.is_some_and(|file| file.digest().is_some());
+        if !is_ready && !unprepared.iter().any(|known| known == path) {
             unprepared.push(path.to_owned());
         }
     }
@@ -309,7 +317,7 @@ impl Loading<'_> {
     /// Loads the next of the plugins that were found.
     fn next(&mut self, settings: &PluginSettings) -> anyhow::Result<Plugin> {
         let FoundPlugin { role, path, file } = self.found.next().expect("every configured plugin was found");
-        let plugin = self.host.load_file(file)?;
+        let plugin = self.host.load_file(file.expect("only a dry run leaves a bundle unfetched"))?;
         let entry = entry(role, path, &plugin)?;
         self.used.push(Used { entry, weight: None, label: None, settings: format!("{settings:?}") });
         Ok(plugin)

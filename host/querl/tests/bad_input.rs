@@ -561,3 +561,20 @@ fn a_damaged_ledger_and_an_unusable_folder_are_mistakes_of_the_user() {
     let place_of_file = "model/chat_template.jinja:1: chat template: invalid operation: no; correct the template, or ";
     assert!(template.contains(place) || template.contains(place_of_file), "{template}");
 }
+
+/// Regression: passages that no list of gold ids can name, or without a visible character, were accepted.
+#[test]
+fn a_passage_that_cannot_be_used_is_refused() {
+    let project = Project::new();
+    let refusal = |line: &str| {
+        project.write("kb.jsonl", &format!("{line}\n"));
+        let knowledge_base = "retrieval.knowledge_base=\"kb.jsonl\"";
+        project.refusal(&["run", "querl.toml", "--to", "validate", "--set", knowledge_base], 2)
+    };
+    let message = refusal("{\"id\": \"p1\u{3000}\", \"text\": \"x\"}");
+    let expected = "kb.jsonl:1: the id \"p1\\u{3000}\" has the character '\\u{3000}', which separates the ids in a list of gold ids; \
+                    write the id without it";
+    assert!(message.ends_with(expected), "{message}");
+    let message = refusal("{\"id\": \"p1\", \"text\": \"\u{200b}\u{2060}\"}");
+    assert!(message.ends_with("kb.jsonl:1: the text of `p1` is empty; write one, or remove the line"), "{message}");
+}

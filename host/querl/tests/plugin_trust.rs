@@ -145,6 +145,7 @@ fn pins_are_compared_before_any_folder_is_built() {
         message.starts_with("run/querl.lock: reward plugin source is a folder whose component is missing"),
         "{message}"
     );
+    assert_eq!(watched.refusal(&["run", "querl.toml", "--dry-run"]), message, "a dry run is refused as the run is");
     let message = watched.refusal(&["run", "querl.toml", "--to", "rewrite", "--out", "other"]);
     assert!(message.starts_with("querl.lock: reward plugin `reward-competition` 0.2.0 "), "{message}");
     assert_eq!(locks(), before, "a refusal touches nothing");
@@ -164,15 +165,24 @@ fn pins_are_compared_before_any_folder_is_built() {
     assert!(message.contains("x.wasm (component ") && message.contains("is not the one that is pinned"), "{message}");
 }
 
+/// Symptom: the dry run of a command that `--locked` refuses succeeded.
 #[test]
 fn locked_run_needs_a_lock_file_that_stays_as_it_is() {
     let project = Project::new();
     let run = ["run", "querl.toml", "--to", "rewrite", "--locked"];
-    let message = project.refusal(&run, 2);
+    let refusal = |more: &[&str]| {
+        let message = project.refusal(&[&run[..], more].concat(), 2);
+        let others: [&[&str]; 3] = [&run, &["validate", "querl.toml", "--locked"], &["eval", "querl.toml", "--locked"]];
+        for command in others {
+            assert_eq!(project.refusal(&[command, more, &["--dry-run"]].concat(), 2), message, "{command:?}");
+        }
+        message
+    };
+    let message = refusal(&[]);
     assert!(message.starts_with("querl.lock: there is no such file; it pins bundles, and no plugin "), "{message}");
     project.querl(&["plugin", "pack", &reward()]).ok();
     project.edit(&reward(), BUNDLE);
-    let message = project.refusal(&run, 2);
+    let message = refusal(&[]);
     assert!(
         message.starts_with("querl.lock: there is no such file; write it by running without `--locked`"),
         "{message}"
@@ -181,18 +191,19 @@ fn locked_run_needs_a_lock_file_that_stays_as_it_is() {
 
     project.querl(&run[..4]).ok();
     let lock = project.read("querl.lock");
+    project.querl(&[&run[..], &["--dry-run"]].concat()).ok();
     project.querl(&run).ok();
     project.querl(&[&run[..], &["--out", "other"]].concat()).ok();
     let filter = repository().join("plugins/filter-quality").display().to_string();
     project.querl(&["plugin", "pack", &filter]).ok();
     project.edit(&filter, "filter-quality-0.2.0.querl");
-    let message = project.refusal(&[&run[..], &["--out", "third"]].concat(), 2);
+    let message = refusal(&["--out", "third"]);
     assert!(message.starts_with("querl.lock: filter plugin `filter-quality` 0.2.0 "), "{message}");
     project.edit("filter-quality-0.2.0.querl", &filter);
     // A signature that the lock file does not have would be written into it.
     let key = project.querl(&["plugin", "sign", BUNDLE, "--new-key", "key.pem"]).ok();
     assert!(key.stdout.contains("signed by"), "{key:#?}");
-    let message = project.refusal(&[&run[..], &["--out", "third"]].concat(), 2);
+    let message = refusal(&["--out", "third"]);
     assert!(message.starts_with("querl.lock: would change: "), "{message}");
     assert_eq!(project.read("querl.lock"), lock);
 }

@@ -18,10 +18,12 @@ pub use open::{open_retrieval_backend, open_retriever};
 pub use vocabulary::WordSegmenter;
 
 use crate::error::DataError;
+use crate::text::separates_ids;
 use async_trait::async_trait;
 use querl_core::config::{RerankKind, RetrievalConfig};
 use querl_core::ports::{Embedder, PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, Hit};
+use querl_core::text::{disturbs, is_blank};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::path::Path;
@@ -120,16 +122,27 @@ pub struct Passage {
 /// Reads a knowledge base: one JSON object a line with `id`, `title`, `text`.
 ///
 /// # Errors
-/// The file cannot be read, a line is not a passage, an id is empty or occurs twice, a text is empty, or there is no passage.
+/// The file cannot be read, a line is not a passage, an id is empty, occurs twice or cannot be written in a list of gold ids, a text has
+/// no visible character, or there is no passage.
 pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
     let lines: Vec<(usize, Passage)> = querl_core::fsx::read_numbered_jsonl(path)?;
     let problem = |line: usize, problem: String| Err(DataError::line(path, line, problem));
     let mut ids = HashMap::new();
     for (line, Passage { id, text, .. }) in &lines {
-        if id.trim().is_empty() {
+        if is_blank(id) {
             return problem(*line, "the id is empty; give each passage its own".into());
         }
-        if text.trim().is_empty() {
+        if let Some(character) = id.chars().find(|character| separates_ids(*character) || disturbs(*character)) {
+            let what = match separates_ids(character) {
+                true => "which separates the ids in a list of gold ids",
+                false => "which is invisible",
+            };
+            return problem(
+                *line,
+                format!("the id {id:?} has the character {character:?}, {what}; write the id without it"),
+            );
+        }
+        if is_blank(text) {
             return problem(*line, format!("the text of `{id}` is empty; write one, or remove the line"));
         }
         if let Some(first) = ids.insert(id.as_str(), *line) {

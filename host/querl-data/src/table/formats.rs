@@ -506,8 +506,8 @@ fn field_text(field: &Field) -> Result<String, &'static str> {
 
 /// What a column of chat messages holds, and what to do about it.
 pub(super) const CHAT: &str = "a list of chat messages";
-pub(super) const CHAT_REMEDY: &str =
-    "write the text of the last user message in a column of its own, and name that in data.query_column";
+pub(super) const CHAT_REMEDY: &str = "write the text of the last user message in a column of its own, and name that in \
+                                       data.query_column; a summary of the earlier messages belongs in data.history_column";
 
 /// Keys of a chat message, as in `messages` and `prompt` (OpenAI, TRL, ms-swift) and in `conversations` (ShareGPT).
 const MESSAGE_KEYS: [[&str; 2]; 2] = [["role", "content"], ["from", "value"]];

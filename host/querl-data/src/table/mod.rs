@@ -15,7 +15,7 @@ pub(crate) use formats::open_table;
 
 use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
-use crate::text::{hash_of, normalise, with_width};
+use crate::text::{hash_of, normalise, separates_ids, with_width};
 use encoding::TextEncoding;
 use formats::{CHAT, CHAT_REMEDY, MAX_ROWS, Table, TableRows, is_chat};
 use querl_core::config::{DataConfig, TextWidth};
@@ -82,8 +82,9 @@ impl QueryTable {
                 return Err(DataError::file(&self.file.path, problem));
             }
             let query = self.columns.read(row, &cells);
-            if is_chat(&query.original_query) {
-                let name = &self.columns.query_name;
+            let texts = [(&self.columns.query_name, &query.original_query)].into_iter();
+            let mut texts = texts.chain(self.columns.history_name.as_ref().map(|name| (name, &query.history_summary)));
+            if let Some((name, _)) = texts.find(|(_, text)| is_chat(text)) {
                 let problem = format!("row {row} column `{name}` holds {CHAT}; {CHAT_REMEDY}");
                 return Err(DataError::file(&self.file.path, problem));
             }
@@ -352,6 +353,7 @@ struct QueryColumns {
     query_name: String,
     profile: Option<usize>,
     history: Option<usize>,
+    history_name: Option<String>,
     gold: Option<usize>,
     group: Option<usize>,
     width: TextWidth,
@@ -382,7 +384,8 @@ impl QueryColumns {
             check_unique(table, &config.input, column)?;
         }
         let (query_name, width) = (table.header[query].clone(), config.width);
-        Ok(Self { query, query_name, profile, history, gold, group, width })
+        let history_name = history.map(|history| table.header[history].clone());
+        Ok(Self { query, query_name, profile, history, history_name, gold, group, width })
     }
 
     fn used(&self) -> Vec<usize> {
@@ -448,11 +451,7 @@ fn separator(table: &Table) -> Option<&'static str> {
 }
 
 fn split_ids(text: &str) -> Vec<String> {
-    let separators = [',', ';', '，', '；', '、'];
-    text.split(|character: char| character.is_whitespace() || separators.contains(&character))
-        .filter(|id| !id.is_empty())
-        .map(str::to_owned)
-        .collect()
+    text.split(separates_ids).filter(|id| !id.is_empty()).map(str::to_owned).collect()
 }
 
 fn joined_ids(ids: &[String]) -> String {

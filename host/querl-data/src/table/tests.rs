@@ -11,7 +11,7 @@ use querl_core::config::TableFormat;
 use querl_core::fsx::write_jsonl;
 use querl_core::records::{Completion, RewriteRecord};
 use rust_xlsxwriter::{ExcelDateTime, Format, Workbook};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::path::PathBuf;
 
 struct Folder(tempfile::TempDir);
@@ -754,12 +754,14 @@ fn rows_and_lines_have_a_maximum_length() {
 fn a_column_of_chat_messages_is_refused_in_every_format() {
     let folder = Folder::new();
     let remedy = "holds a list of chat messages; \
-                  write the text of the last user message in a column of its own, and name that in data.query_column";
-    let error = |name: &str| {
-        let config = json!({ "input": folder.path(name), "query_column": "messages" });
+                  write the text of the last user message in a column of its own, and name that in data.query_column; \
+                  a summary of the earlier messages belongs in data.history_column";
+    let rejected = |mut config: Value, name: &str| {
+        config["input"] = json!(folder.path(name));
         let error = open_queries(&serde_json::from_value(config).unwrap()).unwrap_err().to_string();
         error.replace(&format!("{}/", folder.0.path().display()), "")
     };
+    let error = |name| rejected(json!({"query_column": "messages"}), name);
     let chat = r#"[{"role": "system", "content": "改写"}, {"role": "user", "content": "怎么吃"}]"#;
     let python = chat.replace('"', "'");
     let quoted = format!("\"{}\"", chat.replace('"', "\"\""));
@@ -781,6 +783,12 @@ fn a_column_of_chat_messages_is_refused_in_every_format() {
         }
     });
     assert_eq!(error("a.parquet"), format!("a.parquet: row 1 column `messages` {remedy}"));
+    // Symptom: as the history, chat messages were read as its text.
+    let as_history = |name| rejected(json!({"query_column": "q", "history_column": "prompt"}), name);
+    folder.file("h.jsonl", format!("{{\"q\": \"怎么吃\", \"prompt\": {chat}}}\n"));
+    folder.file("h.csv", format!("q,prompt\n怎么吃,\n几粒,{quoted}\n"));
+    assert_eq!(as_history("h.jsonl"), format!("h.jsonl: row 1 column `prompt` {remedy}"));
+    assert_eq!(as_history("h.csv"), format!("h.csv: row 3 column `prompt` {remedy}"));
     assert!(!is_chat("[产品] 怎么吃 \"role\"") && !is_chat("{怎么吃}"));
 }
 

@@ -91,18 +91,18 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
         return Err(Stop::usage(message).into());
     }
     let window = Window { first, last, forced_from: args.from };
-    if args.dry_run {
-        let window = Window { first: args.from.map_or(first, |from| from.max(first)), ..window };
-        let overrides = args.config.overrides(model_hub::find_cached);
-        let config = load_config(&args.config.path, Overrides { threads, without_keys: true, ..overrides })?;
-        let estimate = estimate(&config, window)?;
-        return args.format.print(&estimate, || estimate.to_text() + "\n");
-    }
     let on_change = match (args.accept_plugin_change, args.locked) {
         (true, _) => OnPluginChange::Accept,
         (false, true) => OnPluginChange::RefuseUnlocked,
         (false, false) => OnPluginChange::Refuse,
     };
+    if args.dry_run {
+        let window = Window { first: args.from.map_or(first, |from| from.max(first)), ..window };
+        let overrides = args.config.overrides(model_hub::find_cached);
+        let config = load_config(&args.config.path, Overrides { threads, without_keys: true, ..overrides })?;
+        let estimate = estimate(&config, &args.config.path, window, on_change)?;
+        return args.format.print(&estimate, || estimate.to_text() + "\n");
+    }
     let config = load_config(&args.config.path, Overrides { threads, ..args.config.overrides(model_hub::find) })?;
     let mut run = Run::open(config, &args.config.path, last, on_change, Arc::new(Terminal))?;
     if args.from.is_some() {
