@@ -72,9 +72,11 @@ pub enum CheckEvent<'a> {
     },
 }
 
+type Report = dyn Fn(CheckEvent<'_>) + Send + Sync;
+
 /// Is called at the start and at the end of each check.
 #[derive(Clone, Default)]
-pub struct CheckProgress(Option<Arc<dyn Fn(CheckEvent<'_>) + Send + Sync>>);
+pub struct CheckProgress(Option<Arc<Report>>);
 
 impl CheckProgress {
     /// Calls `report`.

@@ -7,7 +7,7 @@ use crate::corpus::{dialogues, episodes, samples};
 use crate::section::{CheckResult, Section, Violation, report_not_configured};
 use crate::shown;
 use crate::subject::{BatchPort, FailingModel, Subject};
-use querl_core::ports::{PluginFault, PromptTask, Prompts, RewardModel, RewardRange, StyleModel};
+use querl_core::ports::{PluginFault, PromptTask, Prompts, RewardRange, StyleModel};
 use querl_core::records::Episode;
 use querl_plugin::{PluginKind, RewardForm};
 use std::sync::Arc;
@@ -39,7 +39,7 @@ pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
 }
 
 /// Each item of the corpus alone.
-fn check_inputs(port: &Box<dyn RewardModel>, section: &mut Section) {
+fn check_inputs(port: &impl BatchPort<Item = Episode>, section: &mut Section) {
     for group in episodes::groups() {
         let rule = match group.name {
             "failures" => {

@@ -79,7 +79,7 @@ fn hits_of(candidate: &mut Candidate) -> impl Iterator<Item = &mut Hit> {
 pub(crate) fn sample_group(group: &str, n: usize) -> Vec<Episode> {
     let sample = |index: usize| {
         let mut episode = ordinary(format!("{group}/{index}"), 2);
-        if index % 3 > 0 {
+        if !index.is_multiple_of(3) {
             episode.policy = candidate(&format!("深海鱼油用量（{index}）"), index, 3);
             episode.response = Some(episode.policy.rewrite.clone());
         }
