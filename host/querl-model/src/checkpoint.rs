@@ -79,6 +79,15 @@ pub fn check_directory(directory: &Path) -> Result<(), ModelError> {
     WeightFiles::open(directory).map(drop)
 }
 
+/// As [`check_directory`], and reads all weights.
+///
+/// # Errors
+/// Those of [`check_directory`], the tensors are not those of the configuration, or a value is NaN or Inf.
+pub fn check_weights(directory: &Path) -> Result<(), ModelError> {
+    let stored = StoredModel::open(directory)?;
+    stored.config.tensor_shapes().iter().try_for_each(|(name, _)| stored.bytes(name, None).map(drop))
+}
+
 /// Type, shape and bytes of a tensor or a part of one.
 pub(crate) type Bytes<'a> = (DType, Vec<usize>, Cow<'a, [u8]>);
 

@@ -50,7 +50,7 @@ pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
 pub use ceilings::{Repeated, copies, matrix_products};
 pub use chat_template::ChatTemplate;
-pub use checkpoint::{check_directory, load_tensors, save_tensors};
+pub use checkpoint::{check_directory, check_weights, load_tensors, save_tensors};
 pub use compute_device::{ComputeDevice, GpuUse};
 pub use config::{DecoderConfig, Family, Llama3Scaling, RopeScaling, Weights, YarnScaling};
 pub use decoder::Decoder;
@@ -59,7 +59,7 @@ pub use error::ModelError;
 pub use export::{ExportSettings, Exported, copy_model_files, dtype_name, export_model};
 pub use generate::{
     CacheMemory, CacheRoom, Decoding, Engine, EngineSettings, FinishReason, Generated, GenerationRequest, PrefixLife,
-    SamplingSettings, TokenText, generate,
+    SamplingSettings, StopSignal, TokenText, generate,
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
 pub use kv_cache::{BLOCK_TOKENS, n_splits, split_values};

@@ -187,6 +187,22 @@ fn an_interrupted_stage_resumes_and_starts_over_on_other_inputs() {
     assert!(sft_results(&half) != sft_results(&unbroken));
 }
 
+/// Regression: the first signal waited for the end of a part of the rollouts, which takes minutes with long responses.
+#[test]
+fn a_signal_stops_a_rollout_within_a_decode_step_and_saves_the_state() {
+    let project = project();
+    project.querl(&["run", "querl.toml", "--to", "sft"]).ok();
+    let sets = ["rl.batch_size=64", "rl.n_samples=32", "rl.pipeline_parts=1", "rl.max_new_tokens=1000"];
+    let sets = sets.iter().chain(&["rl.min_new_tokens=1000"]).flat_map(|set| ["--set", set]);
+    let args: Vec<&str> = ["rl", "querl.toml"].into_iter().chain(sets).collect();
+    // One line: the evaluation before the first step. All 2 million tokens of that step are of one part.
+    let child = run_until(project.command(&args), &project, "rl", 1);
+    std::thread::sleep(Duration::from_secs(1));
+    let said = ended_by(child, "-INT");
+    assert!(said.contains("the state is saved; run the same command again to resume"), "{said}");
+    assert!(std::fs::read_dir(project.path("run/rl/state")).unwrap().next().is_some());
+}
+
 #[test]
 fn a_damaged_checkpoint_falls_back_to_the_one_before() {
     let (unbroken, damaged) = (project(), project());

@@ -327,7 +327,7 @@ fn snapshot(project: &Project) -> std::collections::BTreeMap<String, String> {
     files
 }
 
-/// Regression: a refused command removed finished training.
+/// Regression: a refused command removed finished training. Everything is checked before the result is moved aside.
 #[test]
 fn a_refused_command_leaves_every_file_as_it_was() {
     let project = Project::new();
@@ -343,8 +343,10 @@ fn a_refused_command_leaves_every_file_as_it_was() {
     std::fs::write(project.path("not-finite/model.safetensors"), damaged).unwrap();
     let special = r#"{"eos_token": "<|im_end|>", "chat_template": "{{ raise_exception('no') }}"}"#;
     project.write("template/tokenizer_config.json", special);
-    let refused: [&[&str]; 8] = [
+    let refused: [&[&str]; 10] = [
         &["run", "querl.toml", "--set", "rl.max_new_tokens=100000"],
+        &["eval", "querl.toml", "--set", "rl.max_new_tokens=100000"],
+        &["rl", "querl.toml", "--from", "rl", "--set", "model.path=\"template\""],
         &["run", "querl.toml", "--from", "rl", "--set", "rl.max_new_tokens=100000"],
         &["run", "querl.toml", "--set", "sft.max_length=4"],
         &["sft", "querl.toml", "--set", "sft.max_length=4"],
@@ -356,6 +358,8 @@ fn a_refused_command_leaves_every_file_as_it_was() {
     for args in refused {
         let output = project.querl(args);
         assert_eq!(output.code, Some(2), "{args:?}: {output:#?}");
+        // Symptom: the result was moved aside, and back after the refusal.
+        assert!(!output.stderr.contains("back in place"), "{args:?}: {output:#?}");
         assert_eq!(snapshot(&project), before, "{args:?}");
     }
     let again = project.querl(&["run", "querl.toml"]).ok();

@@ -9,7 +9,7 @@ use super::model_runner::{HiddenState, ScheduledSequence};
 use super::prefix_cache::EngineCore;
 use super::sampler::{BeamCandidate, BeamCandidates, LogitsConsumer};
 use super::scheduler::{finish_reason, out_of_blocks};
-use super::{FinishReason, Generated, GenerationRequest, TokenText};
+use super::{FinishReason, Generated, GenerationRequest, StopSignal, TokenText};
 use crate::ModelError;
 use crate::kv_cache::SequenceKvCache;
 
@@ -46,7 +46,8 @@ pub(super) fn run(
     beams: Beams,
     processor: &LogitsProcessor<'_>,
     text: &dyn TokenText,
-) -> Result<Vec<Vec<Generated>>, ModelError> {
+    stop: &mut StopSignal<'_>,
+) -> Result<Option<Vec<Vec<Generated>>>, ModelError> {
     let Beams { n_beams, length_penalty } = beams;
     if n_beams == 0 || !length_penalty.is_finite() {
         let wrong = format!("beam search with {n_beams} beams and length penalty {length_penalty}");
@@ -58,9 +59,12 @@ pub(super) fn run(
     let mut responses = Vec::with_capacity(requests.len());
     let n_at_once = requests_at_once(core, requests, n_beams, processor.settings.max_new_tokens)?;
     for requests in requests.chunks(n_at_once) {
-        responses.extend(search(core, requests, beams, processor, text)?);
+        match search(core, requests, beams, processor, text, stop)? {
+            Some(found) => responses.extend(found),
+            None => return Ok(None),
+        }
     }
-    Ok(responses)
+    Ok(Some(responses))
 }
 
 /// The number of requests for whose beams there are enough blocks, at least one.
@@ -86,7 +90,8 @@ fn search(
     beams: Beams,
     processor: &LogitsProcessor<'_>,
     text: &dyn TokenText,
-) -> Result<Vec<Vec<Generated>>, ModelError> {
+    stop: &mut StopSignal<'_>,
+) -> Result<Option<Vec<Vec<Generated>>>, ModelError> {
     let mut prompts: Vec<&[u32]> = requests.iter().map(|request| request.prompt).collect();
     prompts.sort();
     prompts.dedup();
@@ -101,6 +106,9 @@ fn search(
     // As in the source: enough candidates for n_beams unfinished beams even if every stop token is among the best.
     let n_candidates = (1 + processor.stop_ids.len()).max(2) * beams.n_beams;
     while searches.iter().any(|search| !search.running.is_empty()) {
+        if stop()? {
+            return Ok(None);
+        }
         step(core, requests, &mut searches, n_candidates, processor)?;
         for search in searches.iter_mut().filter(|search| !search.running.is_empty()) {
             search.select(beams, n_candidates, processor, text)?;
@@ -109,7 +117,7 @@ fn search(
     let best = |(search, request): (Search, &GenerationRequest<'_>)| {
         search.finished.into_iter().take(request.n).map(|(_, generated)| generated).collect()
     };
-    Ok(searches.into_iter().zip(requests).map(best).collect())
+    Ok(Some(searches.into_iter().zip(requests).map(best).collect()))
 }
 
 /// Prefill (in the first step) or a decode step of all beams: finds the best next tokens of each.

@@ -6,7 +6,7 @@ use super::cpu_backend::PolicyWeights;
 use super::logits_processor::LogitsProcessor;
 use super::model_runner::{DecodePolicy, Policy};
 use super::prefix_cache::{EngineCore, PrefixCache};
-use super::{Decoding, Generated, GenerationRequest, SamplingSettings, TokenText, scheduler};
+use super::{Decoding, Generated, GenerationRequest, SamplingSettings, StopSignal, TokenText, scheduler};
 use crate::kv_cache::{BLOCK_TOKENS, BlockPool, BlockShape};
 use crate::{ComputeDevice, Decoder, LoraAdapter, ModelError, RopeScaling};
 use std::collections::BTreeSet;
@@ -128,6 +128,22 @@ impl<'a> Engine<'a> {
         sampling: &SamplingSettings,
         text: &dyn TokenText,
     ) -> Result<Vec<Vec<Generated>>, ModelError> {
+        let generated = self.generate_until(requests, decoding, sampling, text, &mut || Ok(false))?;
+        Ok(generated.expect("nothing stops it"))
+    }
+
+    /// As [`Engine::generate`]; `None` where `stop` ended it, which is called before each decode step.
+    ///
+    /// # Errors
+    /// As [`Engine::generate`], and those of `stop`.
+    pub fn generate_until(
+        &mut self,
+        requests: &[GenerationRequest<'_>],
+        decoding: Decoding,
+        sampling: &SamplingSettings,
+        text: &dyn TokenText,
+        stop: &mut StopSignal<'_>,
+    ) -> Result<Option<Vec<Vec<Generated>>>, ModelError> {
         sampling.check()?;
         check_requests(self.decoder, requests, sampling)?;
         if self.policy.is_none() {
@@ -138,13 +154,15 @@ impl<'a> Engine<'a> {
         if self.settings.prefix_life == PrefixLife::Call {
             self.prefixes.clear();
         }
-        let Some(policy) = &mut self.policy else { return Ok(Vec::new()) }; // it was loaded above
+        let policy = self.policy.as_mut().expect("it was loaded above");
         let mut core = EngineCore { policy, pool: &self.pool, prefixes: &mut self.prefixes, max_sequences, n_blocks };
         match decoding {
             Decoding::Beam { n_beams, length_penalty } => {
-                beam::run(&mut core, requests, Beams { n_beams, length_penalty }, &processor, text)
+                beam::run(&mut core, requests, Beams { n_beams, length_penalty }, &processor, text, stop)
             }
-            Decoding::Greedy | Decoding::Sample => scheduler::run(&mut core, requests, decoding, &processor, text),
+            Decoding::Greedy | Decoding::Sample => {
+                scheduler::run(&mut core, requests, decoding, &processor, text, stop)
+            }
         }
     }
 

@@ -125,6 +125,9 @@ pub struct GenerationRequest<'a> {
     pub n: usize,
 }
 
+/// Whether generation stops before its next decode step. It must be the same for all ranks that share a model.
+pub type StopSignal<'s> = dyn FnMut() -> Result<bool, ModelError> + 's;
+
 /// Stop tokens, and the text of tokens.
 pub trait TokenText: Sync {
     /// Tokens that end a response.

@@ -5,7 +5,7 @@ use super::logits_processor::LogitsProcessor;
 use super::model_runner::{HiddenState, ScheduledSequence};
 use super::prefix_cache::EngineCore;
 use super::sampler::{LogitsConsumer, Sampler};
-use super::{Decoding, FinishReason, Generated, GenerationRequest, TokenText};
+use super::{Decoding, FinishReason, Generated, GenerationRequest, StopSignal, TokenText};
 use crate::ModelError;
 use crate::kv_cache::SequenceKvCache;
 use rayon::prelude::*;
@@ -36,14 +36,15 @@ struct RunningSequence {
     sampler: Sampler,
 }
 
-/// Generates all responses: by request, then by sample.
+/// Generates all responses: by request, then by sample; `None` where `stop` ended it.
 pub(super) fn run(
     core: &mut EngineCore<'_>,
     requests: &[GenerationRequest<'_>],
     decoding: Decoding,
     processor: &LogitsProcessor<'_>,
     text: &dyn TokenText,
-) -> Result<Vec<Vec<Generated>>, ModelError> {
+    stop: &mut StopSignal<'_>,
+) -> Result<Option<Vec<Vec<Generated>>>, ModelError> {
     let mut order: BTreeMap<&[u32], usize> = requests.iter().map(|request| (request.prompt, 0)).collect();
     order.values_mut().enumerate().for_each(|(index, position)| *position = index);
     let prompts: Vec<&[u32]> = order.keys().copied().collect();
@@ -59,6 +60,9 @@ pub(super) fn run(
     let mut admission = Admission::new(core.n_blocks, processor.settings.max_new_tokens);
     let (mut next, mut held) = (0, None);
     while next < jobs.len() || !running.is_empty() {
+        if stop()? {
+            return Ok(None);
+        }
         let admitted = admit(&mut admission, &jobs, next, core.max_sequences - running.len(), &prompts);
         if admitted.is_empty() && running.is_empty() {
             return Err(out_of_blocks(prompts[jobs[next].prompt].len(), processor.settings.max_new_tokens));
@@ -85,7 +89,7 @@ pub(super) fn run(
         }
         running = unfinished;
     }
-    done.into_iter().map(complete).collect()
+    done.into_iter().map(complete).collect::<Result<_, _>>().map(Some)
 }
 
 /// Detokenizing for stop strings runs on all threads: a GPU would wait for one.

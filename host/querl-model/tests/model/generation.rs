@@ -160,6 +160,28 @@ fn answers_do_not_depend_on_how_many_are_in_progress() {
 }
 
 #[test]
+fn a_stop_ends_generation_before_the_next_step_and_leaves_nothing_behind() {
+    let decoder = decoder();
+    let prompts = prompts();
+    let (requests, sampling, stop_ids) = (many(&prompts), settings(1.0, 20), BTreeSet::new());
+    for decoding in [Decoding::Sample, Decoding::Beam { n_beams: 4, length_penalty: 1.0 }] {
+        let expected = engine(&decoder, 8).generate(&requests, decoding, &sampling, &stop_ids).unwrap();
+        let mut stopped = engine(&decoder, 8);
+        for n_steps in [0, 1, 9] {
+            let mut n_calls = 0;
+            let mut stop = || {
+                n_calls += 1;
+                Ok(n_calls > n_steps)
+            };
+            let generated = stopped.generate_until(&requests, decoding, &sampling, &stop_ids, &mut stop).unwrap();
+            assert_eq!((generated, n_calls), (None, n_steps + 1), "{decoding:?}");
+        }
+        let again = stopped.generate(&requests, decoding, &sampling, &stop_ids).unwrap();
+        assert_eq!(again, expected, "{decoding:?}");
+    }
+}
+
+#[test]
 fn samples_differ_and_more_of_them_leave_the_first_as_they_are() {
     let decoder = decoder();
     let ask = |n| {

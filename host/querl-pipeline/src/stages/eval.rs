@@ -6,7 +6,7 @@ use crate::evaluation::{Evaluated, Evaluation, System, evaluate_system, n_failed
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of, teacher_name};
 use crate::report::Names;
 use crate::run::Run;
-use crate::training;
+use crate::training::{self, Base};
 use anyhow::Context;
 use querl_core::config::{Config, RlConfig};
 use querl_core::fsx::write_jsonl;
@@ -43,6 +43,17 @@ impl Stage for Eval {
     fn check(&self, run: &Run) -> anyhow::Result<()> {
         run.plugins.check_style()?;
         run.services().map(drop)
+    }
+
+    fn permit(&self, run: &Run, _: StageName, _: &dyn Progress) -> anyhow::Result<Facts> {
+        for stage in trained(&run.config) {
+            Base::of(run, stage)?;
+        }
+        if !trained(&run.config).is_empty() {
+            let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
+            training::check_prompts(run, Split::Test, &rows)?;
+        }
+        Ok(Facts::default())
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
@@ -86,9 +97,6 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
     let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
     let baselines = Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind);
     let columns = RowColumns::read(scorer.rewards(), &run.config.data, &rows)?;
-    if !trained(&run.config).is_empty() {
-        training::check_prompts(run, Split::Test, &rows)?;
-    }
     let evaluation = Evaluation { rows: &rows, columns: &columns, baselines: &baselines, scorer: &scorer };
     let mut all = Evaluated::default();
     for name in &run.config.eval.systems {

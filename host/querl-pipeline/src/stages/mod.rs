@@ -80,7 +80,11 @@ pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
     recover(&run.dir, run.reporter.as_ref())?;
     let mut ledger = Ledger::open(&run.dir.stages())?;
     check_upstream(run, &ledger, window.first)?;
-    for name in pending(run, &ledger, window)? {
+    let pending = pending(run, &ledger, window)?;
+    if pending.last().is_some_and(|last| *last >= StageName::Sft) {
+        querl_model::check_weights(&run.config.model.path).map_err(Stop::usage)?;
+    }
+    for name in pending {
         if name == StageName::Rewrite {
             check_input(run)?;
         }

@@ -197,11 +197,11 @@ fn local_teacher_name(config: &TeacherConfig) -> String {
     format!("{} (local)", name.to_string_lossy())
 }
 
-/// Whether the model's folder can be used.
+/// Whether the model can be used.
 fn check_local_teacher(run: &Run) -> anyhow::Result<()> {
     let path = model_folder(run)?;
     TextTokenizer::load(path).map_err(Stop::usage)?;
-    querl_model::check_directory(path).map_err(Stop::usage)?;
+    querl_model::check_weights(path).map_err(Stop::usage)?;
     Ok(run.executor.check_answers_of("teacher.model_path", path)?)
 }
 

@@ -72,7 +72,11 @@ impl Stage for Rl {
     }
 
     fn permit(&self, run: &Run, _: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
-        leaks::before_training(run, progress)
+        let facts = leaks::before_training(run, progress)?;
+        let [train, val] = rows(run)?;
+        let (_, request) = job(run, &train, &val, String::new())?;
+        memory::check(run.executor.gpu(), &request, progress)?;
+        Ok(facts)
     }
 
     fn reminder(&self, run: &Run, facts: &Facts) -> Option<String> {
@@ -128,8 +132,7 @@ impl Stage for Rl {
                 meter: run.plugins.meter.clone(),
             })
         };
-        let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
-        let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
+        let [train, val] = rows(run)?;
         let environments =
             Environments { train: &environment(&train, Phase::Rollout)?, val: &environment(&val, Phase::Validation)? };
         let account = run.outside.spend_tracker().clone();
@@ -137,7 +140,6 @@ impl Stage for Rl {
         let metrics = Mutex::new(metrics.with(move || spending::metrics(&account, StageName::Rl)));
         let callbacks = Callbacks { progress, metrics: &metrics, stop: interrupt::flag() };
         let (job, request) = job(run, &train, &val, fingerprint)?;
-        memory::check(run.executor.gpu(), &request, progress)?;
         planned(&run.config.rl, train.len()).iter().for_each(|note| progress.line(note));
         let summary = run.executor.run_rl(&job, run.config.threads, &environments, &callbacks);
         let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
@@ -149,6 +151,10 @@ impl Stage for Rl {
         training::add_device(&mut facts, run);
         Ok(Done { facts, n_failed: 0 })
     }
+}
+
+fn rows(run: &Run) -> anyhow::Result<[Vec<DatasetRow>; 2]> {
+    Ok([rows_of(&run.dir.split(Split::Train))?, rows_of(&run.dir.split(Split::Val))?])
 }
 
 /// The job, and what its memory depends on.

@@ -37,7 +37,10 @@ impl Stage for Sft {
     }
 
     fn permit(&self, run: &Run, _: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
-        leaks::before_training(run, progress)
+        let facts = leaks::before_training(run, progress)?;
+        let (_, request) = job(run, String::new())?;
+        memory::check(run.executor.gpu(), &request, progress)?;
+        Ok(facts)
     }
 
     fn reminder(&self, run: &Run, facts: &Facts) -> Option<String> {
@@ -64,12 +67,9 @@ impl Stage for Sft {
         let fingerprint = self
             .inputs(run, &Ledger::open(&run.dir.stages())?)?
             .fingerprint(&run.config.model, run.executor.arithmetic());
-        let train: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
-        let val: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
         let metrics = Mutex::new(MetricsLog::open(&run.dir.metrics(), self.name().as_str())?);
         let callbacks = Callbacks { progress, metrics: &metrics, stop: interrupt::flag() };
-        let (job, request) = job(run, &train, &val, fingerprint)?;
-        memory::check(run.executor.gpu(), &request, progress)?;
+        let (job, request) = job(run, fingerprint)?;
         let summary = run.executor.run_sft(&job, run.config.threads, &callbacks);
         let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
         let mut facts = Facts::default();
@@ -82,19 +82,16 @@ impl Stage for Sft {
 }
 
 /// The job, and what its memory depends on.
-fn job(
-    run: &Run,
-    train_rows: &[DatasetRow],
-    val_rows: &[DatasetRow],
-    fingerprint: String,
-) -> anyhow::Result<(SftJob, MemoryRequest)> {
+fn job(run: &Run, fingerprint: String) -> anyhow::Result<(SftJob, MemoryRequest)> {
     let config = &run.config;
+    let train_rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
+    let val_rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
     let tokenizer = TextTokenizer::load(&config.model.path)?;
     let n_positions = DecoderConfig::load(&config.model.path.join("config.json"))?.max_positions;
-    let (train, val) = (examples(train_rows, &tokenizer)?, examples(val_rows, &tokenizer)?);
+    let (train, val) = (examples(&train_rows, &tokenizer)?, examples(&val_rows, &tokenizer)?);
     let limits = [TokenLimit::SftMaxLength(config.sft.max_length), TokenLimit::Learned(n_positions)];
-    check_lengths(Split::Train, train_rows, &train, &limits)?;
-    check_lengths(Split::Val, val_rows, &val, &limits)?;
+    check_lengths(Split::Train, &train_rows, &train, &limits)?;
+    check_lengths(Split::Val, &val_rows, &val, &limits)?;
     let longest_row = train.iter().chain(&val).map(Example::len).max().unwrap_or(0);
     let request = memory::request(config, PlannedStage::Sft { config: config.sft.clone(), longest_row })?;
     let job = SftJob {

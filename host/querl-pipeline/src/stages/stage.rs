@@ -36,8 +36,8 @@ pub(crate) trait Stage: Sync {
         Ok(())
     }
 
-    /// Checks the inputs before outputs of an earlier run are moved aside; an error stops the stage. `_last` is the last stage of the command.
-    /// The result is added to the facts of the stage.
+    /// Checks everything that can be checked before outputs of an earlier run are moved aside: rows, prompts, the memory plan; an error
+    /// stops the stage. `_last` is the last stage of the command. The result is added to the facts of the stage.
     fn permit(&self, _run: &Run, _last: StageName, _progress: &dyn Progress) -> anyhow::Result<Facts> {
         Ok(Facts::default())
     }

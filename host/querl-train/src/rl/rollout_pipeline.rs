@@ -28,11 +28,11 @@ pub(super) struct RolloutRequest<'a> {
     pub(super) n_samples: usize,
     /// Each rank generates for some of the queries. The first alone calls the environment.
     pub(super) mesh: &'a Mesh,
-    /// Set to stop before the next part, as does the task's own flag.
+    /// Set to stop before the next decode step, as does the task's own flag.
     pub(super) cancel: &'a AtomicBool,
 }
 
-/// Generates and scores what is missing of `partial`, until a stop flag is set.
+/// Generates and scores what is missing of `partial`, until a stop flag is set: a part whose generation it cuts is generated again later.
 pub(super) fn complete(
     task: &RlTask<'_>,
     engine: &mut Engine<'_>,
@@ -47,8 +47,9 @@ pub(super) fn complete(
     let part_size = partial.queries.len().div_ceil(task.config.pipeline_parts.max(1)).max(1);
     let mut parts = partial.queries[n_done..].chunks(part_size);
     let step = partial.step;
+    let is_stopped = || task.stop.load(Ordering::Relaxed) || rollout.cancel.load(Ordering::Relaxed);
     let mut generate = || {
-        if mesh.all.any(task.stop.load(Ordering::Relaxed) || rollout.cancel.load(Ordering::Relaxed))? {
+        if mesh.all.any(is_stopped())? {
             return Ok(None);
         }
         let Some(queries) = parts.next() else { return Ok(None) };
@@ -56,8 +57,12 @@ pub(super) fn complete(
         let mine = rank_queries(queries, &mesh.data);
         let requests: Vec<GenerationRequest<'_>> =
             mine.iter().map(|query| request(task, rollout, step, query)).collect();
-        let responses = engine.generate(&requests, rollout.decoding, &sampling, task.tokenizer)?;
-        let responses = mesh.data.all_gather(responses.into_iter().flatten().collect::<Vec<Generated>>())?;
+        let mut stop = || Ok(mesh.tensor.any(is_stopped())?);
+        let responses = engine.generate_until(&requests, rollout.decoding, &sampling, task.tokenizer, &mut stop)?;
+        if mesh.all.any(responses.is_none())? {
+            return Ok(None);
+        }
+        let responses = mesh.data.all_gather(responses.into_iter().flatten().flatten().collect::<Vec<Generated>>())?;
         generate_s += started.elapsed().as_secs_f64();
         Ok(Some((queries, responses.iter().flat_map(|of_rank| of_rank.iter().cloned()).collect::<Vec<Generated>>())))
     };

@@ -1,7 +1,7 @@
 //! The loop of reinforcement learning. Read [`train`], then [`Trainer::run`]; `learner.rs` has the update.
 //!
 //! The stop flag (`RlTask::stop`, set by Ctrl-C) is read by [`Trainer::stop_requested`] after rollouts, and by
-//! [`rollout_pipeline::complete`] before each part of a batch; [`Trainer::interrupt`] then saves the state.
+//! [`rollout_pipeline::complete`] before each decode step; [`Trainer::interrupt`] then saves the state.
 
 use super::learner::Learner;
 use super::metrics::{rollout_metrics, step_metrics};
