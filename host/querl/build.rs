@@ -37,6 +37,7 @@ fn collect(path: &Path, name: String, files: &mut Vec<(String, PathBuf)>) {
         files.push((name, path.canonicalize().unwrap_or_else(|_| path.to_owned())));
         return;
     }
+    println!("cargo::rerun-if-changed={}", path.display());
     let entries = std::fs::read_dir(path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     for entry in entries.flatten() {
         let inner = entry.file_name().to_string_lossy().into_owned();

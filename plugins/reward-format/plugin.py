@@ -24,7 +24,7 @@ class Format(Reward):
             raise SettingError("pattern", f"expected a regular expression, got `{pattern}`: {error}") from None
         try:
             self.is_valid = compile_schema(json.loads(schema))
-        except (ValueError, re.error) as error:
+        except (ValueError, RecursionError, re.error) as error:
             raise SettingError("schema", f"expected a JSON schema, got `{schema}`: {error}") from None
 
     def range(self) -> tuple[float, float]:

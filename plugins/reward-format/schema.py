@@ -36,6 +36,8 @@ def _keyword(keyword: str, argument: Any, schema: dict[str, Any]) -> Check:
     if keyword in _KEYWORDS:
         expected, looked_at, holds = _KEYWORDS[keyword]
         _expect(keyword, argument, expected)
+        if keyword == "required" and not all(isinstance(name, str) for name in argument):
+            raise ValueError(f"`required` is {argument!r}; expected names of properties")
         return lambda value: not _is(value, looked_at) or holds(value, argument)
     match keyword:
         case "type":

@@ -63,7 +63,7 @@ export class Candidate {
   readonly rewrite: string | undefined;
   /**
    * Hits, best first, perhaps none, or why there is no result. `undefined` where the rewrite was not looked up: the plugin does not
-   * declare `retrieval`, or there is no rewrite.
+   * declare `retrieval`, or the run has none. Without a rewrite there are no hits.
    */
   readonly retrieval: Hit[] | CallFailure | undefined;
   /** The judge's score, or why there is none; `undefined` where the rewrite was not judged: not declared (`judgement`), or not sampled. */

@@ -56,7 +56,7 @@ export class Candidate extends Record {
     const { retrieval } = this;
     if (retrieval instanceof CallFailure) throw new Rejection(`${side}_retrieval_failed`, retrieval.message);
     if (retrieval === undefined) {
-      const detail = "the rewrite was not looked up: it is missing, or the plugin does not declare `retrieval`";
+      const detail = "the rewrite was not looked up: the run has no retrieval, or the plugin does not declare `retrieval`";
       throw new Rejection(`${side}_retrieval_missing`, detail);
     }
     return retrieval;

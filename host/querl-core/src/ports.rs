@@ -264,6 +264,20 @@ impl EpisodeInputs {
         style: InputUse::Optional,
     };
 
+    /// The inputs that are read, by the name of the contract, in its order.
+    pub fn used(&self) -> impl Iterator<Item = (&'static str, InputUse)> + use<> {
+        let all = [
+            ("response", self.response),
+            ("prompt", self.prompt),
+            ("columns", self.columns),
+            ("baseline", self.baseline),
+            ("retrieval", self.retrieval),
+            ("judgement", self.judgement),
+            ("style", self.style),
+        ];
+        all.into_iter().filter(|(_, used)| *used != InputUse::Unused)
+    }
+
     /// The parts of an episode that a plugin with these inputs gets.
     pub fn of<'a>(&self, episode: &'a Episode) -> EpisodeRef<'a> {
         let is_read = |input: InputUse| input != InputUse::Unused;

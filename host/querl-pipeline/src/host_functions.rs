@@ -3,9 +3,10 @@
 
 use crate::retrieval::local_models;
 use querl_core::config::{Config, RetrievalConfig};
+use querl_core::fsx::digest_hex;
 use querl_core::ports::{HostFunctions, Judge, JudgeRequest, StyleModel};
 use querl_core::records::{
-    CallFailure, Context, Episode, FailureKind, HostCall, HostCallError, HostRequest, HostResponse,
+    CallFailure, Context, Episode, FailureKind, HostCall, HostCallError, HostRequest, HostResponse, Message,
 };
 use querl_data::{ServiceContext, TextEncoder, WordSegmenter, open_judge};
 use querl_model::TextTokenizer;
@@ -25,7 +26,7 @@ pub struct RunHostFunctions {
     segmenter: Opened<WordSegmenter>,
     judge: Opened<Option<Arc<dyn Judge>>>,
     encoder: Opened<Option<TextEncoder>>,
-    /// Vectors of the texts that were embedded before.
+    /// Vectors of the texts that were embedded before, by the digest of the text.
     vectors: Mutex<HashMap<String, Vec<f32>>>,
     items: Mutex<HashMap<String, Item>>,
 }
@@ -36,6 +37,12 @@ type Opened<T> = OnceLock<Result<T, CallFailure>>;
 /// Maximum number of vectors that are kept; more are computed again.
 const MAX_VECTORS: usize = 100_000;
 
+/// Maximum size of the texts of one call in bytes.
+const MAX_REQUEST_BYTES: usize = 1 << 20;
+
+/// Maximum size of the texts and results of all calls for one item in bytes: they are kept with the episode.
+const MAX_ITEM_BYTES: usize = 4 << 20;
+
 /// An item that is being scored, with what the rubric in place of a judge reads.
 #[derive(Default)]
 struct Item {
@@ -43,6 +50,8 @@ struct Item {
     context: Context,
     rewrite: String,
     calls: Vec<HostCall>,
+    /// Of all calls, texts and results.
+    n_bytes: usize,
 }
 
 impl RunHostFunctions {
@@ -62,7 +71,7 @@ impl RunHostFunctions {
             query: episode.query.clone(),
             context: episode.context.clone(),
             rewrite: episode.policy.rewrite.clone(),
-            calls: Vec::new(),
+            ..Item::default()
         };
         let mut items = self.items();
         for episode in episodes {
@@ -154,13 +163,14 @@ impl RunHostFunctions {
         let encoder = opened(&self.encoder, open)?.as_ref().ok_or(HostCallError::NotConfigured)?;
         let known = || self.vectors.lock().unwrap_or_else(PoisonError::into_inner);
         let vector = |text: &String| -> Result<Vec<f32>, HostCallError> {
-            if let Some(vector) = known().get(text) {
+            let key = digest_hex(text.as_bytes());
+            if let Some(vector) = known().get(&key) {
                 return Ok(vector.clone());
             }
             let vector = runtime.block_on(encoder.embed(text)).map_err(HostCallError::Failed)?;
             let mut known = known();
             if known.len() < MAX_VECTORS {
-                known.insert(text.clone(), vector.clone());
+                known.insert(key, vector.clone());
             }
             Ok(vector)
         };
@@ -185,6 +195,30 @@ fn failed(error: &dyn std::fmt::Display) -> HostCallError {
     HostCallError::Failed(failure(error))
 }
 
+fn too_large(message: String) -> HostCallError {
+    HostCallError::Failed(CallFailure { kind: FailureKind::Rejected, message })
+}
+
+fn request_bytes(request: &HostRequest) -> usize {
+    let of_messages = |messages: &[Message]| messages.iter().map(|message| message.content.len()).sum();
+    match request {
+        HostRequest::CountTokens(text) | HostRequest::SplitTokens(text) | HostRequest::SegmentWords(text) => text.len(),
+        HostRequest::Embed(texts) => texts.iter().map(String::len).sum(),
+        HostRequest::AskJudge(messages) | HostRequest::ClassifyStyle(messages) => of_messages(messages),
+    }
+}
+
+/// As they are in memory.
+fn response_bytes(response: &HostResponse) -> usize {
+    match response {
+        HostResponse::Count(_) => size_of::<u32>(),
+        HostResponse::Texts(texts) => texts.iter().map(|text| size_of::<String>() + text.len()).sum(),
+        HostResponse::Vectors(vectors) => vectors.iter().map(|vector| size_of_val(vector.as_slice())).sum(),
+        HostResponse::Text(text) => text.len(),
+        HostResponse::Style(classes) => classes.iter().map(|class| size_of_val(class) + class.label.len()).sum(),
+    }
+}
+
 impl HostFunctions for RunHostFunctions {
     /// A call that was recorded for the item has its recorded result, so that scoring again, to find a faulty episode, gives the same.
     fn call(&self, plugin: &str, item_id: &str, request: &HostRequest) -> CallResult {
@@ -193,8 +227,16 @@ impl HostFunctions for RunHostFunctions {
         if let Some(known) = known {
             return known.response;
         }
+        let n_bytes = request_bytes(request);
+        if n_bytes > MAX_REQUEST_BYTES {
+            return Err(too_large(format!("the texts of the call have {n_bytes} bytes; at most {MAX_REQUEST_BYTES}")));
+        }
         let response = self.answer(item_id, request);
         if let Some(item) = self.items().get_mut(item_id) {
+            item.n_bytes += n_bytes + response.as_ref().map_or(0, response_bytes);
+            if item.n_bytes > MAX_ITEM_BYTES {
+                return Err(too_large(format!("the calls for one item have more than {MAX_ITEM_BYTES} bytes")));
+            }
             let (plugin, request) = (plugin.to_owned(), request.clone());
             item.calls.push(HostCall { plugin, request, response: response.clone() });
         }
@@ -243,7 +285,7 @@ impl HostFunctions for RecordedCalls {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use querl_core::records::{Candidate, Message};
+    use querl_core::records::Candidate;
     use std::path::Path;
 
     fn config() -> Config {
@@ -309,6 +351,20 @@ mod tests {
             let Err(HostCallError::Failed(failure)) = recorded.call("p", item, request) else { panic!() };
             assert_eq!(failure.kind, FailureKind::NotRecorded);
         }
+    }
+
+    #[test]
+    fn texts_and_results_that_are_kept_are_bounded() {
+        let functions = RunHostFunctions::new(&config(), None);
+        functions.begin(&[episode()]);
+        let kind = |text: String| match functions.call("p", "a", &HostRequest::SegmentWords(text)) {
+            Err(HostCallError::Failed(failure)) => Some(failure.kind),
+            result => result.map(|_| None).unwrap(),
+        };
+        assert_eq!(kind("a".repeat(MAX_REQUEST_BYTES + 1)), Some(FailureKind::Rejected));
+        let n_accepted = (0..16).take_while(|n| kind(format!("{n}{}", "a".repeat(600_000))).is_none()).count();
+        assert_eq!(n_accepted, 3, "each call has its text and a word of the same size");
+        assert_eq!(functions.take_episode(&episode()).len(), 3);
     }
 
     #[test]

@@ -6,11 +6,15 @@ use crate::series::Series;
 use crate::text::{is_code, is_name, printable};
 use querl_bundle::{Manifest, SettingSpec, SettingType};
 use querl_core::ports::{EpisodeInputs, InputUse, RewardRange};
+use querl_core::text::disturbs;
 use std::collections::BTreeMap;
 use toml::Value;
 
 /// The most settings of one plugin.
 const MAX_SETTINGS: usize = 256;
+
+/// Maximum size of a choice of a setting; messages show it.
+const MAX_CHOICE_BYTES: usize = 1000;
 
 /// What a plugin says of itself. One of contract 0.1 has a name and a version only; its kinds are those that it exports.
 #[derive(Debug, Clone, PartialEq)]
@@ -249,6 +253,10 @@ fn spec(setting: RawSetting) -> Result<SettingSpec, String> {
     let choices = setting.choices.unwrap_or_default();
     if kind != SettingType::Text && !choices.is_empty() {
         return Err("has choices, which are for texts".into());
+    }
+    let is_shown = |text: &String| text.len() <= MAX_CHOICE_BYTES && !text.chars().any(disturbs);
+    if !choices.iter().all(is_shown) {
+        return Err(format!("has a choice with control characters or of more than {MAX_CHOICE_BYTES} bytes"));
     }
     let doc = printable(&setting.doc.unwrap_or_default(), 1000);
     let mut spec =

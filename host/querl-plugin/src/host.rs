@@ -368,7 +368,7 @@ impl PluginHost {
         let of_manifest_0_1 = plugin.manifest().map(|manifest| &manifest.settings);
         let declared = of_manifest.or(linked.description.settings.as_ref()).or(of_manifest_0_1);
         let checked = declared.map_or(Ok(()), |declared| check_settings(declared, values));
-        checked.map_err(|problem| refused(&problem.key, problem.message))?;
+        checked.map_err(|problem| refused(&problem.key, printable(&problem.message, 500)))?;
         let caller = Caller {
             name: linked.description.name.as_str().into(),
             version: linked.description.version.as_str().into(),

@@ -71,6 +71,16 @@ fn packing_twice_gives_the_same_bytes_and_a_signature_says_who_made_them() {
     let exports = found["exports"].as_array().unwrap();
     assert!(exports.contains(&"querl:plugin/rewards@0.2.0".into()), "{exports:?}");
 
+    // A bare component describes itself.
+    let bare = component(&project, "reward-competition").display().to_string();
+    let bare = project.json(&["plugin", "inspect", &bare]);
+    for fact in ["contract", "range", "inputs", "host_functions"] {
+        assert_eq!(bare[fact], found[fact], "{fact}");
+    }
+    assert_eq!(bare["settings"]["top1_share"]["default"], 0.6);
+    let inputs = serde_json::json!({ "baseline": true, "retrieval": true, "judgement": false });
+    assert_eq!(bare["inputs"], inputs);
+
     let mut bytes = read(BUNDLE);
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;

@@ -139,7 +139,7 @@ class Candidate(Record):
     """The parsed rewrite, never blank; ``None`` where the response contains no rewrite."""
     retrieval: list[Hit] | CallFailure | None = None
     """Hits, best first, perhaps none, or why there is no result. ``None`` where the rewrite was not looked up: the plugin does not
-    declare ``retrieval``, or there is no rewrite."""
+    declare ``retrieval``, or the run has none. Without a rewrite there are no hits."""
     judgement: JudgeScore | CallFailure | None = None
     """The judge's score, or why there is none. ``None`` where the rewrite was not judged: the plugin does not declare ``judgement``,
     or it was not sampled."""
@@ -160,7 +160,7 @@ class Candidate(Record):
         if isinstance(self.retrieval, CallFailure):
             raise Rejection(f"{side}_retrieval_failed", self.retrieval.message)
         if self.retrieval is None:
-            detail = "the rewrite was not looked up: it is missing, or the plugin does not declare `retrieval`"
+            detail = "the rewrite was not looked up: the run has no retrieval, or the plugin does not declare `retrieval`"
             raise Rejection(f"{side}_retrieval_missing", detail)
         return self.retrieval
 

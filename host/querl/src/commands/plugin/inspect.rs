@@ -2,13 +2,15 @@
 
 use crate::args::Format;
 use clap::Args;
-use querl_bundle::{Bundle, Manifest, RequestedLimits};
+use querl_bundle::{Bundle, Manifest, RequestedLimits, SettingSpec};
 use querl_core::config::PluginLimits;
+use querl_core::ports::{InputUse, RewardRange};
 use querl_core::text::printable;
 use querl_pipeline::failure::{self, Stop};
 use querl_pipeline::plugins::open_host;
 use querl_plugin::{Plugin, PluginError, SourceFolders};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, Args)]
@@ -48,6 +50,13 @@ impl Inspected {
         };
         Ok(Self { bundle, manifest, plugin })
     }
+
+    /// Of plugin.toml, with its texts, or else of the component itself.
+    fn settings(&self) -> Option<&BTreeMap<String, SettingSpec>> {
+        let of_manifest = self.manifest.as_ref().map(|manifest| &manifest.settings);
+        let of_component = self.plugin.as_ref().ok().and_then(|plugin| plugin.description().settings.as_ref());
+        of_manifest.filter(|settings| !settings.is_empty()).or(of_component)
+    }
 }
 
 fn is_bundle(path: &Path) -> bool {
@@ -70,6 +79,7 @@ fn requested_limits(limits: &RequestedLimits) -> Vec<(&'static str, u64)> {
         ("memory_bytes", limits.memory_bytes.map(|bytes| bytes as u64)),
         ("output_bytes", limits.output_bytes.map(|bytes| bytes as u64)),
         ("log_bytes", limits.log_bytes.map(|bytes| bytes as u64)),
+        ("host_calls_per_item", limits.host_calls_per_item),
     ];
     keys.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
 }
@@ -85,7 +95,7 @@ fn to_text(found: &Inspected) -> String {
         Err(reason) => lines.push(fact("refused", &format!("this host does not run it: {reason}"))),
     }
     lines.extend(found.bundle.iter().flat_map(provenance));
-    lines.extend(found.manifest.iter().flat_map(setting_lines));
+    lines.extend(found.settings().map(setting_lines).unwrap_or_default());
     lines.extend(found.manifest.iter().flat_map(limit_lines));
     if let Ok(plugin) = &found.plugin {
         lines.extend(listed("imports", plugin.imports()));
@@ -126,6 +136,23 @@ fn component_lines(plugin: &Plugin, is_described: bool) -> Vec<String> {
     if !is_described {
         lines.push(fact("plugin", &format!("{} {}", plugin.id(), plugin.version())));
         lines.push(fact("kinds", &kinds.join(", ")));
+        lines.push(fact("contract", &plugin.description().contract));
+        let range = plugin.description().range;
+        lines.extend(
+            range.map(|RewardRange { min, max }| fact("range", &format!("{min} to {max}, under the default settings"))),
+        );
+    }
+    let inputs = plugin.description().inputs.used().map(|(name, used)| match used {
+        InputUse::Required => name.to_owned(),
+        _ => format!("{name} (optional)"),
+    });
+    let inputs: Vec<_> = inputs.collect();
+    if !inputs.is_empty() {
+        lines.push(fact("reads", &inputs.join(", ")));
+    }
+    let functions: Vec<_> = plugin.host_functions().iter().map(|interface| interface.name()).collect();
+    if !functions.is_empty() {
+        lines.push(fact("calls", &functions.join(", ")));
     }
     lines.push(fact("component", &format!("{} ({} bytes)", plugin.digest(), plugin.n_bytes())));
     lines
@@ -142,9 +169,9 @@ fn provenance(bundle: &Bundle) -> Vec<String> {
     lines
 }
 
-fn setting_lines(manifest: &Manifest) -> Vec<String> {
+fn setting_lines(settings: &BTreeMap<String, SettingSpec>) -> Vec<String> {
     let mut items = Vec::new();
-    for (key, spec) in &manifest.settings {
+    for (key, spec) in settings {
         let default = spec.default.as_ref().map_or("unset".to_owned(), |value| format!("default {value}"));
         items.push(format!("{key}: {}, {default}", spec.expected()));
         items.extend(spec.doc.lines().map(|line| format!("  {line}")));
@@ -167,6 +194,7 @@ fn to_json(found: &Inspected) -> Value {
     let manifest = found.manifest.as_ref();
     let plugin = found.plugin.as_ref().ok();
     let about = manifest.map(|manifest| &manifest.plugin);
+    let description = plugin.map(Plugin::description);
     let text = |of_manifest: Option<String>, of_plugin: Option<&str>| of_manifest.or(of_plugin.map(str::to_owned));
     let kinds: Vec<&str> = match (about, plugin) {
         (Some(about), _) => about.kinds.iter().map(|kind| kind.name()).collect(),
@@ -178,26 +206,28 @@ fn to_json(found: &Inspected) -> Value {
     json!({
         "id": text(about.map(|about| about.id.clone()), plugin.map(Plugin::id)),
         "version": text(about.map(|about| about.version.to_string()), plugin.map(Plugin::version)),
-        "contract": about.map(|about| about.contract.to_string()),
+        "contract": text(about.map(|about| about.contract.to_string()), description.map(|description| description.contract.as_str())),
         "kinds": kinds,
         "description": about.map(|about| &about.description),
         "license": about.map(|about| &about.license),
-        "range": about.and_then(|about| about.range).map(|(min, max)| [min, max]),
+        "range": about.and_then(|about| about.range).or(description.and_then(|description| description.range).map(|range| (range.min, range.max))).map(|(min, max)| [min, max]),
         "sha256": plugin.map(Plugin::digest),
         "component_bytes": plugin.map(Plugin::n_bytes),
         "bundle": found.bundle.as_ref().map(Bundle::digest),
         "signers": signers.map(|signature| signature.key().to_string()).collect::<Vec<_>>(),
         "refused": found.plugin.as_ref().err(),
-        "settings": manifest.map(settings_json).unwrap_or_else(|| json!({})),
-        "limits": manifest.map(|manifest| requested_limits(&manifest.limits)).into_iter().flatten().collect::<std::collections::BTreeMap<_, _>>(),
+        "settings": found.settings().map(settings_json).unwrap_or_else(|| json!({})),
+        "inputs": description.into_iter().flat_map(|description| description.inputs.used()).map(|(name, used)| (name, used == InputUse::Required)).collect::<BTreeMap<_, _>>(),
+        "host_functions": plugin.into_iter().flat_map(Plugin::host_functions).map(|interface| interface.name()).collect::<Vec<_>>(),
+        "limits": manifest.map(|manifest| requested_limits(&manifest.limits)).into_iter().flatten().collect::<BTreeMap<_, _>>(),
         "imports": plugin.map(Plugin::imports).unwrap_or_default(),
         "exports": plugin.map(Plugin::exports).unwrap_or_default(),
         "files": files.map(|(name, content)| (name.to_owned(), json!(content.len()))).collect::<serde_json::Map<_, _>>(),
     })
 }
 
-fn settings_json(manifest: &Manifest) -> Value {
-    let setting = |(key, spec): (&String, &querl_bundle::SettingSpec)| {
+fn settings_json(settings: &BTreeMap<String, SettingSpec>) -> Value {
+    let setting = |(key, spec): (&String, &SettingSpec)| {
         let value = json!({
             "type": spec.kind.name(),
             "default": spec.default,
@@ -208,5 +238,5 @@ fn settings_json(manifest: &Manifest) -> Value {
         });
         (key.clone(), value)
     };
-    Value::Object(manifest.settings.iter().map(setting).collect())
+    Value::Object(settings.iter().map(setting).collect())
 }
