@@ -65,18 +65,25 @@ fn report(kind: InterruptKind) {
 /// limit of `ulimit -f` then fails with an error that names the file.
 fn install_signals() -> anyhow::Result<()> {
     #[cfg(unix)]
-    // SAFETY: asks for and sets dispositions of signals, before other threads exist; no handler runs.
-    let is_hangup_ignored = unsafe {
+    // SAFETY: asks for and sets dispositions of signals and the mask, before other threads exist; no handler runs. SIGHUP is blocked until
+    // its own handler is set: one that arrives before is then handled, or ignored, like any other.
+    let (mask, is_hangup_ignored) = unsafe {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
-        let inherited = libc::signal(libc::SIGHUP, libc::SIG_DFL);
-        inherited == libc::SIG_IGN
+        let (mut hangup, mut mask) = (std::mem::zeroed(), std::mem::zeroed());
+        libc::sigemptyset(&mut hangup);
+        libc::sigaddset(&mut hangup, libc::SIGHUP);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &hangup, &mut mask);
+        (mask, libc::signal(libc::SIGHUP, libc::SIG_DFL) == libc::SIG_IGN)
     };
     interrupt::install(report)?;
     #[cfg(unix)]
     {
         let handler = if is_hangup_ignored { libc::SIG_IGN } else { hang_up as *const () as libc::sighandler_t };
         // SAFETY: as above; the handler of interrupts is installed, and no longer for SIGHUP.
-        unsafe { libc::signal(libc::SIGHUP, handler) };
+        unsafe {
+            libc::signal(libc::SIGHUP, handler);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &mask, std::ptr::null_mut());
+        }
     }
     Ok(())
 }

@@ -536,6 +536,11 @@ fn nohup_and_a_limit_of_file_sizes_are_respected() {
         "trap '' HUP; {run} & for i in 1 2 3 4 5 6; do kill -HUP $! 2> /dev/null; sleep 0.05; done; wait $!"
     ));
     assert_eq!(survived.code, Some(0), "{survived:#?}");
+    // From the first moment on.
+    let burst = shell(format!(
+        "trap '' HUP; for i in $(seq 50); do {binary} config schema > schema & while kill -HUP $!; do :; done 2> /dev/null; wait $! || exit; done"
+    ));
+    assert_eq!(burst.code, Some(0), "{burst:#?}");
     let limited = shell(format!("ulimit -f 8; {run} --from rewrite"));
     assert_eq!(limited.code, Some(1), "{limited:#?}");
     assert!(limited.stderr.contains("File too large") && limited.stderr.contains("cannot be written"), "{limited:#?}");
