@@ -298,19 +298,26 @@ impl Estimator<'_> {
             let scores_teacher = self.config.judge.form == JudgeForm::Score && is_read(self.reads.baseline);
             let of_teacher = if scores_teacher { answers.n_queries } else { 0.0 };
             let calls = |n: f64| (answers.judged * (n + of_teacher)).ceil();
-            let calls = Range { low: calls(answers.n.low), high: calls(answers.n.high) };
-            let n_tokens = self.tokens_of_a_judgement()?.map(|n_tokens| calls.high * n_tokens);
-            let endpoint = self.config.judge.endpoint();
-            steps.push(chat_step(stage, "judge", &endpoint, calls, n_tokens, CHAT_S, None));
+            steps.push(self.judge_step(stage, "judge", answers.n, calls)?);
         }
         if self.config.judge.kind == JudgeKind::Openai && self.n_rewards_ask_judge > 0.0 {
             let calls = |n: f64| self.n_rewards_ask_judge * n.ceil();
-            let calls = Range { low: calls(answers.n.low), high: calls(answers.n.high) };
-            let n_tokens = self.tokens_of_a_judgement()?.map(|n_tokens| calls.high * n_tokens);
-            let endpoint = self.config.judge.endpoint();
-            steps.push(chat_step(stage, "judge of plugins", &endpoint, calls, n_tokens, CHAT_S, None));
+            steps.push(self.judge_step(stage, "judge of plugins", answers.n, calls)?);
         }
         Ok(steps)
+    }
+
+    /// `calls` of the judge for a number of answers, which is in the range `n`.
+    fn judge_step(
+        &self,
+        stage: StageName,
+        section: &str,
+        n: Range,
+        calls: impl Fn(f64) -> f64,
+    ) -> anyhow::Result<Step> {
+        let calls = Range { low: calls(n.low), high: calls(n.high) };
+        let n_tokens = self.tokens_of_a_judgement()?.map(|n_tokens| calls.high * n_tokens);
+        Ok(chat_step(stage, section, &self.config.judge.endpoint(), calls, n_tokens, CHAT_S, None))
     }
 
     /// Prompt tokens of a judge call, with the query in place of the rewrite; `None` without the prompts.

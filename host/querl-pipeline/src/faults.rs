@@ -10,7 +10,7 @@ use querl_core::ports::{
     EpisodeInputs, Filter, InputUse, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts, RewardModel,
     RewardRange,
 };
-use querl_core::records::{Context, Episode, EpisodeRecord, HostCall, Message, Rejection, Reward, Sample, Verdict};
+use querl_core::records::{Context, Episode, EpisodeRecord, Message, Rejection, Reward, Sample, Verdict};
 use querl_plugin::PluginSettings;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -56,7 +56,7 @@ pub struct FaultHeader {
 #[allow(missing_docs)]
 pub enum FaultedCall {
     Episodes(Vec<Episode>, RecordedCalls),
-    Samples(Vec<Sample>, RecordedCalls),
+    Samples(Vec<Sample>),
     Prompt(PromptCall),
 }
 
@@ -117,11 +117,7 @@ impl FaultFile {
         for (number, line) in lines {
             let not_json = |error: serde_json::Error| refused(number, &format!("not a line of a fault: {error}"));
             match header.role.as_str() {
-                "filter" => {
-                    let FaultedSample { sample, calls } = serde_json::from_str(line).map_err(not_json)?;
-                    recorded.add(&sample.id, calls);
-                    samples.push(sample);
-                }
+                "filter" => samples.push(serde_json::from_str(line).map_err(not_json)?),
                 "prompt" => prompt = Some(serde_json::from_str(line).map_err(not_json)?),
                 _ => {
                     let episode =
@@ -134,23 +130,13 @@ impl FaultFile {
             }
         }
         let call = match (header.role.as_str(), prompt) {
-            ("filter", _) => FaultedCall::Samples(samples, recorded),
+            ("filter", _) => FaultedCall::Samples(samples),
             ("prompt", Some(call)) => FaultedCall::Prompt(call),
             ("prompt", None) => return Err(refused(2, "the call is missing; the file was cut")),
             _ => FaultedCall::Episodes(given, recorded),
         };
         Ok(Some(Self { header, call }))
     }
-}
-
-/// A line of a filter's fault.
-#[derive(Debug, Serialize, Deserialize)]
-struct FaultedSample {
-    #[serde(flatten)]
-    sample: Sample,
-    /// Calls into host functions until the fault.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    calls: Vec<HostCall>,
 }
 
 /// Writes the faults of one plugin of a run.
@@ -226,12 +212,8 @@ impl RewardModel for Logged<Arc<dyn RewardModel>> {
 
 impl Filter for Logged<Arc<dyn Filter>> {
     fn check_batch(&self, samples: &[Sample]) -> Result<Vec<Verdict>, PluginFault> {
-        let host_functions = &self.log.host_functions;
-        host_functions.begin_items(samples.iter().map(|sample| &sample.id));
-        let checked = self.plugin.check_batch(samples);
-        let calls: Vec<Vec<HostCall>> = samples.iter().map(|sample| host_functions.take(&sample.id)).collect();
-        let line = |(sample, calls): (&Sample, Vec<HostCall>)| json!(FaultedSample { sample: sample.clone(), calls });
-        checked.map_err(|fault| self.log.keep(fault, || samples.iter().zip(calls).map(line).collect()))
+        let lines = || samples.iter().map(|sample| json!(sample)).collect();
+        self.plugin.check_batch(samples).map_err(|fault| self.log.keep(fault, lines))
     }
 
     fn reads_columns(&self) -> InputUse {

@@ -80,11 +80,6 @@ impl RunHostFunctions {
         }
     }
 
-    /// Records the calls for items that are no episodes.
-    pub(crate) fn begin_items<'a>(&self, ids: impl Iterator<Item = &'a String>) {
-        self.items().extend(ids.map(|id| (id.clone(), Item::default())));
-    }
-
     /// The calls that were recorded for an episode and its group so far.
     pub(crate) fn recorded(&self, episode: &Episode) -> Vec<HostCall> {
         let items = self.items();
@@ -102,8 +97,7 @@ impl RunHostFunctions {
         calls
     }
 
-    /// Ends the recording of an item.
-    pub(crate) fn take(&self, item_id: &str) -> Vec<HostCall> {
+    fn take(&self, item_id: &str) -> Vec<HostCall> {
         self.items().remove(item_id).map_or_else(Vec::new, |item| item.calls)
     }
 

@@ -69,7 +69,7 @@ pub(crate) fn spawn(command: &mut Command) -> io::Result<(Child, Registered)> {
     Ok((child, Registered { group }))
 }
 
-/// Kills every build, compilation and other child that runs now, with all of its processes. Who waits for one gets its failure.
+/// Kills every build, compilation and other child that runs now, with all of its processes. A thread that waits for one gets its error.
 pub fn kill_children() {
     running().groups.iter().copied().for_each(kill_group);
 }

@@ -1,5 +1,5 @@
 //! What the host calls in a component of any version of the contract. Types and conversions of each version are in a folder of its name
-//! (`v0_1`, `v0_2`); what is the same text in both is in [`conversions`] and [`calls`].
+//! (`v0_1`, `v0_2`); what is the same text in both is in [`exports`], [`conversions`] and [`calls`].
 
 use crate::description::RawDescription;
 use crate::guest::{Guest, HostRefusal};
@@ -177,9 +177,44 @@ macro_rules! scores {
 }
 pub(crate) use scores;
 
+/// The struct `Exports` of a version: `info`, and each interface that a component may export, with its name.
+macro_rules! exports {
+    ($($interface:ident = $name:literal),+ $(,)?) => {
+        /// The exports of a component, looked up once.
+        pub(crate) struct Exports {
+            info: info::GuestIndices,
+            $($interface: Option<$interface::GuestIndices>,)+
+        }
+
+        impl Exports {
+            /// Looks up the interfaces for which `has` is true, and `info`.
+            pub(crate) fn new(pre: &InstancePre<Guest>, has: impl Fn(&str) -> bool) -> Result<Self> {
+                Ok(Self {
+                    info: info::GuestIndices::new(pre)?,
+                    $($interface: has($name).then(|| $interface::GuestIndices::new(pre)).transpose()?,)+
+                })
+            }
+
+            fn check_interfaces(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<()> {
+                check_interface("info", Some(self.info.load(&mut *store, instance)))?;
+                $(
+                    let loaded = self.$interface.as_ref().map(|indices| indices.load(&mut *store, instance));
+                    check_interface($name, loaded)?;
+                )+
+                Ok(())
+            }
+        }
+    };
+}
+pub(crate) use exports;
+
 /// Methods of [`Contract`] whose text is the same in all versions.
 macro_rules! calls {
     () => {
+        fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<()> {
+            self.check_interfaces(store, instance)
+        }
+
         fn check_settings(
             &self,
             store: &mut Store<Guest>,

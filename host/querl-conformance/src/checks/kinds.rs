@@ -7,15 +7,19 @@ use crate::corpus::{dialogues, episodes, samples};
 use crate::section::{CheckResult, Section, Violation, report_not_configured};
 use crate::shown;
 use crate::subject::{BatchPort, FailingModel, Subject};
-use querl_core::ports::{PluginFault, PromptTask, Prompts, RewardRange, StyleModel};
+use querl_core::ports::{PluginFault, PromptTask, Prompts, RewardModel, RewardRange, StyleModel};
 use querl_core::records::Episode;
 use querl_plugin::{PluginKind, RewardForm};
 use std::sync::Arc;
 
-pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
+/// The reward under the settings of the suite, with the check of its range.
+fn configured(subject: &Subject<'_>, section: &mut Section) -> Option<Box<dyn RewardModel>> {
     let port = match subject.reward(subject.settings()) {
         Ok(port) => port,
-        Err(error) => return report_not_configured(section, &error),
+        Err(error) => {
+            report_not_configured(section, &error);
+            return None;
+        }
     };
     let RewardRange { min, max } = port.range();
     section.add(
@@ -23,6 +27,11 @@ pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
         "`range` is two finite numbers, the first below the second; under default settings those of plugin.toml",
         || Ok(format!("{min} to {max}")),
     );
+    Some(port)
+}
+
+pub(super) fn check_reward(subject: &Subject<'_>, section: &mut Section) {
+    let Some(port) = configured(subject, section) else { return };
     let mixed = episodes::batch(64);
     section.add("length_and_order", "one result per episode, in the order of the episodes", || {
         batch::length_and_order(&port, &mixed)
@@ -77,16 +86,7 @@ fn check_forms(subject: &Subject<'_>, section: &mut Section, batches: &[Vec<Epis
 }
 
 pub(super) fn check_group_reward(subject: &Subject<'_>, section: &mut Section) {
-    let port = match subject.reward(subject.settings()) {
-        Ok(port) => port,
-        Err(error) => return report_not_configured(section, &error),
-    };
-    let RewardRange { min, max } = port.range();
-    section.add(
-        "range",
-        "`range` is two finite numbers, the first below the second; under default settings those of plugin.toml",
-        || Ok(format!("{min} to {max}")),
-    );
+    let Some(port) = configured(subject, section) else { return };
     let group = episodes::sample_group("batch", 8);
     section.add(
         "order",

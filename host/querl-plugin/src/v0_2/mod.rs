@@ -6,7 +6,7 @@ mod packed;
 
 pub(crate) use bindings::CallError;
 
-use crate::contract::{Contract, ItemResult, SettingError, calls, check_interface, exported, scores};
+use crate::contract::{Contract, ItemResult, SettingError, calls, check_interface, exported, exports, scores};
 use crate::description::RawDescription;
 use crate::guest::Guest;
 use crate::text::is_role;
@@ -16,51 +16,18 @@ use querl_core::records::{Dialogue, EpisodeRef, Message, Rejection, Reward, Rewa
 use wasmtime::component::{Instance, InstancePre};
 use wasmtime::{Result, Store};
 
-/// The exports of a component, looked up once.
-pub(crate) struct Exports {
-    info: info::GuestIndices,
-    prompts: Option<prompts::GuestIndices>,
-    filters: Option<filters::GuestIndices>,
-    rewards: Option<rewards::GuestIndices>,
-    group_rewards: Option<group_rewards::GuestIndices>,
-    packed_rewards: Option<packed_rewards::GuestIndices>,
-    json_rewards: Option<json_rewards::GuestIndices>,
-    style_scores: Option<style_scores::GuestIndices>,
-}
-
-impl Exports {
-    /// Looks up the interfaces for which `has` is true, and `info`.
-    pub(crate) fn new(pre: &InstancePre<Guest>, has: impl Fn(&str) -> bool) -> Result<Self> {
-        let indices = |interface| has(interface).then_some(pre);
-        Ok(Self {
-            info: info::GuestIndices::new(pre)?,
-            prompts: indices("prompts").map(prompts::GuestIndices::new).transpose()?,
-            filters: indices("filters").map(filters::GuestIndices::new).transpose()?,
-            rewards: indices("rewards").map(rewards::GuestIndices::new).transpose()?,
-            group_rewards: indices("group-rewards").map(group_rewards::GuestIndices::new).transpose()?,
-            packed_rewards: indices("packed-rewards").map(packed_rewards::GuestIndices::new).transpose()?,
-            json_rewards: indices("json-rewards").map(json_rewards::GuestIndices::new).transpose()?,
-            style_scores: indices("style-scores").map(style_scores::GuestIndices::new).transpose()?,
-        })
-    }
+exports! {
+    prompts = "prompts",
+    filters = "filters",
+    rewards = "rewards",
+    group_rewards = "group-rewards",
+    json_rewards = "json-rewards",
+    packed_rewards = "packed-rewards",
+    style_scores = "style-scores",
 }
 
 impl Contract for Exports {
     calls!();
-
-    fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<()> {
-        let store = &mut *store;
-        check_interface("info", Some(self.info.load(&mut *store, instance)))?;
-        check_interface("prompts", self.prompts.as_ref().map(|prompts| prompts.load(&mut *store, instance)))?;
-        check_interface("filters", self.filters.as_ref().map(|filters| filters.load(&mut *store, instance)))?;
-        check_interface("rewards", self.rewards.as_ref().map(|rewards| rewards.load(&mut *store, instance)))?;
-        let group = self.group_rewards.as_ref().map(|group| group.load(&mut *store, instance));
-        check_interface("group-rewards", group)?;
-        check_interface("json-rewards", self.json_rewards.as_ref().map(|json| json.load(&mut *store, instance)))?;
-        let packed = self.packed_rewards.as_ref().map(|packed| packed.load(&mut *store, instance));
-        check_interface("packed-rewards", packed)?;
-        check_interface("style-scores", self.style_scores.as_ref().map(|scores| scores.load(&mut *store, instance)))
-    }
 
     fn describe(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<RawDescription> {
         let described = self.info.load(&mut *store, instance)?.call_describe(store)?;
