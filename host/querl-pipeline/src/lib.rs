@@ -19,6 +19,7 @@ pub mod plugins;
 pub mod report;
 pub mod retrieval;
 pub mod run;
+pub mod serving;
 pub mod stages;
 mod tensorboard;
 mod training;

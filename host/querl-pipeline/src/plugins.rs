@@ -5,17 +5,18 @@ use crate::failure::Stop;
 use crate::faults::{FaultLog, Logged};
 use crate::host_functions::RunHostFunctions;
 use crate::ledger::Inputs;
-use crate::pins::Pins;
+use crate::pins::{self, Pins};
 use crate::plugin_activity::CallMeter;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockSource};
 use querl_bundle::oci::{Credentials, PinnedReference, Transport};
 use querl_bundle::{BundleError, HostInterface, Manifest, PublicKey};
 use querl_core::config::{
-    Config, JudgeConfig, JudgeForm, JudgeKind, PluginLimits, PluginsConfig, RetrievalKind, is_registry_reference,
+    Config, JudgeConfig, JudgeForm, JudgeKind, PluginConfig, PluginLimits, PluginsConfig, RetrievalKind, is_registry_reference,
 };
 use querl_core::fsx::user_cache_folder;
 use querl_core::ports::{EpisodeInputs, Filter, HostFunctions, InputUse, Prompts, RewardModel};
+use querl_core::run_dir::RunDir;
 use querl_data::rubric_answer;
 use querl_plugin::{
     CacheAccess, Compiler, HostOptions, Plugin, PluginFile, PluginHost, PluginKind, PluginPort, PluginSettings, Source,
@@ -201,6 +202,32 @@ impl Plugins {
             inputs.text(&name, format!("{} {} weight {weight}", used.entry.sha256, used.settings));
         }
     }
+}
+
+/// The prompt plugin of a finished run, and its digest. It must be the one that the run recorded; a source folder is not built.
+///
+/// # Errors
+/// It cannot be loaded or configured, is another one, or a setting holds a secret.
+pub(crate) fn open_pinned_prompts(config: &Config, dir: &RunDir) -> anyhow::Result<(Arc<dyn Prompts>, String)> {
+    check_secrets(config)?;
+    let (plugins, PluginConfig { path, settings, .. }) = (&config.plugins, &config.plugins.prompt);
+    let host = open_host(&plugins.limits, &plugins.trusted_keys, SourceFolders::Refuse)?;
+    let file = read(path, &host)?;
+    let lock = pins::read(&dir.lock())?;
+    let pinned = lock.iter().flat_map(|lock| &lock.entries).find(|entry| entry.role == "prompt");
+    if let (Some(pinned), Some(digest)) = (pinned, file.digest())
+        && pinned.sha256 != digest
+    {
+        let (path, lock) = (path.display(), dir.lock());
+        let message = format!(
+            "{path}: not the prompt plugin that the run was made with ({}); bring that one back, or make the run again",
+            lock.display()
+        );
+        return Err(Stop::usage(message).into());
+    }
+    let plugin = host.load_file(file)?;
+    let prompts = Arc::from(host.open(&plugin, settings, PluginPort::prompts())?);
+    Ok((prompts, plugin.digest().to_owned()))
 }
 
 /// Refuses a prompt plugin that cannot read the answers of the rubric, whose form is known. Those of a model follow the plugin's own

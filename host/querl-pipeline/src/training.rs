@@ -55,13 +55,13 @@ impl Base {
     ///
     /// # Errors
     /// The adapter is missing: without it the base alone would be taken for the trained model.
-    pub(crate) fn of(run: &Run, stage: StageName) -> Result<Self, Stop> {
-        let (sft, is_full) = (best(&run.dir.sft()), run.config.sft.method == TuningMethod::Full);
-        let model = if is_full { sft } else { run.config.model.path.clone() };
+    pub(crate) fn of(config: &Config, dir: &RunDir, stage: StageName) -> Result<Self, Stop> {
+        let (sft, is_full) = (best(&dir.sft()), config.sft.method == TuningMethod::Full);
+        let model = if is_full { sft } else { config.model.path.clone() };
         if is_full && stage == StageName::Sft {
             return Ok(Self { model, adapter: None });
         }
-        let adapter = best(&folder(&run.dir, stage));
+        let adapter = best(&folder(dir, stage));
         let config = adapter.join("adapter_config.json");
         if !config.is_file() {
             let remedy = format!("put the file back, or run `querl {stage} CONFIG --from {stage}` to make it again");
@@ -105,7 +105,7 @@ pub(crate) trait Generator: Sync {
 
 /// The model of a training stage. It is loaded once for all rows.
 pub(crate) fn generator(run: &Run, stage: StageName) -> Result<Box<dyn Generator + '_>, Stop> {
-    Ok(Box::new(TrainedModel { run, base: Base::of(run, stage)?, name: stage.as_str() }))
+    Ok(Box::new(TrainedModel { run, base: Base::of(&run.config, &run.dir, stage)?, name: stage.as_str() }))
 }
 
 /// Shows lines; the caller shows progress.

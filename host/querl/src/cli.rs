@@ -59,7 +59,7 @@ pub enum Command {
     /// Create, test, pack and inspect plugins
     #[command(subcommand)]
     Plugin(plugin::PluginCommand),
-    /// Serve a style model or knowledge bases over HTTP
+    /// Serve rewriters, a style model or knowledge bases over HTTP
     Serve(Box<serve::ServeArgs>),
     /// Check a retrieval service, or serve retrieval
     #[command(subcommand)]

@@ -144,7 +144,8 @@ fn step(
             candidates.response.clone_from(&hypothesis.token_ids);
             candidates.n_requested = n_candidates;
             let consumers = vec![LogitsConsumer::BeamCandidates(candidates)];
-            ScheduledSequence { cache, tokens, hidden, keeps_hidden: false, consumers }
+            let adapter = core.adapter.clone();
+            ScheduledSequence { adapter, sampling: None, cache, tokens, hidden, keeps_hidden: false, consumers }
         })
         .collect();
     core.policy.forward(&mut sequences, processor)

@@ -1,5 +1,8 @@
-//! Inference on the CPU: weights of a policy, and the backend that runs transformer layers with them. No graph, no gradients;
-//! LoRA A of all linear layers with the same input is one product; buffers are reused.
+//! Inference on the CPU: weights of the base and of adapters, and the backend that runs transformer layers with them. No graph, no
+//! gradients. Rows of one pass may have different adapters: the base's products are formed for all of them together (multi-LoRA). LoRA A of
+//! all linear layers with the same input is one product; buffers are reused.
+//!
+//! Source of multi-LoRA: Chen et al. 2023, "Punica"; Sheng et al. 2023, "S-LoRA".
 
 use crate::decoder::{AdaptedLayer, AdaptedLinear};
 use crate::kernels::simd::{exp_or_zero, vectorised};
@@ -12,25 +15,68 @@ use rayon::prelude::*;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// A policy ready for decoding. Later training does not change it.
-pub(super) struct PolicyWeights {
+/// A base model ready for decoding. Later training does not change it.
+pub(super) struct BaseWeights {
     pub(super) config: DecoderConfig,
     pub(super) context: LayerContext,
     pub(super) layers: Vec<TransformerLayer<CpuInference>>,
     pub(super) final_norm: Vec<f32>,
-    pub(super) head: FrozenWeight,
+    head: FrozenWeight,
     embedding: FrozenWeight,
     /// Free buffers for logits: fresh pages for each decode step cost more than the softmax.
     logits: Mutex<Vec<Vec<f32>>>,
 }
 
-impl PolicyWeights {
-    pub(super) fn new(decoder: &Decoder, adapter: Option<&LoraAdapter>) -> Result<Self> {
-        let layers = decoder.adapted_layers(adapter).map(|layer| inference_layer(layer?)).collect::<Result<_>>()?;
-        let embedding = frozen(&decoder.adapted_embedding(adapter)?)?;
-        let is_tied = decoder.config().tie_word_embeddings;
-        let head = match decoder.adapted_head(adapter)? {
-            Weight::Trained(_) if is_tied && adapter.is_none() => embedding.clone(),
+/// What an adapter changes of a base model, ready for decoding. Later training does not change it.
+pub struct AdapterWeights {
+    /// By [`LinearGroup::index`].
+    groups: Vec<Option<GroupAdapter>>,
+    head: Option<FrozenWeight>,
+    embedding: Option<FrozenWeight>,
+}
+
+/// An adapter, or the base model alone.
+pub(super) type Adapter = Option<Arc<AdapterWeights>>;
+
+/// Whether both are the same adapter, not equal ones.
+pub(super) fn is_same(a: &Adapter, b: &Adapter) -> bool {
+    a.as_ref().map(Arc::as_ptr) == b.as_ref().map(Arc::as_ptr)
+}
+
+/// Neighbouring rows of one adapter.
+#[derive(Clone)]
+pub(super) struct Segment {
+    pub(super) adapter: Adapter,
+    pub(super) n_rows: usize,
+}
+
+impl Segment {
+    /// Appends rows to segments.
+    pub(super) fn extend(segments: &mut Vec<Self>, adapter: &Adapter, n_rows: usize) {
+        match segments.last_mut().filter(|last| is_same(&last.adapter, adapter)) {
+            Some(last) => last.n_rows += n_rows,
+            None => segments.push(Self { adapter: adapter.clone(), n_rows }),
+        }
+    }
+
+    /// The adapter's own head.
+    fn head(&self) -> Option<&FrozenWeight> {
+        self.adapter.as_ref()?.head.as_ref()
+    }
+
+    /// What the adapter changes of a group of linear layers.
+    fn group(&self, index: usize) -> Option<&GroupAdapter> {
+        self.adapter.as_ref()?.groups[index].as_ref()
+    }
+}
+
+impl BaseWeights {
+    pub(super) fn new(decoder: &Decoder) -> Result<Self> {
+        let layers = decoder.adapted_layers(None).enumerate();
+        let layers = layers.map(|(index, layer)| inference_layer(index, &layer?)).collect::<Result<_>>()?;
+        let embedding = frozen(&decoder.adapted_embedding(None)?)?;
+        let head = match decoder.adapted_head(None)? {
+            Weight::Trained(_) if decoder.config().tie_word_embeddings => embedding.clone(),
             head => frozen(&head)?,
         };
         Ok(Self {
@@ -61,44 +107,99 @@ impl PolicyWeights {
         lock(&self.logits).push(logits);
     }
 
-    pub(super) fn embed(&self, ids: &[u32]) -> std::result::Result<Vec<f32>, ModelError> {
-        Ok(floats(&self.embedding.rows(ids)?)?)
+    pub(super) fn embed(&self, ids: &[u32], segments: &[Segment]) -> Result<Vec<f32>> {
+        let (mut embedded, mut rest) = (Vec::with_capacity(ids.len() * self.config.hidden_size), ids);
+        for Segment { adapter, n_rows } in segments {
+            let (ids, others) = rest.split_at(*n_rows);
+            rest = others;
+            let embedding = adapter.as_ref().and_then(|adapter| adapter.embedding.as_ref()).unwrap_or(&self.embedding);
+            with_floats(&embedding.rows(ids)?, |rows| {
+                embedded.extend_from_slice(rows);
+                Ok(())
+            })?;
+        }
+        Ok(embedded)
+    }
+
+    /// Logits `(N, V)` of N rows of hidden states.
+    pub(super) fn logits(&self, hidden: &[f32], segments: &[Segment], logits: &mut [f32]) -> Result<()> {
+        let (mut hidden, mut logits) = (hidden, logits);
+        for run in segments.chunk_by(|a, b| a.head().is_none() && b.head().is_none()) {
+            let n_rows = run.iter().map(|segment| segment.n_rows).sum::<usize>();
+            let (own, rest) = hidden.split_at(n_rows * self.config.hidden_size);
+            hidden = rest;
+            let own_logits = logits.split_off_mut(..n_rows * self.config.vocab_size).unwrap_or_default();
+            run[0].head().unwrap_or(&self.head).forward(own, own_logits, 0.0)?;
+        }
+        Ok(())
     }
 }
 
-fn inference_layer(layer: AdaptedLayer<'_>) -> Result<TransformerLayer<CpuInference>> {
+impl AdapterWeights {
+    /// What `adapter` changes of `decoder`, both on the CPU.
+    ///
+    /// # Errors
+    /// The adapter does not fit the decoder, or holds values that are not finite.
+    pub fn new(decoder: &Decoder, adapter: &LoraAdapter) -> std::result::Result<Self, ModelError> {
+        let mut groups = Vec::new();
+        for layer in decoder.adapted_layers(Some(adapter)) {
+            let layer = layer?;
+            let linears: [&[AdaptedLinear<'_>]; N_GROUPS] = [&layer.qkv, &layer.o, &layer.gate_up, &layer.down];
+            groups.extend(linears.into_iter().map(GroupAdapter::new).collect::<Result<Vec<_>>>()?);
+        }
+        let changed = |weight: Weight| match weight {
+            Weight::Trained(_) => frozen(&weight).map(Some),
+            _ => Ok(None),
+        };
+        let head = changed(decoder.adapted_head(Some(adapter))?)?;
+        Ok(Self { groups, head, embedding: changed(decoder.adapted_embedding(Some(adapter))?)? })
+    }
+}
+
+/// Groups of linear layers in a transformer layer: qkv, o, gate_up, down.
+const N_GROUPS: usize = 4;
+
+fn inference_layer(index: usize, layer: &AdaptedLayer<'_>) -> Result<TransformerLayer<CpuInference>> {
     let qk_norm = match layer.qk_norm {
         Some([q, k]) => Some([floats(q)?, floats(k)?]),
         None => None,
     };
+    let group = |number, linears| LinearGroup::new(index * N_GROUPS + number, linears);
     Ok(TransformerLayer {
         input_norm: floats(layer.input_norm)?,
-        qkv: LinearGroup::new(&layer.qkv)?,
+        qkv: group(0, &layer.qkv)?,
         qk_norm,
-        o: LinearGroup::new(&layer.o)?,
+        o: group(1, &layer.o)?,
         post_attention_norm: floats(layer.post_attention_norm)?,
-        gate_up: LinearGroup::new(&layer.gate_up)?,
-        down: LinearGroup::new(&layer.down)?,
+        gate_up: group(2, &layer.gate_up)?,
+        down: group(3, &layer.down)?,
     })
 }
 
-/// Linear layers with the same input: their matrices A are concatenated to one product.
+/// Linear layers of the base with the same input.
 pub(super) struct LinearGroup {
-    a: Option<FrozenWeight>, // (sum of ranks, in)
-    members: Vec<DecodeLinear>,
+    /// In [`AdapterWeights::groups`].
+    index: usize,
+    members: Vec<BaseLinear>,
 }
 
-struct DecodeLinear {
+struct BaseLinear {
     weight: FrozenWeight,
     bias: Option<Vec<f32>>,
-    lora_b: Option<LoraB>,
-    /// DoRA's factor on each output before the bias.
-    factor: Option<Vec<f32>>,
 }
 
-struct LoraB {
+/// What an adapter changes of a group. The matrices A of all members are concatenated to one product.
+struct GroupAdapter {
+    a: FrozenWeight, // (sum of ranks, in)
+    /// `None` where a member has no LoRA.
+    members: Vec<Option<MemberAdapter>>,
+}
+
+struct MemberAdapter {
     b: FrozenWeight, // (out, rank), times the adapter's scale
     first: usize,    // its first column in the group's product with A
+    /// DoRA's factor on each output before the bias.
+    factor: Option<Vec<f32>>,
 }
 
 /// Whether a product replaces the values of its output or is added to them.
@@ -109,93 +210,171 @@ enum Output {
 }
 
 impl LinearGroup {
-    fn new(linears: &[AdaptedLinear<'_>]) -> Result<Self> {
-        let pairs: Vec<Tensor> = linears.iter().filter_map(|linear| Some(linear.pair?.a.detach())).collect();
-        let a =
-            if pairs.is_empty() { None } else { Some(FrozenWeight::pack(&Tensor::cat(&pairs, 0)?, BaseDtype::F32)?) };
-        let mut first = 0;
-        let members = linears.iter().map(|linear| DecodeLinear::new(linear, &mut first)).collect::<Result<_>>()?;
-        Ok(Self { a, members })
+    fn new(index: usize, linears: &[AdaptedLinear<'_>]) -> Result<Self> {
+        let member = |linear: &AdaptedLinear<'_>| {
+            Ok(BaseLinear { weight: frozen(linear.weight)?, bias: linear.bias.map(floats).transpose()? })
+        };
+        Ok(Self { index, members: linears.iter().map(member).collect::<Result<_>>()? })
     }
 
     fn n_weights(&self) -> usize {
         self.members.iter().map(|member| member.weight.dims()).map(|(n_out, n_in)| n_out * n_in).sum()
     }
 
-    fn n_rows(&self, x: &[f32]) -> usize {
-        self.members.first().map_or(0, |member| x.len() / member.weight.dims().1)
+    fn n_in(&self) -> usize {
+        self.members.first().map_or(0, |member| member.weight.dims().1)
     }
 
-    /// LoRA A's output of all members, `(N, sum of ranks)`; empty without adapters.
-    fn lora_a_out(&self, x: &[f32]) -> Result<Vec<f32>> {
-        let Some(a) = &self.a else { return Ok(Vec::new()) };
-        let mut lora_a_out = vec![0f32; self.n_rows(x) * a.dims().0];
-        a.forward(x, &mut lora_a_out, 0.0)?;
-        Ok(lora_a_out)
-    }
-}
-
-impl DecodeLinear {
-    fn new(linear: &AdaptedLinear<'_>, first: &mut usize) -> Result<Self> {
-        let lora_b = match linear.pair {
-            Some(pair) => {
-                let b = FrozenWeight::pack(&(pair.b.detach() * f64::from(pair.scale))?, BaseDtype::F32)?;
-                let lora_b = LoraB { b, first: *first };
-                *first += pair.a.dim(0)?;
-                Some(lora_b)
-            }
-            None => None,
-        };
-        let bias = linear.bias.map(floats).transpose()?;
-        let factor = linear.factor.as_ref().map(floats).transpose()?;
-        Ok(Self { weight: frozen(linear.weight)?, bias, lora_b, factor })
-    }
-
-    /// Writes or adds the outputs `(N, out)` for `x` `(N, in)`.
-    fn forward(&self, x: &[f32], lora_a_out: &[f32], n_rows: usize, y: &mut [f32], output: Output) -> Result<()> {
-        let n_out = self.weight.dims().0;
-        let Some(factor) = &self.factor else {
-            let mut keep = if output == Output::Add { 1.0 } else { 0.0 };
-            if let Some(bias) = &self.bias {
-                y.chunks_exact_mut(n_out).for_each(|row| match output {
-                    Output::Add => row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias),
-                    Output::Replace => row.copy_from_slice(bias),
-                });
-                keep = 1.0;
-            }
-            self.weight.forward(x, y, keep)?;
-            return self.add_lora(lora_a_out, n_rows, y);
-        };
-        let mut changed = vec![0f32; n_rows * n_out];
-        self.weight.forward(x, &mut changed, 0.0)?;
-        self.add_lora(lora_a_out, n_rows, &mut changed)?;
-        if output == Output::Replace {
-            y.fill(0.0);
-        }
-        for (y, changed) in y.chunks_exact_mut(n_out).zip(changed.chunks_exact(n_out)) {
-            for (i, (y, changed)) in y.iter_mut().zip(changed).enumerate() {
-                *y += changed * factor[i] + self.bias.as_ref().map_or(0.0, |bias| bias[i]);
+    /// Writes or adds the outputs `(N, out)` of each member for `x` `(N, in)`. The base's products are formed for all rows together, those of
+    /// LoRA for the rows of each adapter.
+    fn forward(&self, segments: &[Segment], x: &[f32], mut outputs: Vec<&mut [f32]>, output: Output) -> Result<()> {
+        let has_factors = |segment: &Segment| segment.group(self.index).is_some_and(GroupAdapter::has_factors);
+        let mut x = x;
+        for run in segments.chunk_by(|a, b| !has_factors(a) && !has_factors(b)) {
+            let n_rows: usize = run.iter().map(|segment| segment.n_rows).sum();
+            let own = x.split_off(..n_rows * self.n_in()).unwrap_or_default();
+            let outputs = self.split_rows(&mut outputs, n_rows);
+            match run[0].group(self.index).filter(|adapter| adapter.has_factors()) {
+                Some(adapter) => self.forward_dora(adapter, own, outputs, output)?,
+                None => self.forward_lora(run, own, outputs, output)?,
             }
         }
         Ok(())
     }
 
-    fn add_lora(&self, lora_a_out: &[f32], n_rows: usize, y: &mut [f32]) -> Result<()> {
-        let Some(LoraB { b, first }) = &self.lora_b else { return Ok(()) };
-        let (rank, stride) = (b.dims().1, lora_a_out.len() / n_rows);
-        if stride == rank {
-            return b.forward(lora_a_out, y, 1.0);
+    /// The next rows of each output.
+    fn split_rows<'y>(&self, outputs: &mut [&'y mut [f32]], n_rows: usize) -> Vec<&'y mut [f32]> {
+        let n_out = self.members.iter().map(|member| member.weight.dims().0);
+        let rows = outputs.iter_mut().zip(n_out);
+        rows.map(|(y, n_out)| y.split_off_mut(..n_rows * n_out).unwrap_or_default()).collect()
+    }
+
+    fn forward_lora(
+        &self,
+        segments: &[Segment],
+        x: &[f32],
+        mut outputs: Vec<&mut [f32]>,
+        output: Output,
+    ) -> Result<()> {
+        for (member, y) in self.members.iter().zip(&mut outputs) {
+            member.forward(x, y, output)?;
         }
-        let own: Vec<f32> =
-            lora_a_out.chunks_exact(stride).flat_map(|row| &row[*first..first + rank]).copied().collect();
-        b.forward(&own, y, 1.0)
+        let (mut tasks, mut x) = (Vec::with_capacity(segments.len()), x);
+        for segment in segments {
+            let own = x.split_off(..segment.n_rows * self.n_in()).unwrap_or_default();
+            let rows = self.split_rows(&mut outputs, segment.n_rows);
+            if let Some(adapter) = segment.group(self.index) {
+                tasks.push((adapter, segment.n_rows, own, rows));
+            }
+        }
+        let add = |(adapter, n_rows, x, outputs): (&GroupAdapter, usize, &[f32], Vec<&mut [f32]>)| {
+            let lora_a_out = adapter.lora_a_out(x, n_rows)?;
+            let mut members = adapter.members.iter().zip(outputs);
+            members.try_for_each(|(member, y)| member.as_ref().map_or(Ok(()), |member| member.add(&lora_a_out, n_rows, y)))
+        };
+        match tasks.len() {
+            0 | 1 => tasks.into_iter().try_for_each(add),
+            _ => tasks.into_par_iter().try_for_each(add),
+        }
+    }
+
+    fn forward_dora(
+        &self,
+        adapter: &GroupAdapter,
+        x: &[f32],
+        outputs: Vec<&mut [f32]>,
+        output: Output,
+    ) -> Result<()> {
+        let n_rows = x.len() / self.n_in();
+        let lora_a_out = adapter.lora_a_out(x, n_rows)?;
+        for ((base, member), y) in self.members.iter().zip(&adapter.members).zip(outputs) {
+            let Some(MemberAdapter { factor: Some(factor), .. }) = member else {
+                base.forward(x, y, output)?;
+                if let Some(member) = member {
+                    member.add(&lora_a_out, n_rows, y)?;
+                }
+                continue;
+            };
+            let mut changed = vec![0f32; y.len()];
+            base.weight.forward(x, &mut changed, 0.0)?;
+            if let Some(member) = member {
+                member.add(&lora_a_out, n_rows, &mut changed)?;
+            }
+            if output == Output::Replace {
+                y.fill(0.0);
+            }
+            for (y, changed) in y.chunks_exact_mut(factor.len()).zip(changed.chunks_exact(factor.len())) {
+                for (i, (y, changed)) in y.iter_mut().zip(changed).enumerate() {
+                    *y += changed * factor[i] + base.bias.as_ref().map_or(0.0, |bias| bias[i]);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl BaseLinear {
+    /// Writes or adds the outputs `(N, out)` for `x` `(N, in)`.
+    fn forward(&self, x: &[f32], y: &mut [f32], output: Output) -> Result<()> {
+        let mut keep = if output == Output::Add { 1.0 } else { 0.0 };
+        if let Some(bias) = &self.bias {
+            y.chunks_exact_mut(bias.len()).for_each(|row| match output {
+                Output::Add => row.iter_mut().zip(bias).for_each(|(y, bias)| *y += bias),
+                Output::Replace => row.copy_from_slice(bias),
+            });
+            keep = 1.0;
+        }
+        self.weight.forward(x, y, keep)
+    }
+}
+
+impl GroupAdapter {
+    fn new(linears: &[AdaptedLinear<'_>]) -> Result<Option<Self>> {
+        let pairs: Vec<Tensor> = linears.iter().filter_map(|linear| Some(linear.pair?.a.detach())).collect();
+        if pairs.is_empty() {
+            return Ok(None);
+        }
+        let a = FrozenWeight::pack(&Tensor::cat(&pairs, 0)?, BaseDtype::F32)?;
+        let mut first = 0;
+        let member = |linear: &AdaptedLinear<'_>| {
+            let Some(pair) = linear.pair else { return Ok(None) };
+            let b = FrozenWeight::pack(&(pair.b.detach() * f64::from(pair.scale))?, BaseDtype::F32)?;
+            let member = MemberAdapter { b, first, factor: linear.factor.as_ref().map(floats).transpose()? };
+            first += pair.a.dim(0)?;
+            Ok(Some(member))
+        };
+        Ok(Some(Self { a, members: linears.iter().map(member).collect::<Result<_>>()? }))
+    }
+
+    fn has_factors(&self) -> bool {
+        self.members.iter().flatten().any(|member| member.factor.is_some())
+    }
+
+    /// LoRA A's output of all members, `(N, sum of ranks)`.
+    fn lora_a_out(&self, x: &[f32], n_rows: usize) -> Result<Vec<f32>> {
+        let mut lora_a_out = vec![0f32; n_rows * self.a.dims().0];
+        self.a.forward(x, &mut lora_a_out, 0.0)?;
+        Ok(lora_a_out)
+    }
+}
+
+impl MemberAdapter {
+    fn add(&self, lora_a_out: &[f32], n_rows: usize, y: &mut [f32]) -> Result<()> {
+        let (rank, stride) = (self.b.dims().1, lora_a_out.len() / n_rows);
+        if stride == rank {
+            return self.b.forward(lora_a_out, y, 1.0);
+        }
+        let columns = self.first..self.first + rank;
+        let own: Vec<f32> = lora_a_out.chunks_exact(stride).flat_map(|row| &row[columns.clone()]).copied().collect();
+        self.b.forward(&own, y, 1.0)
     }
 }
 
 /// Backend of inference on the CPU; one for each pass, whose layers use the same buffers in turn.
-#[derive(Default)]
 pub(super) struct CpuInference {
     free: Arc<Mutex<Vec<Vec<f32>>>>,
+    /// The adapters of all rows, and those of the query rows.
+    segments: [Vec<Segment>; 2],
 }
 
 /// A buffer that returns to its backend when it is dropped.
@@ -206,6 +385,17 @@ pub(super) struct PooledBuffer {
 }
 
 impl CpuInference {
+    /// `all`: the adapters of all rows; `queries`: those of the query rows of the last layer.
+    pub(super) fn new(all: Vec<Segment>, queries: Vec<Segment>) -> Self {
+        Self { free: Arc::default(), segments: [all, queries] }
+    }
+
+    /// The segments of `n_rows` rows. All rows and query rows are as many only where they are the same.
+    fn segments(&self, n_rows: usize) -> &[Segment] {
+        let [all, queries] = &self.segments;
+        if all.iter().map(|segment| segment.n_rows).sum::<usize>() == n_rows { all } else { queries }
+    }
+
     /// `len` values that are still to be written.
     pub(super) fn buffer(&self, len: usize) -> PooledBuffer {
         let mut values = lock(&self.free).pop().unwrap_or_default();
@@ -271,13 +461,16 @@ impl LayerBackend for CpuInference {
     }
 
     fn project<const N: usize>(&self, linears: &LinearGroup, x: &[f32]) -> Result<[ProjectionOut<Self>; N]> {
-        let (n_rows, lora_a_out) = (linears.n_rows(x), linears.lora_a_out(x)?);
-        let project = |linear: &DecodeLinear| {
-            let mut y = self.buffer(n_rows * linear.weight.dims().0);
-            linear.forward(x, &lora_a_out, n_rows, &mut y, Output::Replace)?;
-            Ok((y, ()))
-        };
-        let outputs: Vec<ProjectionOut<Self>> = linears.members.iter().map(project).collect::<Result<_>>()?;
+        let n_rows = x.len() / linears.n_in();
+        let buffer = |member: &BaseLinear| self.buffer(n_rows * member.weight.dims().0);
+        let mut outputs: Vec<PooledBuffer> = linears.members.iter().map(buffer).collect();
+        linears.forward(
+            self.segments(n_rows),
+            x,
+            outputs.iter_mut().map(|y| &mut **y).collect(),
+            Output::Replace,
+        )?;
+        let outputs: Vec<ProjectionOut<Self>> = outputs.into_iter().map(|y| (y, ())).collect();
         outputs.try_into().map_err(|_| Error::Msg(format!("expected {N} linear layers to give as many outputs")))
     }
 
@@ -326,11 +519,8 @@ impl LayerBackend for CpuInference {
     }
 
     fn add_projection(&self, linear: &LinearGroup, x: &[f32], residual: &[f32]) -> Result<(PooledBuffer, ())> {
-        let (n_rows, mut y) = (linear.n_rows(x), self.copy(residual));
-        let lora_a_out = linear.lora_a_out(x)?;
-        for linear in &linear.members {
-            linear.forward(x, &lora_a_out, n_rows, &mut y, Output::Add)?;
-        }
+        let mut y = self.copy(residual);
+        linear.forward(self.segments(x.len() / linear.n_in()), x, vec![&mut *y], Output::Add)?;
         Ok((y, ()))
     }
 

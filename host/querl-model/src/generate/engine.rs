@@ -2,7 +2,7 @@
 
 use super::beam::{self, Beams};
 use super::capacity::{CacheRoom, blocks_of_prompt};
-use super::cpu_backend::PolicyWeights;
+use super::cpu_backend::{Adapter, AdapterWeights, BaseWeights};
 use super::logits_processor::LogitsProcessor;
 use super::model_runner::{DecodePolicy, Policy};
 use super::prefix_cache::{EngineCore, PrefixCache};
@@ -67,6 +67,8 @@ pub struct Engine<'a> {
     decoder: &'a Decoder,
     settings: EngineSettings,
     pub(super) policy: Option<Policy>,
+    /// The policy's adapter on the CPU.
+    adapter: Adapter,
     version: Option<u64>,
     pool: Arc<BlockPool>,
     prefixes: PrefixCache,
@@ -83,7 +85,7 @@ impl<'a> Engine<'a> {
         }
         let pool = BlockPool::new(BlockShape::new(decoder.local_config()));
         let prefixes = PrefixCache::new(settings.max_prefix_tokens);
-        Ok(Self { decoder, settings, policy: None, version: None, pool, prefixes })
+        Ok(Self { decoder, settings, policy: None, adapter: None, version: None, pool, prefixes })
     }
 
     /// Sets the policy to the adapter's current values: later training does not change it. With the same version as before, nothing is
@@ -109,8 +111,9 @@ impl<'a> Engine<'a> {
             }
             return Ok(());
         }
-        self.policy = None; // frees the old copies before new ones are made
-        self.policy = Some(Policy::Cpu(Box::new(PolicyWeights::new(self.decoder, adapter)?)));
+        (self.policy, self.adapter) = (None, None); // frees the old copies before new ones are made
+        self.policy = Some(Policy::Cpu(Box::new(BaseWeights::new(self.decoder)?)));
+        self.adapter = adapter.map(|adapter| AdapterWeights::new(self.decoder, adapter).map(Arc::new)).transpose()?;
         Ok(())
     }
 
@@ -155,7 +158,8 @@ impl<'a> Engine<'a> {
             self.prefixes.clear();
         }
         let policy = self.policy.as_mut().expect("it was loaded above");
-        let mut core = EngineCore { policy, pool: &self.pool, prefixes: &mut self.prefixes, max_sequences, n_blocks };
+        let (adapter, pool, prefixes) = (&self.adapter, &self.pool, &mut self.prefixes);
+        let mut core = EngineCore { policy, adapter, pool, prefixes, max_sequences, n_blocks };
         match decoding {
             Decoding::Beam { n_beams, length_penalty } => {
                 beam::run(&mut core, requests, Beams { n_beams, length_penalty }, &processor, text, stop)
@@ -261,28 +265,38 @@ fn check_requests(
     requests: &[GenerationRequest<'_>],
     sampling: &SamplingSettings,
 ) -> Result<(), ModelError> {
+    let check = |(index, request): (usize, &GenerationRequest<'_>)| {
+        check_request(decoder, &format!("prompt {index}"), request.prompt, sampling)
+    };
+    requests.iter().enumerate().try_for_each(check)
+}
+
+/// Checks that a prompt and its response fit the model; `name` is the prompt's in the message.
+pub(super) fn check_request(
+    decoder: &Decoder,
+    name: &str,
+    prompt: &[u32],
+    sampling: &SamplingSettings,
+) -> Result<(), ModelError> {
     let (n_positions, n_vocabulary) = (decoder.config().max_positions, decoder.config().vocab_size);
     let dynamic = match decoder.config().rope_scaling {
         Some(RopeScaling::Dynamic { .. }) => " (rope_type `dynamic` is computed up to max_position_embeddings)",
         _ => "",
     };
-    for (index, GenerationRequest { prompt, .. }) in requests.iter().enumerate() {
-        let wrong = if prompt.is_empty() {
-            format!("prompt {index} is empty; expected at least one token")
-        } else if prompt.len() + sampling.max_new_tokens > n_positions {
-            format!(
-                "prompt {index} has {} tokens; with max_new_tokens {} it goes beyond the model's {n_positions} positions{dynamic}",
-                prompt.len(),
-                sampling.max_new_tokens
-            )
-        } else if let Some(id) = prompt.iter().find(|&&id| id as usize >= n_vocabulary) {
-            format!("prompt {index}: token id {id} is outside the vocabulary of {n_vocabulary}")
-        } else {
-            continue;
-        };
-        return Err(ModelError::Generation(wrong));
-    }
-    Ok(())
+    let wrong = if prompt.is_empty() {
+        format!("{name} is empty; expected at least one token")
+    } else if prompt.len() + sampling.max_new_tokens > n_positions {
+        format!(
+            "{name} has {} tokens; with max_new_tokens {} it goes beyond the model's {n_positions} positions{dynamic}",
+            prompt.len(),
+            sampling.max_new_tokens
+        )
+    } else if let Some(id) = prompt.iter().find(|&&id| id as usize >= n_vocabulary) {
+        format!("{name}: token id {id} is outside the vocabulary of {n_vocabulary}")
+    } else {
+        return Ok(());
+    };
+    Err(ModelError::Generation(wrong))
 }
 
 /// Generates the responses to some requests with an engine of their own, one after another.

@@ -16,14 +16,17 @@ mod paged_attention;
 mod prefix_cache;
 mod sampler;
 mod scheduler;
+mod serving;
 #[cfg(test)]
 mod tests;
 
+pub use cpu_backend::AdapterWeights;
 pub use capacity::{CacheRoom, DecodeBufferSizes, bucket};
 pub use engine::{CacheMemory, Engine, EngineSettings, PrefixLife, generate};
 pub use logits_processor::LogitsProcessor;
 pub(crate) use model_runner::install;
 pub use model_runner::{DecodePolicy, HiddenState, NewDecodePolicy, ScheduledSequence};
+pub use serving::{RequestLimits, ServingEngine, ServingRequest, ServingSettings, StepOutput};
 pub use sampler::{BeamCandidates, LogitsConsumer, SampledToken, Sampler, sample_token};
 
 use crate::{ModelError, TextTokenizer};

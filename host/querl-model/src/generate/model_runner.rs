@@ -1,7 +1,8 @@
 //! The model runner: one forward pass for many sequences, prefill or decode step. Their new tokens go through the model, the logits
 //! that follow to the samplers. On the CPU it is here; a GPU has its own behind [`DecodePolicy`].
 
-use super::cpu_backend::{CpuInference, PolicyWeights, rms_norm};
+use super::SamplingSettings;
+use super::cpu_backend::{Adapter, AdapterWeights, BaseWeights, CpuInference, Segment, rms_norm};
 use super::logits_processor::LogitsProcessor;
 use super::paged_attention::{Heads, NewTokens, PagedAttention, Row};
 use super::sampler::LogitsConsumer;
@@ -45,6 +46,10 @@ impl HiddenState {
 
 /// One sequence of a forward pass: a prompt in prefill, or a running sequence in a decode step.
 pub struct ScheduledSequence<'s> {
+    /// The adapter that generates it, on the CPU; a policy on an accelerator has one for all.
+    pub adapter: Option<Arc<AdapterWeights>>,
+    /// Settings of its own in place of the call's, on the CPU.
+    pub sampling: Option<&'s SamplingSettings>,
     /// Gets the keys and values of the new tokens.
     pub cache: &'s mut SequenceKvCache,
     /// New tokens; none where the hidden state is known.
@@ -102,7 +107,7 @@ pub(crate) fn install(new_policy: NewDecodePolicy) {
 /// Weights as they were when the policy was set.
 pub(super) enum Policy {
     /// Threads work on sequences of their own, or together.
-    Cpu(Box<PolicyWeights>),
+    Cpu(Box<BaseWeights>),
     /// All sequences are one batch.
     Accelerator(Box<dyn DecodePolicy>),
 }
@@ -141,7 +146,7 @@ const MAX_SHARED_NOTHING: usize = 4 << 20;
 /// One forward pass. With a small model, each thread takes sequences of its own through all layers and shares nothing; with a large
 /// one, or with tensor parallelism, whose ranks must all-reduce in one order, all threads work on each product.
 fn forward(
-    weights: &PolicyWeights,
+    weights: &BaseWeights,
     sequences: &mut [ScheduledSequence<'_>],
     processor: &LogitsProcessor<'_>,
 ) -> Result<(), ModelError> {
@@ -177,19 +182,20 @@ fn forward(
 }
 
 /// Feeds the tokens of all sequences, at most [`MAX_ROWS`] at once (chunked prefill).
-fn run_layers(weights: &PolicyWeights, sequences: &mut [ScheduledSequence<'_>]) -> Result<(), ModelError> {
+fn run_layers(weights: &BaseWeights, sequences: &mut [ScheduledSequence<'_>]) -> Result<(), ModelError> {
     let width = weights.config.hidden_size;
     let mut first = 0; // sequence
     let mut n_done = 0; // tokens of that sequence
     while first < sequences.len() {
         let mut spans = Vec::new();
-        let mut targets = Vec::new();
+        let (mut targets, mut adapters) = (Vec::new(), Vec::new());
         let (mut n_rows, mut next, mut n_next) = (0, first, n_done);
         for sequence in &mut sequences[first..] {
             let tokens = &sequence.tokens[n_next..];
             let n = tokens.len().min(MAX_ROWS - n_rows);
             if n > 0 {
                 spans.push(NewTokens { cache: &mut *sequence.cache, tokens: &tokens[..n] });
+                adapters.push(sequence.adapter.clone());
                 targets.push(&mut *sequence.hidden);
                 n_rows += n;
             }
@@ -200,7 +206,7 @@ fn run_layers(weights: &PolicyWeights, sequences: &mut [ScheduledSequence<'_>]) 
             (next, n_next) = (next + 1, 0);
         }
         if !spans.is_empty() {
-            let hidden = last_hidden(weights, &mut spans)?;
+            let hidden = last_hidden(weights, &mut spans, &adapters)?;
             for (target, hidden) in targets.into_iter().zip(hidden.chunks_exact(width)) {
                 target.set_host(hidden);
             }
@@ -212,7 +218,11 @@ fn run_layers(weights: &PolicyWeights, sequences: &mut [ScheduledSequence<'_>]) 
 
 /// Runs new tokens through all layers; returns the hidden state of each sequence's last one after the final norm,
 /// `(sequences, H)`.
-fn last_hidden(weights: &PolicyWeights, sequences: &mut [NewTokens<'_>]) -> Result<Vec<f32>, ModelError> {
+fn last_hidden(
+    weights: &BaseWeights,
+    sequences: &mut [NewTokens<'_>],
+    adapters: &[Adapter],
+) -> Result<Vec<f32>, ModelError> {
     let tokens: Vec<u32> = sequences.iter().flat_map(|sequence| sequence.tokens).copied().collect();
     let (mut rows, mut last_rows) = (Vec::with_capacity(tokens.len()), Vec::with_capacity(sequences.len()));
     for (cache, sequence) in sequences.iter_mut().enumerate() {
@@ -229,8 +239,13 @@ fn last_hidden(weights: &PolicyWeights, sequences: &mut [NewTokens<'_>]) -> Resu
 
     let config = &weights.config;
     let heads = Heads { n_heads: config.n_heads, n_kv_heads: config.n_kv_heads, head_dim: config.head_dim };
-    let backend = CpuInference::default();
-    let embedded = weights.embed(&tokens)?; // (N, H)
+    let (mut of_rows, mut of_queries) = (Vec::new(), Vec::new());
+    for (sequence, adapter) in sequences.iter().zip(adapters) {
+        Segment::extend(&mut of_rows, adapter, sequence.tokens.len());
+        Segment::extend(&mut of_queries, adapter, 1);
+    }
+    let embedded = weights.embed(&tokens, &of_rows)?; // (N, H)
+    let backend = CpuInference::new(of_rows, of_queries);
     let mut x = backend.buffer(embedded.len());
     x.copy_from_slice(&embedded);
     for (layer, transformer_layer) in weights.layers.iter().enumerate() {
@@ -252,7 +267,7 @@ fn positions(rows: &[Row]) -> Rows {
 }
 
 fn process_logits(
-    weights: &PolicyWeights,
+    weights: &BaseWeights,
     sequences: &mut [ScheduledSequence<'_>],
     processor: &LogitsProcessor<'_>,
 ) -> Result<(), ModelError> {
@@ -263,13 +278,17 @@ fn process_logits(
     for sequences in sequences.chunks_mut(MAX_LOGIT_ROWS) {
         let hidden: Vec<f32> = sequences.iter().flat_map(|sequence| sequence.hidden.host().iter().copied()).collect();
         let logits = &mut logits[..sequences.len() * n_vocabulary];
-        weights.head.forward(&hidden, logits, 0.0)?;
+        let mut segments = Vec::new();
+        sequences.iter().for_each(|sequence| Segment::extend(&mut segments, &sequence.adapter, 1));
+        weights.logits(&hidden, &segments, logits)?;
         sequences.par_iter_mut().zip(logits.par_chunks_exact_mut(n_vocabulary)).try_for_each(|(sequence, row)| {
+            let settings = sequence.sampling.unwrap_or(processor.settings);
+            let processor = LogitsProcessor { settings, ..*processor };
             let Some((last, others)) = sequence.consumers.split_last_mut() else { return Ok(()) };
             for consumer in others {
-                consumer.consume(&mut row.to_vec(), processor)?;
+                consumer.consume(&mut row.to_vec(), &processor)?;
             }
-            last.consume(row, processor)
+            last.consume(row, &processor)
         })?;
     }
     weights.give_back(logits);

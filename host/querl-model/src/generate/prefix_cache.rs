@@ -1,10 +1,11 @@
 //! Prefix caching: prefixes that prompts share are found, computed once, and kept until the policy changes.
 
+use super::cpu_backend::{Adapter, AdapterWeights};
 use super::logits_processor::LogitsProcessor;
 use super::model_runner::{HiddenState, Policy, ScheduledSequence};
 use crate::ModelError;
 use crate::kv_cache::{BLOCK_TOKENS, BlockPool, SequenceKvCache};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 pub(super) struct PrefixCache {
     prefixes: Vec<CachedPrefix>,
@@ -13,6 +14,8 @@ pub(super) struct PrefixCache {
 }
 
 struct CachedPrefix {
+    /// The adapter that computed it. Weak, so that a replaced adapter is freed before its prefixes are evicted.
+    adapter: Option<Weak<AdapterWeights>>,
     tokens: Vec<u32>,
     cache: SequenceKvCache,
     used_at: u64,
@@ -31,11 +34,11 @@ impl PrefixCache {
         self.prefixes.clear();
     }
 
-    /// The KV cache of the longest kept prefix of `tokens`; `None` where the first token differs.
-    pub(super) fn longest(&mut self, tokens: &[u32]) -> Option<SequenceKvCache> {
-        let common = |prefix: &CachedPrefix| common_tokens(&prefix.tokens, tokens);
-        let (index, len) =
-            (0..self.prefixes.len()).map(|index| (index, common(&self.prefixes[index]))).max_by_key(|(_, len)| *len)?;
+    /// The KV cache of the adapter's longest kept prefix of `tokens`; `None` where the first token differs.
+    pub(super) fn longest(&mut self, adapter: &Adapter, tokens: &[u32]) -> Option<SequenceKvCache> {
+        let of_adapter = self.prefixes.iter().enumerate().filter(|(_, prefix)| prefix.is_of(adapter));
+        let common = of_adapter.map(|(index, prefix)| (index, common_tokens(&prefix.tokens, tokens)));
+        let (index, len) = common.max_by_key(|(_, len)| *len)?;
         if len == 0 {
             return None;
         }
@@ -44,19 +47,27 @@ impl PrefixCache {
         Some(self.prefixes[index].cache.prefix(len))
     }
 
-    pub(super) fn keep(&mut self, tokens: &[u32], cache: SequenceKvCache) {
+    pub(super) fn keep(&mut self, adapter: &Adapter, tokens: &[u32], cache: SequenceKvCache) {
         self.clock += 1;
-        self.prefixes.push(CachedPrefix { tokens: tokens.to_vec(), cache, used_at: self.clock });
+        let adapter = adapter.as_ref().map(Arc::downgrade);
+        self.prefixes.push(CachedPrefix { adapter, tokens: tokens.to_vec(), cache, used_at: self.clock });
     }
 
-    /// Evicts the least recently used prefixes beyond the limit.
+    /// Evicts the prefixes of adapters that are no longer used, and the least recently used ones beyond the limit.
     pub(super) fn trim(&mut self) {
+        self.prefixes.retain(|prefix| prefix.adapter.as_ref().is_none_or(|adapter| adapter.strong_count() > 0));
         self.prefixes.sort_by_key(|prefix| std::cmp::Reverse(prefix.used_at));
         let mut n_tokens = 0;
         self.prefixes.retain(|prefix| {
             n_tokens += prefix.tokens.len().next_multiple_of(BLOCK_TOKENS);
             n_tokens <= self.max_tokens
         });
+    }
+}
+
+impl CachedPrefix {
+    fn is_of(&self, adapter: &Adapter) -> bool {
+        self.adapter.as_ref().map(Weak::as_ptr) == adapter.as_ref().map(Arc::as_ptr)
     }
 }
 
@@ -95,6 +106,8 @@ fn common_tokens(a: &[u32], b: &[u32]) -> usize {
 
 pub(super) struct EngineCore<'e> {
     pub(super) policy: &'e mut Policy,
+    /// That of all sequences.
+    pub(super) adapter: &'e Adapter,
     pub(super) pool: &'e Arc<BlockPool>,
     pub(super) prefixes: &'e mut PrefixCache,
     pub(super) max_sequences: usize,
@@ -141,18 +154,20 @@ impl EngineCore<'_> {
             .zip(&new)
             .map(|((cache, hidden), tokens)| {
                 let tokens = &tokens[cache.len()..];
-                ScheduledSequence { tokens, cache, hidden, keeps_hidden: false, consumers: Vec::new() }
+                let adapter = self.adapter.clone();
+                let consumers = Vec::new();
+                ScheduledSequence { adapter, sampling: None, tokens, cache, hidden, keeps_hidden: false, consumers }
             })
             .collect();
         self.policy.forward(&mut sequences, processor)?;
         drop(sequences);
-        new.into_iter().zip(caches).for_each(|(tokens, cache)| self.prefixes.keep(tokens, cache));
+        new.into_iter().zip(caches).for_each(|(tokens, cache)| self.prefixes.keep(self.adapter, tokens, cache));
         Ok(())
     }
 
     /// A KV cache of as many of the tokens as are kept.
     fn longest_cached(&mut self, tokens: &[u32]) -> SequenceKvCache {
-        self.prefixes.longest(tokens).unwrap_or_else(|| SequenceKvCache::new(self.pool))
+        self.prefixes.longest(self.adapter, tokens).unwrap_or_else(|| SequenceKvCache::new(self.pool))
     }
 }
 
@@ -188,11 +203,11 @@ mod tests {
         for tokens in &tokens {
             let mut cache = SequenceKvCache::new(&pool);
             cache.extend(20).unwrap();
-            prefixes.keep(tokens, cache);
+            prefixes.keep(&None, tokens, cache);
         }
-        assert_eq!(prefixes.longest(&[0, 0, 0, 5]).map(|cache| cache.len()), Some(3));
+        assert_eq!(prefixes.longest(&None, &[0, 0, 0, 5]).map(|cache| cache.len()), Some(3));
         prefixes.trim();
         assert_eq!(pool.n_live(), 4);
-        assert!(prefixes.longest(&tokens[1]).is_none() && prefixes.longest(&tokens[2]).is_some());
+        assert!(prefixes.longest(&None, &tokens[1]).is_none() && prefixes.longest(&None, &tokens[2]).is_some());
     }
 }

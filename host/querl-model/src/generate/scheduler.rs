@@ -163,7 +163,8 @@ fn step(
     let mut sequences: Vec<ScheduledSequence<'_>> = Vec::with_capacity(running.len() + started.len());
     for (RunningSequence { cache, hidden, sampler, .. }, tokens) in running.iter_mut().zip(&last_tokens) {
         let consumers = vec![LogitsConsumer::Sampler(sampler)];
-        sequences.push(ScheduledSequence { cache, tokens, hidden, keeps_hidden: false, consumers });
+        let adapter = core.adapter.clone();
+        sequences.push(ScheduledSequence { adapter, sampling: None, cache, tokens, hidden, keeps_hidden: false, consumers });
     }
     let mut rest = samplers.as_mut_slice();
     let next_prompt = jobs.get(admitted.end).map(|job| job.prompt);
@@ -175,6 +176,8 @@ fn step(
         let consumers = own.iter_mut().map(LogitsConsumer::Sampler).collect();
         let tokens = &tokens[tokens.len() - *n_left..];
         sequences.push(ScheduledSequence {
+            adapter: core.adapter.clone(),
+            sampling: None,
             cache,
             tokens,
             hidden,

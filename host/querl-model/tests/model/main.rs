@@ -12,6 +12,7 @@ mod parity;
 mod prompts;
 #[path = "../support/sequences.rs"]
 mod sequences;
+mod serving;
 mod tensor_parallel;
 mod trees;
 

@@ -74,6 +74,11 @@ impl Inputs {
         Ok(self)
     }
 
+    /// One digest of all.
+    pub(crate) fn digest(&self) -> String {
+        querl_core::fsx::digest_hex(format!("{:?}", self.0).as_bytes())
+    }
+
     /// Whether these are the inputs with the current content of a file of `stage`.
     pub(crate) fn is_of(&self, stage: StageName, path: &Path) -> anyhow::Result<bool> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();

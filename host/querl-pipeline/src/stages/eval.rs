@@ -47,7 +47,7 @@ impl Stage for Eval {
 
     fn permit(&self, run: &Run, _: StageName, _: &dyn Progress) -> anyhow::Result<Facts> {
         for stage in trained(&run.config) {
-            Base::of(run, stage)?;
+            Base::of(&run.config, &run.dir, stage)?;
         }
         if !trained(&run.config).is_empty() {
             let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;

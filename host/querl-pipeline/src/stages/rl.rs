@@ -167,7 +167,7 @@ fn job(
     let config = &run.config;
     training::check_prompts(run, Split::Train, train)?;
     training::check_prompts(run, Split::Val, val)?;
-    let base = Base::of(run, StageName::Sft)?;
+    let base = Base::of(&run.config, &run.dir, StageName::Sft)?;
     let tokenizer = TextTokenizer::load(&base.model)?;
     let job = RlJob {
         model: base.model_config(config),

@@ -1,4 +1,4 @@
-//! `querl serve WHAT`: a style model or knowledge bases over HTTP. `querl style serve` and `querl rag serve` are older forms.
+//! `querl serve WHAT`: rewriters, a style model or knowledge bases over HTTP. `querl style serve` and `querl rag serve` are older forms.
 
 use crate::args::{load_config, usage};
 use crate::model_hub;
@@ -6,19 +6,22 @@ use crate::terminal::{self, report_new_form};
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use querl_core::config::{
-    Config, EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, StyleModelConfig, load_resolved,
+    BaseDtype, Config, EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, StyleModelConfig, load_resolved,
 };
 use querl_core::run_dir::RunDir;
+use querl_core::serving::{Rewriter, Tenant};
 use querl_data::ServiceContext;
 use querl_eval::classification::calibrated;
+use querl_model::ServingSettings;
 use querl_model::classifier::{
     BatchLimits, BatchStats, BatchWorker, Batcher, Classification, QueueError, RequestCallback,
 };
 use querl_pipeline::interrupt;
 use querl_pipeline::retrieval::ModelShelf;
+use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions};
 use querl_serve::{
-    ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, ServeError, ServerLimits, StyleOptions,
-    StyleService, SubmitError, TextClassifier, bind, block_on, general_rag, serve, wait_until,
+    ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, RewriteOptions, RewriteService, ServeError,
+    ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Upstream, bind, block_on, general_rag, serve, wait_until,
 };
 use querl_style::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
 use std::io::Write;
@@ -39,6 +42,8 @@ pub struct ServeArgs {
 
 #[derive(Debug, Subcommand)]
 enum ServeCommand {
+    /// Serve the trained rewriters of runs: /v1/rewrite, OpenAI chat completions, general_rag, Dify; one base model, one adapter for each tenant
+    Rewrite(RewriteArgs),
     /// Serve a style model: /predict, /classify, /health, /ready, /metrics, /openapi.json
     Style(StyleArgs),
     /// Serve knowledge bases over the general_rag interface, each under the tenant and kb_name of its configuration
@@ -113,6 +118,49 @@ pub struct StyleServerArgs {
 }
 
 #[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+struct RewriteArgs {
+    /// Finished runs: their folders or configurations, each of another tenant
+    #[arg(value_name = "CONFIG|RUN_DIR", required = true)]
+    runs: Vec<PathBuf>,
+    #[command(flatten)]
+    listen: ListenArgs,
+    /// The environment variable that holds the key of one tenant's clients, in place of --api_key_env
+    #[arg(long, visible_alias = "tenant-key-env", value_name = "TENANT=NAME", value_parser = tenant_key)]
+    tenant_key_env: Vec<(String, String)>,
+    /// The environment variable that holds the key of /admin/tenants, which is closed without one
+    #[arg(long, visible_alias = "admin-key-env", value_name = "NAME")]
+    admin_key_env: Option<String>,
+    /// Maximum requests of the running batch
+    #[arg(long, visible_alias = "max-running", value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    max_running: u32,
+    /// Maximum requests in the queue; further ones are answered with 429
+    #[arg(long, visible_alias = "max-waiting", value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
+    max_waiting: u32,
+    /// Memory of the KV cache, half of it for prefixes that prompts share
+    #[arg(long, visible_alias = "kv-cache-mib", value_name = "MIB", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    kv_cache_mib: u32,
+    /// Time limit of a rewrite, time in the queue included; then the query itself is returned and marked as a fallback
+    #[arg(long, visible_alias = "deadline-ms", value_name = "MS", default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..))]
+    deadline_ms: u32,
+    /// Rewrites that are kept for identical requests; 0 for none
+    #[arg(long, value_name = "N", default_value_t = 10_000)]
+    cache: u32,
+    /// The retrieval service behind /api/chat/general_rag and /retrieval: one of the general_rag interface, or a Dify external knowledge API
+    #[arg(long, value_name = "URL")]
+    upstream: Option<String>,
+    /// A file to which one JSON line is appended for each request
+    #[arg(long, visible_alias = "access-log", value_name = "FILE")]
+    access_log: Option<PathBuf>,
+    /// Type of the base's weights: f32, bf16, f16, int8, fp8 or nf4 [default: as in the run]
+    #[arg(long, value_name = "TYPE", value_parser = base_dtype)]
+    dtype: Option<BaseDtype>,
+    /// Worker threads [default: all cores]
+    #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    threads: usize,
+}
+
+#[derive(Debug, Args)]
 pub struct RagArgs {
     /// Configuration files: one for each knowledge base
     #[arg(value_name = "CONFIG", required = true)]
@@ -134,6 +182,7 @@ pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
         }
         Some(ServeCommand::Style(args)) => style(&classifier_of(args)?, &args.options),
         Some(ServeCommand::Rag(args)) => rag(args),
+        Some(ServeCommand::Rewrite(args)) => rewrite(args),
         None => {
             report_new_form("querl serve DIR", "querl serve style DIR");
             style(&classifier_of(&args.style)?, &args.style.options)
@@ -188,6 +237,88 @@ fn knowledge_base(path: &Path, set: &[String], shelf: &mut ModelShelf) -> anyhow
     let search = querl_data::open_retrieval_backend(&retrieval, &config.tenant, &models, &context)?;
     let timeout = Duration::try_from_secs_f64(retrieval.timeout_s).context("retrieval.timeout_s")?;
     Ok(KnowledgeBase { tenant: config.tenant, kb_name: retrieval.kb_name, search, timeout })
+}
+
+/// Time limit of a response to a client's own messages.
+const CHAT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Time limit of the retrieval service.
+const UPSTREAM_TIMEOUT: Duration = Duration::from_secs(30);
+const MAX_QUERIES: usize = 256;
+
+/// Trained rewriters over HTTP, until interrupted.
+fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
+    let upstream = args.upstream.as_deref().map(|url| Upstream::new(url, UPSTREAM_TIMEOUT)).transpose();
+    let service = RewriteService::new(RewriteOptions {
+        max_body_bytes: 1 << 20,
+        max_queries: MAX_QUERIES,
+        body_timeout: BODY_TIMEOUT,
+        deadline: Duration::from_millis(args.deadline_ms.into()),
+        chat_timeout: CHAT_TIMEOUT,
+        max_cached_rewrites: args.cache as usize,
+        api_key: args.listen.api_key()?,
+        admin_key: args.admin_key_env.as_deref().map(|name| key_in("--admin_key_env", name)).transpose()?,
+        upstream: upstream.map_err(|problem| usage(format!("--upstream: {problem}")))?,
+        access_log: args.access_log.clone(),
+        server: args.listen.limits(),
+    })?;
+    let key = |(tenant, name): &(String, String)| Ok((tenant.clone(), key_in("--tenant_key_env", name)?));
+    let options = ServingOptions {
+        engine: ServingSettings {
+            max_running: args.max_running as usize,
+            kv_cache_bytes: (args.kv_cache_mib as usize) << 20,
+        },
+        max_waiting: args.max_waiting as usize,
+        api_keys: args.tenant_key_env.iter().map(key).collect::<anyhow::Result<_>>()?,
+        dtype: args.dtype,
+    };
+    args.listen.warn_if_open();
+    // A wrong path is reported before anything is loaded.
+    args.runs.iter().try_for_each(|path| served_run(path).map(drop))?;
+    let (runs, threads) = (args.runs.clone(), args.threads);
+    let work = move |service: Arc<RewriteService>| {
+        // This thread is one of those that it sets.
+        querl_model::set_threads(threads);
+        let models = Arc::new(ServedModels::open(&runs, served_run, options)?);
+        for Tenant { name, version, source, .. } in models.tenants() {
+            terminal::print(&format!("tenant {name}: version {version} of {source}"));
+        }
+        service.set_ready(models.clone());
+        drop(service);
+        models.wait_for_end();
+        Ok(())
+    };
+    let _at_safe_points = interrupt::at_safe_points();
+    served(service.run(args.listen.addr, |addr| announce(&addr.to_string()), work, is_interrupted))
+}
+
+/// The run in a folder, or that of a configuration.
+fn served_run(path: &Path) -> anyhow::Result<ServedRun> {
+    if path.is_dir() {
+        return ServedRun::in_folder(path);
+    }
+    let overrides = Overrides { model_hub: Some(model_hub::find), ..Overrides::default() };
+    ServedRun::in_folder(&load_config(path, overrides)?.output_dir)
+}
+
+fn tenant_key(text: &str) -> Result<(String, String), String> {
+    let parts = text.split_once('=').filter(|(tenant, name)| !tenant.is_empty() && !name.is_empty());
+    let (tenant, name) = parts.ok_or("expected TENANT=NAME, with the name of an environment variable")?;
+    Ok((tenant.to_owned(), name.to_owned()))
+}
+
+fn base_dtype(text: &str) -> Result<BaseDtype, String> {
+    serde_json::from_value(text.into()).map_err(|_| "expected f32, bf16, f16, int8, fp8 or nf4".to_owned())
+}
+
+/// The key in an environment variable that an option names.
+fn key_in(option: &str, name: &str) -> anyhow::Result<String> {
+    match std::env::var(name) {
+        Ok(key) if !key.trim().is_empty() => Ok(key.trim().to_owned()),
+        _ => {
+            let problem = format!("the environment variable `{name}` holds no key; set it, or leave {option} out");
+            Err(usage(problem).into())
+        }
+    }
 }
 
 fn classifier_of(args: &StyleArgs) -> anyhow::Result<ClassifierOptions> {
@@ -274,15 +405,7 @@ impl ListenArgs {
     }
 
     fn api_key(&self) -> anyhow::Result<Option<String>> {
-        let Some(name) = &self.api_key_env else { return Ok(None) };
-        match std::env::var(name) {
-            Ok(key) if !key.trim().is_empty() => Ok(Some(key.trim().to_owned())),
-            _ => {
-                let problem =
-                    format!("the environment variable `{name}` holds no key; set it, or leave --api_key_env out");
-                Err(usage(problem).into())
-            }
-        }
+        self.api_key_env.as_deref().map(|name| key_in("--api_key_env", name)).transpose()
     }
 
     fn warn_if_open(&self) {

@@ -1,0 +1,317 @@
+//! The engine of a server: requests arrive while others run, and each has an adapter and sampling settings of its own.
+//!
+//! In: requests, one after another. Out of each step: the next token of every running request. A response is the one that
+//! [`super::Engine`] generates, to the bit, whatever else is in the batch.
+//!
+//! Sources: Yu et al. 2022, "Orca" (continuous batching); Chen et al. 2023, "Punica" (multi-LoRA).
+
+use super::capacity::{blocks_of_prompt, blocks_of_response};
+use super::cpu_backend::{Adapter, AdapterWeights, BaseWeights, is_same};
+use super::engine::check_request;
+use super::logits_processor::LogitsProcessor;
+use super::model_runner::{HiddenState, Policy, ScheduledSequence};
+use super::prefix_cache::{EngineCore, PrefixCache};
+use super::sampler::{LogitsConsumer, Sampler};
+use super::scheduler::finish_reason;
+use super::{Decoding, Generated, SamplingSettings, TokenText};
+use crate::kv_cache::{BLOCK_TOKENS, BlockPool, BlockShape, SequenceKvCache};
+use crate::{ComputeDevice, Decoder, ModelError};
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Limits of a server's engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ServingSettings {
+    /// Requests that run at once; further ones wait. The responses do not depend on it.
+    pub max_running: usize,
+    /// Bytes of the KV cache, half of them for the prefixes that prompts share. A request waits until there is room for its longest
+    /// response.
+    pub kv_cache_bytes: usize,
+}
+
+impl Default for ServingSettings {
+    /// 64 requests, 1 GiB.
+    fn default() -> Self {
+        Self { max_running: 64, kv_cache_bytes: 1 << 30 }
+    }
+}
+
+/// A response to generate.
+#[derive(Clone)]
+pub struct ServingRequest {
+    /// Names it in [`StepOutput`].
+    pub id: u64,
+    /// `None` is the base model.
+    pub adapter: Option<Arc<AdapterWeights>>,
+    /// At least one token.
+    pub prompt: Vec<u32>,
+    /// Seeds its sampler.
+    pub seed: u64,
+    /// Greedy or sampling.
+    pub decoding: Decoding,
+    /// Temperature, penalties, filters and limits.
+    pub sampling: SamplingSettings,
+}
+
+/// What a step did for one request.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepOutput {
+    /// [`ServingRequest::id`].
+    pub id: u64,
+    /// The new token.
+    pub token: u32,
+    /// Tokens of the prompt that were found in the prefix cache.
+    pub n_cached: usize,
+    /// When its prefill started.
+    pub started_at: Instant,
+    /// The whole response, where it has ended.
+    pub finished: Option<Generated>,
+}
+
+struct Running {
+    request: ServingRequest,
+    cache: SequenceKvCache,
+    hidden: HiddenState,
+    sampler: Sampler,
+    n_blocks: usize,
+    n_cached: usize,
+    started_at: Instant,
+}
+
+/// What a request must fit into.
+#[derive(Clone)]
+pub struct RequestLimits {
+    decoder: Arc<Decoder>,
+    /// KV cache blocks for requests.
+    n_blocks: usize,
+}
+
+impl RequestLimits {
+    /// Checks a request.
+    ///
+    /// # Errors
+    /// An invalid setting, or a prompt that with its longest response does not fit the model or the KV cache.
+    pub fn check(&self, request: &ServingRequest) -> Result<(), ModelError> {
+        request.sampling.check()?;
+        if let Decoding::Beam { .. } = request.decoding {
+            return Err(ModelError::Generation("beam search is not served; expected greedy decoding or sampling".into()));
+        }
+        check_request(&self.decoder, "the prompt", &request.prompt, &request.sampling)?;
+        let needed = n_blocks(request);
+        if needed > self.n_blocks {
+            let (n_tokens, room) = (needed * BLOCK_TOKENS, self.n_blocks * BLOCK_TOKENS);
+            let wrong = format!("prompt and response may take {n_tokens} tokens of KV cache; the server has room for {room}");
+            return Err(ModelError::Generation(wrong));
+        }
+        Ok(())
+    }
+}
+
+/// Generates responses to requests of many adapters on one base, on the CPU.
+pub struct ServingEngine {
+    policy: Policy,
+    text: Arc<dyn TokenText + Send + Sync>,
+    limits: RequestLimits,
+    pool: Arc<BlockPool>,
+    prefixes: PrefixCache,
+    max_running: usize,
+    /// KV cache blocks that running requests have reserved.
+    n_reserved: usize,
+    waiting: VecDeque<ServingRequest>,
+    /// Requests of one adapter are neighbours.
+    running: Vec<Running>,
+}
+
+/// Prompt tokens that start in one step: with more, running requests would wait too long for their next token.
+const MAX_PREFILL_TOKENS: usize = 512;
+
+impl ServingEngine {
+    /// An engine on a whole decoder on the CPU.
+    ///
+    /// # Errors
+    /// The decoder is on another device or a shard.
+    pub fn new(
+        decoder: Arc<Decoder>,
+        text: Arc<dyn TokenText + Send + Sync>,
+        settings: ServingSettings,
+    ) -> Result<Self, ModelError> {
+        if !matches!(decoder.compute_device(), ComputeDevice::Cpu) || decoder.parallel().is_sharded() {
+            return Err(ModelError::Generation("requests are served on the CPU, by a model in one part".into()));
+        }
+        let policy = Policy::Cpu(Box::new(BaseWeights::new(&decoder)?));
+        let pool = BlockPool::new(BlockShape::new(decoder.local_config()));
+        let n_blocks = settings.kv_cache_bytes / pool.block_bytes().max(1) / 2;
+        Ok(Self {
+            policy,
+            text,
+            limits: RequestLimits { decoder, n_blocks },
+            prefixes: PrefixCache::new(n_blocks * BLOCK_TOKENS),
+            pool,
+            max_running: settings.max_running.max(1),
+            n_reserved: 0,
+            waiting: VecDeque::new(),
+            running: Vec::new(),
+        })
+    }
+
+    /// What requests must fit into.
+    pub fn limits(&self) -> &RequestLimits {
+        &self.limits
+    }
+
+    /// Appends a request to the queue.
+    ///
+    /// # Errors
+    /// As [`RequestLimits::check`].
+    pub fn add(&mut self, request: ServingRequest) -> Result<(), ModelError> {
+        self.limits.check(&request)?;
+        self.waiting.push_back(request);
+        Ok(())
+    }
+
+    /// Drops the requests, waiting or running, that `keep` refuses by their id.
+    pub fn retain(&mut self, mut keep: impl FnMut(u64) -> bool) {
+        self.waiting.retain(|request| keep(request.id));
+        let n_reserved = &mut self.n_reserved;
+        self.running.retain(|running| {
+            let is_kept = keep(running.request.id);
+            *n_reserved -= if is_kept { 0 } else { running.n_blocks };
+            is_kept
+        });
+    }
+
+    /// Requests in the queue.
+    pub fn n_waiting(&self) -> usize {
+        self.waiting.len()
+    }
+
+    /// Ids of the requests in the queue.
+    pub fn waiting_ids(&self) -> BTreeSet<u64> {
+        self.waiting.iter().map(|request| request.id).collect()
+    }
+
+    /// Requests in the running batch.
+    pub fn n_running(&self) -> usize {
+        self.running.len()
+    }
+
+    /// Bytes of the KV cache in use, kept prefixes included.
+    pub fn kv_cache_bytes(&self) -> usize {
+        self.pool.n_live() * self.pool.block_bytes()
+    }
+
+    /// Starts waiting requests, as far as there is room, and computes the next token of each running one. Nothing to do gives no outputs.
+    ///
+    /// # Errors
+    /// Logits that are not finite, or the tokenizer fails: the running requests are lost.
+    pub fn step(&mut self) -> Result<Vec<StepOutput>, ModelError> {
+        let outputs = self.admit().and_then(|()| self.forward());
+        if outputs.is_err() {
+            (self.n_reserved, self.running) = (0, Vec::new());
+        }
+        outputs
+    }
+
+    fn admit(&mut self) -> Result<(), ModelError> {
+        let (mut admitted, mut n_tokens, started_at) = (Vec::new(), 0, Instant::now());
+        while let Some(request) = self.waiting.front() {
+            let n_blocks = n_blocks(request);
+            let has_room = self.running.len() + admitted.len() < self.max_running
+                && self.n_reserved + n_blocks <= self.limits.n_blocks
+                && (n_tokens == 0 || n_tokens + request.prompt.len() <= MAX_PREFILL_TOKENS);
+            let Some(request) = self.waiting.pop_front_if(|_| has_room) else { break };
+            let cached = self.prefixes.longest(&request.adapter, &request.prompt[..request.prompt.len() - 1]);
+            let n_cached = cached.map_or(0, |cache| cache.len());
+            n_tokens += request.prompt.len() - n_cached;
+            self.n_reserved += n_blocks;
+            let sampler = Sampler::new(request.seed, 0, request.decoding);
+            let (cache, hidden) = (SequenceKvCache::new(&self.pool), HiddenState::Unknown);
+            admitted.push(Running { request, cache, hidden, sampler, n_blocks, n_cached, started_at });
+        }
+        // Stable, so that requests of one adapter start in the order of their arrival.
+        admitted.sort_by_key(|running| running.request.adapter.as_ref().map(Arc::as_ptr));
+        for of_adapter in admitted.chunk_by_mut(|a, b| is_same(&a.request.adapter, &b.request.adapter)) {
+            self.start(of_adapter)?;
+        }
+        for new in admitted {
+            let is_neighbour = |other: &Running| is_same(&other.request.adapter, &new.request.adapter);
+            let last = self.running.iter().rposition(is_neighbour);
+            self.running.insert(last.map_or(self.running.len(), |last| last + 1), new);
+        }
+        Ok(())
+    }
+
+    /// Gives requests of one adapter the KV cache of their longest shared prefixes, computed where they are new.
+    fn start(&mut self, requests: &mut [Running]) -> Result<(), ModelError> {
+        let adapter: Adapter = requests[0].request.adapter.clone();
+        let mut prompts: Vec<&[u32]> = requests.iter().map(|running| running.request.prompt.as_slice()).collect();
+        prompts.sort_unstable();
+        prompts.dedup();
+        let mut core = EngineCore {
+            policy: &mut self.policy,
+            adapter: &adapter,
+            pool: &self.pool,
+            prefixes: &mut self.prefixes,
+            max_sequences: self.max_running,
+            n_blocks: None,
+        };
+        let settings = SamplingSettings::default();
+        let processor = LogitsProcessor { settings: &settings, stop_ids: self.text.stop_ids() };
+        let caches = core.prompt_caches(&prompts, &processor)?;
+        let index = |running: &Running| prompts.binary_search(&running.request.prompt.as_slice()).unwrap_or_default();
+        let indices: Vec<usize> = requests.iter().map(index).collect();
+        requests.iter_mut().zip(indices).for_each(|(running, index)| running.cache = caches[index].clone());
+        Ok(())
+    }
+
+    fn forward(&mut self) -> Result<Vec<StepOutput>, ModelError> {
+        if self.running.is_empty() {
+            return Ok(Vec::new());
+        }
+        let settings = SamplingSettings::default();
+        let processor = LogitsProcessor { settings: &settings, stop_ids: self.text.stop_ids() };
+        let last_tokens: Vec<Option<u32>> =
+            self.running.iter().map(|running| running.sampler.token_ids.last().copied()).collect();
+        let mut sequences: Vec<ScheduledSequence<'_>> = Vec::with_capacity(self.running.len());
+        for (Running { request, cache, hidden, sampler, .. }, last) in self.running.iter_mut().zip(&last_tokens) {
+            sequences.push(ScheduledSequence {
+                adapter: request.adapter.clone(),
+                sampling: Some(&request.sampling),
+                tokens: match last {
+                    Some(last) => std::slice::from_ref(last),
+                    None => &request.prompt[cache.len()..],
+                },
+                cache,
+                hidden,
+                keeps_hidden: false,
+                consumers: vec![LogitsConsumer::Sampler(sampler)],
+            });
+        }
+        self.policy.forward(&mut sequences, &processor)?;
+        drop(sequences);
+        let (mut outputs, mut unfinished) = (Vec::with_capacity(self.running.len()), Vec::new());
+        for running in std::mem::take(&mut self.running) {
+            let processor = LogitsProcessor { settings: &running.request.sampling, ..processor };
+            let token_ids = &running.sampler.token_ids;
+            let reason = finish_reason(token_ids, &processor, self.text.as_ref())?;
+            let token = token_ids.last().copied().unwrap_or_default();
+            let Running { n_cached, started_at, .. } = running;
+            let mut output = StepOutput { id: running.request.id, token, n_cached, started_at, finished: None };
+            match reason {
+                None => unfinished.push(running),
+                Some(reason) => {
+                    self.n_reserved -= running.n_blocks;
+                    output.finished = Some(running.sampler.generated(reason));
+                }
+            }
+            outputs.push(output);
+        }
+        self.running = unfinished;
+        Ok(outputs)
+    }
+}
+
+fn n_blocks(request: &ServingRequest) -> usize {
+    blocks_of_prompt(request.prompt.len()) + blocks_of_response(request.sampling.max_new_tokens)
+}

@@ -1,0 +1,149 @@
+//! The engine of a server compared with the engine of evaluation.
+
+use crate::golden;
+use querl_model::{
+    AdapterWeights, Decoder, Decoding, Generated, LoraAdapter, SamplingSettings, ServingEngine, ServingRequest,
+    ServingSettings, StepOutput, Weights, generate,
+};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+const BASES: [&str; 5] = ["qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"];
+
+fn load(base: &str) -> Arc<Decoder> {
+    Arc::new(Decoder::load(&golden(&format!("decoders/{base}")), Weights::Frozen).unwrap())
+}
+
+/// The golden adapters of a base (LoRA, DoRA, of embedding and head, with saved modules), and `None` for the base alone.
+fn adapters(base: &str, decoder: &Decoder) -> Vec<Option<LoraAdapter>> {
+    let folders = std::fs::read_dir(golden("lora")).unwrap().map(|entry| entry.unwrap().path());
+    let of_base = folders.filter(|folder| folder.file_name().unwrap().to_str().unwrap().starts_with(base));
+    let adapters = of_base.map(|folder| Some(LoraAdapter::load(&folder, decoder.config()).unwrap()));
+    adapters.chain([None]).collect()
+}
+
+fn prompt(tenant: usize, i: usize) -> Vec<u32> {
+    let shared = (0..20).map(|position| (position * (tenant as u32 + 3) + 5) % 60 + 3);
+    shared.chain((0..i as u32 * 3 + 1).map(|position| (position * 7 + i as u32) % 60 + 3)).collect()
+}
+
+fn sampling(i: usize) -> (Decoding, SamplingSettings) {
+    let settings = SamplingSettings { max_new_tokens: 6 + i, ..SamplingSettings::default() };
+    match i % 3 {
+        0 => (Decoding::Greedy, settings),
+        1 => (Decoding::Sample, SamplingSettings { temperature: 0.7, top_p: 0.9, ..settings }),
+        _ => (Decoding::Sample, SamplingSettings { top_k: 9, repetition_penalty: 1.5, ..settings }),
+    }
+}
+
+fn engine(decoder: &Arc<Decoder>, settings: ServingSettings) -> ServingEngine {
+    ServingEngine::new(decoder.clone(), Arc::new(BTreeSet::from([1, 2])), settings).unwrap()
+}
+
+/// Runs until nothing is left; returns the responses by id.
+fn finish(engine: &mut ServingEngine) -> BTreeMap<u64, Generated> {
+    let mut responses = BTreeMap::new();
+    while engine.n_waiting() + engine.n_running() > 0 {
+        collect(engine.step().unwrap(), &mut responses);
+    }
+    responses
+}
+
+fn collect(outputs: Vec<StepOutput>, responses: &mut BTreeMap<u64, Generated>) {
+    responses.extend(outputs.into_iter().filter_map(|output| Some((output.id, output.finished?))));
+}
+
+#[test]
+fn responses_are_those_of_evaluation_whatever_shares_the_batch() {
+    for base in BASES {
+        let decoder = load(base);
+        let adapters = adapters(base, &decoder);
+        let weights: Vec<Option<Arc<AdapterWeights>>> = adapters
+            .iter()
+            .map(|adapter| Some(Arc::new(AdapterWeights::new(&decoder, adapter.as_ref()?).unwrap())))
+            .collect();
+        let mut requests = Vec::new();
+        for i in 0..4 {
+            for (tenant, adapter) in weights.iter().enumerate() {
+                let (decoding, sampling) = sampling(i);
+                let (id, adapter, prompt) = (requests.len() as u64, adapter.clone(), prompt(tenant, i));
+                requests.push(ServingRequest { id, adapter, prompt, seed: id, decoding, sampling });
+            }
+        }
+        let mut engine = engine(&decoder, ServingSettings { max_running: 7, ..ServingSettings::default() });
+        let mut responses = BTreeMap::new();
+        for pair in requests.chunks(2) {
+            pair.iter().for_each(|request| engine.add(request.clone()).unwrap());
+            collect(engine.step().unwrap(), &mut responses);
+        }
+        responses.extend(finish(&mut engine));
+        assert_eq!(responses.len(), requests.len());
+        for (id, request) in requests.iter().enumerate() {
+            let alone = querl_model::GenerationRequest { prompt: &request.prompt, seed: request.seed, n: 1 };
+            let adapter = adapters[id % adapters.len()].as_ref();
+            let text = BTreeSet::from([1, 2]);
+            let expected = generate(&decoder, adapter, &[alone], request.decoding, &request.sampling, &text).unwrap();
+            assert_eq!(responses[&(id as u64)], expected[0], "{base}, request {id}");
+        }
+    }
+}
+
+fn greedy(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> ServingRequest {
+    let sampling = SamplingSettings { max_new_tokens, ..SamplingSettings::default() };
+    ServingRequest { id, adapter: None, prompt, seed: 0, decoding: Decoding::Greedy, sampling }
+}
+
+#[test]
+fn a_shared_prefix_is_computed_once_and_dropped_requests_free_their_blocks() {
+    let decoder = load("qwen3-untied");
+    let mut engine = engine(&decoder, ServingSettings::default());
+    for i in 0..3 {
+        engine.add(greedy(i, prompt(0, i as usize), 4)).unwrap();
+        engine.step().unwrap();
+    }
+    let n_cached: Vec<usize> = engine.step().unwrap().iter().map(|output| output.n_cached).collect();
+    assert_eq!(n_cached, [0, 20, 20], "the first prompt had nothing to share");
+    engine.retain(|id| id != 1);
+    assert_eq!(finish(&mut engine).into_keys().collect::<Vec<_>>(), [0, 2]);
+    let kept = engine.kv_cache_bytes();
+    engine.add(greedy(3, prompt(0, 1), 4)).unwrap();
+    finish(&mut engine);
+    assert_eq!(engine.kv_cache_bytes(), kept, "only prefixes stay");
+}
+
+#[test]
+fn a_request_waits_for_room_in_the_kv_cache_and_one_that_never_fits_is_refused() {
+    let decoder = load("qwen3-untied");
+    let block_bytes = {
+        let mut engine = engine(&decoder, ServingSettings::default());
+        engine.add(greedy(0, vec![5], 9)).unwrap();
+        engine.step().unwrap();
+        engine.kv_cache_bytes()
+    };
+    // Eight blocks for requests: two of these, each with two of its prompt and two of its response.
+    let mut engine = engine(&decoder, ServingSettings { kv_cache_bytes: 16 * block_bytes, ..ServingSettings::default() });
+    (0..3).for_each(|id| engine.add(greedy(id, vec![5, 9, 7], 8)).unwrap());
+    engine.step().unwrap();
+    assert_eq!((engine.n_running(), engine.n_waiting()), (2, 1));
+    assert_eq!(finish(&mut engine).len(), 3);
+    let error = engine.add(greedy(4, vec![5; 20], 80)).unwrap_err().to_string();
+    assert!(error.contains("has room for 128"), "{error}");
+}
+
+#[test]
+fn requests_that_do_not_fit_the_model_are_refused() {
+    let decoder = load("qwen3-untied");
+    let mut engine = engine(&decoder, ServingSettings::default());
+    let beams = Decoding::Beam { n_beams: 2, length_penalty: 1.0 };
+    for (request, expected) in [
+        (greedy(0, vec![], 4), "the prompt is empty"),
+        (greedy(0, vec![5], 1 << 20), "beyond the model's"),
+        (greedy(0, vec![u32::MAX], 4), "outside the vocabulary"),
+        (greedy(0, vec![5], 0), "max_new_tokens is 0"),
+        (ServingRequest { decoding: beams, ..greedy(0, vec![5], 4) }, "beam search is not served"),
+    ] {
+        let error = engine.add(request).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+    assert!(engine.step().unwrap().is_empty());
+}

@@ -1,0 +1,316 @@
+//! The threads of a server: one steps the engine, one decodes and parses responses, so that the engine does not wait for it.
+
+use super::{ServingOptions, TenantModel};
+use anyhow::Context;
+use querl_core::serving::{EngineState, EventSink, Generation, GenerationEvent, GenerationFailure, SubmitError};
+use querl_model::{
+    Decoder, Generated, ModelError, RequestLimits, SamplingSettings, ServingEngine, ServingRequest, StepOutput,
+    TextTokenizer,
+};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A request and who waits for it.
+pub(super) struct Job {
+    pub(super) request: ServingRequest,
+    pub(super) model: Arc<TenantModel>,
+    /// The client's own messages: the text is passed on as it grows, and not parsed.
+    pub(super) is_chat: bool,
+    pub(super) events: Box<dyn EventSink>,
+    pub(super) queued_at: Instant,
+}
+
+/// What the threads of a server share.
+struct Shared {
+    /// Requests that are queued or running.
+    n_open: AtomicUsize,
+    max_open: usize,
+    next_id: AtomicU64,
+    is_alive: AtomicBool,
+    state: Mutex<EngineState>,
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, EngineState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The engine on its thread, which ends with this handle, after the requests that are queued.
+pub(super) struct EngineThread {
+    jobs: Sender<Job>,
+    shared: Arc<Shared>,
+    limits: RequestLimits,
+}
+
+impl EngineThread {
+    pub(super) fn start(
+        decoder: Arc<Decoder>,
+        tokenizer: Arc<TextTokenizer>,
+        options: &ServingOptions,
+    ) -> anyhow::Result<Self> {
+        let engine = ServingEngine::new(decoder, tokenizer.clone(), options.engine)?;
+        let shared = Arc::new(Shared {
+            n_open: AtomicUsize::new(0),
+            max_open: options.engine.max_running + options.max_waiting,
+            next_id: AtomicU64::new(0),
+            is_alive: AtomicBool::new(true),
+            state: Mutex::default(),
+        });
+        let ((jobs, new_jobs), (updates, to_send)) = (channel(), channel());
+        let (limits, of_thread) = (engine.limits().clone(), shared.clone());
+        spawn("engine", move || {
+            let _ended = OnEnd(of_thread.clone());
+            EngineLoop { engine, new_jobs, updates, open: HashMap::new(), shared: of_thread }.run();
+        })?;
+        spawn("responses", move || send_responses(&to_send, &tokenizer))?;
+        Ok(Self { jobs, shared, limits })
+    }
+
+    pub(super) fn next_id(&self) -> u64 {
+        self.shared.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub(super) fn limits(&self) -> &RequestLimits {
+        &self.limits
+    }
+
+    pub(super) fn submit(&self, job: Job) -> Result<(), SubmitError> {
+        let add = |n_open: usize| (n_open < self.shared.max_open).then_some(n_open + 1);
+        if self.shared.n_open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_err() {
+            let n = self.shared.max_open;
+            return Err(SubmitError::QueueFull(format!("{n} requests are waiting or running; retry later")));
+        }
+        self.jobs.send(job).map_err(|_| SubmitError::Ended)
+    }
+
+    pub(super) fn state(&self) -> EngineState {
+        *self.shared.state()
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.shared.n_open.load(Ordering::Relaxed) >= self.shared.max_open
+    }
+
+    pub(super) fn is_alive(&self) -> bool {
+        self.shared.is_alive.load(Ordering::Relaxed)
+    }
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
+    std::thread::Builder::new().name(name.into()).spawn(work).map(drop).context("no thread for the model")
+}
+
+/// Marks the engine as ended, also after a panic.
+struct OnEnd(Arc<Shared>);
+
+impl Drop for OnEnd {
+    fn drop(&mut self) {
+        self.0.is_alive.store(false, Ordering::Relaxed);
+    }
+}
+
+/// A request that the engine has.
+struct OpenRequest {
+    n_prompt_tokens: usize,
+    sampling: SamplingSettings,
+    model: Arc<TenantModel>,
+    is_chat: bool,
+    events: Arc<dyn EventSink>,
+    queued_at: Instant,
+    /// Start of its prefill and its first token.
+    started: Option<(Instant, Instant)>,
+    /// Of a chat response.
+    token_ids: Vec<u32>,
+}
+
+/// For the thread that sends responses.
+enum Update {
+    /// The tokens of a chat response so far.
+    Tokens { id: u64, token_ids: Vec<u32>, sampling: SamplingSettings, events: Arc<dyn EventSink> },
+    /// The end of a response, and when its last token was there.
+    End { id: u64, request: Box<OpenRequest>, result: Result<(Generated, Instant), GenerationFailure> },
+}
+
+struct EngineLoop {
+    engine: ServingEngine,
+    new_jobs: Receiver<Job>,
+    updates: Sender<Update>,
+    open: HashMap<u64, OpenRequest>,
+    shared: Arc<Shared>,
+}
+
+impl EngineLoop {
+    fn run(&mut self) {
+        while self.receive() {
+            let n_before = self.open.len();
+            let open = &mut self.open;
+            open.retain(|_, request| request.events.is_open());
+            self.shared.n_open.fetch_sub(n_before - open.len(), Ordering::Relaxed);
+            self.engine.retain(|id| open.contains_key(&id));
+            match self.engine.step() {
+                Ok(outputs) => self.pass_on(outputs),
+                Err(error) => self.fail_running(&error),
+            }
+        }
+    }
+
+    /// Takes new jobs; waits for one where there is nothing to do. False once no more can come.
+    fn receive(&mut self) -> bool {
+        if self.open.is_empty() {
+            self.note_state(0);
+            match self.new_jobs.recv() {
+                Ok(job) => self.add(job),
+                Err(_) => return false,
+            }
+        }
+        loop {
+            match self.new_jobs.try_recv() {
+                Ok(job) => self.add(job),
+                Err(TryRecvError::Empty) => return true,
+                Err(TryRecvError::Disconnected) => return !self.open.is_empty(),
+            }
+        }
+    }
+
+    fn add(&mut self, job: Job) {
+        let Job { request, model, is_chat, events, queued_at } = job;
+        let (id, sampling, n_prompt_tokens) = (request.id, request.sampling.clone(), request.prompt.len());
+        let (events, started, token_ids) = (Arc::from(events), None, Vec::new());
+        let open = OpenRequest { n_prompt_tokens, sampling, model, is_chat, events, queued_at, started, token_ids };
+        self.shared.state().n_prompt_tokens += n_prompt_tokens as u64;
+        match self.engine.add(request) {
+            Ok(()) => drop(self.open.insert(id, open)),
+            Err(error) => self.end(id, open, Err(failure(&error))),
+        }
+    }
+
+    fn pass_on(&mut self, outputs: Vec<StepOutput>) {
+        let now = Instant::now();
+        self.note_state(outputs.len());
+        for StepOutput { id, token, n_cached, started_at, finished } in outputs {
+            let Some(request) = self.open.get_mut(&id) else { continue };
+            if request.started.is_none() {
+                request.started = Some((started_at, now));
+                self.shared.state().n_cached_tokens += n_cached as u64;
+            }
+            if let Some(generated) = finished {
+                let request = self.open.remove(&id).expect("it was found above");
+                self.end(id, request, Ok((generated, now)));
+            } else if request.is_chat {
+                request.token_ids.push(token);
+                let (token_ids, events) = (request.token_ids.clone(), request.events.clone());
+                let _ = self.updates.send(Update::Tokens { id, token_ids, sampling: request.sampling.clone(), events });
+            }
+        }
+    }
+
+    fn note_state(&self, n_sequences: usize) {
+        let mut state = self.shared.state();
+        (state.n_waiting, state.n_running) = (self.engine.n_waiting(), self.engine.n_running());
+        state.kv_cache_bytes = self.engine.kv_cache_bytes() as u64;
+        state.n_steps += u64::from(n_sequences > 0);
+        state.n_step_sequences += n_sequences as u64;
+    }
+
+    fn end(&self, id: u64, request: OpenRequest, result: Result<(Generated, Instant), GenerationFailure>) {
+        self.shared.n_open.fetch_sub(1, Ordering::Relaxed);
+        let _ = self.updates.send(Update::End { id, request: Box::new(request), result });
+    }
+
+    /// The batch that ran is lost; requests that wait go on.
+    fn fail_running(&mut self, error: &ModelError) {
+        tracing::error!("a batch of requests failed: {error}");
+        let waiting = self.engine.waiting_ids();
+        let lost: Vec<u64> = self.open.keys().copied().filter(|id| !waiting.contains(id)).collect();
+        for id in lost {
+            let request = self.open.remove(&id).expect("its key was listed");
+            self.end(id, request, Err(failure(error)));
+        }
+    }
+}
+
+fn failure(error: &ModelError) -> GenerationFailure {
+    GenerationFailure { code: "model_failed", message: error.to_string() }
+}
+
+/// Decodes, parses and sends responses until the engine ends.
+fn send_responses(updates: &Receiver<Update>, tokenizer: &TextTokenizer) {
+    let mut n_sent: HashMap<u64, usize> = HashMap::new(); // bytes of streamed texts
+    for update in updates {
+        match update {
+            Update::Tokens { id, token_ids, sampling, events } => {
+                let Ok(text) = tokenizer.decode(&token_ids) else { continue };
+                send_new(certain(&text, &sampling.stop_strings), n_sent.entry(id).or_default(), events.as_ref());
+            }
+            Update::End { id, request, result } => {
+                let mut sent = n_sent.remove(&id).unwrap_or_default();
+                let result = result.and_then(|(generated, ended_at)| request.generation(&generated, ended_at, tokenizer));
+                if let (Ok(generation), true) = (&result, request.is_chat) {
+                    send_new(&generation.text, &mut sent, request.events.as_ref());
+                }
+                request.events.send(GenerationEvent::Done(result));
+            }
+        }
+    }
+}
+
+/// Sends what is new in a growing text.
+fn send_new(text: &str, n_sent: &mut usize, events: &dyn EventSink) {
+    if let Some(new) = text.get(*n_sent..).filter(|new| !new.is_empty()) {
+        events.send(GenerationEvent::Text(new.to_owned()));
+        *n_sent = text.len();
+    }
+}
+
+/// The beginning of a growing text that further tokens do not change: without an unfinished character and without the beginning of a stop
+/// string.
+fn certain<'t>(text: &'t str, stop_strings: &[String]) -> &'t str {
+    let text = text.trim_end_matches('\u{FFFD}');
+    let begins = |stop: &String| (1..=stop.len()).rev().find(|&n| stop.is_char_boundary(n) && text.ends_with(&stop[..n]));
+    let n_held = stop_strings.iter().filter_map(begins).max().unwrap_or(0);
+    &text[..text.len() - n_held]
+}
+
+impl OpenRequest {
+    fn generation(
+        &self,
+        generated: &Generated,
+        ended_at: Instant,
+        tokenizer: &TextTokenizer,
+    ) -> Result<Generation, GenerationFailure> {
+        let text = tokenizer.decode(&generated.token_ids).map_err(|error| failure(&error))?;
+        let text = self.sampling.before_stop(&text);
+        let text = if self.is_chat { text.to_owned() } else { self.model.parse(text)? };
+        let (started_at, first_token_at) = self.started.unwrap_or((ended_at, ended_at));
+        let since = |later: Instant, earlier: Instant| later.saturating_duration_since(earlier);
+        let (queued, prefill): (Duration, Duration) =
+            (since(started_at, self.queued_at), since(first_token_at, started_at));
+        Ok(Generation {
+            text,
+            truncated: generated.truncated,
+            version: self.model.facts.version.clone(),
+            n_prompt_tokens: self.n_prompt_tokens,
+            n_tokens: generated.token_ids.len(),
+            queued,
+            prefill,
+            decode: since(ended_at, first_token_at),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_streamed_text_waits_for_whole_characters_and_for_what_may_be_a_stop_string() {
+        let stop = ["\n\n".to_owned(), "END".to_owned()];
+        for (text, expected) in [("ab", "ab"), ("鱼\u{FFFD}", "鱼"), ("a\n", "a"), ("a\nb", "a\nb"), ("a E", "a "), ("aEN", "a")] {
+            assert_eq!(certain(text, &stop), expected, "{text:?}");
+        }
+    }
+}

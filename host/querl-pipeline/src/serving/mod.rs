@@ -1,0 +1,222 @@
+//! Serving trained rewriters: one base model, and of each tenant a prompt plugin and an adapter.
+//!
+//! In: runs. Out: [`ServedModels`], which an HTTP service calls through [`querl_core::serving::Rewriter`]. A rewrite is the one of the
+//! `eval` stage, token by token.
+
+mod engine_thread;
+mod golden;
+mod tenant;
+
+pub use tenant::ServedRun;
+
+use crate::failure::Stop;
+use crate::training;
+use engine_thread::{EngineThread, Job};
+use querl_core::config::{BaseDtype, Config, ModelConfig};
+use querl_core::ports::{PluginFault, PromptInput, PromptTask};
+use querl_core::records::{Context, Message};
+use querl_core::serving::{
+    ChatTask, EngineState, EventSink, GenerationFailure, GenerationTask, Rewriter, SubmitError, Tenant,
+};
+use querl_model::{
+    ComputeDevice, Decoder, Decoding, ModelError, SamplingSettings, ServingRequest, ServingSettings, TextTokenizer, Weights,
+};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+use tenant::TenantModel;
+
+/// Limits of a server, and what operators set for its tenants.
+#[derive(Debug, Clone, Default)]
+pub struct ServingOptions {
+    /// Limits of the engine.
+    pub engine: ServingSettings,
+    /// Requests that wait for a place in the running batch; further ones are refused.
+    pub max_waiting: usize,
+    /// Keys of clients by tenant.
+    pub api_keys: BTreeMap<String, String>,
+    /// Type in which the base's weights are kept; `None`: as the first run says.
+    pub dtype: Option<BaseDtype>,
+}
+
+/// The base of all tenants: its weights are loaded once.
+pub(crate) struct BaseModel {
+    path: PathBuf,
+    /// Digest of the folder.
+    digest: String,
+    dtype: BaseDtype,
+    decoder: Arc<Decoder>,
+    tokenizer: Arc<TextTokenizer>,
+}
+
+/// The models of all tenants on one engine.
+pub struct ServedModels {
+    base: BaseModel,
+    options: ServingOptions,
+    tenants: RwLock<BTreeMap<String, Arc<TenantModel>>>,
+    engine: EngineThread,
+    find: fn(&Path) -> anyhow::Result<ServedRun>,
+}
+
+impl ServedModels {
+    /// Loads the base of the first run, and all runs as tenants. `find` reads a run's folder or configuration, also for runs that are loaded
+    /// later.
+    ///
+    /// # Errors
+    /// A run is unfinished or damaged, fails its check, has another base or the tenant of another run.
+    pub fn open(
+        runs: &[PathBuf],
+        find: fn(&Path) -> anyhow::Result<ServedRun>,
+        options: ServingOptions,
+    ) -> anyhow::Result<Self> {
+        let found = runs.iter().map(|path| find(path)).collect::<anyhow::Result<Vec<_>>>()?;
+        let first = found.first().ok_or_else(|| Stop::usage("nothing to serve; name a run's folder or configuration"))?;
+        for (index, run) in found.iter().enumerate() {
+            if let Some(other) = found[..index].iter().find(|other| other.config.tenant == run.config.tenant) {
+                let (tenant, other, own) = (&run.config.tenant, other.dir.root().display(), run.dir.root().display());
+                let message = format!("{other} and {own} are both of tenant `{tenant}`; serve one of them");
+                return Err(Stop::usage(message).into());
+            }
+        }
+        let base = BaseModel::load(first, options.dtype)?;
+        let engine = EngineThread::start(base.decoder.clone(), base.tokenizer.clone(), &options)?;
+        let models = Self { base, options, tenants: RwLock::default(), engine, find };
+        for run in &found {
+            models.add(run)?;
+        }
+        Ok(models)
+    }
+
+    /// Waits until the engine ends, which it only does after an error.
+    pub fn wait_for_end(&self) {
+        while self.engine.is_alive() {
+            std::thread::sleep(Duration::from_millis(200));
+        }
+    }
+
+    /// Loads a run and puts it in the place of the tenant's former model, once its golden requests are answered.
+    fn add(&self, run: &ServedRun) -> anyhow::Result<Tenant> {
+        let api_key = self.options.api_keys.get(&run.config.tenant).cloned();
+        let model = Arc::new(TenantModel::load(run, &self.base, api_key)?);
+        golden::check(run, |query, context| self.rewrite_now(&model, query, context))?;
+        let facts = model.facts.clone();
+        let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
+        tenants.insert(facts.name.clone(), model);
+        Ok(facts)
+    }
+
+    /// Generates a rewrite and waits for it.
+    fn rewrite_now(&self, model: &Arc<TenantModel>, query: &str, context: &Context) -> anyhow::Result<String> {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let task = GenerationTask::Rewrite { query: query.to_owned(), context: context.clone() };
+        let submitted = self.submit_to(model, task, Box::new(golden::Waiting(sender)));
+        submitted.map_err(|error| anyhow::anyhow!("{error:?}"))?;
+        golden::wait(&receiver)
+    }
+
+    fn submit_to(
+        &self,
+        model: &Arc<TenantModel>,
+        task: GenerationTask,
+        events: Box<dyn EventSink>,
+    ) -> Result<(), SubmitError> {
+        let (messages, decoding, sampling, seed, is_chat) = match task {
+            GenerationTask::Rewrite { query, context } => {
+                let messages = model.prompt(&query, &context)?;
+                (messages, Decoding::Greedy, model.sampling.clone(), 0, false)
+            }
+            GenerationTask::Chat(task) => {
+                let (decoding, sampling) = chat_sampling(&task, &model.sampling);
+                (task.messages, decoding, sampling, task.seed, true)
+            }
+        };
+        let prompt = self.base.tokenizer.encode_prompt(&messages).map_err(input_error)?;
+        let (adapter, id) = (model.adapter.clone(), self.engine.next_id());
+        let request = ServingRequest { id, adapter, prompt, seed, decoding, sampling };
+        self.engine.limits().check(&request).map_err(input_error)?;
+        self.engine.submit(Job { request, model: model.clone(), is_chat, events, queued_at: Instant::now() })
+    }
+}
+
+#[allow(clippy::needless_pass_by_value)] // for `map_err`
+fn input_error(error: ModelError) -> SubmitError {
+    SubmitError::Input(error.to_string())
+}
+
+/// Sampling settings of a chat request: greedy at temperature 0, without the tenant's penalties, which are for rewrites.
+fn chat_sampling(task: &ChatTask, of_tenant: &SamplingSettings) -> (Decoding, SamplingSettings) {
+    let decoding = if task.temperature > 0.0 { Decoding::Sample } else { Decoding::Greedy };
+    let sampling = SamplingSettings {
+        temperature: if task.temperature > 0.0 { task.temperature } else { 1.0 },
+        top_p: task.top_p,
+        max_new_tokens: task.max_new_tokens.unwrap_or(of_tenant.max_new_tokens),
+        stop_strings: task.stop.clone(),
+        ..SamplingSettings::default()
+    };
+    (decoding, sampling)
+}
+
+impl BaseModel {
+    fn load(run: &ServedRun, dtype: Option<BaseDtype>) -> anyhow::Result<Self> {
+        let path = run.base()?.model;
+        let model = ModelConfig { path: path.clone(), ..run.config.model.clone() };
+        training::preflight(&Config { model, ..run.config.clone() })?;
+        let (digest, dtype) = (tenant::base_digest(&path)?, dtype.unwrap_or(run.config.model.dtype));
+        let decoder = Decoder::load_on(&path, Weights::Frozen, dtype, &ComputeDevice::Cpu)?;
+        let tokenizer = TextTokenizer::load(&path)?;
+        Ok(Self { path, digest, dtype, decoder: Arc::new(decoder), tokenizer: Arc::new(tokenizer) })
+    }
+}
+
+impl TenantModel {
+    /// The tenant's prompt for a query.
+    fn prompt(&self, query: &str, context: &Context) -> Result<Vec<Message>, SubmitError> {
+        let input = PromptInput { query, context, rewrite: None };
+        let messages = self.prompts.messages(PromptTask::PolicyRewrite, &input);
+        messages.map_err(|fault: PluginFault| SubmitError::Plugin(fault.to_string()))
+    }
+
+    /// The rewrite in a response; one that cannot be read is a failure, so that the raw query is used.
+    fn parse(&self, text: &str) -> Result<String, GenerationFailure> {
+        let failure = |code, message| GenerationFailure { code, message };
+        match self.prompts.parse_rewrite(text) {
+            Ok(Ok(rewrite)) => Ok(rewrite),
+            Ok(Err(rejection)) => Err(failure("no_rewrite", rejection.to_string())),
+            Err(fault) => Err(failure("plugin_fault", fault.to_string())),
+        }
+    }
+}
+
+impl Rewriter for ServedModels {
+    fn tenants(&self) -> Vec<Tenant> {
+        let tenants = self.tenants.read().unwrap_or_else(PoisonError::into_inner);
+        tenants.values().map(|model| model.facts.clone()).collect()
+    }
+
+    fn submit(&self, tenant: &str, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError> {
+        let model = self.tenants.read().unwrap_or_else(PoisonError::into_inner).get(tenant).cloned();
+        self.submit_to(&model.ok_or(SubmitError::UnknownTenant)?, task, events)
+    }
+
+    fn load(&self, path: &Path) -> Result<Tenant, String> {
+        let loaded = (self.find)(path).and_then(|run| self.add(&run));
+        loaded.map_err(|error| format!("{error:#}"))
+    }
+
+    fn remove(&self, tenant: &str) -> bool {
+        self.tenants.write().unwrap_or_else(PoisonError::into_inner).remove(tenant).is_some()
+    }
+
+    fn state(&self) -> EngineState {
+        self.engine.state()
+    }
+
+    fn is_full(&self) -> bool {
+        self.engine.is_full()
+    }
+
+    fn is_alive(&self) -> bool {
+        self.engine.is_alive()
+    }
+}

@@ -1,0 +1,123 @@
+//! What a tenant is served with: the adapter, prompt plugin and decoding settings of a finished run, each checked against the run's digests.
+
+use super::BaseModel;
+use crate::failure::Stop;
+use crate::ledger::{Inputs, Ledger, StageName};
+use crate::plugins::open_pinned_prompts;
+use crate::training::{self, Base};
+use anyhow::Context;
+use querl_core::config::{Config, load_resolved};
+use querl_core::fsx::digest_hex;
+use querl_core::ports::Prompts;
+use querl_core::run_dir::RunDir;
+use querl_core::serving::Tenant;
+use querl_model::{AdapterWeights, LoraAdapter, SamplingSettings};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// A run whose last trained model is served.
+pub struct ServedRun {
+    /// As the run was made.
+    pub config: Config,
+    /// Its folder.
+    pub dir: RunDir,
+    stage: StageName,
+}
+
+impl ServedRun {
+    /// The run in a folder.
+    ///
+    /// # Errors
+    /// There is no run, or it has no finished training stage.
+    pub fn in_folder(folder: &Path) -> anyhow::Result<Self> {
+        let dir = RunDir::new(folder);
+        let resolved = dir.config();
+        if !resolved.is_file() {
+            let message = format!("{}: not a run's folder: it has no config.resolved.toml; run `querl run` first", folder.display());
+            return Err(Stop::usage(message).into());
+        }
+        let config = load_resolved(&resolved).map_err(Stop::usage)?;
+        let ledger = Ledger::open(&dir.stages())?;
+        let is_finished = |stage: &StageName| ledger.entry(stage.as_str()).is_some_and(|entry| entry.finished);
+        let stage = [StageName::Rl, StageName::Sft].into_iter().find(is_finished).ok_or_else(|| {
+            Stop::usage(format!("{}: no model was trained here yet; finish `querl sft` or `querl rl`", folder.display()))
+        })?;
+        if config.eval.n_beams > 1 {
+            tracing::warn!("{}: eval.n_beams is {}; rewrites are served greedily", folder.display(), config.eval.n_beams);
+        }
+        Ok(Self { config, dir, stage })
+    }
+
+    /// Base and adapter of the last finished training stage.
+    pub(super) fn base(&self) -> Result<Base, Stop> {
+        Base::of(&self.config, &self.dir, self.stage)
+    }
+
+    /// Name of that stage, as in the evaluation's records.
+    pub(super) fn system(&self) -> &'static str {
+        self.stage.as_str()
+    }
+
+    /// Digest of the served checkpoint, compared with what its stage recorded.
+    fn checkpoint_digest(&self) -> anyhow::Result<String> {
+        let ledger = Ledger::open(&self.dir.stages())?;
+        let mut inputs = Inputs::default();
+        inputs.made_by(&ledger, self.stage, &training::best(&training::folder(&self.dir, self.stage)))?;
+        Ok(inputs.digest())
+    }
+}
+
+/// A tenant's model, ready to generate.
+pub(super) struct TenantModel {
+    pub(super) facts: Tenant,
+    pub(super) prompts: Arc<dyn Prompts>,
+    pub(super) adapter: Option<Arc<AdapterWeights>>,
+    pub(super) sampling: SamplingSettings,
+}
+
+impl TenantModel {
+    /// Loads a run's model onto the base that is served.
+    ///
+    /// # Errors
+    /// The run was trained on another base, or a file or plugin is not the one that it recorded.
+    pub(super) fn load(run: &ServedRun, base: &BaseModel, api_key: Option<String>) -> anyhow::Result<Self> {
+        let Base { model, adapter } = run.base()?;
+        if model != base.path && base_digest(&model)? != base.digest {
+            let (own, served) = (model.display(), base.path.display());
+            let message = format!(
+                "{}: trained on {own}, and the model served here is {served}; serve runs of different base models by one process each",
+                run.dir.root().display()
+            );
+            return Err(Stop::usage(message).into());
+        }
+        let checkpoint = run.checkpoint_digest()?;
+        let adapter = match adapter {
+            Some(path) => {
+                let adapter = LoraAdapter::load(&path, base.decoder.config())?.for_decoder(&base.decoder)?;
+                Some(Arc::new(AdapterWeights::new(&base.decoder, &adapter)?))
+            }
+            None => None,
+        };
+        let (prompts, plugin_digest) = open_pinned_prompts(&run.config, &run.dir)?;
+        let sampling = querl_train::rl::sampling(&run.config.rl);
+        let identity = format!(
+            "{} {} {checkpoint} {plugin_digest} {:?} {sampling:?}",
+            base.digest,
+            base.dtype.name(),
+            run.config.plugins.prompt.settings
+        );
+        let version = digest_hex(identity.as_bytes())[..16].to_owned();
+        let loaded_at = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?.as_secs();
+        let source = run.dir.root().display().to_string();
+        let facts = Tenant { name: run.config.tenant.clone(), version, source, loaded_at, api_key };
+        Ok(Self { facts, prompts, adapter, sampling })
+    }
+}
+
+/// Digest of the files of a base model.
+pub(super) fn base_digest(path: &Path) -> anyhow::Result<String> {
+    let mut inputs = Inputs::default();
+    inputs.model("base", path)?;
+    Ok(inputs.digest())
+}
