@@ -3,12 +3,14 @@
 
 mod support;
 
-use reqwest::Client;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, Stdio};
+use std::io::Write;
+use std::process::Stdio;
 use std::time::Duration;
+use support::server::Server;
 use support::{Project, model, repository};
+
+const SERVE_STYLE: [&str; 4] = ["rm", "serve", "--model", "style"];
 
 /// A project with a classifier that was trained for a moment, in `style`.
 fn project() -> Project {
@@ -19,58 +21,6 @@ fn project() -> Project {
     let known = ["rm", "train", "--model_name_or_path", &base, "--train_file", "dialogues.json"];
     project.querl(&[&known[..], &flags].concat()).ok();
     project
-}
-
-/// A server of the classifier, killed when dropped.
-struct Server {
-    process: Child,
-    url: String,
-    client: Client,
-}
-
-impl Server {
-    fn start(project: &Project, args: &[&str]) -> Self {
-        Self::run(project, &["rm", "serve", "--model", "style"], args)
-    }
-
-    fn run(project: &Project, command: &[&str], args: &[&str]) -> Self {
-        let args = [command, &["--addr", "127.0.0.1:0"], args].concat();
-        let mut process = project
-            .command(&args)
-            .env("STYLE_KEY", "secret")
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()
-            .unwrap();
-        let lines = BufReader::new(process.stdout.take().unwrap()).lines();
-        let line = lines.map_while(Result::ok).find_map(|line| Some(line.strip_prefix("listening on ")?.to_owned()));
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        Self { process, url: line.expect("the server says where it listens"), client: Client::new() }
-    }
-
-    async fn ready(&self) {
-        for _ in 0..600 {
-            let response = self.client.get(format!("{}/ready", self.url)).send().await.unwrap();
-            if response.status() == 200 {
-                return;
-            }
-            assert_eq!(response.status(), 503);
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
-        panic!("the model was never loaded");
-    }
-
-    async fn ask(&self, path: &str, body: &Value) -> (u16, Value) {
-        let response = self.client.post(format!("{}{path}", self.url)).json(body).send().await.unwrap();
-        (response.status().as_u16(), response.json().await.unwrap())
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
 }
 
 fn texts(project: &Project) -> Vec<String> {
@@ -97,7 +47,7 @@ async fn clients_at_once_are_answered_as_predict_answers() {
     let project = project();
     let (texts, expected) = (texts(&project), predicted(&project));
     for batch in ["1", "32"] {
-        let server = Server::start(&project, &["--max_batch", batch]);
+        let server = Server::start(&project, &SERVE_STYLE, &["--max_batch", batch]);
         server.ready().await;
         let bodies: Vec<Value> = texts.iter().map(|text| json!({"text": text})).collect();
         let asked = bodies.iter().map(|body| server.ask("/predict", body));
@@ -117,26 +67,19 @@ async fn clients_at_once_are_answered_as_predict_answers() {
 #[tokio::test]
 async fn an_interrupt_shuts_the_server_down_and_the_key_is_required() {
     let project = project();
-    let mut server = Server::start(&project, &["--api_key_env", "STYLE_KEY"]);
+    let mut server = Server::start(&project, &SERVE_STYLE, &["--api_key_env", "TEST_KEY"]);
     server.ready().await;
     assert_eq!(server.ask("/predict", &json!({"text": "好"})).await.0, 401);
     let request = server.client.post(format!("{}/predict", server.url)).bearer_auth("secret");
     assert_eq!(request.json(&json!({"text": "好"})).send().await.unwrap().status(), 200);
-    assert_eq!(end(&mut server, "-INT"), Some(0));
-}
-
-/// Sends `signal` and waits for the end.
-fn end(server: &mut Server, signal: &str) -> Option<i32> {
-    let pid = server.process.id().to_string();
-    assert!(std::process::Command::new("kill").args([signal, &pid]).status().unwrap().success());
-    server.process.wait().unwrap().code()
+    assert_eq!(server.end("-INT"), Some(0));
 }
 
 /// Regression: connections were closed before their response when the server was stopped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_under_way_at_an_interrupt_are_answered() {
     let project = project();
-    let mut server = Server::start(&project, &["--max_texts", "4000"]);
+    let mut server = Server::start(&project, &SERVE_STYLE, &["--max_texts", "4000"]);
     server.ready().await;
     let dialogue = format!("用户问题：怎么洗？\n回答：{}", "冷水手洗，平铺晾干。".repeat(40));
     let (client, url) = (server.client.clone(), format!("{}/predict", server.url));
@@ -173,14 +116,14 @@ async fn a_folder_or_a_run_is_served_as_the_classifier_is() {
         (&["with.toml"], 99),
         (&["style", "with.toml"], 99),
     ] {
-        let mut server = Server::run(&project, &[&["serve"], place].concat(), &[]);
+        let mut server = Server::start(&project, &[&["serve"], place].concat(), &[]);
         server.ready().await;
         let info = server.client.get(format!("{}/info", server.url)).send().await.unwrap();
         assert_eq!(info.json::<Value>().await.unwrap()["max_input_length"], max_length, "{place:?}");
         if max_length == 512 {
             assert_alike(&server.ask("/predict", &body).await.1, &expected);
         }
-        assert_eq!(end(&mut server, "-INT"), Some(0));
+        assert_eq!(server.end("-INT"), Some(0));
     }
     let said = project.querl(&["serve", "querl.toml"]);
     let message = "error: querl.toml: has no style model to serve; name a classifier of `querl style train` as plugins.style_model.path\n";

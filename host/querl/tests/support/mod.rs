@@ -3,6 +3,7 @@
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // each test program uses a part
 
 pub mod results;
+pub mod server;
 
 use querl_model::{Decoder, DecoderConfig, TokenizerSettings, train_tokenizer};
 use serde_json::Value;

@@ -1,0 +1,138 @@
+//! `querl serve rewrite` through the command line: rewrites of several tenants, their replacement, and runs that cannot be served.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use std::sync::LazyLock;
+use support::results::copy;
+use support::server::Server;
+use support::{Project, model};
+
+const SERVE: [&str; 2] = ["serve", "rewrite"];
+
+/// Finished runs of two tenants on one base, in `run` and `other`.
+static RUNS: LazyLock<Project> = LazyLock::new(|| {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml"]).ok();
+    project.edit("tenant = \"fivedoctors\"\noutput_dir = \"run\"", "tenant = \"other\"\noutput_dir = \"other\"\nseed = 7");
+    project.edit("learning_rate = 1e-3\nmax_steps = 2", "learning_rate = 1e-2\nmax_steps = 4");
+    project.querl(&["run", "querl.toml"]).ok();
+    project
+});
+
+/// Copies of the finished runs, to be changed.
+fn project() -> Project {
+    let project = Project::new();
+    for folder in ["run", "other"] {
+        copy(&RUNS.path(folder), &project.path(folder));
+    }
+    project
+}
+
+/// Requests for the queries of an evaluation, and the rewrites that it found; empty where a response had none.
+fn evaluated(folder: &str, tenant: &str) -> Vec<(Value, String, String)> {
+    let records = RUNS.rows(&format!("{folder}/eval/records.jsonl"));
+    let of_rl = records.into_iter().filter(|record| record["system"] == "rl");
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    let found = of_rl.map(|record| {
+        let query = &record["query"];
+        let request = json!({
+            "tenant": tenant, "query": query["original_query"], "user_profile": query["user_profile"],
+            "history": query["history_summary"], "deadline_ms": 60_000,
+        });
+        (request, text(&query["original_query"]), text(&record["outcome"]["Ok"]["candidate"]["rewrite"]))
+    });
+    found.collect()
+}
+
+fn assert_rewritten(response: &Value, query: &str, expected: &str) {
+    match expected.is_empty() {
+        false => assert_eq!((&response["rewrite"], &response["fallback"]), (&json!(expected), &Value::Null), "{query}"),
+        true => assert_eq!((&response["rewrite"], &response["fallback"]), (&json!(query), &json!("no_rewrite"))),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rewrites_of_tenants_that_share_batches_are_those_of_eval() {
+    let server = Server::start(&RUNS, &SERVE, &["run", "other", "--deadline_ms", "60000"]);
+    server.ready().await;
+    let (first, second) = (evaluated("run", "fivedoctors"), evaluated("other", "other"));
+    assert!(first.iter().zip(&second).any(|(a, b)| a.2 != b.2), "the tenants' models differ");
+    let all: Vec<_> = first.iter().zip(&second).flat_map(|(a, b)| [a, b]).collect();
+    let responses = futures::future::join_all(all.iter().map(|(request, _, _)| server.ask("/v1/rewrite", request))).await;
+    for ((status, response), (_, query, expected)) in responses.iter().zip(&all) {
+        assert_eq!(*status, 200, "{response}");
+        assert_rewritten(response, query, expected);
+    }
+    let models = server.client.get(format!("{}/v1/models", server.url)).send().await.unwrap();
+    let models: Value = models.json().await.unwrap();
+    let names: Vec<&str> = models["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
+    assert!(names.contains(&"fivedoctors") && names.contains(&"other/rewrite"), "{names:?}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
+    let project = project();
+    let args = ["run", "--admin_key_env", "TEST_KEY", "--cache", "0", "--deadline_ms", "60000"];
+    let mut server = Server::start(&project, &SERVE, &args);
+    server.ready().await;
+    let cases = evaluated("run", "fivedoctors");
+    let client = async {
+        for (request, query, expected) in cases.iter().cycle().take(60) {
+            let (status, response) = server.ask("/v1/rewrite", request).await;
+            assert_eq!(status, 200, "{response}");
+            assert_rewritten(&response, query, expected);
+        }
+    };
+    let operator = async {
+        for _ in 0..5 {
+            let load = server.client.post(format!("{}/admin/tenants", server.url)).bearer_auth("secret");
+            let path = project.path("run");
+            let response = load.json(&json!({"path": path})).send().await.unwrap();
+            assert!(response.status().is_success(), "{:?}", response.text().await);
+        }
+        let load = server.client.post(format!("{}/admin/tenants", server.url)).bearer_auth("secret");
+        let refused = load.json(&json!({"path": project.path("nothing")})).send().await.unwrap();
+        assert_eq!(refused.status(), 422);
+    };
+    tokio::join!(client, operator);
+    let load = server.client.post(format!("{}/admin/tenants", server.url)).json(&json!({"path": project.path("run")}));
+    assert_eq!(load.send().await.unwrap().status(), 401);
+    assert_eq!(server.end("-TERM"), Some(0));
+}
+
+#[test]
+fn what_cannot_be_served_is_refused_with_what_to_do() {
+    let project = project();
+    let serve = |args: &[&str]| project.refusal(&[&SERVE, args, &["--addr", "127.0.0.1:0"]].concat(), 2);
+    assert!(serve(&["nothing"]).contains("nothing"), "{}", serve(&["nothing"]));
+    std::fs::create_dir(project.path("empty")).unwrap();
+    assert!(serve(&["empty"]).contains("empty: not a run's folder"));
+    assert!(serve(&["run", "--upstream", "ftp://x"]).starts_with("--upstream: "));
+    assert!(serve(&["run", "--admin_key_env", "NO_SUCH_KEY"]).contains("`NO_SUCH_KEY` holds no key"));
+    assert!(serve(&["run", "run"]).contains("are both of tenant `fivedoctors`"));
+
+    let adapter = project.path("run/rl/best/adapter_model.safetensors");
+    let mut bytes = std::fs::read(&adapter).unwrap();
+    let last = bytes.len() - 5;
+    bytes[last] ^= 1;
+    std::fs::write(&adapter, bytes).unwrap();
+    let damaged = serve(&["run"]);
+    assert!(damaged.contains("adapter_model.safetensors") && damaged.contains("querl rl"), "{damaged}");
+
+    // Another base: the same model with one other byte in its weights.
+    project.copy_model("model");
+    let weights = project.path("model/model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    let last = bytes.len() - 5;
+    bytes[last] ^= 1;
+    std::fs::write(&weights, bytes).unwrap();
+    let resolved = project.read("other/config.resolved.toml");
+    let (own, other) = (model().display().to_string(), project.path("model").display().to_string());
+    assert!(resolved.contains(&own));
+    project.write("other/config.resolved.toml", &resolved.replace(&own, &other));
+    let (intact, path) = (RUNS.path("run").display().to_string(), project.path("other").display().to_string());
+    let refused = serve(&[&intact, &path]);
+    assert!(refused.contains("different base models by one process each"), "{refused}");
+}

@@ -1,0 +1,65 @@
+//! `querl serve` in a process of its own.
+
+use super::Project;
+use reqwest::Client;
+use serde_json::Value;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+/// A server, killed when dropped.
+pub struct Server {
+    pub process: Child,
+    pub url: String,
+    pub client: Client,
+}
+
+impl Server {
+    /// Starts `command` with a free port; `TEST_KEY` is in its environment.
+    pub fn start(project: &Project, command: &[&str], args: &[&str]) -> Self {
+        let args = [command, &["--addr", "127.0.0.1:0"], args].concat();
+        let mut process = project
+            .command(&args)
+            .env("TEST_KEY", "secret")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        let line = lines.map_while(Result::ok).find_map(|line| Some(line.strip_prefix("listening on ")?.to_owned()));
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        Self { process, url: line.expect("the server says where it listens"), client: Client::new() }
+    }
+
+    pub async fn ready(&self) {
+        for _ in 0..600 {
+            let response = self.client.get(format!("{}/ready", self.url)).send().await.unwrap();
+            if response.status() == 200 {
+                return;
+            }
+            assert_eq!(response.status(), 503);
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        panic!("the model was never loaded");
+    }
+
+    /// Status and JSON of the response.
+    pub async fn ask(&self, path: &str, body: &Value) -> (u16, Value) {
+        let response = self.client.post(format!("{}{path}", self.url)).json(body).send().await.unwrap();
+        (response.status().as_u16(), response.json().await.unwrap())
+    }
+
+    /// Sends `signal` and waits for the end.
+    pub fn end(&mut self, signal: &str) -> Option<i32> {
+        let pid = self.process.id().to_string();
+        assert!(std::process::Command::new("kill").args([signal, &pid]).status().unwrap().success());
+        self.process.wait().unwrap().code()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
