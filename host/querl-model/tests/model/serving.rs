@@ -98,7 +98,7 @@ fn a_shared_prefix_is_computed_once_and_dropped_requests_free_their_blocks() {
     let decoder = load("qwen3-untied");
     let mut engine = engine(&decoder, ServingSettings::default());
     for i in 0..3 {
-        engine.add(greedy(i, prompt(0, i as usize), 4)).unwrap();
+        engine.add(greedy(i, prompt(0, i as usize), 8)).unwrap();
         engine.step().unwrap();
     }
     let n_cached: Vec<usize> = engine.step().unwrap().iter().map(|output| output.n_cached).collect();
@@ -120,14 +120,14 @@ fn a_request_waits_for_room_in_the_kv_cache_and_one_that_never_fits_is_refused()
         engine.step().unwrap();
         engine.kv_cache_bytes()
     };
-    // Eight blocks for requests: two of these, each with two of its prompt and two of its response.
-    let mut engine = engine(&decoder, ServingSettings { kv_cache_bytes: 16 * block_bytes, ..ServingSettings::default() });
+    // Four blocks for requests: one of these, with two of its prompt and two of its response.
+    let mut engine = engine(&decoder, ServingSettings { kv_cache_bytes: 8 * block_bytes, ..ServingSettings::default() });
     (0..3).for_each(|id| engine.add(greedy(id, vec![5, 9, 7], 8)).unwrap());
     engine.step().unwrap();
-    assert_eq!((engine.n_running(), engine.n_waiting()), (2, 1));
+    assert_eq!((engine.n_running(), engine.n_waiting()), (1, 2));
     assert_eq!(finish(&mut engine).len(), 3);
-    let error = engine.add(greedy(4, vec![5; 20], 80)).unwrap_err().to_string();
-    assert!(error.contains("has room for 128"), "{error}");
+    let error = engine.add(greedy(4, vec![5; 20], 40)).unwrap_err().to_string();
+    assert!(error.contains("has room for 64"), "{error}");
 }
 
 #[test]
