@@ -13,6 +13,7 @@ pub mod model_config;
 pub mod ports;
 pub mod records;
 pub mod run_dir;
+pub mod serving;
 pub mod text;
 
 /// The same cases in each run of a property test.

@@ -1,9 +1,8 @@
-//! What a rewriting service needs of its caller: the models and prompts of tenants behind a trait.
+//! Serving rewrites: what an HTTP service needs of the models and prompts of tenants.
 
-use querl_core::records::{Context, Message};
+use crate::records::{Context, Message};
 use std::path::Path;
 use std::time::Duration;
-use tokio::sync::mpsc::UnboundedSender;
 
 /// A tenant that is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -90,6 +89,15 @@ pub enum GenerationEvent {
     Done(Result<Generation, GenerationFailure>),
 }
 
+/// Where the events of one request go, from any thread.
+pub trait EventSink: Send + Sync {
+    /// Passes an event on; one that nobody waits for is dropped.
+    fn send(&self, event: GenerationEvent);
+
+    /// False once nobody waits any more: the request is cancelled.
+    fn is_open(&self) -> bool;
+}
+
 /// Why a request is not queued.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SubmitError {
@@ -129,17 +137,11 @@ pub trait Rewriter: Send + Sync {
     /// What is served, sorted by name.
     fn tenants(&self) -> Vec<Tenant>;
 
-    /// Queues a task; `events` is sent to from any thread, and the task is cancelled when its receiver is dropped. Calls the prompt plugin and
-    /// tokenizes, which takes time: it is not called on a thread that other requests need.
+    /// Queues a task. Calls the prompt plugin and tokenizes, which takes time: it is not called on a thread that other requests need.
     ///
     /// # Errors
     /// The task is not queued.
-    fn submit(
-        &self,
-        tenant: &str,
-        task: GenerationTask,
-        events: UnboundedSender<GenerationEvent>,
-    ) -> Result<(), SubmitError>;
+    fn submit(&self, tenant: &str, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError>;
 
     /// Loads a run or a configuration as a tenant, or in place of a tenant of the same name, whose requests in progress finish with the
     /// old model. It is checked before it takes requests. Takes as long as loading a model.
