@@ -5,6 +5,7 @@
 
 mod body;
 mod connections;
+mod error;
 mod general_rag;
 mod key;
 mod server;
