@@ -86,7 +86,7 @@ fn shortened(text: &str) -> String {
 }
 
 /// The fields of a JSON object.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct JsonFields(Map<String, Value>);
 
 impl JsonFields {
@@ -117,7 +117,11 @@ impl JsonFields {
     ///
     /// # Errors
     /// It is missing, null, or of another type than `T`.
-    pub(crate) fn take_required<T: DeserializeOwned>(&mut self, name: &str, expected: &str) -> Result<T, ErrorResponse> {
+    pub(crate) fn take_required<T: DeserializeOwned>(
+        &mut self,
+        name: &str,
+        expected: &str,
+    ) -> Result<T, ErrorResponse> {
         let missing = || ErrorResponse::value(format!("`{name}` is missing; expected {expected}"));
         self.take(name, expected)?.ok_or_else(missing)
     }

@@ -115,11 +115,14 @@ impl StyleService {
     }
 
     fn classifier(&self) -> Result<&Arc<dyn TextClassifier>, ErrorResponse> {
-                let loaded = self.classifier.get();
-        let loaded = loaded.ok_or_else(|| ErrorResponse::unavailable("the model is being loaded; retry in a moment"))?;
+        let loaded = self.classifier.get();
+        let loaded =
+            loaded.ok_or_else(|| ErrorResponse::unavailable("the model is being loaded; retry in a moment"))?;
         match loaded.is_alive() {
             true => Ok(loaded),
-            false => Err(ErrorResponse::unavailable("the classifier has ended, and the server with it; its log says why")),
+            false => {
+                Err(ErrorResponse::unavailable("the classifier has ended, and the server with it; its log says why"))
+            }
         }
     }
 
@@ -167,7 +170,10 @@ async fn predict(
         predict_response(&request, classifier.as_ref(), &classified)
     };
     let is_json = [(header::CONTENT_TYPE, "application/json")];
-    response.await.map_or_else(|error| error.into_body(ErrorForm::TextEmbeddingsInference), |text| (is_json, text).into_response())
+    response.await.map_or_else(
+        |error| error.into_body(ErrorForm::TextEmbeddingsInference),
+        |text| (is_json, text).into_response(),
+    )
 }
 
 async fn classify(
@@ -234,9 +240,8 @@ async fn prometheus(State(service): State<Arc<StyleService>>) -> Response {
     let n_waiting = service.classifier.get().map(|classifier| classifier.n_waiting());
     match service.metrics.to_text(n_waiting) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response(),
-        Err(error) => {
-            ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_body(ErrorForm::TextEmbeddingsInference)
-        }
+        Err(error) => ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+            .into_body(ErrorForm::TextEmbeddingsInference),
     }
 }
 
