@@ -1,5 +1,6 @@
 //! The JSON body of a request, read field by field, so that an error names the field, its value and what is expected.
 
+use crate::error::ErrorResponse;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, HeaderName, StatusCode, header};
@@ -11,24 +12,6 @@ use std::time::Duration;
 /// Characters of a value that a message quotes.
 const QUOTED_CHARS: usize = 60;
 
-/// What is wrong with a body, in a sentence.
-#[derive(Debug)]
-pub(crate) struct BodyError {
-    pub(crate) status: StatusCode,
-    pub(crate) message: String,
-}
-
-impl BodyError {
-    fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into() }
-    }
-
-    /// A value that cannot be used.
-    fn value(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::UNPROCESSABLE_ENTITY, message)
-    }
-}
-
 /// Limits of a body, and its form for messages.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BodyLimits<'a> {
@@ -38,29 +21,33 @@ pub(crate) struct BodyLimits<'a> {
     pub(crate) expected: &'a str,
 }
 
+/// Reads the body of a request as a JSON object.
+pub(crate) async fn read_fields(request: Request, limits: BodyLimits<'_>) -> Result<JsonFields, ErrorResponse> {
+    JsonFields::parse(&read_body(request, limits).await?, limits.expected)
+}
+
 /// Reads the body of a request.
-pub(crate) async fn read_fields(request: Request, limits: BodyLimits<'_>) -> Result<JsonFields, BodyError> {
+pub(crate) async fn read_body(request: Request, limits: BodyLimits<'_>) -> Result<Bytes, ErrorResponse> {
     check_headers(request.headers(), limits)?;
     let body = tokio::time::timeout(limits.timeout, Bytes::from_request(request, &())).await;
     let late = |_| {
         let what = format!("the body was not received within {:?}", limits.timeout);
-        BodyError::new(StatusCode::REQUEST_TIMEOUT, what)
+        ErrorResponse::new(StatusCode::REQUEST_TIMEOUT, what)
     };
-    let body = body.map_err(late)?.map_err(|rejection| match rejection.status() {
+    body.map_err(late)?.map_err(|rejection| match rejection.status() {
         StatusCode::PAYLOAD_TOO_LARGE => too_large(limits),
-        _ => BodyError::new(StatusCode::BAD_REQUEST, "the body is incomplete or its chunks are malformed"),
-    })?;
-    JsonFields::parse(&body, limits.expected)
+        _ => ErrorResponse::new(StatusCode::BAD_REQUEST, "the body is incomplete or its chunks are malformed"),
+    })
 }
 
-fn too_large(limits: BodyLimits<'_>) -> BodyError {
-    BodyError::new(StatusCode::PAYLOAD_TOO_LARGE, format!("the body is larger than {} bytes", limits.max_bytes))
+fn too_large(limits: BodyLimits<'_>) -> ErrorResponse {
+    ErrorResponse::too_large(format!("the body is larger than {} bytes", limits.max_bytes))
 }
 
 /// Checks what is known before the body arrives.
-fn check_headers(headers: &HeaderMap, limits: BodyLimits<'_>) -> Result<(), BodyError> {
+fn check_headers(headers: &HeaderMap, limits: BodyLimits<'_>) -> Result<(), ErrorResponse> {
     let text = |name: HeaderName| headers.get(name).map(|value| String::from_utf8_lossy(value.as_bytes()));
-    let wrong = |what: String| Err(BodyError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what));
+    let wrong = |what: String| Err(ErrorResponse::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, what));
     match text(header::CONTENT_TYPE) {
         Some(content_type) if is_json(&content_type) => {}
         Some(other) => {
@@ -99,19 +86,21 @@ fn shortened(text: &str) -> String {
 }
 
 /// The fields of a JSON object.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct JsonFields(Map<String, Value>);
 
 impl JsonFields {
-    fn parse(body: &[u8], expected: &str) -> Result<Self, BodyError> {
-        let syntax = |what: String| BodyError::new(StatusCode::BAD_REQUEST, what);
+    /// # Errors
+    /// It is not a JSON object, whose form `expected` describes, or a field appears twice.
+    pub(crate) fn parse(body: &[u8], expected: &str) -> Result<Self, ErrorResponse> {
+        let syntax = |what: String| ErrorResponse::new(StatusCode::BAD_REQUEST, what);
         if body.trim_ascii().is_empty() {
             return Err(syntax(format!("the body is empty; expected {expected}")));
         }
         serde_json::from_slice::<Self>(body).map_err(|error| match serde_json::from_slice::<Value>(body) {
             Err(error) => syntax(format!("the body is not valid JSON: {error}; expected {expected}")),
-            Ok(Value::Object(_)) => BodyError::value(error.to_string()),
-            Ok(other) => BodyError::value(format!("the body is {}; expected {expected}", quoted(&other))),
+            Ok(Value::Object(_)) => ErrorResponse::value(error.to_string()),
+            Ok(other) => ErrorResponse::value(format!("the body is {}; expected {expected}", quoted(&other))),
         })
     }
 
@@ -119,7 +108,7 @@ impl JsonFields {
     ///
     /// # Errors
     /// It has another type than `T`, which `expected` describes.
-    pub(crate) fn take<T: DeserializeOwned>(&mut self, name: &str, expected: &str) -> Result<Option<T>, BodyError> {
+    pub(crate) fn take<T: DeserializeOwned>(&mut self, name: &str, expected: &str) -> Result<Option<T>, ErrorResponse> {
         let value = self.0.remove(name).filter(|value| !value.is_null());
         value.map(|value| T::deserialize(&value).map_err(|_| wrong_value(name, &value, expected))).transpose()
     }
@@ -128,14 +117,18 @@ impl JsonFields {
     ///
     /// # Errors
     /// It is missing, null, or of another type than `T`.
-    pub(crate) fn take_required<T: DeserializeOwned>(&mut self, name: &str, expected: &str) -> Result<T, BodyError> {
-        let missing = || BodyError::value(format!("`{name}` is missing; expected {expected}"));
+    pub(crate) fn take_required<T: DeserializeOwned>(
+        &mut self,
+        name: &str,
+        expected: &str,
+    ) -> Result<T, ErrorResponse> {
+        let missing = || ErrorResponse::value(format!("`{name}` is missing; expected {expected}"));
         self.take(name, expected)?.ok_or_else(missing)
     }
 }
 
-fn wrong_value(name: &str, value: &Value, expected: &str) -> BodyError {
-    BodyError::value(format!("`{name}` is {}; expected {expected}", quoted(value)))
+fn wrong_value(name: &str, value: &Value, expected: &str) -> ErrorResponse {
+    ErrorResponse::value(format!("`{name}` is {}; expected {expected}", quoted(value)))
 }
 
 impl<'de> serde::Deserialize<'de> for JsonFields {

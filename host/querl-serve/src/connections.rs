@@ -185,9 +185,11 @@ pub(crate) struct ConnectionHandle {
 }
 
 impl ConnectionHandle {
-    /// Notes that the head of a request has arrived, or that a response is made.
+    /// Notes that the head of a request has arrived, or that of its response is made.
     pub(crate) fn note_progress(&self) {
-        self.set(false);
+        if let Some(connection) = self.connections.table().open.get_mut(&self.id) {
+            connection.since = Instant::now();
+        }
     }
 
     /// Takes a place among the requests in progress, once the whole request has arrived.
@@ -211,20 +213,16 @@ impl ConnectionHandle {
     pub(crate) fn check_requests(&self) -> Result<(), RequestLimitError> {
         self.connections.table().check_requests(&self.connections.limits)
     }
-
-    fn set(&self, has_request: bool) {
-        if let Some(connection) = self.connections.table().open.get_mut(&self.id) {
-            (connection.has_request, connection.since) = (has_request, Instant::now());
-        }
-    }
 }
 
-/// A request in progress, until it is dropped.
+/// A request in progress, until it is dropped: once its response is made, for a stream all of it.
 pub(crate) struct RequestSlot(ConnectionHandle);
 
 impl Drop for RequestSlot {
     fn drop(&mut self) {
-        self.0.set(false);
+        if let Some(connection) = self.0.connections.table().open.get_mut(&self.0.id) {
+            (connection.has_request, connection.since) = (false, Instant::now());
+        }
     }
 }
 

@@ -7,10 +7,11 @@
 //! 415 not declared as JSON, 422 value missing, out of range or too long, 429 too many requests of one address, 500 search failed, 503
 //! too many requests or search too slow. Nothing is rewritten here: without `rewritten_query`, `query` is looked up.
 
-use crate::body::{BodyError, BodyLimits, JsonFields, read_fields};
-use crate::connections::{ConnectionHandle, RequestLimitError};
-use crate::key::{ApiKey, KEY_MESSAGE};
-use crate::server::{ServeError, with_error_headers};
+use crate::body::{BodyLimits, JsonFields, read_fields};
+use crate::connections::ConnectionHandle;
+use crate::error::{ErrorForm, ErrorResponse};
+use crate::key::{ApiKey, unauthorized};
+use crate::server::ServeError;
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{Method, StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
@@ -99,7 +100,7 @@ struct RagRequest {
 }
 
 impl RagRequest {
-    fn new(mut fields: JsonFields) -> Result<Self, BodyError> {
+    fn new(mut fields: JsonFields) -> Result<Self, ErrorResponse> {
         let text = "a text";
         Ok(Self {
             query: fields.take_required("query", text)?,
@@ -114,35 +115,21 @@ impl RagRequest {
     }
 }
 
-/// An error response.
-struct ErrorResponse(StatusCode, String);
-
-impl From<BodyError> for ErrorResponse {
-    fn from(BodyError { status, message }: BodyError) -> Self {
-        Self(status, message)
-    }
-}
-
-impl From<RequestLimitError> for ErrorResponse {
-    fn from(error: RequestLimitError) -> Self {
-        Self(error.status(), error.to_string())
-    }
-}
-
 async fn ready(Extension(connection): Extension<ConnectionHandle>) -> Response {
     match connection.check_requests() {
         Ok(()) => Json(json!({"status": 200})).into_response(),
-        Err(full) => ErrorResponse::from(full).into_response(),
+        Err(full) => ErrorResponse::from(full).into_body(ErrorForm::GeneralRag),
     }
 }
 
-async fn unknown_route(uri: Uri) -> ErrorResponse {
-    ErrorResponse(StatusCode::NOT_FOUND, format!("there is nothing at `{}`; use {GENERAL_RAG_ROUTE}", uri.path()))
+async fn unknown_route(uri: Uri) -> Response {
+    let what = format!("there is nothing at `{}`; use {GENERAL_RAG_ROUTE}", uri.path());
+    ErrorResponse::new(StatusCode::NOT_FOUND, what).into_body(ErrorForm::GeneralRag)
 }
 
-async fn wrong_method(method: Method) -> ErrorResponse {
+async fn wrong_method(method: Method) -> Response {
     let what = format!("method {method} is not allowed; {GENERAL_RAG_ROUTE} takes POST, /health and /ready take GET");
-    ErrorResponse(StatusCode::METHOD_NOT_ALLOWED, what)
+    ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, what).into_body(ErrorForm::GeneralRag)
 }
 
 async fn answer(
@@ -152,14 +139,14 @@ async fn answer(
 ) -> Response {
     let response = async {
         if service.key.as_ref().is_some_and(|key| !key.is_in(request.headers())) {
-            return Err(ErrorResponse(StatusCode::UNAUTHORIZED, KEY_MESSAGE.into()));
+            return Err(unauthorized(request.headers()));
         }
         let limits = BodyLimits { max_bytes: MAX_BODY_BYTES, timeout: BODY_TIMEOUT, expected: EXPECTED_BODY };
         let request = RagRequest::new(read_fields(request, limits).await?)?;
         let _slot = connection.begin_request()?;
         serve_one(&service.bases, request).await
     };
-    response.await.map_or_else(IntoResponse::into_response, |answer| Json(answer).into_response())
+    response.await.map_or_else(|error| error.into_body(ErrorForm::GeneralRag), |answer| Json(answer).into_response())
 }
 
 async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorResponse> {
@@ -179,7 +166,7 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorRes
     // Addresses and paths are for the operator's log alone.
     let late = || {
         tracing::warn!("tenant {}, {}: no answer within {:?}", request.tenant_id, request.kb_name, base.timeout);
-        ErrorResponse(StatusCode::SERVICE_UNAVAILABLE, format!("no response within {:?}; retry later", base.timeout))
+        ErrorResponse::unavailable(format!("no response within {:?}; retry later", base.timeout))
     };
     let failed = |failure: CallFailure| {
         // The back end has a time limit of its own, which may be the first to pass.
@@ -187,7 +174,7 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorRes
             return late();
         }
         tracing::warn!("{failure}");
-        ErrorResponse(StatusCode::INTERNAL_SERVER_ERROR, "the search failed; the server's log says why".into())
+        ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "the search failed; the server's log says why")
     };
     let found = tokio::time::timeout(base.timeout, base.search.search(&retrieval_request, limits)).await;
     let hits = found.map_err(|_| late())?.map_err(failed)?;
@@ -207,23 +194,20 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorRes
 fn find<'a>(bases: &'a Bases, request: &RagRequest) -> Result<&'a KnowledgeBase, ErrorResponse> {
     bases.get(&(request.tenant_id.clone(), request.kb_name.clone())).ok_or_else(|| {
         let what = format!("tenant_id `{}` with kb_name `{}` is not served here", request.tenant_id, request.kb_name);
-        ErrorResponse(StatusCode::NOT_FOUND, what)
+        ErrorResponse::new(StatusCode::NOT_FOUND, what)
     })
 }
 
 fn check_length(name: &str, text: &str) -> Result<(), ErrorResponse> {
     match text.chars().nth(MAX_TEXT_CHARS) {
-        Some(_) => {
-            let what = format!("`{name}` is longer than {MAX_TEXT_CHARS} characters");
-            Err(ErrorResponse(StatusCode::UNPROCESSABLE_ENTITY, what))
-        }
+        Some(_) => Err(ErrorResponse::value(format!("`{name}` is longer than {MAX_TEXT_CHARS} characters"))),
         None => Ok(()),
     }
 }
 
 impl RagRequest {
     fn limits(&self) -> Result<RetrievalLimits, ErrorResponse> {
-        let wrong = |what: String| Err(ErrorResponse(StatusCode::UNPROCESSABLE_ENTITY, what));
+        let wrong = |what: String| Err(ErrorResponse::value(what));
         if self.query.trim().is_empty() {
             return wrong("`query` is empty".into());
         }
@@ -238,7 +222,7 @@ impl RagRequest {
 }
 
 /// A history as one text, a line for each item of a list.
-fn history_text(history: &Value) -> Result<String, ErrorResponse> {
+pub(crate) fn history_text(history: &Value) -> Result<String, ErrorResponse> {
     let part = |part: &Value| part.as_str().or_else(|| part.get("content")?.as_str()).map(str::to_owned);
     let text = match history {
         Value::Null => Some(String::new()),
@@ -247,8 +231,7 @@ fn history_text(history: &Value) -> Result<String, ErrorResponse> {
         _ => None,
     };
     text.ok_or_else(|| {
-        let what = "`history` is neither a text nor a list of texts or of messages with `content`";
-        ErrorResponse(StatusCode::UNPROCESSABLE_ENTITY, what.into())
+        ErrorResponse::value("`history` is neither a text nor a list of texts or of messages with `content`")
     })
 }
 
@@ -260,12 +243,4 @@ fn entry(hit: &Hit) -> Value {
         "score": hit.retrieval_score,
         "rank": hit.rank,
     })
-}
-
-impl IntoResponse for ErrorResponse {
-    fn into_response(self) -> Response {
-        let Self(status, msg) = self;
-        let body = Json(json!({"status": status.as_u16(), "msg": msg, "data": null}));
-        with_error_headers((status, body).into_response())
-    }
 }

@@ -1,10 +1,25 @@
 //! The key that clients send as `Authorization: Bearer KEY`.
 
-use axum::http::{HeaderMap, header};
+use crate::error::ErrorResponse;
+use axum::http::{HeaderMap, StatusCode, header};
 use querl_core::fsx::digest_hex;
 
-/// Message of a response with status 401.
-pub(crate) const KEY_MESSAGE: &str = "the key is missing or wrong; send it as `Authorization: Bearer KEY`";
+/// Code of a 401 response where the key is missing or not sent as `Bearer KEY`.
+pub(crate) const MALFORMED: &str = "malformed_authorization";
+
+/// The response to a request without the right key.
+pub(crate) fn unauthorized(headers: &HeaderMap) -> ErrorResponse {
+    let what = "the key is missing or wrong; send it as `Authorization: Bearer KEY`";
+    let code = bearer(headers).is_none().then_some(MALFORMED);
+    ErrorResponse { code, ..ErrorResponse::new(StatusCode::UNAUTHORIZED, what) }
+}
+
+/// The key of a request. The case of `Bearer` does not matter (RFC 9110, 11.1).
+fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let value = headers.get(header::AUTHORIZATION)?.as_bytes().trim_ascii();
+    let (scheme, key) = value.split_at_checked("bearer ".len())?;
+    scheme.eq_ignore_ascii_case(b"bearer ").then(|| key.trim_ascii())
+}
 
 /// A key, stored as its digest. Digests have one length, and a comparison reads them whole: its time does not depend on the given key.
 pub(crate) struct ApiKey(String);
@@ -14,15 +29,11 @@ impl ApiKey {
         Self(digest_hex(key.as_bytes()))
     }
 
-    /// Whether the headers have this key. The case of `Bearer` does not matter (RFC 9110, 11.1).
+    /// Whether the headers have this key.
     pub(crate) fn is_in(&self, headers: &HeaderMap) -> bool {
-        let Some(value) = headers.get(header::AUTHORIZATION).map(|value| value.as_bytes().trim_ascii()) else {
-            return false;
-        };
-        let Some((scheme, key)) = value.split_at_checked("bearer ".len()) else { return false };
-        let digest = digest_hex(key.trim_ascii());
-        let difference = digest.bytes().zip(self.0.bytes()).fold(0, |difference, (a, b)| difference | (a ^ b));
-        scheme.eq_ignore_ascii_case(b"bearer ") && difference == 0
+        let Some(key) = bearer(headers) else { return false };
+        let digest = digest_hex(key);
+        digest.bytes().zip(self.0.bytes()).fold(0, |difference, (a, b)| difference | (a ^ b)) == 0
     }
 }
 

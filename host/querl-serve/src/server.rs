@@ -3,8 +3,7 @@
 use crate::connections::{ConnectionHandle, Connections};
 use anyhow::Context;
 use axum::Router;
-use axum::http::{HeaderValue, Request, StatusCode, header};
-use axum::response::Response;
+use axum::http::Request;
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::{HttpService, Service, service_fn};
@@ -14,6 +13,8 @@ use hyper_util::service::TowerToHyperService;
 use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::thread::JoinHandle;
 use std::time::Duration;
 use tokio::net::TcpListener;
 
@@ -131,22 +132,49 @@ pub fn block_on(server: impl Future<Output = anyhow::Result<()>>) -> anyhow::Res
     served
 }
 
+/// Binds `addr`, calls `on_bound`, and serves `router` until `is_stopped`, while `work` runs on a thread of its own. The address is bound
+/// first: `work` may load a model while the router already answers.
+///
+/// # Errors
+/// The address cannot be bound, `on_bound` failed, or `work` ended: while requests may arrive it has no reason to.
+pub(crate) fn run_with_worker(
+    addr: SocketAddr,
+    router: Router,
+    limits: ServerLimits,
+    on_bound: impl FnOnce(SocketAddr) -> io::Result<()>,
+    work: (&'static str, impl FnOnce() -> anyhow::Result<()> + Send + 'static),
+    is_stopped: impl Fn() -> bool + Send + 'static,
+) -> anyhow::Result<()> {
+    block_on(async {
+        let listener = bind(addr).await?;
+        on_bound(listener.local_addr()?)?;
+        let (name, work) = work;
+        let thread = std::thread::Builder::new().name(name.into()).spawn(work);
+        let thread = Arc::new(thread.context("no thread to load the model on")?);
+        let worker = thread.clone();
+        let stop = wait_until(move || is_stopped() || worker.is_finished());
+        serve(listener, router, limits, stop).await;
+        match Arc::into_inner(thread) {
+            Some(thread) if thread.is_finished() => Err(error_of(name, thread)),
+            // A model that is still being loaded ends with the process.
+            _ => Ok(()),
+        }
+    })
+}
+
+/// Why a thread has ended.
+fn error_of(name: &str, thread: JoinHandle<anyhow::Result<()>>) -> anyhow::Error {
+    match thread.join() {
+        Ok(Err(error)) => error,
+        Ok(Ok(())) | Err(_) => anyhow::anyhow!("the {name} panicked, and nothing can be served any more"),
+    }
+}
+
 /// Completes once `is_done`, which is polled; the `stop` of a server.
 pub async fn wait_until(is_done: impl Fn() -> bool) {
     while !is_done() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-}
-
-/// Adds the headers that some statuses require: when to retry, and the scheme of the key.
-pub(crate) fn with_error_headers(mut response: Response) -> Response {
-    let header = match response.status() {
-        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => (header::RETRY_AFTER, "1"),
-        StatusCode::UNAUTHORIZED => (header::WWW_AUTHENTICATE, "Bearer"),
-        _ => return response,
-    };
-    response.headers_mut().insert(header.0, HeaderValue::from_static(header.1));
-    response
 }
 
 /// Serves until `stop` completes; requests in progress then have `drain_timeout` to finish, half-sent ones a second.
@@ -232,5 +260,25 @@ async fn drain(in_progress: GracefulShutdown, connections: &Connections, drain_t
     connections.close_incomplete();
     if tokio::time::timeout(drain_timeout - grace, finished).await.is_err() {
         tracing::warn!("requests in progress were not answered within {drain_timeout:?}");
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Regression: the server reported for ever that its model was being loaded, after the loading thread had ended.
+    #[test]
+    fn a_panicked_thread_is_an_error_and_a_failed_one_reports_its_own() {
+        let panicked = std::thread::spawn(|| -> anyhow::Result<()> { panic!("as a damaged file may cause") });
+        let failed = std::thread::spawn(|| Err(ServeError::Twice { tenant: "a".into(), kb_name: "b".into() }.into()));
+        let error = error_of("classifier", panicked);
+        assert_eq!(error.to_string(), "the classifier panicked, and nothing can be served any more");
+        assert!(error.downcast_ref::<ServeError>().is_none());
+        assert!(
+            matches!(error_of("classifier", failed).downcast_ref(), Some(ServeError::Twice { .. })),
+            "of the type that it had"
+        );
     }
 }

@@ -18,9 +18,9 @@ mod openapi;
 pub(crate) mod protocol;
 
 use crate::connections::ConnectionHandle;
-use crate::key::{ApiKey, KEY_MESSAGE};
-use crate::server::{ServerLimits, bind, block_on, serve, wait_until};
-use anyhow::Context;
+use crate::error::{ErrorForm, ErrorResponse};
+use crate::key::{ApiKey, unauthorized};
+use crate::server::{ServerLimits, run_with_worker};
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
@@ -29,12 +29,11 @@ use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use classifier::{ClassifiedText, PendingRequest, StyleOptions, TextClassifier};
 use metrics::StyleMetrics;
-use protocol::{ClassifyRequest, ErrorForm, ErrorResponse, classify_response, predict_response};
+use protocol::{ClassifyRequest, classify_response, predict_response, rejected};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::oneshot;
 
@@ -110,32 +109,20 @@ impl StyleService {
         work: impl FnOnce(Arc<Self>) -> anyhow::Result<()> + Send + 'static,
         is_stopped: impl Fn() -> bool + Send + 'static,
     ) -> anyhow::Result<()> {
-        let served = async {
-            let listener = bind(addr).await?;
-            on_bound(listener.local_addr()?)?;
-            let (service, router) = (self.clone(), self.router());
-            let thread = std::thread::Builder::new().name("classifier".into()).spawn(move || work(service));
-            let thread = Arc::new(thread.context("no thread to load the model on")?);
-            let worker = thread.clone();
-            let stop = wait_until(move || is_stopped() || worker.is_finished());
-            let limits = ServerLimits { drain_timeout: self.options.answer_timeout, ..self.options.server };
-            serve(listener, router, limits, stop).await;
-            match Arc::into_inner(thread) {
-                Some(thread) if thread.is_finished() => Err(error_of(thread)),
-                // A model that is still being loaded ends with the process.
-                _ => Ok(()),
-            }
-        };
-        block_on(served)
+        let limits = ServerLimits { drain_timeout: self.options.answer_timeout, ..self.options.server };
+        let router = self.router();
+        run_with_worker(addr, router, limits, on_bound, ("classifier", move || work(self)), is_stopped)
     }
 
     fn classifier(&self) -> Result<&Arc<dyn TextClassifier>, ErrorResponse> {
-        let unavailable = |what: &str| ErrorResponse::new(StatusCode::SERVICE_UNAVAILABLE, what);
         let loaded = self.classifier.get();
-        let loaded = loaded.ok_or_else(|| unavailable("the model is being loaded; retry in a moment"))?;
+        let loaded =
+            loaded.ok_or_else(|| ErrorResponse::unavailable("the model is being loaded; retry in a moment"))?;
         match loaded.is_alive() {
             true => Ok(loaded),
-            false => Err(unavailable("the classifier has ended, and the server with it; its log says why")),
+            false => {
+                Err(ErrorResponse::unavailable("the classifier has ended, and the server with it; its log says why"))
+            }
         }
     }
 
@@ -153,11 +140,11 @@ impl StyleService {
             queue.submit(&texts, Box::new(ResponseSender(sender)))
         });
         let panicked = |_| ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "the tokenizer failed on a text");
-        submitting.await.map_err(panicked)?.map_err(ErrorResponse::of)?;
+        submitting.await.map_err(panicked)?.map_err(rejected)?;
         let results = tokio::time::timeout(self.options.answer_timeout, receiver).await;
         let results = results.map_err(|_| {
             let what = format!("no response within {:?}; retry later", self.options.answer_timeout);
-            ErrorResponse::new(StatusCode::SERVICE_UNAVAILABLE, what)
+            ErrorResponse::unavailable(what)
         })?;
         let failed = |problem: &str| {
             tracing::warn!("{problem}");
@@ -168,14 +155,6 @@ impl StyleService {
         self.metrics.texts(&classified);
         request.check_lengths(&classified, self.options.max_length)?;
         Ok((classifier, classified))
-    }
-}
-
-/// Why the thread that classifies has ended.
-fn error_of(thread: JoinHandle<anyhow::Result<()>>) -> anyhow::Error {
-    match thread.join() {
-        Ok(Err(error)) => error,
-        Ok(Ok(())) | Err(_) => anyhow::anyhow!("the classifier panicked, and nothing can be served any more"),
     }
 }
 
@@ -191,7 +170,10 @@ async fn predict(
         predict_response(&request, classifier.as_ref(), &classified)
     };
     let is_json = [(header::CONTENT_TYPE, "application/json")];
-    response.await.map_or_else(|error| error.into_body(ErrorForm::Plain), |text| (is_json, text).into_response())
+    response.await.map_or_else(
+        |error| error.into_body(ErrorForm::TextEmbeddingsInference),
+        |text| (is_json, text).into_response(),
+    )
 }
 
 async fn classify(
@@ -214,7 +196,7 @@ async fn classify(
             (&id, created.as_secs(), model),
         ))
     };
-    response.await.map_or_else(|error| error.into_body(ErrorForm::OpenAi), |body| Json(body).into_response())
+    response.await.map_or_else(|error| error.into_body(ErrorForm::Vllm), |body| Json(body).into_response())
 }
 
 async fn info(State(service): State<Arc<StyleService>>) -> Response {
@@ -244,13 +226,13 @@ async fn ready(
         let classifier = service.classifier()?;
         if classifier.is_full() {
             let what = format!("queue is full ({} texts); retry later", classifier.n_waiting());
-            return Err(ErrorResponse::new(StatusCode::SERVICE_UNAVAILABLE, what));
+            return Err(ErrorResponse::unavailable(what));
         }
         Ok(connection.check_requests()?)
     };
     match check() {
         Ok(()) => Json(json!({"status": "ready"})).into_response(),
-        Err(error) => error.into_body(ErrorForm::Plain),
+        Err(error) => error.into_body(ErrorForm::TextEmbeddingsInference),
     }
 }
 
@@ -258,26 +240,25 @@ async fn prometheus(State(service): State<Arc<StyleService>>) -> Response {
     let n_waiting = service.classifier.get().map(|classifier| classifier.n_waiting());
     match service.metrics.to_text(n_waiting) {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response(),
-        Err(error) => {
-            ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_body(ErrorForm::Plain)
-        }
+        Err(error) => ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+            .into_body(ErrorForm::TextEmbeddingsInference),
     }
 }
 
 async fn nothing_here(uri: Uri) -> Response {
     let what = format!("there is nothing at `{}`; use /predict or /classify, or read /docs", uri.path());
-    ErrorResponse::new(StatusCode::NOT_FOUND, what).into_body(ErrorForm::Plain)
+    ErrorResponse::new(StatusCode::NOT_FOUND, what).into_body(ErrorForm::TextEmbeddingsInference)
 }
 
 async fn wrong_method(method: Method) -> Response {
     let what = format!("method {method} is not allowed; /predict and /classify take POST, all others GET");
-    ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, what).into_body(ErrorForm::Plain)
+    ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, what).into_body(ErrorForm::TextEmbeddingsInference)
 }
 
 async fn check_key(State(service): State<Arc<StyleService>>, request: Request, next: Next) -> Response {
     match service.key.as_ref().is_none_or(|key| key.is_in(request.headers())) {
         true => next.run(request).await,
-        false => ErrorResponse::new(StatusCode::UNAUTHORIZED, KEY_MESSAGE).into_body(ErrorForm::Plain),
+        false => unauthorized(request.headers()).into_body(ErrorForm::TextEmbeddingsInference),
     }
 }
 
@@ -287,25 +268,4 @@ async fn count(State(service): State<Arc<StyleService>>, request: Request, next:
     let response = next.run(request).await;
     service.metrics.request(route, response.status().as_str(), started.elapsed());
     response
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-
-    /// Regression: the server reported for ever that its model was being loaded, after the loading thread had ended.
-    #[test]
-    fn a_panicked_thread_is_an_error_and_a_failed_one_reports_its_own() {
-        let panicked = std::thread::spawn(|| -> anyhow::Result<()> { panic!("as a damaged file may cause") });
-        let failed =
-            std::thread::spawn(|| Err(crate::ServeError::Twice { tenant: "a".into(), kb_name: "b".into() }.into()));
-        let error = error_of(panicked);
-        assert_eq!(error.to_string(), "the classifier panicked, and nothing can be served any more");
-        assert!(error.downcast_ref::<crate::ServeError>().is_none());
-        assert!(
-            matches!(error_of(failed).downcast_ref(), Some(crate::ServeError::Twice { .. })),
-            "of the type that it had"
-        );
-    }
 }

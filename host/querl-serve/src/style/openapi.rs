@@ -5,7 +5,6 @@
 //! crate 8, its macros 4, the derives 7).
 
 use serde_json::{Value, json};
-use std::fmt::Write;
 
 /// Routes that classify.
 fn classifying() -> Value {
@@ -151,13 +150,5 @@ fn schemas() -> Value {
 
 /// The routes as an HTML page without external resources.
 pub(super) fn page() -> String {
-    let document = document();
-    let mut rows = String::new();
-    for (path, methods) in document["paths"].as_object().into_iter().flatten() {
-        for (method, operation) in methods.as_object().into_iter().flatten() {
-            let (method, summary) = (method.to_uppercase(), operation["summary"].as_str().unwrap_or_default());
-            let _ = write!(rows, "<tr><td><code>{method} {path}</code></td><td>{summary}</td></tr>");
-        }
-    }
-    include_str!("page.html").replace("{{rows}}", &rows)
+    crate::page::with_routes(include_str!("page.html"), &document())
 }

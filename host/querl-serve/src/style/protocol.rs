@@ -2,13 +2,10 @@
 //! of vLLM.
 
 use super::classifier::{ClassifiedText, StyleOptions, SubmitError, TextClassifier};
-use crate::body::{BodyError, BodyLimits, JsonFields, quoted, read_fields};
-use crate::connections::RequestLimitError;
-use crate::server::with_error_headers;
-use axum::Json;
+use crate::body::{BodyLimits, JsonFields, quoted, read_fields};
+use crate::error::ErrorResponse;
 use axum::extract::{Query, Request};
 use axum::http::{StatusCode, header};
-use axum::response::{IntoResponse, Response};
 use serde::Serialize;
 use serde::ser::{SerializeMap, Serializer};
 use serde_json::{Value, json, to_string};
@@ -97,7 +94,7 @@ struct PredictBody {
 }
 
 impl PredictBody {
-    fn new(mut fields: JsonFields) -> Result<Self, BodyError> {
+    fn new(mut fields: JsonFields) -> Result<Self, ErrorResponse> {
         Ok(Self {
             text: fields.take("text", TEXTS)?,
             inputs: fields.take("inputs", TEXTS)?,
@@ -216,7 +213,7 @@ async fn read(request: Request, options: &StyleOptions, expected: &str) -> Resul
         return Err(no_text(expected));
     }
     let limits = BodyLimits { max_bytes: options.max_body_bytes, timeout: options.body_timeout, expected };
-    Ok(read_fields(request, limits).await?)
+    read_fields(request, limits).await
 }
 
 /// The classification of one text.
@@ -338,88 +335,12 @@ pub(super) fn classify_response(
     })
 }
 
-/// An error response.
-#[derive(Debug)]
-pub(super) struct ErrorResponse {
-    status: StatusCode,
-    message: String,
-}
-
-/// The form of error bodies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ErrorForm {
-    /// `{error, error_type}`, as text-embeddings-inference.
-    Plain,
-    /// `{error: {message, type, code}}`, as vLLM.
-    OpenAi,
-}
-
-impl ErrorResponse {
-    pub(super) fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self { status, message: message.into() }
-    }
-
-    pub(super) fn value(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::UNPROCESSABLE_ENTITY, message)
-    }
-
-    pub(super) fn too_large(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::PAYLOAD_TOO_LARGE, message)
-    }
-
-    pub(super) fn of(error: SubmitError) -> Self {
-        match error {
-            SubmitError::QueueFull(message) => Self::new(StatusCode::TOO_MANY_REQUESTS, message),
-            SubmitError::Text(message) => Self::value(message),
-            SubmitError::Ended => Self::new(
-                StatusCode::SERVICE_UNAVAILABLE,
-                "the classifier has ended, and the server with it; its log says why",
-            ),
+pub(super) fn rejected(error: SubmitError) -> ErrorResponse {
+    match error {
+        SubmitError::QueueFull(message) => ErrorResponse::new(StatusCode::TOO_MANY_REQUESTS, message),
+        SubmitError::Text(message) => ErrorResponse::value(message),
+        SubmitError::Ended => {
+            ErrorResponse::unavailable("the classifier has ended, and the server with it; its log says why")
         }
-    }
-
-    pub(super) fn into_body(self, form: ErrorForm) -> Response {
-        let Self { status, message } = self;
-        let body = match form {
-            ErrorForm::Plain => json!({"error": message, "error_type": plain_type(status)}),
-            ErrorForm::OpenAi => {
-                json!({"error": {"message": message, "type": openai_type(status), "param": null, "code": status.as_u16()}})
-            }
-        };
-        with_error_headers((status, Json(body)).into_response())
-    }
-}
-
-impl From<BodyError> for ErrorResponse {
-    fn from(BodyError { status, message }: BodyError) -> Self {
-        Self { status, message }
-    }
-}
-
-impl From<RequestLimitError> for ErrorResponse {
-    fn from(error: RequestLimitError) -> Self {
-        Self::new(error.status(), error.to_string())
-    }
-}
-
-/// Names of text-embeddings-inference, which has none for a missing key.
-fn plain_type(status: StatusCode) -> &'static str {
-    match status {
-        StatusCode::TOO_MANY_REQUESTS => "Overloaded",
-        StatusCode::SERVICE_UNAVAILABLE => "Unhealthy",
-        StatusCode::INTERNAL_SERVER_ERROR => "Backend",
-        StatusCode::UNAUTHORIZED => "Unauthorized",
-        _ => "Validation",
-    }
-}
-
-fn openai_type(status: StatusCode) -> &'static str {
-    match status {
-        StatusCode::TOO_MANY_REQUESTS => "RateLimitError",
-        StatusCode::SERVICE_UNAVAILABLE => "ServiceUnavailableError",
-        StatusCode::INTERNAL_SERVER_ERROR => "InternalServerError",
-        StatusCode::UNAUTHORIZED => "AuthenticationError",
-        StatusCode::UNPROCESSABLE_ENTITY => "UnprocessableEntityError",
-        _ => "BadRequestError",
     }
 }

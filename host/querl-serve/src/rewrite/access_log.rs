@@ -1,0 +1,155 @@
+//! The access log: one JSON line for each rewrite and each other request, without texts and keys.
+
+use super::{RewriteResult, RewriteService, metrics};
+use anyhow::Context;
+use axum::http::{Method, StatusCode};
+use chrono::{SecondsFormat, Utc};
+use serde_json::json;
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+/// Status of a request whose client left before its response, as nginx names it.
+const CLIENT_CLOSED: u16 = 499;
+
+/// The file, opened for appending; whole lines are written at once.
+pub(super) struct AccessLog(Option<Mutex<File>>);
+
+impl AccessLog {
+    pub(super) fn open(path: Option<&Path>) -> anyhow::Result<Self> {
+        let open = |path: &Path| {
+            let file = OpenOptions::new().append(true).create(true).open(path);
+            file.map(Mutex::new).with_context(|| format!("{}: the access log cannot be opened", path.display()))
+        };
+        Ok(Self(path.map(open).transpose()?))
+    }
+
+    fn write(&self, lines: &str) {
+        if let Some(file) = &self.0
+            && let Err(error) = file.lock().unwrap_or_else(PoisonError::into_inner).write_all(lines.as_bytes())
+        {
+            tracing::warn!("the access log cannot be written: {error}");
+        }
+    }
+}
+
+/// What is logged of one generation.
+#[derive(Debug, Clone, Default)]
+pub(super) struct AccessEntry {
+    /// `None` for the request's own.
+    pub(super) id: Option<String>,
+    pub(super) tenant: String,
+    pub(super) version: String,
+    pub(super) fallback: Option<&'static str>,
+    pub(super) is_cached: bool,
+    pub(super) n_prompt_tokens: usize,
+    pub(super) n_tokens: usize,
+}
+
+impl AccessEntry {
+    pub(super) fn new(id: Option<String>, result: &RewriteResult) -> Self {
+        Self {
+            id,
+            tenant: result.tenant.clone(),
+            version: result.generated.version.clone(),
+            fallback: result.fallback,
+            is_cached: result.is_cached,
+            n_prompt_tokens: result.generated.n_prompt_tokens,
+            n_tokens: result.generated.n_tokens,
+        }
+    }
+}
+
+#[derive(Default)]
+struct Outcome {
+    status: Option<u16>,
+    tenant: Option<String>,
+    entries: Vec<AccessEntry>,
+}
+
+/// A request, which is counted and logged once its last holder drops this: the response is made, or its client has left.
+pub(super) struct RequestRecord {
+    service: Arc<RewriteService>,
+    id: String,
+    method: Method,
+    route: &'static str,
+    started: Instant,
+    outcome: Mutex<Outcome>,
+}
+
+impl RequestRecord {
+    pub(super) fn new(service: Arc<RewriteService>, method: &Method, path: &str) -> Self {
+        let (id, route) = (service.new_id(), metrics::route_of(path));
+        Self { service, id, method: method.clone(), route, started: Instant::now(), outcome: Mutex::default() }
+    }
+
+    pub(super) fn id(&self) -> &str {
+        &self.id
+    }
+
+    pub(super) fn note_status(&self, status: StatusCode) {
+        self.change(|outcome| outcome.status = Some(status.as_u16()));
+    }
+
+    /// Notes that the client of a stream has left.
+    pub(super) fn note_closed(&self) {
+        self.change(|outcome| outcome.status = Some(CLIENT_CLOSED));
+    }
+
+    pub(super) fn note_tenant(&self, tenant: &str) {
+        self.change(|outcome| outcome.tenant = Some(tenant.to_owned()));
+    }
+
+    pub(super) fn add(&self, entry: AccessEntry) {
+        self.change(|outcome| outcome.entries.push(entry));
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Outcome)) {
+        change(&mut self.outcome.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// One line for each generation, or for the request where there is none.
+    fn lines(&self, outcome: &Outcome) -> String {
+        let time = Utc::now().to_rfc3339_opts(SecondsFormat::Millis, true);
+        let latency_ms = milliseconds(self.started.elapsed());
+        let line = |entry: Option<&AccessEntry>| {
+            let line = json!({
+                "time": time,
+                "id": entry.and_then(|entry| entry.id.as_ref()).unwrap_or(&self.id),
+                "method": self.method.as_str(),
+                "route": self.route,
+                "status": outcome.status.unwrap_or(CLIENT_CLOSED),
+                "latency_ms": latency_ms,
+                "tenant": entry.map(|entry| &entry.tenant).or(outcome.tenant.as_ref()),
+                "version": entry.map(|entry| &entry.version),
+                "fallback": entry.and_then(|entry| entry.fallback),
+                "cached": entry.map(|entry| entry.is_cached),
+                "prompt_tokens": entry.map(|entry| entry.n_prompt_tokens),
+                "tokens": entry.map(|entry| entry.n_tokens),
+            });
+            format!("{line}\n")
+        };
+        match outcome.entries.as_slice() {
+            [] => line(None),
+            entries => entries.iter().map(|entry| line(Some(entry))).collect(),
+        }
+    }
+}
+
+impl Drop for RequestRecord {
+    fn drop(&mut self) {
+        let outcome = std::mem::take(self.outcome.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let status = outcome.status.unwrap_or(CLIENT_CLOSED);
+        self.service.metrics.request(self.route, status, self.started.elapsed());
+        if self.service.access_log.0.is_some() {
+            self.service.access_log.write(&self.lines(&outcome));
+        }
+    }
+}
+
+/// For responses and lines: a microsecond is precise enough.
+pub(super) fn milliseconds(time: std::time::Duration) -> f64 {
+    time.as_micros() as f64 / 1e3
+}

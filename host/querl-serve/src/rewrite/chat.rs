@@ -1,0 +1,417 @@
+//! OpenAI's `POST /v1/chat/completions` and `GET /v1/models`.
+//!
+//! The model `TENANT` responds to the client's own messages with the tenant's adapter. The model `TENANT/rewrite` takes the last message as a
+//! query and earlier ones as its history, and responds with the rewrite by the tenant's own prompts.
+//! Source: <https://platform.openai.com/docs/api-reference/chat>. Departures: the default `temperature` is 0; `n` is 1; messages are texts;
+//! `system_fingerprint` is the version of the tenant.
+
+use super::access_log::{AccessEntry, RequestRecord};
+use super::protocol::check_text;
+use super::{Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, with_fallback};
+use crate::body::{JsonFields, quoted};
+use crate::connections::RequestSlot;
+use crate::error::{ErrorForm, ErrorResponse, openai_error};
+use crate::general_rag::history_text;
+use crate::key::unauthorized;
+use axum::Json;
+use axum::extract::State;
+use axum::http::{HeaderMap, StatusCode};
+use axum::response::sse::{Event, KeepAlive, Sse};
+use axum::response::{IntoResponse, Response};
+use futures::stream::poll_fn;
+use querl_core::records::{Context, Message};
+use querl_core::serving::{ChatTask, Generation, GenerationEvent, GenerationFailure, GenerationTask, Tenant};
+use serde_json::{Value, json};
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::time::timeout_at;
+
+/// What follows the tenant's name in the model that rewrites.
+const REWRITE_SUFFIX: &str = "/rewrite";
+const MAX_STOPS: usize = 16;
+
+/// `GET /v1/models`: two for each tenant that the client may use.
+pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: HeaderMap) -> Response {
+    let list = || {
+        let PermittedTenants { tenants, lacks_key } = service.permitted(service.rewriter()?.as_ref(), &headers);
+        if tenants.is_empty() && lacks_key {
+            return Err(unauthorized(&headers));
+        }
+        let model = |tenant: &Tenant, suffix: &str| {
+            let id = format!("{}{suffix}", tenant.name);
+            json!({"id": id, "object": "model", "created": tenant.loaded_at, "owned_by": "querl"})
+        };
+        let models = tenants.iter().flat_map(|tenant| [model(tenant, ""), model(tenant, REWRITE_SUFFIX)]);
+        Ok(json!({"object": "list", "data": models.collect::<Vec<_>>()}))
+    };
+    list().map_or_else(|error| error.into_body(ErrorForm::OpenAi), |list| Json(list).into_response())
+}
+
+/// The fields of a request that are used; others are ignored, as services of this interface do.
+struct ChatRequest {
+    model: Option<String>,
+    task: ChatTask,
+    is_stream: bool,
+    includes_usage: bool,
+}
+
+impl ChatRequest {
+    fn new(fields: &mut JsonFields) -> Result<Self, ErrorResponse> {
+        let n: Option<u64> = fields.take("n", "1")?;
+        if let Some(n) = n.filter(|&n| n != 1) {
+            let what = format!("`n` is {n}; expected 1: there is one response to a request");
+            return Err(ErrorResponse { param: Some("n"), ..ErrorResponse::value(what) });
+        }
+        let tokens = "a positive integer";
+        let max_new_tokens: Option<usize> = fields.take("max_completion_tokens", tokens)?;
+        let max_new_tokens = max_new_tokens.or(fields.take("max_tokens", tokens)?);
+        let stream_options: Option<Value> = fields.take("stream_options", "an object")?;
+        let seed: Option<i64> = fields.take("seed", "an integer")?;
+        let task = ChatTask {
+            messages: messages(fields.take_required("messages", "a list of messages")?)?,
+            temperature: number(fields, "temperature", 0.0, 0.0..=2.0)?,
+            top_p: number(fields, "top_p", 1.0, f64::MIN_POSITIVE..=1.0)?,
+            max_new_tokens,
+            stop: stops(fields.take("stop", "a text or a list of texts")?)?,
+            seed: seed.map_or_else(|| since_epoch().as_nanos() as u64, |seed| seed as u64),
+        };
+        if max_new_tokens == Some(0) {
+            let what = format!("the maximum number of tokens is 0; expected {tokens}");
+            return Err(ErrorResponse { param: Some("max_tokens"), ..ErrorResponse::value(what) });
+        }
+        Ok(Self {
+            model: fields.take("model", "a text")?,
+            task,
+            is_stream: fields.take("stream", "true or false")?.unwrap_or(false),
+            includes_usage: stream_options.is_some_and(|options| options["include_usage"] == true),
+        })
+    }
+
+    /// The last message as a query, those before it as its history; instructions of the system are for another prompt.
+    fn into_query(self) -> Result<(String, Context), ErrorResponse> {
+        let mut messages = self.task.messages;
+        let query = messages.pop().map(|message| message.content).unwrap_or_default();
+        if query.trim().is_empty() {
+            return Err(wrong_messages("the last message is empty; expected a query".into()));
+        }
+        messages.retain(|message| message.role != "system");
+        let history = messages.into_iter().map(|message| Value::String(message.content)).collect();
+        Ok((query, Context { history_summary: history_text(&history)?, ..Context::default() }))
+    }
+}
+
+fn number(
+    fields: &mut JsonFields,
+    name: &'static str,
+    default: f64,
+    range: std::ops::RangeInclusive<f64>,
+) -> Result<f64, ErrorResponse> {
+    let value: f64 = fields.take(name, "a number")?.unwrap_or(default);
+    match range.contains(&value) {
+        true => Ok(value),
+        false => {
+            let what = format!("`{name}` is {value}; expected {} to {}", range.start().round(), range.end());
+            Err(ErrorResponse { param: Some(name), ..ErrorResponse::value(what) })
+        }
+    }
+}
+
+fn stops(stop: Option<Value>) -> Result<Vec<String>, ErrorResponse> {
+    let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+    let texts = match &stop {
+        None => Some(Vec::new()),
+        Some(Value::Array(values)) if values.len() <= MAX_STOPS => values.iter().map(text).collect(),
+        Some(value) => text(value).map(|text| vec![text]),
+    };
+    texts.ok_or_else(|| {
+        let what = format!(
+            "`stop` is {}; expected a text or a list of at most {MAX_STOPS} texts, none of them empty",
+            quoted(&stop.unwrap_or_default())
+        );
+        ErrorResponse { param: Some("stop"), ..ErrorResponse::value(what) }
+    })
+}
+
+fn wrong_messages(what: String) -> ErrorResponse {
+    ErrorResponse { param: Some("messages"), ..ErrorResponse::value(what) }
+}
+
+fn messages(values: Vec<Value>) -> Result<Vec<Message>, ErrorResponse> {
+    let message = |(index, value): (usize, &Value)| {
+        message(value).map_err(|what| wrong_messages(format!("messages[{index}]: {what}")))
+    };
+    let messages = values.iter().enumerate().map(message).collect::<Result<Vec<_>, _>>()?;
+    match messages.last() {
+        Some(last) if last.role == "user" => Ok(messages),
+        Some(last) => Err(wrong_messages(format!("the last message is of `{}`; expected `user`", last.role))),
+        None => Err(wrong_messages("`messages` is empty; expected one at least".into())),
+    }
+}
+
+fn message(value: &Value) -> Result<Message, String> {
+    let role = match value["role"].as_str() {
+        Some("developer") => "system",
+        Some(role @ ("system" | "user" | "assistant")) => role,
+        _ => return Err(format!("`role` is {}; expected system, user or assistant", quoted(&value["role"]))),
+    };
+    let part = |part: &Value| part["text"].as_str().filter(|_| part["type"] == "text").map(str::to_owned);
+    let content = match &value["content"] {
+        Value::String(text) => Some(text.clone()),
+        Value::Array(parts) => parts.iter().map(part).collect(),
+        _ => None,
+    };
+    let content = content.ok_or_else(|| {
+        format!(
+            "`content` is {}; expected a text or a list of {{\"type\": \"text\", \"text\": ...}}",
+            quoted(&value["content"])
+        )
+    })?;
+    check_text("content", &content).map_err(|error| error.message)?;
+    Ok(Message { role: role.into(), content })
+}
+
+/// `POST /v1/chat/completions`.
+pub(super) async fn completions(mut call: Call) -> Result<Response, ErrorResponse> {
+    let request = ChatRequest::new(&mut call.fields)?;
+    let (tenant, rewrites) = tenant_of(&call, request.model.as_deref())?;
+    let completion = Completion {
+        id: format!("chatcmpl-{}", call.record.id()),
+        created: since_epoch().as_secs(),
+        model: request.model.clone().unwrap_or_else(|| tenant.name.clone()),
+        version: tenant.version.clone(),
+        includes_usage: request.includes_usage,
+    };
+    match rewrites {
+        true => rewrite(call, &tenant, request, completion).await,
+        false => chat(call, &tenant, request, completion).await,
+    }
+}
+
+/// The tenant of a model, and whether the model is the one that rewrites.
+fn tenant_of(call: &Call, model: Option<&str>) -> Result<(Tenant, bool), ErrorResponse> {
+    let find = |name| call.service.tenant(call, "model", name);
+    let rewrites = model.and_then(|model| model.strip_suffix(REWRITE_SUFFIX));
+    match (find(model), rewrites) {
+        (Ok(tenant), _) => Ok((tenant, false)),
+        (Err(_), Some(name)) => Ok((find(Some(name))?, true)),
+        (Err(error), None) => Err(error),
+    }
+}
+
+async fn rewrite(
+    call: Call,
+    tenant: &Tenant,
+    request: ChatRequest,
+    completion: Completion,
+) -> Result<Response, ErrorResponse> {
+    let is_stream = request.is_stream;
+    let (query, context) = request.into_query()?;
+    let result = call.service.rewrite(tenant, &query, context, call.deadline()).await.map_err(rejected)?;
+    call.record.add(AccessEntry::new(None, &result));
+    let completion = Completion { version: result.generated.version.clone(), ..completion };
+    let end = CompletionEnd {
+        is_truncated: result.generated.is_truncated,
+        n_prompt_tokens: result.generated.n_prompt_tokens,
+        n_tokens: result.generated.n_tokens,
+    };
+    let response = match is_stream {
+        true => {
+            let (sender, frames) = unbounded_channel();
+            completion.send_start(&sender);
+            completion.send_text(&sender, &result.generated.text);
+            completion.send_end(&sender, &end);
+            stream(frames)
+        }
+        false => Json(completion.body(&result.generated.text, &end)).into_response(),
+    };
+    Ok(with_fallback(response, result.fallback))
+}
+
+async fn chat(
+    call: Call,
+    tenant: &Tenant,
+    request: ChatRequest,
+    completion: Completion,
+) -> Result<Response, ErrorResponse> {
+    let deadline = call.started + call.service.options.chat_timeout;
+    let submitting = call.service.submit(tenant, GenerationTask::Chat(request.task));
+    let mut events = timeout_at(deadline.into(), submitting).await.map_err(|_| too_slow())?.map_err(rejected)?;
+    let job = ChatJob {
+        service: call.service,
+        record: call.record,
+        tenant: tenant.name.clone(),
+        deadline,
+        started: call.started,
+    };
+    if request.is_stream {
+        let (sender, frames) = unbounded_channel();
+        tokio::spawn(job.forward(events, sender, completion, call.slot));
+        return Ok(stream(frames));
+    }
+    let done = timeout_at(deadline.into(), finished(&mut events)).await.map_err(|_| too_slow())?;
+    let generation = job.finish(done)?;
+    Ok(Json(completion.body(&generation.text, &CompletionEnd::of(&generation))).into_response())
+}
+
+fn too_slow() -> ErrorResponse {
+    ErrorResponse::new(StatusCode::GATEWAY_TIMEOUT, "the response took too long; retry later")
+}
+
+/// A response in progress.
+struct ChatJob {
+    service: Arc<RewriteService>,
+    record: Arc<RequestRecord>,
+    tenant: String,
+    deadline: Instant,
+    started: Instant,
+}
+
+impl ChatJob {
+    /// Counts and logs a finished response.
+    fn finish(&self, done: Result<Generation, GenerationFailure>) -> Result<Generation, ErrorResponse> {
+        let generation = done.map_err(|failure| {
+            tracing::warn!("tenant {}: {}: {}", self.tenant, failure.code, failure.message);
+            model_failed()
+        })?;
+        self.service.metrics.generated(&self.tenant, &generation, self.started.elapsed());
+        self.record.add(AccessEntry {
+            tenant: self.tenant.clone(),
+            version: generation.version.clone(),
+            n_prompt_tokens: generation.n_prompt_tokens,
+            n_tokens: generation.n_tokens,
+            ..AccessEntry::default()
+        });
+        Ok(generation)
+    }
+
+    /// Passes text on as it is generated. The request is in progress until the last frame is made, whether or not the client reads it.
+    async fn forward(
+        self,
+        mut events: UnboundedReceiver<GenerationEvent>,
+        frames: UnboundedSender<String>,
+        completion: Completion,
+        _slot: RequestSlot,
+    ) {
+        let forwarding = async {
+            completion.send_start(&frames);
+            loop {
+                match events.recv().await {
+                    Some(GenerationEvent::Text(text)) => completion.send_text(&frames, &text),
+                    Some(GenerationEvent::Done(done)) => return self.finish(done),
+                    None => return Err(model_failed()),
+                }
+            }
+        };
+        let ended = tokio::select! {
+            ended = timeout_at(self.deadline.into(), forwarding) => ended.unwrap_or_else(|_| Err(too_slow())),
+            () = frames.closed() => return self.record.note_closed(),
+        };
+        match ended {
+            Ok(generation) => completion.send_end(&frames, &CompletionEnd::of(&generation)),
+            Err(ErrorResponse { status, message, code, param }) => {
+                // The client has a status already.
+                self.record.note_status(status);
+                send(&frames, &openai_error(status, &message, code, param));
+                send_text(&frames, "[DONE]");
+            }
+        }
+    }
+}
+
+/// Why a response ended, and its size.
+struct CompletionEnd {
+    is_truncated: bool,
+    n_prompt_tokens: usize,
+    n_tokens: usize,
+}
+
+impl CompletionEnd {
+    fn of(generation: &Generation) -> Self {
+        let Generation { truncated: is_truncated, n_prompt_tokens, n_tokens, .. } = *generation;
+        Self { is_truncated, n_prompt_tokens, n_tokens }
+    }
+
+    fn finish_reason(&self) -> &'static str {
+        if self.is_truncated { "length" } else { "stop" }
+    }
+
+    fn usage(&self) -> Value {
+        json!({
+            "prompt_tokens": self.n_prompt_tokens,
+            "completion_tokens": self.n_tokens,
+            "total_tokens": self.n_prompt_tokens + self.n_tokens,
+        })
+    }
+}
+
+/// What the objects of one response have in common.
+struct Completion {
+    id: String,
+    created: u64,
+    model: String,
+    version: String,
+    includes_usage: bool,
+}
+
+impl Completion {
+    fn object(&self, kind: &str, choices: Value) -> Value {
+        json!({
+            "id": self.id, "object": kind, "created": self.created, "model": self.model,
+            "system_fingerprint": self.version, "choices": choices,
+        })
+    }
+
+    fn body(&self, text: &str, end: &CompletionEnd) -> Value {
+        let message = json!({"role": "assistant", "content": text, "refusal": null});
+        let choice = json!({"index": 0, "message": message, "logprobs": null, "finish_reason": end.finish_reason()});
+        let mut body = self.object("chat.completion", json!([choice]));
+        body["usage"] = end.usage();
+        body
+    }
+
+    fn chunk(&self, delta: Value, finish_reason: Option<&str>) -> Value {
+        let choice = json!({"index": 0, "delta": delta, "logprobs": null, "finish_reason": finish_reason});
+        let mut chunk = self.object("chat.completion.chunk", json!([choice]));
+        if self.includes_usage {
+            chunk["usage"] = Value::Null;
+        }
+        chunk
+    }
+
+    fn send_start(&self, frames: &UnboundedSender<String>) {
+        send(frames, &self.chunk(json!({"role": "assistant", "content": ""}), None));
+    }
+
+    fn send_text(&self, frames: &UnboundedSender<String>, text: &str) {
+        send(frames, &self.chunk(json!({"content": text}), None));
+    }
+
+    fn send_end(&self, frames: &UnboundedSender<String>, end: &CompletionEnd) {
+        send(frames, &self.chunk(json!({}), Some(end.finish_reason())));
+        if self.includes_usage {
+            let mut chunk = self.object("chat.completion.chunk", json!([]));
+            chunk["usage"] = end.usage();
+            send(frames, &chunk);
+        }
+        send_text(frames, "[DONE]");
+    }
+}
+
+fn send(frames: &UnboundedSender<String>, value: &Value) {
+    send_text(frames, &value.to_string());
+}
+
+fn send_text(frames: &UnboundedSender<String>, text: &str) {
+    // The client may have left.
+    let _ = frames.send(text.to_owned());
+}
+
+/// Frames as server-sent events, with a comment where none is sent for 15 seconds.
+fn stream(mut frames: UnboundedReceiver<String>) -> Response {
+    let events = poll_fn(move |context| {
+        frames.poll_recv(context).map(|frame| frame.map(|frame| Ok::<_, Infallible>(Event::default().data(frame))))
+    });
+    Sse::new(events).keep_alive(KeepAlive::default()).into_response()
+}

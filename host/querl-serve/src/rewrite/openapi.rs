@@ -1,0 +1,150 @@
+//! The OpenAPI document of the service, and a page made from it.
+
+use serde_json::{Value, json};
+
+fn reference(schema: &str) -> Value {
+    json!({"$ref": format!("#/components/schemas/{schema}")})
+}
+
+fn json_body(schema: &Value) -> Value {
+    json!({"application/json": {"schema": schema}})
+}
+
+/// A POST route with a JSON body. `error`: the schema of its errors, which have statuses of [`ERRORS`].
+fn post(summary: &str, request: &Value, response: &Value, error: &str) -> Value {
+    let mut responses = json!({"200": {"description": "Success", "content": json_body(response)}});
+    for (status, description) in ERRORS {
+        responses[status] = json!({"description": description, "content": json_body(&reference(error))});
+    }
+    let body = json!({"required": true, "content": json_body(request)});
+    json!({"post": {"summary": summary, "requestBody": body, "responses": responses}})
+}
+
+fn get(summary: &str) -> Value {
+    json!({"get": {"summary": summary, "responses": {"200": {"description": "Success"}}}})
+}
+
+const ERRORS: [(&str, &str); 12] = [
+    ("400", "The body is not JSON"),
+    ("401", "The key is missing or wrong"),
+    ("404", "The tenant is not served, or no upstream service is configured"),
+    ("408", "The body was not received in time"),
+    ("413", "Body or list too large"),
+    ("415", "The content type is not JSON, or the body is compressed"),
+    ("422", "A value is missing, wrong, or too long for the model"),
+    ("429", "The queue is full, or too many requests of one address are in progress"),
+    ("500", "The model failed"),
+    ("502", "The upstream service cannot be reached or failed"),
+    ("503", "The models are being loaded, or too many requests are in progress"),
+    ("504", "The response or the upstream service took too long"),
+];
+
+pub(super) fn document() -> Value {
+    let mut admin = post(
+        "Load a run or a configuration as a tenant, or in place of the tenant of its name",
+        &json!({"type": "object", "required": ["path"], "properties": {"path": {"type": "string"}}}),
+        &reference("Tenant"),
+        "OpenAiError",
+    );
+    admin["get"] = get("The tenants that are served")["get"].clone();
+    let name = json!({"name": "name", "in": "path", "required": true, "schema": {"type": "string"}});
+    let success = json!({"200": {"description": "Success"}});
+    let remove = json!({"summary": "Remove a tenant", "parameters": [name], "responses": success});
+    json!({
+        "openapi": "3.1.0",
+        "info": {"title": "querl serve rewrite", "version": env!("CARGO_PKG_VERSION"), "description": "Rewrites of queries for a knowledge base"},
+        "paths": {
+            "/v1/rewrite": post(
+                "Rewrite a query, or several",
+                &json!({"oneOf": [reference("Query"), {"type": "object", "required": ["queries"], "properties": {"queries": {"type": "array", "items": reference("Query")}}}]}),
+                &json!({"oneOf": [reference("Rewrite"), {"type": "object", "properties": {"results": {"type": "array", "items": reference("Rewrite")}}}]}),
+                "OpenAiError",
+            ),
+            "/v1/chat/completions": post("OpenAI's chat completions; the model is TENANT or TENANT/rewrite", &reference("ChatRequest"), &json!({"type": "object"}), "OpenAiError"),
+            "/v1/models": get("The models of the tenants that the key permits"),
+            "/api/chat/general_rag": post("Fill in rewritten_query and forward the request to the upstream service", &reference("RagRequest"), &json!({"type": "object"}), "RagError"),
+            "/retrieval": post("External knowledge of Dify, with rewritten queries", &reference("DifyRequest"), &reference("DifyResponse"), "DifyError"),
+            "/admin/tenants": admin,
+            "/admin/tenants/{name}": {"delete": remove},
+            "/health": get("Whether the process runs"),
+            "/ready": get("Whether the models are loaded and the queue has room; else 503"),
+            "/metrics": get("Metrics in Prometheus' text format"),
+        },
+        "components": {"schemas": schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+        "security": [{}, {"key": []}],
+    })
+}
+
+fn schemas() -> Value {
+    let text = json!({"type": "string"});
+    let history = json!({
+        "description": "A text, a list of texts, or a list of messages with `content`",
+        "oneOf": [text, {"type": "array", "items": {"oneOf": [text, {"type": "object", "properties": {"content": text}}]}}],
+    });
+    let fallback = json!({
+        "type": ["string", "null"],
+        "description": "Why `rewrite` is the query itself: timeout, plugin_fault, no_rewrite, model_failed, removed",
+    });
+    json!({
+        "Query": {
+            "type": "object", "required": ["query"],
+            "properties": {
+                "query": text, "user_profile": text, "history": history,
+                "tenant": {"type": "string", "description": "May be left out where the key permits one tenant"},
+                "deadline_ms": {"type": "integer", "description": "Shortens the server's deadline"},
+            },
+        },
+        "Rewrite": {
+            "type": "object",
+            "properties": {
+                "id": text, "rewrite": text, "tenant": text, "version": text,
+                "latency_ms": {"type": "number"}, "queue_ms": {"type": ["number", "null"]},
+                "cached": {"type": "boolean"}, "fallback": fallback,
+            },
+        },
+        "ChatRequest": {
+            "type": "object", "required": ["model", "messages"],
+            "properties": {
+                "model": text, "messages": {"type": "array", "items": {"type": "object"}},
+                "stream": {"type": "boolean", "default": false}, "stream_options": {"type": "object"},
+                "temperature": {"type": "number", "default": 0, "minimum": 0, "maximum": 2}, "top_p": {"type": "number", "default": 1},
+                "max_completion_tokens": {"type": "integer"}, "max_tokens": {"type": "integer"},
+                "stop": {"oneOf": [text, {"type": "array", "items": text}]}, "seed": {"type": "integer"}, "n": {"const": 1},
+            },
+        },
+        "RagRequest": {
+            "type": "object", "required": ["query"],
+            "properties": {"query": text, "tenant_id": text, "rewritten_query": text, "user_profile": text, "history": history},
+        },
+        "DifyRequest": {
+            "type": "object", "required": ["knowledge_id", "query"],
+            "properties": {
+                "knowledge_id": {"type": "string", "description": "TENANT or TENANT:KB_NAME"}, "query": text,
+                "retrieval_setting": {"type": "object", "properties": {"top_k": {"type": "integer"}, "score_threshold": {"type": "number"}}},
+            },
+        },
+        "DifyResponse": {
+            "type": "object",
+            "properties": {"records": {"type": "array", "items": {"type": "object", "properties": {
+                "content": text, "score": {"type": "number"}, "title": text, "metadata": {"type": "object"},
+            }}}},
+        },
+        "Tenant": {
+            "type": "object",
+            "properties": {"name": text, "version": text, "source": text, "loaded_at": {"type": "integer"}, "has_own_key": {"type": "boolean"}},
+        },
+        "OpenAiError": {
+            "type": "object",
+            "properties": {"error": {"type": "object", "properties": {
+                "message": text, "type": text, "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]},
+            }}},
+        },
+        "RagError": {"type": "object", "properties": {"status": {"type": "integer"}, "msg": text, "data": {"type": "null"}}},
+        "DifyError": {"type": "object", "properties": {"error_code": {"type": "integer"}, "error_msg": text}},
+    })
+}
+
+/// The routes as an HTML page without external resources.
+pub(super) fn page() -> String {
+    crate::page::with_routes(include_str!("page.html"), &document())
+}

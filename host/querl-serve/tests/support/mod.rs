@@ -1,0 +1,158 @@
+//! A stand-in for the models of tenants: rewrites made of the query's own text, with delays and failures that the query names.
+#![allow(clippy::unwrap_used, dead_code)]
+
+use querl_core::serving::{
+    ChatTask, EngineState, EventSink, Generation, GenerationEvent, GenerationFailure, GenerationTask, Rewriter,
+    SubmitError, Tenant,
+};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+pub(crate) fn tenant(name: &str, version: usize, api_key: Option<&str>) -> Tenant {
+    Tenant {
+        name: name.into(),
+        version: format!("v{version}"),
+        source: format!("runs/{name}"),
+        loaded_at: 1_700_000_000,
+        api_key: api_key.map(str::to_owned),
+    }
+}
+
+/// The first word of a query chooses what happens: see `submit`. Chat responses repeat the last message, a character at a time.
+#[derive(Default)]
+pub(crate) struct StandInRewriter {
+    tenants: Mutex<Vec<Tenant>>,
+    /// Requests that are never answered.
+    pub(crate) held: Mutex<Vec<Box<dyn EventSink>>>,
+    pub(crate) n_submitted: AtomicUsize,
+    pub(crate) has_ended: AtomicBool,
+    pub(crate) is_full: AtomicBool,
+    n_loaded: AtomicUsize,
+}
+
+impl StandInRewriter {
+    pub(crate) fn new(tenants: Vec<Tenant>) -> Arc<Self> {
+        Arc::new(Self { tenants: Mutex::new(tenants), ..Self::default() })
+    }
+
+    pub(crate) fn n_held_open(&self) -> usize {
+        self.held.lock().unwrap().iter().filter(|events| events.is_open()).count()
+    }
+}
+
+fn failure(code: &'static str) -> Result<Generation, GenerationFailure> {
+    Err(GenerationFailure { code, message: "/secret/path: as the log reports".into() })
+}
+
+fn generation(text: String, version: &str) -> Generation {
+    let ms = Duration::from_millis;
+    Generation {
+        n_tokens: text.chars().count(),
+        text,
+        truncated: false,
+        version: version.into(),
+        n_prompt_tokens: 20,
+        queued: ms(1),
+        prefill: ms(2),
+        decode: ms(3),
+    }
+}
+
+/// Sends the last message's text, until a stop text or the maximum number of tokens.
+fn chat(task: &ChatTask, version: &str, events: &dyn EventSink) -> Generation {
+    let text = &task.messages.last().unwrap().content;
+    let end = task.stop.iter().filter_map(|stop| text.find(stop.as_str())).min().unwrap_or(text.len());
+    let maximum = task.max_new_tokens.unwrap_or(usize::MAX);
+    let kept: String = text[..end].chars().take(maximum).collect();
+    for character in kept.chars() {
+        events.send(GenerationEvent::Text(character.into()));
+    }
+    let truncated = kept.len() < end;
+    Generation { truncated, ..generation(kept, version) }
+}
+
+impl Rewriter for StandInRewriter {
+    fn tenants(&self) -> Vec<Tenant> {
+        self.tenants.lock().unwrap().clone()
+    }
+
+    fn submit(&self, tenant: &str, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError> {
+        self.n_submitted.fetch_add(1, Ordering::Relaxed);
+        let found = self.tenants().into_iter().find(|served| served.name == tenant);
+        let version = found.ok_or(SubmitError::UnknownTenant)?.version;
+        let text = match &task {
+            GenerationTask::Rewrite { query, .. } => query.clone(),
+            GenerationTask::Chat(task) => task.messages.last().unwrap().content.clone(),
+        };
+        let (first, second) = text.split_once(' ').unwrap_or((&text, ""));
+        match first {
+            "busy" => return Err(SubmitError::QueueFull("the queue is full (9 requests); retry later".into())),
+            "long" => return Err(SubmitError::Input("the prompt has 900 tokens; expected at most 512".into())),
+            "plugin" => return Err(SubmitError::Plugin("prompt-x 0.1: out of fuel".into())),
+            "panics" => panic!("as a tokenizer may"),
+            "ends" => return Ok(()),
+            "held" => {
+                self.held.lock().unwrap().push(events);
+                return Ok(());
+            }
+            _ => {}
+        }
+        let delay = if first == "delay" { second.parse().unwrap() } else { 0 };
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(delay));
+            let done = match (text.as_str(), &task) {
+                ("unreadable", _) => failure("no_rewrite"),
+                ("broken", _) => failure("model_failed"),
+                (_, GenerationTask::Chat(task)) => Ok(chat(task, &version, events.as_ref())),
+                (query, GenerationTask::Rewrite { context, .. }) => {
+                    let context = format!("{}|{}", context.user_profile, context.history_summary);
+                    Ok(generation(format!("{query}|{context}"), &version))
+                }
+            };
+            events.send(GenerationEvent::Done(done));
+        });
+        Ok(())
+    }
+
+    fn load(&self, path: &Path) -> Result<Tenant, String> {
+        let name = path.file_name().unwrap().to_str().unwrap();
+        if name == "damaged" {
+            return Err("runs/damaged: adapter is for another base; train it on this one".into());
+        }
+        let loaded = tenant(name, 2 + self.n_loaded.fetch_add(1, Ordering::Relaxed), None);
+        let mut tenants = self.tenants.lock().unwrap();
+        tenants.retain(|tenant| tenant.name != name);
+        tenants.push(loaded.clone());
+        tenants.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(loaded)
+    }
+
+    fn remove(&self, name: &str) -> bool {
+        let mut tenants = self.tenants.lock().unwrap();
+        let n_tenants = tenants.len();
+        tenants.retain(|tenant| tenant.name != name);
+        tenants.len() < n_tenants
+    }
+
+    fn state(&self) -> EngineState {
+        let n_waiting = self.held.lock().unwrap().len();
+        EngineState {
+            n_waiting,
+            n_running: 2,
+            n_steps: 10,
+            n_step_sequences: 25,
+            n_prompt_tokens: 7,
+            ..Default::default()
+        }
+    }
+
+    fn is_full(&self) -> bool {
+        self.is_full.load(Ordering::Relaxed)
+    }
+
+    fn is_alive(&self) -> bool {
+        !self.has_ended.load(Ordering::Relaxed)
+    }
+}
