@@ -24,7 +24,7 @@ use querl_plugin::{
 };
 use querl_style::{SharedStyleModel, StyleReward, Undecided, unknown_class};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use toml::Value;
 
 /// Every plugin of a run.
@@ -204,30 +204,51 @@ impl Plugins {
     }
 }
 
-/// The prompt plugin of a finished run, and its digest. It must be the one that the run recorded; a source folder is not built.
-///
-/// # Errors
-/// It cannot be loaded or configured, is another one, or a setting holds a secret.
-pub(crate) fn open_pinned_prompts(config: &Config, dir: &RunDir) -> anyhow::Result<(Arc<dyn Prompts>, String)> {
-    check_secrets(config)?;
-    let (plugins, PluginConfig { path, settings, .. }) = (&config.plugins, &config.plugins.prompt);
-    let host = open_host(&plugins.limits, &plugins.trusted_keys, SourceFolders::Refuse)?;
-    let file = read(path, &host)?;
-    let lock = pins::read(&dir.lock())?;
-    let pinned = lock.iter().flat_map(|lock| &lock.entries).find(|entry| entry.role == "prompt");
-    if let (Some(pinned), Some(digest)) = (pinned, file.digest())
-        && pinned.sha256 != digest
-    {
-        let (path, lock) = (path.display(), dir.lock());
-        let message = format!(
-            "{path}: not the prompt plugin that the run was made with ({}); bring that one back, or make the run again",
-            lock.display()
-        );
-        return Err(Stop::usage(message).into());
+/// Plugin hosts by their limits and trusted keys: each has a thread of its own, and many tenants have the same.
+#[derive(Default)]
+pub(crate) struct PluginHosts(Mutex<Vec<(PluginLimits, Vec<String>, Arc<PluginHost>)>>);
+
+impl PluginHosts {
+    fn host(&self, config: &PluginsConfig) -> anyhow::Result<Arc<PluginHost>> {
+        let mut hosts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (limits, keys) = (&config.limits, &config.trusted_keys);
+        if let Some((_, _, host)) = hosts.iter().find(|(known, of, _)| (known, of) == (limits, keys)) {
+            return Ok(host.clone());
+        }
+        let host = Arc::new(open_host(limits, keys, SourceFolders::Refuse)?);
+        hosts.push((limits.clone(), keys.clone(), host.clone()));
+        Ok(host)
     }
-    let plugin = host.load_file(file)?;
-    let prompts = Arc::from(host.open(&plugin, settings, PluginPort::prompts())?);
-    Ok((prompts, plugin.digest().to_owned()))
+
+    /// The prompt plugin of a finished run, and its digest. It must be the one that the run recorded; a source folder is not built.
+    ///
+    /// # Errors
+    /// It cannot be loaded or configured, is another one, or a setting holds a secret.
+    pub(crate) fn open_pinned_prompts(
+        &self,
+        config: &Config,
+        dir: &RunDir,
+    ) -> anyhow::Result<(Arc<dyn Prompts>, String)> {
+        check_secrets(config)?;
+        let PluginConfig { path, settings, .. } = &config.plugins.prompt;
+        let host = self.host(&config.plugins)?;
+        let file = read(path, &host)?;
+        let lock = pins::read(&dir.lock())?;
+        let pinned = lock.iter().flat_map(|lock| &lock.entries).find(|entry| entry.role == "prompt");
+        if let (Some(pinned), Some(digest)) = (pinned, file.digest())
+            && pinned.sha256 != digest
+        {
+            let (path, lock) = (path.display(), dir.lock());
+            let message = format!(
+                "{path}: not the prompt plugin that the run was made with ({}); bring that one back, or make the run again",
+                lock.display()
+            );
+            return Err(Stop::usage(message).into());
+        }
+        let plugin = host.load_file(file)?;
+        let prompts = Arc::from(host.open(&plugin, settings, PluginPort::prompts())?);
+        Ok((prompts, plugin.digest().to_owned()))
+    }
 }
 
 /// Refuses a prompt plugin that cannot read the answers of the rubric, whose form is known. Those of a model follow the plugin's own

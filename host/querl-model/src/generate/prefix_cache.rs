@@ -56,11 +56,15 @@ impl PrefixCache {
     /// Evicts the prefixes of adapters that are no longer used, and the least recently used ones beyond the limit.
     pub(super) fn trim(&mut self) {
         self.prefixes.retain(|prefix| prefix.adapter.as_ref().is_none_or(|adapter| adapter.strong_count() > 0));
+        let n_tokens = |prefix: &CachedPrefix| prefix.tokens.len().next_multiple_of(BLOCK_TOKENS);
+        if self.prefixes.iter().map(n_tokens).sum::<usize>() <= self.max_tokens {
+            return;
+        }
         self.prefixes.sort_by_key(|prefix| std::cmp::Reverse(prefix.used_at));
-        let mut n_tokens = 0;
+        let mut n_kept = 0;
         self.prefixes.retain(|prefix| {
-            n_tokens += prefix.tokens.len().next_multiple_of(BLOCK_TOKENS);
-            n_tokens <= self.max_tokens
+            n_kept += n_tokens(prefix);
+            n_kept <= self.max_tokens
         });
     }
 }

@@ -3,7 +3,7 @@
 //! In: runs. Out: [`ServedModels`], which an HTTP service calls through [`querl_core::serving::Rewriter`]. A rewrite is the one of the
 //! `eval` stage, token by token.
 
-mod engine_thread;
+mod worker;
 mod golden;
 mod tenant;
 
@@ -11,7 +11,8 @@ pub use tenant::ServedRun;
 
 use crate::failure::Stop;
 use crate::training;
-use engine_thread::{EngineThread, Job};
+use crate::plugins::PluginHosts;
+use worker::{EngineHandle, Job, spawn};
 use querl_core::config::{BaseDtype, Config, ModelConfig};
 use querl_core::ports::{PluginFault, PromptInput, PromptTask};
 use querl_core::records::{Context, Message};
@@ -24,7 +25,7 @@ use querl_model::{
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tenant::TenantModel;
 
 /// Limits of a server, and what operators set for its tenants.
@@ -55,21 +56,23 @@ pub struct ServedModels {
     base: BaseModel,
     options: ServingOptions,
     tenants: RwLock<BTreeMap<String, Arc<TenantModel>>>,
-    engine: EngineThread,
+    hosts: PluginHosts,
+    engine: EngineHandle,
     find: fn(&Path) -> anyhow::Result<ServedRun>,
 }
 
 impl ServedModels {
-    /// Loads the base of the first run, and all runs as tenants. `find` reads a run's folder or configuration, also for runs that are loaded
-    /// later.
+    /// Loads the base of the first run and all runs as tenants, passes the models to `on_ready`, and computes in this thread for as long as
+    /// they are used. `find` reads a run's folder or configuration, also for runs that are loaded later.
     ///
     /// # Errors
     /// A run is unfinished or damaged, fails its check, has another base or the tenant of another run.
-    pub fn open(
+    pub fn serve(
         runs: &[PathBuf],
         find: fn(&Path) -> anyhow::Result<ServedRun>,
         options: ServingOptions,
-    ) -> anyhow::Result<Self> {
+        on_ready: impl FnOnce(Arc<Self>) + Send + 'static,
+    ) -> anyhow::Result<()> {
         let found = runs.iter().map(|path| find(path)).collect::<anyhow::Result<Vec<_>>>()?;
         let first = found.first().ok_or_else(|| Stop::usage("nothing to serve; name a run's folder or configuration"))?;
         for (index, run) in found.iter().enumerate() {
@@ -80,25 +83,23 @@ impl ServedModels {
             }
         }
         let base = BaseModel::load(first, options.dtype)?;
-        let engine = EngineThread::start(base.decoder.clone(), base.tokenizer.clone(), &options)?;
-        let models = Self { base, options, tenants: RwLock::default(), engine, find };
-        for run in &found {
-            models.add(run)?;
-        }
-        Ok(models)
-    }
-
-    /// Waits until the engine ends, which it only does after an error.
-    pub fn wait_for_end(&self) {
-        while self.engine.is_alive() {
-            std::thread::sleep(Duration::from_millis(200));
-        }
+        let (engine, worker) = worker::start(base.decoder.clone(), base.tokenizer.clone(), &options)?;
+        let (tenants, hosts) = (RwLock::default(), PluginHosts::default());
+        let models = Arc::new(Self { base, options, tenants, hosts, engine, find });
+        // Tenants are checked by requests, which this thread computes.
+        let loading = spawn("loading", move || {
+            found.iter().try_for_each(|run| models.add(run).map(drop))?;
+            on_ready(models);
+            Ok(())
+        })?;
+        worker.run();
+        loading.join().unwrap_or_else(|_| anyhow::bail!("the thread that loads tenants panicked"))
     }
 
     /// Loads a run and puts it in the place of the tenant's former model, once its golden requests are answered.
     fn add(&self, run: &ServedRun) -> anyhow::Result<Tenant> {
         let api_key = self.options.api_keys.get(&run.config.tenant).cloned();
-        let model = Arc::new(TenantModel::load(run, &self.base, api_key)?);
+        let model = Arc::new(TenantModel::load(run, &self.base, &self.hosts, api_key)?);
         golden::check(run, |query, context| self.rewrite_now(&model, query, context))?;
         let facts = model.facts.clone();
         let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);

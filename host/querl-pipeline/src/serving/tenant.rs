@@ -3,7 +3,7 @@
 use super::BaseModel;
 use crate::failure::Stop;
 use crate::ledger::{Inputs, Ledger, StageName};
-use crate::plugins::open_pinned_prompts;
+use crate::plugins::PluginHosts;
 use crate::training::{self, Base};
 use anyhow::Context;
 use querl_core::config::{Config, load_resolved};
@@ -81,7 +81,12 @@ impl TenantModel {
     ///
     /// # Errors
     /// The run was trained on another base, or a file or plugin is not the one that it recorded.
-    pub(super) fn load(run: &ServedRun, base: &BaseModel, api_key: Option<String>) -> anyhow::Result<Self> {
+    pub(super) fn load(
+        run: &ServedRun,
+        base: &BaseModel,
+        hosts: &PluginHosts,
+        api_key: Option<String>,
+    ) -> anyhow::Result<Self> {
         let Base { model, adapter } = run.base()?;
         if model != base.path && base_digest(&model)? != base.digest {
             let (own, served) = (model.display(), base.path.display());
@@ -99,7 +104,7 @@ impl TenantModel {
             }
             None => None,
         };
-        let (prompts, plugin_digest) = open_pinned_prompts(&run.config, &run.dir)?;
+        let (prompts, plugin_digest) = hosts.open_pinned_prompts(&run.config, &run.dir)?;
         let sampling = querl_train::rl::sampling(&run.config.rl);
         let identity = format!(
             "{} {} {checkpoint} {plugin_digest} {:?} {sampling:?}",

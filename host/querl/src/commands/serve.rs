@@ -276,16 +276,14 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     args.runs.iter().try_for_each(|path| served_run(path).map(drop))?;
     let (runs, threads) = (args.runs.clone(), args.threads);
     let work = move |service: Arc<RewriteService>| {
-        // This thread is one of those that it sets.
+        // This thread computes, and is one of those that it sets.
         querl_model::set_threads(threads);
-        let models = Arc::new(ServedModels::open(&runs, served_run, options)?);
-        for Tenant { name, version, source, .. } in models.tenants() {
-            terminal::print(&format!("tenant {name}: version {version} of {source}"));
-        }
-        service.set_ready(models.clone());
-        drop(service);
-        models.wait_for_end();
-        Ok(())
+        ServedModels::serve(&runs, served_run, options, move |models| {
+            for Tenant { name, version, source, .. } in models.tenants() {
+                terminal::print(&format!("tenant {name}: version {version} of {source}"));
+            }
+            service.set_ready(models);
+        })
     };
     let _at_safe_points = interrupt::at_safe_points();
     served(service.run(args.listen.addr, |addr| announce(&addr.to_string()), work, is_interrupted))

@@ -1,4 +1,4 @@
-//! The threads of a server: one steps the engine, one decodes and parses responses, so that the engine does not wait for it.
+//! The threads of a server: the caller's steps the engine, another decodes and parses responses, so that the engine does not wait for it.
 
 use super::{ServingOptions, TenantModel};
 use anyhow::Context;
@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A request and who waits for it.
@@ -39,37 +40,41 @@ impl Shared {
     }
 }
 
-/// The engine on its thread, which ends with this handle, after the requests that are queued.
-pub(super) struct EngineThread {
+/// Passes requests to an engine.
+pub(super) struct EngineHandle {
     jobs: Sender<Job>,
     shared: Arc<Shared>,
     limits: RequestLimits,
 }
 
-impl EngineThread {
-    pub(super) fn start(
-        decoder: Arc<Decoder>,
-        tokenizer: Arc<TextTokenizer>,
-        options: &ServingOptions,
-    ) -> anyhow::Result<Self> {
-        let engine = ServingEngine::new(decoder, tokenizer.clone(), options.engine)?;
-        let shared = Arc::new(Shared {
-            n_open: AtomicUsize::new(0),
-            max_open: options.engine.max_running + options.max_waiting,
-            next_id: AtomicU64::new(0),
-            is_alive: AtomicBool::new(true),
-            state: Mutex::default(),
-        });
-        let ((jobs, new_jobs), (updates, to_send)) = (channel(), channel());
-        let (limits, of_thread) = (engine.limits().clone(), shared.clone());
-        spawn("engine", move || {
-            let _ended = OnEnd(of_thread.clone());
-            EngineLoop { engine, new_jobs, updates, open: HashMap::new(), shared: of_thread }.run();
-        })?;
-        spawn("responses", move || send_responses(&to_send, &tokenizer))?;
-        Ok(Self { jobs, shared, limits })
-    }
+/// An engine, and the thread that sends its responses.
+pub(super) fn start(
+    decoder: Arc<Decoder>,
+    tokenizer: Arc<TextTokenizer>,
+    options: &ServingOptions,
+) -> anyhow::Result<(EngineHandle, EngineWorker)> {
+    let engine = ServingEngine::new(decoder, tokenizer.clone(), options.engine)?;
+    let shared = Arc::new(Shared {
+        n_open: AtomicUsize::new(0),
+        max_open: options.engine.max_running + options.max_waiting,
+        next_id: AtomicU64::new(0),
+        is_alive: AtomicBool::new(true),
+        state: Mutex::default(),
+    });
+    let ((jobs, new_jobs), (updates, to_send)) = (channel(), channel());
+    let handle = EngineHandle { jobs, shared: shared.clone(), limits: engine.limits().clone() };
+    spawn("responses", move || send_responses(&to_send, &tokenizer))?;
+    Ok((handle, EngineWorker { engine, new_jobs, updates, open: HashMap::new(), shared }))
+}
 
+pub(super) fn spawn<T: Send + 'static>(
+    name: &str,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> anyhow::Result<JoinHandle<T>> {
+    std::thread::Builder::new().name(name.into()).spawn(work).context("no thread for the model")
+}
+
+impl EngineHandle {
     pub(super) fn next_id(&self) -> u64 {
         self.shared.next_id.fetch_add(1, Ordering::Relaxed)
     }
@@ -100,19 +105,6 @@ impl EngineThread {
     }
 }
 
-fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> anyhow::Result<()> {
-    std::thread::Builder::new().name(name.into()).spawn(work).map(drop).context("no thread for the model")
-}
-
-/// Marks the engine as ended, also after a panic.
-struct OnEnd(Arc<Shared>);
-
-impl Drop for OnEnd {
-    fn drop(&mut self) {
-        self.0.is_alive.store(false, Ordering::Relaxed);
-    }
-}
-
 /// A request that the engine has.
 struct OpenRequest {
     n_prompt_tokens: usize,
@@ -135,7 +127,8 @@ enum Update {
     End { id: u64, request: Box<OpenRequest>, result: Result<(Generated, Instant), GenerationFailure> },
 }
 
-struct EngineLoop {
+/// Steps an engine.
+pub(super) struct EngineWorker {
     engine: ServingEngine,
     new_jobs: Receiver<Job>,
     updates: Sender<Update>,
@@ -143,8 +136,16 @@ struct EngineLoop {
     shared: Arc<Shared>,
 }
 
-impl EngineLoop {
-    fn run(&mut self) {
+impl Drop for EngineWorker {
+    /// Also after a panic.
+    fn drop(&mut self) {
+        self.shared.is_alive.store(false, Ordering::Relaxed);
+    }
+}
+
+impl EngineWorker {
+    /// Runs until the handle is gone and the requests that it queued have ended.
+    pub(super) fn run(mut self) {
         while self.receive() {
             let n_before = self.open.len();
             let open = &mut self.open;
