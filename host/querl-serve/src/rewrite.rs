@@ -222,7 +222,7 @@ impl RewriteService {
         self.metrics.cache(&tenant.name, 0, 1);
         let task = GenerationTask::Rewrite { query: query.to_owned(), context };
         let generating = async { Ok::<_, SubmitError>(finished(&mut self.submit(tenant, task).await?).await) };
-        let failure = match timeout_at(deadline.into(), generating).await {
+        let (reason, message) = match timeout_at(deadline.into(), generating).await {
             Ok(Ok(Ok(generation))) => {
                 self.metrics.generated(&tenant.name, &generation, started.elapsed());
                 let queued = Some(generation.queued);
@@ -230,16 +230,14 @@ impl RewriteService {
                 self.cache.put(key, &tenant.version, &generated);
                 return Ok(result(generated, queued, None));
             }
-            Ok(Ok(Err(failure))) => failure,
-            Ok(Err(SubmitError::Plugin(message))) => GenerationFailure { code: "plugin_fault", message },
+            Ok(Ok(Err(failure))) => (failure.code, failure.message),
+            Ok(Err(SubmitError::Plugin(message))) => ("plugin_fault", message),
             Ok(Err(rejected)) => return Err(rejected),
-            Err(_) => {
-                GenerationFailure { code: "timeout", message: format!("no rewrite after {:?}", started.elapsed()) }
-            }
+            Err(_) => ("timeout", format!("no rewrite within {:?}", started.elapsed())),
         };
-        tracing::warn!("tenant {}: {}: {}", tenant.name, failure.code, failure.message);
-        self.metrics.fallback(&tenant.name, failure.code);
-        Ok(result(CachedRewrite::raw(query, &tenant.version), None, Some(failure.code)))
+        tracing::warn!("tenant {}: {reason}: {message}", tenant.name);
+        self.metrics.fallback(&tenant.name, reason);
+        Ok(result(CachedRewrite::raw(query, &tenant.version), None, Some(reason)))
     }
 
     /// The tenant that a request names in the field `param`, among those that its key permits. The name may be left out where it permits one.
@@ -247,20 +245,23 @@ impl RewriteService {
     /// # Errors
     /// There is no such tenant for this client. A client learns the names of no tenant whose key it does not have.
     fn tenant(&self, call: &Call, param: &'static str, name: Option<&str>) -> Result<Tenant, ErrorResponse> {
-        let PermittedTenants { mut tenants, lacks_key } = self.permitted(call.rewriter.as_ref(), &call.headers);
-        let index = match name {
-            Some(name) => tenants.iter().position(|tenant| tenant.name == name),
-            None => (tenants.len() == 1).then_some(0),
-        };
-        match (index, name) {
-            (Some(index), _) => {
-                let tenant = tenants.swap_remove(index);
-                call.record.note_tenant(&tenant.name);
-                Ok(tenant)
+        let named = call.rewriter.tenants().into_iter().find(|tenant| Some(tenant.name.as_str()) == name);
+        if let Some(tenant) = named.filter(|tenant| self.permits(tenant, &call.headers)) {
+            call.record.note_tenant(&tenant.name);
+            return Ok(tenant);
+        }
+        let PermittedTenants { mut tenants, has_others } = self.permitted(call.rewriter.as_ref(), &call.headers);
+        match name {
+            None if tenants.len() == 1 => {
+                call.record.note_tenant(&tenants[0].name);
+                Ok(tenants.remove(0))
             }
-            (None, _) if lacks_key => Err(unauthorized(&call.headers)),
-            (None, Some(name)) => Err(unknown_tenant(param, name, &tenants)),
-            (None, None) => {
+            _ if has_others && tenants.is_empty() => Err(unauthorized(&call.headers)),
+            Some(name) => {
+                let scope = if has_others { "with this key" } else { "here" };
+                Err(unknown_tenant(param, name, scope, &tenants))
+            }
+            None => {
                 let what = format!("`{param}` is missing; expected the name of a tenant");
                 Err(ErrorResponse { param: Some(param), ..ErrorResponse::value(what) })
             }
@@ -268,15 +269,14 @@ impl RewriteService {
     }
 
     fn permitted(&self, rewriter: &dyn Rewriter, headers: &HeaderMap) -> PermittedTenants {
-        let (mut n_keys, mut n_right) = (0, 0);
-        let mut tenants = rewriter.tenants();
-        tenants.retain(|tenant| {
-            let Some(key) = tenant.api_key.as_ref().or(self.options.api_key.as_ref()) else { return true };
-            let is_right = ApiKey::new(key).is_in(headers);
-            (n_keys, n_right) = (n_keys + 1, n_right + usize::from(is_right));
-            is_right
-        });
-        PermittedTenants { tenants, lacks_key: n_keys > 0 && n_right == 0 }
+        let (tenants, others): (Vec<_>, Vec<_>) =
+            rewriter.tenants().into_iter().partition(|tenant| self.permits(tenant, headers));
+        PermittedTenants { tenants, has_others: !others.is_empty() }
+    }
+
+    fn permits(&self, tenant: &Tenant, headers: &HeaderMap) -> bool {
+        let key = tenant.api_key.as_ref().or(self.options.api_key.as_ref());
+        key.is_none_or(|key| ApiKey::new(key).is_in(headers))
     }
 
     fn new_id(&self) -> String {
@@ -288,8 +288,8 @@ impl RewriteService {
 /// The tenants that a client may use, sorted by name.
 struct PermittedTenants {
     tenants: Vec<Tenant>,
-    /// Some tenants require a key, and the client has none of them.
-    lacks_key: bool,
+    /// Others are served, whose key the client does not have.
+    has_others: bool,
 }
 
 fn since_epoch() -> Duration {
@@ -299,7 +299,7 @@ fn since_epoch() -> Duration {
 /// Most names that a message suggests.
 const MAX_SUGGESTIONS: usize = 3;
 
-fn unknown_tenant(param: &'static str, name: &str, permitted: &[Tenant]) -> ErrorResponse {
+fn unknown_tenant(param: &'static str, name: &str, scope: &str, permitted: &[Tenant]) -> ErrorResponse {
     // As for keys of a configuration.
     const ALIKE: f64 = 0.75;
     let short: String = name.chars().take(64).collect();
@@ -307,7 +307,7 @@ fn unknown_tenant(param: &'static str, name: &str, permitted: &[Tenant]) -> Erro
     let mut near: Vec<(f64, String)> = permitted.iter().map(similarity).filter(|(alike, _)| *alike >= ALIKE).collect();
     near.sort_by(|a, b| b.0.total_cmp(&a.0));
     let near: Vec<String> = near.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect();
-    let mut what = format!("{param} `{short}` is not served here");
+    let mut what = format!("{param} `{short}` is not served {scope}");
     if !near.is_empty() {
         what += &format!("; did you mean {}?", near.join(" or "));
     }

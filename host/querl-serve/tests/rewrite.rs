@@ -314,12 +314,12 @@ async fn a_tenant_with_a_key_is_served_and_named_to_its_clients_alone() {
     for name in ["alpha", "alpah", "gamma"] {
         assert_eq!(ask(json!(name), None).await.0, 401);
         assert_eq!(ask(json!(name), Some("wrong")).await.0, 401);
-        let expected = (404, format!("tenant `{name}` is not served here"));
+        let expected = (404, format!("tenant `{name}` is not served with this key"));
         assert_eq!(ask(json!(name), Some("beta-key")).await, expected);
     }
     assert_eq!(
         ask(json!("alpah"), Some("alpha-key")).await.1,
-        "tenant `alpah` is not served here; did you mean `alpha`?"
+        "tenant `alpah` is not served with this key; did you mean `alpha`?"
     );
     let models = async |key: &str| {
         let models = answer(server.client.get(format!("{}/v1/models", server.url)).bearer_auth(key)).await;
@@ -342,6 +342,17 @@ async fn a_tenant_with_a_key_is_served_and_named_to_its_clients_alone() {
     };
     assert_eq!((ask("open", "common").await, ask("open", "alpha-key").await), (200, 404));
     assert_eq!((ask("alpha", "alpha-key").await, ask("alpha", "common").await), (200, 404));
+
+    let rewriter = StandInRewriter::new(vec![tenant("alpha", 1, Some("alpha-key")), tenant("open", 1, None)]);
+    let server = Server::ready(|_| (), rewriter).await;
+    for name in ["alpha", "oepn"] {
+        let (status, body) = server.asked("/v1/rewrite", json!({"query": "a", "tenant": name})).await;
+        let message = body["error"]["message"].as_str().unwrap();
+        assert!(
+            status == 404 && message.starts_with(&format!("tenant `{name}` is not served with this key")),
+            "{message}"
+        );
+    }
 }
 
 #[tokio::test]
@@ -521,7 +532,7 @@ async fn errors_of_chat_completions_have_openais_form() {
         (request("model", json!("shpo/rewrite")), 404, "model", "model_not_found", "model `shpo` is not served here"),
         (request("n", json!(2)), 422, "n", "", "`n` is 2; expected 1"),
         (request("temperature", json!(3)), 422, "temperature", "", "`temperature` is 3; expected 0 to 2"),
-        (request("top_p", json!(0)), 422, "top_p", "", "`top_p` is 0; expected 0 to 1"),
+        (request("top_p", json!(1.5)), 422, "top_p", "", "`top_p` is 1.5; expected 0 to 1"),
         (request("max_tokens", json!(0)), 422, "max_tokens", "", "the maximum number of tokens is 0"),
         (request("stop", json!([""])), 422, "stop", "", "`stop` is [\"\"]"),
         (request("messages", json!([])), 422, "messages", "", "`messages` is empty"),

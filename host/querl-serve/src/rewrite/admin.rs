@@ -63,7 +63,7 @@ pub(super) async fn remove(State(service): State<Arc<RewriteService>>, Path(name
         let rewriter = service.rewriter()?;
         match rewriter.remove(&name) {
             true => Ok(json!({"removed": name})),
-            false => Err(unknown_tenant("tenant", &name, &rewriter.tenants())),
+            false => Err(unknown_tenant("tenant", &name, "here", &rewriter.tenants())),
         }
     };
     match remove() {

@@ -15,7 +15,7 @@ use crate::general_rag::history_text;
 use crate::key::unauthorized;
 use axum::Json;
 use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::{HeaderMap, HeaderName, StatusCode};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::stream::poll_fn;
@@ -35,8 +35,8 @@ const MAX_STOPS: usize = 16;
 /// `GET /v1/models`: two for each tenant that the client may use.
 pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: HeaderMap) -> Response {
     let list = || {
-        let PermittedTenants { tenants, lacks_key } = service.permitted(service.rewriter()?.as_ref(), &headers);
-        if tenants.is_empty() && lacks_key {
+        let PermittedTenants { tenants, has_others } = service.permitted(service.rewriter()?.as_ref(), &headers);
+        if tenants.is_empty() && has_others {
             return Err(unauthorized(&headers));
         }
         let model = |tenant: &Tenant, suffix: &str| {
@@ -71,8 +71,9 @@ impl ChatRequest {
         let seed: Option<i64> = fields.take("seed", "an integer")?;
         let task = ChatTask {
             messages: messages(fields.take_required("messages", "a list of messages")?)?,
-            temperature: number(fields, "temperature", 0.0, 0.0..=2.0)?,
-            top_p: number(fields, "top_p", 1.0, f64::MIN_POSITIVE..=1.0)?,
+            temperature: number(fields, "temperature", 0.0, (0.0, 2.0))?,
+            // At 0 the most probable token alone.
+            top_p: number(fields, "top_p", 1.0, (0.0, 1.0))?.max(f64::MIN_POSITIVE),
             max_new_tokens,
             stop: stops(fields.take("stop", "a text or a list of texts")?)?,
             seed: seed.map_or_else(|| since_epoch().as_nanos() as u64, |seed| seed as u64),
@@ -102,17 +103,13 @@ impl ChatRequest {
     }
 }
 
-fn number(
-    fields: &mut JsonFields,
-    name: &'static str,
-    default: f64,
-    range: std::ops::RangeInclusive<f64>,
-) -> Result<f64, ErrorResponse> {
+fn number(fields: &mut JsonFields, name: &'static str, default: f64, range: (f64, f64)) -> Result<f64, ErrorResponse> {
     let value: f64 = fields.take(name, "a number")?.unwrap_or(default);
-    match range.contains(&value) {
+    let (least, most) = range;
+    match (least..=most).contains(&value) {
         true => Ok(value),
         false => {
-            let what = format!("`{name}` is {value}; expected {} to {}", range.start().round(), range.end());
+            let what = format!("`{name}` is {value}; expected {least} to {most}");
             Err(ErrorResponse { param: Some(name), ..ErrorResponse::value(what) })
         }
     }
@@ -413,5 +410,7 @@ fn stream(mut frames: UnboundedReceiver<String>) -> Response {
     let events = poll_fn(move |context| {
         frames.poll_recv(context).map(|frame| frame.map(|frame| Ok::<_, Infallible>(Event::default().data(frame))))
     });
-    Sse::new(events).keep_alive(KeepAlive::default()).into_response()
+    // For nginx, which would hold events back to fill its buffer.
+    let unbuffered = [(HeaderName::from_static("x-accel-buffering"), "no")];
+    (unbuffered, Sse::new(events).keep_alive(KeepAlive::default())).into_response()
 }

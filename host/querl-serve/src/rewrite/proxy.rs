@@ -29,7 +29,7 @@ const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 const MAX_RESPONSE_BYTES: usize = 64 << 20;
 
 /// Headers of one connection (RFC 9110, 7.6.1), and those that the HTTP library sets.
-const NOT_FORWARDED: [&str; 10] = [
+const NOT_FORWARDED: [&str; 11] = [
     "connection",
     "keep-alive",
     "proxy-authenticate",
@@ -38,6 +38,7 @@ const NOT_FORWARDED: [&str; 10] = [
     "trailer",
     "transfer-encoding",
     "upgrade",
+    "expect",
     "host",
     "content-length",
 ];
