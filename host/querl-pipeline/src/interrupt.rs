@@ -13,7 +13,7 @@
 //! | `rl`, from its first step on (below) | ends after the current decode step of a rollout (`complete` of `querl-train/src/rl/rollout_pipeline.rs`), whose unfinished part is generated again, or after all updates of a batch (`Trainer::stop_requested` of `train_loop.rs`); saves the trainer state and `rl/last` |
 //! | `querl style train` and `distill`, writing the finished model ([`uninterrupted`], `publish` of `querl-style/src/trainer.rs`) | all files are written |
 //! | `querl model pretrain`, moving the finished model to its folder | all files are moved |
-//! | `querl serve` | finishes the requests in progress, for at most the drain timeout; exit code 0 |
+//! | `querl serve` | finishes the requests in progress, for at most the drain timeout; exit code 0. Without a terminal, `querl serve rewrite` loads its runs again on SIGHUP ([`reload_on_hangup`]) |
 //! | `querl watch` | restores the terminal |
 //!
 //! A training begins with truncating its metrics log to the lines of the checkpoint that it starts or resumes from. `MetricsLog::rewind` does
@@ -32,6 +32,23 @@ use std::time::Duration;
 static STOP: AtomicBool = AtomicBool::new(false);
 
 static N_AT_SAFE_POINTS: AtomicUsize = AtomicUsize::new(0);
+
+/// Whether SIGHUP asks for a reload, and whether it has.
+static RELOADS: AtomicBool = AtomicBool::new(false);
+static RELOAD: AtomicBool = AtomicBool::new(false);
+
+/// From now on SIGHUP asks for a reload, where it would have ended the process. Returns the flag that it sets.
+pub fn reload_on_hangup() -> &'static AtomicBool {
+    RELOADS.store(true, Ordering::SeqCst);
+    &RELOAD
+}
+
+/// For the handler of SIGHUP: whether this is a request to reload, which is noted. Safe in a signal handler.
+pub fn note_reload() -> bool {
+    let reloads = RELOADS.load(Ordering::SeqCst);
+    RELOAD.fetch_or(reloads, Ordering::SeqCst);
+    reloads
+}
 
 /// How a signal ends the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

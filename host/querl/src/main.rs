@@ -88,11 +88,12 @@ fn install_signals() -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A closed terminal sends SIGHUP more than once, from the kernel and from the shell: the first is a SIGTERM, the others do nothing.
+/// A closed terminal sends SIGHUP more than once, from the kernel and from the shell: the first is a SIGTERM, the others do nothing. A server
+/// without a terminal reloads.
 #[cfg(unix)]
 extern "C" fn hang_up(_: c_int) {
     static IS_CLOSED: AtomicBool = AtomicBool::new(false);
-    if !IS_CLOSED.swap(true, Ordering::SeqCst) {
+    if !interrupt::note_reload() && !IS_CLOSED.swap(true, Ordering::SeqCst) {
         // SAFETY: it is async-signal-safe.
         unsafe { libc::raise(libc::SIGTERM) };
     }

@@ -5,6 +5,7 @@ mod support;
 
 use serde_json::{Value, json};
 use std::sync::LazyLock;
+use std::time::Duration;
 use support::results::copy;
 use support::server::Server;
 use support::{Project, model};
@@ -99,6 +100,22 @@ async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
     tokio::join!(client, operator);
     let load = server.client.post(format!("{}/admin/tenants", server.url)).json(&json!({"path": project.path("run")}));
     assert_eq!(load.send().await.unwrap().status(), 401);
+
+    // SIGHUP loads the runs of the command line again: here another model under the same path and tenant.
+    let version = async || server.ask("/v1/rewrite", &cases[0].0).await.1["version"].clone();
+    let before = version().await;
+    std::fs::remove_dir_all(project.path("run")).unwrap();
+    copy(&RUNS.path("other"), &project.path("run"));
+    let resolved = project.read("run/config.resolved.toml");
+    project.write("run/config.resolved.toml", &resolved.replace("tenant = \"other\"", "tenant = \"fivedoctors\""));
+    server.signal("-HUP");
+    for _ in 0..200 {
+        if version().await != before {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_ne!(version().await, before);
     assert_eq!(server.end("-TERM"), Some(0));
 }
 

@@ -24,10 +24,11 @@ use querl_serve::{
     ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Upstream, bind, block_on, general_rag, serve, wait_until,
 };
 use querl_style::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 #[derive(Debug, Args)]
@@ -275,18 +276,43 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     // A wrong path is reported before anything is loaded.
     args.runs.iter().try_for_each(|path| served_run(path).map(drop))?;
     let (runs, threads) = (args.runs.clone(), args.threads);
+    // A closed terminal ends the server.
+    let has_terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
+    let reload = (!has_terminal).then(interrupt::reload_on_hangup);
     let work = move |service: Arc<RewriteService>| {
         // This thread computes, and is one of those that it sets.
         querl_model::set_threads(threads);
+        let reloaded = runs.clone();
         ServedModels::serve(&runs, served_run, options, move |models| {
-            for Tenant { name, version, source, .. } in models.tenants() {
-                terminal::print(&format!("tenant {name}: version {version} of {source}"));
+            models.tenants().iter().for_each(print_tenant);
+            service.set_ready(models.clone());
+            drop(service);
+            if let Some(reload) = reload {
+                reload_when_asked(&models, &reloaded, reload);
             }
-            service.set_ready(models);
         })
     };
     let _at_safe_points = interrupt::at_safe_points();
     served(service.run(args.listen.addr, |addr| announce(&addr.to_string()), work, is_interrupted))
+}
+
+fn print_tenant(Tenant { name, version, source, .. }: &Tenant) {
+    terminal::print(&format!("tenant {name}: version {version} of {source}"));
+}
+
+/// Loads all runs again whenever the flag is set, for as long as the models compute.
+fn reload_when_asked(models: &ServedModels, runs: &[PathBuf], reload: &AtomicBool) {
+    while models.is_alive() {
+        std::thread::sleep(Duration::from_millis(200));
+        if reload.swap(false, Ordering::SeqCst) {
+            for path in runs {
+                match models.load(path) {
+                    Ok(tenant) => print_tenant(&tenant),
+                    Err(problem) => terminal::print(&format!("not loaded again: {problem}")),
+                }
+            }
+        }
+    }
 }
 
 /// The run in a folder, or that of a configuration.

@@ -21,6 +21,7 @@ impl Server {
         let mut process = project
             .command(&args)
             .env("TEST_KEY", "secret")
+            .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
@@ -49,10 +50,14 @@ impl Server {
         (response.status().as_u16(), response.json().await.unwrap())
     }
 
-    /// Sends `signal` and waits for the end.
-    pub fn end(&mut self, signal: &str) -> Option<i32> {
+    pub fn signal(&self, signal: &str) {
         let pid = self.process.id().to_string();
         assert!(std::process::Command::new("kill").args([signal, &pid]).status().unwrap().success());
+    }
+
+    /// Sends `signal` and waits for the end.
+    pub fn end(&mut self, signal: &str) -> Option<i32> {
+        self.signal(signal);
         self.process.wait().unwrap().code()
     }
 }
