@@ -80,8 +80,8 @@ def evaluated(run: Path) -> list[tuple[bytes, str]]:
         if record["system"] == system and "Ok" in record["outcome"]:
             query = record["query"]
             body = {"tenant": tenant, "query": query["original_query"]}
-            body |= {"user_profile": query["user_profile"], "history": query["history_summary"]}
-            rewrite = record["outcome"]["Ok"]["candidate"]["rewrite"] or query["original_query"]
+            body |= {"user_profile": query.get("user_profile"), "history": query.get("history_summary")}
+            rewrite = record["outcome"]["Ok"]["candidate"].get("rewrite") or query["original_query"]
             cases.append((json.dumps(body).encode(), rewrite))
     return cases
 
