@@ -24,6 +24,12 @@ struct Server {
     rewriter: Arc<StandInRewriter>,
 }
 
+fn http() -> Client {
+    // Fails where a provider is installed already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    Client::builder().no_proxy().build().unwrap()
+}
+
 fn options() -> RewriteOptions {
     RewriteOptions {
         max_body_bytes: 4000,
@@ -48,7 +54,7 @@ impl Server {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         tokio::spawn(serve(listener, service.router(), ServerLimits::default(), std::future::pending()));
-        Self { url, client: Client::builder().no_proxy().build().unwrap(), service, rewriter }
+        Self { url, client: http(), service, rewriter }
     }
 
     async fn ready(change: impl FnOnce(&mut RewriteOptions), rewriter: Arc<StandInRewriter>) -> Self {
@@ -814,7 +820,7 @@ fn requests_in_progress_are_answered_when_the_server_stops() {
     let url = format!("http://{}", bound.recv().unwrap());
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
-        let client = Client::builder().no_proxy().build().unwrap();
+        let client = http();
         let ready = || async { client.get(format!("{url}/ready")).send().await.unwrap().status().as_u16() };
         while ready().await != 200 {
             tokio::time::sleep(Duration::from_millis(10)).await;

@@ -1,6 +1,7 @@
 //! The access log: one JSON line for each rewrite and each other request, without texts and keys.
 
-use super::{RewriteResult, RewriteService, metrics};
+use super::metrics;
+use super::service::{RewriteResult, RewriteService};
 use anyhow::Context;
 use axum::http::{Method, StatusCode};
 use chrono::{SecondsFormat, Utc};

@@ -1,6 +1,6 @@
 //! `/admin/tenants`: what is served, loaded, replaced and removed while the service runs.
 
-use super::{Call, RewriteService, unknown_tenant};
+use super::service::{Call, RewriteService, unknown_tenant};
 use crate::error::{ErrorForm, ErrorResponse};
 use crate::key::unauthorized;
 use axum::Json;

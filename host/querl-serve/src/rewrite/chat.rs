@@ -7,7 +7,9 @@
 
 use super::access_log::{AccessEntry, RequestRecord};
 use super::protocol::check_text;
-use super::{Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, with_fallback};
+use super::service::{
+    Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, with_fallback,
+};
 use crate::body::{JsonFields, quoted};
 use crate::connections::RequestSlot;
 use crate::error::{ErrorForm, ErrorResponse, openai_error};

@@ -6,6 +6,11 @@ fn reference(schema: &str) -> Value {
     json!({"$ref": format!("#/components/schemas/{schema}")})
 }
 
+/// An object with one list.
+fn list(field: &str, schema: &str) -> Value {
+    json!({"type": "object", "required": [field], "properties": {field: {"type": "array", "items": reference(schema)}}})
+}
+
 fn json_body(schema: &Value) -> Value {
     json!({"application/json": {"schema": schema}})
 }
@@ -56,14 +61,29 @@ pub(super) fn document() -> Value {
         "paths": {
             "/v1/rewrite": post(
                 "Rewrite a query, or several",
-                &json!({"oneOf": [reference("Query"), {"type": "object", "required": ["queries"], "properties": {"queries": {"type": "array", "items": reference("Query")}}}]}),
-                &json!({"oneOf": [reference("Rewrite"), {"type": "object", "properties": {"results": {"type": "array", "items": reference("Rewrite")}}}]}),
+                &json!({"oneOf": [reference("Query"), list("queries", "Query")]}),
+                &json!({"oneOf": [reference("Rewrite"), list("results", "Rewrite")]}),
                 "OpenAiError",
             ),
-            "/v1/chat/completions": post("OpenAI's chat completions; the model is TENANT or TENANT/rewrite", &reference("ChatRequest"), &json!({"type": "object"}), "OpenAiError"),
+            "/v1/chat/completions": post(
+                "OpenAI's chat completions; the model is TENANT or TENANT/rewrite",
+                &reference("ChatRequest"),
+                &json!({"type": "object"}),
+                "OpenAiError",
+            ),
             "/v1/models": get("The models of the tenants that the key permits"),
-            "/api/chat/general_rag": post("Fill in rewritten_query and forward the request to the upstream service", &reference("RagRequest"), &json!({"type": "object"}), "RagError"),
-            "/retrieval": post("External knowledge of Dify, with rewritten queries", &reference("DifyRequest"), &reference("DifyResponse"), "DifyError"),
+            "/api/chat/general_rag": post(
+                "Fill in rewritten_query and forward the request to the upstream service",
+                &reference("RagRequest"),
+                &json!({"type": "object"}),
+                "RagError",
+            ),
+            "/retrieval": post(
+                "External knowledge of Dify, with rewritten queries",
+                &reference("DifyRequest"),
+                &reference("DifyResponse"),
+                "DifyError",
+            ),
             "/admin/tenants": admin,
             "/admin/tenants/{name}": {"delete": remove},
             "/health": get("Whether the process runs"),

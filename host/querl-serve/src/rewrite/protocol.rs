@@ -1,7 +1,7 @@
 //! `POST /v1/rewrite`.
 
 use super::access_log::{AccessEntry, milliseconds};
-use super::{Call, RewriteResult, rejected};
+use super::service::{Call, RewriteResult, rejected};
 use crate::body::JsonFields;
 use crate::error::ErrorResponse;
 use crate::general_rag::history_text;

@@ -5,87 +5,23 @@
 
 use super::access_log::AccessEntry;
 use super::protocol::{context, query};
-use super::{Call, with_fallback};
+use super::service::{Call, with_fallback};
+use super::upstream::{Upstream, UpstreamResponse};
 use crate::body::JsonFields;
 use crate::error::ErrorResponse;
-use crate::general_rag::GENERAL_RAG_ROUTE;
 use axum::Json;
-use axum::body::{Body, Bytes};
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use querl_core::records::Context;
 use querl_core::serving::{SubmitError, Tenant};
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::error::Error;
-use std::time::Duration;
-
-const RETRIEVAL_ROUTE: &str = "/retrieval";
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Less than the 5 s after which uvicorn closes idle connections, the shortest of common servers.
-const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
-/// Far above the passages of one response.
-const MAX_RESPONSE_BYTES: usize = 64 << 20;
-
-/// Headers of one connection (RFC 9110, 7.6.1), and those that the HTTP library sets.
-const NOT_FORWARDED: [&str; 11] = [
-    "connection",
-    "keep-alive",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    "expect",
-    "host",
-    "content-length",
-];
-
-/// A retrieval service.
-#[derive(Debug, Clone)]
-pub struct Upstream {
-    /// The address of its route.
-    url: String,
-    is_dify: bool,
-    timeout: Duration,
-}
-
-impl Upstream {
-    /// `url`: the address of a service with the `general_rag` interface, with or without its route, or of a Dify external knowledge API, which
-    /// ends in `/retrieval`. `timeout`: of one response.
-    ///
-    /// # Errors
-    /// A sentence: it is not an HTTP address.
-    pub fn new(url: &str, timeout: Duration) -> Result<Self, String> {
-        let parsed = reqwest::Url::parse(url).map_err(|error| format!("`{url}` is not an address: {error}"))?;
-        if !["http", "https"].contains(&parsed.scheme()) || !parsed.has_host() {
-            return Err(format!("`{url}` is not an address; expected http://HOST:PORT or https://HOST"));
-        }
-        let url = url.trim_end_matches('/');
-        let is_dify = url.ends_with(RETRIEVAL_ROUTE);
-        let route = if is_dify || url.ends_with(GENERAL_RAG_ROUTE) { "" } else { GENERAL_RAG_ROUTE };
-        Ok(Self { url: format!("{url}{route}"), is_dify, timeout })
-    }
-}
-
-/// The client of upstream services, with pooled connections.
-pub(super) fn client() -> reqwest::Result<reqwest::Client> {
-    // Fails if a provider is already installed.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    reqwest::Client::builder()
-        .connect_timeout(CONNECT_TIMEOUT)
-        .pool_idle_timeout(POOL_IDLE_TIMEOUT)
-        // A redirect is for the client.
-        .redirect(reqwest::redirect::Policy::none())
-        .build()
-}
 
 /// `POST /api/chat/general_rag`: the request with `rewritten_query` filled in, everything else as it is.
 pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorResponse> {
     let upstream = upstream(&call)?.clone();
-    if upstream.is_dify {
+    if upstream.is_dify() {
         let what = "the upstream service has Dify's interface; use /retrieval";
         return Err(ErrorResponse::new(StatusCode::NOT_FOUND, what));
     }
@@ -94,14 +30,14 @@ pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorRespons
     let query = query(&mut call.fields)?;
     let given: Option<String> = call.fields.take("rewritten_query", "a text")?;
     if given.is_some_and(|given| !given.trim().is_empty()) {
-        return call.send(&upstream, call.body.clone()).await.map(UpstreamResponse::into_response);
+        return upstream.send(&call.uri, &call.headers, call.body).await.map(UpstreamResponse::into_response);
     }
     let context = context(&mut call.fields)?;
     let (rewrite, fallback) = rewrite(&call, &tenant, &query, context).await;
     let mut fields: BTreeMap<&str, Box<RawValue>> = serde_json::from_slice(&call.body).map_err(not_forwarded)?;
     fields.insert("rewritten_query", to_raw_value(&rewrite).map_err(not_forwarded)?);
     let body = serde_json::to_vec(&fields).map_err(not_forwarded)?;
-    let response = call.send(&upstream, body.into()).await?;
+    let response = upstream.send(&call.uri, &call.headers, body).await?;
     Ok(with_fallback(response.into_response(), fallback))
 }
 
@@ -119,7 +55,7 @@ pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse>
     let setting = "an object with `top_k` and `score_threshold`";
     let mut setting: JsonFields = call.fields.take("retrieval_setting", setting)?.unwrap_or_default();
     let (rewrite, fallback) = rewrite(&call, &tenant, &query, Context::default()).await;
-    let body = if upstream.is_dify {
+    let body = if upstream.is_dify() {
         let mut fields: BTreeMap<&str, Box<RawValue>> = serde_json::from_slice(&call.body).map_err(not_forwarded)?;
         fields.insert("query", to_raw_value(&rewrite).map_err(not_forwarded)?);
         fields.insert("knowledge_id", to_raw_value(kb_name.unwrap_or(&id)).map_err(not_forwarded)?);
@@ -138,8 +74,8 @@ pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse>
         }
         serde_json::to_vec(&fields)
     };
-    let response = call.send(&upstream, body.map_err(not_forwarded)?.into()).await?;
-    let response = match upstream.is_dify {
+    let response = upstream.send(&call.uri, &call.headers, body.map_err(not_forwarded)?).await?;
+    let response = match upstream.is_dify() {
         true => response.into_response(),
         false => Json(response.records()?).into_response(),
     };
@@ -186,106 +122,4 @@ async fn rewrite(call: &Call, tenant: &Tenant, query: &str, context: Context) ->
             (query.to_owned(), Some(fallback))
         }
     }
-}
-
-/// What the upstream service responded.
-struct UpstreamResponse {
-    status: StatusCode,
-    headers: HeaderMap,
-    body: Vec<u8>,
-}
-
-impl Call {
-    /// Sends a body to the upstream service with the headers and the query string of the request.
-    async fn send(&self, upstream: &Upstream, body: Bytes) -> Result<UpstreamResponse, ErrorResponse> {
-        let query = self.uri.query().map_or(String::new(), |query| format!("?{query}"));
-        let request = self.service.http.post(format!("{}{query}", upstream.url)).timeout(upstream.timeout);
-        let sending = async {
-            let mut response = request.headers(forwarded(&self.headers)).body(body).send().await?;
-            let mut body = Vec::new();
-            while let Some(chunk) = response.chunk().await? {
-                body.extend_from_slice(&chunk);
-                if body.len() > MAX_RESPONSE_BYTES {
-                    return Ok(None);
-                }
-            }
-            let headers = forwarded(response.headers());
-            Ok(Some(UpstreamResponse { status: response.status(), headers, body }))
-        };
-        let failed = |status, what: &str| ErrorResponse::new(status, format!("the retrieval service {what}"));
-        match sending.await {
-            Ok(Some(response)) => Ok(response),
-            Ok(None) => Err(failed(StatusCode::BAD_GATEWAY, "responded with more than 64 MiB")),
-            Err(error) => {
-                // The address and the reason are for the operator's log alone.
-                let error: reqwest::Error = error;
-                tracing::warn!(
-                    "{}: {error}: {}",
-                    upstream.url,
-                    error.source().map(ToString::to_string).unwrap_or_default()
-                );
-                Err(match error.is_timeout() {
-                    true => failed(StatusCode::GATEWAY_TIMEOUT, "did not respond in time"),
-                    false => failed(StatusCode::BAD_GATEWAY, "cannot be reached; the server's log says why"),
-                })
-            }
-        }
-    }
-}
-
-/// Headers that concern more than one connection.
-fn forwarded(headers: &HeaderMap) -> HeaderMap {
-    let connection: Vec<String> = headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .filter_map(|value| value.to_str().ok())
-        .flat_map(|value| value.split(',').map(|name| name.trim().to_ascii_lowercase()))
-        .collect();
-    let is_forwarded = |name: &str| !NOT_FORWARDED.contains(&name) && !connection.iter().any(|listed| listed == name);
-    let headers = headers.iter().filter(|(name, _)| is_forwarded(name.as_str()));
-    headers.map(|(name, value)| (name.clone(), value.clone())).collect()
-}
-
-impl UpstreamResponse {
-    fn into_response(self) -> Response {
-        let mut response = Response::new(Body::from(self.body));
-        (*response.status_mut(), *response.headers_mut()) = (self.status, self.headers);
-        response
-    }
-
-    /// The passages of a `general_rag` response as Dify's records.
-    ///
-    /// # Errors
-    /// The service's own error, or that its response is unreadable.
-    fn records(&self) -> Result<Value, ErrorResponse> {
-        let body: Value = serde_json::from_slice(&self.body).unwrap_or_default();
-        // Services of this interface may have the status in the body alone.
-        let stated = body["status"].as_u64().and_then(|status| StatusCode::from_u16(status.try_into().ok()?).ok());
-        let status = if self.status.is_success() { stated.unwrap_or(self.status) } else { self.status };
-        match body["data"]["recall"].as_array() {
-            Some(passages) if status.is_success() => {
-                Ok(json!({"records": passages.iter().map(record).collect::<Vec<_>>()}))
-            }
-            _ if status.is_client_error() => {
-                let message = body["msg"].as_str().unwrap_or("the retrieval service rejected the request");
-                Err(ErrorResponse::new(status, message))
-            }
-            _ => {
-                tracing::warn!("the retrieval service responded with status {status} and no readable passages");
-                let what = "the retrieval service failed; the server's log says how";
-                Err(ErrorResponse::new(StatusCode::BAD_GATEWAY, what))
-            }
-        }
-    }
-}
-
-/// A passage as Dify's record; `metadata` has what else the service sent.
-fn record(passage: &Value) -> Value {
-    let mut metadata = passage.as_object().cloned().unwrap_or_default();
-    let mut take = |name: &str| metadata.remove(name).filter(|value| !value.is_null());
-    let content = take("content").unwrap_or_else(|| "".into());
-    let score = take("reranker_score").or_else(|| take("score")).unwrap_or_else(|| 0.into());
-    let title = take("title").or_else(|| passage.get("id").cloned()).unwrap_or_else(|| "".into());
-    let title = title.as_str().map_or_else(|| title.to_string(), str::to_owned);
-    json!({"content": content, "score": score, "title": title, "metadata": metadata})
 }

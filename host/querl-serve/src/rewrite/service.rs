@@ -1,0 +1,344 @@
+//! The rewriting service without its routes: tenants and their keys, rewrites with their fallbacks, and what a handler gets.
+
+use super::access_log::{AccessLog, RequestRecord};
+use super::cache::{CachedRewrite, RewriteCache};
+use super::metrics::RewriteMetrics;
+use super::upstream::Upstream;
+use crate::body::{BodyLimits, JsonFields, read_body};
+use crate::connections::{ConnectionHandle, RequestSlot};
+use crate::error::ErrorResponse;
+use crate::key::{ApiKey, unauthorized};
+use crate::server::ServerLimits;
+use axum::body::Bytes;
+use axum::extract::Request;
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, Uri};
+use axum::response::Response;
+use querl_core::records::Context;
+use querl_core::serving::{
+    EventSink, Generation, GenerationEvent, GenerationFailure, GenerationTask, Rewriter, SubmitError, Tenant,
+};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::time::timeout_at;
+
+/// Limits and keys of a rewriting service.
+pub struct RewriteOptions {
+    /// Maximum size of a request body.
+    pub max_body_bytes: usize,
+    /// Maximum number of queries of one request.
+    pub max_queries: usize,
+    /// Time limit for a whole body to arrive.
+    pub body_timeout: Duration,
+    /// Time limit of a rewrite, time in the queue included; then the query itself is returned. Requests may shorten it.
+    pub deadline: Duration,
+    /// Time limit of a response to the client's own messages.
+    pub chat_timeout: Duration,
+    /// Rewrites that are kept for identical requests; 0 for none.
+    pub max_cached_rewrites: usize,
+    /// Key of tenants without one of their own; `None` permits every client.
+    pub api_key: Option<String>,
+    /// Key of the admin routes; `None` disables them.
+    pub admin_key: Option<String>,
+    /// The retrieval service behind `/api/chat/general_rag` and `/retrieval`.
+    pub upstream: Option<Upstream>,
+    /// A file to which one JSON line is appended for each rewrite and each other request.
+    pub access_log: Option<PathBuf>,
+    /// Limits of connections.
+    pub server: ServerLimits,
+}
+
+/// The service; its models are loaded while it already answers.
+pub struct RewriteService {
+    pub(super) options: RewriteOptions,
+    pub(super) admin_key: Option<ApiKey>,
+    pub(super) rewriter: OnceLock<Arc<dyn Rewriter>>,
+    cache: RewriteCache,
+    pub(super) metrics: RewriteMetrics,
+    pub(super) access_log: AccessLog,
+    /// Held while a tenant is loaded, since models are large.
+    pub(super) loading: tokio::sync::Mutex<()>,
+    n_requests: AtomicU64,
+}
+
+impl RewriteService {
+    /// A service whose models are not loaded yet.
+    ///
+    /// # Errors
+    /// The access log cannot be opened.
+    pub fn new(options: RewriteOptions) -> anyhow::Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            admin_key: options.admin_key.as_deref().map(ApiKey::new),
+            rewriter: OnceLock::new(),
+            cache: RewriteCache::new(options.max_cached_rewrites),
+            metrics: RewriteMetrics::new().expect("metric names are valid and distinct"),
+            access_log: AccessLog::open(options.access_log.as_deref())?,
+            loading: tokio::sync::Mutex::default(),
+            n_requests: AtomicU64::new(0),
+            options,
+        }))
+    }
+
+    /// Marks the models as loaded. Later calls have no effect.
+    pub fn set_ready(&self, rewriter: Arc<dyn Rewriter>) {
+        let _ = self.rewriter.set(rewriter);
+    }
+
+    pub(super) fn rewriter(&self) -> Result<&Arc<dyn Rewriter>, ErrorResponse> {
+        let loaded = self.rewriter.get();
+        let loaded =
+            loaded.ok_or_else(|| ErrorResponse::unavailable("the models are being loaded; retry in a moment"))?;
+        if loaded.is_alive() { Ok(loaded) } else { Err(rejected(SubmitError::Ended)) }
+    }
+
+    /// Queues a task. The task is cancelled when the receiver is dropped.
+    pub(super) async fn submit(
+        &self,
+        tenant: &Tenant,
+        task: GenerationTask,
+    ) -> Result<UnboundedReceiver<GenerationEvent>, SubmitError> {
+        let rewriter = self.rewriter.get().ok_or(SubmitError::Ended)?.clone();
+        if rewriter.is_full() {
+            return Err(SubmitError::QueueFull("the queue is full; retry later".into()));
+        }
+        let (sender, receiver) = unbounded_channel();
+        let (name, failed) = (tenant.name.clone(), sender.clone());
+        // The prompt plugin and tokenizing would block a thread of the async runtime.
+        let submitting =
+            tokio::task::spawn_blocking(move || rewriter.submit(&name, task, Box::new(EventSender(sender))));
+        match submitting.await {
+            Ok(submitted) => submitted?,
+            Err(panicked) => {
+                let failure = GenerationFailure { code: "model_failed", message: panicked.to_string() };
+                let _ = failed.send(GenerationEvent::Done(Err(failure)));
+            }
+        }
+        Ok(receiver)
+    }
+
+    /// The rewrite of a query, or a fallback to the query itself.
+    ///
+    /// # Errors
+    /// The query is not queued, for another reason than its tenant's plugin.
+    pub(super) async fn rewrite(
+        &self,
+        tenant: &Tenant,
+        query: &str,
+        context: Context,
+        deadline: Instant,
+    ) -> Result<RewriteResult, SubmitError> {
+        let started = Instant::now();
+        let key = RewriteCache::key(tenant, query, &context);
+        let result = |generated: CachedRewrite, queued, fallback| RewriteResult {
+            tenant: tenant.name.clone(),
+            latency: started.elapsed(),
+            queued,
+            is_cached: false,
+            fallback,
+            generated,
+        };
+        if let Some(found) = self.cache.get(&key) {
+            self.metrics.cache(&tenant.name, 1, 0);
+            return Ok(RewriteResult { is_cached: true, ..result(found, Some(Duration::ZERO), None) });
+        }
+        self.metrics.cache(&tenant.name, 0, 1);
+        let task = GenerationTask::Rewrite { query: query.to_owned(), context };
+        let generating = async { Ok::<_, SubmitError>(finished(&mut self.submit(tenant, task).await?).await) };
+        let (reason, message) = match timeout_at(deadline.into(), generating).await {
+            Ok(Ok(Ok(generation))) => {
+                self.metrics.generated(&tenant.name, &generation, started.elapsed());
+                let queued = Some(generation.queued);
+                let generated = CachedRewrite::from(generation);
+                self.cache.put(key, &tenant.version, &generated);
+                return Ok(result(generated, queued, None));
+            }
+            Ok(Ok(Err(failure))) => (failure.code, failure.message),
+            Ok(Err(SubmitError::Plugin(message))) => ("plugin_fault", message),
+            Ok(Err(rejected)) => return Err(rejected),
+            Err(_) => ("timeout", format!("no rewrite within {:?}", started.elapsed())),
+        };
+        tracing::warn!("tenant {}: {reason}: {message}", tenant.name);
+        self.metrics.fallback(&tenant.name, reason);
+        Ok(result(CachedRewrite::raw(query, &tenant.version), None, Some(reason)))
+    }
+
+    /// The tenant that a request names in the field `param`, among those that its key permits. The name may be left out where it permits one.
+    ///
+    /// # Errors
+    /// There is no such tenant for this client. A client learns the names of no tenant whose key it does not have.
+    pub(super) fn tenant(&self, call: &Call, param: &'static str, name: Option<&str>) -> Result<Tenant, ErrorResponse> {
+        let named = call.rewriter.tenants().into_iter().find(|tenant| Some(tenant.name.as_str()) == name);
+        if let Some(tenant) = named.filter(|tenant| self.permits(tenant, &call.headers)) {
+            call.record.note_tenant(&tenant.name);
+            return Ok(tenant);
+        }
+        let PermittedTenants { mut tenants, has_others } = self.permitted(call.rewriter.as_ref(), &call.headers);
+        match name {
+            None if tenants.len() == 1 => {
+                call.record.note_tenant(&tenants[0].name);
+                Ok(tenants.remove(0))
+            }
+            _ if has_others && tenants.is_empty() => Err(unauthorized(&call.headers)),
+            Some(name) => {
+                let scope = if has_others { "with this key" } else { "here" };
+                Err(unknown_tenant(param, name, scope, &tenants))
+            }
+            None => {
+                let what = format!("`{param}` is missing; expected the name of a tenant");
+                Err(ErrorResponse { param: Some(param), ..ErrorResponse::value(what) })
+            }
+        }
+    }
+
+    pub(super) fn permitted(&self, rewriter: &dyn Rewriter, headers: &HeaderMap) -> PermittedTenants {
+        let (tenants, others): (Vec<_>, Vec<_>) =
+            rewriter.tenants().into_iter().partition(|tenant| self.permits(tenant, headers));
+        PermittedTenants { tenants, has_others: !others.is_empty() }
+    }
+
+    fn permits(&self, tenant: &Tenant, headers: &HeaderMap) -> bool {
+        let key = tenant.api_key.as_ref().or(self.options.api_key.as_ref());
+        key.is_none_or(|key| ApiKey::new(key).is_in(headers))
+    }
+
+    pub(super) fn new_id(&self) -> String {
+        let number = self.n_requests.fetch_add(1, Ordering::Relaxed);
+        format!("{:x}-{number:x}", since_epoch().as_nanos())
+    }
+}
+
+/// The tenants that a client may use, sorted by name.
+pub(super) struct PermittedTenants {
+    pub(super) tenants: Vec<Tenant>,
+    /// Others are served, whose key the client does not have.
+    pub(super) has_others: bool,
+}
+
+pub(super) fn since_epoch() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
+/// Most names that a message suggests.
+const MAX_SUGGESTIONS: usize = 3;
+
+pub(super) fn unknown_tenant(param: &'static str, name: &str, scope: &str, permitted: &[Tenant]) -> ErrorResponse {
+    // As for keys of a configuration.
+    const ALIKE: f64 = 0.75;
+    let short: String = name.chars().take(64).collect();
+    let similarity = |tenant: &Tenant| (strsim::jaro_winkler(&short, &tenant.name), format!("`{}`", tenant.name));
+    let mut near: Vec<(f64, String)> = permitted.iter().map(similarity).filter(|(alike, _)| *alike >= ALIKE).collect();
+    near.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let near: Vec<String> = near.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect();
+    let mut what = format!("{param} `{short}` is not served {scope}");
+    if !near.is_empty() {
+        what += &format!("; did you mean {}?", near.join(" or "));
+    }
+    let code = if param == "model" { "model_not_found" } else { "tenant_not_found" };
+    ErrorResponse { code: Some(code), param: Some(param), ..ErrorResponse::new(StatusCode::NOT_FOUND, what) }
+}
+
+/// The response to a task that is not queued.
+pub(super) fn rejected(error: SubmitError) -> ErrorResponse {
+    match error {
+        SubmitError::UnknownTenant => ErrorResponse::new(StatusCode::NOT_FOUND, "the tenant is no longer served"),
+        SubmitError::QueueFull(message) => ErrorResponse::new(StatusCode::TOO_MANY_REQUESTS, message),
+        SubmitError::Input(message) => {
+            ErrorResponse { code: Some("context_length_exceeded"), ..ErrorResponse::value(message) }
+        }
+        SubmitError::Plugin(message) => {
+            tracing::warn!("{message}");
+            model_failed()
+        }
+        SubmitError::Ended => {
+            ErrorResponse::unavailable("the model has ended, and the server with it; its log says why")
+        }
+    }
+}
+
+pub(super) fn model_failed() -> ErrorResponse {
+    ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "the model failed; the server's log says why")
+}
+
+/// The last event of a task.
+pub(super) async fn finished(events: &mut UnboundedReceiver<GenerationEvent>) -> Result<Generation, GenerationFailure> {
+    while let Some(event) = events.recv().await {
+        if let GenerationEvent::Done(done) = event {
+            return done;
+        }
+    }
+    Err(GenerationFailure { code: "model_failed", message: "the model has ended without a response".into() })
+}
+
+/// Where a task's events go.
+struct EventSender(UnboundedSender<GenerationEvent>);
+
+impl EventSink for EventSender {
+    fn send(&self, event: GenerationEvent) {
+        // The client may have left.
+        let _ = self.0.send(event);
+    }
+
+    fn is_open(&self) -> bool {
+        !self.0.is_closed()
+    }
+}
+
+/// A rewrite, or a fallback to the query.
+pub(super) struct RewriteResult {
+    pub(super) tenant: String,
+    pub(super) generated: CachedRewrite,
+    pub(super) latency: Duration,
+    /// `None` for a fallback.
+    pub(super) queued: Option<Duration>,
+    pub(super) is_cached: bool,
+    /// Why this is the query itself.
+    pub(super) fallback: Option<&'static str>,
+}
+
+const FALLBACK_HEADER: HeaderName = HeaderName::from_static("x-querl-fallback");
+
+/// Marks the response of a protocol without a field for it.
+pub(super) fn with_fallback(mut response: Response, fallback: Option<&'static str>) -> Response {
+    if let Some(code) = fallback {
+        response.headers_mut().insert(FALLBACK_HEADER, HeaderValue::from_static(code));
+    }
+    response
+}
+
+/// A request whose body has arrived.
+pub(super) struct Call {
+    pub(super) service: Arc<RewriteService>,
+    pub(super) rewriter: Arc<dyn Rewriter>,
+    pub(super) record: Arc<RequestRecord>,
+    pub(super) uri: Uri,
+    pub(super) headers: HeaderMap,
+    pub(super) body: Bytes,
+    /// The fields of the body.
+    pub(super) fields: JsonFields,
+    pub(super) started: Instant,
+    pub(super) slot: RequestSlot,
+}
+
+impl Call {
+    pub(super) async fn read(
+        service: Arc<RewriteService>,
+        record: Arc<RequestRecord>,
+        connection: &ConnectionHandle,
+        request: Request,
+    ) -> Result<Self, ErrorResponse> {
+        let rewriter = service.rewriter()?.clone();
+        let RewriteOptions { max_body_bytes: max_bytes, body_timeout: timeout, .. } = service.options;
+        let limits = BodyLimits { max_bytes, timeout, expected: "a JSON object" };
+        let (uri, headers) = (request.uri().clone(), request.headers().clone());
+        let body = read_body(request, limits).await?;
+        let fields = JsonFields::parse(&body, limits.expected)?;
+        let slot = connection.begin_request()?;
+        Ok(Self { service, rewriter, record, uri, headers, body, fields, started: Instant::now(), slot })
+    }
+
+    pub(super) fn deadline(&self) -> Instant {
+        self.started + self.service.options.deadline
+    }
+}

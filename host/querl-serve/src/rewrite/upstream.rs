@@ -1,0 +1,185 @@
+//! The retrieval service behind the proxy: its address, requests to it and its responses.
+
+use crate::error::ErrorResponse;
+use crate::general_rag::GENERAL_RAG_ROUTE;
+use axum::body::Body;
+use axum::http::{HeaderMap, StatusCode, Uri, header};
+use axum::response::Response;
+use reqwest::redirect::Policy;
+use reqwest::{Client, RequestBuilder};
+use serde_json::{Value, json};
+use std::error::Error;
+use std::time::Duration;
+
+const RETRIEVAL_ROUTE: &str = "/retrieval";
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Less than the 5 s after which uvicorn closes idle connections, the shortest of common servers.
+const POOL_IDLE_TIMEOUT: Duration = Duration::from_secs(4);
+/// Far above the passages of one response.
+const MAX_RESPONSE_BYTES: usize = 64 << 20;
+
+/// Headers of one connection (RFC 9110, 7.6.1), and those that the HTTP library sets.
+const NOT_FORWARDED: [&str; 11] = [
+    "connection",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "expect",
+    "host",
+    "content-length",
+];
+
+/// A retrieval service, with pooled connections.
+#[derive(Debug, Clone)]
+pub struct Upstream {
+    /// The address of its route.
+    url: String,
+    is_dify: bool,
+    timeout: Duration,
+    client: Client,
+}
+
+impl Upstream {
+    /// `url`: the address of a service with the `general_rag` interface, with or without its route, or of a Dify external knowledge API, which
+    /// ends in `/retrieval`. `timeout`: of one response.
+    ///
+    /// # Errors
+    /// A sentence: it is not an HTTP address, or cannot be called from this machine.
+    pub fn new(url: &str, timeout: Duration) -> Result<Self, String> {
+        let parsed = reqwest::Url::parse(url).map_err(|error| format!("`{url}` is not an address: {error}"))?;
+        if !["http", "https"].contains(&parsed.scheme()) || !parsed.has_host() {
+            return Err(format!("`{url}` is not an address; expected http://HOST:PORT or https://HOST"));
+        }
+        // Fails if a provider is already installed.
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let client = Client::builder()
+            .timeout(timeout)
+            .connect_timeout(CONNECT_TIMEOUT)
+            .pool_idle_timeout(POOL_IDLE_TIMEOUT)
+            // A redirect is for the client.
+            .redirect(Policy::none());
+        let client = client.build().map_err(|error| format!("`{url}` cannot be called from this machine: {error}"))?;
+        let url = url.trim_end_matches('/');
+        let is_dify = url.ends_with(RETRIEVAL_ROUTE);
+        let route = if is_dify || url.ends_with(GENERAL_RAG_ROUTE) { "" } else { GENERAL_RAG_ROUTE };
+        Ok(Self { url: format!("{url}{route}"), is_dify, timeout, client })
+    }
+
+    pub(super) fn is_dify(&self) -> bool {
+        self.is_dify
+    }
+
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Sends a body with the headers and the query string of a request.
+    pub(super) async fn send(
+        &self,
+        uri: &Uri,
+        headers: &HeaderMap,
+        body: impl Into<reqwest::Body>,
+    ) -> Result<UpstreamResponse, ErrorResponse> {
+        let query = uri.query().map_or(String::new(), |query| format!("?{query}"));
+        let request = self.client.post(format!("{}{query}", self.url)).headers(forwarded(headers)).body(body);
+        let failed = |status, what: &str| ErrorResponse::new(status, format!("the retrieval service {what}"));
+        match receive(request).await {
+            Ok(response) if response.body.len() > MAX_RESPONSE_BYTES => {
+                Err(failed(StatusCode::BAD_GATEWAY, "responded with more than 64 MiB"))
+            }
+            Ok(response) => Ok(response),
+            Err(error) => {
+                // The address and the reason are for the operator's log alone.
+                tracing::warn!(
+                    "{}: {error}: {}",
+                    self.url,
+                    error.source().map(ToString::to_string).unwrap_or_default()
+                );
+                Err(match error.is_timeout() {
+                    true => failed(StatusCode::GATEWAY_TIMEOUT, "did not respond in time"),
+                    false => failed(StatusCode::BAD_GATEWAY, "cannot be reached; the server's log says why"),
+                })
+            }
+        }
+    }
+}
+
+/// Reads no more of a body than shows that it is too large.
+async fn receive(request: RequestBuilder) -> reqwest::Result<UpstreamResponse> {
+    let mut response = request.send().await?;
+    let mut body = Vec::new();
+    while body.len() <= MAX_RESPONSE_BYTES
+        && let Some(chunk) = response.chunk().await?
+    {
+        body.extend_from_slice(&chunk);
+    }
+    Ok(UpstreamResponse { status: response.status(), headers: forwarded(response.headers()), body })
+}
+
+/// What the upstream service responded.
+pub(super) struct UpstreamResponse {
+    status: StatusCode,
+    headers: HeaderMap,
+    body: Vec<u8>,
+}
+
+/// Headers that concern more than one connection.
+fn forwarded(headers: &HeaderMap) -> HeaderMap {
+    let connection: Vec<String> = headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(',').map(|name| name.trim().to_ascii_lowercase()))
+        .collect();
+    let is_forwarded = |name: &str| !NOT_FORWARDED.contains(&name) && !connection.iter().any(|listed| listed == name);
+    let headers = headers.iter().filter(|(name, _)| is_forwarded(name.as_str()));
+    headers.map(|(name, value)| (name.clone(), value.clone())).collect()
+}
+
+impl UpstreamResponse {
+    pub(super) fn into_response(self) -> Response {
+        let mut response = Response::new(Body::from(self.body));
+        (*response.status_mut(), *response.headers_mut()) = (self.status, self.headers);
+        response
+    }
+
+    /// The passages of a `general_rag` response as Dify's records.
+    ///
+    /// # Errors
+    /// The service's own error, or that its response is unreadable.
+    pub(super) fn records(&self) -> Result<Value, ErrorResponse> {
+        let body: Value = serde_json::from_slice(&self.body).unwrap_or_default();
+        // Services of this interface may have the status in the body alone.
+        let stated = body["status"].as_u64().and_then(|status| StatusCode::from_u16(status.try_into().ok()?).ok());
+        let status = if self.status.is_success() { stated.unwrap_or(self.status) } else { self.status };
+        match body["data"]["recall"].as_array() {
+            Some(passages) if status.is_success() => {
+                Ok(json!({"records": passages.iter().map(record).collect::<Vec<_>>()}))
+            }
+            _ if status.is_client_error() => {
+                let message = body["msg"].as_str().unwrap_or("the retrieval service rejected the request");
+                Err(ErrorResponse::new(status, message))
+            }
+            _ => {
+                tracing::warn!("the retrieval service responded with status {status} and no readable passages");
+                let what = "the retrieval service failed; the server's log says how";
+                Err(ErrorResponse::new(StatusCode::BAD_GATEWAY, what))
+            }
+        }
+    }
+}
+
+/// A passage as Dify's record; `metadata` has what else the service sent.
+fn record(passage: &Value) -> Value {
+    let mut metadata = passage.as_object().cloned().unwrap_or_default();
+    let mut take = |name: &str| metadata.remove(name).filter(|value| !value.is_null());
+    let content = take("content").unwrap_or_else(|| "".into());
+    let score = take("reranker_score").or_else(|| take("score")).unwrap_or_else(|| 0.into());
+    let title = take("title").or_else(|| passage.get("id").cloned()).unwrap_or_else(|| "".into());
+    let title = title.as_str().map_or_else(|| title.to_string(), str::to_owned);
+    json!({"content": content, "score": score, "title": title, "metadata": metadata})
+}
