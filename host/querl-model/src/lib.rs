@@ -58,9 +58,9 @@ pub use dropout::Dropout;
 pub use error::ModelError;
 pub use export::{ExportSettings, Exported, copy_model_files, dtype_name, export_model};
 pub use generate::{
-    AdapterWeights, CacheMemory, CacheRoom, Decoding, Engine, EngineSettings, FinishReason, Generated, GenerationRequest,
-    PrefixLife, RequestLimits, SamplingSettings, ServingEngine, ServingRequest, ServingSettings, StepOutput, StopSignal, TokenText,
-    generate,
+    AdapterWeights, CacheMemory, CacheRoom, Decoding, Engine, EngineSettings, FinishReason, Generated,
+    GenerationRequest, PrefixLife, RequestLimits, SamplingSettings, ServingEngine, ServingRequest, ServingSettings,
+    StepOutput, StopSignal, TokenText, generate,
 };
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
 pub use kv_cache::{BLOCK_TOKENS, n_splits, split_values};

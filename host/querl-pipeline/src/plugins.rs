@@ -12,7 +12,8 @@ use querl_bundle::lock::{LockEntry, LockSource};
 use querl_bundle::oci::{Credentials, PinnedReference, Transport};
 use querl_bundle::{BundleError, HostInterface, Manifest, PublicKey};
 use querl_core::config::{
-    Config, JudgeConfig, JudgeForm, JudgeKind, PluginConfig, PluginLimits, PluginsConfig, RetrievalKind, is_registry_reference,
+    Config, JudgeConfig, JudgeForm, JudgeKind, PluginConfig, PluginLimits, PluginsConfig, RetrievalKind,
+    is_registry_reference,
 };
 use querl_core::fsx::user_cache_folder;
 use querl_core::ports::{EpisodeInputs, Filter, HostFunctions, InputUse, Prompts, RewardModel};

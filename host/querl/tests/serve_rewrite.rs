@@ -16,8 +16,9 @@ const SERVE: [&str; 2] = ["serve", "rewrite"];
 static RUNS: LazyLock<Project> = LazyLock::new(|| {
     let project = Project::new();
     project.querl(&["run", "querl.toml"]).ok();
-    project.edit("tenant = \"fivedoctors\"\noutput_dir = \"run\"", "tenant = \"other\"\noutput_dir = \"other\"\nseed = 7");
-    project.edit("learning_rate = 1e-3\nmax_steps = 2", "learning_rate = 1e-2\nmax_steps = 4");
+    project
+        .edit("tenant = \"fivedoctors\"\noutput_dir = \"run\"", "tenant = \"other\"\noutput_dir = \"other\"\nseed = 7");
+    project.edit("learning_rate = 1e-3\nmax_steps = 2", "learning_rate = 0.1\nmax_steps = 6");
     project.querl(&["run", "querl.toml"]).ok();
     project
 });
@@ -61,14 +62,16 @@ async fn rewrites_of_tenants_that_share_batches_are_those_of_eval() {
     let (first, second) = (evaluated("run", "fivedoctors"), evaluated("other", "other"));
     assert!(first.iter().zip(&second).any(|(a, b)| a.2 != b.2), "the tenants' models differ");
     let all: Vec<_> = first.iter().zip(&second).flat_map(|(a, b)| [a, b]).collect();
-    let responses = futures::future::join_all(all.iter().map(|(request, _, _)| server.ask("/v1/rewrite", request))).await;
+    let responses =
+        futures::future::join_all(all.iter().map(|(request, _, _)| server.ask("/v1/rewrite", request))).await;
     for ((status, response), (_, query, expected)) in responses.iter().zip(&all) {
         assert_eq!(*status, 200, "{response}");
         assert_rewritten(response, query, expected);
     }
     let models = server.client.get(format!("{}/v1/models", server.url)).send().await.unwrap();
     let models: Value = models.json().await.unwrap();
-    let names: Vec<&str> = models["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
+    let names: Vec<&str> =
+        models["data"].as_array().unwrap().iter().map(|model| model["id"].as_str().unwrap()).collect();
     assert!(names.contains(&"fivedoctors") && names.contains(&"other/rewrite"), "{names:?}");
 }
 

@@ -270,7 +270,8 @@ impl LinearGroup {
         let add = |(adapter, n_rows, x, outputs): (&GroupAdapter, usize, &[f32], Vec<&mut [f32]>)| {
             let lora_a_out = adapter.lora_a_out(x, n_rows)?;
             let mut members = adapter.members.iter().zip(outputs);
-            members.try_for_each(|(member, y)| member.as_ref().map_or(Ok(()), |member| member.add(&lora_a_out, n_rows, y)))
+            members
+                .try_for_each(|(member, y)| member.as_ref().map_or(Ok(()), |member| member.add(&lora_a_out, n_rows, y)))
         };
         match tasks.len() {
             0 | 1 => tasks.into_iter().try_for_each(add),
@@ -278,13 +279,7 @@ impl LinearGroup {
         }
     }
 
-    fn forward_dora(
-        &self,
-        adapter: &GroupAdapter,
-        x: &[f32],
-        outputs: Vec<&mut [f32]>,
-        output: Output,
-    ) -> Result<()> {
+    fn forward_dora(&self, adapter: &GroupAdapter, x: &[f32], outputs: Vec<&mut [f32]>, output: Output) -> Result<()> {
         let n_rows = x.len() / self.n_in();
         let lora_a_out = adapter.lora_a_out(x, n_rows)?;
         for ((base, member), y) in self.members.iter().zip(&adapter.members).zip(outputs) {
@@ -464,12 +459,7 @@ impl LayerBackend for CpuInference {
         let n_rows = x.len() / linears.n_in();
         let buffer = |member: &BaseLinear| self.buffer(n_rows * member.weight.dims().0);
         let mut outputs: Vec<PooledBuffer> = linears.members.iter().map(buffer).collect();
-        linears.forward(
-            self.segments(n_rows),
-            x,
-            outputs.iter_mut().map(|y| &mut **y).collect(),
-            Output::Replace,
-        )?;
+        linears.forward(self.segments(n_rows), x, outputs.iter_mut().map(|y| &mut **y).collect(), Output::Replace)?;
         let outputs: Vec<ProjectionOut<Self>> = outputs.into_iter().map(|y| (y, ())).collect();
         outputs.try_into().map_err(|_| Error::Msg(format!("expected {N} linear layers to give as many outputs")))
     }

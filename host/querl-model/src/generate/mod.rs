@@ -20,14 +20,14 @@ mod serving;
 #[cfg(test)]
 mod tests;
 
-pub use cpu_backend::AdapterWeights;
 pub use capacity::{CacheRoom, DecodeBufferSizes, bucket};
+pub use cpu_backend::AdapterWeights;
 pub use engine::{CacheMemory, Engine, EngineSettings, PrefixLife, generate};
 pub use logits_processor::LogitsProcessor;
 pub(crate) use model_runner::install;
 pub use model_runner::{DecodePolicy, HiddenState, NewDecodePolicy, ScheduledSequence};
-pub use serving::{RequestLimits, ServingEngine, ServingRequest, ServingSettings, StepOutput};
 pub use sampler::{BeamCandidates, LogitsConsumer, SampledToken, Sampler, sample_token};
+pub use serving::{RequestLimits, ServingEngine, ServingRequest, ServingSettings, StepOutput};
 
 use crate::{ModelError, TextTokenizer};
 use std::collections::BTreeSet;

@@ -164,7 +164,15 @@ fn step(
     for (RunningSequence { cache, hidden, sampler, .. }, tokens) in running.iter_mut().zip(&last_tokens) {
         let consumers = vec![LogitsConsumer::Sampler(sampler)];
         let adapter = core.adapter.clone();
-        sequences.push(ScheduledSequence { adapter, sampling: None, cache, tokens, hidden, keeps_hidden: false, consumers });
+        sequences.push(ScheduledSequence {
+            adapter,
+            sampling: None,
+            cache,
+            tokens,
+            hidden,
+            keeps_hidden: false,
+            consumers,
+        });
     }
     let mut rest = samplers.as_mut_slice();
     let next_prompt = jobs.get(admitted.end).map(|job| job.prompt);

@@ -95,13 +95,16 @@ impl RequestLimits {
     pub fn check(&self, request: &ServingRequest) -> Result<(), ModelError> {
         request.sampling.check()?;
         if let Decoding::Beam { .. } = request.decoding {
-            return Err(ModelError::Generation("beam search is not served; expected greedy decoding or sampling".into()));
+            return Err(ModelError::Generation(
+                "beam search is not served; expected greedy decoding or sampling".into(),
+            ));
         }
         check_request(&self.decoder, "the prompt", &request.prompt, &request.sampling)?;
         let needed = n_blocks(request);
         if needed > self.n_blocks {
             let (n_tokens, room) = (needed * BLOCK_TOKENS, self.n_blocks * BLOCK_TOKENS);
-            let wrong = format!("prompt and response may take {n_tokens} tokens of KV cache; the server has room for {room}");
+            let wrong =
+                format!("prompt and response may take {n_tokens} tokens of KV cache; the server has room for {room}");
             return Err(ModelError::Generation(wrong));
         }
         Ok(())

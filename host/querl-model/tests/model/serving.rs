@@ -121,7 +121,8 @@ fn a_request_waits_for_room_in_the_kv_cache_and_one_that_never_fits_is_refused()
         engine.kv_cache_bytes()
     };
     // Four blocks for requests: one of these, with two of its prompt and two of its response.
-    let mut engine = engine(&decoder, ServingSettings { kv_cache_bytes: 8 * block_bytes, ..ServingSettings::default() });
+    let mut engine =
+        engine(&decoder, ServingSettings { kv_cache_bytes: 8 * block_bytes, ..ServingSettings::default() });
     (0..3).for_each(|id| engine.add(greedy(id, vec![5, 9, 7], 8)).unwrap());
     engine.step().unwrap();
     assert_eq!((engine.n_running(), engine.n_waiting()), (1, 2));

@@ -42,23 +42,24 @@ pub(super) fn wait(events: &Receiver<GenerationEvent>) -> anyhow::Result<String>
 ///
 /// # Errors
 /// No rewrite is the evaluation's. Single differences are logged: another CPU may sum in another order.
-pub(super) fn check(
-    run: &ServedRun,
-    rewrite: impl Fn(&str, &Context) -> anyhow::Result<String>,
-) -> anyhow::Result<()> {
+pub(super) fn check(run: &ServedRun, rewrite: impl Fn(&str, &Context) -> anyhow::Result<String>) -> anyhow::Result<()> {
     let records = evaluated(run)?;
     let (mut n_equal, mut difference) = (0, None);
     for (query, context, expected) in &records {
         match rewrite(query, context) {
             Ok(found) if found == *expected => n_equal += 1,
-            Ok(found) => difference = Some(format!("`{query}` was rewritten as `{expected}` in eval, and now as `{found}`")),
+            Ok(found) => {
+                difference = Some(format!("`{query}` was rewritten as `{expected}` in eval, and now as `{found}`"))
+            }
             Err(error) => difference = Some(format!("`{query}`: {error:#}")),
         }
     }
     let Some(difference) = difference else { return Ok(()) };
     let folder = run.dir.root().display();
     if n_equal == 0 {
-        anyhow::bail!("{folder}: the model does not repeat the rewrites of its evaluation: {difference}; run `querl eval` again");
+        anyhow::bail!(
+            "{folder}: the model does not repeat the rewrites of its evaluation: {difference}; run `querl eval` again"
+        );
     }
     tracing::warn!("{folder}: {difference}");
     Ok(())

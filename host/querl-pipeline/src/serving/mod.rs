@@ -3,16 +3,15 @@
 //! In: runs. Out: [`ServedModels`], which an HTTP service calls through [`querl_core::serving::Rewriter`]. A rewrite is the one of the
 //! `eval` stage, token by token.
 
-mod worker;
 mod golden;
 mod tenant;
+mod worker;
 
 pub use tenant::ServedRun;
 
 use crate::failure::Stop;
-use crate::training;
 use crate::plugins::PluginHosts;
-use worker::{EngineHandle, Job, spawn};
+use crate::training;
 use querl_core::config::{BaseDtype, Config, ModelConfig};
 use querl_core::ports::{PluginFault, PromptInput, PromptTask};
 use querl_core::records::{Context, Message};
@@ -20,13 +19,15 @@ use querl_core::serving::{
     ChatTask, EngineState, EventSink, GenerationFailure, GenerationTask, Rewriter, SubmitError, Tenant,
 };
 use querl_model::{
-    ComputeDevice, Decoder, Decoding, ModelError, SamplingSettings, ServingRequest, ServingSettings, TextTokenizer, Weights,
+    ComputeDevice, Decoder, Decoding, ModelError, SamplingSettings, ServingRequest, ServingSettings, TextTokenizer,
+    Weights,
 };
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
 use tenant::TenantModel;
+use worker::{EngineHandle, Job, spawn};
 
 /// Limits of a server, and what operators set for its tenants.
 #[derive(Debug, Clone, Default)]
@@ -74,7 +75,8 @@ impl ServedModels {
         on_ready: impl FnOnce(Arc<Self>) + Send + 'static,
     ) -> anyhow::Result<()> {
         let found = runs.iter().map(|path| find(path)).collect::<anyhow::Result<Vec<_>>>()?;
-        let first = found.first().ok_or_else(|| Stop::usage("nothing to serve; name a run's folder or configuration"))?;
+        let first =
+            found.first().ok_or_else(|| Stop::usage("nothing to serve; name a run's folder or configuration"))?;
         for (index, run) in found.iter().enumerate() {
             if let Some(other) = found[..index].iter().find(|other| other.config.tenant == run.config.tenant) {
                 let (tenant, other, own) = (&run.config.tenant, other.dir.root().display(), run.dir.root().display());

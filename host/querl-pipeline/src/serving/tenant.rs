@@ -34,17 +34,27 @@ impl ServedRun {
         let dir = RunDir::new(folder);
         let resolved = dir.config();
         if !resolved.is_file() {
-            let message = format!("{}: not a run's folder: it has no config.resolved.toml; run `querl run` first", folder.display());
+            let message = format!(
+                "{}: not a run's folder: it has no config.resolved.toml; run `querl run` first",
+                folder.display()
+            );
             return Err(Stop::usage(message).into());
         }
         let config = load_resolved(&resolved).map_err(Stop::usage)?;
         let ledger = Ledger::open(&dir.stages())?;
         let is_finished = |stage: &StageName| ledger.entry(stage.as_str()).is_some_and(|entry| entry.finished);
         let stage = [StageName::Rl, StageName::Sft].into_iter().find(is_finished).ok_or_else(|| {
-            Stop::usage(format!("{}: no model was trained here yet; finish `querl sft` or `querl rl`", folder.display()))
+            Stop::usage(format!(
+                "{}: no model was trained here yet; finish `querl sft` or `querl rl`",
+                folder.display()
+            ))
         })?;
         if config.eval.n_beams > 1 {
-            tracing::warn!("{}: eval.n_beams is {}; rewrites are served greedily", folder.display(), config.eval.n_beams);
+            tracing::warn!(
+                "{}: eval.n_beams is {}; rewrites are served greedily",
+                folder.display(),
+                config.eval.n_beams
+            );
         }
         Ok(Self { config, dir, stage })
     }

@@ -249,7 +249,8 @@ fn send_responses(updates: &Receiver<Update>, tokenizer: &TextTokenizer) {
             }
             Update::End { id, request, result } => {
                 let mut sent = n_sent.remove(&id).unwrap_or_default();
-                let result = result.and_then(|(generated, ended_at)| request.generation(&generated, ended_at, tokenizer));
+                let result =
+                    result.and_then(|(generated, ended_at)| request.generation(&generated, ended_at, tokenizer));
                 if let (Ok(generation), true) = (&result, request.is_chat) {
                     send_new(&generation.text, &mut sent, request.events.as_ref());
                 }
@@ -271,7 +272,8 @@ fn send_new(text: &str, n_sent: &mut usize, events: &dyn EventSink) {
 /// string.
 fn certain<'t>(text: &'t str, stop_strings: &[String]) -> &'t str {
     let text = text.trim_end_matches('\u{FFFD}');
-    let begins = |stop: &String| (1..=stop.len()).rev().find(|&n| stop.is_char_boundary(n) && text.ends_with(&stop[..n]));
+    let begins =
+        |stop: &String| (1..=stop.len()).rev().find(|&n| stop.is_char_boundary(n) && text.ends_with(&stop[..n]));
     let n_held = stop_strings.iter().filter_map(begins).max().unwrap_or(0);
     &text[..text.len() - n_held]
 }
@@ -310,7 +312,9 @@ mod tests {
     #[test]
     fn a_streamed_text_waits_for_whole_characters_and_for_what_may_be_a_stop_string() {
         let stop = ["\n\n".to_owned(), "END".to_owned()];
-        for (text, expected) in [("ab", "ab"), ("鱼\u{FFFD}", "鱼"), ("a\n", "a"), ("a\nb", "a\nb"), ("a E", "a "), ("aEN", "a")] {
+        for (text, expected) in
+            [("ab", "ab"), ("鱼\u{FFFD}", "鱼"), ("a\n", "a"), ("a\nb", "a\nb"), ("a E", "a "), ("aEN", "a")]
+        {
             assert_eq!(certain(text, &stop), expected, "{text:?}");
         }
     }

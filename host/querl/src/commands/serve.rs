@@ -21,7 +21,8 @@ use querl_pipeline::retrieval::ModelShelf;
 use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions};
 use querl_serve::{
     ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, RewriteOptions, RewriteService, ServeError,
-    ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Upstream, bind, block_on, general_rag, serve, wait_until,
+    ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Upstream, bind, block_on, general_rag,
+    serve, wait_until,
 };
 use querl_style::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
 use std::io::{IsTerminal, Write};
