@@ -310,6 +310,6 @@ impl Caller {
             return Err(self.fault(FaultKind::TooManyDropped, message));
         }
         tracing::warn!(plugin = &*self.title, "{what} `{id}` is dropped: {}", fault.message);
-        Ok(Rejection { code: LIMIT_CODE.into(), detail: fault.message.clone() })
+        Ok(Rejection::new(LIMIT_CODE, fault.message.clone()))
     }
 }

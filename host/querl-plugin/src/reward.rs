@@ -407,7 +407,7 @@ impl StyleScorer for StylePlugin {
 
 /// Why a dialogue cannot be expressed in the contract.
 fn odd_turns(dialogue: &Dialogue) -> Option<Rejection> {
-    let rejected = |detail: String| Some(Rejection { code: "invalid_dialogue".into(), detail });
+    let rejected = |detail: String| Some(Rejection::new("invalid_dialogue", detail));
     if dialogue.turns.last().is_none_or(|last| last.role != "assistant") {
         return rejected("the last turn is not the assistant's".into());
     }

@@ -90,7 +90,7 @@ pub(super) fn add_styles(
         match (classified, candidate) {
             (Ok(style), Some(candidate)) => candidate.style = Some(style),
             (Err(failure), _) => {
-                rejections[index] = Some(Rejection { code: FAILED_CODE.into(), detail: failure.to_string() });
+                rejections[index] = Some(Rejection::by_host(FAILED_CODE, failure.to_string()));
             }
             (Ok(_), None) => {}
         }

@@ -348,12 +348,12 @@ impl Scorer {
         host_functions.begin(&complete);
         let RewardScores { sums, by_reward } = rewards::score(&self.services.rewards, &complete)?;
         let mut scores = sums.into_iter();
-        let scored = episodes.into_iter().zip(rejections).map(|(episode, rejection)| {
-            let outcome = match rejection {
-                Some(rejection) => Err(rejection),
-                None => scores.next().expect("one score per complete episode"),
-            };
-            ScoredEpisode { calls: host_functions.take_episode(&episode), episode, outcome }
+        let scored = episodes.into_iter().zip(rejections).map(|(episode, rejection)| match rejection {
+            Some(rejection) => ScoredEpisode { calls: Vec::new(), episode, outcome: Err(rejection) },
+            None => {
+                let outcome = scores.next().expect("one score per complete episode");
+                ScoredEpisode { calls: host_functions.take_episode(&episode), episode, outcome }
+            }
         });
         let scored: Vec<ScoredEpisode> = scored.collect();
         match scored.iter().flat_map(|one| &one.calls).find_map(fatal_failure) {
@@ -438,7 +438,7 @@ fn rejection_of(
     episode: &Episode,
     late: Option<&CallFailure>,
 ) -> Option<Rejection> {
-    let reject = |code: &str, failure: &CallFailure| Some(Rejection { code: code.into(), detail: failure.to_string() });
+    let reject = |code: &str, failure: &CallFailure| Some(Rejection::by_host(code, failure.to_string()));
     if let (InputUse::Required, Baseline::Missing(failure)) = (reads.baseline, &request.baseline) {
         return reject("baseline_missing", failure);
     }

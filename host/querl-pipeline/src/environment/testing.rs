@@ -132,13 +132,13 @@ impl Prompts for ShopPrompts {
 
     fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
         Ok(match text {
-            "garbage" => Err(Rejection { code: "no_rewrite".into(), detail: String::new() }),
+            "garbage" => Err(Rejection::new("no_rewrite", "")),
             text => Ok(text.into()),
         })
     }
 
     fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
-        let rejection = Rejection { code: "no_score".into(), detail: text.into() };
+        let rejection = Rejection::new("no_score", text);
         Ok(text.parse().map(|score| ParsedJudgement { score, reason: "said so".into() }).map_err(|_| rejection))
     }
 }

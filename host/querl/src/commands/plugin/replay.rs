@@ -106,22 +106,27 @@ fn keep_log(log: &CallLog) -> Observer {
     })
 }
 
-/// Scores the episodes group by group, and says what was logged for each. A fault ends it after the log of its call.
+/// Scores the episodes group by group, without those that the run left out, and says what was logged for each. A fault ends it after the
+/// log of its call.
 fn trace(recorded: &[RecordedEpisode], model: &dyn RewardModel, log: &CallLog, format: Format) -> anyhow::Result<()> {
     let (mut traced, mut text) = (Vec::new(), String::new());
     let mut fault = None;
     take_log(log);
     for group in recorded.chunk_by(|a, b| a.episode.group_id == b.episode.group_id) {
-        let episodes: Vec<Episode> = group.iter().map(|recorded| recorded.episode.clone()).collect();
+        let given = group.iter().filter(|recorded| !recorded.is_left_out());
+        let episodes: Vec<Episode> = given.map(|recorded| recorded.episode.clone()).collect();
         let scored = model.score_batch(&episodes);
         let lines = take_log(log);
-        let outcomes = match scored {
-            Ok(outcomes) => outcomes.iter().map(|outcome| BriefOutcome::from(outcome).to_string()).collect(),
-            Err(found) => {
-                fault = Some(found);
-                vec!["fault".to_owned(); group.len()]
-            }
+        let scored = scored.unwrap_or_else(|found| {
+            fault = Some(found);
+            Vec::new()
+        });
+        let mut scored = scored.iter();
+        let outcome = |recorded: &RecordedEpisode| match &recorded.outcome {
+            Some(outcome) if recorded.is_left_out() => format!("left out, {}", BriefOutcome::from(outcome)),
+            _ => scored.next().map_or_else(|| "fault".to_owned(), |outcome| BriefOutcome::from(outcome).to_string()),
         };
+        let outcomes: Vec<String> = group.iter().map(outcome).collect();
         for (recorded, outcome) in group.iter().zip(&outcomes) {
             text += &format!("{}  {outcome}\n", recorded.episode.id);
             text.extend(recorded.calls.iter().map(|call| format!("  calls {}\n", serde_json::json!(call))));
@@ -299,15 +304,22 @@ fn compare(
 ) -> anyhow::Result<Replay> {
     let mut episodes: Vec<Episode> = Vec::with_capacity(recorded.len());
     let (mut places, mut befores) = (Vec::with_capacity(recorded.len()), Vec::with_capacity(recorded.len()));
-    for RecordedEpisode { line, step, episode, outcome, .. } in recorded {
+    // As in the run, a group is scored without the episodes that it left out. These keep their recorded outcome.
+    let (given, left_out): (Vec<_>, Vec<_>) = recorded.into_iter().partition(|one| !one.is_left_out());
+    let n_given = given.len();
+    for RecordedEpisode { line, step, episode, outcome, .. } in given.into_iter().chain(left_out) {
         episodes.push(episode);
         places.push((line, step));
         befores.push(outcome);
     }
-    let afters = scoring::score(plugin.model.as_ref(), &episodes, "replay")?;
+    let kept: Vec<Outcome> = befores[n_given..].iter().flatten().cloned().collect();
+    let score = |model: &dyn RewardModel, label| -> anyhow::Result<Vec<Outcome>> {
+        Ok([scoring::score(model, &episodes[..n_given], label)?, kept.clone()].concat())
+    };
+    let afters = score(plugin.model.as_ref(), "replay")?;
     let (side, notes) = match other {
         Some(other) => {
-            befores = scoring::score(other.model.as_ref(), &episodes, "against")?.into_iter().map(Some).collect();
+            befores = score(other.model.as_ref(), "against")?.into_iter().map(Some).collect();
             (Side::Plugin(other.side), Vec::new())
         }
         None => (Side::Recorded, made_comparable(&mut befores, &plugin.side, config)),
