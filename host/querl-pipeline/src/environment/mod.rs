@@ -14,7 +14,7 @@ mod training;
 
 pub(crate) use columns::RowColumns;
 pub(crate) use judging::{Comparison, Judging, JudgingForm};
-pub(crate) use rewards::{Outcome, WeightedReward, inputs};
+pub(crate) use rewards::{Outcome, WeightedReward, inputs, inputs_of_baseline};
 pub(crate) use scorer::{
     Baseline, BaselineScoring, Baselines, DEADLINE_CODE, ScoreRequest, ScoredEpisode, Scorer, Services, WrittenRewrite,
 };
