@@ -3,7 +3,7 @@
 //! A failed call (retrieval, judge, teacher) drops the episode with its reason and never becomes a score. A response of the policy that is
 //! empty or cannot be parsed is scored as a rewrite that retrieves nothing: dropping it would reward garbage where the policy would lose.
 
-mod calls;
+pub(crate) mod calls;
 mod columns;
 mod judging;
 mod rewards;

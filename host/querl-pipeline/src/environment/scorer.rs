@@ -371,7 +371,7 @@ impl Scorer {
         let complete = episodes.iter().zip(&rejections).filter(|(_, rejection)| rejection.is_none());
         let complete: Vec<Episode> = complete.map(|(episode, _)| episode.clone()).collect();
         let host_functions = &self.services.host_functions;
-        host_functions.begin(&complete);
+        host_functions.begin(&complete, self.services.deadline);
         let RewardScores { sums, by_reward } = rewards::score(&self.services.rewards, &complete)?;
         let mut scores = sums.into_iter();
         let scored = episodes.into_iter().zip(rejections).map(|(episode, rejection)| match rejection {
