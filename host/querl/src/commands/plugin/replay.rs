@@ -18,7 +18,7 @@ use querl_eval::{
 };
 use querl_pipeline::failure::Stop;
 use querl_pipeline::faults::{FaultFile, FaultedCall};
-use querl_pipeline::host_functions::RecordedCalls;
+use querl_pipeline::host_functions::{RecordedCalls, RunHostFunctions};
 use querl_pipeline::plugins::{host_options, scores_style};
 use querl_plugin::{CallReport, HostOptions, Observer, Plugin, PluginHost, PluginPort, PluginSettings};
 use querl_style::{StyleReward, text_of, turns_of_side};
@@ -151,7 +151,7 @@ fn take_log(log: &CallLog) -> Vec<String> {
 fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::Result<()> {
     let config = args.episodes.parent().and_then(Path::parent);
     let config = config.and_then(|folder| load_resolved(&RunDir::new(folder).config()).ok());
-    let limits = config.map_or_else(PluginLimits::default, |config| config.plugins.limits);
+    let limits = config.as_ref().map_or_else(PluginLimits::default, |config| config.plugins.limits.clone());
     let host = PluginHost::new(host_options(&limits)?)?;
     let path = args.plugin.as_ref().unwrap_or(&header.path);
     let settings = match args.settings.is_empty() {
@@ -170,7 +170,7 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
         }
         FaultedCall::Samples(samples) => {
             // Calls of filters are not recorded.
-            let port = PluginPort::filter().with_functions(Some(Arc::new(RecordedCalls::default())));
+            let port = PluginPort::filter().with_functions(Some(Arc::new(RunHostFunctions::of_filters(config))));
             host.open(&plugin, &settings, port)?.check_batch(&samples)?;
             samples.len()
         }
