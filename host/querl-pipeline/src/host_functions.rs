@@ -279,6 +279,11 @@ impl RecordedCalls {
         }
     }
 
+    /// True if there is a result of a style model.
+    pub fn has_style(&self) -> bool {
+        self.0.values().flatten().any(|call| matches!(call.request, HostRequest::ClassifyStyle(_)))
+    }
+
     /// Adds the calls that were recorded for an episode, which may be those of its group.
     pub fn add_episode(&mut self, episode: &Episode, calls: Vec<HostCall>) {
         if episode.group_id != episode.id {
@@ -376,11 +381,6 @@ mod tests {
         }
     }
 
-    #[test]
-    fn texts_and_results_that_are_kept_are_bounded() {
-        let functions = RunHostFunctions::new(&config(), None);
-        functions.begin(&[episode()], None);
-        let kind = |text: String| match functions.call("p", "a", &HostRequest::SegmentWords(text)) {
     struct SlowJudge;
 
     #[async_trait::async_trait]
@@ -410,6 +410,11 @@ mod tests {
         assert_eq!(calls[0].response, Err(HostCallError::Failed(failure)));
     }
 
+    #[test]
+    fn texts_and_results_that_are_kept_are_bounded() {
+        let functions = RunHostFunctions::new(&config(), None);
+        functions.begin(&[episode()], None);
+        let kind = |text: String| match functions.call("p", "a", &HostRequest::SegmentWords(text)) {
             Err(HostCallError::Failed(failure)) => Some(failure.kind),
             result => result.map(|_| None).unwrap(),
         };

@@ -348,7 +348,8 @@ impl Loading<'_> {
             let message = format!("plugins.rewards[{index}]: `{}`: {problem}; correct its settings", plugin.id());
             return Err(Stop::usage(message).into());
         }
-        let scorer = self.host.open(plugin, settings, PluginPort::style_scorer(Some(style.clone())))?;
+        let port = PluginPort::style_scorer(None).with_functions(Some(self.functions.clone()));
+        let scorer = self.host.open(plugin, settings, port)?;
         Ok(Arc::new(StyleReward::new(scorer)))
     }
 }
