@@ -80,7 +80,7 @@ class Plugin:
         described = self.call("info", "describe")
         self.description = {"kinds": kinds, "inputs": INPUTS_0_1 if self.contract.startswith("0.1.") else [], **described}
         self.inputs = {use["input"] for use in self.description["inputs"]}
-        for key, pattern in (("name", "[a-z0-9-]{1,64}"), ("version", "[0-9A-Za-z.+-]{1,64}")):
+        for key, pattern in (("name", "[a-z0-9-]{1,64}"), ("version", r"(?=.{1,64}$)(0|[1-9][0-9]*)(\.(0|[1-9][0-9]*)){2}(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?")):
             self.demand(re.fullmatch(pattern, described[key]), f"its {key} is {ascii(described[key])[:100]}", "load")
         self.title = f"{described['name']} {described['version']}"
         self.settings = {key: rendered(value) for key, value in (settings or {}).items()}

@@ -1,6 +1,6 @@
 //! Reads recorded episodes: JSON lines written by a run or by a plugin author.
 
-use crate::records::{Episode, EpisodeRecord, HostCall, Rejection, Reward, outcome_form};
+use crate::records::{Episode, EpisodeRecord, HostCall, RejectedBy, Rejection, Reward, outcome_form};
 use serde::Deserialize;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
@@ -22,6 +22,13 @@ pub struct RecordedEpisode {
     pub calls: Vec<HostCall>,
     /// The score, or why the episode was dropped; `None` if the file has no outcome.
     pub outcome: Option<Result<Reward, Rejection>>,
+}
+
+impl RecordedEpisode {
+    /// True if the run gave the episode to no reward: the other episodes of its group were scored without it.
+    pub fn is_left_out(&self) -> bool {
+        matches!(&self.outcome, Some(Err(rejection)) if rejection.by == RejectedBy::Host)
+    }
 }
 
 /// Errors of [`read`]. `line` is 1-based.
@@ -202,7 +209,8 @@ mod tests {
         let episode = parse(one_line(BY_HAND).as_bytes(), 1).unwrap().unwrap().episode;
         for outcome in [
             Ok(Reward { total: 0.5, components: Vec::new() }),
-            Err(Rejection { code: "policy_retrieval_failed".into(), detail: String::new() }),
+            Err(Rejection::new("policy_retrieval_failed", "")),
+            Err(Rejection::by_host("policy_retrieval_failed", "")),
         ] {
             let calls = vec![HostCall {
                 plugin: "p".into(),
@@ -215,6 +223,26 @@ mod tests {
             assert_eq!(serde_json::from_slice::<EpisodeRecord>(&text).unwrap(), record);
             let read = parse(&text, 7).unwrap().unwrap();
             assert_eq!((read.line, read.step, read.outcome), (7, 3, Some(record.outcome)));
+        }
+    }
+
+    #[test]
+    fn rejections_say_who_rejected_and_those_of_earlier_versions_by_their_code() {
+        let left_out = |rejected: &str| {
+            let line = one_line(BY_HAND);
+            let line = format!(r#"{}, "outcome": {{"rejected": {rejected}}}}}"#, &line[..line.len() - 1]);
+            parse(line.as_bytes(), 1).unwrap().unwrap().is_left_out()
+        };
+        for (rejected, expected) in [
+            (r#"{"code": "policy_retrieval_failed", "by": "host"}"#, true),
+            (r#"{"code": "policy_retrieval_failed", "by": "plugin"}"#, false),
+            (r#"{"code": "policy_retrieval_failed"}"#, true),
+            (r#"{"code": "policy_judge_failed"}"#, true),
+            (r#"{"code": "deadline"}"#, true),
+            (r#"{"code": "plugin_limit"}"#, false),
+            (r#"{"code": "too_long"}"#, false),
+        ] {
+            assert_eq!(left_out(rejected), expected, "{rejected}");
         }
     }
 
@@ -279,7 +307,7 @@ mod tests {
                 episode.policy.retrieval.as_mut().unwrap().as_mut().unwrap()[0].reranker_score = *score;
                 let outcome = match is_scored {
                     true => Ok(Reward { total: *score, components: Vec::new() }),
-                    false => Err(Rejection { code: rewrite.clone(), detail: query.clone() }),
+                    false => Err(Rejection::new(rewrite.clone(), query.clone())),
                 };
                 EpisodeRecord { format: EpisodeRecord::FORMAT, step: index as u64, episode, calls: Vec::new(), outcome }
             };

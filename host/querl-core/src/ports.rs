@@ -298,6 +298,19 @@ impl EpisodeInputs {
         }
     }
 
+    /// What a plugin with these inputs reads of the teacher's rewrite. It requires a part of it only if it requires the rewrite.
+    #[must_use]
+    pub fn of_baseline(self) -> Self {
+        let baseline = self.baseline;
+        Self {
+            baseline,
+            retrieval: self.retrieval.min(baseline),
+            judgement: self.judgement.min(baseline),
+            style: self.style.min(baseline),
+            ..Self::default()
+        }
+    }
+
     /// What two plugins read together.
     #[must_use]
     pub fn union(self, other: Self) -> Self {

@@ -905,7 +905,7 @@ pub struct RewardComponent {
     pub value: f64,
 }
 
-/// A plugin's reason for not scoring an item. Not a score of 0.
+/// Why an item has no score. Not a score of 0.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{code}: {detail}")]
 pub struct Rejection {
@@ -914,6 +914,32 @@ pub struct Rejection {
     /// Human-readable explanation.
     #[serde(default)]
     pub detail: String,
+    /// Who rejected the item. In JSON only in the outcome of an episode: a plugin cannot set it.
+    #[serde(skip)]
+    pub by: RejectedBy,
+}
+
+/// Who rejected an item.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RejectedBy {
+    /// A plugin, or the host while a plugin scored the item.
+    #[default]
+    Plugin,
+    /// The host, which gave the item to no plugin.
+    Host,
+}
+
+impl Rejection {
+    /// A rejection by a plugin.
+    pub fn new(code: impl Into<String>, detail: impl Into<String>) -> Self {
+        Self { code: code.into(), detail: detail.into(), by: RejectedBy::Plugin }
+    }
+
+    /// A rejection by the host, which gave the item to no plugin.
+    pub fn by_host(code: impl Into<String>, detail: impl Into<String>) -> Self {
+        Self { by: RejectedBy::Host, ..Self::new(code, detail) }
+    }
 }
 
 /// A dialogue whose last turn, the assistant's, is scored for style.
@@ -953,21 +979,37 @@ impl EpisodeRecord {
 
 /// JSON form of an outcome: `{"scored": {...}}` or `{"rejected": {...}}`.
 pub(crate) mod outcome_form {
-    use super::{Rejection, Reward};
+    use super::{RejectedBy, Rejection, Reward};
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
     #[derive(Serialize)]
     #[serde(rename_all = "snake_case")]
     enum Written<'a> {
         Scored(&'a Reward),
-        Rejected(&'a Rejection),
+        Rejected { code: &'a str, detail: &'a str, by: RejectedBy },
     }
 
     #[derive(Deserialize)]
     #[serde(rename_all = "snake_case")]
     enum Read {
         Scored(Reward),
-        Rejected(Rejection),
+        Rejected {
+            code: String,
+            #[serde(default)]
+            detail: String,
+            /// Missing in files of earlier versions.
+            by: Option<RejectedBy>,
+        },
+    }
+
+    /// Who rejected, in a file of an earlier version: the codes of its host.
+    fn by_code(code: &str) -> RejectedBy {
+        match code {
+            "baseline_missing" | "deadline" | "style_model_failed" => RejectedBy::Host,
+            "policy_retrieval_failed" | "baseline_retrieval_failed" => RejectedBy::Host,
+            "policy_judge_failed" | "baseline_judge_failed" => RejectedBy::Host,
+            _ => RejectedBy::Plugin,
+        }
     }
 
     pub(crate) fn serialize<S: Serializer>(
@@ -976,7 +1018,7 @@ pub(crate) mod outcome_form {
     ) -> Result<S::Ok, S::Error> {
         let written = match outcome {
             Ok(reward) => Written::Scored(reward),
-            Err(rejection) => Written::Rejected(rejection),
+            Err(Rejection { code, detail, by }) => Written::Rejected { code, detail, by: *by },
         };
         written.serialize(serializer)
     }
@@ -986,7 +1028,10 @@ pub(crate) mod outcome_form {
     ) -> Result<Result<Reward, Rejection>, D::Error> {
         Ok(match Read::deserialize(deserializer)? {
             Read::Scored(reward) => Ok(reward),
-            Read::Rejected(rejection) => Err(rejection),
+            Read::Rejected { code, detail, by } => {
+                let by = by.unwrap_or_else(|| by_code(&code));
+                Err(Rejection { code, detail, by })
+            }
         })
     }
 

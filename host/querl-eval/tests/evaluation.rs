@@ -21,7 +21,7 @@ fn found(row: usize, gold_rank: Option<u32>, score: f64) -> Result<SystemAnswer,
 }
 
 fn rejected() -> Result<SystemAnswer, Rejection> {
-    Err(Rejection { code: "no_rewrite".into(), detail: "nothing but a think tag".into() })
+    Err(Rejection::new("no_rewrite", "nothing but a think tag"))
 }
 
 fn retrieval_down() -> Result<SystemAnswer, Rejection> {

@@ -105,7 +105,7 @@ fn external_texts_are_escaped() {
     let mut made = answer(evil, vec![hit("p0002", 0.5, 1)]);
     made.candidate.retrieval.as_mut().unwrap().as_mut().unwrap()[0].text = evil.to_owned();
     let mut first = record("rl", 2, Ok(made));
-    let mut second = record("teacher", 2, Err(Rejection { code: evil.into(), detail: evil.into() }));
+    let mut second = record("teacher", 2, Err(Rejection::new(evil, evil)));
     for record in [&mut first, &mut second] {
         record.query.original_query = evil.into();
         record.query.user_profile = evil.into();
@@ -119,7 +119,7 @@ fn external_texts_are_escaped() {
 
 #[test]
 fn a_plugin_cannot_write_to_the_terminal_through_its_codes() {
-    let rejection = Rejection { code: "x\nrl 99.9\u{1b}[2J".into(), detail: String::new() };
+    let rejection = Rejection::new("x\nrl 99.9\u{1b}[2J", "");
     let text = table(&evaluate(&[record("sft", 2, Err(rejection))], &OPTIONS).unwrap(), &facts());
     assert!(text.contains("failed: sft on 1 of 1 (x rl 99.9\u{fffd}[2J 1)"), "{text}");
 }
@@ -172,7 +172,7 @@ fn a_run_without_retrieval_has_no_retrieval_curves() {
 
 #[test]
 fn failed_answers_show_their_reason_in_place_of_hits() {
-    let rejection = Rejection { code: "no_rewrite".into(), detail: "the answer was empty".into() };
+    let rejection = Rejection::new("no_rewrite", "the answer was empty");
     let html = page(&[record("sft", 2, Err(rejection))], &[], 20);
     assert!(html.contains("failed: no_rewrite: the answer was empty"));
     assert!(html.contains("failed: sft on 1 of 1 (no_rewrite 1)"));

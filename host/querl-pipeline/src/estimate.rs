@@ -114,8 +114,10 @@ pub fn estimate(
     let prompts = run.as_ref().map(|run| run.plugins.prompts.as_ref());
     let table = open_queries(&config.data)?;
     let n_rows = table.findings().n_usable;
-    let rewards = run.as_ref().map(|run| environment::inputs(&run.plugins.rewards));
-    let reads = rewards.unwrap_or(EpisodeInputs::CONTRACT_0_1);
+    let rewards = run.as_ref().map(|run| &run.plugins.rewards);
+    let reads = rewards.map_or(EpisodeInputs::CONTRACT_0_1, |rewards| environment::inputs(rewards));
+    let of_baseline = rewards.map(|rewards| environment::inputs_of_baseline(rewards));
+    let reads_of_baseline = of_baseline.unwrap_or(EpisodeInputs::CONTRACT_0_1.of_baseline());
     let n_rewards_ask_judge = run.as_ref().map_or(0, |run| run.plugins.n_rewards_ask_judge) as f64;
     let n_queries = n_rows as f64;
     let estimator = Estimator {
@@ -124,6 +126,7 @@ pub fn estimate(
         outside: &outside,
         prompts,
         reads,
+        reads_of_baseline,
         n_rewards_ask_judge,
         table: &table,
         n_rows: n_queries,
@@ -156,6 +159,8 @@ struct Estimator<'a> {
     prompts: Option<&'a dyn Prompts>,
     /// What the rewards read; everything where one has to be built or fetched.
     reads: EpisodeInputs,
+    /// The same of the teacher's rewrite.
+    reads_of_baseline: EpisodeInputs,
     n_rewards_ask_judge: f64,
     table: &'a QueryTable,
     n_rows: f64,
@@ -295,7 +300,8 @@ impl Estimator<'_> {
         }
         if self.config.judge.kind == JudgeKind::Openai && is_read(self.reads.judgement) {
             // In a comparison both sides share a call.
-            let scores_teacher = self.config.judge.form == JudgeForm::Score && is_read(self.reads.baseline);
+            let scores_teacher =
+                self.config.judge.form == JudgeForm::Score && is_read(self.reads_of_baseline.judgement);
             let of_teacher = if scores_teacher { answers.n_queries } else { 0.0 };
             let calls = |n: f64| (answers.judged * (n + of_teacher)).ceil();
             steps.push(self.judge_step(stage, "judge", answers.n, calls)?);

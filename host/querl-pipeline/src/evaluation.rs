@@ -108,7 +108,7 @@ fn raw(row: &DatasetRow) -> Answer {
 
 fn teacher(baseline: Baseline) -> Result<Answer, Rejection> {
     match baseline {
-        Baseline::Missing(failure) => Err(Rejection { code: "teacher_failed".into(), detail: failure.to_string() }),
+        Baseline::Missing(failure) => Err(Rejection::by_host("teacher_failed", failure.to_string())),
         Baseline::Rewritten { rewrite, cost, latency_ms, .. } => {
             Ok(Answer { written: WrittenRewrite::known(rewrite), latency_ms, cost })
         }

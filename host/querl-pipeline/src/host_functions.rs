@@ -1,6 +1,7 @@
 //! Host functions of plugins: answered by the models and services of a run, each result recorded with its item; or answered from such a
 //! recording.
 
+use crate::environment::calls::{CallError, within};
 use crate::retrieval::local_models;
 use querl_core::config::{Config, RetrievalConfig};
 use querl_core::fsx::digest_hex;
@@ -13,6 +14,7 @@ use querl_model::TextTokenizer;
 use querl_style::SharedStyleModel;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 type CallResult = Result<HostResponse, HostCallError>;
 
@@ -49,6 +51,8 @@ struct Item {
     query: String,
     context: Context,
     rewrite: String,
+    /// Of each call to a service.
+    deadline: Option<Duration>,
     calls: Vec<HostCall>,
     /// Of all calls, texts and results.
     n_bytes: usize,
@@ -57,7 +61,12 @@ struct Item {
 impl RunHostFunctions {
     /// The functions of a configuration. Judge and encoder are not configured until [`connect`](Self::connect).
     pub(crate) fn new(config: &Config, style: Option<Arc<SharedStyleModel>>) -> Self {
-        Self { config: Some(Box::new(config.clone())), style, ..Self::default() }
+        Self { style, ..Self::of_filters(Some(config.clone())) }
+    }
+
+    /// The functions for filters, which call word segmentation only: that of a run's configuration, or the default one.
+    pub fn of_filters(config: Option<Config>) -> Self {
+        Self { config: config.map(Box::new), ..Self::default() }
     }
 
     /// Gives judge and encoder the clients of a run. Calls wait on `runtime`, which must not be the caller's own.
@@ -65,12 +74,13 @@ impl RunHostFunctions {
         let _ = self.services.set((outside, runtime));
     }
 
-    /// Records the calls for these episodes, and for their groups, from here on.
-    pub(crate) fn begin(&self, episodes: &[Episode]) {
+    /// Records the calls for these episodes, and for their groups, from here on. A call to a service that exceeds the deadline fails.
+    pub(crate) fn begin(&self, episodes: &[Episode], deadline: Option<Duration>) {
         let item = |episode: &Episode| Item {
             query: episode.query.clone(),
             context: episode.context.clone(),
             rewrite: episode.policy.rewrite.clone(),
+            deadline,
             ..Item::default()
         };
         let mut items = self.items();
@@ -106,17 +116,17 @@ impl RunHostFunctions {
     }
 
     fn answer(&self, item_id: &str, request: &HostRequest) -> CallResult {
-        let config = self.config.as_deref().ok_or(HostCallError::NotConfigured)?;
         match request {
-            HostRequest::CountTokens(text) => Ok(HostResponse::Count(self.token_ids(config, text)?.len() as u32)),
+            HostRequest::CountTokens(text) => Ok(HostResponse::Count(self.token_ids(text)?.len() as u32)),
             HostRequest::SplitTokens(text) => {
-                let (ids, tokenizer) = (self.token_ids(config, text)?, self.tokenizer(config)?);
+                let (ids, tokenizer) = (self.token_ids(text)?, self.tokenizer()?);
                 let tokens = ids.iter().map(|id| tokenizer.decode(&[*id]).map_err(|error| failed(&error)));
                 Ok(HostResponse::Texts(tokens.collect::<Result<_, _>>()?))
             }
-            HostRequest::SegmentWords(text) => Ok(HostResponse::Texts(self.segmenter(&config.retrieval)?.words(text))),
-            HostRequest::Embed(texts) => self.embed(config, texts),
+            HostRequest::SegmentWords(text) => Ok(HostResponse::Texts(self.segmenter()?.words(text))),
+            HostRequest::Embed(texts) => self.embed(texts, self.deadline(item_id)),
             HostRequest::AskJudge(messages) => {
+                let config = self.config()?;
                 let (outside, runtime) = self.services.get().ok_or(HostCallError::NotConfigured)?;
                 let open = || open_judge(&config.judge, &config.retrieval, outside);
                 let judge = opened(&self.judge, open)?.as_deref().ok_or(HostCallError::NotConfigured)?;
@@ -126,8 +136,8 @@ impl RunHostFunctions {
                     .map(|item| (item.query.clone(), item.context.clone(), item.rewrite.clone()));
                 let (query, context, rewrite) = item.unwrap_or_default();
                 let request = JudgeRequest { query: &query, context: &context, rewrite: &rewrite, messages };
-                let completion = runtime.block_on(judge.judge(request)).map_err(HostCallError::Failed)?;
-                Ok(HostResponse::Text(completion.text))
+                let completion = runtime.block_on(within(self.deadline(item_id), judge.judge(request)));
+                Ok(HostResponse::Text(completion.map_err(missed)?.text))
             }
             HostRequest::ClassifyStyle(turns) => {
                 let model = self.style.as_ref().ok_or(HostCallError::NotConfigured)?;
@@ -136,19 +146,34 @@ impl RunHostFunctions {
         }
     }
 
-    fn tokenizer(&self, config: &Config) -> Result<&TextTokenizer, HostCallError> {
+    fn deadline(&self, item_id: &str) -> Option<Duration> {
+        self.items().get(item_id)?.deadline
+    }
+
+    fn config(&self) -> Result<&Config, HostCallError> {
+        self.config.as_deref().ok_or(HostCallError::NotConfigured)
+    }
+
+    fn tokenizer(&self) -> Result<&TextTokenizer, HostCallError> {
+        let config = self.config()?;
         opened(&self.tokenizer, || TextTokenizer::load(&config.model.path))
     }
 
-    fn token_ids(&self, config: &Config, text: &str) -> Result<Vec<u32>, HostCallError> {
-        self.tokenizer(config)?.encode(text).map_err(|error| failed(&error))
+    fn token_ids(&self, text: &str) -> Result<Vec<u32>, HostCallError> {
+        self.tokenizer()?.encode(text).map_err(|error| failed(&error))
     }
 
-    fn segmenter(&self, config: &RetrievalConfig) -> Result<&WordSegmenter, HostCallError> {
-        opened(&self.segmenter, || WordSegmenter::open(config))
+    /// Without a configuration, with the default dictionary.
+    fn segmenter(&self) -> Result<&WordSegmenter, HostCallError> {
+        let open = || match &self.config {
+            Some(config) => WordSegmenter::open(&config.retrieval),
+            None => Ok(WordSegmenter::default()),
+        };
+        opened(&self.segmenter, open)
     }
 
-    fn embed(&self, config: &Config, texts: &[String]) -> CallResult {
+    fn embed(&self, texts: &[String], deadline: Option<Duration>) -> CallResult {
+        let config = self.config()?;
         let (outside, runtime) = self.services.get().ok_or(HostCallError::NotConfigured)?;
         let open = || -> anyhow::Result<Option<TextEncoder>> {
             let models = local_models(&RetrievalConfig { rerank: Default::default(), ..config.retrieval.clone() })?;
@@ -161,7 +186,7 @@ impl RunHostFunctions {
             if let Some(vector) = known().get(&key) {
                 return Ok(vector.clone());
             }
-            let vector = runtime.block_on(encoder.embed(text)).map_err(HostCallError::Failed)?;
+            let vector = runtime.block_on(within(deadline, encoder.embed(text))).map_err(missed)?;
             let mut known = known();
             if known.len() < MAX_VECTORS {
                 known.insert(key, vector.clone());
@@ -183,6 +208,10 @@ fn opened<T, E: std::fmt::Display>(
 
 fn failure(error: &dyn std::fmt::Display) -> CallFailure {
     CallFailure { kind: FailureKind::ServerError, message: error.to_string() }
+}
+
+fn missed(error: CallError) -> HostCallError {
+    HostCallError::Failed(error.into_failure())
 }
 
 fn failed(error: &dyn std::fmt::Display) -> HostCallError {
@@ -250,6 +279,11 @@ impl RecordedCalls {
         }
     }
 
+    /// True if there is a result of a style model.
+    pub fn has_style(&self) -> bool {
+        self.0.values().flatten().any(|call| matches!(call.request, HostRequest::ClassifyStyle(_)))
+    }
+
     /// Adds the calls that were recorded for an episode, which may be those of its group.
     pub fn add_episode(&mut self, episode: &Episode, calls: Vec<HostCall>) {
         if episode.group_id != episode.id {
@@ -279,7 +313,7 @@ impl HostFunctions for RecordedCalls {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use querl_core::records::Candidate;
+    use querl_core::records::{Candidate, Completion};
     use std::path::Path;
 
     fn config() -> Config {
@@ -318,7 +352,7 @@ mod tests {
         let unconnected = functions.call("p", "a", &requests[4]);
         assert_eq!(unconnected, Err(HostCallError::NotConfigured));
         functions.connect(ServiceContext::default(), runtime.handle().clone());
-        functions.begin(&[episode()]);
+        functions.begin(&[episode()], None);
         let results: Vec<CallResult> = requests.iter().map(|request| functions.call("p", "a", request)).collect();
         let Ok(HostResponse::Texts(tokens)) = &results[1] else { panic!("{results:?}") };
         assert_eq!(results[0], Ok(HostResponse::Count(tokens.len() as u32)));
@@ -347,10 +381,39 @@ mod tests {
         }
     }
 
+    struct SlowJudge;
+
+    #[async_trait::async_trait]
+    impl Judge for SlowJudge {
+        async fn judge(&self, _: JudgeRequest<'_>) -> Result<Completion, CallFailure> {
+            tokio::time::sleep(Duration::from_secs(60)).await;
+            Ok(Completion::of("晚"))
+        }
+
+        fn name(&self) -> &str {
+            "slow"
+        }
+    }
+
+    #[test]
+    fn a_call_of_the_judge_that_exceeds_the_deadline_is_a_timeout() {
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        let functions = RunHostFunctions::new(&config(), None);
+        assert!(functions.judge.set(Ok(Some(Arc::new(SlowJudge)))).is_ok());
+        functions.connect(ServiceContext::default(), runtime.handle().clone());
+        functions.begin(&[episode()], Some(Duration::from_millis(20)));
+        let message = Message { role: "user".into(), content: "打分".into() };
+        let request = HostRequest::AskJudge(vec![message]);
+        let Err(HostCallError::Failed(failure)) = functions.call("p", "a", &request) else { panic!() };
+        assert_eq!(failure.to_string(), "timeout: no response within rl.episode_deadline_ms = 20");
+        let calls = functions.take_episode(&episode());
+        assert_eq!(calls[0].response, Err(HostCallError::Failed(failure)));
+    }
+
     #[test]
     fn texts_and_results_that_are_kept_are_bounded() {
         let functions = RunHostFunctions::new(&config(), None);
-        functions.begin(&[episode()]);
+        functions.begin(&[episode()], None);
         let kind = |text: String| match functions.call("p", "a", &HostRequest::SegmentWords(text)) {
             Err(HostCallError::Failed(failure)) => Some(failure.kind),
             result => result.map(|_| None).unwrap(),
@@ -365,7 +428,7 @@ mod tests {
     fn calls_of_a_group_are_recorded_with_its_first_episode() {
         let functions = RunHostFunctions::new(&config(), None);
         let [first, second] = ["g/0", "g/1"].map(|id| Episode { id: id.into(), group_id: "g".into(), ..episode() });
-        functions.begin(&[first.clone(), second.clone()]);
+        functions.begin(&[first.clone(), second.clone()], None);
         let request = HostRequest::SegmentWords("鱼油".into());
         let result = functions.call("p", "g", &request);
         assert_eq!((functions.recorded(&first).len(), functions.recorded(&second).len()), (1, 1));

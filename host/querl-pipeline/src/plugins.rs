@@ -283,11 +283,18 @@ fn check_inputs(config: &Config, place: &str, id: &str, inputs: EpisodeInputs) -
         ("style", inputs.style, style, "name a classifier of `querl style train` as plugins.style_model.path"),
     ];
     let missing = needs.into_iter().find(|(_, used, is_there, _)| *used == InputUse::Required && !is_there);
-    missing.map_or(Ok(()), |(input, _, _, remedy)| {
-        Err(Stop::usage(format!(
+    if let Some((input, _, _, remedy)) = missing {
+        return Err(Stop::usage(format!(
             "{place}: plugin {id} requires the input `{input}`, which this configuration does not provide; {remedy}"
-        )))
-    })
+        )));
+    }
+    if inputs.judgement == InputUse::Required && config.judge.sample_rate == 0.0 {
+        return Err(Stop::usage(format!(
+            "{place}: plugin {id} requires the input `judgement`, and judge.sample_rate is 0: no training episode is judged; set it \
+             above 0"
+        )));
+    }
+    Ok(())
 }
 
 /// Role and path of each plugin in the order in which they are loaded: prompt, filters, rewards.
@@ -397,7 +404,8 @@ impl Loading<'_> {
             let message = format!("plugins.rewards[{index}]: `{}`: {problem}; correct its settings", plugin.id());
             return Err(Stop::usage(message).into());
         }
-        let scorer = self.host.open(plugin, settings, PluginPort::style_scorer(Some(style.clone())))?;
+        let port = PluginPort::style_scorer(None).with_functions(Some(self.functions.clone()));
+        let scorer = self.host.open(plugin, settings, port)?;
         Ok(Arc::new(StyleReward::new(scorer)))
     }
 }
@@ -552,6 +560,29 @@ mod tests {
         assert!(found("s = { sk-1234567 = 1 }", "sk-1234567"));
         assert!(found("s = 123456789", "123456789"));
         assert!(!found("s = '糖'", "sk-1234567"));
+    }
+
+    #[test]
+    fn a_reward_that_requires_judgements_is_refused_where_no_episode_is_judged() {
+        let config = |judge: &str| -> Config {
+            let toml = format!(
+                "tenant = 'a'\n[data]\ninput = 'a.csv'\n[teacher]\nkind = 'recorded'\npath = 'a.jsonl'\n[model]\npath = 'm'\n[retrieval]\n\
+                 kind = 'none'\n[judge]\n{judge}\n[plugins]\nprompt = {{ path = 'p' }}\nrewards = [{{ path = 'r' }}]\n"
+            );
+            toml::from_str(&toml).unwrap()
+        };
+        let check = |judge: &str, judgement: InputUse| {
+            let inputs = EpisodeInputs { judgement, ..EpisodeInputs::default() };
+            check_inputs(&config(judge), "plugins.rewards[0]", "a", inputs).map_err(|error| error.to_string())
+        };
+        let refused = check("kind = 'rubric'\nsample_rate = 0", InputUse::Required).unwrap_err();
+        let expected = "plugins.rewards[0]: plugin a requires the input `judgement`, and judge.sample_rate is 0: no training episode is \
+                        judged; set it above 0";
+        assert_eq!(refused, expected);
+        assert_eq!(check("kind = 'rubric'\nsample_rate = 0", InputUse::Optional), Ok(()));
+        assert_eq!(check("kind = 'rubric'\nsample_rate = 0.1", InputUse::Required), Ok(()));
+        let refused = check("kind = 'none'\nsample_rate = 0", InputUse::Required).unwrap_err();
+        assert!(refused.contains("does not provide; set judge.kind to"), "{refused}");
     }
 
     #[test]

@@ -150,7 +150,7 @@ impl Run {
             prompts: self.plugins.prompts.clone(),
             rewards: self.plugins.rewards.clone(),
             style: self.plugins.style.clone().map(|model| model as Arc<dyn StyleModel>),
-            baseline: BaselineScoring::On,
+            baseline: BaselineScoring::Always,
             host_functions: self.plugins.host_functions.clone(),
             n_retrievals: config.retrieval.max_concurrent,
             n_judgements: config.judge.max_concurrent,

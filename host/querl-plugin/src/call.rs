@@ -214,6 +214,12 @@ impl Caller {
         });
     }
 
+    /// True if calls of host functions are attributed to the item or group that is scored: there is one in a call. Where no function is
+    /// configured, there is nothing to attribute.
+    pub(crate) fn calls_host(&self) -> bool {
+        self.functions.is_some() && !self.exports.host_functions.is_empty()
+    }
+
     pub(crate) fn fault(&self, kind: FaultKind, message: String) -> PluginFault {
         PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind, log: Vec::new() }
     }
@@ -310,6 +316,6 @@ impl Caller {
             return Err(self.fault(FaultKind::TooManyDropped, message));
         }
         tracing::warn!(plugin = &*self.title, "{what} `{id}` is dropped: {}", fault.message);
-        Ok(Rejection { code: LIMIT_CODE.into(), detail: fault.message.clone() })
+        Ok(Rejection::new(LIMIT_CODE, fault.message.clone()))
     }
 }

@@ -128,7 +128,7 @@ macro_rules! conversions {
         }
 
         pub(super) fn rejection(rejection: types::Rejection) -> Rejection {
-            Rejection { code: rejection.code, detail: rejection.detail }
+            Rejection::new(rejection.code, rejection.detail)
         }
 
         pub(super) fn verdict(verdict: filters::Verdict) -> Verdict {

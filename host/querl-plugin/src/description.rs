@@ -7,11 +7,14 @@ use crate::text::{is_code, is_name, printable};
 use querl_bundle::{Manifest, SettingSpec, SettingType};
 use querl_core::ports::{EpisodeInputs, InputUse, RewardRange};
 use querl_core::text::disturbs;
+use semver::Version;
 use std::collections::BTreeMap;
 use toml::Value;
 
 /// The most settings of one plugin.
 const MAX_SETTINGS: usize = 256;
+
+const MAX_VERSION_BYTES: usize = 64;
 
 /// Maximum size of a choice of a setting; messages show it.
 const MAX_CHOICE_BYTES: usize = 1000;
@@ -21,7 +24,7 @@ const MAX_CHOICE_BYTES: usize = 1000;
 pub struct Description {
     /// 1 to 64 of `a` to `z`, `0` to `9`, `-`.
     pub name: String,
-    /// A version, for example `0.1.0`.
+    /// A semantic version, for example `0.1.0`.
     pub version: String,
     /// The host's version of the contract that the component is linked by: `0.1.0` or `0.2.0`.
     pub contract: String,
@@ -69,11 +72,12 @@ impl RawDescription {
     /// One sentence with the expected and the actual value.
     pub(crate) fn checked(self, series: Series, exported: Vec<PluginKind>) -> Result<Description, String> {
         let is_plain = |c: char| matches!(c, 'a'..='z' | '0'..='9' | '-');
-        let is_version = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '+');
-        if !is_name(&self.name, is_plain) || !is_name(&self.version, is_version) {
+        let is_version = self.version.len() <= MAX_VERSION_BYTES && Version::parse(&self.version).is_ok();
+        if !is_name(&self.name, is_plain) || !is_version {
             let (name, version) = (printable(&self.name, 100), printable(&self.version, 100));
             return Err(format!(
-                "it calls itself `{name}`, version `{version}`; expected lower-case letters, digits and `-`, and a version"
+                "it calls itself `{name}`, version `{version}`; expected lower-case letters, digits and `-`, and a semantic \
+                 version such as 0.1.0"
             ));
         }
         let is_reward = exported.iter().any(|kind| matches!(kind, PluginKind::Reward | PluginKind::GroupReward));

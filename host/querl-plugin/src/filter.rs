@@ -86,8 +86,8 @@ fn verdict(caller: &Caller, result: Verdict) -> Result<Verdict, String> {
     match result {
         Verdict::Keep => Ok(Verdict::Keep),
         Verdict::Drop { code, detail } => caller
-            .rejection(Rejection { code, detail })
-            .map(|Rejection { code, detail }| Verdict::Drop { code, detail }),
+            .rejection(Rejection::new(code, detail))
+            .map(|Rejection { code, detail, .. }| Verdict::Drop { code, detail }),
     }
 }
 

@@ -156,7 +156,7 @@ impl<'a> Reader<'a> {
     fn result(&mut self) -> Result<ItemResult, FormError> {
         match self.array()? {
             [0] => self.score().map(Ok),
-            [1] => Ok(Err(Rejection { code: self.text()?, detail: self.text()? })),
+            [1] => Ok(Err(Rejection::new(self.text()?, self.text()?))),
             _ => Err(self.expected("0 (score) or 1 (rejection) in the byte before this")),
         }
     }

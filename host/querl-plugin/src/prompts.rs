@@ -32,7 +32,7 @@ impl Prompts for PromptPlugin {
         });
         let made = made.map_err(|error| self.named("query", input.query, &error))?;
         let messages = made.map_err(|reason| {
-            let Rejection { code, detail } = reason;
+            let Rejection { code, detail, .. } = reason;
             let (code, detail) = (printable(&code, 100), printable(&detail, 500));
             fault(format!("rejected the task {task:?} with `{code}`: {detail}; expected messages"))
         })?;

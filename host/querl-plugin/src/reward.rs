@@ -4,7 +4,6 @@ use crate::call::Caller;
 use crate::contract::ItemResult;
 use crate::limits::{CallSize, MAX_COMPONENT, MAX_COMPONENTS, check_range, shown};
 use crate::load::PluginKind;
-use crate::series::Series;
 use crate::text::{is_code, is_role, printable};
 use crate::{json, packed};
 use querl_core::ports::{EpisodeInputs, FaultKind, PluginFault, RewardModel, RewardRange, StyleScorer};
@@ -27,7 +26,19 @@ pub(crate) struct Scoring<'a, T> {
     pub(crate) range_name: &'static str,
 }
 
-impl<T> Scoring<'_, T> {
+impl<T: Sync> Scoring<'_, T> {
+    /// [`batch`](Self::batch) of all items, or of each one alone where calls of host functions are attributed to it.
+    pub(crate) fn batches(
+        &self,
+        items: &[T],
+        run: impl Fn(&[T], CallSize) -> Result<Vec<ItemResult>, PluginFault> + Sync,
+    ) -> Result<Vec<ItemScore>, PluginFault> {
+        match self.caller.calls_host() {
+            true => Ok(in_order(items, |item| self.batch(std::slice::from_ref(item), &run))?.concat()),
+            false => self.batch(items, run),
+        }
+    }
+
     /// One result for each item, in order; `run` is one call into the plugin.
     ///
     /// With `on_limit = "drop"`, when the call hits a limit each item is run alone with the fuel of the whole batch, and items that
@@ -187,13 +198,6 @@ impl RewardPlugin {
         self.kind == PluginKind::GroupReward
     }
 
-    /// A call of a host function is attributed to the episode or group that is scored: there is one in a call. Where no function is
-    /// configured, there is nothing to attribute.
-    fn calls_host(&self) -> bool {
-        let exports = &self.caller.exports;
-        self.caller.functions.is_some() && exports.series > Series::V0_1 && !exports.host_functions.is_empty()
-    }
-
     /// One call into the plugin.
     pub(crate) fn run(
         &self,
@@ -242,11 +246,10 @@ impl RewardPlugin {
     fn score_episodes(&self, episodes: &[EpisodeRef<'_>]) -> Result<Vec<ItemScore>, PluginFault> {
         let scoring = self.scoring();
         let run = |episodes: &[EpisodeRef<'_>], size| self.run(self.form, episodes, size);
-        if self.calls_host() {
-            return Ok(in_order(episodes, |episode| scoring.batch(std::slice::from_ref(episode), run))?.concat());
+        let scores = scoring.batches(episodes, run)?;
+        if !self.caller.calls_host() {
+            self.recheck(episodes, &scores)?;
         }
-        let scores = scoring.batch(episodes, run)?;
-        self.recheck(episodes, &scores)?;
         Ok(scores)
     }
 
@@ -265,7 +268,7 @@ impl RewardPlugin {
             let group: Vec<_> = indices.iter().map(|index| episodes[*index]).collect();
             self.score_group(&group)
         };
-        let scores = match self.calls_host() {
+        let scores = match self.caller.calls_host() {
             true => in_order(&groups, score)?,
             false => groups.iter().map(score).collect::<Result<Vec<_>, _>>()?,
         };
@@ -285,7 +288,7 @@ impl RewardPlugin {
             }
             Ok(results) => {
                 let scores = scoring.checked(group, results)?;
-                if !self.calls_host() {
+                if !self.caller.calls_host() {
                     self.recheck(group, &scores)?;
                 }
                 Ok(scores)
@@ -392,8 +395,9 @@ impl StyleScorer for StylePlugin {
             range_name: "the contract's range",
         };
         with_rejections(rejections, || {
-            scoring.batch(&sent, |dialogues, size| {
-                self.caller.score("", "style-scores.score-batch", size, |store, instance| {
+            scoring.batches(&sent, |dialogues, size| {
+                let item_id = if let [only] = dialogues { only.id.as_str() } else { "" };
+                self.caller.score(item_id, "style-scores.score-batch", size, |store, instance| {
                     self.caller.exports.contract.score_dialogues(store, instance, dialogues)
                 })
             })
@@ -407,7 +411,7 @@ impl StyleScorer for StylePlugin {
 
 /// Why a dialogue cannot be expressed in the contract.
 fn odd_turns(dialogue: &Dialogue) -> Option<Rejection> {
-    let rejected = |detail: String| Some(Rejection { code: "invalid_dialogue".into(), detail });
+    let rejected = |detail: String| Some(Rejection::new("invalid_dialogue", detail));
     if dialogue.turns.last().is_none_or(|last| last.role != "assistant") {
         return rejected("the last turn is not the assistant's".into());
     }

@@ -5,8 +5,11 @@ mod common;
 
 use common::{cache_dir, episode, host_with, load_guest, repository};
 use querl_core::config::PluginLimits;
-use querl_core::ports::{FaultKind, StyleModel, StyleScorer};
-use querl_core::records::{CallFailure, Dialogue, FailureKind, Message, StyleProbability};
+use querl_core::ports::{FaultKind, HostFunctions, StyleModel, StyleScorer};
+use querl_core::records::{
+    CallFailure, Columns, Context, Dialogue, FailureKind, HostCallError, HostRequest, HostResponse, Message, Sample,
+    StyleProbability, Verdict,
+};
 use querl_plugin::{CallReport, HostOptions, PluginHost, PluginKind, PluginPort, PluginSettings};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -142,6 +145,62 @@ fn style_scorer_asks_the_model_of_the_run() {
     let lost = scored[2].as_ref().unwrap_err();
     assert_eq!(lost.code, "no_style");
     assert!(lost.detail.contains("no model there"), "{}", lost.detail);
+}
+
+/// The model, and texts as words, with the items that the calls were made for.
+#[derive(Default)]
+struct Attributed(Mutex<Vec<String>>);
+
+impl HostFunctions for Attributed {
+    fn call(&self, _: &str, item_id: &str, request: &HostRequest) -> Result<HostResponse, HostCallError> {
+        self.0.lock().unwrap().push(item_id.to_owned());
+        match request {
+            HostRequest::ClassifyStyle(turns) => {
+                Model.classify(turns).map(HostResponse::Style).map_err(HostCallError::Failed)
+            }
+            HostRequest::SegmentWords(text) => Ok(HostResponse::Texts(vec![text.clone()])),
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
+/// Regression: the dialogues of a batch went in one call, so that no call of the model could be recorded with its dialogue.
+#[test]
+fn style_scorer_that_asks_the_model_gets_one_dialogue_a_call() {
+    let (host, calls) = observed(PluginLimits::default());
+    let plugin = host.load(&repository().join("tests/guests/odd-style-scorer")).unwrap();
+    let functions = Arc::new(Attributed::default());
+    let port = PluginPort::style_scorer(None).with_functions(Some(functions.clone()));
+    let scorer = host.open(&plugin, &PluginSettings::new(), port).unwrap();
+    calls.lock().unwrap().clear();
+    let scored = scorer.score_batch(&["a", "b", "c"].map(|id| dialogue(id, if id == "b" { "退款" } else { "多少钱" })));
+    let totals: Vec<f64> = scored.unwrap().iter().map(|scored| scored.as_ref().unwrap().total).collect();
+    assert_eq!(totals, [1.0, 0.25, 1.0]);
+    let mut ids = functions.0.lock().unwrap().clone();
+    ids.sort();
+    assert_eq!(ids, ["a", "b", "c"]);
+    assert_eq!(calls.lock().unwrap().iter().map(|call| call.n_items).collect::<Vec<_>>(), [1, 1, 1]);
+}
+
+#[test]
+fn filter_asks_for_words_in_the_name_of_its_batch() {
+    let host = host_with(PluginLimits::default());
+    let plugin = load_guest(&host, "filter-words").unwrap();
+    let functions = Arc::new(Attributed::default());
+    let port = PluginPort::filter().with_functions(Some(functions.clone()));
+    let filter = host.open(&plugin, &PluginSettings::new(), port).unwrap();
+    let sample = |query: &str| Sample {
+        id: query.into(),
+        original_query: query.into(),
+        rewritten_query: String::new(),
+        context: Context::default(),
+        hits: Vec::new(),
+        columns: Columns::default(),
+    };
+    assert_eq!(filter.check_batch(&["鱼油", "钙片"].map(sample)).unwrap(), [Verdict::Keep, Verdict::Keep]);
+    assert_eq!(*functions.0.lock().unwrap(), ["", ""]);
+    let fault = filter.check_batch(&[sample("蓝鲸海藻")]).unwrap_err();
+    assert!(fault.to_string().contains("sample `蓝鲸海藻`") && fault.message.contains("has the word"), "{fault}");
 }
 
 #[test]

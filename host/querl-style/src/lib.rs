@@ -19,7 +19,7 @@ pub use classifier::{Answers, ClassifierOptions, StyleClassifier, TOKENS_PER_PAS
 pub use distill::{DistillOptions, distill};
 pub use evaluation::{EvalOptions, evaluate};
 pub use settings::TrainConfig;
-pub use shared_model::{SharedStyleModel, StyleReward, Undecided, text_of, turns_of, turns_of_side, unknown_class};
+pub use shared_model::{SharedStyleModel, StyleReward, Undecided, turns_of, turns_of_side, unknown_class};
 pub use texts::texts_of;
 pub use train::{Trained, train};
 pub use trainer::{Callbacks, OpenMetrics, Uninterrupted};

@@ -168,7 +168,7 @@ fn failed(problem: impl ToString) -> CallFailure {
 ///
 /// # Errors
 /// One of them is not there.
-pub fn text_of(turns: &[Message]) -> Result<String, CallFailure> {
+fn text_of(turns: &[Message]) -> Result<String, CallFailure> {
     let last = |turns: &[Message], role: &str| turns.iter().rposition(|turn| turn.role == role);
     let missing = |what: &str| CallFailure {
         kind: FailureKind::Rejected,
@@ -215,7 +215,7 @@ impl RewardModel for StyleReward {
         self.0.score_batch(&episodes.iter().map(dialogue).collect::<Vec<_>>())
     }
 
-    /// The distributions are recorded with the episodes, for a replay.
+    /// The dialogues of a batch are classified in one pass before the scorer asks for each.
     fn inputs(&self) -> EpisodeInputs {
         EpisodeInputs { style: InputUse::Optional, ..EpisodeInputs::default() }
     }

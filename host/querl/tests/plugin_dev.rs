@@ -147,6 +147,44 @@ fn rust_scores_faults_and_logs_are_shown_with_file_and_line() {
     assert_eq!((code, &broken["refused"]["file"]), (Some(1), &json!("src/lib.rs")), "{broken:#}");
 }
 
+/// Scores an episode with the number of samples in its group.
+const GROUP: &str = r#"from querl_sdk import Episode, GroupReward, Rejection, Score, Settings, export
+
+
+class Count(GroupReward):
+    def range(self) -> tuple[float, float]:
+        return 0.0, 10.0
+
+    def score_group(self, episodes: list[Episode]) -> list[Score | Rejection]:
+        return [Score(len(episodes)) for _ in episodes]
+
+
+export(group_reward=Count)
+"#;
+
+#[test]
+fn a_group_is_scored_without_the_episodes_that_the_run_left_out() {
+    if !has("python3") {
+        return;
+    }
+    let project = project("python");
+    project.write("length/plugin.py", GROUP);
+    let manifest = project.read("length/plugin.toml");
+    project.write("length/plugin.toml", &manifest.replace("\"reward\"", "\"group-reward\""));
+    let line = |(index, outcome): (usize, Value)| {
+        let episode = json!({ "id": format!("g/{index}"), "query": "q", "policy": { "rewrite": "鱼油" } });
+        format!("{}\n", json!({ "format": 3, "episode": episode, "outcome": outcome }))
+    };
+    let left_out = json!({ "rejected": { "code": "deadline", "by": "host" } });
+    let outcomes = [left_out, json!({ "scored": { "total": 2 } }), json!({ "scored": { "total": 2 } })];
+    project.write("episodes.jsonl", &outcomes.into_iter().enumerate().map(line).collect::<String>());
+    let (_, picture) = dev(&project, &[]);
+    let scores = &picture["scores"];
+    assert_eq!(scores["summary"]["totals"]["mean"], json!(2.0), "{picture:#}");
+    assert_eq!(scores["since_recording"]["n_changed"], json!(0), "{picture:#}");
+    assert_eq!(scores["notes"], json!(["1 episode(s) that the run gave to no reward are left out"]), "{picture:#}");
+}
+
 #[test]
 fn a_save_shows_what_changed_and_an_interrupt_ends_it() {
     if !has("python3") {

@@ -3,6 +3,7 @@
 
 mod support;
 
+use serde_json::json;
 use std::path::PathBuf;
 use support::{Project, repository};
 
@@ -49,6 +50,28 @@ fn what_a_reward_faulted_at_is_kept_and_a_replay_reproduces_it() {
     project.write("cut.jsonl", &project.read(file)[..200]);
     let message = project.refusal(&["plugin", "replay", "cut.jsonl"], 2);
     assert!(message.starts_with("cut.jsonl"), "{message}");
+}
+
+/// Symptom: a filter that faulted at its words got `not_recorded` in a replay and in a benchmark.
+#[test]
+fn filters_get_the_words_of_their_texts_in_a_replay_and_a_benchmark() {
+    let project = Project::new();
+    let folder = repository().join("tests/guests/guest-filter-words").display().to_string();
+    let header = json!({ "plugin": "guest-filter-words", "version": "0.2.0", "path": folder, "role": "filter", "message": "panicked",
+                         "settings": {} });
+    let sample = json!({ "id": "a", "original_query": "蓝鲸海藻能吃吗", "rewritten_query": "蓝鲸海藻", "context": {}, "hits": [] });
+    std::fs::create_dir_all(project.path("run/faults")).unwrap();
+    let file = "run/faults/01-guest-filter-words.jsonl";
+    project.write(file, &format!("{}\n{sample}\n", json!({ "fault": header })));
+    project.querl(&["plugin", "replay", file]).ok();
+    // In the dictionary of the run it is a word.
+    project.write("words.txt", "蓝鲸海藻\n");
+    project.edit("[retrieval]", "[retrieval]\nuser_dictionary = \"words.txt\"");
+    let resolved = project.querl(&["config", "check", "querl.toml"]).ok().stdout;
+    project.write("run/config.resolved.toml", &resolved);
+    let again = project.refusal(&["plugin", "replay", file], 1);
+    assert!(again.contains("has the word 蓝鲸海藻"), "{again}");
+    project.querl(&["plugin", "bench", &folder, "--batch", "2"]).ok();
 }
 
 /// Symptom: totals of 1e308 stopped a training with the advice to lower the learning rate.

@@ -88,6 +88,49 @@ fn a_plugin_against_itself_changes_nothing_and_another_setting_does() {
     assert_eq!(both["change"]["n_changed"], json!(0));
 }
 
+/// A group of four samples. The run left out the first, whose retrieval failed; a plugin rejected the last, and compared the others with it.
+fn group() -> Project {
+    let project = Project::new();
+    let (left_out, rejected) = (
+        json!({ "rejected": { "code": "policy_retrieval_failed", "detail": "late", "by": "host" } }),
+        json!({ "rejected": { "code": "no_style", "by": "plugin" } }),
+    );
+    let score = |total: f64| json!({ "scored": { "total": total } });
+    let samples = [
+        ("深海鱼油 用量", left_out),
+        ("深海鱼油 用量", score(0.0)),
+        ("钙片 孕妇", score(-1.0)),
+        ("钙片 孕妇", rejected),
+    ];
+    let line = |(index, (rewrite, outcome)): (usize, (&str, Value))| {
+        let episode = json!({ "id": format!("g/{index}"), "query": "一天几粒啊", "policy": { "rewrite": rewrite } });
+        format!("{}\n", json!({ "format": 3, "episode": episode, "outcome": outcome }))
+    };
+    project.write("group.jsonl", &samples.into_iter().enumerate().map(line).collect::<String>());
+    project
+}
+
+/// Regression: episodes that the run had dropped changed the scores of their group.
+#[test]
+fn a_group_is_scored_without_the_episodes_that_the_run_left_out() {
+    let project = group();
+    let diversity = "plugins/reward-diversity";
+    let compare = |more: &[&str]| -> Value {
+        let said = replay(&project, "group.jsonl", diversity, &[&["--json"], more].concat()).ok();
+        serde_json::from_str(&said.stdout).unwrap()
+    };
+    let recorded = compare(&[]);
+    assert_eq!((&recorded["counts"]["n_scored_by_both"], &recorded["change"]["n_changed"]), (&json!(2), &json!(0)));
+    assert_eq!(recorded["counts"]["rejected_by_both"], json!({ "policy_retrieval_failed": 1 }));
+    assert_eq!(recorded["counts"]["rejected_only_before"], json!({ "no_style": 1 }));
+    let against = compare(&["--against", repository().join(diversity).to_str().unwrap()]);
+    assert_eq!(against["counts"]["rejected_by_both"], json!({ "policy_retrieval_failed": 1 }));
+    let said = replay(&project, "group.jsonl", diversity, &["--trace", "--json"]).ok();
+    let traced: Value = serde_json::from_str(&said.stdout).unwrap();
+    let expected = json!(["left out, policy_retrieval_failed", "0.000", "-1.000", "-1.000"]);
+    assert_eq!(traced[0]["outcomes"], expected);
+}
+
 #[test]
 fn what_cannot_be_replayed_is_one_sentence_with_a_remedy() {
     let project = project();

@@ -3,7 +3,7 @@
 
 mod support;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 use support::{Project, model, repository};
 
 const CLASSES: [&str; 5] = ["售前", "售后", "诚实", "有帮助", "无伤害"];
@@ -69,10 +69,11 @@ fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_
         let expected = value("reward-competition/total") + 0.5 * value("scorer-style/total");
         assert!((total - expected).abs() < 1e-9, "{row}");
         let side = |side: &str| &row["episode"][side]["style"];
-        assert!((sum(side("baseline")) - 1.0).abs() < 1e-6, "{row}");
+        assert!(side("baseline").is_null(), "no reward reads the style of the teacher's rewrite: {row}");
         if !row["episode"]["policy"]["rewrite"].as_str().unwrap_or_default().trim().is_empty() {
             n_classified += 1;
             // The plugin got the distribution of the policy in the episode, not that of the teacher.
+            assert!((sum(side("policy")) - 1.0).abs() < 1e-6, "{row}");
             for (index, class) in side("policy").as_array().unwrap().iter().enumerate() {
                 assert_eq!(class["label"], CLASSES[index]);
                 let reported = value(&format!("scorer-style/class_{index}"));
@@ -103,6 +104,21 @@ fn a_style_scorer_rewards_next_to_another_plugin_and_the_report_shows_the_shift_
         project.querl(&[&["plugin", "replay", "run", "--plugin", &scorer, "--json"], &settings[..]].concat()).ok();
     let replay: Value = serde_json::from_str(&replay.stdout).unwrap();
     assert!(replay.is_object(), "{replay}");
+    // Regression: calls of a style scorer were not recorded. They are enough for a replay with the settings of the run.
+    let without_styles = |row: &Value| {
+        let mut row = row.clone();
+        row["episode"]["policy"].as_object_mut().unwrap().remove("style");
+        assert!(row["calls"].as_array().is_none_or(|calls| calls.len() == 1), "{row}");
+        format!("{row}\n")
+    };
+    project.write("calls.jsonl", &episodes.iter().map(without_styles).collect::<String>());
+    let settings =
+        ["--settings", "targets=[\"诚实\"]", "--settings", "penalties=[\"售前=0.5\"]", "--settings", "margin=0.5"];
+    let replay =
+        project.querl(&[&["plugin", "replay", "calls.jsonl", "--plugin", &scorer, "--json"], &settings[..]].concat());
+    let replay: Value = serde_json::from_str(&replay.ok().stdout).unwrap();
+    let n_scored = replay["counts"]["n_scored_by_both"].as_u64().unwrap();
+    assert_eq!((n_scored, &replay["change"]["n_changed"]), (scored.len() as u64, &json!(0)), "{replay}");
     assert!(episodes.iter().all(|row| row["episode"]["policy"].get("audit_style").is_none()), "no reward sees it");
 }
 

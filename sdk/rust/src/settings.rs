@@ -53,6 +53,7 @@ pub struct Setting {
     pub minimum: Option<f64>,
     pub maximum: Option<f64>,
     pub choices: Option<Vec<String>>,
+    pub doc: Option<String>,
 }
 
 #[doc(hidden)]
@@ -116,12 +117,23 @@ impl Settings {
                 let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
                 if kept.iter().all(|known| known.key != key) {
                     let (minimum, maximum) = (None, None);
+                    let (choices, doc) = (None, None);
                     let mut read =
-                        Setting { key: key.into(), value_type, default: None, minimum, maximum, choices: None };
+                        Setting { key: key.into(), value_type, default: None, minimum, maximum, choices, doc };
                     setting(&mut read);
                     kept.push(read);
                 }
                 None
+            }
+        }
+    }
+
+    /// One sentence about a setting that was read, for a person: `querl plugin inspect` shows it for a component without plugin.toml.
+    pub fn doc(&self, key: &str, text: &str) {
+        if let Source::Recording(kept) = &self.source {
+            let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(setting) = kept.iter_mut().find(|setting| setting.key == key) {
+                setting.doc = Some(text.to_owned());
             }
         }
     }
@@ -282,6 +294,8 @@ mod tests {
             settings.number("c", 1e-7, 0.0..=1.0).unwrap();
             settings.number("c", 0.5, 0.0..=1.0).unwrap();
             settings.integer("d", 3, 1..=9).unwrap();
+            settings.doc("d", "Length of an n-gram.");
+            settings.doc("z", "Of a setting that is not read.");
             settings.flag("e", true).unwrap();
             settings.list("f").unwrap();
             settings.list_or("g", &["鱼", "\""]).unwrap();
@@ -293,6 +307,7 @@ mod tests {
             minimum: bounds.map(|(minimum, _)| minimum),
             maximum: bounds.map(|(_, maximum)| maximum),
             choices: (key == "b").then(|| vec!["x".into(), "y".into()]),
+            doc: (key == "d").then(|| "Length of an n-gram.".into()),
         };
         let expected = [
             with("a", SettingType::Text, None, None),

@@ -140,7 +140,7 @@ impl Session<'_> {
     fn loading(&mut self) {
         let plain = Probe::Plain.component();
         let of_version = |version: &str| replaced(plain, "@0.2.0", version);
-        let refused: [(&str, &str, Vec<u8>, &str); 7] = [
+        let refused: [(&str, &str, Vec<u8>, &str); 8] = [
             ("version 0.3.0", VERSIONS, of_version("@0.3.0"), "0.3.0"),
             ("version 1.2.0", VERSIONS, of_version("@1.2.0"), "1.2.0"),
             (
@@ -155,6 +155,7 @@ impl Session<'_> {
                 replaced(plain, "querl:plugin/log@", "other:plugin/log@"),
                 "other:plugin/log",
             ),
+            ("version that is not semantic", DESCRIPTION, replaced(plain, "1.2.3", "1.2x3"), "1.2x3"),
             ("text instead of a component", COMPONENT, b"plugin = 1\n".to_vec(), ""),
             ("core module", COMPONENT, b"\0asm\x01\0\0\0".to_vec(), ""),
             ("cut component", COMPONENT, plain[..plain.len() / 2].to_vec(), ""),
@@ -198,6 +199,7 @@ impl Session<'_> {
 const VERSIONS: &str = "a host loads components of 0.1.x and 0.2.x; for another version the message names it";
 const IMPORTS: &str =
     "a component that imports what the contract does not have is refused; the message names the import";
+const DESCRIPTION: &str = "a component whose version is not a semantic version is refused; the message names it";
 const COMPONENT: &str = "what is not a component is refused with a sentence";
 
 /// `component` with another text of the same length, which changes no length inside it.

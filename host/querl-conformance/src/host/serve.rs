@@ -242,16 +242,10 @@ impl Ports {
                 let parsed = port(self.prompts.as_deref())?.parse_judgement(&text).map_err(|fault| of_call(&fault))?;
                 Ok(outcome("judgement", parsed.map(|judged| json!({"score": judged.score, "reason": judged.reason}))))
             }
-            Request::Style { dialogues, mut calls } => {
-                let scorer = port(self.style.as_deref())?;
-                let score = |dialogue: &Dialogue| {
-                    // A call with several dialogues would not say for which one it asks.
-                    let calls = calls.remove(&dialogue.id).unwrap_or_default();
-                    self.recorded.replace(HashMap::from([(String::new(), calls)]));
-                    scorer.score_batch(std::slice::from_ref(dialogue)).map_err(|fault| of_call(&fault))
-                };
-                let scored: Vec<_> = dialogues.iter().map(score).collect::<Result<_, _>>()?;
-                Ok(scored.into_iter().flatten().map(|scored| outcome("scored", scored)).collect())
+            Request::Style { dialogues, calls } => {
+                self.recorded.replace(calls);
+                let scored = port(self.style.as_deref())?.score_batch(&dialogues).map_err(|fault| of_call(&fault))?;
+                Ok(scored.into_iter().map(|scored| outcome("scored", scored)).collect())
             }
         }
     }

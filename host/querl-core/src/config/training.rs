@@ -290,7 +290,7 @@ section! {
         /// Maximum importance weight with `off_by_one`.
         #[schemars(extend("exclusiveMinimum" = 0.0))]
         importance_cap: f64 = 2.0,
-        /// An episode with a call to retrieval or judge that takes longer is dropped and counted.
+        /// A call to retrieval or judge that takes longer fails; an episode for which a reward requires the result is dropped and counted.
         #[schemars(range(min = 1))]
         episode_deadline_ms: u64 = 120_000,
         /// Steps between evaluations on the validation split.

@@ -97,7 +97,9 @@ impl Segmenter {
     }
 }
 
-/// The segmentation of embedded retrieval, with the configured user dictionary and synonyms, also where retrieval is a service.
+/// The segmentation of embedded retrieval, with the configured user dictionary and synonyms, also where retrieval is a service. By default
+/// that of the default dictionary.
+#[derive(Default)]
 pub struct WordSegmenter(Segmenter);
 
 impl WordSegmenter {

@@ -88,11 +88,11 @@ impl Prompts for Plain {
 
     fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
         let parsed = text.strip_prefix("改写:").map(str::to_owned);
-        Ok(parsed.ok_or_else(|| Rejection { code: "no_prefix".into(), detail: text.into() }))
+        Ok(parsed.ok_or_else(|| Rejection::new("no_prefix", text)))
     }
 
     fn parse_judgement(&self, _: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
-        Ok(Err(Rejection { code: "unused".into(), detail: String::new() }))
+        Ok(Err(Rejection::new("unused", "")))
     }
 }
 

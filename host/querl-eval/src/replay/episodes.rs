@@ -2,7 +2,7 @@
 
 use super::statistics::{Pairs, rounded};
 use querl_core::ports::RewardRange;
-use querl_core::records::{Candidate, Episode, Judgement, Rejection, Reward};
+use querl_core::records::{Episode, Rejection, Reward};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -100,8 +100,6 @@ pub(crate) struct Counts {
     pub(crate) n_scored_without_record: usize,
     /// No recorded outcome, rejected after: number by code after.
     pub(crate) rejected_without_record: BTreeMap<String, usize>,
-    /// Rejected before, scored after although a retrieval or judgement failed: a run drops such an episode before it calls a plugin.
-    pub(crate) n_scored_despite_failure: usize,
 }
 
 impl Counts {
@@ -119,11 +117,7 @@ impl Counts {
         match (one.before, one.after) {
             (Some(Ok(_)), Ok(_)) => self.n_scored_by_both += 1,
             (Some(Ok(_)), after) => count(&mut self.rejected_only_after, after),
-            (Some(before), Ok(_)) => {
-                count(&mut self.rejected_only_before, before);
-                let has_failure = one.episode.candidates().any(|(_, candidate)| has_failure(candidate));
-                self.n_scored_despite_failure += usize::from(has_failure);
-            }
+            (Some(before), Ok(_)) => count(&mut self.rejected_only_before, before),
             (Some(_), after) => count(&mut self.rejected_by_both, after),
             (None, Ok(_)) => self.n_scored_without_record += 1,
             (None, after) => count(&mut self.rejected_without_record, after),
@@ -150,20 +144,6 @@ impl Counts {
         ];
         always.into_iter().chain(rare.into_iter().filter(|row| row.1 > 0)).collect()
     }
-
-    pub(super) fn notes(&self) -> Option<String> {
-        (self.n_scored_despite_failure > 0).then(|| {
-            format!(
-                "of the episodes that were rejected before, {} with a failed retrieval or judgement are scored after; a run \
-                 drops such episodes before it calls a plugin",
-                self.n_scored_despite_failure
-            )
-        })
-    }
-}
-
-fn has_failure(candidate: &Candidate) -> bool {
-    candidate.retrieval_failure().is_some() || matches!(candidate.judgement, Judgement::Failed(_))
 }
 
 fn listed(codes: &BTreeMap<String, usize>) -> String {

@@ -108,7 +108,6 @@ pub fn replay(
     let (components, n_components_left_out) = changes::components(&scored);
     let (flips, largest_changes) = changes::largest(&scored, options.n_shown);
     let (counts, change) = (Counts::of(episodes), Change::of(&scored, &groups, bootstrap));
-    notes.extend(counts.notes());
     notes.extend(change.too_few_queries());
     notes.extend(no_signs.clone());
     notes.extend(

@@ -179,7 +179,7 @@ mod tests {
     }
 
     fn rejected(code: &str) -> Outcome {
-        Err(Rejection { code: code.into(), detail: String::new() })
+        Err(Rejection::new(code, ""))
     }
 
     #[test]

@@ -19,7 +19,7 @@ fn scored(total: f64, win: f64) -> Outcome {
 }
 
 fn rejected(code: &str) -> Outcome {
-    Err(Rejection { code: code.into(), detail: String::new() })
+    Err(Rejection::new(code, ""))
 }
 
 fn plugin(range: (f64, f64)) -> PluginSide {

@@ -81,7 +81,7 @@ pub(crate) fn invented_records(n: usize) -> Vec<EvalRecord> {
 
 fn outcome(system: &str, row: usize, score: f64, rng: &mut ChaCha8Rng) -> Result<SystemAnswer, Rejection> {
     if system == "sft" && row == 9 {
-        return Err(Rejection { code: "no_rewrite".into(), detail: "the answer holds only a think tag".into() });
+        return Err(Rejection::new("no_rewrite", "the answer holds only a think tag"));
     }
     let gold = format!("p{row:04}");
     let ids =

@@ -3,7 +3,7 @@
 //! A failed call (retrieval, judge, teacher) drops the episode with its reason and never becomes a score. A response of the policy that is
 //! empty or cannot be parsed is scored as a rewrite that retrieves nothing: dropping it would reward garbage where the policy would lose.
 
-mod calls;
+pub(crate) mod calls;
 mod columns;
 mod judging;
 mod rewards;
@@ -14,7 +14,7 @@ mod training;
 
 pub(crate) use columns::RowColumns;
 pub(crate) use judging::{Comparison, Judging, JudgingForm};
-pub(crate) use rewards::{Outcome, WeightedReward, inputs};
+pub(crate) use rewards::{Outcome, WeightedReward, inputs, inputs_of_baseline};
 pub(crate) use scorer::{
     Baseline, BaselineScoring, Baselines, DEADLINE_CODE, ScoreRequest, ScoredEpisode, Scorer, Services, WrittenRewrite,
 };

@@ -1,7 +1,6 @@
 //! Reward plugins: the weighted sum of several, and the style distributions that they read.
 
-use super::scorer::BaselineScoring;
-use querl_core::ports::{EpisodeInputs, PluginFault, RewardModel, StyleModel};
+use querl_core::ports::{EpisodeInputs, InputUse, PluginFault, RewardModel, StyleModel};
 use querl_core::records::{Candidate, Episode, Message, Rejection, Reward, RewardComponent};
 use querl_style::turns_of_side;
 use std::sync::Arc;
@@ -20,6 +19,12 @@ pub(crate) type Outcome = Result<Reward, Rejection>;
 /// What the plugins read together.
 pub(crate) fn inputs(rewards: &[WeightedReward]) -> EpisodeInputs {
     rewards.iter().map(|reward| reward.model.inputs()).fold(EpisodeInputs::default(), EpisodeInputs::union)
+}
+
+/// What the plugins read together of the teacher's rewrite: each reads the parts that it declares in addition to the baseline.
+pub(crate) fn inputs_of_baseline(rewards: &[WeightedReward]) -> EpisodeInputs {
+    let inputs = rewards.iter().map(|reward| reward.model.inputs().of_baseline());
+    inputs.fold(EpisodeInputs::default(), EpisodeInputs::union)
 }
 
 /// Scores of a batch of episodes.
@@ -65,15 +70,15 @@ fn add(sum: Outcome, score: &Outcome, reward: &WeightedReward, n_plugins: usize)
 /// The code of episodes whose style classification failed.
 const FAILED_CODE: &str = "style_model_failed";
 
-/// Adds the style distributions of the policy's rewrites and, where it is scored, the baseline's: of all texts that are not blank in one
-/// call. Rejections of the episodes for which the model failed.
+/// Adds the style distributions of the sides that `style` does not name as unused: of all texts that are not blank in one call. Rejections
+/// of the episodes for which the model failed, where the distribution is required.
 pub(super) fn add_styles(
     model: &dyn StyleModel,
-    baseline: BaselineScoring,
+    style: impl Fn(&str) -> InputUse,
     episodes: &mut [Episode],
 ) -> Vec<Option<Rejection>> {
     let is_classified = |(side, candidate): &(&str, &Candidate)| {
-        (*side == "policy" || baseline == BaselineScoring::On) && !candidate.rewrite.trim().is_empty()
+        style(side) != InputUse::Unused && !candidate.rewrite.trim().is_empty()
     };
     let mut dialogues: Vec<Vec<Message>> = Vec::new();
     let mut sides: Vec<(usize, &str)> = Vec::new();
@@ -89,10 +94,10 @@ pub(super) fn add_styles(
         let candidate = if side == "policy" { Some(&mut episode.policy) } else { episode.baseline.as_mut() };
         match (classified, candidate) {
             (Ok(style), Some(candidate)) => candidate.style = Some(style),
-            (Err(failure), _) => {
-                rejections[index] = Some(Rejection { code: FAILED_CODE.into(), detail: failure.to_string() });
+            (Err(failure), _) if style(side) == InputUse::Required => {
+                rejections[index] = Some(Rejection::by_host(FAILED_CODE, failure.to_string()));
             }
-            (Ok(_), None) => {}
+            (Ok(_), None) | (Err(_), _) => {}
         }
     }
     rejections
@@ -172,7 +177,7 @@ mod tests {
     fn each_side_of_each_episode_has_its_own_distribution() {
         let (model, mut episodes) =
             (ByFirst::default(), [episode_of("aa", "abbb"), episode_of("bc", "ddd"), episode_of("eff", "ggh")]);
-        assert_eq!(add_styles(&model, BaselineScoring::On, &mut episodes), [None, None, None]);
+        assert_eq!(add_styles(&model, |_| InputUse::Required, &mut episodes), [None, None, None]);
         let found: Vec<_> = episodes.iter().map(|one| (style(&one.policy), style_of_baseline(one))).collect();
         let of = |label: &str, probability| Some((label.to_owned(), probability));
         let thirds = 2.0 / 3.0;
@@ -185,7 +190,7 @@ mod tests {
     #[test]
     fn a_blank_side_is_not_classified() {
         let (model, mut episodes) = (ByFirst::default(), [episode_of(" \n", "bb"), episode_of("cc", "dd")]);
-        assert_eq!(add_styles(&model, BaselineScoring::On, &mut episodes), [None, None]);
+        assert_eq!(add_styles(&model, |_| InputUse::Required, &mut episodes), [None, None]);
         assert_eq!((style(&episodes[0].policy), style_of_baseline(&episodes[0])), (None, Some(("b".into(), 1.0))));
         assert_eq!(style(&episodes[1].policy), Some(("c".into(), 1.0)));
         assert_eq!(model.0.lock().unwrap().len(), 3);
@@ -195,10 +200,14 @@ mod tests {
     fn an_episode_with_a_failed_side_is_rejected_and_the_others_are_not() {
         let (model, mut episodes) =
             (ByFirst::default(), [episode_of("aa", "xb"), episode_of("cc", "dd"), episode_of("x", "ee")]);
-        let rejections = add_styles(&model, BaselineScoring::On, &mut episodes);
+        let rejections = add_styles(&model, |_| InputUse::Required, &mut episodes);
         let codes: Vec<_> = rejections.iter().map(|one| one.as_ref().map(|one| one.code.as_str())).collect();
         assert_eq!(codes, [Some("style_model_failed"), None, Some("style_model_failed")]);
         assert!(rejections[0].as_ref().unwrap().detail.contains("no such answer"));
         assert_eq!(style(&episodes[0].policy), Some(("a".into(), 1.0)));
+        // A reward that does not require the distribution scores without it.
+        let mut episodes = [episode_of("aa", "xb")];
+        assert_eq!(add_styles(&model, |_| InputUse::Optional, &mut episodes), [None]);
+        assert_eq!((style(&episodes[0].policy), style_of_baseline(&episodes[0])), (Some(("a".into(), 1.0)), None));
     }
 }

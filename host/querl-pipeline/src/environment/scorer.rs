@@ -68,9 +68,9 @@ pub(crate) const DEADLINE_CODE: &str = "deadline";
 /// Whether the teacher's rewrite is looked up, judged and classified, as the policy's is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum BaselineScoring {
-    /// The rewrite, and the hits of the validate stage, are known all the same.
-    Off,
-    On,
+    /// As far as a reward reads it. The rewrite, and the hits of the validate stage, are known all the same.
+    ReadByRewards,
+    Always,
 }
 
 /// What scores. A service that is absent is not called, and its part of the episodes is missing.
@@ -99,17 +99,30 @@ impl Services {
             retriever: self.retriever.filter(|_| is_read(reads.retrieval)),
             judge: self.judge.filter(|_| is_read(reads.judgement)),
             style: self.style.filter(|_| is_read(reads.style)),
-            baseline: if is_read(reads.baseline) { self.baseline } else { BaselineScoring::Off },
+            baseline: BaselineScoring::ReadByRewards,
             ..self
         }
     }
 }
 
+/// The parts that calls add to a side.
+const EVERYTHING: EpisodeInputs = EpisodeInputs {
+    response: InputUse::Unused,
+    prompt: InputUse::Unused,
+    columns: InputUse::Unused,
+    baseline: InputUse::Unused,
+    retrieval: InputUse::Optional,
+    judgement: InputUse::Optional,
+    style: InputUse::Optional,
+};
+
 /// Scores rewrites; caches responses for the length of a run.
 pub(crate) struct Scorer {
     services: Services,
-    /// What the rewards read: a call that fails for another part drops no episode.
-    reads: EpisodeInputs,
+    /// What is computed of the policy's side, and what a reward requires of it: only a failed call for such a part drops the episode.
+    policy: EpisodeInputs,
+    /// The same of the teacher's rewrite.
+    baseline: EpisodeInputs,
     runtime: tokio::runtime::Handle,
     hits: CallCache<Vec<Hit>>,
     judgements: CallCache<JudgeResponse>,
@@ -175,8 +188,13 @@ pub(crate) struct Scores {
 impl Scorer {
     /// Waits for the services on `runtime`, which must not be the caller's own.
     pub(crate) fn new(services: Services, runtime: tokio::runtime::Handle) -> Self {
-        let reads = rewards::inputs(&services.rewards);
-        Self { services, reads, runtime, hits: CallCache::default(), judgements: CallCache::default() }
+        let policy = rewards::inputs(&services.rewards);
+        let baseline = match services.baseline {
+            BaselineScoring::ReadByRewards => rewards::inputs_of_baseline(&services.rewards),
+            BaselineScoring::Always => rewards::inputs_of_baseline(&services.rewards).union(EVERYTHING),
+        };
+        let policy = policy.union(EVERYTHING);
+        Self { services, policy, baseline, runtime, hits: CallCache::default(), judgements: CallCache::default() }
     }
 
     pub(crate) fn prompts(&self) -> &dyn Prompts {
@@ -187,6 +205,11 @@ impl Scorer {
         &self.services.rewards
     }
 
+    /// What is computed of a side: `policy` or `baseline`.
+    fn computed(&self, side: &str) -> &EpisodeInputs {
+        if side == "policy" { &self.policy } else { &self.baseline }
+    }
+
     /// One result per request, in order. Retrieval and judge run concurrently.
     pub(crate) fn score(&self, requests: &[ScoreRequest<'_>]) -> Result<Scores, EnvironmentError> {
         let mut episodes: Vec<Episode> = requests.iter().map(|request| self.new_episode(request)).collect();
@@ -194,7 +217,7 @@ impl Scorer {
         let late = self.ask(requests, &mut episodes, &mut timings)?;
         let started = Instant::now();
         let unclassified = match &self.services.style {
-            Some(model) => rewards::add_styles(model.as_ref(), self.services.baseline, &mut episodes),
+            Some(model) => rewards::add_styles(model.as_ref(), |side| self.computed(side).style, &mut episodes),
             None => vec![None; episodes.len()],
         };
         let (scored, by_reward) = self.reward(requests, episodes, &late, unclassified)?;
@@ -202,7 +225,7 @@ impl Scorer {
         Ok(Scores { scored, by_reward, timings })
     }
 
-    /// Adds hits and judgements that are not cached. For each episode the failure of a call that exceeded the deadline.
+    /// Adds hits and judgements that are not cached. For each episode the failure of a required call that exceeded the deadline.
     fn ask(
         &self,
         requests: &[ScoreRequest<'_>],
@@ -224,13 +247,17 @@ impl Scorer {
         check_services(&judgements)?;
         let mut late = vec![None; episodes.len()];
         for ((index, side), hits) in looked_up.into_iter().zip(hits) {
-            late[index] = late[index].take().or_else(|| hits.as_ref().err()?.deadline_failure());
+            if self.computed(side.name()).retrieval == InputUse::Required {
+                late[index] = late[index].take().or_else(|| hits.as_ref().err()?.deadline_failure());
+            }
             if let Some(candidate) = side.of(&mut episodes[index]) {
                 candidate.retrieval = Some(hits.map_err(CallError::into_failure));
             }
         }
         for ((index, side), judgement) in judged.into_iter().zip(judgements) {
-            late[index] = late[index].take().or_else(|| judgement.as_ref().err()?.deadline_failure());
+            if self.computed(side.name()).judgement == InputUse::Required {
+                late[index] = late[index].take().or_else(|| judgement.as_ref().err()?.deadline_failure());
+            }
             let failed = |missed: CallError| JudgeResponse {
                 judgement: Judgement::Failed(missed.into_failure()),
                 of_baseline: None,
@@ -258,7 +285,7 @@ impl Scorer {
             is_sampled
                 && match side {
                     Side::Policy => has_baseline || !self.compares(),
-                    Side::Baseline => has_baseline && !self.compares() && self.services.baseline == BaselineScoring::On,
+                    Side::Baseline => has_baseline && !self.compares() && self.baseline.judgement != InputUse::Unused,
                 }
         })
     }
@@ -270,7 +297,7 @@ impl Scorer {
         select(requests, |request, side| match (side, &request.baseline) {
             (Side::Policy, _) => !request.policy.rewrite.trim().is_empty(),
             (Side::Baseline, Baseline::Rewritten { hits, .. }) => {
-                hits.is_none() && self.services.baseline == BaselineScoring::On
+                hits.is_none() && self.baseline.retrieval != InputUse::Unused
             }
             (Side::Baseline, Baseline::Missing(_)) => false,
         })
@@ -338,28 +365,56 @@ impl Scorer {
         let each = requests.iter().zip(&episodes).zip(late).zip(unclassified);
         let rejection =
             |(((request, episode), late), unclassified): (((_, _), &Option<CallFailure>), Option<Rejection>)| {
-                let unclassified = unclassified.filter(|_| self.reads.style != InputUse::Unused);
-                rejection_of(self.reads, request, episode, late.as_ref()).or(unclassified)
+                self.rejection_of(request, episode, late.as_ref()).or(unclassified)
             };
         let rejections: Vec<_> = each.map(rejection).collect();
         let complete = episodes.iter().zip(&rejections).filter(|(_, rejection)| rejection.is_none());
         let complete: Vec<Episode> = complete.map(|(episode, _)| episode.clone()).collect();
         let host_functions = &self.services.host_functions;
-        host_functions.begin(&complete);
+        host_functions.begin(&complete, self.services.deadline);
         let RewardScores { sums, by_reward } = rewards::score(&self.services.rewards, &complete)?;
         let mut scores = sums.into_iter();
-        let scored = episodes.into_iter().zip(rejections).map(|(episode, rejection)| {
-            let outcome = match rejection {
-                Some(rejection) => Err(rejection),
-                None => scores.next().expect("one score per complete episode"),
-            };
-            ScoredEpisode { calls: host_functions.take_episode(&episode), episode, outcome }
+        let scored = episodes.into_iter().zip(rejections).map(|(episode, rejection)| match rejection {
+            Some(rejection) => ScoredEpisode { calls: Vec::new(), episode, outcome: Err(rejection) },
+            None => {
+                let outcome = scores.next().expect("one score per complete episode");
+                ScoredEpisode { calls: host_functions.take_episode(&episode), episode, outcome }
+            }
         });
         let scored: Vec<ScoredEpisode> = scored.collect();
         match scored.iter().flat_map(|one| &one.calls).find_map(fatal_failure) {
             Some(failure) => Err(failure.clone().into()),
             None => Ok((scored, by_reward)),
         }
+    }
+
+    /// Why an episode cannot be scored: a call for a part that a reward requires failed, or exceeded the deadline.
+    fn rejection_of(
+        &self,
+        request: &ScoreRequest<'_>,
+        episode: &Episode,
+        late: Option<&CallFailure>,
+    ) -> Option<Rejection> {
+        let reject = |code: &str, failure: &CallFailure| Some(Rejection::by_host(code, failure.to_string()));
+        if let (InputUse::Required, Baseline::Missing(failure)) = (self.policy.baseline, &request.baseline) {
+            return reject("baseline_missing", failure);
+        }
+        if let Some(failure) = late {
+            return reject(DEADLINE_CODE, failure);
+        }
+        let requires =
+            |side: &str, part: fn(&EpisodeInputs) -> InputUse| part(self.computed(side)) == InputUse::Required;
+        let retrieval = |(side, candidate): (&str, &Candidate)| {
+            let failure = candidate.retrieval_failure().filter(|_| requires(side, |inputs| inputs.retrieval))?;
+            reject(&format!("{side}_retrieval_failed"), failure)
+        };
+        let judgement = |(side, candidate): (&str, &Candidate)| match &candidate.judgement {
+            Judgement::Failed(failure) if requires(side, |inputs| inputs.judgement) => {
+                reject(&format!("{side}_judge_failed"), failure)
+            }
+            Judgement::Failed(_) | Judgement::Scored { .. } | Judgement::NotSampled => None,
+        };
+        episode.candidates().find_map(retrieval).or_else(|| episode.candidates().find_map(judgement))
     }
 }
 
@@ -372,6 +427,13 @@ enum Side {
 }
 
 impl Side {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Policy => "policy",
+            Self::Baseline => "baseline",
+        }
+    }
+
     fn of(self, episode: &mut Episode) -> Option<&mut Candidate> {
         match self {
             Self::Policy => Some(&mut episode.policy),
@@ -429,34 +491,6 @@ fn check_services<T>(answers: &[Result<T, CallError>]) -> Result<(), CallFailure
         && failures.len() == answers.len()
         && failures.iter().all(|f| f.kind == FailureKind::Unreachable);
     failures.into_iter().find(|failure| failure.kind.is_fatal() || all_down).map_or(Ok(()), Err)
-}
-
-/// Why an episode cannot be scored: a call for a part that a reward reads failed, or exceeded the deadline.
-fn rejection_of(
-    reads: EpisodeInputs,
-    request: &ScoreRequest<'_>,
-    episode: &Episode,
-    late: Option<&CallFailure>,
-) -> Option<Rejection> {
-    let reject = |code: &str, failure: &CallFailure| Some(Rejection { code: code.into(), detail: failure.to_string() });
-    if let (InputUse::Required, Baseline::Missing(failure)) = (reads.baseline, &request.baseline) {
-        return reject("baseline_missing", failure);
-    }
-    if let Some(failure) = late {
-        return reject(DEADLINE_CODE, failure);
-    }
-    let read = |side: &str| side == "policy" || reads.baseline != InputUse::Unused;
-    let sides = || episode.candidates().filter(|(side, _)| read(side));
-    let retrieval = |(side, candidate): (&str, &Candidate)| {
-        reject(&format!("{side}_retrieval_failed"), candidate.retrieval_failure()?)
-    };
-    let judgement = |(side, candidate): (&str, &Candidate)| match &candidate.judgement {
-        Judgement::Failed(failure) => reject(&format!("{side}_judge_failed"), failure),
-        Judgement::Scored { .. } | Judgement::NotSampled => None,
-    };
-    let unfound = || sides().find_map(retrieval).filter(|_| reads.retrieval != InputUse::Unused);
-    let unjudged = || sides().find_map(judgement).filter(|_| reads.judgement != InputUse::Unused);
-    unfound().or_else(unjudged)
 }
 
 #[cfg(test)]
@@ -593,8 +627,69 @@ mod tests {
         assert_eq!(shop.n_judgements(), 5);
     }
 
+    fn length(inputs: EpisodeInputs) -> WeightedReward {
+        WeightedReward { label: "length".into(), model: Arc::new(LengthReward(inputs)), weight: 1.0 }
+    }
+
     fn length_alone() -> Vec<WeightedReward> {
-        vec![WeightedReward { label: "length".into(), model: Arc::new(LengthReward), weight: 1.0 }]
+        vec![length(EpisodeInputs::default())]
+    }
+
+    /// Regression: the failure of an optional call dropped the episode.
+    #[test]
+    fn a_failed_call_for_an_optional_input_is_passed_to_the_reward() {
+        let (shop, row) = (Shop::default(), query("a"));
+        let optional = EpisodeInputs { baseline: InputUse::Optional, ..EVERYTHING };
+        let services = || Services { deadline: Some(Duration::from_millis(50)), ..shop.services() };
+        let scored = |inputs: EpisodeInputs| {
+            let services = Services { rewards: vec![length(inputs)], ..services() }.read_by_rewards();
+            let rewrites = [
+                ("broken", "poor"),
+                ("unjudgeable", "poor"),
+                ("slow", "poor"),
+                ("slowly judged", "poor"),
+                ("good", "broken"),
+            ];
+            let requests = rewrites.map(|(policy, baseline)| request(&row, policy, rewritten(baseline)));
+            shop.scorer_with(services).score(&requests).unwrap().scored
+        };
+        let of_optional = scored(optional);
+        assert!(of_optional.iter().all(|one| one.outcome.is_ok()), "{of_optional:?}");
+        let kinds = of_optional.iter().map(|one| one.episode.policy.retrieval_failure().map(|failure| failure.kind));
+        let expected = [Some(FailureKind::ServerError), None, Some(FailureKind::Timeout), None, None];
+        assert_eq!(kinds.collect::<Vec<_>>(), expected);
+        let unjudged = |index: usize| matches!(of_optional[index].episode.policy.judgement, Judgement::Failed(_));
+        assert!(unjudged(1) && unjudged(3) && !unjudged(4));
+        let baseline = of_optional[4].episode.baseline.as_ref().unwrap();
+        assert_eq!(baseline.retrieval_failure().unwrap().kind, FailureKind::ServerError);
+
+        // A part of the teacher's rewrite is required only together with the rewrite.
+        let required = EpisodeInputs { retrieval: InputUse::Required, judgement: InputUse::Required, ..optional };
+        let codes = |inputs: EpisodeInputs| -> Vec<String> {
+            let code = |one: ScoredEpisode| one.outcome.map_or_else(|rejection| rejection.code, |_| "scored".into());
+            scored(inputs).into_iter().map(code).collect()
+        };
+        let dropped = ["policy_retrieval_failed", "policy_judge_failed", "deadline", "deadline"];
+        assert_eq!(codes(required), [&dropped[..], &["scored"]].concat());
+        let required = EpisodeInputs { baseline: InputUse::Required, ..required };
+        assert_eq!(codes(required), [&dropped[..], &["baseline_retrieval_failed"]].concat());
+    }
+
+    /// Regression: with two rewards, the teacher's rewrite was looked up and judged where neither reads both.
+    #[test]
+    fn the_teachers_rewrite_is_looked_up_and_judged_only_for_a_reward_that_reads_both() {
+        let (shop, row) = (Shop::default(), query("a"));
+        let baseline = EpisodeInputs { baseline: InputUse::Required, ..EpisodeInputs::default() };
+        let calls = |rewards: Vec<WeightedReward>| {
+            let (n_retrievals, n_judgements) = (shop.n_retrievals(), shop.n_judgements());
+            let scorer = shop.scorer_with(Services { rewards, ..shop.services() }.read_by_rewards());
+            scorer.score(&[request(&row, "good", rewritten("poor"))]).unwrap();
+            (shop.n_retrievals() - n_retrievals, shop.n_judgements() - n_judgements)
+        };
+        assert_eq!(calls(vec![length(baseline), length(EVERYTHING)]), (1, 1));
+        let retrieval = EpisodeInputs { retrieval: InputUse::Optional, ..baseline };
+        assert_eq!(calls(vec![length(retrieval), length(EVERYTHING)]), (2, 1));
+        assert_eq!(calls(vec![length(baseline.union(EVERYTHING))]), (2, 2));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use super::rewards::WeightedReward;
 use super::scorer::{Baseline, BaselineScoring, ScoreRequest, Scorer, Services, WrittenRewrite};
 use async_trait::async_trait;
 use querl_core::ports::{
-    EpisodeInputs, Judge, JudgeRequest, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts,
+    EpisodeInputs, InputUse, Judge, JudgeRequest, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts,
     RetrievalRequest, Retriever, RewardModel, RewardRange,
 };
 use querl_core::records::{
@@ -67,7 +67,7 @@ impl Shop {
                 weight: 1.0,
             }],
             style: None,
-            baseline: BaselineScoring::On,
+            baseline: BaselineScoring::Always,
             host_functions: Arc::default(),
             n_retrievals: 4,
             n_judgements: 4,
@@ -132,18 +132,18 @@ impl Prompts for ShopPrompts {
 
     fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
         Ok(match text {
-            "garbage" => Err(Rejection { code: "no_rewrite".into(), detail: String::new() }),
+            "garbage" => Err(Rejection::new("no_rewrite", "")),
             text => Ok(text.into()),
         })
     }
 
     fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
-        let rejection = Rejection { code: "no_score".into(), detail: text.into() };
+        let rejection = Rejection::new("no_score", text);
         Ok(text.parse().map(|score| ParsedJudgement { score, reason: "said so".into() }).map_err(|_| rejection))
     }
 }
 
-/// The difference of the best hits, as component `top1`.
+/// The difference of the best hits, as component `top1`. Requires judgements too.
 pub(crate) struct ShopReward(pub &'static str);
 
 impl RewardModel for ShopReward {
@@ -154,6 +154,10 @@ impl RewardModel for ShopReward {
             Ok(Reward { total, components: vec![RewardComponent { name: "top1".into(), value: total }] })
         };
         Ok(episodes.iter().map(score).collect())
+    }
+
+    fn inputs(&self) -> EpisodeInputs {
+        EpisodeInputs { judgement: InputUse::Required, ..EpisodeInputs::CONTRACT_0_1 }
     }
 
     fn range(&self) -> RewardRange {
@@ -203,8 +207,8 @@ pub(crate) fn rewritten(rewrite: &str) -> Baseline {
     Baseline::Rewritten { rewrite: rewrite.into(), hits: None, cost: None, latency_ms: None }
 }
 
-/// The length of the rewrite, which reads nothing that costs something.
-pub(crate) struct LengthReward;
+/// The length of the rewrite. Declares these inputs.
+pub(crate) struct LengthReward(pub EpisodeInputs);
 
 impl RewardModel for LengthReward {
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault> {
@@ -215,7 +219,7 @@ impl RewardModel for LengthReward {
     }
 
     fn inputs(&self) -> EpisodeInputs {
-        EpisodeInputs::default()
+        self.0
     }
 
     fn range(&self) -> RewardRange {

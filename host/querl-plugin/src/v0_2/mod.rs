@@ -102,7 +102,7 @@ impl Contract for Exports {
     fn inexpressible(&self, episode: &EpisodeRef<'_>) -> Option<Rejection> {
         let odd = episode.prompt?.iter().find(|message| !is_role(&message.role))?;
         let detail = format!("a message of the prompt is from `{}`; expected system, user or assistant", odd.role);
-        Some(Rejection { code: "invalid_prompt".into(), detail })
+        Some(Rejection::new("invalid_prompt", detail))
     }
 
     fn has_json_rewards(&self) -> bool {

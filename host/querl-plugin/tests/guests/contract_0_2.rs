@@ -167,6 +167,11 @@ fn odd_descriptions_are_refused() {
             None,
         ),
         ("range-nan", "declares the range 0 to NaN; expected two finite numbers", None),
+        (
+            "version-not-semantic",
+            "version `0.1`; expected lower-case letters, digits and `-`, and a semantic version",
+            None,
+        ),
         ("range-missing", "its `describe` has no range, and every setting has a default", None),
         ("input-unknown", "it requires the input `0.1.0`, which this host does not know", None),
         ("input-twice", "has the input `response` twice", None),

@@ -9,7 +9,7 @@ use crate::{
 use std::ops::RangeInclusive;
 
 pub(super) fn setting(setting: Setting) -> info_wit::Setting {
-    let Setting { key, value_type, default, minimum, maximum, choices } = setting;
+    let Setting { key, value_type, default, minimum, maximum, choices, doc } = setting;
     let value_type = match value_type {
         SettingType::Text => info_wit::SettingType::Text,
         SettingType::Number => info_wit::SettingType::Number,
@@ -17,7 +17,7 @@ pub(super) fn setting(setting: Setting) -> info_wit::Setting {
         SettingType::Flag => info_wit::SettingType::Flag,
         SettingType::Texts => info_wit::SettingType::Texts,
     };
-    info_wit::Setting { key, value_type, default, minimum, maximum, choices, doc: None }
+    info_wit::Setting { key, value_type, default, minimum, maximum, choices, doc }
 }
 
 pub(super) fn input(input: Input, required: bool) -> info_wit::InputUse {

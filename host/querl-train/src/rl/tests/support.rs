@@ -144,7 +144,7 @@ pub(crate) fn reward(total: f64) -> Reward {
 }
 
 pub(crate) fn rejection(code: &str) -> Rejection {
-    Rejection { code: code.into(), detail: String::new() }
+    Rejection::new(code, "")
 }
 
 /// The share of ASCII characters in the response.

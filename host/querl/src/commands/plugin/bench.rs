@@ -10,7 +10,7 @@ use querl_core::ports::{
     Filter, HostFunctions, PluginFault, PromptInput, PromptTask, Prompts, RewardModel, StyleScorer,
 };
 use querl_core::records::{Dialogue, Episode, Sample};
-use querl_pipeline::host_functions::RecordedCalls;
+use querl_pipeline::host_functions::{RecordedCalls, RunHostFunctions};
 use querl_pipeline::plugins::host_options;
 use querl_plugin::{CallReport, HostOptions, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings};
 use serde_json::{Value, json};
@@ -179,7 +179,11 @@ impl<'a> Job<'a> {
         let port = match kind {
             PluginKind::Prompt => Port::Prompt(host.open(plugin, settings, PluginPort::prompts())?, episodes),
             PluginKind::Filter => Port::Filter(
-                host.open(plugin, settings, PluginPort::filter().with_functions(Some(calls.clone())))?,
+                host.open(
+                    plugin,
+                    settings,
+                    PluginPort::filter().with_functions(Some(Arc::new(RunHostFunctions::of_filters(None)))),
+                )?,
                 episodes.iter().map(episodes::sample).collect(),
             ),
             PluginKind::Reward | PluginKind::GroupReward => {

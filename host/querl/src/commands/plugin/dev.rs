@@ -135,6 +135,12 @@ impl Job {
             (None, false) => {}
         }
         let recording = RecordedResults::of(&recorded);
+        let n_recorded = recorded.len();
+        recorded.retain(|recorded| !recorded.is_left_out());
+        let n_left_out = n_recorded - recorded.len();
+        notes.extend(
+            (n_left_out > 0).then(|| format!("{n_left_out} episode(s) that the run gave to no reward are left out")),
+        );
         let file = for_native_runs(&recorded).context("a temporary file")?;
         let (episodes, recorded) =
             recorded.into_iter().map(|RecordedEpisode { episode, outcome, .. }| (episode, outcome)).unzip();

@@ -8,21 +8,18 @@ use clap::Args;
 use querl_core::config::{Config, PluginLimits, is_registry_reference, load_resolved};
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_atomic;
-use querl_core::ports::{RewardModel, StyleModel};
-use querl_core::records::{
-    CallFailure, Episode, FailureKind, HostCall, Message, Reward, RewardComponent, StyleProbability,
-};
+use querl_core::ports::RewardModel;
+use querl_core::records::{Episode, HostCall, HostRequest, HostResponse, Reward, RewardComponent};
 use querl_core::run_dir::RunDir;
 use querl_eval::{
     BriefOutcome, Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text,
 };
 use querl_pipeline::failure::Stop;
 use querl_pipeline::faults::{FaultFile, FaultedCall};
-use querl_pipeline::host_functions::RecordedCalls;
+use querl_pipeline::host_functions::{RecordedCalls, RunHostFunctions};
 use querl_pipeline::plugins::{host_options, scores_style};
 use querl_plugin::{CallReport, HostOptions, Observer, Plugin, PluginHost, PluginPort, PluginSettings};
-use querl_style::{StyleReward, text_of, turns_of_side};
-use std::collections::HashMap;
+use querl_style::{StyleReward, turns_of_side};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -106,22 +103,27 @@ fn keep_log(log: &CallLog) -> Observer {
     })
 }
 
-/// Scores the episodes group by group, and says what was logged for each. A fault ends it after the log of its call.
+/// Scores the episodes group by group, without those that the run left out, and says what was logged for each. A fault ends it after the
+/// log of its call.
 fn trace(recorded: &[RecordedEpisode], model: &dyn RewardModel, log: &CallLog, format: Format) -> anyhow::Result<()> {
     let (mut traced, mut text) = (Vec::new(), String::new());
     let mut fault = None;
     take_log(log);
     for group in recorded.chunk_by(|a, b| a.episode.group_id == b.episode.group_id) {
-        let episodes: Vec<Episode> = group.iter().map(|recorded| recorded.episode.clone()).collect();
+        let given = group.iter().filter(|recorded| !recorded.is_left_out());
+        let episodes: Vec<Episode> = given.map(|recorded| recorded.episode.clone()).collect();
         let scored = model.score_batch(&episodes);
         let lines = take_log(log);
-        let outcomes = match scored {
-            Ok(outcomes) => outcomes.iter().map(|outcome| BriefOutcome::from(outcome).to_string()).collect(),
-            Err(found) => {
-                fault = Some(found);
-                vec!["fault".to_owned(); group.len()]
-            }
+        let scored = scored.unwrap_or_else(|found| {
+            fault = Some(found);
+            Vec::new()
+        });
+        let mut scored = scored.iter();
+        let outcome = |recorded: &RecordedEpisode| match &recorded.outcome {
+            Some(outcome) if recorded.is_left_out() => format!("left out, {}", BriefOutcome::from(outcome)),
+            _ => scored.next().map_or_else(|| "fault".to_owned(), |outcome| BriefOutcome::from(outcome).to_string()),
         };
+        let outcomes: Vec<String> = group.iter().map(outcome).collect();
         for (recorded, outcome) in group.iter().zip(&outcomes) {
             text += &format!("{}  {outcome}\n", recorded.episode.id);
             text.extend(recorded.calls.iter().map(|call| format!("  calls {}\n", serde_json::json!(call))));
@@ -146,7 +148,7 @@ fn take_log(log: &CallLog) -> Vec<String> {
 fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::Result<()> {
     let config = args.episodes.parent().and_then(Path::parent);
     let config = config.and_then(|folder| load_resolved(&RunDir::new(folder).config()).ok());
-    let limits = config.map_or_else(PluginLimits::default, |config| config.plugins.limits);
+    let limits = config.as_ref().map_or_else(PluginLimits::default, |config| config.plugins.limits.clone());
     let host = PluginHost::new(host_options(&limits)?)?;
     let path = args.plugin.as_ref().unwrap_or(&header.path);
     let settings = match args.settings.is_empty() {
@@ -159,13 +161,13 @@ fn repeat(args: &ReplayArgs, FaultFile { header, call }: FaultFile) -> anyhow::R
     };
     let n_items = match call {
         FaultedCall::Episodes(episodes, calls) => {
-            let results = RecordedResults { styles: RecordedStyles::of(episodes.iter()), calls: Arc::new(calls) };
+            let results = RecordedResults::new(calls, episodes.iter());
             open_reward(&host, &plugin, &settings, &results)?.score_batch(&episodes)?;
             episodes.len()
         }
         FaultedCall::Samples(samples) => {
             // Calls of filters are not recorded.
-            let port = PluginPort::filter().with_functions(Some(Arc::new(RecordedCalls::default())));
+            let port = PluginPort::filter().with_functions(Some(Arc::new(RunHostFunctions::of_filters(config))));
             host.open(&plugin, &settings, port)?.check_batch(&samples)?;
             samples.len()
         }
@@ -248,11 +250,8 @@ impl ReplayPlugin {
     }
 }
 
-/// What a run recorded for the plugins that are asked again.
-pub(super) struct RecordedResults {
-    styles: Option<Arc<RecordedStyles>>,
-    calls: Arc<RecordedCalls>,
-}
+/// Calls of host functions that a run recorded, for the plugins that are asked again.
+pub(super) struct RecordedResults(Arc<RecordedCalls>);
 
 impl RecordedResults {
     pub(super) fn of(recorded: &[RecordedEpisode]) -> Self {
@@ -260,34 +259,40 @@ impl RecordedResults {
         for RecordedEpisode { episode, calls: of_episode, .. } in recorded {
             calls.add_episode(episode, of_episode.clone());
         }
-        let styles = RecordedStyles::of(recorded.iter().map(|recorded| &recorded.episode));
-        Self { styles, calls: Arc::new(calls) }
+        Self::new(calls, recorded.iter().map(|recorded| &recorded.episode))
+    }
+
+    /// Adds the style distributions of the policy's rewrites: the answers to a style scorer that the run did not have.
+    fn new<'a>(mut calls: RecordedCalls, episodes: impl Iterator<Item = &'a Episode>) -> Self {
+        for episode in episodes {
+            let Some(style) = episode.policy.style.clone() else { continue };
+            let request = HostRequest::ClassifyStyle(turns_of_side(episode, &episode.policy));
+            let call = HostCall { plugin: String::new(), request, response: Ok(HostResponse::Style(style)) };
+            calls.add(&episode.id, vec![call]);
+        }
+        Self(Arc::new(calls))
     }
 }
 
-/// A reward with its recorded host calls, or a style scorer over recorded styles.
+/// A reward, or a style scorer, with its recorded host calls.
 pub(super) fn open_reward(
     host: &PluginHost,
     plugin: &Plugin,
     settings: &PluginSettings,
     results: &RecordedResults,
 ) -> anyhow::Result<Box<dyn RewardModel>> {
-    match (scores_style(plugin), &results.styles) {
-        (false, _) => {
-            let port = PluginPort::reward().with_functions(Some(results.calls.clone()));
-            Ok(host.open(plugin, settings, port)?)
-        }
-        (true, Some(styles)) => {
-            let port = PluginPort::style_scorer(Some(styles.clone()));
-            Ok(Box::new(StyleReward::new(host.open(plugin, settings, port)?)))
-        }
-        (true, None) => {
-            let expected = "use a run with plugins.style_model";
-            let message =
-                format!("plugin {}: it scores style, and no episode has style probabilities; {expected}", plugin.id());
-            Err(Stop::usage(message).into())
-        }
+    let calls = results.0.clone();
+    if !scores_style(plugin) {
+        return Ok(host.open(plugin, settings, PluginPort::reward().with_functions(Some(calls)))?);
     }
+    if !calls.has_style() {
+        let expected = "use a run with plugins.style_model";
+        let message =
+            format!("plugin {}: it scores style, and no episode has style probabilities; {expected}", plugin.id());
+        return Err(Stop::usage(message).into());
+    }
+    let port = PluginPort::style_scorer(None).with_functions(Some(calls));
+    Ok(Box::new(StyleReward::new(host.open(plugin, settings, port)?)))
 }
 
 fn compare(
@@ -299,15 +304,22 @@ fn compare(
 ) -> anyhow::Result<Replay> {
     let mut episodes: Vec<Episode> = Vec::with_capacity(recorded.len());
     let (mut places, mut befores) = (Vec::with_capacity(recorded.len()), Vec::with_capacity(recorded.len()));
-    for RecordedEpisode { line, step, episode, outcome, .. } in recorded {
+    // As in the run, a group is scored without the episodes that it left out. These keep their recorded outcome.
+    let (given, left_out): (Vec<_>, Vec<_>) = recorded.into_iter().partition(|one| !one.is_left_out());
+    let n_given = given.len();
+    for RecordedEpisode { line, step, episode, outcome, .. } in given.into_iter().chain(left_out) {
         episodes.push(episode);
         places.push((line, step));
         befores.push(outcome);
     }
-    let afters = scoring::score(plugin.model.as_ref(), &episodes, "replay")?;
+    let kept: Vec<Outcome> = befores[n_given..].iter().flatten().cloned().collect();
+    let score = |model: &dyn RewardModel, label| -> anyhow::Result<Vec<Outcome>> {
+        Ok([scoring::score(model, &episodes[..n_given], label)?, kept.clone()].concat())
+    };
+    let afters = score(plugin.model.as_ref(), "replay")?;
     let (side, notes) = match other {
         Some(other) => {
-            befores = scoring::score(other.model.as_ref(), &episodes, "against")?.into_iter().map(Some).collect();
+            befores = score(other.model.as_ref(), "against")?.into_iter().map(Some).collect();
             (Side::Plugin(other.side), Vec::new())
         }
         None => (Side::Recorded, made_comparable(&mut befores, &plugin.side, config)),
@@ -395,37 +407,12 @@ fn own_part(sum: &Reward, id: &str) -> Option<Reward> {
     Some(Reward { total: totals.last()?.value, components })
 }
 
-/// A style model that replays the style probabilities recorded in a run; other dialogues are an error.
-struct RecordedStyles(HashMap<String, Vec<StyleProbability>>);
-
-impl RecordedStyles {
-    /// Of the answers of both sides; `None` where none has a style.
-    fn of<'a>(episodes: impl Iterator<Item = &'a Episode>) -> Option<Arc<Self>> {
-        let mut said = HashMap::new();
-        for episode in episodes {
-            for (_, side) in episode.candidates() {
-                if let (Some(style), Ok(text)) = (&side.style, text_of(&turns_of_side(episode, side))) {
-                    said.insert(text, style.clone());
-                }
-            }
-        }
-        (!said.is_empty()).then(|| Arc::new(Self(said)))
-    }
-}
-
-impl StyleModel for RecordedStyles {
-    fn classify(&self, turns: &[Message]) -> Result<Vec<StyleProbability>, CallFailure> {
-        let message = "the episodes hold no style of this dialogue; a replay has only the styles that the run recorded";
-        let unknown = || CallFailure { kind: FailureKind::NotRecorded, message: message.to_owned() };
-        self.0.get(&text_of(turns)?).cloned().ok_or_else(unknown)
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use querl_core::records::Candidate;
+    use querl_core::ports::HostFunctions;
+    use querl_core::records::{Candidate, FailureKind, HostCallError, StyleProbability};
     use querl_style::turns_of;
 
     fn side(id: &str) -> PluginSide {
@@ -457,24 +444,21 @@ mod tests {
     }
 
     #[test]
-    fn recorded_styles_of_both_sides_are_replayed_and_others_have_none() {
-        let side = |rewrite: &str, probability| {
-            let style = Some(vec![StyleProbability { label: "诚实".into(), probability }]);
-            Candidate { style, ..Candidate::found_nothing(rewrite.into()) }
+    fn recorded_distribution_of_the_rewrite_is_replayed_for_its_episode_and_others_are_not_recorded() {
+        let style = vec![StyleProbability { label: "诚实".into(), probability: 1.0 }];
+        let policy = Candidate { style: Some(style.clone()), ..Candidate::found_nothing("冷水洗".into()) };
+        let episode = Episode { id: "a".into(), query: "怎么洗".into(), policy, ..Episode::default() };
+        let results = RecordedResults::new(RecordedCalls::default(), [&episode].into_iter());
+        let ask = |id: &str, rewrite: &str| {
+            results.0.call("scorer", id, &HostRequest::ClassifyStyle(turns_of("怎么洗", rewrite)))
         };
-        let episode = Episode {
-            id: "a".into(),
-            query: "怎么洗".into(),
-            policy: side("冷水洗", 0.25),
-            baseline: Some(side("不确定", 1.0)),
-            ..Episode::default()
-        };
-        let styles = RecordedStyles::of([&episode].into_iter()).unwrap();
-        let said = |rewrite: &str| styles.classify(&turns_of("怎么洗", rewrite)).map(|classes| classes[0].probability);
-        assert_eq!((said("冷水洗"), said("不确定")), (Ok(0.25), Ok(1.0)));
-        assert_eq!(said("热水洗").unwrap_err().kind, FailureKind::NotRecorded);
-        let without = Episode { policy: Candidate::found_nothing("冷水洗".into()), ..episode.clone() };
-        let without = Episode { baseline: Some(without.policy.clone()), ..without };
-        assert!(RecordedStyles::of([&without].into_iter()).is_none());
+        assert_eq!(ask("a", "冷水洗"), Ok(HostResponse::Style(style)));
+        for missing in [ask("a", "热水洗"), ask("b", "冷水洗")] {
+            let Err(HostCallError::Failed(failure)) = missing else { panic!("{missing:?}") };
+            assert_eq!(failure.kind, FailureKind::NotRecorded);
+        }
+        let without = Episode { policy: Candidate::found_nothing("冷水洗".into()), ..episode };
+        let results = |episode| RecordedResults::new(RecordedCalls::default(), [episode].into_iter());
+        assert!(!results(&without).0.has_style());
     }
 }
