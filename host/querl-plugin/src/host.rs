@@ -144,10 +144,11 @@ impl PluginPort<dyn RewardModel> {
 }
 
 impl PluginPort<dyn StyleScorer> {
-    /// A style scorer. `model` answers the plugin's `style-model.classify`. It must not call a plugin of this host: the call
-    /// that it answers holds a slot.
+    /// A style scorer. `model` answers the plugin's `style-model.classify`, unrecorded, so that dialogues go in batches: for checks and
+    /// tests. It must not call a plugin of this host: the call that it answers holds a slot.
     pub fn style_scorer(model: Option<Arc<dyn StyleModel>>) -> Self {
-        let adapt = |caller, _| Ok(Box::new(StylePlugin::new(caller)) as Box<dyn StyleScorer>);
+        let is_recorded = model.is_none();
+        let adapt = move |caller, _| Ok(Box::new(StylePlugin { caller, is_recorded }) as Box<dyn StyleScorer>);
         let functions = model.map(|model| Arc::new(OnlyStyleModel(model)) as Arc<dyn HostFunctions>);
         Self { kinds: &[PluginKind::StyleScorer], functions, adapt: Box::new(adapt) }
     }

@@ -373,13 +373,9 @@ const RANGE: RewardRange = RewardRange { min: 0.0, max: 1.0 };
 
 /// A configured style scorer plugin.
 pub(crate) struct StylePlugin {
-    caller: Caller,
-}
-
-impl StylePlugin {
-    pub(crate) fn new(caller: Caller) -> Self {
-        Self { caller }
-    }
+    pub(crate) caller: Caller,
+    /// Whether calls of host functions are recorded with their dialogue.
+    pub(crate) is_recorded: bool,
 }
 
 impl StyleScorer for StylePlugin {
@@ -394,13 +390,15 @@ impl StyleScorer for StylePlugin {
             range: RANGE,
             range_name: "the contract's range",
         };
-        with_rejections(rejections, || {
-            scoring.batches(&sent, |dialogues, size| {
-                let item_id = if let [only] = dialogues { only.id.as_str() } else { "" };
-                self.caller.score(item_id, "style-scores.score-batch", size, |store, instance| {
-                    self.caller.exports.contract.score_dialogues(store, instance, dialogues)
-                })
+        let run = |dialogues: &[&Dialogue], size| {
+            let item_id = if let [only] = dialogues { only.id.as_str() } else { "" };
+            self.caller.score(item_id, "style-scores.score-batch", size, |store, instance| {
+                self.caller.exports.contract.score_dialogues(store, instance, dialogues)
             })
+        };
+        with_rejections(rejections, || match self.is_recorded {
+            true => scoring.batches(&sent, run),
+            false => scoring.batch(&sent, run),
         })
     }
 
