@@ -50,10 +50,11 @@ impl Server {
     async fn start(change: impl FnOnce(&mut RewriteOptions), rewriter: Arc<StandInRewriter>) -> Self {
         let mut options = options();
         change(&mut options);
+        let limits = options.server;
         let service = RewriteService::new(options).unwrap();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        tokio::spawn(serve(listener, service.router(), ServerLimits::default(), std::future::pending()));
+        tokio::spawn(serve(listener, service.router(), limits, std::future::pending()));
         Self { url, client: http(), service, rewriter }
     }
 
@@ -518,6 +519,20 @@ async fn a_stream_has_a_chunk_for_each_text_and_ends_with_done() {
     }
 }
 
+/// Connections whose client takes no response for `send_timeout` are closed; a stream without text yet is not such a connection.
+#[tokio::test]
+async fn a_stream_may_wait_for_its_first_text() {
+    let server = Server::shop(|options| {
+        options.server.send_timeout = Duration::from_millis(100);
+        options.chat_timeout = Duration::from_secs(10);
+    })
+    .await;
+    let messages = json!([{"role": "user", "content": "delay 2500"}]);
+    let request = server.post("/v1/chat/completions", &json!({"model": "shop", "stream": true, "messages": messages}));
+    let text = request.send().await.unwrap().text().await.unwrap();
+    assert_eq!(chunks(&text).len(), "delay 2500".len() + 2);
+}
+
 #[tokio::test]
 async fn errors_of_chat_completions_have_openais_form() {
     let server = Server::shop(|_| ()).await;
@@ -613,7 +628,7 @@ fn with_upstream(url: &str) -> impl FnOnce(&mut RewriteOptions) + use<> {
 async fn a_retrieval_request_is_forwarded_with_its_rewrite() {
     let (url, received) = upstream().await;
     let server = Server::shop(with_upstream(&url)).await;
-    let body = r#"{"query": "它怎么吃", "tenant_id": "shop", "history": ["在看鱼油"], "kb_name": "a",
+    let body = r#"{"query": "它怎么吃", "tenant_id": "shop", "history": ["在看鱼油"], "kb_\u006eame": "a",
         "own": {"id": 123456789012345678901234567890, "share": 0.10}, "rewritten_query": null}"#;
     let request =
         server.client.post(format!("{}/api/chat/general_rag?trace=1", server.url)).bearer_auth("of-the-upstream");
@@ -631,6 +646,7 @@ async fn a_retrieval_request_is_forwarded_with_its_rewrite() {
     assert!(sent.contains(r#""own":{"id": 123456789012345678901234567890, "share": 0.10}"#), "{sent}");
     let sent: Value = serde_json::from_str(&sent).unwrap();
     assert_eq!((&sent["query"], &sent["rewritten_query"]), (&json!("它怎么吃"), &json!("它怎么吃||在看鱼油")));
+    assert_eq!(sent["kb_name"], "a");
 
     let given = json!({"query": "a", "tenant_id": "shop", "rewritten_query": "b"});
     let n_submitted = server.rewriter.n_submitted.load(Ordering::Relaxed);
@@ -699,7 +715,9 @@ async fn dify_gets_records_of_the_rewritten_query() {
     let expected =
         json!({"query": "鱼油", "rewritten_query": "鱼油||", "tenant_id": "shop", "top_k": 3, "score_threshold": 0.5});
     assert_eq!(sent(), expected);
-    assert_eq!(ask(body("shop:archive", "鱼油")).await, (200, records));
+    let archive = server.post("/retrieval", &body("shop:archive", "鱼油")).bearer_auth("shop-key");
+    assert_eq!(answer(archive.header("accept-encoding", "gzip")).await, (200, records));
+    assert_eq!(received.lock().unwrap()[0].1.get("accept-encoding"), None, "the response is read here");
     assert_eq!(sent()["kb_name"], "archive");
 
     let code = async |request: RequestBuilder| {

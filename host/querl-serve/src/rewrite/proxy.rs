@@ -10,7 +10,7 @@ use super::upstream::{Upstream, UpstreamResponse};
 use crate::body::JsonFields;
 use crate::error::ErrorResponse;
 use axum::Json;
-use axum::http::StatusCode;
+use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use querl_core::records::Context;
 use querl_core::serving::{SubmitError, Tenant};
@@ -34,15 +34,22 @@ pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorRespons
     }
     let context = context(&mut call.fields)?;
     let (rewrite, fallback) = rewrite(&call, &tenant, &query, context).await;
-    let mut fields: BTreeMap<&str, Box<RawValue>> = serde_json::from_slice(&call.body).map_err(not_forwarded)?;
-    fields.insert("rewritten_query", to_raw_value(&rewrite).map_err(not_forwarded)?);
-    let body = serde_json::to_vec(&fields).map_err(not_forwarded)?;
+    let body = replaced(&call.body, &[("rewritten_query", &rewrite)])?;
     let response = upstream.send(&call.uri, &call.headers, body).await?;
     Ok(with_fallback(response.into_response(), fallback))
 }
 
-fn not_forwarded(error: serde_json::Error) -> ErrorResponse {
-    ErrorResponse::new(StatusCode::BAD_REQUEST, format!("the body cannot be forwarded: {error}"))
+/// A JSON object with other texts of some fields; all others are as their client wrote them.
+fn replaced(body: &[u8], texts: &[(&str, &str)]) -> Result<Vec<u8>, ErrorResponse> {
+    let replace = || {
+        let mut fields: BTreeMap<String, Box<RawValue>> = serde_json::from_slice(body)?;
+        for (name, text) in texts {
+            fields.insert((*name).to_owned(), to_raw_value(text)?);
+        }
+        serde_json::to_vec(&fields)
+    };
+    let failed = |error| ErrorResponse::new(StatusCode::BAD_REQUEST, format!("the body cannot be forwarded: {error}"));
+    replace().map_err(failed)
 }
 
 /// `POST /retrieval`: external knowledge of Dify.
@@ -54,32 +61,27 @@ pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse>
     let query = query(&mut call.fields)?;
     let setting = "an object with `top_k` and `score_threshold`";
     let mut setting: JsonFields = call.fields.take("retrieval_setting", setting)?.unwrap_or_default();
+    let top_k: Option<u64> = setting.take("top_k", "a positive integer")?;
+    let score_threshold: Option<f64> = setting.take("score_threshold", "a number from 0 to 1")?;
     let (rewrite, fallback) = rewrite(&call, &tenant, &query, Context::default()).await;
-    let body = if upstream.is_dify() {
-        let mut fields: BTreeMap<&str, Box<RawValue>> = serde_json::from_slice(&call.body).map_err(not_forwarded)?;
-        fields.insert("query", to_raw_value(&rewrite).map_err(not_forwarded)?);
-        fields.insert("knowledge_id", to_raw_value(kb_name.unwrap_or(&id)).map_err(not_forwarded)?);
-        serde_json::to_vec(&fields)
-    } else {
-        let mut fields = json!({"query": query, "rewritten_query": rewrite, "tenant_id": tenant.name});
-        let top_k: Option<u64> = setting.take("top_k", "a positive integer")?;
-        let score_threshold: Option<f64> = setting.take("score_threshold", "a number from 0 to 1")?;
-        let optional = [
-            ("kb_name", kb_name.map(Value::from)),
-            ("top_k", top_k.map(Value::from)),
-            ("score_threshold", score_threshold.map(Value::from)),
-        ];
-        for (name, value) in optional.into_iter().filter_map(|(name, value)| Some((name, value?))) {
-            fields[name] = value;
-        }
-        serde_json::to_vec(&fields)
-    };
-    let response = upstream.send(&call.uri, &call.headers, body.map_err(not_forwarded)?).await?;
-    let response = match upstream.is_dify() {
-        true => response.into_response(),
-        false => Json(response.records()?).into_response(),
-    };
-    Ok(with_fallback(response, fallback))
+    if upstream.is_dify() {
+        let body = replaced(&call.body, &[("query", &rewrite), ("knowledge_id", kb_name.unwrap_or(&id))])?;
+        let response = upstream.send(&call.uri, &call.headers, body).await?;
+        return Ok(with_fallback(response.into_response(), fallback));
+    }
+    let mut body = json!({"query": query, "rewritten_query": rewrite, "tenant_id": tenant.name});
+    let optional = [
+        ("kb_name", kb_name.map(Value::from)),
+        ("top_k", top_k.map(Value::from)),
+        ("score_threshold", score_threshold.map(Value::from)),
+    ];
+    for (name, value) in optional.into_iter().filter_map(|(name, value)| Some((name, value?))) {
+        body[name] = value;
+    }
+    // The response is read here.
+    call.headers.remove(header::ACCEPT_ENCODING);
+    let response = upstream.send(&call.uri, &call.headers, body.to_string()).await?;
+    Ok(with_fallback(Json(response.records()?).into_response(), fallback))
 }
 
 /// The tenant of `TENANT` or `TENANT:KB_NAME`, and the name.
