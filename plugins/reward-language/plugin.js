@@ -4,7 +4,7 @@ import { plugin, Rejection, text } from "#querl-sdk";
 
 /** A text is looked at up to here: each character costs fuel. */
 const MAX_LENGTH = 100;
-/** First and last code point below 0x10000. The engine of a component has no `\p{Script=...}`. */
+/** First and last UTF-16 code unit. The engine of a component has no `\p{Script=...}`. */
 const RANGES = [
   ["latin", 0x61, 0x7a],
   ["latin", 0xc0, 0x24f],
@@ -12,6 +12,8 @@ const RANGES = [
   ["han", 0x3005, 0x3007],
   ["han", 0x3400, 0x9fff],
   ["han", 0xf900, 0xfaff],
+  // The first units of the planes 2 and 3.
+  ["han", 0xd840, 0xd8bf],
   ["kana", 0x3041, 0x30ff],
   ["kana", 0xff66, 0xff9f],
   ["hangul", 0x1100, 0x11ff],
@@ -24,9 +26,10 @@ const RANGES = [
   ["devanagari", 0x900, 0x97f],
   ["thai", 0xe00, 0xe7f],
 ];
-// By code point, made when the component is built: a search in `RANGES` would cost thousands of instructions a character.
-const RANGE_OF = new Uint8Array(0x10000).fill(RANGES.length);
-RANGES.forEach(([, first, last], index) => RANGE_OF.fill(index, first, last + 1));
+const SCRIPTS = RANGES.map(([script]) => script);
+// Made when the component is built: a search in `RANGES` would cost thousands of instructions a character.
+const SCRIPT_OF = new Uint8Array(0x10000).fill(SCRIPTS.length);
+RANGES.forEach(([, first, last], index) => SCRIPT_OF.fill(index, first, last + 1));
 
 export class Language {
   static requires = [];
@@ -40,36 +43,45 @@ export class Language {
   }
 
   score({ query, policy: { rewrite = "" } }) {
-    const [language] = [...counts(query)].sort(([, a], [, b]) => b - a)[0] ?? [];
+    const language = mostFrequent(counts(query));
     if (language === undefined) throw new Rejection("query_without_letters", "the query has no letters to tell its language by");
     const found = counts(rewrite);
-    const n = [...found.values()].reduce((sum, count) => sum + count, 0);
-    const share = n === 0 ? 0 : (found.get(language) ?? 0) / n;
+    let n = 0;
+    for (const script in found) n += found[script];
+    const share = n === 0 ? 0 : (found[language] ?? 0) / n;
     return { total: Math.min(1, share / (1 - this.tolerated)), components: { share } };
   }
 }
 
 /** Characters, or words in ASCII letters, by script in the order of the text. Han counts as kana where the text is Japanese. */
 function counts(of) {
-  const found = new Map();
-  for (const unit of text.units(of.slice(0, MAX_LENGTH))) {
-    const script = scriptOf(unit);
-    if (script) found.set(script, (found.get(script) ?? 0) + 1);
+  const found = {};
+  const units = text.units(of.slice(0, MAX_LENGTH));
+  for (let index = 0; index < units.length; index += 1) {
+    const unit = units[index];
+    let first = 0;
+    // Digits before letters.
+    while (unit.charCodeAt(first) <= 0x39) first += 1;
+    // `undefined` for digits, symbols and what is not in the table.
+    const script = SCRIPTS[SCRIPT_OF[unit.charCodeAt(first)]];
+    if (script) found[script] = (found[script] ?? 0) + 1;
   }
-  const [han, kana] = [found.get("han") ?? 0, found.get("kana") ?? 0];
+  const { han = 0, kana = 0 } = found;
   // A Japanese text has particles in kana; a Chinese one has の for decoration.
-  if (kana * 4 < han || kana === 0) return found;
-  found.delete("han");
-  return found.set("kana", han + kana);
+  if (kana * 4 >= han && kana > 0) {
+    delete found.han;
+    found.kana = han + kana;
+  }
+  return found;
 }
 
-/** The script of a unit's first letter. `undefined` for digits, symbols and what is not in the table. */
-function scriptOf(unit) {
-  let start = 0;
-  while (unit.charCodeAt(start) <= 0x39) start += 1;
-  const code = unit.codePointAt(start);
-  // The planes 2 and 3 are Chinese characters.
-  return code >= 0x20000 && code < 0x40000 ? "han" : RANGES[RANGE_OF[code]]?.[0];
+/** The first of the largest counts. */
+function mostFrequent(found) {
+  let most;
+  for (const script in found) {
+    if (most === undefined || found[script] > found[most]) most = script;
+  }
+  return most;
 }
 
 export default plugin({ reward: Language });

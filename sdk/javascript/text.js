@@ -1,7 +1,7 @@
 // Functions on texts that many plugins need. Pure. The SDKs for Rust and Python have the same functions from `normalise` on;
 // sdk/testdata/text.jsonl has the results that all three give, to the bit. Documentation is in index.d.ts.
 //
-// In a component, spreading or matching costs thousands of instructions a character: `nChars` and `stripped` do without.
+// In a component, a call, spreading or matching costs thousands of instructions a character: what most texts need does without.
 
 /** Characters (code points) of a text. */
 export function nChars(text) {
@@ -27,6 +27,7 @@ const BLANKS = /[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000
 // A run of ASCII letters and digits, or one character that is no blank and no punctuation: ASCII, Latin-1, general, CJK, vertical.
 const UNIT =
   /[0-9a-z]+|[^\x21-\x2f\x3a-\x40\x5b-\x60\x7b-\x7e \xa1\xa7\xab\xb6\xb7\xbb\xbf\u2000-\u206f\u3000-\u3003\u3008-\u3011\u3014-\u301f\u3030\ufe30-\ufe4f\uff5f-\uff65]/gu;
+const UNIT_ALONE = new RegExp(UNIT.source, "u");
 const DIGITS = byCharacter(["0〇零", "1一壹", "2二两贰", "3三叁", "4四肆", "5五伍", "6六陆", "7七柒", "8八捌", "9九玖"], (n) => n);
 const UNITS = byCharacter(["十拾", "百佰", "千仟", "万", "亿"], (n) => [10, 100, 1000, 1e4, 1e8][n]);
 /** Integers below it are exact. */
@@ -45,8 +46,31 @@ export function normalise(text) {
   return stripped(lowered.replace(BLANKS, " "), " ");
 }
 
+// What a UTF-16 code unit is in `units`: of a run of letters and digits, a unit, neither, or what normalisation changes in other ways.
+const [RUN, SINGLE, SEPARATOR, OTHER] = [0, 1, 2, 3];
+// Pure, so that a plugin without `units` is built without it.
+const KINDS = /* @__PURE__ */ Uint8Array.from({ length: 0x10000 }, (_, code) => {
+  const character = String.fromCharCode(code);
+  if (/[0-9A-Za-z]/.test(character)) return RUN;
+  if (/[\u200b\ufeff\ud800-\udfff]/.test(character)) return OTHER;
+  const normalised = normalise(character);
+  if (!UNIT_ALONE.test(normalised)) return SEPARATOR;
+  return normalised === character ? SINGLE : OTHER;
+});
+
 export function units(text) {
-  return normalise(text).match(UNIT) ?? [];
+  const found = [];
+  let start = 0;
+  for (let end = 0; end <= text.length; end += 1) {
+    // After the text: the end of a run.
+    const kind = KINDS[text.charCodeAt(end)] ?? SEPARATOR;
+    if (kind === OTHER) return normalise(text).match(UNIT) ?? [];
+    if (kind === RUN) continue;
+    if (start < end) found.push(text.slice(start, end).toLowerCase());
+    if (kind === SINGLE) found.push(text[end]);
+    start = end + 1;
+  }
+  return found;
 }
 
 export function number(text) {
@@ -171,5 +195,11 @@ export function softOverlong(length, maxLength, buffer) {
 /** Each n-gram as one text: no unit has a blank in it. */
 function ngrams(text, n) {
   const ofText = units(text);
-  return Array.from({ length: Math.max(ofText.length - n + 1, 0) }, (_, start) => ofText.slice(start, start + n).join(" "));
+  const found = [];
+  for (let end = n; end <= ofText.length; end += 1) {
+    let ngram = ofText[end - n];
+    for (let index = end - n + 1; index < end; index += 1) ngram += ` ${ofText[index]}`;
+    found.push(ngram);
+  }
+  return found;
 }

@@ -3,7 +3,7 @@
 import { readFileSync } from "node:fs";
 import { basename } from "node:path";
 import { fileURLToPath } from "node:url";
-import { contextFromJson, Episode, hitFromJson, Message } from "../types.js";
+import { contextFromJson, Episode, hitsFromJson, Message } from "../types.js";
 
 const FORMATS = [2, 3];
 
@@ -107,7 +107,7 @@ export function sample(value, id = "") {
     originalQuery: fields.take("original_query"),
     rewrittenQuery: fields.take("rewritten_query"),
     context: contextFromJson(context(fields.optional("context", {}))),
-    hits: hits(fields.optional("hits", [])).map(hitFromJson),
+    hits: hitsFromJson(hits(fields.optional("hits", []))),
     columns: fields.optional("columns", {}),
   }));
 }
