@@ -296,7 +296,7 @@ async fn identical_requests_to_one_version_share_a_rewrite() {
     assert_eq!(ask("a", "").await, (true, "a||".into(), v1.clone()));
     assert_eq!(ask("a", "孕妇").await, (false, "a|孕妇|".into(), v1.clone()), "another context");
     assert_eq!(ask("b", "").await, (false, "b||".into(), v1.clone()));
-    assert_eq!(ask("a", "").await.0, false, "the least recently used of three is dropped");
+    assert!(!ask("a", "").await.0, "the least recently used of three is dropped");
     for _ in 0..2 {
         assert!(!ask("unreadable", "").await.0, "a fallback is not kept");
     }
