@@ -5,8 +5,10 @@
 mod common;
 
 use common::{Entry, sealed};
+use querl_bundle::oci::{Credentials, RegistryReference, Transport, pull};
 use querl_bundle::{Bundle, Manifest};
 use std::io::{Read, Write};
+use std::net::TcpListener;
 
 /// The most memory that the process ever held, in bytes.
 fn high_water() -> u64 {
@@ -28,8 +30,24 @@ fn bomb(n_bytes: u64) -> Vec<u8> {
     sealed(encoder.finish().unwrap())
 }
 
+/// The host of a registry whose answers do not end.
+fn endless_registry() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let host = listener.local_addr().unwrap().to_string();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            std::thread::spawn(move || {
+                let _ = stream.read(&mut [0; 4096]);
+                let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n");
+                while stream.write_all(&[b' '; 1 << 16]).is_ok() {}
+            });
+        }
+    });
+    host
+}
+
 #[test]
-fn bombs_are_refused_without_taking_memory() {
+fn bombs_and_endless_answers_are_refused_without_taking_memory() {
     let bombs: Vec<_> = [60 << 20, 2 << 30].map(bomb).into();
     assert!(bombs.iter().all(|bomb| bomb.len() < 300_000));
     let before = high_water();
@@ -44,4 +62,11 @@ fn bombs_are_refused_without_taking_memory() {
     // What a header claims may not be set aside before it is decoded.
     let grown = high_water() - before;
     assert!(grown < 64 << 20, "{grown} bytes");
+    // Regression: an answer without an end was read until memory was full.
+    let place = RegistryReference::parse(&format!("{}/a/b:1.0.0", endless_registry())).unwrap();
+    let pulling = pull(&place, &Credentials::anonymous(), Transport::Secure);
+    let error = tokio::runtime::Runtime::new().unwrap().block_on(pulling).unwrap_err().to_string();
+    assert!(error.ends_with("the registry's answers take more than 512 MiB of memory; check the address"), "{error}");
+    let grown = high_water() - before;
+    assert!(grown < 2 << 30, "{grown} bytes");
 }

@@ -1,6 +1,6 @@
 //! Types that all crates of querl share: pipeline records, traits of external components (teacher, judge, retriever,
 //! environment, plugins), the resolved configuration, the layout of a run directory, atomic file writes, the reader of models'
-//! configurations, a scan of stored floats for NaN and Inf, and sanitised text for terminals.
+//! configurations, a scan of stored floats for NaN and Inf, the memory of the process, and sanitised text for terminals.
 //!
 //! This crate must not depend on tensors, WebAssembly, HTTP or an async runtime.
 
@@ -9,6 +9,7 @@ pub mod dir_lock;
 pub mod episodes;
 pub mod floats;
 pub mod fsx;
+pub mod memory;
 pub mod model_config;
 pub mod ports;
 pub mod records;

@@ -8,6 +8,7 @@ use crate::ModelError;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Rest, Serde, StringInput, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, Value, context, filters};
+use querl_core::memory::private_memory_bytes;
 use querl_core::records::Message;
 use std::io::{self, Write};
 use std::path::Path;
@@ -122,6 +123,11 @@ impl ChatTemplate {
         environment.add_template_owned(NAME, text.to_owned()).map_err(|error| source.of(&error))?;
         let environment = Arc::new(environment);
         Ok(Self { environment, special_tokens, text: text.to_owned(), source, renderer: Mutex::new(None) })
+    }
+
+    /// An error about this template.
+    pub(crate) fn error(&self, message: &str) -> ModelError {
+        self.source.error(None, message)
     }
 
     /// The template itself.
@@ -380,17 +386,6 @@ fn wait<T>(receiver: &Receiver<T>, memory_bytes: impl Fn() -> u64) -> Result<T, 
         TryRecvError::Empty => limit(&format!("{} s", MAX_TIME.as_secs())),
         TryRecvError::Disconnected => PANICKED.into(),
     })
-}
-
-/// Resident memory of the process that no file backs: mapped weights do not count. 0 where the system does not say it.
-///
-/// Source: proc_pid_statm(5): the second and third field, in pages.
-fn private_memory_bytes() -> u64 {
-    const PAGE_BYTES: u64 = 4096; // larger on some systems, where less is measured than there is
-    let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-    let mut pages = statm.split(' ').skip(1).map_while(|field| field.parse::<u64>().ok());
-    let (resident, shared) = (pages.next().unwrap_or_default(), pages.next().unwrap_or_default());
-    resident.saturating_sub(shared) * PAGE_BYTES
 }
 
 /// A special token in `tokenizer_config.json`: a string, or an object with `content`.

@@ -8,6 +8,7 @@ use oci_client::client::{ClientConfig, ClientProtocol};
 use oci_client::errors::{OciDistributionError, OciErrorCode};
 use oci_client::manifest::{OciDescriptor, OciImageManifest, OciManifest};
 use oci_client::{Client, Reference};
+use querl_core::memory::private_memory_bytes;
 use std::collections::HashSet;
 use std::error::Error;
 use std::time::Duration;
@@ -21,6 +22,11 @@ const TAGS_TIMEOUT: Duration = Duration::from_secs(120);
 const MOST_TAGS: usize = 10_000;
 /// Timeout of a whole push or pull: 72 MiB at 350 kbit/s.
 const TOTAL_TIMEOUT: Duration = Duration::from_secs(1800);
+/// Most memory that the process may grow by during a push or pull: oci-client reads manifests, lists of tags, tokens and errors whole,
+/// however long they are.
+const MAX_MEMORY_BYTES: u64 = 512 << 20;
+/// How often the memory of the process is read.
+const POLL: Duration = Duration::from_millis(10);
 
 /// Protocol of connections to a registry.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -32,12 +38,18 @@ pub enum Transport {
     PlainHttp,
 }
 
-/// The result of `operation`, limited to the timeout of a push or pull.
+/// The result of `operation`, limited to the timeout and the memory of a push or pull.
 pub(crate) async fn in_time<T>(
     location: &RegistryReference,
     operation: impl Future<Output = Result<T, RegistryError>>,
 ) -> Result<T, RegistryError> {
-    within(location, TOTAL_TIMEOUT, operation).await
+    tokio::select! {
+        done = within(location, TOTAL_TIMEOUT, operation) => done,
+        () = memory_grown_by(MAX_MEMORY_BYTES) => {
+            let limit = MAX_MEMORY_BYTES >> 20;
+            Err(RegistryError::at(location, format!("the registry's answers take more than {limit} MiB of memory; check the address")))
+        }
+    }
 }
 
 async fn within<T>(
@@ -50,6 +62,13 @@ async fn within<T>(
         let message = format!("the registry took more than {} seconds; try again later", limit.as_secs_f64());
         Err(RegistryError::at(location, message))
     })
+}
+
+async fn memory_grown_by(n_bytes: u64) {
+    let before = private_memory_bytes();
+    while private_memory_bytes().saturating_sub(before) <= n_bytes {
+        tokio::time::sleep(POLL).await;
+    }
 }
 
 /// A client of one registry.
