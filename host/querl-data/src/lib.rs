@@ -34,7 +34,7 @@ pub use retrieval::{
 };
 pub use stages::{
     Conversion, ConvertedRow, DroppedRow, LocalRewriteCollector, LocalRewriteStage, StageResults, convert, rewrite,
-    rewrite_in_batch, validate,
+    rewrite_in_batch, teacher_prompts, validate,
 };
 pub use table::{ColumnReader, Findings, QueryTable, RowList, RowReference, open_queries, query_id};
 pub use teacher::{open_fallback, open_teacher};

@@ -75,16 +75,17 @@ impl TextTokenizer {
     /// encoded as text.
     ///
     /// # Errors
-    /// The template or the tokenizer fails.
+    /// The template or the tokenizer fails, or the prompt has no tokens.
     pub fn encode_prompt(&self, messages: &[Message]) -> Result<Vec<u32>, ModelError> {
         let has_control = |message: &Message| {
             [&message.role, &message.content].into_iter().any(|text| self.control_tokens.are_in(text))
         };
         let render = |messages: &[Message]| self.template.render(messages, true);
-        match messages.iter().any(has_control) {
+        let ids = match messages.iter().any(has_control) {
             true => self.control_tokens.encode_conversation(&self.inner, messages, self.template.text(), render),
             false => self.encode_rendered(&render(messages)?),
-        }
+        }?;
+        if ids.is_empty() { Err(self.template.error("renders this conversation to no tokens")) } else { Ok(ids) }
     }
 
     /// A response: its tokens and the end-of-sequence token. Encoded separately from the prompt, so that

@@ -333,7 +333,7 @@ fn a_refused_command_leaves_every_file_as_it_was() {
     let project = Project::new();
     project.querl(&["run", "querl.toml"]).ok();
     let before = snapshot(&project);
-    for folder in ["cut", "not-finite", "template"] {
+    for folder in ["cut", "not-finite", "template", "no-tokens", "one-row"] {
         project.copy_model(folder);
     }
     let weights = std::fs::read(project.path("cut/model.safetensors")).unwrap();
@@ -343,7 +343,12 @@ fn a_refused_command_leaves_every_file_as_it_was() {
     std::fs::write(project.path("not-finite/model.safetensors"), damaged).unwrap();
     let special = r#"{"eos_token": "<|im_end|>", "chat_template": "{{ raise_exception('no') }}"}"#;
     project.write("template/tokenizer_config.json", special);
-    let refused: [&[&str]; 10] = [
+    project.write("no-tokens/chat_template.jinja", "");
+    // Symptom: a local teacher rendered its prompts, and failed, only after the earlier result was moved.
+    let last = project.rows("queries.jsonl")[39]["original_query"].as_str().unwrap().to_owned();
+    let one_row = format!("{{% if {last:?} in messages[-1].content %}}{{{{ raise_exception('no') }}}}{{% endif %}}x");
+    project.write("one-row/chat_template.jinja", &one_row);
+    let refused: [&[&str]; 13] = [
         &["run", "querl.toml", "--set", "rl.max_new_tokens=100000"],
         &["eval", "querl.toml", "--set", "rl.max_new_tokens=100000"],
         &["rl", "querl.toml", "--from", "rl", "--set", "model.path=\"template\""],
@@ -354,6 +359,9 @@ fn a_refused_command_leaves_every_file_as_it_was() {
         &["run", "querl.toml", "--set", "model.path=\"not-finite\""],
         &["run", "querl.toml", "--set", "model.path=\"template\""],
         &["run", "querl.toml", "--from", "rewrite", "--set", "data.query_column=\"none\""],
+        &["run", "querl.toml", "--set", "model.path=\"no-tokens\""],
+        &["rl", "querl.toml", "--from", "rl", "--set", "rl.stop_strings=[\"\"]"],
+        &["run", "querl.toml", "--set", "teacher={ kind = \"local\", model_path = \"one-row\" }"],
     ];
     for args in refused {
         let output = project.querl(args);

@@ -281,6 +281,10 @@ fn check_training(config: &Config, violations: &mut Vec<Violation>) {
         let expected = format!("at most rl.max_new_tokens, {}", rl.max_new_tokens);
         violations.push(wrong("rl.min_new_tokens", &Value::Integer(rl.min_new_tokens as i64), &expected));
     }
+    if rl.stop_strings.iter().any(String::is_empty) {
+        let message = "holds an empty string, which ends every response at once; remove it";
+        violations.push(Violation::of("rl.stop_strings", message));
+    }
 }
 
 fn wrong_text(key: &str, value: &str, expected: &str) -> Violation {

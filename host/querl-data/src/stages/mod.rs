@@ -6,7 +6,7 @@ mod convert;
 mod rewrite;
 
 pub use convert::{Conversion, ConvertedRow, DroppedRow, convert};
-pub use rewrite::{LocalRewriteCollector, LocalRewriteStage, rewrite, rewrite_in_batch};
+pub use rewrite::{LocalRewriteCollector, LocalRewriteStage, rewrite, rewrite_in_batch, teacher_prompts};
 
 use crate::dataset::records::{Journal, JournalRecord, RecordLocation, RecordWriter, Rows, changed_meanwhile};
 use crate::error::DataError;

@@ -171,6 +171,17 @@ impl RewriteTask<'_> {
     }
 }
 
+/// The teacher's prompt of each row.
+///
+/// # Errors
+/// The rows cannot be read, or the plugin broke its contract.
+pub fn teacher_prompts<'a>(
+    rows: &'a dyn Rows<QueryRow>,
+    prompts: &'a dyn Prompts,
+) -> Result<impl Iterator<Item = Result<Vec<Message>, DataError>> + 'a, DataError> {
+    Ok(rows.read()?.map(|row| messages(&row?, prompts)))
+}
+
 fn messages(row: &QueryRow, prompts: &dyn Prompts) -> Result<Vec<Message>, DataError> {
     let context = context(row);
     let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };

@@ -14,6 +14,7 @@ use querl_core::run_dir::RunDir;
 use querl_data::{
     BatchTeacher, Findings, Journal, LocalRewriteCollector, LocalRewriteStage, NewPrompts, QueryTable, StageResults,
     open_fallback, open_queries, open_teacher, refuse_open_batches, rewrite, rewrite_in_batch, table_path,
+    teacher_prompts,
 };
 use querl_model::{DecoderConfig, TextTokenizer};
 use querl_train::job::{GenerateJob, GeneratedResponse};
@@ -60,6 +61,9 @@ impl Stage for Rewrite {
 
     fn permit(&self, run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
         leaks::before_rewriting(run, last, progress)?;
+        if run.config.teacher.kind == TeacherKind::Local {
+            check_local_prompts(run)?;
+        }
         Ok(Facts::default())
     }
 
@@ -203,6 +207,15 @@ fn check_local_teacher(run: &Run) -> anyhow::Result<()> {
     TextTokenizer::load(path).map_err(Stop::usage)?;
     querl_model::check_weights(path).map_err(Stop::usage)?;
     Ok(run.executor.check_answers_of("teacher.model_path", path)?)
+}
+
+/// Encodes the prompt of every row: a chat template may refuse some of them.
+fn check_local_prompts(run: &Run) -> anyhow::Result<()> {
+    let (table, window) = (open_queries(&run.config.data)?, ContextWindow::of(run)?);
+    for messages in teacher_prompts(&table, run.plugins.prompts.as_ref())? {
+        window.tokens_of(&messages?)?.ok();
+    }
+    Ok(())
 }
 
 fn model_folder(run: &Run) -> anyhow::Result<&Path> {
