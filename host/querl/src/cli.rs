@@ -6,6 +6,7 @@ use anyhow::Context;
 use clap::{Args, CommandFactory, Parser, Subcommand};
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::COMPILE_COMMAND;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Train a small language model to rewrite users' queries so that a knowledge base answers them better.
@@ -115,8 +116,9 @@ impl Noise {
 }
 
 pub fn print_completions(shell: clap_complete::Shell) -> anyhow::Result<()> {
-    clap_complete::generate(shell, &mut Cli::command(), "querl", &mut std::io::stdout());
-    Ok(())
+    let mut script = Vec::new(); // clap_complete panics where it cannot write
+    clap_complete::generate(shell, &mut Cli::command(), "querl", &mut script);
+    std::io::stdout().write_all(&script).context("stdout")
 }
 
 pub fn write_man_pages(dir: Option<&Path>) -> anyhow::Result<()> {

@@ -24,14 +24,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// One thread for candle's own pool, whose elementwise operations wait by spinning on cores that our kernels' threads need: a third of
-/// the CPU time of full fine-tuning (`examples/bench.rs`, `full`, with and without).
-const CANDLE_THREADS: (&str, &str) = ("CANDLE_NUM_THREADS", "1");
+/// Environment variables where they are not set. One thread for candle's own pool, whose elementwise operations wait by spinning on cores
+/// that our kernels' threads need: a third of the CPU time of full fine-tuning (`examples/bench.rs`, `full`, with and without). No
+/// backtraces in the messages of candle's errors; those of panics stay with `RUST_BACKTRACE`.
+const ENVIRONMENT: [(&str, &str); 2] = [("CANDLE_NUM_THREADS", "1"), ("RUST_LIB_BACKTRACE", "0")];
 
 fn main() -> ExitCode {
-    if std::env::var_os(CANDLE_THREADS.0).is_none() {
-        // SAFETY: this is the program's first statement; no other thread can read the environment.
-        unsafe { std::env::set_var(CANDLE_THREADS.0, CANDLE_THREADS.1) };
+    for (name, value) in ENVIRONMENT {
+        if std::env::var_os(name).is_none() {
+            // SAFETY: this is the program's first statement; no other thread can read the environment.
+            unsafe { std::env::set_var(name, value) };
+        }
     }
     keep_freed_memory();
     let cli = Cli::parse();

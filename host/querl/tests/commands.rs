@@ -61,6 +61,11 @@ fn completions_and_man_pages_cover_the_commands() {
     project.querl(&["man", "pages"]).ok();
     assert!(project.read("pages/querl.1").contains("SUBCOMMANDS"));
     assert!(project.read("pages/querl-plugin-pack.1").contains("\\-\\-sign"));
+    // Symptom: a completion script that could not be written was a panic.
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let output = project.command(&["completions", "bash"]).stdout(full).output().unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(stderr.starts_with("error: stdout: ") && stderr.lines().count() == 1, "{stderr}");
 }
 
 /// Regression: every stage listed the flags of `querl run`, among them some without effect on it.
