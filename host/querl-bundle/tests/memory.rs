@@ -64,7 +64,8 @@ fn bombs_and_endless_answers_are_refused_without_taking_memory() {
     assert!(grown < 64 << 20, "{grown} bytes");
     // Regression: an answer without an end was read until memory was full.
     let place = RegistryReference::parse(&format!("{}/a/b:1.0.0", endless_registry())).unwrap();
-    let pulling = pull(&place, &Credentials::anonymous(), Transport::Secure);
+    let anonymous = Credentials::anonymous();
+    let pulling = pull(&place, &anonymous, Transport::Secure);
     let error = tokio::runtime::Runtime::new().unwrap().block_on(pulling).unwrap_err().to_string();
     assert!(error.ends_with("the registry's answers take more than 512 MiB of memory; check the address"), "{error}");
     let grown = high_water() - before;
