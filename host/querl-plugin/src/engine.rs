@@ -22,10 +22,11 @@ pub(crate) const TABLE_ELEMENTS: usize = 100_000;
 pub(crate) const WASM_STACK_BYTES: usize = 1 << 20;
 
 /// Bytes at the start of a memory, and of a table, that a slot of the pool keeps between instances and copies back from the initial image.
-/// Beyond them pages go back to the kernel, and the next instance pays a page fault for each one that it touches. The whole memory
-/// of an interpreter (9 MiB of JavaScript, 13 MiB of Python) is below. Not with `pagemap_scan`, which copies touched pages only:
-/// wasmtime 48 looks for pages that are present, so one in swap would keep what the last instance wrote.
-const MEMORY_KEEP_RESIDENT: usize = 16 << 20;
+/// Beyond them pages go back to the kernel, and the next instance pays a page fault for each one that it touches. The memory of a
+/// Rust component is below; that of an interpreter is 9 to 13 MiB, few pages of it are touched, and copying all costs more than the faults.
+/// Not with `pagemap_scan`, which copies touched pages only: wasmtime 48 looks for pages that are present, so one in swap would keep
+/// what the last instance wrote.
+const MEMORY_KEEP_RESIDENT: usize = 2 << 20;
 const TABLE_KEEP_RESIDENT: usize = 64 << 10;
 
 /// How address space for the memories of guests is reserved. It decides how their code is compiled, and changes no result.
