@@ -153,7 +153,8 @@ pub(crate) fn run_with_worker(
         let thread = Arc::new(thread.context("no thread to load the model on")?);
         let worker = thread.clone();
         let stop = wait_until(move || is_stopped() || worker.is_finished());
-        serve(listener, router, limits, stop).await;
+        // The worker ends with the last handle of the service, which is not why the server ends.
+        serve(listener, router.clone(), limits, stop).await;
         match Arc::into_inner(thread) {
             Some(thread) if thread.is_finished() => Err(error_of(name, thread)),
             // A model that is still being loaded ends with the process.

@@ -1,6 +1,6 @@
 //! The check of a tenant's model before it takes requests: it repeats rewrites of the run's evaluation.
 
-use super::ServedRun;
+use super::tenant::ServedRun;
 use anyhow::Context as _;
 use querl_core::records::{Context, EvalRecord, QueryRow};
 use querl_core::serving::{EventSink, GenerationEvent};

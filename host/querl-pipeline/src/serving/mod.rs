@@ -11,22 +11,15 @@ pub use tenant::ServedRun;
 
 use crate::failure::Stop;
 use crate::plugins::PluginHosts;
-use crate::training;
-use querl_core::config::{BaseDtype, Config, ModelConfig};
-use querl_core::ports::{PluginFault, PromptInput, PromptTask};
-use querl_core::records::{Context, Message};
-use querl_core::serving::{
-    ChatTask, EngineState, EventSink, GenerationFailure, GenerationTask, Rewriter, SubmitError, Tenant,
-};
-use querl_model::{
-    ComputeDevice, Decoder, Decoding, ModelError, SamplingSettings, ServingRequest, ServingSettings, TextTokenizer,
-    Weights,
-};
+use querl_core::config::BaseDtype;
+use querl_core::records::Context;
+use querl_core::serving::{ChatTask, EngineState, EventSink, GenerationTask, Rewriter, SubmitError, Tenant};
+use querl_model::{Decoding, ModelError, SamplingSettings, ServingRequest, ServingSettings};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
-use tenant::TenantModel;
+use tenant::{BaseModel, TenantModel};
 use worker::{EngineHandle, Job, spawn};
 
 /// Limits of a server, and what operators set for its tenants.
@@ -40,16 +33,6 @@ pub struct ServingOptions {
     pub api_keys: BTreeMap<String, String>,
     /// Type in which the base's weights are kept; `None`: as the first run says.
     pub dtype: Option<BaseDtype>,
-}
-
-/// The base of all tenants: its weights are loaded once.
-pub(crate) struct BaseModel {
-    path: PathBuf,
-    /// Digest of the folder.
-    digest: String,
-    dtype: BaseDtype,
-    decoder: Arc<Decoder>,
-    tokenizer: Arc<TextTokenizer>,
 }
 
 /// The models of all tenants on one engine.
@@ -85,7 +68,8 @@ impl ServedModels {
             }
         }
         let base = BaseModel::load(first, options.dtype)?;
-        let (engine, worker) = worker::start(base.decoder.clone(), base.tokenizer.clone(), &options)?;
+        let (engine, worker) =
+            worker::start(base.decoder.clone(), base.tokenizer.clone(), options.engine, options.max_waiting)?;
         let (tenants, hosts) = (RwLock::default(), PluginHosts::default());
         let models = Arc::new(Self { base, options, tenants, hosts, engine, find });
         // Tenants are checked by requests, which this thread computes.
@@ -158,37 +142,6 @@ fn chat_sampling(task: &ChatTask, of_tenant: &SamplingSettings) -> (Decoding, Sa
         ..SamplingSettings::default()
     };
     (decoding, sampling)
-}
-
-impl BaseModel {
-    fn load(run: &ServedRun, dtype: Option<BaseDtype>) -> anyhow::Result<Self> {
-        let path = run.base()?.model;
-        let model = ModelConfig { path: path.clone(), ..run.config.model.clone() };
-        training::preflight(&Config { model, ..run.config.clone() })?;
-        let (digest, dtype) = (tenant::base_digest(&path)?, dtype.unwrap_or(run.config.model.dtype));
-        let decoder = Decoder::load_on(&path, Weights::Frozen, dtype, &ComputeDevice::Cpu)?;
-        let tokenizer = TextTokenizer::load(&path)?;
-        Ok(Self { path, digest, dtype, decoder: Arc::new(decoder), tokenizer: Arc::new(tokenizer) })
-    }
-}
-
-impl TenantModel {
-    /// The tenant's prompt for a query.
-    fn prompt(&self, query: &str, context: &Context) -> Result<Vec<Message>, SubmitError> {
-        let input = PromptInput { query, context, rewrite: None };
-        let messages = self.prompts.messages(PromptTask::PolicyRewrite, &input);
-        messages.map_err(|fault: PluginFault| SubmitError::Plugin(fault.to_string()))
-    }
-
-    /// The rewrite in a response; one that cannot be read is a failure, so that the raw query is used.
-    fn parse(&self, text: &str) -> Result<String, GenerationFailure> {
-        let failure = |code, message| GenerationFailure { code, message };
-        match self.prompts.parse_rewrite(text) {
-            Ok(Ok(rewrite)) => Ok(rewrite),
-            Ok(Err(rejection)) => Err(failure("no_rewrite", rejection.to_string())),
-            Err(fault) => Err(failure("plugin_fault", fault.to_string())),
-        }
-    }
 }
 
 impl Rewriter for ServedModels {

@@ -1,18 +1,18 @@
 //! What a tenant is served with: the adapter, prompt plugin and decoding settings of a finished run, each checked against the run's digests.
 
-use super::BaseModel;
 use crate::failure::Stop;
 use crate::ledger::{Inputs, Ledger, StageName};
 use crate::plugins::PluginHosts;
 use crate::training::{self, Base};
-use anyhow::Context;
-use querl_core::config::{Config, load_resolved};
+use anyhow::Context as _;
+use querl_core::config::{BaseDtype, Config, ModelConfig, load_resolved};
 use querl_core::fsx::digest_hex;
-use querl_core::ports::Prompts;
+use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
+use querl_core::records::{Context, Message};
 use querl_core::run_dir::RunDir;
-use querl_core::serving::Tenant;
-use querl_model::{AdapterWeights, LoraAdapter, SamplingSettings};
-use std::path::Path;
+use querl_core::serving::{GenerationFailure, SubmitError, Tenant};
+use querl_model::{AdapterWeights, ComputeDevice, Decoder, LoraAdapter, SamplingSettings, TextTokenizer, Weights};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -78,6 +78,28 @@ impl ServedRun {
     }
 }
 
+/// The base of all tenants: its weights are loaded once.
+pub(super) struct BaseModel {
+    path: PathBuf,
+    /// Digest of the folder.
+    digest: String,
+    dtype: BaseDtype,
+    pub(super) decoder: Arc<Decoder>,
+    pub(super) tokenizer: Arc<TextTokenizer>,
+}
+
+impl BaseModel {
+    pub(super) fn load(run: &ServedRun, dtype: Option<BaseDtype>) -> anyhow::Result<Self> {
+        let path = run.base()?.model;
+        let model = ModelConfig { path: path.clone(), ..run.config.model.clone() };
+        training::preflight(&Config { model, ..run.config.clone() })?;
+        let (digest, dtype) = (base_digest(&path)?, dtype.unwrap_or(run.config.model.dtype));
+        let decoder = Decoder::load_on(&path, Weights::Frozen, dtype, &ComputeDevice::Cpu)?;
+        let tokenizer = TextTokenizer::load(&path)?;
+        Ok(Self { path, digest, dtype, decoder: Arc::new(decoder), tokenizer: Arc::new(tokenizer) })
+    }
+}
+
 /// A tenant's model, ready to generate.
 pub(super) struct TenantModel {
     pub(super) facts: Tenant,
@@ -128,10 +150,27 @@ impl TenantModel {
         let facts = Tenant { name: run.config.tenant.clone(), version, source, loaded_at, api_key };
         Ok(Self { facts, prompts, adapter, sampling })
     }
+
+    /// The tenant's prompt for a query.
+    pub(super) fn prompt(&self, query: &str, context: &Context) -> Result<Vec<Message>, SubmitError> {
+        let input = PromptInput { query, context, rewrite: None };
+        let messages = self.prompts.messages(PromptTask::PolicyRewrite, &input);
+        messages.map_err(|fault: PluginFault| SubmitError::Plugin(fault.to_string()))
+    }
+
+    /// The rewrite in a response; one that cannot be read is a failure, so that the raw query is used.
+    pub(super) fn parse(&self, text: &str) -> Result<String, GenerationFailure> {
+        let failure = |code, message| GenerationFailure { code, message };
+        match self.prompts.parse_rewrite(text) {
+            Ok(Ok(rewrite)) => Ok(rewrite),
+            Ok(Err(rejection)) => Err(failure("no_rewrite", rejection.to_string())),
+            Err(fault) => Err(failure("plugin_fault", fault.to_string())),
+        }
+    }
 }
 
 /// Digest of the files of a base model.
-pub(super) fn base_digest(path: &Path) -> anyhow::Result<String> {
+fn base_digest(path: &Path) -> anyhow::Result<String> {
     let mut inputs = Inputs::default();
     inputs.model("base", path)?;
     Ok(inputs.digest())

@@ -1,11 +1,11 @@
 //! The threads of a server: the caller's steps the engine, another decodes and parses responses, so that the engine does not wait for it.
 
-use super::{ServingOptions, TenantModel};
+use super::tenant::TenantModel;
 use anyhow::Context;
 use querl_core::serving::{EngineState, EventSink, Generation, GenerationEvent, GenerationFailure, SubmitError};
 use querl_model::{
-    Decoder, Generated, ModelError, RequestLimits, SamplingSettings, ServingEngine, ServingRequest, StepOutput,
-    TextTokenizer,
+    Decoder, Generated, ModelError, RequestLimits, SamplingSettings, ServingEngine, ServingRequest, ServingSettings,
+    StepOutput, TextTokenizer,
 };
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -51,12 +51,13 @@ pub(super) struct EngineHandle {
 pub(super) fn start(
     decoder: Arc<Decoder>,
     tokenizer: Arc<TextTokenizer>,
-    options: &ServingOptions,
+    settings: ServingSettings,
+    max_waiting: usize,
 ) -> anyhow::Result<(EngineHandle, EngineWorker)> {
-    let engine = ServingEngine::new(decoder, tokenizer.clone(), options.engine)?;
+    let engine = ServingEngine::new(decoder, tokenizer.clone(), settings)?;
     let shared = Arc::new(Shared {
         n_open: AtomicUsize::new(0),
-        max_open: options.engine.max_running + options.max_waiting,
+        max_open: settings.max_running + max_waiting,
         next_id: AtomicU64::new(0),
         is_alive: AtomicBool::new(true),
         state: Mutex::default(),
@@ -222,7 +223,7 @@ impl EngineWorker {
         let _ = self.updates.send(Update::End { id, request: Box::new(request), result });
     }
 
-    /// The batch that ran is lost; requests that wait go on.
+    /// The batch that ran is lost; requests that wait are not.
     fn fail_running(&mut self, error: &ModelError) {
         tracing::error!("a batch of requests failed: {error}");
         let waiting = self.engine.waiting_ids();
