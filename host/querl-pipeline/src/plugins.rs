@@ -24,6 +24,7 @@ use querl_plugin::{
     SourceFolders,
 };
 use querl_style::{SharedStyleModel, StyleReward, Undecided, unknown_class};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use toml::Value;
@@ -207,17 +208,17 @@ impl Plugins {
 
 /// Plugin hosts by their limits and trusted keys: each has a thread of its own, and many tenants have the same.
 #[derive(Default)]
-pub(crate) struct PluginHosts(Mutex<Vec<(PluginLimits, Vec<String>, Arc<PluginHost>)>>);
+pub(crate) struct PluginHosts(Mutex<BTreeMap<String, Arc<PluginHost>>>);
 
 impl PluginHosts {
     fn host(&self, config: &PluginsConfig) -> anyhow::Result<Arc<PluginHost>> {
         let mut hosts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let (limits, keys) = (&config.limits, &config.trusted_keys);
-        if let Some((_, _, host)) = hosts.iter().find(|(known, of, _)| (known, of) == (limits, keys)) {
+        let key = format!("{:?} {:?}", config.limits, config.trusted_keys);
+        if let Some(host) = hosts.get(&key) {
             return Ok(host.clone());
         }
-        let host = Arc::new(open_host(limits, keys, SourceFolders::Refuse)?);
-        hosts.push((limits.clone(), keys.clone(), host.clone()));
+        let host = Arc::new(open_host(&config.limits, &config.trusted_keys, SourceFolders::Refuse)?);
+        hosts.insert(key, host.clone());
         Ok(host)
     }
 
