@@ -299,7 +299,7 @@ section! {
         /// Steps between checkpoints from which training can be resumed.
         #[schemars(range(min = 1))]
         save_steps: usize = 10,
-        /// Seconds after which a checkpoint is written at the end of a step, whatever `save_steps` says; 0 for never.
+        /// Seconds after which a checkpoint is written, at the end of a step or within a rollout, whatever `save_steps` says; 0 for never.
         save_interval_s: u64 = 60,
         /// Number of checkpoints to keep in addition to `best` and `last`.
         #[schemars(range(min = 1))]

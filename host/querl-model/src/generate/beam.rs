@@ -40,6 +40,7 @@ struct Hypothesis {
     score: f64,
 }
 
+/// The best responses; empty ones without a finish reason where `stop` ended the search.
 pub(super) fn run(
     core: &mut EngineCore<'_>,
     requests: &[GenerationRequest<'_>],
@@ -47,7 +48,7 @@ pub(super) fn run(
     processor: &LogitsProcessor<'_>,
     text: &dyn TokenText,
     stop: &mut StopSignal<'_>,
-) -> Result<Option<Vec<Vec<Generated>>>, ModelError> {
+) -> Result<Vec<Vec<Generated>>, ModelError> {
     let Beams { n_beams, length_penalty } = beams;
     if n_beams == 0 || !length_penalty.is_finite() {
         let wrong = format!("beam search with {n_beams} beams and length penalty {length_penalty}");
@@ -57,14 +58,15 @@ pub(super) fn run(
         return Err(ModelError::Generation(format!("{} responses requested of {n_beams} beams", request.n)));
     }
     let mut responses = Vec::with_capacity(requests.len());
+    let nothing = requests.iter().map(|request| vec![Generated::default(); request.n]).collect();
     let n_at_once = requests_at_once(core, requests, n_beams, processor.settings.max_new_tokens)?;
     for requests in requests.chunks(n_at_once) {
         match search(core, requests, beams, processor, text, stop)? {
             Some(found) => responses.extend(found),
-            None => return Ok(None),
+            None => return Ok(nothing),
         }
     }
-    Ok(Some(responses))
+    Ok(responses)
 }
 
 /// The number of requests for whose beams there are enough blocks, at least one.
@@ -204,7 +206,7 @@ impl Hypothesis {
             token_ids: self.token_ids,
             logprobs: self.logprobs,
             truncated: finish_reason == FinishReason::Length,
-            finish_reason,
+            finish_reason: Some(finish_reason),
         }
     }
 }

@@ -5,7 +5,7 @@ use super::capacity::{CacheRoom, blocks_of_prompt};
 use super::cpu_backend::{Adapter, AdapterWeights, BaseWeights};
 use super::logits_processor::LogitsProcessor;
 use super::model_runner::{DecodePolicy, Policy};
-use super::prefix_cache::{EngineCore, PrefixCache};
+use super::prefix_cache::{EngineCore, PrefixCache, StoppedSequences};
 use super::{Decoding, Generated, GenerationRequest, SamplingSettings, StopSignal, TokenText, scheduler};
 use crate::kv_cache::{BLOCK_TOKENS, BlockPool, BlockShape};
 use crate::{ComputeDevice, Decoder, LoraAdapter, ModelError, RopeScaling};
@@ -72,6 +72,7 @@ pub struct Engine<'a> {
     version: Option<u64>,
     pool: Arc<BlockPool>,
     prefixes: PrefixCache,
+    stopped: StoppedSequences,
 }
 
 impl<'a> Engine<'a> {
@@ -85,7 +86,8 @@ impl<'a> Engine<'a> {
         }
         let pool = BlockPool::new(BlockShape::new(decoder.local_config()));
         let prefixes = PrefixCache::new(settings.max_prefix_tokens);
-        Ok(Self { decoder, settings, policy: None, adapter: None, version: None, pool, prefixes })
+        let stopped = StoppedSequences::new();
+        Ok(Self { decoder, settings, policy: None, adapter: None, version: None, pool, prefixes, stopped })
     }
 
     /// Sets the policy to the adapter's current values: later training does not change it. With the same version as before, nothing is
@@ -96,6 +98,7 @@ impl<'a> Engine<'a> {
     pub fn set_policy(&mut self, adapter: Option<&LoraAdapter>, version: u64) -> Result<(), ModelError> {
         if self.version != Some(version) {
             self.prefixes.clear();
+            self.stopped.clear();
             self.version = None;
             self.load_policy(adapter)?;
             self.version = Some(version);
@@ -131,22 +134,24 @@ impl<'a> Engine<'a> {
         sampling: &SamplingSettings,
         text: &dyn TokenText,
     ) -> Result<Vec<Vec<Generated>>, ModelError> {
-        let generated = self.generate_until(requests, decoding, sampling, text, &mut || Ok(false))?;
-        Ok(generated.expect("nothing stops it"))
+        self.generate_until(requests, &[], decoding, sampling, text, &mut || Ok(false))
     }
 
-    /// As [`Engine::generate`]; `None` where `stop` ended it, which is called before each decode step.
+    /// As [`Engine::generate`], until `stop` ends it, which is called before each decode step: the responses then are as far as they are
+    /// generated, without a finish reason. `started`: such responses to the same requests, which are continued; none to begin. Beam search
+    /// always begins.
     ///
     /// # Errors
     /// As [`Engine::generate`], and those of `stop`.
     pub fn generate_until(
         &mut self,
         requests: &[GenerationRequest<'_>],
+        started: &[Vec<Generated>],
         decoding: Decoding,
         sampling: &SamplingSettings,
         text: &dyn TokenText,
         stop: &mut StopSignal<'_>,
-    ) -> Result<Option<Vec<Vec<Generated>>>, ModelError> {
+    ) -> Result<Vec<Vec<Generated>>, ModelError> {
         sampling.check()?;
         check_requests(self.decoder, requests, sampling)?;
         if self.policy.is_none() {
@@ -158,14 +163,15 @@ impl<'a> Engine<'a> {
             self.prefixes.clear();
         }
         let policy = self.policy.as_mut().expect("it was loaded above");
-        let (adapter, pool, prefixes) = (&self.adapter, &self.pool, &mut self.prefixes);
-        let mut core = EngineCore { policy, adapter, pool, prefixes, max_sequences, n_blocks };
+        let (adapter, pool) = (&self.adapter, &self.pool);
+        let (prefixes, stopped) = (&mut self.prefixes, &mut self.stopped);
+        let mut core = EngineCore { policy, adapter, pool, prefixes, stopped, max_sequences, n_blocks };
         match decoding {
             Decoding::Beam { n_beams, length_penalty } => {
                 beam::run(&mut core, requests, Beams { n_beams, length_penalty }, &processor, text, stop)
             }
             Decoding::Greedy | Decoding::Sample => {
-                scheduler::run(&mut core, requests, decoding, &processor, text, stop)
+                scheduler::run(&mut core, (requests, started), decoding, &processor, text, stop)
             }
         }
     }
@@ -205,6 +211,7 @@ impl<'a> Engine<'a> {
         let needed = room.n_blocks(self.settings.max_prefix_tokens);
         if self.pool.n_blocks().is_none_or(|n_blocks| n_blocks < needed) {
             self.prefixes.clear();
+            self.stopped.clear();
             self.new_pool(needed)?;
         }
         let n_responses = room.n_responses.max(1);

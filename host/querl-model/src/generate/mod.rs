@@ -30,6 +30,7 @@ pub use sampler::{BeamCandidates, LogitsConsumer, SampledToken, Sampler, sample_
 pub use serving::{RequestLimits, ServingEngine, ServingRequest, ServingSettings, StepOutput};
 
 use crate::{ModelError, TextTokenizer};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
 /// How the next token is chosen.
@@ -165,7 +166,7 @@ impl TokenText for BTreeSet<u32> {
 }
 
 /// Why a response ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FinishReason {
     /// A stop token, its last.
     StopToken,
@@ -179,7 +180,7 @@ pub enum FinishReason {
 }
 
 /// One response.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Generated {
     /// Its tokens, the stop token included.
     pub token_ids: Vec<u32>,
@@ -190,6 +191,6 @@ pub struct Generated {
     pub behaviour_logprobs: Vec<f32>,
     /// True if the finish reason is `Length`.
     pub truncated: bool,
-    /// Why it ended.
-    pub finish_reason: FinishReason,
+    /// Why it ended; `None` where generation was stopped before.
+    pub finish_reason: Option<FinishReason>,
 }

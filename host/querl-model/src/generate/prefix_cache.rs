@@ -5,6 +5,7 @@ use super::logits_processor::LogitsProcessor;
 use super::model_runner::{HiddenState, Policy, ScheduledSequence};
 use crate::ModelError;
 use crate::kv_cache::{BLOCK_TOKENS, BlockPool, SequenceKvCache};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Weak};
 
 pub(super) struct PrefixCache {
@@ -108,12 +109,16 @@ fn common_tokens(a: &[u32], b: &[u32]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
+/// KV caches of responses that a stop left unfinished, by seed and sample, until the next call.
+pub(super) type StoppedSequences = BTreeMap<(u64, usize), SequenceKvCache>;
+
 pub(super) struct EngineCore<'e> {
     pub(super) policy: &'e mut Policy,
     /// That of all sequences.
     pub(super) adapter: &'e Adapter,
     pub(super) pool: &'e Arc<BlockPool>,
     pub(super) prefixes: &'e mut PrefixCache,
+    pub(super) stopped: &'e mut StoppedSequences,
     pub(super) max_sequences: usize,
     /// Blocks for responses and their prompts; `None` means unlimited.
     pub(super) n_blocks: Option<usize>,

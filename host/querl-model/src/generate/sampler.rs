@@ -54,6 +54,17 @@ impl Sampler {
         Self { rng, decoding, token_ids: Vec::new(), logprobs: Vec::new(), behaviour_logprobs: Vec::new() }
     }
 
+    /// The sampler that generated `response` so far.
+    pub(super) fn resume(seed: u64, sample: usize, decoding: Decoding, response: Generated) -> Self {
+        let mut sampler = Self::new(seed, sample, decoding);
+        if decoding == Decoding::Sample {
+            // `sample_token` draws one number for each token.
+            response.token_ids.iter().for_each(|_| _ = sampler.rng.random::<f64>());
+        }
+        let Generated { token_ids, logprobs, behaviour_logprobs, .. } = response;
+        Self { token_ids, logprobs, behaviour_logprobs, ..sampler }
+    }
+
     /// Appends a token to the response.
     pub fn push(&mut self, token: SampledToken) {
         self.token_ids.push(token.token);
@@ -61,13 +72,13 @@ impl Sampler {
         self.behaviour_logprobs.push(token.behaviour_logprob);
     }
 
-    /// The finished response.
-    pub fn generated(self, finish_reason: FinishReason) -> Generated {
+    /// The response, with why it ended if it did.
+    pub fn generated(self, finish_reason: Option<FinishReason>) -> Generated {
         Generated {
             token_ids: self.token_ids,
             logprobs: self.logprobs,
             behaviour_logprobs: self.behaviour_logprobs,
-            truncated: finish_reason == FinishReason::Length,
+            truncated: finish_reason == Some(FinishReason::Length),
             finish_reason,
         }
     }

@@ -36,15 +36,16 @@ struct RunningSequence {
     sampler: Sampler,
 }
 
-/// Generates all responses: by request, then by sample; `None` where `stop` ended it.
+/// Generates all responses: by request, then by sample. Continues those of `started` that have no finish reason; where `stop` ends it,
+/// so do the results.
 pub(super) fn run(
     core: &mut EngineCore<'_>,
-    requests: &[GenerationRequest<'_>],
+    (requests, started): (&[GenerationRequest<'_>], &[Vec<Generated>]),
     decoding: Decoding,
     processor: &LogitsProcessor<'_>,
     text: &dyn TokenText,
     stop: &mut StopSignal<'_>,
-) -> Result<Option<Vec<Vec<Generated>>>, ModelError> {
+) -> Result<Vec<Vec<Generated>>, ModelError> {
     let mut order: BTreeMap<&[u32], usize> = requests.iter().map(|request| (request.prompt, 0)).collect();
     order.values_mut().enumerate().for_each(|(index, position)| *position = index);
     let prompts: Vec<&[u32]> = order.keys().copied().collect();
@@ -55,25 +56,50 @@ pub(super) fn run(
     // Sorted by prompt: neighbours in the batch share blocks, which attention reads once.
     let mut jobs: Vec<ResponseJob> = requests.iter().enumerate().flat_map(jobs_of).collect();
     jobs.sort();
-    let mut done: Vec<Vec<Option<Generated>>> = requests.iter().map(|request| vec![None; request.n]).collect();
+    let mut responses: Vec<Vec<Generated>> =
+        requests.iter().map(|request| vec![Generated::default(); request.n]).collect();
+    for (responses, started) in responses.iter_mut().zip(started) {
+        responses.iter_mut().zip(started).for_each(|(response, started)| response.clone_from(started));
+    }
+    jobs.retain(|job| responses[job.request][job.sample].finish_reason.is_none());
+    let mut kept = std::mem::take(core.stopped);
+    if started.is_empty() {
+        kept.clear();
+    }
     let mut running: Vec<RunningSequence> = Vec::new();
     let mut admission = Admission::new(core.n_blocks, processor.settings.max_new_tokens);
     let (mut next, mut held) = (0, None);
     while next < jobs.len() || !running.is_empty() {
         if stop()? {
-            return Ok(None);
+            for RunningSequence { job, cache, sampler, .. } in running {
+                let ResponseJob { request, sample, .. } = jobs[job];
+                core.stopped.insert((requests[request].seed, sample), cache);
+                responses[request][sample] = sampler.generated(None);
+            }
+            return Ok(responses);
         }
         let admitted = admit(&mut admission, &jobs, next, core.max_sequences - running.len(), &prompts);
         if admitted.is_empty() && running.is_empty() {
             return Err(out_of_blocks(prompts[jobs[next].prompt].len(), processor.settings.max_new_tokens));
         }
-        let started = match admitted.is_empty() {
+        let mut new = Vec::with_capacity(admitted.len());
+        for (job, &ResponseJob { request, sample, .. }) in admitted.clone().zip(&jobs[admitted.clone()]) {
+            let (seed, response) = (requests[request].seed, std::mem::take(&mut responses[request][sample]));
+            let sampler = Sampler::resume(seed, sample, decoding, response);
+            match kept.remove(&(seed, sample)) {
+                Some(cache) => running.push(RunningSequence { job, cache, hidden: HiddenState::Unknown, sampler }),
+                None => new.push((job, sampler)),
+            }
+        }
+        let started = match new.is_empty() {
             true => Prompts::new(),
-            false => start_prompts(core, &prompts, &jobs[admitted.clone()], held.take(), processor)?,
+            false => {
+                start_prompts(core, &prompts, new.iter().map(|(job, _)| jobs[*job].prompt), held.take(), processor)?
+            }
         };
-        let last = step(core, requests, (&jobs, admitted.clone()), started, &mut running, decoding, processor)?;
-        let has_more_jobs = |prompt| jobs.get(admitted.end).is_some_and(|job| job.prompt == prompt);
-        held = last.or(held).filter(|(prompt, _)| has_more_jobs(*prompt));
+        let next_prompt = jobs.get(admitted.end).map(|job| job.prompt);
+        let last = step(core, (&prompts, &jobs), new, started, next_prompt, &mut running, processor)?;
+        held = last.or(held).filter(|(prompt, _)| next_prompt == Some(*prompt));
         next = admitted.end;
         let reasons = finish_reasons(&running, processor, text)?;
         let mut unfinished = Vec::with_capacity(running.len());
@@ -83,13 +109,14 @@ pub(super) fn run(
                 Some(reason) => {
                     let ResponseJob { prompt, request, sample } = jobs[sequence.job];
                     admission.finish(prompt);
-                    done[request][sample] = Some(sequence.sampler.generated(reason));
+                    responses[request][sample] = sequence.sampler.generated(Some(reason));
                 }
             }
         }
         running = unfinished;
     }
-    done.into_iter().map(complete).collect::<Result<_, _>>().map(Some)
+    responses.iter().try_for_each(|responses| check_complete(responses))?;
+    Ok(responses)
 }
 
 /// Detokenizing for stop strings runs on all threads: a GPU would wait for one.
@@ -117,21 +144,25 @@ pub(super) fn out_of_blocks(n_tokens: usize, max_new_tokens: usize) -> ModelErro
     ModelError::Generation(format!("{request} needs more keys and values than this engine has room for"))
 }
 
-/// The responses to one request; a missing one is an error.
-fn complete(responses: Vec<Option<Generated>>) -> Result<Vec<Generated>, ModelError> {
-    let lost = |sample| ModelError::Generation(format!("response {sample} to a request was started and not finished"));
-    responses.into_iter().enumerate().map(|(sample, response)| response.ok_or_else(|| lost(sample))).collect()
+/// Checks that all responses to a request are finished.
+fn check_complete(responses: &[Generated]) -> Result<(), ModelError> {
+    match responses.iter().position(|response| response.finish_reason.is_none()) {
+        Some(sample) => {
+            Err(ModelError::Generation(format!("response {sample} to a request was started and not finished")))
+        }
+        None => Ok(()),
+    }
 }
 
-/// The prompts of the admitted jobs, each with the KV cache of its longest cached prefix.
+/// The prompts of new responses, each with the KV cache of its longest cached prefix. `indices`: ascending.
 fn start_prompts(
     core: &mut EngineCore<'_>,
     prompts: &[&[u32]],
-    jobs: &[ResponseJob],
+    indices: impl Iterator<Item = usize>,
     held: Option<(usize, Prompt)>,
     processor: &LogitsProcessor<'_>,
 ) -> Result<Prompts, ModelError> {
-    let mut indices: Vec<usize> = jobs.iter().map(|job| job.prompt).collect();
+    let mut indices: Vec<usize> = indices.collect();
     indices.dedup();
     let mut started: Prompts = held.into_iter().filter(|(index, _)| indices.first() == Some(index)).collect();
     let new = &indices[started.len()..];
@@ -144,24 +175,22 @@ fn start_prompts(
 }
 
 /// A decode step of the running responses together with the prefill of new prompts, which ends with the first token of each new
-/// response. Returns the last of the prompts.
+/// response; a response that was started before is fed in the next step. Returns the last of the prompts.
 fn step(
     core: &mut EngineCore<'_>,
-    requests: &[GenerationRequest<'_>],
-    (jobs, admitted): (&[ResponseJob], Range<usize>),
+    (prompts, jobs): (&[&[u32]], &[ResponseJob]),
+    mut new: Vec<(usize, Sampler)>,
     mut started: Prompts,
+    next_prompt: Option<usize>,
     running: &mut Vec<RunningSequence>,
-    decoding: Decoding,
     processor: &LogitsProcessor<'_>,
 ) -> Result<Option<(usize, Prompt)>, ModelError> {
-    let mut samplers: Vec<Sampler> = jobs[admitted.clone()]
-        .iter()
-        .map(|job| Sampler::new(requests[job.request].seed, job.sample, decoding))
-        .collect();
-    let last_tokens: Vec<[u32; 1]> =
-        running.iter().map(|sequence| [sequence.sampler.token_ids.last().copied().unwrap_or_default()]).collect();
+    let uncached = |RunningSequence { job, cache, sampler, .. }: &RunningSequence| {
+        sampler.token_ids[cache.len() - prompts[jobs[*job].prompt].len()..].to_vec()
+    };
+    let tokens: Vec<Vec<u32>> = running.iter().map(uncached).collect();
     let mut sequences: Vec<ScheduledSequence<'_>> = Vec::with_capacity(running.len() + started.len());
-    for (RunningSequence { cache, hidden, sampler, .. }, tokens) in running.iter_mut().zip(&last_tokens) {
+    for (RunningSequence { cache, hidden, sampler, .. }, tokens) in running.iter_mut().zip(&tokens) {
         let consumers = vec![LogitsConsumer::Sampler(sampler)];
         let adapter = core.adapter.clone();
         sequences.push(ScheduledSequence {
@@ -174,20 +203,17 @@ fn step(
             consumers,
         });
     }
-    let mut rest = samplers.as_mut_slice();
-    let next_prompt = jobs.get(admitted.end).map(|job| job.prompt);
+    let mut consumers: BTreeMap<usize, Vec<LogitsConsumer<'_>>> = BTreeMap::new();
+    for (job, sampler) in new.iter_mut().filter(|(_, sampler)| sampler.token_ids.is_empty()) {
+        consumers.entry(jobs[*job].prompt).or_default().push(LogitsConsumer::Sampler(sampler));
+    }
     for (index, Prompt { cache, hidden, n_left }) in &mut started {
-        let of_prompt = jobs[admitted.clone()].iter().filter(|job| job.prompt == *index);
-        let tokens = of_prompt.clone().next().map(|job| requests[job.request].prompt).unwrap_or_default();
-        let (own, others) = rest.split_at_mut(of_prompt.count());
-        rest = others;
-        let consumers = own.iter_mut().map(LogitsConsumer::Sampler).collect();
-        let tokens = &tokens[tokens.len() - *n_left..];
+        let consumers = consumers.remove(index).unwrap_or_default();
         sequences.push(ScheduledSequence {
             adapter: core.adapter.clone(),
             sampling: None,
             cache,
-            tokens,
+            tokens: &prompts[*index][prompts[*index].len() - *n_left..],
             hidden,
             keeps_hidden: next_prompt == Some(*index),
             consumers,
@@ -196,7 +222,7 @@ fn step(
     }
     core.policy.forward(&mut sequences, processor)?;
     drop(sequences);
-    for (job, sampler) in admitted.zip(samplers) {
+    for (job, sampler) in new {
         let cache = prompt_cache(&started, jobs[job].prompt)?;
         running.push(RunningSequence { job, cache, hidden: HiddenState::Unknown, sampler });
     }
@@ -236,9 +262,9 @@ mod tests {
 
     #[test]
     fn lost_responses_and_prompts_are_errors() {
-        let response = || Sampler::new(1, 0, Decoding::Greedy).generated(FinishReason::Length);
-        assert_eq!(complete(vec![Some(response()), Some(response())]).unwrap().len(), 2);
-        let error = complete(vec![Some(response()), None]).unwrap_err();
+        let finished = Generated { finish_reason: Some(FinishReason::Length), ..Generated::default() };
+        check_complete(&[finished.clone(), finished.clone()]).unwrap();
+        let error = check_complete(&[finished, Generated::default()]).unwrap_err();
         assert!(error.to_string().contains("response 1 to a request was started and not finished"), "{error}");
         let error = prompt_cache(&Vec::new(), 3).err().unwrap();
         assert!(error.to_string().contains("a response to prompt 3 starts before"), "{error}");

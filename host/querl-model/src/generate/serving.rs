@@ -10,7 +10,7 @@ use super::cpu_backend::{Adapter, AdapterWeights, BaseWeights, is_same};
 use super::engine::check_request;
 use super::logits_processor::LogitsProcessor;
 use super::model_runner::{HiddenState, Policy, ScheduledSequence};
-use super::prefix_cache::{EngineCore, PrefixCache};
+use super::prefix_cache::{EngineCore, PrefixCache, StoppedSequences};
 use super::sampler::{LogitsConsumer, Sampler};
 use super::scheduler::finish_reason;
 use super::{Decoding, Generated, SamplingSettings, TokenText};
@@ -256,6 +256,7 @@ impl ServingEngine {
             adapter: &adapter,
             pool: &self.pool,
             prefixes: &mut self.prefixes,
+            stopped: &mut StoppedSequences::new(),
             max_sequences: self.max_running,
             n_blocks: None,
         };
@@ -305,7 +306,7 @@ impl ServingEngine {
                 None => unfinished.push(running),
                 Some(reason) => {
                     self.n_reserved -= running.n_blocks;
-                    output.finished = Some(running.sampler.generated(reason));
+                    output.finished = Some(running.sampler.generated(Some(reason)));
                 }
             }
             outputs.push(output);

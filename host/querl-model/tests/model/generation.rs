@@ -168,16 +168,60 @@ fn a_stop_ends_generation_before_the_next_step_and_leaves_nothing_behind() {
         let expected = engine(&decoder, 8).generate(&requests, decoding, &sampling, &stop_ids).unwrap();
         let mut stopped = engine(&decoder, 8);
         for n_steps in [0, 1, 9] {
-            let mut n_calls = 0;
-            let mut stop = || {
-                n_calls += 1;
-                Ok(n_calls > n_steps)
-            };
-            let generated = stopped.generate_until(&requests, decoding, &sampling, &stop_ids, &mut stop).unwrap();
-            assert_eq!((generated, n_calls), (None, n_steps + 1), "{decoding:?}");
+            let generated = generate_steps(&mut stopped, &requests, &[], decoding, &sampling, n_steps);
+            assert!(generated.iter().flatten().any(|response| response.finish_reason.is_none()), "{decoding:?}");
         }
         let again = stopped.generate(&requests, decoding, &sampling, &stop_ids).unwrap();
         assert_eq!(again, expected, "{decoding:?}");
+    }
+}
+
+/// Generates at most `n_steps` steps.
+fn generate_steps(
+    engine: &mut Engine<'_>,
+    requests: &[GenerationRequest<'_>],
+    started: &[Vec<Generated>],
+    decoding: Decoding,
+    sampling: &SamplingSettings,
+    n_steps: usize,
+) -> Vec<Vec<Generated>> {
+    let mut n_calls = 0;
+    let mut stop = || {
+        n_calls += 1;
+        Ok(n_calls > n_steps)
+    };
+    engine.generate_until(requests, started, decoding, sampling, &BTreeSet::from([1, 2, 40]), &mut stop).unwrap()
+}
+
+/// Regression: a rollout that was interrupted sooner than its generation took began again each time.
+#[test]
+fn stopped_responses_are_continued_with_equal_bits_by_the_same_and_by_another_engine() {
+    let decoder = decoder();
+    let prompts = prompts();
+    let requests = many(&prompts);
+    let sampling = SamplingSettings { top_p: 0.9, repetition_penalty: 1.1, ..settings(1.2, 30) };
+    for (decoding, max_sequences) in [(Decoding::Sample, 100), (Decoding::Sample, 3), (Decoding::Greedy, 100)] {
+        let new_engine = || engine(&decoder, max_sequences);
+        let expected = generate_steps(&mut new_engine(), &requests, &[], decoding, &sampling, usize::MAX);
+        let mut same = new_engine();
+        for is_same in [true, false] {
+            let (mut generated, mut n_stops) = (Vec::new(), 0);
+            let n_tokens = |generated: &[Vec<Generated>]| {
+                generated.iter().flatten().map(|response| response.token_ids.len()).sum::<usize>()
+            };
+            while generated.iter().flatten().any(|response: &Generated| response.finish_reason.is_none())
+                || n_stops == 0
+            {
+                let before = n_tokens(&generated);
+                let (mut other, n_steps) = (new_engine(), 2 + n_stops % 3);
+                let engine = if is_same { &mut same } else { &mut other };
+                generated = generate_steps(engine, &requests, &generated, decoding, &sampling, n_steps);
+                assert!(n_tokens(&generated) > before, "no progress in {n_steps} steps");
+                n_stops += 1;
+            }
+            assert!(n_stops > 5, "{n_stops} stops");
+            assert_eq!(generated, expected, "{decoding:?}, {max_sequences} sequences, the same engine: {is_same}");
+        }
     }
 }
 
@@ -250,7 +294,7 @@ fn a_stop_token_ends_an_answer_and_is_part_of_it() {
     let answers =
         generate(&decoder, None, &requests(), Decoding::Greedy, &settings(1.0, 8), &BTreeSet::from([stop])).unwrap();
     assert_eq!(answers[0].token_ids.last(), Some(&stop));
-    assert_eq!((answers[0].truncated, answers[0].finish_reason), (false, FinishReason::StopToken));
+    assert_eq!((answers[0].truncated, answers[0].finish_reason), (false, Some(FinishReason::StopToken)));
     assert!(answers[0].token_ids.len() <= 3);
     let patient = SamplingSettings { min_new_tokens: 6, ..settings(1.0, 8) };
     let answers = generate(&decoder, None, &requests(), Decoding::Greedy, &patient, &BTreeSet::from([stop])).unwrap();
@@ -284,7 +328,7 @@ fn a_stop_string_ends_an_answer_with_the_token_that_completes_it() {
     let sampling = SamplingSettings { stop_strings, ..settings(1.0, 12) };
     let answer = ask(&sampling);
     let text = letters.text(&answer.token_ids).unwrap();
-    assert_eq!((answer.finish_reason, answer.truncated), (FinishReason::StopString { index: 1 }, false));
+    assert_eq!((answer.finish_reason, answer.truncated), (Some(FinishReason::StopString { index: 1 }), false));
     assert_eq!(text, free[..end + sampling.stop_strings[1].len()]);
     assert_eq!(sampling.before_stop(&text), &free[..end]);
     let refused = generate(&decoder, None, &requests(), Decoding::Greedy, &sampling, &BTreeSet::new()).unwrap_err();

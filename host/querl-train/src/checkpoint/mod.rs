@@ -15,7 +15,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Folder of the checkpoint with the best validation result.
 pub const BEST: &str = "best";
@@ -29,20 +29,24 @@ pub const STATE: &str = "state";
 /// Tells when a checkpoint is due by time.
 #[derive(Debug)]
 pub(crate) struct SaveTimer {
-    interval_s: u64,
+    pub(crate) interval: Duration,
     saved: Instant,
 }
 
 impl SaveTimer {
     /// `interval_s` 0: never due.
     pub(crate) fn start(interval_s: u64) -> Self {
-        Self { interval_s, saved: Instant::now() }
+        Self { interval: Duration::from_secs(interval_s), saved: Instant::now() }
     }
 
     /// Whether a checkpoint is due on any rank: all save together, and their clocks differ.
     pub(crate) fn is_due(&self, ranks: &Ranks) -> Result<bool, TrainError> {
-        let is_on = self.interval_s > 0;
-        Ok(is_on && ranks.any(self.saved.elapsed().as_secs() >= self.interval_s)?)
+        Ok(!self.interval.is_zero() && ranks.any(self.has_elapsed())?)
+    }
+
+    /// Whether a checkpoint is due by the clock of this rank.
+    pub(crate) fn has_elapsed(&self) -> bool {
+        !self.interval.is_zero() && self.saved.elapsed() >= self.interval
     }
 
     pub(crate) fn restart(&mut self) {

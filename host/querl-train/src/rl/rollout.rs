@@ -73,6 +73,9 @@ pub(super) struct PartialBatch {
     /// In the order of the queries, `n_samples` for each.
     #[serde(rename = "answers")]
     pub(super) responses: Vec<ScoredResponse>,
+    /// Unscored responses to the queries that follow, as far as they are generated.
+    #[serde(default)]
+    pub(super) generated: Vec<Vec<Generated>>,
     /// Metrics of [`check_rollout`](super::rollout_check::check_rollout), where it ran while the policy was available.
     pub(super) check: Metrics,
     pub(super) timings: Timings,
@@ -87,6 +90,7 @@ impl PartialBatch {
             version,
             queries,
             responses: Vec::new(),
+            generated: Vec::new(),
             check: Metrics::new(),
             timings: Timings::default(),
             plugins: BTreeMap::new(),

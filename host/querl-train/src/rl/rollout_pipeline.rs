@@ -7,10 +7,11 @@
 use super::rollout::{PartialBatch, Query, ScoredResponse, Timings};
 use super::{RlData, RlTask, sampling};
 use crate::TrainError;
+use crate::checkpoint::SaveTimer;
 use querl_core::ports::{Environment, PluginActivity, PolicyResponse};
 use querl_model::{
-    Decoding, Engine, Generated, GenerationRequest, LoraAdapter, Mesh, Ranks, SPLIT_MIX_STEP, SamplingSettings,
-    split_mix,
+    ComputeDevice, Decoding, Engine, Generated, GenerationRequest, LoraAdapter, Mesh, Ranks, SPLIT_MIX_STEP,
+    SamplingSettings, split_mix,
 };
 use serde::{Deserialize, Serialize};
 use std::any::Any;
@@ -30,9 +31,12 @@ pub(super) struct RolloutRequest<'a> {
     pub(super) mesh: &'a Mesh,
     /// Set to stop before the next decode step, as does the task's own flag.
     pub(super) cancel: &'a AtomicBool,
+    /// Stops when a checkpoint is due, to write it and to continue; `None` where none can be written.
+    pub(super) timer: Option<&'a SaveTimer>,
 }
 
-/// Generates and scores what is missing of `partial`, until a stop flag is set: a part whose generation it cuts is generated again later.
+/// Generates and scores what is missing of `partial`, until it is stopped: `partial` then has unfinished responses too, which the next
+/// call continues. On a GPU, where another batch size changes the last bits, the part whose generation was stopped is generated again.
 pub(super) fn complete(
     task: &RlTask<'_>,
     engine: &mut Engine<'_>,
@@ -47,24 +51,34 @@ pub(super) fn complete(
     let part_size = partial.queries.len().div_ceil(task.config.pipeline_parts.max(1)).max(1);
     let mut parts = partial.queries[n_done..].chunks(part_size);
     let step = partial.step;
+    let mut generated = std::mem::take(&mut partial.generated);
+    let can_resume = matches!(task.decoder.compute_device(), ComputeDevice::Cpu);
     let is_stopped = || task.stop.load(Ordering::Relaxed) || rollout.cancel.load(Ordering::Relaxed);
+    let is_due = || rollout.timer.is_some_and(SaveTimer::has_elapsed);
     let mut generate = || {
-        if mesh.all.any(is_stopped())? {
+        if mesh.all.any(is_stopped() || is_due())? {
             return Ok(None);
         }
         let Some(queries) = parts.next() else { return Ok(None) };
-        let started = Instant::now();
-        let mine = rank_queries(queries, &mesh.data);
+        let begun = Instant::now();
+        let mut started: Vec<Vec<Generated>> = generated.drain(..queries.len().min(generated.len())).collect();
+        started.resize(queries.len(), Vec::new());
+        let (mine, started) = (of_rank(queries, &mesh.data), of_rank(&started, &mesh.data));
         let requests: Vec<GenerationRequest<'_>> =
             mine.iter().map(|query| request(task, rollout, step, query)).collect();
-        let mut stop = || Ok(mesh.tensor.any(is_stopped())?);
-        let responses = engine.generate_until(&requests, rollout.decoding, &sampling, task.tokenizer, &mut stop)?;
-        if mesh.all.any(responses.is_none())? {
-            return Ok(None);
+        let mut stop = || Ok(mesh.tensor.any(is_stopped() || can_resume && is_due())?);
+        let (decoding, text) = (rollout.decoding, task.tokenizer);
+        let responses = engine.generate_until(&requests, started, decoding, &sampling, text, &mut stop)?;
+        let responses = mesh.data.all_gather(responses)?;
+        let responses: Vec<Vec<Generated>> = responses.iter().flat_map(|of_rank| of_rank.iter().cloned()).collect();
+        generate_s += begun.elapsed().as_secs_f64();
+        if responses.iter().flatten().all(|response| response.finish_reason.is_some()) {
+            return Ok(Some((queries, responses.into_iter().flatten().collect::<Vec<Generated>>())));
         }
-        let responses = mesh.data.all_gather(responses.into_iter().flatten().flatten().collect::<Vec<Generated>>())?;
-        generate_s += started.elapsed().as_secs_f64();
-        Ok(Some((queries, responses.iter().flat_map(|of_rank| of_rank.iter().cloned()).collect::<Vec<Generated>>())))
+        if can_resume {
+            generated.splice(..0, responses);
+        }
+        Ok(None)
     };
     let score = |(queries, generated): (&[Query], Vec<Generated>)| {
         let responses = policy_responses(task, &sampling, queries, rollout.n_samples, &generated)?;
@@ -78,6 +92,7 @@ pub(super) fn complete(
         }
     };
     let scored = mesh.all.broadcast(0, scored)?;
+    partial.generated = generated;
     partial.timings.generate_s += generate_s;
     partial.timings.rollout_s += started.elapsed().as_secs_f64();
     for ScoredPart { responses, timings, plugins } in scored.iter() {
@@ -90,10 +105,10 @@ pub(super) fn complete(
     Ok(())
 }
 
-/// The queries that a rank generates for: consecutive, in the order of the ranks.
-fn rank_queries<'a>(queries: &'a [Query], ranks: &Ranks) -> &'a [Query] {
-    let start = |rank: usize| queries.len() * rank / ranks.world_size();
-    &queries[start(ranks.rank())..start(ranks.rank() + 1)]
+/// What a rank generates of a part: consecutive queries, in the order of the ranks.
+fn of_rank<'a, T>(part: &'a [T], ranks: &Ranks) -> &'a [T] {
+    let start = |rank: usize| part.len() * rank / ranks.world_size();
+    &part[start(ranks.rank())..start(ranks.rank() + 1)]
 }
 
 fn request<'a>(task: &RlTask<'_>, rollout: &RolloutRequest<'a>, step: u64, query: &Query) -> GenerationRequest<'a> {

@@ -1,7 +1,8 @@
 //! The loop of reinforcement learning. Read [`train`], then [`Trainer::run`]; `learner.rs` has the update.
 //!
 //! The stop flag (`RlTask::stop`, set by Ctrl-C) is read by [`Trainer::stop_requested`] after rollouts, and by
-//! [`rollout_pipeline::complete`] before each decode step; [`Trainer::interrupt`] then saves the state.
+//! [`rollout_pipeline::complete`] before each decode step; [`Trainer::interrupt`] then saves the state. A checkpoint that is due by time
+//! stops a rollout in the same way, and the rollout continues.
 
 use super::learner::Learner;
 use super::metrics::{rollout_metrics, step_metrics};
@@ -107,7 +108,7 @@ impl<'a> Trainer<'a> {
                 return self.finish();
             }
             // 3. Scored rollouts; episodes whose calls failed or were late are dropped and counted.
-            let Some(batch) = self.roll_out()? else { return self.interrupt(sink) };
+            let Some(batch) = self.roll_out(sink)? else { return self.interrupt(sink) };
             // 4. Log-probabilities, values, advantages; several epochs of updates.
             let metrics = self.learn(&batch)?;
             // 5. Metrics and warnings.
@@ -125,19 +126,25 @@ impl<'a> Trainer<'a> {
     fn evaluate(&mut self, sink: &mut dyn MetricSink) -> Result<Phase, TrainError> {
         let (task, step) = (self.task, self.state.step);
         // Rollouts that run ahead are recorded before the evaluation, also after a stop in between.
-        if self.state.rollouts.is_some() && self.complete_rollouts()? == Phase::Stopped {
+        if self.state.rollouts.is_some() && self.complete_rollouts(sink)? == Phase::Stopped {
             return Ok(Phase::Stopped);
         }
         let all = || (0..task.val.prompts.len()).map(|row| Query { row, first_sample: 0 }).collect();
-        let mut partial = self.state.evaluation.take().unwrap_or_else(|| PartialBatch::new(step, step, all()));
-        let (data, policy, cancel) = (&task.val, task.policy, &AtomicBool::new(false));
-        let request =
-            RolloutRequest { data, policy, decoding: Decoding::Greedy, n_samples: 1, mesh: &self.rollout_mesh, cancel };
-        rollout_pipeline::complete(task, &mut self.engine, &request, &mut partial)?;
-        if !partial.is_complete(1) {
+        let (data, policy, cancel, decoding) = (&task.val, task.policy, &AtomicBool::new(false), Decoding::Greedy);
+        let partial = loop {
+            let mut partial = self.state.evaluation.take().unwrap_or_else(|| PartialBatch::new(step, step, all()));
+            let (mesh, timer) = (&self.rollout_mesh, task.fingerprint.map(|_| &self.timer));
+            let request = RolloutRequest { data, policy, decoding, n_samples: 1, mesh, cancel, timer };
+            rollout_pipeline::complete(task, &mut self.engine, &request, &mut partial)?;
+            if partial.is_complete(1) {
+                break partial;
+            }
             self.state.evaluation = Some(partial);
-            return Ok(Phase::Stopped);
-        }
+            if self.stop_requested()? {
+                return Ok(Phase::Stopped);
+            }
+            self.save(sink)?;
+        };
         let evaluation = Evaluation::new(task, partial)?;
         sink.record("rl", step, &evaluation.metrics()).map_err(|source| self.io(source))?;
         match &mut self.state.best {
@@ -175,9 +182,9 @@ impl<'a> Trainer<'a> {
     }
 
     /// The next step's batch; `None` after a stop.
-    fn roll_out(&mut self) -> Result<Option<RolloutBatch>, TrainError> {
+    fn roll_out(&mut self, sink: &mut dyn MetricSink) -> Result<Option<RolloutBatch>, TrainError> {
         self.step_started = Instant::now();
-        if self.complete_rollouts()? == Phase::Stopped {
+        if self.complete_rollouts(sink)? == Phase::Stopped {
             return Ok(None);
         }
         let batch = self.state.rollouts.take().map(|partial| RolloutBatch::new(self.task, partial));
@@ -185,23 +192,31 @@ impl<'a> Trainer<'a> {
     }
 
     /// Completes the next step's batch, starting it where nothing of it exists.
-    fn complete_rollouts(&mut self) -> Result<Phase, TrainError> {
+    fn complete_rollouts(&mut self, sink: &mut dyn MetricSink) -> Result<Phase, TrainError> {
         let (task, step) = (self.task, self.state.step);
-        let mut partial = match self.state.rollouts.take() {
-            Some(partial) => partial,
-            None => self.next_queries(step + 1, step),
-        };
-        if !partial.is_complete(task.config.n_samples) {
-            let policy = self.rollout_policy.as_ref().unwrap_or(task.policy);
-            let (mesh, cancel) = (&self.rollout_mesh, &AtomicBool::new(false));
-            roll_out_training_queries(task, &mut self.engine, policy, mesh, cancel, &mut partial)?;
+        loop {
+            let mut partial = match self.state.rollouts.take() {
+                Some(partial) => partial,
+                None => self.next_queries(step + 1, step),
+            };
+            if !partial.is_complete(task.config.n_samples) {
+                let policy = self.rollout_policy.as_ref().unwrap_or(task.policy);
+                let (mesh, timer) = (&self.rollout_mesh, task.fingerprint.map(|_| &self.timer));
+                let stops = (&AtomicBool::new(false), timer);
+                roll_out_training_queries(task, &mut self.engine, policy, mesh, stops, &mut partial)?;
+            }
+            let is_complete = partial.is_complete(task.config.n_samples);
+            if is_complete {
+                self.rollout_policy = None;
+            }
+            self.state.rollouts = Some(partial);
+            // The flag is never cleared: while it is unset, the batch is complete or a checkpoint is due.
+            match (self.stop_requested()?, is_complete) {
+                (true, _) => return Ok(Phase::Stopped),
+                (false, true) => return Ok(Phase::Completed),
+                (false, false) => self.save(sink)?,
+            }
         }
-        if partial.is_complete(task.config.n_samples) {
-            self.rollout_policy = None;
-        }
-        self.state.rollouts = Some(partial);
-        // The flag is never cleared: while it is unset, the batch is complete.
-        Ok(if self.stop_requested()? { Phase::Stopped } else { Phase::Completed })
     }
 
     fn stop_requested(&self) -> Result<bool, TrainError> {
@@ -233,7 +248,8 @@ impl<'a> Trainer<'a> {
         let cancel = AtomicBool::new(false);
         let (engine, learner, mesh) = (&mut self.engine, &mut self.learner, &self.rollout_mesh);
         let (learned, rolled_out) = thread::scope(|scope| {
-            let rollout = scope.spawn(|| roll_out_training_queries(task, engine, &policy, mesh, &cancel, &mut partial));
+            let rollout =
+                scope.spawn(|| roll_out_training_queries(task, engine, &policy, mesh, (&cancel, None), &mut partial));
             let learned = learner.learn(task, batch, step);
             cancel.store(learned.is_err(), Ordering::Relaxed);
             (learned, rollout_pipeline::join(rollout, "generation"))
@@ -301,11 +317,12 @@ fn roll_out_training_queries(
     engine: &mut Engine<'_>,
     policy: &LoraAdapter,
     mesh: &Mesh,
-    cancel: &AtomicBool,
+    (cancel, timer): (&AtomicBool, Option<&SaveTimer>),
     partial: &mut PartialBatch,
 ) -> Result<(), TrainError> {
     let n_samples = task.config.n_samples;
-    let request = RolloutRequest { data: &task.train, policy, decoding: Decoding::Sample, n_samples, mesh, cancel };
+    let (data, decoding) = (&task.train, Decoding::Sample);
+    let request = RolloutRequest { data, policy, decoding, n_samples, mesh, cancel, timer };
     rollout_pipeline::complete(task, engine, &request, partial)?;
     if task.config.off_by_one && partial.is_complete(n_samples) && partial.check.is_empty() {
         partial.check = check_rollout(task, policy, &learnable(task, partial), partial.step)?;
