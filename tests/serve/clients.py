@@ -2,8 +2,6 @@
 
     pip install -r tests/serve/requirements.txt
     python3 tests/serve/clients.py http://127.0.0.1:8000 TENANT [--key KEY] [--query TEXT]
-
-Without models: `cargo run --release -p querl-serve --example rewrite_stand_in`, which listens on port 8077 and serves the tenant `shop`.
 """
 
 import argparse

@@ -261,15 +261,7 @@ pub(crate) fn printable(text: &str) -> String {
 
 /// The known name that is most similar to `name`, if one is similar.
 pub(crate) fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
-    // The same bound as querl's configuration uses for its own keys.
-    const ALIKE: f64 = 0.75;
-    // A name of any length would make the comparison slow; none that long is a slip of the fingers.
-    let name: String = name.chars().take(64).collect();
-    known
-        .map(|candidate| (strsim::jaro_winkler(&name, candidate), candidate))
-        .filter(|(likeness, _)| *likeness >= ALIKE)
-        .max_by(|(one, _), (other, _)| one.total_cmp(other))
-        .map(|(_, candidate)| candidate)
+    querl_core::text::nearest(name, known).into_iter().next()
 }
 
 /// `a`, `a or b`, `a, b or c`.

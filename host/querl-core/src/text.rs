@@ -54,6 +54,18 @@ pub fn grouped(number: u64) -> String {
     text
 }
 
+/// The known names that are similar to `name`, the most similar first: for "did you mean".
+pub fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Vec<&'n str> {
+    // Jaro-Winkler similarity; below this, suggestions (`lr` for `learning_rate`) are no longer useful.
+    const ALIKE: f64 = 0.75;
+    // A name of any length would make the comparison slow; none that long is a slip of the fingers.
+    let name: String = name.chars().take(64).collect();
+    let similar = known.map(|candidate| (strsim::jaro_winkler(&name, candidate), candidate));
+    let mut similar: Vec<(f64, &str)> = similar.filter(|(likeness, _)| *likeness >= ALIKE).collect();
+    similar.sort_by(|(one, _), (other, _)| other.total_cmp(one));
+    similar.into_iter().map(|(_, candidate)| candidate).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

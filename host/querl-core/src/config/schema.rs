@@ -2,6 +2,7 @@
 
 use super::document::join;
 use super::run::Config;
+use crate::text::nearest;
 use serde_json::Value;
 use std::sync::LazyLock;
 
@@ -304,21 +305,11 @@ fn shorten(text: &str) -> String {
 }
 
 fn unknown<'a>(key: &str, name: &str, known: impl Iterator<Item = &'a String>) -> Violation {
-    let message = match nearest(name, known) {
+    let message = match nearest(name, known.map(String::as_str)).first() {
         Some(near) => format!("unknown key {key}; did you mean {near}?"),
         None => format!("unknown key {key}; `querl config schema` lists the keys"),
     };
     Violation::new(key, message)
-}
-
-fn nearest<'a>(name: &str, known: impl Iterator<Item = &'a String>) -> Option<&'a String> {
-    // Jaro-Winkler similarity; below this, suggestions (`lr` for `learning_rate`) are no longer useful.
-    const ALIKE: f64 = 0.75;
-    known
-        .map(|candidate| (strsim::jaro_winkler(name, candidate), candidate))
-        .filter(|(likeness, _)| *likeness >= ALIKE)
-        .max_by(|(one, _), (other, _)| one.total_cmp(other))
-        .map(|(_, candidate)| candidate)
 }
 
 #[cfg(test)]

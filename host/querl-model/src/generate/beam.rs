@@ -58,12 +58,11 @@ pub(super) fn run(
         return Err(ModelError::Generation(format!("{} responses requested of {n_beams} beams", request.n)));
     }
     let mut responses = Vec::with_capacity(requests.len());
-    let nothing = requests.iter().map(|request| vec![Generated::default(); request.n]).collect();
     let n_at_once = requests_at_once(core, requests, n_beams, processor.settings.max_new_tokens)?;
-    for requests in requests.chunks(n_at_once) {
-        match search(core, requests, beams, processor, text, stop)? {
+    for some in requests.chunks(n_at_once) {
+        match search(core, some, beams, processor, text, stop)? {
             Some(found) => responses.extend(found),
-            None => return Ok(nothing),
+            None => return Ok(requests.iter().map(|request| vec![Generated::default(); request.n]).collect()),
         }
     }
     Ok(responses)

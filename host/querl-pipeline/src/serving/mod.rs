@@ -16,7 +16,7 @@ use querl_core::records::Context;
 use querl_core::serving::{ChatTask, EngineState, EventSink, GenerationTask, Rewriter, SubmitError, Tenant};
 use querl_model::{Decoding, ModelError, SamplingSettings, ServingRequest, ServingSettings};
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
 use tenant::{BaseModel, TenantModel};
@@ -47,21 +47,20 @@ pub struct ServedModels {
 
 impl ServedModels {
     /// Loads the base of the first run and all runs as tenants, passes the models to `on_ready`, and computes in this thread for as long as
-    /// they are used. `find` reads a run's folder or configuration, also for runs that are loaded later.
+    /// they are used. `find` reads the folder or configuration of a run that is loaded later.
     ///
     /// # Errors
     /// A run is unfinished or damaged, fails its check, has another base or the tenant of another run.
     pub fn serve(
-        runs: &[PathBuf],
+        runs: Vec<ServedRun>,
         find: fn(&Path) -> anyhow::Result<ServedRun>,
         options: ServingOptions,
         on_ready: impl FnOnce(Arc<Self>) + Send + 'static,
     ) -> anyhow::Result<()> {
-        let found = runs.iter().map(|path| find(path)).collect::<anyhow::Result<Vec<_>>>()?;
         let first =
-            found.first().ok_or_else(|| Stop::usage("nothing to serve; name a run's folder or configuration"))?;
-        for (index, run) in found.iter().enumerate() {
-            if let Some(other) = found[..index].iter().find(|other| other.config.tenant == run.config.tenant) {
+            runs.first().ok_or_else(|| Stop::usage("nothing to serve; name a run's folder or configuration"))?;
+        for (index, run) in runs.iter().enumerate() {
+            if let Some(other) = runs[..index].iter().find(|other| other.config.tenant == run.config.tenant) {
                 let (tenant, other, own) = (&run.config.tenant, other.dir.root().display(), run.dir.root().display());
                 let message = format!("{other} and {own} are both of tenant `{tenant}`; serve one of them");
                 return Err(Stop::usage(message).into());
@@ -74,7 +73,7 @@ impl ServedModels {
         let models = Arc::new(Self { base, options, tenants, hosts, engine, find });
         // Tenants are checked by requests, which this thread computes.
         let loading = spawn("loading", move || {
-            found.iter().try_for_each(|run| models.add(run).map(drop))?;
+            runs.iter().try_for_each(|run| models.add(run).map(drop))?;
             on_ready(models);
             Ok(())
         })?;

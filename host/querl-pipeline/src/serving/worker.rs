@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// A request and who waits for it.
+/// A request, and where its events go.
 pub(super) struct Job {
     pub(super) request: ServingRequest,
     pub(super) model: Arc<TenantModel>,
@@ -111,21 +111,28 @@ struct OpenRequest {
     n_prompt_tokens: usize,
     sampling: SamplingSettings,
     model: Arc<TenantModel>,
-    is_chat: bool,
+    /// Of a chat response.
+    stream: Option<Arc<ChatStream>>,
     events: Arc<dyn EventSink>,
     queued_at: Instant,
     /// Start of its prefill and its first token.
     started: Option<(Instant, Instant)>,
-    /// Of a chat response.
-    token_ids: Vec<u32>,
+}
+
+/// The text of a chat response as far as it was sent.
+struct ChatStream {
+    stop_strings: Vec<String>,
+    events: Arc<dyn EventSink>,
+    /// Tokens so far, and the bytes of their text that were sent. Only the thread that sends responses locks it.
+    progress: Mutex<(Vec<u32>, usize)>,
 }
 
 /// For the thread that sends responses.
 enum Update {
-    /// The tokens of a chat response so far.
-    Tokens { id: u64, token_ids: Vec<u32>, sampling: SamplingSettings, events: Arc<dyn EventSink> },
+    /// The next token of a chat response.
+    Token(Arc<ChatStream>, u32),
     /// The end of a response, and when its last token was there.
-    End { id: u64, request: Box<OpenRequest>, result: Result<(Generated, Instant), GenerationFailure> },
+    End(Box<OpenRequest>, Result<(Generated, Instant), GenerationFailure>),
 }
 
 /// Steps an engine.
@@ -181,12 +188,16 @@ impl EngineWorker {
     fn add(&mut self, job: Job) {
         let Job { request, model, is_chat, events, queued_at } = job;
         let (id, sampling, n_prompt_tokens) = (request.id, request.sampling.clone(), request.prompt.len());
-        let (events, started, token_ids) = (Arc::from(events), None, Vec::new());
-        let open = OpenRequest { n_prompt_tokens, sampling, model, is_chat, events, queued_at, started, token_ids };
+        let events: Arc<dyn EventSink> = Arc::from(events);
+        let stream = is_chat.then(|| {
+            let (stop_strings, progress) = (sampling.stop_strings.clone(), Mutex::default());
+            Arc::new(ChatStream { stop_strings, events: events.clone(), progress })
+        });
+        let open = OpenRequest { n_prompt_tokens, sampling, model, stream, events, queued_at, started: None };
         self.shared.state().n_prompt_tokens += n_prompt_tokens as u64;
         match self.engine.add(request) {
             Ok(()) => drop(self.open.insert(id, open)),
-            Err(error) => self.end(id, open, Err(failure(&error))),
+            Err(error) => self.end(open, Err(failure(&error))),
         }
     }
 
@@ -201,11 +212,9 @@ impl EngineWorker {
             }
             if let Some(generated) = finished {
                 let request = self.open.remove(&id).expect("it was found above");
-                self.end(id, request, Ok((generated, now)));
-            } else if request.is_chat {
-                request.token_ids.push(token);
-                let (token_ids, events) = (request.token_ids.clone(), request.events.clone());
-                let _ = self.updates.send(Update::Tokens { id, token_ids, sampling: request.sampling.clone(), events });
+                self.end(request, Ok((generated, now)));
+            } else if let Some(stream) = &request.stream {
+                let _ = self.updates.send(Update::Token(stream.clone(), token));
             }
         }
     }
@@ -218,9 +227,9 @@ impl EngineWorker {
         state.n_step_sequences += n_sequences as u64;
     }
 
-    fn end(&self, id: u64, request: OpenRequest, result: Result<(Generated, Instant), GenerationFailure>) {
+    fn end(&self, request: OpenRequest, result: Result<(Generated, Instant), GenerationFailure>) {
         self.shared.n_open.fetch_sub(1, Ordering::Relaxed);
-        let _ = self.updates.send(Update::End { id, request: Box::new(request), result });
+        let _ = self.updates.send(Update::End(Box::new(request), result));
     }
 
     /// The batch that ran is lost; requests that wait are not.
@@ -230,7 +239,7 @@ impl EngineWorker {
         let lost: Vec<u64> = self.open.keys().copied().filter(|id| !waiting.contains(id)).collect();
         for id in lost {
             let request = self.open.remove(&id).expect("its key was listed");
-            self.end(id, request, Err(failure(error)));
+            self.end(request, Err(failure(error)));
         }
     }
 }
@@ -241,19 +250,14 @@ fn failure(error: &ModelError) -> GenerationFailure {
 
 /// Decodes, parses and sends responses until the engine ends.
 fn send_responses(updates: &Receiver<Update>, tokenizer: &TextTokenizer) {
-    let mut n_sent: HashMap<u64, usize> = HashMap::new(); // bytes of streamed texts
     for update in updates {
         match update {
-            Update::Tokens { id, token_ids, sampling, events } => {
-                let Ok(text) = tokenizer.decode(&token_ids) else { continue };
-                send_new(certain(&text, &sampling.stop_strings), n_sent.entry(id).or_default(), events.as_ref());
-            }
-            Update::End { id, request, result } => {
-                let mut sent = n_sent.remove(&id).unwrap_or_default();
+            Update::Token(stream, token) => stream.push(token, tokenizer),
+            Update::End(request, result) => {
                 let result =
                     result.and_then(|(generated, ended_at)| request.generation(&generated, ended_at, tokenizer));
-                if let (Ok(generation), true) = (&result, request.is_chat) {
-                    send_new(&generation.text, &mut sent, request.events.as_ref());
+                if let (Ok(generation), Some(stream)) = (&result, &request.stream) {
+                    stream.send(&generation.text, &mut stream.progress().1);
                 }
                 request.events.send(GenerationEvent::Done(result));
             }
@@ -261,11 +265,25 @@ fn send_responses(updates: &Receiver<Update>, tokenizer: &TextTokenizer) {
     }
 }
 
-/// Sends what is new in a growing text.
-fn send_new(text: &str, n_sent: &mut usize, events: &dyn EventSink) {
-    if let Some(new) = text.get(*n_sent..).filter(|new| !new.is_empty()) {
-        events.send(GenerationEvent::Text(new.to_owned()));
-        *n_sent = text.len();
+impl ChatStream {
+    fn progress(&self) -> MutexGuard<'_, (Vec<u32>, usize)> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, token: u32, tokenizer: &TextTokenizer) {
+        let (token_ids, n_sent) = &mut *self.progress();
+        token_ids.push(token);
+        if let Ok(text) = tokenizer.decode(token_ids) {
+            self.send(certain(&text, &self.stop_strings), n_sent);
+        }
+    }
+
+    /// Sends what is new in the growing text.
+    fn send(&self, text: &str, n_sent: &mut usize) {
+        if let Some(new) = text.get(*n_sent..).filter(|new| !new.is_empty()) {
+            self.events.send(GenerationEvent::Text(new.to_owned()));
+            *n_sent = text.len();
+        }
     }
 }
 
@@ -288,7 +306,7 @@ impl OpenRequest {
     ) -> Result<Generation, GenerationFailure> {
         let text = tokenizer.decode(&generated.token_ids).map_err(|error| failure(&error))?;
         let text = self.sampling.before_stop(&text);
-        let text = if self.is_chat { text.to_owned() } else { self.model.parse(text)? };
+        let text = if self.stream.is_some() { text.to_owned() } else { self.model.parse(text)? };
         let (started_at, first_token_at) = self.started.unwrap_or((ended_at, ended_at));
         let since = |later: Instant, earlier: Instant| later.saturating_duration_since(earlier);
         let (queued, prefill): (Duration, Duration) =

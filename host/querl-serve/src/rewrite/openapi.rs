@@ -1,5 +1,6 @@
 //! The OpenAPI document of the service, and a page made from it.
 
+use crate::page::Form;
 use serde_json::{Value, json};
 
 fn reference(schema: &str) -> Value {
@@ -164,7 +165,13 @@ fn schemas() -> Value {
     })
 }
 
-/// The routes as an HTML page without external resources.
+/// The routes as an HTML page.
 pub(super) fn page() -> String {
-    crate::page::with_routes(include_str!("page.html"), &document())
+    let form = Form {
+        fields: "<label>Tenant, where several are served <input id=\"tenant\"></label>\n",
+        text: "胶原蛋白怎么吃",
+        route: "/v1/rewrite",
+        request: "{ query: element(\"text\").value, tenant: element(\"tenant\").value || null }",
+    };
+    crate::page::page("querl serve rewrite", &document(), &form)
 }

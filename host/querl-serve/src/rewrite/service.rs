@@ -17,6 +17,7 @@ use querl_core::records::Context;
 use querl_core::serving::{
     EventSink, Generation, GenerationEvent, GenerationFailure, GenerationTask, Rewriter, SubmitError, Tenant,
 };
+use querl_core::text::nearest;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -224,13 +225,9 @@ pub(super) fn since_epoch() -> Duration {
 const MAX_SUGGESTIONS: usize = 3;
 
 pub(super) fn unknown_tenant(param: &'static str, name: &str, scope: &str, permitted: &[Tenant]) -> ErrorResponse {
-    // As for keys of a configuration.
-    const ALIKE: f64 = 0.75;
     let short: String = name.chars().take(64).collect();
-    let similarity = |tenant: &Tenant| (strsim::jaro_winkler(&short, &tenant.name), format!("`{}`", tenant.name));
-    let mut near: Vec<(f64, String)> = permitted.iter().map(similarity).filter(|(alike, _)| *alike >= ALIKE).collect();
-    near.sort_by(|a, b| b.0.total_cmp(&a.0));
-    let near: Vec<String> = near.into_iter().take(MAX_SUGGESTIONS).map(|(_, name)| name).collect();
+    let near = nearest(&short, permitted.iter().map(|tenant| tenant.name.as_str())).into_iter().take(MAX_SUGGESTIONS);
+    let near: Vec<String> = near.map(|name| format!("`{name}`")).collect();
     let mut what = format!("{param} `{short}` is not served {scope}");
     if !near.is_empty() {
         what += &format!("; did you mean {}?", near.join(" or "));

@@ -1,5 +1,5 @@
 //! A stand-in for the models of tenants: rewrites made of the query's own text, with delays and failures that the query names.
-#![allow(clippy::unwrap_used, dead_code)]
+#![allow(clippy::unwrap_used)]
 
 use querl_core::serving::{
     ChatTask, EngineState, EventSink, Generation, GenerationEvent, GenerationFailure, GenerationTask, Rewriter,

@@ -275,21 +275,20 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     };
     args.listen.warn_if_open();
     // A wrong path is reported before anything is loaded.
-    args.runs.iter().try_for_each(|path| served_run(path).map(drop))?;
-    let (runs, threads) = (args.runs.clone(), args.threads);
+    let runs = args.runs.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?;
+    let (paths, threads) = (args.runs.clone(), args.threads);
     // A closed terminal ends the server.
     let has_terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
     let reload = (!has_terminal).then(interrupt::reload_on_hangup);
     let work = move |service: Arc<RewriteService>| {
         // This thread computes, and is one of those that it sets.
         querl_model::set_threads(threads);
-        let reloaded = runs.clone();
-        ServedModels::serve(&runs, served_run, options, move |models| {
+        ServedModels::serve(runs, served_run, options, move |models| {
             models.tenants().iter().for_each(print_tenant);
             service.set_ready(models.clone());
             drop(service);
             if let Some(reload) = reload {
-                reload_when_asked(&models, &reloaded, reload);
+                reload_when_asked(&models, &paths, reload);
             }
         })
     };
