@@ -298,10 +298,7 @@ impl Step<'_> {
                     let n_vocabulary = self.config.vocab_size;
                     let mut logits = self.gpu.download(&self.buffers.logits.slice(..rows.len() * n_vocabulary))?;
                     let logits = logits.chunks_exact_mut(n_vocabulary);
-                    consumers[rows]
-                        .iter_mut()
-                        .zip(logits)
-                        .try_for_each(|(consumer, row)| consumer.consume(row, rules))?;
+                    consumers[rows].iter_mut().zip(logits).for_each(|(consumer, row)| consumer.consume(row, rules));
                 }
             }
         }

@@ -12,6 +12,7 @@ use super::scheduler::{finish_reason, out_of_blocks};
 use super::{FinishReason, Generated, GenerationRequest, StopSignal, TokenText};
 use crate::ModelError;
 use crate::kv_cache::SequenceKvCache;
+use std::collections::BTreeSet;
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Beams {
@@ -19,7 +20,20 @@ pub(super) struct Beams {
     pub(super) length_penalty: f64,
 }
 
-struct Search {
+impl Beams {
+    pub(super) fn check(self) -> Result<(), ModelError> {
+        let Self { n_beams, length_penalty } = self;
+        if n_beams == 0 || !length_penalty.is_finite() {
+            let wrong = format!("beam search with {n_beams} beams and length penalty {length_penalty}");
+            return Err(ModelError::Generation(format!("{wrong}; expected at least 1 beam and a finite penalty")));
+        }
+        Ok(())
+    }
+}
+
+/// The beams of one response.
+pub(super) struct Search {
+    beams: Beams,
     running: Vec<Beam>,
     /// Best first, at most `n_beams`.
     finished: Vec<(f64, Generated)>,
@@ -49,11 +63,8 @@ pub(super) fn run(
     text: &dyn TokenText,
     stop: &mut StopSignal<'_>,
 ) -> Result<Vec<Vec<Generated>>, ModelError> {
-    let Beams { n_beams, length_penalty } = beams;
-    if n_beams == 0 || !length_penalty.is_finite() {
-        let wrong = format!("beam search with {n_beams} beams and length penalty {length_penalty}");
-        return Err(ModelError::Generation(format!("{wrong}; expected at least 1 beam and a finite penalty")));
-    }
+    beams.check()?;
+    let n_beams = beams.n_beams;
     if let Some(request) = requests.iter().find(|request| request.n > n_beams) {
         return Err(ModelError::Generation(format!("{} responses requested of {n_beams} beams", request.n)));
     }
@@ -98,69 +109,72 @@ fn search(
     prompts.dedup();
     let caches = core.prompt_caches(&prompts, processor)?;
     let cache_of = |prompt: &[u32]| prompts.binary_search(&prompt).ok().map(|index| caches[index].clone());
-    let start = |request: &GenerationRequest<'_>| -> Option<Search> {
-        let (hypothesis, candidates) = (Hypothesis::default(), BeamCandidates::default());
-        let beam = Beam { cache: cache_of(request.prompt)?, hidden: HiddenState::Unknown, hypothesis, candidates };
-        Some(Search { running: vec![beam], finished: Vec::new() })
-    };
+    let start = |request: &GenerationRequest<'_>| Some(Search::new(beams, cache_of(request.prompt)?));
     let mut searches: Vec<Search> = requests.iter().filter_map(start).collect();
-    // As in the source: enough candidates for n_beams unfinished beams even if every stop token is among the best.
-    let n_candidates = (1 + processor.stop_ids.len()).max(2) * beams.n_beams;
-    while searches.iter().any(|search| !search.running.is_empty()) {
+    while searches.iter().any(|search| !search.is_finished()) {
         if stop()? {
             return Ok(None);
         }
-        step(core, requests, &mut searches, n_candidates, processor)?;
-        for search in searches.iter_mut().filter(|search| !search.running.is_empty()) {
-            search.select(beams, n_candidates, processor, text)?;
+        let scheduled = searches.iter_mut().zip(requests);
+        let scheduled = scheduled.flat_map(|(search, request)| search.schedule(request.prompt, processor.stop_ids));
+        let adapter = core.adapter;
+        let mut sequences: Vec<ScheduledSequence<'_>> =
+            scheduled.map(|sequence| ScheduledSequence { adapter: adapter.clone(), ..sequence }).collect();
+        core.policy.forward(&mut sequences, processor)?;
+        drop(sequences);
+        for search in searches.iter_mut().filter(|search| !search.is_finished()) {
+            search.select(processor, text)?;
         }
     }
-    let best = |(search, request): (Search, &GenerationRequest<'_>)| {
-        search.finished.into_iter().take(request.n).map(|(_, generated)| generated).collect()
-    };
+    let best = |(search, request): (Search, &GenerationRequest<'_>)| search.best().take(request.n).collect();
     Ok(Some(searches.into_iter().zip(requests).map(best).collect()))
 }
 
-/// Prefill (in the first step) or a decode step of all beams: finds the best next tokens of each.
-fn step(
-    core: &mut EngineCore<'_>,
-    requests: &[GenerationRequest<'_>],
-    searches: &mut [Search],
-    n_candidates: usize,
-    processor: &LogitsProcessor<'_>,
-) -> Result<(), ModelError> {
-    let new_tokens = |search: &Search, request: &GenerationRequest<'_>| -> Vec<Vec<u32>> {
-        let of_beam = |beam: &Beam| match beam.hypothesis.token_ids.last() {
-            Some(&last) => vec![last],
-            None => request.prompt[beam.cache.len()..].to_vec(),
-        };
-        search.running.iter().map(of_beam).collect()
-    };
-    let tokens: Vec<Vec<u32>> =
-        searches.iter().zip(requests).flat_map(|(search, request)| new_tokens(search, request)).collect();
-    let running = searches.iter_mut().flat_map(|search| &mut search.running);
-    let mut sequences: Vec<ScheduledSequence<'_>> = running
-        .zip(&tokens)
-        .map(|(Beam { cache, hidden, hypothesis, candidates }, tokens)| {
-            candidates.response.clone_from(&hypothesis.token_ids);
-            candidates.n_requested = n_candidates;
-            let consumers = vec![LogitsConsumer::BeamCandidates(candidates)];
-            let adapter = core.adapter.clone();
-            ScheduledSequence { adapter, sampling: None, cache, tokens, hidden, keeps_hidden: false, consumers }
-        })
-        .collect();
-    core.policy.forward(&mut sequences, processor)
-}
-
 impl Search {
+    /// `cache`: of the prompt without at least its last token.
+    pub(super) fn new(beams: Beams, cache: SequenceKvCache) -> Self {
+        let (hypothesis, candidates) = (Hypothesis::default(), BeamCandidates::default());
+        let beam = Beam { cache, hidden: HiddenState::Unknown, hypothesis, candidates };
+        Self { beams, running: vec![beam], finished: Vec::new() }
+    }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.running.is_empty()
+    }
+
+    /// The responses, best first.
+    pub(super) fn best(self) -> impl Iterator<Item = Generated> {
+        self.finished.into_iter().map(|(_, generated)| generated)
+    }
+
+    /// As in the source: enough candidates for n_beams unfinished beams even if every stop token is among the best.
+    fn n_candidates(&self, stop_ids: &BTreeSet<u32>) -> usize {
+        (1 + stop_ids.len()).max(2) * self.beams.n_beams
+    }
+
+    /// Prefill (at first) or a decode step of all beams: finds the best next tokens of each.
+    pub(super) fn schedule<'s>(
+        &'s mut self,
+        prompt: &'s [u32],
+        stop_ids: &BTreeSet<u32>,
+    ) -> impl Iterator<Item = ScheduledSequence<'s>> {
+        let n_requested = self.n_candidates(stop_ids);
+        self.running.iter_mut().map(move |Beam { cache, hidden, hypothesis, candidates }| {
+            candidates.response.clone_from(&hypothesis.token_ids);
+            candidates.n_requested = n_requested;
+            let tokens = match hypothesis.token_ids.last() {
+                Some(last) => std::slice::from_ref(last),
+                None => &prompt[cache.len()..],
+            };
+            let consumers = vec![LogitsConsumer::BeamCandidates(candidates)];
+            ScheduledSequence { adapter: None, sampling: None, tokens, cache, hidden, keeps_hidden: false, consumers }
+        })
+    }
+
     /// Selects among the candidates of all beams: the best that end a response are finished, the best others are the next beams.
-    fn select(
-        &mut self,
-        beams: Beams,
-        n_candidates: usize,
-        processor: &LogitsProcessor<'_>,
-        text: &dyn TokenText,
-    ) -> Result<(), ModelError> {
+    pub(super) fn select(&mut self, processor: &LogitsProcessor<'_>, text: &dyn TokenText) -> Result<(), ModelError> {
+        self.running.iter_mut().find_map(|beam| beam.candidates.failure.take()).map_or(Ok(()), Err)?;
+        let (beams, n_candidates) = (self.beams, self.n_candidates(processor.stop_ids));
         let of_beam = |(index, beam): (usize, &Beam)| {
             let score = beam.hypothesis.score;
             beam.candidates.best.iter().map(move |&next| (score + next.gain, index, next)).collect::<Vec<_>>()

@@ -49,6 +49,16 @@ pub enum Decoding {
     },
 }
 
+impl Decoding {
+    /// Greedy decoding for one beam, else beam search whose scores are divided by the length.
+    pub fn with_beams(n_beams: usize) -> Self {
+        match n_beams {
+            1 => Self::Greedy,
+            n_beams => Self::Beam { n_beams, length_penalty: 1.0 },
+        }
+    }
+}
+
 /// Temperature, penalties, filters and limits of a response.
 ///
 /// Applied to the logits of each token in this order: `repetition_penalty`, `no_repeat_ngram_size`, `min_new_tokens`; then,

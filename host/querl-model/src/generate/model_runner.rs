@@ -281,15 +281,13 @@ fn process_logits(
         let mut segments = Vec::new();
         sequences.iter().for_each(|sequence| Segment::extend(&mut segments, &sequence.adapter, 1));
         weights.logits(&hidden, &segments, logits)?;
-        sequences.par_iter_mut().zip(logits.par_chunks_exact_mut(n_vocabulary)).try_for_each(|(sequence, row)| {
+        sequences.par_iter_mut().zip(logits.par_chunks_exact_mut(n_vocabulary)).for_each(|(sequence, row)| {
             let settings = sequence.sampling.unwrap_or(processor.settings);
             let processor = LogitsProcessor { settings, ..*processor };
-            let Some((last, others)) = sequence.consumers.split_last_mut() else { return Ok(()) };
-            for consumer in others {
-                consumer.consume(&mut row.to_vec(), &processor)?;
-            }
-            last.consume(row, &processor)
-        })?;
+            let Some((last, others)) = sequence.consumers.split_last_mut() else { return };
+            others.iter_mut().for_each(|consumer| consumer.consume(&mut row.to_vec(), &processor));
+            last.consume(row, &processor);
+        });
     }
     weights.give_back(logits);
     Ok(())

@@ -17,19 +17,18 @@ pub enum LogitsConsumer<'s> {
 }
 
 impl LogitsConsumer<'_> {
-    /// Consumes the logits of the whole vocabulary; they may be changed.
-    ///
-    /// # Errors
-    /// As [`sample_token`].
-    pub fn consume(&mut self, logits: &mut [f32], processor: &LogitsProcessor<'_>) -> Result<(), ModelError> {
+    /// Consumes the logits of the whole vocabulary; they may be changed. An error of [`sample_token`] is kept as the consumer's
+    /// `failure`: it does not concern other sequences of the pass.
+    pub fn consume(&mut self, logits: &mut [f32], processor: &LogitsProcessor<'_>) {
         match self {
             Self::Sampler(sampler) => {
                 let Sampler { rng, decoding, token_ids, .. } = &mut **sampler;
-                let token = sample_token(logits, token_ids, processor, *decoding, rng)?;
-                sampler.push(token);
-                Ok(())
+                match sample_token(logits, token_ids, processor, *decoding, rng) {
+                    Ok(token) => sampler.push(token),
+                    Err(error) => sampler.failure = Some(error),
+                }
             }
-            Self::BeamCandidates(candidates) => candidates.consume(logits, processor),
+            Self::BeamCandidates(candidates) => candidates.failure = candidates.consume(logits, processor).err(),
         }
     }
 }
@@ -44,6 +43,8 @@ pub struct Sampler {
     pub token_ids: Vec<u32>,
     logprobs: Vec<f32>,
     behaviour_logprobs: Vec<f32>,
+    /// Why the last pass gave no token.
+    pub(super) failure: Option<ModelError>,
 }
 
 impl Sampler {
@@ -51,7 +52,8 @@ impl Sampler {
     pub fn new(seed: u64, sample: usize, decoding: Decoding) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         rng.set_stream(sample as u64);
-        Self { rng, decoding, token_ids: Vec::new(), logprobs: Vec::new(), behaviour_logprobs: Vec::new() }
+        let (token_ids, logprobs, behaviour_logprobs) = (Vec::new(), Vec::new(), Vec::new());
+        Self { rng, decoding, token_ids, logprobs, behaviour_logprobs, failure: None }
     }
 
     /// The sampler that generated `response` so far.
@@ -90,6 +92,7 @@ pub struct BeamCandidates {
     pub(super) response: Vec<u32>,
     pub(super) n_requested: usize,
     pub(super) best: Vec<BeamCandidate>,
+    pub(super) failure: Option<ModelError>,
 }
 
 #[derive(Clone, Copy)]

@@ -101,6 +101,7 @@ pub(super) fn run(
         let last = step(core, (&prompts, &jobs), new, started, next_prompt, &mut running, processor)?;
         held = last.or(held).filter(|(prompt, _)| next_prompt == Some(*prompt));
         next = admitted.end;
+        running.iter_mut().find_map(|sequence| sequence.sampler.failure.take()).map_or(Ok(()), Err)?;
         let reasons = finish_reasons(&running, processor, text)?;
         let mut unfinished = Vec::with_capacity(running.len());
         for (sequence, reason) in running.into_iter().zip(reasons) {

@@ -5,6 +5,7 @@
 //!
 //! Sources: Yu et al. 2022, "Orca" (continuous batching); Chen et al. 2023, "Punica" (multi-LoRA).
 
+use super::beam::{Beams, Search};
 use super::capacity::{blocks_of_prompt, blocks_of_response};
 use super::cpu_backend::{Adapter, AdapterWeights, BaseWeights, is_same};
 use super::engine::check_request;
@@ -23,7 +24,7 @@ use std::time::Instant;
 /// Limits of a server's engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ServingSettings {
-    /// Requests that run at once; further ones wait. The responses do not depend on it.
+    /// Responses or beams that run at once; further requests wait. The responses do not depend on it.
     pub max_running: usize,
     /// Bytes of the KV cache, half of them for the prefixes that prompts share. A request waits until there is room for its longest
     /// response.
@@ -48,35 +49,102 @@ pub struct ServingRequest {
     pub prompt: Vec<u32>,
     /// Seeds its sampler.
     pub seed: u64,
-    /// Greedy or sampling.
+    /// Greedy, sampling or beams, of which the best is the response.
     pub decoding: Decoding,
     /// Temperature, penalties, filters and limits.
     pub sampling: SamplingSettings,
 }
 
 /// What a step did for one request.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug)]
 pub struct StepOutput {
     /// [`ServingRequest::id`].
     pub id: u64,
-    /// The new token.
-    pub token: u32,
+    /// The new token; beams have none before they are finished.
+    pub token: Option<u32>,
     /// Tokens of the prompt that were found in the prefix cache.
     pub n_cached: usize,
     /// When its prefill started.
     pub started_at: Instant,
-    /// The whole response, where it has ended.
-    pub finished: Option<Generated>,
+    /// The whole response, where it has ended, or why there is none: logits that are not finite, or penalties that leave no token.
+    pub finished: Option<Result<Generated, ModelError>>,
 }
 
 struct Running {
     request: ServingRequest,
-    cache: SequenceKvCache,
-    hidden: HiddenState,
-    sampler: Sampler,
+    response: Response,
     n_blocks: usize,
     n_cached: usize,
     started_at: Instant,
+}
+
+/// A response as far as it is generated.
+enum Response {
+    Sampled { cache: SequenceKvCache, hidden: HiddenState, sampler: Sampler },
+    Beams(Search),
+}
+
+impl Response {
+    /// `cache`: of the prompt without at least its last token.
+    fn new(request: &ServingRequest, cache: SequenceKvCache) -> Self {
+        match beams(request) {
+            Some(beams) => Self::Beams(Search::new(beams, cache)),
+            None => {
+                let sampler = Sampler::new(request.seed, 0, request.decoding);
+                Self::Sampled { cache, hidden: HiddenState::Unknown, sampler }
+            }
+        }
+    }
+
+    /// `None` before the first token, and for beams.
+    fn last_token(&self) -> Option<u32> {
+        match self {
+            Self::Sampled { sampler, .. } => sampler.token_ids.last().copied(),
+            Self::Beams(_) => None,
+        }
+    }
+
+    /// After a pass: takes the next beams, and finds out whether the response has ended.
+    ///
+    /// # Errors
+    /// There is no next token, or the tokenizer fails.
+    fn advance(mut self, processor: &LogitsProcessor<'_>, text: &dyn TokenText) -> Result<Progress, ModelError> {
+        if let Self::Sampled { sampler, .. } = &mut self
+            && let Some(failure) = sampler.failure.take()
+        {
+            return Err(failure);
+        }
+        match self {
+            Self::Sampled { cache, hidden, sampler } => Ok(match finish_reason(&sampler.token_ids, processor, text)? {
+                None => Progress::Unfinished(Self::Sampled { cache, hidden, sampler }),
+                reason => Progress::Finished(sampler.generated(reason)),
+            }),
+            Self::Beams(mut search) => {
+                search.select(processor, text)?;
+                if !search.is_finished() {
+                    return Ok(Progress::Unfinished(Self::Beams(search)));
+                }
+                let best = search.best().next();
+                best.map(Progress::Finished).ok_or_else(|| ModelError::Generation("no beam has ended".into()))
+            }
+        }
+    }
+}
+
+enum Progress {
+    Unfinished(Response),
+    Finished(Generated),
+}
+
+fn beams(request: &ServingRequest) -> Option<Beams> {
+    match request.decoding {
+        Decoding::Beam { n_beams, length_penalty } => Some(Beams { n_beams, length_penalty }),
+        Decoding::Greedy | Decoding::Sample => None,
+    }
+}
+
+fn n_sequences(request: &ServingRequest) -> usize {
+    beams(request).map_or(1, |beams| beams.n_beams)
 }
 
 /// What a request must fit into.
@@ -85,6 +153,7 @@ pub struct RequestLimits {
     decoder: Arc<Decoder>,
     /// KV cache blocks for requests.
     n_blocks: usize,
+    max_running: usize,
 }
 
 impl RequestLimits {
@@ -94,10 +163,12 @@ impl RequestLimits {
     /// An invalid setting, or a prompt that with its longest response does not fit the model or the KV cache.
     pub fn check(&self, request: &ServingRequest) -> Result<(), ModelError> {
         request.sampling.check()?;
-        if let Decoding::Beam { .. } = request.decoding {
-            return Err(ModelError::Generation(
-                "beam search is not served; expected greedy decoding or sampling".into(),
-            ));
+        if let Some(beams) = beams(request) {
+            beams.check()?;
+            if beams.n_beams > self.max_running {
+                let (n_beams, most) = (beams.n_beams, self.max_running);
+                return Err(ModelError::Generation(format!("{n_beams} beams; the server runs at most {most} at once")));
+            }
         }
         check_request(&self.decoder, "the prompt", &request.prompt, &request.sampling)?;
         let needed = n_blocks(request);
@@ -118,7 +189,6 @@ pub struct ServingEngine {
     limits: RequestLimits,
     pool: Arc<BlockPool>,
     prefixes: PrefixCache,
-    max_running: usize,
     /// KV cache blocks that running requests have reserved.
     n_reserved: usize,
     waiting: VecDeque<ServingRequest>,
@@ -148,10 +218,9 @@ impl ServingEngine {
         Ok(Self {
             policy,
             text,
-            limits: RequestLimits { decoder, n_blocks },
+            limits: RequestLimits { decoder, n_blocks, max_running: settings.max_running.max(1) },
             prefixes: PrefixCache::new(n_blocks * BLOCK_TOKENS),
             pool,
-            max_running: settings.max_running.max(1),
             n_reserved: 0,
             waiting: VecDeque::new(),
             running: Vec::new(),
@@ -207,7 +276,7 @@ impl ServingEngine {
     /// Starts waiting requests, as far as there is room, and computes the next token of each running one. Nothing to do gives no outputs.
     ///
     /// # Errors
-    /// Logits that are not finite, or the tokenizer fails: the running requests are lost.
+    /// A pass fails as a whole: the running requests are lost.
     pub fn step(&mut self) -> Result<Vec<StepOutput>, ModelError> {
         let outputs = self.admit().and_then(|()| self.forward());
         if outputs.is_err() {
@@ -218,9 +287,10 @@ impl ServingEngine {
 
     fn admit(&mut self) -> Result<(), ModelError> {
         let (mut admitted, mut n_tokens, started_at) = (Vec::new(), 0, Instant::now());
+        let mut n_running: usize = self.running.iter().map(|running| n_sequences(&running.request)).sum();
         while let Some(request) = self.waiting.front() {
             let n_blocks = n_blocks(request);
-            let has_room = self.running.len() + admitted.len() < self.max_running
+            let has_room = n_running + n_sequences(request) <= self.limits.max_running
                 && self.n_reserved + n_blocks <= self.limits.n_blocks
                 && (n_tokens == 0 || n_tokens + request.prompt.len() <= MAX_PREFILL_TOKENS);
             let Some(request) = self.waiting.pop_front_if(|_| has_room) else { break };
@@ -228,9 +298,9 @@ impl ServingEngine {
             let n_cached = cached.map_or(0, |cache| cache.len());
             n_tokens += request.prompt.len() - n_cached;
             self.n_reserved += n_blocks;
-            let sampler = Sampler::new(request.seed, 0, request.decoding);
-            let (cache, hidden) = (SequenceKvCache::new(&self.pool), HiddenState::Unknown);
-            admitted.push(Running { request, cache, hidden, sampler, n_blocks, n_cached, started_at });
+            n_running += n_sequences(&request);
+            let response = Response::new(&request, SequenceKvCache::new(&self.pool));
+            admitted.push(Running { request, response, n_blocks, n_cached, started_at });
         }
         // Stable, so that requests of one adapter start in the order of their arrival.
         admitted.sort_by_key(|running| running.request.adapter.as_ref().map(Arc::as_ptr));
@@ -257,7 +327,7 @@ impl ServingEngine {
             pool: &self.pool,
             prefixes: &mut self.prefixes,
             stopped: &mut StoppedSequences::new(),
-            max_sequences: self.max_running,
+            max_sequences: self.limits.max_running,
             n_blocks: None,
         };
         let settings = SamplingSettings::default();
@@ -265,7 +335,9 @@ impl ServingEngine {
         let caches = core.prompt_caches(&prompts, &processor)?;
         let index = |running: &Running| prompts.binary_search(&running.request.prompt.as_slice()).unwrap_or_default();
         let indices: Vec<usize> = requests.iter().map(index).collect();
-        requests.iter_mut().zip(indices).for_each(|(running, index)| running.cache = caches[index].clone());
+        for (running, index) in requests.iter_mut().zip(indices) {
+            running.response = Response::new(&running.request, caches[index].clone());
+        }
         Ok(())
     }
 
@@ -275,41 +347,54 @@ impl ServingEngine {
         }
         let settings = SamplingSettings::default();
         let processor = LogitsProcessor { settings: &settings, stop_ids: self.text.stop_ids() };
-        let last_tokens: Vec<Option<u32>> =
-            self.running.iter().map(|running| running.sampler.token_ids.last().copied()).collect();
+        let last_tokens: Vec<Option<u32>> = self.running.iter().map(|running| running.response.last_token()).collect();
         let mut sequences: Vec<ScheduledSequence<'_>> = Vec::with_capacity(self.running.len());
-        for (Running { request, cache, hidden, sampler, .. }, last) in self.running.iter_mut().zip(&last_tokens) {
-            sequences.push(ScheduledSequence {
+        for (Running { request, response, .. }, last) in self.running.iter_mut().zip(&last_tokens) {
+            let own = |sequence| ScheduledSequence {
                 adapter: request.adapter.clone(),
                 sampling: Some(&request.sampling),
-                tokens: match last {
-                    Some(last) => std::slice::from_ref(last),
-                    None => &request.prompt[cache.len()..],
-                },
-                cache,
-                hidden,
-                keeps_hidden: false,
-                consumers: vec![LogitsConsumer::Sampler(sampler)],
-            });
+                ..sequence
+            };
+            match response {
+                Response::Beams(search) => {
+                    sequences.extend(search.schedule(&request.prompt, processor.stop_ids).map(own));
+                }
+                Response::Sampled { cache, hidden, sampler } => {
+                    let tokens = match last {
+                        Some(last) => std::slice::from_ref(last),
+                        None => &request.prompt[cache.len()..],
+                    };
+                    let (adapter, sampling, consumers) = (None, None, vec![LogitsConsumer::Sampler(sampler)]);
+                    let keeps_hidden = false;
+                    sequences.push(own(ScheduledSequence {
+                        adapter,
+                        sampling,
+                        tokens,
+                        cache,
+                        hidden,
+                        keeps_hidden,
+                        consumers,
+                    }));
+                }
+            }
         }
         self.policy.forward(&mut sequences, &processor)?;
         drop(sequences);
         let (mut outputs, mut unfinished) = (Vec::with_capacity(self.running.len()), Vec::new());
         for running in std::mem::take(&mut self.running) {
-            let processor = LogitsProcessor { settings: &running.request.sampling, ..processor };
-            let token_ids = &running.sampler.token_ids;
-            let reason = finish_reason(token_ids, &processor, self.text.as_ref())?;
-            let token = token_ids.last().copied().unwrap_or_default();
-            let Running { n_cached, started_at, .. } = running;
-            let mut output = StepOutput { id: running.request.id, token, n_cached, started_at, finished: None };
-            match reason {
-                None => unfinished.push(running),
-                Some(reason) => {
-                    self.n_reserved -= running.n_blocks;
-                    output.finished = Some(running.sampler.generated(Some(reason)));
+            let Running { request, response, n_blocks, n_cached, started_at } = running;
+            let (id, processor) = (request.id, LogitsProcessor { settings: &request.sampling, ..processor });
+            let token = response.last_token();
+            let finished = match response.advance(&processor, self.text.as_ref()) {
+                Ok(Progress::Unfinished(response)) => {
+                    unfinished.push(Running { request, response, n_blocks, n_cached, started_at });
+                    None
                 }
-            }
-            outputs.push(output);
+                Ok(Progress::Finished(generated)) => Some(Ok(generated)),
+                Err(error) => Some(Err(error)),
+            };
+            self.n_reserved -= if finished.is_some() { n_blocks } else { 0 };
+            outputs.push(StepOutput { id, token, n_cached, started_at, finished });
         }
         self.running = unfinished;
         Ok(outputs)
@@ -317,5 +402,6 @@ impl ServingEngine {
 }
 
 fn n_blocks(request: &ServingRequest) -> usize {
-    blocks_of_prompt(request.prompt.len()) + blocks_of_response(request.sampling.max_new_tokens)
+    let of_response = blocks_of_response(request.sampling.max_new_tokens);
+    blocks_of_prompt(request.prompt.len()) + n_sequences(request) * of_response
 }

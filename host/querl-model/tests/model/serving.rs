@@ -29,10 +29,11 @@ fn prompt(tenant: usize, i: usize) -> Vec<u32> {
 
 fn sampling(i: usize) -> (Decoding, SamplingSettings) {
     let settings = SamplingSettings { max_new_tokens: 6 + i, ..SamplingSettings::default() };
-    match i % 3 {
+    match i % 4 {
         0 => (Decoding::Greedy, settings),
         1 => (Decoding::Sample, SamplingSettings { temperature: 0.7, top_p: 0.9, ..settings }),
-        _ => (Decoding::Sample, SamplingSettings { top_k: 9, repetition_penalty: 1.5, ..settings }),
+        2 => (Decoding::Sample, SamplingSettings { top_k: 9, repetition_penalty: 1.5, ..settings }),
+        _ => (Decoding::with_beams(3), SamplingSettings { repetition_penalty: 1.2, ..settings }),
     }
 }
 
@@ -50,7 +51,7 @@ fn finish(engine: &mut ServingEngine) -> BTreeMap<u64, Generated> {
 }
 
 fn collect(outputs: Vec<StepOutput>, responses: &mut BTreeMap<u64, Generated>) {
-    responses.extend(outputs.into_iter().filter_map(|output| Some((output.id, output.finished?))));
+    responses.extend(outputs.into_iter().filter_map(|output| Some((output.id, output.finished?.unwrap()))));
 }
 
 #[test]
@@ -63,7 +64,7 @@ fn responses_are_those_of_evaluation_whatever_shares_the_batch() {
             .map(|adapter| Some(Arc::new(AdapterWeights::new(&decoder, adapter.as_ref()?).unwrap())))
             .collect();
         let mut requests = Vec::new();
-        for i in 0..4 {
+        for i in 0..5 {
             for (tenant, adapter) in weights.iter().enumerate() {
                 let (decoding, sampling) = sampling(i);
                 let (id, adapter, prompt) = (requests.len() as u64, adapter.clone(), prompt(tenant, i));
@@ -91,6 +92,38 @@ fn responses_are_those_of_evaluation_whatever_shares_the_batch() {
 fn greedy(id: u64, prompt: Vec<u32>, max_new_tokens: usize) -> ServingRequest {
     let sampling = SamplingSettings { max_new_tokens, ..SamplingSettings::default() };
     ServingRequest { id, adapter: None, prompt, seed: 0, decoding: Decoding::Greedy, sampling }
+}
+
+#[test]
+fn an_adapter_whose_logits_overflow_fails_alone() {
+    let decoder = load("qwen3-tied");
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["adapter_config.json", "adapter_model.safetensors"] {
+        std::fs::copy(golden("lora/qwen3-tied").join(file), folder.path().join(file)).unwrap();
+    }
+    let path = folder.path().join("adapter_config.json");
+    let mut config: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config["lora_alpha"] = 1e37.into();
+    std::fs::write(&path, config.to_string()).unwrap();
+    let adapter = LoraAdapter::load(folder.path(), decoder.config()).unwrap();
+    let broken = Some(Arc::new(AdapterWeights::new(&decoder, &adapter).unwrap()));
+    let mut engine = engine(&decoder, ServingSettings::default());
+    for decoding in [Decoding::Greedy, Decoding::with_beams(2)] {
+        engine.add(greedy(0, prompt(1, 2), 8)).unwrap();
+        engine.add(ServingRequest { adapter: broken.clone(), decoding, ..greedy(1, prompt(0, 1), 8) }).unwrap();
+        let (mut error, mut response) = (None, None);
+        while engine.n_waiting() + engine.n_running() > 0 {
+            for StepOutput { id, finished, .. } in engine.step().unwrap() {
+                match finished {
+                    Some(Ok(generated)) => response = Some((id, generated.token_ids.len())),
+                    Some(Err(reason)) => error = Some((id, reason.to_string())),
+                    None => {}
+                }
+            }
+        }
+        assert!(response.is_some_and(|(id, n_tokens)| id == 0 && n_tokens > 0));
+        assert!(error.as_ref().is_some_and(|(id, reason)| *id == 1 && reason.contains("not finite")), "{error:?}");
+    }
 }
 
 #[test]
@@ -135,13 +168,14 @@ fn a_request_waits_for_room_in_the_kv_cache_and_one_that_never_fits_is_refused()
 fn requests_that_do_not_fit_the_model_are_refused() {
     let decoder = load("qwen3-untied");
     let mut engine = engine(&decoder, ServingSettings::default());
-    let beams = Decoding::Beam { n_beams: 2, length_penalty: 1.0 };
+    let beams = |n_beams| ServingRequest { decoding: Decoding::with_beams(n_beams), ..greedy(0, vec![5], 4) };
     for (request, expected) in [
         (greedy(0, vec![], 4), "the prompt is empty"),
         (greedy(0, vec![5], 1 << 20), "beyond the model's"),
         (greedy(0, vec![u32::MAX], 4), "outside the vocabulary"),
         (greedy(0, vec![5], 0), "max_new_tokens is 0"),
-        (ServingRequest { decoding: beams, ..greedy(0, vec![5], 4) }, "beam search is not served"),
+        (beams(0), "expected at least 1 beam"),
+        (beams(65), "65 beams; the server runs at most 64 at once"),
     ] {
         let error = engine.add(request).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");

@@ -68,7 +68,7 @@ pub(super) fn check(run: &ServedRun, rewrite: impl Fn(&str, &Context) -> anyhow:
 /// Queries with their rewrites by the served system, from `eval/records.jsonl`.
 fn evaluated(run: &ServedRun) -> anyhow::Result<Vec<(String, Context, String)>> {
     let path = run.dir.eval_records();
-    if run.config.eval.n_beams > 1 || !path.is_file() {
+    if !path.is_file() {
         return Ok(Vec::new());
     }
     let unreadable = || format!("{}: cannot be read", path.display());

@@ -97,7 +97,12 @@ impl ServedModels {
         let (sender, receiver) = std::sync::mpsc::channel();
         let task = GenerationTask::Rewrite { query: query.to_owned(), context: context.clone() };
         let submitted = self.submit_to(model, task, Box::new(golden::Waiting(sender)));
-        submitted.map_err(|error| anyhow::anyhow!("{error:?}"))?;
+        submitted.map_err(|error| match error {
+            SubmitError::QueueFull(problem) | SubmitError::Input(problem) | SubmitError::Plugin(problem) => {
+                anyhow::anyhow!(problem)
+            }
+            SubmitError::UnknownTenant | SubmitError::Ended => anyhow::anyhow!("the model has ended"),
+        })?;
         golden::wait(&receiver)
     }
 
@@ -110,7 +115,7 @@ impl ServedModels {
         let (messages, decoding, sampling, seed, is_chat) = match task {
             GenerationTask::Rewrite { query, context } => {
                 let messages = model.prompt(&query, &context)?;
-                (messages, Decoding::Greedy, model.sampling.clone(), 0, false)
+                (messages, model.decoding, model.sampling.clone(), 0, false)
             }
             GenerationTask::Chat(task) => {
                 let (decoding, sampling) = chat_sampling(&task, &model.sampling);

@@ -11,7 +11,9 @@ use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Context, Message};
 use querl_core::run_dir::RunDir;
 use querl_core::serving::{GenerationFailure, SubmitError, Tenant};
-use querl_model::{AdapterWeights, ComputeDevice, Decoder, LoraAdapter, SamplingSettings, TextTokenizer, Weights};
+use querl_model::{
+    AdapterWeights, ComputeDevice, Decoder, Decoding, LoraAdapter, SamplingSettings, TextTokenizer, Weights,
+};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -49,13 +51,6 @@ impl ServedRun {
                 folder.display()
             ))
         })?;
-        if config.eval.n_beams > 1 {
-            tracing::warn!(
-                "{}: eval.n_beams is {}; rewrites are served greedily",
-                folder.display(),
-                config.eval.n_beams
-            );
-        }
         Ok(Self { config, dir, stage })
     }
 
@@ -105,6 +100,7 @@ pub(super) struct TenantModel {
     pub(super) facts: Tenant,
     pub(super) prompts: Arc<dyn Prompts>,
     pub(super) adapter: Option<Arc<AdapterWeights>>,
+    pub(super) decoding: Decoding,
     pub(super) sampling: SamplingSettings,
 }
 
@@ -137,9 +133,10 @@ impl TenantModel {
             None => None,
         };
         let (prompts, plugin_digest) = hosts.open_pinned_prompts(&run.config, &run.dir)?;
+        let decoding = Decoding::with_beams(run.config.eval.n_beams);
         let sampling = querl_train::rl::sampling(&run.config.rl);
         let identity = format!(
-            "{} {} {checkpoint} {plugin_digest} {:?} {sampling:?}",
+            "{} {} {checkpoint} {plugin_digest} {:?} {decoding:?} {sampling:?}",
             base.digest,
             base.dtype.name(),
             run.config.plugins.prompt.settings
@@ -148,7 +145,7 @@ impl TenantModel {
         let loaded_at = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?.as_secs();
         let source = run.dir.root().display().to_string();
         let facts = Tenant { name: run.config.tenant.clone(), version, source, loaded_at, api_key };
-        Ok(Self { facts, prompts, adapter, sampling })
+        Ok(Self { facts, prompts, adapter, decoding, sampling })
     }
 
     /// The tenant's prompt for a query.

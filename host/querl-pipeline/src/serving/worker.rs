@@ -210,10 +210,10 @@ impl EngineWorker {
                 request.started = Some((started_at, now));
                 self.shared.state().n_cached_tokens += n_cached as u64;
             }
-            if let Some(generated) = finished {
+            if let Some(finished) = finished {
                 let request = self.open.remove(&id).expect("it was found above");
-                self.end(request, Ok((generated, now)));
-            } else if let Some(stream) = &request.stream {
+                self.end(request, finished.map(|generated| (generated, now)).map_err(|error| failure(&error)));
+            } else if let (Some(stream), Some(token)) = (&request.stream, token) {
                 let _ = self.updates.send(Update::Token(stream.clone(), token));
             }
         }

@@ -109,10 +109,7 @@ pub fn run_generate(
     on_each_rank(resources, &job.model, |rank| {
         let decoder = rank.load_decoder(Weights::Frozen)?;
         let adapter = job.adapter.as_deref().map(|path| load_adapter(path, &decoder)).transpose()?;
-        let decoding = match job.n_beams {
-            1 => Decoding::Greedy,
-            n_beams => Decoding::Beam { n_beams, length_penalty: 1.0 },
-        };
+        let decoding = Decoding::with_beams(job.n_beams);
         let tokenizer = TextTokenizer::load(&job.model.path)?;
         // No prefix is cached between prompts: each response takes as long as it would alone.
         let settings =
