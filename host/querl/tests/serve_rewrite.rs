@@ -12,10 +12,10 @@ use support::{Project, model};
 
 const SERVE: [&str; 2] = ["serve", "rewrite"];
 
-/// Finished runs of two tenants on one base, in `run` and `other`.
+/// Finished runs of two tenants on one base, in `run` and `other`; the first was evaluated with beam search.
 static RUNS: LazyLock<Project> = LazyLock::new(|| {
     let project = Project::new();
-    project.querl(&["run", "querl.toml"]).ok();
+    project.querl(&["run", "querl.toml", "--set", "eval.n_beams=3"]).ok();
     project
         .edit("tenant = \"fivedoctors\"\noutput_dir = \"run\"", "tenant = \"other\"\noutput_dir = \"other\"\nseed = 7");
     project.edit("learning_rate = 1e-3\nmax_steps = 2", "learning_rate = 0.1\nmax_steps = 6");
