@@ -75,6 +75,8 @@ paths! {
     eval_records: "eval/records.jsonl",
     /// Metrics of each evaluated system.
     eval: "eval.json",
+    /// Results of `querl release check`.
+    release: "release",
     /// The HTML report.
     report: "report.html",
 }

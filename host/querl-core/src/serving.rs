@@ -4,11 +4,35 @@ use crate::records::{Context, Message};
 use std::path::Path;
 use std::time::Duration;
 
-/// A tenant that is served.
+/// What a model of a tenant is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// The released model.
+    Current,
+    /// A model that is tried next to it.
+    Candidate,
+}
+
+impl Role {
+    /// Both.
+    pub const ALL: [Self; 2] = [Self::Current, Self::Candidate];
+
+    /// The label in metrics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Current => "current",
+            Self::Candidate => "candidate",
+        }
+    }
+}
+
+/// A model of a tenant that is served.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
     /// `tenant` of its configuration.
     pub name: String,
+    /// What it is for.
+    pub role: Role,
     /// Digest of adapter, base, prompt plugin and decoding settings: the same version gives the same rewrites.
     pub version: String,
     /// The run or configuration that it was loaded from, for operators.
@@ -96,6 +120,11 @@ pub trait EventSink: Send + Sync {
 
     /// False once nobody waits any more: the request is cancelled.
     fn is_open(&self) -> bool;
+
+    /// Whether no client waits for the response: then it takes no place in the queue, which has room for clients alone.
+    fn is_shadow(&self) -> bool {
+        false
+    }
 }
 
 /// Why a request is not queued.
@@ -134,24 +163,29 @@ pub struct EngineState {
 
 /// Models of tenants that requests share.
 pub trait Rewriter: Send + Sync {
-    /// What is served, sorted by name.
-    fn tenants(&self) -> Vec<Tenant>;
+    /// The released models, sorted by name.
+    fn tenants(&self) -> Vec<Tenant> {
+        self.models(Role::Current)
+    }
 
-    /// Queues a task. Calls the prompt plugin and tokenizes, which takes time: it is not called on a thread that other requests need.
+    /// The models of one role, sorted by name: at most one for each tenant.
+    fn models(&self, role: Role) -> Vec<Tenant>;
+
+    /// Queues a task for the model of the tenant's name and role. Calls the prompt plugin and tokenizes, which takes time: it is not called on a thread that other requests need.
     ///
     /// # Errors
     /// The task is not queued.
-    fn submit(&self, tenant: &str, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError>;
+    fn submit(&self, tenant: &Tenant, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError>;
 
-    /// Loads a run or a configuration as a tenant, or in place of a tenant of the same name, whose requests in progress finish with the
+    /// Loads a run or a configuration as a tenant, or in place of a tenant of the same name and role, whose requests in progress finish with the
     /// old model. It is checked before it takes requests. Takes as long as loading a model.
     ///
     /// # Errors
     /// A sentence: it cannot be loaded or fails its check; what was served before is still served.
-    fn load(&self, path: &Path) -> Result<Tenant, String>;
+    fn load(&self, path: &Path, role: Role) -> Result<Tenant, String>;
 
-    /// Removes a tenant; its requests in progress finish. False where there is none of this name.
-    fn remove(&self, tenant: &str) -> bool;
+    /// Removes a tenant's model; its requests in progress finish. False where there is none of this name and role.
+    fn remove(&self, tenant: &str, role: Role) -> bool;
 
     /// State of the engine.
     fn state(&self) -> EngineState;
@@ -161,4 +195,48 @@ pub trait Rewriter: Send + Sync {
 
     /// False once it will never respond again.
     fn is_alive(&self) -> bool;
+}
+
+/// How much of a tenant's traffic a candidate has.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum CandidateMode {
+    /// It answers this share of the requests, above 0 and at most 1.
+    Canary(f64),
+    /// It answers none; its rewrites are compared with those of the current model.
+    Shadow,
+}
+
+/// A candidate that the releases name.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Candidate {
+    /// The tenant.
+    pub tenant: String,
+    /// Number of its start in the history: a model that is tried again has another one.
+    pub id: usize,
+    /// Its traffic.
+    pub mode: CandidateMode,
+}
+
+/// What reading the releases again has changed.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Reloaded {
+    /// The candidates, which are loaded.
+    pub candidates: Vec<Candidate>,
+    /// Sentences: what is not served as the releases say, and why.
+    pub problems: Vec<String>,
+}
+
+/// The releases that a service follows.
+pub trait ReleaseSource: Send + Sync {
+    /// Reads them again, loads what is not served yet and removes candidates that have ended. Takes as long as loading models.
+    ///
+    /// # Errors
+    /// A sentence: they cannot be read; everything is served as before.
+    fn reload(&self) -> Result<Reloaded, String>;
+
+    /// Records that the service has ended a candidate, and why. One that has ended in the meantime is left alone.
+    ///
+    /// # Errors
+    /// A sentence: it cannot be recorded.
+    fn end_candidate(&self, candidate: &Candidate, reason: &str) -> Result<(), String>;
 }

@@ -20,6 +20,9 @@ pub enum EvalError {
     /// `metric` is a metric or a component of the reward.
     #[error("system `{system}`, query `{query}`: `{metric}` is {value}; expected a finite number")]
     NotFinite { system: String, query: String, metric: String, value: f64 },
+    /// Two systems cannot be compared.
+    #[error("{0}")]
+    Comparison(String),
     /// A classifier's predictions are not usable.
     #[error("classification: {0}")]
     Classification(String),

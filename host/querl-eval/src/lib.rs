@@ -14,6 +14,7 @@
 
 mod bootstrap;
 pub mod classification;
+mod comparison;
 mod error;
 mod evaluation;
 mod facts;
@@ -25,6 +26,7 @@ mod table;
 mod text;
 
 pub use bootstrap::Interval;
+pub use comparison::{ComparedSystem, Comparison, ComparisonOptions, ComparisonVerdict, GroupDifference, compare};
 pub use error::EvalError;
 pub use evaluation::{
     Difference, EvalOptions, Evaluation, Lookups, PAIRS, SYSTEMS, SeedsEvaluation, StyleEvaluation, StyleShift, Styles,

@@ -93,7 +93,7 @@ pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts) -> String {
 }
 
 /// Rows of cells. The first row is the head, the first column has the names.
-type Grid = Vec<Vec<String>>;
+pub(crate) type Grid = Vec<Vec<String>>;
 
 fn head(evaluation: &Evaluation, facts: &RunFacts) -> String {
     let judge = facts.judge.as_ref().map_or("none".to_owned(), ToString::to_string);
@@ -151,7 +151,7 @@ fn head_row(first: &str, metrics: &[Metric]) -> Vec<String> {
 }
 
 /// Aligned columns in blocks of at most [`MAX_WIDTH`], each with the column of names.
-fn blocks(grid: &Grid) -> String {
+pub(crate) fn blocks(grid: &Grid) -> String {
     let widths: Vec<usize> = (0..grid[0].len())
         .map(|column| grid.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
         .collect();

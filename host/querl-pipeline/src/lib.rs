@@ -16,6 +16,7 @@ pub mod metrics_log;
 pub mod pins;
 mod plugin_activity;
 pub mod plugins;
+pub mod release;
 pub mod report;
 pub mod retrieval;
 pub mod run;

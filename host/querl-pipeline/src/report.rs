@@ -70,7 +70,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     let written = ledger.entry(StageName::Eval.as_str()).map(|entry| &entry.outputs);
     written.map_or(Ok(()), |outputs| outputs.check(dir.root(), StageName::Eval, &dir.eval_records()))?;
     let records: Vec<EvalRecord> = rows_of(&dir.eval_records())?;
-    let evaluation = evaluate(&records, &options(config)).context("evaluation")?;
+    let evaluation = evaluate(&records, &evaluation_options(config)).context("evaluation")?;
     let mut facts = facts(config, names, dir, &ledger)?;
     let (metrics, lost) = whole_metrics(dir, &ledger)?;
     facts.plugin_notes.extend(lost);
@@ -92,7 +92,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     Ok(Reported { table: table(&evaluation, &facts), evaluation })
 }
 
-fn options(config: &Config) -> EvalOptions {
+pub(crate) fn evaluation_options(config: &Config) -> EvalOptions {
     let lookups = if config.retrieval.kind == RetrievalKind::None { Lookups::None } else { Lookups::Made };
     EvalOptions { split: Split::Test, seed: config.seed, n_resamples: config.eval.bootstrap, lookups }
 }
@@ -116,7 +116,7 @@ pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
     check_same_queries(dirs, &records)?;
     let first = dirs.first().context("no run")?;
     let config = load_resolved(&first.config())?;
-    let evaluation = evaluate_seeds(&records, &options(&config)).context("evaluation")?;
+    let evaluation = evaluate_seeds(&records, &evaluation_options(&config)).context("evaluation")?;
     let ledger = Ledger::open(&first.stages())?;
     let table = seeds_table(&evaluation, &facts(&config, &names(first)?, first, &ledger)?);
     Ok(Pooled { evaluation, table })

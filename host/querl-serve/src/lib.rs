@@ -14,7 +14,7 @@ mod server;
 mod style;
 
 pub use general_rag::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag};
-pub use rewrite::{RewriteOptions, RewriteService, Upstream};
+pub use rewrite::{CandidateLimits, RewriteOptions, RewriteService, Upstream, reload_server};
 pub use server::{ServeError, ServerLimits, bind, block_on, serve, wait_until};
 pub use style::StyleService;
 pub use style::classifier::{ClassifiedText, PendingRequest, StyleOptions, SubmitError, TextClassifier};

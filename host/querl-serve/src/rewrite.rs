@@ -7,6 +7,7 @@
 //! | `POST /api/chat/general_rag` | fills `rewritten_query` and forwards the request to the upstream service |
 //! | `POST /retrieval` | external knowledge of Dify, by the upstream service; `knowledge_id` is `TENANT` or `TENANT:KB_NAME` |
 //! | `GET`, `POST /admin/tenants`, `DELETE /admin/tenants/NAME` | lists, loads and removes tenants |
+//! | `GET`, `POST /admin/releases`, `GET /releases` | compares candidates with current models, and reads the releases again; the same as a page |
 //! | `GET /health`, `/ready`, `/metrics`, `/openapi.json`, `/docs` | |
 //!
 //! Where there is no rewrite in time, or none at all, the query itself is returned and the response names the reason: `fallback` of
@@ -18,15 +19,21 @@
 mod access_log;
 mod admin;
 mod cache;
+mod candidates;
 mod chat;
 mod metrics;
+mod notify;
 mod openapi;
 mod protocol;
 mod proxy;
 mod service;
+mod trial;
 mod upstream;
+mod version_metrics;
 
+pub use notify::reload_server;
 pub use service::{RewriteOptions, RewriteService};
+pub use trial::CandidateLimits;
 pub use upstream::Upstream;
 
 use crate::connections::ConnectionHandle;
@@ -54,6 +61,7 @@ impl RewriteService {
         let admin = Router::new()
             .route("/admin/tenants", get(admin::list).merge(route(ErrorForm::OpenAi, admin::load)))
             .route("/admin/tenants/{name}", delete(admin::remove))
+            .route("/admin/releases", get(candidates::list).post(candidates::reload))
             .layer(from_fn_with_state(self.clone(), admin::check_key));
         let app = Router::new()
             .route("/v1/rewrite", route(ErrorForm::OpenAi, protocol::rewrite))
@@ -65,6 +73,7 @@ impl RewriteService {
             .route("/ready", get(ready))
             .route("/metrics", get(prometheus))
             .route("/openapi.json", get(|| async { Json(openapi::document()) }))
+            .route("/releases", get(|| async { Html(include_str!("rewrite/releases.html")) }))
             .route("/docs", get(|| async { Html(openapi::page()) }))
             .merge(admin)
             .fallback(unknown_route)

@@ -9,7 +9,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Uri};
 use axum::response::IntoResponse;
 use axum::routing::post;
-use querl_serve::{RewriteOptions, RewriteService, ServerLimits, Upstream, serve};
+use querl_serve::{CandidateLimits, RewriteOptions, RewriteService, ServerLimits, Upstream, serve};
 use reqwest::{Client, Method, RequestBuilder, Response};
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
@@ -42,6 +42,7 @@ fn options() -> RewriteOptions {
         admin_key: Some("admin-key".into()),
         upstream: None,
         access_log: None,
+        candidate_limits: CandidateLimits::default(),
         server: ServerLimits::default(),
     }
 }

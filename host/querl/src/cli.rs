@@ -1,6 +1,6 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
-use crate::commands::{cache, config, data, doctor, model, plugin, rag, run, serve, style, watch};
+use crate::commands::{cache, config, data, doctor, model, plugin, rag, release, run, serve, style, watch};
 use crate::terminal::Verbosity;
 use anyhow::Context;
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -62,6 +62,9 @@ pub enum Command {
     Plugin(plugin::PluginCommand),
     /// Serve rewriters, a style model or knowledge bases over HTTP
     Serve(Box<serve::ServeArgs>),
+    /// Check a run before its release, promote it, return to the one before
+    #[command(subcommand)]
+    Release(release::ReleaseCommand),
     /// Check a retrieval service, or serve retrieval
     #[command(subcommand)]
     Rag(rag::RagCommand),

@@ -132,6 +132,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Model(command) => commands::model::run(&command),
         Command::Plugin(command) => commands::plugin::run(&command),
         Command::Serve(args) => commands::serve::run(&args),
+        Command::Release(command) => commands::release::run(&command),
         Command::Rag(command) => commands::rag::run(&command),
         Command::Cache(command) => commands::cache::run(&command),
         Command::Style(command) => commands::style::run(&command),

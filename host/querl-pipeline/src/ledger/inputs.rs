@@ -111,6 +111,21 @@ impl Inputs {
         querl_core::fsx::digest_hex(lines.as_bytes())
     }
 
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.0.contains_key(name)
+    }
+
+    /// Those whose names are kept.
+    pub(crate) fn only(&self, is_kept: impl Fn(&str) -> bool) -> Self {
+        Self(
+            self.0
+                .iter()
+                .filter(|(name, _)| is_kept(name))
+                .map(|(name, value)| (name.clone(), value.clone()))
+                .collect(),
+        )
+    }
+
     /// Names that are new, gone or different, in order.
     pub(crate) fn changed_since(&self, earlier: &Self) -> Vec<String> {
         let mut changed: Vec<String> =

@@ -95,6 +95,11 @@ impl Outputs {
         (!lines.is_empty()).then(|| super::inputs::digest_lines(lines))
     }
 
+    /// SHA-256 of each file at or under `path`, by its path relative to the run directory.
+    pub(crate) fn digests(&self, root: &Path, path: &Path) -> BTreeMap<String, String> {
+        self.under(root, path).map(|(name, file)| (name.to_owned(), file.sha256.clone())).collect()
+    }
+
     fn under<'a>(&'a self, root: &'a Path, path: &'a Path) -> impl Iterator<Item = (&'a str, &'a FileDigest)> {
         let files = self.0.iter().filter(move |(file, _)| root.join(file).starts_with(path));
         files.map(|(file, digest)| (file.as_str(), digest))

@@ -7,13 +7,14 @@ mod golden;
 mod tenant;
 mod worker;
 
-pub use tenant::ServedRun;
+pub(crate) use tenant::BASE_MODEL;
+pub use tenant::{ModelIdentity, ServedRun};
 
 use crate::failure::Stop;
 use crate::plugins::PluginHosts;
 use querl_core::config::BaseDtype;
 use querl_core::records::Context;
-use querl_core::serving::{ChatTask, EngineState, EventSink, GenerationTask, Rewriter, SubmitError, Tenant};
+use querl_core::serving::{ChatTask, EngineState, EventSink, GenerationTask, Rewriter, Role, SubmitError, Tenant};
 use querl_model::{Decoding, ModelError, SamplingSettings, ServingRequest, ServingSettings};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -39,7 +40,7 @@ pub struct ServingOptions {
 pub struct ServedModels {
     base: BaseModel,
     options: ServingOptions,
-    tenants: RwLock<BTreeMap<String, Arc<TenantModel>>>,
+    tenants: RwLock<BTreeMap<(Role, String), Arc<TenantModel>>>,
     hosts: PluginHosts,
     engine: EngineHandle,
     find: fn(&Path) -> anyhow::Result<ServedRun>,
@@ -73,7 +74,7 @@ impl ServedModels {
         let models = Arc::new(Self { base, options, tenants, hosts, engine, find });
         // Tenants are checked by requests, which this thread computes.
         let loading = spawn("loading", move || {
-            runs.iter().try_for_each(|run| models.add(run).map(drop))?;
+            runs.iter().try_for_each(|run| models.add(run, Role::Current).map(drop))?;
             on_ready(models);
             Ok(())
         })?;
@@ -82,13 +83,13 @@ impl ServedModels {
     }
 
     /// Loads a run and puts it in the place of the tenant's former model, once its golden requests are answered.
-    fn add(&self, run: &ServedRun) -> anyhow::Result<Tenant> {
+    fn add(&self, run: &ServedRun, role: Role) -> anyhow::Result<Tenant> {
         let api_key = self.options.api_keys.get(&run.config.tenant).cloned();
-        let model = Arc::new(TenantModel::load(run, &self.base, &self.hosts, api_key)?);
+        let model = Arc::new(TenantModel::load(run, &self.base, &self.hosts, role, api_key)?);
         golden::check(run, |query, context| self.rewrite_now(&model, query, context))?;
         let facts = model.facts.clone();
         let mut tenants = self.tenants.write().unwrap_or_else(PoisonError::into_inner);
-        tenants.insert(facts.name.clone(), model);
+        tenants.insert((role, facts.name.clone()), model);
         Ok(facts)
     }
 
@@ -149,23 +150,24 @@ fn chat_sampling(task: &ChatTask, of_tenant: &SamplingSettings) -> (Decoding, Sa
 }
 
 impl Rewriter for ServedModels {
-    fn tenants(&self) -> Vec<Tenant> {
+    fn models(&self, role: Role) -> Vec<Tenant> {
         let tenants = self.tenants.read().unwrap_or_else(PoisonError::into_inner);
-        tenants.values().map(|model| model.facts.clone()).collect()
+        tenants.values().filter(|model| model.facts.role == role).map(|model| model.facts.clone()).collect()
     }
 
-    fn submit(&self, tenant: &str, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError> {
-        let model = self.tenants.read().unwrap_or_else(PoisonError::into_inner).get(tenant).cloned();
+    fn submit(&self, tenant: &Tenant, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError> {
+        let key = (tenant.role, tenant.name.clone());
+        let model = self.tenants.read().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
         self.submit_to(&model.ok_or(SubmitError::UnknownTenant)?, task, events)
     }
 
-    fn load(&self, path: &Path) -> Result<Tenant, String> {
-        let loaded = (self.find)(path).and_then(|run| self.add(&run));
+    fn load(&self, path: &Path, role: Role) -> Result<Tenant, String> {
+        let loaded = (self.find)(path).and_then(|run| self.add(&run, role));
         loaded.map_err(|error| format!("{error:#}"))
     }
 
-    fn remove(&self, tenant: &str) -> bool {
-        self.tenants.write().unwrap_or_else(PoisonError::into_inner).remove(tenant).is_some()
+    fn remove(&self, tenant: &str, role: Role) -> bool {
+        self.tenants.write().unwrap_or_else(PoisonError::into_inner).remove(&(role, tenant.to_owned())).is_some()
     }
 
     fn state(&self) -> EngineState {

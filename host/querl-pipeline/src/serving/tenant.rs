@@ -10,10 +10,12 @@ use querl_core::fsx::digest_hex;
 use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Context, Message};
 use querl_core::run_dir::RunDir;
-use querl_core::serving::{GenerationFailure, SubmitError, Tenant};
+use querl_core::serving::{GenerationFailure, Role, SubmitError, Tenant};
 use querl_model::{
     AdapterWeights, ComputeDevice, Decoder, Decoding, LoraAdapter, SamplingSettings, TextTokenizer, Weights,
 };
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -55,21 +57,82 @@ impl ServedRun {
     }
 
     /// Base and adapter of the last finished training stage.
-    pub(super) fn base(&self) -> Result<Base, Stop> {
+    pub(crate) fn base(&self) -> Result<Base, Stop> {
         Base::of(&self.config, &self.dir, self.stage)
     }
 
     /// Name of that stage, as in the evaluation's records.
-    pub(super) fn system(&self) -> &'static str {
+    pub(crate) fn system(&self) -> &'static str {
         self.stage.as_str()
     }
 
+    /// The checkpoint of that stage.
+    pub(crate) fn checkpoint(&self) -> PathBuf {
+        training::best(&training::folder(&self.dir, self.stage))
+    }
+
     /// Digest of the served checkpoint, compared with what its stage recorded.
-    fn checkpoint_digest(&self) -> anyhow::Result<String> {
+    pub(crate) fn checkpoint_inputs(&self) -> anyhow::Result<Inputs> {
         let ledger = Ledger::open(&self.dir.stages())?;
         let mut inputs = Inputs::default();
-        inputs.made_by(&ledger, self.stage, &training::best(&training::folder(&self.dir, self.stage)))?;
-        Ok(inputs.digest())
+        inputs.made_by(&ledger, self.stage, &self.checkpoint())?;
+        Ok(inputs)
+    }
+
+    /// Digests of what is served, without loading it.
+    ///
+    /// # Errors
+    /// A file or plugin is missing, or not the one that the run recorded.
+    pub fn identity(&self) -> anyhow::Result<ModelIdentity> {
+        let (base, checkpoint) = (base_digest(&self.base()?.model)?, self.checkpoint_inputs()?);
+        let plugin = PluginHosts::default().open_pinned_prompts(&self.config, &self.dir)?.1;
+        let dtype = self.config.model.dtype;
+        let ledger = Ledger::open(&self.dir.stages())?;
+        let outputs = ledger.entry(self.stage.as_str()).map(|entry| &entry.outputs);
+        let mut digests = outputs.map(|outputs| outputs.digests(ledger.root(), &self.checkpoint())).unwrap_or_default();
+        let version = self.version(&base, dtype, &checkpoint.digest(), &plugin);
+        digests.insert(BASE_MODEL.into(), base);
+        digests.insert("prompt plugin".into(), plugin);
+        digests
+            .insert("decoding settings".into(), digest_hex(format!("{} {}", dtype.name(), self.settings()).as_bytes()));
+        Ok(ModelIdentity { version, digests })
+    }
+
+    /// The version of what is served, on a base with weights of type `dtype`.
+    fn version(&self, base: &str, dtype: BaseDtype, checkpoint: &str, plugin: &str) -> String {
+        let identity = format!("{base} {} {checkpoint} {plugin} {}", dtype.name(), self.settings());
+        digest_hex(identity.as_bytes())[..16].to_owned()
+    }
+
+    /// Settings of the prompt plugin and of decoding.
+    fn settings(&self) -> String {
+        let (decoding, sampling) = self.decoding();
+        format!("{:?} {decoding:?} {sampling:?}", self.config.plugins.prompt.settings)
+    }
+
+    /// As in the evaluation.
+    fn decoding(&self) -> (Decoding, SamplingSettings) {
+        (Decoding::with_beams(self.config.eval.n_beams), querl_train::rl::sampling(&self.config.rl))
+    }
+}
+
+/// The part of an identity that tenants of one server share.
+pub(crate) const BASE_MODEL: &str = "base model";
+
+/// What the rewrites of a run depend on: models of the same identity give the same rewrites.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelIdentity {
+    /// The version in responses of a server that keeps the run's type of weights.
+    pub version: String,
+    /// Digests of base model, prompt plugin and decoding settings, and of the checkpoint's files by path in the run's folder.
+    pub digests: BTreeMap<String, String>,
+}
+
+impl ModelIdentity {
+    /// Names of the digests that differ.
+    pub(crate) fn changed_since(&self, earlier: &Self) -> Vec<String> {
+        let names: BTreeSet<&String> = self.digests.keys().chain(earlier.digests.keys()).collect();
+        names.into_iter().filter(|name| self.digests.get(*name) != earlier.digests.get(*name)).cloned().collect()
     }
 }
 
@@ -113,6 +176,7 @@ impl TenantModel {
         run: &ServedRun,
         base: &BaseModel,
         hosts: &PluginHosts,
+        role: Role,
         api_key: Option<String>,
     ) -> anyhow::Result<Self> {
         let Base { model, adapter } = run.base()?;
@@ -124,7 +188,7 @@ impl TenantModel {
             );
             return Err(Stop::usage(message).into());
         }
-        let checkpoint = run.checkpoint_digest()?;
+        let checkpoint = run.checkpoint_inputs()?.digest();
         let adapter = match adapter {
             Some(path) => {
                 let adapter = LoraAdapter::load(&path, base.decoder.config())?.for_decoder(&base.decoder)?;
@@ -133,18 +197,11 @@ impl TenantModel {
             None => None,
         };
         let (prompts, plugin_digest) = hosts.open_pinned_prompts(&run.config, &run.dir)?;
-        let decoding = Decoding::with_beams(run.config.eval.n_beams);
-        let sampling = querl_train::rl::sampling(&run.config.rl);
-        let identity = format!(
-            "{} {} {checkpoint} {plugin_digest} {:?} {decoding:?} {sampling:?}",
-            base.digest,
-            base.dtype.name(),
-            run.config.plugins.prompt.settings
-        );
-        let version = digest_hex(identity.as_bytes())[..16].to_owned();
+        let (decoding, sampling) = run.decoding();
+        let version = run.version(&base.digest, base.dtype, &checkpoint, &plugin_digest);
         let loaded_at = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?.as_secs();
         let source = run.dir.root().display().to_string();
-        let facts = Tenant { name: run.config.tenant.clone(), version, source, loaded_at, api_key };
+        let facts = Tenant { name: run.config.tenant.clone(), role, version, source, loaded_at, api_key };
         Ok(Self { facts, prompts, adapter, decoding, sampling })
     }
 

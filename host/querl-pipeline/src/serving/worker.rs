@@ -86,7 +86,9 @@ impl EngineHandle {
 
     pub(super) fn submit(&self, job: Job) -> Result<(), SubmitError> {
         let add = |n_open: usize| (n_open < self.shared.max_open).then_some(n_open + 1);
-        if self.shared.n_open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_err() {
+        if !job.events.is_shadow()
+            && self.shared.n_open.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).is_err()
+        {
             let n = self.shared.max_open;
             return Err(SubmitError::QueueFull(format!("{n} requests are waiting or running; retry later")));
         }
@@ -155,10 +157,10 @@ impl EngineWorker {
     /// Runs until the handle is gone and the requests that it queued have ended.
     pub(super) fn run(mut self) {
         while self.receive() {
-            let n_before = self.open.len();
             let open = &mut self.open;
-            open.retain(|_, request| request.events.is_open());
-            self.shared.n_open.fetch_sub(n_before - open.len(), Ordering::Relaxed);
+            let cancelled = open.extract_if(|_, request| !request.events.is_open());
+            let n_cancelled = cancelled.filter(|(_, request)| !request.events.is_shadow()).count();
+            self.shared.n_open.fetch_sub(n_cancelled, Ordering::Relaxed);
             self.engine.retain(|id| open.contains_key(&id));
             match self.engine.step() {
                 Ok(outputs) => self.pass_on(outputs),
@@ -228,7 +230,7 @@ impl EngineWorker {
     }
 
     fn end(&self, request: OpenRequest, result: Result<(Generated, Instant), GenerationFailure>) {
-        self.shared.n_open.fetch_sub(1, Ordering::Relaxed);
+        self.shared.n_open.fetch_sub(usize::from(!request.events.is_shadow()), Ordering::Relaxed);
         let _ = self.updates.send(Update::End(Box::new(request), result));
     }
 

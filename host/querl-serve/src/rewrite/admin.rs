@@ -1,5 +1,6 @@
 //! `/admin/tenants`: what is served, loaded, replaced and removed while the service runs.
 
+use super::candidates::check_not_followed;
 use super::service::{Call, RewriteService, unknown_tenant};
 use crate::error::{ErrorForm, ErrorResponse};
 use crate::key::unauthorized;
@@ -8,7 +9,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::StatusCode;
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
-use querl_core::serving::Tenant;
+use querl_core::serving::{Role, Tenant};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,7 +27,7 @@ pub(super) async fn check_key(State(service): State<Arc<RewriteService>>, reques
 }
 
 fn body(tenant: &Tenant) -> Value {
-    let Tenant { name, version, source, loaded_at, api_key } = tenant;
+    let Tenant { name, version, source, loaded_at, api_key, .. } = tenant;
     json!({
         "name": name, "version": version, "source": source, "loaded_at": loaded_at, "has_own_key": api_key.is_some(),
     })
@@ -44,11 +45,12 @@ pub(super) async fn list(State(service): State<Arc<RewriteService>>) -> Response
 
 /// Loads the run or configuration `path`, to its end even if the client leaves.
 pub(super) async fn load(mut call: Call) -> Result<Response, ErrorResponse> {
+    check_not_followed(&call.service)?;
     let path: PathBuf = call.fields.take_required("path", "the path of a configuration or a run on the server")?;
     let (service, rewriter) = (call.service.clone(), call.rewriter.clone());
     let loading = tokio::spawn(async move {
         let _one_at_a_time = service.loading.lock().await;
-        tokio::task::spawn_blocking(move || rewriter.load(&path)).await
+        tokio::task::spawn_blocking(move || rewriter.load(&path, Role::Current)).await
     });
     let failed =
         |_| ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "loading panicked; the server's log says why");
@@ -61,7 +63,8 @@ pub(super) async fn load(mut call: Call) -> Result<Response, ErrorResponse> {
 pub(super) async fn remove(State(service): State<Arc<RewriteService>>, Path(name): Path<String>) -> Response {
     let remove = || {
         let rewriter = service.rewriter()?;
-        match rewriter.remove(&name) {
+        check_not_followed(&service)?;
+        match rewriter.remove(&name, Role::Current) {
             true => Ok(json!({"removed": name})),
             false => Err(unknown_tenant("tenant", &name, "here", &rewriter.tenants())),
         }

@@ -6,9 +6,10 @@
 //! `system_fingerprint` is the version of the tenant.
 
 use super::access_log::{AccessEntry, RequestRecord};
-use super::protocol::check_text;
+use super::candidates::Route;
+use super::protocol::{check_text, user};
 use super::service::{
-    Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, with_fallback,
+    Audience, Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, with_fallback,
 };
 use crate::body::{JsonFields, quoted};
 use crate::connections::RequestSlot;
@@ -22,7 +23,9 @@ use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use futures::stream::poll_fn;
 use querl_core::records::{Context, Message};
-use querl_core::serving::{ChatTask, Generation, GenerationEvent, GenerationFailure, GenerationTask, Tenant};
+use querl_core::serving::{
+    ChatTask, Generation, GenerationEvent, GenerationFailure, GenerationTask, SubmitError, Tenant,
+};
 use serde_json::{Value, json};
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -54,6 +57,7 @@ pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: 
 /// The fields of a request that are used; others are ignored, as services of this interface do.
 struct ChatRequest {
     model: Option<String>,
+    user: Option<String>,
     task: ChatTask,
     is_stream: bool,
     includes_usage: bool,
@@ -86,6 +90,7 @@ impl ChatRequest {
         }
         Ok(Self {
             model: fields.take("model", "a text")?,
+            user: user(fields, "user")?,
             task,
             is_stream: fields.take("stream", "true or false")?.unwrap_or(false),
             includes_usage: stream_options.is_some_and(|options| options["include_usage"] == true),
@@ -206,8 +211,10 @@ async fn rewrite(
     completion: Completion,
 ) -> Result<Response, ErrorResponse> {
     let is_stream = request.is_stream;
+    let user = request.user.clone();
     let (query, context) = request.into_query()?;
-    let result = call.service.rewrite(tenant, &query, context, call.deadline()).await.map_err(rejected)?;
+    let rewriting = call.service.rewrite(tenant, user.as_deref(), &query, context, call.deadline());
+    let result = rewriting.await.map_err(rejected)?;
     call.record.add(AccessEntry::new(None, &result));
     let completion = Completion { version: result.generated.version.clone(), ..completion };
     let end = CompletionEnd {
@@ -235,21 +242,25 @@ async fn chat(
     completion: Completion,
 ) -> Result<Response, ErrorResponse> {
     let deadline = call.started + call.service.options.chat_timeout;
-    let submitting = call.service.submit(tenant, GenerationTask::Chat(request.task));
-    let mut events = timeout_at(deadline.into(), submitting).await.map_err(|_| too_slow())?.map_err(rejected)?;
-    let job = ChatJob {
-        service: call.service,
-        record: call.record,
-        tenant: tenant.name.clone(),
-        deadline,
-        started: call.started,
+    let last = request.task.messages.last().map(|message| message.content.as_str()).unwrap_or_default();
+    let route = call.service.candidates.route(tenant, request.user.as_deref(), last);
+    let completion = Completion { version: route.model.version.clone(), ..completion };
+    let submit = |model, task| call.service.submit(model, GenerationTask::Chat(task), &Audience::Client);
+    let submitting = async {
+        match submit(&route.model, request.task.clone()).await {
+            // A candidate that has ended in the meantime.
+            Err(SubmitError::UnknownTenant) => submit(tenant, request.task).await,
+            submitted => submitted,
+        }
     };
+    let mut events = timeout_at(deadline.into(), submitting).await.map_err(|_| too_slow())?.map_err(rejected)?;
+    let job = ChatJob { service: call.service, record: call.record, route, deadline, started: call.started };
     if request.is_stream {
         let (sender, frames) = unbounded_channel();
         tokio::spawn(job.forward(events, sender, completion, call.slot));
         return Ok(stream(frames));
     }
-    let done = timeout_at(deadline.into(), finished(&mut events)).await.map_err(|_| too_slow())?;
+    let done = timeout_at(deadline.into(), finished(&mut events)).await.map_err(|_| job.note_timeout())?;
     let generation = job.finish(done)?;
     Ok(Json(completion.body(&generation.text, &CompletionEnd::of(&generation))).into_response())
 }
@@ -262,7 +273,7 @@ fn too_slow() -> ErrorResponse {
 struct ChatJob {
     service: Arc<RewriteService>,
     record: Arc<RequestRecord>,
-    tenant: String,
+    route: Route,
     deadline: Instant,
     started: Instant,
 }
@@ -271,18 +282,25 @@ impl ChatJob {
     /// Counts and logs a finished response.
     fn finish(&self, done: Result<Generation, GenerationFailure>) -> Result<Generation, ErrorResponse> {
         let generation = done.map_err(|failure| {
-            tracing::warn!("tenant {}: {}: {}", self.tenant, failure.code, failure.message);
+            tracing::warn!("tenant {}: {}: {}", self.route.model.name, failure.code, failure.message);
+            self.route.add(&self.service, Some(failure.code));
             model_failed()
         })?;
-        self.service.metrics.generated(&self.tenant, &generation, self.started.elapsed());
+        self.route.add(&self.service, None);
+        self.service.metrics.generated(&self.route.model.name, &generation, self.started.elapsed());
         self.record.add(AccessEntry {
-            tenant: self.tenant.clone(),
+            tenant: self.route.model.name.clone(),
             version: generation.version.clone(),
             n_prompt_tokens: generation.n_prompt_tokens,
             n_tokens: generation.n_tokens,
             ..AccessEntry::default()
         });
         Ok(generation)
+    }
+
+    fn note_timeout(&self) -> ErrorResponse {
+        self.route.add(&self.service, Some("timeout"));
+        too_slow()
     }
 
     /// Passes text on as it is generated. The request is in progress until the last frame is made, whether or not the client reads it.
@@ -304,7 +322,7 @@ impl ChatJob {
             }
         };
         let ended = tokio::select! {
-            ended = timeout_at(self.deadline.into(), forwarding) => ended.unwrap_or_else(|_| Err(too_slow())),
+            ended = timeout_at(self.deadline.into(), forwarding) => ended.unwrap_or_else(|_| Err(self.note_timeout())),
             () = frames.closed() => return self.record.note_closed(),
         };
         match ended {

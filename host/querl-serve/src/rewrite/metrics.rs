@@ -1,5 +1,6 @@
 //! Metrics of the rewriting service, in Prometheus' text format.
 
+use super::version_metrics::VersionMetrics;
 use prometheus::core::Collector;
 use prometheus::{
     Gauge, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry, TextEncoder,
@@ -13,13 +14,15 @@ use std::time::Duration;
 const SECONDS: [f64; 14] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.9, 1.5, 3.0, 10.0];
 
 /// Paths that are counted by name.
-const ROUTES: [&str; 11] = [
+const ROUTES: [&str; 13] = [
     "/v1/rewrite",
     "/v1/chat/completions",
     "/v1/models",
     "/api/chat/general_rag",
     "/retrieval",
     "/admin/tenants",
+    "/admin/releases",
+    "/releases",
     "/health",
     "/ready",
     "/metrics",
@@ -59,6 +62,7 @@ pub(super) struct RewriteMetrics {
     decode_sequences: IntCounter,
     prefill_tokens: IntCounter,
     prefix_cached_tokens: IntCounter,
+    pub(super) versions: VersionMetrics,
     /// Held while the engine's totals are added.
     totals: Mutex<()>,
 }
@@ -104,6 +108,7 @@ impl RewriteMetrics {
             decode_sequences: counter("decode_step_sequences_total", "Sequences of all decode steps.")?,
             prefill_tokens: counter("engine_prompt_tokens_total", "Tokens of prompts, of all tenants.")?,
             prefix_cached_tokens: counter("prefix_cached_tokens_total", "Those found in the prefix cache.")?,
+            versions: VersionMetrics::new(counters, histograms)?,
             totals: Mutex::default(),
             registry,
         })
@@ -178,6 +183,7 @@ impl RewriteMetrics {
             for counters in [&self.cache_hits, &self.cache_misses, &self.prompt_tokens, &self.tokens] {
                 let _ = counters.remove_label_values(&[tenant]);
             }
+            self.versions.remove(tenant);
         }
     }
 }

@@ -53,6 +53,8 @@ pub(super) fn document() -> Value {
         "OpenAiError",
     );
     admin["get"] = get("The tenants that are served")["get"].clone();
+    let mut releases = get("Candidates against the current models of their tenants");
+    releases["post"] = get("Read the releases again")["get"].clone();
     let name = json!({"name": "name", "in": "path", "required": true, "schema": {"type": "string"}});
     let success = json!({"200": {"description": "Success"}});
     let remove = json!({"summary": "Remove a tenant", "parameters": [name], "responses": success});
@@ -87,6 +89,8 @@ pub(super) fn document() -> Value {
             ),
             "/admin/tenants": admin,
             "/admin/tenants/{name}": {"delete": remove},
+            "/admin/releases": releases,
+            "/releases": get("A page that compares candidates with current models"),
             "/health": get("Whether the process runs"),
             "/ready": get("Whether the models are loaded and the queue has room; else 503"),
             "/metrics": get("Metrics in Prometheus' text format"),
@@ -112,6 +116,7 @@ fn schemas() -> Value {
             "properties": {
                 "query": text, "user_profile": text, "history": history,
                 "tenant": {"type": "string", "description": "May be left out where the key permits one tenant"},
+                "user": {"type": "string", "description": "Id of the user, for canary releases"},
                 "deadline_ms": {"type": "integer", "description": "Shortens the server's deadline"},
             },
         },
@@ -130,12 +135,12 @@ fn schemas() -> Value {
                 "stream": {"type": "boolean", "default": false}, "stream_options": {"type": "object"},
                 "temperature": {"type": "number", "default": 0, "minimum": 0, "maximum": 2}, "top_p": {"type": "number", "default": 1},
                 "max_completion_tokens": {"type": "integer"}, "max_tokens": {"type": "integer"},
-                "stop": {"oneOf": [text, {"type": "array", "items": text}]}, "seed": {"type": "integer"}, "n": {"const": 1},
+                "stop": {"oneOf": [text, {"type": "array", "items": text}]}, "seed": {"type": "integer"}, "n": {"const": 1}, "user": text,
             },
         },
         "RagRequest": {
             "type": "object", "required": ["query"],
-            "properties": {"query": text, "tenant_id": text, "rewritten_query": text, "user_profile": text, "history": history},
+            "properties": {"query": text, "tenant_id": text, "rewritten_query": text, "user_profile": text, "history": history, "user_id": text},
         },
         "DifyRequest": {
             "type": "object", "required": ["knowledge_id", "query"],

@@ -18,6 +18,7 @@ const QUERIES: &str = "a list of {\"query\": ..., \"tenant\": ...}";
 /// A query with its tenant.
 struct RewriteQuery {
     tenant: Tenant,
+    user: Option<String>,
     query: String,
     context: Context,
     deadline: Instant,
@@ -66,11 +67,13 @@ impl RewriteQuery {
         let tenant = call.service.tenant(call, "tenant", name.as_deref())?;
         let deadline_ms: Option<u64> = fields.take("deadline_ms", "milliseconds, an integer")?;
         let own = call.started + deadline_ms.map_or(Duration::MAX, Duration::from_millis).min(MAX_DEADLINE);
-        Ok(Self { tenant, query, context: context(&mut fields)?, deadline: own.min(call.deadline()) })
+        let user = user(&mut fields, "user")?;
+        Ok(Self { tenant, user, query, context: context(&mut fields)?, deadline: own.min(call.deadline()) })
     }
 
     async fn rewrite(&self, call: &Call) -> Result<RewriteResult, ErrorResponse> {
-        let rewriting = call.service.rewrite(&self.tenant, &self.query, self.context.clone(), self.deadline);
+        let Self { tenant, user, query, context, deadline } = self;
+        let rewriting = call.service.rewrite(tenant, user.as_deref(), query, context.clone(), *deadline);
         rewriting.await.map_err(rejected)
     }
 }
@@ -96,6 +99,15 @@ pub(super) fn context(fields: &mut JsonFields) -> Result<Context, ErrorResponse>
     check_text("user_profile", &user_profile)?;
     check_text("history", &history_summary)?;
     Ok(Context { user_profile, history_summary })
+}
+
+/// A field with the id of the user, a text or a number; of another type it is ignored, as it was before it was read here.
+pub(super) fn user(fields: &mut JsonFields, name: &str) -> Result<Option<String>, ErrorResponse> {
+    Ok(match fields.take::<Value>(name, "a text or a number")? {
+        Some(Value::String(user)) if !user.is_empty() => Some(user),
+        Some(Value::Number(user)) => Some(user.to_string()),
+        _ => None,
+    })
 }
 
 /// Other control characters are passed on as text; this one ends a text in too many programs.

@@ -4,7 +4,7 @@
 //! header `x-querl-fallback` of the response.
 
 use super::access_log::AccessEntry;
-use super::protocol::{context, query};
+use super::protocol::{context, query, user};
 use super::service::{Call, with_fallback};
 use super::upstream::{Upstream, UpstreamResponse};
 use crate::body::JsonFields;
@@ -33,7 +33,8 @@ pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorRespons
         return upstream.send(&call.uri, &call.headers, call.body).await.map(UpstreamResponse::into_response);
     }
     let context = context(&mut call.fields)?;
-    let (rewrite, fallback) = rewrite(&call, &tenant, &query, context).await;
+    let user = user(&mut call.fields, "user_id")?;
+    let (rewrite, fallback) = rewrite(&call, &tenant, user.as_deref(), &query, context).await;
     let body = replaced(&call.body, &[("rewritten_query", &rewrite)])?;
     let response = upstream.send(&call.uri, &call.headers, body).await?;
     Ok(with_fallback(response.into_response(), fallback))
@@ -63,7 +64,7 @@ pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse>
     let mut setting: JsonFields = call.fields.take("retrieval_setting", setting)?.unwrap_or_default();
     let top_k: Option<u64> = setting.take("top_k", "a positive integer")?;
     let score_threshold: Option<f64> = setting.take("score_threshold", "a number from 0 to 1")?;
-    let (rewrite, fallback) = rewrite(&call, &tenant, &query, Context::default()).await;
+    let (rewrite, fallback) = rewrite(&call, &tenant, None, &query, Context::default()).await;
     if upstream.is_dify() {
         let body = replaced(&call.body, &[("query", &rewrite), ("knowledge_id", kb_name.unwrap_or(&id))])?;
         let response = upstream.send(&call.uri, &call.headers, body).await?;
@@ -100,8 +101,14 @@ fn upstream(call: &Call) -> Result<&Upstream, ErrorResponse> {
 }
 
 /// The rewrite of a query, or the query and the reason.
-async fn rewrite(call: &Call, tenant: &Tenant, query: &str, context: Context) -> (String, Option<&'static str>) {
-    match call.service.rewrite(tenant, query, context, call.deadline()).await {
+async fn rewrite(
+    call: &Call,
+    tenant: &Tenant,
+    user: Option<&str>,
+    query: &str,
+    context: Context,
+) -> (String, Option<&'static str>) {
+    match call.service.rewrite(tenant, user, query, context, call.deadline()).await {
         Ok(result) => {
             call.record.add(AccessEntry::new(None, &result));
             (result.generated.text, result.fallback)

@@ -2,7 +2,9 @@
 
 use super::access_log::{AccessLog, RequestRecord};
 use super::cache::{CachedRewrite, RewriteCache};
+use super::candidates::Candidates;
 use super::metrics::RewriteMetrics;
+use super::trial::CandidateLimits;
 use super::upstream::Upstream;
 use crate::body::{BodyLimits, JsonFields, read_body};
 use crate::connections::{ConnectionHandle, RequestSlot};
@@ -19,7 +21,7 @@ use querl_core::serving::{
 };
 use querl_core::text::nearest;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -47,6 +49,8 @@ pub struct RewriteOptions {
     pub upstream: Option<Upstream>,
     /// A file to which one JSON line is appended for each rewrite and each other request.
     pub access_log: Option<PathBuf>,
+    /// Limits above which a candidate is ended.
+    pub candidate_limits: CandidateLimits,
     /// Limits of connections.
     pub server: ServerLimits,
 }
@@ -56,6 +60,7 @@ pub struct RewriteService {
     pub(super) options: RewriteOptions,
     pub(super) admin_key: Option<ApiKey>,
     pub(super) rewriter: OnceLock<Arc<dyn Rewriter>>,
+    pub(super) candidates: Candidates,
     cache: RewriteCache,
     pub(super) metrics: RewriteMetrics,
     pub(super) access_log: AccessLog,
@@ -73,6 +78,7 @@ impl RewriteService {
         Ok(Arc::new(Self {
             admin_key: options.admin_key.as_deref().map(ApiKey::new),
             rewriter: OnceLock::new(),
+            candidates: Candidates::new(options.candidate_limits),
             cache: RewriteCache::new(options.max_cached_rewrites),
             metrics: RewriteMetrics::new().expect("metric names are valid and distinct"),
             access_log: AccessLog::open(options.access_log.as_deref())?,
@@ -99,16 +105,22 @@ impl RewriteService {
         &self,
         tenant: &Tenant,
         task: GenerationTask,
+        audience: &Audience,
     ) -> Result<UnboundedReceiver<GenerationEvent>, SubmitError> {
         let rewriter = self.rewriter.get().ok_or(SubmitError::Ended)?.clone();
         if rewriter.is_full() {
             return Err(SubmitError::QueueFull("the queue is full; retry later".into()));
         }
         let (sender, receiver) = unbounded_channel();
-        let (name, failed) = (tenant.name.clone(), sender.clone());
+        let (tenant, failed) = (tenant.clone(), sender.clone());
+        let events: Box<dyn EventSink> = match audience {
+            Audience::Client => Box::new(EventSender(sender)),
+            Audience::Shadow(is_cancelled) => {
+                Box::new(ShadowSender { sender, rewriter: rewriter.clone(), is_cancelled: is_cancelled.clone() })
+            }
+        };
         // The prompt plugin and tokenizing would block a thread of the async runtime.
-        let submitting =
-            tokio::task::spawn_blocking(move || rewriter.submit(&name, task, Box::new(EventSender(sender))));
+        let submitting = tokio::task::spawn_blocking(move || rewriter.submit(&tenant, task, events));
         match submitting.await {
             Ok(submitted) => submitted?,
             Err(panicked) => {
@@ -119,19 +131,22 @@ impl RewriteService {
         Ok(receiver)
     }
 
-    /// The rewrite of a query, or a fallback to the query itself.
+    /// The rewrite of a query by one model, or a fallback to the query itself. What no client waits for is not counted.
     ///
     /// # Errors
     /// The query is not queued, for another reason than its tenant's plugin.
-    pub(super) async fn rewrite(
+    pub(super) async fn rewrite_by(
         &self,
         tenant: &Tenant,
         query: &str,
         context: Context,
         deadline: Instant,
+        audience: &Audience,
     ) -> Result<RewriteResult, SubmitError> {
         let started = Instant::now();
         let key = RewriteCache::key(tenant, query, &context);
+        let metrics = matches!(audience, Audience::Client).then_some(&self.metrics);
+        let count = |count: &dyn Fn(&RewriteMetrics)| metrics.into_iter().for_each(count);
         let result = |generated: CachedRewrite, queued, fallback| RewriteResult {
             tenant: tenant.name.clone(),
             latency: started.elapsed(),
@@ -141,15 +156,16 @@ impl RewriteService {
             generated,
         };
         if let Some(found) = self.cache.get(&key) {
-            self.metrics.cache(&tenant.name, 1, 0);
+            count(&|metrics| metrics.cache(&tenant.name, 1, 0));
             return Ok(RewriteResult { is_cached: true, ..result(found, Some(Duration::ZERO), None) });
         }
-        self.metrics.cache(&tenant.name, 0, 1);
+        count(&|metrics| metrics.cache(&tenant.name, 0, 1));
         let task = GenerationTask::Rewrite { query: query.to_owned(), context };
-        let generating = async { Ok::<_, SubmitError>(finished(&mut self.submit(tenant, task).await?).await) };
+        let generating =
+            async { Ok::<_, SubmitError>(finished(&mut self.submit(tenant, task, audience).await?).await) };
         let (reason, message) = match timeout_at(deadline.into(), generating).await {
             Ok(Ok(Ok(generation))) => {
-                self.metrics.generated(&tenant.name, &generation, started.elapsed());
+                count(&|metrics| metrics.generated(&tenant.name, &generation, started.elapsed()));
                 let queued = Some(generation.queued);
                 let generated = CachedRewrite::from(generation);
                 self.cache.put(key, &tenant.version, &generated);
@@ -160,8 +176,10 @@ impl RewriteService {
             Ok(Err(rejected)) => return Err(rejected),
             Err(_) => ("timeout", format!("no rewrite within {:?}", started.elapsed())),
         };
-        tracing::warn!("tenant {}: {reason}: {message}", tenant.name);
-        self.metrics.fallback(&tenant.name, reason);
+        count(&|metrics| {
+            tracing::warn!("tenant {}: {reason}: {message}", tenant.name);
+            metrics.fallback(&tenant.name, reason);
+        });
         Ok(result(CachedRewrite::raw(query, &tenant.version), None, Some(reason)))
     }
 
@@ -279,6 +297,38 @@ impl EventSink for EventSender {
 
     fn is_open(&self) -> bool {
         !self.0.is_closed()
+    }
+}
+
+/// Who waits for a response.
+pub(super) enum Audience {
+    /// A client.
+    Client,
+    /// Nobody: it is cancelled, and the flag set, where clients wait for room in the running batch.
+    Shadow(Arc<AtomicBool>),
+}
+
+/// Where the events of a shadow request go.
+struct ShadowSender {
+    sender: UnboundedSender<GenerationEvent>,
+    rewriter: Arc<dyn Rewriter>,
+    is_cancelled: Arc<AtomicBool>,
+}
+
+impl EventSink for ShadowSender {
+    fn send(&self, event: GenerationEvent) {
+        let _ = self.sender.send(event);
+    }
+
+    fn is_open(&self) -> bool {
+        if self.rewriter.state().n_waiting > 0 {
+            self.is_cancelled.store(true, Ordering::Relaxed);
+        }
+        !self.sender.is_closed() && !self.is_cancelled.load(Ordering::Relaxed)
+    }
+
+    fn is_shadow(&self) -> bool {
+        true
     }
 }
 

@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use querl_core::serving::{
-    ChatTask, EngineState, EventSink, Generation, GenerationEvent, GenerationFailure, GenerationTask, Rewriter,
+    ChatTask, EngineState, EventSink, Generation, GenerationEvent, GenerationFailure, GenerationTask, Rewriter, Role,
     SubmitError, Tenant,
 };
 use std::path::Path;
@@ -13,6 +13,7 @@ use std::time::Duration;
 pub(crate) fn tenant(name: &str, version: usize, api_key: Option<&str>) -> Tenant {
     Tenant {
         name: name.into(),
+        role: Role::Current,
         version: format!("v{version}"),
         source: format!("runs/{name}"),
         loaded_at: 1_700_000_000,
@@ -20,7 +21,7 @@ pub(crate) fn tenant(name: &str, version: usize, api_key: Option<&str>) -> Tenan
     }
 }
 
-/// The first word of a query chooses what happens: see `submit`. Chat responses repeat the last message, a character at a time.
+/// The first word of a query chooses what happens: see `submit`; after the word `candidate`, to the candidate alone. Chat responses repeat the last message, a character at a time.
 #[derive(Default)]
 pub(crate) struct StandInRewriter {
     tenants: Mutex<Vec<Tenant>>,
@@ -74,18 +75,20 @@ fn chat(task: &ChatTask, version: &str, events: &dyn EventSink) -> Generation {
 }
 
 impl Rewriter for StandInRewriter {
-    fn tenants(&self) -> Vec<Tenant> {
-        self.tenants.lock().unwrap().clone()
+    fn models(&self, role: Role) -> Vec<Tenant> {
+        self.tenants.lock().unwrap().iter().filter(|tenant| tenant.role == role).cloned().collect()
     }
 
-    fn submit(&self, tenant: &str, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError> {
+    fn submit(&self, tenant: &Tenant, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError> {
         self.n_submitted.fetch_add(1, Ordering::Relaxed);
-        let found = self.tenants().into_iter().find(|served| served.name == tenant);
+        let found = self.models(tenant.role).into_iter().find(|served| served.name == tenant.name);
         let version = found.ok_or(SubmitError::UnknownTenant)?.version;
         let text = match &task {
             GenerationTask::Rewrite { query, .. } => query.clone(),
             GenerationTask::Chat(task) => task.messages.last().unwrap().content.clone(),
         };
+        let for_candidate = text.strip_prefix("candidate ").filter(|_| tenant.role == Role::Candidate);
+        let text = for_candidate.map(str::to_owned).unwrap_or(text);
         let (first, second) = text.split_once(' ').unwrap_or((&text, ""));
         match first {
             "busy" => return Err(SubmitError::QueueFull("the queue is full (9 requests); retry later".into())),
@@ -116,23 +119,24 @@ impl Rewriter for StandInRewriter {
         Ok(())
     }
 
-    fn load(&self, path: &Path) -> Result<Tenant, String> {
+    fn load(&self, path: &Path, role: Role) -> Result<Tenant, String> {
         let name = path.file_name().unwrap().to_str().unwrap();
         if name == "damaged" {
             return Err("runs/damaged: adapter is for another base; train it on this one".into());
         }
-        let loaded = tenant(name, 2 + self.n_loaded.fetch_add(1, Ordering::Relaxed), None);
+        let version = 2 + self.n_loaded.fetch_add(1, Ordering::Relaxed);
+        let loaded = Tenant { role, ..tenant(name, version, None) };
         let mut tenants = self.tenants.lock().unwrap();
-        tenants.retain(|tenant| tenant.name != name);
+        tenants.retain(|tenant| tenant.name != name || tenant.role != role);
         tenants.push(loaded.clone());
         tenants.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(loaded)
     }
 
-    fn remove(&self, name: &str) -> bool {
+    fn remove(&self, name: &str, role: Role) -> bool {
         let mut tenants = self.tenants.lock().unwrap();
         let n_tenants = tenants.len();
-        tenants.retain(|tenant| tenant.name != name);
+        tenants.retain(|tenant| tenant.name != name || tenant.role != role);
         tenants.len() < n_tenants
     }
 

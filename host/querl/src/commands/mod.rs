@@ -7,6 +7,7 @@ pub mod doctor;
 pub mod model;
 pub mod plugin;
 pub mod rag;
+pub mod release;
 pub mod run;
 pub mod serve;
 pub mod style;

@@ -1,5 +1,6 @@
 //! `querl serve WHAT`: rewriters, a style model or knowledge bases over HTTP. `querl style serve` and `querl rag serve` are older forms.
 
+use super::release::FollowArgs;
 use crate::args::{load_config, usage};
 use crate::model_hub;
 use crate::terminal::{self, report_new_form};
@@ -9,7 +10,7 @@ use querl_core::config::{
     BaseDtype, Config, EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, StyleModelConfig, load_resolved,
 };
 use querl_core::run_dir::RunDir;
-use querl_core::serving::{Rewriter, Tenant};
+use querl_core::serving::{Rewriter, Role, Tenant};
 use querl_data::ServiceContext;
 use querl_eval::classification::calibrated;
 use querl_model::ServingSettings;
@@ -17,6 +18,7 @@ use querl_model::classifier::{
     BatchLimits, BatchStats, BatchWorker, Batcher, Classification, QueueError, RequestCallback,
 };
 use querl_pipeline::interrupt;
+use querl_pipeline::release::{FollowedReleases, ReleasesFolder};
 use querl_pipeline::retrieval::ModelShelf;
 use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions};
 use querl_serve::{
@@ -123,8 +125,10 @@ pub struct StyleServerArgs {
 #[command(rename_all = "snake_case")]
 struct RewriteArgs {
     /// Finished runs: their folders or configurations, each of another tenant
-    #[arg(value_name = "CONFIG|RUN_DIR", required = true)]
+    #[arg(value_name = "CONFIG|RUN_DIR", required_unless_present = "releases", conflicts_with = "releases")]
     runs: Vec<PathBuf>,
+    #[command(flatten)]
+    follow: FollowArgs,
     #[command(flatten)]
     listen: ListenArgs,
     /// The environment variable that holds the key of one tenant's clients, in place of --api_key_env
@@ -261,6 +265,7 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
         admin_key: args.admin_key_env.as_deref().map(|name| key_in("--admin_key_env", name)).transpose()?,
         upstream: upstream.map_err(|problem| usage(format!("--upstream: {problem}")))?,
         access_log: args.access_log.clone(),
+        candidate_limits: args.follow.limits(),
         server: args.listen.limits(),
     })?;
     let key = |(tenant, name): &(String, String)| Ok((tenant.clone(), key_in("--tenant_key_env", name)?));
@@ -275,7 +280,14 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     };
     args.listen.warn_if_open();
     // A wrong path is reported before anything is loaded.
-    let runs = args.runs.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?;
+    let folder = args.follow.releases.as_ref().map(ReleasesFolder::new);
+    let released = folder.as_ref().map(|folder| FollowedReleases::current_runs(folder, served_run)).transpose()?;
+    let loaded = released.iter().flatten().map(|(release, run)| (run.config.tenant.clone(), release.clone()));
+    let followed = folder.zip(Some(loaded.collect::<Vec<_>>()));
+    let runs = match released {
+        Some(released) => released.into_iter().map(|(_, run)| run).collect(),
+        None => args.runs.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?,
+    };
     let (paths, threads) = (args.runs.clone(), args.threads);
     // A closed terminal ends the server.
     let has_terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
@@ -285,10 +297,21 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
         querl_model::set_threads(threads);
         ServedModels::serve(runs, served_run, options, move |models| {
             models.tenants().iter().for_each(print_tenant);
+            let releases = followed.map(|(folder, loaded)| {
+                service.set_releases(Arc::new(FollowedReleases::new(folder, models.clone(), served_run, loaded)));
+                Arc::downgrade(&service)
+            });
             service.set_ready(models.clone());
+            if releases.is_some() {
+                load_releases(&service);
+            }
             drop(service);
             if let Some(reload) = reload {
-                reload_when_asked(&models, &paths, reload);
+                let load = || match &releases {
+                    Some(service) => service.upgrade().iter().for_each(|service| load_releases(service)),
+                    None => load_again(&models, &paths),
+                };
+                reload_when_asked(&models, reload, load);
             }
         })
     };
@@ -300,23 +323,35 @@ fn print_tenant(Tenant { name, version, source, .. }: &Tenant) {
     terminal::print(&format!("tenant {name}: version {version} of {source}"));
 }
 
-/// Loads all runs again whenever the flag is set, for as long as the models compute.
-fn reload_when_asked(models: &ServedModels, runs: &[PathBuf], reload: &AtomicBool) {
+/// Calls `load` whenever the flag is set, for as long as the models compute.
+fn reload_when_asked(models: &ServedModels, reload: &AtomicBool, load: impl Fn()) {
     while models.is_alive() {
         std::thread::sleep(Duration::from_millis(200));
         if reload.swap(false, Ordering::SeqCst) {
-            for path in runs {
-                match models.load(path) {
-                    Ok(tenant) => print_tenant(&tenant),
-                    Err(problem) => terminal::print(&format!("not loaded again: {problem}")),
-                }
-            }
+            load();
         }
     }
 }
 
+fn load_again(models: &ServedModels, runs: &[PathBuf]) {
+    for path in runs {
+        match models.load(path, Role::Current) {
+            Ok(tenant) => print_tenant(&tenant),
+            Err(problem) => terminal::print(&format!("not loaded again: {problem}")),
+        }
+    }
+}
+
+/// Serves what the releases say; what cannot be loaded is reported, and the old model is still served.
+fn load_releases(service: &RewriteService) {
+    match service.reload_releases() {
+        Ok(problems) => problems.iter().for_each(|problem| terminal::print(&format!("not loaded: {problem}"))),
+        Err(problem) => terminal::print(&format!("the releases are not read again: {problem}")),
+    }
+}
+
 /// The run in a folder, or that of a configuration.
-fn served_run(path: &Path) -> anyhow::Result<ServedRun> {
+pub(super) fn served_run(path: &Path) -> anyhow::Result<ServedRun> {
     if path.is_dir() {
         return ServedRun::in_folder(path);
     }
@@ -335,7 +370,7 @@ fn base_dtype(text: &str) -> Result<BaseDtype, String> {
 }
 
 /// The key in an environment variable that an option names.
-fn key_in(option: &str, name: &str) -> anyhow::Result<String> {
+pub(super) fn key_in(option: &str, name: &str) -> anyhow::Result<String> {
     match std::env::var(name) {
         Ok(key) if !key.trim().is_empty() => Ok(key.trim().to_owned()),
         _ => {

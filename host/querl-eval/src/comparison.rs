@@ -1,0 +1,538 @@
+//! Whether one system loses to another on the queries that are held out in the runs of both: the evidence for a release.
+
+use crate::bootstrap::{Bootstrap, Interval};
+use crate::error::EvalError;
+use crate::evaluation::FEW_GROUPS;
+use crate::metric::{Metric, answer, failure_code, hits};
+use crate::table::blocks;
+use crate::text::printable;
+use querl_core::records::EvalRecord;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+
+/// One side of a comparison.
+#[derive(Debug, Clone, Copy)]
+pub struct ComparedSystem<'a> {
+    /// For messages, such as the run's folder.
+    pub name: &'a str,
+    /// `raw`, `teacher`, `sft` or `rl`.
+    pub system: &'a str,
+    /// The records of its run, of all systems.
+    pub records: &'a [EvalRecord],
+    /// Ids of the queries that its run trained on or selected checkpoints by.
+    pub seen: &'a BTreeSet<String>,
+}
+
+/// How two systems are compared.
+#[derive(Debug, Clone, Copy)]
+pub struct ComparisonOptions {
+    /// One of [`Metric::COMPARED`].
+    pub metric: Metric,
+    /// The largest loss that is accepted, in units of the metric.
+    pub margin: f64,
+    /// Seed of the bootstrap.
+    pub seed: u64,
+    /// Bootstrap resamples.
+    pub n_resamples: usize,
+}
+
+/// Conclusion from an interval.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ComparisonVerdict {
+    /// The interval excludes a loss above the margin.
+    Passed,
+    /// The whole interval is such a loss.
+    Lost,
+    /// The queries are too few to exclude either.
+    Unclear,
+}
+
+/// A paired comparison, first minus second.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Comparison {
+    /// The metric.
+    pub metric: Metric,
+    /// The largest loss that is accepted.
+    pub margin: f64,
+    /// The conclusion.
+    pub verdict: ComparisonVerdict,
+    /// Queries that are compared.
+    pub n: usize,
+    /// Their groups, which the bootstrap draws.
+    pub n_groups: usize,
+    /// Mean of each side.
+    pub means: [f64; 2],
+    /// The paired difference with its 95% interval: cluster bootstrap, for fewer than 20 groups not narrower than that of Student's t.
+    pub difference: Interval,
+    /// Queries that would be needed to tell, for a difference and a variance as measured here; `None` where it is clear, and where the mean
+    /// difference is the limit itself.
+    pub n_needed: Option<usize>,
+    /// Failed answers of each side by reason; each counts as the worst value.
+    pub failures: [BTreeMap<String, usize>; 2],
+    /// Queries of each side that the other run has seen, which are left out.
+    pub n_seen_by_other: [usize; 2],
+    /// Queries of each side that the other run does not have, which are left out.
+    pub n_unpaired: [usize; 2],
+    /// Queries to which the metric applies for neither side, which are left out.
+    pub n_not_applicable: usize,
+    /// By group, the largest loss first.
+    pub groups: Vec<GroupDifference>,
+}
+
+/// The compared queries of one group.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct GroupDifference {
+    /// Name of the group.
+    pub group: String,
+    /// Number of its queries.
+    pub n: usize,
+    /// Mean of each side.
+    pub means: [f64; 2],
+    /// First minus second.
+    pub difference: f64,
+}
+
+/// A query of both sides, with the values of the metric.
+struct Pair<'a> {
+    records: [&'a EvalRecord; 2],
+    values: [f64; 2],
+}
+
+/// Compares the first system with the second.
+///
+/// # Errors
+/// A side has no records, no query is held out in both runs, gold passages differ, or the metric applies to no query.
+pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> Result<Comparison, EvalError> {
+    let metric = options.metric;
+    sides.iter().try_for_each(|side| check_retrieval(side, metric))?;
+    let [first, second] = [by_query(&sides[0])?, by_query(&sides[1])?];
+    let is_seen = |id: &str| sides.iter().any(|side| side.seen.contains(id));
+    let n_seen = |own: &ByQuery<'_>| own.keys().filter(|(id, _)| is_seen(id)).count();
+    let n_alone = |own: &ByQuery<'_>, other: &ByQuery<'_>| {
+        own.keys().filter(|key| !is_seen(key.0) && !other.contains_key(*key)).count()
+    };
+    let n_seen_by_other = [n_seen(&first), n_seen(&second)];
+    let n_unpaired = [n_alone(&first, &second), n_alone(&second, &first)];
+    let both = first.iter().filter_map(|(key, record)| Some([*record, *second.get(key)?]));
+    let both: Vec<[&EvalRecord; 2]> = both.filter(|records| !is_seen(&records[0].query.id)).collect();
+    if both.is_empty() {
+        let [first, second] = sides.map(|side| side.name);
+        let problem = format!("no query is held out in both {first} and {second}");
+        return Err(EvalError::Comparison(format!("{problem}; make both runs with the same data and data.split_seed")));
+    }
+    if let Some([record, other]) = both.iter().find(|[one, other]| gold(one) != gold(other)) {
+        let (query, [first, second]) = (&record.query.original_query, sides.map(|side| side.name));
+        let golds = [&record.query.gold_ids, &other.query.gold_ids].map(|ids| ids.join(", "));
+        let problem =
+            format!("query `{query}` has the gold passages [{}] in {first} and [{}] in {second}", golds[0], golds[1]);
+        return Err(EvalError::Comparison(format!("{problem}; evaluate both on the same query table")));
+    }
+    let worst = worst_value(metric, &both);
+    let pairs: Vec<Pair<'_>> = both
+        .iter()
+        .filter_map(|records| Some(Pair { records: *records, values: values(metric, *records, worst)? }))
+        .collect();
+    let n_not_applicable = both.len() - pairs.len();
+    if pairs.is_empty() {
+        let names = Metric::COMPARED.map(Metric::name).join(", ");
+        let problem = format!("{} applies to none of {} queries", metric.name(), both.len());
+        return Err(EvalError::Comparison(format!("{problem}; choose another of {names}")));
+    }
+    let groups = group_names(&pairs);
+    let by_group = by_group(&pairs, &groups);
+    let bootstrap = Bootstrap { seed: options.seed, n_resamples: options.n_resamples };
+    let differences = pairs.iter().zip(&groups).map(|(pair, group)| (*group, pair.values[0] - pair.values[1]));
+    let drawn = bootstrap.interval(differences).ok_or(EvalError::NoResamples)?;
+    let standard_error = standard_error(&by_group, drawn.mean);
+    let difference = widened(drawn, standard_error, by_group.len(), metric);
+    let verdict = verdict(&difference, by_group.len(), options.margin);
+    let count = |side: usize| {
+        let codes = pairs.iter().filter_map(|pair| failure_code(pair.records[side]));
+        codes.fold(BTreeMap::new(), |mut counts, code| {
+            *counts.entry(code).or_default() += 1;
+            counts
+        })
+    };
+    let mean = |side: usize| pairs.iter().map(|pair| pair.values[side]).sum::<f64>() / pairs.len() as f64;
+    let is_unclear = verdict == ComparisonVerdict::Unclear;
+    let n_needed =
+        is_unclear.then(|| n_needed(pairs.len(), by_group.len(), standard_error, drawn.mean + options.margin));
+    Ok(Comparison {
+        metric,
+        margin: options.margin,
+        verdict,
+        n: pairs.len(),
+        n_groups: by_group.len(),
+        means: [mean(0), mean(1)],
+        difference,
+        n_needed: n_needed.flatten(),
+        failures: [count(0), count(1)],
+        n_seen_by_other,
+        n_unpaired,
+        n_not_applicable,
+        groups: by_group,
+    })
+}
+
+/// Records by id and by the number of earlier rows with the same id, since a table may have a query twice.
+type ByQuery<'a> = BTreeMap<(&'a str, usize), &'a EvalRecord>;
+
+fn by_query<'a>(side: &ComparedSystem<'a>) -> Result<ByQuery<'a>, EvalError> {
+    let mut records: Vec<&EvalRecord> = side.records.iter().filter(|record| record.system == side.system).collect();
+    if records.is_empty() {
+        let ComparedSystem { name, system, .. } = side;
+        let remedy = format!("add it to eval.systems and run `querl eval` of {name}");
+        return Err(EvalError::Comparison(format!("{name}: system `{system}` was not evaluated; {remedy}")));
+    }
+    records.sort_by_key(|record| record.query.row);
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+    let keyed = records.into_iter().map(|record| {
+        let n_before = counts.entry(&record.query.id).or_default();
+        *n_before += 1;
+        ((record.query.id.as_str(), *n_before), record)
+    });
+    Ok(keyed.collect())
+}
+
+/// Without retrieval, or without ids of passages, every query would be a miss.
+fn check_retrieval(side: &ComparedSystem<'_>, metric: Metric) -> Result<(), EvalError> {
+    let refused = |problem: &str, others: &str| {
+        let (name, metric) = (side.name, metric.name());
+        Err(EvalError::Comparison(format!("{name}: {problem}, which {metric} needs; choose {others}")))
+    };
+    let mut found = side.records.iter().filter_map(hits).flatten().peekable();
+    let is_looked_up = |record: &EvalRecord| answer(record).is_some_and(|answer| answer.candidate.retrieval.is_some());
+    if metric.needs_retrieval() && !side.records.iter().any(is_looked_up) {
+        return refused("the run has no retrieval", "judge_score or reward");
+    }
+    let needs_ids = matches!(metric, Metric::Top1 | Metric::Mrr);
+    if needs_ids && found.peek().is_some() && found.all(|hit| hit.id.is_empty()) {
+        return refused("the retrieval service returns no passage ids", "top1_score");
+    }
+    Ok(())
+}
+
+fn gold(record: &EvalRecord) -> BTreeSet<&str> {
+    record.query.gold_ids.iter().map(String::as_str).collect()
+}
+
+/// Largest difference of two values; `None` for a reward, whose range its plugin chooses.
+fn scale(metric: Metric) -> Option<f64> {
+    match metric {
+        Metric::Reward => None,
+        Metric::JudgeScore => Some(5.0),
+        _ => Some(1.0),
+    }
+}
+
+/// The value of a failure: the lower end of the scale, or the lowest reward of either side.
+fn worst_value(metric: Metric, records: &[[&EvalRecord; 2]]) -> f64 {
+    let lowest = || records.iter().flatten().filter_map(|record| metric.value(record)).fold(0.0, f64::min);
+    if scale(metric).is_some() { 0.0 } else { lowest() }
+}
+
+/// The values of a query, a failure as the worst value; `None` where the metric applies to neither side.
+fn values(metric: Metric, records: [&EvalRecord; 2], worst: f64) -> Option<[f64; 2]> {
+    let found = records.map(|record| metric.value(record).filter(|value| value.is_finite()));
+    let needs_gold = matches!(metric, Metric::Top1 | Metric::Mrr);
+    let has_failed = !needs_gold && records.iter().any(|record| failure_code(record).is_some());
+    let applies = found.iter().any(Option::is_some) || has_failed;
+    applies.then(|| found.map(|value| value.unwrap_or(worst)))
+}
+
+/// The groups of the run that has fewer, by query: they are less likely to divide queries that depend on each other.
+fn group_names<'a>(pairs: &[Pair<'a>]) -> Vec<&'a str> {
+    let of = |side: usize| pairs.iter().map(|pair| pair.records[side].query.group.as_str()).collect::<Vec<_>>();
+    let n_distinct = |names: &[&str]| names.iter().collect::<BTreeSet<_>>().len();
+    let (first, second) = (of(0), of(1));
+    if n_distinct(&second) < n_distinct(&first) { second } else { first }
+}
+
+fn by_group(pairs: &[Pair<'_>], groups: &[&str]) -> Vec<GroupDifference> {
+    let mut members: BTreeMap<&str, Vec<[f64; 2]>> = BTreeMap::new();
+    for (pair, group) in pairs.iter().zip(groups) {
+        members.entry(group).or_default().push(pair.values);
+    }
+    let difference = |(group, values): (&str, Vec<[f64; 2]>)| {
+        let mean = |side: usize| values.iter().map(|pair| pair[side]).sum::<f64>() / values.len() as f64;
+        let means = [mean(0), mean(1)];
+        GroupDifference { group: group.to_owned(), n: values.len(), means, difference: means[0] - means[1] }
+    };
+    let mut groups: Vec<GroupDifference> = members.into_iter().map(difference).collect();
+    groups.sort_by(|a, b| a.difference.total_cmp(&b.difference));
+    groups
+}
+
+/// Standard error of the mean difference with groups as clusters; 0 for one group.
+///
+/// Source: Cameron and Miller 2015, "A practitioner's guide to cluster-robust inference", equation 11 for a mean.
+fn standard_error(groups: &[GroupDifference], mean: f64) -> f64 {
+    let (n_groups, n) = (groups.len() as f64, groups.iter().map(|group| group.n as f64).sum::<f64>());
+    let squares: f64 = groups.iter().map(|group| (group.n as f64 * (group.difference - mean)).powi(2)).sum();
+    (squares * n_groups / (n_groups - 1.0).max(1.0)).sqrt() / n
+}
+
+/// 97.5% quantiles of Student's t distribution for 1 to 18 degrees of freedom (`scipy.stats.t.ppf(0.975, df)`).
+const T_QUANTILES: [f64; 18] = [
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101,
+];
+/// The same of the normal distribution.
+const Z_QUANTILE: f64 = 1.96;
+
+/// Percentile intervals of few groups are too narrow: they contain at least Student's interval.
+fn widened(drawn: Interval, standard_error: f64, n_groups: usize, metric: Metric) -> Interval {
+    let Some(t) = n_groups.checked_sub(2).and_then(|index| T_QUANTILES.get(index)) else { return drawn };
+    let (half, bound) = (t * standard_error, scale(metric).unwrap_or(f64::INFINITY));
+    Interval {
+        low: drawn.low.min(drawn.mean - half).max(-bound),
+        high: drawn.high.max(drawn.mean + half).min(bound),
+        ..drawn
+    }
+}
+
+/// Rounding of a mean.
+const TOLERANCE: f64 = 1e-12;
+
+fn verdict(difference: &Interval, n_groups: usize, margin: f64) -> ComparisonVerdict {
+    match () {
+        // One group has no variance, and proves nothing.
+        () if n_groups < 2 => ComparisonVerdict::Unclear,
+        () if difference.low >= -margin - TOLERANCE => ComparisonVerdict::Passed,
+        () if difference.high < -margin => ComparisonVerdict::Lost,
+        () => ComparisonVerdict::Unclear,
+    }
+}
+
+/// Queries whose interval would end at the limit, `distance` from the mean: its width shrinks with the root of their number.
+fn n_needed(n: usize, n_groups: usize, standard_error: f64, distance: f64) -> Option<usize> {
+    if distance.abs() <= TOLERANCE && n_groups > 1 {
+        return None;
+    }
+    let by_variance = match distance.abs() <= TOLERANCE {
+        true => 0.0,
+        false => n as f64 * (Z_QUANTILE * standard_error / distance).powi(2),
+    };
+    let for_groups = if n_groups < FEW_GROUPS { (FEW_GROUPS * n).div_ceil(n_groups) } else { 0 };
+    Some((by_variance.ceil() as usize).max(for_groups).max(n + 1))
+}
+
+/// Groups that a text lists.
+const SHOWN_GROUPS: usize = 20;
+
+impl Comparison {
+    /// The comparison as a table for a terminal. Ends with a line break.
+    pub fn to_text(&self, names: [&str; 2]) -> String {
+        let metric = self.metric;
+        let Interval { mean, low, high } = self.difference;
+        let [signed_mean, signed_low, signed_high] = [mean, low, high].map(|value| metric.format_signed(value));
+        let head = ["", metric.label(), "difference"].map(str::to_owned).to_vec();
+        let interval = format!("{signed_mean} [{signed_low}, {signed_high}]");
+        let row = |side: usize, last: String| vec![names[side].to_owned(), metric.format(self.means[side]), last];
+        let mut text = blocks(&vec![head, row(0, interval), row(1, String::new())]);
+        if self.n_groups < self.n {
+            let mut grid = vec![["group", "queries", names[0], names[1], "difference"].map(str::to_owned).to_vec()];
+            grid.extend(self.groups.iter().take(SHOWN_GROUPS).map(|group| {
+                let [first, second] = group.means.map(|mean| metric.format(mean));
+                vec![group.group.clone(), group.n.to_string(), first, second, metric.format_signed(group.difference)]
+            }));
+            let _ = write!(text, "\ngroups of queries, the largest loss first\n{}", blocks(&grid));
+            if self.n_groups > SHOWN_GROUPS {
+                let _ = writeln!(text, "{} further groups: --json", self.n_groups - SHOWN_GROUPS);
+            }
+        }
+        text.push('\n');
+        for line in self.notes(names) {
+            let _ = writeln!(text, "{line}");
+        }
+        printable(&text)
+    }
+
+    fn notes(&self, names: [&str; 2]) -> Vec<String> {
+        let (mut lines, metric) = (Vec::new(), self.metric);
+        for (side, name) in names.iter().enumerate().filter(|(side, _)| !self.failures[*side].is_empty()) {
+            let reasons =
+                self.failures[side].iter().map(|(code, n)| format!("{code} {n}")).collect::<Vec<_>>().join(", ");
+            lines.push(format!(
+                "failed: {name} on {} of {} ({reasons}); each counts as a loss",
+                self.failures[side].values().sum::<usize>(),
+                self.n
+            ));
+        }
+        for (side, name) in names.iter().enumerate() {
+            let (other, n_seen, n_unpaired) = (names[1 - side], self.n_seen_by_other[side], self.n_unpaired[side]);
+            if n_seen > 0 {
+                lines.push(format!("left out: {n_seen} queries of {name} that are in train or val of {other}"));
+            }
+            if n_unpaired > 0 {
+                lines.push(format!("left out: {n_unpaired} queries of {name} that {other} does not have"));
+            }
+        }
+        if self.n_not_applicable > 0 {
+            lines.push(format!("left out: {} queries without {}", self.n_not_applicable, metric.name()));
+        }
+        if self.n_groups < FEW_GROUPS {
+            lines.push(format!(
+                "only {} groups of queries: the interval is that of Student's t where it is wider",
+                self.n_groups
+            ));
+        }
+        lines.push(format!(
+            "{} queries in {} groups; the difference is the mean [95% interval] of pairs, bootstrapped by group",
+            self.n, self.n_groups
+        ));
+        lines
+    }
+
+    /// The conclusion as a sentence.
+    pub fn conclusion(&self, names: [&str; 2]) -> String {
+        let ([first, second], name) = (names, self.metric.name());
+        let limit = match self.margin == 0.0 {
+            true => "a loss".to_owned(),
+            false => format!("a loss of more than {} in {name}", self.margin),
+        };
+        match (self.verdict, self.n_needed) {
+            (ComparisonVerdict::Passed, _) => {
+                format!("passed: the interval excludes {limit} of {first} against {second}")
+            }
+            (ComparisonVerdict::Lost, _) => {
+                format!("{first} loses to {second}: the whole interval of {name} is {limit}")
+            }
+            (_, Some(n_needed)) => format!(
+                "the interval does not exclude {limit} of {first} against {second}: {} queries cannot tell, about {n_needed} would",
+                self.n
+            ),
+            (_, None) => format!(
+                "the interval does not exclude {limit} of {first} against {second}: the mean difference is at the limit, where no number of \
+                 queries can tell; these {} exclude a loss of more than {:.4} (--margin)",
+                self.n, -self.difference.low
+            ),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::*;
+    use querl_core::records::{Candidate, Hit, QueryRow, Rejection, SystemAnswer};
+
+    /// A record of query `id` in group `group` whose first hit is gold, another passage, or which failed.
+    fn record(id: &str, group: &str, outcome: &str) -> EvalRecord {
+        let hit =
+            |id: &str| Hit { id: id.into(), text: String::new(), reranker_score: 0.5, retrieval_score: None, rank: 1 };
+        let hits = vec![hit(if outcome == "gold" { "g" } else { "other" })];
+        let candidate = Candidate { rewrite: "r".into(), retrieval: Some(Ok(hits)), ..Candidate::default() };
+        let answer =
+            SystemAnswer { candidate, reward: None, win: None, latency_ms: None, cost: None, audit_style: None };
+        let query = QueryRow {
+            id: id.into(),
+            row: id.trim_start_matches('q').parse().unwrap(),
+            original_query: format!("query {id}"),
+            user_profile: String::new(),
+            history_summary: String::new(),
+            gold_ids: vec!["g".into()],
+            group: group.into(),
+        };
+        let failed = || Rejection::by_host("no_rewrite", "unreadable".to_owned());
+        EvalRecord { system: "rl".into(), query, outcome: if outcome == "failed" { Err(failed()) } else { Ok(answer) } }
+    }
+
+    fn records(outcomes: impl Fn(usize) -> &'static str, n: usize) -> Vec<EvalRecord> {
+        (0..n).map(|index| record(&format!("q{index}"), &format!("g{:02}", index / 2), outcomes(index))).collect()
+    }
+
+    fn options(margin: f64) -> ComparisonOptions {
+        ComparisonOptions { metric: Metric::Top1, margin, seed: 1, n_resamples: 1000 }
+    }
+
+    fn compared(first: &[EvalRecord], second: &[EvalRecord], margin: f64) -> Comparison {
+        compare([side("a", first, &NONE), side("b", second, &NONE)], &options(margin)).unwrap()
+    }
+
+    fn side<'a>(name: &'a str, records: &'a [EvalRecord], seen: &'a BTreeSet<String>) -> ComparedSystem<'a> {
+        ComparedSystem { name, system: "rl", records, seen }
+    }
+
+    static NONE: BTreeSet<String> = BTreeSet::new();
+
+    #[test]
+    fn a_clear_gain_passes_and_a_clear_loss_does_not() {
+        let (good, poor) =
+            (records(|index| if index % 4 == 0 { "other" } else { "gold" }, 80), records(|_| "other", 80));
+        let gain = compared(&good, &poor, 0.0);
+        assert_eq!((gain.verdict, gain.n, gain.n_groups, gain.means), (ComparisonVerdict::Passed, 80, 40, [0.75, 0.0]));
+        assert_eq!(compared(&poor, &good, 0.0).verdict, ComparisonVerdict::Lost);
+        assert_eq!(compared(&good, &good, 0.0).verdict, ComparisonVerdict::Passed, "equal rewrites lose nothing");
+    }
+
+    #[test]
+    fn a_failure_is_a_loss_of_its_side_and_not_left_out() {
+        let good = records(|_| "gold", 60);
+        let failing = records(|index| if index % 2 == 0 { "failed" } else { "gold" }, 60);
+        let found = compared(&failing, &good, 0.0);
+        assert_eq!((found.verdict, found.n, found.means[0]), (ComparisonVerdict::Lost, 60, 0.5));
+        assert_eq!(found.failures, [BTreeMap::from([("no_rewrite".to_owned(), 30)]), BTreeMap::new()]);
+        let by_score = ComparisonOptions { metric: Metric::Top1Score, ..options(0.0) };
+        let found = compare([side("a", &failing, &NONE), side("b", &good, &NONE)], &by_score).unwrap();
+        assert_eq!((found.n, found.means), (60, [0.25, 0.5]), "in metrics whose means leave failures out, too");
+    }
+
+    #[test]
+    fn queries_that_the_other_run_has_seen_are_left_out_and_counted() {
+        let (first, second) = (records(|_| "gold", 60), records(|_| "other", 40));
+        let seen: BTreeSet<String> = (0..10).map(|index| format!("q{index}")).collect();
+        let found = compare([side("a", &first, &NONE), side("b", &second, &seen)], &options(0.0)).unwrap();
+        assert_eq!((found.n, found.n_seen_by_other, found.n_unpaired), (30, [10, 10], [20, 0]));
+        let text = found.to_text(["a", "b"]);
+        assert!(text.contains("left out: 10 queries of a that are in train or val of b\n"), "{text}");
+        let all: BTreeSet<String> = (0..60).map(|index| format!("q{index}")).collect();
+        let error = compare([side("a", &first, &NONE), side("b", &second, &all)], &options(0.0)).unwrap_err();
+        assert!(error.to_string().starts_with("no query is held out in both a and b"), "{error}");
+    }
+
+    #[test]
+    fn other_gold_passages_are_refused() {
+        let (first, mut second) = (records(|_| "gold", 4), records(|_| "gold", 4));
+        second[2].query.gold_ids = vec!["h".into()];
+        let error = compare([side("a", &first, &NONE), side("b", &second, &NONE)], &options(0.0)).unwrap_err();
+        assert!(
+            error.to_string().starts_with("query `query q2` has the gold passages [g] in a and [h] in b"),
+            "{error}"
+        );
+    }
+
+    /// Differences of +1 for 6 and -1 for 4 of 50 groups of 2: mean 0.04, standard error of clusters by hand.
+    #[test]
+    fn where_it_cannot_tell_it_says_how_many_queries_would() {
+        let outcome = |gold: std::ops::Range<usize>| {
+            move |index: usize| if gold.contains(&(index / 2)) { "gold" } else { "other" }
+        };
+        let (first, second) = (records(outcome(0..6), 100), records(outcome(6..10), 100));
+        let found = compared(&first, &second, 0.0);
+        let standard_error =
+            ((6.0 * 0.96_f64.powi(2) + 4.0 * 1.04_f64.powi(2) + 40.0 * 0.04_f64.powi(2)) / 49.0 / 50.0).sqrt();
+        let expected = (100.0 * (1.96 * standard_error / 0.04).powi(2)).ceil() as usize;
+        assert_eq!((found.verdict, found.n_needed), (ComparisonVerdict::Unclear, Some(expected)));
+        assert!(found.conclusion(["a", "b"]).ends_with(&format!("100 queries cannot tell, about {expected} would")));
+        assert_eq!(compared(&first, &second, 0.2).verdict, ComparisonVerdict::Passed, "a margin accepts a small loss");
+        let at_the_limit = compared(&records(outcome(0..4), 100), &records(outcome(4..8), 100), 0.0);
+        assert_eq!((at_the_limit.verdict, at_the_limit.n_needed), (ComparisonVerdict::Unclear, None));
+    }
+
+    #[test]
+    fn few_groups_do_not_pass_by_a_narrow_interval() {
+        let (good, poor) = (records(|_| "gold", 2), records(|_| "other", 2));
+        let one_group = compared(&good, &poor, 0.0);
+        assert_eq!(
+            (one_group.n_groups, one_group.verdict, one_group.n_needed),
+            (1, ComparisonVerdict::Unclear, Some(40))
+        );
+        let three =
+            compared(&records(|index| if index < 2 { "other" } else { "gold" }, 6), &records(|_| "other", 6), 0.0);
+        assert_eq!(three.verdict, ComparisonVerdict::Unclear, "{three:?}");
+        assert!(three.difference.low < 0.0 && three.difference.high <= 1.0, "{three:?}");
+    }
+}

@@ -1,0 +1,269 @@
+//! The check of a run before its release: a paired comparison on held-out queries, stored as evidence.
+
+use crate::failure::Stop;
+use crate::ledger::{Inputs, Ledger, StageName, listing, rows_of};
+use crate::report::evaluation_options;
+use crate::serving::{ModelIdentity, ServedRun};
+use anyhow::Context;
+use chrono::{SecondsFormat, Utc};
+use querl_core::dir_lock::DirLock;
+use querl_core::fsx::{self, write_atomic};
+use querl_core::records::{DatasetRow, EvalRecord, Split};
+use querl_core::run_dir::RunDir;
+use querl_eval::{ComparedSystem, Comparison, ComparisonOptions, EvalOptions, Metric, compare};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::path::Path;
+
+/// Maximum size of an evidence file, which lists the groups of queries.
+const MAX_EVIDENCE_BYTES: u64 = 64 << 20;
+
+/// What a run is compared with.
+pub enum Against {
+    /// The queries unchanged, as the run's evaluation has them.
+    Raw,
+    /// The teacher's rewrites, as the run's evaluation has them.
+    Teacher,
+    /// Another run.
+    Run(Box<ServedRun>),
+}
+
+/// How runs are compared.
+#[derive(Debug, Clone, Copy)]
+pub struct CheckOptions {
+    /// The metric that decides.
+    pub metric: Metric,
+    /// The largest loss that is accepted, in units of the metric.
+    pub margin: f64,
+}
+
+/// A comparison with the models that it is about.
+pub struct CheckedComparison {
+    /// The figures.
+    pub comparison: Comparison,
+    /// What the sides are called.
+    pub names: [String; 2],
+    /// As stored in the folder of the run.
+    pub evidence: Value,
+}
+
+/// The fields of an evidence file that a promotion reads.
+#[derive(Debug, Deserialize)]
+struct StoredEvidence {
+    time: String,
+    model: ModelIdentity,
+    against: StoredAgainst,
+    metric: Metric,
+    margin: f64,
+    verdict: StoredVerdict,
+    n: usize,
+    difference: Value,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum StoredVerdict {
+    Passed,
+    Lost,
+    Unclear,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct StoredAgainst {
+    /// `raw`, `teacher`, or a run's folder.
+    name: String,
+    /// Of a run.
+    #[serde(flatten)]
+    identity: Option<ModelIdentity>,
+}
+
+/// Compares a run with another system on the queries that are held out for both, and stores the result in the folder of the run.
+///
+/// # Errors
+/// A run has no evaluation of its present model, a file differs from what its stage wrote, or the evaluations cannot be compared.
+pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyhow::Result<CheckedComparison> {
+    let _lock = DirLock::take(run.dir.root())?;
+    let own = Evaluated::read(run)?;
+    let other = match against {
+        Against::Run(other) => Some((Evaluated::read(other)?, other.identity()?)),
+        Against::Raw | Against::Teacher => None,
+    };
+    if let Some((other, _)) = &other {
+        own.check_comparable(other, options.metric)?;
+    }
+    let (second, system) = match (&other, against) {
+        (Some((other, _)), _) => (other, other.system),
+        (None, Against::Teacher) => (&own, "teacher"),
+        (None, _) => (&own, "raw"),
+    };
+    if system == "teacher" && options.metric == Metric::WinRate {
+        return Err(
+            Stop::usage("win_rate counts wins against the teacher; choose another metric to compare with it").into()
+        );
+    }
+    let name = |evaluated: &Evaluated, system: &str| match other {
+        Some(_) => evaluated.name.clone(),
+        None => system.to_owned(),
+    };
+    let names = [name(&own, own.system), name(second, system)];
+    let EvalOptions { seed, n_resamples, .. } = evaluation_options(&run.config);
+    let settings = ComparisonOptions { metric: options.metric, margin: options.margin, seed, n_resamples };
+    let sides = [own.side(own.system, &names[0]), second.side(system, &names[1])];
+    let comparison = compare(sides, &settings).map_err(Stop::usage)?;
+    let against = StoredAgainst { name: names[1].clone(), identity: other.map(|(_, identity)| identity) };
+    let evidence = evidence(&run.identity()?, &against, &comparison)?;
+    let file =
+        format!("{}.{}.json", against.identity.as_ref().map_or(&against.name, |of| &of.version), options.metric.name());
+    let path = run.dir.release().join(file);
+    let text = serde_json::to_string_pretty(&evidence)? + "\n";
+    write_atomic(&path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))?;
+    Ok(CheckedComparison { comparison, names, evidence })
+}
+
+fn evidence(model: &ModelIdentity, against: &StoredAgainst, comparison: &Comparison) -> anyhow::Result<Value> {
+    let mut evidence = serde_json::to_value(comparison).context("the comparison has no JSON form")?;
+    evidence["time"] = Utc::now().to_rfc3339_opts(SecondsFormat::Secs, true).into();
+    evidence["model"] = json!(model);
+    evidence["against"] = json!(against);
+    Ok(evidence)
+}
+
+/// The evaluation of a run's present model.
+struct Evaluated {
+    name: String,
+    system: &'static str,
+    records: Vec<EvalRecord>,
+    /// Ids of the queries of train and val.
+    seen: BTreeSet<String>,
+    inputs: Inputs,
+}
+
+impl Evaluated {
+    fn read(run: &ServedRun) -> anyhow::Result<Self> {
+        let (dir, name) = (&run.dir, run.dir.root().display().to_string());
+        let ledger = Ledger::open(&dir.stages())?;
+        let entry = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished);
+        let not_evaluated =
+            || Stop::usage(format!("{name}: not evaluated yet; run `querl eval` first, or `querl run`"));
+        let entry = entry.ok_or_else(not_evaluated)?;
+        entry.outputs.check(dir.root(), StageName::Eval, &dir.eval_records())?;
+        // An evaluation of an earlier checkpoint is no evidence for this one.
+        let mut now = run.checkpoint_inputs()?;
+        now.made_by(&ledger, StageName::Convert, &dir.split(Split::Test))?;
+        let changed = now.changed_since(&entry.inputs.only(|name| now.has(name)));
+        if !changed.is_empty() {
+            let what = listing(&changed);
+            return Err(
+                Stop::usage(format!("{name}: {what} changed after the evaluation; run `querl eval` again")).into()
+            );
+        }
+        let mut seen = BTreeSet::new();
+        for split in [Split::Train, Split::Val] {
+            let path = dir.split(split);
+            Inputs::default().made_by(&ledger, StageName::Convert, &path)?;
+            let rows: Vec<DatasetRow> = rows_of(&path)?;
+            seen.extend(rows.into_iter().map(|row| row.metadata.query.id));
+        }
+        let (system, records) = (run.system(), rows_of(&dir.eval_records())?);
+        Ok(Self { name, system, records, seen, inputs: entry.inputs.clone() })
+    }
+
+    fn side<'a>(&'a self, system: &'a str, name: &'a str) -> ComparedSystem<'a> {
+        ComparedSystem { name, system, records: &self.records, seen: &self.seen }
+    }
+
+    /// Refuses two evaluations whose scores mean different things.
+    fn check_comparable(&self, other: &Self, metric: Metric) -> anyhow::Result<()> {
+        let is_compared = |name: &str| is_of_scores(name, metric);
+        let changed = self.inputs.only(is_compared).changed_since(&other.inputs.only(is_compared));
+        if changed.is_empty() {
+            return Ok(());
+        }
+        let (what, metric) = (changed.join(", "), metric.name());
+        let problem = format!("{} and {} were evaluated with different {what}", self.name, other.name);
+        let message = format!(
+            "{problem}: their {metric} cannot be compared; evaluate one of them again with the settings of the other"
+        );
+        Err(Stop::usage(message).into())
+    }
+}
+
+/// Whether an input of the evaluation changes the scores of a rewrite, and not the rewrite.
+fn is_of_scores(name: &str, metric: Metric) -> bool {
+    const FILES: [&str; 4] = ["knowledge base", "lexicon", "user dictionary", "synonyms"];
+    let ends = |model: &str| name == model || name.ends_with(&format!(" of {model}"));
+    let is_retrieval = name == "tenant"
+        || name.starts_with("retrieval.")
+        || FILES.contains(&name)
+        || ["embedding model", "cross-encoder"].into_iter().any(ends);
+    let is_judge = name.starts_with("judge.");
+    match metric {
+        Metric::JudgeScore => is_retrieval || is_judge,
+        Metric::WinRate => is_retrieval || name == "validated.jsonl of validate",
+        Metric::Reward => {
+            let is_reward =
+                name.starts_with("reward plugin") || name.contains("style") || name == "validated.jsonl of validate";
+            is_retrieval || is_judge || is_reward
+        }
+        _ => is_retrieval,
+    }
+}
+
+/// The passed check of a model against what serves now, `None` for raw and teacher, as an entry of the history has it.
+///
+/// # Errors
+/// There is none of exactly these digests; the sentence names the command that makes it.
+pub(super) fn passed_check(
+    dir: &RunDir,
+    model: &ModelIdentity,
+    current: Option<(&Path, &ModelIdentity)>,
+) -> anyhow::Result<Value> {
+    let run = dir.root().display();
+    let is_against = |evidence: &StoredEvidence| match (current, &evidence.against.identity) {
+        (Some((_, current)), Some(against)) => current == against,
+        (None, None) => true,
+        _ => false,
+    };
+    let about = stored(dir)?.into_iter().filter(|evidence| is_against(evidence));
+    let (fitting, outdated): (Vec<_>, Vec<_>) = about.partition(|evidence| evidence.model == *model);
+    if let Some(passed) = fitting.iter().find(|evidence| matches!(evidence.verdict, StoredVerdict::Passed)) {
+        let StoredEvidence { time, against, metric, margin, n, difference, .. } = passed;
+        return Ok(json!({
+            "check": "passed", "time": time, "against": against.name, "metric": metric, "margin": margin, "n": n, "difference": difference,
+        }));
+    }
+    let against = current.map_or("raw".to_owned(), |(folder, _)| folder.display().to_string());
+    let problem = match (fitting.last(), outdated.is_empty()) {
+        (Some(StoredEvidence { verdict: StoredVerdict::Lost, metric, .. }), _) => {
+            format!("its check against {against} found a loss of {}", metric.name())
+        }
+        (Some(StoredEvidence { metric, .. }), _) => {
+            format!("its check against {against} could not exclude a loss of {}", metric.name())
+        }
+        (None, false) => format!("it was checked against {against} with other digests, before its files changed"),
+        (None, true) => format!(
+            "it was not checked against {against}, which is {}",
+            if current.is_some() { "what serves now" } else { "needed first" }
+        ),
+    };
+    let remedy = format!("run `querl release check {run} --against {against}`, or give a reason by --without_check");
+    Err(Stop::usage(format!("{run}: {problem}; {remedy}")).into())
+}
+
+/// The evidence files of a run.
+fn stored(dir: &RunDir) -> anyhow::Result<Vec<StoredEvidence>> {
+    let folder = dir.release();
+    let Ok(entries) = std::fs::read_dir(&folder) else { return Ok(Vec::new()) };
+    let mut paths: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
+    paths.retain(|path| path.extension().is_some_and(|extension| extension == "json"));
+    paths.sort();
+    let read = |path: &std::path::PathBuf| {
+        let bytes = fsx::read_bounded(path, MAX_EVIDENCE_BYTES);
+        let bytes = bytes.with_context(|| format!("{}: cannot be read", path.display()))?;
+        serde_json::from_slice(&bytes).map_err(|error| {
+            Stop::usage(format!("{}: not the result of a check ({error}); check the run again", path.display())).into()
+        })
+    };
+    paths.iter().map(read).collect()
+}

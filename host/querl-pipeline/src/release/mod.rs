@@ -1,0 +1,14 @@
+//! Releases: which run serves each tenant, on what evidence, and what served before.
+//!
+//! In: finished runs. Out: evidence in the folder of a run ([`check()`]), and the history of a releases folder ([`ReleasesFolder`]), which a
+//! service follows ([`FollowedReleases`]).
+
+mod check;
+mod followed;
+mod history;
+mod promote;
+
+pub use check::{Against, CheckOptions, CheckedComparison, check};
+pub use followed::FollowedReleases;
+pub use history::{Action, CandidateRelease, HistoryEntry, Release, ReleasesFolder, TenantReleases};
+pub use promote::{PromoteOptions, promote, rollback};

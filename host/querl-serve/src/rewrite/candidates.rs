@@ -1,0 +1,321 @@
+//! Candidates of tenants: canary and shadow requests, their limits, and the releases that name them.
+//!
+//! `GET /admin/releases` compares each candidate with its current model, `POST /admin/releases` reads the releases again, and `/releases` is a
+//! page that shows the comparison.
+
+use super::cache::CachedRewrite;
+use super::service::{Audience, RewriteResult, RewriteService};
+use super::trial::{CandidateLimits, Sample, Trial};
+use crate::error::{ErrorForm, ErrorResponse};
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use querl_core::records::Context;
+use querl_core::serving::{CandidateMode, ReleaseSource, Role, SubmitError, Tenant};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
+use std::time::Instant;
+use tokio::sync::Semaphore;
+
+/// Shadow rewrites at a time: further ones are skipped.
+const MAX_SHADOWS: usize = 4;
+
+/// The candidates of all tenants.
+pub(super) struct Candidates {
+    limits: CandidateLimits,
+    source: OnceLock<Arc<dyn ReleaseSource>>,
+    trials: RwLock<BTreeMap<String, Arc<Trial>>>,
+    /// The last trial of each tenant that a limit has ended, and the reason.
+    ended: Mutex<BTreeMap<String, (Arc<Trial>, String)>>,
+    shadows: Arc<Semaphore>,
+}
+
+/// The model that answers a request.
+pub(super) struct Route {
+    pub(super) model: Tenant,
+    /// Where the tenant has a candidate.
+    trial: Option<Arc<Trial>>,
+}
+
+impl Route {
+    /// Counts a response to the client's own messages, whose time depends on their length.
+    pub(super) fn add(&self, service: &Arc<RewriteService>, fallback: Option<&'static str>) {
+        if let Some(trial) = &self.trial {
+            service.add_sample(trial, self.model.role, Sample { latency: None, fallback });
+        }
+    }
+}
+
+impl Candidates {
+    pub(super) fn new(limits: CandidateLimits) -> Self {
+        let shadows = Arc::new(Semaphore::new(MAX_SHADOWS));
+        Self { limits, source: OnceLock::new(), trials: RwLock::default(), ended: Mutex::default(), shadows }
+    }
+
+    /// The current model or the candidate.
+    pub(super) fn route(&self, tenant: &Tenant, user: Option<&str>, query: &str) -> Route {
+        let trial = self.trial(&tenant.name);
+        let role = trial.as_ref().map_or(Role::Current, |trial| trial.role(user, query));
+        let model = match (&trial, role) {
+            (Some(trial), Role::Candidate) => trial.model.clone(),
+            _ => tenant.clone(),
+        };
+        Route { model, trial }
+    }
+
+    pub(super) fn follows_releases(&self) -> bool {
+        self.source.get().is_some()
+    }
+
+    fn trial(&self, tenant: &str) -> Option<Arc<Trial>> {
+        self.trials.read().unwrap_or_else(PoisonError::into_inner).get(tenant).cloned()
+    }
+}
+
+impl RewriteService {
+    /// Follows releases from now on. Later calls have no effect.
+    pub fn set_releases(&self, source: Arc<dyn ReleaseSource>) {
+        let _ = self.candidates.source.set(source);
+    }
+
+    /// Reads the releases again and serves what they say. Takes as long as loading models, and must not be called on a thread of the async
+    /// runtime. Returns sentences on what is not served as they say.
+    ///
+    /// # Errors
+    /// A sentence: there are no releases, or they cannot be read; everything is served as before.
+    pub fn reload_releases(&self) -> Result<Vec<String>, String> {
+        let without = "this server follows no releases; start it with --releases DIR";
+        let source = self.candidates.source.get().ok_or(without)?;
+        let rewriter = self.rewriter.get().ok_or("the models are being loaded; retry in a moment")?;
+        let _one_at_a_time = self.loading.blocking_lock();
+        let mut reloaded = source.reload()?;
+        let (currents, models) = (rewriter.models(Role::Current), rewriter.models(Role::Candidate));
+        let mut trials = BTreeMap::new();
+        for candidate in reloaded.candidates {
+            let of_name = |tenants: &[Tenant]| tenants.iter().find(|tenant| tenant.name == candidate.tenant).cloned();
+            let (Some(current), Some(model)) = (of_name(&currents), of_name(&models)) else { continue };
+            let known = self.candidates.trial(&candidate.tenant).filter(|trial| trial.is_of(&candidate, &current));
+            let ended = self.candidates.ended.lock().unwrap_or_else(PoisonError::into_inner);
+            let ended = ended.get(&candidate.tenant).filter(|(trial, _)| trial.candidate.id == candidate.id).cloned();
+            if let Some((_, reason)) = ended {
+                // It could not be recorded before.
+                reloaded.problems.extend(source.end_candidate(&candidate, &reason).err());
+                continue;
+            }
+            let new = || Arc::new(Trial::new(candidate.clone(), model, current));
+            trials.insert(candidate.tenant.clone(), known.unwrap_or_else(new));
+        }
+        *self.candidates.trials.write().unwrap_or_else(PoisonError::into_inner) = trials;
+        Ok(reloaded.problems)
+    }
+
+    /// The rewrite of a query by the current model or the candidate of its tenant, or a fallback to the query itself.
+    ///
+    /// # Errors
+    /// The query is not queued, for another reason than its tenant's plugin.
+    pub(super) async fn rewrite(
+        self: &Arc<Self>,
+        tenant: &Tenant,
+        user: Option<&str>,
+        query: &str,
+        context: Context,
+        deadline: Instant,
+    ) -> Result<RewriteResult, SubmitError> {
+        let Route { model, trial } = self.candidates.route(tenant, user, query);
+        let Some(trial) = trial else {
+            return self.rewrite_by(tenant, query, context, deadline, &Audience::Client).await;
+        };
+        if model.role == Role::Candidate {
+            match self.rewrite_by(&model, query, context.clone(), deadline, &Audience::Client).await {
+                Ok(result) => {
+                    self.add_result(&trial, Role::Candidate, &result);
+                    return Ok(result);
+                }
+                Err(error @ (SubmitError::QueueFull(_) | SubmitError::Ended)) => return Err(error),
+                // It was removed, or its prompt is too long: the current model answers.
+                Err(error) => {
+                    let result = self.rewrite_by(tenant, query, context, deadline, &Audience::Client).await?;
+                    if error != SubmitError::UnknownTenant {
+                        self.add_sample(
+                            &trial,
+                            Role::Candidate,
+                            Sample { latency: None, fallback: Some("plugin_fault") },
+                        );
+                    }
+                    return Ok(result);
+                }
+            }
+        }
+        let result = self.rewrite_by(tenant, query, context.clone(), deadline, &Audience::Client).await?;
+        self.add_result(&trial, Role::Current, &result);
+        if trial.candidate.mode == CandidateMode::Shadow {
+            self.start_shadow(trial, query, context, result.fallback.is_none().then(|| result.generated.clone()));
+        }
+        Ok(result)
+    }
+
+    /// Computes the candidate's rewrite, where no client waits for the queue, and compares it with the current model's.
+    fn start_shadow(
+        self: &Arc<Self>,
+        trial: Arc<Trial>,
+        query: &str,
+        context: Context,
+        current: Option<CachedRewrite>,
+    ) {
+        let has_room =
+            self.rewriter.get().is_some_and(|rewriter| rewriter.state().n_waiting == 0 && !rewriter.is_full());
+        let permit = has_room.then(|| self.candidates.shadows.clone().try_acquire_owned().ok()).flatten();
+        let skipped = |trial: &Trial, service: &Self| {
+            trial.add_skipped();
+            service.metrics.versions.shadow(&trial.model.name, "skipped");
+        };
+        let Some(permit) = permit else { return skipped(&trial, self) };
+        let (service, query) = (self.clone(), query.to_owned());
+        tokio::spawn(async move {
+            let (_permit, is_cancelled) = (permit, Arc::new(AtomicBool::new(false)));
+            let (deadline, audience) =
+                (Instant::now() + service.options.deadline, Audience::Shadow(is_cancelled.clone()));
+            let rewritten = service.rewrite_by(&trial.model, &query, context, deadline, &audience).await;
+            let is_skipped = is_cancelled.load(Ordering::Relaxed)
+                || matches!(
+                    rewritten,
+                    Err(SubmitError::QueueFull(_) | SubmitError::Ended | SubmitError::UnknownTenant)
+                );
+            let name = &trial.model.name;
+            match (rewritten, &current) {
+                _ if is_skipped => skipped(&trial, &service),
+                (Ok(result), current) => {
+                    service.add_result(&trial, Role::Candidate, &result);
+                    match current.as_ref().filter(|_| result.fallback.is_none()) {
+                        Some(current) => {
+                            let is_equal = current.text == result.generated.text;
+                            trial.add_comparison(is_equal);
+                            service.metrics.versions.shadow(name, if is_equal { "equal" } else { "different" });
+                        }
+                        None => service.metrics.versions.shadow(name, "failed"),
+                    }
+                }
+                (Err(_), _) => {
+                    service.add_sample(
+                        &trial,
+                        Role::Candidate,
+                        Sample { latency: None, fallback: Some("plugin_fault") },
+                    );
+                    service.metrics.versions.shadow(name, "failed");
+                }
+            }
+        });
+    }
+
+    fn add_result(self: &Arc<Self>, trial: &Arc<Trial>, role: Role, result: &RewriteResult) {
+        if result.is_cached {
+            trial.add_cached(role);
+            return self.metrics.versions.request(&trial.model.name, role, None);
+        }
+        self.add_sample(trial, role, Sample { latency: Some(result.latency), fallback: result.fallback });
+    }
+
+    /// Counts a request, and ends a candidate that exceeds a limit.
+    fn add_sample(self: &Arc<Self>, trial: &Arc<Trial>, role: Role, sample: Sample) {
+        let (tenant, metrics) = (&trial.model.name, &self.metrics.versions);
+        metrics.request(tenant, role, sample.latency);
+        if sample.fallback.is_some() {
+            metrics.fallback(tenant, role);
+        }
+        if sample.is_error() {
+            metrics.error(tenant, role);
+        }
+        trial.add(role, sample);
+        if let Some((limit, reason)) = trial.exceeded(&self.candidates.limits) {
+            metrics.automatic_return(tenant, limit);
+            self.end_candidate(trial.clone(), reason);
+        }
+    }
+
+    /// Returns to the current model at once, records that, and frees the candidate.
+    fn end_candidate(self: &Arc<Self>, trial: Arc<Trial>, reason: String) {
+        let (tenant, version) = (trial.model.name.clone(), &trial.model.version);
+        tracing::warn!("tenant {tenant}: candidate {version} ended, the current model answers all requests: {reason}");
+        let ended = (trial.clone(), reason.clone());
+        self.candidates.ended.lock().unwrap_or_else(PoisonError::into_inner).insert(tenant.clone(), ended);
+        let mut trials = self.candidates.trials.write().unwrap_or_else(PoisonError::into_inner);
+        trials.retain(|_, other| !Arc::ptr_eq(other, &trial));
+        drop(trials);
+        let service = self.clone();
+        tokio::task::spawn_blocking(move || {
+            let _one_at_a_time = service.loading.blocking_lock();
+            let source = service.candidates.source.get();
+            if let Some(Err(problem)) = source.map(|source| source.end_candidate(&trial.candidate, &reason)) {
+                tracing::error!(
+                    "tenant {tenant}: the end of its candidate is not in the history, and is recorded with the next reload: {problem}"
+                );
+            }
+            // Releases may have named another one in the meantime.
+            let has_other = service.candidates.trial(&tenant).is_some();
+            if let Some(rewriter) = service.rewriter.get().filter(|_| !has_other) {
+                rewriter.remove(&tenant, Role::Candidate);
+            }
+        });
+    }
+
+    /// The body of `/admin/releases`.
+    fn comparison(&self, problems: Option<Vec<String>>) -> Result<Value, ErrorResponse> {
+        let rewriter = self.rewriter()?;
+        let ended = self.candidates.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let tenant = |current: &Tenant| {
+            let Tenant { name, version, source, loaded_at, .. } = current;
+            let returned =
+                ended.get(name).map(|(trial, reason)| json!({"reason": reason, "comparison": trial.to_json()}));
+            json!({
+                "tenant": name, "version": version, "source": source, "loaded_at": loaded_at,
+                "candidate": self.candidates.trial(name).filter(|trial| !trial.is_ended()).map(|trial| trial.to_json()),
+                "automatic_return": returned,
+            })
+        };
+        let tenants: Vec<Value> = rewriter.tenants().iter().map(tenant).collect();
+        let CandidateLimits { min_requests, max_errors, max_fallbacks, max_latency_ratio } = self.candidates.limits;
+        let limits = json!({
+            "min_requests": min_requests, "max_errors": max_errors, "max_fallbacks": max_fallbacks,
+            "max_latency_ratio": max_latency_ratio,
+        });
+        let mut body = json!({"tenants": tenants, "limits": limits});
+        if let Some(problems) = problems {
+            body["problems"] = json!(problems);
+        }
+        Ok(body)
+    }
+}
+
+/// `GET /admin/releases`.
+pub(super) async fn list(State(service): State<Arc<RewriteService>>) -> Response {
+    let body = service.comparison(None);
+    body.map_or_else(|error| error.into_body(ErrorForm::OpenAi), |body| Json(body).into_response())
+}
+
+/// `POST /admin/releases`: to its end even if the client leaves.
+pub(super) async fn reload(State(service): State<Arc<RewriteService>>) -> Response {
+    let reloading = service.clone();
+    let reloaded = tokio::task::spawn_blocking(move || reloading.reload_releases()).await;
+    let panicked =
+        |_| ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "loading panicked; the server's log says why");
+    let body = reloaded.map_err(panicked).and_then(|reloaded| reloaded.map_err(ErrorResponse::value));
+    let body = body.and_then(|problems| {
+        problems.iter().for_each(|problem| tracing::warn!("{problem}"));
+        service.comparison(Some(problems))
+    });
+    body.map_or_else(|error| error.into_body(ErrorForm::OpenAi), |body| Json(body).into_response())
+}
+
+/// A tenant that is loaded or removed by hand would no longer be what the releases say.
+pub(super) fn check_not_followed(service: &RewriteService) -> Result<(), ErrorResponse> {
+    match service.candidates.follows_releases() {
+        true => {
+            let what = "this server serves what its releases say; use `querl release promote` and `rollback`";
+            Err(ErrorResponse::new(StatusCode::CONFLICT, what))
+        }
+        false => Ok(()),
+    }
+}

@@ -1,0 +1,250 @@
+//! Candidates of the rewriting service over real sockets, in front of stand-ins for models and releases.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use querl_core::serving::{Candidate, CandidateMode, ReleaseSource, Reloaded, Rewriter, Role};
+use querl_serve::{CandidateLimits, RewriteOptions, RewriteService, ServerLimits, serve};
+use reqwest::{Client, Method};
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use support::{StandInRewriter, tenant};
+
+const LIMITS: CandidateLimits =
+    CandidateLimits { min_requests: 4, max_errors: 0.1, max_fallbacks: 0.2, max_latency_ratio: 2.0 };
+
+/// Releases with at most one candidate, of the tenant `shop`.
+struct StandInReleases {
+    rewriter: Arc<StandInRewriter>,
+    candidate: Mutex<Option<Candidate>>,
+    reasons: Mutex<Vec<String>>,
+    is_read_only: AtomicBool,
+}
+
+impl ReleaseSource for StandInReleases {
+    fn reload(&self) -> Result<Reloaded, String> {
+        let candidates: Vec<Candidate> = self.candidate.lock().unwrap().iter().cloned().collect();
+        match candidates.first() {
+            Some(_) if self.rewriter.models(Role::Candidate).is_empty() => {
+                self.rewriter.load(Path::new("runs/shop"), Role::Candidate)?;
+            }
+            Some(_) => {}
+            None => drop(self.rewriter.remove("shop", Role::Candidate)),
+        }
+        Ok(Reloaded { candidates, problems: Vec::new() })
+    }
+
+    fn end_candidate(&self, candidate: &Candidate, reason: &str) -> Result<(), String> {
+        assert_eq!(candidate.tenant, "shop");
+        self.reasons.lock().unwrap().push(reason.to_owned());
+        if self.is_read_only.load(Ordering::Relaxed) {
+            return Err("releases: read-only file system".into());
+        }
+        *self.candidate.lock().unwrap() = None;
+        Ok(())
+    }
+}
+
+struct Server {
+    url: String,
+    client: Client,
+    rewriter: Arc<StandInRewriter>,
+    releases: Arc<StandInReleases>,
+}
+
+impl Server {
+    /// Serves the tenant `shop` with version 1, and a candidate of version 2.
+    async fn start(mode: CandidateMode, max_cached_rewrites: usize) -> Self {
+        let options = RewriteOptions {
+            max_body_bytes: 4000,
+            max_queries: 3,
+            body_timeout: Duration::from_secs(5),
+            deadline: Duration::from_millis(500),
+            chat_timeout: Duration::from_millis(500),
+            max_cached_rewrites,
+            api_key: None,
+            admin_key: Some("admin-key".into()),
+            upstream: None,
+            access_log: None,
+            candidate_limits: LIMITS,
+            server: ServerLimits::default(),
+        };
+        let service = RewriteService::new(options).unwrap();
+        let rewriter = StandInRewriter::new(vec![tenant("shop", 1, None)]);
+        let candidate = Mutex::new(Some(Candidate { tenant: "shop".into(), id: 7, mode }));
+        let (reasons, is_read_only) = (Mutex::default(), AtomicBool::new(false));
+        let releases = Arc::new(StandInReleases { rewriter: rewriter.clone(), candidate, reasons, is_read_only });
+        service.set_releases(releases.clone());
+        service.set_ready(rewriter.clone());
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        tokio::spawn(serve(listener, service.router(), ServerLimits::default(), std::future::pending()));
+        let _ = rustls::crypto::ring::default_provider().install_default();
+        let server = Self { url, client: Client::builder().no_proxy().build().unwrap(), rewriter, releases };
+        assert_eq!(server.admin(Method::POST, "/admin/releases").await.0, 200);
+        server
+    }
+
+    async fn admin(&self, method: Method, path: &str) -> (u16, Value) {
+        let request = self.client.request(method, format!("{}{path}", self.url)).bearer_auth("admin-key");
+        let response = request.json(&json!({"path": "runs/shop"})).send().await.unwrap();
+        (response.status().as_u16(), response.json().await.unwrap())
+    }
+
+    /// The tenant's entry of the comparison.
+    async fn shop(&self) -> Value {
+        self.admin(Method::GET, "/admin/releases").await.1["tenants"][0].take()
+    }
+
+    async fn ask(&self, path: &str, body: Value) -> Value {
+        self.client.post(format!("{}{path}", self.url)).json(&body).send().await.unwrap().json().await.unwrap()
+    }
+
+    async fn rewrite(&self, query: &str, user: &str) -> Value {
+        self.ask("/v1/rewrite", json!({"query": query, "user": user})).await
+    }
+
+    /// Polls for two seconds.
+    async fn becomes(&self, is_true: impl Fn(&Value) -> bool) -> Value {
+        for _ in 0..200 {
+            let shop = self.shop().await;
+            if is_true(&shop) {
+                return shop;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("{}", self.shop().await)
+    }
+
+    async fn has_metric(&self, line: &str) {
+        let text = self.client.get(format!("{}/metrics", self.url)).send().await.unwrap().text().await.unwrap();
+        assert!(text.lines().any(|found| found == line), "no `{line}` in {text}");
+    }
+}
+
+#[tokio::test]
+async fn a_user_has_one_version_on_every_route_and_no_rewrite_of_the_other() {
+    let server = Server::start(CandidateMode::Canary(0.5), 100).await;
+    let mut versions = Vec::new();
+    for user in 0..30 {
+        let user = format!("user {user}");
+        let first = server.rewrite("a", &user).await["version"].clone();
+        assert_eq!(server.rewrite("a", &user).await["version"], first);
+        assert_eq!(server.rewrite("b", &user).await["version"], first);
+        for model in ["shop", "shop/rewrite"] {
+            let messages = json!([{"role": "user", "content": "a"}]);
+            let body =
+                server.ask("/v1/chat/completions", json!({"model": model, "messages": messages, "user": user})).await;
+            assert_eq!(body["system_fingerprint"], first, "{model}");
+        }
+        versions.push(first);
+    }
+    let n_candidate = versions.iter().filter(|version| **version == "v2").count();
+    assert!((5..=25).contains(&n_candidate), "{versions:?}");
+    let by_query = [
+        server.ask("/v1/rewrite", json!({"query": "c"})).await,
+        server.ask("/v1/rewrite", json!({"query": "c"})).await,
+    ];
+    assert_eq!(by_query[0]["version"], by_query[1]["version"], "without a user, by query");
+    let trial = server.shop().await["candidate"].take();
+    assert_eq!(
+        (&trial["mode"], &trial["share"], &trial["current"]["version"], &trial["candidate"]["version"]),
+        (&json!("canary"), &json!(0.5), &json!("v1"), &json!("v2"))
+    );
+    // The queries a and b, then from the cache; chats are never cached.
+    let candidate = &trial["candidate"];
+    let n_requests = candidate["requests"].as_u64().unwrap() as usize;
+    assert!(n_requests >= 5 * n_candidate && n_requests <= 5 * n_candidate + 2, "{candidate}");
+    assert!(
+        candidate["cached"].as_u64().unwrap() as usize >= 3 * n_candidate - 2
+            && candidate["latency_ms"]["p95"].is_number(),
+        "{candidate}"
+    );
+    assert_eq!(candidate["errors"], 0);
+}
+
+#[tokio::test]
+async fn a_shadow_is_compared_and_never_returned_or_counted_as_a_response() {
+    let server = Server::start(CandidateMode::Shadow, 0).await;
+    for query in ["a", "candidate differs", "candidate unreadable"] {
+        let body = server.rewrite(query, "").await;
+        assert_eq!(
+            (&body["version"], &body["rewrite"], &body["fallback"]),
+            (&json!("v1"), &json!(format!("{query}||")), &Value::Null)
+        );
+    }
+    let shop = server.becomes(|shop| shop["candidate"]["candidate"]["requests"] == 3).await;
+    assert_eq!(shop["candidate"]["shadow"], json!({"compared": 2, "equal": 1, "equal_share": 0.5, "skipped": 0}));
+    assert_eq!(shop["candidate"]["candidate"]["fallbacks"], json!({"no_rewrite": 1}));
+    server.has_metric("querl_rewrite_version_requests_total{role=\"candidate\",tenant=\"shop\"} 3").await;
+    server.has_metric("querl_rewrite_version_fallbacks_total{role=\"candidate\",tenant=\"shop\"} 1").await;
+    server.has_metric("querl_rewrite_shadow_rewrites_total{result=\"different\",tenant=\"shop\"} 1").await;
+    // Of the three responses to clients.
+    server.has_metric("querl_rewrite_generated_tokens_total{tenant=\"shop\"} 44").await;
+}
+
+#[tokio::test]
+async fn a_shadow_delays_no_client_and_gives_way_to_clients_that_wait() {
+    let server = Server::start(CandidateMode::Shadow, 0).await;
+    let started = Instant::now();
+    assert_eq!(server.rewrite("candidate held", "").await["version"], "v1");
+    assert!(started.elapsed() < Duration::from_millis(400), "{:?}", started.elapsed());
+    // The stand-in counts what it holds as waiting: the shadow itself is cancelled, and no other starts.
+    server.becomes(|_| server.rewriter.held.lock().unwrap().len() == 1 && server.rewriter.n_held_open() == 0).await;
+    assert_eq!(server.rewrite("a", "").await["version"], "v1");
+    let shop = server.becomes(|shop| shop["candidate"]["shadow"]["skipped"] == 2).await;
+    assert_eq!(shop["candidate"]["candidate"]["requests"], 0, "nothing is known of a cancelled one");
+    server.has_metric("querl_rewrite_shadow_rewrites_total{result=\"skipped\",tenant=\"shop\"} 2").await;
+}
+
+#[tokio::test]
+async fn a_candidate_that_fails_is_ended_recorded_and_stays_ended() {
+    let server = Server::start(CandidateMode::Canary(1.0), 0).await;
+    server.releases.is_read_only.store(true, Ordering::Relaxed);
+    for _ in 0..4 {
+        let body = server.rewrite("candidate unreadable", "").await;
+        assert_eq!((&body["version"], &body["fallback"]), (&json!("v2"), &json!("no_rewrite")));
+    }
+    assert_eq!(server.rewrite("candidate unreadable", "").await["version"], "v1", "at once");
+    let shop = server.becomes(|_| server.rewriter.models(Role::Candidate).is_empty()).await;
+    assert_eq!(shop["candidate"], Value::Null);
+    let reason = shop["automatic_return"]["reason"].as_str().unwrap();
+    assert!(reason.starts_with("fallbacks: 100.0% of 4 requests, 0.0% of the current model's"), "{reason}");
+    assert_eq!(shop["automatic_return"]["comparison"]["candidate"]["fallbacks"], json!({"no_rewrite": 4}));
+    server.has_metric("querl_rewrite_automatic_returns_total{limit=\"fallbacks\",tenant=\"shop\"} 1").await;
+    // The history could not be written, and still names it.
+    let (status, body) = server.admin(Method::POST, "/admin/releases").await;
+    assert_eq!((status, &body["problems"]), (200, &json!(["releases: read-only file system"])));
+    assert_eq!(server.rewrite("a", "").await["version"], "v1");
+    server.releases.is_read_only.store(false, Ordering::Relaxed);
+    assert_eq!(server.admin(Method::POST, "/admin/releases").await.1["problems"], json!([]));
+    assert_eq!(*server.releases.candidate.lock().unwrap(), None, "recorded at last");
+    assert_eq!(server.releases.reasons.lock().unwrap().len(), 3);
+    // The same model again, by another line of the history.
+    let mode = CandidateMode::Canary(1.0);
+    *server.releases.candidate.lock().unwrap() = Some(Candidate { tenant: "shop".into(), id: 9, mode });
+    server.admin(Method::POST, "/admin/releases").await;
+    assert_ne!(server.rewrite("a", "").await["version"], "v1");
+}
+
+#[tokio::test]
+async fn releases_are_shown_and_read_with_the_admin_key_alone() {
+    let server = Server::start(CandidateMode::Shadow, 0).await;
+    for method in [Method::GET, Method::POST] {
+        let response = server.client.request(method, format!("{}/admin/releases", server.url)).send().await.unwrap();
+        assert_eq!(response.status(), 401);
+    }
+    let page = server.client.get(format!("{}/releases", server.url)).send().await.unwrap();
+    let (status, page) = (page.status(), page.text().await.unwrap());
+    assert!(status == 200 && page.contains("admin/releases") && !page.contains("shop"), "{page}");
+    let (status, body) = server.admin(Method::POST, "/admin/tenants").await;
+    assert_eq!(status, 409, "{body}");
+    assert_eq!(server.admin(Method::DELETE, "/admin/tenants/shop").await.0, 409);
+    *server.releases.candidate.lock().unwrap() = None;
+    server.admin(Method::POST, "/admin/releases").await;
+    assert_eq!(server.shop().await["candidate"], Value::Null);
+    assert!(server.rewriter.models(Role::Candidate).is_empty());
+}

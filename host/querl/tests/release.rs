@@ -1,0 +1,196 @@
+//! `querl release` and a server that follows it, on small real runs.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::sync::LazyLock;
+use std::time::Duration;
+use support::Project;
+use support::results::copy;
+use support::server::Server;
+
+/// Finished runs of one tenant: `run` and `second` differ in training, `resplit` in the split, `shallow` in retrieval.
+static RUNS: LazyLock<Project> = LazyLock::new(|| {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml"]).ok();
+    let text = project.read("querl.toml");
+    let variant = |name: &str, from: &str, to: &str| {
+        assert!(text.contains(from));
+        let text = text.replacen("output_dir = \"run\"", &format!("output_dir = \"{name}\""), 1).replacen(from, to, 1);
+        project.write(&format!("{name}.toml"), &text);
+        project.querl(&["run", &format!("{name}.toml")]).ok();
+    };
+    variant("second", "learning_rate = 1e-3\nmax_steps = 2", "learning_rate = 0.1\nmax_steps = 6");
+    variant("resplit", "split = [", "split_seed = 5\nsplit = [");
+    variant("shallow", "kind = \"embedded\"", "kind = \"embedded\"\ntop_k = 1");
+    project
+});
+
+/// Copies of the finished runs, to be changed.
+fn project() -> Project {
+    let project = Project::new();
+    for folder in ["run", "second", "resplit", "shallow"] {
+        copy(&RUNS.path(folder), &project.path(folder));
+    }
+    project
+}
+
+fn release(project: &Project, args: &[&str]) -> support::CommandOutput {
+    project.querl(&[&["release"], args].concat())
+}
+
+fn ids(project: &Project, run: &str, split: &str) -> BTreeSet<String> {
+    let id = |row: &Value| row["metadata"]["id"].as_str().unwrap().to_owned();
+    project.rows(&format!("{run}/data/{split}.jsonl")).iter().map(id).collect()
+}
+
+#[test]
+fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promotion() {
+    let project = project();
+    let refused = release(&project, &["promote", "run"]);
+    assert_eq!(refused.code, Some(2), "{refused:#?}");
+    assert!(
+        refused.stderr.contains("run: it was not checked against raw") && !project.path("releases").exists(),
+        "{refused:#?}"
+    );
+
+    // Random weights rewrite to nothing useful: by top-1 score they lose for certain.
+    let lost = release(&project, &["check", "run", "--against", "raw", "--metric", "top1_score"]);
+    assert_eq!(lost.code, Some(1), "{lost:#?}");
+    assert!(lost.stderr.contains("error: rl loses to raw") || lost.stderr.contains("queries cannot tell"), "{lost:#?}");
+    let refused = release(&project, &["promote", "run"]);
+    assert!(refused.code == Some(2) && refused.stderr.contains("its check against raw"), "{refused:#?}");
+    release(&project, &["check", "run", "--against", "raw", "--metric", "top1_score", "--margin", "1"]).ok();
+    release(&project, &["promote", "run"]).ok();
+    let again = release(&project, &["promote", "run"]).ok();
+    assert!(again.stdout.contains("is that already"), "{again:#?}");
+
+    // The other run must be checked against the first; equal settings and one split compare, others do not.
+    let refused = release(&project, &["promote", "second"]);
+    assert!(
+        refused.code == Some(2) && refused.stderr.contains("second: it was not checked against run"),
+        "{refused:#?}"
+    );
+    let different = project.refusal(&["release", "check", "shallow", "--against", "run"], 2);
+    assert!(different.starts_with("shallow and run were evaluated with different retrieval.top_k"), "{different}");
+    let (own, other): (Vec<_>, Vec<_>) = ["test", "train", "val"]
+        .iter()
+        .map(|split| (ids(&project, "resplit", split), ids(&project, "run", split)))
+        .unzip();
+    let n_both = own[0].intersection(&other[0]).count();
+    let resplit = release(&project, &["check", "resplit", "--against", "run", "--json"]);
+    if n_both == 0 {
+        assert!(resplit.stderr.contains("no query is held out in both"), "{resplit:#?}");
+    } else {
+        let found: Value = serde_json::from_str(&resplit.stdout).unwrap();
+        let n_seen = own[0].iter().filter(|id| other[1].contains(*id) || other[2].contains(*id)).count();
+        assert_eq!((&found["n"], &found["n_seen_by_other"][0]), (&json!(n_both), &json!(n_seen)));
+        assert!(n_seen > 0);
+    }
+
+    // Evidence is of exact digests, and an evaluation of one checkpoint.
+    release(&project, &["check", "second", "--against", "run", "--metric", "top1_score", "--margin", "1"]).ok();
+    assert_eq!(std::fs::read_dir(project.path("second/release")).unwrap().count(), 1);
+    let settings = project.read("second/config.resolved.toml");
+    project.write("second/config.resolved.toml", &settings.replace("max_new_tokens = 8", "max_new_tokens = 9"));
+    let refused = release(&project, &["promote", "second"]);
+    assert!(refused.code == Some(2) && refused.stderr.contains("with other digests"), "{refused:#?}");
+    project.write("second/config.resolved.toml", &settings);
+    release(&project, &["promote", "second"]).ok();
+    let history: Value = serde_json::from_str(&release(&project, &["history", "--json"]).ok().stdout).unwrap();
+    let entry = &history[1];
+    assert_eq!(
+        (&entry["action"], &entry["run"], &entry["replaced"]["run"]),
+        (&json!("promote"), &json!("second"), &json!("run"))
+    );
+    assert_eq!(entry["evidence"]["metric"], "top1_score");
+    assert!(entry["digests"]["rl/best/adapter_model.safetensors"].is_string(), "{entry}");
+
+    // A rollback returns to the first; one whose files changed is refused by name.
+    let adapter = project.path("run/rl/best/adapter_model.safetensors");
+    let intact = std::fs::read(&adapter).unwrap();
+    std::fs::write(&adapter, &intact[..intact.len() - 1]).unwrap();
+    let before = project.read("releases/history.jsonl");
+    let refused = release(&project, &["rollback"]);
+    assert!(
+        refused.code == Some(2) && refused.stderr.contains("run/rl/best/adapter_model.safetensors"),
+        "{refused:#?}"
+    );
+    std::fs::write(&adapter, &intact).unwrap();
+    std::fs::rename(project.path("run"), project.path("moved")).unwrap();
+    assert!(release(&project, &["rollback"]).stderr.contains("run: the folder of the released run is gone"));
+    std::fs::rename(project.path("moved"), project.path("run")).unwrap();
+    assert_eq!(project.read("releases/history.jsonl"), before);
+    let back = release(&project, &["rollback"]).ok();
+    assert!(back.stdout.starts_with("tenant fivedoctors: back to run (version "), "{back:#?}");
+    assert!(release(&project, &["rollback"]).stderr.contains("nothing served tenant `fivedoctors` before"));
+    assert!(project.read("releases/history.jsonl").starts_with(&before), "lines are only added");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_follows_promotions_and_rollbacks_without_a_failed_response() {
+    let project = project();
+    release(&project, &["promote", "run", "--without_check", "first release of a test"]).ok();
+    let args = ["--releases", "releases", "--admin_key_env", "TEST_KEY", "--deadline_ms", "60000", "--cache", "100"];
+    let mut server = Server::start(&project, &["serve", "rewrite"], &args);
+    server.ready().await;
+    let versions = async || {
+        let mut versions = BTreeSet::new();
+        for user in 0..24 {
+            let request = json!({"query": "胶原蛋白怎么吃", "user": format!("user {user}")});
+            let (status, response) = server.ask("/v1/rewrite", &request).await;
+            assert_eq!(status, 200, "{response}");
+            versions.insert(response["version"].as_str().unwrap().to_owned());
+        }
+        versions
+    };
+    let first = versions().await;
+    assert_eq!(first.len(), 1);
+    let notify = |args: &[&str]| {
+        let args = [&["release"], args, &["--server", &server.url, "--admin_key_env", "TEST_KEY"]].concat();
+        let output = project.command(&args).env("TEST_KEY", "secret").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    };
+    let reason = ["--without_check", "a test"];
+    notify(&[&["promote", "second", "--canary", "0.5"][..], &reason].concat());
+    let both = versions().await;
+    assert!(both.len() == 2 && both.is_superset(&first), "{both:?}");
+    assert_eq!(versions().await, both);
+    notify(&["rollback"]);
+    assert_eq!(versions().await, first, "the candidate has ended");
+
+    notify(&[&["promote", "second", "--shadow"][..], &reason].concat());
+    assert_eq!(versions().await, first);
+    notify(&[&["promote", "second"][..], &reason].concat());
+    let second: BTreeSet<String> = both.difference(&first).cloned().collect();
+    assert_eq!(versions().await, second);
+    let history: Value = serde_json::from_str(&release(&project, &["history", "--json"]).ok().stdout).unwrap();
+    assert_eq!(history[4]["version"], json!(second.first()), "the history has the version of responses");
+
+    // Without a notification, SIGHUP reads the folder again.
+    release(&project, &["rollback"]).ok();
+    server.signal("-HUP");
+    for _ in 0..200 {
+        if versions().await == first {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(versions().await, first);
+
+    // A run that changed after its release is not served.
+    let adapter = project.path("second/rl/best/adapter_model.safetensors");
+    release(&project, &[&["promote", "second"][..], &reason].concat()).ok();
+    std::fs::write(&adapter, b"damaged").unwrap();
+    let reload = server.client.post(format!("{}/admin/releases", server.url)).bearer_auth("secret");
+    let body: Value = reload.send().await.unwrap().json().await.unwrap();
+    assert!(body["problems"][0].as_str().unwrap().contains("adapter_model.safetensors"), "{body}");
+    assert_eq!(versions().await, first, "what was served is still served");
+    assert_eq!(server.end("-TERM"), Some(0));
+    let refused = project.refusal(&["serve", "rewrite", "--releases", "releases", "--addr", "127.0.0.1:0"], 2);
+    assert!(refused.contains("adapter_model.safetensors"), "{refused}");
+    let empty = project.refusal(&["serve", "rewrite", "--releases", "nowhere"], 2);
+    assert!(empty.starts_with("nowhere: no releases here") && !project.path("nowhere").exists(), "{empty}");
+}
