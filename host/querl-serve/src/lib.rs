@@ -14,7 +14,7 @@ mod server;
 mod style;
 
 pub use general_rag::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag};
-pub use rewrite::{RewriteOptions, RewriteService, Upstream};
+pub use rewrite::{RequestLogOptions, RewriteOptions, RewriteService, Traces, Upstream};
 pub use server::{ServeError, ServerLimits, bind, block_on, serve, wait_until};
 pub use style::StyleService;
 pub use style::classifier::{ClassifiedText, PendingRequest, StyleOptions, SubmitError, TextClassifier};

@@ -6,10 +6,12 @@
 //! `system_fingerprint` is the version of the tenant.
 
 use super::access_log::{AccessEntry, RequestRecord};
-use super::protocol::check_text;
+use super::protocol::{check_text, user};
+use super::request_log::LoggedQuery;
 use super::service::{
     Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, with_fallback,
 };
+use super::traces::Phases;
 use crate::body::{JsonFields, quoted};
 use crate::connections::RequestSlot;
 use crate::error::{ErrorForm, ErrorResponse, openai_error};
@@ -54,6 +56,7 @@ pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: 
 /// The fields of a request that are used; others are ignored, as services of this interface do.
 struct ChatRequest {
     model: Option<String>,
+    user: Option<String>,
     task: ChatTask,
     is_stream: bool,
     includes_usage: bool,
@@ -86,6 +89,7 @@ impl ChatRequest {
         }
         Ok(Self {
             model: fields.take("model", "a text")?,
+            user: user(fields, "user")?,
             task,
             is_stream: fields.take("stream", "true or false")?.unwrap_or(false),
             includes_usage: stream_options.is_some_and(|options| options["include_usage"] == true),
@@ -206,9 +210,11 @@ async fn rewrite(
     completion: Completion,
 ) -> Result<Response, ErrorResponse> {
     let is_stream = request.is_stream;
+    let user = request.user.clone();
     let (query, context) = request.into_query()?;
-    let result = call.service.rewrite(tenant, &query, context, call.deadline()).await.map_err(rejected)?;
+    let result = call.service.rewrite(tenant, &query, context.clone(), call.deadline()).await.map_err(rejected)?;
     call.record.add(AccessEntry::new(None, &result));
+    call.log_rewrite(&LoggedQuery { id: None, query: &query, context: &context, user: user.as_deref() }, &result);
     let completion = Completion { version: result.generated.version.clone(), ..completion };
     let end = CompletionEnd {
         is_truncated: result.generated.is_truncated,
@@ -280,6 +286,7 @@ impl ChatJob {
             version: generation.version.clone(),
             n_prompt_tokens: generation.n_prompt_tokens,
             n_tokens: generation.n_tokens,
+            phases: Some(Phases::of(&generation)),
             ..AccessEntry::default()
         });
         Ok(generation)

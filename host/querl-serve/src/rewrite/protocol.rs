@@ -1,6 +1,7 @@
 //! `POST /v1/rewrite`.
 
 use super::access_log::{AccessEntry, milliseconds};
+use super::request_log::LoggedQuery;
 use super::service::{Call, RewriteResult, rejected};
 use crate::body::JsonFields;
 use crate::error::ErrorResponse;
@@ -18,6 +19,7 @@ const QUERIES: &str = "a list of {\"query\": ..., \"tenant\": ...}";
 /// A query with its tenant.
 struct RewriteQuery {
     tenant: Tenant,
+    user: Option<String>,
     query: String,
     context: Context,
     deadline: Instant,
@@ -31,6 +33,7 @@ pub(super) async fn rewrite(mut call: Call) -> Result<Response, ErrorResponse> {
         let query = RewriteQuery::new(&call, fields)?;
         let result = query.rewrite(&call).await?;
         call.record.add(AccessEntry::new(None, &result));
+        call.log_rewrite(&query.logged(None), &result);
         return Ok(Json(body(call.record.id(), &result)).into_response());
     };
     let max_queries = call.service.options.max_queries;
@@ -53,6 +56,7 @@ pub(super) async fn rewrite(mut call: Call) -> Result<Response, ErrorResponse> {
     let result = |(index, result): (usize, &RewriteResult)| {
         let id = format!("{}-{index}", call.record.id());
         call.record.add(AccessEntry::new(Some(id.clone()), result));
+        call.log_rewrite(&queries[index].logged(Some(&id)), result);
         body(&id, result)
     };
     let results: Vec<Value> = results.iter().enumerate().map(result).collect();
@@ -66,7 +70,12 @@ impl RewriteQuery {
         let tenant = call.service.tenant(call, "tenant", name.as_deref())?;
         let deadline_ms: Option<u64> = fields.take("deadline_ms", "milliseconds, an integer")?;
         let own = call.started + deadline_ms.map_or(Duration::MAX, Duration::from_millis).min(MAX_DEADLINE);
-        Ok(Self { tenant, query, context: context(&mut fields)?, deadline: own.min(call.deadline()) })
+        let user = user(&mut fields, "user")?;
+        Ok(Self { tenant, user, query, context: context(&mut fields)?, deadline: own.min(call.deadline()) })
+    }
+
+    fn logged<'a>(&'a self, id: Option<&'a str>) -> LoggedQuery<'a> {
+        LoggedQuery { id, query: &self.query, context: &self.context, user: self.user.as_deref() }
     }
 
     async fn rewrite(&self, call: &Call) -> Result<RewriteResult, ErrorResponse> {
@@ -96,6 +105,15 @@ pub(super) fn context(fields: &mut JsonFields) -> Result<Context, ErrorResponse>
     check_text("user_profile", &user_profile)?;
     check_text("history", &history_summary)?;
     Ok(Context { user_profile, history_summary })
+}
+
+/// A field with the id of the user, a text or a number; of another type it is ignored, as it was before it was read here.
+pub(super) fn user(fields: &mut JsonFields, name: &str) -> Result<Option<String>, ErrorResponse> {
+    Ok(match fields.take::<Value>(name, "a text or a number")? {
+        Some(Value::String(user)) if !user.is_empty() => Some(user),
+        Some(Value::Number(user)) => Some(user.to_string()),
+        _ => None,
+    })
 }
 
 /// Other control characters are passed on as text; this one ends a text in too many programs.
