@@ -1,4 +1,4 @@
-//! Tables, teacher, judge, retrieval and datasets.
+//! Tables, teacher, judge, retrieval, datasets, and request logs as tables.
 //!
 //! Input: a query table, a teacher, a knowledge base or a retrieval service, and the tenant's prompt and filter plugins through their
 //! ports. Output: rewrites, the passages that retrieval finds with them, and the three splits of a dataset. This crate must not depend on
@@ -8,6 +8,7 @@ mod client;
 mod dataset;
 mod error;
 mod judge;
+mod request_log;
 mod retrieval;
 mod stages;
 mod table;
@@ -28,6 +29,8 @@ pub use dataset::splits::Splits;
 pub use error::DataError;
 pub use judge::lexicon::{Intent, Lexicon, Product, QueryIntent};
 pub use judge::{RubricJudge, open_judge, rubric_answer};
+pub use request_log::lines::{LoggedFeedback, LoggedRewrite, RequestLogLine, day_file_name, day_of_file_name, is_day};
+pub use request_log::{DamagedLine, LogTableReport, LogTableSettings, table_from_log};
 pub use retrieval::{
     EmbeddedRetriever, LocalModels, Passage, RetrievalBackend, RetrievalLimits, TextEncoder, WordSegmenter,
     open_retrieval_backend, open_retriever, read_passages,

@@ -14,7 +14,9 @@ mod server;
 mod style;
 
 pub use general_rag::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag};
-pub use rewrite::{CandidateLimits, RewriteOptions, RewriteService, Upstream, reload_server};
+pub use rewrite::{
+    CandidateLimits, RequestLogOptions, RewriteOptions, RewriteService, Traces, Upstream, reload_server,
+};
 pub use server::{ServeError, ServerLimits, bind, block_on, serve, wait_until};
 pub use style::StyleService;
 pub use style::classifier::{ClassifiedText, PendingRequest, StyleOptions, SubmitError, TextClassifier};

@@ -6,6 +6,7 @@
 //! | `POST /v1/chat/completions`, `GET /v1/models` | OpenAI; the model is `TENANT`, or `TENANT/rewrite` for a rewrite by the tenant's own prompts |
 //! | `POST /api/chat/general_rag` | fills `rewritten_query` and forwards the request to the upstream service |
 //! | `POST /retrieval` | external knowledge of Dify, by the upstream service; `knowledge_id` is `TENANT` or `TENANT:KB_NAME` |
+//! | `POST /v1/feedback` | `{id, tenant?, clicked?, useful?, score?, passage?}`: appended to the request log |
 //! | `GET`, `POST /admin/tenants`, `DELETE /admin/tenants/NAME` | lists, loads and removes tenants |
 //! | `GET`, `POST /admin/releases`, `GET /releases` | compares candidates with current models, and reads the releases again; the same as a page |
 //! | `GET /health`, `/ready`, `/metrics`, `/openapi.json`, `/docs` | |
@@ -21,18 +22,23 @@ mod admin;
 mod cache;
 mod candidates;
 mod chat;
+mod feedback;
 mod metrics;
 mod notify;
 mod openapi;
 mod protocol;
 mod proxy;
+mod request_log;
 mod service;
+mod traces;
 mod trial;
 mod upstream;
 mod version_metrics;
 
 pub use notify::reload_server;
+pub use request_log::RequestLogOptions;
 pub use service::{RewriteOptions, RewriteService};
+pub use traces::Traces;
 pub use trial::CandidateLimits;
 pub use upstream::Upstream;
 
@@ -67,6 +73,7 @@ impl RewriteService {
             .route("/v1/rewrite", route(ErrorForm::OpenAi, protocol::rewrite))
             .route("/v1/chat/completions", route(ErrorForm::OpenAi, chat::completions))
             .route("/v1/models", get(chat::models))
+            .route("/v1/feedback", route(ErrorForm::OpenAi, feedback::feedback))
             .route(GENERAL_RAG_ROUTE, route(ErrorForm::GeneralRag, proxy::general_rag))
             .route("/retrieval", route(ErrorForm::Dify, proxy::retrieval))
             .route("/health", get(|| async { Json(json!({"status": "ok"})) }))
@@ -97,8 +104,15 @@ impl RewriteService {
         let retrieval = self.options.upstream.as_ref().map_or(Duration::ZERO, Upstream::timeout);
         let drain_timeout = self.options.chat_timeout.max(self.options.deadline + retrieval);
         let limits = ServerLimits { drain_timeout, ..self.options.server };
-        let router = self.router();
-        run_with_worker(addr, router, limits, on_bound, ("rewriter", move || work(self)), is_stopped)
+        let (router, service) = (self.router(), self.clone());
+        let served = run_with_worker(addr, router, limits, on_bound, ("rewriter", move || work(service)), is_stopped);
+        if let Some(log) = &self.request_log {
+            log.flush();
+        }
+        if let Some(traces) = &self.options.traces {
+            traces.shutdown();
+        }
+        served
     }
 }
 
@@ -156,7 +170,7 @@ async fn wrong_method(method: Method, uri: Uri) -> Response {
 
 /// Counts and logs each request, also one whose client leaves before its response.
 async fn record(State(service): State<Arc<RewriteService>>, mut request: Request, next: Next) -> Response {
-    let record = Arc::new(RequestRecord::new(service, request.method(), request.uri().path()));
+    let record = Arc::new(RequestRecord::new(service, &request));
     request.extensions_mut().insert(record.clone());
     let mut response = next.run(request).await;
     record.note_status(response.status());

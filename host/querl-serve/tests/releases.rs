@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use support::{StandInRewriter, tenant};
+use support::{StandInRewriter, options, tenant};
 
 const LIMITS: CandidateLimits =
     CandidateLimits { min_requests: 4, max_errors: 0.1, max_fallbacks: 0.2, max_latency_ratio: 2.0 };
@@ -58,20 +58,8 @@ struct Server {
 impl Server {
     /// Serves the tenant `shop` with version 1, and a candidate of version 2.
     async fn start(mode: CandidateMode, max_cached_rewrites: usize) -> Self {
-        let options = RewriteOptions {
-            max_body_bytes: 4000,
-            max_queries: 3,
-            body_timeout: Duration::from_secs(5),
-            deadline: Duration::from_millis(500),
-            chat_timeout: Duration::from_millis(500),
-            max_cached_rewrites,
-            api_key: None,
-            admin_key: Some("admin-key".into()),
-            upstream: None,
-            access_log: None,
-            candidate_limits: LIMITS,
-            server: ServerLimits::default(),
-        };
+        let deadline = Duration::from_millis(500);
+        let options = RewriteOptions { deadline, max_cached_rewrites, candidate_limits: LIMITS, ..options() };
         let service = RewriteService::new(options).unwrap();
         let rewriter = StandInRewriter::new(vec![tenant("shop", 1, None)]);
         let candidate = Mutex::new(Some(Candidate { tenant: "shop".into(), id: 7, mode }));

@@ -9,42 +9,19 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Uri};
 use axum::response::IntoResponse;
 use axum::routing::post;
-use querl_serve::{CandidateLimits, RewriteOptions, RewriteService, ServerLimits, Upstream, serve};
+use querl_serve::{RewriteOptions, RewriteService, ServerLimits, Upstream, serve};
 use reqwest::{Client, Method, RequestBuilder, Response};
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use support::{StandInRewriter, tenant};
+use support::{StandInRewriter, http, options, tenant};
 
 struct Server {
     url: String,
     client: Client,
     service: Arc<RewriteService>,
     rewriter: Arc<StandInRewriter>,
-}
-
-fn http() -> Client {
-    // Fails where a provider is installed already.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    Client::builder().no_proxy().build().unwrap()
-}
-
-fn options() -> RewriteOptions {
-    RewriteOptions {
-        max_body_bytes: 4000,
-        max_queries: 3,
-        body_timeout: Duration::from_secs(5),
-        deadline: Duration::from_millis(300),
-        chat_timeout: Duration::from_millis(500),
-        max_cached_rewrites: 0,
-        api_key: None,
-        admin_key: Some("admin-key".into()),
-        upstream: None,
-        access_log: None,
-        candidate_limits: CandidateLimits::default(),
-        server: ServerLimits::default(),
-    }
 }
 
 impl Server {

@@ -235,7 +235,7 @@ const BAND_HASHES: usize = 6;
 
 /// Maximum number of candidates per band of a training row. A band that more rows share comes from text that they have in common; similar
 /// rows share other bands, too.
-const MAX_OF_BAND: usize = 64;
+pub(crate) const MAX_OF_BAND: usize = 64;
 
 /// Held-out rows by text and by the bands of their signatures.
 struct Candidates {
@@ -302,7 +302,7 @@ impl Candidates {
 }
 
 /// LSH bands of a row's MinHash signatures: of query and context together, and, for a row with a context, of the query alone.
-fn bands_of(shingles: &Shingles) -> impl Iterator<Item = u64> {
+pub(crate) fn bands_of(shingles: &Shingles) -> impl Iterator<Item = u64> {
     let query = shingles.has_context().then(|| signature(shingles.query(), N_BANDS));
     signature(shingles.all(), 0).into_iter().chain(query.into_iter().flatten())
 }
@@ -324,16 +324,17 @@ fn signature(shingles: impl Iterator<Item = u64>, first: usize) -> [u64; N_BANDS
 const NEARLY: f64 = 0.99;
 
 /// Sorted distinct pairs of neighbouring characters of a row's normalised texts; a text of one character is a pair of its own.
-struct Shingles {
+pub(crate) struct Shingles {
     query: Box<[u64]>,
     context: Arc<[u64]>,
     query_text: u64,
-    text: u64,
+    /// Hash of the normalised texts.
+    pub(crate) text: u64,
 }
 
 /// Contexts of rows, each stored once.
 #[derive(Default)]
-struct Contexts(HashSet<Arc<[u64]>>);
+pub(crate) struct Contexts(HashSet<Arc<[u64]>>);
 
 impl Contexts {
     fn shared(&mut self, context: Vec<u64>) -> Arc<[u64]> {
@@ -347,7 +348,7 @@ impl Contexts {
 }
 
 impl Shingles {
-    fn of(row: &QueryRow, contexts: &mut Contexts) -> Self {
+    pub(crate) fn of(row: &QueryRow, contexts: &mut Contexts) -> Self {
         let texts = [&row.original_query, &row.user_profile, &row.history_summary].map(|text| normalise(text));
         let [query, profile, history] = &texts;
         let context = pairs(profile, 1).chain(pairs(history, 2));
@@ -360,7 +361,7 @@ impl Shingles {
     }
 
     /// The smaller of the similarities of queries and contexts; that of the queries if it is below `least`.
-    fn similarity(&self, other: &Self, least: f64) -> f64 {
+    pub(crate) fn similarity(&self, other: &Self, least: f64) -> f64 {
         let of_queries = jaccard(&self.query, &other.query);
         if of_queries < least {
             return of_queries;

@@ -121,7 +121,7 @@ pub(super) const MAX_CELL_BYTES: usize = 1 << 20;
 const MAX_COLUMNS: usize = 16_384;
 
 /// Maximum number of rows. A row takes 40 bytes of memory, and equal rows of parquet take none in the file.
-pub(super) const MAX_ROWS: u32 = 1 << 24;
+pub(crate) const MAX_ROWS: u32 = 1 << 24;
 
 fn check_columns(path: &Path, n_columns: usize) -> Result<(), DataError> {
     match n_columns > MAX_COLUMNS {
@@ -519,7 +519,7 @@ fn is_message(field: &Field) -> bool {
 }
 
 /// Whether a text is a list of chat messages, as JSON or as Python writes it.
-pub(super) fn is_chat(cell: &str) -> bool {
+pub(crate) fn is_chat(cell: &str) -> bool {
     let start = cell.trim_start();
     let inner = start.strip_prefix('[').unwrap_or(start).trim_start();
     let has = |key: &str| inner.contains(&format!("\"{key}\"")) || inner.contains(&format!("'{key}'"));

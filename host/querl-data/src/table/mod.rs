@@ -11,13 +11,13 @@ mod xlsx;
 
 pub use columns::ColumnReader;
 pub(crate) use encoding::{MAX_VOCABULARY_BYTES, read_text};
-pub(crate) use formats::open_table;
+pub(crate) use formats::{MAX_ROWS, is_chat, open_table};
 
 use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
 use crate::text::{hash_of, normalise, separates_ids, with_width};
 use encoding::TextEncoding;
-use formats::{CHAT, CHAT_REMEDY, MAX_ROWS, Table, TableRows, is_chat};
+use formats::{CHAT, CHAT_REMEDY, Table, TableRows};
 use querl_core::config::{DataConfig, TextWidth};
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
@@ -327,10 +327,11 @@ fn equal_pairs(digests: &[RowDigest], key: fn(&RowDigest) -> u64) -> impl Iterat
     })
 }
 
-struct UnionFind(Vec<u32>);
+/// Sets of numbers; the smallest number of a set represents it.
+pub(crate) struct UnionFind(pub(crate) Vec<u32>);
 
 impl UnionFind {
-    fn find(&mut self, mut at: u32) -> u32 {
+    pub(crate) fn find(&mut self, mut at: u32) -> u32 {
         while self.0[at as usize] != at {
             // Path halving.
             self.0[at as usize] = self.0[self.0[at as usize] as usize];
@@ -339,7 +340,7 @@ impl UnionFind {
         at
     }
 
-    fn join(&mut self, one: u32, other: u32) {
+    pub(crate) fn join(&mut self, one: u32, other: u32) {
         let (one, other) = (self.find(one), self.find(other));
         let root = one.min(other);
         self.0[one.max(other) as usize] = root;
@@ -454,7 +455,7 @@ fn split_ids(text: &str) -> Vec<String> {
     text.split(separates_ids).filter(|id| !id.is_empty()).map(str::to_owned).collect()
 }
 
-fn joined_ids(ids: &[String]) -> String {
+pub(crate) fn joined_ids(ids: &[String]) -> String {
     let ids: BTreeSet<&str> = ids.iter().map(String::as_str).collect();
     ids.into_iter().collect::<Vec<_>>().join(",")
 }

@@ -2,7 +2,9 @@
 
 use super::metrics;
 use super::service::{RewriteResult, RewriteService};
+use super::traces::{Phases, RequestSpan};
 use anyhow::Context;
+use axum::extract::Request;
 use axum::http::{Method, StatusCode};
 use chrono::{SecondsFormat, Utc};
 use serde_json::json;
@@ -47,6 +49,8 @@ pub(super) struct AccessEntry {
     pub(super) is_cached: bool,
     pub(super) n_prompt_tokens: usize,
     pub(super) n_tokens: usize,
+    /// For traces.
+    pub(super) phases: Option<Phases>,
 }
 
 impl AccessEntry {
@@ -59,6 +63,7 @@ impl AccessEntry {
             is_cached: result.is_cached,
             n_prompt_tokens: result.generated.n_prompt_tokens,
             n_tokens: result.generated.n_tokens,
+            phases: result.phases,
         }
     }
 }
@@ -78,12 +83,16 @@ pub(super) struct RequestRecord {
     route: &'static str,
     started: Instant,
     outcome: Mutex<Outcome>,
+    /// Where spans are sent.
+    pub(super) span: Option<RequestSpan>,
 }
 
 impl RequestRecord {
-    pub(super) fn new(service: Arc<RewriteService>, method: &Method, path: &str) -> Self {
-        let (id, route) = (service.new_id(), metrics::route_of(path));
-        Self { service, id, method: method.clone(), route, started: Instant::now(), outcome: Mutex::default() }
+    pub(super) fn new(service: Arc<RewriteService>, request: &Request) -> Self {
+        let (id, route, method) = (service.new_id(), metrics::route_of(request.uri().path()), request.method().clone());
+        let traces = service.options.traces.as_ref();
+        let span = traces.and_then(|traces| traces.request(&method, route, &id, request.headers()));
+        Self { service, id, method, route, started: Instant::now(), outcome: Mutex::default(), span }
     }
 
     pub(super) fn id(&self) -> &str {
@@ -104,6 +113,9 @@ impl RequestRecord {
     }
 
     pub(super) fn add(&self, entry: AccessEntry) {
+        if let Some(span) = &self.span {
+            span.add(&entry);
+        }
         self.change(|outcome| outcome.entries.push(entry));
     }
 
@@ -144,6 +156,9 @@ impl Drop for RequestRecord {
         let outcome = std::mem::take(self.outcome.get_mut().unwrap_or_else(PoisonError::into_inner));
         let status = outcome.status.unwrap_or(CLIENT_CLOSED);
         self.service.metrics.request(self.route, status, self.started.elapsed());
+        if let Some(span) = &self.span {
+            span.end(status);
+        }
         if self.service.access_log.0.is_some() {
             self.service.access_log.write(&self.lines(&outcome));
         }

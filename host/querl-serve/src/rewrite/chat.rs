@@ -8,9 +8,11 @@
 use super::access_log::{AccessEntry, RequestRecord};
 use super::candidates::Route;
 use super::protocol::{check_text, user};
+use super::request_log::LoggedQuery;
 use super::service::{
     Audience, Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, with_fallback,
 };
+use super::traces::Phases;
 use crate::body::{JsonFields, quoted};
 use crate::connections::RequestSlot;
 use crate::error::{ErrorForm, ErrorResponse, openai_error};
@@ -213,9 +215,10 @@ async fn rewrite(
     let is_stream = request.is_stream;
     let user = request.user.clone();
     let (query, context) = request.into_query()?;
-    let rewriting = call.service.rewrite(tenant, user.as_deref(), &query, context, call.deadline());
+    let rewriting = call.service.rewrite(tenant, user.as_deref(), &query, context.clone(), call.deadline());
     let result = rewriting.await.map_err(rejected)?;
     call.record.add(AccessEntry::new(None, &result));
+    call.log_rewrite(&LoggedQuery { id: None, query: &query, context: &context, user: user.as_deref() }, &result);
     let completion = Completion { version: result.generated.version.clone(), ..completion };
     let end = CompletionEnd {
         is_truncated: result.generated.is_truncated,
@@ -293,6 +296,7 @@ impl ChatJob {
             version: generation.version.clone(),
             n_prompt_tokens: generation.n_prompt_tokens,
             n_tokens: generation.n_tokens,
+            phases: Some(Phases::of(&generation)),
             ..AccessEntry::default()
         });
         Ok(generation)

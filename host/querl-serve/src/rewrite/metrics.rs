@@ -14,10 +14,11 @@ use std::time::Duration;
 const SECONDS: [f64; 14] = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.9, 1.5, 3.0, 10.0];
 
 /// Paths that are counted by name.
-const ROUTES: [&str; 13] = [
+const ROUTES: [&str; 14] = [
     "/v1/rewrite",
     "/v1/chat/completions",
     "/v1/models",
+    "/v1/feedback",
     "/api/chat/general_rag",
     "/retrieval",
     "/admin/tenants",
@@ -30,7 +31,8 @@ const ROUTES: [&str; 13] = [
     "/docs",
 ];
 /// Those with a histogram of durations.
-const TIMED_ROUTES: [&str; 4] = ["/v1/rewrite", "/v1/chat/completions", "/api/chat/general_rag", "/retrieval"];
+pub(super) const TIMED_ROUTES: [&str; 4] =
+    ["/v1/rewrite", "/v1/chat/completions", "/api/chat/general_rag", "/retrieval"];
 const PHASES: [&str; 4] = ["queue", "prefill", "decode", "total"];
 /// Codes of `GenerationFailure`, and the service's own.
 const FALLBACKS: [&str; 7] =
@@ -63,6 +65,9 @@ pub(super) struct RewriteMetrics {
     prefill_tokens: IntCounter,
     prefix_cached_tokens: IntCounter,
     pub(super) versions: VersionMetrics,
+    pub(super) request_log_lines: IntCounter,
+    pub(super) request_log_dropped: IntCounterVec,
+    pub(super) request_log_redacted: IntCounterVec,
     /// Held while the engine's totals are added.
     totals: Mutex<()>,
 }
@@ -109,6 +114,17 @@ impl RewriteMetrics {
             prefill_tokens: counter("engine_prompt_tokens_total", "Tokens of prompts, of all tenants.")?,
             prefix_cached_tokens: counter("prefix_cached_tokens_total", "Those found in the prefix cache.")?,
             versions: VersionMetrics::new(counters, histograms)?,
+            request_log_lines: counter("request_log_lines_total", "Lines written to the request log.")?,
+            request_log_dropped: counters(
+                "request_log_dropped_total",
+                "Lines that are not in the request log, by reason.",
+                &["reason"],
+            )?,
+            request_log_redacted: counters(
+                "request_log_redacted_total",
+                "Requests logged without their texts, by reason.",
+                &["reason"],
+            )?,
             totals: Mutex::default(),
             registry,
         })

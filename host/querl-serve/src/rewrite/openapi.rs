@@ -75,6 +75,12 @@ pub(super) fn document() -> Value {
                 "OpenAiError",
             ),
             "/v1/models": get("The models of the tenants that the key permits"),
+            "/v1/feedback": post(
+                "What a user did with the passages of an earlier request, for the request log",
+                &reference("Feedback"),
+                &json!({"type": "object", "properties": {"id": {"type": "string"}, "accepted": {"type": "boolean"}}}),
+                "OpenAiError",
+            ),
             "/api/chat/general_rag": post(
                 "Fill in rewritten_query and forward the request to the upstream service",
                 &reference("RagRequest"),
@@ -118,6 +124,17 @@ fn schemas() -> Value {
                 "tenant": {"type": "string", "description": "May be left out where the key permits one tenant"},
                 "user": {"type": "string", "description": "Id of the user, for canary releases"},
                 "deadline_ms": {"type": "integer", "description": "Shortens the server's deadline"},
+                "user": {"type": "string", "description": "Id of the user; the request log has a hash of it"},
+            },
+        },
+        "Feedback": {
+            "type": "object", "required": ["id"],
+            "properties": {
+                "id": {"type": "string", "description": "Id of the rewrite, or the response's x-request-id"},
+                "tenant": {"type": "string", "description": "May be left out where the key permits one tenant"},
+                "clicked": {"type": "array", "items": text, "maxItems": 100, "description": "Ids of passages that the user opened"},
+                "passage": {"type": "string", "description": "Id of the passage that `useful` and `score` are about, else those of `clicked`"},
+                "useful": {"type": "boolean"}, "score": {"type": "number", "minimum": 0, "maximum": 1},
             },
         },
         "Rewrite": {

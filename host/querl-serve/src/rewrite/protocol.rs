@@ -1,6 +1,7 @@
 //! `POST /v1/rewrite`.
 
 use super::access_log::{AccessEntry, milliseconds};
+use super::request_log::LoggedQuery;
 use super::service::{Call, RewriteResult, rejected};
 use crate::body::JsonFields;
 use crate::error::ErrorResponse;
@@ -32,6 +33,7 @@ pub(super) async fn rewrite(mut call: Call) -> Result<Response, ErrorResponse> {
         let query = RewriteQuery::new(&call, fields)?;
         let result = query.rewrite(&call).await?;
         call.record.add(AccessEntry::new(None, &result));
+        call.log_rewrite(&query.logged(None), &result);
         return Ok(Json(body(call.record.id(), &result)).into_response());
     };
     let max_queries = call.service.options.max_queries;
@@ -54,6 +56,7 @@ pub(super) async fn rewrite(mut call: Call) -> Result<Response, ErrorResponse> {
     let result = |(index, result): (usize, &RewriteResult)| {
         let id = format!("{}-{index}", call.record.id());
         call.record.add(AccessEntry::new(Some(id.clone()), result));
+        call.log_rewrite(&queries[index].logged(Some(&id)), result);
         body(&id, result)
     };
     let results: Vec<Value> = results.iter().enumerate().map(result).collect();
@@ -69,6 +72,10 @@ impl RewriteQuery {
         let own = call.started + deadline_ms.map_or(Duration::MAX, Duration::from_millis).min(MAX_DEADLINE);
         let user = user(&mut fields, "user")?;
         Ok(Self { tenant, user, query, context: context(&mut fields)?, deadline: own.min(call.deadline()) })
+    }
+
+    fn logged<'a>(&'a self, id: Option<&'a str>) -> LoggedQuery<'a> {
+        LoggedQuery { id, query: &self.query, context: &self.context, user: self.user.as_deref() }
     }
 
     async fn rewrite(&self, call: &Call) -> Result<RewriteResult, ErrorResponse> {

@@ -4,8 +4,11 @@
 //! header `x-querl-fallback` of the response.
 
 use super::access_log::AccessEntry;
+use super::cache::CachedRewrite;
 use super::protocol::{context, query, user};
-use super::service::{Call, with_fallback};
+use super::request_log::LoggedQuery;
+use super::service::{Call, RewriteResult, with_fallback};
+use super::traces::RequestSpan;
 use super::upstream::{Upstream, UpstreamResponse};
 use crate::body::JsonFields;
 use crate::error::ErrorResponse;
@@ -30,13 +33,14 @@ pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorRespons
     let query = query(&mut call.fields)?;
     let given: Option<String> = call.fields.take("rewritten_query", "a text")?;
     if given.is_some_and(|given| !given.trim().is_empty()) {
-        return upstream.send(&call.uri, &call.headers, call.body).await.map(UpstreamResponse::into_response);
+        return forward(&call, &upstream, call.body.clone()).await.map(UpstreamResponse::into_response);
     }
     let context = context(&mut call.fields)?;
     let user = user(&mut call.fields, "user_id")?;
-    let (rewrite, fallback) = rewrite(&call, &tenant, user.as_deref(), &query, context).await;
+    let logged = LoggedQuery { id: None, query: &query, context: &context, user: user.as_deref() };
+    let (rewrite, fallback) = rewrite(&call, &tenant, &logged).await;
     let body = replaced(&call.body, &[("rewritten_query", &rewrite)])?;
-    let response = upstream.send(&call.uri, &call.headers, body).await?;
+    let response = forward(&call, &upstream, body).await?;
     Ok(with_fallback(response.into_response(), fallback))
 }
 
@@ -64,10 +68,11 @@ pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse>
     let mut setting: JsonFields = call.fields.take("retrieval_setting", setting)?.unwrap_or_default();
     let top_k: Option<u64> = setting.take("top_k", "a positive integer")?;
     let score_threshold: Option<f64> = setting.take("score_threshold", "a number from 0 to 1")?;
-    let (rewrite, fallback) = rewrite(&call, &tenant, None, &query, Context::default()).await;
+    let logged = LoggedQuery { id: None, query: &query, context: &Context::default(), user: None };
+    let (rewrite, fallback) = rewrite(&call, &tenant, &logged).await;
     if upstream.is_dify() {
         let body = replaced(&call.body, &[("query", &rewrite), ("knowledge_id", kb_name.unwrap_or(&id))])?;
-        let response = upstream.send(&call.uri, &call.headers, body).await?;
+        let response = forward(&call, &upstream, body).await?;
         return Ok(with_fallback(response.into_response(), fallback));
     }
     let mut body = json!({"query": query, "rewritten_query": rewrite, "tenant_id": tenant.name});
@@ -81,7 +86,7 @@ pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse>
     }
     // The response is read here.
     call.headers.remove(header::ACCEPT_ENCODING);
-    let response = upstream.send(&call.uri, &call.headers, body.to_string()).await?;
+    let response = forward(&call, &upstream, body.to_string()).await?;
     Ok(with_fallback(Json(response.records()?).into_response(), fallback))
 }
 
@@ -100,35 +105,43 @@ fn upstream(call: &Call) -> Result<&Upstream, ErrorResponse> {
     call.service.options.upstream.as_ref().ok_or_else(|| ErrorResponse::new(StatusCode::NOT_FOUND, missing))
 }
 
-/// The rewrite of a query, or the query and the reason.
-async fn rewrite(
+/// Sends a body with the headers of the request, within a span where there are traces.
+async fn forward(
     call: &Call,
-    tenant: &Tenant,
-    user: Option<&str>,
-    query: &str,
-    context: Context,
-) -> (String, Option<&'static str>) {
-    match call.service.rewrite(tenant, user, query, context, call.deadline()).await {
-        Ok(result) => {
-            call.record.add(AccessEntry::new(None, &result));
-            (result.generated.text, result.fallback)
+    upstream: &Upstream,
+    body: impl Into<reqwest::Body>,
+) -> Result<UpstreamResponse, ErrorResponse> {
+    let Some(span) = call.record.span.as_ref().map(RequestSpan::upstream) else {
+        return upstream.send(&call.uri, &call.headers, body).await;
+    };
+    let response = upstream.send(&call.uri, &span.headers(&call.headers), body).await;
+    span.end(response.as_ref().map_or_else(|error| error.status, UpstreamResponse::status));
+    response
+}
+
+/// The rewrite of a query, or the query and the reason.
+async fn rewrite(call: &Call, tenant: &Tenant, logged: &LoggedQuery<'_>) -> (String, Option<&'static str>) {
+    let rewriting = call.service.rewrite(tenant, logged.user, logged.query, logged.context.clone(), call.deadline());
+    let result = rewriting.await.unwrap_or_else(|error| {
+        let fallback = match error {
+            SubmitError::UnknownTenant => "removed",
+            SubmitError::QueueFull(_) => "queue_full",
+            SubmitError::Input(_) => "input",
+            SubmitError::Plugin(_) => "plugin_fault",
+            SubmitError::Ended => "model_failed",
+        };
+        call.service.metrics.fallback(&tenant.name, fallback);
+        RewriteResult {
+            tenant: tenant.name.clone(),
+            generated: CachedRewrite::raw(logged.query, &tenant.version),
+            latency: call.started.elapsed(),
+            queued: None,
+            phases: None,
+            is_cached: false,
+            fallback: Some(fallback),
         }
-        Err(error) => {
-            let fallback = match error {
-                SubmitError::UnknownTenant => "removed",
-                SubmitError::QueueFull(_) => "queue_full",
-                SubmitError::Input(_) => "input",
-                SubmitError::Plugin(_) => "plugin_fault",
-                SubmitError::Ended => "model_failed",
-            };
-            call.service.metrics.fallback(&tenant.name, fallback);
-            call.record.add(AccessEntry {
-                tenant: tenant.name.clone(),
-                version: tenant.version.clone(),
-                fallback: Some(fallback),
-                ..AccessEntry::default()
-            });
-            (query.to_owned(), Some(fallback))
-        }
-    }
+    });
+    call.record.add(AccessEntry::new(None, &result));
+    call.log_rewrite(logged, &result);
+    (result.generated.text, result.fallback)
 }

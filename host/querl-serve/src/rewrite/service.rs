@@ -4,6 +4,8 @@ use super::access_log::{AccessLog, RequestRecord};
 use super::cache::{CachedRewrite, RewriteCache};
 use super::candidates::Candidates;
 use super::metrics::RewriteMetrics;
+use super::request_log::{RequestLog, RequestLogOptions};
+use super::traces::{Phases, Traces};
 use super::trial::CandidateLimits;
 use super::upstream::Upstream;
 use crate::body::{BodyLimits, JsonFields, read_body};
@@ -51,6 +53,10 @@ pub struct RewriteOptions {
     pub access_log: Option<PathBuf>,
     /// Limits above which a candidate is ended.
     pub candidate_limits: CandidateLimits,
+    /// The log of queries and rewrites.
+    pub request_log: Option<RequestLogOptions>,
+    /// Where spans are sent.
+    pub traces: Option<Traces>,
     /// Limits of connections.
     pub server: ServerLimits,
 }
@@ -64,6 +70,7 @@ pub struct RewriteService {
     cache: RewriteCache,
     pub(super) metrics: RewriteMetrics,
     pub(super) access_log: AccessLog,
+    pub(super) request_log: Option<RequestLog>,
     /// Held while a tenant is loaded, since models are large.
     pub(super) loading: tokio::sync::Mutex<()>,
     n_requests: AtomicU64,
@@ -73,15 +80,18 @@ impl RewriteService {
     /// A service whose models are not loaded yet.
     ///
     /// # Errors
-    /// The access log cannot be opened.
-    pub fn new(options: RewriteOptions) -> anyhow::Result<Arc<Self>> {
+    /// The access log or the request log cannot be opened.
+    pub fn new(mut options: RewriteOptions) -> anyhow::Result<Arc<Self>> {
+        let metrics = RewriteMetrics::new().expect("metric names are valid and distinct");
+        let request_log = options.request_log.take().map(|log| RequestLog::open(log, &metrics)).transpose()?;
         Ok(Arc::new(Self {
             admin_key: options.admin_key.as_deref().map(ApiKey::new),
             rewriter: OnceLock::new(),
             candidates: Candidates::new(options.candidate_limits),
             cache: RewriteCache::new(options.max_cached_rewrites),
-            metrics: RewriteMetrics::new().expect("metric names are valid and distinct"),
+            metrics,
             access_log: AccessLog::open(options.access_log.as_deref())?,
+            request_log,
             loading: tokio::sync::Mutex::default(),
             n_requests: AtomicU64::new(0),
             options,
@@ -151,6 +161,7 @@ impl RewriteService {
             tenant: tenant.name.clone(),
             latency: started.elapsed(),
             queued,
+            phases: None,
             is_cached: false,
             fallback,
             generated,
@@ -166,10 +177,10 @@ impl RewriteService {
         let (reason, message) = match timeout_at(deadline.into(), generating).await {
             Ok(Ok(Ok(generation))) => {
                 count(&|metrics| metrics.generated(&tenant.name, &generation, started.elapsed()));
-                let queued = Some(generation.queued);
+                let (queued, phases) = (Some(generation.queued), Some(Phases::of(&generation)));
                 let generated = CachedRewrite::from(generation);
                 self.cache.put(key, &tenant.version, &generated);
-                return Ok(result(generated, queued, None));
+                return Ok(RewriteResult { phases, ..result(generated, queued, None) });
             }
             Ok(Ok(Err(failure))) => (failure.code, failure.message),
             Ok(Err(SubmitError::Plugin(message))) => ("plugin_fault", message),
@@ -339,6 +350,8 @@ pub(super) struct RewriteResult {
     pub(super) latency: Duration,
     /// `None` for a fallback.
     pub(super) queued: Option<Duration>,
+    /// `None` for a fallback and for a rewrite of the cache.
+    pub(super) phases: Option<Phases>,
     pub(super) is_cached: bool,
     /// Why this is the query itself.
     pub(super) fallback: Option<&'static str>,

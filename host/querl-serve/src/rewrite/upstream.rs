@@ -141,6 +141,10 @@ fn forwarded(headers: &HeaderMap) -> HeaderMap {
 }
 
 impl UpstreamResponse {
+    pub(super) fn status(&self) -> StatusCode {
+        self.status
+    }
+
     pub(super) fn into_response(self) -> Response {
         let mut response = Response::new(Body::from(self.body));
         (*response.status_mut(), *response.headers_mut()) = (self.status, self.headers);

@@ -1,14 +1,41 @@
 //! A stand-in for the models of tenants: rewrites made of the query's own text, with delays and failures that the query names.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, dead_code)] // each test program uses a part
 
 use querl_core::serving::{
     ChatTask, EngineState, EventSink, Generation, GenerationEvent, GenerationFailure, GenerationTask, Rewriter, Role,
     SubmitError, Tenant,
 };
+use querl_serve::{CandidateLimits, RewriteOptions, ServerLimits};
+use reqwest::Client;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+
+pub(crate) fn http() -> Client {
+    // Fails where a provider is installed already.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    Client::builder().no_proxy().build().unwrap()
+}
+
+pub(crate) fn options() -> RewriteOptions {
+    RewriteOptions {
+        max_body_bytes: 4000,
+        max_queries: 3,
+        body_timeout: Duration::from_secs(5),
+        deadline: Duration::from_millis(300),
+        chat_timeout: Duration::from_millis(500),
+        max_cached_rewrites: 0,
+        api_key: None,
+        admin_key: Some("admin-key".into()),
+        upstream: None,
+        access_log: None,
+        request_log: None,
+        traces: None,
+        candidate_limits: CandidateLimits::default(),
+        server: ServerLimits::default(),
+    }
+}
 
 pub(crate) fn tenant(name: &str, version: usize, api_key: Option<&str>) -> Tenant {
     Tenant {

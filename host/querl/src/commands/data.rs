@@ -1,4 +1,6 @@
-//! `querl data`: looks at the query table and at what the data stages made of it.
+//! `querl data`: looks at the query table and at what the data stages made of it; makes one of a request log.
+
+mod from_log;
 
 use crate::args::{ConfigArgs, Format};
 use crate::terminal::StageProgress;
@@ -16,6 +18,9 @@ use std::collections::BTreeMap;
 pub enum DataCommand {
     /// Print statistics of the query table, of each data stage and of the splits; leaks between splits; warnings
     Stats(StatsArgs),
+    /// Write a query table of the requests and the feedback that a server logged
+    #[command(name = "from-log")]
+    FromLog(from_log::FromLogArgs),
 }
 
 #[derive(Debug, Args)]
@@ -27,7 +32,10 @@ pub struct StatsArgs {
 }
 
 pub fn run(command: &DataCommand) -> anyhow::Result<()> {
-    let DataCommand::Stats(args) = command;
+    let args = match command {
+        DataCommand::Stats(args) => args,
+        DataCommand::FromLog(args) => return from_log::run(args),
+    };
     let stats = Stats::of(&args.config.load_without_download()?)?;
     args.format.print(&stats, || stats.lines().join("\n") + "\n")
 }

@@ -1,5 +1,7 @@
 //! `querl serve WHAT`: rewriters, a style model or knowledge bases over HTTP. `querl style serve` and `querl rag serve` are older forms.
 
+mod request_log;
+
 use super::release::FollowArgs;
 use crate::args::{load_config, usage};
 use crate::model_hub;
@@ -23,10 +25,11 @@ use querl_pipeline::retrieval::ModelShelf;
 use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions};
 use querl_serve::{
     ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, RewriteOptions, RewriteService, ServeError,
-    ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Upstream, bind, block_on, general_rag,
-    serve, wait_until,
+    ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Traces, Upstream, bind, block_on,
+    general_rag, serve, wait_until,
 };
 use querl_style::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
+use request_log::RequestLogArgs;
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -158,6 +161,8 @@ struct RewriteArgs {
     /// A file to which one JSON line is appended for each request
     #[arg(long, visible_alias = "access-log", value_name = "FILE")]
     access_log: Option<PathBuf>,
+    #[command(flatten)]
+    request_log: RequestLogArgs,
     /// Type of the base's weights: f32, bf16, f16, int8, fp8 or nf4 [default: as in the run]
     #[arg(long, value_name = "TYPE", value_parser = base_dtype)]
     dtype: Option<BaseDtype>,
@@ -254,7 +259,7 @@ const MAX_QUERIES: usize = 256;
 /// Trained rewriters over HTTP, until interrupted.
 fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     let upstream = args.upstream.as_deref().map(|url| Upstream::new(url, UPSTREAM_TIMEOUT)).transpose();
-    let service = RewriteService::new(RewriteOptions {
+    let options = RewriteOptions {
         max_body_bytes: 1 << 20,
         max_queries: MAX_QUERIES,
         body_timeout: BODY_TIMEOUT,
@@ -266,8 +271,12 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
         upstream: upstream.map_err(|problem| usage(format!("--upstream: {problem}")))?,
         access_log: args.access_log.clone(),
         candidate_limits: args.follow.limits(),
+        request_log: args.request_log.open()?,
+        traces: Traces::from_env().map_err(usage)?,
         server: args.listen.limits(),
-    })?;
+    };
+    // What it opens is what the user named.
+    let service = RewriteService::new(options).map_err(|error| usage(format!("{error:#}")))?;
     let key = |(tenant, name): &(String, String)| Ok((tenant.clone(), key_in("--tenant_key_env", name)?));
     let options = ServingOptions {
         engine: ServingSettings {

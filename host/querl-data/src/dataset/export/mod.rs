@@ -4,6 +4,7 @@ mod xlsx;
 
 use crate::dataset::records::{RecordFile, Rows};
 use crate::error::DataError;
+use crate::request_log::LoggedQueryRow;
 use parquet::basic::Compression;
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
 use parquet::errors::ParquetError;
@@ -62,6 +63,16 @@ const VALIDATED: &[Column] = &[
     column("group", ColumnKind::Text, 24.0),
 ];
 
+const LOGGED: &[Column] = &[
+    column("original_query", ColumnKind::Text, 40.0),
+    column("user_profile", ColumnKind::Text, 24.0),
+    column("history_summary", ColumnKind::Text, 40.0),
+    column("gold_ids", ColumnKind::Text, 24.0),
+    column("group", ColumnKind::Text, 24.0),
+    column("requests", ColumnKind::Count, 14.0),
+    column("fallbacks", ColumnKind::Count, 14.0),
+];
+
 /// One value of a row.
 #[derive(Debug, Clone, PartialEq)]
 enum Cell<'a> {
@@ -110,7 +121,11 @@ pub fn write_tables<R: TableRecord>(output: &Path, formats: &[TableFormat]) -> R
     written.into_iter().collect()
 }
 
-fn write_table<R: TableRecord>(records: &RecordFile<R>, path: &Path, format: TableFormat) -> Result<(), DataError> {
+pub(crate) fn write_table<R: TableRecord>(
+    records: &RecordFile<R>,
+    path: &Path,
+    format: TableFormat,
+) -> Result<(), DataError> {
     let Columns(columns) = R::columns();
     let mut writer: Box<dyn RowWriter> = match format {
         TableFormat::Xlsx => Box::new(xlsx::XlsxWriter::create(path, columns)?),
@@ -125,7 +140,7 @@ fn write_table<R: TableRecord>(records: &RecordFile<R>, path: &Path, format: Tab
 }
 
 pub(crate) fn is_header(names: &[String]) -> bool {
-    [REWRITES, VALIDATED].iter().any(|columns| columns.iter().map(|column| column.name).eq(names.iter()))
+    [REWRITES, VALIDATED, LOGGED].iter().any(|columns| columns.iter().map(|column| column.name).eq(names.iter()))
 }
 
 /// A failed row has an empty `rewritten_query` and its reason in `error`.
@@ -160,6 +175,21 @@ impl TableRecord for ValidatedRecord {
         let [gold, group] = last_cells(&self.rewritten);
         let success = Cell::Flag(hits.is_some());
         Cells(vec![query, rewrite, profile, history, count, score, success, error, gold, group])
+    }
+}
+
+/// A row of `querl data from-log`.
+impl TableRecord for LoggedQueryRow {
+    fn columns() -> Columns {
+        Columns(LOGGED)
+    }
+
+    fn cells(&self) -> Cells<'_> {
+        let texts = [&self.original_query, &self.user_profile, &self.history_summary];
+        let texts = texts.map(|text| if text.is_empty() { Cell::Empty } else { Cell::Text(text.into()) });
+        let gold = if self.gold_ids.is_empty() { Cell::Empty } else { text_cell(self.gold_ids.join(",")) };
+        let others = [gold, Cell::Text((&self.group).into()), Cell::Count(self.requests), Cell::Count(self.fallbacks)];
+        Cells(texts.into_iter().chain(others).collect())
     }
 }
 

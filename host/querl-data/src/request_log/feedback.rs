@@ -1,0 +1,146 @@
+//! Feedback of a request log: judgements of passages by request, and which passages become gold ids.
+//!
+//! A judgement is `useful`, or without it a score of 0.5 or more; it is about `passage`, or without it about all passages of `clicked`. What
+//! is only clicked, or named without a judgement, is a click. The last judgement of a request about a passage replaces earlier ones.
+
+use super::LogTableReport;
+use super::lines::LoggedFeedback;
+use crate::text::{hash_of, separates_ids};
+use std::collections::{BTreeMap, HashMap};
+
+/// From this score on a passage is useful.
+const USEFUL_SCORE: f64 = 0.5;
+/// Maximum number of passages of one request.
+const MAX_PASSAGES: usize = 1000;
+
+/// What one request says about a passage.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Vote {
+    pub(super) passage: u32,
+    is_useful: Option<bool>,
+}
+
+/// The votes of one request, and its lines.
+#[derive(Default)]
+struct OfRequest {
+    votes: Vec<Vote>,
+    n_lines: u64,
+}
+
+/// Feedback by tenant and request.
+#[derive(Default)]
+pub(super) struct Feedback {
+    tenants: HashMap<String, OfTenant>,
+    /// That of the chosen tenant.
+    chosen: OfTenant,
+    passages: Vec<String>,
+    numbers: HashMap<String, u32>,
+}
+
+#[derive(Default)]
+struct OfTenant {
+    requests: HashMap<u64, OfRequest>,
+    left_out: BTreeMap<&'static str, u64>,
+    n_lines: u64,
+}
+
+impl Feedback {
+    pub(super) fn add(&mut self, line: LoggedFeedback) {
+        let LoggedFeedback { id, tenant, clicked, useful, score, passage, .. } = line;
+        let of_tenant = self.tenants.entry(tenant).or_default();
+        of_tenant.n_lines += 1;
+        let judgement = useful.or(score.map(|score| score >= USEFUL_SCORE));
+        let of_clicked = if passage.is_none() { judgement } else { None };
+        let named = clicked.into_iter().map(|passage| (passage, of_clicked));
+        let named: Vec<_> = named.chain(passage.map(|passage| (passage, judgement))).collect();
+        if named.is_empty() {
+            *of_tenant.left_out.entry("without a passage").or_default() += 1;
+            return;
+        }
+        let of_request = of_tenant.requests.entry(hash_of(&id)).or_default();
+        of_request.n_lines += 1;
+        for (passage, is_useful) in named {
+            let mut leave_out = |reason| *of_tenant.left_out.entry(reason).or_default() += 1;
+            if passage.is_empty() || passage.contains(separates_ids) {
+                leave_out("passages whose id a table of gold ids cannot hold");
+                continue;
+            }
+            let known = self.passages.len() as u32;
+            let passage = *self.numbers.entry(passage).or_insert_with_key(|passage| {
+                self.passages.push(passage.clone());
+                known
+            });
+            let votes = &mut of_request.votes;
+            match votes.iter().position(|vote| vote.passage == passage) {
+                Some(at) => votes[at].is_useful = is_useful.or(votes[at].is_useful),
+                None if votes.len() < MAX_PASSAGES => votes.push(Vote { passage, is_useful }),
+                None => leave_out("passages beyond 1000 of one request"),
+            }
+        }
+    }
+
+    /// Drops the feedback of other tenants.
+    pub(super) fn keep(&mut self, tenant: &str) {
+        self.chosen = self.tenants.remove(tenant).unwrap_or_default();
+        self.tenants.clear();
+    }
+
+    /// The votes of a request, once.
+    pub(super) fn take(&mut self, id: &str) -> Vec<Vote> {
+        self.chosen.requests.remove(&hash_of(id)).map(|of_request| of_request.votes).unwrap_or_default()
+    }
+
+    /// Leaves out the votes of a request that is not used.
+    pub(super) fn skip(&mut self, id: &str, reason: &'static str) {
+        if let Some(of_request) = self.chosen.requests.remove(&hash_of(id)) {
+            *self.chosen.left_out.entry(reason).or_default() += of_request.n_lines;
+        }
+    }
+
+    /// Counts what belongs to no request.
+    pub(super) fn finish(&mut self, report: &mut LogTableReport) {
+        let unknown: u64 = std::mem::take(&mut self.chosen.requests).into_values().map(|request| request.n_lines).sum();
+        report.n_feedback = self.chosen.n_lines;
+        report.feedback_left_out = std::mem::take(&mut self.chosen.left_out);
+        if unknown > 0 {
+            report.feedback_left_out.insert("for requests that are not in the log", unknown);
+        }
+    }
+
+    /// The ids of passages, sorted.
+    pub(super) fn passages(&self, numbers: &[u32]) -> Vec<String> {
+        let mut ids: Vec<String> = numbers.iter().map(|number| self.passages[*number as usize].clone()).collect();
+        ids.sort();
+        ids
+    }
+}
+
+/// The votes of all requests of a row about a passage.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Tally {
+    n_useful: u64,
+    n_not_useful: u64,
+    n_clicked: u64,
+}
+
+impl Tally {
+    pub(super) fn add(&mut self, vote: &Vote) {
+        match vote.is_useful {
+            Some(true) => self.n_useful += 1,
+            Some(false) => self.n_not_useful += 1,
+            None => self.n_clicked += 1,
+        }
+    }
+
+    /// More requests judge it useful than not; without judgements one click is enough.
+    pub(super) fn is_gold(self) -> bool {
+        match (self.n_useful, self.n_not_useful) {
+            (0, 0) => self.n_clicked > 0,
+            (n_useful, n_not_useful) => n_useful > n_not_useful,
+        }
+    }
+
+    pub(super) fn is_contradicting(self) -> bool {
+        self.n_not_useful > 0 && (self.n_useful > 0 || self.n_clicked > 0)
+    }
+}

@@ -1,0 +1,102 @@
+//! Groups of rows: what must not be divided between train and test.
+
+use crate::dataset::leaks::{MAX_OF_BAND, Shingles, bands_of};
+use crate::table::UnionFind;
+use std::collections::HashMap;
+
+/// As the default of `data.leak_similarity`: rows of different groups are less similar than what counts as a leak.
+const LEAST_SIMILARITY: f64 = 0.8;
+/// Bands are compared in this number of rounds, so that memory holds a part of them.
+const N_ROUNDS: usize = 4;
+/// Reformulations join groups up to this number of rows, or a twentieth of all: everyday queries, which many users ask between others,
+/// would otherwise join everything to one group.
+const MAX_SESSION_GROUP: usize = 20;
+
+pub(super) struct Groups {
+    sets: UnionFind,
+    /// The smallest row of each row's group, once all are joined.
+    roots: Vec<u32>,
+}
+
+impl Groups {
+    /// Rows with equal normalised texts are joined, as in any query table.
+    pub(super) fn new(rows: &[&Shingles]) -> Self {
+        let mut groups = Self { sets: UnionFind((0..rows.len() as u32).collect()), roots: Vec::new() };
+        groups.join_equal(rows.iter().map(|row| Some(row.text)));
+        groups
+    }
+
+    /// Joins rows with equal keys.
+    pub(super) fn join_equal<K: std::hash::Hash + Eq>(&mut self, keys: impl Iterator<Item = Option<K>>) {
+        let mut first: HashMap<K, u32> = HashMap::new();
+        for (key, row) in keys.zip(0..) {
+            if let Some(key) = key {
+                let first = *first.entry(key).or_insert(row);
+                self.sets.join(first, row);
+            }
+        }
+    }
+
+    /// Joins rows that are nearly equal, found as leaks are.
+    pub(super) fn join_similar(&mut self, rows: &[&Shingles]) {
+        for round in 0..N_ROUNDS {
+            let of_row = |(row, index): (&&Shingles, u32)| {
+                bands_of(row).skip(round).step_by(N_ROUNDS).map(move |band| (band, index)).collect::<Vec<_>>()
+            };
+            let mut bands: Vec<(u64, u32)> = rows.iter().zip(0..).flat_map(of_row).collect();
+            bands.sort_unstable();
+            for of_band in bands.chunk_by(|one, other| one.0 == other.0) {
+                for (at, (_, row)) in of_band.iter().enumerate().skip(1) {
+                    for (_, other) in of_band[..at].iter().rev().take(MAX_OF_BAND) {
+                        if self.sets.find(*row) != self.sets.find(*other) {
+                            let (one, other_row) = (rows[*row as usize], rows[*other as usize]);
+                            if one.similarity(other_row, LEAST_SIMILARITY) >= LEAST_SIMILARITY {
+                                self.sets.join(*row, *other);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Joins rows that a user asked one after the other, where the group does not become too large. The number of pairs that are not joined.
+    pub(super) fn join_reformulations(&mut self, pairs: &[(u32, u32)]) -> u64 {
+        let n_rows = self.sets.0.len();
+        let most = MAX_SESSION_GROUP.max(n_rows / 20);
+        let mut sizes = vec![0_usize; n_rows];
+        for row in 0..n_rows as u32 {
+            sizes[self.sets.find(row) as usize] += 1;
+        }
+        let mut n_unjoined = 0;
+        for (one, other) in pairs {
+            let (one, other) = (self.sets.find(*one), self.sets.find(*other));
+            let n_joined = sizes[one as usize] + sizes[other as usize];
+            if one == other {
+                continue;
+            }
+            if n_joined > most {
+                n_unjoined += 1;
+                continue;
+            }
+            self.sets.join(one, other);
+            sizes[one.min(other) as usize] = n_joined;
+        }
+        self.roots = (0..n_rows as u32).map(|row| self.sets.find(row)).collect();
+        n_unjoined
+    }
+
+    /// The first row of a row's group.
+    pub(super) fn of(&self, row: u32) -> u32 {
+        self.roots[row as usize]
+    }
+
+    /// The number of groups, and of rows of the largest.
+    pub(super) fn sizes(&self) -> (usize, usize) {
+        let mut sizes: HashMap<u32, usize> = HashMap::new();
+        for root in &self.roots {
+            *sizes.entry(*root).or_default() += 1;
+        }
+        (sizes.len(), sizes.into_values().max().unwrap_or(0))
+    }
+}

@@ -1,0 +1,427 @@
+//! A query table from the request log of `querl serve rewrite`.
+//!
+//! The log is read four times, so that memory holds no texts but the names of groups: feedback; rewrites, which become rows with their
+//! groups; names of groups; rows. A row takes about 300 bytes and 8 more for each character.
+
+mod feedback;
+mod groups;
+pub(crate) mod lines;
+mod read;
+
+use crate::dataset::export::write_table;
+use crate::dataset::leaks::{Contexts, Shingles};
+use crate::dataset::records::RecordFile;
+use crate::error::DataError;
+use crate::table::{MAX_ROWS, is_chat, joined_ids, query_id};
+use crate::text::{hash_of, normalise};
+use chrono::DateTime;
+use feedback::{Feedback, Tally};
+use groups::Groups;
+use lines::{LoggedRewrite, RequestLogLine};
+use querl_core::config::TableFormat;
+use querl_core::fsx::AtomicFile;
+use querl_core::records::QueryRow;
+use read::{LogFile, LogLine, log_files};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io;
+use std::path::Path;
+
+pub use read::DamagedLine;
+
+/// What becomes a table.
+#[derive(Debug, Clone, Copy)]
+pub struct LogTableSettings<'a> {
+    /// The folder of the log.
+    pub folder: &'a Path,
+    /// The table, in the format of its extension.
+    pub out: &'a Path,
+    /// The tenant whose requests are used; may be left out where the log has one.
+    pub tenant: Option<&'a str>,
+    /// The first day, `YYYY-MM-DD`.
+    pub since: Option<&'a str>,
+    /// The last day.
+    pub until: Option<&'a str>,
+}
+
+/// Far below a cell of a query table, and above every query that a model reads.
+const MAX_TEXT_BYTES: usize = 256 << 10;
+/// Requests of a user that follow each other within this time are reformulations.
+const SESSION_MS: i64 = 10 * 60 * 1000;
+
+/// A row of the table.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct LoggedQueryRow {
+    pub(crate) original_query: String,
+    pub(crate) user_profile: String,
+    pub(crate) history_summary: String,
+    pub(crate) gold_ids: Vec<String>,
+    pub(crate) group: String,
+    /// Requests of this query in this context.
+    pub(crate) requests: u64,
+    /// Those that were answered by the query itself.
+    pub(crate) fallbacks: u64,
+}
+
+/// What was read, used and left out.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct LogTableReport {
+    /// Tenant of the table.
+    pub tenant: String,
+    /// Files that were read.
+    pub n_files: usize,
+    /// Days of the first and the last of them.
+    pub days: [String; 2],
+    /// Lines of these files.
+    pub n_lines: u64,
+    /// Lines that are not readable; the last line of a file may be cut.
+    pub n_damaged: u64,
+    /// The first of them.
+    pub damaged: Vec<DamagedLine>,
+    /// Rewrites of other tenants, or of other days than were asked for.
+    pub n_others: u64,
+    /// Rewrites of the tenant on the days.
+    pub n_rewrites: u64,
+    /// Those that are in no row, by reason.
+    pub left_out: BTreeMap<&'static str, u64>,
+    /// Used rewrites with a fallback.
+    pub n_fallbacks: u64,
+    /// Used rewrites of a query and context that an earlier one had.
+    pub n_repeated: u64,
+    /// Rows of the table.
+    pub n_rows: u64,
+    /// Groups of rows.
+    pub n_groups: usize,
+    /// Rows of the largest group.
+    pub n_largest_group: usize,
+    /// Times that a reformulation did not join two groups, since the group would have been too large.
+    pub n_unjoined: u64,
+    /// Feedback of the tenant.
+    pub n_feedback: u64,
+    /// Feedback that was not used, or only in part, by reason.
+    pub feedback_left_out: BTreeMap<&'static str, u64>,
+    /// Passages that were judged in different ways.
+    pub n_contradicting: u64,
+    /// Rows with gold ids.
+    pub n_with_gold: u64,
+}
+
+/// Reads the log and writes the table. An existing table is replaced.
+///
+/// # Errors
+/// The folder has no log or no usable request, the tenant is not clear, the extension is unknown, or the table cannot be written.
+pub fn table_from_log(settings: &LogTableSettings<'_>) -> Result<LogTableReport, DataError> {
+    let format = table_format(settings.out)?;
+    let files = log_files(settings.folder)?;
+    let mut report = LogTableReport { n_files: files.len(), ..LogTableReport::default() };
+    if let [first, ..] = &files[..] {
+        let last = files.last().unwrap_or(first);
+        report.days = [first.day.clone(), last.day.clone()];
+    }
+    let (tenants, mut feedback) = read_feedback(&files, &mut report)?;
+    report.tenant = tenant(settings, &tenants)?;
+    feedback.keep(&report.tenant);
+    let is_selected = |file: &&LogFile| {
+        settings.since.is_none_or(|since| file.day.as_str() >= since)
+            && settings.until.is_none_or(|until| file.day.as_str() <= until)
+    };
+    let mut rows = LogRows::default();
+    for (number, file) in files.iter().enumerate() {
+        rows.read(file, number, is_selected(&file), &mut feedback, &mut report)?;
+    }
+    feedback.finish(&mut report);
+    if rows.rows.is_empty() {
+        let reasons: Vec<String> = report.left_out.iter().map(|(reason, n)| format!("{n} {reason}")).collect();
+        let reasons = if reasons.is_empty() { String::new() } else { format!(" (left out: {})", reasons.join(", ")) };
+        let what = format!("no request of tenant `{}` can be used{reasons}", report.tenant);
+        return Err(DataError::file(settings.folder, format!("{what}; name other days, or collect more requests")));
+    }
+    let groups = rows.groups(&mut report);
+    let mut write = |path: &Path| rows.write(&files, path, &groups, &feedback, &mut report);
+    match format {
+        None => write(settings.out)?,
+        Some(format) => {
+            let parent = settings.out.parent().filter(|parent| !parent.as_os_str().is_empty());
+            let failed = |error| DataError::write(settings.out, error);
+            let folder = parent.unwrap_or(Path::new("."));
+            std::fs::create_dir_all(folder).map_err(failed)?;
+            let unfinished = tempfile::tempdir_in(folder).map_err(failed)?;
+            let path = unfinished.path().join("rows.jsonl");
+            write(&path)?;
+            write_table(&RecordFile::<LoggedQueryRow>::new(&path), settings.out, format)?;
+        }
+    }
+    Ok(report)
+}
+
+/// The format of a table; `None` for JSON lines.
+fn table_format(out: &Path) -> Result<Option<TableFormat>, DataError> {
+    let extension = out.extension().map(|extension| extension.to_string_lossy().to_lowercase()).unwrap_or_default();
+    let formats = [TableFormat::Xlsx, TableFormat::Csv, TableFormat::Tsv, TableFormat::Parquet];
+    let format = formats.into_iter().find(|format| format.extension() == extension);
+    match (format, extension.as_str()) {
+        (None, "jsonl") => Ok(None),
+        (Some(format), _) => Ok(Some(format)),
+        _ => Err(DataError::file(out, "expected a name that ends in .jsonl, .xlsx, .csv, .tsv or .parquet")),
+    }
+}
+
+/// Names of tenants that a message lists.
+const MAX_NAMED: usize = 10;
+
+fn tenant(settings: &LogTableSettings<'_>, tenants: &BTreeSet<String>) -> Result<String, DataError> {
+    let mut names = tenants.iter().take(MAX_NAMED).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    if tenants.len() > MAX_NAMED {
+        names += ", ...";
+    }
+    let wrong = |problem: String| Err(DataError::file(settings.folder, problem));
+    match (settings.tenant, tenants.len()) {
+        (_, 0) => wrong("the log has no readable request; check the folder".into()),
+        (Some(name), _) if tenants.contains(name) => Ok(name.to_owned()),
+        (Some(name), _) => wrong(format!("the log has no request of tenant `{name}`; it has those of {names}")),
+        (None, 1) => Ok(tenants.iter().next().cloned().unwrap_or_default()),
+        (None, _) => wrong(format!("the log has requests of several tenants: {names}; name one with --tenant")),
+    }
+}
+
+/// The first reading: tenants of rewrites, feedback, damaged lines.
+fn read_feedback(files: &[LogFile], report: &mut LogTableReport) -> Result<(BTreeSet<String>, Feedback), DataError> {
+    let (mut tenants, mut feedback) = (BTreeSet::new(), Feedback::default());
+    for file in files {
+        file.read(|_, line| {
+            report.n_lines += 1;
+            match line {
+                LogLine::Line(RequestLogLine::Rewrite(rewrite)) if !tenants.contains(&rewrite.tenant) => {
+                    tenants.insert(rewrite.tenant);
+                }
+                LogLine::Line(RequestLogLine::Rewrite(_)) => {}
+                LogLine::Line(RequestLogLine::Feedback(line)) => feedback.add(line),
+                LogLine::Damaged(damaged) => {
+                    report.n_damaged += 1;
+                    if report.damaged.len() < MAX_NAMED {
+                        report.damaged.push(damaged);
+                    }
+                }
+            }
+            Ok(())
+        })?;
+    }
+    Ok((tenants, feedback))
+}
+
+/// A distinct query in its context.
+struct LogRow {
+    /// Number of the file and the line of its first request.
+    first: (usize, usize),
+    n_requests: u64,
+    n_fallbacks: u64,
+    shingles: Shingles,
+    gold: Vec<u32>,
+}
+
+#[derive(Default)]
+struct LogRows {
+    rows: Vec<LogRow>,
+    by_texts: HashMap<u64, u32>,
+    contexts: Contexts,
+    /// Judgements of passages by row and passage.
+    tallies: BTreeMap<(u32, u32), Tally>,
+    /// Time and row of the last request of each user.
+    last_of_user: HashMap<u64, (i64, u32)>,
+    /// Rows of a user that follow each other.
+    reformulations: Vec<(u32, u32)>,
+}
+
+impl LogRows {
+    /// The second reading: the rewrites of a file.
+    fn read(
+        &mut self,
+        file: &LogFile,
+        number: usize,
+        is_selected: bool,
+        feedback: &mut Feedback,
+        report: &mut LogTableReport,
+    ) -> Result<(), DataError> {
+        file.read(|line_number, line| {
+            let LogLine::Line(RequestLogLine::Rewrite(line)) = line else { return Ok(()) };
+            if line.tenant != report.tenant || !is_selected {
+                report.n_others += 1;
+                if line.tenant == report.tenant {
+                    feedback.skip(&line.id, "for requests of other days");
+                }
+                return Ok(());
+            }
+            report.n_rewrites += 1;
+            let row = match usable(&line) {
+                Ok(row) => row,
+                Err(reason) => {
+                    *report.left_out.entry(reason).or_default() += 1;
+                    feedback.skip(&line.id, "for requests that are left out");
+                    return Ok(());
+                }
+            };
+            let index = self.index_of(row, (number, line_number), file, report)?;
+            let row = &mut self.rows[index as usize];
+            row.n_requests += 1;
+            if line.fallback.is_some() {
+                row.n_fallbacks += 1;
+                report.n_fallbacks += 1;
+            }
+            for vote in feedback.take(&line.id) {
+                self.tallies.entry((index, vote.passage)).or_default().add(&vote);
+            }
+            self.note_user(&line, index);
+            Ok(())
+        })
+    }
+
+    fn index_of(
+        &mut self,
+        row: QueryRow,
+        first: (usize, usize),
+        file: &LogFile,
+        report: &mut LogTableReport,
+    ) -> Result<u32, DataError> {
+        let key = hash_of(&(&row.original_query, &row.user_profile, &row.history_summary));
+        if let Some(index) = self.by_texts.get(&key) {
+            report.n_repeated += 1;
+            return Ok(*index);
+        }
+        let index = self.rows.len() as u32;
+        if index == MAX_ROWS {
+            let problem = format!("the log has more than {MAX_ROWS} different queries up to here; name fewer days");
+            return Err(DataError::line(&file.path, first.1, problem));
+        }
+        let shingles = Shingles::of(&row, &mut self.contexts);
+        self.rows.push(LogRow { first, n_requests: 0, n_fallbacks: 0, shingles, gold: Vec::new() });
+        self.by_texts.insert(key, index);
+        Ok(index)
+    }
+
+    fn note_user(&mut self, line: &LoggedRewrite, index: u32) {
+        let Some(user) = &line.user else { return };
+        let Ok(time) = DateTime::parse_from_rfc3339(&line.time) else { return };
+        let time = time.timestamp_millis();
+        let before = self.last_of_user.insert(hash_of(user), (time, index));
+        if let Some((earlier, other)) = before
+            && other != index
+            && (time - earlier).abs() <= SESSION_MS
+        {
+            self.reformulations.push((other, index));
+        }
+    }
+
+    /// Decides on gold ids, and joins rows to groups.
+    fn groups(&mut self, report: &mut LogTableReport) -> Groups {
+        for ((row, passage), tally) in std::mem::take(&mut self.tallies) {
+            report.n_contradicting += u64::from(tally.is_contradicting());
+            if tally.is_gold() {
+                self.rows[row as usize].gold.push(passage);
+            }
+        }
+        let shingles: Vec<&Shingles> = self.rows.iter().map(|row| &row.shingles).collect();
+        let mut groups = Groups::new(&shingles);
+        groups.join_equal(self.rows.iter().map(|row| (!row.gold.is_empty()).then_some(&row.gold)));
+        groups.join_similar(&shingles);
+        report.n_unjoined = groups.join_reformulations(&self.reformulations);
+        (report.n_groups, report.n_largest_group) = groups.sizes();
+        groups
+    }
+
+    /// A reading of the texts of the rows, in their order.
+    fn each(
+        &self,
+        files: &[LogFile],
+        mut on_row: impl FnMut(u32, &LogRow, QueryRow) -> Result<(), DataError>,
+    ) -> Result<(), DataError> {
+        let mut rows = self.rows.iter().zip(0_u32..).peekable();
+        for (number, file) in files.iter().enumerate() {
+            file.read(|line_number, line| {
+                let Some((row, index)) = rows.next_if(|(row, _)| row.first == (number, line_number)) else {
+                    return Ok(());
+                };
+                match &line {
+                    LogLine::Line(RequestLogLine::Rewrite(line)) => {
+                        on_row(index, row, usable(line).map_err(|_| changed(&file.path))?)
+                    }
+                    _ => Err(changed(&file.path)),
+                }
+            })?;
+        }
+        rows.next().map_or(Ok(()), |(row, _)| Err(changed(&files[row.first.0].path)))
+    }
+
+    /// The third and fourth reading: names of groups, as a table without a column of groups has them, and the rows as JSON lines.
+    fn write(
+        &self,
+        files: &[LogFile],
+        path: &Path,
+        groups: &Groups,
+        feedback: &Feedback,
+        report: &mut LogTableReport,
+    ) -> Result<(), DataError> {
+        let failed = |error: io::Error| DataError::write(path, error);
+        let mut names: HashMap<u32, String> = HashMap::new();
+        self.each(files, |index, row, query| {
+            let gold_ids = feedback.passages(&row.gold);
+            let name = if gold_ids.is_empty() { normalise(&query.original_query) } else { joined_ids(&gold_ids) };
+            let known = names.entry(groups.of(index)).or_insert_with(|| name.clone());
+            if name < *known {
+                *known = name;
+            }
+            Ok(())
+        })?;
+        let mut table = AtomicFile::create(path).map_err(failed)?;
+        self.each(files, |index, row, query| {
+            let gold_ids = feedback.passages(&row.gold);
+            report.n_with_gold += u64::from(!gold_ids.is_empty());
+            report.n_rows += 1;
+            let row = LoggedQueryRow {
+                original_query: query.original_query,
+                user_profile: query.user_profile,
+                history_summary: query.history_summary,
+                gold_ids,
+                group: names[&groups.of(index)].clone(),
+                requests: row.n_requests,
+                fallbacks: row.n_fallbacks,
+            };
+            table.write_line(&row).map_err(failed)
+        })?;
+        table.commit().map_err(failed)
+    }
+}
+
+fn changed(path: &Path) -> DataError {
+    DataError::file(path, "was changed while it was read; run the same command again")
+}
+
+/// The texts of a rewrite as a row of a query table would have them, or why they cannot be one.
+fn usable(line: &LoggedRewrite) -> Result<QueryRow, &'static str> {
+    if line.redacted.is_some() {
+        return Err("without texts");
+    }
+    let text = |text: &Option<String>| text.as_deref().unwrap_or_default().trim().to_owned();
+    let [query, profile, history] = [&line.query, &line.user_profile, &line.history].map(text);
+    if query.is_empty() {
+        return Err("without texts");
+    }
+    // The reader of query tables refuses a table with one of these.
+    if is_chat(&query) || is_chat(&history) {
+        return Err("with chat messages as query or history");
+    }
+    if [&query, &profile, &history].iter().any(|text| text.len() > MAX_TEXT_BYTES) {
+        return Err("with a text of more than 256 KiB");
+    }
+    Ok(QueryRow {
+        id: query_id(&query, &profile, &history),
+        row: 0,
+        group: String::new(),
+        original_query: query,
+        user_profile: profile,
+        history_summary: history,
+        gold_ids: Vec::new(),
+    })
+}
+
+#[cfg(test)]
+mod tests;
