@@ -1,6 +1,6 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
-use crate::commands::{cache, config, data, doctor, model, plugin, rag, run, serve, style, watch};
+use crate::commands::{cache, config, data, deploy, doctor, export, model, plugin, rag, run, serve, style, watch};
 use crate::terminal::Verbosity;
 use anyhow::Context;
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -62,6 +62,11 @@ pub enum Command {
     Plugin(plugin::PluginCommand),
     /// Serve rewriters, a style model or knowledge bases over HTTP
     Serve(Box<serve::ServeArgs>),
+    /// Write a folder with all that serves the rewriters of runs on another machine
+    Deploy(deploy::DeployArgs),
+    /// Export a trained model for other programs
+    #[command(subcommand)]
+    Export(export::ExportCommand),
     /// Check a retrieval service, or serve retrieval
     #[command(subcommand)]
     Rag(rag::RagCommand),

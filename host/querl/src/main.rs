@@ -132,6 +132,8 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Model(command) => commands::model::run(&command),
         Command::Plugin(command) => commands::plugin::run(&command),
         Command::Serve(args) => commands::serve::run(&args),
+        Command::Deploy(args) => commands::deploy::run(&args),
+        Command::Export(command) => commands::export::run(&command),
         Command::Rag(command) => commands::rag::run(&command),
         Command::Cache(command) => commands::cache::run(&command),
         Command::Style(command) => commands::style::run(&command),

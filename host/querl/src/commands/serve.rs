@@ -18,7 +18,7 @@ use querl_model::classifier::{
 };
 use querl_pipeline::interrupt;
 use querl_pipeline::retrieval::ModelShelf;
-use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions};
+use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions, deployed_runs};
 use querl_serve::{
     ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, RewriteOptions, RewriteService, ServeError,
     ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Upstream, bind, block_on, general_rag,
@@ -122,8 +122,8 @@ pub struct StyleServerArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 struct RewriteArgs {
-    /// Finished runs: their folders or configurations, each of another tenant
-    #[arg(value_name = "CONFIG|RUN_DIR", required = true)]
+    /// Finished runs: their folders or configurations, each of another tenant; or a folder of `querl deploy`
+    #[arg(value_name = "CONFIG|RUN_DIR|DIR", required = true)]
     runs: Vec<PathBuf>,
     #[command(flatten)]
     listen: ListenArgs,
@@ -275,8 +275,9 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     };
     args.listen.warn_if_open();
     // A wrong path is reported before anything is loaded.
-    let runs = args.runs.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?;
-    let (paths, threads) = (args.runs.clone(), args.threads);
+    let paths = args.runs.iter().map(|path| run_folders(path)).collect::<anyhow::Result<Vec<_>>>()?.concat();
+    let runs = paths.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?;
+    let threads = args.threads;
     // A closed terminal ends the server.
     let has_terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
     let reload = (!has_terminal).then(interrupt::reload_on_hangup);
@@ -313,6 +314,11 @@ fn reload_when_asked(models: &ServedModels, runs: &[PathBuf], reload: &AtomicBoo
             }
         }
     }
+}
+
+/// The path, or the runs of a deployment there.
+fn run_folders(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    Ok(deployed_runs(path)?.unwrap_or_else(|| vec![path.to_owned()]))
 }
 
 /// The run in a folder, or that of a configuration.
