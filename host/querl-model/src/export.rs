@@ -117,9 +117,10 @@ impl OutTensor {
     }
 }
 
-struct Merge<'a> {
-    stored: &'a StoredModel,
-    adapter: Option<&'a LoraAdapter>,
+/// The tensors of a model with an adapter's changes.
+pub(crate) struct Merge<'a> {
+    pub(crate) stored: &'a StoredModel,
+    pub(crate) adapter: Option<&'a LoraAdapter>,
 }
 
 impl Merge<'_> {
@@ -132,7 +133,7 @@ impl Merge<'_> {
         self.stored.config.tie_word_embeddings && !self.adapter.is_some_and(parts)
     }
 
-    fn tensors(&self, dtype: Option<DType>) -> Result<Vec<OutTensor>, ModelError> {
+    pub(crate) fn tensors(&self, dtype: Option<DType>) -> Result<Vec<OutTensor>, ModelError> {
         let mut shapes = self.stored.config.tensor_shapes();
         let has_new_head = self.stored.config.tie_word_embeddings && !self.is_tied();
         if has_new_head {
@@ -150,7 +151,7 @@ impl Merge<'_> {
         shapes.into_iter().map(tensor).collect()
     }
 
-    fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError> {
+    pub(crate) fn value(&self, tensor: &OutTensor) -> Result<Tensor, ModelError> {
         let path = tensor.name.strip_suffix(".weight").unwrap_or(&tensor.name);
         let stored = || -> Result<Tensor, ModelError> {
             let is_tied_head = path == HEAD && self.stored.config.tie_word_embeddings;
@@ -275,7 +276,7 @@ fn make_readable(file: &std::fs::File) -> std::io::Result<()> {
 }
 
 /// The type of most of the bytes, for `config.json`.
-fn main_dtype(tensors: &[OutTensor]) -> DType {
+pub(crate) fn main_dtype(tensors: &[OutTensor]) -> DType {
     let mut n_bytes: BTreeMap<&'static str, (u64, DType)> = BTreeMap::new();
     for tensor in tensors {
         n_bytes.entry(dtype_name(tensor.dtype)).or_insert((0, tensor.dtype)).0 += tensor.n_bytes();

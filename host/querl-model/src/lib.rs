@@ -27,6 +27,7 @@ mod error;
 mod export;
 mod finite;
 mod generate;
+mod gguf;
 mod inspect;
 pub mod kernels;
 mod kv_cache;
@@ -62,6 +63,7 @@ pub use generate::{
     GenerationRequest, PrefixLife, RequestLimits, SamplingSettings, ServingEngine, ServingRequest, ServingSettings,
     StepOutput, StopSignal, TokenText, generate,
 };
+pub use gguf::{GgufDtype, GgufExport, export_gguf};
 pub use inspect::{AdapterSummary, ModelSummary, inspect_adapter, inspect_model, is_adapter};
 pub use kv_cache::{BLOCK_TOKENS, n_splits, split_values};
 pub use nccl::{NcclError, NcclLibrary, nccl_version, nccl_version_name};

@@ -112,6 +112,14 @@ impl TextTokenizer {
         &self.stop_ids
     }
 
+    pub(crate) fn template(&self) -> &ChatTemplate {
+        &self.template
+    }
+
+    pub(crate) fn eos_id(&self) -> u32 {
+        self.eos_id
+    }
+
     /// Tokens, special ones included.
     pub fn vocab_size(&self) -> usize {
         self.inner.get_vocab_size(true)

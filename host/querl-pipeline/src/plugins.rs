@@ -12,8 +12,7 @@ use querl_bundle::lock::{LockEntry, LockSource};
 use querl_bundle::oci::{Credentials, PinnedReference, Transport};
 use querl_bundle::{BundleError, HostInterface, Manifest, PublicKey};
 use querl_core::config::{
-    Config, JudgeConfig, JudgeForm, JudgeKind, PluginConfig, PluginLimits, PluginsConfig, RetrievalKind,
-    is_registry_reference,
+    Config, JudgeConfig, JudgeForm, JudgeKind, PluginLimits, PluginsConfig, RetrievalKind, is_registry_reference,
 };
 use querl_core::fsx::user_cache_folder;
 use querl_core::ports::{EpisodeInputs, Filter, HostFunctions, InputUse, Prompts, RewardModel};
@@ -231,8 +230,25 @@ impl PluginHosts {
         config: &Config,
         dir: &RunDir,
     ) -> anyhow::Result<(Arc<dyn Prompts>, String)> {
+        let (plugin, host) = self.load_pinned(config, dir)?;
+        let prompts = Arc::from(host.open(&plugin, &config.plugins.prompt.settings, PluginPort::prompts())?);
+        Ok((prompts, plugin.digest().to_owned()))
+    }
+
+    /// The file of the same plugin: the bundle, or the component, also where it was built from a folder. And its entry in a lock file.
+    ///
+    /// # Errors
+    /// Those of [`Self::open_pinned_prompts`].
+    pub(crate) fn pinned_prompts(&self, config: &Config, dir: &RunDir) -> anyhow::Result<(PathBuf, LockEntry)> {
+        let (plugin, _) = self.load_pinned(config, dir)?;
+        let source = if plugin.bundle().is_some() { LockSource::Bundle } else { LockSource::Component };
+        let pinned = entry("prompt", &config.plugins.prompt.path, &plugin)?;
+        Ok((plugin.path().to_owned(), LockEntry { source, manifest: None, ..pinned }))
+    }
+
+    fn load_pinned(&self, config: &Config, dir: &RunDir) -> anyhow::Result<(Plugin, Arc<PluginHost>)> {
         check_secrets(config)?;
-        let PluginConfig { path, settings, .. } = &config.plugins.prompt;
+        let path = &config.plugins.prompt.path;
         let host = self.host(&config.plugins)?;
         let file = read(path, &host)?;
         let lock = pins::read(&dir.lock())?;
@@ -247,9 +263,7 @@ impl PluginHosts {
             );
             return Err(Stop::usage(message).into());
         }
-        let plugin = host.load_file(file)?;
-        let prompts = Arc::from(host.open(&plugin, settings, PluginPort::prompts())?);
-        Ok((prompts, plugin.digest().to_owned()))
+        Ok((host.load_file(file)?, host))
     }
 }
 

@@ -1,6 +1,8 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
-use crate::commands::{cache, config, data, doctor, model, plugin, rag, release, run, serve, style, watch};
+use crate::commands::{
+    cache, config, data, deploy, doctor, export, model, plugin, rag, release, run, serve, style, watch,
+};
 use crate::terminal::Verbosity;
 use anyhow::Context;
 use clap::{Args, CommandFactory, Parser, Subcommand};
@@ -65,6 +67,11 @@ pub enum Command {
     /// Check a run before its release, promote it, return to the one before
     #[command(subcommand)]
     Release(release::ReleaseCommand),
+    /// Write a folder with all that serves the rewriters of runs on another machine
+    Deploy(deploy::DeployArgs),
+    /// Export a trained model for other programs
+    #[command(subcommand)]
+    Export(export::ExportCommand),
     /// Check a retrieval service, or serve retrieval
     #[command(subcommand)]
     Rag(rag::RagCommand),

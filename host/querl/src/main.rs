@@ -133,6 +133,8 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Plugin(command) => commands::plugin::run(&command),
         Command::Serve(args) => commands::serve::run(&args),
         Command::Release(command) => commands::release::run(&command),
+        Command::Deploy(args) => commands::deploy::run(&args),
+        Command::Export(command) => commands::export::run(&command),
         Command::Rag(command) => commands::rag::run(&command),
         Command::Cache(command) => commands::cache::run(&command),
         Command::Style(command) => commands::style::run(&command),

@@ -7,6 +7,7 @@ mod control_tokens;
 mod damaged;
 mod export;
 mod generation;
+mod gguf;
 mod parity;
 #[path = "../support/prompts.rs"]
 mod prompts;

@@ -150,7 +150,7 @@ pub(super) fn digest_lines(mut lines: Vec<String>) -> String {
 }
 
 /// Whether querl or transformers read the file to load a model or its tokenizer.
-fn is_of_model(file: &str) -> bool {
+pub(crate) fn is_of_model(file: &str) -> bool {
     const NAMES: [&str; 12] = [
         "config.json",
         "generation_config.json",

@@ -5,13 +5,13 @@ mod outputs;
 
 use crate::failure::Stop;
 use anyhow::Context;
-pub(crate) use inputs::Inputs;
+pub(crate) use inputs::{Inputs, is_of_model};
 pub(crate) use outputs::{FileDigest, Outputs};
 use querl_core::fsx::{self, ReadError, read_jsonl};
 use querl_core::run_dir::RunDir;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// The stages in their order.
@@ -163,6 +163,26 @@ impl Ledger {
     /// The entry of `stage`.
     pub fn entry(&self, stage: &str) -> Option<&Entry> {
         self.contents.stages.get(stage)
+    }
+
+    /// Writes a ledger with the digests of `files` alone, which `stages` wrote, to `path`.
+    pub(crate) fn write_part(
+        &self,
+        stages: &BTreeSet<StageName>,
+        files: &[PathBuf],
+        path: &Path,
+    ) -> anyhow::Result<()> {
+        let mut part = Self { path: path.into(), contents: Contents { format: FORMAT, ..Contents::default() } };
+        for stage in stages {
+            if let Some(entry) = self.entry(stage.as_str()) {
+                let outputs = entry.outputs.only(self.root(), files);
+                part.put(
+                    stage.as_str(),
+                    Entry { finished: entry.finished, outputs, ..Entry::begun(Inputs::default()) },
+                )?;
+            }
+        }
+        Ok(())
     }
 
     /// Replaces the entry of `stage`, or removes it, and writes the file.

@@ -62,6 +62,13 @@ impl Outputs {
         self.0.into_iter()
     }
 
+    /// Those of `files`.
+    pub(crate) fn only(&self, root: &Path, files: &[PathBuf]) -> Self {
+        let names: Vec<String> = files.iter().map(|file| relative(root, file)).collect();
+        let kept = self.0.iter().filter(|(name, _)| names.contains(name));
+        Self(kept.map(|(name, digest)| (name.clone(), digest.clone())).collect())
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -43,11 +43,13 @@ pub(super) fn wait(events: &Receiver<GenerationEvent>) -> anyhow::Result<String>
 /// # Errors
 /// No rewrite is the evaluation's. Single differences are logged: another CPU may sum in another order.
 pub(super) fn check(run: &ServedRun, rewrite: impl Fn(&str, &Context) -> anyhow::Result<String>) -> anyhow::Result<()> {
-    let records = evaluated(run)?;
     let (mut n_equal, mut difference) = (0, None);
-    for (query, context, expected) in &records {
-        match rewrite(query, context) {
-            Ok(found) if found == *expected => n_equal += 1,
+    for EvalRecord { query, outcome, .. } in records(run)? {
+        let Ok(answer) = outcome else { continue };
+        let (expected, QueryRow { original_query: query, user_profile, history_summary, .. }) =
+            (answer.candidate.rewrite, query);
+        match rewrite(&query, &Context { user_profile, history_summary }) {
+            Ok(found) if found == expected => n_equal += 1,
             Ok(found) => {
                 difference = Some(format!("`{query}` was rewritten as `{expected}` in eval, and now as `{found}`"))
             }
@@ -65,8 +67,8 @@ pub(super) fn check(run: &ServedRun, rewrite: impl Fn(&str, &Context) -> anyhow:
     Ok(())
 }
 
-/// Queries with their rewrites by the served system, from `eval/records.jsonl`.
-fn evaluated(run: &ServedRun) -> anyhow::Result<Vec<(String, Context, String)>> {
+/// The first queries of `eval/records.jsonl` that the served system rewrote.
+pub(super) fn records(run: &ServedRun) -> anyhow::Result<Vec<EvalRecord>> {
     let path = run.dir.eval_records();
     if !path.is_file() {
         return Ok(Vec::new());
@@ -75,10 +77,9 @@ fn evaluated(run: &ServedRun) -> anyhow::Result<Vec<(String, Context, String)>> 
     let mut found = Vec::new();
     for line in BufReader::new(File::open(&path).with_context(unreadable)?).lines() {
         let record: EvalRecord = serde_json::from_str(&line.with_context(unreadable)?).with_context(unreadable)?;
-        let Ok(answer) = record.outcome else { continue };
-        if record.system == run.system() && !answer.candidate.rewrite.is_empty() {
-            let QueryRow { original_query, user_profile, history_summary, .. } = record.query;
-            found.push((original_query, Context { user_profile, history_summary }, answer.candidate.rewrite));
+        let is_rewritten = record.outcome.as_ref().is_ok_and(|answer| !answer.candidate.rewrite.is_empty());
+        if record.system == run.system() && is_rewritten {
+            found.push(record);
         }
         if found.len() == N_REQUESTS {
             break;

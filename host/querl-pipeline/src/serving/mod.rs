@@ -3,10 +3,12 @@
 //! In: runs. Out: [`ServedModels`], which an HTTP service calls through [`querl_core::serving::Rewriter`]. A rewrite is the one of the
 //! `eval` stage, token by token.
 
+mod deployment;
 mod golden;
 mod tenant;
 mod worker;
 
+pub use deployment::{BaseFiles, Deployment, deployed_runs, write_deployment};
 pub(crate) use tenant::BASE_MODEL;
 pub use tenant::{ModelIdentity, ServedRun};
 

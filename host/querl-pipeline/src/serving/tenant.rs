@@ -5,7 +5,7 @@ use crate::ledger::{Inputs, Ledger, StageName};
 use crate::plugins::PluginHosts;
 use crate::training::{self, Base};
 use anyhow::Context as _;
-use querl_core::config::{BaseDtype, Config, ModelConfig, load_resolved};
+use querl_core::config::{BaseDtype, Config, ModelConfig, is_registry_reference, load_resolved};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Context, Message};
@@ -44,7 +44,14 @@ impl ServedRun {
             );
             return Err(Stop::usage(message).into());
         }
-        let config = load_resolved(&resolved).map_err(Stop::usage)?;
+        let mut config = load_resolved(&resolved).map_err(Stop::usage)?;
+        // Those of a deployment are relative; others are absolute.
+        for path in [&mut config.model.path, &mut config.plugins.prompt.path] {
+            if path.is_relative() && !is_registry_reference(path) {
+                let joined = folder.join(&*path);
+                *path = joined.canonicalize().unwrap_or(joined);
+            }
+        }
         let ledger = Ledger::open(&dir.stages())?;
         let is_finished = |stage: &StageName| ledger.entry(stage.as_str()).is_some_and(|entry| entry.finished);
         let stage = [StageName::Rl, StageName::Sft].into_iter().find(is_finished).ok_or_else(|| {
@@ -56,9 +63,23 @@ impl ServedRun {
         Ok(Self { config, dir, stage })
     }
 
+    /// Folders of the base and of the adapter, which is none after full fine-tuning, with the files that their stage recorded.
+    ///
+    /// # Errors
+    /// A file is missing or has changed.
+    pub fn trained_model(&self) -> anyhow::Result<(PathBuf, Option<PathBuf>)> {
+        self.checkpoint_digest()?;
+        let Base { model, adapter } = self.base()?;
+        Ok((model, adapter))
+    }
+
     /// Base and adapter of the last finished training stage.
     pub(crate) fn base(&self) -> Result<Base, Stop> {
         Base::of(&self.config, &self.dir, self.stage)
+    }
+
+    pub(super) fn stage(&self) -> StageName {
+        self.stage
     }
 
     /// Name of that stage, as in the evaluation's records.

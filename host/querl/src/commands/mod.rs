@@ -3,7 +3,9 @@
 pub mod cache;
 pub mod config;
 pub mod data;
+pub mod deploy;
 pub mod doctor;
+pub mod export;
 pub mod model;
 pub mod plugin;
 pub mod rag;

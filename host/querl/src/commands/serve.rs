@@ -22,7 +22,7 @@ use querl_model::classifier::{
 use querl_pipeline::interrupt;
 use querl_pipeline::release::{FollowedReleases, ReleasesFolder};
 use querl_pipeline::retrieval::ModelShelf;
-use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions};
+use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions, deployed_runs};
 use querl_serve::{
     ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, RewriteOptions, RewriteService, ServeError,
     ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Traces, Upstream, bind, block_on,
@@ -127,8 +127,8 @@ pub struct StyleServerArgs {
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 struct RewriteArgs {
-    /// Finished runs: their folders or configurations, each of another tenant
-    #[arg(value_name = "CONFIG|RUN_DIR", required_unless_present = "releases", conflicts_with = "releases")]
+    /// Finished runs: their folders or configurations, each of another tenant; or a folder of `querl deploy`
+    #[arg(value_name = "CONFIG|RUN_DIR|DIR", required_unless_present = "releases", conflicts_with = "releases")]
     runs: Vec<PathBuf>,
     #[command(flatten)]
     follow: FollowArgs,
@@ -293,11 +293,12 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     let released = folder.as_ref().map(|folder| FollowedReleases::current_runs(folder, served_run)).transpose()?;
     let loaded = released.iter().flatten().map(|(release, run)| (run.config.tenant.clone(), release.clone()));
     let followed = folder.zip(Some(loaded.collect::<Vec<_>>()));
+    let paths = args.runs.iter().map(|path| run_folders(path)).collect::<anyhow::Result<Vec<_>>>()?.concat();
     let runs = match released {
         Some(released) => released.into_iter().map(|(_, run)| run).collect(),
-        None => args.runs.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?,
+        None => paths.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?,
     };
-    let (paths, threads) = (args.runs.clone(), args.threads);
+    let threads = args.threads;
     // A closed terminal ends the server.
     let has_terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
     let reload = (!has_terminal).then(interrupt::reload_on_hangup);
@@ -357,6 +358,11 @@ fn load_releases(service: &RewriteService) {
         Ok(problems) => problems.iter().for_each(|problem| terminal::print(&format!("not loaded: {problem}"))),
         Err(problem) => terminal::print(&format!("the releases are not read again: {problem}")),
     }
+}
+
+/// The path, or the runs of a deployment there.
+fn run_folders(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    Ok(deployed_runs(path)?.unwrap_or_else(|| vec![path.to_owned()]))
 }
 
 /// The run in a folder, or that of a configuration.

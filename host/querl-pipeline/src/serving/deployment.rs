@@ -1,0 +1,255 @@
+//! A deployment folder: of each tenant's run what serving reads, and their base model.
+//!
+//! ```text
+//! base/               the base model, for all tenants
+//! base.sha256         digests of its files, as `sha256sum -c` reads them
+//! tenants/NAME/       a run folder: adapter, prompt plugin, configuration, ledger, lock, rewrites of the evaluation to check against
+//! ```
+//!
+//! Paths in it are relative, so that it can be moved. What serves runs serves it, with the same checks.
+
+use super::golden;
+use super::tenant::ServedRun;
+use crate::failure::Stop;
+use crate::ledger::{Ledger, StageName, is_of_model};
+use crate::plugins::PluginHosts;
+use crate::training;
+use anyhow::Context;
+use querl_bundle::lock::{LockFile, LockKind};
+use querl_core::config::{Config, EvalConfig, ModelConfig, PluginConfig, PluginsConfig, SftConfig, TuningMethod};
+use querl_core::fsx::{digest_file, write_atomic, write_jsonl};
+use querl_core::run_dir::RunDir;
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+const BASE: &str = "base";
+const BASE_DIGESTS: &str = "base.sha256";
+const TENANTS: &str = "tenants";
+
+/// Whether a deployment has the base model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BaseFiles {
+    /// It is copied to `base`.
+    Copied,
+    /// `base` is a folder or a link that the server's machine adds.
+    Referenced,
+}
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Deployment {
+    /// Names of the tenants.
+    pub tenants: Vec<String>,
+    /// Bytes of the base's weights; 0 where each run has a model of its own.
+    pub base_bytes: u64,
+}
+
+/// Writes `tenants`, `base` and `base.sha256` to an empty folder.
+///
+/// # Errors
+/// Two runs are of one tenant or have different bases, a file of a run is not as it was written, or a file cannot be written.
+pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyhow::Result<Deployment> {
+    let mut deployment = Deployment { tenants: Vec::new(), base_bytes: 0 };
+    let mut base_model: Option<(PathBuf, String)> = None;
+    for run in runs {
+        let tenant = folder_name(&run.config.tenant)?;
+        if deployment.tenants.contains(&tenant) {
+            let message = format!("{}: another run is of tenant `{tenant}` too; name one", run.dir.root().display());
+            return Err(Stop::usage(message).into());
+        }
+        write_tenant(run, &out.join(TENANTS).join(&tenant))?;
+        deployment.tenants.push(tenant);
+        if run.config.sft.method == TuningMethod::Full {
+            continue; // Its own model is a checkpoint of the run.
+        }
+        let model = &run.config.model.path;
+        let digests = digests(model)?;
+        match &base_model {
+            Some((first, of_first)) if *of_first != digests => {
+                let (first, own) = (first.display(), model.display());
+                let message = format!(
+                    "{own} is the base of `{}`, and {first} that of another run; deploy them apart",
+                    run.config.tenant
+                );
+                return Err(Stop::usage(message).into());
+            }
+            Some(_) => {}
+            None => base_model = Some((model.clone(), digests)),
+        }
+    }
+    if let Some((model, digests)) = base_model {
+        for name in model_files(&model)? {
+            let path = model.join(&name);
+            deployment.base_bytes += path.metadata().with_context(|| unreadable(&path))?.len();
+            if base == BaseFiles::Copied {
+                copy(&path, &out.join(BASE).join(&name))?;
+            }
+        }
+        write_text(&out.join(BASE_DIGESTS), &digests)?;
+    }
+    Ok(deployment)
+}
+
+/// The run folders of a deployment, with its base compared with the digests; `None` where the folder is none.
+///
+/// # Errors
+/// The base is missing or another one, or a folder cannot be read.
+pub fn deployed_runs(folder: &Path) -> anyhow::Result<Option<Vec<PathBuf>>> {
+    let tenants = folder.join(TENANTS);
+    if !tenants.is_dir() || RunDir::new(folder).config().is_file() {
+        return Ok(None);
+    }
+    let written = folder.join(BASE_DIGESTS);
+    if written.is_file() {
+        let lines = std::fs::read_to_string(&written).with_context(|| unreadable(&written))?;
+        lines.lines().try_for_each(|line| check_digest(folder, line))?;
+    }
+    let entries = std::fs::read_dir(&tenants).with_context(|| unreadable(&tenants))?;
+    let mut runs = entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<Vec<_>>>()?;
+    runs.retain(|path| path.is_dir());
+    runs.sort();
+    match runs.is_empty() {
+        true => Err(Stop::usage(format!("{}: has no tenant; deploy a run again", tenants.display())).into()),
+        false => Ok(Some(runs)),
+    }
+}
+
+/// `line`: as `sha256sum` writes it.
+fn check_digest(folder: &Path, line: &str) -> anyhow::Result<()> {
+    let Some((digest, name)) = line.split_once("  ") else { return Ok(()) };
+    let path = folder.join(name);
+    let problem = match digest_file(&path) {
+        Ok(found) if found == digest => return Ok(()),
+        Ok(_) => "is not the file of the base that the tenants were trained on",
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => "is missing",
+        Err(error) => return Err(error).with_context(|| unreadable(&path)),
+    };
+    let base = folder.join(BASE);
+    let message = format!("{}: {problem}; put that base model at {}, or link it there", path.display(), base.display());
+    Err(Stop::usage(message).into())
+}
+
+fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<()> {
+    let (from, to) = (&run.dir, RunDir::new(folder));
+    run.trained_model()?; // Its files are as their stage wrote them.
+    let mut stages = BTreeSet::from([run.stage()]);
+    if run.config.sft.method == TuningMethod::Full {
+        stages.insert(StageName::Sft);
+    }
+    let mut copied = Vec::new();
+    for stage in &stages {
+        let best = training::best(&training::folder(from, *stage));
+        for name in files(&best, |_| true)? {
+            copy(&best.join(&name), &training::best(&training::folder(&to, *stage)).join(&name))?;
+            copied.push(training::best(&training::folder(from, *stage)).join(&name));
+        }
+    }
+    Ledger::open(&from.stages())?.write_part(&stages, &copied, &to.stages())?;
+    let (plugin, entry) = PluginHosts::default().pinned_prompts(&run.config, from)?;
+    let extension = plugin.extension().unwrap_or_default().to_string_lossy().into_owned();
+    let name = format!("prompt.{extension}");
+    copy(&plugin, &folder.join(&name))?;
+    let lock = LockFile { entries: vec![entry.at(name.clone().into())], changes: Vec::new() };
+    write_text(&to.lock(), &lock.to_text(LockKind::Run))?;
+    let golden = golden::records(run)?;
+    if !golden.is_empty() {
+        write_jsonl(&to.eval_records(), golden).with_context(|| unwritable(&to.eval_records()))?;
+    }
+    let config =
+        toml::to_string_pretty(&served_config(&run.config, &name)?).context("the configuration has no TOML form")?;
+    write_text(
+        &to.config(),
+        &format!("# Written by querl deploy: what serving reads, with paths relative to this folder.\n{config}"),
+    )
+}
+
+/// What serving reads of a configuration; all else has its default, so that nothing of the machine that trained is in it.
+fn served_config(config: &Config, prompt: &str) -> anyhow::Result<Config> {
+    const OTHERS: &str = r#"
+        tenant = ""
+        data = { input = "none" }
+        teacher = { kind = "recorded" }
+        retrieval = { kind = "none" }
+        model = { path = "none" }
+        plugins = { prompt = { path = "none" }, rewards = [] }
+    "#;
+    let others: Config = toml::from_str(OTHERS).context("internal error, please report it")?;
+    let Config { tenant, seed, .. } = config;
+    Ok(Config {
+        tenant: tenant.clone(),
+        seed: *seed,
+        output_dir: PathBuf::new(),
+        model: ModelConfig { path: Path::new("../..").join(BASE), ..config.model.clone() },
+        sft: SftConfig { method: config.sft.method, ..others.sft },
+        rl: config.rl.clone(),
+        eval: EvalConfig { n_beams: config.eval.n_beams, ..others.eval },
+        plugins: PluginsConfig {
+            prompt: PluginConfig { path: prompt.into(), settings: config.plugins.prompt.settings.clone() },
+            limits: config.plugins.limits.clone(),
+            trusted_keys: config.plugins.trusted_keys.clone(),
+            ..others.plugins
+        },
+        ..others
+    })
+}
+
+/// A tenant's name as the name of a folder.
+fn folder_name(tenant: &str) -> Result<String, Stop> {
+    let is_plain = |c: char| c.is_alphanumeric() || "-_.".contains(c);
+    match !tenant.is_empty() && !tenant.starts_with('.') && tenant.chars().all(is_plain) {
+        true => Ok(tenant.to_owned()),
+        false => Err(Stop::usage(format!(
+            "tenant is `{tenant}`; a folder is named after it, expected letters, digits, `-`, `_` and `.`"
+        ))),
+    }
+}
+
+/// Files of a base model, sorted.
+fn model_files(model: &Path) -> anyhow::Result<Vec<String>> {
+    files(model, is_of_model)
+}
+
+fn digests(model: &Path) -> anyhow::Result<String> {
+    let mut lines = String::new();
+    for name in model_files(model)? {
+        let path = model.join(&name);
+        let digest = digest_file(&path).with_context(|| unreadable(&path))?;
+        let _ = writeln!(lines, "{digest}  {BASE}/{name}");
+    }
+    Ok(lines)
+}
+
+/// Names of the files directly in a folder, sorted.
+fn files(folder: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder).with_context(|| unreadable(folder))? {
+        let path = entry.with_context(|| unreadable(folder))?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        if path.is_file() && wanted(&name) {
+            names.push(name);
+        }
+    }
+    names.sort();
+    Ok(names)
+}
+
+fn copy(from: &Path, to: &Path) -> anyhow::Result<()> {
+    let folder = to.parent().unwrap_or(Path::new(""));
+    std::fs::create_dir_all(folder).with_context(|| unwritable(folder))?;
+    std::fs::copy(from, to)
+        .map(drop)
+        .with_context(|| format!("{}: cannot be copied to {}", from.display(), to.display()))
+}
+
+fn write_text(path: &Path, text: &str) -> anyhow::Result<()> {
+    write_atomic(path, text.as_bytes()).with_context(|| unwritable(path))
+}
+
+fn unreadable(path: &Path) -> String {
+    format!("{}: cannot be read", path.display())
+}
+
+fn unwritable(path: &Path) -> String {
+    format!("{}: cannot be written", path.display())
+}

@@ -1,0 +1,133 @@
+//! `querl deploy`: one folder with all that a server needs.
+
+use crate::args::{Format, one_of, usage};
+use crate::terminal;
+use anyhow::Context;
+use clap::Args;
+use clap::builder::TypedValueParser;
+use querl_core::fsx::write_atomic;
+use querl_pipeline::serving::{BaseFiles, Deployment, ServedRun, write_deployment};
+use serde_json::json;
+use std::path::{Path, PathBuf};
+
+#[derive(Debug, Args)]
+pub(crate) struct DeployArgs {
+    /// Finished runs, each of another tenant, on the same base model
+    #[arg(value_name = "RUN_DIR", required = true)]
+    runs: Vec<PathBuf>,
+    /// Where to write: a new or empty folder
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Copy the base model, or leave it out for machines that have it; its digests are checked in both cases
+    #[arg(long, value_name = "WHAT", default_value = "copy", value_parser = base_files())]
+    base: BaseFiles,
+    #[command(flatten)]
+    format: Format,
+}
+
+fn base_files() -> impl TypedValueParser<Value = BaseFiles> {
+    one_of([("copy", BaseFiles::Copied, ""), ("reference", BaseFiles::Referenced, "")])
+}
+
+/// Files of the folder; `@NAMES@` in them are replaced.
+const FILES: [(&str, &str); 11] = [
+    (".dockerignore", include_str!("files/dockerignore")),
+    ("Dockerfile", include_str!("files/Dockerfile")),
+    ("README.md", include_str!("files/README.md")),
+    ("README.zh-CN.md", include_str!("files/README.zh-CN.md")),
+    ("compose.yaml", include_str!("files/compose.yaml")),
+    ("grafana/datasource.yaml", include_str!("files/grafana/datasource.yaml")),
+    ("grafana/provider.yaml", include_str!("files/grafana/provider.yaml")),
+    ("grafana/querl.json", include_str!("files/grafana/querl.json")),
+    ("keys.env.example", include_str!("files/keys.env.example")),
+    ("prometheus.yml", include_str!("files/prometheus.yml")),
+    ("querl-rewrite.service", include_str!("files/querl-rewrite.service")),
+];
+
+/// Memory besides the weights: the KV cache, and the program with its plugins.
+const OTHER_MEMORY_MIB: u64 = 2048;
+
+pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
+    let runs = args.runs.iter().map(|path| ServedRun::in_folder(path)).collect::<anyhow::Result<Vec<_>>>()?;
+    let out = &args.out;
+    let is_taken = out.is_file() || out.read_dir().is_ok_and(|mut entries| entries.next().is_some());
+    if is_taken {
+        return Err(usage(format!("{}: is not empty; name a new folder", out.display())).into());
+    }
+    let unwritable = || format!("{}: cannot be written", out.display());
+    let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    std::fs::create_dir_all(parent).with_context(unwritable)?;
+    let staging = tempfile::Builder::new().prefix(".querl-").tempdir_in(parent).with_context(unwritable)?;
+    let deployment = write_deployment(&runs, args.base, staging.path())?;
+    copy_program(staging.path())?;
+    for (name, text) in FILES {
+        let path = staging.path().join(name);
+        let text = filled(text, &deployment, args.base, name.contains("zh-CN"));
+        write_atomic(&path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))?;
+    }
+    make_readable(staging.path()).with_context(unwritable)?;
+    std::fs::rename(staging.path(), out).with_context(unwritable)?;
+    let Deployment { tenants, .. } = &deployment;
+    args.format.print(&json!({ "out": out, "tenants": tenants }), || {
+        let path = out.display();
+        format!("{path}: tenants {}; {path}/README.md has the commands\n", tenants.join(", "))
+    })?;
+    if args.base == BaseFiles::Referenced && deployment.base_bytes > 0 {
+        terminal::print(&format!("put the base model at {}/base, or link it there", out.display()));
+    }
+    Ok(())
+}
+
+/// This program, as `querl`.
+fn copy_program(folder: &Path) -> anyhow::Result<()> {
+    let program = std::env::current_exe().context("the path of this program is unknown")?;
+    let to = folder.join("querl");
+    std::fs::copy(&program, &to).map(drop).with_context(|| format!("{}: cannot be copied", program.display()))
+}
+
+/// The service has a user of its own; temporary folders and, at some places, models are private to their owner.
+fn make_readable(path: &Path) -> std::io::Result<()> {
+    let is_program = path.file_name().is_some_and(|name| name == "querl");
+    if path.is_dir() {
+        std::fs::read_dir(path)?.try_for_each(|entry| make_readable(&entry?.path()))?;
+    }
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let mode = if path.is_dir() || is_program { 0o755 } else { 0o644 };
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
+    }
+    Ok(())
+}
+
+fn filled(text: &str, deployment: &Deployment, base: BaseFiles, is_chinese: bool) -> String {
+    let Deployment { tenants, base_bytes } = deployment;
+    let is_referenced = base == BaseFiles::Referenced && *base_bytes > 0;
+    let base_note = match (is_referenced, is_chinese) {
+        (false, _) => "",
+        (true, false) => {
+            "\nThe base model is not in it. Put it at `base`, or link it there; `sha256sum -c base.sha256` checks it. Docker mounts the folder \
+             that the variable `BASE_MODEL` names.\n"
+        }
+        (true, true) => {
+            "\n其中不含基座模型。请把它放到 `base`，或链接到该处；`sha256sum -c base.sha256` 可以校验。Docker 会挂载变量 `BASE_MODEL` 所指的文件夹。\n"
+        }
+    };
+    let base_volume = match is_referenced {
+        true => "      - ${BASE_MODEL:?the folder of the base model}:/opt/querl/base:ro\n",
+        false => "",
+    };
+    // Weights that are stored in 16 bits may be computed in 32.
+    let memory_mib = (2 * base_bytes).div_ceil(1 << 20) + OTHER_MEMORY_MIB;
+    let tenant = tenants.first().map_or("", String::as_str);
+    [
+        ("@TENANTS@", tenants.iter().map(|tenant| format!("`{tenant}`")).collect::<Vec<_>>().join(", ").as_str()),
+        ("@TENANT@", tenant),
+        ("@QUERY@", "胶原蛋白怎么吃"),
+        ("@BASE_NOTE@", base_note),
+        ("@BASE_VOLUME@", base_volume),
+        ("@MEMORY_MIB@", &memory_mib.to_string()),
+    ]
+    .iter()
+    .fold(text.to_owned(), |text, (name, value)| text.replace(name, value))
+}

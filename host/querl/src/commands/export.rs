@@ -1,0 +1,72 @@
+//! `querl export`: a trained model in the formats of other programs. `querl model export` writes that of transformers and vLLM.
+
+use crate::args::{Format, one_of, usage};
+use crate::model_hub;
+use clap::builder::TypedValueParser;
+use clap::{Args, Subcommand};
+use querl_core::run_dir::RunDir;
+use querl_model::{DecoderConfig, GgufDtype, GgufExport, LoraAdapter, ModelError, check_directory, export_gguf};
+use querl_pipeline::serving::ServedRun;
+use std::path::{Path, PathBuf};
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ExportCommand {
+    /// Write a GGUF file for llama.cpp: the model with its adapter merged, tokenizer and chat template
+    Gguf(GgufArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GgufArgs {
+    /// A finished run, whose last trained model is written; or a Hugging Face directory, or a model's name on the hub
+    #[arg(value_name = "RUN_DIR|MODEL_DIR")]
+    model: PathBuf,
+    /// A PEFT adapter that is merged into MODEL_DIR
+    #[arg(long, value_name = "DIR")]
+    adapter: Option<PathBuf>,
+    /// The file to write, a new one
+    #[arg(long, value_name = "FILE.gguf")]
+    out: PathBuf,
+    /// Type of the matrices: f32, f16, bf16, q8_0 [default: as they are stored]
+    #[arg(long, value_parser = gguf_dtype(), hide_possible_values = true)]
+    dtype: Option<GgufDtype>,
+    #[command(flatten)]
+    format: Format,
+}
+
+fn gguf_dtype() -> impl TypedValueParser<Value = GgufDtype> {
+    use GgufDtype::{Bf16, F16, F32, Q8_0};
+    one_of([F32, F16, Bf16, Q8_0].map(|dtype| (dtype.name(), dtype, "")))
+}
+
+pub(crate) fn run(command: &ExportCommand) -> anyhow::Result<()> {
+    let ExportCommand::Gguf(args) = command;
+    let (model, adapter) = trained_model(args)?;
+    check_directory(&model).map_err(usage)?;
+    let config = DecoderConfig::load(&model.join("config.json")).map_err(usage)?;
+    let adapter = adapter.map(|path| LoraAdapter::load(&path, &config)).transpose().map_err(usage)?;
+    let written = export_gguf(&model, adapter.as_ref(), &args.out, args.dtype).map_err(|error| match error {
+        ModelError::BadFile { .. } | ModelError::MissingFile { .. } => usage(error).into(),
+        error => anyhow::Error::from(error),
+    })?;
+    args.format.print(&written, || text(&written, &args.out))
+}
+
+/// Folders of the model and of the adapter.
+fn trained_model(args: &GgufArgs) -> anyhow::Result<(PathBuf, Option<PathBuf>)> {
+    if !RunDir::new(&args.model).config().is_file() {
+        return Ok((model_hub::folder(&args.model)?, args.adapter.clone()));
+    }
+    if args.adapter.is_some() {
+        let run = args.model.display();
+        return Err(usage(format!("--adapter: {run} is a run, which has its own; name a model's folder")).into());
+    }
+    ServedRun::in_folder(&args.model)?.trained_model()
+}
+
+fn text(written: &GgufExport, out: &Path) -> String {
+    let GgufExport { n_parameters, dtype, architecture, pre_tokenizer, context_length, .. } = written;
+    format!(
+        "{n_parameters} parameters in {dtype}, architecture {architecture}, pre-tokenizer {pre_tokenizer}, {context_length} positions: {}\n",
+        out.display()
+    )
+}

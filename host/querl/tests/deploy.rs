@@ -1,0 +1,187 @@
+//! `querl deploy` through the command line: the folder serves elsewhere, without the runs, what the runs would serve.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+use support::Project;
+use support::results::copy;
+use support::server::Server;
+
+const SERVE: [&str; 2] = ["serve", "rewrite"];
+
+/// Finished runs of two tenants on one base, in `run` and `other`.
+static RUNS: LazyLock<Project> = LazyLock::new(|| {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml"]).ok();
+    project
+        .edit("tenant = \"fivedoctors\"\noutput_dir = \"run\"", "tenant = \"other\"\noutput_dir = \"other\"\nseed = 7");
+    project.edit("learning_rate = 1e-3\nmax_steps = 2", "learning_rate = 0.1\nmax_steps = 6");
+    project.querl(&["run", "querl.toml"]).ok();
+    project
+});
+
+/// A project with copies of the runs.
+fn project() -> Project {
+    let project = Project::new();
+    for folder in ["run", "other"] {
+        copy(&RUNS.path(folder), &project.path(folder));
+    }
+    project
+}
+
+/// Every file in a folder.
+fn files(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()
+}
+
+fn evaluated(folder: &str) -> Vec<(Value, String)> {
+    let records = RUNS.rows(&format!("{folder}/eval/records.jsonl"));
+    let rewritten = records.into_iter().filter(|record| record["system"] == "rl").filter_map(|record| {
+        let query = &record["query"];
+        let rewrite = record["outcome"]["Ok"]["candidate"]["rewrite"].as_str().filter(|text| !text.is_empty())?;
+        let request = json!({
+            "query": query["original_query"], "user_profile": query["user_profile"], "history": query["history_summary"],
+            "deadline_ms": 60_000,
+        });
+        Some((request, rewrite.to_owned()))
+    });
+    rewritten.collect()
+}
+
+/// The names of metrics in a query of Prometheus.
+fn metrics(query: &str) -> BTreeSet<String> {
+    let words = query.split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'));
+    words.filter(|word| word.starts_with("querl_")).map(str::to_owned).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_deployment_serves_the_rewrites_of_eval_at_another_place_without_its_runs() {
+    let (made, elsewhere) = (project(), Project::new());
+    made.querl(&["deploy", "run", "other", "--out", "new/deployment"]).ok();
+    let here = made.folder.path().canonicalize().unwrap().display().to_string();
+    let home = support::repository().display().to_string();
+    for path in files(&made.path("new/deployment")).iter().filter(|path| !path.ends_with("querl")) {
+        let text = String::from_utf8_lossy(&std::fs::read(path).unwrap()).into_owned();
+        assert!(!text.contains(&here) && !text.contains(&home), "{}: has a path of this machine", path.display());
+        assert!(!text.contains('@') || !text.contains("@BASE") && !text.contains("@TENANT"), "{}", path.display());
+    }
+    std::fs::rename(made.path("new/deployment"), elsewhere.path("moved")).unwrap();
+    drop(made);
+    let server = Server::start(&elsewhere, &SERVE, &["moved", "--cache", "0"]);
+    server.ready().await;
+    for (folder, tenant) in [("run", "fivedoctors"), ("other", "other")] {
+        for (mut request, expected) in evaluated(folder) {
+            request["tenant"] = tenant.into();
+            let (status, response) = server.ask("/v1/rewrite", &request).await;
+            assert_eq!((status, &response["rewrite"]), (200, &json!(expected)), "{response}");
+        }
+    }
+
+    // Every panel of the dashboard shows a metric that there is.
+    let text = server.client.get(format!("{}/metrics", server.url)).send().await.unwrap().text().await.unwrap();
+    let known: BTreeSet<&str> =
+        text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
+    let dashboard: Value = serde_json::from_str(&elsewhere.read("moved/grafana/querl.json")).unwrap();
+    let mut n_queries = 0;
+    for target in dashboard["panels"].as_array().unwrap().iter().flat_map(|panel| panel["targets"].as_array().unwrap())
+    {
+        let query = target["expr"].as_str().unwrap();
+        let named = metrics(query);
+        assert!(!named.is_empty(), "{query}");
+        for name in named {
+            let family = ["_bucket", "_sum", "_count"].iter().find_map(|suffix| name.strip_suffix(suffix));
+            // Counted from the first fallback.
+            let is_known = known.contains(name.as_str()) || family.is_some_and(|family| known.contains(family));
+            assert!(is_known || name == "querl_rewrite_fallbacks_total", "{query}: {name}");
+        }
+        n_queries += 1;
+    }
+    assert!(n_queries >= 14);
+}
+
+#[test]
+fn the_program_of_a_deployment_is_this_one() {
+    let project = project();
+    let made = project.json(&["deploy", "run", "--out", "deployment"]);
+    assert_eq!(made["tenants"], json!(["fivedoctors"]));
+    let program = std::process::Command::new(project.path("deployment/querl")).arg("--version").output().unwrap();
+    assert_eq!(String::from_utf8(program.stdout).unwrap(), project.querl(&["--version"]).ok().stdout);
+    assert!(!project.path("deployment/keys.env").exists());
+    let unit = project.read("deployment/querl-rewrite.service");
+    assert!(unit.contains("DynamicUser=yes") && unit.contains("MemoryMax=2"), "{unit}");
+    let readme = project.read("deployment/README.md");
+    assert!(readme.contains("\"tenant\": \"fivedoctors\"") && readme.contains("docker compose up"), "{readme}");
+}
+
+#[test]
+fn a_referenced_base_must_be_the_one_of_the_digests() {
+    let project = project();
+    let output = project.querl(&["deploy", "run", "--out", "deployment", "--base", "reference"]).ok();
+    assert!(output.stderr.contains("put the base model at deployment/base"), "{output:#?}");
+    assert!(!project.path("deployment/base").exists());
+    assert!(project.read("deployment/compose.yaml").contains("${BASE_MODEL:?"));
+    let serve = |args: &[&str]| project.refusal(&[&SERVE, args, &["--addr", "127.0.0.1:0"]].concat(), 2);
+    let missing = serve(&["deployment"]);
+    assert!(
+        missing.contains("deployment/base/config.json: is missing; put that base model at deployment/base"),
+        "{missing}"
+    );
+    // Another base: one other byte in its weights.
+    project.copy_model("deployment/base");
+    let weights = project.path("deployment/base/model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&weights, bytes).unwrap();
+    let other = serve(&["deployment"]);
+    assert!(other.contains("model.safetensors: is not the file of the base"), "{other}");
+}
+
+#[test]
+fn what_cannot_be_deployed_is_refused_and_leaves_nothing() {
+    let project = project();
+    let refused = |args: &[&str]| {
+        let message = project.refusal(&[&["deploy"], args].concat(), 2);
+        let left = std::fs::read_dir(project.folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+        assert!(left.into_iter().all(|name| !name.to_string_lossy().starts_with(".querl-")), "{message}");
+        message
+    };
+    assert!(refused(&["run", "--out", "other"]).contains("other: is not empty; name a new folder"));
+    assert!(refused(&["model", "--out", "new"]).contains("not a run's folder"));
+    let twice = refused(&["run", "run", "--out", "new"]);
+    assert!(twice.contains("run: another run is of tenant `fivedoctors` too"), "{twice}");
+    let adapter = project.path("run/rl/best/adapter_model.safetensors");
+    let mut bytes = std::fs::read(&adapter).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&adapter, bytes).unwrap();
+    let damaged = refused(&["run", "--out", "new"]);
+    assert!(damaged.contains("adapter_model.safetensors: has other content"), "{damaged}");
+}
+
+#[test]
+fn the_trained_model_of_a_run_is_exported_as_a_gguf_file() {
+    let project = project();
+    let written = project.json(&["export", "gguf", "run", "--out", "new/run.gguf", "--dtype", "q8_0"]);
+    assert_eq!((&written["architecture"], &written["pre_tokenizer"]), (&json!("qwen3"), &json!("falcon")), "{written}");
+    assert!(std::fs::read(project.path("new/run.gguf")).unwrap().starts_with(b"GGUF\x03\0\0\0"));
+    let refused = |args: &[&str]| project.refusal(&[&["export", "gguf"], args].concat(), 2);
+    assert_eq!(refused(&["run", "--out", "new/run.gguf"]), "new/run.gguf: exists; name a new file");
+    let adapter = refused(&["run", "--adapter", "run/rl/best", "--out", "a.gguf"]);
+    assert!(adapter.starts_with("--adapter: run is a run, which has its own"), "{adapter}");
+    project.copy_model("model");
+    let config = project.read("model/config.json").replace("Qwen3ForCausalLM", "Qwen3ForSequenceClassification");
+    project.write("model/config.json", &config);
+    let classifier = refused(&["model", "--out", "a.gguf"]);
+    assert!(classifier.contains("architecture `Qwen3ForSequenceClassification` is not supported"), "{classifier}");
+    // The adapter of a run is checked against what the run recorded.
+    let weights = project.path("run/rl/best/adapter_model.safetensors");
+    let mut bytes = std::fs::read(&weights).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&weights, bytes).unwrap();
+    assert!(refused(&["run", "--out", "a.gguf"]).contains("has other content than when it was written"));
+    assert!(!project.path("a.gguf").exists());
+}
