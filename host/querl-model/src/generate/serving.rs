@@ -80,7 +80,7 @@ struct Running {
 
 /// A response as far as it is generated.
 enum Response {
-    Sampled { cache: SequenceKvCache, hidden: HiddenState, sampler: Sampler },
+    Sampled { cache: SequenceKvCache, hidden: HiddenState, sampler: Box<Sampler> },
     Beams(Search),
 }
 
@@ -90,7 +90,7 @@ impl Response {
         match beams(request) {
             Some(beams) => Self::Beams(Search::new(beams, cache)),
             None => {
-                let sampler = Sampler::new(request.seed, 0, request.decoding);
+                let sampler = Box::new(Sampler::new(request.seed, 0, request.decoding));
                 Self::Sampled { cache, hidden: HiddenState::Unknown, sampler }
             }
         }
