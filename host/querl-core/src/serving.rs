@@ -171,7 +171,13 @@ pub trait Rewriter: Send + Sync {
     /// The models of one role, sorted by name: at most one for each tenant.
     fn models(&self, role: Role) -> Vec<Tenant>;
 
-    /// Queues a task for the model of the tenant's name and role. Calls the prompt plugin and tokenizes, which takes time: it is not called on a thread that other requests need.
+    /// The released model of a tenant.
+    fn tenant(&self, name: &str) -> Option<Tenant> {
+        self.tenants().into_iter().find(|tenant| tenant.name == name)
+    }
+
+    /// Queues a task for the model of the tenant's name and role. Calls the prompt plugin and tokenizes, which takes time: it is not called
+    /// on a thread that other requests need.
     ///
     /// # Errors
     /// The task is not queued.

@@ -109,6 +109,11 @@ impl ServedModels {
         golden::wait(&receiver)
     }
 
+    fn model(&self, role: Role, tenant: &str) -> Option<Arc<TenantModel>> {
+        let tenants = self.tenants.read().unwrap_or_else(PoisonError::into_inner);
+        tenants.get(&(role, tenant.to_owned())).cloned()
+    }
+
     fn submit_to(
         &self,
         model: &Arc<TenantModel>,
@@ -157,10 +162,13 @@ impl Rewriter for ServedModels {
         tenants.values().filter(|model| model.facts.role == role).map(|model| model.facts.clone()).collect()
     }
 
+    fn tenant(&self, name: &str) -> Option<Tenant> {
+        Some(self.model(Role::Current, name)?.facts.clone())
+    }
+
     fn submit(&self, tenant: &Tenant, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError> {
-        let key = (tenant.role, tenant.name.clone());
-        let model = self.tenants.read().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
-        self.submit_to(&model.ok_or(SubmitError::UnknownTenant)?, task, events)
+        let model = self.model(tenant.role, &tenant.name).ok_or(SubmitError::UnknownTenant)?;
+        self.submit_to(&model, task, events)
     }
 
     fn load(&self, path: &Path, role: Role) -> Result<Tenant, String> {

@@ -199,7 +199,7 @@ impl RewriteService {
     /// # Errors
     /// There is no such tenant for this client. A client learns the names of no tenant whose key it does not have.
     pub(super) fn tenant(&self, call: &Call, param: &'static str, name: Option<&str>) -> Result<Tenant, ErrorResponse> {
-        let named = call.rewriter.tenants().into_iter().find(|tenant| Some(tenant.name.as_str()) == name);
+        let named = name.and_then(|name| call.rewriter.tenant(name));
         if let Some(tenant) = named.filter(|tenant| self.permits(tenant, &call.headers)) {
             call.record.note_tenant(&tenant.name);
             return Ok(tenant);
