@@ -81,7 +81,7 @@ async fn a_filter_plugin_keeps_texts_out_of_the_log() {
     let plugins = repository().join("plugins");
     let plugin = |name: &str| plugins.join(name).display().to_string();
     let refused = |args: &[&str]| {
-        let output = project.querl(&[&SERVE, &["run", "--addr", "127.0.0.1:0", "-q"], args].concat());
+        let output = project.querl(&[&SERVE[..], &["run", "--addr", "127.0.0.1:0", "-q"], args].concat());
         assert_eq!(output.code, Some(2), "{output:#?}");
         output.stderr
     };

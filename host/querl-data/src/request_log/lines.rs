@@ -69,6 +69,20 @@ pub struct LoggedFeedback {
     pub passage: Option<String>,
 }
 
+/// A row of a query table that was made of a log.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct LoggedQueryRow {
+    pub(crate) original_query: String,
+    pub(crate) user_profile: String,
+    pub(crate) history_summary: String,
+    pub(crate) gold_ids: Vec<String>,
+    pub(crate) group: String,
+    /// Requests of this query in this context.
+    pub(crate) requests: u64,
+    /// Those that were answered by the query itself.
+    pub(crate) fallbacks: u64,
+}
+
 const PREFIX: &str = "requests-";
 const SUFFIX: &str = ".jsonl";
 

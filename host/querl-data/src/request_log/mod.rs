@@ -17,12 +17,12 @@ use crate::text::{hash_of, normalise};
 use chrono::DateTime;
 use feedback::{Feedback, Tally};
 use groups::Groups;
-use lines::{LoggedRewrite, RequestLogLine};
+use lines::{LoggedQueryRow, LoggedRewrite, RequestLogLine};
 use querl_core::config::TableFormat;
 use querl_core::fsx::AtomicFile;
 use querl_core::records::QueryRow;
 use read::{LogFile, LogLine, log_files};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::path::Path;
@@ -48,20 +48,6 @@ pub struct LogTableSettings<'a> {
 const MAX_TEXT_BYTES: usize = 256 << 10;
 /// Requests of a user that follow each other within this time are reformulations.
 const SESSION_MS: i64 = 10 * 60 * 1000;
-
-/// A row of the table.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(crate) struct LoggedQueryRow {
-    pub(crate) original_query: String,
-    pub(crate) user_profile: String,
-    pub(crate) history_summary: String,
-    pub(crate) gold_ids: Vec<String>,
-    pub(crate) group: String,
-    /// Requests of this query in this context.
-    pub(crate) requests: u64,
-    /// Those that were answered by the query itself.
-    pub(crate) fallbacks: u64,
-}
 
 /// What was read, used and left out.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -422,6 +408,3 @@ fn usable(line: &LoggedRewrite) -> Result<QueryRow, &'static str> {
         gold_ids: Vec::new(),
     })
 }
-
-#[cfg(test)]
-mod tests;

@@ -99,7 +99,7 @@ impl LogFile {
 }
 
 fn parse(line: &[u8], is_ended: bool) -> Result<RequestLogLine, String> {
-    let parsed: RequestLogLine = serde_json::from_slice(line).map_err(|error| {
+    let parsed: RequestLogLine = serde_json::from_slice(line.trim_ascii()).map_err(|error| {
         if error.is_eof() {
             let when = if is_ended { "" } else { ", as the last line of a server that was killed or still writes" };
             return format!("is cut{when}");

@@ -2,7 +2,7 @@
 
 use super::metrics;
 use super::service::{RewriteResult, RewriteService};
-use super::traces::{Phases, RequestSpan};
+use super::traces::{Phases, RequestSpan, SpanFacts};
 use anyhow::Context;
 use axum::extract::Request;
 use axum::http::{Method, StatusCode};
@@ -114,7 +114,16 @@ impl RequestRecord {
 
     pub(super) fn add(&self, entry: AccessEntry) {
         if let Some(span) = &self.span {
-            span.add(&entry);
+            span.add(&SpanFacts {
+                id: entry.id.as_deref(),
+                tenant: &entry.tenant,
+                version: &entry.version,
+                fallback: entry.fallback,
+                is_cached: entry.is_cached,
+                n_prompt_tokens: entry.n_prompt_tokens,
+                n_tokens: entry.n_tokens,
+                phases: entry.phases,
+            });
         }
         self.change(|outcome| outcome.entries.push(entry));
     }

@@ -6,7 +6,6 @@
 mod day_files;
 
 use super::metrics::RewriteMetrics;
-use super::service::{Call, RewriteResult};
 use anyhow::Context as _;
 use chrono::{SecondsFormat, Utc};
 use day_files::{Bounds, DayFiles, Unwritten};
@@ -83,28 +82,6 @@ pub(super) struct LoggedQuery<'a> {
     pub(super) user: Option<&'a str>,
 }
 
-impl Call {
-    /// Logs a rewrite or a fallback, where requests are logged.
-    pub(super) fn log_rewrite(&self, query: &LoggedQuery<'_>, result: &RewriteResult) {
-        let Some(log) = &self.service.request_log else { return };
-        log.send(RequestLogLine::Rewrite(LoggedRewrite {
-            time: now(),
-            id: query.id.unwrap_or_else(|| self.record.id()).to_owned(),
-            tenant: result.tenant.clone(),
-            version: result.generated.version.clone(),
-            query: Some(query.query.to_owned()),
-            user_profile: Some(query.context.user_profile.clone()),
-            history: Some(query.context.history_summary.clone()),
-            rewrite: Some(result.generated.text.clone()),
-            fallback: result.fallback.map(str::to_owned),
-            cached: result.is_cached,
-            latency_ms: super::access_log::milliseconds(result.latency),
-            user: query.user.map(|user| log.user_hash(&result.tenant, user)),
-            redacted: None,
-        }));
-    }
-}
-
 impl RequestLog {
     /// Opens the folder and starts the thread that writes.
     ///
@@ -168,7 +145,7 @@ impl RequestLog {
     }
 
     /// Hash of a user's id: equal for requests of one user and tenant, and not reversible without the salt.
-    fn user_hash(&self, tenant: &str, user: &str) -> String {
+    pub(super) fn user_hash(&self, tenant: &str, user: &str) -> String {
         let text = serde_json::json!([tenant, user]).to_string();
         let mut hash = digest_hex(&[self.salt.as_slice(), text.as_bytes()].concat());
         hash.truncate(32);

@@ -1,10 +1,10 @@
 //! The rewriting service without its routes: tenants and their keys, rewrites with their fallbacks, and what a handler gets.
 
-use super::access_log::{AccessLog, RequestRecord};
+use super::access_log::{AccessLog, RequestRecord, milliseconds};
 use super::cache::{CachedRewrite, RewriteCache};
 use super::candidates::Candidates;
 use super::metrics::RewriteMetrics;
-use super::request_log::{RequestLog, RequestLogOptions};
+use super::request_log::{LoggedQuery, RequestLog, RequestLogOptions, now};
 use super::traces::{Phases, Traces};
 use super::trial::CandidateLimits;
 use super::upstream::Upstream;
@@ -22,6 +22,7 @@ use querl_core::serving::{
     EventSink, Generation, GenerationEvent, GenerationFailure, GenerationTask, Rewriter, SubmitError, Tenant,
 };
 use querl_core::text::nearest;
+use querl_data::{LoggedRewrite, RequestLogLine};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -396,6 +397,26 @@ impl Call {
         let fields = JsonFields::parse(&body, limits.expected)?;
         let slot = connection.begin_request()?;
         Ok(Self { service, rewriter, record, uri, headers, body, fields, started: Instant::now(), slot })
+    }
+
+    /// Logs a rewrite or a fallback, where requests are logged.
+    pub(super) fn log_rewrite(&self, query: &LoggedQuery<'_>, result: &RewriteResult) {
+        let Some(log) = &self.service.request_log else { return };
+        log.send(RequestLogLine::Rewrite(LoggedRewrite {
+            time: now(),
+            id: query.id.unwrap_or_else(|| self.record.id()).to_owned(),
+            tenant: result.tenant.clone(),
+            version: result.generated.version.clone(),
+            query: Some(query.query.to_owned()),
+            user_profile: Some(query.context.user_profile.clone()),
+            history: Some(query.context.history_summary.clone()),
+            rewrite: Some(result.generated.text.clone()),
+            fallback: result.fallback.map(str::to_owned),
+            cached: result.is_cached,
+            latency_ms: milliseconds(result.latency),
+            user: query.user.map(|user| log.user_hash(&result.tenant, user)),
+            redacted: None,
+        }));
     }
 
     pub(super) fn deadline(&self) -> Instant {

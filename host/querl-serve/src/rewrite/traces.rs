@@ -4,7 +4,6 @@
 //! generation and `upstream` for a forwarded request, whose `traceparent` the upstream service gets. Spans have no texts and no keys. They are
 //! sent in batches by a thread of the SDK, from a queue with a bound.
 
-use super::access_log::AccessEntry;
 use super::metrics;
 use axum::http::{HeaderMap, Method, StatusCode};
 use opentelemetry::propagation::TextMapPropagator;
@@ -146,6 +145,20 @@ impl Phases {
     }
 }
 
+/// What a span says of a rewrite or another response.
+pub(super) struct SpanFacts<'a> {
+    /// `None` for the request's own.
+    pub(super) id: Option<&'a str>,
+    pub(super) tenant: &'a str,
+    pub(super) version: &'a str,
+    pub(super) fallback: Option<&'static str>,
+    pub(super) is_cached: bool,
+    pub(super) n_prompt_tokens: usize,
+    pub(super) n_tokens: usize,
+    /// `None` where nothing was generated.
+    pub(super) phases: Option<Phases>,
+}
+
 /// The span of a request in progress.
 pub(super) struct RequestSpan {
     tracer: SdkTracer,
@@ -154,31 +167,31 @@ pub(super) struct RequestSpan {
 
 impl RequestSpan {
     /// Adds the spans of a generation, or the reason of a fallback.
-    pub(super) fn add(&self, entry: &AccessEntry) {
-        let of_entry = || {
+    pub(super) fn add(&self, facts: &SpanFacts<'_>) {
+        let attributes = || {
             [
-                KeyValue::new("querl.tenant", entry.tenant.clone()),
-                KeyValue::new("querl.version", entry.version.clone()),
-                KeyValue::new("querl.cached", entry.is_cached),
+                KeyValue::new("querl.tenant", facts.tenant.to_owned()),
+                KeyValue::new("querl.version", facts.version.to_owned()),
+                KeyValue::new("querl.cached", facts.is_cached),
             ]
         };
-        self.context.span().set_attributes(of_entry());
-        if let Some(reason) = entry.fallback {
+        self.context.span().set_attributes(attributes());
+        if let Some(reason) = facts.fallback {
             self.context.span().set_attribute(KeyValue::new("querl.fallback", reason));
         }
-        let Some(Phases { ended, queued, prefill, decode }) = entry.phases else { return };
+        let Some(Phases { ended, queued, prefill, decode }) = facts.phases else { return };
         let mut start = ended.checked_sub(queued + prefill + decode).unwrap_or(ended);
-        let id = entry.id.clone().map(|id| KeyValue::new("querl.request_id", id));
+        let id = facts.id.map(|id| KeyValue::new("querl.request_id", id.to_owned()));
         let tokens = |name: &'static str, n_tokens: usize| Some(KeyValue::new(name, n_tokens as i64));
         let phases = [
             ("queue", queued, None),
-            ("prefill", prefill, tokens("querl.prompt_tokens", entry.n_prompt_tokens)),
-            ("decode", decode, tokens("querl.tokens", entry.n_tokens)),
+            ("prefill", prefill, tokens("querl.prompt_tokens", facts.n_prompt_tokens)),
+            ("decode", decode, tokens("querl.tokens", facts.n_tokens)),
         ];
         for (name, time, n_tokens) in phases {
             let end = start + time;
             let span = self.child(name, SpanKind::Internal).with_start_time(start);
-            let attributes = of_entry().into_iter().chain(id.clone()).chain(n_tokens);
+            let attributes = attributes().into_iter().chain(id.clone()).chain(n_tokens);
             span.with_attributes(attributes).start_with_context(&self.tracer, &self.context).end_with_timestamp(end);
             start = end;
         }

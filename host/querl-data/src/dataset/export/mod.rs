@@ -4,7 +4,7 @@ mod xlsx;
 
 use crate::dataset::records::{RecordFile, Rows};
 use crate::error::DataError;
-use crate::request_log::LoggedQueryRow;
+use crate::request_log::lines::LoggedQueryRow;
 use parquet::basic::Compression;
 use parquet::data_type::{BoolType, ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
 use parquet::errors::ParquetError;

@@ -1,9 +1,10 @@
+//! Query tables made of request logs.
 #![allow(clippy::unwrap_used)]
 
-use super::*;
-use crate::dataset::records::Rows;
-use crate::table::open_queries;
+use querl_core::records::QueryRow;
+use querl_data::{LogTableReport, LogTableSettings, Rows, day_file_name, open_queries, table_from_log};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// A log folder, to be filled line by line.
@@ -20,7 +21,7 @@ impl Log {
     }
 
     fn add_text(&self, day: &str, text: &str) -> &Self {
-        let path = self.path(&lines::day_file_name(day));
+        let path = self.path(&day_file_name(day));
         let before = std::fs::read_to_string(&path).unwrap_or_default();
         std::fs::write(path, before + text).unwrap();
         self
