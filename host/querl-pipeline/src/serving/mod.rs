@@ -7,7 +7,7 @@ mod golden;
 mod tenant;
 mod worker;
 
-pub(crate) use tenant::BASE_MODEL;
+pub(crate) use tenant::{BASE_MODEL, PROMPT_PLUGIN};
 pub use tenant::{ModelIdentity, ServedRun};
 
 use crate::failure::Stop;
