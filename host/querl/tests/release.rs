@@ -80,7 +80,7 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
         .map(|split| (ids(&project, "resplit", split), ids(&project, "run", split)))
         .unzip();
     let n_both = own[0].intersection(&other[0]).count();
-    let resplit = release(&project, &["check", "resplit", "--against", "run", "--json"]);
+    let resplit = release(&project, &["check", "resplit", "--against", "run", "--metric", "top1_score", "--json"]);
     if n_both == 0 {
         assert!(resplit.stderr.contains("no query is held out in both"), "{resplit:#?}");
     } else {
@@ -97,6 +97,8 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     project.write("second/config.resolved.toml", &settings.replace("max_new_tokens = 8", "max_new_tokens = 9"));
     let refused = release(&project, &["promote", "second"]);
     assert!(refused.code == Some(2) && refused.stderr.contains("with other digests"), "{refused:#?}");
+    let outdated = project.refusal(&["release", "check", "second", "--against", "run"], 2);
+    assert!(outdated.starts_with("second: rl.max_new_tokens changed after the evaluation"), "{outdated}");
     project.write("second/config.resolved.toml", &settings);
     release(&project, &["promote", "second"]).ok();
     let history: Value = serde_json::from_str(&release(&project, &["history", "--json"]).ok().stdout).unwrap();

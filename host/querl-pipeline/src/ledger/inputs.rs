@@ -115,6 +115,11 @@ impl Inputs {
         self.0.contains_key(name)
     }
 
+    /// The first value whose name begins with `prefix`.
+    pub(crate) fn first_of(&self, prefix: &str) -> Option<&str> {
+        self.0.iter().find(|(name, _)| name.starts_with(prefix)).map(|(_, value)| value.as_str())
+    }
+
     /// Those whose names are kept.
     pub(crate) fn only(&self, is_kept: impl Fn(&str) -> bool) -> Self {
         Self(

@@ -3,7 +3,8 @@
 use crate::failure::Stop;
 use crate::ledger::{Inputs, Ledger, StageName, listing, rows_of};
 use crate::report::evaluation_options;
-use crate::serving::{ModelIdentity, ServedRun};
+use crate::serving::{ModelIdentity, PROMPT_PLUGIN, ServedRun};
+use crate::stages::eval::add_decoding;
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
 use querl_core::dir_lock::DirLock;
@@ -86,14 +87,14 @@ pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyh
     let _lock = DirLock::take(run.dir.root())?;
     let own = Evaluated::read(run)?;
     let other = match against {
-        Against::Run(other) => Some((Evaluated::read(other)?, other.identity()?)),
+        Against::Run(other) => Some(Evaluated::read(other)?),
         Against::Raw | Against::Teacher => None,
     };
-    if let Some((other, _)) = &other {
+    if let Some(other) = &other {
         own.check_comparable(other, options.metric)?;
     }
     let (second, system) = match (&other, against) {
-        (Some((other, _)), _) => (other, other.system),
+        (Some(other), _) => (other, other.system),
         (None, Against::Teacher) => (&own, "teacher"),
         (None, _) => (&own, "raw"),
     };
@@ -111,8 +112,8 @@ pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyh
     let settings = ComparisonOptions { metric: options.metric, margin: options.margin, seed, n_resamples };
     let sides = [own.side(own.system, &names[0]), second.side(system, &names[1])];
     let comparison = compare(sides, &settings).map_err(Stop::usage)?;
-    let against = StoredAgainst { name: names[1].clone(), identity: other.map(|(_, identity)| identity) };
-    let evidence = evidence(&run.identity()?, &against, &comparison)?;
+    let against = StoredAgainst { name: names[1].clone(), identity: other.map(|other| other.identity) };
+    let evidence = evidence(&own.identity, &against, &comparison)?;
     let file =
         format!("{}.{}.json", against.identity.as_ref().map_or(&against.name, |of| &of.version), options.metric.name());
     let path = run.dir.release().join(file);
@@ -133,6 +134,7 @@ fn evidence(model: &ModelIdentity, against: &StoredAgainst, comparison: &Compari
 struct Evaluated {
     name: String,
     system: &'static str,
+    identity: ModelIdentity,
     records: Vec<EvalRecord>,
     /// Ids of the queries of train and val.
     seen: BTreeSet<String>,
@@ -148,15 +150,20 @@ impl Evaluated {
             || Stop::usage(format!("{name}: not evaluated yet; run `querl eval` first, or `querl run`"));
         let entry = entry.ok_or_else(not_evaluated)?;
         entry.outputs.check(dir.root(), StageName::Eval, &dir.eval_records())?;
-        // An evaluation of an earlier checkpoint is no evidence for this one.
+        // An evaluation of an earlier checkpoint, or with other decoding settings, is no evidence for this model.
         let mut now = run.checkpoint_inputs()?;
+        add_decoding(&mut now, &run.config)?;
         now.made_by(&ledger, StageName::Convert, &dir.split(Split::Test))?;
-        let changed = now.changed_since(&entry.inputs.only(|name| now.has(name)));
+        let identity = run.identity()?;
+        let mut changed = now.changed_since(&entry.inputs.only(|name| now.has(name)));
+        let plugin = &identity.digests[PROMPT_PLUGIN];
+        changed.extend(
+            entry.inputs.first_of(PROMPT_PLUGIN).filter(|used| !used.starts_with(plugin)).map(|_| PROMPT_PLUGIN.into()),
+        );
         if !changed.is_empty() {
             let what = listing(&changed);
-            return Err(
-                Stop::usage(format!("{name}: {what} changed after the evaluation; run `querl eval` again")).into()
-            );
+            let message = format!("{name}: {what} changed after the evaluation; run `querl eval` again");
+            return Err(Stop::usage(message).into());
         }
         let mut seen = BTreeSet::new();
         for split in [Split::Train, Split::Val] {
@@ -166,7 +173,7 @@ impl Evaluated {
             seen.extend(rows.into_iter().map(|row| row.metadata.query.id));
         }
         let (system, records) = (run.system(), rows_of(&dir.eval_records())?);
-        Ok(Self { name, system, records, seen, inputs: entry.inputs.clone() })
+        Ok(Self { name, system, identity, records, seen, inputs: entry.inputs.clone() })
     }
 
     fn side<'a>(&'a self, system: &'a str, name: &'a str) -> ComparedSystem<'a> {

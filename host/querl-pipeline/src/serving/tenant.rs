@@ -113,7 +113,7 @@ impl ServedRun {
         let mut digests = outputs.map(|outputs| outputs.digests(ledger.root(), &self.checkpoint())).unwrap_or_default();
         let version = self.version(&base, dtype, &checkpoint.digest(), &plugin);
         digests.insert(BASE_MODEL.into(), base);
-        digests.insert("prompt plugin".into(), plugin);
+        digests.insert(PROMPT_PLUGIN.into(), plugin);
         digests
             .insert("decoding settings".into(), digest_hex(format!("{} {}", dtype.name(), self.settings()).as_bytes()));
         Ok(ModelIdentity { version, digests })
@@ -139,6 +139,8 @@ impl ServedRun {
 
 /// The part of an identity that tenants of one server share.
 pub(crate) const BASE_MODEL: &str = "base model";
+/// The prompt plugin in an identity.
+pub(crate) const PROMPT_PLUGIN: &str = "prompt plugin";
 
 /// What the rewrites of a run depend on: models of the same identity give the same rewrites.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -27,9 +27,7 @@ impl Stage for Eval {
         let mut inputs = Inputs::default();
         // The other keys of the section concern the metrics, which are computed again each time.
         inputs.text("eval.systems", run.config.eval.systems.join(" "));
-        add_decoding(&mut inputs, &run.config);
-        inputs.text("model.dtype", run.config.model.dtype.name());
-        inputs.model("model", &run.config.model.path)?;
+        add_decoding(&mut inputs, &run.config)?;
         stage::add_scoring(&mut inputs, run)?;
         stage::add_audit(&mut inputs, run)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
@@ -83,14 +81,16 @@ impl Stage for Eval {
     }
 }
 
-/// Decoding settings of trained models.
-fn add_decoding(inputs: &mut Inputs, config: &Config) {
+/// What trained models decode with, other than their checkpoints and prompts.
+pub(crate) fn add_decoding(inputs: &mut Inputs, config: &Config) -> anyhow::Result<()> {
     let RlConfig { max_new_tokens, min_new_tokens, repetition_penalty, no_repeat_ngram_size, stop_strings, .. } =
         &config.rl;
     inputs.text("eval.n_beams", config.eval.n_beams);
     inputs.text("rl.max_new_tokens", max_new_tokens).text("rl.min_new_tokens", min_new_tokens);
     inputs.text("rl.repetition_penalty", repetition_penalty).text("rl.no_repeat_ngram_size", no_repeat_ngram_size);
     inputs.text("rl.stop_strings", format!("{stop_strings:?}"));
+    inputs.text("model.dtype", config.model.dtype.name());
+    inputs.model("model", &config.model.path).map(drop)
 }
 
 fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Evaluated> {

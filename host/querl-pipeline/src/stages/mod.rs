@@ -4,7 +4,7 @@
 //! differ, and no others: rows that fail again do not cause another training.
 
 mod convert;
-mod eval;
+pub(crate) mod eval;
 pub mod funnel;
 pub mod leaks;
 mod previous;

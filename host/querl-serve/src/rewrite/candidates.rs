@@ -71,7 +71,8 @@ impl Candidates {
     }
 
     fn trial(&self, tenant: &str) -> Option<Arc<Trial>> {
-        self.trials.read().unwrap_or_else(PoisonError::into_inner).get(tenant).cloned()
+        let trials = self.trials.read().unwrap_or_else(PoisonError::into_inner);
+        trials.get(tenant).filter(|trial| !trial.is_ended()).cloned()
     }
 }
 
@@ -241,9 +242,6 @@ impl RewriteService {
         tracing::warn!("tenant {tenant}: candidate {version} ended, the current model answers all requests: {reason}");
         let ended = (trial.clone(), reason.clone());
         self.candidates.ended.lock().unwrap_or_else(PoisonError::into_inner).insert(tenant.clone(), ended);
-        let mut trials = self.candidates.trials.write().unwrap_or_else(PoisonError::into_inner);
-        trials.retain(|_, other| !Arc::ptr_eq(other, &trial));
-        drop(trials);
         let service = self.clone();
         tokio::task::spawn_blocking(move || {
             let _one_at_a_time = service.loading.blocking_lock();
@@ -254,7 +252,10 @@ impl RewriteService {
                 );
             }
             // Releases may have named another one in the meantime.
-            let has_other = service.candidates.trial(&tenant).is_some();
+            let mut trials = service.candidates.trials.write().unwrap_or_else(PoisonError::into_inner);
+            trials.retain(|_, other| other.candidate.tenant != tenant || other.candidate.id != trial.candidate.id);
+            let has_other = trials.contains_key(&tenant);
+            drop(trials);
             if let Some(rewriter) = service.rewriter.get().filter(|_| !has_other) {
                 rewriter.remove(&tenant, Role::Candidate);
             }
@@ -271,7 +272,7 @@ impl RewriteService {
                 ended.get(name).map(|(trial, reason)| json!({"reason": reason, "comparison": trial.to_json()}));
             json!({
                 "tenant": name, "version": version, "source": source, "loaded_at": loaded_at,
-                "candidate": self.candidates.trial(name).filter(|trial| !trial.is_ended()).map(|trial| trial.to_json()),
+                "candidate": self.candidates.trial(name).map(|trial| trial.to_json()),
                 "automatic_return": returned,
             })
         };
