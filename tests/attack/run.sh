@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Runs the attack cases: every test of this repository that damages, kills, floods or misuses the program. Prints how many were tried and
-# how many held, by group, as a Markdown table. Exit code 1 if one did not hold.
+# Runs the attack cases: every test of this repository that damages, kills, floods or misuses the program, then the attacks on the built
+# program from outside (outside.py, which can be run alone). Prints how many were tried and how many held, by group, as a Markdown table.
+# Exit code 1 if one did not hold.
 #
 # Usage: tests/attack/run.sh [--long]
 #
 # --long adds 100 kills of training and of data stages, a thousand rows under injected faults, workbooks opened by LibreOffice (where it is
-# installed), and an hour of fuzzing (where cargo-fuzz is installed).
-# Needs Python 3 to read cargo's list of test programs.
+# installed), ten times as many kills and interrupts from outside, and an hour of fuzzing (where cargo-fuzz is installed).
+# Needs Python 3.11.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -90,6 +91,13 @@ for group in "${groups[@]}"; do
   done
   row "$name" "$tried" "$held"
 done
+
+cargo build --release
+tests/attack/outside.py ${long:+--long} >"$work/outside" || true
+grep -q ' tried, ' "$work/outside" || { echo "outside.py did not end" >&2; exit 1; }
+while IFS='|' read -r _ name tried held _; do
+  row "from outside: $(xargs <<<"$name")" "$((tried))" "$((held))"
+done < <(grep '^| ' "$work/outside" | tail -n +3)
 
 if [[ -n $long ]]; then
   tried=0 held=0

@@ -1,4 +1,4 @@
-//! Ctrl-C: what runs when SIGINT, SIGTERM or SIGHUP arrives.
+//! Ctrl-C: what runs when SIGINT, SIGTERM or SIGHUP arrives, or SIGXCPU before the limit of CPU time (`host/querl/src/process.rs`).
 //!
 //! As long as no work has anything to save, the first signal ends the process at once with exit code 130: files are replaced atomically,
 //! so no file is left in part. Builds of plugins and compilers, which are child processes, are ended too

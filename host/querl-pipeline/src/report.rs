@@ -73,7 +73,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     let evaluation = evaluate(&records, &evaluation_options(config)).context("evaluation")?;
     let mut facts = facts(config, names, dir, &ledger)?;
     let (metrics, lost) = whole_metrics(dir, &ledger)?;
-    facts.plugin_notes.extend(lost);
+    facts.plugin_notes.extend(lost.into_iter().chain(funnel::notes(&ledger, dir)?));
     let html = report_html(&ReportInput {
         facts: &facts,
         evaluation: &evaluation,
@@ -118,7 +118,13 @@ pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
     let config = load_resolved(&first.config())?;
     let evaluation = evaluate_seeds(&records, &evaluation_options(&config)).context("evaluation")?;
     let ledger = Ledger::open(&first.stages())?;
-    let table = seeds_table(&evaluation, &facts(&config, &names(first)?, first, &ledger)?);
+    let mut facts = facts(&config, &names(first)?, first, &ledger)?;
+    for dir in dirs {
+        let ledger = Ledger::open(&dir.stages())?;
+        let notes = whole_metrics(dir, &ledger)?.1.into_iter().chain(funnel::notes(&ledger, dir)?);
+        facts.plugin_notes.extend(notes.map(|note| format!("{}: {note}", dir.root().display())));
+    }
+    let table = seeds_table(&evaluation, &facts);
     Ok(Pooled { evaluation, table })
 }
 

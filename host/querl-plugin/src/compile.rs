@@ -150,13 +150,18 @@ fn why_it_failed(status: ExitStatus, stderr: &[u8]) -> String {
 fn limit_resources(timeout_ms: u64) -> io::Result<()> {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let seconds = timeout_ms.div_ceil(1000).saturating_mul(MAX_COMPILER_THREADS as u64).saturating_add(1);
-    let limit = |most: u64| Rlimit { current: Some(most), maximum: Some(most) };
-    setrlimit(Resource::Cpu, limit(seconds))?;
-    setrlimit(Resource::Core, limit(0))?;
-    setrlimit(Resource::Fsize, limit(COMPILER_FILE_BYTES))?;
-    // Under a lower limit of the host (`ulimit -v`), that one holds.
-    let of_host = getrlimit(Resource::As).maximum.unwrap_or(u64::MAX);
-    Ok(setrlimit(Resource::As, limit(COMPILER_MEMORY_BYTES.min(of_host)))?)
+    let limits = [
+        (Resource::Cpu, seconds),
+        (Resource::Core, 0),
+        (Resource::Fsize, COMPILER_FILE_BYTES),
+        (Resource::As, COMPILER_MEMORY_BYTES),
+    ];
+    for (resource, limit) in limits {
+        // Under a lower limit of the host (`ulimit`), that one holds.
+        let limit = Some(getrlimit(resource).maximum.map_or(limit, |of_host| of_host.min(limit)));
+        setrlimit(resource, Rlimit { current: limit, maximum: limit })?;
+    }
+    Ok(())
 }
 
 #[cfg(not(unix))]

@@ -546,6 +546,37 @@ fn nohup_and_a_limit_of_file_sizes_are_respected() {
     assert!(limited.stderr.contains("File too large") && limited.stderr.contains("cannot be written"), "{limited:#?}");
 }
 
+/// Symptom: a small stack, little memory and little CPU time ended the process by SIGSEGV, SIGABRT and SIGXCPU or SIGKILL.
+#[cfg(target_os = "linux")]
+#[test]
+fn limits_of_the_shell_end_in_a_sentence_and_not_by_a_signal() {
+    let project = Project::new();
+    let limited = |limit: &str, args: &str| {
+        let script = format!("ulimit {limit}; exec {} {args}", env!("CARGO_BIN_EXE_querl"));
+        let mut command = std::process::Command::new("bash");
+        command.args(["-c", &script]).current_dir(project.folder.path());
+        CommandOutput::of(command.output().unwrap(), project.folder.path())
+    };
+    limited("-s 64", "run querl.toml --to sft").ok();
+    // Of the lower ones it depends on the machine where the memory ends.
+    for limit in ["-v 100000", "-v 220000", "-v 400000", "-v 1572864"] {
+        let little_memory = limited(limit, "run querl.toml --from rewrite --to sft");
+        let last = little_memory.stderr.lines().last().unwrap_or_default();
+        let is_sentence = matches!(little_memory.code, Some(1 | 2)) && last.starts_with("error: ");
+        assert!(little_memory.code == Some(0) || is_sentence, "{limit}: {little_memory:#?}");
+        assert!(!little_memory.stderr.contains("panicked at"), "{limit}: {little_memory:#?}");
+    }
+    let long = "run querl.toml --to sft --set sft.max_steps=1000000 --set sft.epochs=1000000";
+    let little_time = limited("-t 6", long);
+    assert_eq!(little_time.code, Some(130), "{little_time:#?}");
+    let said = &little_time.stderr;
+    assert!(
+        said.contains("the limit of CPU time (`ulimit -t`) is reached: stopping at the next safe point\n"),
+        "{said}"
+    );
+    assert!(said.contains("the state is saved; run the same command again to resume"), "{said}");
+}
+
 #[test]
 fn a_damaged_ledger_and_an_unusable_folder_are_mistakes_of_the_user() {
     let project = Project::new();

@@ -274,6 +274,28 @@ fn dry_run_counts_the_judge_calls_of_rewards() {
     assert!(of_plugins["calls"]["high"].as_f64() > Some(0.0), "{estimate}");
 }
 
+/// Symptom: the estimate had judge calls for the teacher's rewrite where no single reward reads both it and its judgement.
+#[test]
+fn dry_run_counts_judgements_of_the_baseline_only_for_a_reward_that_reads_both() {
+    let path = |path: &str| support::repository().join(path).display().to_string();
+    let probe = |name: &str| path(&format!("host/querl-conformance/probes/{name}.wasm"));
+    let judge_calls = |rewards: [&str; 2]| {
+        let project = taught_at("http://127.0.0.1:1");
+        let second = format!("{}\"\n[[plugins.rewards]]\npath = \"{}", rewards[0], rewards[1]);
+        project.edit(&path("plugins/reward-competition"), &second);
+        let judge = ["judge.kind=openai", "judge.base_url=http://127.0.0.1:1/v1", "judge.model=j", "judge.form=score"];
+        let sets = judge.iter().chain(&["rl.n_samples=2"]).flat_map(|set| ["--set", set]);
+        let args: Vec<_> = ["run", "querl.toml", "--to", "rl", "--dry-run", "--json"].into_iter().chain(sets).collect();
+        let estimate: Value = serde_json::from_str(&project.querl(&args).ok().stdout).unwrap();
+        let step = estimate["steps"].as_array().unwrap().iter().find(|step| step["provider"] == "judge j").unwrap();
+        step["calls"]["high"].as_f64().unwrap()
+    };
+    // Half of 16 episodes and of 2 evaluations of 8 rows.
+    assert_eq!(judge_calls([&probe("functions"), &probe("group")]), 16.0, "one reads the baseline, one the judgement");
+    // And of the baselines of 24 queries.
+    assert_eq!(judge_calls([&probe("group"), &path("plugins/reward-competition")]), 28.0);
+}
+
 #[test]
 fn second_teacher_answers_only_where_the_first_failed_and_is_named_in_the_row() {
     let first = FaultyServer::start(|asked| match asked.index % 4 {

@@ -203,6 +203,43 @@ fn a_signal_stops_a_rollout_within_a_decode_step_and_saves_the_state() {
     assert!(std::fs::read_dir(project.path("run/rl/state")).unwrap().next().is_some());
 }
 
+/// Symptom: a rollout that was interrupted sooner than it takes made no progress; its bytes were not compared through the command line.
+#[test]
+fn a_rollout_that_is_interrupted_again_and_again_ends_with_the_bytes_of_one_that_never_was() {
+    let (unbroken, stopped) = (project(), project());
+    unbroken.querl(&["run", "querl.toml", "--to", "sft"]).ok();
+    copy(&unbroken.path("run"), &stopped.path("run"));
+    let sets = ["rl.max_steps=2", "rl.batch_size=8", "rl.n_samples=8", "rl.eval_steps=100", "rl.max_new_tokens=300"];
+    let sets = sets.iter().chain(&["rl.min_new_tokens=300"]).flat_map(|set| ["--set", set]);
+    let args: Vec<&str> = ["rl", "querl.toml"].into_iter().chain(sets).collect();
+    unbroken.querl(&args).ok();
+    let n_interrupts = number("QUERL_KILLS", 6);
+    let mut within_a_rollout = 0;
+    for n in 0..n_interrupts {
+        let mut child = stopped.command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+        if n == 0 {
+            // The evaluation before the first step.
+            while !stopped.read("run/metrics.jsonl").contains("\"stage\":\"rl\"") {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        } else {
+            assert!(lines.any(|line| line.starts_with("rl: resuming from step ")), "it does not resume");
+        }
+        std::thread::sleep(Duration::from_millis(150));
+        let ended = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+        assert!(ended.success());
+        match child.wait().unwrap().code() {
+            Some(130) => within_a_rollout += 1,
+            code => assert_eq!(code, Some(0), "{:?}", lines.collect::<Vec<_>>()),
+        }
+    }
+    println!("{within_a_rollout} of {n_interrupts} interrupts");
+    assert!(within_a_rollout >= n_interrupts.min(3), "the rollouts are too short");
+    stopped.querl(&args).ok();
+    assert_same(&stopped, &results(&unbroken));
+}
+
 #[test]
 fn a_damaged_checkpoint_falls_back_to_the_one_before() {
     let (unbroken, damaged) = (project(), project());

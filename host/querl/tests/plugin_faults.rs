@@ -125,6 +125,16 @@ fn templates_of_prompts_have_a_golden_case_with_the_answer_of_the_rubric() {
     }
 }
 
+/// Symptom: a new style scorer was refused when it was loaded, since its plugin.toml did not declare the style model.
+#[test]
+fn templates_of_style_scorers_declare_the_style_model() {
+    for language in ["rust", "python", "javascript"] {
+        let path = repository().join(format!("sdk/{language}/templates/style-scorer/plugin.toml"));
+        let manifest = std::fs::read_to_string(path).unwrap();
+        assert!(manifest.contains("\nhost_functions = [\"style-model\"]\n"), "{language}: {manifest}");
+    }
+}
+
 /// Symptom: under `ulimit -v` of 8 GiB no plugin could be loaded.
 #[cfg(target_os = "linux")]
 #[test]

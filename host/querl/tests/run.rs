@@ -447,3 +447,46 @@ fn logs_that_were_cut_are_reported_and_not_drawn() {
     assert!(table.contains("\nepisodes.jsonl of rl is missing\n"), "{table}");
     assert!(figures(&project.read("run/report.html")) < whole);
 }
+
+/// Symptom: the report left the row funnel out, without a word, where rewrites or hits had been changed.
+#[test]
+fn rows_that_were_changed_after_the_run_are_reported_where_the_funnel_ends() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml"]).ok();
+    let whole = project.read("run/report.html");
+    assert!(whole.contains("kept by validate") && whole.contains("kept by convert"));
+    let cases = [
+        (
+            "data/rewrites.jsonl",
+            "data/rewrites.jsonl of rewrite",
+            ": the row funnel ends at rewrite",
+            "kept by validate",
+        ),
+        (
+            "data/validated.jsonl",
+            "data/validated.jsonl of validate",
+            ": the row funnel ends at validate",
+            "kept by convert",
+        ),
+    ];
+    for (file, of_stage, end, missing) in cases {
+        let file = format!("run/{file}");
+        let before = project.read(&file);
+        project.write(&file, &before.replacen('1', "2", 1));
+        let note = format!("{of_stage} has other content than when it was written{end}");
+        let table = project.querl(&["report", "run"]).ok().stdout;
+        assert!(table.contains(&format!("\n{note}\n")), "{table}");
+        let html = project.read("run/report.html");
+        assert!(html.contains(end) && !html.contains(missing));
+        let stats = project.querl(&["data", "stats", "querl.toml"]).ok().stdout;
+        assert!(stats.contains(&note), "{stats}");
+        let pooled = project.querl(&["report", "run", "run"]).ok().stdout;
+        assert!(pooled.contains(&format!("run: {note}")), "{pooled}");
+        std::fs::remove_file(project.path(&file)).unwrap();
+        let table = project.querl(&["report", "run"]).ok().stdout;
+        assert!(table.contains(&format!("\n{of_stage} is missing\n")), "{table}");
+        project.write(&file, &before);
+    }
+    let table = project.querl(&["report", "run"]).ok().stdout;
+    assert!(!table.contains("funnel"), "{table}");
+}

@@ -97,7 +97,7 @@ def _outcomes(plugin: Any, kind: str, episodes: list[Episode], folder: Path) -> 
         outcomes = [plugin.score(episodes[0])] if kind == "reward" else list(plugin.score_group(episodes))
     except Rejection as rejection:
         outcomes = [rejection] * len(episodes)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [{"fault": _place(error, folder)} for _ in episodes]
     if len(outcomes) != len(episodes):
         message = f"score_group() gave {len(outcomes)} results for {len(episodes)} episodes; expected one for each"

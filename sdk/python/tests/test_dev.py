@@ -66,6 +66,13 @@ class TestDev(unittest.TestCase):
         ]
         self.assertEqual(results_of(GROUP, lines)[:-1], expected)
 
+    def test_a_plugin_that_exits_is_a_fault_of_its_line(self) -> None:
+        """Symptom: `sys.exit()` in a reward ended the replay with the traceback of the SDK."""
+        line = {"format": 3, "episode": {"id": "a/0", "group_id": "a", "sample_index": 0, "query": "q", "policy": {}}, "calls": []}
+        exits = GROUP.replace('log.info(" ".join(episode.id for episode in episodes))', "raise SystemExit(0)")
+        fault = {"message": "SystemExit: 0", "file": "plugin.py", "line": 11}
+        self.assertEqual(results_of(exits, [line])[1]["fault"], fault)
+
     def test_a_call_that_was_not_recorded_rejects(self) -> None:
         line = {"format": 3, "episode": {"id": "a/0", "group_id": "a", "sample_index": 0, "query": "q", "policy": {}}, "calls": []}
         rejected = {"code": "similarity_failed", "detail": "the recording has no result for this call"}

@@ -75,19 +75,27 @@ impl Outputs {
 
     /// An error that names the first file at or under `path` which is not as `stage` wrote it. Files that were added are fine.
     pub(crate) fn check(&self, root: &Path, stage: StageName, path: &Path) -> anyhow::Result<()> {
-        for (name, written) in self.under(root, path) {
+        let Some((file, difference)) = self.difference(root, path)? else { return Ok(()) };
+        let remedy = format!("put the file back, or run `querl {stage} CONFIG --from {stage}` to make it again");
+        Err(Stop::usage(format!("{}: {difference}; {remedy}", root.join(file).display())).into())
+    }
+
+    /// The first file at or under `path` that is not as it was written, and how it differs.
+    pub(crate) fn difference(&self, root: &Path, path: &Path) -> anyhow::Result<Option<(&str, String)>> {
+        for (name, written) in &self.0 {
             let file = root.join(name);
+            if !file.starts_with(path) {
+                continue;
+            }
             let now = match FileDigest::of_file(&file) {
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
                 now => Some(now.with_context(|| format!("{}: cannot be read", file.display()))?),
             };
             if let Some(difference) = written.difference(now.as_ref()) {
-                let remedy =
-                    format!("put the file back, or run `querl {stage} CONFIG --from {stage}` to make it again");
-                return Err(Stop::usage(format!("{}: {difference}; {remedy}", file.display())).into());
+                return Ok(Some((name, difference)));
             }
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Digest of the files directly in the folder `path`, or of the file `path`, as they were written.
@@ -104,12 +112,8 @@ impl Outputs {
 
     /// SHA-256 of each file at or under `path`, by its path relative to the run directory.
     pub(crate) fn digests(&self, root: &Path, path: &Path) -> BTreeMap<String, String> {
-        self.under(root, path).map(|(name, file)| (name.to_owned(), file.sha256.clone())).collect()
-    }
-
-    fn under<'a>(&'a self, root: &'a Path, path: &'a Path) -> impl Iterator<Item = (&'a str, &'a FileDigest)> {
-        let files = self.0.iter().filter(move |(file, _)| root.join(file).starts_with(path));
-        files.map(|(file, digest)| (file.as_str(), digest))
+        let files = self.0.iter().filter(|(file, _)| root.join(file).starts_with(path));
+        files.map(|(name, file)| (name.clone(), file.sha256.clone())).collect()
     }
 }
 

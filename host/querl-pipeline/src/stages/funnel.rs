@@ -19,7 +19,7 @@ pub struct Step {
     pub dropped: BTreeMap<String, u64>,
 }
 
-/// The steps of finished stages, up to the first that read other rows than the stage before has left.
+/// The steps of finished stages, up to the first that read other rows than the stage before has left: [`notes`] says so.
 ///
 /// # Errors
 /// A file of the run cannot be read.
@@ -46,6 +46,34 @@ pub fn steps(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<Step>> {
         });
     }
     Ok(steps)
+}
+
+/// A sentence for each file of rows that is not as its stage wrote it, or that the next stage has not read; and that [`steps`] ends there.
+///
+/// # Errors
+/// As [`steps`].
+pub fn notes(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<String>> {
+    let read = [
+        (StageName::Rewrite, dir.rewrites(), StageName::Validate),
+        (StageName::Validate, dir.validated(), StageName::Convert),
+    ];
+    let (mut notes, mut ends) = (Vec::new(), false);
+    for (stage, path, next) in read {
+        let finished = |stage: StageName| ledger.entry(stage.as_str()).filter(|entry| entry.finished);
+        let Some(entry) = finished(stage) else { break };
+        let change =
+            entry.outputs.difference(dir.root(), &path)?.map(|(file, change)| format!("{file} of {stage} {change}"));
+        let is_read = finished(next).map_or(Ok(true), |next| next.inputs.is_of(stage, &path))?;
+        let end = (!is_read && !ends).then(|| format!("the row funnel ends at {stage}"));
+        ends |= !is_read;
+        match (change, end) {
+            (Some(change), Some(end)) => notes.push(format!("{change}: {end}")),
+            (Some(change), None) => notes.push(change),
+            (None, Some(end)) => notes.push(format!("{next} read other rows than {stage} has left: {end}")),
+            (None, None) => {}
+        }
+    }
+    Ok(notes)
 }
 
 fn rewrite(facts: &Facts) -> Step {

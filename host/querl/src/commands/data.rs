@@ -88,6 +88,7 @@ impl Stats {
         };
         let mut warnings = table.findings().notes();
         warnings.extend(sizes(&ledger, table.findings()));
+        warnings.extend(funnel::notes(&ledger, &dir)?);
         if let Some(found) = found {
             warnings.extend(found.sentences());
             leaks.extend([(Split::Val.name(), found.val), (Split::Test.name(), found.test)]);

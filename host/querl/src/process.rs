@@ -1,0 +1,207 @@
+//! What the process gets from the system: memory, a stack, CPU time, signals. A limit (`ulimit`) that is reached is a sentence with an exit
+//! code, not a signal that ends the process.
+
+use crate::terminal;
+use mimalloc::MiMalloc;
+use querl_pipeline::failure::Ending;
+use querl_pipeline::interrupt::{self, InterruptKind};
+use std::alloc::{GlobalAlloc, Layout};
+use std::ffi::c_int;
+use std::process::ExitCode;
+#[cfg(unix)]
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// mimalloc. Without memory the process ends with a sentence and exit code 1, and not by SIGABRT (`ulimit -v`).
+pub struct Allocator;
+
+// SAFETY: it is mimalloc, except that a null pointer is not returned.
+unsafe impl GlobalAlloc for Allocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller keeps the rules of the trait.
+        allocated(unsafe { MiMalloc.alloc(layout) })
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: the caller keeps the rules of the trait.
+        allocated(unsafe { MiMalloc.alloc_zeroed(layout) })
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        // SAFETY: the caller keeps the rules of the trait.
+        allocated(unsafe { MiMalloc.realloc(memory, layout, size) })
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: the caller keeps the rules of the trait.
+        unsafe { MiMalloc.dealloc(memory, layout) }
+    }
+}
+
+fn allocated(memory: *mut u8) -> *mut u8 {
+    if memory.is_null() {
+        end_without_memory();
+    }
+    memory
+}
+
+/// Allocates nothing.
+#[cold]
+fn end_without_memory() -> ! {
+    const SENTENCE: &str = "error: out of memory; free some, or raise the limit of address space (`ulimit -v`); finished stages and \
+                            checkpoints are kept, run the same command again\n";
+    #[cfg(unix)]
+    // SAFETY: both are async-signal-safe, and the bytes are static.
+    unsafe {
+        libc::write(libc::STDERR_FILENO, SENTENCE.as_ptr().cast(), SENTENCE.len());
+        libc::_exit(Ending::Failed as c_int)
+    }
+    #[cfg(not(unix))]
+    {
+        terminal::print_error(SENTENCE.trim_end());
+        std::process::exit(Ending::Failed as c_int)
+    }
+}
+
+/// A thread that a library cannot start is a panic there, after which others may wait for it: the process ends as without memory.
+pub fn end_where_no_thread_starts() {
+    let default = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        let is_refused =
+            |message: &str| message.contains("spawn") && message.contains("Resource temporarily unavailable");
+        match panic.payload_as_str().is_some_and(is_refused) {
+            true => end_without_memory(),
+            false => default(panic),
+        }
+    }));
+}
+
+/// `mi_option_purge_delay` of mimalloc's header: milliseconds until freed memory is returned to the system, -1 for never.
+const PURGE_DELAY: c_int = 15;
+
+/// Keeps freed memory for the next step. A training step of a large model frees a gigabyte and allocates it again, and pages that were
+/// returned to the system are cleared when they come back: a fifth of the CPU time. `MIMALLOC_PURGE_DELAY` in the environment has
+/// precedence.
+pub fn keep_freed_memory() {
+    if std::env::var_os("MIMALLOC_PURGE_DELAY").is_none() {
+        // SAFETY: it sets a number that the allocator reads; any number is allowed.
+        unsafe { libmimalloc_sys::mi_option_set(PURGE_DELAY, -1) };
+    }
+}
+
+/// As large as the usual stack of a main thread.
+const STACK_BYTES: usize = 8 << 20;
+
+/// Runs `program` on a stack that `ulimit -s` does not limit.
+pub fn on_a_stack(program: impl FnOnce() -> ExitCode + Send + 'static) -> ExitCode {
+    // The thread is named in the message of a panic.
+    let thread = std::thread::Builder::new().name("main".into()).stack_size(STACK_BYTES).spawn(program);
+    match thread.map(std::thread::JoinHandle::join) {
+        Ok(Ok(code)) => code,
+        // The exit code of a panic in a main thread.
+        Ok(Err(_)) => ExitCode::from(101),
+        Err(error) => {
+            let limits = "free memory, or raise the limits of address space and processes (`ulimit -v`, `ulimit -u`)";
+            terminal::print_error(&format!("error: no thread to run on: {error}; {limits}"));
+            ExitCode::from(Ending::Failed as u8)
+        }
+    }
+}
+
+fn report(kind: InterruptKind) {
+    #[cfg(unix)]
+    let (is_out_of_time, why) =
+        (OUT_OF_CPU_TIME.load(Ordering::SeqCst), "the limit of CPU time (`ulimit -t`) is reached");
+    #[cfg(not(unix))]
+    let (is_out_of_time, why) = (false, "");
+    match kind {
+        InterruptKind::AtSafePoint if is_out_of_time => {
+            terminal::print(&format!("{why}: stopping at the next safe point"))
+        }
+        InterruptKind::AtSafePoint => {
+            terminal::print("stopping at the next safe point; interrupt again to stop at once");
+        }
+        InterruptKind::AtOnce => {
+            let why = if is_out_of_time { why } else { "interrupted" };
+            let kept = "finished stages and checkpoints are kept, run the same command again";
+            terminal::print_error(&format!("error: {why}; {kept}"));
+        }
+    }
+}
+
+/// Installs the handler of interrupts. SIGHUP stays ignored where the parent ignores it (`nohup`). SIGXFSZ is ignored: a write beyond the
+/// limit of `ulimit -f` then fails with an error that names the file. SIGXCPU is an interrupt.
+pub fn install_signals() -> anyhow::Result<()> {
+    #[cfg(unix)]
+    // SAFETY: asks for and sets dispositions of signals and the mask, before other threads exist; no handler runs. SIGHUP is blocked until
+    // its own handler is set: one that arrives before is then handled, or ignored, like any other.
+    let (mask, is_hangup_ignored) = unsafe {
+        libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+        let (mut hangup, mut mask) = (std::mem::zeroed(), std::mem::zeroed());
+        libc::sigemptyset(&mut hangup);
+        libc::sigaddset(&mut hangup, libc::SIGHUP);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &hangup, &mut mask);
+        (mask, libc::signal(libc::SIGHUP, libc::SIG_DFL) == libc::SIG_IGN)
+    };
+    interrupt::install(report)?;
+    #[cfg(unix)]
+    {
+        let handler = if is_hangup_ignored { libc::SIG_IGN } else { hang_up as *const () as libc::sighandler_t };
+        // SAFETY: as above; the handler of interrupts is installed, and no longer for SIGHUP.
+        unsafe {
+            libc::signal(libc::SIGXCPU, end_of_cpu_time as *const () as libc::sighandler_t);
+            libc::signal(libc::SIGHUP, handler);
+            libc::pthread_sigmask(libc::SIG_SETMASK, &mask, std::ptr::null_mut());
+        }
+        leave_cpu_time_to_save();
+    }
+    Ok(())
+}
+
+/// A closed terminal sends SIGHUP more than once, from the kernel and from the shell: the first is a SIGTERM, the others do nothing. A server
+/// without a terminal reloads.
+#[cfg(unix)]
+extern "C" fn hang_up(_: c_int) {
+    static IS_CLOSED: AtomicBool = AtomicBool::new(false);
+    if !interrupt::note_reload() && !IS_CLOSED.swap(true, Ordering::SeqCst) {
+        // SAFETY: it is async-signal-safe.
+        unsafe { libc::raise(libc::SIGTERM) };
+    }
+}
+
+#[cfg(unix)]
+static OUT_OF_CPU_TIME: AtomicBool = AtomicBool::new(false);
+
+/// The kernel sends SIGXCPU again each second, and SIGKILL at the hard limit: the first is a SIGTERM, the others do nothing.
+#[cfg(unix)]
+extern "C" fn end_of_cpu_time(_: c_int) {
+    if !OUT_OF_CPU_TIME.swap(true, Ordering::SeqCst) {
+        // SAFETY: it is async-signal-safe.
+        unsafe { libc::raise(libc::SIGTERM) };
+    }
+}
+
+/// `ulimit -t` sets the soft limit, which sends SIGXCPU, to the hard one, which kills: lowers the soft one by a tenth, by 1 to 10 seconds.
+#[cfg(unix)]
+fn leave_cpu_time_to_save() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let Rlimit { current, maximum } = getrlimit(Resource::Cpu);
+    let Some(hard) = maximum else { return };
+    let soft = hard.saturating_sub((hard / 10).clamp(1, 10)).max(1);
+    if current.is_none_or(|current| current > soft) {
+        // Lowering one's own limit is always allowed; without it the process is killed at the hard limit.
+        let _ = setrlimit(Resource::Cpu, Rlimit { current: Some(soft), maximum });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::PURGE_DELAY;
+
+    #[test]
+    fn purge_delay_is_the_option_of_that_number() {
+        // SAFETY: it reads a number.
+        let default = unsafe { libmimalloc_sys::mi_option_get(PURGE_DELAY) };
+        let expected = std::env::var("MIMALLOC_PURGE_DELAY").map_or(1000, |text| text.parse().unwrap_or(1000));
+        assert_eq!(default, expected, "the options of mimalloc have other numbers");
+    }
+}

@@ -1,0 +1,320 @@
+"""Plugins of others: folders with the names of files, faults in a run, plugins in JavaScript and Python, keys and locks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from project import PLUGINS, ROOT, Project
+
+REWARD = f"{PLUGINS}/reward-competition"
+EPISODES = str(ROOT / "examples/hello-reward/episodes.jsonl")
+
+
+def folders_named_as_files(tally) -> None:
+    with Project() as project:
+        # A `cargo` that leaves a file where it is run.
+        project.write("bin/cargo", f"#!/bin/sh\necho >> '{project.path('built')}'\nexit 1\n")
+        project.path("bin/cargo").chmod(0o755)
+        environment = {"PATH": f"{project.path('bin')}:{os.environ['PATH']}"}
+        for name in ("x.querl", "x.wasm", "X.WASM"):
+            shutil.copytree(REWARD, project.path(name), ignore=shutil.ignore_patterns("target", "dist"))
+            config = project.path("querl.toml").read_text().replace(REWARD, name)
+            project.write("other.toml", config)
+            for args in (
+                ["plugin", "inspect", name],
+                ["plugin", "test", name],
+                ["plugin", "bench", name],
+                ["plugin", "build", name],
+                ["plugin", "replay", EPISODES, "--plugin", name],
+                ["plugin", "list", "other.toml"],
+                ["config", "check", "other.toml"],
+                ["run", "other.toml"],
+                ["run", "other.toml", "--dry-run"],
+            ):
+                problem = project.querl(*args, env=environment).problem(2, name)
+                built = "it was built" if project.path("built").exists() else None
+                tally.attack(f"a folder {name}: {' '.join(args[:2])}", problem or built)
+
+
+# What the reward tests/guests/odd-reward does wrong, and what the run says.
+BREACHES = {
+    "huge_range": "declares the range",
+    "empty_range": "range",
+    "huge_component": "expected at most 1e18 in magnitude",
+    "many_components": "expected at most 64",
+    "many_names": "one name more than the 256",
+    "looks_at_neighbours": None,
+    "counts_hits": None,
+    "quadratic": None,
+}
+EVAL = ["eval", "querl.toml", "--set", 'eval.systems=["raw", "teacher"]']
+
+
+def faults_of_rewards(tally) -> None:
+    for breach, said in BREACHES.items():
+        with Project() as project:
+            project.edit(REWARD, str(ROOT / "tests/guests/odd-reward"))
+            with project.path("querl.toml").open("a") as config:
+                config.write(f'settings = {{ breach = "{breach}" }}\n')
+            end = project.querl("run", "querl.toml", "--to", "convert")
+            end = project.querl(*EVAL) if end.code == 0 else end
+            if said is None:
+                tally.attack(f"a reward that {breach}", None if end.code in (0, 1) and "panicked at" not in end.err else end.err[-300:])
+            else:
+                codes = [end.problem(code, said) for code in (1, 2)]
+                tally.attack(f"a reward that {breach}", codes[0] if all(codes) else None)
+            for path in project.path("run/faults").glob("*"):
+                again = project.querl("plugin", "replay", str(path))
+                # Names add up over all calls of a run; a replay is one call.
+                tally.attack(f"a replay of {breach}", again.problem(0 if breach == "many_names" else 1, "odd-reward"))
+
+
+SCORER = """//! Breaks the rule that its setting `breach` names.
+
+use querl_sdk::{Dialogue, Rejection, Score, SettingError, Settings, StyleModel, StyleScorer};
+
+struct Guest(String);
+
+impl StyleScorer for Guest {
+    fn new(settings: &Settings) -> Result<Self, SettingError> {
+        Ok(Self(settings.text("label", "售前")))
+    }
+
+    fn score(&self, dialogue: &Dialogue, model: &dyn StyleModel) -> Result<Score, Rejection> {
+        let classes = model.classify(&dialogue.turns).map_err(|error| Rejection::new("no_style", error.to_string()))?;
+        let total = classes[0].probability;
+        match self.0.as_str() {
+            "panics" => panic!("cannot score {} turns", dialogue.turns.len()),
+            "loops" => loop {
+                std::hint::black_box(total);
+            },
+            "allocates" => Ok(Score::new(vec![1.0_f64; std::hint::black_box(1 << 30)].iter().sum())),
+            "nan" => Ok(Score::new(f64::NAN)),
+            "above" => Ok(Score::new(7.0)),
+            "asks" => {
+                (0..100_000).for_each(|_| drop(std::hint::black_box(model.classify(&dialogue.turns))));
+                Ok(Score::new(total))
+            }
+            "rejects" => Err(Rejection::new("never", "")),
+            _ => Ok(Score::new(total)),
+        }
+    }
+}
+
+querl_sdk::export!(style_scorer: Guest);
+"""
+
+
+def faults_of_style_scorers(tally) -> None:
+    with Project() as project:
+        shutil.copy(ROOT / "examples/style/seed26.json", project.path("dialogues.json"))
+        training = ["--train_file", "dialogues.json", "--output_dir", "style", "--num_train_epochs", "1"]
+        end = project.querl("style", "train", str(ROOT / "examples/style/classifier.toml"), *training)
+        tally.attack("a style model", end.problem(0))
+        project.querl("plugin", "new", "scorer", "--kind", "style-scorer", "--lang", "rust")
+        project.write("scorer/src/lib.rs", SCORER)
+        end = project.querl("plugin", "build", "scorer")
+        tally.attack("a style scorer is built", end.problem(0))
+        config = project.path("querl.toml").read_text()
+        style = '[plugins.style_model]\npath = "style"\n[[plugins.rewards]]\npath = "scorer"\nsettings = {{ label = "{}" }}\n'
+        for breach in ("none", "panics", "loops", "allocates", "nan", "above", "asks", "rejects"):
+            shutil.rmtree(project.path("run"), ignore_errors=True)
+            project.write("querl.toml", config + style.format(breach))
+            project.querl("run", "querl.toml", "--to", "convert")
+            end = project.querl(*EVAL, limit_s=200)
+            if breach in ("none", "rejects"):
+                tally.attack(f"a style scorer that breaks {breach}", end.problem(0))
+                continue
+            tally.attack(f"a style scorer that {breach}", end.problem(1, "scorer 0.1.0"))
+            kept = sorted(project.path("run/faults").glob("*")) if project.path("run/faults").is_dir() else []
+            tally.attack(f"faults/ of a style scorer that {breach}", None if kept else "nothing is kept")
+            for path in kept[:1]:
+                tally.attack(f"a replay of a style scorer that {breach}", project.querl("plugin", "replay", str(path)).problem(1, "scorer 0.1.0"))
+
+
+# A line of the author's function `score`, in each language; what must be named: the file and the line that is found by the marker.
+PYTHON = """from querl_sdk import Episode, Reward, Score, Settings, export
+
+
+class Length(Reward):
+    def __init__(self, settings: Settings) -> None:
+        pass
+
+    def range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+    def score(self, episode: Episode) -> Score:
+        {line}
+        return Score(0.5)
+
+
+export(reward=Length)
+"""
+JAVASCRIPT = """import {{ plugin }} from "#querl-sdk";
+{head}
+export class Length {{
+  range() {{
+    return [0, 1];
+  }}
+
+  score(episode) {{
+    {line}
+    return {{ total: 0.5 }};
+  }}
+}}
+
+export default plugin({{ reward: Length }});
+"""
+IN_PYTHON = {
+    "an exception": "raise KeyError(episode.query)",
+    "a division by zero": "1 / 0",
+    "a missing attribute": "episode.nothing",
+    "a file": "open('/etc/passwd').read()",
+    "a socket": "__import__('socket').create_connection(('127.0.0.1', 80))",
+    "a process": "__import__('subprocess').run(['ls'])",
+    "a recursion": "self.score(episode)",
+    "an exit": "raise SystemExit(0)",
+}
+IN_JAVASCRIPT = {
+    "an exception": "throw new Error(episode.query);",
+    "a missing property": "episode.nothing.here;",
+    "an undefined function": "fly();",
+    "a recursion": "this.score(episode);",
+    "a total that is a text": 'return { total: "high" };',
+    "a total that is NaN": "return { total: NaN };",
+    "nothing returned": "return;",
+    "a promise": "return Promise.resolve({ total: 0.5 });",
+}
+HEADS = {
+    "node:fs": 'import { readFileSync } from "node:fs";',
+    "a module that is not there": 'import { x } from "no-such-package";',
+    "a syntax error": "const = 3;",
+    "a throw": 'throw new Error("at the start");',
+}
+
+
+def new_plugin(project: Project, language: str) -> None:
+    shutil.rmtree(project.path("length"), ignore_errors=True)
+    end = project.querl("plugin", "new", "length", "--kind", "reward", "--lang", language)
+    assert end.code == 0, end
+
+
+def native_authors(tally) -> None:
+    """`plugin dev` names file and line."""
+    for language, program, source, file, attacks in (
+        ("python", "python3", PYTHON, "plugin.py", IN_PYTHON),
+        ("javascript", "node", JAVASCRIPT, "plugin.js", IN_JAVASCRIPT),
+    ):
+        if not shutil.which(program):
+            tally.skip(f"plugins in {language}", f"{program} is not installed")
+            continue
+        with Project() as project:
+            new_plugin(project, language)
+            for name, line in attacks.items():
+                text = source.format(line=line, head="")
+                project.write(f"length/{file}", text)
+                number = text[: text.index(line)].count("\n") + 1
+                end = project.querl("plugin", "dev", "length", "--episodes", EPISODES, "--once", "--no-component", limit_s=60)
+                is_value = "total" in line or "return;" in line or "Promise" in line
+                # Natively, the author's own functions may open files: the component may not.
+                is_allowed = language == "python" and name in ("a file", "a process")
+                said = end.out + end.err
+                if is_allowed:
+                    problem = None if end.code in (0, 1) else said[-300:]
+                elif is_value:
+                    problem = None if end.code == 1 and "panicked at" not in said else said[-300:]
+                else:
+                    problem = None if end.code == 1 and f"{file}:{number}" in said else f"{end.code}, no {file}:{number} in {said[-500:]}"
+                tally.attack(f"{name} in a reward in {language}", problem)
+            if language == "javascript":
+                for name, head in HEADS.items():
+                    project.write(f"length/{file}", source.format(line="", head=head))
+                    end = project.querl("plugin", "dev", "length", "--episodes", EPISODES, "--once", "--no-component", limit_s=60)
+                    tally.attack(f"{name} at the head in javascript", None if end.code in (0, 1) and "panicked at" not in end.err else end.err[-300:])
+
+
+def components(tally) -> None:
+    """Components in Python and JavaScript: the fault has the author's line, and no folder of the author is in the bytes."""
+    tools = {"python": PLUGINS / ".venv", "javascript": PLUGINS / "node_modules"}
+    for language, source, file, attacks in (
+        ("python", PYTHON, "plugin.py", ("an exception", "a file", "a socket", "a process")),
+        ("javascript", JAVASCRIPT, "plugin.js", ("an exception", "a missing property", "a total that is a text")),
+    ):
+        if not tools[language].exists():
+            tally.skip(f"components in {language}", "plugins/setup.sh has not run")
+            continue
+        with Project() as project:
+            new_plugin(project, language)
+            project.path(f"length/{tools[language].name}").symlink_to(tools[language])
+            lines = IN_PYTHON if language == "python" else IN_JAVASCRIPT
+            for name in attacks:
+                text = source.format(line=lines[name], head="")
+                project.write(f"length/{file}", text)
+                number = text[: text.index(lines[name])].count("\n") + 1
+                built = project.querl("plugin", "build", "length", "--json")
+                tally.attack(f"a component in {language} with {name}", built.problem(0))
+                if built.code:
+                    continue
+                component = Path(project.folder, json.loads(built.out)["component"])
+                leaks = str(project.folder).encode() in component.read_bytes()
+                tally.attack(f"folders in a component in {language}", "it has the author's folder" if leaks else None)
+                end = project.querl("plugin", "replay", EPISODES, "--plugin", str(component))
+                said = end.out + end.err
+                line = f'plugin.py", line {number}' if language == "python" else file
+                named = line in said or f"{file}:{number}" in said or language == "javascript"
+                problem = None if end.code == 1 and named and "panicked at" not in said else f"{end.code}: {said[-600:]}"
+                tally.attack(f"{name} in a component in {language}", problem)
+            if language == "javascript":
+                for name, head in HEADS.items():
+                    project.write(f"length/{file}", source.format(line="", head=head))
+                    end = project.querl("plugin", "build", "length")
+                    fine = end.code == 0 or end.problem(2) is None or end.problem(1) is None
+                    tally.attack(f"a component with {name} at its head", None if fine else end.err[-400:])
+
+
+def keys_and_locks(tally) -> None:
+    bundle = "reward-competition-0.2.0.querl"
+    with Project() as project:
+        tally.attack("a key", project.querl("plugin", "sign", "--new-key", "key.pem").problem(0))
+        tally.attack("a bundle", project.querl("plugin", "pack", REWARD, "--sign", "key.pem").problem(0))
+        tally.attack("its signature", project.querl("plugin", "verify", bundle, "--key", "key.pem.pub").problem(0))
+        if shutil.which("openssl"):
+            for args in (["pkey", "-in", "key.pem", "-noout"], ["pkey", "-pubin", "-in", "key.pem.pub", "-noout"]):
+                end = subprocess.run(["openssl", *args], cwd=project.folder, capture_output=True, text=True)
+                tally.attack(f"openssl {args[-2]}", end.stderr or None)
+        else:
+            tally.skip("keys in openssl", "it is not installed")
+        content = project.path(bundle).read_bytes()
+        places = [len(content) * part // 40 for part in range(40)]
+        for place in places:
+            changed = bytearray(content)
+            changed[place] ^= 1
+            project.write(bundle, bytes(changed))
+            end = project.querl("plugin", "verify", bundle, "--key", "key.pem.pub")
+            tally.attack(f"a flipped bit at byte {place}", end.problem(2) and end.problem(1))
+        for n_bytes in (0, 10, len(content) // 2, len(content) - 1):
+            project.write(bundle, content[:n_bytes])
+            tally.attack(f"a bundle of {n_bytes} bytes", project.querl("plugin", "verify", bundle).problem(1, "truncated"))
+        project.write(bundle, content)
+        project.edit(REWARD, bundle)
+        tally.attack("--locked without a lock", project.querl("run", "querl.toml", "--to", "convert", "--locked").problem(2, "querl.lock"))
+        tally.attack("a first run", project.querl("run", "querl.toml", "--to", "convert").problem(0))
+        tally.attack("--locked", project.querl("run", "querl.toml", "--to", "convert", "--locked").problem(0))
+        project.querl("plugin", "sign", bundle, "--new-key", "other.pem")
+        # The lock file has the first signature in the order of keys, and a new one may come before or after it.
+        end = project.querl("run", "querl.toml", "--to", "convert", "--locked", "--out", "again")
+        tally.attack("--locked with another signature", end.problem(2, "querl.lock") if end.code else None)
+        trust = "plugins.trusted_keys=['ed25519:" + "0" * 64 + "']"
+        tally.attack("a signer who is not trusted", project.querl("run", "querl.toml", "--out", "third", "--set", trust).problem(2))
+
+
+GROUPS = {
+    "folders with the names of files": [folders_named_as_files],
+    "faults of plugins in a run": [faults_of_rewards, faults_of_style_scorers],
+    "plugins in Python and JavaScript": [native_authors, components],
+    "keys, bundles, locks": [keys_and_locks],
+}

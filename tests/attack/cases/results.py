@@ -1,0 +1,222 @@
+"""Finished results: refused commands, damaged files, models that are not what they say, kills and interrupts."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import struct
+from pathlib import Path
+
+from project import Project
+
+FAILING_TEMPLATE = "{{ raise_exception('no') }}"
+
+
+def truncated_model(project: Project) -> list[str]:
+    weights = project.copy_model("model") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    return ["--set", 'model.path="model"']
+
+
+def not_finite_model(project: Project) -> list[str]:
+    weights = project.copy_model("model") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + struct.pack("<f", float("nan")))
+    return ["--set", 'model.path="model"']
+
+
+def failing_template(project: Project) -> list[str]:
+    (project.copy_model("model") / "chat_template.jinja").write_text(FAILING_TEMPLATE)
+    return ["--set", 'model.path="model"']
+
+
+def truncated_adapter(project: Project) -> list[str]:
+    adapter = project.path("run/sft/best/adapter_model.safetensors")
+    adapter.write_bytes(adapter.read_bytes()[:100])
+    return ["--from", "rl"]
+
+
+def setting(text: str):
+    return lambda _project: ["--set", text]
+
+
+# What is wrong, and the commands that must refuse it with exit code 2 and change nothing.
+REFUSED = [
+    ("responses longer than the model", setting("rl.max_new_tokens=100000"), ["run", "rl", "eval"]),
+    ("rows longer than sft.max_length", setting("sft.max_length=4"), ["run", "sft"]),
+    ("an empty stop string", setting('rl.stop_strings=[""]'), ["run", "rl"]),
+    ("a column that is not there", setting("data.query_column=none"), ["run", "rewrite"]),
+    ("a learning rate that is no number", setting("rl.learning_rate=nan"), ["run", "rl"]),
+    ("a truncated model", truncated_model, ["run", "sft", "rl", "eval"]),
+    ("NaN in the weights", not_finite_model, ["run", "sft", "rl", "eval"]),
+    ("a failing chat template", failing_template, ["run", "sft", "rl", "eval"]),
+    ("a truncated sft/best", truncated_adapter, ["run", "rl"]),
+]
+
+
+def refused_commands(tally) -> None:
+    for name, prepare, commands in REFUSED:
+        with Project(finished="eval") as project:
+            more = prepare(project)
+            before = project.snapshot()
+            for command in commands:
+                problem = project.querl(command, "querl.toml", *more).problem(2)
+                changed = {path for path, found in project.snapshot().items() if before.get(path) != found}
+                gone = before.keys() - project.snapshot().keys()
+                tally.attack(f"{command}: {name}", problem or (f"changed {changed | gone}" if changed | gone else None))
+
+
+# A file of a finished run, a command that reads it.
+READ = [
+    ("data/rewrites.jsonl", ["validate", "querl.toml", "--from", "validate"]),
+    ("data/validated.jsonl", ["convert", "querl.toml", "--from", "convert"]),
+    ("data/train.jsonl", ["sft", "querl.toml", "--from", "sft"]),
+    ("data/test.jsonl", ["eval", "querl.toml", "--from", "eval"]),
+    ("sft/best/adapter_config.json", ["rl", "querl.toml", "--from", "rl"]),
+    ("sft/best/adapter_model.safetensors", ["eval", "querl.toml", "--from", "eval"]),
+    ("rl/best/adapter_config.json", ["eval", "querl.toml", "--from", "eval"]),
+    ("rl/best/adapter_model.safetensors", ["eval", "querl.toml", "--from", "eval"]),
+    ("eval/records.jsonl", ["report", "run"]),
+]
+# Files whose change is reported in the table, which has no need of them.
+REPORTED = ["data/rewrites.jsonl", "data/validated.jsonl", "metrics.jsonl", "episodes.jsonl"]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "missing": lambda path: path.unlink(),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "empty": lambda path: path.write_bytes(b""),
+    "a flipped bit": flip,
+}
+
+
+def damaged_files(tally) -> None:
+    with Project(finished="eval") as project:
+        attacks = [(name, args, 2) for name, args in READ] + [(name, ["report", "run"], 0) for name in REPORTED]
+        for name, args, code in attacks:
+            path = project.path(f"run/{name}")
+            content = path.read_bytes()
+            for damage, damaged in DAMAGES.items():
+                damaged(path)
+                # The metrics of the damaged line cannot be read at all, which is an error with its line.
+                unreadable = name == "metrics.jsonl" and damage in ("cut", "a flipped bit")
+                end = project.querl(*args)
+                said = path.name if code == 2 else name.split("/")[-1]
+                problem = end.problem(code, said)
+                if problem and unreadable and end.code in (1, 2) and "metrics.jsonl" in end.err:
+                    problem = None
+                tally.attack(f"{name} {damage}: {args[0]}", problem)
+                path.write_bytes(content)
+
+
+# Keys of config.json that change the computation.
+MODEL_KEYS = [
+    {"rope_scaling": {"type": "unheard-of", "factor": 2.0}},
+    {"rope_parameters": {"type": "unheard-of"}},
+    {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    {"attention_multiplier": 0.5},
+    {"hidden_act": "gelu_new"},
+    {"attn_logit_softcapping": 50.0},
+    {"head_dim": 7},
+    {"num_key_value_heads": 3},
+    {"hidden_size": 10**12},
+    {"num_hidden_layers": 10**9},
+    {"vocab_size": -1},
+    {"max_position_embeddings": 0},
+    {"rope_theta": "large"},
+    {"model_type": "another"},
+]
+
+
+def changed_models(tally) -> None:
+    with Project() as project:
+        folder = project.copy_model("model")
+        original = json.loads((folder / "config.json").read_text())
+        project.write("texts.jsonl", '{"text": "胶原蛋白"}\n')
+        for change in MODEL_KEYS:
+            (folder / "config.json").write_text(json.dumps(original | change))
+            end = project.querl("model", "logprobs", "--model", "model", "--input", "texts.jsonl")
+            problem = end.problem(2) or (f"{end.memory_mib:.0f} MiB" if end.memory_mib > 1500 else None)
+            tally.attack(f"config.json with {change}", problem)
+        (folder / "config.json").write_text(json.dumps(original))
+        not_finite_model_of = folder / "model.safetensors"
+        for value in ("nan", "inf", "-inf"):
+            content = not_finite_model_of.read_bytes()
+            not_finite_model_of.write_bytes(content[:-4] + struct.pack("<f", float(value)))
+            for args in (
+                ["model", "logprobs", "--model", "model", "--input", "texts.jsonl"],
+                ["model", "export", "--model", "model", "--out", "exported"],
+                ["run", "querl.toml", "--to", "sft", "--set", 'model.path="model"'],
+            ):
+                tally.attack(f"{value} in the weights: {' '.join(args[:2])}", project.querl(*args).problem(2, "tensor"))
+            not_finite_model_of.write_bytes(content)
+
+
+TRAINED = ["sft", "rl"]
+
+
+def trained(project: Project) -> dict[str, str]:
+    """Digests of everything that training leaves but logs with times."""
+    files: dict[str, str] = {}
+    for folder in TRAINED:
+        files |= {name: found for name, found in project.snapshot(f"run/{folder}").items() if "tensorboard" not in name}
+    return files
+
+
+def difference(project: Project, expected: dict[str, str]) -> str | None:
+    found = trained(project)
+    names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    return f"{names} differ from those of a run that was never stopped" if names else None
+
+
+def kills(tally) -> None:
+    """kill -9 at random moments of a fine-tuning with the default of save_steps."""
+    sets = ["--set", "sft.max_steps=60", "--set", "sft.epochs=60", "--set", "sft.save_interval_s=1", "--set", "rl.max_steps=4"]
+    args = ["run", "querl.toml", "--to", "rl", *sets]
+    with Project(finished="convert") as whole, Project(finished="convert") as project:
+        started = whole.querl(*args)
+        assert started.code == 0, started
+        numbers, n_killed = random.Random(1), 0
+        for _ in range(10 * tally.factor):
+            end = project.interrupted(*args, after_s=numbers.uniform(0.3, 0.7 * started.seconds + 1), sent=signal.SIGKILL)
+            n_killed += end.code == -9
+            tally.attack("kill -9", end.problem(-9) if end.code not in (0, -9) else None)
+            if end.code == 0:
+                shutil.rmtree(project.path("run"))
+                shutil.copytree(Project(finished="convert").path("run"), project.path("run"))
+        end = project.querl(*args)
+        tally.attack(f"the end after {n_killed} kills", end.problem(0) or difference(project, trained(whole)))
+
+
+def interrupted_rollouts(tally) -> None:
+    """Ctrl-C again and again within the rollouts of one step, which take far longer than the pause between two interrupts."""
+    sets = ["rl.batch_size=8", "rl.n_samples=8", "rl.max_new_tokens=300", "rl.min_new_tokens=300", "rl.eval_steps=100"]
+    args = ["rl", "querl.toml", *(word for text in sets for word in ("--set", text))]
+    with Project(finished="sft") as whole, Project(finished="sft") as project:
+        end = whole.querl(*args, limit_s=1200)
+        assert end.code == 0, end
+        n_within = 0
+        for _ in range(15 * tally.factor):
+            end = project.interrupted(*args, after_s=max(1.0, end.seconds / 20) if n_within == 0 else 1.5)
+            if end.code == 0:
+                break
+            n_within += "the state is saved" in end.err
+            tally.attack("Ctrl-C in a rollout", end.problem(130) or (f"{end.seconds:.1f} s" if end.seconds > 10 else None))
+        end = project.querl(*args, limit_s=1200)
+        few = f"only {n_within} interrupts met a rollout" if n_within < 5 else None
+        tally.attack(f"the end after {n_within} interrupts", end.problem(0) or few or difference(project, trained(whole)))
+
+
+GROUPS = {
+    "refused commands": [refused_commands],
+    "damaged files of a run": [damaged_files],
+    "models": [changed_models],
+    "kills and interrupts": [kills, interrupted_rollouts],
+}

@@ -1,0 +1,176 @@
+"""The terminal, signals, limits of the shell, folders that cannot be written, arguments."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+from project import PLUGINS, QUERL, Project
+
+LONG_SFT = ["run", "querl.toml", "--to", "sft", "--set", "sft.max_steps=100000", "--set", "sft.epochs=100000"]
+
+
+# What is done to the outputs of a short run, as the end of a shell command.
+LOST_OUTPUTS = {
+    "a reader of stderr that leaves": "2>&1 >/dev/null | head -1 >/dev/null",
+    "a reader of stdout that leaves": "--json | head -c 1 >/dev/null",
+    "a full disk behind stderr": "2>/dev/full >/dev/null",
+    "a closed stderr": "2>&- >/dev/null",
+    "a closed stdin": "<&- >/dev/null 2>&1",
+}
+
+
+def lost_outputs(tally) -> None:
+    for name, end in LOST_OUTPUTS.items():
+        with Project() as project:
+            status = subprocess.run(
+                ["bash", "-c", f'"$0" run querl.toml --to sft {end}; exit "${{PIPESTATUS[0]}}"', QUERL],
+                cwd=project.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            ).returncode
+            # The closed pipe of stdout is an error, after all work.
+            allowed = (0, 1) if "stdout" in name else (0,)
+            done = project.path("run/sft/best").is_dir()
+            tally.attack(name, None if status in allowed and done else f"exit code {status}, sft finished: {done}")
+
+
+# An ulimit, a command, the exit code, what is said.
+LIMITS = [
+    ("ulimit -v 8388608", ["run", "querl.toml", "--to", "convert"], 0, ""),
+    ("ulimit -v 8388608", ["doctor"], 0, "without its pool"),
+    ("ulimit -v 1572864", ["run", "querl.toml", "--to", "convert"], (0, 1), ""),
+    ("ulimit -v 786432", ["run", "querl.toml", "--to", "sft"], (1, 2), ""),
+    ("ulimit -v 393216", ["run", "querl.toml", "--to", "sft"], (1, 2), ""),
+    ("ulimit -v 220000", ["run", "querl.toml", "--to", "sft"], (1, 2), ""),
+    ("ulimit -v 120000", ["run", "querl.toml", "--to", "sft"], (1, 2), ""),
+    ("ulimit -v 393216", ["doctor"], (0, 1), ""),
+    ("ulimit -v 131072", ["config", "check", "querl.toml"], (0, 1), ""),
+    ("ulimit -s 64", ["run", "querl.toml", "--to", "sft"], 0, ""),
+    ("ulimit -s 64", ["config", "schema"], 0, ""),
+    ("ulimit -Ss 64", ["plugin", "list", "querl.toml"], 0, ""),
+    ("ulimit -t 2", LONG_SFT, 130, "the limit of CPU time (`ulimit -t`) is reached"),
+    ("ulimit -t 8", LONG_SFT, 130, "the state is saved"),
+    ("ulimit -St 2", LONG_SFT, 130, "the limit of CPU time (`ulimit -t`) is reached"),
+    ("ulimit -f 8", ["run", "querl.toml", "--to", "convert"], 1, "File too large"),
+    ("ulimit -n 24", ["run", "querl.toml", "--to", "convert"], (0, 1), ""),
+    ("ulimit -c 0", ["run", "querl.toml", "--to", "convert"], 0, ""),
+]
+
+
+def limits(tally) -> None:
+    for limit, args, code, said in LIMITS:
+        with Project() as project:
+            end = project.querl(*args, shell=f"{limit};")
+            codes = code if isinstance(code, tuple) else (code,)
+            problems = [end.problem(code, said) for code in codes]
+            tally.attack(f"{limit}; querl {' '.join(args[:3])}", problems[0] if all(problems) else None)
+            if "-t 8" in limit:
+                again = project.interrupted(*args, after_s=15)
+                tally.attack("the same command resumes", None if "resuming from step" in again.err else again.err[-300:])
+
+
+def hang_ups(tally) -> None:
+    for name, trap, codes in (("nohup", "trap '' HUP;", (0,)), ("a closed terminal", "", (0, 130))):
+        with Project() as project:
+            script = f'{trap} "$0" run querl.toml --to sft & sleep 0.5; for i in 1 2 3 4 5 6 7 8; do kill -HUP $!; sleep 0.1; done; wait $!'
+            status = subprocess.run(["bash", "-c", script, QUERL], cwd=project.folder, capture_output=True).returncode
+            tally.attack(f"SIGHUP again and again, {name}", None if status in codes else f"exit code {status}")
+
+
+SLOW_TEMPLATE = "{% for i in range(20000) %}{% endfor %}"
+
+
+def one_interrupt(tally) -> None:
+    """What has nothing to save ends at the first signal."""
+    with Project(finished="eval") as project:
+        resolved = project.path("run/config.resolved.toml")
+        resolved.write_text(resolved.read_text().replace("bootstrap = 50\n", "bootstrap = 1000000\n"))
+        template = project.copy_model("slow") / "chat_template.jinja"
+        template.write_text(SLOW_TEMPLATE + template.read_text())
+        slow = project.path("slow-build")
+        (slow / "src").mkdir(parents=True)
+        (slow / "Cargo.toml").write_text(
+            '[package]\nname = "slow"\nversion = "0.1.0"\nedition = "2024"\n[lib]\ncrate-type = ["cdylib"]\n[workspace]\n'
+        )
+        (slow / "src/lib.rs").write_text("")
+        (slow / "build.rs").write_text("fn main() { std::thread::sleep(std::time::Duration::from_secs(600)); }\n")
+        reward = str(PLUGINS / "reward-competition")
+        for name, args, after_s in (
+            ("the report", ["report", "run"], 1.5),
+            ("a chat template", ["run", "querl.toml", "--to", "sft", "--set", 'model.path="slow"'], 0.5),
+            ("a build", ["plugin", "build", "slow-build"], 3.0),
+            ("many calls of a plugin", ["plugin", "test", reward, "--repeats", "1000000"], 3.0),
+            ("a training", LONG_SFT, 4.0),
+        ):
+            for sent in (signal.SIGINT, signal.SIGTERM):
+                end = project.interrupted(*args, after_s=after_s, sent=sent)
+                slow_end = f"it took {end.seconds:.1f} s" if end.seconds > 2 else None
+                tally.attack(f"{sent.name} in {name}", (None if end.code == 0 else end.problem(130)) or slow_end)
+
+
+def arguments(tally) -> None:
+    with Project() as project:
+        for args in ([b"run", b"\xff\xfe.toml"], [b"run", b"querl.toml", b"--out", b"\xff"], [b"plugin", b"inspect", b"a\xff"]):
+            tally.attack(f"the argument {args[-1]!r}", project.querl(*args).problem(2))
+        for args in (["run"], ["run", "none.toml"], ["fly"], ["run", "querl.toml", "--set", "sft"], ["run", "querl.toml", "--threads", "x"]):
+            end = project.querl(*args)
+            tally.attack(" ".join(args), None if end.code == 2 and "panicked" not in end.err else f"{end.code}: {end.err[-200:]}")
+
+
+def folders(tally) -> None:
+    def file_in_place_of(name: str):
+        def prepare(project: Project) -> None:
+            path = project.path(name)
+            shutil.rmtree(path, ignore_errors=True)
+            path.write_text("x")
+
+        return prepare
+
+    def folder_in_place_of(name: str):
+        def prepare(project: Project) -> None:
+            project.path(name).unlink()
+            project.path(name).mkdir()
+
+        return prepare
+
+    def content(name: str, value: bytes):
+        return lambda project: project.write(name, value)
+
+    for name, prepare, args, codes in (
+        ("a ledger that is cut", content("run/stages.json", b"{"), ["run", "querl.toml"], (2,)),
+        ("a ledger of random bytes", content("run/stages.json", os.urandom(500)), ["run", "querl.toml"], (2,)),
+        ("a ledger that is a list", content("run/stages.json", b"[]"), ["report", "run"], (2,)),
+        ("a binary adapter_config.json", content("a/adapter_config.json", os.urandom(64)), ["model", "inspect", "a"], (2,)),
+        ("a file as --out", content("out", b"x"), ["run", "querl.toml", "--out", "out"], (2,)),
+        ("a folder as report.html", folder_in_place_of("run/report.html"), ["report", "run"], (1, 2)),
+        ("a folder as eval.json", folder_in_place_of("run/eval.json"), ["report", "run"], (1, 2)),
+        ("a file as rl", file_in_place_of("run/rl"), ["rl", "querl.toml", "--from", "rl"], (0, 1, 2)),
+        ("a resolved configuration that is cut", content("run/config.resolved.toml", b"tenant = "), ["report", "run"], (2,)),
+        ("a lock file of another program", content("run/querl.lock", b"\x00" * 40), ["run", "querl.toml"], (1, 2)),
+        ("no run", lambda project: shutil.rmtree(project.path("run")), ["report", "run"], (2,)),
+    ):
+        with Project(finished="eval") as project:
+            prepare(project)
+            end = project.querl(*args)
+            problems = [end.problem(code) for code in codes]
+            tally.attack(name, problems[0] if all(problems) else None)
+
+
+def two_processes(tally) -> None:
+    with Project() as project:
+        first = project.start(*LONG_SFT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(2)
+        tally.attack("a second process on one folder", project.querl("run", "querl.toml").problem(1, "in use"))
+        first.send_signal(signal.SIGTERM)
+        first.wait(20)
+
+
+GROUPS = {
+    "terminals, signals, limits": [lost_outputs, limits, hang_ups, one_interrupt],
+    "arguments and folders": [arguments, folders, two_processes],
+}
