@@ -67,8 +67,7 @@ impl Server {
 
     async fn metric(&self, name: &str) -> Option<u64> {
         let text = self.client.get(format!("{}/metrics", self.url)).send().await.unwrap().text().await.unwrap();
-        let value = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
-        value
+        text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
     }
 
     /// Polls for two seconds.

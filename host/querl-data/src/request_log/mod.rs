@@ -21,7 +21,7 @@ use lines::{LoggedQueryRow, LoggedRewrite, RequestLogLine};
 use querl_core::config::TableFormat;
 use querl_core::fsx::AtomicFile;
 use querl_core::records::QueryRow;
-use read::{LogFile, LogLine, log_files};
+use read::{LogFile, log_files};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
@@ -177,12 +177,12 @@ fn read_feedback(files: &[LogFile], report: &mut LogTableReport) -> Result<(BTre
         file.read(|_, line| {
             report.n_lines += 1;
             match line {
-                LogLine::Line(RequestLogLine::Rewrite(rewrite)) if !tenants.contains(&rewrite.tenant) => {
+                Ok(RequestLogLine::Rewrite(rewrite)) if !tenants.contains(&rewrite.tenant) => {
                     tenants.insert(rewrite.tenant);
                 }
-                LogLine::Line(RequestLogLine::Rewrite(_)) => {}
-                LogLine::Line(RequestLogLine::Feedback(line)) => feedback.add(line),
-                LogLine::Damaged(damaged) => {
+                Ok(RequestLogLine::Rewrite(_)) => {}
+                Ok(RequestLogLine::Feedback(line)) => feedback.add(line),
+                Err(damaged) => {
                     report.n_damaged += 1;
                     if report.damaged.len() < MAX_NAMED {
                         report.damaged.push(damaged);
@@ -229,7 +229,7 @@ impl LogRows {
         report: &mut LogTableReport,
     ) -> Result<(), DataError> {
         file.read(|line_number, line| {
-            let LogLine::Line(RequestLogLine::Rewrite(line)) = line else { return Ok(()) };
+            let Ok(RequestLogLine::Rewrite(line)) = line else { return Ok(()) };
             if line.tenant != report.tenant || !is_selected {
                 report.n_others += 1;
                 if line.tenant == report.tenant {
@@ -327,7 +327,7 @@ impl LogRows {
                     return Ok(());
                 };
                 match &line {
-                    LogLine::Line(RequestLogLine::Rewrite(line)) => {
+                    Ok(RequestLogLine::Rewrite(line)) => {
                         on_row(index, row, usable(line).map_err(|_| changed(&file.path))?)
                     }
                     _ => Err(changed(&file.path)),

@@ -26,12 +26,6 @@ pub struct DamagedLine {
     pub problem: String,
 }
 
-/// A line of the log.
-pub(super) enum LogLine {
-    Line(RequestLogLine),
-    Damaged(DamagedLine),
-}
-
 /// The files of a folder, by day.
 pub(super) fn log_files(folder: &Path) -> Result<Vec<LogFile>, DataError> {
     let unreadable = |error: io::Error| DataError::file(folder, format!("the request log cannot be read: {error}"));
@@ -61,7 +55,7 @@ impl LogFile {
     /// Calls `on_line` with the number and the content of each line that is not empty.
     pub(super) fn read(
         &self,
-        mut on_line: impl FnMut(usize, LogLine) -> Result<(), DataError>,
+        mut on_line: impl FnMut(usize, Result<RequestLogLine, DamagedLine>) -> Result<(), DataError>,
     ) -> Result<(), DataError> {
         let unreadable = |error: io::Error| DataError::file(&self.path, format!("cannot be read: {error}"));
         let file = File::open(&self.path).map_err(unreadable)?;
@@ -86,8 +80,7 @@ impl LogFile {
                 true => Err(format!("is longer than {MAX_ROW_BYTES} bytes")),
                 false => parse(&buffer, is_ended),
             };
-            let line = parsed.map_or_else(|problem| LogLine::Damaged(self.damaged(number, problem)), LogLine::Line);
-            on_line(number, line)?;
+            on_line(number, parsed.map_err(|problem| self.damaged(number, problem)))?;
         }
         Ok(())
     }

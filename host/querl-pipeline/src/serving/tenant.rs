@@ -68,7 +68,7 @@ impl ServedRun {
     /// # Errors
     /// A file is missing or has changed.
     pub fn trained_model(&self) -> anyhow::Result<(PathBuf, Option<PathBuf>)> {
-        self.checkpoint_digest()?;
+        self.checkpoint_inputs()?;
         let Base { model, adapter } = self.base()?;
         Ok((model, adapter))
     }

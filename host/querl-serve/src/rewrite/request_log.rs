@@ -52,7 +52,7 @@ const WRITE_FAILED: &str = "write_failed";
 const PLUGIN_FAULT: &str = "plugin_fault";
 
 enum Message {
-    Line(RequestLogLine),
+    Line(Box<RequestLogLine>),
     /// Answered once all lines before it are written.
     Flush(std::sync::mpsc::Sender<()>),
 }
@@ -119,7 +119,7 @@ impl RequestLog {
         let n_bytes = text_bytes(&line);
         let n_queued = self.n_queued_bytes.fetch_add(n_bytes, Ordering::Relaxed);
         let has_room = n_queued + n_bytes <= MAX_QUEUED_BYTES;
-        let is_queued = has_room && self.sender.try_send(Message::Line(line)).is_ok();
+        let is_queued = has_room && self.sender.try_send(Message::Line(Box::new(line))).is_ok();
         if !is_queued {
             self.n_queued_bytes.fetch_sub(n_bytes, Ordering::Relaxed);
             self.counters.dropped.with_label_values(&[QUEUE_FULL]).inc();
@@ -197,7 +197,7 @@ impl Writer {
                 match message {
                     Message::Line(line) => {
                         n_queued_bytes.fetch_sub(text_bytes(&line), Ordering::Relaxed);
-                        lines.push(line);
+                        lines.push(*line);
                     }
                     Message::Flush(done) => flushed.push(done),
                 }
