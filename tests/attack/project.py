@@ -89,7 +89,8 @@ class End:
         last = self.err.rstrip().rsplit("\n", 1)[-1]
         if self.code != code:
             return f"exit code {self.code} and not {code}: {last[:300]}"
-        if "panicked at" in self.err:
+        # A panic of a guest is in the sentence that blames it.
+        if any(line.startswith("thread '") and "panicked at" in line for line in self.err.splitlines()):
             return f"a panic: {self.err[-300:]}"
         if code not in (0, 130) and not last.startswith("error: "):
             return f"the last line is no sentence: {last[:300]!r}"
