@@ -192,6 +192,10 @@ async fn a_shadow_delays_no_client_and_gives_way_to_clients_that_wait() {
 async fn a_candidate_that_fails_is_ended_recorded_and_stays_ended() {
     let server = Server::start(CandidateMode::Canary(1.0), 0).await;
     server.releases.is_read_only.store(true, Ordering::Relaxed);
+    for _ in 0..6 {
+        let body = server.ask("/v1/rewrite", json!({"query": "candidate held", "deadline_ms": 10})).await;
+        assert_eq!((&body["version"], &body["fallback"]), (&json!("v2"), &json!("timeout")), "the client's deadline");
+    }
     for _ in 0..4 {
         let body = server.rewrite("candidate unreadable", "").await;
         assert_eq!((&body["version"], &body["fallback"]), (&json!("v2"), &json!("no_rewrite")));

@@ -216,6 +216,10 @@ impl RewriteService {
             trial.add_cached(role);
             return self.metrics.versions.request(&trial.model.name, role, None);
         }
+        // A client that shortens its deadline does not judge a model.
+        if result.fallback == Some("timeout") && result.latency < self.options.deadline.mul_f64(0.9) {
+            return;
+        }
         self.add_sample(trial, role, Sample { latency: Some(result.latency), fallback: result.fallback });
     }
 
