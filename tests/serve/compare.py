@@ -5,7 +5,7 @@
         [--clients 1 8 64] [--rounds 2] [--systems querl llama transformers]
 
 The model has the shape of `--shape` and random weights, with a LoRA adapter of one step of training; querl serves base and adapter,
-the others the merged model. Prompts have 256 tokens, of which all share the first 192; responses have 16 tokens, greedy, whatever they are.
+the others the merged model. Prompts have 256 tokens and share the first 192; responses have 16 tokens, greedy, whatever they are.
 Each client sends its next request when the last is answered. For each precision and number of clients the systems run one after another,
 `--rounds` times; a table gives the median of the rounds, and querl's throughput divided by the others'.
 

@@ -4,9 +4,7 @@
 use crate::{golden, json, values};
 use candle_core::Device;
 use candle_core::quantized::gguf_file::{Content, Value};
-use querl_model::{
-    DecoderConfig, GgufDtype, LoraAdapter, TokenizerSettings, export_gguf, load_tensors, train_tokenizer,
-};
+use querl_model::{DecoderConfig, GgufDtype, LoraAdapter, export_gguf, load_tensors};
 use std::fs::File;
 use std::path::Path;
 

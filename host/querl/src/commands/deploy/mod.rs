@@ -44,7 +44,7 @@ const FILES: [(&str, &str); 11] = [
     ("querl-rewrite.service", include_str!("files/querl-rewrite.service")),
 ];
 
-/// Memory besides the weights: the KV cache, and the program with its plugins.
+/// Memory in addition to the weights: the KV cache, and the program with its plugins.
 const OTHER_MEMORY_MIB: u64 = 2048;
 
 pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
