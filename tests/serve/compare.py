@@ -5,7 +5,7 @@
         [--clients 1 8 64] [--rounds 2] [--systems querl llama transformers]
 
 The model has the shape of `--shape` and random weights, with a LoRA adapter of one step of training; querl serves base and adapter,
-the others the merged model. Prompts have 256 tokens, of which all share the first 192; responses have 16 tokens, greedy, whatever they are.
+the others the merged model. Prompts have 256 tokens and share the first 192; responses have 16 tokens, greedy, whatever they are.
 Each client sends its next request when the last is answered. For each precision and number of clients the systems run one after another,
 `--rounds` times; a table gives the median of the rounds, and querl's throughput divided by the others'.
 
@@ -27,6 +27,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -105,7 +106,7 @@ def prepare(querl: Path, folder: Path, shape: str, dtypes: list[str]) -> None:
     """The model, a run that trained an adapter for it, and GGUF files of the merged model."""
     folder.mkdir(parents=True, exist_ok=True)
     model, run = folder / "model", folder / "run"
-    if not (run / "stages.json").exists():
+    if not (run / "sft/best/adapter_config.json").exists():
         for old in (model, run):
             shutil.rmtree(old, ignore_errors=True)
         call([querl, "model", "init", "--shape", shape, "--dtype", "bf16", "--out", model])
@@ -116,7 +117,7 @@ def prepare(querl: Path, folder: Path, shape: str, dtypes: list[str]) -> None:
         (folder / "queries.jsonl").write_text("\n".join(rows), encoding="utf-8")
         config = CONFIG.format(tenant=TENANT, example=example, plugins=REPOSITORY / "plugins")
         (folder / "querl.toml").write_text(config, encoding="utf-8")
-        call([querl, "sft", folder / "querl.toml", "--out", run])
+        call([querl, "run", folder / "querl.toml", "--out", run, "--to", "sft"])
     for dtype in dtypes:
         path = folder / f"{dtype}.gguf"
         if not path.exists():
@@ -179,7 +180,7 @@ def server(command: list, listen: Callable[[int], list], ready: str) -> Iterator
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = open("/tmp/querl-compare/server.log", "w")
+    log = tempfile.NamedTemporaryFile("w", prefix="querl-compare-", suffix=".log", delete=False)
     process = subprocess.Popen([str(part) for part in command + listen(port)], stdout=log, stderr=log)
     try:
         for _ in range(3000):

@@ -10,6 +10,7 @@ use minijinja::value::{Kwargs, Rest, Serde, StringInput, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, Value, context, filters};
 use querl_core::memory::private_memory_bytes;
 use querl_core::records::Message;
+use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::path::Path;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TryRecvError};
@@ -154,7 +155,8 @@ impl ChatTemplate {
         variables: &serde_json::Value,
     ) -> Result<String, ModelError> {
         let (messages, variables) = (Value::from(Serde(messages)), Value::from(Serde(variables)));
-        let special_tokens: Value = self.special_tokens.iter().cloned().collect();
+        let special_tokens: BTreeMap<_, _> = self.special_tokens.iter().cloned().collect();
+        let special_tokens = Value::from(Serde(&special_tokens));
         let given = context! { messages, add_generation_prompt };
         let variables = minijinja::value::merge_maps([given, variables, special_tokens]);
         match self.rendered(variables) {

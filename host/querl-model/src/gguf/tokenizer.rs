@@ -271,7 +271,7 @@ const N_PIECES: usize = 12;
 /// Where pre-tokenizers differ: contractions, digits, spaces, line breaks, scripts, symbols, joined emoji.
 const TEXTS: [&str; 6] = [
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n line\r\n\r\nline",
-    "I've told he's there, 'RE you sure? 'M not sure, we'll 'test' it; We'Ve a'lL",
+    "I've seen he's there, 'RE you sure? 'M not sure, we'll 'test' it; We'Ve a'lL",
     "3 33 333 3333 33333 3.3 3..3 3...3 2025年11月26日 13800138000 ①②３４",
     "胶原蛋白怎么吃？我想在apple工作1314151天～“引号”（括号）……——《书名》：；、。",
     "🚀 (normal) 😶\u{200d}🌫️ ✅ 🦙🦙 កាន់តែពិសេសអាច😁 нещо на Български عربي हिन्दी",

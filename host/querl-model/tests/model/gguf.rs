@@ -4,9 +4,7 @@
 use crate::{golden, json, values};
 use candle_core::Device;
 use candle_core::quantized::gguf_file::{Content, Value};
-use querl_model::{
-    DecoderConfig, GgufDtype, LoraAdapter, TokenizerSettings, export_gguf, load_tensors, train_tokenizer,
-};
+use querl_model::{DecoderConfig, GgufDtype, LoraAdapter, export_gguf, load_tensors};
 use std::fs::File;
 use std::path::Path;
 
@@ -17,7 +15,7 @@ fn model(name: &str) -> tempfile::TempDir {
         std::fs::copy(golden(&format!("decoders/{name}/{file}")), folder.path().join(file)).unwrap();
     }
     let tokens: Vec<String> = ["<|endoftext|>", "<|im_end|>"].into_iter().map(String::from).collect();
-    let letters = ('a'..='z').map(String::from).chain(["Ġ".into(), "Ċ".into(), "ab".into(), "ĊĊ".into()]);
+    let letters = ('a'..='z').map(String::from).chain(["Ġ".into(), "Ċ".into(), "ab".into(), "ĊĊ".into(), "ĠĠ".into()]);
     let vocab: serde_json::Map<String, serde_json::Value> =
         tokens.iter().cloned().chain(letters).enumerate().map(|(id, text)| (text, id.into())).collect();
     let special = |id: usize| {
@@ -31,7 +29,7 @@ fn model(name: &str) -> tempfile::TempDir {
             {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
         ]},
         "decoder": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false},
-        "model": {"type": "BPE", "vocab": vocab, "merges": [["a", "b"], ["Ċ", "Ċ"]]},
+        "model": {"type": "BPE", "vocab": vocab, "merges": [["a", "b"], ["Ċ", "Ċ"], ["Ġ", "Ġ"]]},
     });
     let write = |file: &str, text: &str| std::fs::write(folder.path().join(file), text).unwrap();
     write("tokenizer.json", &tokenizer.to_string());
@@ -90,7 +88,7 @@ fn metadata_say_what_llama_cpp_reads() {
         assert_eq!(number(key), expected, "{key}");
     }
     assert_eq!(text("tokenizer.ggml.model"), "gpt2");
-    assert_eq!(text("tokenizer.ggml.pre"), "falcon");
+    assert_eq!(text("tokenizer.ggml.pre"), "qwen2");
     assert_eq!(text("tokenizer.chat_template"), "{{ bos_token }}{{ messages }}");
     assert!(content.metadata["tokenizer.ggml.add_bos_token"].to_bool().unwrap(), "the template begins with it");
     let list = |key: &str| content.metadata[key].to_vec().unwrap().clone();
@@ -100,8 +98,8 @@ fn metadata_say_what_llama_cpp_reads() {
     assert_eq!((texts.len(), types.len()), (64, 64), "as many as the embedding has rows");
     assert_eq!((texts[1].as_str(), types[1]), ("<|im_end|>", 3));
     assert_eq!((texts[2].as_str(), types[2]), ("a", 1));
-    // A line break that llama.cpp would divide is separated before all others.
-    assert_eq!((texts[31].as_str(), types[31]), ("\n\n", 4));
+    // Spaces that llama.cpp would divide are separated before all others.
+    assert_eq!((texts[32].as_str(), types[32]), ("  ", 4));
     assert_eq!((texts[63].as_str(), types[63]), ("[PAD63]", 5));
     let merges = list("tokenizer.ggml.merges");
     assert_eq!(merges[0].to_string().unwrap(), "a b");
@@ -206,28 +204,20 @@ fn what_llama_cpp_cannot_represent_is_refused() {
 
 #[test]
 fn the_pre_tokenizer_is_the_one_with_the_same_tokens() {
-    let folder = model("qwen3-tied");
-    let path = folder.path().join("tokenizer.json");
-    let settings = TokenizerSettings { vocab_size: 400, special_tokens: &["<|endoftext|>", "<|im_end|>"] };
-    let text = "we'll see: I've 2025 apples, 胶原蛋白怎么吃？\n\n  it's  fine…… (really)";
-    train_tokenizer(&vec![text.to_owned(); 3], &settings, &path).unwrap();
-    change(folder.path(), "config.json", |config| config["vocab_size"] = 400.into());
-    let tensors = load_tensors(&folder.path().join("model.safetensors")).unwrap();
-    let wider = tensors.into_iter().map(|(name, tensor)| match name.as_str() {
-        "model.embed_tokens.weight" => (name, tensor.repeat((7, 1)).unwrap().narrow(0, 0, 400).unwrap()),
-        _ => (name, tensor),
-    });
-    let wider: std::collections::HashMap<_, _> = wider.collect();
-    candle_core::safetensors::save(&wider, folder.path().join("model.safetensors")).unwrap();
-    let found = |regex: Option<&str>| {
-        if let Some(regex) = regex {
-            change(folder.path(), "tokenizer.json", |file| {
-                file["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = regex.into();
-            });
-        }
-        export(folder.path(), None, None).0.metadata["tokenizer.ggml.pre"].to_string().unwrap().clone()
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-qwen3");
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        std::fs::copy(tiny.join(file), folder.path().join(file)).unwrap();
+    }
+    let pre_tokenizer = || {
+        let (content, ..) = export(folder.path(), None, None);
+        assert!(!content.metadata["tokenizer.ggml.add_bos_token"].to_bool().unwrap(), "the template has none");
+        content.metadata["tokenizer.ggml.pre"].to_string().unwrap().clone()
     };
-    assert_eq!(found(None), "falcon");
+    assert_eq!(pre_tokenizer(), "falcon");
     let qwen2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
-    assert_eq!(found(Some(qwen2)), "qwen2");
+    change(folder.path(), "tokenizer.json", |file| {
+        file["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = qwen2.into();
+    });
+    assert_eq!(pre_tokenizer(), "qwen2");
 }

@@ -632,6 +632,14 @@ fn a_base_in_half_precision_gives_nearly_the_same_logits() {
     }
 }
 
+/// Regression: they were a list of pairs, so that prompts of Llama 3 began without `<|begin_of_text|>`.
+#[test]
+fn special_tokens_are_variables_of_a_template() {
+    let tokens = [("bos_token", "<s>"), ("eos_token", "</s>")].map(|(name, text)| (name.to_owned(), text.to_owned()));
+    let template = ChatTemplate::new("{{ bos_token }}x{{ eos_token }}{{ pad_token }}", tokens.to_vec()).unwrap();
+    assert_eq!(template.render(&[], true).unwrap(), "<s>x</s>");
+}
+
 #[test]
 fn templates_render_as_transformers_renders_them() {
     let golden = json(&golden("chat_template.json"));

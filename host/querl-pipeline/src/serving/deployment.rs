@@ -41,8 +41,10 @@ pub enum BaseFiles {
 pub struct Deployment {
     /// Names of the tenants.
     pub tenants: Vec<String>,
-    /// Bytes of the base's weights; 0 where each run has a model of its own.
-    pub base_bytes: u64,
+    /// Bytes of the files of all models.
+    pub model_bytes: u64,
+    /// Whether tenants share a base model; after full fine-tuning a run has a model of its own.
+    pub has_base: bool,
 }
 
 /// Writes `tenants`, `base` and `base.sha256` to an empty folder.
@@ -50,7 +52,7 @@ pub struct Deployment {
 /// # Errors
 /// Two runs are of one tenant or have different bases, a file of a run is not as it was written, or a file cannot be written.
 pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyhow::Result<Deployment> {
-    let mut deployment = Deployment { tenants: Vec::new(), base_bytes: 0 };
+    let mut deployment = Deployment { tenants: Vec::new(), model_bytes: 0, has_base: false };
     let mut base_model: Option<(PathBuf, String)> = None;
     for run in runs {
         let tenant = folder_name(&run.config.tenant)?;
@@ -58,7 +60,7 @@ pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyh
             let message = format!("{}: another run is of tenant `{tenant}` too; name one", run.dir.root().display());
             return Err(Stop::usage(message).into());
         }
-        write_tenant(run, &out.join(TENANTS).join(&tenant))?;
+        deployment.model_bytes += write_tenant(run, &out.join(TENANTS).join(&tenant))?;
         deployment.tenants.push(tenant);
         if run.config.sft.method == TuningMethod::Full {
             continue; // Its own model is a checkpoint of the run.
@@ -79,9 +81,10 @@ pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyh
         }
     }
     if let Some((model, digests)) = base_model {
+        deployment.has_base = true;
         for name in model_files(&model)? {
             let path = model.join(&name);
-            deployment.base_bytes += path.metadata().with_context(|| unreadable(&path))?.len();
+            deployment.model_bytes += path.metadata().with_context(|| unreadable(&path))?.len();
             if base == BaseFiles::Copied {
                 copy(&path, &out.join(BASE).join(&name))?;
             }
@@ -130,19 +133,21 @@ fn check_digest(folder: &Path, line: &str) -> anyhow::Result<()> {
     Err(Stop::usage(message).into())
 }
 
-fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<()> {
+/// Bytes of the adapter or model.
+fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<u64> {
     let (from, to) = (&run.dir, RunDir::new(folder));
     run.trained_model()?; // Its files are as their stage wrote them.
     let mut stages = BTreeSet::from([run.stage()]);
     if run.config.sft.method == TuningMethod::Full {
         stages.insert(StageName::Sft);
     }
-    let mut copied = Vec::new();
+    let (mut copied, mut n_bytes) = (Vec::new(), 0);
     for stage in &stages {
         let best = training::best(&training::folder(from, *stage));
         for name in files(&best, |_| true)? {
-            copy(&best.join(&name), &training::best(&training::folder(&to, *stage)).join(&name))?;
-            copied.push(training::best(&training::folder(from, *stage)).join(&name));
+            let file = best.join(&name);
+            n_bytes += copy(&file, &training::best(&training::folder(&to, *stage)).join(&name))?;
+            copied.push(file);
         }
     }
     Ledger::open(&from.stages())?.write_part(&stages, &copied, &to.stages())?;
@@ -161,7 +166,8 @@ fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<()> {
     write_text(
         &to.config(),
         &format!("# Written by querl deploy: what serving reads, with paths relative to this folder.\n{config}"),
-    )
+    )?;
+    Ok(n_bytes)
 }
 
 /// What serving reads of a configuration; all else has its default, so that nothing of the machine that trained is in it.
@@ -234,12 +240,11 @@ fn files(folder: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Result<Vec<Str
     Ok(names)
 }
 
-fn copy(from: &Path, to: &Path) -> anyhow::Result<()> {
+/// Bytes of the file.
+fn copy(from: &Path, to: &Path) -> anyhow::Result<u64> {
     let folder = to.parent().unwrap_or(Path::new(""));
     std::fs::create_dir_all(folder).with_context(|| unwritable(folder))?;
-    std::fs::copy(from, to)
-        .map(drop)
-        .with_context(|| format!("{}: cannot be copied to {}", from.display(), to.display()))
+    std::fs::copy(from, to).with_context(|| format!("{}: cannot be copied to {}", from.display(), to.display()))
 }
 
 fn write_text(path: &Path, text: &str) -> anyhow::Result<()> {

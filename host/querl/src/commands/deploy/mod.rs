@@ -44,7 +44,7 @@ const FILES: [(&str, &str); 11] = [
     ("querl-rewrite.service", include_str!("files/querl-rewrite.service")),
 ];
 
-/// Memory besides the weights: the KV cache, and the program with its plugins.
+/// Memory in addition to the weights: the KV cache, and the program with its plugins.
 const OTHER_MEMORY_MIB: u64 = 2048;
 
 pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
@@ -72,7 +72,7 @@ pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
         let path = out.display();
         format!("{path}: tenants {}; {path}/README.md has the commands\n", tenants.join(", "))
     })?;
-    if args.base == BaseFiles::Referenced && deployment.base_bytes > 0 {
+    if args.base == BaseFiles::Referenced && deployment.has_base {
         terminal::print(&format!("put the base model at {}/base, or link it there", out.display()));
     }
     Ok(())
@@ -101,8 +101,8 @@ fn make_readable(path: &Path) -> std::io::Result<()> {
 }
 
 fn filled(text: &str, deployment: &Deployment, base: BaseFiles, is_chinese: bool) -> String {
-    let Deployment { tenants, base_bytes } = deployment;
-    let is_referenced = base == BaseFiles::Referenced && *base_bytes > 0;
+    let Deployment { tenants, model_bytes, has_base } = deployment;
+    let is_referenced = base == BaseFiles::Referenced && *has_base;
     let base_note = match (is_referenced, is_chinese) {
         (false, _) => "",
         (true, false) => {
@@ -118,7 +118,7 @@ fn filled(text: &str, deployment: &Deployment, base: BaseFiles, is_chinese: bool
         false => "",
     };
     // Weights that are stored in 16 bits may be computed in 32.
-    let memory_mib = (2 * base_bytes).div_ceil(1 << 20) + OTHER_MEMORY_MIB;
+    let memory_mib = (2 * model_bytes).div_ceil(1 << 20) + OTHER_MEMORY_MIB;
     let tenant = tenants.first().map_or("", String::as_str);
     [
         ("@TENANTS@", tenants.iter().map(|tenant| format!("`{tenant}`")).collect::<Vec<_>>().join(", ").as_str()),
