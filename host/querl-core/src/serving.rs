@@ -145,7 +145,7 @@ pub enum SubmitError {
 /// State of the engine, for metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EngineState {
-    /// Requests in the queue.
+    /// Requests in the queue that a client waits for.
     pub n_waiting: usize,
     /// Requests in the running batch.
     pub n_running: usize,
@@ -206,7 +206,7 @@ pub trait Rewriter: Send + Sync {
 /// How much of a tenant's traffic a candidate has.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CandidateMode {
-    /// It answers this share of the requests, above 0 and at most 1.
+    /// It answers this share of the requests, above 0 and below 1.
     Canary(f64),
     /// It answers none; its rewrites are compared with those of the current model.
     Shadow,

@@ -42,6 +42,12 @@ impl Log {
     fn table(&self) -> (LogTableReport, Vec<Value>) {
         self.read(None, [None, None]).unwrap()
     }
+
+    /// The number of groups that a run finds in the table.
+    fn n_groups(&self) -> usize {
+        let config = json!({"input": self.path("table.jsonl"), "group_column": "group"});
+        open_queries(&serde_json::from_value(config).unwrap()).unwrap().findings().n_groups
+    }
 }
 
 /// A rewrite; the id is also its second of the day.
@@ -171,6 +177,46 @@ fn near_duplicates_shared_gold_ids_and_reformulations_are_one_group() {
     );
 }
 
+/// They had one name, the normalised query, and were one group of a run.
+#[test]
+fn one_query_after_different_histories_is_in_different_groups() {
+    let log = Log::new();
+    let after = |id, query, history: &str| with(rewrite(id, query), json!({"history": history}));
+    log.add(
+        "2026-11-24",
+        &[
+            after(1, "怎么吃", "在看深海鱼油软胶囊"),
+            after(2, "怎么吃", "维生素泡腾片多少钱"),
+            after(3, "怎么吃?", "维生素泡腾片多少钱"),
+            rewrite(4, "怎么吃"),
+            rewrite(5, "P1"),
+            rewrite(6, "孕妇钙片"),
+            feedback(6, json!({"clicked": ["p1"]})),
+        ],
+    );
+    let (report, rows) = log.table();
+    let groups = column(&rows, "group");
+    assert_eq!((&groups[0], &groups[1]), (&json!("怎么吃"), &groups[2]), "{groups:?}");
+    assert_eq!((report.n_groups, log.n_groups()), (5, 5), "{groups:?}");
+}
+
+#[test]
+fn rows_that_share_one_gold_passage_are_one_group_up_to_a_limit() {
+    let log = Log::new();
+    let query = |n: u32| char::from_u32(0x4e00 + 7 * n).unwrap().to_string().repeat(3);
+    let lines = (0..30).flat_map(|n| {
+        let shared = if n < 28 { "p" } else { "r" };
+        let clicked = [shared.to_owned(), format!("q{n}")];
+        [rewrite(n, &query(n)), feedback(n, json!({"clicked": clicked}))]
+    });
+    log.add("2026-11-24", &lines.collect::<Vec<_>>());
+    let (report, rows) = log.table();
+    let groups = column(&rows, "group");
+    assert_eq!((&groups[0], &groups[20], &groups[28]), (&groups[19], &groups[27], &groups[29]));
+    let found = (report.n_groups, report.n_largest_group, report.n_unjoined_gold, report.n_unjoined);
+    assert_eq!((found, log.n_groups()), ((3, 20, 1, 0), 3), "{groups:?}");
+}
+
 /// Without a limit one everyday query between the others would join all users' queries.
 #[test]
 fn everyday_queries_do_not_join_everything() {
@@ -279,4 +325,20 @@ fn every_format_is_a_query_table_with_the_same_rows() {
     for name in ["t.csv", "t.tsv", "t.xlsx", "t.parquet"] {
         assert_eq!(read(name), expected, "{name}");
     }
+}
+
+#[test]
+fn rows_that_a_workbook_would_change_are_left_out_of_one() {
+    let log = Log::new();
+    let queries = ["鱼油\r\n怎么吃".to_owned(), "a\u{1}b".to_owned(), "长".repeat(32_768), "长".repeat(32_767)];
+    let lines: Vec<Value> = queries.iter().zip(1..).map(|(query, id)| rewrite(id, query)).collect();
+    log.add("2026-11-24", &lines);
+    let n_rows = |name: &str| {
+        let out = log.path(name);
+        let settings = LogTableSettings { folder: log.0.path(), out: &out, tenant: None, since: None, until: None };
+        let report = table_from_log(&settings).unwrap();
+        (report.n_rows, report.left_out)
+    };
+    let left_out = BTreeMap::from([("with a text that a cell of a workbook cannot hold", 2)]);
+    assert_eq!((n_rows("t.jsonl"), n_rows("t.xlsx")), ((4, BTreeMap::new()), (2, left_out)));
 }

@@ -6,7 +6,7 @@ use crate::evaluation::FEW_GROUPS;
 use crate::metric::{Metric, answer, failure_code, hits};
 use crate::table::blocks;
 use crate::text::printable;
-use querl_core::records::EvalRecord;
+use querl_core::records::{EvalRecord, Judgement, SystemAnswer};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -29,7 +29,7 @@ pub struct ComparedSystem<'a> {
 pub struct ComparisonOptions {
     /// One of [`Metric::COMPARED`].
     pub metric: Metric,
-    /// The largest loss that is accepted, in units of the metric.
+    /// The largest loss that is accepted, in units of the metric; at most a tenth of its scale.
     pub margin: f64,
     /// Seed of the bootstrap.
     pub seed: u64,
@@ -64,11 +64,14 @@ pub struct Comparison {
     pub n_groups: usize,
     /// Mean of each side.
     pub means: [f64; 2],
-    /// The paired difference with its 95% interval: cluster bootstrap, for fewer than 20 groups not narrower than that of Student's t.
+    /// The paired difference with its 95% interval: cluster bootstrap, for fewer than 20 groups not narrower than that of Student's t, and
+    /// with room for groups that lose or gain and were not seen. Of equal rewrites it is 0 by construction.
     pub difference: Interval,
     /// Queries that would be needed to tell, for a difference and a variance as measured here; `None` where it is clear, and where the mean
     /// difference is the limit itself.
     pub n_needed: Option<usize>,
+    /// Queries for which both sides have the same rewrite.
+    pub n_equal_rewrites: usize,
     /// Failed answers of each side by reason; each counts as the worst value.
     pub failures: [BTreeMap<String, usize>; 2],
     /// Queries of each side that the other run has seen, which are left out.
@@ -77,6 +80,8 @@ pub struct Comparison {
     pub n_unpaired: [usize; 2],
     /// Queries to which the metric applies for neither side, which are left out.
     pub n_not_applicable: usize,
+    /// Queries for which a call or plugin of the second side failed, which are left out: they would count as gains.
+    pub n_reference_failed: usize,
     /// By group, the largest loss first.
     pub groups: Vec<GroupDifference>,
 }
@@ -106,6 +111,7 @@ struct Pair<'a> {
 /// A side has no records, no query is held out in both runs, gold passages differ, or the metric applies to no query.
 pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> Result<Comparison, EvalError> {
     let metric = options.metric;
+    check_margin(metric, options.margin)?;
     sides.iter().try_for_each(|side| check_retrieval(side, metric))?;
     let [first, second] = [by_query(&sides[0])?, by_query(&sides[1])?];
     let is_seen = |id: &str| sides.iter().any(|side| side.seen.contains(id));
@@ -116,7 +122,7 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
     let n_seen_by_other = [n_seen(&first), n_seen(&second)];
     let n_unpaired = [n_alone(&first, &second), n_alone(&second, &first)];
     let both = first.iter().filter_map(|(key, record)| Some([*record, *second.get(key)?]));
-    let both: Vec<[&EvalRecord; 2]> = both.filter(|records| !is_seen(&records[0].query.id)).collect();
+    let mut both: Vec<[&EvalRecord; 2]> = both.filter(|records| !is_seen(&records[0].query.id)).collect();
     if both.is_empty() {
         let [first, second] = sides.map(|side| side.name);
         let problem = format!("no query is held out in both {first} and {second}");
@@ -128,6 +134,14 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
         let problem =
             format!("query `{query}` has the gold passages [{}] in {first} and [{}] in {second}", golds[0], golds[1]);
         return Err(EvalError::Comparison(format!("{problem}; evaluate both on the same query table")));
+    }
+    let n_both = both.len();
+    both.retain(|records| !is_reference_failed(metric, *records));
+    let n_reference_failed = n_both - both.len();
+    if both.is_empty() {
+        let name = sides[1].name;
+        let problem = format!("{name} has a failed call for each of {n_both} queries");
+        return Err(EvalError::Comparison(format!("{problem}; run the evaluation again")));
     }
     let worst = worst_value(metric, &both);
     let pairs: Vec<Pair<'_>> = both
@@ -146,10 +160,20 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
     let differences = pairs.iter().zip(&groups).map(|(pair, group)| (*group, pair.values[0] - pair.values[1]));
     let drawn = bootstrap.interval(differences).ok_or(EvalError::NoResamples)?;
     let standard_error = standard_error(&by_group, drawn.mean);
-    let difference = widened(drawn, standard_error, by_group.len(), metric);
-    let verdict = verdict(&difference, by_group.len(), options.margin);
+    let unseen = UnseenGroups::new(&by_group, range(metric, &pairs));
+    let n_equal_rewrites = pairs.iter().filter(|pair| has_equal_rewrites(pair.records)).count();
+    let is_same = n_equal_rewrites == pairs.len()
+        && pairs.iter().all(|pair| (pair.values[0] - pair.values[1]).abs() <= TOLERANCE);
+    let difference = match is_same {
+        true => drawn,
+        false => unseen.widened(widened(drawn, standard_error, by_group.len(), metric), by_group.len()),
+    };
+    let verdict = match is_same {
+        true => ComparisonVerdict::Passed,
+        false => verdict(&difference, by_group.len(), options.margin),
+    };
     let count = |side: usize| {
-        let codes = pairs.iter().filter_map(|pair| failure_code(pair.records[side]));
+        let codes = pairs.iter().filter_map(|pair| failure(metric, pair.records[side]));
         codes.fold(BTreeMap::new(), |mut counts, code| {
             *counts.entry(code).or_default() += 1;
             counts
@@ -157,8 +181,10 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
     };
     let mean = |side: usize| pairs.iter().map(|pair| pair.values[side]).sum::<f64>() / pairs.len() as f64;
     let is_unclear = verdict == ComparisonVerdict::Unclear;
-    let n_needed =
-        is_unclear.then(|| n_needed(pairs.len(), by_group.len(), standard_error, drawn.mean + options.margin));
+    let n_needed = is_unclear.then(|| {
+        let n_groups = unseen.n_groups_needed(drawn.mean, options.margin);
+        n_needed(pairs.len(), by_group.len(), standard_error, drawn.mean + options.margin, n_groups)
+    });
     Ok(Comparison {
         metric,
         margin: options.margin,
@@ -168,10 +194,12 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
         means: [mean(0), mean(1)],
         difference,
         n_needed: n_needed.flatten(),
+        n_equal_rewrites,
         failures: [count(0), count(1)],
         n_seen_by_other,
         n_unpaired,
         n_not_applicable,
+        n_reference_failed,
         groups: by_group,
     })
 }
@@ -227,10 +255,60 @@ fn scale(metric: Metric) -> Option<f64> {
     }
 }
 
+/// The largest margin: a tenth of the scale, of a reward 0.1. A larger loss is no release.
+fn check_margin(metric: Metric, margin: f64) -> Result<(), EvalError> {
+    let largest = 0.1 * scale(metric).unwrap_or(1.0);
+    if (0.0..=largest).contains(&margin) {
+        return Ok(());
+    }
+    let message = format!("--margin is {margin}; expected 0 to {largest} for {}", metric.name());
+    Err(EvalError::Comparison(message))
+}
+
+/// Largest difference that a group can have; of rewards that of the values, at least 1.
+fn range(metric: Metric, pairs: &[Pair<'_>]) -> f64 {
+    let observed = || {
+        let values = || pairs.iter().flat_map(|pair| pair.values);
+        let (low, high) = (values().fold(f64::INFINITY, f64::min), values().fold(f64::NEG_INFINITY, f64::max));
+        (high - low).max(1.0)
+    };
+    scale(metric).unwrap_or_else(observed)
+}
+
+fn has_equal_rewrites(records: [&EvalRecord; 2]) -> bool {
+    let [first, second] = records.map(|record| answer(record).map(|answer| &answer.candidate.rewrite));
+    first.is_some() && first == second
+}
+
+/// Whether a call or plugin of the second side failed, so that its value is unknown, and not the worst.
+fn is_reference_failed(metric: Metric, [first, second]: [&EvalRecord; 2]) -> bool {
+    match &second.outcome {
+        Err(rejection) => rejection.code == "teacher_failed",
+        Ok(answer) => {
+            let has_value = |record: &EvalRecord| metric.value(record).is_some();
+            answer.candidate.retrieval_failure().is_some() || (has_value(first) && !has_value(second))
+        }
+    }
+}
+
+/// Why a record has the worst value: no rewrite, or a call that failed. A response that cannot be read is a blank rewrite.
+fn failure(metric: Metric, record: &EvalRecord) -> Option<String> {
+    let Some(SystemAnswer { candidate, .. }) = answer(record) else { return failure_code(record) };
+    match &candidate.judgement {
+        _ if candidate.retrieval_failure().is_some() => failure_code(record),
+        _ if candidate.rewrite.trim().is_empty() => Some("no_rewrite".to_owned()),
+        Judgement::Failed(failed) if metric == Metric::JudgeScore => Some(format!("judge {}", failed.kind)),
+        _ => None,
+    }
+}
+
 /// The value of a failure: the lower end of the scale, or the lowest reward of either side.
 fn worst_value(metric: Metric, records: &[[&EvalRecord; 2]]) -> f64 {
-    let lowest = || records.iter().flatten().filter_map(|record| metric.value(record)).fold(0.0, f64::min);
-    if scale(metric).is_some() { 0.0 } else { lowest() }
+    if scale(metric).is_some() {
+        return 0.0;
+    }
+    let rewards = records.iter().flatten().filter_map(|record| metric.value(record));
+    rewards.filter(|value| value.is_finite()).min_by(f64::total_cmp).unwrap_or(0.0)
 }
 
 /// The values of a query, a failure as the worst value; `None` where the metric applies to neither side.
@@ -293,6 +371,48 @@ fn widened(drawn: Interval, standard_error: f64, n_groups: usize, metric: Metric
     }
 }
 
+/// Groups that lose, or gain, where none of those that were drawn does.
+///
+/// With 95% confidence a group like none of n is less than 3 / n of all ("rule of three"; Hanley and Lippman-Hand 1983, "If nothing goes
+/// wrong, is everything all right?"). A bootstrap and a standard error see only groups that were drawn: of equal differences their
+/// intervals have no width.
+struct UnseenGroups {
+    /// Largest loss and gain of an unseen group: those of the metric where all groups are equal, else the largest difference of a group.
+    size: f64,
+    can_lose: bool,
+    can_gain: bool,
+}
+
+impl UnseenGroups {
+    /// `groups` are in ascending order of their differences.
+    fn new(groups: &[GroupDifference], range: f64) -> Self {
+        let least = groups.first().map_or(0.0, |group| group.difference);
+        let most = groups.last().map_or(0.0, |group| group.difference);
+        let is_constant = most - least <= TOLERANCE;
+        Self {
+            size: if is_constant { range } else { least.abs().max(most.abs()) },
+            can_lose: is_constant || least >= 0.0,
+            can_gain: is_constant || most <= 0.0,
+        }
+    }
+
+    fn widened(&self, interval: Interval, n_groups: usize) -> Interval {
+        let (mean, share) = (interval.mean, (3.0 / n_groups as f64).min(1.0));
+        let low = if self.can_lose { mean - share * (self.size + mean) } else { interval.low };
+        let high = if self.can_gain { mean + share * (self.size - mean) } else { interval.high };
+        Interval { low: interval.low.min(low), high: interval.high.max(high), mean }
+    }
+
+    /// Groups for which [`widened`](Self::widened) ends at the limit; the mean is not the limit.
+    fn n_groups_needed(&self, mean: f64, margin: f64) -> f64 {
+        match mean + margin {
+            above if above > 0.0 && self.can_lose => 3.0 * (self.size + mean) / above,
+            below if below < 0.0 && self.can_gain => 3.0 * (self.size - mean) / -below,
+            _ => 0.0,
+        }
+    }
+}
+
 /// Rounding of a mean.
 const TOLERANCE: f64 = 1e-12;
 
@@ -306,17 +426,16 @@ fn verdict(difference: &Interval, n_groups: usize, margin: f64) -> ComparisonVer
     }
 }
 
-/// Queries whose interval would end at the limit, `distance` from the mean: its width shrinks with the root of their number.
-fn n_needed(n: usize, n_groups: usize, standard_error: f64, distance: f64) -> Option<usize> {
-    if distance.abs() <= TOLERANCE && n_groups > 1 {
+/// Queries whose interval would end at the limit, `distance` from the mean: its width shrinks with the root of their number, and they have
+/// at least `n_groups_needed` groups. `None` where the mean is the limit.
+fn n_needed(n: usize, n_groups: usize, standard_error: f64, distance: f64, n_groups_needed: f64) -> Option<usize> {
+    if distance.abs() <= TOLERANCE {
         return None;
     }
-    let by_variance = match distance.abs() <= TOLERANCE {
-        true => 0.0,
-        false => n as f64 * (Z_QUANTILE * standard_error / distance).powi(2),
-    };
-    let for_groups = if n_groups < FEW_GROUPS { (FEW_GROUPS * n).div_ceil(n_groups) } else { 0 };
-    Some((by_variance.ceil() as usize).max(for_groups).max(n + 1))
+    let by_variance = n as f64 * (Z_QUANTILE * standard_error / distance).powi(2);
+    let few_groups = if n_groups < FEW_GROUPS { FEW_GROUPS as f64 } else { 0.0 };
+    let for_groups = n_groups_needed.ceil().max(few_groups) * n as f64 / n_groups as f64;
+    Some((by_variance.max(for_groups).ceil() as usize).max(n + 1))
 }
 
 /// Groups that a text lists.
@@ -370,18 +489,47 @@ impl Comparison {
                 lines.push(format!("left out: {n_unpaired} queries of {name} that {other} does not have"));
             }
         }
+        if self.n_reference_failed > 0 {
+            let (n, name) = (self.n_reference_failed, names[1]);
+            lines.push(format!("left out: {n} queries without a value of {name}, since a call or plugin failed"));
+        }
         if self.n_not_applicable > 0 {
             lines.push(format!("left out: {} queries without {}", self.n_not_applicable, metric.name()));
         }
-        if self.n_groups < FEW_GROUPS {
-            lines.push(format!(
-                "only {} groups of queries: the interval is that of Student's t where it is wider",
-                self.n_groups
-            ));
+        if self.is_same() {
+            lines.push("all rewrites are equal: the difference is 0, whatever the number of queries".to_owned());
+        } else {
+            lines.extend(self.cautions());
         }
         lines.push(format!(
             "{} queries in {} groups; the difference is the mean [95% interval] of pairs, bootstrapped by group",
             self.n, self.n_groups
+        ));
+        lines
+    }
+
+    fn is_same(&self) -> bool {
+        self.n_equal_rewrites == self.n && self.difference.high - self.difference.low <= TOLERANCE
+    }
+
+    /// Why the interval is wider than that of the bootstrap.
+    fn cautions(&self) -> Vec<String> {
+        let (mut lines, n_groups) = (Vec::new(), self.n_groups);
+        if n_groups < FEW_GROUPS {
+            lines.push(format!(
+                "only {n_groups} groups of queries: the interval is that of Student's t where it is wider"
+            ));
+        }
+        let unseen = UnseenGroups::new(&self.groups, 0.0);
+        let what = match (unseen.can_lose, unseen.can_gain) {
+            (true, true) => "the same difference in all groups",
+            (true, false) => "no group loses",
+            (false, true) => "no group gains",
+            (false, false) => return lines,
+        };
+        let share = (300.0 / n_groups as f64).min(100.0);
+        lines.push(format!(
+            "{what}: the interval has room for {share:.1}% of groups that differ from these {n_groups} (rule of three)"
         ));
         lines
     }
@@ -406,8 +554,9 @@ impl Comparison {
             ),
             (_, None) => format!(
                 "the interval does not exclude {limit} of {first} against {second}: the mean difference is at the limit, where no number of \
-                 queries can tell; these {} exclude a loss of more than {:.4} (--margin)",
-                self.n, -self.difference.low
+                 queries can tell without a larger --margin; these {} exclude a loss of more than {:.4}",
+                self.n,
+                (-self.difference.low * 1e4).ceil() / 1e4
             ),
         }
     }

@@ -1,16 +1,26 @@
 //! Comparisons of two systems on the queries that are held out in the runs of both.
 #![allow(clippy::unwrap_used)]
 
-use querl_core::records::{Candidate, EvalRecord, Hit, QueryRow, Rejection, SystemAnswer};
+use querl_core::records::{
+    CallFailure, Candidate, EvalRecord, FailureKind, Hit, Judgement, QueryRow, Rejection, Reward, SystemAnswer,
+};
 use querl_eval::{ComparedSystem, Comparison, ComparisonOptions, ComparisonVerdict, Metric, compare};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A record of query `id` in group `group` whose first hit is gold, another passage, or which failed.
+/// A record of query `id` in group `group` whose first hit is gold or another passage, whose response could not be read, or whose retrieval
+/// failed.
 fn record(id: &str, group: &str, outcome: &str) -> EvalRecord {
     let hit =
         |id: &str| Hit { id: id.into(), text: String::new(), reranker_score: 0.5, retrieval_score: None, rank: 1 };
-    let hits = vec![hit(if outcome == "gold" { "g" } else { "other" })];
-    let candidate = Candidate { rewrite: "r".into(), retrieval: Some(Ok(hits)), ..Candidate::default() };
+    let timeout = || CallFailure { kind: FailureKind::Timeout, message: String::new() };
+    let (rewrite, retrieval) = match outcome {
+        // As `querl eval` writes a response that cannot be read.
+        "unreadable" => (String::new(), Ok(Vec::new())),
+        "outage" => (format!("{outcome} {id}"), Err(timeout())),
+        "gold" => (format!("{outcome} {id}"), Ok(vec![hit("g")])),
+        _ => (format!("{outcome} {id}"), Ok(vec![hit("other")])),
+    };
+    let candidate = Candidate { rewrite, retrieval: Some(retrieval), ..Candidate::default() };
     let answer = SystemAnswer { candidate, reward: None, win: None, latency_ms: None, cost: None, audit_style: None };
     let query = QueryRow {
         id: id.into(),
@@ -21,7 +31,7 @@ fn record(id: &str, group: &str, outcome: &str) -> EvalRecord {
         gold_ids: vec!["g".into()],
         group: group.into(),
     };
-    let failed = || Rejection::by_host("no_rewrite", "unreadable".to_owned());
+    let failed = || Rejection::by_host("teacher_failed", "timeout".to_owned());
     EvalRecord { system: "rl".into(), query, outcome: if outcome == "failed" { Err(failed()) } else { Ok(answer) } }
 }
 
@@ -53,15 +63,70 @@ fn a_clear_gain_passes_and_a_clear_loss_does_not() {
 }
 
 #[test]
-fn a_failure_is_a_loss_of_its_side_and_not_left_out() {
+fn a_failure_is_a_loss_of_the_first_side_and_not_left_out() {
     let good = records(|_| "gold", 60);
-    let failing = records(|index| if index % 2 == 0 { "failed" } else { "gold" }, 60);
-    let found = compared(&failing, &good, 0.0);
-    assert_eq!((found.verdict, found.n, found.means[0]), (ComparisonVerdict::Lost, 60, 0.5));
-    assert_eq!(found.failures, [BTreeMap::from([("no_rewrite".to_owned(), 30)]), BTreeMap::new()]);
-    let by_score = ComparisonOptions { metric: Metric::Top1Score, ..options(0.0) };
-    let found = compare([side("a", &failing, &NONE), side("b", &good, &NONE)], &by_score).unwrap();
-    assert_eq!((found.n, found.means), (60, [0.25, 0.5]), "in metrics whose means leave failures out, too");
+    for (outcome, code) in [("unreadable", "no_rewrite"), ("failed", "teacher_failed"), ("outage", "retrieval timeout")]
+    {
+        let failing = records(|index| if index % 2 == 0 { outcome } else { "gold" }, 60);
+        let found = compared(&failing, &good, 0.0);
+        assert_eq!((found.verdict, found.n, found.means[0]), (ComparisonVerdict::Lost, 60, 0.5));
+        assert_eq!(found.failures, [BTreeMap::from([(code.to_owned(), 30)]), BTreeMap::new()]);
+        assert!(found.to_text(["a", "b"]).contains(&format!("failed: a on 30 of 60 ({code} 30)")));
+        let by_score = ComparisonOptions { metric: Metric::Top1Score, ..options(0.0) };
+        let found = compare([side("a", &failing, &NONE), side("b", &good, &NONE)], &by_score).unwrap();
+        assert_eq!((found.n, found.means), (60, [0.25, 0.5]), "in metrics whose means leave failures out, too");
+    }
+}
+
+#[test]
+fn an_outage_of_the_second_side_is_left_out_and_no_gain() {
+    let poor = records(|_| "other", 60);
+    for outcome in ["outage", "failed"] {
+        let failing = records(|index| if index < 40 { outcome } else { "gold" }, 60);
+        let found = compared(&poor, &failing, 0.0);
+        assert_eq!((found.verdict, found.n, found.n_reference_failed), (ComparisonVerdict::Lost, 20, 40));
+        let text = found.to_text(["a", "b"]);
+        assert!(text.contains("left out: 40 queries without a value of b"), "{text}");
+    }
+    let down = records(|_| "outage", 60);
+    let error = compare([side("a", &poor, &NONE), side("b", &down, &NONE)], &options(0.0)).unwrap_err();
+    assert!(error.to_string().starts_with("b has a failed call for each of 60 queries"), "{error}");
+    let unreadable = records(|index| if index < 40 { "unreadable" } else { "gold" }, 60);
+    assert_eq!(compared(&poor, &unreadable, 0.0).n, 60, "the second model's own failure counts");
+
+    let judged = |failed: usize| {
+        let mut judged = records(|_| "gold", 60);
+        for (index, record) in judged.iter_mut().enumerate() {
+            let failure = CallFailure { kind: FailureKind::ServerError, message: String::new() };
+            let scored = Judgement::Scored { score: 4.0, reason: String::new() };
+            record.outcome.as_mut().unwrap().candidate.judgement =
+                if index < failed { Judgement::Failed(failure) } else { scored };
+        }
+        judged
+    };
+    let by_judge = ComparisonOptions { metric: Metric::JudgeScore, ..options(0.0) };
+    let (all, some) = (judged(0), judged(30));
+    let found = compare([side("a", &all, &NONE), side("b", &some, &NONE)], &by_judge).unwrap();
+    assert_eq!((found.n, found.n_reference_failed, found.difference.mean), (30, 30, 0.0));
+    let found = compare([side("a", &some, &NONE), side("b", &all, &NONE)], &by_judge).unwrap();
+    assert_eq!((found.n, found.difference.mean), (60, -2.0));
+    assert_eq!(found.failures[0], BTreeMap::from([("judge server error".to_owned(), 30)]));
+}
+
+#[test]
+fn the_worst_reward_is_the_lowest_of_both_sides() {
+    let rewarded = |total: f64| {
+        let mut rewarded = records(|_| "gold", 60);
+        for record in &mut rewarded {
+            record.outcome.as_mut().unwrap().reward = Some(Reward { total, components: Vec::new() });
+        }
+        rewarded
+    };
+    let (mut first, second) = (rewarded(3.0), rewarded(2.0));
+    first[0].outcome.as_mut().unwrap().reward = None;
+    let by_reward = ComparisonOptions { metric: Metric::Reward, ..options(0.0) };
+    let found = compare([side("a", &first, &NONE), side("b", &second, &NONE)], &by_reward).unwrap();
+    assert!((found.means[0] - (59.0 * 3.0 + 2.0) / 60.0).abs() < 1e-12, "{found:?}");
 }
 
 #[test]
@@ -97,7 +162,7 @@ fn where_it_cannot_tell_it_says_how_many_queries_would() {
     let expected = (100.0 * (1.96 * standard_error / 0.04).powi(2)).ceil() as usize;
     assert_eq!((found.verdict, found.n_needed), (ComparisonVerdict::Unclear, Some(expected)));
     assert!(found.conclusion(["a", "b"]).ends_with(&format!("100 queries cannot tell, about {expected} would")));
-    assert_eq!(compared(&first, &second, 0.2).verdict, ComparisonVerdict::Passed, "a margin accepts a small loss");
+    assert_eq!(compared(&first, &second, 0.1).verdict, ComparisonVerdict::Passed, "a margin accepts a small loss");
     let at_the_limit = compared(&records(outcome(0..4), 100), &records(outcome(4..8), 100), 0.0);
     assert_eq!((at_the_limit.verdict, at_the_limit.n_needed), (ComparisonVerdict::Unclear, None));
 }
@@ -110,4 +175,51 @@ fn few_groups_do_not_pass_by_a_narrow_interval() {
     let three = compared(&records(|index| if index < 2 { "other" } else { "gold" }, 6), &records(|_| "other", 6), 0.0);
     assert_eq!(three.verdict, ComparisonVerdict::Unclear, "{three:?}");
     assert!(three.difference.low < 0.0 && three.difference.high <= 1.0, "{three:?}");
+    // Equal differences have a standard error of 0.
+    let two = compared(&records(|_| "gold", 4), &records(|_| "other", 4), 0.0);
+    assert_eq!((two.verdict, two.difference.low), (ComparisonVerdict::Unclear, -1.0));
+    let twenty = compared(&records(|_| "gold", 40), &records(|_| "other", 40), 0.0);
+    assert_eq!(twenty.verdict, ComparisonVerdict::Passed, "{twenty:?}");
+}
+
+#[test]
+fn groups_without_a_loss_do_not_prove_that_there_is_none() {
+    // Other rewrites, and no query of 20 groups is found by either: a loss of 15 points would be unseen once in 20 draws.
+    let (first, second) = (records(|_| "other", 40), records(|_| "another", 40));
+    let none = compared(&first, &second, 0.0);
+    assert_eq!((none.verdict, none.n_needed, none.n_equal_rewrites), (ComparisonVerdict::Unclear, None, 0));
+    assert!((none.difference.low + 0.15).abs() < 1e-12 && (none.difference.high - 0.15).abs() < 1e-12, "{none:?}");
+    assert!(
+        none.conclusion(["a", "b"]).ends_with("without a larger --margin; these 40 exclude a loss of more than 0.1500")
+    );
+    let text = none.to_text(["a", "b"]);
+    assert!(text.contains("the interval has room for 15.0% of groups that differ from these 20"), "{text}");
+    let with_margin = compared(&first, &second, 0.1);
+    assert_eq!((with_margin.verdict, with_margin.n_needed), (ComparisonVerdict::Unclear, Some(60)), "30 groups");
+    let (first, second) = (records(|_| "other", 62), records(|_| "another", 62));
+    assert_eq!(compared(&first, &second, 0.1).verdict, ComparisonVerdict::Passed);
+    // One gain and no loss.
+    let one_gain =
+        compared(&records(|index| if index == 0 { "gold" } else { "other" }, 60), &records(|_| "another", 60), 0.0);
+    assert_eq!(one_gain.verdict, ComparisonVerdict::Unclear, "{one_gain:?}");
+}
+
+#[test]
+fn equal_rewrites_lose_nothing() {
+    let few = records(|_| "other", 2);
+    let same = compared(&few, &few, 0.0);
+    assert_eq!((same.verdict, same.n_groups, same.n_equal_rewrites), (ComparisonVerdict::Passed, 1, 2));
+    let text = same.to_text(["a", "b"]);
+    assert!(text.contains("all rewrites are equal: the difference is 0"), "{text}");
+}
+
+#[test]
+fn a_margin_above_a_tenth_of_the_scale_is_refused() {
+    let good = records(|_| "gold", 4);
+    let refused = |metric, margin| {
+        let options = ComparisonOptions { metric, ..options(margin) };
+        compare([side("a", &good, &NONE), side("b", &good, &NONE)], &options).unwrap_err().to_string()
+    };
+    assert_eq!(refused(Metric::Top1, 0.2), "--margin is 0.2; expected 0 to 0.1 for top1");
+    assert_eq!(refused(Metric::JudgeScore, 1.0), "--margin is 1; expected 0 to 0.5 for judge_score");
 }

@@ -95,6 +95,19 @@ impl Server {
         self.ask("/v1/rewrite", json!({"query": query, "user": user})).await
     }
 
+    /// A user of the current model and one of the candidate.
+    async fn users(&self) -> [String; 2] {
+        let mut users = [None, None];
+        for user in (0..100).map(|user| format!("user {user}")) {
+            let is_candidate = self.rewrite("a", &user).await["version"] != "v1";
+            users[usize::from(is_candidate)] = Some(user);
+            if let [Some(current), Some(candidate)] = &users {
+                return [current.clone(), candidate.clone()];
+            }
+        }
+        panic!("one model has no users")
+    }
+
     /// Polls for two seconds.
     async fn becomes(&self, is_true: impl Fn(&Value) -> bool) -> Value {
         for _ in 0..200 {
@@ -164,14 +177,21 @@ async fn a_shadow_is_compared_and_never_returned_or_counted_as_a_response() {
             (&json!("v1"), &json!(format!("{query}||")), &Value::Null)
         );
     }
-    let shop = server.becomes(|shop| shop["candidate"]["candidate"]["requests"] == 3).await;
-    assert_eq!(shop["candidate"]["shadow"], json!({"compared": 2, "equal": 1, "equal_share": 0.5, "skipped": 0}));
+    assert_eq!(server.rewrite("current unreadable", "").await["fallback"], "no_rewrite");
+    let shop = server.becomes(|shop| shop["candidate"]["candidate"]["requests"] == 4).await;
+    assert_eq!(shop["candidate"]["shadow"]["skipped"], 0);
+    let shop = server.becomes(|shop| shop["candidate"]["shadow"]["compared"] == 3).await;
+    assert_eq!(shop["candidate"]["shadow"]["equal"], 1, "a fallback of the current model is another rewrite");
     assert_eq!(shop["candidate"]["candidate"]["fallbacks"], json!({"no_rewrite": 1}));
-    server.has_metric("querl_rewrite_version_requests_total{role=\"candidate\",tenant=\"shop\"} 3").await;
+    server.has_metric("querl_rewrite_version_requests_total{role=\"candidate\",tenant=\"shop\"} 4").await;
     server.has_metric("querl_rewrite_version_fallbacks_total{role=\"candidate\",tenant=\"shop\"} 1").await;
-    server.has_metric("querl_rewrite_shadow_rewrites_total{result=\"different\",tenant=\"shop\"} 1").await;
+    server.has_metric("querl_rewrite_shadow_rewrites_total{result=\"different\",tenant=\"shop\"} 2").await;
+    server.has_metric("querl_rewrite_shadow_rewrites_total{result=\"failed\",tenant=\"shop\"} 1").await;
     // Of the three responses to clients.
     server.has_metric("querl_rewrite_generated_tokens_total{tenant=\"shop\"} 44").await;
+    let messages = json!([{"role": "user", "content": "a"}]);
+    server.ask("/v1/chat/completions", json!({"model": "shop", "messages": messages})).await;
+    assert_eq!(server.shop().await["candidate"]["current"]["requests"], 4, "a chat has no shadow to compare it with");
 }
 
 #[tokio::test]
@@ -180,46 +200,77 @@ async fn a_shadow_delays_no_client_and_gives_way_to_clients_that_wait() {
     let started = Instant::now();
     assert_eq!(server.rewrite("candidate held", "").await["version"], "v1");
     assert!(started.elapsed() < Duration::from_millis(400), "{:?}", started.elapsed());
-    // The stand-in counts what it holds as waiting: the shadow itself is cancelled, and no other starts.
-    server.becomes(|_| server.rewriter.held.lock().unwrap().len() == 1 && server.rewriter.n_held_open() == 0).await;
+    server.becomes(|_| server.rewriter.held.lock().unwrap().len() == 1).await;
+    assert_eq!(server.rewriter.n_held_open(), 1, "it does not give way to itself");
+    // Nor do others.
     assert_eq!(server.rewrite("a", "").await["version"], "v1");
+    server.becomes(|shop| shop["candidate"]["shadow"]["compared"] == 1).await;
+    // The stand-in counts what clients have waited for as waiting: the shadow is cancelled, and no other starts.
+    server.ask("/v1/rewrite", json!({"query": "held", "deadline_ms": 10})).await;
+    assert_eq!(server.rewriter.n_held_open(), 0);
     let shop = server.becomes(|shop| shop["candidate"]["shadow"]["skipped"] == 2).await;
-    assert_eq!(shop["candidate"]["candidate"]["requests"], 0, "nothing is known of a cancelled one");
+    assert_eq!(shop["candidate"]["candidate"]["requests"], 1, "nothing is known of a cancelled one");
     server.has_metric("querl_rewrite_shadow_rewrites_total{result=\"skipped\",tenant=\"shop\"} 2").await;
 }
 
 #[tokio::test]
 async fn a_candidate_that_fails_is_ended_recorded_and_stays_ended() {
-    let server = Server::start(CandidateMode::Canary(1.0), 0).await;
+    let server = Server::start(CandidateMode::Canary(0.5), 0).await;
     server.releases.is_read_only.store(true, Ordering::Relaxed);
-    for _ in 0..6 {
-        let body = server.ask("/v1/rewrite", json!({"query": "candidate held", "deadline_ms": 10})).await;
-        assert_eq!((&body["version"], &body["fallback"]), (&json!("v2"), &json!("timeout")), "the client's deadline");
-    }
+    let [current, candidate] = server.users().await;
     for _ in 0..4 {
-        let body = server.rewrite("candidate unreadable", "").await;
-        assert_eq!((&body["version"], &body["fallback"]), (&json!("v2"), &json!("no_rewrite")));
+        assert_eq!(server.rewrite("delay 200", &current).await["version"], "v1");
     }
-    assert_eq!(server.rewrite("candidate unreadable", "").await["version"], "v1", "at once");
+    // Deadlines of clients: six below the current model's 95% quantile say nothing of the candidate, one above it does.
+    for deadline_ms in [10, 10, 10, 10, 10, 10, 300] {
+        let body = json!({"query": "candidate held", "user": candidate, "deadline_ms": deadline_ms});
+        let body = server.ask("/v1/rewrite", body).await;
+        assert_eq!((&body["version"], &body["fallback"]), (&json!("v2"), &json!("timeout")));
+    }
+    let mut n_unreadable = 0;
+    while server.rewrite("candidate unreadable", &candidate).await["version"] == "v2" {
+        n_unreadable += 1;
+        assert!(n_unreadable < 10, "it is ended with the request that exceeds a limit");
+    }
     let shop = server.becomes(|_| server.rewriter.models(Role::Candidate).is_empty()).await;
     assert_eq!(shop["candidate"], Value::Null);
     let reason = shop["automatic_return"]["reason"].as_str().unwrap();
-    assert!(reason.starts_with("fallbacks: 100.0% of 4 requests, 0.0% of the current model's"), "{reason}");
-    assert_eq!(shop["automatic_return"]["comparison"]["candidate"]["fallbacks"], json!({"no_rewrite": 4}));
+    assert!(reason.starts_with("fallbacks: ") && reason.contains(", 0.0% of the current model's"), "{reason}");
+    let fallbacks = &shop["automatic_return"]["comparison"]["candidate"]["fallbacks"];
+    assert_eq!((&fallbacks["timeout"], fallbacks["no_rewrite"].as_u64().unwrap_or(0)), (&json!(1), n_unreadable));
     server.has_metric("querl_rewrite_automatic_returns_total{limit=\"fallbacks\",tenant=\"shop\"} 1").await;
     // The history could not be written, and still names it.
     let (status, body) = server.admin(Method::POST, "/admin/releases").await;
     assert_eq!((status, &body["problems"]), (200, &json!(["releases: read-only file system"])));
+    assert!(server.rewriter.models(Role::Candidate).is_empty(), "loaded for nothing");
     assert_eq!(server.rewrite("a", "").await["version"], "v1");
     server.releases.is_read_only.store(false, Ordering::Relaxed);
     assert_eq!(server.admin(Method::POST, "/admin/releases").await.1["problems"], json!([]));
     assert_eq!(*server.releases.candidate.lock().unwrap(), None, "recorded at last");
     assert_eq!(server.releases.reasons.lock().unwrap().len(), 3);
     // The same model again, by another line of the history.
-    let mode = CandidateMode::Canary(1.0);
+    let mode = CandidateMode::Canary(0.5);
     *server.releases.candidate.lock().unwrap() = Some(Candidate { tenant: "shop".into(), id: 9, mode });
     server.admin(Method::POST, "/admin/releases").await;
-    assert_ne!(server.rewrite("a", "").await["version"], "v1");
+    assert_eq!(server.shop().await["candidate"]["share"], 0.5);
+}
+
+#[tokio::test]
+async fn the_time_of_a_slow_rewrite_is_counted_where_its_client_leaves() {
+    let server = Server::start(CandidateMode::Canary(0.5), 0).await;
+    let [current, candidate] = server.users().await;
+    // So many that one slow rewrite is not above the limit.
+    for user in [&current, &candidate] {
+        for _ in 0..30 {
+            server.rewrite("a", user).await;
+        }
+    }
+    let before = server.shop().await["candidate"]["candidate"]["requests"].as_u64().unwrap();
+    let body = json!({"query": "candidate held", "user": candidate});
+    let request = server.client.post(format!("{}/v1/rewrite", server.url)).json(&body);
+    assert!(request.timeout(Duration::from_millis(200)).send().await.is_err(), "the deadline of the server is 500 ms");
+    let shop = server.becomes(|shop| shop["candidate"]["candidate"]["requests"] == before + 1).await;
+    assert_eq!(shop["candidate"]["candidate"]["fallbacks"], json!({}), "it was not refused");
 }
 
 #[tokio::test]

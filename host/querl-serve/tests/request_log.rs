@@ -232,19 +232,61 @@ async fn a_log_that_cannot_keep_up_drops_lines_and_delays_no_request() {
         options.request_log = Some(filtered(folder.path(), &is_waiting));
     };
     let server = Server::start(change).await;
-    let query = "a".repeat(1 << 20);
+    let query = "a".repeat(32_000);
     let started = Instant::now();
-    // Each takes 2 MiB with its rewrite; the queue holds 32 MiB, and the thread has taken some already.
-    let mut n_dropped = 0;
-    for _ in 0..40 {
+    // Each takes 64 kB with its rewrite; the queue holds 32 MiB, and the thread has taken some already.
+    for _ in 0..700 {
         assert_eq!(server.ask("/v1/rewrite", json!({"query": query})).await.1["fallback"], Value::Null);
-        n_dropped = server.metric("querl_rewrite_request_log_dropped_total{reason=\"queue_full\"}").await.unwrap_or(0);
     }
+    let n_dropped = server.metric("querl_rewrite_request_log_dropped_total{reason=\"queue_full\"}").await.unwrap_or(0);
     assert!(n_dropped > 0 && started.elapsed() < Duration::from_secs(20), "{n_dropped}, {:?}", started.elapsed());
     is_waiting.store(false, Ordering::Relaxed);
-    server.has_metric("querl_rewrite_request_log_lines_total", 40 - n_dropped).await;
+    server.has_metric("querl_rewrite_request_log_lines_total", 700 - n_dropped).await;
     server.ask("/v1/rewrite", json!({"query": "鱼油"})).await;
-    server.has_metric("querl_rewrite_request_log_lines_total", 41 - n_dropped).await;
+    server.has_metric("querl_rewrite_request_log_lines_total", 701 - n_dropped).await;
+}
+
+struct PanickingFilter;
+
+impl Filter for PanickingFilter {
+    fn check_batch(&self, _: &[Sample]) -> Result<Vec<Verdict>, PluginFault> {
+        panic!("as no filter should")
+    }
+
+    fn name(&self) -> &str {
+        "f"
+    }
+}
+
+#[tokio::test]
+async fn lines_that_are_dropped_because_the_writer_has_ended_are_counted_apart() {
+    let folder = tempfile::tempdir().unwrap();
+    let options = RequestLogOptions { filter: Some(Box::new(PanickingFilter)), ..log(folder.path()) };
+    let server = Server::start(|server| server.request_log = Some(options)).await;
+    for _ in 0..200 {
+        assert_eq!(server.ask("/v1/rewrite", json!({"query": "鱼油"})).await.0, 200);
+        if server.metric("querl_rewrite_request_log_dropped_total{reason=\"writer_ended\"}").await.is_some() {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    panic!("no line was counted");
+}
+
+#[tokio::test]
+async fn texts_of_more_than_64_kib_are_not_logged() {
+    let folder = tempfile::tempdir().unwrap();
+    let change = |options: &mut RewriteOptions| {
+        options.max_body_bytes = 1 << 20;
+        options.request_log = Some(log(folder.path()));
+    };
+    let server = Server::start(change).await;
+    let history = "a".repeat(70_000);
+    assert_eq!(server.ask("/v1/rewrite", json!({"query": "鱼油", "history": history})).await.0, 200);
+    let lines = lines_once(folder.path(), 1).await;
+    let texts = [&lines[0]["query"], &lines[0]["history"], &lines[0]["rewrite"]];
+    assert_eq!((texts, &lines[0]["redacted"]), ([&Value::Null; 3], &json!("too_long")));
+    server.has_metric("querl_rewrite_request_log_redacted_total{reason=\"too_long\"}", 1).await;
 }
 
 #[cfg(target_os = "linux")]
@@ -295,7 +337,11 @@ async fn a_log_belongs_to_one_server_and_the_next_one_hashes_users_as_the_one_be
 #[tokio::test]
 async fn feedback_is_appended_for_a_tenant_that_the_key_permits() {
     let folder = tempfile::tempdir().unwrap();
-    let server = Server::logging(folder.path()).await;
+    let change = |options: &mut RewriteOptions| {
+        options.max_body_bytes = 16 << 10;
+        options.request_log = Some(log(folder.path()));
+    };
+    let server = Server::start(change).await;
     let body = json!({
         "id": "chatcmpl-18b2-0", "tenant": "shop", "clicked": ["p1", "p2"], "useful": true, "score": 0.9, "passage": "p2",
     });
@@ -325,6 +371,7 @@ async fn feedback_is_appended_for_a_tenant_that_the_key_permits() {
         (json!({"id": "a", "clicked": [7]}), 422, "`clicked` is [7]; expected a list of passage ids"),
         (json!({"id": "a", "clicked": [long]}), 422, "`clicked` has an id of more than 256 characters"),
         (json!({"id": "a", "clicked": vec!["p"; 101]}), 413, "`clicked` has 101 passages; expected at most 100"),
+        (json!({"id": "a", "clicked": vec!["p".repeat(256); 33]}), 413, "the ids of `clicked` have 8448 bytes"),
         (json!({"id": "a", "clicked": ["a\u{0}"]}), 422, "`clicked` has the character U+0000"),
         (json!({"id": "a", "score": 1.5}), 422, "`score` is 1.5; expected 0 to 1"),
         (json!({"id": "a", "useful": "yes"}), 422, "`useful` is \"yes\"; expected true or false"),

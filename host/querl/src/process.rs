@@ -39,37 +39,40 @@ unsafe impl GlobalAlloc for Allocator {
 
 fn allocated(memory: *mut u8) -> *mut u8 {
     if memory.is_null() {
-        end_without_memory();
+        end_with(NO_MEMORY);
     }
     memory
 }
 
+const NO_MEMORY: &str = "error: out of memory; free some, or raise the limit of address space (`ulimit -v`); finished stages and checkpoints \
+                         are kept, run the same command again\n";
+const NO_THREAD: &str = "error: no thread can be started; end other processes, or raise the limits of processes and address space (`ulimit -u`, \
+                         `ulimit -v`); finished stages and checkpoints are kept, run the same command again\n";
+
 /// Allocates nothing.
 #[cold]
-fn end_without_memory() -> ! {
-    const SENTENCE: &str = "error: out of memory; free some, or raise the limit of address space (`ulimit -v`); finished stages and \
-                            checkpoints are kept, run the same command again\n";
+fn end_with(sentence: &'static str) -> ! {
     #[cfg(unix)]
     // SAFETY: both are async-signal-safe, and the bytes are static.
     unsafe {
-        libc::write(libc::STDERR_FILENO, SENTENCE.as_ptr().cast(), SENTENCE.len());
+        libc::write(libc::STDERR_FILENO, sentence.as_ptr().cast(), sentence.len());
         libc::_exit(Ending::Failed as c_int)
     }
     #[cfg(not(unix))]
     {
-        terminal::print_error(SENTENCE.trim_end());
+        terminal::print_error(sentence.trim_end());
         std::process::exit(Ending::Failed as c_int)
     }
 }
 
-/// A thread that a library cannot start is a panic there, after which others may wait for it: the process ends as without memory.
+/// A thread that a library cannot start is a panic there, after which others may wait for it: the process ends.
 pub fn end_where_no_thread_starts() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         let is_refused =
             |message: &str| message.contains("spawn") && message.contains("Resource temporarily unavailable");
         match panic.payload_as_str().is_some_and(is_refused) {
-            true => end_without_memory(),
+            true => end_with(NO_THREAD),
             false => default(panic),
         }
     }));

@@ -104,6 +104,19 @@ async fn a_deployment_serves_the_rewrites_of_eval_at_another_place_without_its_r
     assert!(n_queries >= 14);
 }
 
+/// A link, the current folder and a mount point cannot be replaced.
+#[cfg(unix)]
+#[test]
+fn an_empty_folder_that_cannot_be_replaced_gets_the_deployment() {
+    let project = project();
+    std::fs::create_dir(project.path("empty")).unwrap();
+    std::os::unix::fs::symlink("empty", project.path("link")).unwrap();
+    project.querl(&["deploy", "run", "--out", "link"]).ok();
+    let entries = std::fs::read_dir(project.path("empty")).unwrap().map(|entry| entry.unwrap().file_name());
+    let names: Vec<String> = entries.map(|name| name.into_string().unwrap()).collect();
+    assert!(names.contains(&"tenants".into()) && !names.iter().any(|name| name.starts_with(".querl-")), "{names:?}");
+}
+
 #[test]
 fn the_program_of_a_deployment_is_this_one() {
     let project = project();
@@ -152,6 +165,11 @@ fn what_cannot_be_deployed_is_refused_and_leaves_nothing() {
     };
     assert!(refused(&["run", "--out", "other"]).contains("other: is not empty; name a new folder"));
     assert!(refused(&["model", "--out", "new"]).contains("not a run's folder"));
+    // After full fine-tuning a run has a base of its own.
+    let whole = ["--to", "sft", "--out", "whole", "--set", "tenant=whole", "--set", "sft.method=full"];
+    project.querl(&[&["run", "querl.toml"], &whole[..]].concat()).ok();
+    let bases = refused(&["run", "whole", "--out", "new"]);
+    assert!(bases.contains("is the base of `whole`, and"), "{bases}");
     let twice = refused(&["run", "run", "--out", "new"]);
     assert!(twice.contains("run: another run is of tenant `fivedoctors` too"), "{twice}");
     let adapter = project.path("run/rl/best/adapter_model.safetensors");

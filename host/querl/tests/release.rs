@@ -46,6 +46,17 @@ fn ids(project: &Project, run: &str, split: &str) -> BTreeSet<String> {
     project.rows(&format!("{run}/data/{split}.jsonl")).iter().map(id).collect()
 }
 
+/// Random weights pass no check: the stored result of the only check of `run` by `metric` gets this verdict.
+fn set_verdict(project: &Project, run: &str, metric: &str, verdict: &str) {
+    let files = std::fs::read_dir(project.path(run).join("release")).unwrap();
+    let paths: Vec<_> = files.map(|file| file.unwrap().path()).collect();
+    let end = format!(".{metric}.json");
+    let path = paths.iter().find(|path| path.to_str().unwrap().ends_with(&end)).unwrap();
+    let mut evidence: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    evidence["verdict"] = json!(verdict);
+    std::fs::write(path, evidence.to_string()).unwrap();
+}
+
 #[test]
 fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promotion() {
     let project = project();
@@ -62,7 +73,19 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     assert!(lost.stderr.contains("error: rl loses to raw") || lost.stderr.contains("queries cannot tell"), "{lost:#?}");
     let refused = release(&project, &["promote", "run"]);
     assert!(refused.code == Some(2) && refused.stderr.contains("its check against raw"), "{refused:#?}");
-    release(&project, &["check", "run", "--against", "raw", "--metric", "top1_score", "--margin", "1"]).ok();
+    let margin = project.refusal(&["release", "check", "run", "--against", "raw", "--margin", "0.2"], 2);
+    assert_eq!(margin, "--margin is 0.2; expected 0 to 0.1 for top1");
+
+    // A loss by one metric is not made good by another.
+    release(&project, &["check", "run", "--against", "raw", "--metric", "win_rate"]);
+    set_verdict(&project, "run", "win_rate", "passed");
+    set_verdict(&project, "run", "top1_score", "lost");
+    let refused = release(&project, &["promote", "run"]);
+    assert!(
+        refused.code == Some(2) && refused.stderr.contains("its check against raw found a loss of top1_score"),
+        "{refused:#?}"
+    );
+    set_verdict(&project, "run", "top1_score", "passed");
     release(&project, &["promote", "run"]).ok();
     let again = release(&project, &["promote", "run"]).ok();
     assert!(again.stdout.contains("is that already"), "{again:#?}");
@@ -91,7 +114,8 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     }
 
     // Evidence is of exact digests, and an evaluation of one checkpoint.
-    release(&project, &["check", "second", "--against", "run", "--metric", "top1_score", "--margin", "1"]).ok();
+    release(&project, &["check", "second", "--against", "run", "--metric", "top1_score"]);
+    set_verdict(&project, "second", "top1_score", "passed");
     assert_eq!(std::fs::read_dir(project.path("second/release")).unwrap().count(), 1);
     let settings = project.read("second/config.resolved.toml");
     project.write("second/config.resolved.toml", &settings.replace("max_new_tokens = 8", "max_new_tokens = 9"));
@@ -195,4 +219,13 @@ async fn a_server_follows_promotions_and_rollbacks_without_a_failed_response() {
     assert!(refused.contains("adapter_model.safetensors"), "{refused}");
     let empty = project.refusal(&["serve", "rewrite", "--releases", "nowhere"], 2);
     assert!(empty.starts_with("nowhere: no releases here") && !project.path("nowhere").exists(), "{empty}");
+}
+
+#[test]
+fn a_canary_of_all_requests_and_limits_of_a_candidate_without_releases_are_refused() {
+    let project = Project::new();
+    let canary = release(&project, &["promote", "run", "--canary", "1"]);
+    assert!(canary.code == Some(2) && canary.stderr.contains("above 0 and below 1"), "{canary:#?}");
+    let served = project.querl(&["serve", "rewrite", "run", "--candidate_max_errors", "0.1"]);
+    assert!(served.code == Some(2) && served.stderr.contains("--candidate_max_errors"), "{served:#?}");
 }

@@ -145,8 +145,6 @@ def control_tokens(tally) -> None:
         project.write("teacher.jsonl", lines)
         end = project.querl("run", "querl.toml")
         tally.attack("a run on queries with control tokens", end.problem(0))
-        text = {"text": "<|im_start|>user\n鱼油<|im_end|>"}
-        project.write("texts.jsonl", json.dumps(text) + "\n")
         episodes = project.rows("run/episodes.jsonl") if end.code == 0 else []
         prompts = [row["episode"].get("prompt") or [] for row in episodes]
         turns = {len(prompt) for prompt in prompts}

@@ -33,10 +33,11 @@ def budgets(tally) -> None:
         for _ in range(12 * tally.factor):
             end = project.interrupted(*args, after_s=numbers.uniform(0.1, 0.8), sent=signal.SIGKILL)
             if end.code is not None and end.code >= 0:
-                tally.attack("kill -9 of paid calls", end.problem(end.code if end.code in (0, 3) else 3))
+                # Once the budget is spent, it ends before the kill.
+                tally.attack("kill -9 of paid calls", end.problem(3, "budget"))
         end = project.querl(*args)
         spent = len(service.requests) * COST_OF_A_CALL
-        tally.attack("the end under the budget", end.problem(3, "budget") if end.code else None)
+        tally.attack("the end under the budget", end.problem(3, "budget"))
         tally.attack(f"{spent:.4f} of {budget} spent", None if spent <= budget + 1e-9 else "more than the budget")
         end = project.querl("rewrite", "querl.toml", "--set", "budget=1")
         rows = [row["id"] for row in project.rows("run/data/rewrites.jsonl")]
@@ -71,6 +72,7 @@ def waiting_scores(tally) -> None:
         n_twice = len(asked) - len(set(asked))
         # A call that was under way at a kill may be sent again.
         problem = None if n_twice <= n_killed else f"{n_twice} calls were paid twice with {n_killed} kills"
+        problem = problem if asked and n_killed else "no judgement was awaited at a kill"
         tally.attack(f"{len(asked)} judgements, {n_killed} kills", end.problem(0) or problem)
 
 

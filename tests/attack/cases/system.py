@@ -110,7 +110,7 @@ def one_interrupt(tally) -> None:
             for sent in (signal.SIGINT, signal.SIGTERM):
                 end = project.interrupted(*args, after_s=after_s, sent=sent)
                 slow_end = f"it took {end.seconds:.1f} s" if end.seconds > 2 else None
-                tally.attack(f"{sent.name} in {name}", (None if end.code == 0 else end.problem(130)) or slow_end)
+                tally.attack(f"{sent.name} in {name}", end.problem(130) or slow_end)
 
 
 def arguments(tally) -> None:

@@ -7,6 +7,7 @@ use super::LogTableReport;
 use super::lines::LoggedFeedback;
 use crate::text::{hash_of, separates_ids};
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 /// From this score on a passage is useful.
 const USEFUL_SCORE: f64 = 0.5;
@@ -33,8 +34,8 @@ pub(super) struct Feedback {
     tenants: HashMap<String, OfTenant>,
     /// That of the chosen tenant.
     chosen: OfTenant,
-    passages: Vec<String>,
-    numbers: HashMap<String, u32>,
+    passages: Vec<Arc<str>>,
+    numbers: HashMap<Arc<str>, u32>,
 }
 
 #[derive(Default)]
@@ -61,15 +62,20 @@ impl Feedback {
         of_request.n_lines += 1;
         for (passage, is_useful) in named {
             let mut leave_out = |reason| *of_tenant.left_out.entry(reason).or_default() += 1;
-            if passage.is_empty() || passage.contains(separates_ids) {
+            if passage.is_empty() || passage.contains(|c: char| separates_ids(c) || c.is_control()) {
                 leave_out("passages whose id a table of gold ids cannot hold");
                 continue;
             }
             let known = self.passages.len() as u32;
-            let passage = *self.numbers.entry(passage).or_insert_with_key(|passage| {
-                self.passages.push(passage.clone());
-                known
-            });
+            let passage = match self.numbers.get(passage.as_str()) {
+                Some(number) => *number,
+                None => {
+                    let passage: Arc<str> = passage.into();
+                    self.passages.push(passage.clone());
+                    self.numbers.insert(passage, known);
+                    known
+                }
+            };
             let votes = &mut of_request.votes;
             match votes.iter().position(|vote| vote.passage == passage) {
                 Some(at) => votes[at].is_useful = is_useful.or(votes[at].is_useful),
@@ -107,9 +113,13 @@ impl Feedback {
         }
     }
 
+    pub(super) fn passage_bytes(&self, number: u32) -> usize {
+        self.passages[number as usize].len()
+    }
+
     /// The ids of passages, sorted.
     pub(super) fn passages(&self, numbers: &[u32]) -> Vec<String> {
-        let mut ids: Vec<String> = numbers.iter().map(|number| self.passages[*number as usize].clone()).collect();
+        let mut ids: Vec<String> = numbers.iter().map(|number| self.passages[*number as usize].to_string()).collect();
         ids.sort();
         ids
     }

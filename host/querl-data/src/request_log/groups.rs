@@ -8,22 +8,22 @@ use std::collections::HashMap;
 const LEAST_SIMILARITY: f64 = 0.8;
 /// Bands are compared in this number of rounds, so that memory holds a part of them.
 const N_ROUNDS: usize = 4;
-/// Reformulations join groups up to this number of rows, or a twentieth of all: everyday queries, which many users ask between others,
-/// would otherwise join everything to one group.
-const MAX_SESSION_GROUP: usize = 20;
+/// Reformulations and shared passages join groups up to this number of rows, or a twentieth of all: everyday queries, which many users ask
+/// between others, and passages that answer everything would otherwise join everything to one group.
+const MAX_BOUNDED_GROUP: usize = 20;
 
-pub(super) struct Groups {
-    sets: UnionFind,
-    /// The smallest row of each row's group, once all are joined.
-    roots: Vec<u32>,
-}
+/// Rows that are being joined.
+pub(super) struct GroupSets(UnionFind);
 
-impl Groups {
+/// The smallest row of each row's group.
+pub(super) struct Groups(Vec<u32>);
+
+impl GroupSets {
     /// Rows with equal normalised texts are joined, as in any query table.
     pub(super) fn new(rows: &[&Shingles]) -> Self {
-        let mut groups = Self { sets: UnionFind((0..rows.len() as u32).collect()), roots: Vec::new() };
-        groups.join_equal(rows.iter().map(|row| Some(row.text)));
-        groups
+        let mut sets = Self(UnionFind((0..rows.len() as u32).collect()));
+        sets.join_equal(rows.iter().map(|row| Some(row.text)));
+        sets
     }
 
     /// Joins rows with equal keys.
@@ -32,7 +32,7 @@ impl Groups {
         for (key, row) in keys.zip(0..) {
             if let Some(key) = key {
                 let first = *first.entry(key).or_insert(row);
-                self.sets.join(first, row);
+                self.0.join(first, row);
             }
         }
     }
@@ -48,10 +48,10 @@ impl Groups {
             for of_band in bands.chunk_by(|one, other| one.0 == other.0) {
                 for (at, (_, row)) in of_band.iter().enumerate().skip(1) {
                     for (_, other) in of_band[..at].iter().rev().take(MAX_OF_BAND) {
-                        if self.sets.find(*row) != self.sets.find(*other) {
+                        if self.0.find(*row) != self.0.find(*other) {
                             let (one, other_row) = (rows[*row as usize], rows[*other as usize]);
                             if one.similarity(other_row, LEAST_SIMILARITY) >= LEAST_SIMILARITY {
-                                self.sets.join(*row, *other);
+                                self.0.join(*row, *other);
                             }
                         }
                     }
@@ -60,17 +60,17 @@ impl Groups {
         }
     }
 
-    /// Joins rows that a user asked one after the other, where the group does not become too large. The number of pairs that are not joined.
-    pub(super) fn join_reformulations(&mut self, pairs: &[(u32, u32)]) -> u64 {
-        let n_rows = self.sets.0.len();
-        let most = MAX_SESSION_GROUP.max(n_rows / 20);
+    /// Joins pairs of rows where the group does not become too large. The number of pairs that are not joined.
+    pub(super) fn join_bounded(&mut self, pairs: &[(u32, u32)]) -> u64 {
+        let n_rows = self.0.0.len();
+        let most = MAX_BOUNDED_GROUP.max(n_rows / 20);
         let mut sizes = vec![0_usize; n_rows];
         for row in 0..n_rows as u32 {
-            sizes[self.sets.find(row) as usize] += 1;
+            sizes[self.0.find(row) as usize] += 1;
         }
         let mut n_unjoined = 0;
         for (one, other) in pairs {
-            let (one, other) = (self.sets.find(*one), self.sets.find(*other));
+            let (one, other) = (self.0.find(*one), self.0.find(*other));
             let n_joined = sizes[one as usize] + sizes[other as usize];
             if one == other {
                 continue;
@@ -79,22 +79,27 @@ impl Groups {
                 n_unjoined += 1;
                 continue;
             }
-            self.sets.join(one, other);
+            self.0.join(one, other);
             sizes[one.min(other) as usize] = n_joined;
         }
-        self.roots = (0..n_rows as u32).map(|row| self.sets.find(row)).collect();
         n_unjoined
     }
 
+    pub(super) fn finish(mut self) -> Groups {
+        Groups((0..self.0.0.len() as u32).map(|row| self.0.find(row)).collect())
+    }
+}
+
+impl Groups {
     /// The first row of a row's group.
     pub(super) fn of(&self, row: u32) -> u32 {
-        self.roots[row as usize]
+        self.0[row as usize]
     }
 
     /// The number of groups, and of rows of the largest.
     pub(super) fn sizes(&self) -> (usize, usize) {
         let mut sizes: HashMap<u32, usize> = HashMap::new();
-        for root in &self.roots {
+        for root in &self.0 {
             *sizes.entry(*root).or_default() += 1;
         }
         (sizes.len(), sizes.into_values().max().unwrap_or(0))

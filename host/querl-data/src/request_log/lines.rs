@@ -5,6 +5,7 @@
 //! | `rewrite` | [`LoggedRewrite`]: a query and what was returned for it |
 //! | `feedback` | [`LoggedFeedback`]: what a user did with the passages of an earlier request |
 
+use chrono::NaiveDate;
 use serde::{Deserialize, Serialize};
 
 /// A line of the log.
@@ -45,7 +46,7 @@ pub struct LoggedRewrite {
     pub latency_ms: f64,
     /// Salted hash of the user's id.
     pub user: Option<String>,
-    /// Why the texts are missing: code of the filter's verdict, or `plugin_fault`.
+    /// Why the texts are missing: code of the filter's verdict, `plugin_fault` or `too_long`.
     pub redacted: Option<String>,
 }
 
@@ -98,16 +99,8 @@ pub fn day_of_file_name(name: &str) -> Option<&str> {
 
 /// Whether a text is a date such as `2026-11-26`. Dates of this form are in the order of their texts.
 pub fn is_day(text: &str) -> bool {
-    let number =
-        |part: &str| part.bytes().all(|byte| byte.is_ascii_digit()).then(|| part.parse::<u32>().ok()).flatten();
-    match text.split('-').collect::<Vec<_>>()[..] {
-        [year, month, day] if (year.len(), month.len(), day.len()) == (4, 2, 2) => {
-            number(year).is_some()
-                && number(month).is_some_and(|month| (1..=12).contains(&month))
-                && number(day).is_some_and(|day| (1..=31).contains(&day))
-        }
-        _ => false,
-    }
+    // The parser takes signs and spaces too.
+    text.len() == "2026-11-26".len() && text.parse::<NaiveDate>().is_ok_and(|day| day.to_string() == text)
 }
 
 #[cfg(test)]
@@ -121,7 +114,13 @@ mod tests {
         for other in ["requests-2026-13-01.jsonl", "requests-2026-11-26.jsonl.gz", "salt", "requests-.jsonl"] {
             assert_eq!(day_of_file_name(other), None, "{other}");
         }
-        assert!(!is_day("2026-1-2") && !is_day("+026-11-26") && !is_day("2026-11-32") && !is_day("2026-11-26-1"));
+        assert!(
+            !is_day("2026-1-2")
+                && !is_day("+026-11-26")
+                && !is_day("2026-11-32")
+                && !is_day("2026-02-30")
+                && !is_day("2026-11-26-1")
+        );
     }
 
     #[test]

@@ -1,14 +1,14 @@
 //! A query table from the request log of `querl serve rewrite`.
 //!
-//! The log is read four times, so that memory holds no texts but the names of groups: feedback; rewrites, which become rows with their
-//! groups; names of groups; rows. A row takes about 300 bytes and 8 more for each character.
+//! The log is read four times, so that memory holds no texts but the names of groups and the ids of passages: feedback; rewrites, which
+//! become rows with their groups; names of groups; rows. A row takes about 300 bytes and 8 more for each character.
 
 mod feedback;
 mod groups;
 pub(crate) mod lines;
 mod read;
 
-use crate::dataset::export::write_table;
+use crate::dataset::export::{fits_cell, write_table};
 use crate::dataset::leaks::{Contexts, Shingles};
 use crate::dataset::records::RecordFile;
 use crate::error::DataError;
@@ -16,14 +16,14 @@ use crate::table::{MAX_ROWS, is_chat, joined_ids, query_id};
 use crate::text::{hash_of, normalise};
 use chrono::DateTime;
 use feedback::{Feedback, Tally};
-use groups::Groups;
+use groups::{GroupSets, Groups};
 use lines::{LoggedQueryRow, LoggedRewrite, RequestLogLine};
 use querl_core::config::TableFormat;
 use querl_core::fsx::AtomicFile;
 use querl_core::records::QueryRow;
 use read::{LogFile, log_files};
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::io;
 use std::path::Path;
 
@@ -46,6 +46,8 @@ pub struct LogTableSettings<'a> {
 
 /// Far below a cell of a query table, and above every query that a model reads.
 const MAX_TEXT_BYTES: usize = 256 << 10;
+/// Bytes of a group's name, and of the gold ids of a row: far below a cell of a workbook.
+const MAX_NAME_BYTES: usize = 16 << 10;
 /// Requests of a user that follow each other within this time are reformulations.
 const SESSION_MS: i64 = 10 * 60 * 1000;
 
@@ -82,6 +84,8 @@ pub struct LogTableReport {
     pub n_largest_group: usize,
     /// Times that a reformulation did not join two groups, since the group would have been too large.
     pub n_unjoined: u64,
+    /// The same for rows that share a gold passage.
+    pub n_unjoined_gold: u64,
     /// Feedback of the tenant.
     pub n_feedback: u64,
     /// Feedback that was not used, or only in part, by reason.
@@ -104,14 +108,14 @@ pub fn table_from_log(settings: &LogTableSettings<'_>) -> Result<LogTableReport,
         let last = files.last().unwrap_or(first);
         report.days = [first.day.clone(), last.day.clone()];
     }
-    let (tenants, mut feedback) = read_feedback(&files, &mut report)?;
+    let (tenants, mut feedback) = read_feedback(&files, settings.tenant, &mut report)?;
     report.tenant = tenant(settings, &tenants)?;
     feedback.keep(&report.tenant);
     let is_selected = |file: &&LogFile| {
         settings.since.is_none_or(|since| file.day.as_str() >= since)
             && settings.until.is_none_or(|until| file.day.as_str() <= until)
     };
-    let mut rows = LogRows::default();
+    let mut rows = LogRows { format, ..LogRows::default() };
     for (number, file) in files.iter().enumerate() {
         rows.read(file, number, is_selected(&file), &mut feedback, &mut report)?;
     }
@@ -122,7 +126,7 @@ pub fn table_from_log(settings: &LogTableSettings<'_>) -> Result<LogTableReport,
         let what = format!("no request of tenant `{}` can be used{reasons}", report.tenant);
         return Err(DataError::file(settings.folder, format!("{what}; name other days, or collect more requests")));
     }
-    let groups = rows.groups(&mut report);
+    let groups = rows.groups(&feedback, &mut report);
     let mut write = |path: &Path| rows.write(&files, path, &groups, &feedback, &mut report);
     match format {
         None => write(settings.out)?,
@@ -170,8 +174,12 @@ fn tenant(settings: &LogTableSettings<'_>, tenants: &BTreeSet<String>) -> Result
     }
 }
 
-/// The first reading: tenants of rewrites, feedback, damaged lines.
-fn read_feedback(files: &[LogFile], report: &mut LogTableReport) -> Result<(BTreeSet<String>, Feedback), DataError> {
+/// The first reading: tenants of rewrites, feedback of `tenant` or of all, damaged lines.
+fn read_feedback(
+    files: &[LogFile],
+    tenant: Option<&str>,
+    report: &mut LogTableReport,
+) -> Result<(BTreeSet<String>, Feedback), DataError> {
     let (mut tenants, mut feedback) = (BTreeSet::new(), Feedback::default());
     for file in files {
         file.read(|_, line| {
@@ -181,7 +189,11 @@ fn read_feedback(files: &[LogFile], report: &mut LogTableReport) -> Result<(BTre
                     tenants.insert(rewrite.tenant);
                 }
                 Ok(RequestLogLine::Rewrite(_)) => {}
-                Ok(RequestLogLine::Feedback(line)) => feedback.add(line),
+                Ok(RequestLogLine::Feedback(line)) => {
+                    if tenant.is_none_or(|tenant| line.tenant == tenant) {
+                        feedback.add(line);
+                    }
+                }
                 Err(damaged) => {
                     report.n_damaged += 1;
                     if report.damaged.len() < MAX_NAMED {
@@ -203,10 +215,13 @@ struct LogRow {
     n_fallbacks: u64,
     shingles: Shingles,
     gold: Vec<u32>,
+    n_gold_bytes: usize,
 }
 
 #[derive(Default)]
 struct LogRows {
+    /// Of the table.
+    format: Option<TableFormat>,
     rows: Vec<LogRow>,
     by_texts: HashMap<u64, u32>,
     contexts: Contexts,
@@ -238,7 +253,7 @@ impl LogRows {
                 return Ok(());
             }
             report.n_rewrites += 1;
-            let row = match usable(&line) {
+            let row = match usable(&line, self.format) {
                 Ok(row) => row,
                 Err(reason) => {
                     *report.left_out.entry(reason).or_default() += 1;
@@ -279,7 +294,7 @@ impl LogRows {
             return Err(DataError::line(&file.path, first.1, problem));
         }
         let shingles = Shingles::of(&row, &mut self.contexts);
-        self.rows.push(LogRow { first, n_requests: 0, n_fallbacks: 0, shingles, gold: Vec::new() });
+        self.rows.push(LogRow { first, n_requests: 0, n_fallbacks: 0, shingles, gold: Vec::new(), n_gold_bytes: 0 });
         self.by_texts.insert(key, index);
         Ok(index)
     }
@@ -298,20 +313,42 @@ impl LogRows {
     }
 
     /// Decides on gold ids, and joins rows to groups.
-    fn groups(&mut self, report: &mut LogTableReport) -> Groups {
+    fn groups(&mut self, feedback: &Feedback, report: &mut LogTableReport) -> Groups {
         for ((row, passage), tally) in std::mem::take(&mut self.tallies) {
             report.n_contradicting += u64::from(tally.is_contradicting());
-            if tally.is_gold() {
-                self.rows[row as usize].gold.push(passage);
+            if !tally.is_gold() {
+                continue;
             }
+            let row = &mut self.rows[row as usize];
+            let n_bytes = feedback.passage_bytes(passage) + 1;
+            if row.n_gold_bytes + n_bytes > MAX_NAME_BYTES {
+                *report.feedback_left_out.entry("gold passages beyond 16 KiB of ids of a row").or_default() += 1;
+                continue;
+            }
+            row.n_gold_bytes += n_bytes;
+            row.gold.push(passage);
         }
         let shingles: Vec<&Shingles> = self.rows.iter().map(|row| &row.shingles).collect();
-        let mut groups = Groups::new(&shingles);
-        groups.join_equal(self.rows.iter().map(|row| (!row.gold.is_empty()).then_some(&row.gold)));
-        groups.join_similar(&shingles);
-        report.n_unjoined = groups.join_reformulations(&self.reformulations);
+        let mut sets = GroupSets::new(&shingles);
+        sets.join_equal(self.rows.iter().map(|row| (!row.gold.is_empty()).then_some(&row.gold)));
+        sets.join_similar(&shingles);
+        report.n_unjoined_gold = sets.join_bounded(&self.with_shared_passages());
+        report.n_unjoined = sets.join_bounded(&self.reformulations);
+        let groups = sets.finish();
         (report.n_groups, report.n_largest_group) = groups.sizes();
         groups
+    }
+
+    /// Each row of a gold passage with the row before it.
+    fn with_shared_passages(&self) -> Vec<(u32, u32)> {
+        let mut last_of_passage: HashMap<u32, u32> = HashMap::new();
+        let mut pairs = Vec::new();
+        for (row, index) in self.rows.iter().zip(0_u32..) {
+            for passage in &row.gold {
+                pairs.extend(last_of_passage.insert(*passage, index).map(|before| (before, index)));
+            }
+        }
+        pairs
     }
 
     /// A reading of the texts of the rows, in their order.
@@ -328,7 +365,7 @@ impl LogRows {
                 };
                 match &line {
                     Ok(RequestLogLine::Rewrite(line)) => {
-                        on_row(index, row, usable(line).map_err(|_| changed(&file.path))?)
+                        on_row(index, row, usable(line, self.format).map_err(|_| changed(&file.path))?)
                     }
                     _ => Err(changed(&file.path)),
                 }
@@ -337,7 +374,8 @@ impl LogRows {
         rows.next().map_or(Ok(()), |(row, _)| Err(changed(&files[row.first.0].path)))
     }
 
-    /// The third and fourth reading: names of groups, as a table without a column of groups has them, and the rows as JSON lines.
+    /// The third and fourth reading: names of groups, as far as they differ those of a table without a column of groups, and the rows as
+    /// JSON lines.
     fn write(
         &self,
         files: &[LogFile],
@@ -347,16 +385,27 @@ impl LogRows {
         report: &mut LogTableReport,
     ) -> Result<(), DataError> {
         let failed = |error: io::Error| DataError::write(path, error);
-        let mut names: HashMap<u32, String> = HashMap::new();
+        // Name by the first row of a group, and the id of this row.
+        let mut names: BTreeMap<u32, (String, String)> = BTreeMap::new();
         self.each(files, |index, row, query| {
             let gold_ids = feedback.passages(&row.gold);
             let name = if gold_ids.is_empty() { normalise(&query.original_query) } else { joined_ids(&gold_ids) };
-            let known = names.entry(groups.of(index)).or_insert_with(|| name.clone());
+            let (known, _) = names.entry(groups.of(index)).or_insert_with(|| (name.clone(), query.id));
             if name < *known {
                 *known = name;
             }
             Ok(())
         })?;
+        let mut used = HashSet::new();
+        for (name, id) in names.values_mut() {
+            if name.len() > MAX_NAME_BYTES {
+                name.clear();
+            }
+            // One query after different histories is in different groups.
+            if name.is_empty() || !used.insert(hash_of(name.as_str())) {
+                *name = format!("{name} {id}").trim_start().to_owned();
+            }
+        }
         let mut table = AtomicFile::create(path).map_err(failed)?;
         self.each(files, |index, row, query| {
             let gold_ids = feedback.passages(&row.gold);
@@ -367,7 +416,7 @@ impl LogRows {
                 user_profile: query.user_profile,
                 history_summary: query.history_summary,
                 gold_ids,
-                group: names[&groups.of(index)].clone(),
+                group: names[&groups.of(index)].0.clone(),
                 requests: row.n_requests,
                 fallbacks: row.n_fallbacks,
             };
@@ -382,7 +431,7 @@ fn changed(path: &Path) -> DataError {
 }
 
 /// The texts of a rewrite as a row of a query table would have them, or why they cannot be one.
-fn usable(line: &LoggedRewrite) -> Result<QueryRow, &'static str> {
+fn usable(line: &LoggedRewrite, format: Option<TableFormat>) -> Result<QueryRow, &'static str> {
     if line.redacted.is_some() {
         return Err("without texts");
     }
@@ -397,6 +446,9 @@ fn usable(line: &LoggedRewrite) -> Result<QueryRow, &'static str> {
     }
     if [&query, &profile, &history].iter().any(|text| text.len() > MAX_TEXT_BYTES) {
         return Err("with a text of more than 256 KiB");
+    }
+    if format == Some(TableFormat::Xlsx) && ![&query, &profile, &history].into_iter().all(|text| fits_cell(text)) {
+        return Err("with a text that a cell of a workbook cannot hold");
     }
     Ok(QueryRow {
         id: query_id(&query, &profile, &history),

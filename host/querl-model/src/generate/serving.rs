@@ -62,6 +62,8 @@ pub struct StepOutput {
     pub id: u64,
     /// The new token; beams have none before they are finished.
     pub token: Option<u32>,
+    /// Sequences in the batch: the beams, else 1.
+    pub n_sequences: usize,
     /// Tokens of the prompt that were found in the prefix cache.
     pub n_cached: usize,
     /// When its prefill started.
@@ -384,7 +386,7 @@ impl ServingEngine {
         for running in std::mem::take(&mut self.running) {
             let Running { request, response, n_blocks, n_cached, started_at } = running;
             let (id, processor) = (request.id, LogitsProcessor { settings: &request.sampling, ..processor });
-            let token = response.last_token();
+            let (token, n_sequences) = (response.last_token(), n_sequences(&request));
             let finished = match response.advance(&processor, self.text.as_ref()) {
                 Ok(Progress::Unfinished(response)) => {
                     unfinished.push(Running { request, response, n_blocks, n_cached, started_at });
@@ -394,7 +396,7 @@ impl ServingEngine {
                 Err(error) => Some(Err(error)),
             };
             self.n_reserved -= if finished.is_some() { n_blocks } else { 0 };
-            outputs.push(StepOutput { id, token, n_cached, started_at, finished });
+            outputs.push(StepOutput { id, token, n_sequences, n_cached, started_at, finished });
         }
         self.running = unfinished;
         Ok(outputs)

@@ -179,8 +179,8 @@ fn special_ids(
         text.and_then(|text| tokenizer.token_to_id(&text)).or_else(in_config)
     };
     let mut ids = BTreeMap::new();
-    for name in ["bos", "pad", "unk"] {
-        ids.extend(named(name).filter(|id| (*id as usize) < vocab_size).map(|id| (name, id)));
+    for (name, key) in [("bos", "bos"), ("pad", "padding"), ("unk", "unknown")] {
+        ids.extend(named(name).filter(|id| (*id as usize) < vocab_size).map(|id| (key, id)));
     }
     let eos = text_tokenizer.eos_id();
     ids.insert("eos", eos);

@@ -68,6 +68,9 @@ fn refused(model: &Path) -> String {
 #[test]
 fn metadata_say_what_llama_cpp_reads() {
     let folder = model("qwen3-tied");
+    change(folder.path(), "tokenizer_config.json", |config| {
+        (config["pad_token"], config["unk_token"]) = ("<|endoftext|>".into(), "<|im_end|>".into());
+    });
     let (content, ..) = export(folder.path(), None, Some(GgufDtype::F32));
     let text = |key: &str| content.metadata[key].to_string().unwrap().clone();
     let number = |key: &str| content.metadata[key].to_u32().unwrap();
@@ -84,6 +87,8 @@ fn metadata_say_what_llama_cpp_reads() {
         ("qwen3.rope.dimension_count", 16),
         ("tokenizer.ggml.bos_token_id", 0),
         ("tokenizer.ggml.eos_token_id", 1),
+        ("tokenizer.ggml.padding_token_id", 0),
+        ("tokenizer.ggml.unknown_token_id", 1),
     ] {
         assert_eq!(number(key), expected, "{key}");
     }

@@ -108,12 +108,13 @@ fn an_adapter_whose_logits_overflow_fails_alone() {
     let adapter = LoraAdapter::load(folder.path(), decoder.config()).unwrap();
     let broken = Some(Arc::new(AdapterWeights::new(&decoder, &adapter).unwrap()));
     let mut engine = engine(&decoder, ServingSettings::default());
-    for decoding in [Decoding::Greedy, Decoding::with_beams(2)] {
+    for (decoding, n_beams) in [(Decoding::Greedy, 1), (Decoding::with_beams(2), 2)] {
         engine.add(greedy(0, prompt(1, 2), 8)).unwrap();
         engine.add(ServingRequest { adapter: broken.clone(), decoding, ..greedy(1, prompt(0, 1), 8) }).unwrap();
         let (mut error, mut response) = (None, None);
         while engine.n_waiting() + engine.n_running() > 0 {
-            for StepOutput { id, finished, .. } in engine.step().unwrap() {
+            for StepOutput { id, n_sequences, finished, .. } in engine.step().unwrap() {
+                assert_eq!(n_sequences, if id == 1 { n_beams } else { 1 }, "each beam is a sequence of the batch");
                 match finished {
                     Some(Ok(generated)) => response = Some((id, generated.token_ids.len())),
                     Some(Err(reason)) => error = Some((id, reason.to_string())),

@@ -35,7 +35,7 @@ pub enum Against {
 pub struct CheckOptions {
     /// The metric that decides.
     pub metric: Metric,
-    /// The largest loss that is accepted, in units of the metric.
+    /// The largest loss that is accepted, in units of the metric; at most a tenth of its scale.
     pub margin: f64,
 }
 
@@ -217,10 +217,11 @@ fn is_of_scores(name: &str, metric: Metric) -> bool {
     }
 }
 
-/// The passed check of a model against what serves now, `None` for raw and teacher, as an entry of the history has it.
+/// The passed check of a model against what serves now, `None` for raw and teacher, as an entry of the history has it. A loss in one metric
+/// is not made good by another.
 ///
 /// # Errors
-/// There is none of exactly these digests; the sentence names the command that makes it.
+/// There is none of exactly these digests, or one is lost; the sentence names the command that makes it.
 pub(super) fn passed_check(
     dir: &RunDir,
     model: &ModelIdentity,
@@ -234,17 +235,27 @@ pub(super) fn passed_check(
     };
     let about = stored(dir)?.into_iter().filter(|evidence| is_against(evidence));
     let (fitting, outdated): (Vec<_>, Vec<_>) = about.partition(|evidence| evidence.model == *model);
-    if let Some(passed) = fitting.iter().find(|evidence| matches!(evidence.verdict, StoredVerdict::Passed)) {
+    let is_lost = |evidence: &StoredEvidence| matches!(evidence.verdict, StoredVerdict::Lost);
+    // Of a first release raw and teacher are separate: a model may lose to its teacher.
+    let is_same =
+        |one: &StoredEvidence, other: &StoredEvidence| current.is_some() || one.against.name == other.against.name;
+    let is_passed = |evidence: &StoredEvidence| {
+        let is_contradicted = || fitting.iter().any(|other| is_lost(other) && is_same(other, evidence));
+        matches!(evidence.verdict, StoredVerdict::Passed) && !is_contradicted()
+    };
+    if let Some(passed) = fitting.iter().find(|evidence| is_passed(evidence)) {
         let StoredEvidence { time, against, metric, margin, n, difference, .. } = passed;
         return Ok(json!({
             "check": "passed", "time": time, "against": against.name, "metric": metric, "margin": margin, "n": n, "difference": difference,
         }));
     }
+    if let Some(StoredEvidence { against, metric, .. }) = fitting.iter().find(|evidence| is_lost(evidence)) {
+        let problem = format!("its check against {} found a loss of {}", against.name, metric.name());
+        let remedy = "check it again after a further training, or give a reason by --without_check";
+        return Err(Stop::usage(format!("{run}: {problem}; {remedy}")).into());
+    }
     let against = current.map_or("raw".to_owned(), |(folder, _)| folder.display().to_string());
     let problem = match (fitting.last(), outdated.is_empty()) {
-        (Some(StoredEvidence { verdict: StoredVerdict::Lost, metric, .. }), _) => {
-            format!("its check against {against} found a loss of {}", metric.name())
-        }
         (Some(StoredEvidence { metric, .. }), _) => {
             format!("its check against {against} could not exclude a loss of {}", metric.name())
         }

@@ -24,7 +24,8 @@ pub struct PromoteOptions {
 /// Makes a run the current one of its tenant, or a candidate. `None` where it is that already.
 ///
 /// # Errors
-/// A file of the run is not what its stages wrote, there is no passed check of it against what serves now, or it cannot be a candidate.
+/// A file of the run is not what its stages wrote, there is no passed check of it against what serves now, a check is lost, or it cannot be a
+/// candidate.
 pub fn promote(
     folder: &ReleasesFolder,
     run: &ServedRun,

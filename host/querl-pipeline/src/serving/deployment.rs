@@ -62,11 +62,10 @@ pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyh
         }
         deployment.model_bytes += write_tenant(run, &out.join(TENANTS).join(&tenant))?;
         deployment.tenants.push(tenant);
-        if run.config.sft.method == TuningMethod::Full {
-            continue; // Its own model is a checkpoint of the run.
-        }
-        let model = &run.config.model.path;
-        let digests = digests(model)?;
+        // After full fine-tuning the base is a checkpoint of the run, and copied with it.
+        deployment.has_base |= run.config.sft.method != TuningMethod::Full;
+        let model = run.base()?.model;
+        let digests = digests(&model)?;
         match &base_model {
             Some((first, of_first)) if *of_first != digests => {
                 let (first, own) = (first.display(), model.display());
@@ -77,11 +76,10 @@ pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyh
                 return Err(Stop::usage(message).into());
             }
             Some(_) => {}
-            None => base_model = Some((model.clone(), digests)),
+            None => base_model = Some((model, digests)),
         }
     }
-    if let Some((model, digests)) = base_model {
-        deployment.has_base = true;
+    if let Some((model, digests)) = base_model.filter(|_| deployment.has_base) {
         for name in model_files(&model)? {
             let path = model.join(&name);
             deployment.model_bytes += path.metadata().with_context(|| unreadable(&path))?.len();

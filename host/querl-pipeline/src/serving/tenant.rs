@@ -5,7 +5,9 @@ use crate::ledger::{Inputs, Ledger, StageName};
 use crate::plugins::PluginHosts;
 use crate::training::{self, Base};
 use anyhow::Context as _;
-use querl_core::config::{BaseDtype, Config, ModelConfig, is_registry_reference, load_resolved};
+use querl_core::config::{
+    BaseDtype, Config, ModelConfig, PluginConfig, RlConfig, is_registry_reference, load_resolved,
+};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Context, Message};
@@ -15,6 +17,7 @@ use querl_model::{
     AdapterWeights, ComputeDevice, Decoder, Decoding, LoraAdapter, SamplingSettings, TextTokenizer, Weights,
 };
 use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -114,27 +117,40 @@ impl ServedRun {
         let version = self.version(&base, dtype, &checkpoint.digest(), &plugin);
         digests.insert(BASE_MODEL.into(), base);
         digests.insert(PROMPT_PLUGIN.into(), plugin);
-        digests
-            .insert("decoding settings".into(), digest_hex(format!("{} {}", dtype.name(), self.settings()).as_bytes()));
+        let settings = json!({"dtype": dtype.name(), "settings": self.settings()});
+        digests.insert("decoding settings".into(), digest_hex(settings.to_string().as_bytes()));
         Ok(ModelIdentity { version, digests })
     }
 
     /// The version of what is served, on a base with weights of type `dtype`.
     fn version(&self, base: &str, dtype: BaseDtype, checkpoint: &str, plugin: &str) -> String {
-        let identity = format!("{base} {} {checkpoint} {plugin} {}", dtype.name(), self.settings());
-        digest_hex(identity.as_bytes())[..16].to_owned()
+        let (dtype, settings) = (dtype.name(), self.settings());
+        let identity =
+            json!({"base": base, "checkpoint": checkpoint, "dtype": dtype, "plugin": plugin, "settings": settings});
+        digest_hex(identity.to_string().as_bytes())[..16].to_owned()
     }
 
-    /// Settings of the prompt plugin and of decoding.
-    fn settings(&self) -> String {
-        let (decoding, sampling) = self.decoding();
-        format!("{:?} {decoding:?} {sampling:?}", self.config.plugins.prompt.settings)
+    fn settings(&self) -> Value {
+        settings(&self.config.plugins.prompt, self.config.eval.n_beams, &self.config.rl)
     }
 
     /// As in the evaluation.
     fn decoding(&self) -> (Decoding, SamplingSettings) {
         (Decoding::with_beams(self.config.eval.n_beams), querl_train::rl::sampling(&self.config.rl))
     }
+}
+
+/// Settings of the prompt plugin and of greedy decoding or beam search. Digests of them are stored: the keys, in alphabetical order, stay.
+fn settings(prompt: &PluginConfig, n_beams: usize, rl: &RlConfig) -> Value {
+    json!({
+        "max_new_tokens": rl.max_new_tokens,
+        "min_new_tokens": rl.min_new_tokens,
+        "n_beams": n_beams,
+        "no_repeat_ngram_size": rl.no_repeat_ngram_size,
+        "prompt_plugin": prompt.settings,
+        "repetition_penalty": rl.repetition_penalty,
+        "stop_strings": rl.stop_strings,
+    })
 }
 
 /// The part of an identity that tenants of one server share.
@@ -251,4 +267,28 @@ fn base_digest(path: &Path) -> anyhow::Result<String> {
     let mut inputs = Inputs::default();
     inputs.model("base", path)?;
     Ok(inputs.digest())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Digests of this text are in histories of releases.
+    #[test]
+    fn settings_of_an_identity_are_named_and_those_of_sampling_are_not_among_them() {
+        let prompt: PluginConfig = toml::from_str("path = \"p\"\nsettings = { b = [1, 0.5], a = \"x\" }").unwrap();
+        let rl = RlConfig {
+            max_new_tokens: 9,
+            min_new_tokens: 1,
+            repetition_penalty: 1.1,
+            no_repeat_ngram_size: 3,
+            stop_strings: vec!["\n".into()],
+            ..RlConfig::default()
+        };
+        let expected = r#"{"max_new_tokens":9,"min_new_tokens":1,"n_beams":2,"no_repeat_ngram_size":3,"prompt_plugin":{"a":"x","b":[1,0.5]},"repetition_penalty":1.1,"stop_strings":["\n"]}"#;
+        assert_eq!(settings(&prompt, 2, &rl).to_string(), expected);
+        let sampled = RlConfig { temperature: 0.3, top_p: 0.5, top_k: 7, ..rl };
+        assert_eq!(settings(&prompt, 2, &sampled).to_string(), expected);
+    }
 }

@@ -205,8 +205,8 @@ impl EngineWorker {
 
     fn pass_on(&mut self, outputs: Vec<StepOutput>) {
         let now = Instant::now();
-        self.note_state(outputs.len());
-        for StepOutput { id, token, n_cached, started_at, finished } in outputs {
+        self.note_state(outputs.iter().map(|output| output.n_sequences).sum());
+        for StepOutput { id, token, n_cached, started_at, finished, .. } in outputs {
             let Some(request) = self.open.get_mut(&id) else { continue };
             if request.started.is_none() {
                 request.started = Some((started_at, now));
@@ -222,8 +222,11 @@ impl EngineWorker {
     }
 
     fn note_state(&self, n_sequences: usize) {
+        let waiting = self.engine.waiting_ids();
+        let is_client = |id: &u64| self.open.get(id).is_some_and(|request| !request.events.is_shadow());
+        let n_waiting = waiting.into_iter().filter(is_client).count();
         let mut state = self.shared.state();
-        (state.n_waiting, state.n_running) = (self.engine.n_waiting(), self.engine.n_running());
+        (state.n_waiting, state.n_running) = (n_waiting, self.engine.n_running());
         state.kv_cache_bytes = self.engine.kv_cache_bytes() as u64;
         state.n_steps += u64::from(n_sequences > 0);
         state.n_step_sequences += n_sequences as u64;

@@ -12,7 +12,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use querl_core::records::Context;
-use querl_core::serving::{CandidateMode, ReleaseSource, Role, SubmitError, Tenant};
+use querl_core::serving::{CandidateMode, ReleaseSource, Rewriter, Role, SubmitError, Tenant};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,9 +41,9 @@ pub(super) struct Route {
 }
 
 impl Route {
-    /// Counts a response to the client's own messages, whose time depends on their length.
+    /// Counts a response to the client's own messages, whose time depends on their length. A shadow has none to compare it with.
     pub(super) fn add(&self, service: &Arc<RewriteService>, fallback: Option<&'static str>) {
-        if let Some(trial) = &self.trial {
+        if let Some(trial) = self.trial.as_ref().filter(|trial| trial.candidate.mode != CandidateMode::Shadow) {
             service.add_sample(trial, self.model.role, Sample { latency: None, fallback });
         }
     }
@@ -88,9 +88,17 @@ impl RewriteService {
     /// # Errors
     /// A sentence: there are no releases, or they cannot be read; everything is served as before.
     pub fn reload_releases(&self) -> Result<Vec<String>, String> {
+        let rewriter = self.rewriter.get().ok_or("the models are being loaded; retry in a moment")?;
+        self.load_releases(rewriter.as_ref())
+    }
+
+    /// As [`Self::reload_releases`], before the service is ready.
+    ///
+    /// # Errors
+    /// A sentence: there are no releases, or they cannot be read.
+    pub fn load_releases(&self, rewriter: &dyn Rewriter) -> Result<Vec<String>, String> {
         let without = "this server follows no releases; start it with --releases DIR";
         let source = self.candidates.source.get().ok_or(without)?;
-        let rewriter = self.rewriter.get().ok_or("the models are being loaded; retry in a moment")?;
         let _one_at_a_time = self.loading.blocking_lock();
         let mut reloaded = source.reload()?;
         let (currents, models) = (rewriter.models(Role::Current), rewriter.models(Role::Candidate));
@@ -99,11 +107,13 @@ impl RewriteService {
             let of_name = |tenants: &[Tenant]| tenants.iter().find(|tenant| tenant.name == candidate.tenant).cloned();
             let (Some(current), Some(model)) = (of_name(&currents), of_name(&models)) else { continue };
             let known = self.candidates.trial(&candidate.tenant).filter(|trial| trial.is_of(&candidate, &current));
-            let ended = self.candidates.ended.lock().unwrap_or_else(PoisonError::into_inner);
-            let ended = ended.get(&candidate.tenant).filter(|(trial, _)| trial.candidate.id == candidate.id).cloned();
-            if let Some((_, reason)) = ended {
+            // Not locked while the end is written.
+            let ended =
+                self.candidates.ended.lock().unwrap_or_else(PoisonError::into_inner).get(&candidate.tenant).cloned();
+            if let Some((_, reason)) = ended.filter(|(trial, _)| trial.candidate.id == candidate.id) {
                 // It could not be recorded before.
                 reloaded.problems.extend(source.end_candidate(&candidate, &reason).err());
+                rewriter.remove(&candidate.tenant, Role::Candidate);
                 continue;
             }
             let new = || Arc::new(Trial::new(candidate.clone(), model, current));
@@ -130,7 +140,7 @@ impl RewriteService {
             return self.rewrite_by(tenant, query, context, deadline, &Audience::Client).await;
         };
         if model.role == Role::Candidate {
-            match self.rewrite_by(&model, query, context.clone(), deadline, &Audience::Client).await {
+            match self.rewrite_in_trial(&trial, &model, query, context.clone(), deadline).await {
                 Ok(result) => {
                     self.add_result(&trial, Role::Candidate, &result);
                     return Ok(result);
@@ -150,12 +160,27 @@ impl RewriteService {
                 }
             }
         }
-        let result = self.rewrite_by(tenant, query, context.clone(), deadline, &Audience::Client).await?;
+        let result = self.rewrite_in_trial(&trial, tenant, query, context.clone(), deadline).await?;
         self.add_result(&trial, Role::Current, &result);
         if trial.candidate.mode == CandidateMode::Shadow {
             self.start_shadow(trial, query, context, result.fallback.is_none().then(|| result.generated.clone()));
         }
         Ok(result)
+    }
+
+    /// As [`Self::rewrite_by`], for a client that may leave before it ends.
+    async fn rewrite_in_trial(
+        self: &Arc<Self>,
+        trial: &Arc<Trial>,
+        model: &Tenant,
+        query: &str,
+        context: Context,
+        deadline: Instant,
+    ) -> Result<RewriteResult, SubmitError> {
+        let unfinished = UnfinishedRewrite { service: self, trial, role: model.role, started: Instant::now() };
+        let rewritten = self.rewrite_by(model, query, context, deadline, &Audience::Client).await;
+        std::mem::forget(unfinished);
+        rewritten
     }
 
     /// Computes the candidate's rewrite, where no client waits for the queue, and compares it with the current model's.
@@ -186,20 +211,19 @@ impl RewriteService {
                     Err(SubmitError::QueueFull(_) | SubmitError::Ended | SubmitError::UnknownTenant)
                 );
             let name = &trial.model.name;
-            match (rewritten, &current) {
+            match rewritten {
                 _ if is_skipped => skipped(&trial, &service),
-                (Ok(result), current) => {
+                Ok(result) => {
                     service.add_result(&trial, Role::Candidate, &result);
-                    match current.as_ref().filter(|_| result.fallback.is_none()) {
-                        Some(current) => {
-                            let is_equal = current.text == result.generated.text;
-                            trial.add_comparison(is_equal);
-                            service.metrics.versions.shadow(name, if is_equal { "equal" } else { "different" });
-                        }
-                        None => service.metrics.versions.shadow(name, "failed"),
+                    if result.fallback.is_some() {
+                        return service.metrics.versions.shadow(name, "failed");
                     }
+                    // A fallback of the current model is another rewrite too.
+                    let is_equal = current.is_some_and(|current| current.text == result.generated.text);
+                    trial.add_comparison(is_equal);
+                    service.metrics.versions.shadow(name, if is_equal { "equal" } else { "different" });
                 }
-                (Err(_), _) => {
+                Err(_) => {
                     service.add_sample(
                         &trial,
                         Role::Candidate,
@@ -216,8 +240,11 @@ impl RewriteService {
             trial.add_cached(role);
             return self.metrics.versions.request(&trial.model.name, role, None);
         }
-        // A client that shortens its deadline does not judge a model.
-        if result.fallback == Some("timeout") && result.latency < self.options.deadline.mul_f64(0.9) {
+        // A client that shortens its deadline to less than most rewrites of the current model take does not judge a model.
+        if result.fallback == Some("timeout")
+            && result.latency < self.options.deadline.mul_f64(0.9)
+            && !trial.is_slow(result.latency, &self.candidates.limits)
+        {
             return;
         }
         self.add_sample(trial, role, Sample { latency: Some(result.latency), fallback: result.fallback });
@@ -234,7 +261,9 @@ impl RewriteService {
             metrics.error(tenant, role);
         }
         trial.add(role, sample);
-        if let Some((limit, reason)) = trial.exceeded(&self.candidates.limits) {
+        // Comparing takes as long as the window of the current model is large.
+        let exceeded = (role == Role::Candidate).then(|| trial.exceeded(&self.candidates.limits)).flatten();
+        if let Some((limit, reason)) = exceeded {
             metrics.automatic_return(tenant, limit);
             self.end_candidate(trial.clone(), reason);
         }
@@ -248,13 +277,13 @@ impl RewriteService {
         self.candidates.ended.lock().unwrap_or_else(PoisonError::into_inner).insert(tenant.clone(), ended);
         let service = self.clone();
         tokio::task::spawn_blocking(move || {
-            let _one_at_a_time = service.loading.blocking_lock();
             let source = service.candidates.source.get();
             if let Some(Err(problem)) = source.map(|source| source.end_candidate(&trial.candidate, &reason)) {
                 tracing::error!(
                     "tenant {tenant}: the end of its candidate is not in the history, and is recorded with the next reload: {problem}"
                 );
             }
+            let _one_at_a_time = service.loading.blocking_lock();
             // Releases may have named another one in the meantime.
             let mut trials = service.candidates.trials.write().unwrap_or_else(PoisonError::into_inner);
             trials.retain(|_, other| other.candidate.tenant != tenant || other.candidate.id != trial.candidate.id);
@@ -291,6 +320,24 @@ impl RewriteService {
             body["problems"] = json!(problems);
         }
         Ok(body)
+    }
+}
+
+/// A rewrite that a client waits for. Where the client leaves after most rewrites of the current model would have ended, its time so far is
+/// counted: latencies without it would be those of fast rewrites alone.
+struct UnfinishedRewrite<'r> {
+    service: &'r Arc<RewriteService>,
+    trial: &'r Arc<Trial>,
+    role: Role,
+    started: Instant,
+}
+
+impl Drop for UnfinishedRewrite<'_> {
+    fn drop(&mut self) {
+        let latency = self.started.elapsed();
+        if self.trial.is_slow(latency, &self.service.candidates.limits) {
+            self.service.add_sample(self.trial, self.role, Sample { latency: Some(latency), fallback: None });
+        }
     }
 }
 

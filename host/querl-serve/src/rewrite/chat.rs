@@ -246,17 +246,21 @@ async fn chat(
 ) -> Result<Response, ErrorResponse> {
     let deadline = call.started + call.service.options.chat_timeout;
     let last = request.task.messages.last().map(|message| message.content.as_str()).unwrap_or_default();
-    let route = call.service.candidates.route(tenant, request.user.as_deref(), last);
-    let completion = Completion { version: route.model.version.clone(), ..completion };
-    let submit = |model, task| call.service.submit(model, GenerationTask::Chat(task), &Audience::Client);
+    let mut route = call.service.candidates.route(tenant, request.user.as_deref(), last);
+    let task = GenerationTask::Chat(request.task);
     let submitting = async {
-        match submit(&route.model, request.task.clone()).await {
+        let submitted = call.service.submit(&route.model, task.clone(), &Audience::Client).await;
+        match submitted {
             // A candidate that has ended in the meantime.
-            Err(SubmitError::UnknownTenant) => submit(tenant, request.task).await,
+            Err(SubmitError::UnknownTenant) => {
+                route.model = tenant.clone();
+                call.service.submit(tenant, task, &Audience::Client).await
+            }
             submitted => submitted,
         }
     };
     let mut events = timeout_at(deadline.into(), submitting).await.map_err(|_| too_slow())?.map_err(rejected)?;
+    let completion = Completion { version: route.model.version.clone(), ..completion };
     let job = ChatJob { service: call.service, record: call.record, route, deadline, started: call.started };
     if request.is_stream {
         let (sender, frames) = unbounded_channel();

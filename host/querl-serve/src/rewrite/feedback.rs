@@ -12,6 +12,8 @@ use serde_json::json;
 
 /// Maximum number of passages of `clicked`.
 const MAX_CLICKED: usize = 100;
+/// Maximum size of their ids together.
+const MAX_CLICKED_BYTES: usize = 8 << 10;
 /// Maximum length of the id of a request or a passage.
 const MAX_ID_CHARS: usize = 256;
 /// What chat completions put before the id of a request.
@@ -30,6 +32,11 @@ pub(super) async fn feedback(mut call: Call) -> Result<Response, ErrorResponse> 
     let clicked: Vec<String> = fields.take("clicked", "a list of passage ids, which are texts")?.unwrap_or_default();
     if clicked.len() > MAX_CLICKED {
         let what = format!("`clicked` has {} passages; expected at most {MAX_CLICKED}", clicked.len());
+        return Err(ErrorResponse { param: Some("clicked"), ..ErrorResponse::too_large(what) });
+    }
+    let n_bytes: usize = clicked.iter().map(String::len).sum();
+    if n_bytes > MAX_CLICKED_BYTES {
+        let what = format!("the ids of `clicked` have {n_bytes} bytes; expected at most {MAX_CLICKED_BYTES}");
         return Err(ErrorResponse { param: Some("clicked"), ..ErrorResponse::too_large(what) });
     }
     let clicked = clicked.iter().map(|passage| checked_id("clicked", passage)).collect::<Result<Vec<_>, _>>()?;

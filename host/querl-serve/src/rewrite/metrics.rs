@@ -102,7 +102,7 @@ impl RewriteMetrics {
             tokens: counters("generated_tokens_total", "Tokens of responses.", &["tenant"])?,
             ready: gauge("ready", "1 once the models are loaded.")?,
             tenants: gauge("tenants", "Tenants that are served.")?,
-            waiting: gauge("waiting_requests", "Requests in the queue.")?,
+            waiting: gauge("waiting_requests", "Requests in the queue that a client waits for.")?,
             running: gauge("running_requests", "Requests in the running batch.")?,
             mean_batch_size: registered(
                 &registry,

@@ -122,9 +122,8 @@ fn schemas() -> Value {
             "properties": {
                 "query": text, "user_profile": text, "history": history,
                 "tenant": {"type": "string", "description": "May be left out where the key permits one tenant"},
-                "user": {"type": "string", "description": "Id of the user, for canary releases"},
                 "deadline_ms": {"type": "integer", "description": "Shortens the server's deadline"},
-                "user": {"type": "string", "description": "Id of the user; the request log has a hash of it"},
+                "user": {"type": "string", "description": "Id of the user, for canary releases; the request log has a hash of it"},
             },
         },
         "Feedback": {

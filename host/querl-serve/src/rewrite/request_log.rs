@@ -17,9 +17,10 @@ use querl_core::records::{Columns, Context, Sample, Verdict};
 use querl_data::{LoggedFeedback, LoggedRewrite, RequestLogLine};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, channel, sync_channel};
+use std::sync::{Arc, Once};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// What is logged, where, and how much of it is kept.
@@ -37,6 +38,10 @@ pub struct RequestLogOptions {
 /// Maximum number of lines in the queue, and of bytes of their texts.
 const MAX_QUEUED_LINES: usize = 16_384;
 const MAX_QUEUED_BYTES: usize = 32 << 20;
+/// Maximum size of the four texts of a line; longer ones are left out.
+const MAX_TEXT_BYTES: usize = 64 << 10;
+/// Size of a line without its texts.
+const REST_BYTES: usize = 512;
 /// Maximum number of lines of one write.
 const MAX_BATCH: usize = 256;
 /// How often old days are removed where nothing is logged.
@@ -48,8 +53,11 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 const QUEUE_FULL: &str = "queue_full";
 const SIZE_LIMIT: &str = "size_limit";
 const WRITE_FAILED: &str = "write_failed";
+const WRITER_ENDED: &str = "writer_ended";
 /// Texts are missing because the filter faulted.
 const PLUGIN_FAULT: &str = "plugin_fault";
+/// Texts are missing because of their size.
+const TOO_LONG: &str = "too_long";
 
 enum Message {
     Line(Box<RequestLogLine>),
@@ -63,6 +71,9 @@ pub(super) struct RequestLog {
     n_queued_bytes: Arc<AtomicUsize>,
     counters: Counters,
     salt: [u8; SALT_BYTES],
+    writer: JoinHandle<()>,
+    reported_full: Once,
+    reported_end: Once,
 }
 
 #[derive(Clone)]
@@ -92,10 +103,12 @@ impl RequestLog {
         let shown = folder.display().to_string();
         make_private(&folder).with_context(|| format!("{shown}: the request log cannot be made there"))?;
         let lock = DirLock::take(&folder).map_err(|error| match error {
-            DirLockError::InUse { holder, .. } => {
-                anyhow::anyhow!("{shown}: the request log of another server (process {holder}); name another folder")
+            DirLockError::InUse { ref holder, .. } => {
+                let what =
+                    format!("{shown}: the request log of another server (process {holder}); name another folder");
+                anyhow::Error::new(error).context(what)
             }
-            error @ DirLockError::Io { .. } => error.into(),
+            DirLockError::Io { .. } => error.into(),
         })?;
         let salt = salt(&folder).with_context(|| format!("{shown}: the request log has no usable salt"))?;
         let files = DayFiles::open(folder, Bounds { max_bytes, max_days })
@@ -110,21 +123,40 @@ impl RequestLog {
         let n_queued = n_queued_bytes.clone();
         let writer = Writer { files, filter, counters: counters.clone(), warned: Vec::new(), _lock: lock };
         let thread = std::thread::Builder::new().name("request log".into());
-        thread.spawn(move || writer.run(&receiver, &n_queued)).context("no thread for the request log")?;
-        Ok(Self { sender, n_queued_bytes, counters, salt })
+        let writer = thread.spawn(move || writer.run(&receiver, &n_queued)).context("no thread for the request log")?;
+        let (reported_full, reported_end) = (Once::new(), Once::new());
+        Ok(Self { sender, n_queued_bytes, counters, salt, writer, reported_full, reported_end })
     }
 
-    /// Queues a line. False where the queue is full: the line is dropped and counted.
-    pub(super) fn send(&self, line: RequestLogLine) -> bool {
+    /// Queues a line. False where the queue is full, or the writer has ended: the line is dropped and counted.
+    pub(super) fn send(&self, mut line: RequestLogLine) -> bool {
+        if text_bytes(&line) > MAX_TEXT_BYTES + REST_BYTES
+            && let RequestLogLine::Rewrite(rewrite) = &mut line
+        {
+            remove_texts(rewrite, TOO_LONG.to_owned());
+            self.counters.redacted.with_label_values(&[TOO_LONG]).inc();
+        }
         let n_bytes = text_bytes(&line);
         let n_queued = self.n_queued_bytes.fetch_add(n_bytes, Ordering::Relaxed);
         let has_room = n_queued + n_bytes <= MAX_QUEUED_BYTES;
         let is_queued = has_room && self.sender.try_send(Message::Line(Box::new(line))).is_ok();
         if !is_queued {
             self.n_queued_bytes.fetch_sub(n_bytes, Ordering::Relaxed);
-            self.counters.dropped.with_label_values(&[QUEUE_FULL]).inc();
+            self.counters.dropped.with_label_values(&[self.why_dropped()]).inc();
         }
         is_queued
+    }
+
+    /// Reported once.
+    fn why_dropped(&self) -> &'static str {
+        if self.writer.is_finished() {
+            let message = "the writer of the request log has ended, and nothing more is logged; restart the server";
+            self.reported_end.call_once(|| tracing::error!("{message}"));
+            return WRITER_ENDED;
+        }
+        let message = "the queue of the request log is full; requests are not logged";
+        self.reported_full.call_once(|| tracing::warn!("{message}"));
+        QUEUE_FULL
     }
 
     /// Waits for the queue to be written, for a bounded time.
@@ -140,7 +172,11 @@ impl RequestLog {
             std::thread::sleep(Duration::from_millis(10));
         }
         if is_done.recv_timeout(deadline.saturating_duration_since(Instant::now())).is_err() {
-            tracing::warn!("the request log was not written within {FLUSH_TIMEOUT:?}; its last lines are lost");
+            let why = match self.writer.is_finished() {
+                true => "its writer has ended".to_owned(),
+                false => format!("it was not written within {FLUSH_TIMEOUT:?}"),
+            };
+            tracing::warn!("the last lines of the request log are lost: {why}");
         }
     }
 
@@ -160,14 +196,20 @@ pub(super) fn now() -> String {
 
 /// Bytes of a line's texts, and a share for the rest.
 fn text_bytes(line: &RequestLogLine) -> usize {
-    const REST: usize = 512;
     let length = |text: &Option<String>| text.as_ref().map_or(0, String::len);
-    REST + match line {
-        RequestLogLine::Rewrite(line) => {
-            [&line.query, &line.user_profile, &line.history, &line.rewrite].into_iter().map(length).sum()
+    REST_BYTES
+        + match line {
+            RequestLogLine::Rewrite(line) => {
+                [&line.query, &line.user_profile, &line.history, &line.rewrite].into_iter().map(length).sum()
+            }
+            RequestLogLine::Feedback(LoggedFeedback { clicked, .. }) => clicked.iter().map(String::len).sum::<usize>(),
         }
-        RequestLogLine::Feedback(LoggedFeedback { clicked, .. }) => clicked.iter().map(String::len).sum::<usize>(),
-    }
+}
+
+/// A line without its texts, and why.
+fn remove_texts(line: &mut LoggedRewrite, reason: String) {
+    (line.query, line.user_profile, line.history, line.rewrite) = (None, None, None, None);
+    line.redacted = Some(reason);
 }
 
 /// The thread that writes.
@@ -259,7 +301,7 @@ impl Writer {
 
     /// Removes the texts of a request that the filter drops, or faults on. Each request is a batch of its own: a verdict depends on no other.
     fn redact(&mut self, line: &mut LoggedRewrite) {
-        let Some(filter) = &self.filter else { return };
+        let Some(filter) = self.filter.as_ref().filter(|_| line.redacted.is_none()) else { return };
         let text = |text: &Option<String>| text.clone().unwrap_or_default();
         let context = Context { user_profile: text(&line.user_profile), history_summary: text(&line.history) };
         let sample = Sample {
@@ -285,8 +327,7 @@ impl Writer {
         }
         let label = if reason == PLUGIN_FAULT { PLUGIN_FAULT } else { "filter" };
         self.counters.redacted.with_label_values(&[label]).inc();
-        (line.query, line.user_profile, line.history, line.rewrite) = (None, None, None, None);
-        line.redacted = Some(reason);
+        remove_texts(line, reason);
     }
 }
 

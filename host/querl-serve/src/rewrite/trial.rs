@@ -8,16 +8,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Limits above which a candidate is ended. Shares and latencies are those of the last 1000 generated rewrites of each model.
+/// Limits above which a candidate is ended. Shares and latencies are those of the last 1000 requests of the candidate, and of the current
+/// model's in the same span of time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CandidateLimits {
-    /// Rewrites of the candidate, and for latency also of the current model, before limits apply.
+    /// Requests of the candidate and of the current model before limits apply; for latency, generated rewrites.
     pub min_requests: usize,
     /// Share of failures of model or plugin, above that of the current model.
     pub max_errors: f64,
     /// Share of queries without a rewrite, above that of the current model.
     pub max_fallbacks: f64,
-    /// 95% quantile of the latency relative to that of the current model; differences below 50 ms are accepted.
+    /// 95% quantile of the latency relative to that of the current model; differences below 50 ms are accepted, and so are up to 5
+    /// points more rewrites above that limit.
     pub max_latency_ratio: f64,
 }
 
@@ -27,17 +29,24 @@ impl Default for CandidateLimits {
     }
 }
 
-/// Requests that shares and quantiles are of.
+/// The last requests of the candidate that are compared.
 const WINDOW: usize = 1000;
+/// The last requests of the current model that are kept for the same span of time. It is twice what [`stride`] lets through, since users
+/// differ in their number of requests.
+const CURRENT_WINDOW: usize = 2 * CURRENT_PER_CANDIDATE * WINDOW;
+/// Requests of the current model that are compared for each of the candidate, at most on average.
+const CURRENT_PER_CANDIDATE: usize = 10;
 /// Differences of latencies that no user notices, and short rewrites have by chance.
 const MIN_LATENCY_DIFFERENCE_MS: f64 = 50.0;
+/// Where about 5% of the rewrites of both models are slow, as after an outage, one more of them moves a 95% quantile far.
+const MIN_SLOW_SHARE_DIFFERENCE: f64 = 0.05;
 /// Reasons of fallbacks that are failures of model or plugin.
 const ERRORS: [&str; 2] = ["model_failed", "plugin_fault"];
 
 /// What came of a request.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sample {
-    /// `None` where it is not that of a generated rewrite.
+    /// `None` where it is not that of a generated rewrite, as for one of the cache.
     pub(super) latency: Option<Duration>,
     /// Why there was no rewrite.
     pub(super) fallback: Option<&'static str>,
@@ -56,47 +65,92 @@ struct ModelStatistics {
     n_cached: u64,
     n_errors: u64,
     fallbacks: BTreeMap<&'static str, u64>,
-    /// The last ones that were not cached.
-    window: VecDeque<Sample>,
+    /// The last ones, each with its index among the requests of both models.
+    window: VecDeque<(u64, Sample)>,
 }
 
 impl ModelStatistics {
-    fn add(&mut self, sample: Sample) {
+    fn count(&mut self, sample: Sample) {
         self.n_requests += 1;
         self.n_errors += u64::from(sample.is_error());
         if let Some(reason) = sample.fallback {
             *self.fallbacks.entry(reason).or_default() += 1;
         }
-        if self.window.len() == WINDOW {
+    }
+
+    fn push(&mut self, index: u64, sample: Sample, capacity: usize) {
+        if self.window.len() == capacity {
             self.window.pop_front();
         }
-        self.window.push_back(sample);
+        self.window.push_back((index, sample));
     }
 
-    fn share(&self, counts: impl Fn(&Sample) -> bool) -> f64 {
-        let n = self.window.iter().filter(|sample| counts(sample)).count();
-        n as f64 / self.window.len().max(1) as f64
+    /// The index from which the window has every request: 0 where it is not full.
+    fn start(&self, capacity: usize) -> u64 {
+        let first = self.window.front().filter(|_| self.window.len() == capacity);
+        first.map_or(0, |(index, _)| *index)
     }
 
-    /// In milliseconds, by the nearest rank.
-    fn latency(&self, quantile: f64) -> Option<f64> {
-        let mut times: Vec<Duration> = self.window.iter().filter_map(|sample| sample.latency).collect();
-        let index = ((times.len() as f64 * quantile).ceil() as usize).checked_sub(1)?;
-        let (_, time, _) = times.select_nth_unstable(index);
-        Some(time.as_secs_f64() * 1e3)
+    fn since(&self, start: u64) -> WindowSummary {
+        let from = self.window.partition_point(|(index, _)| *index < start);
+        let samples = self.window.range(from..).map(|(_, sample)| sample);
+        let mut summary = WindowSummary::default();
+        for sample in samples {
+            summary.n_requests += 1;
+            summary.n_errors += usize::from(sample.is_error());
+            summary.n_fallbacks += usize::from(sample.fallback.is_some());
+            summary.latencies.extend(sample.latency);
+        }
+        summary
     }
 
-    fn to_json(&self, version: &str, source: &str) -> Value {
+    fn to_json(&self, version: &str, source: &str, mut window: WindowSummary) -> Value {
         let round = |ms: Option<f64>| ms.map(|ms| (ms * 1e3).round() / 1e3);
         json!({
             "version": version, "source": source, "requests": self.n_requests, "cached": self.n_cached, "errors": self.n_errors,
-            "fallbacks": self.fallbacks, "latency_ms": {"p50": round(self.latency(0.5)), "p95": round(self.latency(0.95))},
+            "fallbacks": self.fallbacks,
+            "latency_ms": {"p50": round(window.latency(0.5)), "p95": round(window.latency(0.95))},
+            "window": {
+                "requests": window.n_requests, "error_share": window.share(window.n_errors),
+                "fallback_share": window.share(window.n_fallbacks),
+            },
         })
+    }
+}
+
+/// The requests of one model in the span of time that is compared.
+#[derive(Debug, Default)]
+struct WindowSummary {
+    n_requests: usize,
+    n_errors: usize,
+    n_fallbacks: usize,
+    /// Of generated rewrites.
+    latencies: Vec<Duration>,
+}
+
+impl WindowSummary {
+    fn share(&self, n: usize) -> f64 {
+        n as f64 / self.n_requests.max(1) as f64
+    }
+
+    /// In milliseconds, by the nearest rank.
+    fn latency(&mut self, quantile: f64) -> Option<f64> {
+        let index = ((self.latencies.len() as f64 * quantile).ceil() as usize).checked_sub(1)?;
+        let (_, time, _) = self.latencies.select_nth_unstable(index);
+        Some(time.as_secs_f64() * 1e3)
+    }
+
+    /// The share of generated rewrites that took longer, in milliseconds.
+    fn share_above(&self, latency: f64) -> f64 {
+        let n = self.latencies.iter().filter(|time| time.as_secs_f64() * 1e3 > latency).count();
+        n as f64 / self.latencies.len().max(1) as f64
     }
 }
 
 #[derive(Debug, Default)]
 struct Statistics {
+    /// Of both models.
+    n_requests: u64,
     current: ModelStatistics,
     candidate: ModelStatistics,
     n_equal: u64,
@@ -110,6 +164,32 @@ impl Statistics {
             Role::Current => &mut self.current,
             Role::Candidate => &mut self.candidate,
         }
+    }
+
+    /// Of the current model, one of `stride` requests is compared.
+    fn add(&mut self, role: Role, sample: Sample, stride: u64) {
+        let index = self.n_requests;
+        self.n_requests += 1;
+        match role {
+            Role::Current if !self.current.n_requests.is_multiple_of(stride) => {}
+            Role::Current => self.current.push(index, sample, CURRENT_WINDOW),
+            Role::Candidate => self.candidate.push(index, sample, WINDOW),
+        }
+        self.of(role).count(sample);
+    }
+
+    /// Current model and candidate in the span of time that both windows have.
+    fn windows(&self) -> [WindowSummary; 2] {
+        let start = self.current.start(CURRENT_WINDOW).max(self.candidate.start(WINDOW));
+        [self.current.since(start), self.candidate.since(start)]
+    }
+}
+
+/// One of this many requests of the current model is compared: for a small canary all of them would need a large window.
+fn stride(mode: CandidateMode) -> u64 {
+    match mode {
+        CandidateMode::Canary(share) => ((1.0 - share) / (CURRENT_PER_CANDIDATE as f64 * share)).ceil().max(1.0) as u64,
+        CandidateMode::Shadow => 1,
     }
 }
 
@@ -146,15 +226,21 @@ impl Trial {
     }
 
     pub(super) fn add(&self, role: Role, sample: Sample) {
-        self.statistics().of(role).add(sample);
+        self.statistics().add(role, sample, stride(self.candidate.mode));
     }
 
-    /// A rewrite of the cache says nothing about a model.
+    /// A rewrite of the cache. It is a success: the shares of new queries alone differ with what is in the cache of each model.
     pub(super) fn add_cached(&self, role: Role) {
         let mut statistics = self.statistics();
-        let of_role = statistics.of(role);
-        of_role.n_requests += 1;
-        of_role.n_cached += 1;
+        statistics.add(role, Sample { latency: None, fallback: None }, stride(self.candidate.mode));
+        statistics.of(role).n_cached += 1;
+    }
+
+    /// Whether a rewrite that has taken this long is later than 95% of the current model's.
+    pub(super) fn is_slow(&self, latency: Duration, limits: &CandidateLimits) -> bool {
+        let [mut current, _] = self.statistics().windows();
+        current.latencies.len() >= limits.min_requests
+            && current.latency(0.95).is_some_and(|most| latency.as_secs_f64() * 1e3 > most)
     }
 
     pub(super) fn add_comparison(&self, is_equal: bool) {
@@ -180,7 +266,8 @@ impl Trial {
 
     pub(super) fn to_json(&self) -> Value {
         let statistics = self.statistics();
-        let Statistics { current, candidate, n_equal, n_different, n_skipped } = &*statistics;
+        let Statistics { current, candidate, n_equal, n_different, n_skipped, .. } = &*statistics;
+        let [current_window, candidate_window] = statistics.windows();
         let (mode, share) = match self.candidate.mode {
             CandidateMode::Canary(share) => ("canary", Some(share)),
             CandidateMode::Shadow => ("shadow", None),
@@ -189,8 +276,8 @@ impl Trial {
         let equal_share = (n_compared > 0).then(|| *n_equal as f64 / n_compared as f64);
         json!({
             "mode": mode, "share": share,
-            "current": current.to_json(&self.current.version, &self.current.source),
-            "candidate": candidate.to_json(&self.model.version, &self.model.source),
+            "current": current.to_json(&self.current.version, &self.current.source, current_window),
+            "candidate": candidate.to_json(&self.model.version, &self.model.source, candidate_window),
             "shadow": {"compared": n_compared, "equal": n_equal, "equal_share": equal_share, "skipped": n_skipped},
         })
     }
@@ -201,15 +288,15 @@ impl Trial {
 }
 
 fn exceeded(statistics: &Statistics, limits: &CandidateLimits) -> Option<(&'static str, String)> {
-    let Statistics { current, candidate, .. } = statistics;
-    let n = candidate.window.len();
-    if n < limits.min_requests {
+    let [mut current, mut candidate] = statistics.windows();
+    let n = candidate.n_requests;
+    if n.min(current.n_requests) < limits.min_requests {
         return None;
     }
-    let shares = |counts: fn(&Sample) -> bool| (candidate.share(counts), current.share(counts));
+    let shares = |of: fn(&WindowSummary) -> usize| (candidate.share(of(&candidate)), current.share(of(&current)));
     let by_share = [
-        ("errors", shares(Sample::is_error), limits.max_errors),
-        ("fallbacks", shares(|sample| sample.fallback.is_some()), limits.max_fallbacks),
+        ("errors", shares(|window| window.n_errors), limits.max_errors),
+        ("fallbacks", shares(|window| window.n_fallbacks), limits.max_fallbacks),
     ];
     for (limit, (of_candidate, of_current), most) in by_share {
         if of_candidate - of_current > most {
@@ -220,12 +307,13 @@ fn exceeded(statistics: &Statistics, limits: &CandidateLimits) -> Option<(&'stat
             return Some((limit, reason));
         }
     }
-    if current.window.len() < limits.min_requests {
+    if candidate.latencies.len().min(current.latencies.len()) < limits.min_requests {
         return None;
     }
     let (of_candidate, of_current) = (candidate.latency(0.95)?, current.latency(0.95)?);
     let most = (limits.max_latency_ratio * of_current).max(of_current + MIN_LATENCY_DIFFERENCE_MS);
-    (of_candidate > most).then(|| {
+    let difference = candidate.share_above(most) - current.share_above(most);
+    (of_candidate > most && difference > MIN_SLOW_SHARE_DIFFERENCE).then(|| {
         let reason = format!(
             "latency: 95% within {of_candidate:.0} ms, of the current model within {of_current:.0} ms; at most {most:.0} ms are allowed"
         );
@@ -296,22 +384,57 @@ mod tests {
 
     #[test]
     fn what_the_current_model_does_too_does_not_end_a_candidate() {
-        let trial = trial(CandidateMode::Canary(0.5));
-        for role in Role::ALL {
-            add(&trial, role, 50, 2000, Some("timeout"));
-            add(&trial, role, 50, 20, Some("plugin_fault"));
+        for (share, n_current) in [(0.5, 1), (0.05, 19)] {
+            let trial = trial(CandidateMode::Canary(share));
+            // An outage of both models, and then more requests than the candidate's window has. 30 ms instead of 10 are no difference to
+            // a user.
+            for (n, fallback) in [(100, None), (50, Some("timeout")), (50, Some("plugin_fault")), (1100, None)] {
+                let latency_ms = |usual| if fallback.is_some() { 2000 } else { usual };
+                for _ in 0..n {
+                    for _ in 0..n_current {
+                        add(&trial, Role::Current, 1, latency_ms(10), fallback);
+                    }
+                    assert_eq!(trial.exceeded(&LIMITS), None, "share {share}");
+                    add(&trial, Role::Candidate, 1, latency_ms(30), fallback);
+                    assert_eq!(trial.exceeded(&LIMITS), None, "share {share}");
+                }
+            }
         }
-        // 30 ms instead of 10 are no difference to a user.
-        add(&trial, Role::Current, 2000, 10, None);
-        add(&trial, Role::Candidate, 2000, 30, None);
-        assert_eq!(trial.exceeded(&LIMITS), None);
     }
 
     #[test]
     fn a_failure_after_many_good_requests_is_noticed() {
-        let trial = trial(CandidateMode::Shadow);
-        add(&trial, Role::Candidate, 100_000, 10, None);
-        add(&trial, Role::Candidate, 60, 10, Some("no_rewrite"));
-        assert_eq!(trial.exceeded(&LIMITS).unwrap().0, "fallbacks");
+        for (share, n_current) in [(0.5, 1), (0.002, 499)] {
+            let trial = trial(CandidateMode::Canary(share));
+            for n in 0..1200 {
+                add(&trial, Role::Current, n_current, 10, None);
+                add(&trial, Role::Candidate, 1, 10, (n >= 1100).then_some("no_rewrite"));
+            }
+            assert_eq!(trial.exceeded(&LIMITS).unwrap().0, "fallbacks", "share {share}");
+        }
+    }
+
+    #[test]
+    fn a_candidate_is_not_compared_with_a_few_requests_of_the_current_model() {
+        let trial = trial(CandidateMode::Canary(0.5));
+        add(&trial, Role::Candidate, 100, 10, Some("model_failed"));
+        add(&trial, Role::Current, 19, 10, None);
+        assert_eq!(trial.exceeded(&LIMITS), None);
+        add(&trial, Role::Current, 1, 10, None);
+        assert_eq!(trial.exceeded(&LIMITS).unwrap().0, "errors");
+    }
+
+    #[test]
+    fn a_rewrite_of_the_cache_is_a_success_without_a_latency() {
+        let trial = trial(CandidateMode::Canary(0.5));
+        add(&trial, Role::Current, 40, 10, None);
+        add(&trial, Role::Candidate, 1, 2000, Some("no_rewrite"));
+        (0..39).for_each(|_| trial.add_cached(Role::Candidate));
+        assert_eq!(trial.exceeded(&LIMITS), None, "1 of 40 fallbacks, and one latency");
+        let candidate = trial.to_json()["candidate"].take();
+        assert_eq!(candidate["window"], json!({"requests": 40, "error_share": 0.0, "fallback_share": 0.025}));
+        assert_eq!((&candidate["cached"], &candidate["latency_ms"]["p95"]), (&json!(39), &json!(2000.0)));
+        let ms = Duration::from_millis;
+        assert!(trial.is_slow(ms(11), &LIMITS) && !trial.is_slow(ms(10), &LIMITS));
     }
 }

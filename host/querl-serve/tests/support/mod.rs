@@ -48,7 +48,7 @@ pub(crate) fn tenant(name: &str, version: usize, api_key: Option<&str>) -> Tenan
     }
 }
 
-/// The first word of a query chooses what happens: see `submit`; after the word `candidate`, to the candidate alone. Chat responses repeat the last message, a character at a time.
+/// The first word of a query chooses what happens: see `submit`; after the word `candidate` or `current`, to that model alone. Chat responses repeat the last message, a character at a time.
 #[derive(Default)]
 pub(crate) struct StandInRewriter {
     tenants: Mutex<Vec<Tenant>>,
@@ -115,8 +115,8 @@ impl Rewriter for StandInRewriter {
             GenerationTask::Rewrite { query, .. } => query.clone(),
             GenerationTask::Chat(task) => task.messages.last().unwrap().content.clone(),
         };
-        let for_candidate = text.strip_prefix("candidate ").filter(|_| tenant.role == Role::Candidate);
-        let text = for_candidate.map(str::to_owned).unwrap_or(text);
+        let for_role = text.strip_prefix(tenant.role.name()).and_then(|text| text.strip_prefix(' '));
+        let text = for_role.map(str::to_owned).unwrap_or(text);
         let (first, second) = text.split_once(' ').unwrap_or((&text, ""));
         match first {
             "busy" => return Err(SubmitError::QueueFull("the queue is full (9 requests); retry later".into())),
@@ -125,8 +125,9 @@ impl Rewriter for StandInRewriter {
             "panics" => panic!("as a tokenizer may"),
             "ends" => return Ok(()),
             "held" => {
+                // As the engine, of which only clients wait.
+                self.n_held.fetch_add(usize::from(!events.is_shadow()), Ordering::Relaxed);
                 self.held.lock().unwrap().push(events);
-                self.n_held.fetch_add(1, Ordering::Relaxed);
                 return Ok(());
             }
             _ => {}

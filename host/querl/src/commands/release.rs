@@ -39,7 +39,7 @@ pub struct CheckArgs {
     /// The metric that decides
     #[arg(long, value_name = "METRIC", default_value = "top1", value_parser = one_of(Metric::COMPARED.map(|metric| (metric.name(), metric, ""))))]
     metric: Metric,
-    /// The largest loss that is accepted, in units of the metric: 0.01 of top1 is one query of a hundred
+    /// The largest loss that is accepted, in units of the metric: 0.01 of top1 is one query of a hundred. At most a tenth of its scale
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = margin)]
     margin: f64,
     #[command(flatten)]
@@ -72,7 +72,7 @@ pub struct PromoteArgs {
     /// The run: its folder or configuration
     #[arg(value_name = "CONFIG|RUN_DIR")]
     run: PathBuf,
-    /// As a candidate that answers this share of the requests, above 0 and at most 1
+    /// As a candidate that answers this share of the requests, above 0 and below 1
     #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with = "shadow")]
     canary: Option<f64>,
     /// As a candidate whose rewrites are compared and not returned
@@ -122,17 +122,17 @@ pub struct FollowArgs {
     /// Serve what `querl release promote` has put into this folder, in place of named runs; SIGHUP and POST /admin/releases read it again
     #[arg(long, value_name = "DIR")]
     pub releases: Option<PathBuf>,
-    /// Rewrites of a candidate before its limits apply
-    #[arg(long, visible_alias = "candidate-min-requests", value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    /// Requests of the candidate and of the current model before limits apply
+    #[arg(long, visible_alias = "candidate-min-requests", conflicts_with = "runs", value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
     candidate_min_requests: u32,
     /// End a candidate whose share of failures of model or plugin is larger than the current model's by more than this
-    #[arg(long, visible_alias = "candidate-max-errors", value_name = "SHARE", default_value_t = 0.02, value_parser = limit)]
+    #[arg(long, visible_alias = "candidate-max-errors", conflicts_with = "runs", value_name = "SHARE", default_value_t = 0.02, value_parser = limit)]
     candidate_max_errors: f64,
     /// End a candidate whose share of fallbacks is larger than the current model's by more than this
-    #[arg(long, visible_alias = "candidate-max-fallbacks", value_name = "SHARE", default_value_t = 0.05, value_parser = limit)]
+    #[arg(long, visible_alias = "candidate-max-fallbacks", conflicts_with = "runs", value_name = "SHARE", default_value_t = 0.05, value_parser = limit)]
     candidate_max_fallbacks: f64,
     /// End a candidate whose 95% quantile of the latency is more than this times the current model's, and 50 ms longer
-    #[arg(long, visible_alias = "candidate-max-latency", value_name = "FACTOR", default_value_t = 1.5, value_parser = limit)]
+    #[arg(long, visible_alias = "candidate-max-latency", conflicts_with = "runs", value_name = "FACTOR", default_value_t = 1.5, value_parser = limit)]
     candidate_max_latency: f64,
 }
 
@@ -155,7 +155,8 @@ fn number(text: &str, expected: &str, is_valid: impl Fn(f64) -> bool) -> Result<
 }
 
 fn share(text: &str) -> Result<f64, String> {
-    number(text, "a share above 0 and at most 1, such as 0.1", |share| share > 0.0 && share <= 1.0)
+    let expected = "a share above 0 and below 1, such as 0.1; without --canary the run answers all requests";
+    number(text, expected, |share| share > 0.0 && share < 1.0)
 }
 
 fn margin(text: &str) -> Result<f64, String> {

@@ -11,6 +11,7 @@ use clap::{Args, Subcommand};
 use querl_core::config::{
     BaseDtype, Config, EmbeddingKind, Overrides, RetrievalConfig, RetrievalKind, StyleModelConfig, load_resolved,
 };
+use querl_core::dir_lock::DirLockError;
 use querl_core::run_dir::RunDir;
 use querl_core::serving::{Rewriter, Role, Tenant};
 use querl_data::ServiceContext;
@@ -137,7 +138,7 @@ struct RewriteArgs {
     /// The environment variable that holds the key of one tenant's clients, in place of --api_key_env
     #[arg(long, visible_alias = "tenant-key-env", value_name = "TENANT=NAME", value_parser = tenant_key)]
     tenant_key_env: Vec<(String, String)>,
-    /// The environment variable that holds the key of /admin/tenants, which is closed without one
+    /// The environment variable that holds the key of /admin/tenants and /admin/releases, which are closed without one
     #[arg(long, visible_alias = "admin-key-env", value_name = "NAME")]
     admin_key_env: Option<String>,
     /// Maximum requests of the running batch
@@ -259,7 +260,7 @@ const MAX_QUERIES: usize = 256;
 /// Trained rewriters over HTTP, until interrupted.
 fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     let upstream = args.upstream.as_deref().map(|url| Upstream::new(url, UPSTREAM_TIMEOUT)).transpose();
-    let options = RewriteOptions {
+    let service_options = RewriteOptions {
         max_body_bytes: 1 << 20,
         max_queries: MAX_QUERIES,
         body_timeout: BODY_TIMEOUT,
@@ -275,8 +276,6 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
         traces: Traces::from_env().map_err(usage)?,
         server: args.listen.limits(),
     };
-    // What it opens is what the user named.
-    let service = RewriteService::new(options).map_err(|error| usage(format!("{error:#}")))?;
     let key = |(tenant, name): &(String, String)| Ok((tenant.clone(), key_in("--tenant_key_env", name)?));
     let options = ServingOptions {
         engine: ServingSettings {
@@ -298,6 +297,11 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
         Some(released) => released.into_iter().map(|(_, run)| run).collect(),
         None => paths.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?,
     };
+    let service = RewriteService::new(service_options).map_err(|error| {
+        let is_in_use = matches!(error.downcast_ref::<DirLockError>(), Some(DirLockError::InUse { .. }));
+        if is_in_use { usage(error).into() } else { error }
+    })?;
+    let named = args.runs.clone();
     let threads = args.threads;
     // A closed terminal ends the server.
     let has_terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
@@ -309,17 +313,18 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
             models.tenants().iter().for_each(print_tenant);
             let releases = followed.map(|(folder, loaded)| {
                 service.set_releases(Arc::new(FollowedReleases::new(folder, models.clone(), served_run, loaded)));
+                // Before the first request, so that it has the model of its user.
+                report_releases(service.load_releases(&*models));
                 Arc::downgrade(&service)
             });
             service.set_ready(models.clone());
-            if releases.is_some() {
-                load_releases(&service);
-            }
             drop(service);
             if let Some(reload) = reload {
                 let load = || match &releases {
-                    Some(service) => service.upgrade().iter().for_each(|service| load_releases(service)),
-                    None => load_again(&models, &paths),
+                    Some(service) => {
+                        service.upgrade().iter().for_each(|service| report_releases(service.reload_releases()))
+                    }
+                    None => load_again(&models, &named),
                 };
                 reload_when_asked(&models, reload, load);
             }
@@ -343,18 +348,25 @@ fn reload_when_asked(models: &ServedModels, reload: &AtomicBool, load: impl Fn()
     }
 }
 
-fn load_again(models: &ServedModels, runs: &[PathBuf]) {
-    for path in runs {
-        match models.load(path, Role::Current) {
-            Ok(tenant) => print_tenant(&tenant),
-            Err(problem) => terminal::print(&format!("not loaded again: {problem}")),
+/// `paths`: as they were named; a deployment may have other tenants by now.
+fn load_again(models: &ServedModels, paths: &[PathBuf]) {
+    for path in paths {
+        let runs = run_folders(path).unwrap_or_else(|problem| {
+            terminal::print(&format!("not loaded again: {problem:#}"));
+            Vec::new()
+        });
+        for run in runs {
+            match models.load(&run, Role::Current) {
+                Ok(tenant) => print_tenant(&tenant),
+                Err(problem) => terminal::print(&format!("not loaded again: {problem}")),
+            }
         }
     }
 }
 
-/// Serves what the releases say; what cannot be loaded is reported, and the old model is still served.
-fn load_releases(service: &RewriteService) {
-    match service.reload_releases() {
+/// What cannot be loaded is reported, and the old model is still served.
+fn report_releases(loaded: Result<Vec<String>, String>) {
+    match loaded {
         Ok(problems) => problems.iter().for_each(|problem| terminal::print(&format!("not loaded: {problem}"))),
         Err(problem) => terminal::print(&format!("the releases are not read again: {problem}")),
     }

@@ -2,6 +2,8 @@
 
 mod xlsx;
 
+pub(crate) use xlsx::fits_cell;
+
 use crate::dataset::records::{RecordFile, Rows};
 use crate::error::DataError;
 use crate::request_log::lines::LoggedQueryRow;

@@ -174,10 +174,18 @@ fn truncated(text: &str) -> &str {
     &text[..end]
 }
 
+/// Whether a cell holds all of a text, but for the form of its line breaks.
+pub(crate) fn fits_cell(text: &str) -> bool {
+    truncated(text).len() == text.len() && !text.contains(|character: char| character != '\r' && is_odd(character))
+}
+
+/// Characters that XML does not allow.
+fn is_odd(character: char) -> bool {
+    (character < ' ' && !matches!(character, '\t' | '\n')) || matches!(character, '\u{fffe}' | '\u{ffff}')
+}
+
 /// Normalises line breaks and removes characters that XML does not allow, which would be read back as `_x000D_`.
 fn sanitized(text: &str) -> Cow<'_, str> {
-    let is_bare = |character: char| character < ' ' && !matches!(character, '\t' | '\n');
-    let is_odd = |character: char| is_bare(character) || matches!(character, '\u{fffe}' | '\u{ffff}');
     match text.contains(is_odd) {
         true => Cow::Owned(text.replace("\r\n", "\n").replace('\r', "\n").replace(is_odd, "")),
         false => Cow::Borrowed(text),

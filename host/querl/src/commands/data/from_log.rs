@@ -80,10 +80,14 @@ fn lines(args: &FromLogArgs, report: &LogTableReport) -> Vec<String> {
         format!("{}, {largest}", figure("groups", report.n_groups as u64)),
         figure("with gold ids", report.n_with_gold),
     ]);
-    if report.n_unjoined > 0 {
-        let n = grouped(report.n_unjoined);
-        lines.push(format!("warning: {n} reformulation(s) are in another group, since one of both would be too large"));
+    let unjoined =
+        [(report.n_unjoined_gold, "row(s) that share a gold passage"), (report.n_unjoined, "reformulation(s)")];
+    for (n, what) in unjoined.into_iter().filter(|(n, _)| *n > 0) {
+        let n = grouped(n);
+        lines.push(format!("warning: {n} {what} are in another group, since one of both would be too large"));
     }
-    lines.push(format!("use it with data.input = \"{}\" and data.group_column = \"group\"", args.out.display()));
+    let table = args.out.display();
+    let unset = "unset data.query_column, profile_column, history_column, gold_column";
+    lines.push(format!("use it with data.input = \"{table}\" and data.group_column = \"group\"; {unset}"));
     lines
 }

@@ -57,7 +57,8 @@ pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
     let unwritable = || format!("{}: cannot be written", out.display());
     let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(parent).with_context(unwritable)?;
-    let staging = tempfile::Builder::new().prefix(".querl-").tempdir_in(parent).with_context(unwritable)?;
+    let place = if out.is_dir() { out.as_path() } else { parent };
+    let staging = tempfile::Builder::new().prefix(".querl-").tempdir_in(place).with_context(unwritable)?;
     let deployment = write_deployment(&runs, args.base, staging.path())?;
     copy_program(staging.path())?;
     for (name, text) in FILES {
@@ -66,7 +67,7 @@ pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
         write_atomic(&path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))?;
     }
     make_readable(staging.path()).with_context(unwritable)?;
-    std::fs::rename(staging.path(), out).with_context(unwritable)?;
+    move_to(staging.path(), out).with_context(unwritable)?;
     let Deployment { tenants, .. } = &deployment;
     args.format.print(&json!({ "out": out, "tenants": tenants }), || {
         let path = out.display();
@@ -74,6 +75,18 @@ pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
     })?;
     if args.base == BaseFiles::Referenced && deployment.has_base {
         terminal::print(&format!("put the base model at {}/base, or link it there", out.display()));
+    }
+    Ok(())
+}
+
+/// The current folder, a link and a mount point stay, and get the entries.
+fn move_to(staging: &Path, out: &Path) -> std::io::Result<()> {
+    if !out.is_dir() {
+        return std::fs::rename(staging, out);
+    }
+    for entry in staging.read_dir()? {
+        let entry = entry?;
+        std::fs::rename(entry.path(), out.join(entry.file_name()))?;
     }
     Ok(())
 }
@@ -107,10 +120,12 @@ fn filled(text: &str, deployment: &Deployment, base: BaseFiles, is_chinese: bool
         (false, _) => "",
         (true, false) => {
             "\nThe base model is not in it. Put it at `base`, or link it there; `sha256sum -c base.sha256` checks it. Docker mounts the folder \
-             that the variable `BASE_MODEL` names.\n"
+             that the variable `BASE_MODEL` names. For systemd copy it to `/opt/querl/base`, or link that to a folder outside of `/home` and `/root` which \
+             all users can read: the service has a user of its own and sees no home folder.\n"
         }
         (true, true) => {
-            "\n其中不含基座模型。请把它放到 `base`，或链接到该处；`sha256sum -c base.sha256` 可以校验。Docker 会挂载变量 `BASE_MODEL` 所指的文件夹。\n"
+            "\n其中不含基座模型。请把它放到 `base`，或链接到该处；`sha256sum -c base.sha256` 可以校验。Docker 会挂载变量 `BASE_MODEL` 所指的文件夹。\
+             使用 systemd 时，请把它复制到 `/opt/querl/base`，或链接到 `/home` 和 `/root` 之外、所有用户可读的文件夹：服务有自己的用户，看不到主目录。\n"
         }
     };
     let base_volume = match is_referenced {
