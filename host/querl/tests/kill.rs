@@ -213,7 +213,7 @@ fn a_rollout_that_is_interrupted_again_and_again_ends_with_the_bytes_of_one_that
     let sets = sets.iter().chain(&["rl.min_new_tokens=300"]).flat_map(|set| ["--set", set]);
     let args: Vec<&str> = ["rl", "querl.toml"].into_iter().chain(sets).collect();
     unbroken.querl(&args).ok();
-    let n_interrupts = number("QUERL_KILLS", 6);
+    let n_interrupts = number("QUERL_KILLS", 8);
     let mut within_a_rollout = 0;
     for n in 0..n_interrupts {
         let mut child = stopped.command(&args).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -226,16 +226,19 @@ fn a_rollout_that_is_interrupted_again_and_again_ends_with_the_bytes_of_one_that
         } else {
             assert!(lines.any(|line| line.starts_with("rl: resuming from step ")), "it does not resume");
         }
-        std::thread::sleep(Duration::from_millis(150));
+        std::thread::sleep(Duration::from_millis(60));
         let ended = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
         assert!(ended.success());
         match child.wait().unwrap().code() {
             Some(130) => within_a_rollout += 1,
-            code => assert_eq!(code, Some(0), "{:?}", lines.collect::<Vec<_>>()),
+            code => {
+                assert_eq!(code, Some(0), "{:?}", lines.collect::<Vec<_>>());
+                break;
+            }
         }
     }
     println!("{within_a_rollout} of {n_interrupts} interrupts");
-    assert!(within_a_rollout >= n_interrupts.min(3), "the rollouts are too short");
+    assert!(within_a_rollout >= n_interrupts.min(2), "the rollouts are too short");
     stopped.querl(&args).ok();
     assert_same(&stopped, &results(&unbroken));
 }

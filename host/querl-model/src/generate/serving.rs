@@ -49,7 +49,7 @@ pub struct ServingRequest {
     pub prompt: Vec<u32>,
     /// Seeds its sampler.
     pub seed: u64,
-    /// Greedy, sampling or beams, of which the best is the response.
+    /// Greedy, sampling, or beam search, whose best beam is the response.
     pub decoding: Decoding,
     /// Temperature, penalties, filters and limits.
     pub sampling: SamplingSettings,
