@@ -125,7 +125,7 @@ impl Rewriter for StandInRewriter {
             "panics" => panic!("as a tokenizer may"),
             "ends" => return Ok(()),
             "held" => {
-                // As the engine, of which only clients wait.
+                // As in the engine, a shadow takes no place in the queue.
                 self.n_held.fetch_add(usize::from(!events.is_shadow()), Ordering::Relaxed);
                 self.held.lock().unwrap().push(events);
                 return Ok(());
