@@ -22,48 +22,10 @@ MODEL = ROOT / "examples/tiny-qwen3"
 PLUGINS = ROOT / "plugins"
 N_ROWS = 40
 
-CONFIG = f"""tenant = "fivedoctors"
-output_dir = "run"
-[data]
-input = "queries.jsonl"
-query_column = "original_query"
-profile_column = "user_profile"
-history_column = "history_summary"
-split = [0.6, 0.2, 0.2]
-[teacher]
-kind = "recorded"
-path = "teacher.jsonl"
-[judge]
-kind = "rubric"
-sample_rate = 0.5
-[retrieval]
-kind = "embedded"
-knowledge_base = "{EXAMPLE}/knowledge_base.jsonl"
-lexicon = "{EXAMPLE}/lexicon.json"
-score_threshold = 0.0
-[model]
-path = "{MODEL}"
-[sft]
-learning_rate = 1e-3
-max_steps = 2
-lora_rank = 4
-[rl]
-max_steps = 2
-batch_size = 4
-mini_batch_size = 4
-gradient_accumulation_steps = 1
-ppo_epochs = 1
-max_new_tokens = 8
-eval_steps = 2
-[eval]
-bootstrap = 50
-[plugins.prompt]
-path = "{PLUGINS}/tenant-fivedoctors"
-[[plugins.filters]]
-path = "{PLUGINS}/filter-quality"
-[[plugins.rewards]]
-path = "{PLUGINS}/reward-competition"
-"""
+# That of the tests of the command line, but for the length: the model of the example has 512 positions.
+CONFIG = (ROOT / "host/querl/tests/support/querl.toml").read_text().replace("max_length = 4096\n", "")
+for name, path in {"example": EXAMPLE, "plugins": PLUGINS, "model": MODEL}.items():
+    CONFIG = CONFIG.replace("{" + name + "}", str(path))
 OPENAI = """kind = "openai"
 base_url = "{url}/v1"
 model = "m"

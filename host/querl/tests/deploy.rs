@@ -6,32 +6,11 @@ mod support;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::LazyLock;
 use support::Project;
-use support::results::copy;
 use support::server::Server;
+use support::tenants::{RUNS, project};
 
 const SERVE: [&str; 2] = ["serve", "rewrite"];
-
-/// Finished runs of two tenants on one base, in `run` and `other`.
-static RUNS: LazyLock<Project> = LazyLock::new(|| {
-    let project = Project::new();
-    project.querl(&["run", "querl.toml"]).ok();
-    project
-        .edit("tenant = \"fivedoctors\"\noutput_dir = \"run\"", "tenant = \"other\"\noutput_dir = \"other\"\nseed = 7");
-    project.edit("learning_rate = 1e-3\nmax_steps = 2", "learning_rate = 0.1\nmax_steps = 6");
-    project.querl(&["run", "querl.toml"]).ok();
-    project
-});
-
-/// A project with copies of the runs.
-fn project() -> Project {
-    let project = Project::new();
-    for folder in ["run", "other"] {
-        copy(&RUNS.path(folder), &project.path(folder));
-    }
-    project
-}
 
 /// Every file in a folder.
 fn files(folder: &Path) -> Vec<PathBuf> {

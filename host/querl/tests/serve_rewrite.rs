@@ -4,33 +4,13 @@
 mod support;
 
 use serde_json::{Value, json};
-use std::sync::LazyLock;
 use std::time::Duration;
+use support::model;
 use support::results::copy;
 use support::server::Server;
-use support::{Project, model};
+use support::tenants::{RUNS, project};
 
 const SERVE: [&str; 2] = ["serve", "rewrite"];
-
-/// Finished runs of two tenants on one base, in `run` and `other`; the first was evaluated with beam search.
-static RUNS: LazyLock<Project> = LazyLock::new(|| {
-    let project = Project::new();
-    project.querl(&["run", "querl.toml", "--set", "eval.n_beams=3"]).ok();
-    project
-        .edit("tenant = \"fivedoctors\"\noutput_dir = \"run\"", "tenant = \"other\"\noutput_dir = \"other\"\nseed = 7");
-    project.edit("learning_rate = 1e-3\nmax_steps = 2", "learning_rate = 0.1\nmax_steps = 6");
-    project.querl(&["run", "querl.toml"]).ok();
-    project
-});
-
-/// Copies of the finished runs, to be changed.
-fn project() -> Project {
-    let project = Project::new();
-    for folder in ["run", "other"] {
-        copy(&RUNS.path(folder), &project.path(folder));
-    }
-    project
-}
 
 /// Requests for the queries of an evaluation, and the rewrites that it found; empty where a response had none.
 fn evaluated(folder: &str, tenant: &str) -> Vec<(Value, String, String)> {

@@ -4,6 +4,7 @@
 
 pub mod results;
 pub mod server;
+pub mod tenants;
 
 use querl_model::{Decoder, DecoderConfig, TokenizerSettings, train_tokenizer};
 use serde_json::Value;
@@ -122,57 +123,15 @@ impl CommandOutput {
     }
 }
 
+/// `querl.toml` of this folder, which tests/attack uses too, with its paths.
 fn config() -> String {
-    let example = repository().join("examples/fivedoctors");
-    let plugins = repository().join("plugins");
-    format!(
-        r#"tenant = "fivedoctors"
-output_dir = "run"
-[data]
-input = "queries.jsonl"
-query_column = "original_query"
-profile_column = "user_profile"
-history_column = "history_summary"
-split = [0.6, 0.2, 0.2]
-[teacher]
-kind = "recorded"
-path = "teacher.jsonl"
-[judge]
-kind = "rubric"
-sample_rate = 0.5
-[retrieval]
-kind = "embedded"
-knowledge_base = "{example}/knowledge_base.jsonl"
-lexicon = "{example}/lexicon.json"
-score_threshold = 0.0
-[model]
-path = "{model}"
-[sft]
-learning_rate = 1e-3
-max_steps = 2
-max_length = 4096
-lora_rank = 4
-[rl]
-max_steps = 2
-batch_size = 4
-mini_batch_size = 4
-gradient_accumulation_steps = 1
-ppo_epochs = 1
-max_new_tokens = 8
-eval_steps = 2
-[eval]
-bootstrap = 50
-[plugins.prompt]
-path = "{plugins}/tenant-fivedoctors"
-[[plugins.filters]]
-path = "{plugins}/filter-quality"
-[[plugins.rewards]]
-path = "{plugins}/reward-competition"
-"#,
-        example = example.display(),
-        plugins = plugins.display(),
-        model = MODEL.display(),
-    )
+    let paths = [
+        ("{example}", repository().join("examples/fivedoctors")),
+        ("{plugins}", repository().join("plugins")),
+        ("{model}", MODEL.clone()),
+    ];
+    let template = include_str!("querl.toml").to_owned();
+    paths.iter().fold(template, |text, (name, path)| text.replace(name, &path.display().to_string()))
 }
 
 /// Builds the plugins of the configurations: commands that only look at one do not.
