@@ -3,7 +3,7 @@
 use crate::failure::Stop;
 use crate::ledger::{Inputs, Ledger, StageName, listing, rows_of};
 use crate::report::evaluation_options;
-use crate::serving::{ModelIdentity, PROMPT_PLUGIN, ServedRun};
+use crate::serving::{IdentityReader, ModelIdentity, PROMPT_PLUGIN, ServedRun};
 use crate::stages::eval::add_decoding;
 use anyhow::Context;
 use chrono::{SecondsFormat, Utc};
@@ -85,9 +85,10 @@ struct StoredAgainst {
 /// A run has no evaluation of its present model, a file differs from what its stage wrote, or the evaluations cannot be compared.
 pub fn check(run: &ServedRun, against: &Against, options: &CheckOptions) -> anyhow::Result<CheckedComparison> {
     let _lock = DirLock::take(run.dir.root())?;
-    let own = Evaluated::read(run)?;
+    let mut identities = IdentityReader::default();
+    let own = Evaluated::read(run, &mut identities)?;
     let other = match against {
-        Against::Run(other) => Some(Evaluated::read(other)?),
+        Against::Run(other) => Some(Evaluated::read(other, &mut identities)?),
         Against::Raw | Against::Teacher => None,
     };
     if let Some(other) = &other {
@@ -142,7 +143,7 @@ struct Evaluated {
 }
 
 impl Evaluated {
-    fn read(run: &ServedRun) -> anyhow::Result<Self> {
+    fn read(run: &ServedRun, identities: &mut IdentityReader) -> anyhow::Result<Self> {
         let (dir, name) = (&run.dir, run.dir.root().display().to_string());
         let ledger = Ledger::open(&dir.stages())?;
         let entry = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished);
@@ -154,7 +155,7 @@ impl Evaluated {
         let mut now = run.checkpoint_inputs()?;
         add_decoding(&mut now, &run.config)?;
         now.made_by(&ledger, StageName::Convert, &dir.split(Split::Test))?;
-        let identity = run.identity()?;
+        let identity = identities.read(run)?;
         let mut changed = now.changed_since(&entry.inputs.only(|name| now.has(name)));
         let plugin = &identity.digests[PROMPT_PLUGIN];
         changed.extend(

@@ -3,7 +3,7 @@
 use super::history::{Action, HistoryEntry, Release, ReleasesFolder, TenantReleases};
 use super::promote::check_unchanged;
 use crate::failure::Stop;
-use crate::serving::{ServedModels, ServedRun};
+use crate::serving::{IdentityReader, ServedModels, ServedRun};
 use querl_core::serving::{Candidate, ReleaseSource, Reloaded, Rewriter, Role};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -29,8 +29,9 @@ impl FollowedReleases {
     ) -> anyhow::Result<Vec<(Release, ServedRun)>> {
         let tenants = folder.tenants()?;
         let current = tenants.into_iter().filter_map(|(tenant, state)| Some((tenant, state.current?)));
+        let mut identities = IdentityReader::default();
         let runs = current.map(|(tenant, release)| {
-            let run = check_unchanged(folder, &tenant, &release, find)?;
+            let run = check_unchanged(folder, &tenant, &release, find, &mut identities)?;
             Ok((release, run))
         });
         let runs: Vec<_> = runs.collect::<anyhow::Result<_>>()?;
@@ -69,7 +70,8 @@ impl FollowedReleases {
         if is_loaded && served.get(&key).is_some_and(|served| served.identity == release.identity) {
             return Ok(());
         }
-        let run = check_unchanged(&self.folder, tenant, release, self.find).map_err(|error| format!("{error:#}"))?;
+        let run = check_unchanged(&self.folder, tenant, release, self.find, &mut IdentityReader::default());
+        let run = run.map_err(|error| format!("{error:#}"))?;
         self.models.load(run.dir.root(), role)?;
         served.insert(key, release.clone());
         Ok(())

@@ -251,7 +251,8 @@ impl ReleasesFolder {
     }
 }
 
-fn tenants_of(entries: &[HistoryEntry]) -> BTreeMap<String, TenantReleases> {
+/// The releases of each tenant, from the lines of a history.
+pub fn tenants_of(entries: &[HistoryEntry]) -> BTreeMap<String, TenantReleases> {
     let mut tenants: BTreeMap<String, TenantReleases> = BTreeMap::new();
     for (line, entry) in (1..).zip(entries) {
         tenants.entry(entry.tenant.clone()).or_default().apply(line, entry);

@@ -10,5 +10,5 @@ mod promote;
 
 pub use check::{Against, CheckOptions, CheckedComparison, check};
 pub use followed::FollowedReleases;
-pub use history::{Action, CandidateRelease, HistoryEntry, Release, ReleasesFolder, TenantReleases};
+pub use history::{Action, CandidateRelease, HistoryEntry, Release, ReleasesFolder, TenantReleases, tenants_of};
 pub use promote::{PromoteOptions, promote, rollback};

@@ -4,7 +4,7 @@ use super::check::passed_check;
 use super::history::{Action, CandidateRelease, HistoryEntry, Release, ReleasesFolder, Replaced, TenantReleases};
 use crate::failure::Stop;
 use crate::ledger::listing;
-use crate::serving::{BASE_MODEL, ServedRun};
+use crate::serving::{BASE_MODEL, IdentityReader, ServedRun};
 use querl_core::serving::CandidateMode;
 use querl_core::text::nearest;
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ pub fn promote(
     run: &ServedRun,
     options: &PromoteOptions,
 ) -> anyhow::Result<Option<HistoryEntry>> {
-    let (identity, tenant) = (run.identity()?, run.config.tenant.as_str());
+    let (identity, tenant) = (IdentityReader::default().read(run)?, run.config.tenant.as_str());
     let release = Release { run: folder.relative(run.dir.root())?, identity };
     folder.append(|tenants| {
         let state = tenants.get(tenant).cloned().unwrap_or_default();
@@ -125,7 +125,7 @@ pub fn rollback(
         }
         let nothing = || Stop::usage(format!("{}: nothing served tenant `{tenant}` before", folder.path().display()));
         let earlier = state.earlier.last().ok_or_else(nothing)?;
-        check_unchanged(folder, tenant, earlier, find)?;
+        check_unchanged(folder, tenant, earlier, find, &mut IdentityReader::default())?;
         let entry = HistoryEntry::new(tenant, Action::Rollback, earlier.clone());
         Ok(Some(HistoryEntry { replaced: state.current.as_ref().map(replaced), who: who.clone(), ..entry }))
     })?;
@@ -170,6 +170,7 @@ pub(super) fn check_unchanged(
     tenant: &str,
     release: &Release,
     find: fn(&Path) -> anyhow::Result<ServedRun>,
+    identities: &mut IdentityReader,
 ) -> anyhow::Result<ServedRun> {
     let path = folder.run_folder(release);
     let name = path.display();
@@ -184,7 +185,7 @@ pub(super) fn check_unchanged(
         ))
         .into());
     }
-    let changed = run.identity()?.changed_since(&release.identity);
+    let changed = identities.read(&run)?.changed_since(&release.identity);
     if changed.is_empty() {
         return Ok(run);
     }

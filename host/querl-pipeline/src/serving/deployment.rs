@@ -65,18 +65,18 @@ pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyh
         // After full fine-tuning the base is a checkpoint of the run, and copied with it.
         deployment.has_base |= run.config.sft.method != TuningMethod::Full;
         let model = run.base()?.model;
-        let digests = digests(&model)?;
-        match &base_model {
-            Some((first, of_first)) if *of_first != digests => {
-                let (first, own) = (first.display(), model.display());
-                let message = format!(
-                    "{own} is the base of `{}`, and {first} that of another run; deploy them apart",
-                    run.config.tenant
-                );
-                return Err(Stop::usage(message).into());
-            }
-            Some(_) => {}
-            None => base_model = Some((model, digests)),
+        let Some((first, of_first)) = &base_model else {
+            let digests = digests(&model)?;
+            base_model = Some((model, digests));
+            continue;
+        };
+        if *first != model && *of_first != digests(&model)? {
+            let (first, own) = (first.display(), model.display());
+            let message = format!(
+                "{own} is the base of `{}`, and {first} that of another run; deploy them apart",
+                run.config.tenant
+            );
+            return Err(Stop::usage(message).into());
         }
     }
     if let Some((model, digests)) = base_model.filter(|_| deployment.has_base) {

@@ -9,7 +9,7 @@ mod tenant;
 mod worker;
 
 pub use deployment::{BaseFiles, Deployment, deployed_runs, write_deployment};
-pub(crate) use tenant::{BASE_MODEL, PROMPT_PLUGIN};
+pub(crate) use tenant::{BASE_MODEL, IdentityReader, PROMPT_PLUGIN};
 pub use tenant::{ModelIdentity, ServedRun};
 
 use crate::failure::Stop;

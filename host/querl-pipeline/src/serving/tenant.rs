@@ -103,25 +103,6 @@ impl ServedRun {
         Ok(inputs)
     }
 
-    /// Digests of what is served, without loading it.
-    ///
-    /// # Errors
-    /// A file or plugin is missing, or not the one that the run recorded.
-    pub fn identity(&self) -> anyhow::Result<ModelIdentity> {
-        let (base, checkpoint) = (base_digest(&self.base()?.model)?, self.checkpoint_inputs()?);
-        let plugin = PluginHosts::default().open_pinned_prompts(&self.config, &self.dir)?.1;
-        let dtype = self.config.model.dtype;
-        let ledger = Ledger::open(&self.dir.stages())?;
-        let outputs = ledger.entry(self.stage.as_str()).map(|entry| &entry.outputs);
-        let mut digests = outputs.map(|outputs| outputs.digests(ledger.root(), &self.checkpoint())).unwrap_or_default();
-        let version = self.version(&base, dtype, &checkpoint.digest(), &plugin);
-        digests.insert(BASE_MODEL.into(), base);
-        digests.insert(PROMPT_PLUGIN.into(), plugin);
-        let settings = json!({"dtype": dtype.name(), "settings": self.settings()});
-        digests.insert("decoding settings".into(), digest_hex(settings.to_string().as_bytes()));
-        Ok(ModelIdentity { version, digests })
-    }
-
     /// The version of what is served, on a base with weights of type `dtype`.
     fn version(&self, base: &str, dtype: BaseDtype, checkpoint: &str, plugin: &str) -> String {
         let (dtype, settings) = (dtype.name(), self.settings());
@@ -165,6 +146,43 @@ pub struct ModelIdentity {
     pub version: String,
     /// Digests of base model, prompt plugin and decoding settings, and of the checkpoint's files by path in the run's folder.
     pub digests: BTreeMap<String, String>,
+}
+
+/// Reads identities. A base that runs share is hashed once, and their plugins have one host.
+#[derive(Default)]
+pub(crate) struct IdentityReader {
+    bases: BTreeMap<PathBuf, String>,
+    hosts: PluginHosts,
+}
+
+impl IdentityReader {
+    /// Digests of what is served of a run, without loading it.
+    ///
+    /// # Errors
+    /// A file or plugin is missing, or not the one that the run recorded.
+    pub(crate) fn read(&mut self, run: &ServedRun) -> anyhow::Result<ModelIdentity> {
+        let (base, checkpoint) = (self.base(run.base()?.model)?, run.checkpoint_inputs()?);
+        let plugin = self.hosts.open_pinned_prompts(&run.config, &run.dir)?.1;
+        let dtype = run.config.model.dtype;
+        let ledger = Ledger::open(&run.dir.stages())?;
+        let outputs = ledger.entry(run.stage.as_str()).map(|entry| &entry.outputs);
+        let mut digests = outputs.map(|outputs| outputs.digests(ledger.root(), &run.checkpoint())).unwrap_or_default();
+        let version = run.version(&base, dtype, &checkpoint.digest(), &plugin);
+        digests.insert(BASE_MODEL.into(), base);
+        digests.insert(PROMPT_PLUGIN.into(), plugin);
+        let settings = json!({"dtype": dtype.name(), "settings": run.settings()});
+        digests.insert("decoding settings".into(), digest_hex(settings.to_string().as_bytes()));
+        Ok(ModelIdentity { version, digests })
+    }
+
+    fn base(&mut self, path: PathBuf) -> anyhow::Result<String> {
+        if let Some(digest) = self.bases.get(&path) {
+            return Ok(digest.clone());
+        }
+        let digest = base_digest(&path)?;
+        self.bases.insert(path, digest.clone());
+        Ok(digest)
+    }
 }
 
 impl ModelIdentity {

@@ -150,11 +150,7 @@ impl RewriteService {
                 Err(error) => {
                     let result = self.rewrite_by(tenant, query, context, deadline, &Audience::Client).await?;
                     if error != SubmitError::UnknownTenant {
-                        self.add_sample(
-                            &trial,
-                            Role::Candidate,
-                            Sample { latency: None, fallback: Some("plugin_fault") },
-                        );
+                        self.add_sample(&trial, Role::Candidate, Sample::PLUGIN_FAULT);
                     }
                     return Ok(result);
                 }
@@ -224,11 +220,7 @@ impl RewriteService {
                     service.metrics.versions.shadow(name, if is_equal { "equal" } else { "different" });
                 }
                 Err(_) => {
-                    service.add_sample(
-                        &trial,
-                        Role::Candidate,
-                        Sample { latency: None, fallback: Some("plugin_fault") },
-                    );
+                    service.add_sample(&trial, Role::Candidate, Sample::PLUGIN_FAULT);
                     service.metrics.versions.shadow(name, "failed");
                 }
             }

@@ -312,7 +312,7 @@ impl EventSink for EventSender {
     }
 }
 
-/// Who waits for a response.
+/// Whether a client or a shadow comparison needs a response.
 pub(super) enum Audience {
     /// A client.
     Client,

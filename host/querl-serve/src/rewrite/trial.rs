@@ -23,10 +23,9 @@ pub struct CandidateLimits {
     pub max_latency_ratio: f64,
 }
 
-impl Default for CandidateLimits {
-    fn default() -> Self {
-        Self { min_requests: 100, max_errors: 0.02, max_fallbacks: 0.05, max_latency_ratio: 1.5 }
-    }
+impl CandidateLimits {
+    /// The defaults of a server.
+    pub const DEFAULT: Self = Self { min_requests: 100, max_errors: 0.02, max_fallbacks: 0.05, max_latency_ratio: 1.5 };
 }
 
 /// The last requests of the candidate that are compared.
@@ -53,6 +52,9 @@ pub(super) struct Sample {
 }
 
 impl Sample {
+    /// The plugin rejected the query or faulted, or the prompt is too long.
+    pub(super) const PLUGIN_FAULT: Self = Self { latency: None, fallback: Some("plugin_fault") };
+
     pub(super) fn is_error(&self) -> bool {
         self.fallback.is_some_and(|reason| ERRORS.contains(&reason))
     }

@@ -32,7 +32,7 @@ pub(crate) fn options() -> RewriteOptions {
         access_log: None,
         request_log: None,
         traces: None,
-        candidate_limits: CandidateLimits::default(),
+        candidate_limits: CandidateLimits::DEFAULT,
         server: ServerLimits::default(),
     }
 }

@@ -8,7 +8,7 @@ use clap::{Args, Subcommand};
 use querl_core::serving::CandidateMode;
 use querl_eval::{ComparisonVerdict, Metric};
 use querl_pipeline::release::{
-    Action, Against, CheckOptions, HistoryEntry, PromoteOptions, ReleasesFolder, check, promote, rollback,
+    Action, Against, CheckOptions, HistoryEntry, PromoteOptions, ReleasesFolder, check, promote, rollback, tenants_of,
 };
 use querl_serve::{CandidateLimits, reload_server};
 use serde_json::json;
@@ -115,6 +115,8 @@ pub struct HistoryArgs {
     format: Format,
 }
 
+const LIMITS: CandidateLimits = CandidateLimits::DEFAULT;
+
 /// Of a server that follows releases.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
@@ -123,16 +125,16 @@ pub struct FollowArgs {
     #[arg(long, value_name = "DIR")]
     pub releases: Option<PathBuf>,
     /// Requests of the candidate and of the current model before limits apply
-    #[arg(long, visible_alias = "candidate-min-requests", conflicts_with = "runs", value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(long, visible_alias = "candidate-min-requests", conflicts_with = "runs", value_name = "N", default_value_t = LIMITS.min_requests as u32, value_parser = clap::value_parser!(u32).range(1..=1000))]
     candidate_min_requests: u32,
     /// End a candidate whose share of failures of model or plugin is larger than the current model's by more than this
-    #[arg(long, visible_alias = "candidate-max-errors", conflicts_with = "runs", value_name = "SHARE", default_value_t = 0.02, value_parser = limit)]
+    #[arg(long, visible_alias = "candidate-max-errors", conflicts_with = "runs", value_name = "SHARE", default_value_t = LIMITS.max_errors, value_parser = limit)]
     candidate_max_errors: f64,
     /// End a candidate whose share of fallbacks is larger than the current model's by more than this
-    #[arg(long, visible_alias = "candidate-max-fallbacks", conflicts_with = "runs", value_name = "SHARE", default_value_t = 0.05, value_parser = limit)]
+    #[arg(long, visible_alias = "candidate-max-fallbacks", conflicts_with = "runs", value_name = "SHARE", default_value_t = LIMITS.max_fallbacks, value_parser = limit)]
     candidate_max_fallbacks: f64,
     /// End a candidate whose 95% quantile of the latency is more than this times the current model's, and 50 ms longer
-    #[arg(long, visible_alias = "candidate-max-latency", conflicts_with = "runs", value_name = "FACTOR", default_value_t = 1.5, value_parser = limit)]
+    #[arg(long, visible_alias = "candidate-max-latency", conflicts_with = "runs", value_name = "FACTOR", default_value_t = LIMITS.max_latency_ratio, value_parser = limit)]
     candidate_max_latency: f64,
 }
 
@@ -234,7 +236,7 @@ fn run_rollback(args: &RollbackArgs) -> anyhow::Result<()> {
 fn run_history(args: &HistoryArgs) -> anyhow::Result<()> {
     let folder = ReleasesFolder::new(&args.folder.releases);
     let mut entries = folder.entries()?;
-    let states = folder.tenants()?;
+    let states = tenants_of(&entries);
     let is_unknown = |tenant: &String| !states.contains_key(tenant);
     if entries.is_empty() || args.tenant.as_ref().is_some_and(is_unknown) {
         let of = args.tenant.as_ref().map_or(String::new(), |tenant| format!(" of tenant `{tenant}`"));
