@@ -7,6 +7,7 @@
 mod tokenizer;
 mod writer;
 
+use crate::checkpoint::StoredModel;
 use crate::config::inverse_frequencies;
 use crate::export::{Merge, OutTensor, main_dtype};
 use crate::{DecoderConfig, Family, LoraAdapter, ModelError, RopeScaling};
@@ -16,54 +17,9 @@ use querl_core::fsx::AtomicFile;
 use safetensors::View;
 use std::io::Write;
 use std::path::Path;
-use writer::{BLOCK, MetadataValue, TensorInfo, TensorType, write_head, write_tensor};
+use writer::{MetadataValue, TensorInfo, write_head, write_tensor};
 
-use crate::checkpoint::StoredModel;
-
-/// Type of the matrices in a GGUF file. Norms and biases are f32.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GgufDtype {
-    /// `f32`.
-    F32,
-    /// `f16`.
-    F16,
-    /// `bf16`.
-    Bf16,
-    /// Blocks of 32 8-bit integers with a scale; f16 for rows whose length is not a multiple of 32.
-    Q8_0,
-}
-
-impl GgufDtype {
-    /// Its name in messages and on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::Q8_0 => "q8_0",
-        }
-    }
-
-    /// `general.file_type`.
-    fn file_type(self) -> u32 {
-        match self {
-            Self::F32 => 0,
-            Self::F16 => 1,
-            Self::Q8_0 => 7,
-            Self::Bf16 => 32,
-        }
-    }
-
-    fn of_matrix(self, shape: &[usize]) -> TensorType {
-        match self {
-            Self::F32 => TensorType::F32,
-            Self::F16 => TensorType::F16,
-            Self::Bf16 => TensorType::Bf16,
-            Self::Q8_0 if shape.last().is_some_and(|n_columns| n_columns % BLOCK == 0) => TensorType::Q8_0,
-            Self::Q8_0 => TensorType::F16,
-        }
-    }
-}
+pub use writer::GgufDtype;
 
 /// A written GGUF file.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
@@ -114,7 +70,7 @@ pub fn export_gguf(
     infos.extend(factors.iter().map(|factors| TensorInfo {
         name: "rope_freqs.weight".into(),
         shape: vec![factors.len()],
-        kind: TensorType::F32,
+        dtype: GgufDtype::F32,
     }));
     let mut metadata = describe(config, &model_name(model), dtype);
     metadata.extend(tokenizer.metadata);
@@ -124,7 +80,7 @@ pub fn export_gguf(
     for (tensor, info) in tensors.into_iter().zip(&infos) {
         let of_f32 = OutTensor { dtype: DType::F32, ..tensor };
         let value = permuted(&merge.value(&of_f32)?, &of_f32.name, config)?;
-        write_tensor(&mut file, &bytes(&value, info.kind)?).map_err(io)?;
+        write_tensor(&mut file, &bytes(&value, info.dtype)?).map_err(io)?;
     }
     if let Some(factors) = factors {
         let bytes: Vec<u8> = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
@@ -237,8 +193,8 @@ fn rope_factors(config: &DecoderConfig) -> Option<Vec<f32>> {
 }
 
 fn tensor_info(tensor: &OutTensor, dtype: GgufDtype) -> TensorInfo {
-    let kind = if tensor.shape.len() == 2 { dtype.of_matrix(&tensor.shape) } else { TensorType::F32 };
-    TensorInfo { name: gguf_name(&tensor.name), shape: tensor.shape.clone(), kind }
+    let dtype = if tensor.shape.len() == 2 { dtype.of_matrix(&tensor.shape) } else { GgufDtype::F32 };
+    TensorInfo { name: gguf_name(&tensor.name), shape: tensor.shape.clone(), dtype }
 }
 
 /// The name in llama.cpp of a tensor of a decoder.
@@ -277,13 +233,13 @@ fn permuted(value: &Tensor, name: &str, config: &DecoderConfig) -> Result<Tensor
     Ok(halves.transpose(1, 2)?.contiguous()?.reshape(value.shape())?)
 }
 
-fn bytes(value: &Tensor, kind: TensorType) -> Result<Vec<u8>, ModelError> {
+fn bytes(value: &Tensor, dtype: GgufDtype) -> Result<Vec<u8>, ModelError> {
     let plain = |dtype| Ok(value.to_dtype(dtype)?.to_device(&Device::Cpu)?.data().into_owned());
-    match kind {
-        TensorType::F32 => plain(DType::F32),
-        TensorType::F16 => plain(DType::F16),
-        TensorType::Bf16 => plain(DType::BF16),
-        TensorType::Q8_0 => Ok(QTensor::quantize(value, GgmlDType::Q8_0)?.data()?.into_owned()),
+    match dtype {
+        GgufDtype::F32 => plain(DType::F32),
+        GgufDtype::F16 => plain(DType::F16),
+        GgufDtype::Bf16 => plain(DType::BF16),
+        GgufDtype::Q8_0 => Ok(QTensor::quantize(value, GgmlDType::Q8_0)?.data()?.into_owned()),
     }
 }
 

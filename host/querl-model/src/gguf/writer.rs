@@ -63,21 +63,52 @@ fn write_text(to: &mut impl Write, text: &str) -> io::Result<()> {
     to.write_all(text.as_bytes())
 }
 
-/// A ggml type of tensors.
+/// Type of the matrices in a GGUF file. Norms and biases are f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum TensorType {
+pub enum GgufDtype {
+    /// `f32`.
     F32,
+    /// `f16`.
     F16,
+    /// `bf16`.
     Bf16,
-    /// Blocks of [`BLOCK`] 8-bit integers with an f16 scale.
+    /// Blocks of 32 8-bit integers with an f16 scale; f16 for rows whose length is not a multiple of 32.
     Q8_0,
 }
 
-/// Values of a block of [`TensorType::Q8_0`].
-pub(super) const BLOCK: usize = 32;
+/// Values of a block of [`GgufDtype::Q8_0`].
+const BLOCK: usize = 32;
 
-impl TensorType {
-    /// Its number in ggml.
+impl GgufDtype {
+    /// Its name in messages and on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+            Self::Q8_0 => "q8_0",
+        }
+    }
+
+    /// `general.file_type`.
+    pub(super) fn file_type(self) -> u32 {
+        match self {
+            Self::F32 => 0,
+            Self::F16 => 1,
+            Self::Q8_0 => 7,
+            Self::Bf16 => 32,
+        }
+    }
+
+    /// That of a matrix in a file of this type.
+    pub(super) fn of_matrix(self, shape: &[usize]) -> Self {
+        match self {
+            Self::Q8_0 if shape.last().is_none_or(|n_columns| n_columns % BLOCK != 0) => Self::F16,
+            dtype => dtype,
+        }
+    }
+
+    /// The number of the tensor type in ggml.
     fn id(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -87,7 +118,7 @@ impl TensorType {
         }
     }
 
-    pub(super) fn n_bytes(self, n_values: usize) -> u64 {
+    fn n_bytes(self, n_values: usize) -> u64 {
         let n_values = n_values as u64;
         match self {
             Self::F32 => n_values * 4,
@@ -102,12 +133,12 @@ impl TensorType {
 pub(super) struct TensorInfo {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
-    pub(super) kind: TensorType,
+    pub(super) dtype: GgufDtype,
 }
 
 impl TensorInfo {
     pub(super) fn n_bytes(&self) -> u64 {
-        self.kind.n_bytes(self.shape.iter().product())
+        self.dtype.n_bytes(self.shape.iter().product())
     }
 }
 
@@ -133,7 +164,7 @@ pub(super) fn write_head(
         head.write_all(&(tensor.shape.len() as u32).to_le_bytes())?;
         // The fastest dimension first.
         tensor.shape.iter().rev().try_for_each(|size| head.write_all(&(*size as u64).to_le_bytes()))?;
-        head.write_all(&tensor.kind.id().to_le_bytes())?;
+        head.write_all(&tensor.dtype.id().to_le_bytes())?;
         head.write_all(&offset.to_le_bytes())?;
         offset += padded(tensor.n_bytes());
     }
