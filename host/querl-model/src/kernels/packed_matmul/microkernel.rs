@@ -63,7 +63,7 @@ impl Block {
             SimdLevel::Avx512 => unsafe { avx512::block(self, n_rows) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the caller's promise.
-            SimdLevel::Avx2 => unsafe { portable::block_avx2(self, n_rows) },
+            SimdLevel::Avx2 => unsafe { avx2::block(self, n_rows) },
             // SAFETY: the caller's promise.
             _ => unsafe { portable::block(self, n_rows) },
         }
@@ -80,33 +80,18 @@ impl Block {
     }
 }
 
-/// Microkernel in plain Rust, compiled for the build target and for AVX2.
+/// Microkernel in plain Rust, compiled for the build target.
 mod portable {
     use super::Block;
 
     const LANES: usize = 16;
 
-    /// Rows of a tile: with 256-bit vectors its sums take 8 of 16 registers.
+    /// Rows of a tile.
     const ROWS: usize = 4;
 
     /// # Safety
     /// As [`Block::run`].
-    pub(in super::super) unsafe fn block(block: &Block, n_rows: usize) {
-        // SAFETY: the caller's promise.
-        unsafe { tiles::<false>(block, n_rows) }
-    }
-
-    /// # Safety
-    /// As [`Block::run`], on a processor with AVX2 and FMA.
-    #[cfg(target_arch = "x86_64")]
-    #[target_feature(enable = "avx2,fma")]
-    pub(super) unsafe fn block_avx2(block: &Block, n_rows: usize) {
-        // SAFETY: the caller's promise.
-        unsafe { tiles::<true>(block, n_rows) }
-    }
-
-    #[inline(always)]
-    unsafe fn tiles<const FUSED: bool>(block: &Block, n_rows: usize) {
+    pub(super) unsafe fn block(block: &Block, n_rows: usize) {
         for row in (0..n_rows).step_by(ROWS) {
             // SAFETY: the row is one of the block's.
             let rows = unsafe { block.at_row(row) };
@@ -114,10 +99,10 @@ mod portable {
                 // SAFETY: as many rows as are left, columns within the block.
                 unsafe {
                     match n_rows - row {
-                        1 => tile::<1, FUSED>(&rows, column),
-                        2 => tile::<2, FUSED>(&rows, column),
-                        3 => tile::<3, FUSED>(&rows, column),
-                        _ => tile::<ROWS, FUSED>(&rows, column),
+                        1 => tile::<1>(&rows, column),
+                        2 => tile::<2>(&rows, column),
+                        3 => tile::<3>(&rows, column),
+                        _ => tile::<ROWS>(&rows, column),
                     }
                 }
             }
@@ -125,7 +110,7 @@ mod portable {
     }
 
     #[inline(always)]
-    unsafe fn tile<const M: usize, const FUSED: bool>(block: &Block, column: usize) {
+    unsafe fn tile<const M: usize>(block: &Block, column: usize) {
         let n_cols = (block.n_cols - column).min(LANES);
         let mut sums = [[0f32; LANES]; M];
         if block.keep != 0.0 {
@@ -144,13 +129,198 @@ mod portable {
                 // SAFETY: row and step are within `a`.
                 let a = unsafe { *block.a.add(m * block.a_row + step) };
                 for lane in 0..LANES {
-                    sums[lane] = if FUSED { a.mul_add(b[lane], sums[lane]) } else { a * b[lane] + sums[lane] };
+                    sums[lane] += a * b[lane];
                 }
             }
         }
         for (m, sums) in sums.iter().enumerate() {
             // SAFETY: row and columns are within `c`; the copy works on memory that was never written, too.
             unsafe { block.c.add(m * block.c_row + column).copy_from_nonoverlapping(sums.as_ptr(), n_cols) };
+        }
+    }
+}
+
+/// Tiles and transposes with 256-bit vectors.
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx2 {
+    use super::{Block, LINE_BYTES, WIDTH};
+    use std::arch::x86_64::*;
+
+    const LANES: usize = 8;
+
+    /// Rows of a tile of two vectors: its sums take 12 of 16 registers.
+    const ROWS: usize = 6;
+
+    /// Steps of the sum between prefetches.
+    const STEPS: usize = 16;
+
+    /// # Safety
+    /// As [`Block::run`], on a processor with AVX2 and FMA.
+    #[target_feature(enable = "avx2,fma")]
+    pub(super) unsafe fn block(block: &Block, n_rows: usize) {
+        let n_vectors = block.n_cols.div_ceil(LANES);
+        // SAFETY: the caller's promise; tiles cover the rows below `n_rows` and the columns of the block once.
+        unsafe {
+            match n_rows {
+                1 if n_vectors == 8 => tile::<1, 8>(block, 0),
+                2 if n_vectors == 8 => [0, WIDTH / 2].into_iter().for_each(|column| tile::<2, 4>(block, column)),
+                _ => columns(block, n_rows, n_vectors),
+            }
+        }
+    }
+
+    /// All rows of two vectors of columns, then of the next two: that part of the slab stays in the first-level cache.
+    ///
+    /// # Safety
+    /// As [`block`].
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn columns(block: &Block, n_rows: usize, n_vectors: usize) {
+        let n_parts = n_rows * n_vectors.div_ceil(2);
+        for first in (0..n_vectors).step_by(2) {
+            let mut row = 0;
+            while row < n_rows {
+                // Equal parts: 7 rows are 4 and 3, not 6 and 1.
+                let left = n_rows - row;
+                let n = left.div_ceil(left.div_ceil(ROWS));
+                let part = first / 2 * n_rows + row;
+                // SAFETY: the rows and columns are the block's.
+                unsafe {
+                    let rows = Block { ahead: block.ahead.of_rows(part, part + n, n_parts), ..block.at_row(row) };
+                    match (n, n_vectors - first) {
+                        (1, 1) => tile::<1, 1>(&rows, first * LANES),
+                        (2, 1) => tile::<2, 1>(&rows, first * LANES),
+                        (3, 1) => tile::<3, 1>(&rows, first * LANES),
+                        (4, 1) => tile::<4, 1>(&rows, first * LANES),
+                        (5, 1) => tile::<5, 1>(&rows, first * LANES),
+                        (_, 1) => tile::<6, 1>(&rows, first * LANES),
+                        (1, _) => tile::<1, 2>(&rows, first * LANES),
+                        (2, _) => tile::<2, 2>(&rows, first * LANES),
+                        (3, _) => tile::<3, 2>(&rows, first * LANES),
+                        (4, _) => tile::<4, 2>(&rows, first * LANES),
+                        (5, _) => tile::<5, 2>(&rows, first * LANES),
+                        _ => tile::<6, 2>(&rows, first * LANES),
+                    }
+                }
+                row += n;
+            }
+        }
+    }
+
+    /// M rows by V vectors of columns from `column` on.
+    ///
+    /// # Safety
+    /// The block has those rows, and `column` is one of its columns.
+    #[inline(never)]
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn tile<const M: usize, const V: usize>(block: &Block, column: usize) {
+        let Block { a, a_row, b, b_step, n_steps, c, c_row, from, from_row, n_cols, keep, ahead } = *block;
+        let is_whole = column + V * LANES <= n_cols;
+        let n_left = |v: usize| n_cols.saturating_sub(column + v * LANES).min(LANES);
+        let mut sums = [[_mm256_setzero_ps(); V]; M];
+        if keep != 0.0 {
+            for (m, sums) in sums.iter_mut().enumerate() {
+                for (v, sum) in sums.iter_mut().enumerate() {
+                    let from = from.wrapping_add(m * from_row + column + v * LANES);
+                    // SAFETY: the columns of row `m` that are read are the block's.
+                    let from = unsafe { if is_whole { _mm256_loadu_ps(from) } else { load_some(from, n_left(v)) } };
+                    *sum = if keep == 1.0 { from } else { _mm256_mul_ps(from, _mm256_set1_ps(keep)) };
+                }
+            }
+        }
+        let (mut slab, mut next) = (b.wrapping_add(column), ahead.start); // both advance with each step
+        for first in (0..n_steps).step_by(STEPS) {
+            let steps = first..(first + STEPS).min(n_steps);
+            if ahead.n_lines > 0 {
+                for _ in steps.clone() {
+                    for line in 0..ahead.n_lines {
+                        _mm_prefetch::<_MM_HINT_T1>(next.wrapping_add(line * LINE_BYTES).cast()); // no address can fault
+                    }
+                    next = next.wrapping_add(ahead.bytes);
+                }
+            }
+            // Two pointers to rows, three rows apart: others are at one and two strides from them.
+            let (mut upper, mut lower) = (a.wrapping_add(first), a.wrapping_add(first + 3 * a_row));
+            for _ in steps {
+                let mut vectors = [_mm256_setzero_ps(); V];
+                for (v, vector) in vectors.iter_mut().enumerate() {
+                    // SAFETY: a slab has WIDTH values for each step.
+                    *vector = unsafe { _mm256_loadu_ps(slab.add(v * LANES)) };
+                    if V > 2 && v.is_multiple_of(2) {
+                        // With few rows memory is the bottleneck: prefetch over page boundaries. No address can fault.
+                        _mm_prefetch::<_MM_HINT_T0>(slab.wrapping_add(v * LANES + 1024).cast());
+                    }
+                }
+                for (m, sums) in sums.iter_mut().enumerate() {
+                    let x = if m < 3 { upper.wrapping_add(m * a_row) } else { lower.wrapping_add((m - 3) * a_row) };
+                    // SAFETY: row and step are within `a`.
+                    let x = unsafe { _mm256_broadcast_ss(&*x) };
+                    for (sum, &vector) in sums.iter_mut().zip(&vectors) {
+                        *sum = _mm256_fmadd_ps(x, vector, *sum);
+                    }
+                }
+                (slab, upper, lower) = (slab.wrapping_add(b_step), upper.wrapping_add(1), lower.wrapping_add(1));
+            }
+        }
+        for (m, sums) in sums.iter().enumerate() {
+            for (v, &sum) in sums.iter().enumerate() {
+                let c = c.wrapping_add(m * c_row + column + v * LANES);
+                // SAFETY: the columns of row `m` that are written are the block's.
+                unsafe { if is_whole { _mm256_storeu_ps(c, sum) } else { store_some(sum, c, n_left(v)) } };
+            }
+        }
+    }
+
+    /// # Safety
+    /// `from` has `n` readable values.
+    #[target_feature(enable = "avx2")]
+    unsafe fn load_some(from: *const f32, n: usize) -> __m256 {
+        let mut values = [0f32; LANES];
+        // SAFETY: the caller's promise; `n` is at most LANES.
+        unsafe {
+            values.as_mut_ptr().copy_from_nonoverlapping(from, n);
+            _mm256_loadu_ps(values.as_ptr())
+        }
+    }
+
+    /// # Safety
+    /// `to` has `n` writable values.
+    #[target_feature(enable = "avx2")]
+    unsafe fn store_some(vector: __m256, to: *mut f32, n: usize) {
+        let mut values = [0f32; LANES];
+        // SAFETY: the caller's promise; `n` is at most LANES.
+        unsafe {
+            _mm256_storeu_ps(values.as_mut_ptr(), vector);
+            to.copy_from_nonoverlapping(values.as_ptr(), n);
+        }
+    }
+
+    /// Transposes 8 by 8 values.
+    ///
+    /// # Safety
+    /// `from` has 8 rows of 8 values that start `from_row` apart, and `to` 8 rows `to_row` apart; on a CPU with AVX2.
+    #[target_feature(enable = "avx2")]
+    pub(in super::super) unsafe fn transpose8(from: *const f32, from_row: usize, to: *mut f32, to_row: usize) {
+        // SAFETY: row `i` has 8 values.
+        let r: [__m256; 8] = std::array::from_fn(|i| unsafe { _mm256_loadu_ps(from.add(i * from_row)) });
+        let mut t = r;
+        for i in (0..8).step_by(2) {
+            t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+            t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+        }
+        // q[4 g + j] holds columns j and 4 + j of rows 4 g to 4 g + 3, half a vector each.
+        let mut q = t;
+        for i in (0..8).step_by(4) {
+            q[i] = _mm256_shuffle_ps::<0x44>(t[i], t[i + 2]);
+            q[i + 1] = _mm256_shuffle_ps::<0xee>(t[i], t[i + 2]);
+            q[i + 2] = _mm256_shuffle_ps::<0x44>(t[i + 1], t[i + 3]);
+            q[i + 3] = _mm256_shuffle_ps::<0xee>(t[i + 1], t[i + 3]);
+        }
+        for j in 0..4 {
+            // SAFETY: rows `j` and `4 + j` of the result have 8 values.
+            unsafe {
+                _mm256_storeu_ps(to.add(j * to_row), _mm256_permute2f128_ps::<0x20>(q[j], q[4 + j]));
+                _mm256_storeu_ps(to.add((4 + j) * to_row), _mm256_permute2f128_ps::<0x31>(q[j], q[4 + j]));
+            }
         }
     }
 }

@@ -289,7 +289,7 @@ impl Term<'_> {
             let (from, from_row, keep) =
                 if start == 0 { out.beginning(block, n_cols) } else { (c.cast_const(), n_cols, 1.0) };
             let slab = match direction {
-                _ if steps.is_empty() => scratch.no_slab(),
+                _ if steps.is_empty() => scratch.slab(),
                 Direction::Forward => self.weight.outputs_slab(level, block.cols.start, steps.clone(), scratch),
                 Direction::Backward => {
                     let reuse = if n_rows > FEW_ROWS { Reuse::Often } else { Reuse::Seldom };
@@ -310,7 +310,8 @@ impl Term<'_> {
                 n_cols: block.cols.len(),
                 keep,
                 ahead: match direction {
-                    Direction::Forward if (3..=AHEAD_ROWS).contains(&n_rows) => {
+                    // One or two rows of f32 are prefetched by the microkernel.
+                    Direction::Forward if n_rows <= AHEAD_ROWS && (n_rows > 2 || slab.is_unpacked) => {
                         self.weight.ahead(block.cols.start, steps.end)
                     }
                     _ => Ahead::NOTHING,

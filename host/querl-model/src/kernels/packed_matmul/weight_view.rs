@@ -3,9 +3,9 @@
 use super::super::packed_weight::Packed;
 use super::super::simd::SimdLevel;
 use super::STEPS;
-#[cfg(target_arch = "x86_64")]
-use super::microkernel::avx512;
 use super::microkernel::{Ahead, LINE_BYTES, WIDTH};
+#[cfg(target_arch = "x86_64")]
+use super::microkernel::{avx2, avx512};
 use rayon::prelude::*;
 use std::cell::RefCell;
 use std::ops::Range;
@@ -31,6 +31,8 @@ enum Stored<'a> {
 pub(super) struct Slab {
     pub(super) start: *const f32,
     pub(super) step: usize,
+    /// A copy in the scratch, not the weight itself.
+    pub(super) is_unpacked: bool,
 }
 
 /// How often a slab is read once it is made.
@@ -53,8 +55,8 @@ thread_local! {
 }
 
 impl Scratch {
-    pub(super) fn no_slab(&self) -> Slab {
-        Slab { start: self.slab.as_ptr(), step: WIDTH }
+    pub(super) fn slab(&self) -> Slab {
+        Slab { start: self.slab.as_ptr(), step: WIDTH, is_unpacked: true }
     }
 }
 
@@ -92,7 +94,7 @@ impl<'a> WeightView<'a> {
             Stored::Packed(packed) => match packed.floats() {
                 Some(floats) => {
                     let start = floats[packed.offset(output / WIDTH, steps.start)..].as_ptr();
-                    return Slab { start, step: WIDTH };
+                    return Slab { start, step: WIDTH, is_unpacked: false };
                 }
                 None => packed.unpack(level, output / WIDTH, steps.clone(), &mut scratch.slab[..steps.len() * WIDTH]),
             },
@@ -101,7 +103,7 @@ impl<'a> WeightView<'a> {
                 transpose_part(level, values, self.n_in, outputs, steps, &mut scratch.slab);
             }
         }
-        Slab { start: scratch.slab.as_ptr(), step: WIDTH }
+        scratch.slab()
     }
 
     /// What is read after some steps of a panel of a packed weight: the rest of that panel, or the next one.
@@ -130,7 +132,7 @@ impl<'a> WeightView<'a> {
             Stored::Packed(packed) => packed_inputs(packed, level, steps, columns.start, scratch),
             Stored::Rows(values) if reuse == Reuse::Seldom && columns.len() == WIDTH => {
                 let start = values[steps.start * self.n_in + columns.start..].as_ptr();
-                return Slab { start, step: self.n_in };
+                return Slab { start, step: self.n_in, is_unpacked: false };
             }
             Stored::Rows(values) => {
                 for (row, slab) in steps.zip(scratch.slab.chunks_exact_mut(WIDTH)) {
@@ -138,7 +140,7 @@ impl<'a> WeightView<'a> {
                 }
             }
         }
-        Slab { start: scratch.slab.as_ptr(), step: WIDTH }
+        scratch.slab()
     }
 }
 
@@ -202,6 +204,14 @@ fn transpose16(level: SimdLevel, from: &[f32], from_row: usize, to: &mut [f32], 
         SimdLevel::Avx512 => {
             // SAFETY: the lengths were checked, and the level says that the processor has the instructions.
             unsafe { avx512::transpose16(from.as_ptr().cast(), from_row, to.as_mut_ptr().cast(), to_row) }
+        }
+        #[cfg(target_arch = "x86_64")]
+        SimdLevel::Avx2 => {
+            for (row, column) in [(0, 0), (0, 8), (8, 0), (8, 8)] {
+                let (from, to) = (&from[row * from_row + column..], &mut to[column * to_row + row..]);
+                // SAFETY: as above; 8 rows of 8 values from any of these places on are within the 16 rows.
+                unsafe { avx2::transpose8(from.as_ptr(), from_row, to.as_mut_ptr(), to_row) }
+            }
         }
         _ => {
             (0..16).for_each(|row| (0..16).for_each(|column| to[column * to_row + row] = from[row * from_row + column]))

@@ -27,6 +27,19 @@ pub(super) const NF4: [f32; 16] = [
     1.0,
 ];
 
+/// Prefetches what follows over page boundaries: with few rows memory is the bottleneck.
+#[inline(always)]
+fn prefetch<T>(place: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: no address can fault.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(place.cast::<i8>().wrapping_add(4096));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = place;
+}
+
 /// f16 to f32, by integer arithmetic alone: numbers below the normal range cost no more than others. No infinities.
 #[inline(always)]
 fn from_f16(bits: u16) -> f32 {
@@ -42,7 +55,16 @@ fn unpack_f16(level: SimdLevel, from: &[u16], to: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the processor has the instructions.
         SimdLevel::Avx512 => unsafe { avx512::unpack_f16(from, to) },
-        _ => to.iter_mut().zip(from).for_each(|(to, from)| *to = from_f16(*from)),
+        _ => unpack_f16_plain(from, to),
+    }
+}
+
+vectorised! {
+    fn unpack_f16_plain(from: &[u16], to: &mut [f32]) {
+        for (to, from) in to.chunks_mut(32).zip(from.chunks(32)) {
+            prefetch(from.as_ptr());
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = from_f16(*from));
+        }
     }
 }
 
@@ -52,12 +74,17 @@ fn unpack_pairs(level: SimdLevel, from: &[u32], to: &mut [f32]) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the processor has the instructions.
         SimdLevel::Avx512 => unsafe { avx512::unpack_pairs(from, to) },
-        _ => {
-            for (rows, pairs) in to.chunks_exact_mut(2 * WIDTH).zip(from.chunks_exact(WIDTH)) {
-                let (even, odd) = rows.split_at_mut(WIDTH);
-                even.iter_mut().zip(pairs).for_each(|(value, pair)| *value = f32::from_bits(pair << 16));
-                odd.iter_mut().zip(pairs).for_each(|(value, pair)| *value = f32::from_bits(pair & 0xffff_0000));
-            }
+        _ => unpack_pairs_plain(from, to),
+    }
+}
+
+vectorised! {
+    fn unpack_pairs_plain(from: &[u32], to: &mut [f32]) {
+        for (rows, pairs) in to.chunks_exact_mut(2 * WIDTH).zip(from.chunks_exact(WIDTH)) {
+            (0..WIDTH).step_by(16).for_each(|i| prefetch(&raw const pairs[i]));
+            let (even, odd) = rows.split_at_mut(WIDTH);
+            even.iter_mut().zip(pairs).for_each(|(value, pair)| *value = f32::from_bits(pair << 16));
+            odd.iter_mut().zip(pairs).for_each(|(value, pair)| *value = f32::from_bits(pair & 0xffff_0000));
         }
     }
 }
@@ -65,6 +92,7 @@ fn unpack_pairs(level: SimdLevel, from: &[u32], to: &mut [f32]) {
 vectorised! {
     fn unpack_int8(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
         for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH)) {
+            prefetch(from.as_ptr());
             for i in 0..WIDTH {
                 to[i] = f32::from(from[i] as i8) * scales[i];
             }
@@ -85,6 +113,7 @@ pub(super) fn from_e4m3(code: u8) -> f32 {
 vectorised! {
     fn unpack_fp8(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
         for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH)) {
+            prefetch(from.as_ptr());
             for i in 0..WIDTH {
                 to[i] = from_e4m3(from[i]) * scales[i];
             }
@@ -97,6 +126,9 @@ fn unpack_nf4(level: SimdLevel, from: &[u8], scales: &[f32; WIDTH], to: &mut [f3
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level says that the processor has the instructions.
         SimdLevel::Avx512 => unsafe { avx512::unpack_nf4(from, scales, to) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        SimdLevel::Avx2 => unsafe { avx2::unpack_nf4(from, scales, to) },
         _ => {
             for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH / 2)) {
                 for (i, &byte) in from.iter().enumerate() {
@@ -108,19 +140,41 @@ fn unpack_nf4(level: SimdLevel, from: &[u8], scales: &[f32; WIDTH], to: &mut [f3
     }
 }
 
-/// The same with 512-bit vectors, and prefetch over page boundaries: with few rows memory is the bottleneck.
+/// With 256-bit vectors, where the compiler finds none.
 #[cfg(target_arch = "x86_64")]
-mod avx512 {
-    use super::{NF4, WIDTH};
+mod avx2 {
+    use super::{NF4, WIDTH, prefetch};
     use std::arch::x86_64::*;
 
-    const AHEAD: usize = 4096;
-
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn prefetch<T>(place: *const T) {
-        _mm_prefetch::<_MM_HINT_T0>(place.cast::<i8>().wrapping_add(AHEAD));
+    /// The table of 16 values is two vectors: bit 3 of an index says which.
+    #[target_feature(enable = "avx2")]
+    pub(super) fn unpack_nf4(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
+        // SAFETY: the loads and stores below are of 8 values at places that the chunks' and arrays' lengths bound.
+        unsafe {
+            let [low, high] = [0, 8].map(|first| _mm256_loadu_ps(NF4.as_ptr().add(first)));
+            let look_up = |index| {
+                let (low, high) = (_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index));
+                _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32::<28>(index)))
+            };
+            for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH / 2)) {
+                prefetch(from.as_ptr());
+                for first in (0..WIDTH / 2).step_by(8) {
+                    let bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(from.as_ptr().add(first).cast()));
+                    for (first, index) in [(first, bytes), (first + WIDTH / 2, _mm256_srli_epi32::<4>(bytes))] {
+                        let scale = _mm256_loadu_ps(scales.as_ptr().add(first));
+                        _mm256_storeu_ps(to.as_mut_ptr().add(first), _mm256_mul_ps(look_up(index), scale));
+                    }
+                }
+            }
+        }
     }
+}
+
+/// The same with 512-bit vectors.
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use super::{NF4, WIDTH, prefetch};
+    use std::arch::x86_64::*;
 
     #[target_feature(enable = "avx512f")]
     pub(super) fn unpack_f16(from: &[u16], to: &mut [f32]) {
