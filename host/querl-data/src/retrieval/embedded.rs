@@ -128,11 +128,8 @@ impl Searcher {
             let (id, text) = (stored.passage.id.clone(), stored.passage.full_text());
             Ok(Hit { id, text, reranker_score: score, retrieval_score: Some(first_score), rank: 0 })
         };
-        let mut hits = candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, String>>()?;
-        if reranker.is_some() {
-            hits.sort_by(|a, b| a.id.cmp(&b.id));
-        }
-        Ok(limits.apply(hits))
+        // Of equal reranker scores, the first stage's order holds.
+        Ok(limits.apply(candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, String>>()?))
     }
 }
 

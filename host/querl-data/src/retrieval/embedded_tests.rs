@@ -372,6 +372,19 @@ impl Embedder for JointsEmbedder {
     }
 }
 
+/// Regression: passages with equal reranker scores were ordered by their ids, so that a knowledge base whose lexicon knows little lost the
+/// order of BM25.
+#[test]
+fn of_equal_reranker_scores_the_order_of_the_first_stage_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let texts = ["the cap of the bottle", "bottle warranty and returns of a bottle", "warranty of the bottle cap"];
+    let retriever = open(&config(folder.path(), &texts));
+    let hits = search(&retriever, "opening hours", &Context::default(), "bottle cap warranty", 3);
+    assert!(hits.iter().all(|hit| hit.reranker_score == hits[0].reranker_score), "{hits:?}");
+    let by_first_score = |hits: &[Hit]| hits.is_sorted_by(|a, b| a.retrieval_score >= b.retrieval_score);
+    assert!(by_first_score(&hits) && hits[0].id == "2", "{hits:?}");
+}
+
 #[test]
 fn vectors_find_passages_without_common_words_and_are_computed_once() {
     let folder = tempfile::tempdir().unwrap();
