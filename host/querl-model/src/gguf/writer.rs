@@ -100,7 +100,7 @@ impl GgufDtype {
         }
     }
 
-    /// That of a matrix in a file of this type.
+    /// Type of a matrix of this shape in a file of this type.
     pub(super) fn of_matrix(self, shape: &[usize]) -> Self {
         match self {
             Self::Q8_0 if shape.last().is_none_or(|n_columns| n_columns % BLOCK != 0) => Self::F16,

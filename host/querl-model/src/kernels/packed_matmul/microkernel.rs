@@ -19,10 +19,10 @@ pub(super) struct Ahead {
 impl Ahead {
     pub(super) const NOTHING: Self = Self { start: std::ptr::null(), bytes: 0, n_lines: 0 };
 
-    /// The share of a tile of rows `from..to` of `n_rows`: all tiles together prefetch each line once.
+    /// The share of the parts `from..to` of `n_parts`: all together prefetch each line once.
     #[cfg(target_arch = "x86_64")]
-    pub(super) fn of_rows(self, from: usize, to: usize, n_rows: usize) -> Self {
-        let (first, end) = (self.n_lines * from / n_rows, self.n_lines * to / n_rows);
+    pub(super) fn of_parts(self, from: usize, to: usize, n_parts: usize) -> Self {
+        let (first, end) = (self.n_lines * from / n_parts, self.n_lines * to / n_parts);
         Self { start: self.start.wrapping_add(first * LINE_BYTES), n_lines: end - first, ..self }
     }
 }
@@ -152,7 +152,7 @@ pub(super) mod avx2 {
     const ROWS: usize = 6;
 
     /// Steps of the sum between prefetches.
-    const STEPS: usize = 16;
+    const PREFETCH_STEPS: usize = 16;
 
     /// # Safety
     /// As [`Block::run`], on a processor with AVX2 and FMA.
@@ -163,7 +163,12 @@ pub(super) mod avx2 {
         unsafe {
             match n_rows {
                 1 if n_vectors == 8 => tile::<1, 8>(block, 0),
-                2 if n_vectors == 8 => [0, WIDTH / 2].into_iter().for_each(|column| tile::<2, 4>(block, column)),
+                2 if n_vectors == 8 => {
+                    for half in 0..2 {
+                        let block = Block { ahead: block.ahead.of_parts(half, half + 1, 2), ..*block };
+                        tile::<2, 4>(&block, half * WIDTH / 2);
+                    }
+                }
                 _ => columns(block, n_rows, n_vectors),
             }
         }
@@ -185,7 +190,7 @@ pub(super) mod avx2 {
                 let part = first / 2 * n_rows + row;
                 // SAFETY: the rows and columns are the block's.
                 unsafe {
-                    let rows = Block { ahead: block.ahead.of_rows(part, part + n, n_parts), ..block.at_row(row) };
+                    let rows = Block { ahead: block.ahead.of_parts(part, part + n, n_parts), ..block.at_row(row) };
                     match (n, n_vectors - first) {
                         (1, 1) => tile::<1, 1>(&rows, first * LANES),
                         (2, 1) => tile::<2, 1>(&rows, first * LANES),
@@ -228,8 +233,8 @@ pub(super) mod avx2 {
             }
         }
         let (mut slab, mut next) = (b.wrapping_add(column), ahead.start); // both advance with each step
-        for first in (0..n_steps).step_by(STEPS) {
-            let steps = first..(first + STEPS).min(n_steps);
+        for first in (0..n_steps).step_by(PREFETCH_STEPS) {
+            let steps = first..(first + PREFETCH_STEPS).min(n_steps);
             if ahead.n_lines > 0 {
                 for _ in steps.clone() {
                     for line in 0..ahead.n_lines {
@@ -343,7 +348,7 @@ pub(super) mod avx512 {
                 let left = $n_rows - row;
                 // Equal parts: 7 rows are 4 and 3, not 6 and 1.
                 let n = if left >= 12 && most == 12 { 12 } else { left.div_ceil(left.div_ceil(6)) };
-                let rows = Block { ahead: $block.ahead.of_rows(row, row + n, $n_rows), ..$block.at_row(row) };
+                let rows = Block { ahead: $block.ahead.of_parts(row, row + n, $n_rows), ..$block.at_row(row) };
                 match (n, n_vectors) {
                     (1, 1) => tile::<1, 1>(&rows),
                     (2, 1) => tile::<2, 1>(&rows),
