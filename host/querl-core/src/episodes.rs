@@ -135,6 +135,15 @@ fn complete(episode: &mut Episode, format: u32, step: u64, line: usize) {
     }
 }
 
+/// Adds what an episode that was written by hand may leave out, and checks its numbers: as if it were line `index + 1` of a file.
+///
+/// # Errors
+/// A sentence with the expected and the actual value.
+pub fn complete_and_check(episode: &mut Episode, index: usize) -> Result<(), String> {
+    complete(episode, EpisodeRecord::FORMAT, 0, index + 1);
+    check(episode)
+}
+
 /// Checks the numeric ranges that the plugin contract guarantees.
 fn check(episode: &Episode) -> Result<(), String> {
     for (side, candidate) in episode.candidates() {

@@ -14,6 +14,7 @@ pub mod model_config;
 pub mod ports;
 pub mod records;
 pub mod run_dir;
+pub mod scoring;
 pub mod serving;
 pub mod text;
 

@@ -400,6 +400,9 @@ pub enum EnvironmentError {
     /// A record could not be written.
     #[error("{0}")]
     Record(String),
+    /// A request of another engine names something that the run does not have.
+    #[error("{0}")]
+    Request(String),
 }
 
 /// Wall-clock time of [`Environment::score`] in seconds. Retrieval and judge run concurrently, so their times may overlap.

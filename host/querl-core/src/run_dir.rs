@@ -2,6 +2,8 @@
 
 use crate::records::Split;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// The folder of one run.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,6 +25,14 @@ impl RunDir {
     /// `DatasetRow`s of one split.
     pub fn split(&self, split: Split) -> PathBuf {
         self.root.join("data").join(format!("{}.jsonl", split.name()))
+    }
+
+    /// Cost of the calls of this process while it scores for another engine: several processes may at once.
+    pub fn scoring_calls(&self) -> PathBuf {
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let (process, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        self.root.join("scoring").join(format!("calls-{seconds}-{process}-{number}.json"))
     }
 
     /// Folder of the TensorBoard event file of one stage, next to the file `metrics`.

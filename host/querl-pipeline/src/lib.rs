@@ -7,8 +7,10 @@ pub mod device;
 mod environment;
 pub mod estimate;
 mod evaluation;
+pub mod exchange;
 pub mod failure;
 pub mod faults;
+mod files;
 pub mod host_functions;
 pub mod interrupt;
 pub mod ledger;
@@ -25,6 +27,7 @@ pub mod stages;
 mod tensorboard;
 mod training;
 
+pub use environment::RewardEnvironment;
 pub use training::memory::memory_of_config;
 
 /// The same cases in each run of a property test.

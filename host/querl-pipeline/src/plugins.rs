@@ -25,7 +25,7 @@ use querl_plugin::{
 use querl_style::{SharedStyleModel, StyleReward, Undecided, unknown_class};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use toml::Value;
 
 /// Every plugin of a run.
@@ -75,6 +75,8 @@ pub enum PluginUse<'a> {
     Run(&'a Pins<'a>),
     /// A look at a configuration: nothing is built.
     Look,
+    /// Scoring for other engines, with the pinned plugins: nothing is built.
+    Scoring(&'a Pins<'a>),
     /// A dry run, whose pins [`unprepared`] has compared: nothing is built, fetched or written.
     DryRun,
 }
@@ -105,21 +107,23 @@ impl Plugins {
                 observer: Some(meter.observer()),
                 ..host_options(&config.limits)?
             })?,
-            PluginUse::Look => open_host(&config.limits, &config.trusted_keys, SourceFolders::Refuse)?,
+            PluginUse::Look | PluginUse::Scoring(_) => {
+                open_host(&config.limits, &config.trusted_keys, SourceFolders::Refuse)?
+            }
             PluginUse::DryRun => open_host_for_dry_run(config)?,
         };
         let style = SharedStyleModel::of(&config.style_model, "plugins.style_model.path")?.map(Arc::new);
         let audit = SharedStyleModel::of(&config.style_model.of_audit(), "plugins.style_model.audit")?.map(Arc::new);
         let host_functions = Arc::new(RunHostFunctions::new(whole_config, style.clone()));
         let found = find(config, |path| Ok(Some(read(path, &host)?)))?;
-        if let PluginUse::Run(pins) = used_for {
+        if let PluginUse::Run(pins) | PluginUse::Scoring(pins) = used_for {
             pins.check(&found)?;
         }
         let functions: Arc<dyn HostFunctions> = host_functions.clone();
         let mut loading = Loading { host, functions: functions.clone(), found: found.into_iter(), used: Vec::new() };
         let faults = match used_for {
             PluginUse::Run(pins) => Some(pins.dir.faults()),
-            PluginUse::Look | PluginUse::DryRun => None,
+            PluginUse::Look | PluginUse::Scoring(_) | PluginUse::DryRun => None,
         };
         let log = |role, path: &Path, settings: &PluginSettings| {
             let (path, settings, host_functions) = (path.to_owned(), settings.clone(), host_functions.clone());
@@ -230,7 +234,7 @@ impl PluginHosts {
         config: &Config,
         dir: &RunDir,
     ) -> anyhow::Result<(Arc<dyn Prompts>, String)> {
-        let (plugin, host) = self.load_pinned(config, dir)?;
+        let (plugin, host) = self.load_pinned(config, dir, ("prompt", &config.plugins.prompt.path))?;
         let prompts = Arc::from(host.open(&plugin, &config.plugins.prompt.settings, PluginPort::prompts())?);
         Ok((prompts, plugin.digest().to_owned()))
     }
@@ -240,31 +244,53 @@ impl PluginHosts {
     /// # Errors
     /// Those of [`Self::open_pinned_prompts`].
     pub(crate) fn pinned_prompts(&self, config: &Config, dir: &RunDir) -> anyhow::Result<(PathBuf, LockEntry)> {
-        let (plugin, _) = self.load_pinned(config, dir)?;
-        let source = if plugin.bundle().is_some() { LockSource::Bundle } else { LockSource::Component };
-        let pinned = entry("prompt", &config.plugins.prompt.path, &plugin)?;
-        Ok((plugin.path().to_owned(), LockEntry { source, manifest: None, ..pinned }))
+        let path = &config.plugins.prompt.path;
+        let (plugin, _) = self.load_pinned(config, dir, ("prompt", path))?;
+        file_and_entry("prompt", path, &plugin)
     }
 
-    fn load_pinned(&self, config: &Config, dir: &RunDir) -> anyhow::Result<(Plugin, Arc<PluginHost>)> {
+    /// As [`Self::pinned_prompts`], of every plugin in the order of the configuration: prompt, filters, rewards.
+    ///
+    /// # Errors
+    /// Those of [`Self::open_pinned_prompts`].
+    pub(crate) fn pinned_plugins(&self, config: &Config, dir: &RunDir) -> anyhow::Result<Vec<(PathBuf, LockEntry)>> {
+        let file = |(role, path)| {
+            let (plugin, _) = self.load_pinned(config, dir, (role, path))?;
+            file_and_entry(role, path, &plugin)
+        };
+        configured(&config.plugins).map(file).collect()
+    }
+
+    fn load_pinned(
+        &self,
+        config: &Config,
+        dir: &RunDir,
+        (role, path): (&'static str, &Path),
+    ) -> anyhow::Result<(Plugin, Arc<PluginHost>)> {
         check_secrets(config)?;
-        let path = &config.plugins.prompt.path;
         let host = self.host(&config.plugins)?;
         let file = read(path, &host)?;
         let lock = pins::read(&dir.lock())?;
-        let pinned = lock.iter().flat_map(|lock| &lock.entries).find(|entry| entry.role == "prompt");
-        if let (Some(pinned), Some(digest)) = (pinned, file.digest())
-            && pinned.sha256 != digest
+        let mut pinned = lock.iter().flat_map(|lock| &lock.entries).filter(|entry| entry.role == role).peekable();
+        if let Some(digest) = file.digest()
+            && pinned.peek().is_some()
+            && !pinned.any(|entry| entry.sha256 == digest)
         {
             let (path, lock) = (path.display(), dir.lock());
             let message = format!(
-                "{path}: not the prompt plugin that the run was made with ({}); bring that one back, or make the run again",
+                "{path}: not the {role} plugin that the run was made with ({}); bring that one back, or make the run again",
                 lock.display()
             );
             return Err(Stop::usage(message).into());
         }
         Ok((host.load_file(file)?, host))
     }
+}
+
+fn file_and_entry(role: &str, path: &Path, plugin: &Plugin) -> anyhow::Result<(PathBuf, LockEntry)> {
+    let source = if plugin.bundle().is_some() { LockSource::Bundle } else { LockSource::Component };
+    let pinned = entry(role, path, plugin)?;
+    Ok((plugin.path().to_owned(), LockEntry { source, manifest: None, ..pinned }))
 }
 
 /// Refuses a prompt plugin that cannot read the answers of the rubric, whose form is known. Those of a model follow the plugin's own
@@ -491,13 +517,23 @@ pub fn host_options(limits: &PluginLimits) -> anyhow::Result<HostOptions> {
     Ok(HostOptions { limits, compiler: compiler()?, ..HostOptions::default() })
 }
 
-/// This program again, as [`COMPILE_COMMAND`].
+static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+
+/// Names the `querl` program, for a process that is another one. The first call counts.
+pub fn set_program(path: PathBuf) {
+    // A second import of a module sets the same.
+    let _ = PROGRAM.set(path);
+}
+
+/// The program `querl`, this one if no other was set, as [`COMPILE_COMMAND`].
 ///
 /// # Errors
 /// The program cannot find itself.
 pub fn compiler() -> anyhow::Result<Compiler> {
-    let program = std::env::current_exe()
-        .context("this program's own file cannot be found, so that it cannot compile plugins")?;
+    let own = || {
+        std::env::current_exe().context("this program's own file cannot be found, so that it cannot compile plugins")
+    };
+    let program = PROGRAM.get().cloned().map_or_else(own, Ok)?;
     Ok(Compiler::Child(program, vec![COMPILE_COMMAND.to_owned()]))
 }
 

@@ -71,7 +71,7 @@ impl Run {
         let root = dir.root();
         remove_unfinished(root).with_context(|| format!("{}: cannot be tidied", root.display()))?;
         pins.write(plugins.used(), reporter.as_ref())?;
-        let outside = outside(&config, &dir, CacheUse::Full)?;
+        let outside = outside(&config, &dir.calls(), CacheUse::Full)?;
         plugins.host_functions.connect(outside.clone(), runtime.handle().clone());
         Ok(Self {
             config,
@@ -109,6 +109,25 @@ impl Run {
             retriever: OnceLock::new(),
             _lock: None,
         })
+    }
+
+    /// Opens a run to score responses of other engines: takes no lock, so that several processes can. Plugins must be built, and those that are
+    /// pinned. The spend of each process is in a file of its own; the response cache is that of the process that opened it first.
+    pub(crate) fn open_for_scoring(
+        config: Config,
+        config_path: &Path,
+        reporter: Arc<dyn Reporter>,
+    ) -> anyhow::Result<Self> {
+        querl_model::set_threads(config.threads);
+        let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+        let dir = RunDir::new(&config.output_dir);
+        let pins = Pins { dir: &dir, config: config_path, on_change: OnPluginChange::Refuse };
+        let plugins = Plugins::open(&config, PluginUse::Scoring(&pins))?;
+        let outside = outside(&config, &dir.scoring_calls(), CacheUse::Full)?;
+        outside.spend_tracker().begin("scoring");
+        plugins.host_functions.connect(outside.clone(), runtime.handle().clone());
+        let executor = Executor::in_process();
+        Ok(Self { config, dir, plugins, executor, runtime, outside, reporter, retriever: OnceLock::new(), _lock: None })
     }
 
     /// Opens the retrieval backend.
@@ -161,7 +180,7 @@ impl Run {
 
 /// The service context of an estimate, which calls no service: the cache is only read, and keys are not.
 pub(crate) fn outside_to_look(config: &Config) -> anyhow::Result<ServiceContext> {
-    Ok(outside(config, &RunDir::new(&config.output_dir), CacheUse::Look)?.without_keys())
+    Ok(outside(config, &RunDir::new(&config.output_dir).calls(), CacheUse::Look)?.without_keys())
 }
 
 /// Path of the response cache; `None` if the user has no cache folder.
@@ -175,9 +194,9 @@ enum CacheUse {
     Look,
 }
 
-/// The service context of a run. The cache, which one process at a time can open, is opened only if external calls are possible.
-fn outside(config: &Config, dir: &RunDir, used: CacheUse) -> anyhow::Result<ServiceContext> {
-    let account = Arc::new(SpendTracker::open(&dir.calls(), config.budget)?);
+/// The service context of a run, whose spend is kept in the file `calls`. The cache, which one process at a time can open, is opened only if external calls are possible.
+fn outside(config: &Config, calls: &Path, used: CacheUse) -> anyhow::Result<ServiceContext> {
+    let account = Arc::new(SpendTracker::open(calls, config.budget)?);
     let outside = ServiceContext::new(&config.calls).with_spend_tracker(account);
     let limits = CacheLimits::of(&config.cache);
     let asks_outside = config.teacher.kind == TeacherKind::Openai

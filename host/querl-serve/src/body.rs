@@ -104,6 +104,11 @@ impl JsonFields {
         })
     }
 
+    /// All fields that were not taken, for a response that repeats them.
+    pub(crate) fn into_map(self) -> Map<String, Value> {
+        self.0
+    }
+
     /// The value of a field; `None` where it is missing or null.
     ///
     /// # Errors

@@ -1,7 +1,7 @@
-//! HTTP services: retrieval over the `general_rag` interface, a text classifier, and rewrites of queries.
+//! HTTP services: retrieval over the `general_rag` interface, a text classifier, rewrites of queries, and rewards for other RL engines.
 //!
-//! Input: open retrieval back ends with their tenants and knowledge bases; a text classifier and a rewriter behind traits. This crate must not
-//! depend on configurations, runs, models and plugins.
+//! Input: open retrieval back ends with their tenants and knowledge bases; a text classifier, a rewriter and an environment behind traits.
+//! This crate must not depend on configurations, runs, models and plugins.
 
 mod body;
 mod connections;
@@ -9,11 +9,13 @@ mod error;
 mod general_rag;
 mod key;
 mod page;
+mod reward;
 mod rewrite;
 mod server;
 mod style;
 
 pub use general_rag::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag};
+pub use reward::{RewardOptions, reward_router};
 pub use rewrite::{
     CandidateLimits, RequestLogOptions, RewriteOptions, RewriteService, Traces, Upstream, reload_server,
 };

@@ -4,6 +4,7 @@
 //! preference cancels over many requests, and the same request always has the same order.
 
 use super::calls::{self, CallError, CallKey};
+use querl_core::config::{JudgeConfig, JudgeKind};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{Judge, JudgeRequest, PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{CallFailure, Context, FailureKind, Judgement, Message};
@@ -18,6 +19,13 @@ pub(crate) enum Judging {
 }
 
 impl Judging {
+    pub(crate) fn of(config: &JudgeConfig) -> Self {
+        match config.kind {
+            JudgeKind::None => Self::None,
+            _ => Self::Share(config.sample_rate),
+        }
+    }
+
     /// True where the episode with this id is judged.
     pub(crate) fn samples(self, id: &str) -> bool {
         match self {

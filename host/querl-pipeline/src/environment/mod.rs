@@ -8,6 +8,7 @@ mod columns;
 mod judging;
 mod rewards;
 mod scorer;
+mod service;
 #[cfg(test)]
 pub(crate) mod testing;
 mod training;
@@ -18,4 +19,5 @@ pub(crate) use rewards::{Outcome, WeightedReward, inputs, inputs_of_baseline};
 pub(crate) use scorer::{
     Baseline, BaselineScoring, Baselines, DEADLINE_CODE, ScoreRequest, ScoredEpisode, Scorer, Services, WrittenRewrite,
 };
+pub use service::RewardEnvironment;
 pub(crate) use training::{EpisodeLog, Phase, TrainingEnvironment};

@@ -10,7 +10,7 @@ use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::training::{self, Base, memory};
 use anyhow::Context;
-use querl_core::config::{JudgeKind, RlConfig};
+use querl_core::config::RlConfig;
 use querl_core::ports::Progress;
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
@@ -126,7 +126,7 @@ impl Stage for Rl {
                 rows: rows.to_vec(),
                 baselines: baselines.clone(),
                 n_samples: if phase == Phase::Rollout { run.config.rl.n_samples.max(1) } else { 1 },
-                judging: judging(run),
+                judging: Judging::of(&run.config.judge),
                 phase,
                 log: log.clone(),
                 meter: run.plugins.meter.clone(),
@@ -192,11 +192,4 @@ fn planned(rl: &RlConfig, n_rows: usize) -> Option<String> {
     let is_bounded = n_steps < RlConfig { max_steps: 0, ..rl.clone() }.n_steps(n_rows);
     let bound = if is_bounded { ", cut off by rl.max_steps" } else { "" };
     Some(format!("{n_steps} steps: {epochs} epoch(s) of {n_rows} queries in batches of {}{bound}", rl.batch_size))
-}
-
-fn judging(run: &Run) -> Judging {
-    match run.config.judge.kind {
-        JudgeKind::None => Judging::None,
-        _ => Judging::Share(run.config.judge.sample_rate),
-    }
 }

@@ -1,6 +1,7 @@
-//! `querl serve WHAT`: rewriters, a style model or knowledge bases over HTTP. `querl style serve` and `querl rag serve` are older forms.
+//! `querl serve WHAT`: rewriters, a style model, knowledge bases or rewards over HTTP. `querl style serve` and `querl rag serve` are older forms.
 
 mod request_log;
+mod reward;
 
 use super::release::FollowArgs;
 use crate::args::{load_config, usage};
@@ -31,6 +32,7 @@ use querl_serve::{
 };
 use querl_style::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
 use request_log::RequestLogArgs;
+use reward::RewardArgs;
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -56,6 +58,8 @@ enum ServeCommand {
     Style(StyleArgs),
     /// Serve knowledge bases over the general_rag interface, each under the tenant and kb_name of its configuration
     Rag(RagArgs),
+    /// Score responses of other RL engines: /v1/score, OpenRLHF's remote_url, slime's rm-url, a resources server of NeMo Gym
+    Reward(RewardArgs),
 }
 
 #[derive(Debug, Clone, Args)]
@@ -195,6 +199,7 @@ pub fn run(args: &ServeArgs) -> anyhow::Result<()> {
         Some(ServeCommand::Style(args)) => style(&classifier_of(args)?, &args.options),
         Some(ServeCommand::Rag(args)) => rag(args),
         Some(ServeCommand::Rewrite(args)) => rewrite(args),
+        Some(ServeCommand::Reward(args)) => reward::reward(args),
         None => {
             report_new_form("querl serve DIR", "querl serve style DIR");
             style(&classifier_of(&args.style)?, &args.style.options)

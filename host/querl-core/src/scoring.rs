@@ -1,0 +1,165 @@
+//! Scoring responses of other engines: what their reward functions send, and what answers them.
+
+use crate::ports::{EnvironmentError, RewardRange};
+use crate::records::{Columns, EpisodeRecord, Message, Split};
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Error, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
+
+/// A response to score.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RewardRequest {
+    /// What the policy was asked.
+    pub query: RewardQuery,
+    /// The decoded response without special tokens.
+    pub response: String,
+    /// Whether the finish reason is the token limit.
+    #[serde(default)]
+    pub truncated: bool,
+    /// Number of generated tokens, end of sequence included; 0 where unknown.
+    #[serde(default)]
+    pub n_tokens: u32,
+    /// The messages that the policy answered; `None`: those of the query's row.
+    #[serde(default)]
+    pub prompt: Option<Vec<Message>>,
+    /// Training step; `None` where unknown.
+    #[serde(default)]
+    pub step: Option<u64>,
+    /// Unique in a batch, and what decides whether the response is judged, where a share of them is; `None`: of step, query and index, or of the
+    /// response.
+    #[serde(default)]
+    pub id: Option<String>,
+    /// The same for all samples of one query in one batch; `None`: of step and query.
+    #[serde(default)]
+    pub group_id: Option<String>,
+    /// Index among the samples of the group, from 0; `None`: in the order of the requests.
+    #[serde(default)]
+    pub sample_index: Option<u32>,
+}
+
+/// A query: one of the run, or one that the request brings along.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RewardQuery {
+    /// Its id in the run.
+    Id(String),
+    /// The query itself.
+    Inline(Box<InlineQuery>),
+}
+
+/// A query that a request brings along.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct InlineQuery {
+    /// The user's query.
+    pub query: String,
+    /// User profile; may be empty.
+    #[serde(default)]
+    pub user_profile: String,
+    /// Summary of the conversation; may be empty.
+    #[serde(default)]
+    pub history_summary: String,
+    /// Ids of the passages that answer the query; empty if unknown.
+    #[serde(default)]
+    pub gold_ids: Vec<String>,
+    /// Split of its row; `None`: `train`.
+    #[serde(default)]
+    pub split: Option<Split>,
+    /// Other columns, for rewards that read them.
+    #[serde(default)]
+    pub columns: Columns,
+    /// The teacher's rewrite, for rewards that read it.
+    #[serde(default)]
+    pub baseline: Option<String>,
+}
+
+impl RewardQuery {
+    /// From an engine's label: the id of a query, or an [`InlineQuery`] as an object or as the text of one. Columns of a text keep their order;
+    /// those of a [`Value`] are in the order of their names.
+    ///
+    /// # Errors
+    /// A sentence: neither of these.
+    pub fn of_label(label: &Value) -> Result<Self, String> {
+        Self::deserialize(label).map_err(|error| error.to_string())
+    }
+
+    fn of_text(text: &str) -> Result<Self, serde_json::Error> {
+        match text.trim_start().starts_with('{') {
+            true => serde_json::from_str(text).map(|query| Self::Inline(Box::new(query))),
+            false => Ok(Self::Id(text.to_owned())),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for RewardQuery {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Label;
+
+        impl<'de> Visitor<'de> for Label {
+            type Value = RewardQuery;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("the id of a query of the run, or an object with `query`")
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<RewardQuery, E> {
+                RewardQuery::of_text(text).map_err(|error| {
+                    E::custom(format!("{error}; expected the id of a query, or an object with `query`"))
+                })
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<RewardQuery, A::Error> {
+                let query = InlineQuery::deserialize(MapAccessDeserializer::new(map))?;
+                Ok(RewardQuery::Inline(Box::new(query)))
+            }
+        }
+
+        deserializer.deserialize_any(Label)
+    }
+}
+
+/// The environment of a configuration, for engines other than ours.
+pub trait RewardService: Send + Sync {
+    /// One record for each request, in order: parsed, looked up, judged and scored as in training. Requests of one `group_id` must be in one
+    /// batch where a reward scores groups. Blocks on external services.
+    ///
+    /// # Errors
+    /// A request names a query that the run does not have, or no request can be scored.
+    fn score(&self, requests: &[RewardRequest]) -> Result<Vec<EpisodeRecord>, EnvironmentError>;
+
+    /// The range of totals.
+    fn range(&self) -> RewardRange;
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn columns(query: &RewardQuery) -> Vec<&str> {
+        match query {
+            RewardQuery::Inline(query) => query.columns.0.iter().map(|(name, _)| name.as_str()).collect(),
+            RewardQuery::Id(id) => panic!("{id}"),
+        }
+    }
+
+    #[test]
+    fn a_label_is_an_id_an_object_or_the_text_of_one() {
+        assert_eq!(RewardQuery::of_label(&json!("4cf6")).unwrap(), RewardQuery::Id("4cf6".into()));
+        let text = r#"{"query": "一天几粒", "columns": {"shop": "五家", "price": 2.5}}"#;
+        assert_eq!(columns(&RewardQuery::of_label(&json!(text)).unwrap()), ["shop", "price"]);
+        let request: RewardRequest =
+            serde_json::from_str(&format!(r#"{{"query": {text}, "response": "鱼油"}}"#)).unwrap();
+        assert_eq!(columns(&request.query), ["shop", "price"], "in the order of the text");
+    }
+
+    #[test]
+    fn another_label_is_refused_with_what_is_expected() {
+        for label in [json!(["4cf6"]), json!(7), json!(null), json!("{\"quer\": 1}"), json!({"query": 3})] {
+            let refusal = RewardQuery::of_label(&label).unwrap_err();
+            assert!(refusal.contains("expected"), "{label}: {refusal}");
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! Limits, key and queue of the reward service, and the call of the environment.
+
+use super::metrics::RewardMetrics;
+use crate::body::{BodyLimits, JsonFields, read_fields};
+use crate::error::ErrorResponse;
+use crate::key::ApiKey;
+use axum::extract::Request;
+use axum::http::{HeaderMap, StatusCode};
+use querl_core::ports::{EnvironmentError, RewardRange};
+use querl_core::records::{CallFailure, EpisodeRecord, FailureKind};
+use querl_core::scoring::{RewardRequest, RewardService};
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// Options of [`reward_router`](crate::reward_router).
+#[derive(Clone)]
+pub struct RewardOptions {
+    /// The reward of a rejected response in forms that carry only numbers, finite; `None`: the request is answered with 422.
+    pub rejected_reward: Option<f64>,
+    /// Maximum size of a body.
+    pub max_body_bytes: usize,
+    /// Maximum responses of one request.
+    pub max_responses: usize,
+    /// Requests that are scored at once, each on a thread of its own.
+    pub max_concurrent: usize,
+    /// Requests in the queue; further ones are answered with 429.
+    pub max_waiting: usize,
+    /// Time limit for a body to arrive.
+    pub body_timeout: Duration,
+    /// The key of clients.
+    pub api_key: Option<String>,
+}
+
+impl Default for RewardOptions {
+    fn default() -> Self {
+        Self {
+            rejected_reward: None,
+            max_body_bytes: 64 << 20,
+            max_responses: 4096,
+            max_concurrent: 8,
+            max_waiting: 4096,
+            body_timeout: Duration::from_secs(60),
+            api_key: None,
+        }
+    }
+}
+
+pub(super) struct RewardServer {
+    service: Arc<dyn RewardService>,
+    pub(super) options: RewardOptions,
+    key: Option<ApiKey>,
+    running: Arc<Semaphore>,
+    n_waiting: AtomicUsize,
+    component_names: Mutex<BTreeSet<String>>,
+    pub(super) metrics: RewardMetrics,
+}
+
+impl RewardServer {
+    pub(super) fn new(service: Arc<dyn RewardService>, options: RewardOptions) -> Self {
+        Self {
+            service,
+            key: options.api_key.as_deref().map(ApiKey::new),
+            running: Arc::new(Semaphore::new(options.max_concurrent)),
+            n_waiting: AtomicUsize::new(0),
+            component_names: Mutex::default(),
+            metrics: RewardMetrics::new().expect("metric names are valid and distinct"),
+            options,
+        }
+    }
+
+    pub(super) fn range(&self) -> RewardRange {
+        self.service.range()
+    }
+
+    pub(super) fn has_key(&self, headers: &HeaderMap) -> bool {
+        self.key.as_ref().is_none_or(|key| key.is_in(headers))
+    }
+
+    /// The names of all components so far: engines that log them expect the same ones of each response.
+    pub(super) fn component_names(&self) -> BTreeSet<String> {
+        self.component_names.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn metrics_text(&self) -> prometheus::Result<String> {
+        let n_running = self.options.max_concurrent.saturating_sub(self.running.available_permits());
+        self.metrics.to_text(n_running, self.n_waiting.load(Ordering::Relaxed))
+    }
+
+    /// Reads a body, whose form `expected` describes.
+    pub(super) async fn read(&self, request: Request, expected: &str) -> Result<JsonFields, ErrorResponse> {
+        let (max_bytes, timeout) = (self.options.max_body_bytes, self.options.body_timeout);
+        read_fields(request, BodyLimits { max_bytes, timeout, expected }).await
+    }
+
+    /// # Errors
+    /// The queue is full.
+    pub(super) fn check_queue(&self) -> Result<(), ErrorResponse> {
+        match self.running.available_permits() == 0
+            && self.n_waiting.load(Ordering::Relaxed) >= self.options.max_waiting
+        {
+            true => Err(self.queue_is_full()),
+            false => Ok(()),
+        }
+    }
+
+    fn queue_is_full(&self) -> ErrorResponse {
+        let what = format!("queue is full ({} requests); retry later", self.options.max_waiting);
+        ErrorResponse::new(StatusCode::TOO_MANY_REQUESTS, what)
+    }
+
+    /// One record for each request, in order, with finite numbers.
+    pub(super) async fn score(&self, requests: Vec<RewardRequest>) -> Result<Vec<EpisodeRecord>, ErrorResponse> {
+        // OpenRLHF sends empty lists where it has more servers than queries.
+        if requests.is_empty() {
+            return Ok(Vec::new());
+        }
+        let n_requests = requests.len();
+        let permit = self.permit().await?;
+        let service = self.service.clone();
+        let scoring = tokio::task::spawn_blocking(move || {
+            // Until the work ends, even if the client has left.
+            let _permit = permit;
+            service.score(&requests)
+        });
+        let records = scoring.await.map_err(|_| failed("scoring panicked"))?.map_err(environment_error)?;
+        if records.len() != n_requests {
+            return Err(failed(&format!("{} records for {n_requests} responses", records.len())));
+        }
+        records.iter().try_for_each(check_finite)?;
+        self.count_episodes(&records);
+        Ok(records)
+    }
+
+    async fn permit(&self) -> Result<OwnedSemaphorePermit, ErrorResponse> {
+        if let Ok(permit) = self.running.clone().try_acquire_owned() {
+            return Ok(permit);
+        }
+        let waiting = WaitingRequest::new(&self.n_waiting);
+        if waiting.number > self.options.max_waiting {
+            return Err(self.queue_is_full());
+        }
+        let permit = self.running.clone().acquire_owned().await;
+        permit.map_err(|_| ErrorResponse::unavailable("the server has ended"))
+    }
+
+    fn count_episodes(&self, records: &[EpisodeRecord]) {
+        self.metrics.episodes(records);
+        let mut names = self.component_names.lock().unwrap_or_else(PoisonError::into_inner);
+        let rewards = records.iter().filter_map(|record| record.outcome.as_ref().ok());
+        for component in rewards.flat_map(|reward| &reward.components) {
+            if !names.contains(&component.name) {
+                names.insert(component.name.clone());
+            }
+        }
+    }
+}
+
+/// A request in the queue, until it is dropped.
+struct WaitingRequest<'a> {
+    n_waiting: &'a AtomicUsize,
+    /// Requests in the queue, this one included.
+    number: usize,
+}
+
+impl<'a> WaitingRequest<'a> {
+    fn new(n_waiting: &'a AtomicUsize) -> Self {
+        Self { n_waiting, number: n_waiting.fetch_add(1, Ordering::Relaxed) + 1 }
+    }
+}
+
+impl Drop for WaitingRequest<'_> {
+    fn drop(&mut self) {
+        self.n_waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// What happened is for the operator's log alone.
+fn failed(problem: &str) -> ErrorResponse {
+    tracing::error!("{problem}");
+    ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "scoring failed; the server's log says why")
+}
+
+fn check_finite(record: &EpisodeRecord) -> Result<(), ErrorResponse> {
+    let Ok(reward) = &record.outcome else { return Ok(()) };
+    let is_finite = reward.total.is_finite() && reward.components.iter().all(|component| component.value.is_finite());
+    match is_finite {
+        true => Ok(()),
+        false => Err(failed(&format!("episode {}: the reward is NaN or Inf", record.episode.id))),
+    }
+}
+
+fn environment_error(error: EnvironmentError) -> ErrorResponse {
+    match error {
+        EnvironmentError::Request(sentence) => ErrorResponse::value(sentence),
+        EnvironmentError::Service(failure) => service_error(&failure),
+        EnvironmentError::Plugin(fault) => failed(&fault.to_string()),
+        EnvironmentError::Record(sentence) => failed(&sentence),
+    }
+}
+
+fn service_error(failure: &CallFailure) -> ErrorResponse {
+    use FailureKind::{Down, OverBudget, RateLimited, Timeout, Unreachable};
+    tracing::error!("{failure}");
+    let status = match failure.kind {
+        Timeout | Unreachable | RateLimited | Down | OverBudget => StatusCode::SERVICE_UNAVAILABLE,
+        _ => StatusCode::BAD_GATEWAY,
+    };
+    let what = format!("a service that scoring needs failed ({}); the server's log says why", failure.kind);
+    ErrorResponse::new(status, what)
+}

@@ -1,0 +1,104 @@
+//! `querl serve reward`: the environment of a run scores responses of other RL engines over HTTP.
+
+use super::{ListenArgs, announce, is_interrupted, served};
+use crate::args::{load_config, usage};
+use crate::model_hub;
+use crate::terminal::Terminal;
+use anyhow::Context;
+use clap::Args;
+use querl_core::config::{Config, Overrides, load_resolved};
+use querl_core::ports::{EnvironmentError, RewardRange};
+use querl_core::records::EpisodeRecord;
+use querl_core::run_dir::RunDir;
+use querl_core::scoring::{RewardRequest, RewardService};
+use querl_pipeline::{RewardEnvironment, interrupt};
+use querl_serve::{RewardOptions, bind, block_on, reward_router, serve, wait_until};
+use std::path::PathBuf;
+use std::sync::{Arc, Weak};
+
+#[derive(Debug, Args)]
+#[command(rename_all = "snake_case")]
+pub(super) struct RewardArgs {
+    /// A run's folder, or a configuration; queries are known by id where its data stages are finished
+    #[arg(value_name = "CONFIG|RUN_DIR")]
+    path: PathBuf,
+    /// Replace a key of the configuration: dotted key, TOML value; a bare word is a string
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    #[command(flatten)]
+    listen: ListenArgs,
+    /// The reward of a rejected response for engines that expect a number [default: the request is answered with 422]
+    #[arg(long, visible_alias = "rejected-reward", value_name = "NUMBER", allow_negative_numbers = true, value_parser = finite)]
+    rejected_reward: Option<f64>,
+    /// Maximum requests that are scored at once
+    #[arg(long, visible_alias = "max-concurrent", value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=256))]
+    max_concurrent: u32,
+    /// Maximum requests in the queue; further ones are answered with 429
+    #[arg(long, visible_alias = "max-waiting", value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    max_waiting: u32,
+}
+
+/// The environment for as long as the command runs, which owns it: it has an async runtime, and handlers of another one must not drop it.
+struct OpenEnvironment {
+    environment: Weak<RewardEnvironment>,
+    range: RewardRange,
+}
+
+impl RewardService for OpenEnvironment {
+    fn score(&self, requests: &[RewardRequest]) -> Result<Vec<EpisodeRecord>, EnvironmentError> {
+        let ended = || EnvironmentError::Record("the server has ended".into());
+        self.environment.upgrade().ok_or_else(ended)?.score(requests)
+    }
+
+    fn range(&self) -> RewardRange {
+        self.range
+    }
+}
+
+/// Rewards over HTTP, until interrupted.
+pub(super) fn reward(args: &RewardArgs) -> anyhow::Result<()> {
+    let options = RewardOptions {
+        rejected_reward: args.rejected_reward,
+        max_concurrent: args.max_concurrent as usize,
+        max_waiting: args.max_waiting as usize,
+        api_key: args.listen.api_key()?,
+        ..RewardOptions::default()
+    };
+    let (config, path) = config(args)?;
+    let environment = Arc::new(RewardEnvironment::open(config, &path, Arc::new(Terminal))?);
+    args.listen.warn_if_open();
+    let range = environment.range();
+    let service = OpenEnvironment { environment: Arc::downgrade(&environment), range };
+    let app = reward_router(Arc::new(service), options);
+    let _at_safe_points = interrupt::at_safe_points();
+    served(block_on(async {
+        let listener = bind(args.listen.addr).await?;
+        announce(&listener.local_addr()?.to_string())?;
+        serve(listener, app, args.listen.limits(), wait_until(is_interrupted)).await;
+        Ok(())
+    }))
+}
+
+/// The configuration of a run, with the rows in its folder; or of a file. And the path of its file.
+fn config(args: &RewardArgs) -> anyhow::Result<(Config, PathBuf)> {
+    let overrides = Overrides { set: args.set.clone(), model_hub: Some(model_hub::find), ..Overrides::default() };
+    if !args.path.is_dir() {
+        return Ok((load_config(&args.path, overrides)?, args.path.clone()));
+    }
+    let resolved = RunDir::new(&args.path).config();
+    if !resolved.is_file() {
+        let problem =
+            "not a run's folder: it has no config.resolved.toml; run `querl run` first, or name a configuration";
+        return Err(usage(format!("{}: {problem}", args.path.display())).into());
+    }
+    let config = match args.set.is_empty() {
+        true => load_resolved(&resolved)?,
+        false => load_config(&resolved, overrides)?,
+    };
+    let folder = std::path::absolute(&args.path).with_context(|| args.path.display().to_string())?;
+    Ok((Config { output_dir: folder, ..config }, resolved))
+}
+
+fn finite(text: &str) -> Result<f64, String> {
+    text.parse::<f64>().ok().filter(|number| number.is_finite()).ok_or_else(|| "expected a finite number".to_owned())
+}
