@@ -22,6 +22,7 @@ pub use client::spend::{Spend, SpendByStage, SpendTracker, is_file_transfer, rea
 pub use client::{ServiceContext, within_deadline};
 pub use dataset::augment::augmented;
 pub use dataset::dialogues::{Dialogue, DialogueLocation, read_dialogues};
+pub use dataset::export::verl::{VerlRow, write_verl_rows};
 pub use dataset::export::{TableRecord, table_path, write_tables};
 pub use dataset::leaks::{DatasetQueries, Leak, Leaks, SplitRows, find_leaks};
 pub use dataset::records::{Journal, RecordFile, RecordWriter, RowIter, Rows};

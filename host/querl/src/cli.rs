@@ -1,7 +1,7 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
 use crate::commands::{
-    cache, config, data, deploy, doctor, export, model, plugin, rag, release, run, serve, style, watch,
+    cache, config, data, deploy, doctor, export, import, model, plugin, rag, release, run, serve, style, watch,
 };
 use crate::terminal::Verbosity;
 use anyhow::Context;
@@ -69,9 +69,12 @@ pub enum Command {
     Release(release::ReleaseCommand),
     /// Write a folder with all that serves the rewriters of runs on another machine
     Deploy(deploy::DeployArgs),
-    /// Export a trained model for other programs
+    /// Export a trained model for other programs, or a run for other engines
     #[command(subcommand)]
     Export(export::ExportCommand),
+    /// Bring an adapter that another engine trained into a run
+    #[command(subcommand)]
+    Import(import::ImportCommand),
     /// Check a retrieval service, or serve retrieval
     #[command(subcommand)]
     Rag(rag::RagCommand),

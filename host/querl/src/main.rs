@@ -10,6 +10,7 @@ mod args;
 mod cli;
 mod commands;
 mod model_hub;
+mod new_folder;
 mod process;
 mod terminal;
 
@@ -77,6 +78,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Release(command) => commands::release::run(&command),
         Command::Deploy(args) => commands::deploy::run(&args),
         Command::Export(command) => commands::export::run(&command),
+        Command::Import(command) => commands::import::run(&command),
         Command::Rag(command) => commands::rag::run(&command),
         Command::Cache(command) => commands::cache::run(&command),
         Command::Style(command) => commands::style::run(&command),

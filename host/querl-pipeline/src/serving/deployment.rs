@@ -11,13 +11,14 @@
 use super::golden;
 use super::tenant::ServedRun;
 use crate::failure::Stop;
+use crate::files::{copy, files, unreadable, unwritable, write_text};
 use crate::ledger::{Ledger, StageName, is_of_model};
 use crate::plugins::PluginHosts;
 use crate::training;
 use anyhow::Context;
 use querl_bundle::lock::{LockFile, LockKind};
 use querl_core::config::{Config, EvalConfig, ModelConfig, PluginConfig, PluginsConfig, SftConfig, TuningMethod};
-use querl_core::fsx::{digest_file, write_atomic, write_jsonl};
+use querl_core::fsx::{digest_file, write_jsonl};
 use querl_core::run_dir::RunDir;
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -222,37 +223,4 @@ fn digests(model: &Path) -> anyhow::Result<String> {
         let _ = writeln!(lines, "{digest}  {BASE}/{name}");
     }
     Ok(lines)
-}
-
-/// Names of the files directly in a folder, sorted.
-fn files(folder: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Result<Vec<String>> {
-    let mut names = Vec::new();
-    for entry in std::fs::read_dir(folder).with_context(|| unreadable(folder))? {
-        let path = entry.with_context(|| unreadable(folder))?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if path.is_file() && wanted(&name) {
-            names.push(name);
-        }
-    }
-    names.sort();
-    Ok(names)
-}
-
-/// Bytes of the file.
-fn copy(from: &Path, to: &Path) -> anyhow::Result<u64> {
-    let folder = to.parent().unwrap_or(Path::new(""));
-    std::fs::create_dir_all(folder).with_context(|| unwritable(folder))?;
-    std::fs::copy(from, to).with_context(|| format!("{}: cannot be copied to {}", from.display(), to.display()))
-}
-
-fn write_text(path: &Path, text: &str) -> anyhow::Result<()> {
-    write_atomic(path, text.as_bytes()).with_context(|| unwritable(path))
-}
-
-fn unreadable(path: &Path) -> String {
-    format!("{}: cannot be read", path.display())
-}
-
-fn unwritable(path: &Path) -> String {
-    format!("{}: cannot be written", path.display())
 }

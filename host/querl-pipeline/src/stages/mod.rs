@@ -6,6 +6,7 @@
 mod convert;
 pub(crate) mod eval;
 pub mod funnel;
+pub(crate) mod imported_stage;
 pub mod leaks;
 mod previous;
 mod rewrite;

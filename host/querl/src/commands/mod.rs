@@ -6,6 +6,7 @@ pub mod data;
 pub mod deploy;
 pub mod doctor;
 pub mod export;
+pub mod import;
 pub mod model;
 pub mod plugin;
 pub mod rag;

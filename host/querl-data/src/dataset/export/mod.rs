@@ -1,5 +1,6 @@
 //! Exports the output of a stage as tables (xlsx, csv, tsv, parquet): the columns of the source plan's tools, then error, gold ids and group.
 
+pub(crate) mod verl;
 mod xlsx;
 
 pub(crate) use xlsx::fits_cell;

@@ -1,6 +1,7 @@
 //! `querl deploy`: one folder with all that a server needs.
 
-use crate::args::{Format, one_of, usage};
+use crate::args::{Format, one_of};
+use crate::new_folder::write_folder;
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;
@@ -25,7 +26,8 @@ pub(crate) struct DeployArgs {
     format: Format,
 }
 
-fn base_files() -> impl TypedValueParser<Value = BaseFiles> {
+/// `copy` or `reference`.
+pub(crate) fn base_files() -> impl TypedValueParser<Value = BaseFiles> {
     one_of([("copy", BaseFiles::Copied, ""), ("reference", BaseFiles::Referenced, "")])
 }
 
@@ -50,24 +52,16 @@ const OTHER_MEMORY_MIB: u64 = 2048;
 pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
     let runs = args.runs.iter().map(|path| ServedRun::in_folder(path)).collect::<anyhow::Result<Vec<_>>>()?;
     let out = &args.out;
-    let is_taken = out.is_file() || out.read_dir().is_ok_and(|mut entries| entries.next().is_some());
-    if is_taken {
-        return Err(usage(format!("{}: is not empty; name a new folder", out.display())).into());
-    }
-    let unwritable = || format!("{}: cannot be written", out.display());
-    let parent = out.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    std::fs::create_dir_all(parent).with_context(unwritable)?;
-    let place = if out.is_dir() { out.as_path() } else { parent };
-    let staging = tempfile::Builder::new().prefix(".querl-").tempdir_in(place).with_context(unwritable)?;
-    let deployment = write_deployment(&runs, args.base, staging.path())?;
-    copy_program(staging.path())?;
-    for (name, text) in FILES {
-        let path = staging.path().join(name);
-        let text = filled(text, &deployment, args.base, name.contains("zh-CN"));
-        write_atomic(&path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))?;
-    }
-    make_readable(staging.path()).with_context(unwritable)?;
-    move_to(staging.path(), out).with_context(unwritable)?;
+    let deployment = write_folder(out, |staging| {
+        let deployment = write_deployment(&runs, args.base, staging)?;
+        copy_program(staging)?;
+        for (name, text) in FILES {
+            let path = staging.join(name);
+            let text = filled(text, &deployment, args.base, name.contains("zh-CN"));
+            write_atomic(&path, text.as_bytes()).with_context(|| format!("{}: cannot be written", path.display()))?;
+        }
+        Ok(deployment)
+    })?;
     let Deployment { tenants, .. } = &deployment;
     args.format.print(&json!({ "out": out, "tenants": tenants }), || {
         let path = out.display();
@@ -79,38 +73,11 @@ pub(crate) fn run(args: &DeployArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The current folder, a link and a mount point stay, and get the entries.
-fn move_to(staging: &Path, out: &Path) -> std::io::Result<()> {
-    if !out.is_dir() {
-        return std::fs::rename(staging, out);
-    }
-    for entry in staging.read_dir()? {
-        let entry = entry?;
-        std::fs::rename(entry.path(), out.join(entry.file_name()))?;
-    }
-    Ok(())
-}
-
 /// This program, as `querl`.
 fn copy_program(folder: &Path) -> anyhow::Result<()> {
     let program = std::env::current_exe().context("the path of this program is unknown")?;
     let to = folder.join("querl");
     std::fs::copy(&program, &to).map(drop).with_context(|| format!("{}: cannot be copied", program.display()))
-}
-
-/// The service has a user of its own; temporary folders and, at some places, models are private to their owner.
-fn make_readable(path: &Path) -> std::io::Result<()> {
-    let is_program = path.file_name().is_some_and(|name| name == "querl");
-    if path.is_dir() {
-        std::fs::read_dir(path)?.try_for_each(|entry| make_readable(&entry?.path()))?;
-    }
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        let mode = if path.is_dir() || is_program { 0o755 } else { 0o644 };
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
-    }
-    Ok(())
 }
 
 fn filled(text: &str, deployment: &Deployment, base: BaseFiles, is_chinese: bool) -> String {

@@ -1,19 +1,13 @@
-//! `querl export`: a trained model in the formats of other programs. `querl model export` writes that of transformers and vLLM.
+//! `querl export gguf`: a model for llama.cpp.
 
 use crate::args::{Format, one_of, usage};
 use crate::model_hub;
+use clap::Args;
 use clap::builder::TypedValueParser;
-use clap::{Args, Subcommand};
 use querl_core::run_dir::RunDir;
 use querl_model::{DecoderConfig, GgufDtype, GgufExport, LoraAdapter, ModelError, check_directory, export_gguf};
 use querl_pipeline::serving::ServedRun;
 use std::path::{Path, PathBuf};
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum ExportCommand {
-    /// Write a GGUF file for llama.cpp: the model with its adapter merged, tokenizer and chat template
-    Gguf(GgufArgs),
-}
 
 #[derive(Debug, Args)]
 pub(crate) struct GgufArgs {
@@ -38,8 +32,7 @@ fn gguf_dtype() -> impl TypedValueParser<Value = GgufDtype> {
     one_of([F32, F16, Bf16, Q8_0].map(|dtype| (dtype.name(), dtype, "")))
 }
 
-pub(crate) fn run(command: &ExportCommand) -> anyhow::Result<()> {
-    let ExportCommand::Gguf(args) = command;
+pub(super) fn run(args: &GgufArgs) -> anyhow::Result<()> {
     let (model, adapter) = trained_model(args)?;
     check_directory(&model).map_err(usage)?;
     let config = DecoderConfig::load(&model.join("config.json")).map_err(usage)?;

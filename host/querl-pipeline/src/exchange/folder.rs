@@ -1,0 +1,278 @@
+//! What every exported folder has: plugins with their lock, `querl.toml`, the SFT adapter and, where it is copied, the model.
+//!
+//! ```text
+//! plugins/            the plugins of the run, and querl.lock with their digests
+//! querl.toml          the configuration that the reward reads, with paths relative to the folder, other than output_dir
+//! querl.lock          the pins of the bundles among the plugins
+//! data/               query table, knowledge base, lexicon and other files that querl.toml names
+//! adapter/            sft/best
+//! model/              the base model, where it is copied
+//! ```
+
+use super::source::ExportedRun;
+use crate::failure::Stop;
+use crate::files::{copy, files, write_text};
+use crate::ledger::is_of_model;
+use crate::plugins::PluginHosts;
+use crate::serving::BaseFiles;
+use anyhow::Context;
+use querl_bundle::lock::{LockEntry, LockFile, LockKind, LockSource};
+use querl_core::config::{Config, EndpointConfig, TeacherConfig, TeacherKind};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+
+/// What was written.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Exported {
+    /// Prompts to train on.
+    pub n_train: usize,
+    /// Prompts to validate on.
+    pub n_val: usize,
+    /// Whether training begins with the SFT adapter; otherwise with a new one on the base model.
+    pub has_adapter: bool,
+    /// Ids and versions of the plugins.
+    pub plugins: Vec<String>,
+    /// Keys of the run that are not at their default and have no equivalent, each with the reason.
+    pub without_equivalent: Vec<String>,
+    /// Other differences from a run of ours.
+    pub notes: Vec<String>,
+    /// Paths that `querl.toml` and the script name outside of the folder.
+    pub outside: Vec<PathBuf>,
+}
+
+/// Stands for the folder in values of settings, so that it can be moved.
+pub(super) const HERE: &str = "@HERE@";
+
+/// The parts of a folder that all engines share.
+pub(super) struct SharedFiles {
+    /// The base model: a path, or one that begins with [`HERE`].
+    pub(super) model: String,
+    pub(super) plugins: Vec<String>,
+    pub(super) outside: Vec<PathBuf>,
+    /// Limits that cannot be divided over the processes.
+    pub(super) notes: Vec<String>,
+}
+
+/// Processes that compute rewards at the same time share limits and budget; `rows` is the file of the training split.
+pub(super) struct RewardProcesses<'a> {
+    pub(super) n_processes: usize,
+    pub(super) rows: &'a str,
+}
+
+/// Writes them to `out`.
+pub(super) fn write_shared(
+    run: &ExportedRun,
+    base: BaseFiles,
+    reward: &RewardProcesses<'_>,
+    out: &Path,
+) -> anyhow::Result<SharedFiles> {
+    let plugins = copy_plugins(run, out)?;
+    let (mut config, notes) = reward_config(&run.config, reward);
+    let places = plugin_paths(&mut config);
+    places.into_iter().zip(&plugins).for_each(|(path, entry)| *path = entry.path.clone());
+    if let Some(adapter) = &run.adapter {
+        for name in files(&adapter.folder, |_| true)? {
+            copy(&adapter.folder.join(&name), &out.join("adapter").join(&name))?;
+        }
+    }
+    for (name, path) in data_paths(&mut config) {
+        if *path == Path::new(reward.rows) {
+            continue;
+        }
+        let extension = path.extension().map(|extension| format!(".{}", extension.to_string_lossy()));
+        let place = Path::new("data").join(format!("{name}{}", extension.unwrap_or_default()));
+        copy(path, &out.join(&place))?;
+        *path = place;
+    }
+    config.model.path = match base {
+        BaseFiles::Copied => {
+            for name in files(&run.model, is_of_model)? {
+                copy(&run.model.join(&name), &out.join("model").join(&name))?;
+            }
+            "model".into()
+        }
+        BaseFiles::Referenced => run.model.clone(),
+    };
+    let text = toml::to_string_pretty(&config).context("the configuration has no TOML form")?;
+    write_text(&out.join("querl.toml"), &format!("{CONFIG_HEADER}{text}"))?;
+    let model = match base {
+        BaseFiles::Copied => format!("{HERE}/model"),
+        BaseFiles::Referenced => run.model.display().to_string(),
+    };
+    let titles = plugins.iter().map(|entry| format!("{} {}", entry.id, entry.version)).collect();
+    Ok(SharedFiles { model, plugins: titles, outside: outside(&config), notes })
+}
+
+const CONFIG_HEADER: &str = "\
+# Written by querl export: what the reward reads, with paths relative to this folder, other than output_dir, which is relative to the
+# current folder as in each configuration. The rows bring their queries and the teacher's rewrites along, so that the teacher is not called.
+";
+
+/// The plugins with their paths in the folder, in the order of the configuration.
+fn copy_plugins(run: &ExportedRun, out: &Path) -> anyhow::Result<Vec<LockEntry>> {
+    let mut entries = Vec::new();
+    for (index, (file, entry)) in PluginHosts::default().pinned_plugins(&run.config, &run.dir)?.into_iter().enumerate()
+    {
+        let extension = file.extension().unwrap_or_default().to_string_lossy().into_owned();
+        let name = format!("{}-{}-{}.{extension}", index + 1, entry.role, file_name(&entry.id));
+        copy(&file, &out.join("plugins").join(&name))?;
+        entries.push(entry.at(Path::new("plugins").join(name)));
+    }
+    let next_to = |entry: &LockEntry| entry.clone().at(entry.path.file_name().unwrap_or_default().into());
+    let lock = LockFile { entries: entries.iter().map(next_to).collect(), changes: Vec::new() };
+    write_text(&out.join("plugins").join(LockFile::FILE_NAME), &lock.to_text(LockKind::Run))?;
+    let is_bundle = |entry: &&LockEntry| entry.source == LockSource::Bundle;
+    let bundles = LockFile { entries: entries.iter().filter(is_bundle).cloned().collect(), changes: Vec::new() };
+    if !bundles.entries.is_empty() {
+        write_text(&out.join(LockFile::FILE_NAME), &bundles.to_text(LockKind::Project))?;
+    }
+    Ok(entries)
+}
+
+/// A plugin's id as a part of a file's name.
+fn file_name(id: &str) -> String {
+    id.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '-' }).collect()
+}
+
+/// Where the configuration names its plugins, in the order of their lock.
+fn plugin_paths(config: &mut Config) -> Vec<&mut PathBuf> {
+    let plugins = &mut config.plugins;
+    let filters = plugins.filters.iter_mut().map(|plugin| &mut plugin.path);
+    let rewards = plugins.rewards.iter_mut().map(|plugin| &mut plugin.path);
+    std::iter::once(&mut plugins.prompt.path).chain(filters).chain(rewards).collect()
+}
+
+/// What the reward reads of a configuration, and notes on its limits. Teacher and evaluation are left out, and what belongs to the machine of
+/// the run.
+fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> (Config, Vec<String>) {
+    let n = reward.n_processes.max(1);
+    let mut config = config.clone();
+    config.output_dir = "querl-run".into();
+    config.device = "auto".into();
+    config.threads = 0;
+    config.teacher =
+        TeacherConfig { kind: TeacherKind::Recorded, path: Some(reward.rows.into()), ..TeacherConfig::default() };
+    config.fallback_teacher = EndpointConfig::default();
+    // Read by rewards that read columns alone, and their columns are in the rows.
+    if !config.data.input.is_file() {
+        config.data.input = reward.rows.into();
+    }
+    config.plugins.style_model.audit = None;
+    config.cache.path = None;
+    config.retrieval.index_dir = None;
+    config.budget = config.budget.map(|budget| budget / n as f64);
+    let mut notes = Vec::new();
+    let Config { retrieval, judge, .. } = &mut config;
+    for (key, limit) in [
+        ("retrieval.max_concurrent", &mut retrieval.max_concurrent),
+        ("judge.max_concurrent", &mut judge.max_concurrent),
+    ] {
+        notes.extend(exceeded(key, *limit, n));
+        *limit = (*limit / n).max(1);
+    }
+    for (key, limit) in [
+        ("retrieval.requests_per_minute", &mut retrieval.requests_per_minute),
+        ("judge.requests_per_minute", &mut judge.requests_per_minute),
+        ("judge.tokens_per_minute", &mut judge.tokens_per_minute),
+    ] {
+        if let Some(limit) = limit {
+            notes.extend(exceeded(key, *limit as usize, n));
+            *limit = (*limit / n as u32).max(1);
+        }
+    }
+    (config, notes)
+}
+
+/// A note on a limit that is less than the number of processes, each of which keeps at least 1.
+fn exceeded(key: &str, limit: usize, n_processes: usize) -> Option<String> {
+    (limit < n_processes)
+        .then(|| format!("{key} is {limit}, and each of {n_processes} reward processes keeps 1: {n_processes} in all"))
+}
+
+/// Files that are copied, each with the name of its copy.
+fn data_paths(config: &mut Config) -> Vec<(&'static str, &mut PathBuf)> {
+    let retrieval = &mut config.retrieval;
+    let optional = [
+        ("knowledge_base", &mut retrieval.knowledge_base),
+        ("lexicon", &mut retrieval.lexicon),
+        ("user_dictionary", &mut retrieval.user_dictionary),
+        ("synonyms", &mut retrieval.synonyms),
+        ("ca", &mut config.calls.ca_file),
+    ];
+    let optional = optional.into_iter().filter_map(|(name, path)| Some((name, path.as_mut()?)));
+    std::iter::once(("queries", &mut config.data.input)).chain(optional).collect()
+}
+
+/// Paths that are still absolute.
+fn outside(config: &Config) -> Vec<PathBuf> {
+    let (retrieval, style) = (&config.retrieval, &config.plugins.style_model);
+    let optional = [
+        &retrieval.embedding.path,
+        &retrieval.rerank.path,
+        &style.path,
+        &style.base,
+        &config.judge.api_key_file,
+        &retrieval.api_key_file,
+        &retrieval.embedding.api_key_file,
+        &retrieval.rerank.api_key_file,
+    ];
+    let paths = std::iter::once(&config.model.path).chain(optional.into_iter().flatten());
+    paths.filter(|path| path.is_absolute()).cloned().collect()
+}
+
+/// Writes a file of the folder from a template, whose `@NAMES@` are replaced.
+pub(super) fn write_template(path: &Path, template: &str, values: &[(&str, &str)]) -> anyhow::Result<()> {
+    let text = values.iter().fold(template.to_owned(), |text, (name, value)| text.replace(name, value));
+    write_text(path, &text)?;
+    let is_script = path.extension().is_some_and(|extension| extension == "sh");
+    if is_script { make_executable(path) } else { Ok(()) }
+}
+
+fn make_executable(path: &Path) -> anyhow::Result<()> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))
+            .with_context(|| format!("{}: cannot be made executable", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Refuses a path that a shell script, a parameter expansion in it or a Python literal cannot hold as it is.
+pub(super) fn plain(path: &str) -> Result<&str, Stop> {
+    let is_plain = |c: char| !c.is_control() && !"'\"\\$`{}".contains(c);
+    match path.chars().all(is_plain) {
+        true => Ok(path),
+        false => Err(Stop::usage(format!(
+            "{path}: quotes, `$`, braces, a backslash or a line break in the path of the model; copy the model with `--base copy`, or \
+             rename the folder"
+        ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_files_are_plain() {
+        assert_eq!(file_name("reward-competition"), "reward-competition");
+        assert_eq!(file_name("shop:reward/1"), "shop-reward-1");
+        assert!(plain("/models/qwen 3").is_ok());
+        assert!(plain("/models/{a}").is_err() && plain("/models/a}").is_err());
+        assert!(plain("/models/$HOME").is_err_and(|error| error.to_string().contains("--base copy")));
+    }
+
+    #[test]
+    fn limits_are_divided_over_processes_and_a_larger_sum_is_noted() {
+        let text = "[judge]\nmax_concurrent = 20\nrequests_per_minute = 3\n";
+        let config = crate::exchange::source::testing::run(text).config;
+        let divided = |n_processes| reward_config(&config, &RewardProcesses { n_processes, rows: "train.jsonl" });
+        let (eighth, notes) = divided(8);
+        assert_eq!((eighth.judge.max_concurrent, eighth.judge.requests_per_minute), (2, Some(1)));
+        assert_eq!(notes, ["judge.requests_per_minute is 3, and each of 8 reward processes keeps 1: 8 in all"]);
+        let (whole, notes) = divided(1);
+        assert_eq!((whole.judge.max_concurrent, whole.judge.requests_per_minute), (20, Some(3)));
+        assert!(notes.is_empty(), "{notes:?}");
+    }
+}

@@ -1,0 +1,363 @@
+//! An adapter that another engine trained, as the `rl` stage of a run.
+//!
+//! The ledger gets the inputs of the stage as they are at the import: a later change of the data, of a plugin or of `[rl]` makes `querl run` train
+//! again. That the stage was imported, from where, and the digest of its weights are among its facts, and metrics keep their names.
+
+use crate::failure::Stop;
+use crate::ledger::{Facts, Ledger, StageName};
+use crate::metrics_log::MetricsLog;
+use crate::run::Run;
+use crate::stages::imported_stage::import_stage;
+use crate::training::{self, Base};
+use anyhow::Context;
+use querl_core::fsx::{digest_file, read_text_bounded};
+use querl_model::{DecoderConfig, LoraAdapter};
+use serde::Serialize;
+use serde_json::{Map, Value};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// How the adapter was saved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CheckpointFormat {
+    /// Anything that saves PEFT's files: TRL, ms-swift, OpenRLHF.
+    Peft,
+    /// verl, whose merger has written `lora_adapter`.
+    Verl,
+}
+
+/// What was imported.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Imported {
+    /// The folder with PEFT's files.
+    pub adapter: PathBuf,
+    /// The log of the training; `None` where there is none at the usual places.
+    pub metrics: Option<PathBuf>,
+    /// Steps with metrics, for a checkpoint of verl those up to its own.
+    pub n_steps_with_metrics: usize,
+    /// Where the earlier results of the stage are.
+    pub previous: Option<PathBuf>,
+}
+
+/// Makes the adapter in `folder` the finished stage `rl` of the run.
+///
+/// # Errors
+/// There is no adapter, it does not fit the run's model, has NaN or Inf or a scale of 0, or `sft` is not finished.
+pub fn import_adapter(run: &Run, format: CheckpointFormat, folder: &Path) -> anyhow::Result<Imported> {
+    let adapter = find_adapter(format, folder)?;
+    check_alpha(format, &adapter)?;
+    let ledger = Ledger::open(&run.dir.stages())?;
+    let base = match ledger.entry(StageName::Sft.as_str()) {
+        Some(entry) if entry.finished => Base::of(&run.config, &run.dir, StageName::Sft)?.model,
+        _ => {
+            let dir = run.dir.root().display();
+            let message =
+                format!("{dir}: sft is not finished; run `querl sft` first, since the evaluation compares both");
+            return Err(Stop::usage(message).into());
+        }
+    };
+    let shapes = DecoderConfig::load(&base.join("config.json")).map_err(Stop::usage)?;
+    let loaded = LoraAdapter::load(&adapter, &shapes).map_err(Stop::usage)?;
+    let log = find_log(format, folder, &adapter);
+    let last_step = checkpoint_step(format, folder).unwrap_or(u64::MAX);
+    let metrics = log.as_deref().map(|log| read_log(log, last_step)).transpose()?.unwrap_or_default();
+    let facts = facts(format, folder, &adapter, &metrics)?;
+    let best = training::best(&run.dir.rl());
+    let previous = import_stage(run, StageName::Rl, facts, || {
+        let name = base.file_name().unwrap_or(base.as_os_str()).to_string_lossy().into_owned();
+        std::fs::create_dir_all(&best).with_context(|| format!("{}: cannot be made", best.display()))?;
+        loaded.save(&best, &name)?;
+        let mut log = MetricsLog::open(&run.dir.metrics(), StageName::Rl.as_str())?;
+        metrics.iter().try_for_each(|(step, row)| log.append(*step, row)).context("metrics.jsonl cannot be written")
+    })?;
+    Ok(Imported { adapter, metrics: log, n_steps_with_metrics: metrics.len(), previous })
+}
+
+fn facts(format: CheckpointFormat, folder: &Path, adapter: &Path, metrics: &Steps) -> anyhow::Result<Facts> {
+    let weights = adapter.join(WEIGHTS);
+    let digest = digest_file(&weights).with_context(|| format!("{}: cannot be read", weights.display()))?;
+    let name = if format == CheckpointFormat::Verl { "verl" } else { "peft" };
+    let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
+    let mut facts = Facts::default();
+    facts.add("imported", name).add("from", folder.display().to_string()).add("sha256 of its weights", digest);
+    facts.add("last step", metrics.last_key_value().map(|(step, _)| *step));
+    Ok(facts)
+}
+
+const CONFIG: &str = "adapter_config.json";
+const WEIGHTS: &str = "adapter_model.safetensors";
+
+/// Where `lora_adapter` is below a checkpoint: of the merger's folder, of `global_step_N` with or without the folder of `merge.sh`.
+const PLACES_OF_VERL: [&str; 6] = [
+    "lora_adapter",
+    "merged/lora_adapter",
+    "actor/lora_adapter",
+    "actor/merged/lora_adapter",
+    "actor/huggingface/lora_adapter",
+    "huggingface/lora_adapter",
+];
+
+fn find_adapter(format: CheckpointFormat, folder: &Path) -> Result<PathBuf, Stop> {
+    let is_adapter = |path: &PathBuf| path.join(CONFIG).is_file();
+    let places =
+        PLACES_OF_VERL.map(|place| folder.join(place)).into_iter().filter(|_| format == CheckpointFormat::Verl);
+    if let Some(found) = std::iter::once(folder.to_owned()).chain(places).find(is_adapter) {
+        return Ok(found);
+    }
+    let shown = folder.display();
+    Err(Stop::usage(match format {
+        _ if !folder.is_dir() => format!("{shown}: no such folder; name the folder of an adapter or a checkpoint"),
+        CheckpointFormat::Peft => {
+            format!("{shown}: has no {CONFIG}; expected the folder of an adapter that PEFT saved")
+        }
+        CheckpointFormat::Verl => format!(
+            "{shown}: has no `lora_adapter`; make one with `python -m verl.model_merger merge --backend fsdp --local_dir {shown}/actor \
+             --target_dir {shown}/merged`"
+        ),
+    }))
+}
+
+/// Refuses a scale of 0, with which the adapter changes nothing.
+fn check_alpha(format: CheckpointFormat, adapter: &Path) -> anyhow::Result<()> {
+    let path = adapter.join(CONFIG);
+    let text = read_text_bounded(&path, MAX_BYTES).with_context(|| format!("{}: cannot be read", path.display()))?;
+    let alpha = serde_json::from_str::<Value>(&text).ok().and_then(|config| config["lora_alpha"].as_f64());
+    // What is not a number is refused where the adapter is read.
+    if alpha != Some(0.0) {
+        return Ok(());
+    }
+    let reason = match format {
+        CheckpointFormat::Verl => {
+            "verl's merger writes this where the checkpoint has no lora_train_meta.json: put that file next to its weights, with `r`, \
+             `lora_alpha` and `task_type` of the training, and merge again"
+        }
+        CheckpointFormat::Peft => "with it the adapter changes nothing; set the value of the training",
+    };
+    Err(Stop::usage(format!("{}: lora_alpha is 0; {reason}", path.display())).into())
+}
+
+const MAX_BYTES: u64 = 1 << 30;
+
+/// Figures of one step by name.
+type Row = BTreeMap<String, f64>;
+
+/// The rows by their steps.
+type Steps = BTreeMap<u64, Row>;
+
+const LINES: &str = "metrics.jsonl";
+const STATE: &str = "trainer_state.json";
+
+/// The training's log in the named folder or next to the adapter: `metrics.jsonl` of verl's file logger, or `trainer_state.json` of transformers.
+/// `train.sh` of an export writes the former next to `checkpoints`, in which the checkpoint is.
+fn find_log(format: CheckpointFormat, folder: &Path, adapter: &Path) -> Option<PathBuf> {
+    let mut places = vec![folder.join(LINES), folder.join(STATE), adapter.join(LINES), adapter.join(STATE)];
+    if format == CheckpointFormat::Verl {
+        let exports = checkpoints(folder).into_iter().filter_map(|path| Some(path.ancestors().nth(2)?.join(LINES)));
+        places.extend(exports);
+    }
+    places.into_iter().find(|place| place.is_file())
+}
+
+/// The folder `global_step_N` that `folder` is or is in; `folder` itself where there is none. Two paths, since links may be among its parents.
+fn checkpoints(folder: &Path) -> Vec<PathBuf> {
+    let paths = [std::path::absolute(folder), folder.canonicalize()].into_iter().flatten();
+    let checkpoint = |path: PathBuf| {
+        let found = path.ancestors().find(|above| step_in_name(above).is_some()).map(Path::to_owned);
+        found.unwrap_or(path)
+    };
+    paths.map(checkpoint).collect()
+}
+
+/// N of a checkpoint `global_step_N` of verl.
+fn checkpoint_step(format: CheckpointFormat, folder: &Path) -> Option<u64> {
+    if format != CheckpointFormat::Verl {
+        return None;
+    }
+    checkpoints(folder).iter().find_map(|path| step_in_name(path))
+}
+
+fn step_in_name(path: &Path) -> Option<u64> {
+    path.file_name()?.to_str()?.strip_prefix("global_step_")?.parse().ok()
+}
+
+/// The steps up to `last_step`. Rows of one step are merged: later figures replace earlier ones of the same name.
+fn read_log(path: &Path, last_step: u64) -> anyhow::Result<Steps> {
+    let rows = if path.file_name().is_some_and(|name| name == STATE) { read_state(path)? } else { read_lines(path)? };
+    let mut steps = Steps::new();
+    for (step, row) in rows.into_iter().filter(|(step, _)| *step <= last_step) {
+        steps.entry(step).or_default().extend(row);
+    }
+    Ok(steps)
+}
+
+/// `{"step": 3, "data": {...}}` of verl, or the figures next to `step`. A last line that the training did not complete is skipped.
+fn read_lines(path: &Path) -> anyhow::Result<Vec<(u64, Row)>> {
+    let text = null_non_finite(&read_text(path)?);
+    let mut rows = Vec::new();
+    let mut lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()).peekable();
+    while let Some((index, line)) = lines.next() {
+        let is_torn = lines.peek().is_none() && !text.ends_with('\n');
+        let value: Map<String, Value> = match serde_json::from_str(line) {
+            Ok(value) => value,
+            Err(_) if is_torn => break,
+            Err(error) => {
+                let (path, number) = (path.display(), index + 1);
+                let remedy = "remove the line, or move the file away";
+                return Err(Stop::usage(format!("{path}:{number}: not a JSON object ({error}); {remedy}")).into());
+            }
+        };
+        let figures = value.get("data").and_then(Value::as_object).unwrap_or(&value);
+        rows.extend(step_of(&value).map(|step| (step, numbers(figures))));
+    }
+    Ok(rows)
+}
+
+/// `log_history` of transformers' Trainer.
+fn read_state(path: &Path) -> anyhow::Result<Vec<(u64, Row)>> {
+    let state: Value = serde_json::from_str(&null_non_finite(&read_text(path)?)).map_err(|error| {
+        Stop::usage(format!("{}: not JSON ({error}); move the file away to import without metrics", path.display()))
+    })?;
+    let history = state["log_history"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let rows = history.iter().filter_map(Value::as_object);
+    Ok(rows.filter_map(|row| Some((step_of(row)?, numbers(row)))).collect())
+}
+
+/// Python's `json` writes NaN, Infinity and -Infinity, which JSON does not have: outside of strings they become `null`.
+fn null_non_finite(text: &str) -> String {
+    let (mut out, mut rest) = (String::with_capacity(text.len()), text);
+    let (mut is_in_string, mut is_escaped) = (false, false);
+    while let Some(c) = rest.chars().next() {
+        let token =
+            ["NaN", "Infinity", "-Infinity"].into_iter().find(|token| !is_in_string && rest.starts_with(*token));
+        if let Some(token) = token {
+            out.push_str("null");
+            rest = &rest[token.len()..];
+            continue;
+        }
+        // A string does not go over the end of a line: a torn line does not reach the next one.
+        is_in_string = c != '\n' && is_in_string != (c == '"' && !is_escaped);
+        is_escaped = is_in_string && c == '\\' && !is_escaped;
+        out.push(c);
+        rest = &rest[c.len_utf8()..];
+    }
+    out
+}
+
+fn read_text(path: &Path) -> anyhow::Result<String> {
+    read_text_bounded(path, MAX_BYTES).with_context(|| format!("{}: cannot be read", path.display()))
+}
+
+fn step_of(row: &Map<String, Value>) -> Option<u64> {
+    row.get("step")?.as_u64()
+}
+
+/// The numbers of a row by name, other than the step.
+fn numbers(row: &Map<String, Value>) -> Row {
+    let own = row.iter().filter(|(name, _)| name.as_str() != "step");
+    own.filter_map(|(name, value)| Some((name.clone(), value.as_f64()?))).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn put(folder: &Path, name: &str, text: &str) -> PathBuf {
+        let path = folder.join(name);
+        querl_core::fsx::write_atomic(&path, text.as_bytes()).unwrap();
+        path
+    }
+
+    fn refusal<T: std::fmt::Debug>(result: anyhow::Result<T>) -> String {
+        result.unwrap_err().to_string()
+    }
+
+    #[test]
+    fn the_adapter_of_a_checkpoint_of_verl_is_found_in_the_usual_places() {
+        let folder = tempfile::tempdir().unwrap();
+        let find = || find_adapter(CheckpointFormat::Verl, folder.path()).map_err(|error| error.to_string());
+        assert!(find().unwrap_err().contains("verl.model_merger merge --backend fsdp"));
+        put(folder.path(), "merged/lora_adapter/adapter_config.json", "{}");
+        assert_eq!(find(), Ok(folder.path().join("merged/lora_adapter")));
+        let peft = find_adapter(CheckpointFormat::Peft, folder.path()).unwrap_err().to_string();
+        assert!(peft.contains("has no adapter_config.json"), "{peft}");
+        let missing = find_adapter(CheckpointFormat::Peft, &folder.path().join("none")).unwrap_err().to_string();
+        assert!(missing.contains("no such folder"), "{missing}");
+    }
+
+    #[test]
+    fn a_scale_of_zero_is_refused_with_its_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        put(folder.path(), CONFIG, "{\"r\": 16, \"lora_alpha\": 0}");
+        let verl = refusal(check_alpha(CheckpointFormat::Verl, folder.path()));
+        assert!(verl.contains("lora_alpha is 0; verl's merger") && verl.contains("lora_train_meta.json"), "{verl}");
+        assert!(refusal(check_alpha(CheckpointFormat::Peft, folder.path())).contains("changes nothing"));
+        put(folder.path(), CONFIG, "{\"r\": 16, \"lora_alpha\": 32}");
+        check_alpha(CheckpointFormat::Verl, folder.path()).unwrap();
+    }
+
+    fn metrics(format: CheckpointFormat, folder: &Path, adapter: &Path) -> anyhow::Result<Steps> {
+        let last_step = checkpoint_step(format, folder).unwrap_or(u64::MAX);
+        find_log(format, folder, adapter).map_or_else(|| Ok(Steps::new()), |log| read_log(&log, last_step))
+    }
+
+    fn row(pairs: &[(&str, f64)]) -> Row {
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+    }
+
+    #[test]
+    fn metrics_of_verl_and_of_transformers_keep_their_names() {
+        let folder = tempfile::tempdir().unwrap();
+        let (root, adapter) = (folder.path(), folder.path().join("lora_adapter"));
+        let find = || metrics(CheckpointFormat::Peft, root, &adapter);
+        assert!(find().unwrap().is_empty());
+        let history =
+            r#"{"log_history": [{"step": 1, "loss": 0.5, "epoch": 0.1}, {"step": 2, "reward": -1, "note": "x"}]}"#;
+        put(&adapter, "trainer_state.json", history);
+        let expected = [(1, row(&[("epoch", 0.1), ("loss", 0.5)])), (2, row(&[("reward", -1.0)]))];
+        assert_eq!(find().unwrap(), Steps::from(expected));
+        put(root, "metrics.jsonl", "{\"step\": 3, \"data\": {\"actor/pg_loss\": 0.25, \"text\": \"x\"}}\n\n");
+        assert_eq!(find().unwrap(), Steps::from([(3, row(&[("actor/pg_loss", 0.25)]))]));
+        let damaged = put(root, "metrics.jsonl", "{\"step\": 3}\n[1]\n");
+        let message = refusal(find());
+        assert!(message.starts_with(&format!("{}:2: not a JSON object", damaged.display())), "{message}");
+    }
+
+    /// Regression: the file that train.sh of the export writes was not found.
+    #[test]
+    fn metrics_of_an_exported_folder_are_read_up_to_the_step_of_the_checkpoint() {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = folder.path().join("checkpoints/global_step_2");
+        put(&checkpoint, "merged/lora_adapter/adapter_config.json", "{}");
+        let lines = (1..4).map(|step| format!("{{\"step\": {step}, \"data\": {{\"reward\": 0.5}}}}\n"));
+        put(folder.path(), "metrics.jsonl", &lines.collect::<String>());
+        let expected = Steps::from([1, 2].map(|step| (step, row(&[("reward", 0.5)]))));
+        for named in [checkpoint.clone(), checkpoint.join("merged"), checkpoint.join("merged/lora_adapter")] {
+            let adapter = find_adapter(CheckpointFormat::Verl, &named).unwrap();
+            assert_eq!(metrics(CheckpointFormat::Verl, &named, &adapter).unwrap(), expected, "{}", named.display());
+        }
+    }
+
+    #[test]
+    fn rows_of_one_step_are_merged_and_a_torn_last_line_is_skipped() {
+        let folder = tempfile::tempdir().unwrap();
+        let text = "{\"step\": 1, \"a\": 1}\n{\"step\": 1, \"b\": 2}\n{\"step\": 2, \"a";
+        let path = put(folder.path(), "metrics.jsonl", text);
+        assert_eq!(read_log(&path, 9).unwrap(), Steps::from([(1, row(&[("a", 1.0), ("b", 2.0)]))]));
+        // The same with an end is damage.
+        put(folder.path(), "metrics.jsonl", &format!("{text}\n"));
+        assert!(refusal(read_log(&path, 9)).contains(":3: not a JSON object"));
+    }
+
+    /// Regression: the state of a training with one NaN could not be read.
+    #[test]
+    fn figures_that_are_not_finite_are_absent() {
+        let folder = tempfile::tempdir().unwrap();
+        let history =
+            r#"{"log_history": [{"step": 1, "loss": NaN, "kl": -Infinity, "reward": 0.5, "note": "a \"NaN\""}]}"#;
+        let path = put(folder.path(), "trainer_state.json", history);
+        assert_eq!(read_log(&path, 9).unwrap(), Steps::from([(1, row(&[("reward", 0.5)]))]));
+        let text = r#"{"NaN \\": [Infinity, -1, "\" -Infinity 无"]}"#;
+        assert_eq!(null_non_finite(text), r#"{"NaN \\": [null, -1, "\" -Infinity 无"]}"#);
+    }
+}

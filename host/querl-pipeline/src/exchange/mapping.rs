@@ -1,0 +1,141 @@
+//! Keys of a run as settings of another engine: what maps to what, and what has no equivalent.
+
+use anyhow::Context;
+use querl_core::config::{Config, RlConfig, SftConfig};
+use std::fmt::Write;
+use toml::{Table, Value};
+
+/// What becomes of a key.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Equivalent {
+    /// Settings of the engine.
+    Settings(Vec<String>),
+    /// The reward reads it from `querl.toml`, and it means the same there.
+    Reward,
+    None,
+}
+
+#[derive(Debug, Clone)]
+struct MappedKey {
+    key: String,
+    /// As in TOML; empty if it is not set.
+    value: String,
+    is_default: bool,
+    equivalent: Equivalent,
+    note: String,
+}
+
+/// The table of keys, and the settings in the order in which they were added.
+pub(super) struct Mapping {
+    own: Table,
+    defaults: Table,
+    keys: Vec<MappedKey>,
+    settings: Vec<(String, String)>,
+}
+
+impl Mapping {
+    pub(super) fn of(config: &Config) -> anyhow::Result<Self> {
+        let own = Table::try_from(config).context("the configuration has no TOML form")?;
+        let mut defaults = Table::new();
+        defaults.insert("rl".into(), Value::try_from(RlConfig::default()).context("[rl] has no TOML form")?);
+        defaults.insert("sft".into(), Value::try_from(SftConfig::default()).context("[sft] has no TOML form")?);
+        Ok(Self { own, defaults, keys: Vec::new(), settings: Vec::new() })
+    }
+
+    /// `key` is `settings` there; `note` is empty where they mean the same.
+    pub(super) fn set(&mut self, key: &str, settings: &[(&str, String)], note: &str) {
+        let shown = settings.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        self.add(key, Equivalent::Settings(shown), note);
+        self.settings.extend(settings.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
+    }
+
+    /// `key` has no equivalent, and why; `note` says also which value is what the engine does.
+    pub(super) fn none(&mut self, key: &str, note: &str) {
+        self.add(key, Equivalent::None, note);
+    }
+
+    /// The reward reads `key` from `querl.toml`.
+    pub(super) fn reward(&mut self, key: &str) {
+        self.add(key, Equivalent::Reward, "");
+    }
+
+    /// A setting that no key of ours corresponds to.
+    pub(super) fn fixed(&mut self, name: &str, value: impl Into<String>) {
+        self.settings.push((name.to_owned(), value.into()));
+    }
+
+    pub(super) fn settings(&self) -> &[(String, String)] {
+        &self.settings
+    }
+
+    /// `KEY = VALUE: NOTE` of each key that has no equivalent and is not at its default.
+    pub(super) fn without_equivalent(&self) -> Vec<String> {
+        let lost = self.keys.iter().filter(|key| key.equivalent == Equivalent::None && !key.is_default);
+        lost.map(|key| format!("{} = {}: {}", key.key, key.value, key.note)).collect()
+    }
+
+    /// The table in Markdown.
+    pub(super) fn to_markdown(&self, engine: &str) -> String {
+        let mut text = format!("| key | value | {engine} | |\n|---|---|---|---|\n");
+        for MappedKey { key, value, equivalent, note, .. } in &self.keys {
+            let there = match equivalent {
+                Equivalent::Settings(settings) => {
+                    settings.iter().map(|setting| code(setting)).collect::<Vec<_>>().join(" ")
+                }
+                Equivalent::Reward => "read by the reward".into(),
+                Equivalent::None => "none".into(),
+            };
+            let _ = writeln!(text, "| `{key}` | {} | {there} | {note} |", code(value));
+        }
+        text
+    }
+
+    fn add(&mut self, key: &str, equivalent: Equivalent, note: &str) {
+        let value = lookup(&self.own, key);
+        let is_default = value == lookup(&self.defaults, key);
+        let value = value.map(ToString::to_string).unwrap_or_default();
+        self.keys.push(MappedKey { key: key.to_owned(), value, is_default, equivalent, note: note.to_owned() });
+    }
+
+    #[cfg(test)]
+    pub(super) fn keys(&self) -> Vec<&str> {
+        self.keys.iter().map(|key| key.key.as_str()).collect()
+    }
+
+    #[cfg(test)]
+    pub(super) fn value(&self, name: &str) -> Option<&str> {
+        self.settings.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
+    }
+}
+
+/// A cell of a table; no value where the text is empty.
+fn code(text: &str) -> String {
+    if text.is_empty() { "not set".into() } else { format!("`{}`", text.replace('|', "\\|")) }
+}
+
+fn lookup<'a>(table: &'a Table, key: &str) -> Option<&'a Value> {
+    match key.split_once('.') {
+        Some((section, rest)) => lookup(table.get(section)?.as_table()?, rest),
+        None => table.get(key),
+    }
+}
+
+/// A number as Python, Hydra and TOML read it: `1e-5`, `0.05`, `1000000.0`.
+pub(super) fn float(value: f64) -> String {
+    format!("{value:?}")
+}
+
+/// `True` or `False`.
+pub(super) fn flag(value: bool) -> String {
+    if value { "True".into() } else { "False".into() }
+}
+
+/// Every key of `[rl]`.
+#[cfg(test)]
+pub(super) fn all_rl_keys() -> Vec<String> {
+    let all = RlConfig { epochs: Some(1), ..RlConfig::default() };
+    let table = Table::try_from(all).expect("[rl] has a TOML form");
+    let mut keys: Vec<String> = table.keys().map(|key| format!("rl.{key}")).collect();
+    keys.sort_unstable();
+    keys
+}

@@ -1,0 +1,156 @@
+//! A run that is exported: dataset, adapter, plugins and configuration.
+
+use super::rows::{PromptRow, Rewrites, prompt_rows};
+use crate::environment::RowColumns;
+use crate::failure::Stop;
+use crate::ledger::{Inputs, Ledger, StageName, rows_of};
+use crate::plugins::{PluginUse, Plugins};
+use crate::training::{self, Base};
+use querl_core::config::{Config, RlAlgorithm, load_resolved};
+use querl_core::records::{DatasetRow, Split};
+use querl_core::run_dir::RunDir;
+use querl_model::{DecoderConfig, LoraAdapter, LoraSettings, TextTokenizer};
+use std::path::{Path, PathBuf};
+
+/// A run with finished data stages.
+pub struct ExportedRun {
+    pub(super) config: Config,
+    pub(super) dir: RunDir,
+    /// The base model of reinforcement learning.
+    pub(super) model: PathBuf,
+    pub(super) adapter: Option<SftAdapter>,
+    pub(super) train: Vec<PromptRow>,
+    pub(super) val: Vec<PromptRow>,
+    /// Tokens of the longest prompt.
+    pub(super) longest_prompt: usize,
+}
+
+/// `sft/best`.
+pub(super) struct SftAdapter {
+    pub(super) folder: PathBuf,
+    pub(super) settings: LoraSettings,
+}
+
+impl ExportedRun {
+    /// The run in a folder, with the configuration that it was made with.
+    ///
+    /// # Errors
+    /// There is no run, its data stages are not finished, a file of them has changed, or a plugin or the model cannot be read.
+    pub fn in_folder(folder: &Path) -> anyhow::Result<Self> {
+        let resolved = RunDir::new(folder).config();
+        if !resolved.is_file() {
+            let folder = folder.display();
+            let message =
+                format!("{folder}: not a run's folder: it has no config.resolved.toml; run `querl run --to sft` first");
+            return Err(Stop::usage(message).into());
+        }
+        let config = load_resolved(&resolved).map_err(Stop::usage)?;
+        Self::open(config, RunDir::new(folder))
+    }
+
+    /// The run of a configuration, in its `output_dir`.
+    ///
+    /// # Errors
+    /// As [`Self::in_folder`].
+    pub fn of_config(config: Config) -> anyhow::Result<Self> {
+        let dir = RunDir::new(&config.output_dir);
+        Self::open(config, dir)
+    }
+
+    /// The same run with another algorithm.
+    ///
+    /// # Errors
+    /// The algorithm compares samples of one query, and the configuration takes one.
+    pub fn with_algorithm(mut self, algorithm: RlAlgorithm) -> Result<Self, Stop> {
+        let n_samples = self.config.rl.n_samples;
+        if algorithm.needs_groups() && n_samples < 2 {
+            let message = format!(
+                "--algorithm compares samples of one query, and rl.n_samples is {n_samples}; set rl.n_samples to 2 or more in the \
+                 configuration, and name it in place of the run's folder"
+            );
+            return Err(Stop::usage(message));
+        }
+        self.config.rl.algorithm = algorithm;
+        Ok(self)
+    }
+
+    fn open(config: Config, dir: RunDir) -> anyhow::Result<Self> {
+        let ledger = Ledger::open(&dir.stages())?;
+        let read = |split| -> anyhow::Result<Vec<DatasetRow>> {
+            let path = dir.split(split);
+            Inputs::default().made_by(&ledger, StageName::Convert, &path)?;
+            rows_of(&path)
+        };
+        let (train, val) = (read(Split::Train)?, read(Split::Val)?);
+        if train.is_empty() {
+            let path = dir.split(Split::Train);
+            return Err(Stop::usage(format!("{}: has no row; there is nothing to train on", path.display())).into());
+        }
+        Inputs::default().made_by(&ledger, StageName::Validate, &dir.validated())?;
+        let rewrites = Rewrites::of(rows_of(&dir.validated())?);
+        let Base { model, adapter } = sft_base(&config, &dir, &ledger)?;
+        let adapter = adapter.map(|folder| read_adapter(folder, &model)).transpose()?;
+        let tokenizer = TextTokenizer::load(&model).map_err(Stop::usage)?;
+        let all: Vec<DatasetRow> = train.iter().chain(&val).cloned().collect();
+        let longest_prompt = training::prompts(&all, &tokenizer)?.iter().map(Vec::len).max().unwrap_or(0);
+        let plugins = Plugins::open(&config, PluginUse::Look)?;
+        let columns = RowColumns::read(&plugins.rewards, &config.data, &all)?;
+        let rows = |dataset: &[DatasetRow]| prompt_rows(dataset, &columns, &rewrites);
+        let (train, val) = (rows(&train), rows(&val));
+        Ok(Self { config, dir, model, adapter, train, val, longest_prompt })
+    }
+
+    /// Rank and alpha of the adapter that is trained.
+    pub(super) fn lora(&self) -> (usize, f64) {
+        let sft = &self.config.sft;
+        self.adapter
+            .as_ref()
+            .map_or((sft.lora_rank, sft.lora_alpha), |adapter| (adapter.settings.rank, adapter.settings.alpha))
+    }
+}
+
+/// What fine-tuning left, or the configured model without it.
+fn sft_base(config: &Config, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<Base> {
+    let is_finished = ledger.entry(StageName::Sft.as_str()).is_some_and(|entry| entry.finished);
+    if !is_finished {
+        return Ok(Base { model: config.model.path.clone(), adapter: None });
+    }
+    Inputs::default().made_by(ledger, StageName::Sft, &training::best(&dir.sft()))?;
+    Ok(Base::of(config, dir, StageName::Sft)?)
+}
+
+fn read_adapter(folder: PathBuf, model: &Path) -> anyhow::Result<SftAdapter> {
+    let shapes = DecoderConfig::load(&model.join("config.json")).map_err(Stop::usage)?;
+    let settings = LoraAdapter::load(&folder, &shapes).map_err(Stop::usage)?.settings().clone();
+    Ok(SftAdapter { folder, settings })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(super) mod testing {
+    use super::*;
+
+    const CONFIG: &str = r#"
+        tenant = "shop"
+        data = { input = "none" }
+        teacher = { kind = "recorded" }
+        retrieval = { kind = "none" }
+        model = { path = "none" }
+        plugins = { prompt = { path = "none" }, rewards = [] }
+    "#;
+
+    /// A run of eight training rows, with other sections of its configuration.
+    pub(in crate::exchange) fn run(sections: &str) -> ExportedRun {
+        let config: Config = toml::from_str(&format!("{CONFIG}\n{sections}")).unwrap();
+        let row = |index: usize| PromptRow { id: index.to_string(), prompt: Vec::new(), querl: "{}".into() };
+        ExportedRun {
+            config,
+            dir: RunDir::new("none"),
+            model: "none".into(),
+            adapter: None,
+            train: (0..8).map(row).collect(),
+            val: Vec::new(),
+            longest_prompt: 100,
+        }
+    }
+}

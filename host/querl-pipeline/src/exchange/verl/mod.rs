@@ -1,0 +1,155 @@
+//! A folder that trains a run with verl on Ray.
+
+mod settings;
+
+pub use settings::Cluster;
+
+use super::folder::{Exported, HERE, RewardProcesses, SharedFiles, plain, write_shared, write_template};
+use super::rows::PromptRow;
+use super::source::ExportedRun;
+use crate::serving::BaseFiles;
+use querl_core::config::Config;
+use querl_data::{VerlRow, write_verl_rows};
+use settings::{REWARD_WORKERS, Sizes, TRAIN, VAL, mapping};
+use std::fmt::Write;
+use std::path::Path;
+
+/// Writes the folder.
+///
+/// # Errors
+/// The batch cannot be divided over the GPUs, a plugin is not the one of the run, or a file cannot be read or written.
+pub fn export_verl(run: &ExportedRun, cluster: Cluster, base: BaseFiles, out: &Path) -> anyhow::Result<Exported> {
+    let sizes = Sizes::of(run);
+    sizes.check(cluster)?;
+    let reward = RewardProcesses { n_processes: REWARD_WORKERS, rows: TRAIN };
+    let SharedFiles { model, plugins, outside, notes: limits } = write_shared(run, base, &reward, out)?;
+    let model = plain(&model)?;
+    write_rows(&run.config, "train", &run.train, &out.join(TRAIN))?;
+    if !run.val.is_empty() {
+        write_rows(&run.config, "val", &run.val, &out.join(VAL))?;
+    }
+    let mapping = mapping(run, &sizes, cluster)?;
+    let (n_nodes, n_gpus) = (cluster.n_nodes.to_string(), cluster.gpus_per_node.to_string());
+    let notes = [notes(run, &sizes), limits].concat();
+    let (keys, settings) = (mapping.to_markdown("verl"), shell_lines(mapping.settings()));
+    let shell_model = model.replace(HERE, "$HERE");
+    let noted: String = notes.iter().map(|note| format!("- {note}\n")).collect();
+    let values = [
+        ("@NODES@", n_nodes.as_str()),
+        ("@GPUS@", n_gpus.as_str()),
+        ("@TENANT@", run.config.tenant.as_str()),
+        ("@SETTINGS@", settings.as_str()),
+        ("@KEYS@", keys.as_str()),
+        ("@NOTES@", noted.as_str()),
+        ("@MODEL@", shell_model.as_str()),
+    ];
+    for (name, template) in FILES {
+        write_template(&out.join(name), template, &values)?;
+    }
+    Ok(Exported {
+        n_train: run.train.len(),
+        n_val: run.val.len(),
+        has_adapter: run.adapter.is_some(),
+        plugins,
+        without_equivalent: mapping.without_equivalent(),
+        notes,
+        outside,
+    })
+}
+
+const FILES: [(&str, &str); 6] = [
+    ("README.md", include_str!("../files/verl/README.md")),
+    ("mapping.md", include_str!("../files/verl/mapping.md")),
+    ("merge.sh", include_str!("../files/verl/merge.sh")),
+    ("ray.sh", include_str!("../files/verl/ray.sh")),
+    ("requirements.txt", include_str!("../files/verl/requirements.txt")),
+    ("train.sh", include_str!("../files/verl/train.sh")),
+];
+
+fn write_rows(config: &Config, split: &str, rows: &[PromptRow], path: &Path) -> anyhow::Result<()> {
+    let row = |(index, row): (usize, &PromptRow)| VerlRow {
+        prompt: row.prompt.clone(),
+        data_source: config.tenant.clone(),
+        ground_truth: row.id.clone(),
+        index: index as u64,
+        split: split.to_owned(),
+        querl: row.querl.clone(),
+    };
+    Ok(write_verl_rows(path, &rows.iter().enumerate().map(row).collect::<Vec<_>>())?)
+}
+
+/// Differences that no single key explains.
+fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
+    let (config, mut notes) = (&run.config, Vec::new());
+    if run.adapter.is_some() && config.rl.kl_coef > 0.0 {
+        notes.push(
+            "the reference policy of verl is the model without the adapter: rl.kl_coef keeps the policy near the base model, not near the \
+             SFT policy"
+                .to_owned(),
+        );
+    }
+    if sizes.batch < config.rl.batch_size {
+        let (batch, n_rows) = (config.rl.batch_size, run.train.len());
+        notes.push(format!(
+            "rl.batch_size is {batch}, and a batch of verl has at most the {n_rows} rows of the training split"
+        ));
+    }
+    if run.val.is_empty() {
+        notes.push(
+            "the validation split has no row: validation is off, data.val_files names the training split, and there is no val.parquet"
+                .to_owned(),
+        );
+    }
+    if sizes.mini_batch * sizes.n_samples != config.rl.mini_batch_size {
+        let (own, there) = (config.rl.mini_batch_size, sizes.mini_batch * sizes.n_samples);
+        notes.push(format!("an optimizer step has {there} responses in place of rl.mini_batch_size = {own}"));
+    }
+    let alpha = run.lora().1;
+    if alpha.fract() != 0.0 {
+        notes.push(format!("lora_alpha is {alpha}, and verl takes an integer: it is rounded"));
+    }
+    notes.push(format!(
+        "weights are f32 in training and bf16 in rollouts, the defaults of verl; model.dtype is {}",
+        config.model.dtype.name()
+    ));
+    notes.push(format!(
+        "limits of retrieval and judge, and the budget, are divided over {REWARD_WORKERS} reward processes"
+    ));
+    notes
+}
+
+/// One argument a line, for a shell; `HERE` and `MODEL` are its variables.
+fn shell_lines(settings: &[(String, String)]) -> String {
+    let mut lines = String::new();
+    for (name, value) in settings {
+        let text = format!("{name}={value}").replace('\'', "'\\''");
+        let text = text.replace(HERE, "'\"$HERE\"'").replace("@MODEL@", "'\"$MODEL\"'");
+        let _ = writeln!(lines, "    '{text}' \\");
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::settings::quoted;
+    use super::*;
+    use crate::exchange::source::testing::run;
+
+    #[test]
+    fn settings_are_one_shell_word_each() {
+        let settings = [("a.b".to_owned(), quoted("@HERE@/it's")), ("c".to_owned(), "1".to_owned())];
+        let expected = "    'a.b=\"'\"$HERE\"'/it'\\''s\"' \\\n    'c=1' \\\n";
+        assert_eq!(shell_lines(&settings), expected);
+    }
+
+    #[test]
+    fn an_empty_validation_split_is_noted() {
+        let mut run = run("");
+        let is_noted = |run: &ExportedRun| {
+            notes(run, &Sizes::of(run)).iter().any(|note| note.starts_with("the validation split has no row"))
+        };
+        assert!(is_noted(&run));
+        run.val = run.train.clone();
+        assert!(!is_noted(&run));
+    }
+}

@@ -1,0 +1,390 @@
+//! Settings of verl that mean the same as `[rl]`.
+//!
+//! Names: `verl/trainer/config/` of verl 0.9.1; advantages and losses: `verl/trainer/ppo/core_algos.py`; how batches are divided over GPUs:
+//! `verl/utils/config.py`.
+
+use crate::exchange::folder::HERE;
+use crate::exchange::mapping::{Mapping, flag, float};
+use crate::exchange::source::ExportedRun;
+use crate::failure::Stop;
+use querl_core::config::{Config, CriticKind, KlEstimator, KlPlacement, LrScheduler, RlAlgorithm, RlConfig};
+
+/// The machines of a training.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cluster {
+    /// Machines.
+    pub n_nodes: usize,
+    /// GPUs of each.
+    pub gpus_per_node: usize,
+}
+
+/// Ray actors that compute rewards, `reward.num_workers`.
+pub(super) const REWARD_WORKERS: usize = 8;
+
+/// In place of a limit that is off: a value that is never reached.
+const NO_LIMIT: &str = "1000000.0";
+
+pub(super) const TRAIN: &str = "train.parquet";
+pub(super) const VAL: &str = "val.parquet";
+
+/// Sizes in verl's units.
+pub(super) struct Sizes {
+    /// Queries of a rollout batch: verl takes no batch from two epochs.
+    pub(super) batch: usize,
+    /// Queries of an optimizer step.
+    pub(super) mini_batch: usize,
+    pub(super) n_samples: usize,
+    steps: usize,
+    epochs: usize,
+    /// Tokens of a prompt, with room for another chat template and a round number.
+    prompt: usize,
+    /// Tokens of a pass, at least one response with its prompt.
+    pass: usize,
+}
+
+impl Sizes {
+    pub(super) fn of(run: &ExportedRun) -> Self {
+        let (rl, n_rows) = (&run.config.rl, run.train.len());
+        let (batch, n_samples) = (rl.batch_size.min(n_rows), rl.n_samples.max(1));
+        let steps = rl.n_steps(n_rows);
+        let prompt = (run.longest_prompt + 16).next_multiple_of(64);
+        Self {
+            batch,
+            mini_batch: (rl.mini_batch_size / n_samples).clamp(1, batch),
+            n_samples,
+            steps,
+            epochs: steps.div_ceil(n_rows / batch),
+            prompt,
+            pass: run.config.model.tokens_per_pass.max(prompt + rl.max_new_tokens),
+        }
+    }
+
+    /// verl divides the responses of a batch and of an optimizer step evenly over the GPUs.
+    pub(super) fn check(&self, cluster: Cluster) -> Result<(), Stop> {
+        let n_gpus = cluster.n_nodes * cluster.gpus_per_node;
+        let sizes = [
+            ("a rollout batch (rl.batch_size * rl.n_samples)", self.batch * self.n_samples),
+            ("an optimizer step (rl.mini_batch_size)", self.mini_batch * self.n_samples),
+        ];
+        match sizes.into_iter().find(|(_, n)| !n.is_multiple_of(n_gpus)) {
+            Some((what, n)) => Err(Stop::usage(format!(
+                "{what} has {n} responses, which verl cannot divide evenly over {n_gpus} GPUs; change that key, or --nodes and --gpus"
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The settings, and what becomes of each key.
+pub(super) fn mapping(run: &ExportedRun, sizes: &Sizes, cluster: Cluster) -> anyhow::Result<Mapping> {
+    let mut mapping = Mapping::of(&run.config)?;
+    let rl = &run.config.rl;
+    data_and_reward(&mut mapping, run, sizes);
+    algorithm(&mut mapping, rl);
+    kl(&mut mapping, rl);
+    losses(&mut mapping, rl);
+    batches(&mut mapping, rl, sizes);
+    sampling(&mut mapping, rl);
+    optimizers(&mut mapping, rl);
+    lora(&mut mapping, run);
+    intervals(&mut mapping, run);
+    cluster_settings(&mut mapping, &run.config, cluster);
+    Ok(mapping)
+}
+
+/// A path or a name as a quoted value of Hydra.
+pub(super) fn quoted(text: &str) -> String {
+    format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
+}
+
+fn data_and_reward(m: &mut Mapping, run: &ExportedRun, sizes: &Sizes) {
+    m.fixed("data.train_files", quoted(&format!("{HERE}/{TRAIN}")));
+    // verl reads the file even where validation is off, and refuses one without rows.
+    let val = if run.val.is_empty() { TRAIN } else { VAL };
+    m.fixed("data.val_files", quoted(&format!("{HERE}/{val}")));
+    m.fixed("data.max_prompt_length", sizes.prompt.to_string());
+    m.fixed("data.truncation", "error");
+    m.set("seed", &[("data.seed", run.config.seed.to_string())], "seeds the order of the queries");
+    m.fixed("reward.num_workers", REWARD_WORKERS.to_string());
+    m.fixed("reward.custom_reward_function.path", quoted("pkg://querl.integrations.verl"));
+    m.fixed("reward.custom_reward_function.name", "compute_score");
+    m.fixed("+reward.custom_reward_function.reward_kwargs.config", quoted(&format!("{HERE}/querl.toml")));
+    m.reward("rl.episode_deadline_ms");
+}
+
+fn algorithm(m: &mut Mapping, rl: &RlConfig) {
+    let (estimator, by_deviation, average) = match rl.algorithm {
+        RlAlgorithm::Ppo => ("gae", true, "token-mean"),
+        RlAlgorithm::Grpo => ("grpo", true, "seq-mean-token-mean"),
+        RlAlgorithm::DrGrpo => ("grpo", false, "seq-mean-token-sum-norm"),
+        RlAlgorithm::Rloo => ("rloo", true, "token-mean"),
+        RlAlgorithm::ReinforcePlusPlus => ("reinforce_plus_plus", true, "token-mean"),
+    };
+    let settings = [
+        ("algorithm.adv_estimator", estimator.to_owned()),
+        ("algorithm.norm_adv_by_std_in_grpo", flag(by_deviation)),
+        ("actor_rollout_ref.actor.loss_agg_mode", average.to_owned()),
+    ];
+    m.set("rl.algorithm", &settings, "");
+    m.none("rl.advantage_form", "verl has advantages and ratios per token");
+    m.set("rl.gamma", &[("algorithm.gamma", float(rl.gamma))], "");
+    m.set("rl.gae_lambda", &[("algorithm.lam", float(rl.gae_lambda))], "");
+    m.none("rl.whiten_advantages", "verl always whitens with `gae` and `reinforce_plus_plus`, as `true` does");
+    m.none("rl.advantage_clip", "verl does not clip advantages");
+    m.none("rl.normalize_rewards", "verl does not scale scores");
+    m.none("rl.reward_clip", "verl does not clip scores");
+    m.none("rl.missing_eos_penalty", "the reward of verl does not see whether a response ended");
+    m.none("rl.max_drop_rate", "verl does not stop where many responses have no score");
+}
+
+fn kl(m: &mut Mapping, rl: &RlConfig) {
+    let (is_used, in_reward) = (rl.kl_coef > 0.0, rl.kl_placement == KlPlacement::Reward);
+    let estimator = match rl.kl_estimator {
+        KlEstimator::K1 => "kl",
+        KlEstimator::K2 => "mse",
+        KlEstimator::K3 => "low_var_kl",
+    };
+    let placement = [
+        ("algorithm.use_kl_in_reward", flag(is_used && in_reward)),
+        ("actor_rollout_ref.actor.use_kl_loss", flag(is_used && !in_reward)),
+    ];
+    m.set("rl.kl_placement", &placement, "");
+    let (coefficient, kind) = match in_reward {
+        true => ("algorithm.kl_ctrl.kl_coef", "algorithm.kl_penalty"),
+        false => ("actor_rollout_ref.actor.kl_loss_coef", "actor_rollout_ref.actor.kl_loss_type"),
+    };
+    m.set("rl.kl_coef", &[(coefficient, float(rl.kl_coef))], "");
+    m.set("rl.kl_estimator", &[(kind, estimator.to_owned())], "");
+    m.none(
+        "rl.kl_target",
+        "verl's adaptive controller has a target per token, not per response; `kl_coef` stays as it is",
+    );
+    m.none("rl.kl_horizon", "used with `rl.kl_target` alone");
+    m.none("rl.target_kl", "verl does not skip epochs");
+}
+
+fn losses(m: &mut Mapping, rl: &RlConfig) {
+    let actor = |name: &str| format!("actor_rollout_ref.actor.{name}");
+    let clips = ["clip_ratio", "clip_ratio_low", "clip_ratio_high"].map(actor);
+    let clip_range = clips.each_ref().map(|name| (name.as_str(), float(rl.clip_range)));
+    m.set("rl.clip_range", &clip_range, "");
+    let dual_clip = if rl.dual_clip > 1.0 { float(rl.dual_clip) } else { NO_LIMIT.to_owned() };
+    m.set("rl.dual_clip", &[("actor_rollout_ref.actor.clip_ratio_c", dual_clip)], "0 is a bound that is never reached");
+    let clip_value = if rl.clip_range_value > 0.0 { float(rl.clip_range_value) } else { NO_LIMIT.to_owned() };
+    m.set("rl.clip_range_value", &[("critic.cliprange_value", clip_value)], "0 is a range that is never left");
+    m.none("rl.value_loss", "verl's value loss is the square");
+    m.none("rl.vf_coef", "the critic of verl is a model with an optimizer of its own, which does not see a scale");
+    m.set("rl.ent_coef", &[("actor_rollout_ref.actor.entropy_coeff", float(rl.ent_coef))], "");
+    m.none("rl.importance_cap", "verl has rollout correction in place of it (`algorithm.rollout_correction`)");
+    m.none("rl.off_by_one", "see `trainer.v1.trainer_mode=colocate_async` of verl, which is not the same");
+}
+
+fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &Sizes) {
+    let batch = [("data.train_batch_size", sizes.batch.to_string())];
+    m.set("rl.batch_size", &batch, "at most the rows of the training split");
+    m.set("rl.n_samples", &[("actor_rollout_ref.rollout.n", sizes.n_samples.to_string())], "");
+    let epochs = rl.ppo_epochs.to_string();
+    let settings = [("actor_rollout_ref.actor.ppo_epochs", epochs.clone()), ("critic.ppo_epochs", epochs)];
+    m.set("rl.ppo_epochs", &settings, "");
+    let mini = sizes.mini_batch.to_string();
+    let settings =
+        [("actor_rollout_ref.actor.ppo_mini_batch_size", mini.clone()), ("critic.ppo_mini_batch_size", mini)];
+    m.set("rl.mini_batch_size", &settings, "in queries, not responses");
+    let dynamic = [("actor_rollout_ref.actor.use_dynamic_bsz", flag(true))];
+    m.set(
+        "rl.gradient_accumulation_steps",
+        &dynamic,
+        "passes are bounded by their tokens; the result does not depend on it",
+    );
+    let tokens = sizes.pass.to_string();
+    let settings = [
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", tokens.clone()),
+        ("critic.ppo_max_token_len_per_gpu", tokens),
+    ];
+    m.set("model.tokens_per_pass", &settings, "at least the longest prompt with a response");
+    let steps = [("trainer.total_training_steps", sizes.steps.to_string())];
+    m.set("rl.max_steps", &steps, "");
+    m.set("rl.epochs", &[("trainer.total_epochs", sizes.epochs.to_string())], "as many as the steps need");
+    m.set("rl.critic_warmup_steps", &[("trainer.critic_warmup", rl.critic_warmup_steps.to_string())], "");
+    m.none("rl.pipeline_parts", "verl generates and scores without parts; no result depends on it");
+}
+
+fn sampling(m: &mut Mapping, rl: &RlConfig) {
+    m.set("rl.temperature", &[("actor_rollout_ref.rollout.temperature", float(rl.temperature))], "");
+    m.set("rl.top_p", &[("actor_rollout_ref.rollout.top_p", float(rl.top_p))], "");
+    let top_k = if rl.top_k == 0 { "-1".to_owned() } else { rl.top_k.to_string() };
+    m.set("rl.top_k", &[("actor_rollout_ref.rollout.top_k", top_k)], "-1 disables it");
+    m.set("rl.max_new_tokens", &[("data.max_response_length", rl.max_new_tokens.to_string())], "");
+    for key in ["rl.min_new_tokens", "rl.repetition_penalty", "rl.no_repeat_ngram_size", "rl.stop_strings"] {
+        m.none(key, "verl's rollouts have no such setting");
+    }
+}
+
+fn optimizers(m: &mut Mapping, rl: &RlConfig) {
+    const ACTOR: &str = "actor_rollout_ref.actor.optim";
+    m.set("rl.learning_rate", &[("actor_rollout_ref.actor.optim.lr", float(rl.learning_rate))], "");
+    m.set("rl.critic_learning_rate", &[("critic.optim.lr", float(rl.critic_learning_rate))], "");
+    let schedule = format!("{ACTOR}.lr_scheduler_type");
+    match rl.lr_scheduler {
+        LrScheduler::Constant => m.set("rl.lr_scheduler", &[(schedule.as_str(), "constant".into())], ""),
+        LrScheduler::Cosine => m.set("rl.lr_scheduler", &[(schedule.as_str(), "cosine".into())], ""),
+        LrScheduler::Linear => {
+            m.none("rl.lr_scheduler", "verl has constant and cosine with FSDP; cosine is set");
+            m.fixed(&schedule, "cosine");
+        }
+    }
+    let warmup = format!("{ACTOR}.lr_warmup_steps_ratio");
+    m.set("rl.warmup_ratio", &[(warmup.as_str(), float(rl.warmup_ratio))], "");
+    let (decay, norm) = (float(rl.weight_decay), float(rl.max_grad_norm));
+    let settings =
+        [("actor_rollout_ref.actor.optim.weight_decay", decay.clone()), ("critic.optim.weight_decay", decay)];
+    m.set("rl.weight_decay", &settings, "");
+    let settings = [
+        ("actor_rollout_ref.actor.grad_clip", norm.clone()),
+        ("actor_rollout_ref.actor.optim.clip_grad", norm.clone()),
+        ("critic.grad_clip", norm.clone()),
+        ("critic.optim.clip_grad", norm),
+    ];
+    m.set("rl.max_grad_norm", &settings, "");
+}
+
+fn lora(m: &mut Mapping, run: &ExportedRun) {
+    let (rank, alpha) = run.lora();
+    let sft = &run.config.sft;
+    let targets = match sft.lora_target_modules.as_slice() {
+        [all] if all == "all-linear" => all.clone(),
+        names => format!("[{}]", names.join(",")),
+    };
+    let has_critic = run.config.rl.algorithm == RlAlgorithm::Ppo && run.config.rl.critic == CriticKind::Adapter;
+    let both = |name: &str, value: String| -> Vec<(String, String)> {
+        let models = if has_critic { vec!["actor_rollout_ref", "critic"] } else { vec!["actor_rollout_ref"] };
+        models.into_iter().map(|model| (format!("{model}.model.{name}"), value.clone())).collect()
+    };
+    let mut set = |key: &str, settings: &[(String, String)]| {
+        let settings: Vec<(&str, String)> =
+            settings.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
+        m.set(key, &settings, "");
+    };
+    set("model.path", &both("path", quoted("@MODEL@")));
+    set("sft.lora_rank", &both("lora_rank", rank.to_string()));
+    // verl takes an integer.
+    set("sft.lora_alpha", &both("lora_alpha", format!("{}", alpha.round() as i64)));
+    set("sft.lora_target_modules", &both("target_modules", targets));
+    if run.config.rl.algorithm == RlAlgorithm::Ppo && !has_critic {
+        m.fixed("critic.model.path", quoted("@MODEL@"));
+    }
+    m.none("rl.critic", "verl's critic is a model of its own; `head` becomes a critic whose weights are all trained");
+    if run.adapter.is_some() {
+        m.fixed("actor_rollout_ref.model.lora_adapter_path", quoted(&format!("{HERE}/adapter")));
+    }
+    m.none("sft.use_rslora", "verl hands rank and alpha to vLLM, and not this");
+    m.none("sft.use_dora", "vLLM does not serve DoRA adapters");
+    m.fixed("actor_rollout_ref.rollout.name", "vllm");
+    m.fixed("actor_rollout_ref.rollout.load_format", "safetensors");
+}
+
+fn intervals(m: &mut Mapping, run: &ExportedRun) {
+    let (rl, has_val) = (&run.config.rl, !run.val.is_empty());
+    let (interval, note) = match has_val {
+        true => (rl.eval_steps.to_string(), ""),
+        false => ("-1".to_owned(), "-1 disables it: the validation split has no row"),
+    };
+    m.set("rl.eval_steps", &[("trainer.test_freq", interval)], note);
+    m.fixed("trainer.val_before_train", flag(has_val));
+    m.set("rl.save_steps", &[("trainer.save_freq", rl.save_steps.to_string())], "");
+    let kept = rl.save_total_limit.to_string();
+    let settings = [("trainer.max_actor_ckpt_to_keep", kept.clone()), ("trainer.max_critic_ckpt_to_keep", kept)];
+    m.set("rl.save_total_limit", &settings, "verl keeps no best checkpoint: choose one by its validation reward");
+    m.none("rl.save_interval_s", "verl saves by steps alone");
+    m.none("rl.early_stopping_patience", "verl takes all steps");
+}
+
+fn cluster_settings(m: &mut Mapping, config: &Config, cluster: Cluster) {
+    let parallel = config.model.tensor_parallel.to_string();
+    m.set(
+        "model.tensor_parallel",
+        &[("actor_rollout_ref.rollout.tensor_model_parallel_size", parallel)],
+        "of rollouts",
+    );
+    let checkpointing = flag(config.model.gradient_checkpointing);
+    let setting = "actor_rollout_ref.model.enable_gradient_checkpointing";
+    m.set("model.gradient_checkpointing", &[(setting, checkpointing)], "");
+    m.fixed("trainer.nnodes", cluster.n_nodes.to_string());
+    m.fixed("trainer.n_gpus_per_node", cluster.gpus_per_node.to_string());
+    m.fixed("trainer.project_name", "querl");
+    m.fixed("trainer.experiment_name", quoted(&config.tenant));
+    m.fixed("trainer.logger", "[\"console\",\"file\"]");
+    m.fixed("trainer.default_local_dir", quoted(&format!("{HERE}/checkpoints")));
+    m.fixed("trainer.rollout_data_dir", quoted(&format!("{HERE}/rollouts")));
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::exchange::mapping::all_rl_keys;
+    use crate::exchange::source::testing::run;
+
+    fn mapped(run: &ExportedRun) -> Mapping {
+        mapping(run, &Sizes::of(run), Cluster { n_nodes: 1, gpus_per_node: 2 }).unwrap()
+    }
+
+    #[test]
+    fn every_key_of_rl_is_in_the_table_once() {
+        let mapping = mapped(&run(""));
+        let mut keys: Vec<&str> = mapping.keys().into_iter().filter(|key| key.starts_with("rl.")).collect();
+        keys.sort_unstable();
+        assert_eq!(keys, all_rl_keys());
+    }
+
+    #[test]
+    fn ppo_has_gae_and_kl_in_the_reward() {
+        let mapping = mapped(&run("[rl]\nbatch_size = 4\nmini_batch_size = 2\nn_samples = 2\nmax_steps = 10\n"));
+        let value = |name: &str| mapping.value(name).unwrap_or_else(|| panic!("{name}"));
+        assert_eq!(value("algorithm.adv_estimator"), "gae");
+        assert_eq!((value("algorithm.use_kl_in_reward"), value("algorithm.kl_penalty")), ("True", "kl"));
+        assert_eq!(value("actor_rollout_ref.actor.clip_ratio_c"), NO_LIMIT);
+        // Two responses are one query with two samples.
+        assert_eq!(value("actor_rollout_ref.actor.ppo_mini_batch_size"), "1");
+        // Ten batches of four of eight rows.
+        assert_eq!((value("trainer.total_training_steps"), value("trainer.total_epochs")), ("10", "5"));
+        assert!(mapping.without_equivalent().is_empty());
+    }
+
+    #[test]
+    fn validation_is_off_where_its_split_has_no_row() {
+        let mut run = run("[rl]\neval_steps = 5\n");
+        let values = |run: &ExportedRun| {
+            let mapping = mapped(run);
+            ["trainer.val_before_train", "trainer.test_freq", "data.val_files"]
+                .map(|name| mapping.value(name).unwrap_or_default().to_owned())
+        };
+        assert_eq!(values(&run), ["False", "-1", "\"@HERE@/train.parquet\""]);
+        run.val = run.train.clone();
+        assert_eq!(values(&run), ["True", "5", "\"@HERE@/val.parquet\""]);
+    }
+
+    #[test]
+    fn quotes_and_backslashes_are_escaped() {
+        assert_eq!(quoted("a \"b\" \\c"), "\"a \\\"b\\\" \\\\c\"");
+    }
+
+    #[test]
+    fn what_is_lost_is_named_with_its_value() {
+        let text = "[rl]\nalgorithm = \"dr_grpo\"\nn_samples = 4\nkl_placement = \"loss\"\nkl_estimator = \"k3\"\nkl_target = 6.0\n";
+        let mapping = mapped(&run(text));
+        assert_eq!(mapping.value("algorithm.norm_adv_by_std_in_grpo"), Some("False"));
+        assert_eq!(mapping.value("actor_rollout_ref.actor.kl_loss_type"), Some("low_var_kl"));
+        let lost = mapping.without_equivalent();
+        assert!(lost.len() == 1 && lost[0].starts_with("rl.kl_target = 6.0: verl's adaptive controller"), "{lost:?}");
+        assert!(mapping.to_markdown("verl").contains("| `rl.kl_target` | `6.0` | none | verl's"));
+    }
+
+    #[test]
+    fn a_batch_that_cannot_be_divided_over_the_gpus_is_refused() {
+        let sizes = Sizes::of(&run("[rl]\nbatch_size = 4\nmini_batch_size = 4\n"));
+        sizes.check(Cluster { n_nodes: 2, gpus_per_node: 2 }).unwrap();
+        let refusal = sizes.check(Cluster { n_nodes: 1, gpus_per_node: 8 }).unwrap_err().to_string();
+        assert!(refusal.starts_with("a rollout batch (rl.batch_size * rl.n_samples) has 4 responses"), "{refusal}");
+    }
+}

@@ -1,0 +1,25 @@
+//! `querl export`: a trained model in the formats of other programs, or a run for other engines. `querl model export` writes the format of
+//! transformers and vLLM.
+
+mod engines;
+mod gguf;
+
+use clap::Subcommand;
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ExportCommand {
+    /// Write a GGUF file for llama.cpp: the model with its adapter merged, tokenizer and chat template
+    Gguf(gguf::GgufArgs),
+    /// Write a folder that trains a run with verl on Ray: dataset, plugins, settings, adapter and scripts
+    Verl(engines::VerlArgs),
+    /// Write a folder that trains a run with GRPOTrainer of TRL: dataset, plugins, script and adapter
+    Trl(engines::EngineArgs),
+}
+
+pub(crate) fn run(command: &ExportCommand) -> anyhow::Result<()> {
+    match command {
+        ExportCommand::Gguf(args) => gguf::run(args),
+        ExportCommand::Verl(args) => engines::verl(args),
+        ExportCommand::Trl(args) => engines::trl(args),
+    }
+}

@@ -1,0 +1,178 @@
+//! `querl export verl`, `querl export trl` and `querl import` through the command line: a run goes to another engine and its adapter back.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::Path;
+use support::results::copy;
+use support::tenants::project;
+use support::{Project, model};
+
+/// What another engine left: the SFT adapter with other weights, and the log of two steps.
+fn train_elsewhere(project: &Project) {
+    copy(&project.path("run/sft/best"), &project.path("trained"));
+    halve(&project.path("trained/adapter_model.safetensors"));
+    let history = json!({ "log_history": [{ "step": 1, "reward": 0.25 }, { "step": 2, "reward": 0.5, "epoch": 1.0 }] });
+    project.write("trained/trainer_state.json", &history.to_string());
+}
+
+/// Halves the weights of a safetensors file in f32: the length of its header, the header, the values.
+fn halve(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let n_header = usize::try_from(u64::from_le_bytes(bytes[..8].try_into().unwrap())).unwrap();
+    let header: BTreeMap<String, Value> = serde_json::from_slice(&bytes[8..8 + n_header]).unwrap();
+    let mut tensors = header.iter().filter(|(name, _)| *name != "__metadata__");
+    assert!(tensors.all(|(_, tensor)| tensor["dtype"] == "F32"), "{header:?}");
+    for value in bytes[8 + n_header..].chunks_exact_mut(4) {
+        let halved = f32::from_le_bytes([value[0], value[1], value[2], value[3]]) * 0.5;
+        value.copy_from_slice(&halved.to_le_bytes());
+    }
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn fact(project: &Project, name: &str) -> Option<Value> {
+    let ledger: Value = serde_json::from_str(&project.read("run/stages.json")).unwrap();
+    let facts = ledger["stages"]["rl"]["facts"].as_array().unwrap().clone();
+    facts.into_iter().find(|fact| fact[0] == name).map(|fact| fact[1].clone())
+}
+
+#[test]
+fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
+    let project = project();
+    let exported = project.json(&["export", "trl", "run", "--out", "new/trl"]);
+    assert_eq!(exported["has_adapter"], true, "{exported}");
+    assert_eq!(exported["outside"], json!([model()]), "{exported}");
+    let rows = project.rows("new/trl/train.jsonl");
+    assert_eq!(exported["n_train"], rows.len());
+    let query: Value = serde_json::from_str(rows[0]["querl"].as_str().unwrap()).unwrap();
+    assert!(!query["query"].as_str().unwrap().is_empty() && query["baseline"].is_string(), "{query}");
+    assert_eq!(rows[0]["prompt"].as_array().unwrap().last().unwrap()["role"], "user");
+    project.querl(&["config", "check", "new/trl/querl.toml"]).ok();
+    let script = project.read("new/trl/grpo.py");
+    assert!(script.contains("    max_completion_length=8,\n") && !script.contains('@'), "{script}");
+    assert!(project.path("new/trl/adapter/adapter_model.safetensors").is_file());
+    assert!(project.read("new/trl/plugins/querl.lock").contains("role = \"reward\""));
+
+    train_elsewhere(&project);
+    let imported = project.json(&["import", "peft", "trained", "--run", "run"]);
+    assert_eq!(imported["n_steps_with_metrics"], 2, "{imported}");
+    assert_eq!(imported["previous"], "run/previous/rl-before-import-1", "{imported}");
+    assert!(project.path("run/previous/rl-before-import-1/finished/files/rl/best/adapter_config.json").is_file());
+    assert_eq!(fact(&project, "imported"), Some(json!("peft")));
+    let from = fact(&project, "from").unwrap();
+    assert!(Path::new(from.as_str().unwrap()).is_absolute(), "{from}");
+    let metrics: Vec<Value> =
+        project.rows("run/metrics.jsonl").into_iter().filter(|row| row["stage"] == "rl").collect();
+    assert_eq!(metrics[1], json!({ "stage": "rl", "step": 2, "reward": 0.5, "epoch": 1.0 }));
+    assert_eq!(metrics.len(), 2);
+    let evaluated = project.querl(&["eval", "run/config.resolved.toml", "--out", "run"]).ok();
+    assert!(evaluated.stderr.contains("best of rl changed") && evaluated.stdout.contains("rl"), "{evaluated:#?}");
+    project.querl(&["report", "run"]).ok();
+    // A later import keeps both earlier results.
+    let again = project.json(&["import", "peft", "trained", "--run", "run"]);
+    assert_eq!(again["previous"], "run/previous/rl-before-import-2", "{again}");
+}
+
+/// Regression: the next result of the stage removed a finished result that an import had left in `previous/rl`.
+#[test]
+fn an_import_keeps_a_finished_result_that_an_unfinished_run_had_set_aside() {
+    let project = project();
+    train_elsewhere(&project);
+    // A, the finished result of the run, is in previous/rl/finished; B is what was imported, unfinished and with a state to resume from.
+    project.querl(&["import", "peft", "trained", "--run", "run"]).ok();
+    let first = std::fs::read(project.path("run/previous/rl-before-import-1/finished/entry.json")).unwrap();
+    std::fs::rename(project.path("run/previous/rl-before-import-1"), project.path("run/previous/rl")).unwrap();
+    let mut ledger: Value = serde_json::from_str(&project.read("run/stages.json")).unwrap();
+    ledger["stages"]["rl"]["finished"] = false.into();
+    project.write("run/stages.json", &ledger.to_string());
+    std::fs::create_dir_all(project.path("run/rl/state")).unwrap();
+    project.write("run/rl/state/any", "");
+
+    let imported = project.json(&["import", "peft", "trained", "--run", "run"]);
+    assert_eq!(imported["previous"], "run/previous/rl-before-import-1", "{imported}");
+    assert!(project.path("run/previous/rl-before-import-1/stopped/entry.json").is_file());
+    project.querl(&["rl", "run/config.resolved.toml", "--out", "run", "--set", "rl.learning_rate=0.002"]).ok();
+    let kept = std::fs::read(project.path("run/previous/rl-before-import-1/finished/entry.json")).unwrap();
+    assert_eq!(kept, first);
+    assert!(project.path("run/previous/rl-before-import-1/finished/files/rl/best/adapter_config.json").is_file());
+}
+
+#[test]
+fn a_checkpoint_of_verl_is_imported_with_the_metrics_of_the_exported_folder() {
+    let project = project();
+    train_elsewhere(&project);
+    let checkpoint = "moved/checkpoints/global_step_1";
+    copy(&project.path("trained"), &project.path(&format!("{checkpoint}/merged/lora_adapter")));
+    std::fs::remove_file(project.path(&format!("{checkpoint}/merged/lora_adapter/trainer_state.json"))).unwrap();
+    let import = || project.querl(&["import", "verl", checkpoint, "--run", "run"]).ok().stdout;
+    let without = import();
+    assert!(without.contains("no metrics.jsonl or trainer_state.json was found"), "{without}");
+    let line = |step: u64| json!({ "step": step, "data": { "actor/pg_loss": 0.25 } });
+    project.write("moved/metrics.jsonl", &format!("{}\n{}\n", line(1), line(2)));
+    let with = import();
+    assert!(with.contains("with metrics of 1 steps from "), "{with}");
+    assert_eq!(fact(&project, "last step"), Some(json!(1)));
+}
+
+#[test]
+fn a_run_is_exported_to_verl_with_scripts_and_parquet() {
+    let project = project();
+    let args = ["export", "verl", "run", "--out", "verl", "--gpus", "2", "--base", "copy"];
+    let exported = project.json(&args);
+    assert_eq!((&exported["outside"], &exported["n_val"].is_u64()), (&json!([]), &true), "{exported}");
+    assert!(std::fs::read(project.path("verl/train.parquet")).unwrap().starts_with(b"PAR1"));
+    assert!(project.path("verl/model/model.safetensors").is_file());
+    let script = project.read("verl/train.sh");
+    for setting in [
+        "    'algorithm.adv_estimator=gae' \\\n",
+        "    'data.train_files=\"'\"$HERE\"'/train.parquet\"' \\\n",
+        "    'trainer.n_gpus_per_node=2' \\\n",
+        "MODEL=\"${MODEL:-$HERE/model}\"",
+    ] {
+        assert!(script.contains(setting), "{setting}: {script}");
+    }
+    for script in ["train.sh", "ray.sh", "merge.sh"] {
+        let checked = std::process::Command::new("bash").arg("-n").arg(project.path("verl").join(script)).status();
+        assert!(checked.unwrap().success(), "{script}");
+    }
+    let mapping = project.read("verl/mapping.md");
+    assert!(mapping.contains("| `rl.kl_target` | `0.0` | none |") && !mapping.contains('@'), "{mapping}");
+}
+
+#[test]
+fn what_cannot_be_exported_is_refused_and_leaves_nothing() {
+    let (project, without_data) = (project(), Project::new());
+    let refused = |args: &[&str]| project.refusal(&[&["export"], args].concat(), 2);
+    assert_eq!(refused(&["trl", "run", "--out", "other"]), "other: is not empty; name a new folder");
+    assert!(refused(&["trl", "releases", "--out", "new"]).contains("releases: no such file"));
+    let gpus = refused(&["verl", "run", "--out", "new", "--gpus", "8"]);
+    assert!(gpus.contains("has 4 responses, which verl cannot divide evenly over 8 GPUs"), "{gpus}");
+    let samples = refused(&["verl", "run", "--out", "new", "--algorithm", "grpo"]);
+    assert!(samples.contains("rl.n_samples is 1"), "{samples}");
+    assert!(!project.path("new").exists());
+    let missing = without_data.refusal(&["export", "trl", "querl.toml", "--out", "new"], 2);
+    assert_eq!(missing, "run/data/train.jsonl: not there yet; run `querl convert` first, or `querl run`");
+}
+
+#[test]
+fn an_adapter_that_cannot_be_imported_changes_nothing() {
+    let project = project();
+    train_elsewhere(&project);
+    let before = (project.read("run/stages.json"), project.read("run/metrics.jsonl"));
+    let refused = |kind: &str, folder: &str| project.refusal(&["import", kind, folder, "--run", "run"], 2);
+    assert!(refused("peft", "run/data").contains("has no adapter_config.json"));
+    assert!(refused("verl", "run/data").contains("verl.model_merger merge"));
+    let other = project.refusal(&["import", "peft", "trained", "--run", "trained"], 2);
+    assert!(other.starts_with("trained: not a run's folder"), "{other}");
+    let mut config: Value = serde_json::from_str(&project.read("trained/adapter_config.json")).unwrap();
+    config["lora_alpha"] = 0.into();
+    project.write("trained/adapter_config.json", &config.to_string());
+    assert!(refused("peft", "trained").contains("lora_alpha is 0; with it the adapter changes nothing"));
+    // Another rank than that of the weights.
+    (config["lora_alpha"], config["r"]) = (8.into(), 2.into());
+    project.write("trained/adapter_config.json", &config.to_string());
+    assert!(refused("peft", "trained").contains("the rank is not the configuration's"));
+    assert_eq!((project.read("run/stages.json"), project.read("run/metrics.jsonl")), before);
+}
