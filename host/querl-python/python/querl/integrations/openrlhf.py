@@ -1,0 +1,80 @@
+"""OpenRLHF 0.11.2: `reward_func` for the form of `--reward.remote_url` that is a Python file.
+
+    # reward.py
+    from querl.integrations.openrlhf import reward_func
+
+    QUERL_CONFIG=/path/of/querl.toml python -m openrlhf.cli.train_ppo_ray --reward.remote_url reward.py --data.label_key querl ...
+
+Interface: `openrlhf/utils/agent.py`, `SingleTurnAgentExecutor`: one sample for each call, in a thread. `queries` are
+prompt and response with special tokens, `prompts` the text that the policy got, `labels` the column of
+`--data.label_key`. Returned are tensors of `rewards`, of `scores`, by which dynamic filtering keeps prompts and which
+are the rewards, and `extra_logs`. The finish reason is not known: responses count as complete, as in the form over
+HTTP.
+
+OpenRLHF has no reward that means none. With `--algo.dynamic_filtering_enable` set QUERL_REJECTED=drop: a rejected
+sample is NaN, which is within no range of scores, so its prompt is replaced by another one. Without the filter NaN
+would spoil the step; then a rejection raises `SampleRejected`, OpenRLHF logs it, and the training ends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._querl import QuerlError
+from . import Config, open_scorer, request, sample_indices, total_of, total_or_raise
+
+#: What ends a turn or a sequence: those of `querl serve reward`. Qwen; Llama 3; Llama 2 and Mistral; Gemma; Phi; DeepSeek.
+END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<｜end▁of▁sentence｜>",
+)
+
+
+def reward_func(
+    queries: Sequence[str],
+    prompts: Sequence[str],
+    labels: Sequence[Any],
+    *,
+    config: Config = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """Totals of the responses in `queries`.
+
+    Raises SampleRejected for a rejection, unless QUERL_REJECTED is `drop`.
+    """
+    import torch
+
+    requests = []
+    for query, prompt, label, index in zip(queries, prompts, labels, sample_indices(labels), strict=True):
+        if label is None or label == "":
+            raise QuerlError("a prompt has no label; expected `--data.label_key` to name the column with the query or its id")
+        requests.append(request(label, response_of(query, prompt), sample_index=index))
+    number: Callable[[Any], float] = _nan_for_rejection if os.environ.get("QUERL_REJECTED") == "drop" else total_or_raise
+    totals = [number(result) for result in open_scorer(config).score(requests)]
+    rewards = torch.tensor(totals, dtype=torch.float32)
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"rejected": torch.isnan(rewards).float()}}
+
+
+def _nan_for_rejection(result: Any) -> float:
+    total = total_of(result)
+    return math.nan if total is None else total
+
+
+def response_of(query: str, prompt: str) -> str:
+    """The response in a decoded sequence, without the end tokens that it ends with."""
+    if not query.startswith(prompt):
+        # OpenRLHF cuts the beginning of a long prompt from the sequence, but not from `prompts`.
+        raise QuerlError("the sequence does not begin with its prompt; raise --data.max_len, or leave long prompts out")
+    response = query[len(prompt) :]
+    while (end := next((token for token in END_TOKENS if response.endswith(token)), None)) is not None:
+        response = response.removesuffix(end)
+    return response

@@ -1,0 +1,82 @@
+"""TRL 1.16: a reward function of `GRPOTrainer`, `RLOOTrainer` and `AsyncGRPOTrainer`.
+
+    trainer = GRPOTrainer(model, reward_funcs=reward_function("querl.toml"), ...)
+
+Interface: `trl/trainer/grpo_trainer.py`, `GRPOTrainer._calculate_rewards`: keyword arguments, each dataset column as a
+list with a value for each completion, `trainer_state`, `log_extra(column, values)` and `log_metric(name, value)`. None
+becomes NaN: the completion is left out of the baseline of its group and has the advantage 0.
+
+Each call logs the same names, whatever its batch has: every process gathers them one after another, and TRL's table of
+completions has a value for each completion in every column.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from typing import Any
+
+from .._querl import Rejection, Score
+from . import Config, label_of, open_scorer, request, sample_indices, text_of, total_of
+
+
+class RewardFunction:
+    """Scores a batch of completions. It can be pickled, as the worker of `AsyncGRPOTrainer` requires."""
+
+    def __init__(self, config: Config = None, *, eos_token_ids: Collection[int] = (), name: str = "querl") -> None:
+        self.scorer = open_scorer(config)
+        self.eos_token_ids = frozenset(eos_token_ids)
+        #: Name of the reward in TRL's metrics: `rewards/querl/mean`.
+        self.__name__ = name
+
+    def __call__(
+        self,
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids: list[list[int]] | None = None,
+        log_extra: Callable[[str, list[Any]], None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        trainer_state: Any = None,
+        **columns: Any,
+    ) -> list[float | None]:
+        """One total for each completion; None for a rejection."""
+        n = len(completions)
+        columns = {name: values for name, values in columns.items() if isinstance(values, (list, tuple)) and len(values) == n}
+        labels = [label_of({name: values[index] for name, values in columns.items()}) for index in range(n)]
+        indices = sample_indices(labels)
+        tokens = completion_ids if completion_ids is not None else [[]] * n
+        step = getattr(trainer_state, "global_step", None)
+        requests = [
+            request(
+                labels[index],
+                text_of(completions[index]),
+                prompt=prompts[index],
+                step=step,
+                sample_index=indices[index],
+                n_tokens=len(tokens[index]),
+                truncated=self._is_truncated(tokens[index]),
+            )
+            for index in range(n)
+        ]
+        results = self.scorer.score(requests)
+        codes = [result.code if isinstance(result, Rejection) else "" for result in results]
+        if log_extra is not None:
+            components = [result.components if isinstance(result, Score) else {} for result in results]
+            log_extra("querl/components", [json.dumps(one, ensure_ascii=False) for one in components])
+            log_extra("querl/rejected", codes)
+        if log_metric is not None:
+            log_metric("querl/rejected", sum(map(bool, codes)) / n if n else 0.0)
+        return [total_of(result) for result in results]
+
+    def _is_truncated(self, tokens: list[int]) -> bool:
+        """As TRL decides it: the last token does not end the sequence. Unknown without the ids of these tokens."""
+        return bool(self.eos_token_ids) and bool(tokens) and tokens[-1] not in self.eos_token_ids
+
+
+def reward_function(config: Config = None, *, eos_token_ids: Collection[int] = (), name: str = "querl") -> RewardFunction:
+    """A reward function over a configuration or a scorer.
+
+    `eos_token_ids` are the tokens that end a completion, padding included: a completion without one at its end counts
+    as cut by the token limit. Without them no completion does.
+    """
+    return RewardFunction(config, eos_token_ids=eos_token_ids, name=name)

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Creates the virtual environments .venv/main and .venv/swift in this folder, with the engines and the package querl.
+#
+# Usage: tests/engines/setup.sh && tests/engines/run.sh
+#
+# Needs Python 3.11, Rust, target/release/querl, and 16 GB of disk. Everything runs on the CPU.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+package=../../host/querl-python
+
+# An environment in the folder $1 with the requirements in the file $2 and the packages that follow, without their dependencies.
+environment() {
+    local folder=$1 requirements=$2
+    shift 2
+    # The last thing that is installed: an installation that was broken off is taken up again.
+    if [[ ! -e $folder/installed ]] || ! cmp --silent "$requirements" "$folder/installed"; then
+        "${PYTHON:-python3}" -m venv "$folder"
+        "$folder/bin/python" -m pip install --quiet --requirement "$requirements"
+        if (($#)); then
+            "$folder/bin/python" -m pip install --quiet --no-deps "$@"
+        fi
+        cp "$requirements" "$folder/installed"
+    fi
+}
+
+# OpenRLHF declares flash-attn and deepspeed, which are built with CUDA; what is tested of it does not import them.
+environment .venv/main requirements.txt openrlhf==0.11.2
+environment .venv/swift requirements-swift.txt
+
+# The package with the program, built once from the source.
+mkdir -p "$package/python/querl/bin"
+cp ../../target/release/querl "$package/python/querl/bin/querl"
+wheels=$(mktemp -d)
+trap 'rm -rf "$wheels"' EXIT
+.venv/main/bin/python -m pip wheel --quiet --no-deps --wheel-dir "$wheels" "$package"
+for folder in .venv/main .venv/swift; do
+    "$folder/bin/python" -m pip install --quiet --force-reinstall --no-deps "$wheels"/querl-*.whl
+done
