@@ -62,7 +62,7 @@ def totals(results: list[Any]) -> list[float | None]:
 def test_an_inherited_scorer_scores(scorer: Any, samples: list[Sample], results: list[Any]) -> None:
     requests = [sample.request for sample in samples[:8]]
     assert in_child(lambda: totals(scorer.score(requests))) == totals(results[:8])
-    # The parent goes on with its own.
+    # The parent keeps its own.
     assert totals(scorer.score(requests)) == totals(results[:8])
 
 

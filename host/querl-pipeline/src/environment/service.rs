@@ -140,7 +140,11 @@ impl RewardEnvironment {
             n_tokens: request.n_tokens,
             truncated: request.truncated,
         };
-        let judged = self.judging.samples(&id);
+        // As in training: held-out queries are judged each time or never.
+        let judged = match split {
+            Split::Train => self.judging.samples(&id),
+            Split::Val | Split::Test => self.judging.samples(&query.id),
+        };
         let policy = WrittenRewrite::parsed(self.scorer.prompts(), &response)?;
         let step = request.step;
         Ok(ScoreRequest { id, group_id, sample_index, step, split, query, columns, prompt, policy, baseline, judged })

@@ -183,7 +183,7 @@ fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> (Config, Vec<
     (config, notes)
 }
 
-/// A note on a limit that is less than the number of processes, each of which keeps at least 1.
+/// A note on a limit below the number of processes: each keeps at least 1.
 fn exceeded(key: &str, limit: usize, n_processes: usize) -> Option<String> {
     (limit < n_processes)
         .then(|| format!("{key} is {limit}, and each of {n_processes} reward processes keeps 1: {n_processes} in all"))

@@ -73,7 +73,7 @@ pub fn import_adapter(run: &Run, format: CheckpointFormat, folder: &Path) -> any
     Ok(Imported { adapter, metrics: log, n_steps_with_metrics: metrics.len(), previous })
 }
 
-fn facts(format: CheckpointFormat, folder: &Path, adapter: &Path, metrics: &Steps) -> anyhow::Result<Facts> {
+fn facts(format: CheckpointFormat, folder: &Path, adapter: &Path, metrics: &RowsByStep) -> anyhow::Result<Facts> {
     let weights = adapter.join(WEIGHTS);
     let digest = digest_file(&weights).with_context(|| format!("{}: cannot be read", weights.display()))?;
     let name = if format == CheckpointFormat::Verl { "verl" } else { "peft" };
@@ -142,7 +142,7 @@ const MAX_BYTES: u64 = 1 << 30;
 type Row = BTreeMap<String, f64>;
 
 /// The rows by their steps.
-type Steps = BTreeMap<u64, Row>;
+type RowsByStep = BTreeMap<u64, Row>;
 
 const LINES: &str = "metrics.jsonl";
 const STATE: &str = "trainer_state.json";
@@ -181,9 +181,9 @@ fn step_in_name(path: &Path) -> Option<u64> {
 }
 
 /// The steps up to `last_step`. Rows of one step are merged: later figures replace earlier ones of the same name.
-fn read_log(path: &Path, last_step: u64) -> anyhow::Result<Steps> {
+fn read_log(path: &Path, last_step: u64) -> anyhow::Result<RowsByStep> {
     let rows = if path.file_name().is_some_and(|name| name == STATE) { read_state(path)? } else { read_lines(path)? };
-    let mut steps = Steps::new();
+    let mut steps = RowsByStep::new();
     for (step, row) in rows.into_iter().filter(|(step, _)| *step <= last_step) {
         steps.entry(step).or_default().extend(row);
     }
@@ -296,9 +296,9 @@ mod tests {
         check_alpha(CheckpointFormat::Verl, folder.path()).unwrap();
     }
 
-    fn metrics(format: CheckpointFormat, folder: &Path, adapter: &Path) -> anyhow::Result<Steps> {
+    fn metrics(format: CheckpointFormat, folder: &Path, adapter: &Path) -> anyhow::Result<RowsByStep> {
         let last_step = checkpoint_step(format, folder).unwrap_or(u64::MAX);
-        find_log(format, folder, adapter).map_or_else(|| Ok(Steps::new()), |log| read_log(&log, last_step))
+        find_log(format, folder, adapter).map_or_else(|| Ok(RowsByStep::new()), |log| read_log(&log, last_step))
     }
 
     fn row(pairs: &[(&str, f64)]) -> Row {
@@ -315,9 +315,9 @@ mod tests {
             r#"{"log_history": [{"step": 1, "loss": 0.5, "epoch": 0.1}, {"step": 2, "reward": -1, "note": "x"}]}"#;
         put(&adapter, "trainer_state.json", history);
         let expected = [(1, row(&[("epoch", 0.1), ("loss", 0.5)])), (2, row(&[("reward", -1.0)]))];
-        assert_eq!(find().unwrap(), Steps::from(expected));
+        assert_eq!(find().unwrap(), RowsByStep::from(expected));
         put(root, "metrics.jsonl", "{\"step\": 3, \"data\": {\"actor/pg_loss\": 0.25, \"text\": \"x\"}}\n\n");
-        assert_eq!(find().unwrap(), Steps::from([(3, row(&[("actor/pg_loss", 0.25)]))]));
+        assert_eq!(find().unwrap(), RowsByStep::from([(3, row(&[("actor/pg_loss", 0.25)]))]));
         let damaged = put(root, "metrics.jsonl", "{\"step\": 3}\n[1]\n");
         let message = refusal(find());
         assert!(message.starts_with(&format!("{}:2: not a JSON object", damaged.display())), "{message}");
@@ -331,7 +331,7 @@ mod tests {
         put(&checkpoint, "merged/lora_adapter/adapter_config.json", "{}");
         let lines = (1..4).map(|step| format!("{{\"step\": {step}, \"data\": {{\"reward\": 0.5}}}}\n"));
         put(folder.path(), "metrics.jsonl", &lines.collect::<String>());
-        let expected = Steps::from([1, 2].map(|step| (step, row(&[("reward", 0.5)]))));
+        let expected = RowsByStep::from([1, 2].map(|step| (step, row(&[("reward", 0.5)]))));
         for named in [checkpoint.clone(), checkpoint.join("merged"), checkpoint.join("merged/lora_adapter")] {
             let adapter = find_adapter(CheckpointFormat::Verl, &named).unwrap();
             assert_eq!(metrics(CheckpointFormat::Verl, &named, &adapter).unwrap(), expected, "{}", named.display());
@@ -343,7 +343,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let text = "{\"step\": 1, \"a\": 1}\n{\"step\": 1, \"b\": 2}\n{\"step\": 2, \"a";
         let path = put(folder.path(), "metrics.jsonl", text);
-        assert_eq!(read_log(&path, 9).unwrap(), Steps::from([(1, row(&[("a", 1.0), ("b", 2.0)]))]));
+        assert_eq!(read_log(&path, 9).unwrap(), RowsByStep::from([(1, row(&[("a", 1.0), ("b", 2.0)]))]));
         // The same with an end is damage.
         put(folder.path(), "metrics.jsonl", &format!("{text}\n"));
         assert!(refusal(read_log(&path, 9)).contains(":3: not a JSON object"));
@@ -356,7 +356,7 @@ mod tests {
         let history =
             r#"{"log_history": [{"step": 1, "loss": NaN, "kl": -Infinity, "reward": 0.5, "note": "a \"NaN\""}]}"#;
         let path = put(folder.path(), "trainer_state.json", history);
-        assert_eq!(read_log(&path, 9).unwrap(), Steps::from([(1, row(&[("reward", 0.5)]))]));
+        assert_eq!(read_log(&path, 9).unwrap(), RowsByStep::from([(1, row(&[("reward", 0.5)]))]));
         let text = r#"{"NaN \\": [Infinity, -1, "\" -Infinity 无"]}"#;
         assert_eq!(null_non_finite(text), r#"{"NaN \\": [null, -1, "\" -Infinity 无"]}"#);
     }
