@@ -232,7 +232,10 @@ fn intervals(m: &mut Mapping, rl: &RlConfig, sizes: &Sizes) {
     m.set("rl.save_steps", &[("save_steps", save.to_string())], "in optimizer steps");
     m.set("rl.save_total_limit", &[("save_total_limit", rl.save_total_limit.to_string())], "");
     m.none("rl.save_interval_s", "TRL saves by steps alone");
-    m.none("rl.early_stopping_patience", "TRL takes all steps; add EarlyStoppingCallback of transformers");
+    match rl.early_stopping_patience {
+        0 => m.set("rl.early_stopping_patience", &[], "TRL takes all steps, as 0 does"),
+        _ => m.none("rl.early_stopping_patience", "TRL takes all steps; add EarlyStoppingCallback of transformers"),
+    }
     m.fixed("logging_steps", "1");
     m.fixed("report_to", text("none"));
 }
@@ -281,7 +284,12 @@ fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
         notes.push("rl.algorithm is replaced by GRPO, which is what grpo.py trains with".to_owned());
     }
     if rl.n_samples < 2 {
-        notes.push(format!("rl.n_samples is {}, and GRPO compares samples: {N_SAMPLES} are taken", rl.n_samples));
+        let (own, there) = (sizes.batch / sizes.n_samples, sizes.batch);
+        notes.push(format!(
+            "rl.n_samples is {}, and GRPO compares samples: {N_SAMPLES} are taken, so that a rollout batch has {there} responses in place \
+             of {own}",
+            rl.n_samples
+        ));
     }
     if rl.kl_coef > 0.0 && (rl.kl_placement, rl.kl_estimator) != (KlPlacement::Loss, KlEstimator::K3) {
         notes.push("the KL to the reference is in the loss, with the estimator k3".to_owned());

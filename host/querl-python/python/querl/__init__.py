@@ -38,8 +38,7 @@ __all__ = [
 ]
 
 # Plugins are compiled by the program, in a process of its own: this one is Python.
-if (_path := _program()) is not None:
-    set_program(_path)
+set_program(_program())
 
 
 def load(config: str | os.PathLike[str], overrides: list[str] | None = None) -> Scorer:

@@ -6,13 +6,16 @@ import os
 import sys
 from typing import NoReturn
 
-from ._program import program
+from ._program import check, program
+from ._querl import QuerlError
 
 
 def main() -> NoReturn:
     path = program()
-    if path is None:
-        sys.exit("querl: this package was built without the program `querl/bin/querl`; name one with QUERL_PROGRAM")
+    try:
+        check(path)
+    except QuerlError as error:
+        sys.exit(f"querl: {error}")
     os.execv(path, [str(path), *sys.argv[1:]])
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from . import _querl
+from ._program import check, program
 from ._querl import Rejection, Score
 from ._rows import rows
 
@@ -57,6 +58,7 @@ class _Plugin(_Wrapper):
         With `trusted_keys` only bundles that one of them signed are opened; with `digest` only this bundle or
         component.
         """
+        check(program())
         self._native = self._class(path, settings, limits, trusted_keys, digest)
 
     @property
@@ -135,6 +137,7 @@ class Scorer(_Wrapper):
         self, config: str | os.PathLike[str], overrides: list[str] | None = None, digests: list[str] | None = None
     ) -> None:
         """With `digests` only these plugins of the configuration are opened, in its order: a pickled object has them."""
+        check(program())
         self._native = _querl.Scorer(config, overrides, digests)
 
     def score(self, requests: object) -> list[Score | Rejection]:

@@ -296,7 +296,10 @@ fn intervals(m: &mut Mapping, run: &ExportedRun) {
     let settings = [("trainer.max_actor_ckpt_to_keep", kept.clone()), ("trainer.max_critic_ckpt_to_keep", kept)];
     m.set("rl.save_total_limit", &settings, "verl keeps no best checkpoint: choose one by its validation reward");
     m.none("rl.save_interval_s", "verl saves by steps alone");
-    m.none("rl.early_stopping_patience", "verl takes all steps");
+    match rl.early_stopping_patience {
+        0 => m.set("rl.early_stopping_patience", &[], "verl takes all steps, as 0 does"),
+        _ => m.none("rl.early_stopping_patience", "verl takes all steps"),
+    }
 }
 
 fn cluster_settings(m: &mut Mapping, config: &Config, cluster: Cluster) {
