@@ -85,5 +85,7 @@ fn text(imported: &Imported, run: &Path) -> String {
     };
     let kept =
         previous.as_ref().map(|path| format!("; the earlier results are in {}", path.display())).unwrap_or_default();
-    format!("{run}: rl is {adapter}, {figures}{kept}\nevaluate it with `querl eval {run}/config.resolved.toml`\n")
+    format!(
+        "{run}: rl is {adapter}, {figures}{kept}\nevaluate it with `querl eval {run}/config.resolved.toml --out {run}`\n"
+    )
 }
