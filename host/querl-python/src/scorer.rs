@@ -7,9 +7,8 @@ use crate::results;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
-use querl_core::config::{Config, Overrides, load, load_resolved};
+use querl_core::config::{Config, Overrides};
 use querl_core::ports::Silent;
-use querl_core::run_dir::RunDir;
 use querl_core::scoring::{RewardRequest, RewardService};
 use querl_pipeline::RewardEnvironment;
 use std::path::{Path, PathBuf};
@@ -106,17 +105,8 @@ fn open(path: &Path, overrides: &[String], digests: Option<&[String]>) -> PyResu
     Ok(Arc::new(environment))
 }
 
-/// The configuration in a file; or of a run, with the rows in its folder. And the file.
+/// The configuration in a file or of a run, and the path of the file.
 pub(crate) fn read_config(path: &Path, set: Vec<String>) -> PyResult<(Config, PathBuf)> {
-    let resolved = RunDir::new(path).config();
-    if !resolved.is_file() {
-        let config = load(path, &Overrides { set, ..Overrides::default() }).map_err(failed)?;
-        return Ok((config, path.to_owned()));
-    }
-    let config = match set.is_empty() {
-        true => load_resolved(&resolved).map_err(failed)?,
-        false => load(&resolved, &Overrides { set, ..Overrides::default() }).map_err(failed)?,
-    };
-    // The folder may have been moved since.
-    Ok((Config { output_dir: std::path::absolute(path)?, ..config }, resolved))
+    let overrides = Overrides { set, ..Overrides::default() };
+    RewardEnvironment::read_config(path, &overrides).map_err(|error| failed_with_causes(&error))
 }

@@ -31,6 +31,7 @@ mod slime;
 
 pub use server::RewardOptions;
 
+use crate::body::JsonFields;
 use crate::connections::ConnectionHandle;
 use crate::error::{ErrorForm, ErrorResponse};
 use crate::key::unauthorized;
@@ -40,7 +41,8 @@ use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
-use querl_core::scoring::RewardService;
+use querl_core::records::EpisodeRecord;
+use querl_core::scoring::{RewardRequest, RewardService};
 use serde_json::{Value, json};
 use server::RewardServer;
 use std::sync::Arc;
@@ -81,18 +83,29 @@ fn respond(result: Result<Value, ErrorResponse>) -> Response {
     result.map_or_else(|error| error.into_body(ErrorForm::OpenAi), |body| Json(body).into_response())
 }
 
+/// Parses a body, scores what it asks, and answers. `parse` also returns what `answer` needs of the body.
+async fn scored<T>(
+    (server, connection): (&RewardServer, &ConnectionHandle),
+    (request, expected): (Request, &str),
+    parse: impl FnOnce(JsonFields) -> Result<(T, Vec<RewardRequest>), ErrorResponse>,
+    answer: impl FnOnce(T, &[EpisodeRecord]) -> Result<Value, ErrorResponse>,
+) -> Response {
+    let response = async {
+        let (kept, requests) = parse(server.read(request, expected).await?)?;
+        let _slot = connection.begin_request()?;
+        answer(kept, &server.score(requests).await?)
+    };
+    respond(response.await)
+}
+
 async fn score(
     State(server): State<Arc<RewardServer>>,
     Extension(connection): Extension<ConnectionHandle>,
     request: Request,
 ) -> Response {
-    let response = async {
-        let requests = score::requests(server.read(request, score::EXPECTED).await?, &server.options)?;
-        let _slot = connection.begin_request()?;
-        let records = server.score(requests).await?;
-        Ok::<_, ErrorResponse>(score::response(&records, server.range()))
-    };
-    respond(response.await)
+    let parse = |fields| Ok(((), score::requests(fields, &server.options)?));
+    let answer = |(), records: &[EpisodeRecord]| Ok(score::response(records, server.range()));
+    scored((&server, &connection), (request, score::EXPECTED), parse, answer).await
 }
 
 async fn openrlhf(
@@ -100,15 +113,11 @@ async fn openrlhf(
     Extension(connection): Extension<ConnectionHandle>,
     request: Request,
 ) -> Response {
-    let response = async {
-        let requests = openrlhf::requests(server.read(request, openrlhf::EXPECTED).await?, &server.options)?;
-        let _slot = connection.begin_request()?;
-        let records = server.score(requests).await?;
-        let rejected_reward = server.options.rejected_reward;
-        let names = server.component_names();
-        openrlhf::response(&records, &names, rejected_reward)
+    let parse = |fields| Ok(((), openrlhf::requests(fields, &server.options)?));
+    let answer = |(), records: &[EpisodeRecord]| {
+        openrlhf::response(records, &server.component_names(), server.options.rejected_reward)
     };
-    respond(response.await)
+    scored((&server, &connection), (request, openrlhf::EXPECTED), parse, answer).await
 }
 
 async fn slime(
@@ -116,13 +125,9 @@ async fn slime(
     Extension(connection): Extension<ConnectionHandle>,
     request: Request,
 ) -> Response {
-    let response = async {
-        let asked = slime::request(server.read(request, slime::EXPECTED).await?)?;
-        let _slot = connection.begin_request()?;
-        let records = server.score(vec![asked]).await?;
-        slime::number(&records[0], server.options.rejected_reward)
-    };
-    respond(response.await)
+    let parse = |fields| Ok(((), vec![slime::request(fields)?]));
+    let answer = |(), records: &[EpisodeRecord]| slime::number(&records[0], server.options.rejected_reward);
+    scored((&server, &connection), (request, slime::EXPECTED), parse, answer).await
 }
 
 async fn slime_dict(
@@ -130,13 +135,9 @@ async fn slime_dict(
     Extension(connection): Extension<ConnectionHandle>,
     request: Request,
 ) -> Response {
-    let response = async {
-        let asked = slime::request(server.read(request, slime::EXPECTED).await?)?;
-        let _slot = connection.begin_request()?;
-        let records = server.score(vec![asked]).await?;
-        slime::dict(&records[0], server.options.rejected_reward)
-    };
-    respond(response.await)
+    let parse = |fields| Ok(((), vec![slime::request(fields)?]));
+    let answer = |(), records: &[EpisodeRecord]| slime::dict(&records[0], server.options.rejected_reward);
+    scored((&server, &connection), (request, slime::EXPECTED), parse, answer).await
 }
 
 /// A session has no state: all that `/verify` needs is in its request.
@@ -149,14 +150,14 @@ async fn verify(
     Extension(connection): Extension<ConnectionHandle>,
     request: Request,
 ) -> Response {
-    let response = async {
-        let row = nemo_gym::Row::new(server.read(request, nemo_gym::EXPECTED).await?)?;
+    let parse = |fields| {
+        let row = nemo_gym::Row::new(fields)?;
         let asked = row.request()?;
-        let _slot = connection.begin_request()?;
-        let records = server.score(vec![asked]).await?;
-        row.response(&records[0], server.options.rejected_reward)
+        Ok((row, vec![asked]))
     };
-    respond(response.await)
+    let answer =
+        |row: nemo_gym::Row, records: &[EpisodeRecord]| row.response(&records[0], server.options.rejected_reward);
+    scored((&server, &connection), (request, nemo_gym::EXPECTED), parse, answer).await
 }
 
 async fn aggregate_metrics(State(server): State<Arc<RewardServer>>, request: Request) -> Response {

@@ -3,16 +3,19 @@
 use super::columns::RowColumns;
 use super::judging::Judging;
 use super::scorer::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, Services, WrittenRewrite};
+use crate::failure::Stop;
 use crate::ledger::rows_of;
 use crate::run::Run;
-use querl_core::config::{Config, EmbeddingKind, RerankKind};
+use anyhow::Context;
+use querl_core::config::{Config, EmbeddingKind, Overrides, RerankKind, load, load_resolved};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{EnvironmentError, PolicyResponse, Reporter, RewardRange};
 use querl_core::records::{CallFailure, Columns, DatasetRow, EpisodeRecord, FailureKind, Message, QueryRow, Split};
+use querl_core::run_dir::RunDir;
 use querl_core::scoring::{InlineQuery, RewardQuery, RewardRequest, RewardService};
 use querl_data::query_id;
 use std::collections::{HashMap, HashSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -66,6 +69,28 @@ impl RewardEnvironment {
         let baselines = Baselines::new(validated, run.config.retrieval.kind);
         let judging = Judging::of(&run.config.judge);
         Ok(Self { run, scorer, rows, columns, baselines, judging })
+    }
+
+    /// The configuration in a file; or of a run, with the rows in its folder, which may have been moved. And the path of the file.
+    ///
+    /// # Errors
+    /// It cannot be used, or a folder is not that of a run.
+    pub fn read_config(path: &Path, overrides: &Overrides) -> anyhow::Result<(Config, PathBuf)> {
+        if !path.is_dir() {
+            return Ok((load(path, overrides)?, path.to_owned()));
+        }
+        let resolved = RunDir::new(path).config();
+        if !resolved.is_file() {
+            let problem =
+                "not a run's folder: it has no config.resolved.toml; run `querl run` first, or name a configuration";
+            return Err(Stop::usage(format!("{}: {problem}", path.display())).into());
+        }
+        let config = match overrides.set.is_empty() {
+            true => load_resolved(&resolved)?,
+            false => load(&resolved, overrides)?,
+        };
+        let folder = std::path::absolute(path).with_context(|| path.display().to_string())?;
+        Ok((Config { output_dir: folder, ..config }, resolved))
     }
 
     /// The configuration in force.

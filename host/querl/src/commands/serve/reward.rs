@@ -1,15 +1,12 @@
 //! `querl serve reward`: the environment of a run scores responses of other RL engines over HTTP.
 
 use super::{ListenArgs, announce, is_interrupted, served};
-use crate::args::{load_config, usage};
 use crate::model_hub;
 use crate::terminal::Terminal;
-use anyhow::Context;
 use clap::Args;
-use querl_core::config::{Config, Overrides, load_resolved};
+use querl_core::config::Overrides;
 use querl_core::ports::{EnvironmentError, RewardRange};
 use querl_core::records::EpisodeRecord;
-use querl_core::run_dir::RunDir;
 use querl_core::scoring::{RewardRequest, RewardService};
 use querl_pipeline::{RewardEnvironment, interrupt};
 use querl_serve::{RewardOptions, bind, block_on, reward_router, serve, wait_until};
@@ -64,7 +61,8 @@ pub(super) fn reward(args: &RewardArgs) -> anyhow::Result<()> {
         api_key: args.listen.api_key()?,
         ..RewardOptions::default()
     };
-    let (config, path) = config(args)?;
+    let overrides = Overrides { set: args.set.clone(), model_hub: Some(model_hub::find), ..Overrides::default() };
+    let (config, path) = RewardEnvironment::read_config(&args.path, &overrides)?;
     let environment = Arc::new(RewardEnvironment::open(config, &path, Arc::new(Terminal))?);
     args.listen.warn_if_open();
     let range = environment.range();
@@ -77,26 +75,6 @@ pub(super) fn reward(args: &RewardArgs) -> anyhow::Result<()> {
         serve(listener, app, args.listen.limits(), wait_until(is_interrupted)).await;
         Ok(())
     }))
-}
-
-/// The configuration of a run, with the rows in its folder; or of a file. And the path of its file.
-fn config(args: &RewardArgs) -> anyhow::Result<(Config, PathBuf)> {
-    let overrides = Overrides { set: args.set.clone(), model_hub: Some(model_hub::find), ..Overrides::default() };
-    if !args.path.is_dir() {
-        return Ok((load_config(&args.path, overrides)?, args.path.clone()));
-    }
-    let resolved = RunDir::new(&args.path).config();
-    if !resolved.is_file() {
-        let problem =
-            "not a run's folder: it has no config.resolved.toml; run `querl run` first, or name a configuration";
-        return Err(usage(format!("{}: {problem}", args.path.display())).into());
-    }
-    let config = match args.set.is_empty() {
-        true => load_resolved(&resolved)?,
-        false => load_config(&resolved, overrides)?,
-    };
-    let folder = std::path::absolute(&args.path).with_context(|| args.path.display().to_string())?;
-    Ok((Config { output_dir: folder, ..config }, resolved))
 }
 
 fn finite(text: &str) -> Result<f64, String> {
