@@ -334,8 +334,6 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
     match retrieval.kind {
         RetrievalKind::Embedded => {
             need("retrieval.knowledge_base", retrieval.knowledge_base.is_some(), "retrieval.kind = \"embedded\"");
-            let by = "retrieval.kind = \"embedded\" without a retrieval.rerank";
-            need("retrieval.lexicon", retrieval.lexicon.is_some() || retrieval.rerank.kind != RerankKind::None, by);
         }
         RetrievalKind::Http => need("retrieval.url", retrieval.url.is_some(), "retrieval.kind = \"http\""),
         RetrievalKind::None => {}

@@ -45,7 +45,7 @@ pub use services::{
     RerankScores, ScoreOrder, ServiceKind, ServicePrice,
 };
 pub use sources::{
-    EndpointConfig, HistoryForm, JudgeConfig, JudgeForm, JudgeKind, Provider, ReasoningEffort, ResponseFormat,
+    EndpointConfig, HistoryForm, JudgeConfig, JudgeForm, JudgeKind, Language, Provider, ReasoningEffort, ResponseFormat,
     RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind,
 };
 pub use training::{

@@ -295,6 +295,61 @@ pub enum RetrievalKind {
     None,
 }
 
+/// Language of the knowledge base: how texts are split into words, and how words are normalised.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum Language {
+    /// Detected from the passages.
+    #[default]
+    Auto,
+    /// Chinese, or Chinese with words of other languages: jieba's segmentation.
+    Zh,
+    /// Arabic.
+    Ar,
+    /// Danish.
+    Da,
+    /// Dutch.
+    Nl,
+    /// English.
+    En,
+    /// Finnish.
+    Fi,
+    /// French.
+    Fr,
+    /// German.
+    De,
+    /// Greek.
+    El,
+    /// Hungarian.
+    Hu,
+    /// Italian.
+    It,
+    /// Norwegian.
+    No,
+    /// Portuguese.
+    Pt,
+    /// Romanian.
+    Ro,
+    /// Russian.
+    Ru,
+    /// Spanish.
+    Es,
+    /// Swedish.
+    Sv,
+    /// Tamil.
+    Ta,
+    /// Turkish.
+    Tr,
+    /// Any other language with spaces between words: no stemming.
+    Other,
+}
+
+impl Language {
+    fn is_auto(&self) -> bool {
+        *self == Self::Auto
+    }
+}
+
 /// Form of the history in requests to a retrieval service.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -317,7 +372,11 @@ pub struct RetrievalConfig {
     /// `embedded`: passages, jsonl with `id`, `title`, `text`.
     #[serde(default)]
     pub knowledge_base: Option<PathBuf>,
-    /// `embedded`, and the rubric judge: the tenant's products, aliases, intents and synonyms.
+    /// `embedded`: language of the passages. `auto` detects it; languages with word endings are stemmed, Chinese is segmented by jieba.
+    #[serde(default, skip_serializing_if = "Language::is_auto")]
+    pub language: Language,
+    /// `embedded`, and the rubric judge: the tenant's products, aliases, intents and synonyms. Without a lexicon the passages stay in the
+    /// order in which the rewrite found them.
     #[serde(default)]
     pub lexicon: Option<PathBuf>,
     /// `embedded`: user dictionary of the word segmentation in jieba's format, one `word [frequency] [tag]` per line.

@@ -3,14 +3,13 @@
 use crate::error::DataError;
 use crate::retrieval::vocabulary::Segmenter;
 use crate::table::MAX_VOCABULARY_BYTES;
-use crate::text::normalise;
 use querl_core::fsx::read_text_bounded;
 use querl_core::records::Context;
 use serde::Deserialize;
 use std::collections::HashMap;
 use std::path::Path;
 
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct LexiconFile {
     products: Vec<Product>,
@@ -83,8 +82,7 @@ pub(crate) struct IntentMention {
 /// A tenant's lexicon, indexed for lookups.
 #[derive(Debug, Clone)]
 pub struct Lexicon {
-    products: Vec<Product>,
-    intents: Vec<Intent>,
+    file: LexiconFile,
     product_phrases: PhraseTable<ProductMention>,
     intent_phrases: PhraseTable<IntentMention>,
     synonym_group: HashMap<String, usize>,
@@ -113,32 +111,49 @@ impl Lexicon {
         if file.products.is_empty() || file.intents.is_empty() {
             return Err("it needs at least one product and one intent".into());
         }
-        Ok(Self::new(file))
+        Ok(Self::new(file, Segmenter::default()))
     }
 
-    fn new(file: LexiconFile) -> Self {
+    /// A lexicon without entries: its words are those of the segmentation.
+    pub(crate) fn empty(segmenter: Segmenter) -> Self {
+        Self::new(LexiconFile::default(), segmenter)
+    }
+
+    fn new(file: LexiconFile, segmenter: Segmenter) -> Self {
+        let form = |text: &str| segmenter.phrase_form(text);
+        let whole_words = segmenter.is_spaced();
         let groups = file.synonyms.iter().enumerate();
         let synonyms: Vec<(String, usize)> =
-            groups.flat_map(|(group, words)| words.iter().map(move |word| (normalise(word), group))).collect();
+            groups.flat_map(|(group, words)| words.iter().map(move |word| (form(word), group))).collect();
         let sounds = file.homophones.iter().filter_map(|sound| Some((sound.chars().next()?, sound.chars())));
         let homophones: HashMap<char, char> =
             sounds.flat_map(|(first, all)| all.map(move |character| (character, first))).collect();
-        let names =
-            product_phrases(&file.products).into_iter().map(|(name, mention)| (sound(&homophones, &name), mention));
+        let names = product_phrases(&file.products, form)
+            .into_iter()
+            .map(|(name, mention)| (sound(&homophones, &name), mention));
         Self {
-            product_phrases: PhraseTable::new(names),
+            product_phrases: PhraseTable::new(names, whole_words),
             homophones,
-            intent_phrases: PhraseTable::new(intent_phrases(&file.intents)),
-            synonym_phrases: PhraseTable::new(synonyms.iter().cloned()),
+            intent_phrases: PhraseTable::new(intent_phrases(&file.intents, form), whole_words),
+            synonym_phrases: PhraseTable::new(synonyms.iter().cloned(), whole_words),
             synonym_group: synonyms.into_iter().rev().collect(),
-            products: file.products,
-            intents: file.intents,
-            segmenter: Segmenter::default(),
+            file,
+            segmenter,
         }
     }
 
     pub(crate) fn with_segmenter(self, segmenter: Segmenter) -> Self {
-        Self { segmenter, ..self }
+        Self::new(self.file, segmenter)
+    }
+
+    /// The form of a text in which phrases are found.
+    pub(crate) fn phrase_form(&self, text: &str) -> String {
+        self.segmenter.phrase_form(text)
+    }
+
+    /// Whether words are separated by spaces.
+    pub(crate) fn is_spaced(&self) -> bool {
+        self.segmenter.is_spaced()
     }
 
     pub(crate) fn words(&self, text: &str) -> Vec<String> {
@@ -147,12 +162,12 @@ impl Lexicon {
 
     /// The products, in the order of the file.
     pub fn products(&self) -> &[Product] {
-        &self.products
+        &self.file.products
     }
 
     /// The intents, in the order of the file.
     pub fn intents(&self) -> &[Intent] {
-        &self.intents
+        &self.file.intents
     }
 
     /// Products named in a normalised text, in order, and the rest of the text.
@@ -182,21 +197,21 @@ fn sound(homophones: &HashMap<char, char>, text: &str) -> String {
     text.chars().map(|character| homophones.get(&character).copied().unwrap_or(character)).collect()
 }
 
-fn product_phrases(products: &[Product]) -> Vec<(String, ProductMention)> {
+fn product_phrases(products: &[Product], form: impl Fn(&str) -> String + Copy) -> Vec<(String, ProductMention)> {
     let names = products
         .iter()
         .enumerate()
-        .map(|(product, entry)| (normalise(&entry.name), ProductMention { product, canonical: true }));
+        .map(|(product, entry)| (form(&entry.name), ProductMention { product, canonical: true }));
     let aliases = products.iter().enumerate().flat_map(|(product, entry)| {
-        entry.aliases.iter().map(move |alias| (normalise(alias), ProductMention { product, canonical: false }))
+        entry.aliases.iter().map(move |alias| (form(alias), ProductMention { product, canonical: false }))
     });
     names.chain(aliases).collect()
 }
 
-fn intent_phrases(intents: &[Intent]) -> Vec<(String, IntentMention)> {
+fn intent_phrases(intents: &[Intent], form: impl Fn(&str) -> String + Copy) -> Vec<(String, IntentMention)> {
     let words = |pick: fn(&Intent) -> &[String], expression| {
         intents.iter().enumerate().flat_map(move |(intent, entry)| {
-            pick(entry).iter().map(move |word| (normalise(word), IntentMention { intent, expression }))
+            pick(entry).iter().map(move |word| (form(word), IntentMention { intent, expression }))
         })
     };
     // The first of equal phrases wins: house words before general ones before cues.
@@ -212,6 +227,8 @@ fn intent_phrases(intents: &[Intent]) -> Vec<(String, IntentMention)> {
 pub(crate) struct PhraseTable<T> {
     /// By first character, longest first.
     entries: HashMap<char, Vec<(Vec<char>, T)>>,
+    /// A phrase begins and ends at a space or an end of the text.
+    whole_words: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -222,8 +239,8 @@ pub(crate) struct PhraseMatch<T> {
 }
 
 impl<T: Copy> PhraseTable<T> {
-    /// Phrases must be normalised like the texts that are searched. Of equal phrases the first wins.
-    pub(crate) fn new(phrases: impl IntoIterator<Item = (String, T)>) -> Self {
+    /// Phrases must have the form of the texts that are searched. Of equal phrases the first wins.
+    pub(crate) fn new(phrases: impl IntoIterator<Item = (String, T)>, whole_words: bool) -> Self {
         let mut entries: Vec<(Vec<char>, T)> =
             phrases.into_iter().map(|(phrase, value)| (phrase.chars().collect(), value)).collect();
         entries.retain(|(phrase, _)| !phrase.is_empty());
@@ -232,7 +249,7 @@ impl<T: Copy> PhraseTable<T> {
         for entry in entries {
             by_first.entry(entry.0[0]).or_default().push(entry);
         }
-        Self { entries: by_first }
+        Self { entries: by_first, whole_words }
     }
 
     /// All phrases in `text`, in order.
@@ -241,7 +258,7 @@ impl<T: Copy> PhraseTable<T> {
         let mut start = 0;
         while start < text.len() {
             let mut entries = self.entries.get(&text[start]).into_iter().flatten();
-            match entries.find(|(phrase, _)| text[start..].starts_with(phrase)) {
+            match entries.find(|(phrase, _)| self.is_at(phrase, text, start)) {
                 Some((phrase, value)) => {
                     found.push(PhraseMatch { start, len: phrase.len(), value: *value });
                     start += phrase.len();
@@ -250,6 +267,12 @@ impl<T: Copy> PhraseTable<T> {
             }
         }
         found
+    }
+
+    fn is_at(&self, phrase: &[char], text: &[char], start: usize) -> bool {
+        let is_edge = |position: Option<usize>| position.and_then(|position| text.get(position)).is_none_or(|c| *c == ' ');
+        text[start..].starts_with(phrase)
+            && (!self.whole_words || is_edge(start.checked_sub(1)) && is_edge(Some(start + phrase.len())))
     }
 }
 
@@ -302,9 +325,9 @@ impl TermSet {
 impl QueryIntent {
     /// Derives product and intents from a query in its context.
     pub fn read(lexicon: &Lexicon, query: &str, context: &Context) -> Self {
-        let query = normalise(query);
+        let query = lexicon.phrase_form(query);
         let (mentions, rest) = lexicon.products_in(&query);
-        let (past, _) = lexicon.products_in(&normalise(&context.history_summary));
+        let (past, _) = lexicon.products_in(&lexicon.phrase_form(&context.history_summary));
         // A history summary is in order: its last product is the current one.
         let in_history = past.last().map(|mention| mention.value.product);
         let product = match mentions.first() {
@@ -319,7 +342,7 @@ impl QueryIntent {
             intents: intents(lexicon, &phrases),
             wording: TermSet::read(lexicon, &rest),
             particulars: TermSet::read(lexicon, &without(&rest, &phrases)),
-            profile_words: lexicon.words(&normalise(&context.user_profile)),
+            profile_words: lexicon.words(&lexicon.phrase_form(&context.user_profile)),
         }
     }
 
@@ -358,8 +381,15 @@ mod tests {
 
     #[test]
     fn the_longest_phrase_wins() {
-        let table = PhraseTable::new([("适宜人群".to_owned(), 3), ("不适宜人群".to_owned(), 2)]);
+        let table = PhraseTable::new([("适宜人群".to_owned(), 3), ("不适宜人群".to_owned(), 2)], false);
         let text: Vec<char> = "看不适宜人群".chars().collect();
         assert_eq!(table.find(&text), [PhraseMatch { start: 1, len: 5, value: 2 }]);
+    }
+
+    #[test]
+    fn phrases_of_spaced_languages_match_whole_words() {
+        let table = PhraseTable::new([("tea".to_owned(), 1)], true);
+        let found = |text: &str| table.find(&text.chars().collect::<Vec<_>>()).len();
+        assert_eq!([found("steam"), found("tea"), found("a tea cup"), found("teas")], [0, 1, 1, 0]);
     }
 }

@@ -7,7 +7,6 @@ use crate::client::chat::ChatClient;
 use crate::client::response_cache::{CacheTable, ServiceCache};
 use crate::error::DataError;
 use crate::retrieval::vocabulary::Vocabulary;
-use crate::text::normalise;
 use async_trait::async_trait;
 use lexicon::{Expression, Lexicon, QueryIntent, TermSet};
 use querl_core::config::{JudgeConfig, JudgeKind, RetrievalConfig};
@@ -81,6 +80,8 @@ mod points {
 
 /// Up to this length a rewrite gets all points for conciseness, from twice this length none.
 const CONCISE_CHARS: usize = 24;
+/// Chinese characters for which a word of other languages counts.
+const CHARS_PER_WORD: usize = 2;
 
 /// Deterministic rubric over the tenant's lexicon. A stand-in: it does not measure what a person would prefer.
 #[derive(Debug)]
@@ -96,7 +97,7 @@ impl RubricJudge {
 
     /// Points from 0 to 5 in steps of 0.1, with the reasons.
     pub fn score(&self, request: &JudgeRequest<'_>) -> (f64, String) {
-        let rewrite = normalise(request.rewrite);
+        let rewrite = self.lexicon.phrase_form(request.rewrite);
         if rewrite.is_empty() {
             return (0.0, "改写为空".into());
         }
@@ -106,12 +107,15 @@ impl RubricJudge {
         // A text without product and intent gets no points for being short.
         let worth = if product > 0.0 || intent > 0.0 { 1.0 } else { 0.0 };
         let context = worth * points::CONTEXT * self.kept_share(&query_intent, &rewrite);
-        let length = request.rewrite.chars().filter(|character| !character.is_whitespace()).count();
+        let length = match self.lexicon.is_spaced() {
+            true => CHARS_PER_WORD * request.rewrite.split_whitespace().count(),
+            false => request.rewrite.chars().filter(|character| !character.is_whitespace()).count(),
+        };
         let concise = worth * points::CONCISE * conciseness(length);
         let mut reasons =
             vec![product_reason, intent_reason, format!("保留原意 {context:.1}"), format!("简洁 {concise:.1}")];
         let mut score = product + intent + context + concise;
-        if rewrite == normalise(request.query) {
+        if rewrite == self.lexicon.phrase_form(request.query) {
             score = score.min(points::COPY);
             reasons.push("照抄原句".into());
         }

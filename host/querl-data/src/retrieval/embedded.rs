@@ -5,11 +5,12 @@ use crate::error::DataError;
 use crate::judge::lexicon::QueryIntent;
 use crate::retrieval::embedding::{LocalModelCalls, query_prefix};
 use crate::retrieval::index::{PassageIndex, SourcesDigest, open_lexicon};
+use crate::retrieval::language::language;
 use crate::retrieval::lexicon_reranker::{CorpusCounts, LexiconReranker};
 use crate::retrieval::vocabulary::Vocabulary;
 use crate::retrieval::{LocalModels, Passage, RetrievalBackend, RetrievalLimits};
 use async_trait::async_trait;
-use querl_core::config::{RerankKind, RetrievalConfig};
+use querl_core::config::RetrievalConfig;
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
 use std::collections::BTreeMap;
@@ -29,8 +30,7 @@ pub struct EmbeddedRetriever {
 
 struct Searcher {
     index: PassageIndex,
-    /// `None` if a separate reranker scores the hits.
-    reranker: Option<LexiconReranker>,
+    reranker: LexiconReranker,
     vectors: Option<Vectors>,
 }
 
@@ -47,19 +47,14 @@ impl EmbeddedRetriever {
     /// Opens the index of a knowledge base and builds it if necessary.
     ///
     /// # Errors
-    /// `retrieval.knowledge_base` or `retrieval.lexicon` is not set, or a file cannot be used.
+    /// `retrieval.knowledge_base` is not set, or a file cannot be used.
     pub fn open(config: &RetrievalConfig, models: &LocalModels) -> Result<Self, DataError> {
         let knowledge_base = required(config.knowledge_base.as_deref(), "knowledge_base")?;
         let embedder = models.embedder.clone();
-        let digest = SourcesDigest::of(knowledge_base, config, embedder.as_deref())?;
+        let digest = SourcesDigest::of(knowledge_base, config, language(config), embedder.as_deref())?;
         let vocabulary = Vocabulary::open(config)?;
-        let lexicon = open_lexicon(config, &vocabulary.segmenter)?;
-        if lexicon.is_none() && config.rerank.kind == RerankKind::None {
-            required(None, "lexicon")?;
-        }
-        let reranker = lexicon.map(LexiconReranker::new);
-        let index =
-            PassageIndex::open(knowledge_base, config, &digest, vocabulary, reranker.as_ref(), embedder.as_deref())?;
+        let reranker = LexiconReranker::new(open_lexicon(config, &vocabulary.segmenter)?);
+        let index = PassageIndex::open(knowledge_base, config, &digest, vocabulary, &reranker, embedder.as_deref())?;
         let query_prefix = query_prefix(&config.embedding, embedder.as_deref());
         let vectors = embedder.map(|embedder| Vectors { embedder, query_prefix });
         let max_concurrent = match &vectors {
@@ -74,16 +69,16 @@ impl EmbeddedRetriever {
 
     /// Product and intents of a query in its context; `None` without a lexicon.
     pub fn query_intent(&self, query: &str, context: &Context) -> Option<QueryIntent> {
-        self.searcher.reranker.as_ref().map(|reranker| reranker.query_intent(query, context))
+        let reranker = &self.searcher.reranker;
+        (!reranker.has_no_products()).then(|| reranker.query_intent(query, context))
     }
 
     /// All passages with their reranker scores, best first; of equal scores the earlier passage first.
     ///
     /// # Errors
-    /// The index fails, or there is no lexicon.
+    /// The index fails.
     pub fn rank_all(&self, query_intent: &QueryIntent) -> Result<Vec<(Passage, f64)>, CallFailure> {
         let Searcher { index, reranker, .. } = self.searcher.as_ref();
-        let reranker = reranker.as_ref().ok_or_else(|| broken("there is no lexicon to rank by"))?;
         let weighed = reranker.weigh(query_intent.clone(), index);
         let score = |position| {
             let stored = index.stored(position).map_err(|error| broken(&error.to_string()))?;
@@ -117,19 +112,17 @@ impl Searcher {
             }
             None => by_words,
         };
-        let reranker = self.reranker.as_ref();
-        let weighed = reranker.map(|reranker| {
-            let query_intent = reranker.query_intent(request.original_query, request.context);
-            (reranker, reranker.weigh(query_intent, &self.index))
-        });
+        let query_intent = self.reranker.query_intent(request.original_query, request.context);
+        let weighed = self.reranker.weigh(query_intent, &self.index);
         let hit = |(position, first_score): Candidate| {
             let stored = self.index.stored(position).map_err(in_index)?;
-            let score = weighed.as_ref().map_or(0.0, |(reranker, weighed)| reranker.score(weighed, &stored.traits));
+            let score = self.reranker.score(&weighed, &stored.traits);
             let (id, text) = (stored.passage.id.clone(), stored.passage.full_text());
             Ok(Hit { id, text, reranker_score: score, retrieval_score: Some(first_score), rank: 0 })
         };
-        // Of equal reranker scores, the first stage's order holds.
-        Ok(limits.apply(candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, String>>()?))
+        let hits = candidates.into_iter().map(hit).collect::<Result<Vec<Hit>, String>>()?;
+        // Of equal reranker scores, the first stage's order holds. Shared words alone say less than that order.
+        Ok(if self.reranker.has_no_products() { limits.apply_in_order(hits) } else { limits.apply(hits) })
     }
 }
 

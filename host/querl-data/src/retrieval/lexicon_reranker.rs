@@ -6,7 +6,6 @@
 
 use crate::judge::lexicon::{Lexicon, QueryIntent};
 use crate::retrieval::Passage;
-use crate::text::normalise;
 use querl_core::records::{Context, logistic};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeSet, HashSet};
@@ -88,8 +87,16 @@ impl LexiconReranker {
         WeightedIntent { query_intent, terms }
     }
 
-    /// Relevance of a passage, 0 to 1.
+    /// Whether the lexicon has no products, so that passages cannot be ranked by product and intent.
+    pub(crate) fn has_no_products(&self) -> bool {
+        self.lexicon.products().is_empty()
+    }
+
+    /// Relevance of a passage, 0 to 1. Without products it is 0.5, and the half of the share of the query's words that the passage has.
     pub(crate) fn score(&self, weighed: &WeightedIntent, passage: &PassageTraits) -> f64 {
+        if self.has_no_products() {
+            return 0.5 + 0.5 * weighed.share_held(passage);
+        }
         let query_intent = &weighed.query_intent;
         let product = self.product_match(query_intent, passage);
         let intent = intent_match(query_intent, passage);
@@ -114,9 +121,9 @@ impl LexiconReranker {
 
     pub(crate) fn traits(&self, passage: &Passage) -> PassageTraits {
         let lexicon = &self.lexicon;
-        let (title_products, title) = lexicon.products_in(&normalise(&passage.title));
-        let (text_products, text) = lexicon.products_in(&normalise(&passage.text));
-        let words = lexicon.words(&title.iter().chain(&text).collect::<String>());
+        let (title_products, title) = lexicon.products_in(&lexicon.phrase_form(&passage.title));
+        let (text_products, text) = lexicon.products_in(&lexicon.phrase_form(&passage.text));
+        let words = lexicon.words(&title.iter().chain([&' ']).chain(&text).collect::<String>());
         let words = words.iter().filter_map(|word| term(lexicon, word));
         let groups = lexicon.synonyms_in(&text).into_iter().map(|found| group_term(found.value));
         let named = |canonical: bool| title_products.iter().find(|found| found.value.canonical == canonical);
@@ -179,11 +186,18 @@ fn group_term(group: usize) -> String {
     format!("#{group}")
 }
 
-/// Dice coefficient of the characters of two names.
+/// Dice coefficient of two names, of their characters or, with spaces, of their words.
 fn name_likeness(lexicon: &Lexicon) -> Vec<Vec<f64>> {
-    let names: Vec<HashSet<char>> =
-        lexicon.products().iter().map(|product| normalise(&product.name).chars().collect()).collect();
-    let alike =
-        |a: &HashSet<char>, b: &HashSet<char>| 2.0 * a.intersection(b).count() as f64 / (a.len() + b.len()) as f64;
+    let parts = |name: &str| -> HashSet<String> {
+        let name = lexicon.phrase_form(name);
+        match lexicon.is_spaced() {
+            true => name.split(' ').map(str::to_owned).collect(),
+            false => name.chars().map(String::from).collect(),
+        }
+    };
+    let names: Vec<HashSet<String>> = lexicon.products().iter().map(|product| parts(&product.name)).collect();
+    let alike = |a: &HashSet<String>, b: &HashSet<String>| {
+        2.0 * a.intersection(b).count() as f64 / (a.len() + b.len()) as f64
+    };
     names.iter().map(|a| names.iter().map(|b| alike(a, b)).collect()).collect()
 }

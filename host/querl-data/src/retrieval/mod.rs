@@ -4,6 +4,7 @@
 mod embedded;
 mod embedding;
 mod index;
+mod language;
 mod lexicon_reranker;
 mod mapping;
 mod open;
@@ -42,7 +43,8 @@ pub struct RetrievalLimits {
 /// [`Retriever`](querl_core::ports::Retriever), which has the limits of the configuration.
 #[async_trait]
 pub trait RetrievalBackend: Send + Sync {
-    /// Passages for one rewrite, best reranker score first, ranks from 1. An empty list is a valid result.
+    /// Passages for one rewrite, best reranker score first (of an embedded index without lexicon in the order of the first stage), ranks
+    /// from 1. An empty list is a valid result.
     ///
     /// # Errors
     /// The service failed, or its response cannot be parsed.
@@ -83,8 +85,13 @@ impl RetrievalLimits {
 
     /// Sorts hits by reranker score, removes those beyond the limits and numbers the others. The order of equal scores is kept.
     pub(crate) fn apply(self, mut hits: Vec<Hit>) -> Vec<Hit> {
-        hits.retain(|hit| hit.reranker_score >= self.score_threshold);
         hits.sort_by(|a, b| b.reranker_score.total_cmp(&a.reranker_score));
+        self.apply_in_order(hits)
+    }
+
+    /// As [`apply`](Self::apply), without sorting.
+    pub(crate) fn apply_in_order(self, mut hits: Vec<Hit>) -> Vec<Hit> {
+        hits.retain(|hit| hit.reranker_score >= self.score_threshold);
         hits.truncate(self.top_k);
         for (hit, rank) in hits.iter_mut().zip(1..) {
             hit.rank = rank;

@@ -2,9 +2,10 @@
 //! a query with one entry of a group finds passages with any.
 
 use crate::error::DataError;
+use crate::retrieval::language::{language, spaced_words};
 use crate::table::read_text;
-use crate::text::fold;
-use querl_core::config::RetrievalConfig;
+use crate::text::{fold, normalise};
+use querl_core::config::{Language, RetrievalConfig};
 use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
@@ -25,6 +26,7 @@ impl Vocabulary {
             (None, None) => Segmenter::default(),
             (dictionary, _) => Segmenter::with_words(dictionary.as_deref(), synonyms.entries())?,
         };
+        let segmenter = segmenter.in_language(language(config));
         let synonyms = synonyms.segmented_by(&segmenter);
         Ok(Self { segmenter, synonyms })
     }
@@ -33,13 +35,17 @@ impl Vocabulary {
 /// The default dictionary of 350,000 words.
 static DEFAULT: LazyLock<Arc<Jieba>> = LazyLock::new(|| Arc::new(Jieba::new()));
 
-/// Word segmentation: jieba's search mode with its hidden Markov model, lower-case. Clones share the dictionary.
+/// Word segmentation, lower-case: of Chinese by jieba's search mode with its hidden Markov model, of other languages by spaces, with
+/// stemming. Clones share the dictionary.
 #[derive(Clone)]
-pub(crate) struct Segmenter(Arc<Jieba>);
+pub(crate) struct Segmenter {
+    jieba: Arc<Jieba>,
+    language: Language,
+}
 
 impl Default for Segmenter {
     fn default() -> Self {
-        Self(DEFAULT.clone())
+        Self::of(DEFAULT.clone())
     }
 }
 
@@ -50,6 +56,30 @@ impl std::fmt::Debug for Segmenter {
 }
 
 impl Segmenter {
+    /// For Chinese.
+    fn of(jieba: Arc<Jieba>) -> Self {
+        Self { jieba, language: Language::Zh }
+    }
+
+    pub(crate) fn in_language(self, language: Language) -> Self {
+        Self { language, ..self }
+    }
+
+    pub(crate) fn language(&self) -> Language {
+        self.language
+    }
+
+    /// Whether words are separated by spaces.
+    pub(crate) fn is_spaced(&self) -> bool {
+        self.language != Language::Zh
+    }
+
+    /// The form of a text in which phrases of a lexicon are found: of Chinese without spaces and punctuation, of other languages the
+    /// stemmed words with a space between them.
+    pub(crate) fn phrase_form(&self, text: &str) -> String {
+        if self.is_spaced() { self.tokens(&fold(text)).join(" ") } else { normalise(text) }
+    }
+
     /// The default dictionary with the words of a file in jieba's format (one `word [frequency] [tag]` per line) and `words`. A word
     /// without a frequency gets one at which it is not split. Warns of words of the file that are split anyway, because of a space or a
     /// low frequency.
@@ -59,7 +89,7 @@ impl Segmenter {
     ) -> Result<Self, DataError> {
         let entries = dictionary.map_or_else(|| Ok(Vec::new()), read_dictionary)?;
         let own = entries.iter().map(|entry| (entry.word.clone(), entry.frequency));
-        let segmenter = Self(shared(own.chain(words.into_iter().map(|word| (fold(word), None))).collect()));
+        let segmenter = Self::of(shared(own.chain(words.into_iter().map(|word| (fold(word), None))).collect()));
         if let (Some(path), Some(warning)) = (dictionary, segmenter.split_entries(&entries)) {
             tracing::warn!("{}: {warning}", path.display());
         }
@@ -85,7 +115,14 @@ impl Segmenter {
 
     /// The words of a text in order, without punctuation and white space. A long word comes after its parts.
     pub(crate) fn tokens(&self, text: &str) -> Vec<String> {
-        let words = self.0.tokenize(text, TokenizeMode::Search, true).into_iter();
+        match self.is_spaced() {
+            true => spaced_words(&text.to_lowercase(), self.language, |run| self.by_jieba(run)),
+            false => self.by_jieba(text),
+        }
+    }
+
+    fn by_jieba(&self, text: &str) -> Vec<String> {
+        let words = self.jieba.tokenize(text, TokenizeMode::Search, true).into_iter();
         words.map(|token| token.word.to_lowercase()).filter(|word| word.chars().any(char::is_alphanumeric)).collect()
     }
 
@@ -172,7 +209,11 @@ impl Tokenizer for Segmenter {
     type TokenStream<'a> = Words;
 
     fn token_stream<'a>(&'a mut self, text: &'a str) -> Words {
-        let found = self.0.tokenize(text, TokenizeMode::Search, true).into_iter();
+        if self.is_spaced() {
+            let token = |(position, text)| Token { position, text, ..Token::default() };
+            return Words { tokens: self.tokens(text).into_iter().enumerate().map(token).collect(), n_passed: 0 };
+        }
+        let found = self.jieba.tokenize(text, TokenizeMode::Search, true).into_iter();
         let tokens: Vec<Token> = found
             .map(|token| {
                 let offset_from = token.word.as_ptr() as usize - text.as_ptr() as usize;
@@ -386,7 +427,7 @@ mod tests {
     fn segmenters_with_the_same_words_share_a_dictionary() {
         let with = |word| Segmenter::with_words(None, [word]).unwrap();
         let (first, second, third) = (with("蓝帽标一"), with("蓝帽标一"), with("蓝帽标二"));
-        assert!(Arc::ptr_eq(&first.0, &second.0) && !Arc::ptr_eq(&first.0, &third.0));
+        assert!(Arc::ptr_eq(&first.jieba, &second.jieba) && !Arc::ptr_eq(&first.jieba, &third.jieba));
     }
 
     /// Regression: quadratic time for a long text of distinct words.

@@ -13,7 +13,7 @@ use crate::retrieval::{Passage, read_passages};
 use crate::text::fold;
 use folder::{IndexCacheSettings, IndexFolder, ReadOnlyDirectory};
 use memmap2::Mmap;
-use querl_core::config::RetrievalConfig;
+use querl_core::config::{Language, RetrievalConfig};
 use querl_core::fsx::{digest_file, digest_hex};
 use querl_core::ports::Embedder;
 use serde::{Deserialize, Serialize};
@@ -64,7 +64,7 @@ impl PassageIndex {
         config: &RetrievalConfig,
         digest: &SourcesDigest,
         vocabulary: Vocabulary,
-        reranker: Option<&LexiconReranker>,
+        reranker: &LexiconReranker,
         embedder: Option<&dyn Embedder>,
     ) -> Result<Self, DataError> {
         let Vocabulary { segmenter, synonyms } = vocabulary;
@@ -75,7 +75,7 @@ impl PassageIndex {
                 write_vectors(folder, &passages, embedder)?;
             }
             build(folder, knowledge_base, passages, &segmenter, reranker)?;
-            if SourcesDigest::of(knowledge_base, config, embedder)?.0 == digest.0 {
+            if SourcesDigest::of(knowledge_base, config, segmenter.language(), embedder)?.0 == digest.0 {
                 return Ok(());
             }
             let problem =
@@ -172,10 +172,13 @@ impl Fields {
     }
 }
 
-/// The configured lexicon with the segmentation of the index; `None` without one.
-pub(crate) fn open_lexicon(config: &RetrievalConfig, segmenter: &Segmenter) -> Result<Option<Arc<Lexicon>>, DataError> {
-    let read = |path: &Path| Ok(Arc::new(Lexicon::read(path)?.with_segmenter(segmenter.clone())));
-    config.lexicon.as_deref().map(read).transpose()
+/// The configured lexicon with the segmentation of the index; empty if none is configured.
+pub(crate) fn open_lexicon(config: &RetrievalConfig, segmenter: &Segmenter) -> Result<Arc<Lexicon>, DataError> {
+    let lexicon = match config.lexicon.as_deref() {
+        Some(path) => Lexicon::read(path)?.with_segmenter(segmenter.clone()),
+        None => Lexicon::empty(segmenter.clone()),
+    };
+    Ok(Arc::new(lexicon))
 }
 
 /// Initial memory of the index writer.
@@ -187,7 +190,7 @@ fn build(
     knowledge_base: &Path,
     passages: Vec<Passage>,
     segmenter: &Segmenter,
-    reranker: Option<&LexiconReranker>,
+    reranker: &LexiconReranker,
 ) -> Result<(), DataError> {
     write(folder, passages, segmenter, reranker)
         .map_err(|error| DataError::file(knowledge_base, format!("cannot be indexed in {}: {error}", folder.display())))
@@ -197,7 +200,7 @@ fn write(
     folder: &Path,
     passages: Vec<Passage>,
     segmenter: &Segmenter,
-    reranker: Option<&LexiconReranker>,
+    reranker: &LexiconReranker,
 ) -> tantivy::Result<()> {
     let schema = schema();
     let fields = Fields::of(&schema)?;
@@ -207,7 +210,7 @@ fn write(
     let builder = Index::builder().schema(schema).tokenizers(tokenizers);
     let mut writer = builder.single_segment_index_writer(directory, WRITER_MEMORY_BYTES)?;
     for passage in passages {
-        let traits = reranker.map_or_else(PassageTraits::default, |reranker| reranker.traits(&passage));
+        let traits = reranker.traits(&passage);
         let mut document = TantivyDocument::new();
         document.add_text(fields.title, fold(&passage.title));
         document.add_text(fields.text, fold(&passage.text));
@@ -316,7 +319,7 @@ fn dot(row: &[u8], vector: &[f32]) -> f32 {
 
 /// Format version of the index, with the libraries that build and read it. Change the number with the way in which texts are indexed;
 /// another release of a library makes another index.
-pub(super) const FORM: &str = "querl index 2; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0";
+pub(super) const FORM: &str = "querl index 3; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
 /// Libraries that compute vectors.
 pub(super) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
 
@@ -327,9 +330,10 @@ impl SourcesDigest {
     pub(super) fn of(
         knowledge_base: &Path,
         config: &RetrievalConfig,
+        language: Language,
         embedder: Option<&dyn Embedder>,
     ) -> Result<Self, DataError> {
-        let mut parts = vec![FORM.to_owned()];
+        let mut parts = vec![FORM.to_owned(), format!("{language:?}")];
         let optional = [&config.lexicon, &config.user_dictionary, &config.synonyms].map(Option::as_deref);
         for path in std::iter::once(Some(knowledge_base)).chain(optional) {
             let digest = path.map(|path| {

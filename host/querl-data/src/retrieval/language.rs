@@ -1,0 +1,157 @@
+//! Words of texts in languages other than Chinese, and the language of a knowledge base.
+
+use crate::retrieval::Passage;
+use querl_core::config::{Language, RetrievalConfig};
+use rust_stemmers::{Algorithm, Stemmer};
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use unicode_normalization::UnicodeNormalization;
+use unicode_normalization::char::is_combining_mark;
+use unicode_segmentation::UnicodeSegmentation;
+use whatlang::Lang;
+
+/// Share of Chinese characters among the letters of a knowledge base from which it counts as Chinese.
+const CHINESE_SHARE: f64 = 0.2;
+/// Passages that are read to detect the language.
+const N_PASSAGES: usize = 500;
+/// Bytes of them that are read.
+const MAX_BYTES: usize = 256 << 10;
+
+/// The configured language; `auto` is resolved by the first passages of the knowledge base. Without one that can be read it is Chinese,
+/// whose segmentation splits words of all scripts.
+pub(crate) fn language(config: &RetrievalConfig) -> Language {
+    match (config.language, config.knowledge_base.as_deref()) {
+        (Language::Auto, Some(path)) => detect(&sample(path)),
+        (Language::Auto, None) => Language::Zh,
+        (language, _) => language,
+    }
+}
+
+fn sample(path: &Path) -> String {
+    let Ok(file) = File::open(path) else { return String::new() };
+    let lines = BufReader::new(file).lines().map_while(Result::ok).take(N_PASSAGES);
+    let mut text = String::new();
+    for passage in lines.filter_map(|line| serde_json::from_str::<Passage>(&line).ok()) {
+        text.push_str(&passage.full_text());
+        text.push('\n');
+        if text.len() > MAX_BYTES {
+            break;
+        }
+    }
+    text
+}
+
+/// The language of a text: Chinese by its script, others by their words.
+pub(crate) fn detect(text: &str) -> Language {
+    let n_letters = text.chars().filter(|character| character.is_alphabetic()).count();
+    let n_chinese = text.chars().filter(|character| is_chinese(*character)).count();
+    if n_letters == 0 || n_chinese as f64 >= CHINESE_SHARE * n_letters as f64 {
+        return Language::Zh;
+    }
+    match whatlang::detect_lang(text) {
+        Some(Lang::Ara) => Language::Ar,
+        Some(Lang::Dan) => Language::Da,
+        Some(Lang::Nld) => Language::Nl,
+        Some(Lang::Eng) => Language::En,
+        Some(Lang::Fin) => Language::Fi,
+        Some(Lang::Fra) => Language::Fr,
+        Some(Lang::Deu) => Language::De,
+        Some(Lang::Ell) => Language::El,
+        Some(Lang::Hun) => Language::Hu,
+        Some(Lang::Ita) => Language::It,
+        Some(Lang::Nob) => Language::No,
+        Some(Lang::Por) => Language::Pt,
+        Some(Lang::Ron) => Language::Ro,
+        Some(Lang::Rus) => Language::Ru,
+        Some(Lang::Spa) => Language::Es,
+        Some(Lang::Swe) => Language::Sv,
+        Some(Lang::Tam) => Language::Ta,
+        Some(Lang::Tur) => Language::Tr,
+        _ => Language::Other,
+    }
+}
+
+fn algorithm(language: Language) -> Option<Algorithm> {
+    Some(match language {
+        Language::Ar => Algorithm::Arabic,
+        Language::Da => Algorithm::Danish,
+        Language::Nl => Algorithm::Dutch,
+        Language::En => Algorithm::English,
+        Language::Fi => Algorithm::Finnish,
+        Language::Fr => Algorithm::French,
+        Language::De => Algorithm::German,
+        Language::El => Algorithm::Greek,
+        Language::Hu => Algorithm::Hungarian,
+        Language::It => Algorithm::Italian,
+        Language::No => Algorithm::Norwegian,
+        Language::Pt => Algorithm::Portuguese,
+        Language::Ro => Algorithm::Romanian,
+        Language::Ru => Algorithm::Russian,
+        Language::Es => Algorithm::Spanish,
+        Language::Sv => Algorithm::Swedish,
+        Language::Ta => Algorithm::Tamil,
+        Language::Tr => Algorithm::Turkish,
+        Language::Auto | Language::Zh | Language::Other => return None,
+    })
+}
+
+/// The words of a lower-case text without punctuation, stemmed and without accents. `chinese` splits runs of Chinese characters.
+pub(crate) fn spaced_words(text: &str, language: Language, chinese: impl Fn(&str) -> Vec<String>) -> Vec<String> {
+    let stemmer = algorithm(language).map(Stemmer::create);
+    let mut words = Vec::new();
+    let mut rest = text;
+    while let Some(first) = rest.chars().next() {
+        let in_run = is_chinese(first);
+        let end = rest.find(|character| is_chinese(character) != in_run).unwrap_or(rest.len());
+        let (run, others) = rest.split_at(end);
+        if in_run {
+            words.extend(chinese(run));
+        } else {
+            words.extend(run.unicode_words().map(|word| stem(word, stemmer.as_ref())));
+        }
+        rest = others;
+    }
+    words
+}
+
+fn stem(word: &str, stemmer: Option<&Stemmer>) -> String {
+    // The stemmers know the plain apostrophe alone.
+    let word = word.replace('\u{2019}', "'");
+    let stemmed = stemmer.map_or_else(|| word.clone(), |stemmer| stemmer.stem(&word).into_owned());
+    stemmed.nfd().filter(|character| !is_combining_mark(*character)).collect()
+}
+
+fn is_chinese(character: char) -> bool {
+    matches!(character, '\u{3400}'..='\u{4dbf}' | '\u{4e00}'..='\u{9fff}' | '\u{f900}'..='\u{faff}' | '\u{20000}'..='\u{3ffff}')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_language_is_detected_by_script_and_words() {
+        let texts = [
+            ("深海鱼油软胶囊 EPA 的食用方法，每日两粒", Language::Zh),
+            ("The particulate filter must be rinsed with cold water every three months and dried completely.", Language::En),
+            ("Der Partikelfilter muss alle drei Monate mit kaltem Wasser gespült und vollständig getrocknet werden.", Language::De),
+            ("Le filtre doit être rincé à l'eau froide tous les trois mois et complètement séché avant usage.", Language::Fr),
+            ("Фильтр необходимо промывать холодной водой каждые три месяца и полностью высушивать.", Language::Ru),
+            ("", Language::Zh),
+        ];
+        for (text, language) in texts {
+            assert_eq!(detect(text), language, "{text}");
+        }
+    }
+
+    #[test]
+    fn words_are_stemmed_and_have_no_accents() {
+        let words = |text, language| spaced_words(text, language, |run| vec![run.to_owned()]);
+        assert_eq!(words("cleaning the customer’s dishwashers, 60cm", Language::En), ["clean", "the", "custom", "dishwash", "60cm"]);
+        assert_eq!(words("state-of-the-art", Language::En), ["state", "of", "the", "art"]);
+        assert_eq!(words("größe", Language::Other), ["große"]);
+        assert_eq!(words("kettle 水壶 boils", Language::En), ["kettl", "水壶", "boil"]);
+        assert_eq!(words("", Language::En), Vec::<String>::new());
+    }
+}
