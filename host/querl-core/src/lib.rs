@@ -6,6 +6,7 @@
 
 pub mod config;
 pub mod dir_lock;
+pub mod edits;
 pub mod episodes;
 pub mod floats;
 pub mod fsx;

@@ -77,7 +77,7 @@ pub(crate) fn evaluate_system(
                 let n_rows = rest.len();
                 let some = rest.split_off(..generations.len());
                 let some = some.with_context(|| format!("{} answers to {n_rows} queries", generations.len()))?;
-                let answers = generations.into_iter().map(|generation| Ok(Ok(model(generation, scorer)?)));
+                let answers = some.iter().zip(generations).map(|(row, generation)| Ok(Ok(model(row, generation, scorer)?)));
                 finish(some, answers.collect::<Result<_, EnvironmentError>>()?)
             })?;
             anyhow::ensure!(rest.is_empty(), "{} queries without an answer", rest.len());
@@ -116,9 +116,10 @@ fn teacher(baseline: Baseline) -> Result<Answer, Rejection> {
 }
 
 /// As in training: an answer that cannot be read is an empty rewrite, not a missing one.
-fn model(generation: Generation, scorer: &Scorer) -> Result<Answer, EnvironmentError> {
+fn model(row: &DatasetRow, generation: Generation, scorer: &Scorer) -> Result<Answer, EnvironmentError> {
     let Generation { response, latency_ms } = generation;
-    Ok(Answer { written: WrittenRewrite::parsed(scorer.prompts(), &response)?, latency_ms, cost: None })
+    let written = scorer.parse(&row.metadata.query.original_query, &response)?;
+    Ok(Answer { written, latency_ms, cost: None })
 }
 
 fn score(

@@ -167,6 +167,7 @@ impl Run {
                 }
             },
             prompts: self.plugins.prompts.clone(),
+            rewrite_form: config.data.rewrite_form,
             rewards: self.plugins.rewards.clone(),
             style: self.plugins.style.clone().map(|model| model as Arc<dyn StyleModel>),
             baseline: BaselineScoring::Always,

@@ -94,6 +94,10 @@ pub struct DataConfig {
     /// Seeds the split, apart from `seed`, so that runs with other seeds share a test set.
     #[serde(default = "defaults::seed")]
     pub split_seed: u64,
+    /// What the policy writes: `full`, the whole search text; `edit`, `=` to keep the query, `+ TEXT` to add to it, or the whole text. The
+    /// targets of fine-tuning are then the form that retrieves most.
+    #[serde(default)]
+    pub rewrite_form: RewriteForm,
     /// Full-width letters, digits and spaces of queries, profiles and histories as half-width ones: `keep` changes nothing,
     /// `letters` leaves punctuation as it is, `all` changes punctuation too.
     #[serde(default)]
@@ -109,6 +113,17 @@ pub struct DataConfig {
     /// What happens before training if rows of test have leaked: `refuse` stops, `warn` prints a warning and continues.
     #[serde(default)]
     pub on_leak: OnLeak,
+}
+
+/// What the policy writes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RewriteForm {
+    /// The whole search text.
+    #[default]
+    Full,
+    /// An edit of the query.
+    Edit,
 }
 
 /// Handling of leaked test rows.

@@ -29,6 +29,10 @@ mod weight {
     pub(super) const UNKNOWN: f64 = 0.5;
 }
 
+/// Score without products of a passage that has no word of the query: such scores cannot tell right passages from wrong ones, and lie above
+/// the usual thresholds.
+const FLOOR: f64 = 0.6;
+
 /// Scores passages of one knowledge base.
 #[derive(Debug)]
 pub(crate) struct LexiconReranker {
@@ -92,10 +96,10 @@ impl LexiconReranker {
         self.lexicon.products().is_empty()
     }
 
-    /// Relevance of a passage, 0 to 1. Without products it is 0.5, and the half of the share of the query's words that the passage has.
+    /// Relevance of a passage, 0 to 1. Without products it is from [`FLOOR`] to 1 by the share of the query's words that the passage has.
     pub(crate) fn score(&self, weighed: &WeightedIntent, passage: &PassageTraits) -> f64 {
         if self.has_no_products() {
-            return 0.5 + 0.5 * weighed.share_held(passage);
+            return FLOOR + (1.0 - FLOOR) * weighed.share_held(passage);
         }
         let query_intent = &weighed.query_intent;
         let product = self.product_match(query_intent, passage);

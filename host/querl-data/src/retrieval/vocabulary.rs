@@ -11,6 +11,7 @@ use std::path::Path;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 use tantivy::tokenizer::{LowerCaser, TextAnalyzer, Token, TokenStream, Tokenizer};
 use tantivy_jieba::jieba_rs::{Jieba, TokenizeMode};
+use unicode_segmentation::UnicodeSegmentation;
 
 /// A tenant's user dictionary and synonyms.
 pub(crate) struct Vocabulary {
@@ -126,6 +127,14 @@ impl Segmenter {
         words.map(|token| token.word.to_lowercase()).filter(|word| word.chars().any(char::is_alphanumeric)).collect()
     }
 
+    /// A text cut into words and what is between them, all of it in order.
+    fn pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
+        match self.is_spaced() {
+            true => text.split_word_bounds().collect(),
+            false => self.jieba.cut(text, true).into_iter().map(|token| token.word).collect(),
+        }
+    }
+
     pub(crate) fn words(&self, text: &str) -> Vec<String> {
         let mut seen = HashSet::new();
         let mut words = self.tokens(text);
@@ -151,6 +160,29 @@ impl WordSegmenter {
     /// The words of a text in order, lower-case, without punctuation and white space. A long word comes after its parts.
     pub fn words(&self, text: &str) -> Vec<String> {
         self.0.tokens(text)
+    }
+
+    /// A text without the words that `other` has too; what remained of the text is separated by spaces.
+    pub fn text_without_words_of(&self, text: &str, other: &str) -> String {
+        let known: HashSet<String> = self.0.tokens(&fold(other)).into_iter().collect();
+        let is_new = |word: &str| {
+            let words = self.0.tokens(&fold(word));
+            !words.is_empty() && words.iter().any(|word| !known.contains(word))
+        };
+        let mut remaining = String::new();
+        let mut is_apart = false;
+        for word in self.0.pieces(text) {
+            if is_new(word) {
+                if is_apart && !remaining.is_empty() {
+                    remaining.push(' ');
+                }
+                remaining.push_str(word);
+                is_apart = false;
+            } else {
+                is_apart = true;
+            }
+        }
+        remaining
     }
 }
 
@@ -450,6 +482,16 @@ mod tests {
             seen.push(token.text.clone());
         }
         assert!(Segmenter::default().words(text).iter().all(|word| seen.contains(word)), "{seen:?}");
+    }
+
+    #[test]
+    fn what_a_text_adds_to_another_remains() {
+        let chinese = WordSegmenter::default();
+        assert_eq!(chinese.text_without_words_of("鱼油 食用方法", "鱼油怎么吃"), "食用方法");
+        assert_eq!(chinese.text_without_words_of("鱼油", "鱼油怎么吃"), "");
+        let english = WordSegmenter(Segmenter::default().in_language(Language::En));
+        let rest = english.text_without_words_of("HydroJet kettle: limescale removal cycle", "how do I remove scale from kettles");
+        assert_eq!(rest, "HydroJet limescale cycle");
     }
 
     fn read_synonyms(text: &str) -> Result<Synonyms, String> {

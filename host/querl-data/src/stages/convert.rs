@@ -11,6 +11,7 @@ use querl_core::records::{
     CallFailure, Columns, DatasetRow, Message, QueryRow, RowMetadata, Sample, Split, ValidatedRecord, Verdict,
 };
 use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Maximum rows of a filter batch: bounds memory for large splits; smaller splits are one batch. Part of the filter contract
@@ -64,6 +65,8 @@ pub struct Conversion<'a> {
     pub config: &'a DataConfig,
     /// Name of the teacher, written in each row.
     pub teacher_name: &'a str,
+    /// Target of fine-tuning by the query's id, in place of the rewrite.
+    pub targets: &'a HashMap<String, String>,
 }
 
 /// Makes the dataset and passes each row to `put`: the rows of a split in the table's order; dropped rows in order within a batch.
@@ -172,7 +175,8 @@ impl Conversion<'_> {
         let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
         let mut messages = self.prompts.messages(PromptTask::PolicyRewrite, &input)?;
         if let (None, Ok(rewrite)) = (&dropped, &record.rewritten.rewrite) {
-            messages.push(Message { role: "assistant".into(), content: rewrite.text.clone() });
+            let target = self.targets.get(&row.id).unwrap_or(&rewrite.text);
+            messages.push(Message { role: "assistant".into(), content: target.clone() });
         }
         let by_another = record.rewritten.rewrite.as_ref().ok().and_then(|completion| completion.source.clone());
         let (query, source) = (row.clone(), by_another.unwrap_or_else(|| self.teacher_name.to_owned()));

@@ -12,6 +12,7 @@ use querl_core::records::{
     Completion, DatasetRow, Hit, Message, Rejection, RewriteRecord, Sample, Split, ValidatedRecord, Verdict,
 };
 use std::path::Path;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -469,7 +470,8 @@ fn converted(
     config: &DataConfig,
 ) -> ([Vec<DatasetRow>; 3], Vec<DroppedRow>) {
     let (mut splits, mut dropped) = (<[Vec<DatasetRow>; 3]>::default(), Vec::new());
-    let conversion = Conversion { prompts: &Plain, filters, config, teacher_name: "scripted" };
+    let targets = HashMap::new();
+    let conversion = Conversion { prompts: &Plain, filters, config, teacher_name: "scripted", targets: &targets };
     let mut put = |made| {
         match made {
             ConvertedRow::Row(split, row) => splits[split as usize].push(row),

@@ -4,7 +4,8 @@ use super::calls::{self, CallCache, CallError, CallKey};
 use super::judging::{JudgePrompter, JudgeResponse, JudgingForm};
 use super::rewards::{self, Outcome, RewardScores, WeightedReward};
 use crate::host_functions::RunHostFunctions;
-use querl_core::config::RetrievalKind;
+use querl_core::config::{RetrievalKind, RewriteForm};
+use querl_core::edits::read_rewrite;
 use querl_core::ports::{
     CallTimings, EnvironmentError, EpisodeInputs, InputUse, Judge, PluginFault, PolicyResponse, Prompts,
     RetrievalRequest, Retriever, StyleModel,
@@ -80,6 +81,7 @@ pub(crate) struct Services {
     pub judge: Option<Arc<dyn Judge>>,
     pub form: JudgingForm,
     pub prompts: Arc<dyn Prompts>,
+    pub rewrite_form: RewriteForm,
     pub rewards: Vec<WeightedReward>,
     pub style: Option<Arc<dyn StyleModel>>,
     pub baseline: BaselineScoring,
@@ -143,12 +145,6 @@ impl WrittenRewrite {
         Self { rewrite, response: None, n_tokens: 0 }
     }
 
-    /// A response of the policy. One that cannot be parsed is a rewrite that retrieves nothing.
-    pub(crate) fn parsed(prompts: &dyn Prompts, response: &PolicyResponse) -> Result<Self, PluginFault> {
-        let rewrite = prompts.parse_rewrite(&response.text)?.unwrap_or_default();
-        let finish_reason = if response.truncated { FinishReason::Length } else { FinishReason::Stop };
-        Ok(Self { rewrite, response: Some((response.text.clone(), finish_reason)), n_tokens: response.n_tokens })
-    }
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -195,6 +191,15 @@ impl Scorer {
         };
         let policy = policy.union(EVERYTHING);
         Self { services, policy, baseline, runtime, hits: CallCache::default(), judgements: CallCache::default() }
+    }
+
+    /// The rewrite in a response of the policy to `query`. A response that cannot be parsed is a rewrite that retrieves nothing.
+    pub(crate) fn parse(&self, query: &str, response: &PolicyResponse) -> Result<WrittenRewrite, PluginFault> {
+        let Services { rewrite_form, prompts, .. } = &self.services;
+        let rewrite = read_rewrite(*rewrite_form, prompts.as_ref(), query, &response.text)?.unwrap_or_default();
+        let finish_reason = if response.truncated { FinishReason::Length } else { FinishReason::Stop };
+        let written = Some((response.text.clone(), finish_reason));
+        Ok(WrittenRewrite { rewrite, response: written, n_tokens: response.n_tokens })
     }
 
     pub(crate) fn prompts(&self) -> &dyn Prompts {

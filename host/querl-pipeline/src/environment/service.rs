@@ -2,7 +2,7 @@
 
 use super::columns::RowColumns;
 use super::judging::Judging;
-use super::scorer::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, Services, WrittenRewrite};
+use super::scorer::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, Services};
 use crate::failure::Stop;
 use crate::ledger::rows_of;
 use crate::run::Run;
@@ -170,7 +170,7 @@ impl RewardEnvironment {
             Split::Train => self.judging.samples(&id),
             Split::Val | Split::Test => self.judging.samples(&query.id),
         };
-        let policy = WrittenRewrite::parsed(self.scorer.prompts(), &response)?;
+        let policy = self.scorer.parse(&query.original_query, &response)?;
         let step = request.step;
         Ok(ScoreRequest { id, group_id, sample_index, step, split, query, columns, prompt, policy, baseline, judged })
     }

@@ -4,6 +4,7 @@ use super::judging::JudgingForm;
 use super::rewards::WeightedReward;
 use super::scorer::{Baseline, BaselineScoring, ScoreRequest, Scorer, Services, WrittenRewrite};
 use async_trait::async_trait;
+use querl_core::config::RewriteForm;
 use querl_core::ports::{
     EpisodeInputs, InputUse, Judge, JudgeRequest, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts,
     RetrievalRequest, Retriever, RewardModel, RewardRange,
@@ -61,6 +62,7 @@ impl Shop {
             judge: Some(Arc::new(ShopJudge(self.pause, self.counts.clone()))),
             form: JudgingForm::Score,
             prompts: Arc::new(ShopPrompts),
+            rewrite_form: RewriteForm::Full,
             rewards: vec![WeightedReward {
                 label: "difference".into(),
                 model: Arc::new(ShopReward("difference")),

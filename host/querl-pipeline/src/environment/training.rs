@@ -2,7 +2,7 @@
 
 use super::columns::RowColumns;
 use super::judging::Judging;
-use super::scorer::{Baselines, ScoreRequest, ScoredEpisode, Scorer, Scores, WrittenRewrite};
+use super::scorer::{Baselines, ScoreRequest, ScoredEpisode, Scorer, Scores};
 use crate::plugin_activity::{self, CallMeter};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, ScoredResponses};
 use querl_core::records::{DatasetRow, EpisodeRecord, Split};
@@ -63,7 +63,7 @@ impl TrainingEnvironment {
             query,
             columns: self.columns.of(query),
             prompt: Some(row.prompt()),
-            policy: WrittenRewrite::parsed(self.scorer.prompts(), response)?,
+            policy: self.scorer.parse(&query.original_query, response)?,
             baseline: self.baselines.of(&query.id),
             judged,
         })

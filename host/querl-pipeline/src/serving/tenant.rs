@@ -6,8 +6,9 @@ use crate::plugins::PluginHosts;
 use crate::training::{self, Base};
 use anyhow::Context as _;
 use querl_core::config::{
-    BaseDtype, Config, ModelConfig, PluginConfig, RlConfig, is_registry_reference, load_resolved,
+    BaseDtype, Config, ModelConfig, PluginConfig, RewriteForm, RlConfig, is_registry_reference, load_resolved,
 };
+use querl_core::edits::read_rewrite;
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Context, Message};
@@ -112,7 +113,11 @@ impl ServedRun {
     }
 
     fn settings(&self) -> Value {
-        settings(&self.config.plugins.prompt, self.config.eval.n_beams, &self.config.rl)
+        let mut settings = settings(&self.config.plugins.prompt, self.config.eval.n_beams, &self.config.rl);
+        if self.config.data.rewrite_form == RewriteForm::Edit {
+            settings["rewrite_form"] = "edit".into();
+        }
+        settings
     }
 
     /// As in the evaluation.
@@ -219,6 +224,7 @@ impl BaseModel {
 pub(super) struct TenantModel {
     pub(super) facts: Tenant,
     pub(super) prompts: Arc<dyn Prompts>,
+    pub(super) rewrite_form: RewriteForm,
     pub(super) adapter: Option<Arc<AdapterWeights>>,
     pub(super) decoding: Decoding,
     pub(super) sampling: SamplingSettings,
@@ -259,7 +265,7 @@ impl TenantModel {
         let loaded_at = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?.as_secs();
         let source = run.dir.root().display().to_string();
         let facts = Tenant { name: run.config.tenant.clone(), role, version, source, loaded_at, api_key };
-        Ok(Self { facts, prompts, adapter, decoding, sampling })
+        Ok(Self { facts, prompts, rewrite_form: run.config.data.rewrite_form, adapter, decoding, sampling })
     }
 
     /// The tenant's prompt for a query.
@@ -270,9 +276,9 @@ impl TenantModel {
     }
 
     /// The rewrite in a response; one that cannot be read is a failure, so that the raw query is used.
-    pub(super) fn parse(&self, text: &str) -> Result<String, GenerationFailure> {
+    pub(super) fn parse(&self, query: &str, text: &str) -> Result<String, GenerationFailure> {
         let failure = |code, message| GenerationFailure { code, message };
-        match self.prompts.parse_rewrite(text) {
+        match read_rewrite(self.rewrite_form, self.prompts.as_ref(), query, text) {
             Ok(Ok(rewrite)) => Ok(rewrite),
             Ok(Err(rejection)) => Err(failure("no_rewrite", rejection.to_string())),
             Err(fault) => Err(failure("plugin_fault", fault.to_string())),

@@ -1,13 +1,15 @@
 //! Stage 3: filters keep or drop, and the rows become train, val and test.
 
+use super::edit_targets::edit_targets;
 use super::stage::{self, Done, Mean, QUERY_TABLE, Stage};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, teacher_name};
 use crate::run::Run;
+use querl_core::config::RewriteForm;
 use querl_core::ports::Progress;
 use querl_core::records::{Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{Conversion, ConvertedRow, DataError, RecordFile, RecordWriter, convert};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 
 pub(crate) struct Convert;
@@ -24,10 +26,12 @@ impl Stage for Convert {
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
         ["prompt", "filter"].iter().for_each(|role| run.plugins.add_inputs(&mut inputs, role));
-        if conversion(run, "").reads_columns() {
+        if conversion(run, "", &HashMap::new()).reads_columns() {
             inputs.file(QUERY_TABLE, &run.config.data.input)?;
         }
-        if run.plugins.filters_use_words {
+        if run.config.data.rewrite_form == RewriteForm::Edit {
+            stage::add_retrieval(&mut inputs, run)?;
+        } else if run.plugins.filters_use_words {
             stage::add_vocabulary(&mut inputs, run)?;
         }
         Ok(inputs)
@@ -42,16 +46,20 @@ impl Stage for Convert {
     fn execute(&self, run: &Run, _: &dyn Progress) -> anyhow::Result<Done> {
         let records = RecordFile::<ValidatedRecord>::new(&run.dir.validated());
         let teacher_name = teacher_name(&run.dir)?;
-        let conversion = conversion(run, &teacher_name);
+        let targets = match run.config.data.rewrite_form {
+            RewriteForm::Full => HashMap::new(),
+            RewriteForm::Edit => edit_targets(run)?,
+        };
+        let conversion = conversion(run, &teacher_name, &targets);
         let mut dataset = Dataset::create(&run.dir)?;
         convert(&records, &conversion, &mut |made| dataset.put(&made))?;
         Ok(Done { facts: dataset.commit()?, n_failed: 0 })
     }
 }
 
-fn conversion<'a>(run: &'a Run, teacher_name: &'a str) -> Conversion<'a> {
+fn conversion<'a>(run: &'a Run, teacher_name: &'a str, targets: &'a HashMap<String, String>) -> Conversion<'a> {
     let (prompts, filters, config) = (run.plugins.prompts.as_ref(), &run.plugins.filters, &run.config.data);
-    Conversion { prompts, filters, config, teacher_name }
+    Conversion { prompts, filters, config, teacher_name, targets }
 }
 
 /// Output files of the stage while they are written, with counts of their rows.

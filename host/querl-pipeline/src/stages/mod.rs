@@ -4,6 +4,7 @@
 //! differ, and no others: rows that fail again do not cause another training.
 
 mod convert;
+mod edit_targets;
 pub(crate) mod eval;
 pub mod funnel;
 pub(crate) mod imported_stage;

@@ -4,7 +4,7 @@ use crate::environment::RowColumns;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
-use querl_core::config::{EmbeddingKind, JudgeKind, RerankKind, TableFormat, TeacherKind};
+use querl_core::config::{EmbeddingKind, JudgeKind, RerankKind, RewriteForm, TableFormat, TeacherKind};
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
 use querl_data::{Journal, TableRecord, write_tables};
@@ -262,6 +262,9 @@ pub(crate) fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
 /// Adds everything that affects scores: retrieval, judge, prompts, reward plugins.
 pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     add_retrieval(inputs, run)?;
+    if run.config.data.rewrite_form == RewriteForm::Edit {
+        inputs.text("data.rewrite_form", "edit");
+    }
     let unused: &[&str] = if run.config.judge.kind == JudgeKind::Openai { &[] } else { &ENDPOINT };
     inputs.section("judge", &run.config.judge, &[&CALLS[..], &PRICES, unused].concat())?;
     let style = &run.config.plugins.style_model;

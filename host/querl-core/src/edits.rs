@@ -1,0 +1,91 @@
+//! Responses of the policy as edits of the query (`data.rewrite_form = "edit"`): a small model need not copy a query to keep it.
+//!
+//! ```text
+//! =            the query
+//! + TEXT       the query, then TEXT
+//! TEXT         TEXT
+//! ```
+
+use crate::config::RewriteForm;
+use crate::ports::{PluginFault, Prompts};
+use crate::records::Rejection;
+
+/// A response that keeps the query.
+pub const KEEP: &str = "=";
+/// What a response that adds to the query begins with.
+pub const APPEND: &str = "+";
+
+/// The response that adds `text` to the query.
+pub fn append(text: &str) -> String {
+    format!("{APPEND} {text}")
+}
+
+/// The search text of a query and what is added to it.
+pub fn appended(query: &str, text: &str) -> String {
+    format!("{query} {text}")
+}
+
+/// The rewrite in a response to `query`, parsed by the prompt plugin.
+///
+/// # Errors
+/// The plugin broke its contract; the inner error is its rejection of the response.
+pub fn read_rewrite(
+    form: RewriteForm,
+    prompts: &dyn Prompts,
+    query: &str,
+    response: &str,
+) -> Result<Result<String, Rejection>, PluginFault> {
+    let text = response.trim_start();
+    match form {
+        RewriteForm::Edit if text.trim_end() == KEEP => Ok(Ok(query.to_owned())),
+        RewriteForm::Edit if text.starts_with(APPEND) => {
+            let added = prompts.parse_rewrite(text[APPEND.len()..].trim_start())?;
+            Ok(added.map(|added| appended(query, &added)))
+        }
+        _ => prompts.parse_rewrite(response),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::ports::{ParsedJudgement, PromptInput, PromptTask};
+    use crate::records::Message;
+
+    struct Trim;
+
+    impl Prompts for Trim {
+        fn messages(&self, _: PromptTask, _: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
+            Ok(Vec::new())
+        }
+
+        fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
+            let text = text.trim();
+            Ok(if text.is_empty() { Err(Rejection::by_host("empty", "no text")) } else { Ok(text.to_owned()) })
+        }
+
+        fn parse_judgement(&self, _: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
+            Ok(Err(Rejection::by_host("none", "no judge")))
+        }
+    }
+
+    #[test]
+    fn a_response_keeps_the_query_adds_to_it_or_replaces_it() {
+        let read = |form, response| read_rewrite(form, &Trim, "怎么吃", response).unwrap().ok();
+        for (response, edit, full) in [
+            ("=", Some("怎么吃"), Some("=")),
+            (" =\n", Some("怎么吃"), Some("=")),
+            ("+ 食用方法", Some("怎么吃 食用方法"), Some("+ 食用方法")),
+            ("+食用方法", Some("怎么吃 食用方法"), Some("+食用方法")),
+            ("+ ", None, Some("+")),
+            ("食用方法", Some("食用方法"), Some("食用方法")),
+            ("= 食用方法", Some("= 食用方法"), Some("= 食用方法")),
+            ("", None, None),
+        ] {
+            assert_eq!(read(RewriteForm::Edit, response).as_deref(), edit, "{response:?}");
+            assert_eq!(read(RewriteForm::Full, response).as_deref(), full, "{response:?}");
+        }
+        assert_eq!(read(RewriteForm::Edit, &append("用法")).unwrap(), appended("怎么吃", "用法"));
+    }
+}
