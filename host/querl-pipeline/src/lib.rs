@@ -16,6 +16,7 @@ pub mod interrupt;
 pub mod ledger;
 pub mod metrics_log;
 pub mod pins;
+pub mod plan;
 mod plugin_activity;
 pub mod plugins;
 pub mod release;

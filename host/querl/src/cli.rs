@@ -1,7 +1,7 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
 use crate::commands::{
-    cache, config, data, deploy, doctor, export, import, model, plugin, rag, release, run, serve, style, watch,
+    cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style, watch,
 };
 use crate::terminal::Verbosity;
 use anyhow::Context;
@@ -26,6 +26,8 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Report before a training whether it can succeed, or what it takes on a cluster of GPUs
+    Plan(plan::PlanArgs),
     /// Run all stages from query table to report; resume an interrupted run in the same folder
     Run(run::RunArgs),
     /// Run stage 1: the teacher rewrites each query

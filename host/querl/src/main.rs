@@ -61,6 +61,7 @@ fn run(signals: anyhow::Result<()>) -> ExitCode {
 fn dispatch(command: Command) -> anyhow::Result<()> {
     use querl_pipeline::ledger::StageName;
     match command {
+        Command::Plan(args) => commands::plan::run(&args),
         Command::Run(args) => commands::run::run(&args),
         Command::Rewrite(args) => commands::run::model_stage(StageName::Rewrite, &args),
         Command::Validate(args) => commands::run::model_stage(StageName::Validate, &args),

@@ -8,6 +8,7 @@ pub mod doctor;
 pub mod export;
 pub mod import;
 pub mod model;
+pub mod plan;
 pub mod plugin;
 pub mod rag;
 pub mod release;

@@ -11,6 +11,7 @@ use querl_pipeline::estimate::estimate;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::pins::OnPluginChange;
+use querl_pipeline::plan::log_summary;
 use querl_pipeline::report::{self, Reported};
 use querl_pipeline::run::Run;
 use querl_pipeline::stages::{Outcome, Window, funnel, recover, run_stages, summary};
@@ -107,6 +108,9 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
     let mut run = Run::open(config, &args.config.path, last, on_change, Arc::new(Terminal))?;
     if args.from.is_some() {
         run.outside = run.outside.with_fresh_retrievals();
+    }
+    if first == StageName::Rewrite && last > StageName::Rewrite {
+        log_summary(&run.config);
     }
     let outcomes = run_stages(&run, window)?;
     print_result(&run, &outcomes, args.format)?;

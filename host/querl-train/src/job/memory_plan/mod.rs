@@ -388,7 +388,8 @@ fn small_of_layer(shapes: &DecoderConfig) -> usize {
     2 * shapes.hidden_size + norms_of_heads + qkv + out
 }
 
-fn adapter_parameters(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
+/// Weights of an adapter: LoRA A and B of the adapted linear layers, and DoRA's magnitudes.
+pub fn adapter_parameters(shapes: &DecoderConfig, lora: &SftConfig) -> u64 {
     let is_all = lora.lora_target_modules.iter().any(|name| name == "all-linear");
     let adapted = |name: &str| is_all || lora.lora_target_modules.iter().any(|target| target == name);
     let of_one = |n_in: usize, n_out: usize| lora.lora_rank * (n_in + n_out) + if lora.use_dora { n_out } else { 0 };

@@ -1,0 +1,170 @@
+//! Expected standard error of the final comparison on the test split, and the number of test queries that a difference of 5 points needs.
+
+use super::advice::{Advice, Level};
+use super::headroom::LookedUpRow;
+use querl_core::records::{Split, retrieval_quality};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// The difference that should be seen.
+const POINTS: f64 = 0.05;
+/// Quantiles of the normal distribution: 95 % two-sided, and 80 % power.
+const Z_95: f64 = 1.96;
+const Z_POWER_80: f64 = 0.84;
+/// With fewer groups the standard deviation of their differences is not estimated.
+const MIN_GROUPS: usize = 8;
+/// Standard deviation of the difference of two independent coin flips, the largest of an uncorrelated pair: `sqrt(2 * 0.25)`.
+const WORST_CASE: f64 = std::f64::consts::FRAC_1_SQRT_2;
+
+/// Where the standard deviation comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviationSource {
+    /// Teacher minus raw query on the validation split.
+    ValidationRows,
+    /// Two independent coin flips.
+    WorstCase,
+}
+
+/// The final comparison of two systems on the same test queries.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct ComparisonFacts {
+    /// Groups of test: paraphrases of one query count once.
+    pub n_test_groups: usize,
+    /// Standard deviation of the difference of two systems on one group.
+    pub deviation: f64,
+    /// Where it comes from.
+    pub source: DeviationSource,
+    /// Standard error of the mean difference on test.
+    pub standard_error: f64,
+    /// Groups with which the 95 % interval of a difference of 5 points excludes 0.
+    pub n_needed: usize,
+    /// Groups with which four of five such experiments do so.
+    pub n_needed_for_power: usize,
+}
+
+impl ComparisonFacts {
+    pub(super) fn of(n_test_groups: usize, rows: &[LookedUpRow]) -> Self {
+        let differences = differences(rows);
+        let known = standard_deviation(&differences).filter(|_| differences.len() >= MIN_GROUPS);
+        // Equal on every row: nothing is known of systems that differ.
+        let (deviation, source) = match known.filter(|deviation| *deviation > 0.0) {
+            Some(deviation) => (deviation, DeviationSource::ValidationRows),
+            None => (WORST_CASE, DeviationSource::WorstCase),
+        };
+        let needed = |z: f64| (z * deviation / POINTS).powi(2).ceil() as usize;
+        Self {
+            n_test_groups,
+            deviation,
+            source,
+            standard_error: deviation / (n_test_groups.max(1) as f64).sqrt(),
+            n_needed: needed(Z_95),
+            n_needed_for_power: needed(Z_95 + Z_POWER_80),
+        }
+    }
+
+    /// In words.
+    pub fn advice(&self) -> Advice {
+        let source = match self.source {
+            DeviationSource::ValidationRows => "by validation rows",
+            DeviationSource::WorstCase => "worst case",
+        };
+        let finding = format!(
+            "standard error {:.1} points on {} independent test queries ({source}); 5 points at 95 % need {}, with 80 % power {}",
+            100.0 * self.standard_error,
+            self.n_test_groups,
+            self.n_needed,
+            self.n_needed_for_power
+        );
+        let (level, action) = if self.n_test_groups < self.n_needed {
+            (Level::Weak, "add test queries (data.split, more rows), or expect an inconclusive comparison")
+        } else if self.n_test_groups < self.n_needed_for_power {
+            (Level::Ok, "a difference of 5 points may be missed; pool several seeds with `querl report`")
+        } else {
+            (Level::Ok, "nothing to do")
+        };
+        Advice::new("test", level, finding, action)
+    }
+}
+
+/// Teacher minus raw query, of each group the mean: top-1 where gold passages are known, else the retrieval quality.
+fn differences(rows: &[LookedUpRow]) -> Vec<f64> {
+    let val = || rows.iter().filter(|row| row.split == Split::Val);
+    let has_gold = val().any(|row| !row.gold_ids.is_empty());
+    let mut groups: BTreeMap<&str, (f64, f64)> = BTreeMap::new();
+    for row in val().filter(|row| !has_gold || !row.gold_ids.is_empty()) {
+        let top1 = |hits: &[querl_core::records::Hit]| {
+            f64::from(hits.first().is_some_and(|hit| row.gold_ids.contains(&hit.id)))
+        };
+        let difference = match has_gold {
+            true => top1(&row.teacher.hits) - top1(&row.raw.hits),
+            false => retrieval_quality(&row.teacher.hits) - retrieval_quality(&row.raw.hits),
+        };
+        let (sum, n) = groups.entry(&row.group).or_default();
+        (*sum, *n) = (*sum + difference, *n + 1.0);
+    }
+    groups.into_values().map(|(sum, n)| sum / n).collect()
+}
+
+/// Of a sample, with n - 1; `None` for fewer than two values.
+pub(super) fn standard_deviation(values: &[f64]) -> Option<f64> {
+    let n = values.len() as f64;
+    if values.len() < 2 {
+        return None;
+    }
+    let mean = values.iter().sum::<f64>() / n;
+    Some((values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (n - 1.0)).sqrt())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::headroom::Lookup;
+    use super::*;
+    use querl_core::records::Hit;
+
+    fn row(group: &str, raw_hits: bool, teacher_hits: bool) -> LookedUpRow {
+        let lookup = |is_hit: bool| Lookup {
+            hits: vec![Hit {
+                id: if is_hit { "g" } else { "x" }.into(),
+                text: String::new(),
+                reranker_score: 0.5,
+                retrieval_score: None,
+                rank: 1,
+            }],
+            deep_rank: None,
+        };
+        let (raw, teacher) = (lookup(raw_hits), lookup(teacher_hits));
+        LookedUpRow { split: Split::Val, group: group.into(), gold_ids: vec!["g".into()], raw, teacher }
+    }
+
+    /// (1.96 * 0.7071 / 0.05)^2 = 768.3 and (2.8 * 0.7071 / 0.05)^2 = 1568.0.
+    #[test]
+    fn without_rows_the_worst_case_counts() {
+        let facts = ComparisonFacts::of(100, &[]);
+        assert_eq!((facts.source, facts.n_needed), (DeviationSource::WorstCase, 769));
+        assert!((1568..=1569).contains(&facts.n_needed_for_power), "{facts:?}");
+        assert!((facts.standard_error - 0.070_710_678).abs() < 1e-8, "{facts:?}");
+        assert_eq!(facts.advice().level, Level::Weak);
+        assert_eq!(ComparisonFacts::of(2000, &[]).advice().level, Level::Ok);
+    }
+
+    /// Differences 1, -1 and six times 0: the sum of squares is 2, over 7.
+    #[test]
+    fn validation_rows_give_the_deviation_of_pairs() {
+        let mut rows = vec![row("a", false, true), row("b", true, false)];
+        rows.extend(["c", "d", "e", "f", "g", "h"].map(|group| row(group, true, true)));
+        let facts = ComparisonFacts::of(100, &rows);
+        assert_eq!(facts.source, DeviationSource::ValidationRows);
+        assert!((facts.deviation - (2.0_f64 / 7.0).sqrt()).abs() < 1e-12, "{facts:?}");
+        assert_eq!(ComparisonFacts::of(100, &rows[..7]).source, DeviationSource::WorstCase, "seven groups are few");
+        let train = rows.iter().map(|row| LookedUpRow { split: Split::Train, ..row.clone() }).collect::<Vec<_>>();
+        assert_eq!(ComparisonFacts::of(100, &train).source, DeviationSource::WorstCase);
+    }
+
+    #[test]
+    fn paraphrases_count_once() {
+        let rows = [row("a", false, true), row("a", false, true), row("b", true, true)];
+        assert_eq!(differences(&rows), [1.0, 0.0]);
+    }
+}

@@ -1,0 +1,215 @@
+//! Number, size and language of queries and passages.
+
+use super::advice::{Advice, Level, percent};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Training rows that the source plan expects at least (section 1.5); `stages/funnel.rs` warns below the same number.
+const FEW_TRAINING_ROWS: usize = 240;
+
+/// A writing system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+#[allow(missing_docs)]
+pub enum Script {
+    Han,
+    Kana,
+    Hangul,
+    Latin,
+    Cyrillic,
+    Greek,
+    Hebrew,
+    Arabic,
+    Devanagari,
+    Thai,
+    Other,
+}
+
+impl Script {
+    /// Of a letter; `None` for digits, punctuation and spaces.
+    fn of(character: char) -> Option<Self> {
+        if !character.is_alphabetic() {
+            return None;
+        }
+        // Blocks of the Unicode standard.
+        Some(match u32::from(character) {
+            0x3400..=0x4dbf | 0x4e00..=0x9fff | 0xf900..=0xfaff | 0x20000..=0x323af => Self::Han,
+            0x3040..=0x30ff | 0x31f0..=0x31ff | 0xff66..=0xff9f => Self::Kana,
+            0x1100..=0x11ff | 0x3130..=0x318f | 0xac00..=0xd7af => Self::Hangul,
+            0x0041..=0x024f | 0x1e00..=0x1eff | 0xff21..=0xff5a => Self::Latin,
+            0x0370..=0x03ff => Self::Greek,
+            0x0400..=0x052f => Self::Cyrillic,
+            0x0590..=0x05ff => Self::Hebrew,
+            0x0600..=0x06ff | 0x0750..=0x077f => Self::Arabic,
+            0x0900..=0x097f => Self::Devanagari,
+            0x0e00..=0x0e7f => Self::Thai,
+            _ => Self::Other,
+        })
+    }
+}
+
+/// Size and scripts of a set of texts.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TextFacts {
+    /// Number of texts.
+    pub n_texts: usize,
+    /// Mean characters of a text.
+    pub mean_chars: f64,
+    /// Shares of the letters by script.
+    pub scripts: BTreeMap<Script, f64>,
+    /// What the scripts suggest: `Chinese`, `Latin script`.
+    pub language: &'static str,
+}
+
+impl TextFacts {
+    /// Counts characters and scripts.
+    pub fn of<'a>(texts: impl IntoIterator<Item = &'a str>) -> Self {
+        let (mut n_texts, mut n_chars, mut counts) = (0, 0, BTreeMap::<Script, usize>::new());
+        for text in texts {
+            n_texts += 1;
+            for character in text.chars() {
+                n_chars += 1;
+                if let Some(script) = Script::of(character) {
+                    *counts.entry(script).or_default() += 1;
+                }
+            }
+        }
+        let n_letters: usize = counts.values().sum();
+        let scripts: BTreeMap<Script, f64> =
+            counts.into_iter().map(|(script, n)| (script, n as f64 / n_letters as f64)).collect();
+        let language = language(&scripts);
+        Self { n_texts, mean_chars: n_chars as f64 / n_texts.max(1) as f64, scripts, language }
+    }
+
+    /// The script with most letters.
+    pub fn main_script(&self) -> Option<Script> {
+        self.scripts.iter().max_by(|one, other| one.1.total_cmp(other.1)).map(|(script, _)| *script)
+    }
+
+    fn brief(&self, what: &str) -> String {
+        let main = self.scripts.values().copied().fold(0.0, f64::max);
+        format!("{} {what} of {:.0} characters, {} ({})", self.n_texts, self.mean_chars, self.language, percent(main))
+    }
+}
+
+/// Japanese has kana between its Han characters, Korean may have Han characters between its Hangul.
+fn language(scripts: &BTreeMap<Script, f64>) -> &'static str {
+    let share = |script| scripts.get(&script).copied().unwrap_or(0.0);
+    if share(Script::Kana) > 0.05 {
+        return "Japanese";
+    }
+    if share(Script::Hangul) > 0.3 {
+        return "Korean";
+    }
+    let main = scripts.iter().max_by(|one, other| one.1.total_cmp(other.1));
+    match main.filter(|(_, share)| **share >= 0.5).map(|(script, _)| *script) {
+        Some(Script::Han) => "Chinese",
+        Some(Script::Latin) => "Latin script",
+        Some(Script::Cyrillic) => "Cyrillic script",
+        Some(Script::Greek) => "Greek",
+        Some(Script::Hebrew) => "Hebrew",
+        Some(Script::Arabic) => "Arabic script",
+        Some(Script::Devanagari) => "Devanagari script",
+        Some(Script::Thai) => "Thai",
+        Some(Script::Kana | Script::Hangul | Script::Other) => "other script",
+        None if scripts.is_empty() => "no letters",
+        None => "mixed scripts",
+    }
+}
+
+/// The query table, and the splits where the data stages are finished.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct DataFacts {
+    /// The queries.
+    pub queries: TextFacts,
+    /// The passages; `None` where they are not known.
+    pub passages: Option<TextFacts>,
+    /// Queries whose gold passages are known.
+    pub n_with_gold: usize,
+    /// Rows of train, val and test. Without the data stages as the configured shares give.
+    pub n_rows: [usize; 3],
+    /// Groups of test: paraphrases of one query count once.
+    pub n_test_groups: usize,
+    /// Training rows whose rewrite passed the filters; `None` without the data stages.
+    pub n_targets: Option<usize>,
+}
+
+impl DataFacts {
+    /// In words.
+    pub fn advice(&self) -> Advice {
+        let [train, val, test] = self.n_rows;
+        let passages = self.passages.as_ref().map(|passages| format!("; {}", passages.brief("passages")));
+        let source = if self.n_targets.is_some() { "" } else { " (expected)" };
+        let finding = format!(
+            "{}{}; {train} train, {val} val, {test} test{source}, {} with gold passages",
+            self.queries.brief("queries"),
+            passages.unwrap_or_default(),
+            self.n_with_gold
+        );
+        let n_train = self.n_targets.unwrap_or(train);
+        let (level, action) = match &self.passages {
+            Some(passages) if passages.main_script() != self.queries.main_script() => (
+                Level::Weak,
+                "queries and passages are in other scripts: use an embedding model of both languages, or let the teacher translate".to_owned(),
+            ),
+            _ if n_train < FEW_TRAINING_ROWS => (
+                Level::Weak,
+                format!("add queries: {n_train} rows to train on are few, {FEW_TRAINING_ROWS} or more are usual"),
+            ),
+            _ if self.n_with_gold == 0 => (
+                Level::Weak,
+                "name gold passages for val and test at least (data.gold_column): without them only reranker scores are compared".to_owned(),
+            ),
+            _ => (Level::Ok, "nothing to do".to_owned()),
+        };
+        Advice::new("data", level, finding, action)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn languages_follow_from_their_scripts() {
+        for (text, expected) in [
+            ("胶原蛋白肽怎么吃?", "Chinese"),
+            ("ビタミンの飲み方", "Japanese"),
+            ("비타민 복용법", "Korean"),
+            ("How do I take vitamin D3?", "Latin script"),
+            ("Как принимать", "Cyrillic script"),
+            ("12345 ?!", "no letters"),
+            ("维生素 vita 병원", "mixed scripts"),
+        ] {
+            assert_eq!(TextFacts::of([text]).language, expected, "{text}");
+        }
+        let facts = TextFacts::of(["维生素C", "abcd"]);
+        assert_eq!((facts.n_texts, facts.mean_chars), (2, 4.0));
+        assert_eq!(facts.scripts, [(Script::Han, 0.375), (Script::Latin, 0.625)].into());
+    }
+
+    fn facts(query: &str, passage: &str, n_train: usize, n_with_gold: usize) -> DataFacts {
+        DataFacts {
+            queries: TextFacts::of([query]),
+            passages: Some(TextFacts::of([passage])),
+            n_with_gold,
+            n_rows: [n_train, 40, 40],
+            n_test_groups: 40,
+            n_targets: Some(n_train),
+        }
+    }
+
+    #[test]
+    fn data_that_is_too_small_or_in_two_languages_is_reported_with_what_to_do() {
+        let of = |facts: DataFacts| facts.advice();
+        assert_eq!(of(facts("query", "passage", 500, 9)).level, Level::Ok);
+        assert!(of(facts("query", "文档", 500, 9)).action.contains("other scripts"));
+        assert!(of(facts("query", "passage", 239, 9)).action.starts_with("add queries: 239 rows"));
+        assert!(of(facts("query", "passage", 240, 0)).action.contains("data.gold_column"));
+        let text = of(facts("query", "passage", 500, 9)).finding;
+        let expected = "1 queries of 5 characters, Latin script (100 %); 1 passages of 7 characters, Latin script (100 %); \
+                        500 train, 40 val, 40 test, 9 with gold passages";
+        assert_eq!(text, expected);
+    }
+}

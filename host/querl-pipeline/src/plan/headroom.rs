@@ -1,0 +1,343 @@
+//! Headroom of teacher and retrieval: what the raw query and the teacher's rewrite retrieve, and the better of both (oracle).
+
+use super::advice::{Advice, Level, mean, percent, share};
+use querl_core::records::{Hit, Split, retrieval_quality, win};
+use serde::Serialize;
+
+/// Passages of the lookup that the ranks are from.
+pub(super) const DEPTH: usize = 50;
+/// Points of top-1 by which the oracle must exceed the raw query for rewriting to have much to gain.
+const LITTLE_HEADROOM: f64 = 0.03;
+/// Share of gold passages that neither side finds among [`DEPTH`], above which retrieval and not the rewrite is the limit.
+const MANY_ABSENT: f64 = 0.3;
+
+/// What one text retrieved.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Lookup {
+    /// Hits with the configured limits.
+    pub hits: Vec<Hit>,
+    /// Rank of the first gold passage among [`DEPTH`], from 1; `None` where it is not among them.
+    pub deep_rank: Option<usize>,
+}
+
+impl Lookup {
+    /// Rank of the first gold passage with the configured limits.
+    fn rank(&self, gold_ids: &[String]) -> Option<usize> {
+        gold_rank(&self.hits, gold_ids)
+    }
+}
+
+/// Rank of the first gold passage, from 1.
+pub(super) fn gold_rank(hits: &[Hit], gold_ids: &[String]) -> Option<usize> {
+    hits.iter().position(|hit| gold_ids.contains(&hit.id)).map(|index| index + 1)
+}
+
+/// A row whose raw query and teacher rewrite were looked up.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct LookedUpRow {
+    pub split: Split,
+    pub group: String,
+    pub gold_ids: Vec<String>,
+    pub raw: Lookup,
+    pub teacher: Lookup,
+}
+
+/// Figures of one side of a split.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct SideFigures {
+    /// Share of rows with known gold passages whose first hit is one; `None` without such rows.
+    pub top1: Option<f64>,
+    /// Mean reciprocal rank of the gold passage; `None` without such rows.
+    pub mrr: Option<f64>,
+    /// Mean retrieval quality, 0 to 1: see `querl_core::records::retrieval_quality`.
+    pub quality: f64,
+}
+
+/// Raw query, teacher and the better of both, on the rows of one split.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct SplitHeadroom {
+    /// The split.
+    pub split: Split,
+    /// Rows that both sides looked up.
+    pub n_rows: usize,
+    /// Those with known gold passages.
+    pub n_gold: usize,
+    /// The query itself.
+    pub raw: SideFigures,
+    /// The teacher's rewrite.
+    pub teacher: SideFigures,
+    /// The better of both, row by row.
+    pub oracle: SideFigures,
+    /// Mean of 1 where the teacher retrieves better than the raw query, 0.5 for a tie, 0 where worse.
+    pub teacher_win_rate: f64,
+}
+
+/// Headroom of the teacher.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TeacherHeadroom {
+    /// Train and val.
+    pub splits: Vec<SplitHeadroom>,
+    /// Lookups that failed; their rows are left out.
+    pub n_failed: usize,
+}
+
+impl TeacherHeadroom {
+    pub(super) fn of(rows: &[LookedUpRow], n_failed: usize) -> Self {
+        let of_split = |split: Split| {
+            let rows: Vec<&LookedUpRow> = rows.iter().filter(|row| row.split == split).collect();
+            (!rows.is_empty()).then(|| SplitHeadroom::of(split, &rows))
+        };
+        Self { splits: [Split::Train, Split::Val].into_iter().filter_map(of_split).collect(), n_failed }
+    }
+
+    /// In words. Decides by train, or by val where train is not known.
+    pub fn advice(&self) -> Advice {
+        let Some(headroom) = self.splits.first() else {
+            let finding = "no row has both a rewrite and its lookup";
+            return Advice::new("teacher", Level::Unknown, finding, "run `querl run --to convert`, then plan again");
+        };
+        let finding: Vec<String> = self.splits.iter().map(SplitHeadroom::sentence).collect();
+        let (raw, teacher, oracle) = (headroom.raw.figure(), headroom.teacher.figure(), headroom.oracle.figure());
+        let (level, action) = if teacher < raw {
+            (
+                Level::Bad,
+                "the teacher is worse than the raw query: improve its prompt, or filter the rows where it loses, before you train on it",
+            )
+        } else if oracle - raw < LITTLE_HEADROOM {
+            (
+                Level::Bad,
+                "rewriting has little to gain here: look for queries that retrieval fails on, or improve the index",
+            )
+        } else if oracle - teacher > teacher - raw {
+            (
+                Level::Weak,
+                "the raw query often wins: keep it where it does (a filter), and let the reward compare with both",
+            )
+        } else {
+            (Level::Ok, "nothing to do: the teacher gains on the raw query")
+        };
+        Advice::new("teacher", level, finding.join("; "), action)
+    }
+}
+
+impl SideFigures {
+    fn of(ranks: &[Option<usize>], qualities: impl IntoIterator<Item = f64>) -> Self {
+        Self {
+            top1: mean(ranks.iter().map(|rank| f64::from(*rank == Some(1)))),
+            mrr: mean(ranks.iter().map(|rank| rank.map_or(0.0, |rank| 1.0 / rank as f64))),
+            quality: mean(qualities).unwrap_or(0.0),
+        }
+    }
+
+    /// Top-1 where gold passages are known, else the retrieval quality.
+    fn figure(&self) -> f64 {
+        self.top1.unwrap_or(self.quality)
+    }
+}
+
+impl SplitHeadroom {
+    fn of(split: Split, rows: &[&LookedUpRow]) -> Self {
+        let with_gold: Vec<&&LookedUpRow> = rows.iter().filter(|row| !row.gold_ids.is_empty()).collect();
+        let ranks = |side: fn(&LookedUpRow) -> &Lookup| -> Vec<Option<usize>> {
+            with_gold.iter().map(|row| side(row).rank(&row.gold_ids)).collect()
+        };
+        let (raw, teacher) = (ranks(|row| &row.raw), ranks(|row| &row.teacher));
+        let better = |one: Option<usize>, other: Option<usize>| match (one, other) {
+            (Some(one), Some(other)) => Some(one.min(other)),
+            (one, other) => one.or(other),
+        };
+        let oracle: Vec<Option<usize>> = raw.iter().zip(&teacher).map(|(one, other)| better(*one, *other)).collect();
+        let quality = |lookup: &Lookup| retrieval_quality(&lookup.hits);
+        let wins = rows.iter().map(|row| win(&row.teacher.hits, &row.raw.hits));
+        Self {
+            split,
+            n_rows: rows.len(),
+            n_gold: with_gold.len(),
+            raw: SideFigures::of(&raw, rows.iter().map(|row| quality(&row.raw))),
+            teacher: SideFigures::of(&teacher, rows.iter().map(|row| quality(&row.teacher))),
+            oracle: SideFigures::of(&oracle, rows.iter().map(|row| quality(&row.raw).max(quality(&row.teacher)))),
+            teacher_win_rate: mean(wins).unwrap_or(0.5),
+        }
+    }
+
+    fn sentence(&self) -> String {
+        let name = if self.raw.top1.is_some() { "top-1" } else { "quality" };
+        format!(
+            "{} ({} rows): {name} raw {}, teacher {}, oracle {}, teacher wins {}",
+            self.split.name(),
+            self.n_rows,
+            percent(self.raw.figure()),
+            percent(self.teacher.figure()),
+            percent(self.oracle.figure()),
+            percent(self.teacher_win_rate)
+        )
+    }
+}
+
+/// Ranks of the gold passage among the first 50.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+#[allow(missing_docs)]
+pub struct RankHistogram {
+    pub rank_1: usize,
+    pub ranks_2_to_5: usize,
+    pub ranks_6_to_10: usize,
+    pub ranks_11_to_50: usize,
+    pub absent: usize,
+}
+
+impl RankHistogram {
+    pub(super) fn of(ranks: impl IntoIterator<Item = Option<usize>>) -> Self {
+        let mut histogram = Self::default();
+        for rank in ranks {
+            *match rank {
+                Some(1) => &mut histogram.rank_1,
+                Some(2..=5) => &mut histogram.ranks_2_to_5,
+                Some(6..=10) => &mut histogram.ranks_6_to_10,
+                Some(11..=DEPTH) => &mut histogram.ranks_11_to_50,
+                Some(_) | None => &mut histogram.absent,
+            } += 1;
+        }
+        histogram
+    }
+
+    fn n(&self) -> usize {
+        self.rank_1 + self.ranks_2_to_5 + self.ranks_6_to_10 + self.ranks_11_to_50 + self.absent
+    }
+
+    fn sentence(&self) -> String {
+        let Self { rank_1, ranks_2_to_5, ranks_6_to_10, ranks_11_to_50, absent } = self;
+        format!("{rank_1}, {ranks_2_to_5}, {ranks_6_to_10}, {ranks_11_to_50}, {absent}")
+    }
+}
+
+/// Headroom of retrieval: where the gold passages are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct RetrievalHeadroom {
+    /// Of raw queries.
+    pub raw: RankHistogram,
+    /// Of the teacher's rewrites.
+    pub teacher: RankHistogram,
+    /// Rows whose gold passage neither side has among the first 50.
+    pub n_absent_for_both: usize,
+}
+
+impl RetrievalHeadroom {
+    /// Of the rows with known gold passages; `None` without one.
+    pub(super) fn of(rows: &[LookedUpRow]) -> Option<Self> {
+        let with_gold: Vec<&LookedUpRow> = rows.iter().filter(|row| !row.gold_ids.is_empty()).collect();
+        let is_absent = |row: &&&LookedUpRow| row.raw.deep_rank.is_none() && row.teacher.deep_rank.is_none();
+        (!with_gold.is_empty()).then(|| Self {
+            raw: RankHistogram::of(with_gold.iter().map(|row| row.raw.deep_rank)),
+            teacher: RankHistogram::of(with_gold.iter().map(|row| row.teacher.deep_rank)),
+            n_absent_for_both: with_gold.iter().filter(is_absent).count(),
+        })
+    }
+
+    /// In words.
+    pub fn advice(&self) -> Advice {
+        let n = self.raw.n();
+        let absent = share(self.n_absent_for_both, n);
+        let finding = format!(
+            "gold passage at rank 1, 2 to 5, 6 to 10, 11 to 50, absent: raw {}; teacher {}; absent for both {} of {n}",
+            self.raw.sentence(),
+            self.teacher.sentence(),
+            percent(absent)
+        );
+        let first = share(self.raw.rank_1, n);
+        let (level, action) = if absent > MANY_ABSENT {
+            (
+                Level::Bad,
+                "check gold ids, segmentation and passages (`querl rag check`): no rewrite finds what the index does not have",
+            )
+        } else if first > 1.0 - LITTLE_HEADROOM {
+            (Level::Weak, "raw queries find nearly everything: use harder queries, or a stricter metric")
+        } else {
+            (Level::Ok, "nothing to do: ranks below 1 are what rewriting can gain")
+        };
+        Advice::new("retrieval", level, finding, action)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn hits(ids: &[&str], score: f64) -> Vec<Hit> {
+        let hit = |(index, id): (usize, &&str)| Hit {
+            id: (*id).into(),
+            text: String::new(),
+            reranker_score: score,
+            retrieval_score: None,
+            rank: index as u32 + 1,
+        };
+        ids.iter().enumerate().map(hit).collect()
+    }
+
+    /// `raw` and `teacher`: ids of the hits, best first. Gold is `g`.
+    fn row(split: Split, raw: (&[&str], f64), teacher: (&[&str], f64)) -> LookedUpRow {
+        let gold_ids = vec!["g".to_owned()];
+        let lookup = |(ids, score): (&[&str], f64)| {
+            let hits = hits(ids, score);
+            Lookup { deep_rank: gold_rank(&hits, &gold_ids), hits }
+        };
+        let (raw, teacher) = (lookup(raw), lookup(teacher));
+        LookedUpRow { split, group: "a".into(), gold_ids: gold_ids.clone(), raw, teacher }
+    }
+
+    #[test]
+    fn the_oracle_is_the_better_side_of_each_row() {
+        let rows = [
+            row(Split::Train, (&["g", "x"], 0.9), (&["x", "g"], 0.5)),
+            row(Split::Train, (&["x", "y"], 0.5), (&["g"], 0.9)),
+            row(Split::Train, (&["x"], 0.5), (&["y"], 0.5)),
+            row(Split::Val, (&["g"], 0.5), (&["g"], 0.5)),
+        ];
+        let headroom = TeacherHeadroom::of(&rows, 0);
+        let train = headroom.splits[0];
+        assert_eq!((train.n_rows, train.n_gold, train.split), (3, 3, Split::Train));
+        assert_eq!([train.raw.top1, train.teacher.top1], [Some(1.0 / 3.0); 2]);
+        assert_eq!(train.oracle.top1, Some(2.0 / 3.0));
+        assert_eq!(train.raw.mrr, Some(1.0 / 3.0));
+        assert_eq!(train.teacher.mrr, Some(0.5));
+        assert_eq!(train.teacher_win_rate, 0.5);
+        assert_eq!(headroom.splits[1].n_rows, 1);
+    }
+
+    #[test]
+    fn a_teacher_that_loses_and_a_task_without_headroom_are_bad() {
+        let of = |rows: &[LookedUpRow]| TeacherHeadroom::of(rows, 0).advice();
+        let (hit, miss): ((&[&str], f64), (&[&str], f64)) = ((&["g"], 0.9), (&["x"], 0.1));
+        let worse = of(&[row(Split::Train, hit, miss), row(Split::Train, miss, miss)]);
+        assert!(worse.level == Level::Bad && worse.action.starts_with("the teacher is worse"), "{worse:?}");
+        let none = of(&[row(Split::Train, hit, hit), row(Split::Train, miss, miss)]);
+        assert!(none.level == Level::Bad && none.action.contains("little to gain"), "{none:?}");
+        let good = of(&[row(Split::Train, miss, hit), row(Split::Train, miss, miss)]);
+        assert_eq!(good.level, Level::Ok);
+        assert!(good.finding.starts_with("train (2 rows): top-1 raw 0 %, teacher 50 %, oracle 50 %"), "{good:?}");
+        assert_eq!(of(&[]).level, Level::Unknown);
+    }
+
+    #[test]
+    fn without_gold_passages_the_quality_decides() {
+        let mut row = row(Split::Train, (&["x"], 0.2), (&["x"], 0.8));
+        row.gold_ids.clear();
+        let rows = [row];
+        let headroom = TeacherHeadroom::of(&rows, 0);
+        assert_eq!(headroom.splits[0].raw.top1, None);
+        assert!(headroom.advice().finding.contains("quality raw 20 %, teacher 80 %"));
+        assert_eq!(RetrievalHeadroom::of(&rows), None);
+    }
+
+    #[test]
+    fn ranks_are_counted_once_and_absent_passages_are_reported() {
+        let ranks = [Some(1), Some(2), Some(5), Some(6), Some(10), Some(11), Some(50), Some(51), None];
+        let histogram = RankHistogram::of(ranks);
+        let expected = RankHistogram { rank_1: 1, ranks_2_to_5: 2, ranks_6_to_10: 2, ranks_11_to_50: 2, absent: 2 };
+        assert_eq!((histogram, histogram.n()), (expected, 9));
+        let rows = [row(Split::Train, (&["x"], 0.1), (&["x"], 0.1)), row(Split::Train, (&["g"], 0.1), (&["x"], 0.1))];
+        let headroom = RetrievalHeadroom::of(&rows).unwrap();
+        assert_eq!(headroom.n_absent_for_both, 1);
+        assert_eq!(headroom.advice().level, Level::Bad);
+    }
+}

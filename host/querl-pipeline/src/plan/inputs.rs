@@ -1,0 +1,115 @@
+//! What a plan is made from: the query table, the files of the data stages where they are finished, and the passages.
+
+use super::data::{DataFacts, TextFacts};
+use crate::ledger::{Inputs, Ledger, StageName, rows_of};
+use querl_core::config::{Config, RetrievalKind};
+use querl_core::records::{DatasetRow, QueryRow, Split, ValidatedRecord};
+use querl_core::run_dir::RunDir;
+use querl_data::{Rows, Splits, open_queries, read_passages};
+use std::collections::HashSet;
+
+/// Texts that a plan looks at.
+pub(super) struct PlanInputs {
+    /// Of the dataset, or of the table.
+    pub queries: Vec<QueryRow>,
+    /// Train, val and test; `None` until the data stages are finished.
+    pub splits: Option<[Vec<DatasetRow>; 3]>,
+    /// Rewrites with their hits; empty until then.
+    pub validated: Vec<ValidatedRecord>,
+    /// Texts of the knowledge base, or of the passages that the teacher's rewrites found.
+    pub passages: Vec<String>,
+    /// Rows of train, val and test: counted, or expected by the shares.
+    pub n_rows: [usize; 3],
+    /// Groups of test.
+    pub n_test_groups: usize,
+}
+
+impl PlanInputs {
+    /// # Errors
+    /// The table, a file of the run or the knowledge base cannot be read, or a file of the run has changed since it was written.
+    pub(super) fn read(config: &Config, dir: &RunDir) -> anyhow::Result<Self> {
+        let ledger = Ledger::open(&dir.stages())?;
+        let is_converted = ledger.entry(StageName::Convert.as_str()).is_some_and(|entry| entry.finished);
+        match is_converted {
+            true => Self::of_dataset(config, dir, &ledger),
+            false => Self::of_table(config),
+        }
+    }
+
+    fn of_dataset(config: &Config, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<Self> {
+        let read = |split| -> anyhow::Result<Vec<DatasetRow>> {
+            let path = dir.split(split);
+            Inputs::default().made_by(ledger, StageName::Convert, &path)?;
+            rows_of(&path)
+        };
+        let splits = [read(Split::Train)?, read(Split::Val)?, read(Split::Test)?];
+        Inputs::default().made_by(ledger, StageName::Validate, &dir.validated())?;
+        let validated: Vec<ValidatedRecord> = rows_of(&dir.validated())?;
+        let queries = splits.iter().flatten().map(|row| row.metadata.query.clone()).collect();
+        let passages = match known_passages(config)? {
+            Some(passages) => passages,
+            None => passages_of_hits(&validated),
+        };
+        let n_rows = [splits[0].len(), splits[1].len(), splits[2].len()];
+        let n_test_groups = splits[2].iter().map(|row| &row.metadata.query.group).collect::<HashSet<_>>().len();
+        Ok(Self { queries, splits: Some(splits), validated, passages, n_rows, n_test_groups })
+    }
+
+    fn of_table(config: &Config) -> anyhow::Result<Self> {
+        let table = open_queries(&config.data)?;
+        let queries = table.read()?.collect::<Result<Vec<QueryRow>, _>>()?;
+        let passages = known_passages(config)?.unwrap_or_default();
+        let groups = queries.iter().map(|query| Ok(query.group.clone()));
+        let mut n_rows = [0; 3];
+        let mut n_test_groups = 0;
+        // A table with fewer groups than splits is refused by convert.
+        if let Ok(splits) = Splits::assign(groups, &config.data) {
+            for query in &queries {
+                let of = splits.of(&query.group);
+                let index = Split::ALL.iter().position(|split| Some(*split) == of);
+                if let Some(index) = index {
+                    n_rows[index] += 1;
+                }
+            }
+            n_test_groups = splits.n_groups(Split::Test);
+        }
+        Ok(Self { queries, splits: None, validated: Vec::new(), passages, n_rows, n_test_groups })
+    }
+
+    pub(super) fn facts(&self) -> DataFacts {
+        let passages = self.passages.iter().map(String::as_str);
+        DataFacts {
+            queries: TextFacts::of(self.queries.iter().map(|query| query.original_query.as_str())),
+            passages: (!self.passages.is_empty()).then(|| TextFacts::of(passages)),
+            n_with_gold: self.queries.iter().filter(|query| !query.gold_ids.is_empty()).count(),
+            n_rows: self.n_rows,
+            n_test_groups: self.n_test_groups,
+            n_targets: self
+                .splits
+                .as_ref()
+                .map(|[train, ..]| train.iter().filter(|row| row.target().is_some()).count()),
+        }
+    }
+
+    /// Rows of train; empty without the data stages.
+    pub(super) fn train(&self) -> &[DatasetRow] {
+        self.splits.as_ref().map(|[train, ..]| train.as_slice()).unwrap_or_default()
+    }
+}
+
+/// `None` where a service has the passages.
+fn known_passages(config: &Config) -> anyhow::Result<Option<Vec<String>>> {
+    match (config.retrieval.kind, &config.retrieval.knowledge_base) {
+        (RetrievalKind::Embedded, Some(path)) => {
+            Ok(Some(read_passages(path)?.into_iter().map(|passage| passage.text).collect()))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Each passage once.
+fn passages_of_hits(validated: &[ValidatedRecord]) -> Vec<String> {
+    let hits = validated.iter().filter_map(|record| record.retrieval.as_ref()?.as_ref().ok()).flatten();
+    let mut seen = HashSet::new();
+    hits.filter(|hit| !hit.text.is_empty() && seen.insert(hit.text.as_str())).map(|hit| hit.text.clone()).collect()
+}

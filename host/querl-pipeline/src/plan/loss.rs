@@ -1,0 +1,234 @@
+//! Loss of the base model on the tenant's own texts, against that of a unigram model: a base that does not know the language is noise, and
+//! fine-tuning on a few hundred rows does not teach it.
+
+use super::advice::{Advice, Level};
+use anyhow::Context;
+use querl_core::config::ModelConfig;
+use querl_core::records::DatasetRow;
+use querl_model::{Decoder, PackedBatch, Pass, TextTokenizer, Weights};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Most texts of one kind that are computed.
+const MAX_TEXTS: usize = 64;
+/// Most tokens of a passage that are computed.
+const MAX_PASSAGE_TOKENS: usize = 256;
+/// Nats per token above which a base is noise on these texts: one that ended fine-tuning with 5.6 repeated a single character.
+const NOISE_NATS: f64 = 4.5;
+/// Nats per token above which fine-tuning has much to teach.
+const WEAK_NATS: f64 = 3.5;
+/// A base within this share of a unigram model's loss uses none of the context.
+const UNIGRAM_SHARE: f64 = 0.9;
+
+/// Loss on one kind of text, summed over tokens.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct TextLoss {
+    /// Texts.
+    pub n_texts: usize,
+    /// Predicted tokens.
+    pub n_tokens: usize,
+    /// Characters of those tokens' texts.
+    pub n_chars: usize,
+    /// Loss of the base model in nats.
+    pub nats: f64,
+    /// Loss of a unigram model of the same tokens in nats: see [`unigram_nats`].
+    pub unigram_nats: f64,
+}
+
+impl TextLoss {
+    /// Nats per token.
+    pub fn per_token(&self) -> f64 {
+        self.nats / self.n_tokens.max(1) as f64
+    }
+
+    /// Nats per character, which tokenizers do not change.
+    pub fn per_char(&self) -> f64 {
+        self.nats / self.n_chars.max(1) as f64
+    }
+
+    /// Nats per token of the unigram model.
+    pub fn unigram_per_token(&self) -> f64 {
+        self.unigram_nats / self.n_tokens.max(1) as f64
+    }
+
+    fn level(&self) -> Level {
+        match self.per_token() {
+            nats if nats > NOISE_NATS || nats > UNIGRAM_SHARE * self.unigram_per_token() => Level::Bad,
+            nats if nats > WEAK_NATS => Level::Weak,
+            _ => Level::Ok,
+        }
+    }
+}
+
+/// Loss of the base model.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct LossFacts {
+    /// On rewrites to be learned, given their prompts; `None` without the data stages.
+    pub targets: Option<TextLoss>,
+    /// On passages.
+    pub passages: Option<TextLoss>,
+}
+
+impl LossFacts {
+    /// In words. A base that knows passages and not the form of rewrites can learn the form.
+    pub fn advice(&self) -> Advice {
+        let of = |what: &str, loss: &TextLoss| {
+            format!(
+                "{:.2} nats per token of {what} ({:.2} per character; a unigram model has {:.2})",
+                loss.per_token(),
+                loss.per_char(),
+                loss.unigram_per_token()
+            )
+        };
+        let found = [("rewrites", &self.targets), ("passages", &self.passages)];
+        let known: Vec<(&str, &TextLoss)> =
+            found.into_iter().filter_map(|(what, loss)| Some((what, loss.as_ref()?))).collect();
+        let finding: Vec<String> = known.iter().map(|(what, loss)| of(what, loss)).collect();
+        let level = known.iter().map(|(_, loss)| loss.level()).min();
+        let (level, action) = match level {
+            None => {
+                let finding = "no rewrites and no passages are known yet";
+                return Advice::new(
+                    "base model",
+                    Level::Unknown,
+                    finding,
+                    "run `querl run --to convert`, then plan again",
+                );
+            }
+            Some(Level::Bad) => (
+                Level::Bad,
+                "the base model is noise on these texts: take another one, or pretrain one on them (`querl model pretrain`)",
+            ),
+            Some(Level::Weak) => {
+                (Level::Weak, "fine-tuning has much to teach: more rows and epochs, or a larger base model")
+            }
+            Some(level) => (level, "nothing to do: the base model knows these texts"),
+        };
+        Advice::new("base model", level, finding.join("; "), action)
+    }
+}
+
+/// Loss in nats of a unigram model on the sequences that it is estimated from, each token left out for its own prediction. Tokens that occur
+/// once share the probability that Witten and Bell give to new ones.
+///
+/// Source: Witten and Bell 1991, "The zero-frequency problem", method C.
+pub(super) fn unigram_nats(sequences: &[Vec<u32>], vocab_size: usize) -> f64 {
+    let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
+    sequences.iter().flatten().for_each(|id| *counts.entry(*id).or_default() += 1);
+    let (n_tokens, n_types) = (counts.values().sum::<usize>(), counts.len());
+    let of_token = |count: usize| {
+        let rest = n_tokens.saturating_sub(1) as f64;
+        if count > 1 {
+            return ((count - 1) as f64 / (rest + n_types as f64)).ln();
+        }
+        let n_types = n_types.saturating_sub(1).max(1);
+        let n_new = vocab_size.saturating_sub(n_types).max(1);
+        (n_types as f64 / (rest + n_types as f64) / n_new as f64).ln()
+    };
+    -counts.values().map(|&count| count as f64 * of_token(count)).sum::<f64>()
+}
+
+/// One text as tokens: those before `first` are given.
+struct Sequence {
+    ids: Vec<u32>,
+    first: usize,
+    n_chars: usize,
+}
+
+/// Computes the loss of the configured base on up to 64 rewrites and 64 passages, on the CPU.
+///
+/// # Errors
+/// The model cannot be loaded, or a pass fails.
+pub(super) fn base_loss(model: &ModelConfig, rows: &[DatasetRow], passages: &[&str]) -> anyhow::Result<LossFacts> {
+    let tokenizer = TextTokenizer::load(&model.path)?;
+    let decoder = Decoder::load_as(&model.path, Weights::Frozen, model.dtype)
+        .with_context(|| format!("{}: the base model", model.path.display()))?;
+    let n_positions = decoder.config().max_positions;
+    let mut targets = Vec::new();
+    for row in spread(rows, MAX_TEXTS, |row| row.target().is_some()) {
+        let (prompt, text) = (tokenizer.encode_prompt(row.prompt())?, row.target().unwrap_or_default());
+        let first = prompt.len();
+        let ids: Vec<u32> = prompt.into_iter().chain(tokenizer.encode_response(text)?).collect();
+        targets.push(Sequence { ids, first, n_chars: text.chars().count() });
+    }
+    let mut texts = Vec::new();
+    for text in spread(passages, MAX_TEXTS, |_| true) {
+        let mut ids = tokenizer.encode(text)?;
+        ids.truncate(MAX_PASSAGE_TOKENS);
+        let n_chars = match ids.split_first() {
+            Some((_, rest)) => tokenizer.decode(rest)?.chars().count(),
+            None => 0,
+        };
+        texts.push(Sequence { ids, first: 1, n_chars });
+    }
+    let loss = |sequences: Vec<Sequence>| -> anyhow::Result<Option<TextLoss>> {
+        let fits = |sequence: &Sequence| (2..=n_positions).contains(&sequence.ids.len()) && sequence.first > 0;
+        let sequences: Vec<Sequence> = sequences.into_iter().filter(fits).collect();
+        if sequences.is_empty() { Ok(None) } else { text_loss(&decoder, &sequences).map(Some) }
+    };
+    Ok(LossFacts { targets: loss(targets)?, passages: loss(texts)? })
+}
+
+fn text_loss(decoder: &Decoder, sequences: &[Sequence]) -> anyhow::Result<TextLoss> {
+    let mut total = TextLoss { n_texts: sequences.len(), ..TextLoss::default() };
+    for Sequence { ids, first, n_chars } in sequences {
+        let batch = PackedBatch::new([&ids[..ids.len() - 1]]);
+        let rows: Vec<u32> = (first - 1..ids.len() - 1).map(|row| row as u32).collect();
+        let hidden = decoder.hidden_at(&batch, &rows, &Pass::with(None))?;
+        let logprobs = decoder.token_logprobs(&hidden, ids[*first..].to_vec(), 1.0, None)?.to_vec2::<f32>()?;
+        total.nats -= logprobs.iter().map(|row| f64::from(row[0])).sum::<f64>();
+        total.n_tokens += logprobs.len();
+        total.n_chars += n_chars;
+    }
+    let predicted: Vec<Vec<u32>> = sequences.iter().map(|sequence| sequence.ids[sequence.first..].to_vec()).collect();
+    total.unigram_nats = unigram_nats(&predicted, decoder.config().vocab_size);
+    Ok(total)
+}
+
+/// At most `n` of the items that are wanted, evenly spread.
+pub(super) fn spread<T>(items: &[T], n: usize, wanted: impl Fn(&T) -> bool) -> Vec<&T> {
+    let found: Vec<&T> = items.iter().filter(|item| wanted(item)).collect();
+    let taken = n.min(found.len());
+    (0..taken).map(|index| found[index * found.len() / taken]).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// 2, 2, 2, 2 and 5: four of five tokens are predicted by 3 / (4 + 2), the single one by 1 / (4 + 1) over the 9 others.
+    #[test]
+    fn a_unigram_model_predicts_each_token_from_the_others() {
+        let expected = -(4.0 * (3.0_f64 / 6.0).ln() + (1.0_f64 / 5.0 / 9.0).ln());
+        let found = unigram_nats(&[vec![2, 2, 2], vec![2, 5]], 10);
+        assert!((found - expected).abs() < 1e-12, "{found}");
+        assert_eq!(unigram_nats(&[], 10), 0.0);
+        assert!(unigram_nats(&[vec![3]], 10).is_finite());
+    }
+
+    #[test]
+    fn items_are_spread_over_all() {
+        let items: Vec<u32> = (0..10).collect();
+        assert_eq!(spread(&items, 3, |_| true), [&0, &3, &6]);
+        assert_eq!(spread(&items, 99, |item| *item > 7), [&8, &9]);
+        assert!(spread(&items, 0, |_| true).is_empty() && spread(&[] as &[u32], 3, |_| true).is_empty());
+    }
+
+    fn loss(per_token: f64, unigram: f64) -> TextLoss {
+        TextLoss { n_texts: 1, n_tokens: 10, n_chars: 20, nats: 10.0 * per_token, unigram_nats: 10.0 * unigram }
+    }
+
+    #[test]
+    fn a_base_that_is_noise_is_reported() {
+        let of = |targets, passages| LossFacts { targets, passages }.advice();
+        assert_eq!(of(Some(loss(5.6, 7.0)), Some(loss(5.2, 7.0))).level, Level::Bad);
+        assert_eq!(of(None, Some(loss(3.0, 3.2))).level, Level::Bad, "no better than a unigram model");
+        assert_eq!(of(Some(loss(5.6, 7.0)), Some(loss(2.0, 7.0))).level, Level::Ok, "it knows the language");
+        assert_eq!(of(None, Some(loss(4.0, 7.0))).level, Level::Weak);
+        let unknown = of(None, None);
+        assert_eq!(unknown.level, Level::Unknown);
+        let fine = of(None, Some(loss(2.0, 7.0)));
+        assert_eq!(fine.finding, "2.00 nats per token of passages (1.00 per character; a unigram model has 7.00)");
+    }
+}

@@ -1,0 +1,219 @@
+//! `querl plan`: whether a training on these data can succeed, before it costs anything. Facts with figures, each with one sentence of what to do.
+//!
+//! In: a configuration, and the run directory where its data stages are finished. Out: a [`Plan`]; nothing of the run is written but the spend of
+//! external calls. Order of cost: texts and tokens, a forward pass of the base model, lookups, a trial rollout. docs/training.md has the facts.
+
+mod advice;
+mod comparison;
+mod data;
+mod headroom;
+mod inputs;
+mod lookups;
+mod loss;
+mod rollout;
+pub mod scale;
+mod tokens;
+
+pub use advice::{Advice, Level};
+pub use comparison::{ComparisonFacts, DeviationSource};
+pub use data::{DataFacts, Script, TextFacts};
+pub use headroom::{RankHistogram, RetrievalHeadroom, SideFigures, SplitHeadroom, TeacherHeadroom};
+pub use loss::{LossFacts, TextLoss};
+pub use rollout::RolloutFacts;
+pub use tokens::{Coverage, TokenizerFacts};
+
+use crate::failure::Stop;
+use crate::run::Run;
+use anyhow::Context;
+use inputs::PlanInputs;
+use lookups::LookedUp;
+use loss::{base_loss, spread};
+use querl_core::config::Config;
+use querl_core::ports::Reporter;
+use querl_core::run_dir::RunDir;
+use querl_data::ServiceContext;
+use querl_model::{DecoderConfig, TextTokenizer};
+use scale::{Cluster, ScalePlan, WorkloadSize};
+use serde::Serialize;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Texts of one kind whose tokens are counted.
+const N_TOKENIZED: usize = 256;
+
+/// Expensive parts to leave out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct PlanOptions {
+    /// No forward pass of the base model.
+    pub skip_model: bool,
+    /// No trial rollout, and no plugin is opened.
+    pub skip_rollout: bool,
+}
+
+/// Everything that `querl plan` says.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Plan {
+    /// Size and language.
+    pub data: DataFacts,
+    /// Coverage of the tokenizer.
+    pub tokenizer: TokenizerFacts,
+    /// `None` where it was left out.
+    pub base_model: Option<LossFacts>,
+    /// `None` without the data stages or without retrieval.
+    pub teacher: Option<TeacherHeadroom>,
+    /// `None` without known gold passages.
+    pub retrieval: Option<RetrievalHeadroom>,
+    /// `None` where it was left out, and without the data stages.
+    pub rollout: Option<RolloutFacts>,
+    /// The final comparison.
+    pub test: ComparisonFacts,
+    /// Each fact in words.
+    pub advice: Vec<Advice>,
+}
+
+/// Plans a training.
+///
+/// # Errors
+/// The table, a file of the run, the model, retrieval or a plugin cannot be used.
+pub fn plan(
+    config: &Config,
+    config_path: &Path,
+    options: PlanOptions,
+    reporter: Arc<dyn Reporter>,
+) -> anyhow::Result<Plan> {
+    let dir = RunDir::new(&config.output_dir);
+    let inputs = PlanInputs::read(config, &dir)?;
+    let has_dataset = inputs.splits.is_some();
+    let opens_plugins = has_dataset && !options.skip_rollout;
+    // Opened first: an unbuilt plugin is reported before anything is computed.
+    let run = opens_plugins.then(|| Run::open_for_scoring(config.clone(), config_path, reporter)).transpose()?;
+    let data = inputs.facts();
+    let tokenizer = tokenizer_facts(config, &inputs)?;
+    let base_model = match options.skip_model {
+        true => None,
+        false => {
+            querl_model::set_threads(config.threads);
+            querl_model::check_weights(&config.model.path).map_err(Stop::usage)?;
+            let passages: Vec<&str> = inputs.passages.iter().map(String::as_str).collect();
+            Some(base_loss(&config.model, inputs.train(), &passages)?)
+        }
+    };
+    let looked_up = look_up(config, &inputs, run.as_ref())?;
+    let rows = looked_up.as_ref().map(|found| found.rows.as_slice()).unwrap_or_default();
+    let teacher = looked_up.as_ref().map(|found| TeacherHeadroom::of(&found.rows, found.n_failed));
+    let (retrieval, test) = (RetrievalHeadroom::of(rows), ComparisonFacts::of(inputs.n_test_groups, rows));
+    let rollout = run.as_ref().filter(|_| !inputs.train().is_empty());
+    let rollout = rollout.map(|run| rollout::trial_rollout(run, inputs.train())).transpose();
+    if let Some(run) = &run {
+        // Also after a failure: what was paid for is recorded.
+        run.outside.spend_tracker().save()?;
+    }
+    let plan = Plan { data, tokenizer, base_model, teacher, retrieval, rollout: rollout?, test, advice: Vec::new() };
+    Ok(Plan { advice: plan.in_words(has_dataset), ..plan })
+}
+
+/// With the limits, cache and budget of a run where one is open.
+fn look_up(config: &Config, inputs: &PlanInputs, run: Option<&Run>) -> anyhow::Result<Option<LookedUp>> {
+    if let Some(run) = run {
+        return lookups::look_up(config, inputs, &run.outside, &run.runtime);
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+    lookups::look_up(config, inputs, &ServiceContext::new(&config.calls), &runtime)
+}
+
+fn tokenizer_facts(config: &Config, inputs: &PlanInputs) -> anyhow::Result<TokenizerFacts> {
+    let tokenizer = TextTokenizer::load(&config.model.path).map_err(Stop::usage)?;
+    let queries = spread(&inputs.queries, N_TOKENIZED, |_| true).into_iter().map(|query| query.original_query.as_str());
+    let passages = spread(&inputs.passages, N_TOKENIZED, |_| true).into_iter().map(String::as_str);
+    Ok(TokenizerFacts {
+        vocab_size: tokenizer.vocab_size(),
+        queries: Coverage::of(&tokenizer, queries)?,
+        passages: (!inputs.passages.is_empty()).then(|| Coverage::of(&tokenizer, passages)).transpose()?,
+    })
+}
+
+impl Plan {
+    fn in_words(&self, has_dataset: bool) -> Vec<Advice> {
+        let mut advice = vec![self.data.advice(), self.tokenizer.advice()];
+        advice.extend(self.base_model.as_ref().map(LossFacts::advice));
+        advice.extend(self.teacher.as_ref().map(TeacherHeadroom::advice));
+        advice.extend(self.retrieval.as_ref().map(RetrievalHeadroom::advice));
+        advice.extend(self.rollout.as_ref().map(RolloutFacts::advice));
+        advice.push(self.test.advice());
+        if !has_dataset {
+            let finding = "teacher, retrieval and rewards are not known before the data stages";
+            advice.push(Advice::new(
+                "stages",
+                Level::Unknown,
+                finding,
+                "run `querl run --to convert`, then plan again",
+            ));
+        }
+        advice
+    }
+
+    /// For a terminal.
+    pub fn to_text(&self) -> String {
+        self.advice.iter().map(|advice| advice.line() + "\n").collect()
+    }
+}
+
+/// The cheap facts, at the start of a run: data, tokenizer and test. No pass of a model, no call.
+///
+/// # Errors
+/// As [`plan`].
+pub fn summary(config: &Config) -> anyhow::Result<Vec<Advice>> {
+    let inputs = PlanInputs::read(config, &RunDir::new(&config.output_dir))?;
+    let mut advice = vec![inputs.facts().advice()];
+    // The data stages need no model: it may be trained on their output later.
+    advice.extend(tokenizer_facts(config, &inputs).ok().map(|facts| facts.advice()));
+    advice.push(ComparisonFacts::of(inputs.n_test_groups, &[]).advice());
+    Ok(advice)
+}
+
+/// Logs the [`summary`]. What it cannot read is for the stages to report.
+pub fn log_summary(config: &Config) {
+    match summary(config) {
+        Ok(advice) => advice.iter().for_each(|advice| tracing::info!("{}", advice.line())),
+        Err(error) => tracing::debug!("no summary of the plan: {error:#}"),
+    }
+}
+
+/// Plans the training of a configuration on a cluster of GPUs. `shapes`: another model than the configured one.
+///
+/// # Errors
+/// The table, a file of the run, the tokenizer or the model's `config.json` cannot be read.
+pub fn plan_on(config: &Config, cluster: Cluster, shapes: Option<DecoderConfig>) -> anyhow::Result<ScalePlan> {
+    let inputs = PlanInputs::read(config, &RunDir::new(&config.output_dir))?;
+    let tokenizer = TextTokenizer::load(&config.model.path).map_err(Stop::usage)?;
+    let size = workload_size(config, &inputs, &tokenizer)?;
+    let shapes = match shapes {
+        Some(shapes) => shapes,
+        None => DecoderConfig::load(&config.model.path.join("config.json")).map_err(Stop::usage)?,
+    };
+    Ok(ScalePlan::new(config, &shapes, size, cluster))
+}
+
+/// Prompts and rewrites of the dataset. Of the table alone: prompts have the query's tokens and those of instructions, which are assumed to be
+/// as many as a usual prompt plugin has; responses are as long as the query.
+fn workload_size(config: &Config, inputs: &PlanInputs, tokenizer: &TextTokenizer) -> anyhow::Result<WorkloadSize> {
+    const INSTRUCTION_TOKENS: f64 = 150.0;
+    let (mut prompts, mut responses, mut queries) = (Vec::new(), Vec::new(), Vec::new());
+    for row in spread(inputs.train(), N_TOKENIZED, |_| true) {
+        prompts.push(tokenizer.encode_prompt(row.prompt())?.len() as f64);
+        if let Some(target) = row.target() {
+            responses.push(tokenizer.encode_response(target)?.len() as f64);
+        }
+    }
+    for query in spread(&inputs.queries, N_TOKENIZED, |_| true) {
+        queries.push(tokenizer.encode(&query.original_query)?.len() as f64);
+    }
+    let of_query = advice::mean(queries).unwrap_or(0.0);
+    let (prompt, response) = (advice::mean(prompts), advice::mean(responses));
+    Ok(WorkloadSize {
+        prompt_tokens: prompt.unwrap_or(INSTRUCTION_TOKENS + of_query),
+        response_tokens: response.unwrap_or(of_query).clamp(1.0, config.rl.max_new_tokens.max(1) as f64),
+        n_steps: config.rl.n_steps(inputs.n_rows[0]),
+        is_measured: inputs.splits.is_some(),
+    })
+}

@@ -1,0 +1,269 @@
+//! A trial rollout: a few queries with several samples each, scored by the environment of training. Groups without variance teach nothing.
+
+use super::advice::{Advice, Level, mean, percent, share};
+use super::comparison::standard_deviation;
+use super::loss::spread;
+use crate::environment::{Baselines, Judging, RowColumns, ScoreRequest, Scorer, Services, WrittenRewrite};
+use crate::ledger::{Ledger, StageName, rows_of};
+use crate::run::Run;
+use crate::training::Base;
+use anyhow::Context;
+use querl_core::ports::PolicyResponse;
+use querl_core::records::{DatasetRow, Split};
+use querl_model::{
+    Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, SamplingSettings, TextTokenizer, Weights,
+};
+use querl_train::rl;
+use serde::Serialize;
+use std::collections::HashSet;
+use std::time::Duration;
+
+/// Queries of the rollout.
+pub(super) const N_QUERIES: usize = 8;
+/// Samples per query.
+pub(super) const N_SAMPLES: usize = 4;
+/// Totals closer than this are equal.
+const EQUAL: f64 = 1e-6;
+/// Shares of groups without variance.
+const WEAK_SHARE: f64 = 0.5;
+const BAD_SHARE: f64 = 0.9;
+
+/// Rewards of one query's samples.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct SampledGroup {
+    /// Totals of the samples that have one.
+    pub totals: Vec<f64>,
+    /// Distinct rewrites among the samples.
+    pub n_distinct: usize,
+    /// Samples that could not be scored.
+    pub n_dropped: usize,
+    /// Samples without a rewrite, empty ones included.
+    pub n_empty: usize,
+    /// Samples that reached `rl.max_new_tokens`.
+    pub n_truncated: usize,
+}
+
+/// Result of the trial rollout.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RolloutFacts {
+    /// `sft`, or `base` where fine-tuning is not finished.
+    pub policy: &'static str,
+    /// Queries.
+    pub n_groups: usize,
+    /// Samples in all.
+    pub n_samples: usize,
+    /// Mean total; `None` where no sample was scored.
+    pub mean_reward: Option<f64>,
+    /// Mean standard deviation of the totals within a group; `None` where no group has two scored samples.
+    pub deviation_within_groups: Option<f64>,
+    /// Share of groups with two scored samples whose totals are all equal.
+    pub zero_variance_share: f64,
+    /// Share of distinct rewrites, 0 to 1.
+    pub distinct_share: f64,
+    /// Share of samples that could not be scored.
+    pub dropped_share: f64,
+    /// Share of samples without a rewrite.
+    pub empty_share: f64,
+    /// Share of samples that reached the token limit.
+    pub truncated_share: f64,
+}
+
+impl RolloutFacts {
+    pub(super) fn of(policy: &'static str, groups: &[SampledGroup], n_samples: usize) -> Self {
+        let sum = |of: fn(&SampledGroup) -> usize| groups.iter().map(of).sum::<usize>();
+        let deviations: Vec<f64> = groups.iter().filter_map(|group| standard_deviation(&group.totals)).collect();
+        let n_equal = deviations.iter().filter(|deviation| **deviation < EQUAL).count();
+        Self {
+            policy,
+            n_groups: groups.len(),
+            n_samples,
+            mean_reward: mean(groups.iter().flat_map(|group| group.totals.iter().copied())),
+            deviation_within_groups: mean(deviations.iter().copied()),
+            zero_variance_share: share(n_equal, deviations.len()),
+            distinct_share: share(sum(|group| group.n_distinct), n_samples),
+            dropped_share: share(sum(|group| group.n_dropped), n_samples),
+            empty_share: share(sum(|group| group.n_empty), n_samples),
+            truncated_share: share(sum(|group| group.n_truncated), n_samples),
+        }
+    }
+
+    /// In words.
+    pub fn advice(&self) -> Advice {
+        let (Some(reward), Some(deviation)) = (self.mean_reward, self.deviation_within_groups) else {
+            let finding = format!("none of {} samples was scored", self.n_samples);
+            return Advice::new(
+                "rollout",
+                Level::Bad,
+                finding,
+                "look at retrieval and judge: `querl rag check`, judge.kind",
+            );
+        };
+        let finding = format!(
+            "{} queries with {} samples of {}: mean reward {reward:.3}, deviation within groups {deviation:.3}, {} of groups without variance, {} distinct, {} without a rewrite, {} truncated",
+            self.n_groups,
+            self.n_samples / self.n_groups.max(1),
+            self.policy,
+            percent(self.zero_variance_share),
+            percent(self.distinct_share),
+            percent(self.empty_share),
+            percent(self.truncated_share)
+        );
+        let (level, action) = if self.truncated_share > WEAK_SHARE {
+            (Level::Bad, "most responses do not end: train SFT first or longer, or raise rl.max_new_tokens")
+        } else if self.empty_share > WEAK_SHARE {
+            (Level::Bad, "most responses hold no rewrite: train SFT first or longer, or change the policy's prompt")
+        } else if self.zero_variance_share > BAD_SHARE {
+            (
+                Level::Bad,
+                "rewards do not distinguish samples: add a graded reward, raise rl.temperature, or use PPO with a critic",
+            )
+        } else if self.zero_variance_share > WEAK_SHARE {
+            (Level::Weak, "raise rl.n_samples or rl.temperature: groups without variance teach GRPO and RLOO nothing")
+        } else if self.dropped_share > WEAK_SHARE {
+            (Level::Weak, "many samples cannot be scored: look at the failures of retrieval and judge")
+        } else {
+            (Level::Ok, "nothing to do: samples of a query get different rewards")
+        };
+        Advice::new("rollout", level, finding, action)
+    }
+}
+
+/// Generates and scores the samples, on the CPU. Nothing of the run is written but the spend of external calls.
+///
+/// # Errors
+/// The policy cannot be loaded, the environment cannot be opened, or a service is down.
+pub(super) fn trial_rollout(run: &Run, train: &[DatasetRow]) -> anyhow::Result<RolloutFacts> {
+    let rows: Vec<DatasetRow> = spread(train, N_QUERIES, |_| true).into_iter().cloned().collect();
+    let (policy, responses) = sample(run, &rows)?;
+    let groups = score(run, &rows, &responses)?;
+    Ok(RolloutFacts::of(policy, &groups, rows.len() * N_SAMPLES))
+}
+
+/// The responses to each row.
+fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<Vec<PolicyResponse>>)> {
+    let config = &run.config;
+    let ledger = Ledger::open(&run.dir.stages())?;
+    let is_trained = ledger.entry(StageName::Sft.as_str()).is_some_and(|entry| entry.finished);
+    let base = match is_trained {
+        true => Base::of(config, &run.dir, StageName::Sft)?,
+        false => Base { model: config.model.path.clone(), adapter: None },
+    };
+    let decoder = Decoder::load_as(&base.model, Weights::Frozen, config.model.dtype)
+        .with_context(|| format!("{}: the policy", base.model.display()))?;
+    let tokenizer = TextTokenizer::load(&base.model)?;
+    let adapter = base.adapter.as_deref().map(|path| -> anyhow::Result<LoraAdapter> {
+        Ok(LoraAdapter::load(path, decoder.config())?.for_decoder(&decoder)?)
+    });
+    let adapter = adapter.transpose()?;
+    let prompts = rows.iter().map(|row| tokenizer.encode_prompt(row.prompt())).collect::<Result<Vec<Vec<u32>>, _>>()?;
+    let requests: Vec<GenerationRequest<'_>> = prompts
+        .iter()
+        .enumerate()
+        .map(|(index, prompt)| GenerationRequest { prompt, seed: config.seed.wrapping_add(index as u64), n: N_SAMPLES })
+        .collect();
+    let sampling: SamplingSettings = rl::sampling(&config.rl);
+    let mut engine = Engine::new(&decoder, EngineSettings::default())?;
+    engine.set_policy(adapter.as_ref(), 0)?;
+    let generated = engine.generate(&requests, Decoding::Sample, &sampling, &tokenizer)?;
+    let mut responses = Vec::with_capacity(rows.len());
+    for (row_index, samples) in generated.into_iter().enumerate() {
+        let mut of_row = Vec::with_capacity(samples.len());
+        for (sample_index, sample) in samples.into_iter().enumerate() {
+            let text = tokenizer.decode(&sample.token_ids)?;
+            of_row.push(PolicyResponse {
+                row_index,
+                sample_index,
+                text: sampling.before_stop(&text).to_owned(),
+                n_tokens: sample.token_ids.len() as u32,
+                truncated: sample.truncated,
+            });
+        }
+        responses.push(of_row);
+    }
+    Ok((if is_trained { "sft" } else { "base" }, responses))
+}
+
+/// One batch, as in training: rewards that compare the samples of a group see all of it.
+fn score(run: &Run, rows: &[DatasetRow], responses: &[Vec<PolicyResponse>]) -> anyhow::Result<Vec<SampledGroup>> {
+    run.plugins.check_style()?;
+    let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
+    let services = Services { deadline, ..run.services()? }.read_by_rewards();
+    let scorer = Scorer::new(services, run.runtime.handle().clone());
+    let columns = RowColumns::read(scorer.rewards(), &run.config.data, rows)?;
+    let baselines = Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind);
+    let judging = Judging::of(&run.config.judge);
+    let mut requests = Vec::new();
+    for response in responses.iter().flatten() {
+        let row = &rows[response.row_index];
+        let query = &row.metadata.query;
+        let group_id = format!("plan/{}", query.id);
+        let id = format!("{group_id}/{}", response.sample_index);
+        requests.push(ScoreRequest {
+            judged: judging.samples(&id),
+            id,
+            group_id,
+            sample_index: response.sample_index as u32,
+            step: None,
+            split: Split::Train,
+            query,
+            columns: columns.of(query),
+            prompt: Some(row.prompt()),
+            policy: WrittenRewrite::parsed(scorer.prompts(), response)?,
+            baseline: baselines.of(&query.id),
+        });
+    }
+    let scored = scorer.score(&requests)?.scored;
+    let mut scored = scored.into_iter();
+    let group = |samples: &Vec<PolicyResponse>| {
+        let episodes: Vec<_> = scored.by_ref().take(samples.len()).collect();
+        let rewrites = || episodes.iter().map(|one| one.episode.policy.rewrite.trim());
+        let totals: Vec<f64> =
+            episodes.iter().filter_map(|one| one.outcome.as_ref().ok()).map(|reward| reward.total).collect();
+        SampledGroup {
+            n_distinct: rewrites().collect::<HashSet<&str>>().len(),
+            n_dropped: samples.len() - totals.len(),
+            n_empty: rewrites().filter(|rewrite| rewrite.is_empty()).count(),
+            n_truncated: samples.iter().filter(|sample| sample.truncated).count(),
+            totals,
+        }
+    };
+    Ok(responses.iter().map(group).collect())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn group(totals: &[f64]) -> SampledGroup {
+        let (n_distinct, n_dropped) = (totals.len().max(1), N_SAMPLES - totals.len());
+        SampledGroup { totals: totals.to_vec(), n_distinct, n_dropped, n_empty: 0, n_truncated: 0 }
+    }
+
+    fn facts(groups: &[SampledGroup]) -> RolloutFacts {
+        RolloutFacts::of("sft", groups, groups.len() * N_SAMPLES)
+    }
+
+    /// Deviations 0 and sqrt(1/3): of 0, 0, 1 and 1 the mean is 0.5, the sum of squares 1, over 3.
+    #[test]
+    fn variance_is_that_within_groups() {
+        let facts = facts(&[group(&[0.5; 4]), group(&[0.0, 0.0, 1.0, 1.0])]);
+        assert_eq!((facts.zero_variance_share, facts.mean_reward), (0.5, Some(0.5)));
+        assert!((facts.deviation_within_groups.unwrap() - (1.0_f64 / 3.0).sqrt() / 2.0).abs() < 1e-12);
+        assert_eq!(facts.advice().level, Level::Ok);
+    }
+
+    #[test]
+    fn what_gives_no_signal_is_reported_with_its_cause() {
+        let of = |group: SampledGroup| facts(&[group]).advice();
+        assert!(of(group(&[])).finding.contains("none of 4 samples was scored"));
+        let equal = of(group(&[1.0; 4]));
+        assert!(equal.level == Level::Bad && equal.action.contains("do not distinguish samples"), "{equal:?}");
+        let endless = of(SampledGroup { n_truncated: 4, ..group(&[0.1, 0.2, 0.3, 0.4]) });
+        assert!(endless.action.starts_with("most responses do not end"), "{endless:?}");
+        let empty = of(SampledGroup { n_empty: 3, ..group(&[0.1, 0.2, 0.3, 0.4]) });
+        assert!(empty.action.starts_with("most responses hold no rewrite"), "{empty:?}");
+        let half = facts(&[group(&[1.0; 4]), group(&[1.0; 4]), group(&[0.0, 1.0])]).advice();
+        assert_eq!(half.level, Level::Weak);
+    }
+}

@@ -1,0 +1,176 @@
+//! `--on NxMxGPU`: memory, seconds of each phase and hours of a run on a cluster of GPUs, by a roofline model. docs/scale.md.
+
+mod gpus;
+#[cfg(test)]
+mod measurements;
+mod memory;
+mod roofline;
+mod scaling;
+
+pub use gpus::{Cluster, GPUS, GpuModel};
+pub use memory::MemoryPrediction;
+pub use roofline::{Bound, Efficiency, Phase, StepPrediction, UpdatedWeights, Workload, predict};
+pub use scaling::{Scaling, ScalingRow, scaling};
+
+use querl_core::config::{Config, RlAlgorithm};
+use querl_model::DecoderConfig;
+use querl_train::job::memory_plan::adapter_parameters;
+use serde::Serialize;
+
+/// Tokens of a configuration's prompts and responses, and the length of its training.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct WorkloadSize {
+    /// Mean tokens of a prompt.
+    pub prompt_tokens: f64,
+    /// Mean tokens of a response.
+    pub response_tokens: f64,
+    /// Rollout batches of the training.
+    pub n_steps: usize,
+    /// False where the tokens are estimated from the query table, since the data stages are not finished.
+    pub is_measured: bool,
+}
+
+/// A run on a cluster.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct ScalePlan {
+    /// The GPUs.
+    pub cluster: Cluster,
+    /// Weights of the model.
+    pub n_parameters: usize,
+    /// What a step computes.
+    pub workload: Workload,
+    /// Lengths and number of steps.
+    pub size: WorkloadSize,
+    /// One step.
+    pub step: StepPrediction,
+    /// Hours of all steps, without evaluations and calls of external services.
+    pub hours: f64,
+    /// With other numbers of GPUs.
+    pub scaling: Scaling,
+}
+
+/// What `[rl]` of a configuration computes in a step of verl: the adapter is trained, as `querl export verl` exports it.
+pub fn workload(config: &Config, shapes: &DecoderConfig, size: &WorkloadSize) -> Workload {
+    let rl = &config.rl;
+    Workload {
+        n_queries: rl.batch_size,
+        n_samples: rl.n_samples.max(1),
+        prompt_tokens: size.prompt_tokens,
+        response_tokens: size.response_tokens,
+        longest_response: rl.max_new_tokens as f64,
+        updated: UpdatedWeights::Adapter(adapter_parameters(shapes, &config.sft)),
+        has_critic: rl.algorithm == RlAlgorithm::Ppo,
+        has_reference: rl.kl_coef > 0.0,
+        epochs: rl.ppo_epochs,
+        mini_batch_size: rl.mini_batch_size,
+        tokens_per_pass: config.model.tokens_per_pass,
+        gradient_checkpointing: config.model.gradient_checkpointing,
+        tensor_parallel: None,
+    }
+}
+
+impl ScalePlan {
+    /// Predicts the training of a configuration.
+    pub fn new(config: &Config, shapes: &DecoderConfig, size: WorkloadSize, cluster: Cluster) -> Self {
+        let (workload, efficiency) = (workload(config, shapes, &size), Efficiency::default());
+        let step = predict(shapes, &workload, &cluster, &efficiency);
+        let scaling = scaling(shapes, &workload, &cluster, &efficiency);
+        let hours = step.seconds * size.n_steps as f64 / 3600.0;
+        Self { cluster, n_parameters: shapes.n_parameters(), workload, size, step, hours, scaling }
+    }
+
+    /// For a terminal.
+    pub fn lines(&self) -> Vec<String> {
+        let (step, memory, workload) = (&self.step, &self.step.memory, &self.workload);
+        let billions = self.n_parameters as f64 / 1e9;
+        let source =
+            if self.size.is_measured { "of the dataset" } else { "estimated: the data stages are not finished" };
+        let mut lines = vec![
+            format!("on {}: {billions:.2} billion weights, {} GPU(s)", self.cluster, self.cluster.n_gpus()),
+            format!(
+                "  a step: {} queries, {} response(s) each; {:.0} tokens of prompt and {:.0} of response, at most {:.0} ({source})",
+                workload.n_queries,
+                workload.n_samples,
+                workload.prompt_tokens,
+                workload.response_tokens,
+                workload.longest_response
+            ),
+            format!(
+                "  memory per GPU: {:.1} of {:.0} GiB (training state {:.1}, a pass {:.1}; rollout weights {:.1}, KV cache {:.1})",
+                memory.peak_gib(),
+                memory.gpu_gib,
+                memory.training_gib,
+                memory.pass_gib,
+                memory.rollout_gib,
+                memory.kv_cache_gib
+            ),
+        ];
+        if !memory.fits {
+            lines.push("  does not fit: take more or larger GPUs, or lower model.tokens_per_pass".into());
+        }
+        let phase = |phase: &Phase| {
+            let rate = phase.tokens_per_s();
+            let rate = if rate > 0.0 { format!("{rate:>9.0} tokens/s") } else { " ".repeat(18) };
+            format!("  {:<16} {:>8.1} s {rate}  {}", phase.name, phase.seconds, phase.bound.name())
+        };
+        lines.extend(step.phases.iter().map(phase));
+        lines.push(format!(
+            "  {:<16} {:>8.1} s, {:.0} tokens/s per GPU; {} steps take {:.1} hours, without evaluations, retrieval and judge",
+            "step", step.seconds, step.tokens_per_s_per_gpu, self.size.n_steps, self.hours
+        ));
+        lines.push(self.scaling_line());
+        lines
+    }
+
+    fn scaling_line(&self) -> String {
+        let Scaling { n_gpus, reason, rows } = &self.scaling;
+        match reason {
+            Some(reason) => format!("  more than {n_gpus} GPU(s) hardly help: {reason}"),
+            None => format!("  up to {} GPUs help", rows.last().map_or(*n_gpus, |row| row.n_gpus)),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    const CONFIG: &str = r#"
+        tenant = "shop"
+        data = { input = "none" }
+        teacher = { kind = "recorded" }
+        retrieval = { kind = "none" }
+        model = { path = "none" }
+        plugins = { prompt = { path = "none" }, rewards = [] }
+    "#;
+
+    fn plan(sections: &str, cluster: &str) -> ScalePlan {
+        let config: Config = toml::from_str(&format!("{CONFIG}\n{sections}")).unwrap();
+        let shapes = DecoderConfig::of_shape("qwen3-0.6b").unwrap();
+        let size = WorkloadSize { prompt_tokens: 180.0, response_tokens: 30.0, n_steps: 100, is_measured: true };
+        ScalePlan::new(&config, &shapes, size, Cluster::parse(cluster).unwrap())
+    }
+
+    #[test]
+    fn a_configuration_is_a_workload_of_its_rl_section() {
+        let ppo = plan("", "8xH100").workload;
+        assert!(ppo.has_critic && ppo.has_reference && ppo.epochs == 4, "{ppo:?}");
+        let grpo = plan("[rl]\nalgorithm = \"grpo\"\nn_samples = 4\nkl_coef = 0.0", "8xH100").workload;
+        assert!(!grpo.has_critic && !grpo.has_reference, "{grpo:?}");
+        assert_eq!((grpo.n_responses(), grpo.longest_response), (256.0, 150.0));
+        // 28 layers of rank 16: 16 * (1024 + 2048 + 2 * (1024 + 1024) + 2048 + 1024 + 3 * (1024 + 3072)).
+        assert_eq!(grpo.updated, UpdatedWeights::Adapter(28 * 16 * 22_528));
+    }
+
+    #[test]
+    fn hours_are_steps_times_seconds_and_the_text_has_every_phase() {
+        let plan = plan("", "2x8xH100");
+        assert!((plan.hours - plan.step.seconds / 36.0).abs() < 1e-12);
+        let text = plan.lines().join("\n");
+        for phase in &plan.step.phases {
+            assert!(text.contains(phase.name), "{text}");
+        }
+        assert!(text.contains("on 2x8xH100: ") && text.contains("100 steps take"), "{text}");
+    }
+}

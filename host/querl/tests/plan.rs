@@ -1,0 +1,118 @@
+//! `querl plan` through the command line: facts with advice before and after the data stages, and predictions for a cluster.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::Path;
+use support::Project;
+
+/// Level of each topic.
+fn levels(plan: &Value) -> BTreeMap<String, String> {
+    let text = |advice: &Value, key: &str| advice[key].as_str().unwrap().to_owned();
+    let advice = plan["advice"].as_array().unwrap();
+    advice.iter().map(|advice| (text(advice, "topic"), text(advice, "level"))).collect()
+}
+
+/// Contents of all files below a folder.
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let mut found = BTreeMap::new();
+    let mut open = vec![folder.to_owned()];
+    while let Some(folder) = open.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() {
+                true => open.push(path),
+                false => {
+                    found.insert(path.display().to_string(), std::fs::read(&path).unwrap());
+                }
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn before_any_stage_the_table_and_the_model_are_judged_and_nothing_is_written() {
+    let project = Project::new();
+    let plan = project.json(&["plan", "querl.toml"]);
+    assert_eq!(plan["data"]["queries"]["n_texts"], 40, "{plan}");
+    assert_eq!(plan["data"]["queries"]["language"], "Chinese", "{plan}");
+    let rows: Vec<u64> = plan["data"]["n_rows"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
+    assert_eq!(rows.iter().sum::<u64>(), 40, "{plan}");
+    let levels = levels(&plan);
+    // The model of the tests has random weights.
+    assert_eq!(levels["base model"], "bad", "{plan}");
+    assert_eq!((levels["data"].as_str(), levels["stages"].as_str()), ("weak", "unknown"), "{plan}");
+    assert!(plan["teacher"].is_null() && plan["rollout"].is_null(), "{plan}");
+    assert_eq!(plan["test"]["source"], "worst_case", "{plan}");
+    assert!(!project.path("run").exists());
+
+    let text = project.querl(&["plan", "querl.toml", "--no_model"]).ok().stdout;
+    assert!(text.starts_with("!  data       40 queries of ") && !text.contains("nats"), "{text}");
+}
+
+#[test]
+fn after_the_data_stages_teacher_and_rewards_are_judged_and_the_run_is_unchanged() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+    let before = files(&project.path("run"));
+    let plan = project.json(&["plan", "querl.toml"]);
+    let train = &plan["teacher"]["splits"][0];
+    assert_eq!((train["split"].as_str(), plan["teacher"]["n_failed"].as_u64()), (Some("train"), Some(0)), "{plan}");
+    let quality = |side: &str| train[side]["quality"].as_f64().unwrap();
+    assert!(quality("oracle") >= quality("raw").max(quality("teacher")), "{plan}");
+    let rollout = &plan["rollout"];
+    assert_eq!((rollout["policy"].as_str(), rollout["n_groups"].as_u64()), (Some("base"), Some(8)), "{plan}");
+    assert_eq!(rollout["n_samples"], 32, "{plan}");
+    assert!(rollout["mean_reward"].is_number() || rollout["dropped_share"] == 1.0, "{plan}");
+    assert!(!levels(&plan).contains_key("stages"), "{plan}");
+    assert!(files(&project.path("run")) == before, "the plan wrote something");
+
+    let of_folder = project.json(&["plan", "run", "--no-rollout", "--no-model"]);
+    assert_eq!(of_folder["teacher"], plan["teacher"]);
+    assert!(of_folder["rollout"].is_null() && of_folder["base_model"].is_null(), "{of_folder}");
+    let refused = project.refusal(&["plan", "run", "--out", "other"], 2);
+    assert_eq!(refused, "run: a run's folder is its own run directory; leave out --out");
+}
+
+#[test]
+fn a_cluster_is_predicted_with_memory_phases_and_hours() {
+    let project = Project::new();
+    let text = project.querl(&["plan", "querl.toml", "--on", "2x8xH100", "--model", "qwen2.5-7b"]).ok().stdout;
+    assert!(text.starts_with("on 2x8xH100: 7.62 billion weights, 16 GPU(s)\n"), "{text}");
+    for part in ["memory per GPU: ", "rollout decode", "critic update", "2 steps take", "GPU(s) hardly help: "] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let own = project.json(&["plan", "querl.toml", "--on", "h100"]);
+    assert_eq!(own["cluster"]["n_per_node"], 1, "{own}");
+    assert_eq!(own["size"]["is_measured"], false, "{own}");
+    let seconds = own["step"]["seconds"].as_f64().unwrap();
+    assert!((own["hours"].as_f64().unwrap() - 2.0 * seconds / 3600.0).abs() < 1e-9, "{own}");
+}
+
+#[test]
+fn gpus_and_models_that_are_not_known_are_refused_with_what_was_expected() {
+    let project = Project::new();
+    let refused = project.refusal(&["plan", "querl.toml", "--on", "8xV100"], 2);
+    let expected = "--on: `8xV100` names no known GPU; expected NxMxGPU, such as 2x8xH100: nodes, GPUs of a node, one of \
+                    A100-40, A100-80, H100, H200, L40S, 4090, B200, MI300X";
+    assert_eq!(refused, expected);
+    let refused = project.refusal(&["plan", "querl.toml", "--on", "H100", "--model", "none"], 2);
+    assert!(refused.starts_with("--model none: no such file or shape; expected a config.json"), "{refused}");
+    let refused = project.refusal(&["plan", "nowhere.toml"], 2);
+    assert!(refused.starts_with("nowhere.toml: no such file"), "{refused}");
+}
+
+#[test]
+fn a_run_begins_with_a_summary_of_the_plan() {
+    let project = Project::new();
+    let first = project.querl(&["run", "querl.toml", "--to", "validate"]).ok();
+    let (before, _) = first.stderr.split_once("rewrite: running").unwrap();
+    let summary: Vec<&str> = before.lines().filter(|line| line.contains("INFO ")).collect();
+    assert!((3..=6).contains(&summary.len()), "{first:#?}");
+    assert!(summary[0].contains("40 queries of ") && summary[2].contains("standard error"), "{first:#?}");
+    let quiet = project.querl(&["run", "querl.toml", "--to", "validate", "-q"]).ok();
+    assert_eq!(quiet.stderr, "");
+}
