@@ -20,7 +20,7 @@ use crate::plugins::PluginHosts;
 use crate::serving::BaseFiles;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockFile, LockKind, LockSource};
-use querl_core::config::{Config, EndpointConfig, TeacherConfig, TeacherKind};
+use querl_core::config::{Config, DatasetConfig, EndpointConfig, TeacherConfig, TeacherKind};
 use querl_core::fsx::write_jsonl;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -158,9 +158,9 @@ fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> (Config, Vec<
         TeacherConfig { kind: TeacherKind::Recorded, path: Some(reward.rows.into()), ..TeacherConfig::default() };
     config.fallback_teacher = EndpointConfig::default();
     // Read by rewards that read columns alone, and their columns are in the rows.
-    if !config.data.input.is_file() {
-        config.data.input = reward.rows.into();
-    }
+    let table = config.data.input.take().filter(|table| !config.data.dataset.is_set() && table.is_file());
+    config.data.input = Some(table.unwrap_or_else(|| reward.rows.into()));
+    config.data.dataset = DatasetConfig::default();
     config.plugins.style_model.audit = None;
     config.cache.path = None;
     config.retrieval.index_dir = None;
@@ -197,14 +197,14 @@ fn exceeded(key: &str, limit: usize, n_processes: usize) -> Option<String> {
 fn data_paths(config: &mut Config) -> Vec<(&'static str, &mut PathBuf)> {
     let retrieval = &mut config.retrieval;
     let optional = [
+        ("queries", &mut config.data.input),
         ("knowledge_base", &mut retrieval.knowledge_base),
         ("lexicon", &mut retrieval.lexicon),
         ("user_dictionary", &mut retrieval.user_dictionary),
         ("synonyms", &mut retrieval.synonyms),
         ("ca", &mut config.calls.ca_file),
     ];
-    let optional = optional.into_iter().filter_map(|(name, path)| Some((name, path.as_mut()?)));
-    std::iter::once(("queries", &mut config.data.input)).chain(optional).collect()
+    optional.into_iter().filter_map(|(name, path)| Some((name, path.as_mut()?))).collect()
 }
 
 /// Paths that are still absolute.
