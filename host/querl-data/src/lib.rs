@@ -1,6 +1,6 @@
 //! Tables, teacher, judge, retrieval, datasets, and request logs as tables.
 //!
-//! Input: a query table, a teacher, a knowledge base or a retrieval service, and the tenant's prompt and filter plugins through their
+//! Input: a query table or a dataset of another framework, a teacher, a knowledge base or a retrieval service, and the tenant's prompt and filter plugins through their
 //! ports. Output: rewrites, the passages that retrieval finds with them, and the three splits of a dataset. This crate must not depend on
 //! models, training or WebAssembly.
 
@@ -26,7 +26,7 @@ pub use dataset::export::verl::{VerlRow, write_verl_rows};
 pub use dataset::export::{TableRecord, table_path, write_tables};
 pub use dataset::leaks::{DatasetQueries, Leak, Leaks, SplitRows, find_leaks};
 pub use dataset::records::{Journal, RecordFile, RecordWriter, RowIter, Rows};
-pub use dataset::splits::Splits;
+pub use dataset::splits::{RowSplits, Splits};
 pub use error::DataError;
 pub use judge::lexicon::{Intent, Lexicon, Product, QueryIntent};
 pub use judge::{RubricJudge, open_judge, rubric_answer};
@@ -37,8 +37,8 @@ pub use retrieval::{
     open_retrieval_backend, open_retriever, read_passages,
 };
 pub use stages::{
-    Conversion, ConvertedRow, DroppedRow, LocalRewriteCollector, LocalRewriteStage, StageResults, convert, rewrite,
-    rewrite_in_batch, teacher_prompts, validate,
+    Conversion, ConvertedRow, DroppedRow, LocalRewriteCollector, LocalRewriteStage, StageResults, convert,
+    dataset_rewrites, rewrite, rewrite_in_batch, teacher_prompts, validate,
 };
 pub use table::{ColumnReader, Findings, QueryTable, RowList, RowReference, open_queries, query_id};
 pub use teacher::{open_fallback, open_teacher};

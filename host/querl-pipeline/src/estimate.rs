@@ -171,7 +171,7 @@ impl Estimator<'_> {
         let (config, mut steps, mut rewrites) = (self.config, Vec::new(), PlannedWork::Resumes);
         for (stage, ahead) in planned {
             match stage {
-                StageName::Rewrite if config.teacher.kind == TeacherKind::Openai => {
+                StageName::Rewrite if config.called_teacher() == Some(TeacherKind::Openai) => {
                     rewrites = ahead;
                     steps.push(self.rewrite(ahead)?);
                 }

@@ -200,7 +200,7 @@ fn outside(config: &Config, calls: &Path, used: CacheUse) -> anyhow::Result<Serv
     let account = Arc::new(SpendTracker::open(calls, config.budget)?);
     let outside = ServiceContext::new(&config.calls).with_spend_tracker(account);
     let limits = CacheLimits::of(&config.cache);
-    let asks_outside = config.teacher.kind == TeacherKind::Openai
+    let asks_outside = config.called_teacher() == Some(TeacherKind::Openai)
         || config.fallback_teacher.base_url.is_some()
         || config.judge.kind == JudgeKind::Openai
         || config.retrieval.kind == RetrievalKind::Http;

@@ -1,4 +1,5 @@
-//! `querl export verl`, `querl export trl` and `querl import` through the command line: a run goes to another engine and its adapter back.
+//! `querl export verl`, `trl`, `swift` and `openrlhf`, and `querl import`, through the command line: a run moves to another engine and its adapter
+//! back.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -139,6 +140,62 @@ fn a_run_is_exported_to_verl_with_scripts_and_parquet() {
     }
     let mapping = project.read("verl/mapping.md");
     assert!(mapping.contains("| `rl.kl_target` | `0.0` | none |") && !mapping.contains('@'), "{mapping}");
+}
+
+/// Names between `@` that a template was left with.
+fn place_holders(text: &str) -> Vec<&str> {
+    let is_name = |part: &&str| !part.is_empty() && part.chars().all(|c| c.is_ascii_uppercase());
+    text.split('@').skip(1).filter(is_name).collect()
+}
+
+fn check_script(project: &Project, script: &str) {
+    let checked = std::process::Command::new("bash").arg("-n").arg(project.path(script)).status();
+    assert!(checked.unwrap().success(), "{script}");
+    assert!(place_holders(&project.read(script)).is_empty(), "{script}: {}", project.read(script));
+}
+
+#[test]
+fn a_run_is_exported_to_ms_swift_with_its_plugin() {
+    let project = project();
+    let exported = project.json(&["export", "swift", "run", "--out", "swift"]);
+    let rows = project.rows("swift/train.jsonl");
+    assert_eq!((&exported["has_adapter"], &exported["n_train"]), (&json!(true), &json!(rows.len())), "{exported}");
+    assert_eq!(rows[0]["messages"].as_array().unwrap().last().unwrap()["role"], "user");
+    let query: Value = serde_json::from_str(rows[0]["querl"].as_str().unwrap()).unwrap();
+    assert!(query["baseline"].is_string() && rows[0].get("prompt").is_none(), "{query}");
+    check_script(&project, "swift/train.sh");
+    let script = project.read("swift/train.sh");
+    for line in ["    --reward_funcs querl \\\n", "    --max_completion_length 8 \\\n", "    --kl_in_reward true \\\n"]
+    {
+        assert!(script.contains(line), "{line}: {script}");
+    }
+    assert!(project.read("swift/plugin.py").contains("import querl.integrations.swift"));
+    for page in ["swift/README.md", "swift/mapping.md"] {
+        assert!(place_holders(&project.read(page)).is_empty(), "{page}");
+    }
+    project.querl(&["config", "check", "swift/querl.toml"]).ok();
+}
+
+#[test]
+fn a_run_is_exported_to_openrlhf_with_its_reward_server() {
+    let project = project();
+    let exported = project.json(&["export", "openrlhf", "run", "--out", "openrlhf", "--base", "copy"]);
+    assert_eq!(exported["outside"], json!([]), "{exported}");
+    let notes: Vec<&str> = exported["notes"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    assert!(notes.iter().any(|note| note.contains("train.sh merges the SFT adapter")), "{notes:?}");
+    let rows = project.rows("openrlhf/train.jsonl");
+    assert!(rows[0]["prompt"].is_array() && rows[0]["querl"].is_string(), "{}", rows[0]);
+    for script in ["openrlhf/train.sh", "openrlhf/reward.sh"] {
+        check_script(&project, script);
+    }
+    let script = project.read("openrlhf/train.sh");
+    for line in ["    --algo.advantage.estimator gae \\\n", "MODEL=\"${MODEL:-$HERE/model}\"", "--data.label_key querl"]
+    {
+        assert!(script.contains(line), "{line}: {script}");
+    }
+    for page in ["openrlhf/README.md", "openrlhf/mapping.md"] {
+        assert!(place_holders(&project.read(page)).is_empty(), "{page}");
+    }
 }
 
 #[test]

@@ -146,11 +146,14 @@ fn clean(path: PathBuf) -> PathBuf {
 /// Every input path with its key. New path keys must be added here.
 fn paths(config: &mut Config) -> Vec<(String, PathKind, &mut PathBuf)> {
     let mut paths = vec![
-        ("data.input".into(), PathKind::File, &mut config.data.input),
         ("model.path".into(), PathKind::ModelFolder, &mut config.model.path),
         ("plugins.prompt.path".into(), PathKind::PluginFileOrFolder, &mut config.plugins.prompt.path),
     ];
     let optional = [
+        ("data.input", &mut config.data.input),
+        ("data.dataset.train", &mut config.data.dataset.train),
+        ("data.dataset.val", &mut config.data.dataset.val),
+        ("data.dataset.test", &mut config.data.dataset.test),
         ("teacher.path", &mut config.teacher.path),
         ("retrieval.knowledge_base", &mut config.retrieval.knowledge_base),
         ("retrieval.lexicon", &mut config.retrieval.lexicon),
@@ -312,13 +315,17 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
         }
     };
     let (teacher, judge, retrieval) = (&config.teacher, &config.judge, &config.retrieval);
-    match teacher.kind {
-        TeacherKind::Recorded => need("teacher.path", teacher.path.is_some(), "teacher.kind = \"recorded\""),
-        TeacherKind::Openai => {
+    let called_teacher = config.called_teacher();
+    match called_teacher {
+        None => {}
+        Some(TeacherKind::Recorded) => need("teacher.path", teacher.path.is_some(), "teacher.kind = \"recorded\""),
+        Some(TeacherKind::Openai) => {
             need("teacher.base_url", teacher.base_url.is_some(), "teacher.kind = \"openai\"");
             need("teacher.model", teacher.model.is_some(), "teacher.kind = \"openai\"");
         }
-        TeacherKind::Local => need("teacher.model_path", teacher.model_path.is_some(), "teacher.kind = \"local\""),
+        Some(TeacherKind::Local) => {
+            need("teacher.model_path", teacher.model_path.is_some(), "teacher.kind = \"local\"");
+        }
     }
     if config.fallback_teacher.base_url.is_some() {
         need("fallback_teacher.model", config.fallback_teacher.model.is_some(), "fallback_teacher.base_url");
@@ -361,7 +368,7 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
     }
     if config.budget.is_some() {
         let asked = [
-            ("teacher", teacher.kind == TeacherKind::Openai, teacher.endpoint()),
+            ("teacher", called_teacher == Some(TeacherKind::Openai), teacher.endpoint()),
             ("fallback_teacher", config.fallback_teacher.base_url.is_some(), config.fallback_teacher.endpoint()),
             ("judge", judge.kind == JudgeKind::Openai, judge.endpoint()),
         ];

@@ -159,12 +159,28 @@ fn parse(bytes: &[u8], overrides: &Overrides) -> Result<Document, DocumentError>
 
 /// Deserialises a document that conforms to the schema.
 fn shaped(document: &Document, path: &Path) -> Result<Config, ConfigError> {
-    first_of(conform(&document.table, json_schema()), document, path)?;
+    let mut violations = conform(&document.table, json_schema());
+    violations.extend(missing_sources(&document.table));
+    first_of(violations, document, path)?;
     without_default_limit(document.table.clone()).try_into().map_err(|error: toml::de::Error| {
         // The schema is derived from the type: only a number out of its type's range is an error here.
         let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
         ConfigError::Invalid { location: ConfigLocation::File(path.into()), message }
     })
+}
+
+/// The query table and the teacher, which only `data.dataset` replaces.
+fn missing_sources(table: &toml::Table) -> Vec<Violation> {
+    let Some(data) = table.get("data").and_then(toml::Value::as_table) else { return Vec::new() };
+    let dataset = data.get("dataset").and_then(toml::Value::as_table);
+    if dataset.is_some_and(|files| !files.is_empty()) {
+        return Vec::new();
+    }
+    let sources = [
+        ("data.input", data.contains_key("input"), "the key data.input is missing; expected a string"),
+        ("teacher", table.contains_key("teacher"), "the section [teacher] is missing"),
+    ];
+    sources.into_iter().filter(|(_, is_given, _)| !is_given).map(|(key, _, text)| Violation::new(key, text)).collect()
 }
 
 /// The default of `rl.max_steps` is for a configuration without `rl.epochs`.
@@ -266,7 +282,7 @@ path = "reward.wasm"
     fn paths_are_against_the_file_and_output_against_the_current_folder() {
         let folder = folder(GOOD);
         let config = load(&folder.path().join("querl.toml"), &Overrides::default()).unwrap();
-        assert_eq!(config.data.input, folder.path().canonicalize().unwrap().join("queries.xlsx"));
+        assert_eq!(config.data.input, Some(folder.path().canonicalize().unwrap().join("queries.xlsx")));
         assert_eq!(config.output_dir, std::env::current_dir().unwrap().join("runs/default"));
         assert_eq!(config.rl.gamma, 0.99);
     }
@@ -287,7 +303,8 @@ path = "reward.wasm"
         let overrides = Overrides { set: set.map(str::to_owned).to_vec(), ..Overrides::default() };
         let config = load(&folder.path().join("querl.toml"), &overrides).unwrap();
         let plugins = &config.plugins;
-        let files = [&config.data.input, config.teacher.api_key_file.as_ref().unwrap(), &plugins.filters[0].path];
+        let [input, key] = [&config.data.input, &config.teacher.api_key_file].map(|path| path.as_ref().unwrap());
+        let files = [input, key, &plugins.filters[0].path];
         assert_eq!(files, [&here.join("Cargo.toml"); 3]);
         assert_eq!([&config.model.path, &plugins.rewards[0].path], [&here.join("src"); 2]);
         assert_eq!(config.cache.path, Some(here.join("new.redb")));
@@ -338,8 +355,40 @@ path = "reward.wasm"
         let copy = folder.path().join("config.resolved.toml");
         std::fs::write(&copy, config.to_toml()).unwrap();
         assert_eq!(load(&copy, &Overrides::default()).unwrap(), config);
-        std::fs::remove_file(&config.data.input).unwrap();
+        std::fs::remove_file(config.data.input.as_ref().unwrap()).unwrap();
         assert_eq!(load_resolved(&copy).unwrap(), config);
+    }
+
+    /// [`GOOD`] without query table and teacher, with `text` as its section `[data]`.
+    fn without_table_and_teacher(text: &str) -> String {
+        let teacher = "[teacher]\nkind = \"recorded\"\npath = \"teacher.jsonl\"\n";
+        assert!(GOOD.contains(teacher));
+        GOOD.replace(teacher, "").replace("input = \"queries.xlsx\"", text)
+    }
+
+    #[test]
+    fn a_dataset_replaces_query_table_and_teacher() {
+        let folder = folder(&without_table_and_teacher("dataset = { train = \"kb.jsonl\", test = \"teacher.jsonl\" }"));
+        let config = load(&folder.path().join("querl.toml"), &Overrides::default()).unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        assert_eq!(config.data.query_files(), [root.join("kb.jsonl"), root.join("teacher.jsonl")]);
+        assert_eq!((config.data.dataset.has_splits(), config.called_teacher()), (true, None));
+        let copy = folder.path().join("config.resolved.toml");
+        std::fs::write(&copy, config.to_toml()).unwrap();
+        assert_eq!(load(&copy, &Overrides::default()).unwrap(), config);
+    }
+
+    #[test]
+    fn without_a_dataset_query_table_and_teacher_are_required() {
+        let missing = "querl.toml:2: the key data.input is missing; expected a string";
+        assert_eq!(fault(&GOOD.replace("input = \"queries.xlsx\"", ""), &[]), missing);
+        assert_eq!(fault(&GOOD.replace("input = \"queries.xlsx\"", "dataset = {}"), &[]), missing);
+        let table = without_table_and_teacher("input = \"queries.xlsx\"");
+        assert_eq!(fault(&table, &[]), "querl.toml: the section [teacher] is missing");
+        let dataset = without_table_and_teacher("dataset = { train = \"none.jsonl\" }");
+        let expected =
+            "querl.toml:3: data.dataset.train is \"none.jsonl\"; no such file; create it or correct the path";
+        assert_eq!(fault(&dataset, &[]), expected);
     }
 
     #[test]

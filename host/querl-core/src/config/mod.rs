@@ -39,7 +39,8 @@ pub use plugins::{
     is_registry_reference,
 };
 pub use run::{
-    BaseDtype, Config, DataConfig, DeviceSetting, EvalConfig, ModelConfig, OnLeak, RewriteForm, TableFormat, TextWidth,
+    BaseDtype, Config, DataConfig, DatasetConfig, DeviceSetting, EvalConfig, ModelConfig, OnLeak, RewriteForm, TableFormat,
+    TextWidth,
 };
 pub use schema::{KeyInfo, json_schema, keys};
 pub use services::{

@@ -2,11 +2,12 @@
 
 use super::plugins::PluginsConfig;
 use super::services::{CacheConfig, CallsConfig};
-use super::sources::{EndpointConfig, JudgeConfig, RetrievalConfig, TeacherConfig};
+use super::sources::{EndpointConfig, JudgeConfig, RetrievalConfig, TeacherConfig, TeacherKind};
 use super::training::{RlConfig, SftConfig};
+use crate::records::Split;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The configuration of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -34,7 +35,8 @@ pub struct Config {
     pub budget: Option<f64>,
     /// The query table.
     pub data: DataConfig,
-    /// The teacher model: its rewrites are the SFT targets and the RL baseline.
+    /// The teacher model: its rewrites are the SFT targets and the RL baseline. Required without `data.dataset`.
+    #[serde(default)]
     pub teacher: TeacherConfig,
     /// The teacher for rows on which `teacher` failed; unused if `base_url` is not set.
     #[serde(default)]
@@ -69,8 +71,9 @@ pub struct Config {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DataConfig {
-    /// A table of queries: xlsx, csv, tsv, jsonl or parquet.
-    pub input: PathBuf,
+    /// A table of queries: xlsx, csv, tsv, jsonl or parquet. Required without `dataset`.
+    #[serde(default)]
+    pub input: Option<PathBuf>,
     /// Column of the query; the default also finds `original_query`.
     #[serde(default = "defaults::query_column")]
     pub query_column: String,
@@ -113,6 +116,39 @@ pub struct DataConfig {
     /// What happens before training if rows of test have leaked: `refuse` stops, `warn` prints a warning and continues.
     #[serde(default)]
     pub on_leak: OnLeak,
+    /// A dataset of another framework.
+    #[serde(default)]
+    pub dataset: DatasetConfig,
+}
+
+section! {
+    /// A dataset of another framework, whose prompts and completions replace the query table and the teacher: JSON lines or parquet.
+    DatasetConfig {
+        /// Training split; without `val` and `test` it is divided by `data.split`.
+        train: Option<PathBuf> = None,
+        /// Validation split.
+        val: Option<PathBuf> = None,
+        /// Test split.
+        test: Option<PathBuf> = None,
+    }
+}
+
+impl DatasetConfig {
+    /// Whether there is one.
+    pub fn is_set(&self) -> bool {
+        self.files().next().is_some()
+    }
+
+    /// Whether the files are the splits, not one file that is divided.
+    pub fn has_splits(&self) -> bool {
+        self.val.is_some() || self.test.is_some()
+    }
+
+    /// The files in the order in which their rows are numbered.
+    pub fn files(&self) -> impl Iterator<Item = (Split, &Path)> {
+        let files = [(Split::Train, &self.train), (Split::Val, &self.val), (Split::Test, &self.test)];
+        files.into_iter().filter_map(|(split, path)| Some((split, path.as_deref()?)))
+    }
 }
 
 /// What the policy writes.
@@ -179,7 +215,22 @@ impl TableFormat {
     }
 }
 
+impl Config {
+    /// The kind of teacher that is called; `None` where the rewrites are those of `data.dataset`.
+    pub fn called_teacher(&self) -> Option<TeacherKind> {
+        (!self.data.dataset.is_set()).then_some(self.teacher.kind)
+    }
+}
+
 impl DataConfig {
+    /// The files that queries are read from: those of `dataset`, else the query table.
+    pub fn query_files(&self) -> Vec<&Path> {
+        match self.dataset.is_set() {
+            true => self.dataset.files().map(|(_, path)| path).collect(),
+            false => self.input.as_deref().into_iter().collect(),
+        }
+    }
+
     /// Default of `query_column`.
     pub const QUERY_COLUMN: &str = "问题";
     /// Default of `profile_column`.

@@ -11,7 +11,7 @@
 
 use crate::dataset::SplitMix64;
 use crate::dataset::records::{RowIter, Rows};
-use crate::dataset::splits::Splits;
+use crate::dataset::splits::RowSplits;
 use crate::error::DataError;
 use crate::text::{hash_of, normalise};
 use querl_core::records::{DatasetRow, QueryRow, Split};
@@ -71,8 +71,8 @@ impl Rows<QueryRow> for DatasetQueries<'_> {
 pub struct SplitRows<'a> {
     /// Rows of all splits.
     pub table: &'a dyn Rows<QueryRow>,
-    /// Splits of the table's groups.
-    pub splits: &'a Splits,
+    /// Splits of the table's rows.
+    pub splits: &'a RowSplits,
     /// The split to read.
     pub split: Split,
 }
@@ -80,7 +80,7 @@ pub struct SplitRows<'a> {
 impl Rows<QueryRow> for SplitRows<'_> {
     fn read(&self) -> Result<RowIter<'_, QueryRow>, DataError> {
         let is_of_split = |row: &Result<QueryRow, DataError>| match row {
-            Ok(row) => self.splits.of(&row.group) == Some(self.split),
+            Ok(row) => self.splits.split_of(row) == Some(self.split),
             Err(_) => true,
         };
         Ok(Box::new(self.table.read()?.filter(is_of_split)))

@@ -1,9 +1,40 @@
-//! Splits rows into train, val and test by group, so that no paraphrase of a test query is trained on.
+//! Splits rows into train, val and test by group, so that no paraphrase of a test query is trained on; or by the files of a dataset.
 
 use crate::error::DataError;
+use crate::table::DatasetFiles;
 use querl_core::config::DataConfig;
-use querl_core::records::Split;
+use querl_core::records::{QueryRow, Split};
 use sha2::{Digest, Sha256};
+
+/// The split of every row.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RowSplits {
+    /// That of its group.
+    ByGroup(Splits),
+    /// That of its file in `data.dataset`: for each file the number of its last row and its split, in order.
+    ByFile(Vec<(usize, Split)>),
+}
+
+impl RowSplits {
+    /// As configured; `groups` has the group of each row, as for [`Splits::assign`].
+    ///
+    /// # Errors
+    /// As [`Splits::assign`], or the dataset cannot be read.
+    pub fn of(groups: impl Iterator<Item = Result<String, DataError>>, config: &DataConfig) -> Result<Self, DataError> {
+        match config.dataset.has_splits() {
+            true => Ok(Self::ByFile(DatasetFiles::open(config)?.ends())),
+            false => Splits::assign(groups, config).map(Self::ByGroup),
+        }
+    }
+
+    /// The split of a row; `None` for an unknown one.
+    pub fn split_of(&self, row: &QueryRow) -> Option<Split> {
+        match self {
+            Self::ByGroup(splits) => splits.of(&row.group),
+            Self::ByFile(ends) => ends.iter().find(|(end, _)| row.row <= *end).map(|(_, split)| *split),
+        }
+    }
+}
 
 /// The split of every group.
 #[derive(Debug, Clone, PartialEq)]
@@ -101,6 +132,22 @@ mod tests {
         assert_eq!(counts(&splits), [336, 112, 112]);
         assert_eq!(Split::ALL.map(|split| splits.n_groups(split)), [84, 28, 28]);
         assert!(splits.of("g7").is_some() && splits.of("g140").is_none());
+    }
+
+    #[test]
+    fn rows_of_a_file_are_in_its_split() {
+        let splits = RowSplits::ByFile(vec![(3, Split::Train), (4, Split::Test)]);
+        let row = |row| QueryRow {
+            id: String::new(),
+            row,
+            original_query: String::new(),
+            user_profile: String::new(),
+            history_summary: String::new(),
+            gold_ids: Vec::new(),
+            group: "the same".into(),
+        };
+        let found = [1, 3, 4, 5].map(|number| splits.split_of(&row(number)));
+        assert_eq!(found, [Some(Split::Train), Some(Split::Train), Some(Split::Test), None]);
     }
 
     #[test]

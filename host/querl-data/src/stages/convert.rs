@@ -2,13 +2,14 @@
 
 use super::context;
 use crate::dataset::records::{Rows, changed_meanwhile};
-use crate::dataset::splits::Splits;
+use crate::dataset::splits::RowSplits;
 use crate::error::DataError;
-use crate::table::ColumnReader;
+use crate::table::{ColumnReader, DatasetReader};
 use querl_core::config::DataConfig;
 use querl_core::ports::{Filter, InputUse, PromptInput, PromptTask, Prompts};
 use querl_core::records::{
-    CallFailure, Columns, DatasetRow, Message, QueryRow, RowMetadata, Sample, Split, ValidatedRecord, Verdict,
+    CallFailure, Columns, DatasetRow, FailureKind, Message, QueryRow, RowMetadata, Sample, Split, ValidatedRecord,
+    Verdict,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -24,8 +25,8 @@ pub(crate) const BATCH_BYTES: usize = 32 << 20;
 /// A row of the dataset, or a dropped row.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ConvertedRow {
-    /// A row of a split. Rows of train passed all filters; val and test have every query, without an assistant message if it did not
-    /// pass.
+    /// A row of a split. Rows of train passed all filters, or come without a completion from a dataset, for reinforcement learning; val and
+    /// test have every query, without an assistant message if it did not pass.
     Row(Split, DatasetRow),
     /// A row of any split that did not pass.
     Dropped(DroppedRow),
@@ -57,11 +58,11 @@ struct DropReason {
 
 /// Settings of the conversion of records into a dataset.
 pub struct Conversion<'a> {
-    /// Plugin that writes the messages of each row.
+    /// Plugin that writes the messages of each row, unless it is one of a dataset.
     pub prompts: &'a dyn Prompts,
     /// Filters in order; each gets batches of rows of one split that passed the previous filters.
     pub filters: &'a [Arc<dyn Filter>],
-    /// Shares and seed of the splits.
+    /// Shares and seed of the splits; the dataset.
     pub config: &'a DataConfig,
     /// Name of the teacher, written in each row.
     pub teacher_name: &'a str,
@@ -69,7 +70,8 @@ pub struct Conversion<'a> {
     pub targets: &'a HashMap<String, String>,
 }
 
-/// Makes the dataset and passes each row to `put`: the rows of a split in the table's order; dropped rows in order within a batch.
+/// Makes the dataset and passes each row to `put`: the rows of a split in the table's order; dropped rows in order within a batch. Returns the
+/// number of rows whose prompt, that of `data.dataset`, is not the one that the prompt plugin writes.
 ///
 /// # Errors
 /// Records cannot be read, too few groups for the splits, a plugin broke its contract, or that of `put`.
@@ -77,18 +79,24 @@ pub fn convert(
     records: &dyn Rows<ValidatedRecord>,
     conversion: &Conversion<'_>,
     put: &mut dyn FnMut(ConvertedRow) -> Result<(), DataError>,
-) -> Result<(), DataError> {
+) -> Result<u64, DataError> {
     let groups = records.read()?.map(|record| Ok(record?.rewritten.query.group));
-    let splits = Splits::assign(groups, conversion.config)?;
+    let splits = RowSplits::of(groups, conversion.config)?;
     let mut reader = conversion.reads_columns().then(|| ColumnReader::open(conversion.config)).transpose()?;
+    let mut dataset = conversion.has_dataset().then(|| DatasetReader::open(conversion.config)).transpose()?;
+    let mut n_other_prompts = 0;
     let mut waiting: [FilterBatch; 3] = Default::default();
     for (index, record) in records.read()?.enumerate() {
         let record = record?;
-        let split = splits.of(&record.rewritten.query.group).ok_or_else(|| changed_meanwhile(records.path()))?;
-        let columns =
-            reader.as_mut().map_or_else(|| Ok(Columns::default()), |reader| reader.read(&record.rewritten.query))?;
+        let query = &record.rewritten.query;
+        let split = splits.split_of(query).ok_or_else(|| changed_meanwhile(records.path()))?;
+        let columns = reader.as_mut().map_or_else(|| Ok(Columns::default()), |reader| reader.read(query))?;
+        let prompt = dataset.as_mut().map(|dataset| dataset.read(query)).transpose()?.map(|row| row.prompt);
+        if let Some(own) = &prompt {
+            n_other_prompts += u64::from(*own != conversion.prompt(query)?);
+        }
         let batch = &mut waiting[split as usize];
-        batch.add(FilterRow { index, record, columns });
+        batch.add(FilterRow { index, record, columns, prompt });
         if batch.rows.len() == BATCH_ROWS || batch.n_bytes >= BATCH_BYTES {
             let dropped = conversion.batch(split, std::mem::take(batch).rows, put)?;
             put_dropped(dropped, put)?;
@@ -99,7 +107,8 @@ pub fn convert(
         dropped.extend(conversion.batch(split, batch.rows, put)?);
     }
     dropped.sort_by_key(|(index, _)| *index);
-    put_dropped(dropped, put)
+    put_dropped(dropped, put)?;
+    Ok(n_other_prompts)
 }
 
 /// A row for the filters.
@@ -109,6 +118,8 @@ struct FilterRow {
     record: ValidatedRecord,
     /// Empty where no filter reads them.
     columns: Columns,
+    /// That of the dataset; `None` for the one that the prompt plugin writes.
+    prompt: Option<Vec<Message>>,
 }
 
 /// A batch of rows of one split for the filters.
@@ -147,6 +158,23 @@ impl Conversion<'_> {
         self.filters.iter().any(|filter| filter.reads_columns() != InputUse::Unused)
     }
 
+    fn has_dataset(&self) -> bool {
+        self.config.dataset.is_set()
+    }
+
+    /// What the prompt plugin asks the policy.
+    fn prompt(&self, row: &QueryRow) -> Result<Vec<Message>, DataError> {
+        let context = context(row);
+        let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
+        Ok(self.prompts.messages(PromptTask::PolicyRewrite, &input)?)
+    }
+
+    /// Whether it is a row of a dataset without a completion, which is not a failure.
+    fn is_prompt_alone(&self, record: &ValidatedRecord) -> bool {
+        let failure = record.rewritten.rewrite.as_ref().err();
+        self.has_dataset() && failure.is_some_and(|failure| failure.kind == FailureKind::NotRecorded)
+    }
+
     /// Passes the rows of one batch to `put` and returns dropped rows with their positions.
     fn batch(
         &self,
@@ -154,33 +182,35 @@ impl Conversion<'_> {
         batch: Vec<FilterRow>,
         put: &mut dyn FnMut(ConvertedRow) -> Result<(), DataError>,
     ) -> Result<Vec<(usize, DroppedRow)>, DataError> {
-        let mut reasons: Vec<Option<DropReason>> = batch.iter().map(|row| call_failure(&row.record)).collect();
+        let failures = batch.iter().map(|FilterRow { record, .. }| match self.is_prompt_alone(record) {
+            true => None,
+            false => call_failure(record),
+        });
+        let mut reasons: Vec<Option<DropReason>> = failures.collect();
         for filter in self.filters {
             run_filter(filter.as_ref(), &batch, &mut reasons)?;
         }
         let mut dropped = Vec::new();
-        for (FilterRow { index, record, .. }, reason) in batch.into_iter().zip(reasons) {
+        for (FilterRow { index, record, prompt, .. }, reason) in batch.into_iter().zip(reasons) {
             if reason.is_none() || split != Split::Train {
                 let code = reason.as_ref().map(|reason| reason.code.clone());
-                put(ConvertedRow::Row(split, self.dataset_row(&record, code)?))?;
+                let prompt = prompt.map_or_else(|| self.prompt(&record.rewritten.query), Ok)?;
+                put(ConvertedRow::Row(split, self.dataset_row(&record, prompt, code)))?;
             }
             dropped.extend(reason.map(|reason| (index, dropped_row(record, split, reason))));
         }
         Ok(dropped)
     }
 
-    fn dataset_row(&self, record: &ValidatedRecord, dropped: Option<String>) -> Result<DatasetRow, DataError> {
-        let row = &record.rewritten.query;
-        let context = context(row);
-        let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
-        let mut messages = self.prompts.messages(PromptTask::PolicyRewrite, &input)?;
+    fn dataset_row(&self, record: &ValidatedRecord, prompt: Vec<Message>, dropped: Option<String>) -> DatasetRow {
+        let (row, mut messages) = (&record.rewritten.query, prompt);
         if let (None, Ok(rewrite)) = (&dropped, &record.rewritten.rewrite) {
             let target = self.targets.get(&row.id).unwrap_or(&rewrite.text);
             messages.push(Message { role: "assistant".into(), content: target.clone() });
         }
         let by_another = record.rewritten.rewrite.as_ref().ok().and_then(|completion| completion.source.clone());
         let (query, source) = (row.clone(), by_another.unwrap_or_else(|| self.teacher_name.to_owned()));
-        Ok(DatasetRow { messages, metadata: RowMetadata { query, top1_score: record.top1_score(), source, dropped } })
+        DatasetRow { messages, metadata: RowMetadata { query, top1_score: record.top1_score(), source, dropped } }
     }
 }
 

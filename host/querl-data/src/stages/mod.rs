@@ -3,9 +3,11 @@
 //! pending ones, once to make the calls, once to write the output. This file has the engine and stage validate.
 
 mod convert;
+mod dataset;
 mod rewrite;
 
 pub use convert::{Conversion, ConvertedRow, DroppedRow, convert};
+pub use dataset::dataset_rewrites;
 pub use rewrite::{LocalRewriteCollector, LocalRewriteStage, rewrite, rewrite_in_batch, teacher_prompts};
 
 use crate::dataset::records::{Journal, JournalRecord, RecordLocation, RecordWriter, Rows, changed_meanwhile};

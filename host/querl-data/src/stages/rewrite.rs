@@ -193,7 +193,11 @@ fn can_fall_back(kind: FailureKind) -> bool {
     !matches!(kind, FailureKind::Unauthorized | FailureKind::OverBudget)
 }
 
-fn parsed(completion: Completion, prompts: &dyn Prompts) -> Result<Result<Completion, CallFailure>, DataError> {
+/// The rewrite in an answer of the teacher.
+pub(super) fn parsed(
+    completion: Completion,
+    prompts: &dyn Prompts,
+) -> Result<Result<Completion, CallFailure>, DataError> {
     Ok(match prompts.parse_rewrite(&completion.text)? {
         Ok(text) => Ok(Completion { text, ..completion }),
         Err(rejection) => Err(CallFailure {

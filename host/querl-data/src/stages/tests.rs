@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::{RecordFile, query_id};
+use crate::{RecordFile, open_queries, query_id};
 use async_trait::async_trait;
 use querl_core::config::DataConfig;
 use querl_core::ports::{
@@ -462,6 +462,37 @@ async fn dataset_keeps_every_held_out_query_and_only_good_training_rows() {
     assert_eq!((n("teacher_timeout"), n("retrieval_unreachable")), (2, 1));
     assert_eq!(n("has_1") + n("has_3") + 3, dropped.len(), "each row is dropped once, for its first reason");
     assert!(dropped.is_sorted_by_key(|row| row.query.row), "in the table's order");
+}
+
+#[tokio::test]
+async fn rows_of_a_dataset_keep_their_prompts_and_one_without_a_completion_is_trained_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("train.jsonl");
+    let line = |query: &str, completion: Option<&str>| {
+        let messages = [("system", "s"), ("user", query)];
+        let messages = messages.map(|(role, text)| serde_json::json!({ "role": role, "content": text }));
+        serde_json::json!({ "prompt": messages, "completion": completion }).to_string()
+    };
+    let lines = [line("问0", Some("改写:好")), line("问1", None), line("问2", Some("没有"))];
+    std::fs::write(&path, lines.join("\n")).unwrap();
+    let config = serde_json::json!({ "dataset": { "train": path }, "split": [1.0, 0.0, 0.0] });
+    let config: DataConfig = serde_json::from_value(config).unwrap();
+    let (table, output) = (open_queries(&config).unwrap(), folder.path().join("rewrites.jsonl"));
+    let mut outcomes = Vec::new();
+    let mut each = |record: &RewriteRecord| {
+        outcomes.push(record.rewrite.clone().map(|done| done.text).map_err(|failure| failure.kind));
+        Ok(())
+    };
+    dataset_rewrites(&table, &config, &Plain, &output, &mut each).unwrap();
+    assert_eq!(outcomes, [Ok("好".into()), Err(FailureKind::NotRecorded), Err(FailureKind::InvalidResponse)]);
+    let rewrites: Vec<RewriteRecord> = RecordFile::new(&output).read().unwrap().collect::<Result<_, _>>().unwrap();
+    let validated = folder.path().join("validated.jsonl");
+    let records = run_validate(rewrites, &Scripted::new(&[]), &validated).await.unwrap();
+    let ([train, ..], dropped) = converted(records, &[], &config);
+    assert_eq!(train.iter().map(|row| row.metadata.query.row).collect::<Vec<_>>(), [1, 2]);
+    assert_eq!((train[0].target(), train[1].target()), (Some("好"), None));
+    assert!(train.iter().all(|row| row.prompt()[0].content == "s" && row.metadata.dropped.is_none()));
+    assert_eq!((dropped.len(), dropped[0].code.as_str()), (1, "teacher_invalid_response"));
 }
 
 fn converted(

@@ -1,7 +1,7 @@
 //! The other columns of the query table, for plugins that read them: those that hold no query, profile, history or gold ids.
 
 use super::formats::{CellForm, TypedRows};
-use super::{QueryColumns, check_unique, open_table};
+use super::{QueryColumns, check_unique, open_source};
 use crate::error::DataError;
 use querl_core::config::DataConfig;
 use querl_core::records::{ColumnValue, Columns, QueryRow};
@@ -17,19 +17,19 @@ pub struct ColumnReader {
 }
 
 impl ColumnReader {
-    /// Opens the configured query table.
+    /// Opens the configured query table or dataset.
     ///
     /// # Errors
     /// The file cannot be read, lacks a configured column, or two columns have one name.
     pub fn open(config: &DataConfig) -> Result<Self, DataError> {
-        let path = config.input.clone();
-        let table = open_table(&path)?;
+        let table = open_source(config)?;
+        let path = table.path().to_owned();
         let query = QueryColumns::find(&table, config)?;
         let own = [Some(query.query), query.profile, query.history, query.gold];
         let is_other = |(index, name): &(usize, &String)| !name.is_empty() && !own.contains(&Some(*index));
         let named = table.header.iter().enumerate().filter(is_other);
         let others: Vec<(usize, String)> = named.map(|(index, name)| (index, name.clone())).collect();
-        others.iter().try_for_each(|(index, _)| check_unique(&table, &path, *index))?;
+        others.iter().try_for_each(|(index, _)| check_unique(&table, *index))?;
         let used: Vec<usize> = query.used().into_iter().chain(others.iter().map(|(index, _)| *index)).collect();
         let rows = table.cells(&used, CellForm::Typed)?;
         Ok(Self { path, query, others, rows })

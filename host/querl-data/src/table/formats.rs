@@ -88,6 +88,10 @@ impl Table {
         Self { path: path.to_owned(), sheet: None, unread_sheets: Vec::new(), encoding: None, header, source }
     }
 
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// The rows, numbered as in a spreadsheet or editor; cells of columns other than `columns` may be empty.
     pub(crate) fn rows(self, columns: &[usize]) -> Result<TableRows, DataError> {
         let rows = self.cells(columns, CellForm::Text)?;
@@ -175,7 +179,7 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
 }
 
 /// Detects a wrong file extension by the first bytes.
-fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
+pub(super) fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
     let unreadable = |error| DataError::file(path, format!("cannot be read: {error}"));
     let mut start = Vec::new();
     std::fs::File::open(path).and_then(|file| file.take(4).read_to_end(&mut start)).map_err(unreadable)?;
@@ -192,7 +196,7 @@ fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
     Err(DataError::file(path, format!("by its first bytes the file is {what}; {remedy}")))
 }
 
-type Object = serde_json::Map<String, Value>;
+pub(super) type Object = serde_json::Map<String, Value>;
 
 /// The header of JSON lines is the union of their keys, in order of appearance: the file is read twice.
 fn open_lines(path: &Path) -> Result<Table, DataError> {
@@ -230,7 +234,7 @@ impl RowSource for LinesFile {
 }
 
 /// The value of a cell that is no text. Values within values are JSON texts.
-fn typed(value: &Value, form: CellForm) -> Option<ColumnValue> {
+pub(super) fn typed(value: &Value, form: CellForm) -> Option<ColumnValue> {
     let scalar = |item: &Value| match item {
         Value::Null => None,
         Value::Bool(flag) => Some(Scalar::Flag(*flag)),
@@ -247,7 +251,7 @@ fn typed(value: &Value, form: CellForm) -> Option<ColumnValue> {
     }
 }
 
-fn value_text(value: &Value) -> String {
+pub(super) fn value_text(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
         Value::String(text) => text.clone(),
@@ -394,7 +398,7 @@ impl RowSource for ParquetFile {
     }
 }
 
-fn unreadable(path: &Path, problem: &str) -> DataError {
+pub(super) fn unreadable(path: &Path, problem: &str) -> DataError {
     let remedy = match problem.contains("Disabled feature") {
         true => "write it with snappy, zstd or gzip, or uncompressed",
         false => "write it again",
@@ -403,14 +407,14 @@ fn unreadable(path: &Path, problem: &str) -> DataError {
 }
 
 /// Runs `work`; errors and panics become messages.
-fn caught<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
+pub(super) fn caught<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     match catch_panic(work) {
         Ok(result) => result.map_err(|error| error.to_string().replace('\n', " ")),
         Err(panic) => Err(format!("its pages are damaged: {}", panic_message(panic.as_ref()))),
     }
 }
 
-fn open_reader(path: &Path) -> Result<SerializedFileReader<File>, ParquetError> {
+pub(super) fn open_reader(path: &Path) -> Result<SerializedFileReader<File>, ParquetError> {
     let mut file = File::open(path)?;
     let n_bytes = file.metadata()?.len();
     check_footer(&mut file)?;
@@ -455,7 +459,7 @@ fn parquet_cells(row: &Row, columns: &[usize], n_columns: usize, form: CellForm)
     Ok(cells)
 }
 
-fn field_value(field: &Field) -> Value {
+pub(super) fn field_value(field: &Field) -> Value {
     match field {
         Field::Null => Value::Null,
         Field::Bool(flag) => (*flag).into(),

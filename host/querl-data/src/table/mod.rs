@@ -4,12 +4,14 @@
 //! time they are needed.
 
 mod columns;
+mod dataset;
 mod encoding;
 mod formats;
 mod parquet_pages;
 mod xlsx;
 
 pub use columns::ColumnReader;
+pub(crate) use dataset::{DatasetFiles, DatasetReader};
 pub(crate) use encoding::{MAX_VOCABULARY_BYTES, read_text};
 pub(crate) use formats::{MAX_ROWS, is_chat, open_table};
 
@@ -29,7 +31,9 @@ use std::sync::Arc;
 /// A query table that was read through once without errors.
 #[derive(Debug)]
 pub struct QueryTable {
-    file: UnchangedFile,
+    config: DataConfig,
+    /// The query table, or the files of `data.dataset`.
+    files: Vec<UnchangedFile>,
     columns: QueryColumns,
     /// Rows that repeat an earlier one, by their index from 0.
     repeated: HashSet<u32>,
@@ -38,25 +42,35 @@ pub struct QueryTable {
     findings: Findings,
 }
 
-/// Opens the configured query table and reads it through. Rows of one group have the same gold ids or group cell, or equal queries,
-/// profiles and histories.
+/// The table that queries are read from: `data.input`, or `data.dataset` as a table.
+fn open_source(config: &DataConfig) -> Result<Table, DataError> {
+    match &config.input {
+        _ if config.dataset.is_set() => Ok(DatasetFiles::open(config)?.table()),
+        Some(path) => open_table(path),
+        None => Err(DataError::setting("data.input", "is not set; name a query table, or files in data.dataset")),
+    }
+}
+
+/// Opens the configured query table or dataset and reads it through. Rows of one group have the same gold ids or group cell, or equal
+/// queries, profiles and histories.
 ///
 /// # Errors
-/// The file cannot be read, lacks a required column, or has no usable row.
+/// A file cannot be read, lacks a required column, or has no usable row.
 pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
-    let file = UnchangedFile::new(&config.input);
-    let table = open_table(&file.path)?;
+    let files = config.query_files().into_iter().map(UnchangedFile::new).collect();
+    let table = open_source(config)?;
     let columns = QueryColumns::find(&table, config)?;
     let encoding = table.encoding.map(TextEncoding::name);
     let findings = Findings { encoding, unread_sheets: table.unread_sheets.clone(), ..Findings::default() };
-    let mut table = QueryTable { file, columns, repeated: HashSet::new(), group_names: HashMap::new(), findings };
+    let (repeated, group_names) = (HashSet::new(), HashMap::new());
+    let mut table = QueryTable { config: config.clone(), files, columns, repeated, group_names, findings };
     let digests = table.row_digests()?;
     if digests.is_empty() {
         let n_rows = table.findings.n_rows;
         let name = &table.columns.query_name;
         let remedy = "fill it, or name another column in data.query_column";
         let problem = format!("none of {n_rows} row(s) has a query in column `{name}`; {remedy}");
-        return Err(DataError::file(&config.input, problem));
+        return Err(DataError::file(table.first_path(), problem));
     }
     let digests = table.find_repeats(digests);
     table.name_groups(&digests)?;
@@ -69,8 +83,17 @@ impl QueryTable {
         &self.findings
     }
 
+    fn first_path(&self) -> &Path {
+        self.files.first().map_or(Path::new(""), |file| file.path.as_path())
+    }
+
+    /// An error if a file has changed since the first reading.
+    fn check(&self) -> Result<(), DataError> {
+        self.files.iter().try_for_each(UnchangedFile::check)
+    }
+
     fn rows(&self) -> Result<TableRows, DataError> {
-        open_table(&self.file.path)?.rows(&self.columns.used())
+        open_source(&self.config)?.rows(&self.columns.used())
     }
 
     fn row_digests(&mut self) -> Result<Vec<RowDigest>, DataError> {
@@ -79,14 +102,14 @@ impl QueryTable {
             let (row, cells) = row?;
             if index >= MAX_ROWS {
                 let problem = format!("the table has more than {MAX_ROWS} rows; divide it into several tables");
-                return Err(DataError::file(&self.file.path, problem));
+                return Err(DataError::file(self.first_path(), problem));
             }
             let query = self.columns.read(row, &cells);
             let texts = [(&self.columns.query_name, &query.original_query)].into_iter();
             let mut texts = texts.chain(self.columns.history_name.as_ref().map(|name| (name, &query.history_summary)));
             if let Some((name, _)) = texts.find(|(_, text)| is_chat(text)) {
                 let problem = format!("row {row} column `{name}` holds {CHAT}; {CHAT_REMEDY}");
-                return Err(DataError::file(&self.file.path, problem));
+                return Err(DataError::file(self.first_path(), problem));
             }
             if !query.original_query.is_empty() {
                 digests.push(row_digest(index, &query));
@@ -158,9 +181,9 @@ fn row_digest(index: u32, query: &QueryRow) -> RowDigest {
 
 impl Rows<QueryRow> for QueryTable {
     fn read(&self) -> Result<RowIter<'_, QueryRow>, DataError> {
-        self.file.check()?;
+        self.check()?;
         let rows = (0..).zip(self.rows()?);
-        Ok(self.file.guard(rows.filter_map(|(index, row)| match row {
+        let rows = rows.filter_map(|(index, row)| match row {
             Err(error) => Some(Err(error)),
             Ok(_) if self.repeated.contains(&index) => None,
             Ok((row, cells)) => {
@@ -170,11 +193,13 @@ impl Rows<QueryRow> for QueryTable {
                 }
                 (!query.original_query.is_empty()).then_some(Ok(query))
             }
-        })))
+        });
+        let changed = std::iter::once_with(|| self.check().err().map(Err));
+        Ok(Box::new(rows.chain(changed.flatten())))
     }
 
     fn path(&self) -> Option<&Path> {
-        Some(&self.file.path)
+        Some(self.first_path())
     }
 }
 
@@ -366,11 +391,10 @@ impl QueryColumns {
             let find = |name: &str| table.header.iter().position(|column| column == name);
             find(name).or_else(|| find(DataConfig::other_name(name)?))
         };
-        let required =
-            |name: &str, key: &str| position(name).ok_or_else(|| missing_column(table, &config.input, name, key));
+        let required = |name: &str, key: &str| position(name).ok_or_else(|| missing_column(table, name, key));
         // Default columns are optional; columns that the configuration names are not.
         let optional = |name: &str, key: &str| match position(name) {
-            None if DataConfig::other_name(name).is_none() => Err(missing_column(table, &config.input, name, key)),
+            None if DataConfig::other_name(name).is_none() => Err(missing_column(table, name, key)),
             found => Ok(found),
         };
         let query = required(&config.query_column, "query_column")?;
@@ -382,7 +406,7 @@ impl QueryColumns {
         let profile = optional(&config.profile_column, "profile_column")?;
         let history = optional(&config.history_column, "history_column")?;
         for column in [Some(query), profile, history, gold, group].into_iter().flatten() {
-            check_unique(table, &config.input, column)?;
+            check_unique(table, column)?;
         }
         let (query_name, width) = (table.header[query].clone(), config.width);
         let history_name = history.map(|history| table.header[history].clone());
@@ -419,14 +443,15 @@ pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> Strin
     digest
 }
 
-fn check_unique(table: &Table, path: &Path, column: usize) -> Result<(), DataError> {
+fn check_unique(table: &Table, column: usize) -> Result<(), DataError> {
     let name = &table.header[column];
     let Some(other) = table.header.iter().skip(column + 1).position(|other| other == name) else { return Ok(()) };
     let (first, second) = (column + 1, column + other + 2);
-    Err(DataError::file(path, format!("columns {first} and {second} are both called `{name}`; rename one of them")))
+    let problem = format!("columns {first} and {second} are both called `{name}`; rename one of them");
+    Err(DataError::file(table.path(), problem))
 }
 
-fn missing_column(table: &Table, path: &Path, name: &str, key: &str) -> DataError {
+fn missing_column(table: &Table, name: &str, key: &str) -> DataError {
     let names: Vec<String> =
         table.header.iter().filter(|name| !name.is_empty()).map(|name| format!("`{name}`")).collect();
     let found = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
@@ -440,7 +465,7 @@ fn missing_column(table: &Table, path: &Path, name: &str, key: &str) -> DataErro
         Some(separator) => format!("save it with `,` instead of `{separator}` between cells, or with tabs as .tsv"),
         None => format!("name one of these in data.{key}"),
     };
-    DataError::file(path, format!("{sheet}{problem}; {remedy}"))
+    DataError::file(table.path(), format!("{sheet}{problem}; {remedy}"))
 }
 
 /// The separator of a header that is a single cell because the file extension implies another separator.

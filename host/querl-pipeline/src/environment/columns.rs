@@ -1,4 +1,4 @@
-//! The other columns of the query table, for rewards that read them.
+//! The other columns of the query table or the dataset, for rewards that read them.
 
 use super::rewards::{self, WeightedReward};
 use querl_core::config::DataConfig;
@@ -19,7 +19,7 @@ impl RowColumns {
         rewards::inputs(rewards).columns != InputUse::Unused
     }
 
-    /// Reads the columns of `rows` from the query table, if a reward reads them.
+    /// Reads the columns of `rows` from the query table or the dataset, if a reward reads them.
     ///
     /// # Errors
     /// The table cannot be read, or has another query in one of the rows by now.
@@ -28,7 +28,7 @@ impl RowColumns {
         config: &DataConfig,
         rows: &[DatasetRow],
     ) -> Result<Self, DataError> {
-        if !Self::are_read(rewards) {
+        if !Self::are_read(rewards) || rows.is_empty() {
             return Ok(Self::default());
         }
         let mut reader = ColumnReader::open(config)?;

@@ -1,4 +1,5 @@
-//! What every exported folder has: plugins with their lock, `querl.toml`, the SFT adapter and, where it is copied, the model.
+//! What every exported folder has: plugins with their lock, `querl.toml`, the SFT adapter and, where it is copied, the model; and the files of
+//! an engine from templates.
 //!
 //! ```text
 //! plugins/            the plugins of the run, and querl.lock with their digests
@@ -9,6 +10,8 @@
 //! model/              the base model, where it is copied
 //! ```
 
+use super::mapping::Mapping;
+use super::rows::PromptRow;
 use super::source::ExportedRun;
 use crate::failure::Stop;
 use crate::files::{copy, files, write_text};
@@ -17,7 +20,8 @@ use crate::plugins::PluginHosts;
 use crate::serving::BaseFiles;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockFile, LockKind, LockSource};
-use querl_core::config::{Config, EndpointConfig, TeacherConfig, TeacherKind};
+use querl_core::config::{Config, DatasetConfig, EndpointConfig, TeacherConfig, TeacherKind};
+use querl_core::fsx::write_jsonl;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -154,9 +158,9 @@ fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> (Config, Vec<
         TeacherConfig { kind: TeacherKind::Recorded, path: Some(reward.rows.into()), ..TeacherConfig::default() };
     config.fallback_teacher = EndpointConfig::default();
     // Read by rewards that read columns alone, and their columns are in the rows.
-    if !config.data.input.is_file() {
-        config.data.input = reward.rows.into();
-    }
+    let table = config.data.input.take().filter(|table| !config.data.dataset.is_set() && table.is_file());
+    config.data.input = Some(table.unwrap_or_else(|| reward.rows.into()));
+    config.data.dataset = DatasetConfig::default();
     config.plugins.style_model.audit = None;
     config.cache.path = None;
     config.retrieval.index_dir = None;
@@ -193,14 +197,14 @@ fn exceeded(key: &str, limit: usize, n_processes: usize) -> Option<String> {
 fn data_paths(config: &mut Config) -> Vec<(&'static str, &mut PathBuf)> {
     let retrieval = &mut config.retrieval;
     let optional = [
+        ("queries", &mut config.data.input),
         ("knowledge_base", &mut retrieval.knowledge_base),
         ("lexicon", &mut retrieval.lexicon),
         ("user_dictionary", &mut retrieval.user_dictionary),
         ("synonyms", &mut retrieval.synonyms),
         ("ca", &mut config.calls.ca_file),
     ];
-    let optional = optional.into_iter().filter_map(|(name, path)| Some((name, path.as_mut()?)));
-    std::iter::once(("queries", &mut config.data.input)).chain(optional).collect()
+    optional.into_iter().filter_map(|(name, path)| Some((name, path.as_mut()?))).collect()
 }
 
 /// Paths that are still absolute.
@@ -220,8 +224,85 @@ fn outside(config: &Config) -> Vec<PathBuf> {
     paths.filter(|path| path.is_absolute()).cloned().collect()
 }
 
+/// What the folder of one engine has in addition.
+pub(super) struct EngineFiles<'a> {
+    /// As it heads the table of keys.
+    pub(super) engine: &'a str,
+    pub(super) mapping: &'a Mapping,
+    /// Differences that no single key explains.
+    pub(super) notes: Vec<String>,
+    /// Names of files with their templates.
+    pub(super) templates: &'a [(&'a str, &'a str)],
+    /// What replaces the `@NAMES@` of the templates, other than tenant, keys and notes.
+    pub(super) values: &'a [(&'a str, &'a str)],
+}
+
+impl EngineFiles<'_> {
+    /// Writes them to `out`, whose shared files are written.
+    pub(super) fn write(self, run: &ExportedRun, shared: SharedFiles, out: &Path) -> anyhow::Result<Exported> {
+        let SharedFiles { plugins, outside, notes: limits, .. } = shared;
+        let (keys, notes) = (self.mapping.to_markdown(self.engine), [self.notes, limits].concat());
+        let noted: String = notes.iter().map(|note| format!("- {note}\n")).collect();
+        let common = [("@TENANT@", run.config.tenant.as_str()), ("@KEYS@", keys.as_str()), ("@NOTES@", noted.as_str())];
+        let values = [&common[..], self.values].concat();
+        for (name, template) in self.templates {
+            write_template(&out.join(name), template, &values)?;
+        }
+        Ok(Exported {
+            n_train: run.train.len(),
+            n_val: run.val.len(),
+            has_adapter: run.adapter.is_some(),
+            plugins,
+            without_equivalent: self.mapping.without_equivalent(),
+            notes,
+            outside,
+        })
+    }
+}
+
+/// Settings as arguments of a script, one a line; one without a value is a flag.
+pub(super) fn argument_lines(settings: &[(String, String)]) -> String {
+    let line = |(name, value): &(String, String)| match value.as_str() {
+        "" => format!("    --{name} \\\n"),
+        value => format!("    --{name} {value} \\\n"),
+    };
+    settings.iter().map(line).collect()
+}
+
+/// A text as one word of a script for bash.
+pub(super) fn shell_word(text: &str) -> String {
+    let escaped: String = text
+        .chars()
+        .map(|c| match c {
+            '\n' => "\\n".to_owned(),
+            '\t' => "\\t".to_owned(),
+            '\r' => "\\r".to_owned(),
+            '\'' | '\\' => format!("\\{c}"),
+            c => c.to_string(),
+        })
+        .collect();
+    if escaped == text { format!("'{text}'") } else { format!("$'{escaped}'") }
+}
+
+/// Writes the rows of both splits as JSON lines.
+pub(super) fn write_rows<T: Serialize>(
+    run: &ExportedRun,
+    out: &Path,
+    row: impl Fn(&PromptRow) -> T,
+) -> anyhow::Result<()> {
+    for (name, rows) in [(TRAIN, &run.train), (VAL, &run.val)] {
+        let path = out.join(name);
+        write_jsonl(&path, rows.iter().map(&row)).with_context(|| format!("{}: cannot be written", path.display()))?;
+    }
+    Ok(())
+}
+
+/// Rows of engines that read JSON lines.
+pub(super) const TRAIN: &str = "train.jsonl";
+pub(super) const VAL: &str = "val.jsonl";
+
 /// Writes a file of the folder from a template, whose `@NAMES@` are replaced.
-pub(super) fn write_template(path: &Path, template: &str, values: &[(&str, &str)]) -> anyhow::Result<()> {
+fn write_template(path: &Path, template: &str, values: &[(&str, &str)]) -> anyhow::Result<()> {
     let text = values.iter().fold(template.to_owned(), |text, (name, value)| text.replace(name, value));
     write_text(path, &text)?;
     let is_script = path.extension().is_some_and(|extension| extension == "sh");
@@ -261,6 +342,14 @@ mod tests {
         assert!(plain("/models/qwen 3").is_ok());
         assert!(plain("/models/{a}").is_err() && plain("/models/a}").is_err());
         assert!(plain("/models/$HOME").is_err_and(|error| error.to_string().contains("--base copy")));
+    }
+
+    #[test]
+    fn texts_are_one_word_of_a_script_each() {
+        assert_eq!([shell_word("a b"), shell_word("</s>")], ["'a b'", "'</s>'"]);
+        assert_eq!(shell_word("it's\n\\"), "$'it\\'s\\n\\\\'");
+        let settings = [("a.b".to_owned(), "1 2".to_owned()), ("c".to_owned(), String::new())];
+        assert_eq!(argument_lines(&settings), "    --a.b 1 2 \\\n    --c \\\n");
     }
 
     #[test]

@@ -44,7 +44,7 @@ impl Mapping {
 
     /// `key` is `settings` there; `note` is empty where they mean the same.
     pub(super) fn set(&mut self, key: &str, settings: &[(&str, String)], note: &str) {
-        let shown = settings.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        let shown = settings.iter().map(|(name, value)| shown(name, value)).collect();
         self.add(key, Equivalent::Settings(shown), note);
         self.settings.extend(settings.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
     }
@@ -106,6 +106,11 @@ impl Mapping {
     pub(super) fn value(&self, name: &str) -> Option<&str> {
         self.settings.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
+}
+
+/// A flag has no value.
+fn shown(name: &str, value: &str) -> String {
+    if value.is_empty() { name.to_owned() } else { format!("{name}={value}") }
 }
 
 /// A cell of a table; no value where the text is empty.

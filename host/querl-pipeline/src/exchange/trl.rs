@@ -2,13 +2,13 @@
 //!
 //! Names of arguments: `trl/trainer/grpo_config.py` of TRL 1.16.0 and `TrainingArguments` of transformers.
 
-use super::folder::{Exported, HERE, RewardProcesses, SharedFiles, plain, write_shared, write_template};
+use super::folder::{EngineFiles, Exported, HERE, RewardProcesses, TRAIN, plain, write_rows, write_shared};
+use super::grpo::{self, GrpoSizes};
 use super::mapping::{Mapping, flag, float};
+use super::rows::PromptRow;
 use super::source::ExportedRun;
 use crate::serving::BaseFiles;
-use anyhow::Context;
-use querl_core::config::{BaseDtype, KlEstimator, KlPlacement, LrScheduler, RlAlgorithm, RlConfig};
-use querl_core::fsx::write_jsonl;
+use querl_core::config::{BaseDtype, KlEstimator, KlPlacement, RlAlgorithm, RlConfig};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -18,48 +18,33 @@ use std::path::Path;
 /// A plugin is not the one of the run, or a file cannot be read or written.
 pub fn export_trl(run: &ExportedRun, base: BaseFiles, out: &Path) -> anyhow::Result<Exported> {
     let reward = RewardProcesses { n_processes: 1, rows: TRAIN };
-    let SharedFiles { model, plugins, outside, notes: limits } = write_shared(run, base, &reward, out)?;
-    let model = plain(&model)?;
-    for (name, rows) in [(TRAIN, &run.train), (VAL, &run.val)] {
-        let path = out.join(name);
-        write_jsonl(&path, rows).with_context(|| format!("{}: cannot be written", path.display()))?;
-    }
-    let sizes = Sizes::of(run);
+    let shared = write_shared(run, base, &reward, out)?;
+    write_rows(run, out, PromptRow::clone)?;
+    let model = plain(&shared.model)?.to_owned();
+    let sizes = GrpoSizes::of(run);
     let mapping = mapping(run, &sizes)?;
-    let notes = [notes(run, &sizes), limits].concat();
-    let base_text = model.strip_prefix(HERE).map_or(model, |rest| rest.trim_start_matches('/'));
+    let base_text = model.strip_prefix(HERE).map_or(model.as_str(), |rest| rest.trim_start_matches('/'));
     let python_model = match model.strip_prefix(HERE) {
         Some(rest) => format!("str(HERE) + \"{rest}\""),
         None => format!("\"{model}\""),
     };
-    let (keys, arguments, lora) = (mapping.to_markdown("GRPOConfig"), python_lines(mapping.settings()), lora(run));
-    let noted: String = notes.iter().map(|note| format!("- {note}\n")).collect();
+    let (arguments, lora) = (python_lines(mapping.settings()), lora(run));
     let values = [
-        ("@TENANT@", run.config.tenant.as_str()),
         ("@ARGUMENTS@", arguments.as_str()),
         ("@LORA@", lora.as_str()),
-        ("@DTYPE@", dtype(run.config.model.dtype)),
-        ("@KEYS@", keys.as_str()),
-        ("@NOTES@", noted.as_str()),
+        ("@DTYPE@", grpo::dtype(run.config.model.dtype)),
         ("@BASE@", base_text),
         ("@MODEL@", python_model.as_str()),
     ];
-    for (name, template) in FILES {
-        write_template(&out.join(name), template, &values)?;
-    }
-    Ok(Exported {
-        n_train: run.train.len(),
-        n_val: run.val.len(),
-        has_adapter: run.adapter.is_some(),
-        plugins,
-        without_equivalent: mapping.without_equivalent(),
-        notes,
-        outside,
-    })
+    let files = EngineFiles {
+        engine: "GRPOConfig",
+        mapping: &mapping,
+        notes: notes(run, &sizes),
+        templates: &FILES,
+        values: &values,
+    };
+    files.write(run, shared, out)
 }
-
-const TRAIN: &str = "train.jsonl";
-const VAL: &str = "val.jsonl";
 
 const FILES: [(&str, &str); 4] = [
     ("README.md", include_str!("files/trl/README.md")),
@@ -68,41 +53,7 @@ const FILES: [(&str, &str); 4] = [
     ("requirements.txt", include_str!("files/trl/requirements.txt")),
 ];
 
-/// Samples of a query where the run takes one: TRL's default.
-const N_SAMPLES: usize = 8;
-
-/// Sizes in TRL's units.
-struct Sizes {
-    n_samples: usize,
-    /// Responses of a rollout batch, an optimizer step and a pass: each divides the one before.
-    batch: usize,
-    mini_batch: usize,
-    pass: usize,
-    /// Optimizer steps of a rollout batch.
-    updates: usize,
-    /// Rollout batches.
-    steps: usize,
-}
-
-impl Sizes {
-    fn of(run: &ExportedRun) -> Self {
-        let rl = &run.config.rl;
-        let n_samples = if rl.n_samples < 2 { N_SAMPLES } else { rl.n_samples };
-        // TRL drops an incomplete batch: a larger one than the split would train nothing.
-        let batch = rl.batch_size.min(run.train.len()) * n_samples;
-        let mini_batch = largest_divisor(batch, rl.mini_batch_size);
-        let pass = largest_divisor(mini_batch, mini_batch.div_ceil(rl.gradient_accumulation_steps));
-        let updates = batch / mini_batch * rl.ppo_epochs;
-        Self { n_samples, batch, mini_batch, pass, updates, steps: rl.n_steps(run.train.len()) }
-    }
-}
-
-/// The largest divisor of `n` that is at most `limit`, at least 1.
-fn largest_divisor(n: usize, limit: usize) -> usize {
-    (1..=limit.min(n)).rev().find(|divisor| n.is_multiple_of(*divisor)).unwrap_or(1)
-}
-
-fn mapping(run: &ExportedRun, sizes: &Sizes) -> anyhow::Result<Mapping> {
+fn mapping(run: &ExportedRun, sizes: &GrpoSizes) -> anyhow::Result<Mapping> {
     let mut mapping = Mapping::of(&run.config)?;
     let rl = &run.config.rl;
     algorithm(&mut mapping, rl);
@@ -135,28 +86,8 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
             m.set("rl.algorithm", &settings, "GRPOTrainer has no critic and no other baseline: GRPO takes its place");
         }
     }
-    for (key, note) in [
-        ("rl.advantage_form", "GRPO has one advantage for a response, and ratios per token"),
-        ("rl.gamma", "GRPO has no discount"),
-        ("rl.gae_lambda", "GRPO has no values"),
-        ("rl.critic", "GRPO has no critic"),
-        ("rl.critic_learning_rate", "GRPO has no critic"),
-        ("rl.critic_warmup_steps", "GRPO has no critic"),
-        ("rl.clip_range_value", "GRPO has no critic"),
-        ("rl.value_loss", "GRPO has no critic"),
-        ("rl.vf_coef", "GRPO has no critic"),
-        ("rl.whiten_advantages", "advantages of a group have mean 0, and with `scale_rewards` deviation 1"),
-        ("rl.advantage_clip", "TRL does not clip advantages"),
-        ("rl.normalize_rewards", "TRL does not scale scores over batches"),
-        ("rl.reward_clip", "TRL does not clip scores"),
-        ("rl.missing_eos_penalty", "TRL has `mask_truncated_completions`, which is not the same"),
-        ("rl.max_drop_rate", "TRL does not stop where many responses have no score"),
-        ("rl.ent_coef", "TRL has no entropy bonus"),
-        ("rl.importance_cap", "TRL generates with the policy itself"),
-        ("rl.off_by_one", "TRL generates and trains in turn"),
-    ] {
-        m.none(key, note);
-    }
+    grpo::without_equivalent(m, "TRL");
+    m.none("rl.missing_eos_penalty", "TRL has `mask_truncated_completions`, which is not the same");
     m.set("rl.clip_range", &[("epsilon", float(rl.clip_range))], "");
     let delta = if rl.dual_clip > 1.0 { float(rl.dual_clip) } else { "None".into() };
     m.set("rl.dual_clip", &[("delta", delta)], "");
@@ -172,12 +103,9 @@ fn kl(m: &mut Mapping, rl: &RlConfig) {
         KlEstimator::K3 => m.set("rl.kl_estimator", &[], "TRL has k3"),
         KlEstimator::K1 | KlEstimator::K2 => m.none("rl.kl_estimator", "TRL has k3"),
     }
-    m.none("rl.kl_target", "`beta` does not change");
-    m.none("rl.kl_horizon", "used with `rl.kl_target` alone");
-    m.none("rl.target_kl", "TRL does not skip epochs");
 }
 
-fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &Sizes) {
+fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
     m.set("rl.n_samples", &[("num_generations", sizes.n_samples.to_string())], "at least 2");
     let batch = [("generation_batch_size", sizes.batch.to_string())];
     m.set("rl.batch_size", &batch, "in responses, of at most the rows of the training split");
@@ -191,7 +119,6 @@ fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &Sizes) {
     let steps = (sizes.steps * sizes.updates).to_string();
     m.set("rl.max_steps", &[("max_steps", steps)], "in optimizer steps");
     m.set("rl.epochs", &[], "see `rl.max_steps`");
-    m.none("rl.pipeline_parts", "TRL generates and scores without parts; no result depends on it");
     m.fixed("per_device_eval_batch_size", sizes.pass.to_string());
     m.fixed("num_generations_eval", "1");
 }
@@ -211,27 +138,21 @@ fn sampling(m: &mut Mapping, rl: &RlConfig) {
     m.none("rl.stop_strings", "TRL does not pass its tokenizer to generation, which stop strings need");
 }
 
-fn optimizer(m: &mut Mapping, rl: &RlConfig, sizes: &Sizes) {
+fn optimizer(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
     m.set("rl.learning_rate", &[("learning_rate", float(rl.learning_rate))], "");
-    let n_warmup = (rl.warmup_ratio * (sizes.steps * sizes.updates) as f64).ceil();
-    let schedule = match rl.lr_scheduler {
-        LrScheduler::Cosine => "cosine",
-        LrScheduler::Linear => "linear",
-        LrScheduler::Constant if n_warmup > 0.0 => "constant_with_warmup",
-        LrScheduler::Constant => "constant",
-    };
+    let n_warmup = sizes.n_warmup(rl);
+    let schedule = grpo::schedule(rl.lr_scheduler, n_warmup);
     m.set("rl.lr_scheduler", &[("lr_scheduler_type", text(schedule))], "");
-    m.set("rl.warmup_ratio", &[("warmup_steps", (n_warmup as usize).to_string())], "");
+    m.set("rl.warmup_ratio", &[("warmup_steps", n_warmup.to_string())], "");
     m.set("rl.weight_decay", &[("weight_decay", float(rl.weight_decay))], "");
     m.set("rl.max_grad_norm", &[("max_grad_norm", float(rl.max_grad_norm))], "");
 }
 
-fn intervals(m: &mut Mapping, rl: &RlConfig, sizes: &Sizes) {
+fn intervals(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
     let (evaluate, save) = (rl.eval_steps * sizes.updates, rl.save_steps * sizes.updates);
     m.set("rl.eval_steps", &[("eval_steps", evaluate.to_string())], "in optimizer steps");
     m.set("rl.save_steps", &[("save_steps", save.to_string())], "in optimizer steps");
     m.set("rl.save_total_limit", &[("save_total_limit", rl.save_total_limit.to_string())], "");
-    m.none("rl.save_interval_s", "TRL saves by steps alone");
     match rl.early_stopping_patience {
         0 => m.set("rl.early_stopping_patience", &[], "TRL takes all steps, as 0 does"),
         _ => m.none("rl.early_stopping_patience", "TRL takes all steps; add EarlyStoppingCallback of transformers"),
@@ -267,47 +188,16 @@ fn python_lines(settings: &[(String, String)]) -> String {
     lines
 }
 
-/// torch's type of the base weights.
-fn dtype(dtype: BaseDtype) -> &'static str {
-    match dtype {
-        BaseDtype::F32 => "float32",
-        BaseDtype::F16 => "float16",
-        BaseDtype::Bf16 | BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => "bfloat16",
-    }
-}
-
 /// Differences that no single key explains.
-fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
-    let (config, mut notes) = (&run.config, Vec::new());
-    let rl = &config.rl;
+fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
+    let (rl, mut notes) = (&run.config.rl, Vec::new());
     if !matches!(rl.algorithm, RlAlgorithm::Grpo | RlAlgorithm::DrGrpo) {
         notes.push("rl.algorithm is replaced by GRPO, which is what grpo.py trains with".to_owned());
     }
-    if rl.n_samples < 2 {
-        let (own, there) = (sizes.batch / sizes.n_samples, sizes.batch);
-        notes.push(format!(
-            "rl.n_samples is {}, and GRPO compares samples: {N_SAMPLES} are taken, so that a rollout batch has {there} responses in place \
-             of {own}",
-            rl.n_samples
-        ));
-    }
+    notes.extend(sizes.notes(run, "TRL"));
     if rl.kl_coef > 0.0 && (rl.kl_placement, rl.kl_estimator) != (KlPlacement::Loss, KlEstimator::K3) {
         notes.push("the KL to the reference is in the loss, with the estimator k3".to_owned());
     }
-    if run.train.len() < rl.batch_size {
-        let (batch, n_rows) = (rl.batch_size, run.train.len());
-        notes.push(format!(
-            "rl.batch_size is {batch}, and a batch of TRL has at most the {n_rows} rows of the training split"
-        ));
-    }
-    if sizes.mini_batch != rl.mini_batch_size {
-        let (there, own) = (sizes.mini_batch, rl.mini_batch_size);
-        notes.push(format!("an optimizer step has {there} responses in place of rl.mini_batch_size = {own}"));
-    }
-    if matches!(config.model.dtype, BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4) {
-        notes.push(format!("the base model is bf16 in place of {}", config.model.dtype.name()));
-    }
-    notes.push("validation samples with the temperature of training, not greedily".to_owned());
     notes
 }
 
@@ -319,7 +209,7 @@ mod tests {
     use crate::exchange::source::testing::run;
 
     fn mapped(run: &ExportedRun) -> Mapping {
-        mapping(run, &Sizes::of(run)).unwrap()
+        mapping(run, &GrpoSizes::of(run)).unwrap()
     }
 
     #[test]
@@ -349,7 +239,7 @@ mod tests {
     fn a_batch_has_at_most_the_rows_of_the_training_split() {
         let run = run("[rl]\nalgorithm = \"grpo\"\nbatch_size = 64\nn_samples = 2\nmini_batch_size = 16\n");
         assert_eq!(mapped(&run).value("generation_batch_size"), Some("16"));
-        let notes = notes(&run, &Sizes::of(&run));
+        let notes = notes(&run, &GrpoSizes::of(&run));
         let expected = "rl.batch_size is 64, and a batch of TRL has at most the 8 rows of the training split";
         assert!(notes.iter().any(|note| note == expected), "{notes:?}");
     }
@@ -358,7 +248,7 @@ mod tests {
     fn what_ppo_loses_is_said() {
         let run = run("[rl]\ngamma = 0.9\n");
         assert_eq!(mapped(&run).without_equivalent(), ["rl.gamma = 0.9: GRPO has no discount"]);
-        let notes = notes(&run, &Sizes::of(&run));
+        let notes = notes(&run, &GrpoSizes::of(&run));
         assert!(notes[0].starts_with("rl.algorithm is replaced by GRPO"), "{notes:?}");
         assert!(notes[1].starts_with("rl.n_samples is 1"), "{notes:?}");
     }

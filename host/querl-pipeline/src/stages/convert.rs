@@ -1,7 +1,7 @@
 //! Stage 3: filters keep or drop, and the rows become train, val and test.
 
 use super::edit_targets::edit_targets;
-use super::stage::{self, Done, Mean, QUERY_TABLE, Stage};
+use super::stage::{self, Done, Mean, Stage};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, teacher_name};
 use crate::run::Run;
 use querl_core::config::RewriteForm;
@@ -22,12 +22,14 @@ impl Stage for Convert {
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         // Width is applied already, and the leak settings do not change rows.
-        inputs.section("data", &run.config.data, &["input", "export", "width", "leak_similarity", "on_leak"])?;
+        let except = ["input", "dataset", "export", "width", "leak_similarity", "on_leak"];
+        inputs.section("data", &run.config.data, &except)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
         ["prompt", "filter"].iter().for_each(|role| run.plugins.add_inputs(&mut inputs, role));
-        if conversion(run, "", &HashMap::new()).reads_columns() {
-            inputs.file(QUERY_TABLE, &run.config.data.input)?;
+        // Of a dataset the prompts, and the files that are splits.
+        if run.config.data.dataset.is_set() || conversion(run, "", &HashMap::new()).reads_columns() {
+            stage::add_queries(&mut inputs, &run.config.data)?;
         }
         if run.config.data.rewrite_form == RewriteForm::Edit {
             stage::add_retrieval(&mut inputs, run)?;
@@ -43,7 +45,7 @@ impl Stage for Convert {
         outputs
     }
 
-    fn execute(&self, run: &Run, _: &dyn Progress) -> anyhow::Result<Done> {
+    fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         let records = RecordFile::<ValidatedRecord>::new(&run.dir.validated());
         let teacher_name = teacher_name(&run.dir)?;
         let targets = match run.config.data.rewrite_form {
@@ -52,7 +54,13 @@ impl Stage for Convert {
         };
         let conversion = conversion(run, &teacher_name, &targets);
         let mut dataset = Dataset::create(&run.dir)?;
-        convert(&records, &conversion, &mut |made| dataset.put(&made))?;
+        let n_other_prompts = convert(&records, &conversion, &mut |made| dataset.put(&made))?;
+        if n_other_prompts > 0 {
+            progress.line(&format!(
+                "warning: {n_other_prompts} row(s) of data.dataset have another prompt than plugins.prompt writes: the model is trained and \
+                 evaluated with that of the dataset, and `querl serve rewrite` asks it as the plugin does"
+            ));
+        }
         Ok(Done { facts: dataset.commit()?, n_failed: 0 })
     }
 }

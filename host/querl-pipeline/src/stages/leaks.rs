@@ -9,7 +9,7 @@ use querl_core::ports::{Progress, Silent};
 use querl_core::records::{DatasetRow, QueryRow, Split};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    DataError, DatasetQueries, Journal, Leaks, QueryTable, RecordFile, Rows, SplitRows, Splits, find_leaks,
+    DataError, DatasetQueries, Journal, Leaks, QueryTable, RecordFile, RowSplits, Rows, SplitRows, find_leaks,
     open_queries,
 };
 use std::io::{BufRead, BufReader};
@@ -50,7 +50,7 @@ pub fn of_dataset(dir: &RunDir, config: &DataConfig, progress: &dyn Progress) ->
 /// # Errors
 /// The groups cannot fill the splits, or the table cannot be read.
 pub fn of_table(table: &QueryTable, config: &DataConfig, progress: &dyn Progress) -> anyhow::Result<SplitLeaks> {
-    let splits = Splits::assign(table.read()?.map(|row| Ok(row?.group)), config)?;
+    let splits = RowSplits::of(table.read()?.map(|row| Ok(row?.group)), config)?;
     let [train, val, test] = Split::ALL.map(|split| SplitRows { table, splits: &splits, split });
     find([&train, &val, &test], table.findings().n_usable as u64, config.leak_similarity, progress)
 }

@@ -31,6 +31,7 @@ use querl_data::table_path;
 use spending::Counted;
 use stage::Stage;
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::time::Instant;
 
 fn stage_of(name: StageName) -> &'static dyn Stage {
@@ -109,16 +110,17 @@ pub fn recover(dir: &RunDir, reporter: &dyn Reporter) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Refuses a query table that the stages of this run would write over or remove.
+/// Refuses a query table or a dataset that the stages of this run would write over or remove.
 fn check_input(run: &Run) -> anyhow::Result<()> {
-    let (dir, input) = (&run.dir, &run.config.data.input);
+    let (dir, data) = (&run.dir, &run.config.data);
     let outputs = StageName::ALL.into_iter().flat_map(|name| stage_of(name).outputs(dir));
     let tables = [dir.rewrites(), dir.validated()].into_iter();
     let tables = tables.flat_map(|output| TableFormat::ALL.map(|format| table_path(&output, format)));
-    let Ok(real) = input.canonicalize() else { return Ok(()) };
-    if outputs.chain(tables).any(|path| path.canonicalize().is_ok_and(|path| path == real)) {
-        let input = input.display();
-        let message = format!("data.input is {input}, which this run writes itself; give it a copy, or another --out");
+    let written: Vec<_> = outputs.chain(tables).filter_map(|path| path.canonicalize().ok()).collect();
+    let is_written = |path: &&Path| path.canonicalize().is_ok_and(|real| written.contains(&real));
+    if let Some(input) = data.query_files().into_iter().find(is_written) {
+        let (input, key) = (input.display(), if data.dataset.is_set() { "data.dataset" } else { "data.input" });
+        let message = format!("{key} is {input}, which this run writes itself; give it a copy, or another --out");
         return Err(Stop::usage(message).into());
     }
     Ok(())

@@ -1,4 +1,5 @@
-//! Stage 1: the teacher rewrites each query. A teacher is a service, a recording, or a model in this process.
+//! Stage 1: the teacher rewrites each query. A teacher is a service, a recording, or a model in this process; a dataset of another framework
+//! has the rewrites already.
 
 use super::stage::{Done, QUERY_TABLE, Stage, make_tables, remove};
 use super::{leaks, stage};
@@ -7,14 +8,14 @@ use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
 use crate::{interrupt, training};
 use anyhow::Context;
-use querl_core::config::{ModelConfig, RlConfig, TeacherConfig, TeacherKind};
+use querl_core::config::{DataConfig, ModelConfig, RlConfig, TeacherConfig, TeacherKind};
 use querl_core::ports::Progress;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, RewriteRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
     BatchTeacher, Findings, Journal, LocalRewriteCollector, LocalRewriteStage, NewPrompts, QueryTable, StageResults,
-    open_fallback, open_queries, open_teacher, refuse_open_batches, rewrite, rewrite_in_batch, table_path,
-    teacher_prompts,
+    dataset_rewrites, open_fallback, open_queries, open_teacher, refuse_open_batches, rewrite, rewrite_in_batch,
+    table_path, teacher_prompts,
 };
 use querl_model::{DecoderConfig, TextTokenizer};
 use querl_train::job::{GenerateJob, GeneratedResponse};
@@ -30,9 +31,12 @@ impl Stage for Rewrite {
 
     fn inputs(&self, run: &Run, _: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("data", &run.config.data, &["input", "split", "split_seed", "leak_similarity", "on_leak"])?;
-        inputs.file(QUERY_TABLE, &run.config.data.input)?;
-        stage::add_teacher(&mut inputs, run)?;
+        let except = ["input", "dataset", "split", "split_seed", "leak_similarity", "on_leak"];
+        inputs.section("data", &run.config.data, &except)?;
+        stage::add_queries(&mut inputs, &run.config.data)?;
+        if run.config.called_teacher().is_some() {
+            stage::add_teacher(&mut inputs, run)?;
+        }
         run.plugins.add_inputs(&mut inputs, "prompt");
         Ok(inputs)
     }
@@ -45,23 +49,27 @@ impl Stage for Rewrite {
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
         open_queries(&run.config.data)?;
-        if run.config.teacher.kind == TeacherKind::Local {
-            check_local_teacher(run)?;
-            open_fallback(&run.config.fallback_teacher, &run.outside)?;
-        } else {
-            open_teacher(&run.config.teacher, &run.config.fallback_teacher, &run.outside)?;
+        match run.config.called_teacher() {
+            None => {}
+            Some(TeacherKind::Local) => {
+                check_local_teacher(run)?;
+                open_fallback(&run.config.fallback_teacher, &run.outside)?;
+            }
+            Some(TeacherKind::Recorded | TeacherKind::Openai) => {
+                open_teacher(&run.config.teacher, &run.config.fallback_teacher, &run.outside)?;
+            }
         }
         // Before anything is removed: a submitted batch is paid even if its responses are never read.
-        match run.config.teacher.kind {
-            TeacherKind::Openai => batches(run).map(drop)?,
-            TeacherKind::Recorded | TeacherKind::Local => refuse_open_batches(&run.dir.batches())?,
+        match run.config.called_teacher() {
+            Some(TeacherKind::Openai) => batches(run).map(drop)?,
+            Some(TeacherKind::Recorded | TeacherKind::Local) | None => refuse_open_batches(&run.dir.batches())?,
         }
         Ok(())
     }
 
     fn permit(&self, run: &Run, last: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
         leaks::before_rewriting(run, last, progress)?;
-        if run.config.teacher.kind == TeacherKind::Local {
+        if run.config.called_teacher() == Some(TeacherKind::Local) {
             check_local_prompts(run)?;
         }
         Ok(Facts::default())
@@ -87,17 +95,33 @@ impl Stage for Rewrite {
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
         let table = open_queries(&run.config.data)?;
         table.findings().notes().iter().for_each(|note| progress.line(note));
-        let (output, formats) = (run.dir.rewrites(), &run.config.data.export);
-        let (asked, teacher) = ask(run, &table, Journal::open(&output)?, progress)?;
+        let (output, formats, data) = (run.dir.rewrites(), &run.config.data.export, &run.config.data);
         let mut tally = Tally { cost: Some(0.0), ..Tally::default() };
-        asked.write(|record| {
+        let mut add = |record: &RewriteRecord| {
             tally.add(record);
             Ok(())
-        })?;
+        };
+        let teacher = if data.dataset.is_set() {
+            dataset_rewrites(&table, data, run.plugins.prompts.as_ref(), &output, &mut add)?;
+            dataset_name(data)
+        } else {
+            let (asked, teacher) = ask(run, &table, Journal::open(&output)?, progress)?;
+            asked.write(add)?;
+            teacher
+        };
         remove(&run.dir.batches())?;
         make_tables::<RewriteRecord>(&output, formats)?;
-        Ok(tally.done(table.findings(), &teacher))
+        let done = tally.done(table.findings(), &teacher);
+        // A completion that does not parse is the same the next time.
+        Ok(if data.dataset.is_set() { Done { n_failed: 0, ..done } } else { done })
     }
+}
+
+/// How reports name it: by its first file.
+fn dataset_name(data: &DataConfig) -> String {
+    let files = data.query_files();
+    let name = files.first().and_then(|path| path.file_name()).unwrap_or_default();
+    format!("{} (dataset)", name.to_string_lossy())
 }
 
 fn ask<'a>(

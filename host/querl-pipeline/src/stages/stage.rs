@@ -4,7 +4,7 @@ use crate::environment::RowColumns;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
-use querl_core::config::{EmbeddingKind, JudgeKind, RerankKind, RewriteForm, TableFormat, TeacherKind};
+use querl_core::config::{DataConfig, EmbeddingKind, JudgeKind, RerankKind, RewriteForm, TableFormat, TeacherKind};
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
 use querl_data::{Journal, TableRecord, write_tables};
@@ -12,6 +12,17 @@ use std::path::{Path, PathBuf};
 
 /// The input of this name.
 pub(crate) const QUERY_TABLE: &str = "query table";
+
+/// Adds the content of the query table, or of the files of `data.dataset`.
+pub(crate) fn add_queries(inputs: &mut Inputs, data: &DataConfig) -> anyhow::Result<()> {
+    for (split, path) in data.dataset.files() {
+        inputs.file(&format!("dataset {}", split.name()), path)?;
+    }
+    match &data.input {
+        Some(path) if !data.dataset.is_set() => inputs.file(QUERY_TABLE, path).map(drop),
+        _ => Ok(()),
+    }
+}
 
 #[derive(Debug, Default)]
 pub(crate) struct Done {
@@ -277,7 +288,7 @@ pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
     }
     ["prompt", "reward"].iter().for_each(|role| run.plugins.add_inputs(inputs, role));
     if RowColumns::are_read(&run.plugins.rewards) {
-        inputs.file(QUERY_TABLE, &run.config.data.input)?;
+        add_queries(inputs, &run.config.data)?;
     }
     Ok(())
 }

@@ -133,7 +133,8 @@ fn sizes(ledger: &Ledger, findings: &Findings) -> Vec<String> {
 
 impl TableStats {
     fn of(table: &QueryTable, config: &Config) -> anyhow::Result<Self> {
-        let file = config.data.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let names = config.data.query_files().into_iter().filter_map(|path| path.file_name());
+        let file = names.map(|name| name.to_string_lossy()).collect::<Vec<_>>().join(", ");
         let (mut n_with_profile, mut n_with_history, mut n_with_gold) = (0, 0, 0);
         let mut lengths = Vec::new();
         for row in table.read()? {

@@ -4,7 +4,7 @@ mod settings;
 
 pub use settings::Cluster;
 
-use super::folder::{Exported, HERE, RewardProcesses, SharedFiles, plain, write_shared, write_template};
+use super::folder::{EngineFiles, Exported, HERE, RewardProcesses, plain, write_shared};
 use super::rows::PromptRow;
 use super::source::ExportedRun;
 use crate::serving::BaseFiles;
@@ -22,39 +22,29 @@ pub fn export_verl(run: &ExportedRun, cluster: Cluster, base: BaseFiles, out: &P
     let sizes = Sizes::of(run);
     sizes.check(cluster)?;
     let reward = RewardProcesses { n_processes: REWARD_WORKERS, rows: TRAIN };
-    let SharedFiles { model, plugins, outside, notes: limits } = write_shared(run, base, &reward, out)?;
-    let model = plain(&model)?;
+    let shared = write_shared(run, base, &reward, out)?;
+    let shell_model = plain(&shared.model)?.replace(HERE, "$HERE");
     write_rows(&run.config, "train", &run.train, &out.join(TRAIN))?;
     if !run.val.is_empty() {
         write_rows(&run.config, "val", &run.val, &out.join(VAL))?;
     }
     let mapping = mapping(run, &sizes, cluster)?;
     let (n_nodes, n_gpus) = (cluster.n_nodes.to_string(), cluster.gpus_per_node.to_string());
-    let notes = [notes(run, &sizes), limits].concat();
-    let (keys, settings) = (mapping.to_markdown("verl"), shell_lines(mapping.settings()));
-    let shell_model = model.replace(HERE, "$HERE");
-    let noted: String = notes.iter().map(|note| format!("- {note}\n")).collect();
+    let settings = shell_lines(mapping.settings());
     let values = [
         ("@NODES@", n_nodes.as_str()),
         ("@GPUS@", n_gpus.as_str()),
-        ("@TENANT@", run.config.tenant.as_str()),
         ("@SETTINGS@", settings.as_str()),
-        ("@KEYS@", keys.as_str()),
-        ("@NOTES@", noted.as_str()),
         ("@MODEL@", shell_model.as_str()),
     ];
-    for (name, template) in FILES {
-        write_template(&out.join(name), template, &values)?;
-    }
-    Ok(Exported {
-        n_train: run.train.len(),
-        n_val: run.val.len(),
-        has_adapter: run.adapter.is_some(),
-        plugins,
-        without_equivalent: mapping.without_equivalent(),
-        notes,
-        outside,
-    })
+    let files = EngineFiles {
+        engine: "verl",
+        mapping: &mapping,
+        notes: notes(run, &sizes),
+        templates: &FILES,
+        values: &values,
+    };
+    files.write(run, shared, out)
 }
 
 const FILES: [(&str, &str); 6] = [

@@ -1,4 +1,4 @@
-//! `querl export verl` and `querl export trl`: a run as a folder that another engine trains from.
+//! `querl export verl`, `trl`, `swift` and `openrlhf`: a run as a folder that another engine trains from.
 
 use crate::args::{Format, load_config, one_of};
 use crate::commands::deploy::base_files;
@@ -7,7 +7,7 @@ use crate::new_folder::write_folder;
 use clap::builder::TypedValueParser;
 use clap::{Args, value_parser};
 use querl_core::config::{Overrides, RlAlgorithm};
-use querl_pipeline::exchange::{Cluster, Exported, ExportedRun, export_trl, export_verl};
+use querl_pipeline::exchange::{Cluster, Exported, ExportedRun, export_verl};
 use querl_pipeline::serving::BaseFiles;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -58,9 +58,12 @@ pub(super) fn verl(args: &VerlArgs) -> anyhow::Result<()> {
     engine.print(&exported)
 }
 
-pub(super) fn trl(args: &EngineArgs) -> anyhow::Result<()> {
+/// Writes the folder of one engine.
+type Export = fn(&ExportedRun, BaseFiles, &Path) -> anyhow::Result<Exported>;
+
+pub(super) fn run(args: &EngineArgs, export: Export) -> anyhow::Result<()> {
     let run = open(&args.run)?;
-    let exported = write_folder(&args.out, |folder| export_trl(&run, args.base, folder))?;
+    let exported = write_folder(&args.out, |folder| export(&run, args.base, folder))?;
     args.print(&exported)
 }
 

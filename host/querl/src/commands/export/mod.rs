@@ -5,6 +5,7 @@ mod engines;
 mod gguf;
 
 use clap::Subcommand;
+use querl_pipeline::exchange::{export_openrlhf, export_swift, export_trl};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum ExportCommand {
@@ -14,12 +15,18 @@ pub(crate) enum ExportCommand {
     Verl(engines::VerlArgs),
     /// Write a folder that trains a run with GRPOTrainer of TRL: dataset, plugins, script and adapter
     Trl(engines::EngineArgs),
+    /// Write a folder that trains a run with GRPO of ms-swift: dataset, plugins, script and adapter
+    Swift(engines::EngineArgs),
+    /// Write a folder that trains a run with OpenRLHF: dataset, plugins, scripts and adapter
+    Openrlhf(engines::EngineArgs),
 }
 
 pub(crate) fn run(command: &ExportCommand) -> anyhow::Result<()> {
     match command {
         ExportCommand::Gguf(args) => gguf::run(args),
         ExportCommand::Verl(args) => engines::verl(args),
-        ExportCommand::Trl(args) => engines::trl(args),
+        ExportCommand::Trl(args) => engines::run(args, export_trl),
+        ExportCommand::Swift(args) => engines::run(args, export_swift),
+        ExportCommand::Openrlhf(args) => engines::run(args, export_openrlhf),
     }
 }

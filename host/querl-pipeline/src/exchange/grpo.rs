@@ -1,0 +1,126 @@
+//! What the GRPO trainers of TRL and ms-swift share: both are built on `TrainingArguments` of transformers and on TRL's `GRPOConfig`.
+
+use super::mapping::Mapping;
+use super::source::ExportedRun;
+use querl_core::config::{BaseDtype, LrScheduler, RlConfig};
+
+/// Samples of a query where the run takes one: the default of both.
+const N_SAMPLES: usize = 8;
+
+/// Sizes in their units.
+pub(super) struct GrpoSizes {
+    pub(super) n_samples: usize,
+    /// Responses of a rollout batch, an optimizer step and a pass: each divides the one before.
+    pub(super) batch: usize,
+    pub(super) mini_batch: usize,
+    pub(super) pass: usize,
+    /// Optimizer steps of a rollout batch.
+    pub(super) updates: usize,
+    /// Rollout batches.
+    pub(super) steps: usize,
+}
+
+impl GrpoSizes {
+    pub(super) fn of(run: &ExportedRun) -> Self {
+        let rl = &run.config.rl;
+        let n_samples = if rl.n_samples < 2 { N_SAMPLES } else { rl.n_samples };
+        // An incomplete batch is dropped: a larger one than the split would train nothing.
+        let batch = rl.batch_size.min(run.train.len()) * n_samples;
+        let mini_batch = largest_divisor(batch, rl.mini_batch_size);
+        let pass = largest_divisor(mini_batch, mini_batch.div_ceil(rl.gradient_accumulation_steps));
+        let updates = batch / mini_batch * rl.ppo_epochs;
+        Self { n_samples, batch, mini_batch, pass, updates, steps: rl.n_steps(run.train.len()) }
+    }
+
+    /// Optimizer steps with a rising learning rate.
+    pub(super) fn n_warmup(&self, rl: &RlConfig) -> usize {
+        (rl.warmup_ratio * (self.steps * self.updates) as f64).ceil() as usize
+    }
+
+    /// Sizes that differ from those of the run, the type of the base, and validation.
+    pub(super) fn notes(&self, run: &ExportedRun, engine: &str) -> Vec<String> {
+        let (config, mut notes) = (&run.config, Vec::new());
+        let rl = &config.rl;
+        if rl.n_samples < 2 {
+            let (own, there) = (self.batch / self.n_samples, self.batch);
+            notes.push(format!(
+                "rl.n_samples is {}, and GRPO compares samples: {N_SAMPLES} are taken, so that a rollout batch has {there} responses in \
+                 place of {own}",
+                rl.n_samples
+            ));
+        }
+        if run.train.len() < rl.batch_size {
+            let (batch, n_rows) = (rl.batch_size, run.train.len());
+            notes.push(format!(
+                "rl.batch_size is {batch}, and a batch of {engine} has at most the {n_rows} rows of the training split"
+            ));
+        }
+        if self.mini_batch != rl.mini_batch_size {
+            let (there, own) = (self.mini_batch, rl.mini_batch_size);
+            notes.push(format!("an optimizer step has {there} responses in place of rl.mini_batch_size = {own}"));
+        }
+        if matches!(config.model.dtype, BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4) {
+            notes.push(format!("the base model is bf16 in place of {}", config.model.dtype.name()));
+        }
+        notes.push("validation samples with the temperature of training, not greedily".to_owned());
+        notes
+    }
+}
+
+/// The largest divisor of `n` that is at most `limit`, at least 1.
+fn largest_divisor(n: usize, limit: usize) -> usize {
+    (1..=limit.min(n)).rev().find(|divisor| n.is_multiple_of(*divisor)).unwrap_or(1)
+}
+
+/// Keys that neither has.
+pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
+    for (key, note) in [
+        ("rl.advantage_form", "GRPO has one advantage for a response, and ratios per token"),
+        ("rl.gamma", "GRPO has no discount"),
+        ("rl.gae_lambda", "GRPO has no values"),
+        ("rl.critic", "GRPO has no critic"),
+        ("rl.critic_learning_rate", "GRPO has no critic"),
+        ("rl.critic_warmup_steps", "GRPO has no critic"),
+        ("rl.clip_range_value", "GRPO has no critic"),
+        ("rl.value_loss", "GRPO has no critic"),
+        ("rl.vf_coef", "GRPO has no critic"),
+        ("rl.whiten_advantages", "advantages of a group have mean 0, and with `scale_rewards` deviation 1"),
+        ("rl.kl_target", "`beta` does not change"),
+        ("rl.kl_horizon", "used with `rl.kl_target` alone"),
+    ] {
+        m.none(key, note);
+    }
+    for (key, note) in [
+        ("rl.target_kl", "does not skip epochs"),
+        ("rl.advantage_clip", "does not clip advantages"),
+        ("rl.normalize_rewards", "does not scale scores over batches"),
+        ("rl.reward_clip", "does not clip scores"),
+        ("rl.max_drop_rate", "does not stop where many responses have no score"),
+        ("rl.ent_coef", "has no entropy bonus"),
+        ("rl.importance_cap", "generates with the policy itself"),
+        ("rl.off_by_one", "generates and trains in turn"),
+        ("rl.pipeline_parts", "generates and scores without parts; no result depends on it"),
+        ("rl.save_interval_s", "saves by steps alone"),
+    ] {
+        m.none(key, &format!("{engine} {note}"));
+    }
+}
+
+/// Name of a schedule in transformers.
+pub(super) fn schedule(scheduler: LrScheduler, n_warmup: usize) -> &'static str {
+    match scheduler {
+        LrScheduler::Cosine => "cosine",
+        LrScheduler::Linear => "linear",
+        LrScheduler::Constant if n_warmup > 0 => "constant_with_warmup",
+        LrScheduler::Constant => "constant",
+    }
+}
+
+/// torch's type of the base weights.
+pub(super) fn dtype(dtype: BaseDtype) -> &'static str {
+    match dtype {
+        BaseDtype::F32 => "float32",
+        BaseDtype::F16 => "float16",
+        BaseDtype::Bf16 | BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4 => "bfloat16",
+    }
+}

@@ -1,0 +1,241 @@
+//! A folder that trains a run with GRPO of ms-swift.
+//!
+//! Names of arguments: `swift/arguments/rlhf_args.py`, `swift/rlhf_trainers/args_mixin.py` and `swift/arguments/tuner_args.py` of ms-swift 4.6.
+
+use super::folder::{
+    EngineFiles, Exported, HERE, RewardProcesses, TRAIN, argument_lines, plain, shell_word, write_rows, write_shared,
+};
+use super::grpo::{self, GrpoSizes};
+use super::mapping::{Mapping, float};
+use super::rows::PromptRow;
+use super::source::ExportedRun;
+use crate::serving::BaseFiles;
+use querl_core::config::{KlEstimator, KlPlacement, RlAlgorithm, RlConfig};
+use querl_core::records::Message;
+use serde::Serialize;
+use std::path::Path;
+
+/// Writes the folder.
+///
+/// # Errors
+/// A plugin is not the one of the run, or a file cannot be read or written.
+pub fn export_swift(run: &ExportedRun, base: BaseFiles, out: &Path) -> anyhow::Result<Exported> {
+    let reward = RewardProcesses { n_processes: 1, rows: TRAIN };
+    let shared = write_shared(run, base, &reward, out)?;
+    let row = |row: &PromptRow| SwiftRow { messages: row.prompt.clone(), querl: row.querl.clone() };
+    write_rows(run, out, row)?;
+    let model = plain(&shared.model)?.replace(HERE, "$HERE");
+    let sizes = GrpoSizes::of(run);
+    let mapping = mapping(run, &sizes)?;
+    let accumulation = (sizes.mini_batch / sizes.pass).to_string();
+    let settings = argument_lines(mapping.settings());
+    let values =
+        [("@ACCUMULATION@", accumulation.as_str()), ("@SETTINGS@", settings.as_str()), ("@MODEL@", model.as_str())];
+    let files = EngineFiles {
+        engine: "ms-swift",
+        mapping: &mapping,
+        notes: notes(run, &sizes),
+        templates: &FILES,
+        values: &values,
+    };
+    files.write(run, shared, out)
+}
+
+/// A row without the response of the assistant, which ms-swift generates.
+#[derive(Serialize)]
+struct SwiftRow {
+    messages: Vec<Message>,
+    querl: String,
+}
+
+const FILES: [(&str, &str); 5] = [
+    ("README.md", include_str!("files/swift/README.md")),
+    ("mapping.md", include_str!("files/swift/mapping.md")),
+    ("plugin.py", include_str!("files/swift/plugin.py.template")),
+    ("requirements.txt", include_str!("files/swift/requirements.txt")),
+    ("train.sh", include_str!("files/swift/train.sh")),
+];
+
+fn mapping(run: &ExportedRun, sizes: &GrpoSizes) -> anyhow::Result<Mapping> {
+    let mut mapping = Mapping::of(&run.config)?;
+    let rl = &run.config.rl;
+    algorithm(&mut mapping, rl);
+    kl(&mut mapping, rl);
+    batches(&mut mapping, rl, sizes);
+    sampling(&mut mapping, rl);
+    optimizer(&mut mapping, rl, sizes);
+    intervals(&mut mapping, rl, sizes);
+    lora(&mut mapping, run);
+    let config = &run.config;
+    let seed = config.seed.to_string();
+    mapping.set("seed", &[("seed", seed.clone()), ("data_seed", seed)], "");
+    let checkpointing = config.model.gradient_checkpointing.to_string();
+    mapping.set("model.gradient_checkpointing", &[("gradient_checkpointing", checkpointing)], "");
+    mapping.set("model.dtype", &[("torch_dtype", grpo::dtype(config.model.dtype).into())], "");
+    mapping.reward("rl.episode_deadline_ms");
+    Ok(mapping)
+}
+
+fn algorithm(m: &mut Mapping, rl: &RlConfig) {
+    let (estimator, loss, scale, note) = match rl.algorithm {
+        RlAlgorithm::Grpo => ("grpo", "grpo", "group", ""),
+        RlAlgorithm::DrGrpo => ("grpo", "dr_grpo", "none", ""),
+        RlAlgorithm::Rloo => ("rloo", "bnpo", "none", ""),
+        RlAlgorithm::ReinforcePlusPlus => ("reinforce_plus_plus", "bnpo", "batch", ""),
+        RlAlgorithm::Ppo => ("grpo", "grpo", "group", "GRPO has no critic: it takes the place of PPO"),
+    };
+    let settings = [("advantage_estimator", estimator), ("loss_type", loss), ("scale_rewards", scale)];
+    m.set("rl.algorithm", &settings.map(|(name, value)| (name, value.to_owned())), note);
+    grpo::without_equivalent(m, "ms-swift");
+    m.none("rl.missing_eos_penalty", "ms-swift has `overlong_filter`, which is not the same");
+    m.set("rl.clip_range", &[("epsilon", float(rl.clip_range))], "");
+    match rl.dual_clip > 1.0 {
+        true => m.set("rl.dual_clip", &[("delta", float(rl.dual_clip))], ""),
+        false => m.set("rl.dual_clip", &[], "without `delta` there is no such bound, as with 0"),
+    }
+}
+
+fn kl(m: &mut Mapping, rl: &RlConfig) {
+    m.set("rl.kl_coef", &[("beta", float(rl.kl_coef))], "");
+    let in_reward = rl.kl_placement == KlPlacement::Reward;
+    m.set("rl.kl_placement", &[("kl_in_reward", in_reward.to_string())], "");
+    match (rl.kl_estimator, in_reward) {
+        (KlEstimator::K3, false) => m.set("rl.kl_estimator", &[], "ms-swift has k3 in the loss"),
+        (KlEstimator::K1, true) => m.set("rl.kl_estimator", &[], "ms-swift has k1 in the reward, summed over tokens"),
+        _ => m.none("rl.kl_estimator", "ms-swift has k3 in the loss and k1 in the reward"),
+    }
+}
+
+fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
+    m.set("rl.n_samples", &[("num_generations", sizes.n_samples.to_string())], "at least 2");
+    let batch = [("generation_batch_size", sizes.batch.to_string())];
+    m.set("rl.batch_size", &batch, "in responses, of at most the rows of the training split");
+    m.set("rl.ppo_epochs", &[("num_iterations", rl.ppo_epochs.to_string())], "");
+    let pass = [("per_device_train_batch_size", sizes.pass.to_string())];
+    let note = "times `gradient_accumulation_steps`, which train.sh divides over the GPUs: a divisor of the batch";
+    m.set("rl.mini_batch_size", &pass, note);
+    m.set("rl.gradient_accumulation_steps", &[], "see `rl.mini_batch_size`; the result does not depend on it");
+    let steps = (sizes.steps * sizes.updates).to_string();
+    m.set("rl.max_steps", &[("max_steps", steps)], "in optimizer steps");
+    m.set("rl.epochs", &[], "see `rl.max_steps`");
+    m.fixed("per_device_eval_batch_size", sizes.pass.to_string());
+    m.fixed("num_generations_eval", "1");
+}
+
+fn sampling(m: &mut Mapping, rl: &RlConfig) {
+    m.set("rl.temperature", &[("temperature", float(rl.temperature))], "");
+    m.set("rl.top_p", &[("top_p", float(rl.top_p))], "");
+    let top_k = if rl.top_k == 0 { "-1".to_owned() } else { rl.top_k.to_string() };
+    m.set("rl.top_k", &[("top_k", top_k)], "-1 disables it");
+    m.set("rl.max_new_tokens", &[("max_completion_length", rl.max_new_tokens.to_string())], "");
+    let penalty = [("repetition_penalty", float(rl.repetition_penalty))];
+    m.set("rl.repetition_penalty", &penalty, "tokens of the prompt count too");
+    let stops: Vec<String> = rl.stop_strings.iter().map(|text| shell_word(text)).collect();
+    match stops.is_empty() {
+        true => m.set("rl.stop_strings", &[], ""),
+        false => m.set("rl.stop_strings", &[("stop_words", stops.join(" "))], ""),
+    }
+    for key in ["rl.min_new_tokens", "rl.no_repeat_ngram_size"] {
+        m.none(key, "GRPO of ms-swift has no such setting");
+    }
+}
+
+fn optimizer(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
+    m.set("rl.learning_rate", &[("learning_rate", float(rl.learning_rate))], "");
+    let n_warmup = sizes.n_warmup(rl);
+    m.set("rl.lr_scheduler", &[("lr_scheduler_type", grpo::schedule(rl.lr_scheduler, n_warmup).into())], "");
+    m.set("rl.warmup_ratio", &[("warmup_steps", n_warmup.to_string())], "");
+    m.set("rl.weight_decay", &[("weight_decay", float(rl.weight_decay))], "");
+    m.set("rl.max_grad_norm", &[("max_grad_norm", float(rl.max_grad_norm))], "");
+    // As in querl and transformers; ms-swift has 0.95.
+    m.fixed("adam_beta2", "0.999");
+}
+
+fn intervals(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
+    let (evaluate, save) = (rl.eval_steps * sizes.updates, rl.save_steps * sizes.updates);
+    m.set("rl.eval_steps", &[("eval_steps", evaluate.to_string())], "in optimizer steps");
+    m.set("rl.save_steps", &[("save_steps", save.to_string())], "in optimizer steps");
+    m.set("rl.save_total_limit", &[("save_total_limit", rl.save_total_limit.to_string())], "");
+    match rl.early_stopping_patience {
+        0 => m.set("rl.early_stopping_patience", &[], "ms-swift takes all steps, as 0 does"),
+        _ => m.none("rl.early_stopping_patience", "ms-swift takes all steps; see its `early_stop_interval`"),
+    }
+    m.fixed("logging_steps", "1");
+    m.fixed("report_to", "none");
+}
+
+/// Of a new adapter; that of SFT brings its own.
+fn lora(m: &mut Mapping, run: &ExportedRun) {
+    let (rank, alpha) = run.lora();
+    let sft = &run.config.sft;
+    m.fixed("tuner_type", "lora");
+    m.set("sft.lora_rank", &[("lora_rank", rank.to_string())], "");
+    // ms-swift takes an integer.
+    m.set("sft.lora_alpha", &[("lora_alpha", format!("{}", alpha.round() as i64))], "");
+    m.set("sft.lora_target_modules", &[("target_modules", sft.lora_target_modules.join(" "))], "");
+    m.set("sft.use_rslora", &[("use_rslora", sft.use_rslora.to_string())], "");
+    m.set("sft.use_dora", &[("use_dora", sft.use_dora.to_string())], "");
+    m.fixed("lora_dropout", "0");
+}
+
+/// Differences that no single key explains.
+fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
+    let mut notes = Vec::new();
+    if run.config.rl.algorithm == RlAlgorithm::Ppo {
+        notes.push("rl.algorithm is replaced by GRPO, which is what train.sh trains with".to_owned());
+    }
+    notes.extend(sizes.notes(run, "ms-swift"));
+    let alpha = run.lora().1;
+    if run.adapter.is_none() && alpha.fract() != 0.0 {
+        notes.push(format!("lora_alpha is {alpha}, and ms-swift takes an integer: it is rounded"));
+    }
+    notes.push(
+        "prompts are written with the template that ms-swift has for the model, not with the tokenizer's".to_owned(),
+    );
+    notes.push("a rejected response gets the mean of its group, so that its advantage is 0".to_owned());
+    notes
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::exchange::mapping::all_rl_keys;
+    use crate::exchange::source::testing::run;
+
+    fn mapped(run: &ExportedRun) -> Mapping {
+        mapping(run, &GrpoSizes::of(run)).unwrap()
+    }
+
+    #[test]
+    fn every_key_of_rl_is_in_the_table_once() {
+        let mapping = mapped(&run(""));
+        let mut keys: Vec<&str> = mapping.keys().into_iter().filter(|key| key.starts_with("rl.")).collect();
+        keys.sort_unstable();
+        assert_eq!(keys, all_rl_keys());
+    }
+
+    #[test]
+    fn settings_are_those_of_the_run() {
+        let text = "[rl]\nalgorithm = \"grpo\"\nbatch_size = 4\nn_samples = 3\nmini_batch_size = 5\nppo_epochs = 2\nmax_steps = 10\n\
+                    gradient_accumulation_steps = 2\nkl_placement = \"loss\"\nkl_estimator = \"k3\"\ndual_clip = 3.0\n\
+                    stop_strings = [\"it's\", \"</s>\"]\n";
+        let mapping = mapped(&run(text));
+        let value = |name: &str| mapping.value(name).unwrap_or_else(|| panic!("{name}"));
+        assert_eq!((value("generation_batch_size"), value("per_device_train_batch_size")), ("12", "2"));
+        assert_eq!((value("max_steps"), value("num_iterations"), value("top_k")), ("60", "2", "-1"));
+        assert_eq!((value("kl_in_reward"), value("delta"), value("loss_type")), ("false", "3.0", "grpo"));
+        assert_eq!(value("stop_words"), "$'it\\'s' '</s>'");
+        assert!(mapping.without_equivalent().is_empty());
+    }
+
+    #[test]
+    fn what_has_no_equivalent_is_said() {
+        let run = run("[rl]\nkl_estimator = \"k2\"\nmin_new_tokens = 2\n");
+        let lost = mapped(&run).without_equivalent();
+        assert_eq!(lost.len(), 2, "{lost:?}");
+        assert!(lost.iter().any(|key| key.starts_with("rl.kl_estimator = \"k2\": ms-swift has k3")), "{lost:?}");
+        let notes = notes(&run, &GrpoSizes::of(&run));
+        assert!(notes[0].starts_with("rl.algorithm is replaced by GRPO"), "{notes:?}");
+    }
+}
