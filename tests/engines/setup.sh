@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Creates the virtual environments .venv/main and .venv/swift in this folder, with the engines and the package querl.
+# Creates the virtual environments .venv/main, .venv/swift and .venv/track in this folder, with the engines, the experiment trackers and
+# the package querl.
 #
 # Usage: tests/engines/setup.sh && tests/engines/run.sh
 #
@@ -26,6 +27,7 @@ environment() {
 # OpenRLHF declares flash-attn and deepspeed, which are built with CUDA; what is tested of it does not import them.
 environment .venv/main requirements.txt openrlhf==0.11.2
 environment .venv/swift requirements-swift.txt
+environment .venv/track requirements-track.txt
 
 # The package with the program, built once from the source.
 mkdir -p "$package/python/querl/bin"
@@ -33,6 +35,6 @@ cp ../../target/release/querl "$package/python/querl/bin/querl"
 wheels=$(mktemp -d)
 trap 'rm -rf "$wheels"' EXIT
 .venv/main/bin/python -m pip wheel --quiet --no-deps --wheel-dir "$wheels" "$package"
-for folder in .venv/main .venv/swift; do
+for folder in .venv/main .venv/swift .venv/track; do
     "$folder/bin/python" -m pip install --quiet --force-reinstall --no-deps "$wheels"/querl-*.whl
 done

@@ -114,7 +114,8 @@ pub fn is_input_error(error: &io::Error) -> bool {
 /// Name prefix of temporary files.
 const UNFINISHED: &str = ".querl-";
 
-/// Removes temporary files that killed processes left in `folder`, recursively. No other process may write there.
+/// Removes temporary files that killed processes left in `folder`, recursively. Of our own, no other process may write there; what the
+/// library of an experiment tracker removes meanwhile is passed over.
 ///
 /// # Errors
 /// An I/O error.
@@ -122,10 +123,16 @@ pub fn remove_unfinished(folder: &Path) -> io::Result<()> {
     for entry in std::fs::read_dir(folder)? {
         let entry = entry?;
         let kind = entry.file_type()?;
-        if kind.is_dir() {
-            remove_unfinished(&entry.path())?;
+        let removed = if kind.is_dir() {
+            remove_unfinished(&entry.path())
         } else if kind.is_file() && entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
-            std::fs::remove_file(entry.path())?;
+            std::fs::remove_file(entry.path())
+        } else {
+            Ok(())
+        };
+        match removed {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            removed => removed?,
         }
     }
     Ok(())

@@ -87,6 +87,8 @@ paths! {
     eval: "eval.json",
     /// Results of `querl release check`.
     release: "release",
+    /// State, logs and local records of experiment trackers. A tracker's own process writes there at any time.
+    tracking: "tracking",
     /// The HTML report.
     report: "report.html",
 }

@@ -1,7 +1,7 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
 use crate::commands::{
-    cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style, watch,
+    cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style, track, watch,
 };
 use crate::terminal::Verbosity;
 use anyhow::Context;
@@ -52,6 +52,8 @@ pub enum Command {
     Report(run::ReportArgs),
     /// Show a running or finished run in the terminal
     Watch(watch::WatchArgs),
+    /// Mirror a running or finished run to an experiment tracker
+    Track(track::TrackArgs),
     /// Check a configuration, or list every key it may have
     #[command(subcommand)]
     Config(config::ConfigCommand),

@@ -40,7 +40,7 @@ pub use plugins::{
 };
 pub use run::{
     BaseDtype, Config, DataConfig, DatasetConfig, DeviceSetting, EvalConfig, ModelConfig, OnLeak, RewriteForm, TableFormat,
-    TextWidth,
+    TextWidth, TrackerKind, TrackingConfig,
 };
 pub use schema::{KeyInfo, json_schema, keys};
 pub use services::{

@@ -63,6 +63,9 @@ pub struct Config {
     /// Evaluation.
     #[serde(default)]
     pub eval: EvalConfig,
+    /// Experiment tracker.
+    #[serde(default)]
+    pub tracking: TrackingConfig,
     /// WebAssembly components.
     pub plugins: PluginsConfig,
 }
@@ -321,6 +324,56 @@ section! {
         bootstrap: usize = 2000,
         /// Number of example rewrites in the report.
         n_examples: usize = 20,
+    }
+}
+
+/// Experiment trackers, by the name of their Python library.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum TrackerKind {
+    /// No tracker.
+    #[default]
+    None,
+    /// Weights & Biases.
+    Wandb,
+    /// MLflow.
+    Mlflow,
+    /// SwanLab.
+    Swanlab,
+    /// Trackio.
+    Trackio,
+}
+
+impl TrackerKind {
+    /// All but `None`.
+    pub const ALL: [Self; 4] = [Self::Wandb, Self::Mlflow, Self::Swanlab, Self::Trackio];
+
+    /// Name in a configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Wandb => "wandb",
+            Self::Mlflow => "mlflow",
+            Self::Swanlab => "swanlab",
+            Self::Trackio => "trackio",
+        }
+    }
+}
+
+section! {
+    /// An experiment tracker, to which a process next to `run`, `sft`, `rl` and `eval` mirrors the run. No result depends on it.
+    TrackingConfig {
+        /// The tracker.
+        to: TrackerKind = TrackerKind::None,
+        /// Project there.
+        project: String = "querl".into(),
+        /// Name of the run there; by default that of the run directory.
+        name: Option<String> = None,
+        /// Keep the records on this machine, as the tracker's offline mode does.
+        offline: bool = false,
+        /// Number of validation queries whose rewrites are recorded at each evaluation of `rl`; 0 for none.
+        #[schemars(range(max = 1000))]
+        samples: usize = 8,
     }
 }
 

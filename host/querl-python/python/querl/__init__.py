@@ -5,19 +5,36 @@
     results = scorer.score([{"query": {"query": "一天几粒啊"}, "response": "深海鱼油软胶囊 食用方法"}])
 
 `querl.integrations` has the reward functions of TRL, verl, ms-swift, verifiers and OpenRLHF. docs/engines.md describes
-both.
+both. `querl.tracking` mirrors runs to experiment trackers: docs/tracking.md.
 """
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING, Any
 
-from ._errors import SampleRejected
-from ._objects import Filter, Reward, Scorer, StyleScorer
-from ._program import program as _program
-from ._querl import PluginFault, Prompt, QuerlError, Rejection, Score, __version__, load_config, set_program
-from ._rows import rows
-from .run import Run
+try:
+    from ._errors import SampleRejected
+    from ._objects import Filter, Reward, Scorer, StyleScorer
+    from ._program import program as _program
+    from ._querl import PluginFault, Prompt, QuerlError, Rejection, Score, __version__, load_config, set_program
+    from ._rows import rows
+    from .run import Run
+
+    # Plugins are compiled by the program, in a process of its own: this one is Python.
+    set_program(_program())
+except ModuleNotFoundError as error:
+    # Sources without the extension module, which tracking does not need.
+    if error.name != f"{__name__}._querl":
+        raise
+    _missing = error
+    if not TYPE_CHECKING:
+
+        def __getattr__(name: str) -> Any:
+            if name in __all__:
+                raise _missing
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Filter",
@@ -36,9 +53,6 @@ __all__ = [
     "load_config",
     "rows",
 ]
-
-# Plugins are compiled by the program, in a process of its own: this one is Python.
-set_program(_program())
 
 
 def load(config: str | os.PathLike[str], overrides: list[str] | None = None) -> Scorer:

@@ -16,6 +16,8 @@ def main() -> NoReturn:
         check(path)
     except QuerlError as error:
         sys.exit(f"querl: {error}")
+    # Tracking then uses the Python that has this package.
+    os.environ.setdefault("PYTHON", sys.executable)
     os.execv(path, [str(path), *sys.argv[1:]])
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from ._figures import figures
 from ._querl import QuerlError, load_config
 
 Form = Literal["pandas", "arrow"]
@@ -41,7 +41,7 @@ class Run:
         """Figures of `eval.json`, one a row: `of` (a system such as `rl`, or a pair such as `rl-sft`), `metric`, `mean`,
         `low`, `high`, and `n` of pairs. Figures without a value are left out.
         """
-        return _as(_figures(self.evaluation), as_)
+        return _as(figures(self.evaluation), as_)
 
     @property
     def evaluation(self) -> dict[str, Any]:
@@ -83,21 +83,3 @@ def _lines(path: Path) -> list[dict[str, Any]]:
                     break
                 raise QuerlError(f"{path}:{number}: not JSON: {error}") from None
     return records
-
-
-def _figures(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
-    records: list[dict[str, Any]] = []
-    for kind in ("systems", "pairs"):
-        for name, metrics in evaluation.get(kind, {}).items():
-            records.extend({"of": name, "metric": metric, **figure} for metric, figure in _intervals(metrics))
-    return records
-
-
-def _intervals(metrics: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every interval `{"mean", "low", "high"}`, those of components as `components/NAME`."""
-    for name, value in metrics.items():
-        if isinstance(value, dict):
-            if isinstance(value.get("mean"), (int, float)):
-                yield prefix + name, value
-            else:
-                yield from _intervals(value, f"{prefix}{name}/")

@@ -15,4 +15,5 @@ pub mod release;
 pub mod run;
 pub mod serve;
 pub mod style;
+pub mod track;
 pub mod watch;

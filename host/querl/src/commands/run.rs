@@ -1,5 +1,6 @@
 //! `querl run`, the commands of single stages, and `querl report`.
 
+use super::track::TrackerProcess;
 use crate::args::{ConfigArgs, Format, ThreadsArg, load_config, stage_name, stage_up_to};
 use crate::model_hub;
 use crate::terminal::{self, Terminal};
@@ -112,9 +113,24 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
     if first == StageName::Rewrite && last > StageName::Rewrite {
         log_summary(&run.config);
     }
-    let outcomes = run_stages(&run, window)?;
-    print_result(&run, &outcomes, args.format)?;
-    if last == StageName::Eval {
+    // Data stages have next to nothing that a tracker shows.
+    let tracker = match last >= StageName::Sft {
+        true => TrackerProcess::start(&run.config.tracking, &run.dir),
+        false => None,
+    };
+    let done = run_and_report(&run, window, args.format);
+    // It ends once the run directory is free.
+    drop(run);
+    if let Some(tracker) = tracker {
+        tracker.finish();
+    }
+    done
+}
+
+fn run_and_report(run: &Run, window: Window, format: Format) -> anyhow::Result<()> {
+    let outcomes = run_stages(run, window)?;
+    print_result(run, &outcomes, format)?;
+    if window.last == StageName::Eval {
         terminal::print(&format!("report: {}", run.dir.report().display()));
     }
     terminal::print(&format!("everything is in {}", run.dir.root().display()));
