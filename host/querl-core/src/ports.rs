@@ -1,5 +1,5 @@
 //! Traits of external components: `Teacher`, `Judge`, `Retriever`, `Embedder`, `PairScorer` (cross-encoder), the plugin kinds
-//! (`Prompts`, `Filter`, `RewardModel`, `StyleScorer`), `StyleModel`, and the RL `Environment`. Each has a real
+//! (`Prompts`, `Filter`, `RewardModel`, `StyleScorer`), `StyleModel`, the RL `Environment`, and the `RolloutEngine`. Each has a real
 //! implementation and a stand-in.
 
 use crate::records::{
@@ -9,6 +9,7 @@ use crate::records::{
 use async_trait::async_trait;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::path::Path;
 
 /// Teacher model that rewrites queries: an endpoint, a local model, or a recording.
 #[async_trait]
@@ -509,6 +510,68 @@ pub trait Environment: Send + Sync {
     fn rewind(&self, _mark: u64) -> Result<(), EnvironmentError> {
         Ok(())
     }
+}
+
+/// A prompt of a [`RolloutEngine`], and how many responses to it are sampled.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RolloutPrompt {
+    /// At least one.
+    pub token_ids: Vec<u32>,
+    /// Seeds the responses to this prompt; each has a random stream of its own.
+    pub seed: u64,
+    /// Number of responses.
+    pub n: usize,
+}
+
+/// Sampling settings and limits of a [`RolloutEngine`], as in training.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RolloutSampling {
+    /// 0 is greedy decoding.
+    pub temperature: f64,
+    /// 1 for no filter.
+    pub top_p: f64,
+    /// 0 for no filter.
+    pub top_k: usize,
+    /// Minimum number of tokens of a response.
+    pub min_new_tokens: usize,
+    /// Longer responses are truncated.
+    pub max_new_tokens: usize,
+    /// A response ends with the token that completes one of these.
+    pub stop_strings: Vec<String>,
+    /// Tokens that end a response.
+    pub stop_token_ids: Vec<u32>,
+}
+
+/// One response of a [`RolloutEngine`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RolloutResponse {
+    /// The stop token included.
+    pub token_ids: Vec<u32>,
+    /// In nats, of each token under the distribution that it was sampled from; empty with greedy decoding.
+    pub logprobs: Vec<f32>,
+    /// True if the finish reason is the token limit.
+    pub truncated: bool,
+}
+
+/// Generates the responses of reinforcement learning in another process, such as a vLLM server. The trainer calls it from one thread at a
+/// time and blocks.
+pub trait RolloutEngine: Send + Sync {
+    /// Hands over the policy that generates from now on: an adapter in PEFT's format in the folder `adapter`, which must stay until
+    /// the next call. `version`: the same number for the same weights. With the version of the last call nothing is done.
+    ///
+    /// # Errors
+    /// The engine cannot load it, or does not have the base model.
+    fn set_policy(&self, version: u64, adapter: &Path) -> Result<(), CallFailure>;
+
+    /// Responses to each prompt, in order.
+    ///
+    /// # Errors
+    /// The engine failed, was interrupted, or returned something else.
+    fn generate(
+        &self,
+        prompts: &[RolloutPrompt],
+        sampling: &RolloutSampling,
+    ) -> Result<Vec<Vec<RolloutResponse>>, CallFailure>;
 }
 
 /// Progress display and stop flag of a stage.

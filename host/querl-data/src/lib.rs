@@ -10,6 +10,7 @@ mod error;
 mod judge;
 mod request_log;
 mod retrieval;
+mod rollout;
 mod stages;
 mod table;
 mod teacher;
@@ -36,6 +37,7 @@ pub use retrieval::{
     EmbeddedRetriever, LocalModels, Passage, RetrievalBackend, RetrievalLimits, TextEncoder, WordSegmenter,
     open_retrieval_backend, open_retriever, read_passages,
 };
+pub use rollout::RolloutServer;
 pub use stages::{
     Conversion, ConvertedRow, DroppedRow, LocalRewriteCollector, LocalRewriteStage, StageResults, convert,
     dataset_rewrites, rewrite, rewrite_in_batch, teacher_prompts, validate,

@@ -1,11 +1,15 @@
-//! The program as the library sees it: progress, metrics, environments and responses over the functions of a [`HostTable`].
+//! The program as the library sees it: progress, metrics, environments, rollout engine and responses over the functions of a [`HostTable`].
 
-use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Progress, ScoredResponses};
-use querl_core::records::Split;
+use querl_core::ports::{
+    Environment, EnvironmentError, PolicyResponse, Progress, RolloutEngine, RolloutPrompt, RolloutResponse,
+    RolloutSampling, ScoredResponses,
+};
+use querl_core::records::{CallFailure, FailureKind, Split};
 use querl_train::job::interface::{self, Bytes, Event, HostTable, Reply, Request};
 use querl_train::job::{CallbackError, GeneratedResponse};
 use querl_train::{MetricSink, Metrics};
 use std::io;
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
 /// The program's functions, for the length of a job. Of an error of the program only the message is known here: the program keeps
@@ -77,6 +81,7 @@ fn unexpected(reply: &Reply) -> String {
         Reply::Done => "done",
         Reply::Mark(_) => "a mark",
         Reply::Scored(_) => "scores",
+        Reply::Rollouts(_) => "rollouts",
     };
     format!("the host replied {kind} to another request; internal error, please report it")
 }
@@ -124,5 +129,31 @@ impl Environment for HostEnvironment<'_> {
     fn rewind(&self, mark: u64) -> Result<(), EnvironmentError> {
         let request = Request::RewindEpisodes { split: self.1, mark };
         self.0.request_done(&request).map_err(EnvironmentError::Record)
+    }
+}
+
+pub(crate) struct HostRollouts<'a>(pub(crate) Host<'a>);
+
+/// Only the message matters here: the program keeps the failure itself.
+fn rollout_failure(message: String) -> CallFailure {
+    CallFailure { kind: FailureKind::Rejected, message }
+}
+
+impl RolloutEngine for HostRollouts<'_> {
+    fn set_policy(&self, version: u64, adapter: &Path) -> Result<(), CallFailure> {
+        let request = Request::SetPolicy { version, adapter: adapter.to_owned() };
+        self.0.request_done(&request).map_err(rollout_failure)
+    }
+
+    fn generate(
+        &self,
+        prompts: &[RolloutPrompt],
+        sampling: &RolloutSampling,
+    ) -> Result<Vec<Vec<RolloutResponse>>, CallFailure> {
+        let request = Request::Rollouts { prompts: prompts.to_vec(), sampling: sampling.clone() };
+        match self.0.request(&request).map_err(rollout_failure)? {
+            Reply::Rollouts(responses) => Ok(responses),
+            other => Err(rollout_failure(unexpected(&other))),
+        }
     }
 }

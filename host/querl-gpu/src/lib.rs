@@ -14,7 +14,7 @@ mod foreign;
 #[cfg(test)]
 mod tests;
 
-use foreign::{Host, HostEnvironment};
+use foreign::{Host, HostEnvironment, HostRollouts};
 use querl_core::records::Split;
 use querl_train::job::interface::{self, Bytes, Description, HostTable, Job, JobResult, Work, panic_message};
 use querl_train::job::{self, Callbacks, Environments, Failure, FailureKind, JobError};
@@ -116,7 +116,8 @@ fn run(job: &[u8], host: Host<'_>) -> JobResult {
         Work::Sft(job) => job::run_sft(job, &resources, &callbacks).map(JobResult::Sft),
         Work::Rl(job) => {
             let [train, val] = [Split::Train, Split::Val].map(|split| HostEnvironment(host, split));
-            let environments = Environments { train: &train, val: &val };
+            let rollouts = HostRollouts(host);
+            let environments = Environments { train: &train, val: &val, rollouts: Some(&rollouts) };
             job::run_rl(job, &resources, &environments, &callbacks).map(JobResult::Rl)
         }
         Work::Generate(job) => {

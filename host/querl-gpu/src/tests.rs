@@ -4,9 +4,10 @@
 use super::*;
 use querl_core::config::{BaseDtype, ModelConfig, RlConfig, SftConfig};
 use querl_core::ports::{
-    Environment, EnvironmentError, FaultKind, PluginFault, PolicyResponse, Progress, ScoredResponses,
+    Environment, EnvironmentError, FaultKind, PluginFault, PolicyResponse, Progress, RolloutEngine, RolloutPrompt,
+    RolloutResponse, RolloutSampling, ScoredResponses,
 };
-use querl_core::records::Message;
+use querl_core::records::{CallFailure, Message};
 use querl_model::{DType, Decoder, DecoderConfig, TokenizerSettings, train_tokenizer};
 use querl_train::job::{
     CallbackError, Device, GenerateJob, GeneratedResponse, Library, LibraryError, NoMetrics, Resources, RlJob, SftJob,
@@ -101,6 +102,25 @@ impl Environment for Faulty {
 fn fault() -> EnvironmentError {
     let (plugin, version, message) = ("reward".into(), "1.0.0".into(), "returned 7 scores for 8 episodes".into());
     PluginFault { plugin, version, message, kind: FaultKind::TooManyDropped, log: Vec::new() }.into()
+}
+
+/// A rollout server that is down.
+struct NoServer;
+
+impl RolloutEngine for NoServer {
+    fn set_policy(&self, _: u64, adapter: &Path) -> Result<(), CallFailure> {
+        assert!(adapter.join("adapter_model.safetensors").is_file());
+        Err(down())
+    }
+
+    fn generate(&self, _: &[RolloutPrompt], _: &RolloutSampling) -> Result<Vec<Vec<RolloutResponse>>, CallFailure> {
+        Err(down())
+    }
+}
+
+fn down() -> CallFailure {
+    let kind = querl_core::records::FailureKind::Unreachable;
+    CallFailure { kind, message: "GET http://127.0.0.1:8000/v1/models: Connection refused".into() }
 }
 
 fn with_callbacks<R>(stop: bool, run: impl FnOnce(&Callbacks<'_>) -> R) -> R {
@@ -229,13 +249,21 @@ fn an_error_of_the_environment_is_returned_as_itself() {
         adapter: None,
         train_prompts: prompts.clone(),
         val_prompts: prompts,
+        max_mismatch_kl: None,
         fingerprint: None,
         output_dir: folder.path().join("rl"),
     };
-    let environments = Environments { train: &Faulty, val: &Faulty };
-    let run = |callbacks: &Callbacks<'_>| library().run_rl(&job, &cpu(), &environments, callbacks);
-    let error = with_callbacks(false, run).unwrap_err();
+    let environments = Environments { train: &Faulty, val: &Faulty, rollouts: Some(&NoServer) };
+    let run = |job: &RlJob| {
+        with_callbacks(false, |callbacks| library().run_rl(job, &cpu(), &environments, callbacks)).unwrap_err()
+    };
+    let error = run(&job);
     assert!(matches!(&error, JobError::Environment(error) if *error == fault()), "{error:?}");
+    let error = run(&RlJob { max_mismatch_kl: Some(0.1), ..job });
+    assert!(
+        matches!(&error, JobError::Environment(EnvironmentError::Service(failure)) if *failure == down()),
+        "{error:?}"
+    );
 }
 
 #[test]

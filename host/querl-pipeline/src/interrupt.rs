@@ -10,7 +10,7 @@
 //! | calls of `rewrite` and `validate` ([`finish`], `ServiceContext::until`) | calls in flight finish, and their responses are saved; no further ones start |
 //! | calls of `eval` | the batch of queries is scored |
 //! | `sft`, `querl style train` and `distill`, `querl model pretrain`, from their first step on (below) | `Trainer::finish_step` of `querl-train/src/fine_tune.rs`: ends after the current optimizer step, saves the trainer state and the model |
-//! | `rl`, from its first step on (below) | ends after the current decode step of a rollout (`complete` of `querl-train/src/rl/rollout_pipeline.rs`), whose unfinished part is generated again, or after all updates of a batch (`Trainer::stop_requested` of `train_loop.rs`); saves the trainer state and `rl/last` |
+//! | `rl`, from its first step on (below) | ends after the current decode step of a rollout (`complete` of `querl-train/src/rl/rollout_pipeline.rs`), whose unfinished part is generated again (of a rollout server: after the requests in flight, whose responses are dropped), or after all updates of a batch (`Trainer::stop_requested` of `train_loop.rs`); saves the trainer state and `rl/last` |
 //! | `querl style train` and `distill`, writing the finished model ([`uninterrupted`], `publish` of `querl-style/src/trainer.rs`) | all files are written |
 //! | `querl model pretrain`, moving the finished model to its folder | all files are moved |
 //! | `querl serve` | finishes the requests in progress, for at most the drain timeout; exit code 0. Without a terminal, `querl serve rewrite` loads its runs again on SIGHUP ([`reload_on_hangup`]) |

@@ -548,7 +548,7 @@ const SHORTEST_PART_CHARS: usize = 8;
 
 /// Refuses plugin settings that contain the value of an environment variable with a key.
 fn check_secrets(config: &Config) -> Result<(), Stop> {
-    let variables = [&config.teacher.api_key_env, &config.judge.api_key_env];
+    let variables = [&config.teacher.api_key_env, &config.judge.api_key_env, &config.rollout.api_key_env];
     let secrets: Vec<(&str, String)> = variables
         .into_iter()
         .filter_map(|name| Some((name.as_str(), std::env::var(name).ok()?.trim().to_owned())))

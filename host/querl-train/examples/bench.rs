@@ -212,6 +212,7 @@ fn ppo(options: &Options) -> Result<Value> {
         tokenizer: &TextTokenizer::load(&directory)?,
         train: RlData { prompts: &prompts, environment: &SameScore },
         val: RlData { prompts: &prompts[..1], environment: &SameScore },
+        rollouts: None,
         config: &config,
         tokens_per_pass: usize::MAX,
         gradient_checkpointing: false,

@@ -38,6 +38,15 @@ pub enum TrainError {
         limit: f64,
         measure: &'static str,
     },
+    #[error(
+        "rl step {step}: the KL of the rollout server's log-probabilities to those of the training pass is {kl:.3} a token, above rollout.max_mismatch_kl {max_mismatch_kl}; let the server report those of the sampling distribution (vLLM: --logprobs-mode processed_logprobs), and serve the model that is trained"
+    )]
+    Mismatch {
+        step: u64,
+        /// k3, in nats.
+        kl: f64,
+        max_mismatch_kl: f64,
+    },
     #[error("{what} panicked: {message}; internal error of querl or of the environment, please report it")]
     Thread { what: String, message: String },
     #[error("{path}: {source}")]

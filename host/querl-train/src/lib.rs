@@ -28,7 +28,7 @@ mod tensor_data;
 mod testing;
 
 pub use batching::{micro_batches, training_order};
-pub use checkpoint::{BEST, LAST, STATE, State, StateStore};
+pub use checkpoint::{BEST, LAST, ROLLOUT, STATE, State, StateStore};
 pub use error::TrainError;
 pub use gradients::{BUCKET, Gradients};
 pub use optim::{AdamW, AdamWSettings, lr_factor};

@@ -118,6 +118,7 @@ fn run_ppo(bench: &Bench<'_>, config: &RlConfig) -> Result<(StepTimes, MemoryUse
         tokenizer: &tokenizer(bench.folder)?,
         train: RlData { prompts: &prompts, environment: &SameScore },
         val: RlData { prompts: &prompts[..1], environment: &SameScore },
+        rollouts: None,
         config,
         tokens_per_pass: bench.model.tokens_per_pass,
         gradient_checkpointing: bench.model.gradient_checkpointing,

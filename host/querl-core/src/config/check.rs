@@ -2,6 +2,7 @@
 
 use super::document::{Document, Origin};
 use super::plugins::{StyleModelConfig, is_registry_reference};
+use super::rollout::{RolloutConfig, RolloutEngineKind, RolloutServerKind};
 use super::run::{Config, DeviceSetting};
 use super::schema::{Violation, wrong};
 use super::services::{EmbeddingKind, MappingConfig, RerankKind, RerankScores, ServiceKind};
@@ -163,6 +164,7 @@ fn paths(config: &mut Config) -> Vec<(String, PathKind, &mut PathBuf)> {
         ("fallback_teacher.api_key_file", &mut config.fallback_teacher.api_key_file),
         ("judge.api_key_file", &mut config.judge.api_key_file),
         ("retrieval.api_key_file", &mut config.retrieval.api_key_file),
+        ("rollout.api_key_file", &mut config.rollout.api_key_file),
         ("calls.ca_file", &mut config.calls.ca_file),
         ("retrieval.embedding.api_key_file", &mut config.retrieval.embedding.api_key_file),
         ("retrieval.rerank.api_key_file", &mut config.retrieval.rerank.api_key_file),
@@ -204,6 +206,7 @@ pub(super) fn check(config: &mut Config, unchecked: &[String]) -> Vec<Violation>
     check_dual_clip(config, &mut violations);
     check_rl_steps(config, &mut violations);
     check_training(config, &mut violations);
+    check_rollout(config, &mut violations);
     check_systems(config, &mut violations);
     check_style_model(&config.plugins.style_model, &mut violations);
     if config.plugins.rewards.is_empty() {
@@ -287,6 +290,48 @@ fn check_training(config: &Config, violations: &mut Vec<Violation>) {
     if rl.stop_strings.iter().any(String::is_empty) {
         let message = "holds an empty string, which ends every response at once; remove it";
         violations.push(Violation::of("rl.stop_strings", message));
+    }
+}
+
+/// What a rollout server needs, and settings that it does not have or that mean something else there.
+fn check_rollout(config: &Config, violations: &mut Vec<Violation>) {
+    let RolloutConfig { engine, server, base_url, model, api_key_env, adapter, .. } = &config.rollout;
+    check_url("rollout.base_url", base_url.as_deref(), violations);
+    check_key_variable("rollout", api_key_env, violations);
+    let is_name = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+    if adapter.is_empty() || !adapter.chars().all(is_name) {
+        violations.push(wrong_text("rollout.adapter", adapter, "letters, digits, `.`, `_` and `-`"));
+    }
+    if *engine == RolloutEngineKind::Local {
+        return;
+    }
+    for (key, value) in [("rollout.base_url", base_url), ("rollout.model", model)] {
+        if value.is_none() {
+            let message = format!("the key {key} is missing; rollout.engine = \"openai\" needs it");
+            violations.push(Violation::new(key, message));
+        }
+    }
+    let (rl, sglang) = (&config.rl, *server == RolloutServerKind::Sglang);
+    let mut refuse = |key: &str, problem: String| violations.push(Violation::of(key, problem));
+    if rl.repetition_penalty != 1.0 {
+        let problem = "with rollout.engine = \"openai\" it would count the tokens of the prompt too, expected 1.0";
+        refuse("rl.repetition_penalty", format!("is {:?}; {problem}", rl.repetition_penalty));
+    }
+    if rl.no_repeat_ngram_size > 0 {
+        let problem = "rollout.engine = \"openai\" has no such setting, expected 0";
+        refuse("rl.no_repeat_ngram_size", format!("is {}; {problem}", rl.no_repeat_ngram_size));
+    }
+    let unfiltered = "SGLang reports log-probabilities before filters, expected";
+    if sglang && rl.top_p < 1.0 {
+        refuse("rl.top_p", format!("is {:?}; {unfiltered} 1.0", rl.top_p));
+    }
+    if sglang && rl.top_k > 0 {
+        refuse("rl.top_k", format!("is {}; {unfiltered} 0", rl.top_k));
+    }
+    if config.sft.use_dora {
+        let problem =
+            "is true; servers of rollout.engine = \"openai\" load no adapters with magnitudes, expected false";
+        refuse("sft.use_dora", problem.into());
     }
 }
 

@@ -392,6 +392,51 @@ path = "reward.wasm"
     }
 
     #[test]
+    fn a_rollout_server_gets_only_settings_that_mean_the_same_there() {
+        const SERVER: [&str; 3] =
+            ["rollout.engine=openai", "rollout.base_url='http://127.0.0.1:8000/v1'", "rollout.model=m"];
+        let refusal = |more: &[&str]| fault(GOOD, &[&SERVER[..], more].concat());
+        let folder = folder(GOOD);
+        let overrides = Overrides { set: SERVER.map(str::to_owned).to_vec(), ..Overrides::default() };
+        assert!(load(&folder.path().join("querl.toml"), &overrides).is_ok());
+        let cases: [(&[&str], &str); 7] = [
+            (
+                &["rl.repetition_penalty=1.1"],
+                "--set rl.repetition_penalty is 1.1; with rollout.engine = \"openai\" it would count the tokens of the prompt too, expected 1.0",
+            ),
+            (
+                &["rl.no_repeat_ngram_size=3"],
+                "--set rl.no_repeat_ngram_size is 3; rollout.engine = \"openai\" has no such setting, expected 0",
+            ),
+            (
+                &["rl.top_p=0.9", "rollout.server=sglang"],
+                "--set rl.top_p is 0.9; SGLang reports log-probabilities before filters, expected 1.0",
+            ),
+            (
+                &["sft.use_dora=true"],
+                "--set sft.use_dora is true; servers of rollout.engine = \"openai\" load no adapters with magnitudes, expected false",
+            ),
+            (
+                &["rollout.adapter='a/b'"],
+                "--set rollout.adapter is \"a/b\"; expected letters, digits, `.`, `_` and `-`",
+            ),
+            (&["rollout.max_mismatch_kl=0.0"], "--set rollout.max_mismatch_kl is 0.0; expected more than 0.0"),
+            (
+                &["rollout.base_url='tcp://127.0.0.1'"],
+                "--set rollout.base_url is \"tcp://127.0.0.1\"; expected an address that begins with http:// or https://",
+            ),
+        ];
+        for (more, message) in cases {
+            assert_eq!(refusal(more), message);
+        }
+        let missing = fault(GOOD, &["rollout.engine=openai"]);
+        assert!(
+            missing.ends_with("the key rollout.base_url is missing; rollout.engine = \"openai\" needs it"),
+            "{missing}"
+        );
+    }
+
+    #[test]
     fn what_is_not_split_over_devices_is_named_with_its_setting() {
         let fault = |setting| fault(GOOD, &["device=cpu:4", "model.tensor_parallel=2", setting]);
         let of = |setting: &str| {

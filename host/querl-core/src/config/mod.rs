@@ -26,6 +26,7 @@ mod check;
 mod document;
 mod load;
 mod plugins;
+mod rollout;
 mod run;
 mod schema;
 mod services;
@@ -38,6 +39,7 @@ pub use plugins::{
     OnLimit, PluginConfig, PluginLimits, PluginsConfig, REGISTRY_PREFIX, StyleModelConfig, WeightedPluginConfig,
     is_registry_reference,
 };
+pub use rollout::{RolloutConfig, RolloutEngineKind, RolloutServerKind};
 pub use run::{
     BaseDtype, Config, DataConfig, DatasetConfig, DeviceSetting, EvalConfig, ModelConfig, OnLeak, RewriteForm, TableFormat,
     TextWidth, TrackerKind, TrackingConfig,

@@ -1,6 +1,7 @@
 //! The sections of a configuration file, and what the key `device` may be.
 
 use super::plugins::PluginsConfig;
+use super::rollout::RolloutConfig;
 use super::services::{CacheConfig, CallsConfig};
 use super::sources::{EndpointConfig, JudgeConfig, RetrievalConfig, TeacherConfig, TeacherKind};
 use super::training::{RlConfig, SftConfig};
@@ -60,6 +61,9 @@ pub struct Config {
     /// Reinforcement learning.
     #[serde(default)]
     pub rl: RlConfig,
+    /// Where the responses of reinforcement learning are generated.
+    #[serde(default)]
+    pub rollout: RolloutConfig,
     /// Evaluation.
     #[serde(default)]
     pub eval: EvalConfig,

@@ -10,11 +10,13 @@ use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::training::{self, Base, memory};
 use anyhow::Context;
-use querl_core::config::RlConfig;
-use querl_core::ports::Progress;
+use querl_core::config::{RlConfig, RolloutEngineKind};
+use querl_core::ports::{Progress, RolloutEngine};
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
+use querl_data::RolloutServer;
 use querl_model::TextTokenizer;
+use querl_train::ROLLOUT;
 use querl_train::job::memory_plan::{MemoryRequest, PlannedStage};
 use querl_train::job::{Callbacks, Environments, RlJob};
 use std::path::PathBuf;
@@ -23,6 +25,19 @@ use std::time::Duration;
 
 /// Keys that do not change the result.
 const WITHOUT_EFFECT: [&str; 4] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit"];
+
+/// Keys of `[rollout]` that change how the server is called, not what it returns.
+const OF_ROLLOUT_CALLS: [&str; 9] = [
+    "base_url",
+    "api_key_env",
+    "api_key_file",
+    "adapter",
+    "adapter_dir",
+    "max_concurrent",
+    "timeout_s",
+    "max_retries",
+    "max_mismatch_kl",
+];
 
 /// Keys of `[sft]` that concern fine-tuning alone.
 const OF_FINE_TUNING_ALONE: [&str; 16] = [
@@ -54,6 +69,9 @@ impl Stage for Rl {
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         inputs.section("rl", &run.config.rl, &WITHOUT_EFFECT)?;
+        if run.config.rollout.engine != RolloutEngineKind::Local {
+            inputs.section("rollout", &run.config.rollout, &OF_ROLLOUT_CALLS)?;
+        }
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
         inputs.section("sft", &run.config.sft, &OF_FINE_TUNING_ALONE)?;
         inputs.model("model", &run.config.model.path)?;
@@ -68,7 +86,8 @@ impl Stage for Rl {
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
         run.plugins.check_style()?;
-        run.services().map(drop)
+        run.services()?;
+        rollout_server(run).map(drop)
     }
 
     fn permit(&self, run: &Run, _: StageName, progress: &dyn Progress) -> anyhow::Result<Facts> {
@@ -100,7 +119,8 @@ impl Stage for Rl {
     }
 
     fn settle(&self, dir: &RunDir) -> std::io::Result<()> {
-        remove(&training::state(&dir.rl()))
+        remove(&training::state(&dir.rl()))?;
+        remove(&dir.rl().join(ROLLOUT))
     }
 
     /// Resumes from a checkpoint of the same inputs. Without one, training rewinds both logs to their beginning.
@@ -133,8 +153,12 @@ impl Stage for Rl {
             })
         };
         let [train, val] = rows(run)?;
-        let environments =
-            Environments { train: &environment(&train, Phase::Rollout)?, val: &environment(&val, Phase::Validation)? };
+        let server = rollout_server(run)?;
+        let environments = Environments {
+            train: &environment(&train, Phase::Rollout)?,
+            val: &environment(&val, Phase::Validation)?,
+            rollouts: server.as_ref().map(|server| server as &dyn RolloutEngine),
+        };
         let account = run.outside.spend_tracker().clone();
         let metrics = MetricsLog::open(&run.dir.metrics(), self.name().as_str())?;
         let metrics = Mutex::new(metrics.with(move || spending::metrics(&account, StageName::Rl)));
@@ -143,6 +167,9 @@ impl Stage for Rl {
         planned(&run.config.rl, train.len()).iter().for_each(|note| progress.line(note));
         let summary = run.executor.run_rl(&job, run.config.threads, &environments, &callbacks);
         let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
+        if let Some(Err(failure)) = server.as_ref().map(RolloutServer::unload) {
+            progress.line(&format!("the last adapter stays loaded on the rollout server: {failure}"));
+        }
         let mut facts = Facts::default();
         facts.add("steps", summary.n_steps).add("episodes", summary.n_episodes);
         facts.add("dropped", summary.dropped.values().sum::<u64>()).add_parts(&summary.dropped);
@@ -151,6 +178,17 @@ impl Stage for Rl {
         training::add_device(&mut facts, run);
         Ok(Done { facts, n_failed: 0 })
     }
+}
+
+/// The server that generates rollouts, where one is configured. After a stop no further request is sent: the part of the batch is requested
+/// again by the process that resumes.
+fn rollout_server(run: &Run) -> anyhow::Result<Option<RolloutServer>> {
+    let config = &run.config.rollout;
+    if config.engine == RolloutEngineKind::Local {
+        return Ok(None);
+    }
+    let services = run.outside.clone().until(interrupt::flag());
+    Ok(Some(RolloutServer::open(config, &services, run.runtime.handle().clone())?))
 }
 
 fn rows(run: &Run) -> anyhow::Result<[Vec<DatasetRow>; 2]> {
@@ -177,6 +215,7 @@ fn job(
         adapter: base.adapter,
         train_prompts: training::prompts(train, &tokenizer)?,
         val_prompts: training::prompts(val, &tokenizer)?,
+        max_mismatch_kl: (config.rollout.engine != RolloutEngineKind::Local).then_some(config.rollout.max_mismatch_kl),
         fingerprint: Some(fingerprint),
         output_dir: run.dir.rl(),
     };

@@ -26,6 +26,9 @@ pub const LAST: &str = "last";
 /// Folder of the files to resume from.
 pub const STATE: &str = "state";
 
+/// Folder of the adapter that a rollout server generates with.
+pub const ROLLOUT: &str = "rollout";
+
 /// Tells when a checkpoint is due by time.
 #[derive(Debug)]
 pub(crate) struct SaveTimer {

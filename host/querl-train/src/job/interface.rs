@@ -18,10 +18,11 @@ use super::{Failure, GenerateJob, GeneratedResponse, Resources, RlJob, SftJob};
 use crate::Metrics;
 use crate::rl::RlSummary;
 use crate::sft::SftSummary;
-use querl_core::ports::{PolicyResponse, ScoredResponses};
+use querl_core::ports::{PolicyResponse, RolloutPrompt, RolloutResponse, RolloutSampling, ScoredResponses};
 use querl_core::records::Split;
 use serde::{Deserialize, Serialize};
 use std::ffi::c_void;
+use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 /// The version of the functions and `repr(C)` types in this file. Messages may change with every version of querl: the library's
@@ -189,7 +190,8 @@ pub enum Event {
 }
 
 /// From the library, with an answer: the methods of [`MetricSink`](crate::MetricSink) and
-/// [`Environment`](querl_core::ports::Environment), and [`ResponseCallback`](super::ResponseCallback).
+/// [`Environment`](querl_core::ports::Environment) and [`RolloutEngine`](querl_core::ports::RolloutEngine), and
+/// [`ResponseCallback`](super::ResponseCallback).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -214,6 +216,14 @@ pub enum Request {
         mark: u64,
     },
     Responses(Vec<GeneratedResponse>),
+    SetPolicy {
+        version: u64,
+        adapter: PathBuf,
+    },
+    Rollouts {
+        prompts: Vec<RolloutPrompt>,
+        sampling: RolloutSampling,
+    },
 }
 
 /// The program's answer.
@@ -226,6 +236,8 @@ pub enum Reply {
     Mark(u64),
     /// One record per response.
     Scored(ScoredResponses),
+    /// Responses to each prompt.
+    Rollouts(Vec<Vec<RolloutResponse>>),
 }
 
 /// Metrics by name. JSON has no number for NaN and infinities, which metrics may be: they become strings.

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::rl::RlSummary;
 use crate::sft::SftSummary;
-use querl_core::ports::{Environment, EnvironmentError};
+use querl_core::ports::{Environment, EnvironmentError, RolloutEngine};
 use querl_core::records::Split;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -215,6 +215,11 @@ impl Context<'_, '_> {
         }
     }
 
+    fn rollouts(&self) -> Result<&dyn RolloutEngine, String> {
+        let rollouts = self.environments.and_then(|environments| environments.rollouts);
+        rollouts.ok_or_else(|| "this job has no rollout engine".into())
+    }
+
     fn answer(&self, request: Request) -> Result<Reply, String> {
         let metrics = || lock(self.callbacks.metrics);
         let io = |error: std::io::Error| error.to_string();
@@ -236,6 +241,14 @@ impl Context<'_, '_> {
             Request::RewindEpisodes { split, mark } => {
                 self.environment(split)?.rewind(mark).map_err(scoring)?;
                 Reply::Done
+            }
+            Request::SetPolicy { version, adapter } => {
+                self.rollouts()?.set_policy(version, &adapter).map_err(|failure| scoring(failure.into()))?;
+                Reply::Done
+            }
+            Request::Rollouts { prompts, sampling } => {
+                let responses = self.rollouts()?.generate(&prompts, &sampling);
+                Reply::Rollouts(responses.map_err(|failure| scoring(failure.into()))?)
             }
             Request::Responses(responses) => {
                 let on_responses = self.on_responses.as_ref().ok_or("this job has no response callback")?;

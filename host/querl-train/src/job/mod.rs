@@ -18,7 +18,7 @@ pub use run::{lora_settings, run_generate, run_rl, run_sft};
 use crate::{Example, MetricSink, Metrics, TrainError};
 use querl_core::config::{ModelConfig, RlConfig, SftConfig};
 use querl_core::fsx::is_input_error;
-use querl_core::ports::{Environment, EnvironmentError, Progress};
+use querl_core::ports::{Environment, EnvironmentError, Progress, RolloutEngine};
 use querl_core::records::Message;
 use querl_model::{ModelError, RanksError};
 use serde::{Deserialize, Serialize};
@@ -95,6 +95,9 @@ pub struct RlJob {
     pub train_prompts: Vec<Vec<u32>>,
     /// Prompt tokens of the validation split, by row.
     pub val_prompts: Vec<Vec<u32>>,
+    /// Maximum KL of the responses of [`Environments::rollouts`], as [`ServerRollouts`](crate::rl::ServerRollouts); `None`: the job
+    /// generates them.
+    pub max_mismatch_kl: Option<f64>,
     /// As [`SftJob::fingerprint`].
     pub fingerprint: Option<String>,
     /// Where `best`, `last` and `state` are written.
@@ -144,13 +147,15 @@ pub struct Callbacks<'a> {
     pub stop: &'a AtomicBool,
 }
 
-/// What scores the responses of an [`RlJob`].
+/// What scores the responses of an [`RlJob`], and may generate them.
 #[derive(Clone, Copy)]
 pub struct Environments<'a> {
     /// Opened with the rows of the training split.
     pub train: &'a dyn Environment,
     /// Opened with the rows of the validation split.
     pub val: &'a dyn Environment,
+    /// Generates the responses of a job with `max_mismatch_kl`.
+    pub rollouts: Option<&'a dyn RolloutEngine>,
 }
 
 /// Receives the next responses of a generation, in the order of the prompts.
@@ -195,7 +200,7 @@ impl FailureKind {
     pub fn of(error: &TrainError) -> Self {
         match error {
             TrainError::Interrupted { .. } => Self::Interrupted,
-            TrainError::DropRate { .. } => Self::Limit,
+            TrainError::DropRate { .. } | TrainError::Mismatch { .. } => Self::Limit,
             TrainError::Data(_) => Self::Usage,
             error if error.is_out_of_memory() => Self::OutOfMemory,
             TrainError::Model(error) => Self::of_model(error),

@@ -4,7 +4,7 @@ use super::{
     Callbacks, Device, Environments, Failure, FailureKind, GenerateJob, GeneratedResponse, JobError, NoMetrics,
     Resources, ResponseCallback, RlJob, SftJob, lock,
 };
-use crate::rl::{self, RlData, RlSummary, RlTask};
+use crate::rl::{self, RlData, RlSummary, RlTask, ServerRollouts};
 use crate::sft::{self, SftSummary, SftTask};
 use crate::{MetricSink, Policy};
 use querl_core::config::{ModelConfig, SftConfig, TuningMethod};
@@ -80,6 +80,10 @@ pub fn run_rl(
             tokenizer: &tokenizer,
             train: RlData { prompts: &job.train_prompts, environment: rank.environment(environments.train) },
             val: RlData { prompts: &job.val_prompts, environment: rank.environment(environments.val) },
+            rollouts: environments
+                .rollouts
+                .zip(job.max_mismatch_kl)
+                .map(|(engine, max_mismatch_kl)| ServerRollouts { engine, max_mismatch_kl }),
             config: &job.config,
             tokens_per_pass: job.model.tokens_per_pass,
             gradient_checkpointing: job.model.gradient_checkpointing,

@@ -64,8 +64,8 @@ impl<'a> Experience<'a> {
     ) -> Result<Self, TrainError> {
         let config = task.config;
         let mut timer = PhaseTimer::start();
-        // 1. Log-probabilities. Those of the rollout are the policy's, unless it was updated since.
-        let old_logprobs = match config.off_by_one {
+        // 1. Log-probabilities. Those of the rollout are the policy's, unless it was updated since or a server generated.
+        let old_logprobs = match config.off_by_one || task.rollouts.is_some() {
             true => forward(task, Some(task.policy), rollouts, false)?.logprobs,
             false => rollouts.iter().map(|rollout| rollout.logprobs.clone()).collect(),
         };
@@ -89,7 +89,7 @@ impl<'a> Experience<'a> {
         if !advantages.iter().flatten().all(|advantage| advantage.is_finite()) {
             return Err(TrainError::NotFinite { stage: "rl", step, what: "an advantage" });
         }
-        let importance_weights = importance_of(config, &old_logprobs, rollouts);
+        let importance_weights = importance_of(task, &old_logprobs, rollouts);
         timer.end_phase("timing_s/adv");
         let critic = values.zip(targets).map(|((values, inputs), ValueTargets { returns, mask })| ValueExperience {
             values,
@@ -234,10 +234,11 @@ fn clip(advantages: &mut Rows, limit: f64) {
     }
 }
 
-/// Importance weights of tokens that a filtered distribution or an earlier policy sampled; `None` where all would be 1.
-fn importance_of(config: &RlConfig, old_logprobs: &Rows, rollouts: &[Rollout]) -> Option<Rows> {
+/// Importance weights of tokens that a filtered distribution, an earlier policy or a server sampled; `None` where all would be 1.
+fn importance_of(task: &RlTask<'_>, old_logprobs: &Rows, rollouts: &[Rollout]) -> Option<Rows> {
+    let config = task.config;
     let is_exact = |rollout: &Rollout| rollout.behaviour_logprobs == rollout.logprobs;
-    if !config.off_by_one && rollouts.iter().all(is_exact) {
+    if !config.off_by_one && task.rollouts.is_none() && rollouts.iter().all(is_exact) {
         return None;
     }
     let behaviour: Rows = rollouts.iter().map(|rollout| rollout.behaviour_logprobs.clone()).collect();

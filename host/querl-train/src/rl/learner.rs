@@ -13,7 +13,7 @@ use super::losses::{
 };
 use super::metrics::{UpdateMetrics, add_metrics, batch_metrics, policy_metrics, value_metrics};
 use super::rollout::{Rollout, RolloutBatch};
-use super::rollout_check::check_rollout;
+use super::rollout_check::{check_mismatch, check_rollout};
 use crate::batching::accumulation_micro_batches;
 use crate::data_parallel::{all_reduce_metrics, rank_share};
 use crate::policy::{Example, Policy, TrainingPass, recompute_mode, rows_of};
@@ -50,15 +50,19 @@ impl Learner {
     /// Advantages and epochs of updates on one batch. Returns metrics, with timings.
     ///
     /// A batch that the policy of the step before generated (`rl.off_by_one`) is not compared with the training pass here: the
-    /// train loop does, with that policy.
+    /// train loop does, with that policy. One of a server is compared as a whole, since all of its log-probabilities are computed again.
     pub(super) fn learn(&mut self, task: &RlTask<'_>, batch: &RolloutBatch, step: u64) -> Result<Metrics, TrainError> {
         let mut metrics = Metrics::new();
-        if !task.config.off_by_one {
+        if !task.config.off_by_one && task.rollouts.is_none() {
             let started = Instant::now();
             metrics.extend(check_rollout(task, task.policy, &batch.rollouts, step)?);
             metrics.insert("timing_s/rollout_check".into(), started.elapsed().as_secs_f64());
         }
         let experience = self.experience(task, &batch.rollouts, step)?;
+        if let Some(server) = task.rollouts.filter(|_| !task.config.off_by_one) {
+            let (logprobs, rollouts) = (&experience.old_logprobs, &batch.rollouts);
+            metrics.extend(check_mismatch(logprobs, rollouts, server.max_mismatch_kl, step)?);
+        }
         metrics.extend(batch_metrics(&experience, task.config));
         metrics.extend(self.update(task, &experience, step)?);
         Ok(metrics)

@@ -20,6 +20,7 @@
 //! | [`episode_metrics`] | per batch and per evaluation (there as `val/...`) | `avg_reward`, `reward/COMPONENT`, `win_rate`, ... |
 //! | [`plugin_metrics`] | once per batch of rollouts | `plugin/NAME/time_s`, `plugin/NAME/corr/COMPONENT`, ... |
 //! | [`rollout_check_metrics`] | on a sample of each batch | `rollout_probs_diff`, `rollout_probs_diff_max` |
+//! | [`mismatch_metrics`] | once per batch of a rollout server | `rollout_corr/kl`, `rollout_corr/k3_kl` |
 //! | [`step_metrics`] | at the end of a step | `timing_s/step`, `perf/...` |
 //!
 //! Names are those of verl and TRL where they have the metric.
@@ -300,6 +301,11 @@ pub(super) fn evaluation_metrics(episodes: &Metrics, timings: &Timings) -> Metri
 /// Differences of log-probabilities between rollout and training pass, per token.
 pub(super) fn rollout_check_metrics(mean: f64, max: f64) -> Metrics {
     Metrics::from([("rollout_probs_diff".into(), mean), ("rollout_probs_diff_max".into(), max)])
+}
+
+/// KL of a rollout server's distribution to that of the training pass, in nats per token.
+pub(super) fn mismatch_metrics(k1: f64, k3: f64) -> Metrics {
+    Metrics::from([("rollout_corr/kl".into(), k1), ("rollout_corr/k3_kl".into(), k3)])
 }
 
 /// Time, throughput and memory of a step. `n_tokens`: of prompts and responses; `save_s`: of a checkpoint since the step before.

@@ -8,6 +8,7 @@
 //! | this one | [`RlTask`], [`RlSummary`]: what a run needs and returns |
 //! | `train_loop.rs` | the loop; `trainer_state.rs` saves and restores it |
 //! | `rollout_pipeline.rs`, `rollout.rs` | generation overlapped with scoring; the batch |
+//! | `generator.rs` | the engine of rollouts: of this process, or a server |
 //! | `rollout_check.rs` | log-probabilities of rollout and training compared |
 //! | `experience.rs` | log-probabilities, values, rewards and advantages of a batch |
 //! | `advantages.rs` | GAE, group-relative advantages, whitening: which algorithm uses which |
@@ -20,6 +21,7 @@
 pub mod advantages;
 mod critic;
 mod experience;
+mod generator;
 pub(crate) mod health;
 mod learner;
 pub mod losses;
@@ -35,7 +37,7 @@ mod trainer_state;
 pub use train_loop::train;
 
 use querl_core::config::RlConfig;
-use querl_core::ports::{Environment, Progress};
+use querl_core::ports::{Environment, Progress, RolloutEngine};
 use querl_model::{
     CacheRoom, ComputeDevice, Decoder, EngineSettings, LoraAdapter, LoraSettings, Mesh, PrefixLife, SamplingSettings,
     TextTokenizer,
@@ -51,6 +53,15 @@ pub struct RlData<'a> {
     pub prompts: &'a [Vec<u32>],
     /// Opened with the same rows in the same order.
     pub environment: &'a dyn Environment,
+}
+
+/// Responses that another process generates.
+#[derive(Clone, Copy)]
+pub struct ServerRollouts<'a> {
+    /// Generates them. The first rank calls it.
+    pub engine: &'a dyn RolloutEngine,
+    /// Maximum KL (k3, nats per token) of its log-probabilities to those of the training pass.
+    pub max_mismatch_kl: f64,
 }
 
 /// One rank's view of a run: models on its device, data and settings.
@@ -69,6 +80,8 @@ pub struct RlTask<'a> {
     pub train: RlData<'a>,
     /// The validation split, which decides which checkpoint is best.
     pub val: RlData<'a>,
+    /// `None`: the decoder generates the responses.
+    pub rollouts: Option<ServerRollouts<'a>>,
     /// Hyperparameters.
     pub config: &'a RlConfig,
     /// Most tokens of one forward pass; a longer example has a pass of its own.

@@ -1,7 +1,8 @@
-//! Checks that rollout and training compute the same log-probabilities.
+//! Checks that rollout and training compute the same log-probabilities, and how far those of a server are from them.
 
 use super::RlTask;
-use super::metrics::rollout_check_metrics;
+use super::losses::Rows;
+use super::metrics::{mismatch_metrics, rollout_check_metrics};
 use super::rollout::Rollout;
 use crate::batching::map_micro_batches;
 use crate::policy::{Example, Policy, TrainingPass};
@@ -53,10 +54,7 @@ pub(super) fn check_rollout(
     let mut chosen = sample(&mut rng, rollouts.len(), SAMPLE.min(rollouts.len())).into_vec();
     chosen.sort_unstable();
     let examples: Vec<&Example> = chosen.iter().map(|&i| &rollouts[i].example).collect();
-    let policy = Policy { decoder: task.decoder, adapter: Some(&adapter.without_gradient()) };
-    let computed = map_micro_batches(&examples, task.tokens_per_pass, |examples| {
-        policy.response_logprobs(examples, task.config.temperature, TrainingPass::default())?.rows(examples)
-    })?;
+    let computed = training_logprobs(task, adapter, &examples)?;
     let mut differences: Vec<f64> = Vec::new();
     for (computed, sampled) in computed.iter().zip(chosen.iter().map(|&i| &rollouts[i].logprobs)) {
         if computed.len() != sampled.len() {
@@ -78,4 +76,57 @@ pub(super) fn check_rollout(
         Some((difference, limit, measure)) => Err(TrainError::RolloutDiffers { step, difference, limit, measure }),
         None => Ok(rollout_check_metrics(mean, max)),
     }
+}
+
+/// Computes a batch of a server again with the training pass and the adapter that generated it, and compares: see [`check_mismatch`].
+pub(super) fn check_server_rollout(
+    task: &RlTask<'_>,
+    adapter: &LoraAdapter,
+    rollouts: &[Rollout],
+    max_mismatch_kl: f64,
+    step: u64,
+) -> Result<Metrics, TrainError> {
+    let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
+    check_mismatch(&training_logprobs(task, adapter, &examples)?, rollouts, max_mismatch_kl, step)
+}
+
+/// The KL of the server's distribution to that of the training pass, per token, estimated from the sampled tokens. A batch above
+/// `max_mismatch_kl` (k3) is an error: another model, adapter or temperature, or log-probabilities of another distribution. Filters
+/// (`rl.top_p`, `rl.top_k`) add what they cut off.
+///
+/// `logprobs`: of the training pass, `(B, T)`.
+///
+/// Source: verl `compute_offpolicy_metrics`, `rollout_corr/kl` and `rollout_corr/k3_kl`.
+pub(super) fn check_mismatch(
+    logprobs: &Rows,
+    rollouts: &[Rollout],
+    max_mismatch_kl: f64,
+    step: u64,
+) -> Result<Metrics, TrainError> {
+    let rows = logprobs.iter().zip(rollouts);
+    // Log of the ratio of both probabilities, ours over the server's.
+    let log_ratios: Vec<f64> = rows
+        .flat_map(|(ours, rollout)| ours.iter().zip(&rollout.behaviour_logprobs))
+        .map(|(ours, server)| f64::from(*ours) - f64::from(*server))
+        .collect();
+    if log_ratios.is_empty() {
+        return Ok(Metrics::new());
+    }
+    let mean =
+        |value: fn(f64) -> f64| log_ratios.iter().map(|ratio| value(*ratio)).sum::<f64>() / log_ratios.len() as f64;
+    let (k1, k3) = (mean(|ratio| -ratio), mean(|ratio| ratio.exp_m1() - ratio));
+    // Also where it is NaN.
+    if k3 <= max_mismatch_kl {
+        Ok(mismatch_metrics(k1, k3))
+    } else {
+        Err(TrainError::Mismatch { step, kl: k3, max_mismatch_kl })
+    }
+}
+
+/// Log-probabilities `(B, T)` of responses under `adapter`, by the training pass.
+fn training_logprobs(task: &RlTask<'_>, adapter: &LoraAdapter, examples: &[&Example]) -> Result<Rows, TrainError> {
+    let policy = Policy { decoder: task.decoder, adapter: Some(&adapter.without_gradient()) };
+    map_micro_batches(examples, task.tokens_per_pass, |examples| {
+        policy.response_logprobs(examples, task.config.temperature, TrainingPass::default())?.rows(examples)
+    })
 }

@@ -4,14 +4,15 @@
 //! An environment mostly waits for services, and generation mostly computes. Results do not depend on the number of parts: a
 //! response follows from policy, prompt and seed alone, and the environment receives responses in order.
 
+use super::generator::Generator;
 use super::rollout::{PartialBatch, Query, ScoredResponse, Timings};
 use super::{RlData, RlTask, sampling};
 use crate::TrainError;
 use crate::checkpoint::SaveTimer;
 use querl_core::ports::{Environment, PluginActivity, PolicyResponse};
 use querl_model::{
-    ComputeDevice, Decoding, Engine, Generated, GenerationRequest, LoraAdapter, Mesh, Ranks, SPLIT_MIX_STEP,
-    SamplingSettings, split_mix,
+    ComputeDevice, Decoding, Generated, GenerationRequest, LoraAdapter, Mesh, Ranks, SPLIT_MIX_STEP, SamplingSettings,
+    split_mix,
 };
 use serde::{Deserialize, Serialize};
 use std::any::Any;
@@ -36,16 +37,18 @@ pub(super) struct RolloutRequest<'a> {
 }
 
 /// Generates and scores what is missing of `partial`, until it is stopped: `partial` then has unfinished responses too, which the next
-/// call continues. On a GPU, where another batch size changes the last bits, the part whose generation was stopped is generated again.
+/// call continues. On a GPU, where another batch size changes the last bits, and on a server the part whose generation was stopped is
+/// generated again.
 pub(super) fn complete(
     task: &RlTask<'_>,
-    engine: &mut Engine<'_>,
+    generator: &mut Generator<'_>,
     rollout: &RolloutRequest<'_>,
     partial: &mut PartialBatch,
 ) -> Result<(), TrainError> {
     let started = Instant::now();
     let sampling = sampling(task.config);
-    engine.set_policy(Some(rollout.policy), partial.version)?;
+    let is_stopped = || task.stop.load(Ordering::Relaxed) || rollout.cancel.load(Ordering::Relaxed);
+    generator.set_policy(task, rollout.mesh, rollout.policy, partial.version, &is_stopped)?;
     let (mesh, mut generate_s) = (rollout.mesh, 0.0);
     let n_done = partial.responses.len() / rollout.n_samples;
     let part_size = partial.queries.len().div_ceil(task.config.pipeline_parts.max(1)).max(1);
@@ -53,7 +56,6 @@ pub(super) fn complete(
     let step = partial.step;
     let mut generated = std::mem::take(&mut partial.generated);
     let can_resume = matches!(task.decoder.compute_device(), ComputeDevice::Cpu);
-    let is_stopped = || task.stop.load(Ordering::Relaxed) || rollout.cancel.load(Ordering::Relaxed);
     let is_due = || rollout.timer.is_some_and(SaveTimer::has_elapsed);
     let mut generate = || {
         if mesh.all.any(is_stopped() || is_due())? {
@@ -62,15 +64,26 @@ pub(super) fn complete(
         let Some(queries) = parts.next() else { return Ok(None) };
         let begun = Instant::now();
         let mut started: Vec<Vec<Generated>> = generated.drain(..queries.len().min(generated.len())).collect();
-        started.resize(queries.len(), Vec::new());
-        let (mine, started) = (of_rank(queries, &mesh.data), of_rank(&started, &mesh.data));
-        let requests: Vec<GenerationRequest<'_>> =
-            mine.iter().map(|query| request(task, rollout, step, query)).collect();
-        let mut stop = || Ok(mesh.tensor.any(is_stopped() || can_resume && is_due())?);
-        let (decoding, text) = (rollout.decoding, task.tokenizer);
-        let responses = engine.generate_until(&requests, started, decoding, &sampling, text, &mut stop)?;
-        let responses = mesh.data.all_gather(responses)?;
-        let responses: Vec<Vec<Generated>> = responses.iter().flat_map(|of_rank| of_rank.iter().cloned()).collect();
+        let requests =
+            |queries: &[Query]| queries.iter().map(|query| request(task, rollout, step, query)).collect::<Vec<_>>();
+        let decoding = rollout.decoding;
+        let responses: Vec<Vec<Generated>> = match &mut *generator {
+            Generator::Local(engine) => {
+                started.resize(queries.len(), Vec::new());
+                let (mine, started) = (of_rank(queries, &mesh.data), of_rank(&started, &mesh.data));
+                let mut stop = || Ok(mesh.tensor.any(is_stopped() || can_resume && is_due())?);
+                let text = task.tokenizer;
+                let responses =
+                    engine.generate_until(&requests(mine), started, decoding, &sampling, text, &mut stop)?;
+                mesh.data.all_gather(responses)?.iter().flat_map(|of_rank| of_rank.iter().cloned()).collect()
+            }
+            Generator::Server(server) => {
+                match server.generate(task, mesh, &requests(queries), (decoding, &sampling), &is_stopped)? {
+                    Some(responses) => responses,
+                    None => return Ok(None),
+                }
+            }
+        };
         generate_s += begun.elapsed().as_secs_f64();
         if responses.iter().flatten().all(|response| response.finish_reason.is_some()) {
             return Ok(Some((queries, responses.into_iter().flatten().collect::<Vec<Generated>>())));

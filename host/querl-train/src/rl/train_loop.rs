@@ -4,10 +4,11 @@
 //! [`rollout_pipeline::complete`] before each decode step; [`Trainer::interrupt`] then saves the state. A checkpoint that is due by time
 //! stops a rollout in the same way, and the rollout continues.
 
+use super::generator::Generator;
 use super::learner::Learner;
 use super::metrics::{rollout_metrics, step_metrics};
 use super::rollout::{PartialBatch, Query, RolloutBatch, learnable, queries};
-use super::rollout_check::check_rollout;
+use super::rollout_check::{check_rollout, check_server_rollout};
 use super::rollout_pipeline::{self, RolloutRequest};
 use super::trainer_state::{BestCheckpoint, Evaluation, LogPositions, TrainerState};
 use super::{RlSummary, RlTask, engine_settings};
@@ -15,7 +16,7 @@ use crate::batching::DataOrder;
 use crate::checkpoint::{LAST, STATE, SaveTimer, State, StateStore};
 use crate::data_parallel::newest_checkpoint;
 use crate::{MetricSink, Metrics, TrainError};
-use querl_model::{ComputeDevice, Decoding, Engine, LoraAdapter, Mesh};
+use querl_model::{ComputeDevice, Decoding, LoraAdapter, Mesh};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Instant;
@@ -47,7 +48,7 @@ pub(super) enum Phase {
 pub(super) struct Trainer<'a> {
     pub(super) task: &'a RlTask<'a>,
     pub(super) learner: Learner,
-    engine: Engine<'a>,
+    generator: Generator<'a>,
     pub(super) order: DataOrder,
     pub(super) state: TrainerState,
     /// A mesh of its own for rollouts, which may run concurrently with updates.
@@ -74,7 +75,7 @@ impl<'a> Trainer<'a> {
         let mut trainer = Self {
             task,
             learner: Learner::new(task)?,
-            engine: Engine::new(task.decoder, engine_settings(task))?,
+            generator: Generator::new(task, engine_settings(task))?,
             order: DataOrder::new(task.train.prompts.len(), task.seed),
             state: TrainerState::default(),
             rollout_mesh: task.mesh.again()?,
@@ -135,7 +136,7 @@ impl<'a> Trainer<'a> {
             let mut partial = self.state.evaluation.take().unwrap_or_else(|| PartialBatch::new(step, step, all()));
             let (mesh, timer) = (&self.rollout_mesh, task.fingerprint.map(|_| &self.timer));
             let request = RolloutRequest { data, policy, decoding, n_samples: 1, mesh, cancel, timer };
-            rollout_pipeline::complete(task, &mut self.engine, &request, &mut partial)?;
+            rollout_pipeline::complete(task, &mut self.generator, &request, &mut partial)?;
             if partial.is_complete(1) {
                 break partial;
             }
@@ -203,7 +204,7 @@ impl<'a> Trainer<'a> {
                 let policy = self.rollout_policy.as_ref().unwrap_or(task.policy);
                 let (mesh, timer) = (&self.rollout_mesh, task.fingerprint.map(|_| &self.timer));
                 let stops = (&AtomicBool::new(false), timer);
-                roll_out_training_queries(task, &mut self.engine, policy, mesh, stops, &mut partial)?;
+                roll_out_training_queries(task, &mut self.generator, policy, mesh, stops, &mut partial)?;
             }
             let is_complete = partial.is_complete(task.config.n_samples);
             if is_complete {
@@ -246,10 +247,10 @@ impl<'a> Trainer<'a> {
         let policy = task.policy.snapshot()?;
         let mut partial = self.next_queries(step + 1, step - 1);
         let cancel = AtomicBool::new(false);
-        let (engine, learner, mesh) = (&mut self.engine, &mut self.learner, &self.rollout_mesh);
+        let (generator, learner, mesh) = (&mut self.generator, &mut self.learner, &self.rollout_mesh);
         let (learned, rolled_out) = thread::scope(|scope| {
-            let rollout =
-                scope.spawn(|| roll_out_training_queries(task, engine, &policy, mesh, (&cancel, None), &mut partial));
+            let rollout = scope
+                .spawn(|| roll_out_training_queries(task, generator, &policy, mesh, (&cancel, None), &mut partial));
             let learned = learner.learn(task, batch, step);
             cancel.store(learned.is_err(), Ordering::Relaxed);
             (learned, rollout_pipeline::join(rollout, "generation"))
@@ -314,7 +315,7 @@ impl<'a> Trainer<'a> {
 /// pass here, since the policy that generated it has changed by the time it is learned from.
 fn roll_out_training_queries(
     task: &RlTask<'_>,
-    engine: &mut Engine<'_>,
+    generator: &mut Generator<'_>,
     policy: &LoraAdapter,
     mesh: &Mesh,
     (cancel, timer): (&AtomicBool, Option<&SaveTimer>),
@@ -323,9 +324,13 @@ fn roll_out_training_queries(
     let n_samples = task.config.n_samples;
     let (data, decoding) = (&task.train, Decoding::Sample);
     let request = RolloutRequest { data, policy, decoding, n_samples, mesh, cancel, timer };
-    rollout_pipeline::complete(task, engine, &request, partial)?;
+    rollout_pipeline::complete(task, generator, &request, partial)?;
     if task.config.off_by_one && partial.is_complete(n_samples) && partial.check.is_empty() {
-        partial.check = check_rollout(task, policy, &learnable(task, partial), partial.step)?;
+        let (rollouts, step) = (learnable(task, partial), partial.step);
+        partial.check = match task.rollouts {
+            None => check_rollout(task, policy, &rollouts, step)?,
+            Some(server) => check_server_rollout(task, policy, &rollouts, server.max_mismatch_kl, step)?,
+        };
     }
     Ok(())
 }

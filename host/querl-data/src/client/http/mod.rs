@@ -96,15 +96,29 @@ pub(crate) struct Call<'a> {
     /// Appended to the caller's URL; empty for the URL itself.
     path: String,
     sent: Option<&'a Value>,
+    answer: AnswerForm,
+}
+
+/// What a successful answer may be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum AnswerForm {
+    Json,
+    /// JSON, or plain text as a JSON string.
+    Text,
 }
 
 impl<'a> Call<'a> {
     pub(crate) fn post(path: &str, body: &'a Value) -> Self {
-        Self { method: Method::POST, path: path.to_owned(), sent: Some(body) }
+        Self { method: Method::POST, path: path.to_owned(), sent: Some(body), answer: AnswerForm::Json }
     }
 
     pub(crate) fn get(path: &str) -> Self {
-        Self { method: Method::GET, path: path.to_owned(), sent: None }
+        Self { method: Method::GET, path: path.to_owned(), sent: None, answer: AnswerForm::Json }
+    }
+
+    /// A call whose answer may be plain text.
+    pub(crate) fn or_text(self) -> Self {
+        Self { answer: AnswerForm::Text, ..self }
     }
 }
 
@@ -335,7 +349,11 @@ impl Caller {
             self.failed(call, FailureKind::InvalidResponse, Retry::Later, message).lost()
         })?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-        let mut body = serde_json::from_str(text).map_err(|error: serde_json::Error| {
+        let parsed: Result<Value, serde_json::Error> = match (serde_json::from_str(text), call.answer) {
+            (Err(_), AnswerForm::Text) => Ok(Value::String(text.to_owned())),
+            (parsed, _) => parsed,
+        };
+        let mut body = parsed.map_err(|error| {
             let message = format!("the answer is not JSON: {error}");
             self.failed(call, FailureKind::InvalidResponse, Retry::Later, message).lost()
         })?;
@@ -378,7 +396,10 @@ impl Caller {
     }
 
     fn failed(&self, call: &Call<'_>, kind: FailureKind, retry: Retry, what: String) -> FailedAttempt {
-        let (method, address) = (&call.method, shown_address(&self.url));
+        let (method, mut address) = (&call.method, shown_address(&self.url));
+        if !call.path.is_empty() {
+            address.truncate(address.trim_end_matches('/').len());
+        }
         let message = self.without_key(&format!("{method} {address}{}: {what}", call.path));
         FailedAttempt { failure: CallFailure { kind, message }, retry, charge: Charge::Nothing }
     }

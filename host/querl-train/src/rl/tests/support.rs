@@ -88,6 +88,7 @@ impl Model {
             tokenizer: &self.tokenizer,
             train,
             val,
+            rollouts: None,
             config,
             tokens_per_pass: 512,
             gradient_checkpointing: false,
