@@ -38,7 +38,10 @@ pub use plugins::{
     OnLimit, PluginConfig, PluginLimits, PluginsConfig, REGISTRY_PREFIX, StyleModelConfig, WeightedPluginConfig,
     is_registry_reference,
 };
-pub use run::{BaseDtype, Config, DataConfig, DeviceSetting, EvalConfig, ModelConfig, OnLeak, TableFormat, TextWidth};
+pub use run::{
+    BaseDtype, Config, DataConfig, DeviceSetting, EVAL_SYSTEMS, EvalConfig, ModelConfig, OnLeak, PromptedWith,
+    SecondRetrieval, TableFormat, TextWidth,
+};
 pub use schema::{KeyInfo, json_schema, keys};
 pub use services::{
     AuthScheme, CacheConfig, CallsConfig, EmbeddingConfig, EmbeddingKind, MappingConfig, RerankConfig, RerankKind,
