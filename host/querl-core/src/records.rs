@@ -27,6 +27,13 @@ pub struct QueryRow {
     pub group: String,
 }
 
+impl QueryRow {
+    /// User profile and conversation history.
+    pub fn context(&self) -> Context {
+        Context { user_profile: self.user_profile.clone(), history_summary: self.history_summary.clone() }
+    }
+}
+
 /// Failure of an external call. Never converted into data.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{kind}: {message}")]
@@ -1046,7 +1053,7 @@ pub(crate) mod outcome_form {
 /// One system's answer to one held-out query: one line of `eval/records.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EvalRecord {
-    /// `raw`, `teacher`, `sft` or `rl`.
+    /// One of [`EVAL_SYSTEMS`](crate::config::EVAL_SYSTEMS).
     pub system: String,
     /// The query row.
     pub query: QueryRow,
@@ -1070,6 +1077,33 @@ pub struct SystemAnswer {
     /// Style distribution of a second model that no reward uses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub audit_style: Option<Vec<StyleProbability>>,
+    /// Passages of a second retriever, which training never asked; `None` without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub second_retrieval: Option<SecondHits>,
+    /// Share of the rewrite's words that are in a gold passage and not in the query, 0 to 1; `None` if the gold passages are unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub new_gold_terms: Option<f64>,
+    /// Sampled responses of the system to the query; `None` if none were sampled.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub samples: Option<SampleCounts>,
+}
+
+/// What a second retriever finds with a rewrite.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SecondHits {
+    /// Name of the retriever: `lexical` or `semantic`.
+    pub retriever: String,
+    /// Ids of the passages, best first.
+    pub ids: Vec<String>,
+}
+
+/// Sampled responses to one query.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SampleCounts {
+    /// Number of samples.
+    pub n: usize,
+    /// Samples whose first hit is a gold passage. A failed retrieval is a miss.
+    pub n_gold_first: usize,
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Sanitises untrusted text (plugins, bundles, registries, services) for terminals.
+//! Sanitises untrusted text (plugins, bundles, registries, services) for terminals; n-grams of characters.
 
 /// `text` on one line: line breaks and tabs become spaces, every other character for which [`disturbs`] is true is removed,
 /// and text beyond `max_bytes` bytes is replaced by an ellipsis.
@@ -66,9 +66,75 @@ pub fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Vec<&'n 
     similar.into_iter().map(|(_, candidate)| candidate).collect()
 }
 
+/// Letters and digits without anything else between them, lower-case and half-width.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TextRun {
+    /// At least one character.
+    pub text: String,
+    /// Chinese characters, kana and Thai: written without spaces between words.
+    pub is_unspaced: bool,
+}
+
+/// The runs of a text, in order. A run ends at white space, punctuation and symbols, and where unspaced writing begins or ends.
+pub fn text_runs(text: &str) -> Vec<TextRun> {
+    let mut runs: Vec<TextRun> = Vec::new();
+    let mut continues = false;
+    for c in text.chars().map(half_width).flat_map(char::to_lowercase) {
+        if !c.is_alphanumeric() {
+            continues = false;
+            continue;
+        }
+        let is_unspaced = is_unspaced(c);
+        match runs.last_mut().filter(|run| continues && run.is_unspaced == is_unspaced) {
+            Some(run) => run.text.push(c),
+            None => runs.push(TextRun { text: c.into(), is_unspaced }),
+        }
+        continues = true;
+    }
+    runs
+}
+
+/// Substrings of `n` characters, `n` at least 1; a shorter text is its only one.
+pub fn char_ngrams(text: &str, n: usize) -> Vec<String> {
+    let characters: Vec<char> = text.chars().collect();
+    match characters.len() {
+        0 => Vec::new(),
+        length if length <= n => vec![text.to_owned()],
+        _ => characters.windows(n).map(|window| window.iter().collect()).collect(),
+    }
+}
+
+fn is_unspaced(c: char) -> bool {
+    matches!(c, '\u{e00}'..='\u{e7f}' | '\u{3005}'..='\u{3007}' | '\u{3040}'..='\u{30ff}' | '\u{3400}'..='\u{9fff}'
+        | '\u{f900}'..='\u{faff}' | '\u{20000}'..='\u{3ffff}')
+}
+
+/// Full-width forms are in the order of ASCII.
+fn half_width(c: char) -> char {
+    match c {
+        '\u{ff01}'..='\u{ff5e}' => char::from_u32(c as u32 - 0xfee0).unwrap_or(c),
+        other => other,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn runs_end_at_spaces_punctuation_and_changes_of_script() {
+        let runs = text_runs("ＶC泡腾片，Omega-3 怎么吃？");
+        let texts: Vec<(&str, bool)> = runs.iter().map(|run| (run.text.as_str(), run.is_unspaced)).collect();
+        assert_eq!(texts, [("vc", false), ("泡腾片", true), ("omega", false), ("3", false), ("怎么吃", true)]);
+        assert!(text_runs(" ？! ").is_empty());
+    }
+
+    #[test]
+    fn ngrams_overlap_and_a_short_text_is_its_own() {
+        assert_eq!(char_ngrams("泡腾片", 2), ["泡腾", "腾片"]);
+        assert_eq!(char_ngrams("vc", 3), ["vc"]);
+        assert!(char_ngrams("", 2).is_empty());
+    }
 
     #[test]
     fn escapes_and_reordering_are_stripped() {

@@ -23,14 +23,16 @@ mod page;
 mod replay;
 mod report;
 mod table;
+mod terms;
 mod text;
+mod verdict;
 
 pub use bootstrap::Interval;
 pub use comparison::{ComparedSystem, Comparison, ComparisonOptions, ComparisonVerdict, GroupDifference, compare};
 pub use error::EvalError;
 pub use evaluation::{
-    Difference, EvalOptions, Evaluation, Lookups, PAIRS, SYSTEMS, SeedsEvaluation, StyleEvaluation, StyleShift, Styles,
-    SystemEvaluation, evaluate, evaluate_seeds,
+    Controls, Difference, EvalOptions, Evaluation, Lookups, PAIRS, PassAtK, RewriteControls, SecondEvaluation,
+    SeedsEvaluation, StyleEvaluation, StyleShift, Styles, SystemEvaluation, evaluate, evaluate_seeds,
 };
 pub use facts::{FunnelStep, RunFacts, ServiceName, StageTiming};
 pub use metric::Metric;
@@ -40,4 +42,6 @@ pub use replay::{
 };
 pub use report::{ReportInput, report_html};
 pub use table::{seeds_table, table};
+pub use terms::new_gold_terms;
 pub use text::cut;
+pub use verdict::rl_verdict;

@@ -1,28 +1,111 @@
 //! The evaluation as a table for a terminal.
 
 use crate::bootstrap::Interval;
-use crate::evaluation::{Difference, Evaluation, SYSTEMS, SeedsEvaluation, StyleEvaluation, Styles};
+use crate::evaluation::{Controls, Difference, Evaluation, SecondEvaluation, SeedsEvaluation, StyleEvaluation, Styles};
 use crate::facts::RunFacts;
 use crate::metric::Metric;
-use crate::text::{or_dash, printable};
+use crate::text::{or_dash, printable, wrapped};
+use crate::verdict::rl_verdict;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 /// Longest line of the tables, in characters; metrics that do not fit go into a block below.
 const MAX_WIDTH: usize = 100;
 
-/// The table of systems, the paired differences, failures and notes. Ends with a line break.
+/// The verdict on RL, the table of systems, the paired differences, controls, failures and notes. Ends with a line break.
 pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
     let mut text = head(evaluation, facts);
+    let verdict = wrapped(&rl_verdict(evaluation).join(" "), MAX_WIDTH);
+    if !verdict.is_empty() {
+        text.push_str(&(verdict.join("\n") + "\n\n"));
+    }
     text.push_str(&blocks(&systems_grid(evaluation)));
-    let pairs = pairs_grid(evaluation);
+    let pairs = differences_grid(evaluation, &evaluation.pairs, &Metric::COMPARED);
     if pairs.len() > 1 {
         text.push_str("\npaired differences on the same queries\n");
         text.push_str(&blocks(&pairs));
     }
+    text.push_str(&second_text(evaluation));
+    text.push_str(&controls_text(evaluation));
+    text.push_str(&pass_at_k_text(evaluation));
     text.push_str(&styles_text(evaluation));
     text.push('\n');
     text.push_str(&notes(evaluation, facts));
     printable(&text)
+}
+
+/// Systems and pairs on the second retriever; empty without one.
+fn second_text(evaluation: &Evaluation) -> String {
+    let Some(second) = &evaluation.second_retrieval else { return String::new() };
+    let mut systems = vec![head_row("system", &SecondEvaluation::METRICS)];
+    for (name, _) in evaluation.systems_in_order() {
+        let found = |metric: &Metric| second.systems.get(name)?.get(metric).copied().flatten();
+        let cells = SecondEvaluation::METRICS.iter().map(|metric| interval_text(*metric, found(metric)));
+        systems.push(std::iter::once(name.to_owned()).chain(cells).collect());
+    }
+    let pairs = differences_grid(evaluation, &second.pairs, &SecondEvaluation::METRICS);
+    let title = format!("on a second retriever ({}), which training never asked", second.retriever);
+    format!("\n{title}\n{}\n{}", blocks(&systems), blocks(&pairs))
+}
+
+/// Paired differences of `metrics` in a grid.
+fn differences_grid(
+    evaluation: &Evaluation,
+    pairs: &BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
+    metrics: &[Metric],
+) -> Grid {
+    let mut grid = vec![head_row("pair", metrics)];
+    for (first, second, _) in evaluation.pairs_in_order() {
+        let differences = pairs.get(&format!("{first}-{second}"));
+        let cells = metrics.iter().map(|metric| {
+            let found = differences.and_then(|differences| differences.get(metric).copied().flatten());
+            or_dash(found, |found| difference_text(*metric, found))
+        });
+        grid.push(std::iter::once(format!("{first} - {second}")).chain(cells).collect());
+    }
+    grid
+}
+
+/// Length and words of the rewrites, and the pairs of equal length.
+fn controls_text(evaluation: &Evaluation) -> String {
+    let Some(controls) = &evaluation.controls else { return String::new() };
+    let heads = ["system", "characters", "kept words %", "new gold words %"];
+    let mut grid = vec![heads.map(str::to_owned).to_vec()];
+    for (name, _) in evaluation.systems_in_order() {
+        let Some(found) = controls.systems.get(name) else { continue };
+        let characters = interval_text(Metric::LatencyMs, found.n_chars);
+        let shares = [found.kept_terms, found.new_gold_terms].map(|share| interval_text(Metric::Top1, share));
+        grid.push([name.to_owned(), characters].into_iter().chain(shares).collect());
+    }
+    let mut text = format!("\nlength and words of the rewrites\n{}", blocks(&grid));
+    let mut matched = differences_grid(evaluation, &controls.length_matched, &Controls::METRICS);
+    if matched.len() > 1 {
+        matched[0].push("queries".to_owned());
+        for (row, (first, second, _)) in matched[1..].iter_mut().zip(evaluation.pairs_in_order()) {
+            let of_pair = controls.length_matched.get(&format!("{first}-{second}"));
+            let n = of_pair.and_then(|of_pair| of_pair.values().flatten().map(|found| found.n).max());
+            row.push(or_dash(n, |n| n.to_string()));
+        }
+        let _ =
+            write!(text, "\npaired differences where both rewrites have about the same length\n{}", blocks(&matched));
+    }
+    text
+}
+
+/// pass@k of the systems with samples.
+fn pass_at_k_text(evaluation: &Evaluation) -> String {
+    let ks: BTreeSet<usize> = evaluation.pass_at_k.values().flat_map(|found| found.k.keys().copied()).collect();
+    if ks.is_empty() {
+        return String::new();
+    }
+    let mut grid: Grid =
+        vec![std::iter::once("pass@k %".to_owned()).chain(ks.iter().map(ToString::to_string)).collect()];
+    for (name, _) in evaluation.systems_in_order() {
+        let Some(found) = evaluation.pass_at_k.get(name) else { continue };
+        let cells = ks.iter().map(|k| interval_text(Metric::Top1, found.k.get(k).copied()));
+        grid.push(std::iter::once(name.to_owned()).chain(cells).collect());
+    }
+    format!("\na gold passage first with at least one of k samples\n{}", blocks(&grid))
 }
 
 /// The styles of the answers and their shifts; empty without a style model.
@@ -120,17 +203,6 @@ fn systems_grid(evaluation: &Evaluation) -> Grid {
     grid
 }
 
-fn pairs_grid(evaluation: &Evaluation) -> Grid {
-    let mut grid = vec![head_row("pair", &Metric::COMPARED)];
-    for (first, second, differences) in evaluation.pairs_in_order() {
-        let cells = Metric::COMPARED
-            .iter()
-            .map(|metric| or_dash(differences.get(metric).copied().flatten(), |found| difference_text(*metric, found)));
-        grid.push(std::iter::once(format!("{first} - {second}")).chain(cells).collect());
-    }
-    grid
-}
-
 fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
     let mut grid = vec![head_row("pair, run", &Metric::COMPARED)];
     for (first, second, _) in evaluation.pooled.pairs_in_order() {
@@ -215,11 +287,14 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
 
 /// The title of a system in the report.
 pub(crate) fn system_title(name: &str) -> &str {
-    match SYSTEMS.iter().position(|known| *known == name) {
-        Some(0) => "Raw",
-        Some(1) => "Teacher",
-        Some(2) => "SFT",
-        Some(3) => "RL",
+    match name {
+        "raw" => "Raw",
+        "prompted" => "Prompted",
+        "hyde" => "HyDE",
+        "teacher" => "Teacher",
+        "sft" => "SFT",
+        "best_of_n" => "Best of n",
+        "rl" => "RL",
         _ => name,
     }
 }

@@ -5,8 +5,8 @@
 mod support;
 
 use querl_core::records::{
-    CallFailure, EvalRecord, FailureKind, Judgement, Rejection, Reward, RewardComponent, Split, StyleProbability,
-    SystemAnswer,
+    CallFailure, EvalRecord, FailureKind, Judgement, Rejection, Reward, RewardComponent, SampleCounts, SecondHits,
+    Split, StyleProbability, SystemAnswer,
 };
 use querl_eval::{EvalError, EvalOptions, Evaluation, Lookups, Metric, SystemEvaluation, evaluate, evaluate_seeds};
 use support::{answer, hit, invented_records, record};
@@ -179,6 +179,13 @@ fn eval_json_has_the_documented_shape_and_reads_back() {
             "failures": {},
         }},
         "pairs": {},
+        "controls": {
+            "systems": {"raw": {
+                "n_chars": {"mean": 2.0, "low": 2.0, "high": 2.0}, "kept_terms": {"mean": 0.0, "low": 0.0, "high": 0.0},
+                "new_gold_terms": null,
+            }},
+            "length_matched": {},
+        },
     });
     assert_eq!(serde_json::to_value(&evaluation).unwrap(), expected);
 }
@@ -195,6 +202,80 @@ fn eval_json_pairs_have_mean_interval_and_count_and_read_back() {
     let text = serde_json::to_string(&evaluation).unwrap();
     assert_eq!(serde_json::from_str::<serde_json::Value>(&text).unwrap()["pairs"], expected);
     assert_eq!(serde_json::from_str::<Evaluation>(&text).unwrap(), evaluation);
+}
+
+/// A record whose second retriever finds the gold passage at `rank`.
+fn on_second(system: &str, row: usize, rank: usize) -> EvalRecord {
+    let mut made = found(row, None, 0.5).unwrap();
+    let mut ids = vec!["p9999".to_owned(); rank - 1];
+    ids.push(format!("p{row:04}"));
+    made.second_retrieval = Some(SecondHits { retriever: "lexical".into(), ids });
+    record(system, row, Ok(made))
+}
+
+#[test]
+fn the_second_retriever_has_metrics_and_pairs_of_its_own_where_a_failure_is_a_miss() {
+    let records = [
+        on_second("rl", 2, 1),
+        on_second("rl", 3, 2),
+        record("rl", 4, rejected()),
+        on_second("sft", 2, 2),
+        on_second("sft", 3, 2),
+        on_second("sft", 4, 1),
+    ];
+    let evaluation = evaluate(&records, &OPTIONS).unwrap();
+    let second = evaluation.second_retrieval.clone().unwrap();
+    assert_eq!(second.retriever, "lexical");
+    let mean = |system: &str, metric| second.systems[system][&metric].unwrap().mean;
+    assert!((mean("rl", Metric::Top1) - 1.0 / 3.0).abs() < 1e-12 && (mean("rl", Metric::Mrr) - 0.5).abs() < 1e-12);
+    assert!((mean("sft", Metric::Mrr) - 2.0 / 3.0).abs() < 1e-12);
+    let difference = second.pairs["rl-sft"][&Metric::Mrr].unwrap();
+    assert!((difference.mean + 1.0 / 6.0).abs() < 1e-12 && difference.n == 3);
+    let text = serde_json::to_string(&evaluation).unwrap();
+    assert_eq!(serde_json::from_str::<Evaluation>(&text).unwrap(), evaluation);
+}
+
+#[test]
+fn pairs_of_equal_length_are_compared_without_the_longer_rewrites() {
+    let written = |system: &str, row, rank, rewrite: &str| {
+        let mut made = found(row, rank, 0.5).unwrap();
+        made.candidate.rewrite = rewrite.into();
+        record(system, row, Ok(made))
+    };
+    let records = [
+        written("rl", 2, Some(1), "鱼油的食用方法和注意事项以及禁忌"),
+        written("sft", 2, None, "鱼油"),
+        written("rl", 3, Some(1), "鱼油用量"),
+        written("sft", 3, Some(1), "鱼油用法"),
+    ];
+    let evaluation = evaluate(&records, &OPTIONS).unwrap();
+    assert_eq!(rl_sft(&evaluation, Metric::Top1).mean, 0.5);
+    let matched = evaluation.controls.unwrap().length_matched["rl-sft"][&Metric::Top1].unwrap();
+    assert_eq!((matched.mean, matched.n), (0.0, 1));
+}
+
+#[test]
+fn pass_at_k_is_averaged_over_the_queries_with_samples() {
+    let sampled = |row, n_gold_first| {
+        let mut made = found(row, None, 0.5).unwrap();
+        made.samples = Some(SampleCounts { n: 4, n_gold_first });
+        record("rl", row, Ok(made))
+    };
+    let evaluation = evaluate(&[sampled(2, 1), sampled(3, 0), record("rl", 4, found(4, None, 0.5))], &OPTIONS).unwrap();
+    let of_rl = &evaluation.pass_at_k["rl"];
+    let means: Vec<(usize, f64)> = of_rl.k.iter().map(|(k, found)| (*k, found.mean)).collect();
+    assert_eq!((of_rl.n_samples, means), (4, vec![(1, 0.125), (2, 0.25), (4, 0.5)]));
+    let json = serde_json::to_value(&evaluation).unwrap();
+    assert_eq!(json["pass_at_k"]["rl"]["k"]["2"]["mean"], 0.25);
+}
+
+/// Records of versions without these fields.
+#[test]
+fn records_of_earlier_versions_are_read_and_have_no_second_retriever() {
+    let line = r#"{"system": "rl", "query": {"id": "a", "row": 2, "original_query": "q", "group": "a"}, "outcome": {"Ok":
+        {"candidate": {"rewrite": "r"}, "reward": null, "win": null, "latency_ms": null, "cost": null}}}"#;
+    let evaluation = evaluate(&[serde_json::from_str(line).unwrap()], &OPTIONS).unwrap();
+    assert!(evaluation.second_retrieval.is_none() && evaluation.pass_at_k.is_empty());
 }
 
 #[test]

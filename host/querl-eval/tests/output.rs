@@ -4,7 +4,7 @@
 
 mod support;
 
-use querl_core::records::{EvalRecord, Rejection, Split};
+use querl_core::records::{EvalRecord, Rejection, SampleCounts, SecondHits, Split};
 use querl_eval::{
     EvalOptions, FunnelStep, Lookups, ReportInput, RunFacts, ServiceName, StageTiming, evaluate, evaluate_seeds,
     report_html, seeds_table, table,
@@ -78,6 +78,50 @@ fn table_and_page_show_notes_about_plugins() {
     let page = report_html(&input).unwrap();
     assert!(page.contains("<dd>reward reward-competition 0.1.0, weight 1</dd>"), "{page}");
     assert!(page.contains(&format!("<p>{note}.</p>")), "{page}");
+}
+
+/// Records with a second retriever and samples.
+fn compared_records(n: usize) -> Vec<EvalRecord> {
+    let mut records = invented_records(n);
+    for record in &mut records {
+        let gold = record.query.gold_ids.clone();
+        if let Ok(answer) = &mut record.outcome {
+            answer.second_retrieval = Some(SecondHits { retriever: "lexical".into(), ids: gold });
+            answer.new_gold_terms = Some(0.25);
+            answer.samples = (record.system == "rl").then_some(SampleCounts { n: 4, n_gold_first: 1 });
+        }
+    }
+    records
+}
+
+#[test]
+fn table_and_page_begin_with_the_verdict_and_show_the_comparisons() {
+    let records = compared_records(40);
+    let text = table(&evaluate(&records, &OPTIONS).unwrap(), &facts());
+    let verdict = text.find("By top-1 %, RL is better than the raw queries (+").unwrap();
+    assert!(verdict < text.find("\nsystem ").unwrap(), "{text}");
+    for line in text.lines().take_while(|line| !line.starts_with("the judge")) {
+        assert!(line.chars().count() <= 120, "{line}");
+    }
+    let titles = [
+        "\non a second retriever (lexical), which training never asked\n",
+        "\nlength and words of the rewrites\n",
+        "\npaired differences where both rewrites have about the same length\n",
+        "\na gold passage first with at least one of k samples\npass@k %  1 ",
+    ];
+    titles.iter().for_each(|title| assert!(text.contains(title), "{title} in {text}"));
+    let html = page(&records, &[], 2);
+    assert!(html.find("<p class=\"verdict\">By top-1 %, RL is ").unwrap() < html.find("<dl class=\"facts\">").unwrap());
+    for part in ["<h2>On a second retriever</h2>", "<h2>Length and words</h2>", "<h2>pass@k</h2>", "pass@2 %"] {
+        assert!(html.contains(part), "{part}");
+    }
+}
+
+#[test]
+fn page_without_a_second_retriever_and_samples_has_no_tables_of_them() {
+    let html = page(&invented_records(6), &[], 2);
+    assert!(!html.contains("<h2>On a second retriever</h2>") && !html.contains("<h2>pass@k</h2>"));
+    assert!(html.contains("No second retriever was asked"));
 }
 
 #[test]

@@ -171,7 +171,7 @@ fn generate_job(folder: &Path) -> GenerateJob {
     let prompt = |content: &str| vec![Message { role: "user".into(), content: content.into() }];
     let limits = RlConfig { max_new_tokens: 4, ..RlConfig::default() };
     let prompts = ["fish", "oil", "after"].map(prompt).into();
-    GenerateJob { model: model(folder), adapter: None, prompts, n_beams: 1, limits, batch_size: 2 }
+    GenerateJob { model: model(folder), adapter: None, prompts, n_beams: 1, samples: None, limits, batch_size: 2 }
 }
 
 /// A fine-tuning by `run`, with its metrics (times left out), progress and adapter.

@@ -138,6 +138,8 @@ pub fn estimate(
 #[derive(Debug, Clone, Copy)]
 struct Answers {
     n: Range,
+    /// Most samples for pass@k, which are looked up and not scored.
+    n_samples: f64,
     judged: f64,
     n_queries: f64,
 }
@@ -276,6 +278,7 @@ impl Estimator<'_> {
         let (low, high) = (n_episodes.min(n_train) + n_val, n_episodes + n_val * n_evaluations);
         Answers {
             n: Range { low, high },
+            n_samples: 0.0,
             judged: self.config.judge.sample_rate,
             n_queries: n_episodes.min(n_train) + n_val,
         }
@@ -283,9 +286,12 @@ impl Estimator<'_> {
 
     fn of_eval(&self) -> Answers {
         let n_test = self.n_rows * self.config.data.split[2];
-        let n_systems = self.config.eval.systems.iter().filter(|system| *system != "teacher").count() as f64;
+        let systems = self.config.eval.evaluated_systems();
+        let n_systems = systems.iter().filter(|system| **system != "teacher").count() as f64;
+        let n_sampled = systems.iter().filter(|system| matches!(**system, "sft" | "rl")).count() as f64;
         Answers {
             n: Range { low: n_test.min(n_test * n_systems), high: n_test * n_systems },
+            n_samples: n_test * n_sampled * self.config.eval.pass_at_k as f64,
             judged: 1.0,
             n_queries: n_test,
         }
@@ -296,7 +302,8 @@ impl Estimator<'_> {
         let is_read = |used: InputUse| stage == StageName::Eval || used != InputUse::Unused;
         let mut steps = Vec::new();
         if is_read(self.reads.retrieval) {
-            steps.extend(self.retrieval_steps(stage, answers.n)?);
+            let n = Range { high: answers.n.high + answers.n_samples, ..answers.n };
+            steps.extend(self.retrieval_steps(stage, n)?);
         }
         if self.config.judge.kind == JudgeKind::Openai && is_read(self.reads.judgement) {
             // In a comparison both sides share a call.

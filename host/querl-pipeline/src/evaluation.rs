@@ -4,8 +4,10 @@ use crate::environment::{Baseline, Baselines, RowColumns, ScoreRequest, ScoredEp
 use crate::interrupt;
 use crate::training::{Generation, Generator};
 use anyhow::Context;
-use querl_core::ports::{EnvironmentError, Progress};
-use querl_core::records::{Candidate, DatasetRow, EvalRecord, Judgement, Rejection, Reward, Split, SystemAnswer, win};
+use querl_core::ports::{EnvironmentError, PolicyResponse, Progress};
+use querl_core::records::{
+    Candidate, DatasetRow, EvalRecord, FinishReason, Judgement, Rejection, Reward, Split, SystemAnswer, win,
+};
 use std::collections::BTreeMap;
 
 /// Queries per batch.
@@ -14,7 +16,16 @@ const N_ROWS_AT_ONCE: usize = 16;
 pub(crate) enum System<'a> {
     Raw,
     Teacher,
-    Model { name: &'static str, generator: &'a dyn Generator },
+    Model { name: &'static str, generator: &'a dyn Generator, reading: ResponseReading },
+}
+
+/// How the search text is taken from a model's response.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ResponseReading {
+    /// The prompt plugin parses the rewrite.
+    Parsed,
+    /// All of the response after the thinking block, if it has one.
+    Verbatim,
 }
 
 impl System<'_> {
@@ -71,13 +82,13 @@ pub(crate) fn evaluate_system(
                 finish(some, some.iter().map(|row| known(system, row, baselines)).collect())?;
             }
         }
-        System::Model { generator, .. } => {
+        System::Model { generator, reading, .. } => {
             let mut rest = rows;
             generator.generate(rows, N_ROWS_AT_ONCE, &mut |generations| {
                 let n_rows = rest.len();
                 let some = rest.split_off(..generations.len());
                 let some = some.with_context(|| format!("{} answers to {n_rows} queries", generations.len()))?;
-                let answers = some.iter().zip(generations).map(|(row, generation)| Ok(Ok(model(row, generation, scorer)?)));
+                let answers = some.iter().zip(generations).map(|(row, generation)| Ok(Ok(model(row, generation, *reading, scorer)?)));
                 finish(some, answers.collect::<Result<_, EnvironmentError>>()?)
             })?;
             anyhow::ensure!(rest.is_empty(), "{} queries without an answer", rest.len());
@@ -116,10 +127,25 @@ fn teacher(baseline: Baseline) -> Result<Answer, Rejection> {
 }
 
 /// As in training: an answer that cannot be read is an empty rewrite, not a missing one.
-fn model(row: &DatasetRow, generation: Generation, scorer: &Scorer) -> Result<Answer, EnvironmentError> {
+fn model(
+    row: &DatasetRow,
+    generation: Generation,
+    reading: ResponseReading,
+    scorer: &Scorer,
+) -> Result<Answer, EnvironmentError> {
     let Generation { response, latency_ms } = generation;
-    let written = scorer.parse(&row.metadata.query.original_query, &response)?;
+    let written = match reading {
+        ResponseReading::Parsed => scorer.parse(&row.metadata.query.original_query, &response)?,
+        ResponseReading::Verbatim => verbatim(response),
+    };
     Ok(Answer { written, latency_ms, cost: None })
+}
+
+fn verbatim(response: PolicyResponse) -> WrittenRewrite {
+    let answer = response.text.rsplit_once("</think>").map_or(response.text.as_str(), |(_, answer)| answer);
+    let finish_reason = if response.truncated { FinishReason::Length } else { FinishReason::Stop };
+    let (rewrite, n_tokens) = (answer.trim().to_owned(), response.n_tokens);
+    WrittenRewrite { rewrite, response: Some((response.text, finish_reason)), n_tokens }
 }
 
 fn score(
@@ -170,7 +196,17 @@ fn finish(system: &System<'_>, answer: Answer, scored: ScoredEpisode) -> SystemA
         (_, Some(own), Some(teachers)) => Some(win(own, teachers)),
         _ => None,
     };
-    SystemAnswer { candidate: policy, reward, win, latency_ms: answer.latency_ms, cost: answer.cost, audit_style: None }
+    SystemAnswer {
+        candidate: policy,
+        reward,
+        win,
+        latency_ms: answer.latency_ms,
+        cost: answer.cost,
+        audit_style: None,
+        second_retrieval: None,
+        new_gold_terms: None,
+        samples: None,
+    }
 }
 
 #[cfg(test)]
@@ -180,7 +216,7 @@ mod tests {
     use crate::environment::testing::{Shop, dataset_row, validated};
     use crate::training::Each;
     use querl_core::config::RetrievalKind;
-    use querl_core::ports::{PolicyResponse, Silent};
+    use querl_core::ports::Silent;
 
     struct Fixed(&'static str);
 
@@ -208,14 +244,28 @@ mod tests {
         evaluate_system(system, &evaluation, &Silent).unwrap()
     }
 
+    fn rl(generator: &Fixed) -> System<'_> {
+        System::Model { name: "rl", generator, reading: ResponseReading::Parsed }
+    }
+
+    #[test]
+    fn a_pseudo_answer_is_searched_as_it_is_without_its_thinking() {
+        let generator = Fixed("<think>which fish?</think>\n Fish oil, daily. ");
+        let system = System::Model { name: "hyde", generator: &generator, reading: ResponseReading::Verbatim };
+        let records = evaluate(&system);
+        assert_eq!(records[0].outcome.as_ref().unwrap().candidate.rewrite, "Fish oil, daily.");
+        let garbage = System::Model { name: "hyde", generator: &Fixed("garbage"), reading: ResponseReading::Verbatim };
+        assert_eq!(evaluate(&garbage)[0].outcome.as_ref().unwrap().candidate.rewrite, "garbage");
+    }
+
     #[test]
     fn a_model_is_compared_with_the_teacher_where_there_is_one() {
-        let records = evaluate(&System::Model { name: "rl", generator: &Fixed("good") });
+        let records = evaluate(&rl(&Fixed("good")));
         let (first, second) = (records[0].outcome.as_ref().unwrap(), records[1].outcome.as_ref().unwrap());
         assert_eq!((first.win, first.latency_ms, first.cost), (Some(1.0), Some(12.0), None));
         assert_eq!(first.reward.as_ref().unwrap().total, 0.7);
         assert_eq!((second.win, &second.reward), (None, &None));
-        let unscored = evaluated(&System::Model { name: "rl", generator: &Fixed("good") }).unscored;
+        let unscored = evaluated(&rl(&Fixed("good"))).unscored;
         assert_eq!(unscored, [("baseline_missing".to_owned(), 1)].into());
         assert_eq!(second.candidate.hits().len(), 1);
         assert!(matches!(second.candidate.judgement, Judgement::Scored { .. }));
@@ -231,7 +281,7 @@ mod tests {
 
     #[test]
     fn answers_whose_retrieval_or_judgement_failed_are_counted() {
-        let of = |text| n_failed(&evaluate(&System::Model { name: "rl", generator: &Fixed(text) }));
+        let of = |text| n_failed(&evaluate(&rl(&Fixed(text))));
         assert_eq!((of("good"), of("broken"), of("unjudgeable")), (0, 2, 2));
         assert_eq!(n_failed(&evaluate(&System::Teacher)), 0, "a teacher that failed is asked by another stage");
     }

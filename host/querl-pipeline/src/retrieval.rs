@@ -43,6 +43,15 @@ impl ModelShelf {
     }
 }
 
+/// The embedding model of a folder.
+///
+/// # Errors
+/// The folder is not that of such a model.
+pub(crate) fn embedding_model(path: &Path) -> anyhow::Result<Arc<dyn Embedder>> {
+    let model = EmbeddingModel::open(path, None).map_err(Stop::usage)?;
+    Ok(Arc::new(model))
+}
+
 /// The models of one configuration alone.
 ///
 /// # Errors

@@ -13,7 +13,7 @@ use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
 use querl_model::{DecoderConfig, ModelError, Shard, TextTokenizer};
 use querl_train::job::{
-    CallbackError, Callbacks, Device, FailureKind, GenerateJob, GeneratedResponse, JobError, NoMetrics,
+    CallbackError, Callbacks, Device, FailureKind, GenerateJob, GeneratedResponse, JobError, NoMetrics, SampleSettings,
 };
 use querl_train::{BEST, STATE};
 use std::path::{Path, PathBuf};
@@ -97,15 +97,22 @@ pub(crate) struct Generation {
 
 pub(crate) type Each<'a> = dyn FnMut(Vec<Generation>) -> anyhow::Result<()> + Send + 'a;
 
-/// A model that generates without sampling.
+/// A model that gives one response to each row.
 pub(crate) trait Generator: Sync {
     /// Generates one response per row, in order; calls `each` with batches of `n_at_once`.
     fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()>;
 }
 
 /// The model of a training stage. It is loaded once for all rows.
-pub(crate) fn generator(run: &Run, stage: StageName) -> Result<Box<dyn Generator + '_>, Stop> {
-    Ok(Box::new(TrainedModel { run, base: Base::of(&run.config, &run.dir, stage)?, name: stage.as_str() }))
+pub(crate) fn generator(run: &Run, stage: StageName) -> Result<LocalModel<'_>, Stop> {
+    let base = Base::of(&run.config, &run.dir, stage)?;
+    Ok(LocalModel { run, base, name: stage.as_str(), samples: None })
+}
+
+/// The configured model without training.
+pub(crate) fn untrained(run: &Run, name: &'static str) -> LocalModel<'_> {
+    let base = Base { model: run.config.model.path.clone(), adapter: None };
+    LocalModel { run, base, name, samples: None }
 }
 
 /// Shows lines; the caller shows progress.
@@ -119,32 +126,63 @@ impl Progress for Lines<'_> {
     }
 }
 
-struct TrainedModel<'a> {
+/// A model in this process, with or without an adapter.
+pub(crate) struct LocalModel<'a> {
     run: &'a Run,
     base: Base,
     name: &'static str,
+    samples: Option<SampleSettings>,
 }
 
-impl Generator for TrainedModel<'_> {
-    fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()> {
+impl LocalModel<'_> {
+    /// The same model with `n_per_prompt` samples for each row. [`Generator::generate`] takes the sample with the highest mean
+    /// log-probability per token: a rule that a server can follow, since it needs neither the teacher nor retrieval nor a reward.
+    pub(crate) fn sampled(self, name: &'static str, n_per_prompt: usize) -> Self {
+        let samples = SampleSettings { n_per_prompt, seed: self.run.config.seed };
+        Self { name, samples: Some(samples), ..self }
+    }
+
+    /// Calls `each` with all responses to each of the next `n_at_once` rows, in order.
+    pub(crate) fn respond(
+        &self,
+        rows: &[DatasetRow],
+        n_at_once: usize,
+        each: &mut (dyn FnMut(Vec<Vec<GeneratedResponse>>) -> anyhow::Result<()> + Send),
+    ) -> anyhow::Result<()> {
         let config = &self.run.config;
         let job = GenerateJob {
             model: self.base.model_config(config),
             adapter: self.base.adapter.clone(),
             prompts: rows.iter().map(|row| row.prompt().to_vec()).collect(),
             n_beams: config.eval.n_beams,
+            samples: self.samples,
             limits: config.rl.clone(),
             batch_size: n_at_once,
         };
-        let mut n_generated = 0;
+        let n_per_prompt = job.n_per_prompt();
         let mut take = |responses: Vec<GeneratedResponse>| {
-            let generations: Vec<Generation> =
-                responses.into_iter().enumerate().map(|(index, one)| generation(n_generated + index, one)).collect();
-            n_generated += generations.len();
-            each(generations)
+            each(responses.chunks(n_per_prompt.max(1)).map(<[GeneratedResponse]>::to_vec).collect())
         };
         generate(self.run, &format!("system {}", self.name), &job, &mut take)
     }
+}
+
+impl Generator for LocalModel<'_> {
+    fn generate(&self, rows: &[DatasetRow], n_at_once: usize, each: &mut Each<'_>) -> anyhow::Result<()> {
+        let mut n_generated = 0;
+        self.respond(rows, n_at_once, &mut |responses| {
+            let chosen = responses.into_iter().filter_map(likeliest).enumerate();
+            let generations: Vec<Generation> =
+                chosen.map(|(index, one)| generation(n_generated + index, one)).collect();
+            n_generated += generations.len();
+            each(generations)
+        })
+    }
+}
+
+/// The response with the highest mean log-probability per token, the first of equal ones.
+fn likeliest(responses: Vec<GeneratedResponse>) -> Option<GeneratedResponse> {
+    responses.into_iter().reduce(|best, other| if other.mean_logprob > best.mean_logprob { other } else { best })
 }
 
 /// Runs a generation and passes its responses to `take` as they come. `by` names the model in messages.
@@ -177,7 +215,7 @@ pub(crate) fn generate(
 }
 
 fn generation(row_index: usize, response: GeneratedResponse) -> Generation {
-    let GeneratedResponse { text, n_tokens, truncated, latency_ms } = response;
+    let GeneratedResponse { text, n_tokens, truncated, latency_ms, mean_logprob: _ } = response;
     Generation { response: PolicyResponse { row_index, sample_index: 0, text, n_tokens, truncated }, latency_ms }
 }
 
@@ -253,6 +291,25 @@ pub(crate) fn preflight(config: &Config) -> anyhow::Result<()> {
 mod tests {
     use super::*;
     use crate::environment::testing::dataset_row;
+
+    #[test]
+    fn the_likeliest_sample_is_chosen_and_the_first_of_equal_ones() {
+        let response = |text: &str, mean_logprob| GeneratedResponse {
+            text: text.into(),
+            n_tokens: 3,
+            truncated: false,
+            latency_ms: None,
+            mean_logprob,
+        };
+        let chosen = likeliest(vec![
+            response("empty", None),
+            response("a", Some(-0.7)),
+            response("b", Some(-0.2)),
+            response("c", Some(-0.2)),
+        ]);
+        assert_eq!(chosen.unwrap().text, "b");
+        assert_eq!(likeliest(Vec::new()), None);
+    }
 
     #[test]
     fn row_that_does_not_fit_is_named_as_the_spreadsheet_shows_it() {

@@ -218,6 +218,61 @@ fn runs_on_the_same_queries_are_pooled_and_others_refused() {
     assert!(refused.stderr.starts_with(message), "{refused:#?}");
 }
 
+#[test]
+fn untrained_systems_samples_and_a_second_retriever_are_evaluated() {
+    let project = Project::new();
+    let passages = std::fs::read_to_string(support::repository().join("examples/fivedoctors/knowledge_base.jsonl"));
+    let passages = passages.unwrap();
+    let with_gold = |(row, passage): (serde_json::Value, &str)| {
+        let passage: serde_json::Value = serde_json::from_str(passage).unwrap();
+        let mut row = row;
+        row["gold_ids"] = passage["id"].clone();
+        row.to_string()
+    };
+    let rows: Vec<String> = project.rows("queries.jsonl").into_iter().zip(passages.lines()).map(with_gold).collect();
+    project.write("queries.jsonl", &rows.join("\n"));
+    let systems = "eval.systems=[\"raw\", \"prompted\", \"hyde\", \"teacher\", \"sft\"]";
+    let sets = ["--set", systems, "--set", "eval.best_of_n=3", "--set", "eval.pass_at_k=2"];
+    project.querl(&["run", "querl.toml", "--to", "sft"]).ok();
+    let first = project.querl(&[&["eval", "querl.toml"], &sets[..]].concat()).ok();
+    let records = project.rows("run/eval/records.jsonl");
+    for system in ["raw", "prompted", "hyde", "teacher", "sft", "best_of_n"] {
+        let answers: Vec<_> = records.iter().filter(|record| record["system"] == system).collect();
+        assert_eq!(answers.len(), project.rows("run/data/test.jsonl").len(), "{system}");
+        assert!(answers.iter().all(|record| record["outcome"]["Ok"]["second_retrieval"]["retriever"] == "lexical"));
+        let n_sampled = answers.iter().filter(|record| !record["outcome"]["Ok"]["samples"].is_null()).count();
+        assert_eq!(n_sampled > 0, system == "sft", "{system}");
+        let has_terms = |record: &&serde_json::Value| record["outcome"]["Ok"]["new_gold_terms"].is_number();
+        assert!(system != "raw" || answers.iter().all(has_terms));
+    }
+    let evaluation: serde_json::Value = serde_json::from_str(&project.read("run/eval.json")).unwrap();
+    assert_eq!(evaluation["second_retrieval"]["retriever"], "lexical");
+    assert_eq!(evaluation["pass_at_k"]["sft"]["n_samples"], 2);
+    assert!(evaluation["pairs"]["best_of_n-sft"].is_object() && evaluation["pairs"]["sft-prompted"].is_object());
+    for title in ["on a second retriever (lexical)", "length and words of the rewrites", "pass@k %"] {
+        assert!(first.stdout.contains(title), "{title} in {first:#?}");
+    }
+
+    let again = |more: &str| project.querl(&[&["eval", "querl.toml"], &sets[..], &["--set", more]].concat()).ok();
+    assert!(again("eval.bootstrap=60").stderr.contains("eval: finished earlier, skipped\n"));
+    let examples = again("eval.few_shot=1");
+    assert!(examples.stderr.contains("eval: running (eval.few_shot"), "{examples:#?}");
+    let none = again("eval.second_retrieval=none");
+    assert!(!none.stdout.contains("second retriever (lexical)"), "{none:#?}");
+}
+
+#[test]
+fn samples_are_the_same_in_each_run() {
+    let sampled = || {
+        let project = support::results::project();
+        let only = ["--set", "eval.systems=[\"sft\"]", "--set", "eval.best_of_n=4"];
+        project.querl(&["sft", "querl.toml"]).ok();
+        project.querl(&[&["eval", "querl.toml"], &only[..]].concat()).ok();
+        without_latency(&project.read("run/eval/records.jsonl"))
+    };
+    assert!(sampled() == sampled());
+}
+
 #[cfg(unix)]
 #[test]
 fn an_interrupt_stops_at_a_safe_point_with_code_130() {

@@ -3,8 +3,8 @@
 use super::document::{Document, Origin};
 use super::plugins::{StyleModelConfig, is_registry_reference};
 use super::rollout::{RolloutConfig, RolloutEngineKind, RolloutServerKind};
-use super::run::{Config, DeviceSetting};
-use super::schema::{Violation, wrong};
+use super::run::{Config, DeviceSetting, EVAL_SYSTEMS, SecondRetrieval};
+use super::schema::{Violation, or_list, wrong};
 use super::services::{EmbeddingKind, MappingConfig, RerankKind, RerankScores, ServiceKind};
 use super::sources::{EndpointConfig, JudgeConfig, JudgeForm, JudgeKind, RetrievalConfig, RetrievalKind, TeacherKind};
 use super::training::{AdvantageForm, TuningMethod};
@@ -180,6 +180,7 @@ fn paths(config: &mut Config) -> Vec<(String, PathKind, &mut PathBuf)> {
         ("plugins.style_model.path", &mut config.plugins.style_model.path),
         ("plugins.style_model.base", &mut config.plugins.style_model.base),
         ("plugins.style_model.audit", &mut config.plugins.style_model.audit),
+        ("eval.embedding_path", &mut config.eval.embedding_path),
     ];
     for (key, path) in models {
         paths.extend(path.as_mut().map(|path| (key.to_owned(), PathKind::ModelFolder, path)));
@@ -208,6 +209,7 @@ pub(super) fn check(config: &mut Config, unchecked: &[String]) -> Vec<Violation>
     check_training(config, &mut violations);
     check_rollout(config, &mut violations);
     check_systems(config, &mut violations);
+    check_second_retrieval(config, &mut violations);
     check_style_model(&config.plugins.style_model, &mut violations);
     if config.plugins.rewards.is_empty() {
         violations.push(Violation::of("plugins.rewards", "is empty; expected at least one reward"));
@@ -605,17 +607,39 @@ fn check_dual_clip(config: &Config, violations: &mut Vec<Violation>) {
 }
 
 fn check_systems(config: &Config, violations: &mut Vec<Violation>) {
-    const SYSTEMS: [&str; 4] = ["raw", "teacher", "sft", "rl"];
     let mut seen = BTreeSet::new();
     for (index, system) in config.eval.systems.iter().enumerate() {
         let key = format!("eval.systems[{index}]");
-        if !SYSTEMS.contains(&system.as_str()) {
-            violations.push(wrong_text(&key, system, "raw, teacher, sft or rl"));
+        if !EVAL_SYSTEMS.contains(&system.as_str()) {
+            violations.push(wrong_text(&key, system, &or_list(&EVAL_SYSTEMS)));
         } else if !seen.insert(system) {
             violations.push(Violation::new(&key, format!("eval.systems names {system} twice")));
         }
     }
     if config.eval.systems.is_empty() {
-        violations.push(Violation::of("eval.systems", "is empty; expected raw, teacher, sft or rl"));
+        violations.push(Violation::of("eval.systems", format!("is empty; expected {}", or_list(&EVAL_SYSTEMS))));
+    }
+    let n_samples = config.eval.best_of_n;
+    if n_samples == 1 || (n_samples == 0 && seen.iter().any(|system| *system == "best_of_n")) {
+        let problem = format!("is {n_samples}; the system best_of_n chooses among samples, expected at least 2");
+        violations.push(Violation::of("eval.best_of_n", problem));
+    }
+}
+
+fn check_second_retrieval(config: &Config, violations: &mut Vec<Violation>) {
+    let (key, kind) = ("eval.second_retrieval", config.eval.second_retrieval);
+    let is_asked = matches!(kind, SecondRetrieval::Lexical | SecondRetrieval::Semantic);
+    if is_asked && config.retrieval.knowledge_base.is_none() {
+        let problem =
+            "searches the passages of retrieval.knowledge_base, which is not set; name the file there, or use \"none\"";
+        violations.push(Violation::of(key, problem));
+    }
+    if kind == SecondRetrieval::Semantic && config.second_embedding_path().is_none() {
+        let problem = "the key eval.embedding_path is missing; eval.second_retrieval = \"semantic\" needs it";
+        violations.push(Violation::new("eval.embedding_path", problem));
+    }
+    if kind != SecondRetrieval::Semantic && config.eval.embedding_path.is_some() {
+        let problem = "is set; only eval.second_retrieval = \"semantic\" has a use for it, leave it out";
+        violations.push(Violation::of("eval.embedding_path", problem));
     }
 }

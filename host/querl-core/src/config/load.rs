@@ -557,7 +557,17 @@ path = "reward.wasm"
             (
                 "[model]",
                 "[eval]\nsystems = [\"raw\", \"gold\"]\n[model]",
-                r#"14: eval.systems[1] is "gold"; expected raw, teacher, sft or rl"#,
+                r#"14: eval.systems[1] is "gold"; expected raw, prompted, hyde, teacher, sft, best_of_n or rl"#,
+            ),
+            (
+                "[model]",
+                "[eval]\nsystems = [\"best_of_n\"]\nbest_of_n = 0\n[model]",
+                "15: eval.best_of_n is 0; the system best_of_n chooses among samples, expected at least 2",
+            ),
+            (
+                "[model]",
+                "[eval]\nsecond_retrieval = \"lexical\"\nembedding_path = \"tiny\"\n[model]",
+                "15: eval.embedding_path is set; only eval.second_retrieval = \"semantic\" has a use for it, leave it out",
             ),
         ];
         let rl_cases = rl_cases.map(|(to, expected)| ("gae_lambda = 0.95", to, expected));

@@ -41,8 +41,8 @@ pub use plugins::{
 };
 pub use rollout::{RolloutConfig, RolloutEngineKind, RolloutServerKind};
 pub use run::{
-    BaseDtype, Config, DataConfig, DatasetConfig, DeviceSetting, EvalConfig, ModelConfig, OnLeak, RewriteForm, TableFormat,
-    TextWidth, TrackerKind, TrackingConfig,
+    BaseDtype, Config, DataConfig, DatasetConfig, DeviceSetting, EVAL_SYSTEMS, EvalConfig, ModelConfig, OnLeak, PromptedWith,
+    RewriteForm, SecondRetrieval, TableFormat, TextWidth, TrackerKind, TrackingConfig,
 };
 pub use schema::{KeyInfo, json_schema, keys};
 pub use services::{

@@ -3,7 +3,7 @@
 use super::plugins::PluginsConfig;
 use super::rollout::RolloutConfig;
 use super::services::{CacheConfig, CallsConfig};
-use super::sources::{EndpointConfig, JudgeConfig, RetrievalConfig, TeacherConfig, TeacherKind};
+use super::sources::{EndpointConfig, JudgeConfig, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind};
 use super::training::{RlConfig, SftConfig};
 use crate::records::Split;
 use schemars::JsonSchema;
@@ -318,7 +318,8 @@ pub struct ModelConfig {
 section! {
     /// Evaluation.
     EvalConfig {
-        /// Any of `raw`, `teacher`, `sft`, `rl`.
+        /// Any of `raw` (the user's words), `prompted` and `hyde` (the base model without training: a rewrite, and a pseudo-answer as the
+        /// search text), `teacher`, `sft`, `best_of_n`, `rl`.
         systems: Vec<String> = ["raw", "teacher", "sft", "rl"].map(String::from).into(),
         /// Number of beams for the answers of trained models; 1 is greedy decoding.
         #[schemars(range(min = 1, max = 64))]
@@ -328,6 +329,79 @@ section! {
         bootstrap: usize = 2000,
         /// Number of example rewrites in the report.
         n_examples: usize = 20,
+        /// `prompted`: the prompt of the base model, that of the policy or that of the teacher.
+        prompted_with: PromptedWith = PromptedWith::Policy,
+        /// `prompted`: number of rewrites of the training split that the prompt shows as examples.
+        #[schemars(range(max = 64))]
+        few_shot: usize = 0,
+        /// Above 1: number of samples of the SFT model for each query in the system `best_of_n`. The sample with the highest mean
+        /// log-probability per token is the rewrite.
+        #[schemars(range(max = 1024))]
+        best_of_n: usize = 0,
+        /// Above 0: pass@k of `sft` and `rl` for k up to this number of samples for each query.
+        #[schemars(range(max = 1024))]
+        pass_at_k: usize = 0,
+        /// A retriever that training never asked, for the same rewrites: `lexical` (character n-grams), `semantic` (an embedding model) or
+        /// `none`. `auto` is `lexical` with the embedded index, else `none`.
+        second_retrieval: SecondRetrieval = SecondRetrieval::Auto,
+        /// `second_retrieval = "semantic"`: folder of the embedding model; by default `retrieval.embedding.path`.
+        embedding_path: Option<PathBuf> = None,
+    }
+}
+
+/// Systems that can be evaluated, in the order of the tables.
+pub const EVAL_SYSTEMS: [&str; 7] = ["raw", "prompted", "hyde", "teacher", "sft", "best_of_n", "rl"];
+
+impl EvalConfig {
+    /// Names of the systems to evaluate: `systems`, and `best_of_n` if its number of samples is set.
+    pub fn evaluated_systems(&self) -> Vec<&str> {
+        let mut systems: Vec<&str> = self.systems.iter().map(String::as_str).collect();
+        if self.best_of_n > 1 && !systems.contains(&"best_of_n") {
+            systems.push("best_of_n");
+        }
+        systems
+    }
+}
+
+/// Prompt of the system `prompted`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PromptedWith {
+    /// The policy's prompt: short.
+    #[default]
+    Policy,
+    /// The teacher's prompt: with the tenant's rules.
+    Teacher,
+}
+
+/// Kind of the retriever that only the evaluation uses.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum SecondRetrieval {
+    /// `lexical` with the embedded index, else `none`.
+    #[default]
+    Auto,
+    /// TF-IDF over character n-grams of the knowledge base.
+    Lexical,
+    /// Vectors of a local embedding model.
+    Semantic,
+    /// No second retriever.
+    None,
+}
+
+impl Config {
+    /// The kind of the second retriever, `auto` resolved.
+    pub fn second_retrieval(&self) -> SecondRetrieval {
+        match self.eval.second_retrieval {
+            SecondRetrieval::Auto if self.retrieval.kind == RetrievalKind::Embedded => SecondRetrieval::Lexical,
+            SecondRetrieval::Auto => SecondRetrieval::None,
+            kind => kind,
+        }
+    }
+
+    /// Folder of the embedding model of a semantic second retriever.
+    pub fn second_embedding_path(&self) -> Option<&Path> {
+        self.eval.embedding_path.as_deref().or(self.retrieval.embedding.path.as_deref())
     }
 }
 

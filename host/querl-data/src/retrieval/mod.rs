@@ -10,12 +10,14 @@ mod mapping;
 mod open;
 mod pricing;
 mod rerank;
+mod second;
 mod services;
 pub(crate) mod vocabulary;
 
 pub use embedded::EmbeddedRetriever;
 pub use embedding::TextEncoder;
 pub use open::{open_retrieval_backend, open_retriever};
+pub use second::SecondRetriever;
 pub use vocabulary::WordSegmenter;
 
 use crate::error::DataError;
@@ -166,7 +168,7 @@ pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
 
 impl Passage {
     /// Title and text.
-    pub(crate) fn full_text(&self) -> String {
+    pub fn full_text(&self) -> String {
         match self.title.as_str() {
             "" => self.text.clone(),
             title => format!("{title}\n{}", self.text),

@@ -114,6 +114,19 @@ impl<'a> Index<'a> {
             .collect()
     }
 
+    /// The values of a function of records.
+    pub(super) fn of_records(
+        &self,
+        system: &str,
+        value: impl Fn(&EvalRecord) -> Option<f64>,
+    ) -> Vec<(QueryKey<'a>, f64)> {
+        self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
+    }
+
+    pub(super) fn all_records(&self) -> impl Iterator<Item = &'a EvalRecord> {
+        self.by_system.values().flat_map(|records| records.values().copied())
+    }
+
     /// Share of distinct answers; `None` without an answer.
     pub(super) fn distinct(&self, system: &str) -> Option<f64> {
         let texts: Vec<&str> =

@@ -1,21 +1,33 @@
 //! Means, confidence intervals and paired differences of the systems, computed from the records of the evaluation stage.
 
+mod controls;
 mod index;
+
+pub use controls::{Controls, PassAtK, RewriteControls, SecondEvaluation};
 
 use crate::bootstrap::{Bootstrap, Interval};
 use crate::error::EvalError;
 use crate::metric::Metric;
 use index::{Index, QueryKey, StyleModel};
+use querl_core::config::EVAL_SYSTEMS;
 use querl_core::records::{EvalRecord, Split};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The systems that the pipeline evaluates, in the order of the tables. Other names follow them.
-pub const SYSTEMS: [&str; 4] = ["raw", "teacher", "sft", "rl"];
-
 /// Pairs of systems that are compared, as first minus second, in the order of the tables.
-pub const PAIRS: [(&str, &str); 5] =
-    [("rl", "sft"), ("rl", "teacher"), ("sft", "raw"), ("sft", "teacher"), ("teacher", "raw")];
+pub const PAIRS: [(&str, &str); 11] = [
+    ("rl", "sft"),
+    ("rl", "teacher"),
+    ("rl", "raw"),
+    ("rl", "prompted"),
+    ("rl", "hyde"),
+    ("rl", "best_of_n"),
+    ("sft", "raw"),
+    ("sft", "teacher"),
+    ("sft", "prompted"),
+    ("best_of_n", "sft"),
+    ("teacher", "raw"),
+];
 
 /// Whether the run has retrieval.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -65,7 +77,7 @@ pub struct Evaluation {
     /// Omitted for a run with retrieval.
     #[serde(default, skip_serializing_if = "Lookups::are_made")]
     pub lookups: Lookups,
-    /// By system: `raw`, `teacher`, `sft`, `rl`.
+    /// By system, of [`EVAL_SYSTEMS`].
     pub systems: BTreeMap<String, SystemEvaluation>,
     /// By pair: `rl-sft` is RL minus SFT. `None` for a metric that no query has for both systems.
     pub pairs: BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
@@ -75,6 +87,15 @@ pub struct Evaluation {
     /// The styles of the answers; omitted for a run without a style model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub style: Option<StyleEvaluation>,
+    /// The same rewrites on a second retriever; omitted without one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub second_retrieval: Option<SecondEvaluation>,
+    /// Length and words of the rewrites; omitted where no system has an answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub controls: Option<Controls>,
+    /// By system, those with samples; omitted without any.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub pass_at_k: BTreeMap<String, PassAtK>,
 }
 
 /// The metrics of one system.
@@ -199,7 +220,7 @@ impl Evaluation {
 
     pub(crate) fn systems_in_order(&self) -> Vec<(&str, &SystemEvaluation)> {
         let mut systems: Vec<_> = self.systems.iter().map(|(name, system)| (name.as_str(), system)).collect();
-        systems.sort_by_key(|(name, _)| SYSTEMS.iter().position(|known| known == name).unwrap_or(SYSTEMS.len()));
+        systems.sort_by_key(|(name, _)| order(name));
         systems
     }
 
@@ -209,6 +230,11 @@ impl Evaluation {
     ) -> impl Iterator<Item = (&'static str, &'static str, &BTreeMap<Metric, Option<Difference>>)> {
         PAIRS.iter().filter_map(|(first, second)| Some((*first, *second, self.pairs.get(&pair_name(first, second))?)))
     }
+}
+
+/// The place of a system in tables. Unknown names follow the known ones.
+fn order(system: &str) -> usize {
+    EVAL_SYSTEMS.iter().position(|known| *known == system).unwrap_or(EVAL_SYSTEMS.len())
 }
 
 fn pair_name(first: &str, second: &str) -> String {
@@ -238,6 +264,9 @@ fn pool(runs: &[Index<'_>], options: &EvalOptions) -> Result<Evaluation, EvalErr
         n_resamples: options.n_resamples,
         lookups: options.lookups,
         style: pooled.style(&systems, &pairs),
+        second_retrieval: pooled.second(&systems, &pairs),
+        controls: pooled.controls(&systems, &pairs),
+        pass_at_k: pooled.pass_at_k(&systems),
         systems: systems.iter().map(|system| ((*system).to_owned(), pooled.system(system, &components))).collect(),
         n_components_left_out,
         pairs: pairs.iter().map(|(first, second)| (pair_name(first, second), pooled.pair(first, second))).collect(),

@@ -1,8 +1,8 @@
 //! Rewrites of all systems side by side: selection of the queries, and the content of each.
 
-use crate::evaluation::SYSTEMS;
 use crate::metric::{Metric, answer, hits};
 use crate::table::system_title;
+use querl_core::config::EVAL_SYSTEMS;
 use querl_core::records::{EvalRecord, Hit};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -70,7 +70,7 @@ impl Examples {
 impl Example {
     fn new(records: &QueryRecords<'_>) -> Option<Self> {
         let query = &records.values().next()?.query;
-        let known = SYSTEMS.iter().filter_map(|system| Some((*system, *records.get(system)?)));
+        let known = EVAL_SYSTEMS.iter().filter_map(|system| Some((*system, *records.get(system)?)));
         Some(Self {
             row: query.row,
             query: query.original_query.clone(),

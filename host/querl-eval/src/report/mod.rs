@@ -5,11 +5,12 @@ mod examples;
 mod tables;
 
 use crate::error::EvalError;
-use crate::evaluation::Evaluation;
+use crate::evaluation::{Controls, Evaluation, SecondEvaluation};
 use crate::facts::{FunnelStep, RunFacts, StageTiming};
 use crate::metric::Metric;
 use crate::page::{self, charts};
 use crate::table::{failure_lines, system_title};
+use crate::verdict::rl_verdict;
 use querl_core::records::EvalRecord;
 use serde::Serialize;
 
@@ -52,12 +53,20 @@ struct Page {
     facts: Vec<(&'static str, String)>,
     stand_ins: Vec<String>,
     cautions: Vec<String>,
+    /// Whether RL earned its cost: one paragraph.
+    verdict: String,
     summary: Vec<String>,
     systems: tables::SystemsTable,
     components: tables::SystemsTable,
     n_components_left_out: usize,
     styles: tables::SystemsTable,
     style_shifts: tables::SystemsTable,
+    second_name: String,
+    second: tables::SystemsTable,
+    second_pairs: tables::SystemsTable,
+    controls: tables::SystemsTable,
+    length_matched: tables::SystemsTable,
+    pass_at_k: tables::SystemsTable,
     forests: Vec<charts::Forest>,
     curves: curves::Curves,
     funnel: Vec<tables::FunnelRow>,
@@ -69,6 +78,8 @@ struct Page {
 impl Page {
     fn new(input: &ReportInput<'_>) -> Self {
         let evaluation = input.evaluation;
+        let second = evaluation.second_retrieval.as_ref();
+        let length_matched = evaluation.controls.as_ref().map(|controls| &controls.length_matched);
         Self {
             tenant: input.facts.tenant.clone(),
             split: evaluation.split.name(),
@@ -77,12 +88,23 @@ impl Page {
             facts: facts(input),
             stand_ins: input.facts.stand_in_notes(),
             cautions: cautions(input),
+            verdict: rl_verdict(evaluation).join(" "),
             summary: summary(evaluation),
             systems: tables::systems(evaluation),
             components: tables::components(evaluation),
             n_components_left_out: evaluation.n_components_left_out,
             styles: tables::styles(evaluation),
             style_shifts: tables::style_shifts(evaluation),
+            second_name: second.map(|second| second.retriever.clone()).unwrap_or_default(),
+            second: tables::second(evaluation),
+            second_pairs: tables::differences(
+                evaluation,
+                second.map(|second| &second.pairs),
+                &SecondEvaluation::METRICS,
+            ),
+            controls: tables::controls(evaluation),
+            length_matched: tables::differences(evaluation, length_matched, &Controls::METRICS),
+            pass_at_k: tables::pass_at_k(evaluation),
             forests: charts::forests(evaluation),
             curves: curves::Curves::new(input.metrics, &input.facts.retrieval),
             funnel: tables::funnel(input.funnel),

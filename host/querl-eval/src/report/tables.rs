@@ -1,11 +1,12 @@
 //! The tables of the report: systems, reward components, styles, data flow, stage times.
 
 use crate::bootstrap::Interval;
-use crate::evaluation::{Evaluation, Lookups};
+use crate::evaluation::{Difference, Evaluation, Lookups, RewriteControls, SecondEvaluation};
 use crate::facts::{FunnelStep, StageTiming};
 use crate::metric::Metric;
 use crate::table::system_title;
 use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// One row per metric and one column per system, which fits a phone.
 #[derive(Debug, Serialize)]
@@ -70,8 +71,7 @@ pub(super) fn systems(evaluation: &Evaluation) -> SystemsTable {
 
 pub(super) fn components(evaluation: &Evaluation) -> SystemsTable {
     let systems = evaluation.systems_in_order();
-    let names: std::collections::BTreeSet<&String> =
-        systems.iter().flat_map(|(_, system)| system.components.keys()).collect();
+    let names: BTreeSet<&String> = systems.iter().flat_map(|(_, system)| system.components.keys()).collect();
     let rows = names.into_iter().map(|name| SystemsRow {
         label: name.clone(),
         explanation: String::new(),
@@ -131,6 +131,79 @@ pub(super) fn style_shifts(evaluation: &Evaluation) -> SystemsTable {
     let rows = rows.collect();
     let head = |(first, second): &(&str, &str)| format!("{} − {}", system_title(first), system_title(second));
     SystemsTable { heads: pairs.iter().map(head).collect(), rows }
+}
+
+/// Top-1 accuracy and MRR on the second retriever; no rows without one.
+pub(super) fn second(evaluation: &Evaluation) -> SystemsTable {
+    let row = |metric: Metric, second: &SecondEvaluation| SystemsRow {
+        label: metric.label().to_owned(),
+        explanation: metric.explanation().to_owned(),
+        cells: cells(evaluation, |name| Some(Cell::new(metric, (*second.systems.get(name)?.get(&metric)?)?))),
+    };
+    let second = evaluation.second_retrieval.iter();
+    let rows = second.flat_map(|second| SecondEvaluation::METRICS.map(|metric| row(metric, second)));
+    SystemsTable { heads: heads(evaluation), rows: rows.collect() }
+}
+
+/// Paired differences: one row for each metric that some pair has, one column for each pair. A star: the interval excludes 0.
+pub(super) fn differences(
+    evaluation: &Evaluation,
+    pairs: Option<&BTreeMap<String, BTreeMap<Metric, Option<Difference>>>>,
+    metrics: &[Metric],
+) -> SystemsTable {
+    let names: Vec<(&str, &str)> = evaluation.pairs_in_order().map(|(first, second, _)| (first, second)).collect();
+    let cell = |(first, second): &(&str, &str), metric: Metric| {
+        let found = (*pairs?.get(&format!("{first}-{second}"))?.get(&metric)?)?;
+        let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
+        let mark = if found.excludes_zero() { "*" } else { "" };
+        Some(Cell { mean: format!("{mean}{mark}"), interval: format!("[{low}, {high}] of {}", found.n) })
+    };
+    let rows = metrics.iter().map(|metric| SystemsRow {
+        label: metric.label().to_owned(),
+        explanation: String::new(),
+        cells: names.iter().map(|pair| cell(pair, *metric)).collect(),
+    });
+    let rows = rows.filter(|row| row.cells.iter().any(Option::is_some)).collect();
+    let head = |(first, second): &(&str, &str)| format!("{} − {}", system_title(first), system_title(second));
+    SystemsTable { heads: names.iter().map(head).collect(), rows }
+}
+
+/// Length and words of the rewrites; no rows where no system has an answer.
+pub(super) fn controls(evaluation: &Evaluation) -> SystemsTable {
+    let Some(controls) = &evaluation.controls else { return SystemsTable { heads: Vec::new(), rows: Vec::new() } };
+    let row =
+        |label: &str, explanation: &str, metric: Metric, part: fn(&RewriteControls) -> Option<Interval>| SystemsRow {
+            label: label.to_owned(),
+            explanation: explanation.to_owned(),
+            cells: cells(evaluation, |name| Some(Cell::new(metric, part(controls.systems.get(name)?)?))),
+        };
+    let rows = vec![
+        row("characters", "mean length of a rewrite", Metric::LatencyMs, |found| found.n_chars),
+        row("kept words %", "share of the query's words in the rewrite", Metric::Top1, |found| found.kept_terms),
+        row(
+            "new gold words %",
+            "share of the rewrite's words that a gold passage has and the query has not",
+            Metric::Top1,
+            |found| found.new_gold_terms,
+        ),
+    ];
+    SystemsTable { heads: heads(evaluation), rows }
+}
+
+/// One row for each k; no rows without samples.
+pub(super) fn pass_at_k(evaluation: &Evaluation) -> SystemsTable {
+    let ks: BTreeSet<usize> = evaluation.pass_at_k.values().flat_map(|found| found.k.keys().copied()).collect();
+    let row = |k: usize| SystemsRow {
+        label: format!("pass@{k} %"),
+        explanation: String::new(),
+        cells: cells(evaluation, |name| Some(Cell::new(Metric::Top1, *evaluation.pass_at_k.get(name)?.k.get(&k)?))),
+    };
+    SystemsTable { heads: heads(evaluation), rows: ks.into_iter().map(row).collect() }
+}
+
+/// A cell for each system, by its name.
+fn cells(evaluation: &Evaluation, cell: impl Fn(&str) -> Option<Cell>) -> Vec<Option<Cell>> {
+    evaluation.systems_in_order().into_iter().map(|(name, _)| cell(name)).collect()
 }
 
 fn heads(evaluation: &Evaluation) -> Vec<String> {

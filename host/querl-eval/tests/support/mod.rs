@@ -57,6 +57,9 @@ pub(crate) fn answer(rewrite: &str, hits: Vec<Hit>) -> SystemAnswer {
         latency_ms: None,
         cost: None,
         audit_style: None,
+        second_retrieval: None,
+        new_gold_terms: None,
+        samples: None,
     }
 }
 

@@ -230,6 +230,24 @@ impl Scorer {
         Ok(Scores { scored, by_reward, timings })
     }
 
+    /// Hits of each text, which is not blank, as the rewrite of its query. Without retrieval there are none.
+    pub(crate) fn hits_of(
+        &self,
+        texts: &[(&QueryRow, &str)],
+    ) -> Result<Vec<Result<Vec<Hit>, CallFailure>>, EnvironmentError> {
+        if self.services.retriever.is_none() {
+            return Ok(vec![Ok(Vec::new()); texts.len()]);
+        }
+        let contexts: Vec<Context> = texts.iter().map(|(query, _)| query.context()).collect();
+        let key = |((query, rewrite), context)| CallKey { query, context, rewrite, against: None };
+        let keys: Vec<CallKey<'_>> = texts.iter().copied().zip(&contexts).map(key).collect();
+        let looked_up = self.hits.look_up(&keys);
+        let (answers, _) = self.runtime.block_on(self.ask_retriever(&looked_up.new));
+        let hits = self.hits.complete(looked_up, answers);
+        check_services(&hits)?;
+        Ok(hits.into_iter().map(|hits| hits.map_err(CallError::into_failure)).collect())
+    }
+
     /// Adds hits and judgements that are not cached. For each episode the failure of a required call that exceeded the deadline.
     fn ask(
         &self,
@@ -327,10 +345,7 @@ impl Scorer {
             step: request.step,
             split: Some(request.split),
             query: query.original_query.clone(),
-            context: Context {
-                user_profile: query.user_profile.clone(),
-                history_summary: query.history_summary.clone(),
-            },
+            context: query.context(),
             gold_ids: query.gold_ids.clone(),
             columns: request.columns.clone(),
             prompt: request.prompt.map(<[Message]>::to_vec),

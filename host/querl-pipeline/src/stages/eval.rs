@@ -2,13 +2,15 @@
 
 use super::stage::{self, Done, Stage};
 use crate::environment::{Baselines, RowColumns, Scorer};
-use crate::evaluation::{Evaluated, Evaluation, System, evaluate_system, n_failed};
+use crate::evaluation::{Evaluated, Evaluation, ResponseReading, System, evaluate_system, n_failed};
+use crate::failure::Stop;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of, teacher_name};
 use crate::report::Names;
 use crate::run::Run;
-use crate::training::{self, Base};
+use crate::training::{self, Base, LocalModel};
+use crate::{pass_at_k, second_retrieval, untrained};
 use anyhow::Context;
-use querl_core::config::{Config, RlConfig};
+use querl_core::config::{Config, RetrievalKind, RlConfig, SecondRetrieval};
 use querl_core::fsx::write_jsonl;
 use querl_core::ports::{Progress, StyleModel};
 use querl_core::records::{DatasetRow, EvalRecord, QueryRow, Split, SystemAnswer};
@@ -26,7 +28,8 @@ impl Stage for Eval {
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         // The other keys of the section concern the metrics, which are computed again each time.
-        inputs.text("eval.systems", run.config.eval.systems.join(" "));
+        inputs.text("eval.systems", run.config.eval.evaluated_systems().join(" "));
+        add_comparisons(&mut inputs, run, ledger)?;
         add_decoding(&mut inputs, &run.config)?;
         stage::add_scoring(&mut inputs, run)?;
         stage::add_audit(&mut inputs, run)?;
@@ -47,9 +50,19 @@ impl Stage for Eval {
         for stage in trained(&run.config) {
             Base::of(&run.config, &run.dir, stage)?;
         }
+        let systems = run.config.eval.evaluated_systems();
+        if systems.iter().all(|system| matches!(*system, "raw" | "teacher")) {
+            return Ok(Facts::default());
+        }
+        let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
         if !trained(&run.config).is_empty() {
-            let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
             training::check_prompts(run, Split::Test, &rows)?;
+        }
+        for system in systems {
+            if let Some(rows) = own_rows(run, system, &rows)? {
+                let checked = training::check_prompts(run, Split::Test, &rows);
+                checked.with_context(|| format!("eval.systems, {system}"))?;
+            }
         }
         Ok(Facts::default())
     }
@@ -93,26 +106,95 @@ pub(crate) fn add_decoding(inputs: &mut Inputs, config: &Config) -> anyhow::Resu
     inputs.model("model", &config.model.path).map(drop)
 }
 
+/// What only the untrained systems, samples and the second retriever depend on. The retriever's passages are an input in any case.
+fn add_comparisons(inputs: &mut Inputs, run: &Run, ledger: &Ledger) -> anyhow::Result<()> {
+    let (eval, rl) = (&run.config.eval, &run.config.rl);
+    if eval.evaluated_systems().contains(&"prompted") {
+        inputs.text("eval.prompted_with", format!("{:?}", eval.prompted_with)).text("eval.few_shot", eval.few_shot);
+        if eval.few_shot > 0 {
+            inputs.made_by(ledger, StageName::Convert, &run.dir.split(Split::Train))?;
+        }
+    }
+    if eval.best_of_n > 1 || eval.pass_at_k > 0 {
+        inputs.text("eval.best_of_n", eval.best_of_n).text("eval.pass_at_k", eval.pass_at_k);
+        inputs.text("rl.temperature", rl.temperature).text("rl.top_k", rl.top_k).text("rl.top_p", rl.top_p);
+        inputs.text("seed", run.config.seed);
+    }
+    let second = run.config.second_retrieval();
+    if second != SecondRetrieval::None {
+        inputs.text("eval.second_retrieval", format!("{second:?}"));
+    }
+    match run.config.second_embedding_path().filter(|_| second == SecondRetrieval::Semantic) {
+        Some(path) => inputs.model("second embedding model", path).map(drop),
+        None => Ok(()),
+    }
+}
+
+/// Rows with the prompts of a system that is not asked with the policy's.
+fn own_rows(run: &Run, system: &str, rows: &[DatasetRow]) -> anyhow::Result<Option<Vec<DatasetRow>>> {
+    match system {
+        "prompted" => Ok(Some(untrained::prompted_rows(run, rows)?)),
+        "hyde" => Ok(Some(untrained::hyde_rows(rows))),
+        _ => Ok(None),
+    }
+}
+
+/// The model that answers for a system, and how; `None` for systems whose rewrites are known.
+fn model_of<'a>(run: &'a Run, system: &str) -> Result<Option<(LocalModel<'a>, &'static str, ResponseReading)>, Stop> {
+    let parsed = |model, name| Some((model, name, ResponseReading::Parsed));
+    Ok(match system {
+        "prompted" => parsed(training::untrained(run, "prompted"), "prompted"),
+        "hyde" => Some((training::untrained(run, "hyde"), "hyde", ResponseReading::Verbatim)),
+        "best_of_n" => {
+            let model = training::generator(run, StageName::Sft)?;
+            parsed(model.sampled("best_of_n", run.config.eval.best_of_n), "best_of_n")
+        }
+        "sft" => parsed(training::generator(run, StageName::Sft)?, "sft"),
+        "rl" => parsed(training::generator(run, StageName::Rl)?, "rl"),
+        _ => None,
+    })
+}
+
 fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Evaluated> {
     let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
     let baselines = Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind);
     let columns = RowColumns::read(scorer.rewards(), &run.config.data, &rows)?;
-    let evaluation = Evaluation { rows: &rows, columns: &columns, baselines: &baselines, scorer: &scorer };
     let mut all = Evaluated::default();
-    for name in &run.config.eval.systems {
-        let stage = trained(&run.config).into_iter().find(|stage| stage.as_str() == name);
-        let generator = stage.map(|stage| training::generator(run, stage)).transpose()?;
-        let system = match (&generator, stage, name.as_str()) {
-            (Some(generator), Some(stage), _) => System::Model { name: stage.as_str(), generator: generator.as_ref() },
-            (_, _, "teacher") => System::Teacher,
-            _ => System::Raw,
+    for name in run.config.eval.evaluated_systems() {
+        let own_rows = own_rows(run, name, &rows)?;
+        let rows = own_rows.as_deref().unwrap_or(&rows);
+        let evaluation = Evaluation { rows, columns: &columns, baselines: &baselines, scorer: &scorer };
+        let model = model_of(run, name)?;
+        let system = match (&model, name) {
+            (Some((generator, name, reading)), _) => System::Model { name: *name, generator, reading: *reading },
+            (None, "teacher") => System::Teacher,
+            (None, _) => System::Raw,
         };
-        let evaluated = evaluate_system(&system, &evaluation, progress)?;
+        let mut evaluated = evaluate_system(&system, &evaluation, progress)?;
+        add_samples(run, name, &evaluation, &mut evaluated.records, progress)?;
         all.records.extend(evaluated.records);
         evaluated.unscored.into_iter().for_each(|(code, n)| *all.unscored.entry(code).or_default() += n);
     }
+    second_retrieval::add(run, &mut all.records, progress)?;
     audit(run, &mut all.records, progress);
     Ok(all)
+}
+
+/// Samples for pass@k of a trained system, if they are configured and retrieval can find gold passages.
+fn add_samples(
+    run: &Run,
+    system: &str,
+    evaluation: &Evaluation<'_>,
+    records: &mut [EvalRecord],
+    progress: &dyn Progress,
+) -> anyhow::Result<()> {
+    let n_samples = run.config.eval.pass_at_k;
+    let stage = [StageName::Sft, StageName::Rl].into_iter().find(|stage| stage.as_str() == system);
+    let Some(stage) = stage.filter(|_| n_samples > 0 && run.config.retrieval.kind != RetrievalKind::None) else {
+        return Ok(());
+    };
+    let model = training::generator(run, stage)?.sampled(stage.as_str(), n_samples);
+    pass_at_k::add(&model, evaluation.rows, records, evaluation.scorer, progress)
 }
 
 /// Classifies every response with the second style model, if there is one. A failed classification leaves the field empty.
@@ -137,6 +219,10 @@ fn audit(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress) {
 
 /// The training stages whose models are to be evaluated.
 fn trained(config: &Config) -> Vec<StageName> {
-    let wanted = |stage: &StageName| config.eval.systems.iter().any(|system| system == stage.as_str());
-    [StageName::Sft, StageName::Rl].into_iter().filter(wanted).collect()
+    let systems = config.eval.evaluated_systems();
+    let is_evaluated = |stage: &StageName| {
+        let takes_samples = *stage == StageName::Sft && systems.contains(&"best_of_n");
+        takes_samples || systems.contains(&stage.as_str())
+    };
+    [StageName::Sft, StageName::Rl].into_iter().filter(is_evaluated).collect()
 }

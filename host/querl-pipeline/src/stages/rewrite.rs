@@ -294,7 +294,7 @@ fn generate_portion(
     let limits = RlConfig { max_new_tokens, min_new_tokens: 0, ..run.config.rl.clone() };
     let model = ModelConfig { path: model_folder(run)?.to_owned(), ..run.config.model.clone() };
     let adapter = config.adapter_path.clone();
-    let job = GenerateJob { model, adapter, prompts, n_beams: 1, limits, batch_size: N_ROWS_AT_ONCE };
+    let job = GenerateJob { model, adapter, prompts, n_beams: 1, samples: None, limits, batch_size: N_ROWS_AT_ONCE };
     let mut places = places.into_iter();
     let mut take = |responses: Vec<GeneratedResponse>| -> anyhow::Result<()> {
         for response in responses {

@@ -104,7 +104,7 @@ pub struct RlJob {
     pub output_dir: PathBuf,
 }
 
-/// Greedy or beam-search responses of `model`.
+/// Greedy, beam-search or sampled responses of `model`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GenerateJob {
@@ -112,14 +112,34 @@ pub struct GenerateJob {
     pub model: ModelConfig,
     /// `None`: the bare base.
     pub adapter: Option<PathBuf>,
-    /// One conversation per response.
+    /// The conversations to respond to.
     pub prompts: Vec<Vec<Message>>,
     /// Beam width of beam search; 1 is greedy decoding.
     pub n_beams: usize,
-    /// Limits and stop strings, as in training.
+    /// Samples in place of the one response per prompt that greedy decoding or beam search gives.
+    #[serde(default)]
+    pub samples: Option<SampleSettings>,
+    /// Limits and stop strings, as in training; of samples also temperature, `top_k` and `top_p`.
     pub limits: RlConfig,
-    /// Responses per call of the response callback.
+    /// Prompts per call of the response callback.
     pub batch_size: usize,
+}
+
+impl GenerateJob {
+    /// Responses per prompt.
+    pub fn n_per_prompt(&self) -> usize {
+        self.samples.map_or(1, |samples| samples.n_per_prompt)
+    }
+}
+
+/// Sampling of several responses per prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SampleSettings {
+    /// At least 1.
+    pub n_per_prompt: usize,
+    /// Each prompt has a stream of its own.
+    pub seed: u64,
 }
 
 /// One response and its latency.
@@ -132,8 +152,11 @@ pub struct GeneratedResponse {
     pub n_tokens: u32,
     /// Reached the token limit.
     pub truncated: bool,
-    /// Wall-clock time of the response, in milliseconds; `None` where other ranks used the same CPU meanwhile.
+    /// Wall-clock time of all responses to the prompt, in milliseconds; `None` where other ranks used the same CPU meanwhile.
     pub latency_ms: Option<f64>,
+    /// Mean log-probability of its tokens in nats, at the temperature of the limits; `None` without tokens.
+    #[serde(default)]
+    pub mean_logprob: Option<f64>,
 }
 
 /// What a job calls while it runs. Calls come from several threads.
@@ -158,7 +181,7 @@ pub struct Environments<'a> {
     pub rollouts: Option<&'a dyn RolloutEngine>,
 }
 
-/// Receives the next responses of a generation, in the order of the prompts.
+/// Receives the next responses of a generation, in the order of the prompts; all samples of a prompt follow each other.
 pub type ResponseCallback<'a> = dyn FnMut(Vec<GeneratedResponse>) -> Result<(), CallbackError> + Send + 'a;
 
 /// Discards metrics.

@@ -11,8 +11,8 @@ use querl_core::config::{ModelConfig, SftConfig, TuningMethod};
 use querl_core::ports::{Environment, EnvironmentError, PolicyResponse, Progress, ScoredResponses, Silent};
 use querl_core::records::Message;
 use querl_model::{
-    ComputeDevice, Decoder, Decoding, Engine, EngineSettings, GenerationRequest, LoraAdapter, LoraSettings, Mesh,
-    ModelError, Modules, PrefixLife, RankFailure, Ranks, SamplingSettings, TextTokenizer, Weights, run_ranks,
+    ComputeDevice, Decoder, Decoding, Engine, EngineSettings, Generated, GenerationRequest, LoraAdapter, LoraSettings,
+    Mesh, ModelError, Modules, PrefixLife, RankFailure, Ranks, SamplingSettings, TextTokenizer, Weights, run_ranks,
 };
 use std::path::Path;
 use std::sync::Mutex;
@@ -113,7 +113,7 @@ pub fn run_generate(
     on_each_rank(resources, &job.model, |rank| {
         let decoder = rank.load_decoder(Weights::Frozen)?;
         let adapter = job.adapter.as_deref().map(|path| load_adapter(path, &decoder)).transpose()?;
-        let decoding = Decoding::with_beams(job.n_beams);
+        let decoding = job.samples.map_or_else(|| Decoding::with_beams(job.n_beams), |_| Decoding::Sample);
         let tokenizer = TextTokenizer::load(&job.model.path)?;
         // No prefix is cached between prompts: each response takes as long as it would alone.
         let settings =
@@ -122,8 +122,17 @@ pub fn run_generate(
         engine.set_policy(adapter.as_ref(), 0)?;
         let has_own_device = rank.device != Device::Cpu || rank.mesh.all.world_size() == 1;
         let sampling = rl::sampling(&job.limits);
-        let mut generator = Generator { engine, tokenizer, decoding, sampling, measures_latency: has_own_device };
-        for prompts in job.prompts.chunks(job.batch_size.max(1)) {
+        let mut generator = Generator {
+            engine,
+            tokenizer,
+            decoding,
+            sampling,
+            n_per_prompt: job.n_per_prompt(),
+            seed: job.samples.map_or(0, |samples| samples.seed),
+            measures_latency: has_own_device,
+        };
+        let numbered: Vec<(u64, &Vec<Message>)> = (0..).zip(&job.prompts).collect();
+        for prompts in numbered.chunks(job.batch_size.max(1)) {
             if rank.mesh.all.any(callbacks.stop.load(Ordering::Relaxed))? {
                 let message = "interrupted; finished work is saved, run the same command to resume".into();
                 return Err(Failure { kind: FailureKind::Interrupted, message }.into());
@@ -142,34 +151,50 @@ struct Generator<'a> {
     tokenizer: TextTokenizer,
     decoding: Decoding,
     sampling: SamplingSettings,
+    n_per_prompt: usize,
+    seed: u64,
     measures_latency: bool,
 }
 
 impl Generator<'_> {
-    /// Responses to all prompts, divided over the ranks.
-    fn respond_all(&mut self, ranks: &Ranks, prompts: &[Vec<Message>]) -> Result<Vec<GeneratedResponse>, ModelError> {
+    /// Responses to all prompts, divided over the ranks; those to one prompt follow each other. A prompt's number seeds its samples.
+    fn respond_all(
+        &mut self,
+        ranks: &Ranks,
+        prompts: &[(u64, &Vec<Message>)],
+    ) -> Result<Vec<GeneratedResponse>, ModelError> {
         let mine = prompts.iter().skip(ranks.rank()).step_by(ranks.world_size());
-        let mine = mine.map(|prompt| self.respond(prompt)).collect::<Result<Vec<_>, _>>()?;
+        let mine = mine.map(|(number, prompt)| self.respond(*number, prompt)).collect::<Result<Vec<_>, _>>()?;
         let all = ranks.all_gather(mine)?;
-        let response = |index: usize| all[index % all.len()][index / all.len()].clone();
-        Ok((0..prompts.len()).map(response).collect())
+        let responses = |index: usize| all[index % all.len()][index / all.len()].clone();
+        Ok((0..prompts.len()).flat_map(responses).collect())
     }
 
     /// One prompt at a time: the latency is what a single user would wait.
-    fn respond(&mut self, messages: &[Message]) -> Result<GeneratedResponse, ModelError> {
+    fn respond(&mut self, number: u64, messages: &[Message]) -> Result<Vec<GeneratedResponse>, ModelError> {
         let started = Instant::now();
         let prompt = self.tokenizer.encode_prompt(messages)?;
-        let request = GenerationRequest { prompt: &prompt, seed: 0, n: 1 };
+        let seed = self.seed.wrapping_add(number);
+        let request = GenerationRequest { prompt: &prompt, seed, n: self.n_per_prompt };
         let generated = self.engine.generate(&[request], self.decoding, &self.sampling, &self.tokenizer)?;
-        let generated = generated.into_iter().flatten().next().expect("one response for the one request");
-        let text = self.tokenizer.decode(&generated.token_ids)?;
-        Ok(GeneratedResponse {
+        let texts = |generated: Generated| Ok((self.tokenizer.decode(&generated.token_ids)?, generated));
+        let decoded = generated.into_iter().flatten().map(texts).collect::<Result<Vec<_>, ModelError>>()?;
+        let latency_ms = self.measures_latency.then(|| started.elapsed().as_secs_f64() * 1e3);
+        let response = |(text, generated): (String, Generated)| GeneratedResponse {
             text: self.sampling.before_stop(&text).to_owned(),
             n_tokens: generated.token_ids.len() as u32,
             truncated: generated.truncated,
-            latency_ms: self.measures_latency.then(|| started.elapsed().as_secs_f64() * 1e3),
-        })
+            latency_ms,
+            mean_logprob: mean(&generated.logprobs),
+        };
+        Ok(decoded.into_iter().map(response).collect())
     }
+}
+
+/// `None` for no numbers, or a mean that is not finite.
+fn mean(numbers: &[f32]) -> Option<f64> {
+    let sum: f64 = numbers.iter().map(|number| f64::from(*number)).sum();
+    Some(sum / numbers.len() as f64).filter(|mean| mean.is_finite())
 }
 
 struct Rank<'a> {

@@ -1,0 +1,216 @@
+//! Whether reinforcement learning earned its cost: three sentences at the top of every report.
+
+use crate::evaluation::{Difference, Evaluation};
+use crate::metric::Metric;
+
+/// The metrics that decide, the first that a comparison of RL has: found passages come before rewards, which training optimises.
+const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeScore, Metric::Reward];
+
+/// What RL is compared with.
+const RIVALS: [(&str, &str); 3] = [("raw", "the raw queries"), ("sft", "SFT"), ("teacher", "the teacher")];
+
+/// RL against one other system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Better,
+    Worse,
+    /// The interval includes 0.
+    NotShown,
+    /// The evaluation lacks one of the two.
+    Missing,
+}
+
+impl Outcome {
+    fn of(difference: Option<Difference>) -> Self {
+        match difference {
+            None => Self::Missing,
+            Some(found) if found.low > 0.0 => Self::Better,
+            Some(found) if found.high < 0.0 => Self::Worse,
+            Some(_) => Self::NotShown,
+        }
+    }
+}
+
+/// Three sentences: RL against the raw queries, SFT and the teacher; the same on the second retriever; whether RL earned its cost. Empty for
+/// an evaluation without RL or without anything to compare it with.
+pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
+    let found = |rival: &str, metric: Metric| {
+        evaluation.pairs.get(&format!("rl-{rival}")).and_then(|pair| pair.get(&metric).copied().flatten())
+    };
+    let has_rivals = |metric: &Metric| RIVALS.iter().any(|(rival, _)| found(rival, *metric).is_some());
+    let Some(metric) = DECISIVE.into_iter().find(has_rivals) else { return Vec::new() };
+    let first = format!("By {}, RL {}.", metric.label(), comparisons(metric, &|rival: &str| found(rival, metric)));
+    let second = evaluation.second_retrieval.as_ref();
+    let on_second = |rival: &str| {
+        second.and_then(|second| second.pairs.get(&format!("rl-{rival}"))?.get(&Metric::Top1).copied().flatten())
+    };
+    let is_compared = RIVALS.iter().any(|(rival, _)| on_second(rival).is_some());
+    let elsewhere = match second.filter(|_| is_compared) {
+        Some(second) => format!(
+            "On a second retriever ({}), which training never asked, RL {}.",
+            second.retriever,
+            comparisons(Metric::Top1, &on_second)
+        ),
+        None => "No second retriever was asked, so it is not known whether this holds on another one.".to_owned(),
+    };
+    let [raw, sft] = ["raw", "sft"].map(|rival| Outcome::of(found(rival, metric)));
+    vec![first, elsewhere, conclusion(raw, sft, Outcome::of(on_second("sft"))).to_owned()]
+}
+
+/// `is better than SFT (+20.5 [+5.4, +34.0]), and not shown to differ from the teacher (+1.0 [-3.0, +5.0])`.
+fn comparisons(metric: Metric, found: &dyn Fn(&str) -> Option<Difference>) -> String {
+    let phrase = |(rival, name): (&str, &str)| {
+        let difference = found(rival);
+        let figures = difference.map(|found| {
+            let [mean, low, high] = [found.mean, found.low, found.high].map(|value| metric.format_signed(value));
+            format!(" ({mean} [{low}, {high}])")
+        });
+        let figures = figures.unwrap_or_default();
+        match Outcome::of(difference) {
+            Outcome::Better => format!("is better than {name}{figures}"),
+            Outcome::Worse => format!("is worse than {name}{figures}"),
+            Outcome::NotShown => format!("is not shown to differ from {name}{figures}"),
+            Outcome::Missing => format!("was not compared with {name}"),
+        }
+    };
+    let [raw, sft, teacher] = RIVALS.map(phrase);
+    format!("{raw}, {sft}, and {teacher}")
+}
+
+/// From RL against the raw queries and SFT, and RL against SFT on the second retriever.
+fn conclusion(raw: Outcome, sft: Outcome, sft_on_second: Outcome) -> &'static str {
+    use Outcome::{Better, Missing, NotShown, Worse};
+    match (raw, sft, sft_on_second) {
+        (Worse, _, _) => "RL did not earn its cost: the queries as users write them do better.",
+        (_, Worse, _) => "RL did not earn its cost: SFT alone does better.",
+        (Better, Better, Better) => "RL earned its cost: it adds to SFT on both retrievers.",
+        (Better, Better, Worse) => {
+            "RL did not earn its cost: it learned the retriever of its training, and loses to SFT on another one."
+        }
+        (Better, Better, NotShown) => {
+            "RL earned its cost on the retriever of its training alone: on another one no gain over SFT is shown."
+        }
+        (Better, Better, Missing) => "RL earned its cost on the retriever of its training.",
+        (NotShown | Missing, Better, _) => {
+            "It is not shown that RL earned its cost: it adds to SFT, but not shown to the queries as users write them."
+        }
+        (Better, NotShown | Missing, _) => {
+            "It is not shown that RL earned its cost: it is better than the raw queries, but not shown to be better than SFT alone."
+        }
+        (NotShown | Missing, NotShown | Missing, _) => {
+            "It is not shown that RL earned its cost: no gain over the raw queries or over SFT is shown."
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::Outcome::{Better, Missing, NotShown, Worse};
+    use super::*;
+    use crate::evaluation::{Lookups, SecondEvaluation};
+    use querl_core::records::Split;
+    use std::collections::BTreeMap;
+
+    fn difference(outcome: Outcome) -> Option<Difference> {
+        let of = |mean, low, high| Some(Difference { mean, low, high, n: 40 });
+        match outcome {
+            Better => of(0.2, 0.1, 0.3),
+            Worse => of(-0.2, -0.3, -0.1),
+            NotShown => of(0.01, -0.1, 0.12),
+            Missing => None,
+        }
+    }
+
+    fn pairs(metric: Metric, outcomes: [Outcome; 3]) -> BTreeMap<String, BTreeMap<Metric, Option<Difference>>> {
+        let pair = |(rival, outcome): (&str, Outcome)| {
+            let found = difference(outcome).map(|found| [(metric, Some(found))].into());
+            Some((format!("rl-{rival}"), found?))
+        };
+        ["raw", "sft", "teacher"].into_iter().zip(outcomes).filter_map(pair).collect()
+    }
+
+    fn evaluation(metric: Metric, outcomes: [Outcome; 3], second: Option<[Outcome; 3]>) -> Evaluation {
+        let second = second.map(|outcomes| SecondEvaluation {
+            retriever: "lexical".into(),
+            systems: BTreeMap::new(),
+            pairs: pairs(Metric::Top1, outcomes),
+        });
+        Evaluation {
+            split: Split::Test,
+            n: 40,
+            n_groups: 40,
+            n_gold: 40,
+            seed: 42,
+            n_resamples: 200,
+            lookups: Lookups::Made,
+            systems: BTreeMap::new(),
+            pairs: pairs(metric, outcomes),
+            n_components_left_out: 0,
+            style: None,
+            second_retrieval: second,
+            controls: None,
+            pass_at_k: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn three_sentences_name_each_comparison_with_its_interval() {
+        let sentences =
+            rl_verdict(&evaluation(Metric::Top1, [Better, NotShown, Worse], Some([Better, Worse, Missing])));
+        let expected = [
+            "By top-1 %, RL is better than the raw queries (+20.0 [+10.0, +30.0]), is not shown to differ from SFT \
+             (+1.0 [-10.0, +12.0]), and is worse than the teacher (-20.0 [-30.0, -10.0]).",
+            "On a second retriever (lexical), which training never asked, RL is better than the raw queries \
+             (+20.0 [+10.0, +30.0]), is worse than SFT (-20.0 [-30.0, -10.0]), and was not compared with the teacher.",
+            "It is not shown that RL earned its cost: it is better than the raw queries, but not shown to be better than SFT alone.",
+        ];
+        assert_eq!(sentences, expected);
+    }
+
+    #[test]
+    fn without_gold_passages_another_metric_decides() {
+        let by = |metric| rl_verdict(&evaluation(metric, [Better, Better, Missing], None)).swap_remove(0);
+        assert!(by(Metric::Top1Score).starts_with("By top-1 score, RL is better than the raw queries (+0.200 ["));
+        assert!(by(Metric::JudgeScore).starts_with("By judge (0-5), RL "));
+        assert!(by(Metric::Reward).ends_with(", and was not compared with the teacher."));
+    }
+
+    #[test]
+    fn nothing_is_concluded_without_a_comparison_of_rl() {
+        assert!(rl_verdict(&evaluation(Metric::Top1, [Missing; 3], None)).is_empty());
+        assert!(rl_verdict(&evaluation(Metric::LatencyMs, [Better; 3], None)).is_empty());
+    }
+
+    #[test]
+    fn second_sentence_says_where_no_second_retriever_was_asked() {
+        let expected = "No second retriever was asked, so it is not known whether this holds on another one.";
+        for second in [None, Some([Missing; 3])] {
+            assert_eq!(rl_verdict(&evaluation(Metric::Top1, [Better; 3], second))[1], expected);
+        }
+    }
+
+    #[test]
+    fn every_combination_has_its_conclusion() {
+        let of = conclusion;
+        let all = [Better, Worse, NotShown, Missing];
+        for (one, other) in all.into_iter().flat_map(|one| all.map(|other| (one, other))) {
+            assert!(of(Worse, one, other).starts_with("RL did not earn its cost: the queries as users write them"));
+            if one != Worse {
+                assert!(of(one, Worse, other).starts_with("RL did not earn its cost: SFT alone"));
+            }
+        }
+        assert_eq!(of(Better, Better, Better), "RL earned its cost: it adds to SFT on both retrievers.");
+        assert!(of(Better, Better, Worse).contains("did not earn its cost: it learned the retriever"));
+        assert!(of(Better, Better, NotShown).starts_with("RL earned its cost on the retriever of its training alone"));
+        assert_eq!(of(Better, Better, Missing), "RL earned its cost on the retriever of its training.");
+        for open in [NotShown, Missing] {
+            for second in all {
+                assert!(of(open, Better, second).contains("not shown that RL earned its cost: it adds to SFT"));
+                assert!(of(Better, open, second).contains("not shown to be better than SFT alone"));
+                assert!(of(open, open, second).contains("no gain over the raw queries or over SFT"));
+                assert!(of(NotShown, open, second).contains("no gain over the raw queries or over SFT"));
+            }
+        }
+    }
+}
