@@ -2,8 +2,8 @@
 //!
 //! Input: the records of the evaluation stage (one per system and query), training metrics and facts about the run. Output, as values
 //! and strings: the contents of `eval.json`, a table for a terminal and a page for a browser. In addition: the comparison of two
-//! rewards on recorded episodes ([`replay()`]), and the metrics of a classifier ([`classification`]). This crate must not depend on
-//! models, plugins, services and files; its callers read and write.
+//! rewards on recorded episodes ([`replay()`]), the audit of a training for reward hacking ([`audit()`]), and the metrics of a
+//! classifier ([`classification`]). This crate must not depend on models, plugins, services and files; its callers read and write.
 //!
 //! 1. **A failure is not a score.** A record without an answer, or with a failed retrieval, counts as a miss for top-1 accuracy and
 //!    MRR, since leaving it out would favour the system. It does not count in the other means, and is reported.
@@ -12,6 +12,7 @@
 //! 3. **Systems are compared on the same queries.** A [`Difference`] is the mean over the queries that have a value for both; its
 //!    interval is much narrower than the intervals of the two systems suggest.
 
+mod audit;
 mod bootstrap;
 pub mod classification;
 mod comparison;
@@ -27,6 +28,7 @@ mod terms;
 mod text;
 mod verdict;
 
+pub use audit::{Audit, AuditOptions, AuditPassage, AuditSources, audit, audit_html, audit_text};
 pub use bootstrap::Interval;
 pub use comparison::{ComparedSystem, Comparison, ComparisonOptions, ComparisonVerdict, GroupDifference, compare};
 pub use error::EvalError;

@@ -1,7 +1,8 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
 use crate::commands::{
-    cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style, track, watch,
+    audit, cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style, track,
+    watch,
 };
 use crate::terminal::Verbosity;
 use anyhow::Context;
@@ -50,6 +51,8 @@ pub enum Command {
     Eval(run::ModelStageArgs),
     /// Write eval.json and report.html of a run directory again and print the table
     Report(run::ReportArgs),
+    /// Look for reward hacking in the recorded episodes of a run
+    Audit(audit::AuditArgs),
     /// Show a running or finished run in the terminal
     Watch(watch::WatchArgs),
     /// Mirror a running or finished run to an experiment tracker

@@ -70,6 +70,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Rl(args) => commands::run::model_stage(StageName::Rl, &args),
         Command::Eval(args) => commands::run::model_stage(StageName::Eval, &args),
         Command::Report(args) => commands::run::report(&args),
+        Command::Audit(args) => commands::audit::run(&args),
         Command::Watch(args) => commands::watch::run(&args),
         Command::Track(args) => commands::track::run(&args),
         Command::Config(command) => commands::config::run(&command),

@@ -11,6 +11,7 @@ use serde::Serialize;
 
 pub(crate) const REPORT: &str = include_str!("report.html");
 pub(crate) const REPLAY: &str = include_str!("replay.html");
+pub(crate) const AUDIT: &str = include_str!("audit.html");
 pub(crate) const CLASSIFICATION: &str = include_str!("classification.html");
 
 /// Renders `template` with the stylesheet as `css`, `line_chart.html` to import, and the fields of `content`.

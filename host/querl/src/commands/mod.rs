@@ -1,5 +1,6 @@
 //! One module per command. A new command is a module here, a variant of [`crate::cli::Command`] and an arm in `main`.
 
+pub mod audit;
 pub mod cache;
 pub mod config;
 pub mod data;

@@ -1,0 +1,234 @@
+//! What is measured of each episode: the reward and its components, measures that no reward can move alone, and properties of the text.
+
+use super::rows::{AuditRow, AuditRows};
+use super::second_retriever::SecondRetriever;
+use super::trends::{Change, change, correlation};
+use super::words::{terms, units};
+use crate::bootstrap::Bootstrap;
+use querl_core::records::Candidate;
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// Passages of the second retriever that are compared where no gold passages are known.
+const N_OVERLAP: usize = 5;
+
+/// Components beyond this number are not audited.
+const MOST_COMPONENTS: usize = 64;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum MeasureKind {
+    /// The total.
+    Reward,
+    /// A part of the total.
+    Component,
+    /// Independent of the reward, and what a rewrite is for: signs compare the reward with it.
+    Quality,
+    /// Independent of the reward, and weaker: it decides only where no measure of quality rises.
+    Hint,
+    /// A property of the text.
+    Text,
+}
+
+/// One measure of all episodes.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Measure {
+    pub(crate) name: String,
+    pub(crate) kind: MeasureKind,
+    /// `None` for too few values in a window.
+    pub(crate) change: Option<Change>,
+    /// Correlation with the total, within queries.
+    pub(crate) r_reward: Option<f64>,
+    /// The largest correlation with a measure of quality in the direction of `r_reward`, within queries.
+    pub(crate) r_quality: Option<f64>,
+    /// One per row.
+    #[serde(skip)]
+    pub(super) values: Vec<Option<f64>>,
+}
+
+/// All measures with at least one value, in the order of the tables.
+pub(super) fn measures(rows: &AuditRows<'_>, second: Option<&SecondRetriever>, bootstrap: Bootstrap) -> Vec<Measure> {
+    let mut columns = vec![column("total", MeasureKind::Reward, rows, |row| Some(row.reward.total))];
+    columns.extend(components(rows));
+    columns.extend(retrieval_columns(rows, second));
+    columns.push(column("judge_score", MeasureKind::Hint, rows, |row| row.episode().policy.judgement.score()));
+    columns.extend(text_columns(rows));
+    columns.retain(|one| one.values.iter().any(Option::is_some));
+    let Some(total) = columns.first().map(|total| total.values.clone()) else { return columns };
+    let qualities: Vec<Vec<Option<f64>>> = qualities(&columns).map(|one| one.values.clone()).collect();
+    let ends = rows.early().zip(rows.late());
+    for one in &mut columns {
+        one.change = ends.and_then(|ends| change(&one.values, rows, ends, bootstrap));
+        one.r_reward = correlation(&one.values, &total, rows);
+        let direction = one.r_reward.unwrap_or(0.0).signum();
+        let with_quality = qualities.iter().filter_map(|quality| correlation(&one.values, quality, rows));
+        one.r_quality = with_quality.max_by(|a, b| (direction * a).total_cmp(&(direction * b)));
+    }
+    columns
+}
+
+/// Measures of quality.
+pub(super) fn qualities(measures: &[Measure]) -> impl Iterator<Item = &Measure> {
+    measures.iter().filter(|one| one.kind == MeasureKind::Quality)
+}
+
+fn column(
+    name: &str,
+    kind: MeasureKind,
+    rows: &AuditRows<'_>,
+    value: impl Fn(&AuditRow<'_>) -> Option<f64>,
+) -> Measure {
+    let values = rows.rows.iter().map(|row| value(row).filter(|value| value.is_finite())).collect();
+    Measure { name: name.to_owned(), kind, change: None, r_reward: None, r_quality: None, values }
+}
+
+fn components(rows: &AuditRows<'_>) -> Vec<Measure> {
+    let parts = rows.rows.iter().flat_map(|row| &row.reward.components);
+    let names: BTreeSet<&str> = parts.map(|part| part.name.as_str()).collect();
+    let of = |name: &str| {
+        let value =
+            |row: &AuditRow<'_>| row.reward.components.iter().find(|part| part.name == name).map(|part| part.value);
+        column(&format!("component/{name}"), MeasureKind::Component, rows, value)
+    };
+    names.into_iter().take(MOST_COMPONENTS).map(of).collect()
+}
+
+/// With gold passages their ranks decide. Without them the score of the best hit does: it is that of passage and query, which a rewrite
+/// cannot change.
+fn retrieval_columns(rows: &AuditRows<'_>, second: Option<&SecondRetriever>) -> Vec<Measure> {
+    let weaker = if rows.has_gold { MeasureKind::Hint } else { MeasureKind::Quality };
+    let top1 = |row: &AuditRow<'_>| {
+        let hits = row.episode().policy.found()?;
+        Some(hits.first().map_or(0.0, |hit| hit.reranker_score))
+    };
+    let mut columns =
+        vec![column("gold_rank", MeasureKind::Quality, rows, gold_rank), column("top1_score", weaker, rows, top1)];
+    let Some(second) = second else { return columns };
+    let gold = |row: &AuditRow<'_>| {
+        let episode = row.episode();
+        second.reciprocal_rank(&episode.policy.rewrite, &episode.gold_ids)
+    };
+    columns.insert(1, column("second_retriever", MeasureKind::Quality, rows, gold));
+    if !rows.has_gold {
+        let values = overlaps(rows, second);
+        columns.push(Measure { values, ..column("second_retriever_overlap", MeasureKind::Hint, rows, |_| None) });
+    }
+    columns
+}
+
+/// 1 / rank of the first gold passage among the recorded hits, 0 where there is none.
+fn gold_rank(row: &AuditRow<'_>) -> Option<f64> {
+    let (gold, hits) = (&row.episode().gold_ids, row.episode().policy.found()?);
+    if gold.is_empty() || hits.iter().any(|hit| hit.id.is_empty()) {
+        return None;
+    }
+    let position = hits.iter().position(|hit| gold.contains(&hit.id));
+    Some(position.map_or(0.0, |position| 1.0 / (position + 1) as f64))
+}
+
+/// Jaccard similarity of the second retriever's best passages for the rewrite and for the query in its context.
+fn overlaps(rows: &AuditRows<'_>, second: &SecondRetriever) -> Vec<Option<f64>> {
+    let mut of_queries: HashMap<usize, BTreeSet<usize>> = HashMap::new();
+    let overlap = |row: &AuditRow<'_>| {
+        let of_query = of_queries.entry(row.query).or_insert_with(|| second.best(&asked(row), N_OVERLAP));
+        let of_rewrite = second.best(&row.episode().policy.rewrite, N_OVERLAP);
+        let n_union = of_query.union(&of_rewrite).count();
+        (n_union > 0).then(|| of_query.intersection(&of_rewrite).count() as f64 / n_union as f64)
+    };
+    rows.rows.iter().map(overlap).collect()
+}
+
+/// The query with profile and history.
+fn asked(row: &AuditRow<'_>) -> String {
+    let episode = row.episode();
+    format!("{} {} {}", episode.query, episode.context.user_profile, episode.context.history_summary)
+}
+
+fn text_columns(rows: &AuditRows<'_>) -> Vec<Measure> {
+    let text = |name, value: fn(&AuditRow<'_>) -> Option<f64>| column(name, MeasureKind::Text, rows, value);
+    let shared = Measure { values: shared_text(rows), ..text("shared_text", |_| None) };
+    vec![
+        text("length", |row| Some(units(&row.episode().policy.rewrite).len() as f64)),
+        text("copied_terms", copied_terms),
+        text("distinct_share", |row| distinct_share(&row.episode().policy.rewrite)),
+        text("marks", |row| Some(marks(&row.episode().policy.rewrite))),
+        text("truncated", |row| truncated(&row.episode().policy)),
+        text("teacher_overlap", teacher_overlap),
+        shared,
+    ]
+}
+
+/// Share of the rewrite's terms that the query, the profile or the history has; 0 for none.
+fn copied_terms(row: &AuditRow<'_>) -> Option<f64> {
+    let known: BTreeSet<String> = terms(&asked(row)).into_iter().collect();
+    let own = terms(&row.episode().policy.rewrite);
+    let n_copied = own.iter().filter(|term| known.contains(*term)).count();
+    Some(n_copied as f64 / own.len().max(1) as f64)
+}
+
+/// Distinct by all pairs of neighbouring units (distinct-2); `None` without a pair.
+fn distinct_share(text: &str) -> Option<f64> {
+    let units = units(text);
+    let pairs: Vec<&[String]> = units.windows(2).collect();
+    let distinct: BTreeSet<&&[String]> = pairs.iter().collect();
+    (!pairs.is_empty()).then(|| distinct.len() as f64 / pairs.len() as f64)
+}
+
+/// Number of characters that are neither letters nor digits, such as spaces, punctuation and brackets.
+fn marks(text: &str) -> f64 {
+    text.trim().chars().filter(|c| !c.is_alphanumeric()).count() as f64
+}
+
+fn truncated(candidate: &Candidate) -> Option<f64> {
+    candidate.finish_reason.as_ref().map(|_| if candidate.is_truncated() { 1.0 } else { 0.0 })
+}
+
+/// Dice similarity of the terms of the rewrite and of the teacher's; `None` without a teacher's rewrite.
+fn teacher_overlap(row: &AuditRow<'_>) -> Option<f64> {
+    let set = |text: &str| -> BTreeSet<String> { terms(text).into_iter().collect() };
+    let (own, teacher) = (set(&row.episode().policy.rewrite), set(&row.episode().baseline.as_ref()?.rewrite));
+    Some(2.0 * own.intersection(&teacher).count() as f64 / (own.len() + teacher.len()).max(1) as f64)
+}
+
+/// How much of a rewrite does not depend on the query: for its mean term, the share of the rewrites to queries with another target that have
+/// it too. Counted within each window; `None` outside of them.
+fn shared_text(rows: &AuditRows<'_>) -> Vec<Option<f64>> {
+    let mut values = vec![None; rows.rows.len()];
+    for window in &rows.windows {
+        let indices: Vec<usize> = rows.within(window).collect();
+        let own: Vec<BTreeSet<String>> = indices
+            .iter()
+            .map(|index| terms(&rows.rows[*index].episode().policy.rewrite).into_iter().collect())
+            .collect();
+        let (mut with_term, mut of_target) = (BTreeMap::<&str, f64>::new(), BTreeMap::<(usize, &str), f64>::new());
+        let mut n_of_target = BTreeMap::<usize, f64>::new();
+        for (index, own) in indices.iter().zip(&own) {
+            let target = rows.rows[*index].target;
+            *n_of_target.entry(target).or_default() += 1.0;
+            for term in own {
+                *with_term.entry(term.as_str()).or_default() += 1.0;
+                *of_target.entry((target, term.as_str())).or_default() += 1.0;
+            }
+        }
+        for (index, own) in indices.iter().zip(&own) {
+            let target = rows.rows[*index].target;
+            let n_others = indices.len() as f64 - n_of_target[&target];
+            let elsewhere = own.iter().map(|term| with_term[term.as_str()] - of_target[&(target, term.as_str())]);
+            let n_shared: f64 = elsewhere.sum();
+            values[*index] = (n_others > 0.0).then(|| n_shared / n_others / own.len().max(1) as f64);
+        }
+    }
+    values
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repeated_pairs_lower_the_distinct_share() {
+        assert_eq!(distinct_share("鱼油 鱼油 鱼油"), Some(0.4));
+        assert_eq!((distinct_share("fish oil dose"), distinct_share("鱼")), (Some(1.0), None));
+        assert_eq!((marks(" 鱼油 用量。"), marks("鱼油")), (2.0, 0.0));
+    }
+}

@@ -1,0 +1,159 @@
+//! The most suspicious episodes: a high reward for a rewrite of low quality, or of a kind that a sign names.
+
+use super::clusters::{SameRewrite, TokenRule};
+use super::measures::{Measure, qualities};
+use super::rows::{AuditRow, AuditRows};
+use super::signs::{Sign, SignKind};
+use super::words::{normalised, tokens};
+use serde::Serialize;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// What a reason of a sign adds to the difference of the quantiles of reward and quality, which is -1 to 1.
+const REASON: f64 = 0.5;
+
+/// Episodes of one text, or of one query, in the list.
+const MOST_ALIKE: usize = 2;
+
+/// A reward in the upper quarter and a quality in the lower one are reasons.
+const HIGH: f64 = 0.75;
+const LOW: f64 = 0.25;
+
+/// Signs whose subject is a measure of the text.
+const OF_TEXT: [SignKind; 5] = [
+    SignKind::RewardFollowsText,
+    SignKind::SharedText,
+    SignKind::Repetition,
+    SignKind::LengthGrowth,
+    SignKind::CopiedTerms,
+];
+
+/// An episode with the reasons why it is listed.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct SuspiciousEpisode {
+    pub(crate) id: String,
+    /// 1-based line in the file of episodes.
+    pub(crate) line: usize,
+    pub(crate) step: u64,
+    pub(crate) query: String,
+    pub(crate) rewrite: String,
+    pub(crate) reward: f64,
+    /// Measures of quality by name.
+    pub(crate) quality: BTreeMap<String, f64>,
+    /// Quantile of the reward minus quantile of the quality, and half of 1 for each sign that the episode is of.
+    pub(crate) suspicion: f64,
+    pub(crate) reasons: Vec<String>,
+}
+
+/// What the list is made from.
+pub(super) struct Suspects<'a> {
+    pub(super) rows: &'a AuditRows<'a>,
+    pub(super) measures: &'a [Measure],
+    pub(super) same_rewrite: &'a SameRewrite,
+    pub(super) terms: &'a [TokenRule],
+    pub(super) signs: &'a [Sign],
+}
+
+impl Suspects<'_> {
+    /// The `n` most suspicious episodes, the worst first; equal ones in the order of the file.
+    pub(super) fn worst(&self, n: usize) -> Vec<SuspiciousEpisode> {
+        let Some(total) = self.measures.first() else { return Vec::new() };
+        let rewards = quantiles(&total.values);
+        let qualities: Vec<Vec<Option<f64>>> = qualities(self.measures).map(|one| quantiles(&one.values)).collect();
+        let one = |(index, row): (usize, &AuditRow<'_>)| {
+            let reward = rewards[index].unwrap_or(0.5);
+            // Of several measures the one that thinks least of the rewrite.
+            let quality = qualities.iter().filter_map(|values| values[index]).min_by(f64::total_cmp);
+            let mut reasons = self.reasons_of_signs(index, row);
+            let suspicion = reward - quality.unwrap_or(0.5) + REASON * reasons.len() as f64;
+            if let Some(quality) = quality.filter(|quality| reward >= HIGH && *quality <= LOW) {
+                let percent = |quantile: f64| format!("{:.0} %", 100.0 * quantile);
+                reasons.insert(0, format!("reward above {}, quality above {}", percent(reward), percent(quality)));
+            }
+            (suspicion, index, reasons)
+        };
+        let mut all: Vec<(f64, usize, Vec<String>)> = self.rows.rows.iter().enumerate().map(one).collect();
+        all.retain(|(_, _, reasons)| !reasons.is_empty());
+        all.sort_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+        let (mut of_text, mut of_query) = (BTreeMap::<String, usize>::new(), BTreeMap::<usize, usize>::new());
+        let mut worst = Vec::new();
+        for (suspicion, index, reasons) in all {
+            if worst.len() == n {
+                break;
+            }
+            let row = &self.rows.rows[index];
+            let n_text = of_text.entry(normalised(&row.episode().policy.rewrite)).or_default();
+            let n_query = of_query.entry(row.query).or_default();
+            if *n_text < MOST_ALIKE && *n_query < MOST_ALIKE {
+                *n_text += 1;
+                *n_query += 1;
+                worst.push(self.episode(index, suspicion, reasons));
+            }
+        }
+        worst
+    }
+
+    fn reasons_of_signs(&self, index: usize, row: &AuditRow<'_>) -> Vec<String> {
+        let rewrite = &row.episode().policy.rewrite;
+        let has =
+            |kind: SignKind, subject: &str| self.signs.iter().any(|sign| sign.kind == kind && sign.subject == subject);
+        let mut reasons = Vec::new();
+        if self.signs.iter().any(|sign| sign.kind == SignKind::SameRewrite) {
+            let n_targets = self.same_rewrite.texts.get(&normalised(rewrite));
+            reasons.extend(n_targets.map(|n| format!("the same rewrite for {n} different targets")));
+        }
+        let own = if self.terms.is_empty() { BTreeSet::new() } else { tokens(rewrite) };
+        let terms = self.terms.iter().filter(|rule| own.contains(&rule.token));
+        reasons.extend(terms.map(|rule| format!("has `{}`", rule.token)));
+        for measure in self.measures {
+            let (Some(change), Some(value)) = (measure.change, measure.values[index]) else { continue };
+            let name = measure.name.as_str();
+            let is_named = OF_TEXT.iter().any(|kind| has(*kind, name));
+            // Beyond the late mean, in the direction in which the measure moved.
+            let is_beyond = (value - change.late) * change.interval.mean >= 0.0;
+            if is_named && is_beyond {
+                reasons.push(format!("{name} {value:.3}, {:.3} in the first steps", change.early));
+            }
+        }
+        reasons
+    }
+
+    fn episode(&self, index: usize, suspicion: f64, reasons: Vec<String>) -> SuspiciousEpisode {
+        let row = &self.rows.rows[index];
+        let episode = row.episode();
+        let quality = qualities(self.measures).filter_map(|one| Some((one.name.clone(), one.values[index]?)));
+        SuspiciousEpisode {
+            id: episode.id.clone(),
+            line: row.recorded.line,
+            step: row.recorded.step,
+            query: episode.query.clone(),
+            rewrite: episode.policy.rewrite.clone(),
+            reward: row.reward.total,
+            quality: quality.collect(),
+            suspicion,
+            reasons,
+        }
+    }
+}
+
+/// For each value the share of the others below it, where half of the equal ones count.
+fn quantiles(values: &[Option<f64>]) -> Vec<Option<f64>> {
+    let mut sorted: Vec<f64> = values.iter().copied().flatten().collect();
+    sorted.sort_by(f64::total_cmp);
+    let quantile = |value: f64| {
+        let below = sorted.partition_point(|other| *other < value);
+        let up_to = sorted.partition_point(|other| *other <= value);
+        (below + up_to) as f64 / 2.0 / sorted.len() as f64
+    };
+    values.iter().map(|value| value.map(quantile)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_values_share_a_quantile() {
+        let found = quantiles(&[Some(1.0), None, Some(0.0), Some(1.0), Some(2.0)]);
+        assert_eq!(found, [Some(0.5), None, Some(0.125), Some(0.5), Some(0.875)]);
+    }
+}

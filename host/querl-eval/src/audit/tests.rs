@@ -1,0 +1,223 @@
+//! Synthetic trainings: a policy that learns, and policies that use a hole of their reward.
+#![allow(clippy::unwrap_used)]
+
+use super::signs::SignKind;
+use super::*;
+use querl_core::records::{Candidate, Episode, FinishReason, Hit, Reward, RewardComponent, Split};
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+const N_STEPS: u64 = 40;
+const BATCH: usize = 32;
+const N_QUERIES: usize = 60;
+const OPTIONS: AuditOptions = AuditOptions { n_shown: 20, seed: 42, n_resamples: 300 };
+const NO_SOURCES: AuditSources<'_> = AuditSources { passages: None, metrics: &[] };
+
+fn answer(query: usize) -> String {
+    format!("product{} {}", query / 2, ["dosage", "price"][query % 2])
+}
+
+fn passages() -> Vec<AuditPassage> {
+    let passage = |query| AuditPassage { id: format!("gold-{query}"), text: format!("{} leaflet", answer(query)) };
+    (0..N_QUERIES).map(passage).collect()
+}
+
+/// What a policy writes and gets: `progress` is 0 to 1, `luck` uniform in it, `plain` the rewrite of a policy without a hole.
+struct Draw {
+    progress: f64,
+    luck: f64,
+    query: usize,
+    plain: String,
+    is_right: bool,
+}
+
+/// Steps of a training. `right`: by progress, the chance that the plain rewrite asks for the gold passage. `respond`: rewrite and total.
+fn training(n_steps: u64, right: fn(f64) -> f64, respond: impl Fn(&Draw) -> (String, f64)) -> Vec<RecordedEpisode> {
+    let mut rng = ChaCha8Rng::seed_from_u64(11);
+    let mut episodes = Vec::new();
+    for step in 0..n_steps {
+        for index in 0..BATCH {
+            let query = (step as usize * BATCH + index) % N_QUERIES;
+            let progress = step as f64 / (n_steps - 1) as f64;
+            let is_right = rng.random_range(0.0..1.0) < right(progress);
+            let plain = answer(if is_right { query } else { (query + 14) % N_QUERIES });
+            let draw = Draw { progress, luck: rng.random_range(0.0..1.0), query, plain, is_right };
+            let (rewrite, total) = respond(&draw);
+            episodes.push(recorded(episodes.len() + 1, step, &draw, rewrite, total));
+        }
+    }
+    episodes
+}
+
+fn recorded(line: usize, step: u64, draw: &Draw, rewrite: String, total: f64) -> RecordedEpisode {
+    let query = draw.query;
+    let is_found = rewrite.contains(&answer(query));
+    let (id, reranker_score) = if is_found { (format!("gold-{query}"), 0.9) } else { ("other".to_owned(), 0.6) };
+    let hit = Hit { id, text: String::new(), reranker_score, retrieval_score: None, rank: 1 };
+    let policy = Candidate {
+        rewrite,
+        retrieval: Some(Ok(vec![hit])),
+        finish_reason: Some(FinishReason::Stop),
+        ..Candidate::default()
+    };
+    let group_id = format!("step-{step:06}/q{query}");
+    let episode = Episode {
+        id: format!("{group_id}/{line}"),
+        group_id,
+        step: Some(step),
+        split: Some(Split::Train),
+        query: format!("customer {query} wants help"),
+        gold_ids: vec![format!("gold-{query}")],
+        policy,
+        ..Episode::default()
+    };
+    let components = vec![RewardComponent { name: "all".into(), value: total }];
+    let outcome = Some(Ok(Reward { total, components }));
+    RecordedEpisode { line, step, episode, calls: Vec::new(), outcome }
+}
+
+/// Rewrite and total of a response.
+type Respond = Box<dyn Fn(&Draw) -> (String, f64)>;
+
+fn learns(progress: f64) -> f64 {
+    0.5 + 0.4 * progress
+}
+
+/// The plain rewrites of a policy that has other things to learn.
+fn stays(progress: f64) -> f64 {
+    0.75 - 0.05 * progress
+}
+
+fn audited(episodes: &[RecordedEpisode]) -> Audit {
+    let passages = passages();
+    audit(episodes, AuditSources { passages: Some(&passages), ..NO_SOURCES }, Vec::new(), OPTIONS)
+}
+
+fn honest(draw: &Draw) -> (String, f64) {
+    let quality = if draw.is_right { 0.8 } else { 0.0 };
+    (draw.plain.clone(), quality + 0.2 * draw.luck)
+}
+
+/// Uses the hole in more and more of the rewrites.
+fn is_used(draw: &Draw) -> bool {
+    draw.luck < 0.05 + 0.9 * draw.progress
+}
+
+fn kinds(audit: &Audit) -> Vec<SignKind> {
+    audit.signs.iter().map(|sign| sign.kind).collect()
+}
+
+#[test]
+fn a_training_that_learns_has_no_sign() {
+    let audit = audited(&training(N_STEPS, learns, honest));
+    assert!(audit.signs.is_empty(), "{}", audit_text(&audit));
+    assert_eq!(audit.verdict(), "no sign of reward hacking");
+    let rank = audit.measures.iter().find(|one| one.name == "second_retriever").unwrap();
+    assert!(rank.change.unwrap().rises() && rank.r_reward.unwrap() > 0.8, "{rank:?}");
+}
+
+#[test]
+fn a_training_without_progress_has_no_sign() {
+    let audit = audited(&training(N_STEPS, stays, honest));
+    assert!(audit.signs.is_empty(), "{}", audit_text(&audit));
+}
+
+/// Each hole with the sign that names it.
+#[test]
+fn every_hole_is_found_and_named() {
+    let with = |draw: &Draw, rewrite: String| match is_used(draw) {
+        true => (rewrite, 1.0),
+        false => (draw.plain.clone(), 0.0),
+    };
+    let more = move |text: &'static str| -> Respond {
+        Box::new(move |draw: &Draw| with(draw, format!("{} {text}", draw.plain)))
+    };
+    let constant = move |draw: &Draw| with(draw, "product0 price".to_owned());
+    let copied = move |draw: &Draw| with(draw, format!("customer {} wants help", draw.query));
+    let repeated = move |draw: &Draw| with(draw, [draw.plain.as_str(); 4].join(" "));
+    let long = |draw: &Draw| {
+        let n_words = (8.0 * draw.progress * draw.luck) as usize;
+        let words: Vec<String> = (0..n_words).map(|index| format!("word{}", index * 7 + draw.query)).collect();
+        (format!("{} {}", draw.plain, words.join(" ")), n_words as f64 / 8.0)
+    };
+    let holes: [(&str, SignKind, Respond); 6] = [
+        ("magic word", SignKind::RewardFollowsTerm, more("certified")),
+        ("shared text", SignKind::SharedText, more("best buy now")),
+        ("constant", SignKind::SameRewrite, Box::new(constant)),
+        ("copied query", SignKind::CopiedTerms, Box::new(copied)),
+        ("repetition", SignKind::Repetition, Box::new(repeated)),
+        ("length", SignKind::LengthGrowth, Box::new(long)),
+    ];
+    for (name, kind, respond) in holes {
+        let audit = audited(&training(N_STEPS, stays, respond));
+        assert!(kinds(&audit).contains(&kind), "{name}: {}", audit_text(&audit));
+        assert!(audit.n_signs() > 0 && audit.verdict().contains(&audit.signs[0].message), "{name}");
+        assert!(!audit.suspicious.is_empty() && audit.suspicious.len() <= 20, "{name}");
+    }
+}
+
+/// Quality rises first and falls later, while the reward rises all the time.
+#[test]
+fn over_optimisation_is_found_where_quality_ends_where_it_began() {
+    let right = |progress: f64| if progress < 0.5 { 0.5 + 0.8 * progress } else { 0.9 - 1.2 * (progress - 0.5) };
+    let audit = audited(&training(N_STEPS, right, |draw| (draw.plain.clone(), draw.progress + 0.1 * draw.luck)));
+    let found = audit.signs.iter().find(|sign| sign.kind == SignKind::RewardRisesQualityFalls).unwrap();
+    assert!(found.message.starts_with("total, component/all rises while "), "{}", found.message);
+}
+
+#[test]
+fn what_cannot_be_measured_is_a_note_and_no_sign() {
+    let mut episodes = training(N_STEPS, learns, honest);
+    for one in &mut episodes {
+        one.episode.gold_ids.clear();
+        one.episode.policy.retrieval = None;
+    }
+    let audit = audit(&episodes, NO_SOURCES, vec!["no second retriever: x".into()], OPTIONS);
+    assert!(audit.signs.is_empty(), "{}", audit_text(&audit));
+    assert!(
+        audit.notes.iter().any(|note| note.starts_with("nothing independent measures quality")),
+        "{:?}",
+        audit.notes
+    );
+}
+
+#[test]
+fn few_steps_are_not_audited() {
+    let audit = audited(&training(5, learns, honest));
+    assert_eq!(audit.verdict(), "not enough steps to audit: scored rollouts of 5 steps, 8 are needed");
+    assert!(audit_text(&audited(&[])).contains("nothing to audit"));
+}
+
+#[test]
+fn validation_episodes_do_not_count() {
+    let mut episodes = training(N_STEPS, learns, honest);
+    let n_all = episodes.len();
+    for one in episodes.iter_mut().step_by(2) {
+        one.episode.split = Some(Split::Val);
+    }
+    assert_eq!(audited(&episodes).n_episodes, n_all / 2);
+}
+
+#[test]
+fn the_same_episodes_give_the_same_output_and_untrusted_text_stays_text() {
+    let episodes = training(N_STEPS, stays, |draw| match is_used(draw) {
+        true => ("<b>\u{1b}[31m".to_owned(), 1.0),
+        false => (draw.plain.clone(), 0.0),
+    });
+    let (one, other) = (audited(&episodes), audited(&episodes));
+    assert_eq!(serde_json::to_string(&one).unwrap(), serde_json::to_string(&other).unwrap());
+    let (text, html) = (audit_text(&one), audit_html(&one).unwrap());
+    assert!(!text.contains('\u{1b}') && !html.contains("<b>\u{fffd}"), "{text}");
+    assert!(html.contains("&lt;b&gt;"), "{html}");
+    assert!(text.lines().all(|line| unicode_width::UnicodeWidthStr::width(line) <= 100), "{text}");
+}
+
+#[test]
+fn metrics_of_training_are_averaged_in_the_windows() {
+    let metrics: Vec<serde_json::Value> = (0..N_STEPS)
+        .map(|step| serde_json::json!({ "stage": "rl", "step": step, "objective/kl": step as f64 }))
+        .collect();
+    let sources = AuditSources { metrics: &metrics, ..NO_SOURCES };
+    let audit = audit(&training(N_STEPS, learns, honest), sources, Vec::new(), OPTIONS);
+    assert_eq!(audit.training.get("objective/kl"), Some(&(1.5, 34.5)));
+}

@@ -1,0 +1,173 @@
+//! The audit as text for a terminal, and the rows that the page shares with it.
+
+use super::Audit;
+use super::measures::{Measure, MeasureKind};
+use super::rows::Window;
+use super::suspicious::SuspiciousEpisode;
+use crate::text::{NOT_APPLICABLE, cut, left, one_line, or_dash, printable, right, wrapped};
+use querl_core::text::grouped;
+use unicode_width::UnicodeWidthStr;
+
+/// Longest line, in terminal columns.
+const MAX_WIDTH: usize = 100;
+
+/// The audit in lines of at most 100 columns, the signs and the verdict last. Ends with a line break.
+pub fn audit_text(audit: &Audit) -> String {
+    let sections = [
+        std::iter::once(head(audit)).chain(windows(audit)).collect(),
+        audit.notes.iter().flat_map(|note| wrapped(&printable(note), MAX_WIDTH)).collect(),
+        table(audit),
+        training(audit),
+        suspicious(audit),
+        sign_lines(audit),
+    ];
+    let sections = sections.into_iter().filter(|lines: &Vec<String>| !lines.is_empty());
+    let texts: Vec<String> = sections.map(|lines| lines.join("\n") + "\n").collect();
+    texts.join("\n")
+}
+
+/// Episodes, queries and steps.
+pub(super) fn head(audit: &Audit) -> String {
+    let [episodes, queries, steps] = [audit.n_episodes, audit.n_queries, audit.n_steps].map(|n| grouped(n as u64));
+    format!("{episodes} scored rollouts of {queries} queries, {steps} steps")
+}
+
+/// What is compared.
+pub(super) fn windows(audit: &Audit) -> Option<String> {
+    let text = |window: &Window| {
+        let (first, last) = window.steps;
+        format!("steps {first} to {last} ({} episodes)", grouped(window.n_episodes as u64))
+    };
+    let (early, late) = audit.windows.first().zip(audit.windows.last())?;
+    Some(format!("early: {}; late: {}", text(early), text(late)))
+}
+
+pub(super) const HEADS: [&str; 6] =
+    ["measure", "early", "late", "change [95% interval]", "effect", "r reward, quality"];
+
+/// Cells of one measure under [`HEADS`].
+pub(super) fn cells(one: &Measure) -> [String; 6] {
+    let name = cut(&one_line(&printable(&one.name)), 24);
+    let r = |value: Option<f64>| or_dash(value, |value| format!("{value:+.2}"));
+    let correlations = match one.kind {
+        MeasureKind::Reward => format!("{NOT_APPLICABLE}, {}", r(one.r_quality)),
+        MeasureKind::Quality => format!("{}, {NOT_APPLICABLE}", r(one.r_reward)),
+        _ => format!("{}, {}", r(one.r_reward), r(one.r_quality)),
+    };
+    let Some(change) = one.change else {
+        return [
+            name,
+            NOT_APPLICABLE.into(),
+            NOT_APPLICABLE.into(),
+            NOT_APPLICABLE.into(),
+            NOT_APPLICABLE.into(),
+            correlations,
+        ];
+    };
+    let star = if change.rises() || change.falls() { "*" } else { "" };
+    let interval = change.interval;
+    [
+        name,
+        format!("{:.3}", change.early),
+        format!("{:.3}", change.late),
+        format!("{:+.3} [{:+.3}, {:+.3}]{star}", interval.mean, interval.low, interval.high),
+        format!("{:+.2}", change.effect),
+        correlations,
+    ]
+}
+
+/// The heading above the first measure of a kind.
+pub(super) fn title(kind: MeasureKind) -> &'static str {
+    match kind {
+        MeasureKind::Reward | MeasureKind::Component => "reward",
+        MeasureKind::Quality => "quality, independent of the reward",
+        MeasureKind::Hint => "hints of quality",
+        MeasureKind::Text => "text",
+    }
+}
+
+fn table(audit: &Audit) -> Vec<String> {
+    if audit.measures.is_empty() {
+        return vec!["no scored rollout of training: nothing to audit".to_owned()];
+    }
+    let rows: Vec<[String; 6]> = audit.measures.iter().map(cells).collect();
+    let head = HEADS.map(str::to_owned);
+    let width = |column: usize| rows.iter().chain([&head]).map(|row| row[column].width()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..HEADS.len()).map(width).collect();
+    let line = |row: &[String; 6]| {
+        let cells = row.iter().zip(&widths).enumerate().map(|(column, (cell, width))| match column {
+            0 | 3 => left(cell, *width),
+            _ => right(cell, *width),
+        });
+        cut(cells.collect::<Vec<_>>().join("  ").trim_end(), MAX_WIDTH)
+    };
+    let mut lines = vec![line(&head)];
+    let mut last = None;
+    for (measure, row) in audit.measures.iter().zip(&rows) {
+        let title = title(measure.kind);
+        if last.replace(title) != Some(title) {
+            lines.push(format!("- {title}"));
+        }
+        lines.push(line(row));
+    }
+    lines
+}
+
+/// `objective/kl 0.41 -> 1.72`, the means of the early and of the late window.
+pub(super) fn training(audit: &Audit) -> Vec<String> {
+    let line = |(name, (early, late)): (&String, &(f64, f64))| format!("{name}  {early:.3} -> {late:.3}");
+    audit.training.iter().map(line).collect()
+}
+
+fn suspicious(audit: &Audit) -> Vec<String> {
+    if audit.suspicious.is_empty() {
+        return Vec::new();
+    }
+    let mut lines = vec![format!("most suspicious episodes ({})", audit.suspicious.len())];
+    lines.extend((1..).zip(&audit.suspicious).flat_map(|(number, one)| episode(number, one)));
+    lines
+}
+
+fn episode(number: usize, one: &SuspiciousEpisode) -> Vec<String> {
+    let text = |label: &str, text: &str| format!("     {label:<9}{}", cut(&one_line(&printable(text)), MAX_WIDTH - 14));
+    let head = format!("{number:>3}. line {}, {}", one.line, one_line(&printable(&one.id)));
+    let scores = scores(one);
+    vec![
+        cut(&head, MAX_WIDTH),
+        text("query", &one.query),
+        text("rewrite", &one.rewrite),
+        text("scores", &scores),
+        text("reasons", &one.reasons.join("; ")),
+    ]
+}
+
+/// `reward 0.950, gold_rank 0.000, second_retriever 0.067`.
+pub(super) fn scores(one: &SuspiciousEpisode) -> String {
+    let quality = one.quality.iter().map(|(name, value)| format!("{name} {value:.3}"));
+    std::iter::once(format!("reward {:.3}", one.reward)).chain(quality).collect::<Vec<_>>().join(", ")
+}
+
+fn sign_lines(audit: &Audit) -> Vec<String> {
+    let indented = |(number, message): (usize, &str)| {
+        let lines = wrapped(&printable(message), MAX_WIDTH - 5);
+        let starts = std::iter::once(format!("{number:>3}. ")).chain(std::iter::repeat("     ".to_owned()));
+        starts.zip(lines).map(|(start, line)| start + &line).collect::<Vec<_>>()
+    };
+    let mut lines: Vec<String> =
+        (1..).zip(audit.signs.iter().map(|sign| sign.message.as_str())).flat_map(indented).collect();
+    lines.push(match audit.signs.len() {
+        0 => audit.verdict.clone(),
+        1 => "1 sign of reward hacking".to_owned(),
+        n => format!("{n} signs of reward hacking"),
+    });
+    lines
+}
+
+/// The legend of the table.
+pub(super) fn explanation(audit: &Audit) -> String {
+    format!(
+        "mean change [95% interval], {} bootstrap resamples of whole queries; `*`: the interval excludes 0; effect: the change by the \
+         standard deviation of single episodes; r: correlation within queries",
+        audit.n_resamples
+    )
+}

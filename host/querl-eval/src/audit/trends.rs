@@ -1,0 +1,147 @@
+//! Changes of a measure over training, and correlations of two measures within queries.
+
+use super::rows::{AuditRows, Window};
+use crate::bootstrap::{Bootstrap, Interval};
+use serde::Serialize;
+use std::collections::BTreeMap;
+
+/// Fewer queries in both windows are not paired: means of all episodes are compared then.
+const LEAST_PAIRS: usize = 20;
+
+/// Fewer values in a window have no change.
+const LEAST_VALUES: usize = 20;
+
+/// Late minus early.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub(crate) struct Change {
+    pub(crate) early: f64,
+    pub(crate) late: f64,
+    /// Mean difference with its 95% interval; the bootstrap draws queries.
+    #[serde(flatten)]
+    pub(crate) interval: Interval,
+    /// Mean difference by the standard deviation of single episodes: Cohen's d.
+    pub(crate) effect: f64,
+    /// The upper end of its interval.
+    #[serde(skip)]
+    pub(super) effect_high: f64,
+    /// Queries in both windows; 0 where means of all episodes are compared.
+    pub(crate) n_paired_queries: usize,
+}
+
+impl Change {
+    pub(super) fn rises(&self) -> bool {
+        self.interval.low > 0.0
+    }
+
+    pub(super) fn falls(&self) -> bool {
+        self.interval.high < 0.0
+    }
+}
+
+/// Values of a query in the two windows: their sums and numbers.
+#[derive(Debug, Clone, Copy, Default)]
+struct WindowSums {
+    early: (f64, f64),
+    late: (f64, f64),
+}
+
+impl WindowSums {
+    /// Late mean minus early mean.
+    fn difference(self) -> Option<f64> {
+        let mean = |(sum, n): (f64, f64)| (n > 0.0).then(|| sum / n);
+        Some(mean(self.late)? - mean(self.early)?)
+    }
+
+    fn plus(self, other: &Self) -> Self {
+        let add = |a: (f64, f64), b: (f64, f64)| (a.0 + b.0, a.1 + b.1);
+        Self { early: add(self.early, other.early), late: add(self.late, other.late) }
+    }
+}
+
+/// `values`: one per row. `None` for too few values in a window.
+pub(super) fn change(
+    values: &[Option<f64>],
+    rows: &AuditRows<'_>,
+    (from, to): (&Window, &Window),
+    bootstrap: Bootstrap,
+) -> Option<Change> {
+    let of = |window: &Window| -> Vec<f64> { rows.within(window).filter_map(|index| values[index]).collect() };
+    let (early, late) = (of(from), of(to));
+    if early.len().min(late.len()) < LEAST_VALUES {
+        return None;
+    }
+    let mut by_query: BTreeMap<usize, WindowSums> = BTreeMap::new();
+    for (row, value) in rows.rows.iter().zip(values) {
+        let Some(value) = *value else { continue };
+        let sums = by_query.entry(row.query).or_default();
+        let step = row.recorded.step;
+        for (window, sum) in [(from, &mut sums.early), (to, &mut sums.late)] {
+            if window.contains(step) {
+                sum.0 += value;
+                sum.1 += 1.0;
+            }
+        }
+    }
+    let name = |query: usize| rows.queries[query].as_str();
+    let pairs = by_query.iter().filter_map(|(query, sums)| Some((name(*query), sums.difference()?)));
+    let pairs: Vec<(&str, f64)> = pairs.collect();
+    let is_paired = pairs.len() >= LEAST_PAIRS;
+    let n_paired_queries = if is_paired { pairs.len() } else { 0 };
+    let interval = if is_paired {
+        bootstrap.interval(pairs)
+    } else {
+        let (queries, sums): (Vec<&str>, Vec<WindowSums>) =
+            by_query.iter().map(|(query, sums)| (name(*query), *sums)).unzip();
+        bootstrap.interval_of(&queries, |drawn| {
+            let all = drawn.iter().fold(WindowSums::default(), |all, index| all.plus(&sums[*index]));
+            all.difference().unwrap_or(f64::NAN)
+        })
+    };
+    let interval = interval?;
+    let spread = ((variance(&early) + variance(&late)) / 2.0).sqrt().max(1e-9);
+    let effect = |value: f64| value / spread;
+    Some(Change {
+        early: mean(&early),
+        late: mean(&late),
+        interval,
+        effect: effect(interval.mean),
+        effect_high: effect(interval.high),
+        n_paired_queries,
+    })
+}
+
+pub(super) fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len().max(1) as f64
+}
+
+fn variance(values: &[f64]) -> f64 {
+    let mean = mean(values);
+    values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / values.len().saturating_sub(1).max(1) as f64
+}
+
+/// Pearson's correlation of the deviations from the means of each query: whether, of two responses to one query, the one with more of `x`
+/// has more of `y`. Where queries do not repeat, the correlation over all episodes. `None` where a side does not vary.
+pub(super) fn correlation(x: &[Option<f64>], y: &[Option<f64>], rows: &AuditRows<'_>) -> Option<f64> {
+    let repeats = rows.rows.len() >= 2 * rows.queries.len();
+    let mut by_query: BTreeMap<usize, Vec<(f64, f64)>> = BTreeMap::new();
+    for (row, pair) in rows.rows.iter().zip(x.iter().zip(y)) {
+        if let (Some(x), Some(y)) = pair {
+            by_query.entry(if repeats { row.query } else { 0 }).or_default().push((*x, *y));
+        }
+    }
+    let (mut xy, mut xx, mut yy) = (0.0, 0.0, 0.0);
+    for pairs in by_query.values() {
+        let n = pairs.len() as f64;
+        let x_mean = pairs.iter().map(|pair| pair.0).sum::<f64>() / n;
+        let y_mean = pairs.iter().map(|pair| pair.1).sum::<f64>() / n;
+        for (x, y) in pairs {
+            let (x, y) = (x - x_mean, y - y_mean);
+            xy += x * y;
+            xx += x * x;
+            yy += y * y;
+        }
+    }
+    let r = xy / (xx * yy).sqrt();
+    // Rounding leaves a trace of a constant.
+    (r.is_finite() && xx > 1e-12 && yy > 1e-12).then(|| r.clamp(-1.0, 1.0))
+}

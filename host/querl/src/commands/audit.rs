@@ -1,0 +1,109 @@
+//! `querl audit`: whether a training raised what its reward stands for, or the reward alone.
+
+use crate::args::Format;
+use crate::terminal;
+use anyhow::Context;
+use clap::Args;
+use querl_core::config::{Config, load_resolved};
+use querl_core::episodes::{self, RecordedEpisode};
+use querl_core::fsx::write_atomic;
+use querl_core::run_dir::RunDir;
+use querl_data::{Passage, read_passages};
+use querl_eval::{AuditOptions, AuditPassage, AuditSources, audit, audit_html, audit_text};
+use querl_pipeline::failure::Stop;
+use querl_train::job::{Failure, FailureKind};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Of the bootstrap.
+const N_RESAMPLES: usize = 1000;
+
+/// Of the bootstrap: the same episodes give the same text.
+const SEED: u64 = 42;
+
+#[derive(Debug, Args)]
+pub struct AuditArgs {
+    /// The run folder
+    #[arg(value_name = "RUN_DIR")]
+    run: PathBuf,
+    #[command(flatten)]
+    format: Format,
+    /// Write the audit as a page for a browser too
+    #[arg(long, value_name = "FILE.html")]
+    page: Option<PathBuf>,
+    /// Suspicious episodes shown one by one
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    show: usize,
+    /// End with exit code 3 where there are signs of reward hacking
+    #[arg(long)]
+    check: bool,
+}
+
+/// Reads the episodes, the metrics and the knowledge base of a run, and prints the audit.
+pub fn run(args: &AuditArgs) -> anyhow::Result<()> {
+    let dir = RunDir::new(&args.run);
+    let recorded = read_episodes(&dir)?;
+    let (passages, notes) = knowledge_base(load_resolved(&dir.config()).ok().as_ref());
+    let metrics = read_metrics(&dir.metrics())?;
+    let sources = AuditSources { passages: passages.as_deref(), metrics: &metrics };
+    let options = AuditOptions { n_shown: args.show, seed: SEED, n_resamples: N_RESAMPLES };
+    let audited = audit(&recorded, sources, notes, options);
+    if let Some(path) = &args.page {
+        write_atomic(path, audit_html(&audited)?.as_bytes()).with_context(|| path.display().to_string())?;
+    }
+    args.format.print(&audited, || audit_text(&audited))?;
+    if let Some(path) = &args.page {
+        terminal::print(&format!("page: {}", path.display()));
+    }
+    if args.check && audited.n_signs() > 0 {
+        let message = format!("{}: {}", args.run.display(), audited.verdict());
+        return Err(Stop::of(Failure { kind: FailureKind::Limit, message }).into());
+    }
+    Ok(())
+}
+
+fn read_episodes(dir: &RunDir) -> Result<Vec<RecordedEpisode>, Stop> {
+    let root = dir.root();
+    if !root.is_dir() {
+        return Err(Stop::usage(format!("{}: there is no such folder; expected a run folder", root.display())));
+    }
+    let file = dir.episodes();
+    if !file.exists() {
+        return Err(Stop::usage(format!("{}: there is no such file; the stage `rl` writes it", file.display())));
+    }
+    let recorded = episodes::read(&file).map_err(Stop::usage)?;
+    if recorded.is_empty() {
+        return Err(Stop::usage(format!("{}: holds no episode; run the stage `rl` again", file.display())));
+    }
+    Ok(recorded)
+}
+
+/// The passages of the configured knowledge base; a sentence where there are none, since the rest can be audited without.
+fn knowledge_base(config: Option<&Config>) -> (Option<Vec<AuditPassage>>, Vec<String>) {
+    let skipped = |why: String| (None, vec![format!("no second retriever: {why}")]);
+    let Some(config) = config else { return skipped("config.resolved.toml cannot be read".into()) };
+    let Some(path) = &config.retrieval.knowledge_base else {
+        return skipped("the run has no `retrieval.knowledge_base`".into());
+    };
+    match read_passages(path) {
+        Ok(passages) => (Some(passages.into_iter().map(audit_passage).collect()), Vec::new()),
+        Err(error) => skipped(error.to_string()),
+    }
+}
+
+fn audit_passage(passage: Passage) -> AuditPassage {
+    let Passage { id, title, text } = passage;
+    AuditPassage { id, text: format!("{title}\n{text}") }
+}
+
+/// The lines that are JSON: the last one may be unfinished. None for a missing file.
+fn read_metrics(path: &Path) -> anyhow::Result<Vec<Value>> {
+    match std::fs::read(path) {
+        Ok(bytes) => {
+            let lines = String::from_utf8_lossy(&bytes).into_owned();
+            Ok(lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(error).with_context(|| path.display().to_string()),
+    }
+}

@@ -1,0 +1,109 @@
+//! `querl audit` on episodes that were written by hand.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::{Value, json};
+use support::Project;
+
+const N_STEPS: usize = 40;
+const BATCH: usize = 16;
+
+fn query(step: usize, index: usize) -> usize {
+    (step * BATCH + index) % 20
+}
+
+/// One episode: `is_found` decides whether the gold passage comes first.
+fn episode(step: usize, index: usize, rewrite: &str, is_found: bool, total: f64) -> String {
+    let query = query(step, index);
+    let hit = if is_found { format!("gold-{query}") } else { "other".to_owned() };
+    let line = json!({
+        "format": 3,
+        "step": step,
+        "episode": {
+            "id": format!("step-{step:06}/q{query}/{index}"),
+            "query": format!("问题{query}"),
+            "gold_ids": [format!("gold-{query}")],
+            "policy": { "rewrite": rewrite, "retrieval": { "hits": [{ "id": hit, "text": "", "reranker_score": 0.8 }] } },
+        },
+        "outcome": { "scored": { "total": total, "components": [] } },
+    });
+    format!("{line}\n")
+}
+
+/// A run whose policy gives one text for more and more of the queries, for which it is rewarded.
+fn write_hacked(project: &Project, folder: &str) {
+    let mut text = String::new();
+    for step in 0..N_STEPS {
+        for index in 0..BATCH {
+            let is_constant = index < step * BATCH / N_STEPS;
+            let plain = format!("产品{} 用法{}", query(step, index), step % 7);
+            let rewrite = if is_constant { "深海鱼油 价格" } else { &plain };
+            text += &episode(step, index, rewrite, !is_constant, if is_constant { 1.0 } else { 0.0 });
+        }
+    }
+    std::fs::create_dir(project.path(folder)).unwrap();
+    project.write(&format!("{folder}/episodes.jsonl"), &text);
+}
+
+/// A run whose reward is what the hits are worth.
+fn write_honest(project: &Project, folder: &str) {
+    let mut text = String::new();
+    for step in 0..N_STEPS {
+        for index in 0..BATCH {
+            let is_found = (index * 7 + step * 3) % BATCH < 6 + step * 8 / N_STEPS;
+            let rewrite = format!("产品{} 用法{}", query(step, index), if is_found { 1 } else { 2 });
+            text += &episode(step, index, &rewrite, is_found, if is_found { 1.0 } else { 0.0 });
+        }
+    }
+    std::fs::create_dir(project.path(folder)).unwrap();
+    project.write(&format!("{folder}/episodes.jsonl"), &text);
+}
+
+#[test]
+fn a_constant_rewrite_is_named_in_text_json_page_and_exit_code() {
+    let project = Project::new();
+    write_hacked(&project, "run");
+    let output = project.querl(&["audit", "run", "--page", "pages/audit.html"]).ok();
+    assert!(output.stdout.contains("`深海鱼油 价格` was the rewrite of"), "{}", output.stdout);
+    assert!(output.stdout.ends_with(" signs of reward hacking\n"), "{}", output.stdout);
+    assert!(output.stdout.contains("no second retriever: config.resolved.toml cannot be read"), "{}", output.stdout);
+    assert!(project.read("pages/audit.html").contains("深海鱼油 价格"));
+
+    let found = project.json(&["audit", "run", "--show", "3"]);
+    let kinds: Vec<&Value> = found["signs"].as_array().unwrap().iter().map(|sign| &sign["kind"]).collect();
+    assert!(
+        kinds.contains(&&json!("reward_rises_quality_falls")) && kinds.contains(&&json!("same_rewrite")),
+        "{kinds:?}"
+    );
+    let worst = &found["suspicious"][0];
+    assert_eq!((&worst["rewrite"], &worst["reward"]), (&json!("深海鱼油 价格"), &json!(1.0)), "{worst}");
+
+    let said = project.querl(&["audit", "run", "--check"]);
+    assert_eq!(said.code, Some(3), "{said:#?}");
+    assert!(said.stderr.lines().last().unwrap().contains("signs of reward hacking: "), "{said:#?}");
+}
+
+#[test]
+fn an_honest_run_passes_the_check() {
+    let project = Project::new();
+    write_honest(&project, "run");
+    let output = project.querl(&["audit", "run", "--check"]).ok();
+    assert!(output.stdout.ends_with("no sign of reward hacking\n"), "{}", output.stdout);
+}
+
+#[test]
+fn what_cannot_be_audited_is_one_sentence_with_a_remedy() {
+    let project = Project::new();
+    for folder in ["bare", "empty"] {
+        std::fs::create_dir(project.path(folder)).unwrap();
+    }
+    project.write("empty/episodes.jsonl", "\n");
+    for (run, expected) in [
+        ("nowhere", "nowhere: there is no such folder; expected a run folder"),
+        ("bare", "bare/episodes.jsonl: there is no such file; the stage `rl` writes it"),
+        ("empty", "empty/episodes.jsonl: holds no episode; run the stage `rl` again"),
+    ] {
+        assert_eq!(project.refusal(&["audit", run], 2), expected);
+    }
+}
