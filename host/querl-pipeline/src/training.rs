@@ -110,7 +110,7 @@ pub(crate) fn generator(run: &Run, stage: StageName) -> Result<LocalModel<'_>, S
 }
 
 /// The configured model without training.
-pub(crate) fn untrained(run: &Run, name: &'static str) -> LocalModel<'_> {
+pub(crate) fn untrained<'a>(run: &'a Run, name: &'static str) -> LocalModel<'a> {
     let base = Base { model: run.config.model.path.clone(), adapter: None };
     LocalModel { run, base, name, samples: None }
 }

@@ -3,7 +3,7 @@
 use super::advice::{Advice, Level, mean, percent, share};
 use super::comparison::standard_deviation;
 use super::loss::spread;
-use crate::environment::{Baselines, Judging, RowColumns, ScoreRequest, Scorer, Services, WrittenRewrite};
+use crate::environment::{Baselines, Judging, RowColumns, ScoreRequest, Scorer, Services};
 use crate::ledger::{Ledger, StageName, rows_of};
 use crate::run::Run;
 use crate::training::Base;
@@ -208,7 +208,7 @@ fn score(run: &Run, rows: &[DatasetRow], responses: &[Vec<PolicyResponse>]) -> a
             query,
             columns: columns.of(query),
             prompt: Some(row.prompt()),
-            policy: WrittenRewrite::parsed(scorer.prompts(), response)?,
+            policy: scorer.parse(&query.original_query, response)?,
             baseline: baselines.of(&query.id),
         });
     }
