@@ -230,6 +230,7 @@ fn an_error_of_the_environment_is_returned_as_itself() {
         train_prompts: prompts.clone(),
         val_prompts: prompts,
         fingerprint: None,
+        stop_after: None,
         output_dir: folder.path().join("rl"),
     };
     let environments = Environments { train: &Faulty, val: &Faulty };

@@ -151,6 +151,7 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
         ("rl.reward_clip", "TRL does not clip scores"),
         ("rl.missing_eos_penalty", "TRL has `mask_truncated_completions`, which is not the same"),
         ("rl.max_drop_rate", "TRL does not stop where many responses have no score"),
+        ("rl.record", "TRL shows some texts with `log_completions`"),
         ("rl.ent_coef", "TRL has no entropy bonus"),
         ("rl.importance_cap", "TRL generates with the policy itself"),
         ("rl.off_by_one", "TRL generates and trains in turn"),

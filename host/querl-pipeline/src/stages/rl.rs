@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Keys that do not change the result.
-const WITHOUT_EFFECT: [&str; 4] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit"];
+const WITHOUT_EFFECT: [&str; 5] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit", "record"];
 
 /// Keys of `[sft]` that concern fine-tuning alone.
 const OF_FINE_TUNING_ALONE: [&str; 16] = [
@@ -178,6 +178,7 @@ fn job(
         train_prompts: training::prompts(train, &tokenizer)?,
         val_prompts: training::prompts(val, &tokenizer)?,
         fingerprint: Some(fingerprint),
+        stop_after: run.stop_after,
         output_dir: run.dir.rl(),
     };
     let longest_prompt = job.train_prompts.iter().chain(&job.val_prompts).map(Vec::len).max().unwrap_or(0);

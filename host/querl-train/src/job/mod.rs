@@ -97,6 +97,8 @@ pub struct RlJob {
     pub val_prompts: Vec<Vec<u32>>,
     /// As [`SftJob::fingerprint`].
     pub fingerprint: Option<String>,
+    /// Step after which the job stops with its state saved, as after the stop flag.
+    pub stop_after: Option<u64>,
     /// Where `best`, `last` and `state` are written.
     pub output_dir: PathBuf,
 }
