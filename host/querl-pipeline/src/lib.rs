@@ -18,6 +18,7 @@ pub mod metrics_log;
 pub mod pins;
 mod plugin_activity;
 pub mod plugins;
+pub mod pooling;
 pub mod release;
 pub mod report;
 pub mod retrieval;
