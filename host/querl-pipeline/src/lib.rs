@@ -25,6 +25,7 @@ pub mod retrieval;
 pub mod run;
 pub mod serving;
 pub mod stages;
+pub mod sweep;
 mod tensorboard;
 mod training;
 

@@ -1,7 +1,7 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
 use crate::commands::{
-    cache, config, data, deploy, doctor, export, import, model, plugin, rag, release, run, serve, style, watch,
+    cache, config, data, deploy, doctor, export, import, model, plugin, rag, release, run, serve, style, sweep, watch,
 };
 use crate::terminal::Verbosity;
 use anyhow::Context;
@@ -48,6 +48,8 @@ pub enum Command {
     Eval(run::ModelStageArgs),
     /// Write eval.json and report.html of a run directory again and print the table
     Report(run::ReportArgs),
+    /// Search settings on the validation split: a grid over several seeds, with early stopping
+    Sweep(sweep::SweepArgs),
     /// Show a running or finished run in the terminal
     Watch(watch::WatchArgs),
     /// Check a configuration, or list every key it may have

@@ -69,6 +69,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Rl(args) => commands::run::model_stage(StageName::Rl, &args),
         Command::Eval(args) => commands::run::model_stage(StageName::Eval, &args),
         Command::Report(args) => commands::run::report(&args),
+        Command::Sweep(args) => commands::sweep::run(&args),
         Command::Watch(args) => commands::watch::run(&args),
         Command::Config(command) => commands::config::run(&command),
         Command::Data(command) => commands::data::run(&command),

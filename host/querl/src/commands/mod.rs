@@ -14,4 +14,5 @@ pub mod release;
 pub mod run;
 pub mod serve;
 pub mod style;
+pub mod sweep;
 pub mod watch;
