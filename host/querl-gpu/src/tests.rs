@@ -251,6 +251,7 @@ fn an_error_of_the_environment_is_returned_as_itself() {
         val_prompts: prompts,
         max_mismatch_kl: None,
         fingerprint: None,
+        stop_after: None,
         output_dir: folder.path().join("rl"),
     };
     let environments = Environments { train: &Faulty, val: &Faulty, rollouts: Some(&NoServer) };

@@ -4,6 +4,7 @@ use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
 use crate::ledger::{Entry, FileDigest, Ledger, Outputs, PART, StageName, rows_of};
 use crate::metrics_log;
+use crate::pooling::{Pooling, differences, listed};
 use crate::stages::{funnel, leaks, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
@@ -106,15 +107,21 @@ pub struct Pooled {
     pub table: String,
 }
 
-/// Pools evaluated runs that differ in their seeds: each query's value is averaged over the runs.
+/// Pools evaluated runs: each query's value is averaged over the runs. Those that differ in more than their seed are refused, or named in a
+/// note under the table where `pooling` is [`Pooling::Any`].
 ///
 /// # Errors
-/// As [`write`].
-pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
+/// As [`write`], the runs have other test queries, or they differ.
+pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
     let records: Vec<Vec<EvalRecord>> =
         dirs.iter().map(|dir| rows_of(&dir.eval_records())).collect::<anyhow::Result<Vec<_>>>()?;
     check_same_queries(dirs, &records)?;
     let first = dirs.first().context("no run")?;
+    let notes = differing(first, &dirs[1..])?;
+    if let (Pooling::Seeds, Some(note)) = (pooling, notes.first()) {
+        let remedy = "pool them all the same with `--pool`, or report each alone";
+        return Err(Stop::usage(format!("{note}; {remedy}")).into());
+    }
     let config = load_resolved(&first.config())?;
     let evaluation = evaluate_seeds(&records, &evaluation_options(&config)).context("evaluation")?;
     let ledger = Ledger::open(&first.stages())?;
@@ -124,8 +131,22 @@ pub fn pooled(dirs: &[RunDir]) -> anyhow::Result<Pooled> {
         let notes = whole_metrics(dir, &ledger)?.1.into_iter().chain(funnel::notes(&ledger, dir)?);
         facts.plugin_notes.extend(notes.map(|note| format!("{}: {note}", dir.root().display())));
     }
+    facts.plugin_notes.extend(notes);
     let table = seeds_table(&evaluation, &facts);
     Ok(Pooled { evaluation, table })
+}
+
+/// A note on each run that differs from the first in more than the seed.
+fn differing(first: &RunDir, others: &[RunDir]) -> anyhow::Result<Vec<String>> {
+    let mut notes = Vec::new();
+    for other in others {
+        let found = differences(first, other)?;
+        if !found.is_empty() {
+            let (one, other) = (first.root().display(), other.root().display());
+            notes.push(format!("{one} and {other} differ in more than the seed: {}", listed(&found)));
+        }
+    }
+    Ok(notes)
 }
 
 /// Checks that the runs have the same queries, since they are pooled by query.

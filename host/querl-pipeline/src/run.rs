@@ -36,6 +36,8 @@ pub struct Run {
     pub outside: ServiceContext,
     /// Shows messages and progress.
     pub reporter: Arc<dyn Reporter>,
+    /// Step of `rl` after which it stops with its state saved, as after an interrupt; later runs resume.
+    pub(crate) stop_after: Option<u64>,
     retriever: OnceLock<Arc<dyn Retriever>>,
     _lock: Option<DirLock>,
 }
@@ -81,6 +83,7 @@ impl Run {
             runtime,
             outside,
             reporter,
+            stop_after: None,
             retriever: OnceLock::new(),
             _lock: Some(lock),
         })
@@ -106,6 +109,7 @@ impl Run {
             runtime,
             outside,
             reporter: Arc::new(Silent),
+            stop_after: None,
             retriever: OnceLock::new(),
             _lock: None,
         })
@@ -127,7 +131,18 @@ impl Run {
         outside.spend_tracker().begin("scoring");
         plugins.host_functions.connect(outside.clone(), runtime.handle().clone());
         let executor = Executor::in_process();
-        Ok(Self { config, dir, plugins, executor, runtime, outside, reporter, retriever: OnceLock::new(), _lock: None })
+        Ok(Self {
+            config,
+            dir,
+            plugins,
+            executor,
+            runtime,
+            outside,
+            reporter,
+            stop_after: None,
+            retriever: OnceLock::new(),
+            _lock: None,
+        })
     }
 
     /// Opens the retrieval backend.

@@ -222,6 +222,7 @@ fn ppo(options: &Options) -> Result<Value> {
         fingerprint: None,
         output_dir: output.path(),
         progress: &Silent,
+        stop_after: None,
         stop: &AtomicBool::new(false),
     };
     let mut steps = StepTimes::begin();

@@ -1,8 +1,8 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
 use crate::commands::{
-    audit, cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style, track,
-    watch,
+    audit, cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style, sweep,
+    track, watch,
 };
 use crate::terminal::Verbosity;
 use anyhow::Context;
@@ -53,6 +53,8 @@ pub enum Command {
     Report(run::ReportArgs),
     /// Look for reward hacking in the recorded episodes of a run
     Audit(audit::AuditArgs),
+    /// Search settings on the validation split: a grid over several seeds, with early stopping
+    Sweep(sweep::SweepArgs),
     /// Show a running or finished run in the terminal
     Watch(watch::WatchArgs),
     /// Mirror a running or finished run to an experiment tracker

@@ -71,6 +71,7 @@ fn dispatch(command: Command) -> anyhow::Result<()> {
         Command::Eval(args) => commands::run::model_stage(StageName::Eval, &args),
         Command::Report(args) => commands::run::report(&args),
         Command::Audit(args) => commands::audit::run(&args),
+        Command::Sweep(args) => commands::sweep::run(&args),
         Command::Watch(args) => commands::watch::run(&args),
         Command::Track(args) => commands::track::run(&args),
         Command::Config(command) => commands::config::run(&command),

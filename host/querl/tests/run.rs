@@ -212,6 +212,16 @@ fn runs_on_the_same_queries_are_pooled_and_others_refused() {
     assert!(table.contains("raw") && table.contains("teacher") && table.contains("2 runs"), "{table}");
     let json = project.querl(&["report", "one", "two", "--json"]).ok().stdout;
     assert!(serde_json::from_str::<serde_json::Value>(&json).unwrap().is_object(), "{json}");
+    // Without a bound on the gold queries, the same test split from other settings.
+    evaluate("three", "retrieval.top_k=3");
+    let message = project.refusal(&["report", "one", "three"], 2);
+    assert!(message.starts_with("one and three differ in more than the seed: "), "{message}");
+    assert!(message.contains("retrieval.top_k (5 and 3)"), "{message}");
+    assert!(message.ends_with("; pool them all the same with `--pool`, or report each alone"), "{message}");
+    let pooled = project.querl(&["report", "one", "two", "three", "--pool"]).ok().stdout;
+    assert!(pooled.contains("3 runs"), "{pooled}");
+    assert!(pooled.contains("\none and three differ in more than the seed: "), "{pooled}");
+    assert!(!pooled.contains("one and two differ"), "{pooled}");
     let refused = project.querl(&["report", "one", "other"]);
     assert_eq!((refused.code, refused.stderr.lines().count()), (Some(2), 1), "{refused:#?}");
     let message = "error: one and other were evaluated on different test queries (";

@@ -128,6 +128,7 @@ fn run_ppo(bench: &Bench<'_>, config: &RlConfig) -> Result<(StepTimes, MemoryUse
         fingerprint: None,
         output_dir: &bench.folder.join("ppo"),
         progress: &Silent,
+        stop_after: None,
         stop: bench.stop,
     };
     let mut steps = StepTimes::new();

@@ -162,6 +162,16 @@ pub enum CriticKind {
     Head,
 }
 
+/// What is recorded of each step of reinforcement learning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum RlRecord {
+    /// Episodes and metrics.
+    Episodes,
+    /// What the update was computed from, by token, in addition.
+    Full,
+}
+
 section! {
     /// Reinforcement learning.
     RlConfig {
@@ -309,6 +319,8 @@ section! {
         /// A batch that loses more than this share of its episodes stops the run.
         #[schemars(range(min = 0.0, max = 1.0))]
         max_drop_rate: f64 = 0.2,
+        /// `episodes`: episodes and metrics; `full`: also tokens, log-probabilities, values, rewards, advantages and returns, in `rl/steps`.
+        record: RlRecord = RlRecord::Episodes,
     }
 }
 

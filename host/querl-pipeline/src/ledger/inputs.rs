@@ -115,6 +115,10 @@ impl Inputs {
         self.0.contains_key(name)
     }
 
+    pub(crate) fn get(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+
     /// The first value whose name begins with `prefix`.
     pub(crate) fn first_of(&self, prefix: &str) -> Option<&str> {
         self.0.iter().find(|(name, _)| name.starts_with(prefix)).map(|(_, value)| value.as_str())

@@ -24,7 +24,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Keys that do not change the result.
-const WITHOUT_EFFECT: [&str; 4] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit"];
+const WITHOUT_EFFECT: [&str; 5] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit", "record"];
 
 /// Keys of `[rollout]` that change how the server is called, not what it returns.
 const OF_ROLLOUT_CALLS: [&str; 9] = [
@@ -217,6 +217,7 @@ fn job(
         val_prompts: training::prompts(val, &tokenizer)?,
         max_mismatch_kl: (config.rollout.engine != RolloutEngineKind::Local).then_some(config.rollout.max_mismatch_kl),
         fingerprint: Some(fingerprint),
+        stop_after: run.stop_after,
         output_dir: run.dir.rl(),
     };
     let longest_prompt = job.train_prompts.iter().chain(&job.val_prompts).map(Vec::len).max().unwrap_or(0);

@@ -100,6 +100,8 @@ pub struct RlJob {
     pub max_mismatch_kl: Option<f64>,
     /// As [`SftJob::fingerprint`].
     pub fingerprint: Option<String>,
+    /// Step after which the job stops with its state saved, as after the stop flag.
+    pub stop_after: Option<u64>,
     /// Where `best`, `last` and `state` are written.
     pub output_dir: PathBuf,
 }

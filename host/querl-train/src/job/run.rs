@@ -93,6 +93,7 @@ pub fn run_rl(
             fingerprint: job.fingerprint.as_deref(),
             output_dir: &job.output_dir,
             progress: rank.progress(callbacks),
+            stop_after: job.stop_after,
             stop: callbacks.stop,
         };
         rank.with_metrics(callbacks, |sink| Ok(rl::train(&task, sink)?))

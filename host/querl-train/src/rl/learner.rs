@@ -14,12 +14,13 @@ use super::losses::{
 use super::metrics::{UpdateMetrics, add_metrics, batch_metrics, policy_metrics, value_metrics};
 use super::rollout::{Rollout, RolloutBatch};
 use super::rollout_check::{check_mismatch, check_rollout};
+use super::step_record;
 use crate::batching::accumulation_micro_batches;
 use crate::data_parallel::{all_reduce_metrics, rank_share};
 use crate::policy::{Example, Policy, TrainingPass, recompute_mode, rows_of};
 use crate::{AdamW, AdamWSettings, Gradients, Metrics, State, TrainError, lr_factor};
 use candle_core::{Tensor, Var};
-use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
+use querl_core::config::{AdvantageForm, KlPlacement, RlConfig, RlRecord};
 use querl_model::{LoraAdapter, Mesh, Recompute, backward};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -64,7 +65,11 @@ impl Learner {
             metrics.extend(check_mismatch(logprobs, rollouts, server.max_mismatch_kl, step)?);
         }
         metrics.extend(batch_metrics(&experience, task.config));
-        metrics.extend(self.update(task, &experience, step)?);
+        let updates = self.update(task, &experience, step)?;
+        if task.config.record == RlRecord::Full {
+            step_record::write(task, step, &experience, &self.shaping, &updates)?;
+        }
+        metrics.extend(updates.means());
         Ok(metrics)
     }
 
@@ -83,16 +88,20 @@ impl Learner {
         task: &RlTask<'_>,
         experience: &Experience<'_>,
         step: u64,
-    ) -> Result<Metrics, TrainError> {
+    ) -> Result<UpdateMetrics, TrainError> {
         let config = task.config;
         let updates_policy = step > config.critic_warmup_steps as u64 || self.critic.is_none();
         let learning_rate = if updates_policy { learning_rate(config, step) } else { 0.0 };
         let mut rng = ChaCha8Rng::seed_from_u64(task.seed ^ step.rotate_left(32));
         let mut order: Vec<usize> = (0..experience.rollouts.len()).collect();
-        let mut metrics = UpdateMetrics::default();
+        let critic_lr = self.critic.is_some().then_some(config.critic_learning_rate);
+        let mut metrics = UpdateMetrics { actor_lr: learning_rate, critic_lr, ..UpdateMetrics::default() };
         'epochs: for _ in 0..config.ppo_epochs {
             order.shuffle(&mut rng);
             for rows in order.chunks(config.mini_batch_size) {
+                if metrics.first_mini_batch.is_empty() {
+                    metrics.first_mini_batch = rows.to_vec();
+                }
                 let mini_batch = MiniBatch::new(task, experience, rows, aggregation(config));
                 let started = Instant::now();
                 if updates_policy {
@@ -109,7 +118,7 @@ impl Learner {
                 metrics.critic_s += started.elapsed().as_secs_f64();
             }
         }
-        Ok(metrics.means(learning_rate, self.critic.is_some().then_some(config.critic_learning_rate)))
+        Ok(metrics)
     }
 
     /// One optimizer step of the policy, unless its KL from the rollout policy exceeds `target_kl` already.

@@ -82,6 +82,11 @@ pub(super) struct UpdateMetrics {
     pub(super) critic: StepSums,
     pub(super) actor_s: f64,
     pub(super) critic_s: f64,
+    pub(super) actor_lr: f64,
+    /// Where there is a critic.
+    pub(super) critic_lr: Option<f64>,
+    /// Positions in the batch of the responses of the first optimizer step.
+    pub(super) first_mini_batch: Vec<usize>,
 }
 
 /// Sums over optimizer steps.
@@ -89,10 +94,15 @@ pub(super) struct UpdateMetrics {
 pub(super) struct StepSums {
     n_steps: usize,
     sums: Metrics,
+    /// Of the first step.
+    pub(super) first: Metrics,
 }
 
 impl StepSums {
     pub(super) fn add_step(&mut self, metrics: Metrics) {
+        if self.n_steps == 0 {
+            self.first.clone_from(&metrics);
+        }
         self.n_steps += 1;
         add_metrics(&mut self.sums, metrics);
     }
@@ -103,12 +113,12 @@ impl StepSums {
 }
 
 impl UpdateMetrics {
-    /// Means over the optimizer steps, with learning rates and timings. `critic_lr`: where there is a critic.
-    pub(super) fn means(&self, actor_lr: f64, critic_lr: Option<f64>) -> Metrics {
+    /// Means over the optimizer steps, with learning rates and timings.
+    pub(super) fn means(&self) -> Metrics {
         let mut metrics: Metrics = self.policy.means().chain(self.critic.means()).collect();
         metrics.insert("actor/n_updates".into(), self.policy.n_steps as f64);
-        metrics.insert("actor/lr".into(), actor_lr);
-        metrics.extend(critic_lr.map(|lr| ("critic/lr".to_owned(), lr)));
+        metrics.insert("actor/lr".into(), self.actor_lr);
+        metrics.extend(self.critic_lr.map(|lr| ("critic/lr".to_owned(), lr)));
         metrics.insert("timing_s/update_actor".into(), self.actor_s);
         metrics.insert("timing_s/update_critic".into(), self.critic_s);
         metrics

@@ -16,6 +16,7 @@
 //! | `learner.rs` | epochs, mini-batches and micro-batches of updates |
 //! | `critic.rs` | the value function |
 //! | `metrics.rs` | every metric; **add one there** |
+//! | `step_record.rs` | what a step was computed from, by token (`rl.record`) |
 //! | `health.rs` | warnings about an unhealthy run |
 
 pub mod advantages;
@@ -29,6 +30,7 @@ mod metrics;
 mod rollout;
 mod rollout_check;
 mod rollout_pipeline;
+mod step_record;
 #[cfg(test)]
 mod tests;
 mod train_loop;
@@ -102,6 +104,9 @@ pub struct RlTask<'a> {
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,
+    /// Training stops with its state saved, as after the stop flag, before the first step after this one: another call with a later one, or
+    /// none, resumes.
+    pub stop_after: Option<u64>,
     /// Set to stop. Checked between the parts of a batch's rollouts; updates of a batch that has begun are completed first.
     pub stop: &'a AtomicBool,
 }

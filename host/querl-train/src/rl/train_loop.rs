@@ -2,7 +2,8 @@
 //!
 //! The stop flag (`RlTask::stop`, set by Ctrl-C) is read by [`Trainer::stop_requested`] after rollouts, and by
 //! [`rollout_pipeline::complete`] before each decode step; [`Trainer::interrupt`] then saves the state. A checkpoint that is due by time
-//! stops a rollout in the same way, and the rollout continues.
+//! stops a rollout in the same way, and the rollout continues. `RlTask::stop_after` ends the loop in the same way after a step and its
+//! evaluation.
 
 use super::generator::Generator;
 use super::learner::Learner;
@@ -27,7 +28,7 @@ use std::time::Instant;
 /// scores, the files at the end are those of an uninterrupted run, byte for byte.
 ///
 /// # Errors
-/// No rows, too many dropped episodes, a loss that is not finite, the stop flag was set or a device ran out of memory (what was
+/// No rows, too many dropped episodes, a loss that is not finite, the stop flag was set, `stop_after` was reached or a device ran out of memory (what was
 /// reached is saved), or errors of environment, model and file system.
 pub fn train(task: &RlTask<'_>, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
     if task.train.prompts.is_empty() || task.val.prompts.is_empty() {
@@ -107,6 +108,9 @@ impl<'a> Trainer<'a> {
             }
             if self.is_finished() {
                 return self.finish();
+            }
+            if self.task.stop_after.is_some_and(|last| self.state.step >= last) {
+                return self.interrupt(sink);
             }
             // 3. Scored rollouts; episodes whose calls failed or were late are dropped and counted.
             let Some(batch) = self.roll_out(sink)? else { return self.interrupt(sink) };

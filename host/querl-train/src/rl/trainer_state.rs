@@ -4,6 +4,7 @@
 use super::health::Health;
 use super::metrics::{episode_metrics, evaluation_metrics};
 use super::rollout::{PartialBatch, Timings, check_drops};
+use super::step_record;
 use super::train_loop::Trainer;
 use super::{RlSummary, RlTask};
 use crate::checkpoint::{BEST, LAST, State, save_policy};
@@ -161,6 +162,7 @@ impl Trainer<'_> {
             return Ok(());
         }
         sink.rewind(logs.metrics).map_err(|source| self.io(source))?;
+        step_record::remove_after(self.task, self.state.step)?;
         self.task.train.environment.rewind(logs.train)?;
         Ok(self.task.val.environment.rewind(logs.val)?)
     }

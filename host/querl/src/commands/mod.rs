@@ -16,5 +16,6 @@ pub mod release;
 pub mod run;
 pub mod serve;
 pub mod style;
+pub mod sweep;
 pub mod track;
 pub mod watch;

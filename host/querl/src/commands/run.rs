@@ -13,6 +13,7 @@ use querl_pipeline::failure::Stop;
 use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::pins::OnPluginChange;
 use querl_pipeline::plan::log_summary;
+use querl_pipeline::pooling::Pooling;
 use querl_pipeline::report::{self, Reported};
 use querl_pipeline::run::Run;
 use querl_pipeline::stages::{Outcome, Window, funnel, recover, run_stages, summary};
@@ -173,6 +174,9 @@ pub struct ReportArgs {
     /// The run folder; several (other seeds of one experiment) are pooled query by query
     #[arg(value_name = "DIR", required = true)]
     dirs: Vec<PathBuf>,
+    /// Pool runs that differ in more than their seed, too; the table names the differences
+    #[arg(long)]
+    pool: bool,
     #[command(flatten)]
     format: Format,
 }
@@ -184,7 +188,8 @@ pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
     if let [reported] = written.as_slice() {
         return args.format.print(&reported.evaluation, || reported.table.clone());
     }
-    let pooled = report::pooled(&runs)?;
+    let pooling = if args.pool { Pooling::Any } else { Pooling::Seeds };
+    let pooled = report::pooled(&runs, pooling)?;
     args.format.print(&pooled.evaluation, || pooled.table.clone())
 }
 

@@ -135,6 +135,7 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
     m.none("rl.reward_clip", "verl does not clip scores");
     m.none("rl.missing_eos_penalty", "the reward of verl does not see whether a response ended");
     m.none("rl.max_drop_rate", "verl does not stop where many responses have no score");
+    m.none("rl.record", "verl writes the texts alone, to `trainer.rollout_data_dir`");
 }
 
 fn kl(m: &mut Mapping, rl: &RlConfig) {

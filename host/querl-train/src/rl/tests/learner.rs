@@ -14,7 +14,7 @@ use querl_core::ports::Silent;
 pub(super) fn learn(learner: &mut Learner, task: &RlTask<'_>, rollouts: &[Rollout], step: u64) -> Metrics {
     let experience = learner.experience(task, rollouts, step).unwrap();
     let mut metrics = batch_metrics(&experience, task.config);
-    metrics.extend(learner.update(task, &experience, step).unwrap());
+    metrics.extend(learner.update(task, &experience, step).unwrap().means());
     metrics
 }
 
@@ -142,7 +142,7 @@ fn during_critic_warm_up_the_policy_does_not_change() {
         let first = learner.experience(&task, &rollouts, 1).unwrap();
         let zeros = first.critic.as_ref().unwrap().values.concat();
         assert!(zeros.iter().all(|value| *value == 0.0), "a new critic returns 0");
-        let metrics = learner.update(&task, &first, 1).unwrap();
+        let metrics = learner.update(&task, &first, 1).unwrap().means();
         assert_eq!(fixture.policy_values(), before, "{critic:?}");
         assert_eq!(metrics["actor/lr"], 0.0);
         let second = learner.experience(&task, &rollouts, 2).unwrap();

@@ -11,6 +11,7 @@ mod pipeline;
 mod ppo;
 mod ranks;
 mod resume;
+mod step_record;
 mod support;
 mod tensor_parallel;
 

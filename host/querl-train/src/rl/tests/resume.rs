@@ -2,13 +2,15 @@
 
 use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, config};
 use crate::TrainError;
-use querl_core::config::{CriticKind, RlConfig};
+use querl_core::config::{CriticKind, RlConfig, RlRecord};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Every setting whose state must survive a stop.
 pub(crate) fn configs() -> [(&'static str, RlConfig); 3] {
-    let plain = RlConfig { pipeline_parts: 2, kl_target: 0.1, normalize_rewards: true, weight_decay: 0.01, ..config() };
+    let record = RlRecord::Full;
+    let plain =
+        RlConfig { pipeline_parts: 2, kl_target: 0.1, normalize_rewards: true, weight_decay: 0.01, record, ..config() };
     let ahead = RlConfig { off_by_one: true, ..plain.clone() };
     let adapter = RlConfig { critic: CriticKind::Adapter, save_steps: 3, n_samples: 2, max_steps: 3, ..plain.clone() };
     [("plain", plain), ("off by one", ahead), ("critic with an adapter", adapter)]
@@ -65,6 +67,31 @@ fn a_stopped_run_resumes_in_the_middle_of_a_batch() {
         assert_eq!(n_scored, expected.episodes().len(), "a response is scored twice");
     });
     interrupt_at_calls(2, (1..).step_by(3), Fault::Stop, is_stop, |_, _| {});
+}
+
+/// Steps 0, 2 and 4 are evaluated: a run that stops after each of them has the policy, the logs and the best checkpoint of one that does not.
+#[test]
+fn a_run_that_stops_after_steps_is_an_uninterrupted_one_in_parts() {
+    let model = Model::new();
+    for (name, config) in configs() {
+        let expected = Run::complete(1, &model, &config);
+        let mut run = Run::new(FaultyEnvironment::without_fault());
+        for last in [0, 2] {
+            run.environment.stop_after = Some(last);
+            let error = run.start(1, &model, &config).unwrap_err();
+            assert!(matches!(error, TrainError::Interrupted { step, .. } if step == last), "{name}: {error}");
+            let evaluated = run.recorder.0.iter().filter(|(_, metrics)| metrics.contains_key("val/reward"));
+            assert_eq!(evaluated.map(|(step, _)| *step).max(), Some(last), "{name}");
+        }
+        // One that was there already stops again, and an earlier step is no reason to go back.
+        run.environment.stop_after = Some(1);
+        run.start(1, &model, &config).unwrap_err();
+        run.environment.stop_after = None;
+        run.start(1, &model, &config).unwrap();
+        run.assert_same(&expected, name);
+        let n_scored = run.environment.n_scored.load(Ordering::SeqCst);
+        assert_eq!(n_scored, expected.episodes().len(), "{name}: a response is scored twice");
+    }
 }
 
 #[test]

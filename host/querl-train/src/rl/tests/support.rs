@@ -98,6 +98,7 @@ impl Model {
             fingerprint: None,
             output_dir,
             progress: &Silent,
+            stop_after: None,
             stop: &NO_STOP,
         }
     }
@@ -193,12 +194,15 @@ pub(crate) struct FaultyEnvironment {
     pause: Duration,
     score: fn(&PolicyResponse) -> f64,
     stop: AtomicBool,
+    /// [`RlTask::stop_after`] of the runs against it.
+    pub(crate) stop_after: Option<u64>,
 }
 
 impl FaultyEnvironment {
     pub(crate) fn new(fault: Fault, pause: Duration) -> Self {
         let (log, n_scored, n_calls) = (Mutex::default(), AtomicUsize::new(0), AtomicUsize::new(0));
-        Self { log, n_scored, n_calls, fault, pause, score: plain_text, stop: AtomicBool::new(false) }
+        let stop = AtomicBool::new(false);
+        Self { log, n_scored, n_calls, fault, pause, score: plain_text, stop, stop_after: None }
     }
 
     pub(crate) fn without_fault() -> Self {
@@ -337,6 +341,14 @@ impl Run {
         names.map(|name| (name, std::fs::read(self.folder.path().join(name)).unwrap())).into()
     }
 
+    /// The records of steps (`rl.record`), by name.
+    pub(crate) fn step_records(&self) -> BTreeMap<String, Vec<u8>> {
+        let entries = std::fs::read_dir(self.folder.path().join("steps")).into_iter().flatten().flatten();
+        let record =
+            |entry: std::fs::DirEntry| (entry.file_name().into_string().unwrap(), std::fs::read(entry.path()).unwrap());
+        entries.map(record).collect()
+    }
+
     /// Compares everything that must not depend on interruptions, part by part to keep failures short.
     pub(crate) fn assert_same(&self, expected: &Self, what: &str) {
         assert_eq!(self.summary, expected.summary, "{what}: summary");
@@ -352,6 +364,11 @@ impl Run {
         for ((name, found), (_, expected)) in self.files().iter().zip(expected.files()) {
             assert!(*found == expected, "{what}: {name} differs");
         }
+        let (records, expected_records) = (self.step_records(), expected.step_records());
+        let names = |records: &BTreeMap<String, Vec<u8>>| records.keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(&records), names(&expected_records), "{what}: records of steps");
+        let differing = records.iter().find(|(name, bytes)| expected_records[*name] != **bytes).map(|(name, _)| name);
+        assert_eq!(differing, None, "{what}: the record of a step differs");
     }
 }
 
@@ -369,6 +386,7 @@ pub(crate) fn run_rank(
     let task = RlTask {
         mesh,
         fingerprint: Some("same"),
+        stop_after: environment.stop_after,
         stop: &environment.stop,
         ..model.task(&policy, &prompts, [&train_split, &val_split], config, folder)
     };

@@ -1,0 +1,199 @@
+//! In what runs differ other than their seeds: runs that do are pooled on request alone.
+//!
+//! The ledger has everything that the results of a stage depend on: settings by their key, files, models and plugins by their digest. Of
+//! what earlier stages left, the dataset counts, which a teacher may write differently from the same settings; rewrites, hits and
+//! checkpoints follow from the rest and the seed.
+
+use crate::ledger::{Entry, Ledger, StageName};
+use querl_bundle::lock::LockFile;
+use querl_core::run_dir::RunDir;
+use querl_eval::cut;
+
+/// Which runs are pooled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pooling {
+    /// Runs that differ in their seed alone.
+    Seeds,
+    /// All that were evaluated on the same queries.
+    Any,
+}
+
+/// Something that two runs depend on and that is not the same.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct RunDifference {
+    name: String,
+    values: [String; 2],
+}
+
+impl std::fmt::Display for RunDifference {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [one, other] = &self.values;
+        write!(f, "{} ({one} and {other})", self.name)
+    }
+}
+
+/// Columns of a value in a message.
+const MAX_VALUE_WIDTH: usize = 100;
+
+/// Names in a message; the rest is counted.
+const MAX_NAMES: usize = 12;
+
+/// Inputs that no figure depends on, or that make the runs samples of one experiment.
+const NOT_COMPARED: [&str; 2] = ["seed", "data.export"];
+
+/// The differences of two runs, by name. A stage that only one of them has is one difference.
+///
+/// # Errors
+/// A ledger cannot be read.
+pub(crate) fn differences(one: &RunDir, other: &RunDir) -> anyhow::Result<Vec<RunDifference>> {
+    let sides = [Side::read(one)?, Side::read(other)?];
+    let mut found = Vec::new();
+    for stage in StageName::ALL {
+        match sides.each_ref().map(|side| side.finished(stage)) {
+            [Some(one), Some(other)] => {
+                for name in one.inputs.changed_since(&other.inputs).into_iter().filter(|name| is_compared(name)) {
+                    let values = [(&sides[0], one), (&sides[1], other)].map(|(side, entry)| side.shown(entry, &name));
+                    found.push(RunDifference { name, values });
+                }
+            }
+            [None, None] => {}
+            entries => {
+                let state = |entry: Option<&Entry>| if entry.is_some() { "finished" } else { "not run" };
+                let values = entries.map(|entry| state(entry).to_owned());
+                found.push(RunDifference { name: format!("the stage {stage}"), values });
+            }
+        }
+    }
+    // Several stages depend on the same plugins and settings.
+    found.sort();
+    found.dedup();
+    Ok(found)
+}
+
+/// The differences as a part of a sentence.
+pub(crate) fn listed(differences: &[RunDifference]) -> String {
+    let shown: Vec<String> = differences.iter().take(MAX_NAMES).map(ToString::to_string).collect();
+    match differences.len().saturating_sub(MAX_NAMES) {
+        0 => shown.join(", "),
+        n_more => format!("{} and {n_more} more", shown.join(", ")),
+    }
+}
+
+/// Of what a stage left, only the dataset: checkpoints differ by the seed, and the rows of the data stages hold times and costs.
+fn is_compared(name: &str) -> bool {
+    let left_by = StageName::ALL.into_iter().find(|stage| name.ends_with(&format!(" of {stage}")));
+    !NOT_COMPARED.contains(&name) && left_by.is_none_or(|stage| stage == StageName::Convert)
+}
+
+struct Side {
+    ledger: Ledger,
+    lock: LockFile,
+}
+
+impl Side {
+    fn read(dir: &RunDir) -> anyhow::Result<Self> {
+        // Without a lock file plugins have digests, and no versions.
+        let lock = LockFile::read(&dir.lock()).unwrap_or_default();
+        Ok(Self { ledger: Ledger::open(&dir.stages())?, lock })
+    }
+
+    fn finished(&self, stage: StageName) -> Option<&Entry> {
+        self.ledger.entry(stage.as_str()).filter(|entry| entry.finished)
+    }
+
+    /// The value of an input; of a plugin also the version, and of a digest the beginning.
+    fn shown(&self, entry: &Entry, name: &str) -> String {
+        let Some(value) = entry.inputs.get(name) else { return "not set".to_owned() };
+        let (first, rest) = value.split_once(' ').unwrap_or((value, ""));
+        let locked = self.lock.entries.iter().find(|plugin| plugin.sha256 == first);
+        let text = match locked {
+            Some(plugin) => format!("{} {rest}", plugin.title()),
+            None if is_digest(first) => format!("{} {rest}", &first[..12]),
+            None => value.to_owned(),
+        };
+        cut(&text.split_whitespace().collect::<Vec<_>>().join(" "), MAX_VALUE_WIDTH)
+    }
+}
+
+/// Whether this is a SHA-256.
+fn is_digest(text: &str) -> bool {
+    text.len() == 64 && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::ledger::Inputs;
+    use querl_core::fsx::digest_hex;
+
+    /// A run whose stages have these inputs.
+    fn run(stages: &[(&str, &[(&str, &str)])]) -> (tempfile::TempDir, RunDir) {
+        let folder = tempfile::tempdir().unwrap();
+        let dir = RunDir::new(folder.path());
+        let mut ledger = Ledger::open(&dir.stages()).unwrap();
+        for (stage, values) in stages {
+            let mut inputs = Inputs::default();
+            for (name, value) in *values {
+                inputs.text(name, value);
+            }
+            ledger.put(stage, Entry { finished: true, ..Entry::begun(inputs) }).unwrap();
+        }
+        (folder, dir)
+    }
+
+    fn found(one: &[(&str, &[(&str, &str)])], other: &[(&str, &[(&str, &str)])]) -> String {
+        let (one, other) = (run(one), run(other));
+        listed(&differences(&one.1, &other.1).unwrap())
+    }
+
+    #[test]
+    fn seeds_and_what_follows_from_them_are_no_difference() {
+        let of_seed = |seed: &'static str| {
+            [
+                ("seed", seed),
+                ("best of sft", seed),
+                ("validated.jsonl of validate", seed),
+                ("train.jsonl of convert", "t"),
+            ]
+        };
+        let (one, other) = (of_seed("1"), of_seed("2"));
+        assert_eq!(found(&[("sft", &one), ("rl", &one)], &[("sft", &other), ("rl", &other)]), "");
+    }
+
+    #[test]
+    fn settings_have_values_data_have_digests_and_stages_are_counted_once() {
+        let (a, b) = (digest_hex(b"a"), digest_hex(b"b"));
+        let one = [("rl.kl_coef", "0.05"), ("train.jsonl of convert", a.as_str()), ("rl.record", "x")];
+        let other = [("rl.kl_coef", "0.2"), ("train.jsonl of convert", b.as_str())];
+        let expected = format!(
+            "rl.kl_coef (0.05 and 0.2), rl.record (x and not set), train.jsonl of convert ({} and {})",
+            &a[..12],
+            &b[..12]
+        );
+        assert_eq!(found(&[("sft", &one), ("rl", &one)], &[("sft", &other), ("rl", &other)]), expected);
+        assert_eq!(found(&[("sft", &one)], &[]), "the stage sft (finished and not run)");
+    }
+
+    #[test]
+    fn a_plugin_has_its_version() {
+        let sha = digest_hex(b"component");
+        let (one, other) = (format!("{sha} {{}} weight 1"), format!("{} {{}} weight 1", digest_hex(b"other")));
+        let (one, other) =
+            (run(&[("rl", &[("reward plugin 1 (r)", &one)])]), run(&[("rl", &[("reward plugin 1 (r)", &other)])]));
+        let lock = format!(
+            "format = 1\n[[plugin]]\nrole = \"reward\"\nid = \"r\"\nversion = \"0.2.0\"\npath = \"/r\"\nsource = \"component\"\nsha256 = \"{sha}\"\n"
+        );
+        std::fs::write(one.1.lock(), lock).unwrap();
+        let text = listed(&differences(&one.1, &other.1).unwrap());
+        let expected = format!("reward plugin 1 (r) (0.2.0 (component {}) {{}} weight 1 and ", &sha[..12]);
+        assert!(text.starts_with(&expected), "{text}");
+    }
+
+    #[test]
+    fn many_differences_are_counted() {
+        let named = |n: usize| RunDifference { name: format!("key{n:02}"), values: ["1".into(), "2".into()] };
+        let many: Vec<RunDifference> = (0..MAX_NAMES + 3).map(named).collect();
+        assert!(listed(&many).ends_with("key11 (1 and 2) and 3 more"), "{}", listed(&many));
+    }
+}

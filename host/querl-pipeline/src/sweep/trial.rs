@@ -1,0 +1,240 @@
+//! One trial: a run directory whose stages end with `rl`, which may stop at a rung and resume. Finished stages of another trial on the same
+//! inputs are taken over.
+
+use super::grid::rung_step;
+use crate::failure::{Ending, ending_of, sentence};
+use crate::files::{copy, unwritable};
+use crate::interrupt;
+use crate::ledger::{Ledger, StageName, rows_of};
+use crate::metrics_log;
+use crate::pins::OnPluginChange;
+use crate::run::Run;
+use crate::stages::{Window, run_stages};
+use crate::training;
+use anyhow::Context;
+use querl_core::config::{Config, load_resolved};
+use querl_core::dir_lock::DirLock;
+use querl_core::fsx::write_atomic;
+use querl_core::ports::Reporter;
+use querl_core::records::{DatasetRow, Split};
+use querl_core::run_dir::RunDir;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use std::sync::Arc;
+
+pub(super) struct Trial {
+    pub(super) dir: RunDir,
+    pub(super) config: Config,
+}
+
+/// How far a trial went.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum TrialProgress {
+    /// The end of the rung, this step of `rl`; `None` is the end of the training. An earlier call may have gone further.
+    Reached(Option<u64>),
+    /// Training failed, as with too high a learning rate; the reason.
+    Failed(String),
+}
+
+/// The stages that a trial may take over from another.
+const SHARED: [StageName; 4] = [StageName::Rewrite, StageName::Validate, StageName::Convert, StageName::Sft];
+
+impl Trial {
+    /// Trains to the end of a rung ([`rung_step`]): from the beginning, or from where an earlier call stopped. With all its steps in the
+    /// schedule of the learning rate, a trial that stops on the way is one that does not, up to there.
+    ///
+    /// # Errors
+    /// A data stage or a service failed, a limit was reached, a setting cannot be used, or a signal has arrived.
+    pub(super) fn advance(
+        &self,
+        config_path: &Path,
+        shift: u32,
+        reporter: &Arc<dyn Reporter>,
+    ) -> anyhow::Result<TrialProgress> {
+        let mut run =
+            Run::open(self.config.clone(), config_path, StageName::Rl, OnPluginChange::Refuse, reporter.clone())?;
+        let stages = |first, last| Window { first, last, forced_from: None };
+        run_stages(&run, stages(StageName::Rewrite, StageName::Convert))?;
+        let rl = &self.config.rl;
+        let n_steps = rl.n_steps(rows_of::<DatasetRow>(&self.dir.split(Split::Train))?.len());
+        let last = rung_step(n_steps, rl.eval_steps, shift);
+        run.stop_after = (last < n_steps).then_some(last as u64);
+        match run_stages(&run, stages(StageName::Sft, StageName::Rl)) {
+            Ok(_) => Ok(TrialProgress::Reached(run.stop_after)),
+            Err(error) => match ending_of(&error) {
+                Ending::Interrupted if run.stop_after.is_some() && interrupt::check().is_ok() => {
+                    Ok(TrialProgress::Reached(run.stop_after))
+                }
+                Ending::Failed => Ok(TrialProgress::Failed(sentence(&error))),
+                Ending::Interrupted | Ending::Usage | Ending::Limit => Err(error),
+            },
+        }
+    }
+
+    /// Takes over finished stages of the most similar of `sources`, where this trial has not begun. The ledger decides what of them holds
+    /// for its own inputs; the rest runs again.
+    ///
+    /// # Errors
+    /// A file cannot be read or written.
+    pub(super) fn take_over<'a>(&self, sources: impl Iterator<Item = &'a RunDir>) -> anyhow::Result<()> {
+        if self.dir.stages().exists() {
+            return Ok(());
+        }
+        let own = prepared_settings(&self.config)?;
+        let mut best: Option<(usize, &RunDir)> = None;
+        for source in sources {
+            let Some(n_different) = n_different(source, &own)? else { continue };
+            if best.is_none_or(|(fewest, _)| n_different < fewest) {
+                best = Some((n_different, source));
+            }
+        }
+        best.map_or(Ok(()), |(_, source)| copy_stages(source, &self.dir))
+    }
+}
+
+/// The values that the stages before `rl` may depend on, by key.
+fn prepared_settings(config: &Config) -> anyhow::Result<BTreeMap<String, String>> {
+    let table = toml::Table::try_from(config).context("the configuration has no TOML form")?;
+    let mut values = BTreeMap::new();
+    for (section, value) in table.iter().filter(|(name, _)| !["rl", "eval", "output_dir"].contains(&name.as_str())) {
+        match value {
+            toml::Value::Table(keys) => {
+                values.extend(keys.iter().map(|(key, value)| (format!("{section}.{key}"), value.to_string())));
+            }
+            value => drop(values.insert(section.clone(), value.to_string())),
+        }
+    }
+    Ok(values)
+}
+
+/// In how many settings a run differs; `None` where it has no finished dataset.
+fn n_different(source: &RunDir, own: &BTreeMap<String, String>) -> anyhow::Result<Option<usize>> {
+    if !source.stages().exists() {
+        return Ok(None);
+    }
+    let ledger = Ledger::open(&source.stages())?;
+    let is_prepared = ledger.entry(StageName::Convert.as_str()).is_some_and(|entry| entry.finished);
+    let config = match is_prepared {
+        true => load_resolved(&source.config()).ok(),
+        false => None,
+    };
+    let Some(theirs) = config.map(|config| prepared_settings(&config)).transpose()? else { return Ok(None) };
+    let keys: BTreeSet<&String> = own.keys().chain(theirs.keys()).collect();
+    Ok(Some(keys.into_iter().filter(|key| own.get(*key) != theirs.get(*key)).count()))
+}
+
+/// Copies what the finished stages before `rl` left to a new run directory, which is complete or not there. Nothing is copied from a run
+/// that another process uses.
+fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<()> {
+    let Ok(_lock) = DirLock::take(from.root()) else { return Ok(()) };
+    let ledger = Ledger::open(&from.stages())?;
+    let finished = |stage: &StageName| ledger.entry(stage.as_str()).filter(|entry| entry.finished);
+    let stages: Vec<StageName> = SHARED.into_iter().take_while(|stage| finished(stage).is_some()).collect();
+    let unwritable = || unwritable(to.root());
+    let name = to.root().file_name().unwrap_or_default().to_string_lossy();
+    let copied = RunDir::new(to.root().with_file_name(format!(".querl-{name}")));
+    // What a process left that was killed while it copied.
+    remove_folder(copied.root()).with_context(unwritable)?;
+    std::fs::create_dir_all(copied.root()).with_context(unwritable)?;
+    let data = |dir: &RunDir| dir.root().join("data");
+    copy_folder(&data(from), &data(&copied))?;
+    let mut metrics = String::new();
+    for stage in &stages {
+        metrics += &metrics_log::lines_of(&from.metrics(), stage.as_str()).context("metrics.jsonl cannot be read")?;
+        let events = |dir: &RunDir| RunDir::tensorboard(&dir.metrics(), stage.as_str());
+        copy_folder(&events(from), &events(&copied))?;
+    }
+    if stages.contains(&StageName::Sft) {
+        copy_folder(&training::best(&from.sft()), &training::best(&copied.sft()))?;
+    }
+    write_atomic(&copied.metrics(), metrics.as_bytes()).with_context(unwritable)?;
+    let mut entries = Ledger::open(&copied.stages())?;
+    for stage in &stages {
+        entries.put(stage.as_str(), finished(stage).cloned())?;
+    }
+    // What a process left that was killed before its first stage.
+    remove_folder(to.root()).with_context(unwritable)?;
+    std::fs::rename(copied.root(), to.root()).with_context(unwritable)
+}
+
+fn remove_folder(path: &Path) -> std::io::Result<()> {
+    if path.exists() { std::fs::remove_dir_all(path) } else { Ok(()) }
+}
+
+/// Copies a folder, if it is there. Weights are linked where the file system can, since they are never changed in place.
+fn copy_folder(from: &Path, to: &Path) -> anyhow::Result<()> {
+    if !from.is_dir() {
+        return Ok(());
+    }
+    for entry in std::fs::read_dir(from).with_context(|| format!("{}: cannot be read", from.display()))? {
+        let path = entry.with_context(|| format!("{}: cannot be read", from.display()))?.path();
+        let target = to.join(path.file_name().unwrap_or_default());
+        if path.is_dir() {
+            copy_folder(&path, &target)?;
+            continue;
+        }
+        let is_weights = path.extension().is_some_and(|extension| extension == "safetensors");
+        std::fs::create_dir_all(to).with_context(|| unwritable(to))?;
+        if !is_weights || std::fs::hard_link(&path, &target).is_err() {
+            copy(&path, &target)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::ledger::{Entry, Inputs};
+
+    fn prepared(root: &Path, finished: &[&str]) -> RunDir {
+        let dir = RunDir::new(root);
+        let mut ledger = Ledger::open(&dir.stages()).unwrap();
+        for stage in ["rewrite", "validate", "convert", "sft", "rl"] {
+            let is_finished = finished.contains(&stage);
+            ledger.put(stage, Entry { finished: is_finished, ..Entry::begun(Inputs::default()) }).unwrap();
+        }
+        for file in
+            ["data/train.jsonl", "sft/best/adapter_model.safetensors", "sft/last/x", "rl/best/x", "episodes.jsonl"]
+        {
+            write_atomic(&dir.root().join(file), file.as_bytes()).unwrap();
+        }
+        let metrics = "{\"stage\":\"sft\",\"step\":1}\n{\"stage\":\"rl\",\"step\":1}\n";
+        write_atomic(&dir.metrics(), metrics.as_bytes()).unwrap();
+        dir
+    }
+
+    #[test]
+    fn finished_stages_before_rl_are_taken_over_and_no_others() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |name: &str| folder.path().join(name);
+        let whole = prepared(&at("whole"), &["rewrite", "validate", "convert", "sft", "rl"]);
+        let copied = RunDir::new(at("trials/one"));
+        // A killed process had locked the folder.
+        write_atomic(&copied.root().join(".in-use"), b"1").unwrap();
+        copy_stages(&whole, &copied).unwrap();
+        let has = |dir: &RunDir, file: &str| dir.root().join(file).exists();
+        assert!(has(&copied, "data/train.jsonl") && has(&copied, "sft/best/adapter_model.safetensors"));
+        assert!(["sft/last", "rl", "episodes.jsonl", "calls.json"].into_iter().all(|file| !has(&copied, file)));
+        let ledger = Ledger::open(&copied.stages()).unwrap();
+        assert!(ledger.entry("sft").unwrap().finished && ledger.entry("rl").is_none());
+        assert_eq!(std::fs::read_to_string(copied.metrics()).unwrap(), "{\"stage\":\"sft\",\"step\":1}\n");
+
+        let half = prepared(&at("half"), &["rewrite", "validate", "convert"]);
+        let copied = RunDir::new(at("trials/two"));
+        copy_stages(&half, &copied).unwrap();
+        assert!(has(&copied, "data/train.jsonl") && !has(&copied, "sft"));
+        assert!(Ledger::open(&copied.stages()).unwrap().entry("sft").is_none());
+    }
+
+    #[test]
+    fn nothing_is_taken_from_a_run_that_is_in_use() {
+        let folder = tempfile::tempdir().unwrap();
+        let source = prepared(&folder.path().join("source"), &["rewrite", "validate", "convert"]);
+        let _lock = DirLock::take(source.root()).unwrap();
+        let copied = RunDir::new(folder.path().join("one"));
+        copy_stages(&source, &copied).unwrap();
+        assert!(!copied.root().exists());
+    }
+}
