@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! judge     = tanh(3 * (policy score - baseline score) / 5)      judge scores are 0 to 5
-//! retrieval = tanh(3 * (policy quality - baseline quality))      quality = 0.6 * top1 + 0.4 * mean(top3), 0 without hits
+//! retrieval = tanh(3 * (policy quality - baseline quality))      quality = 0.6 * top1 + 0.4 * mean(top3), 0 without hits; where
+//!                                                                gold passages are known, half of that and half of 1 / (rank of the first)
 //! win       = 0.5, -0.3 or 0: the policy's quality is above, below or equal (within 1e-9) to the baseline's
 //! total     = clip(0.35 * judge + 0.40 * retrieval + 0.25 * win, -1, 1)
 //! ```
@@ -33,6 +34,7 @@ pub struct Competition {
     loss: f64,
     draw: f64,
     top1_share: f64,
+    gold_share: f64,
     clip: f64,
 }
 
@@ -59,6 +61,7 @@ impl Reward for Competition {
             loss: outcome("loss", -0.3)?,
             draw: outcome("draw", 0.0)?,
             top1_share: settings.number("top1_share", 0.6, 0.0..=1.0)?,
+            gold_share: settings.number("gold_share", 0.5, 0.0..=1.0)?,
             clip: settings.number("clip", 1.0, 1e-6..=1e6)?,
         };
         if plugin.weight_retrieval + plugin.weight_win > 0.0 {
@@ -86,8 +89,9 @@ impl Reward for Competition {
 
 impl Competition {
     fn parts(&self, episode: &Episode) -> Result<Parts, Rejection> {
-        let policy = self.quality(episode.policy.hits("policy")?);
-        let baseline = self.quality(episode.baseline()?.hits("baseline")?);
+        let gold = episode.gold_ids.as_deref();
+        let policy = self.quality(episode.policy.hits("policy")?, gold);
+        let baseline = self.quality(episode.baseline()?.hits("baseline")?, gold);
         let win = match policy - baseline {
             difference if difference > DRAW_TOLERANCE => self.win,
             difference if difference < -DRAW_TOLERANCE => self.loss,
@@ -98,11 +102,15 @@ impl Competition {
     }
 
     /// How good a retrieval is: 0 where nothing was found.
-    fn quality(&self, hits: &[Hit]) -> f64 {
+    fn quality(&self, hits: &[Hit], gold: Option<&[String]>) -> f64 {
         let Some(first) = hits.first() else { return 0.0 };
         let top3 = &hits[..hits.len().min(3)];
         let mean_top3 = top3.iter().map(|hit| hit.reranker_score).sum::<f64>() / top3.len() as f64;
-        self.top1_share * first.reranker_score + (1.0 - self.top1_share) * mean_top3
+        let by_score = self.top1_share * first.reranker_score + (1.0 - self.top1_share) * mean_top3;
+        let Some(gold) = gold else { return by_score };
+        let is_gold = |hit: &&Hit| hit.id.as_deref().is_some_and(|id| gold.iter().any(|known| known == id));
+        let reciprocal_rank = hits.iter().find(is_gold).map_or(0.0, |hit| 1.0 / f64::from(hit.rank));
+        (1.0 - self.gold_share) * by_score + self.gold_share * reciprocal_rank
     }
 
     fn total(&self, parts: Parts) -> f64 {

@@ -192,7 +192,9 @@ impl Conversion<'_> {
         }
         let mut dropped = Vec::new();
         for (FilterRow { index, record, prompt, .. }, reason) in batch.into_iter().zip(reasons) {
-            if reason.is_none() || split != Split::Train {
+            // Reinforcement learning needs no target, only what the rewrites are compared with.
+            let has_baseline = matches!(record.retrieval, Some(Ok(_)));
+            if reason.is_none() || split != Split::Train || has_baseline {
                 let code = reason.as_ref().map(|reason| reason.code.clone());
                 let prompt = prompt.map_or_else(|| self.prompt(&record.rewritten.query), Ok)?;
                 put(ConvertedRow::Row(split, self.dataset_row(&record, prompt, code)))?;

@@ -100,7 +100,6 @@ pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
         ("rl.importance_cap", "generates with the policy itself"),
         ("rl.off_by_one", "generates and trains in turn"),
         ("rl.record", "does not keep tokens and advantages"),
-        ("rl.queries", "trains on all rows of the data"),
         ("rl.pipeline_parts", "generates and scores without parts; no result depends on it"),
         ("rl.save_interval_s", "saves by steps alone"),
     ] {
