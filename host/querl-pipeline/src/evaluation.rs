@@ -88,7 +88,10 @@ pub(crate) fn evaluate_system(
                 let n_rows = rest.len();
                 let some = rest.split_off(..generations.len());
                 let some = some.with_context(|| format!("{} answers to {n_rows} queries", generations.len()))?;
-                let answers = some.iter().zip(generations).map(|(row, generation)| Ok(Ok(model(row, generation, *reading, scorer)?)));
+                let answers = some
+                    .iter()
+                    .zip(generations)
+                    .map(|(row, generation)| Ok(Ok(model(row, generation, *reading, scorer)?)));
                 finish(some, answers.collect::<Result<_, EnvironmentError>>()?)
             })?;
             anyhow::ensure!(rest.is_empty(), "{} queries without an answer", rest.len());

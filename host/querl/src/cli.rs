@@ -1,8 +1,8 @@
 //! The grammar of the command line; the commands are in `commands/`.
 
 use crate::commands::{
-    audit, cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style, sweep,
-    track, watch,
+    audit, cache, config, data, deploy, doctor, export, import, model, plan, plugin, rag, release, run, serve, style,
+    sweep, track, watch,
 };
 use crate::terminal::Verbosity;
 use anyhow::Context;

@@ -215,7 +215,8 @@ fn a_server_that_cannot_be_used_is_one_sentence() {
         };
         changed(request, answer, lower)
     };
-    let cases: [(fn(&RecordedRequest, Answer) -> Answer, i32, &str); 5] = [
+    type Change = fn(&RecordedRequest, Answer) -> Answer;
+    let cases: [(Change, i32, &str); 5] = [
         (no_lora, 2, "/v1/load_lora_adapter: answered 404 Not Found: Not Found; the adapter is at "),
         (no_tokens, 2, "/v1/completions: a response without `token_ids`; the server must support `return_token_ids`"),
         (no_logprobs, 2, "/v1/completions: a response without `logprobs.token_logprobs`; "),

@@ -41,8 +41,8 @@ pub use plugins::{
 };
 pub use rollout::{RolloutConfig, RolloutEngineKind, RolloutServerKind};
 pub use run::{
-    BaseDtype, Config, DataConfig, DatasetConfig, DeviceSetting, EVAL_SYSTEMS, EvalConfig, ModelConfig, OnLeak, PromptedWith,
-    RewriteForm, SecondRetrieval, TableFormat, TextWidth, TrackerKind, TrackingConfig,
+    BaseDtype, Config, DataConfig, DatasetConfig, DeviceSetting, EVAL_SYSTEMS, EvalConfig, ModelConfig, OnLeak,
+    PromptedWith, RewriteForm, SecondRetrieval, TableFormat, TextWidth, TrackerKind, TrackingConfig,
 };
 pub use schema::{KeyInfo, json_schema, keys};
 pub use services::{
@@ -50,8 +50,8 @@ pub use services::{
     RerankScores, ScoreOrder, ServiceKind, ServicePrice,
 };
 pub use sources::{
-    EndpointConfig, HistoryForm, JudgeConfig, JudgeForm, JudgeKind, Language, Provider, ReasoningEffort, ResponseFormat,
-    RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind,
+    EndpointConfig, HistoryForm, JudgeConfig, JudgeForm, JudgeKind, Language, Provider, ReasoningEffort,
+    ResponseFormat, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind,
 };
 pub use training::{
     AdvantageForm, CriticKind, KlEstimator, KlPlacement, LrScheduler, RlAlgorithm, RlConfig, RlRecord, SftConfig,

@@ -270,7 +270,8 @@ impl<T: Copy> PhraseTable<T> {
     }
 
     fn is_at(&self, phrase: &[char], text: &[char], start: usize) -> bool {
-        let is_edge = |position: Option<usize>| position.and_then(|position| text.get(position)).is_none_or(|c| *c == ' ');
+        let is_edge =
+            |position: Option<usize>| position.and_then(|position| text.get(position)).is_none_or(|c| *c == ' ');
         text[start..].starts_with(phrase)
             && (!self.whole_words || is_edge(start.checked_sub(1)) && is_edge(Some(start + phrase.len())))
     }

@@ -347,7 +347,8 @@ fn english_passages_are_found_and_scored_by_stemmed_words() {
         ("Kettle: descaling", "Descaling removes limescale from the heating element."),
         ("Warranty", "The warranty covers every kettle and all vacuums for two years."),
     ];
-    let passage = |(index, (title, text)): (usize, &(&str, &str))| json!({"id": index.to_string(), "title": title, "text": text});
+    let passage =
+        |(index, (title, text)): (usize, &(&str, &str))| json!({"id": index.to_string(), "title": title, "text": text});
     let mut config = write(folder.path(), SMALL_LEXICON, passages.iter().enumerate().map(passage));
     let lexicon = r#"{"products": [{"id": "k", "name": "Kettle", "aliases": ["water boiler"]}, {"id": "v", "name": "Robot vacuum"}],
         "intents": [{"id": "d", "name": "Descaling", "house": ["descaling"], "general": ["remove chalk"]}]}"#;

@@ -134,9 +134,18 @@ mod tests {
     fn the_language_is_detected_by_script_and_words() {
         let texts = [
             ("深海鱼油软胶囊 EPA 的食用方法，每日两粒", Language::Zh),
-            ("The particulate filter must be rinsed with cold water every three months and dried completely.", Language::En),
-            ("Der Partikelfilter muss alle drei Monate mit kaltem Wasser gespült und vollständig getrocknet werden.", Language::De),
-            ("Le filtre doit être rincé à l'eau froide tous les trois mois et complètement séché avant usage.", Language::Fr),
+            (
+                "The particulate filter must be rinsed with cold water every three months and dried completely.",
+                Language::En,
+            ),
+            (
+                "Der Partikelfilter muss alle drei Monate mit kaltem Wasser gespült und vollständig getrocknet werden.",
+                Language::De,
+            ),
+            (
+                "Le filtre doit être rincé à l'eau froide tous les trois mois et complètement séché avant usage.",
+                Language::Fr,
+            ),
             ("Фильтр необходимо промывать холодной водой каждые три месяца и полностью высушивать.", Language::Ru),
             ("", Language::Zh),
         ];
@@ -148,7 +157,10 @@ mod tests {
     #[test]
     fn words_are_stemmed_and_have_no_accents() {
         let words = |text, language| spaced_words(text, language, |run| vec![run.to_owned()]);
-        assert_eq!(words("cleaning the customer’s dishwashers, 60cm", Language::En), ["clean", "the", "custom", "dishwash", "60cm"]);
+        assert_eq!(
+            words("cleaning the customer’s dishwashers, 60cm", Language::En),
+            ["clean", "the", "custom", "dishwash", "60cm"]
+        );
         assert_eq!(words("state-of-the-art", Language::En), ["state", "of", "the", "art"]);
         assert_eq!(words("größe", Language::Other), ["große"]);
         assert_eq!(words("kettle 水壶 boils", Language::En), ["kettl", "水壶", "boil"]);

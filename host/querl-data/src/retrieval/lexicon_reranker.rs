@@ -200,8 +200,7 @@ fn name_likeness(lexicon: &Lexicon) -> Vec<Vec<f64>> {
         }
     };
     let names: Vec<HashSet<String>> = lexicon.products().iter().map(|product| parts(&product.name)).collect();
-    let alike = |a: &HashSet<String>, b: &HashSet<String>| {
-        2.0 * a.intersection(b).count() as f64 / (a.len() + b.len()) as f64
-    };
+    let alike =
+        |a: &HashSet<String>, b: &HashSet<String>| 2.0 * a.intersection(b).count() as f64 / (a.len() + b.len()) as f64;
     names.iter().map(|a| names.iter().map(|b| alike(a, b)).collect()).collect()
 }

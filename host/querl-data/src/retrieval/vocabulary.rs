@@ -490,7 +490,8 @@ mod tests {
         assert_eq!(chinese.text_without_words_of("鱼油 食用方法", "鱼油怎么吃"), "食用方法");
         assert_eq!(chinese.text_without_words_of("鱼油", "鱼油怎么吃"), "");
         let english = WordSegmenter(Segmenter::default().in_language(Language::En));
-        let rest = english.text_without_words_of("HydroJet kettle: limescale removal cycle", "how do I remove scale from kettles");
+        let rest = english
+            .text_without_words_of("HydroJet kettle: limescale removal cycle", "how do I remove scale from kettles");
         assert_eq!(rest, "HydroJet limescale cycle");
     }
 

@@ -216,7 +216,8 @@ fn an_adapter_that_is_loaded_already_was_loaded_by_an_attempt_whose_answer_was_l
 
 #[test]
 fn answers_that_are_no_rollouts_are_named() {
-    let cases: [(fn(&mut Value), &str); 8] = [
+    type Change = fn(&mut Value);
+    let cases: [(Change, &str); 8] = [
         (
             |choice| choice["token_ids"] = Value::Null,
             "a response without `token_ids`; the server must support `return_token_ids`",

@@ -11,8 +11,8 @@ use querl_core::ports::{
 use querl_core::records::{
     Completion, DatasetRow, Hit, Message, Rejection, RewriteRecord, Sample, Split, ValidatedRecord, Verdict,
 };
-use std::path::Path;
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 

@@ -144,7 +144,6 @@ impl WrittenRewrite {
     pub(crate) fn known(rewrite: String) -> Self {
         Self { rewrite, response: None, n_tokens: 0 }
     }
-
 }
 
 #[derive(Debug, Clone, PartialEq)]

@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn a_teacher_that_loses_and_a_task_without_headroom_are_bad() {
         let of = |rows: &[LookedUpRow]| TeacherHeadroom::of(rows, 0).advice();
-        let (hit, miss): ((&[&str], f64), (&[&str], f64)) = ((&["g"], 0.9), (&["x"], 0.1));
+        let (hit, miss) = ((&["g"][..], 0.9), (&["x"][..], 0.1));
         let worse = of(&[row(Split::Train, hit, miss), row(Split::Train, miss, miss)]);
         assert!(worse.level == Level::Bad && worse.action.starts_with("the teacher is worse"), "{worse:?}");
         let none = of(&[row(Split::Train, hit, hit), row(Split::Train, miss, miss)]);

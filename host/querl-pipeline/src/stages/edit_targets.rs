@@ -56,8 +56,7 @@ async fn target(record: &ValidatedRecord, segmenter: &WordSegmenter, retriever: 
 
 /// `None` if the call failed.
 async fn hits_of(retriever: &dyn Retriever, query: &QueryRow, text: &str) -> Option<Vec<Hit>> {
-    let context =
-        Context { user_profile: query.user_profile.clone(), history_summary: query.history_summary.clone() };
+    let context = Context { user_profile: query.user_profile.clone(), history_summary: query.history_summary.clone() };
     let request = RetrievalRequest { original_query: &query.original_query, context: &context, rewritten_query: text };
     retriever.retrieve(request).await.ok()
 }
@@ -99,7 +98,13 @@ mod tests {
     fn hits(text: &str) -> Vec<Hit> {
         let rank = text.chars().rev().find_map(|character| character.to_digit(10)).unwrap_or(9) as usize;
         let id = |position| if position == rank { "gold" } else { "other" };
-        let hit = |position| Hit { id: id(position).into(), text: String::new(), reranker_score: 0.5, retrieval_score: None, rank: 1 };
+        let hit = |position| Hit {
+            id: id(position).into(),
+            text: String::new(),
+            reranker_score: 0.5,
+            retrieval_score: None,
+            rank: 1,
+        };
         (1..=5).map(hit).collect()
     }
 

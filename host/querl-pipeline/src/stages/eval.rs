@@ -166,7 +166,7 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
         let evaluation = Evaluation { rows, columns: &columns, baselines: &baselines, scorer: &scorer };
         let model = model_of(run, name)?;
         let system = match (&model, name) {
-            (Some((generator, name, reading)), _) => System::Model { name: *name, generator, reading: *reading },
+            (Some((generator, name, reading)), _) => System::Model { name, generator, reading: *reading },
             (None, "teacher") => System::Teacher,
             (None, _) => System::Raw,
         };

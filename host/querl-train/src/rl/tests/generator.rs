@@ -62,9 +62,10 @@ impl RolloutEngine for ModelServer<'_> {
             max_new_tokens: sampling.max_new_tokens,
             ..SamplingSettings::default()
         };
-        let request =
-            |prompt: &RolloutPrompt| GenerationRequest { prompt: &prompt.token_ids, seed: prompt.seed, n: prompt.n };
-        let requests: Vec<GenerationRequest<'_>> = prompts.iter().map(request).collect();
+        let requests: Vec<GenerationRequest<'_>> = prompts
+            .iter()
+            .map(|prompt| GenerationRequest { prompt: &prompt.token_ids, seed: prompt.seed, n: prompt.n })
+            .collect();
         let decoding = if is_greedy { Decoding::Greedy } else { Decoding::Sample };
         let mut engine = self.engine.lock().unwrap();
         let generated = engine.generate(&requests, decoding, &settings, &self.model.tokenizer).unwrap();
@@ -204,7 +205,7 @@ fn responses_of_another_model_are_refused() {
     };
     let error = failure(unfinished).to_string();
     assert!(error.starts_with("the rollout server ended a response with token 7, and "), "{error}");
-    let error = failure(|response| drop(response.logprobs.pop())).to_string();
+    let error = failure(|response| response.logprobs.truncate(1)).to_string();
     assert!(
         error.contains(" log-probabilities for ") && error.ends_with("internal error, please report it"),
         "{error}"
