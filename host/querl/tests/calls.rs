@@ -826,8 +826,12 @@ fn every_documented_metric_is_recorded_and_every_recorded_metric_is_documented()
     let documented = documented_metrics("docs/files.md");
     assert!(documented.len() > 90, "{documented:?}");
     assert_eq!(documented_metrics("docs/zh-CN/files.md"), documented);
-    let missing: Vec<_> =
-        documented.iter().filter(|metric| !recorded.iter().any(|name| is_metric(metric, name))).collect();
+    // Those of a rollout server are in tests/rollout_server.rs.
+    let of_server = |metric: &(String, String)| metric.1.starts_with("rollout_corr/");
+    let missing: Vec<_> = documented
+        .iter()
+        .filter(|metric| !of_server(metric) && !recorded.iter().any(|name| is_metric(metric, name)))
+        .collect();
     assert!(missing.is_empty(), "no stage records {missing:?}");
     let unknown: Vec<_> =
         recorded.iter().filter(|name| !documented.iter().any(|metric| is_metric(metric, name))).collect();

@@ -43,7 +43,14 @@ fn prompts_and_completions_are_trained_on_and_evaluated_without_a_teacher() {
             recorded.iter().map(|row| &row.0).collect::<Vec<_>>()
         );
     }
-    assert_eq!(targets(&project, "run/data/train.jsonl"), targets(&project, "recorded/data/train.jsonl"));
+    // A row without an assistant message ends in its prompt, which differs.
+    let has_target = |row: &Value| row["messages"].as_array().unwrap().last().unwrap()["role"] == "assistant";
+    let kept = |run: &str| {
+        let path = format!("{run}/data/train.jsonl");
+        let rows = targets(&project, &path).into_iter().zip(project.rows(&path));
+        rows.filter(|(_, row)| has_target(row)).map(|(target, _)| target).collect::<Vec<_>>()
+    };
+    assert!(!kept("run").is_empty() && kept("run") == kept("recorded"));
     let first = project.rows("run/data/train.jsonl").remove(0);
     assert_eq!(first["messages"].as_array().unwrap().len(), 2, "the prompt of the dataset: {first}");
     let records = project.rows("run/eval/records.jsonl");

@@ -7,7 +7,7 @@ mod rewrite;
 mod text;
 
 pub use judgement::parse_judgement;
-use rewrite::parse_rewrite;
+pub use rewrite::parse_rewrite;
 
 use querl_sdk::{JudgeScore, Message, Prompt, PromptInput, PromptTask, Rejection, SettingError, Settings};
 use std::marker::PhantomData;

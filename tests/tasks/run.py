@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Trains on the four tasks of this folder and prints RL against SFT, the raw query and the teacher.
+
+    tests/tasks/run.py --out runs/tasks [--tasks telecom appliances] [--seeds 42 43] [--set rl.max_steps=40]
+
+Each task: a query table and a recorded teacher are written, a small model is pretrained on a corpus of the knowledge base alone
+(`querl model corpus`, `querl model pretrain`), then `querl run` with the settings of examples/fivedoctors for a model of that size.
+Python 3 alone, no network. Finished parts are not repeated.
+"""
+
+import argparse
+import csv
+import json
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+LANGUAGES = {"telecom": "zh", "encyclopedia": "zh", "appliances": "en", "claims": "en"}
+DOMAINS = {"telecom": "通信服务", "encyclopedia": "百科", "appliances": "household appliances", "claims": "science"}
+
+CONFIG = """tenant = "{name}"
+device = "cpu"
+output_dir = "run"
+
+[data]
+input = "queries.csv"
+split = [0.6, 0.15, 0.25]
+
+[teacher]
+kind = "recorded"
+path = "teacher.jsonl"
+
+[retrieval]
+kind = "embedded"
+knowledge_base = "{task}/knowledge_base.jsonl"
+
+[model]
+path = "model"
+
+{training}
+[plugins]
+prompt = {{ path = "{root}/plugins/prompt-rewrite", settings = {{ language = "{language}", domain = "{domain}" }} }}
+filters = [{{ path = "{root}/plugins/filter-quality" }}]
+rewards = [{{ path = "{root}/plugins/reward-competition" }}]
+"""
+
+
+def training_of_example():
+    """[sft] and [rl] of the example, whose model has the same size."""
+    text = (ROOT / "examples/fivedoctors/querl.toml").read_text()
+    return text[text.index("[sft]") : text.index("[plugins]")]
+
+
+def prepare(name, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [json.loads(line) for line in (HERE / name / "queries.jsonl").read_text().splitlines()]
+    with open(folder / "queries.csv", "w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["original_query", "user_profile", "history_summary", "gold_ids"])
+        table.writerows([row["query"], row["profile"], row["history"], ",".join(row["gold"])] for row in rows)
+    with open(folder / "teacher.jsonl", "w") as file:
+        for row in rows:
+            record = {"original_query": row["query"], "user_profile": row["profile"], "history_summary": row["history"]}
+            file.write(json.dumps({**record, "rewritten_query": row["teacher"]}, ensure_ascii=False) + "\n")
+    config = CONFIG.format(
+        name=name, task=HERE / name, root=ROOT, training=training_of_example(), language=LANGUAGES[name], domain=DOMAINS[name]
+    )
+    (folder / "querl.toml").write_text(config)
+
+
+def call(*command):
+    print("+", *command, flush=True)
+    subprocess.run([str(part) for part in command], check=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tasks", nargs="+", default=list(LANGUAGES), choices=list(LANGUAGES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--label", default="run", help="name of the run directories, for runs with other --set")
+    parser.add_argument("--querl", type=Path, default=ROOT / "target/release/querl")
+    args = parser.parse_args()
+    pairs = ["rl-sft", "rl-raw", "rl-teacher", "sft-raw"]
+    lines = []
+    for name in args.tasks:
+        folder = (args.out / name).resolve()
+        prepare(name, folder)
+        config = folder / "querl.toml"
+        if not (folder / "model/model.safetensors").exists():
+            call(args.querl, "model", "corpus", config, "--out", folder / "corpus.jsonl", "--pretrain", folder / "pretrain.toml", "--out_model", folder / "model")
+            call(args.querl, "model", "pretrain", folder / "pretrain.toml")
+        runs = []
+        for seed in args.seeds:
+            run = folder / f"{args.label}-{seed}"
+            settings = [part for value in [f"seed={seed}", *args.set] for part in ("--set", value)]
+            call(args.querl, "-q", "run", config, "--out", run, *settings)
+            runs.append(run)
+        printed = subprocess.run([args.querl, "report", "--json", *runs], check=True, capture_output=True, text=True)
+        result = json.loads(printed.stdout)
+        systems = {system: measures["top1"]["mean"] for system, measures in result["systems"].items()}
+        differences = {pair: result["pairs"].get(pair, {}).get("top1") for pair in pairs}
+        lines.append((name, systems, differences))
+    print()
+    for name, systems, differences in lines:
+        print(name, "top-1 %:", ", ".join(f"{system} {100 * value:.1f}" for system, value in systems.items()))
+        for pair, value in differences.items():
+            if value:
+                print(f"  {pair:12} {100 * value['mean']:+.1f} [{100 * value['low']:+.1f}, {100 * value['high']:+.1f}]")
+
+
+if __name__ == "__main__":
+    main()
