@@ -26,7 +26,7 @@ fn whole(folder: &str) -> Report {
 fn competition_keeps_every_rule() {
     let report = whole("plugins/reward-competition");
     assert_eq!(check(&report, "range").note, "-1 to 1");
-    assert_eq!(check(&report, "defaults").note, "9 settings");
+    assert_eq!(check(&report, "defaults").note, "10 settings");
 }
 
 #[test]
@@ -52,6 +52,8 @@ fn style_keeps_every_rule() {
 fn answers_keep_every_rule() {
     let report = whole("plugins/prompt-answer");
     assert_eq!(check(&report, "defaults").note, "1 setting");
+    let report = whole("plugins/prompt-rewrite");
+    assert_eq!(check(&report, "defaults").note, "3 settings");
 }
 
 #[test]

@@ -112,6 +112,7 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
         ("rl.normalize_rewards", "OpenRLHF scales scores of its own reward models alone"),
         ("rl.missing_eos_penalty", "OpenRLHF has `reward.stop_properly_penalty_coef`, which is not the same"),
         ("rl.max_drop_rate", "OpenRLHF stops at the first response without a reward"),
+        ("rl.record", "OpenRLHF does not keep tokens and advantages"),
         ("rl.importance_cap", "see `algo.advantage.is_correction_level` of OpenRLHF, which is not the same"),
         ("rl.off_by_one", "see `train.async_enable` of OpenRLHF, which is not the same"),
         ("rl.pipeline_parts", "OpenRLHF generates and scores one by one; no result depends on it"),
