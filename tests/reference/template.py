@@ -1,9 +1,12 @@
 """Chat templates rendered by transformers' apply_chat_template, in golden/chat_template.json.
 
-Two templates, both written here: `chatml` is the bare format; `qwen3_style` also drops the reasoning of earlier turns,
-with the Python string methods, slices and namespaces that released Qwen3 templates use.
+Two templates are written here: `chatml` is the bare format; `qwen3_style` also drops the reasoning of earlier turns,
+with the Python string methods, slices and namespaces that released Qwen3 templates use. `qwen3` is that of the models
+Qwen3-0.6B to Qwen3-32B (qwen3.jinja, Apache License 2.0), with its variable `enable_thinking`.
 transformers renders with trim_blocks and lstrip_blocks on; a renderer without them adds blank lines.
 """
+
+from pathlib import Path
 
 from common import GOLDEN, write_json
 import jinja2
@@ -62,7 +65,8 @@ QWEN3_STYLE = """\
 {%- endif %}
 """
 
-TEMPLATES = {"chatml": CHATML, "qwen3_style": QWEN3_STYLE}
+QWEN3 = (Path(__file__).parent / "qwen3.jinja").read_text(encoding="utf-8")
+TEMPLATES = {"chatml": CHATML, "qwen3_style": QWEN3_STYLE, "qwen3": QWEN3}
 
 
 def turn(role, content):
@@ -107,6 +111,12 @@ def main():
     ]
     without_thinking = {"add_generation_prompt": True, "enable_thinking": False}
     cases.append(case(tokenizer, "qwen3_style", "no_thinking", CONVERSATIONS["user_only"], without_thinking))
+    cases += [
+        case(tokenizer, "qwen3", f"thinking_{state}_{name}", CONVERSATIONS[name], options | {"enable_thinking": state == "on"})
+        for state in ("on", "off")
+        for name in ("user_only", "system_and_user", "answered", "reasoned")
+        for options in OPTIONS
+    ]
     cases.append(case(tokenizer, "chatml", "unknown_role", [turn("critic", "no")], OPTIONS[0]))
     write_json(
         GOLDEN / "chat_template.json",

@@ -14,6 +14,7 @@ pub mod memory;
 pub mod model_config;
 pub mod ports;
 pub mod records;
+pub mod responses;
 pub mod run_dir;
 pub mod scoring;
 pub mod serving;

@@ -151,7 +151,14 @@ fn model(folder: &Path) -> ModelConfig {
     let path = folder.join("model");
     std::fs::create_dir(&path).unwrap();
     make_model(&path);
-    ModelConfig { path, dtype: BaseDtype::F32, tokens_per_pass: 64, gradient_checkpointing: false, tensor_parallel: 1 }
+    ModelConfig {
+        path,
+        dtype: BaseDtype::F32,
+        tokens_per_pass: 64,
+        gradient_checkpointing: false,
+        tensor_parallel: 1,
+        enable_thinking: None,
+    }
 }
 
 fn cpu() -> Resources {

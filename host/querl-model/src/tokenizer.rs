@@ -5,7 +5,10 @@ use crate::chat_template::{ChatTemplate, token_text};
 use crate::checkpoint::required;
 use crate::control_tokens::{self, ControlTokens};
 use crate::export::read_json;
+use querl_core::config::ModelConfig;
 use querl_core::records::Message;
+use querl_core::responses::THINKING_END;
+use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::path::Path;
 use tokenizers::models::TrainerWrapper;
@@ -21,9 +24,16 @@ pub struct TextTokenizer {
     inner: Tokenizer,
     control_tokens: ControlTokens,
     template: ChatTemplate,
+    /// Variables of the template in a prompt.
+    variables: Value,
+    /// Ids that each response to learn begins with.
+    response_start: Vec<u32>,
     eos_id: u32,
     stop_ids: BTreeSet<u32>,
 }
+
+/// The thinking block of a turn without thoughts in the template of Qwen3.
+const EMPTY_THINKING: &str = "<think>\n\n</think>\n\n";
 
 impl TextTokenizer {
     /// Loads `tokenizer.json`, `tokenizer_config.json`, the chat template and, where there is one, `generation_config.json`.
@@ -48,7 +58,35 @@ impl TextTokenizer {
         let bos_id = token_text(&config["bos_token"]).and_then(|token| inner.token_to_id(&token));
         let ends: BTreeSet<u32> = stop_ids.iter().copied().chain(bos_id).collect();
         let control_tokens = ControlTokens::of(&inner, &template, &ends);
-        Ok(Self { inner, control_tokens, template, eos_id, stop_ids })
+        let (variables, response_start) = (json!({}), Vec::new());
+        Ok(Self { inner, control_tokens, template, variables, response_start, eos_id, stop_ids })
+    }
+
+    /// The tokenizer of the policy: as [`Self::load`], with `model.enable_thinking` as a variable of each prompt. Where it is true, a response
+    /// to learn begins with an empty thinking block: prompt and response are then the turn that the template writes for an answer without
+    /// thoughts, as they are where it is false and the block is in the prompt.
+    ///
+    /// # Errors
+    /// As [`Self::load`], the template does not read the variable, or responses cannot show `</think>`.
+    pub fn for_policy(model: &ModelConfig) -> Result<Self, ModelError> {
+        let mut tokenizer = Self::load(&model.path)?;
+        let Some(enable_thinking) = model.enable_thinking else { return Ok(tokenizer) };
+        let refusal = |problem: &str| {
+            let remedy = "leave out model.enable_thinking, or use a model whose template has it, such as Qwen3";
+            ModelError::Template(format!("{}: {problem}; {remedy}", model.path.display()))
+        };
+        if !tokenizer.template.text().contains("enable_thinking") {
+            return Err(refusal("the chat template does not read `enable_thinking`"));
+        }
+        tokenizer.variables = json!({ "enable_thinking": enable_thinking });
+        if enable_thinking {
+            let ids = tokenizer.encode_rendered(&empty_thinking(&tokenizer.template))?;
+            if !tokenizer.decode(&ids)?.contains(THINKING_END) {
+                return Err(refusal("`</think>` is a special token, which is left out of the text of a response"));
+            }
+            tokenizer.response_start = ids;
+        }
+        Ok(tokenizer)
     }
 
     /// Tokens of a text. A control token in it (`<|im_end|>`) is encoded as text, unless the tokenizer has no other tokens for it; none
@@ -80,7 +118,7 @@ impl TextTokenizer {
         let has_control = |message: &Message| {
             [&message.role, &message.content].into_iter().any(|text| self.control_tokens.are_in(text))
         };
-        let render = |messages: &[Message]| self.template.render(messages, true);
+        let render = |messages: &[Message]| self.template.render_with(messages, true, &self.variables);
         let ids = match messages.iter().any(has_control) {
             true => self.control_tokens.encode_conversation(&self.inner, messages, self.template.text(), render),
             false => self.encode_rendered(&render(messages)?),
@@ -88,13 +126,14 @@ impl TextTokenizer {
         if ids.is_empty() { Err(self.template.error("renders this conversation to no tokens")) } else { Ok(ids) }
     }
 
-    /// A response: its tokens and the end-of-sequence token. Encoded separately from the prompt, so that
-    /// fine-tuning sees the same tokens as a rollout does.
+    /// A response to learn: its tokens and the end-of-sequence token, after the empty thinking block of a policy that thinks. Encoded separately
+    /// from the prompt, so that fine-tuning sees the same tokens as a rollout does.
     ///
     /// # Errors
     /// The tokenizer fails.
     pub fn encode_response(&self, text: &str) -> Result<Vec<u32>, ModelError> {
-        let mut ids = self.encode(text)?;
+        let mut ids = self.response_start.clone();
+        ids.extend(self.encode(text)?);
         ids.push(self.eos_id);
         Ok(ids)
     }
@@ -126,8 +165,17 @@ impl TextTokenizer {
     }
 }
 
+/// What a prompt with `enable_thinking` off has after one with it on: the block of a turn without thoughts, or the rest of one that the prompt
+/// begins.
+fn empty_thinking(template: &ChatTemplate) -> String {
+    let turn = [Message { role: "user".into(), content: "1".into() }];
+    let prompt = |on: bool| template.render_with(&turn, true, &json!({ "enable_thinking": on })).ok();
+    let rest = prompt(false).zip(prompt(true)).and_then(|(off, on)| Some(off.strip_prefix(on.as_str())?.to_owned()));
+    rest.filter(|rest| rest.contains(THINKING_END)).unwrap_or_else(|| EMPTY_THINKING.to_owned())
+}
+
 /// `eos_token_id` of a generation config is a number, a list or absent.
-fn stop_ids(value: &serde_json::Value, eos_id: u32) -> BTreeSet<u32> {
+fn stop_ids(value: &Value, eos_id: u32) -> BTreeSet<u32> {
     let listed = value.as_array().cloned().unwrap_or_else(|| vec![value.clone()]);
     listed.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).chain([eos_id]).collect()
 }

@@ -8,6 +8,7 @@ use querl_core::ports::{EnvironmentError, PolicyResponse, Progress};
 use querl_core::records::{
     Candidate, DatasetRow, EvalRecord, FinishReason, Judgement, Rejection, Reward, Split, SystemAnswer, win,
 };
+use querl_core::responses::{ResponseForm, THINKING_END};
 use std::collections::BTreeMap;
 
 /// Queries per batch.
@@ -139,13 +140,14 @@ fn model(
     let Generation { response, latency_ms } = generation;
     let written = match reading {
         ResponseReading::Parsed => scorer.parse(&row.metadata.query.original_query, &response)?,
-        ResponseReading::Verbatim => verbatim(response),
+        ResponseReading::Verbatim => verbatim(response, scorer.response_form()),
     };
     Ok(Answer { written, latency_ms, cost: None })
 }
 
-fn verbatim(response: PolicyResponse) -> WrittenRewrite {
-    let answer = response.text.rsplit_once("</think>").map_or(response.text.as_str(), |(_, answer)| answer);
+fn verbatim(response: PolicyResponse, form: ResponseForm) -> WrittenRewrite {
+    let answer = form.answer(&response.text).unwrap_or_default();
+    let answer = answer.rsplit_once(THINKING_END).map_or(answer, |(_, answer)| answer);
     let finish_reason = if response.truncated { FinishReason::Length } else { FinishReason::Stop };
     let (rewrite, n_tokens) = (answer.trim().to_owned(), response.n_tokens);
     WrittenRewrite { rewrite, response: Some((response.text, finish_reason)), n_tokens }

@@ -46,6 +46,11 @@ impl Stop {
         Self { ending: of_job(failure.kind), message: failure.message }
     }
 
+    /// A limit that the user set or left at its default.
+    pub fn limit(message: impl Into<String>) -> Self {
+        Self { ending: Ending::Limit, message: message.into() }
+    }
+
     /// Interrupted by a signal.
     pub fn interrupted(message: impl Into<String>) -> Self {
         Self { ending: Ending::Interrupted, message: message.into() }

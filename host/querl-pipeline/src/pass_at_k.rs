@@ -49,7 +49,7 @@ fn count(
     responses: &[GeneratedResponse],
     scorer: &Scorer,
 ) -> Result<Option<SampleCounts>, EnvironmentError> {
-    let parse = |response: &GeneratedResponse| Ok(scorer.prompts().parse_rewrite(&response.text)?.unwrap_or_default());
+    let parse = |response: &GeneratedResponse| Ok(scorer.read(&query.original_query, &response.text)?);
     let rewrites = responses.iter().map(parse).collect::<Result<Vec<String>, EnvironmentError>>()?;
     let searched: Vec<(&QueryRow, &str)> =
         rewrites.iter().filter(|rewrite| !rewrite.trim().is_empty()).map(|rewrite| (query, rewrite.as_str())).collect();
@@ -65,7 +65,9 @@ fn count(
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use crate::environment::Services;
     use crate::environment::testing::{Shop, query};
+    use querl_core::responses::ResponseForm;
 
     fn response(text: &str) -> GeneratedResponse {
         GeneratedResponse { text: text.into(), n_tokens: 2, truncated: false, latency_ms: None, mean_logprob: None }
@@ -79,6 +81,12 @@ mod tests {
         let responses = ["good", "poor", "broken", "garbage"].map(response);
         let counts = count(&query, &responses, &Shop::default().scorer()).unwrap();
         assert_eq!(counts, Some(SampleCounts { n: 4, n_gold_first: 2 }));
+        let response_form = ResponseForm { enable_thinking: Some(true), ..ResponseForm::default() };
+        let shop = Shop::default();
+        let thinking = shop.scorer_with(Services { response_form, ..shop.services() });
+        let responses_of_thought = ["good", "<think>", "<think>?</think>\n\npoor", "</think>garbage"].map(response);
+        let counts = count(&query, &responses_of_thought, &thinking).unwrap();
+        assert_eq!(counts, Some(SampleCounts { n: 4, n_gold_first: 1 }));
         query.gold_ids = vec!["p2".into()];
         let counts = count(&query, &responses, &Shop::default().scorer()).unwrap();
         assert_eq!(counts, Some(SampleCounts { n: 4, n_gold_first: 0 }));

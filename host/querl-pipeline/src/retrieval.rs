@@ -1,8 +1,9 @@
-//! Opening retrieval with the models that it uses in this process.
+//! Opening retrieval with the models that it uses in this process, and whether its reranker helps.
 
 use crate::failure::Stop;
 use querl_core::config::{EmbeddingKind, RerankKind, RetrievalConfig};
 use querl_core::ports::{Embedder, PairScorer};
+use querl_core::records::Hit;
 use querl_data::{DataError, LocalModels};
 use querl_encoder::{CrossEncoder, EmbeddingModel, EncoderError};
 use std::collections::HashMap;
@@ -52,6 +53,58 @@ pub(crate) fn embedding_model(path: &Path) -> anyhow::Result<Arc<dyn Embedder>> 
     Ok(Arc::new(model))
 }
 
+/// Gold passages ranked first (gold@1) by the first stage of retrieval and by the reranker, over rows whose hits have both scores.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RerankEffect {
+    n_rows: usize,
+    n_first_stage: usize,
+    n_reranked: usize,
+}
+
+/// Fewest rows for a statement about the reranker.
+const MIN_RERANKED_ROWS: usize = 30;
+/// Loss of gold@1 by reranking, above which there is a warning.
+const MAX_RERANK_LOSS: f64 = 0.02;
+
+impl RerankEffect {
+    /// Adds the hits of a row, best first. Rows without gold ids, and hits without an id or a first-stage score, say nothing. Passages that
+    /// the reranker dropped are unknown, which is in its favour.
+    pub fn add(&mut self, gold_ids: &[String], hits: &[Hit]) {
+        let scores: Option<Vec<f64>> = hits.iter().map(|hit| hit.retrieval_score).collect();
+        let (Some(scores), Some(reranked)) = (scores, hits.first()) else { return };
+        if gold_ids.is_empty() || hits.iter().any(|hit| hit.id.is_empty()) {
+            return;
+        }
+        // Of equal scores, the passage that the reranker prefers.
+        let first = (1..hits.len()).fold(0, |best, other| if scores[other] > scores[best] { other } else { best });
+        self.n_rows += 1;
+        self.n_first_stage += usize::from(gold_ids.contains(&hits[first].id));
+        self.n_reranked += usize::from(gold_ids.contains(&reranked.id));
+    }
+
+    /// Both figures in a sentence; `None` for fewer than 30 rows.
+    pub fn sentence(&self) -> Option<String> {
+        let percent = |n: usize| 100.0 * n as f64 / self.n_rows as f64;
+        (self.n_rows >= MIN_RERANKED_ROWS).then(|| {
+            format!(
+                "a gold passage is first in {:.1} % of {} rows by the scores of the first stage, and in {:.1} % after reranking",
+                percent(self.n_first_stage),
+                self.n_rows,
+                percent(self.n_reranked)
+            )
+        })
+    }
+
+    /// The sentence and what to do, where reranking lowers gold@1 by more than 2 points.
+    pub fn warning(&self) -> Option<String> {
+        const REMEDY: &str = "with the embedded index complete retrieval.lexicon, or leave it out, so that the order of the first stage \
+                              holds; otherwise choose another retrieval.rerank, or leave it out";
+        let loss = (self.n_first_stage as f64 - self.n_reranked as f64) / self.n_rows.max(1) as f64;
+        let sentence = self.sentence().filter(|_| loss > MAX_RERANK_LOSS)?;
+        Some(format!("{sentence}: reranking loses gold passages; {REMEDY}"))
+    }
+}
+
 /// The models of one configuration alone.
 ///
 /// # Errors
@@ -84,6 +137,47 @@ fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    /// Hits with these ids and first-stage scores, in the reranker's order.
+    fn hits(found: &[(&str, Option<f64>)]) -> Vec<Hit> {
+        let hit = |(rank, (id, retrieval_score)): (u32, &(&str, Option<f64>))| Hit {
+            id: (*id).into(),
+            text: String::new(),
+            reranker_score: 0.5,
+            retrieval_score: *retrieval_score,
+            rank,
+        };
+        (1..).zip(found).map(hit).collect()
+    }
+
+    #[test]
+    fn a_reranker_that_loses_gold_passages_is_reported_with_both_figures() {
+        let gold = ["g".to_owned()];
+        let (worse, equal) = (hits(&[("x", Some(1.0)), ("g", Some(2.0))]), hits(&[("g", Some(2.0)), ("x", Some(2.0))]));
+        let effect = |n_worse: usize, n_equal: usize| {
+            let mut effect = RerankEffect::default();
+            (0..n_worse).for_each(|_| effect.add(&gold, &worse));
+            (0..n_equal).for_each(|_| effect.add(&gold, &equal));
+            effect
+        };
+        let warning = effect(10, 30).warning().unwrap();
+        let expected = "a gold passage is first in 100.0 % of 40 rows by the scores of the first stage, and in 75.0 % after reranking: ";
+        assert!(warning.starts_with(expected) && warning.contains("retrieval.lexicon"), "{warning}");
+        // Too few rows, and a loss of 2 points.
+        assert_eq!([effect(29, 0).warning(), effect(29, 0).sentence(), effect(1, 49).warning()], [None, None, None]);
+        assert!(effect(0, 30).sentence().is_some() && effect(0, 30).warning().is_none());
+    }
+
+    #[test]
+    fn rows_that_say_nothing_about_the_reranker_are_left_out() {
+        let mut effect = RerankEffect::default();
+        let gold = ["g".to_owned()];
+        effect.add(&[], &hits(&[("x", Some(1.0)), ("g", Some(2.0))]));
+        effect.add(&gold, &hits(&[("x", None), ("g", Some(2.0))]));
+        effect.add(&gold, &hits(&[("", Some(1.0)), ("g", Some(2.0))]));
+        effect.add(&gold, &[]);
+        assert_eq!(effect, RerankEffect::default());
+    }
 
     /// Regression: a server with ten knowledge bases held ten copies of one model.
     #[test]

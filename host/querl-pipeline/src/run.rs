@@ -13,6 +13,7 @@ use querl_core::dir_lock::DirLock;
 use querl_core::fsx::user_cache_folder;
 use querl_core::fsx::{remove_unfinished, write_atomic};
 use querl_core::ports::{Reporter, Retriever, Silent, StyleModel};
+use querl_core::responses::ResponseForm;
 use querl_core::run_dir::RunDir;
 use querl_data::{CacheLimits, ResponseCache, ServiceContext, SpendTracker, open_retriever};
 use querl_model::GpuUse;
@@ -182,7 +183,7 @@ impl Run {
                 }
             },
             prompts: self.plugins.prompts.clone(),
-            rewrite_form: config.data.rewrite_form,
+            response_form: ResponseForm::of(config),
             rewards: self.plugins.rewards.clone(),
             style: self.plugins.style.clone().map(|model| model as Arc<dyn StyleModel>),
             baseline: BaselineScoring::Always,

@@ -36,7 +36,7 @@ pub(crate) fn state(stage_folder: &Path) -> PathBuf {
 
 /// Checks that prompts and responses of a split fit the positions of the model.
 pub(crate) fn check_prompts(run: &Run, split: Split, rows: &[DatasetRow]) -> anyhow::Result<()> {
-    let tokenizer = TextTokenizer::load(&run.config.model.path)?;
+    let tokenizer = TextTokenizer::for_policy(&run.config.model)?;
     let prompts = prompts(rows, &tokenizer)?;
     let n_positions = DecoderConfig::load(&run.config.model.path.join("config.json"))?.max_positions;
     let answer = run.config.rl.max_new_tokens;
@@ -271,7 +271,7 @@ pub(crate) fn check_lengths<'a>(
 /// Checks the folder of the model before any stage runs.
 pub(crate) fn preflight(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
-    let tokenizer = TextTokenizer::load(path).map_err(Stop::usage)?;
+    let tokenizer = TextTokenizer::for_policy(&config.model).map_err(Stop::usage)?;
     querl_model::check_directory(path).map_err(Stop::usage)?;
     let shapes = DecoderConfig::load(&path.join("config.json"))?;
     Shard::check(config.model.tensor_parallel, &shapes, config.model.dtype).map_err(Stop::usage)?;

@@ -33,7 +33,7 @@ pub use error::TrainError;
 pub use gradients::{BUCKET, Gradients};
 pub use optim::{AdamW, AdamWSettings, lr_factor};
 pub use policy::{Example, Policy};
-pub use rl::health::Health;
+pub use rl::health::{Health, ValidationProgress};
 
 use std::collections::BTreeMap;
 

@@ -80,6 +80,7 @@ fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: 
         tokens_per_pass: 4096,
         gradient_checkpointing,
         tensor_parallel: 1,
+        enable_thinking: None,
     };
     let stage = PlannedStage::Sft { config: config.clone(), longest_row: ROW };
     let plan = MemoryPlan::new(&MemoryRequest {

@@ -45,10 +45,9 @@ fn run_makes_everything_then_skips_what_is_finished_and_redoes_what_changed() {
 
     // What comes after depends on whether the new checkpoint differs: that of so short a run may not.
     let changed = project.querl(&["run", "querl.toml", "--set", "rl.kl_coef=0.2"]).ok();
-    assert!(
-        changed.stderr.contains("sft: finished earlier, skipped\nrl: running (rl.kl_coef changed)\n"),
-        "{changed:#?}"
-    );
+    for line in ["sft: finished earlier, skipped\n", "rl: running (rl.kl_coef changed)\n"] {
+        assert!(changed.stderr.contains(line), "{line}: {changed:#?}");
+    }
 
     project.write(
         "teacher.jsonl",
@@ -554,4 +553,58 @@ fn rows_that_were_changed_after_the_run_are_reported_where_the_funnel_ends() {
     }
     let table = project.querl(&["report", "run"]).ok().stdout;
     assert!(!table.contains("funnel"), "{table}");
+}
+
+/// The model of these tests has random weights.
+#[test]
+fn a_model_that_is_noise_stops_the_run_after_sft_and_its_checkpoint_is_kept() {
+    let project = Project::new();
+    project.edit("on_noise = \"warn\"", "on_noise = \"stop\"");
+    let finding = "the model is noise after sft: its eval loss is ";
+    for sft in ["sft: done in ", "sft: finished earlier, skipped\n"] {
+        let stopped = project.querl(&["run", "querl.toml"]);
+        assert!(stopped.code == Some(3) && stopped.stderr.contains(sft), "{stopped:#?}");
+        let last = stopped.stderr.lines().last().unwrap();
+        assert!(last.starts_with(&format!("error: {finding}")), "{stopped:#?}");
+        assert!(last.ends_with("(`querl model pretrain`), or set sft.on_noise = \"warn\""), "{stopped:#?}");
+        assert!(project.path("run/sft/best").is_dir() && !project.path("run/rl/best").exists());
+    }
+    let warning = format!("warning: {finding}");
+    let warned = project.querl(&["rl", "querl.toml"]).ok();
+    assert!(warned.stderr.contains(&warning), "{warned:#?}");
+    let sft = project.querl(&["sft", "querl.toml", "--from", "sft"]).ok();
+    assert!(sft.stderr.contains(&warning), "{sft:#?}");
+    // The key changes no result: SFT is not repeated.
+    let whole = project.querl(&["run", "querl.toml", "--set", "sft.on_noise=warn"]).ok();
+    assert!(whole.stderr.contains("sft: finished earlier, skipped\n"), "{whole:#?}");
+}
+
+#[test]
+fn thinking_is_a_setting_of_the_policy_in_all_stages() {
+    let project = Project::new();
+    let set = |thinking: &str| format!("model.enable_thinking={thinking}");
+    let message = project.refusal(&["run", "querl.toml", "--set", &set("false")], 2);
+    assert!(message.contains(": the chat template does not read `enable_thinking`; leave out model."), "{message}");
+
+    project.copy_model("thinking");
+    let template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
+                    {% if add_generation_prompt %}<|im_start|>assistant\n\
+                    {% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}";
+    project.write("thinking/chat_template.jinja", template);
+    let run = |thinking: Option<&str>| {
+        let set = thinking.map(set).unwrap_or_else(|| "seed=42".to_owned());
+        project.querl(&["run", "querl.toml", "--set", "model.path=\"thinking\"", "--set", &set]).ok()
+    };
+    run(None);
+    for thinking in ["false", "true"] {
+        let changed = run(Some(thinking));
+        assert!(changed.stderr.contains("sft: running (model.enable_thinking changed)\n"), "{changed:#?}");
+    }
+    // A model with random weights never writes `</think>`: none of its responses has a rewrite.
+    let records = project.rows("run/eval/records.jsonl");
+    let trained: Vec<_> = records.iter().filter(|record| record["system"] == "rl").collect();
+    assert!(!trained.is_empty());
+    for record in trained {
+        assert_eq!(record["outcome"]["Ok"]["candidate"]["rewrite"], "", "{record}");
+    }
 }

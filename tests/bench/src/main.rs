@@ -148,6 +148,7 @@ fn run(args: &Args) -> Result<ExitCode> {
             tokens_per_pass: args.tokens_per_pass.unwrap_or(8192),
             gradient_checkpointing: args.gradient_checkpointing.unwrap_or(false),
             tensor_parallel: 1,
+            enable_thinking: None,
         },
         sft,
         rl,

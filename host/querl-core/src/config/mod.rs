@@ -54,6 +54,6 @@ pub use sources::{
     ResponseFormat, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind,
 };
 pub use training::{
-    AdvantageForm, CriticKind, KlEstimator, KlPlacement, LrScheduler, RlAlgorithm, RlConfig, RlRecord, SftConfig,
-    TuningMethod, ValueLossKind,
+    AdvantageForm, CriticKind, KlEstimator, KlPlacement, LrScheduler, OnNoise, RlAlgorithm, RlConfig, RlRecord,
+    SftConfig, TuningMethod, ValueLossKind,
 };

@@ -313,6 +313,10 @@ pub struct ModelConfig {
     #[serde(default = "defaults::tensor_parallel")]
     #[schemars(range(min = 1, max = 64))]
     pub tensor_parallel: usize,
+    /// Variable `enable_thinking` of the chat template (Qwen3): `false` ends the prompt with an empty thinking block; with `true` the rewrite
+    /// is what follows `</think>` in a response. By default the template does not see the variable.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub enable_thinking: Option<bool>,
 }
 
 section! {

@@ -25,6 +25,16 @@ pub enum LrScheduler {
     Constant,
 }
 
+/// What happens before RL if the fine-tuned model is noise.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum OnNoise {
+    /// The run stops after SFT.
+    Stop,
+    /// A warning is printed.
+    Warn,
+}
+
 section! {
     /// Supervised fine-tuning.
     SftConfig {
@@ -84,6 +94,9 @@ section! {
         save_total_limit: usize = 3,
         /// Evaluations without improvement after which training stops; 0 for never.
         early_stopping_patience: usize = 3,
+        /// What happens before RL if the eval loss is above 0.9 of a unigram model's: `stop` ends the run with exit code 3, `warn` prints a
+        /// warning and continues.
+        on_noise: OnNoise = OnNoise::Stop,
     }
 }
 

@@ -15,6 +15,7 @@ mod prompts;
 mod sequences;
 mod serving;
 mod tensor_parallel;
+mod thinking;
 mod trees;
 
 use candle_core::{DType, Tensor};

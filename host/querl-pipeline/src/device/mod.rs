@@ -356,6 +356,7 @@ mod tests {
             tokens_per_pass: 512,
             gradient_checkpointing: false,
             tensor_parallel: 1,
+            enable_thinking: None,
         }
     }
 

@@ -4,8 +4,7 @@ use super::calls::{self, CallCache, CallError, CallKey};
 use super::judging::{JudgePrompter, JudgeResponse, JudgingForm};
 use super::rewards::{self, Outcome, RewardScores, WeightedReward};
 use crate::host_functions::RunHostFunctions;
-use querl_core::config::{RetrievalKind, RewriteForm};
-use querl_core::edits::read_rewrite;
+use querl_core::config::RetrievalKind;
 use querl_core::ports::{
     CallTimings, EnvironmentError, EpisodeInputs, InputUse, Judge, PluginFault, PolicyResponse, Prompts,
     RetrievalRequest, Retriever, StyleModel,
@@ -14,6 +13,7 @@ use querl_core::records::{
     CallFailure, Candidate, Columns, Context, Episode, FailureKind, FinishReason, Hit, HostCall, HostCallError,
     Judgement, Message, QueryRow, Rejection, Split, ValidatedRecord,
 };
+use querl_core::responses::ResponseForm;
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -81,7 +81,7 @@ pub(crate) struct Services {
     pub judge: Option<Arc<dyn Judge>>,
     pub form: JudgingForm,
     pub prompts: Arc<dyn Prompts>,
-    pub rewrite_form: RewriteForm,
+    pub response_form: ResponseForm,
     pub rewards: Vec<WeightedReward>,
     pub style: Option<Arc<dyn StyleModel>>,
     pub baseline: BaselineScoring,
@@ -194,15 +194,23 @@ impl Scorer {
 
     /// The rewrite in a response of the policy to `query`. A response that cannot be parsed is a rewrite that retrieves nothing.
     pub(crate) fn parse(&self, query: &str, response: &PolicyResponse) -> Result<WrittenRewrite, PluginFault> {
-        let Services { rewrite_form, prompts, .. } = &self.services;
-        let rewrite = read_rewrite(*rewrite_form, prompts.as_ref(), query, &response.text)?.unwrap_or_default();
+        let rewrite = self.read(query, &response.text)?;
         let finish_reason = if response.truncated { FinishReason::Length } else { FinishReason::Stop };
         let written = Some((response.text.clone(), finish_reason));
         Ok(WrittenRewrite { rewrite, response: written, n_tokens: response.n_tokens })
     }
 
-    pub(crate) fn prompts(&self) -> &dyn Prompts {
+    /// The rewrite in the text of a response; empty where it cannot be parsed.
+    pub(crate) fn read(&self, query: &str, text: &str) -> Result<String, PluginFault> {
+        Ok(self.response_form().read(self.prompts(), query, text)?.unwrap_or_default())
+    }
+
+    fn prompts(&self) -> &dyn Prompts {
         self.services.prompts.as_ref()
+    }
+
+    pub(crate) fn response_form(&self) -> ResponseForm {
+        self.services.response_form
     }
 
     pub(crate) fn rewards(&self) -> &[WeightedReward] {

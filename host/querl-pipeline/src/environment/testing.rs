@@ -4,7 +4,6 @@ use super::judging::JudgingForm;
 use super::rewards::WeightedReward;
 use super::scorer::{Baseline, BaselineScoring, ScoreRequest, Scorer, Services, WrittenRewrite};
 use async_trait::async_trait;
-use querl_core::config::RewriteForm;
 use querl_core::ports::{
     EpisodeInputs, InputUse, Judge, JudgeRequest, ParsedJudgement, PluginFault, PromptInput, PromptTask, Prompts,
     RetrievalRequest, Retriever, RewardModel, RewardRange,
@@ -13,6 +12,7 @@ use querl_core::records::{
     CallFailure, Candidate, Columns, Completion, DatasetRow, Episode, FailureKind, FinishReason, Hit, Message,
     QueryRow, Rejection, Reward, RewardComponent, RewriteRecord, RowMetadata, Split, ValidatedRecord,
 };
+use querl_core::responses::ResponseForm;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -62,7 +62,7 @@ impl Shop {
             judge: Some(Arc::new(ShopJudge(self.pause, self.counts.clone()))),
             form: JudgingForm::Score,
             prompts: Arc::new(ShopPrompts),
-            rewrite_form: RewriteForm::Full,
+            response_form: ResponseForm::default(),
             rewards: vec![WeightedReward {
                 label: "difference".into(),
                 model: Arc::new(ShopReward("difference")),

@@ -85,6 +85,9 @@ fn mapping(run: &ExportedRun, sizes: &Sizes) -> anyhow::Result<Mapping> {
     optimizers(&mut mapping, rl);
     intervals(&mut mapping, rl);
     model(&mut mapping, run);
+    if run.config.model.enable_thinking.is_some() {
+        mapping.none("model.enable_thinking", "OpenRLHF hands no variables to the chat template: its default holds");
+    }
     mapping.set("seed", &[("train.seed", run.config.seed.to_string())], "");
     mapping.reward("rl.episode_deadline_ms");
     Ok(mapping)

@@ -88,9 +88,10 @@ impl ExportedRun {
         }
         Inputs::default().made_by(&ledger, StageName::Validate, &dir.validated())?;
         let rewrites = Rewrites::of(rows_of(&dir.validated())?);
-        let Base { model, adapter } = sft_base(&config, &dir, &ledger)?;
+        let base = sft_base(&config, &dir, &ledger)?;
+        let tokenizer = TextTokenizer::for_policy(&base.model_config(&config)).map_err(Stop::usage)?;
+        let Base { model, adapter } = base;
         let adapter = adapter.map(|folder| read_adapter(folder, &model)).transpose()?;
-        let tokenizer = TextTokenizer::load(&model).map_err(Stop::usage)?;
         let all: Vec<DatasetRow> = train.iter().chain(&val).cloned().collect();
         let longest_prompt = training::prompts(&all, &tokenizer)?.iter().map(Vec::len).max().unwrap_or(0);
         let plugins = Plugins::open(&config, PluginUse::Look)?;

@@ -67,6 +67,9 @@ fn mapping(run: &ExportedRun, sizes: &GrpoSizes) -> anyhow::Result<Mapping> {
     intervals(&mut mapping, rl, sizes);
     lora(&mut mapping, run);
     let config = &run.config;
+    if let Some(enable_thinking) = config.model.enable_thinking {
+        mapping.set("model.enable_thinking", &[("enable_thinking", enable_thinking.to_string())], "");
+    }
     let seed = config.seed.to_string();
     mapping.set("seed", &[("seed", seed.clone()), ("data_seed", seed)], "");
     let checkpointing = config.model.gradient_checkpointing.to_string();

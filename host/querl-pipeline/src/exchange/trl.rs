@@ -63,6 +63,10 @@ fn mapping(run: &ExportedRun, sizes: &GrpoSizes) -> anyhow::Result<Mapping> {
     optimizer(&mut mapping, rl, sizes);
     intervals(&mut mapping, rl, sizes);
     let config = &run.config;
+    if let Some(enable_thinking) = config.model.enable_thinking {
+        let variables = format!("{{\"enable_thinking\": {}}}", flag(enable_thinking));
+        mapping.set("model.enable_thinking", &[("chat_template_kwargs", variables)], "");
+    }
     mapping.set("seed", &[("seed", config.seed.to_string())], "");
     let checkpointing = flag(config.model.gradient_checkpointing);
     mapping.set("model.gradient_checkpointing", &[("gradient_checkpointing", checkpointing)], "");
@@ -251,6 +255,14 @@ mod tests {
         let notes = notes(&run, &GrpoSizes::of(&run));
         assert!(notes[0].starts_with("rl.algorithm is replaced by GRPO"), "{notes:?}");
         assert!(notes[1].starts_with("rl.n_samples is 1"), "{notes:?}");
+    }
+
+    #[test]
+    fn thinking_is_a_variable_of_the_chat_template_where_it_is_set() {
+        let mut run = run("[rl]\nalgorithm = \"grpo\"\nn_samples = 2\n");
+        assert_eq!(mapped(&run).value("chat_template_kwargs"), None);
+        run.config.model.enable_thinking = Some(true);
+        assert_eq!(mapped(&run).value("chat_template_kwargs"), Some("{\"enable_thinking\": True}"));
     }
 
     #[test]

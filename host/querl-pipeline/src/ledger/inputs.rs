@@ -226,6 +226,7 @@ mod tests {
             tokens_per_pass,
             gradient_checkpointing: false,
             tensor_parallel: 1,
+            enable_thinking: None,
         };
         let inputs = Inputs::default();
         let cut = |tokens_per_pass| inputs.fingerprint(&model(tokens_per_pass), None);
@@ -241,6 +242,7 @@ mod tests {
             tokens_per_pass: 512,
             gradient_checkpointing: false,
             tensor_parallel: 1,
+            enable_thinking: None,
         };
         let on = |arithmetic: Option<&str>| Inputs::default().fingerprint(&model, arithmetic.map(str::to_owned));
         assert_eq!(on(Some("cuda 90")), on(Some("cuda 90")));

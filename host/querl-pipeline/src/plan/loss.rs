@@ -140,7 +140,7 @@ struct Sequence {
 /// # Errors
 /// The model cannot be loaded, or a pass fails.
 pub(super) fn base_loss(model: &ModelConfig, rows: &[DatasetRow], passages: &[&str]) -> anyhow::Result<LossFacts> {
-    let tokenizer = TextTokenizer::load(&model.path)?;
+    let tokenizer = TextTokenizer::for_policy(model)?;
     let decoder = Decoder::load_as(&model.path, Weights::Frozen, model.dtype)
         .with_context(|| format!("{}: the base model", model.path.display()))?;
     let n_positions = decoder.config().max_positions;

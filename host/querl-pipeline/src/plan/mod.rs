@@ -185,7 +185,7 @@ pub fn log_summary(config: &Config) {
 /// The table, a file of the run, the tokenizer or the model's `config.json` cannot be read.
 pub fn plan_on(config: &Config, cluster: Cluster, shapes: Option<DecoderConfig>) -> anyhow::Result<ScalePlan> {
     let inputs = PlanInputs::read(config, &RunDir::new(&config.output_dir))?;
-    let tokenizer = TextTokenizer::load(&config.model.path).map_err(Stop::usage)?;
+    let tokenizer = TextTokenizer::for_policy(&config.model).map_err(Stop::usage)?;
     let size = workload_size(config, &inputs, &tokenizer)?;
     let shapes = match shapes {
         Some(shapes) => shapes,

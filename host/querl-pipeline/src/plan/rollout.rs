@@ -150,7 +150,7 @@ fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<V
     };
     let decoder = Decoder::load_as(&base.model, Weights::Frozen, config.model.dtype)
         .with_context(|| format!("{}: the policy", base.model.display()))?;
-    let tokenizer = TextTokenizer::load(&base.model)?;
+    let tokenizer = TextTokenizer::for_policy(&base.model_config(config))?;
     let adapter = base.adapter.as_deref().map(|path| -> anyhow::Result<LoraAdapter> {
         Ok(LoraAdapter::load(path, decoder.config())?.for_decoder(&decoder)?)
     });

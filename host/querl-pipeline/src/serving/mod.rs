@@ -130,7 +130,7 @@ impl ServedModels {
                 (task.messages, String::new(), decoding, sampling, task.seed, true)
             }
         };
-        let prompt = self.base.tokenizer.encode_prompt(&messages).map_err(input_error)?;
+        let prompt = model.tokenizer.encode_prompt(&messages).map_err(input_error)?;
         let (adapter, id) = (model.adapter.clone(), self.engine.next_id());
         let request = ServingRequest { id, adapter, prompt, seed, decoding, sampling };
         self.engine.limits().check(&request).map_err(input_error)?;

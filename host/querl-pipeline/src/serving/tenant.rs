@@ -8,14 +8,14 @@ use anyhow::Context as _;
 use querl_core::config::{
     BaseDtype, Config, ModelConfig, PluginConfig, RewriteForm, RlConfig, is_registry_reference, load_resolved,
 };
-use querl_core::edits::read_rewrite;
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{PluginFault, PromptInput, PromptTask, Prompts};
 use querl_core::records::{Context, Message};
+use querl_core::responses::ResponseForm;
 use querl_core::run_dir::RunDir;
 use querl_core::serving::{GenerationFailure, Role, SubmitError, Tenant};
 use querl_model::{
-    AdapterWeights, ComputeDevice, Decoder, Decoding, LoraAdapter, SamplingSettings, TextTokenizer, Weights,
+    AdapterWeights, ComputeDevice, Decoder, Decoding, LoraAdapter, ModelError, SamplingSettings, TextTokenizer, Weights,
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -117,6 +117,9 @@ impl ServedRun {
         if self.config.data.rewrite_form == RewriteForm::Edit {
             settings["rewrite_form"] = "edit".into();
         }
+        if let Some(enable_thinking) = self.config.model.enable_thinking {
+            settings["enable_thinking"] = enable_thinking.into();
+        }
         settings
     }
 
@@ -204,6 +207,7 @@ pub(super) struct BaseModel {
     /// Digest of the folder.
     digest: String,
     dtype: BaseDtype,
+    enable_thinking: Option<bool>,
     pub(super) decoder: Arc<Decoder>,
     pub(super) tokenizer: Arc<TextTokenizer>,
 }
@@ -212,11 +216,21 @@ impl BaseModel {
     pub(super) fn load(run: &ServedRun, dtype: Option<BaseDtype>) -> anyhow::Result<Self> {
         let path = run.base()?.model;
         let model = ModelConfig { path: path.clone(), ..run.config.model.clone() };
-        training::preflight(&Config { model, ..run.config.clone() })?;
+        training::preflight(&Config { model: model.clone(), ..run.config.clone() })?;
         let (digest, dtype) = (base_digest(&path)?, dtype.unwrap_or(run.config.model.dtype));
         let decoder = Decoder::load_on(&path, Weights::Frozen, dtype, &ComputeDevice::Cpu)?;
-        let tokenizer = TextTokenizer::load(&path)?;
-        Ok(Self { path, digest, dtype, decoder: Arc::new(decoder), tokenizer: Arc::new(tokenizer) })
+        let tokenizer = Arc::new(TextTokenizer::for_policy(&model)?);
+        let enable_thinking = model.enable_thinking;
+        Ok(Self { path, digest, dtype, enable_thinking, decoder: Arc::new(decoder), tokenizer })
+    }
+
+    /// The tokenizer of a run's prompts, which runs share unless they differ in `model.enable_thinking`.
+    fn tokenizer_of(&self, run: &ServedRun) -> Result<Arc<TextTokenizer>, ModelError> {
+        if run.config.model.enable_thinking == self.enable_thinking {
+            return Ok(self.tokenizer.clone());
+        }
+        let model = ModelConfig { path: self.path.clone(), ..run.config.model.clone() };
+        Ok(Arc::new(TextTokenizer::for_policy(&model)?))
     }
 }
 
@@ -224,7 +238,8 @@ impl BaseModel {
 pub(super) struct TenantModel {
     pub(super) facts: Tenant,
     pub(super) prompts: Arc<dyn Prompts>,
-    pub(super) rewrite_form: RewriteForm,
+    pub(super) response_form: ResponseForm,
+    pub(super) tokenizer: Arc<TextTokenizer>,
     pub(super) adapter: Option<Arc<AdapterWeights>>,
     pub(super) decoding: Decoding,
     pub(super) sampling: SamplingSettings,
@@ -265,7 +280,8 @@ impl TenantModel {
         let loaded_at = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?.as_secs();
         let source = run.dir.root().display().to_string();
         let facts = Tenant { name: run.config.tenant.clone(), role, version, source, loaded_at, api_key };
-        Ok(Self { facts, prompts, rewrite_form: run.config.data.rewrite_form, adapter, decoding, sampling })
+        let (response_form, tokenizer) = (ResponseForm::of(&run.config), base.tokenizer_of(run)?);
+        Ok(Self { facts, prompts, response_form, tokenizer, adapter, decoding, sampling })
     }
 
     /// The tenant's prompt for a query.
@@ -278,7 +294,7 @@ impl TenantModel {
     /// The rewrite in a response; one that cannot be read is a failure, so that the raw query is used.
     pub(super) fn parse(&self, query: &str, text: &str) -> Result<String, GenerationFailure> {
         let failure = |code, message| GenerationFailure { code, message };
-        match read_rewrite(self.rewrite_form, self.prompts.as_ref(), query, text) {
+        match self.response_form.read(self.prompts.as_ref(), query, text) {
             Ok(Ok(rewrite)) => Ok(rewrite),
             Ok(Err(rejection)) => Err(failure("no_rewrite", rejection.to_string())),
             Err(fault) => Err(failure("plugin_fault", fault.to_string())),

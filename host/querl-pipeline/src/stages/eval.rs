@@ -103,6 +103,7 @@ pub(crate) fn add_decoding(inputs: &mut Inputs, config: &Config) -> anyhow::Resu
     inputs.text("rl.repetition_penalty", repetition_penalty).text("rl.no_repeat_ngram_size", no_repeat_ngram_size);
     inputs.text("rl.stop_strings", format!("{stop_strings:?}"));
     inputs.text("model.dtype", config.model.dtype.name());
+    stage::add_thinking(inputs, config);
     inputs.model("model", &config.model.path).map(drop)
 }
 

@@ -9,6 +9,7 @@ pub(crate) mod eval;
 pub mod funnel;
 pub(crate) mod imported_stage;
 pub mod leaks;
+mod noise;
 mod previous;
 mod rewrite;
 mod rl;
@@ -24,7 +25,7 @@ use crate::metrics_log;
 use crate::run::Run;
 use anyhow::Context;
 use previous::Previous;
-use querl_core::config::TableFormat;
+use querl_core::config::{OnNoise, TableFormat};
 use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
 use querl_data::table_path;
@@ -218,7 +219,14 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     }
     let found = match decision {
         Decision::Skip(_) => Facts::default(),
-        _ => stage.permit(run, window.last, run.reporter.stage(name.as_str()).as_ref())?,
+        _ => {
+            if name == StageName::Rl {
+                // Without SFT in the command, the user wants RL on what is there.
+                let is_asked_for = window.first > StageName::Sft;
+                noise::before_rl(run, ledger, if is_asked_for { OnNoise::Warn } else { run.config.sft.on_noise })?;
+            }
+            stage.permit(run, window.last, run.reporter.stage(name.as_str()).as_ref())?
+        }
     };
     let (reason, earlier) = match decision {
         Decision::Skip(Entry { facts, seconds, outputs, .. }) => {
@@ -237,6 +245,11 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     run.reporter.message(&format!("{name}: running ({reason})"));
     let outcome = execute(run, ledger, stage, inputs, found, earlier.as_ref());
     let outcome = outcome.inspect_err(|_| keep(run, ledger, stage, earlier))?;
+    if (name, window.last) == (StageName::Sft, StageName::Sft)
+        && let Some(warning) = noise::warning(&outcome.facts)
+    {
+        run.reporter.message(&format!("warning: {warning}"));
+    }
     // The facts of the last stage are the command's result on stdout; that of the evaluation is its table.
     if name != window.last || name == StageName::Eval {
         run.reporter.message(&summary(name, &outcome.facts, outcome.seconds));

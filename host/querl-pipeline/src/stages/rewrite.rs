@@ -292,7 +292,8 @@ fn generate_portion(
     }
     let max_new_tokens = config.max_tokens as usize;
     let limits = RlConfig { max_new_tokens, min_new_tokens: 0, ..run.config.rl.clone() };
-    let model = ModelConfig { path: model_folder(run)?.to_owned(), ..run.config.model.clone() };
+    let path = model_folder(run)?.to_owned();
+    let model = ModelConfig { path, enable_thinking: None, ..run.config.model.clone() };
     let adapter = config.adapter_path.clone();
     let job = GenerateJob { model, adapter, prompts, n_beams: 1, samples: None, limits, batch_size: N_ROWS_AT_ONCE };
     let mut places = places.into_iter();

@@ -40,7 +40,7 @@ const OF_ROLLOUT_CALLS: [&str; 9] = [
 ];
 
 /// Keys of `[sft]` that concern fine-tuning alone.
-const OF_FINE_TUNING_ALONE: [&str; 16] = [
+const OF_FINE_TUNING_ALONE: [&str; 17] = [
     "learning_rate",
     "epochs",
     "max_steps",
@@ -57,6 +57,7 @@ const OF_FINE_TUNING_ALONE: [&str; 16] = [
     "save_interval_s",
     "save_total_limit",
     "early_stopping_patience",
+    "on_noise",
 ];
 
 pub(crate) struct Rl;
@@ -73,6 +74,7 @@ impl Stage for Rl {
             inputs.section("rollout", &run.config.rollout, &OF_ROLLOUT_CALLS)?;
         }
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
+        stage::add_thinking(&mut inputs, &run.config);
         inputs.section("sft", &run.config.sft, &OF_FINE_TUNING_ALONE)?;
         inputs.model("model", &run.config.model.path)?;
         stage::add_scoring(&mut inputs, run)?;
@@ -206,9 +208,10 @@ fn job(
     training::check_prompts(run, Split::Train, train)?;
     training::check_prompts(run, Split::Val, val)?;
     let base = Base::of(&run.config, &run.dir, StageName::Sft)?;
-    let tokenizer = TextTokenizer::load(&base.model)?;
+    let model = base.model_config(config);
+    let tokenizer = TextTokenizer::for_policy(&model)?;
     let job = RlJob {
-        model: base.model_config(config),
+        model,
         seed: config.seed,
         config: RlConfig { max_steps: config.rl.n_steps(train.len()), ..config.rl.clone() },
         lora: config.sft.clone(),

@@ -1,7 +1,7 @@
 //! Stage 4: supervised fine-tuning on the rewrites that passed the filters.
 
-use super::leaks;
-use super::stage::{Done, Stage, has_content, remove};
+use super::stage::{self, Done, Stage, has_content, remove};
+use super::{leaks, noise};
 use crate::failure::{Stop, ending};
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
@@ -18,6 +18,9 @@ use querl_train::job::{Callbacks, SftJob};
 use std::path::PathBuf;
 use std::sync::Mutex;
 
+/// Keys that do not change the result.
+const WITHOUT_EFFECT: [&str; 4] = ["save_steps", "save_interval_s", "save_total_limit", "on_noise"];
+
 pub(crate) struct Sft;
 
 impl Stage for Sft {
@@ -27,8 +30,9 @@ impl Stage for Sft {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("sft", &run.config.sft, &["save_steps", "save_interval_s", "save_total_limit"])?;
+        inputs.section("sft", &run.config.sft, &WITHOUT_EFFECT)?;
         inputs.text("seed", run.config.seed).text("model.dtype", run.config.model.dtype.name());
+        stage::add_thinking(&mut inputs, &run.config);
         inputs.model("model", &run.config.model.path)?;
         for split in [Split::Train, Split::Val] {
             inputs.made_by(ledger, StageName::Convert, &run.dir.split(split))?;
@@ -74,7 +78,8 @@ impl Stage for Sft {
         let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
         let mut facts = Facts::default();
         facts.add("rows", job.train.len()).add("steps", summary.n_steps).add("answer tokens", summary.n_tokens);
-        facts.add("train loss", summary.train_loss).add("eval loss", summary.best_val_loss);
+        facts.add("train loss", summary.train_loss).add(noise::EVAL_LOSS, summary.best_val_loss);
+        facts.add(noise::UNIGRAM_LOSS, noise::unigram_loss(&job.train, &job.val));
         facts.add("best step", summary.best_step);
         training::add_device(&mut facts, run);
         Ok(Done { facts, n_failed: 0 })
@@ -86,7 +91,7 @@ fn job(run: &Run, fingerprint: String) -> anyhow::Result<(SftJob, MemoryRequest)
     let config = &run.config;
     let train_rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Train))?;
     let val_rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Val))?;
-    let tokenizer = TextTokenizer::load(&config.model.path)?;
+    let tokenizer = TextTokenizer::for_policy(&config.model)?;
     let n_positions = DecoderConfig::load(&config.model.path.join("config.json"))?.max_positions;
     let (train, val) = (examples(&train_rows, &tokenizer)?, examples(&val_rows, &tokenizer)?);
     let limits = [TokenLimit::SftMaxLength(config.sft.max_length), TokenLimit::Learned(n_positions)];

@@ -4,7 +4,9 @@ use crate::environment::RowColumns;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
-use querl_core::config::{DataConfig, EmbeddingKind, JudgeKind, RerankKind, RewriteForm, TableFormat, TeacherKind};
+use querl_core::config::{
+    Config, DataConfig, EmbeddingKind, JudgeKind, RerankKind, RewriteForm, TableFormat, TeacherKind,
+};
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
 use querl_data::{Journal, TableRecord, write_tables};
@@ -174,6 +176,13 @@ const ENDPOINT: [&str; 10] = [
     "reasoning_effort",
     "response_format",
 ];
+
+/// Adds `model.enable_thinking` where it is set: runs of before the key exist without it.
+pub(crate) fn add_thinking(inputs: &mut Inputs, config: &Config) {
+    if let Some(enable_thinking) = config.model.enable_thinking {
+        inputs.text("model.enable_thinking", enable_thinking);
+    }
+}
 
 pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     let retrieval = &run.config.retrieval;

@@ -3,6 +3,7 @@
 use super::stage::{self, Done, Mean, Stage, make_tables};
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
+use crate::retrieval::RerankEffect;
 use crate::run::Run;
 use querl_core::config::RetrievalKind;
 use querl_core::ports::Progress;
@@ -69,7 +70,12 @@ impl Stage for Validate {
         make_tables::<ValidatedRecord>(&output, formats)?;
         match run.config.retrieval.kind {
             RetrievalKind::None => Ok(tally.not_made(retriever.name())),
-            _ => Ok(tally.done(retriever.name())),
+            _ => {
+                if let Some(warning) = tally.reranking.warning() {
+                    progress.line(&format!("warning: {warning}"));
+                }
+                Ok(tally.done(retriever.name()))
+            }
         }
     }
 }
@@ -81,6 +87,7 @@ struct Tally {
     n_empty: u64,
     failures: BTreeMap<String, u64>,
     top1: Mean,
+    reranking: RerankEffect,
 }
 
 impl Tally {
@@ -88,7 +95,10 @@ impl Tally {
         match &record.retrieval {
             None => {}
             Some(Ok(hits)) if hits.is_empty() => self.n_empty += 1,
-            Some(Ok(_)) => self.n_found += 1,
+            Some(Ok(hits)) => {
+                self.n_found += 1;
+                self.reranking.add(&record.rewritten.query.gold_ids, hits);
+            }
             Some(Err(failure)) => *self.failures.entry(failure.kind.to_string()).or_default() += 1,
         }
         record.top1_score().into_iter().for_each(|score| self.top1.add(score));

@@ -119,8 +119,14 @@ mod tests {
             initializer_range: 0.02,
         };
         let (path, dtype) = ("model".into(), BaseDtype::Bf16);
-        let model =
-            ModelConfig { path, dtype, tokens_per_pass: 8192, gradient_checkpointing: false, tensor_parallel: 1 };
+        let model = ModelConfig {
+            path,
+            dtype,
+            tokens_per_pass: 8192,
+            gradient_checkpointing: false,
+            tensor_parallel: 1,
+            enable_thinking: None,
+        };
         let stage = PlannedStage::Sft { config: SftConfig::default(), longest_row: 1024 };
         MemoryRequest { shapes, model, stage, types: DeviceSizes::GPU, n_devices: 1 }
     }

@@ -64,7 +64,7 @@ pub fn run_rl(
     callbacks: &Callbacks<'_>,
 ) -> Result<RlSummary, JobError> {
     on_each_rank(resources, &job.model, |rank| {
-        let tokenizer = TextTokenizer::load(&job.model.path)?;
+        let tokenizer = TextTokenizer::for_policy(&job.model)?;
         let decoder = rank.load_decoder(Weights::Frozen)?;
         let load_adapter = |path| load_adapter(path, &decoder);
         let reference = job.adapter.as_deref().map(load_adapter).transpose()?;
@@ -115,7 +115,7 @@ pub fn run_generate(
         let decoder = rank.load_decoder(Weights::Frozen)?;
         let adapter = job.adapter.as_deref().map(|path| load_adapter(path, &decoder)).transpose()?;
         let decoding = job.samples.map_or_else(|| Decoding::with_beams(job.n_beams), |_| Decoding::Sample);
-        let tokenizer = TextTokenizer::load(&job.model.path)?;
+        let tokenizer = TextTokenizer::for_policy(&job.model)?;
         // No prefix is cached between prompts: each response takes as long as it would alone.
         let settings =
             EngineSettings { prefix_life: PrefixLife::Call, max_prefix_tokens: 0, ..EngineSettings::default() };

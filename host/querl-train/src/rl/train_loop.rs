@@ -6,6 +6,7 @@
 //! evaluation.
 
 use super::generator::Generator;
+use super::health::ValidationProgress;
 use super::learner::Learner;
 use super::metrics::{rollout_metrics, step_metrics};
 use super::rollout::{PartialBatch, Query, RolloutBatch, learnable, queries};
@@ -286,7 +287,11 @@ impl<'a> Trainer<'a> {
             // bf16 rounding on a GPU is far above the limit of this warning: `check_rollout` has limits of its own there.
             watched.remove("rollout_probs_diff");
         }
-        for warning in self.state.health.check(&watched) {
+        let validation = ValidationProgress {
+            evaluated_step: self.state.evaluated_step.unwrap_or_default(),
+            best_step: self.state.best.as_ref().map(|best| best.step).unwrap_or_default(),
+        };
+        for warning in self.state.health.check(&watched, validation) {
             task.progress.line(&format!("rl step {step}: {warning}"));
         }
         sink.record("rl", step, &metrics).map_err(|source| self.io(source))?;

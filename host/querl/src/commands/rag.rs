@@ -13,7 +13,7 @@ use querl_data::{
     LocalModels, RetrievalBackend, RetrievalLimits, Rows, ServiceContext, open_queries, open_retrieval_backend,
 };
 use querl_pipeline::failure::Stop;
-use querl_pipeline::retrieval::local_models;
+use querl_pipeline::retrieval::{RerankEffect, local_models};
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -22,7 +22,7 @@ use std::time::Instant;
 pub enum RagCommand {
     /// Serve knowledge bases over the general_rag interface, as `querl serve rag` does
     Serve(serve::RagArgs),
-    /// Send three queries to the retrieval service of a configuration and print what its answers were parsed to
+    /// Send some queries to the retrieval service of a configuration and print what its answers were parsed to
     Check(CheckArgs),
 }
 
@@ -49,6 +49,9 @@ pub struct CheckArgs {
     /// Ask this instead of the first queries of the table; may be given several times
     #[arg(long, value_name = "TEXT")]
     query: Vec<String>,
+    /// Number of queries of the table, from its first; 30 or more with gold ids show whether reranking helps
+    #[arg(long = "n_queries", visible_alias = "n-queries", value_name = "N", default_value_t = N_QUERIES, conflicts_with = "query")]
+    n_queries: usize,
     #[command(flatten)]
     format: Format,
 }
@@ -112,7 +115,7 @@ fn questions(args: &CheckArgs, config: &Config) -> anyhow::Result<Vec<Query>> {
         context: Context { user_profile: row.user_profile, history_summary: row.history_summary },
         gold_ids: row.gold_ids,
     };
-    Ok(table.read()?.take(N_QUERIES).map(|row| row.map(question)).collect::<Result<_, _>>()?)
+    Ok(table.read()?.take(args.n_queries).map(|row| row.map(question)).collect::<Result<_, _>>()?)
 }
 
 async fn ask_all(search: &dyn RetrievalBackend, questions: Vec<Query>, limits: RetrievalLimits) -> Vec<QueryResult> {
@@ -144,6 +147,7 @@ fn findings(queries: &[QueryResult], config: &Config, models: &LocalModels) -> V
     }
     findings.extend([ids(&hits), texts(&hits), scores(&hits)]);
     findings.extend(gold(queries));
+    findings.extend(reranking(queries));
     findings.extend(query_prefix(&config.retrieval.embedding, models));
     findings
 }
@@ -192,6 +196,19 @@ fn gold(queries: &[QueryResult]) -> Option<Finding> {
     // A raw query may well miss its gold passage: that is what rewrites are for.
     let sentence = format!("a gold passage was among the hits of {n_found} of {} raw queries", known.len());
     (!known.is_empty()).then_some(Finding { name: "gold", ok: true, sentence })
+}
+
+/// As after the stage `validate`, for raw queries.
+fn reranking(queries: &[QueryResult]) -> Option<Finding> {
+    let mut effect = RerankEffect::default();
+    for QueryResult { gold_ids, answer, .. } in queries {
+        effect.add(gold_ids, answer.as_deref().unwrap_or_default());
+    }
+    let sentence = effect.sentence()?;
+    Some(match effect.warning() {
+        Some(warning) => Finding { name: "reranker", ok: false, sentence: warning },
+        None => Finding { name: "reranker", ok: true, sentence },
+    })
 }
 
 /// The bge models for Chinese were trained with words before a query that their folders do not name.
@@ -273,6 +290,23 @@ mod tests {
         assert!(!query_prefix(&config("models/bge-small-zh-v1.5", Some("")), &models).unwrap().ok);
         assert_eq!(query_prefix(&config("models/bge-small-zh-v1.5", Some("为这个句子：")), &models), None);
         assert_eq!(query_prefix(&config("models/bge-m3", None), &models), None);
+    }
+
+    #[test]
+    fn a_reranker_that_loses_gold_passages_is_reported_from_thirty_queries_on() {
+        let scored = |id: &str, score: f64| Hit { retrieval_score: Some(score), ..hit(id, "文", 0.5) };
+        let query = |gold: &str| QueryResult {
+            query: "q".into(),
+            latency_ms: 1.0,
+            gold_ids: vec![gold.into()],
+            answer: Ok(vec![scored("a", 1.0), scored("b", 2.0)]),
+        };
+        let queries = |n_lost: usize, n_gained: usize| -> Vec<QueryResult> {
+            (0..n_lost).map(|_| query("b")).chain((0..n_gained).map(|_| query("a"))).collect()
+        };
+        assert!(!reranking(&queries(20, 10)).unwrap().ok);
+        assert!(reranking(&queries(10, 20)).unwrap().ok);
+        assert_eq!(reranking(&queries(20, 9)), None);
     }
 
     #[test]

@@ -104,6 +104,11 @@ fn data_and_reward(m: &mut Mapping, run: &ExportedRun, sizes: &Sizes) {
     m.fixed("data.val_files", quoted(&format!("{HERE}/{val}")));
     m.fixed("data.max_prompt_length", sizes.prompt.to_string());
     m.fixed("data.truncation", "error");
+    if let Some(enable_thinking) = run.config.model.enable_thinking {
+        // The section is empty in verl's defaults: Hydra adds the key.
+        let setting = ("+data.apply_chat_template_kwargs.enable_thinking", flag(enable_thinking));
+        m.set("model.enable_thinking", &[setting], "");
+    }
     m.set("seed", &[("data.seed", run.config.seed.to_string())], "seeds the order of the queries");
     m.fixed("reward.num_workers", REWARD_WORKERS.to_string());
     m.fixed("reward.custom_reward_function.path", quoted("pkg://querl.integrations.verl"));
@@ -366,6 +371,17 @@ mod tests {
         assert_eq!(values(&run), ["False", "-1", "\"@HERE@/train.parquet\""]);
         run.val = run.train.clone();
         assert_eq!(values(&run), ["True", "5", "\"@HERE@/val.parquet\""]);
+    }
+
+    #[test]
+    fn thinking_is_a_variable_of_the_chat_template_where_it_is_set() {
+        let mut run = run("");
+        let value = |run: &ExportedRun| {
+            mapped(run).value("+data.apply_chat_template_kwargs.enable_thinking").map(str::to_owned)
+        };
+        assert_eq!(value(&run), None);
+        run.config.model.enable_thinking = Some(false);
+        assert_eq!(value(&run).as_deref(), Some("False"));
     }
 
     #[test]

@@ -28,7 +28,14 @@ fn large() -> DecoderConfig {
 }
 
 fn model(dtype: BaseDtype, tokens_per_pass: usize) -> ModelConfig {
-    ModelConfig { path: "model".into(), dtype, tokens_per_pass, gradient_checkpointing: false, tensor_parallel: 1 }
+    ModelConfig {
+        path: "model".into(),
+        dtype,
+        tokens_per_pass,
+        gradient_checkpointing: false,
+        tensor_parallel: 1,
+        enable_thinking: None,
+    }
 }
 
 fn sft(dtype: BaseDtype, tokens_per_pass: usize) -> MemoryRequest {

@@ -13,7 +13,7 @@ use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::stages::leaks::n_lines;
-use querl_train::{Health, Metrics};
+use querl_train::{Health, Metrics, ValidationProgress};
 use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
@@ -199,13 +199,19 @@ impl Training {
         let Some(stage) = lines.last().and_then(|line| line["stage"].as_str()) else { return Ok(None) };
         let mut training =
             Self { stage: stage.to_owned(), step: 0, n_steps: None, series: BTreeMap::new(), warnings: Vec::new() };
-        let mut health = Health::default();
+        let (mut health, mut validation) = (Health::default(), ValidationProgress::default());
+        let mut best_reward = f64::NEG_INFINITY;
         for line in lines.iter().filter(|line| line["stage"] == stage) {
             training.step = line["step"].as_u64().unwrap_or(training.step);
             let figures = figures(line);
-            training
-                .warnings
-                .extend(health.check(&figures).into_iter().map(|text| format!("step {}: {text}", training.step)));
+            if let Some(&reward) = figures.get("val/reward") {
+                validation.evaluated_step = training.step;
+                if reward > best_reward {
+                    (best_reward, validation.best_step) = (reward, training.step);
+                }
+            }
+            let warnings = health.check(&figures, validation);
+            training.warnings.extend(warnings.into_iter().map(|text| format!("step {}: {text}", training.step)));
             for (name, value) in figures {
                 training.series.entry(name).or_default().push(value);
             }

@@ -1,0 +1,79 @@
+//! Responses of the policy: the answer in a response that thinks, and the rewrite in the answer.
+
+use crate::config::{Config, RewriteForm};
+use crate::edits::read_rewrite;
+use crate::ports::{PluginFault, Prompts};
+use crate::records::Rejection;
+
+/// The end of a thinking block, as Qwen3 and other models write it.
+pub const THINKING_END: &str = "</think>";
+
+/// How a policy writes its rewrites.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ResponseForm {
+    /// `data.rewrite_form`.
+    pub rewrite: RewriteForm,
+    /// `model.enable_thinking`.
+    pub enable_thinking: Option<bool>,
+}
+
+impl ResponseForm {
+    /// That of a configuration's policy.
+    pub fn of(config: &Config) -> Self {
+        Self { rewrite: config.data.rewrite_form, enable_thinking: config.model.enable_thinking }
+    }
+
+    /// The text that is parsed: all of a response, or with thinking on what follows the thinking block.
+    ///
+    /// # Errors
+    /// Thinking is on and the response does not end it: `unfinished_thinking`.
+    pub fn answer(self, response: &str) -> Result<&str, Rejection> {
+        if self.enable_thinking != Some(true) {
+            return Ok(response);
+        }
+        match response.rsplit_once(THINKING_END) {
+            // The template puts two line breaks there.
+            Some((_, answer)) => Ok(answer.trim_start_matches('\n')),
+            None => {
+                let detail = "model.enable_thinking is true, and the response has no `</think>`";
+                Err(Rejection::by_host("unfinished_thinking", detail))
+            }
+        }
+    }
+
+    /// The rewrite in a response to `query`, parsed by the prompt plugin.
+    ///
+    /// # Errors
+    /// The plugin broke its contract; the inner error is a rejection of the response.
+    pub fn read(
+        self,
+        prompts: &dyn Prompts,
+        query: &str,
+        response: &str,
+    ) -> Result<Result<String, Rejection>, PluginFault> {
+        match self.answer(response) {
+            Ok(answer) => read_rewrite(self.rewrite, prompts, query, answer),
+            Err(rejection) => Ok(Err(rejection)),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn with_thinking_on_the_answer_follows_the_thinking_block() {
+        let with = |enable_thinking| ResponseForm { enable_thinking, ..ResponseForm::default() };
+        let thought = "<think>\nwhich fish?\n</think>\n\nfish oil, daily";
+        assert_eq!(with(Some(true)).answer(thought).unwrap(), "fish oil, daily");
+        assert_eq!(with(Some(true)).answer("a</think>b</think>\n c\n").unwrap(), " c\n");
+        for unfinished in ["<think>\nwhich fish?", "fish oil, daily", ""] {
+            assert_eq!(with(Some(true)).answer(unfinished).unwrap_err().code, "unfinished_thinking", "{unfinished}");
+        }
+        for enable_thinking in [None, Some(false)] {
+            assert_eq!(with(enable_thinking).answer(thought).unwrap(), thought);
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! Whether SFT left noise: a model that predicts the rewrites of the validation split hardly better than the frequencies of their tokens.
+//! One that ended SFT with an eval loss of 5.6 nats repeated a single character, and RL found nothing to reward.
+
+use crate::failure::Stop;
+use crate::ledger::{Facts, Ledger, StageName};
+use crate::run::Run;
+use querl_core::config::OnNoise;
+use querl_train::Example;
+use std::collections::BTreeMap;
+
+/// Name of the figure: loss of the best checkpoint on the validation split, in nats per token.
+pub(super) const EVAL_LOSS: &str = "eval loss";
+/// Name of the figure: [`unigram_loss`].
+pub(super) const UNIGRAM_LOSS: &str = "unigram loss";
+
+/// Share of the unigram model's loss from which on a model uses none of the context, as for the base model in `querl plan`.
+const MAX_SHARE: f64 = 0.9;
+
+const REMEDY: &str = "take a base model that knows the language of the texts (`querl plan CONFIG` reports its loss), or pretrain one on \
+                      them (`querl model pretrain`)";
+
+/// Loss on the responses of `val` in nats per token of a unigram model: the token frequencies of the responses of `train`, with add-one
+/// smoothing over the tokens that either has. `None` without validation rows.
+pub(super) fn unigram_loss(train: &[Example], val: &[Example]) -> Option<f64> {
+    let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
+    for id in tokens(train) {
+        *counts.entry(id).or_default() += 1;
+    }
+    let n_train: usize = counts.values().sum();
+    for id in tokens(val) {
+        counts.entry(id).or_default();
+    }
+    let total = (n_train + counts.len()) as f64;
+    let nats: Vec<f64> = tokens(val).map(|id| (total / (counts[&id] + 1) as f64).ln()).collect();
+    (!nats.is_empty()).then(|| nats.iter().sum::<f64>() / nats.len() as f64)
+}
+
+fn tokens(rows: &[Example]) -> impl Iterator<Item = u32> {
+    rows.iter().flat_map(|row| row.response.iter().copied())
+}
+
+/// What is wrong with the model of these figures of SFT, as part of a sentence.
+fn finding(facts: &Facts) -> Option<String> {
+    let figure = |name: &str| facts.get(name)?.as_f64();
+    let (loss, unigram) = (figure(EVAL_LOSS)?, figure(UNIGRAM_LOSS)?);
+    (loss > MAX_SHARE * unigram).then(|| {
+        format!(
+            "the model is noise after sft: its eval loss is {loss:.2} nats per token, where the frequencies of the tokens alone give \
+             {unigram:.2} (limit: {:.2})",
+            MAX_SHARE * unigram
+        )
+    })
+}
+
+/// The warning about a model that is noise.
+pub(super) fn warning(facts: &Facts) -> Option<String> {
+    finding(facts).map(|finding| format!("{finding}; {REMEDY}"))
+}
+
+/// Stops or warns before RL on a model that is noise. SFT's result is kept.
+pub(super) fn before_rl(run: &Run, ledger: &Ledger, on_noise: OnNoise) -> Result<(), Stop> {
+    let sft = ledger.entry(StageName::Sft.as_str());
+    let Some(warning) = sft.and_then(|entry| warning(&entry.facts)) else { return Ok(()) };
+    match on_noise {
+        OnNoise::Stop => Err(Stop::limit(format!("{warning}, or set sft.on_noise = \"warn\""))),
+        OnNoise::Warn => {
+            run.reporter.message(&format!("warning: {warning}"));
+            Ok(())
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn row(response: &[u32]) -> Example {
+        Example { prompt: vec![9, 9], response: response.to_vec() }
+    }
+
+    /// Training has 1 three times and 2 once; with 3 of the validation split there are three kinds: 4/7, 2/7 and 1/7.
+    #[test]
+    fn the_unigram_model_counts_training_tokens_and_expects_each_token_once_more() {
+        let train = [row(&[1, 1, 2]), row(&[1])];
+        let loss = unigram_loss(&train, &[row(&[1, 2]), row(&[3])]).unwrap();
+        let expected = -((4.0_f64 / 7.0).ln() + (2.0_f64 / 7.0).ln() + (1.0_f64 / 7.0).ln()) / 3.0;
+        assert!((loss - expected).abs() < 1e-12, "{loss}");
+        assert_eq!(unigram_loss(&train, &[]), None);
+        assert!((unigram_loss(&[], &[row(&[1, 2])]).unwrap() - 2.0_f64.ln()).abs() < 1e-12);
+    }
+
+    #[test]
+    fn a_model_near_the_token_frequencies_is_noise() {
+        let of = |loss: Option<f64>, unigram: Option<f64>| {
+            let mut facts = Facts::default();
+            facts.add(EVAL_LOSS, loss).add(UNIGRAM_LOSS, unigram);
+            warning(&facts)
+        };
+        let expected = "the model is noise after sft: its eval loss is 5.60 nats per token, where the frequencies of the tokens alone \
+                        give 6.00 (limit: 5.40); take a base model";
+        assert!(of(Some(5.6), Some(6.0)).unwrap().starts_with(expected));
+        // The example, and a model that has learned a little.
+        assert_eq!([of(Some(1.0), Some(5.0)), of(Some(5.3), Some(6.0))], [None, None]);
+        // Without validation rows, and after SFT with a version that had no such figure.
+        assert_eq!([of(None, None), of(Some(9.0), None), warning(&Facts::default())], [None, None, None]);
+    }
+}
