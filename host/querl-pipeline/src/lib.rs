@@ -3,6 +3,7 @@
 //! In: a configuration. Out: a run directory. The caller shows messages and progress (`querl_core::ports::Reporter`);
 //! nothing is printed here. This crate must not depend on a command line.
 
+pub mod corpus;
 pub mod device;
 mod environment;
 pub mod estimate;

@@ -209,6 +209,19 @@ impl Plugins {
     }
 }
 
+/// The configured prompt plugin alone, for a command that is no part of a run: it is not compared with the pins of one. A folder is built where its
+/// source is newer.
+///
+/// # Errors
+/// It is not signed by a trusted key, cannot be built, loaded or configured, or a setting holds a secret.
+pub(crate) fn open_prompts(config: &Config) -> anyhow::Result<Arc<dyn Prompts>> {
+    check_secrets(config)?;
+    let plugins = &config.plugins;
+    let host = open_host(&plugins.limits, &plugins.trusted_keys, SourceFolders::Build)?;
+    let plugin = host.load_file(read(&plugins.prompt.path, &host)?)?;
+    Ok(Arc::from(host.open(&plugin, &plugins.prompt.settings, PluginPort::prompts())?))
+}
+
 /// Plugin hosts by their limits and trusted keys: each has a thread of its own, and many tenants have the same.
 #[derive(Default)]
 pub(crate) struct PluginHosts(Mutex<BTreeMap<String, Arc<PluginHost>>>);

@@ -24,6 +24,8 @@ pub struct Overrides {
     pub model_hub: Option<ModelHub>,
     /// Files with the keys of services need not exist: for a command that calls none.
     pub without_keys: bool,
+    /// The folder of `model.path` need not exist: for a command that opens no model and is run before there is one.
+    pub without_model: bool,
 }
 
 /// Location of an error.
@@ -89,6 +91,9 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let mut unchecked = names.clone();
     if overrides.without_keys {
         unchecked.extend(key_files(&mut config));
+    }
+    if overrides.without_model {
+        unchecked.push("model.path".into());
     }
     first_of(check(&mut config, &unchecked), &document, path)?;
     if let Some(hub) = overrides.model_hub {
@@ -310,6 +315,15 @@ path = "reward.wasm"
         assert_eq!(config.cache.path, Some(here.join("new.redb")));
         assert_eq!(config.retrieval.index_dir, Some(here.join("new")));
         assert_eq!(plugins.prompt.path, folder.path().canonicalize().unwrap().join("prompt.wasm"));
+    }
+
+    #[test]
+    fn a_command_that_opens_no_model_is_run_before_there_is_one() {
+        let folder = folder(&GOOD.replace("\"tiny\"", "\"to-be-made\""));
+        let path = folder.path().join("querl.toml");
+        assert!(load(&path, &Overrides::default()).unwrap_err().to_string().contains("model.path"));
+        let config = load(&path, &Overrides { without_model: true, ..Overrides::default() }).unwrap();
+        assert!(config.model.path.ends_with("to-be-made"));
     }
 
     #[test]

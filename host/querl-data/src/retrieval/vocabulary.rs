@@ -162,6 +162,21 @@ impl WordSegmenter {
         self.0.tokens(text)
     }
 
+    /// The language that texts are segmented in: the configured one, or the one detected from the passages; never `auto`.
+    pub fn language(&self) -> Language {
+        self.0.language()
+    }
+
+    /// Whether words are separated by spaces.
+    pub fn is_spaced(&self) -> bool {
+        self.0.is_spaced()
+    }
+
+    /// A text cut into words and what is between them, as they are written, all of it in order.
+    pub fn pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
+        self.0.pieces(text)
+    }
+
     /// A text without the words that `other` has too; what remained of the text is separated by spaces.
     pub fn text_without_words_of(&self, text: &str, other: &str) -> String {
         let known: HashSet<String> = self.0.tokens(&fold(other)).into_iter().collect();

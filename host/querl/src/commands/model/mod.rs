@@ -1,5 +1,7 @@
-//! `querl model`: inspects models and prints their log-probabilities; see `export` and `pretrain` for what writes models.
+//! `querl model`: inspects models and prints their log-probabilities; see `export` and `pretrain` for what writes models, and `corpus` for what one
+//! is pretrained on.
 
+mod corpus;
 mod export;
 mod pretrain;
 
@@ -34,6 +36,8 @@ pub(crate) enum ModelCommand {
     Merge(export::MergeArgs),
     /// Export a model or an adapter, as transformers, PEFT and vLLM load it: other dtype, shards
     Export(export::ExportArgs),
+    /// Write the pretraining corpus of a small model from a knowledge base: passages, and conversations made of their words
+    Corpus(corpus::CorpusArgs),
     /// Pretrain a small model of one domain from a text: tokenizer, random weights, training
     Pretrain {
         /// What to make and from what
@@ -53,6 +57,7 @@ pub(crate) fn run(command: &ModelCommand) -> anyhow::Result<()> {
         ModelCommand::Logprobs(args) => logprobs(args),
         ModelCommand::Merge(args) => export::merge(args),
         ModelCommand::Export(args) => export::export(args),
+        ModelCommand::Corpus(args) => corpus::run(args),
         ModelCommand::Pretrain { config } => pretrain::run(config),
     }
 }

@@ -6,13 +6,14 @@ use anyhow::Context;
 use querl_core::config::SftConfig;
 use querl_core::fsx::{digest_file, digest_hex, read_jsonl};
 use querl_core::records::Message;
-use querl_model::{Decoder, DecoderConfig, Mesh, TextTokenizer, small_model};
+use querl_model::{Decoder, DecoderConfig, Mesh, TextTokenizer, Weights, small_model};
 use querl_pipeline::failure::{Stop, ending};
 use querl_pipeline::interrupt;
 use querl_pipeline::metrics_log::MetricsLog;
-use querl_train::sft::{self, SftTask};
-use querl_train::{Example, Policy, STATE, TrainError};
+use querl_train::sft::{self, SftSummary, SftTask};
+use querl_train::{BEST, Example, Policy, STATE, TrainError};
 use serde::Deserialize;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// What to make and from what; paths are relative to the file.
@@ -23,6 +24,9 @@ struct PretrainConfig {
     output_dir: PathBuf,
     seed: u64,
     vocab_size: usize,
+    /// Share of the lines that differ, held out to choose the best weights; 0 for none.
+    #[serde(default)]
+    val_share: f64,
     model: small_model::Shape,
     train: SftConfig,
 }
@@ -78,11 +82,46 @@ fn make(
     fingerprint: &str,
 ) -> anyhow::Result<()> {
     let tokenizer = TextTokenizer::load(new)?;
-    let examples: Vec<Example> = lines.iter().map(|line| example(line, &tokenizer)).collect::<anyhow::Result<_>>()?;
+    let held_out = held_out_lines(lines, config.val_share, config.seed);
+    let mut examples = Examples::default();
+    for line in lines {
+        let is_held_out = !held_out.is_empty() && held_out.contains(&line_digest(line, config.seed));
+        let split = if is_held_out { &mut examples.val } else { &mut examples.train };
+        split.push(example(line, &tokenizer)?);
+    }
     let decoder = Decoder::init(decoder_config, config.seed)?;
-    terminal::print(&format!("{} parameters, {} examples", decoder.config().n_parameters(), examples.len()));
-    train(&decoder, &examples, config, new, fingerprint)?;
-    Ok(decoder.save(new, small_model::STORED_DTYPE)?)
+    let (n_parameters, n_val) = (decoder.config().n_parameters(), examples.val.len());
+    let held_out = if n_val > 0 { format!(", {n_val} held out") } else { String::new() };
+    terminal::print(&format!("{n_parameters} parameters, {} examples{held_out}", lines.len()));
+    let summary = train(&decoder, &examples, config, new, fingerprint)?;
+    if summary.best_val_loss.is_none() {
+        return Ok(decoder.save(new, small_model::STORED_DTYPE)?);
+    }
+    let best = new.parent().context("the folder of the new model has no parent")?.join(BEST);
+    Ok(Decoder::load(&best, Weights::Trained)?.save(new, small_model::STORED_DTYPE)?)
+}
+
+/// The examples of both splits.
+#[derive(Default)]
+struct Examples {
+    train: Vec<Example>,
+    /// Empty without `val_share`.
+    val: Vec<Example>,
+}
+
+/// Digests of the lines that are held out: of those that differ the first by digest, at least one, and not all. Equal lines are on the same side, so
+/// that the loss is of lines that were not learned.
+fn held_out_lines(lines: &[CorpusLine], share: f64, seed: u64) -> BTreeSet<String> {
+    if share <= 0.0 {
+        return BTreeSet::new();
+    }
+    let digests: BTreeSet<String> = lines.iter().map(|line| line_digest(line, seed)).collect();
+    let n = ((share * digests.len() as f64).ceil() as usize).min(digests.len().saturating_sub(1));
+    digests.into_iter().take(n).collect()
+}
+
+fn line_digest(line: &CorpusLine, seed: u64) -> String {
+    digest_hex(format!("{seed} {}", texts_of(line).join("\0")).as_bytes())
 }
 
 /// What of `[train]` cannot be used; adapters have no place in a model that is made from nothing.
@@ -98,6 +137,9 @@ fn check(config: &PretrainConfig) -> Result<(), String> {
     }
     if !(train.learning_rate > 0.0 && train.learning_rate <= 1.0) {
         return Err(format!("train.learning_rate is {}; expected more than 0, at most 1", train.learning_rate));
+    }
+    if !(0.0..=0.5).contains(&config.val_share) {
+        return Err(format!("val_share is {}; expected 0.0 to 0.5", config.val_share));
     }
     Ok(())
 }
@@ -115,18 +157,18 @@ const WORK: &str = ".pretrain";
 
 fn train(
     decoder: &Decoder,
-    examples: &[Example],
+    examples: &Examples,
     config: &PretrainConfig,
     new: &Path,
     fingerprint: &str,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<SftSummary> {
     let work = new.parent().context("the folder of the new model has no parent")?;
     let progress = StageProgress::start("pretrain");
     let task = SftTask {
         policy: Policy { decoder, adapter: None },
         base_path: new,
-        train: examples,
-        val: &[],
+        train: &examples.train,
+        val: &examples.val,
         config: &config.train,
         tokens_per_pass: TOKENS_PER_PASS,
         gradient_checkpointing: false,
@@ -144,8 +186,12 @@ fn train(
         }
         error => ending(error.into()),
     })?;
-    terminal::print(&format!("{} steps, final loss {:.3}", summary.n_steps, summary.train_loss));
-    Ok(())
+    let of_val = summary
+        .best_val_loss
+        .map(|loss| format!(", held-out loss {loss:.3} at step {}, whose weights are written", summary.best_step));
+    let SftSummary { n_steps, train_loss, .. } = summary;
+    terminal::print(&format!("{n_steps} steps, final loss {train_loss:.3}{}", of_val.unwrap_or_default()));
+    Ok(summary)
 }
 
 /// Most tokens of one forward and backward pass: small models need little memory for each.
@@ -171,4 +217,29 @@ fn example(line: &CorpusLine, tokenizer: &TextTokenizer) -> anyhow::Result<Examp
             Example { prompt: tokenizer.encode_prompt(prompt)?, response: tokenizer.encode_response(&answer.content)? }
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(text: &str) -> CorpusLine {
+        CorpusLine::Text { text: text.to_owned() }
+    }
+
+    #[test]
+    fn equal_lines_are_on_the_same_side_and_a_share_of_the_others_is_held_out() {
+        let lines: Vec<CorpusLine> = (0..100).map(|n| text(&format!("line {}", n % 50))).collect();
+        let held_out = held_out_lines(&lines, 0.1, 1);
+        assert_eq!(held_out.len(), 5, "of 50 lines that differ");
+        let n = lines.iter().filter(|line| held_out.contains(&line_digest(line, 1))).count();
+        assert_eq!(n, 10);
+        assert_ne!(held_out_lines(&lines, 0.1, 2), held_out, "the seed decides");
+    }
+
+    #[test]
+    fn a_small_share_is_one_line_and_training_keeps_one() {
+        let of = |n: usize, share| held_out_lines(&(0..n).map(|n| text(&n.to_string())).collect::<Vec<_>>(), share, 1);
+        assert_eq!((of(3, 0.0).len(), of(3, 0.001).len(), of(2, 0.5).len(), of(1, 0.5).len()), (0, 1, 1, 0));
+    }
 }

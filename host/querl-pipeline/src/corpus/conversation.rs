@@ -1,0 +1,321 @@
+//! Conversations of the inverse cloze task: words of a passage's sentence are the query, and title and rare words of the sentence the rewrite.
+//!
+//! Source: Lee et al. 2019, "Latent Retrieval for Weakly Supervised Open Domain Question Answering", section 4, where the sentence is the query
+//! and the passage without it the evidence. Departures: a run of the sentence's words in place of all of them, a question word, an entity that
+//! is named in the query, in part or in the history alone, and a rewrite as the target.
+
+use super::entities::{entities, topic};
+use super::passages::sentences;
+use super::phrases::{ENTITY, OTHER, Phrases};
+use querl_data::{Passage, WordSegmenter};
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+use std::collections::{HashMap, HashSet};
+use std::ops::RangeInclusive;
+
+/// Words of a query: of a language with spaces, and of one without, whose words are segmented.
+const QUERY_WORDS_SPACED: RangeInclusive<usize> = 3..=9;
+const QUERY_WORDS_UNSPACED: RangeInclusive<usize> = 2..=6;
+/// Share of queries that lose words, and the share of their words that stays.
+const SHORTENED: f64 = 0.5;
+const STAYING: f64 = 0.8;
+/// Share of queries with a question word.
+const ASKING: f64 = 0.75;
+/// Share of targets of rare words alone, and how many they have: users find a passage by its details, too.
+const BY_DETAILS: f64 = 0.25;
+const N_DETAILS: usize = 4;
+/// Most rare words behind the words of a title.
+const MAX_RARE_WORDS: usize = 3;
+/// A shorter word is a particle or a letter.
+const MIN_RARE_CHARS: usize = 2;
+
+/// A pseudo-query with its history and the rewrite to learn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Conversation {
+    pub(super) query: String,
+    /// Empty without earlier turns.
+    pub(super) history: String,
+    /// At least one word.
+    pub(super) target: String,
+}
+
+/// Draws conversations from passages.
+pub(super) struct ConversationGenerator<'a> {
+    segmenter: &'a WordSegmenter,
+    phrases: Phrases,
+    sources: Vec<ConversationSource>,
+    /// Each once, in order.
+    entities: Vec<String>,
+    /// Number of passages with a word, by its stem.
+    frequencies: HashMap<String, usize>,
+}
+
+/// A passage with at least one sentence that has a word.
+struct ConversationSource {
+    title: String,
+    entity: Option<String>,
+    topic: String,
+    sentences: Vec<String>,
+}
+
+impl<'a> ConversationGenerator<'a> {
+    pub(super) fn new(passages: &[Passage], segmenter: &'a WordSegmenter) -> Self {
+        let phrases = Phrases::of(segmenter.language());
+        let titles: Vec<&str> = passages.iter().map(|passage| passage.title.trim()).collect();
+        let of_titles = entities(&titles, segmenter, &phrases);
+        let mut frequencies: HashMap<String, usize> = HashMap::new();
+        for passage in passages {
+            let words: HashSet<String> = segmenter.words(&passage.full_text()).into_iter().collect();
+            words.into_iter().for_each(|word| *frequencies.entry(word).or_default() += 1);
+        }
+        let mut names: Vec<String> = of_titles.iter().flatten().cloned().collect();
+        names.sort_unstable();
+        names.dedup();
+        let source = |((passage, title), entity): ((&Passage, &&str), Option<String>)| {
+            let has_word = |sentence: &&str| !words(segmenter, sentence).is_empty();
+            let sentences: Vec<String> =
+                sentences(&passage.text).into_iter().filter(has_word).map(str::to_owned).collect();
+            let topic = topic(title, entity.as_deref()).to_owned();
+            let title = (*title).to_owned();
+            (!sentences.is_empty()).then_some(ConversationSource { title, entity, topic, sentences })
+        };
+        let sources = passages.iter().zip(&titles).zip(of_titles).filter_map(source).collect();
+        Self { segmenter, phrases, sources, entities: names, frequencies }
+    }
+
+    /// Whether no passage has a sentence with a word: then nothing can be drawn.
+    pub(super) fn is_empty(&self) -> bool {
+        self.sources.is_empty()
+    }
+
+    /// A conversation about a random sentence of a random passage. [`is_empty`](Self::is_empty) must be false.
+    pub(super) fn draw(&self, rng: &mut ChaCha8Rng) -> Conversation {
+        let source = pick(&self.sources, rng);
+        let words = words(self.segmenter, pick(&source.sentences, rng));
+        let query_words = self.query_words(&words, rng);
+        let (mention, history) = match &source.entity {
+            Some(entity) => self.mention(entity, rng),
+            None => (None, String::new()),
+        };
+        let clozed = self.join(query_words.iter().copied());
+        let query = self.ask(&self.join(mention.as_deref().into_iter().chain([clozed.as_str()])), rng);
+        let target = self.target(source, &words, rng).unwrap_or(clozed);
+        Conversation { query, history, target }
+    }
+
+    /// A run of a sentence's words, of half of the queries without some of them.
+    fn query_words<'w>(&self, words: &[&'w str], rng: &mut ChaCha8Rng) -> Vec<&'w str> {
+        let lengths = if self.segmenter.is_spaced() { QUERY_WORDS_SPACED } else { QUERY_WORDS_UNSPACED };
+        let run = random_run(words, lengths, rng);
+        if !rng.random_bool(SHORTENED) {
+            return run;
+        }
+        let staying: Vec<&str> = run.iter().copied().filter(|_| rng.random_bool(STAYING)).collect();
+        if staying.is_empty() { run } else { staying }
+    }
+
+    /// How the query names its entity (completely, in part, not at all), and a history that names it where the query does not.
+    fn mention(&self, entity: &str, rng: &mut ChaCha8Rng) -> (Option<String>, String) {
+        match rng.random_range(0..20_u32) {
+            0..7 => (None, self.history(entity, rng)),
+            7..12 => (Some(entity.to_owned()), String::new()),
+            12..16 => {
+                let words = words(self.segmenter, entity);
+                let most = words.len().saturating_sub(1).max(1);
+                (Some(self.join(random_run(&words, 1..=most, rng))), String::new())
+            }
+            _ => (None, String::new()),
+        }
+    }
+
+    fn history(&self, entity: &str, rng: &mut ChaCha8Rng) -> String {
+        let others: Vec<&String> = self.entities.iter().filter(|other| *other != entity).collect();
+        let usable = self.phrases.histories.iter().filter(|history| !others.is_empty() || !history.contains(OTHER));
+        let histories: Vec<&str> = usable.copied().collect();
+        let history = *pick(&histories, rng);
+        let other = if history.contains(OTHER) { pick(&others, rng).as_str() } else { "" };
+        history.replace(OTHER, other).replace(ENTITY, entity)
+    }
+
+    /// Adds a question word to most queries. Users write languages with spaces in lower case.
+    fn ask(&self, text: &str, rng: &mut ChaCha8Rng) -> String {
+        let Phrases { before, after, .. } = self.phrases;
+        let n_phrases = before.len() + after.len();
+        let query = match n_phrases > 0 && rng.random_bool(ASKING) {
+            false => text.to_owned(),
+            true => match rng.random_range(0..n_phrases) {
+                index if index < before.len() => self.join([before[index], text]),
+                index => self.join([text, after[index - before.len()]]),
+            },
+        };
+        if self.segmenter.is_spaced() { query.to_lowercase() } else { query }
+    }
+
+    /// Words of the title and up to three rare ones of the sentence; of a quarter of the targets the entity and rare words alone. `None` for a
+    /// passage without title and rare words.
+    fn target(&self, source: &ConversationSource, words: &[&str], rng: &mut ChaCha8Rng) -> Option<String> {
+        let rare = self.rarest(words, &source.title);
+        let by_details = rng.random_bool(BY_DETAILS);
+        let n_behind_title = rng.random_range(0..=MAX_RARE_WORDS);
+        let entity = source.entity.as_deref();
+        let topic = Some(source.topic.as_str()).filter(|topic| !topic.is_empty());
+        let has_title = entity.is_some() || topic.is_some();
+        let (title, n_rare) = match !rare.is_empty() && (by_details || !has_title) {
+            true => ([entity, None], N_DETAILS),
+            false => ([entity, topic], n_behind_title),
+        };
+        let parts: Vec<&str> = title.into_iter().flatten().chain(rare.into_iter().take(n_rare)).collect();
+        (!parts.is_empty()).then(|| parts.join(" "))
+    }
+
+    /// The words of a sentence that the title lacks, each once, those of the fewest passages first.
+    fn rarest<'w>(&self, words: &[&'w str], title: &str) -> Vec<&'w str> {
+        let mut seen: HashSet<String> = self.segmenter.words(title).into_iter().collect();
+        let mut rare: Vec<(f64, &str)> = Vec::new();
+        for word in words.iter().copied().filter(|word| word.chars().count() >= MIN_RARE_CHARS) {
+            let stems = self.segmenter.words(word);
+            let n_passages: usize = stems.iter().map(|stem| self.frequencies.get(stem).copied().unwrap_or(0)).sum();
+            let frequency = n_passages as f64 / stems.len().max(1) as f64;
+            let is_new = stems.iter().any(|stem| !seen.contains(stem));
+            seen.extend(stems);
+            if is_new {
+                rare.push((frequency, word));
+            }
+        }
+        // Stable: of equally rare words the first of the sentence.
+        rare.sort_by(|one, other| one.0.total_cmp(&other.0));
+        rare.into_iter().map(|(_, word)| word).collect()
+    }
+
+    /// Words as a text. Without spaces between words only Latin letters and digits are kept apart.
+    fn join<'w>(&self, words: impl IntoIterator<Item = &'w str>) -> String {
+        let is_latin = |character: Option<char>| character.is_some_and(|character| character.is_ascii_alphanumeric());
+        let mut text = String::new();
+        for word in words {
+            let touches = is_latin(text.chars().next_back()) && is_latin(word.chars().next());
+            if !text.is_empty() && (self.segmenter.is_spaced() || touches) {
+                text.push(' ');
+            }
+            text.push_str(word);
+        }
+        text
+    }
+}
+
+/// The words of a text as they are written, without what is between them.
+fn words<'t>(segmenter: &WordSegmenter, text: &'t str) -> Vec<&'t str> {
+    let pieces = segmenter.pieces(text).into_iter();
+    pieces.filter(|piece| piece.chars().any(char::is_alphanumeric)).collect()
+}
+
+/// One of at least one item.
+fn pick<'t, T>(items: &'t [T], rng: &mut ChaCha8Rng) -> &'t T {
+    &items[rng.random_range(0..items.len())]
+}
+
+/// Neighbouring items, as many as one of `lengths`, or all.
+fn random_run<'t>(items: &[&'t str], lengths: RangeInclusive<usize>, rng: &mut ChaCha8Rng) -> Vec<&'t str> {
+    let n = rng.random_range(lengths).min(items.len());
+    let start = rng.random_range(0..=items.len() - n);
+    items[start..start + n].to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::{APPLIANCES, passages, segmenter};
+    use super::*;
+    use querl_core::config::Language;
+    use rand::SeedableRng;
+
+    fn drawn(language: Language, texts: &[(&str, &str)], n: usize, seed: u64) -> Vec<Conversation> {
+        let segmenter = segmenter(language);
+        let generator = ConversationGenerator::new(&passages(texts), &segmenter);
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        (0..n).map(|_| generator.draw(&mut rng)).collect()
+    }
+
+    #[test]
+    fn queries_have_words_of_the_passages_and_targets_those_of_a_title() {
+        let all: String = APPLIANCES.iter().map(|(title, text)| format!("{title} {text} ")).collect();
+        let asked: String = Phrases::of(Language::En).before.join(" ");
+        let known: HashSet<String> = segmenter(Language::En).words(&format!("{all} {asked}")).into_iter().collect();
+        let conversations = drawn(Language::En, APPLIANCES, 300, 1);
+        for Conversation { query, target, .. } in &conversations {
+            let stems = segmenter(Language::En).words(&format!("{query} {target}"));
+            assert!(stems.iter().all(|stem| known.contains(stem)), "{query} -> {target}");
+            assert!(target.starts_with("AquaLine 60 ") || target.starts_with("BreezeMax 9 "), "{target}");
+            assert_eq!(*query, query.to_lowercase());
+        }
+        let n_titles = conversations.iter().filter(|one| one.target.contains("fault code E15")).count();
+        assert!((30..90).contains(&n_titles), "a quarter of the passages, three quarters of them by title: {n_titles}");
+    }
+
+    #[test]
+    fn the_entity_is_named_in_the_query_in_part_or_in_the_history_alone() {
+        let conversations = drawn(Language::En, APPLIANCES, 300, 2);
+        let of = |is: fn(&Conversation) -> bool| conversations.iter().filter(|one| is(one)).count();
+        let names = |text: &str| text.contains("aqualine 60") || text.contains("breezemax 9");
+        let whole = conversations.iter().filter(|one| names(&one.query)).count();
+        let part = of(|one| {
+            let text = &one.query;
+            (text.contains("aqualine") && !text.contains("aqualine 60"))
+                || (text.contains("breezemax") && !text.contains("breezemax 9"))
+        });
+        let history = of(|one| !one.history.is_empty());
+        assert!(whole > 40 && part > 10 && history > 60, "{whole} {part} {history}");
+        for one in conversations.iter().filter(|one| !one.history.is_empty()) {
+            assert!(!names(&one.query), "{one:?}");
+            assert!(!one.history.contains(ENTITY) && !one.history.contains(OTHER), "{one:?}");
+        }
+    }
+
+    #[test]
+    fn chinese_queries_are_runs_of_words_without_spaces() {
+        let texts = [
+            ("畅享59套餐资费标准", "畅享59套餐月基本费59元，内含国内通用流量30GB。被叫免费。"),
+            ("畅享59套餐办理条件", "个人客户凭本人有效身份证件均可办理，同一证件下最多登记5个号码。"),
+            ("国际漫游", "漫游期间按流量计费，关闭数据开关即可停用。"),
+        ];
+        let conversations = drawn(Language::Zh, &texts, 200, 3);
+        let asks = ["怎么", "请问", "吗", "是什么"];
+        assert!(conversations.iter().filter(|one| asks.iter().any(|ask| one.query.contains(ask))).count() > 20);
+        assert!(conversations.iter().any(|one| one.history.contains("畅享59套餐")));
+        for Conversation { query, target, .. } in &conversations {
+            let spaces = query.split(' ').collect::<Vec<_>>();
+            let between_latin = |pair: &[&str]| {
+                pair[0].ends_with(|c: char| c.is_ascii_alphanumeric())
+                    && pair[1].starts_with(|c: char| c.is_ascii_alphanumeric())
+            };
+            assert!(spaces.windows(2).all(between_latin), "{query}");
+            assert!(!target.is_empty());
+        }
+    }
+
+    #[test]
+    fn rare_words_are_those_of_the_fewest_passages_that_the_title_lacks() {
+        let segmenter = segmenter(Language::En);
+        let texts =
+            [("Salt", "Refill the salt container monthly"), ("Water", "Refill the container"), ("Tap", "The tap")];
+        let generator = ConversationGenerator::new(&passages(&texts), &segmenter);
+        let found = generator.rarest(&["Refill", "the", "salt", "container", "monthly", "monthly"], "Salt");
+        assert_eq!(found, ["monthly", "Refill", "container", "the"]);
+    }
+
+    #[test]
+    fn passages_without_titles_have_rare_words_as_targets() {
+        let texts = [("", "The carbon cartridge lasts six months."), ("", "Level the feet of the housing. ★")];
+        for Conversation { query, target, history } in drawn(Language::En, &texts, 50, 4) {
+            assert!(!query.is_empty() && !target.is_empty() && history.is_empty(), "{query} -> {target}");
+            assert!(target.split(' ').count() <= N_DETAILS, "{target}");
+        }
+        let segmenter = segmenter(Language::En);
+        assert!(ConversationGenerator::new(&passages(&[("", "★ ★")]), &segmenter).is_empty());
+    }
+
+    #[test]
+    fn the_seed_decides_the_conversations() {
+        let of = |seed| drawn(Language::En, APPLIANCES, 50, seed);
+        assert_eq!(of(7), of(7));
+        assert_ne!(of(7), of(8));
+    }
+}

@@ -1,0 +1,94 @@
+//! Entities of a knowledge base: what several titles begin with is the name of a product, a contract, a place.
+
+use super::phrases::Phrases;
+use querl_data::WordSegmenter;
+
+/// A shorter prefix is a word that two titles happen to begin with. A Chinese character is about a word's half.
+const MIN_CHARS_SPACED: usize = 5;
+const MIN_CHARS_UNSPACED: usize = 3;
+
+/// For each title the longest run of words that it and another title begin with. `None` where there is none, where it is short, and where it
+/// begins a question.
+pub(super) fn entities(titles: &[&str], segmenter: &WordSegmenter, phrases: &Phrases) -> Vec<Option<String>> {
+    let mut sorted: Vec<&str> = titles.to_vec();
+    sorted.sort_unstable();
+    sorted.dedup();
+    let min_chars = if segmenter.is_spaced() { MIN_CHARS_SPACED } else { MIN_CHARS_UNSPACED };
+    let entity = |title: &&str| {
+        // Of all titles a neighbour in this order has the longest common prefix.
+        let at = sorted.partition_point(|other| other < title);
+        let neighbours = [at.checked_sub(1), Some(at + 1)].into_iter().flatten();
+        let shared = neighbours.filter_map(|index| sorted.get(index)).map(|other| n_shared_bytes(title, other)).max();
+        let entity = whole_words(title, shared.unwrap_or_default(), segmenter);
+        (entity.chars().count() >= min_chars && !phrases.begins_question(entity)).then(|| entity.to_owned())
+    };
+    titles.iter().map(entity).collect()
+}
+
+/// The rest of a title behind its entity.
+pub(super) fn topic<'t>(title: &'t str, entity: Option<&str>) -> &'t str {
+    let rest = entity.and_then(|entity| title.strip_prefix(entity));
+    rest.map_or(title, |rest| rest.trim_start_matches(is_separator)).trim()
+}
+
+fn n_shared_bytes(title: &str, other: &str) -> usize {
+    let pairs = title.chars().zip(other.chars());
+    pairs.take_while(|(own, theirs)| own == theirs).map(|(own, _)| own.len_utf8()).sum()
+}
+
+/// The words within the first bytes of a title, without punctuation behind them.
+fn whole_words<'t>(title: &'t str, n_bytes: usize, segmenter: &WordSegmenter) -> &'t str {
+    let mut end = 0;
+    for piece in segmenter.pieces(title) {
+        if end + piece.len() > n_bytes {
+            break;
+        }
+        end += piece.len();
+    }
+    title[..end].trim_end_matches(is_separator)
+}
+
+/// White space and punctuation, and the Chinese particle between a name and what is said of it.
+fn is_separator(character: char) -> bool {
+    !character.is_alphanumeric() || character == '的'
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::segmenter;
+    use super::*;
+    use querl_core::config::Language;
+
+    fn found(language: Language, titles: &[&str]) -> Vec<Option<String>> {
+        entities(titles, &segmenter(language), &Phrases::of(language))
+    }
+
+    #[test]
+    fn titles_share_an_entity_up_to_the_end_of_a_word() {
+        let titles =
+            ["AquaLine 60: cleaning the filter", "AquaLine 60: fault code E15", "AquaLine 80: salt", "Returns"];
+        let expected = [Some("AquaLine 60"), Some("AquaLine 60"), Some("AquaLine"), None];
+        assert_eq!(found(Language::En, &titles), expected.map(|entity| entity.map(str::to_owned)));
+    }
+
+    #[test]
+    fn chinese_titles_share_an_entity_without_a_separator() {
+        let titles = ["胶原蛋白肽饮的食用方法", "胶原蛋白肽饮 不适宜人群", "物流"];
+        let entity = Some("胶原蛋白肽饮".to_owned());
+        assert_eq!(found(Language::Zh, &titles), [entity.clone(), entity, None]);
+    }
+
+    #[test]
+    fn equal_titles_and_questions_have_no_entity() {
+        assert_eq!(found(Language::En, &["Warranty terms", "Warranty terms"]), [None, None]);
+        assert_eq!(found(Language::En, &["How do I clean it", "How do I store it"]), [None, None]);
+        assert_eq!(found(Language::En, &["", ""]), [None, None]);
+    }
+
+    #[test]
+    fn the_topic_is_the_rest_of_the_title() {
+        assert_eq!(topic("AquaLine 60: fault code E15", Some("AquaLine 60")), "fault code E15");
+        assert_eq!(topic("胶原蛋白肽饮的食用方法", Some("胶原蛋白肽饮")), "食用方法");
+        assert_eq!((topic("Returns", None), topic("AquaLine", Some("AquaLine"))), ("Returns", ""));
+    }
+}

@@ -1,0 +1,135 @@
+//! A small model of a tenant's own: `querl model corpus`, and `querl model pretrain` with held-out lines.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use serde_json::Value;
+use support::Project;
+
+const KNOWLEDGE_BASE: &str = r#"{"id": "a", "title": "AquaLine 60: cleaning the filter", "text": "Residue on crockery indicates a saturated triple filter. Rinse all stages under running water."}
+{"id": "b", "title": "AquaLine 60: fault code E15", "text": "The anti-flood float detects water in the base pan. Close the tap and drain the pan."}
+{"id": "c", "title": "BreezeMax 9: replacing the cartridge", "text": "The carbon cartridge lasts about six months. Order the spare part from any dealer."}
+{"id": "d", "title": "BreezeMax 9: noise at night", "text": "A humming compressor is normal below forty decibels. Level the feet of the housing."}
+"#;
+
+/// A project with an English knowledge base, whose query table cannot be read and whose model does not exist yet.
+fn project() -> Project {
+    let project = Project::new();
+    project.write("kb.jsonl", KNOWLEDGE_BASE);
+    project.write("queries.jsonl", "no table");
+    project
+}
+
+const SETTINGS: [&str; 4] = ["--set", "retrieval.knowledge_base=kb.jsonl", "--set", "model.path=own-model"];
+
+fn corpus(project: &Project, args: &[&str]) -> Vec<Value> {
+    project.querl(&[&["model", "corpus", "querl.toml", "--out", "corpus.jsonl"], &SETTINGS[..], args].concat()).ok();
+    project.rows("corpus.jsonl")
+}
+
+fn answers(lines: &[Value]) -> Vec<&str> {
+    let messages = lines.iter().filter_map(|line| line["messages"].as_array());
+    messages.map(|messages| messages.last().unwrap()["content"].as_str().unwrap()).collect()
+}
+
+#[test]
+fn a_corpus_has_every_passage_and_conversations_and_reads_no_query() {
+    let project = project();
+    let lines = corpus(&project, &["--lines", "60"]);
+    assert_eq!(lines.len(), 60);
+    let texts: Vec<&str> = lines.iter().filter_map(|line| line["text"].as_str()).collect();
+    // 60 lines over 4 passages: at most a third of the lines are texts.
+    assert_eq!(texts.len(), 16);
+    assert!(texts.iter().any(|text| text.starts_with("BreezeMax 9: noise at night\nA humming")), "{texts:?}");
+    let answers = answers(&lines);
+    assert_eq!(answers.len(), 44);
+    assert!(answers.iter().all(|answer| answer.starts_with("AquaLine 60") || answer.starts_with("BreezeMax 9")));
+    let conversation = lines.iter().find(|line| line["messages"].is_array()).unwrap();
+    assert_eq!(conversation["messages"].as_array().unwrap().last().unwrap()["role"], "assistant");
+
+    let first = project.read("corpus.jsonl");
+    corpus(&project, &["--lines", "60"]);
+    assert_eq!(project.read("corpus.jsonl"), first);
+    corpus(&project, &["--lines", "60", "--seed", "7"]);
+    assert_ne!(project.read("corpus.jsonl"), first);
+    assert!(!project.path("run").exists() && !project.path("own-model").exists());
+}
+
+#[test]
+fn with_edits_half_of_the_answers_add_to_the_query() {
+    let project = project();
+    let lines = corpus(&project, &["--lines", "200", "--set", "data.rewrite_form=edit"]);
+    let answers = answers(&lines);
+    let n_edits = answers.iter().filter(|answer| answer.starts_with("+ ") || **answer == "=").count();
+    assert!((answers.len() / 3..answers.len() * 2 / 3).contains(&n_edits), "{n_edits} of {}", answers.len());
+}
+
+#[test]
+fn the_written_file_pretrains_a_model_with_held_out_lines() {
+    let project = project();
+    let args = ["model", "corpus", "querl.toml", "--out", "corpus.jsonl", "--lines", "60"];
+    let recipe = ["--pretrain", "pretrain.toml", "--out_model", "own-model"];
+    let written = project.json(&[&args[..], &SETTINGS, &recipe].concat());
+    assert_eq!((&written["recipe"]["vocab_size"], &written["summary"]["language"]), (&2400.into(), &"en".into()));
+    let text = project.read("pretrain.toml");
+    assert!(text.contains("corpus = \"corpus.jsonl\"\noutput_dir = \"own-model\"\n"), "{text}");
+    project.write("pretrain.toml", &text.replace("epochs = 2\n", "epochs = 1\nmax_steps = 1\n"));
+    let made = project.querl(&["model", "pretrain", "pretrain.toml"]).ok();
+    assert!(made.stderr.contains(" 60 examples, ") && made.stderr.contains(" held out\n"), "{made:#?}");
+    assert!(made.stderr.contains(", held-out loss ") && made.stderr.contains(" at step 1, whose"), "{made:#?}");
+    let model = project.json(&["model", "inspect", "own-model"]);
+    assert_eq!((&model["layers"], &model["hidden_size"]), (&4.into(), &192.into()));
+    assert!(!project.path("own-model/.pretrain").exists());
+}
+
+#[test]
+fn the_weights_with_the_best_held_out_loss_are_written() {
+    let project = Project::new();
+    let lines: String = (0..40).map(|n| format!("{{\"text\": \"五博士鱼油 第{n}批 每天两粒 饭后服用\"}}\n")).collect();
+    project.write("corpus.jsonl", &lines);
+    // At a constant, high rate the loss soon stops to fall, and the steps up to the best one do not depend on the number of steps.
+    let pretrain = |folder: &str, max_steps: &str| {
+        let text = format!(
+            "corpus = \"corpus.jsonl\"\noutput_dir = \"{folder}\"\nseed = 1\nvocab_size = 300\nval_share = 0.2\n\
+             [model]\nhidden_size = 16\nintermediate_size = 16\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\nhead_dim = 16\nmax_positions = 64\n\
+             [train]\nmethod = \"full\"\nlearning_rate = 0.05\nlr_scheduler = \"constant\"\nwarmup_ratio = 0.0\nepochs = 200\neval_steps = 0\n\
+             early_stopping_patience = 2\nmax_steps = {max_steps}\n"
+        );
+        project.write("pretrain.toml", &text);
+        project.querl(&["model", "pretrain", "pretrain.toml"]).ok().stderr
+    };
+    let said = pretrain("long", "0");
+    assert!(said.contains(" 40 examples, 8 held out\n"), "{said}");
+    let number = |before: &str, after: &str| -> u64 {
+        let (_, rest) = said.rsplit_once(before).unwrap();
+        rest.split_once(after).unwrap().0.parse().unwrap()
+    };
+    let (n_steps, best) = (said.rsplit_once(" steps, final loss ").unwrap().0, number(" at step ", ", whose"));
+    let n_steps: u64 = n_steps.rsplit('\n').next().unwrap().parse().unwrap();
+    assert!(best < n_steps && n_steps < 400, "stopped early after {n_steps} steps, best {best}");
+    pretrain("short", &best.to_string());
+    let weights = |folder: &str| std::fs::read(project.path(&format!("{folder}/model.safetensors"))).unwrap();
+    assert!(weights("long") == weights("short"));
+}
+
+#[test]
+fn what_cannot_be_used_is_refused_with_what_was_expected() {
+    let project = project();
+    let refused = |args: &[&str]| {
+        project.refusal(&[&["model", "corpus", "querl.toml", "--out", "corpus.jsonl"], &SETTINGS[..], args].concat(), 2)
+    };
+    let expected =
+        "--lines is 7; expected at least 8: each of 4 texts of the knowledge base, and as many conversations";
+    assert_eq!(refused(&["--lines", "7"]), expected);
+    let missing = refused(&["--set", "retrieval.knowledge_base=none.jsonl"]);
+    assert!(missing.starts_with("--set retrieval.knowledge_base"), "{missing}");
+    project.write("kb.jsonl", "{\"id\": \"a\", \"text\": \"★\"}\n");
+    assert_eq!(refused(&[]), "kb.jsonl: no passage has a word; a corpus needs texts with letters or digits");
+    assert!(!project.path("corpus.jsonl").exists());
+    let args = ["model", "corpus", "querl.toml", "--out", "corpus.jsonl", "--pretrain", "pretrain.toml"];
+    let said = project.querl(&args);
+    assert!(said.code == Some(2) && said.stderr.contains("--out_model <DIR>"), "{said:#?}");
+    project.write("pretrain.toml", "corpus = \"c\"\noutput_dir = \"o\"\nseed = 1\nvocab_size = 300\nval_share = 0.9\n[model]\nhidden_size = 8\nintermediate_size = 8\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\nhead_dim = 8\nmax_positions = 64\n[train]\n");
+    let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
+    assert_eq!(message, "pretrain.toml: val_share is 0.9; expected 0.0 to 0.5");
+}
