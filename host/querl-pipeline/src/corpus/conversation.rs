@@ -91,7 +91,8 @@ impl<'a> ConversationGenerator<'a> {
     /// A conversation about a random sentence of a random passage. [`is_empty`](Self::is_empty) must be false.
     pub(super) fn draw(&self, rng: &mut ChaCha8Rng) -> Conversation {
         let source = pick(&self.sources, rng);
-        let words = words(self.segmenter, pick(&source.sentences, rng));
+        let sentence: &String = pick(&source.sentences, rng);
+        let words = words(self.segmenter, sentence);
         let query_words = self.query_words(&words, rng);
         let (mention, history) = match &source.entity {
             Some(entity) => self.mention(entity, rng),

@@ -17,7 +17,9 @@ use crate::plugins::PluginHosts;
 use crate::training;
 use anyhow::Context;
 use querl_bundle::lock::{LockFile, LockKind};
-use querl_core::config::{Config, EvalConfig, ModelConfig, PluginConfig, PluginsConfig, SftConfig, TuningMethod};
+use querl_core::config::{
+    Config, DataConfig, EvalConfig, ModelConfig, PluginConfig, PluginsConfig, SftConfig, TuningMethod,
+};
 use querl_core::fsx::{digest_file, write_jsonl};
 use querl_core::run_dir::RunDir;
 use std::collections::BTreeSet;
@@ -187,6 +189,7 @@ fn served_config(config: &Config, prompt: &str) -> anyhow::Result<Config> {
         output_dir: PathBuf::new(),
         model: ModelConfig { path: Path::new("../..").join(BASE), ..config.model.clone() },
         sft: SftConfig { method: config.sft.method, ..others.sft },
+        data: DataConfig { rewrite_form: config.data.rewrite_form, ..others.data },
         rl: config.rl.clone(),
         eval: EvalConfig { n_beams: config.eval.n_beams, ..others.eval },
         plugins: PluginsConfig {
