@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 import verl_formulas
-from verl_formulas import core_algos, rollout_corr_helper, torch_functional
+from verl_formulas import core_algos, dapo_overlong_reward, rollout_corr_helper, torch_functional
 from transformers import get_cosine_schedule_with_warmup
 from verl.trainer.config import AlgoConfig
 from verl.workers.config import ActorConfig
@@ -165,6 +165,70 @@ def policy_loss():
     }  # fmt: skip
 
 
+def other_policy_loss_case(function, old_log_prob, log_prob, advantages, clip_low, clip_high, mode, is_weights=None):
+    log_prob = log_prob.clone().requires_grad_()
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1,
+        clip_ratio=clip_low, clip_ratio_low=clip_low, clip_ratio_high=clip_high,
+    )  # fmt: skip
+    loss, metrics = function(
+        old_log_prob, log_prob, advantages, RAGGED, loss_agg_mode=mode, config=config, rollout_is_weights=is_weights
+    )
+    loss.backward()
+    return {
+        "clip_ratio_low": clip_low, "clip_ratio_high": clip_high, "loss_agg_mode": mode, "pg_loss": loss,
+        "grad_log_prob": log_prob.grad,
+    } | {name.removeprefix("actor/"): value for name, value in metrics.items()}  # fmt: skip
+
+
+def other_policy_losses():
+    """GSPO, CISPO and the plain log-likelihood (`gpg`)."""
+    rng = generator(42)
+    old = -1.5 * torch.rand(BATCH, TOKENS, generator=rng) - 0.1
+    new = old + 0.3 * torch.randn(BATCH, TOKENS, generator=rng)
+    # Mean log-ratios of a response on either side of a narrow clip range, with advantages of either sign.
+    new = new + torch.tensor([0.25, -0.25, 0.3, -0.02]).unsqueeze(-1)
+    advantages = torch.randn(BATCH, TOKENS, generator=rng)
+    of_responses = torch.tensor([0.8, -0.6, -1.1, 0.4]).unsqueeze(-1).expand(BATCH, TOKENS).clone()
+    is_weights = 0.5 + torch.rand(BATCH, TOKENS, generator=rng)
+    far = new.clone()
+    far[0], far[1] = old[0] - 25.0, old[1] + 12.0  # beyond the bound of a log-ratio at -20, and of a mean one at 10
+    inputs = {"old_log_prob": poison(old, RAGGED, -9.0), "log_prob": poison(new, RAGGED, -2.0)}
+    inputs |= {"log_prob_far": poison(far, RAGGED, -2.0)}
+    inputs |= {"advantages": poison(advantages, RAGGED, 70.0), "advantages_of_responses": of_responses}
+    old, new, far = inputs["old_log_prob"], inputs["log_prob"], inputs["log_prob_far"]
+    advantages = inputs["advantages"]
+    gspo, cispo = core_algos.compute_policy_loss_gspo, core_algos.compute_policy_loss_cispo
+    gpg = core_algos.compute_policy_loss_gpg
+    case = other_policy_loss_case
+    return inputs | {
+        "response_mask": RAGGED.int(), "importance_weights": is_weights,
+        "cases": {
+            "gspo": case(gspo, old, new, of_responses, 0.1, 0.15, "seq-mean-token-mean"),
+            "gspo_weighted": case(gspo, old, new, of_responses, 0.1, 0.15, "token-mean", is_weights),
+            "gspo_token": case(gspo, old, new, advantages, 0.1, 0.15, "seq-mean-token-mean"),
+            "gspo_far": case(gspo, old, far, of_responses, 0.1, 0.15, "seq-mean-token-mean"),
+            "cispo": case(cispo, old, new, advantages, 0.2, 0.28, "token-mean"),
+            "cispo_weighted": case(cispo, old, new, advantages, 0.2, 0.28, "seq-mean-token-mean", is_weights),
+            "cispo_far": case(cispo, old, far, advantages, 0.2, 4.0, "token-mean"),
+            "gpg": case(gpg, old, new, of_responses, 0.2, 0.2, "token-mean"),
+        },
+    }  # fmt: skip
+
+
+def overlong():
+    cases = []
+    for max_resp_len, buffer_len, factor in [(20, 5, 1.0), (150, 30, 0.5), (8, 8, 2.0)]:
+        lengths = sorted({1, max_resp_len - buffer_len, max_resp_len - buffer_len + 1, max_resp_len - 1, max_resp_len})
+        lengths = [length for length in lengths if length > 0]
+        rewards = [dapo_overlong_reward(length, max_resp_len, buffer_len, factor) for length in lengths]
+        cases.append(
+            {"max_resp_len": max_resp_len, "len": buffer_len, "penalty_factor": factor, "lengths": lengths,
+             "overlong_reward": rewards}
+        )  # fmt: skip
+    return cases
+
+
 def value_loss():
     rng = generator(34)
     values = poison(torch.randn(BATCH, TOKENS, generator=rng), RAGGED, 60.0)
@@ -313,7 +377,8 @@ if __name__ == "__main__":
             "transformers": transformers.__version__,
         },
         "gae": gae(), "group_advantages": group_advantages(), "importance": importance(), "whitening": whitening(),
-        "policy_loss": policy_loss(), "value_loss": value_loss(), "kl": kl(),
+        "policy_loss": policy_loss(), "other_policy_losses": other_policy_losses(), "overlong": overlong(),
+        "value_loss": value_loss(), "kl": kl(),
         "entropy": entropy(), "agg_loss": aggregation(), "adamw": adamw(), "clip_grad_norm": clip_grad_norm(),
         "cosine_schedule": cosine_schedule(),
     }  # fmt: skip

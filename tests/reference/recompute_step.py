@@ -7,7 +7,7 @@ advantages and returns of each response. From the log-probabilities, scores and 
 config.resolved.toml this script computes
 
 - scores after penalty, scaling and clipping; rewards with KL; the adapted KL coefficient of the next step;
-- advantages and returns of PPO (GAE, whitening), GRPO, Dr. GRPO, RLOO and REINFORCE++, in the token and the sequence form;
+- advantages and returns of PPO (GAE, whitening), GRPO, Dr. GRPO, RLOO, REINFORCE++ and RAFT, in the token and the sequence form;
 - importance weights;
 - policy, KL and value loss of the first mini-batch before any update, where every ratio is 1;
 - every metric of metrics.jsonl that is a mean, a maximum or a minimum of these.
@@ -95,15 +95,32 @@ def kl_rows(estimator, logprobs, references):
     return [of(p, q) for p, q in zip(logprobs, references)]
 
 
+def overlong_penalties(rl, step):
+    buffer = rl.get("overlong_buffer_len", 0)
+    if buffer == 0:
+        return np.zeros(len(step.lengths))
+    return np.maximum(step.lengths - (rl["max_new_tokens"] - buffer), 0) / buffer * rl["overlong_penalty_factor"]
+
+
 def penalised(rl, step):
-    return step.tensors["scores"].astype(np.float64) - rl["missing_eos_penalty"] * step.tensors["truncated"]
+    scores = step.tensors["scores"].astype(np.float64) - rl["missing_eos_penalty"] * step.tensors["truncated"]
+    return scores - overlong_penalties(rl, step)
 
 
-def shaped_scores(rl, step, deviation):
-    scores = penalised(rl, step)
+def scaled(rl, scores, deviation):
     if rl["normalize_rewards"] and deviation > 1e-6:
         scores = scores / deviation
     return np.clip(scores, -rl["reward_clip"], rl["reward_clip"]) if rl["reward_clip"] > 0 else scores
+
+
+def shaped_scores(rl, step, deviation):
+    return scaled(rl, penalised(rl, step), deviation)
+
+
+def anchor_of(rl, step):
+    """The reward that counts in each group as that of one more response, as an array of one or none."""
+    anchor = rl.get("anchor_baseline")
+    return np.array([] if anchor is None else [scaled(rl, float(anchor), step.scalar("score_deviation"))], float)
 
 
 def token_rewards(scores, kl, kl_coef):
@@ -156,14 +173,17 @@ def is_flat(values):
     return values.std(ddof=1) < EPSILON * max(1.0, np.abs(values).max())
 
 
-def group_baseline(algorithm, totals, groups):
+def group_baseline(algorithm, totals, groups, anchor):
     advantages = np.zeros_like(totals)
     for rows in members(groups):
-        values, n = totals[rows], len(rows)
+        values, n = np.append(totals[rows], anchor), len(rows) + len(anchor)
         if n < 2:
             continue
-        distance = values - values.mean()
-        if algorithm == "grpo":
+        distance = totals[rows] - values.mean()
+        if algorithm == "raft":
+            best = rows[np.argmax(totals[rows])]
+            advantages[best] = float(not is_flat(values) and all(totals[best] > anchor))
+        elif algorithm == "grpo":
             advantages[rows] = 0.0 if is_flat(values) else distance / (values.std(ddof=1) + EPSILON)
         else:
             advantages[rows] = distance * (n / (n - 1) if algorithm == "rloo" else 1.0)
@@ -189,7 +209,7 @@ def estimate(rl, step, rewards):
     elif algorithm == "reinforce_plus_plus":
         advantages = repeat(column_whitened(totals_of(rewards))) if is_sequence else whitened(discounted(rewards, rl["gamma"]))
     else:
-        advantages = repeat(group_baseline(algorithm, totals_of(rewards), step.groups))
+        advantages = repeat(group_baseline(algorithm, totals_of(rewards), step.groups, anchor_of(rl, step)))
     if rl["advantage_clip"] > 0:
         advantages = [np.clip(row, -rl["advantage_clip"], rl["advantage_clip"]) for row in advantages]
     return advantages, returns
@@ -208,20 +228,28 @@ def importance(rl, logprobs, sampled):
 def loss_weights(rl, lengths):
     """The weight of each token in the loss of an optimizer step."""
     n = len(lengths)
-    if rl["advantage_form"] == "sequence":
+    of_algorithm = {"grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
+    mode = rl.get("loss_agg", "algorithm")
+    if mode == "algorithm":
+        mode = of_algorithm.get(rl["algorithm"], "token-mean")
+    if rl["advantage_form"] == "sequence" or mode == "seq-mean-token-sum":
         return [np.full(length, 1.0 / n) for length in lengths]
-    if rl["algorithm"] == "grpo":
+    if mode == "seq-mean-token-mean":
         return [np.full(length, 1.0 / (length * n)) for length in lengths]
-    if rl["algorithm"] == "dr_grpo":
+    if mode == "seq-mean-token-sum-norm":
         return [np.full(length, 1.0 / (rl["max_new_tokens"] * n)) for length in lengths]
     return [np.full(length, 1.0 / sum(lengths)) for length in lengths]
 
 
-def policy_loss(rl, advantages, weights, importances):
+def policy_loss(rl, advantages, logprobs, weights, importances):
     """With ratios of 1: the clip is not active, and the dual clip, above 1, is not either."""
     ones = importances or [np.ones_like(row) for row in advantages]
     if rl["advantage_form"] == "sequence":
         return sum(-row[0] * one[0] / len(advantages) for row, one in zip(advantages, ones))
+    if rl["algorithm"] == "raft":  # cross-entropy, without importance weights
+        return sum((-row * logprob * weight).sum() for row, logprob, weight in zip(advantages, logprobs, weights))
+    if rl.get("policy_loss") == "cispo":
+        advantages = [row * logprob for row, logprob in zip(advantages, logprobs)]
     return sum((-row * weight * one).sum() for row, weight, one in zip(advantages, weights, ones))
 
 
@@ -262,9 +290,17 @@ def metrics_of(rl, step, rewards, advantages, importances):
         metrics["actor/reward_kl_penalty_coeff"] = step.scalar("kl_coef")
     else:
         metrics["actor/kl_coef"] = step.scalar("kl_coef")
-    if rl["algorithm"] in ("grpo", "dr_grpo", "rloo"):
-        compared = [totals[rows] for rows in members(step.groups) if len(rows) >= 2]
+    if rl["algorithm"] in ("grpo", "dr_grpo", "rloo", "raft"):
+        compared = [np.append(totals[rows], anchor_of(rl, step)) for rows in members(step.groups)]
+        compared = [values for values in compared if len(values) >= 2]
         metrics["frac_reward_zero_std"] = sum(map(is_flat, compared)) / max(len(compared), 1)
+    if rl["n_samples"] >= 2 and "loss_agg" in rl:  # runs of earlier versions lack both
+        scores = step.tensors["scores"].astype(np.float64)
+        deviations = [scores[rows].std(ddof=1) for rows in members(step.groups) if len(rows) >= 2]
+        metrics["reward_std"] = sum(deviations) / max(len(deviations), 1)
+    if rl.get("overlong_buffer_len", 0) > 0:
+        penalties = overlong_penalties(rl, step)
+        metrics["overlong_reward"], metrics["overlong"] = -penalties.mean(), (penalties > 0).mean()
     if step.has("values"):
         values, returns = step.rows("values"), step.rows("returns")
         metrics |= summary("critic/values", values) | summary("critic/returns", returns)
@@ -289,9 +325,10 @@ def check_losses(rl, step, checks, metrics, importances):
     rows = step.tensors["first_mini_batch"].astype(int)
     pick = lambda of_batch: [of_batch[row] for row in rows]
     weights = loss_weights(rl, step.lengths[rows])
-    losses = {"actor/pg_loss": policy_loss(rl, pick(step.rows("advantages")), weights, importances and pick(importances))}
+    advantages, logprobs = pick(step.rows("advantages")), pick(step.rows("logprobs"))
+    losses = {"actor/pg_loss": policy_loss(rl, advantages, logprobs, weights, importances and pick(importances))}
     if rl["kl_placement"] == "loss":
-        kl = kl_rows(rl["kl_estimator"], pick(step.rows("logprobs")), pick(step.rows("ref_logprobs")))
+        kl = kl_rows(rl["kl_estimator"], logprobs, pick(step.rows("ref_logprobs")))
         losses["actor/kl_loss"] = sum((row * weight).sum() for row, weight in zip(kl, weights))
     if step.has("values"):
         losses["critic/vf_loss"] = value_loss(rl, pick(step.rows("values")), pick(step.rows("returns")))

@@ -1,9 +1,12 @@
 """verl's own `core_algos` and `torch_functional`, imported from the installed package without its cluster stack.
 
 `import verl` imports ray and more, which the formulas do not use. The modules named in `ABSENT` are replaced by
-empty ones, and `verl/__init__.py` is skipped; every formula that is called is the installed file's.
+empty ones, and `verl/__init__.py` is skipped; every formula that is called is the installed file's. The reward manager of
+DAPO, whose module needs more of ray, is compiled out of its file.
 """
 
+import ast
+import asyncio
 import importlib.util
 import sys
 import types
@@ -31,3 +34,45 @@ def _import():
 
 
 core_algos, rollout_corr_helper, torch_functional, VERSION = _import()
+
+
+def _dapo_run_single():
+    """`DAPORewardManager.run_single` as a function of the manager and its data."""
+    root = Path(sys.modules["verl"].__path__[0])
+    path = root / "experimental" / "reward_loop" / "reward_manager" / "dapo.py"
+    classes = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    (method,) = [node for node in classes[0].body if getattr(node, "name", "") == "run_single"]
+    method.args.args[1].annotation = None  # names a class that is not imported here
+    namespace = {}
+    exec(compile(ast.Module([method], []), str(path), "exec"), namespace)
+    return namespace["run_single"]
+
+
+def dapo_overlong_reward(n_tokens, max_resp_len, buffer_len, penalty_factor):
+    """verl's `overlong_reward` of a response of `n_tokens` tokens whose score is 0."""
+    import torch
+
+    length = max_resp_len + 3  # padded
+    mask = torch.cat([torch.ones(2 + n_tokens), torch.zeros(length - n_tokens)]).long()
+    fields = {"data_source": "", "reward_model": {"ground_truth": ""}}
+    item = types.SimpleNamespace(
+        batch={"responses": torch.zeros(length), "attention_mask": mask}, non_tensor_batch=fields
+    )
+
+    async def score(**_):
+        return 0.0
+
+    async def run():
+        manager = types.SimpleNamespace(
+            loop=asyncio.get_running_loop(), tokenizer=types.SimpleNamespace(decode=lambda *_, **__: ""),
+            compute_score=score, is_async_reward_score=True, reward_router_address=None, max_resp_len=max_resp_len,
+            overlong_buffer_cfg=types.SimpleNamespace(
+                enable=True, len=buffer_len, penalty_factor=penalty_factor, log=True
+            ),
+        )  # fmt: skip
+        return await dapo_run_single(manager, [item])
+
+    return float(asyncio.run(run())["reward_score"])
+
+
+dapo_run_single = _dapo_run_single()

@@ -275,7 +275,8 @@ impl Estimator<'_> {
         let n_steps = rl.n_steps(n_train.round() as usize);
         let n_episodes = n_steps as f64 * (rl.batch_size * rl.n_samples) as f64;
         let n_evaluations = (n_steps / rl.eval_steps.max(1)) as f64 + 1.0;
-        let (low, high) = (n_episodes.min(n_train) + n_val, n_episodes + n_val * n_evaluations);
+        let n_rounds = if rl.dynamic_sampling { 1 + rl.max_resampled_batches } else { 1 };
+        let (low, high) = (n_episodes.min(n_train) + n_val, n_episodes * n_rounds as f64 + n_val * n_evaluations);
         Answers {
             n: Range { low, high },
             n_samples: 0.0,

@@ -6,7 +6,8 @@
 //! core_algos.compute_rloo_outcome_advantage(rewards, response_mask, index)
 //! core_algos.compute_reinforce_plus_plus_outcome_advantage(rewards, response_mask, config)
 //! core_algos.agg_loss(loss_mat, loss_mask, loss_agg_mode)
-//! core_algos.compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, mode, config, is_weights)
+//! core_algos.compute_policy_loss_{vanilla,gspo,cispo,gpg}(old_log_prob, log_prob, advantages, response_mask, mode, config, is_weights)
+//! DAPORewardManager.run_single(data)["reward_extra_info"]["overlong_reward"]
 //! core_algos.compute_value_loss(vpreds, returns, values, response_mask, cliprange_value, "token-mean")
 //! core_algos.kl_penalty(log_prob, ref_log_prob, "kl" | "mse" | "low_var_kl")
 //! core_algos.AdaptiveKLController(init_kl_coef, target_kl, horizon).update(current_kl, n_steps)
@@ -31,11 +32,13 @@ use candle_core::{DType, Device, Tensor, Var};
 use querl_core::config::{BaseDtype, KlEstimator, LrScheduler, ValueLossKind};
 use querl_model::kernels::{FrozenWeight, Weight, token_logprobs};
 use querl_train::rl::advantages::{
-    GroupScale, RunningMoments, discounted_returns, gae, group_relative, leave_one_out, masked_whiten, token_rewards,
+    GroupScale, RunningMoments, discounted_returns, gae, group_relative, leave_one_out, masked_whiten,
+    overlong_penalty, token_rewards,
 };
 use querl_train::rl::losses::{
-    Aggregation, ImportanceLevel, KlController, PolicyClip, Rows, StepSize, ValueLossSettings, effective_sample_share,
-    importance_weights, kl_k1, kl_k2, kl_k3, kl_loss, kl_rows, masked_mean, policy_loss, value_loss, weighted_sum,
+    Aggregation, ImportanceLevel, KlController, PolicyClip, Rows, StepSize, ValueLossSettings, cispo_loss,
+    effective_sample_share, gspo_loss, importance_weights, kl_k1, kl_k2, kl_k3, kl_loss, kl_rows, likelihood_loss,
+    masked_mean, policy_loss, value_loss, weighted_sum,
 };
 use querl_train::{AdamW, AdamWSettings, Gradients, lr_factor};
 use serde_json::Value;
@@ -108,10 +111,10 @@ fn advantages_without_a_critic_are_verls() {
     let is_alone = |b: usize| groups.iter().filter(|group| **group == groups[b]).count() == 1;
     assert!((0..groups.len()).any(is_alone), "the departure for single responses is met");
     let found = [
-        ("grpo", group_relative(&totals, &groups, GroupScale::Deviation)),
-        ("dr_grpo", group_relative(&totals, &groups, GroupScale::One)),
-        ("rloo", leave_one_out(&totals, &groups)),
-        ("rloo_vectorized", leave_one_out(&totals, &groups)),
+        ("grpo", group_relative(&totals, &groups, None, GroupScale::Deviation)),
+        ("dr_grpo", group_relative(&totals, &groups, None, GroupScale::One)),
+        ("rloo", leave_one_out(&totals, &groups, None)),
+        ("rloo_vectorized", leave_one_out(&totals, &groups, None)),
     ];
     for (name, advantages) in found {
         let expected = rows(&case[name]);
@@ -174,9 +177,6 @@ fn policy_loss_and_its_gradient_are_verls() {
     let size = StepSize::of(&mask);
     let mut n_cases = 0;
     for (name, case) in inputs["cases"].as_object().unwrap() {
-        if case["clip_ratio_low"] != case["clip_ratio_high"] {
-            continue; // querl clips symmetrically
-        }
         let far = name == "far";
         let new = rows(match name.as_str() {
             "far" => &inputs["log_prob_far"],
@@ -192,6 +192,7 @@ fn policy_loss_and_its_gradient_are_verls() {
         let dual_clip = number(&case["clip_ratio_c"]);
         let clip = PolicyClip {
             clip_range: number(&case["clip_ratio_low"]),
+            clip_range_high: number(&case["clip_ratio_high"]),
             dual_clip: (dual_clip < 1e6).then_some(dual_clip),
         };
         let loss = policy_loss(&rows(&inputs["old_log_prob"]), &new, &advantages, &weights, clip);
@@ -203,7 +204,62 @@ fn policy_loss_and_its_gradient_are_verls() {
         assert_rows(name, &loss.grad_logprobs, &rows(&case["grad_log_prob"]), &mask);
         n_cases += 1;
     }
-    assert_eq!(n_cases, 7);
+    assert_eq!(n_cases, 8);
+}
+
+/// GSPO, CISPO, and the log-likelihood of RAFT. In `far`, log-ratios exceed their bounds.
+#[test]
+fn other_policy_losses_and_their_gradients_are_verls() {
+    let inputs = golden("ppo.json", "other_policy_losses");
+    let (mask, old) = (mask(&inputs["response_mask"]), rows(&inputs["old_log_prob"]));
+    let size = StepSize::of(&mask);
+    let cases = inputs["cases"].as_object().unwrap();
+    assert_eq!(cases.len(), 8);
+    for (name, case) in cases {
+        let is_far = name.ends_with("_far");
+        let new = rows(&inputs[if is_far { "log_prob_far" } else { "log_prob" }]);
+        let by_response = ["gspo", "gspo_weighted", "gspo_far", "gpg"].contains(&name.as_str());
+        let advantages = rows(&inputs[if by_response { "advantages_of_responses" } else { "advantages" }]);
+        let mut weights = aggregation(case).weights(&mask, size);
+        if name.ends_with("_weighted") {
+            let importance = rows(&inputs["importance_weights"]).concat();
+            weights.iter_mut().flatten().zip(importance).for_each(|(weight, importance)| *weight *= importance);
+        }
+        let (clip_range, clip_range_high) = (number(&case["clip_ratio_low"]), number(&case["clip_ratio_high"]));
+        let clip = PolicyClip { clip_range, clip_range_high, dual_clip: None };
+        let loss = match name.split('_').next().unwrap() {
+            "gspo" => gspo_loss(&old, &new, &advantages, &mask, &weights, clip),
+            "cispo" => cispo_loss(&old, &new, &advantages, &weights, clip),
+            "gpg" => likelihood_loss(&old, &new, &advantages, &weights),
+            other => panic!("{other}"),
+        };
+        assert!(close(loss.pg_loss, number(&case["pg_loss"])), "{name}: {} {}", loss.pg_loss, case["pg_loss"]);
+        assert_rows(name, &loss.grad_logprobs, &rows(&case["grad_log_prob"]), &mask);
+        if name == "gpg" {
+            continue; // without metrics
+        }
+        let share = loss.n_clipped as f32 / size.n_tokens as f32;
+        assert!(close(share, number(&case["pg_clipfrac"])), "{name}: {share}");
+        // verl does not bound the log-ratios of this metric in GSPO.
+        if name != "gspo_far" {
+            assert!(close(loss.kl_sum as f32 / size.n_tokens as f32, number(&case["ppo_kl"])), "{name}");
+        }
+    }
+}
+
+#[test]
+fn the_overlong_penalty_is_verls() {
+    let cases = golden("ppo.json", "overlong");
+    for case in cases.as_array().unwrap() {
+        let integer = |name: &str| case[name].as_u64().unwrap() as usize;
+        let (max_new_tokens, buffer_len) = (integer("max_resp_len"), integer("len"));
+        let factor = case["penalty_factor"].as_f64().unwrap();
+        for (n_tokens, expected) in row(&case["lengths"]).iter().zip(row(&case["overlong_reward"])) {
+            let penalty = overlong_penalty(*n_tokens as usize, max_new_tokens, buffer_len, factor);
+            assert!(close(-penalty as f32, expected), "{n_tokens} of {max_new_tokens}: {penalty}, expected {expected}");
+        }
+    }
+    assert_eq!(overlong_penalty(20, 20, 0, 1.0), 0.0);
 }
 
 #[test]
@@ -310,7 +366,8 @@ fn a_ppo_step_is_trls_from_rewards_to_gradients() {
     let size = StepSize::of(&mask);
     let weights = Aggregation::TokenMean.weights(&mask, size);
     let share = |n: usize| n as f32 / size.n_tokens as f32;
-    let clip = PolicyClip { clip_range: number(&case["cliprange"]), dual_clip: None };
+    let clip_range = number(&case["cliprange"]);
+    let clip = PolicyClip { clip_range, clip_range_high: clip_range, dual_clip: None };
     let loss = policy_loss(&get("old_logprobs"), &get("logprobs"), &advantages, &weights, clip);
     assert!(close(loss.pg_loss, number(&case["pg_loss"])));
     assert!(close(loss.kl_sum as f32 / size.n_tokens as f32, number(&case["policykl"])));
@@ -341,7 +398,8 @@ fn the_losses_of_grpo_and_dr_grpo_are_trls() {
             _ => Aggregation::SequenceSum { scale },
         };
         let weights = aggregation.weights(&mask, StepSize::of(&mask));
-        let clip = PolicyClip { clip_range: number(&inputs["epsilon"]), dual_clip: None };
+        let clip_range = number(&inputs["epsilon"]);
+        let clip = PolicyClip { clip_range, clip_range_high: clip_range, dual_clip: None };
         let surrogate = policy_loss(&old, &new, &advantages, &weights, clip);
         let (kl, beta) = (kl_loss(KlEstimator::K3, &new, &reference, &weights), number(&case["beta"]));
         assert!(close(surrogate.pg_loss + beta * kl.kl_loss, number(&case["loss"])), "{name}");

@@ -1,5 +1,6 @@
 //! Checks beyond the schema: keys that require or exclude each other, and existing files.
 
+use super::check_rl::check_rl_options;
 use super::document::{Document, Origin};
 use super::plugins::{StyleModelConfig, is_registry_reference};
 use super::rollout::{RolloutConfig, RolloutEngineKind, RolloutServerKind};
@@ -7,7 +8,7 @@ use super::run::{Config, DeviceSetting, EVAL_SYSTEMS, SecondRetrieval};
 use super::schema::{Violation, or_list, wrong};
 use super::services::{EmbeddingKind, MappingConfig, RerankKind, RerankScores, ServiceKind};
 use super::sources::{EndpointConfig, JudgeConfig, JudgeForm, JudgeKind, RetrievalConfig, RetrievalKind, TeacherKind};
-use super::training::{AdvantageForm, TuningMethod};
+use super::training::TuningMethod;
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 use toml::Value;
@@ -204,7 +205,7 @@ pub(super) fn check(config: &mut Config, unchecked: &[String]) -> Vec<Violation>
     check_split(config, &mut violations);
     check_sources(config, &mut violations);
     check_retrieval(&config.retrieval, &mut violations);
-    check_dual_clip(config, &mut violations);
+    check_rl_options(&config.rl, &mut violations);
     check_rl_steps(config, &mut violations);
     check_training(config, &mut violations);
     check_rollout(config, &mut violations);
@@ -594,16 +595,6 @@ fn check_url(key: &str, url: Option<&str>, violations: &mut Vec<Violation>) {
         Some(_) => return,
     };
     violations.push(violation);
-}
-
-fn check_dual_clip(config: &Config, violations: &mut Vec<Violation>) {
-    let (key, dual_clip) = ("rl.dual_clip", config.rl.dual_clip);
-    if dual_clip > 0.0 && dual_clip <= 1.0 {
-        violations.push(wrong(key, &Value::Float(dual_clip), "0.0, or more than 1.0"));
-    } else if dual_clip > 0.0 && config.rl.advantage_form == AdvantageForm::Sequence {
-        let problem = format!("is {dual_clip:?}; rl.advantage_form = \"sequence\" has no such bound, expected 0.0");
-        violations.push(Violation::of(key, problem));
-    }
 }
 
 fn check_systems(config: &Config, violations: &mut Vec<Violation>) {

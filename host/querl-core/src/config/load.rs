@@ -475,9 +475,9 @@ path = "reward.wasm"
             (r#"gamma = "high""#, r#"16: rl.gamma is "high"; expected a number"#),
             (
                 r#"algorithm = "trpo""#,
-                r#"16: rl.algorithm is "trpo"; expected ppo, grpo, dr_grpo, rloo or reinforce_plus_plus"#,
+                r#"16: rl.algorithm is "trpo"; expected ppo, grpo, dr_grpo, rloo, reinforce_plus_plus or raft"#,
             ),
-            ("algorithm = 3", "16: rl.algorithm is 3; expected ppo, grpo, dr_grpo, rloo or reinforce_plus_plus"),
+            ("algorithm = 3", "16: rl.algorithm is 3; expected ppo, grpo, dr_grpo, rloo, reinforce_plus_plus or raft"),
             (
                 "algorithm = \"grpo\"\nn_samples = 1",
                 "17: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2",
@@ -491,6 +491,36 @@ path = "reward.wasm"
                 "kl_target = 6.0\nkl_coef = 0.0",
                 "17: rl.kl_coef is 0.0; expected more than 0.0, since rl.kl_target adapts it by factors",
             ),
+            ("clip_range_high = 0.0", "16: rl.clip_range_high is 0.0; expected more than 0.0"),
+            (
+                r#"loss_agg = "mean""#,
+                r#"16: rl.loss_agg is "mean"; expected algorithm, token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm"#,
+            ),
+            (
+                "policy_loss = \"gspo\"\ndual_clip = 3.0",
+                r#"17: rl.dual_clip is 3.0; rl.policy_loss = "gspo" has no such bound, expected 0.0"#,
+            ),
+            (
+                "advantage_form = \"sequence\"\npolicy_loss = \"cispo\"",
+                r#"17: rl.policy_loss is "cispo"; rl.advantage_form = "sequence" has one ratio per response, expected "ppo""#,
+            ),
+            (
+                "advantage_form = \"sequence\"\nloss_agg = \"token-mean\"",
+                r#"17: rl.loss_agg is "token-mean"; rl.advantage_form = "sequence" averages over responses, expected "algorithm""#,
+            ),
+            (
+                "algorithm = \"raft\"\nn_samples = 4\npolicy_loss = \"gspo\"",
+                r#"18: rl.policy_loss is "gspo"; rl.algorithm = "raft" has cross-entropy in its place, expected "ppo""#,
+            ),
+            (
+                "dynamic_sampling = true",
+                "16: rl.dynamic_sampling is true; rl.algorithm does not compare samples of one query, expected false",
+            ),
+            (
+                "anchor_baseline = 0",
+                "16: rl.anchor_baseline is set; rl.algorithm does not compare samples of one query, leave it out",
+            ),
+            ("overlong_buffer_len = 151", "16: rl.overlong_buffer_len is 151; expected at most rl.max_new_tokens, 150"),
         ];
         let cases = [
             ("gae_lambda", "clip_rnage", "16: unknown key rl.clip_rnage; did you mean clip_range?"),

@@ -23,6 +23,7 @@ macro_rules! section {
 }
 
 mod check;
+mod check_rl;
 mod document;
 mod load;
 mod plugins;
@@ -54,6 +55,6 @@ pub use sources::{
     ResponseFormat, RetrievalConfig, RetrievalKind, TeacherConfig, TeacherKind,
 };
 pub use training::{
-    AdvantageForm, CriticKind, KlEstimator, KlPlacement, LrScheduler, OnNoise, RlAlgorithm, RlConfig, RlRecord,
-    SftConfig, TuningMethod, ValueLossKind,
+    AdvantageForm, CriticKind, KlEstimator, KlPlacement, LossAgg, LrScheduler, OnNoise, PolicyLossKind, RlAlgorithm,
+    RlConfig, RlRecord, SftConfig, TuningMethod, ValueLossKind,
 };

@@ -114,12 +114,14 @@ pub enum RlAlgorithm {
     Rloo,
     /// No critic and no groups: returns whitened over the batch, KL in the reward.
     ReinforcePlusPlus,
+    /// Rejection-sampling fine-tuning: cross-entropy of the best of one query's samples.
+    Raft,
 }
 
 impl RlAlgorithm {
     /// True where samples of one query are compared with each other: `n_samples` must be 2 or more.
     pub fn needs_groups(self) -> bool {
-        matches!(self, Self::Grpo | Self::DrGrpo | Self::Rloo)
+        matches!(self, Self::Grpo | Self::DrGrpo | Self::Rloo | Self::Raft)
     }
 }
 
@@ -163,6 +165,58 @@ pub enum AdvantageForm {
     Token,
     /// The source plan's plain form: one reward, `A = R - V(s)`, a ratio of the whole response.
     Sequence,
+}
+
+/// Form of the policy loss in the token form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum PolicyLossKind {
+    /// Clipped surrogate with a ratio per token.
+    Ppo,
+    /// Clipped surrogate with one ratio per response, the geometric mean of its tokens' ratios.
+    Gspo,
+    /// Log-likelihood weighted by the clipped ratio, through which no gradient flows: no token is left out.
+    Cispo,
+}
+
+impl PolicyLossKind {
+    /// Its name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ppo => "ppo",
+            Self::Gspo => "gspo",
+            Self::Cispo => "cispo",
+        }
+    }
+}
+
+/// How token losses are averaged in the token form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum LossAgg {
+    /// As in the source of the algorithm.
+    Algorithm,
+    /// Mean over the tokens of all responses.
+    TokenMean,
+    /// Mean over the tokens of a response, then over responses.
+    SeqMeanTokenMean,
+    /// Sum over the tokens of a response, mean over responses.
+    SeqMeanTokenSum,
+    /// The same, divided by `max_new_tokens`.
+    SeqMeanTokenSumNorm,
+}
+
+impl LossAgg {
+    /// Its name in the configuration, and in verl.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Algorithm => "algorithm",
+            Self::TokenMean => "token-mean",
+            Self::SeqMeanTokenMean => "seq-mean-token-mean",
+            Self::SeqMeanTokenSum => "seq-mean-token-sum",
+            Self::SeqMeanTokenSumNorm => "seq-mean-token-sum-norm",
+        }
+    }
 }
 
 /// Trained parameters of the critic on the base that it shares with the policy.
@@ -233,6 +287,13 @@ section! {
         /// PPO clip range: ratios are clipped to `1 - clip_range ..= 1 + clip_range`.
         #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 1.0))]
         clip_range: f64 = 0.2,
+        /// Upper clip range in place of `clip_range`: ratios are clipped to `1 - clip_range ..= 1 + clip_range_high`.
+        #[schemars(extend("exclusiveMinimum" = 0.0))]
+        clip_range_high: Option<f64> = None,
+        /// `ppo`: a ratio per token; `gspo`: one per response, over its length; `cispo`: the clipped ratio weights the log-likelihood.
+        policy_loss: PolicyLossKind = PolicyLossKind::Ppo,
+        /// How token losses are averaged; `algorithm`: as in the source of the algorithm.
+        loss_agg: LossAgg = LossAgg::Algorithm,
         /// Above 1: bounds the loss of tokens with negative advantage at this multiple; 0 for no bound.
         #[schemars(range(min = 0.0))]
         dual_clip: f64 = 0.0,
@@ -305,6 +366,18 @@ section! {
         /// Subtracted from the score of a response that does not end by itself.
         #[schemars(range(min = 0.0))]
         missing_eos_penalty: f64 = 0.0,
+        /// Above 0: the last so many tokens before `max_new_tokens` cost a penalty that rises linearly from 0.
+        overlong_buffer_len: usize = 0,
+        /// Penalty of a response of `max_new_tokens` tokens, with `overlong_buffer_len`.
+        #[schemars(range(min = 0.0))]
+        overlong_penalty_factor: f64 = 1.0,
+        /// Reward that joins each group as that of one more sample: 0.0 is the teacher's, where the reward is relative to it.
+        anchor_baseline: Option<f64> = None,
+        /// Replace queries whose samples all have one score by the next queries, before the batch is learned from.
+        dynamic_sampling: bool = false,
+        /// Maximum number of times that queries of one batch are replaced, with `dynamic_sampling`.
+        #[schemars(range(min = 1))]
+        max_resampled_batches: usize = 3,
         /// Parts of a batch: one is scored while the next is generated.
         #[schemars(range(min = 1))]
         pipeline_parts: usize = 2,
@@ -343,6 +416,16 @@ impl RlConfig {
         let Some(epochs) = self.epochs else { return self.max_steps };
         let planned = epochs.saturating_mul(n_rows).div_ceil(self.batch_size.max(1)).max(1);
         if self.max_steps > 0 { planned.min(self.max_steps) } else { planned }
+    }
+
+    /// `loss_agg`, with the name of what the algorithm has where it is left to it.
+    pub fn loss_agg_in_force(&self) -> LossAgg {
+        match (self.loss_agg, self.algorithm) {
+            (LossAgg::Algorithm, RlAlgorithm::Grpo) => LossAgg::SeqMeanTokenMean,
+            (LossAgg::Algorithm, RlAlgorithm::DrGrpo) => LossAgg::SeqMeanTokenSumNorm,
+            (LossAgg::Algorithm, _) => LossAgg::TokenMean,
+            (named, _) => named,
+        }
     }
 }
 

@@ -1,8 +1,8 @@
 //! What the GRPO trainers of TRL and ms-swift share: both are built on `TrainingArguments` of transformers and on TRL's `GRPOConfig`.
 
-use super::mapping::Mapping;
+use super::mapping::{Mapping, float};
 use super::source::ExportedRun;
-use querl_core::config::{BaseDtype, LrScheduler, RlConfig};
+use querl_core::config::{BaseDtype, LossAgg, LrScheduler, PolicyLossKind, RlConfig};
 
 /// Samples of a query where the run takes one: the default of both.
 const N_SAMPLES: usize = 8;
@@ -87,6 +87,7 @@ pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
         ("rl.whiten_advantages", "advantages of a group have mean 0, and with `scale_rewards` deviation 1"),
         ("rl.kl_target", "`beta` does not change"),
         ("rl.kl_horizon", "used with `rl.kl_target` alone"),
+        ("rl.overlong_penalty_factor", "used with `rl.overlong_buffer_len` alone"),
     ] {
         m.none(key, note);
     }
@@ -96,6 +97,7 @@ pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
         ("rl.normalize_rewards", "does not scale scores over batches"),
         ("rl.reward_clip", "does not clip scores"),
         ("rl.max_drop_rate", "does not stop where many responses have no score"),
+        ("rl.anchor_baseline", "compares the samples of a query alone"),
         ("rl.ent_coef", "has no entropy bonus"),
         ("rl.importance_cap", "generates with the policy itself"),
         ("rl.off_by_one", "generates and trains in turn"),
@@ -104,6 +106,50 @@ pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
         ("rl.save_interval_s", "saves by steps alone"),
     ] {
         m.none(key, &format!("{engine} {note}"));
+    }
+}
+
+/// `loss_type` of an aggregation and a policy loss; `None` where there is none. `of_algorithm`: where the run leaves the aggregation to
+/// its algorithm.
+pub(super) fn loss_type(rl: &RlConfig, of_algorithm: &'static str) -> Option<&'static str> {
+    match (rl.policy_loss, rl.loss_agg) {
+        (PolicyLossKind::Cispo, _) => (rl.loss_agg_in_force() == LossAgg::TokenMean).then_some("cispo"),
+        (_, LossAgg::Algorithm) => Some(of_algorithm),
+        (_, LossAgg::TokenMean) => Some("dapo"),
+        (_, LossAgg::SeqMeanTokenMean) => Some("grpo"),
+        (_, LossAgg::SeqMeanTokenSumNorm) => Some("dr_grpo"),
+        (_, LossAgg::SeqMeanTokenSum) => None,
+    }
+}
+
+/// `loss_type` as [`loss_type`] returns it, or what takes its place.
+pub(super) fn set_loss_type(m: &mut Mapping, rl: &RlConfig, of_algorithm: &'static str, quote: fn(&str) -> String) {
+    match (loss_type(rl, of_algorithm), rl.policy_loss) {
+        (Some(loss_type), _) => m.set("rl.loss_agg", &[("loss_type", quote(loss_type))], ""),
+        (None, PolicyLossKind::Cispo) => {
+            m.none("rl.loss_agg", "`cispo` there is a mean over tokens");
+            m.fixed("loss_type", quote("cispo"));
+        }
+        (None, _) => {
+            m.none("rl.loss_agg", "there is no such average; that of GRPO takes its place");
+            m.fixed("loss_type", quote("grpo"));
+        }
+    }
+}
+
+/// Ratios per token or per response, and their upper bound: that of CISPO is a bound of the ratio, without a lower one.
+pub(super) fn set_ratios(m: &mut Mapping, rl: &RlConfig, quote: fn(&str) -> String) {
+    let level = if rl.policy_loss == PolicyLossKind::Gspo { "sequence" } else { "token" };
+    let note = "`cispo` is a `loss_type`, without a lower bound of the ratio";
+    let note = if rl.policy_loss == PolicyLossKind::Cispo { note } else { "" };
+    m.set("rl.policy_loss", &[("importance_sampling_level", quote(level))], note);
+    let high = rl.clip_range_high.unwrap_or(rl.clip_range);
+    match (rl.policy_loss, rl.clip_range_high) {
+        (PolicyLossKind::Cispo, _) => {
+            m.set("rl.clip_range_high", &[("epsilon_high", float(1.0 + high))], "the largest ratio");
+        }
+        (_, Some(high)) => m.set("rl.clip_range_high", &[("epsilon_high", float(high))], ""),
+        (_, None) => m.set("rl.clip_range_high", &[], "without `epsilon_high` both sides have `epsilon`"),
     }
 }
 

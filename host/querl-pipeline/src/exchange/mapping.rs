@@ -138,7 +138,8 @@ pub(super) fn flag(value: bool) -> String {
 /// Every key of `[rl]`.
 #[cfg(test)]
 pub(super) fn all_rl_keys() -> Vec<String> {
-    let all = RlConfig { epochs: Some(1), ..RlConfig::default() };
+    let (epochs, clip_range_high, anchor_baseline) = (Some(1), Some(0.28), Some(0.0));
+    let all = RlConfig { epochs, clip_range_high, anchor_baseline, ..RlConfig::default() };
     let table = Table::try_from(all).expect("[rl] has a TOML form");
     let mut keys: Vec<String> = table.keys().map(|key| format!("rl.{key}")).collect();
     keys.sort_unstable();

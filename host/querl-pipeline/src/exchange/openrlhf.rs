@@ -10,7 +10,7 @@ use super::mapping::{Mapping, float};
 use super::rows::PromptRow;
 use super::source::ExportedRun;
 use crate::serving::BaseFiles;
-use querl_core::config::{BaseDtype, KlEstimator, KlPlacement, RlAlgorithm, RlConfig};
+use querl_core::config::{BaseDtype, KlEstimator, KlPlacement, LossAgg, PolicyLossKind, RlAlgorithm, RlConfig};
 use std::path::Path;
 
 /// Writes the folder.
@@ -94,15 +94,30 @@ fn mapping(run: &ExportedRun, sizes: &Sizes) -> anyhow::Result<Mapping> {
 }
 
 fn algorithm(m: &mut Mapping, rl: &RlConfig) {
-    let (estimator, average) = match rl.algorithm {
-        RlAlgorithm::Ppo => ("gae", "token-mean"),
-        RlAlgorithm::Grpo => ("group_norm", "seq-mean-token-mean"),
-        RlAlgorithm::DrGrpo => ("dr_grpo", "token-mean"),
-        RlAlgorithm::Rloo => ("rloo", "token-mean"),
-        RlAlgorithm::ReinforcePlusPlus => ("reinforce", "token-mean"),
+    let estimator = match rl.algorithm {
+        RlAlgorithm::Ppo => "gae",
+        RlAlgorithm::Grpo | RlAlgorithm::Raft => "group_norm",
+        RlAlgorithm::DrGrpo => "dr_grpo",
+        RlAlgorithm::Rloo => "rloo",
+        RlAlgorithm::ReinforcePlusPlus => "reinforce",
     };
-    let settings = [("algo.advantage.estimator", estimator), ("actor.loss_agg_mode", average)];
-    m.set("rl.algorithm", &settings.map(|(name, value)| (name, value.to_owned())), "");
+    if rl.algorithm == RlAlgorithm::Raft {
+        m.none("rl.algorithm", "OpenRLHF has no RAFT: GRPO takes its place");
+        m.fixed("algo.advantage.estimator", estimator);
+    } else {
+        m.set("rl.algorithm", &[("algo.advantage.estimator", estimator.to_owned())], "");
+    }
+    let average = match rl.loss_agg_in_force() {
+        LossAgg::SeqMeanTokenMean => LossAgg::SeqMeanTokenMean.name(),
+        _ => LossAgg::TokenMean.name(),
+    };
+    match rl.loss_agg {
+        LossAgg::SeqMeanTokenSum | LossAgg::SeqMeanTokenSumNorm => {
+            m.none("rl.loss_agg", "OpenRLHF has `token-mean` and `seq-mean-token-mean`; the first is set");
+            m.fixed("actor.loss_agg_mode", average);
+        }
+        _ => m.set("rl.loss_agg", &[("actor.loss_agg_mode", average.to_owned())], ""),
+    }
     m.set("rl.gamma", &[("algo.advantage.gamma", float(rl.gamma))], "1 with the estimators of groups");
     m.set("rl.gae_lambda", &[("algo.advantage.lambd", float(rl.gae_lambda))], "");
     let reward_clip = if rl.reward_clip > 0.0 { float(rl.reward_clip) } else { NO_LIMIT.to_owned() };
@@ -116,6 +131,12 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
         ("rl.missing_eos_penalty", "OpenRLHF has `reward.stop_properly_penalty_coef`, which is not the same"),
         ("rl.max_drop_rate", "OpenRLHF stops at the first response without a reward"),
         ("rl.record", "OpenRLHF does not keep tokens and advantages"),
+        ("rl.anchor_baseline", "a group of OpenRLHF has its samples alone"),
+        (
+            "rl.dynamic_sampling",
+            "OpenRLHF has `algo.dynamic_filtering_enable`, by the mean of a group's rewards, which is not the same",
+        ),
+        ("rl.max_resampled_batches", "used with `rl.dynamic_sampling` alone"),
         ("rl.importance_cap", "see `algo.advantage.is_correction_level` of OpenRLHF, which is not the same"),
         ("rl.off_by_one", "see `train.async_enable` of OpenRLHF, which is not the same"),
         ("rl.pipeline_parts", "OpenRLHF generates and scores one by one; no result depends on it"),
@@ -143,6 +164,30 @@ fn kl(m: &mut Mapping, rl: &RlConfig) {
 
 fn losses(m: &mut Mapping, rl: &RlConfig) {
     m.set("rl.clip_range", &[("actor.eps_clip", float(rl.clip_range))], "");
+    match rl.clip_range_high {
+        Some(high) => {
+            let range = format!("{} {}", float(rl.clip_range), float(high));
+            m.set("rl.clip_range_high", &[("actor.eps_clip_low_high", range)], "");
+        }
+        None => m.set("rl.clip_range_high", &[], "without `actor.eps_clip_low_high` both sides have `actor.eps_clip`"),
+    }
+    match rl.policy_loss {
+        PolicyLossKind::Ppo | PolicyLossKind::Gspo => {
+            let settings = [("actor.policy_loss_type", rl.policy_loss.name().to_owned())];
+            m.set("rl.policy_loss", &settings, "`gspo` averages over the tokens of a response, then over responses");
+        }
+        PolicyLossKind::Cispo => m.none("rl.policy_loss", "OpenRLHF has `ppo` and `gspo`"),
+    }
+    let overlong = ["rl.overlong_buffer_len", "rl.overlong_penalty_factor"];
+    if rl.overlong_buffer_len > 0 {
+        let buffer = [("reward.overlong_buffer_len", rl.overlong_buffer_len.to_string())];
+        m.set(overlong[0], &buffer, "");
+        m.set(overlong[1], &[("reward.overlong_penalty_factor", float(rl.overlong_penalty_factor))], "");
+    } else {
+        for key in overlong {
+            m.set(key, &[], "without `reward.overlong_buffer_len` there is no penalty, as with 0");
+        }
+    }
     match rl.dual_clip > 1.0 {
         true => m.set("rl.dual_clip", &[("actor.dual_clip", float(rl.dual_clip))], ""),
         false => m.set("rl.dual_clip", &[], "without `actor.dual_clip` there is no such bound, as with 0"),
@@ -298,6 +343,24 @@ mod tests {
         // A prompt of 100 tokens and 150 new ones.
         assert_eq!(value("data.max_len"), "278");
         assert!(mapping.without_equivalent().is_empty());
+    }
+
+    #[test]
+    fn clip_higher_gspo_and_the_overlong_penalty_have_equivalents() {
+        let text = "[rl]\nalgorithm = \"grpo\"\nn_samples = 4\nclip_range_high = 0.28\npolicy_loss = \"gspo\"\noverlong_buffer_len = 20\n";
+        let mapping = mapped(&run(text));
+        let value = |name: &str| mapping.value(name).unwrap_or_else(|| panic!("{name}"));
+        assert_eq!((value("actor.eps_clip_low_high"), value("actor.policy_loss_type")), ("0.2 0.28", "gspo"));
+        assert_eq!((value("reward.overlong_buffer_len"), value("reward.overlong_penalty_factor")), ("20", "1.0"));
+        assert_eq!(value("actor.loss_agg_mode"), "seq-mean-token-mean");
+        assert!(mapping.without_equivalent().is_empty());
+        let sum = mapped(&run("[rl]\nloss_agg = \"seq-mean-token-sum\"\n"));
+        assert_eq!(sum.value("actor.loss_agg_mode"), Some("token-mean"));
+        let lost = sum.without_equivalent();
+        assert!(
+            lost.len() == 1 && lost[0].starts_with("rl.loss_agg = \"seq-mean-token-sum\": OpenRLHF has"),
+            "{lost:?}"
+        );
     }
 
     #[test]

@@ -86,10 +86,16 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
         RlAlgorithm::Rloo => ("rloo", "bnpo", "none", ""),
         RlAlgorithm::ReinforcePlusPlus => ("reinforce_plus_plus", "bnpo", "batch", ""),
         RlAlgorithm::Ppo => ("grpo", "grpo", "group", "GRPO has no critic: it takes the place of PPO"),
+        RlAlgorithm::Raft => ("grpo", "grpo", "group", "ms-swift has no RAFT: GRPO takes its place"),
     };
-    let settings = [("advantage_estimator", estimator), ("loss_type", loss), ("scale_rewards", scale)];
+    let settings = [("advantage_estimator", estimator), ("scale_rewards", scale)];
     m.set("rl.algorithm", &settings.map(|(name, value)| (name, value.to_owned())), note);
+    grpo::set_loss_type(m, rl, loss, str::to_owned);
+    grpo::set_ratios(m, rl, str::to_owned);
     grpo::without_equivalent(m, "ms-swift");
+    m.set("rl.dynamic_sampling", &[("dynamic_sample", rl.dynamic_sampling.to_string())], "");
+    m.set("rl.max_resampled_batches", &[("max_resample_times", rl.max_resampled_batches.to_string())], "");
+    m.none("rl.overlong_buffer_len", "ms-swift has it as the reward function `soft_overlong`");
     m.none("rl.missing_eos_penalty", "ms-swift has `overlong_filter`, which is not the same");
     m.set("rl.clip_range", &[("epsilon", float(rl.clip_range))], "");
     match rl.dual_clip > 1.0 {
@@ -184,7 +190,7 @@ fn lora(m: &mut Mapping, run: &ExportedRun) {
 /// Differences that no single key explains.
 fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     let mut notes = Vec::new();
-    if run.config.rl.algorithm == RlAlgorithm::Ppo {
+    if matches!(run.config.rl.algorithm, RlAlgorithm::Ppo | RlAlgorithm::Raft) {
         notes.push("rl.algorithm is replaced by GRPO, which is what train.sh trains with".to_owned());
     }
     notes.extend(sizes.notes(run, "ms-swift"));
@@ -229,6 +235,18 @@ mod tests {
         assert_eq!((value("max_steps"), value("num_iterations"), value("top_k")), ("60", "2", "-1"));
         assert_eq!((value("kl_in_reward"), value("delta"), value("loss_type")), ("false", "3.0", "grpo"));
         assert_eq!(value("stop_words"), "$'it\\'s' '</s>'");
+        assert!(mapping.without_equivalent().is_empty());
+    }
+
+    #[test]
+    fn groups_without_variance_are_sampled_again() {
+        let text = "[rl]\nalgorithm = \"grpo\"\nn_samples = 4\nkl_placement = \"loss\"\nkl_estimator = \"k3\"\ndynamic_sampling = true\n\
+                    max_resampled_batches = 5\nclip_range_high = 0.28\nloss_agg = \"token-mean\"\n";
+        let mapping = mapped(&run(text));
+        let value = |name: &str| mapping.value(name).unwrap_or_else(|| panic!("{name}"));
+        assert_eq!((value("dynamic_sample"), value("max_resample_times")), ("true", "5"));
+        assert_eq!((value("epsilon_high"), value("loss_type")), ("0.28", "dapo"));
+        assert_eq!(value("importance_sampling_level"), "token");
         assert!(mapping.without_equivalent().is_empty());
     }
 

@@ -81,16 +81,20 @@ fn text(value: &str) -> String {
 }
 
 fn algorithm(m: &mut Mapping, rl: &RlConfig) {
-    let settings = |loss: &str, scale: &str| [("loss_type", text(loss)), ("scale_rewards", text(scale))];
-    match rl.algorithm {
-        RlAlgorithm::Grpo => m.set("rl.algorithm", &settings("grpo", "group"), ""),
-        RlAlgorithm::DrGrpo => m.set("rl.algorithm", &settings("dr_grpo", "none"), ""),
-        RlAlgorithm::Ppo | RlAlgorithm::Rloo | RlAlgorithm::ReinforcePlusPlus => {
-            let settings = settings("grpo", "group");
-            m.set("rl.algorithm", &settings, "GRPOTrainer has no critic and no other baseline: GRPO takes its place");
+    let (loss_type, scale, note) = match rl.algorithm {
+        RlAlgorithm::Grpo => ("grpo", "group", ""),
+        RlAlgorithm::DrGrpo => ("dr_grpo", "none", ""),
+        RlAlgorithm::Ppo | RlAlgorithm::Rloo | RlAlgorithm::ReinforcePlusPlus | RlAlgorithm::Raft => {
+            ("grpo", "group", "GRPOTrainer has no critic and no other baseline: GRPO takes its place")
         }
-    }
+    };
+    m.set("rl.algorithm", &[("scale_rewards", text(scale))], note);
+    grpo::set_loss_type(m, rl, loss_type, text);
+    grpo::set_ratios(m, rl, text);
     grpo::without_equivalent(m, "TRL");
+    m.none("rl.dynamic_sampling", "TRL does not replace groups");
+    m.none("rl.max_resampled_batches", "used with `rl.dynamic_sampling` alone");
+    m.none("rl.overlong_buffer_len", "TRL has it as a reward function, `get_soft_overlong_punishment`");
     m.none("rl.missing_eos_penalty", "TRL has `mask_truncated_completions`, which is not the same");
     m.set("rl.clip_range", &[("epsilon", float(rl.clip_range))], "");
     let delta = if rl.dual_clip > 1.0 { float(rl.dual_clip) } else { "None".into() };
@@ -263,6 +267,21 @@ mod tests {
         assert_eq!(mapped(&run).value("chat_template_kwargs"), None);
         run.config.model.enable_thinking = Some(true);
         assert_eq!(mapped(&run).value("chat_template_kwargs"), Some("{\"enable_thinking\": True}"));
+    }
+
+    #[test]
+    fn clip_higher_gspo_and_cispo_are_arguments() {
+        let with = |settings: &str| mapped(&run(&format!("[rl]\nalgorithm = \"grpo\"\nn_samples = 4\n{settings}")));
+        let gspo = with("policy_loss = \"gspo\"\nclip_range_high = 0.28\n");
+        assert_eq!(gspo.value("importance_sampling_level"), Some("\"sequence\""));
+        assert_eq!((gspo.value("epsilon_high"), gspo.value("loss_type")), (Some("0.28"), Some("\"grpo\"")));
+        assert!(gspo.without_equivalent().is_empty());
+        let cispo = with("policy_loss = \"cispo\"\nclip_range_high = 4.0\nloss_agg = \"token-mean\"\n");
+        assert_eq!((cispo.value("epsilon_high"), cispo.value("loss_type")), (Some("5.0"), Some("\"cispo\"")));
+        assert_eq!(with("loss_agg = \"token-mean\"\n").value("loss_type"), Some("\"dapo\""));
+        let sum = with("loss_agg = \"seq-mean-token-sum\"\n");
+        assert_eq!(sum.value("loss_type"), Some("\"grpo\""));
+        assert_eq!(sum.without_equivalent().len(), 1);
     }
 
     #[test]

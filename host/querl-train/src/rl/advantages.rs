@@ -14,6 +14,10 @@
 //! | Dr. GRPO | score - group mean | sum over tokens / `max_new_tokens`, mean over responses | Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective"; verl `norm_adv_by_std_in_grpo: false` with `seq-mean-token-sum-norm`; TRL `loss_type: dr_grpo` |
 //! | RLOO | score - mean of the group's other scores | mean over tokens, as in verl; the paper's single ratio per response is the sequence form | Ahmadian et al. 2024, "Back to Basics"; verl `adv_estimator: rloo` |
 //! | REINFORCE++ | discounted return, whitened over the batch | mean over tokens | Hu et al. 2025, "REINFORCE++"; verl `adv_estimator: reinforce_plus_plus` |
+//! | RAFT | 1 for the best response of a group, 0 for the others, which are left out of the updates | cross-entropy, mean over tokens | Dong et al. 2023, "RAFT: Reward rAnked FineTuning", algorithm 1 |
+//!
+//! `rl.loss_agg` takes the place of the aggregation, `rl.policy_loss` that of the clipped loss. `rl.anchor_baseline` joins each group as the
+//! reward of one more response, which has no tokens to learn.
 //!
 //! Departures from verl in group-relative advantages:
 //! 1. A response alone in its group (the others were dropped) has an advantage of 0. verl's `compute_grpo_outcome_advantage` and
@@ -22,11 +26,12 @@
 //!    scores, the rounding of KL in the reward would otherwise be divided by its own deviation and become a tenth of other groups'
 //!    advantages; verl divides it. `frac_reward_zero_std` counts these groups. RLOO and Dr. GRPO do not divide, so that rounding stays
 //!    negligible.
+//! 3. In RAFT such a group has no best response (the paper takes one of them), and neither has one whose best does not exceed the anchor.
 
 use super::losses::{Aggregation, Rows, kept, n_kept};
-use querl_core::config::{AdvantageForm, RlAlgorithm, RlConfig};
+use querl_core::config::{AdvantageForm, LossAgg, RlAlgorithm, RlConfig};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A batch whose advantages are estimated.
 pub(super) struct ScoredBatch<'a> {
@@ -34,6 +39,8 @@ pub(super) struct ScoredBatch<'a> {
     pub(super) rewards: &'a Rows,
     /// B: row of the query that a response answers.
     pub(super) groups: &'a [usize],
+    /// Reward of one more response of each group (`rl.anchor_baseline`), in the scale of `rewards`.
+    pub(super) anchor: Option<f32>,
     /// `(B, T)`: the critic's, where [`has_critic`].
     pub(super) values: Option<&'a Rows>,
     pub(super) config: &'a RlConfig,
@@ -63,18 +70,21 @@ pub(super) fn has_critic(algorithm: RlAlgorithm) -> bool {
 /// whole gradient of the one ratio; KL and entropy are then sums over a response too, so that `kl_coef` and `ent_coef` have the
 /// same weight against the policy loss as in the token form.
 pub(super) fn aggregation(config: &RlConfig) -> Aggregation {
-    match (config.advantage_form, config.algorithm) {
+    match (config.advantage_form, config.loss_agg_in_force()) {
         (AdvantageForm::Sequence, _) => Aggregation::SequenceSum { scale: 1.0 },
         // Every response has the same weight in the loss, whatever its length.
-        (AdvantageForm::Token, RlAlgorithm::Grpo) => Aggregation::SequenceMean,
-        (AdvantageForm::Token, RlAlgorithm::DrGrpo) => Aggregation::SequenceSum { scale: config.max_new_tokens as f32 },
-        (AdvantageForm::Token, _) => Aggregation::TokenMean,
+        (AdvantageForm::Token, LossAgg::SeqMeanTokenMean) => Aggregation::SequenceMean,
+        (AdvantageForm::Token, LossAgg::SeqMeanTokenSum) => Aggregation::SequenceSum { scale: 1.0 },
+        (AdvantageForm::Token, LossAgg::SeqMeanTokenSumNorm) => {
+            Aggregation::SequenceSum { scale: config.max_new_tokens as f32 }
+        }
+        (AdvantageForm::Token, LossAgg::TokenMean | LossAgg::Algorithm) => Aggregation::TokenMean,
     }
 }
 
 /// Advantages of a batch, and the critic's targets.
 pub(super) fn estimate_advantages(batch: &ScoredBatch<'_>) -> AdvantageEstimate {
-    let (config, groups) = (batch.config, batch.groups);
+    let (config, groups, anchor) = (batch.config, batch.groups, batch.anchor);
     let whiten = |advantages: Rows| match config.whiten_advantages {
         true => masked_whiten(&advantages, &all_true(&advantages)),
         false => advantages,
@@ -106,10 +116,13 @@ pub(super) fn estimate_advantages(batch: &ScoredBatch<'_>) -> AdvantageEstimate 
             }
         }
         (RlAlgorithm::Grpo, _) => {
-            without_critic(at_every_token(&group_relative(&totals(), groups, GroupScale::Deviation)))
+            without_critic(at_every_token(&group_relative(&totals(), groups, anchor, GroupScale::Deviation)))
         }
-        (RlAlgorithm::DrGrpo, _) => without_critic(at_every_token(&group_relative(&totals(), groups, GroupScale::One))),
-        (RlAlgorithm::Rloo, _) => without_critic(at_every_token(&leave_one_out(&totals(), groups))),
+        (RlAlgorithm::DrGrpo, _) => {
+            without_critic(at_every_token(&group_relative(&totals(), groups, anchor, GroupScale::One)))
+        }
+        (RlAlgorithm::Rloo, _) => without_critic(at_every_token(&leave_one_out(&totals(), groups, anchor))),
+        (RlAlgorithm::Raft, _) => without_critic(at_every_token(&best_of_group(&totals(), groups, anchor))),
         (RlAlgorithm::ReinforcePlusPlus, AdvantageForm::Token) => {
             let returns = discounted_returns(batch.rewards, &all_true(batch.rewards), config.gamma as f32);
             without_critic(whiten(returns))
@@ -145,6 +158,15 @@ pub fn token_rewards(scores: &[f32], kl: &[Vec<f32>], kl_coef: f32) -> Rows {
         rewards
     };
     scores.iter().zip(kl).map(row).collect()
+}
+
+/// The penalty of a response of `n_tokens` tokens: 0 up to `max_new_tokens - buffer_len`, then linear up to `penalty_factor` at
+/// `max_new_tokens`. Without a buffer it is 0.
+///
+/// Source: Yu et al. 2025, "DAPO", equation 13; verl `DAPORewardManager.run_single`, `overlong_reward`.
+pub fn overlong_penalty(n_tokens: usize, max_new_tokens: usize, buffer_len: usize, penalty_factor: f64) -> f64 {
+    let n_exceeding = (n_tokens + buffer_len).saturating_sub(max_new_tokens);
+    if buffer_len == 0 { 0.0 } else { n_exceeding as f64 / buffer_len as f64 * penalty_factor }
 }
 
 /// Mean and variance of a stream of numbers, updated by batch.
@@ -306,16 +328,20 @@ impl Group {
     }
 }
 
-fn groups_of(rewards: &[f32], groups: &[usize]) -> BTreeMap<usize, Group> {
+/// Groups by id; the `anchor` counts in each as one more reward.
+fn groups_of(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> BTreeMap<usize, Group> {
     let mut found: BTreeMap<usize, Group> = BTreeMap::new();
-    for (reward, group) in rewards.iter().zip(groups) {
-        let group = found.entry(*group).or_default();
-        (group.n, group.sum) = (group.n + 1.0, group.sum + f64::from(*reward));
+    let ids: BTreeSet<usize> = groups.iter().copied().collect();
+    let anchors = || ids.iter().filter_map(move |id| Some((anchor?, *id)));
+    let members = || rewards.iter().copied().zip(groups.iter().copied()).chain(anchors());
+    for (reward, id) in members() {
+        let group = found.entry(id).or_default();
+        (group.n, group.sum) = (group.n + 1.0, group.sum + f64::from(reward));
         group.largest = group.largest.max(f64::from(reward.abs()));
     }
-    for (reward, id) in rewards.iter().zip(groups) {
-        if let Some(group) = found.get_mut(id) {
-            group.squares += (f64::from(*reward) - group.mean()).powi(2);
+    for (reward, id) in members() {
+        if let Some(group) = found.get_mut(&id) {
+            group.squares += (f64::from(reward) - group.mean()).powi(2);
         }
     }
     found
@@ -323,12 +349,12 @@ fn groups_of(rewards: &[f32], groups: &[usize]) -> BTreeMap<usize, Group> {
 
 /// Each response's reward minus the mean of its group, divided by `scale`.
 ///
-/// `rewards`, `groups` (which query): B. Returns B.
+/// `rewards`, `groups` (which query): B; `anchor`: one more reward of each group. Returns B.
 ///
 /// Source: Shao et al. 2024, "DeepSeekMath", section 4.1.2; Liu et al. 2025, "Understanding R1-Zero-Like Training" (without
 /// the deviation); verl `compute_grpo_outcome_advantage`.
-pub fn group_relative(rewards: &[f32], groups: &[usize], scale: GroupScale) -> Vec<f32> {
-    let found = groups_of(rewards, groups);
+pub fn group_relative(rewards: &[f32], groups: &[usize], anchor: Option<f32>, scale: GroupScale) -> Vec<f32> {
+    let found = groups_of(rewards, groups, anchor);
     let advantage = |(reward, id): (&f32, &usize)| {
         let group = &found[id];
         let distance = f64::from(*reward) - group.mean();
@@ -344,12 +370,12 @@ pub fn group_relative(rewards: &[f32], groups: &[usize], scale: GroupScale) -> V
 
 /// Each response's reward minus the mean of the others of its group.
 ///
-/// `rewards`, `groups` (which query): B. Returns B.
+/// `rewards`, `groups` (which query): B; `anchor`: one more reward of each group. Returns B.
 ///
 /// Source: Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization"; verl
 /// `compute_rloo_outcome_advantage`.
-pub fn leave_one_out(rewards: &[f32], groups: &[usize]) -> Vec<f32> {
-    let found = groups_of(rewards, groups);
+pub fn leave_one_out(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> Vec<f32> {
+    let found = groups_of(rewards, groups, anchor);
     let advantage = |(reward, id): (&f32, &usize)| {
         let group = &found[id];
         let distance = f64::from(*reward) - group.mean();
@@ -358,14 +384,54 @@ pub fn leave_one_out(rewards: &[f32], groups: &[usize]) -> Vec<f32> {
     rewards.iter().zip(groups).map(advantage).collect()
 }
 
-/// Share of the groups of two and more whose rewards are all equal.
+/// 1 for the best response of each group, the first of equal ones, and 0 for the others. A group without spread has none; with an
+/// `anchor`, neither has one whose best reward is not above it.
+///
+/// `rewards`, `groups` (which query): B. Returns B.
+///
+/// Source: Dong et al. 2023, "RAFT: Reward rAnked FineTuning for Generative Foundation Model Alignment", algorithm 1.
+pub fn best_of_group(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> Vec<f32> {
+    let found = groups_of(rewards, groups, anchor);
+    let mut best: BTreeMap<usize, usize> = BTreeMap::new();
+    for (index, id) in groups.iter().enumerate() {
+        let first = best.entry(*id).or_insert(index);
+        if rewards[index] > rewards[*first] {
+            *first = index;
+        }
+    }
+    let weight = |(index, id): (usize, &usize)| {
+        let group = &found[id];
+        let is_above = anchor.is_none_or(|anchor| rewards[index] > anchor);
+        f32::from(u8::from(best[id] == index && group.n >= 2.0 && !group.is_flat() && is_above))
+    };
+    groups.iter().enumerate().map(weight).collect()
+}
+
+/// Share of the groups of two and more whose rewards, and the `anchor`, are all equal.
 ///
 /// Source: TRL `GRPOTrainer`, `frac_reward_zero_std`.
-pub fn share_without_spread(rewards: &[f32], groups: &[usize]) -> f32 {
-    let found = groups_of(rewards, groups);
+pub fn share_without_spread(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> f32 {
+    let found = groups_of(rewards, groups, anchor);
     let compared = found.values().filter(|group| group.n >= 2.0);
     let (n, n_equal) = compared.fold((0, 0), |(n, n_equal), group| (n + 1, n_equal + i32::from(group.is_flat())));
     n_equal as f32 / n.max(1) as f32
+}
+
+/// The groups of two and more whose rewards, and the `anchor`, are all equal: nothing is learned from them.
+///
+/// Source: Yu et al. 2025, "DAPO", section 3.2; verl `ReplayBuffer._dapo_filtered_keys`.
+pub fn groups_without_spread(rewards: &[f32], groups: &[usize], anchor: Option<f32>) -> BTreeSet<usize> {
+    let found = groups_of(rewards, groups, anchor);
+    found.into_iter().filter(|(_, group)| group.n >= 2.0 && group.is_flat()).map(|(id, _)| id).collect()
+}
+
+/// Mean over the groups of two and more of their rewards' standard deviation; 0 without such a group.
+///
+/// Source: TRL `GRPOTrainer`, `reward_std`.
+pub fn mean_group_deviation(rewards: &[f32], groups: &[usize]) -> f64 {
+    let found = groups_of(rewards, groups, None);
+    let deviations: Vec<f64> = found.values().filter(|group| group.n >= 2.0).map(Group::deviation).collect();
+    deviations.iter().sum::<f64>() / deviations.len().max(1) as f64
 }
 
 #[cfg(test)]
@@ -386,7 +452,8 @@ mod tests {
     fn estimate(config: &RlConfig) -> AdvantageEstimate {
         let rewards = vec![vec![0.0, 0.0, 1.0], vec![0.0, -0.5], vec![0.25]];
         let values = vec![vec![0.2, 0.1, 0.4], vec![-0.1, 0.0], vec![0.3]];
-        estimate_advantages(&ScoredBatch { rewards: &rewards, groups: &[0, 1, 2], values: Some(&values), config })
+        let (groups, values) = (&[0, 1, 2], Some(&values));
+        estimate_advantages(&ScoredBatch { rewards: &rewards, groups, anchor: None, values, config })
     }
 
     #[test]
@@ -405,7 +472,8 @@ mod tests {
     #[should_panic(expected = "the critic's values")]
     fn missing_values_panic() {
         let (rewards, config) = (vec![vec![1.0]], RlConfig::default());
-        estimate_advantages(&ScoredBatch { rewards: &rewards, groups: &[0], values: None, config: &config });
+        let batch = ScoredBatch { rewards: &rewards, groups: &[0], anchor: None, values: None, config: &config };
+        estimate_advantages(&batch);
     }
 
     #[test]
@@ -445,32 +513,81 @@ mod tests {
     fn equal_rewards_and_single_responses_have_advantage_0() {
         let (rewards, groups) = ([0.3, 0.3, 0.3, 5.0], [7, 7, 7, 9]);
         for advantages in [
-            group_relative(&rewards, &groups, GroupScale::Deviation),
-            group_relative(&rewards, &groups, GroupScale::One),
-            leave_one_out(&rewards, &groups),
+            group_relative(&rewards, &groups, None, GroupScale::Deviation),
+            group_relative(&rewards, &groups, None, GroupScale::One),
+            leave_one_out(&rewards, &groups, None),
         ] {
             assert!(advantages.iter().all(|advantage| advantage.abs() < 1e-6), "{advantages:?}");
         }
-        assert_eq!(share_without_spread(&rewards, &groups), 1.0);
-        assert_eq!(share_without_spread(&[1.0, 2.0, 3.0, 3.0], &[0, 0, 1, 1]), 0.5);
+        assert_eq!(share_without_spread(&rewards, &groups, None), 1.0);
+        assert_eq!(share_without_spread(&[1.0, 2.0, 3.0, 3.0], &[0, 0, 1, 1], None), 0.5);
+        assert_eq!(groups_without_spread(&[1.0, 2.0, 3.0, 3.0, 7.0], &[0, 0, 1, 1, 2], None), BTreeSet::from([1]));
+        // Deviations of 0.7071 and 0; the last group has one response.
+        let deviation = mean_group_deviation(&[1.0, 2.0, 3.0, 3.0, 7.0], &[0, 0, 1, 1, 2]);
+        assert!((deviation - std::f64::consts::FRAC_1_SQRT_2 / 2.0).abs() < 1e-12, "{deviation}");
+        assert_eq!(mean_group_deviation(&[7.0], &[2]), 0.0);
+    }
+
+    /// An anchor is one more sample of GRPO's group, of Dr. GRPO's and of RLOO's: expected values are theirs with it in the batch.
+    #[test]
+    fn an_anchor_is_one_more_reward_of_each_group() {
+        let (rewards, groups) = ([0.6, 0.2, -0.4, -0.4], [3, 3, 5, 5]);
+        let with_samples = ([0.6, 0.2, -0.4, -0.4, 0.0, 0.0], [3, 3, 5, 5, 3, 5]);
+        for scale in [GroupScale::Deviation, GroupScale::One] {
+            let found = group_relative(&rewards, &groups, Some(0.0), scale);
+            assert_eq!(found[..], group_relative(&with_samples.0, &with_samples.1, None, scale)[..4]);
+        }
+        let found = leave_one_out(&rewards, &groups, Some(0.0));
+        assert_eq!(found[..], leave_one_out(&with_samples.0, &with_samples.1, None)[..4]);
+        // 0.6 - (0.2 + 0) / 2 and -0.4 - (-0.4 + 0) / 2.
+        assert!((found[0] - 0.5).abs() < 1e-6 && (found[2] + 0.2).abs() < 1e-6, "{found:?}");
+        // Equal rewards that differ from the anchor teach, and a response alone is compared with it.
+        assert_eq!(share_without_spread(&rewards, &groups, Some(0.0)), 0.0);
+        assert!(groups_without_spread(&rewards, &groups, None).contains(&5));
+        assert!(groups_without_spread(&[0.0, 0.0], &[1, 1], Some(0.0)).contains(&1));
+        assert_eq!(group_relative(&[0.5], &[0], Some(0.0), GroupScale::One), [0.25]);
+    }
+
+    #[test]
+    fn the_best_response_of_a_group_is_learned_where_it_exceeds_the_others_and_the_anchor() {
+        let (rewards, groups) = ([0.1, 0.7, 0.7, -0.3, -0.1, 0.4, 0.4, 0.9], [0, 0, 0, 1, 1, 2, 2, 3]);
+        assert_eq!(best_of_group(&rewards, &groups, None), [0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]);
+        assert_eq!(best_of_group(&rewards, &groups, Some(0.0)), [0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0]);
+        let config = RlConfig { algorithm: RlAlgorithm::Raft, ..RlConfig::default() };
+        let rewards = vec![vec![0.0, 0.2], vec![-0.1, 0.5, 0.1]];
+        let batch = ScoredBatch { rewards: &rewards, groups: &[0, 0], anchor: None, values: None, config: &config };
+        assert_eq!(estimate_advantages(&batch).advantages, [vec![0.0; 2], vec![1.0; 3]]);
+    }
+
+    /// verl's names of aggregations; its values are compared in tests/formulas.rs.
+    #[test]
+    fn a_named_aggregation_takes_the_place_of_the_algorithms() {
+        let of = |algorithm, loss_agg| aggregation(&RlConfig { algorithm, loss_agg, ..RlConfig::default() });
+        assert_eq!(of(RlAlgorithm::Ppo, LossAgg::Algorithm), Aggregation::TokenMean);
+        assert_eq!(of(RlAlgorithm::Grpo, LossAgg::Algorithm), Aggregation::SequenceMean);
+        assert_eq!(of(RlAlgorithm::DrGrpo, LossAgg::Algorithm), Aggregation::SequenceSum { scale: 150.0 });
+        assert_eq!(of(RlAlgorithm::Grpo, LossAgg::TokenMean), Aggregation::TokenMean);
+        assert_eq!(of(RlAlgorithm::Ppo, LossAgg::SeqMeanTokenMean), Aggregation::SequenceMean);
+        assert_eq!(of(RlAlgorithm::Grpo, LossAgg::SeqMeanTokenSum), Aggregation::SequenceSum { scale: 1.0 });
+        assert_eq!(of(RlAlgorithm::Ppo, LossAgg::SeqMeanTokenSumNorm), Aggregation::SequenceSum { scale: 150.0 });
     }
 
     /// Scores of 0.5 less a KL that is the rounding of log-probabilities: a deviation of 7e-8.
     #[test]
     fn rounding_between_equal_rewards_has_advantage_0() {
         let rewards = [0.5, 0.5 - 1e-7, 0.25, 0.75];
-        let advantages = group_relative(&rewards, &[0, 0, 1, 1], GroupScale::Deviation);
+        let advantages = group_relative(&rewards, &[0, 0, 1, 1], None, GroupScale::Deviation);
         assert_eq!(advantages[..2], [0.0, 0.0]);
         assert!((advantages[3] - std::f32::consts::FRAC_1_SQRT_2).abs() < 1e-5, "{advantages:?}");
-        assert_eq!(share_without_spread(&rewards, &[0, 0, 1, 1]), 0.5);
+        assert_eq!(share_without_spread(&rewards, &[0, 0, 1, 1], None), 0.5);
         let large = [1000.0, 1000.0001, 1000.0, 1001.0];
-        assert_eq!(group_relative(&large, &[0, 0, 1, 1], GroupScale::Deviation)[..2], [0.0, 0.0]);
-        assert_eq!(share_without_spread(&large, &[0, 0, 1, 1]), 0.5);
+        assert_eq!(group_relative(&large, &[0, 0, 1, 1], None, GroupScale::Deviation)[..2], [0.0, 0.0]);
+        assert_eq!(share_without_spread(&large, &[0, 0, 1, 1], None), 0.5);
     }
 
     #[test]
     fn groups_need_not_be_contiguous() {
-        let scattered = leave_one_out(&[1.0, 5.0, 2.0, 9.0, 3.0], &[0, 4, 0, 4, 0]);
+        let scattered = leave_one_out(&[1.0, 5.0, 2.0, 9.0, 3.0], &[0, 4, 0, 4, 0], None);
         assert_eq!(scattered, [-1.5, -4.0, 0.0, 4.0, 1.5]);
     }
 }

@@ -29,6 +29,8 @@ pub(super) struct Experience<'a> {
     pub(super) token_rewards: Rows,
     /// Row of each response's query.
     pub(super) groups: Vec<usize>,
+    /// `rl.anchor_baseline` in the scale of `token_rewards`.
+    pub(super) anchor: Option<f32>,
     pub(super) advantages: Rows,
     /// In effect during this batch.
     pub(super) kl_coef: f64,
@@ -80,10 +82,11 @@ impl<'a> Experience<'a> {
         // 3. Rewards: scores, less KL where it is part of the reward.
         let kl = kl_rows(config.kl_estimator, &old_logprobs, &reference.logprobs);
         let (token_rewards, kl_coef) = shaping.rewards(config, rollouts, &kl);
+        let anchor = config.anchor_baseline.map(|anchor| shaping.scaled(config, anchor as f32));
         // 4. Advantages and returns.
         let groups: Vec<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
         let values_only = values.as_ref().map(|(values, _)| values);
-        let batch = ScoredBatch { rewards: &token_rewards, groups: &groups, values: values_only, config };
+        let batch = ScoredBatch { rewards: &token_rewards, groups: &groups, anchor, values: values_only, config };
         let AdvantageEstimate { mut advantages, targets } = estimate_advantages(&batch);
         clip(&mut advantages, config.advantage_clip);
         if !advantages.iter().flatten().all(|advantage| advantage.is_finite()) {
@@ -104,6 +107,7 @@ impl<'a> Experience<'a> {
             importance_weights,
             token_rewards,
             groups,
+            anchor,
             advantages,
             kl_coef,
             critic,
@@ -124,24 +128,29 @@ impl RewardShaping {
         (token_rewards(&scores, kl, coef_in_reward as f32), kl_coef)
     }
 
-    /// The environment's scores less the penalty of truncated responses, divided by their running standard deviation and
-    /// clipped where configured.
-    ///
-    /// Source: TRL 0.11 `PPOTrainer.step`, `use_score_scaling` and `score_clip`; the penalty is TRL's `missing_eos_penalty`.
+    /// The environment's scores less penalties, divided by their running standard deviation and clipped where configured.
     fn scores(&mut self, config: &RlConfig, rollouts: &[Rollout]) -> Vec<f32> {
-        let penalty = |rollout: &Rollout| if rollout.truncated { config.missing_eos_penalty as f32 } else { 0.0 };
-        let mut scores: Vec<f32> = rollouts.iter().map(|rollout| rollout.score - penalty(rollout)).collect();
+        let scores: Vec<f32> = rollouts.iter().map(|rollout| rollout.penalised_score(config)).collect();
         if config.normalize_rewards {
             self.score_moments.update(&scores);
+        }
+        scores.into_iter().map(|score| self.scaled(config, score)).collect()
+    }
+
+    /// A score divided by the running standard deviation so far and clipped where configured.
+    ///
+    /// Source: TRL 0.11 `PPOTrainer.step`, `use_score_scaling` and `score_clip`.
+    fn scaled(&self, config: &RlConfig, mut score: f32) -> f32 {
+        if config.normalize_rewards {
             // Equal scores have a deviation of 0 and stay as they are.
             let scale = Some(self.score_moments.deviation()).filter(|deviation| *deviation > 1e-6).unwrap_or(1.0);
-            scores.iter_mut().for_each(|score| *score /= scale as f32);
+            score /= scale as f32;
         }
         if config.reward_clip > 0.0 {
             let limit = config.reward_clip as f32;
-            scores.iter_mut().for_each(|score| *score = score.clamp(-limit, limit));
+            score = score.clamp(-limit, limit);
         }
-        scores
+        score
     }
 }
 

@@ -8,8 +8,8 @@ use super::advantages::{RunningMoments, aggregation, has_critic};
 use super::critic::Critic;
 use super::experience::{Experience, RewardShaping, ValueExperience};
 use super::losses::{
-    Aggregation, KlController, KlLoss, PolicyClip, PolicyLoss, Rows, StepSize, ValueLossSettings, kl_loss, policy_loss,
-    sequence_policy_loss, value_loss,
+    Aggregation, KlController, KlLoss, PolicyClip, PolicyLoss, Rows, StepSize, ValueLossSettings, cispo_loss,
+    gspo_loss, kl_loss, likelihood_loss, policy_loss, sequence_policy_loss, value_loss,
 };
 use super::metrics::{UpdateMetrics, add_metrics, batch_metrics, policy_metrics, value_metrics};
 use super::rollout::{Rollout, RolloutBatch};
@@ -20,7 +20,7 @@ use crate::data_parallel::{all_reduce_metrics, rank_share};
 use crate::policy::{Example, Policy, TrainingPass, recompute_mode, rows_of};
 use crate::{AdamW, AdamWSettings, Gradients, Metrics, State, TrainError, lr_factor};
 use candle_core::{Tensor, Var};
-use querl_core::config::{AdvantageForm, KlPlacement, RlConfig, RlRecord};
+use querl_core::config::{AdvantageForm, KlPlacement, PolicyLossKind, RlAlgorithm, RlConfig, RlRecord};
 use querl_model::{LoraAdapter, Mesh, Recompute, backward};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -93,7 +93,11 @@ impl Learner {
         let updates_policy = step > config.critic_warmup_steps as u64 || self.critic.is_none();
         let learning_rate = if updates_policy { learning_rate(config, step) } else { 0.0 };
         let mut rng = ChaCha8Rng::seed_from_u64(task.seed ^ step.rotate_left(32));
-        let mut order: Vec<usize> = (0..experience.rollouts.len()).collect();
+        // RAFT learns from the best responses alone.
+        let is_learned = |row: &usize| {
+            config.algorithm != RlAlgorithm::Raft || experience.advantages[*row].first().is_some_and(|best| *best > 0.0)
+        };
+        let mut order: Vec<usize> = (0..experience.rollouts.len()).filter(is_learned).collect();
         let critic_lr = self.critic.is_some().then_some(config.critic_learning_rate);
         let mut metrics = UpdateMetrics { actor_lr: learning_rate, critic_lr, ..UpdateMetrics::default() };
         'epochs: for _ in 0..config.ppo_epochs {
@@ -301,17 +305,26 @@ impl MicroBatch<'_> {
         Ok(())
     }
 
-    /// The clipped policy loss over tokens or responses, with importance weights.
+    /// The policy loss of `rl.policy_loss` over tokens, or the clipped one over responses, with importance weights; in RAFT the
+    /// cross-entropy, whose targets are the responses as they are.
     fn policy_loss(&self, logprobs: &Rows, weights: &Rows) -> PolicyLoss {
         let (config, experience) = (self.mini_batch.task.config, self.mini_batch.experience);
         let (old, advantages) = (self.pick(&experience.old_logprobs), self.pick(&experience.advantages));
         let importance = experience.importance_weights.as_ref().map(|rows| self.pick(rows));
         let dual_clip = (config.dual_clip > 0.0).then_some(config.dual_clip as f32);
-        let clip = PolicyClip { clip_range: config.clip_range as f32, dual_clip };
+        let clip_range_high = config.clip_range_high.unwrap_or(config.clip_range) as f32;
+        let clip = PolicyClip { clip_range: config.clip_range as f32, clip_range_high, dual_clip };
+        if config.algorithm == RlAlgorithm::Raft {
+            return likelihood_loss(&old, logprobs, &advantages, weights);
+        }
         match config.advantage_form {
             AdvantageForm::Token => {
                 let weights = importance.map_or_else(|| weights.clone(), |importance| product(weights, &importance));
-                policy_loss(&old, logprobs, &advantages, &weights, clip)
+                match config.policy_loss {
+                    PolicyLossKind::Ppo => policy_loss(&old, logprobs, &advantages, &weights, clip),
+                    PolicyLossKind::Gspo => gspo_loss(&old, logprobs, &advantages, &self.mask(), &weights, clip),
+                    PolicyLossKind::Cispo => cispo_loss(&old, logprobs, &advantages, &weights, clip),
+                }
             }
             AdvantageForm::Sequence => {
                 let first = |rows: &Rows| -> Vec<f32> { rows.iter().map(|row| row[0]).collect() };

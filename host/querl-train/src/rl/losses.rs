@@ -4,7 +4,7 @@
 //! for tokens to keep and has the shape of the values; masked positions never affect a result, whatever they hold. Losses take
 //! weights made from such a mask ([`Aggregation::weights`]): 0 is a masked position.
 //!
-//! Order: masks, aggregation, policy loss, value loss, importance weights, KL. Advantages: [`advantages`](super::advantages).
+//! Order: masks, aggregation, policy losses, value loss, importance weights, KL. Advantages: [`advantages`](super::advantages).
 
 use querl_core::config::{KlEstimator, ValueLossKind};
 use serde::{Deserialize, Serialize};
@@ -15,6 +15,9 @@ pub type Rows = Vec<Vec<f32>>;
 
 /// Log-ratios are clamped to this before the exponential.
 const MAX_LOG_RATIO: f32 = 20.0;
+
+/// Upper bound of a response's mean log-ratio. Source: verl `compute_policy_loss_gspo`.
+const MAX_MEAN_LOG_RATIO: f32 = 10.0;
 
 /// Zipping rows of different lengths would skip tokens silently.
 ///
@@ -105,8 +108,10 @@ pub fn weighted_sum(values: &[Vec<f32>], weights: &[Vec<f32>]) -> f32 {
 /// Clipping of the probability ratio.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PolicyClip {
-    /// Ratios are clipped to `1 - clip_range ..= 1 + clip_range`.
+    /// Ratios are clipped to `1 - clip_range ..= 1 + clip_range_high`.
     pub clip_range: f32,
+    /// Above `clip_range`, tokens of low probability may rise further (clip-higher).
+    pub clip_range_high: f32,
     /// Above 1: bounds the loss of tokens with negative advantage at this multiple of it.
     pub dual_clip: Option<f32>,
 }
@@ -130,7 +135,7 @@ pub struct PolicyLoss {
     pub grad_logprobs: Rows,
 }
 
-/// The clipped policy loss: `max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range))`.
+/// The clipped policy loss: `max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range_high))`.
 ///
 /// `old_logprobs`, `logprobs`, `advantages`: `(B, T)`. `weights`, `(B, T)`: each token's weight in the step
 /// ([`Aggregation::weights`], times importance weights); tokens of weight 0 are skipped.
@@ -138,8 +143,8 @@ pub struct PolicyLoss {
 /// # Panics
 /// The shapes differ.
 ///
-/// Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7; dual clip of Ye et al. 2020; verl
-/// `compute_policy_loss_vanilla`.
+/// Source: Schulman et al. 2017, "Proximal Policy Optimization Algorithms", equation 7; dual clip of Ye et al. 2020; clip-higher of Yu et
+/// al. 2025, "DAPO", section 3.1; verl `compute_policy_loss_vanilla`.
 pub fn policy_loss(
     old_logprobs: &[Vec<f32>],
     logprobs: &[Vec<f32>],
@@ -148,11 +153,105 @@ pub fn policy_loss(
     clip: PolicyClip,
 ) -> PolicyLoss {
     assert_shapes(weights, &[old_logprobs, logprobs, advantages]);
+    let token = |b: usize, t: usize| {
+        TokenLoss::clipped(logprobs[b][t] - old_logprobs[b][t], MAX_LOG_RATIO, advantages[b][t], clip)
+    };
+    sum_token_losses(weights, token)
+}
+
+/// [`policy_loss`] with one ratio per response, the geometric mean of its tokens' ratios, whose gradient each token gets as if the ratio
+/// were its own.
+///
+/// `old_logprobs`, `logprobs`, `advantages`, `response_mask`, `weights`: `(B, T)`. `n_clipped` counts the tokens of clipped responses; KL
+/// is that of tokens. The dual clip is not part of it.
+///
+/// # Panics
+/// The shapes differ.
+///
+/// Source: Zheng et al. 2025, "Group Sequence Policy Optimization", sections 4.1 and 4.3 (GSPO-token, which has the gradient of GSPO where
+/// the advantage of a response is one number); verl `compute_policy_loss_gspo`.
+pub fn gspo_loss(
+    old_logprobs: &[Vec<f32>],
+    logprobs: &[Vec<f32>],
+    advantages: &[Vec<f32>],
+    response_mask: &[Vec<bool>],
+    weights: &[Vec<f32>],
+    clip: PolicyClip,
+) -> PolicyLoss {
+    assert_shapes(weights, &[old_logprobs, logprobs, advantages]);
+    let mean_log_ratio = |((old, new), mask): ((&Vec<f32>, &Vec<f32>), &Vec<bool>)| {
+        let log_ratios: Vec<f32> = new.iter().zip(old).map(|(new, old)| new - old).collect();
+        masked_mean(slice::from_ref(&log_ratios), slice::from_ref(mask))
+    };
+    let of_responses: Vec<f32> = old_logprobs.iter().zip(logprobs).zip(response_mask).map(mean_log_ratio).collect();
+    let clip = PolicyClip { dual_clip: None, ..clip };
+    let token = |b: usize, t: usize| {
+        let log_ratio = bounded_log_ratio(old_logprobs[b][t], logprobs[b][t]);
+        TokenLoss { log_ratio, ..TokenLoss::clipped(of_responses[b], MAX_MEAN_LOG_RATIO, advantages[b][t], clip) }
+    };
+    sum_token_losses(weights, token)
+}
+
+/// The log-likelihood, weighted by advantage and clipped ratio: `-A sg(clip(r, 1 - clip_range, 1 + clip_range_high)) log p`. The weight
+/// carries no gradient, so that a clipped token is learned too.
+///
+/// Shapes as in [`policy_loss`]; the dual clip is not part of it.
+///
+/// # Panics
+/// The shapes differ.
+///
+/// Source: Chen et al. 2025, "MiniMax-M1", section 3.1 (CISPO, there without a lower bound); verl `compute_policy_loss_cispo`.
+pub fn cispo_loss(
+    old_logprobs: &[Vec<f32>],
+    logprobs: &[Vec<f32>],
+    advantages: &[Vec<f32>],
+    weights: &[Vec<f32>],
+    clip: PolicyClip,
+) -> PolicyLoss {
+    assert_shapes(weights, &[old_logprobs, logprobs, advantages]);
+    let token = |b: usize, t: usize| {
+        let log_ratio = bounded_log_ratio(old_logprobs[b][t], logprobs[b][t]);
+        let ratio = log_ratio.exp();
+        let clipped = ratio.clamp(1.0 - clip.clip_range, 1.0 + clip.clip_range_high);
+        let is_clipped = clipped != ratio;
+        TokenLoss { is_clipped, ..TokenLoss::likelihood(log_ratio, logprobs[b][t], clipped * advantages[b][t]) }
+    };
+    sum_token_losses(weights, token)
+}
+
+/// The log-likelihood, weighted by the advantage: `-A log p`. With advantages of 1 it is the cross-entropy.
+///
+/// Shapes as in [`policy_loss`]; `old_logprobs` are for KL alone.
+///
+/// # Panics
+/// The shapes differ.
+///
+/// Source: verl `compute_policy_loss_gpg`.
+pub fn likelihood_loss(
+    old_logprobs: &[Vec<f32>],
+    logprobs: &[Vec<f32>],
+    advantages: &[Vec<f32>],
+    weights: &[Vec<f32>],
+) -> PolicyLoss {
+    assert_shapes(weights, &[old_logprobs, logprobs, advantages]);
+    let token = |b: usize, t: usize| {
+        let log_ratio = bounded_log_ratio(old_logprobs[b][t], logprobs[b][t]);
+        TokenLoss::likelihood(log_ratio, logprobs[b][t], advantages[b][t])
+    };
+    sum_token_losses(weights, token)
+}
+
+fn bounded_log_ratio(old_logprob: f32, logprob: f32) -> f32 {
+    (logprob - old_logprob).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+}
+
+/// The sum of the losses that `token` returns for the positions whose weight is not 0.
+fn sum_token_losses(weights: &[Vec<f32>], token: impl Fn(usize, usize) -> TokenLoss) -> PolicyLoss {
     let (mut loss, mut n_clipped, mut n_clipped_lower, mut kl_sum, mut kl_k3_sum) = (0f64, 0, 0, 0f64, 0f64);
-    let mut grad_logprobs: Rows = logprobs.iter().map(|row| vec![0.0; row.len()]).collect();
+    let mut grad_logprobs: Rows = weights.iter().map(|row| vec![0.0; row.len()]).collect();
     for (b, weights) in weights.iter().enumerate() {
         for (t, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 0.0) {
-            let token = TokenLoss::new(old_logprobs[b][t], logprobs[b][t], advantages[b][t], clip);
+            let token = token(b, t);
             loss += f64::from(token.loss) * f64::from(*weight);
             n_clipped += usize::from(token.is_clipped);
             n_clipped_lower += usize::from(token.is_clipped_lower);
@@ -191,18 +290,19 @@ pub fn sequence_policy_loss(
 struct TokenLoss {
     loss: f32,
     gradient: f32,
+    /// Of the token, for KL.
     log_ratio: f32,
     is_clipped: bool,
     is_clipped_lower: bool,
 }
 
 impl TokenLoss {
-    fn new(old_logprob: f32, logprob: f32, advantage: f32, clip: PolicyClip) -> Self {
-        let raw = logprob - old_logprob;
-        let log_ratio = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO);
+    /// Of the clipped surrogate with this log-ratio, which is bounded to `-MAX_LOG_RATIO ..= max_log_ratio`.
+    fn clipped(raw: f32, max_log_ratio: f32, advantage: f32, clip: PolicyClip) -> Self {
+        let log_ratio = raw.clamp(-MAX_LOG_RATIO, max_log_ratio);
         let ratio = log_ratio.exp();
         let plain = -advantage * ratio;
-        let clipped = -advantage * ratio.clamp(1.0 - clip.clip_range, 1.0 + clip.clip_range);
+        let clipped = -advantage * ratio.clamp(1.0 - clip.clip_range, 1.0 + clip.clip_range_high);
         let is_clipped = clipped > plain;
         let is_saturated = raw != log_ratio;
         let gradient = if is_clipped || is_saturated { 0.0 } else { plain };
@@ -213,6 +313,11 @@ impl TokenLoss {
             }
             _ => Self { loss, gradient, log_ratio, is_clipped, is_clipped_lower: false },
         }
+    }
+
+    /// Of the log-likelihood with this weight.
+    fn likelihood(log_ratio: f32, logprob: f32, weight: f32) -> Self {
+        Self { loss: -weight * logprob, gradient: -weight, log_ratio, is_clipped: false, is_clipped_lower: false }
     }
 }
 
@@ -478,7 +583,7 @@ mod tests {
         assert_eq!(weighted_sum(&[vec![2.0, f32::NAN]], &weights), 2.0);
     }
 
-    const CLIP: PolicyClip = PolicyClip { clip_range: 0.2, dual_clip: None };
+    const CLIP: PolicyClip = PolicyClip { clip_range: 0.2, clip_range_high: 0.2, dual_clip: None };
 
     fn token_mean(mask: &[Vec<bool>]) -> Rows {
         Aggregation::TokenMean.weights(mask, StepSize::of(mask))
@@ -538,9 +643,49 @@ mod tests {
         let loss = policy_loss(&old, &new, &[vec![1.0, f32::INFINITY]], &token_mean(&mask), CLIP);
         assert!(loss.pg_loss.is_finite() && loss.kl_sum.is_finite() && loss.kl_k3_sum.is_finite());
         assert_eq!(loss.grad_logprobs[0][1], 0.0);
-        let sequence = sequence_policy_loss(&old, &new, &[1.0], &mask, &[1.0], CLIP);
-        assert!(sequence.pg_loss.is_finite());
-        assert_eq!(sequence.grad_logprobs[0][1], 0.0);
+        let (advantages, weights) = (vec![vec![1.0, f32::INFINITY]], token_mean(&mask));
+        for loss in [
+            sequence_policy_loss(&old, &new, &[1.0], &mask, &[1.0], CLIP),
+            gspo_loss(&old, &new, &advantages, &mask, &weights, CLIP),
+            cispo_loss(&old, &new, &advantages, &weights, CLIP),
+            likelihood_loss(&old, &new, &advantages, &weights),
+        ] {
+            assert!(loss.pg_loss.is_finite() && loss.kl_sum.is_finite(), "{loss:?}");
+            assert_eq!(loss.grad_logprobs[0][1], 0.0);
+        }
+    }
+
+    /// Ratios of e^0.2 = 1.2214: above 1.2, below 1.28.
+    #[test]
+    fn clip_higher_lets_likely_tokens_rise_further_and_leaves_the_lower_bound() {
+        let higher = PolicyClip { clip_range_high: 0.28, ..CLIP };
+        let loss = |new: f32, advantage: f32, clip| {
+            policy_loss(&[vec![-2.3]], &[vec![new]], &[vec![advantage]], &[vec![1.0]], clip)
+        };
+        assert_eq!((loss(-2.1, 1.0, CLIP).n_clipped, loss(-2.1, 1.0, higher).n_clipped), (1, 0));
+        assert!((loss(-2.1, 1.0, higher).grad_logprobs[0][0] + 0.2f32.exp()).abs() < 1e-5);
+        // e^-0.3 = 0.7408 is below 0.8 in both.
+        assert_eq!(loss(-2.6, -1.0, CLIP), loss(-2.6, -1.0, higher));
+        assert_eq!(loss(-2.6, -1.0, higher).n_clipped, 1);
+    }
+
+    /// Log-ratios 0.3 and -0.1 have the mean 0.1: both tokens have the ratio e^0.1 = 1.1052.
+    #[test]
+    fn gspo_has_one_ratio_per_response_and_cispo_learns_clipped_tokens() {
+        let (old, new) = (vec![vec![-1.0, -1.0]], vec![vec![-0.7, -1.1]]);
+        let (advantages, mask) = (vec![vec![1.0, 1.0]], vec![vec![true, true]]);
+        let weights = token_mean(&mask);
+        let gspo = gspo_loss(&old, &new, &advantages, &mask, &weights, CLIP);
+        assert!((gspo.pg_loss + 0.1f32.exp()).abs() < 1e-6, "{gspo:?}");
+        assert!(gspo.grad_logprobs[0].iter().all(|gradient| (gradient + 0.1f32.exp() / 2.0).abs() < 1e-6));
+        // e^0.3 = 1.3499 is clipped to 1.2, e^-0.1 = 0.9048 is not.
+        let cispo = cispo_loss(&old, &new, &advantages, &weights, CLIP);
+        assert_eq!(cispo.n_clipped, 1);
+        assert!((cispo.pg_loss - (1.2 * 0.7 + (-0.1f32).exp() * 1.1) / 2.0).abs() < 1e-6, "{cispo:?}");
+        assert!((cispo.grad_logprobs[0][0] + 0.6).abs() < 1e-6);
+        let cross_entropy = likelihood_loss(&old, &new, &advantages, &weights);
+        assert!((cross_entropy.pg_loss - 0.9).abs() < 1e-6);
+        assert_eq!(cross_entropy.grad_logprobs, [[-0.5, -0.5]]);
     }
 
     #[test]

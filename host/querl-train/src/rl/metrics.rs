@@ -25,14 +25,14 @@
 //!
 //! Names are those of verl and TRL where they have the metric.
 
-use super::advantages::{all_true, share_without_spread};
+use super::advantages::{all_true, mean_group_deviation, share_without_spread};
 use super::experience::{Experience, ValueExperience};
 use super::losses::{
     KlLoss, PolicyLoss, Rows, StepSize, ValueLoss, effective_sample_share, kl_k1, kl_k3, kl_rows, masked_mean,
 };
-use super::rollout::{RolloutBatch, Timings};
+use super::rollout::{ResampledQueries, RolloutBatch, Timings};
 use crate::Metrics;
-use querl_core::config::{AdvantageForm, KlPlacement, RlConfig};
+use querl_core::config::{AdvantageForm, KlPlacement, RlAlgorithm, RlConfig};
 use querl_core::ports::{CallTimings, PluginActivity, RewardResults};
 use querl_core::records::{Candidate, EpisodeRecord, Hit, Reward, retrieval_quality, win};
 use std::collections::{BTreeMap, BTreeSet};
@@ -133,8 +133,24 @@ pub(super) fn batch_metrics(experience: &Experience<'_>, config: &RlConfig) -> M
     metrics.extend(summary("critic/rewards", &wide(&rewards)));
     metrics.extend(summary("critic/advantages", &wide(&experience.advantages.concat())));
     if config.algorithm.needs_groups() {
-        let share = share_without_spread(&rewards, &experience.groups);
+        let share = share_without_spread(&rewards, &experience.groups, experience.anchor);
         metrics.insert("frac_reward_zero_std".into(), f64::from(share));
+    }
+    if config.n_samples >= 2 {
+        let scores: Vec<f32> = experience.rollouts.iter().map(|rollout| rollout.score).collect();
+        metrics.insert("reward_std".into(), mean_group_deviation(&scores, &experience.groups));
+    }
+    if config.algorithm == RlAlgorithm::Raft {
+        let is_best = |row: &&Vec<f32>| row.first().is_some_and(|best| *best > 0.0);
+        let n_best = experience.advantages.iter().filter(is_best).count();
+        let n_groups = experience.groups.iter().collect::<BTreeSet<_>>().len();
+        metrics.insert("raft/selected_ratio".into(), n_best as f64 / n_groups.max(1) as f64);
+    }
+    if config.overlong_buffer_len > 0 {
+        let penalties: Vec<f64> = experience.rollouts.iter().map(|rollout| rollout.overlong_penalty(config)).collect();
+        let n = penalties.len().max(1) as f64;
+        metrics.insert("overlong_reward".into(), 0.0 - penalties.iter().sum::<f64>() / n);
+        metrics.insert("overlong".into(), penalties.iter().filter(|penalty| **penalty > 0.0).count() as f64 / n);
     }
     if let Some(critic) = &experience.critic {
         metrics.extend(summary("critic/returns", &wide(&critic.returns.concat())));
@@ -226,6 +242,7 @@ pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
     metrics.extend(batch.dropped.iter().map(|(code, n)| (format!("dropped/{code}"), *n as f64)));
     metrics.extend(episode_metrics(rollouts.iter().map(|rollout| &rollout.record)));
     metrics.extend(batch.check.clone());
+    metrics.extend(batch.resampled.iter().flat_map(|resampled| resampling_metrics(resampled, batch.n_queries)));
     metrics.extend(plugin_metrics(&batch.plugins));
     let Timings { generate_s, score_s, rollout_s, calls: CallTimings { retrieve_s, judge_s, plugin_s } } =
         batch.timings;
@@ -238,6 +255,18 @@ pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
         ("timing_s/rollout".to_owned(), rollout_s),
     ]);
     metrics
+}
+
+/// Rounds of generation, and the share of the sampled queries that were replaced, since their samples all had one score.
+///
+/// Source: verl `recipe/dapo`, `train/num_gen_batches`; `ReplayBuffer`, `filter_groups/evicted_samples`, here as a share.
+fn resampling_metrics(resampled: &ResampledQueries, n_queries: usize) -> Metrics {
+    let n_replaced = resampled.queries.len();
+    let share = n_replaced as f64 / (n_queries + n_replaced).max(1) as f64;
+    Metrics::from([
+        ("train/num_gen_batches".into(), 1.0 + resampled.n_rounds as f64),
+        ("filter_groups/evicted_ratio".into(), share),
+    ])
 }
 
 /// Means over scored episodes: reward and its components, wins against the teacher, top-1 scores of both.

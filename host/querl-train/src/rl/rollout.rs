@@ -1,8 +1,11 @@
 //! Rollouts: sampled responses with log-probabilities and the environment's scores.
 
 use super::RlTask;
+use super::advantages::{groups_without_spread, overlong_penalty};
+use crate::batching::DataOrder;
 use crate::policy::Example;
 use crate::{Metrics, TrainError};
+use querl_core::config::RlConfig;
 use querl_core::ports::{CallTimings, PluginActivity};
 use querl_core::records::{EpisodeRecord, Rejection};
 use querl_model::Generated;
@@ -16,9 +19,14 @@ pub(super) struct Query {
     pub(super) first_sample: usize,
 }
 
-/// The queries for some rows. A row that comes twice (where an epoch ends within the batch) gets further samples.
-pub(super) fn queries(rows: &[usize], n_samples: usize) -> Vec<Query> {
+/// The queries for some rows. A row that comes twice (where an epoch ends within the batch), or was among the `earlier` queries of the
+/// batch, gets further samples.
+pub(super) fn queries<'a>(rows: &[usize], n_samples: usize, earlier: impl Iterator<Item = &'a Query>) -> Vec<Query> {
     let mut seen: BTreeMap<usize, usize> = BTreeMap::new();
+    for Query { row, first_sample } in earlier {
+        let last = seen.entry(*row).or_default();
+        *last = (*last).max(*first_sample);
+    }
     let query = |&row: &usize| {
         let first_sample = *seen.entry(row).and_modify(|n| *n += n_samples).or_insert(0);
         Query { row, first_sample }
@@ -62,6 +70,17 @@ impl Timings {
     }
 }
 
+/// Queries whose samples all had one score, and which others of the same batch replaced (`rl.dynamic_sampling`).
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct ResampledQueries {
+    /// Times that queries were replaced.
+    pub(super) n_rounds: usize,
+    pub(super) queries: Vec<Query>,
+    n_episodes: usize,
+    /// Episodes without a score, by code.
+    dropped: BTreeMap<String, u64>,
+}
+
 /// A batch of rollouts in progress; a checkpoint keeps it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct PartialBatch {
@@ -76,6 +95,8 @@ pub(super) struct PartialBatch {
     /// Unscored responses to the queries that follow, as far as they are generated.
     #[serde(default)]
     pub(super) generated: Vec<Vec<Generated>>,
+    #[serde(default)]
+    pub(super) resampled: ResampledQueries,
     /// Metrics of [`check_rollout`](super::rollout_check::check_rollout), where it ran while the policy was available.
     pub(super) check: Metrics,
     pub(super) timings: Timings,
@@ -91,6 +112,7 @@ impl PartialBatch {
             queries,
             responses: Vec::new(),
             generated: Vec::new(),
+            resampled: ResampledQueries::default(),
             check: Metrics::new(),
             timings: Timings::default(),
             plugins: BTreeMap::new(),
@@ -99,6 +121,45 @@ impl PartialBatch {
 
     pub(super) fn is_complete(&self, n_samples: usize) -> bool {
         self.responses.len() == self.queries.len() * n_samples
+    }
+
+    /// With `rl.dynamic_sampling`, replaces the queries of a complete batch whose samples all have one score by the next ones in `order`,
+    /// at most `rl.max_resampled_batches` times. Returns whether responses are missing now.
+    ///
+    /// A checkpoint has either a batch before this call or one after it: the queries that follow depend on scores and `order` alone.
+    ///
+    /// Source: Yu et al. 2025, "DAPO", section 3.2. As in ms-swift, the queries that are left after the last time stay in the batch.
+    pub(super) fn resample(&mut self, task: &RlTask<'_>, order: &mut DataOrder) -> bool {
+        let (config, n_samples) = (task.config, task.config.n_samples);
+        if !config.dynamic_sampling || self.resampled.n_rounds >= config.max_resampled_batches {
+            return false;
+        }
+        let rollouts = learnable(task, self);
+        let scores: Vec<f32> = rollouts.iter().map(|rollout| rollout.penalised_score(config)).collect();
+        let groups: Vec<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
+        let anchor = config.anchor_baseline.map(|anchor| anchor as f32);
+        let replaced = groups_without_spread(&scores, &groups, anchor);
+        if replaced.is_empty() {
+            return false;
+        }
+        let n_before = self.resampled.queries.len();
+        let mut responses = std::mem::take(&mut self.responses).into_iter();
+        for query in std::mem::take(&mut self.queries) {
+            let of_query: Vec<ScoredResponse> = responses.by_ref().take(n_samples).collect();
+            if replaced.contains(&query.row) {
+                self.resampled.n_episodes += of_query.len();
+                add_drops(&mut self.resampled.dropped, &drops(of_query.iter().map(|response| &response.record)));
+                self.resampled.queries.push(query);
+            } else {
+                self.responses.extend(of_query);
+                self.queries.push(query);
+            }
+        }
+        let rows = order.take(self.resampled.queries.len() - n_before);
+        let further = queries(&rows, n_samples, self.queries.iter().chain(&self.resampled.queries));
+        self.queries.extend(further);
+        self.resampled.n_rounds += 1;
+        true
     }
 }
 
@@ -115,8 +176,27 @@ pub(super) struct Rollout {
     pub(super) record: EpisodeRecord,
 }
 
+impl Rollout {
+    /// The environment's score, less the penalties of truncated and of overlong responses.
+    ///
+    /// Source: TRL's `missing_eos_penalty`; [`overlong_penalty`].
+    pub(super) fn penalised_score(&self, config: &RlConfig) -> f32 {
+        let missing_eos = if self.truncated { config.missing_eos_penalty as f32 } else { 0.0 };
+        self.score - missing_eos - self.overlong_penalty(config) as f32
+    }
+
+    pub(super) fn overlong_penalty(&self, config: &RlConfig) -> f64 {
+        let RlConfig { max_new_tokens, overlong_buffer_len, overlong_penalty_factor, .. } = *config;
+        overlong_penalty(self.example.response.len(), max_new_tokens, overlong_buffer_len, overlong_penalty_factor)
+    }
+}
+
 pub(super) struct RolloutBatch {
     pub(super) rollouts: Vec<Rollout>,
+    pub(super) n_queries: usize,
+    /// Where `rl.dynamic_sampling` is on.
+    pub(super) resampled: Option<ResampledQueries>,
+    /// Also of replaced queries, as are the dropped ones.
     pub(super) n_episodes: usize,
     /// Episodes without a score, by code.
     pub(super) dropped: BTreeMap<String, u64>,
@@ -130,10 +210,13 @@ impl RolloutBatch {
     pub(super) fn new(task: &RlTask<'_>, partial: PartialBatch) -> Result<Self, TrainError> {
         let records = || partial.responses.iter().map(|response| &response.record);
         check_drops(task, partial.step, records())?;
-        let (n_episodes, dropped) = (partial.responses.len(), drops(records()));
+        let n_episodes = partial.responses.len() + partial.resampled.n_episodes;
+        let mut dropped = drops(records());
+        add_drops(&mut dropped, &partial.resampled.dropped);
         let rollouts = learnable(task, &partial);
-        let PartialBatch { check, timings, plugins, .. } = partial;
-        Ok(Self { rollouts, n_episodes, dropped, check, timings, plugins })
+        let PartialBatch { queries, resampled, check, timings, plugins, .. } = partial;
+        let resampled = task.config.dynamic_sampling.then_some(resampled);
+        Ok(Self { rollouts, n_queries: queries.len(), resampled, n_episodes, dropped, check, timings, plugins })
     }
 
     pub(super) fn n_tokens(&self) -> usize {
@@ -184,13 +267,22 @@ fn drops<'a>(records: impl Iterator<Item = &'a EpisodeRecord>) -> BTreeMap<Strin
     codes
 }
 
+fn add_drops(sums: &mut BTreeMap<String, u64>, drops: &BTreeMap<String, u64>) {
+    for (code, n) in drops {
+        *sums.entry(code.clone()).or_default() += n;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::{Query, queries};
+    use std::iter::empty;
 
     #[test]
     fn a_row_that_comes_twice_gets_further_samples() {
         let query = |row, first_sample| Query { row, first_sample };
-        assert_eq!(queries(&[7, 3, 7], 2), [query(7, 0), query(3, 0), query(7, 2)]);
+        assert_eq!(queries(&[7, 3, 7], 2, empty()), [query(7, 0), query(3, 0), query(7, 2)]);
+        let earlier = [query(7, 2), query(3, 0), query(7, 0)];
+        assert_eq!(queries(&[3, 7, 5, 7], 2, earlier.iter()), [query(3, 2), query(7, 4), query(5, 0), query(7, 6)]);
     }
 }

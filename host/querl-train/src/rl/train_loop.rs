@@ -209,7 +209,8 @@ impl<'a> Trainer<'a> {
                 let policy = self.rollout_policy.as_ref().unwrap_or(task.policy);
                 let (mesh, timer) = (&self.rollout_mesh, task.fingerprint.map(|_| &self.timer));
                 let stops = (&AtomicBool::new(false), timer);
-                roll_out_training_queries(task, &mut self.generator, policy, mesh, stops, &mut partial)?;
+                let (generator, order) = (&mut self.generator, &mut self.order);
+                roll_out_training_queries(task, (generator, order), policy, mesh, stops, &mut partial)?;
             }
             let is_complete = partial.is_complete(task.config.n_samples);
             if is_complete {
@@ -252,10 +253,11 @@ impl<'a> Trainer<'a> {
         let policy = task.policy.snapshot()?;
         let mut partial = self.next_queries(step + 1, step - 1);
         let cancel = AtomicBool::new(false);
-        let (generator, learner, mesh) = (&mut self.generator, &mut self.learner, &self.rollout_mesh);
+        let (learner, mesh) = (&mut self.learner, &self.rollout_mesh);
+        let source = (&mut self.generator, &mut self.order);
         let (learned, rolled_out) = thread::scope(|scope| {
-            let rollout = scope
-                .spawn(|| roll_out_training_queries(task, generator, &policy, mesh, (&cancel, None), &mut partial));
+            let rollout =
+                scope.spawn(|| roll_out_training_queries(task, source, &policy, mesh, (&cancel, None), &mut partial));
             let learned = learner.learn(task, batch, step);
             cancel.store(learned.is_err(), Ordering::Relaxed);
             (learned, rollout_pipeline::join(rollout, "generation"))
@@ -269,7 +271,8 @@ impl<'a> Trainer<'a> {
 
     fn next_queries(&mut self, step: u64, policy_version: u64) -> PartialBatch {
         let config = self.task.config;
-        PartialBatch::new(step, policy_version, queries(&self.order.take(config.batch_size), config.n_samples))
+        let rows = self.order.take(config.batch_size);
+        PartialBatch::new(step, policy_version, queries(&rows, config.n_samples, std::iter::empty()))
     }
 
     /// Records the metrics of the step that was just taken, and warns.
@@ -320,11 +323,12 @@ impl<'a> Trainer<'a> {
     }
 }
 
-/// Generates and scores responses to training queries. With `rl.off_by_one` the complete batch is checked against the training
-/// pass here, since the policy that generated it has changed by the time it is learned from.
+/// Generates and scores responses to training queries; with `rl.dynamic_sampling`, also to those that take the place of queries without
+/// variance. With `rl.off_by_one` the complete batch is checked against the training pass here, since the policy that generated it has
+/// changed by the time it is learned from.
 fn roll_out_training_queries(
     task: &RlTask<'_>,
-    generator: &mut Generator<'_>,
+    (generator, order): (&mut Generator<'_>, &mut DataOrder),
     policy: &LoraAdapter,
     mesh: &Mesh,
     (cancel, timer): (&AtomicBool, Option<&SaveTimer>),
@@ -334,6 +338,9 @@ fn roll_out_training_queries(
     let (data, decoding) = (&task.train, Decoding::Sample);
     let request = RolloutRequest { data, policy, decoding, n_samples, mesh, cancel, timer };
     rollout_pipeline::complete(task, generator, &request, partial)?;
+    while partial.is_complete(n_samples) && partial.resample(task, order) {
+        rollout_pipeline::complete(task, generator, &request, partial)?;
+    }
     if task.config.off_by_one && partial.is_complete(n_samples) && partial.check.is_empty() {
         let (rollouts, step) = (learnable(task, partial), partial.step);
         partial.check = match task.rollouts {

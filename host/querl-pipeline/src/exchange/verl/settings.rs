@@ -7,7 +7,9 @@ use crate::exchange::folder::HERE;
 use crate::exchange::mapping::{Mapping, flag, float};
 use crate::exchange::source::ExportedRun;
 use crate::failure::Stop;
-use querl_core::config::{Config, CriticKind, KlEstimator, KlPlacement, LrScheduler, RlAlgorithm, RlConfig};
+use querl_core::config::{
+    Config, CriticKind, KlEstimator, KlPlacement, LrScheduler, PolicyLossKind, RlAlgorithm, RlConfig,
+};
 
 /// The machines of a training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,19 +120,27 @@ fn data_and_reward(m: &mut Mapping, run: &ExportedRun, sizes: &Sizes) {
 }
 
 fn algorithm(m: &mut Mapping, rl: &RlConfig) {
-    let (estimator, by_deviation, average) = match rl.algorithm {
-        RlAlgorithm::Ppo => ("gae", true, "token-mean"),
-        RlAlgorithm::Grpo => ("grpo", true, "seq-mean-token-mean"),
-        RlAlgorithm::DrGrpo => ("grpo", false, "seq-mean-token-sum-norm"),
-        RlAlgorithm::Rloo => ("rloo", true, "token-mean"),
-        RlAlgorithm::ReinforcePlusPlus => ("reinforce_plus_plus", true, "token-mean"),
+    let (estimator, by_deviation) = match rl.algorithm {
+        RlAlgorithm::Ppo => ("gae", true),
+        RlAlgorithm::Grpo | RlAlgorithm::Raft => ("grpo", true),
+        RlAlgorithm::DrGrpo => ("grpo", false),
+        RlAlgorithm::Rloo => ("rloo", true),
+        RlAlgorithm::ReinforcePlusPlus => ("reinforce_plus_plus", true),
     };
-    let settings = [
-        ("algorithm.adv_estimator", estimator.to_owned()),
-        ("algorithm.norm_adv_by_std_in_grpo", flag(by_deviation)),
-        ("actor_rollout_ref.actor.loss_agg_mode", average.to_owned()),
-    ];
-    m.set("rl.algorithm", &settings, "");
+    let settings =
+        [("algorithm.adv_estimator", estimator.to_owned()), ("algorithm.norm_adv_by_std_in_grpo", flag(by_deviation))];
+    if rl.algorithm == RlAlgorithm::Raft {
+        m.none("rl.algorithm", "verl has no RAFT: GRPO takes its place");
+        settings.into_iter().for_each(|(name, value)| m.fixed(name, value));
+    } else {
+        m.set("rl.algorithm", &settings, "");
+    }
+    let average = rl.loss_agg_in_force().name();
+    m.set("rl.loss_agg", &[("actor_rollout_ref.actor.loss_agg_mode", average.to_owned())], "");
+    m.none("rl.anchor_baseline", "a group of verl has its samples alone");
+    let filter = [("algorithm.filter_groups.enable", flag(rl.dynamic_sampling))];
+    m.set("rl.dynamic_sampling", &filter, "by the reward, until the batch is complete");
+    m.none("rl.max_resampled_batches", "verl replaces groups until the batch is complete");
     m.none("rl.advantage_form", "verl has advantages and ratios per token");
     m.set("rl.gamma", &[("algorithm.gamma", float(rl.gamma))], "");
     m.set("rl.gae_lambda", &[("algorithm.lam", float(rl.gae_lambda))], "");
@@ -139,6 +149,8 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
     m.none("rl.normalize_rewards", "verl does not scale scores");
     m.none("rl.reward_clip", "verl does not clip scores");
     m.none("rl.missing_eos_penalty", "the reward of verl does not see whether a response ended");
+    m.none("rl.overlong_buffer_len", "verl has it in its reward manager `dapo` alone (`overlong_buffer_cfg`)");
+    m.none("rl.overlong_penalty_factor", "used with `rl.overlong_buffer_len` alone");
     m.none("rl.max_drop_rate", "verl does not stop where many responses have no score");
     m.none("rl.record", "verl writes the texts alone, to `trainer.rollout_data_dir`");
 }
@@ -171,9 +183,16 @@ fn kl(m: &mut Mapping, rl: &RlConfig) {
 
 fn losses(m: &mut Mapping, rl: &RlConfig) {
     let actor = |name: &str| format!("actor_rollout_ref.actor.{name}");
-    let clips = ["clip_ratio", "clip_ratio_low", "clip_ratio_high"].map(actor);
+    let clips = ["clip_ratio", "clip_ratio_low"].map(actor);
     let clip_range = clips.each_ref().map(|name| (name.as_str(), float(rl.clip_range)));
     m.set("rl.clip_range", &clip_range, "");
+    let high = float(rl.clip_range_high.unwrap_or(rl.clip_range));
+    m.set("rl.clip_range_high", &[(actor("clip_ratio_high").as_str(), high)], "that of `rl.clip_range` where not set");
+    let loss_mode = match rl.policy_loss {
+        PolicyLossKind::Ppo => "vanilla",
+        PolicyLossKind::Gspo | PolicyLossKind::Cispo => rl.policy_loss.name(),
+    };
+    m.set("rl.policy_loss", &[(actor("policy_loss.loss_mode").as_str(), loss_mode.to_owned())], "");
     let dual_clip = if rl.dual_clip > 1.0 { float(rl.dual_clip) } else { NO_LIMIT.to_owned() };
     m.set("rl.dual_clip", &[("actor_rollout_ref.actor.clip_ratio_c", dual_clip)], "0 is a bound that is never reached");
     let clip_value = if rl.clip_range_value > 0.0 { float(rl.clip_range_value) } else { NO_LIMIT.to_owned() };
@@ -398,6 +417,23 @@ mod tests {
         let lost = mapping.without_equivalent();
         assert!(lost.len() == 1 && lost[0].starts_with("rl.kl_target = 6.0: verl's adaptive controller"), "{lost:?}");
         assert!(mapping.to_markdown("verl").contains("| `rl.kl_target` | `6.0` | none | verl's"));
+    }
+
+    #[test]
+    fn dapo_is_clip_higher_token_mean_and_filtered_groups() {
+        let text = "[rl]\nalgorithm = \"grpo\"\nn_samples = 4\nclip_range_high = 0.28\nloss_agg = \"token-mean\"\ndynamic_sampling = true\n\
+                    policy_loss = \"cispo\"\noverlong_buffer_len = 20\n";
+        let mapping = mapped(&run(text));
+        let value = |name: &str| mapping.value(name).unwrap_or_else(|| panic!("{name}"));
+        let actor = |name: &str| value(&format!("actor_rollout_ref.actor.{name}"));
+        assert_eq!((actor("clip_ratio_low"), actor("clip_ratio_high")), ("0.2", "0.28"));
+        assert_eq!((actor("loss_agg_mode"), actor("policy_loss.loss_mode")), ("token-mean", "cispo"));
+        assert_eq!(value("algorithm.filter_groups.enable"), "True");
+        let lost = mapping.without_equivalent();
+        assert!(lost.len() == 1 && lost[0].starts_with("rl.overlong_buffer_len = 20: verl has it"), "{lost:?}");
+        let plain = mapped(&run("[rl]\nalgorithm = \"grpo\"\nn_samples = 4\n"));
+        assert_eq!(plain.value("actor_rollout_ref.actor.clip_ratio_high"), Some("0.2"));
+        assert_eq!(plain.value("actor_rollout_ref.actor.policy_loss.loss_mode"), Some("vanilla"));
     }
 
     #[test]

@@ -4,7 +4,7 @@ use super::support::{Model, Scorer, bits, config as common, plain_text, rejectio
 use crate::TrainError;
 use crate::rl::{RlSummary, train};
 use crate::testing::Recorder;
-use querl_core::config::{AdvantageForm, CriticKind, RlAlgorithm, RlConfig};
+use querl_core::config::{AdvantageForm, CriticKind, PolicyLossKind, RlAlgorithm, RlConfig};
 use querl_core::ports::PolicyResponse;
 use querl_model::{LoraAdapter, LoraSettings};
 
@@ -108,12 +108,16 @@ fn policies_learn_to_write_plain_text() {
         grouped(RlAlgorithm::DrGrpo),
         grouped(RlAlgorithm::Rloo),
         grouped(RlAlgorithm::ReinforcePlusPlus),
+        grouped(RlAlgorithm::Raft),
+        RlConfig { policy_loss: PolicyLossKind::Gspo, ..grouped(RlAlgorithm::Grpo) },
+        RlConfig { policy_loss: PolicyLossKind::Cispo, clip_range_high: Some(0.28), ..grouped(RlAlgorithm::Grpo) },
     ] {
         let config = RlConfig { max_steps: 50, mini_batch_size: 32, ..config };
         let (summary, recorder, _) = run(&model, &config, false);
         summary.unwrap();
         let (first, last) = (recorder.mean("avg_reward", 1..11), recorder.mean("avg_reward", 41..51));
-        assert!(last > 0.8 && last > first + 0.2, "{:?}: {first} to {last}", config.algorithm);
+        let kind = (config.algorithm, config.policy_loss);
+        assert!(last > 0.8 && last > first + 0.2, "{kind:?}: {first} to {last}");
     }
 }
 
@@ -155,5 +159,16 @@ fn a_truncated_response_has_the_missing_eos_penalty() {
     let truncated = recorder.get(1, "response_length/clip_ratio");
     assert!(truncated > 0.0, "the random model hardly ever stops by itself");
     let expected = recorder.get(1, "avg_reward") - 5.0 * truncated;
+    assert!((recorder.get(1, "critic/rewards/mean") - expected).abs() < 1e-4);
+}
+
+/// Without KL a reward is the score with the penalty, whose mean is a metric.
+#[test]
+fn long_responses_have_the_overlong_penalty() {
+    let overlong = RlConfig { overlong_buffer_len: 6, overlong_penalty_factor: 2.0, ..config() };
+    let (_, recorder, _) = run(&Model::new(), &RlConfig { kl_coef: 0.0, max_steps: 1, ..overlong }, false);
+    let (mean, share) = (recorder.get(1, "overlong_reward"), recorder.get(1, "overlong"));
+    assert!((-2.0..0.0).contains(&mean) && share > 0.0, "{mean} {share}");
+    let expected = recorder.get(1, "critic/score/mean") + mean;
     assert!((recorder.get(1, "critic/rewards/mean") - expected).abs() < 1e-4);
 }

@@ -328,8 +328,8 @@ impl Run {
         self.environment.log.lock().unwrap().clone()
     }
 
-    /// The content of every file that a finished run of an algorithm with a critic leaves.
-    fn files(&self) -> Vec<(&'static str, Vec<u8>)> {
+    /// The content of every file that a finished run leaves; `None` for those of a critic where there is none.
+    fn files(&self) -> Vec<(&'static str, Option<Vec<u8>>)> {
         let names = [
             "best/adapter_config.json",
             "best/adapter_model.safetensors",
@@ -338,7 +338,12 @@ impl Run {
             "last/adapter_model.safetensors",
             "last/critic/value_head.safetensors",
         ];
-        names.map(|name| (name, std::fs::read(self.folder.path().join(name)).unwrap())).into()
+        let read = |name: &str| {
+            let content = std::fs::read(self.folder.path().join(name)).ok();
+            assert!(content.is_some() || name.contains("critic"), "{name} is missing");
+            content
+        };
+        names.map(|name| (name, read(name))).into()
     }
 
     /// The records of steps (`rl.record`), by name.
