@@ -86,7 +86,8 @@ fn the_number_of_parts_and_the_number_of_ranks_change_no_replacement() {
 #[test]
 fn a_run_interrupted_at_any_call_leaves_what_an_uninterrupted_one_leaves() {
     let model = Model::new();
-    let faults: [(bool, fn(usize) -> Fault); 3] = [(false, Fault::Kill), (true, Fault::Kill), (true, Fault::Stop)];
+    type At = fn(usize) -> Fault;
+    let faults: [(bool, At); 3] = [(false, Fault::Kill), (true, Fault::Kill), (true, Fault::Stop)];
     for (off_by_one, fault) in faults {
         let config = RlConfig { off_by_one, ..config() };
         let expected = complete(1, &model, &config);
