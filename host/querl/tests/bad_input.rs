@@ -16,7 +16,7 @@ fn unusable_configuration_is_reported() {
         (
             "max_steps = 2\nbatch",
             "max_steps = \"2\"\nbatch",
-            "querl.toml:28: rl.max_steps is \"2\"; expected an integer",
+            "querl.toml:29: rl.max_steps is \"2\"; expected an integer",
         ),
         ("[judge]", "[judge", "querl.toml:12: not valid TOML: unclosed table, expected `]`"),
         ("tenant = \"fivedoctors\"", "", "querl.toml: the key tenant is missing; expected a string"),
@@ -38,17 +38,17 @@ fn unusable_configuration_is_reported() {
         (
             "max_steps = 2\nbatch",
             "algorithm = \"grpo\"\nmax_steps = 2\nbatch",
-            "querl.toml:27: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2",
+            "querl.toml:28: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2",
         ),
         (
             "max_steps = 2\nbatch",
             "min_new_tokens = 900\nmax_steps = 2\nbatch",
-            "querl.toml:28: rl.min_new_tokens is 900; expected at most rl.max_new_tokens, 8",
+            "querl.toml:29: rl.min_new_tokens is 900; expected at most rl.max_new_tokens, 8",
         ),
         (
             "[rl]",
             "lora_target_modules = [\"query\"]\n[rl]",
-            "querl.toml:27: sft.lora_target_modules is \"query\"; expected all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+            "querl.toml:28: sft.lora_target_modules is \"query\"; expected all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
         ),
     ];
     for (from, to, expected) in cases {

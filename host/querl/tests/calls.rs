@@ -807,8 +807,11 @@ fn every_documented_metric_is_recorded_and_every_recorded_metric_is_documented()
     let judge = format!("kind = \"openai\"\nbase_url = \"{}/v1\"\nmodel = \"j\"\napi_key_env = \"\"", server.url());
     project.edit("kind = \"rubric\"", &judge);
     project.edit("[rl]\nmax_steps = 2", "[rl]\nmax_steps = 3\nsave_steps = 1\nmax_drop_rate = 1.0");
-    let conditions: [&[&str]; 2] =
-        [&[], &["rl.algorithm=\"grpo\"", "rl.n_samples=2", "rl.kl_placement=\"loss\"", "rl.off_by_one=true"]];
+    let conditions: [&[&str]; 3] = [
+        &[],
+        &["rl.algorithm=\"grpo\"", "rl.n_samples=2", "rl.kl_placement=\"loss\"", "rl.off_by_one=true"],
+        &["rl.algorithm=\"raft\"", "rl.n_samples=2", "rl.dynamic_sampling=true", "rl.overlong_buffer_len=2"],
+    ];
     let mut recorded = BTreeSet::new();
     for sets in conditions {
         let sets = sets.iter().flat_map(|set| ["--set", *set]);
