@@ -121,15 +121,16 @@ const UNFINISHED: &str = ".querl-";
 /// An I/O error.
 pub fn remove_unfinished(folder: &Path) -> io::Result<()> {
     for entry in std::fs::read_dir(folder)? {
-        let entry = entry?;
-        let kind = entry.file_type()?;
-        let removed = if kind.is_dir() {
-            remove_unfinished(&entry.path())
-        } else if kind.is_file() && entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
-            std::fs::remove_file(entry.path())
-        } else {
-            Ok(())
-        };
+        let removed = entry.and_then(|entry| {
+            let kind = entry.file_type()?;
+            if kind.is_dir() {
+                remove_unfinished(&entry.path())
+            } else if kind.is_file() && entry.file_name().to_string_lossy().starts_with(UNFINISHED) {
+                std::fs::remove_file(entry.path())
+            } else {
+                Ok(())
+            }
+        });
         match removed {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             removed => removed?,

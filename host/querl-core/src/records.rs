@@ -1091,18 +1091,23 @@ pub struct SystemAnswer {
 /// What a second retriever finds with a rewrite.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SecondHits {
-    /// Name of the retriever: `lexical` or `semantic`.
+    /// Name of the retriever: `lexical`, `semantic` or [`Self::MODEL_OF_TRAINING`].
     pub retriever: String,
     /// Ids of the passages, best first.
     pub ids: Vec<String>,
 }
 
+impl SecondHits {
+    /// Name of a semantic retriever whose embedding model is that of the first retriever.
+    pub const MODEL_OF_TRAINING: &str = "semantic, the model of training";
+}
+
 /// Sampled responses to one query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SampleCounts {
-    /// Number of samples.
+    /// Number of samples, without those whose retrieval failed.
     pub n: usize,
-    /// Samples whose first hit is a gold passage. A failed retrieval is a miss.
+    /// Samples whose first hit is a gold passage.
     pub n_gold_first: usize,
 }
 

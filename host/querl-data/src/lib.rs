@@ -35,7 +35,7 @@ pub use request_log::lines::{LoggedFeedback, LoggedRewrite, RequestLogLine, day_
 pub use request_log::{DamagedLine, LogTableReport, LogTableSettings, table_from_log};
 pub use retrieval::{
     EmbeddedRetriever, LocalModels, Passage, RetrievalBackend, RetrievalLimits, SecondRetriever, TextEncoder,
-    WordSegmenter, open_retrieval_backend, open_retriever, read_passages,
+    WordSegmenter, open_retrieval_backend, open_retriever, read_passages, retrieval_language,
 };
 pub use rollout::RolloutServer;
 pub use stages::{

@@ -44,7 +44,8 @@ fn second_text(evaluation: &Evaluation) -> String {
         systems.push(std::iter::once(name.to_owned()).chain(cells).collect());
     }
     let pairs = differences_grid(evaluation, &second.pairs, &SecondEvaluation::METRICS);
-    let title = format!("on a second retriever ({}), which training never asked", second.retriever);
+    let never_asked = if second.is_of_training() { "" } else { ", which training never asked" };
+    let title = format!("on a second retriever ({}){never_asked}", second.retriever);
     format!("\n{title}\n{}\n{}", blocks(&systems), blocks(&pairs))
 }
 

@@ -45,16 +45,27 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
         second.and_then(|second| second.pairs.get(&format!("rl-{rival}"))?.get(&Metric::Top1).copied().flatten())
     };
     let is_compared = RIVALS.iter().any(|(rival, _)| on_second(rival).is_some());
-    let elsewhere = match second.filter(|_| is_compared) {
-        Some(second) => format!(
-            "On a second retriever ({}), which training never asked, RL {}.",
-            second.retriever,
-            comparisons(Metric::Top1, &on_second)
-        ),
+    let elsewhere = match second {
+        Some(second) if is_compared => {
+            let never_asked = if second.is_of_training() { "" } else { ", which training never asked" };
+            let (retriever, found) = (&second.retriever, comparisons(Metric::Top1, &on_second));
+            format!("On a second retriever ({retriever}){never_asked}, RL {found}.")
+        }
+        Some(second) => {
+            let why = match evaluation.n_gold {
+                0 => "no query has gold passages",
+                _ => "nothing can be compared there",
+            };
+            let retriever = &second.retriever;
+            format!(
+                "A second retriever ({retriever}) was asked, but {why}, so it is not known whether this holds on it."
+            )
+        }
         None => "No second retriever was asked, so it is not known whether this holds on another one.".to_owned(),
     };
-    let [raw, sft] = ["raw", "sft"].map(|rival| Outcome::of(found(rival, metric)));
-    vec![first, elsewhere, conclusion(raw, sft, Outcome::of(on_second("sft"))).to_owned()]
+    let here = ["raw", "sft"].map(|rival| Outcome::of(found(rival, metric)));
+    let there = ["raw", "sft"].map(|rival| Outcome::of(on_second(rival)));
+    vec![first, elsewhere, conclusion(here, there).to_owned()]
 }
 
 /// `is better than SFT (+20.5 [+5.4, +34.0]), and not shown to differ from the teacher (+1.0 [-3.0, +5.0])`.
@@ -77,27 +88,33 @@ fn comparisons(metric: Metric, found: &dyn Fn(&str) -> Option<Difference>) -> St
     format!("{raw}, {sft}, and {teacher}")
 }
 
-/// From RL against the raw queries and SFT, and RL against SFT on the second retriever.
-fn conclusion(raw: Outcome, sft: Outcome, sft_on_second: Outcome) -> &'static str {
+/// From RL against the raw queries and SFT: `here` on the retriever of its training, `there` on the second one.
+fn conclusion(here: [Outcome; 2], there: [Outcome; 2]) -> &'static str {
     use Outcome::{Better, Missing, NotShown, Worse};
-    match (raw, sft, sft_on_second) {
-        (Worse, _, _) => "RL did not earn its cost: the queries as users write them do better.",
-        (_, Worse, _) => "RL did not earn its cost: SFT alone does better.",
-        (Better, Better, Better) => "RL earned its cost: it adds to SFT on both retrievers.",
-        (Better, Better, Worse) => {
-            "RL did not earn its cost: it learned the retriever of its training, and loses to SFT on another one."
-        }
-        (Better, Better, NotShown) => {
-            "RL earned its cost on the retriever of its training alone: on another one no gain over SFT is shown."
-        }
-        (Better, Better, Missing) => "RL earned its cost on the retriever of its training.",
-        (NotShown | Missing, Better, _) => {
+    match here {
+        [Worse, _] => "RL did not earn its cost: the queries as users write them do better.",
+        [_, Worse] => "RL did not earn its cost: SFT alone does better.",
+        [Better, Better] => match there {
+            [Worse, _] => "RL did not earn its cost: on another retriever the queries as users write them do better.",
+            [_, Worse] => {
+                "RL did not earn its cost: it learned the retriever of its training, and loses to SFT on another one."
+            }
+            [NotShown, _] => {
+                "RL earned its cost on the retriever of its training alone: on another one no gain over the raw queries is shown."
+            }
+            [_, NotShown] => {
+                "RL earned its cost on the retriever of its training alone: on another one no gain over SFT is shown."
+            }
+            [Better, Better] => "RL earned its cost: it adds to SFT on both retrievers.",
+            [Missing, _] | [_, Missing] => "RL earned its cost on the retriever of its training.",
+        },
+        [NotShown | Missing, Better] => {
             "It is not shown that RL earned its cost: it adds to SFT, but not shown to the queries as users write them."
         }
-        (Better, NotShown | Missing, _) => {
+        [Better, NotShown | Missing] => {
             "It is not shown that RL earned its cost: it is better than the raw queries, but not shown to be better than SFT alone."
         }
-        (NotShown | Missing, NotShown | Missing, _) => {
+        [NotShown | Missing, NotShown | Missing] => {
             "It is not shown that RL earned its cost: no gain over the raw queries or over SFT is shown."
         }
     }
@@ -109,7 +126,7 @@ mod tests {
     use super::Outcome::{Better, Missing, NotShown, Worse};
     use super::*;
     use crate::evaluation::{Lookups, SecondEvaluation};
-    use querl_core::records::Split;
+    use querl_core::records::{SecondHits, Split};
     use std::collections::BTreeMap;
 
     fn difference(outcome: Outcome) -> Option<Difference> {
@@ -185,15 +202,28 @@ mod tests {
     #[test]
     fn second_sentence_says_where_no_second_retriever_was_asked() {
         let expected = "No second retriever was asked, so it is not known whether this holds on another one.";
-        for second in [None, Some([Missing; 3])] {
-            assert_eq!(rl_verdict(&evaluation(Metric::Top1, [Better; 3], second))[1], expected);
+        assert_eq!(rl_verdict(&evaluation(Metric::Top1, [Better; 3], None))[1], expected);
+        let mut asked = evaluation(Metric::Reward, [Better; 3], Some([Missing; 3]));
+        let said = |evaluation: &Evaluation| rl_verdict(evaluation).swap_remove(1);
+        assert!(said(&asked).starts_with("A second retriever (lexical) was asked, but nothing can be compared there"));
+        asked.n_gold = 0;
+        assert!(said(&asked).starts_with("A second retriever (lexical) was asked, but no query has gold passages, so"));
+    }
+
+    #[test]
+    fn training_is_not_said_to_lack_a_model_that_it_has() {
+        let mut evaluation = evaluation(Metric::Top1, [Better; 3], Some([Better; 3]));
+        if let Some(second) = &mut evaluation.second_retrieval {
+            second.retriever = SecondHits::MODEL_OF_TRAINING.into();
         }
+        let said = &rl_verdict(&evaluation)[1];
+        assert!(said.starts_with("On a second retriever (semantic, the model of training), RL is better"), "{said}");
     }
 
     #[test]
     fn every_combination_has_its_conclusion() {
-        let of = conclusion;
         let all = [Better, Worse, NotShown, Missing];
+        let of = |raw, sft, there| conclusion([raw, sft], [Better, there]);
         for (one, other) in all.into_iter().flat_map(|one| all.map(|other| (one, other))) {
             assert!(of(Worse, one, other).starts_with("RL did not earn its cost: the queries as users write them"));
             if one != Worse {
@@ -204,6 +234,18 @@ mod tests {
         assert!(of(Better, Better, Worse).contains("did not earn its cost: it learned the retriever"));
         assert!(of(Better, Better, NotShown).starts_with("RL earned its cost on the retriever of its training alone"));
         assert_eq!(of(Better, Better, Missing), "RL earned its cost on the retriever of its training.");
+        let on_second = |raw, sft| conclusion([Better, Better], [raw, sft]);
+        for sft in all {
+            assert!(on_second(Worse, sft).contains("on another retriever the queries as users write them do better"));
+        }
+        for raw in [Better, NotShown, Missing] {
+            assert!(on_second(raw, Worse).contains("loses to SFT on another one"));
+        }
+        for sft in [Better, NotShown, Missing] {
+            assert!(on_second(NotShown, sft).ends_with("on another one no gain over the raw queries is shown."));
+        }
+        assert!(on_second(Missing, NotShown).ends_with("no gain over SFT is shown."));
+        assert_eq!(on_second(Missing, Better), "RL earned its cost on the retriever of its training.");
         for open in [NotShown, Missing] {
             for second in all {
                 assert!(of(open, Better, second).contains("not shown that RL earned its cost: it adds to SFT"));

@@ -11,7 +11,7 @@ use querl_train::job::GeneratedResponse;
 const N_ROWS_AT_ONCE: usize = 16;
 
 /// Samples responses of a model to `rows` and adds their counts to `records`, the model's answers to the same rows in order. Queries without
-/// gold passages are sampled for no count and left out.
+/// gold passages are sampled for no count and left out. Returns the number of samples whose retrieval failed; they are not counted.
 ///
 /// # Errors
 /// Generation, the prompt plugin or every retrieval fails.
@@ -21,16 +21,19 @@ pub(crate) fn add(
     records: &mut [EvalRecord],
     scorer: &Scorer,
     progress: &dyn Progress,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<u64> {
     let places: Vec<usize> = (0..rows.len()).filter(|index| !rows[*index].metadata.query.gold_ids.is_empty()).collect();
     let sampled: Vec<DatasetRow> = places.iter().map(|index| rows[*index].clone()).collect();
     let mut counts: Vec<Option<SampleCounts>> = Vec::new();
+    let mut n_failed = 0;
     model.respond(&sampled, N_ROWS_AT_ONCE, &mut |responses| {
         // Calls in flight are paid for.
         let _at_safe_points = interrupt::at_safe_points();
         for responses in responses {
             let query = &sampled[counts.len()].metadata.query;
-            counts.push(count(query, &responses, scorer)?);
+            let (counted, n_failed_samples) = count(query, &responses, scorer)?;
+            counts.push(counted);
+            n_failed += n_failed_samples as u64;
         }
         progress.update(counts.len() as u64, sampled.len() as u64, "samples for pass@k");
         Ok(interrupt::check()?)
@@ -40,25 +43,29 @@ pub(crate) fn add(
             answer.samples = counts;
         }
     }
-    Ok(())
+    Ok(n_failed)
 }
 
-/// `None` for a service that returns no passage ids.
+/// Counts of the samples whose retrieval succeeded, and the number of the others. `None` without a sample that can be counted, or for a
+/// service that returns no passage ids.
 fn count(
     query: &QueryRow,
     responses: &[GeneratedResponse],
     scorer: &Scorer,
-) -> Result<Option<SampleCounts>, EnvironmentError> {
+) -> Result<(Option<SampleCounts>, usize), EnvironmentError> {
     let parse = |response: &GeneratedResponse| Ok(scorer.read(&query.original_query, &response.text)?);
     let rewrites = responses.iter().map(parse).collect::<Result<Vec<String>, EnvironmentError>>()?;
     let searched: Vec<(&QueryRow, &str)> =
         rewrites.iter().filter(|rewrite| !rewrite.trim().is_empty()).map(|rewrite| (query, rewrite.as_str())).collect();
-    let found: Vec<Vec<Hit>> = scorer.hits_of(&searched)?.into_iter().map(Result::unwrap_or_default).collect();
-    if found.iter().flatten().any(|hit| hit.id.is_empty()) {
-        return Ok(None);
+    let n_searched = searched.len();
+    let found: Vec<Vec<Hit>> = scorer.hits_of(&searched)?.into_iter().filter_map(Result::ok).collect();
+    let n_failed = n_searched - found.len();
+    let n = responses.len() - n_failed;
+    if n == 0 || found.iter().flatten().any(|hit| hit.id.is_empty()) {
+        return Ok((None, n_failed));
     }
     let is_gold_first = |hits: &&Vec<Hit>| hits.first().is_some_and(|hit| query.gold_ids.contains(&hit.id));
-    Ok(Some(SampleCounts { n: responses.len(), n_gold_first: found.iter().filter(is_gold_first).count() }))
+    Ok((Some(SampleCounts { n, n_gold_first: found.iter().filter(is_gold_first).count() }), n_failed))
 }
 
 #[cfg(test)]
@@ -75,20 +82,22 @@ mod tests {
 
     /// The shop finds `p1` with every rewrite but `broken`; `garbage` is no rewrite.
     #[test]
-    fn unreadable_samples_and_failed_retrievals_are_misses() {
+    fn unreadable_samples_are_misses_and_failed_retrievals_are_not_counted() {
         let mut query = query("a");
         query.gold_ids = vec!["p1".into()];
         let responses = ["good", "poor", "broken", "garbage"].map(response);
         let counts = count(&query, &responses, &Shop::default().scorer()).unwrap();
-        assert_eq!(counts, Some(SampleCounts { n: 4, n_gold_first: 2 }));
+        assert_eq!(counts, (Some(SampleCounts { n: 3, n_gold_first: 2 }), 1));
         let response_form = ResponseForm { enable_thinking: Some(true), ..ResponseForm::default() };
         let shop = Shop::default();
         let thinking = shop.scorer_with(Services { response_form, ..shop.services() });
         let responses_of_thought = ["good", "<think>", "<think>?</think>\n\npoor", "</think>garbage"].map(response);
         let counts = count(&query, &responses_of_thought, &thinking).unwrap();
-        assert_eq!(counts, Some(SampleCounts { n: 4, n_gold_first: 1 }));
+        assert_eq!(counts, (Some(SampleCounts { n: 4, n_gold_first: 1 }), 0));
         query.gold_ids = vec!["p2".into()];
         let counts = count(&query, &responses, &Shop::default().scorer()).unwrap();
-        assert_eq!(counts, Some(SampleCounts { n: 4, n_gold_first: 0 }));
+        assert_eq!(counts, (Some(SampleCounts { n: 3, n_gold_first: 0 }), 1));
+        let broken = [response("broken")];
+        assert_eq!(count(&query, &broken, &Shop::default().scorer()).unwrap(), (None, 1));
     }
 }

@@ -3,7 +3,7 @@
 use crate::retrieval::embedding_model;
 use crate::run::Run;
 use anyhow::Context;
-use querl_core::config::SecondRetrieval;
+use querl_core::config::{Config, EmbeddingKind, SecondRetrieval};
 use querl_core::ports::{LocalModelError, Progress};
 use querl_core::records::{EvalRecord, SecondHits};
 use querl_data::{Passage, SecondRetriever, read_passages};
@@ -23,9 +23,29 @@ pub(crate) fn add(run: &Run, records: &mut [EvalRecord], progress: &dyn Progress
     let passages = read_passages(path)?;
     add_gold_terms(&passages, records);
     if let Some(retriever) = open(run, &passages, progress)? {
-        add_hits(&retriever, run.config.retrieval.top_k, records).context("eval.second_retrieval")?;
+        let name = if is_model_of_training(&run.config) { SecondHits::MODEL_OF_TRAINING } else { retriever.name() };
+        add_hits(&retriever, name, run.config.retrieval.top_k, records).context("eval.second_retrieval")?;
     }
     Ok(())
+}
+
+/// Opens the embedding model of a semantic second retriever.
+///
+/// # Errors
+/// The embedding model cannot be opened.
+pub(crate) fn check(config: &Config) -> anyhow::Result<()> {
+    match config.second_embedding_path() {
+        Some(path) if config.second_retrieval() == SecondRetrieval::Semantic => embedding_model(path).map(drop),
+        _ => Ok(()),
+    }
+}
+
+/// Whether the second retriever has the vectors that training asks.
+fn is_model_of_training(config: &Config) -> bool {
+    let embedding = &config.retrieval.embedding;
+    config.second_retrieval() == SecondRetrieval::Semantic
+        && embedding.kind == EmbeddingKind::Local
+        && config.second_embedding_path() == embedding.path.as_deref()
 }
 
 fn open(run: &Run, passages: &[Passage], progress: &dyn Progress) -> anyhow::Result<Option<SecondRetriever>> {
@@ -47,7 +67,12 @@ fn open(run: &Run, passages: &[Passage], progress: &dyn Progress) -> anyhow::Res
     }
 }
 
-fn add_hits(retriever: &SecondRetriever, top_k: usize, records: &mut [EvalRecord]) -> Result<(), LocalModelError> {
+fn add_hits(
+    retriever: &SecondRetriever,
+    name: &str,
+    top_k: usize,
+    records: &mut [EvalRecord],
+) -> Result<(), LocalModelError> {
     let mut known: HashMap<String, Vec<String>> = HashMap::new();
     for answer in records.iter_mut().filter_map(|record| record.outcome.as_mut().ok()) {
         let rewrite = &answer.candidate.rewrite;
@@ -59,7 +84,7 @@ fn add_hits(retriever: &SecondRetriever, top_k: usize, records: &mut [EvalRecord
                 ids
             }
         };
-        answer.second_retrieval = Some(SecondHits { retriever: retriever.name().to_owned(), ids });
+        answer.second_retrieval = Some(SecondHits { retriever: name.to_owned(), ids });
     }
     Ok(())
 }
@@ -110,7 +135,7 @@ mod tests {
     fn answers_get_the_hits_of_the_second_retriever_and_failed_ones_stay_failed() {
         let failed = EvalRecord { outcome: Err(Rejection::new("no_rewrite", "")), ..record("") };
         let mut records = [record("鱼油用量"), record(""), failed];
-        add_hits(&SecondRetriever::lexical(&passages()), 3, &mut records).unwrap();
+        add_hits(&SecondRetriever::lexical(&passages()), "lexical", 3, &mut records).unwrap();
         let found =
             |index: usize| records[index].outcome.as_ref().ok().and_then(|answer| answer.second_retrieval.clone());
         let hits = |ids: &[&str]| {

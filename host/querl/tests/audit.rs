@@ -93,6 +93,18 @@ fn an_honest_run_passes_the_check() {
 }
 
 #[test]
+fn a_check_of_too_few_steps_fails() {
+    let project = Project::new();
+    let text: String = (0..BATCH).map(|index| episode(0, index, "产品", true, 1.0)).collect();
+    std::fs::create_dir(project.path("run")).unwrap();
+    project.write("run/episodes.jsonl", &text);
+    project.querl(&["audit", "run"]).ok();
+    let said = project.querl(&["audit", "run", "--check"]);
+    assert_eq!(said.code, Some(3), "{said:#?}");
+    assert!(said.stderr.contains("run: not enough steps to audit: scored rollouts of 1 steps"), "{said:#?}");
+}
+
+#[test]
 fn what_cannot_be_audited_is_one_sentence_with_a_remedy() {
     let project = Project::new();
     for folder in ["bare", "empty"] {

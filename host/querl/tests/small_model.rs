@@ -121,6 +121,12 @@ fn what_cannot_be_used_is_refused_with_what_was_expected() {
     let expected =
         "--lines is 7; expected at least 8: each of 4 texts of the knowledge base, and as many conversations";
     assert_eq!(refused(&["--lines", "7"]), expected);
+    let config = project.read("querl.toml");
+    let said = project.refusal(&["model", "corpus", "querl.toml", "--out", "./querl.toml"], 2);
+    assert_eq!(said, "--out ./querl.toml: is an input and would be replaced; name another file");
+    assert_eq!(project.read("querl.toml"), config);
+    let twice = refused(&["--pretrain", "corpus.jsonl", "--out_model", "model"]);
+    assert_eq!(twice, "--pretrain corpus.jsonl: is the file of --out, too; name another file");
     let missing = refused(&["--set", "retrieval.knowledge_base=none.jsonl"]);
     assert!(missing.starts_with("--set retrieval.knowledge_base"), "{missing}");
     project.write("kb.jsonl", "{\"id\": \"a\", \"text\": \"★\"}\n");

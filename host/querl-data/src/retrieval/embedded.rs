@@ -5,7 +5,7 @@ use crate::error::DataError;
 use crate::judge::lexicon::QueryIntent;
 use crate::retrieval::embedding::{LocalModelCalls, query_prefix};
 use crate::retrieval::index::{PassageIndex, SourcesDigest, open_lexicon};
-use crate::retrieval::language::language;
+use crate::retrieval::language::retrieval_language;
 use crate::retrieval::lexicon_reranker::{CorpusCounts, LexiconReranker};
 use crate::retrieval::vocabulary::Vocabulary;
 use crate::retrieval::{LocalModels, Passage, RetrievalBackend, RetrievalLimits};
@@ -51,7 +51,7 @@ impl EmbeddedRetriever {
     pub fn open(config: &RetrievalConfig, models: &LocalModels) -> Result<Self, DataError> {
         let knowledge_base = required(config.knowledge_base.as_deref(), "knowledge_base")?;
         let embedder = models.embedder.clone();
-        let digest = SourcesDigest::of(knowledge_base, config, language(config), embedder.as_deref())?;
+        let digest = SourcesDigest::of(knowledge_base, config, retrieval_language(config), embedder.as_deref())?;
         let vocabulary = Vocabulary::open(config)?;
         let reranker = LexiconReranker::new(open_lexicon(config, &vocabulary.segmenter)?);
         let index = PassageIndex::open(knowledge_base, config, &digest, vocabulary, &reranker, embedder.as_deref())?;

@@ -20,7 +20,7 @@ const MAX_BYTES: usize = 256 << 10;
 
 /// The configured language; `auto` is resolved by the first passages of the knowledge base. Without one that can be read it is Chinese,
 /// whose segmentation splits words of all scripts.
-pub(crate) fn language(config: &RetrievalConfig) -> Language {
+pub fn retrieval_language(config: &RetrievalConfig) -> Language {
     match (config.language, config.knowledge_base.as_deref()) {
         (Language::Auto, Some(path)) => detect(&sample(path)),
         (Language::Auto, None) => Language::Zh,

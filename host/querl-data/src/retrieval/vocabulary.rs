@@ -2,7 +2,7 @@
 //! a query with one entry of a group finds passages with any.
 
 use crate::error::DataError;
-use crate::retrieval::language::{language, spaced_words};
+use crate::retrieval::language::{retrieval_language, spaced_words};
 use crate::table::read_text;
 use crate::text::{fold, normalise};
 use querl_core::config::{Language, RetrievalConfig};
@@ -27,7 +27,7 @@ impl Vocabulary {
             (None, None) => Segmenter::default(),
             (dictionary, _) => Segmenter::with_words(dictionary.as_deref(), synonyms.entries())?,
         };
-        let segmenter = segmenter.in_language(language(config));
+        let segmenter = segmenter.in_language(retrieval_language(config));
         let synonyms = synonyms.segmented_by(&segmenter);
         Ok(Self { segmenter, synonyms })
     }

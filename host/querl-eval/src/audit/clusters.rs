@@ -63,19 +63,20 @@ impl RepeatedTexts {
 }
 
 fn repeated(rows: &AuditRows<'_>, window: &Window) -> RepeatedTexts {
-    let many = if rows.has_gold { MANY_TARGETS } else { MANY_QUERIES };
-    let mut texts: BTreeMap<String, (usize, BTreeSet<usize>)> = BTreeMap::new();
+    // Episodes, targets with gold passages, and targets without.
+    let mut texts: BTreeMap<String, (usize, BTreeSet<usize>, BTreeSet<usize>)> = BTreeMap::new();
     for index in rows.within(window) {
         let row = &rows.rows[index];
-        let (n, targets) = texts.entry(normalised(&row.episode().policy.rewrite)).or_default();
+        let (n, gold, unknown) = texts.entry(normalised(&row.episode().policy.rewrite)).or_default();
         *n += 1;
+        let targets = if row.episode().gold_ids.is_empty() { unknown } else { gold };
         targets.insert(row.target);
     }
-    let counted = texts.into_iter().map(|(text, (n, targets))| (text, (n, targets.len())));
-    RepeatedTexts {
-        n_episodes: window.n_episodes,
-        texts: counted.filter(|(_, (_, n_targets))| *n_targets >= many).collect(),
-    }
+    let is_for_many = |(text, (n, gold, unknown)): (String, (usize, BTreeSet<usize>, BTreeSet<usize>))| {
+        let is_for_many = gold.len() >= MANY_TARGETS || unknown.len() >= MANY_QUERIES;
+        is_for_many.then(|| (text, (n, gold.len() + unknown.len())))
+    };
+    RepeatedTexts { n_episodes: window.n_episodes, texts: texts.into_iter().filter_map(is_for_many).collect() }
 }
 
 /// A term whose presence predicts the reward within queries, and not the quality.

@@ -92,6 +92,15 @@ impl Audit {
         self.signs.len()
     }
 
+    /// Why signs could not be looked for; `None` where they could.
+    pub fn not_audited(&self) -> Option<&str> {
+        if self.windows.is_empty() {
+            return Some(&self.verdict);
+        }
+        let is_blind = qualities(&self.measures).all(|one| one.change.is_none());
+        is_blind.then_some("nothing independent measures quality, so only the texts could be audited")
+    }
+
     /// One sentence: `no sign of reward hacking`, or the signs.
     pub fn verdict(&self) -> &str {
         &self.verdict

@@ -247,11 +247,11 @@ fn same_rewrite(evidence: &Evidence<'_>) -> Option<Sign> {
 
 /// Text that repeats itself, or changes without a rise of quality.
 fn text_drift(evidence: &Evidence<'_>) -> Vec<Sign> {
-    let moved = |name: &str| evidence.change_of(name).filter(|change| change.rises() || change.falls());
+    let risen = |name: &str| evidence.change_of(name).filter(Change::rises);
     let mut signs = Vec::new();
     let from_to = |change: &Change| format!("from {:.3} to {:.3}", change.early, change.late);
-    if let Some(found) = moved("distinct_share").filter(|one| one.late < DISTINCT && one.interval.mean <= DISTINCT_FALL)
-    {
+    let distinct = evidence.change_of("distinct_share").filter(Change::falls);
+    if let Some(found) = distinct.filter(|one| one.late < DISTINCT && one.interval.mean <= DISTINCT_FALL) {
         let message = format!("rewrites repeat themselves: distinct_share falls {}", from_to(&found));
         signs.push(sign(SignKind::Repetition, "distinct_share", message));
     }
@@ -259,16 +259,16 @@ fn text_drift(evidence: &Evidence<'_>) -> Vec<Sign> {
         return signs;
     }
     let stays = "no independent measure rises";
-    if let Some(found) = moved("shared_text").filter(|one| one.interval.mean >= SHARED_TEXT_RISE) {
+    if let Some(found) = risen("shared_text").filter(|one| one.interval.mean >= SHARED_TEXT_RISE) {
         let message =
             format!("rewrites share more text whatever the query: shared_text rises {}, and {stays}", from_to(&found));
         signs.push(sign(SignKind::SharedText, "shared_text", message));
     }
-    if let Some(found) = moved("length").filter(|one| one.late >= LENGTH_GROWTH * one.early) {
+    if let Some(found) = risen("length").filter(|one| one.late >= LENGTH_GROWTH * one.early) {
         let message = format!("rewrites grow: length rises {}, and {stays}", from_to(&found));
         signs.push(sign(SignKind::LengthGrowth, "length", message));
     }
-    if let Some(found) = moved("copied_terms").filter(|one| one.interval.mean >= COPIED_RISE) {
+    if let Some(found) = risen("copied_terms").filter(|one| one.interval.mean >= COPIED_RISE) {
         let message = format!("rewrites copy more of the query: copied_terms rises {}, and {stays}", from_to(&found));
         signs.push(sign(SignKind::CopiedTerms, "copied_terms", message));
     }

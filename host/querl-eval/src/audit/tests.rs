@@ -179,11 +179,36 @@ fn what_cannot_be_measured_is_a_note_and_no_sign() {
         "{:?}",
         audit.notes
     );
+    assert!(audit.not_audited().unwrap().starts_with("nothing independent measures quality"));
+}
+
+/// Queries without gold ids may be paraphrases, also in a run that has gold ids: fewer than 15 are not many.
+#[test]
+fn targets_without_gold_passages_are_counted_apart() {
+    let shares = |n_with_gold: usize| {
+        let constant = |draw: &Draw| {
+            let rewrite = if draw.query < 10 { "product0 price".to_owned() } else { draw.plain.clone() };
+            (rewrite, draw.progress)
+        };
+        let mut episodes = training(N_STEPS, stays, constant);
+        for one in &mut episodes {
+            let is_kept = one.episode.gold_ids.iter().any(|id| {
+                id.strip_prefix("gold-").and_then(|id| id.parse::<usize>().ok()).is_some_and(|id| id < n_with_gold)
+            });
+            if !is_kept {
+                one.episode.gold_ids.clear();
+            }
+        }
+        SameRewrite::of(&AuditRows::of(&episodes)).late_share
+    };
+    assert_eq!(shares(3), 0.0, "3 with gold passages and 7 without");
+    assert!(shares(5) > 0.1, "5 with gold passages");
 }
 
 #[test]
 fn few_steps_are_not_audited() {
     let audit = audited(&training(5, learns, honest));
+    assert_eq!(audit.not_audited(), Some(audit.verdict()));
     assert_eq!(audit.verdict(), "not enough steps to audit: scored rollouts of 5 steps, 8 are needed");
     assert!(audit_text(&audited(&[])).contains("nothing to audit"));
 }

@@ -14,6 +14,7 @@ const LEAST_VALUES: usize = 20;
 /// Late minus early.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Change {
+    /// Means in the two windows: of the means of the paired queries, or of all episodes.
     pub(crate) early: f64,
     pub(crate) late: f64,
     /// Mean difference with its 95% interval; the bootstrap draws queries.
@@ -46,10 +47,15 @@ struct WindowSums {
 }
 
 impl WindowSums {
+    /// Early and late mean.
+    fn means(self) -> Option<(f64, f64)> {
+        let mean = |(sum, n): (f64, f64)| (n > 0.0).then(|| sum / n);
+        Some((mean(self.early)?, mean(self.late)?))
+    }
+
     /// Late mean minus early mean.
     fn difference(self) -> Option<f64> {
-        let mean = |(sum, n): (f64, f64)| (n > 0.0).then(|| sum / n);
-        Some(mean(self.late)? - mean(self.early)?)
+        self.means().map(|(early, late)| late - early)
     }
 
     fn plus(self, other: &Self) -> Self {
@@ -98,11 +104,16 @@ pub(super) fn change(
         })
     };
     let interval = interval?;
+    let means: Vec<(f64, f64)> = by_query.values().filter_map(|sums| sums.means()).collect();
+    let mean_of = |side: fn(&(f64, f64)) -> f64, all: &[f64]| match is_paired {
+        true => mean(&means.iter().map(side).collect::<Vec<_>>()),
+        false => mean(all),
+    };
     let spread = ((variance(&early) + variance(&late)) / 2.0).sqrt().max(1e-9);
     let effect = |value: f64| value / spread;
     Some(Change {
-        early: mean(&early),
-        late: mean(&late),
+        early: mean_of(|both| both.0, &early),
+        late: mean_of(|both| both.1, &late),
         interval,
         effect: effect(interval.mean),
         effect_high: effect(interval.high),

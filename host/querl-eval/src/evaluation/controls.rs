@@ -6,14 +6,14 @@ use super::{Difference, Pooled, pair_name};
 use crate::bootstrap::Interval;
 use crate::metric::{Metric, answer};
 use crate::terms::kept_terms;
-use querl_core::records::EvalRecord;
+use querl_core::records::{EvalRecord, SecondHits};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The rewrites of all systems on a retriever that training never asked.
+/// The rewrites of all systems on a second retriever.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SecondEvaluation {
-    /// `lexical` or `semantic`.
+    /// `lexical`, `semantic` or `semantic, the model of training`.
     pub retriever: String,
     /// Top-1 accuracy and MRR by system.
     pub systems: BTreeMap<String, BTreeMap<Metric, Option<Interval>>>,
@@ -24,6 +24,11 @@ pub struct SecondEvaluation {
 impl SecondEvaluation {
     /// The metrics of the systems and pairs.
     pub(crate) const METRICS: [Metric; 2] = [Metric::Top1, Metric::Mrr];
+
+    /// Whether training asked its vectors, too.
+    pub(crate) fn is_of_training(&self) -> bool {
+        self.retriever == SecondHits::MODEL_OF_TRAINING
+    }
 }
 
 /// Length and words of the rewrites, and the comparison of those of about equal length.
@@ -60,9 +65,9 @@ impl Controls {
 /// pass@k of a system: the probability that at least one of `k` samples retrieves a gold passage first.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PassAtK {
-    /// Samples per query.
+    /// Samples per query: the most that any query has.
     pub n_samples: usize,
-    /// By k: the powers of two up to `n_samples`, and `n_samples`.
+    /// By k: the powers of two up to `n_samples`, and `n_samples`; over the queries with at least k samples.
     pub k: BTreeMap<usize, Interval>,
 }
 
@@ -135,10 +140,10 @@ impl<'a> Pooled<'_, 'a> {
     pub(super) fn pass_at_k(&self, systems: &BTreeSet<&str>) -> BTreeMap<String, PassAtK> {
         let of_system = |system: &&str| {
             let counts = self.runs.iter().flat_map(|index| index.records(system));
-            let n_samples = counts.filter_map(|record| Some(answer(record)?.samples?.n)).min().filter(|n| *n > 0)?;
+            let n_samples = counts.filter_map(|record| Some(answer(record)?.samples?.n)).max().filter(|n| *n > 0)?;
             let interval = |k: usize| {
                 let passed = |record: &EvalRecord| {
-                    let samples = answer(record)?.samples?;
+                    let samples = answer(record)?.samples.filter(|samples| samples.n >= k)?;
                     Some(pass_at_k(samples.n, samples.n_gold_first, k))
                 };
                 Some((k, self.interval(|index| index.of_records(system, passed))?.0))

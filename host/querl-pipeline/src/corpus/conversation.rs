@@ -130,11 +130,18 @@ impl<'a> ConversationGenerator<'a> {
     }
 
     fn history(&self, entity: &str, rng: &mut ChaCha8Rng) -> String {
-        let others: Vec<&String> = self.entities.iter().filter(|other| *other != entity).collect();
-        let usable = self.phrases.histories.iter().filter(|history| !others.is_empty() || !history.contains(OTHER));
+        // Entities are each once, in order.
+        let own = self.entities.binary_search_by(|other| other.as_str().cmp(entity)).ok();
+        let n_others = self.entities.len() - usize::from(own.is_some());
+        let usable = self.phrases.histories.iter().filter(|history| n_others > 0 || !history.contains(OTHER));
         let histories: Vec<&str> = usable.copied().collect();
         let history = *pick(&histories, rng);
-        let other = if history.contains(OTHER) { pick(&others, rng).as_str() } else { "" };
+        let other = if history.contains(OTHER) {
+            let index = rng.random_range(0..n_others);
+            self.entities[index + usize::from(own.is_some_and(|own| index >= own))].as_str()
+        } else {
+            ""
+        };
         history.replace(OTHER, other).replace(ENTITY, entity)
     }
 

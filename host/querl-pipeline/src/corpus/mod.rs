@@ -21,7 +21,7 @@ use anyhow::Context as _;
 use conversation::{Conversation, ConversationGenerator};
 use passages::text_pieces;
 use querl_core::config::{Config, Language, RewriteForm};
-use querl_core::edits::{KEEP, append};
+use querl_core::edits::{KEEP, append, is_plain};
 use querl_core::fsx::AtomicFile;
 use querl_core::ports::{PromptInput, PromptTask, Prompts, Reporter};
 use querl_core::records::{Context, Message};
@@ -185,7 +185,8 @@ impl ConversationWriter<'_> {
 
     /// With `data.rewrite_form = "edit"` half of the responses add to the query what the target has in addition.
     fn response(&self, query: &str, target: String, rng: &mut ChaCha8Rng) -> String {
-        if self.form != RewriteForm::Edit || rng.random_bool(0.5) {
+        // A target that reads as an edit is written as one.
+        if self.form != RewriteForm::Edit || (rng.random_bool(0.5) && is_plain(&target)) {
             return target;
         }
         let added = self.segmenter.text_without_words_of(&target, query);

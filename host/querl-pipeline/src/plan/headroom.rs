@@ -11,6 +11,9 @@ const LITTLE_HEADROOM: f64 = 0.03;
 /// Share of gold passages that neither side finds among [`DEPTH`], above which retrieval and not the rewrite is the limit.
 const MANY_ABSENT: f64 = 0.3;
 
+/// Standard errors of half a 95% interval.
+const Z: f64 = 1.96;
+
 /// What one text retrieved.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Lookup {
@@ -70,6 +73,8 @@ pub struct SplitHeadroom {
     pub oracle: SideFigures,
     /// Mean of 1 where the teacher retrieves better than the raw query, 0.5 for a tie, 0 where worse.
     pub teacher_win_rate: f64,
+    /// Standard error of teacher minus raw query, and of oracle minus raw query, paired by row; `None` for fewer than two rows.
+    pub errors: [Option<f64>; 2],
 }
 
 /// Headroom of the teacher.
@@ -98,11 +103,19 @@ impl TeacherHeadroom {
         };
         let finding: Vec<String> = self.splits.iter().map(SplitHeadroom::sentence).collect();
         let (raw, teacher, oracle) = (headroom.raw.figure(), headroom.teacher.figure(), headroom.oracle.figure());
-        let (level, action) = if teacher < raw {
+        // Whether a difference is larger than chance.
+        let is_shown = |difference: f64, error: Option<f64>| error.is_some_and(|error| difference > Z * error);
+        let few = format!("{} rows are too few to tell", headroom.n_rows);
+        let [of_teacher, of_oracle] = headroom.errors;
+        let (level, action) = if teacher < raw && !is_shown(raw - teacher, of_teacher) {
+            (Level::Unknown, few.as_str())
+        } else if teacher < raw {
             (
                 Level::Bad,
                 "the teacher is worse than the raw query: improve its prompt, or filter the rows where it loses, before you train on it",
             )
+        } else if oracle - raw < LITTLE_HEADROOM && !is_shown(LITTLE_HEADROOM - (oracle - raw), of_oracle) {
+            (Level::Unknown, few.as_str())
         } else if oracle - raw < LITTLE_HEADROOM {
             (
                 Level::Bad,
@@ -148,6 +161,18 @@ impl SplitHeadroom {
         };
         let oracle: Vec<Option<usize>> = raw.iter().zip(&teacher).map(|(one, other)| better(*one, *other)).collect();
         let quality = |lookup: &Lookup| retrieval_quality(&lookup.hits);
+        let first = |rank: &Option<usize>| f64::from(*rank == Some(1));
+        let minus_raw = |ranks: &[Option<usize>], quality_of: &dyn Fn(&LookedUpRow) -> f64| -> Vec<f64> {
+            match with_gold.is_empty() {
+                true => rows.iter().map(|row| quality_of(row) - quality(&row.raw)).collect(),
+                false => ranks.iter().zip(&raw).map(|(one, raw)| first(one) - first(raw)).collect(),
+            }
+        };
+        let best = |row: &LookedUpRow| quality(&row.raw).max(quality(&row.teacher));
+        let errors = [
+            standard_error(&minus_raw(&teacher, &|row: &LookedUpRow| quality(&row.teacher))),
+            standard_error(&minus_raw(&oracle, &best)),
+        ];
         let wins = rows.iter().map(|row| win(&row.teacher.hits, &row.raw.hits));
         Self {
             split,
@@ -155,8 +180,9 @@ impl SplitHeadroom {
             n_gold: with_gold.len(),
             raw: SideFigures::of(&raw, rows.iter().map(|row| quality(&row.raw))),
             teacher: SideFigures::of(&teacher, rows.iter().map(|row| quality(&row.teacher))),
-            oracle: SideFigures::of(&oracle, rows.iter().map(|row| quality(&row.raw).max(quality(&row.teacher)))),
+            oracle: SideFigures::of(&oracle, rows.iter().copied().map(best)),
             teacher_win_rate: mean(wins).unwrap_or(0.5),
+            errors,
         }
     }
 
@@ -172,6 +198,13 @@ impl SplitHeadroom {
             percent(self.teacher_win_rate)
         )
     }
+}
+
+/// Of the mean; `None` for fewer than two values.
+fn standard_error(values: &[f64]) -> Option<f64> {
+    let (n, mean) = (values.len() as f64, mean(values.iter().copied())?);
+    let squares: f64 = values.iter().map(|value| (value - mean).powi(2)).sum();
+    (values.len() > 1).then(|| (squares / (n - 1.0) / n).sqrt())
 }
 
 /// Ranks of the gold passage among the first 50.
@@ -308,7 +341,12 @@ mod tests {
     fn a_teacher_that_loses_and_a_task_without_headroom_are_bad() {
         let of = |rows: &[LookedUpRow]| TeacherHeadroom::of(rows, 0).advice();
         let (hit, miss) = ((&["g"][..], 0.9), (&["x"][..], 0.1));
-        let worse = of(&[row(Split::Train, hit, miss), row(Split::Train, miss, miss)]);
+        let losses = |n: usize| -> Vec<LookedUpRow> {
+            (0..n).flat_map(|_| [row(Split::Train, hit, miss), row(Split::Train, miss, miss)]).collect()
+        };
+        let few = of(&losses(1));
+        assert_eq!((few.level, few.action.as_str()), (Level::Unknown, "2 rows are too few to tell"));
+        let worse = of(&losses(10));
         assert!(worse.level == Level::Bad && worse.action.starts_with("the teacher is worse"), "{worse:?}");
         let none = of(&[row(Split::Train, hit, hit), row(Split::Train, miss, miss)]);
         assert!(none.level == Level::Bad && none.action.contains("little to gain"), "{none:?}");

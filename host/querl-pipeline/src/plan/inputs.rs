@@ -5,7 +5,7 @@ use crate::ledger::{Inputs, Ledger, StageName, rows_of};
 use querl_core::config::{Config, RetrievalKind};
 use querl_core::records::{DatasetRow, QueryRow, Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
-use querl_data::{Rows, Splits, open_queries, read_passages};
+use querl_data::{RowSplits, Rows, open_queries, read_passages};
 use std::collections::HashSet;
 
 /// Texts that a plan looks at.
@@ -61,18 +61,18 @@ impl PlanInputs {
         let passages = known_passages(config)?.unwrap_or_default();
         let groups = queries.iter().map(|query| Ok(query.group.clone()));
         let mut n_rows = [0; 3];
-        let mut n_test_groups = 0;
+        let mut test_groups: HashSet<String> = HashSet::new();
         // A table with fewer groups than splits is refused by convert.
-        if let Ok(splits) = Splits::assign(groups, &config.data) {
+        if let Ok(splits) = RowSplits::of(groups, &config.data) {
             for query in &queries {
-                let of = splits.of(&query.group);
-                let index = Split::ALL.iter().position(|split| Some(*split) == of);
-                if let Some(index) = index {
-                    n_rows[index] += 1;
+                let Some(split) = splits.split_of(query) else { continue };
+                n_rows[split as usize] += 1;
+                if split == Split::Test {
+                    test_groups.insert(query.group.clone());
                 }
             }
-            n_test_groups = splits.n_groups(Split::Test);
         }
+        let n_test_groups = test_groups.len();
         Ok(Self { queries, splits: None, validated: Vec::new(), passages, n_rows, n_test_groups })
     }
 

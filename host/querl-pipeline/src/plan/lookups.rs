@@ -7,7 +7,7 @@ use crate::retrieval::local_models;
 use futures::stream::{self, StreamExt as _};
 use querl_core::config::{Config, EmbeddingKind, RerankKind, RetrievalConfig, RetrievalKind};
 use querl_core::ports::{RetrievalRequest, Retriever};
-use querl_core::records::{CallFailure, Context, DatasetRow, Hit, QueryRow, Split, ValidatedRecord};
+use querl_core::records::{CallFailure, DatasetRow, Hit, QueryRow, Split, ValidatedRecord};
 use querl_data::{ServiceContext, open_retriever};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -98,7 +98,7 @@ impl Retrievers {
 }
 
 async fn retrieve(retriever: &dyn Retriever, query: &QueryRow, text: &str) -> Result<Vec<Hit>, CallFailure> {
-    let context = Context { user_profile: query.user_profile.clone(), history_summary: query.history_summary.clone() };
+    let context = query.context();
     let request = RetrievalRequest { original_query: &query.original_query, context: &context, rewritten_query: text };
     retriever.retrieve(request).await
 }

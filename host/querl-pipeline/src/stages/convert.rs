@@ -1,6 +1,6 @@
 //! Stage 3: filters keep or drop, and the rows become train, val and test.
 
-use super::edit_targets::edit_targets;
+use super::edit_targets::{EditTargets, edit_targets};
 use super::stage::{self, Done, Mean, Stage};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, teacher_name};
 use crate::run::Run;
@@ -22,7 +22,11 @@ impl Stage for Convert {
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         // Width is applied already, and the leak settings do not change rows.
-        let except = ["input", "dataset", "export", "width", "leak_similarity", "on_leak"];
+        let mut except = vec!["input", "dataset", "export", "width", "leak_similarity", "on_leak"];
+        // Runs of before the key exist without it.
+        if run.config.data.rewrite_form == RewriteForm::Full {
+            except.push("rewrite_form");
+        }
         inputs.section("data", &run.config.data, &except)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
@@ -39,6 +43,13 @@ impl Stage for Convert {
         Ok(inputs)
     }
 
+    fn check(&self, run: &Run) -> anyhow::Result<()> {
+        match run.config.data.rewrite_form {
+            RewriteForm::Full => Ok(()),
+            RewriteForm::Edit => run.retriever().map(drop),
+        }
+    }
+
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {
         let mut outputs: Vec<PathBuf> = Split::ALL.into_iter().map(|split| dir.split(split)).collect();
         outputs.push(dir.dropped());
@@ -49,10 +60,10 @@ impl Stage for Convert {
         let records = RecordFile::<ValidatedRecord>::new(&run.dir.validated());
         let teacher_name = teacher_name(&run.dir)?;
         let targets = match run.config.data.rewrite_form {
-            RewriteForm::Full => HashMap::new(),
+            RewriteForm::Full => EditTargets::default(),
             RewriteForm::Edit => edit_targets(run)?,
         };
-        let conversion = conversion(run, &teacher_name, &targets);
+        let conversion = conversion(run, &teacher_name, &targets.by_id);
         let mut dataset = Dataset::create(&run.dir)?;
         let n_other_prompts = convert(&records, &conversion, &mut |made| dataset.put(&made))?;
         if n_other_prompts > 0 {
@@ -61,7 +72,14 @@ impl Stage for Convert {
                  evaluated with that of the dataset, and `querl serve rewrite` asks it as the plugin does"
             ));
         }
-        Ok(Done { facts: dataset.commit()?, n_failed: 0 })
+        let (n_failed, mut facts) = (targets.n_failed, dataset.commit()?);
+        if n_failed > 0 {
+            facts.add("rows whose lookup failed", n_failed);
+            progress.line(&format!(
+                "{n_failed} rows keep the teacher's rewrite because a lookup failed; run convert again"
+            ));
+        }
+        Ok(Done { facts, n_failed })
     }
 }
 

@@ -4,39 +4,75 @@
 use crate::interrupt;
 use crate::ledger::rows_of;
 use crate::run::Run;
-use futures::StreamExt;
-use querl_core::edits::{KEEP, append, appended};
+use futures::{StreamExt, TryStreamExt};
+use querl_core::edits::{KEEP, append, appended, is_plain};
 use querl_core::ports::{RetrievalRequest, Retriever};
-use querl_core::records::{Context, Hit, QueryRow, ValidatedRecord, retrieval_quality};
-use querl_data::WordSegmenter;
+use querl_core::records::{CallFailure, Hit, QueryRow, ValidatedRecord, retrieval_quality};
+use querl_data::{DataError, WordSegmenter};
 use std::collections::HashMap;
 
 /// Qualities no further apart are equal.
 const TOLERANCE: f64 = 1e-9;
 
-/// The target of each row with a rewrite, by the query's id.
-pub(super) fn edit_targets(run: &Run) -> anyhow::Result<HashMap<String, String>> {
+/// Targets by the query's id.
+#[derive(Default)]
+pub(super) struct EditTargets {
+    pub by_id: HashMap<String, String>,
+    /// Rows that keep the teacher's rewrite because a lookup failed.
+    pub n_failed: u64,
+}
+
+/// The target of each row with a rewrite.
+///
+/// # Errors
+/// The records cannot be read, retrieval cannot be opened, or a lookup failed such that every further one would fail too.
+pub(super) fn edit_targets(run: &Run) -> anyhow::Result<EditTargets> {
     let records: Vec<ValidatedRecord> = rows_of(&run.dir.validated())?;
     let segmenter = WordSegmenter::open(&run.config.retrieval)?;
     let retriever = run.retriever_until(interrupt::flag())?;
     let choose = |record: ValidatedRecord| {
         let (segmenter, retriever) = (&segmenter, retriever.as_ref());
         async move {
-            let target = target(&record, segmenter, retriever).await?;
-            Some((record.rewritten.query.id, target))
+            let found = target(&record, segmenter, retriever).await;
+            match found {
+                Err(failure) if failure.kind.is_fatal() => Err(DataError::Service(failure)),
+                Err(_) => Ok((teachers_target(&record, segmenter), true, record.rewritten.query.id)),
+                Ok(target) => Ok((target, false, record.rewritten.query.id)),
+            }
         }
     };
     let n_calls = run.config.retrieval.max_concurrent.max(1);
     let choosing = futures::stream::iter(records).map(choose).buffer_unordered(n_calls);
-    let targets = run.runtime.block_on(choosing.filter_map(std::future::ready).collect());
+    let chosen: Result<Vec<(Option<String>, bool, String)>, DataError> = run.runtime.block_on(choosing.try_collect());
+    // After an interrupt lookups fail.
     interrupt::check()?;
+    let mut targets = EditTargets::default();
+    for (target, has_failed, id) in chosen? {
+        targets.n_failed += u64::from(has_failed);
+        targets.by_id.extend(target.map(|target| (id, target)));
+    }
     Ok(targets)
 }
 
-/// `None` without a rewrite or its hits. Of equal forms the one that adds, then the teacher's rewrite.
-async fn target(record: &ValidatedRecord, segmenter: &WordSegmenter, retriever: &dyn Retriever) -> Option<String> {
-    let (query, rewrite) = (&record.rewritten.query, &record.rewritten.rewrite.as_ref().ok()?.text);
-    let hits_of_rewrite = record.retrieval.as_ref()?.as_ref().ok()?;
+/// The teacher's rewrite, or an edit where it would be read as one; `None` without a rewrite.
+fn teachers_target(record: &ValidatedRecord, segmenter: &WordSegmenter) -> Option<String> {
+    let rewrite = &record.rewritten.rewrite.as_ref().ok()?.text;
+    if is_plain(rewrite) {
+        return Some(rewrite.clone());
+    }
+    let added = segmenter.text_without_words_of(rewrite, &record.rewritten.query.original_query);
+    Some(if added.is_empty() { KEEP.to_owned() } else { append(&added) })
+}
+
+/// `None` without a rewrite or its hits. Of equal forms the one that adds, then the teacher's rewrite, unless it would be read as an edit.
+async fn target(
+    record: &ValidatedRecord,
+    segmenter: &WordSegmenter,
+    retriever: &dyn Retriever,
+) -> Result<Option<String>, CallFailure> {
+    let (query, Ok(completion)) = (&record.rewritten.query, &record.rewritten.rewrite) else { return Ok(None) };
+    let Some(Ok(hits_of_rewrite)) = &record.retrieval else { return Ok(None) };
+    let rewrite = &completion.text;
     let added = segmenter.text_without_words_of(rewrite, &query.original_query);
     let mut best: Option<(f64, String)> = None;
     let mut offer = |worth: f64, target: String| {
@@ -45,25 +81,25 @@ async fn target(record: &ValidatedRecord, segmenter: &WordSegmenter, retriever: 
         }
     };
     if !added.is_empty() {
-        let hits = hits_of(retriever, query, &appended(&query.original_query, &added)).await;
-        offer(worth(query, hits.as_deref()), append(&added));
+        let hits = hits_of(retriever, query, &appended(&query.original_query, &added)).await?;
+        offer(worth(query, &hits), append(&added));
     }
-    offer(worth(query, Some(hits_of_rewrite)), rewrite.clone());
-    let hits = hits_of(retriever, query, &query.original_query).await;
-    offer(worth(query, hits.as_deref()), KEEP.to_owned());
-    best.map(|(_, target)| target)
+    if is_plain(rewrite) {
+        offer(worth(query, hits_of_rewrite), rewrite.clone());
+    }
+    let hits = hits_of(retriever, query, &query.original_query).await?;
+    offer(worth(query, &hits), KEEP.to_owned());
+    Ok(best.map(|(_, target)| target))
 }
 
-/// `None` if the call failed.
-async fn hits_of(retriever: &dyn Retriever, query: &QueryRow, text: &str) -> Option<Vec<Hit>> {
-    let context = Context { user_profile: query.user_profile.clone(), history_summary: query.history_summary.clone() };
+async fn hits_of(retriever: &dyn Retriever, query: &QueryRow, text: &str) -> Result<Vec<Hit>, CallFailure> {
+    let context = query.context();
     let request = RetrievalRequest { original_query: &query.original_query, context: &context, rewritten_query: text };
-    retriever.retrieve(request).await.ok()
+    retriever.retrieve(request).await
 }
 
-/// Reciprocal rank of the best gold passage; where none is known, the quality of the hits. -1 if the call failed.
-fn worth(query: &QueryRow, hits: Option<&[Hit]>) -> f64 {
-    let Some(hits) = hits else { return -1.0 };
+/// Reciprocal rank of the best gold passage; where none is known, the quality of the hits.
+fn worth(query: &QueryRow, hits: &[Hit]) -> f64 {
     if query.gold_ids.is_empty() {
         return retrieval_quality(hits);
     }
@@ -76,7 +112,7 @@ fn worth(query: &QueryRow, hits: Option<&[Hit]>) -> f64 {
 mod tests {
     use super::*;
     use async_trait::async_trait;
-    use querl_core::records::{CallFailure, FailureKind};
+    use querl_core::records::FailureKind;
 
     /// Finds the gold passage at the rank that the text names with its last digit; without one not at all.
     struct ByDigit;
@@ -108,11 +144,18 @@ mod tests {
         (1..=5).map(hit).collect()
     }
 
-    fn chosen(query: &str, rewrite: &str) -> String {
+    fn record(query: &str, rewrite: &str) -> ValidatedRecord {
         let record = serde_json::json!({"id": "q", "row": 2, "original_query": query, "user_profile": "", "history_summary": "",
             "gold_ids": ["gold"], "group": "g", "rewrite": {"Ok": {"text": rewrite}}, "retrieval": {"Ok": hits(rewrite)}});
-        let record: ValidatedRecord = serde_json::from_value(record).unwrap();
-        futures::executor::block_on(target(&record, &WordSegmenter::default(), &ByDigit)).unwrap()
+        serde_json::from_value(record).unwrap()
+    }
+
+    fn looked_up(record: &ValidatedRecord) -> Result<Option<String>, CallFailure> {
+        futures::executor::block_on(target(record, &WordSegmenter::default(), &ByDigit))
+    }
+
+    fn chosen(query: &str, rewrite: &str) -> String {
+        looked_up(&record(query, rewrite)).unwrap().unwrap()
     }
 
     #[test]
@@ -120,6 +163,20 @@ mod tests {
         assert_eq!(chosen("鱼油", "甲1"), "+ 甲1", "all equal: what adds");
         assert_eq!(chosen("鱼油1", "甲2"), "=");
         assert_eq!(chosen("鱼油3", "鱼油2"), "+ 2");
-        assert_eq!(chosen("fail", "甲2"), "甲2");
+    }
+
+    #[test]
+    fn a_failed_lookup_leaves_the_teachers_rewrite() {
+        let record = record("fail", "甲2");
+        assert_eq!(looked_up(&record).unwrap_err().kind, FailureKind::ServerError);
+        assert_eq!(teachers_target(&record, &WordSegmenter::default()).as_deref(), Some("甲2"));
+    }
+
+    #[test]
+    fn a_rewrite_that_reads_as_an_edit_is_not_a_target() {
+        assert_eq!(chosen("鱼油3", "+ 鱼油2"), "+ 2");
+        assert_eq!(chosen("鱼油", "="), "=", "keeps the query");
+        let target = teachers_target(&record("鱼油", "+ 甲2"), &WordSegmenter::default()).unwrap();
+        assert!(target.starts_with("+ 甲"), "{target}");
     }
 }

@@ -43,6 +43,7 @@ impl Stage for Eval {
 
     fn check(&self, run: &Run) -> anyhow::Result<()> {
         run.plugins.check_style()?;
+        second_retrieval::check(&run.config)?;
         run.services().map(drop)
     }
 
@@ -82,7 +83,7 @@ impl Stage for Eval {
             judge: services.judge.as_ref().map(|judge| judge.name().to_owned()),
             retrieval: run.retriever()?.name().to_owned(),
         };
-        let Evaluated { records, unscored } =
+        let (Evaluated { records, unscored }, n_failed_samples) =
             evaluate(run, Scorer::new(services, run.runtime.handle().clone()), progress)?;
         write_jsonl(&run.dir.eval_records(), &records).context("eval/records.jsonl cannot be written")?;
         let mut facts = Facts::default();
@@ -90,7 +91,10 @@ impl Stage for Eval {
         facts.add("answers without a reward", unscored.values().sum::<u64>()).add_parts(&unscored);
         facts.add("teacher", names.teacher);
         facts.add("judge", names.judge).add("retrieval", names.retrieval);
-        Ok(Done { facts, n_failed: n_failed(&records) })
+        if n_failed_samples > 0 {
+            facts.add("samples whose retrieval failed", n_failed_samples);
+        }
+        Ok(Done { facts, n_failed: n_failed(&records) + n_failed_samples })
     }
 }
 
@@ -123,7 +127,9 @@ fn add_comparisons(inputs: &mut Inputs, run: &Run, ledger: &Ledger) -> anyhow::R
     }
     let second = run.config.second_retrieval();
     if second != SecondRetrieval::None {
-        inputs.text("eval.second_retrieval", format!("{second:?}"));
+        // `auto` has a limit of passages that a named retriever has not.
+        let auto = if run.config.eval.second_retrieval == SecondRetrieval::Auto { "auto " } else { "" };
+        inputs.text("eval.second_retrieval", format!("{auto}{second:?}").to_lowercase());
     }
     match run.config.second_embedding_path().filter(|_| second == SecondRetrieval::Semantic) {
         Some(path) => inputs.model("second embedding model", path).map(drop),
@@ -156,11 +162,12 @@ fn model_of<'a>(run: &'a Run, system: &str) -> Result<Option<(LocalModel<'a>, &'
     })
 }
 
-fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<Evaluated> {
+/// Also the number of samples for pass@k whose retrieval failed.
+fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Result<(Evaluated, u64)> {
     let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
     let baselines = Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind);
     let columns = RowColumns::read(scorer.rewards(), &run.config.data, &rows)?;
-    let mut all = Evaluated::default();
+    let (mut all, mut n_failed_samples) = (Evaluated::default(), 0);
     for name in run.config.eval.evaluated_systems() {
         let own_rows = own_rows(run, name, &rows)?;
         let rows = own_rows.as_deref().unwrap_or(&rows);
@@ -172,27 +179,28 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
             (None, _) => System::Raw,
         };
         let mut evaluated = evaluate_system(&system, &evaluation, progress)?;
-        add_samples(run, name, &evaluation, &mut evaluated.records, progress)?;
+        n_failed_samples += add_samples(run, name, &evaluation, &mut evaluated.records, progress)?;
         all.records.extend(evaluated.records);
         evaluated.unscored.into_iter().for_each(|(code, n)| *all.unscored.entry(code).or_default() += n);
     }
     second_retrieval::add(run, &mut all.records, progress)?;
     audit(run, &mut all.records, progress);
-    Ok(all)
+    Ok((all, n_failed_samples))
 }
 
-/// Samples for pass@k of a trained system, if they are configured and retrieval can find gold passages.
+/// Samples for pass@k of a trained system, if they are configured and retrieval can find gold passages. Returns the number of
+/// those whose retrieval failed.
 fn add_samples(
     run: &Run,
     system: &str,
     evaluation: &Evaluation<'_>,
     records: &mut [EvalRecord],
     progress: &dyn Progress,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<u64> {
     let n_samples = run.config.eval.pass_at_k;
     let stage = [StageName::Sft, StageName::Rl].into_iter().find(|stage| stage.as_str() == system);
     let Some(stage) = stage.filter(|_| n_samples > 0 && run.config.retrieval.kind != RetrievalKind::None) else {
-        return Ok(());
+        return Ok(0);
     };
     let model = training::generator(run, stage)?.sampled(stage.as_str(), n_samples);
     pass_at_k::add(&model, evaluation.rows, records, evaluation.scorer, progress)

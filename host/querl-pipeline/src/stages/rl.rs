@@ -26,6 +26,18 @@ use std::time::Duration;
 /// Keys that do not change the result.
 const WITHOUT_EFFECT: [&str; 5] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit", "record"];
 
+/// Keys that earlier versions did not have: at their defaults they change no result, and are no inputs.
+const NEW: [&str; 8] = [
+    "anchor_baseline",
+    "clip_range_high",
+    "dynamic_sampling",
+    "loss_agg",
+    "max_resampled_batches",
+    "overlong_buffer_len",
+    "overlong_penalty_factor",
+    "policy_loss",
+];
+
 /// Keys of `[rollout]` that change how the server is called, not what it returns.
 const OF_ROLLOUT_CALLS: [&str; 9] = [
     "base_url",
@@ -62,6 +74,14 @@ const OF_FINE_TUNING_ALONE: [&str; 17] = [
 
 pub(crate) struct Rl;
 
+/// [`WITHOUT_EFFECT`], and those of [`NEW`] that are at their defaults.
+fn without_effect(rl: &RlConfig) -> anyhow::Result<Vec<&'static str>> {
+    let table = |rl: &RlConfig| toml::Table::try_from(rl).context("[rl] has no TOML form");
+    let (set, defaults) = (table(rl)?, table(&RlConfig::default())?);
+    let at_default = NEW.into_iter().filter(|key| set.get(*key) == defaults.get(*key));
+    Ok(WITHOUT_EFFECT.into_iter().chain(at_default).collect())
+}
+
 impl Stage for Rl {
     fn name(&self) -> StageName {
         StageName::Rl
@@ -69,7 +89,7 @@ impl Stage for Rl {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("rl", &run.config.rl, &WITHOUT_EFFECT)?;
+        inputs.section("rl", &run.config.rl, &without_effect(&run.config.rl)?)?;
         if run.config.rollout.engine != RolloutEngineKind::Local {
             inputs.section("rollout", &run.config.rollout, &OF_ROLLOUT_CALLS)?;
         }
@@ -235,4 +255,19 @@ fn planned(rl: &RlConfig, n_rows: usize) -> Option<String> {
     let is_bounded = n_steps < RlConfig { max_steps: 0, ..rl.clone() }.n_steps(n_rows);
     let bound = if is_bounded { ", cut off by rl.max_steps" } else { "" };
     Some(format!("{n_steps} steps: {epochs} epoch(s) of {n_rows} queries in batches of {}{bound}", rl.batch_size))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn new_keys_are_inputs_once_they_are_set() {
+        let of = |rl: &RlConfig| Inputs::default().section("rl", rl, &without_effect(rl).unwrap()).unwrap().clone();
+        let before = of(&RlConfig::default());
+        assert!(NEW.iter().all(|key| !before.has(&format!("rl.{key}"))) && before.has("rl.clip_range"));
+        let changed = of(&RlConfig { dynamic_sampling: true, ..RlConfig::default() });
+        assert_eq!(changed.changed_since(&before), ["rl.dynamic_sampling"]);
+    }
 }

@@ -5,11 +5,11 @@ use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
 use querl_core::config::{
-    Config, DataConfig, EmbeddingKind, JudgeKind, RerankKind, RewriteForm, TableFormat, TeacherKind,
+    Config, DataConfig, EmbeddingKind, JudgeKind, Language, RerankKind, RewriteForm, TableFormat, TeacherKind,
 };
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
-use querl_data::{Journal, TableRecord, write_tables};
+use querl_data::{Journal, TableRecord, retrieval_language, write_tables};
 use std::path::{Path, PathBuf};
 
 /// The input of this name.
@@ -240,6 +240,11 @@ pub(crate) fn add_vocabulary(inputs: &mut Inputs, run: &Run) -> anyhow::Result<(
         if let Some(path) = path {
             inputs.file(name, path)?;
         }
+    }
+    // Runs of before there were languages exist without it.
+    let language = retrieval_language(retrieval);
+    if language != Language::Zh {
+        inputs.text("language of the passages", format!("{language:?}").to_lowercase());
     }
     Ok(())
 }

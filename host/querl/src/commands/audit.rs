@@ -34,7 +34,7 @@ pub struct AuditArgs {
     /// Suspicious episodes shown one by one
     #[arg(long, value_name = "N", default_value_t = 20)]
     show: usize,
-    /// End with exit code 3 where there are signs of reward hacking
+    /// End with exit code 3 where there are signs of reward hacking, or where they cannot be looked for
     #[arg(long)]
     check: bool,
 }
@@ -55,8 +55,9 @@ pub fn run(args: &AuditArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.page {
         terminal::print(&format!("page: {}", path.display()));
     }
-    if args.check && audited.n_signs() > 0 {
-        let message = format!("{}: {}", args.run.display(), audited.verdict());
+    let problem = if audited.n_signs() > 0 { Some(audited.verdict()) } else { audited.not_audited() };
+    if let Some(problem) = problem.filter(|_| args.check) {
+        let message = format!("{}: {problem}", args.run.display());
         return Err(Stop::of(Failure { kind: FailureKind::Limit, message }).into());
     }
     Ok(())

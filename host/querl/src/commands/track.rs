@@ -36,8 +36,8 @@ pub struct TrackArgs {
     #[arg(long)]
     name: Option<String>,
     /// Number of validation queries whose rewrites are recorded at each evaluation [default: as above, else 8]
-    #[arg(long, value_name = "N")]
-    samples: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(0..=1000))]
+    samples: Option<u16>,
     /// Continue until no querl process works in the run directory
     #[arg(long)]
     follow: bool,
@@ -63,7 +63,7 @@ pub fn run(args: &TrackArgs) -> anyhow::Result<()> {
         project: args.project.clone().unwrap_or(of_run.project),
         name: args.name.clone().or(of_run.name),
         offline: args.offline || of_run.offline,
-        samples: args.samples.unwrap_or(of_run.samples),
+        samples: args.samples.map_or(of_run.samples, usize::from),
     };
     let python = python();
     check_package(&python)?;

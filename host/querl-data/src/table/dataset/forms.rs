@@ -63,7 +63,10 @@ impl Conversation {
             let completion = row.remove("completion").map(|value| ("completion", value));
             return Self::of_prompt(prompt, completion.or_else(|| Some(("response", row.remove("response")?))));
         }
-        if let Some(Value::String(query)) = row.remove("query") {
+        if let Some(value) = row.remove("query") {
+            let Value::String(query) = value else {
+                return Err("`query` is no text; expected the text that is asked".into());
+            };
             let mut prompt = history(row)?;
             prompt.push(message("user", &query));
             return Self::of_prompt(prompt, row.remove("response").map(|value| ("response", value)));
@@ -157,8 +160,10 @@ fn check_order(prompt: &[Message], key: &str) -> Result<(), String> {
 fn history(row: &mut Object) -> Result<Vec<Message>, String> {
     const NO_PAIRS: &str = "`history` is no list of pairs of texts; expected query and response of each earlier turn";
     let mut prompt = Vec::new();
-    if let Some(Value::String(system)) = row.remove("system") {
-        prompt.push(message("system", &system));
+    match row.remove("system") {
+        None => {}
+        Some(Value::String(system)) => prompt.push(message("system", &system)),
+        Some(_) => return Err("`system` is no text; expected the text of the system message".into()),
     }
     let turns = match row.remove("history") {
         None => Vec::new(),
@@ -368,6 +373,8 @@ mod tests {
         let two = json!({ "prompt": "q", "completion": [message("user", "a"), message("assistant", "b")] });
         assert_eq!(error(two), "`completion` has 2 message(s); expected one of the assistant");
         assert!(error(json!({ "query": "q", "history": "[]" })).starts_with("`history` is no list of pairs"));
+        assert!(error(json!({ "query": 7, "response": "r" })).starts_with("`query` is no text; expected"));
+        assert!(error(json!({ "query": "q", "system": ["s"] })).starts_with("`system` is no text; expected"));
         let id = error(json!({ "prompt": "q", "querl": "4cf6" }));
         assert!(id.starts_with("`querl` is `4cf6`, the id of a query in a run"), "{id}");
     }

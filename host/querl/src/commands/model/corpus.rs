@@ -5,7 +5,7 @@ use crate::model_hub;
 use crate::terminal::Terminal;
 use anyhow::Context;
 use clap::Args;
-use querl_core::config::Overrides;
+use querl_core::config::{Config, Overrides};
 use querl_core::fsx::write_atomic;
 use querl_core::text::grouped;
 use querl_pipeline::corpus::{CorpusSettings, CorpusSummary, Recipe, write_corpus};
@@ -49,6 +49,7 @@ pub(super) fn run(args: &CorpusArgs) -> anyhow::Result<()> {
         ..Overrides::default()
     };
     let config = load_config(&args.config, overrides)?;
+    check_outputs(args, &config)?;
     let pretrain = args.pretrain.as_deref().zip(args.out_model.as_deref());
     let paths = pretrain.map(|(file, model)| recipe_paths(file, &args.out, model)).transpose()?;
     let settings = CorpusSettings { n_lines: args.lines, seed: u64::from(args.seed) };
@@ -65,6 +66,39 @@ pub(super) fn run(args: &CorpusArgs) -> anyhow::Result<()> {
         "recipe": recipe.map(|(_, recipe)| recipe),
     });
     args.format.print(&result, || lines(&args.out, &summary, recipe))
+}
+
+/// An error where an output would replace the other one or an input.
+fn check_outputs(args: &CorpusArgs, config: &Config) -> Result<(), Stop> {
+    // Of a file that exists the path without links.
+    let place =
+        |path: &Path| path.canonicalize().or_else(|_| std::path::absolute(path)).unwrap_or_else(|_| path.into());
+    let retrieval = &config.retrieval;
+    let optional = [
+        &retrieval.knowledge_base,
+        &retrieval.lexicon,
+        &retrieval.user_dictionary,
+        &retrieval.synonyms,
+        &config.data.input,
+        &config.data.dataset.train,
+        &config.data.dataset.val,
+        &config.data.dataset.test,
+    ];
+    let mut inputs: Vec<&Path> = optional.into_iter().filter_map(|path| path.as_deref()).collect();
+    inputs.extend([args.config.as_path(), config.plugins.prompt.path.as_path()]);
+    let outputs = [Some(("--out", args.out.as_path())), args.pretrain.as_deref().map(|path| ("--pretrain", path))];
+    for (flag, path) in outputs.into_iter().flatten() {
+        if inputs.iter().any(|input| place(input) == place(path)) {
+            let path = path.display();
+            return Err(usage(format!("{flag} {path}: is an input and would be replaced; name another file")));
+        }
+    }
+    match args.pretrain.as_deref().filter(|pretrain| place(pretrain) == place(&args.out)) {
+        Some(path) => {
+            Err(usage(format!("--pretrain {}: is the file of --out, too; name another file", path.display())))
+        }
+        None => Ok(()),
+    }
 }
 
 fn lines(corpus: &Path, summary: &CorpusSummary, recipe: Option<(&Path, &Recipe)>) -> String {
