@@ -90,9 +90,9 @@ pub(super) fn check_server_rollout(
     check_mismatch(&training_logprobs(task, adapter, &examples)?, rollouts, max_mismatch_kl, step)
 }
 
-/// The KL of the server's distribution to that of the training pass, per token, estimated from the sampled tokens. A batch above
-/// `max_mismatch_kl` (k3, of each token at most [`MAX_K3`]; the metric has no bound) is an error: another model, adapter or temperature, or log-probabilities of another distribution. Filters
-/// (`rl.top_p`, `rl.top_k`) add what they cut off.
+/// The KL of the server's distribution to that of the training pass, per token, estimated from the sampled tokens. A batch whose k3 is
+/// above `max_mismatch_kl` is an error: another model, adapter or temperature, or log-probabilities of another distribution. There a token
+/// counts at most [`MAX_K3`], in the metric all of it. Filters (`rl.top_p`, `rl.top_k`) add what they cut off.
 ///
 /// `logprobs`: of the training pass, `(B, T)`.
 ///
