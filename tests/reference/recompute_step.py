@@ -229,9 +229,10 @@ def loss_weights(rl, lengths):
     """The weight of each token in the loss of an optimizer step."""
     n = len(lengths)
     of_algorithm = {"grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}
+    of_loss = {"gspo": "seq-mean-token-mean", "cispo": "token-mean"}
     mode = rl.get("loss_agg", "algorithm")
     if mode == "algorithm":
-        mode = of_algorithm.get(rl["algorithm"], "token-mean")
+        mode = of_loss.get(rl.get("policy_loss")) or of_algorithm.get(rl["algorithm"], "token-mean")
     if rl["advantage_form"] == "sequence" or mode == "seq-mean-token-sum":
         return [np.full(length, 1.0 / n) for length in lengths]
     if mode == "seq-mean-token-mean":

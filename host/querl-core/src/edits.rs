@@ -25,7 +25,13 @@ pub fn appended(query: &str, text: &str) -> String {
     format!("{query} {text}")
 }
 
-/// The rewrite in a response to `query`, parsed by the prompt plugin.
+/// Whether a rewrite has no marker of an edit: as an answer, it would be read as itself.
+pub fn is_plain(text: &str) -> bool {
+    text.trim() != KEEP && !text.trim_start().starts_with(APPEND)
+}
+
+/// The rewrite in a response to `query`, parsed by the prompt plugin. A marker may also be behind what the plugin removes, such as
+/// thinking, quotes or list marks.
 ///
 /// # Errors
 /// The plugin broke its contract; the inner error is its rejection of the response.
@@ -42,7 +48,19 @@ pub fn read_rewrite(
             let added = prompts.parse_rewrite(text[APPEND.len()..].trim_start())?;
             Ok(added.map(|added| appended(query, &added)))
         }
-        _ => prompts.parse_rewrite(response),
+        RewriteForm::Edit => Ok(prompts.parse_rewrite(response)?.and_then(|parsed| edited(query, parsed))),
+        RewriteForm::Full => prompts.parse_rewrite(response),
+    }
+}
+
+/// The rewrite that a parsed response stands for.
+fn edited(query: &str, parsed: String) -> Result<String, Rejection> {
+    let text = parsed.trim();
+    match text.strip_prefix(APPEND).map(str::trim) {
+        _ if text == KEEP => Ok(query.to_owned()),
+        Some("") => Err(Rejection::by_host("empty_rewrite", "the response adds nothing to the query")),
+        Some(added) => Ok(appended(query, added)),
+        None => Ok(parsed),
     }
 }
 
@@ -61,7 +79,7 @@ mod tests {
         }
 
         fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
-            let text = text.trim();
+            let text = text.trim().trim_start_matches("1. ").trim_matches('"').trim();
             Ok(if text.is_empty() { Err(Rejection::by_host("empty", "no text")) } else { Ok(text.to_owned()) })
         }
 
@@ -81,11 +99,22 @@ mod tests {
             ("+ ", None, Some("+")),
             ("食用方法", Some("食用方法"), Some("食用方法")),
             ("= 食用方法", Some("= 食用方法"), Some("= 食用方法")),
+            ("\"=\"", Some("怎么吃"), Some("=")),
+            ("1. + 食用方法", Some("怎么吃 食用方法"), Some("+ 食用方法")),
+            ("\"+ \"", None, Some("+")),
             ("", None, None),
         ] {
             assert_eq!(read(RewriteForm::Edit, response).as_deref(), edit, "{response:?}");
             assert_eq!(read(RewriteForm::Full, response).as_deref(), full, "{response:?}");
         }
         assert_eq!(read(RewriteForm::Edit, &append("用法")).unwrap(), appended("怎么吃", "用法"));
+        let nothing = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "\"+\"").unwrap().unwrap_err();
+        assert_eq!(nothing.code, "empty_rewrite");
+    }
+
+    #[test]
+    fn a_rewrite_with_a_marker_is_not_plain() {
+        assert!(["食用方法", "= 食用方法", "a + b", ""].into_iter().all(is_plain));
+        assert!(!["=", " =\n", "+", " + 食用方法"].into_iter().any(is_plain));
     }
 }

@@ -14,8 +14,8 @@
 #[cfg(test)]
 mod tests;
 
-use crate::client::ServiceContext;
 use crate::client::http::{Call, CallLimits, Caller, CostBound, Refusal, Secret};
+use crate::client::{ServiceContext, StopFlag};
 use crate::error::DataError;
 use futures::{StreamExt, TryStreamExt, stream};
 use querl_core::config::{RolloutConfig, RolloutServerKind};
@@ -24,6 +24,7 @@ use querl_core::records::{CallFailure, FailureKind};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 use tokio::runtime::Handle;
@@ -34,15 +35,17 @@ pub struct RolloutServer {
     kind: RolloutServerKind,
     /// Name of the base model at the server.
     model: String,
-    /// Names of all adapters of this configuration begin with it.
+    /// `rollout.adapter`, with a hyphen: names of all adapters of this configuration begin with it.
     adapter: String,
-    /// Names of this process's adapters begin with it. vLLM finds cached prefixes by an adapter's name: no name may stand for other
+    /// Names of this client's adapters begin with it. vLLM finds cached prefixes by an adapter's name: no name may stand for other
     /// weights.
     name_prefix: String,
     adapter_dir: Option<String>,
     max_concurrent: usize,
     completions: Caller,
     adapters: Caller,
+    /// Sends after a stop too.
+    unloading: Caller,
     runtime: Handle,
     state: Mutex<HandoverState>,
 }
@@ -51,9 +54,17 @@ pub struct RolloutServer {
 struct HandoverState {
     /// The base model is there, and adapters of earlier processes are unloaded.
     is_prepared: bool,
-    /// Name of the loaded adapter.
+    /// Name of the adapter that is loaded, or may be: a handover whose answer was lost.
     loaded: Option<String>,
+    /// The last handover has succeeded.
+    is_loaded: bool,
 }
+
+/// Clients that this process has opened.
+static N_OPENED: AtomicU64 = AtomicU64::new(0);
+
+/// Timeout of the request that unloads the last adapter, in seconds: the end of a stage does not wait for a server that is gone.
+const UNLOAD_TIMEOUT_S: f64 = 10.0;
 
 /// `GET /v1/models`.
 #[derive(Deserialize)]
@@ -111,31 +122,39 @@ impl RolloutServer {
         let key = Secret::open(services, "rollout", config.api_key_file.as_deref(), &config.api_key_env)?;
         let limits = CallLimits::new(config.max_concurrent, config.timeout_s, config.max_retries);
         let provider = format!("rollout {model}");
-        let caller = |url: &str| -> Result<Caller, DataError> {
+        let caller = |url: &str, limits: CallLimits, services: &ServiceContext| -> Result<Caller, DataError> {
             Ok(Caller::new("rollout.base_url", url, key.clone(), limits, services)?.named(&provider))
         };
-        let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+        let always = ServiceContext { stop: StopFlag::default(), ..services.clone() };
+        let of_unloading = CallLimits::new(1, config.timeout_s.min(UNLOAD_TIMEOUT_S), 0);
+        let opened = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+        let number = N_OPENED.fetch_add(1, Ordering::Relaxed);
         Ok(Self {
             kind: config.server,
             model,
             adapter: format!("{}-", config.adapter),
-            name_prefix: format!("{}-{started}-{}-", config.adapter, std::process::id()),
+            name_prefix: format!("{}-{opened}-{number}-", config.adapter),
             adapter_dir: config.adapter_dir.clone(),
             max_concurrent: config.max_concurrent.max(1),
-            completions: caller(base_url)?,
-            adapters: caller(adapters_url)?,
+            completions: caller(base_url, limits, services)?,
+            adapters: caller(adapters_url, limits, services)?,
+            unloading: caller(adapters_url, of_unloading, &always)?,
             runtime,
             state: Mutex::default(),
         })
     }
 
-    /// Unloads the adapter of the newest handover.
+    /// Unloads the adapter of the newest handover, after a stop too.
     ///
     /// # Errors
-    /// The server cannot be called.
+    /// The server cannot be called or refuses.
     pub fn unload(&self) -> Result<(), CallFailure> {
-        let loaded = self.state().loaded.take();
-        loaded.map_or(Ok(()), |name| self.runtime.block_on(self.unload_adapter(&name)))
+        let mut state = self.state();
+        if let Some(name) = state.loaded.clone() {
+            self.runtime.block_on(unload_adapter(&self.unloading, &name))?;
+            (state.loaded, state.is_loaded) = (None, false);
+        }
+        Ok(())
     }
 
     fn state(&self) -> MutexGuard<'_, HandoverState> {
@@ -153,15 +172,16 @@ impl RolloutServer {
             let what = format!("rollout.model is `{}`, and the server has {}", self.model, names.join(", "));
             return Err(self.failure(FailureKind::Rejected, what));
         }
-        let is_ours = |model: &&Model| model.parent.is_some() && model.id.starts_with(&self.adapter);
+        let is_ours = |model: &&Model| model.parent.is_some() && is_adapter_of(&self.adapter, &model.id);
         for earlier in data.iter().filter(is_ours) {
-            self.unload_adapter(&earlier.id).await?;
+            unload_adapter(&self.adapters, &earlier.id).await?;
         }
         Ok(())
     }
 
     async fn load_adapter(&self, name: &str, path: &str) -> Result<(), CallFailure> {
-        let loaded = self.post_adapter("/load_lora_adapter", &json!({"lora_name": name, "lora_path": path})).await;
+        let body = json!({"lora_name": name, "lora_path": path});
+        let loaded = post_adapter(&self.adapters, "/load_lora_adapter", &body).await;
         match loaded {
             // An attempt whose answer was lost: the name is this process's and stands for these weights.
             Err(failure) if failure.kind == FailureKind::Rejected && failure.message.contains("already") => Ok(()),
@@ -178,21 +198,6 @@ impl RolloutServer {
             }
             other => other,
         }
-    }
-
-    /// An adapter that is not there, as after a restart of the server, is unloaded.
-    async fn unload_adapter(&self, name: &str) -> Result<(), CallFailure> {
-        match self.post_adapter("/unload_lora_adapter", &json!({"lora_name": name})).await {
-            Err(failure) if failure.kind == FailureKind::Rejected => {
-                tracing::debug!("{name} is not unloaded: {failure}");
-                Ok(())
-            }
-            other => other,
-        }
-    }
-
-    async fn post_adapter(&self, path: &str, body: &Value) -> Result<(), CallFailure> {
-        self.adapters.send(&Call::post(path, body).or_text()).await.map(drop)
     }
 
     async fn complete(
@@ -256,22 +261,57 @@ impl RolloutServer {
     }
 }
 
+/// Whether a name is `prefix`, then `NUMBER-NUMBER-vNUMBER`.
+fn is_adapter_of(prefix: &str, name: &str) -> bool {
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let parts: Option<Vec<&str>> = name.strip_prefix(prefix).map(|rest| rest.split('-').collect());
+    match parts.as_deref() {
+        Some(&[opened, number, version]) => {
+            is_number(opened) && is_number(number) && version.strip_prefix('v').is_some_and(is_number)
+        }
+        _ => false,
+    }
+}
+
+/// An adapter that is not there, as after a restart of the server, is unloaded.
+async fn unload_adapter(caller: &Caller, name: &str) -> Result<(), CallFailure> {
+    match post_adapter(caller, "/unload_lora_adapter", &json!({"lora_name": name})).await {
+        Err(failure) if failure.kind == FailureKind::Rejected && says_not_there(&failure.message) => {
+            tracing::debug!("{name} is not unloaded: {failure}");
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+/// vLLM: 404, "cannot be found"; SGLang: 400, "does not exist".
+fn says_not_there(message: &str) -> bool {
+    let message = message.to_lowercase();
+    ["not found", "cannot be found", "does not exist", "not loaded"].iter().any(|words| message.contains(words))
+}
+
+async fn post_adapter(caller: &Caller, path: &str, body: &Value) -> Result<(), CallFailure> {
+    caller.send(&Call::post(path, body).or_text()).await.map(drop)
+}
+
 impl RolloutEngine for RolloutServer {
     fn set_policy(&self, version: u64, adapter: &Path) -> Result<(), CallFailure> {
         let name = format!("{}v{version}", self.name_prefix);
         let mut state = self.state();
-        if state.loaded.as_deref() == Some(name.as_str()) {
+        if state.is_loaded && state.loaded.as_deref() == Some(name.as_str()) {
             return Ok(());
         }
         if !state.is_prepared {
             self.runtime.block_on(self.prepare())?;
             state.is_prepared = true;
         }
-        if let Some(earlier) = state.loaded.take() {
-            self.runtime.block_on(self.unload_adapter(&earlier))?;
+        if let Some(earlier) = state.loaded.clone() {
+            state.is_loaded = false;
+            self.runtime.block_on(unload_adapter(&self.adapters, &earlier))?;
         }
+        state.loaded = Some(name.clone());
         self.runtime.block_on(self.load_adapter(&name, &self.path_at_server(adapter)))?;
-        state.loaded = Some(name);
+        state.is_loaded = true;
         Ok(())
     }
 
@@ -280,7 +320,11 @@ impl RolloutEngine for RolloutServer {
         prompts: &[RolloutPrompt],
         sampling: &RolloutSampling,
     ) -> Result<Vec<Vec<RolloutResponse>>, CallFailure> {
-        let Some(adapter) = self.state().loaded.clone() else {
+        let loaded = {
+            let state = self.state();
+            state.loaded.clone().filter(|_| state.is_loaded)
+        };
+        let Some(adapter) = loaded else {
             let what = "no adapter was handed over; internal error, please report it";
             return Err(self.failure(FailureKind::Rejected, what.into()));
         };

@@ -33,6 +33,11 @@ pub(super) fn check_rl_options(rl: &RlConfig, violations: &mut Vec<Violation>) {
             format!("is {policy_loss:?}; rl.algorithm = \"raft\" has cross-entropy in its place, expected \"ppo\""),
         ),
         (
+            is_raft && rl.clip_range_high.is_some(),
+            "rl.clip_range_high",
+            "is set; rl.algorithm = \"raft\" has cross-entropy without a clip, leave it out".to_owned(),
+        ),
+        (
             rl.dynamic_sampling && !has_groups,
             "rl.dynamic_sampling",
             "is true; rl.algorithm does not compare samples of one query, expected false".to_owned(),

@@ -513,6 +513,10 @@ path = "reward.wasm"
                 r#"18: rl.policy_loss is "gspo"; rl.algorithm = "raft" has cross-entropy in its place, expected "ppo""#,
             ),
             (
+                "algorithm = \"raft\"\nn_samples = 4\nclip_range_high = 0.28",
+                r#"18: rl.clip_range_high is set; rl.algorithm = "raft" has cross-entropy without a clip, leave it out"#,
+            ),
+            (
                 "dynamic_sampling = true",
                 "16: rl.dynamic_sampling is true; rl.algorithm does not compare samples of one query, expected false",
             ),

@@ -39,7 +39,7 @@ section! {
         api_key_env: String = String::new(),
         /// File that holds the key and nothing else; used instead of the environment variable.
         api_key_file: Option<PathBuf> = None,
-        /// The names of the adapters at the server begin with this; adapters that begin so are unloaded when the stage starts.
+        /// The names of the adapters at the server begin with this, at the default also with a digest of the run folder. When the stage starts, adapters of earlier processes with the same name are unloaded.
         adapter: String = "querl".into(),
         /// The folder `rl/rollout` of the run as the server sees it, such as a mount of its container; by default the same path.
         adapter_dir: Option<String> = None,

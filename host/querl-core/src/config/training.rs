@@ -418,13 +418,16 @@ impl RlConfig {
         if self.max_steps > 0 { planned.min(self.max_steps) } else { planned }
     }
 
-    /// `loss_agg`, with the name of what the algorithm has where it is left to it.
+    /// `loss_agg`, with the name of what the algorithm has where it is left to it: that of the policy loss comes before that of the
+    /// advantages. Source: verl `compute_policy_loss_gspo`; MiniMax 2025, "MiniMax-M1", equation 4.
     pub fn loss_agg_in_force(&self) -> LossAgg {
-        match (self.loss_agg, self.algorithm) {
-            (LossAgg::Algorithm, RlAlgorithm::Grpo) => LossAgg::SeqMeanTokenMean,
-            (LossAgg::Algorithm, RlAlgorithm::DrGrpo) => LossAgg::SeqMeanTokenSumNorm,
-            (LossAgg::Algorithm, _) => LossAgg::TokenMean,
-            (named, _) => named,
+        match (self.loss_agg, self.policy_loss, self.algorithm) {
+            (LossAgg::Algorithm, PolicyLossKind::Gspo, _) => LossAgg::SeqMeanTokenMean,
+            (LossAgg::Algorithm, PolicyLossKind::Cispo, _) => LossAgg::TokenMean,
+            (LossAgg::Algorithm, _, RlAlgorithm::Grpo) => LossAgg::SeqMeanTokenMean,
+            (LossAgg::Algorithm, _, RlAlgorithm::DrGrpo) => LossAgg::SeqMeanTokenSumNorm,
+            (LossAgg::Algorithm, ..) => LossAgg::TokenMean,
+            (named, ..) => named,
         }
     }
 }
@@ -441,5 +444,18 @@ mod tests {
         assert_eq!(steps(Some(10), 0), 157);
         assert_eq!(steps(Some(10), 20), 20);
         assert_eq!(steps(Some(1), 100), 16);
+    }
+
+    #[test]
+    fn an_average_left_to_the_algorithm_is_first_that_of_the_policy_loss() {
+        let of = |algorithm, policy_loss, loss_agg| {
+            RlConfig { algorithm, policy_loss, loss_agg, ..RlConfig::default() }.loss_agg_in_force()
+        };
+        let (left, grpo) = (LossAgg::Algorithm, RlAlgorithm::Grpo);
+        assert_eq!(of(grpo, PolicyLossKind::Ppo, left), LossAgg::SeqMeanTokenMean);
+        assert_eq!(of(grpo, PolicyLossKind::Cispo, left), LossAgg::TokenMean);
+        assert_eq!(of(RlAlgorithm::DrGrpo, PolicyLossKind::Ppo, left), LossAgg::SeqMeanTokenSumNorm);
+        assert_eq!(of(RlAlgorithm::Rloo, PolicyLossKind::Gspo, left), LossAgg::SeqMeanTokenMean);
+        assert_eq!(of(grpo, PolicyLossKind::Gspo, LossAgg::TokenMean), LossAgg::TokenMean);
     }
 }

@@ -4,6 +4,7 @@
 use super::*;
 use querl_core::config::CallsConfig;
 use querl_faulty::{Answer, FaultyServer, RecordedRequest, Reply};
+use std::sync::atomic::AtomicBool;
 use tokio::runtime::Runtime;
 
 const VLLM: RolloutServerKind = RolloutServerKind::Vllm;
@@ -104,6 +105,81 @@ fn adapters_are_handed_over_in_order_and_the_earlier_one_is_unloaded_first() {
     ];
     assert_eq!(calls(&server), expected);
     assert_eq!(server.requests()[2].json()["lora_path"], "/run/rl/rollout/v0");
+}
+
+#[test]
+fn only_names_of_the_same_form_are_adapters_of_the_configuration() {
+    for name in ["querl-1-2-v9", "querl-1764180000123456789-0-v12"] {
+        assert!(is_adapter_of("querl-", name), "{name}");
+    }
+    for name in
+        ["querl-1-2", "querl-1-2-9", "querl-1-2-v", "querl-a-2-v9", "querl-b-1-2-v9", "querl2-1-2-v9", "other-1-2-v9"]
+    {
+        assert!(!is_adapter_of("querl-", name), "{name}");
+    }
+}
+
+#[test]
+fn no_two_clients_share_a_name() {
+    let server = server();
+    let (one, _runtime) = open(&server, VLLM);
+    let (other, _runtime) = open(&server, VLLM);
+    assert_ne!(one.name_prefix, other.name_prefix);
+    assert!(is_adapter_of("querl-", &format!("{}v0", one.name_prefix)), "{}", one.name_prefix);
+}
+
+/// An answer to `unload`, and whether the adapter counts as unloaded.
+#[test]
+fn an_adapter_stays_noted_until_the_server_has_unloaded_it() {
+    for (status, message, is_unloaded) in [
+        (404, "The lora adapter cannot be found.", true),
+        (400, "LoRA with name x does not exist.", true),
+        (400, "unknown field", false),
+        (500, "out of memory", false),
+    ] {
+        let server = FaultyServer::start(move |request| match request.path.as_str() {
+            "/v1/unload_lora_adapter" => Answer::json(status, &json!({"error": {"message": message}})).into(),
+            _ => respond(request, &base()),
+        });
+        let (client, _runtime) = open(&server, VLLM);
+        client.set_policy(0, Path::new("/v0")).unwrap();
+        assert_eq!(client.set_policy(1, Path::new("/v1")).is_ok(), is_unloaded, "{message}");
+        assert_eq!(client.unload().is_ok(), is_unloaded, "{message}");
+        assert_eq!(client.state().loaded.is_none(), is_unloaded, "{message}");
+    }
+}
+
+#[test]
+fn an_adapter_whose_handover_failed_is_unloaded_and_never_asked() {
+    let server = FaultyServer::start(|request| match request.path.as_str() {
+        "/v1/load_lora_adapter" => Answer::json(500, &json!({"error": {"message": "no memory"}})).into(),
+        _ => respond(request, &base()),
+    });
+    let (client, _runtime) = open(&server, VLLM);
+    client.set_policy(0, Path::new("/v0")).unwrap_err();
+    client.generate(&[prompt(1, 1)], &sampling()).unwrap_err();
+    client.unload().unwrap();
+    assert_eq!(calls(&server).last().unwrap(), "/v1/unload_lora_adapter querl v0");
+}
+
+/// The stop flag of an interrupted run holds for every other request.
+#[test]
+fn the_last_adapter_is_unloaded_after_a_stop_too() {
+    static STOP: AtomicBool = AtomicBool::new(false);
+    let (server, runtime) = (server(), Runtime::new().unwrap());
+    let config = RolloutConfig {
+        base_url: Some(format!("{}/v1", server.url())),
+        model: Some("base".into()),
+        max_retries: 0,
+        ..RolloutConfig::default()
+    };
+    let services = ServiceContext::new(&CallsConfig::default()).until(&STOP);
+    let client = RolloutServer::open(&config, &services, runtime.handle().clone()).unwrap();
+    client.set_policy(0, Path::new("/v0")).unwrap();
+    STOP.store(true, Ordering::Relaxed);
+    client.generate(&[prompt(1, 1)], &sampling()).unwrap_err();
+    client.unload().unwrap();
+    assert_eq!(calls(&server).last().unwrap(), "/v1/unload_lora_adapter querl v0");
 }
 
 #[test]

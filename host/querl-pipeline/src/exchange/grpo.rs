@@ -114,6 +114,7 @@ pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
 pub(super) fn loss_type(rl: &RlConfig, of_algorithm: &'static str) -> Option<&'static str> {
     match (rl.policy_loss, rl.loss_agg) {
         (PolicyLossKind::Cispo, _) => (rl.loss_agg_in_force() == LossAgg::TokenMean).then_some("cispo"),
+        (PolicyLossKind::Gspo, LossAgg::Algorithm) => Some("grpo"),
         (_, LossAgg::Algorithm) => Some(of_algorithm),
         (_, LossAgg::TokenMean) => Some("dapo"),
         (_, LossAgg::SeqMeanTokenMean) => Some("grpo"),
@@ -137,12 +138,19 @@ pub(super) fn set_loss_type(m: &mut Mapping, rl: &RlConfig, of_algorithm: &'stat
     }
 }
 
-/// Ratios per token or per response, and their upper bound: that of CISPO is a bound of the ratio, without a lower one.
+/// Ratios per token or per response, and their bounds: that of CISPO is an upper bound of the ratio, without a lower one.
 pub(super) fn set_ratios(m: &mut Mapping, rl: &RlConfig, quote: fn(&str) -> String) {
     let level = if rl.policy_loss == PolicyLossKind::Gspo { "sequence" } else { "token" };
     let note = "`cispo` is a `loss_type`, without a lower bound of the ratio";
     let note = if rl.policy_loss == PolicyLossKind::Cispo { note } else { "" };
     m.set("rl.policy_loss", &[("importance_sampling_level", quote(level))], note);
+    match rl.policy_loss {
+        PolicyLossKind::Cispo if rl.clip_range < 1.0 => {
+            m.none("rl.clip_range", "`cispo` has no lower bound there, as from 1 on");
+            m.fixed("epsilon", float(rl.clip_range));
+        }
+        _ => m.set("rl.clip_range", &[("epsilon", float(rl.clip_range))], ""),
+    }
     let high = rl.clip_range_high.unwrap_or(rl.clip_range);
     match (rl.policy_loss, rl.clip_range_high) {
         (PolicyLossKind::Cispo, _) => {

@@ -93,6 +93,21 @@ fn mapping(run: &ExportedRun, sizes: &Sizes) -> anyhow::Result<Mapping> {
     Ok(mapping)
 }
 
+/// Why OpenRLHF does not have the average of a run, and the one that takes its place.
+fn lost_average(rl: &RlConfig) -> Option<(&'static str, LossAgg)> {
+    match (rl.policy_loss, rl.loss_agg_in_force()) {
+        (_, LossAgg::SeqMeanTokenMean) => None,
+        (PolicyLossKind::Gspo, _) => Some((
+            "`gspo` of OpenRLHF averages over the tokens of a response, then over responses",
+            LossAgg::SeqMeanTokenMean,
+        )),
+        (_, LossAgg::SeqMeanTokenSum | LossAgg::SeqMeanTokenSumNorm) => {
+            Some(("OpenRLHF has `token-mean` and `seq-mean-token-mean`; the first is set", LossAgg::TokenMean))
+        }
+        (_, LossAgg::TokenMean | LossAgg::Algorithm) => None,
+    }
+}
+
 fn algorithm(m: &mut Mapping, rl: &RlConfig) {
     let estimator = match rl.algorithm {
         RlAlgorithm::Ppo => "gae",
@@ -107,16 +122,12 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
     } else {
         m.set("rl.algorithm", &[("algo.advantage.estimator", estimator.to_owned())], "");
     }
-    let average = match rl.loss_agg_in_force() {
-        LossAgg::SeqMeanTokenMean => LossAgg::SeqMeanTokenMean.name(),
-        _ => LossAgg::TokenMean.name(),
-    };
-    match rl.loss_agg {
-        LossAgg::SeqMeanTokenSum | LossAgg::SeqMeanTokenSumNorm => {
-            m.none("rl.loss_agg", "OpenRLHF has `token-mean` and `seq-mean-token-mean`; the first is set");
-            m.fixed("actor.loss_agg_mode", average);
+    match lost_average(rl) {
+        Some((note, other)) => {
+            m.none("rl.loss_agg", note);
+            m.fixed("actor.loss_agg_mode", other.name());
         }
-        _ => m.set("rl.loss_agg", &[("actor.loss_agg_mode", average.to_owned())], ""),
+        None => m.set("rl.loss_agg", &[("actor.loss_agg_mode", rl.loss_agg_in_force().name().to_owned())], ""),
     }
     m.set("rl.gamma", &[("algo.advantage.gamma", float(rl.gamma))], "1 with the estimators of groups");
     m.set("rl.gae_lambda", &[("algo.advantage.lambd", float(rl.gae_lambda))], "");
@@ -300,6 +311,9 @@ fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
         let (there, own) = (sizes.mini_batch, config.rl.mini_batch_size);
         notes.push(format!("an optimizer step has {there} responses in place of rl.mini_batch_size = {own}"));
     }
+    if let (LossAgg::Algorithm, Some((note, _))) = (config.rl.loss_agg, lost_average(&config.rl)) {
+        notes.push(format!("the average of losses that rl.algorithm has is another one there: {note}"));
+    }
     let alpha = run.lora().1;
     if alpha.fract() != 0.0 {
         notes.push(format!("lora_alpha is {alpha}, and OpenRLHF takes an integer: it is rounded"));
@@ -361,6 +375,18 @@ mod tests {
             lost.len() == 1 && lost[0].starts_with("rl.loss_agg = \"seq-mean-token-sum\": OpenRLHF has"),
             "{lost:?}"
         );
+    }
+
+    #[test]
+    fn the_sum_of_dr_grpo_and_other_averages_of_gspo_are_lost() {
+        let with = |text: &str| run(&format!("[rl]\nn_samples = 4\n{text}"));
+        let dr_grpo = with("algorithm = \"dr_grpo\"\n");
+        assert_eq!(mapped(&dr_grpo).value("actor.loss_agg_mode"), Some("token-mean"));
+        let notes = notes(&dr_grpo, &Sizes::of(&dr_grpo));
+        assert!(notes.iter().any(|note| note.starts_with("the average of losses that rl.algorithm has")), "{notes:?}");
+        let gspo = mapped(&with("algorithm = \"grpo\"\npolicy_loss = \"gspo\"\nloss_agg = \"token-mean\"\n"));
+        assert_eq!(gspo.value("actor.loss_agg_mode"), Some("seq-mean-token-mean"));
+        assert_eq!(gspo.without_equivalent().len(), 1);
     }
 
     #[test]

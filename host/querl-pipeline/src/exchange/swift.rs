@@ -83,13 +83,19 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
     let (estimator, loss, scale, note) = match rl.algorithm {
         RlAlgorithm::Grpo => ("grpo", "grpo", "group", ""),
         RlAlgorithm::DrGrpo => ("grpo", "dr_grpo", "none", ""),
-        RlAlgorithm::Rloo => ("rloo", "bnpo", "none", ""),
-        RlAlgorithm::ReinforcePlusPlus => ("reinforce_plus_plus", "bnpo", "batch", ""),
+        RlAlgorithm::Rloo => ("rloo", "dapo", "none", ""),
+        RlAlgorithm::ReinforcePlusPlus => ("reinforce_plus_plus", "dapo", "batch", ""),
         RlAlgorithm::Ppo => ("grpo", "grpo", "group", "GRPO has no critic: it takes the place of PPO"),
         RlAlgorithm::Raft => ("grpo", "grpo", "group", "ms-swift has no RAFT: GRPO takes its place"),
     };
     let settings = [("advantage_estimator", estimator), ("scale_rewards", scale)];
-    m.set("rl.algorithm", &settings.map(|(name, value)| (name, value.to_owned())), note);
+    let settings = settings.map(|(name, value)| (name, value.to_owned()));
+    if note.is_empty() {
+        m.set("rl.algorithm", &settings, "");
+    } else {
+        m.none("rl.algorithm", note);
+        settings.into_iter().for_each(|(name, value)| m.fixed(name, value));
+    }
     grpo::set_loss_type(m, rl, loss, str::to_owned);
     grpo::set_ratios(m, rl, str::to_owned);
     grpo::without_equivalent(m, "ms-swift");
@@ -97,7 +103,6 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
     m.set("rl.max_resampled_batches", &[("max_resample_times", rl.max_resampled_batches.to_string())], "");
     m.none("rl.overlong_buffer_len", "ms-swift has it as the reward function `soft_overlong`");
     m.none("rl.missing_eos_penalty", "ms-swift has `overlong_filter`, which is not the same");
-    m.set("rl.clip_range", &[("epsilon", float(rl.clip_range))], "");
     match rl.dual_clip > 1.0 {
         true => m.set("rl.dual_clip", &[("delta", float(rl.dual_clip))], ""),
         false => m.set("rl.dual_clip", &[], "without `delta` there is no such bound, as with 0"),
@@ -248,6 +253,18 @@ mod tests {
         assert_eq!((value("epsilon_high"), value("loss_type")), ("0.28", "dapo"));
         assert_eq!(value("importance_sampling_level"), "token");
         assert!(mapping.without_equivalent().is_empty());
+    }
+
+    #[test]
+    fn baselines_are_arguments_and_raft_is_replaced() {
+        let with = |algorithm: &str| mapped(&run(&format!("[rl]\nalgorithm = \"{algorithm}\"\nn_samples = 4\n")));
+        let rloo = with("rloo");
+        assert_eq!((rloo.value("advantage_estimator"), rloo.value("loss_type")), (Some("rloo"), Some("dapo")));
+        assert!(rloo.without_equivalent().is_empty());
+        let raft = with("raft");
+        assert_eq!((raft.value("advantage_estimator"), raft.value("loss_type")), (Some("grpo"), Some("grpo")));
+        let lost = "rl.algorithm = \"raft\": ms-swift has no RAFT: GRPO takes its place";
+        assert_eq!(raft.without_equivalent(), [lost]);
     }
 
     #[test]

@@ -81,14 +81,19 @@ fn text(value: &str) -> String {
 }
 
 fn algorithm(m: &mut Mapping, rl: &RlConfig) {
-    let (loss_type, scale, note) = match rl.algorithm {
-        RlAlgorithm::Grpo => ("grpo", "group", ""),
-        RlAlgorithm::DrGrpo => ("dr_grpo", "none", ""),
+    let (loss_type, scale, is_replaced) = match rl.algorithm {
+        RlAlgorithm::Grpo => ("grpo", "group", false),
+        RlAlgorithm::DrGrpo => ("dr_grpo", "none", false),
         RlAlgorithm::Ppo | RlAlgorithm::Rloo | RlAlgorithm::ReinforcePlusPlus | RlAlgorithm::Raft => {
-            ("grpo", "group", "GRPOTrainer has no critic and no other baseline: GRPO takes its place")
+            ("grpo", "group", true)
         }
     };
-    m.set("rl.algorithm", &[("scale_rewards", text(scale))], note);
+    if is_replaced {
+        m.none("rl.algorithm", "GRPOTrainer has no critic and no other baseline: GRPO takes its place");
+        m.fixed("scale_rewards", text(scale));
+    } else {
+        m.set("rl.algorithm", &[("scale_rewards", text(scale))], "");
+    }
     grpo::set_loss_type(m, rl, loss_type, text);
     grpo::set_ratios(m, rl, text);
     grpo::without_equivalent(m, "TRL");
@@ -96,7 +101,6 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
     m.none("rl.max_resampled_batches", "used with `rl.dynamic_sampling` alone");
     m.none("rl.overlong_buffer_len", "TRL has it as a reward function, `get_soft_overlong_punishment`");
     m.none("rl.missing_eos_penalty", "TRL has `mask_truncated_completions`, which is not the same");
-    m.set("rl.clip_range", &[("epsilon", float(rl.clip_range))], "");
     let delta = if rl.dual_clip > 1.0 { float(rl.dual_clip) } else { "None".into() };
     m.set("rl.dual_clip", &[("delta", delta)], "");
 }
@@ -262,6 +266,14 @@ mod tests {
     }
 
     #[test]
+    fn an_algorithm_that_is_replaced_has_no_equivalent() {
+        let mapping = mapped(&run("[rl]\nalgorithm = \"rloo\"\nn_samples = 4\n"));
+        let lost = mapping.without_equivalent();
+        assert!(lost.len() == 1 && lost[0].starts_with("rl.algorithm = \"rloo\": GRPOTrainer has"), "{lost:?}");
+        assert_eq!((mapping.value("scale_rewards"), mapping.value("loss_type")), (Some("\"group\""), Some("\"grpo\"")));
+    }
+
+    #[test]
     fn thinking_is_a_variable_of_the_chat_template_where_it_is_set() {
         let mut run = run("[rl]\nalgorithm = \"grpo\"\nn_samples = 2\n");
         assert_eq!(mapped(&run).value("chat_template_kwargs"), None);
@@ -276,8 +288,11 @@ mod tests {
         assert_eq!(gspo.value("importance_sampling_level"), Some("\"sequence\""));
         assert_eq!((gspo.value("epsilon_high"), gspo.value("loss_type")), (Some("0.28"), Some("\"grpo\"")));
         assert!(gspo.without_equivalent().is_empty());
-        let cispo = with("policy_loss = \"cispo\"\nclip_range_high = 4.0\nloss_agg = \"token-mean\"\n");
+        let cispo = with("policy_loss = \"cispo\"\nclip_range = 0.3\nclip_range_high = 4.0\n");
         assert_eq!((cispo.value("epsilon_high"), cispo.value("loss_type")), (Some("5.0"), Some("\"cispo\"")));
+        let lost = "rl.clip_range = 0.3: `cispo` has no lower bound there, as from 1 on";
+        assert_eq!(cispo.without_equivalent(), [lost]);
+        assert!(with("policy_loss = \"cispo\"\nclip_range = 1.0\n").without_equivalent().is_empty());
         assert_eq!(with("loss_agg = \"token-mean\"\n").value("loss_type"), Some("\"dapo\""));
         let sum = with("loss_agg = \"seq-mean-token-sum\"\n");
         assert_eq!(sum.value("loss_type"), Some("\"grpo\""));

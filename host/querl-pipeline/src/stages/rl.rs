@@ -10,7 +10,8 @@ use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::training::{self, Base, memory};
 use anyhow::Context;
-use querl_core::config::{RlConfig, RolloutEngineKind};
+use querl_core::config::{RlConfig, RolloutConfig, RolloutEngineKind};
+use querl_core::fsx::digest_hex;
 use querl_core::ports::{Progress, RolloutEngine};
 use querl_core::records::{DatasetRow, Split};
 use querl_core::run_dir::RunDir;
@@ -19,7 +20,7 @@ use querl_model::TextTokenizer;
 use querl_train::ROLLOUT;
 use querl_train::job::memory_plan::{MemoryRequest, PlannedStage};
 use querl_train::job::{Callbacks, Environments, RlJob};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -188,10 +189,11 @@ impl Stage for Rl {
         let (job, request) = job(run, &train, &val, fingerprint)?;
         planned(&run.config.rl, train.len()).iter().for_each(|note| progress.line(note));
         let summary = run.executor.run_rl(&job, run.config.threads, &environments, &callbacks);
-        let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
+        // After a failure and after a stop too.
         if let Some(Err(failure)) = server.as_ref().map(RolloutServer::unload) {
             progress.line(&format!("the last adapter stays loaded on the rollout server: {failure}"));
         }
+        let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
         let mut facts = Facts::default();
         facts.add("steps", summary.n_steps).add("episodes", summary.n_episodes);
         facts.add("dropped", summary.dropped.values().sum::<u64>()).add_parts(&summary.dropped);
@@ -210,7 +212,20 @@ fn rollout_server(run: &Run) -> anyhow::Result<Option<RolloutServer>> {
         return Ok(None);
     }
     let services = run.outside.clone().until(interrupt::flag());
-    Ok(Some(RolloutServer::open(config, &services, run.runtime.handle().clone())?))
+    let config = RolloutConfig { adapter: adapter_name(config, run.dir.root()), ..config.clone() };
+    Ok(Some(RolloutServer::open(&config, &services, run.runtime.handle().clone())?))
+}
+
+/// What the names of the adapters begin with: of its own for each run folder where the configuration leaves it at the default, so that
+/// runs that share a server do not unload each other's.
+fn adapter_name(config: &RolloutConfig, root: &Path) -> String {
+    let RolloutConfig { adapter, adapter_dir, .. } = config;
+    if *adapter != RolloutConfig::default().adapter {
+        return adapter.clone();
+    }
+    let folder = std::path::absolute(root).unwrap_or_else(|_| root.to_owned());
+    let digest = digest_hex(format!("{adapter_dir:?} {}", folder.display()).as_bytes());
+    format!("{adapter}-{}", &digest[..8])
 }
 
 fn rows(run: &Run) -> anyhow::Result<[Vec<DatasetRow>; 2]> {
@@ -269,5 +284,17 @@ mod tests {
         assert!(NEW.iter().all(|key| !before.has(&format!("rl.{key}"))) && before.has("rl.clip_range"));
         let changed = of(&RlConfig { dynamic_sampling: true, ..RlConfig::default() });
         assert_eq!(changed.changed_since(&before), ["rl.dynamic_sampling"]);
+    }
+
+    #[test]
+    fn the_default_name_of_adapters_is_another_one_in_each_run_folder() {
+        let named = |adapter: &str, root: &str| {
+            let config = RolloutConfig { adapter: adapter.into(), ..RolloutConfig::default() };
+            adapter_name(&config, Path::new(root))
+        };
+        assert!(named("querl", "/runs/a").starts_with("querl-"));
+        assert_eq!(named("querl", "/runs/a"), named("querl", "/runs/a"));
+        assert_ne!(named("querl", "/runs/a"), named("querl", "/runs/b"));
+        assert_eq!(named("mine", "/runs/a"), "mine");
     }
 }

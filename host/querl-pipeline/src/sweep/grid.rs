@@ -47,12 +47,13 @@ impl GridKey {
         let refused = |why: &str| Err(Stop::usage(format!("--grid {key}: {why}")));
         let is_below =
             |section: &str| key.strip_prefix(section).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'));
+        let is_above = |section: &str| section.strip_prefix(key.as_str()).is_some_and(|rest| rest.starts_with('.'));
         let measured = ["data", "teacher", "fallback_teacher", "retrieval", "judge", "plugins.prompt"];
         match key.as_str() {
             "seed" => refused("a seed is no setting to choose; name the seeds with --seeds"),
             "output_dir" => refused("each trial has a run directory of its own, in the folder of --out"),
             _ if is_below("eval") => refused("a sweep does not evaluate on the test split, and the key has no effect"),
-            _ if measured.into_iter().any(is_below) => refused(
+            _ if measured.into_iter().any(|section| is_below(section) || is_above(section)) => refused(
                 "it changes what the validation split measures; make runs of their own and compare their reports",
             ),
             _ if is_below("plugins.rewards") || is_below("plugins.style_model") => {
@@ -191,7 +192,9 @@ mod tests {
         let refusal = |key: &str, metric: &str| {
             combinations(&grid(&[&format!("{key}=1,2")]), metric, None, 1).map(drop).map_err(|error| error.to_string())
         };
-        for key in ["seed", "output_dir", "data.split_seed", "retrieval.top_k", "teacher.path", "eval.n_beams"] {
+        for key in
+            ["seed", "output_dir", "data.split_seed", "retrieval.top_k", "teacher.path", "eval.n_beams", "plugins"]
+        {
             assert!(refusal(key, "val/reward").unwrap_err().starts_with(&format!("--grid {key}: ")), "{key}");
         }
         let weight = "plugins.rewards.0.weight";

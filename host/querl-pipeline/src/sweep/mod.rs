@@ -74,7 +74,7 @@ const MAX_REPORT_BYTES: u64 = 64 << 20;
 ///
 /// # Errors
 /// Options or a configuration of a trial are invalid, the folder has another sweep, a data stage or a service failed, a signal has arrived, or
-/// every trial failed. A training that fails on the way, as with too high a learning rate, is a result of its combination.
+/// every trial failed. A training that fails or collapses on the way, as with too high a learning rate, is a result of its combination.
 pub fn sweep(
     config: &Path,
     base: &Overrides,
@@ -219,7 +219,8 @@ impl<'a> Sweep<'a> {
             self.reporter.message(&format!("sweep: {place}: {}", settings.join(" ")));
             let trial = &self.combinations[index].trials[position];
             let others = self.combinations.iter().flat_map(|one| &one.trials).map(|other| &other.dir);
-            trial.take_over(others.filter(|dir| **dir != trial.dir).chain([&self.base_run]))?;
+            let sources = others.filter(|dir| **dir != trial.dir).chain([&self.base_run]);
+            trial.take_over(sources, self.reporter.as_ref())?;
             let outcome = match trial.advance(self.config, shift, self.reporter)? {
                 TrialProgress::Reached(last) => {
                     TrialOutcome::Measured(Measurement::read(&trial.dir, &self.options.metric, last)?)

@@ -13,7 +13,8 @@ use std::path::PathBuf;
 /// The metric that decides which checkpoint of a trial is its best.
 const REWARD: &str = "val/reward";
 
-/// The evaluation of a trial with the highest validation reward so far, whose policy is its `rl/best`.
+/// The evaluation of a trial with the highest validation reward so far. Its policy is `rl/best` where every evaluation could score the same
+/// rows, since checkpoints are compared on the rows that both could score, and where no earlier call trained further.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(super) struct Measurement {
     /// Step of the newest evaluation.

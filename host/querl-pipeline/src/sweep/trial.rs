@@ -2,7 +2,7 @@
 //! inputs are taken over.
 
 use super::grid::rung_step;
-use crate::failure::{Ending, ending_of, sentence};
+use crate::failure::{Ending, Stop, ending_of, sentence};
 use crate::files::{copy, unwritable};
 use crate::interrupt;
 use crate::ledger::{Ledger, StageName, rows_of};
@@ -32,7 +32,7 @@ pub(super) struct Trial {
 pub(super) enum TrialProgress {
     /// The end of the rung, this step of `rl`; `None` is the end of the training. An earlier call may have gone further.
     Reached(Option<u64>),
-    /// Training failed, as with too high a learning rate; the reason.
+    /// Training failed or collapsed, as with too high a learning rate; the reason.
     Failed(String),
 }
 
@@ -66,30 +66,52 @@ impl Trial {
                     Ok(TrialProgress::Reached(run.stop_after))
                 }
                 Ending::Failed => Ok(TrialProgress::Failed(sentence(&error))),
+                Ending::Limit if is_collapse(&error) => Ok(TrialProgress::Failed(sentence(&error))),
                 Ending::Interrupted | Ending::Usage | Ending::Limit => Err(error),
             },
         }
     }
 
-    /// Takes over finished stages of the most similar of `sources`, where this trial has not begun. The ledger decides what of them holds
-    /// for its own inputs; the rest runs again.
+    /// Takes over finished stages of the most similar of `sources` that can be copied, where this trial has not begun. The ledger decides
+    /// what of them holds for its own inputs; the rest runs again. A source that cannot be copied is named.
     ///
     /// # Errors
-    /// A file cannot be read or written.
-    pub(super) fn take_over<'a>(&self, sources: impl Iterator<Item = &'a RunDir>) -> anyhow::Result<()> {
+    /// The configuration has no TOML form.
+    pub(super) fn take_over<'a>(
+        &self,
+        sources: impl Iterator<Item = &'a RunDir>,
+        reporter: &dyn Reporter,
+    ) -> anyhow::Result<()> {
         if self.dir.stages().exists() {
             return Ok(());
         }
         let own = prepared_settings(&self.config)?;
-        let mut best: Option<(usize, &RunDir)> = None;
+        let skipped = |source: &RunDir, why: &str| {
+            reporter.message(&format!("sweep: {}: its stages are not taken over: {why}", source.root().display()));
+        };
+        let mut candidates: Vec<(usize, &RunDir)> = Vec::new();
         for source in sources {
-            let Some(n_different) = n_different(source, &own)? else { continue };
-            if best.is_none_or(|(fewest, _)| n_different < fewest) {
-                best = Some((n_different, source));
+            match n_different(source, &own) {
+                Ok(n_different) => candidates.extend(n_different.map(|n| (n, source))),
+                Err(error) => skipped(source, &sentence(&error)),
             }
         }
-        best.map_or(Ok(()), |(_, source)| copy_stages(source, &self.dir))
+        candidates.sort_by_key(|(n_different, _)| *n_different);
+        for (_, source) in candidates {
+            match copy_stages(source, &self.dir) {
+                Ok(true) => break,
+                Ok(false) => skipped(source, "another process uses it"),
+                Err(error) => skipped(source, &sentence(&error)),
+            }
+        }
+        Ok(())
     }
+}
+
+/// Whether the training itself reached a limit: too many dropped episodes, rollouts of another distribution, or noise after `sft`. A spent
+/// budget is no [`Stop`] but the failure of a service.
+fn is_collapse(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| cause.is::<Stop>())
 }
 
 /// The values that the stages before `rl` may depend on, by key.
@@ -123,10 +145,10 @@ fn n_different(source: &RunDir, own: &BTreeMap<String, String>) -> anyhow::Resul
     Ok(Some(keys.into_iter().filter(|key| own.get(*key) != theirs.get(*key)).count()))
 }
 
-/// Copies what the finished stages before `rl` left to a new run directory, which is complete or not there. Nothing is copied from a run
-/// that another process uses.
-fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<()> {
-    let Ok(_lock) = DirLock::take(from.root()) else { return Ok(()) };
+/// Copies what the finished stages before `rl` left to a new run directory, which is complete or not there. Returns false, without a copy, for
+/// a run that another process uses.
+fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<bool> {
+    let Ok(_lock) = DirLock::take(from.root()) else { return Ok(false) };
     let ledger = Ledger::open(&from.stages())?;
     let finished = |stage: &StageName| ledger.entry(stage.as_str()).filter(|entry| entry.finished);
     let stages: Vec<StageName> = SHARED.into_iter().take_while(|stage| finished(stage).is_some()).collect();
@@ -154,7 +176,8 @@ fn copy_stages(from: &RunDir, to: &RunDir) -> anyhow::Result<()> {
     }
     // What a process left that was killed before its first stage.
     remove_folder(to.root()).with_context(unwritable)?;
-    std::fs::rename(copied.root(), to.root()).with_context(unwritable)
+    std::fs::rename(copied.root(), to.root()).with_context(unwritable)?;
+    Ok(true)
 }
 
 fn remove_folder(path: &Path) -> std::io::Result<()> {
@@ -187,6 +210,9 @@ fn copy_folder(from: &Path, to: &Path) -> anyhow::Result<()> {
 mod tests {
     use super::*;
     use crate::ledger::{Entry, Inputs};
+    use querl_core::ports::EnvironmentError;
+    use querl_core::records::{self, CallFailure};
+    use querl_train::job::{Failure, FailureKind};
 
     fn prepared(root: &Path, finished: &[&str]) -> RunDir {
         let dir = RunDir::new(root);
@@ -213,7 +239,7 @@ mod tests {
         let copied = RunDir::new(at("trials/one"));
         // A killed process had locked the folder.
         write_atomic(&copied.root().join(".in-use"), b"1").unwrap();
-        copy_stages(&whole, &copied).unwrap();
+        assert!(copy_stages(&whole, &copied).unwrap());
         let has = |dir: &RunDir, file: &str| dir.root().join(file).exists();
         assert!(has(&copied, "data/train.jsonl") && has(&copied, "sft/best/adapter_model.safetensors"));
         assert!(["sft/last", "rl", "episodes.jsonl", "calls.json"].into_iter().all(|file| !has(&copied, file)));
@@ -223,7 +249,7 @@ mod tests {
 
         let half = prepared(&at("half"), &["rewrite", "validate", "convert"]);
         let copied = RunDir::new(at("trials/two"));
-        copy_stages(&half, &copied).unwrap();
+        assert!(copy_stages(&half, &copied).unwrap());
         assert!(has(&copied, "data/train.jsonl") && !has(&copied, "sft"));
         assert!(Ledger::open(&copied.stages()).unwrap().entry("sft").is_none());
     }
@@ -234,7 +260,19 @@ mod tests {
         let source = prepared(&folder.path().join("source"), &["rewrite", "validate", "convert"]);
         let _lock = DirLock::take(source.root()).unwrap();
         let copied = RunDir::new(folder.path().join("one"));
-        copy_stages(&source, &copied).unwrap();
+        assert!(!copy_stages(&source, &copied).unwrap());
         assert!(!copied.root().exists());
+    }
+
+    #[test]
+    fn a_collapse_is_a_limit_of_the_training_and_not_of_the_budget() {
+        let failure = Failure { kind: FailureKind::Limit, message: "rl step 3: 9 of 9 episodes were dropped".into() };
+        let noise = Stop::limit("the model is noise after sft");
+        for collapse in [anyhow::Error::from(Stop::of(failure)).context("stage rl"), noise.into()] {
+            assert!(ending_of(&collapse) == Ending::Limit && is_collapse(&collapse), "{collapse:?}");
+        }
+        let call = CallFailure { kind: records::FailureKind::OverBudget, message: "the budget is spent".into() };
+        let budget = anyhow::Error::from(EnvironmentError::Service(call)).context("stage rl");
+        assert!(ending_of(&budget) == Ending::Limit && !is_collapse(&budget));
     }
 }

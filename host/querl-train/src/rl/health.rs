@@ -45,6 +45,7 @@ impl Health {
             |ratio: Option<f64>, limit: f64| ratio.is_some_and(|ratio| !(1.0 / limit..=limit).contains(&ratio));
         let ratio = |now: Option<f64>, first: Option<f64>| Some(now? / first?);
         let (entropy, length) = (get("actor/entropy"), get("response_length/mean"));
+        let has_server = get("rollout_corr/k3_kl").is_some();
         let kl_coef = get("actor/reward_kl_penalty_coeff").or(get("actor/kl_coef"));
         self.first_entropy = self.first_entropy.or(entropy);
         self.first_length = self.first_length.or(length);
@@ -83,7 +84,11 @@ impl Health {
             (
                 "importance",
                 below(get("rollout_corr/rollout_is_eff_sample_size"), 0.5),
-                "responses are drawn from a distribution far from the policy's: loosen rl.top_p, rl.top_k and rl.repetition_penalty, or turn rl.off_by_one off",
+                if has_server {
+                    "the rollout server's distribution is far from the policy's: let it compute in a more precise dtype, and report the log-probabilities of the sampling distribution (vLLM: --logprobs-mode processed_logprobs)"
+                } else {
+                    "responses are drawn from a distribution far from the policy's: loosen rl.top_p, rl.top_k and rl.repetition_penalty, or turn rl.off_by_one off"
+                },
             ),
             (
                 "groups",
@@ -174,6 +179,16 @@ mod tests {
         assert_eq!((0..30).map(|_| health.check(&none, early).len()).sum::<usize>(), 0, "no evaluation late enough");
         let late = ValidationProgress { evaluated_step: 20, best_step: 0 };
         assert!(health.check(&none, late).first().is_some_and(|warning| warning.contains("rl.critic = \"adapter\"")));
+    }
+
+    #[test]
+    fn the_remedy_for_small_weights_depends_on_who_generates() {
+        let of =
+            |pairs: &[(&str, f64)]| Health::default().check(&metrics(pairs), ValidationProgress::default()).join("\n");
+        let small = ("rollout_corr/rollout_is_eff_sample_size", 0.3);
+        assert!(of(&[small]).contains("loosen rl.top_p"));
+        let served = of(&[small, ("rollout_corr/k3_kl", 0.01)]);
+        assert!(served.contains("--logprobs-mode") && !served.contains("rl.top_p"), "{served}");
     }
 
     #[test]

@@ -454,7 +454,8 @@ pub fn kl_k3(logprob: f32, ref_logprob: f32) -> f32 {
     (log_ratio.exp() - log_ratio - 1.0).clamp(-MAX_K3, MAX_K3)
 }
 
-const MAX_K3: f32 = 10.0;
+/// Upper bound of one token's k3, in nats.
+pub(super) const MAX_K3: f32 = 10.0;
 
 /// The estimate of one token's KL.
 pub fn kl(estimator: KlEstimator, logprob: f32, ref_logprob: f32) -> f32 {

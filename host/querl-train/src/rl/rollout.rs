@@ -123,6 +123,33 @@ impl PartialBatch {
         self.responses.len() == self.queries.len() * n_samples
     }
 
+    /// Episodes, those of replaced queries included.
+    fn n_episodes(&self) -> usize {
+        self.responses.len() + self.resampled.n_episodes
+    }
+
+    /// Numbers of episodes without a score, by code; those of replaced queries included.
+    fn dropped(&self) -> BTreeMap<String, u64> {
+        let mut dropped = drops(self.responses.iter().map(|response| &response.record));
+        add_drops(&mut dropped, &self.resampled.dropped);
+        dropped
+    }
+
+    /// Checks all episodes so far against `rl.max_drop_rate`.
+    ///
+    /// # Errors
+    /// More are without a score: [`TrainError::DropRate`].
+    pub(super) fn check_drops(&self, task: &RlTask<'_>) -> Result<(), TrainError> {
+        let (n_episodes, reasons) = (self.n_episodes(), self.dropped());
+        let n_dropped = reasons.values().sum::<u64>() as usize;
+        let max_drop_rate = task.config.max_drop_rate;
+        if n_dropped < n_episodes && n_dropped as f64 <= max_drop_rate * n_episodes as f64 {
+            return Ok(());
+        }
+        let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code).unwrap_or_default();
+        Err(TrainError::DropRate { step: self.step, n_dropped, n_episodes, max_drop_rate, reason })
+    }
+
     /// With `rl.dynamic_sampling`, replaces the queries of a complete batch whose samples all have one score by the next ones in `order`,
     /// at most `rl.max_resampled_batches` times. Returns whether responses are missing now.
     ///
@@ -135,9 +162,10 @@ impl PartialBatch {
             return false;
         }
         let rollouts = learnable(task, self);
-        let scores: Vec<f32> = rollouts.iter().map(|rollout| rollout.penalised_score(config)).collect();
+        let scores: Vec<f32> =
+            rollouts.iter().map(|rollout| clipped(config, rollout.penalised_score(config))).collect();
         let groups: Vec<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
-        let anchor = config.anchor_baseline.map(|anchor| anchor as f32);
+        let anchor = config.anchor_baseline.map(|anchor| clipped(config, anchor as f32));
         let replaced = groups_without_spread(&scores, &groups, anchor);
         if replaced.is_empty() {
             return false;
@@ -208,11 +236,8 @@ pub(super) struct RolloutBatch {
 impl RolloutBatch {
     /// From a complete `partial`.
     pub(super) fn new(task: &RlTask<'_>, partial: PartialBatch) -> Result<Self, TrainError> {
-        let records = || partial.responses.iter().map(|response| &response.record);
-        check_drops(task, partial.step, records())?;
-        let n_episodes = partial.responses.len() + partial.resampled.n_episodes;
-        let mut dropped = drops(records());
-        add_drops(&mut dropped, &partial.resampled.dropped);
+        partial.check_drops(task)?;
+        let (n_episodes, dropped) = (partial.n_episodes(), partial.dropped());
         let rollouts = learnable(task, &partial);
         let PartialBatch { queries, resampled, check, timings, plugins, .. } = partial;
         let resampled = task.config.dynamic_sampling.then_some(resampled);
@@ -242,20 +267,10 @@ pub(super) fn learnable(task: &RlTask<'_>, partial: &PartialBatch) -> Vec<Rollou
     rows.zip(&partial.responses).filter_map(rollout).collect()
 }
 
-pub(super) fn check_drops<'a>(
-    task: &RlTask<'_>,
-    step: u64,
-    records: impl ExactSizeIterator<Item = &'a EpisodeRecord>,
-) -> Result<(), TrainError> {
-    let n_episodes = records.len();
-    let reasons = drops(records);
-    let n_dropped = reasons.values().sum::<u64>() as usize;
-    let max_drop_rate = task.config.max_drop_rate;
-    if n_dropped < n_episodes && n_dropped as f64 <= max_drop_rate * n_episodes as f64 {
-        return Ok(());
-    }
-    let reason = reasons.into_iter().max_by_key(|(_, n)| *n).map(|(code, _)| code).unwrap_or_default();
-    Err(TrainError::DropRate { step, n_dropped, n_episodes, max_drop_rate, reason })
+/// A score within `rl.reward_clip`, as it is learned from. With `rl.normalize_rewards` it is scaled first, by what is not known yet.
+fn clipped(config: &RlConfig, score: f32) -> f32 {
+    let limit = config.reward_clip as f32;
+    if limit > 0.0 && !config.normalize_rewards { score.clamp(-limit, limit) } else { score }
 }
 
 /// Numbers of episodes without a score, by code.

@@ -1,7 +1,7 @@
 //! Checks that rollout and training compute the same log-probabilities, and how far those of a server are from them.
 
 use super::RlTask;
-use super::losses::Rows;
+use super::losses::{MAX_K3, Rows};
 use super::metrics::{mismatch_metrics, rollout_check_metrics};
 use super::rollout::Rollout;
 use crate::batching::map_micro_batches;
@@ -90,9 +90,9 @@ pub(super) fn check_server_rollout(
     check_mismatch(&training_logprobs(task, adapter, &examples)?, rollouts, max_mismatch_kl, step)
 }
 
-/// The KL of the server's distribution to that of the training pass, per token, estimated from the sampled tokens. A batch above
-/// `max_mismatch_kl` (k3) is an error: another model, adapter or temperature, or log-probabilities of another distribution. Filters
-/// (`rl.top_p`, `rl.top_k`) add what they cut off.
+/// The KL of the server's distribution to that of the training pass, per token, estimated from the sampled tokens. A batch whose k3 is
+/// above `max_mismatch_kl` is an error: another model, adapter or temperature, or log-probabilities of another distribution. There a token
+/// counts at most [`MAX_K3`], in the metric all of it. Filters (`rl.top_p`, `rl.top_k`) add what they cut off.
 ///
 /// `logprobs`: of the training pass, `(B, T)`.
 ///
@@ -114,13 +114,20 @@ pub(super) fn check_mismatch(
     }
     let mean =
         |value: fn(f64) -> f64| log_ratios.iter().map(|ratio| value(*ratio)).sum::<f64>() / log_ratios.len() as f64;
-    let (k1, k3) = (mean(|ratio| -ratio), mean(|ratio| ratio.exp_m1() - ratio));
+    let (k1, k3) = (mean(|ratio| -ratio), mean(raw_k3));
+    // One token that the server all but excludes would decide for the whole batch.
+    let bounded = mean(|ratio| raw_k3(ratio).clamp(0.0, f64::from(MAX_K3)));
     // Also where it is NaN.
-    if k3 <= max_mismatch_kl {
+    if bounded <= max_mismatch_kl {
         Ok(mismatch_metrics(k1, k3))
     } else {
-        Err(TrainError::Mismatch { step, kl: k3, max_mismatch_kl })
+        Err(TrainError::Mismatch { step, kl: bounded, max_mismatch_kl })
     }
+}
+
+/// k3 of a log-ratio.
+fn raw_k3(log_ratio: f64) -> f64 {
+    log_ratio.exp_m1() - log_ratio
 }
 
 /// Log-probabilities `(B, T)` of responses under `adapter`, by the training pass.

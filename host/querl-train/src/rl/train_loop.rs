@@ -338,7 +338,11 @@ fn roll_out_training_queries(
     let (data, decoding) = (&task.train, Decoding::Sample);
     let request = RolloutRequest { data, policy, decoding, n_samples, mesh, cancel, timer };
     rollout_pipeline::complete(task, generator, &request, partial)?;
-    while partial.is_complete(n_samples) && partial.resample(task, order) {
+    while task.config.dynamic_sampling && partial.is_complete(n_samples) {
+        partial.check_drops(task)?;
+        if !partial.resample(task, order) {
+            break;
+        }
         rollout_pipeline::complete(task, generator, &request, partial)?;
     }
     if task.config.off_by_one && partial.is_complete(n_samples) && partial.check.is_empty() {

@@ -3,7 +3,7 @@
 
 use super::health::Health;
 use super::metrics::{episode_metrics, evaluation_metrics};
-use super::rollout::{PartialBatch, Timings, check_drops};
+use super::rollout::{PartialBatch, Timings};
 use super::step_record;
 use super::train_loop::Trainer;
 use super::{RlSummary, RlTask};
@@ -183,7 +183,7 @@ impl Evaluation {
     /// From a complete `partial` with one response per validation row.
     pub(super) fn new(task: &RlTask<'_>, partial: PartialBatch) -> Result<Self, TrainError> {
         let records = || partial.responses.iter().map(|response| &response.record);
-        check_drops(task, partial.step, records())?;
+        partial.check_drops(task)?;
         let rewards = records().map(|record| record.outcome.as_ref().ok().map(|reward| reward.total)).collect();
         let metrics = episode_metrics(records());
         let reward = metrics.get("avg_reward").copied().ok_or_else(|| {

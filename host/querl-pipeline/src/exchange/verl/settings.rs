@@ -140,7 +140,10 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
     m.none("rl.anchor_baseline", "a group of verl has its samples alone");
     let filter = [("algorithm.filter_groups.enable", flag(rl.dynamic_sampling))];
     m.set("rl.dynamic_sampling", &filter, "by the reward, until the batch is complete");
-    m.none("rl.max_resampled_batches", "verl replaces groups until the batch is complete");
+    m.none(
+        "rl.max_resampled_batches",
+        "verl replaces groups until the batch is complete, and ignores its own `algorithm.filter_groups.max_num_gen_batches`",
+    );
     m.none("rl.advantage_form", "verl has advantages and ratios per token");
     m.set("rl.gamma", &[("algorithm.gamma", float(rl.gamma))], "");
     m.set("rl.gae_lambda", &[("algorithm.lam", float(rl.gae_lambda))], "");

@@ -140,4 +140,35 @@ fn only_queries_with_two_equal_scores_are_replaced() {
     assert_eq!(partial.responses.len(), 4);
     // A second time nothing is replaced: row 2 has one score, and the new query none.
     assert!(!partial.resample(&task, &mut order));
+    // One of six episodes, two of them of the query that was replaced.
+    partial.check_drops(&task).unwrap();
+    let strict = RlConfig { max_drop_rate: 0.16, ..config.clone() };
+    let error = partial.check_drops(&RlTask { config: &strict, ..task }).unwrap_err();
+    assert!(matches!(error, TrainError::DropRate { n_dropped: 1, n_episodes: 6, .. }), "{error}");
+}
+
+/// Two scores above `rl.reward_clip` are one score in the loss.
+#[test]
+fn scores_are_compared_as_they_are_learned_from() {
+    let response = |score: f64| {
+        let generated = Generated {
+            token_ids: vec![5],
+            logprobs: vec![-1.0],
+            behaviour_logprobs: vec![-1.0],
+            truncated: false,
+            finish_reason: Some(FinishReason::StopToken),
+        };
+        ScoredResponse::new(generated, EpisodeRecord { outcome: Ok(reward(score)), ..record() })
+    };
+    let (fixture, prompts) = (Fixture::new(), vec![vec![7, 8]; 5]);
+    let is_replaced = |reward_clip: f64, normalize_rewards: bool| {
+        let config = RlConfig { reward_clip, normalize_rewards, ..config() };
+        let task = fixture.task(&config);
+        let task = RlTask { train: RlData { prompts: &prompts, ..task.train }, ..task };
+        let mut partial = PartialBatch::new(1, 0, queries(&[0], 2, std::iter::empty()));
+        partial.responses = vec![response(0.6), response(0.9)];
+        partial.resample(&task, &mut DataOrder::new(5, 1))
+    };
+    assert!(is_replaced(0.5, false));
+    assert!(!is_replaced(0.7, false) && !is_replaced(0.0, false) && !is_replaced(0.5, true));
 }

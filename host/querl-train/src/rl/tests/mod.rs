@@ -8,6 +8,7 @@ mod generator;
 mod gpu;
 mod learner;
 mod learning;
+mod mismatch;
 mod pipeline;
 mod ppo;
 mod ranks;
