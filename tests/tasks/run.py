@@ -49,7 +49,7 @@ rewards = [{{ path = "{root}/plugins/reward-competition" }}]
 def training_of_example():
     """[sft] and [rl] of the example, whose model has the same size."""
     text = (ROOT / "examples/fivedoctors/querl.toml").read_text()
-    return text[text.index("[sft]") : text.index("[plugins]")]
+    return text[text.index("\n[sft]") + 1 : text.index("\n[plugins]") + 1]
 
 
 def prepare(name, folder):

@@ -79,7 +79,7 @@ fn qualities_within_the_tolerance_draw() {
 #[test]
 fn quality_takes_the_mean_of_what_is_there_up_to_three() {
     let plugin = Competition::new(&Settings::none()).unwrap();
-    let quality = |scores: &[f64]| plugin.quality(&candidate(scores, scored(0.0)).retrieval.unwrap().unwrap());
+    let quality = |scores: &[f64]| plugin.quality(&candidate(scores, scored(0.0)).retrieval.unwrap().unwrap(), None);
     assert_close(quality(&[0.5]), 0.5);
     assert_close(quality(&[0.8, 0.4]), 0.6 * 0.8 + 0.4 * 0.6);
     assert_close(quality(&[0.9, 0.6, 0.3, 0.3, 0.3]), 0.6 * 0.9 + 0.4 * 0.6);
