@@ -54,7 +54,7 @@ pub(super) fn memory(
 ) -> MemoryPrediction {
     let (n_gpus, parts) = (cluster.n_gpus() as f64, tensor_parallel as f64);
     let training = training_bytes(shapes, workload) / n_gpus;
-    let pass = pass_bytes(shapes, workload);
+    let pass = pass_bytes(shapes, workload, n_gpus);
     let gpu = cluster.gpu.memory_gib * GIB;
     let rollout = weight_bytes(shapes) / parts;
     let kv_cache = ((ROLLOUT * gpu).min(USABLE * gpu - training) - rollout).max(0.0);
@@ -84,7 +84,7 @@ fn training_bytes(shapes: &DecoderConfig, workload: &Workload) -> f64 {
 
 /// Of one GPU: saved activations in bf16 (the inputs of all layers, and the activations of one layer or of all), logits, and two gathered
 /// layers.
-fn pass_bytes(shapes: &DecoderConfig, workload: &Workload) -> f64 {
+fn pass_bytes(shapes: &DecoderConfig, workload: &Workload, n_gpus: f64) -> f64 {
     let DecoderConfig { n_layers, hidden_size, intermediate_size, vocab_size, .. } = *shapes;
     let (q, kv) = (shapes.n_heads * shapes.head_dim, shapes.n_kv_heads * shapes.head_dim);
     let of_layer = (2 * q + 2 * kv + 3 * intermediate_size + 4 * hidden_size) as f64 * BF16;
@@ -92,8 +92,11 @@ fn pass_bytes(shapes: &DecoderConfig, workload: &Workload) -> f64 {
     let n_saved = if workload.gradient_checkpointing { 1 } else { n_layers };
     let of_token = inputs + n_saved as f64 * of_layer + vocab_size as f64 * LOGIT;
     let longest = workload.prompt_tokens + workload.longest_response;
+    // A pass has no more tokens than a mini-batch has on one GPU.
+    let of_mini_batch = workload.mini_batch_size as f64 * (workload.prompt_tokens + workload.response_tokens) / n_gpus;
+    let n_tokens = (workload.tokens_per_pass as f64).min(of_mini_batch).max(longest);
     let gathered = 2.0 * weight_bytes(shapes) / n_layers as f64;
-    (workload.tokens_per_pass as f64).max(longest) * of_token + gathered
+    n_tokens * of_token + gathered
 }
 
 #[cfg(test)]
