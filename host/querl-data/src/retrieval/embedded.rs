@@ -51,8 +51,9 @@ impl EmbeddedRetriever {
     pub fn open(config: &RetrievalConfig, models: &LocalModels) -> Result<Self, DataError> {
         let knowledge_base = required(config.knowledge_base.as_deref(), "knowledge_base")?;
         let embedder = models.embedder.clone();
-        let digest = SourcesDigest::of(knowledge_base, config, retrieval_language(config), embedder.as_deref())?;
-        let vocabulary = Vocabulary::open(config)?;
+        let language = retrieval_language(config);
+        let digest = SourcesDigest::of(knowledge_base, config, language, embedder.as_deref())?;
+        let vocabulary = Vocabulary::open_in(config, language)?;
         let reranker = LexiconReranker::new(open_lexicon(config, &vocabulary.segmenter)?);
         let index = PassageIndex::open(knowledge_base, config, &digest, vocabulary, &reranker, embedder.as_deref())?;
         let query_prefix = query_prefix(&config.embedding, embedder.as_deref());

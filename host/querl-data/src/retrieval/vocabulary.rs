@@ -22,12 +22,17 @@ pub(crate) struct Vocabulary {
 impl Vocabulary {
     /// Reads the configured user dictionary and synonyms. Synonyms are added to the dictionary.
     pub(crate) fn open(config: &RetrievalConfig) -> Result<Self, DataError> {
+        Self::open_in(config, retrieval_language(config))
+    }
+
+    /// For texts of a known language, which is not detected again.
+    pub(crate) fn open_in(config: &RetrievalConfig, language: Language) -> Result<Self, DataError> {
         let synonyms = config.synonyms.as_deref().map_or_else(|| Ok(Synonyms::default()), Synonyms::read)?;
         let segmenter = match (&config.user_dictionary, &config.synonyms) {
             (None, None) => Segmenter::default(),
             (dictionary, _) => Segmenter::with_words(dictionary.as_deref(), synonyms.entries())?,
         };
-        let segmenter = segmenter.in_language(retrieval_language(config));
+        let segmenter = segmenter.in_language(language);
         let synonyms = synonyms.segmented_by(&segmenter);
         Ok(Self { segmenter, synonyms })
     }

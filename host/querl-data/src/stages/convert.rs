@@ -1,6 +1,5 @@
 //! Stage convert: filters keep or drop each row with a reason; the rows become the three splits of a dataset.
 
-use super::context;
 use crate::dataset::records::{Rows, changed_meanwhile};
 use crate::dataset::splits::RowSplits;
 use crate::error::DataError;
@@ -164,7 +163,7 @@ impl Conversion<'_> {
 
     /// What the prompt plugin asks the policy.
     fn prompt(&self, row: &QueryRow) -> Result<Vec<Message>, DataError> {
-        let context = context(row);
+        let context = row.context();
         let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
         Ok(self.prompts.messages(PromptTask::PolicyRewrite, &input)?)
     }
@@ -257,7 +256,7 @@ fn sample(FilterRow { record, columns, .. }: &FilterRow, uses_columns: InputUse)
         id: row.id.clone(),
         original_query: row.original_query.clone(),
         rewritten_query: record.rewritten.rewrite.as_ref().ok()?.text.clone(),
-        context: context(row),
+        context: row.context(),
         hits: record.retrieval.as_ref()?.as_ref().ok()?.clone(),
         columns: if uses_columns == InputUse::Unused { Columns::default() } else { columns.clone() },
     })

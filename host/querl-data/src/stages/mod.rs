@@ -15,16 +15,12 @@ use crate::error::DataError;
 use crate::text::hash_of;
 use futures::StreamExt;
 use querl_core::ports::{Progress, RetrievalRequest, Retriever};
-use querl_core::records::{CallFailure, Context, FailureKind, QueryRow, RewriteRecord, ValidatedRecord};
+use querl_core::records::{CallFailure, FailureKind, RewriteRecord, ValidatedRecord};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The stage stops if the first rows to finish, this many, all failed alike.
 const FIRST_ROWS: usize = 8;
-
-fn context(row: &QueryRow) -> Context {
-    Context { user_profile: row.user_profile.clone(), history_summary: row.history_summary.clone() }
-}
 
 /// Outcome of a row: success, a failure, or `None` if there was nothing to do.
 type Outcome<'a> = Option<Result<(), &'a CallFailure>>;
@@ -253,7 +249,7 @@ pub async fn validate<'a>(
     let retrieve = |rewritten: RewriteRecord| async move {
         let retrieval = match &rewritten.rewrite {
             Ok(rewrite) => {
-                let context = context(&rewritten.query);
+                let context = rewritten.query.context();
                 let original_query = &rewritten.query.original_query;
                 let request = RetrievalRequest { original_query, context: &context, rewritten_query: &rewrite.text };
                 Some(retriever.retrieve(request).await)

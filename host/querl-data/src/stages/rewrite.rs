@@ -1,6 +1,6 @@
 //! Stage rewrite: the teacher rewrites each query, by single calls, by the batch API, or as a local model that gets rows in portions.
 
-use super::{Outcome, StageRecord, StageResults, call_all, context};
+use super::{Outcome, StageRecord, StageResults, call_all};
 use crate::client::batch::{BatchResponses, BatchTeacher, NewPrompts};
 use crate::dataset::records::{Journal, JournalRecord, RowIter, Rows};
 use crate::error::DataError;
@@ -183,7 +183,7 @@ pub fn teacher_prompts<'a>(
 }
 
 fn messages(row: &QueryRow, prompts: &dyn Prompts) -> Result<Vec<Message>, DataError> {
-    let context = context(row);
+    let context = row.context();
     let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
     Ok(prompts.messages(PromptTask::TeacherRewrite, &input)?)
 }

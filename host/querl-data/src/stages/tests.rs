@@ -9,7 +9,7 @@ use querl_core::ports::{
     Teacher,
 };
 use querl_core::records::{
-    Completion, DatasetRow, Hit, Message, Rejection, RewriteRecord, Sample, Split, ValidatedRecord, Verdict,
+    Completion, DatasetRow, Hit, Message, QueryRow, Rejection, RewriteRecord, Sample, Split, ValidatedRecord, Verdict,
 };
 use std::collections::HashMap;
 use std::path::Path;

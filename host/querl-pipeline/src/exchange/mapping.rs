@@ -135,9 +135,17 @@ pub(super) fn flag(value: bool) -> String {
     if value { "True".into() } else { "False".into() }
 }
 
+/// Each key of `[rl]` is in the table once.
+#[cfg(test)]
+pub(super) fn assert_has_rl_keys_once(mapping: &Mapping) {
+    let mut keys: Vec<&str> = mapping.keys().into_iter().filter(|key| key.starts_with("rl.")).collect();
+    keys.sort_unstable();
+    assert_eq!(keys, all_rl_keys());
+}
+
 /// Every key of `[rl]`.
 #[cfg(test)]
-pub(super) fn all_rl_keys() -> Vec<String> {
+fn all_rl_keys() -> Vec<String> {
     let (epochs, clip_range_high, anchor_baseline) = (Some(1), Some(0.28), Some(0.0));
     let all = RlConfig { epochs, clip_range_high, anchor_baseline, ..RlConfig::default() };
     let table = Table::try_from(all).expect("[rl] has a TOML form");
