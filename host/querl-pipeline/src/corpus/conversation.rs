@@ -24,6 +24,10 @@ const ASKING: f64 = 0.75;
 /// Share of targets of rare words alone, and how many they have: users find a passage by its details, too.
 const BY_DETAILS: f64 = 0.25;
 const N_DETAILS: usize = 4;
+/// Share of entities that are invented, and the share of an invented one's words that no passage has in this place: names must be copied from
+/// the query or the history, and a model that sees twenty names again and again knows them by heart instead.
+const INVENTED: f64 = 0.5;
+const REPLACED: f64 = 0.7;
 /// Most rare words behind the words of a title.
 const MAX_RARE_WORDS: usize = 3;
 /// A shorter word is a particle or a letter.
@@ -46,6 +50,8 @@ pub(super) struct ConversationGenerator<'a> {
     sources: Vec<ConversationSource>,
     /// Each once, in order.
     entities: Vec<String>,
+    /// Words of the passages as they are written, each once, in order: invented entities consist of them.
+    vocabulary: Vec<String>,
     /// Number of passages with a word, by its stem.
     frequencies: HashMap<String, usize>,
 }
@@ -71,6 +77,11 @@ impl<'a> ConversationGenerator<'a> {
         let mut names: Vec<String> = of_titles.iter().flatten().cloned().collect();
         names.sort_unstable();
         names.dedup();
+        let of_texts = passages.iter().flat_map(|passage| words(segmenter, &passage.text));
+        let is_name = |word: &&str| word.chars().count() >= MIN_RARE_CHARS && word.chars().all(char::is_alphabetic);
+        let mut vocabulary: Vec<String> = of_texts.filter(is_name).map(str::to_owned).collect();
+        vocabulary.sort_unstable();
+        vocabulary.dedup();
         let source = |((passage, title), entity): ((&Passage, &&str), Option<String>)| {
             let has_word = |sentence: &&str| !words(segmenter, sentence).is_empty();
             let sentences: Vec<String> =
@@ -80,7 +91,7 @@ impl<'a> ConversationGenerator<'a> {
             (!sentences.is_empty()).then_some(ConversationSource { title, entity, topic, sentences })
         };
         let sources = passages.iter().zip(&titles).zip(of_titles).filter_map(source).collect();
-        Self { segmenter, phrases, sources, entities: names, frequencies }
+        Self { segmenter, phrases, sources, entities: names, vocabulary, frequencies }
     }
 
     /// Whether no passage has a sentence with a word: then nothing can be drawn.
@@ -94,14 +105,40 @@ impl<'a> ConversationGenerator<'a> {
         let sentence: &String = pick(&source.sentences, rng);
         let words = words(self.segmenter, sentence);
         let query_words = self.query_words(&words, rng);
-        let (mention, history) = match &source.entity {
+        let entity = source.entity.as_deref().map(|entity| match rng.random_bool(INVENTED) {
+            true => self.invented(entity, rng),
+            false => entity.to_owned(),
+        });
+        let (mention, history) = match &entity {
             Some(entity) => self.mention(entity, rng),
             None => (None, String::new()),
         };
         let clozed = self.join(query_words.iter().copied());
         let query = self.ask(&self.join(mention.as_deref().into_iter().chain([clozed.as_str()])), rng);
-        let target = self.target(source, &words, rng).unwrap_or(clozed);
+        let target = self.target(source, entity.as_deref(), &words, rng).unwrap_or(clozed);
         Conversation { query, history, target }
+    }
+
+    /// An entity of the same form with other words and numbers.
+    fn invented(&self, entity: &str, rng: &mut ChaCha8Rng) -> String {
+        let other = |piece: &str, rng: &mut ChaCha8Rng| -> String {
+            let digit = |rng: &mut ChaCha8Rng| char::from(b'0' + rng.random_range(0..10_u8));
+            if piece.chars().all(|character| character.is_ascii_digit()) {
+                return piece.chars().map(|_| digit(rng)).collect();
+            }
+            let word = pick(&self.vocabulary, rng);
+            let is_capital = piece.chars().next().is_some_and(char::is_uppercase);
+            let mut characters = word.chars();
+            match characters.next().filter(|_| is_capital) {
+                Some(first) => first.to_uppercase().chain(characters).collect(),
+                None => word.clone(),
+            }
+        };
+        let invent = |piece: &str| {
+            let is_word = piece.chars().any(char::is_alphanumeric) && !self.vocabulary.is_empty();
+            if is_word && rng.random_bool(REPLACED) { other(piece, rng) } else { piece.to_owned() }
+        };
+        self.segmenter.pieces(entity).into_iter().map(invent).collect()
     }
 
     /// A run of a sentence's words, of half of the queries without some of them.
@@ -161,11 +198,16 @@ impl<'a> ConversationGenerator<'a> {
 
     /// Words of the title and up to three rare ones of the sentence; of a quarter of the targets the entity and rare words alone. `None` for a
     /// passage without title and rare words.
-    fn target(&self, source: &ConversationSource, words: &[&str], rng: &mut ChaCha8Rng) -> Option<String> {
+    fn target(
+        &self,
+        source: &ConversationSource,
+        entity: Option<&str>,
+        words: &[&str],
+        rng: &mut ChaCha8Rng,
+    ) -> Option<String> {
         let rare = self.rarest(words, &source.title);
         let by_details = rng.random_bool(BY_DETAILS);
         let n_behind_title = rng.random_range(0..=MAX_RARE_WORDS);
-        let entity = source.entity.as_deref();
         let topic = Some(source.topic.as_str()).filter(|topic| !topic.is_empty());
         let has_title = entity.is_some() || topic.is_some();
         let (title, n_rare) = match !rare.is_empty() && (by_details || !has_title) {
@@ -242,28 +284,42 @@ mod tests {
         (0..n).map(|_| generator.draw(&mut rng)).collect()
     }
 
+    fn is_real(conversation: &&Conversation) -> bool {
+        let target = &conversation.target;
+        target.starts_with("AquaLine 60 ") || target.starts_with("BreezeMax 9 ")
+    }
+
     #[test]
     fn queries_have_words_of_the_passages_and_targets_those_of_a_title() {
         let all: String = APPLIANCES.iter().map(|(title, text)| format!("{title} {text} ")).collect();
         let asked: String = Phrases::of(Language::En).before.join(" ");
         let known: HashSet<String> = segmenter(Language::En).words(&format!("{all} {asked}")).into_iter().collect();
-        let conversations = drawn(Language::En, APPLIANCES, 300, 1);
-        for Conversation { query, target, .. } in &conversations {
-            let stems = segmenter(Language::En).words(&format!("{query} {target}"));
+        let conversations = drawn(Language::En, APPLIANCES, 600, 1);
+        let real: Vec<&Conversation> = conversations.iter().filter(is_real).collect();
+        assert!(
+            (300..450).contains(&real.len()),
+            "half, and invented ones that have all words of a real one: {}",
+            real.len()
+        );
+        for Conversation { query, target, history } in real.into_iter().filter(|one| one.history.is_empty()) {
+            let stems = segmenter(Language::En).words(&format!("{query} {target} {history}"));
             assert!(stems.iter().all(|stem| known.contains(stem)), "{query} -> {target}");
-            assert!(target.starts_with("AquaLine 60 ") || target.starts_with("BreezeMax 9 "), "{target}");
             assert_eq!(*query, query.to_lowercase());
         }
         let n_titles = conversations.iter().filter(|one| one.target.contains("fault code E15")).count();
-        assert!((30..90).contains(&n_titles), "a quarter of the passages, three quarters of them by title: {n_titles}");
+        assert!(
+            (60..180).contains(&n_titles),
+            "a quarter of the passages, three quarters of them by title: {n_titles}"
+        );
     }
 
     #[test]
     fn the_entity_is_named_in_the_query_in_part_or_in_the_history_alone() {
-        let conversations = drawn(Language::En, APPLIANCES, 300, 2);
-        let of = |is: fn(&Conversation) -> bool| conversations.iter().filter(|one| is(one)).count();
+        let conversations = drawn(Language::En, APPLIANCES, 600, 2);
+        let real: Vec<&Conversation> = conversations.iter().filter(is_real).collect();
+        let of = |is: fn(&Conversation) -> bool| real.iter().filter(|one| is(one)).count();
         let names = |text: &str| text.contains("aqualine 60") || text.contains("breezemax 9");
-        let whole = conversations.iter().filter(|one| names(&one.query)).count();
+        let whole = real.iter().filter(|one| names(&one.query)).count();
         let part = of(|one| {
             let text = &one.query;
             (text.contains("aqualine") && !text.contains("aqualine 60"))
@@ -275,6 +331,19 @@ mod tests {
             assert!(!names(&one.query), "{one:?}");
             assert!(!one.history.contains(ENTITY) && !one.history.contains(OTHER), "{one:?}");
         }
+    }
+
+    #[test]
+    fn invented_entities_of_targets_stand_in_the_history() {
+        let conversations = drawn(Language::En, APPLIANCES, 600, 3);
+        let invented = conversations.iter().filter(|one| !is_real(one) && !one.history.is_empty());
+        let mut names = HashSet::new();
+        for Conversation { history, target, .. } in invented {
+            let name: Vec<&str> = target.split(' ').take(2).collect();
+            assert!(history.contains(&name.join(" ")), "{history} -> {target}");
+            names.insert(name.join(" "));
+        }
+        assert!(names.len() > 30, "{names:?}");
     }
 
     #[test]
