@@ -85,6 +85,14 @@ fn a_cluster_is_predicted_with_memory_phases_and_hours() {
     for part in ["memory per GPU: ", "rollout decode", "critic update", "2 steps take", "GPU(s) hardly help: "] {
         assert!(text.contains(part), "{part}: {text}");
     }
+    assert!(text.contains("  assumes rl.algorithm = \"ppo\", with a critic of the same size, "), "{text}");
+    let args = ["plan", "querl.toml", "--on", "4090", "--model", "qwen3-32b"];
+    let text = project.querl(&args).ok().stdout;
+    assert!(
+        text.contains("does not fit: nor does it on up to 1024 of these GPUs") && !text.contains("hours"),
+        "{text}"
+    );
+    assert!(project.json(&args)["hours"].is_null());
     let own = project.json(&["plan", "querl.toml", "--on", "h100"]);
     assert_eq!(own["cluster"]["n_per_node"], 1, "{own}");
     assert_eq!(own["size"]["is_measured"], false, "{own}");
