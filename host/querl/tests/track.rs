@@ -141,7 +141,7 @@ fn what_is_missing_is_one_sentence_with_the_command() {
     };
     let args = ["track", "run", "--to", "wandb", "--offline"];
     let no_run = refused(&mut command(&project, &args));
-    assert!(no_run.starts_with("error: run: not a run's folder: it has no config.resolved.toml"), "{no_run}");
+    assert!(no_run.starts_with("error: run: not a run's folder: there is no such folder; expected "), "{no_run}");
 
     project.querl(&["rewrite", "querl.toml"]).ok();
     let no_python = refused(command(&project, &args).env("PYTHON", "no-such-python"));

@@ -11,7 +11,7 @@ use clap::Args;
 use clap::builder::TypedValueParser;
 use querl_core::config::{TrackerKind, TrackingConfig, load_resolved};
 use querl_core::run_dir::RunDir;
-use querl_pipeline::failure::{self, Stop};
+use querl_pipeline::failure::{self, Stop, run_in};
 use querl_pipeline::interrupt;
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
@@ -51,11 +51,7 @@ fn tracker() -> impl TypedValueParser<Value = TrackerKind> {
 }
 
 pub fn run(args: &TrackArgs) -> anyhow::Result<()> {
-    let dir = RunDir::new(&args.dir);
-    if !dir.config().is_file() {
-        let problem = "not a run's folder: it has no config.resolved.toml; a run has it from its first stage on";
-        return Err(usage(format!("{}: {problem}", args.dir.display())).into());
-    }
+    let dir = run_in(&args.dir)?;
     let of_run = load_resolved(&dir.config())?.tracking;
     let of_run = if of_run.to == args.to { of_run } else { TrackingConfig::default() };
     let tracking = TrackingConfig {
