@@ -22,11 +22,7 @@ impl Stage for Convert {
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         // Width is applied already, and the leak settings do not change rows.
-        let mut except = vec!["input", "dataset", "export", "width", "leak_similarity", "on_leak"];
-        // Runs of before the key exist without it.
-        if run.config.data.rewrite_form == RewriteForm::Full {
-            except.push("rewrite_form");
-        }
+        let except = ["input", "dataset", "export", "width", "leak_similarity", "on_leak"];
         inputs.section("data", &run.config.data, &except)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
