@@ -157,6 +157,11 @@ impl Inputs {
         self.0.iter().find(|(name, _)| name.starts_with(prefix)).map(|(_, value)| value.as_str())
     }
 
+    /// Adds those of `other`; of equal names the later value holds.
+    pub(crate) fn extend(&mut self, other: &Self) {
+        self.0.extend(other.0.iter().map(|(name, value)| (name.clone(), value.clone())));
+    }
+
     /// Those whose names are kept.
     pub(crate) fn only(&self, is_kept: impl Fn(&str) -> bool) -> Self {
         Self(

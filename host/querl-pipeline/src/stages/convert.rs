@@ -32,9 +32,9 @@ impl Stage for Convert {
             stage::add_queries(&mut inputs, &run.config.data)?;
         }
         if run.config.data.rewrite_form == RewriteForm::Edit {
-            stage::add_retrieval(&mut inputs, run)?;
+            stage::add_retrieval(&mut inputs, &run.config)?;
         } else if run.plugins.filters_use_words {
-            stage::add_vocabulary(&mut inputs, run)?;
+            stage::add_vocabulary(&mut inputs, &run.config)?;
         }
         Ok(inputs)
     }
