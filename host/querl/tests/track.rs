@@ -156,6 +156,11 @@ fn what_is_missing_is_one_sentence_with_the_command() {
     assert!(no_package.contains("(ModuleNotFoundError: No module named 'querl')"), "{no_package}");
     assert!(no_package.contains("-m pip install ./host/querl-python` in the repository of querl"), "{no_package}");
 
+    project.write("python", "#!/bin/sh\nexec python3 -I -S \"$@\"\n");
+    let neither = refused(command(&project, &args).env("PYTHON", project.path("python")));
+    assert!(neither.contains(", and does not have the library wandb; `"), "{neither}");
+    assert!(neither.contains("-m pip install ./host/querl-python wandb` in the repository of querl"), "{neither}");
+
     project.write("fake/wandb.py", "raise ModuleNotFoundError('none', name='wandb')\n");
     let no_library = refused(&mut command(&project, &args));
     assert!(
