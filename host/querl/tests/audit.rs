@@ -94,7 +94,7 @@ fn an_honest_run_passes_the_check() {
 }
 
 #[test]
-fn a_run_that_goes_on_or_was_stopped_is_named_as_one() {
+fn a_run_that_has_not_ended_is_named_as_one() {
     let project = Project::new();
     write_honest(&project, "run");
     let first_note = || project.json(&["audit", "run"])["notes"][0].as_str().unwrap().to_owned();
@@ -103,7 +103,7 @@ fn a_run_that_goes_on_or_was_stopped_is_named_as_one() {
     let lock = DirLock::take(&project.path("run")).unwrap();
     let going = format!("the run is still going (process {}): the episodes up to now are audited", std::process::id());
     assert!(first_note().starts_with(&going), "{}", first_note());
-    // Another stage goes on: the episodes are complete.
+    // The lock is that of a later stage: the episodes are complete.
     project.write("run/stages.json", r#"{"format": 1, "stages": {"rl": {"inputs": {}, "finished": true}}}"#);
     assert!(first_note().starts_with("no second retriever: "), "{}", first_note());
     drop(lock);

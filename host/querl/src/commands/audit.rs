@@ -80,7 +80,7 @@ fn read_episodes(dir: &RunDir) -> Result<Vec<RecordedEpisode>, Stop> {
     Ok(recorded)
 }
 
-/// A sentence where `rl` goes on or was stopped before its end.
+/// A sentence where `rl` has not ended: it runs, or was stopped.
 fn unfinished(dir: &RunDir) -> Option<String> {
     let ledger = Ledger::open(&dir.stages()).ok();
     let entry = ledger.as_ref().and_then(|ledger| ledger.entry(StageName::Rl.as_str()));
