@@ -41,11 +41,7 @@ impl DirLock {
         match file.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                let mut holder = String::new();
-                // Only a hint: without it the message is still true.
-                let _ = file.read_to_string(&mut holder);
-                let folder = root.display().to_string();
-                return Err(DirLockError::InUse { folder, holder: holder.trim().to_owned() });
+                return Err(DirLockError::InUse { folder: root.display().to_string(), holder: holder_in(&mut file) });
             }
             Err(TryLockError::Error(error)) => return Err(unusable()(error)),
         }
@@ -53,6 +49,22 @@ impl DirLock {
         writeln!(file, "{}", std::process::id()).map_err(unusable())?;
         Ok(Self { _file: file })
     }
+
+    /// Id of the process that holds the folder `root`, empty if unknown; `None` where none does. Writes nothing.
+    pub fn holder(root: &Path) -> Option<String> {
+        let mut file = File::open(root.join(LOCK_FILE)).ok()?;
+        match file.try_lock_shared() {
+            Err(TryLockError::WouldBlock) => Some(holder_in(&mut file)),
+            Ok(()) | Err(TryLockError::Error(_)) => None,
+        }
+    }
+}
+
+fn holder_in(file: &mut File) -> String {
+    let mut holder = String::new();
+    // Only a hint: without it the message is still true.
+    let _ = file.read_to_string(&mut holder);
+    holder.trim().to_owned()
 }
 
 #[cfg(test)]
@@ -64,10 +76,13 @@ mod tests {
     fn a_folder_in_use_is_refused_until_it_is_free() {
         let folder = tempfile::tempdir().unwrap();
         let dir = folder.path().join("run");
+        assert_eq!((DirLock::holder(&dir), dir.exists()), (None, false));
         let held = DirLock::take(&dir).unwrap();
+        assert_eq!(DirLock::holder(&dir), Some(std::process::id().to_string()));
         let refusal = DirLock::take(&dir).unwrap_err().to_string();
         assert!(refusal.contains(&format!("in use by another querl (process {})", std::process::id())), "{refusal}");
         drop(held);
+        assert_eq!(DirLock::holder(&dir), None);
         DirLock::take(&dir).unwrap();
     }
 }

@@ -6,12 +6,17 @@
 use querl_core::text::{char_ngrams, text_runs};
 use std::collections::BTreeSet;
 
-fn terms(text: &str) -> BTreeSet<String> {
+/// The words of a text in order, with repeats.
+pub(crate) fn terms(text: &str) -> Vec<String> {
     let of_run = |run: querl_core::text::TextRun| match run.is_unspaced {
         true => char_ngrams(&run.text, 2),
         false => vec![run.text],
     };
     text_runs(text).into_iter().flat_map(of_run).collect()
+}
+
+fn distinct_terms(text: &str) -> BTreeSet<String> {
+    terms(text).into_iter().collect()
 }
 
 fn share(n: usize, of: usize) -> Option<f64> {
@@ -20,7 +25,7 @@ fn share(n: usize, of: usize) -> Option<f64> {
 
 /// Share of the query's words that the rewrite has, 0 to 1; `None` for a query without words.
 pub(crate) fn kept_terms(query: &str, rewrite: &str) -> Option<f64> {
-    let (query, rewrite) = (terms(query), terms(rewrite));
+    let (query, rewrite) = (distinct_terms(query), distinct_terms(rewrite));
     share(query.intersection(&rewrite).count(), query.len())
 }
 
@@ -30,7 +35,7 @@ pub fn new_gold_terms(query: &str, rewrite: &str, gold: &[String]) -> Option<f64
     if gold.is_empty() {
         return None;
     }
-    let (query, rewrite) = (terms(query), terms(rewrite));
+    let (query, rewrite) = (distinct_terms(query), distinct_terms(rewrite));
     let gold: BTreeSet<String> = gold.iter().flat_map(|text| terms(text)).collect();
     let n_new = rewrite.iter().filter(|term| gold.contains(*term) && !query.contains(*term)).count();
     share(n_new, rewrite.len())

@@ -7,12 +7,14 @@ use querl_core::dir_lock::DirLockError;
 use querl_core::fsx::is_input_error;
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_core::records::{CallFailure, FailureKind};
+use querl_core::run_dir::RunDir;
 use querl_data::DataError;
 use querl_model::ModelError;
 use querl_plugin::PluginError;
 use querl_style::UsageError;
 use querl_train::TrainError;
 use querl_train::job::{self, Failure, JobError};
+use std::path::Path;
 
 /// Exit codes of failures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,6 +43,18 @@ impl Stop {
         Self { ending: Ending::Usage, message: message.to_string() }
     }
 
+    /// A path that was given as the folder of a run, and is none.
+    pub fn not_a_run(path: &Path) -> Self {
+        let why = match path {
+            path if !path.exists() => "there is no such folder",
+            path if !path.is_dir() => "it is a file",
+            path if !RunDir::new(path).config().is_file() => "it has no config.resolved.toml",
+            _ => "no stage has begun",
+        };
+        let expected = "expected the folder that `querl run` writes, the output_dir of a configuration";
+        Self::usage(format!("{}: not a run's folder: {why}; {expected}", path.display()))
+    }
+
     /// A failed job. Out of memory is a failure whose message names the setting to change.
     pub fn of(failure: Failure) -> Self {
         Self { ending: of_job(failure.kind), message: failure.message }
@@ -55,6 +69,15 @@ impl Stop {
     pub fn interrupted(message: impl Into<String>) -> Self {
         Self { ending: Ending::Interrupted, message: message.into() }
     }
+}
+
+/// The run in `folder`, which has its configuration from its first stage on.
+///
+/// # Errors
+/// There is none: [`Stop::not_a_run`].
+pub fn run_in(folder: &Path) -> Result<RunDir, Stop> {
+    let dir = RunDir::new(folder);
+    if dir.config().is_file() { Ok(dir) } else { Err(Stop::not_a_run(folder)) }
 }
 
 /// Gives the error of a job its exit code.
@@ -189,9 +212,31 @@ fn shown_above(error: &anyhow::Error) -> Option<(&str, &'static str)> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use anyhow::Context;
+
+    #[test]
+    fn a_folder_that_is_no_run_is_named_with_what_is_missing() {
+        let folder = tempfile::tempdir().unwrap();
+        let (file, missing) = (folder.path().join("file"), folder.path().join("none"));
+        std::fs::write(&file, "").unwrap();
+        let found = |path: &Path| run_in(path).unwrap_err().to_string();
+        for (path, why) in [
+            (missing.as_path(), "there is no such folder"),
+            (file.as_path(), "it is a file"),
+            (folder.path(), "it has no config.resolved.toml"),
+        ] {
+            let expected = format!(
+                "{}: not a run's folder: {why}; expected the folder that `querl run` writes, the output_dir of a configuration",
+                path.display()
+            );
+            assert_eq!(found(path), expected);
+        }
+        std::fs::write(folder.path().join("config.resolved.toml"), "").unwrap();
+        assert_eq!(run_in(folder.path()).unwrap().root(), folder.path());
+    }
 
     #[test]
     fn context_keeps_the_ending() {

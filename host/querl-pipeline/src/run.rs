@@ -76,18 +76,29 @@ impl Run {
         pins.write(plugins.used(), reporter.as_ref())?;
         let outside = outside(&config, &dir.calls(), CacheUse::Full)?;
         plugins.host_functions.connect(outside.clone(), runtime.handle().clone());
-        Ok(Self {
+        Ok(Self { executor, _lock: Some(lock), ..Self::new(config, plugins, runtime, outside, reporter) })
+    }
+
+    /// A run without a lock, which computes in this process.
+    fn new(
+        config: Config,
+        plugins: Plugins,
+        runtime: tokio::runtime::Runtime,
+        outside: ServiceContext,
+        reporter: Arc<dyn Reporter>,
+    ) -> Self {
+        Self {
+            dir: RunDir::new(&config.output_dir),
             config,
-            dir,
             plugins,
-            executor,
+            executor: Executor::in_process(),
             runtime,
             outside,
             reporter,
             stop_after: None,
             retriever: OnceLock::new(),
-            _lock: Some(lock),
-        })
+            _lock: None,
+        }
     }
 
     /// Writes the resolved configuration to the run directory.
@@ -100,20 +111,8 @@ impl Run {
     /// Opens a run for an estimate: takes no lock, writes nothing and needs no key. Its plugins must be built.
     pub(crate) fn open_to_look(config: Config, outside: ServiceContext) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread().build().context("no async runtime")?;
-        let (plugins, dir) = (Plugins::open(&config, PluginUse::DryRun)?, RunDir::new(&config.output_dir));
-        let executor = Executor::in_process();
-        Ok(Self {
-            config,
-            dir,
-            plugins,
-            executor,
-            runtime,
-            outside,
-            reporter: Arc::new(Silent),
-            stop_after: None,
-            retriever: OnceLock::new(),
-            _lock: None,
-        })
+        let plugins = Plugins::open(&config, PluginUse::DryRun)?;
+        Ok(Self::new(config, plugins, runtime, outside, Arc::new(Silent)))
     }
 
     /// Opens a run to score responses of other engines: takes no lock, so that several processes can. Plugins must be built, and those that are
@@ -128,22 +127,9 @@ impl Run {
         let dir = RunDir::new(&config.output_dir);
         let pins = Pins { dir: &dir, config: config_path, on_change: OnPluginChange::Refuse };
         let plugins = Plugins::open(&config, PluginUse::Scoring(&pins))?;
-        let outside = outside(&config, &dir.scoring_calls(), CacheUse::Full)?;
-        outside.spend_tracker().begin("scoring");
+        let outside = outside_for_scoring(&config)?;
         plugins.host_functions.connect(outside.clone(), runtime.handle().clone());
-        let executor = Executor::in_process();
-        Ok(Self {
-            config,
-            dir,
-            plugins,
-            executor,
-            runtime,
-            outside,
-            reporter,
-            stop_after: None,
-            retriever: OnceLock::new(),
-            _lock: None,
-        })
+        Ok(Self::new(config, plugins, runtime, outside, reporter))
     }
 
     /// Opens the retrieval backend.
@@ -198,6 +184,13 @@ impl Run {
 /// The service context of an estimate, which calls no service: the cache is only read, and keys are not.
 pub(crate) fn outside_to_look(config: &Config) -> anyhow::Result<ServiceContext> {
     Ok(outside(config, &RunDir::new(&config.output_dir).calls(), CacheUse::Look)?.without_keys())
+}
+
+/// The service context of a process that scores, or plans, next to the run: its spend is in a file of its own.
+pub(crate) fn outside_for_scoring(config: &Config) -> anyhow::Result<ServiceContext> {
+    let outside = outside(config, &RunDir::new(&config.output_dir).scoring_calls(), CacheUse::Full)?;
+    outside.spend_tracker().begin("scoring");
+    Ok(outside)
 }
 
 /// Path of the response cache; `None` if the user has no cache folder.

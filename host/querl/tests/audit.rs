@@ -3,6 +3,7 @@
 
 mod support;
 
+use querl_core::dir_lock::DirLock;
 use serde_json::{Value, json};
 use support::Project;
 
@@ -93,6 +94,22 @@ fn an_honest_run_passes_the_check() {
 }
 
 #[test]
+fn a_run_that_has_not_ended_is_named_as_one() {
+    let project = Project::new();
+    write_honest(&project, "run");
+    let first_note = || project.json(&["audit", "run"])["notes"][0].as_str().unwrap().to_owned();
+    project.write("run/stages.json", r#"{"format": 1, "stages": {"rl": {"inputs": {}, "finished": false}}}"#);
+    assert!(first_note().starts_with("the stage `rl` was stopped before its end: "), "{}", first_note());
+    let lock = DirLock::take(&project.path("run")).unwrap();
+    let going = format!("the run is still going (process {}): the episodes up to now are audited", std::process::id());
+    assert!(first_note().starts_with(&going), "{}", first_note());
+    // The lock is that of a later stage: the episodes are complete.
+    project.write("run/stages.json", r#"{"format": 1, "stages": {"rl": {"inputs": {}, "finished": true}}}"#);
+    assert!(first_note().starts_with("no second retriever: "), "{}", first_note());
+    drop(lock);
+}
+
+#[test]
 fn a_check_of_too_few_steps_fails() {
     let project = Project::new();
     let text: String = (0..BATCH).map(|index| episode(0, index, "产品", true, 1.0)).collect();
@@ -107,13 +124,13 @@ fn a_check_of_too_few_steps_fails() {
 #[test]
 fn what_cannot_be_audited_is_one_sentence_with_a_remedy() {
     let project = Project::new();
-    for folder in ["bare", "empty"] {
+    for folder in ["begun", "empty"] {
         std::fs::create_dir(project.path(folder)).unwrap();
     }
+    project.write("begun/config.resolved.toml", "");
     project.write("empty/episodes.jsonl", "\n");
     for (run, expected) in [
-        ("nowhere", "nowhere: there is no such folder; expected a run folder"),
-        ("bare", "bare/episodes.jsonl: there is no such file; the stage `rl` writes it"),
+        ("begun", "begun/episodes.jsonl: there is no such file; the stage `rl` writes it"),
         ("empty", "empty/episodes.jsonl: holds no episode; run the stage `rl` again"),
     ] {
         assert_eq!(project.refusal(&["audit", run], 2), expected);

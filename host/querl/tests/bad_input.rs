@@ -474,9 +474,30 @@ fn retrieval_that_is_down_is_reported() {
 fn folder_without_a_run_is_reported() {
     let project = Project::new();
     std::fs::create_dir(project.path("empty")).unwrap();
-    assert_eq!(project.refusal(&["report", "empty"], 2), "empty/config.resolved.toml: no such file");
+    let expected = "not a run's folder: it has no config.resolved.toml; expected the folder that `querl run` writes, the output_dir of a configuration";
+    let of_run: [&[&str]; 8] = [
+        &["report", "empty"],
+        &["audit", "empty"],
+        &["watch", "empty", "--once"],
+        &["track", "empty", "--to", "wandb"],
+        &["plan", "empty"],
+        &["export", "trl", "empty", "--out", "new"],
+        &["deploy", "empty", "--out", "new"],
+        &["plugin", "replay", "empty", "--plugin", "plugins/reward-competition"],
+    ];
+    for args in of_run {
+        assert_eq!(project.refusal(args, 2), format!("empty: {expected}"), "{args:?}");
+    }
+    assert!(
+        project
+            .refusal(&["report", "nowhere"], 2)
+            .starts_with("nowhere: not a run's folder: there is no such folder; ")
+    );
+    assert!(!project.path("nowhere").exists());
     project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
     assert_eq!(project.refusal(&["report", "run"], 2), "run: not an evaluated run; run `querl eval` first");
+    let folder = "run: is a folder, not a configuration file; did you mean run/config.resolved.toml?";
+    assert_eq!(project.refusal(&["eval", "run"], 2), folder);
 }
 
 /// Regression: the resolved configuration of a path that is not UTF-8 could not be written, and the program panicked.

@@ -76,6 +76,34 @@ fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
     assert_eq!(again["previous"], "run/previous/rl-before-import-2", "{again}");
 }
 
+#[test]
+fn responses_that_are_edits_are_counted_and_said_at_export() {
+    let project = project();
+    let run = ["run", "querl.toml", "--to", "convert", "--out", "edits", "--set", "data.rewrite_form=edit", "--json"];
+    let converted: Value = serde_json::from_str(&project.querl(&run).ok().stdout).unwrap();
+    let facts = &converted["stages"][2]["facts"];
+    let count = |name: &str| facts[name].as_u64().unwrap();
+    let forms = ["- keep the query", "- add to the query", "- replace the query"].map(count);
+    assert_eq!(forms.iter().sum::<u64>(), count("kept"), "{facts}");
+    let rows: Vec<Value> =
+        ["train", "val", "test"].iter().flat_map(|split| project.rows(&format!("edits/data/{split}.jsonl"))).collect();
+    let targets = rows.iter().filter_map(|row| row["messages"].as_array().unwrap().last());
+    let targets =
+        targets.filter(|message| message["role"] == "assistant").map(|message| message["content"].as_str().unwrap());
+    assert_eq!(targets.filter(|target| *target == "=").count() as u64, forms[0]);
+    let again = project.querl(&["convert", "querl.toml", "--out", "edits"]).ok();
+    assert!(again.stderr.contains("convert: running (data.rewrite_form changed)\n"), "{again:#?}");
+
+    project.querl(&run).ok();
+    for engine in ["trl", "swift", "openrlhf"] {
+        let exported = project.json(&["export", engine, "edits", "--out", engine]);
+        let note = exported["notes"][0].as_str().unwrap();
+        assert!(note.starts_with("responses are edits of the query (data.rewrite_form = \"edit\"): "), "{exported}");
+        assert!(project.read(&format!("{engine}/mapping.md")).contains(note), "{engine}");
+        assert!(project.read(&format!("{engine}/querl.toml")).contains("rewrite_form = \"edit\""), "{engine}");
+    }
+}
+
 /// Regression: the next result of the stage removed a finished result that an import had left in `previous/rl`.
 #[test]
 fn an_import_keeps_a_finished_result_that_an_unfinished_run_had_set_aside() {

@@ -3,7 +3,9 @@
 
 mod support;
 
-use serde_json::Value;
+use querl_data::read_spend;
+use querl_faulty::{Answer, FaultyServer};
+use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 use support::Project;
@@ -78,6 +80,41 @@ fn after_the_data_stages_teacher_and_rewards_are_judged_and_the_run_is_unchanged
 }
 
 #[test]
+fn data_of_other_settings_are_named() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+    let args = ["plan", "querl.toml", "--no_model", "--no_rollout"];
+    let plan = project.json(&args);
+    assert_eq!((&plan["changed_since_data"], levels(&plan).get("stages")), (&json!([]), None), "{plan}");
+    let set = ["--set", "data.split_seed=7", "--set", "retrieval.top_k=9", "--set", "sft.epochs=9"];
+    let plan = project.json(&[&args[..], &set].concat());
+    assert_eq!(plan["changed_since_data"], json!(["data.split_seed", "retrieval.top_k"]), "{plan}");
+    assert_eq!(levels(&plan)["stages"], "weak", "{plan}");
+    let queries = project.read("queries.jsonl");
+    project.write("queries.jsonl", &queries.replace("\n", " \n"));
+    assert_eq!(project.json(&args)["changed_since_data"], json!(["query table"]));
+}
+
+#[test]
+fn lookups_without_a_trial_rollout_are_in_the_spend_file() {
+    let server = FaultyServer::start(|_| {
+        let hit = json!({"id": "p1", "text": "文", "reranker_score": 0.9});
+        Answer::json(200, &json!({"status": 200, "data": {"recall": [hit]}})).into()
+    });
+    let project = Project::new();
+    let retrieval = format!("kind = \"http\"\nurl = \"{}/api/chat/general_rag\"", server.url());
+    project.edit("kind = \"embedded\"", &retrieval);
+    project.edit("path = \"teacher.jsonl\"", "path = \"teacher.jsonl\"\n[cache]\nenabled = false");
+    project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+    let before = server.n_requests();
+    project.querl(&["plan", "querl.toml", "--no_model", "--no_rollout"]).ok();
+    let files: Vec<_> = std::fs::read_dir(project.path("run/scoring")).unwrap().flatten().collect();
+    assert_eq!(files.len(), 1);
+    let spent = &read_spend(&files[0].path()).unwrap()["scoring"]["retrieval"];
+    assert!(spent.calls > 0 && spent.calls == (server.n_requests() - before) as u64, "{spent:?}");
+}
+
+#[test]
 fn a_cluster_is_predicted_with_memory_phases_and_hours() {
     let project = Project::new();
     let text = project.querl(&["plan", "querl.toml", "--on", "2x8xH100", "--model", "qwen2.5-7b"]).ok().stdout;
@@ -85,6 +122,14 @@ fn a_cluster_is_predicted_with_memory_phases_and_hours() {
     for part in ["memory per GPU: ", "rollout decode", "critic update", "2 steps take", "GPU(s) hardly help: "] {
         assert!(text.contains(part), "{part}: {text}");
     }
+    assert!(text.contains("  assumes rl.algorithm = \"ppo\", with a critic of the same size, "), "{text}");
+    let args = ["plan", "querl.toml", "--on", "4090", "--model", "qwen3-32b"];
+    let text = project.querl(&args).ok().stdout;
+    assert!(
+        text.contains("does not fit: nor does it on up to 1024 of these GPUs") && !text.contains("hours"),
+        "{text}"
+    );
+    assert!(project.json(&args)["hours"].is_null());
     let own = project.json(&["plan", "querl.toml", "--on", "h100"]);
     assert_eq!(own["cluster"]["n_per_node"], 1, "{own}");
     assert_eq!(own["size"]["is_measured"], false, "{own}");

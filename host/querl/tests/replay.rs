@@ -139,8 +139,8 @@ fn what_cannot_be_replayed_is_one_sentence_with_a_remedy() {
     std::fs::create_dir(project.path("bare")).unwrap();
     let competition = "plugins/reward-competition";
     for (episodes, plugin, more, expected) in [
-        ("nowhere", competition, &[][..], "nowhere: there is no such file or folder; expected a run folder"),
-        ("bare", competition, &[], "bare/episodes.jsonl: there is no such file; the stage `rl` writes it"),
+        ("nowhere", competition, &[][..], "nowhere: not a run's folder: there is no such folder; "),
+        ("bare", competition, &[], "bare: not a run's folder: it has no config.resolved.toml; "),
         ("empty.jsonl", competition, &[], "empty.jsonl: holds no episode; expected at least one line"),
         (
             "old.jsonl",

@@ -3,6 +3,7 @@
 
 mod support;
 
+use querl_core::dir_lock::DirLock;
 use serde_json::Value;
 use support::Project;
 
@@ -74,6 +75,12 @@ fn the_written_file_pretrains_a_model_with_held_out_lines() {
     let text = project.read("pretrain.toml");
     assert!(text.contains("corpus = \"corpus.jsonl\"\noutput_dir = \"own-model\"\n"), "{text}");
     project.write("pretrain.toml", &text.replace("epochs = 2\n", "epochs = 1\nmax_steps = 1\n"));
+    let lock = DirLock::take(&project.path("own-model")).unwrap();
+    let in_use = project.refusal(&["model", "pretrain", "pretrain.toml"], 1);
+    let expected = format!("own-model is in use by another querl (process {})", std::process::id());
+    assert!(in_use.contains(&expected) && in_use.ends_with("; wait for it, or name another output_dir"), "{in_use}");
+    assert!(!project.path("own-model/.pretrain").exists());
+    drop(lock);
     let made = project.querl(&["model", "pretrain", "pretrain.toml"]).ok();
     assert!(made.stderr.contains(" 60 examples, ") && made.stderr.contains(" held out\n"), "{made:#?}");
     assert!(made.stderr.contains(", held-out loss ") && made.stderr.contains(" at step 1, whose"), "{made:#?}");
@@ -125,6 +132,11 @@ fn what_cannot_be_used_is_refused_with_what_was_expected() {
     let said = project.refusal(&["model", "corpus", "querl.toml", "--out", "./querl.toml"], 2);
     assert_eq!(said, "--out ./querl.toml: is an input and would be replaced; name another file");
     assert_eq!(project.read("querl.toml"), config);
+    std::fs::create_dir(project.path("folder")).unwrap();
+    let said = project.refusal(&["model", "corpus", "querl.toml", "--out", "folder"], 2);
+    assert_eq!(said, "--out folder: is a folder; name a file in it");
+    let said = refused(&["--pretrain", "folder", "--out_model", "model"]);
+    assert_eq!(said, "--pretrain folder: is a folder; name a file in it");
     let twice = refused(&["--pretrain", "corpus.jsonl", "--out_model", "model"]);
     assert_eq!(twice, "--pretrain corpus.jsonl: is the file of --out, too; name another file");
     let missing = refused(&["--set", "retrieval.knowledge_base=none.jsonl"]);

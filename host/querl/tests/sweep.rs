@@ -129,19 +129,24 @@ fn what_cannot_be_searched_is_refused_before_anything_runs() {
     assert_eq!(refusal(&["--grid", "rl.gamma=0.9,1", "--seeds", "1,1"]), "--seeds: 1 is given twice; expected once");
     let metric = refusal(&[&["--grid", "rl.gamma=0.9,1", "--metric", "reward"][..], &seeds].concat());
     assert!(metric.starts_with("--metric reward: expected a metric of the evaluations on the validation split"));
+    let metric = refusal(&[&["--grid", "rl.gamma=0.9,1", "--metric", "val/mrr"][..], &seeds].concat());
+    let known =
+        "val/reward, val/win_rate, val/avg_top1, val/avg_top1_teacher, val/avg_quality, or val/reward/COMPONENT";
+    assert!(metric.starts_with("--metric val/mrr: expected a metric ") && metric.ends_with(known), "{metric}");
     let message = project.refusal(&["sweep", "querl.toml", "--grid", "rl.gamma=1", "--seeds", "1", "--out", "run"], 2);
     assert_eq!(message, "run: is a run directory; name a folder of the sweep's own with --out");
 }
 
 #[test]
-fn a_metric_that_evaluations_do_not_have_is_named_with_those_that_they_have() {
+fn a_component_that_evaluations_do_not_have_is_named_with_those_that_they_have() {
     let project = project();
-    let args = ["sweep", "querl.toml", "--grid", "rl.gamma=1", "--seeds", "1", "--metric", "val/mrr", "--out", "s"];
+    let metric = "val/reward/none";
+    let args = ["sweep", "querl.toml", "--grid", "rl.gamma=1", "--seeds", "1", "--metric", metric, "--out", "s"];
     let refused = project.querl(&args);
     assert_eq!(refused.code, Some(2), "{refused:#?}");
     let last = refused.stderr.lines().last().unwrap();
     assert!(
-        last.starts_with("error: --metric val/mrr: is no number of the evaluations; expected one of val/"),
+        last.starts_with("error: --metric val/reward/none: is no number of the evaluations; expected one of val/"),
         "{last}"
     );
     assert!(last.contains("val/reward"), "{last}");

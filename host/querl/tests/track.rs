@@ -141,7 +141,7 @@ fn what_is_missing_is_one_sentence_with_the_command() {
     };
     let args = ["track", "run", "--to", "wandb", "--offline"];
     let no_run = refused(&mut command(&project, &args));
-    assert!(no_run.starts_with("error: run: not a run's folder: it has no config.resolved.toml"), "{no_run}");
+    assert!(no_run.starts_with("error: run: not a run's folder: there is no such folder; expected "), "{no_run}");
 
     project.querl(&["rewrite", "querl.toml"]).ok();
     let no_python = refused(command(&project, &args).env("PYTHON", "no-such-python"));
@@ -155,6 +155,11 @@ fn what_is_missing_is_one_sentence_with_the_command() {
     let no_package = refused(command(&project, &args).env("PYTHON", project.path("python")));
     assert!(no_package.contains("(ModuleNotFoundError: No module named 'querl')"), "{no_package}");
     assert!(no_package.contains("-m pip install ./host/querl-python` in the repository of querl"), "{no_package}");
+
+    project.write("python", "#!/bin/sh\nexec python3 -I -S \"$@\"\n");
+    let neither = refused(command(&project, &args).env("PYTHON", project.path("python")));
+    assert!(neither.contains(", and does not have the library wandb; `"), "{neither}");
+    assert!(neither.contains("-m pip install ./host/querl-python wandb` in the repository of querl"), "{neither}");
 
     project.write("fake/wandb.py", "raise ModuleNotFoundError('none', name='wandb')\n");
     let no_library = refused(&mut command(&project, &args));

@@ -121,10 +121,9 @@ impl Config {
 
 fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
     if path.is_dir() {
-        let hint = match path.join("querl.toml") {
-            file if file.is_file() => format!("; did you mean {}?", file.display()),
-            _ => String::new(),
-        };
+        let files = ["querl.toml", "config.resolved.toml"].map(|file| path.join(file));
+        let hint = files.iter().find(|file| file.is_file());
+        let hint = hint.map_or_else(String::new, |file| format!("; did you mean {}?", file.display()));
         let message = format!("is a folder, not a configuration file{hint}");
         return Err(ConfigError::Invalid { location: ConfigLocation::File(path.into()), message });
     }

@@ -8,7 +8,7 @@ use crate::retrieval::index::{PassageIndex, SourcesDigest, open_lexicon};
 use crate::retrieval::language::retrieval_language;
 use crate::retrieval::lexicon_reranker::{CorpusCounts, LexiconReranker};
 use crate::retrieval::vocabulary::Vocabulary;
-use crate::retrieval::{LocalModels, Passage, RetrievalBackend, RetrievalLimits};
+use crate::retrieval::{LocalModels, Passage, RetrievalBackend, RetrievalLimits, ServiceScores};
 use async_trait::async_trait;
 use querl_core::config::RetrievalConfig;
 use querl_core::ports::{Embedder, LocalModelError, RetrievalRequest};
@@ -31,6 +31,7 @@ pub struct EmbeddedRetriever {
 struct Searcher {
     index: PassageIndex,
     reranker: LexiconReranker,
+    scores: ServiceScores,
     vectors: Option<Vectors>,
 }
 
@@ -63,7 +64,7 @@ impl EmbeddedRetriever {
             None => config.max_concurrent,
         };
         Ok(Self {
-            searcher: Arc::new(Searcher { index, reranker, vectors }),
+            searcher: Arc::new(Searcher { index, reranker, scores: ServiceScores::of(config), vectors }),
             calls: LocalModelCalls::new("embedded index", max_concurrent, config.timeout_s),
         })
     }
@@ -113,11 +114,15 @@ impl Searcher {
             }
             None => by_words,
         };
-        let query_intent = self.reranker.query_intent(request.original_query, request.context);
-        let weighed = self.reranker.weigh(query_intent, &self.index);
+        // Without products the order is that of the first stage, so scores that another reranker replaces have no effect.
+        let is_unscored = self.scores == ServiceScores::Replaced && self.reranker.has_no_products();
+        let weighed = (!is_unscored).then(|| {
+            let query_intent = self.reranker.query_intent(request.original_query, request.context);
+            self.reranker.weigh(query_intent, &self.index)
+        });
         let hit = |(position, first_score): Candidate| {
             let stored = self.index.stored(position).map_err(in_index)?;
-            let score = self.reranker.score(&weighed, &stored.traits);
+            let score = weighed.as_ref().map_or(0.0, |weighed| self.reranker.score(weighed, &stored.traits));
             let (id, text) = (stored.passage.id.clone(), stored.passage.full_text());
             Ok(Hit { id, text, reranker_score: score, retrieval_score: Some(first_score), rank: 0 })
         };

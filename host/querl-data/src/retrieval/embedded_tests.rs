@@ -5,7 +5,7 @@ use crate::retrieval::index::{ENCODER, FORM};
 use crate::retrieval::lexicon_reranker::LexiconReranker;
 use crate::retrieval::vocabulary::Segmenter;
 use crate::{EmbeddedRetriever, Lexicon, LocalModels, Passage, RetrievalLimits, RubricJudge};
-use querl_core::config::{Language, RetrievalConfig};
+use querl_core::config::{Language, RerankKind, RetrievalConfig};
 use querl_core::ports::{Embedder, Judge, JudgeRequest, LocalModelError, RetrievalRequest};
 use querl_core::records::{Context, Hit};
 use serde_json::{Value, json};
@@ -364,6 +364,24 @@ fn english_passages_are_found_and_scored_by_stemmed_words() {
     let hit = best(&config, "rinsing filters", "kettles descaled");
     assert_eq!((hit.id.as_str(), hit.reranker_score), ("1", 0.6), "in the order of the first stage");
     assert!(best(&config, "rinsing filters", "filter").reranker_score > 0.7);
+}
+
+#[test]
+fn without_a_lexicon_scores_that_a_reranker_replaces_are_not_computed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut config = config(folder.path(), &["the bottle cap", "a bottle cap and its warranty"]);
+    let scores = |config: &RetrievalConfig| -> Vec<(String, f64)> {
+        let hits = search(&open(config), "bottle warranty", &Context::default(), "bottle cap warranty", 2);
+        hits.into_iter().map(|hit| (hit.id, hit.reranker_score)).collect()
+    };
+    let with_lexicon = scores(&config);
+    config.rerank.kind = RerankKind::Tei;
+    // They order the candidates, and with them hits that the reranker scores alike.
+    assert_eq!(scores(&config), with_lexicon);
+    config.lexicon = None;
+    assert_eq!(scores(&config), [("1".to_owned(), 0.0), ("0".to_owned(), 0.0)]);
+    config.rerank.kind = RerankKind::None;
+    assert!(scores(&config).iter().all(|(_, score)| *score >= 0.6));
 }
 
 #[test]

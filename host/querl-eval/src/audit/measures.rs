@@ -3,8 +3,9 @@
 use super::rows::{AuditRow, AuditRows};
 use super::second_retriever::SecondRetriever;
 use super::trends::{Change, change, correlation};
-use super::words::{terms, units};
+use super::words::units;
 use crate::bootstrap::Bootstrap;
+use crate::terms::terms;
 use querl_core::records::Candidate;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};

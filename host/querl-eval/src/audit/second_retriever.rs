@@ -3,7 +3,7 @@
 //! Source: Robertson and Zaragoza 2009, "The Probabilistic Relevance Framework: BM25 and Beyond", with Lucene's IDF. The embedded index of
 //! a run segments words with a dictionary, knows synonyms and reranks; this one does none of that, so that what pleases it is the text.
 
-use super::words::terms;
+use crate::terms::terms;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Lucene's defaults.

@@ -1,70 +1,19 @@
-//! Units, terms and tokens of a text, for Chinese, English and a mix of both.
+//! Units and tokens of a text, for Chinese, English and a mix of both.
 
+use crate::terms::terms;
+use querl_core::text::{TextRun, char_ngrams, text_runs};
 use std::collections::BTreeSet;
 
 /// Longest text between spaces that is a token of its own, in characters.
 const LONGEST_WORD: usize = 16;
 
-/// CJK, kana and Hangul: a character is a unit. In other scripts a word is.
-fn is_ideograph(c: char) -> bool {
-    matches!(c, '\u{2e80}'..='\u{2fdf}' | '\u{3040}'..='\u{30ff}' | '\u{3400}'..='\u{9fff}' | '\u{ac00}'..='\u{d7af}'
-        | '\u{f900}'..='\u{faff}' | '\u{20000}'..='\u{3ffff}')
-}
-
-/// The units of a text in lower case: a CJK character, or a run of other letters and digits. Punctuation and spaces are left out. The
-/// second value is false where something was left out before the unit.
-fn units_with_joins(text: &str) -> Vec<(String, bool)> {
-    let (mut units, mut word, mut follows) = (Vec::new(), String::new(), false);
-    for c in text.chars().flat_map(char::to_lowercase) {
-        if c.is_alphanumeric() && !is_ideograph(c) {
-            word.push(c);
-            continue;
-        }
-        if !word.is_empty() {
-            units.push((std::mem::take(&mut word), follows));
-            follows = true;
-        }
-        if c.is_alphanumeric() {
-            units.push((c.to_string(), follows));
-            follows = true;
-        } else {
-            follows = false;
-        }
-    }
-    if !word.is_empty() {
-        units.push((word, follows));
-    }
-    units
-}
-
-/// The units of a text.
+/// The units of a text: in unspaced writing (Chinese) a character, else a run of letters and digits.
 pub(super) fn units(text: &str) -> Vec<String> {
-    units_with_joins(text).into_iter().map(|(unit, _)| unit).collect()
-}
-
-fn is_character(unit: &str) -> bool {
-    unit.chars().all(is_ideograph)
-}
-
-/// Search terms: words, pairs of CJK characters that follow each other, and CJK characters that have no neighbour.
-pub(super) fn terms(text: &str) -> Vec<String> {
-    let units = units_with_joins(text);
-    let mut terms = Vec::with_capacity(units.len());
-    for (index, (unit, follows)) in units.iter().enumerate() {
-        if !is_character(unit) {
-            terms.push(unit.clone());
-            continue;
-        }
-        let before =
-            index.checked_sub(1).map(|before| &units[before].0).filter(|before| *follows && is_character(before));
-        let has_next = units.get(index + 1).is_some_and(|(next, follows)| *follows && is_character(next));
-        match before {
-            Some(before) => terms.push(format!("{before}{unit}")),
-            None if !has_next => terms.push(unit.clone()),
-            None => {}
-        }
-    }
-    terms
+    let of_run = |run: TextRun| match run.is_unspaced {
+        true => char_ngrams(&run.text, 1),
+        false => vec![run.text],
+    };
+    text_runs(text).into_iter().flat_map(of_run).collect()
 }
 
 /// What a rule may look for: search terms, and what stands between spaces.

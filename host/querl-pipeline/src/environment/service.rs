@@ -3,7 +3,7 @@
 use super::columns::RowColumns;
 use super::judging::Judging;
 use super::scorer::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, Services};
-use crate::failure::Stop;
+use crate::failure::run_in;
 use crate::ledger::rows_of;
 use crate::run::Run;
 use anyhow::Context;
@@ -11,7 +11,6 @@ use querl_core::config::{Config, EmbeddingKind, Overrides, RerankKind, load, loa
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{EnvironmentError, PolicyResponse, Reporter, RewardRange};
 use querl_core::records::{CallFailure, Columns, DatasetRow, EpisodeRecord, FailureKind, Message, QueryRow, Split};
-use querl_core::run_dir::RunDir;
 use querl_core::scoring::{InlineQuery, RewardQuery, RewardRequest, RewardService};
 use querl_data::query_id;
 use std::collections::{HashMap, HashSet};
@@ -79,12 +78,7 @@ impl RewardEnvironment {
         if !path.is_dir() {
             return Ok((load(path, overrides)?, path.to_owned()));
         }
-        let resolved = RunDir::new(path).config();
-        if !resolved.is_file() {
-            let problem =
-                "not a run's folder: it has no config.resolved.toml; run `querl run` first, or name a configuration";
-            return Err(Stop::usage(format!("{}: {problem}", path.display())).into());
-        }
+        let resolved = run_in(path)?.config();
         let config = match overrides.set.is_empty() {
             true => load_resolved(&resolved)?,
             false => load(&resolved, overrides)?,

@@ -20,7 +20,7 @@ use crate::plugins::PluginHosts;
 use crate::serving::BaseFiles;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockFile, LockKind, LockSource};
-use querl_core::config::{Config, DatasetConfig, EndpointConfig, TeacherConfig, TeacherKind};
+use querl_core::config::{Config, DatasetConfig, EndpointConfig, RewriteForm, TeacherConfig, TeacherKind};
 use querl_core::fsx::write_jsonl;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -241,7 +241,8 @@ impl EngineFiles<'_> {
     /// Writes them to `out`, whose shared files are written.
     pub(super) fn write(self, run: &ExportedRun, shared: SharedFiles, out: &Path) -> anyhow::Result<Exported> {
         let SharedFiles { plugins, outside, notes: limits, .. } = shared;
-        let (keys, notes) = (self.mapping.to_markdown(self.engine), [self.notes, limits].concat());
+        let form: Vec<String> = note_on_form(&run.config, self.engine).into_iter().collect();
+        let (keys, notes) = (self.mapping.to_markdown(self.engine), [form, self.notes, limits].concat());
         let noted: String = notes.iter().map(|note| format!("- {note}\n")).collect();
         let common = [("@TENANT@", run.config.tenant.as_str()), ("@KEYS@", keys.as_str()), ("@NOTES@", noted.as_str())];
         let values = [&common[..], self.values].concat();
@@ -258,6 +259,17 @@ impl EngineFiles<'_> {
             outside,
         })
     }
+}
+
+/// The reward parses responses as training does: `querl.toml` has the key.
+fn note_on_form(config: &Config, engine: &str) -> Option<String> {
+    (config.data.rewrite_form == RewriteForm::Edit).then(|| {
+        format!(
+            "responses are edits of the query (data.rewrite_form = \"edit\"): `=` keeps it, `+ TEXT` adds to it, other text replaces it. The \
+             reward of this folder applies them before it scores; another reward, and whatever serves the model that {engine} trains, must \
+             apply them too"
+        )
+    })
 }
 
 /// Settings as arguments of a script, one a line; one without a value is a flag.
@@ -342,6 +354,17 @@ mod tests {
         assert!(plain("/models/qwen 3").is_ok());
         assert!(plain("/models/{a}").is_err() && plain("/models/a}").is_err());
         assert!(plain("/models/$HOME").is_err_and(|error| error.to_string().contains("--base copy")));
+    }
+
+    #[test]
+    fn edits_are_noted_and_the_reward_reads_their_key() {
+        let of = |sections: &str| crate::exchange::source::testing::run(sections).config;
+        assert_eq!(note_on_form(&of(""), "TRL"), None);
+        let mut config = of("");
+        config.data.rewrite_form = RewriteForm::Edit;
+        assert!(note_on_form(&config, "TRL").is_some_and(|note| note.contains("data.rewrite_form = \"edit\"")));
+        let (exported, _) = reward_config(&config, &RewardProcesses { n_processes: 1, rows: TRAIN });
+        assert_eq!(exported.data.rewrite_form, RewriteForm::Edit);
     }
 
     #[test]

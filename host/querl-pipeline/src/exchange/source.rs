@@ -2,7 +2,7 @@
 
 use super::rows::{PromptRow, Rewrites, prompt_rows};
 use crate::environment::RowColumns;
-use crate::failure::Stop;
+use crate::failure::{Stop, run_in};
 use crate::ledger::{Inputs, Ledger, StageName, rows_of};
 use crate::plugins::{PluginUse, Plugins};
 use crate::training::{self, Base};
@@ -37,15 +37,9 @@ impl ExportedRun {
     /// # Errors
     /// There is no run, its data stages are not finished, a file of them has changed, or a plugin or the model cannot be read.
     pub fn in_folder(folder: &Path) -> anyhow::Result<Self> {
-        let resolved = RunDir::new(folder).config();
-        if !resolved.is_file() {
-            let folder = folder.display();
-            let message =
-                format!("{folder}: not a run's folder: it has no config.resolved.toml; run `querl run --to sft` first");
-            return Err(Stop::usage(message).into());
-        }
-        let config = load_resolved(&resolved).map_err(Stop::usage)?;
-        Self::open(config, RunDir::new(folder))
+        let dir = run_in(folder)?;
+        let config = load_resolved(&dir.config()).map_err(Stop::usage)?;
+        Self::open(config, dir)
     }
 
     /// The run of a configuration, in its `output_dir`.

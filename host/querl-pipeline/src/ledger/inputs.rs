@@ -3,14 +3,44 @@
 use super::{Ledger, StageName};
 use crate::failure::Stop;
 use anyhow::Context;
-use querl_core::config::ModelConfig;
+use querl_core::config::{ModelConfig, keys};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::LazyLock;
 
 /// Above this size a file of a model folder counts by size and time of change instead of content: reading gigabytes of
 /// weights before every run would take longer than most runs of a small model.
 const LARGEST_READ_BYTES: u64 = 256 << 20;
+
+/// Beginnings or ends of names, each with the input that decides whether a stage has them at all.
+const FOLLOWED: [(&str, &str); 19] = [
+    ("tenant", "data.rewrite_form"),
+    ("retrieval.", "data.rewrite_form"),
+    ("knowledge base", "data.rewrite_form"),
+    ("lexicon", "data.rewrite_form"),
+    ("user dictionary", "data.rewrite_form"),
+    ("synonyms", "data.rewrite_form"),
+    ("language of the passages", "data.rewrite_form"),
+    ("embedding model", "data.rewrite_form"),
+    ("cross-encoder", "data.rewrite_form"),
+    ("retrieval.", "retrieval.kind"),
+    ("retrieval.embedding.", "retrieval.embedding.kind"),
+    ("embedding model", "retrieval.embedding.kind"),
+    ("retrieval.rerank.", "retrieval.rerank.kind"),
+    ("cross-encoder", "retrieval.rerank.kind"),
+    ("teacher.", "teacher.kind"),
+    ("of the teacher", "teacher.kind"),
+    ("fallback_teacher.", "fallback_teacher.base_url"),
+    ("judge.", "judge.kind"),
+    ("rollout.", "rollout.engine"),
+];
+
+/// Defaults of configuration keys, in the form of [`Inputs::section`].
+static DEFAULTS: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
+    let value = |default: &str| toml::from_str::<toml::Table>(&format!("value = {default}")).ok()?.remove("value");
+    keys().into_iter().filter_map(|info| Some((info.key, value(&info.default?)?.to_string()))).collect()
+});
 
 /// Digests or short values by name. Paths are not included: a moved input is the same input.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,7 +52,8 @@ impl Inputs {
         self
     }
 
-    /// The keys of a configuration section, except those named: ones that cannot change a result, and paths.
+    /// The keys of a configuration section, except those named: ones that cannot change a result, and paths. A key that an earlier version
+    /// did not have is no change at its default: [`Self::changed_since`].
     pub(crate) fn section(
         &mut self,
         name: &str,
@@ -107,7 +138,9 @@ impl Inputs {
         if let Some(arithmetic) = arithmetic {
             exact.text("device", arithmetic);
         }
-        let lines: String = exact.0.iter().map(|(name, value)| format!("{name:?} {value:?}\n")).collect();
+        // So that a new key at its default leaves the fingerprint as it was.
+        let set = exact.0.iter().filter(|(name, value)| DEFAULTS.get(*name) != Some(*value));
+        let lines: String = set.map(|(name, value)| format!("{name:?} {value:?}\n")).collect();
         querl_core::fsx::digest_hex(lines.as_bytes())
     }
 
@@ -124,6 +157,11 @@ impl Inputs {
         self.0.iter().find(|(name, _)| name.starts_with(prefix)).map(|(_, value)| value.as_str())
     }
 
+    /// Adds those of `other`; of equal names the later value holds.
+    pub(crate) fn extend(&mut self, other: &Self) {
+        self.0.extend(other.0.iter().map(|(name, value)| (name.clone(), value.clone())));
+    }
+
     /// Those whose names are kept.
     pub(crate) fn only(&self, is_kept: impl Fn(&str) -> bool) -> Self {
         Self(
@@ -135,13 +173,23 @@ impl Inputs {
         )
     }
 
-    /// Names that are new, gone or different, in order.
+    /// Names that are new, gone or different, in order. A missing key has its default. Names that came or went with another one that
+    /// changed are left out.
     pub(crate) fn changed_since(&self, earlier: &Self) -> Vec<String> {
-        let mut changed: Vec<String> =
-            self.0.iter().filter(|(k, v)| earlier.0.get(*k) != Some(v)).map(|(k, _)| k.clone()).collect();
-        changed.extend(earlier.0.keys().filter(|key| !self.0.contains_key(*key)).cloned());
-        changed.sort();
-        changed
+        let names: BTreeSet<&str> = self.0.keys().chain(earlier.0.keys()).map(String::as_str).collect();
+        let changed: BTreeSet<&str> =
+            names.into_iter().filter(|name| self.value(name) != earlier.value(name)).collect();
+        let follows = |name: &str| {
+            let decides = |(part, key): &(&str, &str)| {
+                name != *key && (name.starts_with(*part) || name.ends_with(*part)) && changed.contains(key)
+            };
+            self.has(name) != earlier.has(name) && FOLLOWED.iter().any(decides)
+        };
+        changed.iter().filter(|name| !follows(name)).map(|name| (*name).to_owned()).collect()
+    }
+
+    fn value(&self, name: &str) -> Option<&str> {
+        self.get(name).or_else(|| DEFAULTS.get(name).map(String::as_str))
     }
 }
 
@@ -219,15 +267,62 @@ mod tests {
     }
 
     #[test]
-    fn a_checkpoint_belongs_to_one_way_of_cutting_passes() {
-        let model = |tokens_per_pass| ModelConfig {
+    fn a_key_that_an_earlier_version_did_not_have_is_no_change_at_its_default() {
+        use querl_core::config::{RlConfig, RolloutConfig, SftConfig};
+        let of = |rl: &RlConfig| {
+            let mut inputs = Inputs::default();
+            inputs.section("rl", rl, &[]).unwrap().section("sft", &SftConfig::default(), &[]).unwrap();
+            inputs.section("rollout", &RolloutConfig::default(), &[]).unwrap().clone()
+        };
+        let (now, earlier) = (of(&RlConfig::default()), Inputs::default());
+        assert!(now.has("rl.dynamic_sampling") && now.has("sft.learning_rate") && now.has("rollout.engine"));
+        assert!(now.changed_since(&earlier).is_empty(), "{:?}", now.changed_since(&earlier));
+        assert!(earlier.changed_since(&now).is_empty());
+        let model = model(512);
+        assert_eq!(now.fingerprint(&model, None), earlier.fingerprint(&model, None));
+        let set = of(&RlConfig { dynamic_sampling: true, clip_range_high: Some(0.3), ..RlConfig::default() });
+        assert_eq!(set.changed_since(&earlier), ["rl.clip_range_high", "rl.dynamic_sampling"]);
+        assert_eq!(earlier.changed_since(&set), ["rl.clip_range_high", "rl.dynamic_sampling"]);
+        assert_ne!(set.fingerprint(&model, None), now.fingerprint(&model, None));
+    }
+
+    #[test]
+    fn inputs_that_come_and_go_with_a_key_are_not_counted() {
+        let of = |pairs: &[(&str, &str)]| {
+            let mut inputs = Inputs::default();
+            for (name, value) in pairs {
+                inputs.text(name, value);
+            }
+            inputs
+        };
+        let full = of(&[("data.rewrite_form", "\"full\""), ("data.split_seed", "42")]);
+        let of_retrieval =
+            [("retrieval.kind", "\"http\""), ("retrieval.top_k", "9"), ("knowledge base", "aa"), ("tenant", "shop")];
+        let edit = of(&[&of_retrieval[..], &[("data.rewrite_form", "\"edit\""), ("data.split_seed", "42")]].concat());
+        assert_eq!(edit.changed_since(&full), ["data.rewrite_form"]);
+        assert_eq!(full.changed_since(&edit), ["data.rewrite_form"]);
+        // Of before the key.
+        assert_eq!(edit.changed_since(&of(&[("data.split_seed", "42")])), ["data.rewrite_form"]);
+        let other = of(&[&of_retrieval[1..], &[("retrieval.kind", "\"embedded\""), ("data.split_seed", "1")]].concat());
+        assert_eq!(other.changed_since(&of(&of_retrieval)), ["data.split_seed", "retrieval.kind"]);
+        // A file that is new on its own counts.
+        let more = of(&[&of_retrieval[..], &[("synonyms", "bb")]].concat());
+        assert_eq!(more.changed_since(&of(&of_retrieval)), ["synonyms"]);
+    }
+
+    fn model(tokens_per_pass: usize) -> ModelConfig {
+        ModelConfig {
             path: "model".into(),
             dtype: querl_core::config::BaseDtype::F32,
             tokens_per_pass,
             gradient_checkpointing: false,
             tensor_parallel: 1,
             enable_thinking: None,
-        };
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_belongs_to_one_way_of_cutting_passes() {
         let inputs = Inputs::default();
         let cut = |tokens_per_pass| inputs.fingerprint(&model(tokens_per_pass), None);
         assert_eq!(cut(512), cut(512));
@@ -236,14 +331,7 @@ mod tests {
 
     #[test]
     fn a_checkpoint_belongs_to_one_sort_of_device() {
-        let model = ModelConfig {
-            path: "model".into(),
-            dtype: querl_core::config::BaseDtype::F32,
-            tokens_per_pass: 512,
-            gradient_checkpointing: false,
-            tensor_parallel: 1,
-            enable_thinking: None,
-        };
+        let model = model(512);
         let on = |arithmetic: Option<&str>| Inputs::default().fingerprint(&model, arithmetic.map(str::to_owned));
         assert_eq!(on(Some("cuda 90")), on(Some("cuda 90")));
         assert_ne!(on(Some("cuda 90")), on(Some("cuda 80")));

@@ -23,7 +23,9 @@ pub use rollout::RolloutFacts;
 pub use tokens::{Coverage, TokenizerFacts};
 
 use crate::failure::Stop;
-use crate::run::Run;
+use crate::ledger::{Ledger, listing};
+use crate::run::{Run, outside_for_scoring};
+use crate::stages::changed_since_data;
 use anyhow::Context;
 use inputs::PlanInputs;
 use lookups::LookedUp;
@@ -67,6 +69,8 @@ pub struct Plan {
     pub rollout: Option<RolloutFacts>,
     /// The final comparison.
     pub test: ComparisonFacts,
+    /// Settings, files and plugins of the data stages that are others now.
+    pub changed_since_data: Vec<String>,
     /// Each fact in words.
     pub advice: Vec<Advice>,
 }
@@ -98,6 +102,7 @@ pub fn plan(
             Some(base_loss(&config.model, inputs.train(), &passages)?)
         }
     };
+    let changed_since_data = changed(config, &dir, run.as_ref(), has_dataset);
     let looked_up = look_up(config, &inputs, run.as_ref())?;
     let rows = looked_up.as_ref().map(|found| found.rows.as_slice()).unwrap_or_default();
     let teacher = looked_up.as_ref().map(|found| TeacherHeadroom::of(&found.rows, found.n_failed));
@@ -108,17 +113,46 @@ pub fn plan(
         // Also after a failure: what was paid for is recorded.
         run.outside.spend_tracker().save()?;
     }
-    let plan = Plan { data, tokenizer, base_model, teacher, retrieval, rollout: rollout?, test, advice: Vec::new() };
+    let (rollout, advice) = (rollout?, Vec::new());
+    let plan = Plan { data, tokenizer, base_model, teacher, retrieval, rollout, test, changed_since_data, advice };
     Ok(Plan { advice: plan.in_words(has_dataset), ..plan })
 }
 
-/// With the limits, cache and budget of a run where one is open.
+/// With the limits, cache and budget of the run.
 fn look_up(config: &Config, inputs: &PlanInputs, run: Option<&Run>) -> anyhow::Result<Option<LookedUp>> {
+    if inputs.splits.is_none() {
+        return Ok(None);
+    }
     if let Some(run) = run {
-        return lookups::look_up(config, inputs, &run.outside, &run.runtime);
+        return look_up_in(config, inputs, &run.outside, &run.runtime);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
-    lookups::look_up(config, inputs, &ServiceContext::new(&config.calls), &runtime)
+    look_up_in(config, inputs, &outside_for_scoring(config)?, &runtime)
+}
+
+/// What was paid for is recorded, also after a failure.
+fn look_up_in(
+    config: &Config,
+    inputs: &PlanInputs,
+    outside: &ServiceContext,
+    runtime: &tokio::runtime::Runtime,
+) -> anyhow::Result<Option<LookedUp>> {
+    let looked_up = lookups::look_up(config, inputs, outside, runtime);
+    outside.spend_tracker().save()?;
+    looked_up
+}
+
+/// What the data stages were run with and the configuration has not. A file that is gone is for the stages to report.
+fn changed(config: &Config, dir: &RunDir, run: Option<&Run>, has_dataset: bool) -> Vec<String> {
+    if !has_dataset {
+        return Vec::new();
+    }
+    let plugins = run.map(|run| &run.plugins);
+    let found = Ledger::open(&dir.stages()).and_then(|ledger| changed_since_data(config, plugins, &ledger));
+    found.unwrap_or_else(|error| {
+        tracing::debug!("the settings of the data stages are not compared: {error:#}");
+        Vec::new()
+    })
 }
 
 fn tokenizer_facts(config: &Config, inputs: &PlanInputs) -> anyhow::Result<TokenizerFacts> {
@@ -140,6 +174,11 @@ impl Plan {
         advice.extend(self.retrieval.as_ref().map(RetrievalHeadroom::advice));
         advice.extend(self.rollout.as_ref().map(RolloutFacts::advice));
         advice.push(self.test.advice());
+        if !self.changed_since_data.is_empty() {
+            let finding = format!("{} changed since the data stages ran", listing(&self.changed_since_data));
+            let action = "the figures are of the earlier data: run `querl run --to convert`, then plan again";
+            advice.push(Advice::new("stages", Level::Weak, finding, action));
+        }
         if !has_dataset {
             let finding = "teacher, retrieval and rewards are not known before the data stages";
             advice.push(Advice::new(

@@ -1,6 +1,6 @@
 //! What a tenant is served with: the adapter, prompt plugin and decoding settings of a finished run, each checked against the run's digests.
 
-use crate::failure::Stop;
+use crate::failure::{Stop, run_in};
 use crate::ledger::{Inputs, Ledger, StageName};
 use crate::plugins::PluginHosts;
 use crate::training::{self, Base};
@@ -39,16 +39,8 @@ impl ServedRun {
     /// # Errors
     /// There is no run, or it has no finished training stage.
     pub fn in_folder(folder: &Path) -> anyhow::Result<Self> {
-        let dir = RunDir::new(folder);
-        let resolved = dir.config();
-        if !resolved.is_file() {
-            let message = format!(
-                "{}: not a run's folder: it has no config.resolved.toml; run `querl run` first",
-                folder.display()
-            );
-            return Err(Stop::usage(message).into());
-        }
-        let mut config = load_resolved(&resolved).map_err(Stop::usage)?;
+        let dir = run_in(folder)?;
+        let mut config = load_resolved(&dir.config()).map_err(Stop::usage)?;
         // Those of a deployment are relative; others are absolute.
         for path in [&mut config.model.path, &mut config.plugins.prompt.path] {
             if path.is_relative() && !is_registry_reference(path) {

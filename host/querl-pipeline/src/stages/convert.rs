@@ -1,6 +1,6 @@
 //! Stage 3: filters keep or drop, and the rows become train, val and test.
 
-use super::edit_targets::{EditTargets, edit_targets};
+use super::edit_targets::{EditTargets, FORMS, edit_targets, form_of};
 use super::stage::{self, Done, Mean, Stage};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, teacher_name};
 use crate::run::Run;
@@ -22,11 +22,7 @@ impl Stage for Convert {
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
         // Width is applied already, and the leak settings do not change rows.
-        let mut except = vec!["input", "dataset", "export", "width", "leak_similarity", "on_leak"];
-        // Runs of before the key exist without it.
-        if run.config.data.rewrite_form == RewriteForm::Full {
-            except.push("rewrite_form");
-        }
+        let except = ["input", "dataset", "export", "width", "leak_similarity", "on_leak"];
         inputs.section("data", &run.config.data, &except)?;
         inputs.made_by(ledger, StageName::Validate, &run.dir.validated())?;
         inputs.text("teacher", teacher_name(&run.dir)?);
@@ -36,9 +32,9 @@ impl Stage for Convert {
             stage::add_queries(&mut inputs, &run.config.data)?;
         }
         if run.config.data.rewrite_form == RewriteForm::Edit {
-            stage::add_retrieval(&mut inputs, run)?;
+            stage::add_retrieval(&mut inputs, &run.config)?;
         } else if run.plugins.filters_use_words {
-            stage::add_vocabulary(&mut inputs, run)?;
+            stage::add_vocabulary(&mut inputs, &run.config)?;
         }
         Ok(inputs)
     }
@@ -64,7 +60,7 @@ impl Stage for Convert {
             RewriteForm::Edit => edit_targets(run)?,
         };
         let conversion = conversion(run, &teacher_name, &targets.by_id);
-        let mut dataset = Dataset::create(&run.dir)?;
+        let mut dataset = Dataset::create(&run.dir, run.config.data.rewrite_form)?;
         let n_other_prompts = convert(&records, &conversion, &mut |made| dataset.put(&made))?;
         if n_other_prompts > 0 {
             progress.line(&format!(
@@ -94,14 +90,18 @@ struct Dataset {
     dropped: RecordWriter,
     codes: BTreeMap<String, u64>,
     n_kept: u64,
+    form: RewriteForm,
+    /// Kept targets by [`FORMS`].
+    n_by_form: [u64; 3],
     top1: Mean,
 }
 
 impl Dataset {
-    fn create(dir: &RunDir) -> Result<Self, DataError> {
+    fn create(dir: &RunDir, form: RewriteForm) -> Result<Self, DataError> {
         let [train, val, test] = Split::ALL.map(|split| RecordWriter::create(&dir.split(split)));
         let (splits, dropped) = ([train?, val?, test?], RecordWriter::create(&dir.dropped())?);
-        Ok(Self { splits, dropped, codes: BTreeMap::new(), n_kept: 0, top1: Mean::default() })
+        let (codes, n_by_form, top1) = (BTreeMap::new(), [0; 3], Mean::default());
+        Ok(Self { splits, dropped, codes, n_kept: 0, form, n_by_form, top1 })
     }
 
     fn put(&mut self, made: &ConvertedRow) -> Result<(), DataError> {
@@ -111,8 +111,9 @@ impl Dataset {
                 self.dropped.add(row)
             }
             ConvertedRow::Row(split, row) => {
-                if row.target().is_some() {
+                if let Some(target) = row.target() {
                     self.n_kept += 1;
+                    self.n_by_form[form_of(target)] += 1;
                     row.metadata.top1_score.into_iter().for_each(|score| self.top1.add(score));
                 }
                 self.splits[*split as usize].add(row)
@@ -123,6 +124,11 @@ impl Dataset {
     fn commit(self) -> Result<Facts, DataError> {
         let mut facts = Facts::default();
         facts.add("kept", self.n_kept);
+        if self.form == RewriteForm::Edit {
+            for (name, n) in FORMS.into_iter().zip(self.n_by_form) {
+                facts.add_part(name, n);
+            }
+        }
         facts.add("dropped", self.dropped.n()).add_parts(&self.codes);
         facts.add("rows for training and evaluation", self.splits.iter().map(RecordWriter::n).sum::<u64>());
         for (split, rows) in Split::ALL.into_iter().zip(&self.splits) {

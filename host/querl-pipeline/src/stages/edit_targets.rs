@@ -22,6 +22,18 @@ pub(super) struct EditTargets {
     pub n_failed: u64,
 }
 
+/// What the edits of targets do.
+pub(super) const FORMS: [&str; 3] = ["keep the query", "add to the query", "replace the query"];
+
+/// Position in [`FORMS`].
+pub(super) fn form_of(target: &str) -> usize {
+    match target {
+        target if target.trim() == KEEP => 0,
+        target if !is_plain(target) => 1,
+        _ => 2,
+    }
+}
+
 /// The target of each row with a rewrite.
 ///
 /// # Errors
@@ -163,6 +175,12 @@ mod tests {
         assert_eq!(chosen("鱼油", "甲1"), "+ 甲1", "all equal: what adds");
         assert_eq!(chosen("鱼油1", "甲2"), "=");
         assert_eq!(chosen("鱼油3", "鱼油2"), "+ 2");
+    }
+
+    #[test]
+    fn a_target_keeps_the_query_adds_to_it_or_replaces_it() {
+        let form = |target| FORMS[form_of(target)];
+        assert_eq!([form("="), form(&append("鱼油")), form("鱼油")], FORMS);
     }
 
     #[test]

@@ -22,10 +22,11 @@ use crate::failure::Stop;
 use crate::interrupt;
 use crate::ledger::{Decision, Entry, Facts, FileDigest, Inputs, Ledger, Outputs, StageName, decide, listing};
 use crate::metrics_log;
+use crate::plugins::Plugins;
 use crate::run::Run;
 use anyhow::Context;
 use previous::Previous;
-use querl_core::config::{OnNoise, TableFormat};
+use querl_core::config::{Config, OnNoise, TableFormat};
 use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
 use querl_data::table_path;
@@ -151,6 +152,39 @@ fn check_upstream(run: &Run, ledger: &Ledger, first: StageName) -> anyhow::Resul
 
 fn stages_behind(inputs: &Inputs) -> BTreeSet<StageName> {
     inputs.upstream().into_iter().map(|(_, stage)| stage).collect()
+}
+
+/// Names of settings and files, and of `plugins` where they are given, which the finished data stages had otherwise than `config` has them.
+///
+/// # Errors
+/// A file that the configuration names cannot be read.
+pub(crate) fn changed_since_data(
+    config: &Config,
+    plugins: Option<&Plugins>,
+    ledger: &Ledger,
+) -> anyhow::Result<Vec<String>> {
+    let mut then = Inputs::default();
+    for name in [StageName::Rewrite, StageName::Validate, StageName::Convert] {
+        if let Some(entry) = ledger.entry(name.as_str()) {
+            then.extend(&entry.inputs);
+        }
+    }
+    let upstream: BTreeSet<String> = then.upstream().into_iter().map(|(name, _)| name.to_owned()).collect();
+    let is_setting = |name: &str| {
+        let is_derived = name == "teacher" || name == "data.export" || upstream.contains(name);
+        !is_derived && (plugins.is_some() || !name.contains(" plugin "))
+    };
+    let mut now = Inputs::default();
+    now.section("data", &config.data, &["input", "dataset", "export", "leak_similarity", "on_leak"])?;
+    stage::add_queries(&mut now, &config.data)?;
+    if config.called_teacher().is_some() {
+        stage::add_teacher(&mut now, config)?;
+    }
+    stage::add_retrieval(&mut now, config)?;
+    if let Some(plugins) = plugins {
+        ["prompt", "filter"].iter().for_each(|role| plugins.add_inputs(&mut now, role));
+    }
+    Ok(now.changed_since(&then.only(is_setting)))
 }
 
 /// The stages that may run: the first unfinished one and all after it, whose inputs depend on its outputs.

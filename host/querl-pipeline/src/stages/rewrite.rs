@@ -35,7 +35,7 @@ impl Stage for Rewrite {
         inputs.section("data", &run.config.data, &except)?;
         stage::add_queries(&mut inputs, &run.config.data)?;
         if run.config.called_teacher().is_some() {
-            stage::add_teacher(&mut inputs, run)?;
+            stage::add_teacher(&mut inputs, &run.config)?;
         }
         run.plugins.add_inputs(&mut inputs, "prompt");
         Ok(inputs)

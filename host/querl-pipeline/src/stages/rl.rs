@@ -27,18 +27,6 @@ use std::time::Duration;
 /// Keys that do not change the result.
 const WITHOUT_EFFECT: [&str; 5] = ["pipeline_parts", "save_steps", "save_interval_s", "save_total_limit", "record"];
 
-/// Keys that earlier versions did not have: at their defaults they change no result, and are no inputs.
-const NEW: [&str; 8] = [
-    "anchor_baseline",
-    "clip_range_high",
-    "dynamic_sampling",
-    "loss_agg",
-    "max_resampled_batches",
-    "overlong_buffer_len",
-    "overlong_penalty_factor",
-    "policy_loss",
-];
-
 /// Keys of `[rollout]` that change how the server is called, not what it returns.
 const OF_ROLLOUT_CALLS: [&str; 9] = [
     "base_url",
@@ -75,14 +63,6 @@ const OF_FINE_TUNING_ALONE: [&str; 17] = [
 
 pub(crate) struct Rl;
 
-/// [`WITHOUT_EFFECT`], and those of [`NEW`] that are at their defaults.
-fn without_effect(rl: &RlConfig) -> anyhow::Result<Vec<&'static str>> {
-    let table = |rl: &RlConfig| toml::Table::try_from(rl).context("[rl] has no TOML form");
-    let (set, defaults) = (table(rl)?, table(&RlConfig::default())?);
-    let at_default = NEW.into_iter().filter(|key| set.get(*key) == defaults.get(*key));
-    Ok(WITHOUT_EFFECT.into_iter().chain(at_default).collect())
-}
-
 impl Stage for Rl {
     fn name(&self) -> StageName {
         StageName::Rl
@@ -90,7 +70,7 @@ impl Stage for Rl {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        inputs.section("rl", &run.config.rl, &without_effect(&run.config.rl)?)?;
+        inputs.section("rl", &run.config.rl, &WITHOUT_EFFECT)?;
         if run.config.rollout.engine != RolloutEngineKind::Local {
             inputs.section("rollout", &run.config.rollout, &OF_ROLLOUT_CALLS)?;
         }
@@ -276,15 +256,6 @@ fn planned(rl: &RlConfig, n_rows: usize) -> Option<String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn new_keys_are_inputs_once_they_are_set() {
-        let of = |rl: &RlConfig| Inputs::default().section("rl", rl, &without_effect(rl).unwrap()).unwrap().clone();
-        let before = of(&RlConfig::default());
-        assert!(NEW.iter().all(|key| !before.has(&format!("rl.{key}"))) && before.has("rl.clip_range"));
-        let changed = of(&RlConfig { dynamic_sampling: true, ..RlConfig::default() });
-        assert_eq!(changed.changed_since(&before), ["rl.dynamic_sampling"]);
-    }
 
     #[test]
     fn the_default_name_of_adapters_is_another_one_in_each_run_folder() {

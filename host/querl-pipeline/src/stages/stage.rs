@@ -184,9 +184,9 @@ pub(crate) fn add_thinking(inputs: &mut Inputs, config: &Config) {
     }
 }
 
-pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
-    let retrieval = &run.config.retrieval;
-    inputs.text("tenant", &run.config.tenant);
+pub(crate) fn add_retrieval(inputs: &mut Inputs, config: &Config) -> anyhow::Result<()> {
+    let retrieval = &config.retrieval;
+    inputs.text("tenant", &config.tenant);
     let except = [
         &CALLS[..],
         &PRICES,
@@ -230,12 +230,12 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()
             inputs.file(name, path)?;
         }
     }
-    add_vocabulary(inputs, run)
+    add_vocabulary(inputs, config)
 }
 
 /// Adds what word segmentation depends on.
-pub(crate) fn add_vocabulary(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
-    let retrieval = &run.config.retrieval;
+pub(crate) fn add_vocabulary(inputs: &mut Inputs, config: &Config) -> anyhow::Result<()> {
+    let retrieval = &config.retrieval;
     for (name, path) in [("user dictionary", &retrieval.user_dictionary), ("synonyms", &retrieval.synonyms)] {
         if let Some(path) = path {
             inputs.file(name, path)?;
@@ -260,24 +260,24 @@ fn sentence_transformers_files(folder: &Path) -> Vec<String> {
     files
 }
 
-pub(crate) fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
+pub(crate) fn add_teacher(inputs: &mut Inputs, config: &Config) -> anyhow::Result<()> {
     inputs.section(
         "teacher",
-        &run.config.teacher,
+        &config.teacher,
         &[&CALLS[..], &PRICES, &BATCH, &["path", "model_path", "adapter_path"]].concat(),
     )?;
-    if run.config.fallback_teacher.base_url.is_some() {
-        inputs.section("fallback_teacher", &run.config.fallback_teacher, &[&CALLS[..], &PRICES].concat())?;
+    if config.fallback_teacher.base_url.is_some() {
+        inputs.section("fallback_teacher", &config.fallback_teacher, &[&CALLS[..], &PRICES].concat())?;
     }
-    if let Some(path) = &run.config.teacher.path {
+    if let Some(path) = &config.teacher.path {
         inputs.file("recording of the teacher", path)?;
     }
     let folders = [
-        ("model of the teacher", &run.config.teacher.model_path),
-        ("adapter of the teacher", &run.config.teacher.adapter_path),
+        ("model of the teacher", &config.teacher.model_path),
+        ("adapter of the teacher", &config.teacher.adapter_path),
     ];
     for (name, path) in folders {
-        if let Some(path) = path.as_ref().filter(|_| run.config.teacher.kind == TeacherKind::Local) {
+        if let Some(path) = path.as_ref().filter(|_| config.teacher.kind == TeacherKind::Local) {
             inputs.model(name, path)?;
         }
     }
@@ -286,7 +286,7 @@ pub(crate) fn add_teacher(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
 
 /// Adds everything that affects scores: retrieval, judge, prompts, reward plugins.
 pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
-    add_retrieval(inputs, run)?;
+    add_retrieval(inputs, &run.config)?;
     if run.config.data.rewrite_form == RewriteForm::Edit {
         inputs.text("data.rewrite_form", "edit");
     }

@@ -24,7 +24,7 @@ impl Stage for Validate {
 
     fn inputs(&self, run: &Run, ledger: &Ledger) -> anyhow::Result<Inputs> {
         let mut inputs = Inputs::default();
-        stage::add_retrieval(&mut inputs, run)?;
+        stage::add_retrieval(&mut inputs, &run.config)?;
         inputs.made_by(ledger, StageName::Rewrite, &run.dir.rewrites())?;
         inputs.text(EXPORT, format!("{:?}", run.config.data.export));
         Ok(inputs)

@@ -23,11 +23,12 @@ use crate::failure::Stop;
 use crate::files::unwritable;
 use anyhow::Context;
 use grid::{Settings, combinations, rungs};
-use querl_core::config::{Config, Overrides, load};
+use querl_core::config::{Config, Overrides, RetrievalKind, load};
 use querl_core::dir_lock::DirLock;
 use querl_core::fsx::{read_bounded, write_atomic};
 use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
+use querl_train::rl::EVALUATION_METRICS;
 use results::{Measurement, TrialOutcome, TrialResult};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -93,12 +94,21 @@ fn check(options: &SweepOptions) -> Result<(), Stop> {
     if let Some(twice) = options.seeds.iter().find(|seed| !seen.insert(**seed)) {
         return Err(Stop::usage(format!("--seeds: {twice} is given twice; expected once")));
     }
-    if !options.metric.starts_with("val/") {
-        let message =
-            "expected a metric of the evaluations on the validation split, such as val/reward or val/win_rate";
-        return Err(Stop::usage(format!("--metric {}: {message}", options.metric)));
-    }
     Ok(())
+}
+
+/// Refuses a metric that no evaluation has. Components of rewards are known only from the first evaluation on.
+fn check_metric(metric: &str, config: &Config) -> Result<(), Stop> {
+    let is_component = metric.strip_prefix("val/reward/").is_some_and(|component| !component.is_empty());
+    let n_known = if config.retrieval.kind == RetrievalKind::None { 1 } else { EVALUATION_METRICS.len() };
+    let known = &EVALUATION_METRICS[..n_known];
+    if is_component || known.contains(&metric) {
+        return Ok(());
+    }
+    let known = known.join(", ");
+    Err(Stop::usage(format!(
+        "--metric {metric}: expected a metric of the evaluations on the validation split: {known}, or val/reward/COMPONENT"
+    )))
 }
 
 /// A combination with a trial for each seed.
@@ -127,6 +137,7 @@ impl<'a> Sweep<'a> {
         reporter: &'a Arc<dyn Reporter>,
     ) -> anyhow::Result<Self> {
         let own = load(config, base)?;
+        check_metric(&options.metric, &own)?;
         let all = combinations(&options.grid, &options.metric, options.n_random, own.seed)?;
         let rungs = match options.length {
             TrialLength::Full => vec![0],

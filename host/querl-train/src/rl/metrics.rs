@@ -329,6 +329,10 @@ fn correlation(pairs: &[(f64, f64)]) -> Option<f64> {
     (!is_constant(xx, mean_x) && !is_constant(yy, mean_y)).then(|| (xy / (xx * yy).sqrt()).clamp(-1.0, 1.0))
 }
 
+/// Metrics of evaluations on the validation split, without components (`val/reward/COMPONENT`). All but the first need retrieval.
+pub const EVALUATION_METRICS: [&str; 5] =
+    ["val/reward", "val/win_rate", "val/avg_top1", "val/avg_top1_teacher", "val/avg_quality"];
+
 /// [`episode_metrics`] of an evaluation as `val/reward`, `val/win_rate` and so on.
 pub(super) fn evaluation_metrics(episodes: &Metrics, timings: &Timings) -> Metrics {
     let name = |name: &String| format!("val/{}", if name == "avg_reward" { "reward" } else { name });
@@ -421,6 +425,20 @@ mod tests {
     }
 
     use super::*;
+    use querl_core::records::{Episode, RewardComponent};
+
+    #[test]
+    fn evaluations_have_the_listed_metrics_and_components() {
+        let candidate = Candidate::found_nothing("a".into());
+        let episode = Episode { policy: candidate.clone(), baseline: Some(candidate), ..Episode::default() };
+        let components = vec![RewardComponent { name: "win".into(), value: 1.0 }];
+        let outcome = Ok(Reward { total: 0.5, components });
+        let record = EpisodeRecord { format: EpisodeRecord::FORMAT, step: 0, episode, calls: Vec::new(), outcome };
+        let metrics = evaluation_metrics(&episode_metrics([&record].into_iter()), &Timings::default());
+        let names = metrics.keys().map(String::as_str).filter(|name| name.starts_with("val/"));
+        let expected = EVALUATION_METRICS.into_iter().chain(["val/reward/win"]);
+        assert_eq!(names.collect::<BTreeSet<_>>(), expected.collect::<BTreeSet<_>>());
+    }
 
     #[test]
     fn resident_memory_and_its_peak_are_in_gibibytes() {

@@ -5,12 +5,14 @@ use crate::terminal;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, load_resolved};
+use querl_core::dir_lock::DirLock;
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_atomic;
 use querl_core::run_dir::RunDir;
 use querl_data::{Passage, read_passages};
 use querl_eval::{AuditOptions, AuditPassage, AuditSources, audit, audit_html, audit_text};
-use querl_pipeline::failure::Stop;
+use querl_pipeline::failure::{Stop, run_in};
+use querl_pipeline::ledger::{Ledger, StageName};
 use querl_train::job::{Failure, FailureKind};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -42,8 +44,10 @@ pub struct AuditArgs {
 /// Reads the episodes, the metrics and the knowledge base of a run, and prints the audit.
 pub fn run(args: &AuditArgs) -> anyhow::Result<()> {
     let dir = RunDir::new(&args.run);
+    let unfinished = unfinished(&dir);
     let recorded = read_episodes(&dir)?;
     let (passages, notes) = knowledge_base(load_resolved(&dir.config()).ok().as_ref());
+    let notes = unfinished.into_iter().chain(notes).collect();
     let metrics = read_metrics(&dir.metrics())?;
     let sources = AuditSources { passages: passages.as_deref(), metrics: &metrics };
     let options = AuditOptions { n_shown: args.show, seed: SEED, n_resamples: N_RESAMPLES };
@@ -64,12 +68,9 @@ pub fn run(args: &AuditArgs) -> anyhow::Result<()> {
 }
 
 fn read_episodes(dir: &RunDir) -> Result<Vec<RecordedEpisode>, Stop> {
-    let root = dir.root();
-    if !root.is_dir() {
-        return Err(Stop::usage(format!("{}: there is no such folder; expected a run folder", root.display())));
-    }
     let file = dir.episodes();
     if !file.exists() {
+        run_in(dir.root())?;
         return Err(Stop::usage(format!("{}: there is no such file; the stage `rl` writes it", file.display())));
     }
     let recorded = episodes::read(&file).map_err(Stop::usage)?;
@@ -77,6 +78,24 @@ fn read_episodes(dir: &RunDir) -> Result<Vec<RecordedEpisode>, Stop> {
         return Err(Stop::usage(format!("{}: holds no episode; run the stage `rl` again", file.display())));
     }
     Ok(recorded)
+}
+
+/// A sentence where `rl` has not ended: it runs, or was stopped.
+fn unfinished(dir: &RunDir) -> Option<String> {
+    let ledger = Ledger::open(&dir.stages()).ok();
+    let entry = ledger.as_ref().and_then(|ledger| ledger.entry(StageName::Rl.as_str()));
+    if entry.is_some_and(|entry| entry.finished) {
+        return None;
+    }
+    match DirLock::holder(dir.root()) {
+        Some(process) => Some(format!(
+            "the run is still going (process {process}): the episodes up to now are audited, and later ones may change the verdict"
+        )),
+        None => entry.map(|_| {
+            "the stage `rl` was stopped before its end: the episodes up to there are audited; `querl rl` resumes it"
+                .into()
+        }),
+    }
 }
 
 /// The passages of the configured knowledge base; a sentence where there are none, since the rest can be audited without.

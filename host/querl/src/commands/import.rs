@@ -1,11 +1,10 @@
 //! `querl import`: an adapter that another engine trained, as the `rl` stage of a run.
 
-use crate::args::{Format, load_config, usage};
+use crate::args::{Format, load_config};
 use crate::model_hub;
 use crate::terminal::Terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::Overrides;
-use querl_core::run_dir::RunDir;
 use querl_pipeline::exchange::{CheckpointFormat, Imported, import_adapter};
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::pins::OnPluginChange;
@@ -59,12 +58,7 @@ pub(crate) fn run(command: &ImportCommand) -> anyhow::Result<()> {
 
 /// The run in a folder, wherever it was made.
 fn open(folder: &Path) -> anyhow::Result<Run> {
-    let config_path = RunDir::new(folder).config();
-    if !config_path.is_file() {
-        let folder = folder.display();
-        let problem = "not a run's folder: it has no config.resolved.toml; run `querl run --to sft` first";
-        return Err(usage(format!("{folder}: {problem}")).into());
-    }
+    let config_path = run_in(folder)?.config();
     let overrides = Overrides {
         out: Some(folder.to_owned()),
         model_hub: Some(model_hub::find),

@@ -9,7 +9,7 @@ use querl_core::config::{Overrides, load_resolved};
 use querl_core::dir_lock::DirLock;
 use querl_core::run_dir::RunDir;
 use querl_pipeline::estimate::estimate;
-use querl_pipeline::failure::Stop;
+use querl_pipeline::failure::{Stop, run_in};
 use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::pins::OnPluginChange;
 use querl_pipeline::plan::log_summary;
@@ -183,7 +183,7 @@ pub struct ReportArgs {
 
 /// Writes `eval.json` and `report.html` of each folder again and prints the table, pooled where there are several.
 pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
-    let runs: Vec<RunDir> = args.dirs.iter().map(RunDir::new).collect();
+    let runs = args.dirs.iter().map(|dir| run_in(dir)).collect::<Result<Vec<RunDir>, Stop>>()?;
     let written = runs.iter().map(rewrite_report).collect::<anyhow::Result<Vec<_>>>()?;
     if let [reported] = written.as_slice() {
         return args.format.print(&reported.evaluation, || reported.table.clone());
@@ -194,8 +194,6 @@ pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
 }
 
 fn rewrite_report(dir: &RunDir) -> anyhow::Result<Reported> {
-    // The lock makes a folder that is missing.
-    load_resolved(&dir.config())?;
     let _lock = DirLock::take(dir.root())?;
     recover(dir, &Terminal)?;
     let config = load_resolved(&dir.config())?;

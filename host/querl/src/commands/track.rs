@@ -11,7 +11,7 @@ use clap::Args;
 use clap::builder::TypedValueParser;
 use querl_core::config::{TrackerKind, TrackingConfig, load_resolved};
 use querl_core::run_dir::RunDir;
-use querl_pipeline::failure::{self, Stop};
+use querl_pipeline::failure::{self, Stop, run_in};
 use querl_pipeline::interrupt;
 use std::ffi::{OsStr, OsString};
 use std::fs::{File, OpenOptions};
@@ -51,11 +51,7 @@ fn tracker() -> impl TypedValueParser<Value = TrackerKind> {
 }
 
 pub fn run(args: &TrackArgs) -> anyhow::Result<()> {
-    let dir = RunDir::new(&args.dir);
-    if !dir.config().is_file() {
-        let problem = "not a run's folder: it has no config.resolved.toml; a run has it from its first stage on";
-        return Err(usage(format!("{}: {problem}", args.dir.display())).into());
-    }
+    let dir = run_in(&args.dir)?;
     let of_run = load_resolved(&dir.config())?.tracking;
     let of_run = if of_run.to == args.to { of_run } else { TrackingConfig::default() };
     let tracking = TrackingConfig {
@@ -66,7 +62,7 @@ pub fn run(args: &TrackArgs) -> anyhow::Result<()> {
         samples: args.samples.map_or(of_run.samples, usize::from),
     };
     let python = python();
-    check_package(&python)?;
+    check_packages(&python, tracking.to)?;
     let command = command(&python, &tracking, dir.root(), args.follow);
     become_process(command).with_context(|| format!("{} cannot be started", python.display()))
 }
@@ -81,9 +77,19 @@ fn no_such_python(python: &OsStr) -> Stop {
     usage(format!("{}: no such program; tracking needs Python: {remedy}", python.display()))
 }
 
-/// An error where the interpreter is missing, or does not have the package `querl`.
-fn check_package(python: &OsStr) -> anyhow::Result<()> {
-    let imported = Command::new(python).args(["-c", "import querl.track"]).stdin(Stdio::null()).output();
+/// Prints whether there is a library of the first argument's name, and imports the package. A folder of that name, as wandb makes one for its
+/// records, has no origin.
+const IMPORT: &str = "\
+import importlib.util, sys
+library = importlib.util.find_spec(sys.argv[1])
+print(bool(library and library.origin))
+import querl.track
+";
+
+/// An error where the interpreter is missing, or does not have the package `querl`; it says also whether the library of the tracker is missing.
+/// Where that alone is, the package says so.
+fn check_packages(python: &OsStr, to: TrackerKind) -> anyhow::Result<()> {
+    let imported = Command::new(python).args(["-c", IMPORT, to.name()]).stdin(Stdio::null()).output();
     let output = match imported {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(no_such_python(python).into()),
         imported => imported.with_context(|| format!("{} cannot be started", python.display()))?,
@@ -93,9 +99,16 @@ fn check_package(python: &OsStr) -> anyhow::Result<()> {
     }
     let (shown, text) = (python.display(), String::from_utf8_lossy(&output.stderr).into_owned());
     let reason = last_line(&text).unwrap_or("no message");
-    let remedy = format!("`{shown} -m pip install ./host/querl-python` in the repository of querl installs it");
+    let library = to.name();
+    let (also, packages, them) = match String::from_utf8_lossy(&output.stdout).trim() == "False" {
+        true => {
+            (format!(", and does not have the library {library}"), format!("./host/querl-python {library}"), "both")
+        }
+        false => (String::new(), "./host/querl-python".to_owned(), "it"),
+    };
+    let remedy = format!("`{shown} -m pip install {packages}` in the repository of querl installs {them}");
     let message = format!(
-        "{shown} cannot import querl.track of the Python package querl ({reason}); {remedy}, and the environment variable PYTHON names \
+        "{shown} cannot import querl.track of the Python package querl ({reason}){also}; {remedy}, and the environment variable PYTHON names \
          another Python"
     );
     Err(usage(message).into())
@@ -176,7 +189,7 @@ impl TrackerProcess {
 /// Runs the process to its end.
 fn mirror(tracking: &TrackingConfig, root: &Path, log: &Path) -> anyhow::Result<()> {
     let python = python();
-    check_package(&python)?;
+    check_packages(&python, tracking.to)?;
     let opened = std::fs::create_dir_all(log.parent().unwrap_or(root)).and_then(|()| append_to(log));
     let output = opened.with_context(|| format!("{}: cannot be written", log.display()))?;
     let stdout = output.try_clone().with_context(|| format!("{}: cannot be written", log.display()))?;

@@ -41,10 +41,12 @@ pub struct ScalePlan {
     pub workload: Workload,
     /// Lengths and number of steps.
     pub size: WorkloadSize,
+    /// What of the configuration decides the figures, in words.
+    pub assumptions: String,
     /// One step.
     pub step: StepPrediction,
-    /// Hours of all steps, without evaluations and calls of external services.
-    pub hours: f64,
+    /// Hours of all steps, without evaluations and calls of external services; `None` where a step does not fit.
+    pub hours: Option<f64>,
     /// With other numbers of GPUs.
     pub scaling: Scaling,
 }
@@ -69,14 +71,33 @@ pub fn workload(config: &Config, shapes: &DecoderConfig, size: &WorkloadSize) ->
     }
 }
 
+/// Settings that multiply time or memory, and what verl is assumed to train.
+fn assumptions(config: &Config, workload: &Workload) -> String {
+    let critic = if workload.has_critic { "with a critic of the same size" } else { "without a critic" };
+    let reference = if workload.has_reference { "with a reference" } else { "without a reference" };
+    let checkpointing = if workload.gradient_checkpointing { "with" } else { "without" };
+    let updated = match workload.updated {
+        UpdatedWeights::All => "all weights are trained".to_owned(),
+        UpdatedWeights::Adapter(n) => {
+            format!("LoRA of rank {} ({:.1} million weights) on a frozen base", config.sft.lora_rank, n as f64 / 1e6)
+        }
+    };
+    format!(
+        "rl.algorithm = {}, {critic}, {reference}; {updated}; {} pass(es) over a batch; {checkpointing} gradient checkpointing; verl with FSDP",
+        serde_json::json!(config.rl.algorithm),
+        workload.epochs
+    )
+}
+
 impl ScalePlan {
     /// Predicts the training of a configuration.
     pub fn new(config: &Config, shapes: &DecoderConfig, size: WorkloadSize, cluster: Cluster) -> Self {
         let (workload, efficiency) = (workload(config, shapes, &size), Efficiency::default());
         let step = predict(shapes, &workload, &cluster, &efficiency);
         let scaling = scaling(shapes, &workload, &cluster, &efficiency);
-        let hours = step.seconds * size.n_steps as f64 / 3600.0;
-        Self { cluster, n_parameters: shapes.n_parameters(), workload, size, step, hours, scaling }
+        let hours = step.memory.fits.then(|| step.seconds * size.n_steps as f64 / 3600.0);
+        let assumptions = assumptions(config, &workload);
+        Self { cluster, n_parameters: shapes.n_parameters(), workload, size, assumptions, step, hours, scaling }
     }
 
     /// For a terminal.
@@ -95,6 +116,7 @@ impl ScalePlan {
                 workload.response_tokens,
                 workload.longest_response
             ),
+            format!("  assumes {}", self.assumptions),
             format!(
                 "  memory per GPU: {:.1} of {:.0} GiB (training state {:.1}, a pass {:.1}; rollout weights {:.1}, KV cache {:.1})",
                 memory.peak_gib(),
@@ -105,9 +127,10 @@ impl ScalePlan {
                 memory.kv_cache_gib
             ),
         ];
-        if !memory.fits {
-            lines.push("  does not fit: take more or larger GPUs, or lower model.tokens_per_pass".into());
-        }
+        let Some(hours) = self.hours else {
+            lines.push(format!("  does not fit: {}", self.remedy()));
+            return lines;
+        };
         let phase = |phase: &Phase| {
             let rate = phase.tokens_per_s();
             let rate = if rate > 0.0 { format!("{rate:>9.0} tokens/s") } else { " ".repeat(18) };
@@ -116,10 +139,22 @@ impl ScalePlan {
         lines.extend(step.phases.iter().map(phase));
         lines.push(format!(
             "  {:<16} {:>8.1} s, {:.0} tokens/s per GPU; {} steps take {:.1} hours, without evaluations, retrieval and judge",
-            "step", step.seconds, step.tokens_per_s_per_gpu, self.size.n_steps, self.hours
+            "step", step.seconds, step.tokens_per_s_per_gpu, self.size.n_steps, hours
         ));
         lines.push(self.scaling_line());
         lines
+    }
+
+    /// What to do where a step does not fit.
+    fn remedy(&self) -> String {
+        let rows = &self.scaling.rows;
+        match rows.iter().find(|row| row.fits) {
+            Some(row) => format!("take {} of these GPUs, or larger ones, or lower model.tokens_per_pass", row.n_gpus),
+            None => format!(
+                "nor does it on up to {} of these GPUs; take larger ones, or more in one node, or lower model.tokens_per_pass",
+                rows.last().map_or(self.cluster.n_gpus(), |row| row.n_gpus)
+            ),
+        }
     }
 
     fn scaling_line(&self) -> String {
@@ -166,11 +201,43 @@ mod tests {
     #[test]
     fn hours_are_steps_times_seconds_and_the_text_has_every_phase() {
         let plan = plan("", "2x8xH100");
-        assert!((plan.hours - plan.step.seconds / 36.0).abs() < 1e-12);
+        assert!((plan.hours.unwrap() - plan.step.seconds / 36.0).abs() < 1e-12);
         let text = plan.lines().join("\n");
         for phase in &plan.step.phases {
             assert!(text.contains(phase.name), "{text}");
         }
         assert!(text.contains("on 2x8xH100: ") && text.contains("100 steps take"), "{text}");
+        assert!(
+            text.contains(
+                "assumes rl.algorithm = \"ppo\", with a critic of the same size, with a reference; LoRA of rank 16 ("
+            ),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn no_time_is_predicted_where_a_step_does_not_fit() {
+        let of = |cluster: &str, shape: &str, tokens_per_pass: usize| {
+            let model = format!("model = {{ path = \"none\", tokens_per_pass = {tokens_per_pass} }}");
+            let config = CONFIG.replace("model = { path = \"none\" }", &model);
+            let config: Config = toml::from_str(&config).unwrap();
+            let shapes = DecoderConfig::of_shape(shape).unwrap();
+            let size = WorkloadSize { prompt_tokens: 180.0, response_tokens: 30.0, n_steps: 100, is_measured: true };
+            ScalePlan::new(&config, &shapes, size, Cluster::parse(cluster).unwrap())
+        };
+        // 61 GiB of weights for each rollout engine of one GPU, however many there are.
+        let never = of("4090", "qwen3-32b", 512);
+        let text = never.lines().join("\n");
+        assert!(never.hours.is_none() && !text.contains("hours") && !text.contains("GPUs help"), "{text}");
+        assert!(text.contains("does not fit: nor does it on up to 1024 of these GPUs; take larger ones"), "{text}");
+        // Two frozen bases, of policy and critic, are 15 GiB for each of 8 GPUs and half of that for each of 16.
+        let later = of("8x4090", "qwen3-32b", 512);
+        let text = later.lines().join("\n");
+        assert!(
+            later.hours.is_none()
+                && text.ends_with("take 16 of these GPUs, or larger ones, or lower model.tokens_per_pass"),
+            "{text}"
+        );
+        assert!(of("2x8x4090", "qwen3-32b", 512).hours.is_some());
     }
 }

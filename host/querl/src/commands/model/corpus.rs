@@ -68,7 +68,7 @@ pub(super) fn run(args: &CorpusArgs) -> anyhow::Result<()> {
     args.format.print(&result, || lines(&args.out, &summary, recipe))
 }
 
-/// An error where an output would replace the other one or an input.
+/// An error where an output is a folder, or would replace the other one or an input.
 fn check_outputs(args: &CorpusArgs, config: &Config) -> Result<(), Stop> {
     // Of a file that exists the path without links.
     let place =
@@ -88,6 +88,9 @@ fn check_outputs(args: &CorpusArgs, config: &Config) -> Result<(), Stop> {
     inputs.extend([args.config.as_path(), config.plugins.prompt.path.as_path()]);
     let outputs = [Some(("--out", args.out.as_path())), args.pretrain.as_deref().map(|path| ("--pretrain", path))];
     for (flag, path) in outputs.into_iter().flatten() {
+        if path.is_dir() {
+            return Err(usage(format!("{flag} {}: is a folder; name a file in it", path.display())));
+        }
         if inputs.iter().any(|input| place(input) == place(path)) {
             let path = path.display();
             return Err(usage(format!("{flag} {path}: is an input and would be replaced; name another file")));

@@ -2,8 +2,9 @@
 
 use crate::args::usage;
 use crate::terminal::{self, StageProgress};
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use querl_core::config::SftConfig;
+use querl_core::dir_lock::{DirLock, DirLockError};
 use querl_core::fsx::{digest_file, digest_hex, read_jsonl};
 use querl_core::records::Message;
 use querl_model::{Decoder, DecoderConfig, Mesh, TextTokenizer, Weights, small_model};
@@ -52,6 +53,12 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     let texts: Vec<String> = lines.iter().flat_map(texts_of).collect();
     // In a folder of its own until it is complete: an old model is never replaced in part.
     let (work, new) = (output.join(WORK), output.join(WORK).join("model"));
+    let _lock = DirLock::take(&output).map_err(|error| match error {
+        DirLockError::InUse { folder, holder } => {
+            anyhow!("{folder} is in use by another querl (process {holder}); wait for it, or name another output_dir")
+        }
+        error => error.into(),
+    })?;
     std::fs::create_dir_all(&new).with_context(|| format!("{}: cannot be made", new.display()))?;
     let corpus_digest = digest_file(&corpus).with_context(|| format!("{}: cannot be read", corpus.display()))?;
     let fingerprint =

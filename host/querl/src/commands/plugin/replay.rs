@@ -14,7 +14,7 @@ use querl_core::run_dir::RunDir;
 use querl_eval::{
     BriefOutcome, Outcome, PluginSide, Replay, ReplayEpisode, ReplayOptions, Side, replay, replay_html, replay_text,
 };
-use querl_pipeline::failure::Stop;
+use querl_pipeline::failure::{Stop, run_in};
 use querl_pipeline::faults::{FaultFile, FaultedCall};
 use querl_pipeline::host_functions::{RecordedCalls, RunHostFunctions};
 use querl_pipeline::plugins::{host_options, scores_style};
@@ -200,6 +200,7 @@ pub(super) fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
         let dir = RunDir::new(path);
         let file = dir.episodes();
         if !file.exists() {
+            run_in(path)?;
             return Err(Stop::usage(format!("{}: there is no such file; the stage `rl` writes it", file.display())));
         }
         return Ok((file, load_resolved(&dir.config()).ok()));
@@ -207,8 +208,7 @@ pub(super) fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
     if path.exists() {
         return Ok((path.to_owned(), None));
     }
-    let expected = "expected a run folder, or a file of episodes, one JSON object a line";
-    Err(Stop::usage(format!("{}: there is no such file or folder; {expected}", path.display())))
+    Err(Stop::usage(format!("{}, or a file of episodes, one JSON object a line", Stop::not_a_run(path))))
 }
 
 pub(super) fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {

@@ -158,10 +158,7 @@ const RATE_WINDOW: usize = 20;
 impl Snapshot {
     fn read(dir: &RunDir) -> anyhow::Result<Self> {
         if !dir.stages().is_file() && !dir.metrics().is_file() {
-            let folder = dir.root().display();
-            return Err(
-                Stop::usage(format!("{folder}: holds no run; expected the output folder of `querl run`")).into()
-            );
+            return Err(Stop::not_a_run(dir.root()).into());
         }
         let ledger = Ledger::open(&dir.stages())?;
         let state = |stage: StageName| match ledger.entry(stage.as_str()) {
@@ -332,6 +329,6 @@ mod tests {
     fn a_folder_without_a_run_is_one_sentence() {
         let folder = tempfile::tempdir().unwrap();
         let error = Snapshot::read(&RunDir::new(folder.path())).err().unwrap().to_string();
-        assert!(error.contains("holds no run"), "{error}");
+        assert!(error.contains("not a run's folder"), "{error}");
     }
 }
