@@ -1,15 +1,18 @@
 //! Warnings about an unhealthy reinforcement-learning run.
+//!
+//! Limits are between the values of runs that learned and those of runs that were made to fail; `tests/health/run.py` counts hits and false
+//! alarms of each kind. Where a value varies from step to step, the mean of ten steps is compared.
 
 use crate::Metrics;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 
 /// Watches the metrics of successive steps. A checkpoint keeps it, so that each warning is given once per run.
 #[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Health {
-    rewards: Vec<f64>,
-    explained: Vec<f64>,
+    curves: BTreeMap<String, Vec<f64>>,
     first_entropy: Option<f64>,
-    first_length: Option<f64>,
     first_kl_coef: Option<f64>,
     warned: Vec<String>,
 }
@@ -23,34 +26,48 @@ pub struct ValidationProgress {
     pub best_step: u64,
 }
 
+/// Kind and text of a warning.
+type Warning = (&'static str, &'static str);
+
 /// Steps averaged in a comparison of two intervals.
 const WINDOW: usize = 10;
+
+/// Fall of the mean reward between two intervals, and rise of the reward from the first to the last: runs that learned fell by 0.08 at most.
+const REWARD_CHANGE: f64 = 0.1;
+
+/// Fall of the mean retrieval quality (0 to 1) from the first interval to the last: by 0.01 at most in runs that learned.
+const QUALITY_FALL: f64 = 0.05;
 
 impl Health {
     /// New warnings after a step; each kind is given once.
     pub fn check(&mut self, metrics: &Metrics, validation: ValidationProgress) -> Vec<String> {
+        for (name, value) in curves(metrics) {
+            self.curves.entry(name.to_owned()).or_default().extend(value.filter(|value| value.is_finite()));
+        }
         let mut found = self.of_step(metrics);
-        found.extend(self.of_trend(metrics, validation));
+        found.extend(self.of_trend());
+        found.extend(self.of_critic(validation));
+        found.extend(self.of_reward(validation));
         found.retain(|(kind, _)| !self.warned.iter().any(|warned| warned == kind));
         self.warned.extend(found.iter().map(|(kind, _)| (*kind).to_owned()));
         found.into_iter().map(|(_, text)| format!("warning: {text}")).collect()
     }
 
     /// Compares metrics with limits and with those of the first step.
-    fn of_step(&mut self, metrics: &Metrics) -> Vec<(&'static str, &'static str)> {
+    fn of_step(&mut self, metrics: &Metrics) -> Vec<Warning> {
         let get = |name: &str| metrics.get(name).copied();
         let above = |name: &str, limit: f64| get(name).is_some_and(|value| value > limit);
         let below = |value: Option<f64>, limit: f64| value.is_some_and(|value| value < limit);
-        let drifts =
-            |ratio: Option<f64>, limit: f64| ratio.is_some_and(|ratio| !(1.0 / limit..=limit).contains(&ratio));
         let ratio = |now: Option<f64>, first: Option<f64>| Some(now? / first?);
-        let (entropy, length) = (get("actor/entropy"), get("response_length/mean"));
+        let entropy = get("actor/entropy");
+        let has_groups = get("reward_std").is_some();
         let has_server = get("rollout_corr/k3_kl").is_some();
         let kl_coef = get("actor/reward_kl_penalty_coeff").or(get("actor/kl_coef"));
         self.first_entropy = self.first_entropy.or(entropy);
-        self.first_length = self.first_length.or(length);
         self.first_kl_coef = self.first_kl_coef.or(kl_coef.filter(|kl_coef| *kl_coef > 0.0));
-        let warnings = [
+        // Runs that learned rose to 1.6 times the first entropy, policies that fell apart above 3 times.
+        let is_noise = |now: f64, first: f64| now > 2.5 * first && now > first + 1.5;
+        applying([
             (
                 "clip",
                 above("actor/pg_clipfrac", 0.5),
@@ -67,14 +84,14 @@ impl Health {
                 "the entropy has collapsed: raise rl.ent_coef or lower rl.learning_rate",
             ),
             (
-                "repeats",
-                below(get("response/distinct_ratio"), 0.2),
-                "most queries get the same response: raise rl.kl_coef, and look at the reward plugin",
+                "noise",
+                entropy.zip(self.first_entropy).is_some_and(|(now, first)| is_noise(now, first)),
+                "the entropy has risen to 2.5 times that of the first step, and responses become noise: lower rl.ent_coef or rl.learning_rate",
             ),
             (
-                "length",
-                drifts(ratio(length, self.first_length), 2.5),
-                "the length of the responses drifts: raise rl.kl_coef, and look at what the reward pays for",
+                "repeats",
+                below(get("response/distinct_per_query"), 0.2),
+                "most queries get the same response: raise rl.kl_coef, and look at the reward plugin",
             ),
             (
                 "probs",
@@ -92,13 +109,8 @@ impl Health {
             ),
             (
                 "groups",
-                above("frac_reward_zero_std", 0.8),
-                "the responses to most queries all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin",
-            ),
-            (
-                "cut_off",
-                above("response_length/clip_ratio", 0.5),
-                "more than half of the responses are cut off: raise rl.max_new_tokens or rl.missing_eos_penalty",
+                above("frac_reward_zero_std", 0.8) || has_groups && below(get("response/distinct_per_query"), 1.25),
+                "the samples of most queries are equal or all get one score, and nothing is learned from them: raise rl.temperature or rl.n_samples, and look at the reward plugin",
             ),
             (
                 "value_clip",
@@ -107,40 +119,155 @@ impl Health {
             ),
             (
                 "kl_coef",
-                drifts(ratio(kl_coef, self.first_kl_coef), 50.0),
+                ratio(kl_coef, self.first_kl_coef).is_some_and(|ratio| drifts(ratio, 50.0)),
                 "the KL coefficient runs away from where it started: choose another rl.kl_target",
             ),
-        ];
-        warnings.into_iter().filter(|(_, applies, _)| *applies).map(|(kind, _, text)| (kind, text)).collect()
+        ])
     }
 
-    /// Compares the last interval with the one before.
-    fn of_trend(&mut self, metrics: &Metrics, validation: ValidationProgress) -> Vec<(&'static str, &'static str)> {
-        self.rewards.extend(metrics.get("avg_reward"));
-        self.explained.extend(metrics.get("critic/vf_explained_var"));
-        let mut found = Vec::new();
-        if interval_means(&self.rewards).is_some_and(|(before, now)| now + 0.1 < before) {
-            found.push(("reward", "the reward is falling: lower rl.learning_rate"));
-        }
-        // Policies improve without such a critic too: of 9 recorded runs 7 had one, those that learned included.
-        let is_stuck = validation.best_step == 0 && validation.evaluated_step >= 2 * WINDOW as u64;
-        if is_stuck && interval_means(&self.explained).is_some_and(|(before, now)| now < 0.0 && now <= before) {
-            found.push((
+    /// Compares means of the last interval with limits, and with the first step.
+    fn of_trend(&self) -> Vec<Warning> {
+        let first = |name: &str| self.curve(name).first().copied();
+        let recent = |name: &str| recent_mean(self.curve(name));
+        let is_long = |length: f64| first("length").is_some_and(|first| drifts(length / first, 2.5));
+        // Policies of real runs lengthen for some steps; one that is cut off from the beginning has too few tokens.
+        let at_first = first("truncated").filter(|_| self.curve("truncated").len() == 1);
+        applying([
+            (
+                "length",
+                recent("length").is_some_and(is_long),
+                "the length of the responses drifts: raise rl.kl_coef, and look at what the reward pays for",
+            ),
+            (
+                "cut_off",
+                at_first.or(recent("truncated")).is_some_and(|share| share > 0.5),
+                "more than half of the responses are cut off: raise rl.max_new_tokens or rl.missing_eos_penalty",
+            ),
+            (
+                "no_hits",
+                recent("top1").is_some_and(|top1| top1 == 0.0),
+                "retrieval finds nothing for any response: lower retrieval.score_threshold, and look at the knowledge base (querl rag check)",
+            ),
+            (
+                "scores",
+                recent("score_spread").is_some_and(|spread| spread < 1e-9),
+                "all responses of ten batches got one score, and there is nothing to learn: look at the reward plugin",
+            ),
+        ])
+    }
+
+    /// Whether values explain returns.
+    fn of_critic(&self, validation: ValidationProgress) -> Vec<Warning> {
+        let explained = interval_means(self.curve("explained"));
+        let spread = interval_means(self.curve("value_spread"));
+        applying([
+            (
+                // Policies improve without such a critic too: of 9 recorded runs 7 had one, those that learned included.
                 "value",
-                "the critic explains none of the returns, and no evaluation was better than the SFT policy: set rl.critic = \"adapter\", \
-                 raise rl.ppo_epochs, or use an algorithm without a critic (rl.algorithm = \"grpo\" or \"rloo\", with rl.n_samples of 4 or \
-                 more)",
-            ));
-        }
-        found
+                is_stuck(validation) && explained.is_some_and(|(before, now)| now < 0.0 && now <= before),
+                "the critic explains none of the returns, and no evaluation was better than the SFT policy: set rl.critic = \"adapter\", raise rl.ppo_epochs, or use an algorithm without a critic (rl.algorithm = \"grpo\" or \"rloo\", with rl.n_samples of 4 or more)",
+            ),
+            (
+                // The mean of ten steps was -1.3 and more in runs that learned, and -7 with 100 times their rate.
+                "critic_error",
+                recent_mean(self.curve("explained")).is_some_and(|explained| explained < -3.0),
+                "the critic's errors vary more than twice as much as the returns: lower rl.critic_learning_rate",
+            ),
+            (
+                // 0.3 and more in runs that learned.
+                "critic_still",
+                spread.is_some_and(|(_, now)| now < 0.02),
+                "the critic gives all tokens nearly the same value: raise rl.critic_learning_rate",
+            ),
+        ])
+    }
+
+    /// Whether the reward rises, and stands for something.
+    fn of_reward(&self, validation: ValidationProgress) -> Vec<Warning> {
+        let reward = self.curve("reward");
+        let rise = first_and_last_means(reward).map(|(first, last)| last - first);
+        let quality_fall = first_and_last_means(self.curve("quality")).map(|(first, last)| first - last);
+        applying([
+            ("reward", falls(reward), "the reward is falling: lower rl.learning_rate"),
+            (
+                "overfit",
+                is_stuck(validation) && rise.is_some_and(|rise| rise > REWARD_CHANGE),
+                "the reward rises on the training queries, and no evaluation was better than the SFT policy: add queries, or raise rl.kl_coef",
+            ),
+            (
+                "quality",
+                quality_fall.is_some_and(|fall| fall > QUALITY_FALL) && rise.is_some_and(|rise| rise > 0.0),
+                "the reward rises while retrieval gets worse: lower the weight of the other parts under plugins.rewards, and look at what they pay for (querl audit)",
+            ),
+        ])
+    }
+
+    fn curve(&self, name: &str) -> &[f64] {
+        self.curves.get(name).map_or(&[], Vec::as_slice)
     }
 }
 
-/// Means of the last interval and the one before.
+/// Values of a step that trends are read from.
+fn curves(metrics: &Metrics) -> [(&'static str, Option<f64>); 8] {
+    let get = |name: &str| metrics.get(name).copied();
+    let spread = |name: &str| Some(get(&format!("{name}/max"))? - get(&format!("{name}/min"))?);
+    // No ratio to nothing: such a step is left out.
+    let ratio = |value: Option<f64>, to: Option<f64>| Some(value? / to.filter(|to| *to > 0.0)?);
+    [
+        ("reward", get("avg_reward")),
+        ("quality", get("avg_quality")),
+        ("top1", get("avg_top1")),
+        ("length", get("response_length/mean")),
+        ("truncated", get("response_length/clip_ratio")),
+        ("score_spread", spread("critic/score")),
+        ("explained", get("critic/vf_explained_var")),
+        ("value_spread", ratio(spread("critic/values"), spread("critic/returns"))),
+    ]
+}
+
+fn applying<const N: usize>(warnings: [(&'static str, bool, &'static str); N]) -> Vec<Warning> {
+    warnings.into_iter().filter(|(_, applies, _)| *applies).map(|(kind, _, text)| (kind, text)).collect()
+}
+
+/// Whether `ratio` is above `limit`, or below its inverse.
+fn drifts(ratio: f64, limit: f64) -> bool {
+    !(1.0 / limit..=limit).contains(&ratio)
+}
+
+/// No evaluation was better than the SFT policy, and there was one late enough to judge.
+fn is_stuck(validation: ValidationProgress) -> bool {
+    validation.best_step == 0 && validation.evaluated_step >= 2 * WINDOW as u64
+}
+
+/// Whether the last interval is below the one before, by more than three standard errors of the difference: rewards of small batches vary.
+fn falls(rewards: &[f64]) -> bool {
+    let Some((before, now)) = interval_means(rewards) else { return false };
+    let intervals = &rewards[rewards.len() - 2 * WINDOW..];
+    let squares = |values: &[f64], mean: f64| values.iter().map(|value| (value - mean).powi(2)).sum::<f64>();
+    let n_degrees = (WINDOW * (WINDOW - 1)) as f64;
+    let variance = (squares(&intervals[..WINDOW], before) + squares(&intervals[WINDOW..], now)) / n_degrees;
+    before - now > REWARD_CHANGE.max(3.0 * variance.sqrt())
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+/// Mean of the last interval.
+fn recent_mean(values: &[f64]) -> Option<f64> {
+    (values.len() >= WINDOW).then(|| mean(&values[values.len() - WINDOW..]))
+}
+
+/// Means of the interval before the last, and of the last.
 fn interval_means(values: &[f64]) -> Option<(f64, f64)> {
-    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
     let n = values.len();
     (n >= 2 * WINDOW).then(|| (mean(&values[n - 2 * WINDOW..n - WINDOW]), mean(&values[n - WINDOW..])))
+}
+
+/// Means of the first interval and of the last, which do not overlap.
+fn first_and_last_means(values: &[f64]) -> Option<(f64, f64)> {
+    let n = values.len();
+    (n >= 2 * WINDOW).then(|| (mean(&values[..WINDOW]), mean(&values[n - WINDOW..])))
 }
 
 #[cfg(test)]
@@ -181,6 +308,84 @@ mod tests {
         assert!(health.check(&none, late).first().is_some_and(|warning| warning.contains("rl.critic = \"adapter\"")));
     }
 
+    /// Warnings of 30 steps with the metrics of `of_step`, in a run that improves on validation from step 5 on.
+    fn texts(of_step: impl Fn(f64) -> Metrics) -> String {
+        let mut health = Health::default();
+        let validation = |step: u64| ValidationProgress { evaluated_step: step, best_step: step.min(5) };
+        (0..30u32).flat_map(|step| health.check(&of_step(f64::from(step)), validation(step.into()))).collect()
+    }
+
+    /// Regression: a policy whose responses lengthened for some steps, and then learned to stop, had both warnings.
+    #[test]
+    fn responses_that_are_long_for_a_few_steps_are_not_reported() {
+        let during = |step: f64, long: f64, usual: f64| if (10.0..14.0).contains(&step) { long } else { usual };
+        assert_eq!(warnings("response_length/mean", |step| during(step, 30.0, 10.0)), 0);
+        assert_eq!(warnings("response_length/clip_ratio", |step| during(step, 0.8, 0.1)), 0);
+        assert_eq!(
+            warnings("response_length/clip_ratio", |step| if step < 1.0 { 0.6 } else { 0.1 }),
+            1,
+            "from the start"
+        );
+    }
+
+    /// Regression: 8 samples of each of 16 queries, with two responses per query, have 0.25 distinct responses, and with one 0.125.
+    #[test]
+    fn equal_samples_of_a_query_are_not_equal_responses_of_all_queries() {
+        let of = |n_distinct: f64| {
+            let shares = [("response/distinct_ratio", n_distinct / 8.0), ("response/distinct_per_query", n_distinct)];
+            texts(|_| metrics(&[&shares[..], &[("reward_std", 0.1)]].concat()))
+        };
+        assert_eq!(of(2.0), "");
+        assert!(of(1.0).contains("raise rl.temperature") && !of(1.0).contains("same response"));
+        assert!(of(0.1).contains("same response"));
+    }
+
+    #[test]
+    fn a_critic_that_does_not_move_or_is_far_off_is_reported_in_a_run_that_improves() {
+        let critic = |width: f64, explained: f64| {
+            texts(|_| {
+                let returns = [("critic/returns/min", -0.5), ("critic/returns/max", 0.5)];
+                let values = [("critic/values/min", 0.0), ("critic/values/max", width)];
+                metrics(&[&returns[..], &values, &[("critic/vf_explained_var", explained)]].concat())
+            })
+        };
+        assert!(critic(0.001, 0.0).contains("raise rl.critic_learning_rate"));
+        assert!(critic(2.0, -7.0).contains("lower rl.critic_learning_rate"));
+        assert_eq!((critic(0.2, -0.3), critic(0.3, 0.2)), (String::new(), String::new()));
+    }
+
+    #[test]
+    fn noise_in_the_reward_is_no_fall() {
+        let noisy = |step: f64| if step % 2.0 > 0.0 { 5.0 } else { -5.0 - 0.1 * step };
+        assert_eq!(warnings_with("avg_reward", noisy, 5), 0);
+        assert_eq!(warnings_with("avg_reward", |step| if step < 15.0 { 0.5 } else { 0.2 }, 5), 1);
+    }
+
+    #[test]
+    fn a_reward_that_rises_only_in_training_is_reported() {
+        let rising = |best_step| warnings_with("avg_reward", |step| 0.01 * step, best_step);
+        assert_eq!((rising(0), rising(10)), (1, 0));
+    }
+
+    #[test]
+    fn a_reward_that_rises_while_retrieval_gets_worse_is_reported() {
+        let run = |reward: f64, quality: f64| {
+            texts(|step| metrics(&[("avg_reward", reward * step), ("avg_quality", 0.6 + quality * step)]))
+        };
+        assert!(run(0.01, -0.01).contains("retrieval gets worse"));
+        assert_eq!((run(0.01, 0.01), run(-0.001, -0.01)), (String::new(), String::new()));
+    }
+
+    #[test]
+    fn rewards_and_retrieval_without_differences_are_reported() {
+        let scores = |width: f64| texts(|_| metrics(&[("critic/score/min", 0.0), ("critic/score/max", width)]));
+        assert!(scores(0.0).contains("one score"));
+        assert_eq!(scores(0.1), "");
+        let top1 = |top1: f64| texts(|_| metrics(&[("avg_top1", top1)]));
+        assert!(top1(0.0).contains("finds nothing"));
+        assert_eq!(top1(0.1), "");
+    }
+
     #[test]
     fn the_remedy_for_small_weights_depends_on_who_generates() {
         let of =
@@ -208,8 +413,10 @@ mod tests {
         assert_eq!(warnings("actor/ref_kl", |_| 0.2), 0);
         assert_eq!(warnings("actor/entropy", |step| 2.0 / (1.0 + step)), 1);
         assert_eq!(warnings("actor/entropy", |step| 2.0 - step * 0.05), 0);
-        assert_eq!(warnings("response/distinct_ratio", |_| 0.1), 1);
-        assert_eq!(warnings("response/distinct_ratio", |_| 0.9), 0);
+        assert_eq!(warnings("actor/entropy", |step| 1.0 + step), 1);
+        assert_eq!(warnings("actor/entropy", |step| 1.5 + step * 0.05), 0);
+        assert_eq!(warnings("response/distinct_per_query", |_| 0.1), 1);
+        assert_eq!(warnings("response/distinct_per_query", |_| 0.9), 0);
         assert_eq!(warnings("response_length/mean", |step| 10.0 + step), 1);
         assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.3), 1);
         assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.1), 0);
@@ -227,7 +434,7 @@ mod tests {
         assert_eq!(warnings("actor/kl_coef", |step| 0.05 / 1.2f64.powf(step)), 1);
         assert_eq!(warnings("actor/kl_coef", |step| 0.05 + 0.01 * step), 0);
         assert_eq!(warnings("avg_reward", |step| -0.05 * step), 1);
-        assert_eq!(warnings("avg_reward", |step| 0.05 * step), 0);
+        assert_eq!(warnings_with("avg_reward", |step| 0.05 * step, 5), 0);
         assert_eq!(warnings("critic/vf_explained_var", |_| -0.2), 1);
         assert_eq!(warnings("critic/vf_explained_var", |step| 0.01 * step), 0);
     }

@@ -238,6 +238,7 @@ pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
     metrics.extend(summary("response_length", &lengths));
     metrics.insert("response_length/clip_ratio".into(), truncated as f64 / n);
     metrics.insert("response/distinct_ratio".into(), distinct.len() as f64 / n);
+    metrics.insert("response/distinct_per_query".into(), distinct.len() as f64 / batch.n_queries.max(1) as f64);
     metrics.insert("drop_rate".into(), n_dropped as f64 / batch.n_episodes.max(1) as f64);
     metrics.extend(batch.dropped.iter().map(|(code, n)| (format!("dropped/{code}"), *n as f64)));
     metrics.extend(episode_metrics(rollouts.iter().map(|rollout| &rollout.record)));
