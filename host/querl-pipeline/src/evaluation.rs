@@ -215,7 +215,6 @@ fn finish(system: &System<'_>, answer: Answer, scored: ScoredEpisode) -> SystemA
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::testing::{Shop, dataset_row, validated};

@@ -251,7 +251,6 @@ impl Prompts for Logged<Arc<dyn Prompts>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::ports::FaultKind;

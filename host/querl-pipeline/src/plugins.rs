@@ -609,7 +609,6 @@ fn distinct_labels(ids: &[&str]) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -287,7 +287,6 @@ pub(crate) fn preflight(config: &Config) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::testing::dataset_row;

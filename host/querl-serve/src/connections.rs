@@ -227,7 +227,6 @@ impl Drop for RequestSlot {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::time::Duration;

@@ -123,7 +123,6 @@ fn toml_value(text: &str) -> toml::Value {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::parse_settings;
 

@@ -1,5 +1,4 @@
 //! Synthetic trainings: a policy that learns, and policies that use a hole of their reward.
-#![allow(clippy::unwrap_used)]
 
 use super::signs::SignKind;
 use super::*;

@@ -344,7 +344,6 @@ pub fn capability_name(capability: u32) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::config::{BaseDtype, TuningMethod};

@@ -104,7 +104,6 @@ pub(super) fn add_styles(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::testing::{Shop, ShopReward, query, request, rewritten};
     use super::*;

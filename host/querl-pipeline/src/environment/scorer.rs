@@ -521,7 +521,6 @@ fn check_services<T>(answers: &[Result<T, CallError>]) -> Result<(), CallFailure
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::judging::Comparison;
     use super::super::testing::{LengthReward, Shop, query, request, rewritten};

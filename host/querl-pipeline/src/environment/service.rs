@@ -282,7 +282,6 @@ fn baseline_of(own: &InlineQuery) -> Baseline {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

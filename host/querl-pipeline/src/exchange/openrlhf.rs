@@ -327,7 +327,6 @@ fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::exchange::mapping::assert_has_rl_keys_once;

@@ -60,7 +60,6 @@ fn query_text(query: &QueryRow, columns: &Columns, baseline: Option<&str>) -> St
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::testing::{dataset_row, validated};

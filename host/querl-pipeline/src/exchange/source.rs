@@ -127,7 +127,6 @@ fn read_adapter(folder: PathBuf, model: &Path) -> anyhow::Result<SftAdapter> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 pub(super) mod testing {
     use super::*;
 

@@ -214,7 +214,6 @@ fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::exchange::mapping::assert_has_rl_keys_once;

@@ -203,7 +203,6 @@ fn digest_folder(path: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Result<S
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::Entry;
     use super::*;

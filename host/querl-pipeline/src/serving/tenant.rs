@@ -310,7 +310,6 @@ fn base_digest(path: &Path) -> anyhow::Result<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

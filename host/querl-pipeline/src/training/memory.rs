@@ -78,7 +78,6 @@ fn needs(plan: &MemoryPlan) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::device::Gpu;

@@ -324,7 +324,6 @@ fn exceeded(statistics: &Statistics, limits: &CandidateLimits) -> Option<(&'stat
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -350,7 +350,6 @@ fn cluster_settings(m: &mut Mapping, config: &Config, cluster: Cluster) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::exchange::mapping::assert_has_rl_keys_once;

@@ -216,7 +216,6 @@ pub fn replay_library(args: &LibraryArgs) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
