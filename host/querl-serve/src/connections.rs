@@ -105,7 +105,6 @@ fn peer_of(address: IpAddr) -> IpAddr {
     }
 }
 
-/// The open connections.
 pub(crate) struct Connections {
     limits: ServerLimits,
     table: Mutex<Table>,

@@ -6,7 +6,6 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// An error response.
 #[derive(Debug)]
 pub(crate) struct ErrorResponse {
     pub(crate) status: StatusCode,
@@ -104,7 +103,6 @@ fn vllm_type(status: StatusCode) -> &'static str {
     }
 }
 
-/// An error object of OpenAI's interface.
 pub(crate) fn openai_error(status: StatusCode, message: &str, code: Option<&str>, param: Option<&str>) -> Value {
     let (kind, default) = match status {
         StatusCode::TOO_MANY_REQUESTS => ("rate_limit_error", Some("rate_limit_exceeded")),

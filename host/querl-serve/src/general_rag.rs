@@ -39,7 +39,6 @@ const MAX_TOP_K: u64 = 1000;
 const DEFAULT_KB_NAME: &str = "default";
 const DEFAULT_TOP_K: u64 = 5;
 const DEFAULT_SCORE_THRESHOLD: f64 = 0.5;
-/// For messages.
 const EXPECTED_BODY: &str = "{\"query\": ..., \"tenant_id\": ...}";
 
 /// One knowledge base.
@@ -54,7 +53,6 @@ pub struct KnowledgeBase {
     pub timeout: Duration,
 }
 
-/// Knowledge bases by tenant and name.
 type Bases = BTreeMap<(String, String), KnowledgeBase>;
 
 struct RagService {

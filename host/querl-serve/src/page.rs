@@ -15,7 +15,6 @@ pub(crate) struct Form {
     pub(crate) request: &'static str,
 }
 
-/// The page of an OpenAPI document, under `title`.
 pub(crate) fn page(title: &str, document: &Value, form: &Form) -> String {
     let mut rows = String::new();
     for (path, methods) in document["paths"].as_object().into_iter().flatten() {

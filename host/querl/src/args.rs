@@ -67,7 +67,6 @@ impl ConfigArgs {
     }
 }
 
-/// Reads and checks a configuration.
 pub fn load_config(path: &Path, overrides: Overrides) -> anyhow::Result<Config> {
     Ok(load(path, &overrides)?)
 }

@@ -244,7 +244,6 @@ fn doctor_reports_gpus_memory_library_and_what_is_missing() {
     }
 }
 
-/// Losses of a fine-tuning, one a step.
 fn losses(project: &Project) -> Vec<f64> {
     let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64();
     project.read("run/metrics.jsonl").lines().filter_map(value).collect()

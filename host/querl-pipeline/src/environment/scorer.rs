@@ -163,7 +163,6 @@ pub(crate) struct ScoreRequest<'a> {
     pub judged: bool,
 }
 
-/// An episode and its score, or why there is none.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ScoredEpisode {
     pub episode: Episode,

@@ -213,7 +213,6 @@ impl Drop for RewardEnvironment {
     }
 }
 
-/// The ids of a batch's episodes.
 #[derive(Default)]
 struct EpisodeIds {
     used: HashSet<String>,

@@ -74,7 +74,6 @@ impl Mapping {
         lost.map(|key| format!("{} = {}: {}", key.key, key.value, key.note)).collect()
     }
 
-    /// The table in Markdown.
     pub(super) fn to_markdown(&self, engine: &str) -> String {
         let mut text = format!("| key | value | {engine} | |\n|---|---|---|---|\n");
         for MappedKey { key, value, equivalent, note, .. } in &self.keys {
@@ -143,7 +142,6 @@ pub(super) fn assert_has_rl_keys_once(mapping: &Mapping) {
     assert_eq!(keys, all_rl_keys());
 }
 
-/// Every key of `[rl]`.
 #[cfg(test)]
 fn all_rl_keys() -> Vec<String> {
     let (epochs, clip_range_high, anchor_baseline) = (Some(1), Some(0.28), Some(0.0));

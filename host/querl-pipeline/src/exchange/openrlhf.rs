@@ -291,7 +291,6 @@ fn model(m: &mut Mapping, run: &ExportedRun) {
     m.fixed("ds.attn_implementation", "sdpa");
 }
 
-/// Differences that no single key explains.
 fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
     let (config, mut notes) = (&run.config, Vec::new());
     if run.adapter.is_some() {

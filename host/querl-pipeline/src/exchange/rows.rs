@@ -25,7 +25,6 @@ impl Rewrites {
     }
 }
 
-/// The rows of a split, in order.
 pub(super) fn prompt_rows(dataset: &[DatasetRow], columns: &RowColumns, rewrites: &Rewrites) -> Vec<PromptRow> {
     let row = |row: &DatasetRow| {
         let query = &row.metadata.query;

@@ -192,7 +192,6 @@ fn lora(m: &mut Mapping, run: &ExportedRun) {
     m.fixed("lora_dropout", "0");
 }
 
-/// Differences that no single key explains.
 fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     let mut notes = Vec::new();
     if matches!(run.config.rl.algorithm, RlAlgorithm::Ppo | RlAlgorithm::Raft) {

@@ -200,7 +200,6 @@ fn python_lines(settings: &[(String, String)]) -> String {
     lines
 }
 
-/// Differences that no single key explains.
 fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     let (rl, mut notes) = (&run.config.rl, Vec::new());
     if !matches!(rl.algorithm, RlAlgorithm::Grpo | RlAlgorithm::DrGrpo) {

@@ -74,7 +74,6 @@ impl Inputs {
         Ok(self)
     }
 
-    /// One digest of all.
     pub(crate) fn digest(&self) -> String {
         querl_core::fsx::digest_hex(format!("{:?}", self.0).as_bytes())
     }

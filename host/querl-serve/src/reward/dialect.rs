@@ -57,8 +57,6 @@ pub(super) fn messages(prompt: &Value) -> Option<Vec<Message>> {
     }
 }
 
-/// # Errors
-/// A request has too many responses.
 pub(super) fn check_count(n_responses: usize, options: &RewardOptions) -> Result<(), ErrorResponse> {
     match n_responses <= options.max_responses {
         true => Ok(()),

@@ -13,7 +13,6 @@ use querl_core::records::EpisodeRecord;
 use querl_core::scoring::RewardRequest;
 use serde_json::{Map, Value, json};
 
-/// For messages.
 pub(super) const EXPECTED: &str =
     "{\"responses_create_params\": ..., \"response\": {\"output\": [...]}, \"querl\": ...}";
 /// Fields of a row that may hold the label.

@@ -95,8 +95,6 @@ impl RewardServer {
         read_fields(request, BodyLimits { max_bytes, timeout, expected }).await
     }
 
-    /// # Errors
-    /// The queue is full.
     pub(super) fn check_queue(&self) -> Result<(), ErrorResponse> {
         match self.running.available_permits() == 0
             && self.n_waiting.load(Ordering::Relaxed) >= self.options.max_waiting

@@ -23,7 +23,6 @@ use tokio::sync::Semaphore;
 /// Shadow rewrites at a time: further ones are skipped.
 const MAX_SHADOWS: usize = 4;
 
-/// The candidates of all tenants.
 pub(super) struct Candidates {
     limits: CandidateLimits,
     source: OnceLock<Arc<dyn ReleaseSource>>,

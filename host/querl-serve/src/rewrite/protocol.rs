@@ -88,7 +88,6 @@ impl RewriteQuery {
 /// Longer than any service waits; a sum with it is a valid time.
 const MAX_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
-/// The field `query`.
 pub(super) fn query(fields: &mut JsonFields) -> Result<String, ErrorResponse> {
     let query: String = fields.take_required("query", "a text")?;
     if query.trim().is_empty() {

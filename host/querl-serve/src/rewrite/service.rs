@@ -314,7 +314,6 @@ impl EventSink for EventSender {
 
 /// Whether a client or a shadow comparison needs a response.
 pub(super) enum Audience {
-    /// A client.
     Client,
     /// Nobody: it is cancelled, and the flag set, where clients wait for room in the running batch.
     Shadow(Arc<AtomicBool>),
@@ -376,7 +375,6 @@ pub(super) struct Call {
     pub(super) uri: Uri,
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
-    /// The fields of the body.
     pub(super) fields: JsonFields,
     pub(super) started: Instant,
     pub(super) slot: RequestSlot,

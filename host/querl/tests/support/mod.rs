@@ -71,7 +71,6 @@ impl Project {
         output.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
     }
 
-    /// The JSON that the binary prints.
     pub fn json(&self, args: &[&str]) -> Value {
         serde_json::from_str(&self.querl(&[args, &["--json"]].concat()).ok().stdout).unwrap()
     }

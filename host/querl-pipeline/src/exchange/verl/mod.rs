@@ -68,7 +68,6 @@ fn write_rows(config: &Config, split: &str, rows: &[PromptRow], path: &Path) -> 
     Ok(write_verl_rows(path, &rows.iter().enumerate().map(row).collect::<Vec<_>>())?)
 }
 
-/// Differences that no single key explains.
 fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
     let (config, mut notes) = (&run.config, Vec::new());
     if run.adapter.is_some() && config.rl.kl_coef > 0.0 {
