@@ -96,12 +96,9 @@ impl RewardServer {
     }
 
     pub(super) fn check_queue(&self) -> Result<(), ErrorResponse> {
-        match self.running.available_permits() == 0
-            && self.n_waiting.load(Ordering::Relaxed) >= self.options.max_waiting
-        {
-            true => Err(self.queue_is_full()),
-            false => Ok(()),
-        }
+        let is_waiting_full = self.n_waiting.load(Ordering::Relaxed) >= self.options.max_waiting;
+        let is_full = self.running.available_permits() == 0 && is_waiting_full;
+        if is_full { Err(self.queue_is_full()) } else { Ok(()) }
     }
 
     fn queue_is_full(&self) -> ErrorResponse {
@@ -147,8 +144,7 @@ impl RewardServer {
     fn count_episodes(&self, records: &[EpisodeRecord]) {
         self.metrics.episodes(records);
         let mut names = self.component_names.lock().unwrap_or_else(PoisonError::into_inner);
-        let rewards = records.iter().filter_map(|record| record.outcome.as_ref().ok());
-        for component in rewards.flat_map(|reward| &reward.components) {
+        for component in records.iter().flat_map(|record| &record.outcome).flat_map(|reward| &reward.components) {
             if !names.contains(&component.name) {
                 names.insert(component.name.clone());
             }
@@ -178,7 +174,7 @@ impl Drop for WaitingRequest<'_> {
 /// What happened is for the operator's log alone.
 fn failed(problem: &str) -> ErrorResponse {
     tracing::error!("{problem}");
-    ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "scoring failed; the server's log says why")
+    ErrorResponse::internal("scoring failed; the server's log says why")
 }
 
 fn check_finite(record: &EpisodeRecord) -> Result<(), ErrorResponse> {
