@@ -85,10 +85,7 @@ impl RewardEnvironment {
                 "not a run's folder: it has no config.resolved.toml; run `querl run` first, or name a configuration";
             return Err(Stop::usage(format!("{}: {problem}", path.display())).into());
         }
-        let config = match overrides.set.is_empty() {
-            true => load_resolved(&resolved)?,
-            false => load(&resolved, overrides)?,
-        };
+        let config = if overrides.set.is_empty() { load_resolved(&resolved)? } else { load(&resolved, overrides)? };
         let folder = std::path::absolute(path).with_context(|| path.display().to_string())?;
         Ok((Config { output_dir: folder, ..config }, resolved))
     }

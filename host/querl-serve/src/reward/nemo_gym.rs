@@ -91,9 +91,6 @@ pub(super) fn aggregate_metrics(mut fields: JsonFields) -> Result<Value, ErrorRe
     };
     let rewards: Vec<f64> = rows.iter().enumerate().map(reward).collect::<Result<_, _>>()?;
     let mean = rewards.iter().sum::<f64>() / rewards.len() as f64;
-    let metrics = match mean.is_finite() {
-        true => json!({"mean/reward": mean}),
-        false => json!({}),
-    };
+    let metrics = if mean.is_finite() { json!({"mean/reward": mean}) } else { json!({}) };
     Ok(json!({"group_level_metrics": [], "agent_metrics": metrics, "key_metrics": metrics}))
 }

@@ -180,10 +180,7 @@ fn failed(problem: &str) -> ErrorResponse {
 fn check_finite(record: &EpisodeRecord) -> Result<(), ErrorResponse> {
     let Ok(reward) = &record.outcome else { return Ok(()) };
     let is_finite = reward.total.is_finite() && reward.components.iter().all(|component| component.value.is_finite());
-    match is_finite {
-        true => Ok(()),
-        false => Err(failed(&format!("episode {}: the reward is NaN or Inf", record.episode.id))),
-    }
+    if is_finite { Ok(()) } else { Err(failed(&format!("episode {}: the reward is NaN or Inf", record.episode.id))) }
 }
 
 fn environment_error(error: EnvironmentError) -> ErrorResponse {
