@@ -2,6 +2,7 @@
 //! own plugins.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // each test program uses a part
 
+pub mod process;
 pub mod results;
 pub mod server;
 pub mod tenants;
