@@ -161,7 +161,8 @@ fn settings_that_named_gpus_do_not_support_are_refused() {
     project.querl(&with("device=cpu")).ok();
     for sets in [["device=cuda:1", "model.dtype=bf16"], ["device=cpu", "model.dtype=f32"]] {
         let [first, second] = sets;
-        let said = project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", first, "--set", second]).ok();
+        let said =
+            project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", first, "--set", second]).ok();
     }
 }
 
