@@ -97,7 +97,6 @@ pub(crate) fn quantile(sorted: &[f64], at: f64) -> Option<f64> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

@@ -49,7 +49,6 @@ fn second_text(evaluation: &Evaluation) -> String {
     format!("\n{title}\n{}\n{}", blocks(&systems), blocks(&pairs))
 }
 
-/// Paired differences of `metrics` in a grid.
 fn differences_grid(
     evaluation: &Evaluation,
     pairs: &BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
@@ -286,7 +285,6 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
         .collect()
 }
 
-/// The title of a system in the report.
 pub(crate) fn system_title(name: &str) -> &str {
     match name {
         "raw" => "Raw",

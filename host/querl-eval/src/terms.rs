@@ -42,7 +42,6 @@ pub fn new_gold_terms(query: &str, rewrite: &str, gold: &[String]) -> Option<f64
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

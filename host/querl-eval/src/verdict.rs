@@ -121,7 +121,6 @@ fn conclusion(here: [Outcome; 2], there: [Outcome; 2]) -> &'static str {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::Outcome::{Better, Missing, NotShown, Worse};
     use super::*;

@@ -33,7 +33,6 @@ const MOST_PROMPTS: u32 = 2000;
 /// Assumed seconds of one call to a chat model and to a retrieval service, without a measurement.
 const CHAT_S: Range = Range { low: 0.5, high: 10.0 };
 const RETRIEVAL_S: Range = Range { low: 0.05, high: 2.0 };
-/// Assumed tokens of a passage.
 const PASSAGE_TOKENS: Range = Range { low: 20.0, high: 500.0 };
 
 /// An estimated range.

@@ -11,7 +11,6 @@ use querl_core::records::{
 use querl_core::responses::{ResponseForm, THINKING_END};
 use std::collections::BTreeMap;
 
-/// Queries per batch.
 const N_ROWS_AT_ONCE: usize = 16;
 
 pub(crate) enum System<'a> {
@@ -215,7 +214,6 @@ fn finish(system: &System<'_>, answer: Answer, scored: ScoredEpisode) -> SystemA
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::testing::{Shop, dataset_row, validated};

@@ -144,7 +144,6 @@ impl FaultFile {
 pub(crate) struct FaultLog {
     pub(crate) folder: PathBuf,
     pub(crate) role: &'static str,
-    /// As configured.
     pub(crate) path: PathBuf,
     pub(crate) settings: PluginSettings,
     pub(crate) host_functions: Arc<RunHostFunctions>,
@@ -251,7 +250,6 @@ impl Prompts for Logged<Arc<dyn Prompts>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::ports::FaultKind;

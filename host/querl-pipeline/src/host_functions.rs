@@ -310,7 +310,6 @@ impl HostFunctions for RecordedCalls {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::records::{Candidate, Completion};

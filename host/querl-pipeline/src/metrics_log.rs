@@ -166,7 +166,6 @@ pub(crate) fn replace_lines(path: &Path, stage: &str, lines: &str) -> io::Result
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -7,7 +7,6 @@ use querl_core::ports::{EnvironmentError, Progress};
 use querl_core::records::{DatasetRow, EvalRecord, Hit, QueryRow, SampleCounts};
 use querl_train::job::GeneratedResponse;
 
-/// Queries per batch.
 const N_ROWS_AT_ONCE: usize = 16;
 
 /// Samples responses of a model to `rows` and adds their counts to `records`, the model's answers to the same rows in order. Queries without
@@ -69,7 +68,6 @@ fn count(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::Services;

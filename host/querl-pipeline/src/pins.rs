@@ -258,7 +258,6 @@ fn relative(path: &Path, base: &Path) -> PathBuf {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::ports::Silent;

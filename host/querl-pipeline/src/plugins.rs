@@ -84,7 +84,6 @@ pub enum PluginUse<'a> {
 /// A configured plugin that was read, and not yet built or loaded.
 pub(crate) struct FoundPlugin<'a> {
     pub(crate) role: &'static str,
-    /// As configured.
     pub(crate) path: &'a Path,
     /// `None` in a dry run, for a registry reference that has not been fetched.
     pub(crate) file: Option<PluginFile>,
@@ -550,7 +549,6 @@ pub fn compiler() -> anyhow::Result<Compiler> {
     Ok(Compiler::Child(program, vec![COMPILE_COMMAND.to_owned()]))
 }
 
-/// The keys of `plugins.trusted_keys`.
 fn trusted_keys(texts: &[String]) -> Result<Vec<PublicKey>, BundleError> {
     let key = |(index, text): (usize, &String)| PublicKey::parse(text, &format!("plugins.trusted_keys[{index}]"));
     texts.iter().enumerate().map(key).collect()
@@ -609,7 +607,6 @@ fn distinct_labels(ids: &[&str]) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

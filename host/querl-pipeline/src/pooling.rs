@@ -121,7 +121,6 @@ fn is_digest(text: &str) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::ledger::Inputs;

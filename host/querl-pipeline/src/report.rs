@@ -289,7 +289,6 @@ fn funnel(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<FunnelStep>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::ledger::Facts;

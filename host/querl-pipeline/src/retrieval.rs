@@ -134,7 +134,6 @@ fn required<'a>(path: Option<&'a Path>, key: &str) -> Result<&'a Path, DataError
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -101,7 +101,6 @@ fn add_gold_terms(passages: &[Passage], records: &mut [EvalRecord]) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::testing::query;

@@ -173,7 +173,6 @@ impl<'a> Iterator for Records<'a> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -19,7 +19,6 @@ use querl_train::{BEST, STATE};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// The folder of a training stage.
 pub(crate) fn folder(dir: &RunDir, stage: StageName) -> PathBuf {
     if stage == StageName::Sft { dir.sft() } else { dir.rl() }
 }
@@ -287,7 +286,6 @@ pub(crate) fn preflight(config: &Config) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::testing::dataset_row;

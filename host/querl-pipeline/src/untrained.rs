@@ -84,7 +84,6 @@ fn hyde_prompt(query: &QueryRow) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::testing::dataset_row;

@@ -21,12 +21,10 @@ pub(crate) struct BodyLimits<'a> {
     pub(crate) expected: &'a str,
 }
 
-/// Reads the body of a request as a JSON object.
 pub(crate) async fn read_fields(request: Request, limits: BodyLimits<'_>) -> Result<JsonFields, ErrorResponse> {
     JsonFields::parse(&read_body(request, limits).await?, limits.expected)
 }
 
-/// Reads the body of a request.
 pub(crate) async fn read_body(request: Request, limits: BodyLimits<'_>) -> Result<Bytes, ErrorResponse> {
     check_headers(request.headers(), limits)?;
     let body = tokio::time::timeout(limits.timeout, Bytes::from_request(request, &())).await;
@@ -85,7 +83,6 @@ fn shortened(text: &str) -> String {
     }
 }
 
-/// The fields of a JSON object.
 #[derive(Debug, Default)]
 pub(crate) struct JsonFields(Map<String, Value>);
 

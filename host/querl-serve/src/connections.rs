@@ -6,7 +6,11 @@
 //! requests and a full queue do not delay `/health` and `/ready`, which are answered without a place among the requests.
 
 use crate::server::ServerLimits;
+use axum::Extension;
+use axum::extract::FromRequestParts;
+use axum::extract::rejection::ExtensionRejection;
 use axum::http::StatusCode;
+use axum::http::request::Parts;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -71,24 +75,16 @@ impl Table {
         });
     }
 
-    fn check_requests(&self, limits: &ServerLimits) -> Result<(), RequestLimitError> {
-        let maximum = requests_of(limits.max_connections);
-        match self.n_requests(|_| true) < maximum {
-            true => Ok(()),
-            false => Err(RequestLimitError::Server(maximum)),
-        }
-    }
-
-    fn check_requests_of(&self, peer: IpAddr, limits: &ServerLimits) -> Result<(), RequestLimitError> {
-        let maximum = requests_of(limits.max_connections_per_peer);
-        match self.n_requests(|connection| connection.peer == peer) < maximum {
-            true => Ok(()),
-            false => Err(RequestLimitError::Peer(maximum)),
-        }
-    }
-
-    fn n_requests(&self, is_counted: impl Fn(&Connection) -> bool) -> usize {
-        self.open.values().filter(|connection| connection.has_request && is_counted(connection)).count()
+    /// Checks the requests in progress of one peer, or of all.
+    fn check_requests(&self, peer: Option<IpAddr>, limits: &ServerLimits) -> Result<(), RequestLimitError> {
+        let is_counted = |connection: &&Connection| peer.is_none_or(|peer| connection.peer == peer);
+        let n_requests = self.open.values().filter(|open| open.has_request).filter(is_counted).count();
+        let error = match peer {
+            Some(_) => RequestLimitError::Peer(requests_of(limits.max_connections_per_peer)),
+            None => RequestLimitError::Server(requests_of(limits.max_connections)),
+        };
+        let (RequestLimitError::Peer(maximum) | RequestLimitError::Server(maximum)) = error;
+        if n_requests < maximum { Ok(()) } else { Err(error) }
     }
 }
 
@@ -105,7 +101,6 @@ fn peer_of(address: IpAddr) -> IpAddr {
     }
 }
 
-/// The open connections.
 pub(crate) struct Connections {
     limits: ServerLimits,
     table: Mutex<Table>,
@@ -198,8 +193,8 @@ impl ConnectionHandle {
     /// All places are taken.
     pub(crate) fn begin_request(&self) -> Result<RequestSlot, RequestLimitError> {
         let mut table = self.connections.table();
-        table.check_requests(&self.connections.limits)?;
-        table.check_requests_of(self.peer, &self.connections.limits)?;
+        table.check_requests(None, &self.connections.limits)?;
+        table.check_requests(Some(self.peer), &self.connections.limits)?;
         if let Some(connection) = table.open.get_mut(&self.id) {
             connection.has_request = true;
         }
@@ -207,11 +202,17 @@ impl ConnectionHandle {
     }
 
     /// Whether the server takes further requests.
-    ///
-    /// # Errors
-    /// All places are taken.
     pub(crate) fn check_requests(&self) -> Result<(), RequestLimitError> {
-        self.connections.table().check_requests(&self.connections.limits)
+        self.connections.table().check_requests(None, &self.connections.limits)
+    }
+}
+
+impl<S: Send + Sync> FromRequestParts<S> for ConnectionHandle {
+    type Rejection = ExtensionRejection;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ExtensionRejection> {
+        let Extension(connection) = Extension::<Self>::from_request_parts(parts, state).await?;
+        Ok(connection)
     }
 }
 
@@ -227,7 +228,6 @@ impl Drop for RequestSlot {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Error responses: a status and a sentence, in the form that the clients of a route expect.
+//! Responses, and errors as a status and a sentence, in the form that the clients of a route expect.
 
 use crate::connections::RequestLimitError;
 use axum::Json;
@@ -6,7 +6,6 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// An error response.
 #[derive(Debug)]
 pub(crate) struct ErrorResponse {
     pub(crate) status: StatusCode,
@@ -42,12 +41,25 @@ impl ErrorResponse {
         Self::new(StatusCode::UNPROCESSABLE_ENTITY, message)
     }
 
+    /// A field whose value cannot be used.
+    pub(crate) fn field(param: &'static str, message: impl Into<String>) -> Self {
+        Self { param: Some(param), ..Self::value(message) }
+    }
+
     pub(crate) fn too_large(message: impl Into<String>) -> Self {
         Self::new(StatusCode::PAYLOAD_TOO_LARGE, message)
     }
 
     pub(crate) fn unavailable(message: impl Into<String>) -> Self {
         Self::new(StatusCode::SERVICE_UNAVAILABLE, message)
+    }
+
+    pub(crate) fn not_found(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::NOT_FOUND, message)
+    }
+
+    pub(crate) fn internal(message: impl Into<String>) -> Self {
+        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
     }
 
     pub(crate) fn into_body(self, form: ErrorForm) -> Response {
@@ -63,6 +75,11 @@ impl ErrorResponse {
         };
         with_error_headers((status, Json(body)).into_response())
     }
+}
+
+/// A response with a JSON body, or an error in the form of the route's clients.
+pub(crate) fn json_response(result: Result<Value, ErrorResponse>, form: ErrorForm) -> Response {
+    result.map_or_else(|error| error.into_body(form), |body| Json(body).into_response())
 }
 
 impl From<RequestLimitError> for ErrorResponse {
@@ -104,7 +121,6 @@ fn vllm_type(status: StatusCode) -> &'static str {
     }
 }
 
-/// An error object of OpenAI's interface.
 pub(crate) fn openai_error(status: StatusCode, message: &str, code: Option<&str>, param: Option<&str>) -> Value {
     let (kind, default) = match status {
         StatusCode::TOO_MANY_REQUESTS => ("rate_limit_error", Some("rate_limit_exceeded")),

@@ -9,14 +9,14 @@
 
 use crate::body::{BodyLimits, JsonFields, read_fields};
 use crate::connections::ConnectionHandle;
-use crate::error::{ErrorForm, ErrorResponse};
+use crate::error::{ErrorForm, ErrorResponse, json_response};
 use crate::key::{ApiKey, unauthorized};
 use crate::server::ServeError;
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{Method, StatusCode, Uri};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{get, post};
-use axum::{Extension, Json, Router};
+use axum::{Json, Router};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
 use querl_data::{RetrievalBackend, RetrievalLimits};
@@ -39,7 +39,6 @@ const MAX_TOP_K: u64 = 1000;
 const DEFAULT_KB_NAME: &str = "default";
 const DEFAULT_TOP_K: u64 = 5;
 const DEFAULT_SCORE_THRESHOLD: f64 = 0.5;
-/// For messages.
 const EXPECTED_BODY: &str = "{\"query\": ..., \"tenant_id\": ...}";
 
 /// One knowledge base.
@@ -54,7 +53,6 @@ pub struct KnowledgeBase {
     pub timeout: Duration,
 }
 
-/// Knowledge bases by tenant and name.
 type Bases = BTreeMap<(String, String), KnowledgeBase>;
 
 struct RagService {
@@ -113,18 +111,30 @@ impl RagRequest {
             user_profile: fields.take("user_profile", text)?,
         })
     }
+
+    fn limits(&self) -> Result<RetrievalLimits, ErrorResponse> {
+        let wrong = |what: String| Err(ErrorResponse::value(what));
+        if self.query.trim().is_empty() {
+            return wrong("`query` is empty".into());
+        }
+        if !(1..=MAX_TOP_K).contains(&self.top_k) {
+            return wrong(format!("`top_k` is {}; expected 1 to {MAX_TOP_K}", self.top_k));
+        }
+        if !(0.0..=1.0).contains(&self.score_threshold) {
+            return wrong(format!("`score_threshold` is {}; expected 0 to 1", self.score_threshold));
+        }
+        Ok(RetrievalLimits { top_k: self.top_k as usize, score_threshold: self.score_threshold })
+    }
 }
 
-async fn ready(Extension(connection): Extension<ConnectionHandle>) -> Response {
-    match connection.check_requests() {
-        Ok(()) => Json(json!({"status": 200})).into_response(),
-        Err(full) => ErrorResponse::from(full).into_body(ErrorForm::GeneralRag),
-    }
+async fn ready(connection: ConnectionHandle) -> Response {
+    let ready = connection.check_requests().map(|()| json!({"status": 200}));
+    json_response(ready.map_err(ErrorResponse::from), ErrorForm::GeneralRag)
 }
 
 async fn unknown_route(uri: Uri) -> Response {
     let what = format!("there is nothing at `{}`; use {GENERAL_RAG_ROUTE}", uri.path());
-    ErrorResponse::new(StatusCode::NOT_FOUND, what).into_body(ErrorForm::GeneralRag)
+    ErrorResponse::not_found(what).into_body(ErrorForm::GeneralRag)
 }
 
 async fn wrong_method(method: Method) -> Response {
@@ -132,11 +142,7 @@ async fn wrong_method(method: Method) -> Response {
     ErrorResponse::new(StatusCode::METHOD_NOT_ALLOWED, what).into_body(ErrorForm::GeneralRag)
 }
 
-async fn answer(
-    State(service): State<Arc<RagService>>,
-    Extension(connection): Extension<ConnectionHandle>,
-    request: Request,
-) -> Response {
+async fn answer(State(service): State<Arc<RagService>>, connection: ConnectionHandle, request: Request) -> Response {
     let response = async {
         if service.key.as_ref().is_some_and(|key| !key.is_in(request.headers())) {
             return Err(unauthorized(request.headers()));
@@ -146,7 +152,7 @@ async fn answer(
         let _slot = connection.begin_request()?;
         serve_one(&service.bases, request).await
     };
-    response.await.map_or_else(|error| error.into_body(ErrorForm::GeneralRag), |answer| Json(answer).into_response())
+    json_response(response.await, ErrorForm::GeneralRag)
 }
 
 async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorResponse> {
@@ -174,7 +180,7 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorRes
             return late();
         }
         tracing::warn!("{failure}");
-        ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "the search failed; the server's log says why")
+        ErrorResponse::internal("the search failed; the server's log says why")
     };
     let found = tokio::time::timeout(base.timeout, base.search.search(&retrieval_request, limits)).await;
     let hits = found.map_err(|_| late())?.map_err(failed)?;
@@ -194,7 +200,7 @@ async fn serve_one(bases: &Bases, request: RagRequest) -> Result<Value, ErrorRes
 fn find<'a>(bases: &'a Bases, request: &RagRequest) -> Result<&'a KnowledgeBase, ErrorResponse> {
     bases.get(&(request.tenant_id.clone(), request.kb_name.clone())).ok_or_else(|| {
         let what = format!("tenant_id `{}` with kb_name `{}` is not served here", request.tenant_id, request.kb_name);
-        ErrorResponse::new(StatusCode::NOT_FOUND, what)
+        ErrorResponse::not_found(what)
     })
 }
 
@@ -202,22 +208,6 @@ fn check_length(name: &str, text: &str) -> Result<(), ErrorResponse> {
     match text.chars().nth(MAX_TEXT_CHARS) {
         Some(_) => Err(ErrorResponse::value(format!("`{name}` is longer than {MAX_TEXT_CHARS} characters"))),
         None => Ok(()),
-    }
-}
-
-impl RagRequest {
-    fn limits(&self) -> Result<RetrievalLimits, ErrorResponse> {
-        let wrong = |what: String| Err(ErrorResponse::value(what));
-        if self.query.trim().is_empty() {
-            return wrong("`query` is empty".into());
-        }
-        if !(1..=MAX_TOP_K).contains(&self.top_k) {
-            return wrong(format!("`top_k` is {}; expected 1 to {MAX_TOP_K}", self.top_k));
-        }
-        if !(0.0..=1.0).contains(&self.score_threshold) {
-            return wrong(format!("`score_threshold` is {}; expected 0 to 1", self.score_threshold));
-        }
-        Ok(RetrievalLimits { top_k: self.top_k as usize, score_threshold: self.score_threshold })
     }
 }
 

@@ -7,7 +7,6 @@ use querl_core::fsx::digest_hex;
 /// Code of a 401 response where the key is missing or not sent as `Bearer KEY`.
 pub(crate) const MALFORMED: &str = "malformed_authorization";
 
-/// The response to a request without the right key.
 pub(crate) fn unauthorized(headers: &HeaderMap) -> ErrorResponse {
     let what = "the key is missing or wrong; send it as `Authorization: Bearer KEY`";
     let code = bearer(headers).is_none().then_some(MALFORMED);
@@ -29,7 +28,6 @@ impl ApiKey {
         Self(digest_hex(key.as_bytes()))
     }
 
-    /// Whether the headers have this key.
     pub(crate) fn is_in(&self, headers: &HeaderMap) -> bool {
         let Some(key) = bearer(headers) else { return false };
         let digest = digest_hex(key);
@@ -38,7 +36,6 @@ impl ApiKey {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use axum::http::HeaderValue;

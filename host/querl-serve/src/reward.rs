@@ -33,14 +33,15 @@ pub use server::RewardOptions;
 
 use crate::body::JsonFields;
 use crate::connections::ConnectionHandle;
-use crate::error::{ErrorForm, ErrorResponse};
+use crate::error::{ErrorForm, ErrorResponse, json_response};
 use crate::key::unauthorized;
+use crate::metrics::metrics_response;
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{Method, StatusCode, Uri, header};
+use axum::http::{Method, StatusCode, Uri};
 use axum::middleware::{Next, from_fn_with_state};
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use axum::routing::{get, post};
-use axum::{Extension, Json, Router};
+use axum::{Json, Router};
 use querl_core::records::EpisodeRecord;
 use querl_core::scoring::{RewardRequest, RewardService};
 use serde_json::{Value, json};
@@ -78,9 +79,8 @@ pub fn reward_router(service: Arc<dyn RewardService>, options: RewardOptions) ->
     app.layer(from_fn_with_state(server.clone(), count)).with_state(server)
 }
 
-/// A response, or an error in OpenAI's form.
 fn respond(result: Result<Value, ErrorResponse>) -> Response {
-    result.map_or_else(|error| error.into_body(ErrorForm::OpenAi), |body| Json(body).into_response())
+    json_response(result, ErrorForm::OpenAi)
 }
 
 /// Parses a body, scores what it asks, and answers. `parse` also returns what `answer` needs of the body.
@@ -98,21 +98,13 @@ async fn scored<T>(
     respond(response.await)
 }
 
-async fn score(
-    State(server): State<Arc<RewardServer>>,
-    Extension(connection): Extension<ConnectionHandle>,
-    request: Request,
-) -> Response {
+async fn score(State(server): State<Arc<RewardServer>>, connection: ConnectionHandle, request: Request) -> Response {
     let parse = |fields| Ok(((), score::requests(fields, &server.options)?));
     let answer = |(), records: &[EpisodeRecord]| Ok(score::response(records, server.range()));
     scored((&server, &connection), (request, score::EXPECTED), parse, answer).await
 }
 
-async fn openrlhf(
-    State(server): State<Arc<RewardServer>>,
-    Extension(connection): Extension<ConnectionHandle>,
-    request: Request,
-) -> Response {
+async fn openrlhf(State(server): State<Arc<RewardServer>>, connection: ConnectionHandle, request: Request) -> Response {
     let parse = |fields| Ok(((), openrlhf::requests(fields, &server.options)?));
     let answer = |(), records: &[EpisodeRecord]| {
         openrlhf::response(records, &server.component_names(), server.options.rejected_reward)
@@ -120,11 +112,7 @@ async fn openrlhf(
     scored((&server, &connection), (request, openrlhf::EXPECTED), parse, answer).await
 }
 
-async fn slime(
-    State(server): State<Arc<RewardServer>>,
-    Extension(connection): Extension<ConnectionHandle>,
-    request: Request,
-) -> Response {
+async fn slime(State(server): State<Arc<RewardServer>>, connection: ConnectionHandle, request: Request) -> Response {
     let parse = |fields| Ok(((), vec![slime::request(fields)?]));
     let answer = |(), records: &[EpisodeRecord]| slime::number(&records[0], server.options.rejected_reward);
     scored((&server, &connection), (request, slime::EXPECTED), parse, answer).await
@@ -132,7 +120,7 @@ async fn slime(
 
 async fn slime_dict(
     State(server): State<Arc<RewardServer>>,
-    Extension(connection): Extension<ConnectionHandle>,
+    connection: ConnectionHandle,
     request: Request,
 ) -> Response {
     let parse = |fields| Ok(((), vec![slime::request(fields)?]));
@@ -145,11 +133,7 @@ async fn seed_session(State(server): State<Arc<RewardServer>>, request: Request)
     respond(server.read(request, "the fields of a row").await.map(|_| json!({})))
 }
 
-async fn verify(
-    State(server): State<Arc<RewardServer>>,
-    Extension(connection): Extension<ConnectionHandle>,
-    request: Request,
-) -> Response {
+async fn verify(State(server): State<Arc<RewardServer>>, connection: ConnectionHandle, request: Request) -> Response {
     let parse = |fields| {
         let row = nemo_gym::Row::new(fields)?;
         let asked = row.request()?;
@@ -165,10 +149,7 @@ async fn aggregate_metrics(State(server): State<Arc<RewardServer>>, request: Req
     respond(fields.and_then(nemo_gym::aggregate_metrics))
 }
 
-async fn ready(
-    State(server): State<Arc<RewardServer>>,
-    Extension(connection): Extension<ConnectionHandle>,
-) -> Response {
+async fn ready(State(server): State<Arc<RewardServer>>, connection: ConnectionHandle) -> Response {
     let check = || -> Result<(), ErrorResponse> {
         server.check_queue()?;
         Ok(connection.check_requests()?)
@@ -179,10 +160,7 @@ async fn ready(
 }
 
 async fn prometheus(State(server): State<Arc<RewardServer>>) -> Response {
-    match server.metrics_text() {
-        Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response(),
-        Err(error) => respond(Err(ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))),
-    }
+    metrics_response(server.metrics_text(), ErrorForm::OpenAi)
 }
 
 async fn not_found(uri: Uri) -> Response {
@@ -190,7 +168,7 @@ async fn not_found(uri: Uri) -> Response {
         "there is nothing at `{}`; use /v1/score, /openrlhf, /slime, or /seed_session and /verify of NeMo Gym",
         uri.path()
     );
-    respond(Err(ErrorResponse::new(StatusCode::NOT_FOUND, what)))
+    respond(Err(ErrorResponse::not_found(what)))
 }
 
 async fn wrong_method(method: Method) -> Response {

@@ -43,14 +43,15 @@ pub use trial::CandidateLimits;
 pub use upstream::Upstream;
 
 use crate::connections::ConnectionHandle;
-use crate::error::{ErrorForm, ErrorResponse};
+use crate::error::{ErrorForm, ErrorResponse, json_response};
 use crate::general_rag::GENERAL_RAG_ROUTE;
+use crate::metrics::metrics_response;
 use crate::server::{ServerLimits, run_with_worker};
 use access_log::RequestRecord;
 use axum::extract::{DefaultBodyLimit, Request, State};
-use axum::http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header};
+use axum::http::{HeaderName, HeaderValue, Method, StatusCode, Uri};
 use axum::middleware::{Next, from_fn_with_state};
-use axum::response::{Html, IntoResponse, Response};
+use axum::response::{Html, Response};
 use axum::routing::{MethodRouter, delete, get, post};
 use axum::{Extension, Json, Router};
 use serde_json::json;
@@ -127,7 +128,7 @@ where
     post(
         async move |State(service): State<Arc<RewriteService>>,
                     Extension(record): Extension<Arc<RequestRecord>>,
-                    Extension(connection): Extension<ConnectionHandle>,
+                    connection: ConnectionHandle,
                     request: Request| {
             let response = async { handler(Call::read(service, record, &connection, request).await?).await };
             response.await.unwrap_or_else(|error: ErrorResponse| error.into_body(form))
@@ -135,32 +136,21 @@ where
     )
 }
 
-async fn ready(
-    State(service): State<Arc<RewriteService>>,
-    Extension(connection): Extension<ConnectionHandle>,
-) -> Response {
+async fn ready(State(service): State<Arc<RewriteService>>, connection: ConnectionHandle) -> Response {
     let check = || match service.rewriter()?.is_full() {
         true => Err(ErrorResponse::unavailable("the queue is full; retry later")),
         false => Ok(connection.check_requests()?),
     };
-    match check() {
-        Ok(()) => Json(json!({"status": "ready"})).into_response(),
-        Err(error) => error.into_body(ErrorForm::OpenAi),
-    }
+    json_response(check().map(|()| json!({"status": "ready"})), ErrorForm::OpenAi)
 }
 
 async fn prometheus(State(service): State<Arc<RewriteService>>) -> Response {
-    match service.metrics.to_text(service.rewriter.get().map(AsRef::as_ref)) {
-        Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response(),
-        Err(error) => {
-            ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_body(ErrorForm::OpenAi)
-        }
-    }
+    metrics_response(service.metrics.to_text(service.rewriter.get().map(AsRef::as_ref)), ErrorForm::OpenAi)
 }
 
 async fn unknown_route(uri: Uri) -> Response {
     let what = format!("there is nothing at `{}`; use /v1/rewrite, or read /docs", uri.path());
-    ErrorResponse::new(StatusCode::NOT_FOUND, what).into_body(ErrorForm::OpenAi)
+    ErrorResponse::not_found(what).into_body(ErrorForm::OpenAi)
 }
 
 async fn wrong_method(method: Method, uri: Uri) -> Response {

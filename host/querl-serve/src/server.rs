@@ -265,7 +265,6 @@ async fn drain(in_progress: GracefulShutdown, connections: &Connections, drain_t
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -18,16 +18,17 @@ mod openapi;
 pub(crate) mod protocol;
 
 use crate::connections::ConnectionHandle;
-use crate::error::{ErrorForm, ErrorResponse};
+use crate::error::{ErrorForm, ErrorResponse, json_response};
 use crate::key::{ApiKey, unauthorized};
+use crate::metrics::metrics_response;
 use crate::server::{ServerLimits, run_with_worker};
 use axum::extract::{DefaultBodyLimit, Request, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Extension, Json, Router};
-use classifier::{ClassifiedText, PendingRequest, StyleOptions, TextClassifier};
+use axum::{Json, Router};
+use classifier::{ClassifiedText, PendingRequest, StyleOptions, SubmitError, TextClassifier};
 use metrics::StyleMetrics;
 use protocol::{ClassifyRequest, classify_response, predict_response, rejected};
 use serde_json::{Value, json};
@@ -115,15 +116,9 @@ impl StyleService {
     }
 
     fn classifier(&self) -> Result<&Arc<dyn TextClassifier>, ErrorResponse> {
-        let loaded = self.classifier.get();
-        let loaded =
-            loaded.ok_or_else(|| ErrorResponse::unavailable("the model is being loaded; retry in a moment"))?;
-        match loaded.is_alive() {
-            true => Ok(loaded),
-            false => {
-                Err(ErrorResponse::unavailable("the classifier has ended, and the server with it; its log says why"))
-            }
-        }
+        let missing = || ErrorResponse::unavailable("the model is being loaded; retry in a moment");
+        let loaded = self.classifier.get().ok_or_else(missing)?;
+        if loaded.is_alive() { Ok(loaded) } else { Err(rejected(SubmitError::Ended)) }
     }
 
     async fn classify(
@@ -139,7 +134,7 @@ impl StyleService {
             let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
             queue.submit(&texts, Box::new(ResponseSender(sender)))
         });
-        let panicked = |_| ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "the tokenizer failed on a text");
+        let panicked = |_| ErrorResponse::internal("the tokenizer failed on a text");
         submitting.await.map_err(panicked)?.map_err(rejected)?;
         let results = tokio::time::timeout(self.options.answer_timeout, receiver).await;
         let results = results.map_err(|_| {
@@ -148,7 +143,7 @@ impl StyleService {
         })?;
         let failed = |problem: &str| {
             tracing::warn!("{problem}");
-            ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "the model failed; the server's log says why")
+            ErrorResponse::internal("the model failed; the server's log says why")
         };
         let classified =
             results.map_err(|_| failed("the classifier has ended"))?.map_err(|problem| failed(&problem))?;
@@ -158,11 +153,7 @@ impl StyleService {
     }
 }
 
-async fn predict(
-    State(service): State<Arc<StyleService>>,
-    Extension(connection): Extension<ConnectionHandle>,
-    request: Request,
-) -> Response {
+async fn predict(State(service): State<Arc<StyleService>>, connection: ConnectionHandle, request: Request) -> Response {
     let response = async {
         let mut request = protocol::predict(request, &service.options).await?;
         let _slot = connection.begin_request()?;
@@ -178,7 +169,7 @@ async fn predict(
 
 async fn classify(
     State(service): State<Arc<StyleService>>,
-    Extension(connection): Extension<ConnectionHandle>,
+    connection: ConnectionHandle,
     request: Request,
 ) -> Response {
     let response = async {
@@ -189,23 +180,18 @@ async fn classify(
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let id = format!("classify-{:x}-{number:x}", created.as_nanos());
         let model = request.model.as_deref().unwrap_or(&service.options.model_name);
-        Ok::<_, ErrorResponse>(classify_response(
-            &request,
-            classifier.as_ref(),
-            &classified,
-            (&id, created.as_secs(), model),
-        ))
+        let head = (id.as_str(), created.as_secs(), model);
+        Ok::<_, ErrorResponse>(classify_response(&request, classifier.as_ref(), &classified, head))
     };
-    response.await.map_or_else(|error| error.into_body(ErrorForm::Vllm), |body| Json(body).into_response())
+    json_response(response.await, ErrorForm::Vllm)
 }
 
 async fn info(State(service): State<Arc<StyleService>>) -> Response {
     let options = &service.options;
     let labels = service.classifier.get().map(|classifier| {
         let by_id = classifier.classes().iter().enumerate();
-        let id2label: serde_json::Map<String, Value> =
-            by_id.clone().map(|(id, name)| (id.to_string(), name.clone().into())).collect();
-        let label2id: serde_json::Map<String, Value> = by_id.map(|(id, name)| (name.clone(), id.into())).collect();
+        let id2label: Value = by_id.clone().map(|(id, name)| (id.to_string(), name.as_str())).collect();
+        let label2id: Value = by_id.map(|(id, name)| (name.as_str(), id)).collect();
         json!({"id2label": id2label, "label2id": label2id})
     });
     let body = json!({
@@ -218,10 +204,7 @@ async fn info(State(service): State<Arc<StyleService>>) -> Response {
     Json(body).into_response()
 }
 
-async fn ready(
-    State(service): State<Arc<StyleService>>,
-    Extension(connection): Extension<ConnectionHandle>,
-) -> Response {
+async fn ready(State(service): State<Arc<StyleService>>, connection: ConnectionHandle) -> Response {
     let check = || {
         let classifier = service.classifier()?;
         if classifier.is_full() {
@@ -230,24 +213,17 @@ async fn ready(
         }
         Ok(connection.check_requests()?)
     };
-    match check() {
-        Ok(()) => Json(json!({"status": "ready"})).into_response(),
-        Err(error) => error.into_body(ErrorForm::TextEmbeddingsInference),
-    }
+    json_response(check().map(|()| json!({"status": "ready"})), ErrorForm::TextEmbeddingsInference)
 }
 
 async fn prometheus(State(service): State<Arc<StyleService>>) -> Response {
     let n_waiting = service.classifier.get().map(|classifier| classifier.n_waiting());
-    match service.metrics.to_text(n_waiting) {
-        Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response(),
-        Err(error) => ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
-            .into_body(ErrorForm::TextEmbeddingsInference),
-    }
+    metrics_response(service.metrics.to_text(n_waiting), ErrorForm::TextEmbeddingsInference)
 }
 
 async fn nothing_here(uri: Uri) -> Response {
     let what = format!("there is nothing at `{}`; use /predict or /classify, or read /docs", uri.path());
-    ErrorResponse::new(StatusCode::NOT_FOUND, what).into_body(ErrorForm::TextEmbeddingsInference)
+    ErrorResponse::not_found(what).into_body(ErrorForm::TextEmbeddingsInference)
 }
 
 async fn wrong_method(method: Method) -> Response {

@@ -99,7 +99,6 @@ pub(crate) fn classes<'a>(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

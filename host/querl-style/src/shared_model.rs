@@ -251,7 +251,6 @@ pub fn unknown_class(scorer: &dyn StyleScorer) -> Option<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::config::BaseDtype;

@@ -60,7 +60,6 @@ fn joined(lines: &[&str]) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

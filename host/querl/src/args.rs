@@ -67,7 +67,6 @@ impl ConfigArgs {
     }
 }
 
-/// Reads and checks a configuration.
 pub fn load_config(path: &Path, overrides: Overrides) -> anyhow::Result<Config> {
     Ok(load(path, &overrides)?)
 }
@@ -123,7 +122,6 @@ fn toml_value(text: &str) -> toml::Value {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::parse_settings;
 

@@ -71,10 +71,7 @@ pub fn end_where_no_thread_starts() {
     std::panic::set_hook(Box::new(move |panic| {
         let is_refused =
             |message: &str| message.contains("spawn") && message.contains("Resource temporarily unavailable");
-        match panic.payload_as_str().is_some_and(is_refused) {
-            true => end_with(NO_THREAD),
-            false => default(panic),
-        }
+        if panic.payload_as_str().is_some_and(is_refused) { end_with(NO_THREAD) } else { default(panic) }
     }));
 }
 

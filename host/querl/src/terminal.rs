@@ -61,7 +61,6 @@ pub fn print_error(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// Reports that a command has a new form.
 pub fn report_new_form(old: &str, new: &str) {
     print(&format!("note: `{old}` is now `{new}`; the old form still works"));
 }

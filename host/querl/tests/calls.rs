@@ -15,6 +15,7 @@ use std::process::Stdio;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime};
+use support::process::{ends_within, number, signal};
 use support::results::timeless;
 use support::{CommandOutput, Project, repository};
 
@@ -124,8 +125,7 @@ fn interrupt_waits_for_what_is_under_way_and_nothing_is_paid_twice() {
     while server.n_requests() < 6 {
         std::thread::sleep(Duration::from_millis(10));
     }
-    let said = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-    assert!(said.success());
+    signal(&child, "-INT");
     assert_eq!(child.wait().unwrap().code(), Some(130));
     assert!(server.n_requests() < 40);
     project.querl(&args).ok();
@@ -595,10 +595,6 @@ fn run_under_faults(project: &Project, server: &FaultyServer, n_rows: usize) {
     assert!(whole_answers(server).iter().all(|n_whole| *n_whole <= 1), "what was answered is not asked again");
 }
 
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().unwrap())
-}
-
 #[test]
 fn rewriting_and_validating_killed_at_any_moment_end_as_if_never_killed() {
     let (n_kills, mut seed) = (number("QUERL_KILLS", 6), number("QUERL_KILL_SEED", 1));
@@ -616,7 +612,8 @@ fn rewriting_and_validating_killed_at_any_moment_end_as_if_never_killed() {
             let is_enough = n_before >= 5 || n_killed >= n_kills;
             let share = (seed >> 33) as f64 / f64::from(1u32 << 31);
             let limit = if is_enough { Duration::from_secs(300) } else { took.mul_f64(1.1 * share) };
-            if !is_killed_within(&project, &args, limit) {
+            let mut child = project.command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            if ends_within(&mut child, limit) {
                 break;
             }
             n_killed += 1;
@@ -625,22 +622,6 @@ fn rewriting_and_validating_killed_at_any_moment_end_as_if_never_killed() {
         n_runs += 1;
     }
     println!("{n_runs} runs, killed {n_killed} times");
-}
-
-/// True where the process was still there at the limit and was killed.
-fn is_killed_within(project: &Project, args: &[&str], limit: Duration) -> bool {
-    let mut child = project.command(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    let started = Instant::now();
-    while started.elapsed() < limit {
-        if let Some(status) = child.try_wait().unwrap() {
-            assert!(status.success(), "{status}");
-            return false;
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    child.kill().unwrap();
-    child.wait().unwrap();
-    true
 }
 
 /// For docs/benchmarks.md: how near ten calls at once come to the ideal time.

@@ -4,6 +4,7 @@
 mod support;
 
 use support::Project;
+use support::process::{interrupted, signal};
 
 #[test]
 fn config_check_prints_every_value_in_force() {
@@ -150,10 +151,8 @@ fn a_stopped_pretraining_resumes_and_has_the_weights_of_an_uninterrupted_one() {
     while !project.path("out/stopped/.pretrain/state").exists() && started.elapsed().as_secs() < 120 {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
-    assert!(std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
-    let output = child.wait_with_output().unwrap();
-    let message = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(130), "{message}");
+    signal(&child, "-INT");
+    let message = interrupted(child);
     assert!(message.contains("; the same command resumes there\n"), "{message}");
     let resumed = project.querl(&stopped).ok();
     assert!(resumed.stderr.contains("resuming from step "), "{resumed:#?}");

@@ -12,7 +12,6 @@ use support::tenants::{RUNS, project};
 
 const SERVE: [&str; 2] = ["serve", "rewrite"];
 
-/// Every file in a folder.
 fn files(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     entries.flat_map(|path| if path.is_dir() { files(&path) } else { vec![path] }).collect()

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::LazyLock;
 use support::Project;
+use support::process::{interrupted, signal};
 use support::results::{assert_same, project, results, run_until, sft_results};
 
 /// The library that cargo builds with the other dependencies of the tests, without CUDA.
@@ -120,10 +121,8 @@ fn two_interrupted_ranks_resume_and_another_number_of_ranks_starts_over() {
     unbroken.querl(&of("device=cpu:2")).ok();
     for (stage, n_lines) in [("sft", 3), ("rl", 3)] {
         let child = run_until(stopped.command(&of("device=cpu:2")), &stopped, stage, n_lines);
-        assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
-        let output = child.wait_with_output().unwrap();
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(130), "{said}");
+        signal(&child, "-TERM");
+        let said = interrupted(child);
         assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
     }
     let done = stopped.querl(&of("device=cpu:2")).ok();
@@ -131,8 +130,8 @@ fn two_interrupted_ranks_resume_and_another_number_of_ranks_starts_over() {
     assert_same(&stopped, &results(&unbroken));
     let other = project();
     let child = run_until(other.command(&of("device=cpu:2")), &other, "sft", 3);
-    assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
-    assert_eq!(child.wait_with_output().unwrap().status.code(), Some(130));
+    signal(&child, "-TERM");
+    interrupted(child);
     let three = other.querl(&["sft", "querl.toml", "--set", "device=cpu:3", "--set", "sft.max_steps=30"]).ok();
     assert!(!three.stderr.contains("resuming from step"), "{three:#?}");
 }
@@ -146,10 +145,8 @@ fn a_stop_reaches_the_library_and_either_side_resumes() {
     unbroken.querl(&args).ok();
     for (stage, n_lines) in [("sft", 3), ("rl", 3)] {
         let child = run_until(across(&stopped, &args), &stopped, stage, n_lines);
-        assert!(Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap().success());
-        let output = child.wait_with_output().unwrap();
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(130), "{said}");
+        signal(&child, "-TERM");
+        let said = interrupted(child);
         assert!(said.contains(&format!("error: interrupted at {stage} step ")), "{said}");
     }
     let done = stopped.querl(&args).ok();
@@ -244,7 +241,6 @@ fn doctor_reports_gpus_memory_library_and_what_is_missing() {
     }
 }
 
-/// Losses of a fine-tuning, one a step.
 fn losses(project: &Project) -> Vec<f64> {
     let value = |line: &str| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64();
     project.read("run/metrics.jsonl").lines().filter_map(value).collect()

@@ -15,6 +15,7 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use support::Project;
+use support::process::{self, number};
 use support::results::{assert_same, copy, project, results, run_until, sft_results};
 
 /// Settings that a killed run must survive: checkpoints at odd steps, several samples, critics with and without an adapter,
@@ -42,19 +43,6 @@ fn start(project: &Project, args: &[&str]) -> Child {
     project.command(args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap()
 }
 
-/// Waits for the child's end, for so long at most. True if it ended, which must be well.
-fn ends_within(child: &mut Child, limit: Duration) -> bool {
-    let started = Instant::now();
-    while started.elapsed() < limit {
-        if let Some(status) = child.try_wait().unwrap() {
-            assert!(status.success(), "{status}");
-            return true;
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    false
-}
-
 /// Numbers below 1 from a seed: SplitMix64.
 struct Random(u64);
 
@@ -65,10 +53,6 @@ impl Random {
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
-}
-
-fn number(name: &str, default: u64) -> u64 {
-    std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
 /// The stage that was under way.
@@ -124,11 +108,9 @@ fn a_training_that_is_killed_at_any_moment_ends_as_one_that_was_never_killed() {
             let is_enough = n_before >= KILLS_OF_A_RUN || killed.values().sum::<usize>() >= n_kills;
             let limit = if is_enough { Duration::from_secs(600) } else { whole.mul_f64(1.1 * random.next()) };
             let mut child = start(&project, &reference.args);
-            if ends_within(&mut child, limit) {
+            if process::ends_within(&mut child, limit) {
                 break;
             }
-            child.kill().unwrap();
-            child.wait().unwrap();
             *killed.entry(stage_of(&project)).or_default() += 1;
         }
         assert_same(&project, &reference.results);
@@ -159,12 +141,9 @@ fn an_interrupted_stage_resumes_and_starts_over_on_other_inputs() {
     let interrupt = |n_lines, signals: &[&str]| {
         let child = run_until(stopped.command(&args), &stopped, "sft", n_lines);
         for signal in signals {
-            let sent = std::process::Command::new("kill").args([signal, &*child.id().to_string()]).status().unwrap();
-            assert!(sent.success());
+            process::signal(&child, signal);
         }
-        let output = child.wait_with_output().unwrap();
-        let said = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(130), "{said}");
+        let said = process::interrupted(child);
         assert!(said.contains("the state is saved; run the same command again to resume"), "{said}");
         said
     };
@@ -227,8 +206,7 @@ fn a_rollout_that_is_interrupted_again_and_again_ends_with_the_bytes_of_one_that
             assert!(lines.any(|line| line.starts_with("rl: resuming from step ")), "it does not resume");
         }
         std::thread::sleep(Duration::from_millis(60));
-        let ended = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
-        assert!(ended.success());
+        process::signal(&child, "-INT");
         match child.wait().unwrap().code() {
             Some(130) => within_a_rollout += 1,
             code => {
@@ -308,17 +286,13 @@ const AT_ONCE: Duration = Duration::from_secs(20);
 
 /// Sends one signal; the child ends with 130 at once. What it says on stderr from then on.
 fn ended_by(mut child: Child, signal: &str) -> String {
-    let sent = std::process::Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap();
-    assert!(sent.success());
+    process::signal(&child, signal);
     let started = Instant::now();
     while child.try_wait().unwrap().is_none() {
         assert!(started.elapsed() < AT_ONCE, "one {signal} does not end it");
         std::thread::sleep(Duration::from_millis(5));
     }
-    let output = child.wait_with_output().unwrap();
-    let said = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(130), "{said}");
-    said
+    process::interrupted(child)
 }
 
 const INTERRUPTED: &str = "error: interrupted; finished stages and checkpoints are kept, run the same command again\n";

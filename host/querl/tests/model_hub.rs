@@ -18,7 +18,6 @@ const TOKEN: &str = "hf_secret";
 struct Hub {
     url: String,
     files: Arc<Mutex<BTreeMap<String, Vec<u8>>>>,
-    /// Paths of all requests.
     requests: Arc<Mutex<Vec<String>>>,
 }
 

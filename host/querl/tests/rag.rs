@@ -3,40 +3,21 @@
 
 mod support;
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::process::{Child, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 use support::Project;
+use support::server::Server;
 
-/// A server of the project's own knowledge base, killed when dropped.
-struct Server {
-    process: Child,
-    url: String,
-}
-
-impl Server {
-    fn start(project: &Project, args: &[&str]) -> Self {
-        let args = [&["rag", "serve", "querl.toml", "--addr", "127.0.0.1:0"], args].concat();
-        let mut process = project.command(&args).stdout(Stdio::piped()).spawn().unwrap();
-        let lines = BufReader::new(process.stdout.take().unwrap()).lines();
-        let line = lines.map_while(Result::ok).find_map(|line| Some(line.strip_prefix("listening on ")?.to_owned()));
-        Self { process, url: line.expect("the server says where it listens") }
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
+/// Serves the project's own knowledge base.
+const SERVE: [&str; 3] = ["rag", "serve", "querl.toml"];
 
 #[test]
 fn a_run_over_http_finds_what_a_run_with_the_embedded_index_finds() {
     let project = Project::new();
     project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
-    let server = Server::start(&project, &[]);
+    let server = Server::start(&project, &SERVE, &[]);
     let url = format!("retrieval.url={}", server.url);
     let over_http = ["--set", "retrieval.kind=http", "--set", &url];
     project.querl(&[&["run", "querl.toml", "--to", "convert", "--out", "http"], &over_http[..]].concat()).ok();
@@ -48,7 +29,7 @@ fn a_run_over_http_finds_what_a_run_with_the_embedded_index_finds() {
 #[test]
 fn a_server_of_another_tenant_refuses_and_nothing_becomes_data() {
     let project = Project::new();
-    let server = Server::start(&project, &["--set", "tenant=chengla"]);
+    let server = Server::start(&project, &SERVE, &["--set", "tenant=chengla"]);
     let url = format!("retrieval.url={}", server.url);
     let over_http = ["--set", "retrieval.kind=http", "--set", &url];
     let said = project.querl(&[&["run", "querl.toml", "--to", "validate"], &over_http[..]].concat());
@@ -77,17 +58,15 @@ fn check_says_what_it_understood() {
 #[test]
 fn an_interrupt_ends_a_server_well() {
     let project = Project::new();
-    let mut server = Server::start(&project, &[]);
-    let pid = server.process.id().to_string();
-    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
-    assert_eq!(server.process.wait().unwrap().code(), Some(0));
+    let mut server = Server::start(&project, &SERVE, &[]);
+    assert_eq!(server.end("-INT"), Some(0));
 }
 
 /// Regression: half-sent requests delayed `/health` by 25 s, and the end of the server by its whole time limit.
 #[test]
 fn half_sent_requests_delay_neither_health_nor_the_end() {
     let project = Project::new();
-    let mut server = Server::start(&project, &["--max_connections", "128"]);
+    let mut server = Server::start(&project, &SERVE, &["--max_connections", "128"]);
     let address = server.url.strip_prefix("http://").unwrap().split('/').next().unwrap().to_owned();
     // More than the server has connections.
     let mut half_sent: Vec<_> = (0..400).map_while(|_| TcpStream::connect(&address).ok()).collect();
@@ -103,9 +82,7 @@ fn half_sent_requests_delay_neither_health_nor_the_end() {
     assert!(response.starts_with("HTTP/1.0 200 "), "{response}");
     assert!(started.elapsed() < Duration::from_secs(5), "{:?}", started.elapsed());
     let started = Instant::now();
-    let pid = server.process.id().to_string();
-    assert!(std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
-    assert_eq!(server.process.wait().unwrap().code(), Some(0));
+    assert_eq!(server.end("-TERM"), Some(0));
     assert!(started.elapsed() < Duration::from_secs(8), "{:?}", started.elapsed());
 }
 
@@ -126,7 +103,7 @@ fn an_address_for_other_machines_without_a_key_is_reported() {
 #[test]
 fn a_server_without_a_knowledge_base_or_address_ends_with_a_sentence() {
     let project = Project::new();
-    let server = Server::start(&project, &[]);
+    let server = Server::start(&project, &SERVE, &[]);
     let taken = server.url.strip_prefix("http://").unwrap().split('/').next().unwrap();
     let said = project.querl(&["rag", "serve", "querl.toml", "--addr", taken]);
     assert_eq!(said.code, Some(2), "{said:#?}");
@@ -140,7 +117,7 @@ fn a_server_without_a_knowledge_base_or_address_ends_with_a_sentence() {
 fn a_mapping_reads_a_service_as_its_own_client_does() {
     let project = Project::new();
     project.querl(&["run", "querl.toml", "--to", "validate"]).ok();
-    let server = Server::start(&project, &[]);
+    let server = Server::start(&project, &SERVE, &[]);
     project.edit("kind = \"embedded\"", &format!("kind = \"http\"\nservice = \"custom\"\nurl = \"{}\"", server.url));
     project.edit(
         "[model]",

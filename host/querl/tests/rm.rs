@@ -15,7 +15,6 @@ fn project() -> Project {
     project
 }
 
-/// Trains the tiny model with further flags.
 fn train(project: &Project, flags: &[&str]) -> support::CommandOutput {
     let base = model().display().to_string();
     let known =
@@ -175,7 +174,6 @@ fn unusable_data_is_reported_in_one_sentence() {
     assert_eq!(said.code, Some(2), "{said:#?}");
 }
 
-/// A copy of a classifier's folder.
 fn copy(project: &Project, from: &str, to: &str) {
     let _ = std::fs::remove_dir_all(project.path(to));
     std::fs::create_dir(project.path(to)).unwrap();

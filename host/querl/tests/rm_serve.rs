@@ -96,8 +96,7 @@ async fn requests_under_way_at_an_interrupt_are_answered() {
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
     assert!(!asked.is_finished(), "the request is under way");
-    let pid = server.process.id().to_string();
-    assert!(std::process::Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
+    server.signal("-TERM");
     let (status, found) = asked.await.unwrap();
     assert_eq!((status, found.as_array().unwrap().len()), (200, 800));
     assert_eq!(server.process.wait().unwrap().code(), Some(0));

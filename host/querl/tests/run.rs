@@ -4,6 +4,7 @@
 mod support;
 
 use support::Project;
+use support::process::{interrupted, signal};
 
 /// One test, because its parts build on one another and the run is the slow part.
 #[test]
@@ -299,10 +300,8 @@ fn an_interrupt_stops_at_a_safe_point_with_code_130() {
     let refused = project.querl(&["run", "querl.toml"]);
     assert_eq!(refused.code, Some(1), "{refused:#?}");
     assert!(refused.stderr.contains("run is in use by another querl (process "), "{refused:#?}");
-    let pid = child.id().to_string();
-    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
-    let output = child.wait_with_output().unwrap();
-    assert_eq!(output.status.code(), Some(130), "{}", String::from_utf8_lossy(&output.stderr));
+    signal(&child, "-INT");
+    interrupted(child);
     assert!(project.path("run/sft/last").is_dir());
 }
 

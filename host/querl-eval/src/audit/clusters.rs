@@ -19,7 +19,6 @@ const TERM_FOLLOWS: f64 = 0.4;
 const TERM_FOLLOWS_BLINDLY: f64 = 0.8;
 /// Largest correlation of that term with quality.
 const TERM_FOLLOWS_NOT: f64 = 0.1;
-/// Most terms that are reported.
 const MOST_TERMS: usize = 3;
 
 /// Rewrites that many different queries got.

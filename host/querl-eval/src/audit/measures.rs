@@ -31,7 +31,6 @@ pub(crate) enum MeasureKind {
     Text,
 }
 
-/// One measure of all episodes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Measure {
     pub(crate) name: String,
@@ -68,7 +67,6 @@ pub(super) fn measures(rows: &AuditRows<'_>, second: Option<&SecondRetriever>, b
     columns
 }
 
-/// Measures of quality.
 pub(super) fn qualities(measures: &[Measure]) -> impl Iterator<Item = &Measure> {
     measures.iter().filter(|one| one.kind == MeasureKind::Quality)
 }

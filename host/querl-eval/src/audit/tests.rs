@@ -1,5 +1,4 @@
 //! Synthetic trainings: a policy that learns, and policies that use a hole of their reward.
-#![allow(clippy::unwrap_used)]
 
 use super::signs::SignKind;
 use super::*;
@@ -125,10 +124,7 @@ fn a_training_without_progress_has_no_sign() {
 /// Each hole with the sign that names it.
 #[test]
 fn every_hole_is_found_and_named() {
-    let with = |draw: &Draw, rewrite: String| match is_used(draw) {
-        true => (rewrite, 1.0),
-        false => (draw.plain.clone(), 0.0),
-    };
+    let with = |draw: &Draw, rewrite: String| if is_used(draw) { (rewrite, 1.0) } else { (draw.plain.clone(), 0.0) };
     let more = move |text: &'static str| -> Respond {
         Box::new(move |draw: &Draw| with(draw, format!("{} {text}", draw.plain)))
     };

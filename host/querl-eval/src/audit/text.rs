@@ -32,7 +32,6 @@ pub(super) fn head(audit: &Audit) -> String {
     format!("{episodes} scored rollouts of {queries} queries, {steps} steps")
 }
 
-/// What is compared.
 pub(super) fn windows(audit: &Audit) -> Option<String> {
     let text = |window: &Window| {
         let (first, last) = window.steps;

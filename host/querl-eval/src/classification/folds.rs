@@ -115,7 +115,6 @@ fn n_classes(labels: &[usize]) -> usize {
     labels.iter().max().map_or(0, |largest| largest + 1)
 }
 
-/// Number of examples of each class in a group.
 fn class_counts(labels: &[usize], group: &[usize], n_classes: usize) -> Vec<usize> {
     let mut counts = vec![0; n_classes];
     group.iter().for_each(|&index| counts[labels[index]] += 1);
@@ -145,7 +144,6 @@ fn round(labels: &[usize], groups: &[&str], settings: FoldSettings, repeat: usiz
         .collect()
 }
 
-/// The fold of each example.
 fn assign(labels: &[usize], groups: &[&str], settings: FoldSettings, repeat: usize) -> Vec<usize> {
     let n_classes = n_classes(labels);
     let totals = class_counts(labels, &(0..labels.len()).collect::<Vec<_>>(), n_classes);

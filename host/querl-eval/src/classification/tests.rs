@@ -1,7 +1,5 @@
 //! Metrics of a classifier against scikit-learn and scipy (tests/reference/classification.py), and their cautions.
 
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
-
 use super::baseline::TfIdf;
 use super::metrics::*;
 use super::*;

@@ -186,7 +186,6 @@ fn second_reciprocal_rank(record: &EvalRecord) -> Option<f64> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

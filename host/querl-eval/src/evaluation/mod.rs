@@ -329,10 +329,7 @@ impl<'a> Pooled<'_, 'a> {
     }
 
     fn values(&self, index: &Index<'a>, system: &str, metric: Metric) -> Vec<(QueryKey<'a>, f64)> {
-        match self.lookups.are_made() || !metric.needs_retrieval() {
-            true => index.values(system, metric),
-            false => Vec::new(),
-        }
+        if self.lookups.are_made() || !metric.needs_retrieval() { index.values(system, metric) } else { Vec::new() }
     }
 
     /// The paired difference of the values that `of` returns for two systems of each run.

@@ -441,7 +441,6 @@ impl ReliabilityChart {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
 

@@ -169,7 +169,6 @@ impl OutcomeChanges {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::records::{Rejection, Reward};

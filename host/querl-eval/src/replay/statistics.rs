@@ -295,7 +295,6 @@ fn sort_counting(values: &mut [f64], scratch: &mut [f64]) -> u64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, reason = "a test may panic")]
 mod tests {
     use super::*;
     use serde_json::Value;

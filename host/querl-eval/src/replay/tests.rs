@@ -1,7 +1,5 @@
 //! Comparison of two rewards on recorded episodes: figures, text, page.
 
-#![allow(clippy::unwrap_used, reason = "a test may panic")]
-
 use super::changes::{Sign, SignCounts, SignMove};
 use super::*;
 use querl_core::episodes::{RecordedEpisode, parse};

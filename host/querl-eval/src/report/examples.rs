@@ -42,7 +42,6 @@ struct Answer {
     mark_text: String,
 }
 
-/// Records of one query by system.
 type QueryRecords<'a> = BTreeMap<&'a str, &'a EvalRecord>;
 
 impl Examples {

@@ -63,7 +63,6 @@ pub(crate) fn answer(rewrite: &str, hits: Vec<Hit>) -> SystemAnswer {
     }
 }
 
-/// A record of `system` for the query of `row`.
 pub(crate) fn record(system: &str, row: usize, outcome: Result<SystemAnswer, Rejection>) -> EvalRecord {
     EvalRecord { system: system.to_owned(), query: query(row), outcome }
 }

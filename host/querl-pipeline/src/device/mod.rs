@@ -165,7 +165,6 @@ impl Executor {
         Some(if self.n_ranks > 1 { format!("{device}, {} ranks", self.n_ranks) } else { device })
     }
 
-    /// [`job::run_sft`] on this executor's devices.
     pub(crate) fn run_sft(
         &self,
         job: &SftJob,
@@ -179,7 +178,6 @@ impl Executor {
         }
     }
 
-    /// [`job::run_rl`] on this executor's devices.
     pub(crate) fn run_rl(
         &self,
         job: &RlJob,
@@ -194,7 +192,6 @@ impl Executor {
         }
     }
 
-    /// [`job::run_generate`] on this executor's devices.
     pub(crate) fn run_generate(
         &self,
         job: &GenerateJob,
@@ -344,7 +341,6 @@ pub fn capability_name(capability: u32) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::config::{BaseDtype, TuningMethod};

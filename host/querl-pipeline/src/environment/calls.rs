@@ -142,7 +142,6 @@ impl<T: Clone> CallCache<T> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::testing::query;

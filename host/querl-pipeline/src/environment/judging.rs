@@ -256,7 +256,6 @@ fn points(word: &str) -> Option<(f64, f64)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -5,7 +5,6 @@ use querl_core::records::{Candidate, Episode, Message, Rejection, Reward, Reward
 use querl_style::turns_of_side;
 use std::sync::Arc;
 
-/// One reward plugin and its weight in the sum.
 #[derive(Clone)]
 pub(crate) struct WeightedReward {
     /// Prefix of the plugin's components in metrics, episodes and reports; unique in a run.
@@ -27,7 +26,6 @@ pub(crate) fn inputs_of_baseline(rewards: &[WeightedReward]) -> EpisodeInputs {
     inputs.fold(EpisodeInputs::default(), EpisodeInputs::union)
 }
 
-/// Scores of a batch of episodes.
 pub(crate) struct RewardScores {
     /// One per episode, in order.
     pub sums: Vec<Outcome>,
@@ -104,7 +102,6 @@ pub(super) fn add_styles(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::testing::{Shop, ShopReward, query, request, rewritten};
     use super::*;

@@ -163,7 +163,6 @@ pub(crate) struct ScoreRequest<'a> {
     pub judged: bool,
 }
 
-/// An episode and its score, or why there is none.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ScoredEpisode {
     pub episode: Episode,
@@ -521,7 +520,6 @@ fn check_services<T>(answers: &[Result<T, CallError>]) -> Result<(), CallFailure
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::judging::Comparison;
     use super::super::testing::{LengthReward, Shop, query, request, rewritten};

@@ -79,10 +79,7 @@ impl RewardEnvironment {
             return Ok((load(path, overrides)?, path.to_owned()));
         }
         let resolved = run_in(path)?.config();
-        let config = match overrides.set.is_empty() {
-            true => load_resolved(&resolved)?,
-            false => load(&resolved, overrides)?,
-        };
+        let config = if overrides.set.is_empty() { load_resolved(&resolved)? } else { load(&resolved, overrides)? };
         let folder = std::path::absolute(path).with_context(|| path.display().to_string())?;
         Ok((Config { output_dir: folder, ..config }, resolved))
     }
@@ -207,7 +204,6 @@ impl Drop for RewardEnvironment {
     }
 }
 
-/// The ids of a batch's episodes.
 #[derive(Default)]
 struct EpisodeIds {
     used: HashSet<String>,
@@ -276,7 +272,6 @@ fn baseline_of(own: &InlineQuery) -> Baseline {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

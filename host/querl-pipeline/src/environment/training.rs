@@ -165,7 +165,6 @@ impl EpisodeLog {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::testing::{Shop, dataset_row, validated};
     use super::*;

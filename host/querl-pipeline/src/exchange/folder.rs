@@ -63,7 +63,6 @@ pub(super) struct RewardProcesses<'a> {
     pub(super) rows: &'a str,
 }
 
-/// Writes them to `out`.
 pub(super) fn write_shared(
     run: &ExportedRun,
     base: BaseFiles,
@@ -238,7 +237,6 @@ pub(super) struct EngineFiles<'a> {
 }
 
 impl EngineFiles<'_> {
-    /// Writes them to `out`, whose shared files are written.
     pub(super) fn write(self, run: &ExportedRun, shared: SharedFiles, out: &Path) -> anyhow::Result<Exported> {
         let SharedFiles { plugins, outside, notes: limits, .. } = shared;
         let form: Vec<String> = note_on_form(&run.config, self.engine).into_iter().collect();

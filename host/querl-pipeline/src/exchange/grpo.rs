@@ -49,16 +49,7 @@ impl GrpoSizes {
                 rl.n_samples
             ));
         }
-        if run.train.len() < rl.batch_size {
-            let (batch, n_rows) = (rl.batch_size, run.train.len());
-            notes.push(format!(
-                "rl.batch_size is {batch}, and a batch of {engine} has at most the {n_rows} rows of the training split"
-            ));
-        }
-        if self.mini_batch != rl.mini_batch_size {
-            let (there, own) = (self.mini_batch, rl.mini_batch_size);
-            notes.push(format!("an optimizer step has {there} responses in place of rl.mini_batch_size = {own}"));
-        }
+        notes.extend(run.batch_note(engine).into_iter().chain(run.mini_batch_note(self.mini_batch)));
         if matches!(config.model.dtype, BaseDtype::Int8 | BaseDtype::Fp8 | BaseDtype::Nf4) {
             notes.push(format!("the base model is bf16 in place of {}", config.model.dtype.name()));
         }
@@ -74,7 +65,7 @@ fn largest_divisor(n: usize, limit: usize) -> usize {
 
 /// Keys that neither has.
 pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
-    for (key, note) in [
+    m.all_none(&[
         ("rl.advantage_form", "GRPO has one advantage for a response, and ratios per token"),
         ("rl.gamma", "GRPO has no discount"),
         ("rl.gae_lambda", "GRPO has no values"),
@@ -88,9 +79,7 @@ pub(super) fn without_equivalent(m: &mut Mapping, engine: &str) {
         ("rl.kl_target", "`beta` does not change"),
         ("rl.kl_horizon", "used with `rl.kl_target` alone"),
         ("rl.overlong_penalty_factor", "used with `rl.overlong_buffer_len` alone"),
-    ] {
-        m.none(key, note);
-    }
+    ]);
     for (key, note) in [
         ("rl.target_kl", "does not skip epochs"),
         ("rl.advantage_clip", "does not clip advantages"),
@@ -159,6 +148,40 @@ pub(super) fn set_ratios(m: &mut Mapping, rl: &RlConfig, quote: fn(&str) -> Stri
         (_, Some(high)) => m.set("rl.clip_range_high", &[("epsilon_high", float(high))], ""),
         (_, None) => m.set("rl.clip_range_high", &[], "without `epsilon_high` both sides have `epsilon`"),
     }
+}
+
+/// Sizes of batches; `mini_batch`: the settings of an optimizer step, and what they mean.
+pub(super) fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes, mini_batch: (&[(&str, String)], &str)) {
+    m.set("rl.n_samples", &[("num_generations", sizes.n_samples.to_string())], "at least 2");
+    let batch = [("generation_batch_size", sizes.batch.to_string())];
+    m.set("rl.batch_size", &batch, "in responses, of at most the rows of the training split");
+    m.set("rl.ppo_epochs", &[("num_iterations", rl.ppo_epochs.to_string())], "");
+    m.set("rl.mini_batch_size", mini_batch.0, mini_batch.1);
+    m.set("rl.gradient_accumulation_steps", &[], "see `rl.mini_batch_size`; the result does not depend on it");
+    let steps = (sizes.steps * sizes.updates).to_string();
+    m.set("rl.max_steps", &[("max_steps", steps)], "in optimizer steps");
+    m.set("rl.epochs", &[], "see `rl.max_steps`");
+    m.fixed("per_device_eval_batch_size", sizes.pass.to_string());
+    m.fixed("num_generations_eval", "1");
+}
+
+pub(super) fn optimizer(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes, quote: fn(&str) -> String) {
+    m.set("rl.learning_rate", &[("learning_rate", float(rl.learning_rate))], "");
+    let n_warmup = sizes.n_warmup(rl);
+    m.set("rl.lr_scheduler", &[("lr_scheduler_type", quote(schedule(rl.lr_scheduler, n_warmup)))], "");
+    m.set("rl.warmup_ratio", &[("warmup_steps", n_warmup.to_string())], "");
+    m.set("rl.weight_decay", &[("weight_decay", float(rl.weight_decay))], "");
+    m.set("rl.max_grad_norm", &[("max_grad_norm", float(rl.max_grad_norm))], "");
+}
+
+/// When a run is evaluated and saved, in optimizer steps.
+pub(super) fn intervals(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
+    for (key, name, steps) in
+        [("rl.eval_steps", "eval_steps", rl.eval_steps), ("rl.save_steps", "save_steps", rl.save_steps)]
+    {
+        m.set(key, &[(name, (steps * sizes.updates).to_string())], "in optimizer steps");
+    }
+    m.set("rl.save_total_limit", &[("save_total_limit", rl.save_total_limit.to_string())], "");
 }
 
 /// Name of a schedule in transformers.

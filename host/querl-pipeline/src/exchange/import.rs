@@ -258,7 +258,6 @@ fn numbers(row: &Map<String, Value>) -> Row {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

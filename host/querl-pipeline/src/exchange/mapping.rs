@@ -49,9 +49,28 @@ impl Mapping {
         self.settings.extend(settings.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
     }
 
+    /// `key` is each of `names` there, with one value.
+    pub(super) fn set_all(&mut self, key: &str, names: &[&str], value: &str, note: &str) {
+        let settings: Vec<(&str, String)> = names.iter().map(|name| (*name, value.to_owned())).collect();
+        self.set(key, &settings, note);
+    }
+
     /// `key` has no equivalent, and why; `note` says also which value is what the engine does.
     pub(super) fn none(&mut self, key: &str, note: &str) {
         self.add(key, Equivalent::None, note);
+    }
+
+    /// Keys without an equivalent, each with the reason.
+    pub(super) fn all_none(&mut self, keys: &[(&str, &str)]) {
+        keys.iter().for_each(|(key, note)| self.none(key, note));
+    }
+
+    /// Early stopping, which no engine has; `remedy` ends the sentence on a run that has it.
+    pub(super) fn early_stopping(&mut self, rl: &RlConfig, engine: &str, remedy: &str) {
+        match rl.early_stopping_patience {
+            0 => self.set("rl.early_stopping_patience", &[], &format!("{engine} takes all steps, as 0 does")),
+            _ => self.none("rl.early_stopping_patience", &format!("{engine} takes all steps{remedy}")),
+        }
     }
 
     /// The reward reads `key` from `querl.toml`.
@@ -74,7 +93,6 @@ impl Mapping {
         lost.map(|key| format!("{} = {}: {}", key.key, key.value, key.note)).collect()
     }
 
-    /// The table in Markdown.
     pub(super) fn to_markdown(&self, engine: &str) -> String {
         let mut text = format!("| key | value | {engine} | |\n|---|---|---|---|\n");
         for MappedKey { key, value, equivalent, note, .. } in &self.keys {
@@ -143,7 +161,6 @@ pub(super) fn assert_has_rl_keys_once(mapping: &Mapping) {
     assert_eq!(keys, all_rl_keys());
 }
 
-/// Every key of `[rl]`.
 #[cfg(test)]
 fn all_rl_keys() -> Vec<String> {
     let (epochs, clip_range_high, anchor_baseline) = (Some(1), Some(0.28), Some(0.0));

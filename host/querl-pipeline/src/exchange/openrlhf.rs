@@ -26,13 +26,8 @@ pub fn export_openrlhf(run: &ExportedRun, base: BaseFiles, out: &Path) -> anyhow
     let mapping = mapping(run, &sizes)?;
     let settings = argument_lines(mapping.settings());
     let values = [("@SETTINGS@", settings.as_str()), ("@MODEL@", model.as_str())];
-    let files = EngineFiles {
-        engine: "OpenRLHF",
-        mapping: &mapping,
-        notes: notes(run, &sizes),
-        templates: &FILES,
-        values: &values,
-    };
+    let notes = notes(run, &sizes);
+    let files = EngineFiles { engine: "OpenRLHF", mapping: &mapping, notes, templates: &FILES, values: &values };
     files.write(run, shared, out)
 }
 
@@ -134,7 +129,7 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
     let reward_clip = if rl.reward_clip > 0.0 { float(rl.reward_clip) } else { NO_LIMIT.to_owned() };
     let range = format!("-{reward_clip} {reward_clip}");
     m.set("rl.reward_clip", &[("reward.clip_range", range)], "0 is a range that is never left");
-    for (key, note) in [
+    m.all_none(&[
         ("rl.advantage_form", "OpenRLHF has advantages and ratios per token"),
         ("rl.whiten_advantages", "OpenRLHF always whitens with `gae` and `reinforce`, as `true` does"),
         ("rl.advantage_clip", "OpenRLHF does not clip advantages"),
@@ -151,9 +146,7 @@ fn algorithm(m: &mut Mapping, rl: &RlConfig) {
         ("rl.importance_cap", "see `algo.advantage.is_correction_level` of OpenRLHF, which is not the same"),
         ("rl.off_by_one", "see `train.async_enable` of OpenRLHF, which is not the same"),
         ("rl.pipeline_parts", "OpenRLHF generates and scores one by one; no result depends on it"),
-    ] {
-        m.none(key, note);
-    }
+    ]);
 }
 
 fn kl(m: &mut Mapping, rl: &RlConfig) {
@@ -221,8 +214,8 @@ fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &Sizes) {
     let mini_batch = [("train.batch_size", sizes.mini_batch.to_string())];
     m.set("rl.mini_batch_size", &mini_batch, "at most the responses of a batch; a multiple of the GPUs");
     m.set("rl.ppo_epochs", &[("train.max_epochs", rl.ppo_epochs.to_string())], "");
-    let passes = [("train.micro_batch_size", "1".to_owned()), ("rollout.micro_batch_size", "1".to_owned())];
-    m.set("rl.gradient_accumulation_steps", &passes, "the result does not depend on it");
+    let passes = ["train.micro_batch_size", "rollout.micro_batch_size"];
+    m.set_all("rl.gradient_accumulation_steps", &passes, "1", "the result does not depend on it");
     let episodes = [("train.num_episodes", sizes.episodes.to_string())];
     m.set("rl.max_steps", &episodes, "in passes over the training split, rounded up");
     m.set("rl.epochs", &[], "see `rl.max_steps`");
@@ -250,11 +243,9 @@ fn optimizers(m: &mut Mapping, rl: &RlConfig) {
     m.fixed("critic.lr_scheduler", "constant");
     m.set("rl.warmup_ratio", &[("actor.lr_warmup_ratio", float(rl.warmup_ratio))], "");
     m.fixed("critic.lr_warmup_ratio", "0.0");
-    let decay = float(rl.weight_decay);
-    let settings = [("actor.adam.weight_decay", decay.clone()), ("critic.adam.weight_decay", decay)];
-    m.set("rl.weight_decay", &settings, "");
-    let norm = float(rl.max_grad_norm);
-    m.set("rl.max_grad_norm", &[("actor.max_norm", norm.clone()), ("critic.max_norm", norm)], "");
+    let decays = ["actor.adam.weight_decay", "critic.adam.weight_decay"];
+    m.set_all("rl.weight_decay", &decays, &float(rl.weight_decay), "");
+    m.set_all("rl.max_grad_norm", &["actor.max_norm", "critic.max_norm"], &float(rl.max_grad_norm), "");
     // As in querl and transformers; OpenRLHF has 0.95.
     for name in ["actor.adam.betas", "critic.adam.betas"] {
         m.fixed(name, "0.9 0.999");
@@ -267,10 +258,7 @@ fn intervals(m: &mut Mapping, rl: &RlConfig) {
     m.set("rl.save_total_limit", &[("ckpt.max_num", rl.save_total_limit.to_string())], "");
     m.fixed("ckpt.save_hf", "");
     m.none("rl.save_interval_s", "OpenRLHF saves by steps alone");
-    match rl.early_stopping_patience {
-        0 => m.set("rl.early_stopping_patience", &[], "OpenRLHF takes all steps, as 0 does"),
-        _ => m.none("rl.early_stopping_patience", "OpenRLHF takes all steps"),
-    }
+    m.early_stopping(rl, "OpenRLHF", "");
 }
 
 fn model(m: &mut Mapping, run: &ExportedRun) {
@@ -291,7 +279,6 @@ fn model(m: &mut Mapping, run: &ExportedRun) {
     m.fixed("ds.attn_implementation", "sdpa");
 }
 
-/// Differences that no single key explains.
 fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
     let (config, mut notes) = (&run.config, Vec::new());
     if run.adapter.is_some() {
@@ -301,23 +288,11 @@ fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
                 .to_owned(),
         );
     }
-    if run.train.len() < config.rl.batch_size {
-        let (batch, n_rows) = (config.rl.batch_size, run.train.len());
-        notes.push(format!(
-            "rl.batch_size is {batch}, and a batch of OpenRLHF has at most the {n_rows} rows of the training split"
-        ));
-    }
-    if sizes.mini_batch != config.rl.mini_batch_size {
-        let (there, own) = (sizes.mini_batch, config.rl.mini_batch_size);
-        notes.push(format!("an optimizer step has {there} responses in place of rl.mini_batch_size = {own}"));
-    }
+    notes.extend(run.batch_note("OpenRLHF").into_iter().chain(run.mini_batch_note(sizes.mini_batch)));
     if let (LossAgg::Algorithm, Some((note, _))) = (config.rl.loss_agg, lost_average(&config.rl)) {
         notes.push(format!("the average of losses that rl.algorithm has is another one there: {note}"));
     }
-    let alpha = run.lora().1;
-    if alpha.fract() != 0.0 {
-        notes.push(format!("lora_alpha is {alpha}, and OpenRLHF takes an integer: it is rounded"));
-    }
+    notes.extend(run.alpha_note("OpenRLHF"));
     if !matches!(config.model.dtype, BaseDtype::Bf16 | BaseDtype::F16) {
         notes.push(format!("weights are bf16 in place of {}", config.model.dtype.name()));
     }
@@ -327,7 +302,6 @@ fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::exchange::mapping::assert_has_rl_keys_once;

@@ -25,7 +25,6 @@ impl Rewrites {
     }
 }
 
-/// The rows of a split, in order.
 pub(super) fn prompt_rows(dataset: &[DatasetRow], columns: &RowColumns, rewrites: &Rewrites) -> Vec<PromptRow> {
     let row = |row: &DatasetRow| {
         let query = &row.metadata.query;
@@ -60,7 +59,6 @@ fn query_text(query: &QueryRow, columns: &Columns, baseline: Option<&str>) -> St
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::environment::testing::{dataset_row, validated};

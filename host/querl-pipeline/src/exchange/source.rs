@@ -102,6 +102,31 @@ impl ExportedRun {
             .as_ref()
             .map_or((sft.lora_rank, sft.lora_alpha), |adapter| (adapter.settings.rank, adapter.settings.alpha))
     }
+
+    /// The note on a batch that is larger than the training split.
+    pub(super) fn batch_note(&self, engine: &str) -> Option<String> {
+        let (batch, n_rows) = (self.config.rl.batch_size, self.train.len());
+        let note = || {
+            format!(
+                "rl.batch_size is {batch}, and a batch of {engine} has at most the {n_rows} rows of the training split"
+            )
+        };
+        (n_rows < batch).then(note)
+    }
+
+    /// The note on an optimizer step that has another number of responses `there`.
+    pub(super) fn mini_batch_note(&self, there: usize) -> Option<String> {
+        let own = self.config.rl.mini_batch_size;
+        let note = || format!("an optimizer step has {there} responses in place of rl.mini_batch_size = {own}");
+        (there != own).then(note)
+    }
+
+    /// The note on an alpha that is rounded for an engine that takes an integer.
+    pub(super) fn alpha_note(&self, engine: &str) -> Option<String> {
+        let alpha = self.lora().1;
+        let note = || format!("lora_alpha is {alpha}, and {engine} takes an integer: it is rounded");
+        (alpha.fract() != 0.0).then(note)
+    }
 }
 
 /// What fine-tuning left, or the configured model without it.
@@ -121,7 +146,6 @@ fn read_adapter(folder: PathBuf, model: &Path) -> anyhow::Result<SftAdapter> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 pub(super) mod testing {
     use super::*;
 

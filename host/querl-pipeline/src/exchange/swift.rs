@@ -31,13 +31,8 @@ pub fn export_swift(run: &ExportedRun, base: BaseFiles, out: &Path) -> anyhow::R
     let settings = argument_lines(mapping.settings());
     let values =
         [("@ACCUMULATION@", accumulation.as_str()), ("@SETTINGS@", settings.as_str()), ("@MODEL@", model.as_str())];
-    let files = EngineFiles {
-        engine: "ms-swift",
-        mapping: &mapping,
-        notes: notes(run, &sizes),
-        templates: &FILES,
-        values: &values,
-    };
+    let notes = notes(run, &sizes);
+    let files = EngineFiles { engine: "ms-swift", mapping: &mapping, notes, templates: &FILES, values: &values };
     files.write(run, shared, out)
 }
 
@@ -61,10 +56,17 @@ fn mapping(run: &ExportedRun, sizes: &GrpoSizes) -> anyhow::Result<Mapping> {
     let rl = &run.config.rl;
     algorithm(&mut mapping, rl);
     kl(&mut mapping, rl);
-    batches(&mut mapping, rl, sizes);
+    let pass = [("per_device_train_batch_size", sizes.pass.to_string())];
+    let note = "times `gradient_accumulation_steps`, which train.sh divides over the GPUs: a divisor of the batch";
+    grpo::batches(&mut mapping, rl, sizes, (&pass, note));
     sampling(&mut mapping, rl);
-    optimizer(&mut mapping, rl, sizes);
-    intervals(&mut mapping, rl, sizes);
+    grpo::optimizer(&mut mapping, rl, sizes, str::to_owned);
+    // As in querl and transformers; ms-swift has 0.95.
+    mapping.fixed("adam_beta2", "0.999");
+    grpo::intervals(&mut mapping, rl, sizes);
+    mapping.early_stopping(rl, "ms-swift", "; see its `early_stop_interval`");
+    mapping.fixed("logging_steps", "1");
+    mapping.fixed("report_to", "none");
     lora(&mut mapping, run);
     let config = &run.config;
     if let Some(enable_thinking) = config.model.enable_thinking {
@@ -120,22 +122,6 @@ fn kl(m: &mut Mapping, rl: &RlConfig) {
     }
 }
 
-fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
-    m.set("rl.n_samples", &[("num_generations", sizes.n_samples.to_string())], "at least 2");
-    let batch = [("generation_batch_size", sizes.batch.to_string())];
-    m.set("rl.batch_size", &batch, "in responses, of at most the rows of the training split");
-    m.set("rl.ppo_epochs", &[("num_iterations", rl.ppo_epochs.to_string())], "");
-    let pass = [("per_device_train_batch_size", sizes.pass.to_string())];
-    let note = "times `gradient_accumulation_steps`, which train.sh divides over the GPUs: a divisor of the batch";
-    m.set("rl.mini_batch_size", &pass, note);
-    m.set("rl.gradient_accumulation_steps", &[], "see `rl.mini_batch_size`; the result does not depend on it");
-    let steps = (sizes.steps * sizes.updates).to_string();
-    m.set("rl.max_steps", &[("max_steps", steps)], "in optimizer steps");
-    m.set("rl.epochs", &[], "see `rl.max_steps`");
-    m.fixed("per_device_eval_batch_size", sizes.pass.to_string());
-    m.fixed("num_generations_eval", "1");
-}
-
 fn sampling(m: &mut Mapping, rl: &RlConfig) {
     m.set("rl.temperature", &[("temperature", float(rl.temperature))], "");
     m.set("rl.top_p", &[("top_p", float(rl.top_p))], "");
@@ -154,30 +140,6 @@ fn sampling(m: &mut Mapping, rl: &RlConfig) {
     }
 }
 
-fn optimizer(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
-    m.set("rl.learning_rate", &[("learning_rate", float(rl.learning_rate))], "");
-    let n_warmup = sizes.n_warmup(rl);
-    m.set("rl.lr_scheduler", &[("lr_scheduler_type", grpo::schedule(rl.lr_scheduler, n_warmup).into())], "");
-    m.set("rl.warmup_ratio", &[("warmup_steps", n_warmup.to_string())], "");
-    m.set("rl.weight_decay", &[("weight_decay", float(rl.weight_decay))], "");
-    m.set("rl.max_grad_norm", &[("max_grad_norm", float(rl.max_grad_norm))], "");
-    // As in querl and transformers; ms-swift has 0.95.
-    m.fixed("adam_beta2", "0.999");
-}
-
-fn intervals(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
-    let (evaluate, save) = (rl.eval_steps * sizes.updates, rl.save_steps * sizes.updates);
-    m.set("rl.eval_steps", &[("eval_steps", evaluate.to_string())], "in optimizer steps");
-    m.set("rl.save_steps", &[("save_steps", save.to_string())], "in optimizer steps");
-    m.set("rl.save_total_limit", &[("save_total_limit", rl.save_total_limit.to_string())], "");
-    match rl.early_stopping_patience {
-        0 => m.set("rl.early_stopping_patience", &[], "ms-swift takes all steps, as 0 does"),
-        _ => m.none("rl.early_stopping_patience", "ms-swift takes all steps; see its `early_stop_interval`"),
-    }
-    m.fixed("logging_steps", "1");
-    m.fixed("report_to", "none");
-}
-
 /// Of a new adapter; that of SFT brings its own.
 fn lora(m: &mut Mapping, run: &ExportedRun) {
     let (rank, alpha) = run.lora();
@@ -192,16 +154,14 @@ fn lora(m: &mut Mapping, run: &ExportedRun) {
     m.fixed("lora_dropout", "0");
 }
 
-/// Differences that no single key explains.
 fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     let mut notes = Vec::new();
     if matches!(run.config.rl.algorithm, RlAlgorithm::Ppo | RlAlgorithm::Raft) {
         notes.push("rl.algorithm is replaced by GRPO, which is what train.sh trains with".to_owned());
     }
     notes.extend(sizes.notes(run, "ms-swift"));
-    let alpha = run.lora().1;
-    if run.adapter.is_none() && alpha.fract() != 0.0 {
-        notes.push(format!("lora_alpha is {alpha}, and ms-swift takes an integer: it is rounded"));
+    if run.adapter.is_none() {
+        notes.extend(run.alpha_note("ms-swift"));
     }
     notes.push(
         "prompts are written with the template that ms-swift has for the model, not with the tokenizer's".to_owned(),
@@ -211,7 +171,6 @@ fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::exchange::mapping::assert_has_rl_keys_once;

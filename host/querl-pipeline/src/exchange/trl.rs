@@ -36,13 +36,8 @@ pub fn export_trl(run: &ExportedRun, base: BaseFiles, out: &Path) -> anyhow::Res
         ("@BASE@", base_text),
         ("@MODEL@", python_model.as_str()),
     ];
-    let files = EngineFiles {
-        engine: "GRPOConfig",
-        mapping: &mapping,
-        notes: notes(run, &sizes),
-        templates: &FILES,
-        values: &values,
-    };
+    let notes = notes(run, &sizes);
+    let files = EngineFiles { engine: "GRPOConfig", mapping: &mapping, notes, templates: &FILES, values: &values };
     files.write(run, shared, out)
 }
 
@@ -58,10 +53,18 @@ fn mapping(run: &ExportedRun, sizes: &GrpoSizes) -> anyhow::Result<Mapping> {
     let rl = &run.config.rl;
     algorithm(&mut mapping, rl);
     kl(&mut mapping, rl);
-    batches(&mut mapping, rl, sizes);
+    let mini_batch = [
+        ("per_device_train_batch_size", sizes.pass.to_string()),
+        ("gradient_accumulation_steps", (sizes.mini_batch / sizes.pass).to_string()),
+    ];
+    let note = "the product of both is an optimizer step, a divisor of the batch";
+    grpo::batches(&mut mapping, rl, sizes, (&mini_batch, note));
     sampling(&mut mapping, rl);
-    optimizer(&mut mapping, rl, sizes);
-    intervals(&mut mapping, rl, sizes);
+    grpo::optimizer(&mut mapping, rl, sizes, text);
+    grpo::intervals(&mut mapping, rl, sizes);
+    mapping.early_stopping(rl, "TRL", "; add EarlyStoppingCallback of transformers");
+    mapping.fixed("logging_steps", "1");
+    mapping.fixed("report_to", text("none"));
     let config = &run.config;
     if let Some(enable_thinking) = config.model.enable_thinking {
         let variables = format!("{{\"enable_thinking\": {}}}", flag(enable_thinking));
@@ -117,24 +120,6 @@ fn kl(m: &mut Mapping, rl: &RlConfig) {
     }
 }
 
-fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
-    m.set("rl.n_samples", &[("num_generations", sizes.n_samples.to_string())], "at least 2");
-    let batch = [("generation_batch_size", sizes.batch.to_string())];
-    m.set("rl.batch_size", &batch, "in responses, of at most the rows of the training split");
-    m.set("rl.ppo_epochs", &[("num_iterations", rl.ppo_epochs.to_string())], "");
-    let settings = [
-        ("per_device_train_batch_size", sizes.pass.to_string()),
-        ("gradient_accumulation_steps", (sizes.mini_batch / sizes.pass).to_string()),
-    ];
-    m.set("rl.mini_batch_size", &settings, "the product of both is an optimizer step, a divisor of the batch");
-    m.set("rl.gradient_accumulation_steps", &[], "see `rl.mini_batch_size`; the result does not depend on it");
-    let steps = (sizes.steps * sizes.updates).to_string();
-    m.set("rl.max_steps", &[("max_steps", steps)], "in optimizer steps");
-    m.set("rl.epochs", &[], "see `rl.max_steps`");
-    m.fixed("per_device_eval_batch_size", sizes.pass.to_string());
-    m.fixed("num_generations_eval", "1");
-}
-
 fn sampling(m: &mut Mapping, rl: &RlConfig) {
     m.set("rl.temperature", &[("temperature", float(rl.temperature))], "");
     m.set("rl.top_p", &[("top_p", float(rl.top_p))], "");
@@ -148,29 +133,6 @@ fn sampling(m: &mut Mapping, rl: &RlConfig) {
     m.set("rl.min_new_tokens", &[("generation_kwargs", generation)], "");
     m.set("rl.no_repeat_ngram_size", &[], "in `generation_kwargs`; transformers counts n-grams of the prompt too");
     m.none("rl.stop_strings", "TRL does not pass its tokenizer to generation, which stop strings need");
-}
-
-fn optimizer(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
-    m.set("rl.learning_rate", &[("learning_rate", float(rl.learning_rate))], "");
-    let n_warmup = sizes.n_warmup(rl);
-    let schedule = grpo::schedule(rl.lr_scheduler, n_warmup);
-    m.set("rl.lr_scheduler", &[("lr_scheduler_type", text(schedule))], "");
-    m.set("rl.warmup_ratio", &[("warmup_steps", n_warmup.to_string())], "");
-    m.set("rl.weight_decay", &[("weight_decay", float(rl.weight_decay))], "");
-    m.set("rl.max_grad_norm", &[("max_grad_norm", float(rl.max_grad_norm))], "");
-}
-
-fn intervals(m: &mut Mapping, rl: &RlConfig, sizes: &GrpoSizes) {
-    let (evaluate, save) = (rl.eval_steps * sizes.updates, rl.save_steps * sizes.updates);
-    m.set("rl.eval_steps", &[("eval_steps", evaluate.to_string())], "in optimizer steps");
-    m.set("rl.save_steps", &[("save_steps", save.to_string())], "in optimizer steps");
-    m.set("rl.save_total_limit", &[("save_total_limit", rl.save_total_limit.to_string())], "");
-    match rl.early_stopping_patience {
-        0 => m.set("rl.early_stopping_patience", &[], "TRL takes all steps, as 0 does"),
-        _ => m.none("rl.early_stopping_patience", "TRL takes all steps; add EarlyStoppingCallback of transformers"),
-    }
-    m.fixed("logging_steps", "1");
-    m.fixed("report_to", text("none"));
 }
 
 /// Arguments of a new adapter, where there is none of SFT.
@@ -200,7 +162,6 @@ fn python_lines(settings: &[(String, String)]) -> String {
     lines
 }
 
-/// Differences that no single key explains.
 fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     let (rl, mut notes) = (&run.config.rl, Vec::new());
     if !matches!(rl.algorithm, RlAlgorithm::Grpo | RlAlgorithm::DrGrpo) {
@@ -214,7 +175,6 @@ fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::exchange::mapping::assert_has_rl_keys_once;

@@ -105,7 +105,6 @@ impl Inputs {
         Ok(self)
     }
 
-    /// One digest of all.
     pub(crate) fn digest(&self) -> String {
         querl_core::fsx::digest_hex(format!("{:?}", self.0).as_bytes())
     }
@@ -251,7 +250,6 @@ fn digest_folder(path: &Path, wanted: impl Fn(&str) -> bool) -> anyhow::Result<S
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::Entry;
     use super::*;

@@ -150,7 +150,6 @@ impl Ledger {
         Ok(Self { path: path.into(), contents })
     }
 
-    /// The run directory.
     pub(crate) fn root(&self) -> &Path {
         self.path.parent().unwrap_or(Path::new(""))
     }
@@ -255,7 +254,6 @@ pub(crate) fn rows_of<T: serde::de::DeserializeOwned>(path: &Path) -> anyhow::Re
     })
 }
 
-/// Name of the teacher of the rewrite stage.
 pub(crate) fn teacher_name(dir: &RunDir) -> anyhow::Result<String> {
     let ledger = Ledger::open(&dir.stages())?;
     let name = ledger.entry(StageName::Rewrite.as_str()).and_then(|entry| entry.facts.get("teacher")?.as_str());
@@ -286,7 +284,6 @@ impl Facts {
         self
     }
 
-    /// Adds a part of the previous figure.
     pub(crate) fn add_part(&mut self, name: &str, count: u64) -> &mut Self {
         self.add(format!("{PART}{name}"), count)
     }
@@ -334,7 +331,6 @@ fn readable(value: &Value) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -124,7 +124,6 @@ fn relative(root: &Path, path: &Path) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::fsx::write_atomic;

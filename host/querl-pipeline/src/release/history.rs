@@ -261,7 +261,6 @@ pub fn tenants_of(entries: &[HistoryEntry]) -> BTreeMap<String, TenantReleases> 
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

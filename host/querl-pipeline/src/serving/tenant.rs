@@ -226,7 +226,6 @@ impl BaseModel {
     }
 }
 
-/// A tenant's model, ready to generate.
 pub(super) struct TenantModel {
     pub(super) facts: Tenant,
     pub(super) prompts: Arc<dyn Prompts>,
@@ -276,7 +275,6 @@ impl TenantModel {
         Ok(Self { facts, prompts, response_form, tokenizer, adapter, decoding, sampling })
     }
 
-    /// The tenant's prompt for a query.
     pub(super) fn prompt(&self, query: &str, context: &Context) -> Result<Vec<Message>, SubmitError> {
         let input = PromptInput { query, context, rewrite: None };
         let messages = self.prompts.messages(PromptTask::PolicyRewrite, &input);
@@ -294,7 +292,6 @@ impl TenantModel {
     }
 }
 
-/// Digest of the files of a base model.
 fn base_digest(path: &Path) -> anyhow::Result<String> {
     let mut inputs = Inputs::default();
     inputs.model("base", path)?;
@@ -302,7 +299,6 @@ fn base_digest(path: &Path) -> anyhow::Result<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -120,7 +120,6 @@ fn worth(query: &QueryRow, hits: &[Hit]) -> f64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use async_trait::async_trait;

@@ -148,7 +148,6 @@ fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::ledger::{Entry, Inputs};

@@ -71,7 +71,6 @@ pub(super) fn before_rl(run: &Run, ledger: &Ledger, on_noise: OnNoise) -> Result
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

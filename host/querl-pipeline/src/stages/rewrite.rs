@@ -225,7 +225,6 @@ fn local_teacher_name(config: &TeacherConfig) -> String {
     format!("{} (local)", name.to_string_lossy())
 }
 
-/// Whether the model can be used.
 fn check_local_teacher(run: &Run) -> anyhow::Result<()> {
     let path = model_folder(run)?;
     TextTokenizer::load(path).map_err(Stop::usage)?;
@@ -247,7 +246,6 @@ fn model_folder(run: &Run) -> anyhow::Result<&Path> {
     Ok(run.config.teacher.model_path.as_deref().ok_or_else(missing)?)
 }
 
-/// Asks the model for a rewrite of each row.
 fn rewrite_locally<'a>(
     run: &'a Run,
     table: &'a QueryTable,

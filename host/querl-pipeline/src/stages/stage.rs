@@ -127,7 +127,6 @@ pub(super) fn has_content(path: &Path) -> bool {
     }
 }
 
-/// A running mean.
 #[derive(Default)]
 pub(super) struct Mean {
     sum: f64,

@@ -11,7 +11,6 @@ use querl_train::job::{Failure, FailureKind, JobError};
 /// After an out-of-memory error, advice is computed for this share of the planned memory.
 const SHARE_AFTER_FAILURE: f64 = 0.85;
 
-/// The memory request of a stage on a GPU.
 pub(crate) fn request(config: &Config, stage: PlannedStage) -> anyhow::Result<MemoryRequest> {
     let shapes = DecoderConfig::load(&config.model.path.join("config.json"))?;
     let n_devices = DeviceSetting::from_name(&config.device).map_or(1, |device| device.n_ranks());
@@ -78,7 +77,6 @@ fn needs(plan: &MemoryPlan) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::device::Gpu;

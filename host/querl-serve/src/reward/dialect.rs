@@ -23,14 +23,10 @@ const END_TOKENS: [&str; 8] = [
 /// A response without the end tokens that it ends with.
 pub(super) fn without_end_tokens(response: &str) -> &str {
     let mut text = response;
-    while let Some(shorter) = without_end_token(text) {
-        text = shorter;
+    while let Some(token) = END_TOKENS.iter().find(|token| text.ends_with(**token)) {
+        text = &text[..text.len() - token.len()];
     }
     text
-}
-
-fn without_end_token(text: &str) -> Option<&str> {
-    END_TOKENS.iter().find_map(|token| text.strip_suffix(*token))
 }
 
 /// A request of an engine's label and response. `label_name`: for messages.
@@ -57,16 +53,12 @@ pub(super) fn messages(prompt: &Value) -> Option<Vec<Message>> {
     }
 }
 
-/// # Errors
-/// A request has too many responses.
 pub(super) fn check_count(n_responses: usize, options: &RewardOptions) -> Result<(), ErrorResponse> {
-    match n_responses <= options.max_responses {
-        true => Ok(()),
-        false => {
-            let what = format!("{n_responses} responses in one request; expected at most {}", options.max_responses);
-            Err(ErrorResponse::too_large(what))
-        }
+    if n_responses <= options.max_responses {
+        return Ok(());
     }
+    let what = format!("{n_responses} responses in one request; expected at most {}", options.max_responses);
+    Err(ErrorResponse::too_large(what))
 }
 
 #[cfg(test)]

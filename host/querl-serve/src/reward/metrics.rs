@@ -1,5 +1,6 @@
 //! Metrics of the reward service, in Prometheus' text format.
 
+use crate::metrics::registered;
 use prometheus::{HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry, TextEncoder};
 use querl_core::records::EpisodeRecord;
 use std::time::Duration;
@@ -45,20 +46,19 @@ pub(super) struct RewardMetrics {
 impl RewardMetrics {
     pub(super) fn new() -> prometheus::Result<Self> {
         let registry = Registry::new_custom(Some("querl_reward".into()), None)?;
+        let by_status = Opts::new("requests_total", "Responses by route and status.");
         let durations = HistogramOpts::new("request_duration_seconds", "Time from a request's head to its response.");
+        let scored = IntCounter::new("episodes_scored_total", "Episodes that have a score.")?;
+        let by_code = Opts::new("episodes_rejected_total", "Episodes that were rejected, by code.");
+        let running = IntGauge::new("running_requests", "Requests that are being scored.")?;
+        let waiting = IntGauge::new("waiting_requests", "Requests in the queue.")?;
         let metrics = Self {
-            requests: IntCounterVec::new(
-                Opts::new("requests_total", "Responses by route and status."),
-                &["route", "status"],
-            )?,
-            durations: HistogramVec::new(durations.buckets(SECONDS.to_vec()), &["route"])?,
-            scored: IntCounter::new("episodes_scored_total", "Episodes that have a score.")?,
-            rejected: IntCounterVec::new(
-                Opts::new("episodes_rejected_total", "Episodes that were rejected, by code."),
-                &["code"],
-            )?,
-            running: IntGauge::new("running_requests", "Requests that are being scored.")?,
-            waiting: IntGauge::new("waiting_requests", "Requests in the queue.")?,
+            requests: registered(&registry, IntCounterVec::new(by_status, &["route", "status"])?)?,
+            durations: registered(&registry, HistogramVec::new(durations.buckets(SECONDS.to_vec()), &["route"])?)?,
+            scored: registered(&registry, scored)?,
+            rejected: registered(&registry, IntCounterVec::new(by_code, &["code"])?)?,
+            running: registered(&registry, running)?,
+            waiting: registered(&registry, waiting)?,
             registry,
         };
         for route in &ROUTES[..N_SCORING] {
@@ -66,12 +66,6 @@ impl RewardMetrics {
             // So that the counter has its HELP and TYPE before the first request.
             metrics.requests.with_label_values(&[route, "200"]);
         }
-        metrics.registry.register(Box::new(metrics.requests.clone()))?;
-        metrics.registry.register(Box::new(metrics.durations.clone()))?;
-        metrics.registry.register(Box::new(metrics.scored.clone()))?;
-        metrics.registry.register(Box::new(metrics.rejected.clone()))?;
-        metrics.registry.register(Box::new(metrics.running.clone()))?;
-        metrics.registry.register(Box::new(metrics.waiting.clone()))?;
         Ok(metrics)
     }
 

@@ -13,7 +13,6 @@ use querl_core::records::EpisodeRecord;
 use querl_core::scoring::RewardRequest;
 use serde_json::{Map, Value, json};
 
-/// For messages.
 pub(super) const EXPECTED: &str =
     "{\"responses_create_params\": ..., \"response\": {\"output\": [...]}, \"querl\": ...}";
 /// Fields of a row that may hold the label.
@@ -28,23 +27,19 @@ pub(super) struct Row(Map<String, Value>);
 impl Row {
     pub(super) fn new(fields: JsonFields) -> Result<Self, ErrorResponse> {
         let row = Self(fields.into_map());
-        match row.0.get("responses_create_params") {
-            Some(Value::Object(_)) => Ok(row),
-            Some(other) => {
-                let what = format!("`responses_create_params` is {}; expected an object", quoted(other));
-                Err(ErrorResponse::value(what))
-            }
-            None => Err(ErrorResponse::value("`responses_create_params` is missing; expected an object")),
-        }
+        let found = match row.0.get("responses_create_params") {
+            Some(Value::Object(_)) => return Ok(row),
+            Some(other) => quoted(other),
+            None => "missing".into(),
+        };
+        Err(ErrorResponse::value(format!("`responses_create_params` is {found}; expected an object")))
     }
 
     pub(super) fn request(&self) -> Result<RewardRequest, ErrorResponse> {
         let (name, label) = self.label()?;
         let response = self.0.get("response").unwrap_or(&Value::Null);
-        let output = response["output"].as_array().ok_or_else(|| {
-            let what = "`response` has no list `output`; expected an OpenAI Responses object";
-            ErrorResponse::value(what)
-        })?;
+        let missing = "`response` has no list `output`; expected an OpenAI Responses object";
+        let output = response["output"].as_array().ok_or_else(|| ErrorResponse::value(missing))?;
         let n_tokens = response["usage"]["output_tokens"].as_u64().unwrap_or_default();
         Ok(RewardRequest {
             truncated: response["incomplete_details"]["reason"] == "max_output_tokens",
@@ -57,10 +52,8 @@ impl Row {
     fn label(&self) -> Result<(&'static str, &Value), ErrorResponse> {
         let labels = LABELS.into_iter().filter_map(|name| Some((name, self.0.get(name)?)));
         let mut labels = labels.filter(|(_, label)| !label.is_null());
-        labels.next().ok_or_else(|| {
-            let what = "the row has neither `querl` nor `label`; expected the id of a query, or an object with `query`";
-            ErrorResponse::value(what)
-        })
+        let missing = "the row has neither `querl` nor `label`; expected the id of a query, or an object with `query`";
+        labels.next().ok_or_else(|| ErrorResponse::value(missing))
     }
 
     /// The row with its reward.
@@ -98,9 +91,6 @@ pub(super) fn aggregate_metrics(mut fields: JsonFields) -> Result<Value, ErrorRe
     };
     let rewards: Vec<f64> = rows.iter().enumerate().map(reward).collect::<Result<_, _>>()?;
     let mean = rewards.iter().sum::<f64>() / rewards.len() as f64;
-    let metrics = match mean.is_finite() {
-        true => json!({"mean/reward": mean}),
-        false => json!({}),
-    };
+    let metrics = if mean.is_finite() { json!({"mean/reward": mean}) } else { json!({}) };
     Ok(json!({"group_level_metrics": [], "agent_metrics": metrics, "key_metrics": metrics}))
 }

@@ -1,5 +1,6 @@
 //! The OpenAPI document of the reward service.
 
+use crate::openapi::{get, post, reference};
 use serde_json::{Value, json};
 
 const ERRORS: [(&str, &str); 10] = [
@@ -15,20 +16,6 @@ const ERRORS: [(&str, &str); 10] = [
     ("503", "A service that scoring needs is down, or too many requests are in progress"),
 ];
 
-fn json_body(schema: &Value) -> Value {
-    json!({"application/json": {"schema": schema}})
-}
-
-fn post(summary: &str, request: &Value, response: &Value) -> Value {
-    let mut responses = json!({"200": {"description": "Success", "content": json_body(response)}});
-    for (status, description) in ERRORS {
-        let error = json!({"$ref": "#/components/schemas/Error"});
-        responses[status] = json!({"description": description, "content": json_body(&error)});
-    }
-    let body = json!({"required": true, "content": json_body(request)});
-    json!({"post": {"summary": summary, "requestBody": body, "responses": responses}})
-}
-
 /// An object with required properties.
 fn object(properties: Value) -> Value {
     let required: Vec<String> = properties.as_object().map(|all| all.keys().cloned().collect()).unwrap_or_default();
@@ -37,10 +24,6 @@ fn object(properties: Value) -> Value {
 
 fn list(items: &Value) -> Value {
     json!({"type": "array", "items": items})
-}
-
-fn reference(schema: &str) -> Value {
-    json!({"$ref": format!("#/components/schemas/{schema}")})
 }
 
 /// Routes that score.
@@ -56,6 +39,7 @@ fn scoring() -> Value {
     let row = object(json!({"responses_create_params": {"type": "object"}, "response": {"type": "object"}}));
     let scored_row = object(json!({"reward": number}));
     let any = json!({"type": "object"});
+    let post = |summary: &str, request: &Value, response: &Value| post(summary, request, response, ("Error", &ERRORS));
     json!({
         "/v1/score": post("Score responses", &object(json!({"requests": list(&reference("Request"))})), &score),
         "/openrlhf": post("OpenRLHF's --reward.remote_url", &openrlhf, &rewards),
@@ -76,15 +60,9 @@ pub(super) fn document() -> Value {
         ("/reverify_mode", "NeMo Gym: `stateless`"),
     ];
     for (path, summary) in plain {
-        paths[path] = json!({"get": {"summary": summary, "responses": {"200": {"description": "Success"}}}});
+        paths[path] = get(summary);
     }
-    json!({
-        "openapi": "3.1.0",
-        "info": {"title": "querl serve reward", "version": env!("CARGO_PKG_VERSION"), "description": "Rewards for other RL engines"},
-        "paths": paths,
-        "components": {"schemas": schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "security": [{}, {"key": []}],
-    })
+    crate::openapi::document("querl serve reward", "Rewards for other RL engines", &paths, &schemas())
 }
 
 fn schemas() -> Value {

@@ -13,7 +13,6 @@ use querl_core::scoring::RewardRequest;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeSet;
 
-/// For messages.
 pub(super) const EXPECTED: &str = "{\"query\": [...], \"prompts\": [...], \"labels\": [...]}";
 
 pub(super) fn requests(mut fields: JsonFields, options: &RewardOptions) -> Result<Vec<RewardRequest>, ErrorResponse> {

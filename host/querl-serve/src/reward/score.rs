@@ -10,7 +10,6 @@ use querl_core::records::EpisodeRecord;
 use querl_core::scoring::RewardRequest;
 use serde_json::{Value, json};
 
-/// For messages.
 pub(super) const EXPECTED: &str = "{\"requests\": [{\"query\": ..., \"response\": ...}]}";
 
 pub(super) fn requests(mut fields: JsonFields, options: &RewardOptions) -> Result<Vec<RewardRequest>, ErrorResponse> {

@@ -95,15 +95,10 @@ impl RewardServer {
         read_fields(request, BodyLimits { max_bytes, timeout, expected }).await
     }
 
-    /// # Errors
-    /// The queue is full.
     pub(super) fn check_queue(&self) -> Result<(), ErrorResponse> {
-        match self.running.available_permits() == 0
-            && self.n_waiting.load(Ordering::Relaxed) >= self.options.max_waiting
-        {
-            true => Err(self.queue_is_full()),
-            false => Ok(()),
-        }
+        let is_waiting_full = self.n_waiting.load(Ordering::Relaxed) >= self.options.max_waiting;
+        let is_full = self.running.available_permits() == 0 && is_waiting_full;
+        if is_full { Err(self.queue_is_full()) } else { Ok(()) }
     }
 
     fn queue_is_full(&self) -> ErrorResponse {
@@ -149,8 +144,7 @@ impl RewardServer {
     fn count_episodes(&self, records: &[EpisodeRecord]) {
         self.metrics.episodes(records);
         let mut names = self.component_names.lock().unwrap_or_else(PoisonError::into_inner);
-        let rewards = records.iter().filter_map(|record| record.outcome.as_ref().ok());
-        for component in rewards.flat_map(|reward| &reward.components) {
+        for component in records.iter().flat_map(|record| &record.outcome).flat_map(|reward| &reward.components) {
             if !names.contains(&component.name) {
                 names.insert(component.name.clone());
             }
@@ -180,16 +174,13 @@ impl Drop for WaitingRequest<'_> {
 /// What happened is for the operator's log alone.
 fn failed(problem: &str) -> ErrorResponse {
     tracing::error!("{problem}");
-    ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "scoring failed; the server's log says why")
+    ErrorResponse::internal("scoring failed; the server's log says why")
 }
 
 fn check_finite(record: &EpisodeRecord) -> Result<(), ErrorResponse> {
     let Ok(reward) = &record.outcome else { return Ok(()) };
     let is_finite = reward.total.is_finite() && reward.components.iter().all(|component| component.value.is_finite());
-    match is_finite {
-        true => Ok(()),
-        false => Err(failed(&format!("episode {}: the reward is NaN or Inf", record.episode.id))),
-    }
+    if is_finite { Ok(()) } else { Err(failed(&format!("episode {}: the reward is NaN or Inf", record.episode.id))) }
 }
 
 fn environment_error(error: EnvironmentError) -> ErrorResponse {

@@ -12,7 +12,6 @@ use querl_core::records::EpisodeRecord;
 use querl_core::scoring::RewardRequest;
 use serde_json::{Map, Value};
 
-/// For messages.
 pub(super) const EXPECTED: &str = "{\"prompt\": ..., \"response\": ..., \"label\": ...}";
 
 pub(super) fn request(mut fields: JsonFields) -> Result<RewardRequest, ErrorResponse> {
@@ -23,7 +22,6 @@ pub(super) fn request(mut fields: JsonFields) -> Result<RewardRequest, ErrorResp
     Ok(RewardRequest { prompt: prompt.as_ref().and_then(messages), ..request })
 }
 
-/// The reward.
 pub(super) fn number(record: &EpisodeRecord, rejected_reward: Option<f64>) -> Result<Value, ErrorResponse> {
     outcome_number(0, record, rejected_reward).map(Value::from)
 }

@@ -2,7 +2,7 @@
 
 use super::metrics;
 use super::service::{RewriteResult, RewriteService};
-use super::traces::{Phases, RequestSpan, SpanFacts};
+use super::traces::{AccessEntry, RequestSpan};
 use anyhow::Context;
 use axum::extract::Request;
 use axum::http::{Method, StatusCode};
@@ -36,21 +36,6 @@ impl AccessLog {
             tracing::warn!("the access log cannot be written: {error}");
         }
     }
-}
-
-/// What is logged of one generation.
-#[derive(Debug, Clone, Default)]
-pub(super) struct AccessEntry {
-    /// `None` for the request's own.
-    pub(super) id: Option<String>,
-    pub(super) tenant: String,
-    pub(super) version: String,
-    pub(super) fallback: Option<&'static str>,
-    pub(super) is_cached: bool,
-    pub(super) n_prompt_tokens: usize,
-    pub(super) n_tokens: usize,
-    /// For traces.
-    pub(super) phases: Option<Phases>,
 }
 
 impl AccessEntry {
@@ -114,16 +99,7 @@ impl RequestRecord {
 
     pub(super) fn add(&self, entry: AccessEntry) {
         if let Some(span) = &self.span {
-            span.add(&SpanFacts {
-                id: entry.id.as_deref(),
-                tenant: &entry.tenant,
-                version: &entry.version,
-                fallback: entry.fallback,
-                is_cached: entry.is_cached,
-                n_prompt_tokens: entry.n_prompt_tokens,
-                n_tokens: entry.n_tokens,
-                phases: entry.phases,
-            });
+            span.add(&entry);
         }
         self.change(|outcome| outcome.entries.push(entry));
     }

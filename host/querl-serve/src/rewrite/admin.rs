@@ -2,7 +2,7 @@
 
 use super::candidates::check_not_followed;
 use super::service::{Call, RewriteService, unknown_tenant};
-use crate::error::{ErrorForm, ErrorResponse};
+use crate::error::{ErrorForm, ErrorResponse, json_response};
 use crate::key::unauthorized;
 use axum::Json;
 use axum::extract::{Path, Request, State};
@@ -34,13 +34,8 @@ fn body(tenant: &Tenant) -> Value {
 }
 
 pub(super) async fn list(State(service): State<Arc<RewriteService>>) -> Response {
-    match service.rewriter() {
-        Ok(rewriter) => {
-            let tenants: Vec<Value> = rewriter.tenants().iter().map(body).collect();
-            Json(json!({"tenants": tenants})).into_response()
-        }
-        Err(error) => error.into_body(ErrorForm::OpenAi),
-    }
+    let tenants = service.rewriter().map(|rewriter| rewriter.tenants().iter().map(body).collect::<Vec<_>>());
+    json_response(tenants.map(|tenants| json!({"tenants": tenants})), ErrorForm::OpenAi)
 }
 
 /// Loads the run or configuration `path`, to its end even if the client leaves.
@@ -52,8 +47,7 @@ pub(super) async fn load(mut call: Call) -> Result<Response, ErrorResponse> {
         let _one_at_a_time = service.loading.lock().await;
         tokio::task::spawn_blocking(move || rewriter.load(&path, Role::Current)).await
     });
-    let failed =
-        |_| ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "loading panicked; the server's log says why");
+    let failed = |_| ErrorResponse::internal("loading panicked; the server's log says why");
     let tenant = loading.await.and_then(|loaded| loaded).map_err(failed)?.map_err(ErrorResponse::value)?;
     call.record.note_tenant(&tenant.name);
     tracing::info!("tenant {}: loaded version {} from {}", tenant.name, tenant.version, tenant.source);
@@ -64,16 +58,11 @@ pub(super) async fn remove(State(service): State<Arc<RewriteService>>, Path(name
     let remove = || {
         let rewriter = service.rewriter()?;
         check_not_followed(&service)?;
-        match rewriter.remove(&name, Role::Current) {
-            true => Ok(json!({"removed": name})),
-            false => Err(unknown_tenant("tenant", &name, "here", &rewriter.tenants())),
+        if !rewriter.remove(&name, Role::Current) {
+            return Err(unknown_tenant("tenant", &name, "here", &rewriter.tenants()));
         }
+        tracing::info!("tenant {name}: removed");
+        Ok(json!({"removed": name}))
     };
-    match remove() {
-        Ok(body) => {
-            tracing::info!("tenant {name}: removed");
-            Json(body).into_response()
-        }
-        Err(error) => error.into_body(ErrorForm::OpenAi),
-    }
+    json_response(remove(), ErrorForm::OpenAi)
 }

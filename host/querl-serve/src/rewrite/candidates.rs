@@ -6,11 +6,10 @@
 use super::cache::CachedRewrite;
 use super::service::{Audience, RewriteResult, RewriteService};
 use super::trial::{CandidateLimits, Sample, Trial};
-use crate::error::{ErrorForm, ErrorResponse};
-use axum::Json;
+use crate::error::{ErrorForm, ErrorResponse, json_response};
 use axum::extract::State;
 use axum::http::StatusCode;
-use axum::response::{IntoResponse, Response};
+use axum::response::Response;
 use querl_core::records::Context;
 use querl_core::serving::{CandidateMode, ReleaseSource, Rewriter, Role, SubmitError, Tenant};
 use serde_json::{Value, json};
@@ -23,7 +22,6 @@ use tokio::sync::Semaphore;
 /// Shadow rewrites at a time: further ones are skipped.
 const MAX_SHADOWS: usize = 4;
 
-/// The candidates of all tenants.
 pub(super) struct Candidates {
     limits: CandidateLimits,
     source: OnceLock<Arc<dyn ReleaseSource>>,
@@ -64,10 +62,6 @@ impl Candidates {
             _ => tenant.clone(),
         };
         Route { model, trial }
-    }
-
-    pub(super) fn follows_releases(&self) -> bool {
-        self.source.get().is_some()
     }
 
     fn trial(&self, tenant: &str) -> Option<Arc<Trial>> {
@@ -198,17 +192,15 @@ impl RewriteService {
         let (service, query) = (self.clone(), query.to_owned());
         tokio::spawn(async move {
             let (_permit, is_cancelled) = (permit, Arc::new(AtomicBool::new(false)));
-            let (deadline, audience) =
-                (Instant::now() + service.options.deadline, Audience::Shadow(is_cancelled.clone()));
+            let deadline = Instant::now() + service.options.deadline;
+            let audience = Audience::Shadow(is_cancelled.clone());
             let rewritten = service.rewrite_by(&trial.model, &query, context, deadline, &audience).await;
-            let is_skipped = is_cancelled.load(Ordering::Relaxed)
-                || matches!(
-                    rewritten,
-                    Err(SubmitError::QueueFull(_) | SubmitError::Ended | SubmitError::UnknownTenant)
-                );
             let name = &trial.model.name;
             match rewritten {
-                _ if is_skipped => skipped(&trial, &service),
+                _ if is_cancelled.load(Ordering::Relaxed) => skipped(&trial, &service),
+                Err(SubmitError::QueueFull(_) | SubmitError::Ended | SubmitError::UnknownTenant) => {
+                    skipped(&trial, &service);
+                }
                 Ok(result) => {
                     service.add_result(&trial, Role::Candidate, &result);
                     if result.fallback.is_some() {
@@ -335,31 +327,27 @@ impl Drop for UnfinishedRewrite<'_> {
 
 /// `GET /admin/releases`.
 pub(super) async fn list(State(service): State<Arc<RewriteService>>) -> Response {
-    let body = service.comparison(None);
-    body.map_or_else(|error| error.into_body(ErrorForm::OpenAi), |body| Json(body).into_response())
+    json_response(service.comparison(None), ErrorForm::OpenAi)
 }
 
 /// `POST /admin/releases`: to its end even if the client leaves.
 pub(super) async fn reload(State(service): State<Arc<RewriteService>>) -> Response {
     let reloading = service.clone();
     let reloaded = tokio::task::spawn_blocking(move || reloading.reload_releases()).await;
-    let panicked =
-        |_| ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "loading panicked; the server's log says why");
+    let panicked = |_| ErrorResponse::internal("loading panicked; the server's log says why");
     let body = reloaded.map_err(panicked).and_then(|reloaded| reloaded.map_err(ErrorResponse::value));
     let body = body.and_then(|problems| {
         problems.iter().for_each(|problem| tracing::warn!("{problem}"));
         service.comparison(Some(problems))
     });
-    body.map_or_else(|error| error.into_body(ErrorForm::OpenAi), |body| Json(body).into_response())
+    json_response(body, ErrorForm::OpenAi)
 }
 
 /// A tenant that is loaded or removed by hand would no longer be what the releases say.
 pub(super) fn check_not_followed(service: &RewriteService) -> Result<(), ErrorResponse> {
-    match service.candidates.follows_releases() {
-        true => {
-            let what = "this server serves what its releases say; use `querl release promote` and `rollback`";
-            Err(ErrorResponse::new(StatusCode::CONFLICT, what))
-        }
-        false => Ok(()),
+    let what = "this server serves what its releases say; use `querl release promote` and `rollback`";
+    match service.candidates.source.get() {
+        Some(_) => Err(ErrorResponse::new(StatusCode::CONFLICT, what)),
+        None => Ok(()),
     }
 }

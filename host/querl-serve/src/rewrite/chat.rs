@@ -5,17 +5,17 @@
 //! Source: <https://platform.openai.com/docs/api-reference/chat>. Departures: the default `temperature` is 0; `n` is 1; messages are texts;
 //! `system_fingerprint` is the version of the tenant.
 
-use super::access_log::{AccessEntry, RequestRecord};
+use super::access_log::RequestRecord;
 use super::candidates::Route;
 use super::protocol::{check_text, user};
 use super::request_log::LoggedQuery;
 use super::service::{
     Audience, Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, with_fallback,
 };
-use super::traces::Phases;
+use super::traces::{AccessEntry, Phases};
 use crate::body::{JsonFields, quoted};
 use crate::connections::RequestSlot;
-use crate::error::{ErrorForm, ErrorResponse, openai_error};
+use crate::error::{ErrorForm, ErrorResponse, json_response, openai_error};
 use crate::general_rag::history_text;
 use crate::key::unauthorized;
 use axum::Json;
@@ -53,7 +53,7 @@ pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: 
         let models = tenants.iter().flat_map(|tenant| [model(tenant, ""), model(tenant, REWRITE_SUFFIX)]);
         Ok(json!({"object": "list", "data": models.collect::<Vec<_>>()}))
     };
-    list().map_or_else(|error| error.into_body(ErrorForm::OpenAi), |list| Json(list).into_response())
+    json_response(list(), ErrorForm::OpenAi)
 }
 
 /// The fields of a request that are used; others are ignored, as services of this interface do.
@@ -70,7 +70,7 @@ impl ChatRequest {
         let n: Option<u64> = fields.take("n", "1")?;
         if let Some(n) = n.filter(|&n| n != 1) {
             let what = format!("`n` is {n}; expected 1: there is one response to a request");
-            return Err(ErrorResponse { param: Some("n"), ..ErrorResponse::value(what) });
+            return Err(ErrorResponse::field("n", what));
         }
         let tokens = "a positive integer";
         let max_new_tokens: Option<usize> = fields.take("max_completion_tokens", tokens)?;
@@ -88,7 +88,7 @@ impl ChatRequest {
         };
         if max_new_tokens == Some(0) {
             let what = format!("the maximum number of tokens is 0; expected {tokens}");
-            return Err(ErrorResponse { param: Some("max_tokens"), ..ErrorResponse::value(what) });
+            return Err(ErrorResponse::field("max_tokens", what));
         }
         Ok(Self {
             model: fields.take("model", "a text")?,
@@ -117,10 +117,7 @@ fn number(fields: &mut JsonFields, name: &'static str, default: f64, range: (f64
     let (least, most) = range;
     match (least..=most).contains(&value) {
         true => Ok(value),
-        false => {
-            let what = format!("`{name}` is {value}; expected {least} to {most}");
-            Err(ErrorResponse { param: Some(name), ..ErrorResponse::value(what) })
-        }
+        false => Err(ErrorResponse::field(name, format!("`{name}` is {value}; expected {least} to {most}"))),
     }
 }
 
@@ -136,12 +133,12 @@ fn stops(stop: Option<Value>) -> Result<Vec<String>, ErrorResponse> {
             "`stop` is {}; expected a text or a list of at most {MAX_STOPS} texts, none of them empty",
             quoted(&stop.unwrap_or_default())
         );
-        ErrorResponse { param: Some("stop"), ..ErrorResponse::value(what) }
+        ErrorResponse::field("stop", what)
     })
 }
 
 fn wrong_messages(what: String) -> ErrorResponse {
-    ErrorResponse { param: Some("messages"), ..ErrorResponse::value(what) }
+    ErrorResponse::field("messages", what)
 }
 
 fn messages(values: Vec<Value>) -> Result<Vec<Message>, ErrorResponse> {

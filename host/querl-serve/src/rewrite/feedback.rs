@@ -5,7 +5,6 @@ use super::request_log::now;
 use super::service::Call;
 use crate::error::ErrorResponse;
 use axum::Json;
-use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use querl_data::{LoggedFeedback, RequestLogLine};
 use serde_json::json;
@@ -23,7 +22,7 @@ const CHAT_PREFIX: &str = "chatcmpl-";
 pub(super) async fn feedback(mut call: Call) -> Result<Response, ErrorResponse> {
     let missing = "no request log is configured; start the server with --request_log DIR";
     let service = call.service.clone();
-    let log = service.request_log.as_ref().ok_or_else(|| ErrorResponse::new(StatusCode::NOT_FOUND, missing))?;
+    let log = service.request_log.as_ref().ok_or_else(|| ErrorResponse::not_found(missing))?;
     let name: Option<String> = call.fields.take("tenant", "a text")?;
     let tenant = service.tenant(&call, "tenant", name.as_deref())?;
     let fields = &mut call.fields;
@@ -43,8 +42,7 @@ pub(super) async fn feedback(mut call: Call) -> Result<Response, ErrorResponse> 
     let useful: Option<bool> = fields.take("useful", "true or false")?;
     let score: Option<f64> = fields.take("score", "a number from 0 to 1")?;
     if let Some(score) = score.filter(|score| !(0.0..=1.0).contains(score)) {
-        let what = format!("`score` is {score}; expected 0 to 1");
-        return Err(ErrorResponse { param: Some("score"), ..ErrorResponse::value(what) });
+        return Err(ErrorResponse::field("score", format!("`score` is {score}; expected 0 to 1")));
     }
     let passage: Option<String> = fields.take("passage", "a passage id, a text")?;
     let passage = passage.map(|passage| checked_id("passage", &passage)).transpose()?;
@@ -60,7 +58,7 @@ pub(super) async fn feedback(mut call: Call) -> Result<Response, ErrorResponse> 
 
 fn checked_id(param: &'static str, id: &str) -> Result<String, ErrorResponse> {
     check_text(param, id)?;
-    let wrong = |what: String| Err(ErrorResponse { param: Some(param), ..ErrorResponse::value(what) });
+    let wrong = |what: String| Err(ErrorResponse::field(param, what));
     match id.trim() {
         "" => wrong(format!("`{param}` has an empty id")),
         id if id.chars().nth(MAX_ID_CHARS).is_some() => {

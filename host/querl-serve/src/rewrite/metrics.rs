@@ -1,7 +1,7 @@
 //! Metrics of the rewriting service, in Prometheus' text format.
 
 use super::version_metrics::VersionMetrics;
-use prometheus::core::Collector;
+use crate::metrics::registered;
 use prometheus::{
     Gauge, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry, TextEncoder,
 };
@@ -202,9 +202,4 @@ impl RewriteMetrics {
             self.versions.remove(tenant);
         }
     }
-}
-
-fn registered<C: Collector + Clone + 'static>(registry: &Registry, metric: C) -> prometheus::Result<C> {
-    registry.register(Box::new(metric.clone()))?;
-    Ok(metric)
 }

@@ -1,33 +1,11 @@
 //! The OpenAPI document of the service, and a page made from it.
 
-use crate::page::Form;
+use crate::openapi::{Form, get, post, reference};
 use serde_json::{Value, json};
-
-fn reference(schema: &str) -> Value {
-    json!({"$ref": format!("#/components/schemas/{schema}")})
-}
 
 /// An object with one list.
 fn list(field: &str, schema: &str) -> Value {
     json!({"type": "object", "required": [field], "properties": {field: {"type": "array", "items": reference(schema)}}})
-}
-
-fn json_body(schema: &Value) -> Value {
-    json!({"application/json": {"schema": schema}})
-}
-
-/// A POST route with a JSON body. `error`: the schema of its errors, which have statuses of [`ERRORS`].
-fn post(summary: &str, request: &Value, response: &Value, error: &str) -> Value {
-    let mut responses = json!({"200": {"description": "Success", "content": json_body(response)}});
-    for (status, description) in ERRORS {
-        responses[status] = json!({"description": description, "content": json_body(&reference(error))});
-    }
-    let body = json!({"required": true, "content": json_body(request)});
-    json!({"post": {"summary": summary, "requestBody": body, "responses": responses}})
-}
-
-fn get(summary: &str) -> Value {
-    json!({"get": {"summary": summary, "responses": {"200": {"description": "Success"}}}})
 }
 
 const ERRORS: [(&str, &str); 12] = [
@@ -50,7 +28,7 @@ pub(super) fn document() -> Value {
         "Load a run or a configuration as a tenant, or in place of the tenant of its name",
         &json!({"type": "object", "required": ["path"], "properties": {"path": {"type": "string"}}}),
         &reference("Tenant"),
-        "OpenAiError",
+        ("OpenAiError", &ERRORS),
     );
     admin["get"] = get("The tenants that are served")["get"].clone();
     let mut releases = get("Candidates against the current models of their tenants");
@@ -58,52 +36,47 @@ pub(super) fn document() -> Value {
     let name = json!({"name": "name", "in": "path", "required": true, "schema": {"type": "string"}});
     let success = json!({"200": {"description": "Success"}});
     let remove = json!({"summary": "Remove a tenant", "parameters": [name], "responses": success});
-    json!({
-        "openapi": "3.1.0",
-        "info": {"title": "querl serve rewrite", "version": env!("CARGO_PKG_VERSION"), "description": "Rewrites of queries for a knowledge base"},
-        "paths": {
-            "/v1/rewrite": post(
-                "Rewrite a query, or several",
-                &json!({"oneOf": [reference("Query"), list("queries", "Query")]}),
-                &json!({"oneOf": [reference("Rewrite"), list("results", "Rewrite")]}),
-                "OpenAiError",
-            ),
-            "/v1/chat/completions": post(
-                "OpenAI's chat completions; the model is TENANT or TENANT/rewrite",
-                &reference("ChatRequest"),
-                &json!({"type": "object"}),
-                "OpenAiError",
-            ),
-            "/v1/models": get("The models of the tenants that the key permits"),
-            "/v1/feedback": post(
-                "What a user did with the passages of an earlier request, for the request log",
-                &reference("Feedback"),
-                &json!({"type": "object", "properties": {"id": {"type": "string"}, "accepted": {"type": "boolean"}}}),
-                "OpenAiError",
-            ),
-            "/api/chat/general_rag": post(
-                "Fill in rewritten_query and forward the request to the upstream service",
-                &reference("RagRequest"),
-                &json!({"type": "object"}),
-                "RagError",
-            ),
-            "/retrieval": post(
-                "External knowledge of Dify, with rewritten queries",
-                &reference("DifyRequest"),
-                &reference("DifyResponse"),
-                "DifyError",
-            ),
-            "/admin/tenants": admin,
-            "/admin/tenants/{name}": {"delete": remove},
-            "/admin/releases": releases,
-            "/releases": get("A page that compares candidates with current models"),
-            "/health": get("Whether the process runs"),
-            "/ready": get("Whether the models are loaded and the queue has room; else 503"),
-            "/metrics": get("Metrics in Prometheus' text format"),
-        },
-        "components": {"schemas": schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "security": [{}, {"key": []}],
-    })
+    let paths = json!({
+        "/v1/rewrite": post(
+            "Rewrite a query, or several",
+            &json!({"oneOf": [reference("Query"), list("queries", "Query")]}),
+            &json!({"oneOf": [reference("Rewrite"), list("results", "Rewrite")]}),
+            ("OpenAiError", &ERRORS),
+        ),
+        "/v1/chat/completions": post(
+            "OpenAI's chat completions; the model is TENANT or TENANT/rewrite",
+            &reference("ChatRequest"),
+            &json!({"type": "object"}),
+            ("OpenAiError", &ERRORS),
+        ),
+        "/v1/models": get("The models of the tenants that the key permits"),
+        "/v1/feedback": post(
+            "What a user did with the passages of an earlier request, for the request log",
+            &reference("Feedback"),
+            &json!({"type": "object", "properties": {"id": {"type": "string"}, "accepted": {"type": "boolean"}}}),
+            ("OpenAiError", &ERRORS),
+        ),
+        "/api/chat/general_rag": post(
+            "Fill in rewritten_query and forward the request to the upstream service",
+            &reference("RagRequest"),
+            &json!({"type": "object"}),
+            ("RagError", &ERRORS),
+        ),
+        "/retrieval": post(
+            "External knowledge of Dify, with rewritten queries",
+            &reference("DifyRequest"),
+            &reference("DifyResponse"),
+            ("DifyError", &ERRORS),
+        ),
+        "/admin/tenants": admin,
+        "/admin/tenants/{name}": {"delete": remove},
+        "/admin/releases": releases,
+        "/releases": get("A page that compares candidates with current models"),
+        "/health": get("Whether the process runs"),
+        "/ready": get("Whether the models are loaded and the queue has room; else 503"),
+        "/metrics": get("Metrics in Prometheus' text format"),
+    });
+    crate::openapi::document("querl serve rewrite", "Rewrites of queries for a knowledge base", &paths, &schemas())
 }
 
 fn schemas() -> Value {
@@ -194,5 +167,5 @@ pub(super) fn page() -> String {
         route: "/v1/rewrite",
         request: "{ query: element(\"text\").value, tenant: element(\"tenant\").value || null }",
     };
-    crate::page::page("querl serve rewrite", &document(), &form)
+    crate::openapi::page("querl serve rewrite", &document(), &form)
 }

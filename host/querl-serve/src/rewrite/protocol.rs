@@ -1,8 +1,9 @@
 //! `POST /v1/rewrite`.
 
-use super::access_log::{AccessEntry, milliseconds};
+use super::access_log::milliseconds;
 use super::request_log::LoggedQuery;
 use super::service::{Call, RewriteResult, rejected};
+use super::traces::AccessEntry;
 use crate::body::JsonFields;
 use crate::error::ErrorResponse;
 use crate::general_rag::history_text;
@@ -88,11 +89,10 @@ impl RewriteQuery {
 /// Longer than any service waits; a sum with it is a valid time.
 const MAX_DEADLINE: Duration = Duration::from_secs(24 * 3600);
 
-/// The field `query`.
 pub(super) fn query(fields: &mut JsonFields) -> Result<String, ErrorResponse> {
     let query: String = fields.take_required("query", "a text")?;
     if query.trim().is_empty() {
-        return Err(ErrorResponse { param: Some("query"), ..ErrorResponse::value("`query` is empty") });
+        return Err(ErrorResponse::field("query", "`query` is empty"));
     }
     check_text("query", &query)?;
     Ok(query)
@@ -120,10 +120,9 @@ pub(super) fn user(fields: &mut JsonFields, name: &str) -> Result<Option<String>
 /// Other control characters are passed on as text; this one ends a text in too many programs.
 pub(super) fn check_text(name: &'static str, text: &str) -> Result<(), ErrorResponse> {
     match text.contains('\0') {
-        true => Err(ErrorResponse {
-            param: Some(name),
-            ..ErrorResponse::value(format!("`{name}` has the character U+0000; expected a text without it"))
-        }),
+        true => {
+            Err(ErrorResponse::field(name, format!("`{name}` has the character U+0000; expected a text without it")))
+        }
         false => Ok(()),
     }
 }

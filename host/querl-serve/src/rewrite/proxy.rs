@@ -3,12 +3,11 @@
 //! A query whose rewrite fails for any reason is looked up as it is: retrieval works where rewriting does not. The reason is counted, and is the
 //! header `x-querl-fallback` of the response.
 
-use super::access_log::AccessEntry;
 use super::cache::CachedRewrite;
 use super::protocol::{context, query, user};
 use super::request_log::LoggedQuery;
 use super::service::{Call, RewriteResult, with_fallback};
-use super::traces::RequestSpan;
+use super::traces::{AccessEntry, RequestSpan};
 use super::upstream::{Upstream, UpstreamResponse};
 use crate::body::JsonFields;
 use crate::error::ErrorResponse;
@@ -26,7 +25,7 @@ pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorRespons
     let upstream = upstream(&call)?.clone();
     if upstream.is_dify() {
         let what = "the upstream service has Dify's interface; use /retrieval";
-        return Err(ErrorResponse::new(StatusCode::NOT_FOUND, what));
+        return Err(ErrorResponse::not_found(what));
     }
     let name: Option<String> = call.fields.take("tenant_id", "a text")?;
     let tenant = call.service.tenant(&call, "tenant_id", name.as_deref())?;
@@ -102,7 +101,7 @@ fn tenant_of<'a>(call: &Call, id: &'a str) -> Result<(Tenant, Option<&'a str>), 
 
 fn upstream(call: &Call) -> Result<&Upstream, ErrorResponse> {
     let missing = "no retrieval service is configured; start the server with --upstream URL";
-    call.service.options.upstream.as_ref().ok_or_else(|| ErrorResponse::new(StatusCode::NOT_FOUND, missing))
+    call.service.options.upstream.as_ref().ok_or_else(|| ErrorResponse::not_found(missing))
 }
 
 /// Sends a body with the headers of the request, within a span where there are traces.

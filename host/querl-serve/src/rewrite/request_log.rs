@@ -189,7 +189,6 @@ impl RequestLog {
     }
 }
 
-/// Time of a line.
 pub(super) fn now() -> String {
     Utc::now().to_rfc3339_opts(SecondsFormat::Millis, true)
 }
@@ -212,7 +211,6 @@ fn remove_texts(line: &mut LoggedRewrite, reason: String) {
     line.redacted = Some(reason);
 }
 
-/// The thread that writes.
 struct Writer {
     files: DayFiles,
     filter: Option<Box<dyn Filter>>,

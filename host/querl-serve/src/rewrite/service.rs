@@ -105,9 +105,8 @@ impl RewriteService {
     }
 
     pub(super) fn rewriter(&self) -> Result<&Arc<dyn Rewriter>, ErrorResponse> {
-        let loaded = self.rewriter.get();
-        let loaded =
-            loaded.ok_or_else(|| ErrorResponse::unavailable("the models are being loaded; retry in a moment"))?;
+        let missing = || ErrorResponse::unavailable("the models are being loaded; retry in a moment");
+        let loaded = self.rewriter.get().ok_or_else(missing)?;
         if loaded.is_alive() { Ok(loaded) } else { Err(rejected(SubmitError::Ended)) }
     }
 
@@ -216,10 +215,7 @@ impl RewriteService {
                 let scope = if has_others { "with this key" } else { "here" };
                 Err(unknown_tenant(param, name, scope, &tenants))
             }
-            None => {
-                let what = format!("`{param}` is missing; expected the name of a tenant");
-                Err(ErrorResponse { param: Some(param), ..ErrorResponse::value(what) })
-            }
+            None => Err(ErrorResponse::field(param, format!("`{param}` is missing; expected the name of a tenant"))),
         }
     }
 
@@ -263,13 +259,13 @@ pub(super) fn unknown_tenant(param: &'static str, name: &str, scope: &str, permi
         what += &format!("; did you mean {}?", near.join(" or "));
     }
     let code = if param == "model" { "model_not_found" } else { "tenant_not_found" };
-    ErrorResponse { code: Some(code), param: Some(param), ..ErrorResponse::new(StatusCode::NOT_FOUND, what) }
+    ErrorResponse { code: Some(code), param: Some(param), ..ErrorResponse::not_found(what) }
 }
 
 /// The response to a task that is not queued.
 pub(super) fn rejected(error: SubmitError) -> ErrorResponse {
     match error {
-        SubmitError::UnknownTenant => ErrorResponse::new(StatusCode::NOT_FOUND, "the tenant is no longer served"),
+        SubmitError::UnknownTenant => ErrorResponse::not_found("the tenant is no longer served"),
         SubmitError::QueueFull(message) => ErrorResponse::new(StatusCode::TOO_MANY_REQUESTS, message),
         SubmitError::Input(message) => {
             ErrorResponse { code: Some("context_length_exceeded"), ..ErrorResponse::value(message) }
@@ -285,7 +281,7 @@ pub(super) fn rejected(error: SubmitError) -> ErrorResponse {
 }
 
 pub(super) fn model_failed() -> ErrorResponse {
-    ErrorResponse::new(StatusCode::INTERNAL_SERVER_ERROR, "the model failed; the server's log says why")
+    ErrorResponse::internal("the model failed; the server's log says why")
 }
 
 /// The last event of a task.
@@ -314,7 +310,6 @@ impl EventSink for EventSender {
 
 /// Whether a client or a shadow comparison needs a response.
 pub(super) enum Audience {
-    /// A client.
     Client,
     /// Nobody: it is cancelled, and the flag set, where clients wait for room in the running batch.
     Shadow(Arc<AtomicBool>),
@@ -376,7 +371,6 @@ pub(super) struct Call {
     pub(super) uri: Uri,
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
-    /// The fields of the body.
     pub(super) fields: JsonFields,
     pub(super) started: Instant,
     pub(super) slot: RequestSlot,

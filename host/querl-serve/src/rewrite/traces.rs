@@ -145,12 +145,13 @@ impl Phases {
     }
 }
 
-/// What a span says of a rewrite or another response.
-pub(super) struct SpanFacts<'a> {
+/// What the access log and a span say of one generation.
+#[derive(Debug, Clone, Default)]
+pub(super) struct AccessEntry {
     /// `None` for the request's own.
-    pub(super) id: Option<&'a str>,
-    pub(super) tenant: &'a str,
-    pub(super) version: &'a str,
+    pub(super) id: Option<String>,
+    pub(super) tenant: String,
+    pub(super) version: String,
     pub(super) fallback: Option<&'static str>,
     pub(super) is_cached: bool,
     pub(super) n_prompt_tokens: usize,
@@ -167,26 +168,26 @@ pub(super) struct RequestSpan {
 
 impl RequestSpan {
     /// Adds the spans of a generation, or the reason of a fallback.
-    pub(super) fn add(&self, facts: &SpanFacts<'_>) {
+    pub(super) fn add(&self, entry: &AccessEntry) {
         let attributes = || {
             [
-                KeyValue::new("querl.tenant", facts.tenant.to_owned()),
-                KeyValue::new("querl.version", facts.version.to_owned()),
-                KeyValue::new("querl.cached", facts.is_cached),
+                KeyValue::new("querl.tenant", entry.tenant.clone()),
+                KeyValue::new("querl.version", entry.version.clone()),
+                KeyValue::new("querl.cached", entry.is_cached),
             ]
         };
         self.context.span().set_attributes(attributes());
-        if let Some(reason) = facts.fallback {
+        if let Some(reason) = entry.fallback {
             self.context.span().set_attribute(KeyValue::new("querl.fallback", reason));
         }
-        let Some(Phases { ended, queued, prefill, decode }) = facts.phases else { return };
+        let Some(Phases { ended, queued, prefill, decode }) = entry.phases else { return };
         let mut start = ended.checked_sub(queued + prefill + decode).unwrap_or(ended);
-        let id = facts.id.map(|id| KeyValue::new("querl.request_id", id.to_owned()));
+        let id = entry.id.clone().map(|id| KeyValue::new("querl.request_id", id));
         let tokens = |name: &'static str, n_tokens: usize| Some(KeyValue::new(name, n_tokens as i64));
         let phases = [
             ("queue", queued, None),
-            ("prefill", prefill, tokens("querl.prompt_tokens", facts.n_prompt_tokens)),
-            ("decode", decode, tokens("querl.tokens", facts.n_tokens)),
+            ("prefill", prefill, tokens("querl.prompt_tokens", entry.n_prompt_tokens)),
+            ("decode", decode, tokens("querl.tokens", entry.n_tokens)),
         ];
         for (name, time, n_tokens) in phases {
             let end = start + time;

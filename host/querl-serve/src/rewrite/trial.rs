@@ -200,7 +200,6 @@ pub(super) struct Trial {
     pub(super) candidate: Candidate,
     /// The candidate's model.
     pub(super) model: Tenant,
-    /// The current model.
     current: Tenant,
     statistics: Mutex<Statistics>,
     is_ended: AtomicBool,
@@ -324,7 +323,6 @@ fn exceeded(statistics: &Statistics, limits: &CandidateLimits) -> Option<(&'stat
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

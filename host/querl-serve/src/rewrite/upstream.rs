@@ -120,7 +120,6 @@ async fn receive(request: RequestBuilder) -> reqwest::Result<UpstreamResponse> {
     Ok(UpstreamResponse { status: response.status(), headers: forwarded(response.headers()), body })
 }
 
-/// What the upstream service responded.
 pub(super) struct UpstreamResponse {
     status: StatusCode,
     headers: HeaderMap,

@@ -1,6 +1,7 @@
 //! Metrics of the style service, in Prometheus' text format.
 
 use super::classifier::ClassifiedText;
+use crate::metrics::registered;
 use prometheus::{
     Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry, TextEncoder,
 };
@@ -36,43 +37,30 @@ pub(super) struct StyleMetrics {
 impl StyleMetrics {
     pub(super) fn new() -> prometheus::Result<Self> {
         let registry = Registry::new_custom(Some("querl_style".into()), None)?;
-        let counter = |name: &str, help: &str| IntCounter::new(name, help);
-        let histogram =
-            |name: &str, help: &str, bounds: &[f64]| HistogramOpts::new(name, help).buckets(bounds.to_vec());
+        let counter = |name: &str, help: &str| registered(&registry, IntCounter::new(name, help)?);
+        let gauge = |name: &str, help: &str| registered(&registry, IntGauge::new(name, help)?);
+        let histogram = |name: &str, help: &str, bounds: &[f64]| {
+            registered(&registry, Histogram::with_opts(HistogramOpts::new(name, help).buckets(bounds.to_vec()))?)
+        };
         let by_status = Opts::new("requests_total", "Responses by route and status.");
-        let durations = histogram("request_duration_seconds", "Time from a request's head to its response.", &SECONDS);
+        let durations = HistogramOpts::new("request_duration_seconds", "Time from a request's head to its response.");
         let metrics = Self {
-            requests: IntCounterVec::new(by_status, &["route", "status"])?,
-            durations: HistogramVec::new(durations, &["route"])?,
-            batch_texts: Histogram::with_opts(histogram("batch_texts", "Texts of one batch.", &TEXTS))?,
-            batch_seconds: Histogram::with_opts(histogram(
-                "batch_duration_seconds",
-                "Time of the model for one batch.",
-                &SECONDS,
-            ))?,
+            requests: registered(&registry, IntCounterVec::new(by_status, &["route", "status"])?)?,
+            durations: registered(&registry, HistogramVec::new(durations.buckets(SECONDS.to_vec()), &["route"])?)?,
+            batch_texts: histogram("batch_texts", "Texts of one batch.", &TEXTS)?,
+            batch_seconds: histogram("batch_duration_seconds", "Time of the model for one batch.", &SECONDS)?,
             batched_requests: counter("batched_requests_total", "Requests that were classified.")?,
             texts: counter("texts_total", "Texts that were classified.")?,
             shortened: counter("texts_shortened_total", "Texts that were shortened to the maximum length.")?,
             tokens: counter("tokens_total", "Tokens that were classified.")?,
-            ready: IntGauge::new("ready", "1 once the model is loaded.")?,
-            waiting: IntGauge::new("waiting_texts", "Texts that are queued or being classified.")?,
+            ready: gauge("ready", "1 once the model is loaded.")?,
+            waiting: gauge("waiting_texts", "Texts that are queued or being classified.")?,
             registry,
         };
         for route in &ROUTES[..3] {
             metrics.durations.with_label_values(&[route]);
             // So that the counter has its HELP and TYPE before the first request.
             metrics.requests.with_label_values(&[route, "200"]);
-        }
-        metrics.registry.register(Box::new(metrics.requests.clone()))?;
-        metrics.registry.register(Box::new(metrics.durations.clone()))?;
-        for histogram in [&metrics.batch_texts, &metrics.batch_seconds] {
-            metrics.registry.register(Box::new(histogram.clone()))?;
-        }
-        for counter in [&metrics.batched_requests, &metrics.texts, &metrics.shortened, &metrics.tokens] {
-            metrics.registry.register(Box::new(counter.clone()))?;
-        }
-        for gauge in [&metrics.ready, &metrics.waiting] {
-            metrics.registry.register(Box::new(gauge.clone()))?;
         }
         Ok(metrics)
     }

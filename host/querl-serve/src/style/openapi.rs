@@ -1,91 +1,56 @@
 //! The OpenAPI document of the service, and a page made from it.
 //!
 //! Written by hand: utoipa 5.5 needs types for both forms of a request, for the four of a response and for two routes of one handler,
-//! which `protocol.rs` reads as JSON values. The same document by its macros was 152 lines in place of 145, and 19 s of building (the
+//! which `protocol.rs` reads as JSON values. The same document by its macros was 152 lines, and 19 s of building (the
 //! crate 8, its macros 4, the derives 7).
 
-use crate::page::Form;
+use crate::openapi::{Form, get, post, reference};
 use serde_json::{Value, json};
 
-/// Routes that classify.
-fn classifying() -> Value {
-    let prediction = json!({"$ref": "#/components/schemas/Prediction"});
-    let scores = json!({"type": "array", "items": {"$ref": "#/components/schemas/Score"}});
-    let classify = json!({
-        "post": {
-            "summary": "Classify texts, in vLLM's form",
-            "requestBody": body(&json!({"$ref": "#/components/schemas/ClassifyRequest"})),
-            "responses": responses(&json!({"$ref": "#/components/schemas/ClassifyResponse"})),
-        }
-    });
-    json!({
-        "/predict": {
-            "post": {
-                "summary": "Classify a text, or texts in text-embeddings-inference's form",
-                "parameters": [{
-                    "name": "text", "in": "query", "required": false, "schema": {"type": "string"},
-                    "description": "The text; instead of a body",
-                }],
-                "requestBody": body(&json!({"oneOf": [
-                    {"$ref": "#/components/schemas/TextRequest"}, {"$ref": "#/components/schemas/InputsRequest"},
-                ]})),
-                "responses": responses(&json!({"oneOf": [
-                    prediction.clone(), {"type": "array", "items": prediction},
-                    scores.clone(), {"type": "array", "items": scores},
-                ]})),
-            }
-        },
-        "/classify": classify.clone(),
-        "/v1/classify": classify,
-    })
-}
+const ERRORS: [(&str, &str); 9] = [
+    ("400", "The body is not JSON"),
+    ("401", "The key is missing or wrong"),
+    ("408", "The body was not received in time"),
+    ("413", "Body, list or text too large"),
+    ("415", "The content type is not JSON, or the body is compressed"),
+    ("422", "A value is missing or wrong"),
+    ("429", "The queue is full, or too many requests of one address are in progress"),
+    ("500", "The model failed"),
+    ("503", "The model is being loaded or takes too long, or too many requests are in progress"),
+];
 
-fn body(schema: &Value) -> Value {
-    json!({"required": false, "content": {"application/json": {"schema": schema}}})
-}
-
-fn responses(schema: &Value) -> Value {
-    let errors = [
-        ("400", "The body is not JSON"),
-        ("401", "The key is missing or wrong"),
-        ("408", "The body was not received in time"),
-        ("413", "Body, list or text too large"),
-        ("415", "The content type is not JSON, or the body is compressed"),
-        ("422", "A value is missing or wrong"),
-        ("429", "The queue is full, or too many requests of one address are in progress"),
-        ("500", "The model failed"),
-        ("503", "The model is being loaded or takes too long, or too many requests are in progress"),
-    ];
-    let mut all = json!({
-        "200": {"description": "The classification", "content": {"application/json": {"schema": schema}}},
-    });
-    for (status, description) in errors {
-        all[status] = json!({
-            "description": description,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-        });
-    }
-    all
+/// A route that classifies.
+fn classifying(summary: &str, request: &Value, response: &Value) -> Value {
+    let mut route = post(summary, request, response, ("Error", &ERRORS));
+    route["post"]["requestBody"]["required"] = json!(false);
+    route["post"]["responses"]["200"]["description"] = json!("The classification");
+    route
 }
 
 pub(super) fn document() -> Value {
-    let mut paths = classifying();
-    let plain = [
-        ("/health", "Whether the process runs"),
-        ("/ready", "Whether the model is loaded and the queue has room; else 503"),
-        ("/info", "The model, its classes and the limits"),
-        ("/metrics", "Metrics in Prometheus' text format"),
-    ];
-    for (path, summary) in plain {
-        paths[path] = json!({"get": {"summary": summary, "responses": {"200": {"description": "Success"}}}});
-    }
-    json!({
-        "openapi": "3.1.0",
-        "info": {"title": "querl serve", "version": env!("CARGO_PKG_VERSION"), "description": "A classifier of the style of answers"},
-        "paths": paths,
-        "components": {"schemas": schemas(), "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        "security": [{}, {"key": []}],
-    })
+    let list = |items: &Value| json!({"type": "array", "items": items});
+    let (prediction, scores) = (reference("Prediction"), list(&reference("Score")));
+    let mut predict = classifying(
+        "Classify a text, or texts in text-embeddings-inference's form",
+        &json!({"oneOf": [reference("TextRequest"), reference("InputsRequest")]}),
+        &json!({"oneOf": [prediction, list(&prediction), scores, list(&scores)]}),
+    );
+    predict["post"]["parameters"] = json!([{
+        "name": "text", "in": "query", "required": false, "schema": {"type": "string"},
+        "description": "The text; instead of a body",
+    }]);
+    let (request, response) = (reference("ClassifyRequest"), reference("ClassifyResponse"));
+    let classify = classifying("Classify texts, in vLLM's form", &request, &response);
+    let paths = json!({
+        "/predict": predict,
+        "/classify": classify,
+        "/v1/classify": classify,
+        "/health": get("Whether the process runs"),
+        "/ready": get("Whether the model is loaded and the queue has room; else 503"),
+        "/info": get("The model, its classes and the limits"),
+        "/metrics": get("Metrics in Prometheus' text format"),
+    });
+    crate::openapi::document("querl serve", "A classifier of the style of answers", &paths, &schemas())
 }
 
 fn schemas() -> Value {
@@ -157,5 +122,5 @@ pub(super) fn page() -> String {
         route: "/predict",
         request: "{ text: element(\"text\").value }",
     };
-    crate::page::page("querl serve style", &document(), &form)
+    crate::openapi::page("querl serve style", &document(), &form)
 }

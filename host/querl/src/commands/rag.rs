@@ -255,7 +255,6 @@ fn line(hit: &Hit) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

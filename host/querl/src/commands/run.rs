@@ -115,10 +115,7 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
         log_summary(&run.config);
     }
     // Data stages have next to nothing that a tracker shows.
-    let tracker = match last >= StageName::Sft {
-        true => TrackerProcess::start(&run.config.tracking, &run.dir),
-        false => None,
-    };
+    let tracker = if last >= StageName::Sft { TrackerProcess::start(&run.config.tracking, &run.dir) } else { None };
     let done = run_and_report(&run, window, args.format);
     // It ends once the run directory is free.
     drop(run);

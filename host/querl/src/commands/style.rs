@@ -391,10 +391,7 @@ fn input_texts(args: &PredictArgs) -> anyhow::Result<Vec<String>> {
     if let Some(index) = texts.iter().position(|text| text.trim().is_empty()) {
         return Err(usage(format!("text {} is empty; expected a question and an answer", index + 1)));
     }
-    match texts.is_empty() {
-        true => Err(usage("no text to classify; give --text, --file or lines on stdin")),
-        false => Ok(texts),
-    }
+    if texts.is_empty() { Err(usage("no text to classify; give --text, --file or lines on stdin")) } else { Ok(texts) }
 }
 
 fn of_lines(name: &str, bytes: Vec<u8>) -> anyhow::Result<Vec<String>> {

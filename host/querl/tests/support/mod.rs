@@ -2,6 +2,7 @@
 //! own plugins.
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)] // each test program uses a part
 
+pub mod process;
 pub mod results;
 pub mod server;
 pub mod tenants;
@@ -71,7 +72,6 @@ impl Project {
         output.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
     }
 
-    /// The JSON that the binary prints.
     pub fn json(&self, args: &[&str]) -> Value {
         serde_json::from_str(&self.querl(&[args, &["--json"]].concat()).ok().stdout).unwrap()
     }

@@ -51,8 +51,7 @@ impl Server {
     }
 
     pub fn signal(&self, signal: &str) {
-        let pid = self.process.id().to_string();
-        assert!(std::process::Command::new("kill").args([signal, &pid]).status().unwrap().success());
+        super::process::signal(&self.process, signal);
     }
 
     /// Sends `signal` and waits for the end.

@@ -37,13 +37,8 @@ pub fn export_verl(run: &ExportedRun, cluster: Cluster, base: BaseFiles, out: &P
         ("@SETTINGS@", settings.as_str()),
         ("@MODEL@", shell_model.as_str()),
     ];
-    let files = EngineFiles {
-        engine: "verl",
-        mapping: &mapping,
-        notes: notes(run, &sizes),
-        templates: &FILES,
-        values: &values,
-    };
+    let notes = notes(run, &sizes);
+    let files = EngineFiles { engine: "verl", mapping: &mapping, notes, templates: &FILES, values: &values };
     files.write(run, shared, out)
 }
 
@@ -68,7 +63,6 @@ fn write_rows(config: &Config, split: &str, rows: &[PromptRow], path: &Path) -> 
     Ok(write_verl_rows(path, &rows.iter().enumerate().map(row).collect::<Vec<_>>())?)
 }
 
-/// Differences that no single key explains.
 fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
     let (config, mut notes) = (&run.config, Vec::new());
     if run.adapter.is_some() && config.rl.kl_coef > 0.0 {
@@ -78,26 +72,15 @@ fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
                 .to_owned(),
         );
     }
-    if sizes.batch < config.rl.batch_size {
-        let (batch, n_rows) = (config.rl.batch_size, run.train.len());
-        notes.push(format!(
-            "rl.batch_size is {batch}, and a batch of verl has at most the {n_rows} rows of the training split"
-        ));
-    }
+    notes.extend(run.batch_note("verl"));
     if run.val.is_empty() {
         notes.push(
             "the validation split has no row: validation is off, data.val_files names the training split, and there is no val.parquet"
                 .to_owned(),
         );
     }
-    if sizes.mini_batch * sizes.n_samples != config.rl.mini_batch_size {
-        let (own, there) = (config.rl.mini_batch_size, sizes.mini_batch * sizes.n_samples);
-        notes.push(format!("an optimizer step has {there} responses in place of rl.mini_batch_size = {own}"));
-    }
-    let alpha = run.lora().1;
-    if alpha.fract() != 0.0 {
-        notes.push(format!("lora_alpha is {alpha}, and verl takes an integer: it is rounded"));
-    }
+    notes.extend(run.mini_batch_note(sizes.mini_batch * sizes.n_samples));
+    notes.extend(run.alpha_note("verl"));
     notes.push(format!(
         "weights are f32 in training and bf16 in rollouts, the defaults of verl; model.dtype is {}",
         config.model.dtype.name()

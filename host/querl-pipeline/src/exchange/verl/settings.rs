@@ -185,17 +185,15 @@ fn kl(m: &mut Mapping, rl: &RlConfig) {
 }
 
 fn losses(m: &mut Mapping, rl: &RlConfig) {
-    let actor = |name: &str| format!("actor_rollout_ref.actor.{name}");
-    let clips = ["clip_ratio", "clip_ratio_low"].map(actor);
-    let clip_range = clips.each_ref().map(|name| (name.as_str(), float(rl.clip_range)));
-    m.set("rl.clip_range", &clip_range, "");
-    let high = float(rl.clip_range_high.unwrap_or(rl.clip_range));
-    m.set("rl.clip_range_high", &[(actor("clip_ratio_high").as_str(), high)], "that of `rl.clip_range` where not set");
+    let clips = ["actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low"];
+    m.set_all("rl.clip_range", &clips, &float(rl.clip_range), "");
+    let high = [("actor_rollout_ref.actor.clip_ratio_high", float(rl.clip_range_high.unwrap_or(rl.clip_range)))];
+    m.set("rl.clip_range_high", &high, "that of `rl.clip_range` where not set");
     let loss_mode = match rl.policy_loss {
         PolicyLossKind::Ppo => "vanilla",
         PolicyLossKind::Gspo | PolicyLossKind::Cispo => rl.policy_loss.name(),
     };
-    m.set("rl.policy_loss", &[(actor("policy_loss.loss_mode").as_str(), loss_mode.to_owned())], "");
+    m.set("rl.policy_loss", &[("actor_rollout_ref.actor.policy_loss.loss_mode", loss_mode.to_owned())], "");
     let dual_clip = if rl.dual_clip > 1.0 { float(rl.dual_clip) } else { NO_LIMIT.to_owned() };
     m.set("rl.dual_clip", &[("actor_rollout_ref.actor.clip_ratio_c", dual_clip)], "0 is a bound that is never reached");
     let clip_value = if rl.clip_range_value > 0.0 { float(rl.clip_range_value) } else { NO_LIMIT.to_owned() };
@@ -211,25 +209,19 @@ fn batches(m: &mut Mapping, rl: &RlConfig, sizes: &Sizes) {
     let batch = [("data.train_batch_size", sizes.batch.to_string())];
     m.set("rl.batch_size", &batch, "at most the rows of the training split");
     m.set("rl.n_samples", &[("actor_rollout_ref.rollout.n", sizes.n_samples.to_string())], "");
-    let epochs = rl.ppo_epochs.to_string();
-    let settings = [("actor_rollout_ref.actor.ppo_epochs", epochs.clone()), ("critic.ppo_epochs", epochs)];
-    m.set("rl.ppo_epochs", &settings, "");
-    let mini = sizes.mini_batch.to_string();
-    let settings =
-        [("actor_rollout_ref.actor.ppo_mini_batch_size", mini.clone()), ("critic.ppo_mini_batch_size", mini)];
-    m.set("rl.mini_batch_size", &settings, "in queries, not responses");
+    let epochs = ["actor_rollout_ref.actor.ppo_epochs", "critic.ppo_epochs"];
+    m.set_all("rl.ppo_epochs", &epochs, &rl.ppo_epochs.to_string(), "");
+    let mini_batch = ["actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"];
+    m.set_all("rl.mini_batch_size", &mini_batch, &sizes.mini_batch.to_string(), "in queries, not responses");
     let dynamic = [("actor_rollout_ref.actor.use_dynamic_bsz", flag(true))];
     m.set(
         "rl.gradient_accumulation_steps",
         &dynamic,
         "passes are bounded by their tokens; the result does not depend on it",
     );
-    let tokens = sizes.pass.to_string();
-    let settings = [
-        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", tokens.clone()),
-        ("critic.ppo_max_token_len_per_gpu", tokens),
-    ];
-    m.set("model.tokens_per_pass", &settings, "at least the longest prompt with a response");
+    let tokens = ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "critic.ppo_max_token_len_per_gpu"];
+    let note = "at least the longest prompt with a response";
+    m.set_all("model.tokens_per_pass", &tokens, &sizes.pass.to_string(), note);
     let steps = [("trainer.total_training_steps", sizes.steps.to_string())];
     m.set("rl.max_steps", &steps, "");
     m.set("rl.epochs", &[("trainer.total_epochs", sizes.epochs.to_string())], "as many as the steps need");
@@ -249,31 +241,28 @@ fn sampling(m: &mut Mapping, rl: &RlConfig) {
 }
 
 fn optimizers(m: &mut Mapping, rl: &RlConfig) {
-    const ACTOR: &str = "actor_rollout_ref.actor.optim";
     m.set("rl.learning_rate", &[("actor_rollout_ref.actor.optim.lr", float(rl.learning_rate))], "");
     m.set("rl.critic_learning_rate", &[("critic.optim.lr", float(rl.critic_learning_rate))], "");
-    let schedule = format!("{ACTOR}.lr_scheduler_type");
+    let schedule = "actor_rollout_ref.actor.optim.lr_scheduler_type";
     match rl.lr_scheduler {
-        LrScheduler::Constant => m.set("rl.lr_scheduler", &[(schedule.as_str(), "constant".into())], ""),
-        LrScheduler::Cosine => m.set("rl.lr_scheduler", &[(schedule.as_str(), "cosine".into())], ""),
+        LrScheduler::Constant => m.set("rl.lr_scheduler", &[(schedule, "constant".into())], ""),
+        LrScheduler::Cosine => m.set("rl.lr_scheduler", &[(schedule, "cosine".into())], ""),
         LrScheduler::Linear => {
             m.none("rl.lr_scheduler", "verl has constant and cosine with FSDP; cosine is set");
-            m.fixed(&schedule, "cosine");
+            m.fixed(schedule, "cosine");
         }
     }
-    let warmup = format!("{ACTOR}.lr_warmup_steps_ratio");
-    m.set("rl.warmup_ratio", &[(warmup.as_str(), float(rl.warmup_ratio))], "");
-    let (decay, norm) = (float(rl.weight_decay), float(rl.max_grad_norm));
-    let settings =
-        [("actor_rollout_ref.actor.optim.weight_decay", decay.clone()), ("critic.optim.weight_decay", decay)];
-    m.set("rl.weight_decay", &settings, "");
-    let settings = [
-        ("actor_rollout_ref.actor.grad_clip", norm.clone()),
-        ("actor_rollout_ref.actor.optim.clip_grad", norm.clone()),
-        ("critic.grad_clip", norm.clone()),
-        ("critic.optim.clip_grad", norm),
+    let warmup = [("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio", float(rl.warmup_ratio))];
+    m.set("rl.warmup_ratio", &warmup, "");
+    let decays = ["actor_rollout_ref.actor.optim.weight_decay", "critic.optim.weight_decay"];
+    m.set_all("rl.weight_decay", &decays, &float(rl.weight_decay), "");
+    let norms = [
+        "actor_rollout_ref.actor.grad_clip",
+        "actor_rollout_ref.actor.optim.clip_grad",
+        "critic.grad_clip",
+        "critic.optim.clip_grad",
     ];
-    m.set("rl.max_grad_norm", &settings, "");
+    m.set_all("rl.max_grad_norm", &norms, &float(rl.max_grad_norm), "");
 }
 
 fn lora(m: &mut Mapping, run: &ExportedRun) {
@@ -284,20 +273,16 @@ fn lora(m: &mut Mapping, run: &ExportedRun) {
         names => format!("[{}]", names.join(",")),
     };
     let has_critic = run.config.rl.algorithm == RlAlgorithm::Ppo && run.config.rl.critic == CriticKind::Adapter;
-    let both = |name: &str, value: String| -> Vec<(String, String)> {
-        let models = if has_critic { vec!["actor_rollout_ref", "critic"] } else { vec!["actor_rollout_ref"] };
-        models.into_iter().map(|model| (format!("{model}.model.{name}"), value.clone())).collect()
+    let mut set = |key: &str, name: &str, value: &str| {
+        let names = [format!("actor_rollout_ref.model.{name}"), format!("critic.model.{name}")];
+        let names = names.each_ref().map(String::as_str);
+        m.set_all(key, &names[..if has_critic { 2 } else { 1 }], value, "");
     };
-    let mut set = |key: &str, settings: &[(String, String)]| {
-        let settings: Vec<(&str, String)> =
-            settings.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
-        m.set(key, &settings, "");
-    };
-    set("model.path", &both("path", quoted("@MODEL@")));
-    set("sft.lora_rank", &both("lora_rank", rank.to_string()));
+    set("model.path", "path", &quoted("@MODEL@"));
+    set("sft.lora_rank", "lora_rank", &rank.to_string());
     // verl takes an integer.
-    set("sft.lora_alpha", &both("lora_alpha", format!("{}", alpha.round() as i64)));
-    set("sft.lora_target_modules", &both("target_modules", targets));
+    set("sft.lora_alpha", "lora_alpha", &format!("{}", alpha.round() as i64));
+    set("sft.lora_target_modules", "target_modules", &targets);
     if run.config.rl.algorithm == RlAlgorithm::Ppo && !has_critic {
         m.fixed("critic.model.path", quoted("@MODEL@"));
     }
@@ -320,14 +305,11 @@ fn intervals(m: &mut Mapping, run: &ExportedRun) {
     m.set("rl.eval_steps", &[("trainer.test_freq", interval)], note);
     m.fixed("trainer.val_before_train", flag(has_val));
     m.set("rl.save_steps", &[("trainer.save_freq", rl.save_steps.to_string())], "");
-    let kept = rl.save_total_limit.to_string();
-    let settings = [("trainer.max_actor_ckpt_to_keep", kept.clone()), ("trainer.max_critic_ckpt_to_keep", kept)];
-    m.set("rl.save_total_limit", &settings, "verl keeps no best checkpoint: choose one by its validation reward");
+    let kept = ["trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"];
+    let note = "verl keeps no best checkpoint: choose one by its validation reward";
+    m.set_all("rl.save_total_limit", &kept, &rl.save_total_limit.to_string(), note);
     m.none("rl.save_interval_s", "verl saves by steps alone");
-    match rl.early_stopping_patience {
-        0 => m.set("rl.early_stopping_patience", &[], "verl takes all steps, as 0 does"),
-        _ => m.none("rl.early_stopping_patience", "verl takes all steps"),
-    }
+    m.early_stopping(rl, "verl", "");
 }
 
 fn cluster_settings(m: &mut Mapping, config: &Config, cluster: Cluster) {
@@ -350,7 +332,6 @@ fn cluster_settings(m: &mut Mapping, config: &Config, cluster: Cluster) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::exchange::mapping::assert_has_rl_keys_once;

@@ -156,7 +156,6 @@ fn open_at_end(path: &Path) -> io::Result<(File, u64)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -143,7 +143,6 @@ fn recipe_paths(file: &Path, corpus: &Path, model: &Path) -> anyhow::Result<(Str
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

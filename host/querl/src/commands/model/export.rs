@@ -223,7 +223,6 @@ fn shapes_of(name: &str) -> Result<DecoderConfig, Stop> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::size;
 

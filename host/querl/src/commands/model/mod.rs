@@ -71,7 +71,6 @@ pub(crate) struct InspectArgs {
     format: Format,
 }
 
-/// Looks at the folder and says what is in it.
 fn inspect(args: &InspectArgs) -> anyhow::Result<()> {
     let directory = model_hub::folder(&args.directory)?;
     if is_adapter(&directory) {

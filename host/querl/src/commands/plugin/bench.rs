@@ -383,7 +383,6 @@ fn millis(duration: std::time::Duration) -> f64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -66,10 +66,7 @@ pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
 
 /// The bundle's place in `folder`, as a person would write it.
 fn bundle_path(folder: &Path, manifest: &Manifest) -> PathBuf {
-    match folder == Path::new(".") {
-        true => manifest.file_name().into(),
-        false => folder.join(manifest.file_name()),
-    }
+    if folder == Path::new(".") { manifest.file_name().into() } else { folder.join(manifest.file_name()) }
 }
 
 /// Tests what would be handed out, not what it was made from.
@@ -204,10 +201,7 @@ pub struct VerifyArgs {
 pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
     let keys = public_keys(&args.key)?;
     let bundle = Bundle::open(&args.bundle).map_err(verdict)?;
-    let signed_by = match keys.is_empty() {
-        true => None,
-        false => Some(bundle.verify(&keys).map_err(verdict)?.to_string()),
-    };
+    let signed_by = if keys.is_empty() { None } else { Some(bundle.verify(&keys).map_err(verdict)?.to_string()) };
     let signers: Vec<String> = bundle.signatures().iter().map(|signature| signature.key().to_string()).collect();
     let result = json!({ "digest": bundle.digest(), "signers": signers, "signed_by": signed_by });
     args.format.print(&result, || {

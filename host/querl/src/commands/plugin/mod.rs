@@ -144,7 +144,6 @@ fn test(args: &TestArgs) -> anyhow::Result<()> {
     bundle::conforms(&report)
 }
 
-/// Runs the suite for hosts.
 fn conformance(args: &HostArgs) -> anyhow::Result<()> {
     match args.run() {
         Ok(true) => Ok(()),

@@ -187,7 +187,6 @@ fn embedded(name: &str) -> Cow<'static, [u8]> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_bundle::Manifest;

@@ -408,7 +408,6 @@ fn own_part(sum: &Reward, id: &str) -> Option<Reward> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::ports::HostFunctions;

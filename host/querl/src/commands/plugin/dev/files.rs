@@ -84,7 +84,6 @@ pub(super) fn watch(folder: &Path, mut known: Files, mut saved: impl FnMut(Save)
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

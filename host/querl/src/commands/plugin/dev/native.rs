@@ -24,14 +24,12 @@ pub(super) struct Fault {
     pub(super) line: Option<u64>,
 }
 
-/// The result of one episode.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct NativeResult {
     pub(super) outcome: Result<Outcome, Fault>,
     pub(super) log: Vec<String>,
 }
 
-/// The results of all episodes.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct NativeReplay {
     pub(super) range: (f64, f64),
@@ -216,7 +214,6 @@ pub fn replay_library(args: &LibraryArgs) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -231,7 +231,6 @@ fn cut(lines: Vec<String>) -> Vec<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::native::NativeResult;
     use super::*;

@@ -113,7 +113,6 @@ impl LateProgress {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::episodes::parse;
