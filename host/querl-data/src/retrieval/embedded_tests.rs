@@ -542,8 +542,7 @@ fn passages_below_the_threshold_are_left_out() {
 
 #[test]
 fn invalid_files_are_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("lexicon.json");
+    let (folder, path) = crate::scratch_file("lexicon.json");
     std::fs::write(&path, r#"{"products": [], "intents": []}"#).unwrap();
     let error = Lexicon::read(&path).unwrap_err().to_string();
     assert!(error.ends_with("lexicon.json: not a lexicon: it needs at least one product and one intent"), "{error}");

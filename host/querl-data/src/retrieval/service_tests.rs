@@ -486,8 +486,7 @@ async fn the_key_is_sent_in_the_authorization_header() {
 /// Regression: 401 from every Elasticsearch in spite of a valid key.
 #[tokio::test]
 async fn elasticsearch_and_opensearch_have_their_own_authorization_schemes() {
-    let folder = tempfile::tempdir().unwrap();
-    let key = folder.path().join("key");
+    let (_folder, key) = crate::scratch_file("key");
     std::fs::write(&key, "admin:s3cret\n").unwrap();
     for (settings, expected) in [
         (json!({"service": "elasticsearch"}), "ApiKey admin:s3cret"),
@@ -821,8 +820,7 @@ async fn a_response_of_status_200_that_cannot_be_used_is_requested_again() {
 /// Regression: embeddings and reranking were free, whatever the service charged.
 #[tokio::test]
 async fn services_of_retrieval_are_paid_from_the_budget_and_recorded_before_they_are_called() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("calls.json");
+    let (_folder, path) = crate::scratch_file("calls.json");
     let lost_before = |asked: &RecordedRequest, path: &std::path::Path| {
         let provider = match asked.path.as_str() {
             "/embed" => "retrieval.embedding",
