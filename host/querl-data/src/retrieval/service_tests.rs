@@ -432,42 +432,20 @@ async fn an_invalid_response_is_a_failure() {
 
 #[test]
 fn an_invalid_mapping_is_rejected_before_any_call() {
-    for (settings, message) in [
-        (json!({"service": "custom"}), "retrieval.mapping.request is not set; retrieval.service = \"custom\" needs it"),
-        (
-            json!({"service": "custom", "mapping": {"request": {"q": "{{query}}"}, "list": ["/a"]}}),
-            "retrieval.mapping.text is not set; retrieval.service = \"custom\" needs it",
-        ),
-        (
-            json!({"service": "dify", "mapping": {"request": {"q": "{{qeury}}"}}}),
-            "retrieval.mapping.request has `{{qeury}}`, which stands for nothing; known are query, rewritten_query",
-        ),
-        (
-            json!({"service": "dify", "mapping": {"id": ["metadata/id"]}}),
-            "retrieval.mapping.id has `metadata/id`, which is no JSON pointer; write it as `/metadata/id`",
-        ),
-        (
-            json!({"service": "dify", "mapping": {"score_range": [1.0, 0.0]}}),
-            "retrieval.mapping.score_range is [1.0, 0.0]; expected two numbers, the lower first",
-        ),
-        (
-            json!({"service": "ragflow", "mapping": {"top_k_range": [9, 3]}}),
-            "retrieval.mapping.top_k_range is [9, 3]; expected two numbers, the lower first",
-        ),
-        (
-            json!({"service": "chatchat"}),
-            "retrieval.mapping.score is not set, and the service sends none that is known; set it, or retrieval.rerank",
-        ),
-        (
-            json!({"service": "dify", "mapping": {"score_range": [0.0, 1.0], "score_half": 3.0}}),
-            "retrieval.mapping.score_half is set together with score_range; leave one out",
-        ),
-        (
-            json!({"service": "qdrant"}),
-            "retrieval.mapping.request has `{{embedding}}`, which retrieval.embedding makes; set its kind",
-        ),
-    ] {
-        let error = rejected(settings);
+    let cases = r#"
+{"service": "custom"} | retrieval.mapping.request is not set; retrieval.service = "custom" needs it
+{"service": "custom", "mapping": {"request": {"q": "{{query}}"}, "list": ["/a"]}} | retrieval.mapping.text is not set; retrieval.service = "custom" needs it
+{"service": "dify", "mapping": {"request": {"q": "{{qeury}}"}}} | retrieval.mapping.request has `{{qeury}}`, which stands for nothing; known are query, rewritten_query
+{"service": "dify", "mapping": {"id": ["metadata/id"]}} | retrieval.mapping.id has `metadata/id`, which is no JSON pointer; write it as `/metadata/id`
+{"service": "dify", "mapping": {"score_range": [1.0, 0.0]}} | retrieval.mapping.score_range is [1.0, 0.0]; expected two numbers, the lower first
+{"service": "ragflow", "mapping": {"top_k_range": [9, 3]}} | retrieval.mapping.top_k_range is [9, 3]; expected two numbers, the lower first
+{"service": "chatchat"} | retrieval.mapping.score is not set, and the service sends none that is known; set it, or retrieval.rerank
+{"service": "dify", "mapping": {"score_range": [0.0, 1.0], "score_half": 3.0}} | retrieval.mapping.score_half is set together with score_range; leave one out
+{"service": "qdrant"} | retrieval.mapping.request has `{{embedding}}`, which retrieval.embedding makes; set its kind
+"#;
+    for case in cases.trim().lines() {
+        let (settings, message) = case.split_once(" | ").unwrap();
+        let error = rejected(serde_json::from_str(settings).unwrap());
         assert!(error.starts_with(message), "{error}");
     }
 }
