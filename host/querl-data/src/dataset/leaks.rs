@@ -122,7 +122,6 @@ pub fn find_leaks<const N: usize, E: From<DataError>>(
     Ok(search.leaks())
 }
 
-/// A row of a held-out split with its leak.
 struct HeldOutRow {
     split: usize,
     row: usize,

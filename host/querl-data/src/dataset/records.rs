@@ -315,7 +315,6 @@ impl IndexedLines {
         Ok(Self { path: path.to_owned(), reader, at: 0, buffer: Vec::new() })
     }
 
-    /// The record that begins at `offset`.
     pub(crate) fn read<T: DeserializeOwned>(&mut self, offset: u64) -> Result<T, DataError> {
         let mut read = || -> io::Result<T> {
             self.reader.seek_relative(offset as i64 - self.at as i64)?;

@@ -219,7 +219,6 @@ struct LogRow {
 
 #[derive(Default)]
 struct LogRows {
-    /// Of the table.
     format: Option<TableFormat>,
     rows: Vec<LogRow>,
     by_texts: HashMap<u64, u32>,

@@ -467,7 +467,6 @@ fn history(text: &str) -> Context {
     Context { user_profile: String::new(), history_summary: text.into() }
 }
 
-/// The score of each passage for one query.
 fn scores(retriever: &EmbeddedRetriever, query: &str, context: &Context) -> HashMap<String, f64> {
     let query_intent = retriever.query_intent(query, context).unwrap();
     retriever.rank_all(&query_intent).unwrap().into_iter().map(|(passage, score)| (passage.id, score)).collect()

@@ -225,7 +225,6 @@ fn shared(words: OwnWords) -> Arc<Jieba> {
     jieba
 }
 
-/// A line of a user dictionary.
 #[derive(Debug)]
 struct DictionaryEntry {
     word: String,
@@ -311,7 +310,6 @@ pub(crate) struct Synonyms {
     segmented: SegmentedGroups,
 }
 
-/// The groups, segmented into words.
 #[derive(Debug, Clone, Default)]
 struct SegmentedGroups {
     groups: Vec<Vec<Vec<String>>>,
@@ -319,7 +317,6 @@ struct SegmentedGroups {
     by_first: HashMap<String, Vec<(Vec<String>, usize)>>,
 }
 
-/// A part of a query.
 #[derive(Debug, PartialEq)]
 pub(crate) enum QueryPart<'a> {
     Word(&'a str),

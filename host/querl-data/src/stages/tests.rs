@@ -110,7 +110,6 @@ impl Filter for DropContaining {
     }
 }
 
-/// One run of the stage with `output`.
 async fn run_rewrite(rows: &[QueryRow], teacher: &Scripted, output: &Path) -> Result<Vec<RewriteRecord>, DataError> {
     let (rows, mut records) = (rows.to_vec(), Vec::new());
     let results = rewrite(&rows, teacher, &Plain, Journal::open(output)?, 4, &Silent).await?;

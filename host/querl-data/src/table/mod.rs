@@ -306,7 +306,6 @@ impl Findings {
     }
 }
 
-/// Hashes of one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RowDigest {
     /// Index of the row in the table, from 0.

@@ -14,7 +14,6 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// A server of the trained model.
 struct ModelServer<'a> {
     model: &'a Model,
     engine: Mutex<Engine<'a>>,
