@@ -196,10 +196,9 @@ mod tests {
             id: query_id(query, "", history),
             row: 2,
             original_query: query.into(),
-            user_profile: String::new(),
             history_summary: history.into(),
-            gold_ids: Vec::new(),
             group: query.into(),
+            ..QueryRow::default()
         }
     }
 

@@ -136,10 +136,9 @@ fn leak_row(row: usize, query: &str, history: &str) -> QueryRow {
         id: row.to_string(),
         row,
         original_query: query.into(),
-        user_profile: String::new(),
         history_summary: history.into(),
-        gold_ids: Vec::new(),
         group: row.to_string(),
+        ..QueryRow::default()
     }
 }
 

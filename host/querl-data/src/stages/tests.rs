@@ -21,10 +21,8 @@ fn rows(n: usize) -> Vec<QueryRow> {
         id: query_id(&format!("问{index}"), "", ""),
         row: index + 2,
         original_query: format!("问{index}"),
-        user_profile: String::new(),
-        history_summary: String::new(),
-        gold_ids: Vec::new(),
         group: format!("g{index}"),
+        ..QueryRow::default()
     };
     (0..n).map(row).collect()
 }

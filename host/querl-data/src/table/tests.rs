@@ -850,10 +850,8 @@ mod properties {
                 id: query_id(query, "", ""),
                 row,
                 original_query: query.clone(),
-                user_profile: String::new(),
-                history_summary: String::new(),
-                gold_ids: Vec::new(),
                 group: "g".into(),
+                ..QueryRow::default()
             };
             let records = (2..).zip(&unique).map(row).map(|query| RewriteRecord { query, rewrite: Ok(Completion::of("改写")) });
             write_jsonl(&output, records).unwrap();
