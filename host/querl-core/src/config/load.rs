@@ -413,35 +413,18 @@ path = "reward.wasm"
         let folder = folder(GOOD);
         let overrides = Overrides { set: SERVER.map(str::to_owned).to_vec(), ..Overrides::default() };
         assert!(load(&folder.path().join("querl.toml"), &overrides).is_ok());
-        let cases: [(&[&str], &str); 7] = [
-            (
-                &["rl.repetition_penalty=1.1"],
-                "--set rl.repetition_penalty is 1.1; with rollout.engine = \"openai\" it would count the tokens of the prompt too, expected 1.0",
-            ),
-            (
-                &["rl.no_repeat_ngram_size=3"],
-                "--set rl.no_repeat_ngram_size is 3; rollout.engine = \"openai\" has no such setting, expected 0",
-            ),
-            (
-                &["rl.top_p=0.9", "rollout.server=sglang"],
-                "--set rl.top_p is 0.9; SGLang reports log-probabilities before filters, expected 1.0",
-            ),
-            (
-                &["sft.use_dora=true"],
-                "--set sft.use_dora is true; servers of rollout.engine = \"openai\" load no adapters with magnitudes, expected false",
-            ),
-            (
-                &["rollout.adapter='a/b'"],
-                "--set rollout.adapter is \"a/b\"; expected letters, digits, `.`, `_` and `-`",
-            ),
-            (&["rollout.max_mismatch_kl=0.0"], "--set rollout.max_mismatch_kl is 0.0; expected more than 0.0"),
-            (
-                &["rollout.base_url='tcp://127.0.0.1'"],
-                "--set rollout.base_url is \"tcp://127.0.0.1\"; expected an address that begins with http:// or https://",
-            ),
-        ];
-        for (more, message) in cases {
-            assert_eq!(refusal(more), message);
+        let cases = r#"
+rl.repetition_penalty=1.1 | --set rl.repetition_penalty is 1.1; with rollout.engine = "openai" it would count the tokens of the prompt too, expected 1.0
+rl.no_repeat_ngram_size=3 | --set rl.no_repeat_ngram_size is 3; rollout.engine = "openai" has no such setting, expected 0
+rl.top_p=0.9 rollout.server=sglang | --set rl.top_p is 0.9; SGLang reports log-probabilities before filters, expected 1.0
+sft.use_dora=true | --set sft.use_dora is true; servers of rollout.engine = "openai" load no adapters with magnitudes, expected false
+rollout.adapter='a/b' | --set rollout.adapter is "a/b"; expected letters, digits, `.`, `_` and `-`
+rollout.max_mismatch_kl=0.0 | --set rollout.max_mismatch_kl is 0.0; expected more than 0.0
+rollout.base_url='tcp://127.0.0.1' | --set rollout.base_url is "tcp://127.0.0.1"; expected an address that begins with http:// or https://
+"#;
+        for case in cases.trim().lines() {
+            let (more, message) = case.split_once(" | ").unwrap();
+            assert_eq!(refusal(&more.split(' ').collect::<Vec<_>>()), message);
         }
         let missing = fault(GOOD, &["rollout.engine=openai"]);
         assert!(
