@@ -31,105 +31,33 @@ pub mod bounds {
 }
 
 /// Keys that change nothing that a model computes: names and versions, token ids, types of stored weights, defaults of generation,
-/// labels, marks of tools. Source: transformers' `PreTrainedConfig` and `GenerationConfig`; configurations on the Hugging Face hub.
+/// labels, marks of tools; separated by spaces. Source: transformers' `PreTrainedConfig` and `GenerationConfig`; configurations on the
+/// Hugging Face hub.
 const WITHOUT_EFFECT: &[&str] = &[
     // Names and versions.
-    "_commit_hash",
-    "_name_or_path",
-    "architectures",
-    "export_model_type",
-    "is_llama_config",
-    "language",
-    "max_seq_length",
-    "max_sequence_length",
-    "model_max_length",
-    "model_type",
-    "name_or_path",
-    "tokenizer_class",
-    "transformers.js_config",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
+    "_commit_hash _name_or_path architectures export_model_type is_llama_config language max_seq_length \
+     max_sequence_length model_max_length model_type name_or_path tokenizer_class transformers.js_config \
+     transformers_version unsloth_fixed unsloth_version",
     // Token ids.
-    "bos_token_id",
-    "cls_token_id",
-    "decoder_start_token_id",
-    "eos_token_id",
-    "mask_token_id",
-    "pad_token_id",
-    "sep_token_id",
-    "unk_token_id",
+    "bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id pad_token_id sep_token_id \
+     unk_token_id",
     // Implementation: types, attention kernels, caches, initial values, chunks of the same computation.
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_attn_implementation_internal",
-    "_experts_implementation",
-    "_flash_attn_2_enabled",
-    "attn_implementation",
-    "cache_implementation",
-    "chunk_size_feed_forward",
-    "dtype",
-    "gradient_checkpointing",
-    "initializer_range",
-    "output_attentions",
-    "output_hidden_states",
-    "output_past",
-    "return_dict",
-    "tf_legacy_loss",
-    "torch_dtype",
-    "torchscript",
-    "use_bfloat16",
-    "use_cache",
-    "xla_device",
+    "_attn_implementation _attn_implementation_autoset _attn_implementation_internal _experts_implementation \
+     _flash_attn_2_enabled attn_implementation cache_implementation chunk_size_feed_forward dtype \
+     gradient_checkpointing initializer_range output_attentions output_hidden_states output_past return_dict \
+     tf_legacy_loss torch_dtype torchscript use_bfloat16 use_cache xla_device",
     // Labels and tasks; a reader that needs them checks them.
-    "_num_labels",
-    "finetuning_task",
-    "id2label",
-    "label2id",
-    "num_labels",
-    "problem_type",
-    "task_specific_params",
+    "_num_labels finetuning_task id2label label2id num_labels problem_type task_specific_params",
     // Dropout on a head that is not trained here, and on the noise of another trainer.
-    "classifier_dropout",
-    "neftune_noise_alpha",
+    "classifier_dropout neftune_noise_alpha",
     // Defaults of generation.
-    "assistant_confidence_threshold",
-    "assistant_lookbehind",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "diversity_penalty",
-    "do_sample",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "length_penalty",
-    "max_length",
-    "max_new_tokens",
-    "min_length",
-    "min_new_tokens",
-    "no_repeat_ngram_size",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_scores",
-    "penalty_alpha",
-    "prefix",
-    "remove_invalid_values",
-    "repetition_penalty",
-    "return_dict_in_generate",
-    "suppress_tokens",
-    "target_lookbehind",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
+    "assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty \
+     do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff \
+     exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id length_penalty max_length \
+     max_new_tokens min_length min_new_tokens no_repeat_ngram_size num_assistant_tokens \
+     num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_scores penalty_alpha prefix \
+     remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens target_lookbehind temperature \
+     top_k top_p typical_p",
 ];
 
 /// The value with which a key has no effect; a missing key and `null` have none either.
@@ -338,12 +266,12 @@ impl<'a> Keys<'a> {
         if self.name.is_empty() { String::new() } else { format!("{}.", self.name) }
     }
 
-    /// Refuses keys of the file that may change the computation: all but `used`, which the caller reads, those without effect, and
-    /// those of `no_ops` with their value.
+    /// Refuses keys of the file that may change the computation: all but `used`, separated by spaces, which the caller reads, those without
+    /// effect, and those of `no_ops` with their value.
     ///
     /// # Errors
     /// There is such a key.
-    pub fn check_file(&self, used: &[&str], no_ops: &[(&str, NoOp)]) -> Result<(), String> {
+    pub fn check_file(&self, used: &str, no_ops: &[(&str, NoOp)]) -> Result<(), String> {
         let maps_model = |(class, _): (&String, &Value)| class.starts_with("AutoModel");
         if self.get("auto_map").and_then(Value::as_object).is_some_and(|map| map.iter().any(maps_model)) {
             return Err(
@@ -352,7 +280,8 @@ impl<'a> Keys<'a> {
                     .into(),
             );
         }
-        let known: Vec<&str> = used.iter().chain(WITHOUT_EFFECT).copied().chain(["auto_map"]).collect();
+        let names = [used, "auto_map"].into_iter().chain(WITHOUT_EFFECT.iter().copied());
+        let known: Vec<&str> = names.flat_map(str::split_whitespace).collect();
         let all: Vec<(&str, NoOp)> = NO_OPS.iter().chain(no_ops).copied().collect();
         self.check(&known, &all)
     }
@@ -400,7 +329,7 @@ mod tests {
 
     fn check(value: &Value) -> Result<(), String> {
         let no_ops = [("mlp_bias", NoOp::Flag(false)), ("embedding_multiplier", NoOp::Number(1.0))];
-        Keys::new(value.as_object().unwrap()).check_file(&["hidden_size"], &no_ops)
+        Keys::new(value.as_object().unwrap()).check_file("hidden_size", &no_ops)
     }
 
     #[test]

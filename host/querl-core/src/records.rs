@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 /// One row of the query table.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct QueryRow {
     /// Digest of query, profile and history; stable across runs.
     pub id: String,

@@ -21,7 +21,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         let best_other = ranked.iter().find(|(passage, _)| !is_gold(passage)).ok_or("all passages are gold")?;
         let first = gold > best_other.1;
         n_first += usize::from(first);
-        n_product += usize::from(product_of(&ranked[0].0) == row.group.split('-').next());
+        // The product is the part of an id before the dash.
+        n_product += usize::from(ranked[0].0.id.split('-').next() == row.group.split('-').next());
         gold_sum += gold;
         best_other_sum += best_other.1;
         if show_misses && !first {
@@ -35,9 +36,4 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("passage of the right product first: {:.1}%", 100.0 * n_product as f64 / n);
     println!("mean score of the gold passage {:.3}, of the best other passage {:.3}", gold_sum / n, best_other_sum / n);
     Ok(())
-}
-
-/// The part of an id before the dash, in this example the product.
-fn product_of(passage: &Passage) -> Option<&str> {
-    passage.id.split('-').next()
 }

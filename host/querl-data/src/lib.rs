@@ -46,6 +46,15 @@ pub use table::{ColumnReader, Findings, QueryTable, RowList, RowReference, open_
 pub use teacher::{open_fallback, open_teacher};
 pub use text::normalise;
 
+/// A path in a new folder, which is removed with the first value.
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+pub(crate) fn scratch_file(name: &str) -> (tempfile::TempDir, std::path::PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(name);
+    (folder, path)
+}
+
 /// The same cases in each run of a property test.
 #[cfg(test)]
 pub(crate) fn properties(cases: u32) -> proptest::test_runner::Config {

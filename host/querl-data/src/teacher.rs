@@ -196,10 +196,9 @@ mod tests {
             id: query_id(query, "", history),
             row: 2,
             original_query: query.into(),
-            user_profile: String::new(),
             history_summary: history.into(),
-            gold_ids: Vec::new(),
             group: query.into(),
+            ..QueryRow::default()
         }
     }
 
@@ -229,8 +228,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_recording_is_found_by_query_and_context() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("rewrites.jsonl");
+        let (_folder, path) = crate::scratch_file("rewrites.jsonl");
         std::fs::write(
             &path,
             "{\"original_query\": \"怎么吃\", \"history_summary\": \"问过鱼油\", \"rewritten_query\": \"鱼油 食用方法\"}\n",
@@ -246,8 +244,7 @@ mod tests {
 
     #[test]
     fn two_rewrites_of_one_query_are_rejected_and_equal_rows_are_not() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("rewrites.jsonl");
+        let (_folder, path) = crate::scratch_file("rewrites.jsonl");
         let line =
             |query: &str, rewrite: &str| json!({"original_query": query, "rewritten_query": rewrite}).to_string();
         let read = |lines: &[String]| {

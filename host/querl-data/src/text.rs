@@ -26,7 +26,6 @@ pub(crate) fn with_width(text: &str, width: TextWidth) -> String {
     text.chars().map(changed).collect::<String>().trim().to_owned()
 }
 
-/// Whether a character separates the ids in a list of gold ids.
 pub(crate) fn separates_ids(character: char) -> bool {
     character.is_whitespace() || [',', ';', '，', '；', '、'].contains(&character)
 }

@@ -21,30 +21,12 @@ const MIN_LENGTH: usize = 8;
 
 /// Keys of `config.json` that are read here or by candle-transformers, and those without effect on an encoder at inference: dropout,
 /// settings of BERT's pretraining and of pooling that is not used.
-const USED: &[&str] = &[
-    "attention_probs_dropout_prob",
-    "directionality",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "hidden_size",
-    "intermediate_size",
-    "layer_norm_eps",
-    "matryoshka_dimensions",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "pooler_fc_size",
-    "pooler_num_attention_heads",
-    "pooler_num_fc_layers",
-    "pooler_size_per_head",
-    "pooler_type",
-    "position_embedding_type",
-    "sbert_ce_default_activation_function",
-    "sentence_transformers",
-    "tie_word_embeddings",
-    "type_vocab_size",
-    "vocab_size",
-];
+const USED: &str = "\
+    attention_probs_dropout_prob directionality hidden_act hidden_dropout_prob hidden_size intermediate_size \
+    layer_norm_eps matryoshka_dimensions max_position_embeddings num_attention_heads num_hidden_layers \
+    pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type \
+    position_embedding_type sbert_ce_default_activation_function sentence_transformers tie_word_embeddings \
+    type_vocab_size vocab_size";
 
 /// An encoder that is a decoder has causal attention.
 const NO_OPS: &[(&str, NoOp)] = &[("is_decoder", NoOp::Flag(false))];

@@ -126,12 +126,10 @@ impl ChatTemplate {
         Ok(Self { environment, special_tokens, text: text.to_owned(), source, renderer: Mutex::new(None) })
     }
 
-    /// An error about this template.
     pub(crate) fn error(&self, message: &str) -> ModelError {
         self.source.error(None, message)
     }
 
-    /// The template itself.
     pub(crate) fn text(&self) -> &str {
         &self.text
     }

@@ -35,7 +35,6 @@ impl Family {
         }
     }
 
-    /// The `model_type` of its configurations.
     pub(crate) fn model_type(self) -> &'static str {
         match self {
             Self::Qwen2 => "qwen2",

@@ -6,7 +6,6 @@ use candle_core::Error;
 use querl_model::ComputeDevice;
 use std::cell::Cell;
 
-/// Records metrics with their steps.
 #[derive(Debug, Default)]
 pub(crate) struct Recorder(pub(crate) Vec<(u64, Metrics)>);
 

@@ -69,6 +69,10 @@ fn mask(value: &Value) -> Vec<Vec<bool>> {
     rows(value).iter().map(|row| row.iter().map(|keep| *keep != 0.0).collect()).collect()
 }
 
+fn all_true(rows: &Rows) -> Vec<Vec<bool>> {
+    rows.iter().map(|row| vec![true; row.len()]).collect()
+}
+
 fn close(found: f32, expected: f32) -> bool {
     (found - expected).abs() <= TOLERANCE * expected.abs().max(1.0)
 }
@@ -293,7 +297,7 @@ fn value_loss_and_its_gradient_are_verls_and_torchs() {
 fn kl_estimators_and_their_gradients_are_verls() {
     let inputs = golden("ppo.json", "kl");
     let (logprobs, reference) = (rows(&inputs["log_prob"]), rows(&inputs["ref_log_prob"]));
-    let everywhere: Vec<Vec<bool>> = logprobs.iter().map(|row| vec![true; row.len()]).collect();
+    let everywhere = all_true(&logprobs);
     let ones: Rows = logprobs.iter().map(|row| vec![1.0; row.len()]).collect();
     let mask = mask(&golden("ppo.json", "policy_loss")["response_mask"]);
     let weights = Aggregation::SequenceMean.weights(&mask, StepSize::of(&mask));
@@ -326,8 +330,7 @@ fn token_rewards_and_the_adaptive_coefficient_are_verls() {
     let expected = cut(&rows(&case["token_level_rewards"]));
     let kl = kl_rows(KlEstimator::K1, &cut(&logprobs), &cut(&reference));
     let found = token_rewards(&scores, &kl, number(&case["kl_coef"]));
-    let mask: Vec<Vec<bool>> = expected.iter().map(|row| vec![true; row.len()]).collect();
-    assert_rows("token rewards", &found, &expected, &mask);
+    assert_rows("token rewards", &found, &expected, &all_true(&expected));
 
     assert_adaptive(&inputs["adaptive"], ["target_kl", "current_kl"]);
 }
@@ -354,7 +357,7 @@ fn a_ppo_step_is_trls_from_rewards_to_gradients() {
     let case = golden("trl.json", "ppo");
     let padded = mask(&case["response_mask"]);
     let get = |name: &str| cut(&case[name], &padded);
-    let mask: Vec<Vec<bool>> = get("values").iter().map(|row| vec![true; row.len()]).collect();
+    let mask = all_true(&get("values"));
     let kl = kl_rows(KlEstimator::K1, &get("old_logprobs"), &get("ref_logprobs"));
     let rewards = token_rewards(&row(&case["scores"]), &kl, number(&case["kl_coef"]));
     assert_rows("rewards", &rewards, &get("rewards"), &mask);

@@ -187,26 +187,28 @@ fn paths(config: &mut Config) -> Vec<(String, PathKind, &mut PathBuf)> {
         paths.extend(path.as_mut().map(|path| (key.to_owned(), PathKind::ModelFolder, path)));
     }
     let filters = config.plugins.filters.iter_mut().map(|plugin| &mut plugin.path).enumerate();
-    paths.extend(
-        filters.map(|(index, path)| (format!("plugins.filters[{index}].path"), PathKind::PluginFileOrFolder, path)),
-    );
+    let filters = filters.map(|(index, path)| (format!("plugins.filters[{index}].path"), path));
     let rewards = config.plugins.rewards.iter_mut().map(|plugin| &mut plugin.path).enumerate();
-    paths.extend(
-        rewards.map(|(index, path)| (format!("plugins.rewards[{index}].path"), PathKind::PluginFileOrFolder, path)),
-    );
+    let rewards = rewards.map(|(index, path)| (format!("plugins.rewards[{index}].path"), path));
+    paths.extend(filters.chain(rewards).map(|(key, path)| (key, PathKind::PluginFileOrFolder, path)));
     paths
 }
 
 /// Checks a configuration that conforms to the schema and has absolute paths. The paths of the keys `unchecked` need not exist.
 pub(super) fn check(config: &mut Config, unchecked: &[String]) -> Vec<Violation> {
     let mut violations = Vec::new();
-    check_device(config, &mut violations);
+    if DeviceSetting::from_name(&config.device).is_none() {
+        let expected = "auto, cpu, cuda:N or a list of GPUs such as cuda:0,1";
+        violations.push(wrong_text("device", &config.device, expected));
+    }
     check_tensor_parallel(config, &mut violations);
     check_split(config, &mut violations);
     check_sources(config, &mut violations);
     check_retrieval(&config.retrieval, &mut violations);
     check_rl_options(&config.rl, &mut violations);
-    check_rl_steps(config, &mut violations);
+    if config.rl.max_steps == 0 && config.rl.epochs.is_none() {
+        violations.push(Violation::of("rl.max_steps", "is 0; expected 1 or more, or a number of rl.epochs"));
+    }
     check_training(config, &mut violations);
     check_rollout(config, &mut violations);
     check_systems(config, &mut violations);
@@ -234,12 +236,6 @@ fn check_path(key: String, kind: PathKind, path: &Path) -> Option<Violation> {
     };
     let message = format!("{key} is {:?}; {complaint}", path.display().to_string());
     Some(Violation::new(key, message))
-}
-
-fn check_device(config: &Config, violations: &mut Vec<Violation>) {
-    if DeviceSetting::from_name(&config.device).is_none() {
-        violations.push(wrong_text("device", &config.device, "auto, cpu, cuda:N or a list of GPUs such as cuda:0,1"));
-    }
 }
 
 /// Settings that tensor parallelism does not support.
@@ -350,12 +346,6 @@ fn check_split(config: &Config, violations: &mut Vec<Violation>) {
     }
 }
 
-fn check_rl_steps(config: &Config, violations: &mut Vec<Violation>) {
-    if config.rl.max_steps == 0 && config.rl.epochs.is_none() {
-        violations.push(Violation::of("rl.max_steps", "is 0; expected 1 or more, or a number of rl.epochs"));
-    }
-}
-
 fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
     let mut need = |key: &str, given: bool, by: &str| {
         if !given {
@@ -363,56 +353,37 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
         }
     };
     let (teacher, judge, retrieval) = (&config.teacher, &config.judge, &config.retrieval);
-    let called_teacher = config.called_teacher();
-    match called_teacher {
-        None => {}
-        Some(TeacherKind::Recorded) => need("teacher.path", teacher.path.is_some(), "teacher.kind = \"recorded\""),
-        Some(TeacherKind::Openai) => {
-            need("teacher.base_url", teacher.base_url.is_some(), "teacher.kind = \"openai\"");
-            need("teacher.model", teacher.model.is_some(), "teacher.kind = \"openai\"");
-        }
-        Some(TeacherKind::Local) => {
-            need("teacher.model_path", teacher.model_path.is_some(), "teacher.kind = \"local\"");
-        }
-    }
+    let (called_teacher, embedding, rerank) = (config.called_teacher(), &retrieval.embedding, &retrieval.rerank);
     if config.fallback_teacher.base_url.is_some() {
         need("fallback_teacher.model", config.fallback_teacher.model.is_some(), "fallback_teacher.base_url");
     }
-    match judge.kind {
-        JudgeKind::Rubric => need("retrieval.lexicon", retrieval.lexicon.is_some(), "judge.kind = \"rubric\""),
-        JudgeKind::Openai => {
-            need("judge.base_url", judge.base_url.is_some(), "judge.kind = \"openai\"");
-            need("judge.model", judge.model.is_some(), "judge.kind = \"openai\"");
-        }
-        JudgeKind::None => {}
+    if judge.kind == JudgeKind::Rubric {
+        need("retrieval.lexicon", retrieval.lexicon.is_some(), "judge.kind = \"rubric\"");
     }
-    match retrieval.kind {
-        RetrievalKind::Embedded => {
-            need("retrieval.knowledge_base", retrieval.knowledge_base.is_some(), "retrieval.kind = \"embedded\"");
-        }
-        RetrievalKind::Http => need("retrieval.url", retrieval.url.is_some(), "retrieval.kind = \"http\""),
-        RetrievalKind::None => {}
-    }
-    let embedding = &retrieval.embedding;
-    match embedding.kind {
-        EmbeddingKind::None => {}
-        EmbeddingKind::Openai => {
-            need("retrieval.embedding.url", embedding.url.is_some(), "retrieval.embedding.kind = \"openai\"");
-            need("retrieval.embedding.model", embedding.model.is_some(), "retrieval.embedding.kind = \"openai\"");
-        }
-        EmbeddingKind::Local => {
-            need("retrieval.embedding.path", embedding.path.is_some(), "retrieval.embedding.kind = \"local\"");
-        }
-    }
-    let rerank = &retrieval.rerank;
-    match rerank.kind {
-        RerankKind::None => {}
-        RerankKind::Local => need("retrieval.rerank.path", rerank.path.is_some(), "retrieval.rerank.kind = \"local\""),
-        RerankKind::Tei => need("retrieval.rerank.url", rerank.url.is_some(), "retrieval.rerank.kind = \"tei\""),
-        RerankKind::Cohere => {
-            need("retrieval.rerank.url", rerank.url.is_some(), "retrieval.rerank.kind = \"cohere\"");
-            need("retrieval.rerank.model", rerank.model.is_some(), "retrieval.rerank.kind = \"cohere\"");
-        }
+    let is_embedded = retrieval.kind == RetrievalKind::Embedded;
+    let teacher_is = |kind| called_teacher == Some(kind);
+    let embedding_is = |kind: EmbeddingKind| embedding.kind == kind;
+    let rerank_is = |kind: RerankKind| rerank.kind == kind;
+    // Section, and the key that a kind needs.
+    let needed = [
+        (teacher_is(TeacherKind::Recorded), "teacher", "recorded", "path", teacher.path.is_some()),
+        (teacher_is(TeacherKind::Openai), "teacher", "openai", "base_url", teacher.base_url.is_some()),
+        (teacher_is(TeacherKind::Openai), "teacher", "openai", "model", teacher.model.is_some()),
+        (teacher_is(TeacherKind::Local), "teacher", "local", "model_path", teacher.model_path.is_some()),
+        (judge.kind == JudgeKind::Openai, "judge", "openai", "base_url", judge.base_url.is_some()),
+        (judge.kind == JudgeKind::Openai, "judge", "openai", "model", judge.model.is_some()),
+        (is_embedded, "retrieval", "embedded", "knowledge_base", retrieval.knowledge_base.is_some()),
+        (retrieval.kind == RetrievalKind::Http, "retrieval", "http", "url", retrieval.url.is_some()),
+        (embedding_is(EmbeddingKind::Openai), "retrieval.embedding", "openai", "url", embedding.url.is_some()),
+        (embedding_is(EmbeddingKind::Openai), "retrieval.embedding", "openai", "model", embedding.model.is_some()),
+        (embedding_is(EmbeddingKind::Local), "retrieval.embedding", "local", "path", embedding.path.is_some()),
+        (rerank_is(RerankKind::Local), "retrieval.rerank", "local", "path", rerank.path.is_some()),
+        (rerank_is(RerankKind::Tei), "retrieval.rerank", "tei", "url", rerank.url.is_some()),
+        (rerank_is(RerankKind::Cohere), "retrieval.rerank", "cohere", "url", rerank.url.is_some()),
+        (rerank_is(RerankKind::Cohere), "retrieval.rerank", "cohere", "model", rerank.model.is_some()),
+    ];
+    for (_, section, kind, key, is_given) in needed.into_iter().filter(|(is_kind, ..)| *is_kind) {
+        need(&format!("{section}.{key}"), is_given, &format!("{section}.kind = \"{kind}\""));
     }
     if config.budget.is_some() {
         let asked = [
@@ -439,7 +410,7 @@ fn check_sources(config: &Config, violations: &mut Vec<Violation>) {
             violations.push(Violation::new(key, message));
         }
     }
-    if retrieval.kind == RetrievalKind::Embedded && embedding.kind == EmbeddingKind::Openai {
+    if is_embedded && embedding.kind == EmbeddingKind::Openai {
         let expected = "local or none, as the embedded index makes its vectors in this process";
         violations.push(wrong_text("retrieval.embedding.kind", "openai", expected));
     }

@@ -412,35 +412,18 @@ path = "reward.wasm"
         let folder = folder(GOOD);
         let overrides = Overrides { set: SERVER.map(str::to_owned).to_vec(), ..Overrides::default() };
         assert!(load(&folder.path().join("querl.toml"), &overrides).is_ok());
-        let cases: [(&[&str], &str); 7] = [
-            (
-                &["rl.repetition_penalty=1.1"],
-                "--set rl.repetition_penalty is 1.1; with rollout.engine = \"openai\" it would count the tokens of the prompt too, expected 1.0",
-            ),
-            (
-                &["rl.no_repeat_ngram_size=3"],
-                "--set rl.no_repeat_ngram_size is 3; rollout.engine = \"openai\" has no such setting, expected 0",
-            ),
-            (
-                &["rl.top_p=0.9", "rollout.server=sglang"],
-                "--set rl.top_p is 0.9; SGLang reports log-probabilities before filters, expected 1.0",
-            ),
-            (
-                &["sft.use_dora=true"],
-                "--set sft.use_dora is true; servers of rollout.engine = \"openai\" load no adapters with magnitudes, expected false",
-            ),
-            (
-                &["rollout.adapter='a/b'"],
-                "--set rollout.adapter is \"a/b\"; expected letters, digits, `.`, `_` and `-`",
-            ),
-            (&["rollout.max_mismatch_kl=0.0"], "--set rollout.max_mismatch_kl is 0.0; expected more than 0.0"),
-            (
-                &["rollout.base_url='tcp://127.0.0.1'"],
-                "--set rollout.base_url is \"tcp://127.0.0.1\"; expected an address that begins with http:// or https://",
-            ),
-        ];
-        for (more, message) in cases {
-            assert_eq!(refusal(more), message);
+        let cases = r#"
+rl.repetition_penalty=1.1 | --set rl.repetition_penalty is 1.1; with rollout.engine = "openai" it would count the tokens of the prompt too, expected 1.0
+rl.no_repeat_ngram_size=3 | --set rl.no_repeat_ngram_size is 3; rollout.engine = "openai" has no such setting, expected 0
+rl.top_p=0.9 rollout.server=sglang | --set rl.top_p is 0.9; SGLang reports log-probabilities before filters, expected 1.0
+sft.use_dora=true | --set sft.use_dora is true; servers of rollout.engine = "openai" load no adapters with magnitudes, expected false
+rollout.adapter='a/b' | --set rollout.adapter is "a/b"; expected letters, digits, `.`, `_` and `-`
+rollout.max_mismatch_kl=0.0 | --set rollout.max_mismatch_kl is 0.0; expected more than 0.0
+rollout.base_url='tcp://127.0.0.1' | --set rollout.base_url is "tcp://127.0.0.1"; expected an address that begins with http:// or https://
+"#;
+        for case in cases.trim().lines() {
+            let (more, message) = case.split_once(" | ").unwrap();
+            assert_eq!(refusal(&more.split(' ').collect::<Vec<_>>()), message);
         }
         let missing = fault(GOOD, &["rollout.engine=openai"]);
         assert!(
@@ -462,165 +445,65 @@ path = "reward.wasm"
         assert_eq!(fault("rl.off_by_one=true"), of("rl.off_by_one is true"));
     }
 
+    /// A text of [`GOOD`], what replaces it, and the error. `\n` is a line end.
+    const FAULTS: &str = r#"
+gae_lambda = 0.95 | gae_lambda = 1.4 | querl.toml:16: rl.gae_lambda is 1.4; expected 0.0 to 1.0
+gae_lambda = 0.95 | learning_rate = 0 | querl.toml:16: rl.learning_rate is 0; expected more than 0.0, at most 1.0
+gae_lambda = 0.95 | gamma = nan | querl.toml:16: rl.gamma is nan; expected 0.0 to 1.0
+gae_lambda = 0.95 | max_steps = 2.5 | querl.toml:16: rl.max_steps is 2.5; expected an integer
+gae_lambda = 0.95 | batch_size = -1 | querl.toml:16: rl.batch_size is -1; expected 1 to 65536
+gae_lambda = 0.95 | gamma = "high" | querl.toml:16: rl.gamma is "high"; expected a number
+gae_lambda = 0.95 | algorithm = "trpo" | querl.toml:16: rl.algorithm is "trpo"; expected ppo, grpo, dr_grpo, rloo, reinforce_plus_plus or raft
+gae_lambda = 0.95 | algorithm = 3 | querl.toml:16: rl.algorithm is 3; expected ppo, grpo, dr_grpo, rloo, reinforce_plus_plus or raft
+gae_lambda = 0.95 | algorithm = "grpo"\nn_samples = 1 | querl.toml:17: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2
+gae_lambda = 0.95 | dual_clip = 1 | querl.toml:16: rl.dual_clip is 1.0; expected 0.0, or more than 1.0
+gae_lambda = 0.95 | advantage_form = "sequence"\ndual_clip = 3.0 | querl.toml:17: rl.dual_clip is 3.0; rl.advantage_form = "sequence" has no such bound, expected 0.0
+gae_lambda = 0.95 | kl_target = 6.0\nkl_coef = 0.0 | querl.toml:17: rl.kl_coef is 0.0; expected more than 0.0, since rl.kl_target adapts it by factors
+gae_lambda = 0.95 | clip_range_high = 0.0 | querl.toml:16: rl.clip_range_high is 0.0; expected more than 0.0
+gae_lambda = 0.95 | loss_agg = "mean" | querl.toml:16: rl.loss_agg is "mean"; expected algorithm, token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm
+gae_lambda = 0.95 | policy_loss = "gspo"\ndual_clip = 3.0 | querl.toml:17: rl.dual_clip is 3.0; rl.policy_loss = "gspo" has no such bound, expected 0.0
+gae_lambda = 0.95 | advantage_form = "sequence"\npolicy_loss = "cispo" | querl.toml:17: rl.policy_loss is "cispo"; rl.advantage_form = "sequence" has one ratio per response, expected "ppo"
+gae_lambda = 0.95 | advantage_form = "sequence"\nloss_agg = "token-mean" | querl.toml:17: rl.loss_agg is "token-mean"; rl.advantage_form = "sequence" averages over responses, expected "algorithm"
+gae_lambda = 0.95 | algorithm = "raft"\nn_samples = 4\npolicy_loss = "gspo" | querl.toml:18: rl.policy_loss is "gspo"; rl.algorithm = "raft" has cross-entropy in its place, expected "ppo"
+gae_lambda = 0.95 | algorithm = "raft"\nn_samples = 4\nclip_range_high = 0.28 | querl.toml:18: rl.clip_range_high is set; rl.algorithm = "raft" has cross-entropy without a clip, leave it out
+gae_lambda = 0.95 | dynamic_sampling = true | querl.toml:16: rl.dynamic_sampling is true; rl.algorithm does not compare samples of one query, expected false
+gae_lambda = 0.95 | anchor_baseline = 0 | querl.toml:16: rl.anchor_baseline is set; rl.algorithm does not compare samples of one query, leave it out
+gae_lambda = 0.95 | overlong_buffer_len = 151 | querl.toml:16: rl.overlong_buffer_len is 151; expected at most rl.max_new_tokens, 150
+gae_lambda | clip_rnage | querl.toml:16: unknown key rl.clip_rnage; did you mean clip_range?
+tenant = "fivedoctors" |  | querl.toml: the key tenant is missing; expected a string
+[model]\npath = "tiny" |  | querl.toml: the section [model] is missing
+path = "tiny" |  | querl.toml:13: the key model.path is missing; expected a string
+path = "tiny" | path = "huge" | querl.toml:14: model.path is "huge"; no such folder; put the model there or correct the path
+path = "tiny" | path = "kb.jsonl" | querl.toml:14: model.path is "kb.jsonl"; expected a folder
+path = "teacher.jsonl" |  | querl.toml:4: the key teacher.path is missing; teacher.kind = "recorded" needs it
+"recorded" | "openai" | querl.toml:4: the key teacher.base_url is missing; teacher.kind = "openai" needs it
+"recorded" | "recordd" | querl.toml:5: teacher.kind is "recordd"; expected recorded, openai or local
+"embedded" | "http" | querl.toml:9: the key retrieval.url is missing; retrieval.kind = "http" needs it
+[data] | [data]\nsplit = [0.8, 0.1] | querl.toml:3: data.split is [0.8, 0.1]; expected a list of 3 numbers
+[data] | [data]\nsplit = [0.8, 0.1, 0.3] | querl.toml:3: data.split is [0.8, 0.1, 0.3]; expected shares that sum to 1.0
+[data] | [data]\nsplit = [1.8, 0.1, 0.3] | querl.toml:3: data.split[0] is 1.8; expected 0.0 to 1.0
+[data] | device = "gpu"\n[data] | querl.toml:2: device is "gpu"; expected auto, cpu, cuda:N or a list of GPUs such as cuda:0,1
+[data] | device = "cuda:+1"\n[data] | querl.toml:2: device is "cuda:+1"; expected auto, cpu, cuda:N or a list of GPUs such as cuda:0,1
+path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor_parallel is 2 and device is "auto"; expected a divisor of its 1
+[data] | rl = 3\n[data] | querl.toml:16: not valid TOML: duplicate key
+[judge] | [judge]\napi_key_env = "sk-1234" | querl.toml:8: judge.api_key_env is not the name of an environment variable; put the key into the environment and name the variable here
+[judge] | [judge]\nbase_url = "https://me:secret@x/v1" | querl.toml:8: judge.base_url holds a user name or password; put the key into the environment instead
+[judge] | [judge]\nbase_url = "https://x/v1?key=secret" | querl.toml:8: judge.base_url holds a query (`?`), which may be a key; give the address without it
+[judge] | [judge]\nbase_url = "me:secret@x/v1" | querl.toml:8: judge.base_url is not an address that begins with http:// or https://
+[retrieval] | [retrieval]\nurl = "x/v1?key=secret" | querl.toml:10: retrieval.url is not an address that begins with http:// or https://
+[retrieval] | [retrieval]\nurl = "x/v1" | querl.toml:10: retrieval.url is "x/v1"; expected an address that begins with http:// or https://
+[model] | [eval]\nsystems = ["raw", "gold"]\n[model] | querl.toml:14: eval.systems[1] is "gold"; expected raw, prompted, hyde, teacher, sft, best_of_n or rl
+[model] | [eval]\nsystems = ["best_of_n"]\nbest_of_n = 0\n[model] | querl.toml:15: eval.best_of_n is 0; the system best_of_n chooses among samples, expected at least 2
+[model] | [eval]\nsecond_retrieval = "lexical"\nembedding_path = "tiny"\n[model] | querl.toml:15: eval.embedding_path is set; only eval.second_retrieval = "semantic" has a use for it, leave it out
+"#;
+
     #[test]
     fn bad_files_are_named_with_line_value_and_expectation() {
-        // In place of `gae_lambda = 0.95` of [rl].
-        let rl_cases = [
-            ("gae_lambda = 1.4", "16: rl.gae_lambda is 1.4; expected 0.0 to 1.0"),
-            ("learning_rate = 0", "16: rl.learning_rate is 0; expected more than 0.0, at most 1.0"),
-            ("gamma = nan", "16: rl.gamma is nan; expected 0.0 to 1.0"),
-            ("max_steps = 2.5", "16: rl.max_steps is 2.5; expected an integer"),
-            ("batch_size = -1", "16: rl.batch_size is -1; expected 1 to 65536"),
-            (r#"gamma = "high""#, r#"16: rl.gamma is "high"; expected a number"#),
-            (
-                r#"algorithm = "trpo""#,
-                r#"16: rl.algorithm is "trpo"; expected ppo, grpo, dr_grpo, rloo, reinforce_plus_plus or raft"#,
-            ),
-            ("algorithm = 3", "16: rl.algorithm is 3; expected ppo, grpo, dr_grpo, rloo, reinforce_plus_plus or raft"),
-            (
-                "algorithm = \"grpo\"\nn_samples = 1",
-                "17: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2",
-            ),
-            ("dual_clip = 1", "16: rl.dual_clip is 1.0; expected 0.0, or more than 1.0"),
-            (
-                "advantage_form = \"sequence\"\ndual_clip = 3.0",
-                r#"17: rl.dual_clip is 3.0; rl.advantage_form = "sequence" has no such bound, expected 0.0"#,
-            ),
-            (
-                "kl_target = 6.0\nkl_coef = 0.0",
-                "17: rl.kl_coef is 0.0; expected more than 0.0, since rl.kl_target adapts it by factors",
-            ),
-            ("clip_range_high = 0.0", "16: rl.clip_range_high is 0.0; expected more than 0.0"),
-            (
-                r#"loss_agg = "mean""#,
-                r#"16: rl.loss_agg is "mean"; expected algorithm, token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm"#,
-            ),
-            (
-                "policy_loss = \"gspo\"\ndual_clip = 3.0",
-                r#"17: rl.dual_clip is 3.0; rl.policy_loss = "gspo" has no such bound, expected 0.0"#,
-            ),
-            (
-                "advantage_form = \"sequence\"\npolicy_loss = \"cispo\"",
-                r#"17: rl.policy_loss is "cispo"; rl.advantage_form = "sequence" has one ratio per response, expected "ppo""#,
-            ),
-            (
-                "advantage_form = \"sequence\"\nloss_agg = \"token-mean\"",
-                r#"17: rl.loss_agg is "token-mean"; rl.advantage_form = "sequence" averages over responses, expected "algorithm""#,
-            ),
-            (
-                "algorithm = \"raft\"\nn_samples = 4\npolicy_loss = \"gspo\"",
-                r#"18: rl.policy_loss is "gspo"; rl.algorithm = "raft" has cross-entropy in its place, expected "ppo""#,
-            ),
-            (
-                "algorithm = \"raft\"\nn_samples = 4\nclip_range_high = 0.28",
-                r#"18: rl.clip_range_high is set; rl.algorithm = "raft" has cross-entropy without a clip, leave it out"#,
-            ),
-            (
-                "dynamic_sampling = true",
-                "16: rl.dynamic_sampling is true; rl.algorithm does not compare samples of one query, expected false",
-            ),
-            (
-                "anchor_baseline = 0",
-                "16: rl.anchor_baseline is set; rl.algorithm does not compare samples of one query, leave it out",
-            ),
-            ("overlong_buffer_len = 151", "16: rl.overlong_buffer_len is 151; expected at most rl.max_new_tokens, 150"),
-        ];
-        let cases = [
-            ("gae_lambda", "clip_rnage", "16: unknown key rl.clip_rnage; did you mean clip_range?"),
-            (r#"tenant = "fivedoctors""#, "", " the key tenant is missing; expected a string"),
-            ("[model]\npath = \"tiny\"", "", " the section [model] is missing"),
-            (r#"path = "tiny""#, "", "13: the key model.path is missing; expected a string"),
-            (
-                r#"path = "tiny""#,
-                r#"path = "huge""#,
-                r#"14: model.path is "huge"; no such folder; put the model there or correct the path"#,
-            ),
-            (r#"path = "tiny""#, r#"path = "kb.jsonl""#, r#"14: model.path is "kb.jsonl"; expected a folder"#),
-            (
-                r#"path = "teacher.jsonl""#,
-                "",
-                r#"4: the key teacher.path is missing; teacher.kind = "recorded" needs it"#,
-            ),
-            (
-                r#""recorded""#,
-                r#""openai""#,
-                r#"4: the key teacher.base_url is missing; teacher.kind = "openai" needs it"#,
-            ),
-            (r#""recorded""#, r#""recordd""#, r#"5: teacher.kind is "recordd"; expected recorded, openai or local"#),
-            (r#""embedded""#, r#""http""#, r#"9: the key retrieval.url is missing; retrieval.kind = "http" needs it"#),
-            ("[data]", "[data]\nsplit = [0.8, 0.1]", "3: data.split is [0.8, 0.1]; expected a list of 3 numbers"),
-            (
-                "[data]",
-                "[data]\nsplit = [0.8, 0.1, 0.3]",
-                "3: data.split is [0.8, 0.1, 0.3]; expected shares that sum to 1.0",
-            ),
-            ("[data]", "[data]\nsplit = [1.8, 0.1, 0.3]", "3: data.split[0] is 1.8; expected 0.0 to 1.0"),
-            (
-                "[data]",
-                "device = \"gpu\"\n[data]",
-                r#"2: device is "gpu"; expected auto, cpu, cuda:N or a list of GPUs such as cuda:0,1"#,
-            ),
-            (
-                "[data]",
-                "device = \"cuda:+1\"\n[data]",
-                r#"2: device is "cuda:+1"; expected auto, cpu, cuda:N or a list of GPUs such as cuda:0,1"#,
-            ),
-            (
-                r#"path = "tiny""#,
-                "path = \"tiny\"\ntensor_parallel = 2",
-                r#"15: model.tensor_parallel is 2 and device is "auto"; expected a divisor of its 1"#,
-            ),
-            ("[data]", "rl = 3\n[data]", "16: not valid TOML: duplicate key"),
-            (
-                "[judge]",
-                "[judge]\napi_key_env = \"sk-1234\"",
-                "8: judge.api_key_env is not the name of an environment variable; put the key into the environment and name the variable here",
-            ),
-            (
-                "[judge]",
-                "[judge]\nbase_url = \"https://me:secret@x/v1\"",
-                "8: judge.base_url holds a user name or password; put the key into the environment instead",
-            ),
-            (
-                "[judge]",
-                "[judge]\nbase_url = \"https://x/v1?key=secret\"",
-                "8: judge.base_url holds a query (`?`), which may be a key; give the address without it",
-            ),
-            (
-                "[judge]",
-                "[judge]\nbase_url = \"me:secret@x/v1\"",
-                "8: judge.base_url is not an address that begins with http:// or https://",
-            ),
-            (
-                "[retrieval]",
-                "[retrieval]\nurl = \"x/v1?key=secret\"",
-                "10: retrieval.url is not an address that begins with http:// or https://",
-            ),
-            (
-                "[retrieval]",
-                "[retrieval]\nurl = \"x/v1\"",
-                r#"10: retrieval.url is "x/v1"; expected an address that begins with http:// or https://"#,
-            ),
-            (
-                "[model]",
-                "[eval]\nsystems = [\"raw\", \"gold\"]\n[model]",
-                r#"14: eval.systems[1] is "gold"; expected raw, prompted, hyde, teacher, sft, best_of_n or rl"#,
-            ),
-            (
-                "[model]",
-                "[eval]\nsystems = [\"best_of_n\"]\nbest_of_n = 0\n[model]",
-                "15: eval.best_of_n is 0; the system best_of_n chooses among samples, expected at least 2",
-            ),
-            (
-                "[model]",
-                "[eval]\nsecond_retrieval = \"lexical\"\nembedding_path = \"tiny\"\n[model]",
-                "15: eval.embedding_path is set; only eval.second_retrieval = \"semantic\" has a use for it, leave it out",
-            ),
-        ];
-        let rl_cases = rl_cases.map(|(to, expected)| ("gae_lambda = 0.95", to, expected));
-        for (from, to, expected) in rl_cases.into_iter().chain(cases) {
-            assert!(GOOD.contains(from), "{from}");
-            assert_eq!(fault(&GOOD.replacen(from, to, 1), &[]), format!("querl.toml:{expected}"));
+        for case in FAULTS.trim().lines() {
+            let [from, to, expected] = case.split(" | ").collect::<Vec<_>>()[..] else { panic!("{case}") };
+            let (from, to) = (from.replace("\\n", "\n"), to.replace("\\n", "\n"));
+            assert!(GOOD.contains(&from), "{from}");
+            assert_eq!(fault(&GOOD.replacen(&from, &to, 1), &[]), expected);
         }
     }
 

@@ -74,58 +74,44 @@ pub struct Config {
     pub plugins: PluginsConfig,
 }
 
-/// The query table and how it becomes a dataset.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields)]
-pub struct DataConfig {
-    /// A table of queries: xlsx, csv, tsv, jsonl or parquet. Required without `dataset`.
-    #[serde(default)]
-    pub input: Option<PathBuf>,
-    /// Column of the query; the default also finds `original_query`.
-    #[serde(default = "defaults::query_column")]
-    pub query_column: String,
-    /// Column of the user profile; the default also finds `user_profile`, and without either it reads as empty.
-    #[serde(default = "defaults::profile_column")]
-    pub profile_column: String,
-    /// Column of the history summary; the default also finds `history_summary`, and without either it reads as empty.
-    #[serde(default = "defaults::history_column")]
-    pub history_column: String,
-    /// Column of gold passage ids, separated by commas, semicolons or spaces; the default also finds `gold_ids`, and without
-    /// either they are unknown.
-    #[serde(default = "defaults::gold_column")]
-    pub gold_column: String,
-    /// Column whose equal values make one group; by default the gold ids, else the normalised query.
-    #[serde(default)]
-    pub group_column: Option<String>,
-    /// Shares of train, val and test; sum 1.
-    #[serde(default = "defaults::split")]
-    #[schemars(inner(range(min = 0.0, max = 1.0)))]
-    pub split: [f64; 3],
-    /// Seeds the split, apart from `seed`, so that runs with other seeds share a test set.
-    #[serde(default = "defaults::seed")]
-    pub split_seed: u64,
-    /// What the policy writes: `full`, the whole search text; `edit`, `=` to keep the query, `+ TEXT` to add to it, or the whole text. The
-    /// targets of fine-tuning are then the form that retrieves most.
-    #[serde(default)]
-    pub rewrite_form: RewriteForm,
-    /// Full-width letters, digits and spaces of queries, profiles and histories as half-width ones: `keep` changes nothing,
-    /// `letters` leaves punctuation as it is, `all` changes punctuation too.
-    #[serde(default)]
-    pub width: TextWidth,
-    /// Tables written next to `rewrites.jsonl` and `validated.jsonl`: any of xlsx, csv, tsv, parquet.
-    #[serde(default = "defaults::export")]
-    pub export: Vec<TableFormat>,
-    /// Similarity to a row of train from which rows of val and test count as leaked; 1 is equal up to width, case, space and
-    /// punctuation.
-    #[serde(default = "defaults::leak_similarity")]
-    #[schemars(range(min = 0.7, max = 1.0))]
-    pub leak_similarity: f64,
-    /// What happens before training if rows of test have leaked: `refuse` stops, `warn` prints a warning and continues.
-    #[serde(default)]
-    pub on_leak: OnLeak,
-    /// A dataset of another framework.
-    #[serde(default)]
-    pub dataset: DatasetConfig,
+section! {
+    /// The query table and how it becomes a dataset.
+    DataConfig {
+        /// A table of queries: xlsx, csv, tsv, jsonl or parquet. Required without `dataset`.
+        input: Option<PathBuf> = None,
+        /// Column of the query; the default also finds `original_query`.
+        query_column: String = DataConfig::QUERY_COLUMN.into(),
+        /// Column of the user profile; the default also finds `user_profile`, and without either it reads as empty.
+        profile_column: String = DataConfig::PROFILE_COLUMN.into(),
+        /// Column of the history summary; the default also finds `history_summary`, and without either it reads as empty.
+        history_column: String = DataConfig::HISTORY_COLUMN.into(),
+        /// Column of gold passage ids, separated by commas, semicolons or spaces; the default also finds `gold_ids`, and without
+        /// either they are unknown.
+        gold_column: String = DataConfig::GOLD_COLUMN.into(),
+        /// Column whose equal values make one group; by default the gold ids, else the normalised query.
+        group_column: Option<String> = None,
+        /// Shares of train, val and test; sum 1.
+        #[schemars(inner(range(min = 0.0, max = 1.0)))]
+        split: [f64; 3] = [0.8, 0.1, 0.1],
+        /// Seeds the split, apart from `seed`, so that runs with other seeds share a test set.
+        split_seed: u64 = 42,
+        /// What the policy writes: `full`, the whole search text; `edit`, `=` to keep the query, `+ TEXT` to add to it, or the whole text. The
+        /// targets of fine-tuning are then the form that retrieves most.
+        rewrite_form: RewriteForm = RewriteForm::Full,
+        /// Full-width letters, digits and spaces of queries, profiles and histories as half-width ones: `keep` changes nothing,
+        /// `letters` leaves punctuation as it is, `all` changes punctuation too.
+        width: TextWidth = TextWidth::Keep,
+        /// Tables written next to `rewrites.jsonl` and `validated.jsonl`: any of xlsx, csv, tsv, parquet.
+        export: Vec<TableFormat> = vec![TableFormat::Xlsx],
+        /// Similarity to a row of train from which rows of val and test count as leaked; 1 is equal up to width, case, space and
+        /// punctuation.
+        #[schemars(range(min = 0.7, max = 1.0))]
+        leak_similarity: f64 = 0.8,
+        /// What happens before training if rows of test have leaked: `refuse` stops, `warn` prints a warning and continues.
+        on_leak: OnLeak = OnLeak::Refuse,
+        /// A dataset of another framework.
+        dataset: DatasetConfig = DatasetConfig::default(),
+    }
 }
 
 section! {
@@ -460,7 +446,6 @@ section! {
 }
 
 mod defaults {
-    use super::{DataConfig, TableFormat};
     use std::path::PathBuf;
 
     pub(super) fn device() -> String {
@@ -471,27 +456,6 @@ mod defaults {
     }
     pub(super) fn output_dir() -> PathBuf {
         "runs/default".into()
-    }
-    pub(super) fn query_column() -> String {
-        DataConfig::QUERY_COLUMN.into()
-    }
-    pub(super) fn profile_column() -> String {
-        DataConfig::PROFILE_COLUMN.into()
-    }
-    pub(super) fn history_column() -> String {
-        DataConfig::HISTORY_COLUMN.into()
-    }
-    pub(super) fn gold_column() -> String {
-        DataConfig::GOLD_COLUMN.into()
-    }
-    pub(super) fn split() -> [f64; 3] {
-        [0.8, 0.1, 0.1]
-    }
-    pub(super) fn leak_similarity() -> f64 {
-        0.8
-    }
-    pub(super) fn export() -> Vec<TableFormat> {
-        vec![TableFormat::Xlsx]
     }
     pub(super) fn tokens_per_pass() -> usize {
         8192

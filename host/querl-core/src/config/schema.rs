@@ -73,7 +73,6 @@ fn inner_section(schema: &Value) -> Option<&Value> {
     properties(inner).map(|_| inner)
 }
 
-/// True if `key` is required in the section.
 pub(super) fn is_required(section: &Value, key: &str) -> bool {
     section.get("required").and_then(Value::as_array).is_some_and(|keys| keys.iter().any(|required| required == key))
 }
@@ -208,7 +207,6 @@ impl Violation {
     }
 }
 
-/// Validates a table against the schema.
 pub(super) fn conform(table: &toml::Table, schema: &Value) -> Vec<Violation> {
     let mut violations = Vec::new();
     check_section("", table, schema, &mut violations);

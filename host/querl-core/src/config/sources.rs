@@ -89,94 +89,81 @@ pub enum ResponseFormat {
 /// Declares a section with its own keys and those of an OpenAI-compatible endpoint. A macro, since serde's `flatten` does not
 /// support `deny_unknown_fields`.
 macro_rules! endpoint_section {
-    ($(#[$doc:meta])* $name:ident { $($(#[$own_doc:meta])* $own:ident: $own_type:ty,)* }) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
-        #[serde(default, deny_unknown_fields)]
-        pub struct $name {
-            $($(#[$own_doc])* pub $own: $own_type,)*
-            /// `openai`: address of the interface, up to and with `/v1`.
-            pub base_url: Option<String>,
-            /// `openai`: the model's name there.
-            pub model: Option<String>,
-            /// Service of the endpoint, which determines the request parameters; `auto` detects it from the address.
-            pub provider: Provider,
-            /// Environment variable that holds the key; the key itself is never stored.
-            pub api_key_env: String,
-            /// File that holds the key and nothing else; used instead of the environment variable.
-            pub api_key_file: Option<PathBuf>,
-            /// Maximum number of concurrent calls.
-            #[schemars(range(min = 1, max = 1024))]
-            pub max_concurrent: usize,
-            /// Maximum number of attempts per minute.
-            #[schemars(range(min = 1))]
-            pub requests_per_minute: Option<u32>,
-            /// Maximum number of tokens per minute: an estimate for the prompt plus `max_tokens` for the answer.
-            #[schemars(range(min = 1))]
-            pub tokens_per_minute: Option<u32>,
-            /// Timeout of one call in seconds.
-            #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
-            pub timeout_s: f64,
-            /// Maximum number of retries.
-            #[schemars(range(max = 100))]
-            pub max_retries: usize,
-            /// Sampling temperature; not sent if unset (GPT-5 class models reject it).
-            #[schemars(range(min = 0.0, max = 2.0))]
-            pub temperature: Option<f64>,
-            /// Maximum number of answer tokens.
-            #[schemars(range(min = 1))]
-            pub max_tokens: u32,
-            /// Send `max_tokens` instead of `max_completion_tokens`.
-            pub legacy_max_tokens: bool,
-            /// Reasoning effort; `unset` is the service's default. Reasoning tokens count as answer tokens.
-            pub reasoning_effort: ReasoningEffort,
-            /// Format of the answer.
-            pub response_format: ResponseFormat,
-            /// Price of a million prompt tokens.
-            #[schemars(range(min = 0.0))]
-            pub price_prompt_per_million: Option<f64>,
-            /// Price of a million completion tokens.
-            #[schemars(range(min = 0.0))]
-            pub price_completion_per_million: Option<f64>,
+    ($(#[$doc:meta])* $name:ident { $($(#[$own_doc:meta])* $own:ident: $own_type:ty = $own_default:expr,)* }) => {
+        section! {
+            $(#[$doc])*
+            $name {
+                $($(#[$own_doc])* $own: $own_type = $own_default,)*
+                /// `openai`: address of the interface, up to and with `/v1`.
+                base_url: Option<String> = None,
+                /// `openai`: the model's name there.
+                model: Option<String> = None,
+                /// Service of the endpoint, which determines the request parameters; `auto` detects it from the address.
+                provider: Provider = Provider::Auto,
+                /// Environment variable that holds the key; the key itself is never stored.
+                api_key_env: String = "OPENAI_API_KEY".into(),
+                /// File that holds the key and nothing else; used instead of the environment variable.
+                api_key_file: Option<PathBuf> = None,
+                /// Maximum number of concurrent calls.
+                #[schemars(range(min = 1, max = 1024))]
+                max_concurrent: usize = 8,
+                /// Maximum number of attempts per minute.
+                #[schemars(range(min = 1))]
+                requests_per_minute: Option<u32> = None,
+                /// Maximum number of tokens per minute: an estimate for the prompt plus `max_tokens` for the answer.
+                #[schemars(range(min = 1))]
+                tokens_per_minute: Option<u32> = None,
+                /// Timeout of one call in seconds.
+                #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
+                timeout_s: f64 = 60.0,
+                /// Maximum number of retries.
+                #[schemars(range(max = 100))]
+                max_retries: usize = 4,
+                /// Sampling temperature; not sent if unset (GPT-5 class models reject it).
+                #[schemars(range(min = 0.0, max = 2.0))]
+                temperature: Option<f64> = None,
+                /// Maximum number of answer tokens.
+                #[schemars(range(min = 1))]
+                max_tokens: u32 = 200,
+                /// Send `max_tokens` instead of `max_completion_tokens`.
+                legacy_max_tokens: bool = false,
+                /// Reasoning effort; `unset` is the service's default. Reasoning tokens count as answer tokens.
+                reasoning_effort: ReasoningEffort = ReasoningEffort::Unset,
+                /// Format of the answer.
+                response_format: ResponseFormat = ResponseFormat::Text,
+                /// Price of a million prompt tokens.
+                #[schemars(range(min = 0.0))]
+                price_prompt_per_million: Option<f64> = None,
+                /// Price of a million completion tokens.
+                #[schemars(range(min = 0.0))]
+                price_completion_per_million: Option<f64> = None,
+            }
         }
 
         impl $name {
             /// The endpoint's keys of this section.
             pub fn endpoint(&self) -> EndpointConfig {
                 let section = self.clone();
-                with_endpoint_of!(section, EndpointConfig {})
+                EndpointConfig {
+                    base_url: section.base_url,
+                    model: section.model,
+                    provider: section.provider,
+                    api_key_env: section.api_key_env,
+                    api_key_file: section.api_key_file,
+                    max_concurrent: section.max_concurrent,
+                    requests_per_minute: section.requests_per_minute,
+                    tokens_per_minute: section.tokens_per_minute,
+                    timeout_s: section.timeout_s,
+                    max_retries: section.max_retries,
+                    temperature: section.temperature,
+                    max_tokens: section.max_tokens,
+                    legacy_max_tokens: section.legacy_max_tokens,
+                    reasoning_effort: section.reasoning_effort,
+                    response_format: section.response_format,
+                    price_prompt_per_million: section.price_prompt_per_million,
+                    price_completion_per_million: section.price_completion_per_million,
+                }
             }
-
-            #[allow(dead_code, clippy::too_many_arguments)] // one argument per key of the section; `EndpointConfig` has none
-            fn with_endpoint(endpoint: EndpointConfig $(, $own: $own_type)*) -> Self {
-                with_endpoint_of!(endpoint, Self { $($own,)* })
-            }
-        }
-    };
-}
-
-/// A struct with the given fields and the endpoint keys of `$from`.
-macro_rules! with_endpoint_of {
-    ($from:ident, $name:ident { $($own:ident,)* }) => {
-        $name {
-            $($own,)*
-            base_url: $from.base_url,
-            model: $from.model,
-            provider: $from.provider,
-            api_key_env: $from.api_key_env,
-            api_key_file: $from.api_key_file,
-            max_concurrent: $from.max_concurrent,
-            requests_per_minute: $from.requests_per_minute,
-            tokens_per_minute: $from.tokens_per_minute,
-            timeout_s: $from.timeout_s,
-            max_retries: $from.max_retries,
-            temperature: $from.temperature,
-            max_tokens: $from.max_tokens,
-            legacy_max_tokens: $from.legacy_max_tokens,
-            reasoning_effort: $from.reasoning_effort,
-            response_format: $from.response_format,
-            price_prompt_per_million: $from.price_prompt_per_million,
-            price_completion_per_million: $from.price_completion_per_million,
         }
     };
 }
@@ -185,57 +172,27 @@ endpoint_section! {
     /// The teacher model.
     TeacherConfig {
         /// Kind of teacher.
-        kind: TeacherKind,
+        kind: TeacherKind = TeacherKind::Openai,
         /// `recorded`: the file (jsonl with `original_query`, `user_profile`, `history_summary`, `rewritten_query`).
-        path: Option<PathBuf>,
+        path: Option<PathBuf> = None,
         /// `local`: a Hugging Face directory, of a model as it is or as a run left it.
-        model_path: Option<PathBuf>,
+        model_path: Option<PathBuf> = None,
         /// `local`: an adapter for it, such as the `rl/best` of another run.
-        adapter_path: Option<PathBuf>,
+        adapter_path: Option<PathBuf> = None,
         /// `openai`: use the batch interface for all rows, which answers within a day at a lower price.
-        batch: bool,
+        batch: bool = false,
         /// `batch`: factor on the prices.
         #[schemars(range(min = 0.0, max = 1.0))]
-        batch_price_factor: f64,
+        batch_price_factor: f64 = 0.5,
         /// `batch`: polling interval in seconds.
         #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 86_400.0))]
-        batch_poll_s: f64,
-    }
-}
-
-impl Default for TeacherConfig {
-    fn default() -> Self {
-        Self::with_endpoint(EndpointConfig::default(), TeacherKind::Openai, None, None, None, false, 0.5, 60.0)
+        batch_poll_s: f64 = 60.0,
     }
 }
 
 endpoint_section! {
     /// An OpenAI-compatible endpoint. The key is read from the environment or a file and never stored.
     EndpointConfig {}
-}
-
-impl Default for EndpointConfig {
-    fn default() -> Self {
-        Self {
-            base_url: None,
-            model: None,
-            provider: Provider::Auto,
-            api_key_env: "OPENAI_API_KEY".into(),
-            api_key_file: None,
-            max_concurrent: 8,
-            requests_per_minute: None,
-            tokens_per_minute: None,
-            timeout_s: 60.0,
-            max_retries: 4,
-            temperature: None,
-            max_tokens: 200,
-            legacy_max_tokens: false,
-            reasoning_effort: ReasoningEffort::Unset,
-            response_format: ResponseFormat::Text,
-            price_prompt_per_million: None,
-            price_completion_per_million: None,
-        }
-    }
 }
 
 /// Kind of judge.
@@ -265,21 +222,14 @@ endpoint_section! {
     /// The judge of rewrites.
     JudgeConfig {
         /// Kind of judge.
-        kind: JudgeKind,
+        kind: JudgeKind = JudgeKind::None,
         /// Task of the judge: a score for each rewrite, or a pairwise comparison, which needs `openai`.
-        form: JudgeForm,
+        form: JudgeForm = JudgeForm::Score,
         /// `compare`: dimensions of the comparison.
-        dimensions: Vec<String>,
+        dimensions: Vec<String> = ["意图准确", "信息完整", "便于检索"].map(str::to_owned).to_vec(),
         /// Share of training episodes that are judged, chosen by episode id. Evaluation judges all.
         #[schemars(range(min = 0.0, max = 1.0))]
-        sample_rate: f64,
-    }
-}
-
-impl Default for JudgeConfig {
-    fn default() -> Self {
-        let dimensions = ["意图准确", "信息完整", "便于检索"].map(str::to_owned).to_vec();
-        Self::with_endpoint(EndpointConfig::default(), JudgeKind::None, JudgeForm::Score, dimensions, 0.3)
+        sample_rate: f64 = 0.3,
     }
 }
 

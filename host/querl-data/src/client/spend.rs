@@ -468,8 +468,7 @@ mod tests {
 
     #[tokio::test]
     async fn spend_is_saved_by_stage_across_processes() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("calls.json");
+        let (_folder, path) = crate::scratch_file("calls.json");
         for _ in 0..2 {
             let tracker = Arc::new(SpendTracker::open(&path, None).unwrap());
             tracker.begin("rewrite");
@@ -503,8 +502,7 @@ mod tests {
     /// Regression: twelve kills spent six times the budget, since the file did not have the calls in flight.
     #[tokio::test]
     async fn a_kill_cannot_lose_what_a_call_may_cost() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("calls.json");
+        let (_folder, path) = crate::scratch_file("calls.json");
         let open = || Arc::new(SpendTracker::open(&path, Some(1.0)).unwrap());
         for n_killed in 0..2 {
             let tracker = open();
@@ -591,8 +589,7 @@ mod tests {
         fn spend_is_read_back_and_a_damaged_file_is_no_spend_of_zero(
             provider in ".{0,8}", calls in any::<u64>(), cost in 0.0..1e12_f64, cut in any::<prop::sample::Index>(),
         ) {
-            let folder = tempfile::tempdir().unwrap();
-            let path = folder.path().join("calls.json");
+            let (_folder, path) = crate::scratch_file("calls.json");
             let tracker = SpendTracker::open(&path, None).unwrap();
             tracker.add(&provider, &Spend { calls, cost, ..Spend::default() });
             tracker.save().unwrap();

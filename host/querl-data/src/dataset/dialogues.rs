@@ -276,8 +276,7 @@ mod tests {
 
     #[test]
     fn a_workbook_is_read_like_a_list() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("dialogues.xlsx");
+        let (folder, path) = crate::scratch_file("dialogues.xlsx");
         let rows = [
             ["question", "answer", "label", "label_english", "group", "input"],
             ["贵吗？", "不贵。", "售前", "", "g1", ""],

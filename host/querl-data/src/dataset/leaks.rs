@@ -122,7 +122,6 @@ pub fn find_leaks<const N: usize, E: From<DataError>>(
     Ok(search.leaks())
 }
 
-/// A row of a held-out split with its leak.
 struct HeldOutRow {
     split: usize,
     row: usize,
@@ -303,7 +302,7 @@ impl Candidates {
 
 /// LSH bands of a row's MinHash signatures: of query and context together, and, for a row with a context, of the query alone.
 pub(crate) fn bands_of(shingles: &Shingles) -> impl Iterator<Item = u64> {
-    let query = shingles.has_context().then(|| signature(shingles.query(), N_BANDS));
+    let query = (!shingles.context.is_empty()).then(|| signature(shingles.query(), N_BANDS));
     signature(shingles.all(), 0).into_iter().chain(query.into_iter().flatten())
 }
 
@@ -370,10 +369,6 @@ impl Shingles {
             1.0 if self.text != other.text => NEARLY,
             similarity => similarity,
         }
-    }
-
-    fn has_context(&self) -> bool {
-        !self.context.is_empty()
     }
 
     fn query(&self) -> impl Iterator<Item = u64> {

@@ -315,7 +315,6 @@ impl IndexedLines {
         Ok(Self { path: path.to_owned(), reader, at: 0, buffer: Vec::new() })
     }
 
-    /// The record that begins at `offset`.
     pub(crate) fn read<T: DeserializeOwned>(&mut self, offset: u64) -> Result<T, DataError> {
         let mut read = || -> io::Result<T> {
             self.reader.seek_relative(offset as i64 - self.at as i64)?;
@@ -345,8 +344,7 @@ mod tests {
 
     #[test]
     fn a_truncated_last_line_is_dropped_and_the_rest_is_kept() {
-        let folder = tempfile::tempdir().unwrap();
-        let output = folder.path().join("data/rows.jsonl");
+        let (_folder, output) = crate::scratch_file("data/rows.jsonl");
         let mut journal = Journal::<u32>::open(&output).unwrap();
         for record in [11, 5, 12] {
             journal.append(&record).unwrap();
@@ -365,8 +363,7 @@ mod tests {
 
     #[test]
     fn a_record_of_the_journal_replaces_that_of_the_output() {
-        let folder = tempfile::tempdir().unwrap();
-        let output = folder.path().join("rows.jsonl");
+        let (_folder, output) = crate::scratch_file("rows.jsonl");
         std::fs::write(&output, "21\n22\n").unwrap();
         let mut journal = Journal::<u32>::open(&output).unwrap();
         journal.append(&22).unwrap();
@@ -400,8 +397,7 @@ mod tests {
         fn a_journal_that_is_cut_anywhere_has_all_whole_records(
             records in proptest::collection::hash_set(10..u32::MAX, 1..8), cut in any::<prop::sample::Index>(),
         ) {
-            let folder = tempfile::tempdir().unwrap();
-            let output = folder.path().join("rows.jsonl");
+            let (_folder, output) = crate::scratch_file("rows.jsonl");
             let mut journal = Journal::<u32>::open(&output).unwrap();
             for record in &records {
                 journal.append(record).unwrap();
@@ -425,8 +421,7 @@ mod tests {
 
         #[test]
         fn any_bytes_are_a_journal_or_an_error(bytes in vec(prop_oneof![any::<u8>(), Just(b'1'), Just(b'\n')], 0..60)) {
-            let folder = tempfile::tempdir().unwrap();
-            let output = folder.path().join("rows.jsonl");
+            let (_folder, output) = crate::scratch_file("rows.jsonl");
             for path in [Journal::path_for(&output), output.clone()] {
                 std::fs::write(&path, &bytes).unwrap();
                 match Journal::<u32>::open(&output) {

@@ -137,15 +137,7 @@ mod tests {
     #[test]
     fn rows_of_a_file_are_in_its_split() {
         let splits = RowSplits::ByFile(vec![(3, Split::Train), (4, Split::Test)]);
-        let row = |row| QueryRow {
-            id: String::new(),
-            row,
-            original_query: String::new(),
-            user_profile: String::new(),
-            history_summary: String::new(),
-            gold_ids: Vec::new(),
-            group: "the same".into(),
-        };
+        let row = |row| QueryRow { row, group: "the same".into(), ..QueryRow::default() };
         let found = [1, 3, 4, 5].map(|number| splits.split_of(&row(number)));
         assert_eq!(found, [Some(Split::Train), Some(Split::Train), Some(Split::Test), None]);
     }

@@ -83,8 +83,7 @@ fn delimited_text_has_a_byte_order_mark_for_spreadsheets() {
 
 #[test]
 fn parquet_keeps_the_order_across_row_groups() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
     write_jsonl(&output, (0..20_000).map(|index| record(&index.to_string(), Some(0.5)).rewritten)).unwrap();
     write_tables::<RewriteRecord>(&output, &[TableFormat::Parquet]).unwrap();
     let table = open_table(&table_path(&output, TableFormat::Parquet)).unwrap();
@@ -95,8 +94,7 @@ fn parquet_keeps_the_order_across_row_groups() {
 
 #[test]
 fn long_cells_are_truncated_and_a_workbook_may_be_empty() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
     write_jsonl(&output, [record(&"鱼".repeat(40_000), None).rewritten]).unwrap();
     write_tables::<RewriteRecord>(&output, &[TableFormat::Xlsx]).unwrap();
     let table = open_table(&output.with_extension("xlsx")).unwrap();
@@ -109,8 +107,7 @@ fn long_cells_are_truncated_and_a_workbook_may_be_empty() {
 /// Regression: a spreadsheet evaluated a cell of a csv as a formula.
 #[test]
 fn formulas_are_escaped_and_read_back() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
     let queries = ["=1+1", "'=1", "+86", "-5度能吃吗", "@客服", "\t=1", "'好吃'", "好=吃"];
     write_jsonl(&output, queries.map(|query| record(query, Some(0.5)).rewritten)).unwrap();
     write_tables::<RewriteRecord>(&output, &[TableFormat::Csv, TableFormat::Tsv]).unwrap();
@@ -126,8 +123,7 @@ fn formulas_are_escaped_and_read_back() {
 
 #[test]
 fn a_failed_table_does_not_prevent_the_others() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
     write_jsonl(&output, [record("贵吗", Some(0.5)).rewritten]).unwrap();
     std::fs::create_dir_all(output.with_extension("xlsx").join("in the way")).unwrap();
     let error = write_tables::<RewriteRecord>(&output, &TableFormat::ALL).unwrap_err();
@@ -140,10 +136,9 @@ fn leak_row(row: usize, query: &str, history: &str) -> QueryRow {
         id: row.to_string(),
         row,
         original_query: query.into(),
-        user_profile: String::new(),
         history_summary: history.into(),
-        gold_ids: Vec::new(),
         group: row.to_string(),
+        ..QueryRow::default()
     }
 }
 

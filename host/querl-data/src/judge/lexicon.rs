@@ -63,7 +63,6 @@ pub(crate) enum Expression {
     House,
 }
 
-/// A product named in a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ProductMention {
     /// Position in [`Lexicon::products`].
@@ -71,7 +70,6 @@ pub(crate) struct ProductMention {
     pub(crate) canonical: bool,
 }
 
-/// An intent expressed in a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct IntentMention {
     /// Position in [`Lexicon::intents`].

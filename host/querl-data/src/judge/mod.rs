@@ -111,7 +111,8 @@ impl RubricJudge {
             true => CHARS_PER_WORD * request.rewrite.split_whitespace().count(),
             false => request.rewrite.chars().filter(|character| !character.is_whitespace()).count(),
         };
-        let concise = worth * points::CONCISE * conciseness(length);
+        let over = length.saturating_sub(CONCISE_CHARS) as f64 / CONCISE_CHARS as f64;
+        let concise = worth * points::CONCISE * (1.0 - over).max(0.0);
         let mut reasons =
             vec![product_reason, intent_reason, format!("保留原意 {context:.1}"), format!("简洁 {concise:.1}")];
         let mut score = product + intent + context + concise;
@@ -187,11 +188,6 @@ impl RubricJudge {
 /// The rubric's answer: a JSON object in one line.
 pub fn rubric_answer(score: f64, reason: &str) -> String {
     serde_json::json!({"综合得分": score, "评分理由": reason}).to_string()
-}
-
-fn conciseness(length: usize) -> f64 {
-    let over = length.saturating_sub(CONCISE_CHARS) as f64 / CONCISE_CHARS as f64;
-    (1.0 - over).max(0.0)
 }
 
 #[async_trait]

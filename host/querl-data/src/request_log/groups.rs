@@ -26,7 +26,6 @@ impl GroupSets {
         sets
     }
 
-    /// Joins rows with equal keys.
     pub(super) fn join_equal<K: std::hash::Hash + Eq>(&mut self, keys: impl Iterator<Item = Option<K>>) {
         let mut first: HashMap<K, u32> = HashMap::new();
         for (key, row) in keys.zip(0..) {

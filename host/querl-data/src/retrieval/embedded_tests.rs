@@ -485,7 +485,6 @@ fn history(text: &str) -> Context {
     Context { user_profile: String::new(), history_summary: text.into() }
 }
 
-/// The score of each passage for one query.
 fn scores(retriever: &EmbeddedRetriever, query: &str, context: &Context) -> HashMap<String, f64> {
     let query_intent = retriever.query_intent(query, context).unwrap();
     retriever.rank_all(&query_intent).unwrap().into_iter().map(|(passage, score)| (passage.id, score)).collect()
@@ -560,8 +559,7 @@ fn passages_below_the_threshold_are_left_out() {
 
 #[test]
 fn invalid_files_are_named() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("lexicon.json");
+    let (folder, path) = crate::scratch_file("lexicon.json");
     std::fs::write(&path, r#"{"products": [], "intents": []}"#).unwrap();
     let error = Lexicon::read(&path).unwrap_err().to_string();
     assert!(error.ends_with("lexicon.json: not a lexicon: it needs at least one product and one intent"), "{error}");
@@ -572,34 +570,22 @@ fn invalid_files_are_named() {
         error.ends_with("kb.jsonl:2: the id `a` occurs twice, first in line 1; give each passage its own"),
         "{error}"
     );
-    let cases = [
-        (r#"{"id": "", "text": "x"}"#, "kb.jsonl:2: the id is empty; give each passage its own"),
-        (r#"{"id": " ", "text": "x"}"#, "kb.jsonl:2: the id is empty; give each passage its own"),
-        (r#"{"id": "\u200b", "text": "x"}"#, "kb.jsonl:2: the id is empty; give each passage its own"),
-        (r#"{"id": "b", "text": "\n"}"#, "kb.jsonl:2: the text of `b` is empty; write one, or remove the line"),
-        // Symptom: these were accepted.
-        (
-            r#"{"id": "b", "text": "\u200b \u2060\ufeff"}"#,
-            "kb.jsonl:2: the text of `b` is empty; write one, or remove the line",
-        ),
-        (
-            r#"{"id": "b\u3000", "text": "x"}"#,
-            "kb.jsonl:2: the id \"b\\u{3000}\" has the character '\\u{3000}', which separates the ids in a list of gold ids; \
-             write the id without it",
-        ),
-        (
-            r#"{"id": "b,c", "text": "x"}"#,
-            "kb.jsonl:2: the id \"b,c\" has the character ',', which separates the ids in a list of gold ids; write the id without it",
-        ),
-        (
-            r#"{"id": "b\u200d", "text": "x"}"#,
-            "kb.jsonl:2: the id \"b\\u{200d}\" has the character '\\u{200d}', which is invisible; write the id without it",
-        ),
-    ];
-    for (line, expected) in cases {
+    // Symptom of the last four: they were accepted.
+    let cases = r#"
+{"id": "", "text": "x"} | the id is empty; give each passage its own
+{"id": " ", "text": "x"} | the id is empty; give each passage its own
+{"id": "\u200b", "text": "x"} | the id is empty; give each passage its own
+{"id": "b", "text": "\n"} | the text of `b` is empty; write one, or remove the line
+{"id": "b", "text": "\u200b \u2060\ufeff"} | the text of `b` is empty; write one, or remove the line
+{"id": "b\u3000", "text": "x"} | the id "b\u{3000}" has the character '\u{3000}', which separates the ids in a list of gold ids; write the id without it
+{"id": "b,c", "text": "x"} | the id "b,c" has the character ',', which separates the ids in a list of gold ids; write the id without it
+{"id": "b\u200d", "text": "x"} | the id "b\u{200d}" has the character '\u{200d}', which is invisible; write the id without it
+"#;
+    for case in cases.trim().lines() {
+        let (line, expected) = case.split_once(" | ").unwrap();
         std::fs::write(&path, format!("{{\"id\": \"a\", \"text\": \"x\"}}\n{line}\n")).unwrap();
         let error = crate::read_passages(&path).unwrap_err().to_string();
-        assert!(error.ends_with(expected), "{error}");
+        assert!(error.ends_with(&format!("kb.jsonl:2: {expected}")), "{error}");
     }
 }
 

@@ -16,7 +16,6 @@ use querl_core::records::{CallFailure, FailureKind, Hit, logistic};
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-/// Placeholders of the reranker's query.
 const PLACEHOLDERS: [&str; 3] = ["query", "history", "user_profile"];
 
 /// Keys of requests that `retrieval.rerank.extra` must not set.
@@ -38,7 +37,6 @@ enum RerankScorer {
     Local { model: Arc<dyn PairScorer>, batch_size: usize, calls: LocalModelCalls },
 }
 
-/// A reranking service.
 #[derive(Debug)]
 struct RerankService {
     caller: Caller,

@@ -18,7 +18,6 @@ const N_UNSPACED: usize = 2;
 /// Characters of an n-gram of other scripts.
 const N_SPACED: usize = 3;
 
-/// Passages per call of the embedding model.
 const PASSAGES_PER_CALL: usize = 1024;
 
 /// A retriever over the passages of a knowledge base, in memory.

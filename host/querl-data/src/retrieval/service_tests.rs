@@ -115,9 +115,7 @@ async fn missing_or_odd_score_is_a_failure_and_not_zero() {
         (json!({"reranker_score": "high"}), "expected 0 to 1"),
         (json!({"reranker_score": 7.5}), "expected 0 to 1"),
     ] {
-        let failure = general_rag(recall(json!([entry]))).await.unwrap_err();
-        assert_eq!(failure.kind, FailureKind::InvalidResponse);
-        assert!(failure.message.contains(message), "{failure}");
+        assert_invalid(&general_rag(recall(json!([entry]))).await.unwrap_err(), message);
     }
 }
 
@@ -129,6 +127,12 @@ async fn another_score_replaces_a_missing_reranker_score() {
         let seen: Vec<(&str, f64)> = hits.iter().map(|hit| (hit.text.as_str(), hit.reranker_score)).collect();
         assert_eq!(seen, [("乙", 0.8), ("甲", 0.75)]);
     }
+}
+
+/// The failure is an invalid response with these words.
+fn assert_invalid(failure: &CallFailure, words: &str) {
+    assert_eq!(failure.kind, FailureKind::InvalidResponse);
+    assert!(failure.message.contains(words), "{failure}");
 }
 
 /// A cross-encoder with fixed scores, and its digest.
@@ -200,9 +204,7 @@ async fn a_missing_recall_is_an_empty_result_only_with_a_success_status() {
     let with_total = json!({"status": 200, "msg": "查询完毕", "data": {"recall": null, "total": 0, "trace_id": "t"}});
     assert_eq!(general_rag(with_total).await.unwrap(), []);
     for body in [json!({}), json!({"data": {"recall": null}}), json!({"status": null, "data": {"recall": null}})] {
-        let failure = general_rag(body).await.unwrap_err();
-        assert_eq!(failure.kind, FailureKind::InvalidResponse);
-        assert!(failure.message.contains("neither `data.recall` nor `status`"), "{failure}");
+        assert_invalid(&general_rag(body).await.unwrap_err(), "neither `data.recall` nor `status`");
     }
 }
 
@@ -215,9 +217,7 @@ async fn an_unexpected_response_is_a_failure_and_not_empty() {
         (json!({"status": 0, "message": "kb not found", "data": null}), "no `data.recall`, but `kb not found`"),
         (json!({"status": 200, "msg": "查询未成功", "data": null}), "no `data.recall`, but `查询未成功`"),
     ] {
-        let failure = general_rag(body).await.unwrap_err();
-        assert_eq!(failure.kind, FailureKind::InvalidResponse);
-        assert!(failure.message.contains(message), "{failure}");
+        assert_invalid(&general_rag(body).await.unwrap_err(), message);
     }
 }
 
@@ -244,12 +244,14 @@ fn summary(hits: &[Hit]) -> Vec<(&str, &str, f64, u32)> {
     hits.iter().map(|hit| (hit.id.as_str(), hit.text.as_str(), round(hit.reranker_score), hit.rank)).collect()
 }
 
+fn dify_request(kb_name: &str) -> Value {
+    let limits = json!({"top_k": 3, "score_threshold": 0.25});
+    json!({"knowledge_id": kb_name, "query": "鱼油 食用方法", "retrieval_setting": limits})
+}
+
 #[tokio::test]
 async fn dify_external_knowledge() {
-    let request = json!({
-        "knowledge_id": "AAA-BBB", "query": "鱼油 食用方法",
-        "retrieval_setting": {"top_k": 3, "score_threshold": 0.25},
-    });
+    let request = dify_request("AAA-BBB");
     let answer = json!({"records": [
         {"metadata": {"path": "s3://dify/knowledge.txt", "description": "d"}, "score": 0.66, "title": "b.txt", "content": "乙"},
         {"metadata": {"doc_id": "a"}, "score": 0.98, "title": "knowledge.txt", "content": "甲"},
@@ -314,11 +316,7 @@ async fn chatchat_0_2_has_thresholds_up_to_1_and_distances() {
     // Chatchat 0.3 sends this score for every passage.
     let unscored = json!([{"page_content": "甲", "metadata": {}, "type": "Document", "id": "a", "score": 3.0}]);
     let failure = mapped(settings, route, request, unscored).await.unwrap_err();
-    assert_eq!(failure.kind, FailureKind::InvalidResponse);
-    assert!(
-        failure.message.contains("passage 0 has the score `3.0`; expected 0 to 2; set retrieval.mapping"),
-        "{failure}"
-    );
+    assert_invalid(&failure, "passage 0 has the score `3.0`; expected 0 to 2; set retrieval.mapping");
 }
 
 #[tokio::test]
@@ -413,21 +411,13 @@ async fn a_custom_mapping_needs_no_builtin_one() {
 #[tokio::test]
 async fn a_setting_changes_one_key_of_a_builtin_mapping() {
     let settings = json!({"service": "dify", "mapping": {"id": ["/metadata/path"], "title": ["/metadata/section"]}});
-    let request = json!({
-        "knowledge_id": "default", "query": "鱼油 食用方法",
-        "retrieval_setting": {"top_k": 3, "score_threshold": 0.25},
-    });
     let answer = json!({"records": [{"metadata": {"path": "p"}, "score": 0.5, "title": "t", "content": "甲"}]});
-    let hits = mapped(settings, "/retrieval", request, answer).await.unwrap();
+    let hits = mapped(settings, "/retrieval", dify_request("default"), answer).await.unwrap();
     assert_eq!(summary(&hits), [("p", "甲", 0.5, 1)]);
 }
 
 #[tokio::test]
 async fn an_invalid_response_is_a_failure() {
-    let request = json!({
-        "knowledge_id": "default", "query": "鱼油 食用方法",
-        "retrieval_setting": {"top_k": 3, "score_threshold": 0.25},
-    });
     for (answer, message) in [
         (json!({"results": []}), "no list of passages at `/records`"),
         (json!({"records": "none"}), "no list of passages at `/records`"),
@@ -435,50 +425,27 @@ async fn an_invalid_response_is_a_failure() {
         (json!({"records": [{"content": "甲", "score": null}]}), "passage 0 has no score"),
         (json!({"records": [{"content": "甲", "score": 7.5}]}), "passage 0 has the score `7.5`; expected 0 to 1"),
     ] {
-        let failure = mapped(json!({"service": "dify"}), "/retrieval", request.clone(), answer).await.unwrap_err();
-        assert_eq!(failure.kind, FailureKind::InvalidResponse);
-        assert!(failure.message.contains(message), "{failure}");
+        let request = dify_request("default");
+        assert_invalid(&mapped(json!({"service": "dify"}), "/retrieval", request, answer).await.unwrap_err(), message);
     }
 }
 
 #[test]
 fn an_invalid_mapping_is_rejected_before_any_call() {
-    for (settings, message) in [
-        (json!({"service": "custom"}), "retrieval.mapping.request is not set; retrieval.service = \"custom\" needs it"),
-        (
-            json!({"service": "custom", "mapping": {"request": {"q": "{{query}}"}, "list": ["/a"]}}),
-            "retrieval.mapping.text is not set; retrieval.service = \"custom\" needs it",
-        ),
-        (
-            json!({"service": "dify", "mapping": {"request": {"q": "{{qeury}}"}}}),
-            "retrieval.mapping.request has `{{qeury}}`, which stands for nothing; known are query, rewritten_query",
-        ),
-        (
-            json!({"service": "dify", "mapping": {"id": ["metadata/id"]}}),
-            "retrieval.mapping.id has `metadata/id`, which is no JSON pointer; write it as `/metadata/id`",
-        ),
-        (
-            json!({"service": "dify", "mapping": {"score_range": [1.0, 0.0]}}),
-            "retrieval.mapping.score_range is [1.0, 0.0]; expected two numbers, the lower first",
-        ),
-        (
-            json!({"service": "ragflow", "mapping": {"top_k_range": [9, 3]}}),
-            "retrieval.mapping.top_k_range is [9, 3]; expected two numbers, the lower first",
-        ),
-        (
-            json!({"service": "chatchat"}),
-            "retrieval.mapping.score is not set, and the service sends none that is known; set it, or retrieval.rerank",
-        ),
-        (
-            json!({"service": "dify", "mapping": {"score_range": [0.0, 1.0], "score_half": 3.0}}),
-            "retrieval.mapping.score_half is set together with score_range; leave one out",
-        ),
-        (
-            json!({"service": "qdrant"}),
-            "retrieval.mapping.request has `{{embedding}}`, which retrieval.embedding makes; set its kind",
-        ),
-    ] {
-        let error = rejected(settings);
+    let cases = r#"
+{"service": "custom"} | retrieval.mapping.request is not set; retrieval.service = "custom" needs it
+{"service": "custom", "mapping": {"request": {"q": "{{query}}"}, "list": ["/a"]}} | retrieval.mapping.text is not set; retrieval.service = "custom" needs it
+{"service": "dify", "mapping": {"request": {"q": "{{qeury}}"}}} | retrieval.mapping.request has `{{qeury}}`, which stands for nothing; known are query, rewritten_query
+{"service": "dify", "mapping": {"id": ["metadata/id"]}} | retrieval.mapping.id has `metadata/id`, which is no JSON pointer; write it as `/metadata/id`
+{"service": "dify", "mapping": {"score_range": [1.0, 0.0]}} | retrieval.mapping.score_range is [1.0, 0.0]; expected two numbers, the lower first
+{"service": "ragflow", "mapping": {"top_k_range": [9, 3]}} | retrieval.mapping.top_k_range is [9, 3]; expected two numbers, the lower first
+{"service": "chatchat"} | retrieval.mapping.score is not set, and the service sends none that is known; set it, or retrieval.rerank
+{"service": "dify", "mapping": {"score_range": [0.0, 1.0], "score_half": 3.0}} | retrieval.mapping.score_half is set together with score_range; leave one out
+{"service": "qdrant"} | retrieval.mapping.request has `{{embedding}}`, which retrieval.embedding makes; set its kind
+"#;
+    for case in cases.trim().lines() {
+        let (settings, message) = case.split_once(" | ").unwrap();
+        let error = rejected(serde_json::from_str(settings).unwrap());
         assert!(error.starts_with(message), "{error}");
     }
 }
@@ -497,8 +464,7 @@ async fn the_key_is_sent_in_the_authorization_header() {
 /// Regression: 401 from every Elasticsearch in spite of a valid key.
 #[tokio::test]
 async fn elasticsearch_and_opensearch_have_their_own_authorization_schemes() {
-    let folder = tempfile::tempdir().unwrap();
-    let key = folder.path().join("key");
+    let (_folder, key) = crate::scratch_file("key");
     std::fs::write(&key, "admin:s3cret\n").unwrap();
     for (settings, expected) in [
         (json!({"service": "elasticsearch"}), "ApiKey admin:s3cret"),
@@ -620,9 +586,7 @@ async fn scores_that_do_not_match_the_texts_are_a_failure() {
         ),
         (json!({"scores": []}), "no list of scores"),
     ] {
-        let failure = reranked(json!({"kind": "tei"}), asked.clone(), answer).await.unwrap_err();
-        assert_eq!(failure.kind, FailureKind::InvalidResponse);
-        assert!(failure.message.contains(message), "{failure}");
+        assert_invalid(&reranked(json!({"kind": "tei"}), asked.clone(), answer).await.unwrap_err(), message);
     }
 }
 
@@ -834,8 +798,7 @@ async fn a_response_of_status_200_that_cannot_be_used_is_requested_again() {
 /// Regression: embeddings and reranking were free, whatever the service charged.
 #[tokio::test]
 async fn services_of_retrieval_are_paid_from_the_budget_and_recorded_before_they_are_called() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("calls.json");
+    let (_folder, path) = crate::scratch_file("calls.json");
     let lost_before = |asked: &RecordedRequest, path: &std::path::Path| {
         let provider = match asked.path.as_str() {
             "/embed" => "retrieval.embedding",

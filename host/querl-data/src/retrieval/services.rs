@@ -29,7 +29,6 @@ const SCORES: [&str; 5] = ["/reranker_score", "/rerank_score", "/relevance_score
 const IDS: [&str; 5] = ["/id", "/doc_id", "/document_id", "/metadata/id", "/metadata/doc_id"];
 const TEXTS: [&str; 4] = ["/text", "/content", "/page_content", "/chunk"];
 
-/// A `general_rag` service.
 #[derive(Debug)]
 pub(crate) struct GeneralRag {
     service: PricedService,

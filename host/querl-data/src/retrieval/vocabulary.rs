@@ -225,7 +225,6 @@ fn shared(words: OwnWords) -> Arc<Jieba> {
     jieba
 }
 
-/// A line of a user dictionary.
 #[derive(Debug)]
 struct DictionaryEntry {
     word: String,
@@ -311,7 +310,6 @@ pub(crate) struct Synonyms {
     segmented: SegmentedGroups,
 }
 
-/// The groups, segmented into words.
 #[derive(Debug, Clone, Default)]
 struct SegmentedGroups {
     groups: Vec<Vec<Vec<String>>>,
@@ -319,7 +317,6 @@ struct SegmentedGroups {
     by_first: HashMap<String, Vec<(Vec<String>, usize)>>,
 }
 
-/// A part of a query.
 #[derive(Debug, PartialEq)]
 pub(crate) enum QueryPart<'a> {
     Word(&'a str),
@@ -410,8 +407,7 @@ mod tests {
     use super::*;
     #[test]
     fn user_words_are_not_split() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("words.txt");
+        let (_folder, path) = crate::scratch_file("words.txt");
         std::fs::write(&path, "# ours\n雨生红球藻片\n轻盈小绿瓶 100000 nz\n").unwrap();
         let plain = Segmenter::default().words("雨生红球藻片和轻盈小绿瓶");
         assert!(!plain.contains(&"雨生红球藻片".to_owned()), "{plain:?}");
@@ -440,8 +436,7 @@ mod tests {
         ] {
             assert_eq!(read(line), Ok((word.to_owned(), frequency)), "{line}");
         }
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("words.txt");
+        let (_folder, path) = crate::scratch_file("words.txt");
         std::fs::write(&path, "甲\n乙 99999999999999999999999 n\n").unwrap();
         let error = Segmenter::with_words(Some(&path), []).unwrap_err().to_string();
         let expected = "line 2 has the frequency `99999999999999999999999`; expected `word [frequency] [tag]`";
@@ -451,8 +446,7 @@ mod tests {
     /// Regression: no warning for words without effect.
     #[test]
     fn split_user_words_are_reported() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("words.txt");
+        let (_folder, path) = crate::scratch_file("words.txt");
         std::fs::write(&path, "维生素c\nvitamin c 3\nEdu Trust认证 2000\n").unwrap();
         let entries = read_dictionary(&path).unwrap();
         let segmenter = Segmenter::with_words(Some(&path), []).unwrap();
@@ -464,8 +458,7 @@ mod tests {
     /// Regression: the first word after a byte order mark never matched, and GB18030 was rejected.
     #[test]
     fn a_dictionary_may_have_a_byte_order_mark_or_be_gb18030() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("words.txt");
+        let (_folder, path) = crate::scratch_file("words.txt");
         let text = "雨生红球藻片\n轻盈小绿瓶\n";
         for bytes in [format!("\u{feff}{text}").into_bytes(), encoding_rs::GB18030.encode(text).0.into_owned()] {
             std::fs::write(&path, bytes).unwrap();
@@ -516,8 +509,7 @@ mod tests {
     }
 
     fn read_synonyms(text: &str) -> Result<Synonyms, String> {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("synonyms.txt");
+        let (_folder, path) = crate::scratch_file("synonyms.txt");
         std::fs::write(&path, text).unwrap();
         Synonyms::read(&path).map_err(|error| error.to_string())
     }

@@ -110,7 +110,6 @@ pub fn convert(
     Ok(n_other_prompts)
 }
 
-/// A row for the filters.
 struct FilterRow {
     /// Position in the records.
     index: usize,
@@ -121,7 +120,6 @@ struct FilterRow {
     prompt: Option<Vec<Message>>,
 }
 
-/// A batch of rows of one split for the filters.
 #[derive(Default)]
 struct FilterBatch {
     rows: Vec<FilterRow>,

@@ -110,7 +110,9 @@ async fn call_all<'a, Record: StageRecord, F: Future<Output = Result<Record, Dat
     while let Some((index, record)) = results.next().await {
         match record {
             // The call may not have been made; the next run tries the row again.
-            Ok(record) if progress.is_stopped() && has_transient_failure(&record) => {}
+            Ok(record)
+                if progress.is_stopped()
+                    && matches!(record.outcome(), Some(Err(failure)) if !failure.kind.is_fatal()) => {}
             Ok(record) => collector.take(index, &record)?,
             Err(error) => reason = reason.or(Some(error)),
         }
@@ -122,10 +124,6 @@ async fn call_all<'a, Record: StageRecord, F: Future<Output = Result<Record, Dat
     }
     let (journal, locations) = reason.map_or_else(|| collector.end(), Err)?;
     Ok(StageResults { rows, journal, locations })
-}
-
-fn has_transient_failure(record: &impl StageRecord) -> bool {
-    matches!(record.outcome(), Some(Err(failure)) if !failure.kind.is_fatal())
 }
 
 /// True if calls in flight are not worth awaiting: the service does not respond.

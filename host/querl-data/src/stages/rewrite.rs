@@ -126,7 +126,8 @@ impl RewriteTask<'_> {
             None => self.call_teacher(self.teacher, &query, &messages).await?,
         };
         if let (Err(failure), Some(second)) = (&rewrite, self.teacher.fallback())
-            && can_fall_back(failure.kind)
+            // The user must fix invalid credentials and a spent budget.
+            && !matches!(failure.kind, FailureKind::Unauthorized | FailureKind::OverBudget)
         {
             rewrite = match self.call_teacher(second, &query, &messages).await? {
                 Ok(completion) => Ok(Completion { source: Some(second.name().to_owned()), ..completion }),
@@ -186,11 +187,6 @@ fn messages(row: &QueryRow, prompts: &dyn Prompts) -> Result<Vec<Message>, DataE
     let context = row.context();
     let input = PromptInput { query: &row.original_query, context: &context, rewrite: None };
     Ok(prompts.messages(PromptTask::TeacherRewrite, &input)?)
-}
-
-/// False for invalid credentials and a spent budget, which the user must fix.
-fn can_fall_back(kind: FailureKind) -> bool {
-    !matches!(kind, FailureKind::Unauthorized | FailureKind::OverBudget)
 }
 
 /// The rewrite in an answer of the teacher.

@@ -21,10 +21,8 @@ fn rows(n: usize) -> Vec<QueryRow> {
         id: query_id(&format!("问{index}"), "", ""),
         row: index + 2,
         original_query: format!("问{index}"),
-        user_profile: String::new(),
-        history_summary: String::new(),
-        gold_ids: Vec::new(),
         group: format!("g{index}"),
+        ..QueryRow::default()
     };
     (0..n).map(row).collect()
 }
@@ -110,7 +108,6 @@ impl Filter for DropContaining {
     }
 }
 
-/// One run of the stage with `output`.
 async fn run_rewrite(rows: &[QueryRow], teacher: &Scripted, output: &Path) -> Result<Vec<RewriteRecord>, DataError> {
     let (rows, mut records) = (rows.to_vec(), Vec::new());
     let results = rewrite(&rows, teacher, &Plain, Journal::open(output)?, 4, &Silent).await?;
@@ -135,8 +132,7 @@ async fn run_validate(
 
 #[tokio::test]
 async fn failed_rows_have_a_reason_and_are_tried_again() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
     let rows = rows(6);
     let teacher = Scripted::new(&[(3, FailureKind::Timeout), (5, FailureKind::ServerError)]);
     let first = run_rewrite(&rows, &teacher, &output).await.unwrap();
@@ -167,8 +163,7 @@ impl Progress for StopsAfter {
 /// Regression: an interrupt was reported as a changed table, and rows failed without a call.
 #[tokio::test]
 async fn an_interrupt_keeps_finished_rows_and_leaves_failed_ones_pending() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
     let (rows, stops) = (rows(6), StopsAfter(2, AtomicUsize::new(0)));
     let teacher = Scripted::new(&[(4, FailureKind::Timeout), (5, FailureKind::Timeout)]);
     let error = rewrite(&rows, &teacher, &Plain, Journal::open(&output).unwrap(), 1, &stops).await.err().unwrap();
@@ -202,8 +197,7 @@ impl Rows<QueryRow> for Changing {
 /// Regression: a table with a row moved while it was read gave one query another's rewrite.
 #[tokio::test]
 async fn rows_that_moved_while_they_were_read_get_no_answer_of_others() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
     let mut moved = rows(4);
     moved.swap(1, 2);
     let changing = Changing { readings: Mutex::new(vec![rows(4), rows(4), moved]) };
@@ -226,8 +220,7 @@ async fn a_rewrite_that_appears_during_validation_is_reported() {
             Ok(Box::new(self.1[usize::from(*n_read > 2)].clone().into_iter().map(Ok)))
         }
     }
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (folder, output) = crate::scratch_file("rewrites.jsonl");
     let first = run_rewrite(&rows(2), &Scripted::new(&[(2, FailureKind::Timeout)]), &output).await.unwrap();
     let second = run_rewrite(&rows(2), &Scripted::new(&[]), &output).await.unwrap();
     let growing = Growing(Mutex::new(0), [first, second]);
@@ -256,8 +249,7 @@ async fn calls_in_flight_are_kept_if_a_plugin_fails_on_one_row() {
             Plain.parse_judgement(text)
         }
     }
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("a.jsonl");
+    let (_folder, output) = crate::scratch_file("a.jsonl");
     let (rows, teacher) = (rows(20), Scripted::new(&[]));
     let results = rewrite(&rows, &teacher, &Broken, Journal::open(&output).unwrap(), 4, &Silent).await;
     assert!(results.err().unwrap().to_string().contains("broke its contract"));
@@ -290,8 +282,7 @@ async fn records_of_all_calls_in_flight_are_kept() {
 
 #[tokio::test]
 async fn a_kill_between_output_and_removal_of_the_journal_changes_nothing() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
     run_rewrite(&rows(4), &Scripted::new(&[(3, FailureKind::Timeout)]), &output).await.unwrap();
     let written = std::fs::read(&output).unwrap();
     std::fs::copy(&output, Journal::path_for(&output)).unwrap();
@@ -303,8 +294,7 @@ async fn a_kill_between_output_and_removal_of_the_journal_changes_nothing() {
 
 #[tokio::test]
 async fn invalid_credentials_stop_the_stage_and_finished_rows_are_kept() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("rewrites.jsonl");
+    let (_folder, output) = crate::scratch_file("rewrites.jsonl");
     let rows = rows(20);
     let error = run_rewrite(&rows, &Scripted::new(&[(15, FailureKind::Unauthorized)]), &output).await.unwrap_err();
     let message = "stopped, as every further call would fail too: unauthorized: the service message so";
@@ -360,8 +350,7 @@ async fn stage_without_a_success_names_the_commonest_failure() {
 /// Regression: a few rows that a service always rejects made it impossible to run a finished stage again.
 #[tokio::test]
 async fn rows_that_fail_again_do_not_stop_a_stage_with_earlier_successes() {
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("a.jsonl");
+    let (_folder, output) = crate::scratch_file("a.jsonl");
     let failing: Vec<(usize, FailureKind)> = (3..15).map(|row| (row, FailureKind::Rejected)).collect();
     run_rewrite(&rows(1), &Scripted::new(&[]), &output).await.unwrap();
     let records = run_rewrite(&rows(13), &Scripted::new(&failing), &output).await.unwrap();
@@ -384,8 +373,7 @@ async fn answer_that_does_not_parse_is_a_failure_and_not_a_copy() {
             "chatty"
         }
     }
-    let folder = tempfile::tempdir().unwrap();
-    let output = folder.path().join("a.jsonl");
+    let (_folder, output) = crate::scratch_file("a.jsonl");
     let rows = rows(2);
     let results = rewrite(&rows, &Chatty, &Plain, Journal::open(&output).unwrap(), 1, &Silent).await.unwrap();
     results.write(|_| Ok(())).unwrap();
@@ -470,8 +458,7 @@ async fn dataset_keeps_every_query_and_only_good_targets() {
 
 #[tokio::test]
 async fn rows_of_a_dataset_keep_their_prompts_and_one_without_a_completion_is_trained_on() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("train.jsonl");
+    let (folder, path) = crate::scratch_file("train.jsonl");
     let line = |query: &str, completion: Option<&str>| {
         let messages = [("system", "s"), ("user", query)];
         let messages = messages.map(|(role, text)| serde_json::json!({ "role": role, "content": text }));

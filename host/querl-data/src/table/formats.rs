@@ -55,7 +55,6 @@ impl RowSource for TextRows {
     }
 }
 
-/// A cell of a table.
 #[derive(Debug, Clone, Default)]
 pub(super) struct TableCell {
     pub(super) text: String,

@@ -306,7 +306,6 @@ impl Findings {
     }
 }
 
-/// Hashes of one row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RowDigest {
     /// Index of the row in the table, from 0.
@@ -422,7 +421,8 @@ impl QueryColumns {
             |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.as_ref().trim());
         let text = |column: Option<usize>| with_width(cell(column), self.width);
         let (query, profile, history) = (text(Some(self.query)), text(self.profile), text(self.history));
-        let gold_ids = split_ids(cell(self.gold));
+        let ids = cell(self.gold).split(separates_ids);
+        let gold_ids: Vec<String> = ids.filter(|id| !id.is_empty()).map(str::to_owned).collect();
         let group = if self.group == self.gold { joined_ids(&gold_ids) } else { cell(self.group).to_owned() };
         QueryRow {
             id: query_id(&query, &profile, &history),
@@ -474,10 +474,6 @@ fn separator(table: &Table) -> Option<&'static str> {
     let known = [(';', ";"), ('\t', "\\t"), (',', ","), ('|', "|")];
     let of_text = known.iter().filter(|_| table.encoding.is_some());
     of_text.into_iter().find(|(character, _)| name.contains(*character)).map(|(_, shown)| *shown)
-}
-
-fn split_ids(text: &str) -> Vec<String> {
-    text.split(separates_ids).filter(|id| !id.is_empty()).map(str::to_owned).collect()
 }
 
 pub(crate) fn joined_ids(ids: &[String]) -> String {

@@ -51,7 +51,18 @@ impl Folder {
     fn read(&self, name: &str) -> Result<Vec<QueryRow>, String> {
         let config = config(self.path(name));
         let rows = || open_queries(&config)?.read()?.collect::<Result<Vec<_>, _>>();
-        rows().map_err(|error| error.to_string().replace(&format!("{}/", self.0.path().display()), ""))
+        rows().map_err(|error| self.shown(&error))
+    }
+
+    /// An error without the path of the folder.
+    fn shown(&self, error: &DataError) -> String {
+        error.to_string().replace(&format!("{}/", self.0.path().display()), "")
+    }
+
+    /// Why a file is refused with these settings.
+    fn refusal(&self, name: &str, mut settings: Value) -> String {
+        settings["input"] = json!(self.path(name));
+        self.shown(&open_queries(&serde_json::from_value(settings).unwrap()).unwrap_err())
     }
 }
 
@@ -133,21 +144,18 @@ fn empty_files_are_reported() {
     for name in ["a.xlsx", "a.csv", "a.tsv", "a.jsonl"] {
         assert_eq!(message(&folder.file(name, "")).rsplit_once(": ").unwrap().1, expected, "{name}");
     }
-    let error = message(&folder.file("b.csv", "\u{feff}\n"));
-    assert!(error.ends_with("b.csv: the file has no header row; expected the names of the columns"), "{error}");
-    let error = message(&folder.file("b.jsonl", "\n\n"));
-    assert!(error.ends_with("b.jsonl: the file holds no object; expected one JSON object a line"), "{error}");
+    let cases = [
+        ("b.csv", "\u{feff}\n", "b.csv: the file has no header row; expected the names of the columns"),
+        ("b.jsonl", "\n\n", "b.jsonl: the file holds no object; expected one JSON object a line"),
+        ("c.csv", "问题\n", "c.csv: none of 0 row(s) has a query in column `问题`; fill it"),
+        ("d.csv", "问题,用户画像\n,老人\n", "d.csv: none of 1 row(s) has a query in column `问题`; fill it"),
+    ];
+    for (name, text, expected) in cases {
+        let error = message(&folder.file(name, text));
+        assert!(error.contains(expected), "{error}");
+    }
     let error = message(&folder.workbook(&[&[]]));
     assert!(error.ends_with("sheet `题目`: is empty; expected a header row"), "{error}");
-    let error = message(&folder.file("c.csv", "问题\n"));
-    assert!(error.contains("c.csv: none of 0 row(s) has a query in column `问题`; fill it"), "{error}");
-}
-
-#[test]
-fn a_missing_column_error_names_the_encoding() {
-    let folder = Folder::new();
-    let error = message(&folder.file("a.csv", encoding_rs::GB18030.encode("提问,画像\n甲,乙\n").0));
-    assert!(error.contains("found `提问`, `画像` (read as GB18030); name one"), "{error}");
 }
 
 #[test]
@@ -161,8 +169,10 @@ fn csv_rows_are_numbered_independently_of_line_ends() {
 }
 
 #[test]
-fn a_missing_column_error_names_sheet_and_columns() {
+fn a_missing_column_error_names_sheet_columns_and_encoding() {
     let folder = Folder::new();
+    let error = message(&folder.file("a.csv", encoding_rs::GB18030.encode("提问,画像\n甲,乙\n").0));
+    assert!(error.contains("found `提问`, `画像` (read as GB18030); name one"), "{error}");
     let error = message(&folder.workbook(&[&["提问", "用户画像"], &["怎么吃", ""]]));
     let expected = "测试集.xlsx: sheet `题目`: no column `问题` or `original_query` (data.query_column); found `提问`, `用户画像`; name one of these in data.query_column";
     assert!(error.ends_with(expected), "{error}");
@@ -215,13 +225,6 @@ fn rows_of_json_lines_are_numbered_with_empty_lines() {
     let folder = Folder::new();
     let config = folder.file("a.jsonl", "\n{\"问题\": \"甲\"}\n\n \n{\"问题\": \"乙\"}\n");
     assert_eq!(rows(&config).iter().map(|row| row.row).collect::<Vec<_>>(), [2, 5]);
-}
-
-#[test]
-fn a_table_without_a_usable_row_is_an_error() {
-    let folder = Folder::new();
-    let error = message(&folder.file("a.csv", "问题,用户画像\n,老人\n"));
-    assert!(error.contains("a.csv: none of 1 row(s) has a query in column `问题`; fill it"), "{error}");
 }
 
 #[test]
@@ -417,11 +420,7 @@ fn damaged_files_of_every_format_are_read_or_rejected_in_one_sentence() {
 }
 
 /// A parquet file of one row group with the columns that `write` fills.
-fn parquet_file(path: &Path, schema: &str, write: impl FnOnce(&mut SerializedRowGroupWriter<'_, std::fs::File>)) {
-    parquet_file_with(path, schema, WriterProperties::default(), write);
-}
-
-fn parquet_file_with(
+fn parquet_file(
     path: &Path,
     schema: &str,
     properties: WriterProperties,
@@ -450,7 +449,7 @@ fn unused_parquet_columns_may_have_any_type() {
                   optional int64 at (TIMESTAMP_MICROS); optional fixed_len_byte_array(12) span (INTERVAL); \
                   optional float gold_ids; optional binary user_profile; }";
     let write = |name: &str, profile: &'static [u8]| {
-        parquet_file(&folder.path(name), schema, |group| {
+        parquet_file(&folder.path(name), schema, WriterProperties::default(), |group| {
             put::<Int32Type>(group, i32::MAX);
             put::<ByteArrayType>(group, "鱼油".into());
             put::<Int64Type>(group, i64::MAX);
@@ -464,16 +463,11 @@ fn unused_parquet_columns_may_have_any_type() {
     let QueryRow { original_query, gold_ids, user_profile, .. } = &rows[0];
     assert_eq!((original_query.as_str(), user_profile.as_str()), ("鱼油", "52岁"));
     assert_eq!(gold_ids, &["11"], "an integer");
-    let error = |column: &str, file: &str| {
-        let path = folder.path(file);
-        let config = json!({ "input": path, "group_column": column });
-        let config: DataConfig = serde_json::from_value(config).unwrap();
-        open_queries(&config).unwrap_err().to_string().replace(&format!("{}/", folder.0.path().display()), "")
-    };
+    let error = |column: &str| folder.refusal("a.parquet", json!({ "group_column": column }));
     let remedy = "write the column as text, numbers or lists of them";
-    assert_eq!(error("until", "a.parquet"), format!("a.parquet: row 1 column `until` holds a date; {remedy}"));
-    assert_eq!(error("at", "a.parquet"), format!("a.parquet: row 1 column `at` holds a date; {remedy}"));
-    assert!(error("span", "a.parquet").starts_with("a.parquet: "));
+    assert_eq!(error("until"), format!("a.parquet: row 1 column `until` holds a date; {remedy}"));
+    assert_eq!(error("at"), format!("a.parquet: row 1 column `at` holds a date; {remedy}"));
+    assert!(error("span").starts_with("a.parquet: "));
     write("b.parquet", b"\xff\xfe");
     let expected = format!("b.parquet: row 1 column `user_profile` holds bytes that are not UTF-8 text; {remedy}");
     assert_eq!(folder.read("b.parquet").unwrap_err(), expected);
@@ -482,7 +476,7 @@ fn unused_parquet_columns_may_have_any_type() {
 /// A parquet file with the texts `鱼油` and `鱼油怎么吃`, and a row without text between them.
 fn texts_file(folder: &Folder, properties: WriterProperties) -> Vec<u8> {
     let schema = "message rows { optional binary original_query (UTF8); }";
-    parquet_file_with(&folder.path("a.parquet"), schema, properties, |group| {
+    parquet_file(&folder.path("a.parquet"), schema, properties, |group| {
         let mut column = group.next_column().unwrap().unwrap();
         let texts = ["鱼油".into(), "鱼油怎么吃".into()];
         column.typed::<ByteArrayType>().write_batch(&texts, Some(&[1, 0, 1]), None).unwrap();
@@ -555,7 +549,8 @@ fn sizes_that_parquet_declares_are_checked_first() {
 #[test]
 fn the_number_of_rows_is_bounded() {
     let folder = Folder::new();
-    parquet_file(&folder.path("a.parquet"), "message rows { optional binary original_query (UTF8); }", |group| {
+    let schema = "message rows { optional binary original_query (UTF8); }";
+    parquet_file(&folder.path("a.parquet"), schema, WriterProperties::default(), |group| {
         let mut column = group.next_column().unwrap().unwrap();
         let levels = vec![0; formats::MAX_ROWS as usize + 1];
         column.typed::<ByteArrayType>().write_batch(&[], Some(&levels), None).unwrap();
@@ -756,12 +751,7 @@ fn a_column_of_chat_messages_is_refused_in_every_format() {
     let remedy = "holds a list of chat messages; \
                   write the text of the last user message in a column of its own, and name that in data.query_column; \
                   a summary of the earlier messages belongs in data.history_column";
-    let rejected = |mut config: Value, name: &str| {
-        config["input"] = json!(folder.path(name));
-        let error = open_queries(&serde_json::from_value(config).unwrap()).unwrap_err().to_string();
-        error.replace(&format!("{}/", folder.0.path().display()), "")
-    };
-    let error = |name| rejected(json!({"query_column": "messages"}), name);
+    let error = |name| folder.refusal(name, json!({"query_column": "messages"}));
     let chat = r#"[{"role": "system", "content": "改写"}, {"role": "user", "content": "怎么吃"}]"#;
     let python = chat.replace('"', "'");
     let quoted = format!("\"{}\"", chat.replace('"', "\"\""));
@@ -775,7 +765,7 @@ fn a_column_of_chat_messages_is_refused_in_every_format() {
     }
     let schema = "message rows { optional group messages (LIST) { repeated group list { optional group element { \
                   optional binary role (UTF8); optional binary content (UTF8); } } } }";
-    parquet_file(&folder.path("a.parquet"), schema, |group| {
+    parquet_file(&folder.path("a.parquet"), schema, WriterProperties::default(), |group| {
         for text in ["user", "怎么吃"] {
             let mut column = group.next_column().unwrap().unwrap();
             column.typed::<ByteArrayType>().write_batch(&[text.into()], Some(&[4]), Some(&[0])).unwrap();
@@ -784,7 +774,7 @@ fn a_column_of_chat_messages_is_refused_in_every_format() {
     });
     assert_eq!(error("a.parquet"), format!("a.parquet: row 1 column `messages` {remedy}"));
     // Symptom: as the history, chat messages were read as its text.
-    let as_history = |name| rejected(json!({"query_column": "q", "history_column": "prompt"}), name);
+    let as_history = |name| folder.refusal(name, json!({"query_column": "q", "history_column": "prompt"}));
     folder.file("h.jsonl", format!("{{\"q\": \"怎么吃\", \"prompt\": {chat}}}\n"));
     folder.file("h.csv", format!("q,prompt\n怎么吃,\n几粒,{quoted}\n"));
     assert_eq!(as_history("h.jsonl"), format!("h.jsonl: row 1 column `prompt` {remedy}"));
@@ -860,16 +850,13 @@ mod properties {
                 id: query_id(query, "", ""),
                 row,
                 original_query: query.clone(),
-                user_profile: String::new(),
-                history_summary: String::new(),
-                gold_ids: Vec::new(),
                 group: "g".into(),
+                ..QueryRow::default()
             };
             let records = (2..).zip(&unique).map(row).map(|query| RewriteRecord { query, rewrite: Ok(Completion::of("改写")) });
             write_jsonl(&output, records).unwrap();
-            let formats = [TableFormat::Xlsx, TableFormat::Csv, TableFormat::Tsv, TableFormat::Parquet];
-            write_tables::<RewriteRecord>(&output, &formats).unwrap();
-            for format in formats {
+            write_tables::<RewriteRecord>(&output, &TableFormat::ALL).unwrap();
+            for format in TableFormat::ALL {
                 let read = rows(&config(table_path(&output, format)));
                 let found: Vec<&String> = read.iter().map(|row| &row.original_query).collect();
                 prop_assert_eq!(found, unique.iter().collect::<Vec<_>>(), "{:?}", format);

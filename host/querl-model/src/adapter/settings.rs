@@ -117,7 +117,7 @@ impl Modules {
             Self::AllLinear => Box::new(|path| path != EMBEDDING && path != HEAD),
             Self::Named(names) => Box::new(move |path| names.iter().any(|name| is_named(path, name))),
             Self::Pattern(pattern) => {
-                let pattern = full_match(pattern, key)?;
+                let pattern = regex(&format!("^(?:{pattern})$"), pattern, key)?;
                 Box::new(move |path| is_match(&pattern, path))
             }
         })
@@ -296,10 +296,6 @@ impl<T: Copy> Patterns<T> {
 
 fn first<T: Copy>(patterns: &[(Regex, T)], name: &str) -> Option<T> {
     patterns.iter().find(|(pattern, _)| is_match(pattern, name)).map(|(_, value)| *value)
-}
-
-fn full_match(pattern: &str, key: &str) -> Result<Regex, String> {
-    regex(&format!("^(?:{pattern})$"), pattern, key)
 }
 
 /// Whether it matches; a pattern that takes too many steps does not.

@@ -64,7 +64,7 @@ pub(super) fn pad_id(directory: &Path) -> Result<Option<u32>, ModelError> {
     let config = read_json(&required(directory, "config.json")?)?;
     match config["pad_token_id"].as_u64() {
         Some(id) => Ok(u32::try_from(id).ok()),
-        None if has_tokenizer(directory) => Ok(ClassifierTokenizer::load(directory, 1)?.pad_id()),
+        None if directory.join(TOKENIZER).is_file() => Ok(ClassifierTokenizer::load(directory, 1)?.pad_id()),
         None => Ok(None),
     }
 }
@@ -176,10 +176,6 @@ pub struct Encoded {
     pub ids: Vec<u32>,
     /// Tokens that were truncated.
     pub n_left_out: usize,
-}
-
-fn has_tokenizer(directory: &Path) -> bool {
-    directory.join(TOKENIZER).is_file()
 }
 
 impl ClassifierTokenizer {

@@ -9,31 +9,11 @@ use querl_core::model_config::{Keys, NoOp, bounds};
 
 /// Keys that are read here or in [`Rope::read`], and those that have no effect on a decoder: transformers ignores
 /// `dual_chunk_attention_config`, and `pretraining_tp` divides the same matrix products into parts.
-const USED: &[&str] = &[
-    "attention_bias",
-    "dual_chunk_attention_config",
-    "head_dim",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "is_decoder",
-    "layer_types",
-    "max_position_embeddings",
-    "max_window_layers",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "original_max_position_embeddings",
-    "pretraining_tp",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "sliding_window",
-    "tie_word_embeddings",
-    "use_sliding_window",
-    "vocab_size",
-];
+const USED: &str = "\
+    attention_bias dual_chunk_attention_config head_dim hidden_act hidden_size intermediate_size is_decoder \
+    layer_types max_position_embeddings max_window_layers num_attention_heads num_hidden_layers \
+    num_key_value_heads original_max_position_embeddings pretraining_tp rms_norm_eps rope_parameters rope_scaling \
+    rope_theta sliding_window tie_word_embeddings use_sliding_window vocab_size";
 
 /// Keys of other decoders, and settings of these that are not implemented, with the value that changes nothing.
 const NO_OPS: &[(&str, NoOp)] = &[

@@ -9,7 +9,6 @@ const VERSION: u32 = 3;
 /// Each tensor begins at a multiple of it: `general.alignment` where the key is missing.
 const ALIGNMENT: u64 = 32;
 
-/// A value of the metadata.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum MetadataValue {
     U32(u32),
@@ -172,7 +171,6 @@ pub(super) fn write_head(
     pad(to, head.len() as u64)
 }
 
-/// Writes the bytes of the next tensor.
 pub(super) fn write_tensor(to: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     to.write_all(bytes)?;
     pad(to, bytes.len() as u64)

@@ -44,6 +44,12 @@ fn loaded(name: &str) -> Classifier {
     Classifier::load(&golden("classifiers").join(name), Weights::Frozen, DTYPE).unwrap()
 }
 
+/// A new classifier with [`LABELS`] on a base.
+fn fresh(base: &Path, tuning: &Tuning) -> Classifier {
+    let labels = Labels::new(LABELS.map(str::to_owned).to_vec(), None).unwrap();
+    Classifier::fresh(base, labels, tuning, (DTYPE, 3)).unwrap()
+}
+
 #[test]
 fn logits_are_those_of_transformers_from_safetensors_and_from_pickled_weights() {
     for name in ["qwen2", "qwen3"] {
@@ -74,11 +80,9 @@ fn what_a_text_comes_with_does_not_change_its_logits() {
 
 #[test]
 fn a_whole_classifier_and_one_with_an_adapter_are_read_as_they_were_written() {
-    let base = golden("decoders/qwen2-untied");
-    let labels = Labels::new(LABELS.map(String::from).to_vec(), None).unwrap();
-    let texts = expected("qwen2").texts;
-    let folder = tempfile::tempdir().unwrap();
-    let whole = Classifier::fresh(&base, labels.clone(), &Tuning::Full, (DTYPE, 3)).unwrap();
+    let (base, texts, folder) =
+        (golden("decoders/qwen2-untied"), expected("qwen2").texts, tempfile::tempdir().unwrap());
+    let whole = fresh(&base, &Tuning::Full);
     assert!(whole.vars().contains_key("score.weight") && !whole.vars().contains_key("lm_head.weight"));
     whole.save(folder.path(), &base).unwrap();
     let again = Classifier::load(folder.path(), Weights::Frozen, DTYPE).unwrap();
@@ -88,8 +92,7 @@ fn a_whole_classifier_and_one_with_an_adapter_are_read_as_they_were_written() {
     assert_eq!((&config["id2label"]["3"], &config["label2id"]["无伤害"]), (&"有帮助".into(), &4.into()));
 
     let adapter = tempfile::tempdir().unwrap();
-    let tuning = Tuning::Lora(LoraSettings::all_linear(4, 8.0));
-    let adapted = Classifier::fresh(&base, labels, &tuning, (DTYPE, 3)).unwrap();
+    let adapted = fresh(&base, &Tuning::Lora(LoraSettings::all_linear(4, 8.0)));
     adapted.save(adapter.path(), &base).unwrap();
     let again = Classifier::load_adapted(&base, adapter.path(), DTYPE).unwrap();
     assert_near(&logits(&again, &texts, 1000), &logits(&adapted, &texts, 1000), 1e-6);
@@ -152,12 +155,10 @@ fn damaged_or_misshapen_pickled_weights_are_errors() {
 
 #[test]
 fn a_folder_that_was_written_before_is_read_as_what_was_written_last() {
-    let base = golden("decoders/qwen2-untied");
-    let labels = Labels::new(LABELS.map(String::from).to_vec(), None).unwrap();
-    let texts = expected("qwen2").texts;
-    let folder = tempfile::tempdir().unwrap();
-    let fresh = |tuning: &Tuning| Classifier::fresh(&base, labels.clone(), tuning, (DTYPE, 3)).unwrap();
-    let (adapted, whole) = (fresh(&Tuning::Lora(LoraSettings::all_linear(4, 8.0))), fresh(&Tuning::Full));
+    let (base, texts, folder) =
+        (golden("decoders/qwen2-untied"), expected("qwen2").texts, tempfile::tempdir().unwrap());
+    let adapted = fresh(&base, &Tuning::Lora(LoraSettings::all_linear(4, 8.0)));
+    let whole = fresh(&base, &Tuning::Full);
     adapted.save(folder.path(), &base).unwrap();
     whole.save(folder.path(), &base).unwrap();
     assert!(!is_adapter(folder.path()));
@@ -174,9 +175,7 @@ fn a_folder_that_was_written_before_is_read_as_what_was_written_last() {
 /// A view that kept activations would need as much memory to be asked as to be trained.
 #[test]
 fn a_view_without_gradient_records_none_and_follows_training() {
-    let base = golden("decoders/qwen2-untied");
-    let labels = Labels::new(LABELS.map(String::from).to_vec(), None).unwrap();
-    let trained = Classifier::fresh(&base, labels, &Tuning::Full, (DTYPE, 3)).unwrap();
+    let trained = fresh(&golden("decoders/qwen2-untied"), &Tuning::Full);
     let view = trained.without_gradient();
     let texts = expected("qwen2").texts;
     let views: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
@@ -221,9 +220,7 @@ fn of_a_long_dialogue_question_and_answer_are_kept() {
 /// A new classifier of the small model that comes with the repository, and its tokenizer.
 fn small() -> (Classifier, ClassifierTokenizer) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-qwen3");
-    let labels = Labels::new(LABELS.map(str::to_owned).to_vec(), None).unwrap();
-    let classifier = Classifier::fresh(&folder, labels, &Tuning::Full, (DTYPE, 7)).unwrap();
-    (classifier, ClassifierTokenizer::load(&folder, 64).unwrap())
+    (fresh(&folder, &Tuning::Full), ClassifierTokenizer::load(&folder, 64).unwrap())
 }
 
 fn limits(max_texts: usize, max_waiting: usize) -> BatchLimits {

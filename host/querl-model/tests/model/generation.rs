@@ -176,7 +176,6 @@ fn a_stop_ends_generation_before_the_next_step_and_leaves_nothing_behind() {
     }
 }
 
-/// Generates at most `n_steps` steps.
 fn generate_steps(
     engine: &mut Engine<'_>,
     requests: &[GenerationRequest<'_>],

@@ -11,7 +11,7 @@ use crate::{AdamW, AdamWSettings, Gradients, State, TrainError};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::{Linear, Module};
 use querl_core::config::CriticKind;
-use querl_model::{Decoder, LoraAdapter, Mesh, Recompute, backward, save_tensors};
+use querl_model::{Decoder, LoraAdapter, Mesh, Recompute, save_tensors};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -129,16 +129,6 @@ impl Critic {
             Base::Reference(_) => return Ok(self.values(decoder, examples, inputs, None)?.detach().to_vec1()?),
         };
         Ok(self.head.forward(&hidden)?.squeeze(1)?.detach().to_vec1()?)
-    }
-
-    /// Runs the backward pass of `loss` and adds its gradients.
-    pub(super) fn add_gradients(
-        &self,
-        gradients: &mut Gradients,
-        loss: &Tensor,
-        recompute: Option<&Recompute>,
-    ) -> Result<(), TrainError> {
-        gradients.add(&backward(loss, recompute)?, &self.vars)
     }
 
     /// One optimizer step with the gradients of all ranks. Returns the gradient norm before clipping.

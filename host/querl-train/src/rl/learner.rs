@@ -368,7 +368,7 @@ impl MicroBatch<'_> {
         );
         let grad: Vec<f32> = loss.grad_values.iter().flatten().map(|g| g * config.vf_coef as f32).collect();
         let grad = Tensor::from_vec(grad, values.shape(), values.device())?;
-        critic.add_gradients(gradients, &(values * grad)?.sum_all()?, Some(recompute))?;
+        gradients.add(&backward(&(values * grad)?.sum_all()?, Some(recompute))?, critic.vars())?;
         add_metrics(metrics, value_metrics(*n_values, &loss));
         Ok(())
     }

@@ -89,7 +89,6 @@ pub(super) struct UpdateMetrics {
     pub(super) first_mini_batch: Vec<usize>,
 }
 
-/// Sums over optimizer steps.
 #[derive(Default)]
 pub(super) struct StepSums {
     n_steps: usize,

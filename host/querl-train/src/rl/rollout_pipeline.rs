@@ -151,7 +151,6 @@ fn policy_responses(
     targets.zip(generated).map(response).collect()
 }
 
-/// A scored part of a batch.
 #[derive(Serialize, Deserialize)]
 struct ScoredPart {
     responses: Vec<ScoredResponse>,

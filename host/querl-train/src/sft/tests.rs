@@ -13,6 +13,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 fn golden_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/reference/golden")
@@ -70,14 +71,12 @@ struct Setting {
 
 const NEVER: u64 = u64::MAX;
 
-/// Sets the stop flag once a step is reported.
-struct StopAfter<'a>(u64, &'a AtomicBool);
+/// Called with each step that is reported.
+struct OnStep<F>(F);
 
-impl Progress for StopAfter<'_> {
+impl<F: Fn(u64) + Send + Sync> Progress for OnStep<F> {
     fn update(&self, n_done: u64, _: u64, _: &str) {
-        if n_done >= self.0 {
-            self.1.store(true, Ordering::Relaxed);
-        }
+        (self.0)(n_done);
     }
 
     fn line(&self, _: &str) {}
@@ -96,7 +95,10 @@ impl Setting {
 
     fn run(&self, model: &Model, sink: &mut Recorder, stop_after: u64) -> Outcome {
         let stop = AtomicBool::new(false);
-        self.run_rank(&Mesh::alone(), model, sink, (&StopAfter(stop_after, &stop), &stop))
+        let progress = OnStep(|step| {
+            stop.fetch_or(step >= stop_after, Ordering::Relaxed);
+        });
+        self.run_rank(&Mesh::alone(), model, sink, (&progress, &stop))
     }
 
     /// As one rank of a mesh.
@@ -236,24 +238,13 @@ fn a_stopped_training_has_the_files_of_an_uninterrupted_one() {
     }
 }
 
-/// Sleeps longer than `save_interval_s` = 1 at the end of a step.
-struct SlowStep(u64);
-
-impl Progress for SlowStep {
-    fn update(&self, step: u64, _: u64, _: &str) {
-        if step == self.0 {
-            std::thread::sleep(std::time::Duration::from_millis(1100));
-        }
-    }
-
-    fn line(&self, _: &str) {}
-}
-
 #[test]
 fn a_checkpoint_is_written_by_time_whatever_save_steps_says() {
     let steps = |save_interval_s| {
         let setting = Setting::new(SftConfig { save_steps: 1000, save_interval_s, ..config() });
-        let (progress, stop) = (SlowStep(5), AtomicBool::new(false));
+        let stop = AtomicBool::new(false);
+        // The fifth step takes longer than `save_interval_s` = 1.
+        let progress = OnStep(|step| std::thread::sleep(Duration::from_millis(if step == 5 { 1100 } else { 0 })));
         setting.run_rank(&Mesh::alone(), &with_adapter(), &mut Recorder::default(), (&progress, &stop)).unwrap();
         [5, 6, 18].map(|step| setting.state_file(step).exists())
     };

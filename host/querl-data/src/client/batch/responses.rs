@@ -27,7 +27,6 @@ pub(crate) struct BatchResponses<'a> {
     returned: Mutex<HashSet<u64>>,
 }
 
-/// A batch that has ended.
 pub(super) struct EndedBatch {
     status: String,
     files: Vec<ResponseFile>,

@@ -21,7 +21,6 @@ const PAGE: usize = 100;
 /// A longer list is treated as endless.
 const MAX_PAGES: usize = 10_000;
 
-/// Outcome of a creation request.
 enum SubmitOutcome {
     Batch(String),
     Refused(CallFailure),

@@ -33,7 +33,6 @@ const REFUSAL_BYTES: usize = 64 << 10;
 /// Maximum size of `calls.ca_file`; the certificates of all public authorities have 0.2 MB.
 const MAX_CERTIFICATE_BYTES: u64 = 16 << 20;
 
-/// Limits on the calls to one service.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallLimits {
     pub(crate) max_concurrent: usize,

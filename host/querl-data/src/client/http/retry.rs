@@ -154,7 +154,6 @@ impl CircuitBreaker {
         let _ = self.opened.set(CallFailure { kind: FailureKind::Down, message });
     }
 
-    /// Counts the outcome of a call to `address`.
     pub(super) fn count<T>(&self, address: &str, outcome: &Result<T, CallFailure>) {
         let failure = match outcome {
             Ok(_) => return self.in_a_row.store(0, Ordering::Relaxed),

@@ -153,8 +153,7 @@ mod tests {
 
     #[test]
     fn a_key_file_takes_precedence_over_the_environment() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("key");
+        let (_folder, path) = crate::scratch_file("key");
         let services = ServiceContext::default();
         let open = || Secret::open(&services, "teacher", Some(&path), "QUERL_NO_SUCH_KEY").map(|key| key.unwrap().key);
         let message = |result: Result<String, DataError>| result.unwrap_err().to_string();

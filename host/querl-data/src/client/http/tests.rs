@@ -300,8 +300,7 @@ async fn http2_over_tls_works_with_an_own_certificate_authority() {
         1 => Reply::Reset,
         _ => good().into(),
     });
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("ca.pem");
+    let (_folder, path) = crate::scratch_file("ca.pem");
     std::fs::write(&path, server.certificate()).unwrap();
     let config = CallsConfig { ca_file: Some(path), ..quick() };
     assert_eq!(caller(&server, 3, &config).post(&json!({})).await.unwrap().body["ok"], "改写");
@@ -321,8 +320,7 @@ async fn requests_go_through_the_proxy() {
 
 #[test]
 fn invalid_certificates_and_urls_name_the_setting() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("ca.pem");
+    let (_folder, path) = crate::scratch_file("ca.pem");
     std::fs::write(&path, "no certificate").unwrap();
     let config = CallsConfig { ca_file: Some(path), ..quick() };
     let error = open("http://127.0.0.1/", None, limits(0), &config).unwrap_err();

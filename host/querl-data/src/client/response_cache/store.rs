@@ -83,7 +83,6 @@ impl Drop for Store {
     }
 }
 
-/// Errors of an open file.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum StoreError {
     #[error("{0}")]
@@ -93,7 +92,6 @@ pub(super) enum StoreError {
     Unavailable(String),
 }
 
-/// Errors of opening a file.
 enum OpenError {
     InUse,
     Damaged(String),

@@ -21,8 +21,7 @@ fn get(path: &Path, key: &str) -> Option<Vec<u8>> {
 
 #[test]
 fn responses_are_found_in_their_table_until_removed_or_expired() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("deep/answers.redb");
+    let (_folder, path) = crate::scratch_file("deep/answers.redb");
     put(&path, "a", b"one");
     let cache = open(&path);
     assert_eq!(cache.get(CacheTable::Rewrites, "a", Some(Duration::from_secs(3600))).as_deref(), Some(&b"one"[..]));
@@ -37,8 +36,7 @@ fn responses_are_found_in_their_table_until_removed_or_expired() {
 
 #[test]
 fn a_cache_in_use_is_not_opened() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("answers.redb");
+    let (_folder, path) = crate::scratch_file("answers.redb");
     let first = open(&path);
     assert!(ResponseCache::open(&path, CacheLimits::default()).is_none());
     assert!(cache_stats(&path).unwrap_err().to_string().ends_with("another process uses this cache; wait for its end"));
@@ -49,8 +47,7 @@ fn a_cache_in_use_is_not_opened() {
 /// Regression: a run made every call again because `querl estimate` had the cache open when it started.
 #[test]
 fn opening_waits_for_a_reader() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("answers.redb");
+    let (_folder, path) = crate::scratch_file("answers.redb");
     put(&path, "a", b"one");
     let reader = ResponseCache::open_for_reading(&path).unwrap();
     let run = std::thread::scope(|scope| {
@@ -64,8 +61,7 @@ fn opening_waits_for_a_reader() {
 
 #[test]
 fn stats_count_entries_and_clearing_empties_the_given_tables() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("answers.redb");
+    let (_folder, path) = crate::scratch_file("answers.redb");
     assert_eq!(cache_stats(&path).unwrap(), []);
     put(&path, "a", b"one");
     put(&path, "b", b"two");
@@ -81,8 +77,7 @@ fn stats_count_entries_and_clearing_empties_the_given_tables() {
 /// With damage anywhere in the file, opening and using it neither panics nor returns a wrong response.
 #[test]
 fn a_damaged_cache_never_panics_and_never_returns_wrong_data() {
-    let folder = tempfile::tempdir().unwrap();
-    let whole = folder.path().join("whole.redb");
+    let (folder, whole) = crate::scratch_file("whole.redb");
     for n in 0..40 {
         put(&whole, &format!("key {n}"), format!("answer {n}").repeat(20).as_bytes());
     }
@@ -123,8 +118,7 @@ fn a_damaged_cache_never_panics_and_never_returns_wrong_data() {
 /// Regression: the cache of all runs was renamed because the disk was full for a moment.
 #[test]
 fn an_unavailable_file_is_not_renamed() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("answers.redb");
+    let (folder, path) = crate::scratch_file("answers.redb");
     put(&path, "a", b"one");
     for (store_error, n_files) in
         [(StoreError::Unavailable("no space left".into()), 1), (StoreError::Damaged("bad page".into()), 1)]
@@ -140,8 +134,7 @@ fn an_unavailable_file_is_not_renamed() {
 /// Regression: a query table configured as the cache by mistake was renamed and replaced by a database.
 #[test]
 fn a_file_of_another_type_is_not_touched() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("precious.jsonl");
+    let (folder, path) = crate::scratch_file("precious.jsonl");
     std::fs::write(&path, "{\"original_query\": \"鱼油\"}\n").unwrap();
     assert!(ResponseCache::open(&path, CacheLimits::default()).is_none());
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
@@ -150,8 +143,7 @@ fn a_file_of_another_type_is_not_touched() {
 
 #[test]
 fn reading_changes_nothing() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("answers.redb");
+    let (_folder, path) = crate::scratch_file("answers.redb");
     assert!(ResponseCache::open_for_reading(&path).is_none());
     assert!(!path.exists());
     put(&path, "a", b"one");
@@ -170,8 +162,7 @@ fn reading_changes_nothing() {
 /// Regression: the file grew without limit.
 #[test]
 fn above_its_limit_expired_and_then_the_oldest_entries_are_removed() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("answers.redb");
+    let (_folder, path) = crate::scratch_file("answers.redb");
     let limits = |max_bytes, retrieval_ttl| CacheLimits { max_bytes, retrieval_ttl };
     let day = Duration::from_secs(86_400);
     let put_sized = |table, key: &str, n_bytes| {
@@ -378,8 +369,7 @@ mod properties {
         fn responses_are_read_back_and_a_cut_file_has_no_wrong_ones(
             entries in btree_map(".{0,40}", vec(any::<u8>(), 0..300), 1..6), cut in any::<prop::sample::Index>(),
         ) {
-            let folder = tempfile::tempdir().unwrap();
-            let path = folder.path().join("answers.redb");
+            let (folder, path) = crate::scratch_file("answers.redb");
             let cache = open(&path);
             entries.iter().for_each(|(key, value)| cache.put(CacheTable::Judgements, key, value.clone()));
             drop(cache);

@@ -30,7 +30,6 @@ enum ColumnKind {
     Flag,
 }
 
-/// A column of a table.
 #[derive(Debug)]
 struct Column {
     name: &'static str,
@@ -76,7 +75,6 @@ const LOGGED: &[Column] = &[
     column("fallbacks", ColumnKind::Count, 14.0),
 ];
 
-/// One value of a row.
 #[derive(Debug, Clone, PartialEq)]
 enum Cell<'a> {
     Empty,

@@ -142,8 +142,7 @@ mod tests {
 
     #[test]
     fn lists_of_messages_and_structs_are_read_back() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("train.parquet");
+        let (_folder, path) = crate::scratch_file("train.parquet");
         let rows = [row(0, &[("system", "s"), ("user", "胶原蛋白")]), row(1, &[("user", "b")]), row(2, &[])];
         write_verl_rows(&path, &rows).unwrap();
         let reader = SerializedFileReader::new(std::fs::File::open(&path).unwrap()).unwrap();

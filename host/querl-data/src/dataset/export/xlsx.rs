@@ -231,8 +231,7 @@ mod tests {
 
     #[test]
     fn rows_beyond_a_sheet_go_to_the_next() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.xlsx");
+        let (_folder, path) = crate::scratch_file("a.xlsx");
         let mut writer = XlsxWriter::create(&path, COLUMNS).unwrap();
         writer.sheet_rows = 2;
         for query in ["一", "二", "三", "四", "五"] {

@@ -37,7 +37,6 @@ pub(crate) struct StoredPassage {
     pub(crate) traits: PassageTraits,
 }
 
-/// The index of one knowledge base.
 pub(crate) struct PassageIndex {
     reader: IndexReader,
     fields: Fields,
@@ -242,7 +241,6 @@ fn schema() -> Schema {
 }
 
 const VECTORS: &str = "vectors.f32";
-/// Passages per call of the embedding model.
 const PASSAGES_PER_CALL: usize = 1024;
 
 /// Passage vectors, mapped into memory: rows of little-endian f32, in the order of the knowledge base.
@@ -251,7 +249,6 @@ struct VectorFile {
     dimension: usize,
 }
 
-/// Computes and writes the vectors of all passages.
 fn write_vectors(folder: &Path, passages: &[Passage], embedder: &dyn Embedder) -> Result<(), DataError> {
     let path = folder.join(VECTORS);
     let failed = |error| DataError::write(&path, error);

@@ -15,7 +15,6 @@ use querl_core::records::{ColumnValue, Message, Scalar};
 use querl_core::scoring::{InlineQuery, RewardQuery};
 use serde_json::Value;
 
-/// One row.
 #[derive(Debug, Clone)]
 pub(super) struct DatasetRecord {
     /// What the model is asked; ends with a message of the user.

@@ -77,7 +77,6 @@ impl DatasetFiles {
         self.files.iter().map(|file| (file.end, file.split)).collect()
     }
 
-    /// As a table.
     pub(crate) fn table(self) -> Table {
         let (path, header) = (self.path().to_owned(), self.header.clone());
         Table::new(&path, header, Box::new(self))

@@ -53,8 +53,7 @@ fn rows_are_numbered_through_the_files_and_each_file_is_a_split() {
 
 #[test]
 fn one_file_is_divided_by_the_shares() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("all.jsonl");
+    let (_folder, path) = crate::scratch_file("all.jsonl");
     let queries: Vec<Value> = (0..20).map(|number| exchange(&format!("问题{number}"), "改写")).collect();
     write(&path, &queries);
     let config = config(json!({ "train": path }), json!({ "split": [0.5, 0.25, 0.25] }));
@@ -66,8 +65,7 @@ fn one_file_is_divided_by_the_shares() {
 
 #[test]
 fn columns_of_the_dataset_stand_for_profile_and_gold_ids() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("train.jsonl");
+    let (_folder, path) = crate::scratch_file("train.jsonl");
     let row = json!({ "prompt": "改写：鱼油", "completion": "深海鱼油", "user_profile": "52岁", "passages": ["p1", "p2"], "price": 2.5 });
     write(&path, &[row, json!({ "prompt": "q", "completion": "r", "question": "钙片" })]);
     let config = config(json!({ "train": path }), json!({ "gold_column": "passages", "query_column": "question" }));
@@ -84,8 +82,7 @@ fn columns_of_the_dataset_stand_for_profile_and_gold_ids() {
 
 #[test]
 fn what_an_export_to_verl_wrote_is_read_back_completely() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("train.parquet");
+    let (_folder, path) = crate::scratch_file("train.parquet");
     let message = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
     let prompt = vec![message("system", "改写"), message("user", "提问：一天几粒")];
     let querl = r#"{"query":"一天几粒","user_profile":"52岁","history_summary":"问过鱼油","gold_ids":["p1","p2"],
@@ -143,8 +140,7 @@ fn a_row_that_cannot_be_read_is_named_with_its_file() {
 
 #[test]
 fn a_dataset_that_changed_meanwhile_gives_no_row_the_completion_of_another() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("train.jsonl");
+    let (_folder, path) = crate::scratch_file("train.jsonl");
     write(&path, &[exchange("鱼油", "深海鱼油"), exchange("钙片", "碳酸钙")]);
     let config = config(json!({ "train": path }), json!({}));
     let rows = rows(&config);

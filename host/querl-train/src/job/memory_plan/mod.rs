@@ -523,14 +523,11 @@ fn smaller_batches(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryReq
 fn smaller_storage(request: &MemoryRequest, free_bytes: u64) -> Option<MemoryRequest> {
     let base = |dtype| with(request, |request| request.model.dtype = dtype);
     let now = MemoryPlan::new(request).base;
-    let storages = request.types.storages.iter().copied().filter(|&dtype| can_be_split(request, dtype));
+    // The devices that hold the model together must be able to split it.
+    let can_be_split = |dtype: &BaseDtype| Shard::check(request.model.tensor_parallel, &request.shapes, *dtype).is_ok();
+    let storages = request.types.storages.iter().copied().filter(can_be_split);
     let mut smaller = storages.map(base).filter(|request| MemoryPlan::new(request).base < now);
     smaller.find_map(|request| fits(request, free_bytes))
-}
-
-/// Whether the devices that hold the model together can have it in some storage.
-fn can_be_split(request: &MemoryRequest, dtype: BaseDtype) -> bool {
-    Shard::check(request.model.tensor_parallel, &request.shapes, dtype).is_ok()
 }
 
 fn changes(from: &MemoryRequest, to: &MemoryRequest) -> Vec<String> {

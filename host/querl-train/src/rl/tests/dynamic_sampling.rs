@@ -108,28 +108,28 @@ fn a_run_interrupted_at_any_call_leaves_what_an_uninterrupted_one_leaves() {
     }
 }
 
+fn response(outcome: Result<Reward, Rejection>) -> ScoredResponse {
+    let generated = Generated {
+        token_ids: vec![5],
+        logprobs: vec![-1.0],
+        behaviour_logprobs: vec![-1.0],
+        truncated: false,
+        finish_reason: Some(FinishReason::StopToken),
+    };
+    ScoredResponse::new(generated, EpisodeRecord { outcome, ..record() })
+}
+
 /// Rows 0 to 3, two samples each: row 1 has equal scores, and so has row 2, of whose samples one is dropped.
 #[test]
 fn only_queries_with_two_equal_scores_are_replaced() {
-    let outcome = |score: f64| -> Result<Reward, Rejection> { Ok(reward(score)) };
-    let dropped = || Err(rejection("deadline"));
-    let outcomes = [[outcome(0.0), outcome(1.0)], [outcome(0.5), outcome(0.5)], [outcome(0.3), dropped()]];
-    let response = |outcome: Result<Reward, Rejection>| {
-        let generated = Generated {
-            token_ids: vec![5],
-            logprobs: vec![-1.0],
-            behaviour_logprobs: vec![-1.0],
-            truncated: false,
-            finish_reason: Some(FinishReason::StopToken),
-        };
-        ScoredResponse::new(generated, EpisodeRecord { outcome, ..record() })
-    };
+    let outcomes = [Some(0.0), Some(1.0), Some(0.5), Some(0.5), Some(0.3), None];
+    let outcomes = outcomes.map(|score| score.map(reward).ok_or_else(|| rejection("deadline")));
     let (fixture, config) = (Fixture::new(), config());
     let prompts = vec![vec![7, 8]; 5];
     let task = fixture.task(&config);
     let task = RlTask { train: RlData { prompts: &prompts, ..task.train }, ..task };
     let mut partial = PartialBatch::new(1, 0, queries(&[0, 1, 2], 2, std::iter::empty()));
-    partial.responses = outcomes.into_iter().flatten().map(response).collect();
+    partial.responses = outcomes.map(response).into();
     let mut order = DataOrder::new(5, 1);
     assert!(partial.resample(&task, &mut order));
     assert_eq!((partial.resampled.n_rounds, order.position()), (1, 1));
@@ -150,23 +150,13 @@ fn only_queries_with_two_equal_scores_are_replaced() {
 /// Two scores above `rl.reward_clip` are one score in the loss.
 #[test]
 fn scores_are_compared_as_they_are_learned_from() {
-    let response = |score: f64| {
-        let generated = Generated {
-            token_ids: vec![5],
-            logprobs: vec![-1.0],
-            behaviour_logprobs: vec![-1.0],
-            truncated: false,
-            finish_reason: Some(FinishReason::StopToken),
-        };
-        ScoredResponse::new(generated, EpisodeRecord { outcome: Ok(reward(score)), ..record() })
-    };
     let (fixture, prompts) = (Fixture::new(), vec![vec![7, 8]; 5]);
     let is_replaced = |reward_clip: f64, normalize_rewards: bool| {
         let config = RlConfig { reward_clip, normalize_rewards, ..config() };
         let task = fixture.task(&config);
         let task = RlTask { train: RlData { prompts: &prompts, ..task.train }, ..task };
         let mut partial = PartialBatch::new(1, 0, queries(&[0], 2, std::iter::empty()));
-        partial.responses = vec![response(0.6), response(0.9)];
+        partial.responses = [0.6, 0.9].map(|score| response(Ok(reward(score)))).into();
         partial.resample(&task, &mut DataOrder::new(5, 1))
     };
     assert!(is_replaced(0.5, false));

@@ -1,6 +1,6 @@
 //! Rollouts of a server: the engine of querl-model behind the port.
 
-use super::support::{Model, Scorer, bits, config, plain_text, reward};
+use super::support::{Model, Scorer, assert_learned, bits, config, learning_config, plain_text, reward};
 use crate::rl::{RlTask, ServerRollouts, train};
 use crate::testing::Recorder;
 use crate::{ROLLOUT, TrainError};
@@ -14,7 +14,6 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// A server of the trained model.
 struct ModelServer<'a> {
     model: &'a Model,
     engine: Mutex<Engine<'a>>,
@@ -156,24 +155,9 @@ fn a_server_with_the_same_seeds_gives_the_run_of_the_local_engine() {
 #[test]
 fn a_policy_learns_from_a_server_one_step_ahead_too() {
     for off_by_one in [false, true] {
-        let config = RlConfig {
-            off_by_one,
-            max_steps: 50,
-            batch_size: 32,
-            mini_batch_size: 32,
-            ppo_epochs: 4,
-            learning_rate: 2e-2,
-            kl_coef: 0.0,
-            ent_coef: 0.0,
-            max_grad_norm: 5.0,
-            eval_steps: 50,
-            save_steps: 50,
-            ..config()
-        };
-        let model = Model::new();
+        let (model, config) = (Model::new(), learning_config(off_by_one));
         let Outcome { recorder, .. } = Outcome::complete(&model, &config, Some(&ModelServer::new(&model)));
-        let (first, last) = (recorder.mean("avg_reward", 1..11), recorder.mean("avg_reward", 41..51));
-        assert!(last > 0.8 && last > first + 0.2, "off_by_one {off_by_one}: {first} to {last}");
+        assert_learned(&recorder);
         let kl = recorder.column("rollout_corr/k3_kl");
         assert!(kl.len() == 50 && kl.iter().all(|kl| kl.abs() < 1e-6), "off_by_one {off_by_one}: {kl:?}");
     }

@@ -138,18 +138,15 @@ fn record() -> EpisodeRecord {
     episode(String::new(), 1, &response, Ok(reward(0.0)))
 }
 
-/// Five steps without a periodic checkpoint.
-fn five_steps(off_by_one: bool) -> RlConfig {
-    let (batch_size, mini_batch_size, max_steps) = (4, 2, 5);
-    let (save_steps, eval_steps) = (100, 100);
-    RlConfig { batch_size, mini_batch_size, max_steps, save_steps, eval_steps, off_by_one, ..config() }
-}
-
 #[test]
 fn out_of_memory_reaches_the_first_rank_which_saves_and_the_step_is_taken_again_from_its_beginning() {
     let model = Model::new();
     for (off_by_one, world_size) in [(false, 1), (true, 1), (false, 2), (true, 2)] {
-        let (config, what) = (five_steps(off_by_one), format!("{off_by_one}, {world_size} ranks"));
+        // Five steps without a periodic checkpoint.
+        let (batch_size, mini_batch_size, max_steps, save_steps, eval_steps) = (4, 2, 5, 100, 100);
+        let config =
+            RlConfig { batch_size, mini_batch_size, max_steps, save_steps, eval_steps, off_by_one, ..config() };
+        let what = format!("{off_by_one}, {world_size} ranks");
         let complete = Run::complete(world_size, &model, &config);
         let mut broken = Run::new(FaultyEnvironment::without_fault());
         // On the last rank.

@@ -1,6 +1,6 @@
 //! Generation overlaps with scoring, and with `off_by_one` with learning; nothing else changes.
 
-use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, config, run_rank};
+use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, assert_learned, config, learning_config, run_rank};
 use crate::testing::{Recorder, Watched};
 use crate::{Metrics, TrainError};
 use querl_core::config::RlConfig;
@@ -71,23 +71,7 @@ fn stragglers_are_dropped_and_counted_whatever_the_parts() {
 /// The task of the synchronous loop, in as many steps.
 #[test]
 fn a_policy_learns_from_off_by_one_rollouts() {
-    let config = RlConfig {
-        off_by_one: true,
-        max_steps: 50,
-        batch_size: 32,
-        mini_batch_size: 32,
-        ppo_epochs: 4,
-        learning_rate: 2e-2,
-        kl_coef: 0.0,
-        ent_coef: 0.0,
-        max_grad_norm: 5.0,
-        eval_steps: 50,
-        save_steps: 50,
-        ..config()
-    };
-    let Run { recorder, .. } = Run::complete(1, &Model::new(), &config);
-    let (first, last) = (recorder.mean("avg_reward", 1..11), recorder.mean("avg_reward", 41..51));
-    assert!(last > 0.8 && last > first + 0.2, "{first} to {last}");
+    assert_learned(&Run::complete(1, &Model::new(), &learning_config(true)).recorder);
 }
 
 #[test]

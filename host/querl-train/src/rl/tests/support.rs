@@ -129,6 +129,30 @@ pub(crate) fn config() -> RlConfig {
     }
 }
 
+/// Fifty steps in which a policy learns [`plain_text`].
+pub(crate) fn learning_config(off_by_one: bool) -> RlConfig {
+    RlConfig {
+        off_by_one,
+        max_steps: 50,
+        batch_size: 32,
+        mini_batch_size: 32,
+        ppo_epochs: 4,
+        learning_rate: 2e-2,
+        kl_coef: 0.0,
+        ent_coef: 0.0,
+        max_grad_norm: 5.0,
+        eval_steps: 50,
+        save_steps: 50,
+        ..config()
+    }
+}
+
+/// The metrics of a run with [`learning_config`] show that the policy has learned.
+pub(crate) fn assert_learned(recorder: &Recorder) {
+    let (first, last) = (recorder.mean("avg_reward", 1..11), recorder.mean("avg_reward", 41..51));
+    assert!(last > 0.8 && last > first + 0.2, "{first} to {last}");
+}
+
 /// The episode of a response that is its own baseline and found nothing.
 pub(crate) fn episode(
     id: String,
