@@ -1,6 +1,8 @@
 //! The lock file, and what it says of plugins that changed.
 #![allow(clippy::unwrap_used)]
 
+mod common;
+
 use querl_bundle::lock::{Difference, LockEntry, LockFile, LockKind, LockSource};
 
 fn entry(role: &str, id: &str, digit: char) -> LockEntry {
@@ -189,42 +191,23 @@ fn accepted_change_is_recorded_and_no_longer_a_difference() {
     assert_eq!(file.changes.len(), 1);
 }
 
+/// A part of the lock file, what stands in its place, and a part of the message.
+const MISTAKES: &str = r#"
+format = 1 => format = 2 => querl.lock:2: format is 2; this querl reads format 1; use a newer querl, or delete the file
+format = 1 =>  => querl.lock:1: the key format is missing; expected a whole number
+role = "prompt" => roll = "prompt" => querl.lock:5: unknown key plugin[0].roll; did you mean `role`?
+role = "prompt" =>  => querl.lock:4: the key plugin[0].role is missing; expected what the plugin is used for, such as reward
+version = "0.1.0" => version = "one" => querl.lock:7: plugin[0].version is "one"; expected a semantic version, such as 0.1.0
+source = "bundle" => source = "zip" => querl.lock:9: plugin[0].source is "zip"; expected bundle, component or folder
+sha256 = "0000 => sha256 = "000 => expected a SHA-256 digest: 64 of 0 to 9 and a to f
+[[plugin]] => [plugin] => querl.lock:
+source = "bundle" => source = "bundle"\nsigned_by = "me" => querl.lock:10: plugin[0].signed_by is "me"; expected `ed25519:` and 64 of 0 to 9 and a to f
+"#;
+
 #[test]
 fn mistakes_are_reported_with_their_line() {
-    let text = locked().to_text(LockKind::Run);
-    for (old, new, expected) in [
-        (
-            "format = 1",
-            "format = 2",
-            "querl.lock:2: format is 2; this querl reads format 1; use a newer querl, or delete the file",
-        ),
-        ("format = 1", "", "querl.lock:1: the key format is missing; expected a whole number"),
-        ("role = \"prompt\"", "roll = \"prompt\"", "querl.lock:5: unknown key plugin[0].roll; did you mean `role`?"),
-        (
-            "role = \"prompt\"",
-            "",
-            "querl.lock:4: the key plugin[0].role is missing; expected what the plugin is used for, such as reward",
-        ),
-        (
-            "version = \"0.1.0\"",
-            "version = \"one\"",
-            "querl.lock:7: plugin[0].version is \"one\"; expected a semantic version, such as 0.1.0",
-        ),
-        (
-            "source = \"bundle\"",
-            "source = \"zip\"",
-            "querl.lock:9: plugin[0].source is \"zip\"; expected bundle, component or folder",
-        ),
-        ("sha256 = \"0000", "sha256 = \"000", "expected a SHA-256 digest: 64 of 0 to 9 and a to f"),
-        ("[[plugin]]", "[plugin]", "querl.lock:"),
-        (
-            "source = \"bundle\"",
-            "source = \"bundle\"\nsigned_by = \"me\"",
-            "querl.lock:10: plugin[0].signed_by is \"me\"; expected `ed25519:` and 64 of 0 to 9 and a to f",
-        ),
-    ] {
-        assert!(text.contains(old), "{old}");
-        let error = LockFile::parse(&text.replacen(old, new, 1), "querl.lock").unwrap_err().to_string();
+    for (text, expected) in common::replaced(&locked().to_text(LockKind::Run), MISTAKES) {
+        let error = LockFile::parse(&text, "querl.lock").unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
     }
 }

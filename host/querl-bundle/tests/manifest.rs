@@ -39,144 +39,45 @@ fn manifest_written_and_read_again_is_the_same() {
     }
 }
 
-/// Each with a line of the manifest that is replaced, its replacement, and the message.
+/// A part of the manifest, what stands in its place, and the message without `plugin.toml:`.
+const MISTAKES: &str = r#"
+id = "reward-brevity" => id = "Reward" => 2: plugin.id is "Reward"; expected 1 to 64 of a to z, 0 to 9 and -
+id = "reward-brevity" =>  => 1: the key plugin.id is missing; expected 1 to 64 of a to z, 0 to 9 and -
+id = "reward-brevity" => id = 3 => 2: plugin.id is 3; expected a text
+id = "reward-brevity" => id = "a\u0007" => 2: plugin.id is "a\u{7}"; expected 1 to 64 of a to z, 0 to 9 and -, on one line
+version = "0.1.0" => version = "1.0" => 3: plugin.version is "1.0"; expected a semantic version, such as 0.1.0
+kinds = ["reward"] => kinds = ["rewards"] => 5: plugin.kinds is ["rewards"]; expected a list of prompt, filter, reward, group-reward or style-scorer; did you mean `reward`?
+kinds = ["reward"] => kinds = [] => 5: plugin.kinds is []; expected a list of prompt, filter, reward, group-reward or style-scorer
+kinds = ["reward"] => kinds = ["reward", "reward"] => 5: plugin.kinds has `reward` twice; expected each kind once
+kinds = ["reward"] => kinds = ["filter"] => 8: plugin.range is for rewards alone; leave it out, or add `reward` to kinds
+range = [0.0, 1.0] =>  => 1: the key plugin.range is missing; expected two finite numbers, the lower one first, such as [0.0, 1.0]
+range = [0.0, 1.0] => range = [1, 1] => 8: plugin.range is [1, 1]; expected two finite numbers, the lower one first, such as [0.0, 1.0]
+range = [0.0, 1.0] => range = [0.0, inf] => 8: plugin.range is [0.0, inf]; expected two finite numbers, the lower one first, such as [0.0, 1.0]
+range = [0.0, 1.0] => range = [0.0, 1.0]\ngolden = "../x" => 9: plugin.golden is "../x"; expected a folder below the plugin's own, such as golden
+license = => licence = => 7: unknown key plugin.licence; did you mean `license`?
+[limits] => [limit] => 32: unknown key limit; did you mean `limits`?
+default = 40 => default = 4000 => 12: settings.max_chars.default is 4000; expected a whole number from 1 to 1000
+default = 40 => default = 4.5 => 12: settings.max_chars.default is 4.5; expected a whole number from 1 to 1000
+minimum = 1\n => minimum = 1.5\n => 13: settings.max_chars.minimum is 1.5; expected a whole number from -2^53 to 2^53
+maximum = 1000 => maximum = 0 => 14: settings.max_chars.maximum is 0; expected 1 (the minimum) or more
+default = "soft" => default = "Soft" => 19: settings.mode.default is "Soft"; expected soft or hard
+choices = ["soft", "hard"] => choices = ["soft", "soft"] => 20: settings.mode.choices is ["soft", "soft"]; expected one text or more, each once
+type = "list" => type = "lists" => 27: settings.banned.type is "lists"; expected number, integer, boolean, text or list
+type = "list" => type = "list"\nchoices = ["a"] => 28: settings.banned.choices is for texts; this setting is a list
+type = "boolean" => type = "boolean"\nminimum = 0 => 31: settings.strict.minimum is for numbers and integers; this setting is a boolean
+[settings.strict] => [settings."严 格"] => 10: settings has the key "严 格"; expected 1 to 64 letters, digits, _ and -
+memory_bytes = 67108864 => memory_bytes = 100 => 34: limits.memory_bytes is 100; expected a whole number of 65536 or more
+[limits] => [build]\nlanguage = "go"\n[limits] => 33: build.language is "go"; expected rust, python or javascript
+[limits] => [bundle]\nformat = 2\n[limits] => 33: bundle.format is 2; this querl reads format 1; use a newer querl
+[plugin] => [plugin => 1: not valid TOML:
+[plugin] => [plugin]\nid = "x" => 3: not valid TOML: duplicate key
+"#;
+
 #[test]
 fn mistakes_are_reported_with_line_key_value_and_expectation() {
-    let cases = [
-        (
-            "id = \"reward-brevity\"",
-            "id = \"Reward\"",
-            "plugin.toml:2: plugin.id is \"Reward\"; expected 1 to 64 of a to z, 0 to 9 and -",
-        ),
-        (
-            "id = \"reward-brevity\"",
-            "",
-            "plugin.toml:1: the key plugin.id is missing; expected 1 to 64 of a to z, 0 to 9 and -",
-        ),
-        ("id = \"reward-brevity\"", "id = 3", "plugin.toml:2: plugin.id is 3; expected a text"),
-        (
-            "id = \"reward-brevity\"",
-            "id = \"a\\u0007\"",
-            "plugin.toml:2: plugin.id is \"a\\u{7}\"; expected 1 to 64 of a to z, 0 to 9 and -, on one line",
-        ),
-        (
-            "version = \"0.1.0\"",
-            "version = \"1.0\"",
-            "plugin.toml:3: plugin.version is \"1.0\"; expected a semantic version, such as 0.1.0",
-        ),
-        (
-            "kinds = [\"reward\"]",
-            "kinds = [\"rewards\"]",
-            "plugin.toml:5: plugin.kinds is [\"rewards\"]; expected a list of prompt, filter, reward, group-reward or style-scorer; did you mean `reward`?",
-        ),
-        (
-            "kinds = [\"reward\"]",
-            "kinds = []",
-            "plugin.toml:5: plugin.kinds is []; expected a list of prompt, filter, reward, group-reward or style-scorer",
-        ),
-        (
-            "kinds = [\"reward\"]",
-            "kinds = [\"reward\", \"reward\"]",
-            "plugin.toml:5: plugin.kinds has `reward` twice; expected each kind once",
-        ),
-        (
-            "kinds = [\"reward\"]",
-            "kinds = [\"filter\"]",
-            "plugin.toml:8: plugin.range is for rewards alone; leave it out, or add `reward` to kinds",
-        ),
-        (
-            "range = [0.0, 1.0]",
-            "",
-            "plugin.toml:1: the key plugin.range is missing; expected two finite numbers, the lower one first, such as [0.0, 1.0]",
-        ),
-        (
-            "range = [0.0, 1.0]",
-            "range = [1, 1]",
-            "plugin.toml:8: plugin.range is [1, 1]; expected two finite numbers, the lower one first, such as [0.0, 1.0]",
-        ),
-        (
-            "range = [0.0, 1.0]",
-            "range = [0.0, inf]",
-            "plugin.toml:8: plugin.range is [0.0, inf]; expected two finite numbers, the lower one first, such as [0.0, 1.0]",
-        ),
-        (
-            "range = [0.0, 1.0]",
-            "range = [0.0, 1.0]\ngolden = \"../x\"",
-            "plugin.toml:9: plugin.golden is \"../x\"; expected a folder below the plugin's own, such as golden",
-        ),
-        ("license =", "licence =", "plugin.toml:7: unknown key plugin.licence; did you mean `license`?"),
-        ("[limits]", "[limit]", "plugin.toml:32: unknown key limit; did you mean `limits`?"),
-        (
-            "default = 40",
-            "default = 4000",
-            "plugin.toml:12: settings.max_chars.default is 4000; expected a whole number from 1 to 1000",
-        ),
-        (
-            "default = 40",
-            "default = 4.5",
-            "plugin.toml:12: settings.max_chars.default is 4.5; expected a whole number from 1 to 1000",
-        ),
-        (
-            "minimum = 1\n",
-            "minimum = 1.5\n",
-            "plugin.toml:13: settings.max_chars.minimum is 1.5; expected a whole number from -2^53 to 2^53",
-        ),
-        (
-            "maximum = 1000",
-            "maximum = 0",
-            "plugin.toml:14: settings.max_chars.maximum is 0; expected 1 (the minimum) or more",
-        ),
-        (
-            "default = \"soft\"",
-            "default = \"Soft\"",
-            "plugin.toml:19: settings.mode.default is \"Soft\"; expected soft or hard",
-        ),
-        (
-            "choices = [\"soft\", \"hard\"]",
-            "choices = [\"soft\", \"soft\"]",
-            "plugin.toml:20: settings.mode.choices is [\"soft\", \"soft\"]; expected one text or more, each once",
-        ),
-        (
-            "type = \"list\"",
-            "type = \"lists\"",
-            "plugin.toml:27: settings.banned.type is \"lists\"; expected number, integer, boolean, text or list",
-        ),
-        (
-            "type = \"list\"",
-            "type = \"list\"\nchoices = [\"a\"]",
-            "plugin.toml:28: settings.banned.choices is for texts; this setting is a list",
-        ),
-        (
-            "type = \"boolean\"",
-            "type = \"boolean\"\nminimum = 0",
-            "plugin.toml:31: settings.strict.minimum is for numbers and integers; this setting is a boolean",
-        ),
-        (
-            "[settings.strict]",
-            "[settings.\"严 格\"]",
-            "plugin.toml:10: settings has the key \"严 格\"; expected 1 to 64 letters, digits, _ and -",
-        ),
-        (
-            "memory_bytes = 67108864",
-            "memory_bytes = 100",
-            "plugin.toml:34: limits.memory_bytes is 100; expected a whole number of 65536 or more",
-        ),
-        (
-            "[limits]",
-            "[build]\nlanguage = \"go\"\n[limits]",
-            "plugin.toml:33: build.language is \"go\"; expected rust, python or javascript",
-        ),
-        (
-            "[limits]",
-            "[bundle]\nformat = 2\n[limits]",
-            "plugin.toml:33: bundle.format is 2; this querl reads format 1; use a newer querl",
-        ),
-        ("[plugin]", "[plugin", "plugin.toml:1: not valid TOML: "),
-        ("[plugin]", "[plugin]\nid = \"x\"", "plugin.toml:3: not valid TOML: duplicate key"),
-    ];
-    for (old, new, expected) in cases {
-        assert!(MANIFEST.contains(old), "{old}");
-        let error = Manifest::parse(&MANIFEST.replacen(old, new, 1), "plugin.toml").unwrap_err().to_string();
+    for (text, expected) in common::replaced(MANIFEST, MISTAKES) {
+        let error = Manifest::parse(&text, "plugin.toml").unwrap_err().to_string();
+        let error = error.strip_prefix("plugin.toml:").unwrap();
         match expected.contains("not valid TOML") {
             true => assert!(error.starts_with(expected), "{error}"),
             false => assert_eq!(error, expected),

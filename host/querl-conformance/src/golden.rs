@@ -154,7 +154,7 @@ fn read<T: DeserializeOwned>(key: &str, value: &Value) -> Result<T, String> {
 }
 
 /// Missing ranks are counted from 1.
-fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
+pub(crate) fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
     for (hit, rank) in hits.iter_mut().zip(1..).filter(|(hit, _)| hit.rank == 0) {
         hit.rank = rank;
     }
@@ -383,7 +383,7 @@ fn compare_score(expected: &ExpectedScore, score: &Result<Reward, Rejection>) ->
     }
 }
 
-fn prompt_task(task: GoldenTask) -> PromptTask {
+pub(crate) fn prompt_task(task: GoldenTask) -> PromptTask {
     match task {
         GoldenTask::TeacherRewrite => PromptTask::TeacherRewrite,
         GoldenTask::PolicyRewrite => PromptTask::PolicyRewrite,

@@ -1,6 +1,6 @@
 //! One call into a plugin: a fresh instance, limits, and a [`PluginFault`] when it fails.
 
-use crate::contract::ItemResult;
+use crate::contract::{GuestInstance, ItemResult};
 use crate::engine::Slots;
 use crate::fault::{self, CallPhase};
 use crate::guest::{Guest, HostCalls};
@@ -16,7 +16,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use wasmtime::component::Instance;
 use wasmtime::{Store, UpdateDeadline};
 
 /// The code with which the host drops an item at which a plugin hit a limit.
@@ -122,7 +121,7 @@ impl Caller {
         &self,
         function: &'static str,
         size: CallSize,
-        job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<R>,
+        job: impl FnOnce(GuestInstance<'_>) -> wasmtime::Result<R>,
     ) -> Result<R, PluginFault> {
         self.call_for("", function, size, job, |_| Outcome::default())
     }
@@ -133,7 +132,7 @@ impl Caller {
         item_id: &str,
         function: &'static str,
         size: CallSize,
-        job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<Vec<ItemResult>>,
+        job: impl FnOnce(GuestInstance<'_>) -> wasmtime::Result<Vec<ItemResult>>,
     ) -> Result<Vec<ItemResult>, PluginFault> {
         self.call_for(item_id, function, size, job, |results| Outcome::of(results))
     }
@@ -143,14 +142,15 @@ impl Caller {
         item_id: &str,
         function: &'static str,
         size: CallSize,
-        job: impl FnOnce(&mut Store<Guest>, &Instance) -> wasmtime::Result<R>,
+        job: impl FnOnce(GuestInstance<'_>) -> wasmtime::Result<R>,
         outcome: impl FnOnce(&R) -> Outcome,
     ) -> Result<R, PluginFault> {
         let _slot = self.slots.take();
         let start = Instant::now();
         let mut store = self.new_store(size, start, item_id);
         let result = match self.exports.pre.instantiate(&mut store) {
-            Ok(instance) => job(&mut store, &instance).map_err(|error| (CallPhase::Running, error)),
+            Ok(instance) => job(GuestInstance { store: &mut store, instance: &instance })
+                .map_err(|error| (CallPhase::Running, error)),
             Err(error) => Err((CallPhase::Starting, error)),
         };
         self.report(function, size, start, &store, result.as_ref().ok().map(outcome));

@@ -79,11 +79,6 @@ pub fn kill_children() {
 /// # Errors
 /// The program cannot be started.
 pub fn child_output(command: &mut Command) -> io::Result<Output> {
-    output(command)
-}
-
-/// As [`Command::output`].
-pub(crate) fn output(command: &mut Command) -> io::Result<Output> {
     let (child, _registered) = spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
     child.wait_with_output()
 }

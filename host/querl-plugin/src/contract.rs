@@ -14,58 +14,31 @@ pub(crate) type ItemResult = std::result::Result<Reward, Rejection>;
 /// A refusal of `check-settings`: key and message.
 pub(crate) type SettingError = (String, String);
 
+/// A value, or the plugin's rejection; an error for a call that failed.
+pub(crate) type Answer<T> = Result<std::result::Result<T, Rejection>>;
+
+/// The instance that a call runs in.
+pub(crate) struct GuestInstance<'a> {
+    pub(crate) store: &'a mut Store<Guest>,
+    pub(crate) instance: &'a Instance,
+}
+
 /// The calls of one version of the contract, of interfaces that the component exports. Results are not yet checked.
 pub(crate) trait Contract: Send + Sync {
     /// Checks that the functions have the contract's types. Only an instance knows them.
-    fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<()>;
-    fn describe(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<RawDescription>;
-    fn check_settings(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-    ) -> Result<std::result::Result<(), SettingError>>;
-    fn messages(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        task: PromptTask,
-        input: &PromptInput<'_>,
-    ) -> Result<std::result::Result<Vec<Message>, Rejection>>;
-    fn parse_rewrite(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        text: &str,
-    ) -> Result<std::result::Result<String, Rejection>>;
-    fn parse_judgement(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        text: &str,
-    ) -> Result<std::result::Result<ParsedJudgement, Rejection>>;
-    fn check_batch(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        samples: &[&Sample],
-        columns: InputUse,
-    ) -> Result<Vec<Verdict>>;
-    fn range(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<RewardRange>;
+    fn check_types(&self, guest: GuestInstance<'_>) -> Result<()>;
+    fn describe(&self, guest: GuestInstance<'_>) -> Result<RawDescription>;
+    fn check_settings(&self, guest: GuestInstance<'_>) -> Result<std::result::Result<(), SettingError>>;
+    fn messages(&self, guest: GuestInstance<'_>, task: PromptTask, input: &PromptInput<'_>) -> Answer<Vec<Message>>;
+    fn parse_rewrite(&self, guest: GuestInstance<'_>, text: &str) -> Answer<String>;
+    fn parse_judgement(&self, guest: GuestInstance<'_>, text: &str) -> Answer<ParsedJudgement>;
+    fn check_batch(&self, guest: GuestInstance<'_>, samples: &[&Sample], columns: InputUse) -> Result<Vec<Verdict>>;
+    fn range(&self, guest: GuestInstance<'_>) -> Result<RewardRange>;
     /// `rewards.score-batch` or `group-rewards.score-group`.
-    fn score_records(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        episodes: &[EpisodeRef<'_>],
-    ) -> Result<Vec<ItemResult>>;
-    fn score_packed(&self, store: &mut Store<Guest>, instance: &Instance, batch: &[u8]) -> Result<Vec<u8>>;
-    fn score_json(&self, store: &mut Store<Guest>, instance: &Instance, batch: &str) -> Result<String>;
-    fn score_dialogues(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        dialogues: &[&Dialogue],
-    ) -> Result<Vec<ItemResult>>;
+    fn score_records(&self, guest: GuestInstance<'_>, episodes: &[EpisodeRef<'_>]) -> Result<Vec<ItemResult>>;
+    fn score_packed(&self, guest: GuestInstance<'_>, batch: &[u8]) -> Result<Vec<u8>>;
+    fn score_json(&self, guest: GuestInstance<'_>, batch: &str) -> Result<String>;
+    fn score_dialogues(&self, guest: GuestInstance<'_>, dialogues: &[&Dialogue]) -> Result<Vec<ItemResult>>;
     /// The argument of `score-packed`.
     fn pack(&self, episodes: &[EpisodeRef<'_>]) -> Vec<u8>;
     /// Why an episode cannot be expressed in this version.
@@ -195,10 +168,11 @@ macro_rules! exports {
                 })
             }
 
-            fn check_interfaces(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<()> {
-                check_interface("info", Some(self.info.load(&mut *store, instance)))?;
+            fn check_interfaces(&self, guest: GuestInstance<'_>) -> Result<()> {
+                check_interface("info", Some(self.info.load(&mut *guest.store, guest.instance)))?;
                 $(
-                    let loaded = self.$interface.as_ref().map(|indices| indices.load(&mut *store, instance));
+                    let loaded =
+                        self.$interface.as_ref().map(|indices| indices.load(&mut *guest.store, guest.instance));
                     check_interface($name, loaded)?;
                 )+
                 Ok(())
@@ -211,59 +185,41 @@ pub(crate) use exports;
 /// Methods of [`Contract`] whose text is the same in all versions.
 macro_rules! calls {
     () => {
-        fn check_types(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<()> {
-            self.check_interfaces(store, instance)
+        fn check_types(&self, guest: GuestInstance<'_>) -> Result<()> {
+            self.check_interfaces(guest)
         }
 
-        fn check_settings(
-            &self,
-            store: &mut Store<Guest>,
-            instance: &Instance,
-        ) -> Result<std::result::Result<(), SettingError>> {
-            let checked = self.info.load(&mut *store, instance)?.call_check_settings(store)?;
+        fn check_settings(&self, guest: GuestInstance<'_>) -> Result<std::result::Result<(), SettingError>> {
+            let checked = self.info.load(&mut *guest.store, guest.instance)?.call_check_settings(guest.store)?;
             Ok(checked.map_err(|error| (error.key, error.message)))
         }
 
-        fn parse_rewrite(
-            &self,
-            store: &mut Store<Guest>,
-            instance: &Instance,
-            text: &str,
-        ) -> Result<std::result::Result<String, Rejection>> {
-            let prompts = exported(self.prompts.as_ref())?.load(&mut *store, instance)?;
-            Ok(prompts.call_parse_rewrite(store, text)?.map_err(convert::rejection))
+        fn parse_rewrite(&self, guest: GuestInstance<'_>, text: &str) -> Answer<String> {
+            let prompts = exported(self.prompts.as_ref())?.load(&mut *guest.store, guest.instance)?;
+            Ok(prompts.call_parse_rewrite(guest.store, text)?.map_err(convert::rejection))
         }
 
-        fn parse_judgement(
-            &self,
-            store: &mut Store<Guest>,
-            instance: &Instance,
-            text: &str,
-        ) -> Result<std::result::Result<ParsedJudgement, Rejection>> {
-            let prompts = exported(self.prompts.as_ref())?.load(&mut *store, instance)?;
-            let parsed = prompts.call_parse_judgement(store, text)?;
+        fn parse_judgement(&self, guest: GuestInstance<'_>, text: &str) -> Answer<ParsedJudgement> {
+            let prompts = exported(self.prompts.as_ref())?.load(&mut *guest.store, guest.instance)?;
+            let parsed = prompts.call_parse_judgement(guest.store, text)?;
             let judgement = parsed.map(|judged| ParsedJudgement { score: judged.score, reason: judged.reason });
             Ok(judgement.map_err(convert::rejection))
         }
 
-        fn score_packed(&self, store: &mut Store<Guest>, instance: &Instance, batch: &[u8]) -> Result<Vec<u8>> {
-            exported(self.packed_rewards.as_ref())?.load(&mut *store, instance)?.call_score_packed(store, batch)
+        fn score_packed(&self, guest: GuestInstance<'_>, batch: &[u8]) -> Result<Vec<u8>> {
+            let rewards = exported(self.packed_rewards.as_ref())?.load(&mut *guest.store, guest.instance)?;
+            rewards.call_score_packed(guest.store, batch)
         }
 
-        fn score_dialogues(
-            &self,
-            store: &mut Store<Guest>,
-            instance: &Instance,
-            dialogues: &[&Dialogue],
-        ) -> Result<Vec<ItemResult>> {
+        fn score_dialogues(&self, guest: GuestInstance<'_>, dialogues: &[&Dialogue]) -> Result<Vec<ItemResult>> {
             let turns: Vec<_> = dialogues.iter().map(|dialogue| convert::messages(&dialogue.turns)).collect();
             let arguments: Vec<_> = dialogues
                 .iter()
                 .zip(&turns)
                 .map(|(dialogue, turns)| style_scores::Dialogue { id: &dialogue.id, turns })
                 .collect();
-            let scorer = exported(self.style_scores.as_ref())?.load(&mut *store, instance)?;
-            Ok(scores!(scorer.call_score_batch(store, &arguments)?))
+            let scorer = exported(self.style_scores.as_ref())?.load(&mut *guest.store, guest.instance)?;
+            Ok(scores!(scorer.call_score_batch(guest.store, &arguments)?))
         }
 
         fn has_packed_rewards(&self) -> bool {

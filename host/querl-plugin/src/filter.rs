@@ -15,8 +15,8 @@ impl FilterPlugin {
     }
 
     fn run(&self, samples: &[&Sample], size: CallSize) -> Result<Vec<Verdict>, PluginFault> {
-        self.caller.call("filters.check-batch", size, |store, instance| {
-            self.caller.exports.contract.check_batch(store, instance, samples, self.caller.inputs.columns)
+        self.caller.call("filters.check-batch", size, |guest| {
+            self.caller.exports.contract.check_batch(guest, samples, self.caller.inputs.columns)
         })
     }
 

@@ -7,6 +7,7 @@
 use crate::cache::{CacheAccess, CompiledCache, ComponentDigest};
 use crate::call::{Caller, Observer, Rechecks};
 use crate::compile::Compiler;
+use crate::contract::GuestInstance;
 use crate::description::Description;
 use crate::engine::{self, MemoryReservation, Slots};
 use crate::error::PluginError;
@@ -67,22 +68,6 @@ impl Default for HostOptions {
             rechecks: Rechecks::default(),
             n_slots: 8,
         }
-    }
-}
-
-impl std::fmt::Debug for HostOptions {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("HostOptions")
-            .field("limits", &self.limits)
-            .field("cache_dir", &self.cache_dir)
-            .field("cache_access", &self.cache_access)
-            .field("compiler", &self.compiler)
-            .field("trusted_keys", &self.trusted_keys)
-            .field("source_folders", &self.source_folders)
-            .field("is_observed", &self.observer.is_some())
-            .field("rechecks", &self.rechecks)
-            .field("n_slots", &self.n_slots)
-            .finish()
     }
 }
 
@@ -161,15 +146,10 @@ pub struct PluginHost {
 }
 
 struct Shared {
+    options: HostOptions,
     engine: Engine,
-    limits: PluginLimits,
     slots: Arc<Slots>,
     cache: CompiledCache,
-    compiler: Compiler,
-    trusted_keys: Vec<PublicKey>,
-    source_folders: SourceFolders,
-    observer: Option<Observer>,
-    rechecks: Rechecks,
     linked: Mutex<HashMap<ComponentDigest, Arc<LinkedComponent>>>,
 }
 
@@ -181,22 +161,11 @@ impl PluginHost {
     pub fn new(options: HostOptions) -> Result<Self, PluginError> {
         let n_slots = options.n_slots.max(1);
         let (engine, reservation) = engine::start(&options.limits, n_slots)?;
-        let cache_dir = options.cache_dir.or_else(querl_core::fsx::user_cache_folder);
+        let cache_dir = options.cache_dir.clone().or_else(querl_core::fsx::user_cache_folder);
         let mut cache = CompiledCache::open(cache_dir, &engine, options.cache_access);
         cache.reservation = reservation;
-        let shared = Shared {
-            cache,
-            limits: options.limits,
-            slots: Arc::new(Slots::new(n_slots)),
-            compiler: options.compiler,
-            trusted_keys: options.trusted_keys,
-            source_folders: options.source_folders,
-            observer: options.observer,
-            rechecks: options.rechecks,
-            linked: Mutex::new(HashMap::new()),
-            engine,
-        };
-        Ok(Self { shared: Arc::new(shared) })
+        let (slots, linked) = (Arc::new(Slots::new(n_slots)), Mutex::new(HashMap::new()));
+        Ok(Self { shared: Arc::new(Shared { options, engine, slots, cache, linked }) })
     }
 
     /// How address space is reserved on this machine and under its limits.
@@ -218,7 +187,7 @@ impl PluginHost {
     /// # Errors
     /// Not readable, not a plugin's file or folder, not signed by a trusted key.
     pub fn read(&self, path: &Path) -> Result<PluginFile, PluginError> {
-        load::read(path, &self.shared.trusted_keys)
+        load::read(path, &self.shared.options.trusted_keys)
     }
 
     /// Builds a folder that has to be built, then compiles and links the component. A manifest, in the bundle or as plugin.toml in
@@ -228,14 +197,15 @@ impl PluginHost {
     /// Not buildable, not a plugin for this host; a fault in `info.describe`; or the component differs from its manifest, or the
     /// manifest requests more than the host allows.
     pub fn load_file(&self, file: PluginFile) -> Result<Plugin, PluginError> {
-        let opened = file.into_opened(self.shared.source_folders)?;
+        let opened = file.into_opened(self.shared.options.source_folders)?;
         let linked = self.linked(&opened)?;
         let limits = match &opened.manifest {
             Some(manifest) => {
                 check_manifest(manifest, &linked).map_err(|reason| differs(&opened, reason))?;
-                Limits::with_manifest(manifest, &self.shared.limits).map_err(|reason| differs(&opened, reason))?
+                Limits::with_manifest(manifest, &self.shared.options.limits)
+                    .map_err(|reason| differs(&opened, reason))?
             }
-            None => Limits::of_host(&self.shared.limits),
+            None => Limits::of_host(&self.shared.options.limits),
         };
         let OpenedSource { file, source, manifest, bundle, .. } = opened;
         let loaded = LoadedPlugin { path: file, source, manifest, bundle, limits: Arc::new(limits), linked };
@@ -273,12 +243,12 @@ impl PluginHost {
         if let Some(linked) = lock().get(&digest) {
             return Ok(linked.clone());
         }
-        let (bytes, timeout_ms) = (opened.component(), shared.limits.compile_timeout_ms);
-        let component = shared.cache.component(&shared.engine, &shared.compiler, timeout_ms, bytes, &digest);
+        let (bytes, timeout_ms) = (opened.component(), shared.options.limits.compile_timeout_ms);
+        let component = shared.cache.component(&shared.engine, &shared.options.compiler, timeout_ms, bytes, &digest);
         let component =
             component.map_err(|error| PluginError::Compile { path: opened.file.clone(), reason: error.to_string() })?;
         let (exports, kinds) = load::link(&shared.engine, &opened.file, &component)?;
-        let log_budget = Arc::new(LogBudget::new(shared.limits.log_bytes));
+        let log_budget = Arc::new(LogBudget::new(shared.options.limits.log_bytes));
         let description = self.describe(&opened.file, &exports, kinds, &log_budget)?;
         let linked = LinkedComponent {
             title: format!("{} {}", description.name, description.version),
@@ -310,18 +280,18 @@ impl PluginHost {
             exports: exports.clone(),
             settings: Arc::default(),
             functions: None,
-            limits: Arc::new(Limits::of_host(&shared.limits)),
+            limits: Arc::new(Limits::of_host(&shared.options.limits)),
             slots: shared.slots.clone(),
-            observer: shared.observer.clone(),
-            rechecks: shared.rechecks,
+            observer: shared.options.observer.clone(),
+            rechecks: shared.options.rechecks,
             inputs: EpisodeInputs::default(),
             n_dropped: Arc::default(),
             log_budget: log_budget.clone(),
             used_names: Arc::default(),
         };
-        let described = caller.call("info.describe", CallSize::of(1), |store, instance| {
-            exports.contract.check_types(store, instance)?;
-            exports.contract.describe(store, instance)
+        let described = caller.call("info.describe", CallSize::of(1), |GuestInstance { store, instance }| {
+            exports.contract.check_types(GuestInstance { store: &mut *store, instance })?;
+            exports.contract.describe(GuestInstance { store, instance })
         })?;
         let refused = |reason| PluginError::NotAPlugin { path: file.to_owned(), reason };
         described.checked(exports.series, kinds).map_err(refused)
@@ -379,17 +349,18 @@ impl PluginHost {
             functions,
             limits: loaded.limits.clone(),
             slots: shared.slots.clone(),
-            observer: shared.observer.clone(),
-            rechecks: shared.rechecks,
+            observer: shared.options.observer.clone(),
+            rechecks: shared.options.rechecks,
             inputs: linked.description.inputs,
             n_dropped: linked.n_dropped.clone(),
             log_budget: linked.log_budget.clone(),
             used_names: linked.used_names.clone(),
         };
-        let (checked, known) = caller.call("info.check-settings", CallSize::of(1), |store, instance| {
-            let checked = caller.exports.contract.check_settings(store, instance)?;
-            Ok((checked, std::mem::take(&mut store.data_mut().keys_read)))
-        })?;
+        let (checked, known) =
+            caller.call("info.check-settings", CallSize::of(1), |GuestInstance { store, instance }| {
+                let checked = caller.exports.contract.check_settings(GuestInstance { store: &mut *store, instance })?;
+                Ok((checked, std::mem::take(&mut store.data_mut().keys_read)))
+            })?;
         if let Err((key, message)) = checked {
             return Err(refused(&printable(&key, 100), printable(&message, 500)));
         }
@@ -402,7 +373,7 @@ impl PluginHost {
 
 impl std::fmt::Debug for PluginHost {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PluginHost").field("limits", &self.shared.limits).finish_non_exhaustive()
+        f.debug_struct("PluginHost").field("limits", &self.shared.options.limits).finish_non_exhaustive()
     }
 }
 

@@ -27,8 +27,8 @@ impl PromptPlugin {
 impl Prompts for PromptPlugin {
     fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
         let fault = |message: String| self.named("query", input.query, &self.caller.invalid_result(message));
-        let made = self.caller.call("prompts.messages", CallSize::of(1), |store, instance| {
-            self.caller.exports.contract.messages(store, instance, task, input)
+        let made = self.caller.call("prompts.messages", CallSize::of(1), |guest| {
+            self.caller.exports.contract.messages(guest, task, input)
         });
         let made = made.map_err(|error| self.named("query", input.query, &error))?;
         let messages = made.map_err(|reason| {
@@ -49,8 +49,8 @@ impl Prompts for PromptPlugin {
 
     fn parse_rewrite(&self, text: &str) -> Result<Result<String, Rejection>, PluginFault> {
         let fault = |message: String| self.named("answer", text, &self.caller.invalid_result(message));
-        let parsed = self.caller.call("prompts.parse-rewrite", CallSize::of(1), |store, instance| {
-            self.caller.exports.contract.parse_rewrite(store, instance, text)
+        let parsed = self.caller.call("prompts.parse-rewrite", CallSize::of(1), |guest| {
+            self.caller.exports.contract.parse_rewrite(guest, text)
         });
         match parsed.map_err(|error| self.named("answer", text, &error))? {
             Ok(rewrite) if rewrite.trim().is_empty() => {
@@ -63,8 +63,8 @@ impl Prompts for PromptPlugin {
 
     fn parse_judgement(&self, text: &str) -> Result<Result<ParsedJudgement, Rejection>, PluginFault> {
         let fault = |message: String| self.named("answer", text, &self.caller.invalid_result(message));
-        let parsed = self.caller.call("prompts.parse-judgement", CallSize::of(1), |store, instance| {
-            self.caller.exports.contract.parse_judgement(store, instance, text)
+        let parsed = self.caller.call("prompts.parse-judgement", CallSize::of(1), |guest| {
+            self.caller.exports.contract.parse_judgement(guest, text)
         });
         match parsed.map_err(|error| self.named("answer", text, &error))? {
             Ok(judged) if !(0.0..=5.0).contains(&judged.score) => {

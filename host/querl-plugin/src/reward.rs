@@ -169,7 +169,7 @@ impl RewardPlugin {
     pub(crate) fn new(caller: Caller, kind: PluginKind, form: Option<RewardForm>) -> Result<Self, PluginFault> {
         let contract = &*caller.exports.contract;
         let function = if kind == PluginKind::Reward { "rewards.range" } else { "group-rewards.range" };
-        let range = caller.call(function, CallSize::of(1), |store, instance| contract.range(store, instance))?;
+        let range = caller.call(function, CallSize::of(1), |guest| contract.range(guest))?;
         let range = check_range(range).map_err(|message| caller.invalid_result(message))?;
         let is_wanted = |wanted: RewardForm| form.is_none_or(|form| form == wanted);
         let form = match () {
@@ -212,23 +212,22 @@ impl RewardPlugin {
             _ => ("rewards.score-batch", ""),
         };
         match form {
-            RewardForm::Records => self
-                .caller
-                .score(item_id, function, size, |store, instance| contract.score_records(store, instance, episodes)),
+            RewardForm::Records => {
+                self.caller.score(item_id, function, size, |guest| contract.score_records(guest, episodes))
+            }
             // One block of bytes each way: a third of what the same batch costs as records.
             RewardForm::Packed => {
                 let (batch, max_bytes) = (contract.pack(episodes), self.caller.limits.values.output_bytes);
-                self.caller.score(item_id, function, size, |store, instance| {
-                    let results = contract.score_packed(store, instance, &batch)?;
+                self.caller.score(item_id, function, size, |guest| {
+                    let results = contract.score_packed(guest, &batch)?;
                     Ok(packed::results(&results, episodes.len(), max_bytes)?)
                 })
             }
             RewardForm::Json => {
                 let batch =
                     json::batch(episodes).map_err(|error| self.caller.fault(FaultKind::Host, error.to_string()))?;
-                self.caller.score(item_id, function, size, |store, instance| {
-                    Ok(json::results(&contract.score_json(store, instance, &batch)?)?)
-                })
+                self.caller
+                    .score(item_id, function, size, |guest| Ok(json::results(&contract.score_json(guest, &batch)?)?))
             }
         }
     }
@@ -392,8 +391,8 @@ impl StyleScorer for StylePlugin {
         };
         let run = |dialogues: &[&Dialogue], size| {
             let item_id = if let [only] = dialogues { only.id.as_str() } else { "" };
-            self.caller.score(item_id, "style-scores.score-batch", size, |store, instance| {
-                self.caller.exports.contract.score_dialogues(store, instance, dialogues)
+            self.caller.score(item_id, "style-scores.score-batch", size, |guest| {
+                self.caller.exports.contract.score_dialogues(guest, dialogues)
             })
         };
         with_rejections(rejections, || match self.is_recorded {

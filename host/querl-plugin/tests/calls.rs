@@ -3,12 +3,12 @@
 
 mod common;
 
-use common::{cache_dir, episode, host_with, load_guest, repository};
+use common::{cache_dir, episode, host_with, load_guest, repository, sample};
 use querl_core::config::PluginLimits;
 use querl_core::ports::{FaultKind, HostFunctions, StyleModel, StyleScorer};
 use querl_core::records::{
-    CallFailure, Columns, Context, Dialogue, FailureKind, HostCallError, HostRequest, HostResponse, Message, Sample,
-    StyleProbability, Verdict,
+    CallFailure, Dialogue, FailureKind, HostCallError, HostRequest, HostResponse, Message, Sample, StyleProbability,
+    Verdict,
 };
 use querl_plugin::{CallReport, HostOptions, PluginHost, PluginKind, PluginPort, PluginSettings};
 use std::sync::{Arc, Mutex};
@@ -189,14 +189,7 @@ fn filter_asks_for_words_in_the_name_of_its_batch() {
     let functions = Arc::new(Attributed::default());
     let port = PluginPort::filter().with_functions(Some(functions.clone()));
     let filter = host.open(&plugin, &PluginSettings::new(), port).unwrap();
-    let sample = |query: &str| Sample {
-        id: query.into(),
-        original_query: query.into(),
-        rewritten_query: String::new(),
-        context: Context::default(),
-        hits: Vec::new(),
-        columns: Columns::default(),
-    };
+    let sample = |query: &str| Sample { rewritten_query: String::new(), ..sample(query, query) };
     assert_eq!(filter.check_batch(&["鱼油", "钙片"].map(sample)).unwrap(), [Verdict::Keep, Verdict::Keep]);
     assert_eq!(*functions.0.lock().unwrap(), ["", ""]);
     let fault = filter.check_batch(&[sample("蓝鲸海藻")]).unwrap_err();

@@ -6,7 +6,7 @@ mod common;
 use common::{episode, guest, host_with, load_guest};
 use querl_core::config::{OnLimit, PluginLimits};
 use querl_core::ports::{FaultKind, Filter, RewardModel};
-use querl_core::records::{Columns, Context, Dialogue, Episode, Message, Sample, Verdict};
+use querl_core::records::{Dialogue, Episode, Message, Sample, Verdict};
 use querl_plugin::{PluginPort, PluginSettings};
 use std::time::{Duration, Instant};
 
@@ -100,15 +100,7 @@ fn what_is_no_limit_is_a_fault_though_limits_drop() {
 }
 
 fn sample(id: usize, query: &str) -> Sample {
-    let (original_query, rewritten_query) = (query.to_owned(), query.to_owned());
-    Sample {
-        id: format!("s{id}"),
-        original_query,
-        rewritten_query,
-        context: Context::default(),
-        hits: Vec::new(),
-        columns: Columns::default(),
-    }
+    common::sample(&format!("s{id}"), query)
 }
 
 fn looping_filter(max_dropped: u64) -> Box<dyn Filter> {

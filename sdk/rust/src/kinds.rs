@@ -293,10 +293,12 @@ pub enum PromptTask {
 
 /// What goes into a prompt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct PromptInput {
     /// What the user typed.
     pub query: String,
     /// Who asks, and what was said before.
+    #[cfg_attr(not(target_arch = "wasm32"), serde(default))]
     pub context: Context,
     /// The rewrite to judge; `None` in the rewrite tasks.
     pub rewrite: Option<String>,
@@ -336,6 +338,7 @@ pub trait Prompt: Sized {
 
 /// A dialogue whose last turn, the assistant's, is to be scored.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct Dialogue {
     /// Unique in a run.
     pub id: String,

@@ -2,6 +2,7 @@
 
 /// Who asks, and what was said before.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(default, deny_unknown_fields))]
 pub struct Context {
     /// 用户画像.
     pub user_profile: Option<String>,
@@ -11,16 +12,19 @@ pub struct Context {
 
 /// One retrieved passage.
 #[derive(Debug, Clone, Default, PartialEq)]
+#[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct Hit {
     /// Id of the passage.
     pub id: Option<String>,
     /// The passage.
+    #[cfg_attr(not(target_arch = "wasm32"), serde(default))]
     pub text: String,
     /// How well the passage answers the original query in its context, 0 to 1.
     pub reranker_score: f64,
     /// First-stage score on the scale of the index.
     pub retrieval_score: Option<f64>,
     /// 1 for the best.
+    #[cfg_attr(not(target_arch = "wasm32"), serde(default))]
     pub rank: u32,
 }
 
@@ -68,6 +72,7 @@ pub struct JudgeScore {
 
 /// One class of a style distribution.
 #[derive(Debug, Clone, PartialEq)]
+#[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct StyleProbability {
     /// `售前` and so on.
     pub label: String,
@@ -211,6 +216,7 @@ pub struct Column {
 /// Who speaks in a chat message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
+#[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(rename_all = "snake_case"))]
 pub enum Role {
     System,
     User,
@@ -219,6 +225,7 @@ pub enum Role {
 
 /// A chat message.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct Message {
     /// Who speaks.
     pub role: Role,

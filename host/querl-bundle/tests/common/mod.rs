@@ -151,3 +151,14 @@ pub fn with_sums(mut entries: Vec<Entry>) -> Vec<Entry> {
     }
     entries
 }
+
+/// For each line `OLD => NEW => MESSAGE` of `table`, `text` with NEW instead of OLD (`\n` is a line break), and MESSAGE.
+pub fn replaced<'t>(text: &str, table: &'t str) -> Vec<(String, &'t str)> {
+    let row = |line: &'t str| {
+        let [old, new, message]: [&str; 3] = line.splitn(3, " => ").collect::<Vec<_>>().try_into().unwrap();
+        let [old, new] = [old, new].map(|part| part.replace("\\n", "\n"));
+        assert!(text.contains(&old), "{old}");
+        (text.replacen(&old, &new, 1), message)
+    };
+    table.trim().lines().map(row).collect()
+}

@@ -1,6 +1,6 @@
 //! Dialogues for style scorers.
 
-use super::{Group, PASSAGES, long_text, odd_texts};
+use super::{Group, PASSAGES, long_text, mixed, odd_texts};
 use querl_core::records::{Dialogue, Message};
 
 fn turn(role: &str, content: impl Into<String>) -> Message {
@@ -24,12 +24,7 @@ pub(crate) fn ordinary_batch(n: usize) -> Vec<Dialogue> {
 
 /// `n` dialogues, alternately ordinary ones and edge cases.
 pub(crate) fn batch(n: usize) -> Vec<Dialogue> {
-    let odd: Vec<_> = groups().into_iter().filter(|group| group.name != "long").flat_map(|group| group.items).collect();
-    let mixed = (0..n).map(|index| match index % 2 {
-        0 => ordinary(format!("batch/{index}"), index),
-        _ => Dialogue { id: format!("batch/{index}"), ..odd[(index / 2 * 3) % odd.len()].clone() },
-    });
-    mixed.collect()
+    mixed(n, groups(), ordinary, |id, odd| Dialogue { id, ..odd })
 }
 
 pub(crate) fn groups() -> Vec<Group<Dialogue>> {

@@ -1,6 +1,6 @@
 //! Episodes for rewards.
 
-use super::{FAILURES, Group, failure, falling_scores, hits, long_text, odd_texts};
+use super::{FAILURES, Group, failure, falling_scores, hits, long_text, mixed, odd_texts};
 use querl_core::records::{
     CallFailure, Candidate, ColumnValue, Columns, Context, Episode, FailureKind, FinishReason, Hit, Judgement, Message,
     Scalar, Split, StyleProbability,
@@ -94,12 +94,7 @@ pub(crate) fn ordinary_batch(n: usize) -> Vec<Episode> {
 
 /// `n` episodes with distinct ids, ordinary and odd ones mixed.
 pub(crate) fn batch(n: usize) -> Vec<Episode> {
-    let odd: Vec<_> = groups().into_iter().filter(|group| group.name != "long").flat_map(|group| group.items).collect();
-    let mixed = (0..n).map(|index| match index % 2 {
-        0 => ordinary(format!("batch/{index}"), index),
-        _ => Episode { id: format!("batch/{index}"), ..odd[(index / 2 * 3) % odd.len()].clone() },
-    });
-    mixed.collect()
+    mixed(n, groups(), ordinary, |id, odd| Episode { id, ..odd })
 }
 
 pub(crate) fn groups() -> Vec<Group<Episode>> {

@@ -15,6 +15,21 @@ pub(crate) struct Group<T> {
     pub(crate) items: Vec<T>,
 }
 
+/// `n` items with the ids `batch/0`, `batch/1` and so on, alternately ordinary ones and odd ones that are not long.
+fn mixed<T: Clone>(
+    n: usize,
+    groups: Vec<Group<T>>,
+    ordinary: impl Fn(String, usize) -> T,
+    with_id: impl Fn(String, T) -> T,
+) -> Vec<T> {
+    let odd: Vec<T> = groups.into_iter().filter(|group| group.name != "long").flat_map(|group| group.items).collect();
+    let item = |index: usize| match (index % 2, format!("batch/{index}")) {
+        (0, id) => ordinary(id, index),
+        (_, id) => with_id(id, odd[(index / 2 * 3) % odd.len()].clone()),
+    };
+    (0..n).map(item).collect()
+}
+
 pub(crate) const FAILURES: [FailureKind; 8] = [
     FailureKind::Timeout,
     FailureKind::Unreachable,

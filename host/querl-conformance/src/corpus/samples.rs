@@ -1,6 +1,6 @@
 //! Samples for filters.
 
-use super::{Group, episodes, falling_scores, hits, long_text, odd_texts};
+use super::{Group, episodes, falling_scores, hits, long_text, mixed, odd_texts};
 use querl_core::records::{Context, Sample};
 
 /// A sample in Chinese with five hits.
@@ -23,12 +23,7 @@ pub(crate) fn ordinary_batch(n: usize) -> Vec<Sample> {
 
 /// `n` samples, ordinary and odd ones mixed.
 pub(crate) fn batch(n: usize) -> Vec<Sample> {
-    let odd: Vec<_> = groups().into_iter().filter(|group| group.name != "long").flat_map(|group| group.items).collect();
-    let mixed = (0..n).map(|index| match index % 2 {
-        0 => ordinary(format!("batch/{index}"), index),
-        _ => Sample { id: format!("batch/{index}"), ..odd[(index / 2 * 3) % odd.len()].clone() },
-    });
-    mixed.collect()
+    mixed(n, groups(), ordinary, |id, odd| Sample { id, ..odd })
 }
 
 /// `n` samples in which every third one reappears later with the same text and another score, better or worse: detects filters

@@ -132,99 +132,81 @@ pub(crate) fn bare_episode(id: &str, query: &str) -> Value {
 }
 
 fn report(value: &Value) -> Value {
-    json!({"rejected": {"code": "report", "detail": value}})
+    rejected("report", value)
+}
+
+/// The probe has to report `value` of its only item.
+fn reported(value: &Value) -> Expected {
+    Expected::Ok(json!([report(value)]))
+}
+
+fn fault(kinds: &'static [&'static str]) -> Expected {
+    Expected::Fault(kinds, "host-probe")
 }
 
 fn scored(total: f64) -> Value {
     json!({"scored": {"total": total, "components": []}})
 }
 
-fn score(episodes: &[Value]) -> Option<Value> {
-    Some(json!({"op": "score", "episodes": episodes}))
+/// Rejected with `detail`.
+fn rejected(code: &str, detail: &Value) -> Value {
+    json!({"rejected": {"code": code, "detail": detail}})
 }
 
-fn of_query(query: &str) -> Option<Value> {
-    score(&[bare_episode("a/0", query)])
+fn score(episodes: &[Value]) -> Option<Value> {
+    Some(json!({"op": "score", "episodes": episodes}))
 }
 
 fn case(name: &'static str, rule: &'static str, mode: &str, request: Option<Value>, expected: Expected) -> Case {
     Case { name, rule, probe: Probe::Plain, settings: json!({"mode": mode}), limits: json!({}), request, expected }
 }
 
+/// An episode without a query is scored.
+fn of_one(name: &'static str, rule: &'static str, mode: &str, expected: Expected) -> Case {
+    case(name, rule, mode, score(&[bare_episode("a/0", "")]), expected)
+}
+
 /// All cases with probes, in the order in which they run.
 pub(crate) fn all() -> Vec<Case> {
-    let mut cases = arguments();
-    cases.extend(settings());
-    cases.extend(isolation());
-    cases.extend(faults());
-    cases.extend(filters_and_prompts());
-    cases.extend(host_functions());
-    cases
+    [arguments(), settings(), isolation(), faults(), filters_and_prompts(), host_functions()]
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 fn arguments() -> Vec<Case> {
     let full = [full_episode("g/0", "g", 0), bare_episode("h", "")];
-    let echo = |name, probe: Probe| Case {
-        probe,
-        ..case(
-            name,
-            PASSES_ALL,
-            "echo",
-            score(&full),
-            Expected::Ok(full.iter().map(|one| report(&probe.stripped(one))).collect()),
-        )
+    let echo = |name, probe: Probe| {
+        let expected = Expected::Ok(full.iter().map(|one| report(&probe.stripped(one))).collect());
+        Case { probe, ..case(name, PASSES_ALL, "echo", score(&full), expected) }
     };
     let in_order: Vec<_> =
         ["0.25", "0", "1", "0.1"].iter().map(|query| bare_episode(&format!("e/{query}"), query)).collect();
     let grouped =
         [("a/0", "a", 0), ("b/0", "b", 0), ("a/1", "a", 1)].map(|(id, group, index)| full_episode(id, group, index));
-    let sizes = [2, 1, 2].map(|size| report(&json!(size)));
+    let sizes = |sizes: &[u32]| Expected::Ok(sizes.iter().map(|size| report(&json!(size))).collect());
+    let (order, apart) =
+        ("a list of results has the order of the arguments", "all episodes of a call of score-group have one group_id");
+    let alone = "a plugin that imports a host function gets one episode per call";
+    let totals = Expected::Ok([0.25, 0.0, 1.0, 0.1].map(scored).into_iter().collect());
     let parts = json!([{"name": "b", "value": 0.1}, {"name": "a", "value": -1e18}]);
+    let parts = Expected::Ok(json!([{"scored": {"total": 0.5, "components": parts}}]));
+    let rejects = Expected::Ok(json!([rejected("probe_rejects", &json!(""))]));
     vec![
         echo("inputs: response and retrieval", Probe::Plain),
         echo("inputs: columns, baseline and style", Probe::Functions),
         echo("inputs: prompt and judgement", Probe::Group),
-        case(
-            "results keep the order",
-            "a list of results has the order of the arguments",
-            "",
-            score(&in_order),
-            Expected::Ok([0.25, 0.0, 1.0, 0.1].map(scored).into_iter().collect()),
-        ),
+        case("results keep the order", order, "", score(&in_order), totals),
         Case {
             probe: Probe::Group,
-            ..case(
-                "groups are called apart",
-                "all episodes of a call of score-group have one group_id",
-                "n-items",
-                score(&grouped),
-                Expected::Ok(sizes.into_iter().collect()),
-            )
+            ..case("groups are called apart", apart, "n-items", score(&grouped), sizes(&[2, 1, 2]))
         },
         Case {
             probe: Probe::Functions,
-            ..case(
-                "one episode per call with host functions",
-                "a plugin that imports a host function gets one episode per call",
-                "n-items",
-                score(&in_order[..2]),
-                Expected::Ok(json!([report(&json!(1)), report(&json!(1))])),
-            )
+            ..case("one episode per call with host functions", alone, "n-items", score(&in_order[..2]), sizes(&[1, 1]))
         },
-        case(
-            "components",
-            "components keep the plugin's order",
-            "parts",
-            of_query(""),
-            Expected::Ok(json!([{"scored": {"total": 0.5, "components": parts}}])),
-        ),
-        case(
-            "rejection",
-            "a rejection is a result",
-            "reject",
-            of_query(""),
-            Expected::Ok(json!([{"rejected": {"code": "probe_rejects", "detail": ""}}])),
-        ),
+        of_one("components", "components keep the plugin's order", "parts", parts),
+        of_one("rejection", "a rejection is a result", "reject", rejects),
     ]
 }
 
@@ -248,10 +230,7 @@ fn settings() -> Vec<Case> {
             Some(json!({"op": "describe"})),
             Expected::Has(describe),
         ),
-        Case {
-            settings: values,
-            ..case("settings as text", SETTINGS_RULE, "", of_query(""), Expected::Ok(json!([report(&seen)])))
-        },
+        Case { settings: values, ..of_one("settings as text", SETTINGS_RULE, "", reported(&seen)) },
         refused("refused setting", json!({"mode": "settings-refused"}), SETTINGS, "mode"),
         refused("unknown setting", json!({"colour": "red"}), SETTINGS, "colour"),
         refused("panic in check-settings", json!({"mode": "settings-panic"}), TRAP, "host-probe"),
@@ -262,65 +241,33 @@ fn settings() -> Vec<Case> {
 }
 
 fn isolation() -> Vec<Case> {
-    let nothing = |name, mode, expected: &Value| {
-        case(name, NO_IO, mode, of_query(""), Expected::FaultOr(TRAP, json!([report(expected)])))
-    };
+    let nothing =
+        |name, mode, expected: &Value| of_one(name, NO_IO, mode, Expected::FaultOr(TRAP, json!([report(expected)])));
+    let half = || json!([scored(0.5)]);
+    let none = reported(&json!({"variables": [], "arguments": []}));
     vec![
-        case("fresh instance", FRESH, "state", of_query(""), Expected::Ok(json!([report(&json!(0))]))),
-        case(
-            "clocks",
-            DETERMINISTIC,
-            "clock",
-            of_query(""),
-            Expected::Ok(json!([report(&json!({"ns": 0, "elapsed_ns": 0}))])),
-        ),
-        case(
-            "arguments and environment",
-            DETERMINISTIC,
-            "environment",
-            of_query(""),
-            Expected::Ok(json!([report(&json!({"variables": [], "arguments": []}))])),
-        ),
+        of_one("fresh instance", FRESH, "state", reported(&json!(0))),
+        of_one("clocks", DETERMINISTIC, "clock", reported(&json!({"ns": 0, "elapsed_ns": 0}))),
+        of_one("arguments and environment", DETERMINISTIC, "environment", none),
         nothing("reading a file", "file", &Value::Null),
         nothing("writing a file", "write", &json!(false)),
         nothing("opening a socket", "socket", &json!(false)),
-        case("exit", NO_IO, "exit", of_query(""), Expected::Fault(TRAP, "host-probe")),
-        case(
-            "sleeping",
-            "no call of a guest blocks the host",
-            "sleep",
-            of_query(""),
-            Expected::FaultOr(TRAP_OR_LIMIT, json!([scored(0.5)])),
-        ),
-        case("log", "a log has no effect on a result", "log", of_query(""), Expected::Ok(json!([scored(0.5)]))),
-        case(
-            "stdout",
-            "what a guest writes has no effect on a result",
-            "output",
-            of_query(""),
-            Expected::Ok(json!([scored(0.5)])),
-        ),
+        of_one("exit", NO_IO, "exit", fault(TRAP)),
+        of_one("sleeping", "no call of a guest blocks the host", "sleep", Expected::FaultOr(TRAP_OR_LIMIT, half())),
+        of_one("log", "a log has no effect on a result", "log", Expected::Ok(half())),
+        of_one("stdout", "what a guest writes has no effect on a result", "output", Expected::Ok(half())),
     ]
 }
 
 fn faults() -> Vec<Case> {
-    let wrong = |name, mode| case(name, CHECKED, mode, of_query(""), Expected::Fault(RESULT, "a/0"));
-    let limited = |name, mode, limits: Value, kinds| Case {
-        limits,
-        ..case(name, LIMITED, mode, of_query(""), Expected::Fault(kinds, "host-probe"))
-    };
+    let wrong = |name, mode| of_one(name, CHECKED, mode, Expected::Fault(RESULT, "a/0"));
+    let limited = |name, mode, limits: Value, kinds| Case { limits, ..of_one(name, LIMITED, mode, fault(kinds)) };
     let many_names: Vec<_> = (0..6).map(|n| bare_episode(&format!("n/{n}"), &(n * 50).to_string())).collect();
     let one_bad = [bare_episode("a", ""), bare_episode("b", "bad")];
     vec![
-        case("panic", CONTAINED, "panic", of_query(""), Expected::Fault(TRAP, "on purpose")),
-        case(
-            "panic at one of two episodes",
-            CONTAINED,
-            "panic-on-bad",
-            score(&one_bad),
-            Expected::Fault(TRAP, "host-probe"),
-        ),
-        case("endless recursion", CONTAINED, "recurse", of_query(""), Expected::Fault(TRAP_OR_LIMIT, "host-probe")),
+        of_one("panic", CONTAINED, "panic", Expected::Fault(TRAP, "on purpose")),
+        case("panic at one of two episodes", CONTAINED, "panic-on-bad", score(&one_bad), fault(TRAP)),
+        of_one("endless recursion", CONTAINED, "recurse", fault(TRAP_OR_LIMIT)),
         limited(
             "endless loop, by fuel",
             "loop",
@@ -349,20 +296,8 @@ fn faults() -> Vec<Case> {
         wrong("code of 65 characters", "code-long"),
         wrong("too few results", "one-short"),
         wrong("too many results", "one-more"),
-        case(
-            "300 names of components",
-            CHECKED,
-            "component-names",
-            score(&many_names),
-            Expected::Fault(RESULT, "host-probe"),
-        ),
-        case(
-            "text that is not UTF-8",
-            CHECKED,
-            "utf8",
-            of_query(""),
-            Expected::Fault(&["result", "trap"], "host-probe"),
-        ),
+        case("300 names of components", CHECKED, "component-names", score(&many_names), fault(RESULT)),
+        of_one("text that is not UTF-8", CHECKED, "utf8", fault(&["result", "trap"])),
     ]
 }
 
@@ -389,59 +324,28 @@ fn filters_and_prompts() -> Vec<Case> {
     let parse = |what: &str, text: &str| Some(json!({"op": format!("parse_{what}"), "text": text}));
     let conversation = "the last message is from the user, a system message only at the start";
     let judged = "a judgement's score is in 0 to 5; a rewrite is never blank";
+    let order = "a verdict may depend on the samples before it";
+    let rejection = "a rejected task is a rejection, or a fault where the host needs the messages";
+    let seen = Expected::Ok(samples.iter().map(without_columns).collect());
+    let in_range = Expected::Ok(json!({"judgement": {"score": 4.5, "reason": "理由"}}));
+    let refused = |text: &str| Expected::Ok(report(&json!(text)));
     vec![
-        case(
-            "samples",
-            PASSES_ALL,
-            "echo",
-            filter.clone(),
-            Expected::Ok(samples.iter().map(without_columns).collect()),
-        ),
-        case(
-            "a filter sees all samples in order",
-            "a verdict may depend on the samples before it",
-            "",
-            filter.clone(),
-            Expected::Ok(repeated),
-        ),
-        case("too few verdicts", CHECKED, "one-short", filter.clone(), Expected::Fault(RESULT, "host-probe")),
-        case("invalid code of a drop", CHECKED, "bad-code", filter, Expected::Fault(RESULT, "host-probe")),
+        case("samples", PASSES_ALL, "echo", filter.clone(), seen),
+        case("a filter sees all samples in order", order, "", filter.clone(), Expected::Ok(repeated)),
+        case("too few verdicts", CHECKED, "one-short", filter.clone(), fault(RESULT)),
+        case("invalid code of a drop", CHECKED, "bad-code", filter, fault(RESULT)),
         case("messages", PASSES_ALL, "", prompt.clone(), Expected::Ok(made)),
-        case(
-            "rejected task",
-            "a rejected task is a rejection, or a fault where the host needs the messages",
-            "reject",
-            prompt.clone(),
-            Expected::FaultOr(RESULT, json!({"rejected": {"code": "report", "detail": null}})),
-        ),
-        case("no messages", conversation, "no-messages", prompt.clone(), Expected::Fault(RESULT, "host-probe")),
-        case("assistant last", conversation, "assistant-last", prompt.clone(), Expected::Fault(RESULT, "host-probe")),
-        case("system message later", conversation, "system-later", prompt, Expected::Fault(RESULT, "host-probe")),
+        case("rejected task", rejection, "reject", prompt.clone(), Expected::FaultOr(RESULT, report(&Value::Null))),
+        case("no messages", conversation, "no-messages", prompt.clone(), fault(RESULT)),
+        case("assistant last", conversation, "assistant-last", prompt.clone(), fault(RESULT)),
+        case("system message later", conversation, "system-later", prompt, fault(RESULT)),
         case("rewrite", judged, "", parse("rewrite", "“鱼油”"), Expected::Ok(json!({"rewrite": "“鱼油”"}))),
-        case(
-            "rejected rewrite",
-            judged,
-            "reject",
-            parse("rewrite", "x"),
-            Expected::Ok(json!({"rejected": {"code": "report", "detail": "x"}})),
-        ),
-        case("blank rewrite", judged, "blank", parse("rewrite", "x"), Expected::Fault(RESULT, "host-probe")),
-        case(
-            "judgement",
-            judged,
-            "",
-            parse("judgement", "4.5"),
-            Expected::Ok(json!({"judgement": {"score": 4.5, "reason": "理由"}})),
-        ),
-        case(
-            "rejected judgement",
-            judged,
-            "",
-            parse("judgement", "好"),
-            Expected::Ok(json!({"rejected": {"code": "report", "detail": "好"}})),
-        ),
-        case("judgement above 5", judged, "", parse("judgement", "5.5"), Expected::Fault(RESULT, "host-probe")),
-        case("judgement of NaN", judged, "", parse("judgement", "NaN"), Expected::Fault(RESULT, "host-probe")),
+        case("rejected rewrite", judged, "reject", parse("rewrite", "x"), refused("x")),
+        case("blank rewrite", judged, "blank", parse("rewrite", "x"), fault(RESULT)),
+        case("judgement", judged, "", parse("judgement", "4.5"), in_range),
+        case("rejected judgement", judged, "", parse("judgement", "好"), refused("好")),
+        case("judgement above 5", judged, "", parse("judgement", "5.5"), fault(RESULT)),
+        case("judgement of NaN", judged, "", parse("judgement", "NaN"), fault(RESULT)),
     ]
 }
 
@@ -478,34 +382,18 @@ fn host_functions() -> Vec<Case> {
     let turns = json!([{"role": "user", "content": "贵吗"}, {"role": "assistant", "content": "不贵"}]);
     let style_calls = json!({"d": [call(json!({"classify_style": turns}), json!({"Ok": {"style": style}}))]});
     let dialogues = json!({"op": "style", "dialogues": [{"id": "d", "turns": turns}], "calls": style_calls});
+    let scoring = |calls: &Value| json!({"op": "score", "episodes": [episode], "calls": calls});
+    let none = json!({"failed": {"kind": "not_recorded"}});
+    let none = Expected::Has(json!([report(&json!({"count": none, "embed": none}))]));
+    let off = Expected::Has(json!([report(&json!({"count": "not_configured"}))]));
+    let with_style = reported(&json!({"id": "d", "turns": turns, "style": {"ok": style}}));
+    let no_calls = json!({"op": "score", "episodes": [episode]});
     vec![
-        functions(
-            "recorded host calls",
-            "calls",
-            json!({"op": "score", "episodes": [episode], "calls": calls}),
-            Expected::Ok(json!([report(&seen)])),
-        ),
-        functions(
-            "service that is not configured",
-            "calls",
-            json!({"op": "score", "episodes": [episode], "calls": not_configured}),
-            Expected::Has(json!([report(&json!({"count": "not_configured"}))])),
-        ),
-        functions(
-            "host call without a recorded result",
-            "calls",
-            json!({"op": "score", "episodes": [episode]}),
-            Expected::Has(json!([report(
-                &json!({"count": {"failed": {"kind": "not_recorded"}}, "embed": {"failed": {"kind": "not_recorded"}}})
-            )])),
-        ),
-        functions("as many host calls as allowed", "many-calls", count("8"), Expected::Ok(json!([report(&json!(8))]))),
-        functions("one host call too many", "many-calls", count("9"), Expected::Fault(LIMIT, "host-probe")),
-        functions(
-            "dialogue with its style",
-            "echo",
-            dialogues,
-            Expected::Ok(json!([report(&json!({"id": "d", "turns": turns, "style": {"ok": style}}))])),
-        ),
+        functions("recorded host calls", "calls", scoring(&calls), reported(&seen)),
+        functions("service that is not configured", "calls", scoring(&not_configured), off),
+        functions("host call without a recorded result", "calls", no_calls, none),
+        functions("as many host calls as allowed", "many-calls", count("8"), reported(&json!(8))),
+        functions("one host call too many", "many-calls", count("9"), fault(LIMIT)),
+        functions("dialogue with its style", "echo", dialogues, with_style),
     ]
 }

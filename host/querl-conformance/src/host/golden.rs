@@ -1,13 +1,14 @@
 //! Golden cases of real plugins, sent to a host under test.
 
 use super::{Session, client::Reply};
-use crate::golden::host_call;
+use crate::corpus::prompts::task_name;
+use crate::golden::{host_call, prompt_task, ranked};
 use crate::section::{CheckResult, Violation};
 use querl_bundle::Bundle;
 use querl_core::episodes;
-use querl_core::records::{Hit, Sample};
+use querl_core::records::Sample;
 use querl_sdk::testing::golden_case::{
-    Comparison, ExpectedClass, ExpectedScore, GoldenBody, GoldenCase, GoldenTask, GoldenTypes, parse,
+    Comparison, ExpectedClass, ExpectedScore, GoldenBody, GoldenCase, GoldenTypes, parse,
 };
 use serde_json::{Map, Value, json};
 use std::fs;
@@ -123,9 +124,7 @@ fn sample(mut value: Value) -> Result<Value, String> {
     fields.entry("context").or_insert_with(|| json!({}));
     fields.entry("hits").or_insert_with(|| json!([]));
     let mut sample: Sample = serde_json::from_value(value).map_err(|error| format!("`samples`: {error}"))?;
-    for (hit, rank) in sample.hits.iter_mut().zip(1..).filter(|(Hit { rank, .. }, _)| *rank == 0) {
-        hit.rank = rank;
-    }
+    sample.hits = ranked(sample.hits);
     serde_json::to_value(sample).map(present).map_err(|error| error.to_string())
 }
 
@@ -217,12 +216,7 @@ fn request<const FORMAT: u32>(body: &Body<FORMAT>, calls: &[Value]) -> Value {
         }
         GoldenBody::Filter(samples, _) => json!({"op": "filter", "samples": samples, "calls": {"": calls}}),
         GoldenBody::Messages(task, input, _) => {
-            let task = match task {
-                GoldenTask::TeacherRewrite => "teacher_rewrite",
-                GoldenTask::PolicyRewrite => "policy_rewrite",
-                GoldenTask::Judge => "judge",
-            };
-            json!({"op": "prompt", "task": task, "input": input})
+            json!({"op": "prompt", "task": task_name(prompt_task(*task)), "input": input})
         }
         GoldenBody::ParseRewrite(text, _) => json!({"op": "parse_rewrite", "text": text}),
         GoldenBody::ParseJudgement(text, _) => json!({"op": "parse_judgement", "text": text}),

@@ -1,10 +1,11 @@
 //! querl's own host behind the protocol of docs/spec/host-protocol.md: `querl plugin host`.
 
+use crate::golden::prompt_task;
 use crate::subject::recorded;
 use querl_core::config::PluginLimits;
 use querl_core::ports::{
-    EpisodeInputs, FaultKind, Filter, HostFunctions, InputUse, PluginFault, PromptInput, PromptTask, Prompts,
-    RewardModel, StyleScorer,
+    EpisodeInputs, FaultKind, Filter, HostFunctions, InputUse, PluginFault, PromptInput, Prompts, RewardModel,
+    StyleScorer,
 };
 use querl_core::records::{
     Context, Dialogue, Episode, HostCall, HostCallError, HostRequest, HostResponse, Rejection, Sample,
@@ -12,6 +13,7 @@ use querl_core::records::{
 use querl_plugin::{
     Compiler, HostOptions, Plugin, PluginError, PluginHost, PluginKind, PluginPort, PluginSettings, Rechecks,
 };
+use querl_sdk::testing::golden_case::GoldenTask;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -59,7 +61,7 @@ fn refused(kind: &'static str, message: &str) -> Fault {
     (kind, message.to_owned())
 }
 
-fn of_call(fault: &PluginFault) -> Fault {
+fn of_call(fault: PluginFault) -> Fault {
     let kind = match fault.kind {
         FaultKind::Trap => "trap",
         FaultKind::Limit | FaultKind::TooManyDropped => "limit",
@@ -69,7 +71,7 @@ fn of_call(fault: &PluginFault) -> Fault {
     (kind, fault.to_string())
 }
 
-fn of_plugin(error: &PluginError) -> Fault {
+fn of_plugin(error: PluginError) -> Fault {
     match error {
         PluginError::Fault(fault) => of_call(fault),
         PluginError::Setting { .. } => ("settings", error.to_string()),
@@ -93,7 +95,7 @@ enum Request {
         calls: HashMap<String, Vec<HostCall>>,
     },
     Prompt {
-        task: Task,
+        task: GoldenTask,
         input: Input,
     },
     ParseRewrite {
@@ -137,14 +139,6 @@ impl SampleForm {
 }
 
 #[derive(Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum Task {
-    TeacherRewrite,
-    PolicyRewrite,
-    Judge,
-}
-
-#[derive(Deserialize)]
 struct Input {
     query: String,
     #[serde(default)]
@@ -172,8 +166,8 @@ impl Ports {
             n_slots: 1,
             ..HostOptions::default()
         };
-        let host = PluginHost::new(options).map_err(|error| of_plugin(&error))?;
-        let plugin = host.load(&load.component).map_err(|error| of_plugin(&error))?;
+        let host = PluginHost::new(options).map_err(of_plugin)?;
+        let plugin = host.load(&load.component).map_err(of_plugin)?;
         let recorded = Arc::new(Recorded::default());
         let functions = || Some(recorded.clone() as Arc<dyn HostFunctions>);
         let mut ports = Self {
@@ -203,7 +197,7 @@ impl Ports {
                     host.open(&plugin, settings, port).map(|style| ports.style = Some(style))
                 }
             };
-            opened.map_err(|error| of_plugin(&error))?;
+            opened.map_err(of_plugin)?;
         }
         Ok(ports)
     }
@@ -214,37 +208,32 @@ impl Ports {
             Request::Describe => Ok(self.describe()),
             Request::Score { episodes, calls } => {
                 self.recorded.replace(calls);
-                let scored = port(self.reward.as_deref())?.score_batch(&episodes).map_err(|fault| of_call(&fault))?;
+                let scored = port(self.reward.as_deref())?.score_batch(&episodes).map_err(of_call)?;
                 Ok(scored.into_iter().map(|scored| outcome("scored", scored)).collect())
             }
             Request::Filter { samples, calls } => {
                 self.recorded.replace(calls);
                 let samples: Vec<_> = samples.into_iter().map(SampleForm::sample).collect::<Result<_, _>>()?;
-                let verdicts = port(self.filter.as_deref())?.check_batch(&samples).map_err(|fault| of_call(&fault))?;
+                let verdicts = port(self.filter.as_deref())?.check_batch(&samples).map_err(of_call)?;
                 Ok(json!(verdicts))
             }
             Request::Prompt { task, input } => {
-                let task = match task {
-                    Task::TeacherRewrite => PromptTask::TeacherRewrite,
-                    Task::PolicyRewrite => PromptTask::PolicyRewrite,
-                    Task::Judge => PromptTask::Judge,
-                };
                 let input =
                     PromptInput { query: &input.query, context: &input.context, rewrite: input.rewrite.as_deref() };
-                let made = port(self.prompts.as_deref())?.messages(task, &input).map_err(|fault| of_call(&fault))?;
+                let made = port(self.prompts.as_deref())?.messages(prompt_task(task), &input).map_err(of_call)?;
                 Ok(json!({"messages": made}))
             }
             Request::ParseRewrite { text } => {
-                let parsed = port(self.prompts.as_deref())?.parse_rewrite(&text).map_err(|fault| of_call(&fault))?;
+                let parsed = port(self.prompts.as_deref())?.parse_rewrite(&text).map_err(of_call)?;
                 Ok(outcome("rewrite", parsed))
             }
             Request::ParseJudgement { text } => {
-                let parsed = port(self.prompts.as_deref())?.parse_judgement(&text).map_err(|fault| of_call(&fault))?;
+                let parsed = port(self.prompts.as_deref())?.parse_judgement(&text).map_err(of_call)?;
                 Ok(outcome("judgement", parsed.map(|judged| json!({"score": judged.score, "reason": judged.reason}))))
             }
             Request::Style { dialogues, calls } => {
                 self.recorded.replace(calls);
-                let scored = port(self.style.as_deref())?.score_batch(&dialogues).map_err(|fault| of_call(&fault))?;
+                let scored = port(self.style.as_deref())?.score_batch(&dialogues).map_err(of_call)?;
                 Ok(scored.into_iter().map(|scored| outcome("scored", scored)).collect())
             }
         }

@@ -182,7 +182,7 @@ impl ScriptFolder {
         missing: &str,
         advice: impl FnOnce(&str) -> String,
     ) -> Result<(), PluginError> {
-        let output = children::output(&mut command).map_err(|error| match error.kind() {
+        let output = children::child_output(&mut command).map_err(|error| match error.kind() {
             ErrorKind::NotFound => self.refused(missing),
             _ => self.refused(format!("{tool} cannot be run: {error}")),
         })?;
@@ -209,7 +209,7 @@ fn has_newer(folder: &Path, than: SystemTime) -> bool {
     })
 }
 
-fn modified(path: &Path) -> Option<SystemTime> {
+pub(super) fn modified(path: &Path) -> Option<SystemTime> {
     std::fs::metadata(path).ok()?.modified().ok()
 }
 

@@ -1,6 +1,6 @@
 //! Folders with a plugin in Rust: a crate that cargo builds for wasm32-wasip2.
 
-use super::folder::{Build, unreadable};
+use super::folder::{Build, modified, unreadable};
 use crate::children;
 use crate::error::PluginError;
 use std::collections::BTreeSet;
@@ -132,7 +132,7 @@ impl Build for CrateFolder {
         let started = SystemTime::now();
         let refused = |reason: String| unreadable(&self.folder, reason);
         let mut cargo = self.cargo("build", &["--release", "--target", TARGET]);
-        let output = children::output(&mut cargo).map_err(|error| match error.kind() {
+        let output = children::child_output(&mut cargo).map_err(|error| match error.kind() {
             std::io::ErrorKind::NotFound => {
                 refused("building it needs cargo; install Rust, or name a built `.wasm` component".into())
             }
@@ -200,10 +200,6 @@ fn listed_sources(dep_info: &str) -> BTreeSet<PathBuf> {
 
 fn manifest_above(source: &Path) -> Option<PathBuf> {
     source.ancestors().skip(1).map(|folder| folder.join("Cargo.toml")).find(|manifest| manifest.is_file())
-}
-
-fn modified(path: &Path) -> Option<SystemTime> {
-    std::fs::metadata(path).ok()?.modified().ok()
 }
 
 #[cfg(test)]

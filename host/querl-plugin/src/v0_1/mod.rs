@@ -6,14 +6,16 @@ mod packed;
 
 pub(crate) use bindings::CallError;
 
-use crate::contract::{Contract, ItemResult, SettingError, calls, check_interface, exported, exports, scores};
+use crate::contract::{
+    Answer, Contract, GuestInstance, ItemResult, SettingError, calls, check_interface, exported, exports, scores,
+};
 use crate::description::RawDescription;
 use crate::guest::Guest;
 use bindings::{filters, info, packed_rewards, prompts, rewards, style_scores};
 use querl_core::ports::{InputUse, ParsedJudgement, PromptInput, PromptTask, RewardRange};
 use querl_core::records::{Dialogue, EpisodeRef, Message, Rejection, Reward, RewardComponent, Sample, Verdict};
-use wasmtime::component::{Instance, InstancePre};
-use wasmtime::{Result, Store};
+use wasmtime::Result;
+use wasmtime::component::InstancePre;
 
 exports! {
     prompts = "prompts",
@@ -26,57 +28,41 @@ exports! {
 impl Contract for Exports {
     calls!();
 
-    fn describe(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<RawDescription> {
-        let described = self.info.load(&mut *store, instance)?.call_describe(store)?;
+    fn describe(&self, guest: GuestInstance<'_>) -> Result<RawDescription> {
+        let described = self.info.load(&mut *guest.store, guest.instance)?.call_describe(guest.store)?;
         Ok(RawDescription { name: described.name, version: described.version, declared: None })
     }
 
-    fn messages(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        task: PromptTask,
-        input: &PromptInput<'_>,
-    ) -> Result<std::result::Result<Vec<Message>, Rejection>> {
-        let prompts = exported(self.prompts.as_ref())?.load(&mut *store, instance)?;
-        let messages = prompts.call_messages(store, convert::task(task), convert::prompt_input(input))?;
+    fn messages(&self, guest: GuestInstance<'_>, task: PromptTask, input: &PromptInput<'_>) -> Answer<Vec<Message>> {
+        let prompts = exported(self.prompts.as_ref())?.load(&mut *guest.store, guest.instance)?;
+        let messages = prompts.call_messages(guest.store, convert::task(task), convert::prompt_input(input))?;
         Ok(Ok(messages.into_iter().map(convert::message).collect()))
     }
 
-    fn check_batch(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        samples: &[&Sample],
-        _: InputUse,
-    ) -> Result<Vec<Verdict>> {
+    fn check_batch(&self, guest: GuestInstance<'_>, samples: &[&Sample], _: InputUse) -> Result<Vec<Verdict>> {
         let hits: Vec<_> = samples.iter().map(|sample| convert::hits(&sample.hits)).collect();
         let arguments: Vec<_> = samples.iter().zip(&hits).map(|(sample, hits)| convert::sample(sample, hits)).collect();
-        let filters = exported(self.filters.as_ref())?.load(&mut *store, instance)?;
-        Ok(filters.call_check_batch(store, &arguments)?.into_iter().map(convert::verdict).collect())
+        let filters = exported(self.filters.as_ref())?.load(&mut *guest.store, guest.instance)?;
+        Ok(filters.call_check_batch(guest.store, &arguments)?.into_iter().map(convert::verdict).collect())
     }
 
-    fn range(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<RewardRange> {
-        let bounds = exported(self.rewards.as_ref())?.load(&mut *store, instance)?.call_range(store)?;
+    fn range(&self, guest: GuestInstance<'_>) -> Result<RewardRange> {
+        let bounds =
+            exported(self.rewards.as_ref())?.load(&mut *guest.store, guest.instance)?.call_range(guest.store)?;
         Ok(RewardRange { min: bounds.min, max: bounds.max })
     }
 
-    fn score_records(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        episodes: &[EpisodeRef<'_>],
-    ) -> Result<Vec<ItemResult>> {
+    fn score_records(&self, guest: GuestInstance<'_>, episodes: &[EpisodeRef<'_>]) -> Result<Vec<ItemResult>> {
         let lists: Vec<_> = episodes.iter().map(convert::EpisodeLists::new).collect();
         let sent = episodes.iter().zip(&lists);
         let arguments: Vec<_> = sent
             .filter_map(|(episode, lists)| Some(convert::episode(episode, episode.baseline.as_ref()?, lists)))
             .collect();
-        let reward = exported(self.rewards.as_ref())?.load(&mut *store, instance)?;
-        Ok(scores!(reward.call_score_batch(store, &arguments)?))
+        let reward = exported(self.rewards.as_ref())?.load(&mut *guest.store, guest.instance)?;
+        Ok(scores!(reward.call_score_batch(guest.store, &arguments)?))
     }
 
-    fn score_json(&self, _: &mut Store<Guest>, _: &Instance, _: &str) -> Result<String> {
+    fn score_json(&self, _: GuestInstance<'_>, _: &str) -> Result<String> {
         Err(wasmtime::Error::msg("contract 0.1 has no `json-rewards`"))
     }
 

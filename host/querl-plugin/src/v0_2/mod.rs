@@ -6,15 +6,17 @@ mod packed;
 
 pub(crate) use bindings::CallError;
 
-use crate::contract::{Contract, ItemResult, SettingError, calls, check_interface, exported, exports, scores};
+use crate::contract::{
+    Answer, Contract, GuestInstance, ItemResult, SettingError, calls, check_interface, exported, exports, scores,
+};
 use crate::description::RawDescription;
 use crate::guest::Guest;
 use crate::text::is_role;
 use bindings::{filters, group_rewards, info, json_rewards, packed_rewards, prompts, rewards, style_scores};
 use querl_core::ports::{InputUse, ParsedJudgement, PromptInput, PromptTask, RewardRange};
 use querl_core::records::{Dialogue, EpisodeRef, Message, Rejection, Reward, RewardComponent, Sample, Verdict};
-use wasmtime::component::{Instance, InstancePre};
-use wasmtime::{Result, Store};
+use wasmtime::Result;
+use wasmtime::component::InstancePre;
 
 exports! {
     prompts = "prompts",
@@ -29,70 +31,59 @@ exports! {
 impl Contract for Exports {
     calls!();
 
-    fn describe(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<RawDescription> {
-        let described = self.info.load(&mut *store, instance)?.call_describe(store)?;
+    fn describe(&self, guest: GuestInstance<'_>) -> Result<RawDescription> {
+        let described = self.info.load(&mut *guest.store, guest.instance)?.call_describe(guest.store)?;
         Ok(convert::description(described))
     }
 
-    fn messages(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        task: PromptTask,
-        input: &PromptInput<'_>,
-    ) -> Result<std::result::Result<Vec<Message>, Rejection>> {
-        let prompts = exported(self.prompts.as_ref())?.load(&mut *store, instance)?;
-        let made = prompts.call_messages(store, convert::task(task), convert::prompt_input(input))?;
+    fn messages(&self, guest: GuestInstance<'_>, task: PromptTask, input: &PromptInput<'_>) -> Answer<Vec<Message>> {
+        let prompts = exported(self.prompts.as_ref())?.load(&mut *guest.store, guest.instance)?;
+        let made = prompts.call_messages(guest.store, convert::task(task), convert::prompt_input(input))?;
         let messages = made.map(|messages| messages.into_iter().map(convert::message).collect());
         Ok(messages.map_err(convert::rejection))
     }
 
-    fn check_batch(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        samples: &[&Sample],
-        columns: InputUse,
-    ) -> Result<Vec<Verdict>> {
+    fn check_batch(&self, guest: GuestInstance<'_>, samples: &[&Sample], columns: InputUse) -> Result<Vec<Verdict>> {
         let lists: Vec<_> = samples.iter().map(|sample| convert::SampleLists::new(sample, columns)).collect();
         let columns: Vec<_> = samples.iter().zip(&lists).map(|(sample, lists)| lists.columns(sample)).collect();
         let sent = samples.iter().zip(lists.iter().zip(&columns));
         let arguments: Vec<_> =
             sent.map(|(sample, (lists, columns))| convert::sample(sample, lists, columns)).collect();
-        let filters = exported(self.filters.as_ref())?.load(&mut *store, instance)?;
-        Ok(filters.call_check_batch(store, &arguments)?.into_iter().map(convert::verdict).collect())
+        let filters = exported(self.filters.as_ref())?.load(&mut *guest.store, guest.instance)?;
+        Ok(filters.call_check_batch(guest.store, &arguments)?.into_iter().map(convert::verdict).collect())
     }
 
-    fn range(&self, store: &mut Store<Guest>, instance: &Instance) -> Result<RewardRange> {
+    fn range(&self, guest: GuestInstance<'_>) -> Result<RewardRange> {
         let bounds = match &self.group_rewards {
-            Some(group) => group.load(&mut *store, instance)?.call_range(store)?,
-            None => exported(self.rewards.as_ref())?.load(&mut *store, instance)?.call_range(store)?,
+            Some(group) => group.load(&mut *guest.store, guest.instance)?.call_range(guest.store)?,
+            None => {
+                exported(self.rewards.as_ref())?.load(&mut *guest.store, guest.instance)?.call_range(guest.store)?
+            }
         };
         Ok(RewardRange { min: bounds.min, max: bounds.max })
     }
 
-    fn score_records(
-        &self,
-        store: &mut Store<Guest>,
-        instance: &Instance,
-        episodes: &[EpisodeRef<'_>],
-    ) -> Result<Vec<ItemResult>> {
+    fn score_records(&self, guest: GuestInstance<'_>, episodes: &[EpisodeRef<'_>]) -> Result<Vec<ItemResult>> {
         let lists: Vec<_> = episodes.iter().map(convert::EpisodeLists::new).collect();
         let columns: Vec<_> = episodes.iter().zip(&lists).map(|(episode, lists)| lists.columns(episode)).collect();
         let sent = episodes.iter().zip(lists.iter().zip(&columns));
         let arguments: Vec<_> =
             sent.map(|(episode, (lists, columns))| convert::episode(episode, lists, columns)).collect();
         Ok(match &self.group_rewards {
-            Some(group) => scores!(group.load(&mut *store, instance)?.call_score_group(store, &arguments)?),
+            Some(group) => {
+                scores!(group.load(&mut *guest.store, guest.instance)?.call_score_group(guest.store, &arguments)?)
+            }
             None => {
-                let reward = exported(self.rewards.as_ref())?.load(&mut *store, instance)?;
-                scores!(reward.call_score_batch(store, &arguments)?)
+                let reward = exported(self.rewards.as_ref())?.load(&mut *guest.store, guest.instance)?;
+                scores!(reward.call_score_batch(guest.store, &arguments)?)
             }
         })
     }
 
-    fn score_json(&self, store: &mut Store<Guest>, instance: &Instance, batch: &str) -> Result<String> {
-        exported(self.json_rewards.as_ref())?.load(&mut *store, instance)?.call_score_json(store, batch)
+    fn score_json(&self, guest: GuestInstance<'_>, batch: &str) -> Result<String> {
+        exported(self.json_rewards.as_ref())?
+            .load(&mut *guest.store, guest.instance)?
+            .call_score_json(guest.store, batch)
     }
 
     fn pack(&self, episodes: &[EpisodeRef<'_>]) -> Vec<u8> {

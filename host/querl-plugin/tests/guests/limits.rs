@@ -53,20 +53,8 @@ fn infinite_loop_is_stopped_by_fuel() {
 }
 
 #[test]
-fn infinite_loop_is_stopped_by_the_clock_where_fuel_is_plenty() {
-    let overshoot = overshoot("infinite-loop", "loop");
-    assert!(overshoot < SOON, "{overshoot:?}");
-}
-
-#[test]
 fn endless_calls_of_the_host_are_stopped_by_fuel() {
     assert_stopped_by_fuel("asks-settings", "x");
-}
-
-#[test]
-fn endless_calls_of_the_host_are_stopped_by_the_clock() {
-    let overshoot = overshoot("asks-settings", "x");
-    assert!(overshoot < SOON, "{overshoot:?}");
 }
 
 #[test]
@@ -75,20 +63,19 @@ fn host_work_for_a_guest_that_does_little_itself_takes_its_fuel() {
 }
 
 #[test]
-fn host_work_for_a_guest_that_does_little_itself_is_stopped_by_the_clock() {
-    let overshoot = overshoot("logs-megabytes", "x");
-    assert!(overshoot < SOON, "{overshoot:?}");
-}
-
-#[test]
 fn bulk_copies_take_fuel_by_the_byte() {
     assert_stopped_by_fuel("bulk-copy", "x");
 }
 
+/// Loops, endless calls of the host, work of the host for a guest that does little itself, and bulk copies.
 #[test]
-fn bulk_copies_are_stopped_by_the_clock() {
-    let overshoot = overshoot("bulk-copy", "x");
-    assert!(overshoot < SOON, "{overshoot:?}");
+fn the_clock_stops_all_of_them_where_fuel_is_plenty() {
+    for (name, query) in
+        [("infinite-loop", "loop"), ("asks-settings", "x"), ("logs-megabytes", "x"), ("bulk-copy", "x")]
+    {
+        let overshoot = overshoot(name, query);
+        assert!(overshoot < SOON, "{name}: {overshoot:?}");
+    }
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! The probe of `querl-conformance --host`, a guest of contract 0.2 in Rust: each mode that breaks a rule is contained, with a message that
 //! names the plugin and its version.
 
-use crate::common::{assert_others_are_served, episode, host, host_with, load_bytes, repository};
+use crate::common::{assert_others_are_served, episode, host, host_with, load_bytes, repository, sample};
 use querl_core::config::PluginLimits;
 use querl_core::ports::{FaultKind, PluginFault, PromptInput, PromptTask};
-use querl_core::records::{Columns, Context, Sample};
+use querl_core::records::Context;
 use querl_plugin::{HostInterface, Plugin, PluginHost, PluginKind, PluginPort, PluginSettings};
 
 const LIMIT: FaultKind = FaultKind::Limit;
@@ -119,16 +119,8 @@ fn odd_filters_are_contained() {
         ("bad-code", "`Bad code`; expected 1 to 64 of a to z, 0 to 9 and _", RESULT),
     ];
     assert_contained(&cases, |host, probe, name| {
-        let sample = Sample {
-            id: "s".into(),
-            original_query: "好".into(),
-            rewritten_query: "好".into(),
-            context: Context::default(),
-            hits: Vec::new(),
-            columns: Columns::default(),
-        };
         let filter = host.open(probe, &mode(name), PluginPort::filter()).unwrap();
-        filter.check_batch(&[sample]).map(|verdicts| format!("{verdicts:?}"))
+        filter.check_batch(&[sample("s", "好")]).map(|verdicts| format!("{verdicts:?}"))
     });
 }
 

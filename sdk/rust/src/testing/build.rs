@@ -8,6 +8,54 @@ use crate::{
 };
 use std::ops::Deref;
 
+/// A builder dereferences to what it builds, and turns into it. The words that several builders have are named.
+macro_rules! builder {
+    ($builder:ty, $record:ty, $field:tt, $($word:ident)+) => {
+        impl Deref for $builder {
+            type Target = $record;
+
+            fn deref(&self) -> &$record {
+                &self.$field
+            }
+        }
+
+        impl From<$builder> for $record {
+            fn from(builder: $builder) -> Self {
+                builder.$field
+            }
+        }
+
+        impl $builder {
+            $(builder!($word $field);)+
+        }
+    };
+    (id $field:tt) => {
+        /// Sets the id; `test` otherwise.
+        pub fn id(mut self, id: impl Into<String>) -> Self {
+            self.$field.id = id.into();
+            self
+        }
+    };
+    (context $field:tt) => {
+        /// Sets 用户画像, who asks.
+        pub fn profile(mut self, profile: impl Into<String>) -> Self {
+            self.$field.context.user_profile = Some(profile.into());
+            self
+        }
+
+        /// Sets 历史摘要, what was said before.
+        pub fn history(mut self, history: impl Into<String>) -> Self {
+            self.$field.context.history_summary = Some(history.into());
+            self
+        }
+    };
+}
+
+builder!(EpisodeBuilder, Episode, episode, id context);
+builder!(SampleBuilder, Sample, 0, id context);
+builder!(PromptInputBuilder, PromptInput, 0, context);
+builder!(DialogueBuilder, Dialogue, 0, id);
+
 /// Builder of an [`Episode`], which it dereferences to.
 #[derive(Debug, Clone, PartialEq)]
 #[must_use]
@@ -41,24 +89,6 @@ pub fn episode(query: impl Into<String>) -> EpisodeBuilder {
 }
 
 impl EpisodeBuilder {
-    /// Sets the id; `test` otherwise.
-    pub fn id(mut self, id: impl Into<String>) -> Self {
-        self.episode.id = id.into();
-        self
-    }
-
-    /// Sets 用户画像, who asks.
-    pub fn profile(mut self, profile: impl Into<String>) -> Self {
-        self.episode.context.user_profile = Some(profile.into());
-        self
-    }
-
-    /// Sets 历史摘要, what was said before.
-    pub fn history(mut self, history: impl Into<String>) -> Self {
-        self.episode.context.history_summary = Some(history.into());
-        self
-    }
-
     /// Sets the ids of the passages known to answer the query.
     pub fn gold<T: Into<String>>(mut self, ids: impl IntoIterator<Item = T>) -> Self {
         self.episode.gold_ids = Some(ids.into_iter().map(Into::into).collect());
@@ -184,20 +214,6 @@ impl EpisodeBuilder {
     }
 }
 
-impl Deref for EpisodeBuilder {
-    type Target = Episode;
-
-    fn deref(&self) -> &Episode {
-        &self.episode
-    }
-}
-
-impl From<EpisodeBuilder> for Episode {
-    fn from(builder: EpisodeBuilder) -> Self {
-        builder.episode
-    }
-}
-
 /// Builder of a [`Sample`], which it dereferences to.
 #[derive(Debug, Clone, PartialEq)]
 #[must_use]
@@ -221,24 +237,6 @@ pub fn sample(query: impl Into<String>, rewrite: impl Into<String>) -> SampleBui
 }
 
 impl SampleBuilder {
-    /// Sets the id; `test` otherwise.
-    pub fn id(mut self, id: impl Into<String>) -> Self {
-        self.0.id = id.into();
-        self
-    }
-
-    /// Sets 用户画像, who asks.
-    pub fn profile(mut self, profile: impl Into<String>) -> Self {
-        self.0.context.user_profile = Some(profile.into());
-        self
-    }
-
-    /// Sets 历史摘要, what was said before.
-    pub fn history(mut self, history: impl Into<String>) -> Self {
-        self.0.context.history_summary = Some(history.into());
-        self
-    }
-
     /// One more hit of the rewrite, below those before it. `reranker_score` is 0 to 1 and not above that of the hit before.
     #[track_caller]
     pub fn hit(self, id: impl Into<String>, reranker_score: f64) -> Self {
@@ -250,20 +248,6 @@ impl SampleBuilder {
     pub fn hit_with_text(mut self, id: impl Into<String>, text: impl Into<String>, reranker_score: f64) -> Self {
         push_hit(&mut self.0.hits, Hit { id: Some(id.into()), text: text.into(), reranker_score, ..Hit::default() });
         self
-    }
-}
-
-impl Deref for SampleBuilder {
-    type Target = Sample;
-
-    fn deref(&self) -> &Sample {
-        &self.0
-    }
-}
-
-impl From<SampleBuilder> for Sample {
-    fn from(builder: SampleBuilder) -> Self {
-        builder.0
     }
 }
 
@@ -279,30 +263,10 @@ pub fn prompt_input(query: impl Into<String>) -> PromptInputBuilder {
 }
 
 impl PromptInputBuilder {
-    /// Sets 用户画像, who asks.
-    pub fn profile(mut self, profile: impl Into<String>) -> Self {
-        self.0.context.user_profile = Some(profile.into());
-        self
-    }
-
-    /// Sets 历史摘要, what was said before.
-    pub fn history(mut self, history: impl Into<String>) -> Self {
-        self.0.context.history_summary = Some(history.into());
-        self
-    }
-
     /// Sets the rewrite to judge.
     pub fn rewrite(mut self, rewrite: impl Into<String>) -> Self {
         self.0.rewrite = Some(rewrite.into());
         self
-    }
-}
-
-impl Deref for PromptInputBuilder {
-    type Target = PromptInput;
-
-    fn deref(&self) -> &PromptInput {
-        &self.0
     }
 }
 
@@ -324,12 +288,6 @@ pub fn dialogue() -> DialogueBuilder {
 }
 
 impl DialogueBuilder {
-    /// Sets the id; `test` otherwise.
-    pub fn id(mut self, id: impl Into<String>) -> Self {
-        self.0.id = id.into();
-        self
-    }
-
     /// One more turn, of the system.
     pub fn system(mut self, content: impl Into<String>) -> Self {
         self.0.turns.push(Message::system(content));
@@ -346,14 +304,6 @@ impl DialogueBuilder {
     pub fn assistant(mut self, content: impl Into<String>) -> Self {
         self.0.turns.push(Message::assistant(content));
         self
-    }
-}
-
-impl Deref for DialogueBuilder {
-    type Target = Dialogue;
-
-    fn deref(&self) -> &Dialogue {
-        &self.0
     }
 }
 

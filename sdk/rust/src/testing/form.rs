@@ -3,8 +3,8 @@
 use super::check;
 use crate::host::CallError;
 use crate::{
-    CallFailure, Candidate, Column, ColumnValue, Context, Dialogue, Episode, FailureKind, FinishReason, Hit,
-    JudgeScore, Message, PromptInput, Role, Sample, Scalar, Split, StyleProbability,
+    CallFailure, Candidate, Column, ColumnValue, Context, Episode, FailureKind, FinishReason, Hit, JudgeScore, Message,
+    Sample, Scalar, Split, StyleProbability,
 };
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
@@ -80,11 +80,11 @@ pub(crate) struct EpisodeForm {
     split: Option<String>,
     query: String,
     #[serde(default)]
-    context: ContextForm,
+    context: Context,
     gold_ids: Option<Vec<String>>,
     #[serde(default)]
     columns: ColumnsForm,
-    prompt: Option<Vec<MessageForm>>,
+    prompt: Option<Vec<Message>>,
     response: Option<String>,
     policy: CandidateForm,
     baseline: Option<CandidateForm>,
@@ -113,10 +113,10 @@ impl EpisodeForm {
                 _ => Split::Other(split),
             }),
             query: self.query,
-            context: self.context.into(),
+            context: self.context,
             gold_ids: self.gold_ids,
             columns: self.columns.0,
-            prompt: self.prompt.map(|messages| messages.into_iter().map(Message::from).collect()),
+            prompt: self.prompt,
             response: self.response,
             policy: self.policy.into(),
             baseline: self.baseline.map(Candidate::from),
@@ -178,106 +178,27 @@ impl<'de> Deserialize<'de> for ColumnsForm {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SampleForm {
-    id: Option<String>,
+    id: String,
     original_query: String,
     rewritten_query: String,
     #[serde(default)]
-    context: ContextForm,
+    context: Context,
     #[serde(default)]
-    hits: Vec<HitForm>,
+    hits: Vec<Hit>,
     #[serde(default)]
     columns: ColumnsForm,
 }
 
-impl SampleForm {
-    pub(super) fn named(self, id: &str) -> Sample {
-        Sample {
-            id: self.id.unwrap_or_else(|| id.to_owned()),
-            original_query: self.original_query,
-            rewritten_query: self.rewritten_query,
-            context: self.context.into(),
-            hits: ranked(self.hits),
-            columns: self.columns.0,
+impl From<SampleForm> for Sample {
+    fn from(form: SampleForm) -> Self {
+        Self {
+            id: form.id,
+            original_query: form.original_query,
+            rewritten_query: form.rewritten_query,
+            context: form.context,
+            hits: ranked(form.hits),
+            columns: form.columns.0,
         }
-    }
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct PromptInputForm {
-    query: String,
-    #[serde(default)]
-    context: ContextForm,
-    rewrite: Option<String>,
-}
-
-impl From<PromptInputForm> for PromptInput {
-    fn from(form: PromptInputForm) -> Self {
-        Self { query: form.query, context: form.context.into(), rewrite: form.rewrite }
-    }
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct DialogueForm {
-    id: Option<String>,
-    turns: Vec<MessageForm>,
-}
-
-impl DialogueForm {
-    pub(super) fn named(self, id: &str) -> Dialogue {
-        let turns = self.turns.into_iter().map(Message::from).collect();
-        Dialogue { id: self.id.unwrap_or_else(|| id.to_owned()), turns }
-    }
-}
-
-#[derive(Clone, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct MessageForm {
-    role: RoleForm,
-    content: String,
-}
-
-#[derive(Clone, PartialEq, Deserialize)]
-#[serde(rename_all = "snake_case")]
-enum RoleForm {
-    System,
-    User,
-    Assistant,
-}
-
-impl From<&Message> for MessageForm {
-    fn from(message: &Message) -> Self {
-        let role = match message.role {
-            Role::System => RoleForm::System,
-            Role::User => RoleForm::User,
-            Role::Assistant => RoleForm::Assistant,
-        };
-        Self { role, content: message.content.clone() }
-    }
-}
-
-impl From<MessageForm> for Message {
-    fn from(form: MessageForm) -> Self {
-        let role = match form.role {
-            RoleForm::System => Role::System,
-            RoleForm::User => Role::User,
-            RoleForm::Assistant => Role::Assistant,
-        };
-        Self { role, content: form.content }
-    }
-}
-
-#[derive(Clone, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct StyleForm {
-    label: String,
-    probability: f64,
-}
-
-impl From<StyleForm> for StyleProbability {
-    fn from(form: StyleForm) -> Self {
-        Self { label: form.label, probability: form.probability }
     }
 }
 
@@ -299,8 +220,8 @@ pub(super) enum HostRequestForm {
     SplitTokens(String),
     SegmentWords(String),
     Embed(Vec<String>),
-    AskJudge(Vec<MessageForm>),
-    ClassifyStyle(Vec<MessageForm>),
+    AskJudge(Vec<Message>),
+    ClassifyStyle(Vec<Message>),
 }
 
 #[derive(Clone, Deserialize)]
@@ -310,7 +231,7 @@ pub(super) enum HostResponseForm {
     Texts(Vec<String>),
     Vectors(Vec<Vec<f32>>),
     Text(String),
-    Style(Vec<StyleForm>),
+    Style(Vec<StyleProbability>),
 }
 
 #[derive(Clone, Deserialize)]
@@ -329,26 +250,13 @@ impl From<&CallErrorForm> for CallError {
     }
 }
 
-#[derive(Default, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-struct ContextForm {
-    user_profile: Option<String>,
-    history_summary: Option<String>,
-}
-
-impl From<ContextForm> for Context {
-    fn from(form: ContextForm) -> Self {
-        Self { user_profile: form.user_profile, history_summary: form.history_summary }
-    }
-}
-
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CandidateForm {
     rewrite: Option<String>,
     retrieval: Option<RetrievalForm>,
     judgement: Option<JudgementForm>,
-    style: Option<Vec<StyleForm>>,
+    style: Option<Vec<StyleProbability>>,
     n_tokens: Option<u32>,
     finish_reason: Option<String>,
     /// Of format 2.
@@ -375,7 +283,7 @@ impl From<CandidateForm> for Candidate {
                 JudgementForm::NotSampled => None,
                 JudgementForm::Failed(failure) => Some(Err(failure.into())),
             }),
-            style: form.style.map(|classes| classes.into_iter().map(StyleProbability::from).collect()),
+            style: form.style,
             n_tokens,
             finish_reason: form.finish_reason.map(finish_reason).or(of_format_2),
         }
@@ -393,7 +301,7 @@ fn finish_reason(name: String) -> FinishReason {
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum RetrievalForm {
-    Hits(Vec<HitForm>),
+    Hits(Vec<Hit>),
     Failed(FailureForm),
 }
 
@@ -410,28 +318,12 @@ enum JudgementForm {
     Failed(FailureForm),
 }
 
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct HitForm {
-    id: Option<String>,
-    #[serde(default)]
-    text: String,
-    reranker_score: f64,
-    retrieval_score: Option<f64>,
-    #[serde(default)]
-    rank: u32,
-}
-
 /// Ranks that are left out are counted from 1.
-fn ranked(hits: Vec<HitForm>) -> Vec<Hit> {
-    let hit = |(form, rank): (HitForm, u32)| Hit {
-        id: form.id,
-        text: form.text,
-        reranker_score: form.reranker_score,
-        retrieval_score: form.retrieval_score,
-        rank: if form.rank == 0 { rank } else { form.rank },
-    };
-    hits.into_iter().zip(1..).map(hit).collect()
+fn ranked(mut hits: Vec<Hit>) -> Vec<Hit> {
+    for (hit, rank) in hits.iter_mut().zip(1..).filter(|(hit, _)| hit.rank == 0) {
+        hit.rank = rank;
+    }
+    hits
 }
 
 #[derive(Clone, Deserialize)]

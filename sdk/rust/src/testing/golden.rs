@@ -1,7 +1,7 @@
 //! Runs golden cases, inputs with their expected outputs, on a plugin's native code. `querl plugin test` runs the same files on the
 //! component. The format is in [`golden_case`].
 
-use super::form::{DialogueForm, EpisodeForm, HostCallForm, PromptInputForm, SampleForm};
+use super::form::{EpisodeForm, HostCallForm, SampleForm};
 use super::golden_case::{self, Comparison, GoldenBody, GoldenCase, GoldenTask, GoldenTypes};
 use super::{HostFunctions, build, run};
 use crate::{
@@ -43,15 +43,15 @@ impl GoldenTypes for SdkTypes {
 
     fn samples(value: Value) -> Result<Vec<Sample>, String> {
         let forms: Vec<SampleForm> = read("samples", value)?;
-        Ok(forms.into_iter().map(|form| form.named("")).collect())
+        Ok(forms.into_iter().map(Sample::from).collect())
     }
 
     fn input(value: Value) -> Result<PromptInput, String> {
-        read("input", value).map(|form: PromptInputForm| form.into())
+        read("input", value)
     }
 
     fn dialogue(value: Value) -> Result<Dialogue, String> {
-        read("dialogue", value).map(|form: DialogueForm| form.named(""))
+        read("dialogue", value)
     }
 
     fn call(value: Value) -> Result<HostCallForm, String> {

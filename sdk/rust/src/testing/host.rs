@@ -1,6 +1,6 @@
 //! Stand-ins for the host functions in native tests.
 
-use super::form::{HostCallForm, HostRequestForm, HostResponseForm, MessageForm};
+use super::form::{HostCallForm, HostRequestForm, HostResponseForm};
 use crate::host::CallError;
 use crate::{CallFailure, FailureKind, Message, StyleProbability};
 use std::cell::RefCell;
@@ -73,7 +73,6 @@ impl HostFunctions {
     /// All functions with recorded results; what was not recorded fails.
     pub(crate) fn recorded(calls: Vec<HostCallForm>) -> Self {
         let calls = &Rc::new(calls);
-        let conversation = |messages: &[Message]| messages.iter().map(MessageForm::from).collect();
         let texts = |response: &HostResponseForm| match response {
             HostResponseForm::Texts(texts) => Some(texts.clone()),
             _ => None,
@@ -93,16 +92,13 @@ impl HostFunctions {
             ),
             ask_judge: recorded(
                 calls,
-                move |messages| HostRequestForm::AskJudge(conversation(messages)),
+                |messages: &[Message]| HostRequestForm::AskJudge(messages.to_vec()),
                 |response| if let HostResponseForm::Text(text) = response { Some(text.clone()) } else { None },
             ),
             classify: recorded(
                 calls,
-                move |turns| HostRequestForm::ClassifyStyle(conversation(turns)),
-                |response| {
-                    let HostResponseForm::Style(classes) = response else { return None };
-                    Some(classes.iter().cloned().map(StyleProbability::from).collect())
-                },
+                |turns: &[Message]| HostRequestForm::ClassifyStyle(turns.to_vec()),
+                |response| if let HostResponseForm::Style(classes) = response { Some(classes.clone()) } else { None },
             ),
         }
     }

@@ -1,36 +1,22 @@
 //! Looks for clocks, random numbers, arguments, environment, files and sockets, and reports what it found as components.
 
-use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
 use std::hash::{BuildHasher, RandomState};
 use std::io::Read;
-use std::ops::RangeInclusive;
 use std::time::{Duration, Instant, SystemTime};
 
-struct Guest;
+include!("../../reward.rs");
 
-impl Reward for Guest {
-    fn new(_: &Settings) -> Result<Self, SettingError> {
-        Ok(Self)
-    }
-
-    fn range(&self) -> RangeInclusive<f64> {
-        0.0..=1.0
-    }
-
-    fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
-        let start = Instant::now();
-        std::thread::sleep(Duration::ZERO);
-        let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        let random = RandomState::new().hash_one(&episode.id);
-        Ok(Score::new(0.5)
-            .with("elapsed_s", start.elapsed().as_secs_f64())
-            .with("since_1970_s", since_1970.map_or(-1.0, |time| time.as_secs_f64()))
-            .with("random", (random >> 11) as f64)
-            .with("n_args", std::env::args().count() as f64)
-            .with("n_vars", std::env::vars().count() as f64)
-            .with("files", f64::from(u8::from(std::fs::read_dir("/").is_ok() || std::fs::write("x", "x").is_ok())))
-            .with("stdin", std::io::stdin().read(&mut [0]).map_or(-1.0, |n| n as f64)))
-    }
+fn score(episode: &Episode) -> Result<Score, Rejection> {
+    let start = Instant::now();
+    std::thread::sleep(Duration::ZERO);
+    let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let random = RandomState::new().hash_one(&episode.id);
+    Ok(Score::new(0.5)
+        .with("elapsed_s", start.elapsed().as_secs_f64())
+        .with("since_1970_s", since_1970.map_or(-1.0, |time| time.as_secs_f64()))
+        .with("random", (random >> 11) as f64)
+        .with("n_args", std::env::args().count() as f64)
+        .with("n_vars", std::env::vars().count() as f64)
+        .with("files", f64::from(u8::from(std::fs::read_dir("/").is_ok() || std::fs::write("x", "x").is_ok())))
+        .with("stdin", std::io::stdin().read(&mut [0]).map_or(-1.0, |n| n as f64)))
 }
-
-querl_sdk::export!(reward: Guest);

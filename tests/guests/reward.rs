@@ -1,0 +1,23 @@
+// What a guest with one oddity needs in addition to its `score`, which it defines and which includes this file: a reward without settings, with
+// totals of 0 to 1. A guest with settings, inputs or another kind does without.
+
+use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
+use std::ops::RangeInclusive;
+
+struct Guest;
+
+impl Reward for Guest {
+    fn new(_: &Settings) -> Result<Self, SettingError> {
+        Ok(Self)
+    }
+
+    fn range(&self) -> RangeInclusive<f64> {
+        0.0..=1.0
+    }
+
+    fn score(&self, episode: &Episode) -> Result<Score, Rejection> {
+        score(episode)
+    }
+}
+
+querl_sdk::export!(reward: Guest);
