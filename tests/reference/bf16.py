@@ -1,10 +1,14 @@
-"""What bfloat16 makes of gradients and of a training's norms: PEFT and transformers in bf16 and in f32, from the same
+"""What bfloat16 makes of logits, gradients and a training's norms: PEFT and transformers in bf16 and in f32, from the same
 weights, on the batches of querl's GPU tests. Writes nothing; the limits of those tests are set from what it prints.
 
-1. host/querl-gpu/tests/decoder.rs: the gradients of every adapter tensor, by the length of the difference over the length of f32's.
-2. host/querl-train/src/sft/tests/gpu.rs: the gradient's norm over nine steps, with rows in several orders.
+    bf16.py [--device cuda]     # the device on which 1 and 2 are computed (default: cpu)
+
+1. host/querl-gpu/tests/decoder.rs: logits, by the largest difference over the largest logit.
+2. host/querl-gpu/tests/decoder.rs: the gradients of every adapter tensor, by the length of the difference over the length of f32's.
+3. host/querl-train/src/sft/tests/gpu.rs: the gradient's norm over nine steps, with rows in several orders.
 """
 
+import argparse
 import warnings
 
 from common import GOLDEN, generator
@@ -17,6 +21,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 warnings.filterwarnings("ignore", category=UserWarning, module="peft")
 
 transformers.utils.logging.disable_progress_bar()
+DEVICE = "cpu"
 
 # Of the trainings' 24 rows, two epochs, with seed 5 (`cargo run --release -p querl-train --example bench -- order`); and how many
 # other orders are tried.
@@ -54,13 +59,13 @@ def base(name, attention="eager"):
 def adapted(name, attention, use_dora):
     """With the values that `part_with` in decoder.rs gives A, B and the magnitudes."""
     settings = LoraConfig(r=3, lora_alpha=6, use_dora=use_dora, target_modules="all-linear", lora_dropout=0.0)
-    model = get_peft_model(base(name, attention), settings)
+    model = get_peft_model(base(name, attention), settings).to(DEVICE)
     trained = {key.replace(".default", ""): value for key, value in model.named_parameters() if value.requires_grad}
     with torch.no_grad():
         for index, key in enumerate(sorted(trained)):
             value = trained[key]
             angles = torch.tensor([(i * 7 + index * 31) for i in range(value.numel())], dtype=torch.float32)
-            change = (torch.sin(angles * 12.9898) * 0.2).view_as(value)
+            change = (torch.sin(angles * 12.9898) * 0.2).view_as(value).to(value.device)
             value.copy_(value * (1 + change) if "magnitude" in key else change)
     return model, trained
 
@@ -71,22 +76,38 @@ def gradients(name, use_dora, attention, rounding):
     if rounding == "all":
         model = model.to(torch.bfloat16)
     found = []
-    with torch.autocast("cpu", torch.bfloat16, enabled=rounding == "autocast"):
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=rounding == "autocast"):
         for tokens, answer in SEQUENCES:
-            ids = torch.tensor([tokens])
+            ids = torch.tensor([tokens], device=DEVICE)
             logits = model(ids).logits[0, answer - 1 : -1].float() / 0.8
             logprobs = torch.log_softmax(logits, -1)
             of_targets = logprobs.gather(1, ids[0, answer:, None])[:, 0]
             found.append(torch.stack([of_targets, -(logprobs.exp() * logprobs).sum(-1)], 1))
     found = torch.cat(found).flatten()
-    weights = torch.tensor([0.3 + (i % 5) * 0.1 for i in range(found.numel())])
+    weights = torch.tensor([0.3 + (i % 5) * 0.1 for i in range(found.numel())], device=DEVICE)
     (found * weights).sum().backward()
     return {key: value.grad.float() for key, value in trained.items()}
 
 
+NAMES = ("qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias")
+
+
+@torch.no_grad()
+def worst_logits():
+    ids = torch.tensor([[(i * 13 + 5) % 64 for i in range(60)]], device=DEVICE)
+    for name in NAMES:
+        exact = base(name).to(DEVICE)(ids).logits
+        for attention, rounding in MANNERS:
+            model = base(name, attention).to(DEVICE)
+            model = model.to(torch.bfloat16) if rounding == "all" else model
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=rounding == "autocast"):
+                off = (model(ids).logits.float() - exact).abs().max() / exact.abs().max()
+            print(f"logits of {name}, {attention}, {rounding}: {off.item():.4f}")
+
+
 def worst_gradients():
     for use_dora in (False, True):
-        for name in ("qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied", "qwen3-bias"):
+        for name in NAMES:
             exact = gradients(name, use_dora, "eager", "none")
             for attention, rounding in MANNERS:
                 rounded = gradients(name, use_dora, attention, rounding)
@@ -147,5 +168,9 @@ def worst_norms():
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default=DEVICE)
+    DEVICE = parser.parse_args().device
+    worst_logits()
     worst_gradients()
     worst_norms()

@@ -20,14 +20,17 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Of log-probabilities, entropies and logits, as a share of the largest: transformers in bf16 is off by 0.016 to 0.02 of the
-/// largest logit on these models, compared with itself in f32 from the same weights.
-const TOLERANCE: f32 = 0.025;
+/// Of log-probabilities, entropies and logits, as a share of the largest: transformers in bf16 is off by 0.010 to 0.031 of the
+/// largest logit on these models on an H200, compared with itself in f32 from the same weights (`tests/reference/bf16.py --device cuda`).
+/// Worst found there: 0.027.
+const TOLERANCE: f32 = 0.031;
 
 /// Of a gradient: length of the difference over the length of the CPU's. PEFT in bf16 compared with itself in f32, with these weights and
-/// sequences: 0.095 at worst, with magnitudes 0.108 on all models but one (`tests/reference/bf16.py`). Worst found: 0.086, with
-/// dropout and without alike.
-const GRADIENT_TOLERANCE: f32 = 0.1;
+/// sequences, on an H200: 0.118 at worst, with magnitudes 0.108 on all models but one. Worst found: 0.103, with dropout.
+const GRADIENT_TOLERANCE: f32 = 0.118;
+
+/// The same on `qwen3-bias`, where PEFT in bf16 is off by 0.251 on an H200 and 0.05 on a CPU. Worst found: 0.233.
+const BIAS_TOLERANCE: f32 = 0.251;
 
 /// The same with magnitudes on `qwen2-untied`, which makes more of roundings: PEFT in bf16 is off by 0.10 to 0.253 there, as attention
 /// is computed and as much as is rounded, in three of four ways at B of the first layer's queries. Worst found: 0.231, of the same.
@@ -195,10 +198,11 @@ fn gradients_of_every_adapter_tensor_are_those_of_the_cpu() {
     for (name, dtype) in NAMES.map(|name| (name, BaseDtype::Bf16)).into_iter().chain(packed) {
         for dropout in [None, DROPOUT] {
             let [on_cpu, on_gpu] = Model::pair_of(name, dtype).map(|model| model.gradients(None, dropout));
-            all.push(worst_gradient(&format!("{name} in {}, {dropout:?}", dtype.name()), &on_gpu, &on_cpu));
+            let off = worst_gradient(&format!("{name} in {}, {dropout:?}", dtype.name()), &on_gpu, &on_cpu);
+            all.push((off, if name == "qwen3-bias" { BIAS_TOLERANCE } else { GRADIENT_TOLERANCE }));
         }
     }
-    assert!(all.iter().all(|off| *off <= GRADIENT_TOLERANCE), "gradients are off by {all:?}");
+    assert!(all.iter().all(|(off, tolerance)| off <= tolerance), "gradients are off by, of at most: {all:?}");
 }
 
 /// How far off the worst gradient is: length of the difference over the length of what is expected.

@@ -2,13 +2,13 @@
 
 use super::super::learner::Learner;
 use super::learner::{assert_restored_learner_takes_the_same_step, learn};
-use super::support::{Fault, FaultyEnvironment, Model, Run};
+use super::support::{Fault, FaultyEnvironment, Model, Run, write_model};
 use super::{Fixture, config};
 use crate::testing::gpu;
 use querl_core::config::{BaseDtype, CriticKind, RlConfig};
 use querl_core::ports::PolicyResponse;
-use querl_model::ComputeDevice;
-use std::sync::OnceLock;
+use querl_model::{ComputeDevice, Decoder, Weights};
+use std::sync::{LazyLock, OnceLock};
 use std::time::Duration;
 
 fn fixture() -> Fixture {
@@ -117,8 +117,11 @@ fn rollouts_are_those_of_the_training_pass_up_to_rounding() {
     assert!(mean > 0.0 && mean < 0.03 && max < 0.2, "by {mean} on average, by {max} at worst");
 }
 
+/// The same files for every rank and every start: an adapter's file names the base model's folder.
 fn on_gpu(rank: usize) -> Result<Model, crate::TrainError> {
-    Ok(Model::on(&gpu(rank)?, BaseDtype::Bf16))
+    static FOLDER: LazyLock<tempfile::TempDir> = LazyLock::new(|| write_model((2, 1, 16)));
+    let decoder = Decoder::load_on(FOLDER.path(), Weights::Frozen, BaseDtype::Bf16, &gpu(rank)?)?;
+    Ok(Model::with_decoder(FOLDER.path(), decoder))
 }
 
 /// A response does not depend on the others of its batch, so that the first evaluation and the first batch are those of one GPU to the
