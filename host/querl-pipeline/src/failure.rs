@@ -4,7 +4,7 @@ use querl_bundle::BundleError;
 use querl_bundle::oci::RegistryError;
 use querl_core::config::ConfigError;
 use querl_core::dir_lock::DirLockError;
-use querl_core::fsx::is_input_error;
+use querl_core::fsx::{ReadError, is_exhausted, is_input_error};
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_core::records::{CallFailure, FailureKind};
 use querl_data::DataError;
@@ -83,6 +83,7 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     }
     match cause.downcast_ref::<DataError>() {
         Some(DataError::Write { .. } | DataError::Plugin(_)) => return Some(Ending::Failed),
+        Some(DataError::Lines(ReadError::Io { source, .. })) if is_exhausted(source) => return Some(Ending::Failed),
         Some(DataError::Interrupted) => return Some(Ending::Interrupted),
         Some(_) => return Some(Ending::Usage),
         None => {}

@@ -4,13 +4,14 @@ use crate::args::Format;
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;
-use querl_core::config::{Config, load_resolved};
+use querl_core::config::load_resolved;
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_atomic;
 use querl_core::run_dir::RunDir;
 use querl_data::{Passage, read_passages};
 use querl_eval::{AuditOptions, AuditPassage, AuditSources, audit, audit_html, audit_text};
 use querl_pipeline::failure::Stop;
+use querl_pipeline::run_logs;
 use querl_train::job::{Failure, FailureKind};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -43,7 +44,8 @@ pub struct AuditArgs {
 pub fn run(args: &AuditArgs) -> anyhow::Result<()> {
     let dir = RunDir::new(&args.run);
     let recorded = read_episodes(&dir)?;
-    let (passages, notes) = knowledge_base(load_resolved(&dir.config()).ok().as_ref());
+    let (passages, mut notes) = knowledge_base(&dir);
+    notes.extend(run_logs::notes(&dir)?);
     let metrics = read_metrics(&dir.metrics())?;
     let sources = AuditSources { passages: passages.as_deref(), metrics: &metrics };
     let options = AuditOptions { n_shown: args.show, seed: SEED, n_resamples: N_RESAMPLES };
@@ -80,9 +82,12 @@ fn read_episodes(dir: &RunDir) -> Result<Vec<RecordedEpisode>, Stop> {
 }
 
 /// The passages of the configured knowledge base; a sentence where there are none, since the rest can be audited without.
-fn knowledge_base(config: Option<&Config>) -> (Option<Vec<AuditPassage>>, Vec<String>) {
+fn knowledge_base(dir: &RunDir) -> (Option<Vec<AuditPassage>>, Vec<String>) {
     let skipped = |why: String| (None, vec![format!("no second retriever: {why}")]);
-    let Some(config) = config else { return skipped("config.resolved.toml cannot be read".into()) };
+    let config = match load_resolved(&dir.config()) {
+        Ok(config) => config,
+        Err(error) => return skipped(error.to_string()),
+    };
     let Some(path) = &config.retrieval.knowledge_base else {
         return skipped("the run has no `retrieval.knowledge_base`".into());
     };
@@ -105,6 +110,6 @@ fn read_metrics(path: &Path) -> anyhow::Result<Vec<Value>> {
             Ok(lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(error).with_context(|| path.display().to_string()),
+        Err(error) => Err(error).with_context(|| format!("{}: cannot be read", path.display())),
     }
 }
