@@ -103,8 +103,9 @@ pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, Strin
     let format = match serde_json::from_slice::<Format>(bytes).map_err(not_json)?.format {
         Some(format) if format == known || format == FORMAT_2 => format,
         Some(format) => {
+            let newer = if format > known { "run the querl that wrote it, or " } else { "" };
             return Err(format!(
-                "`format` is {format}; this querl reads {FORMAT_2} and {known}: run the stage `rl` again"
+                "`format` is {format}; this querl reads {FORMAT_2} and {known}: {newer}run the stage `rl` again"
             ));
         }
         None => return Err(format!("`format` is missing; expected \"format\": {known}")),
@@ -262,7 +263,14 @@ mod tests {
         let replaced = |from: &str, to: &str| one_line(BY_HAND).replacen(from, to, 1);
         for (line, expected) in [
             (replaced("\"format\": 2, ", ""), "`format` is missing; expected \"format\": 3"),
-            (replaced("\"format\": 2", "\"format\": 1"), "`format` is 1; this querl reads 2 and 3: "),
+            (
+                replaced("\"format\": 2", "\"format\": 1"),
+                "`format` is 1; this querl reads 2 and 3: run the stage `rl` again",
+            ),
+            (
+                replaced("\"format\": 2", "\"format\": 4"),
+                "`format` is 4; this querl reads 2 and 3: run the querl that wrote it, or run the stage `rl` again",
+            ),
             (replaced("0.8", "1.8"), "`reranker_score` of policy hit 1 is 1.8; expected 0 to 1"),
             (replaced("\"query\"", "\"qurey\""), "unknown field `qurey`"),
             (

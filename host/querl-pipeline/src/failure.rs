@@ -41,6 +41,15 @@ impl Stop {
         Self { ending: Ending::Usage, message: message.to_string() }
     }
 
+    /// A model that cannot be opened, which the user can correct; too little memory to read it is a failure.
+    pub fn of_model(error: ModelError) -> Self {
+        let ending = match &error {
+            ModelError::Io { source, .. } if is_exhausted(source) => Ending::Failed,
+            _ => Ending::Usage,
+        };
+        Self { ending, message: error.to_string() }
+    }
+
     /// A failed job. Out of memory is a failure whose message names the setting to change.
     pub fn of(failure: Failure) -> Self {
         Self { ending: of_job(failure.kind), message: failure.message }
@@ -216,6 +225,10 @@ mod tests {
         assert_eq!(ending_of(&anyhow::Error::from(damaged()).context("sft")), Ending::Usage);
         assert_eq!(ending_of(&TrainError::from(damaged()).into()), Ending::Usage);
         assert_eq!(ending_of(&ModelError::Template("no".into()).into()), Ending::Usage);
+        assert_eq!(ending_of(&Stop::of_model(damaged()).into()), Ending::Usage);
+        let source = std::io::ErrorKind::OutOfMemory.into();
+        let unread = Stop::of_model(ModelError::Io { path: "model".into(), source });
+        assert_eq!(ending_of(&anyhow::Error::from(unread).context("sft")), Ending::Failed);
         assert_eq!(ending_of(&ModelError::Generation("no".into()).into()), Ending::Failed);
     }
 

@@ -18,7 +18,6 @@ use querl_eval::{
 };
 use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::collections::BTreeSet;
 
 /// Names of the services behind the metrics.

@@ -4,6 +4,7 @@ use super::LoraAdapter;
 use super::settings::{EMBEDDING, HEAD, LayerKind, LayerPlan, LoraSettings, Modules, Patterns, SCORE, SavedCopies};
 use crate::{DecoderConfig, ModelError, load_tensors, save_tensors};
 use candle_core::{DType, Device, Tensor, Var};
+use querl_core::fsx::json_problem;
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
