@@ -1,5 +1,6 @@
 //! Reads recorded episodes: JSON lines written by a run or by a plugin author.
 
+use crate::fsx::{fault, io_problem};
 use crate::records::{Episode, EpisodeRecord, HostCall, RejectedBy, Rejection, Reward, outcome_form};
 use serde::Deserialize;
 use std::collections::BTreeSet;
@@ -35,7 +36,7 @@ impl RecordedEpisode {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum EpisodesError {
-    #[error("{}: cannot be read: {source}", path.display())]
+    #[error("{}: cannot be read: {}", path.display(), io_problem(source))]
     Io { path: PathBuf, source: std::io::Error },
     #[error("{}:{line}: {reason}", path.display())]
     Line { path: PathBuf, line: usize, reason: String },
@@ -96,13 +97,15 @@ pub fn parse(bytes: &[u8], line: usize) -> Result<Option<RecordedEpisode>, Strin
     if bytes.iter().all(u8::is_ascii_whitespace) {
         return Ok(None);
     }
-    let not_json = |error: serde_json::Error| format!("not an episode: {error}");
+    let remedy = "correct or remove the line, or run the stage `rl` again";
+    let not_json = |error: serde_json::Error| format!("not an episode: {}; {remedy}", fault(bytes, &error));
     let known = EpisodeRecord::FORMAT;
     let format = match serde_json::from_slice::<Format>(bytes).map_err(not_json)?.format {
         Some(format) if format == known || format == FORMAT_2 => format,
         Some(format) => {
+            let newer = if format > known { "run the querl that wrote it, or " } else { "" };
             return Err(format!(
-                "`format` is {format}; this querl reads {FORMAT_2} and {known}: run the stage `rl` again"
+                "`format` is {format}; this querl reads {FORMAT_2} and {known}: {newer}run the stage `rl` again"
             ));
         }
         None => return Err(format!("`format` is missing; expected \"format\": {known}")),
@@ -260,10 +263,21 @@ mod tests {
         let replaced = |from: &str, to: &str| one_line(BY_HAND).replacen(from, to, 1);
         for (line, expected) in [
             (replaced("\"format\": 2, ", ""), "`format` is missing; expected \"format\": 3"),
-            (replaced("\"format\": 2", "\"format\": 1"), "`format` is 1; this querl reads 2 and 3: "),
+            (
+                replaced("\"format\": 2", "\"format\": 1"),
+                "`format` is 1; this querl reads 2 and 3: run the stage `rl` again",
+            ),
+            (
+                replaced("\"format\": 2", "\"format\": 4"),
+                "`format` is 4; this querl reads 2 and 3: run the querl that wrote it, or run the stage `rl` again",
+            ),
             (replaced("0.8", "1.8"), "`reranker_score` of policy hit 1 is 1.8; expected 0 to 1"),
             (replaced("\"query\"", "\"qurey\""), "unknown field `qurey`"),
-            ("{".into(), "not an episode: "),
+            (
+                "{".into(),
+                "not an episode: the line ends too early; a record is one line; correct or remove the line, or ",
+            ),
+            ("3".into(), "not an episode: invalid type: integer `3`, expected an object at byte 1; correct or remove "),
         ] {
             let error = parse(line.as_bytes(), 1).unwrap_err();
             assert!(error.contains(expected), "{error}");

@@ -111,6 +111,31 @@ pub fn is_input_error(error: &io::Error) -> bool {
     )
 }
 
+/// Whether the machine has too little of something: memory, address space, open files, disk. The content of the file is not known then.
+pub fn is_exhausted(error: &io::Error) -> bool {
+    use io::ErrorKind as Kind;
+    let is_kind = matches!(error.kind(), Kind::OutOfMemory | Kind::StorageFull | Kind::QuotaExceeded);
+    is_kind || is_out_of_handles(error)
+}
+
+/// `ENFILE` and `EMFILE`, which have no kind; their numbers are the same on Linux, macOS and the BSDs.
+fn is_out_of_handles(error: &io::Error) -> bool {
+    cfg!(unix) && matches!(error.raw_os_error(), Some(23 | 24))
+}
+
+/// The end of a sentence about an I/O error: the error, and before it what to raise where memory or open files do not suffice.
+pub fn io_problem(error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::OutOfMemory => {
+            format!(
+                "too little memory or address space to read it; free some, or raise the limit (`ulimit -v`): {error}"
+            )
+        }
+        _ if is_out_of_handles(error) => format!("too many files are open; raise the limit (`ulimit -n`): {error}"),
+        _ => error.to_string(),
+    }
+}
+
 /// Name prefix of temporary files.
 const UNFINISHED: &str = ".querl-";
 
@@ -163,7 +188,7 @@ pub fn write_jsonl<T: serde::Serialize>(path: &Path, values: impl IntoIterator<I
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ReadError {
-    #[error("{path}: cannot be read: {source}")]
+    #[error("{path}: cannot be read: {}", io_problem(source))]
     Io { path: String, source: io::Error },
     #[error("{path}:{line}: not a valid record: {problem}; fix or remove the line")]
     Line { path: String, line: usize, problem: String },
@@ -311,15 +336,23 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
     }
 }
 
-/// Describes a parse error; the position reported by serde_json is relative to the line.
-fn fault(text: &[u8], error: &serde_json::Error) -> String {
+/// What the JSON parser says, without the names of Rust types.
+pub fn json_problem(error: &serde_json::Error) -> String {
+    let message = error.to_string();
+    let Some((before, named)) = message.split_once("expected struct ") else { return message };
+    let rest = named.find(' ').map_or("", |end| &named[end..]);
+    format!("{before}expected an object{rest}")
+}
+
+/// Describes a parse error of a line; the position reported by serde_json is relative to the line.
+pub(crate) fn fault(text: &[u8], error: &serde_json::Error) -> String {
     if let Err(error) = std::str::from_utf8(text) {
         return format!("byte {} is not UTF-8; save the file as UTF-8", error.valid_up_to() + 1);
     }
     if error.is_eof() {
         return "the line ends too early; a record is one line".into();
     }
-    let message = error.to_string();
+    let message = json_problem(error);
     let what = message.split(" at line ").next().unwrap_or(&message);
     match error.column() {
         0 => what.to_owned(),
@@ -376,6 +409,22 @@ mod tests {
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
     }
 
+    /// Regression: a file that could not be mapped for want of memory was called damaged.
+    #[test]
+    fn want_of_memory_or_handles_says_nothing_about_the_file() {
+        let exhausted =
+            [io::Error::from_raw_os_error(24), io::ErrorKind::OutOfMemory.into(), io::ErrorKind::StorageFull.into()];
+        assert!(exhausted.iter().all(is_exhausted));
+        let others = [io::ErrorKind::UnexpectedEof, io::ErrorKind::InvalidData, io::ErrorKind::NotFound];
+        assert!(!others.into_iter().any(|kind| is_exhausted(&kind.into())));
+        let error = ReadError::io(Path::new("a.jsonl"), io::ErrorKind::OutOfMemory.into()).to_string();
+        let expected =
+            "too little memory or address space to read it; free some, or raise the limit (`ulimit -v`): out of memory";
+        assert_eq!(error, format!("a.jsonl: cannot be read: {expected}"));
+        assert!(io_problem(&exhausted[0]).starts_with("too many files are open; raise the limit (`ulimit -n`): "));
+        assert_eq!(io_problem(&io::ErrorKind::NotFound.into()), "entity not found");
+    }
+
     #[test]
     fn a_longer_file_is_not_read_and_a_cut_character_has_its_line() {
         let folder = tempfile::tempdir().unwrap();
@@ -396,6 +445,18 @@ mod tests {
         let left = |name: &str| folder.path().join(name).exists();
         assert!(left("a.txt") && left(".in-use") && left("best/adapter"));
         assert!(!left("best/.querl-a1b2c3") && !left(".querl-d4"));
+    }
+
+    #[test]
+    fn messages_speak_of_objects_and_not_of_types() {
+        #[derive(Debug, serde::Deserialize)]
+        struct Counts {
+            _n: u32,
+        }
+        let message = |text: &str| json_problem(&serde_json::from_str::<Counts>(text).unwrap_err());
+        assert_eq!(message("9"), "invalid type: integer `9`, expected an object at line 1 column 1");
+        assert!(message("[]").starts_with("invalid length 0, expected an object with 1 element"), "{}", message("[]"));
+        assert!(message("{}").starts_with("missing field `_n`"), "{}", message("{}"));
     }
 
     #[test]

@@ -120,6 +120,9 @@ pub enum ReadError {
     Invalid(String),
 }
 
+/// The remedy for a file of a model that is cut, empty or not of its format.
+pub const DOWNLOAD_AGAIN: &str = "download or save it again";
+
 /// Reads a JSON file next to a model of at most [`MAX_BYTES`].
 ///
 /// # Errors
@@ -142,7 +145,7 @@ pub fn read(path: &Path) -> Result<Map<String, Value>, ReadError> {
     match serde_json::from_slice(&read_bytes(path)?) {
         Ok(Value::Object(keys)) => Ok(keys),
         Ok(other) => Err(ReadError::Invalid(format!("is {}; expected a JSON object", shown(&other)))),
-        Err(error) => Err(ReadError::Invalid(format!("not JSON: {error}"))),
+        Err(error) => Err(ReadError::Invalid(format!("not JSON: {error}; {DOWNLOAD_AGAIN}"))),
     }
 }
 

@@ -7,7 +7,7 @@ use candle_nn::VarBuilder;
 use candle_transformers::models::{bert, xlm_roberta};
 use querl_core::floats::{FloatFormat, coordinates};
 use querl_core::fsx;
-use querl_core::model_config::{self, Keys, NoOp, bounds};
+use querl_core::model_config::{self, DOWNLOAD_AGAIN, Keys, NoOp, bounds};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use tokenizers::{EncodeInput, Encoding, Tokenizer, TruncationParams, TruncationStrategy};
@@ -158,7 +158,11 @@ impl Directory {
     pub(crate) fn weights(&self) -> Result<VarBuilder<'static>, EncoderError> {
         let path = self.path("model.safetensors");
         let bytes = std::fs::read(&path).map_err(|error| {
-            EncoderError::file(&path, format!("cannot be read: {error}; save the model with `safe_serialization=True`"))
+            let remedy = match error.kind() {
+                std::io::ErrorKind::NotFound => "; save the model with `safe_serialization=True`",
+                _ => "",
+            };
+            EncoderError::file(&path, format!("cannot be read: {}{remedy}", fsx::io_problem(&error)))
         })?;
         check_weights(&bytes).map_err(|problem| EncoderError::file(&path, problem))?;
         VarBuilder::from_buffered_safetensors(bytes, DType::F32, &Device::Cpu)
@@ -204,7 +208,8 @@ fn check_weights(bytes: &[u8]) -> Result<(), String> {
 
 fn read_json(path: &Path) -> Result<Value, EncoderError> {
     let bytes = model_config::read_bytes(path).map_err(|error| EncoderError::file(path, error))?;
-    serde_json::from_slice(&bytes).map_err(|error| EncoderError::file(path, format!("not JSON: {error}")))
+    serde_json::from_slice(&bytes)
+        .map_err(|error| EncoderError::file(path, format!("not JSON: {error}; {DOWNLOAD_AGAIN}")))
 }
 
 /// The encoder without a head.
@@ -294,7 +299,12 @@ impl Tokens {
     /// encoded as text, as with transformers' `split_special_tokens=True`.
     pub(crate) fn open(directory: &Directory, max_length: usize) -> Result<Self, EncoderError> {
         let path = directory.path("tokenizer.json");
-        let mut tokenizer = Tokenizer::from_file(&path).map_err(|error| EncoderError::file(&path, error))?;
+        let bytes = std::fs::read(&path)
+            .map_err(|error| EncoderError::file(&path, format!("cannot be read: {}", fsx::io_problem(&error))))?;
+        let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(|error| {
+            let expected = "a tokenizer as tokenizers 0.23 or older saves it";
+            EncoderError::file(&path, format!("not {expected}: {error}; {DOWNLOAD_AGAIN}"))
+        })?;
         // Padding of the file is ignored: batches are formed by length.
         tokenizer.with_padding(None);
         tokenizer.set_encode_special_tokens(true);

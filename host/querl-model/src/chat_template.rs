@@ -221,7 +221,7 @@ fn read_bounded(path: &Path) -> Result<String, ModelError> {
         let message = format!("has {n_bytes} bytes; expected a chat template of at most {MAX_SOURCE_BYTES}");
         return Err(ModelError::bad_file(path, message));
     }
-    std::fs::read_to_string(path).map_err(ModelError::io(path))
+    querl_core::fsx::read_text_bounded(path, MAX_SOURCE_BYTES as u64).map_err(ModelError::io(path))
 }
 
 /// As transformers renders: both trims on, Python's string methods, and a way for the template to complain.

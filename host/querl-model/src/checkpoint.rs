@@ -8,6 +8,7 @@ use crate::{ComputeDevice, DecoderConfig, ModelError, Weights, random};
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Tensor, Var};
 use querl_core::config::BaseDtype;
+use querl_core::model_config::DOWNLOAD_AGAIN;
 use safetensors::tensor::TensorView;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -38,7 +39,8 @@ fn weight_map(directory: &Path) -> Result<Option<BTreeMap<String, String>>, Mode
         weight_map: BTreeMap<String, String>,
     }
     let text = std::fs::read_to_string(&index).map_err(ModelError::io(&index))?;
-    let map: Index = serde_json::from_str(&text).map_err(|error| ModelError::bad_file(&index, error))?;
+    let map: Index =
+        serde_json::from_str(&text).map_err(|error| ModelError::unparsed(&index, "an index of shards", error))?;
     if map.weight_map.is_empty() {
         return Err(ModelError::bad_file(&index, "`weight_map` names no tensors; download the model again"));
     }
@@ -137,17 +139,20 @@ impl WeightFiles {
 fn map_file(path: &Path) -> Result<MmapedSafetensors, ModelError> {
     // SAFETY: a program that rewrites a checkpoint in place while it is mapped breaks the mapping, as it would for every
     // reader of safetensors. querl never does: it writes a new file and renames it, which leaves the mapping intact.
-    unsafe { MmapedSafetensors::new(path) }.map_err(|error| damaged(path, &error))
+    unsafe { MmapedSafetensors::new(path) }.map_err(|error| unloaded(path, error))
 }
 
-fn damaged(path: &Path, error: &Error) -> ModelError {
-    // candle repeats the path; safetensors' own message is the cause.
-    let cause = match error {
-        Error::WithPath { inner, .. } => first_line(inner),
-        error => first_line(error),
-    };
-    let message = format!("damaged or truncated safetensors file ({cause}); download or save it again");
-    ModelError::bad_file(path, message)
+/// An I/O error, such as that of a mapping without enough address space, says nothing about the file's content.
+pub(crate) fn unloaded(path: &Path, error: Error) -> ModelError {
+    match error {
+        Error::WithPath { inner, path } => unloaded(&path, *inner),
+        Error::WithBacktrace { inner, .. } => unloaded(path, *inner),
+        Error::Io(source) => ModelError::io(path)(source),
+        error => {
+            let cause = first_line(&error);
+            ModelError::bad_file(path, format!("damaged or truncated safetensors file ({cause}); {DOWNLOAD_AGAIN}"))
+        }
+    }
 }
 
 /// A checkpoint mapped into memory, with names and shapes checked; each tensor is read when it is needed.
@@ -248,7 +253,7 @@ fn first_line(error: &candle_core::Error) -> String {
 /// The file is missing, truncated or no safetensors file, or a value is NaN or Inf.
 pub fn load_tensors(path: &Path) -> Result<HashMap<String, Tensor>, ModelError> {
     let bytes = std::fs::read(path).map_err(ModelError::io(path))?;
-    let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| damaged(path, &error))?;
+    let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|error| unloaded(path, error))?;
     check_tensors(path, &tensors)?;
     Ok(tensors)
 }

@@ -1,6 +1,8 @@
 //! Errors of model directories, adapters and computations.
 
-use querl_core::model_config::ReadError;
+use querl_core::fsx::io_problem;
+use querl_core::model_config::{DOWNLOAD_AGAIN, ReadError};
+use std::io;
 use std::path::{Path, PathBuf};
 
 /// Errors of this crate.
@@ -13,8 +15,8 @@ pub enum ModelError {
     UnsupportedArchitecture { path: PathBuf, found: String, expected: &'static str },
     #[error("{path}: {message}")]
     BadFile { path: PathBuf, message: String },
-    #[error("{path}: {source}")]
-    Io { path: PathBuf, source: std::io::Error },
+    #[error("{}: {}", path.display(), io_problem(source))]
+    Io { path: PathBuf, source: io::Error },
     #[error("tokenizer: {0}")]
     Tokenizer(String),
     #[error("{0}")]
@@ -42,12 +44,21 @@ impl ModelError {
 
     pub(crate) fn unread(path: &Path, error: ReadError) -> Self {
         match error {
-            ReadError::Io(source) => Self::Io { path: path.to_owned(), source },
+            ReadError::Io(source) => Self::io(path)(source),
             ReadError::Invalid(message) => Self::bad_file(path, message),
         }
     }
 
-    pub(crate) fn io(path: &Path) -> impl FnOnce(std::io::Error) -> Self + '_ {
-        move |source| Self::Io { path: path.to_owned(), source }
+    /// A file that is cut, empty or not of its format: `expected`, such as `JSON`.
+    pub(crate) fn unparsed(path: &Path, expected: &str, problem: impl std::fmt::Display) -> Self {
+        Self::bad_file(path, format!("not {expected}: {problem}; {DOWNLOAD_AGAIN}"))
+    }
+
+    /// Bytes that are no text are a file to replace; other errors say nothing about the content.
+    pub(crate) fn io(path: &Path) -> impl FnOnce(io::Error) -> Self + '_ {
+        move |source| match source.kind() {
+            io::ErrorKind::InvalidData => Self::bad_file(path, format!("{source}; {DOWNLOAD_AGAIN}")),
+            _ => Self::Io { path: path.to_owned(), source },
+        }
     }
 }

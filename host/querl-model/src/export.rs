@@ -326,7 +326,7 @@ fn copy(from: &Path, to: &Path) -> Result<(), ModelError> {
 
 pub(crate) fn read_json(path: &Path) -> Result<Value, ModelError> {
     let bytes = model_config::read_bytes(path).map_err(|error| ModelError::unread(path, error))?;
-    serde_json::from_slice(&bytes).map_err(|error| ModelError::bad_file(path, error))
+    serde_json::from_slice(&bytes).map_err(|error| ModelError::unparsed(path, "JSON", error))
 }
 
 pub(crate) fn write_json(path: &Path, value: &Value) -> Result<(), ModelError> {

@@ -1,6 +1,6 @@
 //! candle-transformers' decoders on the same checkpoint: an independent implementation to compare with.
 
-use crate::checkpoint::{required, weight_files};
+use crate::checkpoint::{required, unloaded, weight_files};
 use crate::{DecoderConfig, Family, ModelError};
 use candle_core::{DType, Device, Result as TensorResult, Tensor};
 use candle_nn::VarBuilder;
@@ -29,7 +29,7 @@ impl SecondOpinion {
         let files = weight_files(directory)?;
         // SAFETY: as in `Decoder::load`: a program that rewrites a checkpoint in place while it is read breaks the mapping.
         let weights = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &Device::Cpu) };
-        let weights = weights.map_err(|error| ModelError::bad_file(directory, error))?;
+        let weights = weights.map_err(|error| unloaded(directory, error))?;
         let mut json = config.to_json();
         let bad = |error| ModelError::bad_file(directory, error);
         Ok(Self(match config.family {

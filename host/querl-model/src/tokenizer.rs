@@ -32,6 +32,16 @@ pub struct TextTokenizer {
     stop_ids: BTreeSet<u32>,
 }
 
+/// Reads a `tokenizer.json`.
+///
+/// # Errors
+/// The file cannot be read, or is of another format.
+pub(crate) fn read_tokenizer(path: &Path) -> Result<Tokenizer, ModelError> {
+    let bytes = std::fs::read(path).map_err(ModelError::io(path))?;
+    Tokenizer::from_bytes(bytes)
+        .map_err(|error| ModelError::unparsed(path, "a tokenizer as tokenizers 0.23 or older saves it", error))
+}
+
 /// The thinking block of a turn without thoughts in the template of Qwen3.
 const EMPTY_THINKING: &str = "<think>\n\n</think>\n\n";
 
@@ -42,7 +52,7 @@ impl TextTokenizer {
     /// A file is missing or damaged, or no end-of-sequence token is named.
     pub fn load(directory: &Path) -> Result<Self, ModelError> {
         let path = required(directory, "tokenizer.json")?;
-        let inner = Tokenizer::from_file(&path).map_err(|error| ModelError::bad_file(&path, error))?;
+        let inner = read_tokenizer(&path)?;
         let config_path = required(directory, "tokenizer_config.json")?;
         let config = read_json(&config_path)?;
         let eos = token_text(&config["eos_token"]).ok_or_else(|| {

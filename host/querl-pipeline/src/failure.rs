@@ -4,7 +4,7 @@ use querl_bundle::BundleError;
 use querl_bundle::oci::RegistryError;
 use querl_core::config::ConfigError;
 use querl_core::dir_lock::DirLockError;
-use querl_core::fsx::is_input_error;
+use querl_core::fsx::{ReadError, is_exhausted, is_input_error};
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault};
 use querl_core::records::{CallFailure, FailureKind};
 use querl_core::run_dir::RunDir;
@@ -53,6 +53,15 @@ impl Stop {
         };
         let expected = "expected the folder that `querl run` writes, the output_dir of a configuration";
         Self::usage(format!("{}: not a run's folder: {why}; {expected}", path.display()))
+    }
+
+    /// A model that cannot be opened, which the user can correct; too little memory to read it is a failure.
+    pub fn of_model(error: ModelError) -> Self {
+        let ending = match &error {
+            ModelError::Io { source, .. } if is_exhausted(source) => Ending::Failed,
+            _ => Ending::Usage,
+        };
+        Self { ending, message: error.to_string() }
     }
 
     /// A failed job. Out of memory is a failure whose message names the setting to change.
@@ -106,6 +115,7 @@ fn known_ending(cause: &(dyn std::error::Error + 'static)) -> Option<Ending> {
     }
     match cause.downcast_ref::<DataError>() {
         Some(DataError::Write { .. } | DataError::Plugin(_)) => return Some(Ending::Failed),
+        Some(DataError::Lines(ReadError::Io { source, .. })) if is_exhausted(source) => return Some(Ending::Failed),
         Some(DataError::Interrupted) => return Some(Ending::Interrupted),
         Some(_) => return Some(Ending::Usage),
         None => {}
@@ -260,6 +270,10 @@ mod tests {
         assert_eq!(ending_of(&anyhow::Error::from(damaged()).context("sft")), Ending::Usage);
         assert_eq!(ending_of(&TrainError::from(damaged()).into()), Ending::Usage);
         assert_eq!(ending_of(&ModelError::Template("no".into()).into()), Ending::Usage);
+        assert_eq!(ending_of(&Stop::of_model(damaged()).into()), Ending::Usage);
+        let source = std::io::ErrorKind::OutOfMemory.into();
+        let unread = Stop::of_model(ModelError::Io { path: "model".into(), source });
+        assert_eq!(ending_of(&anyhow::Error::from(unread).context("sft")), Ending::Failed);
         assert_eq!(ending_of(&ModelError::Generation("no".into()).into()), Ending::Failed);
     }
 

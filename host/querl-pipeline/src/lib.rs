@@ -26,6 +26,7 @@ pub mod release;
 pub mod report;
 pub mod retrieval;
 pub mod run;
+pub mod run_logs;
 mod second_retrieval;
 pub mod serving;
 pub mod stages;

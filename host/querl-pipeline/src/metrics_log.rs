@@ -35,7 +35,8 @@ impl MetricsLog {
         drop_torn_line(path).with_context(unwritable)?;
         let n_lines = of_stage(&read(path).with_context(unwritable)?, stage).count() as u64;
         let file = append_to(path).with_context(unwritable)?;
-        let events = EventFile::open(&RunDir::tensorboard(path, stage)).with_context(unwritable)?;
+        let events = RunDir::tensorboard(path, stage);
+        let events = EventFile::open(&events).with_context(|| format!("{}: cannot be written", events.display()))?;
         Ok(Self {
             path: path.to_owned(),
             stage: stage.to_owned(),

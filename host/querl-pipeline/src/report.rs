@@ -2,9 +2,9 @@
 
 use crate::environment::DEADLINE_CODE;
 use crate::failure::Stop;
-use crate::ledger::{Entry, FileDigest, Ledger, Outputs, PART, StageName, rows_of};
-use crate::metrics_log;
+use crate::ledger::{Ledger, PART, StageName, rows_of};
 use crate::pooling::{Pooling, differences, listed};
+use crate::run_logs::whole_metrics;
 use crate::stages::{funnel, leaks, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
@@ -18,7 +18,6 @@ use querl_eval::{
 };
 use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::collections::BTreeSet;
 
 /// Names of the services behind the metrics.
@@ -42,6 +41,11 @@ pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
     let text = |name| facts.and_then(|facts| facts.get(name)).and_then(|value| value.as_str()).map(str::to_owned);
     match (text("teacher"), text("retrieval")) {
         (Some(teacher), Some(retrieval)) => Ok(Names { teacher, judge: text("judge"), retrieval }),
+        _ if ledger.entry(StageName::Eval.as_str()).is_none() && dir.eval_records().exists() => {
+            let problem = format!("has no finished eval for {}", dir.eval_records().display());
+            let remedy = "put the file back, or run `querl eval CONFIG --from eval` to make the result again";
+            Err(Stop::usage(format!("{}: {problem}; {remedy}", dir.stages().display())).into())
+        }
         _ => {
             let message = format!("{}: not an evaluated run; run `querl eval` first", dir.root().display());
             Err(Stop::usage(message).into())
@@ -182,37 +186,6 @@ fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyho
     })
 }
 
-/// The lines of `metrics.jsonl` of the stages that have all of theirs, and a note on each other stage and on a changed `episodes.jsonl`.
-fn whole_metrics(dir: &RunDir, ledger: &Ledger) -> anyhow::Result<(Vec<Value>, Vec<String>)> {
-    let (mut metrics, mut notes) = (Vec::new(), Vec::new());
-    for stage in StageName::ALL {
-        let lines = metrics_log::lines_of(&dir.metrics(), stage.as_str()).context("metrics.jsonl cannot be read")?;
-        let rows: Vec<Value> = lines.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
-        let entry = ledger.entry(stage.as_str()).filter(|entry| entry.finished);
-        let changed = entry.and_then(|entry| changed_metrics(entry, &lines, &rows));
-        match changed {
-            Some(change) => notes.push(format!("metrics.jsonl of {stage} {change}: its curves are not drawn")),
-            None => metrics.extend(rows),
-        }
-        let Some(written) = entry.and_then(|entry| entry.logs.get(EPISODES)) else { continue };
-        let now = Outputs::of(dir.root(), &[dir.episodes()])?.into_iter().next().map(|(_, digest)| digest);
-        notes.extend(written.difference(now.as_ref()).map(|change| format!("{EPISODES} of {stage} {change}")));
-    }
-    Ok((metrics, notes))
-}
-
-/// How the lines of a finished stage differ from those that it wrote. A stopped stage may have lost lines before it was resumed.
-fn changed_metrics(entry: &Entry, lines: &str, rows: &[Value]) -> Option<String> {
-    let now = (!lines.is_empty()).then(|| FileDigest::of_bytes(lines.as_bytes()));
-    let known: BTreeSet<u64> = rows.iter().filter_map(|row| row["step"].as_u64()).collect();
-    let n_steps = entry.facts.count("steps");
-    let n_missing = (1..=n_steps).filter(|step| !known.contains(step)).count();
-    let missing = (n_missing > 0).then(|| format!("has no line for {n_missing} of {n_steps} steps"));
-    entry.logs.get("metrics.jsonl").and_then(|written| written.difference(now.as_ref())).or(missing)
-}
-
-const EPISODES: &str = "episodes.jsonl";
-
 /// The lock file, or a note where it cannot be read: metrics come from the records alone.
 fn lock(dir: &RunDir) -> (LockFile, Option<String>) {
     let path = dir.lock();
@@ -291,8 +264,7 @@ fn funnel(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<FunnelStep>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ledger::Facts;
-    use crate::ledger::Inputs;
+    use crate::ledger::{Entry, Facts, Inputs};
     use std::collections::BTreeMap;
 
     #[test]

@@ -7,7 +7,7 @@
 use crate::compile;
 use crate::compile::{CompileError, Compiler};
 use crate::engine::MemoryReservation;
-use querl_core::fsx::digest_hex;
+use querl_core::fsx::{digest_hex, io_problem};
 use sha2::{Digest, Sha256};
 use std::hash::{Hash, Hasher};
 use std::io;
@@ -150,11 +150,17 @@ fn is_whole(path: &Path) -> bool {
         tracing::warn!("{}: not used: not a file that only its owner can write", path.display());
         return false;
     }
-    let whole = sealed(path, metadata.len()).unwrap_or(false);
-    if !whole {
-        tracing::warn!("{}: not used: damaged", path.display());
+    match sealed(path, metadata.len()) {
+        Ok(true) => true,
+        Ok(false) => {
+            tracing::warn!("{}: not used: damaged", path.display());
+            false
+        }
+        Err(error) => {
+            tracing::warn!("{}: not used: {}", path.display(), io_problem(&error));
+            false
+        }
     }
-    whole
 }
 
 fn sealed(path: &Path, n_bytes: u64) -> io::Result<bool> {

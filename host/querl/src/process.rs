@@ -69,10 +69,14 @@ fn end_with(sentence: &'static str) -> ! {
 pub fn end_where_no_thread_starts() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        let is_refused =
-            |message: &str| message.contains("spawn") && message.contains("Resource temporarily unavailable");
-        if panic.payload_as_str().is_some_and(is_refused) { end_with(NO_THREAD) } else { default(panic) }
+        if panic.payload_as_str().is_some_and(is_of_no_thread) { end_with(NO_THREAD) } else { default(panic) }
     }));
+}
+
+/// The messages of the standard library, tokio and rayon.
+fn is_of_no_thread(message: &str) -> bool {
+    let is_of_thread = ["spawn", "thread pool"].iter().any(|words| message.contains(words));
+    is_of_thread && message.contains("Resource temporarily unavailable")
 }
 
 /// `mi_option_purge_delay` of mimalloc's header: milliseconds until freed memory is returned to the system, -1 for never.
@@ -195,7 +199,16 @@ fn leave_cpu_time_to_save() {
 
 #[cfg(test)]
 mod tests {
-    use super::PURGE_DELAY;
+    use super::{PURGE_DELAY, is_of_no_thread};
+
+    /// Regression: with little address space `model logprobs` ended with the panic of rayon's thread pool.
+    #[test]
+    fn a_thread_that_is_refused_is_known_by_the_message_of_the_panic() {
+        let refused = "ThreadPoolBuildError { kind: IOError(Os { code: 11, kind: WouldBlock, message: \"Resource temporarily unavailable\" }) }";
+        assert!(is_of_no_thread(&format!("The global thread pool has not been initialized.: {refused}")));
+        assert!(is_of_no_thread("failed to spawn thread: Resource temporarily unavailable (os error 11)"));
+        assert!(!is_of_no_thread("index out of bounds") && !is_of_no_thread("spawn: no such file"));
+    }
 
     #[test]
     fn purge_delay_is_the_option_of_that_number() {

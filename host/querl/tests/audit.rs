@@ -68,7 +68,7 @@ fn a_constant_rewrite_is_named_in_text_json_page_and_exit_code() {
     let output = project.querl(&["audit", "run", "--page", "pages/audit.html"]).ok();
     assert!(output.stdout.contains("`深海鱼油 价格` was the rewrite of"), "{}", output.stdout);
     assert!(output.stdout.ends_with(" signs of reward hacking\n"), "{}", output.stdout);
-    assert!(output.stdout.contains("no second retriever: config.resolved.toml cannot be read"), "{}", output.stdout);
+    assert!(output.stdout.contains("no second retriever: run/config.resolved.toml: no such file"), "{}", output.stdout);
     assert!(project.read("pages/audit.html").contains("深海鱼油 价格"));
 
     let found = project.json(&["audit", "run", "--show", "3"]);

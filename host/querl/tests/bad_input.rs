@@ -597,6 +597,50 @@ fn limits_of_the_shell_end_in_a_sentence_and_not_by_a_signal() {
     assert!(said.contains("the state is saved; run the same command again to resume"), "{said}");
 }
 
+/// Symptom: weights that could not be mapped for want of address space were called "damaged or truncated", with exit code 2.
+#[cfg(target_os = "linux")]
+#[test]
+fn want_of_memory_is_not_called_a_damaged_file() {
+    let project = Project::new();
+    project.copy_model("model");
+    // Sparse: it takes no disk, and more address space than there is.
+    let weights = std::fs::File::options().write(true).open(project.path("model/model.safetensors")).unwrap();
+    weights.set_len(64 << 30).unwrap();
+    let script = format!("ulimit -v 16777216; exec {} model inspect model", env!("CARGO_BIN_EXE_querl"));
+    let mut command = std::process::Command::new("bash");
+    command.args(["-c", &script]).current_dir(project.folder.path());
+    let output = CommandOutput::of(command.output().unwrap(), project.folder.path());
+    let expected = "error: model/model.safetensors: too little memory or address space to read it; free some, or raise the limit (`ulimit -v`): \
+                    Cannot allocate memory (os error 12)\n";
+    assert_eq!((output.code, output.stderr.as_str()), (Some(1), expected));
+}
+
+/// Symptom: messages without a remedy, such as "stream did not contain valid UTF-8".
+#[test]
+fn damaged_files_of_a_model_are_named_with_a_remedy() {
+    let project = Project::new();
+    let cases: [(&str, &[u8], &str); 7] = [
+        ("config.json", b"{", "not JSON: EOF while parsing an object at line 1 column 1"),
+        ("config.json", b"\xff", "not JSON: expected value at line 1 column 1"),
+        (
+            "tokenizer.json",
+            b"",
+            "not a tokenizer as tokenizers 0.23 or older saves it: EOF while parsing a value at line 1 column 0",
+        ),
+        ("tokenizer_config.json", b"[", "not JSON: EOF while parsing a list at line 1 column 1"),
+        ("generation_config.json", b"", "not JSON: EOF while parsing a value at line 1 column 0"),
+        ("chat_template.jinja", b"a\n\xff", "line 2 is not UTF-8 text"),
+        ("model.safetensors", b"", "damaged or truncated safetensors file (header too small)"),
+    ];
+    for (file, content, problem) in cases {
+        let _ = std::fs::remove_dir_all(project.path("model"));
+        project.copy_model("model");
+        std::fs::write(project.path("model").join(file), content).unwrap();
+        let message = project.refusal(&["model", "inspect", "model"], 2);
+        assert_eq!(message, format!("model/{file}: {problem}; download or save it again"));
+    }
+}
+
 #[test]
 fn a_damaged_ledger_and_an_unusable_folder_are_mistakes_of_the_user() {
     let project = Project::new();

@@ -8,8 +8,9 @@
 
 mod support;
 
-use serde_json::Value;
-use std::collections::BTreeMap;
+use querl_faulty::{Answer, FaultyServer, Reply};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Stdio};
@@ -120,6 +121,56 @@ fn a_training_that_is_killed_at_any_moment_ends_as_one_that_was_never_killed() {
     if n_kills >= 50 {
         assert!(killed.contains_key("sft") && killed.contains_key("rl"), "no kill in one of the stages");
     }
+}
+
+/// A kill while scores of rollouts are awaited: judgements that had returned are not requested again, and policy and episodes are those of a
+/// run that was never killed.
+#[test]
+fn a_training_killed_while_scores_are_awaited_pays_for_no_judgement_twice() {
+    let server = FaultyServer::start(|_| {
+        let message = json!({"content": "{\"综合得分\": 4.0, \"理由\": \"好\"}"});
+        let answer = Answer::json(200, &json!({"choices": [{"message": message, "finish_reason": "stop"}]}));
+        Reply::After(Duration::from_millis(100), Box::new(answer.into()))
+    });
+    let judged = || {
+        let project = project();
+        let judge = format!(
+            "kind = \"openai\"\nbase_url = \"{}/v1\"\nmodel = \"j\"\napi_key_env = \"\"\nmax_concurrent = 1",
+            server.url()
+        );
+        project.edit("kind = \"rubric\"", &judge);
+        project.edit("sample_rate = 0.5", "sample_rate = 1.0");
+        project.edit("[model]", "[cache]\npath = \"answers.redb\"\n[model]");
+        project
+    };
+    let left = |project: &Project| {
+        let mut found = results(project);
+        // It counts the calls that were made and those that the cache saved.
+        found.remove("metrics.jsonl");
+        found
+    };
+    let (whole, killed, args) = (judged(), judged(), args(&[]));
+    whole.querl(&args).ok();
+    let n_whole = server.n_requests();
+    assert!(n_whole >= 8, "{n_whole} judgements");
+    for share in 1..=3 {
+        let mut child = start(&killed, &args);
+        while server.n_requests() < n_whole + n_whole * share / 4 {
+            assert!(child.try_wait().unwrap().is_none(), "ended before the kill");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        // The response before this request is on disk by then, and that to it has not been sent.
+        std::thread::sleep(Duration::from_millis(60));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    killed.querl(&args).ok();
+    let asked: Vec<String> =
+        server.requests().split_off(n_whole).iter().map(|asked| asked.json().to_string()).collect();
+    let n_twice = asked.len() - asked.iter().collect::<BTreeSet<_>>().len();
+    // At a kill one request is under way, and one response may not be on disk on a slow machine.
+    assert!(n_twice <= 2 * 3, "{n_twice} of {} requests were sent twice", asked.len());
+    assert!(left(&killed) == left(&whole), "policy or episodes differ from those of a run that was never killed");
 }
 
 const LONG: [&str; 4] = ["sft.max_steps=40", "sft.epochs=40", "sft.save_steps=100", "sft.eval_steps=20"];

@@ -3,8 +3,8 @@
 
 mod support;
 
-use support::Project;
 use support::process::{interrupted, signal};
+use support::{Project, repository};
 
 /// One test, because its parts build on one another and the run is the slow part.
 #[test]
@@ -509,6 +509,59 @@ fn logs_that_were_cut_are_reported_and_not_drawn() {
     assert!(table.contains("\nmetrics.jsonl of rl is missing: its curves are not drawn\n"), "{table}");
     assert!(table.contains("\nepisodes.jsonl of rl is missing\n"), "{table}");
     assert!(figures(&project.read("run/report.html")) < whole);
+}
+
+/// Symptom: `audit`, `watch` and `plugin replay` took logs that had lost lines for whole ones.
+#[test]
+fn logs_that_lost_lines_are_named_by_whatever_reads_them() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "rl"]).ok();
+    for log in ["run/episodes.jsonl", "run/metrics.jsonl"] {
+        let text = project.read(log);
+        let (kept, _) = text.trim_end().rsplit_once('\n').unwrap();
+        project.write(log, &format!("{kept}\n"));
+    }
+    for args in [["audit", "run"].as_slice(), &["watch", "run", "--once"]] {
+        let said = project.querl(args).ok().stdout;
+        for log in ["episodes.jsonl of rl has ", "metrics.jsonl of rl has "] {
+            assert!(said.contains(log), "{args:?}: no {log:?} in {said}");
+        }
+    }
+    let reward = repository().join("plugins/reward-competition").display().to_string();
+    let replayed = project.querl(&["plugin", "replay", "run", "--plugin", &reward]).ok();
+    assert!(replayed.stderr.contains("warning: episodes.jsonl of rl has "), "{replayed:#?}");
+    // Without the ledger it is not known, and results that are there are not said to be missing.
+    std::fs::remove_file(project.path("run/stages.json")).unwrap();
+    let ledger = project.refusal(&["export", "gguf", "run", "--out", "model.gguf"], 2);
+    assert!(ledger.starts_with("run/stages.json: has no finished training for run/sft; put the file back"), "{ledger}");
+    let ledger = project.refusal(&["rl", "querl.toml"], 2);
+    assert!(ledger.starts_with("run/stages.json: has no entry of "), "{ledger}");
+}
+
+/// Symptom: `serve reward` knew fewer queries, and `data stats` counted fewer rows, without a word.
+#[test]
+fn splits_that_lost_rows_are_named_by_whatever_reads_them() {
+    let project = Project::new();
+    project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+    project.write("run/data/train.jsonl", "");
+    let stats = project.querl(&["data", "stats", "querl.toml"]).ok().stdout;
+    assert!(stats.contains("warning: data/train.jsonl of convert has 0 of "), "{stats}");
+    let refused = project.querl(&["serve", "reward", "run", "--addr", "127.0.0.1:0"]);
+    assert!(refused.code == Some(2) && refused.stderr.contains("run/data/train.jsonl: has 0 of "), "{refused:#?}");
+}
+
+#[test]
+fn a_base_model_that_was_damaged_is_not_deployed() {
+    let project = Project::new();
+    project.copy_model("model");
+    project.querl(&["run", "querl.toml", "--to", "sft", "--set", "model.path=\"model\""]).ok();
+    project.write("model/tokenizer.json", "");
+    let message = project.refusal(&["deploy", "run", "--out", "new"], 2);
+    let expected =
+        "model/tokenizer.json: not a tokenizer as tokenizers 0.23 or older saves it: EOF while parsing a value";
+    assert!(message.starts_with(expected), "{message}");
+    assert!(message.ends_with("; download or save it again"), "{message}");
+    assert!(!project.path("new/tenants").exists());
 }
 
 /// Symptom: the report left the row funnel out, without a word, where rewrites or hits had been changed.

@@ -9,7 +9,7 @@ import signal
 import struct
 from pathlib import Path
 
-from project import Project
+from project import PLUGINS, Project
 
 FAILING_TEMPLATE = "{{ raise_exception('no') }}"
 
@@ -116,6 +116,71 @@ def damaged_files(tally) -> None:
                 path.write_bytes(content)
 
 
+# A file of a model, and the damages that make it another file than it was.
+MODEL_FILES = {
+    "config.json": ["missing", "cut", "empty"],
+    "tokenizer.json": ["missing", "cut", "empty"],
+    "tokenizer_config.json": ["missing", "cut", "empty"],
+    "generation_config.json": ["cut", "empty"],
+    "chat_template.jinja": ["missing", "cut"],
+    "model.safetensors": ["missing", "cut", "empty"],
+}
+
+
+def damaged_models(tally) -> None:
+    """Each is named with a remedy, and no deployment is made of it."""
+    with Project(finished="convert") as project:
+        folder = project.copy_model("model")
+        local = ["--set", 'model.path="model"']
+        tally.attack("a training", project.querl("run", "querl.toml", "--to", "sft", *local).problem(0))
+        for name, damages in MODEL_FILES.items():
+            content = (folder / name).read_bytes()
+            for damage in damages:
+                DAMAGES[damage](folder / name)
+                for args in (
+                    ["model", "inspect", "model"],
+                    ["model", "export", "--model", "model", "--out", "exported"],
+                    ["deploy", "run", "--out", "deployed"],
+                    ["rl", "querl.toml", *local],
+                ):
+                    end = project.querl(*args)
+                    no_remedy = None if "; " in end.err.rstrip().rsplit("\n", 1)[-1] else f"no remedy: {end.err[-300:]}"
+                    tally.attack(f"{name} {damage}: {args[0]} {args[1]}", end.problem(2, name) or no_remedy)
+                (folder / name).write_bytes(content)
+
+
+def without_last_line(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def lost_lines(tally) -> None:
+    """Logs and splits that are well formed, and not whole: whatever reads them says so."""
+    reward = str(PLUGINS / "reward-competition")
+    with Project(finished="eval") as project:
+        for name, args, code in (
+            ("episodes.jsonl", ["report", "run"], 0),
+            ("episodes.jsonl", ["audit", "run"], 0),
+            ("episodes.jsonl", ["watch", "run", "--once"], 0),
+            ("episodes.jsonl", ["plugin", "replay", "run", "--plugin", reward], 0),
+            ("metrics.jsonl", ["report", "run"], 0),
+            ("metrics.jsonl", ["audit", "run"], 0),
+            ("metrics.jsonl", ["watch", "run", "--once"], 0),
+            ("data/train.jsonl", ["data", "stats", "querl.toml"], 0),
+            ("data/train.jsonl", ["serve", "reward", "run", "--addr", "127.0.0.1:0"], 2),
+            ("data/validated.jsonl", ["serve", "reward", "run", "--addr", "127.0.0.1:0"], 2),
+            ("eval/records.jsonl", ["serve", "rewrite", "run", "--addr", "127.0.0.1:0"], 2),
+            ("eval/records.jsonl", ["deploy", "run", "--out", "deployed"], 2),
+        ):
+            path = project.path(f"run/{name}")
+            content = path.read_bytes()
+            without_last_line(path)
+            end = project.querl(*args, limit_s=30)
+            said = None if f"{path.name}" in end.out + end.err else f"nothing is said of {name}"
+            counted = None if " of " in end.out + end.err else "no count of bytes"
+            tally.attack(f"{name} without its last line: {' '.join(args[:2])}", end.problem(code) or said or counted)
+            path.write_bytes(content)
+
+
 # Keys of config.json that change the computation.
 MODEL_KEYS = [
     {"rope_scaling": {"type": "unheard-of", "factor": 2.0}},
@@ -216,7 +281,7 @@ def interrupted_rollouts(tally) -> None:
 
 GROUPS = {
     "refused commands": [refused_commands],
-    "damaged files of a run": [damaged_files],
-    "models": [changed_models],
+    "damaged files of a run": [damaged_files, lost_lines],
+    "models": [changed_models, damaged_models],
     "kills and interrupts": [kills, interrupted_rollouts],
 }

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 
+from cases import results
 from project import EXAMPLE, N_ROWS, OPENAI, Project, Service, completion
 
 COST_OF_A_CALL = (100 * 2.0 + 10 * 10.0) / 1e6
@@ -45,14 +46,14 @@ def budgets(tally) -> None:
 
 
 def waiting_scores(tally) -> None:
-    """kill -9 while judgements of rollouts are awaited: what was paid for is not paid again."""
+    """kill -9 while judgements of rollouts are awaited: what was paid for is not paid again, and the end is that of a run never killed."""
 
     def judge(body: dict, _index: int) -> tuple[int, bytes]:
         time.sleep(0.3)
         choice = {"message": {"role": "assistant", "content": '{"综合得分": 4.0, "理由": "好"}'}, "finish_reason": "stop"}
         return 200, json.dumps({"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}).encode()
 
-    with Service(judge) as service, Project(finished="sft") as project:
+    with Service(judge) as service, Project(finished="sft") as project, Project(finished="sft") as whole:
         sets = [
             "judge.kind=openai",
             f"judge.base_url={service.url}/v1",
@@ -69,6 +70,8 @@ def waiting_scores(tally) -> None:
             n_killed += project.interrupted(*args, after_s=after_s, sent=signal.SIGKILL).code == -9
         end = project.querl(*args)
         asked = [json.dumps(body) for body in service.requests]
+        never_killed = whole.querl(*args)
+        tally.attack("the end after kills in waiting", never_killed.problem(0) or results.difference(project, results.trained(whole)))
         n_twice = len(asked) - len(set(asked))
         # A call that was under way at a kill may be sent again.
         problem = None if n_twice <= n_killed else f"{n_twice} calls were paid twice with {n_killed} kills"

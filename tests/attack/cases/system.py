@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 
-from project import PLUGINS, QUERL, Project
+from project import MODEL, PLUGINS, QUERL, Project
 
 LONG_SFT = ["run", "querl.toml", "--to", "sft", "--set", "sft.max_steps=100000", "--set", "sft.epochs=100000"]
 
@@ -72,6 +72,26 @@ def limits(tally) -> None:
             if "-t 8" in limit:
                 again = project.interrupted(*args, after_s=15)
                 tally.attack("the same command resumes", None if "resuming from step" in again.err else again.err[-300:])
+
+
+def too_little_memory(tally) -> None:
+    """Weights that cannot be mapped are not called damaged. The file is sparse, and takes no disk."""
+    with Project() as project:
+        weights = project.copy_model("model") / "model.safetensors"
+        os.truncate(weights, 64 << 30)
+        project.write("texts.jsonl", '{"text": "胶原蛋白"}\n')
+        for args in (
+            ["model", "inspect", "model"],
+            ["model", "logprobs", "--model", "model", "--input", "texts.jsonl"],
+            ["run", "querl.toml", "--to", "sft", "--set", 'model.path="model"'],
+        ):
+            end = project.querl(*args, shell="ulimit -v 16777216;")
+            blamed = "the file is blamed" if "damaged" in end.err else None
+            tally.attack(f"weights larger than memory: {' '.join(args[:2])}", end.problem(1, "ulimit -v") or blamed)
+        for limit in range(80000, 240000, 20000):
+            end = project.querl("model", "logprobs", "--model", str(MODEL), "--input", "texts.jsonl", shell=f"ulimit -v {limit};")
+            problems = [end.problem(code) for code in (0, 1, 2)]
+            tally.attack(f"ulimit -v {limit}; querl model logprobs", problems[0] if all(problems) else None)
 
 
 def hang_ups(tally) -> None:
@@ -171,6 +191,6 @@ def two_processes(tally) -> None:
 
 
 GROUPS = {
-    "terminals, signals, limits": [lost_outputs, limits, hang_ups, one_interrupt],
+    "terminals, signals, limits": [lost_outputs, limits, too_little_memory, hang_ups, one_interrupt],
     "arguments and folders": [arguments, folders, two_processes],
 }

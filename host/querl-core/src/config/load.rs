@@ -128,6 +128,9 @@ fn read(path: &Path) -> Result<Vec<u8>, ConfigError> {
         return Err(ConfigError::Invalid { location: ConfigLocation::File(path.into()), message });
     }
     read_bounded(path, MAX_CONFIG_BYTES).map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound if path.is_symlink() => {
+            ConfigError::Missing { path: path.into(), hint: ", only a link to one that is not there".into() }
+        }
         io::ErrorKind::NotFound => ConfigError::Missing { path: path.into(), hint: neighbour(path) },
         _ => ConfigError::Unreadable { path: path.into(), source },
     })
@@ -573,6 +576,12 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
             format!("{}: no such file; did you mean {}?", folder.path().join("qurl.toml").display(), there.display());
         assert_eq!(error("qurl.toml"), expected);
         assert!(error("").contains("is a folder, not a configuration file; did you mean"));
+        // Symptom: "linked.toml: no such file; did you mean linked.toml?"
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink("nowhere", folder.path().join("linked.toml")).unwrap();
+            assert!(error("linked.toml").ends_with("linked.toml: no such file, only a link to one that is not there"));
+        }
     }
 
     use proptest::collection::vec;

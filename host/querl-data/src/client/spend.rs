@@ -1,7 +1,7 @@
 //! Spend of calls by stage and provider, over all processes of a run, and the budget that stops them.
 
 use crate::error::DataError;
-use querl_core::fsx::read_bounded;
+use querl_core::fsx::{ReadError, json_problem, read_bounded};
 use querl_core::records::{CallFailure, FailureKind};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -312,10 +312,11 @@ pub fn is_file_transfer(provider: &str) -> bool {
 pub fn read_spend(path: &Path) -> Result<SpendByStage, DataError> {
     match read_bounded(path, MAX_FILE_BYTES) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
-            DataError::file(path, format!("not a record of spend: {error}; remove the file to start from zero"))
+            let problem = json_problem(&error);
+            DataError::file(path, format!("not a record of spend: {problem}; remove the file to start from zero"))
         }),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(SpendByStage::default()),
-        Err(error) => Err(DataError::file(path, format!("cannot be read: {error}"))),
+        Err(source) => Err(ReadError::Io { path: path.display().to_string(), source }.into()),
     }
 }
 

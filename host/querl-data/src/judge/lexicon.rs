@@ -3,7 +3,7 @@
 use crate::error::DataError;
 use crate::retrieval::vocabulary::Segmenter;
 use crate::table::MAX_VOCABULARY_BYTES;
-use querl_core::fsx::read_text_bounded;
+use querl_core::fsx::{json_problem, read_text_bounded};
 use querl_core::records::Context;
 use serde::Deserialize;
 use std::collections::HashMap;
@@ -97,7 +97,8 @@ impl Lexicon {
     pub fn read(path: &Path) -> Result<Self, DataError> {
         let text = read_text_bounded(path, MAX_VOCABULARY_BYTES)
             .map_err(|error| DataError::file(path, format!("cannot be read: {error}; check retrieval.lexicon")))?;
-        Self::parse(&text).map_err(|problem| DataError::file(path, format!("not a lexicon: {problem}")))
+        let remedy = "correct the file, or leave retrieval.lexicon out";
+        Self::parse(&text).map_err(|problem| DataError::file(path, format!("not a lexicon: {problem}; {remedy}")))
     }
 
     /// Parses a lexicon.
@@ -105,7 +106,7 @@ impl Lexicon {
     /// # Errors
     /// What is wrong, as the end of a sentence.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let file: LexiconFile = serde_json::from_str(text).map_err(|error| error.to_string())?;
+        let file: LexiconFile = serde_json::from_str(text).map_err(|error| json_problem(&error))?;
         if file.products.is_empty() || file.intents.is_empty() {
             return Err("it needs at least one product and one intent".into());
         }

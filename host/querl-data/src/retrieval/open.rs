@@ -130,7 +130,7 @@ pub fn open_retrieval_backend(
     Ok(match config.rerank.kind {
         RerankKind::None => backend,
         RerankKind::Tei | RerankKind::Cohere | RerankKind::Local => {
-            Arc::new(RerankedBackend::open(&config.rerank, config.top_k, backend, models, services)?)
+            Arc::new(RerankedBackend::open(config, backend, models, services)?)
         }
     })
 }

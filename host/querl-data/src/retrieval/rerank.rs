@@ -3,6 +3,7 @@
 
 use crate::client::ServiceContext;
 use crate::client::http::{Call, CallLimits, Caller, Refusal, Secret, estimated_tokens};
+use crate::client::response_cache::{CacheTable, ServiceCache};
 use crate::error::DataError;
 use crate::retrieval::embedding::LocalModelCalls;
 use crate::retrieval::mapping::{excerpt, fill_text, number, placeholders};
@@ -10,7 +11,7 @@ use crate::retrieval::pricing::{CallCharge, max_tokens};
 use crate::retrieval::{LocalModels, RetrievalBackend, RetrievalLimits};
 use async_trait::async_trait;
 use futures::future::try_join_all;
-use querl_core::config::{RerankConfig, RerankKind, RerankScores};
+use querl_core::config::{RerankConfig, RerankKind, RerankScores, RetrievalConfig, RetrievalKind};
 use querl_core::ports::{PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, FailureKind, Hit, logistic};
 use serde_json::{Value, json};
@@ -37,22 +38,23 @@ enum RerankScorer {
     Local { model: Arc<dyn PairScorer>, batch_size: usize, calls: LocalModelCalls },
 }
 
-#[derive(Debug)]
 struct RerankService {
     caller: Caller,
     config: RerankConfig,
     extra: Value,
+    /// Behind the embedded index, whose results are not cached themselves.
+    cache: Option<ServiceCache>,
 }
 
 impl RerankedBackend {
-    /// The configured reranker over the hits of `inner`; `top_k` is that of the configuration.
+    /// The configured reranker over the hits of `inner`.
     pub(crate) fn open(
-        config: &RerankConfig,
-        top_k: usize,
+        retrieval: &RetrievalConfig,
         inner: Arc<dyn RetrievalBackend>,
         models: &LocalModels,
         services: &ServiceContext,
     ) -> Result<Self, DataError> {
+        let config = &retrieval.rerank;
         let query = Value::String(config.query.clone());
         if let Some(name) = placeholders(&query).into_iter().find(|name| !PLACEHOLDERS.contains(name)) {
             let known = PLACEHOLDERS.join(", ");
@@ -67,9 +69,10 @@ impl RerankedBackend {
                 calls: LocalModelCalls::new("cross-encoder", config.max_concurrent, config.timeout_s),
             },
             (RerankKind::Local, None) => return Err(DataError::setting("retrieval.rerank.path", "was not opened")),
-            _ => RerankScorer::Service(Box::new(RerankService::open(config, services)?)),
+            _ => RerankScorer::Service(Box::new(RerankService::open(retrieval, services)?)),
         };
-        Ok(Self { inner, scorer, query: config.query.clone(), n_candidates: config.n_candidates.max(top_k), name })
+        let n_candidates = config.n_candidates.max(retrieval.top_k);
+        Ok(Self { inner, scorer, query: config.query.clone(), n_candidates, name })
     }
 
     fn query(&self, request: &RetrievalRequest<'_>) -> String {
@@ -150,7 +153,8 @@ impl RerankScorer {
 }
 
 impl RerankService {
-    fn open(config: &RerankConfig, services: &ServiceContext) -> Result<Self, DataError> {
+    fn open(retrieval: &RetrievalConfig, services: &ServiceContext) -> Result<Self, DataError> {
+        let config = &retrieval.rerank;
         let setting = "retrieval.rerank.url";
         let url =
             config.url.as_deref().ok_or_else(|| DataError::setting(setting, "is not set; a reranker needs it"))?;
@@ -164,7 +168,11 @@ impl RerankService {
             let problem = format!("has `{key}`, which the interface's request has already; leave it out");
             return Err(DataError::setting("retrieval.rerank.extra", problem));
         }
-        Ok(Self { caller: Caller::new(setting, url, key, limits, services)?, config: config.clone(), extra })
+        let cache = (retrieval.kind == RetrievalKind::Embedded).then(|| {
+            let identity = (url, config.scores);
+            ServiceCache::open(services, CacheTable::Retrievals, "retrieval.rerank", &identity)
+        });
+        Ok(Self { caller: Caller::new(setting, url, key, limits, services)?, config: config.clone(), extra, cache })
     }
 
     /// One score per text, 0 to 1, in order.
@@ -174,12 +182,20 @@ impl RerankService {
     }
 
     async fn batch(&self, query: &str, texts: &[&str]) -> Result<Vec<f64>, CallFailure> {
+        let body = self.body(query, texts);
+        let call = self.call(query, texts, &body);
+        match &self.cache {
+            Some(cache) => cache.get_or_call(&body, call).await,
+            None => call.await,
+        }
+    }
+
+    async fn call(&self, query: &str, texts: &[&str], body: &Value) -> Result<Vec<f64>, CallFailure> {
         let price = self.config.price();
         let estimate = self.charge(texts, |text| estimated_tokens(query) + estimated_tokens(text));
         let max_charge = self.charge(texts, |text| max_tokens(query.len() + text.len()));
-        let body = self.body(query, texts);
         let check = |response: &Value| self.read(response, texts.len()).err();
-        let mut response = self.caller.call(&Call::post("", &body), max_charge.bound(price), &check).await?;
+        let mut response = self.caller.call(&Call::post("", body), max_charge.bound(price), &check).await?;
         response.call_spend.charged(CallCharge::stated(&response.body, estimate, max_charge).usage(price));
         let scores = self.read(&response.body, texts.len());
         scores.map_err(|refusal| self.caller.failure(FailureKind::InvalidResponse, &refusal.what))

@@ -694,6 +694,25 @@ async fn the_cache_identifies_models_by_content_and_not_by_path() {
     assert_eq!(n_requests("models/a", "two", "two").await, 3);
 }
 
+/// Regression: the scores of a paid reranker behind the embedded index were requested again by a run that resumed after a kill.
+#[tokio::test]
+async fn scores_of_passages_of_the_embedded_index_are_paid_once() {
+    let server = MockServer::start().await;
+    mount(&server, path("/rerank"), &json!([{"index": 0, "score": 0.9}])).await;
+    let folder = tempfile::tempdir().unwrap();
+    let mut settings = embedded(&folder, [("a".to_owned(), "鱼油怎么吃")]);
+    settings["rerank"] = json!({"kind": "tei", "url": format!("{}/rerank", server.uri())});
+    for _ in 0..2 {
+        let cache = ResponseCache::open(&folder.path().join("answers.redb"), CacheLimits::default()).unwrap();
+        let services = ServiceContext::default().with_cache(Arc::new(cache), Duration::from_secs(3600));
+        let models = LocalModels::default();
+        let retriever = open_retriever(&config(settings.clone()), "shop", &models, &services).unwrap();
+        let hits = retriever.retrieve(request(&context())).await.unwrap();
+        assert_eq!(ranking(&hits), [("a", 0.9, 1)]);
+    }
+    assert_eq!(server.received_requests().await.unwrap().len(), 1);
+}
+
 /// Answers of status 200 in place of `good` that no service should send.
 fn unusable(good: &Value) -> Vec<Reply> {
     let text = |body: &str| Reply::from(Answer::text(200, "application/json", body));

@@ -4,6 +4,7 @@ use super::LoraAdapter;
 use super::settings::{EMBEDDING, HEAD, LayerKind, LayerPlan, LoraSettings, Modules, Patterns, SCORE, SavedCopies};
 use crate::{DecoderConfig, ModelError, load_tensors, save_tensors};
 use candle_core::{DType, Device, Tensor, Var};
+use querl_core::fsx::json_problem;
 use serde::{Deserialize, Serialize, Serializer};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -248,8 +249,8 @@ impl LoraAdapter {
     pub(crate) fn read(directory: &Path) -> Result<Parts, ModelError> {
         let (config_path, weights_path) = (required(directory, CONFIG_FILE)?, required(directory, WEIGHTS_FILE)?);
         let text = std::fs::read_to_string(&config_path).map_err(ModelError::io(&config_path))?;
-        let file: ConfigFile =
-            serde_json::from_str(&text).map_err(|error| ModelError::bad_file(&config_path, error))?;
+        let file: ConfigFile = serde_json::from_str(&text)
+            .map_err(|error| ModelError::unparsed(&config_path, "an adapter's settings", json_problem(&error)))?;
         let settings = file.settings().map_err(|message| ModelError::bad_file(&config_path, message))?;
         let tensors = Tensors::of(load_tensors(&weights_path)?)
             .map_err(|message| ModelError::bad_file(&weights_path, message))?

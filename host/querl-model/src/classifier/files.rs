@@ -6,6 +6,7 @@ use crate::chat_template::token_text;
 use crate::checkpoint::{StoredModel, Tensors, required};
 use crate::export::{copy_companions, read_json, write_json};
 use crate::finite::check_tensors;
+use crate::tokenizer::read_tokenizer;
 use crate::{Decoder, DecoderConfig, ModelError, Weights, save_tensors};
 use candle_core::{DType, Tensor};
 use querl_core::config::BaseDtype;
@@ -185,11 +186,10 @@ impl ClassifierTokenizer {
     /// The file is missing or damaged.
     pub fn load(directory: &Path, max_length: usize) -> Result<Self, ModelError> {
         let path = required(directory, TOKENIZER)?;
-        let bad = |error: tokenizers::Error| ModelError::bad_file(&path, error);
-        let mut inner = Tokenizer::from_file(&path).map_err(bad)?;
+        let mut inner = read_tokenizer(&path)?;
         // Padding and truncation of the file are those of the program that saved it.
         inner.with_padding(None);
-        inner.with_truncation(None).map_err(bad)?;
+        inner.with_truncation(None).map_err(|error| ModelError::bad_file(&path, error))?;
         // As transformers' `split_special_tokens=True`: control tokens in a text are text.
         inner.set_encode_special_tokens(true);
         let settings = directory.join("tokenizer_config.json");

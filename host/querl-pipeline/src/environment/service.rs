@@ -4,7 +4,7 @@ use super::columns::RowColumns;
 use super::judging::Judging;
 use super::scorer::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, Services};
 use crate::failure::run_in;
-use crate::ledger::rows_of;
+use crate::ledger::{Ledger, StageName, rows_of};
 use crate::run::Run;
 use anyhow::Context;
 use querl_core::config::{Config, EmbeddingKind, Overrides, RerankKind, load, load_resolved};
@@ -55,15 +55,23 @@ impl RewardEnvironment {
         let deadline = Some(Duration::from_millis(run.config.rl.episode_deadline_ms));
         let services = Services { deadline, ..run.services()? }.read_by_rewards();
         let scorer = Scorer::new(services, run.runtime.handle().clone());
+        let ledger = Ledger::open(&run.dir.stages())?;
+        // Of an unfinished stage the rows that are there are taken.
+        let check = |stage: StageName, path: &Path| {
+            let finished = ledger.entry(stage.as_str()).filter(|entry| entry.finished);
+            finished.map_or(Ok(()), |entry| entry.outputs.check(run.dir.root(), stage, path))
+        };
         let mut rows = HashMap::new();
         for split in Split::ALL {
             let path = run.dir.split(split);
+            check(StageName::Convert, &path)?;
             let found: Vec<DatasetRow> = if path.exists() { rows_of(&path)? } else { Vec::new() };
             rows.extend(found.into_iter().map(|row| (row.metadata.query.id.clone(), Row { row, split })));
         }
         let all: Vec<DatasetRow> = rows.values().map(|row| row.row.clone()).collect();
         let columns = RowColumns::read(scorer.rewards(), &run.config.data, &all)?;
         let validated = run.dir.validated();
+        check(StageName::Validate, &validated)?;
         let validated = if validated.exists() { rows_of(&validated)? } else { Vec::new() };
         let baselines = Baselines::new(validated, run.config.retrieval.kind);
         let judging = Judging::of(&run.config.judge);

@@ -81,6 +81,12 @@ impl Inputs {
             let message = format!("{stage} was stopped on the way; run `querl {stage}` first, or `querl run`");
             return Err(Stop::usage(message).into());
         }
+        if entry.is_none() && path.exists() {
+            let problem = format!("has no entry of {stage} for {}", path.display());
+            let remedy =
+                format!("put the file back, or run `querl {stage} CONFIG --from {stage}` to make the result again");
+            return Err(Stop::usage(format!("{}: {problem}; {remedy}", ledger.path().display())).into());
+        }
         // A folder that lost all its files is reported by its recorded digests.
         if entry.is_none_or(|entry| entry.outputs.is_empty() && !path.exists()) {
             let message = format!("{}: not there yet; run `querl {stage}` first, or `querl run`", path.display());

@@ -69,6 +69,8 @@ impl std::fmt::Display for StageName {
 /// Incremented when an old ledger can no longer be read; such a run starts over.
 const FORMAT: u32 = 1;
 
+const REMEDY: &str = "put the file back, or remove it to run all stages again";
+
 /// Maximum size of the file, which has a few kilobytes for each stage.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
@@ -130,11 +132,16 @@ impl Ledger {
                     Stop::usage(format!("{folder}: a file; choose another folder, or change `output_dir`")).into()
                 );
             }
-            Err(error) => return Err(Stop::usage(format!("{}: cannot be read: {error}", path.display())).into()),
+            Err(error) if fsx::is_exhausted(&error) => {
+                anyhow::bail!("{}: cannot be read: {}", path.display(), fsx::io_problem(&error));
+            }
+            Err(error) => {
+                return Err(Stop::usage(format!("{}: cannot be read: {error}; {REMEDY}", path.display())).into());
+            }
             Ok(bytes) => {
                 let contents: Contents = serde_json::from_slice(&bytes).map_err(|error| {
-                    let remedy = "put the file back, or remove it to run all stages again";
-                    Stop::usage(format!("{}: not a ledger of stages ({error}); {remedy}", path.display()))
+                    let problem = fsx::json_problem(&error);
+                    Stop::usage(format!("{}: not a ledger of stages ({problem}); {REMEDY}", path.display()))
                 })?;
                 match contents.format {
                     FORMAT => contents,
@@ -150,6 +157,12 @@ impl Ledger {
         Ok(Self { path: path.into(), contents })
     }
 
+    /// `stages.json`.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The run directory.
     pub(crate) fn root(&self) -> &Path {
         self.path.parent().unwrap_or(Path::new(""))
     }
@@ -394,6 +407,9 @@ mod tests {
         assert_eq!(Ledger::open(&path).unwrap().entry("sft"), Some(&entry(&[("a", "b")])));
         std::fs::write(&path, "{").unwrap();
         assert!(Ledger::open(&path).unwrap_err().to_string().contains("not a ledger of stages"));
+        std::fs::write(&path, "9").unwrap();
+        let error = Ledger::open(&path).unwrap_err().to_string();
+        assert!(error.contains("(invalid type: integer `9`, expected an object at line 1 column 1)"), "{error}");
         std::fs::write(&path, "{\"format\": 2, \"stages\": {}}").unwrap();
         let error = Ledger::open(&path).unwrap_err().to_string();
         assert!(error.contains("stages.json: format is 2, and this querl reads 1; run the querl"), "{error}");

@@ -97,7 +97,7 @@ pub fn plan(
         true => None,
         false => {
             querl_model::set_threads(config.threads);
-            querl_model::check_weights(&config.model.path).map_err(Stop::usage)?;
+            querl_model::check_weights(&config.model.path).map_err(Stop::of_model)?;
             let passages: Vec<&str> = inputs.passages.iter().map(String::as_str).collect();
             Some(base_loss(&config.model, inputs.train(), &passages)?)
         }

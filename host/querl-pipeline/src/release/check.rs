@@ -281,7 +281,9 @@ fn stored(dir: &RunDir) -> anyhow::Result<Vec<StoredEvidence>> {
         let bytes = fsx::read_bounded(path, MAX_EVIDENCE_BYTES);
         let bytes = bytes.with_context(|| format!("{}: cannot be read", path.display()))?;
         serde_json::from_slice(&bytes).map_err(|error| {
-            Stop::usage(format!("{}: not the result of a check ({error}); check the run again", path.display())).into()
+            let problem = fsx::json_problem(&error);
+            Stop::usage(format!("{}: not the result of a check ({problem}); check the run again", path.display()))
+                .into()
         })
     };
     paths.iter().map(read).collect()

@@ -53,10 +53,14 @@ pub struct Deployment {
 /// Writes `tenants`, `base` and `base.sha256` to an empty folder.
 ///
 /// # Errors
-/// Two runs are of one tenant or have different bases, a file of a run is not as it was written, or a file cannot be written.
+/// Two runs are of one tenant or have different bases, a file of a run is not as it was written, a base cannot be served, or a file cannot
+/// be written.
 pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyhow::Result<Deployment> {
     let mut deployment = Deployment { tenants: Vec::new(), model_bytes: 0, has_base: false };
     let mut base_model: Option<(PathBuf, String)> = None;
+    for run in runs {
+        check_base(&run.base()?.model)?;
+    }
     for run in runs {
         let tenant = folder_name(&run.config.tenant)?;
         if deployment.tenants.contains(&tenant) {
@@ -132,6 +136,13 @@ fn check_digest(folder: &Path, line: &str) -> anyhow::Result<()> {
     let base = folder.join(BASE);
     let message = format!("{}: {problem}; put that base model at {}, or link it there", path.display(), base.display());
     Err(Stop::usage(message).into())
+}
+
+/// Configuration, tokenizer, chat template, and the headers of the weights.
+fn check_base(model: &Path) -> anyhow::Result<()> {
+    querl_model::check_directory(model)?;
+    querl_model::TextTokenizer::load(model)?;
+    Ok(())
 }
 
 /// Bytes of the adapter or model.

@@ -1,11 +1,12 @@
 //! The check of a tenant's model before it takes requests: it repeats rewrites of the run's evaluation.
 
 use super::tenant::ServedRun;
+use crate::failure::Stop;
+use crate::ledger::{Ledger, StageName};
 use anyhow::Context as _;
+use querl_core::fsx::open_jsonl;
 use querl_core::records::{Context, EvalRecord, QueryRow};
 use querl_core::serving::{EventSink, GenerationEvent};
-use std::fs::File;
-use std::io::{BufRead, BufReader};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
 
@@ -82,10 +83,13 @@ pub(super) fn records(run: &ServedRun) -> anyhow::Result<Vec<EvalRecord>> {
     if !path.is_file() {
         return Ok(Vec::new());
     }
-    let unreadable = || format!("{}: cannot be read", path.display());
+    let ledger = Ledger::open(&run.dir.stages())?;
+    if let Some(entry) = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished) {
+        entry.outputs.check(run.dir.root(), StageName::Eval, &path)?;
+    }
     let mut found = Vec::new();
-    for line in BufReader::new(File::open(&path).with_context(unreadable)?).lines() {
-        let record: EvalRecord = serde_json::from_str(&line.with_context(unreadable)?).with_context(unreadable)?;
+    for line in open_jsonl::<EvalRecord>(&path).map_err(Stop::usage)? {
+        let record = line.map_err(Stop::usage)?.value;
         let is_rewritten = record.outcome.as_ref().is_ok_and(|answer| !answer.candidate.rewrite.is_empty());
         if record.system == run.system() && is_rewritten {
             found.push(record);

@@ -51,10 +51,16 @@ impl ServedRun {
         let ledger = Ledger::open(&dir.stages())?;
         let is_finished = |stage: &StageName| ledger.entry(stage.as_str()).is_some_and(|entry| entry.finished);
         let stage = [StageName::Rl, StageName::Sft].into_iter().find(is_finished).ok_or_else(|| {
-            Stop::usage(format!(
-                "{}: no model was trained here yet; finish `querl sft` or `querl rl`",
-                folder.display()
-            ))
+            Stop::usage(match ledger.is_empty() && dir.sft().exists() {
+                true => format!(
+                    "{}: has no finished training for {}; put the file back, or run `querl run CONFIG` to make the result again",
+                    dir.stages().display(),
+                    dir.sft().display()
+                ),
+                false => {
+                    format!("{}: no model was trained here yet; finish `querl sft` or `querl rl`", folder.display())
+                }
+            })
         })?;
         Ok(Self { config, dir, stage })
     }

@@ -1,7 +1,7 @@
 //! Rows that each data stage read, kept and dropped, by code, from the ledger; and warnings about small numbers.
 
 use crate::ledger::{Facts, Ledger, PART, StageName};
-use querl_core::records::code_of;
+use querl_core::records::{Split, code_of};
 use querl_core::run_dir::RunDir;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -48,7 +48,8 @@ pub fn steps(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// A sentence for each file of rows that is not as its stage wrote it, or that the next stage has not read; and that [`steps`] ends there.
+/// A sentence for each file of rows or split that is not as its stage wrote it, or that the next stage has not read; and that [`steps`] ends
+/// there.
 ///
 /// # Errors
 /// As [`steps`].
@@ -71,6 +72,12 @@ pub fn notes(ledger: &Ledger, dir: &RunDir) -> anyhow::Result<Vec<String>> {
             (Some(change), None) => notes.push(change),
             (None, Some(end)) => notes.push(format!("{next} read other rows than {stage} has left: {end}")),
             (None, None) => {}
+        }
+    }
+    if let Some(entry) = ledger.entry(StageName::Convert.as_str()).filter(|entry| entry.finished) {
+        for split in Split::ALL {
+            let change = entry.outputs.difference(dir.root(), &dir.split(split))?;
+            notes.extend(change.map(|(file, change)| format!("{file} of {} {change}", StageName::Convert)));
         }
     }
     Ok(notes)

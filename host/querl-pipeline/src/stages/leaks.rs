@@ -94,7 +94,8 @@ pub fn n_lines(dir: &RunDir, split: Split) -> anyhow::Result<u64> {
         let lines = BufReader::new(std::fs::File::open(&path)?).split(b'\n');
         lines.map(|line| line.map(|_| 1)).sum()
     };
-    count().with_context(|| format!("{}: cannot be read", path.display()))
+    let remedy = "put the file back, or run `querl convert CONFIG --from convert` to make it again";
+    count().with_context(|| format!("{}: cannot be read; {remedy}", path.display()))
 }
 
 /// Reports leaks of the query table before the first paid call, and refuses where nothing was called yet and the command includes a

@@ -87,7 +87,7 @@ pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
     check_upstream(run, &ledger, window.first)?;
     let pending = pending(run, &ledger, window)?;
     if pending.last().is_some_and(|last| *last >= StageName::Sft) {
-        querl_model::check_weights(&run.config.model.path).map_err(Stop::usage)?;
+        querl_model::check_weights(&run.config.model.path).map_err(Stop::of_model)?;
     }
     for name in pending {
         if name == StageName::Rewrite {
@@ -308,7 +308,8 @@ fn keep(run: &Run, ledger: &mut Ledger, stage: &dyn Stage, earlier: Option<Previ
 /// Removes what only an unfinished stage needs.
 fn settle(run: &Run, stage: &dyn Stage) -> anyhow::Result<()> {
     let settled = stage.settle(&run.dir).and_then(|()| previous::discard(&run.dir, stage.name()));
-    settled.with_context(|| format!("{}: what is no longer needed cannot be removed", stage.name()))
+    let root = run.dir.root().display();
+    settled.with_context(|| format!("{}: what is no longer needed in {root} cannot be removed", stage.name()))
 }
 
 /// Digests of the logs of a stage, by file name: of `metrics.jsonl` the lines of the stage.

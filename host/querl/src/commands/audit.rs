@@ -4,7 +4,7 @@ use crate::args::Format;
 use crate::terminal;
 use anyhow::Context;
 use clap::Args;
-use querl_core::config::{Config, load_resolved};
+use querl_core::config::load_resolved;
 use querl_core::dir_lock::DirLock;
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::fsx::write_atomic;
@@ -13,6 +13,7 @@ use querl_data::{Passage, read_passages};
 use querl_eval::{AuditOptions, AuditPassage, AuditSources, audit, audit_html, audit_text};
 use querl_pipeline::failure::{Stop, run_in};
 use querl_pipeline::ledger::{Ledger, StageName};
+use querl_pipeline::run_logs;
 use querl_train::job::{Failure, FailureKind};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -46,8 +47,9 @@ pub fn run(args: &AuditArgs) -> anyhow::Result<()> {
     let dir = RunDir::new(&args.run);
     let unfinished = unfinished(&dir);
     let recorded = read_episodes(&dir)?;
-    let (passages, notes) = knowledge_base(load_resolved(&dir.config()).ok().as_ref());
-    let notes = unfinished.into_iter().chain(notes).collect();
+    let (passages, mut notes) = knowledge_base(&dir);
+    notes.splice(0..0, unfinished);
+    notes.extend(run_logs::notes(&dir)?);
     let metrics = read_metrics(&dir.metrics())?;
     let sources = AuditSources { passages: passages.as_deref(), metrics: &metrics };
     let options = AuditOptions { n_shown: args.show, seed: SEED, n_resamples: N_RESAMPLES };
@@ -99,9 +101,12 @@ fn unfinished(dir: &RunDir) -> Option<String> {
 }
 
 /// The passages of the configured knowledge base; a sentence where there are none, since the rest can be audited without.
-fn knowledge_base(config: Option<&Config>) -> (Option<Vec<AuditPassage>>, Vec<String>) {
+fn knowledge_base(dir: &RunDir) -> (Option<Vec<AuditPassage>>, Vec<String>) {
     let skipped = |why: String| (None, vec![format!("no second retriever: {why}")]);
-    let Some(config) = config else { return skipped("config.resolved.toml cannot be read".into()) };
+    let config = match load_resolved(&dir.config()) {
+        Ok(config) => config,
+        Err(error) => return skipped(error.to_string()),
+    };
     let Some(path) = &config.retrieval.knowledge_base else {
         return skipped("the run has no `retrieval.knowledge_base`".into());
     };
@@ -124,6 +129,6 @@ fn read_metrics(path: &Path) -> anyhow::Result<Vec<Value>> {
             Ok(lines.lines().filter_map(|line| serde_json::from_str(line).ok()).collect())
         }
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(error) => Err(error).with_context(|| path.display().to_string()),
+        Err(error) => Err(error).with_context(|| format!("{}: cannot be read", path.display())),
     }
 }

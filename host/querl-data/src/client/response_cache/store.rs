@@ -1,6 +1,7 @@
 //! The database file: tables, checksums, expiry, damage.
 
 use crate::error::{DataError, catch_panic};
+use querl_core::fsx::{io_problem, is_exhausted};
 use redb::{
     Database, DatabaseError, ReadOnlyDatabase, ReadTransaction, ReadableDatabase, ReadableTable, ReadableTableMetadata,
     TableDefinition, WriteTransaction,
@@ -176,8 +177,8 @@ impl Store {
             Ok(Ok(database)) => database,
             Ok(Err(DatabaseError::DatabaseAlreadyOpen)) => return Err(OpenError::InUse),
             Ok(Err(error @ DatabaseError::UpgradeRequired(_))) => return Err(OpenError::Other(error.to_string())),
-            Ok(Err(DatabaseError::Storage(redb::StorageError::Io(error)))) if is_location_error(&error) => {
-                return Err(OpenError::Other(error.to_string()));
+            Ok(Err(DatabaseError::Storage(redb::StorageError::Io(error)))) if is_intact_after(&error) => {
+                return Err(OpenError::Other(io_problem(&error)));
             }
             Ok(Err(error)) => return Err(OpenError::Damaged(error.to_string())),
             Err(_) => return Err(OpenError::Damaged("it cannot be opened".into())),
@@ -315,17 +316,18 @@ fn is_cache_file(path: &Path) -> bool {
     (begins.is_ok() && first == BEGINNING) || path.extension().is_some_and(|extension| extension == "redb")
 }
 
-/// True if no file could be used at this path. Other errors may be caused by a damaged length or offset.
-fn is_location_error(error: &io::Error) -> bool {
-    matches!(
+/// True if the error says nothing about the content: no file could be used at this path, or the machine has too little memory, disk or
+/// handles. Other errors may be caused by a damaged length or offset.
+fn is_intact_after(error: &io::Error) -> bool {
+    let is_of_location = matches!(
         error.kind(),
         ErrorKind::NotFound
             | ErrorKind::PermissionDenied
             | ErrorKind::ReadOnlyFilesystem
-            | ErrorKind::StorageFull
             | ErrorKind::IsADirectory
             | ErrorKind::NotADirectory
-    )
+    );
+    is_of_location || is_exhausted(error)
 }
 
 fn guarded<T>(work: impl FnOnce() -> Result<T, redb::Error>) -> Result<T, StoreError> {
@@ -411,4 +413,20 @@ fn open_existing(path: &Path) -> Result<Option<Store>, DataError> {
         Err(OpenError::Other(problem)) => problem,
     };
     Err(DataError::file(path, problem))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Regression: a cache that could not be opened for want of memory or file handles was renamed as damaged, and its responses were paid
+    /// for again.
+    #[test]
+    fn want_of_memory_or_handles_is_no_damage() {
+        let errors = [io::Error::from_raw_os_error(24), ErrorKind::OutOfMemory.into(), ErrorKind::StorageFull.into()];
+        assert!(errors.iter().all(is_intact_after));
+        assert!(
+            ![ErrorKind::UnexpectedEof, ErrorKind::InvalidData].into_iter().any(|kind| is_intact_after(&kind.into()))
+        );
+    }
 }

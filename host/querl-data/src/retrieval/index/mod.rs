@@ -14,18 +14,19 @@ use crate::text::fold;
 use folder::{IndexCacheSettings, IndexFolder, ReadOnlyDirectory};
 use memmap2::Mmap;
 use querl_core::config::{Language, RetrievalConfig};
-use querl_core::fsx::{digest_file, digest_hex};
+use querl_core::fsx::{ReadError, digest_file, digest_hex, is_exhausted};
 use querl_core::ports::Embedder;
 use serde::{Deserialize, Serialize};
 use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::Arc;
 use tantivy::collector::TopDocs;
+use tantivy::directory::error::OpenReadError;
 use tantivy::query::{BooleanQuery, BoostQuery, DisjunctionMaxQuery, Occur, Query, TermQuery};
 use tantivy::schema::{Field, IndexRecordOption, STORED, Schema, TextFieldIndexing, TextOptions, Value};
 use tantivy::tokenizer::TokenizerManager;
-use tantivy::{DocAddress, Index, IndexReader, ReloadPolicy, TantivyDocument, Term};
+use tantivy::{DocAddress, Index, IndexReader, ReloadPolicy, TantivyDocument, TantivyError, Term};
 
 /// Weight of title words: a title names product and intent in few words.
 const TITLE_BOOST: f32 = 2.0;
@@ -82,9 +83,7 @@ impl PassageIndex {
             Err(DataError::file(knowledge_base, problem))
         })?;
         let vectors = embedder.map(|embedder| VectorFile::open(folder.path(), embedder.dimension())).transpose()?;
-        let failed =
-            |error| DataError::file(folder.path(), format!("cannot be read: {error}; remove it, it is made again"));
-        let (reader, fields) = open_reader(folder.path()).map_err(failed)?;
+        let (reader, fields) = open_reader(folder.path()).map_err(|error| unopened(folder.path(), &error))?;
         Ok(Self { reader, fields, segmenter, synonyms, vectors, _folder: folder })
     }
 
@@ -162,6 +161,20 @@ fn open_reader(folder: &Path) -> tantivy::Result<(IndexReader, Fields)> {
     // A finished index is not written to.
     let reader = index.reader_builder().reload_policy(ReloadPolicy::Manual).try_into()?;
     Ok((reader, fields))
+}
+
+/// Too little memory or too few handles say nothing about the index.
+fn unopened(folder: &Path, error: &TantivyError) -> DataError {
+    match error {
+        TantivyError::IoError(cause) | TantivyError::OpenReadError(OpenReadError::IoError { io_error: cause, .. })
+            if is_exhausted(cause) =>
+        {
+            let of_text = || io::Error::new(cause.kind(), cause.to_string());
+            let source = cause.raw_os_error().map_or_else(of_text, io::Error::from_raw_os_error);
+            ReadError::Io { path: folder.display().to_string(), source }.into()
+        }
+        _ => DataError::file(folder, format!("cannot be read: {error}; remove it, it is made again")),
+    }
 }
 
 impl Fields {
@@ -276,7 +289,7 @@ fn write_vectors(folder: &Path, passages: &[Passage], embedder: &dyn Embedder) -
 impl VectorFile {
     fn open(folder: &Path, dimension: usize) -> Result<Self, DataError> {
         let path = folder.join(VECTORS);
-        let failed = |error| DataError::file(&path, format!("cannot be read: {error}"));
+        let failed = |source| DataError::from(ReadError::Io { path: path.display().to_string(), source });
         let file = File::open(&path).map_err(failed)?;
         // SAFETY: the file is in the folder of a finished index, which this program never changes; a removed file stays mapped.
         let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
@@ -341,5 +354,22 @@ impl SourcesDigest {
         }
         parts.extend(embedder.map(|embedder| format!("{ENCODER}: {}", embedder.digest())));
         Ok(Self(digest_hex(parts.join("\n").as_bytes())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_index_that_cannot_be_mapped_for_want_of_memory_is_not_to_be_removed() {
+        let unopened = |error: TantivyError| unopened(Path::new("index"), &error).to_string();
+        let unmapped = OpenReadError::wrap_io_error(io::ErrorKind::OutOfMemory.into(), "index/a.idx".into());
+        for error in [unmapped.into(), TantivyError::from(io::Error::from(io::ErrorKind::OutOfMemory))] {
+            let message = unopened(error);
+            assert!(message.starts_with("index: cannot be read: too little memory or address space"), "{message}");
+            assert!(!message.contains("remove it"), "{message}");
+        }
+        assert!(unopened(TantivyError::SchemaError("no field".into())).ends_with("remove it, it is made again"));
     }
 }

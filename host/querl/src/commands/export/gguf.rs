@@ -6,6 +6,7 @@ use clap::Args;
 use clap::builder::TypedValueParser;
 use querl_core::run_dir::RunDir;
 use querl_model::{DecoderConfig, GgufDtype, GgufExport, LoraAdapter, ModelError, check_directory, export_gguf};
+use querl_pipeline::failure::Stop;
 use querl_pipeline::serving::ServedRun;
 use std::path::{Path, PathBuf};
 
@@ -34,7 +35,7 @@ fn gguf_dtype() -> impl TypedValueParser<Value = GgufDtype> {
 
 pub(super) fn run(args: &GgufArgs) -> anyhow::Result<()> {
     let (model, adapter) = trained_model(args)?;
-    check_directory(&model).map_err(usage)?;
+    check_directory(&model).map_err(Stop::of_model)?;
     let config = DecoderConfig::load(&model.join("config.json")).map_err(usage)?;
     let adapter = adapter.map(|path| LoraAdapter::load(&path, &config)).transpose().map_err(usage)?;
     let written = export_gguf(&model, adapter.as_ref(), &args.out, args.dtype).map_err(|error| match error {

@@ -13,6 +13,7 @@ use querl_model::{
     AdapterSummary, Decoder, LoraAdapter, ModelSummary, PackedBatch, SecondOpinion, TextTokenizer, Weights,
     inspect_adapter, inspect_model, is_adapter,
 };
+use querl_pipeline::failure::Stop;
 use serde::{Deserialize, Serialize};
 use std::io::{BufRead, Write};
 use std::path::PathBuf;
@@ -74,10 +75,10 @@ pub(crate) struct InspectArgs {
 fn inspect(args: &InspectArgs) -> anyhow::Result<()> {
     let directory = model_hub::folder(&args.directory)?;
     if is_adapter(&directory) {
-        let summary = inspect_adapter(&directory).map_err(usage)?;
+        let summary = inspect_adapter(&directory).map_err(Stop::of_model)?;
         return args.format.print(&summary, || columns(&adapter_lines(&summary)));
     }
-    let summary = inspect_model(&directory).map_err(usage)?;
+    let summary = inspect_model(&directory).map_err(Stop::of_model)?;
     args.format.print(&summary, || columns(&model_lines(&summary)))
 }
 
@@ -165,9 +166,9 @@ struct LogprobsOutput {
 /// Prints a line for each line of the input.
 fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
     let model = model_hub::folder(&args.model)?;
-    let decoder = Decoder::load(&model, Weights::Frozen).map_err(usage)?;
+    let decoder = Decoder::load(&model, Weights::Frozen).map_err(Stop::of_model)?;
     let adapter = args.adapter.as_ref().map(|path| LoraAdapter::load(path, decoder.config())).transpose();
-    let adapter = adapter.map_err(usage)?;
+    let adapter = adapter.map_err(Stop::of_model)?;
     let file = std::fs::File::open(&args.input).map_err(|error| usage(format!("{}: {error}", args.input.display())))?;
     let other = if args.second_opinion { Some(SecondOpinion::load(&model).map_err(usage)?) } else { None };
     let mut tokenizer = None;

@@ -3,6 +3,7 @@
 pub(super) mod scoring;
 
 use crate::args::{Format, parse_settings};
+use crate::terminal;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, PluginLimits, is_registry_reference, load_resolved};
@@ -18,6 +19,7 @@ use querl_pipeline::failure::{Stop, run_in};
 use querl_pipeline::faults::{FaultFile, FaultedCall};
 use querl_pipeline::host_functions::{RecordedCalls, RunHostFunctions};
 use querl_pipeline::plugins::{host_options, scores_style};
+use querl_pipeline::run_logs;
 use querl_plugin::{CallReport, HostOptions, Observer, Plugin, PluginHost, PluginPort, PluginSettings};
 use querl_style::{StyleReward, turns_of_side};
 use std::path::{Path, PathBuf};
@@ -72,6 +74,10 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
         return Err(Stop::usage(format!("{}: {message}", args.episodes.display())).into());
     };
     let (file, config) = find(&args.episodes)?;
+    if args.episodes.is_dir() {
+        let notes = run_logs::episodes_notes(&RunDir::new(&args.episodes))?;
+        notes.iter().for_each(|note| terminal::print(&format!("warning: {note}")));
+    }
     let mut recorded = read(&file)?;
     recorded.truncate(args.limit.map_or(usize::MAX, |limit| usize::try_from(limit).unwrap_or(usize::MAX)));
     let limits = config.as_ref().map_or_else(PluginLimits::default, |config| config.plugins.limits.clone());

@@ -12,6 +12,7 @@ use querl_core::text::printable;
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::ledger::{Ledger, StageName};
+use querl_pipeline::run_logs;
 use querl_pipeline::stages::leaks::n_lines;
 use querl_train::{Health, Metrics, ValidationProgress};
 use ratatui::backend::TestBackend;
@@ -47,7 +48,7 @@ const HEIGHT: u16 = 40;
 /// Shows the run until the user presses `q`; without a terminal, or with `--once`, one picture.
 pub fn run(args: &WatchArgs) -> anyhow::Result<()> {
     let dir = RunDir::new(&args.dir);
-    let first = Snapshot::read(&dir)?;
+    let first = Snapshot::read(&dir, None)?;
     if args.once || !std::io::stdout().is_terminal() {
         let text = picture(&first, args.width)?;
         return std::io::stdout().write_all(text.as_bytes()).context("stdout");
@@ -67,7 +68,7 @@ fn watch(terminal: &mut DefaultTerminal, dir: &RunDir, mut snapshot: Snapshot) -
         if wants_to_leave()? || interrupt::check().is_err() {
             return Ok(());
         }
-        snapshot = Snapshot::read(dir)?;
+        snapshot = Snapshot::read(dir, Some(&snapshot))?;
     }
 }
 
@@ -118,6 +119,8 @@ struct Snapshot {
     tenant: Option<String>,
     is_running: bool,
     stages: Vec<(StageName, StageState)>,
+    /// Logs that are not as a finished stage wrote them.
+    notes: Vec<String>,
     training: Option<Training>,
     episodes: Vec<EpisodeLine>,
 }
@@ -156,7 +159,8 @@ const TEXT_BYTES: usize = 300;
 const RATE_WINDOW: usize = 20;
 
 impl Snapshot {
-    fn read(dir: &RunDir) -> anyhow::Result<Self> {
+    /// Logs are compared with their digests again where a stage has begun or finished since `before`.
+    fn read(dir: &RunDir, before: Option<&Self>) -> anyhow::Result<Self> {
         if !dir.stages().is_file() && !dir.metrics().is_file() {
             return Err(Stop::not_a_run(dir.root()).into());
         }
@@ -166,13 +170,19 @@ impl Snapshot {
             Some(entry) if entry.finished => StageState::Finished,
             Some(_) => StageState::Begun,
         };
+        let stages = StageName::ALL.map(|stage| (stage, state(stage)));
+        let notes = match before.filter(|before| before.stages == stages) {
+            Some(before) => before.notes.clone(),
+            None => run_logs::notes(dir)?,
+        };
         // The configuration names what is planned; without it the rest can still be shown.
         let config = load_resolved(&dir.config()).ok();
         Ok(Self {
             folder: dir.root().display().to_string(),
             tenant: config.as_ref().map(|config| config.tenant.clone()),
             is_running: is_held(&dir.root().join(LOCK_FILE)),
-            stages: StageName::ALL.map(|stage| (stage, state(stage))).into(),
+            stages: stages.into(),
+            notes,
             training: Training::read(dir, config.as_ref())?,
             episodes: newest_episodes(&dir.episodes()).unwrap_or_default(),
         })
@@ -188,7 +198,7 @@ impl Training {
     fn read(dir: &RunDir, config: Option<&Config>) -> anyhow::Result<Option<Self>> {
         let bytes = match std::fs::read(dir.metrics()) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-            bytes => bytes?,
+            bytes => bytes.with_context(|| format!("{}: cannot be read", dir.metrics().display()))?,
         };
         // The last line may be half written, even within a character.
         let lines: Vec<Value> =
@@ -315,7 +325,7 @@ mod tests {
     #[test]
     fn a_picture_shows_step_figures_timing_and_warnings() {
         let folder = folder();
-        let snapshot = Snapshot::read(&RunDir::new(folder.path())).unwrap();
+        let snapshot = Snapshot::read(&RunDir::new(folder.path()), None).unwrap();
         let text = picture(&snapshot, 110).unwrap();
         for expected in ["rl", "step 10", "reward", "0.5", "gen", "update", "2.0 s a step", "the entropy has collapsed"]
         {
@@ -327,7 +337,17 @@ mod tests {
     #[test]
     fn a_folder_without_a_run_is_one_sentence() {
         let folder = tempfile::tempdir().unwrap();
-        let error = Snapshot::read(&RunDir::new(folder.path())).err().unwrap().to_string();
+        let error = Snapshot::read(&RunDir::new(folder.path()), None).err().unwrap().to_string();
         assert!(error.contains("not a run's folder"), "{error}");
+    }
+
+    /// Symptom: "Is a directory (os error 21)" alone.
+    #[test]
+    fn metrics_that_cannot_be_read_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("stages.json"), "{\"format\": 1, \"stages\": {}}").unwrap();
+        fs::create_dir(folder.path().join("metrics.jsonl")).unwrap();
+        let error = Snapshot::read(&RunDir::new(folder.path()), None).err().unwrap().to_string();
+        assert_eq!(error, format!("{}: cannot be read", folder.path().join("metrics.jsonl").display()));
     }
 }

@@ -32,13 +32,14 @@ pub(super) fn draw(snapshot: &Snapshot, frame: &mut Frame<'_>) {
     let curves = snapshot.training.as_ref().map(curves_of).unwrap_or_default();
     let per_row = usize::from((frame.area().width / CURVE_WIDTH).max(1));
     let n_rows = curves.len().div_ceil(per_row) as u16;
-    let n_warnings = snapshot.training.as_ref().map_or(0, |training| training.warnings.len().min(4)) as u16;
+    let of_training = snapshot.training.iter().flat_map(|training| training.warnings.iter().rev().take(4));
+    let warnings_shown: Vec<&String> = snapshot.notes.iter().chain(of_training).collect();
     let [head, progress, figures, timing, warnings, episodes] = Layout::vertical([
         Constraint::Length(2),
         Constraint::Length(2),
         Constraint::Length(n_rows * CURVE_HEIGHT),
         Constraint::Length(2),
-        Constraint::Length(n_warnings),
+        Constraint::Length(warnings_shown.len() as u16),
         Constraint::Fill(1),
     ])
     .areas(frame.area());
@@ -47,12 +48,12 @@ pub(super) fn draw(snapshot: &Snapshot, frame: &mut Frame<'_>) {
         draw_progress(snapshot, training, frame, progress);
         draw_curves(&curves, per_row, frame, figures);
         frame.render_widget(Paragraph::new(timing_line(training)), timing);
-        let newest = training.warnings.iter().rev().take(usize::from(n_warnings));
-        let lines: Vec<Line<'_>> = newest.map(|text| Line::from(text.as_str()).fg(Color::Yellow)).collect();
-        frame.render_widget(Paragraph::new(lines), warnings);
     } else {
         frame.render_widget(Paragraph::new("no training step yet"), progress);
     }
+    let lines: Vec<Line<'_>> =
+        warnings_shown.into_iter().map(|text| Line::from(text.as_str()).fg(Color::Yellow)).collect();
+    frame.render_widget(Paragraph::new(lines), warnings);
     draw_episodes(&snapshot.episodes, frame, episodes);
 }
 

@@ -1,0 +1,82 @@
+//! The logs of finished stages, `metrics.jsonl` and `episodes.jsonl`, compared with the digests in the ledger: a log that was cut or removed
+//! is never shown as if it were whole.
+
+use crate::ledger::{Entry, FileDigest, Ledger, Outputs, StageName};
+use crate::metrics_log;
+use anyhow::Context;
+use querl_core::run_dir::RunDir;
+use serde_json::Value;
+use std::collections::BTreeSet;
+
+const METRICS: &str = "metrics.jsonl";
+
+const EPISODES: &str = "episodes.jsonl";
+
+/// A sentence for each log of a finished stage that is not as the stage wrote it.
+///
+/// # Errors
+/// The ledger or a log cannot be read.
+pub fn notes(dir: &RunDir) -> anyhow::Result<Vec<String>> {
+    let ledger = Ledger::open(&dir.stages())?;
+    let mut notes = Vec::new();
+    for stage in StageName::ALL {
+        notes.extend(metrics_of(dir, &ledger, stage)?.1);
+    }
+    notes.extend(episodes_changes(dir, &ledger)?);
+    Ok(notes)
+}
+
+/// Those of [`notes`] on `episodes.jsonl`.
+///
+/// # Errors
+/// As [`notes`].
+pub fn episodes_notes(dir: &RunDir) -> anyhow::Result<Vec<String>> {
+    episodes_changes(dir, &Ledger::open(&dir.stages())?)
+}
+
+/// The lines of `metrics.jsonl` of the stages that have all of theirs, and a note on each other stage and on a changed `episodes.jsonl`.
+pub(crate) fn whole_metrics(dir: &RunDir, ledger: &Ledger) -> anyhow::Result<(Vec<Value>, Vec<String>)> {
+    let (mut metrics, mut notes) = (Vec::new(), Vec::new());
+    for stage in StageName::ALL {
+        match metrics_of(dir, ledger, stage)? {
+            (_, Some(change)) => notes.push(format!("{change}: its curves are not drawn")),
+            (rows, None) => metrics.extend(rows),
+        }
+    }
+    notes.extend(episodes_changes(dir, ledger)?);
+    Ok((metrics, notes))
+}
+
+/// The lines of one stage, and how they differ from those that it wrote.
+fn metrics_of(dir: &RunDir, ledger: &Ledger, stage: StageName) -> anyhow::Result<(Vec<Value>, Option<String>)> {
+    let path = dir.metrics();
+    let lines = metrics_log::lines_of(&path, stage.as_str());
+    let lines = lines.with_context(|| format!("{}: cannot be read", path.display()))?;
+    let rows: Vec<Value> = lines.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
+    let change = finished(ledger, stage).and_then(|entry| changed_metrics(entry, &lines, &rows));
+    Ok((rows, change.map(|change| format!("{METRICS} of {stage} {change}"))))
+}
+
+/// A stopped stage may have lost lines before it was resumed.
+fn changed_metrics(entry: &Entry, lines: &str, rows: &[Value]) -> Option<String> {
+    let now = (!lines.is_empty()).then(|| FileDigest::of_bytes(lines.as_bytes()));
+    let known: BTreeSet<u64> = rows.iter().filter_map(|row| row["step"].as_u64()).collect();
+    let n_steps = entry.facts.count("steps");
+    let n_missing = (1..=n_steps).filter(|step| !known.contains(step)).count();
+    let missing = (n_missing > 0).then(|| format!("has no line for {n_missing} of {n_steps} steps"));
+    entry.logs.get(METRICS).and_then(|written| written.difference(now.as_ref())).or(missing)
+}
+
+fn episodes_changes(dir: &RunDir, ledger: &Ledger) -> anyhow::Result<Vec<String>> {
+    let mut changes = Vec::new();
+    for stage in StageName::ALL {
+        let Some(written) = finished(ledger, stage).and_then(|entry| entry.logs.get(EPISODES)) else { continue };
+        let now = Outputs::of(dir.root(), &[dir.episodes()])?.into_iter().next().map(|(_, digest)| digest);
+        changes.extend(written.difference(now.as_ref()).map(|change| format!("{EPISODES} of {stage} {change}")));
+    }
+    Ok(changes)
+}
+
+fn finished(ledger: &Ledger, stage: StageName) -> Option<&Entry> {
+    ledger.entry(stage.as_str()).filter(|entry| entry.finished)
+}
