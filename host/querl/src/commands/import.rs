@@ -6,6 +6,7 @@ use crate::terminal::Terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::Overrides;
 use querl_pipeline::exchange::{CheckpointFormat, Imported, import_adapter};
+use querl_pipeline::failure::run_in;
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::pins::OnPluginChange;
 use querl_pipeline::run::Run;
