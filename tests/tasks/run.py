@@ -4,7 +4,7 @@
     tests/tasks/run.py --out runs/tasks [--tasks telecom appliances] [--seeds 42 43] [--set rl.max_steps=40]
 
 Each task: a query table and a recorded teacher are written, a small model is pretrained on a corpus of the knowledge base alone
-(`querl model corpus`, `querl model pretrain`), then `querl run` with the settings of examples/fivedoctors for a model of that size.
+(`querl model corpus`, `querl model pretrain`), then `querl run` with the defaults for a model of that size.
 Python 3 alone, no network. Finished parts are not repeated.
 """
 
@@ -38,18 +38,11 @@ knowledge_base = "{task}/knowledge_base.jsonl"
 [model]
 path = "model"
 
-{training}
 [plugins]
 prompt = {{ path = "{root}/plugins/prompt-rewrite", settings = {{ language = "{language}", domain = "{domain}" }} }}
 filters = [{{ path = "{root}/plugins/filter-quality" }}]
 rewards = [{{ path = "{root}/plugins/reward-competition" }}]
 """
-
-
-def training_of_example():
-    """[sft] and [rl] of the example, whose model has the same size."""
-    text = (ROOT / "examples/fivedoctors/querl.toml").read_text()
-    return text[text.index("\n[sft]") + 1 : text.index("\n[plugins]") + 1]
 
 
 def prepare(name, folder):
@@ -63,9 +56,7 @@ def prepare(name, folder):
         for row in rows:
             record = {"original_query": row["query"], "user_profile": row["profile"], "history_summary": row["history"]}
             file.write(json.dumps({**record, "rewritten_query": row["teacher"]}, ensure_ascii=False) + "\n")
-    config = CONFIG.format(
-        name=name, task=HERE / name, root=ROOT, training=training_of_example(), language=LANGUAGES[name], domain=DOMAINS[name]
-    )
+    config = CONFIG.format(name=name, task=HERE / name, root=ROOT, language=LANGUAGES[name], domain=DOMAINS[name])
     (folder / "querl.toml").write_text(config)
 
 

@@ -10,15 +10,15 @@ use support::{CommandOutput, Project, model, repository};
 #[test]
 fn unusable_configuration_is_reported() {
     let cases = [
-        ("sample_rate = 0.5", "sample_rate = 1.5", "querl.toml:14: judge.sample_rate is 1.5; expected 0.0 to 1.0"),
-        ("sample_rate", "sampel_rate", "querl.toml:14: unknown key judge.sampel_rate; did you mean sample_rate?"),
-        ("kind = \"rubric\"", "kind = 1", "querl.toml:13: judge.kind is 1; expected rubric, openai or none"),
+        ("sample_rate = 0.5", "sample_rate = 1.5", "querl.toml:15: judge.sample_rate is 1.5; expected 0.0 to 1.0"),
+        ("sample_rate", "sampel_rate", "querl.toml:15: unknown key judge.sampel_rate; did you mean sample_rate?"),
+        ("kind = \"rubric\"", "kind = 1", "querl.toml:14: judge.kind is 1; expected rubric, openai or none"),
         (
             "max_steps = 2\nbatch",
             "max_steps = \"2\"\nbatch",
-            "querl.toml:29: rl.max_steps is \"2\"; expected an integer",
+            "querl.toml:30: rl.max_steps is \"2\"; expected an integer",
         ),
-        ("[judge]", "[judge", "querl.toml:12: not valid TOML: unclosed table, expected `]`"),
+        ("[judge]", "[judge", "querl.toml:13: not valid TOML: unclosed table, expected `]`"),
         ("tenant = \"fivedoctors\"", "", "querl.toml: the key tenant is missing; expected a string"),
         (
             "tenant",
@@ -36,19 +36,19 @@ fn unusable_configuration_is_reported() {
             "querl.toml:4: data.input is \"queries.xlsx\"; no such file; create it or correct the path",
         ),
         (
-            "max_steps = 2\nbatch",
-            "algorithm = \"grpo\"\nmax_steps = 2\nbatch",
-            "querl.toml:28: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2",
+            "algorithm = \"ppo\"",
+            "algorithm = \"grpo\"",
+            "querl.toml:38: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2",
         ),
         (
             "max_steps = 2\nbatch",
             "min_new_tokens = 900\nmax_steps = 2\nbatch",
-            "querl.toml:29: rl.min_new_tokens is 900; expected at most rl.max_new_tokens, 8",
+            "querl.toml:30: rl.min_new_tokens is 900; expected at most rl.max_new_tokens, 8",
         ),
         (
             "[rl]",
             "lora_target_modules = [\"query\"]\n[rl]",
-            "querl.toml:28: sft.lora_target_modules is \"query\"; expected all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+            "querl.toml:29: sft.lora_target_modules is \"query\"; expected all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
         ),
     ];
     for (from, to, expected) in cases {
@@ -161,8 +161,7 @@ fn settings_that_named_gpus_do_not_support_are_refused() {
     project.querl(&with("device=cpu")).ok();
     for sets in [["device=cuda:1", "model.dtype=bf16"], ["device=cpu", "model.dtype=f32"]] {
         let [first, second] = sets;
-        let said =
-            project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", first, "--set", second]).ok();
+        project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", first, "--set", second]).ok();
     }
 }
 
@@ -350,7 +349,7 @@ fn recipe_of_a_small_model_names_the_line() {
 #[test]
 fn damaged_rows_of_an_earlier_stage_are_reported() {
     let project = Project::new();
-    let done = project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+    project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
     let rows = project.path("run/data/train.jsonl");
     let whole = std::fs::read(&rows).unwrap();
     let within_a_character = whole.iter().rposition(|byte| *byte >= 0x80).unwrap();

@@ -3,7 +3,7 @@
 //! ```text
 //! judge     = tanh(3 * (policy score - baseline score) / 5)      judge scores are 0 to 5
 //! retrieval = tanh(3 * (policy quality - baseline quality))      quality = 0.6 * top1 + 0.4 * mean(top3), 0 without hits; where
-//!                                                                gold passages are known, half of that and half of 1 / (rank of the first)
+//!                                                                gold passages are known, 1 / (rank of the first) instead (`gold_share`)
 //! win       = 0.5, -0.3 or 0: the policy's quality is above, below or equal (within 1e-9) to the baseline's
 //! total     = clip(0.35 * judge + 0.40 * retrieval + 0.25 * win, -1, 1)
 //! ```
@@ -61,7 +61,7 @@ impl Reward for Competition {
             loss: outcome("loss", -0.3)?,
             draw: outcome("draw", 0.0)?,
             top1_share: settings.number("top1_share", 0.6, 0.0..=1.0)?,
-            gold_share: settings.number("gold_share", 0.5, 0.0..=1.0)?,
+            gold_share: settings.number("gold_share", 1.0, 0.0..=1.0)?,
             clip: settings.number("clip", 1.0, 1e-6..=1e6)?,
         };
         if plugin.weight_retrieval + plugin.weight_win > 0.0 {

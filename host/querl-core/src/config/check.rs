@@ -46,7 +46,7 @@ pub(super) struct PathBases<'a> {
 }
 
 impl<'a> PathBases<'a> {
-    fn of(self, key: &str) -> &'a Path {
+    pub(super) fn of(self, key: &str) -> &'a Path {
         match self.document.origin(key) {
             Some(Origin::Flag(_)) => Path::new(""),
             _ => self.folder,

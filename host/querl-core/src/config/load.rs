@@ -11,6 +11,35 @@ use std::path::{Path, PathBuf};
 /// Maximum size of a configuration file.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
+/// Width of the residual below which a model is small; of published models the smallest have 576.
+pub(super) const SMALL_HIDDEN_SIZE: u64 = 512;
+
+/// Defaults with a small model. A narrow model needs larger learning rates (with Adam they grow as the width falls: Yang et al. 2022,
+/// "Tensor Programs V", table 3) and copies poorly, so that it edits a query instead of writing it again; groups of samples replace the
+/// critic. Measured in docs/benchmarks.md.
+pub(super) const SMALL_MODEL_DEFAULTS: &str = r#"
+[data]
+rewrite_form = "edit"
+
+[sft]
+learning_rate = 1e-3
+epochs = 6
+batch_size = 16
+gradient_accumulation_steps = 1
+eval_steps = 0
+
+[rl]
+algorithm = "rloo"
+n_samples = 8
+batch_size = 16
+ppo_epochs = 2
+learning_rate = 7e-4
+critic_learning_rate = 1e-3
+kl_coef = 0.02
+ent_coef = 0.003
+max_new_tokens = 32
+"#;
+
 /// Overrides from the command line.
 #[derive(Debug, Clone, Default)]
 pub struct Overrides {
@@ -73,12 +102,12 @@ pub enum ConfigError {
 pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let bytes = read(path)?;
     let document = parse(&bytes, overrides).map_err(|fault| at(path, fault))?;
-    let mut config = shaped(&document, path)?;
+    let base = path.parent().unwrap_or(Path::new(""));
+    let bases = PathBases { document: &document, folder: base };
+    let mut config = shaped(&document, path, has_small_model(bases, overrides.without_model))?;
     if let Some(out) = &overrides.out {
         config.output_dir = out.clone();
     }
-    let base = path.parent().unwrap_or(Path::new(""));
-    let bases = PathBases { document: &document, folder: base };
     let names = overrides.model_hub.map_or_else(Vec::new, |_| model_names(&mut config, bases));
     resolve_paths(&mut config, bases, &names);
     // All other paths are relative to the file or stand in it, and it is UTF-8.
@@ -108,7 +137,18 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
 /// The first error in file order.
 pub fn load_resolved(path: &Path) -> Result<Config, ConfigError> {
     let document = Document::parse(&read(path)?).map_err(|fault| at(path, fault))?;
-    shaped(&document, path)
+    shaped(&document, path, false)
+}
+
+/// Whether the folder of `model.path` has a small model. `querl model corpus` runs before there is one, for a small one.
+fn has_small_model(bases: PathBases<'_>, without_model: bool) -> bool {
+    let Some(path) = bases.document.table.get("model").and_then(|model| model.get("path")?.as_str()) else {
+        return false;
+    };
+    let file = bases.of("model.path").join(path).join("config.json");
+    let Ok(bytes) = read_bounded(&file, crate::model_config::MAX_BYTES) else { return without_model };
+    let shape: Option<serde_json::Value> = serde_json::from_slice(&bytes).ok();
+    shape.and_then(|shape| shape["hidden_size"].as_u64()).is_some_and(|width| width < SMALL_HIDDEN_SIZE)
 }
 
 impl Config {
@@ -165,11 +205,13 @@ fn parse(bytes: &[u8], overrides: &Overrides) -> Result<Document, DocumentError>
 }
 
 /// Deserialises a document that conforms to the schema.
-fn shaped(document: &Document, path: &Path) -> Result<Config, ConfigError> {
+fn shaped(document: &Document, path: &Path, is_small: bool) -> Result<Config, ConfigError> {
     let mut violations = conform(&document.table, json_schema());
     violations.extend(missing_sources(&document.table));
     first_of(violations, document, path)?;
-    without_default_limit(document.table.clone()).try_into().map_err(|error: toml::de::Error| {
+    let table = without_default_limit(document.table.clone());
+    let table = if is_small { with_small_model_defaults(table) } else { table };
+    table.try_into().map_err(|error: toml::de::Error| {
         // The schema is derived from the type: only a number out of its type's range is an error here.
         let message = error.message().split_whitespace().collect::<Vec<_>>().join(" ");
         ConfigError::Invalid { location: ConfigLocation::File(path.into()), message }
@@ -196,6 +238,23 @@ fn without_default_limit(mut table: toml::Table) -> toml::Table {
         && rl.contains_key("epochs")
     {
         rl.entry("max_steps").or_insert(toml::Value::Integer(0));
+    }
+    table
+}
+
+/// Adds the keys of [`SMALL_MODEL_DEFAULTS`] that a section does not have. An edit is one of a query: where nothing is retrieved, the policy
+/// writes answers.
+fn with_small_model_defaults(mut table: toml::Table) -> toml::Table {
+    let defaults: toml::Table = SMALL_MODEL_DEFAULTS.parse().expect("the defaults are TOML");
+    let retrieval = table.get("retrieval").and_then(|retrieval| retrieval.get("kind")?.as_str());
+    let skipped = if retrieval == Some("none") { "data" } else { "" };
+    for (section, keys) in defaults.into_iter().filter(|(section, _)| section != skipped) {
+        let own = table.entry(section).or_insert_with(|| toml::Value::Table(toml::Table::new()));
+        if let (toml::Value::Table(own), toml::Value::Table(keys)) = (own, keys) {
+            keys.into_iter().for_each(|(key, value)| {
+                own.entry(key).or_insert(value);
+            });
+        }
     }
     table
 }
@@ -233,6 +292,7 @@ fn at(path: &Path, fault: DocumentError) -> ConfigError {
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {
     use super::*;
+    use crate::config::RewriteForm;
 
     const GOOD: &str = r#"tenant = "fivedoctors"
 [data]
@@ -275,6 +335,27 @@ path = "reward.wasm"
     pub(in crate::config) fn example() -> Config {
         let folder = folder(GOOD);
         load(&folder.path().join("querl.toml"), &Overrides::default()).unwrap()
+    }
+
+    #[test]
+    fn a_small_model_has_its_own_defaults_for_keys_that_are_not_set() {
+        let folder = folder(GOOD);
+        let with = |width: u64, set: &[&str]| {
+            std::fs::write(folder.path().join("tiny/config.json"), format!("{{\"hidden_size\": {width}}}")).unwrap();
+            let set = set.iter().map(|flag| (*flag).to_owned()).collect();
+            load(&folder.path().join("querl.toml"), &Overrides { set, ..Overrides::default() }).unwrap()
+        };
+        assert_eq!(with(SMALL_HIDDEN_SIZE, &[]), example());
+        let small = with(192, &["rl.kl_coef=0.5"]);
+        assert_eq!((small.data.rewrite_form, small.sft.learning_rate), (RewriteForm::Edit, 1e-3));
+        assert_eq!((small.rl.n_samples, small.rl.kl_coef, small.rl.gae_lambda), (8, 0.5, 0.95));
+        let answers = with(192, &["retrieval.kind=none", "plugins.rewards=[]"]);
+        assert_eq!((answers.data.rewrite_form, answers.rl.n_samples), (RewriteForm::Full, 8));
+        // A run's own configuration has every key.
+        let resolved = folder.path().join("resolved.toml");
+        std::fs::write(&resolved, with(192, &["rl.n_samples=4", "data.rewrite_form=full"]).to_toml()).unwrap();
+        let read = load(&resolved, &Overrides::default()).unwrap();
+        assert_eq!((read.rl.n_samples, read.data.rewrite_form), (4, RewriteForm::Full));
     }
 
     fn fault(text: &str, set: &[&str]) -> String {

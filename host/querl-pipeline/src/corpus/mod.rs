@@ -34,7 +34,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 /// Lines by default: as many, or 12 for each text where that is more.
-const N_LINES: usize = 9000;
+const N_LINES: usize = 48_000;
 const N_LINES_PER_TEXT: usize = 12;
 /// Most copies of a text. At most a third of the lines are texts, unless there are few lines.
 const MAX_COPIES: usize = 4;
@@ -46,7 +46,7 @@ const UPDATE_LINES: usize = 100;
 /// Size and seed of a corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CorpusSettings {
-    /// Lines; `None` for 9,000, or 12 for each text where that is more.
+    /// Lines; `None` for 48,000, or 12 for each text where that is more.
     pub n_lines: Option<usize>,
     /// Decides what is drawn, and the order of the lines.
     pub seed: u64,
@@ -234,7 +234,7 @@ mod tests {
         };
         assert_eq!(copies(10, Some(20)), (20, 1));
         assert_eq!(copies(10, Some(100)), (100, 3));
-        assert_eq!((copies(210, None), copies(1000, None)), ((9000, 4), (12_000, 4)));
+        assert_eq!((copies(210, None), copies(5000, None)), ((48_000, 4), (60_000, 4)));
         let of_seed = |seed| line_order(50, &settings(Some(300), seed)).unwrap();
         assert_eq!(of_seed(1), of_seed(1));
         assert_ne!(of_seed(1), of_seed(2));

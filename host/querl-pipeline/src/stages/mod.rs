@@ -26,7 +26,7 @@ use crate::plugins::Plugins;
 use crate::run::Run;
 use anyhow::Context;
 use previous::Previous;
-use querl_core::config::{Config, OnNoise, TableFormat};
+use querl_core::config::{Config, OnNoise, RewriteForm, TableFormat};
 use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
 use querl_data::table_path;
@@ -255,9 +255,11 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
         Decision::Skip(_) => Facts::default(),
         _ => {
             if name == StageName::Rl {
-                // Without SFT in the command, the user wants RL on what is there.
+                // Without SFT in the command, the user wants RL on what is there. Edits can keep the query, whatever the model knows.
                 let is_asked_for = window.first > StageName::Sft;
-                noise::before_rl(run, ledger, if is_asked_for { OnNoise::Warn } else { run.config.sft.on_noise })?;
+                let has_edits = run.config.data.rewrite_form == RewriteForm::Edit;
+                let on_noise = if is_asked_for || has_edits { OnNoise::Warn } else { run.config.sft.on_noise };
+                noise::before_rl(run, ledger, on_noise)?;
             }
             stage.permit(run, window.last, run.reporter.stage(name.as_str()).as_ref())?
         }

@@ -99,9 +99,15 @@ fn assert_resumes(n_gpus: usize, config: &RlConfig) {
 #[test]
 #[ignore = "needs a GPU"]
 fn an_interrupted_run_on_a_gpu_resumes_to_the_same_adapters() {
-    for off_by_one in [false, true] {
-        assert_resumes(1, &small(off_by_one));
-    }
+    assert_resumes(1, &small(false));
+}
+
+/// Passes on the simulated GPU. On an H200 `rollout_probs_diff` of the step after the resume differs by 4e-9: products round differently
+/// where two streams share the GPU.
+#[test]
+#[ignore = "needs a GPU"]
+fn an_interrupted_run_with_off_by_one_on_a_gpu_resumes_to_the_same_adapters() {
+    assert_resumes(1, &small(true));
 }
 
 /// Generation and training pass round in different places. Measured: 0.017 on average, 0.064 at worst, of a model whose layers amplify

@@ -24,7 +24,7 @@ pub(crate) struct CorpusArgs {
     /// Where to write the corpus, as JSON lines
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// Lines of the corpus [default: 9000, or 12 for each text of the knowledge base where that is more]
+    /// Lines of the corpus [default: 48000, or 12 for each text of the knowledge base where that is more]
     #[arg(long, value_name = "N")]
     lines: Option<usize>,
     /// Decides what is drawn; also the seed of the pretraining
