@@ -230,7 +230,7 @@ fn doctor_reports_gpus_memory_library_and_what_is_missing() {
     let (code, text, said) = run(&mut command);
     assert_eq!(code, Some(0), "{said}");
     for line in [
-        "ok  driver   the CUDA driver supports CUDA 13.0 and sees 2 GPU(s); GPU support is experimental\n",
+        "ok  driver   the CUDA driver supports CUDA 13.0 and sees 2 GPU(s)\n",
         "ok  gpu      cuda:1 is Imagined 1, compute capability 9.0, 80.0 GiB of memory, 60.0 GiB of them free\n",
         " of querl 0.1.0, built without CUDA, so that the CPU is its only device\n",
         "  nccl     ",

@@ -358,6 +358,14 @@ path = "reward.wasm"
         assert_eq!((read.rl.n_samples, read.data.rewrite_form), (4, RewriteForm::Full));
     }
 
+    #[test]
+    fn the_defaults_of_a_small_model_are_documented() {
+        for page in ["small-models.md", "zh-CN/small-models.md"] {
+            let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(page);
+            assert!(std::fs::read_to_string(path).unwrap().contains(SMALL_MODEL_DEFAULTS), "{page}");
+        }
+    }
+
     fn fault(text: &str, set: &[&str]) -> String {
         let folder = folder(text);
         let overrides = Overrides { set: set.iter().map(|flag| (*flag).to_owned()).collect(), ..Overrides::default() };

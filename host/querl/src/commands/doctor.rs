@@ -93,13 +93,7 @@ fn of_driver(driver: Result<&Driver, &DeviceUnavailable>) -> Finding {
     match driver {
         Ok(driver) => {
             let (version, n_gpus) = (version_name(driver.cuda), driver.gpus.len());
-            finding(
-                "driver",
-                true,
-                format!(
-                    "the CUDA driver supports CUDA {version} and sees {n_gpus} GPU(s); GPU support is experimental"
-                ),
-            )
+            finding("driver", true, format!("the CUDA driver supports CUDA {version} and sees {n_gpus} GPU(s)"))
         }
         Err(missing) => finding("driver", false, missing.to_string()),
     }
