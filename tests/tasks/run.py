@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
-"""Trains on the four tasks of this folder and prints RL against SFT, the raw query and the teacher.
+"""Trains on the three tasks of this folder and on examples/appliances, and prints RL against SFT, the raw query and the teacher.
 
     tests/tasks/run.py --out runs/tasks [--tasks telecom appliances] [--seeds 42 43] [--set rl.max_steps=40]
 
-Each task: a query table and a recorded teacher are written, a small model is pretrained on a corpus of the knowledge base alone
-(`querl model corpus`, `querl model pretrain`), then `querl run` with the defaults for a model of that size.
+Each task: a small model is pretrained on a corpus of the knowledge base alone (`querl model corpus`, `querl model pretrain`), then
+`querl run` with the defaults for a model of that size. `queries.jsonl` is the query table and the recorded teacher.
 Python 3 alone, no network. Finished parts are not repeated.
 """
 
 import argparse
-import csv
 import json
 import subprocess
 from pathlib import Path
@@ -24,12 +23,12 @@ device = "cpu"
 output_dir = "run"
 
 [data]
-input = "queries.csv"
+input = "{task}/queries.jsonl"
 split = [0.6, 0.15, 0.25]
 
 [teacher]
 kind = "recorded"
-path = "teacher.jsonl"
+path = "{task}/queries.jsonl"
 
 [retrieval]
 kind = "embedded"
@@ -47,16 +46,8 @@ rewards = [{{ path = "{root}/plugins/reward-competition" }}]
 
 def prepare(name, folder):
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [json.loads(line) for line in (HERE / name / "queries.jsonl").read_text().splitlines()]
-    with open(folder / "queries.csv", "w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["original_query", "user_profile", "history_summary", "gold_ids"])
-        table.writerows([row["query"], row["profile"], row["history"], ",".join(row["gold"])] for row in rows)
-    with open(folder / "teacher.jsonl", "w") as file:
-        for row in rows:
-            record = {"original_query": row["query"], "user_profile": row["profile"], "history_summary": row["history"]}
-            file.write(json.dumps({**record, "rewritten_query": row["teacher"]}, ensure_ascii=False) + "\n")
-    config = CONFIG.format(name=name, task=HERE / name, root=ROOT, language=LANGUAGES[name], domain=DOMAINS[name])
+    task = ROOT / "examples/appliances" if name == "appliances" else HERE / name
+    config = CONFIG.format(name=name, task=task, root=ROOT, language=LANGUAGES[name], domain=DOMAINS[name])
     (folder / "querl.toml").write_text(config)
 
 
