@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// Maximum size of a configuration file.
 const MAX_CONFIG_BYTES: u64 = 16 << 20;
 
-/// Width of the residual below which a model is small; of published models the smallest have 576.
+/// Width of the residual below which a model is small. SmolLM-135M has 576.
 pub(super) const SMALL_HIDDEN_SIZE: u64 = 512;
 
 /// Defaults with a small model. A narrow model needs larger learning rates (with Adam they grow as the width falls: Yang et al. 2022,
