@@ -53,7 +53,8 @@ pub struct Overrides {
     pub model_hub: Option<ModelHub>,
     /// Files with the keys of services need not exist: for a command that calls none.
     pub without_keys: bool,
-    /// The folder of `model.path` need not exist: for a command that opens no model and is run before there is one.
+    /// For a command that is run before there is a model, to make a small one: the folder of `model.path` need not exist, and the defaults are
+    /// those of a small model.
     pub without_model: bool,
 }
 
@@ -104,7 +105,7 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let document = parse(&bytes, overrides).map_err(|fault| at(path, fault))?;
     let base = path.parent().unwrap_or(Path::new(""));
     let bases = PathBases { document: &document, folder: base };
-    let mut config = shaped(&document, path, has_small_model(bases, overrides.without_model))?;
+    let mut config = shaped(&document, path, overrides.without_model || has_small_model(bases))?;
     if let Some(out) = &overrides.out {
         config.output_dir = out.clone();
     }
@@ -140,13 +141,13 @@ pub fn load_resolved(path: &Path) -> Result<Config, ConfigError> {
     shaped(&document, path, false)
 }
 
-/// Whether the folder of `model.path` has a small model. `querl model corpus` runs before there is one, for a small one.
-fn has_small_model(bases: PathBases<'_>, without_model: bool) -> bool {
+/// Whether the folder of `model.path` has a small model. A name on a hub is looked up later: such models have the usual defaults.
+fn has_small_model(bases: PathBases<'_>) -> bool {
     let Some(path) = bases.document.table.get("model").and_then(|model| model.get("path")?.as_str()) else {
         return false;
     };
     let file = bases.of("model.path").join(path).join("config.json");
-    let Ok(bytes) = read_bounded(&file, crate::model_config::MAX_BYTES) else { return without_model };
+    let Ok(bytes) = read_bounded(&file, crate::model_config::MAX_BYTES) else { return false };
     let shape: Option<serde_json::Value> = serde_json::from_slice(&bytes).ok();
     shape.and_then(|shape| shape["hidden_size"].as_u64()).is_some_and(|width| width < SMALL_HIDDEN_SIZE)
 }
@@ -349,6 +350,10 @@ path = "reward.wasm"
         let small = with(192, &["rl.kl_coef=0.5"]);
         assert_eq!((small.data.rewrite_form, small.sft.learning_rate), (RewriteForm::Edit, 1e-3));
         assert_eq!((small.rl.n_samples, small.rl.kl_coef, small.rl.gae_lambda), (8, 0.5, 0.95));
+        std::fs::write(folder.path().join("tiny/config.json"), "{\"hidden_size\": 896}").unwrap();
+        let before = Overrides { without_model: true, ..Overrides::default() };
+        let before = load(&folder.path().join("querl.toml"), &before).unwrap();
+        assert_eq!(before.data.rewrite_form, RewriteForm::Edit);
         let answers = with(192, &["retrieval.kind=none", "plugins.rewards=[]"]);
         assert_eq!((answers.data.rewrite_form, answers.rl.n_samples), (RewriteForm::Full, 8));
         // A run's own configuration has every key.

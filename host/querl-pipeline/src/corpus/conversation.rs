@@ -24,8 +24,8 @@ const ASKING: f64 = 0.75;
 /// Share of targets of rare words alone, and how many they have: users find a passage by its details, too.
 const BY_DETAILS: f64 = 0.25;
 const N_DETAILS: usize = 4;
-/// Share of entities that are invented, and the share of an invented one's words that no passage has in this place: names must be copied from
-/// the query or the history, and a model that sees twenty names again and again knows them by heart instead.
+/// Probability that an entity is invented, and that a word or number of an invented one is replaced: a model that sees twenty names again
+/// and again knows them by heart instead of copying them.
 const INVENTED: f64 = 0.5;
 const REPLACED: f64 = 0.7;
 /// Most rare words behind the words of a title.
@@ -104,11 +104,18 @@ impl<'a> ConversationGenerator<'a> {
         let source = pick(&self.sources, rng);
         let sentence: &String = pick(&source.sentences, rng);
         let words = words(self.segmenter, sentence);
-        let query_words = self.query_words(&words, rng);
-        let entity = source.entity.as_deref().map(|entity| match rng.random_bool(INVENTED) {
+        let is_invented = source.entity.is_some() && rng.random_bool(INVENTED);
+        let entity = source.entity.as_deref().map(|entity| match is_invented {
             true => self.invented(entity, rng),
             false => entity.to_owned(),
         });
+        // The passage's own entity has no place next to an invented one.
+        let real = source.entity.as_deref().filter(|_| is_invented).unwrap_or_default();
+        let own = self.segmenter.words(real);
+        let is_foreign = |word: &&&str| !self.segmenter.words(word).iter().any(|stem| own.contains(stem));
+        let foreign: Vec<&str> = words.iter().filter(is_foreign).copied().collect();
+        let words = if foreign.is_empty() { words } else { foreign };
+        let query_words = self.query_words(&words, rng);
         let (mention, history) = match &entity {
             Some(entity) => self.mention(entity, rng),
             None => (None, String::new()),
@@ -301,8 +308,8 @@ mod tests {
             "half, and invented ones that have all words of a real one: {}",
             real.len()
         );
-        for Conversation { query, target, history } in real.into_iter().filter(|one| one.history.is_empty()) {
-            let stems = segmenter(Language::En).words(&format!("{query} {target} {history}"));
+        for Conversation { query, target, .. } in real {
+            let stems = segmenter(Language::En).words(&format!("{query} {target}"));
             assert!(stems.iter().all(|stem| known.contains(stem)), "{query} -> {target}");
             assert_eq!(*query, query.to_lowercase());
         }
@@ -338,9 +345,10 @@ mod tests {
         let conversations = drawn(Language::En, APPLIANCES, 600, 3);
         let invented = conversations.iter().filter(|one| !is_real(one) && !one.history.is_empty());
         let mut names = HashSet::new();
-        for Conversation { history, target, .. } in invented {
+        for Conversation { query, history, target } in invented {
             let name: Vec<&str> = target.split(' ').take(2).collect();
             assert!(history.contains(&name.join(" ")), "{history} -> {target}");
+            assert!(!query.contains("aqualine") && !query.contains("breezemax"), "{query}");
             names.insert(name.join(" "));
         }
         assert!(names.len() > 30, "{names:?}");
