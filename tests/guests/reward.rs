@@ -1,5 +1,4 @@
-// What a guest with one oddity needs in addition to its `score`, which it defines and which includes this file: a reward without settings, with
-// totals of 0 to 1. A guest with settings, inputs or another kind does without.
+// Included by guests that define `score`: a reward without settings, range 0 to 1.
 
 use querl_sdk::{Episode, Rejection, Reward, Score, SettingError, Settings};
 use std::ops::RangeInclusive;

@@ -139,11 +139,11 @@ fn unseal(bytes: &[u8]) -> Result<&[u8], Damage> {
     let Some((frame, seal)) = start.map(|start| bytes.split_at(start)) else {
         return Err(Damage::new(
             "seal",
-            "is missing; the file is truncated or is not a bundle: pack or fetch it again",
+            "is missing; the file is truncated, or is not a bundle; pack or fetch it again",
         ));
     };
     if seal[..4] != MAGIC || seal[4..8] != SIZE {
-        let message = "is missing or damaged; the file is truncated, has bytes after its end, or is not a bundle: pack or fetch it again";
+        let message = "is missing or damaged; the file is truncated, has bytes after its end, or is not a bundle; pack or fetch it again";
         return Err(Damage::new("seal", message));
     }
     match seal[8..] == Sha256::digest(frame)[..] {

@@ -210,7 +210,9 @@ fn core_modules_and_other_bytes_are_no_components() {
 
 #[test]
 fn file_of_another_sort_is_refused_at_once() {
-    assert!(refusal(b"").contains("seal: is missing; the file is truncated or is not a bundle"));
+    assert!(
+        refusal(b"").contains("seal: is missing; the file is truncated, or is not a bundle; pack or fetch it again")
+    );
     assert!(refusal(&component()).contains("is not a bundle"));
     assert!(refusal(&archive_of(&[Entry::new("LICENSE", b"x")])).contains("README.md: is missing"));
 }

@@ -135,4 +135,6 @@ fn what_cannot_be_audited_is_one_sentence_with_a_remedy() {
     ] {
         assert_eq!(project.refusal(&["audit", run], 2), expected);
     }
+    let missing = project.refusal(&["audit", "nowhere"], 2);
+    assert!(missing.starts_with("nowhere: not a run's folder: there is no such folder; expected "), "{missing}");
 }

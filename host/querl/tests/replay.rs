@@ -136,11 +136,15 @@ fn what_cannot_be_replayed_is_one_sentence_with_a_remedy() {
     let project = project();
     project.write("empty.jsonl", "\n");
     project.write("old.jsonl", &episode("a", Some(0.5), 0.5, None).replace("\"format\":2", "\"format\":1"));
-    std::fs::create_dir(project.path("bare")).unwrap();
+    for folder in ["bare", "begun"] {
+        std::fs::create_dir(project.path(folder)).unwrap();
+    }
+    project.write("begun/config.resolved.toml", "");
     let competition = "plugins/reward-competition";
     for (episodes, plugin, more, expected) in [
         ("nowhere", competition, &[][..], "nowhere: not a run's folder: there is no such folder; "),
         ("bare", competition, &[], "bare: not a run's folder: it has no config.resolved.toml; "),
+        ("begun", competition, &[], "begun/episodes.jsonl: there is no such file; the stage `rl` writes it"),
         ("empty.jsonl", competition, &[], "empty.jsonl: holds no episode; expected at least one line"),
         (
             "old.jsonl",

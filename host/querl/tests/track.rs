@@ -142,6 +142,9 @@ fn what_is_missing_is_one_sentence_with_the_command() {
     let args = ["track", "run", "--to", "wandb", "--offline"];
     let no_run = refused(&mut command(&project, &args));
     assert!(no_run.starts_with("error: run: not a run's folder: there is no such folder; expected "), "{no_run}");
+    std::fs::create_dir(project.path("bare")).unwrap();
+    let bare = refused(&mut command(&project, &["track", "bare", "--to", "wandb", "--offline"]));
+    assert!(bare.starts_with("error: bare: not a run's folder: it has no config.resolved.toml; expected "), "{bare}");
 
     project.querl(&["rewrite", "querl.toml"]).ok();
     let no_python = refused(command(&project, &args).env("PYTHON", "no-such-python"));

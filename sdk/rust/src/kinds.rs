@@ -292,6 +292,8 @@ pub enum PromptTask {
 }
 
 /// What goes into a prompt.
+///
+/// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct PromptInput {
@@ -337,6 +339,8 @@ pub trait Prompt: Sized {
 }
 
 /// A dialogue whose last turn, the assistant's, is to be scored.
+///
+/// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct Dialogue {

@@ -1,6 +1,8 @@
 //! The values that several kinds of plugin share.
 
 /// Who asks, and what was said before.
+///
+/// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(default, deny_unknown_fields))]
 pub struct Context {
@@ -11,6 +13,8 @@ pub struct Context {
 }
 
 /// One retrieved passage.
+///
+/// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Default, PartialEq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct Hit {
@@ -71,6 +75,8 @@ pub struct JudgeScore {
 }
 
 /// One class of a style distribution.
+///
+/// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, PartialEq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct StyleProbability {
@@ -214,6 +220,8 @@ pub struct Column {
 }
 
 /// Who speaks in a chat message.
+///
+/// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(rename_all = "snake_case"))]
@@ -224,6 +232,8 @@ pub enum Role {
 }
 
 /// A chat message.
+///
+/// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct Message {

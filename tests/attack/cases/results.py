@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import struct
@@ -175,9 +176,10 @@ def lost_lines(tally) -> None:
             content = path.read_bytes()
             without_last_line(path)
             end = project.querl(*args, limit_s=30)
-            said = None if f"{path.name}" in end.out + end.err else f"nothing is said of {name}"
-            counted = None if " of " in end.out + end.err else "no count of bytes"
-            tally.attack(f"{name} without its last line: {' '.join(args[:2])}", end.problem(code) or said or counted)
+            # `episodes.jsonl of rl has 10 of 20 bytes`, or `run/data/train.jsonl: has 10 of 20 bytes`.
+            sentence = rf"{re.escape(path.name)}(:| of \w+) has \d+ of \d+ bytes"
+            said = None if re.search(sentence, end.out + end.err) else f"nothing is said of what {name} lost"
+            tally.attack(f"{name} without its last line: {' '.join(args[:2])}", end.problem(code) or said)
             path.write_bytes(content)
 
 

@@ -148,7 +148,6 @@ fn scored(total: f64) -> Value {
     json!({"scored": {"total": total, "components": []}})
 }
 
-/// Rejected with `detail`.
 fn rejected(code: &str, detail: &Value) -> Value {
     json!({"rejected": {"code": code, "detail": detail}})
 }

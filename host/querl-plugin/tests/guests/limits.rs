@@ -69,7 +69,7 @@ fn bulk_copies_take_fuel_by_the_byte() {
 
 /// Loops, endless calls of the host, work of the host for a guest that does little itself, and bulk copies.
 #[test]
-fn the_clock_stops_all_of_them_where_fuel_is_plenty() {
+fn guests_with_plenty_of_fuel_are_stopped_by_the_clock() {
     for (name, query) in
         [("infinite-loop", "loop"), ("asks-settings", "x"), ("logs-megabytes", "x"), ("bulk-copy", "x")]
     {

@@ -44,12 +44,12 @@ fn nan_is_a_fault() {
 }
 
 #[test]
-fn odd_results_are_faults() {
+fn results_against_the_contract_are_faults() {
     for (name, expected) in [
         ("infinite-total", "total is inf; expected a number within the declared range 0 to 1"),
         ("infinite-component", "component `part` is -inf; expected a finite number"),
         ("repeated-component", "component `part` appears twice"),
-        // Without its escapes.
+        // The message shows the code without its escapes.
         ("bad-code", "rejected with the code `[2JNo`; expected 1 to 64 of a to z, 0 to 9 and _"),
         ("bad-pointer", "returned what cannot be read: string pointer/length out of bounds of memory"),
     ] {
@@ -58,7 +58,7 @@ fn odd_results_are_faults() {
 }
 
 #[test]
-fn what_is_no_text_and_no_result_is_a_fault_wherever_it_is_handed_over() {
+fn unreadable_values_are_faults_in_results_logs_and_keys() {
     for (name, expected) in [
         ("invalid-utf8-result", "invalid utf-8 sequence"),
         ("invalid-utf8-log", "invalid utf-8 sequence"),

@@ -31,7 +31,7 @@ pub fn ends_within(child: &mut Child, limit: Duration) -> bool {
     false
 }
 
-/// A number in the environment.
+/// Value of an environment variable, or `default`.
 pub fn number(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap())
 }

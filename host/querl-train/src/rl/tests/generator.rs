@@ -157,7 +157,7 @@ fn a_policy_learns_from_a_server_one_step_ahead_too() {
     for off_by_one in [false, true] {
         let (model, config) = (Model::new(), learning_config(off_by_one));
         let Outcome { recorder, .. } = Outcome::complete(&model, &config, Some(&ModelServer::new(&model)));
-        assert_learned(&recorder);
+        assert_learned(&format!("off_by_one {off_by_one}"), &recorder);
         let kl = recorder.column("rollout_corr/k3_kl");
         assert!(kl.len() == 50 && kl.iter().all(|kl| kl.abs() < 1e-6), "off_by_one {off_by_one}: {kl:?}");
     }

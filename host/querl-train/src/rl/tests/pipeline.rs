@@ -71,7 +71,7 @@ fn stragglers_are_dropped_and_counted_whatever_the_parts() {
 /// The task of the synchronous loop, in as many steps.
 #[test]
 fn a_policy_learns_from_off_by_one_rollouts() {
-    assert_learned(&Run::complete(1, &Model::new(), &learning_config(true)).recorder);
+    assert_learned("off by one", &Run::complete(1, &Model::new(), &learning_config(true)).recorder);
 }
 
 #[test]

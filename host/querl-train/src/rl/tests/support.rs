@@ -148,9 +148,9 @@ pub(crate) fn learning_config(off_by_one: bool) -> RlConfig {
 }
 
 /// The metrics of a run with [`learning_config`] show that the policy has learned.
-pub(crate) fn assert_learned(recorder: &Recorder) {
+pub(crate) fn assert_learned(what: &str, recorder: &Recorder) {
     let (first, last) = (recorder.mean("avg_reward", 1..11), recorder.mean("avg_reward", 41..51));
-    assert!(last > 0.8 && last > first + 0.2, "{first} to {last}");
+    assert!(last > 0.8 && last > first + 0.2, "{what}: {first} to {last}");
 }
 
 /// The episode of a response that is its own baseline and found nothing.
