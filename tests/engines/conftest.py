@@ -94,6 +94,14 @@ def samples(run: Path) -> list[Sample]:
 
 
 @pytest.fixture(scope="session")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `querl export verl` writes for two machines with a GPU each."""
+    folder = tmp_path_factory.mktemp("exported") / "verl"
+    querl_program("export", "verl", str(run), "--out", str(folder), "--nodes", "2", "--gpus", "1", cwd=run.parent)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def scorer(run: Path) -> Any:
     querl = pytest.importorskip("querl")
     return querl.load(run)
