@@ -22,6 +22,9 @@ REWARD = ROOT / "plugins/reward-competition"
 # Before `querl` is imported: the package of a developer has no program.
 os.environ.setdefault("QUERL_PROGRAM", QUERL)
 os.environ.setdefault("QUERL_CACHE_DIR", str(ROOT / "target/engines-cache"))
+# Before `ray` is imported: no token and no usage statistics of a cluster of a test, and time to start on a busy machine.
+RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
+os.environ.update(RAY)
 
 # Without an installed package: the sources, where a developer has put the extension module next to them. Also for processes that tests start.
 SOURCES = ROOT / "host/querl-python/python"

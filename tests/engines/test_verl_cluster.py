@@ -180,7 +180,7 @@ def test_agent_loops_of_verl_lose_nothing_when_a_worker_is_killed(
         os.kill(killed, signal.SIGKILL)
         on_ray.wait_until(lambda: statuses() == ["finished"] * N_ROWS)
         stored = tq.kv_batch_get([f"{uid}_0_0" for uid in batch["uid"]], "train", select_fields=["prompts", "extra_fields", "rm_scores"])
-        extra = [fields["reward_extra_info"]["score"] for fields in stored["extra_fields"].tolist()]
+        extra = [fields["reward_extra_info"]["score"] for fields in stored["extra_fields"]]
         expected = [chosen[tuple(prompt.tolist())][1] for prompt in stored["prompts"].unbind()]
         assert [score.hex() for score in extra] == expected
         on_tokens = [scores.tolist() for scores in stored["rm_scores"].unbind()]

@@ -70,7 +70,6 @@ def two_nodes() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    os.environ.update(RAY_AUTH_MODE="disabled", RAY_USAGE_STATS_ENABLED="0", RAY_agent_register_timeout_ms="180000")
     cluster = Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **node_arguments()})
     try:
         cluster.add_node(**node_arguments())
