@@ -146,7 +146,7 @@ def test_agent_loops_of_verl_lose_nothing_when_a_worker_is_killed(
     from verl.utils.import_utils import load_class_from_fqn
     from verl.utils.tokenizer import normalize_token_ids
 
-    config = on_ray.compose([*overrides, CLASS])
+    config = on_ray.compose(list(dict.fromkeys([*overrides, CLASS])))
     config.transfer_queue.enable = True
     tq.init(config.transfer_queue)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import json
 import os
 import subprocess
@@ -75,29 +77,20 @@ def test_the_configuration_is_valid_for_verl(config: Any) -> None:
 
 
 def test_the_reward_of_the_configuration_is_loaded(config: Any, tokenizer: Any, samples: list[Sample], scorer: Any) -> None:
-    import asyncio
-
+    """By the path `pkg://querl.integrations.verl`, over the configuration in the folder."""
     from verl.trainer.ppo.reward import load_reward_manager
+    from verl.trainer.ppo.utils import create_rl_dataset
 
-    label = {"query": samples[0].id}
-    row = {"data_source": "fivedoctors", "reward_model": {"style": "rule", "ground_truth": samples[0].id}, "raw_prompt": samples[0].prompt}
-    row["extra_info"] = {"index": 0, "split": "train", "querl": ""}
-    (expected,) = scorer.score([{**label, "response": samples[0].response}])
+    row = create_rl_dataset(config.data.train_files, config.data, tokenizer, None)[0]
+    (expected,) = scorer.score([{"query": row["reward_model"]["ground_truth"], "response": samples[1].response}])
 
     async def scored() -> Any:
-        # As in a worker, which has an event loop.
-        return await load_reward_manager(config, tokenizer).run_single(on_ray.trajectory(tokenizer, row, samples[0].response))
+        # In an event loop, as a worker.
+        return await load_reward_manager(config, tokenizer).run_single(on_ray.trajectory(tokenizer, row, samples[1].response))
 
-    # The folder has no run: the label of its rows is the query itself.
-    row["extra_info"]["querl"] = json.dumps(label_with_context(samples[0], scorer), ensure_ascii=False)
-    assert asyncio.run(scored())["reward_score"] == expected.total
-
-
-def label_with_context(sample: Sample, scorer: Any) -> dict[str, Any]:
-    (result,) = scorer.score([sample.request])
-    task = result.episode["task"]
-    names = ("query", "user_profile", "history_summary", "gold_ids", "columns", "baseline")
-    return {name: task[name] for name in names if task.get(name) is not None}
+    found = asyncio.run(scored())
+    assert found["reward_score"] == expected.total
+    assert found["reward_extra_info"] == {"score": expected.total, **{f"querl/{name}": value for name, value in expected.components.items()}}
 
 
 def test_roles_and_dataloaders_of_the_trainer(config: Any) -> None:
@@ -133,15 +126,9 @@ def test_main_ppo_stops_where_it_asks_for_gpus(exported: Path, tmp_path: Path) -
         assert ended.returncode != 0
         return ended.stdout + ended.stderr
 
-    if not installed("vllm"):
+    if importlib.util.find_spec("vllm") is None:
         assert "ValueError: vllm version None not supported" in stopped()
     output = stopped(*on_ray.SMALL, WITHOUT_VLLM, f"ray_kwargs.ray_init.num_cpus={on_ray.N_CPUS}")
     reached = ["All configuration checks passed successfully!", "Started a local Ray instance", "dataset len: 336", "dataset len: 112"]
     assert [text for text in reached if text not in output] == []
     assert "create_resource_pool" in output and "ValueError: Total available GPUs 0 is less than total desired GPUs 2" in output
-
-
-def installed(name: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None

@@ -20,8 +20,9 @@ from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 
 __all__ = ["RestartingAgentLoopManager", "restarting_workers"]
 
-#: How often a call is repeated: a sample that ends each process that scores it is an error, not an endless loop.
-MAX_TASK_RETRIES = 3
+#: How often a call is repeated. Many: until Ray has noticed that a machine is lost, calls to it are repeated and fail. Not without limit: a
+#: sample that ends each process that scores it is an error in the end.
+MAX_TASK_RETRIES = 100
 
 
 def restarting_workers(config: Any, n_workers: int) -> list[Any]:
