@@ -22,6 +22,9 @@ REWARD = ROOT / "plugins/reward-competition"
 # Before `querl` is imported: the package of a developer has no program.
 os.environ.setdefault("QUERL_PROGRAM", QUERL)
 os.environ.setdefault("QUERL_CACHE_DIR", str(ROOT / "target/engines-cache"))
+# Before `ray` is imported: no token and no usage statistics of a cluster of a test, and time to start on a busy machine.
+RAY = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "300"}
+os.environ.update(RAY)
 
 # Without an installed package: the sources, where a developer has put the extension module next to them. Also for processes that tests start.
 SOURCES = ROOT / "host/querl-python/python"
@@ -91,6 +94,14 @@ def samples(run: Path) -> list[Sample]:
         responses = [own, rewrites[(7 * position + 3) % len(rewrites)], queries[position], queries[position][::-1]]
         samples += [Sample(row["metadata"]["id"], prompt, response, index) for index, response in enumerate(responses)]
     return samples
+
+
+@pytest.fixture(scope="session")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `querl export verl` writes for two machines with a GPU each."""
+    folder = tmp_path_factory.mktemp("exported") / "verl"
+    querl_program("export", "verl", str(run), "--out", str(folder), "--nodes", "2", "--gpus", "1", cwd=run.parent)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Creates the virtual environments .venv/main, .venv/swift and .venv/track in this folder, with the engines, the experiment trackers and
-# the package querl.
+# the package querl, and clones slime.
 #
 # Usage: tests/engines/setup.sh && tests/engines/run.sh
 #
@@ -28,6 +28,11 @@ environment() {
 environment .venv/main requirements.txt openrlhf==0.11.2
 environment .venv/swift requirements-swift.txt
 environment .venv/track requirements-track.txt
+
+# slime is in no registry; what is tested of it imports nothing that is not in .venv/main.
+if [[ ! -d .venv/slime ]]; then
+    git clone --quiet --depth 1 --branch v0.3.1 https://github.com/THUDM/slime .venv/slime
+fi
 
 # The package with the program, built once from the source.
 mkdir -p "$package/python/querl/bin"

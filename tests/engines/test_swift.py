@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import adapters
@@ -53,3 +58,42 @@ def test_rewards_of_the_trainer(name: str, samples: list[Sample], results: list[
         trainer_state=adapters.STATE,
     )
     assert rewards[:, 0].tolist() == torch.tensor([result.total for _, result in pairs], dtype=torch.float32).tolist()
+
+
+@pytest.mark.parametrize("name", ["querl", "querl_async"])
+def test_the_plugin_loader_registers_the_functions(name: str, run: Any, samples: list[Sample], results: list[Any], tmp_path: Path) -> None:
+    """`--external_plugins plugin.py --reward_funcs NAME`, in a process that has not imported the integration."""
+    (tmp_path / "plugin.py").write_text("import querl.integrations.swift\n")
+    pairs = [pair for pair in zip(samples, results, strict=True) if isinstance(pair[1], querl.Score)][:8]
+    columns = adapters.swift_columns([sample for sample, _ in pairs])
+    (tmp_path / "columns.json").write_text(json.dumps(columns), encoding="utf-8")
+    (tmp_path / "load.py").write_text(LOAD)
+    environment = {**os.environ, "QUERL_CONFIG": str(run)}
+    command = [sys.executable, "load.py", name, str(adapters.STATE.global_step)]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    if "no ms-swift arguments" in ended.stdout:
+        pytest.skip(ended.stdout.strip())
+    assert json.loads(ended.stdout.splitlines()[-1]) == [result.total.hex() for _, result in pairs]
+
+
+LOAD = """
+import asyncio, inspect, json, sys, types
+try:
+    from swift.arguments import BaseArguments
+    from swift.rlhf_trainers.utils import resolve_reward_funcs
+except ImportError as error:
+    print(f"no ms-swift arguments: {error}")
+    sys.exit()
+from swift.rewards import orms
+assert sys.argv[1] not in orms
+arguments = BaseArguments.__new__(BaseArguments)
+arguments.external_plugins, arguments.custom_register_path = ["plugin.py"], []
+arguments._import_external_plugins()
+(function,), (name,) = resolve_reward_funcs([sys.argv[1]])
+assert name == orms[sys.argv[1]].__name__
+columns = json.load(open("columns.json", encoding="utf-8"))
+completions = [messages[-1]["content"] for messages in columns["messages"]]
+rewards = function(completions, trainer_state=types.SimpleNamespace(global_step=int(sys.argv[2])), **columns)
+print(json.dumps([total.hex() for total in (asyncio.run(rewards) if inspect.iscoroutine(rewards) else rewards)]))
+"""

@@ -20,6 +20,9 @@ pub struct Cluster {
     pub gpus_per_node: usize,
 }
 
+/// Starts reward workers that Ray starts again: host/querl-python/python/querl/integrations/verl_ray.py.
+const AGENT_LOOP_MANAGER: &str = "querl.integrations.verl_ray.RestartingAgentLoopManager";
+
 /// Ray actors that compute rewards, `reward.num_workers`.
 pub(super) const REWARD_WORKERS: usize = 8;
 
@@ -116,6 +119,8 @@ fn data_and_reward(m: &mut Mapping, run: &ExportedRun, sizes: &Sizes) {
     m.fixed("reward.custom_reward_function.path", quoted("pkg://querl.integrations.verl"));
     m.fixed("reward.custom_reward_function.name", "compute_score");
     m.fixed("+reward.custom_reward_function.reward_kwargs.config", quoted(&format!("{HERE}/querl.toml")));
+    // verl does not start a reward worker again that died, and loses every sample that draws it. The key is not in its defaults.
+    m.fixed("+actor_rollout_ref.rollout.agent.agent_loop_manager_class", AGENT_LOOP_MANAGER);
     m.reward("rl.episode_deadline_ms");
 }
 

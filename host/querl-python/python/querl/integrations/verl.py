@@ -9,6 +9,8 @@ or, with batches, tokens, steps and groups:
     reward.reward_manager.module.path=pkg://querl.integrations.verl
     +reward.reward_kwargs.querl.config=/path/of/querl.toml
 
+`verl_ray` keeps the workers that compute them alive.
+
 Interface: `verl/trainer/ppo/reward.py` (`get_custom_reward_fn`, `load_reward_manager`),
 `verl/experimental/reward_loop/reward_manager/base.py` and `naive.py`. The query is in `extra_info["querl"]`, one text,
 since parquet pads missing keys of structs; else in `ground_truth`.
