@@ -168,8 +168,8 @@ impl Health {
                 "the critic explains none of the returns, and no evaluation was better than the SFT policy: set rl.critic = \"adapter\", raise rl.ppo_epochs, or use an algorithm without a critic (rl.algorithm = \"grpo\" or \"rloo\", with rl.n_samples of 4 or more)",
             ),
             (
-                // In runs that learned the mean of ten steps was -1.3 and more, and with 100 times their rate -7. Single steps are far
-                // below: a new value head needs ten steps.
+                // The mean of ten steps was -1.3 and more in runs that learned, and -7 with 100 times their rate. Not before: a new value
+                // head needs ten steps.
                 "critic_error",
                 recent_mean(self.curve("explained")).is_some_and(|explained| explained < -3.0),
                 "the critic's errors vary more than twice as much as the returns: lower rl.critic_learning_rate",
