@@ -3,9 +3,10 @@
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
 use std::path::Path;
+use std::time::Duration;
 
 /// The file of the lock in the locked folder.
-pub const LOCK_FILE: &str = ".in-use";
+const LOCK_FILE: &str = ".in-use";
 
 /// Holds a folder until dropped, or until the process ends in whatever way.
 #[derive(Debug)]
@@ -38,7 +39,7 @@ impl DirLock {
         let unusable = || failed(&path, "cannot be used");
         let mut options = OpenOptions::new();
         let mut file = options.create(true).truncate(false).read(true).write(true).open(&path).map_err(unusable())?;
-        match file.try_lock() {
+        match try_twice(&file, || std::thread::sleep(LOOK)) {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 return Err(DirLockError::InUse { folder: root.display().to_string(), holder: holder_in(&mut file) });
@@ -57,6 +58,20 @@ impl DirLock {
             Err(TryLockError::WouldBlock) => Some(holder_in(&mut file)),
             Ok(()) | Err(TryLockError::Error(_)) => None,
         }
+    }
+}
+
+/// Longer than [`DirLock::holder`] has its lock.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Another process may look for the holder at this moment; it does so for less than `pause`.
+fn try_twice(file: &File, pause: impl FnOnce()) -> Result<(), TryLockError> {
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => {
+            pause();
+            file.try_lock()
+        }
+        tried => tried,
     }
 }
 
@@ -84,5 +99,15 @@ mod tests {
         drop(held);
         assert_eq!(DirLock::holder(&dir), None);
         DirLock::take(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_look_at_the_holder_does_not_refuse_the_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(LOCK_FILE);
+        let (file, looking) = (File::create(&path).unwrap(), File::open(&path).unwrap());
+        looking.try_lock_shared().unwrap();
+        assert!(matches!(try_twice(&file, || ()), Err(TryLockError::WouldBlock)));
+        try_twice(&file, || drop(looking)).unwrap();
     }
 }

@@ -43,16 +43,17 @@ impl Stop {
         Self { ending: Ending::Usage, message: message.to_string() }
     }
 
-    /// A path that was given as the folder of a run, and is none.
+    /// A path that was given as the folder of a run, and is none, or one without a stage.
     pub fn not_a_run(path: &Path) -> Self {
+        let remedy = "run `querl run CONFIG` first";
         let why = match path {
             path if !path.exists() => "there is no such folder",
             path if !path.is_dir() => "it is a file",
             path if !RunDir::new(path).config().is_file() => "it has no config.resolved.toml",
-            _ => "no stage has begun",
+            _ => return Self::usage(format!("{}: no stage has begun yet; {remedy}", path.display())),
         };
         let expected = "expected the folder that `querl run` writes, the output_dir of a configuration";
-        Self::usage(format!("{}: not a run's folder: {why}; {expected}", path.display()))
+        Self::usage(format!("{}: not a run's folder: {why}; {expected}; {remedy}", path.display()))
     }
 
     /// A model that cannot be opened, which the user can correct; too little memory to read it is a failure.
@@ -239,13 +240,15 @@ mod tests {
             (folder.path(), "it has no config.resolved.toml"),
         ] {
             let expected = format!(
-                "{}: not a run's folder: {why}; expected the folder that `querl run` writes, the output_dir of a configuration",
+                "{}: not a run's folder: {why}; expected the folder that `querl run` writes, the output_dir of a configuration; run `querl run CONFIG` first",
                 path.display()
             );
             assert_eq!(found(path), expected);
         }
         std::fs::write(folder.path().join("config.resolved.toml"), "").unwrap();
         assert_eq!(run_in(folder.path()).unwrap().root(), folder.path());
+        let begun = format!("{}: no stage has begun yet; run `querl run CONFIG` first", folder.path().display());
+        assert_eq!(Stop::not_a_run(folder.path()).to_string(), begun);
     }
 
     #[test]

@@ -148,6 +148,29 @@ pub(crate) fn lines_of(path: &Path, stage: &str) -> io::Result<String> {
     Ok(of_stage(&read(path)?, stage).flat_map(|line| [line, "\n"]).collect())
 }
 
+/// The lines of one stage.
+#[derive(Debug, Default)]
+pub(crate) struct StageLines {
+    /// As they are in the file.
+    pub(crate) text: String,
+    /// The same, parsed.
+    pub(crate) rows: Vec<Value>,
+}
+
+/// The lines of every stage, parsed once; empty for a missing file.
+pub(crate) fn by_stage(path: &Path) -> io::Result<BTreeMap<String, StageLines>> {
+    let mut stages: BTreeMap<String, StageLines> = BTreeMap::new();
+    for line in read(path)?.lines() {
+        let Ok(row) = serde_json::from_str::<Value>(line) else { continue };
+        let Some(stage) = row["stage"].as_str() else { continue };
+        let of_stage = stages.entry(stage.to_owned()).or_default();
+        of_stage.text.push_str(line);
+        of_stage.text.push('\n');
+        of_stage.rows.push(row);
+    }
+    Ok(stages)
+}
+
 /// Removes the lines of one stage; a missing file is fine.
 pub(crate) fn remove_lines(path: &Path, stage: &str) -> io::Result<()> {
     replace_lines(path, stage, "")
@@ -205,6 +228,11 @@ mod tests {
             |stage: &str, step: u64, loss: f64| format!("{{\"loss\":{loss},\"stage\":\"{stage}\",\"step\":{step}}}\n");
         assert_eq!(text, [line("rl", 1, 0.5), line("sft", 1, 1.5), line("rl", 2, 0.125)].concat());
         assert_eq!(again.mark().unwrap(), 2);
+        let stages = by_stage(&path).unwrap();
+        for (stage, lines) in &stages {
+            assert_eq!((&lines.text, lines.rows.len()), (&lines_of(&path, stage).unwrap(), lines.text.lines().count()));
+        }
+        assert_eq!(stages.keys().collect::<Vec<_>>(), ["rl", "sft"]);
     }
 
     use proptest::collection::{btree_map, vec};

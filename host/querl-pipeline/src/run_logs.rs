@@ -1,12 +1,13 @@
 //! The logs of finished stages, `metrics.jsonl` and `episodes.jsonl`, compared with the digests in the ledger: a log that was cut or removed
 //! is never shown as if it were whole.
 
+use crate::failure::sentence;
 use crate::ledger::{Entry, FileDigest, Ledger, Outputs, StageName};
-use crate::metrics_log;
+use crate::metrics_log::{self, StageLines};
 use anyhow::Context;
 use querl_core::run_dir::RunDir;
 use serde_json::Value;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 const METRICS: &str = "metrics.jsonl";
 
@@ -18,12 +19,18 @@ const EPISODES: &str = "episodes.jsonl";
 /// The ledger or a log cannot be read.
 pub fn notes(dir: &RunDir) -> anyhow::Result<Vec<String>> {
     let ledger = Ledger::open(&dir.stages())?;
+    let mut lines = read_metrics(dir)?;
     let mut notes = Vec::new();
     for stage in StageName::ALL {
-        notes.extend(metrics_of(dir, &ledger, stage)?.1);
+        notes.extend(metrics_of(&mut lines, &ledger, stage).1);
     }
     notes.extend(episodes_changes(dir, &ledger)?);
     Ok(notes)
+}
+
+/// The note in place of those that could not be made, such as with a damaged ledger.
+pub fn not_compared(error: &anyhow::Error) -> String {
+    format!("the logs are not compared with those that the stages wrote: {}", sentence(error))
 }
 
 /// Those of [`notes`] on `episodes.jsonl`.
@@ -36,9 +43,10 @@ pub fn episodes_notes(dir: &RunDir) -> anyhow::Result<Vec<String>> {
 
 /// The lines of `metrics.jsonl` of the stages that have all of theirs, and a note on each other stage and on a changed `episodes.jsonl`.
 pub(crate) fn whole_metrics(dir: &RunDir, ledger: &Ledger) -> anyhow::Result<(Vec<Value>, Vec<String>)> {
+    let mut lines = read_metrics(dir)?;
     let (mut metrics, mut notes) = (Vec::new(), Vec::new());
     for stage in StageName::ALL {
-        match metrics_of(dir, ledger, stage)? {
+        match metrics_of(&mut lines, ledger, stage) {
             (_, Some(change)) => notes.push(format!("{change}: its curves are not drawn")),
             (rows, None) => metrics.extend(rows),
         }
@@ -47,14 +55,20 @@ pub(crate) fn whole_metrics(dir: &RunDir, ledger: &Ledger) -> anyhow::Result<(Ve
     Ok((metrics, notes))
 }
 
-/// The lines of one stage, and how they differ from those that it wrote.
-fn metrics_of(dir: &RunDir, ledger: &Ledger, stage: StageName) -> anyhow::Result<(Vec<Value>, Option<String>)> {
+fn read_metrics(dir: &RunDir) -> anyhow::Result<BTreeMap<String, StageLines>> {
     let path = dir.metrics();
-    let lines = metrics_log::lines_of(&path, stage.as_str());
-    let lines = lines.with_context(|| format!("{}: cannot be read", path.display()))?;
-    let rows: Vec<Value> = lines.lines().map(serde_json::from_str).collect::<Result<_, _>>()?;
-    let change = finished(ledger, stage).and_then(|entry| changed_metrics(entry, &lines, &rows));
-    Ok((rows, change.map(|change| format!("{METRICS} of {stage} {change}"))))
+    metrics_log::by_stage(&path).with_context(|| format!("{}: cannot be read", path.display()))
+}
+
+/// Takes the lines of one stage, and says how they differ from those that it wrote.
+fn metrics_of(
+    lines: &mut BTreeMap<String, StageLines>,
+    ledger: &Ledger,
+    stage: StageName,
+) -> (Vec<Value>, Option<String>) {
+    let StageLines { text, rows } = lines.remove(stage.as_str()).unwrap_or_default();
+    let change = finished(ledger, stage).and_then(|entry| changed_metrics(entry, &text, &rows));
+    (rows, change.map(|change| format!("{METRICS} of {stage} {change}")))
 }
 
 /// A stopped stage may have lost lines before it was resumed.

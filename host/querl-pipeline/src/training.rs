@@ -270,7 +270,7 @@ pub(crate) fn check_lengths<'a>(
 /// Checks the folder of the model before any stage runs.
 pub(crate) fn preflight(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
-    let tokenizer = TextTokenizer::for_policy(&config.model).map_err(Stop::usage)?;
+    let tokenizer = TextTokenizer::for_policy(&config.model).map_err(Stop::of_model)?;
     querl_model::check_directory(path).map_err(Stop::of_model)?;
     let shapes = DecoderConfig::load(&path.join("config.json"))?;
     Shard::check(config.model.tensor_parallel, &shapes, config.model.dtype).map_err(Stop::usage)?;

@@ -109,6 +109,19 @@ fn a_run_that_has_not_ended_is_named_as_one() {
     drop(lock);
 }
 
+/// Regression: a ledger that cannot be read ended the command, which needs it for a note only.
+#[test]
+fn a_damaged_ledger_is_a_note() {
+    let project = Project::new();
+    write_honest(&project, "run");
+    for ledger in ["{", r#"{"format": 99, "stages": {}}"#] {
+        project.write("run/stages.json", ledger);
+        let notes = project.json(&["audit", "run"])["notes"].to_string();
+        assert!(notes.contains("the logs are not compared with those that the stages wrote: "), "{notes}");
+        assert!(notes.contains("stages.json: "), "{notes}");
+    }
+}
+
 #[test]
 fn a_check_of_too_few_steps_fails() {
     let project = Project::new();

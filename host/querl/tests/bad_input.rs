@@ -38,7 +38,7 @@ fn unusable_configuration_is_reported() {
         (
             "algorithm = \"ppo\"",
             "algorithm = \"grpo\"",
-            "querl.toml:38: rl.n_samples is 1; rl.algorithm compares samples of one query, expected at least 2",
+            "querl.toml:38: rl.n_samples is 1; rl.algorithm = \"grpo\" compares samples of one query, expected at least 2",
         ),
         (
             "max_steps = 2\nbatch",
@@ -472,7 +472,7 @@ fn retrieval_that_is_down_is_reported() {
 fn folder_without_a_run_is_reported() {
     let project = Project::new();
     std::fs::create_dir(project.path("empty")).unwrap();
-    let expected = "not a run's folder: it has no config.resolved.toml; expected the folder that `querl run` writes, the output_dir of a configuration";
+    let expected = "not a run's folder: it has no config.resolved.toml; expected the folder that `querl run` writes, the output_dir of a configuration; run `querl run CONFIG` first";
     let of_run: [&[&str]; 8] = [
         &["report", "empty"],
         &["audit", "empty"],

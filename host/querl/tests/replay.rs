@@ -71,6 +71,16 @@ fn replay_says_what_a_plugin_would_have_changed_in_text_json_and_html() {
     assert_eq!(found["signs"]["after"], json!({ "won": 1, "drew": 1, "lost": 1 }));
 }
 
+/// Regression: a ledger that cannot be read ended the command, which needs it for a warning only.
+#[test]
+fn a_damaged_ledger_is_a_warning() {
+    let project = project();
+    project.write("run/stages.json", "{");
+    let said = replay(&project, "run", "plugins/reward-competition", &[]).ok();
+    let warning = "warning: the logs are not compared with those that the stages wrote: ";
+    assert!(said.stderr.contains(warning) && said.stderr.contains("stages.json: "), "{said:#?}");
+}
+
 #[test]
 fn a_plugin_against_itself_changes_nothing_and_another_setting_does() {
     let project = project();
@@ -142,7 +152,12 @@ fn what_cannot_be_replayed_is_one_sentence_with_a_remedy() {
     project.write("begun/config.resolved.toml", "");
     let competition = "plugins/reward-competition";
     for (episodes, plugin, more, expected) in [
-        ("nowhere", competition, &[][..], "nowhere: not a run's folder: there is no such folder; "),
+        (
+            "nowhere",
+            competition,
+            &[][..],
+            "; run `querl run CONFIG` first, or name a file of episodes, one JSON object a line",
+        ),
         ("bare", competition, &[], "bare: not a run's folder: it has no config.resolved.toml; "),
         ("begun", competition, &[], "begun/episodes.jsonl: there is no such file; the stage `rl` writes it"),
         ("empty.jsonl", competition, &[], "empty.jsonl: holds no episode; expected at least one line"),

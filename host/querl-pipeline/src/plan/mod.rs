@@ -109,11 +109,10 @@ pub fn plan(
     let (retrieval, test) = (RetrievalHeadroom::of(rows), ComparisonFacts::of(inputs.n_test_groups, rows));
     let rollout = run.as_ref().filter(|_| !inputs.train().is_empty());
     let rollout = rollout.map(|run| rollout::trial_rollout(run, inputs.train())).transpose();
-    if let Some(run) = &run {
-        // Also after a failure: what was paid for is recorded.
-        run.outside.spend_tracker().save()?;
-    }
+    // Also after a failure: what was paid for is recorded.
+    let saved = run.as_ref().map_or(Ok(()), |run| run.outside.spend_tracker().save());
     let (rollout, advice) = (rollout?, Vec::new());
+    saved?;
     let plan = Plan { data, tokenizer, base_model, teacher, retrieval, rollout, test, changed_since_data, advice };
     Ok(Plan { advice: plan.in_words(has_dataset), ..plan })
 }
@@ -138,8 +137,10 @@ fn look_up_in(
     runtime: &tokio::runtime::Runtime,
 ) -> anyhow::Result<Option<LookedUp>> {
     let looked_up = lookups::look_up(config, inputs, outside, runtime);
-    outside.spend_tracker().save()?;
-    looked_up
+    let saved = outside.spend_tracker().save();
+    let looked_up = looked_up?;
+    saved?;
+    Ok(looked_up)
 }
 
 /// What the data stages were run with and the configuration has not. A file that is gone is for the stages to report.
@@ -156,7 +157,7 @@ fn changed(config: &Config, dir: &RunDir, run: Option<&Run>, has_dataset: bool) 
 }
 
 fn tokenizer_facts(config: &Config, inputs: &PlanInputs) -> anyhow::Result<TokenizerFacts> {
-    let tokenizer = TextTokenizer::load(&config.model.path).map_err(Stop::usage)?;
+    let tokenizer = TextTokenizer::load(&config.model.path).map_err(Stop::of_model)?;
     let queries = spread(&inputs.queries, N_TOKENIZED, |_| true).into_iter().map(|query| query.original_query.as_str());
     let passages = spread(&inputs.passages, N_TOKENIZED, |_| true).into_iter().map(String::as_str);
     Ok(TokenizerFacts {

@@ -59,32 +59,32 @@ pub fn write_deployment(runs: &[ServedRun], base: BaseFiles, out: &Path) -> anyh
     let mut deployment = Deployment { tenants: Vec::new(), model_bytes: 0, has_base: false };
     let mut base_model: Option<(PathBuf, String)> = None;
     for run in runs {
-        check_base(&run.base()?.model)?;
-    }
-    for run in runs {
         let tenant = folder_name(&run.config.tenant)?;
         if deployment.tenants.contains(&tenant) {
             let message = format!("{}: another run is of tenant `{tenant}` too; name one", run.dir.root().display());
             return Err(Stop::usage(message).into());
         }
+        let model = run.base()?.model;
+        match &base_model {
+            Some((first, of_first)) if *first != model && *of_first != digests(&model)? => {
+                let (first, own) = (first.display(), model.display());
+                let message = format!(
+                    "{own} is the base of `{}`, and {first} that of another run; deploy them apart",
+                    run.config.tenant
+                );
+                return Err(Stop::usage(message).into());
+            }
+            Some(_) => {}
+            None => {
+                check_base(&model)?;
+                let digests = digests(&model)?;
+                base_model = Some((model, digests));
+            }
+        }
         deployment.model_bytes += write_tenant(run, &out.join(TENANTS).join(&tenant))?;
         deployment.tenants.push(tenant);
         // After full fine-tuning the base is a checkpoint of the run, and copied with it.
         deployment.has_base |= run.config.sft.method != TuningMethod::Full;
-        let model = run.base()?.model;
-        let Some((first, of_first)) = &base_model else {
-            let digests = digests(&model)?;
-            base_model = Some((model, digests));
-            continue;
-        };
-        if *first != model && *of_first != digests(&model)? {
-            let (first, own) = (first.display(), model.display());
-            let message = format!(
-                "{own} is the base of `{}`, and {first} that of another run; deploy them apart",
-                run.config.tenant
-            );
-            return Err(Stop::usage(message).into());
-        }
     }
     if let Some((model, digests)) = base_model.filter(|_| deployment.has_base) {
         for name in model_files(&model)? {

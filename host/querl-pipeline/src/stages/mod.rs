@@ -154,7 +154,7 @@ fn stages_behind(inputs: &Inputs) -> BTreeSet<StageName> {
     inputs.upstream().into_iter().map(|(_, stage)| stage).collect()
 }
 
-/// Names of settings and files, and of `plugins` where they are given, which the finished data stages had otherwise than `config` has them.
+/// Names of settings and files, and of `plugins` where they are given, which the data stages had otherwise than `config` has them.
 ///
 /// # Errors
 /// A file that the configuration names cannot be read.

@@ -227,7 +227,7 @@ fn local_teacher_name(config: &TeacherConfig) -> String {
 
 fn check_local_teacher(run: &Run) -> anyhow::Result<()> {
     let path = model_folder(run)?;
-    TextTokenizer::load(path).map_err(Stop::usage)?;
+    TextTokenizer::load(path).map_err(Stop::of_model)?;
     querl_model::check_weights(path).map_err(Stop::of_model)?;
     Ok(run.executor.check_answers_of("teacher.model_path", path)?)
 }

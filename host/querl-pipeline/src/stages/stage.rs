@@ -313,3 +313,43 @@ pub(crate) fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
         None => Ok(()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Else a run whose rewrites become edits would be told of each of them as a change of its own.
+    #[test]
+    fn all_inputs_of_retrieval_come_and_go_with_the_form_of_rewrites() {
+        let folder = tempfile::tempdir().unwrap();
+        for file in ["config.json", "modules.json", "kb.jsonl", "lexicon.txt", "words.txt", "synonyms.txt"] {
+            std::fs::write(folder.path().join(file), "{}").unwrap();
+        }
+        let path = |name: &str| Some(folder.path().join(name));
+        let mut config: Config = toml::from_str(
+            r#"
+            tenant = "shop"
+            data = { input = "none" }
+            teacher = { kind = "recorded" }
+            retrieval = { kind = "embedded", language = "en" }
+            model = { path = "none" }
+            plugins = { prompt = { path = "none" }, rewards = [] }
+            "#,
+        )
+        .unwrap();
+        let retrieval = &mut config.retrieval;
+        (retrieval.knowledge_base, retrieval.lexicon) = (path("kb.jsonl"), path("lexicon.txt"));
+        (retrieval.user_dictionary, retrieval.synonyms) = (path("words.txt"), path("synonyms.txt"));
+        (retrieval.embedding.kind, retrieval.embedding.path) = (EmbeddingKind::Local, path(""));
+        (retrieval.rerank.kind, retrieval.rerank.path) = (RerankKind::Local, path(""));
+        let (mut full, mut edit) = (Inputs::default(), Inputs::default());
+        full.text("data.rewrite_form", "\"full\"");
+        edit.text("data.rewrite_form", "\"edit\"");
+        add_retrieval(&mut edit, &config).unwrap();
+        for name in ["synonyms", "language of the passages", "cross-encoder", "modules.json of embedding model"] {
+            assert!(edit.has(name), "{name}");
+        }
+        assert_eq!(edit.changed_since(&full), ["data.rewrite_form"]);
+        assert_eq!(full.changed_since(&edit), ["data.rewrite_form"]);
+    }
+}

@@ -28,7 +28,7 @@ use querl_core::dir_lock::DirLock;
 use querl_core::fsx::{read_bounded, write_atomic};
 use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
-use querl_train::rl::EVALUATION_METRICS;
+use querl_train::rl::{EVALUATION_RETRIEVAL, EVALUATION_REWARD};
 use results::{Measurement, TrialOutcome, TrialResult};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -100,8 +100,10 @@ fn check(options: &SweepOptions) -> Result<(), Stop> {
 /// Refuses a metric that no evaluation has. Components of rewards are known only from the first evaluation on.
 fn check_metric(metric: &str, config: &Config) -> Result<(), Stop> {
     let is_component = metric.strip_prefix("val/reward/").is_some_and(|component| !component.is_empty());
-    let n_known = if config.retrieval.kind == RetrievalKind::None { 1 } else { EVALUATION_METRICS.len() };
-    let known = &EVALUATION_METRICS[..n_known];
+    let mut known = vec![EVALUATION_REWARD];
+    if config.retrieval.kind != RetrievalKind::None {
+        known.extend(EVALUATION_RETRIEVAL);
+    }
     if is_component || known.contains(&metric) {
         return Ok(());
     }

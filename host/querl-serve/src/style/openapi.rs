@@ -1,8 +1,8 @@
 //! The OpenAPI document of the service, and a page made from it.
 //!
 //! Written by hand: utoipa 5.5 needs types for both forms of a request, for the four of a response and for two routes of one handler,
-//! which `protocol.rs` reads as JSON values. The same document by its macros was 152 lines, and 19 s of building (the
-//! crate 8, its macros 4, the derives 7).
+//! which `protocol.rs` reads as JSON values. The same document by its macros took 19 s of building (the crate 8,
+//! its macros 4, the derives 7).
 
 use crate::openapi::{Form, get, post, reference};
 use serde_json::{Value, json};

@@ -90,7 +90,7 @@ impl Health {
             ),
             (
                 "repeats",
-                below(get("response/distinct_per_query"), 0.2),
+                below(get("response/distinct_across_queries"), 0.2),
                 "most queries get the same response: raise rl.kl_coef, and look at the reward plugin",
             ),
             (
@@ -168,13 +168,14 @@ impl Health {
                 "the critic explains none of the returns, and no evaluation was better than the SFT policy: set rl.critic = \"adapter\", raise rl.ppo_epochs, or use an algorithm without a critic (rl.algorithm = \"grpo\" or \"rloo\", with rl.n_samples of 4 or more)",
             ),
             (
-                // The mean of ten steps was -1.3 and more in runs that learned, and -7 with 100 times their rate.
+                // The mean of ten steps was -1.3 and more in runs that learned, and -7 with 100 times their rate. Not before: a new value
+                // head needs ten steps.
                 "critic_error",
                 recent_mean(self.curve("explained")).is_some_and(|explained| explained < -3.0),
                 "the critic's errors vary more than twice as much as the returns: lower rl.critic_learning_rate",
             ),
             (
-                // 0.3 and more in runs that learned.
+                // In the mean of ten steps, 0.3 and more in runs that learned. Not those of the first ten: a new value head needs them.
                 "critic_still",
                 spread.is_some_and(|(_, now)| now < 0.02),
                 "the critic gives all tokens nearly the same value: raise rl.critic_learning_rate",
@@ -328,16 +329,21 @@ mod tests {
         );
     }
 
-    /// Regression: 8 samples of each of 16 queries, with two responses per query, have 0.25 distinct responses, and with one 0.125.
+    /// Regression: 8 samples of each of 16 queries, with two responses per query, have 0.25 distinct responses, and with one 0.125; and
+    /// queries that share their responses had too few per query.
     #[test]
     fn equal_samples_of_a_query_are_not_equal_responses_of_all_queries() {
-        let of = |n_distinct: f64| {
-            let shares = [("response/distinct_ratio", n_distinct / 8.0), ("response/distinct_per_query", n_distinct)];
-            texts(|_| metrics(&[&shares[..], &[("reward_std", 0.1)]].concat()))
+        let of = |per_query: f64, across: f64| {
+            let distinct = [
+                ("response/distinct_ratio", across / 8.0),
+                ("response/distinct_per_query", per_query),
+                ("response/distinct_across_queries", across),
+            ];
+            texts(|_| metrics(&[&distinct[..], &[("reward_std", 0.1)]].concat()))
         };
-        assert_eq!(of(2.0), "");
-        assert!(of(1.0).contains("raise rl.temperature") && !of(1.0).contains("same response"));
-        assert!(of(0.1).contains("same response"));
+        assert_eq!((of(2.0, 2.0), of(1.5, 0.5)), (String::new(), String::new()));
+        assert!(of(1.0, 1.0).contains("raise rl.temperature") && !of(1.0, 1.0).contains("same response"));
+        assert!(of(2.0, 0.1).contains("same response") && !of(2.0, 0.1).contains("raise rl.temperature"));
     }
 
     #[test]
@@ -415,8 +421,8 @@ mod tests {
         assert_eq!(warnings("actor/entropy", |step| 2.0 - step * 0.05), 0);
         assert_eq!(warnings("actor/entropy", |step| 1.0 + step), 1);
         assert_eq!(warnings("actor/entropy", |step| 1.5 + step * 0.05), 0);
-        assert_eq!(warnings("response/distinct_per_query", |_| 0.1), 1);
-        assert_eq!(warnings("response/distinct_per_query", |_| 0.9), 0);
+        assert_eq!(warnings("response/distinct_across_queries", |_| 0.1), 1);
+        assert_eq!(warnings("response/distinct_across_queries", |_| 0.9), 0);
         assert_eq!(warnings("response_length/mean", |step| 10.0 + step), 1);
         assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.3), 1);
         assert_eq!(warnings("response_length/mean", |step| 10.0 - step * 0.1), 0);

@@ -231,13 +231,11 @@ pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
     let scores: Vec<f64> = rollouts.iter().map(|rollout| f64::from(rollout.score)).collect();
     let n = rollouts.len().max(1) as f64;
     let truncated = rollouts.iter().filter(|rollout| rollout.truncated).count();
-    let distinct: BTreeSet<&[u32]> = rollouts.iter().map(|rollout| rollout.example.response.as_slice()).collect();
     let n_dropped = batch.dropped.values().sum::<u64>();
     let mut metrics = summary("critic/score", &scores);
     metrics.extend(summary("response_length", &lengths));
     metrics.insert("response_length/clip_ratio".into(), truncated as f64 / n);
-    metrics.insert("response/distinct_ratio".into(), distinct.len() as f64 / n);
-    metrics.insert("response/distinct_per_query".into(), distinct.len() as f64 / batch.n_queries.max(1) as f64);
+    metrics.extend(distinct_metrics(rollouts));
     metrics.insert("drop_rate".into(), n_dropped as f64 / batch.n_episodes.max(1) as f64);
     metrics.extend(batch.dropped.iter().map(|(code, n)| (format!("dropped/{code}"), *n as f64)));
     metrics.extend(episode_metrics(rollouts.iter().map(|rollout| &rollout.record)));
@@ -255,6 +253,26 @@ pub(super) fn rollout_metrics(batch: &RolloutBatch) -> Metrics {
         ("timing_s/rollout".to_owned(), rollout_s),
     ]);
     metrics
+}
+
+/// Distinct responses: as a share of all, as the mean of each query's own, and of the batch divided by its queries. In the last a rewrite
+/// that is the query counts as a response of that query alone: a policy of edits may rightly keep most queries by one response.
+fn distinct_metrics(rollouts: &[Rollout]) -> Metrics {
+    let of_batch: BTreeSet<&[u32]> = rollouts.iter().map(|rollout| rollout.example.response.as_slice()).collect();
+    let of_each: BTreeSet<(usize, &[u32])> =
+        rollouts.iter().map(|rollout| (rollout.group, rollout.example.response.as_slice())).collect();
+    let keeps_query = |rollout: &Rollout| rollout.record.episode.policy.rewrite == rollout.record.episode.query;
+    let across: BTreeSet<(Option<usize>, &[u32])> = rollouts
+        .iter()
+        .map(|rollout| (keeps_query(rollout).then_some(rollout.group), rollout.example.response.as_slice()))
+        .collect();
+    let queries: BTreeSet<usize> = rollouts.iter().map(|rollout| rollout.group).collect();
+    let n_queries = queries.len().max(1) as f64;
+    Metrics::from([
+        ("response/distinct_ratio".into(), of_batch.len() as f64 / rollouts.len().max(1) as f64),
+        ("response/distinct_per_query".into(), of_each.len() as f64 / n_queries),
+        ("response/distinct_across_queries".into(), across.len() as f64 / n_queries),
+    ])
 }
 
 /// Rounds of generation, and the share of the sampled queries that were replaced, since their samples all had one score.
@@ -329,9 +347,11 @@ fn correlation(pairs: &[(f64, f64)]) -> Option<f64> {
     (!is_constant(xx, mean_x) && !is_constant(yy, mean_y)).then(|| (xy / (xx * yy).sqrt()).clamp(-1.0, 1.0))
 }
 
-/// Metrics of evaluations on the validation split, without components (`val/reward/COMPONENT`). All but the first need retrieval.
-pub const EVALUATION_METRICS: [&str; 5] =
-    ["val/reward", "val/win_rate", "val/avg_top1", "val/avg_top1_teacher", "val/avg_quality"];
+/// Metric of every evaluation on the validation split; its components are `val/reward/COMPONENT`.
+pub const EVALUATION_REWARD: &str = "val/reward";
+
+/// Metrics of the evaluations of a run with retrieval, besides [`EVALUATION_REWARD`].
+pub const EVALUATION_RETRIEVAL: [&str; 4] = ["val/win_rate", "val/avg_top1", "val/avg_top1_teacher", "val/avg_quality"];
 
 /// [`episode_metrics`] of an evaluation as `val/reward`, `val/win_rate` and so on.
 pub(super) fn evaluation_metrics(episodes: &Metrics, timings: &Timings) -> Metrics {
@@ -425,6 +445,7 @@ mod tests {
     }
 
     use super::*;
+    use crate::Example;
     use querl_core::records::{Episode, RewardComponent};
 
     #[test]
@@ -436,8 +457,35 @@ mod tests {
         let record = EpisodeRecord { format: EpisodeRecord::FORMAT, step: 0, episode, calls: Vec::new(), outcome };
         let metrics = evaluation_metrics(&episode_metrics([&record].into_iter()), &Timings::default());
         let names = metrics.keys().map(String::as_str).filter(|name| name.starts_with("val/"));
-        let expected = EVALUATION_METRICS.into_iter().chain(["val/reward/win"]);
+        let expected = EVALUATION_RETRIEVAL.into_iter().chain([EVALUATION_REWARD, "val/reward/win"]);
         assert_eq!(names.collect::<BTreeSet<_>>(), expected.collect::<BTreeSet<_>>());
+    }
+
+    /// Regression: a policy that kept each query by the response `=` was reported as one that gives all queries one response.
+    #[test]
+    fn responses_are_distinct_per_query_and_a_kept_query_is_no_repetition() {
+        let rollout = |group: usize, response: u32, rewrite: &str| {
+            let policy = Candidate::found_nothing(rewrite.into());
+            let episode = Episode { query: format!("q{group}"), policy, ..Episode::default() };
+            let outcome = Ok(Reward { total: 0.0, components: Vec::new() });
+            Rollout {
+                example: Example { prompt: vec![1], response: vec![response] },
+                logprobs: Vec::new(),
+                behaviour_logprobs: Vec::new(),
+                truncated: false,
+                group,
+                score: 0.0,
+                record: EpisodeRecord { format: EpisodeRecord::FORMAT, step: 0, episode, calls: Vec::new(), outcome },
+            }
+        };
+        let of = |rollouts: &[Rollout]| {
+            let metrics = distinct_metrics(rollouts);
+            ["ratio", "per_query", "across_queries"].map(|name| metrics[&format!("response/distinct_{name}")])
+        };
+        let kept = [rollout(0, 7, "q0"), rollout(0, 7, "q0"), rollout(1, 7, "q1"), rollout(1, 8, "x")];
+        assert_eq!(of(&kept), [0.5, 1.5, 1.5]);
+        let same = [rollout(0, 7, "x"), rollout(0, 7, "x"), rollout(1, 7, "x"), rollout(1, 7, "x")];
+        assert_eq!(of(&same), [0.25, 1.0, 0.5]);
     }
 
     #[test]

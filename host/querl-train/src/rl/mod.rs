@@ -36,7 +36,7 @@ mod tests;
 mod train_loop;
 mod trainer_state;
 
-pub use metrics::EVALUATION_METRICS;
+pub use metrics::{EVALUATION_RETRIEVAL, EVALUATION_REWARD};
 pub use train_loop::train;
 
 use querl_core::config::RlConfig;

@@ -49,7 +49,7 @@ pub fn run(args: &AuditArgs) -> anyhow::Result<()> {
     let recorded = read_episodes(&dir)?;
     let (passages, mut notes) = knowledge_base(&dir);
     notes.splice(0..0, unfinished);
-    notes.extend(run_logs::notes(&dir)?);
+    notes.extend(run_logs::notes(&dir).unwrap_or_else(|error| vec![run_logs::not_compared(&error)]));
     let metrics = read_metrics(&dir.metrics())?;
     let sources = AuditSources { passages: passages.as_deref(), metrics: &metrics };
     let options = AuditOptions { n_shown: args.show, seed: SEED, n_resamples: N_RESAMPLES };

@@ -83,7 +83,7 @@ fn assumptions(config: &Config, workload: &Workload) -> String {
         }
     };
     format!(
-        "rl.algorithm = {}, {critic}, {reference}; {updated}; {} pass(es) over a batch; {checkpointing} gradient checkpointing; verl with FSDP",
+        "rl.algorithm = {}, {critic}, {reference}; {updated}; rl.ppo_epochs = {}; {checkpointing} gradient checkpointing; verl with FSDP",
         serde_json::json!(config.rl.algorithm),
         workload.epochs
     )
@@ -128,7 +128,7 @@ impl ScalePlan {
             ),
         ];
         let Some(hours) = self.hours else {
-            lines.push(format!("  does not fit: {}", self.remedy()));
+            lines.push(format!("  {}", self.no_fit()));
             return lines;
         };
         let phase = |phase: &Phase| {
@@ -145,13 +145,16 @@ impl ScalePlan {
         lines
     }
 
-    /// What to do where a step does not fit.
-    fn remedy(&self) -> String {
+    /// Says that a step does not fit, and what to do.
+    fn no_fit(&self) -> String {
         let rows = &self.scaling.rows;
         match rows.iter().find(|row| row.fits) {
-            Some(row) => format!("take {} of these GPUs, or larger ones, or lower model.tokens_per_pass", row.n_gpus),
+            Some(row) => format!(
+                "does not fit: take {} of these GPUs, or larger ones, or lower model.tokens_per_pass",
+                row.n_gpus
+            ),
             None => format!(
-                "nor does it on up to {} of these GPUs; take larger ones, or more in one node, or lower model.tokens_per_pass",
+                "does not fit on up to {} of these GPUs either; take larger ones, or more in one node, or lower model.tokens_per_pass",
                 rows.last().map_or(self.cluster.n_gpus(), |row| row.n_gpus)
             ),
         }
@@ -207,6 +210,7 @@ mod tests {
             assert!(text.contains(phase.name), "{text}");
         }
         assert!(text.contains("on 2x8xH100: ") && text.contains("100 steps take"), "{text}");
+        assert!(text.contains("; rl.ppo_epochs = 4; "), "{text}");
         assert!(
             text.contains(
                 "assumes rl.algorithm = \"ppo\", with a critic of the same size, with a reference; LoRA of rank 16 ("
@@ -229,13 +233,14 @@ mod tests {
         let never = of("4090", "qwen3-32b", 512);
         let text = never.lines().join("\n");
         assert!(never.hours.is_none() && !text.contains("hours") && !text.contains("GPUs help"), "{text}");
-        assert!(text.contains("does not fit: nor does it on up to 1024 of these GPUs; take larger ones"), "{text}");
+        assert!(text.contains("does not fit on up to 1024 of these GPUs either; take larger ones"), "{text}");
         // Two frozen bases, of policy and critic, are 15 GiB for each of 8 GPUs and half of that for each of 16.
         let later = of("8x4090", "qwen3-32b", 512);
         let text = later.lines().join("\n");
         assert!(
             later.hours.is_none()
-                && text.ends_with("take 16 of these GPUs, or larger ones, or lower model.tokens_per_pass"),
+                && text
+                    .ends_with("does not fit: take 16 of these GPUs, or larger ones, or lower model.tokens_per_pass"),
             "{text}"
         );
         assert!(of("2x8x4090", "qwen3-32b", 512).hours.is_some());

@@ -36,8 +36,8 @@ fn gguf_dtype() -> impl TypedValueParser<Value = GgufDtype> {
 pub(super) fn run(args: &GgufArgs) -> anyhow::Result<()> {
     let (model, adapter) = trained_model(args)?;
     check_directory(&model).map_err(Stop::of_model)?;
-    let config = DecoderConfig::load(&model.join("config.json")).map_err(usage)?;
-    let adapter = adapter.map(|path| LoraAdapter::load(&path, &config)).transpose().map_err(usage)?;
+    let config = DecoderConfig::load(&model.join("config.json")).map_err(Stop::of_model)?;
+    let adapter = adapter.map(|path| LoraAdapter::load(&path, &config)).transpose().map_err(Stop::of_model)?;
     let written = export_gguf(&model, adapter.as_ref(), &args.out, args.dtype).map_err(|error| match error {
         ModelError::BadFile { .. } | ModelError::MissingFile { .. } => usage(error).into(),
         error => anyhow::Error::from(error),

@@ -88,8 +88,8 @@ pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<()> {
 
 fn load(model: &Path, adapter: &Path) -> anyhow::Result<LoraAdapter> {
     querl_model::check_directory(model).map_err(Stop::of_model)?;
-    let config = DecoderConfig::load(&model.join("config.json")).map_err(usage)?;
-    Ok(LoraAdapter::load(adapter, &config).map_err(usage)?)
+    let config = DecoderConfig::load(&model.join("config.json")).map_err(Stop::of_model)?;
+    Ok(LoraAdapter::load(adapter, &config).map_err(Stop::of_model)?)
 }
 
 fn write_model(model: &Path, adapter: Option<&LoraAdapter>, args: &OutputArgs) -> anyhow::Result<()> {

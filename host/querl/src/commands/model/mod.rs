@@ -170,7 +170,7 @@ fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
     let adapter = args.adapter.as_ref().map(|path| LoraAdapter::load(path, decoder.config())).transpose();
     let adapter = adapter.map_err(Stop::of_model)?;
     let file = std::fs::File::open(&args.input).map_err(|error| usage(format!("{}: {error}", args.input.display())))?;
-    let other = if args.second_opinion { Some(SecondOpinion::load(&model).map_err(usage)?) } else { None };
+    let other = if args.second_opinion { Some(SecondOpinion::load(&model).map_err(Stop::of_model)?) } else { None };
     let mut tokenizer = None;
     let mut out = std::io::stdout().lock();
     for (index, line) in std::io::BufReader::new(file).lines().enumerate() {
@@ -185,7 +185,7 @@ fn logprobs(args: &LogprobsArgs) -> anyhow::Result<()> {
             LogprobsInput::Tokens { token_ids } => token_ids,
             LogprobsInput::Text { text } => {
                 if tokenizer.is_none() {
-                    tokenizer = Some(TextTokenizer::load(&model).map_err(usage)?);
+                    tokenizer = Some(TextTokenizer::load(&model).map_err(Stop::of_model)?);
                 }
                 tokenizer.as_ref().map_or(Ok(Vec::new()), |tokenizer| tokenizer.encode_rendered(&text))?
             }

@@ -75,7 +75,8 @@ pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     };
     let (file, config) = find(&args.episodes)?;
     if args.episodes.is_dir() {
-        let notes = run_logs::episodes_notes(&RunDir::new(&args.episodes))?;
+        let notes = run_logs::episodes_notes(&RunDir::new(&args.episodes));
+        let notes = notes.unwrap_or_else(|error| vec![run_logs::not_compared(&error)]);
         notes.iter().for_each(|note| terminal::print(&format!("warning: {note}")));
     }
     let mut recorded = read(&file)?;
@@ -214,7 +215,7 @@ pub(super) fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
     if path.exists() {
         return Ok((path.to_owned(), None));
     }
-    Err(Stop::usage(format!("{}, or a file of episodes, one JSON object a line", Stop::not_a_run(path))))
+    Err(Stop::usage(format!("{}, or name a file of episodes, one JSON object a line", Stop::not_a_run(path))))
 }
 
 pub(super) fn read(file: &Path) -> Result<Vec<RecordedEpisode>, Stop> {

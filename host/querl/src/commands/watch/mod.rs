@@ -5,7 +5,7 @@ mod view;
 use anyhow::Context;
 use clap::Args;
 use querl_core::config::{Config, load_resolved};
-use querl_core::dir_lock::LOCK_FILE;
+use querl_core::dir_lock::DirLock;
 use querl_core::records::{EpisodeRecord, Split};
 use querl_core::run_dir::RunDir;
 use querl_core::text::printable;
@@ -21,7 +21,7 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers
 use ratatui::{DefaultTerminal, Terminal};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fs::{File, TryLockError};
+use std::fs::File;
 use std::io::{IsTerminal, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -180,18 +180,13 @@ impl Snapshot {
         Ok(Self {
             folder: dir.root().display().to_string(),
             tenant: config.as_ref().map(|config| config.tenant.clone()),
-            is_running: is_held(&dir.root().join(LOCK_FILE)),
+            is_running: DirLock::holder(dir.root()).is_some(),
             stages: stages.into(),
             notes,
             training: Training::read(dir, config.as_ref())?,
             episodes: newest_episodes(&dir.episodes()).unwrap_or_default(),
         })
     }
-}
-
-/// True while a querl process works in the folder whose lock this is.
-fn is_held(lock: &Path) -> bool {
-    File::open(lock).is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
 }
 
 impl Training {
