@@ -30,7 +30,7 @@ use super::experience::{Experience, ValueExperience};
 use super::losses::{
     KlLoss, PolicyLoss, Rows, StepSize, ValueLoss, effective_sample_share, kl_k1, kl_k3, kl_rows, masked_mean,
 };
-use super::rollout::{ResampledQueries, RolloutBatch, Timings};
+use super::rollout::{ResampledQueries, Rollout, RolloutBatch, Timings};
 use crate::Metrics;
 use querl_core::config::{AdvantageForm, KlPlacement, RlAlgorithm, RlConfig};
 use querl_core::ports::{CallTimings, PluginActivity, RewardResults};
