@@ -90,7 +90,10 @@ def test_the_reward_of_the_configuration_is_loaded(config: Any, tokenizer: Any, 
 
     found = asyncio.run(scored())
     assert found["reward_score"] == expected.total
-    assert found["reward_extra_info"] == {"score": expected.total, **{f"querl/{name}": value for name, value in expected.components.items()}}
+    assert found["reward_extra_info"] == {
+        "score": expected.total,
+        **{f"querl/{name}": value for name, value in expected.components.items()},
+    }
 
 
 def test_roles_and_dataloaders_of_the_trainer(config: Any) -> None:

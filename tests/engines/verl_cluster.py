@@ -24,6 +24,8 @@ SMALL = [
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     "data.dataloader_num_workers=0",
     "data.max_response_length=64",
+    # A response to each prompt: those of the tests are given.
+    "actor_rollout_ref.rollout.n=1",
 ]
 
 

@@ -4,7 +4,7 @@
 
 verl starts `reward.num_workers` actors once (`verl/experimental/reward_loop/reward_loop.py`, `_init_reward_loop_workers`) and draws one
 for each sample (`verl/experimental/agent_loop/agent_loop.py`, `_compute_score`). After the death of one, each sample that draws it fails,
-and with it its group, until the end of the training. This manager of `trainer.use_v1=true`, the default, replaces them with actors of the
+with asynchronous trainers its group too, until the end of the training. This manager of `trainer.use_v1=true`, the default, replaces them with actors of the
 same class that Ray starts again, on another machine where theirs is lost, and whose calls in flight it repeats. Scores do not depend on
 that: a call has no state.
 """
