@@ -38,7 +38,7 @@ fn unusable_configuration_is_reported() {
         (
             "algorithm = \"ppo\"",
             "algorithm = \"grpo\"",
-            "querl.toml:38: rl.n_samples is 1; rl.algorithm = \"grpo\" compares samples of one query, expected at least 2",
+            "querl.toml:38: rl.n_samples is 1; rl.algorithm = \"grpo\" compares samples of one query, expected at least 2 (\"ppo\" takes 1)",
         ),
         (
             "max_steps = 2\nbatch",

@@ -552,7 +552,7 @@ gae_lambda = 0.95 | batch_size = -1 | querl.toml:16: rl.batch_size is -1; expect
 gae_lambda = 0.95 | gamma = "high" | querl.toml:16: rl.gamma is "high"; expected a number
 gae_lambda = 0.95 | algorithm = "trpo" | querl.toml:16: rl.algorithm is "trpo"; expected ppo, grpo, dr_grpo, rloo, reinforce_plus_plus or raft
 gae_lambda = 0.95 | algorithm = 3 | querl.toml:16: rl.algorithm is 3; expected ppo, grpo, dr_grpo, rloo, reinforce_plus_plus or raft
-gae_lambda = 0.95 | algorithm = "grpo"\nn_samples = 1 | querl.toml:17: rl.n_samples is 1; rl.algorithm = "grpo" compares samples of one query, expected at least 2
+gae_lambda = 0.95 | algorithm = "grpo"\nn_samples = 1 | querl.toml:17: rl.n_samples is 1; rl.algorithm = "grpo" compares samples of one query, expected at least 2 ("ppo" takes 1)
 gae_lambda = 0.95 | dual_clip = 1 | querl.toml:16: rl.dual_clip is 1.0; expected 0.0, or more than 1.0
 gae_lambda = 0.95 | advantage_form = "sequence"\ndual_clip = 3.0 | querl.toml:17: rl.dual_clip is 3.0; rl.advantage_form = "sequence" has no such bound, expected 0.0
 gae_lambda = 0.95 | kl_target = 6.0\nkl_coef = 0.0 | querl.toml:17: rl.kl_coef is 0.0; expected more than 0.0, since rl.kl_target adapts it by factors

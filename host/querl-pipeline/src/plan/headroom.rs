@@ -109,7 +109,7 @@ impl TeacherHeadroom {
         let [of_teacher, of_oracle] = headroom.errors;
         let (level, action) = if teacher < raw && !is_shown(raw - teacher, of_teacher) {
             (Level::Unknown, few.as_str())
-        } else if teacher < raw {
+        } else if raw - teacher > LITTLE_HEADROOM {
             (
                 Level::Bad,
                 "the teacher is worse than the raw query: improve its prompt, or filter the rows where it loses, before you train on it",
@@ -189,7 +189,7 @@ impl SplitHeadroom {
     fn sentence(&self) -> String {
         let name = if self.raw.top1.is_some() { "top-1" } else { "quality" };
         format!(
-            "{} ({} rows): {name} raw {}, teacher {}, oracle {}, teacher wins {}",
+            "{} ({} rows): {name} raw {}, teacher {}, oracle {}, win rate of the teacher {} (a tie is half)",
             self.split.name(),
             self.n_rows,
             percent(self.raw.figure()),

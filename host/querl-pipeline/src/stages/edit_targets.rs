@@ -1,5 +1,5 @@
-//! Targets of fine-tuning for `data.rewrite_form = "edit"`: of the query, the query with what the teacher adds, and the teacher's rewrite, the
-//! one that retrieves most.
+//! Targets of fine-tuning for `data.rewrite_form = "edit"`: the query where it finds its gold passage first; else of the query with what the
+//! teacher adds, the teacher's rewrite and the query the one that retrieves most.
 
 use crate::interrupt;
 use crate::ledger::rows_of;
@@ -84,6 +84,10 @@ async fn target(
 ) -> Result<Option<String>, CallFailure> {
     let (query, Ok(completion)) = (&record.rewritten.query, &record.rewritten.rewrite) else { return Ok(None) };
     let Some(Ok(hits_of_rewrite)) = &record.retrieval else { return Ok(None) };
+    let kept = worth(query, &hits_of(retriever, query, &query.original_query).await?);
+    if !query.gold_ids.is_empty() && kept >= 1.0 {
+        return Ok(Some(KEEP.to_owned()));
+    }
     let rewrite = &completion.text;
     let added = segmenter.text_without_words_of(rewrite, &query.original_query);
     let mut best: Option<(f64, String)> = None;
@@ -99,8 +103,7 @@ async fn target(
     if is_plain(rewrite) {
         offer(worth(query, hits_of_rewrite), rewrite.clone());
     }
-    let hits = hits_of(retriever, query, &query.original_query).await?;
-    offer(worth(query, &hits), KEEP.to_owned());
+    offer(kept, KEEP.to_owned());
     Ok(best.map(|(_, target)| target))
 }
 
@@ -173,6 +176,7 @@ mod tests {
     fn the_form_that_retrieves_most_is_the_target() {
         assert_eq!(chosen("鱼油", "甲1"), "+ 甲1", "all equal: what adds");
         assert_eq!(chosen("鱼油1", "甲2"), "=");
+        assert_eq!(chosen("鱼油1", "甲1"), "=", "a query that finds its passage first");
         assert_eq!(chosen("鱼油3", "鱼油2"), "+ 2");
     }
 
