@@ -44,7 +44,10 @@ fn a_corpus_has_every_passage_and_conversations_and_reads_no_query() {
     assert!(texts.iter().any(|text| text.starts_with("BreezeMax 9: noise at night\nA humming")), "{texts:?}");
     let answers = answers(&lines);
     assert_eq!(answers.len(), 44);
-    assert!(answers.iter().all(|answer| answer.starts_with("AquaLine 60") || answer.starts_with("BreezeMax 9")));
+    // About half of the entities are invented.
+    let is_real = |answer: &&&str| answer.starts_with("AquaLine 60") || answer.starts_with("BreezeMax 9");
+    let n_real = answers.iter().filter(is_real).count();
+    assert!((12..38).contains(&n_real), "{n_real} of {}", answers.len());
     let conversation = lines.iter().find(|line| line["messages"].is_array()).unwrap();
     assert_eq!(conversation["messages"].as_array().unwrap().last().unwrap()["role"], "assistant");
 

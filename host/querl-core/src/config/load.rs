@@ -346,7 +346,8 @@ path = "reward.wasm"
             let set = set.iter().map(|flag| (*flag).to_owned()).collect();
             load(&folder.path().join("querl.toml"), &Overrides { set, ..Overrides::default() }).unwrap()
         };
-        assert_eq!(with(SMALL_HIDDEN_SIZE, &[]), example());
+        let (wide, usual) = (with(SMALL_HIDDEN_SIZE, &[]), example());
+        assert_eq!((wide.sft, wide.rl, wide.data.rewrite_form), (usual.sft, usual.rl, RewriteForm::Full));
         let small = with(192, &["rl.kl_coef=0.5"]);
         assert_eq!((small.data.rewrite_form, small.sft.learning_rate), (RewriteForm::Edit, 1e-3));
         assert_eq!((small.rl.n_samples, small.rl.kl_coef, small.rl.gae_lambda), (8, 0.5, 0.95));

@@ -147,8 +147,16 @@ fn empty_files_are_reported() {
     let cases = [
         ("b.csv", "\u{feff}\n", "b.csv: the file has no header row; expected the names of the columns"),
         ("b.jsonl", "\n\n", "b.jsonl: the file holds no object; expected one JSON object a line"),
-        ("c.csv", "问题\n", "c.csv: none of 0 row(s) has a query in column `问题`; fill it"),
-        ("d.csv", "问题,用户画像\n,老人\n", "d.csv: none of 1 row(s) has a query in column `问题`; fill it"),
+        (
+            "c.csv",
+            "问题\n",
+            "c.csv: none of 0 row(s) has a query in column `问题`; fill it, or name another column in data.query_column",
+        ),
+        (
+            "d.csv",
+            "问题,用户画像\n,老人\n",
+            "d.csv: none of 1 row(s) has a query in column `问题`; fill it, or name another column in data.query_column",
+        ),
     ];
     for (name, text, expected) in cases {
         let error = message(&folder.file(name, text));

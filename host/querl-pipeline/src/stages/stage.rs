@@ -318,7 +318,7 @@ pub(crate) fn add_audit(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
 mod tests {
     use super::*;
 
-    /// Else a run whose rewrites become edits would be told of each of them as a change of its own.
+    /// Else a run whose rewrites become edits would report each of them as a change of its own.
     #[test]
     fn all_inputs_of_retrieval_come_and_go_with_the_form_of_rewrites() {
         let folder = tempfile::tempdir().unwrap();

@@ -350,7 +350,7 @@ fn correlation(pairs: &[(f64, f64)]) -> Option<f64> {
 /// Metric of every evaluation on the validation split; its components are `val/reward/COMPONENT`.
 pub const EVALUATION_REWARD: &str = "val/reward";
 
-/// Metrics of the evaluations of a run with retrieval, besides [`EVALUATION_REWARD`].
+/// Metrics of the evaluations of a run with retrieval, in addition to [`EVALUATION_REWARD`].
 pub const EVALUATION_RETRIEVAL: [&str; 4] = ["val/win_rate", "val/avg_top1", "val/avg_top1_teacher", "val/avg_quality"];
 
 /// [`episode_metrics`] of an evaluation as `val/reward`, `val/win_rate` and so on.
