@@ -355,8 +355,8 @@ path = "reward.wasm"
         let before = Overrides { without_model: true, ..Overrides::default() };
         let before = load(&folder.path().join("querl.toml"), &before).unwrap();
         assert_eq!(before.data.rewrite_form, RewriteForm::Edit);
-        let answers = with(192, &["retrieval.kind=none", "plugins.rewards=[]"]);
-        assert_eq!((answers.data.rewrite_form, answers.rl.n_samples), (RewriteForm::Full, 8));
+        let answers = with_small_model_defaults("retrieval.kind = 'none'".parse().unwrap());
+        assert_eq!((answers.get("data"), answers["rl"]["n_samples"].as_integer()), (None, Some(8)));
         // A run's own configuration has every key.
         let resolved = folder.path().join("resolved.toml");
         std::fs::write(&resolved, with(192, &["rl.n_samples=4", "data.rewrite_form=full"]).to_toml()).unwrap();
