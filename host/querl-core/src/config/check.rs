@@ -275,8 +275,9 @@ fn check_training(config: &Config, violations: &mut Vec<Violation>) {
     }
     if rl.algorithm.needs_groups() && rl.n_samples < 2 {
         let (n_samples, algorithm) = (rl.n_samples, serde_json::json!(rl.algorithm));
-        let problem =
-            format!("is {n_samples}; rl.algorithm = {algorithm} compares samples of one query, expected at least 2 (\"ppo\" takes 1)");
+        let problem = format!(
+            "is {n_samples}; rl.algorithm = {algorithm} compares samples of one query, expected at least 2 (\"ppo\" takes 1)"
+        );
         violations.push(Violation::of("rl.n_samples", problem));
     }
     if rl.kl_target > 0.0 && rl.kl_coef == 0.0 {
