@@ -69,7 +69,10 @@ fn after_the_data_stages_teacher_and_rewards_are_judged_and_the_run_is_unchanged
     assert_eq!((rollout["policy"].as_str(), rollout["n_groups"].as_u64()), (Some("base"), Some(8)), "{plan}");
     assert_eq!(rollout["n_samples"], 32, "{plan}");
     assert!(rollout["mean_reward"].is_number() || rollout["dropped_share"] == 1.0, "{plan}");
-    assert!(!levels(&plan).contains_key("stages"), "{plan}");
+    let levels = levels(&plan);
+    assert!(levels["base model"] == "bad" && !levels.contains_key("stages"), "{plan}");
+    let advice = plan["advice"].as_array().unwrap().iter().find(|advice| advice["topic"] == "rollout").unwrap();
+    assert!(advice["action"].as_str().unwrap().starts_with("see the line `base model`"), "{plan}");
     assert!(files(&project.path("run")) == before, "the plan wrote something");
 
     let of_folder = project.json(&["plan", "run", "--no-rollout", "--no-model"]);

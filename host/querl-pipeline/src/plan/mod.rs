@@ -170,10 +170,12 @@ fn tokenizer_facts(config: &Config, inputs: &PlanInputs) -> anyhow::Result<Token
 impl Plan {
     fn in_words(&self, has_dataset: bool) -> Vec<Advice> {
         let mut advice = vec![self.data.advice(), self.tokenizer.advice()];
-        advice.extend(self.base_model.as_ref().map(LossFacts::advice));
+        let base_model = self.base_model.as_ref().map(LossFacts::advice);
+        let rollout = self.rollout.as_ref().map(|rollout| rollout.advice_after(base_model.as_ref()));
+        advice.extend(base_model);
         advice.extend(self.teacher.as_ref().map(TeacherHeadroom::advice));
         advice.extend(self.retrieval.as_ref().map(RetrievalHeadroom::advice));
-        advice.extend(self.rollout.as_ref().map(RolloutFacts::advice));
+        advice.extend(rollout);
         advice.push(self.test.advice());
         if !self.changed_since_data.is_empty() {
             let finding = format!("{} changed since the data stages ran", listing(&self.changed_since_data));

@@ -22,6 +22,8 @@ use std::time::Duration;
 pub(super) const N_QUERIES: usize = 8;
 /// Samples per query.
 pub(super) const N_SAMPLES: usize = 4;
+/// Name of the policy where fine-tuning is not finished.
+const BASE: &str = "base";
 /// Totals closer than this are equal.
 const EQUAL: f64 = 1e-6;
 /// Shares of groups without variance.
@@ -126,6 +128,18 @@ impl RolloutFacts {
         };
         Advice::new("rollout", level, finding, action)
     }
+
+    /// As [`Self::advice`]; where the base is noise, the advice on the base comes first: samples of noise say little about rewards and prompts.
+    pub(super) fn advice_after(&self, base_model: Option<&Advice>) -> Advice {
+        let own = self.advice();
+        let is_noise = base_model.is_some_and(|base_model| base_model.level == Level::Bad);
+        // A policy that SFT made of it and that works needs nothing.
+        if !is_noise || (own.level == Level::Ok && self.policy != BASE) {
+            return own;
+        }
+        let action = "see the line `base model` first: a base that is noise writes such responses";
+        Advice::new("rollout", own.level.max(Level::Unknown), own.finding, action)
+    }
 }
 
 /// Generates and scores the samples, on the CPU. Nothing of the run is written but the spend of external calls.
@@ -180,7 +194,7 @@ fn sample(run: &Run, rows: &[DatasetRow]) -> anyhow::Result<(&'static str, Vec<V
         }
         responses.push(of_row);
     }
-    Ok((if is_trained { "sft" } else { "base" }, responses))
+    Ok((if is_trained { "sft" } else { BASE }, responses))
 }
 
 /// One batch, as in training: rewards that compare the samples of a group see all of it.
@@ -265,5 +279,23 @@ mod tests {
         assert!(empty.action.starts_with("most responses hold no rewrite"), "{empty:?}");
         let half = facts(&[group(&[1.0; 4]), group(&[1.0; 4]), group(&[0.0, 1.0])]).advice();
         assert_eq!(half.level, Level::Weak);
+    }
+
+    /// Regression: on a base of random weights the advice was another prompt or more SFT.
+    #[test]
+    fn on_a_base_that_is_noise_the_rollout_refers_to_the_base() {
+        let base = |level| Advice::new("base model", level, "", "");
+        let (noise, weak) = (base(Level::Bad), base(Level::Weak));
+        let (equal, good) = (facts(&[group(&[1.0; 4])]), facts(&[group(&[0.0, 0.0, 1.0, 1.0])]));
+        let referred = equal.advice_after(Some(&noise));
+        assert!(
+            referred.level == Level::Bad && referred.action.starts_with("see the line `base model`"),
+            "{referred:?}"
+        );
+        assert_eq!(good.advice_after(Some(&noise)), good.advice(), "SFT made a policy of it that works");
+        let untrained = RolloutFacts { policy: BASE, ..good };
+        assert_eq!(untrained.advice_after(Some(&noise)).level, Level::Unknown);
+        assert_eq!(untrained.advice_after(Some(&weak)), untrained.advice());
+        assert_eq!(equal.advice_after(None), equal.advice());
     }
 }

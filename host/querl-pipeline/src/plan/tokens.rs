@@ -153,6 +153,7 @@ mod tests {
         assert_eq!(bad.finding, "3.00 tokens per character of queries, 97 % of them parts of a character");
         assert_eq!(Coverage::default().tokens_per_char(), 0.0);
     }
+
     /// Regression: a tokenizer that was trained on Chinese makes a token of each English letter, none of them a part of a character, and was ok.
     #[test]
     fn many_tokens_per_character_are_judged_by_script() {
