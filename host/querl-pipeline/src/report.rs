@@ -175,6 +175,9 @@ fn check_same_queries(dirs: &[RunDir], records: &[Vec<EvalRecord>]) -> anyhow::R
 fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<RunFacts> {
     let (lock, unknown) = lock(dir);
     let model = config.model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let rewritten = ledger.entry(StageName::Rewrite.as_str());
+    let not_recorded = rewritten.and_then(|entry| funnel::not_recorded(config, &entry.facts));
+    let notes = unknown.into_iter().chain(not_recorded).chain(changes(&lock));
     Ok(RunFacts {
         tenant: config.tenant.clone(),
         model,
@@ -182,7 +185,7 @@ fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyho
         judge: names.judge.as_deref().map(ServiceName::from_port_name),
         retrieval: ServiceName::from_port_name(&names.retrieval),
         plugins: plugins(&lock, config),
-        plugin_notes: unknown.into_iter().chain(changes(&lock)).chain(drops(ledger)).chain(leaks(ledger)).collect(),
+        plugin_notes: notes.chain(drops(ledger)).chain(leaks(ledger)).collect(),
     })
 }
 

@@ -96,12 +96,23 @@ fn failed_rows_stay_failed_rows_and_are_tried_again() {
     project.write("teacher.jsonl", &rows.lines().skip(3).collect::<Vec<_>>().join("\n"));
     let done = project.querl(&["rewrite", "querl.toml"]).ok();
     assert!(done.stdout.contains("- not recorded  3"), "{done:#?}");
+    // Regression: rewrites that are not in the recording were hardly mentioned.
+    let warning = "warning: the recorded teacher (teacher.jsonl) has no rewrite of 3 of 40 queries; add them there, or set fallback_teacher.base_url\n";
+    assert_eq!(done.stderr.matches(warning).count(), 1, "{done:#?}");
+    let skipped = project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
+    assert!(skipped.stderr.contains(warning), "{skipped:#?}");
+    let stats = project.querl(&["data", "stats", "querl.toml"]).ok();
+    assert!(stats.stdout.contains(warning), "{stats:#?}");
     let records = project.read("run/data/rewrites.jsonl");
     assert_eq!(records.lines().filter(|line| line.contains("not_recorded")).count(), 3);
     project.write("teacher.jsonl", &rows);
     let again = project.querl(&["rewrite", "querl.toml"]).ok();
     assert!(again.stderr.contains("rewrite: running (recording of the teacher changed)\n"), "{again:#?}");
     assert!(again.stdout.contains("teacher failed  0"), "{again:#?}");
+    assert!(!again.stderr.contains("recorded teacher"), "{again:#?}");
+    project.write("teacher.jsonl", &rows.lines().skip(2).collect::<Vec<_>>().join("\n"));
+    let few = project.querl(&["rewrite", "querl.toml", "--from", "rewrite"]).ok();
+    assert!(few.stdout.contains("- not recorded  2") && !few.stderr.contains("recorded teacher"), "{few:#?}");
 }
 
 #[test]

@@ -1,7 +1,8 @@
 //! Rows that each data stage read, kept and dropped, by code, from the ledger; and warnings about small numbers.
 
 use crate::ledger::{Facts, Ledger, PART, StageName};
-use querl_core::records::{Split, code_of};
+use querl_core::config::{Config, TeacherKind};
+use querl_core::records::{FailureKind, Split, code_of};
 use querl_core::run_dir::RunDir;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -152,6 +153,25 @@ pub fn table_size_warning(n_rows: u64) -> Option<String> {
 fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
     let name = name.trim_start_matches(PART);
     format!("{name} is {n}, fewer than {least} to {most}; results are less conclusive")
+}
+
+/// Share of the queries without a recorded rewrite above which a warning is given.
+const MANY_NOT_RECORDED: f64 = 0.05;
+
+/// A sentence about a recorded teacher that lacks many of the queries, by the figures of the stage rewrite.
+pub fn not_recorded(config: &Config, facts: &Facts) -> Option<String> {
+    if config.called_teacher() != Some(TeacherKind::Recorded) {
+        return None;
+    }
+    let path = config.teacher.path.as_ref()?.display();
+    let n_missing = *facts.parts("teacher failed").get(&FailureKind::NotRecorded.to_string())?;
+    let n_queries = facts.count("rewritten") + facts.count("teacher failed");
+    (n_missing as f64 > MANY_NOT_RECORDED * n_queries as f64).then(|| {
+        format!(
+            "the recorded teacher ({path}) has no rewrite of {n_missing} of {n_queries} queries; add them there, or set \
+             fallback_teacher.base_url"
+        )
+    })
 }
 
 #[cfg(test)]

@@ -355,7 +355,8 @@ fn execute(
     let entry = Entry { finished: true, n_failed, facts, seconds, outputs, logs, ..begun };
     ledger.put(name.as_str(), entry)?;
     settle(run, stage)?;
-    for warning in funnel::size_warnings(name, &done.facts) {
+    let reminder = if name == StageName::Rewrite { stage.reminder(run, &done.facts) } else { None };
+    for warning in funnel::size_warnings(name, &done.facts).into_iter().chain(reminder) {
         run.reporter.message(&format!("warning: {warning}"));
     }
     if name == StageName::Convert {

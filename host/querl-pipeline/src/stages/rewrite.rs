@@ -2,7 +2,7 @@
 //! has the rewrites already.
 
 use super::stage::{Done, QUERY_TABLE, Stage, make_tables, remove};
-use super::{leaks, stage};
+use super::{funnel, leaks, stage};
 use crate::failure::Stop;
 use crate::ledger::{Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
@@ -73,6 +73,10 @@ impl Stage for Rewrite {
             check_local_prompts(run)?;
         }
         Ok(Facts::default())
+    }
+
+    fn reminder(&self, run: &Run, facts: &Facts) -> Option<String> {
+        funnel::not_recorded(&run.config, facts)
     }
 
     fn outputs(&self, dir: &RunDir) -> Vec<PathBuf> {

@@ -88,6 +88,8 @@ impl Stats {
         };
         let mut warnings = table.findings().notes();
         warnings.extend(sizes(&ledger, table.findings()));
+        let rewritten = ledger.entry(StageName::Rewrite.as_str());
+        warnings.extend(rewritten.and_then(|entry| funnel::not_recorded(config, &entry.facts)));
         warnings.extend(funnel::notes(&ledger, &dir)?);
         if let Some(found) = found {
             warnings.extend(found.sentences());
