@@ -15,6 +15,7 @@ use crate::pins::{OnPluginChange, Pins};
 use crate::plugins::unprepared;
 use crate::run::{Run, outside_to_look};
 use crate::stages::{PlannedWork, Window, plan};
+use crate::training::preflight;
 use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
 use querl_core::fsx::{ReadError, open_jsonl};
 use querl_core::ports::{EpisodeInputs, InputUse, PromptInput, PromptTask, Prompts, Teacher};
@@ -88,13 +89,17 @@ const ASKING: [StageName; 4] = [StageName::Rewrite, StageName::Validate, StageNa
 /// Estimates the stages of `window`; makes no external call and writes nothing. Pins are compared as by the run.
 ///
 /// # Errors
-/// The table or a plugin cannot be used, or a plugin or a lock file is not what the run requires.
+/// The model's folder, the table or a plugin cannot be used, or a plugin or a lock file is not what the run requires.
 pub fn estimate(
     config: &Config,
     config_path: &Path,
     window: Window,
     on_change: OnPluginChange,
 ) -> anyhow::Result<Estimate> {
+    // The data stages need no model. A name on a hub that is not downloaded yet is no absolute path.
+    if window.last >= StageName::Sft && config.model.path.is_absolute() {
+        preflight(config)?;
+    }
     let dir = RunDir::new(&config.output_dir);
     let unprepared_plugins = unprepared(&config.plugins, &Pins { dir: &dir, config: config_path, on_change })?;
     let outside = outside_to_look(config)?;

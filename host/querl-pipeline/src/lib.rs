@@ -37,6 +37,7 @@ mod untrained;
 
 pub use environment::RewardEnvironment;
 pub use training::memory::memory_of_config;
+pub use training::preflight;
 
 /// The same cases in each run of a property test.
 #[cfg(test)]

@@ -267,8 +267,11 @@ pub(crate) fn check_lengths<'a>(
     Ok(())
 }
 
-/// Checks the folder of the model before any stage runs.
-pub(crate) fn preflight(config: &Config) -> anyhow::Result<()> {
+/// Checks the folder of the model before any stage runs: configuration, tokenizer, headers of the weights.
+///
+/// # Errors
+/// A file is missing or damaged, or the settings do not fit the model.
+pub fn preflight(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
     let tokenizer = TextTokenizer::for_policy(&config.model).map_err(Stop::of_model)?;
     querl_model::check_directory(path).map_err(Stop::of_model)?;

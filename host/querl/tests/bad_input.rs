@@ -146,7 +146,7 @@ fn settings_that_named_gpus_do_not_support_are_refused() {
          alone can do; set sft.lora_dropout = 0 or sft.use_dora = false; \"cpu\" and \"auto\" do without"
     );
     let project = Project::new();
-    std::fs::create_dir(project.path("odd")).unwrap();
+    project.copy_model("odd");
     let shapes = std::fs::read_to_string(repository().join("examples/tiny-qwen3/config.json")).unwrap();
     let mut shapes: serde_json::Value = serde_json::from_str(&shapes).unwrap();
     shapes["head_dim"] = 20.into();
@@ -162,6 +162,36 @@ fn settings_that_named_gpus_do_not_support_are_refused() {
     for sets in [["device=cuda:1", "model.dtype=bf16"], ["device=cpu", "model.dtype=f32"]] {
         let [first, second] = sets;
         project.querl(&["config", "check", "querl.toml", "--skip-plugins", "--set", first, "--set", second]).ok();
+    }
+}
+
+/// Regression: both passed a model's folder without tokenizer or weights.
+#[test]
+fn config_check_and_dry_runs_look_into_the_folder_of_the_model() {
+    let project = Project::new();
+    let check = ["config", "check", "querl.toml", "--skip-plugins", "--set", "model.path=model"];
+    let dry_run = ["run", "querl.toml", "--dry-run", "--set", "model.path=model"];
+    let damages = [
+        ("tokenizer.json", None, "model: no `tokenizer.json` there; "),
+        ("tokenizer.json", Some("{"), "model/tokenizer.json: "),
+        ("config.json", None, "model: no `config.json` there; "),
+        ("config.json", Some("{"), "model/config.json: not JSON: "),
+        ("model.safetensors", None, "model: no `model.safetensors` there; "),
+        ("model.safetensors", Some("cut"), "model/model.safetensors: "),
+    ];
+    for (file, text, expected) in damages {
+        project.copy_model("model");
+        project.querl(&check).ok();
+        project.querl(&dry_run).ok();
+        match text {
+            Some(text) => project.write(&format!("model/{file}"), text),
+            None => std::fs::remove_file(project.path(&format!("model/{file}"))).unwrap(),
+        }
+        for command in [&check[..], &dry_run] {
+            let message = project.refusal(command, 2);
+            assert!(message.starts_with(expected), "{message}");
+        }
+        project.querl(&[&dry_run[..], &["--to", "convert"]].concat()).ok();
     }
 }
 

@@ -41,10 +41,14 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
     let config = load_config(&args.config.path, overrides)?;
     device::check_named(&config)?;
+    // A name on a hub that is not downloaded yet is no absolute path.
+    if config.model.path.is_absolute() {
+        querl_pipeline::preflight(&config)?;
+    }
     if !args.skip_plugins {
         Plugins::open(&config, PluginUse::Look)?;
     }
-    // Planned GPU memory, for configurations that name GPUs; the model may not exist yet.
+    // Planned GPU memory, for configurations that name GPUs.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
         querl_pipeline::memory_of_config(&config)?.iter().for_each(|line| terminal::print(line));
     }
