@@ -153,4 +153,16 @@ fn what_cannot_be_used_is_refused_with_what_was_expected() {
     project.write("pretrain.toml", "corpus = \"c\"\noutput_dir = \"o\"\nseed = 1\nvocab_size = 300\nval_share = 0.9\n[model]\nhidden_size = 8\nintermediate_size = 8\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\nhead_dim = 8\nmax_positions = 64\n[train]\n");
     let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
     assert_eq!(message, "pretrain.toml: val_share is 0.9; expected 0.0 to 0.5");
+    // Symptom: a configuration in place of the other one was answered with an unknown field.
+    let message = project.refusal(&["model", "pretrain", "querl.toml"], 2);
+    let expected = "querl.toml: a configuration of `querl run`; expected the file that `querl model corpus querl.toml --out corpus.jsonl \
+                    --pretrain pretrain.toml --out_model DIR` writes";
+    assert_eq!(message, expected);
+    for command in [&["run", "pretrain.toml"][..], &["config", "check", "pretrain.toml"]] {
+        let message = project.refusal(command, 2);
+        assert!(
+            message.starts_with("pretrain.toml: a file for `querl model pretrain`; expected a configuration"),
+            "{message}"
+        );
+    }
 }

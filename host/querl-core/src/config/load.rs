@@ -207,6 +207,11 @@ fn parse(bytes: &[u8], overrides: &Overrides) -> Result<Document, DocumentError>
 
 /// Deserialises a document that conforms to the schema.
 fn shaped(document: &Document, path: &Path, is_small: bool) -> Result<Config, ConfigError> {
+    if ["corpus", "vocab_size"].iter().all(|key| document.table.contains_key(*key)) {
+        let message = "a file for `querl model pretrain`; expected a configuration of `querl run`, such as \
+                       examples/appliances/querl.toml";
+        return Err(ConfigError::Invalid { location: ConfigLocation::File(path.into()), message: message.into() });
+    }
     let mut violations = conform(&document.table, json_schema());
     violations.extend(missing_sources(&document.table));
     first_of(violations, document, path)?;

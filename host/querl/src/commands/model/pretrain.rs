@@ -43,6 +43,13 @@ enum CorpusLine {
 pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(path).map_err(|error| usage(format!("{}: {error}", path.display())))?;
     let config: PretrainConfig = toml::from_str(&text).map_err(|error| {
+        if is_run_config(&text) {
+            return usage(format!(
+                "{0}: a configuration of `querl run`; expected the file that `querl model corpus {0} --out corpus.jsonl --pretrain \
+                 pretrain.toml --out_model DIR` writes",
+                path.display()
+            ));
+        }
         let line = error.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
         usage(format!("{}:{line}: {}", path.display(), error.message()))
     })?;
@@ -78,6 +85,11 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     std::fs::remove_dir_all(&work).with_context(|| format!("{}: cannot be removed", work.display()))?;
     terminal::print(&format!("written to {}", output.display()));
     Ok(())
+}
+
+/// Whether a text is the configuration of a run: `tenant` is required there and has no place here.
+fn is_run_config(text: &str) -> bool {
+    text.parse::<toml::Table>().is_ok_and(|table| table.contains_key("tenant"))
 }
 
 /// Trains a model from random weights and writes it to the folder of its tokenizer.
