@@ -87,6 +87,9 @@ fn the_written_file_pretrains_a_model_with_held_out_lines() {
     let made = project.querl(&["model", "pretrain", "pretrain.toml"]).ok();
     assert!(made.stderr.contains(" 60 examples, ") && made.stderr.contains(" held out\n"), "{made:#?}");
     assert!(made.stderr.contains(", held-out loss ") && made.stderr.contains(" at step 1, whose"), "{made:#?}");
+    let unfinished =
+        "the held-out loss was still falling at the last step; more steps (max_steps = 2 in pretrain.toml)";
+    assert!(made.stderr.contains(unfinished), "{made:#?}");
     let model = project.json(&["model", "inspect", "own-model"]);
     assert_eq!((&model["layers"], &model["hidden_size"]), (&4.into(), &192.into()));
     assert!(!project.path("own-model/.pretrain").exists());

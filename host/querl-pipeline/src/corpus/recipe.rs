@@ -122,7 +122,7 @@ impl Recipe {
              n_heads = {n_heads}\nn_kv_heads = {n_kv_heads}\nhead_dim = {HEAD_DIM}\n\
              # No line of the corpus has more bytes, and so none has more tokens.\nmax_positions = {max_positions}\n\n\
              [train]\nmethod = \"full\"\n# 3e-3 at width 192, less at more.\nlearning_rate = {learning_rate}\n\
-             # Each line twice, about {n_steps} steps. More with early stopping: epochs = 20.\nepochs = {EPOCHS}\nbatch_size = {BATCH_SIZE}\n\
+             # Each line twice, about {n_steps} steps, over which the learning rate falls. More where the best step is the last one.\nepochs = {EPOCHS}\nbatch_size = {BATCH_SIZE}\n\
              gradient_accumulation_steps = 1\nwarmup_ratio = 0.03\nweight_decay = 0.05\nmax_grad_norm = 1.0\n\
              max_length = {max_positions}\n# Once an epoch.\neval_steps = 0\nearly_stopping_patience = 3\n",
             quoted(corpus),

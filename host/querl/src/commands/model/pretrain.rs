@@ -73,7 +73,7 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     let made = small_model::write_files(&new, &texts, config.vocab_size, &config.model)
         .map_err(|error| usage(format!("{}: no model can be made of it: {error}", path.display())).into())
         .and_then(|decoder_config| make(decoder_config, &lines, &config, &new, &fingerprint));
-    made.inspect_err(|_| {
+    let summary = made.inspect_err(|_| {
         // Kept where there is something to resume from.
         if !work.join(STATE).exists() {
             let _ = std::fs::remove_dir_all(&work);
@@ -84,7 +84,23 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     move_files(&new, &output).with_context(|| format!("{}: cannot be written", output.display()))?;
     std::fs::remove_dir_all(&work).with_context(|| format!("{}: cannot be removed", work.display()))?;
     terminal::print(&format!("written to {}", output.display()));
+    if let Some(note) = unfinished(&summary, &config.train, path) {
+        terminal::print(&note);
+    }
     Ok(())
+}
+
+/// A note where the last evaluation was the best: the loss on held-out lines may fall further.
+fn unfinished(summary: &SftSummary, train: &SftConfig, path: &Path) -> Option<String> {
+    let is_unfinished = summary.best_val_loss.is_some() && summary.best_step == summary.n_steps;
+    let longer = match train.max_steps {
+        n_steps if n_steps as u64 == summary.n_steps => format!("more steps (max_steps = {}", 2 * n_steps),
+        _ => format!("more epochs (epochs = {}", 2 * train.epochs),
+    };
+    let file = path.display();
+    is_unfinished.then(|| {
+        format!("the held-out loss was still falling at the last step; {longer} in {file}) would probably lower it")
+    })
 }
 
 /// Whether a text is the configuration of a run: `tenant` is required there and has no place here.
@@ -99,7 +115,7 @@ fn make(
     config: &PretrainConfig,
     new: &Path,
     fingerprint: &str,
-) -> anyhow::Result<()> {
+) -> anyhow::Result<SftSummary> {
     let tokenizer = TextTokenizer::load(new)?;
     let held_out = held_out_lines(lines, config.val_share, config.seed);
     let mut examples = Examples::default();
@@ -114,10 +130,12 @@ fn make(
     terminal::print(&format!("{n_parameters} parameters, {} examples{held_out}", lines.len()));
     let summary = train(&decoder, &examples, config, new, fingerprint)?;
     if summary.best_val_loss.is_none() {
-        return Ok(decoder.save(new, small_model::STORED_DTYPE)?);
+        decoder.save(new, small_model::STORED_DTYPE)?;
+        return Ok(summary);
     }
     let best = new.parent().context("the folder of the new model has no parent")?.join(BEST);
-    Ok(Decoder::load(&best, Weights::Trained)?.save(new, small_model::STORED_DTYPE)?)
+    Decoder::load(&best, Weights::Trained)?.save(new, small_model::STORED_DTYPE)?;
+    Ok(summary)
 }
 
 /// The examples of both splits.
@@ -260,5 +278,18 @@ mod tests {
     fn a_small_share_is_one_line_and_training_keeps_one() {
         let of = |n: usize, share| held_out_lines(&(0..n).map(|n| text(&n.to_string())).collect::<Vec<_>>(), share, 1);
         assert_eq!((of(3, 0.0).len(), of(3, 0.001).len(), of(2, 0.5).len(), of(1, 0.5).len()), (0, 1, 1, 0));
+    }
+
+    #[test]
+    fn a_training_whose_best_step_is_the_last_is_reported_with_the_key_to_raise() {
+        let of = |best_val_loss, best_step, max_steps| {
+            let summary = SftSummary { n_steps: 40, train_loss: 1.0, best_val_loss, best_step, n_tokens: 9 };
+            unfinished(&summary, &SftConfig { epochs: 2, max_steps, ..SftConfig::default() }, Path::new("p.toml"))
+        };
+        let expected = "the held-out loss was still falling at the last step; more epochs (epochs = 4 in p.toml) would probably lower it";
+        assert_eq!(of(Some(1.5), 40, 0).as_deref(), Some(expected));
+        assert_eq!(of(Some(1.5), 40, 50).as_deref(), Some(expected));
+        assert!(of(Some(1.5), 40, 40).unwrap().contains("; more steps (max_steps = 80 in p.toml) "));
+        assert_eq!((of(Some(1.5), 20, 0), of(None, 40, 0)), (None, None));
     }
 }
