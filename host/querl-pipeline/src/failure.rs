@@ -90,6 +90,19 @@ pub fn run_in(folder: &Path) -> Result<RunDir, Stop> {
     if dir.config().is_file() { Ok(dir) } else { Err(Stop::not_a_run(folder)) }
 }
 
+/// Checks that there is something at a path that was given as a run's folder or as a configuration. A missing file with an ending has a
+/// sentence of its own when it is read, with the nearest name.
+///
+/// # Errors
+/// There is nothing.
+pub fn check_run_or_config(path: &Path) -> Result<(), Stop> {
+    if path.exists() || path.extension().is_some() {
+        return Ok(());
+    }
+    let expected = "expected a run's folder, which `querl run` writes, or its configuration";
+    Err(Stop::usage(format!("{}: no such file or folder; {expected}", path.display())))
+}
+
 /// Gives the error of a job its exit code.
 pub fn ending(error: JobError) -> anyhow::Error {
     match error {
@@ -249,6 +262,17 @@ mod tests {
         assert_eq!(run_in(folder.path()).unwrap().root(), folder.path());
         let begun = format!("{}: no stage has begun yet; run `querl run CONFIG` first", folder.path().display());
         assert_eq!(Stop::not_a_run(folder.path()).to_string(), begun);
+    }
+
+    #[test]
+    fn a_path_that_is_neither_a_run_nor_a_configuration_is_named_with_both() {
+        let folder = tempfile::tempdir().unwrap();
+        assert!(check_run_or_config(folder.path()).is_ok());
+        assert!(check_run_or_config(&folder.path().join("none.toml")).is_ok());
+        let path = folder.path().join("none");
+        let expected =
+            "no such file or folder; expected a run's folder, which `querl run` writes, or its configuration";
+        assert_eq!(check_run_or_config(&path).unwrap_err().to_string(), format!("{}: {expected}", path.display()));
     }
 
     #[test]

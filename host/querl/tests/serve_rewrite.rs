@@ -111,7 +111,10 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
         assert_eq!((output.code, output.stderr.lines().count()), (Some(2), 1), "{output:#?}");
         output.stderr.trim_end().strip_prefix("error: ").unwrap().to_owned()
     };
-    assert!(serve(&["nothing"]).contains("nothing"), "{}", serve(&["nothing"]));
+    let nothing =
+        "nothing: no such file or folder; expected a run's folder, which `querl run` writes, or its configuration";
+    assert_eq!(serve(&["nothing"]), nothing);
+    assert!(serve(&["nothing.toml"]).starts_with("nothing.toml: no such file"));
     std::fs::create_dir(project.path("empty")).unwrap();
     assert!(serve(&["empty"]).contains("empty: not a run's folder"));
     assert!(serve(&["run", "--upstream", "ftp://x"]).starts_with("--upstream: "));

@@ -3,7 +3,7 @@
 use super::columns::RowColumns;
 use super::judging::Judging;
 use super::scorer::{Baseline, Baselines, ScoreRequest, ScoredEpisode, Scorer, Services};
-use crate::failure::run_in;
+use crate::failure::{check_run_or_config, run_in};
 use crate::ledger::{Ledger, StageName, rows_of};
 use crate::run::Run;
 use anyhow::Context;
@@ -83,6 +83,7 @@ impl RewardEnvironment {
     /// # Errors
     /// It cannot be used, or a folder is not that of a run.
     pub fn read_config(path: &Path, overrides: &Overrides) -> anyhow::Result<(Config, PathBuf)> {
+        check_run_or_config(path)?;
         if !path.is_dir() {
             return Ok((load(path, overrides)?, path.to_owned()));
         }

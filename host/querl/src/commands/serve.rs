@@ -21,6 +21,7 @@ use querl_model::ServingSettings;
 use querl_model::classifier::{
     BatchLimits, BatchStats, BatchWorker, Batcher, Classification, QueueError, RequestCallback,
 };
+use querl_pipeline::failure::check_run_or_config;
 use querl_pipeline::interrupt;
 use querl_pipeline::release::{FollowedReleases, ReleasesFolder};
 use querl_pipeline::retrieval::ModelShelf;
@@ -384,6 +385,7 @@ fn run_folders(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
 
 /// The run in a folder, or that of a configuration.
 pub(super) fn served_run(path: &Path) -> anyhow::Result<ServedRun> {
+    check_run_or_config(path)?;
     if path.is_dir() {
         return ServedRun::in_folder(path);
     }
