@@ -90,14 +90,16 @@ fn half_sent_requests_delay_neither_health_nor_the_end() {
 fn an_address_for_other_machines_without_a_key_is_reported() {
     let project = Project::new();
     // An address for documentation, which cannot be listened on (RFC 5737).
-    let serve = ["serve", "rag", "querl.toml", "--addr", "192.0.2.1:8000"];
     let warning = "192.0.2.1: other machines may reach this address, and no key is required";
-    let said = project.querl(&serve);
-    assert!(said.code == Some(2) && said.stderr.contains(warning), "{said:#?}");
-    let command = &mut project.command(&[&serve[..], &["--api_key_env", "RAG_KEY"]].concat());
-    let said = command.env("RAG_KEY", "secret").output().unwrap();
-    assert_eq!(said.status.code(), Some(2));
-    assert!(!String::from_utf8_lossy(&said.stderr).contains(warning));
+    for form in [["serve", "rag"], ["rag", "serve"]] {
+        let serve = [&form[..], &["querl.toml", "--addr", "192.0.2.1:8000"]].concat();
+        let said = project.querl(&serve);
+        assert!(said.code == Some(2) && said.stderr.contains(warning), "{said:#?}");
+        let command = &mut project.command(&[&serve[..], &["--api_key_env", "RAG_KEY"]].concat());
+        let said = command.env("RAG_KEY", "secret").output().unwrap();
+        assert_eq!(said.status.code(), Some(2));
+        assert!(!String::from_utf8_lossy(&said.stderr).contains(warning));
+    }
 }
 
 #[test]

@@ -115,6 +115,10 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
         "nothing: no such file or folder; expected a run's folder, which `querl run` writes, or its configuration";
     assert_eq!(serve(&["nothing"]), nothing);
     assert!(serve(&["nothing.toml"]).starts_with("nothing.toml: no such file"));
+    // An address for documentation, which cannot be listened on (RFC 5737).
+    let open = project.querl(&["serve", "rewrite", "run", "--addr", "192.0.2.1:8000"]);
+    let warning = "192.0.2.1: other machines may reach this address, and no key is required";
+    assert!(open.code == Some(2) && open.stderr.contains(warning), "{open:#?}");
     std::fs::create_dir(project.path("empty")).unwrap();
     assert!(serve(&["empty"]).contains("empty: not a run's folder"));
     assert!(serve(&["run", "--upstream", "ftp://x"]).starts_with("--upstream: "));
