@@ -15,6 +15,10 @@ pub const KEEP: &str = "=";
 /// What a response that adds to the query begins with.
 pub const APPEND: &str = "+";
 
+/// How to read an edit, as part of a sentence.
+pub const HOW_TO_READ: &str =
+    "`=` keeps the query, `+ TEXT` adds to it, other text replaces it (docs/data.md, \"Edits of the query\")";
+
 /// The response that adds `text` to the query.
 pub fn append(text: &str) -> String {
     format!("{APPEND} {text}")

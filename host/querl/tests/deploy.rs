@@ -166,6 +166,10 @@ fn the_trained_model_of_a_run_is_exported_as_a_gguf_file() {
     assert!(std::fs::read(project.path("new/run.gguf")).unwrap().starts_with(b"GGUF\x03\0\0\0"));
     let refused = |args: &[&str]| project.refusal(&[&["export", "gguf"], args].concat(), 2);
     assert_eq!(refused(&["run", "--out", "new/run.gguf"]), "new/run.gguf: exists; name a new file");
+    let resolved = project.read("run/config.resolved.toml");
+    project.write("run/config.resolved.toml", &resolved.replace("rewrite_form = \"full\"", "rewrite_form = \"edit\""));
+    let edits = project.querl(&["export", "gguf", "run", "--out", "new/edits.gguf"]).ok().stdout;
+    assert!(edits.contains("\nnote: responses are edits of the query ") && edits.contains("docs/data.md"), "{edits}");
     let adapter = refused(&["run", "--adapter", "run/rl/best", "--out", "a.gguf"]);
     assert!(adapter.starts_with("--adapter: run is a run, which has its own"), "{adapter}");
     project.copy_model("model");

@@ -80,7 +80,10 @@ fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
 fn responses_that_are_edits_are_counted_and_said_at_export() {
     let project = project();
     let run = ["run", "querl.toml", "--to", "convert", "--out", "edits", "--set", "data.rewrite_form=edit", "--json"];
-    let converted: Value = serde_json::from_str(&project.querl(&run).ok().stdout).unwrap();
+    let output = project.querl(&run).ok();
+    let line = "convert: targets are edits of the query (data.rewrite_form = \"edit\"): `=` keeps the query, ";
+    assert!(output.stderr.contains(line), "{output:#?}");
+    let converted: Value = serde_json::from_str(&output.stdout).unwrap();
     let facts = &converted["stages"][2]["facts"];
     let count = |name: &str| facts[name].as_u64().unwrap();
     let forms = ["- keep the query", "- add to the query", "- replace the query"].map(count);

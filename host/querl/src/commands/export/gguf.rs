@@ -4,6 +4,8 @@ use crate::args::{Format, one_of, usage};
 use crate::model_hub;
 use clap::Args;
 use clap::builder::TypedValueParser;
+use querl_core::config::RewriteForm;
+use querl_core::edits::HOW_TO_READ;
 use querl_core::run_dir::RunDir;
 use querl_model::{DecoderConfig, GgufDtype, GgufExport, LoraAdapter, ModelError, check_directory, export_gguf};
 use querl_pipeline::failure::Stop;
@@ -34,7 +36,7 @@ fn gguf_dtype() -> impl TypedValueParser<Value = GgufDtype> {
 }
 
 pub(super) fn run(args: &GgufArgs) -> anyhow::Result<()> {
-    let (model, adapter) = trained_model(args)?;
+    let (model, adapter, form) = trained_model(args)?;
     check_directory(&model).map_err(Stop::of_model)?;
     let config = DecoderConfig::load(&model.join("config.json")).map_err(Stop::of_model)?;
     let adapter = adapter.map(|path| LoraAdapter::load(&path, &config)).transpose().map_err(Stop::of_model)?;
@@ -42,25 +44,33 @@ pub(super) fn run(args: &GgufArgs) -> anyhow::Result<()> {
         ModelError::BadFile { .. } | ModelError::MissingFile { .. } => usage(error).into(),
         error => anyhow::Error::from(error),
     })?;
-    args.format.print(&written, || text(&written, &args.out))
+    args.format.print(&written, || text(&written, &args.out, form))
 }
 
-/// Folders of the model and of the adapter.
-fn trained_model(args: &GgufArgs) -> anyhow::Result<(PathBuf, Option<PathBuf>)> {
+/// Folders of the model and of the adapter, and the form of its responses.
+fn trained_model(args: &GgufArgs) -> anyhow::Result<(PathBuf, Option<PathBuf>, RewriteForm)> {
     if !RunDir::new(&args.model).config().is_file() {
-        return Ok((model_hub::folder(&args.model)?, args.adapter.clone()));
+        return Ok((model_hub::folder(&args.model)?, args.adapter.clone(), RewriteForm::Full));
     }
     if args.adapter.is_some() {
         let run = args.model.display();
         return Err(usage(format!("--adapter: {run} is a run, which has its own; name a model's folder")).into());
     }
-    ServedRun::in_folder(&args.model)?.trained_model()
+    let run = ServedRun::in_folder(&args.model)?;
+    let (model, adapter) = run.trained_model()?;
+    Ok((model, adapter, run.config.data.rewrite_form))
 }
 
-fn text(written: &GgufExport, out: &Path) -> String {
+fn text(written: &GgufExport, out: &Path, form: RewriteForm) -> String {
     let GgufExport { n_parameters, dtype, architecture, pre_tokenizer, context_length, .. } = written;
+    let note = match form {
+        RewriteForm::Full => String::new(),
+        RewriteForm::Edit => format!(
+            "note: responses are edits of the query (data.rewrite_form = \"edit\"), which the client must apply: {HOW_TO_READ}\n"
+        ),
+    };
     format!(
-        "{n_parameters} parameters in {dtype}, architecture {architecture}, pre-tokenizer {pre_tokenizer}, {context_length} positions: {}\n",
+        "{n_parameters} parameters in {dtype}, architecture {architecture}, pre-tokenizer {pre_tokenizer}, {context_length} positions: {}\n{note}",
         out.display()
     )
 }
