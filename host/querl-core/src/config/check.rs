@@ -40,12 +40,17 @@ pub fn parse_model_name(name: &str) -> Option<(&str, &str)> {
 /// What relative paths are relative to: those of the file to its folder, those of flags to the current folder.
 #[derive(Clone, Copy)]
 pub(super) struct PathBases<'a> {
-    pub(super) document: &'a Document,
+    document: &'a Document,
     /// Folder of the file.
-    pub(super) folder: &'a Path,
+    folder: &'a Path,
 }
 
 impl<'a> PathBases<'a> {
+    /// Of the document in a file.
+    pub(super) fn new(document: &'a Document, path: &'a Path) -> Self {
+        Self { document, folder: path.parent().unwrap_or(Path::new("")) }
+    }
+
     pub(super) fn of(self, key: &str) -> &'a Path {
         match self.document.origin(key) {
             Some(Origin::Flag(_)) => Path::new(""),

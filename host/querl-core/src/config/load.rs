@@ -103,9 +103,19 @@ pub enum ConfigError {
 pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let bytes = read(path)?;
     let document = parse(&bytes, overrides).map_err(|fault| at(path, fault))?;
-    let base = path.parent().unwrap_or(Path::new(""));
-    let bases = PathBases { document: &document, folder: base };
-    let mut config = shaped(&document, path, overrides.without_model || has_small_model(bases))?;
+    let is_small = overrides.without_model || has_small_model(&document, path);
+    let config = build(&document, path, overrides, is_small)?;
+    // Of a model that is named as on a hub the folder is known now.
+    match !is_small && is_small_model(&config.model.path) {
+        true => build(&document, path, overrides, true),
+        false => Ok(config),
+    }
+}
+
+/// The checked configuration of a document, with absolute paths and the folders of models on a hub.
+fn build(document: &Document, path: &Path, overrides: &Overrides, is_small: bool) -> Result<Config, ConfigError> {
+    let bases = PathBases::new(document, path);
+    let mut config = shaped(document, path, is_small)?;
     if let Some(out) = &overrides.out {
         config.output_dir = out.clone();
     }
@@ -125,9 +135,9 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     if overrides.without_model {
         unchecked.push("model.path".into());
     }
-    first_of(check(&mut config, &unchecked), &document, path)?;
+    first_of(check(&mut config, &unchecked), document, path)?;
     if let Some(hub) = overrides.model_hub {
-        first_of(look_up_models(&mut config, &names, hub), &document, path)?;
+        first_of(look_up_models(&mut config, &names, hub), document, path)?;
     }
     Ok(config)
 }
@@ -141,12 +151,14 @@ pub fn load_resolved(path: &Path) -> Result<Config, ConfigError> {
     shaped(&document, path, false)
 }
 
-/// Whether the folder of `model.path` has a small model. A name on a hub is looked up later: such models have the usual defaults.
-fn has_small_model(bases: PathBases<'_>) -> bool {
-    let Some(path) = bases.document.table.get("model").and_then(|model| model.get("path")?.as_str()) else {
-        return false;
-    };
-    let file = bases.of("model.path").join(path).join("config.json");
+/// Whether the folder that a document names as `model.path` has a small model.
+fn has_small_model(document: &Document, path: &Path) -> bool {
+    let model = document.table.get("model").and_then(|model| model.get("path")?.as_str());
+    model.is_some_and(|model| is_small_model(&PathBases::new(document, path).of("model.path").join(model)))
+}
+
+fn is_small_model(folder: &Path) -> bool {
+    let file = folder.join("config.json");
     let Ok(bytes) = read_bounded(&file, crate::model_config::MAX_BYTES) else { return false };
     let shape: Option<serde_json::Value> = serde_json::from_slice(&bytes).ok();
     shape.and_then(|shape| shape["hidden_size"].as_u64()).is_some_and(|width| width < SMALL_HIDDEN_SIZE)
@@ -367,6 +379,21 @@ path = "reward.wasm"
         std::fs::write(&resolved, with(192, &["rl.n_samples=4", "data.rewrite_form=full"]).to_toml()).unwrap();
         let read = load(&resolved, &Overrides::default()).unwrap();
         assert_eq!((read.rl.n_samples, read.data.rewrite_form), (4, RewriteForm::Full));
+    }
+
+    /// Symptom: a small model by its name on a hub had the defaults of a large one.
+    #[test]
+    fn a_small_model_on_a_hub_has_the_same_defaults_once_it_is_downloaded() {
+        let folder = folder(&GOOD.replace("\"tiny\"", "\"shop/tiny\""));
+        let of = |hub: ModelHub| {
+            let overrides = Overrides { model_hub: Some(hub), ..Overrides::default() };
+            load(&folder.path().join("querl.toml"), &overrides).unwrap()
+        };
+        let found = of(|_| Ok(Some(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/tiny-qwen3"))));
+        assert!(found.model.path.ends_with("examples/tiny-qwen3"));
+        assert_eq!((found.data.rewrite_form, found.rl.n_samples, found.rl.gae_lambda), (RewriteForm::Edit, 8, 0.95));
+        let unknown = of(|_| Ok(None));
+        assert_eq!((unknown.data.rewrite_form, unknown.model.path), (RewriteForm::Full, "shop/tiny".into()));
     }
 
     #[test]
