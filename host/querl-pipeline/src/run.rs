@@ -69,7 +69,10 @@ impl Run {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
         let dir = RunDir::new(&config.output_dir);
         let pins = Pins { dir: &dir, config: config_path, on_change };
+        // The first build of a plugin takes minutes, whose seconds are shown.
+        let progress = reporter.stage("plugins");
         let plugins = Plugins::open(&config, PluginUse::Run(&pins))?;
+        drop(progress);
         let lock = DirLock::take(dir.root())?;
         let root = dir.root();
         remove_unfinished(root).with_context(|| format!("{}: cannot be tidied", root.display()))?;

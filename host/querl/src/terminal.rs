@@ -25,7 +25,7 @@ pub fn init(verbosity: Verbosity) {
     VERBOSITY.store(verbosity as u8, Ordering::Relaxed);
     let default = match verbosity {
         Verbosity::Quiet => "error",
-        // Building a plugin takes seconds, which is reported; so is the summary of the plan at the start of a run.
+        // Building a plugin takes seconds to minutes, which is reported; so is the summary of the plan at the start of a run.
         Verbosity::Normal => "warn,querl_plugin::source=info,querl_pipeline::plan=info",
         Verbosity::Verbose => {
             "warn,querl=info,querl_pipeline=info,querl_style=info,querl_data=info,querl_plugin=info,querl_model=info,querl_train=info"

@@ -107,8 +107,9 @@ fn a_command_that_looks_at_plugins_says_how_to_build_one_and_does_not() {
         serde_json::from_str(&watched.querl(&["run", "querl.toml", "--dry-run", "--json"]).ok().stdout).unwrap();
     assert_eq!(estimate["unprepared_plugins"].as_array().unwrap().len(), 1, "{estimate}");
     assert!(!project.path("built").exists() && !project.path("run").exists());
-    watched.querl(&["run", "querl.toml", "-q"]);
+    let said = watched.querl(&["run", "querl.toml"]).stderr;
     assert!(project.path("built").exists(), "a run builds a folder that nothing pins");
+    assert!(said.contains("building plugin source (cargo build, takes minutes the first time)\n"), "{said}");
 }
 
 #[test]

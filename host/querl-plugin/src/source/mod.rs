@@ -13,6 +13,7 @@ pub use native::NativeFolder;
 pub use python::TOOL as COMPONENTIZE_PY;
 use querl_bundle::{Language, Manifest};
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// The result of [`build`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,10 +46,21 @@ pub fn build(folder: &Path) -> Result<BuildOutput, PluginError> {
     let source = open(folder, language)?;
     let was_stale = !source.is_fresh();
     if was_stale {
-        tracing::info!("building plugin {}", folder.display());
+        let started = Instant::now();
+        tracing::info!("building plugin {} ({})", folder.display(), duration_note(language));
         source.build()?;
+        tracing::info!("built plugin {} in {:.0} s", folder.display(), started.elapsed().as_secs_f64());
     }
     Ok(BuildOutput { component: source.component(), language, was_stale })
+}
+
+/// How a plugin is built and how long nothing else is printed.
+fn duration_note(language: Language) -> &'static str {
+    match language {
+        Language::Rust => "cargo build, takes minutes the first time",
+        Language::Python => "componentize-py, takes seconds",
+        Language::JavaScript => "componentize-js, takes seconds",
+    }
 }
 
 /// The component of a source folder; `None` where it is missing, or older than its source.
