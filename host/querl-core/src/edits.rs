@@ -3,6 +3,8 @@
 //! ```text
 //! =            the query
 //! + TEXT       the query, then TEXT
+//! &            the query, then the history summary
+//! & TEXT       the query, the history summary, then TEXT
 //! TEXT         TEXT
 //! ```
 
@@ -14,28 +16,36 @@ use crate::records::Rejection;
 pub const KEEP: &str = "=";
 /// What a response that adds to the query begins with.
 pub const APPEND: &str = "+";
+/// What a response that adds the history summary to the query begins with.
+pub const WITH_HISTORY: &str = "&";
 
 /// How to read an edit, as part of a sentence.
-pub const HOW_TO_READ: &str =
-    "`=` keeps the query, `+ TEXT` adds to it, other text replaces it (docs/data.md, \"Edits of the query\")";
+pub const HOW_TO_READ: &str = "`=` keeps the query, `+ TEXT` adds to it, `& TEXT` adds the history summary and TEXT, other text replaces it \
+                               (docs/data.md, \"Edits of the query\")";
 
 /// The response that adds `text` to the query.
 pub fn append(text: &str) -> String {
     format!("{APPEND} {text}")
 }
 
-/// The search text of a query and what is added to it.
-pub fn appended(query: &str, text: &str) -> String {
-    format!("{query} {text}")
+/// The response that adds the history summary and `text`, which may be empty, to the query.
+pub fn append_history(text: &str) -> String {
+    joined(&[WITH_HISTORY, text])
+}
+
+/// The search text of a query and what is added to it; empty parts are left out.
+pub fn joined(parts: &[&str]) -> String {
+    let parts: Vec<&str> = parts.iter().map(|part| part.trim()).filter(|part| !part.is_empty()).collect();
+    parts.join(" ")
 }
 
 /// Whether a rewrite has no marker of an edit: as an answer, it would be read as itself.
 pub fn is_plain(text: &str) -> bool {
-    text.trim() != KEEP && !text.trim_start().starts_with(APPEND)
+    matches!(Edit::of(text), Edit::Replace(_))
 }
 
-/// The rewrite in a response to `query`, parsed by the prompt plugin. A marker may also be behind what the plugin removes, such as
-/// thinking, quotes or list marks.
+/// The rewrite in a response to `query`, asked after what `history` summarises, parsed by the prompt plugin. A marker may also be behind what
+/// the plugin removes, such as thinking, quotes or list marks.
 ///
 /// # Errors
 /// The plugin broke its contract; the inner error is its rejection of the response.
@@ -43,28 +53,59 @@ pub fn read_rewrite(
     form: RewriteForm,
     prompts: &dyn Prompts,
     query: &str,
+    history: &str,
     response: &str,
 ) -> Result<Result<String, Rejection>, PluginFault> {
-    let text = response.trim_start();
-    match form {
-        RewriteForm::Edit if text.trim_end() == KEEP => Ok(Ok(query.to_owned())),
-        RewriteForm::Edit if text.starts_with(APPEND) => {
-            let added = prompts.parse_rewrite(text[APPEND.len()..].trim_start())?;
-            Ok(added.map(|added| appended(query, &added)))
+    if form == RewriteForm::Full {
+        return prompts.parse_rewrite(response);
+    }
+    // Without a text there is nothing that the plugin could parse.
+    match Edit::of(response) {
+        edit @ (Edit::Keep | Edit::WithHistory("")) => Ok(edit.apply(query, history)),
+        Edit::Append(text) => {
+            let added = prompts.parse_rewrite(text)?;
+            Ok(added.and_then(|added| Edit::Append(&added).apply(query, history)))
         }
-        RewriteForm::Edit => Ok(prompts.parse_rewrite(response)?.and_then(|parsed| edited(query, parsed))),
-        RewriteForm::Full => prompts.parse_rewrite(response),
+        Edit::WithHistory(text) => {
+            let added = prompts.parse_rewrite(text)?;
+            Ok(added.and_then(|added| Edit::WithHistory(&added).apply(query, history)))
+        }
+        Edit::Replace(_) => {
+            let parsed = prompts.parse_rewrite(response)?;
+            Ok(parsed.and_then(|parsed| Edit::of(&parsed).apply(query, history)))
+        }
     }
 }
 
-/// The rewrite that a parsed response stands for.
-fn edited(query: &str, parsed: String) -> Result<String, Rejection> {
-    let text = parsed.trim();
-    match text.strip_prefix(APPEND).map(str::trim) {
-        _ if text == KEEP => Ok(query.to_owned()),
-        Some("") => Err(Rejection::by_host("empty_rewrite", "the response adds nothing to the query")),
-        Some(added) => Ok(appended(query, added)),
-        None => Ok(parsed),
+/// A response, with the text behind its marker.
+enum Edit<'a> {
+    Keep,
+    Append(&'a str),
+    WithHistory(&'a str),
+    /// As it was given.
+    Replace(&'a str),
+}
+
+impl<'a> Edit<'a> {
+    fn of(response: &'a str) -> Self {
+        let text = response.trim();
+        let behind = |marker: &str| text.strip_prefix(marker).map(str::trim_start);
+        match (behind(APPEND), behind(WITH_HISTORY)) {
+            _ if text == KEEP => Self::Keep,
+            (Some(added), _) => Self::Append(added),
+            (_, Some(added)) => Self::WithHistory(added),
+            _ => Self::Replace(response),
+        }
+    }
+
+    fn apply(self, query: &str, history: &str) -> Result<String, Rejection> {
+        match self {
+            Self::Keep => Ok(query.to_owned()),
+            Self::Append("") => Err(Rejection::by_host("empty_rewrite", "the response adds nothing to the query")),
+            Self::Append(text) => Ok(joined(&[query, text])),
+            Self::WithHistory(text) => Ok(joined(&[query, history, text])),
+            Self::Replace(text) => Ok(text.to_owned()),
+        }
     }
 }
 
@@ -94,7 +135,7 @@ mod tests {
 
     #[test]
     fn a_response_keeps_the_query_adds_to_it_or_replaces_it() {
-        let read = |form, response| read_rewrite(form, &Trim, "怎么吃", response).unwrap().ok();
+        let read = |form, response| read_rewrite(form, &Trim, "怎么吃", "问过鱼油", response).unwrap().ok();
         for (response, edit, full) in [
             ("=", Some("怎么吃"), Some("=")),
             (" =\n", Some("怎么吃"), Some("=")),
@@ -106,19 +147,26 @@ mod tests {
             ("\"=\"", Some("怎么吃"), Some("=")),
             ("1. + 食用方法", Some("怎么吃 食用方法"), Some("+ 食用方法")),
             ("\"+ \"", None, Some("+")),
+            ("&", Some("怎么吃 问过鱼油"), Some("&")),
+            (" & 食用方法\n", Some("怎么吃 问过鱼油 食用方法"), Some("& 食用方法")),
+            ("1. &食用方法", Some("怎么吃 问过鱼油 食用方法"), Some("&食用方法")),
+            ("\"&\"", Some("怎么吃 问过鱼油"), Some("&")),
             ("", None, None),
         ] {
             assert_eq!(read(RewriteForm::Edit, response).as_deref(), edit, "{response:?}");
             assert_eq!(read(RewriteForm::Full, response).as_deref(), full, "{response:?}");
         }
-        assert_eq!(read(RewriteForm::Edit, &append("用法")).unwrap(), appended("怎么吃", "用法"));
-        let nothing = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "\"+\"").unwrap().unwrap_err();
+        assert_eq!(read(RewriteForm::Edit, &append("用法")).unwrap(), "怎么吃 用法");
+        assert_eq!(read(RewriteForm::Edit, &append_history("")).unwrap(), "怎么吃 问过鱼油");
+        let without = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "", "& 用法").unwrap().unwrap();
+        assert_eq!(without, "怎么吃 用法", "no history");
+        let nothing = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "", "\"+\"").unwrap().unwrap_err();
         assert_eq!(nothing.code, "empty_rewrite");
     }
 
     #[test]
     fn a_rewrite_with_a_marker_is_not_plain() {
         assert!(["食用方法", "= 食用方法", "a + b", ""].into_iter().all(is_plain));
-        assert!(!["=", " =\n", "+", " + 食用方法"].into_iter().any(is_plain));
+        assert!(!["=", " =\n", "+", " + 食用方法", "&", "& 食用方法"].into_iter().any(is_plain));
     }
 }

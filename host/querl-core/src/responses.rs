@@ -41,7 +41,7 @@ impl ResponseForm {
         }
     }
 
-    /// The rewrite in a response to `query`, parsed by the prompt plugin.
+    /// The rewrite in a response to `query`, asked after what `history` summarises, parsed by the prompt plugin.
     ///
     /// # Errors
     /// The plugin broke its contract; the inner error is a rejection of the response.
@@ -49,10 +49,11 @@ impl ResponseForm {
         self,
         prompts: &dyn Prompts,
         query: &str,
+        history: &str,
         response: &str,
     ) -> Result<Result<String, Rejection>, PluginFault> {
         match self.answer(response) {
-            Ok(answer) => read_rewrite(self.rewrite, prompts, query, answer),
+            Ok(answer) => read_rewrite(self.rewrite, prompts, query, history, answer),
             Err(rejection) => Ok(Err(rejection)),
         }
     }

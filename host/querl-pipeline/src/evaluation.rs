@@ -138,7 +138,7 @@ fn model(
 ) -> Result<Answer, EnvironmentError> {
     let Generation { response, latency_ms } = generation;
     let written = match reading {
-        ResponseReading::Parsed => scorer.parse(&row.metadata.query.original_query, &response)?,
+        ResponseReading::Parsed => scorer.parse(&row.metadata.query, &response)?,
         ResponseReading::Verbatim => verbatim(response, scorer.response_form()),
     };
     Ok(Answer { written, latency_ms, cost: None })

@@ -52,7 +52,7 @@ fn count(
     responses: &[GeneratedResponse],
     scorer: &Scorer,
 ) -> Result<(Option<SampleCounts>, usize), EnvironmentError> {
-    let parse = |response: &GeneratedResponse| Ok(scorer.read(&query.original_query, &response.text)?);
+    let parse = |response: &GeneratedResponse| Ok(scorer.read(query, &response.text)?);
     let rewrites = responses.iter().map(parse).collect::<Result<Vec<String>, EnvironmentError>>()?;
     let searched: Vec<(&QueryRow, &str)> =
         rewrites.iter().filter(|rewrite| !rewrite.trim().is_empty()).map(|rewrite| (query, rewrite.as_str())).collect();

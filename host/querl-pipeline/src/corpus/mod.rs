@@ -21,7 +21,7 @@ use anyhow::Context as _;
 use conversation::{Conversation, ConversationGenerator};
 use passages::text_pieces;
 use querl_core::config::{Config, Language, RewriteForm};
-use querl_core::edits::{KEEP, append, is_plain};
+use querl_core::edits::{KEEP, append, append_history, is_plain, joined};
 use querl_core::fsx::AtomicFile;
 use querl_core::ports::{PromptInput, PromptTask, Prompts, Reporter};
 use querl_core::records::{Context, Message};
@@ -178,16 +178,20 @@ impl ConversationWriter<'_> {
         let context = Context { user_profile: String::new(), history_summary: history };
         let input = PromptInput { query: &query, context: &context, rewrite: None };
         let mut messages = self.prompts.messages(PromptTask::PolicyRewrite, &input)?;
-        let content = self.response(&query, target, rng);
+        let content = self.response(&query, &context.history_summary, target, rng);
         messages.push(Message { role: "assistant".into(), content });
         Ok(messages)
     }
 
-    /// With `data.rewrite_form = "edit"` half of the responses add to the query what the target has in addition.
-    fn response(&self, query: &str, target: String, rng: &mut ChaCha8Rng) -> String {
+    /// With `data.rewrite_form = "edit"` half of the responses add to the query what the target has in addition; where there is a history, half
+    /// of these add it and what both lack.
+    fn response(&self, query: &str, history: &str, target: String, rng: &mut ChaCha8Rng) -> String {
         // A target that reads as an edit is written as one.
         if self.form != RewriteForm::Edit || (rng.random_bool(0.5) && is_plain(&target)) {
             return target;
+        }
+        if !history.is_empty() && rng.random_bool(0.5) {
+            return append_history(&self.segmenter.text_without_words_of(&target, &joined(&[query, history])));
         }
         let added = self.segmenter.text_without_words_of(&target, query);
         if added.is_empty() { KEEP.to_owned() } else { append(&added) }
@@ -251,17 +255,22 @@ mod tests {
     #[test]
     fn edits_add_what_the_query_lacks_or_keep_it() {
         let segmenter = segmenter(Language::En);
-        let responses = |form, query: &str, target: &str| {
+        let responses_after = |form, query: &str, history: &str, target: &str| {
             let writer = ConversationWriter { prompts: &NoPrompts, form, segmenter: &segmenter };
             let mut rng = ChaCha8Rng::seed_from_u64(1);
-            let drawn: HashSet<String> = (0..50).map(|_| writer.response(query, target.to_owned(), &mut rng)).collect();
+            let drawn: HashSet<String> =
+                (0..50).map(|_| writer.response(query, history, target.to_owned(), &mut rng)).collect();
             let mut drawn: Vec<String> = drawn.into_iter().collect();
             drawn.sort();
             drawn
         };
+        let responses = |form, query: &str, target: &str| responses_after(form, query, "", target);
         assert_eq!(responses(RewriteForm::Full, "clean the filter", "AquaLine filter"), ["AquaLine filter"]);
         let edits = responses(RewriteForm::Edit, "clean the filter", "AquaLine filter");
         assert_eq!(edits, ["+ AquaLine", "AquaLine filter"]);
         assert_eq!(responses(RewriteForm::Edit, "clean the filter", "filter"), ["=", "filter"]);
+        let after = |target| responses_after(RewriteForm::Edit, "clean the filter", "has the AquaLine", target);
+        assert_eq!(after("AquaLine filter"), ["&", "+ AquaLine", "AquaLine filter"]);
+        assert_eq!(after("AquaLine filter rinse"), ["& rinse", "+ AquaLine rinse", "AquaLine filter rinse"]);
     }
 }

@@ -192,7 +192,7 @@ impl Scorer {
     }
 
     /// The rewrite in a response of the policy to `query`. A response that cannot be parsed is a rewrite that retrieves nothing.
-    pub(crate) fn parse(&self, query: &str, response: &PolicyResponse) -> Result<WrittenRewrite, PluginFault> {
+    pub(crate) fn parse(&self, query: &QueryRow, response: &PolicyResponse) -> Result<WrittenRewrite, PluginFault> {
         let rewrite = self.read(query, &response.text)?;
         let finish_reason = if response.truncated { FinishReason::Length } else { FinishReason::Stop };
         let written = Some((response.text.clone(), finish_reason));
@@ -200,8 +200,10 @@ impl Scorer {
     }
 
     /// The rewrite in the text of a response; empty where it cannot be parsed.
-    pub(crate) fn read(&self, query: &str, text: &str) -> Result<String, PluginFault> {
-        Ok(self.response_form().read(self.prompts(), query, text)?.unwrap_or_default())
+    pub(crate) fn read(&self, query: &QueryRow, text: &str) -> Result<String, PluginFault> {
+        let QueryRow { original_query, history_summary, .. } = query;
+        let read = self.response_form().read(self.prompts(), original_query, history_summary, text)?;
+        Ok(read.unwrap_or_default())
     }
 
     fn prompts(&self) -> &dyn Prompts {

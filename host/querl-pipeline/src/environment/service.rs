@@ -170,7 +170,7 @@ impl RewardEnvironment {
             Split::Train => self.judging.samples(&id),
             Split::Val | Split::Test => self.judging.samples(&query.id),
         };
-        let policy = self.scorer.parse(&query.original_query, &response)?;
+        let policy = self.scorer.parse(query, &response)?;
         let step = request.step;
         Ok(ScoreRequest { id, group_id, sample_index, step, split, query, columns, prompt, policy, baseline, judged })
     }

@@ -63,7 +63,7 @@ impl TrainingEnvironment {
             query,
             columns: self.columns.of(query),
             prompt: Some(row.prompt()),
-            policy: self.scorer.parse(&query.original_query, response)?,
+            policy: self.scorer.parse(query, response)?,
             baseline: self.baselines.of(&query.id),
             judged,
         })

@@ -222,7 +222,7 @@ fn score(run: &Run, rows: &[DatasetRow], responses: &[Vec<PolicyResponse>]) -> a
             query,
             columns: columns.of(query),
             prompt: Some(row.prompt()),
-            policy: scorer.parse(&query.original_query, response)?,
+            policy: scorer.parse(query, response)?,
             baseline: baselines.of(&query.id),
         });
     }

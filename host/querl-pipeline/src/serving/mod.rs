@@ -120,21 +120,29 @@ impl ServedModels {
         task: GenerationTask,
         events: Box<dyn EventSink>,
     ) -> Result<(), SubmitError> {
-        let (messages, query, decoding, sampling, seed, is_chat) = match task {
+        let (messages, query, history, decoding, sampling, seed, is_chat) = match task {
             GenerationTask::Rewrite { query, context } => {
                 let messages = model.prompt(&query, &context)?;
-                (messages, query, model.decoding, model.sampling.clone(), 0, false)
+                (messages, query, context.history_summary, model.decoding, model.sampling.clone(), 0, false)
             }
             GenerationTask::Chat(task) => {
                 let (decoding, sampling) = chat_sampling(&task, &model.sampling);
-                (task.messages, String::new(), decoding, sampling, task.seed, true)
+                (task.messages, String::new(), String::new(), decoding, sampling, task.seed, true)
             }
         };
         let prompt = model.tokenizer.encode_prompt(&messages).map_err(input_error)?;
         let (adapter, id) = (model.adapter.clone(), self.engine.next_id());
         let request = ServingRequest { id, adapter, prompt, seed, decoding, sampling };
         self.engine.limits().check(&request).map_err(input_error)?;
-        self.engine.submit(Job { request, model: model.clone(), query, is_chat, events, queued_at: Instant::now() })
+        self.engine.submit(Job {
+            request,
+            model: model.clone(),
+            query,
+            history,
+            is_chat,
+            events,
+            queued_at: Instant::now(),
+        })
     }
 }
 

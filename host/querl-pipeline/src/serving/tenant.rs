@@ -288,9 +288,9 @@ impl TenantModel {
     }
 
     /// The rewrite in a response; one that cannot be read is a failure, so that the raw query is used.
-    pub(super) fn parse(&self, query: &str, text: &str) -> Result<String, GenerationFailure> {
+    pub(super) fn parse(&self, query: &str, history: &str, text: &str) -> Result<String, GenerationFailure> {
         let failure = |code, message| GenerationFailure { code, message };
-        match self.response_form.read(self.prompts.as_ref(), query, text) {
+        match self.response_form.read(self.prompts.as_ref(), query, history, text) {
             Ok(Ok(rewrite)) => Ok(rewrite),
             Ok(Err(rejection)) => Err(failure("no_rewrite", rejection.to_string())),
             Err(fault) => Err(failure("plugin_fault", fault.to_string())),

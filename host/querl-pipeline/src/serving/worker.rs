@@ -18,8 +18,9 @@ use std::time::{Duration, Instant};
 pub(super) struct Job {
     pub(super) request: ServingRequest,
     pub(super) model: Arc<TenantModel>,
-    /// The query that is rewritten; empty for a chat.
+    /// The query that is rewritten, and its history summary; empty for a chat.
     pub(super) query: String,
+    pub(super) history: String,
     /// The client's own messages: the text is passed on as it grows, and not parsed.
     pub(super) is_chat: bool,
     pub(super) events: Box<dyn EventSink>,
@@ -116,6 +117,7 @@ struct OpenRequest {
     sampling: SamplingSettings,
     model: Arc<TenantModel>,
     query: String,
+    history: String,
     /// Of a chat response.
     stream: Option<Arc<ChatStream>>,
     events: Arc<dyn EventSink>,
@@ -191,14 +193,15 @@ impl EngineWorker {
     }
 
     fn add(&mut self, job: Job) {
-        let Job { request, model, query, is_chat, events, queued_at } = job;
+        let Job { request, model, query, history, is_chat, events, queued_at } = job;
         let (id, sampling, n_prompt_tokens) = (request.id, request.sampling.clone(), request.prompt.len());
         let events: Arc<dyn EventSink> = Arc::from(events);
         let stream = is_chat.then(|| {
             let (stop_strings, progress) = (sampling.stop_strings.clone(), Mutex::default());
             Arc::new(ChatStream { stop_strings, events: events.clone(), progress })
         });
-        let open = OpenRequest { n_prompt_tokens, sampling, model, query, stream, events, queued_at, started: None };
+        let open =
+            OpenRequest { n_prompt_tokens, sampling, model, query, history, stream, events, queued_at, started: None };
         self.shared.state().n_prompt_tokens += n_prompt_tokens as u64;
         match self.engine.add(request) {
             Ok(()) => drop(self.open.insert(id, open)),
@@ -314,7 +317,8 @@ impl OpenRequest {
     ) -> Result<Generation, GenerationFailure> {
         let text = tokenizer.decode(&generated.token_ids).map_err(|error| failure(&error))?;
         let text = self.sampling.before_stop(&text);
-        let text = if self.stream.is_some() { text.to_owned() } else { self.model.parse(&self.query, text)? };
+        let text =
+            if self.stream.is_some() { text.to_owned() } else { self.model.parse(&self.query, &self.history, text)? };
         let (started_at, first_token_at) = self.started.unwrap_or((ended_at, ended_at));
         let since = |later: Instant, earlier: Instant| later.saturating_duration_since(earlier);
         let (queued, prefill): (Duration, Duration) =

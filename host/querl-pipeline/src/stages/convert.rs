@@ -96,7 +96,7 @@ struct Dataset {
     n_kept: u64,
     form: RewriteForm,
     /// Kept targets by [`FORMS`].
-    n_by_form: [u64; 3],
+    n_by_form: [u64; 4],
     top1: Mean,
 }
 
@@ -104,7 +104,7 @@ impl Dataset {
     fn create(dir: &RunDir, form: RewriteForm) -> Result<Self, DataError> {
         let [train, val, test] = Split::ALL.map(|split| RecordWriter::create(&dir.split(split)));
         let (splits, dropped) = ([train?, val?, test?], RecordWriter::create(&dir.dropped())?);
-        let (codes, n_by_form, top1) = (BTreeMap::new(), [0; 3], Mean::default());
+        let (codes, n_by_form, top1) = (BTreeMap::new(), [0; 4], Mean::default());
         Ok(Self { splits, dropped, codes, n_kept: 0, form, n_by_form, top1 })
     }
 

@@ -1,11 +1,11 @@
-//! Targets of fine-tuning for `data.rewrite_form = "edit"`: the query where it finds its gold passage first; else of the query with what the
-//! teacher adds, the teacher's rewrite and the query the one that retrieves most.
+//! Targets of fine-tuning for `data.rewrite_form = "edit"`: the query where it finds its gold passage first; else of the query with its history,
+//! with history and what the teacher adds, with what the teacher adds, the teacher's rewrite and the query the one that retrieves most.
 
 use crate::interrupt;
 use crate::ledger::rows_of;
 use crate::run::Run;
 use futures::{StreamExt, TryStreamExt};
-use querl_core::edits::{KEEP, append, appended, is_plain};
+use querl_core::edits::{APPEND, KEEP, WITH_HISTORY, append, append_history, is_plain, joined};
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit, QueryRow, ValidatedRecord, retrieval_quality};
 use querl_data::{DataError, WordSegmenter};
@@ -23,14 +23,15 @@ pub(super) struct EditTargets {
 }
 
 /// What the edits of targets do.
-pub(super) const FORMS: [&str; 3] = ["keep the query", "add to the query", "replace the query"];
+pub(super) const FORMS: [&str; 4] = ["keep the query", "add to the query", "add the history", "replace the query"];
 
 /// Position in [`FORMS`].
 pub(super) fn form_of(target: &str) -> usize {
-    match target {
-        target if target.trim() == KEEP => 0,
-        target if !is_plain(target) => 1,
-        _ => 2,
+    match target.trim() {
+        KEEP => 0,
+        target if target.starts_with(APPEND) => 1,
+        target if target.starts_with(WITH_HISTORY) => 2,
+        _ => 3,
     }
 }
 
@@ -76,7 +77,8 @@ fn teachers_target(record: &ValidatedRecord, segmenter: &WordSegmenter) -> Optio
     Some(if added.is_empty() { KEEP.to_owned() } else { append(&added) })
 }
 
-/// `None` without a rewrite or its hits. Of equal forms the one that adds, then the teacher's rewrite, unless it would be read as an edit.
+/// `None` without a rewrite or its hits. Of equal forms the one with the history, that a small model need not copy, then the one that adds, then
+/// the teacher's rewrite, unless it would be read as an edit.
 async fn target(
     record: &ValidatedRecord,
     segmenter: &WordSegmenter,
@@ -88,16 +90,24 @@ async fn target(
     if !query.gold_ids.is_empty() && kept >= 1.0 {
         return Ok(Some(KEEP.to_owned()));
     }
-    let rewrite = &completion.text;
-    let added = segmenter.text_without_words_of(rewrite, &query.original_query);
+    let (rewrite, original) = (&completion.text, query.original_query.as_str());
+    let with_history = joined(&[original, &query.history_summary]);
     let mut best: Option<(f64, String)> = None;
     let mut offer = |worth: f64, target: String| {
         if best.as_ref().is_none_or(|(known, _)| worth > known + TOLERANCE) {
             best = Some((worth, target));
         }
     };
+    if !query.history_summary.trim().is_empty() {
+        let added = segmenter.text_without_words_of(rewrite, &with_history);
+        for added in ["", &added] {
+            let hits = hits_of(retriever, query, &joined(&[&with_history, added])).await?;
+            offer(worth(query, &hits), append_history(added));
+        }
+    }
+    let added = segmenter.text_without_words_of(rewrite, original);
     if !added.is_empty() {
-        let hits = hits_of(retriever, query, &appended(&query.original_query, &added)).await?;
+        let hits = hits_of(retriever, query, &joined(&[original, &added])).await?;
         offer(worth(query, &hits), append(&added));
     }
     if is_plain(rewrite) {
@@ -159,7 +169,11 @@ mod tests {
     }
 
     fn record(query: &str, rewrite: &str) -> ValidatedRecord {
-        let record = serde_json::json!({"id": "q", "row": 2, "original_query": query, "user_profile": "", "history_summary": "",
+        record_after(query, "", rewrite)
+    }
+
+    fn record_after(query: &str, history: &str, rewrite: &str) -> ValidatedRecord {
+        let record = serde_json::json!({"id": "q", "row": 2, "original_query": query, "user_profile": "", "history_summary": history,
             "gold_ids": ["gold"], "group": "g", "rewrite": {"Ok": {"text": rewrite}}, "retrieval": {"Ok": hits(rewrite)}});
         serde_json::from_value(record).unwrap()
     }
@@ -181,9 +195,18 @@ mod tests {
     }
 
     #[test]
+    fn of_equal_forms_the_one_with_the_history_is_the_target() {
+        let chosen = |history: &str, rewrite| looked_up(&record_after("鱼油", history, rewrite)).unwrap().unwrap();
+        assert_eq!(chosen("甲1", "乙1"), "&");
+        assert_eq!(chosen("甲2", "乙1"), "& 乙 1", "history and what the teacher adds");
+        assert_eq!(chosen("甲2", "1 甲"), "& 1", "the history's words are not added");
+        assert_eq!(chosen("甲", "鱼油"), "&", "nothing is found");
+    }
+
+    #[test]
     fn a_target_keeps_the_query_adds_to_it_or_replaces_it() {
         let form = |target| FORMS[form_of(target)];
-        assert_eq!([form("="), form(&append("鱼油")), form("鱼油")], FORMS);
+        assert_eq!([form("="), form(&append("鱼油")), form(&append_history("鱼油")), form("鱼油")], FORMS);
     }
 
     #[test]
