@@ -198,7 +198,7 @@ mod tests {
     fn of_equal_forms_the_one_with_the_history_is_the_target() {
         let chosen = |history: &str, rewrite| looked_up(&record_after("鱼油", history, rewrite)).unwrap().unwrap();
         assert_eq!(chosen("甲1", "乙1"), "&");
-        assert_eq!(chosen("甲2", "乙1"), "& 乙 1", "history and what the teacher adds");
+        assert_eq!(chosen("甲2", "乙1"), "& 乙1", "history and what the teacher adds");
         assert_eq!(chosen("甲2", "1 甲"), "& 1", "the history's words are not added");
         assert_eq!(chosen("甲", "鱼油"), "&", "nothing is found");
     }
