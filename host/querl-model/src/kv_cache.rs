@@ -1,5 +1,5 @@
 //! Paged KV cache: keys and values of tokens in blocks of a pool. Sequences with a common prefix share its blocks; a shared block is
-//! copied before one of them writes to it (copy-on-write).
+//! copied before one of them writes to it (copy-on-write). A GPU's memory for it is `KvCache` of `querl-gpu/src/decode/backend.rs`.
 //!
 //! Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention".
 

@@ -10,14 +10,14 @@
 //! | calls of `rewrite` and `validate` ([`finish`], `ServiceContext::until`) | calls in flight finish, and their responses are saved; no further ones start |
 //! | calls of `eval` | the batch of queries is scored |
 //! | `sft`, `querl style train` and `distill`, `querl model pretrain`, from their first step on (below) | `Trainer::finish_step` of `querl-train/src/fine_tune.rs`: ends after the current optimizer step, saves the trainer state and the model |
-//! | `rl`, from its first step on (below) | ends after the current decode step of a rollout (`complete` of `querl-train/src/rl/rollout_pipeline.rs`), whose unfinished part is generated again (of a rollout server: after the requests in flight, whose responses are dropped), or after all updates of a batch (`Trainer::stop_requested` of `train_loop.rs`); saves the trainer state and `rl/last` |
+//! | `rl`, from its first step on (below) | ends after the current decode step of a rollout (`complete` of `querl-train/src/rl/rollout_pipeline.rs`), whose unfinished part continues from the saved state on the CPU and is generated again on a GPU (of a rollout server: after the requests in flight, whose responses are dropped), or after all updates of a batch (`Trainer::stop_requested` of `train_loop.rs`); saves the trainer state and `rl/last` |
 //! | `querl style train` and `distill`, writing the finished model ([`uninterrupted`], `publish` of `querl-style/src/trainer.rs`) | all files are written |
 //! | `querl model pretrain`, moving the finished model to its folder | all files are moved |
 //! | `querl serve` | finishes the requests in progress, for at most the drain timeout; exit code 0. Without a terminal, `querl serve rewrite` loads its runs again on SIGHUP ([`reload_on_hangup`]) |
 //! | `querl watch` | restores the terminal |
 //!
-//! A training begins with truncating its metrics log to the lines of the checkpoint that it starts or resumes from. `MetricsLog::rewind` does
-//! this, so it is also the place that calls [`at_safe_points`]: loading a model and encoding prompts come before it and are interrupted at
+//! A training begins with truncating its metrics log to the lines of the checkpoint that it starts or resumes from. `MetricsLog::rewind`
+//! (`metrics_log.rs`) does this, so it is also the place that calls [`at_safe_points`]: loading a model and encoding prompts come before it and are interrupted at
 //! once.
 //!
 //! Except for `querl serve`, the command then ends with exit code 130 ([`Stop::interrupted`]), and the same command resumes. The runner

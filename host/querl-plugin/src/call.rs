@@ -186,6 +186,7 @@ impl Caller {
         // Each epoch tick compares the clock with the deadline. Ticks are not counted: on a busy machine they come late.
         store.set_epoch_deadline(1);
         store.epoch_deadline_callback(|store| store.data().check_deadline().map(|()| UpdateDeadline::Continue(1)));
+        // Bytes that the guest may pass to the host, not instructions.
         store.set_hostcall_fuel(limits.output_bytes);
         store
     }

@@ -4,11 +4,11 @@
 //! docs/files.md and docs/zh-CN/files.md (`metrics.jsonl`). The functions of a micro-batch return its share of the optimizer step, since
 //! shares are summed over micro-batches and ranks: a mean is possible there, a maximum is not. A new statistic of the loss is a field of
 //! [`PolicyLoss`] or [`ValueLoss`] (`losses.rs`) first.
-//! `metrics.jsonl` and TensorBoard take every name. A curve of the report is one line in `host/querl-eval/src/report/curves.rs`, one of
-//! `querl watch` in `host/querl/src/commands/watch/view.rs`.
+//! `metrics.jsonl`, TensorBoard and the report's table "Other training metrics" take every name. A chart of the report is an entry of `CHARTS`
+//! in `host/querl-eval/src/report/curves.rs`, a curve of `querl watch` one of `CURVES` in `host/querl/src/commands/watch/view.rs`.
 //!
 //! Two kinds are inserted elsewhere: gradient norms (`actor/grad_norm`, `critic/grad_norm`) in `learner.rs`, and the durations of the phases
-//! of a batch (`timing_s/...`) in `experience.rs`.
+//! of a batch (`timing_s/...`) in `experience.rs` and, of the check of rollouts, in `learner.rs`.
 //!
 //! | function | computed | names |
 //! |---|---|---|

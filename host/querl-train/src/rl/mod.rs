@@ -108,7 +108,7 @@ pub struct RlTask<'a> {
     /// Training stops with its state saved, as after the stop flag, before the first step after this one: another call with a later one, or
     /// none, resumes.
     pub stop_after: Option<u64>,
-    /// Set to stop. Checked between the parts of a batch's rollouts; updates of a batch that has begun are completed first.
+    /// Set to stop. Read before each decode step and after rollouts; updates of a batch that have begun are completed first.
     pub stop: &'a AtomicBool,
 }
 
