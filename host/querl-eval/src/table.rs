@@ -288,6 +288,7 @@ pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
 pub(crate) fn system_title(name: &str) -> &str {
     match name {
         "raw" => "Raw",
+        "with_history" => "With history",
         "prompted" => "Prompted",
         "hyde" => "HyDE",
         "teacher" => "Teacher",

@@ -4,9 +4,10 @@ use crate::environment::{Baseline, Baselines, RowColumns, ScoreRequest, ScoredEp
 use crate::interrupt;
 use crate::training::{Generation, Generator};
 use anyhow::Context;
+use querl_core::edits::joined;
 use querl_core::ports::{EnvironmentError, PolicyResponse, Progress};
 use querl_core::records::{
-    Candidate, DatasetRow, EvalRecord, FinishReason, Judgement, Rejection, Reward, Split, SystemAnswer, win,
+    Candidate, DatasetRow, EvalRecord, FinishReason, Judgement, QueryRow, Rejection, Reward, Split, SystemAnswer, win,
 };
 use querl_core::responses::{ResponseForm, THINKING_END};
 use std::collections::BTreeMap;
@@ -15,8 +16,14 @@ const N_ROWS_AT_ONCE: usize = 16;
 
 pub(crate) enum System<'a> {
     Raw,
+    /// The query and its history summary.
+    WithHistory,
     Teacher,
-    Model { name: &'static str, generator: &'a dyn Generator, reading: ResponseReading },
+    Model {
+        name: &'static str,
+        generator: &'a dyn Generator,
+        reading: ResponseReading,
+    },
 }
 
 /// How the search text is taken from a model's response.
@@ -32,6 +39,7 @@ impl System<'_> {
     fn name(&self) -> &'static str {
         match self {
             Self::Raw => "raw",
+            Self::WithHistory => "with_history",
             Self::Teacher => "teacher",
             Self::Model { name, .. } => name,
         }
@@ -77,7 +85,7 @@ pub(crate) fn evaluate_system(
         Ok(interrupt::check()?)
     };
     match system {
-        System::Raw | System::Teacher => {
+        System::Raw | System::WithHistory | System::Teacher => {
             for some in rows.chunks(N_ROWS_AT_ONCE) {
                 finish(some, some.iter().map(|row| known(system, row, baselines)).collect())?;
             }
@@ -109,14 +117,15 @@ pub(crate) fn n_failed(records: &[EvalRecord]) -> u64 {
 
 /// The rewrite of a system that needs no generation.
 fn known(system: &System<'_>, row: &DatasetRow, baselines: &Baselines) -> Result<Answer, Rejection> {
+    let QueryRow { original_query, history_summary, .. } = &row.metadata.query;
     match system {
         System::Teacher => teacher(baselines.of(&row.metadata.query.id)),
-        _ => Ok(raw(row)),
+        System::WithHistory => Ok(free(joined(&[original_query, history_summary]))),
+        System::Raw | System::Model { .. } => Ok(free(original_query.clone())),
     }
 }
 
-fn raw(row: &DatasetRow) -> Answer {
-    let rewrite = row.metadata.query.original_query.clone();
+fn free(rewrite: String) -> Answer {
     Answer { written: WrittenRewrite::known(rewrite), latency_ms: None, cost: Some(0.0) }
 }
 
@@ -294,5 +303,9 @@ mod tests {
         let records = evaluate(&System::Raw);
         let first = records[0].outcome.as_ref().unwrap();
         assert_eq!((first.candidate.rewrite.as_str(), first.latency_ms, first.cost), ("query a", None, Some(0.0)));
+        let mut row = dataset_row("a");
+        row.metadata.query.history_summary = "asked for fish oil".into();
+        let answer = known(&System::WithHistory, &row, &Baselines::default()).unwrap();
+        assert_eq!((answer.written.rewrite.as_str(), answer.cost), ("query a asked for fish oil", Some(0.0)));
     }
 }

@@ -252,12 +252,12 @@ fn untrained_systems_samples_and_a_second_retriever_are_evaluated() {
     };
     let rows: Vec<String> = project.rows("queries.jsonl").into_iter().zip(passages.lines()).map(with_gold).collect();
     project.write("queries.jsonl", &rows.join("\n"));
-    let systems = "eval.systems=[\"raw\", \"prompted\", \"hyde\", \"teacher\", \"sft\"]";
+    let systems = "eval.systems=[\"raw\", \"with_history\", \"prompted\", \"hyde\", \"teacher\", \"sft\"]";
     let sets = ["--set", systems, "--set", "eval.best_of_n=3", "--set", "eval.pass_at_k=2"];
     project.querl(&["run", "querl.toml", "--to", "sft"]).ok();
     let first = project.querl(&[&["eval", "querl.toml"], &sets[..]].concat()).ok();
     let records = project.rows("run/eval/records.jsonl");
-    for system in ["raw", "prompted", "hyde", "teacher", "sft", "best_of_n"] {
+    for system in ["raw", "with_history", "prompted", "hyde", "teacher", "sft", "best_of_n"] {
         let answers: Vec<_> = records.iter().filter(|record| record["system"] == system).collect();
         assert_eq!(answers.len(), project.rows("run/data/test.jsonl").len(), "{system}");
         assert!(answers.iter().all(|record| record["outcome"]["Ok"]["second_retrieval"]["retriever"] == "lexical"));

@@ -309,7 +309,7 @@ pub struct ModelConfig {
 section! {
     /// Evaluation.
     EvalConfig {
-        /// Any of `raw` (the user's words), `prompted` and `hyde` (the base model without training: a rewrite, and a pseudo-answer as the
+        /// Any of `raw` (the user's words), `with_history` (these and the history summary), `prompted` and `hyde` (the base model without training: a rewrite, and a pseudo-answer as the
         /// search text), `teacher`, `sft`, `best_of_n`, `rl`.
         systems: Vec<String> = ["raw", "teacher", "sft", "rl"].map(String::from).into(),
         /// Number of beams for the answers of trained models; 1 is greedy decoding.
@@ -341,7 +341,7 @@ section! {
 }
 
 /// Systems that can be evaluated, in the order of the tables.
-pub const EVAL_SYSTEMS: [&str; 7] = ["raw", "prompted", "hyde", "teacher", "sft", "best_of_n", "rl"];
+pub const EVAL_SYSTEMS: [&str; 8] = ["raw", "with_history", "prompted", "hyde", "teacher", "sft", "best_of_n", "rl"];
 
 impl EvalConfig {
     /// Names of the systems to evaluate: `systems`, and `best_of_n` if its number of samples is set.

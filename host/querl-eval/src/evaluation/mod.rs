@@ -15,10 +15,11 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Pairs of systems that are compared, as first minus second, in the order of the tables.
-pub const PAIRS: [(&str, &str); 11] = [
+pub const PAIRS: [(&str, &str); 12] = [
     ("rl", "sft"),
     ("rl", "teacher"),
     ("rl", "raw"),
+    ("rl", "with_history"),
     ("rl", "prompted"),
     ("rl", "hyde"),
     ("rl", "best_of_n"),

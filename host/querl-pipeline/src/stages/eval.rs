@@ -52,7 +52,7 @@ impl Stage for Eval {
             Base::of(&run.config, &run.dir, stage)?;
         }
         let systems = run.config.eval.evaluated_systems();
-        if systems.iter().all(|system| matches!(*system, "raw" | "teacher")) {
+        if systems.iter().all(|system| matches!(*system, "raw" | "with_history" | "teacher")) {
             return Ok(Facts::default());
         }
         let rows: Vec<DatasetRow> = rows_of(&run.dir.split(Split::Test))?;
@@ -176,6 +176,7 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
         let system = match (&model, name) {
             (Some((generator, name, reading)), _) => System::Model { name, generator, reading: *reading },
             (None, "teacher") => System::Teacher,
+            (None, "with_history") => System::WithHistory,
             (None, _) => System::Raw,
         };
         let mut evaluated = evaluate_system(&system, &evaluation, progress)?;
