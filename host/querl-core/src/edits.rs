@@ -20,8 +20,8 @@ pub const APPEND: &str = "+";
 pub const WITH_HISTORY: &str = "&";
 
 /// How to read an edit, as part of a sentence.
-pub const HOW_TO_READ: &str = "`=` keeps the query, `+ TEXT` adds to it, `& TEXT` adds the history summary and TEXT, other text replaces it \
-                               (docs/data.md, \"Edits of the query\")";
+pub const HOW_TO_READ: &str = "`=` keeps the query, `+ TEXT` adds to it, `&` adds the history summary, `& TEXT` the summary and TEXT, other text \
+                               replaces it (docs/data.md, \"Edits of the query\")";
 
 /// The response that adds `text` to the query.
 pub fn append(text: &str) -> String {
@@ -37,6 +37,18 @@ pub fn append_history(text: &str) -> String {
 pub fn joined(parts: &[&str]) -> String {
     let parts: Vec<&str> = parts.iter().map(|part| part.trim()).filter(|part| !part.is_empty()).collect();
     parts.join(" ")
+}
+
+/// Most characters of a history in a search text: the last ones are the latest turns.
+const HISTORY_CHARS: usize = 500;
+
+/// The search text of a query, its history summary and an added text. A server may be given a dialogue as history: lines are joined, and its end
+/// is taken.
+pub fn with_history(query: &str, history: &str, added: &str) -> String {
+    let history = history.split_whitespace().collect::<Vec<_>>().join(" ");
+    let n_left_out = history.chars().count().saturating_sub(HISTORY_CHARS);
+    let start = history.char_indices().nth(n_left_out).map_or(history.len(), |(start, _)| start);
+    joined(&[query, &history[start..], added])
 }
 
 /// Whether a rewrite has no marker of an edit: as an answer, it would be read as itself.
@@ -103,7 +115,7 @@ impl<'a> Edit<'a> {
             Self::Keep => Ok(query.to_owned()),
             Self::Append("") => Err(Rejection::by_host("empty_rewrite", "the response adds nothing to the query")),
             Self::Append(text) => Ok(joined(&[query, text])),
-            Self::WithHistory(text) => Ok(joined(&[query, history, text])),
+            Self::WithHistory(text) => Ok(with_history(query, history, text)),
             Self::Replace(text) => Ok(text.to_owned()),
         }
     }
@@ -162,6 +174,13 @@ mod tests {
         assert_eq!(without, "怎么吃 用法", "no history");
         let nothing = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "", "\"+\"").unwrap().unwrap_err();
         assert_eq!(nothing.code, "empty_rewrite");
+    }
+
+    #[test]
+    fn of_a_long_history_the_end_is_searched() {
+        assert_eq!(with_history("怎么吃", "问过\n鱼油 ", "用法"), "怎么吃 问过 鱼油 用法");
+        let text = with_history("怎么吃", &"鱼油".repeat(400), "");
+        assert_eq!(text.chars().count(), "怎么吃 ".chars().count() + HISTORY_CHARS);
     }
 
     #[test]

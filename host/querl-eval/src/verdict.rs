@@ -8,6 +8,8 @@ const DECISIVE: [Metric; 4] = [Metric::Top1, Metric::Top1Score, Metric::JudgeSco
 
 /// What RL is compared with.
 const RIVALS: [(&str, &str); 3] = [("raw", "the raw queries"), ("sft", "SFT"), ("teacher", "the teacher")];
+/// Compared where it was evaluated.
+const WITH_HISTORY: (&str, &str) = ("with_history", "the queries with their history");
 
 /// RL against one other system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,9 +65,15 @@ pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
         }
         None => "No second retriever was asked, so it is not known whether this holds on another one.".to_owned(),
     };
-    let here = ["raw", "sft"].map(|rival| Outcome::of(found(rival, metric)));
-    let there = ["raw", "sft"].map(|rival| Outcome::of(on_second(rival)));
-    vec![first, elsewhere, conclusion(here, there).to_owned()]
+    let here = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(found(rival, metric)));
+    let there = ["raw", "sft", WITH_HISTORY.0].map(|rival| Outcome::of(on_second(rival)));
+    // Where the history alone does as much, the queries with it are what RL has to beat.
+    let lacks_gain = |[raw, _, with_history]: [Outcome; 3]| {
+        raw == Outcome::Better && matches!(with_history, Outcome::Worse | Outcome::NotShown)
+    };
+    let (rival, (_, queries)) = if lacks_gain(here) || lacks_gain(there) { (2, WITH_HISTORY) } else { (0, RIVALS[0]) };
+    let conclusion = conclusion([here[rival], here[1]], [there[rival], there[1]], queries);
+    vec![first, elsewhere, conclusion]
 }
 
 /// `is better than SFT (+20.5 [+5.4, +34.0]), and not shown to differ from the teacher (+1.0 [-3.0, +5.0])`.
@@ -85,22 +93,24 @@ fn comparisons(metric: Metric, found: &dyn Fn(&str) -> Option<Difference>) -> St
         }
     };
     let [raw, sft, teacher] = RIVALS.map(phrase);
-    format!("{raw}, {sft}, and {teacher}")
+    let with_history = found(WITH_HISTORY.0).map(|_| format!(", {}", phrase(WITH_HISTORY))).unwrap_or_default();
+    format!("{raw}{with_history}, {sft}, and {teacher}")
 }
 
-/// From RL against the raw queries and SFT: `here` on the retriever of its training, `there` on the second one.
-fn conclusion(here: [Outcome; 2], there: [Outcome; 2]) -> &'static str {
+/// From RL against the queries without training, which are called `queries`, and SFT: `here` on the retriever of its training, `there` on the
+/// second one.
+fn conclusion(here: [Outcome; 2], there: [Outcome; 2], queries: &str) -> String {
     use Outcome::{Better, Missing, NotShown, Worse};
-    match here {
-        [Worse, _] => "RL did not earn its cost: the queries as users write them do better.",
+    let said = match here {
+        [Worse, _] => "RL did not earn its cost: QUERIES do better.",
         [_, Worse] => "RL did not earn its cost: SFT alone does better.",
         [Better, Better] => match there {
-            [Worse, _] => "RL did not earn its cost: on another retriever the queries as users write them do better.",
+            [Worse, _] => "RL did not earn its cost: on another retriever QUERIES do better.",
             [_, Worse] => {
                 "RL did not earn its cost: it learned the retriever of its training, and loses to SFT on another one."
             }
             [NotShown, _] => {
-                "RL earned its cost on the retriever of its training alone: on another one no gain over the raw queries is shown."
+                "RL earned its cost on the retriever of its training alone: on another one no gain over QUERIES is shown."
             }
             [_, NotShown] => {
                 "RL earned its cost on the retriever of its training alone: on another one no gain over SFT is shown."
@@ -109,15 +119,16 @@ fn conclusion(here: [Outcome; 2], there: [Outcome; 2]) -> &'static str {
             [Missing, _] | [_, Missing] => "RL earned its cost on the retriever of its training.",
         },
         [NotShown | Missing, Better] => {
-            "It is not shown that RL earned its cost: it adds to SFT, but not shown to the queries as users write them."
+            "It is not shown that RL earned its cost: it adds to SFT, but not shown to QUERIES."
         }
         [Better, NotShown | Missing] => {
-            "It is not shown that RL earned its cost: it is better than the raw queries, but not shown to be better than SFT alone."
+            "It is not shown that RL earned its cost: it is better than QUERIES, but not shown to be better than SFT alone."
         }
         [NotShown | Missing, NotShown | Missing] => {
-            "It is not shown that RL earned its cost: no gain over the raw queries or over SFT is shown."
+            "It is not shown that RL earned its cost: no gain over QUERIES or over SFT is shown."
         }
-    }
+    };
+    said.replace("QUERIES", queries)
 }
 
 #[cfg(test)]
@@ -143,7 +154,7 @@ mod tests {
             let found = difference(outcome).map(|found| [(metric, Some(found))].into());
             Some((format!("rl-{rival}"), found?))
         };
-        ["raw", "sft", "teacher"].into_iter().zip(outcomes).filter_map(pair).collect()
+        RIVALS.map(|(rival, _)| rival).into_iter().zip(outcomes).filter_map(pair).collect()
     }
 
     fn evaluation(metric: Metric, outcomes: [Outcome; 3], second: Option<[Outcome; 3]>) -> Evaluation {
@@ -220,11 +231,31 @@ mod tests {
     }
 
     #[test]
+    fn where_the_history_alone_does_as_much_rl_did_not_earn_its_cost() {
+        let of = |with_history| {
+            let mut evaluation = evaluation(Metric::Top1, [Better; 3], None);
+            let pair = [(Metric::Top1, difference(with_history))].into();
+            evaluation.pairs.insert("rl-with_history".into(), pair);
+            rl_verdict(&evaluation)
+        };
+        let said = of(NotShown);
+        assert!(
+            said[0]
+                .contains("(+20.0 [+10.0, +30.0]), is not shown to differ from the queries with their history (+1.0 [")
+        );
+        let expected =
+            "It is not shown that RL earned its cost: it adds to SFT, but not shown to the queries with their history.";
+        assert_eq!(said[2], expected);
+        assert_eq!(of(Worse)[2], "RL did not earn its cost: the queries with their history do better.");
+        assert_eq!(of(Better)[2], "RL earned its cost on the retriever of its training.");
+    }
+
+    #[test]
     fn every_combination_has_its_conclusion() {
         let all = [Better, Worse, NotShown, Missing];
-        let of = |raw, sft, there| conclusion([raw, sft], [Better, there]);
+        let of = |raw, sft, there| conclusion([raw, sft], [Better, there], "the raw queries");
         for (one, other) in all.into_iter().flat_map(|one| all.map(|other| (one, other))) {
-            assert!(of(Worse, one, other).starts_with("RL did not earn its cost: the queries as users write them"));
+            assert!(of(Worse, one, other).starts_with("RL did not earn its cost: the raw queries do better"));
             if one != Worse {
                 assert!(of(one, Worse, other).starts_with("RL did not earn its cost: SFT alone"));
             }
@@ -233,9 +264,9 @@ mod tests {
         assert!(of(Better, Better, Worse).contains("did not earn its cost: it learned the retriever"));
         assert!(of(Better, Better, NotShown).starts_with("RL earned its cost on the retriever of its training alone"));
         assert_eq!(of(Better, Better, Missing), "RL earned its cost on the retriever of its training.");
-        let on_second = |raw, sft| conclusion([Better, Better], [raw, sft]);
+        let on_second = |raw, sft| conclusion([Better, Better], [raw, sft], "the raw queries");
         for sft in all {
-            assert!(on_second(Worse, sft).contains("on another retriever the queries as users write them do better"));
+            assert!(on_second(Worse, sft).contains("on another retriever the raw queries do better"));
         }
         for raw in [Better, NotShown, Missing] {
             assert!(on_second(raw, Worse).contains("loses to SFT on another one"));

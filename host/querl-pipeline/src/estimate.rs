@@ -16,7 +16,9 @@ use crate::plugins::unprepared;
 use crate::run::{Run, outside_to_look};
 use crate::stages::{PlannedWork, Window, plan};
 use crate::training::preflight;
-use querl_core::config::{Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, ServicePrice, TeacherKind};
+use querl_core::config::{
+    Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, RewriteForm, ServicePrice, TeacherKind,
+};
 use querl_core::fsx::{ReadError, open_jsonl};
 use querl_core::ports::{EpisodeInputs, InputUse, PromptInput, PromptTask, Prompts, Teacher};
 use querl_core::records::{Context as OfQuery, Message, QueryRow, RewriteRecord, ValidatedRecord};
@@ -84,7 +86,8 @@ pub struct Estimate {
 }
 
 /// The stages that call external services.
-const ASKING: [StageName; 4] = [StageName::Rewrite, StageName::Validate, StageName::Rl, StageName::Eval];
+const ASKING: [StageName; 5] =
+    [StageName::Rewrite, StageName::Validate, StageName::Convert, StageName::Rl, StageName::Eval];
 
 /// Estimates the stages of `window`; makes no external call and writes nothing. Pins are compared as by the run.
 ///
@@ -185,6 +188,11 @@ impl Estimator<'_> {
                     // Rewrites of another teacher have no hits yet.
                     let ahead = if rewrites == PlannedWork::StartsOver { rewrites } else { ahead };
                     steps.extend(self.validate(ahead)?);
+                }
+                // One to four search texts of a row: `stages/edit_targets.rs`.
+                StageName::Convert if config.data.rewrite_form == RewriteForm::Edit => {
+                    let n = Range { low: self.n_rows, high: 4.0 * self.n_rows };
+                    steps.extend(self.retrieval_steps(stage, n)?);
                 }
                 StageName::Rl => steps.extend(self.scoring(stage, self.of_rl())?),
                 StageName::Eval => steps.extend(self.scoring(stage, self.of_eval())?),

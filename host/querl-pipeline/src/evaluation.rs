@@ -4,7 +4,7 @@ use crate::environment::{Baseline, Baselines, RowColumns, ScoreRequest, ScoredEp
 use crate::interrupt;
 use crate::training::{Generation, Generator};
 use anyhow::Context;
-use querl_core::edits::joined;
+use querl_core::edits::with_history;
 use querl_core::ports::{EnvironmentError, PolicyResponse, Progress};
 use querl_core::records::{
     Candidate, DatasetRow, EvalRecord, FinishReason, Judgement, QueryRow, Rejection, Reward, Split, SystemAnswer, win,
@@ -120,7 +120,7 @@ fn known(system: &System<'_>, row: &DatasetRow, baselines: &Baselines) -> Result
     let QueryRow { original_query, history_summary, .. } = &row.metadata.query;
     match system {
         System::Teacher => teacher(baselines.of(&row.metadata.query.id)),
-        System::WithHistory => Ok(free(joined(&[original_query, history_summary]))),
+        System::WithHistory => Ok(free(with_history(original_query, history_summary, ""))),
         System::Raw | System::Model { .. } => Ok(free(original_query.clone())),
     }
 }

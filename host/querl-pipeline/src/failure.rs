@@ -90,13 +90,13 @@ pub fn run_in(folder: &Path) -> Result<RunDir, Stop> {
     if dir.config().is_file() { Ok(dir) } else { Err(Stop::not_a_run(folder)) }
 }
 
-/// Checks that there is something at a path that was given as a run's folder or as a configuration. A missing file with an ending has a
+/// Checks that there is something at a path that was given as a run's folder or as a configuration. A missing `.toml` has a
 /// sentence of its own when it is read, with the nearest name.
 ///
 /// # Errors
 /// There is nothing.
 pub fn check_run_or_config(path: &Path) -> Result<(), Stop> {
-    if path.exists() || path.extension().is_some() {
+    if path.exists() || path.extension().is_some_and(|extension| extension == "toml") {
         return Ok(());
     }
     let expected = "expected a run's folder, which `querl run` writes, or its configuration";

@@ -257,6 +257,13 @@ fn dry_run_prices_retrieval_embeddings_and_reranking() {
     assert_eq!((cost(1), cost(3)), (("retrieval", 0.04, 0.04), ("retrieval.rerank", 0.08, 0.08)));
     let (provider, low, high) = cost(2);
     assert!(provider == "retrieval.embedding" && 0.0 < low && low < high, "{estimate}");
+    // 40 rows, of which each needs one to four further lookups for the target of an edit.
+    args[3] = "convert";
+    args.extend(["--set", "data.rewrite_form=edit"]);
+    let estimate: Value = serde_json::from_str(&project.querl(&args).ok().stdout).unwrap();
+    let steps = estimate["steps"].as_array().unwrap();
+    let found = steps.iter().find(|step| step["stage"] == "convert" && step["provider"] == "retrieval").unwrap();
+    assert_eq!(found["calls"], json!({"low": 40.0, "high": 160.0}), "{estimate}");
 }
 
 #[test]

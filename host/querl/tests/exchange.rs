@@ -86,7 +86,7 @@ fn responses_that_are_edits_are_counted_and_said_at_export() {
     let converted: Value = serde_json::from_str(&output.stdout).unwrap();
     let facts = &converted["stages"][2]["facts"];
     let count = |name: &str| facts[name].as_u64().unwrap();
-    let forms = ["- keep the query", "- add to the query", "- replace the query"].map(count);
+    let forms = ["- keep the query", "- add to the query", "- add the history", "- replace the query"].map(count);
     assert_eq!(forms.iter().sum::<u64>(), count("kept"), "{facts}");
     let rows: Vec<Value> =
         ["train", "val", "test"].iter().flat_map(|split| project.rows(&format!("edits/data/{split}.jsonl"))).collect();

@@ -96,7 +96,7 @@ section! {
         /// Seeds the split, apart from `seed`, so that runs with other seeds share a test set.
         split_seed: u64 = 42,
         /// What the policy writes: `full`, the whole search text; `edit`, `=` to keep the query, `+ TEXT` to add to it, `& TEXT` to add the history
-        /// summary and TEXT, or the whole text. The targets of fine-tuning are then the form that retrieves most. With a small model
+        /// summary and TEXT (which may be missing), or the whole text. The targets of fine-tuning are then the form that retrieves most. With a small model
         /// (`hidden_size` below 512) the default is `edit`, unless `retrieval.kind` is `none`.
         rewrite_form: RewriteForm = RewriteForm::Full,
         /// Full-width letters, digits and spaces of queries, profiles and histories as half-width ones: `keep` changes nothing,

@@ -133,8 +133,9 @@ impl RolloutFacts {
     pub(super) fn advice_after(&self, base_model: Option<&Advice>) -> Advice {
         let own = self.advice();
         let is_noise = base_model.is_some_and(|base_model| base_model.level == Level::Bad);
-        // A policy that SFT made of it and that works needs nothing.
-        if !is_noise || (own.level == Level::Ok && self.policy != BASE) {
+        // A policy that SFT made of it and that works needs nothing, and services that fail are no fault of the base.
+        let fail = self.mean_reward.is_none() || self.dropped_share > WEAK_SHARE;
+        if !is_noise || fail || (own.level == Level::Ok && self.policy != BASE) {
             return own;
         }
         let action = "see the line `base model` first: a base that is noise writes such responses";
@@ -297,5 +298,7 @@ mod tests {
         assert_eq!(untrained.advice_after(Some(&noise)).level, Level::Unknown);
         assert_eq!(untrained.advice_after(Some(&weak)), untrained.advice());
         assert_eq!(equal.advice_after(None), equal.advice());
+        let unscored = facts(&[group(&[])]);
+        assert_eq!(unscored.advice_after(Some(&noise)), unscored.advice(), "a service failed");
     }
 }

@@ -123,7 +123,9 @@ impl TokenizerFacts {
         let finding = format!("{}{}", self.queries.brief("queries"), passages.unwrap_or_default());
         let level = self.passages.iter().map(Coverage::level).fold(self.queries.level(), Level::max);
         let action = match level {
-            Level::Bad => "take a model whose tokenizer knows this language; fine-tuning cannot mend it",
+            Level::Bad => {
+                "take a model whose tokenizer knows this language, or pretrain one on its texts; fine-tuning cannot mend it"
+            }
             Level::Weak => "compare a model whose tokenizer knows more of this language; allow more rl.max_new_tokens",
             _ => "nothing to do",
         };

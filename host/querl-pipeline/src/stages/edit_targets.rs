@@ -5,7 +5,7 @@ use crate::interrupt;
 use crate::ledger::rows_of;
 use crate::run::Run;
 use futures::{StreamExt, TryStreamExt};
-use querl_core::edits::{APPEND, KEEP, WITH_HISTORY, append, append_history, is_plain, joined};
+use querl_core::edits::{APPEND, KEEP, WITH_HISTORY, append, append_history, is_plain, joined, with_history};
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Hit, QueryRow, ValidatedRecord, retrieval_quality};
 use querl_data::{DataError, WordSegmenter};
@@ -91,7 +91,7 @@ async fn target(
         return Ok(Some(KEEP.to_owned()));
     }
     let (rewrite, original) = (&completion.text, query.original_query.as_str());
-    let with_history = joined(&[original, &query.history_summary]);
+    let with_history = with_history(original, &query.history_summary, "");
     let mut best: Option<(f64, String)> = None;
     let mut offer = |worth: f64, target: String| {
         if best.as_ref().is_none_or(|(known, _)| worth > known + TOLERANCE) {
@@ -100,9 +100,13 @@ async fn target(
     };
     if !query.history_summary.trim().is_empty() {
         let added = segmenter.text_without_words_of(rewrite, &with_history);
-        for added in ["", &added] {
-            let hits = hits_of(retriever, query, &joined(&[&with_history, added])).await?;
-            offer(worth(query, &hits), append_history(added));
+        let texts = if added.is_empty() { &[""][..] } else { &["", &added] };
+        for added in texts {
+            let hits = hits_of(retriever, query, &joined(&[with_history.as_str(), added])).await?;
+            // Where nothing is found, the teacher's words say more than the history's.
+            if let Some(worth) = Some(worth(query, &hits)).filter(|worth| *worth > TOLERANCE) {
+                offer(worth, append_history(added));
+            }
         }
     }
     let added = segmenter.text_without_words_of(rewrite, original);
@@ -200,7 +204,7 @@ mod tests {
         assert_eq!(chosen("甲1", "乙1"), "&");
         assert_eq!(chosen("甲2", "乙1"), "& 乙1", "history and what the teacher adds");
         assert_eq!(chosen("甲2", "1 甲"), "& 1", "the history's words are not added");
-        assert_eq!(chosen("甲", "鱼油"), "&", "nothing is found");
+        assert_eq!(chosen("甲", "乙"), "+ 乙", "nothing is found: what the teacher adds");
     }
 
     #[test]

@@ -94,13 +94,14 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
 fn unfinished(summary: &SftSummary, train: &SftConfig, path: &Path) -> Option<String> {
     let is_unfinished = summary.best_val_loss.is_some() && summary.best_step == summary.n_steps;
     let longer = match train.max_steps {
-        n_steps if n_steps as u64 == summary.n_steps => format!("more steps (max_steps = {}", 2 * n_steps),
+        n_steps if n_steps as u64 == summary.n_steps => {
+            format!("more steps (max_steps = {} and enough epochs", 2 * n_steps)
+        }
         _ => format!("more epochs (epochs = {}", 2 * train.epochs),
     };
     let file = path.display();
-    is_unfinished.then(|| {
-        format!("the held-out loss was still falling at the last step; {longer} in {file}) would probably lower it")
-    })
+    is_unfinished
+        .then(|| format!("the last step has the best held-out loss; {longer} in {file}) would probably lower it"))
 }
 
 /// Whether a text is the configuration of a run: `tenant` is required there and has no place here.
@@ -286,10 +287,11 @@ mod tests {
             let summary = SftSummary { n_steps: 40, train_loss: 1.0, best_val_loss, best_step, n_tokens: 9 };
             unfinished(&summary, &SftConfig { epochs: 2, max_steps, ..SftConfig::default() }, Path::new("p.toml"))
         };
-        let expected = "the held-out loss was still falling at the last step; more epochs (epochs = 4 in p.toml) would probably lower it";
+        let expected =
+            "the last step has the best held-out loss; more epochs (epochs = 4 in p.toml) would probably lower it";
         assert_eq!(of(Some(1.5), 40, 0).as_deref(), Some(expected));
         assert_eq!(of(Some(1.5), 40, 50).as_deref(), Some(expected));
-        assert!(of(Some(1.5), 40, 40).unwrap().contains("; more steps (max_steps = 80 in p.toml) "));
+        assert!(of(Some(1.5), 40, 40).unwrap().contains("; more steps (max_steps = 80 and enough epochs in p.toml) "));
         assert_eq!((of(Some(1.5), 20, 0), of(None, 40, 0)), (None, None));
     }
 }
