@@ -41,6 +41,9 @@ path = "model"
 prompt = {{ path = "{root}/plugins/prompt-rewrite", settings = {{ language = "{language}", domain = "{domain}" }} }}
 filters = [{{ path = "{root}/plugins/filter-quality" }}]
 rewards = [{{ path = "{root}/plugins/reward-competition" }}]
+
+[eval]
+systems = ["raw", "with_history", "teacher", "sft", "rl"]
 """
 
 
@@ -65,7 +68,7 @@ def main():
     parser.add_argument("--label", default="run", help="name of the run directories, for runs with other --set")
     parser.add_argument("--querl", type=Path, default=ROOT / "target/release/querl")
     args = parser.parse_args()
-    pairs = ["rl-sft", "rl-raw", "rl-teacher", "sft-raw"]
+    pairs = ["rl-sft", "rl-raw", "rl-with_history", "rl-teacher", "sft-raw"]
     lines = []
     for name in args.tasks:
         folder = (args.out / name).resolve()

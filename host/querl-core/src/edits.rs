@@ -168,8 +168,9 @@ mod tests {
             assert_eq!(read(RewriteForm::Edit, response).as_deref(), edit, "{response:?}");
             assert_eq!(read(RewriteForm::Full, response).as_deref(), full, "{response:?}");
         }
-        assert_eq!(read(RewriteForm::Edit, &append("用法")).unwrap(), "怎么吃 用法");
-        assert_eq!(read(RewriteForm::Edit, &append_history("")).unwrap(), "怎么吃 问过鱼油");
+        let (added, history) = (append("用法"), append_history(""));
+        assert_eq!(read(RewriteForm::Edit, &added).unwrap(), "怎么吃 用法");
+        assert_eq!(read(RewriteForm::Edit, &history).unwrap(), "怎么吃 问过鱼油");
         let without = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "", "& 用法").unwrap().unwrap();
         assert_eq!(without, "怎么吃 用法", "no history");
         let nothing = read_rewrite(RewriteForm::Edit, &Trim, "怎么吃", "", "\"+\"").unwrap().unwrap_err();
