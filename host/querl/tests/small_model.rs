@@ -64,7 +64,7 @@ fn with_edits_half_of_the_answers_add_to_the_query() {
     let project = project();
     let lines = corpus(&project, &["--lines", "200", "--set", "data.rewrite_form=edit"]);
     let answers = answers(&lines);
-    let n_edits = answers.iter().filter(|answer| answer.starts_with(["+", "&"]) || **answer == "=").count();
+    let n_edits = answers.iter().filter(|answer| answer.starts_with(['+', '&']) || **answer == "=").count();
     assert!((answers.len() / 3..answers.len() * 2 / 3).contains(&n_edits), "{n_edits} of {}", answers.len());
     assert!(answers.iter().any(|answer| answer.starts_with('&')), "{answers:?}");
 }
