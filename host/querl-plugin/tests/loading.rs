@@ -144,7 +144,7 @@ fn component_in_javascript_holds_no_folder_of_its_author() {
         }
     };
     copy("plugins/reward-brevity", "");
-    copy("wit", "vendor/wit");
+    copy("wit/0.2.0", "vendor/wit");
     copy("sdk/javascript", "vendor/querl-sdk");
     copy("sdk/javascript/guest", "vendor/querl-sdk/guest");
     std::os::unix::fs::symlink(packages, plugin.join("node_modules")).unwrap();

@@ -257,7 +257,7 @@ fn dry_run_prices_retrieval_embeddings_and_reranking() {
     assert_eq!((cost(1), cost(3)), (("retrieval", 0.04, 0.04), ("retrieval.rerank", 0.08, 0.08)));
     let (provider, low, high) = cost(2);
     assert!(provider == "retrieval.embedding" && 0.0 < low && low < high, "{estimate}");
-    // 40 rows, of which each needs one to four further lookups for the target of an edit.
+    // 40 rows: the target of an edit needs one to four further lookups of each.
     args[3] = "convert";
     args.extend(["--set", "data.rewrite_form=edit"]);
     let estimate: Value = serde_json::from_str(&project.querl(&args).ok().stdout).unwrap();
