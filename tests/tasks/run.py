@@ -85,6 +85,7 @@ def main():
             runs.append(run)
         printed = subprocess.run([args.querl, "report", "--json", *runs], check=True, capture_output=True, text=True)
         result = json.loads(printed.stdout)
+        result = result.get("pooled", result)  # of several runs
         systems = {system: measures["top1"]["mean"] for system, measures in result["systems"].items()}
         differences = {pair: result["pairs"].get(pair, {}).get("top1") for pair in pairs}
         lines.append((name, systems, differences))
