@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -270,7 +271,9 @@ def components(tally) -> None:
                     line = "length 0.1.0"  # a value has no stack
                 else:
                     bundle = project.path("length/dist/length.js").read_text()
-                    line = f"length.js:{bundle[: bundle.index(lines[name])].count(chr(10)) + 1}:"
+                    # esbuild renames a parameter whose name is taken: episode2.
+                    found = re.search(re.escape(lines[name]).replace("episode", r"episode\d*"), bundle)
+                    line = f"length.js:{bundle[: found.start()].count(chr(10)) + 1}:"
                 named = line in said or f"{file}:{number}" in said
                 problem = None if end.code == 1 and named and "panicked at" not in said else f"{end.code}: {said[-600:]}"
                 tally.attack(f"{name} in a component in {language}", problem)
