@@ -19,9 +19,9 @@ pub const APPEND: &str = "+";
 /// What a response that adds the history summary to the query begins with.
 pub const WITH_HISTORY: &str = "&";
 
-/// How to read an edit, as part of a sentence.
-pub const HOW_TO_READ: &str = "`=` keeps the query, `+ TEXT` adds to it, `&` adds the history summary, `& TEXT` the summary and TEXT, other text \
-                               replaces it (docs/data.md, \"Edits of the query\")";
+/// What responses or targets are with `data.rewrite_form = "edit"`, as the end of a sentence without a final stop.
+pub const ARE_EDITS: &str = "are edits of the query (data.rewrite_form = \"edit\"): `=` keeps the query, `+ TEXT` adds to it, `&` adds the history \
+                             summary, `& TEXT` the summary and TEXT, other text replaces it (docs/data.md, \"Edits of the query\")";
 
 /// The response that adds `text` to the query.
 pub fn append(text: &str) -> String {
@@ -71,22 +71,14 @@ pub fn read_rewrite(
     if form == RewriteForm::Full {
         return prompts.parse_rewrite(response);
     }
-    // Without a text there is nothing that the plugin could parse.
-    match Edit::of(response) {
-        edit @ (Edit::Keep | Edit::WithHistory("")) => Ok(edit.apply(query, history)),
-        Edit::Append(text) => {
-            let added = prompts.parse_rewrite(text)?;
-            Ok(added.and_then(|added| Edit::Append(&added).apply(query, history)))
-        }
-        Edit::WithHistory(text) => {
-            let added = prompts.parse_rewrite(text)?;
-            Ok(added.and_then(|added| Edit::WithHistory(&added).apply(query, history)))
-        }
-        Edit::Replace(_) => {
-            let parsed = prompts.parse_rewrite(response)?;
-            Ok(parsed.and_then(|parsed| Edit::of(&parsed).apply(query, history)))
-        }
-    }
+    let edit = Edit::of(response);
+    let text = match edit {
+        // Without a text there is nothing that the plugin could parse.
+        Edit::Keep | Edit::WithHistory("") => return Ok(edit.apply(query, history)),
+        Edit::Append(text) | Edit::WithHistory(text) | Edit::Replace(text) => text,
+    };
+    let parsed = prompts.parse_rewrite(text)?;
+    Ok(parsed.and_then(|parsed| edit.with_text(&parsed).apply(query, history)))
 }
 
 /// A response, with the text behind its marker.
@@ -107,6 +99,15 @@ impl<'a> Edit<'a> {
             (Some(added), _) => Self::Append(added),
             (_, Some(added)) => Self::WithHistory(added),
             _ => Self::Replace(response),
+        }
+    }
+
+    /// The same edit with the parsed text, which may itself be an edit where no marker was seen before.
+    fn with_text<'b>(&self, text: &'b str) -> Edit<'b> {
+        match self {
+            Self::Append(_) => Edit::Append(text),
+            Self::WithHistory(_) => Edit::WithHistory(text),
+            Self::Keep | Self::Replace(_) => Edit::of(text),
         }
     }
 

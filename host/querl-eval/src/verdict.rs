@@ -101,34 +101,31 @@ fn comparisons(metric: Metric, found: &dyn Fn(&str) -> Option<Difference>) -> St
 /// second one.
 fn conclusion(here: [Outcome; 2], there: [Outcome; 2], queries: &str) -> String {
     use Outcome::{Better, Missing, NotShown, Worse};
-    let said = match here {
-        [Worse, _] => "RL did not earn its cost: QUERIES do better.",
-        [_, Worse] => "RL did not earn its cost: SFT alone does better.",
+    match here {
+        [Worse, _] => format!("RL did not earn its cost: {queries} do better."),
+        [_, Worse] => "RL did not earn its cost: SFT alone does better.".to_owned(),
         [Better, Better] => match there {
-            [Worse, _] => "RL did not earn its cost: on another retriever QUERIES do better.",
-            [_, Worse] => {
-                "RL did not earn its cost: it learned the retriever of its training, and loses to SFT on another one."
+            [Worse, _] => format!("RL did not earn its cost: on another retriever {queries} do better."),
+            [_, Worse] => "RL did not earn its cost: it learned the retriever of its training, and loses to SFT on another one.".to_owned(),
+            [NotShown, _] | [_, NotShown] => {
+                let rival = if there[0] == NotShown { queries } else { "SFT" };
+                format!(
+                    "RL earned its cost on the retriever of its training alone: on another one no gain over {rival} is shown."
+                )
             }
-            [NotShown, _] => {
-                "RL earned its cost on the retriever of its training alone: on another one no gain over QUERIES is shown."
-            }
-            [_, NotShown] => {
-                "RL earned its cost on the retriever of its training alone: on another one no gain over SFT is shown."
-            }
-            [Better, Better] => "RL earned its cost: it adds to SFT on both retrievers.",
-            [Missing, _] | [_, Missing] => "RL earned its cost on the retriever of its training.",
+            [Better, Better] => "RL earned its cost: it adds to SFT on both retrievers.".to_owned(),
+            [Missing, _] | [_, Missing] => "RL earned its cost on the retriever of its training.".to_owned(),
         },
         [NotShown | Missing, Better] => {
-            "It is not shown that RL earned its cost: it adds to SFT, but not shown to QUERIES."
+            format!("It is not shown that RL earned its cost: it adds to SFT, but not shown to {queries}.")
         }
-        [Better, NotShown | Missing] => {
-            "It is not shown that RL earned its cost: it is better than QUERIES, but not shown to be better than SFT alone."
-        }
+        [Better, NotShown | Missing] => format!(
+            "It is not shown that RL earned its cost: it is better than {queries}, but not shown to be better than SFT alone."
+        ),
         [NotShown | Missing, NotShown | Missing] => {
-            "It is not shown that RL earned its cost: no gain over QUERIES or over SFT is shown."
+            format!("It is not shown that RL earned its cost: no gain over {queries} or over SFT is shown.")
         }
-    };
-    said.replace("QUERIES", queries)
+    }
 }
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use crate::serving::BaseFiles;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockFile, LockKind, LockSource};
 use querl_core::config::{Config, DatasetConfig, EndpointConfig, RewriteForm, TeacherConfig, TeacherKind};
-use querl_core::edits::HOW_TO_READ;
+use querl_core::edits::ARE_EDITS;
 use querl_core::fsx::write_jsonl;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -264,8 +264,8 @@ impl EngineFiles<'_> {
 fn note_on_form(config: &Config, engine: &str) -> Option<String> {
     (config.data.rewrite_form == RewriteForm::Edit).then(|| {
         format!(
-            "responses are edits of the query (data.rewrite_form = \"edit\"): {HOW_TO_READ}. The reward of this \
-             folder applies them before it scores; another reward, and whatever serves the model that {engine} trains, must apply them too"
+            "responses {ARE_EDITS}. The reward of this folder applies them before it scores; another reward, and whatever serves the \
+             model that {engine} trains, must apply them too"
         )
     })
 }

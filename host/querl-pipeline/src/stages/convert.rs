@@ -5,7 +5,7 @@ use super::stage::{self, Done, Mean, Stage};
 use crate::ledger::{Facts, Inputs, Ledger, StageName, teacher_name};
 use crate::run::Run;
 use querl_core::config::RewriteForm;
-use querl_core::edits::HOW_TO_READ;
+use querl_core::edits::ARE_EDITS;
 use querl_core::ports::Progress;
 use querl_core::records::{Split, ValidatedRecord};
 use querl_core::run_dir::RunDir;
@@ -71,7 +71,7 @@ impl Stage for Convert {
         }
         let (n_failed, mut facts) = (targets.n_failed, dataset.commit()?);
         if run.config.data.rewrite_form == RewriteForm::Edit {
-            progress.line(&format!("targets are edits of the query (data.rewrite_form = \"edit\"): {HOW_TO_READ}"));
+            progress.line(&format!("targets {ARE_EDITS}"));
         }
         if n_failed > 0 {
             facts.add("rows whose lookup failed", n_failed);

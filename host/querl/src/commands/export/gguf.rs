@@ -5,7 +5,7 @@ use crate::model_hub;
 use clap::Args;
 use clap::builder::TypedValueParser;
 use querl_core::config::RewriteForm;
-use querl_core::edits::HOW_TO_READ;
+use querl_core::edits::ARE_EDITS;
 use querl_core::run_dir::RunDir;
 use querl_model::{DecoderConfig, GgufDtype, GgufExport, LoraAdapter, ModelError, check_directory, export_gguf};
 use querl_pipeline::failure::Stop;
@@ -65,9 +65,7 @@ fn text(written: &GgufExport, out: &Path, form: RewriteForm) -> String {
     let GgufExport { n_parameters, dtype, architecture, pre_tokenizer, context_length, .. } = written;
     let note = match form {
         RewriteForm::Full => String::new(),
-        RewriteForm::Edit => format!(
-            "note: responses are edits of the query (data.rewrite_form = \"edit\"), which the client must apply: {HOW_TO_READ}\n"
-        ),
+        RewriteForm::Edit => format!("note: responses {ARE_EDITS}; the client must apply them\n"),
     };
     format!(
         "{n_parameters} parameters in {dtype}, architecture {architecture}, pre-tokenizer {pre_tokenizer}, {context_length} positions: {}\n{note}",
