@@ -86,8 +86,9 @@ async fn target(
 ) -> Result<Option<String>, CallFailure> {
     let (query, Ok(completion)) = (&record.rewritten.query, &record.rewritten.rewrite) else { return Ok(None) };
     let Some(Ok(hits_of_rewrite)) = &record.retrieval else { return Ok(None) };
+    let finds_first = |worth: f64| !query.gold_ids.is_empty() && worth >= 1.0;
     let kept = worth(query, &hits_of(retriever, query, &query.original_query).await?);
-    if !query.gold_ids.is_empty() && kept >= 1.0 {
+    if finds_first(kept) {
         return Ok(Some(KEEP.to_owned()));
     }
     let (rewrite, original) = (&completion.text, query.original_query.as_str());
@@ -102,9 +103,13 @@ async fn target(
         let added = segmenter.text_without_words_of(rewrite, &with_history);
         let texts = if added.is_empty() { &[""][..] } else { &["", &added] };
         for added in texts {
-            let hits = hits_of(retriever, query, &joined(&[with_history.as_str(), added])).await?;
+            let worth = worth(query, &hits_of(retriever, query, &joined(&[with_history.as_str(), added])).await?);
+            // No form that follows retrieves more: it is not looked up.
+            if finds_first(worth) {
+                return Ok(Some(append_history(added)));
+            }
             // Where nothing is found, the teacher's words say more than the history's.
-            if let Some(worth) = Some(worth(query, &hits)).filter(|worth| *worth > TOLERANCE) {
+            if worth > TOLERANCE {
                 offer(worth, append_history(added));
             }
         }
@@ -204,6 +209,7 @@ mod tests {
         assert_eq!(chosen("甲1", "乙1"), "&");
         assert_eq!(chosen("甲2", "乙1"), "& 乙1", "history and what the teacher adds");
         assert_eq!(chosen("甲2", "1 甲"), "& 1", "the history's words are not added");
+        assert_eq!(chosen("甲1", "fail"), "&", "nothing finds more: the others are not looked up");
         assert_eq!(chosen("甲", "乙"), "+ 乙", "nothing is found: what the teacher adds");
     }
 
