@@ -1,4 +1,4 @@
-//! Expected standard error of the final comparison on the test split, and the number of test queries that a difference of 5 points needs.
+//! Expected standard error of the final comparison on the test split, and the number of groups of test queries that a difference of 5 points needs.
 
 use super::advice::{Advice, Level};
 use super::headroom::LookedUpRow;
@@ -70,14 +70,17 @@ impl ComparisonFacts {
             DeviationSource::WorstCase => "worst case",
         };
         let finding = format!(
-            "standard error {:.1} points on {} independent test queries ({source}); 5 points at 95 % need {}, with 80 % power {}",
+            "standard error {:.1} points on {} groups of test queries ({source}); 5 points at 95 % need {} groups, with 80 % power {}",
             100.0 * self.standard_error,
             self.n_test_groups,
             self.n_needed,
             self.n_needed_for_power
         );
         let (level, action) = if self.n_test_groups < self.n_needed {
-            (Level::Weak, "add test queries (data.split, more rows), or expect an inconclusive comparison")
+            (
+                Level::Weak,
+                "add test queries of other groups (data.split, more rows), or expect an inconclusive comparison",
+            )
         } else if self.n_test_groups < self.n_needed_for_power {
             (Level::Ok, "a difference of 5 points may be missed; pool several seeds with `querl report`")
         } else {

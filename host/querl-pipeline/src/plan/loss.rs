@@ -19,6 +19,8 @@ const NOISE_NATS: f64 = 4.5;
 const WEAK_NATS: f64 = 3.5;
 /// A base within this share of a unigram model's loss uses none of the context.
 const UNIGRAM_SHARE: f64 = 0.9;
+/// The same for a base that uses little of it: less than a quarter of what the token frequencies leave open. Not measured.
+const WEAK_UNIGRAM_SHARE: f64 = 0.75;
 
 /// Loss on one kind of text, summed over tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -51,11 +53,18 @@ impl TextLoss {
         self.unigram_nats / self.n_tokens.max(1) as f64
     }
 
+    /// Nats per token above which a base is [`Level::Weak`], and [`Level::Bad`].
+    fn limits(&self) -> [f64; 2] {
+        let unigram = self.unigram_per_token();
+        [WEAK_NATS.min(WEAK_UNIGRAM_SHARE * unigram), NOISE_NATS.min(UNIGRAM_SHARE * unigram)]
+    }
+
     fn level(&self) -> Level {
-        match self.per_token() {
-            nats if nats > NOISE_NATS || nats > UNIGRAM_SHARE * self.unigram_per_token() => Level::Bad,
-            nats if nats > WEAK_NATS => Level::Weak,
-            _ => Level::Ok,
+        let ([weak, bad], nats) = (self.limits(), self.per_token());
+        match nats > bad {
+            true => Level::Bad,
+            false if nats > weak => Level::Weak,
+            false => Level::Ok,
         }
     }
 }
@@ -70,11 +79,13 @@ pub struct LossFacts {
 }
 
 impl LossFacts {
-    /// In words. A base that knows passages and not the form of rewrites can learn the form.
+    /// In words. The loss on what SFT learns decides, that on passages only where there are no rewrites yet: a base may know the passages by heart
+    /// and write nothing that it is asked for. Such a base may learn the form, which makes it weak and not bad.
     pub fn advice(&self) -> Advice {
         let of = |what: &str, loss: &TextLoss| {
+            let [weak, bad] = loss.limits();
             format!(
-                "{:.2} nats per token of {what} ({:.2} per character; a unigram model has {:.2})",
+                "{:.2} nats per token of {what} ({:.2} per character; token frequencies alone give {:.2}; weak above {weak:.2}, bad above {bad:.2})",
                 loss.per_token(),
                 loss.per_char(),
                 loss.unigram_per_token()
@@ -84,9 +95,9 @@ impl LossFacts {
         let known: Vec<(&str, &TextLoss)> =
             found.into_iter().filter_map(|(what, loss)| Some((what, loss.as_ref()?))).collect();
         let finding: Vec<String> = known.iter().map(|(what, loss)| of(what, loss)).collect();
-        let level = known.iter().map(|(_, loss)| loss.level()).min();
-        let (level, action) = match level {
-            None => {
+        let [targets, passages] = [&self.targets, &self.passages].map(|loss| loss.as_ref().map(TextLoss::level));
+        let (level, action) = match (targets, passages) {
+            (None, None) => {
                 let finding = "no rewrites and no passages are known yet";
                 return Advice::new(
                     "base model",
@@ -95,14 +106,21 @@ impl LossFacts {
                     "run `querl run --to convert`, then plan again",
                 );
             }
-            Some(Level::Bad) => (
+            (Some(Level::Bad), Some(Level::Ok)) => (
+                Level::Weak,
+                "undertrained: it knows the passages, and predicts the rewrites hardly better than token frequencies do; pretrain it for more \
+                 epochs on conversations in the form of the prompt (`querl model corpus`, `querl model pretrain`), or take another base",
+            ),
+            (Some(Level::Bad), _) | (None, Some(Level::Bad)) => (
                 Level::Bad,
                 "the base model is noise on these texts: take another one, or pretrain one on them (`querl model pretrain`)",
             ),
-            Some(Level::Weak) => {
-                (Level::Weak, "fine-tuning has much to teach: more rows and epochs, or a larger base model")
-            }
-            Some(level) => (level, "nothing to do: the base model knows these texts"),
+            (Some(Level::Weak), _) | (None, Some(Level::Weak)) => (
+                Level::Weak,
+                "undertrained on these texts: pretrain it for more epochs (`querl model pretrain`) or take another base, else fine-tuning has much \
+                 to teach with more rows and epochs",
+            ),
+            (Some(level), _) | (None, Some(level)) => (level, "nothing to do: the base model knows these texts"),
         };
         Advice::new("base model", level, finding.join("; "), action)
     }
@@ -224,11 +242,23 @@ mod tests {
         let of = |targets, passages| LossFacts { targets, passages }.advice();
         assert_eq!(of(Some(loss(5.6, 7.0)), Some(loss(5.2, 7.0))).level, Level::Bad);
         assert_eq!(of(None, Some(loss(3.0, 3.2))).level, Level::Bad, "no better than a unigram model");
-        assert_eq!(of(Some(loss(5.6, 7.0)), Some(loss(2.0, 7.0))).level, Level::Ok, "it knows the language");
         assert_eq!(of(None, Some(loss(4.0, 7.0))).level, Level::Weak);
         let unknown = of(None, None);
         assert_eq!(unknown.level, Level::Unknown);
         let fine = of(None, Some(loss(2.0, 7.0)));
-        assert_eq!(fine.finding, "2.00 nats per token of passages (1.00 per character; a unigram model has 7.00)");
+        let expected = "2.00 nats per token of passages (1.00 per character; token frequencies alone give 7.00; weak above 3.50, bad above 4.50)";
+        assert_eq!((fine.level, fine.finding.as_str()), (Level::Ok, expected));
+    }
+
+    /// Regression: a base that had learned the passages by heart was ok, whatever it wrote.
+    #[test]
+    fn the_loss_on_rewrites_decides_where_it_is_known() {
+        let of = |targets, passages| LossFacts { targets: Some(targets), passages: Some(passages) }.advice();
+        let undertrained = of(loss(5.6, 7.0), loss(2.0, 7.0));
+        assert!(
+            undertrained.level == Level::Weak && undertrained.action.starts_with("undertrained: it knows the passages")
+        );
+        assert_eq!(of(loss(3.4, 4.0), loss(1.0, 7.0)).level, Level::Weak, "0.85 of the unigram model's loss");
+        assert_eq!(of(loss(2.0, 7.0), loss(5.2, 7.0)).level, Level::Ok);
     }
 }

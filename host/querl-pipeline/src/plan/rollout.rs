@@ -29,14 +29,18 @@ const EQUAL: f64 = 1e-6;
 /// Shares of groups without variance.
 const WEAK_SHARE: f64 = 0.5;
 const BAD_SHARE: f64 = 0.9;
+/// Fewest characters, without spaces, of a text that can be repetitive.
+const MIN_REPETITIVE: usize = 6;
 
 /// Rewards of one query's samples.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct SampledGroup {
     /// Totals of the samples that have one.
     pub totals: Vec<f64>,
-    /// Distinct rewrites among the samples.
+    /// Distinct rewrites among the samples; repetitive ones do not count.
     pub n_distinct: usize,
+    /// Samples whose rewrite repeats one character or a short text: see [`is_repetitive`].
+    pub n_repetitive: usize,
     /// Samples that could not be scored.
     pub n_dropped: usize,
     /// Samples without a rewrite, empty ones included.
@@ -60,8 +64,10 @@ pub struct RolloutFacts {
     pub deviation_within_groups: Option<f64>,
     /// Share of groups with two scored samples whose totals are all equal.
     pub zero_variance_share: f64,
-    /// Share of distinct rewrites, 0 to 1.
+    /// Share of distinct rewrites, 0 to 1; repetitive ones do not count.
     pub distinct_share: f64,
+    /// Share of samples whose rewrite repeats one character or a short text.
+    pub repetitive_share: f64,
     /// Share of samples that could not be scored.
     pub dropped_share: f64,
     /// Share of samples without a rewrite.
@@ -83,6 +89,7 @@ impl RolloutFacts {
             deviation_within_groups: mean(deviations.iter().copied()),
             zero_variance_share: share(n_equal, deviations.len()),
             distinct_share: share(sum(|group| group.n_distinct), n_samples),
+            repetitive_share: share(sum(|group| group.n_repetitive), n_samples),
             dropped_share: share(sum(|group| group.n_dropped), n_samples),
             empty_share: share(sum(|group| group.n_empty), n_samples),
             truncated_share: share(sum(|group| group.n_truncated), n_samples),
@@ -101,16 +108,22 @@ impl RolloutFacts {
             );
         };
         let finding = format!(
-            "{} queries with {} samples of {}: mean reward {reward:.3}, deviation within groups {deviation:.3}, {} of groups without variance, {} distinct, {} without a rewrite, {} truncated",
+            "{} queries with {} samples of {}: mean reward {reward:.3}, deviation within groups {deviation:.3}, {} of groups without variance, {} distinct, {} repetitive, {} without a rewrite, {} truncated",
             self.n_groups,
             self.n_samples / self.n_groups.max(1),
             self.policy,
             percent(self.zero_variance_share),
             percent(self.distinct_share),
+            percent(self.repetitive_share),
             percent(self.empty_share),
             percent(self.truncated_share)
         );
-        let (level, action) = if self.truncated_share > WEAK_SHARE {
+        let (level, action) = if self.repetitive_share > WEAK_SHARE {
+            (
+                Level::Bad,
+                "most responses repeat one character or a short text: train SFT first or longer, or take a base that is trained further",
+            )
+        } else if self.truncated_share > WEAK_SHARE {
             (Level::Bad, "most responses do not end: train SFT first or longer, or raise rl.max_new_tokens")
         } else if self.empty_share > WEAK_SHARE {
             (Level::Bad, "most responses hold no rewrite: train SFT first or longer, or change the policy's prompt")
@@ -235,7 +248,8 @@ fn score(run: &Run, rows: &[DatasetRow], responses: &[Vec<PolicyResponse>]) -> a
         let totals: Vec<f64> =
             episodes.iter().filter_map(|one| one.outcome.as_ref().ok()).map(|reward| reward.total).collect();
         SampledGroup {
-            n_distinct: rewrites().collect::<HashSet<&str>>().len(),
+            n_distinct: rewrites().filter(|rewrite| !is_repetitive(rewrite)).collect::<HashSet<&str>>().len(),
+            n_repetitive: rewrites().filter(|rewrite| is_repetitive(rewrite)).count(),
             n_dropped: samples.len() - totals.len(),
             n_empty: rewrites().filter(|rewrite| rewrite.is_empty()).count(),
             n_truncated: samples.iter().filter(|sample| sample.truncated).count(),
@@ -245,6 +259,17 @@ fn score(run: &Run, rows: &[DatasetRow], responses: &[Vec<PolicyResponse>]) -> a
     Ok(responses.iter().map(group).collect())
 }
 
+/// Whether three of four characters equal the one a period before them, for a period of at most a third of the text: `鱼鱼鱼鱼鱼鱼`, `a b a b a b`.
+/// Spaces do not count.
+fn is_repetitive(text: &str) -> bool {
+    let characters: Vec<char> = text.chars().filter(|character| !character.is_whitespace()).collect();
+    let repeats = |period: usize| {
+        let pairs = characters.iter().zip(&characters[period..]);
+        4 * pairs.filter(|(one, other)| one == other).count() >= 3 * (characters.len() - period)
+    };
+    characters.len() >= MIN_REPETITIVE && (1..=characters.len() / 3).any(repeats)
+}
+
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -252,7 +277,7 @@ mod tests {
 
     fn group(totals: &[f64]) -> SampledGroup {
         let (n_distinct, n_dropped) = (totals.len().max(1), N_SAMPLES - totals.len());
-        SampledGroup { totals: totals.to_vec(), n_distinct, n_dropped, n_empty: 0, n_truncated: 0 }
+        SampledGroup { totals: totals.to_vec(), n_distinct, n_repetitive: 0, n_dropped, n_empty: 0, n_truncated: 0 }
     }
 
     fn facts(groups: &[SampledGroup]) -> RolloutFacts {
@@ -278,8 +303,26 @@ mod tests {
         assert!(endless.action.starts_with("most responses do not end"), "{endless:?}");
         let empty = of(SampledGroup { n_empty: 3, ..group(&[0.1, 0.2, 0.3, 0.4]) });
         assert!(empty.action.starts_with("most responses hold no rewrite"), "{empty:?}");
+        let noise = of(SampledGroup { n_repetitive: 3, n_truncated: 4, ..group(&[0.1, 0.2, 0.3, 0.4]) });
+        assert!(noise.action.starts_with("most responses repeat one character"), "{noise:?}");
         let half = facts(&[group(&[1.0; 4]), group(&[1.0; 4]), group(&[0.0, 1.0])]).advice();
         assert_eq!(half.level, Level::Weak);
+    }
+
+    /// Regression: texts of one repeated character, each of another length, counted as distinct.
+    #[test]
+    fn a_text_that_repeats_itself_is_repetitive() {
+        let repetitive = ["鱼鱼鱼鱼鱼鱼", "鱼油鱼鱼鱼鱼鱼鱼鱼鱼鱼鱼", "食用 食用 食用 食", "of the of the of the"];
+        assert!(repetitive.into_iter().all(is_repetitive));
+        let others = [
+            "",
+            "=",
+            "鱼油鱼油",
+            "胶原蛋白肽饮 食用方法 每日食用量",
+            "how to clean the filter of AquaLine 60",
+            "哈哈哈",
+        ];
+        assert!(!others.into_iter().any(is_repetitive));
     }
 
     /// Regression: on a base of random weights the advice was another prompt or more SFT.
