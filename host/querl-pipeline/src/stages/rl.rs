@@ -2,7 +2,9 @@
 
 use super::stage::{self, Done, Stage, has_content, remove};
 use super::{leaks, spending};
-use crate::environment::{Baselines, EpisodeLog, Judging, Phase, RowColumns, Scorer, Services, TrainingEnvironment};
+use crate::environment::{
+    Baseline, Baselines, EpisodeLog, Judging, Phase, RowColumns, Scorer, Services, TrainingEnvironment,
+};
 use crate::failure::ending;
 use crate::interrupt;
 use crate::ledger::{Facts, Inputs, Ledger, StageName, rows_of};
@@ -10,7 +12,7 @@ use crate::metrics_log::MetricsLog;
 use crate::run::Run;
 use crate::training::{self, Base, memory};
 use anyhow::Context;
-use querl_core::config::{RlConfig, RolloutConfig, RolloutEngineKind};
+use querl_core::config::{Config, RlConfig, RolloutConfig, RolloutEngineKind, TeacherKind};
 use querl_core::fsx::digest_hex;
 use querl_core::ports::{Progress, RolloutEngine};
 use querl_core::records::{DatasetRow, Split};
@@ -19,7 +21,7 @@ use querl_data::RolloutServer;
 use querl_model::TextTokenizer;
 use querl_train::ROLLOUT;
 use querl_train::job::memory_plan::{MemoryRequest, PlannedStage};
-use querl_train::job::{Callbacks, Environments, RlJob};
+use querl_train::job::{Callbacks, Environments, Failure, FailureKind, JobError, RlJob};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -173,7 +175,14 @@ impl Stage for Rl {
         if let Some(Err(failure)) = server.as_ref().map(RolloutServer::unload) {
             progress.line(&format!("the last adapter stays loaded on the rollout server: {failure}"));
         }
-        let summary = summary.map_err(|error| ending(memory::explain(run.executor.gpu(), &request, error)))?;
+        let summary = summary.map_err(|error| {
+            let error = memory::explain(run.executor.gpu(), &request, error);
+            let lacking = [&train, &val].map(|rows| {
+                let lacks = |row: &&DatasetRow| matches!(baselines.of(&row.metadata.query.id), Baseline::Missing(_));
+                (rows.iter().filter(lacks).count(), rows.len())
+            });
+            ending(explain_missing_baselines(&run.config, lacking, error))
+        })?;
         let mut facts = Facts::default();
         facts.add("steps", summary.n_steps).add("episodes", summary.n_episodes);
         facts.add("dropped", summary.dropped.values().sum::<u64>()).add_parts(&summary.dropped);
@@ -181,6 +190,34 @@ impl Stage for Rl {
         facts.add("best step", summary.best_step);
         training::add_device(&mut facts, run);
         Ok(Done { facts, n_failed: 0 })
+    }
+}
+
+/// Adds to the error of too many episodes without the teacher's rewrite the file that lacks it, for how many rows, and what to do. `lacking`: of
+/// train and of val the rows without a rewrite, and all.
+fn explain_missing_baselines(config: &Config, lacking: [(usize, usize); 2], error: JobError) -> JobError {
+    let rows = [Split::Train, Split::Val].into_iter().zip(lacking).filter(|(_, (n, _))| *n > 0);
+    let rows: Vec<String> = rows.map(|(split, (n, all))| format!("{n} of {all} rows of {}", split.name())).collect();
+    match error {
+        JobError::Failed(Failure { kind: FailureKind::Limit, message })
+            if message.contains("baseline_missing") && !rows.is_empty() =>
+        {
+            let (file, remedy) = match config.called_teacher() {
+                Some(TeacherKind::Recorded) => {
+                    (config.teacher.path.as_deref(), "add them there, set fallback_teacher.base_url")
+                }
+                None => (config.data.query_files().first().copied(), "add completions there"),
+                Some(_) => (None, "run again, which repeats the teacher's failed calls"),
+            };
+            let file = file.map_or_else(|| "data/rewrites.jsonl".to_owned(), |path| path.display().to_string());
+            let message = format!(
+                "{message}; {file} has no rewrite for {}: {remedy}, take rewards that do not require the baseline (such as reward-gold), or \
+                 raise rl.max_drop_rate, so that training leaves these rows out",
+                rows.join(" and ")
+            );
+            Failure { kind: FailureKind::Limit, message }.into()
+        }
+        error => error,
     }
 }
 
@@ -267,5 +304,25 @@ mod tests {
         assert_eq!(named("querl", "/runs/a"), named("querl", "/runs/a"));
         assert_ne!(named("querl", "/runs/a"), named("querl", "/runs/b"));
         assert_eq!(named("mine", "/runs/a"), "mine");
+    }
+
+    /// Symptom: RL on a recorded teacher that lacked half of the rows ended with `baseline_missing` alone.
+    #[test]
+    fn rows_without_a_baseline_are_counted_with_their_file_and_what_to_do() {
+        let toml = "tenant = 'a'\n[data]\n[teacher]\nkind = 'recorded'\npath = 'teacher.jsonl'\n[model]\npath = 'm'\n[retrieval]\nkind = 'none'\n\
+                    [plugins]\nprompt = { path = 'p' }\nrewards = [{ path = 'r' }]\n";
+        let config: Config = toml::from_str(toml).unwrap();
+        let of = |message: &str, lacking| {
+            let failure = Failure { kind: FailureKind::Limit, message: message.into() };
+            explain_missing_baselines(&config, lacking, failure.into()).to_string()
+        };
+        let explained = of("rl step 0: most often: baseline_missing", [(0, 24), (4, 8)]);
+        let expected = "rl step 0: most often: baseline_missing; teacher.jsonl has no rewrite for 4 of 8 rows of val: add them there, set \
+                        fallback_teacher.base_url, take rewards that do not require the baseline";
+        assert!(explained.starts_with(expected), "{explained}");
+        for (message, lacking) in [("most often: deadline", [(0, 24), (4, 8)]), ("baseline_missing", [(0, 24), (0, 8)])]
+        {
+            assert_eq!(of(message, lacking), message);
+        }
     }
 }
