@@ -106,7 +106,10 @@ fn conclusion(here: [Outcome; 2], there: [Outcome; 2], queries: &str) -> String 
         [_, Worse] => "RL did not earn its cost: SFT alone does better.".to_owned(),
         [Better, Better] => match there {
             [Worse, _] => format!("RL did not earn its cost: on another retriever {queries} do better."),
-            [_, Worse] => "RL did not earn its cost: it learned the retriever of its training, and loses to SFT on another one.".to_owned(),
+            [_, Worse] => {
+                "RL did not earn its cost: it learned the retriever of its training, and loses to SFT on another one."
+                    .to_owned()
+            }
             [NotShown, _] | [_, NotShown] => {
                 let rival = if there[0] == NotShown { queries } else { "SFT" };
                 format!(
