@@ -6,7 +6,7 @@
 use super::clusters::{SameRewrite, TokenRule};
 use super::measures::{Measure, MeasureKind, qualities};
 use super::rows::{AuditRows, Window};
-use super::trends::{Change, change};
+use super::trends::{Change, change, correlation_interval};
 use crate::bootstrap::Bootstrap;
 use crate::text::{cut, one_line, printable};
 use serde::Serialize;
@@ -21,6 +21,12 @@ const FALL: f64 = -0.15;
 const FALL_OF_HINT: f64 = -0.5;
 /// A measure of quality this high has no room to rise.
 const SATURATED: f64 = 0.97;
+/// The correlation of the total with a measure of quality within queries may be this large where they are unrelated. In honest runs above 0.3.
+const UNRELATED: f64 = 0.1;
+/// Fewer rollouts show no correlation this small: its standard error is 0.045 then.
+const UNRELATED_ROLLOUTS: usize = 500;
+/// Share of its early mean by which a measure of quality falls, whatever its interval.
+const UNRELATED_FALL: f64 = 0.05;
 /// Correlation of a text property with the reward within queries. In honest runs at most 0.2; overlap with the teacher 0.4, where it has
 /// that correlation with quality too.
 const FOLLOWS: f64 = 0.5;
@@ -50,6 +56,8 @@ pub(crate) enum SignKind {
     RewardRisesQualityFalls,
     /// The total rises and no measure of quality does.
     RewardRisesAlone,
+    /// The total rises, quality falls, and the two are unrelated within queries.
+    RewardUnrelatedToQuality,
     /// A property of the text predicts the reward and not the quality.
     RewardFollowsText,
     /// A term predicts the reward and not the quality.
@@ -90,11 +98,15 @@ impl Evidence<'_> {
         self.measures.iter().find(|one| one.name == name)?.change
     }
 
+    /// The measures of quality that have a change.
+    fn known_qualities(&self) -> Vec<(&Measure, Change)> {
+        qualities(self.measures).filter_map(|one| Some((one, one.change?))).collect()
+    }
+
     /// `None` where nothing measures quality.
     fn quality_rises(&self) -> Option<bool> {
-        let mut known = qualities(self.measures).filter_map(|one| one.change).peekable();
-        known.peek()?;
-        Some(known.any(|change| change.rises()))
+        let known = self.known_qualities();
+        (!known.is_empty()).then(|| known.iter().any(|(_, change)| change.rises()))
     }
 
     fn total_rises(&self) -> bool {
@@ -110,6 +122,7 @@ impl Evidence<'_> {
 pub(super) fn signs(evidence: &Evidence<'_>) -> Vec<Sign> {
     let mut signs = rises_while_falls(evidence);
     signs.extend(rises_alone(evidence));
+    signs.extend(unrelated(evidence));
     signs.extend(follows_text(evidence));
     signs.extend(evidence.terms.iter().map(follows_term));
     signs.extend(same_rewrite(evidence));
@@ -179,8 +192,7 @@ fn difference(change: &Change) -> String {
 
 fn rises_alone(evidence: &Evidence<'_>) -> Option<Sign> {
     let total = evidence.change_of("total").filter(|total| total.rises() && total.effect >= RISE)?;
-    let known: Vec<(&Measure, Change)> =
-        qualities(evidence.measures).filter_map(|one| Some((one, one.change?))).collect();
+    let known = evidence.known_qualities();
     let stays = |change: &Change| change.effect_high < ECHO * total.effect;
     if known.is_empty() || evidence.is_saturated() || !known.iter().all(|(_, change)| stays(change)) {
         return None;
@@ -193,6 +205,35 @@ fn rises_alone(evidence: &Evidence<'_>) -> Option<Sign> {
         texts.join(", ")
     );
     Some(sign(SignKind::RewardRisesAlone, "total", message))
+}
+
+/// Slow damage, below the limits of the other rules. A single measure of quality that the total is related to, or that rises, shows none.
+fn unrelated(evidence: &Evidence<'_>) -> Option<Sign> {
+    let total = evidence.measures.first().filter(|_| evidence.rows.rows.len() >= UNRELATED_ROLLOUTS)?;
+    let risen = total.change.filter(Change::rises)?;
+    let falls = |change: &Change| {
+        change.falls() || (change.early > 0.0 && -change.interval.mean >= UNRELATED_FALL * change.early)
+    };
+    let known = evidence.known_qualities();
+    let (fallen, fall) = known.iter().find(|(_, change)| falls(change))?;
+    if known.iter().any(|(_, change)| change.rises()) {
+        return None;
+    }
+    let unrelated = |(one, _): &(&Measure, Change)| {
+        let r = correlation_interval(&total.values, &one.values, evidence.rows, evidence.bootstrap)?;
+        (r.high < UNRELATED).then(|| format!("{} {:+.2} [{:+.2}, {:+.2}]", one.name, r.mean, r.low, r.high))
+    };
+    let correlations: Vec<String> = known.iter().map(unrelated).collect::<Option<_>>()?;
+    let message = format!(
+        "total rises by {} while {} goes from {:.3} to {:.3} ({}), and within queries it is unrelated to quality (r with {})",
+        difference(&risen),
+        fallen.name,
+        fall.early,
+        fall.late,
+        difference(fall),
+        correlations.join(", ")
+    );
+    Some(sign(SignKind::RewardUnrelatedToQuality, &fallen.name, message))
 }
 
 fn follows_text(evidence: &Evidence<'_>) -> Vec<Sign> {

@@ -152,6 +152,22 @@ fn every_hole_is_found_and_named() {
     }
 }
 
+/// Regression: `copied_query` of tests/hacks, whose reward and damage are below the limits of the other rules.
+#[test]
+fn a_reward_that_is_unrelated_to_quality_is_found() {
+    let falls = |progress: f64| 0.6 - 0.06 * progress;
+    let unrelated = |draw: &Draw| (draw.plain.clone(), 0.05 * draw.progress + 0.7 * draw.luck);
+    let audit = audited(&training(200, falls, unrelated));
+    assert_eq!(kinds(&audit), [SignKind::RewardUnrelatedToQuality], "{}", audit_text(&audit));
+    let message = &audit.signs[0].message;
+    assert!(message.starts_with("total rises by +0.0") && message.contains("(r with gold_rank "), "{message}");
+    let has_it = |audit: &Audit| kinds(audit).contains(&SignKind::RewardUnrelatedToQuality);
+    assert!(!has_it(&audited(&training(12, falls, unrelated))), "384 rollouts are few");
+    let related = |draw: &Draw| (draw.plain.clone(), unrelated(draw).1 + honest(draw).1 + 0.3 * draw.progress);
+    assert!(!has_it(&audited(&training(200, falls, related))));
+    assert!(!has_it(&audited(&training(200, |_| 0.6, unrelated))), "no damage");
+}
+
 /// Quality rises first and falls later, while the reward rises all the time.
 #[test]
 fn over_optimisation_is_found_where_quality_ends_where_it_began() {

@@ -5,7 +5,7 @@ use crate::bootstrap::{Bootstrap, Interval};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Fewer queries in both windows are not paired: means of all episodes are compared then.
+/// Fewer queries in both windows are not paired: means of all episodes are compared then. Of fewer queries no correlation has an interval.
 const LEAST_PAIRS: usize = 20;
 
 /// Fewer values in a window have no change.
@@ -133,6 +133,29 @@ fn variance(values: &[f64]) -> f64 {
 /// Pearson's correlation of the deviations from the means of each query: whether, of two responses to one query, the one with more of `x`
 /// has more of `y`. Where queries do not repeat, the correlation over all episodes. `None` where a side does not vary.
 pub(super) fn correlation(x: &[Option<f64>], y: &[Option<f64>], rows: &AuditRows<'_>) -> Option<f64> {
+    correlation_of(products(x, y, rows).values())
+}
+
+/// [`correlation`] with its 95% interval; the bootstrap draws queries. `None` for few queries, and where they do not repeat.
+pub(super) fn correlation_interval(
+    x: &[Option<f64>],
+    y: &[Option<f64>],
+    rows: &AuditRows<'_>,
+    bootstrap: Bootstrap,
+) -> Option<Interval> {
+    let by_query = products(x, y, rows);
+    if by_query.len() < LEAST_PAIRS {
+        return None;
+    }
+    let (queries, products): (Vec<&str>, Vec<[f64; 3]>) =
+        by_query.into_iter().map(|(query, products)| (rows.queries[query].as_str(), products)).unzip();
+    bootstrap
+        .interval_of(&queries, |drawn| correlation_of(drawn.iter().map(|index| &products[*index])).unwrap_or(f64::NAN))
+}
+
+/// Of each query the sums of the products of the deviations from its means: x by y, x by x, y by y. Where queries do not repeat, of all
+/// episodes as of one.
+fn products(x: &[Option<f64>], y: &[Option<f64>], rows: &AuditRows<'_>) -> BTreeMap<usize, [f64; 3]> {
     let repeats = rows.rows.len() >= 2 * rows.queries.len();
     let mut by_query: BTreeMap<usize, Vec<(f64, f64)>> = BTreeMap::new();
     for (row, pair) in rows.rows.iter().zip(x.iter().zip(y)) {
@@ -140,18 +163,18 @@ pub(super) fn correlation(x: &[Option<f64>], y: &[Option<f64>], rows: &AuditRows
             by_query.entry(if repeats { row.query } else { 0 }).or_default().push((*x, *y));
         }
     }
-    let (mut xy, mut xx, mut yy) = (0.0, 0.0, 0.0);
-    for pairs in by_query.values() {
+    let products = |pairs: Vec<(f64, f64)>| {
         let n = pairs.len() as f64;
         let x_mean = pairs.iter().map(|pair| pair.0).sum::<f64>() / n;
         let y_mean = pairs.iter().map(|pair| pair.1).sum::<f64>() / n;
-        for (x, y) in pairs {
-            let (x, y) = (x - x_mean, y - y_mean);
-            xy += x * y;
-            xx += x * x;
-            yy += y * y;
-        }
-    }
+        let deviations = pairs.into_iter().map(|(x, y)| (x - x_mean, y - y_mean));
+        deviations.fold([0.0; 3], |[xy, xx, yy], (x, y)| [xy + x * y, xx + x * x, yy + y * y])
+    };
+    by_query.into_iter().map(|(query, pairs)| (query, products(pairs))).collect()
+}
+
+fn correlation_of<'a>(products: impl Iterator<Item = &'a [f64; 3]>) -> Option<f64> {
+    let [xy, xx, yy] = products.fold([0.0; 3], |[xy, xx, yy], one| [xy + one[0], xx + one[1], yy + one[2]]);
     let r = xy / (xx * yy).sqrt();
     // Rounding leaves a trace of a constant.
     (r.is_finite() && xx > 1e-12 && yy > 1e-12).then(|| r.clamp(-1.0, 1.0))
