@@ -55,7 +55,12 @@ pub(crate) trait Stage: Sync {
         Ok(Facts::default())
     }
 
-    /// A warning about a result that is used again.
+    /// A warning about the result, once the stage has run and where it is used again.
+    fn warning(&self, _run: &Run, _facts: &Facts) -> Option<String> {
+        None
+    }
+
+    /// A warning about a result that is used again, which `permit` gave before the stage ran.
     fn reminder(&self, _run: &Run, _facts: &Facts) -> Option<String> {
         None
     }
