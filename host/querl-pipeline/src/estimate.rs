@@ -99,10 +99,7 @@ pub fn estimate(
     window: Window,
     on_change: OnPluginChange,
 ) -> anyhow::Result<Estimate> {
-    // The data stages need no model. A name on a hub that is not downloaded yet is no absolute path.
-    if window.last >= StageName::Sft && config.model.path.is_absolute() {
-        preflight(config)?;
-    }
+    preflight(config, window.last)?;
     let dir = RunDir::new(&config.output_dir);
     let unprepared_plugins = unprepared(&config.plugins, &Pins { dir: &dir, config: config_path, on_change })?;
     let outside = outside_to_look(config)?;

@@ -267,11 +267,24 @@ pub(crate) fn check_lengths<'a>(
     Ok(())
 }
 
-/// Checks the folder of the model before any stage runs: configuration, tokenizer, headers of the weights.
+/// Checks the folder of the model before any stage up to `last` runs. The data stages need no model, only its size, on which defaults depend:
+/// `config.json` alone is checked for them. A model on a hub that is not downloaded yet has no folder and is not checked.
 ///
 /// # Errors
 /// A file is missing or damaged, or the settings do not fit the model.
-pub fn preflight(config: &Config) -> anyhow::Result<()> {
+pub fn preflight(config: &Config, last: StageName) -> anyhow::Result<()> {
+    match &config.model.path {
+        name if !name.is_absolute() => Ok(()),
+        _ if last >= StageName::Sft => check_model(config),
+        folder => Ok(querl_model::check_config_file(folder).map_err(Stop::of_model)?),
+    }
+}
+
+/// Checks the folder of a model: configuration, tokenizer, headers of the weights.
+///
+/// # Errors
+/// As [`preflight`].
+pub(crate) fn check_model(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
     let tokenizer = TextTokenizer::for_policy(&config.model).map_err(Stop::of_model)?;
     querl_model::check_directory(path).map_err(Stop::of_model)?;

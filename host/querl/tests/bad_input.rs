@@ -191,7 +191,17 @@ fn config_check_and_dry_runs_look_into_the_folder_of_the_model() {
             let message = project.refusal(command, 2);
             assert!(message.starts_with(expected), "{message}");
         }
-        project.querl(&[&dry_run[..], &["--to", "convert"]].concat()).ok();
+        let data_stages = [&dry_run[..], &["--to", "convert"]].concat();
+        if file != "config.json" {
+            project.querl(&data_stages).ok();
+            continue;
+        }
+        // Symptom: with an empty folder the data stages had the defaults of a large model.
+        for command in [&data_stages[..], &["run", "querl.toml", "--to", "convert", "--set", "model.path=model"]] {
+            let message = project.refusal(command, 2);
+            assert!(message.starts_with(expected), "{message}");
+        }
+        assert!(!project.path("run").exists());
     }
 }
 

@@ -6,6 +6,7 @@ use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, Overrides, json_schema, keys};
 use querl_pipeline::device;
+use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::{PluginUse, Plugins};
 use std::io::Write;
 
@@ -41,10 +42,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
     let config = load_config(&args.config.path, overrides)?;
     device::check_named(&config)?;
-    // A name on a hub that is not downloaded yet is no absolute path.
-    if config.model.path.is_absolute() {
-        querl_pipeline::preflight(&config)?;
-    }
+    querl_pipeline::preflight(&config, StageName::Eval)?;
     if !args.skip_plugins {
         Plugins::open(&config, PluginUse::Look)?;
     }
