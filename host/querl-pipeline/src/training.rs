@@ -273,11 +273,16 @@ pub(crate) fn check_lengths<'a>(
 /// # Errors
 /// A file is missing or damaged, or the settings do not fit the model.
 pub fn preflight(config: &Config, last: StageName) -> anyhow::Result<()> {
-    match &config.model.path {
-        name if !name.is_absolute() => Ok(()),
-        _ if last >= StageName::Sft => check_model(config),
-        folder => Ok(querl_model::check_config_file(folder).map_err(Stop::of_model)?),
+    match last {
+        _ if hub_name(config).is_some() => Ok(()),
+        StageName::Sft | StageName::Rl | StageName::Eval => check_model(config),
+        _ => Ok(querl_model::check_config_file(&config.model.path).map_err(Stop::of_model)?),
     }
+}
+
+/// The name of the model on a hub where it is not downloaded yet: the path of a folder is absolute.
+pub fn hub_name(config: &Config) -> Option<&Path> {
+    Some(config.model.path.as_path()).filter(|path| !path.is_absolute())
 }
 
 /// Checks the folder of a model: configuration, tokenizer, headers of the weights.

@@ -1,6 +1,6 @@
 //! `querl config check` and `querl config schema`.
 
-use crate::args::{ConfigArgs, Format, ThreadsArg, load_config};
+use crate::args::{ConfigArgs, Format, ThreadsArg, load_config, note_hub_name};
 use crate::model_hub;
 use crate::terminal;
 use clap::{Args, Subcommand};
@@ -41,6 +41,7 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
     let config = load_config(&args.config.path, overrides)?;
+    note_hub_name(&config);
     device::check_named(&config)?;
     querl_pipeline::preflight(&config, StageName::Eval)?;
     if !args.skip_plugins {
