@@ -24,7 +24,8 @@ use querl_core::ports::{EpisodeInputs, InputUse, PromptInput, PromptTask, Prompt
 use querl_core::records::{Context as OfQuery, Message, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, ServiceContext, open_queries, open_teacher, prompt_tokens,
+    BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, ServiceContext, check_recording, open_queries,
+    open_teacher, prompt_tokens,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -92,7 +93,7 @@ const ASKING: [StageName; 5] =
 /// Estimates the stages of `window`; makes no external call and writes nothing. Pins are compared as by the run.
 ///
 /// # Errors
-/// The model's folder, the table or a plugin cannot be used, or a plugin or a lock file is not what the run requires.
+/// The model's folder, the table, a recorded teacher or a plugin cannot be used, or a plugin or a lock file is not what the run requires.
 pub fn estimate(
     config: &Config,
     config_path: &Path,
@@ -100,6 +101,9 @@ pub fn estimate(
     on_change: OnPluginChange,
 ) -> anyhow::Result<Estimate> {
     preflight(config, window.last)?;
+    if window.first == StageName::Rewrite {
+        check_recording(config)?;
+    }
     let dir = RunDir::new(&config.output_dir);
     let unprepared_plugins = unprepared(&config.plugins, &Pins { dir: &dir, config: config_path, on_change })?;
     let outside = outside_to_look(config)?;

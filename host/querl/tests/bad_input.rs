@@ -249,6 +249,26 @@ fn unusable_query_table_is_reported() {
     assert!(message.starts_with("queries.xlsx: "), "{message}");
 }
 
+/// Symptom: only the run reported them, as a missing field.
+#[test]
+fn other_columns_of_a_recorded_teacher_show_before_the_run() {
+    let project = Project::new();
+    let expected = "expected JSON lines with original_query and rewritten_query, and with user_profile and history_summary where the \
+                    query table has them";
+    for (text, problem) in [
+        ("{\"question\": \"a\", \"rewrite\": \"b\"}\n", "has the columns question, rewrite"),
+        ("question,rewrite\na,b\n", "is not a JSON object"),
+    ] {
+        project.write("teacher.jsonl", text);
+        for command in
+            [&["config", "check", "querl.toml"][..], &["run", "querl.toml", "--dry-run"], &["run", "querl.toml"]]
+        {
+            assert_eq!(project.refusal(command, 2), format!("teacher.jsonl:1: {problem}; {expected}"));
+        }
+    }
+    assert!(!project.path("run/data").exists(), "no stage has run");
+}
+
 /// A copy of the tiny model to break.
 fn own_model(project: &Project) {
     project.copy_model("model");

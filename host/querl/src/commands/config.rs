@@ -5,6 +5,7 @@ use crate::model_hub;
 use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, Overrides, json_schema, keys};
+use querl_data::check_recording;
 use querl_pipeline::device;
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::{PluginUse, Plugins};
@@ -44,6 +45,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     note_hub_name(&config);
     device::check_named(&config)?;
     querl_pipeline::preflight(&config, StageName::Eval)?;
+    check_recording(&config)?;
     if !args.skip_plugins {
         Plugins::open(&config, PluginUse::Look)?;
     }
