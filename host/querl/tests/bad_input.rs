@@ -217,6 +217,31 @@ fn unreadable_configuration_file_is_reported() {
     assert_eq!(project.refusal(&["run", "querl.toml"], 2), "querl.toml:2: not UTF-8 text; save the file as UTF-8");
 }
 
+/// Symptom: an error of the operating system, or of TOML in a table.
+#[test]
+fn a_file_of_another_kind_is_named_with_the_one_that_is_expected() {
+    let project = Project::new();
+    std::fs::write(project.path("queries.xlsx"), b"PK\x03\x04\xff").unwrap();
+    for file in ["queries.jsonl", "queries.xlsx"] {
+        for command in [&["data", "stats"][..], &["config", "check"], &["run"]] {
+            assert_eq!(
+                project.refusal(&[command, &[file]].concat(), 2),
+                format!("{file}: a file of data, not a configuration; expected a TOML file, such as querl.toml")
+            );
+        }
+    }
+    let problems = [
+        ("nope.toml", "no such file"),
+        (".", "is a folder"),
+        ("queries.xlsx", "not UTF-8 text"),
+        ("queries.jsonl", "not a TOML file"),
+    ];
+    for (file, problem) in problems {
+        let expected = "expected the file that `querl model corpus CONFIG --out corpus.jsonl --pretrain pretrain.toml --out_model DIR` writes";
+        assert_eq!(project.refusal(&["model", "pretrain", file], 2), format!("{file}: {problem}; {expected}"));
+    }
+}
+
 #[test]
 fn unusable_flags_are_reported() {
     let project = Project::new();

@@ -102,7 +102,13 @@ pub enum ConfigError {
 /// The first error in file order; errors of flags come first.
 pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let bytes = read(path)?;
-    let document = parse(&bytes, overrides).map_err(|fault| at(path, fault))?;
+    let document = parse(&bytes, overrides).map_err(|fault| match fault.origin {
+        Some(Origin::Line(_)) if is_data(path) => {
+            let message = "a file of data, not a configuration; expected a TOML file, such as querl.toml".into();
+            ConfigError::Invalid { location: ConfigLocation::File(path.into()), message }
+        }
+        _ => at(path, fault),
+    })?;
     let is_small = overrides.without_model || has_small_model(&document, path);
     let config = build(&document, path, overrides, is_small)?;
     // Of a model that is named as on a hub the folder is known now.
@@ -110,6 +116,12 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
         true => build(&document, path, overrides, true),
         false => Ok(config),
     }
+}
+
+/// Whether the name of a file is one of a table, a dataset or a knowledge base.
+fn is_data(path: &Path) -> bool {
+    let ending = path.extension().unwrap_or_default();
+    ["jsonl", "json", "csv", "tsv", "txt", "xlsx", "parquet"].iter().any(|known| ending.eq_ignore_ascii_case(known))
 }
 
 /// The checked configuration of a document, with absolute paths and the folders of models on a hub.
