@@ -12,6 +12,9 @@ use crate::config::RewriteForm;
 use crate::ports::{PluginFault, Prompts};
 use crate::records::Rejection;
 
+/// Version of the set of forms above. Incremented with each change of it: results of stages that read or write edits are then made again.
+pub const VERSION: u32 = 2;
+
 /// A response that keeps the query.
 pub const KEEP: &str = "=";
 /// What a response that adds to the query begins with.

@@ -8,11 +8,12 @@ use crate::error::DataError;
 use crate::table::query_id;
 use crate::text::hash_of;
 use async_trait::async_trait;
-use querl_core::config::{EndpointConfig, TeacherConfig, TeacherKind};
-use querl_core::fsx::{NumberedLine, open_rows};
+use querl_core::config::{Config, EndpointConfig, TeacherConfig, TeacherKind};
+use querl_core::fsx::{NumberedLine, ReadError, open_rows};
 use querl_core::ports::Teacher;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow};
 use serde::Deserialize;
+use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -42,6 +43,17 @@ pub fn open_teacher(
             let problem = "is `local`: a model in this process, which has no address to call";
             Err(DataError::setting("teacher.kind", problem))
         }
+    }
+}
+
+/// Checks the file of a recorded teacher, before a stage reads it.
+///
+/// # Errors
+/// The file cannot be read, or is not a recording.
+pub fn check_recording(config: &Config) -> Result<(), DataError> {
+    match (config.called_teacher(), &config.teacher.path) {
+        (Some(TeacherKind::Recorded), Some(path)) => RecordedTeacher::read(path).map(drop),
+        _ => Ok(()),
     }
 }
 
@@ -82,8 +94,30 @@ struct Recording {
     latency_ms: Option<f64>,
 }
 
+/// An error where the first row is not one of a recording: other files have wrong columns in every row.
+fn check_columns(path: &Path) -> Result<(), DataError> {
+    const EXPECTED: &str = "expected JSON lines with original_query and rewritten_query, and with user_profile and history_summary \
+                            where the query table has them";
+    let (line, problem) = match open_rows::<Value>(path)?.next() {
+        Some(Ok(NumberedLine { line, value: Value::Object(row), .. })) => {
+            if ["original_query", "rewritten_query"].iter().all(|name| row.contains_key(*name)) {
+                return Ok(());
+            }
+            let columns: Vec<&str> = row.keys().map(String::as_str).take(16).collect();
+            (line, format!("has the columns {}", columns.join(", ")))
+        }
+        Some(Ok(NumberedLine { line, .. }) | Err(ReadError::Line { line, .. })) => {
+            (line, "is not a JSON object".into())
+        }
+        Some(Err(error)) => return Err(error.into()),
+        None => return Ok(()),
+    };
+    Err(DataError::line(path, line, format!("{problem}; {EXPECTED}")))
+}
+
 impl RecordedTeacher {
     fn read(path: &Path) -> Result<Self, DataError> {
+        check_columns(path)?;
         let mut offsets = HashMap::new();
         // Line and hash of the rewrite.
         let mut rewrites: HashMap<u64, (usize, u64)> = HashMap::new();
@@ -187,7 +221,7 @@ impl Teacher for OpenAiTeacher {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use serde_json::{Value, json};
+    use serde_json::json;
     use wiremock::matchers::{body_partial_json, path};
     use wiremock::{Mock, MockServer, ResponseTemplate};
 

@@ -8,7 +8,7 @@ use crate::{ComputeDevice, DecoderConfig, ModelError, Weights, random};
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Tensor, Var};
 use querl_core::config::BaseDtype;
-use querl_core::model_config::DOWNLOAD_AGAIN;
+use querl_core::model_config::{self, DOWNLOAD_AGAIN};
 use safetensors::tensor::TensorView;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -70,6 +70,15 @@ pub(crate) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, ModelError>
     let Some(map) = weight_map(directory)? else { return Ok(vec![required(directory, "model.safetensors")?]) };
     let shards: BTreeSet<String> = map.into_values().collect();
     Ok(shards.into_iter().map(|shard| directory.join(shard)).collect())
+}
+
+/// Checks that a model directory has a `config.json` that can be read, of any architecture.
+///
+/// # Errors
+/// The file is missing or not a JSON object.
+pub fn check_config_file(directory: &Path) -> Result<(), ModelError> {
+    let path = required(directory, "config.json")?;
+    model_config::read(&path).map(drop).map_err(|error| ModelError::unread(&path, error))
 }
 
 /// Checks a model directory without reading its weights: the configuration, and the header and size of each weight file.

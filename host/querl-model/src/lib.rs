@@ -51,7 +51,7 @@ pub use adapter::{LoraAdapter, LoraSettings, Modules, Patterns, SavedCopies};
 pub use batch::PackedBatch;
 pub use ceilings::{Repeated, copies, matrix_products};
 pub use chat_template::ChatTemplate;
-pub use checkpoint::{check_directory, check_weights, load_tensors, save_tensors};
+pub use checkpoint::{check_config_file, check_directory, check_weights, load_tensors, save_tensors};
 pub use compute_device::{ComputeDevice, GpuUse};
 pub use config::{DecoderConfig, Family, Llama3Scaling, RopeScaling, Weights, YarnScaling};
 pub use decoder::Decoder;

@@ -24,7 +24,8 @@ use querl_core::ports::{EpisodeInputs, InputUse, PromptInput, PromptTask, Prompt
 use querl_core::records::{Context as OfQuery, Message, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, ServiceContext, open_queries, open_teacher, prompt_tokens,
+    BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, ServiceContext, check_recording, open_queries,
+    open_teacher, prompt_tokens,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -92,16 +93,16 @@ const ASKING: [StageName; 5] =
 /// Estimates the stages of `window`; makes no external call and writes nothing. Pins are compared as by the run.
 ///
 /// # Errors
-/// The model's folder, the table or a plugin cannot be used, or a plugin or a lock file is not what the run requires.
+/// The model's folder, the table, a recorded teacher or a plugin cannot be used, or a plugin or a lock file is not what the run requires.
 pub fn estimate(
     config: &Config,
     config_path: &Path,
     window: Window,
     on_change: OnPluginChange,
 ) -> anyhow::Result<Estimate> {
-    // The data stages need no model. A name on a hub that is not downloaded yet is no absolute path.
-    if window.last >= StageName::Sft && config.model.path.is_absolute() {
-        preflight(config)?;
+    preflight(config, window.last)?;
+    if window.first == StageName::Rewrite {
+        check_recording(config)?;
     }
     let dir = RunDir::new(&config.output_dir);
     let unprepared_plugins = unprepared(&config.plugins, &Pins { dir: &dir, config: config_path, on_change })?;

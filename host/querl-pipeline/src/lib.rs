@@ -37,7 +37,7 @@ mod untrained;
 
 pub use environment::RewardEnvironment;
 pub use training::memory::memory_of_config;
-pub use training::preflight;
+pub use training::{hub_name, preflight};
 
 /// The same cases in each run of a property test.
 #[cfg(test)]

@@ -56,14 +56,11 @@ impl Run {
         on_change: OnPluginChange,
         reporter: Arc<dyn Reporter>,
     ) -> anyhow::Result<Self> {
-        // The data stages need no model: the model may be trained on their output later.
-        let executor = match last >= StageName::Sft {
-            true => {
-                preflight(&config)?;
-                let gpu_use = if last >= StageName::Rl { GpuUse::Generation } else { GpuUse::Training };
-                Executor::choose(&config, gpu_use)?
-            }
-            false => Executor::in_process(),
+        preflight(&config, last)?;
+        let executor = match last {
+            StageName::Rl | StageName::Eval => Executor::choose(&config, GpuUse::Generation)?,
+            StageName::Sft => Executor::choose(&config, GpuUse::Training)?,
+            _ => Executor::in_process(),
         };
         querl_model::set_threads(config.threads);
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;

@@ -267,11 +267,29 @@ pub(crate) fn check_lengths<'a>(
     Ok(())
 }
 
-/// Checks the folder of the model before any stage runs: configuration, tokenizer, headers of the weights.
+/// Checks the folder of the model before any stage up to `last` runs. The data stages need no model, only its size, on which defaults depend:
+/// `config.json` alone is checked for them. A model on a hub that is not downloaded yet has no folder and is not checked.
 ///
 /// # Errors
 /// A file is missing or damaged, or the settings do not fit the model.
-pub fn preflight(config: &Config) -> anyhow::Result<()> {
+pub fn preflight(config: &Config, last: StageName) -> anyhow::Result<()> {
+    match last {
+        _ if hub_name(config).is_some() => Ok(()),
+        StageName::Sft | StageName::Rl | StageName::Eval => check_model(config),
+        _ => Ok(querl_model::check_config_file(&config.model.path).map_err(Stop::of_model)?),
+    }
+}
+
+/// The name of the model on a hub where it is not downloaded yet: the path of a folder is absolute.
+pub fn hub_name(config: &Config) -> Option<&Path> {
+    Some(config.model.path.as_path()).filter(|path| !path.is_absolute())
+}
+
+/// Checks the folder of a model: configuration, tokenizer, headers of the weights.
+///
+/// # Errors
+/// As [`preflight`].
+pub(crate) fn check_model(config: &Config) -> anyhow::Result<()> {
     let path = &config.model.path;
     let tokenizer = TextTokenizer::for_policy(&config.model).map_err(Stop::of_model)?;
     querl_model::check_directory(path).map_err(Stop::of_model)?;

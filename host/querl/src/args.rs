@@ -1,6 +1,6 @@
 //! Options that several commands share.
 
-use crate::model_hub;
+use crate::{model_hub, terminal};
 use anyhow::Context;
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
@@ -64,6 +64,14 @@ impl ConfigArgs {
     /// What the flags override; models that the configuration names are looked up in `hub`.
     pub fn overrides(&self, hub: ModelHub) -> Overrides {
         Overrides { set: self.set.clone(), out: self.out.clone(), model_hub: Some(hub), ..Overrides::default() }
+    }
+}
+
+/// Says that a model has no folder, which the user may have meant, where it is not looked up on the hub now.
+pub fn note_hub_name(config: &Config) {
+    if let Some(name) = querl_pipeline::hub_name(config) {
+        let note = "no such folder; taken as a model's name on a hub, which is downloaded when it is needed";
+        terminal::print(&format!("model.path is {:?}: {note}", name.display().to_string()));
     }
 }
 

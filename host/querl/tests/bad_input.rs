@@ -191,7 +191,17 @@ fn config_check_and_dry_runs_look_into_the_folder_of_the_model() {
             let message = project.refusal(command, 2);
             assert!(message.starts_with(expected), "{message}");
         }
-        project.querl(&[&dry_run[..], &["--to", "convert"]].concat()).ok();
+        let data_stages = [&dry_run[..], &["--to", "convert"]].concat();
+        if file != "config.json" {
+            project.querl(&data_stages).ok();
+            continue;
+        }
+        // Symptom: with an empty folder the data stages had the defaults of a large model.
+        for command in [&data_stages[..], &["run", "querl.toml", "--to", "convert", "--set", "model.path=model"]] {
+            let message = project.refusal(command, 2);
+            assert!(message.starts_with(expected), "{message}");
+        }
+        assert!(!project.path("run").exists());
     }
 }
 
@@ -205,6 +215,31 @@ fn unreadable_configuration_file_is_reported() {
     );
     std::fs::write(project.path("querl.toml"), b"tenant = 1\n# \xff\n").unwrap();
     assert_eq!(project.refusal(&["run", "querl.toml"], 2), "querl.toml:2: not UTF-8 text; save the file as UTF-8");
+}
+
+/// Symptom: an error of the operating system, or of TOML in a table.
+#[test]
+fn a_file_of_another_kind_is_named_with_the_one_that_is_expected() {
+    let project = Project::new();
+    std::fs::write(project.path("queries.xlsx"), b"PK\x03\x04\xff").unwrap();
+    for file in ["queries.jsonl", "queries.xlsx"] {
+        for command in [&["data", "stats"][..], &["config", "check"], &["run"]] {
+            assert_eq!(
+                project.refusal(&[command, &[file]].concat(), 2),
+                format!("{file}: a file of data, not a configuration; expected a TOML file, such as querl.toml")
+            );
+        }
+    }
+    let problems = [
+        ("nope.toml", "no such file"),
+        (".", "is a folder"),
+        ("queries.xlsx", "not UTF-8 text"),
+        ("queries.jsonl", "not a TOML file"),
+    ];
+    for (file, problem) in problems {
+        let expected = "expected the file that `querl model corpus CONFIG --out corpus.jsonl --pretrain pretrain.toml --out_model DIR` writes";
+        assert_eq!(project.refusal(&["model", "pretrain", file], 2), format!("{file}: {problem}; {expected}"));
+    }
 }
 
 #[test]
@@ -237,6 +272,26 @@ fn unusable_query_table_is_reported() {
     project.edit("\"queries.jsonl\"", "\"queries.xlsx\"").write("queries.xlsx", "not a workbook");
     let message = project.refusal(&["run", "querl.toml"], 2);
     assert!(message.starts_with("queries.xlsx: "), "{message}");
+}
+
+/// Symptom: only the run reported them, as a missing field.
+#[test]
+fn other_columns_of_a_recorded_teacher_show_before_the_run() {
+    let project = Project::new();
+    let expected = "expected JSON lines with original_query and rewritten_query, and with user_profile and history_summary where the \
+                    query table has them";
+    for (text, problem) in [
+        ("{\"question\": \"a\", \"rewrite\": \"b\"}\n", "has the columns question, rewrite"),
+        ("question,rewrite\na,b\n", "is not a JSON object"),
+    ] {
+        project.write("teacher.jsonl", text);
+        for command in
+            [&["config", "check", "querl.toml"][..], &["run", "querl.toml", "--dry-run"], &["run", "querl.toml"]]
+        {
+            assert_eq!(project.refusal(command, 2), format!("teacher.jsonl:1: {problem}; {expected}"));
+        }
+    }
+    assert!(!project.path("run/data").exists(), "no stage has run");
 }
 
 /// A copy of the tiny model to break.

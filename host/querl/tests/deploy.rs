@@ -169,7 +169,10 @@ fn the_trained_model_of_a_run_is_exported_as_a_gguf_file() {
     let resolved = project.read("run/config.resolved.toml");
     project.write("run/config.resolved.toml", &resolved.replace("rewrite_form = \"full\"", "rewrite_form = \"edit\""));
     let edits = project.querl(&["export", "gguf", "run", "--out", "new/edits.gguf"]).ok().stdout;
-    assert!(edits.contains("\nnote: responses are edits of the query ") && edits.contains("docs/data.md"), "{edits}");
+    let json = project.json(&["export", "gguf", "run", "--out", "new/again.gguf"]);
+    let note = json["note"].as_str().unwrap();
+    assert!(note.starts_with("responses are edits of the query ") && note.contains("docs/data.md"), "{json}");
+    assert!(edits.ends_with(&format!("\nnote: {note}\n")) && written["note"].is_null(), "{edits}");
     let adapter = refused(&["run", "--adapter", "run/rl/best", "--out", "a.gguf"]);
     assert!(adapter.starts_with("--adapter: run is a run, which has its own"), "{adapter}");
     project.copy_model("model");

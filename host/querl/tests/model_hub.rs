@@ -130,7 +130,10 @@ fn nothing_is_downloaded_for_a_refused_command_or_one_that_opens_no_model() {
         &["data", "stats", "querl.toml", "--set", model],
         &["run", "querl.toml", "--dry-run", "--set", model],
     ] {
-        hub.querl(&project, arguments).ok();
+        let said = hub.querl(&project, arguments).ok();
+        let note =
+            "model.path is \"shop/tiny\": no such folder; taken as a model's name on a hub, which is downloaded when";
+        assert_eq!(said.stderr.contains(note), arguments[0] != "data", "{said:#?}");
     }
     for arguments in [
         &["run", "querl.toml", "--set", model, "--set", "sft.epochs=0"][..],
@@ -156,7 +159,7 @@ fn what_the_hub_refuses_is_a_sentence() {
         (
             vec!["run", "querl.toml", "--to", "sft", "--set", "model.path=\"shop/none\""],
             Some(TOKEN),
-            "error: --set model.path is \"shop/none\"; no such folder, and ",
+            "error: --set model.path is \"shop/none\"; no such folder in the current folder; taken as a model's name on a hub: ",
         ),
         (vec!["model", "inspect", "shop"], Some(TOKEN), "config.json"),
     ];

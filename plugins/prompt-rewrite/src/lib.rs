@@ -49,12 +49,17 @@ const CHINESE: Texts = Texts {
     rewrite: "改写：",
 };
 
+/// Words with which a domain has its own determiner.
+const DETERMINERS: [&str; 6] = ["a", "an", "the", "our", "my", "your"];
+
 impl Texts {
     fn domain(&self, domain: &str) -> String {
-        match (self.query == ENGLISH.query, domain) {
-            (true, "") => "a".to_owned(),
-            (true, domain) => format!("the {domain}"),
-            (false, domain) => domain.to_owned(),
+        let first = domain.split_whitespace().next().unwrap_or_default();
+        match domain {
+            _ if self.query != ENGLISH.query => domain.to_owned(),
+            "" => "a".to_owned(),
+            _ if DETERMINERS.iter().any(|word| first.eq_ignore_ascii_case(word)) => domain.to_owned(),
+            _ => format!("the {domain}"),
         }
     }
 }

@@ -57,6 +57,14 @@ impl<'a> PathBases<'a> {
             _ => self.folder,
         }
     }
+
+    /// Where this folder is, in messages.
+    fn name_of(self, key: &str) -> &'static str {
+        match self.document.origin(key) {
+            Some(Origin::Flag(_)) => "in the current folder",
+            _ => "next to the configuration",
+        }
+    }
 }
 
 /// Keys whose value is a model's name on a hub. A path whose parent folder exists is a path, not a name.
@@ -79,14 +87,21 @@ pub(super) fn key_files(config: &mut Config) -> impl Iterator<Item = String> {
 }
 
 /// Replaces the names of models under `names` by their folders.
-pub(super) fn look_up_models(config: &mut Config, names: &[String], hub: ModelHub) -> Vec<Violation> {
+pub(super) fn look_up_models(
+    config: &mut Config,
+    bases: PathBases<'_>,
+    names: &[String],
+    hub: ModelHub,
+) -> Vec<Violation> {
     let mut violations = Vec::new();
     for (key, _, path) in paths(config).into_iter().filter(|(key, ..)| names.contains(key)) {
         match hub(&path.to_string_lossy()) {
             Ok(Some(folder)) => *path = folder,
             Ok(None) => {}
             Err(reason) => {
-                let message = format!("{key} is {:?}; no such folder, and {reason}", path.display().to_string());
+                let (name, place) = (path.display().to_string(), bases.name_of(&key));
+                let message =
+                    format!("{key} is {name:?}; no such folder {place}; taken as a model's name on a hub: {reason}");
                 violations.push(Violation::new(key, message));
             }
         }
@@ -231,6 +246,10 @@ fn check_path(key: String, kind: PathKind, path: &Path) -> Option<Violation> {
     let complaint = match kind {
         PathKind::PluginFileOrFolder if is_registry_reference(path) => return None,
         PathKind::File if !path.exists() => "no such file; create it or correct the path",
+        PathKind::ModelFolder if !path.exists() && key == "model.path" => {
+            "no such folder; put the model there, make one with `querl model corpus` and `querl model pretrain`, or name one on a \
+             hub (ORG/NAME)"
+        }
         PathKind::ModelFolder if !path.exists() => "no such folder; put the model there or correct the path",
         PathKind::PluginFileOrFolder if !path.exists() => {
             "no such file or folder; put the plugin there or correct the path"

@@ -102,7 +102,13 @@ pub enum ConfigError {
 /// The first error in file order; errors of flags come first.
 pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     let bytes = read(path)?;
-    let document = parse(&bytes, overrides).map_err(|fault| at(path, fault))?;
+    let document = parse(&bytes, overrides).map_err(|fault| match fault.origin {
+        Some(Origin::Line(_)) if is_data(path) => {
+            let message = "a file of data, not a configuration; expected a TOML file, such as querl.toml".into();
+            ConfigError::Invalid { location: ConfigLocation::File(path.into()), message }
+        }
+        _ => at(path, fault),
+    })?;
     let is_small = overrides.without_model || has_small_model(&document, path);
     let config = build(&document, path, overrides, is_small)?;
     // Of a model that is named as on a hub the folder is known now.
@@ -110,6 +116,12 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
         true => build(&document, path, overrides, true),
         false => Ok(config),
     }
+}
+
+/// Whether the name of a file is one of a table, a dataset or a knowledge base.
+fn is_data(path: &Path) -> bool {
+    let ending = path.extension().unwrap_or_default();
+    ["jsonl", "json", "csv", "tsv", "txt", "xlsx", "parquet"].iter().any(|known| ending.eq_ignore_ascii_case(known))
 }
 
 /// The checked configuration of a document, with absolute paths and the folders of models on a hub.
@@ -137,7 +149,7 @@ fn build(document: &Document, path: &Path, overrides: &Overrides, is_small: bool
     }
     first_of(check(&mut config, &unchecked), document, path)?;
     if let Some(hub) = overrides.model_hub {
-        first_of(look_up_models(&mut config, &names, hub), document, path)?;
+        first_of(look_up_models(&mut config, bases, &names, hub), document, path)?;
     }
     Ok(config)
 }
@@ -396,6 +408,23 @@ path = "reward.wasm"
         assert_eq!((unknown.data.rewrite_form, unknown.model.path), (RewriteForm::Full, "shop/tiny".into()));
     }
 
+    /// Symptom: of a folder that was not made yet the message said only what a hub lacks.
+    #[test]
+    fn a_missing_folder_whose_path_is_also_a_name_on_a_hub_is_named_as_both() {
+        let folder = folder(&GOOD.replace("\"tiny\"", "\"shop/tiny\""));
+        let hub: ModelHub = |_| Err("no such model".into());
+        let refusal = |set: &[&str]| {
+            let set = set.iter().map(|flag| (*flag).to_owned()).collect();
+            let overrides = Overrides { set, model_hub: Some(hub), ..Overrides::default() };
+            load(&folder.path().join("querl.toml"), &overrides).unwrap_err().to_string()
+        };
+        let expected = "querl.toml:14: model.path is \"shop/tiny\"; no such folder next to the configuration; taken as a model's name on a \
+                        hub: no such model";
+        assert!(refusal(&[]).ends_with(expected), "{}", refusal(&[]));
+        let flag = refusal(&["model.path=shop/small"]);
+        assert!(flag.contains("no such folder in the current folder; taken as a model's name on a hub"), "{flag}");
+    }
+
     #[test]
     fn the_defaults_of_a_small_model_are_documented() {
         for page in ["small-models.md", "zh-CN/small-models.md"] {
@@ -603,7 +632,7 @@ gae_lambda | clip_rnage | querl.toml:16: unknown key rl.clip_rnage; did you mean
 tenant = "fivedoctors" |  | querl.toml: the key tenant is missing; expected a string
 [model]\npath = "tiny" |  | querl.toml: the section [model] is missing
 path = "tiny" |  | querl.toml:13: the key model.path is missing; expected a string
-path = "tiny" | path = "huge" | querl.toml:14: model.path is "huge"; no such folder; put the model there or correct the path
+path = "tiny" | path = "huge" | querl.toml:14: model.path is "huge"; no such folder; put the model there, make one with `querl model corpus` and `querl model pretrain`, or name one on a hub (ORG/NAME)
 path = "tiny" | path = "kb.jsonl" | querl.toml:14: model.path is "kb.jsonl"; expected a folder
 path = "teacher.jsonl" |  | querl.toml:4: the key teacher.path is missing; teacher.kind = "recorded" needs it
 "recorded" | "openai" | querl.toml:4: the key teacher.base_url is missing; teacher.kind = "openai" needs it

@@ -14,7 +14,8 @@ use std::sync::LazyLock;
 const LARGEST_READ_BYTES: u64 = 256 << 20;
 
 /// Beginnings or ends of names, each with the input that decides whether a stage has them at all.
-const FOLLOWED: [(&str, &str); 19] = [
+const FOLLOWED: [(&str, &str); 20] = [
+    ("forms of edits", "data.rewrite_form"),
     ("tenant", "data.rewrite_form"),
     ("retrieval.", "data.rewrite_form"),
     ("knowledge base", "data.rewrite_form"),

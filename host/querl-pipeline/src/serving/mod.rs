@@ -23,7 +23,7 @@ use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Instant;
 use tenant::{BaseModel, TenantModel};
-use worker::{EngineHandle, Job, spawn};
+use worker::{EngineHandle, Job, Question, spawn};
 
 /// Limits of a server, and what operators set for its tenants.
 #[derive(Debug, Clone, Default)]
@@ -120,29 +120,22 @@ impl ServedModels {
         task: GenerationTask,
         events: Box<dyn EventSink>,
     ) -> Result<(), SubmitError> {
-        let (messages, query, history, decoding, sampling, seed, is_chat) = match task {
+        let (messages, question, (decoding, sampling), seed) = match task {
             GenerationTask::Rewrite { query, context } => {
                 let messages = model.prompt(&query, &context)?;
-                (messages, query, context.history_summary, model.decoding, model.sampling.clone(), 0, false)
+                let question = Question { query, history: context.history_summary };
+                (messages, Some(question), (model.decoding, model.sampling.clone()), 0)
             }
             GenerationTask::Chat(task) => {
-                let (decoding, sampling) = chat_sampling(&task, &model.sampling);
-                (task.messages, String::new(), String::new(), decoding, sampling, task.seed, true)
+                let sampling = chat_sampling(&task, &model.sampling);
+                (task.messages, None, sampling, task.seed)
             }
         };
         let prompt = model.tokenizer.encode_prompt(&messages).map_err(input_error)?;
         let (adapter, id) = (model.adapter.clone(), self.engine.next_id());
         let request = ServingRequest { id, adapter, prompt, seed, decoding, sampling };
         self.engine.limits().check(&request).map_err(input_error)?;
-        self.engine.submit(Job {
-            request,
-            model: model.clone(),
-            query,
-            history,
-            is_chat,
-            events,
-            queued_at: Instant::now(),
-        })
+        self.engine.submit(Job { request, model: model.clone(), question, events, queued_at: Instant::now() })
     }
 }
 

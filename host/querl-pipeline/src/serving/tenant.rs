@@ -214,7 +214,7 @@ impl BaseModel {
     pub(super) fn load(run: &ServedRun, dtype: Option<BaseDtype>) -> anyhow::Result<Self> {
         let path = run.base()?.model;
         let model = ModelConfig { path: path.clone(), ..run.config.model.clone() };
-        training::preflight(&Config { model: model.clone(), ..run.config.clone() })?;
+        training::check_model(&Config { model: model.clone(), ..run.config.clone() })?;
         let (digest, dtype) = (base_digest(&path)?, dtype.unwrap_or(run.config.model.dtype));
         let decoder = Decoder::load_on(&path, Weights::Frozen, dtype, &ComputeDevice::Cpu)?;
         let tokenizer = Arc::new(TextTokenizer::for_policy(&model)?);

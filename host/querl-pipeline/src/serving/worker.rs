@@ -18,13 +18,16 @@ use std::time::{Duration, Instant};
 pub(super) struct Job {
     pub(super) request: ServingRequest,
     pub(super) model: Arc<TenantModel>,
-    /// The query that is rewritten, and its history summary; empty for a chat.
-    pub(super) query: String,
-    pub(super) history: String,
-    /// The client's own messages: the text is passed on as it grows, and not parsed.
-    pub(super) is_chat: bool,
+    /// What is rewritten. `None` for a chat, the client's own messages: the text is passed on as it grows, and not parsed.
+    pub(super) question: Option<Question>,
     pub(super) events: Box<dyn EventSink>,
     pub(super) queued_at: Instant,
+}
+
+/// A query and its history summary, with which a response is parsed.
+pub(super) struct Question {
+    pub(super) query: String,
+    pub(super) history: String,
 }
 
 /// What the threads of a server share.
@@ -116,8 +119,7 @@ struct OpenRequest {
     n_prompt_tokens: usize,
     sampling: SamplingSettings,
     model: Arc<TenantModel>,
-    query: String,
-    history: String,
+    question: Option<Question>,
     /// Of a chat response.
     stream: Option<Arc<ChatStream>>,
     events: Arc<dyn EventSink>,
@@ -193,15 +195,14 @@ impl EngineWorker {
     }
 
     fn add(&mut self, job: Job) {
-        let Job { request, model, query, history, is_chat, events, queued_at } = job;
+        let Job { request, model, question, events, queued_at } = job;
         let (id, sampling, n_prompt_tokens) = (request.id, request.sampling.clone(), request.prompt.len());
         let events: Arc<dyn EventSink> = Arc::from(events);
-        let stream = is_chat.then(|| {
+        let stream = question.is_none().then(|| {
             let (stop_strings, progress) = (sampling.stop_strings.clone(), Mutex::default());
             Arc::new(ChatStream { stop_strings, events: events.clone(), progress })
         });
-        let open =
-            OpenRequest { n_prompt_tokens, sampling, model, query, history, stream, events, queued_at, started: None };
+        let open = OpenRequest { n_prompt_tokens, sampling, model, question, stream, events, queued_at, started: None };
         self.shared.state().n_prompt_tokens += n_prompt_tokens as u64;
         match self.engine.add(request) {
             Ok(()) => drop(self.open.insert(id, open)),
@@ -317,8 +318,10 @@ impl OpenRequest {
     ) -> Result<Generation, GenerationFailure> {
         let text = tokenizer.decode(&generated.token_ids).map_err(|error| failure(&error))?;
         let text = self.sampling.before_stop(&text);
-        let text =
-            if self.stream.is_some() { text.to_owned() } else { self.model.parse(&self.query, &self.history, text)? };
+        let text = match &self.question {
+            Some(Question { query, history }) => self.model.parse(query, history, text)?,
+            None => text.to_owned(),
+        };
         let (started_at, first_token_at) = self.started.unwrap_or((ended_at, ended_at));
         let since = |later: Instant, earlier: Instant| later.saturating_duration_since(earlier);
         let (queued, prefill): (Duration, Duration) =

@@ -181,6 +181,7 @@ pub(crate) fn changed_since_data(
         stage::add_teacher(&mut now, config)?;
     }
     stage::add_retrieval(&mut now, config)?;
+    stage::add_edit_forms(&mut now, config);
     if let Some(plugins) = plugins {
         ["prompt", "filter"].iter().for_each(|role| plugins.add_inputs(&mut now, role));
     }
@@ -270,8 +271,8 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
             // The process may have been killed after the ledger was written and before this.
             settle(run, stage)?;
             run.reporter.message(&format!("{name}: finished earlier, skipped"));
-            if let Some(reminder) = stage.reminder(run, &facts) {
-                run.reporter.message(&format!("warning: {reminder}"));
+            for warning in stage.warning(run, &facts).into_iter().chain(stage.reminder(run, &facts)) {
+                run.reporter.message(&format!("warning: {warning}"));
             }
             return Ok(Outcome { stage: name, ran: false, facts, seconds });
         }
@@ -355,8 +356,7 @@ fn execute(
     let entry = Entry { finished: true, n_failed, facts, seconds, outputs, logs, ..begun };
     ledger.put(name.as_str(), entry)?;
     settle(run, stage)?;
-    let reminder = if name == StageName::Rewrite { stage.reminder(run, &done.facts) } else { None };
-    for warning in funnel::size_warnings(name, &done.facts).into_iter().chain(reminder) {
+    for warning in funnel::size_warnings(name, &done.facts).into_iter().chain(stage.warning(run, &done.facts)) {
         run.reporter.message(&format!("warning: {warning}"));
     }
     if name == StageName::Convert {

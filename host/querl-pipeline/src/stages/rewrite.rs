@@ -75,7 +75,7 @@ impl Stage for Rewrite {
         Ok(Facts::default())
     }
 
-    fn reminder(&self, run: &Run, facts: &Facts) -> Option<String> {
+    fn warning(&self, run: &Run, facts: &Facts) -> Option<String> {
         funnel::not_recorded(&run.config, facts)
     }
 

@@ -7,6 +7,7 @@ use anyhow::Context;
 use querl_core::config::{
     Config, DataConfig, EmbeddingKind, JudgeKind, Language, RerankKind, RewriteForm, TableFormat, TeacherKind,
 };
+use querl_core::edits;
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
 use querl_data::{Journal, TableRecord, retrieval_language, write_tables};
@@ -55,7 +56,12 @@ pub(crate) trait Stage: Sync {
         Ok(Facts::default())
     }
 
-    /// A warning about a result that is used again.
+    /// A warning about the result, once the stage has run and where it is used again.
+    fn warning(&self, _run: &Run, _facts: &Facts) -> Option<String> {
+        None
+    }
+
+    /// A warning about a result that is used again, which `permit` gave before the stage ran.
     fn reminder(&self, _run: &Run, _facts: &Facts) -> Option<String> {
         None
     }
@@ -183,6 +189,13 @@ pub(crate) fn add_thinking(inputs: &mut Inputs, config: &Config) {
     }
 }
 
+/// Adds the version of the forms of edits where rewrites are edits: a result of other forms is not up to date.
+pub(crate) fn add_edit_forms(inputs: &mut Inputs, config: &Config) {
+    if config.data.rewrite_form == RewriteForm::Edit {
+        inputs.text("forms of edits", edits::VERSION);
+    }
+}
+
 pub(crate) fn add_retrieval(inputs: &mut Inputs, config: &Config) -> anyhow::Result<()> {
     let retrieval = &config.retrieval;
     inputs.text("tenant", &config.tenant);
@@ -289,6 +302,7 @@ pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> 
     if run.config.data.rewrite_form == RewriteForm::Edit {
         inputs.text("data.rewrite_form", "edit");
     }
+    add_edit_forms(inputs, &run.config);
     let unused: &[&str] = if run.config.judge.kind == JudgeKind::Openai { &[] } else { &ENDPOINT };
     inputs.section("judge", &run.config.judge, &[&CALLS[..], &PRICES, unused].concat())?;
     let style = &run.config.plugins.style_model;
@@ -345,6 +359,10 @@ mod tests {
         let (mut full, mut edit) = (Inputs::default(), Inputs::default());
         full.text("data.rewrite_form", "\"full\"");
         edit.text("data.rewrite_form", "\"edit\"");
+        add_edit_forms(&mut full, &config);
+        config.data.rewrite_form = RewriteForm::Edit;
+        add_edit_forms(&mut edit, &config);
+        assert!(edit.has("forms of edits") && !full.has("forms of edits"));
         add_retrieval(&mut edit, &config).unwrap();
         for name in ["synonyms", "language of the passages", "cross-encoder", "modules.json of embedding model"] {
             assert!(edit.has(name), "{name}");

@@ -1,11 +1,13 @@
 //! `querl config check` and `querl config schema`.
 
-use crate::args::{ConfigArgs, Format, ThreadsArg, load_config};
+use crate::args::{ConfigArgs, Format, ThreadsArg, load_config, note_hub_name};
 use crate::model_hub;
 use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, Overrides, json_schema, keys};
+use querl_data::check_recording;
 use querl_pipeline::device;
+use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::{PluginUse, Plugins};
 use std::io::Write;
 
@@ -40,11 +42,10 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
     let config = load_config(&args.config.path, overrides)?;
+    note_hub_name(&config);
     device::check_named(&config)?;
-    // A name on a hub that is not downloaded yet is no absolute path.
-    if config.model.path.is_absolute() {
-        querl_pipeline::preflight(&config)?;
-    }
+    querl_pipeline::preflight(&config, StageName::Eval)?;
+    check_recording(&config)?;
     if !args.skip_plugins {
         Plugins::open(&config, PluginUse::Look)?;
     }

@@ -1,7 +1,7 @@
 //! `querl run`, the commands of single stages, and `querl report`.
 
 use super::track::TrackerProcess;
-use crate::args::{ConfigArgs, Format, ThreadsArg, load_config, stage_name, stage_up_to};
+use crate::args::{ConfigArgs, Format, ThreadsArg, load_config, note_hub_name, stage_name, stage_up_to};
 use crate::model_hub;
 use crate::terminal::{self, Terminal};
 use clap::{Arg, Args};
@@ -103,6 +103,7 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
         let window = Window { first: args.from.map_or(first, |from| from.max(first)), ..window };
         let overrides = args.config.overrides(model_hub::find_cached);
         let config = load_config(&args.config.path, Overrides { threads, without_keys: true, ..overrides })?;
+        note_hub_name(&config);
         let estimate = estimate(&config, &args.config.path, window, on_change)?;
         return args.format.print(&estimate, || estimate.to_text() + "\n");
     }

@@ -10,6 +10,7 @@ use querl_core::run_dir::RunDir;
 use querl_model::{DecoderConfig, GgufDtype, GgufExport, LoraAdapter, ModelError, check_directory, export_gguf};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::serving::ServedRun;
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 
 #[derive(Debug, Args)]
@@ -44,7 +45,18 @@ pub(super) fn run(args: &GgufArgs) -> anyhow::Result<()> {
         ModelError::BadFile { .. } | ModelError::MissingFile { .. } => usage(error).into(),
         error => anyhow::Error::from(error),
     })?;
-    args.format.print(&written, || text(&written, &args.out, form))
+    let note = (form == RewriteForm::Edit).then(|| format!("responses {ARE_EDITS}; the client must apply them"));
+    let exported = Exported { written, note };
+    args.format.print(&exported, || text(&exported, &args.out))
+}
+
+/// What was written, and how the client must read the responses.
+#[derive(Serialize)]
+struct Exported {
+    #[serde(flatten)]
+    written: GgufExport,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    note: Option<String>,
 }
 
 /// Folders of the model and of the adapter, and the form of its responses.
@@ -61,12 +73,9 @@ fn trained_model(args: &GgufArgs) -> anyhow::Result<(PathBuf, Option<PathBuf>, R
     Ok((model, adapter, run.config.data.rewrite_form))
 }
 
-fn text(written: &GgufExport, out: &Path, form: RewriteForm) -> String {
+fn text(Exported { written, note }: &Exported, out: &Path) -> String {
     let GgufExport { n_parameters, dtype, architecture, pre_tokenizer, context_length, .. } = written;
-    let note = match form {
-        RewriteForm::Full => String::new(),
-        RewriteForm::Edit => format!("note: responses {ARE_EDITS}; the client must apply them\n"),
-    };
+    let note = note.as_ref().map_or_else(String::new, |note| format!("note: {note}\n"));
     format!(
         "{n_parameters} parameters in {dtype}, architecture {architecture}, pre-tokenizer {pre_tokenizer}, {context_length} positions: {}\n{note}",
         out.display()

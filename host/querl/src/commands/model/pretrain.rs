@@ -15,6 +15,7 @@ use querl_train::sft::{self, SftSummary, SftTask};
 use querl_train::{BEST, Example, Policy, STATE, TrainError};
 use serde::Deserialize;
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// What to make and from what; paths are relative to the file.
@@ -41,14 +42,25 @@ enum CorpusLine {
 }
 
 pub(super) fn run(path: &Path) -> anyhow::Result<()> {
-    let text = std::fs::read_to_string(path).map_err(|error| usage(format!("{}: {error}", path.display())))?;
+    let other_file = |problem: &str, config: &str| {
+        usage(format!(
+            "{}: {problem}; expected the file that `querl model corpus {config} --out corpus.jsonl --pretrain pretrain.toml --out_model \
+             DIR` writes",
+            path.display()
+        ))
+    };
+    let text = std::fs::read_to_string(path).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => other_file("no such file", "CONFIG"),
+        ErrorKind::IsADirectory => other_file("is a folder", "CONFIG"),
+        ErrorKind::InvalidData => other_file("not UTF-8 text", "CONFIG"),
+        _ => usage(format!("{}: cannot be read: {error}", path.display())),
+    })?;
     let config: PretrainConfig = toml::from_str(&text).map_err(|error| {
         if is_run_config(&text) {
-            return usage(format!(
-                "{0}: a configuration of `querl run`; expected the file that `querl model corpus {0} --out corpus.jsonl --pretrain \
-                 pretrain.toml --out_model DIR` writes",
-                path.display()
-            ));
+            return other_file("a configuration of `querl run`", &path.display().to_string());
+        }
+        if path.extension().is_none_or(|extension| extension != "toml") && text.parse::<toml::Table>().is_err() {
+            return other_file("not a TOML file", "CONFIG");
         }
         let line = error.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
         usage(format!("{}:{line}: {}", path.display(), error.message()))
