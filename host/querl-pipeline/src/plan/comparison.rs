@@ -138,7 +138,14 @@ mod tests {
             deep_rank: None,
         };
         let (raw, teacher) = (lookup(raw_hits), lookup(teacher_hits));
-        LookedUpRow { split: Split::Val, group: group.into(), gold_ids: vec!["g".into()], raw, teacher }
+        LookedUpRow {
+            split: Split::Val,
+            group: group.into(),
+            gold_ids: vec!["g".into()],
+            raw,
+            with_history: None,
+            teacher,
+        }
     }
 
     /// (1.96 * 0.7071 / 0.05)^2 = 768.3 and (2.8 * 0.7071 / 0.05)^2 = 1568.0.

@@ -1,4 +1,5 @@
-//! Headroom of teacher and retrieval: what the raw query and the teacher's rewrite retrieve, and the better of both (oracle).
+//! Headroom of teacher and retrieval: what the raw query, the query with its history and the teacher's rewrite retrieve, and the better of raw and
+//! teacher (oracle).
 
 use super::advice::{Advice, Level, mean, percent, share};
 use querl_core::records::{Hit, Split, retrieval_quality, win};
@@ -42,7 +43,15 @@ pub(super) struct LookedUpRow {
     pub group: String,
     pub gold_ids: Vec<String>,
     pub raw: Lookup,
+    /// Hits of query and history summary; `None` for a row without history.
+    pub with_history: Option<Vec<Hit>>,
     pub teacher: Lookup,
+}
+
+impl LookedUpRow {
+    fn hits_with_history(&self) -> &[Hit] {
+        self.with_history.as_deref().unwrap_or(&self.raw.hits)
+    }
 }
 
 /// Figures of one side of a split.
@@ -67,6 +76,8 @@ pub struct SplitHeadroom {
     pub n_gold: usize,
     /// The query itself.
     pub raw: SideFigures,
+    /// The query and its history summary, where it has one; `None` where no row has.
+    pub with_history: Option<SideFigures>,
     /// The teacher's rewrite.
     pub teacher: SideFigures,
     /// The better of both, row by row.
@@ -103,6 +114,7 @@ impl TeacherHeadroom {
         };
         let finding: Vec<String> = self.splits.iter().map(SplitHeadroom::sentence).collect();
         let (raw, teacher, oracle) = (headroom.raw.figure(), headroom.teacher.figure(), headroom.oracle.figure());
+        let history_gains = headroom.with_history.is_some_and(|side| side.figure() - raw > LITTLE_HEADROOM);
         // Whether a difference is larger than chance.
         let is_shown = |difference: f64, error: Option<f64>| error.is_some_and(|error| difference > Z * error);
         let few = format!("{} rows are too few to tell", headroom.n_rows);
@@ -125,6 +137,11 @@ impl TeacherHeadroom {
             (
                 Level::Weak,
                 "the raw query often wins: keep it where it does (a filter), and let the reward compare with both",
+            )
+        } else if history_gains {
+            (
+                Level::Weak,
+                "searching with query and history gains without training: put \"with_history\" into eval.systems, since RL must gain more than this rule",
             )
         } else {
             (Level::Ok, "nothing to do: the teacher gains on the raw query")
@@ -162,6 +179,10 @@ impl SplitHeadroom {
         let oracle: Vec<Option<usize>> = raw.iter().zip(&teacher).map(|(one, other)| better(*one, *other)).collect();
         let quality = |lookup: &Lookup| retrieval_quality(&lookup.hits);
         let first = |rank: &Option<usize>| f64::from(*rank == Some(1));
+        let with_history = rows.iter().any(|row| row.with_history.is_some()).then(|| {
+            let ranks: Vec<_> = with_gold.iter().map(|row| gold_rank(row.hits_with_history(), &row.gold_ids)).collect();
+            SideFigures::of(&ranks, rows.iter().map(|row| retrieval_quality(row.hits_with_history())))
+        });
         let minus_raw = |ranks: &[Option<usize>], quality_of: &dyn Fn(&LookedUpRow) -> f64| -> Vec<f64> {
             match with_gold.is_empty() {
                 true => rows.iter().map(|row| quality_of(row) - quality(&row.raw)).collect(),
@@ -179,6 +200,7 @@ impl SplitHeadroom {
             n_rows: rows.len(),
             n_gold: with_gold.len(),
             raw: SideFigures::of(&raw, rows.iter().map(|row| quality(&row.raw))),
+            with_history,
             teacher: SideFigures::of(&teacher, rows.iter().map(|row| quality(&row.teacher))),
             oracle: SideFigures::of(&oracle, rows.iter().copied().map(best)),
             teacher_win_rate: mean(wins).unwrap_or(0.5),
@@ -188,8 +210,10 @@ impl SplitHeadroom {
 
     fn sentence(&self) -> String {
         let name = if self.raw.top1.is_some() { "top-1" } else { "quality" };
+        let with_history = self.with_history.map(|side| format!(", query with history {}", percent(side.figure())));
+        let with_history = with_history.unwrap_or_default();
         format!(
-            "{} ({} rows): {name} raw {}, teacher {}, oracle {}, win rate of the teacher {} (a tie is half)",
+            "{} ({} rows): {name} raw {}{with_history}, teacher {}, oracle {}, win rate of the teacher {} (a tie is half)",
             self.split.name(),
             self.n_rows,
             percent(self.raw.figure()),
@@ -315,7 +339,7 @@ mod tests {
             Lookup { deep_rank: gold_rank(&hits, &gold_ids), hits }
         };
         let (raw, teacher) = (lookup(raw), lookup(teacher));
-        LookedUpRow { split, group: "a".into(), gold_ids: gold_ids.clone(), raw, teacher }
+        LookedUpRow { split, group: "a".into(), gold_ids: gold_ids.clone(), raw, with_history: None, teacher }
     }
 
     #[test]
@@ -354,6 +378,18 @@ mod tests {
         assert_eq!(good.level, Level::Ok);
         assert!(good.finding.starts_with("train (2 rows): top-1 raw 0 %, teacher 50 %, oracle 50 %"), "{good:?}");
         assert_eq!(of(&[]).level, Level::Unknown);
+    }
+
+    /// Symptom: RL was trained for a gain that query and history have without training.
+    #[test]
+    fn what_query_and_history_retrieve_is_said_before_training() {
+        let mut rows = vec![row(Split::Train, (&["x"], 0.1), (&["g"], 0.9)); 4];
+        rows[0].with_history = Some(hits(&["g"], 0.9));
+        let advice = TeacherHeadroom::of(&rows, 0).advice();
+        assert!(advice.finding.contains("top-1 raw 0 %, query with history 25 %, teacher 100 %"), "{advice:?}");
+        assert!(advice.level == Level::Weak && advice.action.contains("eval.systems"), "{advice:?}");
+        rows[0].with_history = Some(hits(&["x"], 0.9));
+        assert_eq!(TeacherHeadroom::of(&rows, 0).advice().level, Level::Ok);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use super::loss::spread;
 use crate::retrieval::local_models;
 use futures::stream::{self, StreamExt as _};
 use querl_core::config::{Config, EmbeddingKind, RerankKind, RetrievalConfig, RetrievalKind};
+use querl_core::edits::with_history;
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, DatasetRow, Hit, QueryRow, Split, ValidatedRecord};
 use querl_data::{ServiceContext, open_retriever};
@@ -14,7 +15,7 @@ use std::sync::Arc;
 
 /// Rows of a split that are looked up in the embedded index.
 const ROWS_OF_INDEX: usize = 200;
-/// Rows of a split where a service is called, or a model in this process computes: at most four lookups of a row.
+/// Rows of a split where a service is called, or a model in this process computes: at most five lookups of a row.
 const ROWS_OF_SERVICE: usize = 16;
 
 /// The rows that both sides looked up, and the number of rows whose lookup failed.
@@ -83,7 +84,15 @@ impl Retrievers {
     async fn row(&self, split: Split, query: &QueryRow, rewrite: &str) -> Result<LookedUpRow, CallFailure> {
         let raw = self.look_up(query, &query.original_query).await?;
         let teacher = self.look_up(query, rewrite).await?;
-        Ok(LookedUpRow { split, group: query.group.clone(), gold_ids: query.gold_ids.clone(), raw, teacher })
+        let with_history = match query.history_summary.trim() {
+            "" => None,
+            history => {
+                let text = with_history(&query.original_query, history, "");
+                Some(retrieve(self.configured.as_ref(), query, &text).await?)
+            }
+        };
+        let gold_ids = query.gold_ids.clone();
+        Ok(LookedUpRow { split, group: query.group.clone(), gold_ids, raw, with_history, teacher })
     }
 
     /// Without gold passages there is no rank to find.
