@@ -41,9 +41,6 @@ path = "model"
 prompt = {{ path = "{root}/plugins/prompt-rewrite", settings = {{ language = "{language}", domain = "{domain}" }} }}
 filters = [{{ path = "{root}/plugins/filter-quality" }}]
 rewards = [{{ path = "{root}/plugins/reward-competition" }}]
-
-[eval]
-systems = ["raw", "with_history", "teacher", "sft", "rl"]
 """
 
 

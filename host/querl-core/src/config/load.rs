@@ -38,6 +38,9 @@ critic_learning_rate = 1e-3
 kl_coef = 0.02
 ent_coef = 0.003
 max_new_tokens = 32
+
+[eval]
+systems = ["raw", "with_history", "teacher", "sft", "rl"]
 "#;
 
 /// Overrides from the command line.
@@ -273,12 +276,18 @@ fn without_default_limit(mut table: toml::Table) -> toml::Table {
 }
 
 /// Adds the keys of [`SMALL_MODEL_DEFAULTS`] that a section does not have. An edit is one of a query: where nothing is retrieved, the policy
-/// writes answers.
+/// writes answers. What adding the history does without training is compared where the policy can add it.
 fn with_small_model_defaults(mut table: toml::Table) -> toml::Table {
     let defaults: toml::Table = SMALL_MODEL_DEFAULTS.parse().expect("the defaults are TOML");
-    let retrieval = table.get("retrieval").and_then(|retrieval| retrieval.get("kind")?.as_str());
-    let skipped = if retrieval == Some("none") { "data" } else { "" };
-    for (section, keys) in defaults.into_iter().filter(|(section, _)| section != skipped) {
+    let is = |section: &str, key: &str, value: &str| {
+        table.get(section).is_some_and(|own| own.get(key).is_some_and(|own| own.as_str() == Some(value)))
+    };
+    let skipped: &[&str] = match is("retrieval", "kind", "none") {
+        true => &["data", "eval"],
+        false if is("data", "rewrite_form", "full") => &["eval"],
+        false => &[],
+    };
+    for (section, keys) in defaults.into_iter().filter(|(section, _)| !skipped.contains(&section.as_str())) {
         let own = table.entry(section).or_insert_with(|| toml::Value::Table(toml::Table::new()));
         if let (toml::Value::Table(own), toml::Value::Table(keys)) = (own, keys) {
             keys.into_iter().for_each(|(key, value)| {
@@ -380,6 +389,8 @@ path = "reward.wasm"
         let small = with(192, &["rl.kl_coef=0.5"]);
         assert_eq!((small.data.rewrite_form, small.sft.learning_rate), (RewriteForm::Edit, 1e-3));
         assert_eq!((small.rl.n_samples, small.rl.kl_coef, small.rl.gae_lambda), (8, 0.5, 0.95));
+        assert_eq!(small.eval.systems[1], "with_history");
+        assert_eq!(with(192, &["data.rewrite_form=full"]).eval.systems, usual.eval.systems);
         std::fs::write(folder.path().join("tiny/config.json"), "{\"hidden_size\": 896}").unwrap();
         let before = Overrides { without_model: true, ..Overrides::default() };
         let before = load(&folder.path().join("querl.toml"), &before).unwrap();

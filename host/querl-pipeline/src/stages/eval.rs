@@ -168,7 +168,12 @@ fn evaluate(run: &Run, scorer: Scorer, progress: &dyn Progress) -> anyhow::Resul
     let baselines = Baselines::new(rows_of(&run.dir.validated())?, run.config.retrieval.kind);
     let columns = RowColumns::read(scorer.rewards(), &run.config.data, &rows)?;
     let (mut all, mut n_failed_samples) = (Evaluated::default(), 0);
+    let has_history = rows.iter().any(|row| !row.metadata.query.history_summary.trim().is_empty());
     for name in run.config.eval.evaluated_systems() {
+        if name == "with_history" && !has_history {
+            progress.line("with_history is not evaluated: no query of test has a history summary");
+            continue;
+        }
         let own_rows = own_rows(run, name, &rows)?;
         let rows = own_rows.as_deref().unwrap_or(&rows);
         let evaluation = Evaluation { rows, columns: &columns, baselines: &baselines, scorer: &scorer };
