@@ -293,7 +293,7 @@ fn packed(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
 
 fn few_rows(gpu: &Gpu, weight: &DeviceWeight, kernel: &'static str, measure: Measure<'_>) -> Result<()> {
     let (n_out, n_in) = weight.dims();
-    for n in [1, 8, 16, 64] {
+    for n in [1, 8, 16, 32, 48, 64] {
         let (x, mut y) = (halves(gpu, n * n_in)?, halves(gpu, n * n_out)?);
         let floor = Floor::Bytes((weight.memory_bytes() + 2 * n * (n_in + n_out)) as f64);
         let floors = vec![(kernel, floor), ("product", floor)];
