@@ -19,9 +19,10 @@ const QUERIES_AT_ONCE: usize = 32;
 /// Threads of a block: a warp for 16 rows of a tile.
 const TILE_THREADS: usize = 128;
 
-/// The backward pass of keys is cut into about so many items, blocks of a key-value head: what many sequences begin with is seen by all
-/// of them, and one block for it would still work when all others are done.
-const ITEMS: usize = 512;
+/// An item, what one block of the backward pass of keys goes through, is at most about this part of all pairs of tiles: what many
+/// sequences begin with is seen by all of them, and one block for it would still work when all others are done. There are as many
+/// blocks for each key-value head, so that each is a small part of a multiprocessor's work.
+const ITEMS: usize = 256;
 
 /// Tiles of `QUERIES_AT_ONCE` that an item may always have: more parts cost more to write and to add than they save.
 const LEAST_TILES_PER_ITEM: usize = 8;
