@@ -218,63 +218,75 @@ extern "C" __global__ void attention_delta(const bf16* out, const bf16* grad, fl
 }
 
 // Gradient of the queries: with P the probabilities and g the gradient, dP = g V^T, dS = P (dP - pull), dQ = scale dS K.
-// Grid, lists: as `attend`. Dynamic shared memory: 4 * 64 rows (68 KiB at D = 128): queries, their gradients, keys, values. Scores
-// stand in two halves of 32 keys: at D = 128 130 registers on sm_90. Floor: 6 D flops a pair.
+// Grid, lists: as `attend`. Dynamic shared memory: 4 * 64 rows (68 KiB at D = 128): queries, their gradients, and twice 32 keys and
+// values: the next are on their way during a step. Floor: 6 D flops a pair.
 template <int D>
 __device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,
                                                 const float* deltas, bf16* dq, const unsigned* forward, const unsigned* keys,
                                                 const unsigned* rows, const unsigned* ends, const Attended& shape) {
-    constexpr int SPACE = TILE * (D + 8);
+    constexpr int SPACE = TILE * (D + 8), KEYS = TILE / 2;
     bf16* queries_here = reinterpret_cast<bf16*>(shared_memory);
     bf16 *grad_here = queries_here + SPACE, *keys_here = grad_here + SPACE, *values_here = keys_here + SPACE;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.y, kv_head = head / (shape.n_heads / shape.n_kv_heads);
     const i64 first = (i64)forward[3 * blockIdx.x] * TILE, own = first + warp * 16 + g;
-    const unsigned begin = forward[3 * blockIdx.x + 1], end = forward[3 * blockIdx.x + 2];
+    const unsigned end = forward[3 * blockIdx.x + 2];
+    unsigned place = forward[3 * blockIdx.x + 1], next = place < end ? keys[place] : 0;
+    int n_steps = 2 * (int)(end - place);
+    auto start = [&](int part) { // half a tile of keys
+        const unsigned entry = next;
+        if (place < end) {
+            const i64 first_key = (i64)(entry >> 1) * TILE + part * KEYS;
+            const int at = part * KEYS * (D + 8);
+            start_rows<D, KEYS>(keys_here + at, k, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
+            start_rows<D, KEYS>(values_here + at, v, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
+            if (part == 1 && ++place < end) next = keys[place];
+        }
+        end_copies();
+        return entry;
+    };
     start_rows<D, TILE>(queries_here, q, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
     start_rows<D, TILE>(grad_here, grad, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
+    unsigned copied = start(0);
 
-    i64 row[2];
+    int row[2];
     float log_sum[2], pull[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const i64 query = own + 8 * half, place = (i64)head * shape.n_queries + query;
-        row[half] = row_of(rows, query, shape.n_queries);
-        log_sum[half] = query < shape.n_queries ? logsumexp[place] * LOG2_E : 0.0f;
-        pull[half] = query < shape.n_queries ? deltas[place] : 0.0f;
+        const i64 query = own + 8 * half, at = (i64)head * shape.n_queries + query;
+        row[half] = (int)row_of(rows, query, shape.n_queries);
+        log_sum[half] = query < shape.n_queries ? logsumexp[at] * LOG2_E : 0.0f;
+        pull[half] = query < shape.n_queries ? deltas[at] : 0.0f;
     }
+    const int last_row = __reduce_max_sync(ALL_LANES, max(row[0], row[1]));
     const float factor = shape.scale * LOG2_E;
     float sums[D / 8][4] = {};
     const bf16 *own_queries = queries_here + warp * 16 * (D + 8), *own_grad = grad_here + warp * 16 * (D + 8);
 
-    for (unsigned entry = begin; entry < end; entry++) {
-        const i64 first_key = (i64)(keys[entry] >> 1) * TILE;
-        __syncthreads(); // nobody reads the last keys and values any more
-        start_rows<D, TILE>(keys_here, k, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
-        start_rows<D, TILE>(values_here, v, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
-        end_copies();
+    for (int part = 0; n_steps > 0; n_steps--, part = 1 - part) {
+        const int first_key = (int)(copied >> 1) * TILE + part * KEYS;
+        const bool masked = copied & 1;
         copies_done<0>();
-        __syncthreads();
+        __syncthreads(); // the keys and values are there, and nobody reads the last ones any more
+        copied = start(1 - part);
+        if (first_key > last_row) continue; // the warp's queries see none of them
+        const bf16 *keys_now = keys_here + part * KEYS * (D + 8), *values_now = values_here + part * KEYS * (D + 8);
+        float p[KEYS / 8][4], dp[KEYS / 8][4];
+        scores<D, KEYS / 8>(p, own_queries, keys_now);
+        scores<D, KEYS / 8>(dp, own_grad, values_now);
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
-            float p[4][4], dp[4][4];
-            scores<D, 4>(p, own_queries, keys_here + part * 32 * (D + 8));
-            scores<D, 4>(dp, own_grad, values_here + part * 32 * (D + 8));
+        for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float share = power_of_two(p[i][j] * factor - log_sum[j / 2]);
-                    if (keys[entry] & 1) {
-                        const i64 key = first_key + part * 32 + i * 8 + 2 * t + j % 2;
-                        if (key > row[j / 2] || key >= shape.n_rows || row[j / 2] >= (i64)ends[key]) share = 0.0f;
-                    }
-                    p[i][j] = share * (dp[i][j] - pull[j / 2]);
+            for (int j = 0; j < 4; j++) {
+                float share = power_of_two(p[i][j] * factor - log_sum[j / 2]);
+                if (masked) {
+                    const int key = first_key + i * 8 + 2 * t + j % 2;
+                    if (key > row[j / 2] || key >= shape.n_rows || row[j / 2] >= (int)ends[key]) share = 0.0f;
                 }
-            add_products<D, 4>(sums, p, keys_here + part * 32 * (D + 8));
-        }
+                p[i][j] = share * (dp[i][j] - pull[j / 2]);
+            }
+        add_products<D, KEYS / 8>(sums, p, keys_now);
     }
-    end_copies();
     copies_done<0>();
     __syncthreads(); // a list may be empty: then the copies of other threads end here
     write_rows<D>(dq, queries_here + warp * 16 * (D + 8), sums, shape.scale, shape.scale, first + warp * 16, shape.n_queries, head,
