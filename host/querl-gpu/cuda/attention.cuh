@@ -5,8 +5,9 @@
 // stay in four neighbouring lanes of one of them, so that only these exchange anything.
 //
 // Three passes: `attend` and `query_gradients` take a tile of queries of one head, 16 for each warp; `key_gradients` takes a tile of
-// keys of one key-value head and goes through the queries of all heads that share it, 32 at a time. The second and third compute the scores again. That is
-// two products of seven more than one pass would take, which would have to add gradients of queries with atomics, in any order.
+// keys of one key-value head and goes through the queries of all heads that share it, 32 at a time. The second and third compute the
+// scores again. That is two products of seven more than one pass would take, which would have to add gradients of queries with
+// atomics, in any order.
 //
 // D is the head's width, padded with zeros to 32, 64, 96 or 128. Rows of shared memory are D + 8 values wide: the eight rows that
 // a tensor core reads at once lie in different banks.
@@ -126,7 +127,7 @@ __device__ __forceinline__ i64 row_of(const unsigned* rows, i64 query, i64 n_que
 // that it cuts; rows: (n_queries); ends: (n_rows). Grid: tiles of queries, heads.
 //
 // Dynamic shared memory: 3 * 64 rows (52 KiB at D = 128): queries, keys, values; while scores are computed the values are on their
-// way, while values are weighed the next keys. At D = 128 136 registers on sm_90. Floor: 4 D flops for each query and key that see
+// way, while values are weighed the next keys. At D = 128 166 registers on sm_90. Floor: 4 D flops for each query and key that see
 // each other, over the tensor cores' rate; for short sequences the bytes of q, k, v and out.
 template <int D>
 __device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* logsumexp, const unsigned* forward,
@@ -366,7 +367,9 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
     __syncthreads();
     if (HELD) {
 #pragma unroll
-        for (int k = 0; k < D / 16; k++) load_left(held[k][0], own + k * 16, WIDTH), load_left(held[k][1], own + 16 * WIDTH + k * 16, WIDTH);
+        for (int k = 0; k < D / 16; k++)
+#pragma unroll
+            for (int m = 0; m < 2; m++) load_left(held[k][m], own + m * 16 * WIDTH + k * 16, WIDTH);
     }
 
     const float factor = shape.scale * LOG2_E;
