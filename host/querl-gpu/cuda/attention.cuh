@@ -1,12 +1,13 @@
 // Causal attention over packed sequences that share what they begin with. Launchers: src/device/attention.rs.
 //
 // Queries and keys stand in tiles of 64. Which tiles see each other the host has listed, so a block goes through its list alone.
-// A key is seen by the queries from itself to the end of what branches off its run of rows. A block has four warps; each holds 16
-// rows of a tile, and a row's values stay in four neighbouring lanes, so that only these exchange anything.
+// A key is seen by the queries from itself to the end of what branches off its run of rows. A block has four warps. A row's values
+// stay in four neighbouring lanes of one of them, so that only these exchange anything.
 //
-// Three passes: `attend` and `query_gradients` take a tile of queries of one head; `key_gradients` takes a tile of keys of one
-// key-value head and goes through the queries of all heads that share it. The second and third compute the scores again. That is
-// two products of seven more than one pass would take, which would have to add gradients of queries with atomics, in any order.
+// Three passes: `attend` and `query_gradients` take a tile of queries of one head, 16 for each warp; `key_gradients` takes a tile of
+// keys of one key-value head and goes through the queries of all heads that share it, 32 at a time. The second and third compute the
+// scores again. That is two products of seven more than one pass would take, which would have to add gradients of queries with
+// atomics, in any order.
 //
 // D is the head's width, padded with zeros to 32, 64, 96 or 128. Rows of shared memory are D + 8 values wide: the eight rows that
 // a tensor core reads at once lie in different banks.
@@ -16,6 +17,7 @@
 #include "tensor_core.cuh"
 
 constexpr int TILE = 64, TILE_THREADS = 128, QUERIES_AT_ONCE = 32;
+constexpr unsigned ALONE = 0xffffffffu; // in place of the place of an item's sums
 constexpr float LOG2_E = 1.44269504088896f, LN_2 = 0.693147180559945f;
 
 // How queries, keys and values stand: (rows, heads, head_dim).
@@ -27,18 +29,23 @@ struct Attended {
 // Starts to copy rows `first` to `first + ROWS` of one head to shared memory; zeros below `n_rows` and beyond head_dim.
 template <int D, int ROWS>
 __device__ __forceinline__ void start_rows(bf16* to, const bf16* from, i64 first, i64 n_rows, int head, int n_heads, int head_dim) {
-    constexpr int GROUPS = D / 8;
-    const bool vectors = head_dim % 8 == 0 && is_aligned(from);
-    for (int at = threadIdx.x; at < ROWS * GROUPS; at += TILE_THREADS) {
-        const int row = at / GROUPS, column = at % GROUPS * 8;
-        const bool exists = first + row < n_rows && column < head_dim;
-        const bf16* place = from + (exists ? ((first + row) * n_heads + head) * head_dim + column : 0);
-        bf16* target = to + row * (D + 8) + column;
-        if (vectors) {
-            start_copy(target, place, exists);
-        } else {
-            for (int i = 0; i < 8; i++) target[i] = exists && column + i < head_dim ? place[i] : __float2bfloat16(0.0f);
+    constexpr int GROUPS = D / 8, N_COPIES = ROWS * GROUPS / TILE_THREADS;
+    static_assert(N_COPIES * TILE_THREADS == ROWS * GROUPS, "every thread copies as much");
+    const int line = n_heads * head_dim, n_here = (int)min(n_rows - first, (i64)ROWS); // TILE lines are below 2^31 values
+    const bf16* corner = from + first * line + head * head_dim;
+    if (head_dim % 8 == 0 && is_aligned(from)) {
+#pragma unroll
+        for (int i = 0; i < N_COPIES; i++) {
+            const int at = threadIdx.x + i * TILE_THREADS, row = at / GROUPS, column = at % GROUPS * 8;
+            const bool exists = row < n_here && column < head_dim;
+            start_copy(to + row * (D + 8) + column, exists ? corner + row * line + column : from, exists);
         }
+        return;
+    }
+#pragma unroll 1
+    for (int at = threadIdx.x; at < ROWS * D; at += TILE_THREADS) {
+        const int row = at / D, column = at % D;
+        to[row * (D + 8) + column] = row < n_here && column < head_dim ? corner[row * line + column] : __float2bfloat16(0.0f);
     }
 }
 
@@ -120,7 +127,7 @@ __device__ __forceinline__ i64 row_of(const unsigned* rows, i64 query, i64 n_que
 // that it cuts; rows: (n_queries); ends: (n_rows). Grid: tiles of queries, heads.
 //
 // Dynamic shared memory: 3 * 64 rows (52 KiB at D = 128): queries, keys, values; while scores are computed the values are on their
-// way, while values are weighed the next keys. At D = 128 136 registers on sm_90. Floor: 4 D flops for each query and key that see
+// way, while values are weighed the next keys. At D = 128 166 registers on sm_90. Floor: 4 D flops for each query and key that see
 // each other, over the tensor cores' rate; for short sequences the bytes of q, k, v and out.
 template <int D>
 __device__ __forceinline__ void attend(const bf16* q, const bf16* k, const bf16* v, bf16* out, float* logsumexp, const unsigned* forward,
@@ -212,63 +219,75 @@ extern "C" __global__ void attention_delta(const bf16* out, const bf16* grad, fl
 }
 
 // Gradient of the queries: with P the probabilities and g the gradient, dP = g V^T, dS = P (dP - pull), dQ = scale dS K.
-// Grid, lists: as `attend`. Dynamic shared memory: 4 * 64 rows (68 KiB at D = 128): queries, their gradients, keys, values. Scores
-// stand in two halves of 32 keys: at D = 128 130 registers on sm_90. Floor: 6 D flops a pair.
+// Grid, lists: as `attend`. Dynamic shared memory: 4 * 64 rows (68 KiB at D = 128): queries, their gradients, and twice 32 keys and
+// values: the next are on their way during a step. Floor: 6 D flops a pair.
 template <int D>
 __device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,
                                                 const float* deltas, bf16* dq, const unsigned* forward, const unsigned* keys,
                                                 const unsigned* rows, const unsigned* ends, const Attended& shape) {
-    constexpr int SPACE = TILE * (D + 8);
+    constexpr int SPACE = TILE * (D + 8), KEYS = TILE / 2;
     bf16* queries_here = reinterpret_cast<bf16*>(shared_memory);
     bf16 *grad_here = queries_here + SPACE, *keys_here = grad_here + SPACE, *values_here = keys_here + SPACE;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int head = blockIdx.y, kv_head = head / (shape.n_heads / shape.n_kv_heads);
     const i64 first = (i64)forward[3 * blockIdx.x] * TILE, own = first + warp * 16 + g;
-    const unsigned begin = forward[3 * blockIdx.x + 1], end = forward[3 * blockIdx.x + 2];
+    const unsigned end = forward[3 * blockIdx.x + 2];
+    unsigned place = forward[3 * blockIdx.x + 1], next = place < end ? keys[place] : 0;
+    int n_steps = 2 * (int)(end - place);
+    auto start = [&](int part) { // half a tile of keys
+        const unsigned entry = next;
+        if (place < end) {
+            const i64 first_key = (i64)(entry >> 1) * TILE + part * KEYS;
+            const int at = part * KEYS * (D + 8);
+            start_rows<D, KEYS>(keys_here + at, k, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
+            start_rows<D, KEYS>(values_here + at, v, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
+            if (part == 1 && ++place < end) next = keys[place];
+        }
+        end_copies();
+        return entry;
+    };
     start_rows<D, TILE>(queries_here, q, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
     start_rows<D, TILE>(grad_here, grad, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
+    unsigned copied = start(0);
 
-    i64 row[2];
+    int row[2];
     float log_sum[2], pull[2];
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const i64 query = own + 8 * half, place = (i64)head * shape.n_queries + query;
-        row[half] = row_of(rows, query, shape.n_queries);
-        log_sum[half] = query < shape.n_queries ? logsumexp[place] * LOG2_E : 0.0f;
-        pull[half] = query < shape.n_queries ? deltas[place] : 0.0f;
+        const i64 query = own + 8 * half, at = (i64)head * shape.n_queries + query;
+        row[half] = (int)row_of(rows, query, shape.n_queries);
+        log_sum[half] = query < shape.n_queries ? logsumexp[at] * LOG2_E : 0.0f;
+        pull[half] = query < shape.n_queries ? deltas[at] : 0.0f;
     }
+    const int last_row = __reduce_max_sync(ALL_LANES, max(row[0], row[1]));
     const float factor = shape.scale * LOG2_E;
     float sums[D / 8][4] = {};
     const bf16 *own_queries = queries_here + warp * 16 * (D + 8), *own_grad = grad_here + warp * 16 * (D + 8);
 
-    for (unsigned entry = begin; entry < end; entry++) {
-        const i64 first_key = (i64)(keys[entry] >> 1) * TILE;
-        __syncthreads(); // nobody reads the last keys and values any more
-        start_rows<D, TILE>(keys_here, k, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
-        start_rows<D, TILE>(values_here, v, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
-        end_copies();
+    for (int part = 0; n_steps > 0; n_steps--, part = 1 - part) {
+        const int first_key = (int)(copied >> 1) * TILE + part * KEYS;
+        const bool masked = copied & 1;
         copies_done<0>();
-        __syncthreads();
+        __syncthreads(); // the keys and values are there, and nobody reads the last ones any more
+        copied = start(1 - part);
+        if (first_key > last_row) continue; // the warp's queries see none of them
+        const bf16 *keys_now = keys_here + part * KEYS * (D + 8), *values_now = values_here + part * KEYS * (D + 8);
+        float p[KEYS / 8][4], dp[KEYS / 8][4];
+        scores<D, KEYS / 8>(p, own_queries, keys_now);
+        scores<D, KEYS / 8>(dp, own_grad, values_now);
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
-            float p[4][4], dp[4][4];
-            scores<D, 4>(p, own_queries, keys_here + part * 32 * (D + 8));
-            scores<D, 4>(dp, own_grad, values_here + part * 32 * (D + 8));
+        for (int i = 0; i < KEYS / 8; i++)
 #pragma unroll
-            for (int i = 0; i < 4; i++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    float share = power_of_two(p[i][j] * factor - log_sum[j / 2]);
-                    if (keys[entry] & 1) {
-                        const i64 key = first_key + part * 32 + i * 8 + 2 * t + j % 2;
-                        if (key > row[j / 2] || key >= shape.n_rows || row[j / 2] >= (i64)ends[key]) share = 0.0f;
-                    }
-                    p[i][j] = share * (dp[i][j] - pull[j / 2]);
+            for (int j = 0; j < 4; j++) {
+                float share = power_of_two(p[i][j] * factor - log_sum[j / 2]);
+                if (masked) {
+                    const int key = first_key + i * 8 + 2 * t + j % 2;
+                    if (key > row[j / 2] || key >= shape.n_rows || row[j / 2] >= (int)ends[key]) share = 0.0f;
                 }
-            add_products<D, 4>(sums, p, keys_here + part * 32 * (D + 8));
-        }
+                p[i][j] = share * (dp[i][j] - pull[j / 2]);
+            }
+        add_products<D, KEYS / 8>(sums, p, keys_now);
     }
-    end_copies();
     copies_done<0>();
     __syncthreads(); // a list may be empty: then the copies of other threads end here
     write_rows<D>(dq, queries_here + warp * 16 * (D + 8), sums, shape.scale, shape.scale, first + warp * 16, shape.n_queries, head,
@@ -276,101 +295,201 @@ __device__ __forceinline__ void query_gradients(const bf16* q, const bf16* k, co
 }
 
 // Gradients of keys and values of one item, a part of the list of one tile of keys: dV = P^T g, dK = scale dS^T Q, with P and dS
-// computed transposed, so that a warp's 16 rows are keys. backward: (items, 4): tile of keys, its list in `queries`, place of the sums.
-// dk_sums, dv_sums: (items, kv_heads, 64, D) f32. Grid: items, kv_heads.
+// computed transposed, so that a warp's rows are keys. backward: (items, 4): tile of keys, its list in `queries`, place of its sums in
+// `parts`, or ALONE where the item is the tile's only one and writes dk and dv itself. queries: tiles of 32. parts: (places, kv_heads,
+// 2, 64, D) f32, dK before dV. Grid: items, kv_heads.
 //
-// Dynamic shared memory: 2 * 64 + 2 * 32 rows (52 KiB at D = 128): keys, values, and 32 queries and gradients at a time. At D = 128
-// 238 registers on sm_90. Floor: 8 D flops a pair.
+// Two warps share 32 keys. One computes P from K Q^T, hands it over through shared memory, and adds P g to dV; the other computes
+// V g^T, makes dS of it and P, and adds dS Q to dK. So a warp holds one gradient of 32 keys, and what it reads from shared memory
+// serves two products: at D = 128 192 bytes a product, 1.5 cycles. A warp with both gradients of 16 keys would read 320, and wait for
+// them longer than for tensor cores. Up to D = 96 keys and values stay in registers, too. A warp whose keys none of the 32 queries
+// sees computes nothing. The next queries and gradients are on their way during a step.
+//
+// Dynamic shared memory: 2 * 64 + 4 * 32 rows (68 KiB at D = 128): keys, values, and twice 32 queries and gradients. At D = 128
+// 235 registers on sm_90 (two blocks on a multiprocessor), at D = 64 168 (three). Floor: 8 D flops a pair.
 template <int D>
 __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,
-                                              const float* deltas, float* dk_sums, float* dv_sums, const unsigned* backward,
+                                              const float* deltas, bf16* dk, bf16* dv, float* parts, const unsigned* backward,
                                               const unsigned* queries, const unsigned* rows, const unsigned* ends, const Attended& shape) {
-    __shared__ float logsumexp_here[QUERIES_AT_ONCE], deltas_here[QUERIES_AT_ONCE];
-    __shared__ int rows_here[QUERIES_AT_ONCE];
+    constexpr int WIDTH = D + 8, N = QUERIES_AT_ONCE / 8, SPACE = QUERIES_AT_ONCE * WIDTH;
+    constexpr bool HELD = D <= 96;
+    __shared__ uint4 shares_here[2][2 * (N / 2)][32]; // P of two warps' keys, as A of a product
+    __shared__ float logsumexp_here[2][QUERIES_AT_ONCE], deltas_here[2][QUERIES_AT_ONCE];
+    __shared__ int rows_here[2][QUERIES_AT_ONCE];
     bf16* keys_here = reinterpret_cast<bf16*>(shared_memory);
-    bf16* values_here = keys_here + TILE * (D + 8);
-    bf16* queries_here = values_here + TILE * (D + 8);
-    bf16* grad_here = queries_here + QUERIES_AT_ONCE * (D + 8);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    bf16 *values_here = keys_here + TILE * WIDTH, *queries_here = values_here + TILE * WIDTH, *grad_here = queries_here + 2 * SPACE;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, half = warp % 2;
+    const bool of_values = warp < 2;
     const int kv_head = blockIdx.y, group = shape.n_heads / shape.n_kv_heads;
-    const i64 first_key = (i64)backward[4 * blockIdx.x] * TILE, own_key = first_key + warp * 16 + g;
-    const unsigned begin = backward[4 * blockIdx.x + 1], end = backward[4 * blockIdx.x + 2];
-    start_rows<D, TILE>(keys_here, k, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
-    start_rows<D, TILE>(values_here, v, first_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
-    // A key that is not there ends before any query.
-    const i64 ends_at[2] = {own_key < shape.n_rows ? (i64)ends[own_key] : -1, own_key + 8 < shape.n_rows ? (i64)ends[own_key + 8] : -1};
-    const float factor = shape.scale * LOG2_E;
-    float dk[D / 8][4] = {}, dv[D / 8][4] = {};
-    const bf16 *own_keys = keys_here + warp * 16 * (D + 8), *own_values = values_here + warp * 16 * (D + 8);
+    const unsigned* item = backward + 4 * blockIdx.x;
+    const int tile_key = (int)item[0] * TILE, first_key = tile_key + half * 32;
+    start_rows<D, TILE>(keys_here, k, tile_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
+    start_rows<D, TILE>(values_here, v, tile_key, shape.n_rows, kv_head, shape.n_kv_heads, shape.head_dim);
 
-    // Tiles of queries, their halves, the heads that share the key-value head: one loop over all.
-    const int n_steps = (int)(end - begin) * (TILE / QUERIES_AT_ONCE) * group;
-    for (int step = 0; step < n_steps; step++) {
-        const unsigned entry = queries[begin + step / ((TILE / QUERIES_AT_ONCE) * group)];
-        const int head = kv_head * group + step % group, part = step / group % (TILE / QUERIES_AT_ONCE);
-        const i64 first = (i64)(entry >> 1) * TILE + part * QUERIES_AT_ONCE;
-        if (first >= shape.n_queries) continue;
-        __syncthreads(); // nobody reads the last queries any more
-        start_rows<D, QUERIES_AT_ONCE>(queries_here, q, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
-        start_rows<D, QUERIES_AT_ONCE>(grad_here, grad, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
-        end_copies();
-        if (threadIdx.x < QUERIES_AT_ONCE) {
-            const i64 query = first + threadIdx.x, place = (i64)head * shape.n_queries + query;
-            const bool exists = query < shape.n_queries;
-            logsumexp_here[threadIdx.x] = exists ? logsumexp[place] * LOG2_E : 0.0f;
-            deltas_here[threadIdx.x] = exists ? deltas[place] : 0.0f;
-            rows_here[threadIdx.x] = (int)row_of(rows, query, shape.n_queries);
-        }
-        copies_done<0>();
-        __syncthreads();
-        float p[QUERIES_AT_ONCE / 8][4], ds[QUERIES_AT_ONCE / 8][4];
-        scores<D, QUERIES_AT_ONCE / 8>(p, own_keys, queries_here);
-#pragma unroll
-        for (int i = 0; i < QUERIES_AT_ONCE / 8; i++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int column = i * 8 + 2 * t + j % 2;
-                p[i][j] = power_of_two(p[i][j] * factor - logsumexp_here[column]);
-                const i64 row = rows_here[column];
-                if ((entry & 1 || row < 0) && (own_key + j / 2 * 8 > row || row >= ends_at[j / 2])) p[i][j] = 0.0f;
+    // Tiles of queries and, of each, the heads that share the key-value head: what is copied next.
+    const unsigned end = item[2];
+    unsigned place = item[1], next = queries[place];
+    int next_head = 0, n_steps = (int)(end - place) * group;
+    auto start = [&](int stage) {
+        const unsigned entry = next;
+        if (place < end) {
+            const i64 first = (i64)(entry >> 1) * QUERIES_AT_ONCE;
+            const int head = kv_head * group + next_head;
+            start_rows<D, QUERIES_AT_ONCE>(queries_here + stage * SPACE, q, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
+            start_rows<D, QUERIES_AT_ONCE>(grad_here + stage * SPACE, grad, first, shape.n_queries, head, shape.n_heads, shape.head_dim);
+            const bool exists = first + lane < shape.n_queries; // what is no query is zeros, which add nothing
+            const i64 query = exists ? first + lane : 0, at = (i64)head * shape.n_queries + query;
+            if (warp == 0) start_copy_of_word(&logsumexp_here[stage][lane], logsumexp + at, exists);
+            if (warp == 1) start_copy_of_word(&deltas_here[stage][lane], deltas + at, exists);
+            if (warp == 2) start_copy_of_word(&rows_here[stage][lane], rows + query, exists);
+            if (++next_head == group) {
+                next_head = 0;
+                if (++place < end) next = queries[place];
             }
-        add_products<D, QUERIES_AT_ONCE / 8>(dv, p, grad_here);
-        scores<D, QUERIES_AT_ONCE / 8>(ds, own_values, grad_here);
+        }
+        end_copies();
+        return entry;
+    };
+    unsigned copied = start(0);
+
+    // Of a lane's four keys how many rows from the key on see it.
+    unsigned seen[4];
+    int most_end = 0;
 #pragma unroll
-        for (int i = 0; i < QUERIES_AT_ONCE / 8; i++)
+    for (int i = 0; i < 4; i++) {
+        const int key = first_key + g + 8 * i, until = key < shape.n_rows ? (int)ends[key] : key;
+        seen[i] = until - key, most_end = max(most_end, until);
+    }
+    most_end = __reduce_max_sync(ALL_LANES, most_end);
+    bf16* own = (of_values ? keys_here : values_here) + half * 32 * WIDTH;
+    unsigned held[HELD ? D / 16 : 1][2][4];
+    copies_done<0>();
+    __syncthreads();
+    if (HELD) {
 #pragma unroll
-            for (int j = 0; j < 4; j++) ds[i][j] = p[i][j] * (ds[i][j] - deltas_here[i * 8 + 2 * t + j % 2]);
-        add_products<D, QUERIES_AT_ONCE / 8>(dk, ds, queries_here);
+        for (int k = 0; k < D / 16; k++)
+#pragma unroll
+            for (int m = 0; m < 2; m++) load_left(held[k][m], own + m * 16 * WIDTH + k * 16, WIDTH);
     }
 
-    end_copies();
-    copies_done<0>();
-    const i64 place = ((i64)backward[4 * blockIdx.x + 3] * shape.n_kv_heads + kv_head) * TILE + warp * 16 + g;
+    const float factor = shape.scale * LOG2_E;
+    float sums[2][D / 8][4] = {};
+    for (int stage = 0; n_steps > 0; n_steps--, stage = 1 - stage) {
+        const int first = (int)(copied >> 1) * QUERIES_AT_ONCE;
+        const bool masked = copied & 1;
+        copies_done<0>();
+        __syncthreads(); // the queries are there, and nobody reads the last ones or their P any more
+        copied = start(1 - stage);
+        const bf16* left_factor = (of_values ? queries_here : grad_here) + stage * SPACE;
+        const bf16* right_factor = (of_values ? grad_here : queries_here) + stage * SPACE;
+        const int last_row = rows_here[stage][min(QUERIES_AT_ONCE, shape.n_queries - first) - 1];
+        const bool sees = !masked || (first_key <= last_row && rows_here[stage][0] < most_end);
+        float x[2][N][4] = {};
+        if (sees) {
 #pragma unroll
-    for (int i = 0; i < D / 8; i++)
+            for (int k = 0; k < D / 16; k++) {
+                unsigned a[2][4], b[4];
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int column = i * 8 + 2 * t + j % 2;
-            if (column >= shape.head_dim) continue;
-            const i64 at = (place + j / 2 * 8) * shape.head_dim + column;
-            dk_sums[at] = dk[i][j] * shape.scale, dv_sums[at] = dv[i][j];
+                for (int m = 0; m < 2; m++) {
+                    if (HELD) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) a[m][i] = held[HELD ? k : 0][m][i];
+                    } else {
+                        load_left(a[m], own + m * 16 * WIDTH + k * 16, WIDTH);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < N; i += 2) {
+                    load_right_transposed(b, left_factor + i * 8 * WIDTH + k * 16, WIDTH);
+#pragma unroll
+                    for (int m = 0; m < 2; m++) multiply(x[m][i], a[m], b[0], b[1]), multiply(x[m][i + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+        if (sees && of_values) {
+#pragma unroll
+            for (int i = 0; i < N; i++)
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const int column = i * 8 + 2 * t + j, row = rows_here[stage][column] - (first_key + g);
+                    const float log_sum = logsumexp_here[stage][column] * LOG2_E;
+#pragma unroll
+                    for (int r = 0; r < 4; r++) {
+                        float& p = x[r / 2][i][r % 2 * 2 + j];
+                        p = power_of_two(p * factor - log_sum);
+                        if (masked && (unsigned)(row - 8 * r) >= seen[r]) p = 0.0f;
+                    }
+                }
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int i = 0; i < N; i += 2) {
+                    unsigned a[4];
+                    as_left(a, x[m][i], x[m][i + 1]);
+                    shares_here[half][m * (N / 2) + i / 2][lane] = make_uint4(a[0], a[1], a[2], a[3]);
+                }
+        }
+        __syncthreads(); // P is there
+        if (!sees) continue;
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            unsigned a[2][4], b[4];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                const uint4 p = shares_here[half][m * (N / 2) + i / 2][lane];
+                a[m][0] = p.x, a[m][1] = p.y, a[m][2] = p.z, a[m][3] = p.w;
+                if (of_values) continue;
+#pragma unroll
+                for (int r = 0; r < 4; r++) {
+                    const float* dp = x[m][i + r / 2] + r % 2 * 2;
+                    const float* pull = deltas_here[stage] + (i + r / 2) * 8 + 2 * t;
+                    a[m][r] = packed(low_half(a[m][r]) * (dp[0] - pull[0]), high_half(a[m][r]) * (dp[1] - pull[1]));
+                }
+            }
+#pragma unroll
+            for (int column = 0; column < D / 8; column += 2) {
+                load_right(b, right_factor + i * 8 * WIDTH + column * 8, WIDTH);
+#pragma unroll
+                for (int m = 0; m < 2; m++) multiply(sums[m][column], a[m], b[0], b[1]), multiply(sums[m][column + 1], a[m], b[2], b[3]);
+            }
+        }
+    }
+
+    const float scale = of_values ? 1.0f : shape.scale;
+    if (item[3] == ALONE) { // the warp's keys or values are its own, and no longer read
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+            write_rows<D>(of_values ? dv : dk, own + m * 16 * WIDTH, sums[m], scale, scale, first_key + m * 16, shape.n_rows, kv_head,
+                          shape.n_kv_heads, shape.head_dim);
+        return;
+    }
+    float* to = parts + ((((i64)item[3] * shape.n_kv_heads + kv_head) * 2 + of_values) * TILE + half * 32 + g) * D + 2 * t;
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int i = 0; i < D / 8; i++) {
+            const float* sum = sums[r / 2][i] + r % 2 * 2;
+            *reinterpret_cast<float2*>(to + r * 8 * D + i * 8) = make_float2(sum[0] * scale, sum[1] * scale);
         }
 }
 
-// out[row] = sum of the parts of the row's tile of keys in the order of its items; parts: (items, kv_heads, 64, D) f32; sums:
-// (tiles + 1), the first item of each tile; out: (n_rows, kv_heads, D). Grid: tiles of keys, kv_heads. Floor: 4 bytes a value of the
-// parts, 2 of the result.
-extern "C" __global__ void key_gradient_sums(const float* parts, const unsigned* sums, bf16* out, i64 n_rows, int n_kv_heads,
-                                             int head_dim) {
-    const i64 first = (i64)blockIdx.x * TILE;
-    const unsigned begin = sums[blockIdx.x], end = sums[blockIdx.x + 1];
-    for (int at = threadIdx.x; at < TILE * head_dim; at += blockDim.x) {
-        const i64 row = first + at / head_dim;
-        if (row >= n_rows) return;
-        float sum = 0.0f;
-        for (unsigned item = begin; item < end; item++) sum += parts[((i64)item * n_kv_heads + blockIdx.y) * TILE * head_dim + at];
-        out[(row * n_kv_heads + blockIdx.y) * head_dim + at % head_dim] = __float2bfloat16(sum);
+// dk, dv: the sums of the parts of tiles that have not one item, in the order of the items. joined: (tiles, 3): tile of keys, its first
+// place in `parts` (above) and the one after its last; width: D there. Blocks of 256 threads, four values each. Grid: width / 16 for
+// each tile, kv_heads, dk and dv. Floor: 4 bytes a value of the parts, 2 of the result.
+extern "C" __global__ void key_gradient_sums(const float* parts, const unsigned* joined, bf16* dk, bf16* dv, i64 n_rows, int n_kv_heads,
+                                             int head_dim, int width) {
+    const int blocks = width / 16, at = 4 * (blockIdx.x % blocks * blockDim.x + threadIdx.x), column = at % width;
+    const unsigned* tile = joined + 3 * (blockIdx.x / blocks);
+    const i64 row = (i64)tile[0] * TILE + at / width;
+    if (row >= n_rows) return;
+    float sum[4] = {};
+    for (unsigned item = tile[1]; item < tile[2]; item++) {
+        const float* from = parts + (((i64)item * n_kv_heads + blockIdx.y) * 2 + blockIdx.z) * TILE * width + at;
+        const float4 part = *reinterpret_cast<const float4*>(from);
+        sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
     }
+    bf16* to = (blockIdx.z == 0 ? dk : dv) + (row * n_kv_heads + blockIdx.y) * head_dim;
+    for (int i = column; i < column + 4 && i < head_dim; i++) to[i] = __float2bfloat16(sum[i - column]);
 }
 
 #define ATTENTION_OF_WIDTH(D)                                                                                                    \
@@ -389,13 +508,13 @@ extern "C" __global__ void key_gradient_sums(const float* parts, const unsigned*
         const Attended shape = {n_queries, n_rows, n_heads, n_kv_heads, head_dim, scale};                                        \
         query_gradients<D>(q, k, v, grad, logsumexp, deltas, dq, forward, keys, rows, ends, shape);                                \
     }                                                                                                                            \
-    extern "C" __global__ void __launch_bounds__(TILE_THREADS)                                                                   \
+    extern "C" __global__ void __launch_bounds__(TILE_THREADS, D == 32 ? 4 : D == 64 ? 3 : 2)                                    \
         key_gradients_##D(const bf16* q, const bf16* k, const bf16* v, const bf16* grad, const float* logsumexp,                 \
-                          const float* deltas, float* dk_sums, float* dv_sums, const unsigned* backward,                         \
-                          const unsigned* queries, const unsigned* rows, const unsigned* ends, int n_queries, int n_rows,       \
+                          const float* deltas, bf16* dk, bf16* dv, float* parts, const unsigned* backward,                       \
+                          const unsigned* queries, const unsigned* rows, const unsigned* ends, int n_queries, int n_rows,        \
                           int n_heads, int n_kv_heads, int head_dim, float scale) {                                              \
         const Attended shape = {n_queries, n_rows, n_heads, n_kv_heads, head_dim, scale};                                        \
-        key_gradients<D>(q, k, v, grad, logsumexp, deltas, dk_sums, dv_sums, backward, queries, rows, ends, shape);                \
+        key_gradients<D>(q, k, v, grad, logsumexp, deltas, dk, dv, parts, backward, queries, rows, ends, shape);                 \
     }
 
 ATTENTION_OF_WIDTH(32)

@@ -115,6 +115,16 @@ __device__ __forceinline__ void start_copy(void* to, const void* from, bool exis
 #endif
 }
 
+// Four bytes in the same way.
+__device__ __forceinline__ void start_copy_of_word(void* to, const void* from, bool exists) {
+#ifdef __CUDA_ARCH__
+    const int bytes = exists ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+#else
+    *reinterpret_cast<unsigned*>(to) = exists ? *reinterpret_cast<const unsigned*>(from) : 0;
+#endif
+}
+
 // Ends a group of copies.
 __device__ __forceinline__ void end_copies() {
 #ifdef __CUDA_ARCH__

@@ -7,7 +7,8 @@ use querl_cuda::device::{
     AdamTensor, AdamWStep, CudaSlice, DeviceRope, DeviceWeight, DropoutMasks, Gpu, InverseIndex, LoraWeights, Matrix,
     PackedFormat, Projection, Scale, TreeQueries,
 };
-use querl_model::kernels::{RopeTable, RowTree};
+use querl_model::DecoderConfig;
+use querl_model::kernels::{Node, RopeTable, RowTree};
 
 pub(crate) const RANK: usize = 16;
 
@@ -138,19 +139,31 @@ fn rotary(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     Ok(())
 }
 
+/// Separate sequences, and as many rows of sequences that begin with the same ones.
 fn attention(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
-    let (shape, n_rows) = (&sizes.shape, sizes.n_rows);
-    let lengths = vec![SEQUENCE.min(n_rows); (n_rows / SEQUENCE).max(1)];
-    let tree = RowTree::separate(&lengths);
+    let length = SEQUENCE.min(sizes.n_rows);
+    let n = (sizes.n_rows / SEQUENCE).max(1);
+    let name = format!("{n} sequences of {length}");
+    attention_of(gpu, &sizes.shape, &RowTree::separate(&vec![length; n]), &name, measure)?;
+    let (shared, own) = (length * 5 / 8, length - length * 5 / 8);
+    let n = (sizes.n_rows - shared) / own;
+    let mut nodes = vec![Node { start: 0, len: shared, end: shared + n * own, depth: 0, parent: None }];
+    let branch = |start: usize| Node { start, len: own, end: start + own, depth: shared, parent: Some(0) };
+    nodes.extend((0..n).map(|i| branch(shared + i * own)));
+    let name = format!("{n} sequences of {length} that share {shared}");
+    attention_of(gpu, &sizes.shape, &RowTree::new(nodes), &name, measure)
+}
+
+fn attention_of(gpu: &Gpu, shape: &DecoderConfig, tree: &RowTree, name: &str, measure: Measure<'_>) -> Result<()> {
     let n_rows = tree.n_rows();
-    let queries = TreeQueries::all(gpu, &tree)?;
+    let queries = TreeQueries::all(gpu, tree)?;
     let (q_width, kv_width) = (shape.n_heads * shape.head_dim, shape.n_kv_heads * shape.head_dim);
     let (q, k, v) = (halves(gpu, n_rows * q_width)?, halves(gpu, n_rows * kv_width)?, halves(gpu, n_rows * kv_width)?);
     let grad = halves(gpu, n_rows * q_width)?;
     let (out, logsumexp) = gpu.attend(&queries, shape.head_dim, &q, &k, &v)?;
-    let pairs: usize = lengths.iter().map(|len| len * (len + 1) / 2).sum();
+    let pairs: usize = tree.nodes().iter().map(|node| node.len * node.depth + node.len * (node.len + 1) / 2).sum();
     let work = (pairs * shape.n_heads * shape.head_dim) as f64;
-    let size = format!("{} sequences of {}, heads of {}", lengths.len(), lengths[0], shape.head_dim);
+    let size = format!("{name}, heads of {}", shape.head_dim);
     let of_width = |names: [&'static str; 4]| names[(shape.head_dim.div_ceil(32) - 1).min(3)];
     let attend = of_width(["attend_32", "attend_64", "attend_96", "attend_128"]);
     measure(case(format!("attend: {size}"), vec![(attend, Floor::Operations(4.0 * work))], || {
@@ -161,8 +174,6 @@ fn attention(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
     let of_keys = of_width(["key_gradients_32", "key_gradients_64", "key_gradients_96", "key_gradients_128"]);
     let mut floors = vec![(of_queries, Floor::Operations(6.0 * work)), (of_keys, Floor::Operations(8.0 * work))];
     floors.extend(bytes("attention_delta", 4 * n_rows * q_width));
-    // A part for each tile of keys, in f32, of keys and of values.
-    floors.extend(bytes("key_gradient_sums", 2 * 6 * n_rows * kv_width));
     measure(case(format!("attention_gradients: {size}"), floors, || {
         gpu.attention_gradients(&queries, shape.head_dim, &q, &k, &v, &out, &logsumexp, &grad).map(drop)
     }));
@@ -282,7 +293,7 @@ fn packed(gpu: &Gpu, sizes: &Sizes, measure: Measure<'_>) -> Result<()> {
 
 fn few_rows(gpu: &Gpu, weight: &DeviceWeight, kernel: &'static str, measure: Measure<'_>) -> Result<()> {
     let (n_out, n_in) = weight.dims();
-    for n in [1, 8, 16, 64] {
+    for n in [1, 8, 16, 32, 48, 64] {
         let (x, mut y) = (halves(gpu, n * n_in)?, halves(gpu, n * n_out)?);
         let floor = Floor::Bytes((weight.memory_bytes() + 2 * n * (n_in + n_out)) as f64);
         let floors = vec![(kernel, floor), ("product", floor)];

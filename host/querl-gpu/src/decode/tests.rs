@@ -244,6 +244,22 @@ fn steps_are_recorded_and_a_policy_takes_the_place_of_the_one_before() {
     assert!(answers(None, 4).0 == alone(None), "the bare base, of other shapes");
 }
 
+/// With more sequences than `few_rows` takes a packed weight is unpacked, into memory that a captured step must find again.
+#[test]
+fn captured_steps_of_many_sequences_unpack_the_base() {
+    let decoder = Decoder::load_on(&golden("qwen2-tied"), Weights::Frozen, BaseDtype::Nf4, &gpu_device()).unwrap();
+    let (adapter, prompts) = (adapter(&decoder, 0), prompts());
+    let n = 48usize.div_ceil(prompts.len());
+    let requests: Vec<_> = requests(&prompts).into_iter().map(|request| GenerationRequest { n, ..request }).collect();
+    let mut engine = engine(&decoder, 48);
+    let mut answers = |version| {
+        engine.set_policy(Some(&adapter), version).unwrap();
+        generate(&mut engine, &requests, Decoding::Sample, &sampling(6))
+    };
+    let (first, second) = (answers(1), answers(2));
+    assert!(first == second && n_captured(&engine) > 0);
+}
+
 /// Regression: captured steps used the scale of the previous policy if only `lora_alpha` was different.
 #[test]
 fn a_policy_of_another_scale_has_steps_of_its_own() {

@@ -19,9 +19,16 @@ const QUERIES_AT_ONCE: usize = 32;
 /// Threads of a block: a warp for 16 rows of a tile.
 const TILE_THREADS: usize = 128;
 
-/// Tiles of queries that one block of the backward pass goes through: what many sequences begin with is seen by all of them, and
-/// one block for it would still work when all others are done.
-const TILES_PER_ITEM: usize = 32;
+/// An item, what one block of the backward pass of keys goes through, is at most about this part of all pairs of tiles: what many
+/// sequences begin with is seen by all of them, and one block for it would still work when all others are done. There are as many
+/// blocks for each key-value head, so that each is a small part of a multiprocessor's work.
+const ITEMS: usize = 256;
+
+/// Tiles of `QUERIES_AT_ONCE` that an item may always have: more parts cost more to write and to add than they save.
+const LEAST_TILES_PER_ITEM: usize = 8;
+
+/// In place of the place of its sums: the item is the only one of its tile of keys.
+const ALONE: u32 = u32::MAX;
 
 /// Which rows of a tree are queries, and which tiles see each other.
 pub struct TreeQueries {
@@ -36,13 +43,16 @@ pub struct TreeQueries {
     /// Tiles of keys that a tile of queries sees, times 2, plus 1 where it needs the mask.
     keys: CudaSlice<u32>,
     /// Of each item: its tile of keys and where its list begins and ends, the longest first. `(items, 4)`, the last for the place
-    /// of its sums.
+    /// of its sums, or `ALONE`.
     backward: CudaSlice<u32>,
-    /// Tiles of queries that see a tile of keys, as above.
+    /// Tiles of `QUERIES_AT_ONCE` that see a tile of keys, as above.
     queries: CudaSlice<u32>,
-    /// Where the sums of each tile of keys begin. `(tiles + 1)`.
-    sums: CudaSlice<u32>,
+    /// Tiles of keys that have not one item, and where their sums begin and end. `(tiles, 3)`.
+    joined: CudaSlice<u32>,
     n_items: usize,
+    n_joined: usize,
+    /// Items with a place for sums.
+    n_parts: usize,
 }
 
 /// The lists of tiles, computed on the host, so that they are tested without a GPU.
@@ -54,28 +64,28 @@ struct Tiles {
     keys: Vec<u32>,
     backward: Vec<u32>,
     queries: Vec<u32>,
-    sums: Vec<u32>,
+    joined: Vec<u32>,
+    n_parts: u32,
 }
 
 impl Tiles {
     fn new(tree: &RowTree, rows: Vec<u32>) -> Self {
         let ends: Vec<u32> = tree.nodes().iter().flat_map(|node| vec![node.end as u32; node.len]).collect();
         let mut tiles = Self { rows, ends, ..Self::default() };
-        let pairs = tiles.pairs();
         let mut lists: Vec<[u32; 3]> = Vec::new();
-        for (tile, seen) in pairs.iter().enumerate() {
+        for (tile, seen) in tiles.pairs(TILE).iter().enumerate() {
             let start = tiles.keys.len() as u32;
             tiles.keys.extend(seen.iter().map(|&(key_tile, masked)| key_tile << 1 | masked));
             lists.push([tile as u32, start, tiles.keys.len() as u32]);
         }
         lists.sort_by_key(|list| std::cmp::Reverse(list[2] - list[1]));
         tiles.forward = lists.concat();
-        tiles.turn(&pairs);
+        tiles.turn();
         tiles
     }
 
-    /// Of each tile of queries the tiles of keys that it sees, and 1 where that takes the mask.
-    fn pairs(&self) -> Vec<Vec<(u32, u32)>> {
+    /// Of each tile of so many queries the tiles of keys that it sees, and 1 where that takes the mask.
+    fn pairs(&self, n_queries: usize) -> Vec<Vec<(u32, u32)>> {
         let reach = |ends: &[u32]| (ends.iter().copied().min(), ends.iter().copied().max());
         let of_keys: Vec<_> = self.ends.chunks(TILE).map(reach).collect();
         let of_tile = |rows: &[u32]| {
@@ -88,27 +98,32 @@ impl Tiles {
                 })
                 .collect()
         };
-        self.rows.chunks(TILE).map(of_tile).collect()
+        self.rows.chunks(n_queries).map(of_tile).collect()
     }
 
     /// The same from the side of the keys, in items of bounded length.
-    fn turn(&mut self, pairs: &[Vec<(u32, u32)>]) {
+    fn turn(&mut self) {
         let mut seen_by = vec![Vec::new(); self.ends.len().div_ceil(TILE)];
-        for (tile, seen) in pairs.iter().enumerate() {
+        for (tile, seen) in self.pairs(QUERIES_AT_ONCE).iter().enumerate() {
             for &(key_tile, masked) in seen {
                 seen_by[key_tile as usize].push((tile as u32) << 1 | masked);
             }
         }
+        let longest = (seen_by.iter().map(Vec::len).sum::<usize>() / ITEMS).max(LEAST_TILES_PER_ITEM);
         let mut items: Vec<[u32; 4]> = Vec::new();
         for (key_tile, list) in seen_by.iter().enumerate() {
-            self.sums.push(items.len() as u32);
-            for part in list.chunks(TILES_PER_ITEM) {
+            let (n_items, first_part) = (list.len().div_ceil(longest), self.n_parts);
+            for part in list.chunks(list.len().div_ceil(n_items.max(1)).max(1)) {
                 let start = self.queries.len() as u32;
                 self.queries.extend(part);
-                items.push([key_tile as u32, start, self.queries.len() as u32, items.len() as u32]);
+                let place = if n_items == 1 { ALONE } else { self.n_parts };
+                self.n_parts += u32::from(n_items > 1);
+                items.push([key_tile as u32, start, self.queries.len() as u32, place]);
+            }
+            if n_items != 1 {
+                self.joined.extend([key_tile as u32, first_part, self.n_parts]);
             }
         }
-        self.sums.push(items.len() as u32);
         items.sort_by_key(|item| std::cmp::Reverse(item[2] - item[1]));
         self.backward = items.concat();
     }
@@ -139,13 +154,15 @@ impl TreeQueries {
             n_queries: tiles.rows.len(),
             n_rows: tiles.ends.len(),
             n_items: tiles.backward.len() / 4,
+            n_joined: tiles.joined.len() / 3,
+            n_parts: tiles.n_parts as usize,
             rows: gpu.upload(&tiles.rows)?,
             ends: gpu.upload(&tiles.ends)?,
             forward: gpu.upload(&tiles.forward)?,
             keys: gpu.upload(&tiles.keys)?,
             backward: gpu.upload(&tiles.backward)?,
             queries: gpu.upload(&tiles.queries)?,
-            sums: gpu.upload(&tiles.sums)?,
+            joined: gpu.upload(&tiles.joined)?,
         })
     }
 
@@ -164,7 +181,9 @@ impl TreeQueries {
         let fits = q == q_width * self.n_queries && k == kv_width * self.n_rows && v == k;
         let divides = head_dim > 0 && kv_width.is_multiple_of(head_dim) && q_width.is_multiple_of(head_dim);
         let (n_heads, n_kv_heads) = if divides { (q_width / head_dim, kv_width / head_dim) } else { (0, 0) };
-        if !fits || !divides || n_kv_heads == 0 && n_heads > 0 || n_heads % n_kv_heads.max(1) != 0 {
+        let one_is_none = (n_kv_heads == 0) != (n_heads == 0) && self.n_queries > 0;
+        let too_wide = q_width.max(kv_width) > i32::MAX as usize / TILE; // kernels count a tile's values in `int`
+        if !fits || !divides || one_is_none || too_wide || n_heads % n_kv_heads.max(1) != 0 {
             let (n_queries, n_rows) = (self.n_queries, self.n_rows);
             bail!("attention: {q}, {k}, {v} values for {n_queries} queries and {n_rows} rows in heads of {head_dim}");
         }
@@ -269,21 +288,26 @@ impl Gpu {
         // SAFETY: as `cuda/attention.cuh` declares it; lengths were checked above.
         unsafe { self.launch(name[heads.shape], grid, TILE_THREADS, heads.bytes(4 * TILE), &mut args)? };
 
-        let n_sums = queries.n_items * heads.n_kv_heads * TILE * heads.head_dim;
-        let (mut dk_sums, mut dv_sums) = (self.alloc::<f32>(n_sums)?, self.alloc::<f32>(n_sums)?);
+        let n_parts = queries.n_parts * heads.n_kv_heads * 2 * TILE * heads.padded;
+        let (mut dk, mut dv, mut parts) = (self.alloc(k.len())?, self.alloc(v.len())?, self.alloc::<f32>(n_parts)?);
         let mut args = vec![self.input(q), self.input(k), self.input(v), self.input(grad)];
         args.extend([self.input(logsumexp), self.input(&deltas)]);
-        args.extend([self.output(&mut dk_sums), self.output(&mut dv_sums)]);
+        args.extend([self.output(&mut dk), self.output(&mut dv), self.output(&mut parts)]);
         args.extend([self.input(&queries.backward), self.input(&queries.queries)]);
         args.extend([self.input(&queries.rows), self.input(&queries.ends)]);
         args.extend(sizes.map(Into::into));
         args.push(heads.scale().into());
         let name = ["key_gradients_32", "key_gradients_64", "key_gradients_96", "key_gradients_128"][heads.shape];
-        let (grid, shared) = ([queries.n_items, heads.n_kv_heads, 1], heads.bytes(2 * TILE + 2 * QUERIES_AT_ONCE));
-        // SAFETY: as above; each item has a place of its own in the sums.
+        let (grid, shared) = ([queries.n_items, heads.n_kv_heads, 1], heads.bytes(2 * TILE + 4 * QUERIES_AT_ONCE));
+        // SAFETY: as above; each item has a tile of keys or a place in the parts of its own.
         unsafe { self.launch(name, grid, TILE_THREADS, shared, &mut args)? };
-        let dk = self.key_sums(queries, heads, &dk_sums, k.len())?;
-        let dv = self.key_sums(queries, heads, &dv_sums, v.len())?;
+
+        let mut args =
+            vec![self.input(&parts), self.input(&queries.joined), self.output(&mut dk), self.output(&mut dv)];
+        args.extend([queries.n_rows, heads.n_kv_heads, heads.head_dim, heads.padded].map(Into::into));
+        let grid = [queries.n_joined * heads.padded / 16, heads.n_kv_heads, 2];
+        // SAFETY: as `cuda/attention.cuh` declares it; `joined` names parts below `n_parts`.
+        unsafe { self.launch("key_gradient_sums", grid, 256, 0, &mut args)? };
         Ok([dq, dk, dv])
     }
 
@@ -304,28 +328,5 @@ impl Gpu {
         // SAFETY: as `cuda/attention.cuh` declares it: a warp for each head of each query.
         unsafe { self.launch("attention_delta", [n_blocks, 1, 1], 256, 0, &mut args)? };
         Ok(deltas)
-    }
-
-    /// Adds the parts that items found, in their order.
-    fn key_sums(
-        &self,
-        queries: &TreeQueries,
-        heads: Heads,
-        parts: &CudaSlice<f32>,
-        len: usize,
-    ) -> Result<CudaSlice<bf16>> {
-        let mut sums = self.alloc(len)?;
-        let mut args = [
-            self.input(parts),
-            self.input(&queries.sums),
-            self.output(&mut sums),
-            queries.n_rows.into(),
-            heads.n_kv_heads.into(),
-            heads.head_dim.into(),
-        ];
-        let grid = [queries.n_rows.div_ceil(TILE), heads.n_kv_heads, 1];
-        // SAFETY: as `cuda/attention.cuh` declares it; `sums` names items below `n_items`.
-        unsafe { self.launch("key_gradient_sums", grid, 256, 0, &mut args)? };
-        Ok(sums)
     }
 }

@@ -88,9 +88,16 @@ fn wanted_queries_attend_as_on_the_cpu() {
 #[test]
 fn a_long_beginning_of_many_sequences_collects_gradients_in_parts() {
     // One beginning, and behind it so many rows that its list of tiles is cut.
-    let mut nodes = vec![Node { start: 0, len: 20, end: 20 + 45 * 50, depth: 0, parent: None }];
-    nodes.extend((0..45).map(|i| Node { start: 20 + i * 50, len: 50, end: 70 + i * 50, depth: 20, parent: Some(0) }));
-    check(&RowTree::new(nodes), None, Shape { n_heads: 1, n_kv_heads: 1, head_dim: 16 }, 1);
+    let tree = |n: usize| {
+        let mut nodes = vec![Node { start: 0, len: 20, end: 20 + n * 50, depth: 0, parent: None }];
+        let branch = |start: usize| Node { start, len: 50, end: start + 50, depth: 20, parent: Some(0) };
+        nodes.extend((0..n).map(|i| branch(20 + i * 50)));
+        RowTree::new(nodes)
+    };
+    check(&tree(45), None, Shape { n_heads: 1, n_kv_heads: 1, head_dim: 16 }, 1);
+    for (n_heads, n_kv_heads, head_dim) in [(3, 1, 64), (2, 2, 80), (2, 1, 128)] {
+        check(&tree(9), None, Shape { n_heads, n_kv_heads, head_dim }, 2);
+    }
 }
 
 #[test]
