@@ -378,9 +378,37 @@ def keys_and_locks(tally) -> None:
         tally.attack("a signer who is not trusted", project.querl("run", "querl.toml", "--out", "third", "--set", trust).problem(2))
 
 
+def rotated_keys(tally) -> None:
+    """A key is replaced as docs/plugins.md says, and one that was lost is revoked."""
+    bundle = "reward-competition-0.2.0.querl"
+    with Project() as project:
+        keys = [project.querl("plugin", "sign", "--new-key", name).out.strip() for name in ("old.pem", "new.pem")]
+        tally.attack("two keys", None if all(key.startswith("ed25519:") for key in keys) else str(keys))
+        project.querl("plugin", "pack", REWARD, "--sign", "old.pem")
+        shutil.copy(project.path(bundle), project.path("old-only.querl"))
+        tally.attack("a second signature", project.querl("plugin", "sign", bundle, "--key", "new.pem").problem(0))
+        config = project.path("querl.toml").read_text()
+        # The reward alone is a bundle here: the other plugins are left out of the question by packing and signing them too.
+        for kind in ("filter-quality", "tenant-fivedoctors"):
+            source = str(PLUGINS / kind)
+            project.querl("plugin", "pack", source, "--sign", "old.pem")
+            packed = next(project.folder.glob(f"{kind}-*.querl")).name
+            project.querl("plugin", "sign", packed, "--key", "new.pem")
+            config = config.replace(source, packed)
+        for name, file, trusted, code in (
+            ("both keys are trusted", bundle, keys, 0),
+            ("the new key alone, both signatures", bundle, keys[1:], 0),
+            ("the new key alone, the old signature", "old-only.querl", keys[1:], 2),
+            ("the old key alone, the old signature", "old-only.querl", keys[:1], 0),
+        ):
+            project.write("querl.toml", config.replace(REWARD, file))
+            end = project.querl("config", "check", "querl.toml", "--set", f"plugins.trusted_keys={json.dumps(trusted)}")
+            tally.attack(f"rotation: {name}", end.problem(code, *([file, keys[1]] if code else [])))
+
+
 GROUPS = {
     "folders with the names of files": [folders_named_as_files],
     "faults of plugins in a run": [faults_of_rewards, faults_of_style_scorers],
     "plugins in Python and JavaScript": [native_authors, components, packages],
-    "keys, bundles, locks": [keys_and_locks],
+    "keys, bundles, locks": [keys_and_locks, rotated_keys],
 }
