@@ -388,7 +388,7 @@ def rotated_keys(tally) -> None:
         shutil.copy(project.path(bundle), project.path("old-only.querl"))
         tally.attack("a second signature", project.querl("plugin", "sign", bundle, "--key", "new.pem").problem(0))
         config = project.path("querl.toml").read_text()
-        # The reward alone is a bundle here: the other plugins are left out of the question by packing and signing them too.
+        # The other plugins are bundles with both signatures, so that only that of the reward decides.
         for kind in ("filter-quality", "tenant-fivedoctors"):
             source = str(PLUGINS / kind)
             project.querl("plugin", "pack", source, "--sign", "old.pem")

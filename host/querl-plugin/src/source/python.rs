@@ -264,7 +264,7 @@ mod tests {
 
     /// Symptom: a plugin that imports jieba did not build where the environment had setuptools, and jieba was blamed.
     #[test]
-    fn a_plugin_with_jieba_is_told_of_the_host_function_and_of_setuptools() {
+    fn a_build_with_jieba_names_the_host_function_and_setuptools() {
         let of_jieba = "  File \"/0/plugin.py\", line 5, in <module>\n    import jieba\n  File \"/3/jieba/__init__.py\", line 14, in <module>\n";
         assert!(advice(of_jieba).contains("; use the host function `words`, which is jieba"), "{}", advice(of_jieba));
         let of_setuptools =
