@@ -23,12 +23,12 @@ esac
 
 # GROUP: PACKAGE:TARGET... ; the target `lib` is the unit tests of a package.
 groups=(
-  "results, kills, restarts: querl:run querl:kill querl-train:lib"
+  "results, kills, restarts: querl:run querl:kill querl:rm querl-train:lib"
   "mistakes on the command line: querl:bad_input querl:commands"
   "tables, configurations, journals: querl:data querl-data:lib querl-core:lib querl-pipeline:lib"
-  "models, templates, tokenizers: querl:model querl:model_hub querl-model:model querl-encoder:parity"
+  "models, templates, tokenizers: querl:model querl:model_hub querl-model:model querl-model:lib querl-encoder:parity querl-encoder:lib"
   "calls and money: querl:calls querl:batch querl:rag"
-  "plugins and bundles: querl:plugins querl:plugin_faults querl:plugin_registry querl:plugin_trust querl:replay querl-bundle:*"
+  "plugins and bundles: querl:plugins querl:plugin_faults querl:plugin_registry querl:plugin_trust querl:replay querl-bundle:* querl-eval:output"
   "hostile components: querl-plugin:* querl-conformance:breaches"
   "servers: querl:rm_serve querl-serve:*"
 )

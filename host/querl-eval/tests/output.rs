@@ -4,7 +4,7 @@
 
 mod support;
 
-use querl_core::records::{EvalRecord, Rejection, SampleCounts, SecondHits, Split};
+use querl_core::records::{EvalRecord, Rejection, Reward, RewardComponent, SampleCounts, SecondHits, Split};
 use querl_eval::{
     EvalOptions, FunnelStep, Lookups, ReportInput, RunFacts, ServiceName, StageTiming, evaluate, evaluate_seeds,
     report_html, seeds_table, table,
@@ -212,6 +212,32 @@ fn a_run_without_retrieval_has_no_retrieval_curves() {
     let none = RunFacts { retrieval: ServiceName::from_port_name("none"), ..facts() };
     let html = page_of(&none, &invented_records(6), &metrics, 0);
     assert!(!html.contains(drawn) && html.contains("Not recorded in this run: Win rate against the teacher, Top-1"));
+}
+
+/// Symptom: a score with 200 names made a report of 18 MB.
+#[test]
+fn of_many_names_the_most_used_are_shown_and_the_others_counted() {
+    let of = |row: usize, names: std::ops::Range<usize>| {
+        let mut answered = answer("改写", Vec::new());
+        let component = |index: usize| RewardComponent { name: format!("part_{index:03}"), value: 0.5 };
+        answered.reward = Some(Reward { total: 0.5, components: names.map(component).collect() });
+        record("rl", row, Ok(answered))
+    };
+    // The last 64 names are those of two answers.
+    let records = [of(2, 0..256), of(3, 192..256)];
+    let metrics: Vec<Value> = (0..450)
+        .flat_map(|index| {
+            let n_steps = if index < 50 { 1 } else { 2 };
+            (0..n_steps).map(move |step| json!({"stage": "rl", "step": step, (format!("reward/part_{index:03}")): 0.5}))
+        })
+        .collect();
+    let html = page(&records, &metrics, 0);
+    assert!(html.contains("The most used parts; 192 more are not shown."));
+    let row = |index: usize| html.contains(&format!("<th scope=\"row\">part_{index:03}<"));
+    assert!(row(192) && row(255) && !row(0) && !row(191));
+    assert!(html.contains("Other training metrics (400, the most recorded; 50 more are in metrics.jsonl)"));
+    assert!(html.contains("reward&#x2f;part_050") && !html.contains("reward&#x2f;part_049"));
+    assert!(html.len() < 1_000_000, "{} bytes", html.len());
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::collections::BTreeSet;
 use support::Project;
 use support::process::{interrupted, signal};
 
@@ -179,6 +180,53 @@ fn documentation_of_the_configuration_has_every_key_as_it_is() {
         .filter(|row| !text.contains(row))
         .collect();
     assert!(missing.is_empty(), "{}", missing.join("\n"));
+}
+
+/// The keys in a message about one that does not exist, with `prefix`.
+fn expected_keys(project: &Project, text: &str, prefix: &str) -> BTreeSet<String> {
+    project.write("pretrain.toml", text);
+    let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
+    let (_, names) = message.split_once("expected one of ").unwrap_or_else(|| panic!("{message}"));
+    names.split('`').skip(1).step_by(2).map(|name| format!("{prefix}{name}")).collect()
+}
+
+/// Symptom: the page showed the table of another command.
+#[test]
+fn both_pages_of_the_configuration_have_the_keys_of_a_pretraining() {
+    let project = Project::new();
+    let mut expected = expected_keys(&project, "nothing = 1\n", "");
+    assert!(expected.remove("model") && expected.remove("train"), "{expected:?}");
+    expected.extend(expected_keys(&project, "[model]\nnothing = 1\n", "model."));
+    // There is no adapter, and no stage that follows.
+    let without_effect = [
+        "method",
+        "lora_rank",
+        "lora_alpha",
+        "lora_dropout",
+        "lora_target_modules",
+        "use_rslora",
+        "use_dora",
+        "on_noise",
+    ];
+    let of_sft = querl_core::config::keys();
+    let of_sft = of_sft.iter().filter_map(|info| info.key.strip_prefix("sft."));
+    expected.extend(of_sft.filter(|key| !without_effect.contains(key)).map(|key| format!("train.{key}")));
+    for page in ["docs/configuration.md", "docs/zh-CN/configuration.md"] {
+        let text = std::fs::read_to_string(support::repository().join(page)).unwrap();
+        let section = text.split("\n## `querl model pretrain`").nth(1).unwrap().split("\n## ").next().unwrap();
+        let mut found = BTreeSet::new();
+        for row in section.lines().filter(|line| line.starts_with("| `")) {
+            let cell = row.split(" | ").next().unwrap();
+            let names: Vec<&str> = cell.split('`').skip(1).step_by(2).collect();
+            // `train.batch_size`, `epochs`: the first name has the section of all.
+            let shared = names[0].split_once('.').map(|(section, _)| section);
+            found.extend(names.iter().map(|name| match shared {
+                Some(section) if !name.contains('.') => format!("{section}.{name}"),
+                _ => (*name).to_owned(),
+            }));
+        }
+        assert_eq!(found, expected, "{page}");
+    }
 }
 
 #[test]

@@ -4,7 +4,7 @@
 mod support;
 
 use serde_json::Value;
-use support::{CommandOutput, Project};
+use support::{CommandOutput, Project, repository};
 
 /// The query table of a project as lines of cells.
 fn cells(project: &Project) -> Vec<[String; 3]> {
@@ -178,6 +178,21 @@ fn stats_say_what_became_of_the_rows() {
     let text = project.querl(&["data", "stats", "querl.toml"]).ok().stdout;
     assert!(text.contains("\nstages\n  rewrite   40 in  40 kept  none dropped\n"), "{text}");
     assert!(text.contains(" rows, 0 like a row of train\n"), "{text}");
+}
+
+/// Symptom: the page showed a funnel that no run of the example has.
+#[test]
+fn the_documented_funnel_is_that_of_the_example() {
+    let project = Project::new();
+    let example = repository().join("examples/fivedoctors/querl.toml").display().to_string();
+    let run = project.querl(&["run", &example, "--to", "convert", "--out", "example"]).ok();
+    let lines: Vec<&str> = run.stderr.lines().collect();
+    let first = lines.iter().position(|line| *line == "rows of each stage:").unwrap_or_else(|| panic!("{run:#?}"));
+    let funnel = lines[first..].iter().take(4).map(|line| format!("{line}\n")).collect::<String>();
+    for page in ["docs/data.md", "docs/zh-CN/data.md"] {
+        let text = std::fs::read_to_string(repository().join(page)).unwrap();
+        assert!(text.contains(&format!("```\n{funnel}```\n")), "{page} does not have\n{funnel}");
+    }
 }
 
 /// Every query once more with a particle at its end, in a group of its own: some pairs part, and test is no test any more.

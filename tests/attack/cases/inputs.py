@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-from project import EXAMPLE, Project
+from project import EXAMPLE, ROOT, Project
 
 SHEET = '<?xml version="1.0"?><worksheet xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main"><sheetData>{}</sheetData></worksheet>'
 PARTS = {
@@ -181,6 +182,20 @@ for name, file in files.items():
 """
 
 
+# After the example of docs/files.md: rows without an assistant message are left out, and no others.
+AFTER_DOCUMENTED = """
+import json
+for split, file in files.items():
+    answered = [row for row in map(json.loads, open(file, encoding="utf-8")) if row["messages"][-1]["role"] == "assistant"]
+    assert rows[split]["messages"] == [row["messages"] for row in answered] and answered, split
+"""
+
+
+def documented_loader(page: str) -> str:
+    code = re.search(r"```python\n(from datasets .*?)```", (ROOT / page).read_text(), re.DOTALL)[1]
+    return code.replace("runs/fivedoctors/", "run/") + AFTER_DOCUMENTED
+
+
 def datasets(tally) -> None:
     with Project(finished="convert") as project:
         def shape(value: object) -> object:
@@ -203,6 +218,9 @@ def datasets(tally) -> None:
             return
         loaded = subprocess.run([sys.executable, "-c", LOADER], cwd=project.folder, capture_output=True, text=True)
         tally.attack("load_dataset, pandas, pyarrow", loaded.stderr[-600:] if loaded.returncode else None)
+        for page in ("docs/files.md", "docs/zh-CN/files.md"):
+            loaded = subprocess.run([sys.executable, "-c", documented_loader(page)], cwd=project.folder, capture_output=True, text=True)
+            tally.attack(f"the loader of {page}", loaded.stderr[-600:] if loaded.returncode else None)
 
 
 CHATS = {

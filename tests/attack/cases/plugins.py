@@ -285,6 +285,67 @@ def components(tally) -> None:
                     tally.attack(f"a component with {name} at its head", None if fine else end.err[-400:])
 
 
+# Packages with which a plugin in Python cannot be built as they are: what the sentence says of each.
+PACKAGES = {
+    "numpy": ["the package `numpy` has code that is compiled for this machine", "write the plugin in Rust"],
+    "jieba": ["`jieba` (", "at most 67 MB can be loaded", "use the host function `words`"],
+}
+# As sdk/python/README.md describes it.
+JIEBA_NEXT_TO_PLUGIN = """import jieba
+
+jieba.dt.tmp_dir = "/"
+jieba.initialize()
+"""
+
+
+def packages(tally) -> None:
+    """A package of others works in a component, or the build says what to do. Needs the registry of Python packages."""
+    if not (PLUGINS / ".venv").exists():
+        tally.skip("packages in components in Python", "plugins/setup.sh has not run")
+        return
+    with Project() as project:
+
+        def run(*command: str | Path) -> str | None:
+            end = subprocess.run(command, cwd=project.folder, capture_output=True, text=True)
+            return end.stderr[-300:] if end.returncode else None
+
+        def environment(*names: str) -> str | None:
+            """A plugin with an environment that has nothing but componentize-py and these packages."""
+            new_plugin(project, "python")
+            folder = project.path("length/.venv")
+            pip = [folder / "bin/python", "-m", "pip", "--disable-pip-version-check"]
+            return (
+                run("python3", "-m", "venv", folder)
+                or run(*pip, "install", "--quiet", "-r", PLUGINS / "requirements.txt", *names)
+                or run(*pip, "uninstall", "--quiet", "--yes", "setuptools")
+            )
+
+        for name, said in PACKAGES.items():
+            if missing := environment(name):
+                tally.skip(f"the package {name} in a component", missing)
+                continue
+            source = PYTHON.format(line="pass").replace("from querl_sdk", f"import {name}\nfrom querl_sdk", 1)
+            project.write("length/plugin.py", source)
+            tally.attack(f"a component with {name}", project.querl("plugin", "build", "length").problem(2, *said))
+            if name == "numpy":
+                continue
+            # The words of a query, by the host function and by the package next to plugin.py.
+            found = next(project.path("length/.venv/lib").glob("python3.*/site-packages/jieba"))
+            shutil.copytree(found, project.path("jieba"), ignore=shutil.ignore_patterns("posseg", "analyse", "lac_small", "__pycache__"))
+            tally.attack("an environment without packages", environment())
+            shutil.move(project.path("jieba"), project.path("length/jieba"))
+            shutil.rmtree(project.path("length/jieba/finalseg"))
+            project.write("length/jieba/finalseg/__init__.py", "def cut(text):\n    return list(text)\n")
+            line = 'raise KeyError("/".join(jieba.cut("胶原蛋白怎么吃")))'
+            project.write("length/plugin.py", JIEBA_NEXT_TO_PLUGIN + PYTHON.format(line=line))
+            built = project.querl("plugin", "build", "length", "--json")
+            tally.attack("a component with jieba next to plugin.py", built.problem(0))
+            if built.code == 0:
+                component = str(Path(project.folder, json.loads(built.out)["component"]))
+                end = project.querl("plugin", "replay", EPISODES, "--plugin", component)
+                tally.attack("words of jieba in a component", end.problem(1, "胶原蛋白/怎么/吃"))
+
+
 def keys_and_locks(tally) -> None:
     bundle = "reward-competition-0.2.0.querl"
     with Project() as project:
@@ -317,9 +378,37 @@ def keys_and_locks(tally) -> None:
         tally.attack("a signer who is not trusted", project.querl("run", "querl.toml", "--out", "third", "--set", trust).problem(2))
 
 
+def rotated_keys(tally) -> None:
+    """A key is replaced as docs/plugins.md says, and one that was lost is revoked."""
+    bundle = "reward-competition-0.2.0.querl"
+    with Project() as project:
+        keys = [project.querl("plugin", "sign", "--new-key", name).out.strip() for name in ("old.pem", "new.pem")]
+        tally.attack("two keys", None if all(key.startswith("ed25519:") for key in keys) else str(keys))
+        project.querl("plugin", "pack", REWARD, "--sign", "old.pem")
+        shutil.copy(project.path(bundle), project.path("old-only.querl"))
+        tally.attack("a second signature", project.querl("plugin", "sign", bundle, "--key", "new.pem").problem(0))
+        config = project.path("querl.toml").read_text()
+        # The other plugins are bundles with both signatures, so that only that of the reward decides.
+        for kind in ("filter-quality", "tenant-fivedoctors"):
+            source = str(PLUGINS / kind)
+            project.querl("plugin", "pack", source, "--sign", "old.pem")
+            packed = next(project.folder.glob(f"{kind}-*.querl")).name
+            project.querl("plugin", "sign", packed, "--key", "new.pem")
+            config = config.replace(source, packed)
+        for name, file, trusted, code in (
+            ("both keys are trusted", bundle, keys, 0),
+            ("the new key alone, both signatures", bundle, keys[1:], 0),
+            ("the new key alone, the old signature", "old-only.querl", keys[1:], 2),
+            ("the old key alone, the old signature", "old-only.querl", keys[:1], 0),
+        ):
+            project.write("querl.toml", config.replace(REWARD, file))
+            end = project.querl("config", "check", "querl.toml", "--set", f"plugins.trusted_keys={json.dumps(trusted)}")
+            tally.attack(f"rotation: {name}", end.problem(code, *([file, keys[1]] if code else [])))
+
+
 GROUPS = {
     "folders with the names of files": [folders_named_as_files],
     "faults of plugins in a run": [faults_of_rewards, faults_of_style_scorers],
-    "plugins in Python and JavaScript": [native_authors, components],
-    "keys, bundles, locks": [keys_and_locks],
+    "plugins in Python and JavaScript": [native_authors, components, packages],
+    "keys, bundles, locks": [keys_and_locks, rotated_keys],
 }

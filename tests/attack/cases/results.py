@@ -10,7 +10,7 @@ import signal
 import struct
 from pathlib import Path
 
-from project import PLUGINS, Project
+from project import EXAMPLE, PLUGINS, Project
 
 FAILING_TEMPLATE = "{{ raise_exception('no') }}"
 
@@ -202,6 +202,9 @@ MODEL_KEYS = [
 ]
 
 
+STYLE = [str(EXAMPLE.parent / "style/classifier.toml"), "--train_file", str(EXAMPLE.parent / "style/dialogues.json")]
+
+
 def changed_models(tally) -> None:
     with Project() as project:
         folder = project.copy_model("model")
@@ -221,6 +224,9 @@ def changed_models(tally) -> None:
                 ["model", "logprobs", "--model", "model", "--input", "texts.jsonl"],
                 ["model", "export", "--model", "model", "--out", "exported"],
                 ["run", "querl.toml", "--to", "sft", "--set", 'model.path="model"'],
+                ["plan", "querl.toml", "--set", 'model.path="model"'],
+                ["model", "inspect", "model"],
+                ["style", "train", *STYLE, "--model_name_or_path", "model", "--output_dir", "style"],
             ):
                 tally.attack(f"{value} in the weights: {' '.join(args[:2])}", project.querl(*args).problem(2, "tensor"))
             not_finite_model_of.write_bytes(content)

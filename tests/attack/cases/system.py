@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -181,6 +182,49 @@ def folders(tally) -> None:
             tally.attack(name, problems[0] if all(problems) else None)
 
 
+def read_only_folders(tally) -> None:
+    """A user who may read a run, and not write to it."""
+    if os.geteuid() != 0:
+        tally.skip("a read-only folder", "another user can be taken by root alone")
+        return
+    with Project(finished="eval") as project:
+        for path in [project.folder, *project.folder.rglob("*")]:
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        for args in (["report", "run"], ["run", "querl.toml"], ["plugin", "new", "plugin", "--kind", "reward", "--lang", "python"]):
+            try:
+                end = project.querl(*args, user=65534, group=65534, extra_groups=[], env={"QUERL_CACHE_DIR": "/nonexistent"})
+            except PermissionError as error:
+                tally.skip("a read-only folder", str(error))
+                return
+            problems = [end.problem(code, "ermission denied") for code in (1, 2)]
+            tally.attack(f"a read-only folder: {args[0]}", problems[0] if all(problems) else None)
+
+
+def synced_folders(tally) -> None:
+    """The folder of each file that was renamed into place is synced after it."""
+    if not shutil.which("strace"):
+        tally.skip("folders that are synced", "strace is not installed")
+        return
+    with Project() as project:
+        traced = ["strace", "-f", "-y", "-o", str(project.path("calls")), "-e", "trace=fsync,rename,renameat,renameat2"]
+        end = project.querl(command=[*traced, QUERL, "run", "querl.toml", "--to", "convert"])
+        tally.attack("a run under strace", end.problem(0))
+        calls = project.path("calls").read_text(errors="replace").splitlines()
+        pending: dict[str, set[str]] = {}
+        n_renamed = 0
+        for call in calls:
+            if found := re.search(r"rename\w*\(.*\"([^\"]+)\"", call):
+                target = project.folder / found[1]
+                # Files of the run alone: a folder that is moved can be moved again.
+                if target.is_file() and project.path("run") in target.parents:
+                    pending.setdefault(str(target.parent.resolve()), set()).add(target.name)
+                    n_renamed += 1
+            elif found := re.search(r"fsync\(\d+<([^>]+)>", call):
+                pending.pop(found[1], None)
+        few = f"only {n_renamed} files were renamed" if n_renamed < 5 else None
+        tally.attack(f"{n_renamed} files renamed into place", few or (f"not synced: {pending}" if pending else None))
+
+
 def two_processes(tally) -> None:
     with Project() as project:
         first = project.start(*LONG_SFT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -192,5 +236,5 @@ def two_processes(tally) -> None:
 
 GROUPS = {
     "terminals, signals, limits": [lost_outputs, limits, too_little_memory, hang_ups, one_interrupt],
-    "arguments and folders": [arguments, folders, two_processes],
+    "arguments and folders": [arguments, folders, read_only_folders, synced_folders, two_processes],
 }

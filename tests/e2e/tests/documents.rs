@@ -86,6 +86,48 @@ fn paths_named_in_pages_exist() {
     assert!(missing.is_empty(), "no such files; update the page or the path:\n{}", missing.join("\n"));
 }
 
+/// What operators and authors look up, by page of docs/: texts that the pages of both languages have.
+const LOOKED_UP: &[(&str, &[&str])] = &[
+    // Signatures: forms of keys, rotation, packages in components.
+    (
+        "plugins.md",
+        &[
+            "`openssl genpkey -algorithm ed25519`",
+            "`querl plugin sign BUNDLE --key NEW`",
+            "`querl plugin sign --key OLD --new-key NEW`",
+            "`plugins.trusted_keys`",
+            "numpy",
+            "jieba",
+            "`words`",
+        ],
+    ),
+    // TLS by a reverse proxy, limits of peers.
+    (
+        "start/platform-engineer.md",
+        &["listen 443 ssl;", "proxy_pass http://querl;", "limit_conn querl_clients", "`--max_connections_per_peer`"],
+    ),
+    // A loader that leaves out rows without an assistant message.
+    ("files.md", &["load_dataset(\"json\", data_files=files)", "row[\"metadata\"][\"dropped\"] == \"\""]),
+];
+
+#[test]
+fn pages_of_both_languages_have_what_operators_look_up() {
+    for (page, texts) in LOOKED_UP {
+        for folder in ["docs", "docs/zh-CN"] {
+            let text = fs::read_to_string(root().join(folder).join(page)).unwrap();
+            let missing: Vec<_> = texts.iter().filter(|wanted| !text.contains(*wanted)).collect();
+            assert!(missing.is_empty(), "{folder}/{page} lacks {missing:?}");
+        }
+    }
+    for (page, rotation, revocation) in [
+        ("docs/plugins.md", "**Rotation of a key.**", "**Revocation of a key**"),
+        ("docs/zh-CN/plugins.md", "**更换密钥。**", "**吊销密钥**"),
+    ] {
+        let text = fs::read_to_string(root().join(page)).unwrap();
+        assert!(text.contains(rotation) && text.contains(revocation), "{page}");
+    }
+}
+
 /// Words of three underscores or more in ARCHITECTURE.md are names of tests.
 #[test]
 fn tests_named_in_the_architecture_exist() {

@@ -385,12 +385,19 @@ path = "reward.wasm"
             load(&folder.path().join("querl.toml"), &Overrides { set, ..Overrides::default() }).unwrap()
         };
         let (wide, usual) = (with(SMALL_HIDDEN_SIZE, &[]), example());
-        assert_eq!((wide.sft, wide.rl, wide.data.rewrite_form), (usual.sft, usual.rl, RewriteForm::Full));
+        let (of_wide, of_usual) = ((&wide.sft, &wide.rl), (&usual.sft, &usual.rl));
+        assert_eq!((of_wide, wide.data.rewrite_form), (of_usual, RewriteForm::Full));
         let small = with(192, &["rl.kl_coef=0.5"]);
         assert_eq!((small.data.rewrite_form, small.sft.learning_rate), (RewriteForm::Edit, 1e-3));
         assert_eq!((small.rl.n_samples, small.rl.kl_coef, small.rl.gae_lambda), (8, 0.5, 0.95));
         assert_eq!(small.eval.systems[1], "with_history");
         assert_eq!(with(192, &["data.rewrite_form=full"]).eval.systems, usual.eval.systems);
+        for config in [&wide, &small] {
+            // On by default, after as many evaluations as docs/training.md says.
+            assert_eq!((config.sft.early_stopping_patience, config.rl.early_stopping_patience), (3, 5));
+            // A kill costs at most a minute of training.
+            assert_eq!((config.sft.save_interval_s, config.rl.save_interval_s), (60, 60));
+        }
         std::fs::write(folder.path().join("tiny/config.json"), "{\"hidden_size\": 896}").unwrap();
         let before = Overrides { without_model: true, ..Overrides::default() };
         let before = load(&folder.path().join("querl.toml"), &before).unwrap();

@@ -569,6 +569,10 @@ mod tests {
             "policy_judge_failed",
         ];
         assert_eq!(codes, expected);
+        // The plugin that could not read the answer, the format, and the answer.
+        let detail = &scored[4].outcome.as_ref().unwrap_err().detail;
+        let named = "`parse-judgement` of plugin prompts (judge.form = \"score\") was given `?`";
+        assert!(detail.contains(named), "{detail}");
     }
 
     #[test]

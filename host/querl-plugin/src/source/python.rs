@@ -84,16 +84,7 @@ impl PythonFolder {
             Some(library) => largest_packages(&library),
             None => Vec::new(),
         };
-        let megabytes = |n_bytes: u64| format!("{:.0} MB", n_bytes as f64 / 1e6);
-        let listed: Vec<_> = packages.iter().map(|(name, n)| format!("`{name}` ({})", megabytes(*n))).collect();
-        let reason = format!(
-            "its component has {}; at most {} can be loaded: every package of its virtual environment becomes part of it, the largest are {}; \
-             uninstall what it does not use, or copy the few modules and the data that it needs next to plugin.py",
-            megabytes(n_bytes),
-            megabytes(limit),
-            listed.join(", ")
-        );
-        Err(self.script.refused(reason))
+        Err(self.script.refused(too_large(n_bytes, limit, &packages)))
     }
 
     fn missing(&self) -> String {
@@ -152,16 +143,47 @@ fn advice(output: &str) -> String {
         let name = path.split(['/', '"']).next()?;
         Some(name.strip_suffix(".py").unwrap_or(name).to_owned())
     };
-    let Some(package) = output.lines().find_map(module) else { return String::new() };
+    let packages: Vec<String> = output.lines().filter_map(module).collect();
+    let Some(package) = packages.first() else { return String::new() };
+    if packages.iter().any(|package| package == "pkg_resources") {
+        return " since the package `pkg_resources`, a part of setuptools, does not run in a component; \
+                `pip uninstall setuptools` in its virtual environment removes it"
+            .to_owned();
+    }
     let is_compiled = [".so", "C-extension", "C extension"].iter().any(|sign| output.contains(sign));
     let problem = match is_compiled {
         true => "has code that is compiled for this machine, which a component cannot load",
         false => "needs files, a folder for temporary files or another package, which a component does not have",
     };
-    format!(
-        " since the package `{package}` {problem}; use pure Python without it (its data as a module next to plugin.py), or write the \
-         plugin in Rust"
-    )
+    let remedy = match package.as_str() {
+        JIEBA => WORDS,
+        _ => "use pure Python without it (its data as a module next to plugin.py), or write the plugin in Rust",
+    };
+    format!(" since the package `{package}` {problem}; {remedy}")
+}
+
+/// The package whose work a host function does.
+const JIEBA: &str = "jieba";
+const WORDS: &str = "use the host function `words`, which is jieba and adds no size: `host_functions = [\"words\"]` in plugin.toml, \
+                     `querl_sdk.host.words(text)` in plugin.py";
+
+/// Why a component is refused and what to do, as the rest of a sentence; the largest packages are first.
+fn too_large(n_bytes: u64, limit: u64, packages: &[(String, u64)]) -> String {
+    let megabytes = |n_bytes: u64| format!("{:.0} MB", n_bytes as f64 / 1e6);
+    let mut text = format!(
+        "its component has {}; at most {} can be loaded: every package of its virtual environment becomes part of it",
+        megabytes(n_bytes),
+        megabytes(limit)
+    );
+    if !packages.is_empty() {
+        let listed: Vec<_> = packages.iter().map(|(name, n)| format!("`{name}` ({})", megabytes(*n))).collect();
+        write!(text, ", the largest are {}", listed.join(", ")).expect("writing to a String succeeds");
+    }
+    text += "; uninstall what it does not use, or copy the few modules and the data that it needs next to plugin.py";
+    if packages.iter().any(|(name, _)| name == JIEBA) {
+        write!(text, "; in place of jieba, {WORDS}").expect("as above");
+    }
+    text
 }
 
 /// Bytes of a file, or of all files below a folder.
@@ -183,7 +205,7 @@ fn largest_packages(library: &Path) -> Vec<(String, u64)> {
     let packages = folders(library).into_iter().flat_map(|python| folders(&python.join("site-packages")));
     let name = |path: &Path| path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let mut sizes: Vec<(String, u64)> = packages.map(|path| (name(&path), folder_bytes(&path))).collect();
-    sizes.retain(|(name, _)| name != "componentize_py");
+    sizes.retain(|(name, _)| !name.starts_with("componentize_py"));
     sizes.sort_by_key(|(_, n_bytes)| std::cmp::Reverse(*n_bytes));
     sizes.truncate(3);
     sizes
@@ -233,8 +255,30 @@ mod tests {
         assert!(said.starts_with(" since the package `jieba` needs files"), "{said}");
         let said = advice(&traceback.replace("jieba", "numpy").replace("No usable", "_multiarray_umath.so"));
         assert!(said.starts_with(" since the package `numpy` has code that is compiled for this machine"), "{said}");
+        assert!(said.ends_with(
+            "; use pure Python without it (its data as a module next to plugin.py), or write the plugin in Rust"
+        ));
         let own = "  File \"/0/plugin.py\", line 3, in <module>\nNameError: name 'x' is not defined";
         assert_eq!(advice(own), "");
+    }
+
+    /// Symptom: a plugin that imports jieba did not build where the environment had setuptools, and jieba was blamed.
+    #[test]
+    fn a_build_with_jieba_names_the_host_function_and_setuptools() {
+        let of_jieba = "  File \"/0/plugin.py\", line 5, in <module>\n    import jieba\n  File \"/3/jieba/__init__.py\", line 14, in <module>\n";
+        assert!(advice(of_jieba).contains("; use the host function `words`, which is jieba"), "{}", advice(of_jieba));
+        let of_setuptools =
+            format!("{of_jieba}  File \"/3/pkg_resources/__init__.py\", line 2191, in <module>\nAttributeError: x");
+        let said = advice(&of_setuptools);
+        assert!(said.starts_with(" since the package `pkg_resources`, a part of setuptools, does not run"), "{said}");
+        assert!(said.contains("`pip uninstall setuptools`"), "{said}");
+        let packages = [("jieba", 42_000_000), ("pip", 17_000_000)].map(|(name, n)| (name.to_owned(), n));
+        let said = too_large(78_480_205, 67_108_864, &packages);
+        let expected = "its component has 78 MB; at most 67 MB can be loaded: every package of its virtual environment becomes part of it, \
+                        the largest are `jieba` (42 MB), `pip` (17 MB); uninstall what it does not use, or copy the few modules and the \
+                        data that it needs next to plugin.py; in place of jieba, use the host function `words`, ";
+        assert!(said.starts_with(expected), "{said}");
+        assert!(!too_large(78_480_205, 67_108_864, &[]).contains("the largest"));
     }
 
     #[test]
@@ -242,7 +286,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let packages = folder.path().join("python3.12/site-packages");
         for (name, n_bytes) in
-            [("small", 10), ("large", 3000), ("componentize_py", 9000), ("middle", 200), ("larger", 4000)]
+            [("small", 10), ("large", 3000), ("componentize_py-1.dist-info", 9000), ("middle", 200), ("larger", 4000)]
         {
             std::fs::create_dir_all(packages.join(name)).unwrap();
             std::fs::write(packages.join(name).join("x.py"), vec![b' '; n_bytes]).unwrap();

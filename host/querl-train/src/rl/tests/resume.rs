@@ -120,3 +120,24 @@ fn a_damaged_newest_checkpoint_costs_a_few_steps_and_no_byte() {
     run.start(1, &model, &config).unwrap();
     run.assert_same(&Run::complete(1, &model, &config), "from the checkpoint before");
 }
+
+/// Symptom: a run that was killed again and again within `save_steps` steps began at its start each time.
+#[test]
+fn a_checkpoint_is_written_by_time_whatever_save_steps_says() {
+    let model = Model::new();
+    let timed = |save_interval_s| RlConfig { save_steps: 1000, eval_steps: 1000, save_interval_s, ..config() };
+    let newest = |run: &Run| {
+        let step = |name: String| name.strip_prefix("step-")?.strip_suffix(".state")?.parse::<u64>().ok();
+        let entries = std::fs::read_dir(run.folder.path().join("state")).unwrap();
+        entries.filter_map(|entry| step(entry.unwrap().file_name().into_string().unwrap())).max()
+    };
+    // Scoring a batch takes 0.8 s: of three steps at least one is saved after a second.
+    for (save_interval_s, pause_ms, is_saved) in [(0, 0, false), (1, 80, true)] {
+        let mut run = Run::new(FaultyEnvironment::new(Fault::KillAtStep(4), Duration::from_millis(pause_ms)));
+        run.start(1, &model, &timed(save_interval_s)).unwrap_err();
+        assert_eq!(newest(&run) >= Some(1), is_saved, "save_interval_s = {save_interval_s}: {:?}", newest(&run));
+        run.remove_fault();
+        run.start(1, &model, &timed(save_interval_s)).unwrap();
+        run.assert_same(&Run::complete(1, &model, &timed(0)), "killed at the fourth step");
+    }
+}
