@@ -100,10 +100,10 @@ fn responses_that_are_edits_are_counted_and_said_at_export() {
     project.querl(&run).ok();
     // Symptom: targets that an older program had made with fewer forms were up to date.
     let mut older: Value = serde_json::from_str(&project.read("edits/stages.json")).unwrap();
-    older["stages"]["convert"]["inputs"].as_object_mut().unwrap().remove("forms of edits").unwrap();
+    older["stages"]["convert"]["inputs"].as_object_mut().unwrap().remove("forms of edits in targets").unwrap();
     project.write("edits/stages.json", &older.to_string());
     let redone = project.querl(&run).ok();
-    assert!(redone.stderr.contains("convert: running (forms of edits changed)\n"), "{redone:#?}");
+    assert!(redone.stderr.contains("convert: running (forms of edits in targets changed)\n"), "{redone:#?}");
     for engine in ["trl", "swift", "openrlhf"] {
         let exported = project.json(&["export", engine, "edits", "--out", engine]);
         let note = exported["notes"][0].as_str().unwrap();

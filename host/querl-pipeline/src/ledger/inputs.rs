@@ -15,7 +15,7 @@ const LARGEST_READ_BYTES: u64 = 256 << 20;
 
 /// Beginnings or ends of names, each with the input that decides whether a stage has them at all.
 const FOLLOWED: [(&str, &str); 20] = [
-    ("forms of edits", "data.rewrite_form"),
+    (FORMS_OF_EDITS, "data.rewrite_form"),
     ("tenant", "data.rewrite_form"),
     ("retrieval.", "data.rewrite_form"),
     ("knowledge base", "data.rewrite_form"),
@@ -37,10 +37,14 @@ const FOLLOWED: [(&str, &str); 20] = [
     ("rollout.", "rollout.engine"),
 ];
 
-/// Defaults of configuration keys, in the form of [`Inputs::section`].
+/// Name of the version with which rewrites are read as edits.
+pub(crate) const FORMS_OF_EDITS: &str = "forms of edits";
+
+/// Defaults of configuration keys, in the form of [`Inputs::section`], and the version of the forms of edits of ledgers without one.
 static DEFAULTS: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
     let value = |default: &str| toml::from_str::<toml::Table>(&format!("value = {default}")).ok()?.remove("value");
-    keys().into_iter().filter_map(|info| Some((info.key, value(&info.default?)?.to_string()))).collect()
+    let of_keys = keys().into_iter().filter_map(|info| Some((info.key, value(&info.default?)?.to_string())));
+    of_keys.chain([(FORMS_OF_EDITS.to_owned(), "2".to_owned())]).collect()
 });
 
 /// Digests or short values by name. Paths are not included: a moved input is the same input.
@@ -289,6 +293,24 @@ mod tests {
         assert_eq!(set.changed_since(&earlier), ["rl.clip_range_high", "rl.dynamic_sampling"]);
         assert_eq!(earlier.changed_since(&set), ["rl.clip_range_high", "rl.dynamic_sampling"]);
         assert_ne!(set.fingerprint(&model, None), now.fingerprint(&model, None));
+    }
+
+    /// Symptom: finished RL of an earlier querl was trained again, for hours, on the same targets.
+    #[test]
+    fn a_training_of_before_the_forms_of_edits_had_a_version_is_redone_where_its_targets_changed() {
+        let of = |version: Option<u32>, train: &str| {
+            let mut inputs = Inputs::default();
+            inputs.text("data.rewrite_form", "edit").text("train.jsonl of convert", train);
+            if let Some(version) = version {
+                inputs.text(FORMS_OF_EDITS, version);
+            }
+            inputs
+        };
+        let (earlier, now) = (of(None, "aa"), of(Some(2), "aa"));
+        assert!(now.changed_since(&earlier).is_empty());
+        assert_eq!(now.fingerprint(&model(512), None), earlier.fingerprint(&model(512), None));
+        assert_eq!(of(Some(2), "bb").changed_since(&earlier), ["train.jsonl of convert"]);
+        assert_eq!(of(Some(3), "aa").changed_since(&earlier), [FORMS_OF_EDITS]);
     }
 
     #[test]

@@ -32,7 +32,7 @@ impl Stage for Convert {
         if run.config.data.dataset.is_set() || conversion(run, "", &HashMap::new()).reads_columns() {
             stage::add_queries(&mut inputs, &run.config.data)?;
         }
-        stage::add_edit_forms(&mut inputs, &run.config);
+        stage::add_target_forms(&mut inputs, &run.config);
         if run.config.data.rewrite_form == RewriteForm::Edit {
             stage::add_retrieval(&mut inputs, &run.config)?;
         } else if run.plugins.filters_use_words {

@@ -181,7 +181,7 @@ pub(crate) fn changed_since_data(
         stage::add_teacher(&mut now, config)?;
     }
     stage::add_retrieval(&mut now, config)?;
-    stage::add_edit_forms(&mut now, config);
+    stage::add_target_forms(&mut now, config);
     if let Some(plugins) = plugins {
         ["prompt", "filter"].iter().for_each(|role| plugins.add_inputs(&mut now, role));
     }

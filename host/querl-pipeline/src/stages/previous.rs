@@ -51,7 +51,8 @@ pub(super) fn set_aside(run: &Run, ledger: &Ledger, stage: &dyn Stage) -> anyhow
 /// The kept result of a stage on these inputs.
 pub(super) fn of_inputs(dir: &RunDir, name: StageName, inputs: &Inputs) -> Option<Previous> {
     let kept = SLOTS.map(|slot| Previous { name, folder: folder(dir, name).join(slot) });
-    kept.into_iter().find(|kept| kept.entry().is_ok_and(|entry| entry.is_some_and(|entry| entry.inputs == *inputs)))
+    let is_of = |entry: Option<Entry>| entry.is_some_and(|entry| inputs.changed_since(&entry.inputs).is_empty());
+    kept.into_iter().find(|kept| kept.entry().is_ok_and(is_of))
 }
 
 /// Completes moves that a kill interrupted, and puts back the earlier result of a stage that was ended before it had anything to resume

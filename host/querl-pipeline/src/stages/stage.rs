@@ -1,7 +1,7 @@
 //! A stage of the pipeline: files in the run directory in, files in the run directory out; and the inputs that several stages depend on.
 
 use crate::environment::RowColumns;
-use crate::ledger::{Facts, Inputs, Ledger, StageName};
+use crate::ledger::{FORMS_OF_EDITS, Facts, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
 use querl_core::config::{
@@ -189,10 +189,10 @@ pub(crate) fn add_thinking(inputs: &mut Inputs, config: &Config) {
     }
 }
 
-/// Adds the version of the forms of edits where rewrites are edits: a result of other forms is not up to date.
-pub(crate) fn add_edit_forms(inputs: &mut Inputs, config: &Config) {
+/// Adds the version of the forms that targets have where rewrites are edits: targets without one are made again.
+pub(crate) fn add_target_forms(inputs: &mut Inputs, config: &Config) {
     if config.data.rewrite_form == RewriteForm::Edit {
-        inputs.text("forms of edits", edits::VERSION);
+        inputs.text(&format!("{FORMS_OF_EDITS} in targets"), edits::VERSION);
     }
 }
 
@@ -300,9 +300,9 @@ pub(crate) fn add_teacher(inputs: &mut Inputs, config: &Config) -> anyhow::Resul
 pub(crate) fn add_scoring(inputs: &mut Inputs, run: &Run) -> anyhow::Result<()> {
     add_retrieval(inputs, &run.config)?;
     if run.config.data.rewrite_form == RewriteForm::Edit {
-        inputs.text("data.rewrite_form", "edit");
+        // A ledger without this version is up to date as long as its targets are: what convert left is an input, too.
+        inputs.text("data.rewrite_form", "edit").text(FORMS_OF_EDITS, edits::VERSION);
     }
-    add_edit_forms(inputs, &run.config);
     let unused: &[&str] = if run.config.judge.kind == JudgeKind::Openai { &[] } else { &ENDPOINT };
     inputs.section("judge", &run.config.judge, &[&CALLS[..], &PRICES, unused].concat())?;
     let style = &run.config.plugins.style_model;
@@ -359,10 +359,11 @@ mod tests {
         let (mut full, mut edit) = (Inputs::default(), Inputs::default());
         full.text("data.rewrite_form", "\"full\"");
         edit.text("data.rewrite_form", "\"edit\"");
-        add_edit_forms(&mut full, &config);
+        add_target_forms(&mut full, &config);
         config.data.rewrite_form = RewriteForm::Edit;
-        add_edit_forms(&mut edit, &config);
-        assert!(edit.has("forms of edits") && !full.has("forms of edits"));
+        add_target_forms(&mut edit, &config);
+        edit.text(FORMS_OF_EDITS, edits::VERSION);
+        assert!(edit.has("forms of edits in targets") && !full.has("forms of edits in targets"));
         add_retrieval(&mut edit, &config).unwrap();
         for name in ["synonyms", "language of the passages", "cross-encoder", "modules.json of embedding model"] {
             assert!(edit.has(name), "{name}");
