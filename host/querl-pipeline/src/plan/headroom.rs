@@ -141,7 +141,7 @@ impl TeacherHeadroom {
         } else if history_gains {
             (
                 Level::Weak,
-                "searching with query and history gains without training: put \"with_history\" into eval.systems, since RL must gain more than this rule",
+                "searching with query and history gains without training: RL must gain more than this rule, with which \"with_history\" in eval.systems compares it",
             )
         } else {
             (Level::Ok, "nothing to do: the teacher gains on the raw query")
