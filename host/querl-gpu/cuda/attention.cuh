@@ -17,7 +17,7 @@
 #include "tensor_core.cuh"
 
 constexpr int TILE = 64, TILE_THREADS = 128, QUERIES_AT_ONCE = 32;
-constexpr unsigned ALONE = 0xffffffffu; // in place of the place of an item's sums
+constexpr unsigned ALONE = 0xffffffffu; // the only item of its tile of keys: it has no place in `parts`
 constexpr float LOG2_E = 1.44269504088896f, LN_2 = 0.693147180559945f;
 
 // How queries, keys and values stand: (rows, heads, head_dim).

@@ -16,7 +16,7 @@ const TILE: usize = 64;
 /// Queries of a tile that the backward pass of keys holds at a time.
 const QUERIES_AT_ONCE: usize = 32;
 
-/// Threads of a block: a warp for 16 rows of a tile.
+/// Threads of a block: four warps.
 const TILE_THREADS: usize = 128;
 
 /// An item, what one block of the backward pass of keys goes through, is at most about this part of all pairs of tiles: what many
@@ -27,7 +27,7 @@ const ITEMS: usize = 256;
 /// Tiles of `QUERIES_AT_ONCE` that an item may always have: more parts cost more to write and to add than they save.
 const LEAST_TILES_PER_ITEM: usize = 8;
 
-/// In place of the place of its sums: the item is the only one of its tile of keys.
+/// The only item of its tile of keys: it has no place in the parts.
 const ALONE: u32 = u32::MAX;
 
 /// Which rows of a tree are queries, and which tiles see each other.
