@@ -208,14 +208,6 @@ pub fn read_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<T>,
     open_jsonl(path)?.map(|line| line.map(|NumberedLine { value, .. }| value)).collect()
 }
 
-/// The rows of a file that others wrote, with 1-based line numbers.
-///
-/// # Errors
-/// As [`read_jsonl`].
-pub fn read_numbered_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<Vec<(usize, T)>, ReadError> {
-    open_rows(path)?.map(|line| line.map(|NumberedLine { line, value, .. }| (line, value))).collect()
-}
-
 /// One line of a JSON lines file.
 #[derive(Debug, Clone, PartialEq)]
 pub struct NumberedLine<T> {

@@ -25,10 +25,12 @@ use crate::error::DataError;
 use crate::text::separates_ids;
 use async_trait::async_trait;
 use querl_core::config::{RerankKind, RetrievalConfig};
+use querl_core::fsx::{NumberedLine, ReadError, open_rows};
 use querl_core::ports::{Embedder, PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, Hit};
 use querl_core::text::{disturbs, is_blank};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -135,12 +137,23 @@ pub struct Passage {
 /// The file cannot be read, a line is not a passage, an id is empty, occurs twice or cannot be written in a list of gold ids, a text has
 /// no visible character, or there is no passage.
 pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
-    let lines: Vec<(usize, Passage)> = querl_core::fsx::read_numbered_jsonl(path)?;
+    let mut passages = Vec::new();
+    scan_passages(path, |passage| passages.push(passage))?;
+    Ok(passages)
+}
+
+/// What a knowledge base is, for messages about other files.
+const KNOWLEDGE_BASE: &str = "retrieval.knowledge_base is a file of JSON lines with id, title and text";
+
+/// As [`read_passages`], one passage at a time. Returns the line of each id.
+pub(crate) fn scan_passages(path: &Path, mut take: impl FnMut(Passage)) -> Result<HashMap<String, usize>, DataError> {
     let problem = |line: usize, problem: String| Err(DataError::line(path, line, problem));
     let mut ids = HashMap::new();
-    for (line, Passage { id, text, .. }) in &lines {
+    for passage in open_rows::<Passage>(path)? {
+        let NumberedLine { line, value: passage, .. } = passage.map_err(|error| of_another_file(path, error))?;
+        let Passage { id, text, .. } = &passage;
         if is_blank(id) {
-            return problem(*line, "the id is empty; give each passage its own".into());
+            return problem(line, "the id is empty; give each passage its own".into());
         }
         if let Some(character) = id.chars().find(|character| separates_ids(*character) || disturbs(*character)) {
             let what = match separates_ids(character) {
@@ -148,23 +161,42 @@ pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
                 false => "which is invisible",
             };
             return problem(
-                *line,
+                line,
                 format!("the id {id:?} has the character {character:?}, {what}; write the id without it"),
             );
         }
         if is_blank(text) {
-            return problem(*line, format!("the text of `{id}` is empty; write one, or remove the line"));
+            return problem(line, format!("the text of `{id}` is empty; write one, or remove the line"));
         }
-        if let Some(first) = ids.insert(id.as_str(), *line) {
+        if let Some(first) = ids.insert(id.clone(), line) {
             let what = format!("the id `{id}` occurs twice, first in line {first}");
-            return problem(*line, format!("{what}; give each passage its own"));
+            return problem(line, format!("{what}; give each passage its own"));
         }
+        take(passage);
     }
-    let passages: Vec<Passage> = lines.into_iter().map(|(_, passage)| passage).collect();
-    if passages.is_empty() {
-        return Err(DataError::file(path, "holds no passage"));
+    if ids.is_empty() {
+        return Err(DataError::file(path, format!("holds no passage; fill it, {KNOWLEDGE_BASE}")));
     }
-    Ok(passages)
+    Ok(ids)
+}
+
+/// What the first line holds where it is none of a knowledge base: then every line is wrong, and none is to be removed.
+fn of_another_file(path: &Path, error: ReadError) -> DataError {
+    let ReadError::Line { line, .. } = &error else { return error.into() };
+    let line = *line;
+    let found = match open_rows::<Value>(path).ok().and_then(|mut rows| rows.next()) {
+        Some(Err(ReadError::Line { line: first, problem, .. })) if first == line => format!("not JSON ({problem})"),
+        Some(Ok(NumberedLine { line: first, value, .. })) if first == line => match value {
+            Value::Object(row) if ["id", "text"].iter().all(|key| row.contains_key(*key)) => return error.into(),
+            Value::Object(row) if !row.is_empty() => {
+                let keys: Vec<&str> = row.keys().map(String::as_str).take(16).collect();
+                format!("has the keys {}", keys.join(", "))
+            }
+            _ => "not a JSON object with keys".into(),
+        },
+        _ => return error.into(),
+    };
+    DataError::line(path, line, format!("{found}; {KNOWLEDGE_BASE}"))
 }
 
 impl Passage {
