@@ -7,6 +7,7 @@
 mod client;
 mod dataset;
 mod error;
+mod gold_ids;
 mod judge;
 mod request_log;
 mod retrieval;
@@ -29,6 +30,7 @@ pub use dataset::leaks::{DatasetQueries, Leak, Leaks, SplitRows, find_leaks};
 pub use dataset::records::{Journal, RecordFile, RecordWriter, RowIter, Rows};
 pub use dataset::splits::{RowSplits, Splits};
 pub use error::DataError;
+pub use gold_ids::{UnknownGoldIds, check_knowledge_base};
 pub use judge::lexicon::{Intent, Lexicon, Product, QueryIntent};
 pub use judge::{RubricJudge, open_judge, rubric_answer};
 pub use request_log::lines::{LoggedFeedback, LoggedRewrite, RequestLogLine, day_file_name, day_of_file_name, is_day};

@@ -15,7 +15,6 @@ use crate::pins::{OnPluginChange, Pins};
 use crate::plugins::unprepared;
 use crate::run::{Run, outside_to_look};
 use crate::stages::{PlannedWork, Window, plan};
-use crate::training::preflight;
 use querl_core::config::{
     Config, EndpointConfig, JudgeForm, JudgeKind, RetrievalKind, RewriteForm, ServicePrice, TeacherKind,
 };
@@ -24,8 +23,8 @@ use querl_core::ports::{EpisodeInputs, InputUse, PromptInput, PromptTask, Prompt
 use querl_core::records::{Context as OfQuery, Message, QueryRow, RewriteRecord, ValidatedRecord};
 use querl_core::run_dir::RunDir;
 use querl_data::{
-    BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, ServiceContext, check_recording, open_queries,
-    open_teacher, prompt_tokens,
+    BatchTeacher, BatchedPrompts, Journal, QueryTable, Rows, ServiceContext, check_knowledge_base, check_recording,
+    open_queries, open_teacher, prompt_tokens,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -84,26 +83,29 @@ pub struct Estimate {
     pub unprepared_plugins: Vec<PathBuf>,
     /// The configured budget.
     pub budget: Option<f64>,
+    /// What the data may have wrong.
+    pub warnings: Vec<String>,
 }
 
 /// The stages that call external services.
 const ASKING: [StageName; 5] =
     [StageName::Rewrite, StageName::Validate, StageName::Convert, StageName::Rl, StageName::Eval];
 
-/// Estimates the stages of `window`; makes no external call and writes nothing. Pins are compared as by the run.
+/// Estimates the stages of `window`; makes no external call and writes nothing. Pins are compared as by the run. The model is not opened.
 ///
 /// # Errors
-/// The model's folder, the table, a recorded teacher or a plugin cannot be used, or a plugin or a lock file is not what the run requires.
+/// The table, a recorded teacher, the knowledge base or a plugin cannot be used, or a plugin or a lock file is not what the run requires.
 pub fn estimate(
     config: &Config,
     config_path: &Path,
     window: Window,
     on_change: OnPluginChange,
 ) -> anyhow::Result<Estimate> {
-    preflight(config, window.last)?;
     if window.first == StageName::Rewrite {
         check_recording(config)?;
     }
+    let table = open_queries(&config.data)?;
+    let warnings = check_knowledge_base(config, &table)?.iter().map(ToString::to_string).collect();
     let dir = RunDir::new(&config.output_dir);
     let unprepared_plugins = unprepared(&config.plugins, &Pins { dir: &dir, config: config_path, on_change })?;
     let outside = outside_to_look(config)?;
@@ -120,7 +122,6 @@ pub fn estimate(
             .collect(),
     };
     let prompts = run.as_ref().map(|run| run.plugins.prompts.as_ref());
-    let table = open_queries(&config.data)?;
     let n_rows = table.findings().n_usable;
     let rewards = run.as_ref().map(|run| &run.plugins.rewards);
     let reads = rewards.map_or(EpisodeInputs::CONTRACT_0_1, |rewards| environment::inputs(rewards));
@@ -140,7 +141,7 @@ pub fn estimate(
         n_rows: n_queries,
     };
     let steps = estimator.steps(planned)?;
-    Ok(Estimate { rows: n_rows, steps, unprepared_plugins, budget: config.budget })
+    Ok(Estimate { rows: n_rows, steps, unprepared_plugins, budget: config.budget, warnings })
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -518,6 +519,7 @@ impl Estimate {
             let budget = self.budget.map(|budget| format!(", budget {budget}")).unwrap_or_default();
             lines.push(format!("  in all: price {}{budget}", shown(total, 4)));
         }
+        lines.extend(self.warnings.iter().map(|warning| format!("warning: {warning}")));
         lines.join("\n")
     }
 }

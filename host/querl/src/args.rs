@@ -56,9 +56,10 @@ impl ConfigArgs {
         load_config(&self.path, self.overrides(model_hub::find))
     }
 
-    /// Reads and checks the configuration, for a command that opens no model: models that are not downloaded keep their names.
-    pub fn load_without_download(&self) -> anyhow::Result<Config> {
-        load_config(&self.path, self.overrides(model_hub::find_cached))
+    /// Reads and checks the configuration, for a command that opens no model: models that are not downloaded keep their names, and the
+    /// folder of `model.path` need not exist.
+    pub fn load_without_model(&self) -> anyhow::Result<Config> {
+        load_config(&self.path, Overrides { model_is_optional: true, ..self.overrides(model_hub::find_cached) })
     }
 
     /// What the flags override; models that the configuration names are looked up in `hub`.
@@ -73,6 +74,21 @@ pub fn note_hub_name(config: &Config) {
         let note = "no such folder; taken as a model's name on a hub, which is downloaded when it is needed";
         terminal::print(&format!("model.path is {:?}: {note}", name.display().to_string()));
     }
+}
+
+/// Reads and checks the configuration, then does `checks`, and looks into the model's folder last: a missing one hides no other error.
+pub fn check_model_last<T>(
+    path: &Path,
+    overrides: Overrides,
+    last: StageName,
+    checks: impl FnOnce(&Config) -> anyhow::Result<T>,
+) -> anyhow::Result<(Config, T)> {
+    let config = load_config(path, Overrides { model_is_optional: true, ..overrides.clone() })?;
+    note_hub_name(&config);
+    let checked = checks(&config)?;
+    let config = load_config(path, overrides)?;
+    querl_pipeline::preflight(&config, last)?;
+    Ok((config, checked))
 }
 
 pub fn load_config(path: &Path, overrides: Overrides) -> anyhow::Result<Config> {

@@ -294,6 +294,108 @@ fn other_columns_of_a_recorded_teacher_show_before_the_run() {
     assert!(!project.path("run/data").exists(), "no stage has run");
 }
 
+const LOOKS: [&[&str]; 3] =
+    [&["config", "check", "querl.toml"], &["run", "querl.toml", "--dry-run"], &["run", "querl.toml"]];
+
+/// Symptom: `config check` passed tables and knowledge bases that no run can use, and the run named no key.
+#[test]
+fn unusable_tables_and_knowledge_bases_show_before_the_run() {
+    let project = Project::new();
+    let expected = "retrieval.knowledge_base is a file of JSON lines with id, title and text";
+    for (text, problem) in [
+        ("id,text\np1,a\n", ":1: not JSON (expected value at byte 1); "),
+        ("[\n{\"id\": \"p1\", \"text\": \"a\"}\n]\n", ":1: not JSON (the line ends too early; a record is one line); "),
+        ("[{\"id\": \"p1\", \"text\": \"a\"}]\n", ":1: not a JSON object with keys; "),
+        ("{\"id\": \"p1\", \"body\": \"a\"}\n", ":1: has the keys body, id; "),
+        ("{\"title\": \"p1\", \"text\": \"a\"}\n", ":1: has the keys text, title; "),
+        ("\n", ": holds no passage; fill it, "),
+    ] {
+        project.write("kb.jsonl", text);
+        for command in LOOKS {
+            let args = [command, &["--set", "retrieval.knowledge_base=kb.jsonl"]].concat();
+            assert_eq!(project.refusal(&args, 2), format!("kb.jsonl{problem}{expected}"));
+        }
+    }
+    let good = "{\"id\": \"p1\", \"text\": \"a\"}\n";
+    for (text, problem) in [
+        (good.repeat(2), "kb.jsonl:2: the id `p1` occurs twice, first in line 1; give each passage its own"),
+        (
+            good.to_owned() + "{",
+            "kb.jsonl:2: not a valid record: the line ends too early; a record is one line; fix or remove the line",
+        ),
+    ] {
+        project.write("kb.jsonl", &text);
+        for command in LOOKS {
+            let args = [command, &["--set", "retrieval.knowledge_base=kb.jsonl"]].concat();
+            assert_eq!(project.refusal(&args, 2), problem);
+        }
+    }
+    for column in ["query_column", "gold_column"] {
+        for command in LOOKS {
+            let said = project.refusal(&[command, &["--set", &format!("data.{column}=qestion")]].concat(), 2);
+            let expected = format!("queries.jsonl: no column `qestion` (data.{column}); found ");
+            assert!(said.starts_with(&expected), "{said}");
+        }
+    }
+    assert!(!project.path("run/data").exists(), "no stage has run");
+}
+
+/// Symptom: the run trained to its end, and the top-1 of every system was 0.
+#[test]
+fn gold_ids_that_no_passage_has_show_before_the_run() {
+    let project = Project::new();
+    let with_gold = |ids: [&str; 2]| {
+        let mut rows = project.rows("queries.jsonl");
+        for (row, id) in rows.iter_mut().zip(ids) {
+            row["gold_ids"] = id.into();
+        }
+        let rows: Vec<String> = rows.iter().map(ToString::to_string).collect();
+        project.write("queries.jsonl", &rows.join("\n"));
+    };
+    project.write("kb.jsonl", "{\"id\": \"main-library\", \"text\": \"图书馆\"}\n");
+    project.edit(
+        &format!("{}/examples/fivedoctors/knowledge_base.jsonl", repository().display()),
+        &project.path("kb.jsonl").display().to_string(),
+    );
+    let message = |n: usize| {
+        format!(
+            "queries.jsonl:{}: gold id `main_library` is no id of kb.jsonl ({n} of 2 rows with gold ids); correct these ids or add \
+             their passages; did you mean `main-library`?",
+            3 - n
+        )
+    };
+    let stats = ["data", "stats", "querl.toml"];
+    let plan = ["plan", "querl.toml", "--no_model"];
+    with_gold(["main_library"; 2]);
+    for command in LOOKS.into_iter().chain([&stats[..], &plan]) {
+        assert_eq!(project.refusal(command, 2), message(2));
+    }
+    assert!(!project.path("run/data").exists(), "no stage has run");
+    with_gold(["main-library", "main_library"]);
+    let warning = format!("warning: {}\n", message(1));
+    for command in [LOOKS[0], LOOKS[1], &["run", "querl.toml", "--to", "rewrite"], &stats] {
+        let said = project.querl(command).ok();
+        assert!(said.stdout.contains(&warning) || said.stderr.contains(&warning), "{said:#?}");
+    }
+    let said = project.querl(&plan).ok().stdout;
+    assert!(said.contains(&format!("!  gold ids   {}\n", message(1))), "{said}");
+}
+
+/// Symptom: a missing model hid every other error, and `data stats`, which needs none, did not run.
+#[test]
+fn a_missing_model_is_named_after_all_other_errors() {
+    let project = Project::new();
+    project.edit(&format!("{:?}", model().display().to_string()), "\"none\"");
+    let missing = "querl.toml:22: model.path is \"none\"; no such folder; ";
+    for command in LOOKS.into_iter().take(2) {
+        assert!(project.refusal(command, 2).starts_with(missing));
+        let said = project.refusal(&[command, &["--set", "data.query_column=qestion"]].concat(), 2);
+        assert!(said.starts_with("queries.jsonl: no column `qestion`"), "{said}");
+    }
+    assert!(project.querl(&["data", "stats", "querl.toml"]).ok().stdout.starts_with("query table queries.jsonl\n"));
+    assert!(project.refusal(&["run", "querl.toml"], 2).starts_with(missing));
+}
+
 /// A copy of the tiny model to break.
 fn own_model(project: &Project) {
     project.copy_model("model");

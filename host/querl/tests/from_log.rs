@@ -14,6 +14,7 @@ async fn logged_requests_become_the_query_table_of_another_run() {
     let project = Project::new();
     project.querl(&["run", "querl.toml"]).ok();
     let queries = project.rows("queries.jsonl");
+    let passages = std::fs::read_to_string(repository().join("examples/fivedoctors/knowledge_base.jsonl")).unwrap();
     let mut server = Server::start(&project, &SERVE, &["run", "--request_log", "log", "--deadline_ms", "60000"]);
     server.ready().await;
     let rewrite = async |row: &Value| {
@@ -23,11 +24,11 @@ async fn logged_requests_become_the_query_table_of_another_run() {
         });
         server.ask("/v1/rewrite", &request).await.1
     };
-    for row in &queries[..12] {
+    for (row, passage) in queries[..12].iter().zip(passages.lines()) {
+        let passage: Value = serde_json::from_str(passage).unwrap();
         let response = rewrite(row).await;
         assert!(response["id"].is_string(), "{response}");
-        let clicked =
-            json!({"id": response["id"], "clicked": [format!("p-{}", row["original_query"].as_str().unwrap().len())]});
+        let clicked = json!({"id": response["id"], "clicked": [passage["id"]]});
         assert_eq!(server.ask("/v1/feedback", &clicked).await, (200, json!({"id": response["id"], "accepted": true})));
     }
     rewrite(&queries[0]).await;

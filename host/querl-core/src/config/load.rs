@@ -59,6 +59,8 @@ pub struct Overrides {
     /// For a command that is run before there is a model, to make a small one: the folder of `model.path` need not exist, and the defaults are
     /// those of a small model.
     pub without_model: bool,
+    /// The folder of `model.path` need not exist: for a command that opens no model, or checks it after everything else.
+    pub model_is_optional: bool,
 }
 
 /// Location of an error.
@@ -147,7 +149,7 @@ fn build(document: &Document, path: &Path, overrides: &Overrides, is_small: bool
     if overrides.without_keys {
         unchecked.extend(key_files(&mut config));
     }
-    if overrides.without_model {
+    if overrides.without_model || overrides.model_is_optional {
         unchecked.push("model.path".into());
     }
     first_of(check(&mut config, &unchecked), document, path)?;
@@ -402,6 +404,10 @@ path = "reward.wasm"
         let before = Overrides { without_model: true, ..Overrides::default() };
         let before = load(&folder.path().join("querl.toml"), &before).unwrap();
         assert_eq!(before.data.rewrite_form, RewriteForm::Edit);
+        let optional =
+            Overrides { model_is_optional: true, set: vec!["model.path=none".into()], ..Overrides::default() };
+        let optional = load(&folder.path().join("querl.toml"), &optional).unwrap();
+        assert_eq!(optional.data.rewrite_form, RewriteForm::Full);
         let answers = with_small_model_defaults("retrieval.kind = 'none'".parse().unwrap());
         assert_eq!((answers.get("data"), answers["rl"]["n_samples"].as_integer()), (None, Some(8)));
         // A run's own configuration has every key.

@@ -30,10 +30,10 @@ use anyhow::Context;
 use inputs::PlanInputs;
 use lookups::LookedUp;
 use loss::{base_loss, spread};
-use querl_core::config::Config;
+use querl_core::config::{Config, RetrievalKind};
 use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
-use querl_data::ServiceContext;
+use querl_data::{ServiceContext, UnknownGoldIds, check_knowledge_base};
 use querl_model::{DecoderConfig, TextTokenizer};
 use scale::{Cluster, ScalePlan, WorkloadSize};
 use serde::Serialize;
@@ -69,6 +69,8 @@ pub struct Plan {
     pub rollout: Option<RolloutFacts>,
     /// The final comparison.
     pub test: ComparisonFacts,
+    /// `None` where the knowledge base has all, or a service has the passages.
+    pub unknown_gold_ids: Option<UnknownGoldIds>,
     /// Settings, files and plugins of the data stages that are others now.
     pub changed_since_data: Vec<String>,
     /// Each fact in words.
@@ -87,6 +89,10 @@ pub fn plan(
 ) -> anyhow::Result<Plan> {
     let dir = RunDir::new(&config.output_dir);
     let inputs = PlanInputs::read(config, &dir)?;
+    let unknown_gold_ids = match config.retrieval.kind {
+        RetrievalKind::Embedded => check_knowledge_base(config, &inputs.queries)?,
+        RetrievalKind::Http | RetrievalKind::None => None,
+    };
     let has_dataset = inputs.splits.is_some();
     let opens_plugins = has_dataset && !options.skip_rollout;
     // Opened first: an unbuilt plugin is reported before anything is computed.
@@ -113,7 +119,18 @@ pub fn plan(
     let saved = run.as_ref().map_or(Ok(()), |run| run.outside.spend_tracker().save());
     let (rollout, advice) = (rollout?, Vec::new());
     saved?;
-    let plan = Plan { data, tokenizer, base_model, teacher, retrieval, rollout, test, changed_since_data, advice };
+    let plan = Plan {
+        data,
+        tokenizer,
+        base_model,
+        teacher,
+        retrieval,
+        rollout,
+        test,
+        unknown_gold_ids,
+        changed_since_data,
+        advice,
+    };
     Ok(Plan { advice: plan.in_words(has_dataset), ..plan })
 }
 
@@ -177,6 +194,8 @@ impl Plan {
         advice.extend(self.retrieval.as_ref().map(RetrievalHeadroom::advice));
         advice.extend(rollout);
         advice.push(self.test.advice());
+        let gold_ids = |found: &UnknownGoldIds| Advice::new("gold ids", Level::Weak, &found.finding, &found.action);
+        advice.extend(self.unknown_gold_ids.as_ref().map(gold_ids));
         if !self.changed_since_data.is_empty() {
             let finding = format!("{} changed since the data stages ran", listing(&self.changed_since_data));
             let action = "the figures are of the earlier data: run `querl run --to convert`, then plan again";

@@ -29,7 +29,7 @@ use previous::Previous;
 use querl_core::config::{Config, OnNoise, RewriteForm, TableFormat};
 use querl_core::ports::Reporter;
 use querl_core::run_dir::RunDir;
-use querl_data::table_path;
+use querl_data::{check_knowledge_base, open_queries, table_path};
 use spending::Counted;
 use stage::Stage;
 use std::collections::{BTreeMap, BTreeSet};
@@ -88,6 +88,11 @@ pub fn run_stages(run: &Run, window: Window) -> anyhow::Result<Vec<Outcome>> {
     let pending = pending(run, &ledger, window)?;
     if pending.last().is_some_and(|last| *last >= StageName::Sft) {
         querl_model::check_weights(&run.config.model.path).map_err(Stop::of_model)?;
+    }
+    if pending.first().is_some_and(|first| *first <= StageName::Validate)
+        && let Some(unknown) = check_knowledge_base(&run.config, &open_queries(&run.config.data)?)?
+    {
+        run.reporter.message(&format!("warning: {unknown}"));
     }
     for name in pending {
         if name == StageName::Rewrite {

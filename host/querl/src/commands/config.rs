@@ -1,11 +1,11 @@
 //! `querl config check` and `querl config schema`.
 
-use crate::args::{ConfigArgs, Format, ThreadsArg, load_config, note_hub_name};
+use crate::args::{ConfigArgs, Format, ThreadsArg, check_model_last};
 use crate::model_hub;
 use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, Overrides, json_schema, keys};
-use querl_data::check_recording;
+use querl_data::{check_knowledge_base, check_recording, open_queries};
 use querl_pipeline::device;
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::{PluginUse, Plugins};
@@ -13,7 +13,7 @@ use std::io::Write;
 
 #[derive(Debug, Subcommand)]
 pub enum ConfigCommand {
-    /// Check a configuration and its plugins' settings, and print it with every value in force; builds no plugin
+    /// Check a configuration, the files that it names and its plugins' settings, and print it with every value in force; builds no plugin
     Check(CheckArgs),
     /// List every key: what it takes, its default, what it means (`--json`: as JSON Schema, for editors)
     Schema(Format),
@@ -41,14 +41,17 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
 
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
-    let config = load_config(&args.config.path, overrides)?;
-    note_hub_name(&config);
-    device::check_named(&config)?;
-    querl_pipeline::preflight(&config, StageName::Eval)?;
-    check_recording(&config)?;
-    if !args.skip_plugins {
-        Plugins::open(&config, PluginUse::Look)?;
-    }
+    let (config, ()) = check_model_last(&args.config.path, overrides, StageName::Eval, |config| {
+        device::check_named(config)?;
+        check_recording(config)?;
+        if let Some(unknown) = check_knowledge_base(config, &open_queries(&config.data)?)? {
+            terminal::print(&format!("warning: {unknown}"));
+        }
+        if !args.skip_plugins {
+            Plugins::open(config, PluginUse::Look)?;
+        }
+        Ok(())
+    })?;
     // Planned GPU memory, for configurations that name GPUs.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
         querl_pipeline::memory_of_config(&config)?.iter().for_each(|line| terminal::print(line));

@@ -8,7 +8,7 @@ use clap::{Args, Subcommand};
 use querl_core::config::Config;
 use querl_core::records::{QueryRow, Split};
 use querl_core::run_dir::RunDir;
-use querl_data::{Findings, Leaks, QueryTable, Rows, open_queries};
+use querl_data::{Findings, Leaks, QueryTable, Rows, check_knowledge_base, open_queries};
 use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::stages::{funnel, leaks};
 use serde::Serialize;
@@ -36,7 +36,7 @@ pub fn run(command: &DataCommand) -> anyhow::Result<()> {
         DataCommand::Stats(args) => args,
         DataCommand::FromLog(args) => return from_log::run(args),
     };
-    let stats = Stats::of(&args.config.load_without_download()?)?;
+    let stats = Stats::of(&args.config.load_without_model()?)?;
     args.format.print(&stats, || stats.lines().join("\n") + "\n")
 }
 
@@ -73,6 +73,7 @@ struct Lengths {
 impl Stats {
     fn of(config: &Config) -> anyhow::Result<Self> {
         let table = open_queries(&config.data)?;
+        let unknown_gold_ids = check_knowledge_base(config, &table)?;
         let dir = RunDir::new(&config.output_dir);
         let ledger = Ledger::open(&dir.stages())?;
         let is_converted = ledger.entry(StageName::Convert.as_str()).is_some_and(|entry| entry.finished);
@@ -87,6 +88,7 @@ impl Stats {
             leaks::of_table_if_split(&table, &config.data, &progress)?
         };
         let mut warnings = table.findings().notes();
+        warnings.extend(unknown_gold_ids.map(|unknown| unknown.to_string()));
         warnings.extend(sizes(&ledger, table.findings()));
         let rewritten = ledger.entry(StageName::Rewrite.as_str());
         warnings.extend(rewritten.and_then(|entry| funnel::not_recorded(config, &entry.facts)));

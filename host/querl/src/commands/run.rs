@@ -1,11 +1,11 @@
 //! `querl run`, the commands of single stages, and `querl report`.
 
 use super::track::TrackerProcess;
-use crate::args::{ConfigArgs, Format, ThreadsArg, load_config, note_hub_name, stage_name, stage_up_to};
+use crate::args::{ConfigArgs, Format, ThreadsArg, check_model_last, load_config, stage_name, stage_up_to};
 use crate::model_hub;
 use crate::terminal::{self, Terminal};
 use clap::{Arg, Args};
-use querl_core::config::{Overrides, load_resolved};
+use querl_core::config::{Config, Overrides, load_resolved};
 use querl_core::dir_lock::DirLock;
 use querl_core::run_dir::RunDir;
 use querl_pipeline::estimate::estimate;
@@ -101,10 +101,10 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
     };
     if args.dry_run {
         let window = Window { first: args.from.map_or(first, |from| from.max(first)), ..window };
-        let overrides = args.config.overrides(model_hub::find_cached);
-        let config = load_config(&args.config.path, Overrides { threads, without_keys: true, ..overrides })?;
-        note_hub_name(&config);
-        let estimate = estimate(&config, &args.config.path, window, on_change)?;
+        let path = &args.config.path;
+        let overrides = Overrides { threads, without_keys: true, ..args.config.overrides(model_hub::find_cached) };
+        let estimated = |config: &Config| estimate(config, path, window, on_change);
+        let (_, estimate) = check_model_last(path, overrides, last, estimated)?;
         return args.format.print(&estimate, || estimate.to_text() + "\n");
     }
     let config = load_config(&args.config.path, Overrides { threads, ..args.config.overrides(model_hub::find) })?;

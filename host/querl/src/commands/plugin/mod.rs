@@ -175,7 +175,7 @@ pub struct ListArgs {
 
 /// Loads the plugins and names them, in the order in which they are called.
 fn list(args: &ListArgs) -> anyhow::Result<()> {
-    let plugins = Plugins::open(&args.config.load_without_download()?, PluginUse::Look)?;
+    let plugins = Plugins::open(&args.config.load_without_model()?, PluginUse::Look)?;
     let result: Vec<Value> = plugins.used().iter().map(as_json).collect();
     args.format.print(&result, || {
         let rows: Vec<[String; 5]> = plugins.used().iter().map(cells).collect();

@@ -1,0 +1,101 @@
+//! Compares the gold ids of queries with the ids of the knowledge base, before a stage runs.
+
+use crate::dataset::records::Rows;
+use crate::error::DataError;
+use crate::retrieval::scan_passages;
+use querl_core::config::{Config, RetrievalKind};
+use querl_core::records::QueryRow;
+use querl_core::text::nearest;
+use serde::Serialize;
+
+/// Gold ids that no passage has, in words.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct UnknownGoldIds {
+    /// The first such id with its row, and the number of rows.
+    pub finding: String,
+    /// What to do.
+    pub action: String,
+}
+
+impl std::fmt::Display for UnknownGoldIds {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}; {}", self.finding, self.action)
+    }
+}
+
+/// Reads the knowledge base, if one is set. With embedded retrieval, also looks for the gold ids of `queries` in it; `None` where it has all.
+///
+/// # Errors
+/// The knowledge base or the queries cannot be read, or no row has a gold id that is in the knowledge base.
+pub fn check_knowledge_base(
+    config: &Config,
+    queries: &dyn Rows<QueryRow>,
+) -> Result<Option<UnknownGoldIds>, DataError> {
+    let Some(knowledge_base) = &config.retrieval.knowledge_base else { return Ok(None) };
+    let ids = scan_passages(knowledge_base, drop)?;
+    if config.retrieval.kind != RetrievalKind::Embedded {
+        return Ok(None);
+    }
+    let (mut n_with_gold, mut n_known, mut n_unknown, mut first) = (0, 0, 0, None);
+    for query in queries.read()? {
+        let QueryRow { row, gold_ids, .. } = query?;
+        n_with_gold += usize::from(!gold_ids.is_empty());
+        n_known += usize::from(gold_ids.iter().any(|id| ids.contains_key(id)));
+        if let Some(unknown) = gold_ids.into_iter().find(|id| !ids.contains_key(id)) {
+            n_unknown += 1;
+            first.get_or_insert((row, unknown));
+        }
+    }
+    let Some((row, id)) = first else { return Ok(None) };
+    let place = match &config.data.input {
+        Some(table) if !config.data.dataset.is_set() => format!("{}:{row}", table.display()),
+        _ => format!("row {row} of data.dataset"),
+    };
+    let file = knowledge_base.file_name().unwrap_or_default().to_string_lossy();
+    let problem = format!("gold id `{id}` is no id of {file} ({n_unknown} of {n_with_gold} rows with gold ids)");
+    let mut known: Vec<&str> = ids.keys().map(String::as_str).collect();
+    // Of equally similar ids the same one each time.
+    known.sort_unstable();
+    let hint = nearest(&id, known.into_iter()).first().map(|near| format!("; did you mean `{near}`?"));
+    let action = format!("correct these ids or add their passages{}", hint.unwrap_or_default());
+    match n_known {
+        0 => Err(DataError::File { path: place, problem: format!("{problem}; {action}") }),
+        _ => Ok(Some(UnknownGoldIds { finding: format!("{place}: {problem}"), action })),
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::table::open_queries;
+    use serde_json::json;
+
+    #[test]
+    fn gold_ids_without_a_passage_are_a_warning_and_an_error_where_no_row_has_another() {
+        let (folder, path) = crate::scratch_file("kb.jsonl");
+        std::fs::write(&path, "{\"id\": \"main-library\", \"text\": \"x\"}\n{\"id\": \"b\", \"text\": \"y\"}\n")
+            .unwrap();
+        let table = folder.path().join("queries.jsonl");
+        let check = |gold: [&str; 3], kind: &str| {
+            let rows = ["one", "two", "three"].into_iter().zip(gold);
+            let rows = rows.map(|(query, gold)| json!({"original_query": query, "gold_ids": gold}).to_string());
+            std::fs::write(&table, rows.collect::<Vec<_>>().join("\n")).unwrap();
+            let config: Config = serde_json::from_value(json!({
+                "tenant": "t", "output_dir": "run", "data": {"input": table}, "teacher": {"kind": "recorded"},
+                "retrieval": {"kind": kind, "knowledge_base": path}, "model": {"path": "m"},
+                "plugins": {"prompt": {"path": "p"}, "rewards": []},
+            }))
+            .unwrap();
+            check_knowledge_base(&config, &open_queries(&config.data).unwrap())
+        };
+        assert_eq!(check(["main-library,b", "b", ""], "embedded").unwrap(), None);
+        let warning = check(["b", "b, main_library", ""], "embedded").unwrap().unwrap().to_string();
+        let expected = "queries.jsonl:2: gold id `main_library` is no id of kb.jsonl (1 of 2 rows with gold ids); correct these \
+                        ids or add their passages; did you mean `main-library`?";
+        assert!(warning.ends_with(expected), "{warning}");
+        let error = check(["", "main_library", "????"], "embedded").unwrap_err().to_string();
+        assert!(error.ends_with(&expected.replace("1 of 2", "2 of 2")), "{error}");
+        assert_eq!(check(["", "main_library", "????"], "http").unwrap(), None);
+    }
+}
