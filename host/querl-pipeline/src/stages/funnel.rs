@@ -4,6 +4,7 @@ use crate::ledger::{Facts, Ledger, PART, StageName};
 use querl_core::config::{Config, TeacherKind};
 use querl_core::records::{FailureKind, Split, code_of};
 use querl_core::run_dir::RunDir;
+use querl_data::unread_keys;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -168,8 +169,9 @@ pub fn not_recorded(config: &Config, facts: &Facts) -> Option<String> {
     let n_queries = facts.count("rewritten") + facts.count("teacher failed");
     (n_missing as f64 > MANY_NOT_RECORDED * n_queries as f64).then(|| {
         format!(
-            "the recorded teacher ({path}) has no rewrite of {n_missing} of {n_queries} queries; add them there, or set \
-             fallback_teacher.base_url"
+            "the recorded teacher ({path}) has no rewrite of {n_missing} of {n_queries} queries{}; add them there, or set \
+             fallback_teacher.base_url",
+            unread_keys(config)
         )
     })
 }
