@@ -578,7 +578,7 @@ fn folder_without_a_run_is_reported() {
     );
     assert!(!project.path("nowhere").exists());
     project.querl(&["run", "querl.toml", "--to", "rewrite"]).ok();
-    assert_eq!(project.refusal(&["report", "run"], 2), "run: not an evaluated run; run `querl eval` first");
+    assert_eq!(project.refusal(&["report", "run"], 2), "run: not an evaluated run; run `querl eval CONFIG` first");
     let folder = "run: is a folder, not a configuration file; did you mean run/config.resolved.toml?";
     assert_eq!(project.refusal(&["eval", "run"], 2), folder);
 }
