@@ -428,6 +428,26 @@ fn recipe_of_a_small_model_names_the_line() {
     project.write("pretrain.toml", &recipe);
     let message = project.refusal(&["model", "pretrain", "pretrain.toml"], 2);
     assert!(message.starts_with("pretrain.toml: no model can be made of it: "), "{message}");
+    let refuse = |text: &str| {
+        project.write("pretrain.toml", text);
+        project.refusal(&["model", "pretrain", "pretrain.toml"], 2)
+    };
+    let message = refuse(&recipe.replace("= 300", "= 100"));
+    let expected = "pretrain.toml:4: vocab_size is 100; expected at least 259, for 256 bytes and the special tokens";
+    assert_eq!(message, expected);
+    let sound = recipe.replace("hidden_size = 0", "hidden_size = 8");
+    let message = refuse(&sound.replace("n_heads = 1\nn_kv_heads = 1", "n_heads = 5\nn_kv_heads = 2"));
+    assert!(message.ends_with("model.n_heads 5 is not a multiple of model.n_kv_heads 2"), "{message}");
+    let message = refuse(&format!("{sound}max_length = 1\n"));
+    assert!(message.starts_with("corpus.jsonl:1: has ") && message.contains("; train.max_length is 1: "), "{message}");
+    let message = refuse(&sound.replace("corpus.jsonl", "none.jsonl"));
+    assert!(message.starts_with("pretrain.toml: corpus is none.jsonl; no such file: write it with"), "{message}");
+    project.write("corpus.jsonl", "{\"query\": \"a\", \"answer\": \"b\"}\n");
+    let message = refuse(&sound);
+    assert!(
+        message.starts_with("corpus.jsonl:1: expected `text`, ") && message.ends_with("; has the keys answer, query"),
+        "{message}"
+    );
     assert!(!project.path("out/.pretrain").exists());
 }
 
