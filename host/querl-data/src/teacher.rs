@@ -8,23 +8,25 @@ use crate::error::DataError;
 use crate::table::query_id;
 use crate::text::hash_of;
 use async_trait::async_trait;
-use querl_core::config::{Config, EndpointConfig, TeacherConfig, TeacherKind};
+use querl_core::config::{Config, DataConfig, EndpointConfig, TeacherConfig, TeacherKind};
 use querl_core::fsx::{NumberedLine, ReadError, open_rows};
 use querl_core::ports::Teacher;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow};
 use serde::Deserialize;
-use serde_json::Value;
-use std::collections::HashMap;
+use serde_json::{Map, Value};
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Opens the configured teacher with its fallback, if any. For a local model see [`LocalRewriteStage`](crate::LocalRewriteStage).
+/// Opens the configured teacher with its fallback, if any; `data` names the keys of a recording.
+/// For a local model see [`LocalRewriteStage`](crate::LocalRewriteStage).
 ///
 /// # Errors
 /// A setting that its kind needs is absent, or the recording cannot be read.
 pub fn open_teacher(
     config: &TeacherConfig,
     fallback: &EndpointConfig,
+    data: &DataConfig,
     services: &ServiceContext,
 ) -> Result<Arc<dyn Teacher>, DataError> {
     let open_fallback = || open_fallback(fallback, services);
@@ -32,7 +34,7 @@ pub fn open_teacher(
         TeacherKind::Recorded => {
             let problem = "is not set; a teacher of kind `recorded` needs a file of rewrites";
             let path = config.path.as_deref().ok_or_else(|| DataError::setting("teacher.path", problem))?;
-            let teacher = RecordedTeacher::read(path)?;
+            let teacher = RecordedTeacher::read(path, data)?;
             Ok(Arc::new(RecordedTeacher { fallback: open_fallback()?, ..teacher }))
         }
         TeacherKind::Openai => {
@@ -52,9 +54,15 @@ pub fn open_teacher(
 /// The file cannot be read, or is not a recording.
 pub fn check_recording(config: &Config) -> Result<(), DataError> {
     match (config.called_teacher(), &config.teacher.path) {
-        (Some(TeacherKind::Recorded), Some(path)) => RecordedTeacher::read(path).map(drop),
+        (Some(TeacherKind::Recorded), Some(path)) => RecordedTeacher::read(path, &config.data).map(drop),
         _ => Ok(()),
     }
+}
+
+/// The keys of a recorded teacher's file that are not read, where its profile or history is absent: a clause, or nothing.
+pub fn unread_keys(config: &Config) -> String {
+    let teacher = config.teacher.path.as_ref().map(|path| RecordedTeacher::read(path, &config.data));
+    teacher.and_then(Result::ok).map(|teacher| teacher.keys.hint()).unwrap_or_default()
 }
 
 /// Opens the fallback teacher, if one is configured.
@@ -74,6 +82,7 @@ pub fn open_fallback(
 /// Recorded rewrites, looked up by query, profile and history. Memory holds their byte offsets in the file.
 struct RecordedTeacher {
     path: String,
+    keys: Keys,
     /// Byte offset by hash of the query id.
     offsets: HashMap<u64, u64>,
     lines: Mutex<IndexedLines>,
@@ -82,25 +91,85 @@ struct RecordedTeacher {
 
 #[derive(Deserialize)]
 struct Recording {
-    original_query: String,
-    #[serde(default)]
-    user_profile: String,
-    #[serde(default)]
-    history_summary: String,
     rewritten_query: String,
     #[serde(default)]
     cost: Option<f64>,
     #[serde(default)]
     latency_ms: Option<f64>,
+    #[serde(flatten)]
+    others: Map<String, Value>,
+}
+
+/// Names of the keys of a recording, and which of them its lines have.
+struct Keys {
+    /// For query, profile and history the column that `[data]` names, then the field of querl's records.
+    names: [[String; 2]; 3],
+    seen: [bool; 3],
+    /// Columns of the query table that a recording does not need.
+    unneeded: Vec<String>,
+    unread: BTreeSet<String>,
+}
+
+impl Keys {
+    fn of(data: &DataConfig) -> Self {
+        let names = [
+            [data.query_column.as_str(), "original_query"],
+            [data.profile_column.as_str(), "user_profile"],
+            [data.history_column.as_str(), "history_summary"],
+        ];
+        let names = names.map(|pair| pair.map(str::to_owned));
+        let unneeded =
+            [data.gold_column.clone(), "gold_ids".into()].into_iter().chain(data.group_column.clone()).collect();
+        Self { names, seen: [false; 3], unneeded, unread: BTreeSet::new() }
+    }
+
+    /// Query, profile and history of a line, trimmed.
+    fn texts<'a>(&self, recording: &'a Recording) -> Result<[&'a str; 3], String> {
+        let mut texts = [""; 3];
+        for (index, names) in self.names.iter().enumerate() {
+            match names.iter().find_map(|name| Some((name, recording.others.get(name)?))) {
+                Some((_, Value::String(text))) => texts[index] = text.trim(),
+                None if index == 0 => return Err(format!("has no key {}", either(names))),
+                None | Some((_, Value::Null)) => {}
+                Some((name, _)) => return Err(format!("`{name}` is not a string")),
+            }
+        }
+        Ok(texts)
+    }
+
+    fn note(&mut self, recording: &Recording) {
+        for key in recording.others.keys() {
+            if let Some(index) = self.names.iter().position(|names| names.contains(key)) {
+                self.seen[index] = true;
+            } else if self.unread.len() < 16 && !self.unneeded.contains(key) {
+                self.unread.insert(key.clone());
+            }
+        }
+    }
+
+    /// Which keys are not read, where a profile or history may be under one of them; a clause, or nothing.
+    fn hint(&self) -> String {
+        let lacking: Vec<String> =
+            self.names.iter().zip(self.seen).filter(|(_, seen)| !seen).map(|(names, _)| either(names)).collect();
+        if lacking.is_empty() || self.unread.is_empty() {
+            return String::new();
+        }
+        let unread: Vec<String> = self.unread.iter().map(|key| format!("`{key}`")).collect();
+        format!("; its lines have no {}, and their {} is not read", lacking.join(" and no "), unread.join(", "))
+    }
+}
+
+/// Both names of a key, once where they are equal.
+fn either([configured, name]: &[String; 2]) -> String {
+    if configured == name { format!("`{name}`") } else { format!("`{configured}` or `{name}`") }
 }
 
 /// An error where the first row is not one of a recording: other files have wrong columns in every row.
-fn check_columns(path: &Path) -> Result<(), DataError> {
-    const EXPECTED: &str = "expected JSON lines with original_query and rewritten_query, and with user_profile and history_summary \
-                            where the query table has them";
+fn check_columns(path: &Path, keys: &Keys) -> Result<(), DataError> {
+    let [query, profile, history] = &keys.names;
     let (line, problem) = match open_rows::<Value>(path)?.next() {
         Some(Ok(NumberedLine { line, value: Value::Object(row), .. })) => {
-            if ["original_query", "rewritten_query"].iter().all(|name| row.contains_key(*name)) {
+            if query.iter().any(|name| row.contains_key(name)) && row.contains_key("rewritten_query") {
                 return Ok(());
             }
             let columns: Vec<&str> = row.keys().map(String::as_str).take(16).collect();
@@ -112,42 +181,51 @@ fn check_columns(path: &Path) -> Result<(), DataError> {
         Some(Err(error)) => return Err(error.into()),
         None => return Ok(()),
     };
-    Err(DataError::line(path, line, format!("{problem}; {EXPECTED}")))
+    let expected = format!(
+        "expected JSON lines with {} and `rewritten_query`, and with {} and {} where the query table has them",
+        either(query),
+        either(profile),
+        either(history)
+    );
+    Err(DataError::line(path, line, format!("{problem}; {expected}")))
 }
 
 impl RecordedTeacher {
-    fn read(path: &Path) -> Result<Self, DataError> {
-        check_columns(path)?;
+    fn read(path: &Path, data: &DataConfig) -> Result<Self, DataError> {
+        let mut keys = Keys::of(data);
+        check_columns(path, &keys)?;
         let mut offsets = HashMap::new();
         // Line and hash of the rewrite.
         let mut rewrites: HashMap<u64, (usize, u64)> = HashMap::new();
         for line in open_rows::<Recording>(path)? {
             let NumberedLine { line, offset, value } = line?;
-            let (id, rewrite) = (hash_of(&value.id()), hash_of(value.rewritten_query.trim()));
+            keys.note(&value);
+            let [query, profile, history] =
+                keys.texts(&value).map_err(|problem| DataError::line(path, line, problem))?;
+            let id = hash_of(&query_id(query, profile, history));
+            let rewrite = hash_of(value.rewritten_query.trim());
             match rewrites.insert(id, (line, rewrite)) {
                 Some((first, other)) if other != rewrite => {
-                    let query = &value.original_query;
-                    let problem = format!("`{query}` has another rewrite in line {first}; remove one of the two lines");
+                    let hint = keys.hint();
+                    let or = if hint.is_empty() { "; " } else { ": rename it, or " };
+                    let problem =
+                        format!("`{query}` has another rewrite in line {first}{hint}{or}remove one of the two lines");
                     return Err(DataError::line(path, line, problem));
                 }
                 _ => offsets.insert(id, offset),
             };
         }
         let lines = Mutex::new(IndexedLines::open(path)?);
-        Ok(Self { path: path.display().to_string(), offsets, lines, fallback: None })
+        Ok(Self { path: path.display().to_string(), keys, offsets, lines, fallback: None })
     }
 
     fn recording(&self, id: &str) -> Result<Option<Recording>, DataError> {
         let Some(offset) = self.offsets.get(&hash_of(id)) else { return Ok(None) };
         let recording: Recording = self.lines.lock().unwrap_or_else(PoisonError::into_inner).read(*offset)?;
         // Two ids may have one hash.
-        Ok((recording.id() == id).then_some(recording))
-    }
-}
-
-impl Recording {
-    fn id(&self) -> String {
-        query_id(self.original_query.trim(), self.user_profile.trim(), self.history_summary.trim())
+        let is_same =
+            self.keys.texts(&recording).is_ok_and(|[query, profile, history]| query_id(query, profile, history) == id);
+        Ok(is_same.then_some(recording))
     }
 }
 
@@ -161,7 +239,12 @@ impl Teacher for RecordedTeacher {
             Err(error) => Err(CallFailure { kind: FailureKind::InvalidResponse, message: error.to_string() }),
             Ok(None) => Err(CallFailure {
                 kind: FailureKind::NotRecorded,
-                message: format!("{} has no rewrite of `{}` in this context", self.path, query.original_query),
+                message: format!(
+                    "{} has no rewrite of `{}` in this context{}",
+                    self.path,
+                    query.original_query,
+                    self.keys.hint()
+                ),
             }),
         }
     }
@@ -251,10 +334,11 @@ mod tests {
         let mut config = openai(settings);
         config.base_url = Some(format!("{}/v1/", server.uri()));
         let messages = [Message { role: "user".into(), content: "改写".into() }];
-        let answer = open_teacher(&config, &EndpointConfig::default(), &ServiceContext::default())
-            .unwrap()
-            .rewrite(&row("怎么吃", ""), &messages)
-            .await;
+        let answer =
+            open_teacher(&config, &EndpointConfig::default(), &DataConfig::default(), &ServiceContext::default())
+                .unwrap()
+                .rewrite(&row("怎么吃", ""), &messages)
+                .await;
         let sent: Value = server.received_requests().await.unwrap()[0].body_json().unwrap();
         assert_eq!(sent.get("temperature").is_some(), config.temperature.is_some());
         answer
@@ -269,7 +353,9 @@ mod tests {
         )
         .unwrap();
         let config = TeacherConfig { kind: TeacherKind::Recorded, path: Some(path), ..TeacherConfig::default() };
-        let teacher = open_teacher(&config, &EndpointConfig::default(), &ServiceContext::default()).unwrap();
+        let teacher =
+            open_teacher(&config, &EndpointConfig::default(), &DataConfig::default(), &ServiceContext::default())
+                .unwrap();
         assert_eq!(teacher.name(), "recorded (stand-in)");
         assert_eq!(teacher.rewrite(&row("怎么吃", "问过鱼油"), &[]).await.unwrap().text, "鱼油 食用方法");
         let failure = teacher.rewrite(&row("怎么吃", ""), &[]).await.unwrap_err();
@@ -283,13 +369,40 @@ mod tests {
             |query: &str, rewrite: &str| json!({"original_query": query, "rewritten_query": rewrite}).to_string();
         let read = |lines: &[String]| {
             std::fs::write(&path, lines.join("\n\n")).unwrap();
-            RecordedTeacher::read(&path).map(|teacher| teacher.offsets.len()).map_err(|error| error.to_string())
+            RecordedTeacher::read(&path, &DataConfig::default())
+                .map(|teacher| teacher.offsets.len())
+                .map_err(|error| error.to_string())
         };
         let lines = [line("怎么吃", "鱼油 用法"), line("贵吗", "价格"), line(" 怎么吃", "鱼油 用法 ")];
         assert_eq!(read(&lines), Ok(2));
         let error = read(&[&lines[..], &[line("怎么吃", "钙片 用法")]].concat()).unwrap_err();
         let expected = "rewrites.jsonl:7: `怎么吃` has another rewrite in line 5; remove one of the two lines";
         assert!(error.ends_with(expected), "{error}");
+    }
+
+    /// Regression: the key `history` was ignored, so that rows of one query conflicted or were missing.
+    #[tokio::test]
+    async fn keys_have_the_names_of_the_columns_and_unread_ones_are_named() {
+        let (_folder, path) = crate::scratch_file("rewrites.jsonl");
+        let line = |history: &str, rewrite: &str| {
+            json!({"q": "怎么吃", "history": history, "gold_ids": "a", "rewritten_query": rewrite}).to_string()
+        };
+        std::fs::write(&path, [line("问过鱼油", "鱼油 用法"), line("问过钙片", "钙片 用法")].join("\n")).unwrap();
+        let data = |history: &str| DataConfig {
+            query_column: "q".into(),
+            history_column: history.into(),
+            ..DataConfig::default()
+        };
+        let teacher = RecordedTeacher::read(&path, &data("history")).unwrap();
+        assert_eq!(teacher.rewrite(&row("怎么吃", "问过钙片"), &[]).await.unwrap().text, "钙片 用法");
+        let error = RecordedTeacher::read(&path, &data("summary")).err().unwrap().to_string();
+        let expected = "rewrites.jsonl:2: `怎么吃` has another rewrite in line 1; its lines have no `用户画像` or `user_profile` and no \
+                        `summary` or `history_summary`, and their `history` is not read: rename it, or remove one of the two lines";
+        assert!(error.ends_with(expected), "{error}");
+        std::fs::write(&path, line("问过鱼油", "鱼油 用法")).unwrap();
+        let teacher = RecordedTeacher::read(&path, &data("summary")).unwrap();
+        let failure = teacher.rewrite(&row("怎么吃", "问过鱼油"), &[]).await.unwrap_err();
+        assert!(failure.message.ends_with("and their `history` is not read"), "{failure}");
     }
 
     #[tokio::test]
@@ -370,7 +483,7 @@ mod tests {
             Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
             let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
             let services = ServiceContext::default();
-            let teacher = open_teacher(&config, &EndpointConfig::default(), &services).unwrap();
+            let teacher = open_teacher(&config, &EndpointConfig::default(), &DataConfig::default(), &services).unwrap();
             let messages = [Message { role: "user".into(), content: "改写".into() }];
             let failure = teacher.rewrite(&row("怎么吃", ""), &messages).await.unwrap_err();
             assert!(failure.kind == kind && failure.message.ends_with(message), "{failure}");
@@ -405,7 +518,8 @@ mod tests {
                 Mock::given(path("/v1/chat/completions")).respond_with(reply(&good)).mount(&server).await;
                 let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
                 let services = ServiceContext::default();
-                let teacher = open_teacher(&config, &EndpointConfig::default(), &services).unwrap();
+                let teacher =
+                    open_teacher(&config, &EndpointConfig::default(), &DataConfig::default(), &services).unwrap();
                 let messages = [Message { role: "user".into(), content: "改写".into() }];
                 let completion = teacher.rewrite(&row("怎么吃", ""), &messages).await;
                 assert_eq!(completion.unwrap().text, "鱼油", "{answer}");
@@ -426,7 +540,9 @@ mod tests {
             let template = ResponseTemplate::new(200).set_body_json(answer);
             Mock::given(path("/v1/chat/completions")).respond_with(template).mount(&server).await;
             let config = openai(json!({"base_url": format!("{}/v1", server.uri()), "max_retries": 1}));
-            let teacher = open_teacher(&config, &EndpointConfig::default(), &ServiceContext::default()).unwrap();
+            let teacher =
+                open_teacher(&config, &EndpointConfig::default(), &DataConfig::default(), &ServiceContext::default())
+                    .unwrap();
             let messages = [Message { role: "user".into(), content: "改写".into() }];
             assert!(teacher.rewrite(&row("怎么吃", ""), &messages).await.is_err(), "{reason}");
             assert_eq!(server.received_requests().await.unwrap().len(), n_requests, "{reason}");
@@ -444,7 +560,10 @@ mod tests {
     #[test]
     fn missing_settings_are_named() {
         let message = |config: &TeacherConfig| {
-            open_teacher(config, &EndpointConfig::default(), &ServiceContext::default()).err().unwrap().to_string()
+            open_teacher(config, &EndpointConfig::default(), &DataConfig::default(), &ServiceContext::default())
+                .err()
+                .unwrap()
+                .to_string()
         };
         assert_eq!(message(&openai(json!({}))), "teacher.base_url is not set; kind `openai` needs it");
         let keyed = openai(json!({"base_url": "http://127.0.0.1/v1", "api_key_env": "QUERL_NO_SUCH_KEY"}));

@@ -14,6 +14,9 @@ pub const END_OF_TEXT_ID: u32 = 0;
 
 const SPECIAL_TOKENS: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
 
+/// Smallest vocabulary: the 256 bytes and the special tokens.
+pub const MIN_VOCABULARY: usize = 256 + SPECIAL_TOKENS.len();
+
 /// ChatML, the format of Qwen's instruct models.
 const CHAT_TEMPLATE: &str = "{%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}

@@ -205,7 +205,8 @@ impl Estimator<'_> {
     }
 
     fn rewrite(&self, ahead: PlannedWork) -> anyhow::Result<Step> {
-        let teacher = open_teacher(&self.config.teacher, &self.config.fallback_teacher, self.outside)?;
+        let teacher =
+            open_teacher(&self.config.teacher, &self.config.fallback_teacher, &self.config.data, self.outside)?;
         let (mut done, mut measured_s, mut n_measured) = (HashSet::new(), 0.0, 0.0);
         for_each_left_by(&self.dir.rewrites(), |record: RewriteRecord| {
             let Ok(completion) = record.rewrite else { return };

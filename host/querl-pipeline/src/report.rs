@@ -8,7 +8,7 @@ use crate::run_logs::whole_metrics;
 use crate::stages::{funnel, leaks, spending};
 use anyhow::Context;
 use querl_bundle::lock::{LockChange, LockEntry, LockFile};
-use querl_core::config::{Config, RetrievalKind, load_resolved};
+use querl_core::config::{Config, RerankKind, RetrievalConfig, RetrievalKind, load_resolved};
 use querl_core::fsx::write_atomic;
 use querl_core::records::{EvalRecord, Split};
 use querl_core::run_dir::RunDir;
@@ -47,7 +47,7 @@ pub fn names(dir: &RunDir) -> anyhow::Result<Names> {
             Err(Stop::usage(format!("{}: {problem}; {remedy}", dir.stages().display())).into())
         }
         _ => {
-            let message = format!("{}: not an evaluated run; run `querl eval` first", dir.root().display());
+            let message = format!("{}: not an evaluated run; run `querl eval CONFIG` first", dir.root().display());
             Err(Stop::usage(message).into())
         }
     }
@@ -69,7 +69,7 @@ pub struct Reported {
 pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Reported> {
     if !dir.eval_records().exists() {
         let path = dir.eval_records();
-        return Err(Stop::usage(format!("{}: not there; run `querl eval` first", path.display())).into());
+        return Err(Stop::usage(format!("{}: not there; run `querl eval CONFIG` first", path.display())).into());
     }
     let ledger = Ledger::open(&dir.stages())?;
     let written = ledger.entry(StageName::Eval.as_str()).map(|entry| &entry.outputs);
@@ -78,7 +78,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     let evaluation = evaluate(&records, &evaluation_options(config)).context("evaluation")?;
     let mut facts = facts(config, names, dir, &ledger)?;
     let (metrics, lost) = whole_metrics(dir, &ledger)?;
-    facts.plugin_notes.extend(lost.into_iter().chain(funnel::notes(&ledger, dir)?));
+    facts.plugin_notes.extend(lost.into_iter().chain(untrained(&ledger)).chain(funnel::notes(&ledger, dir)?));
     let html = report_html(&ReportInput {
         facts: &facts,
         evaluation: &evaluation,
@@ -132,7 +132,8 @@ pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
     let mut facts = facts(&config, &names(first)?, first, &ledger)?;
     for dir in dirs {
         let ledger = Ledger::open(&dir.stages())?;
-        let notes = whole_metrics(dir, &ledger)?.1.into_iter().chain(funnel::notes(&ledger, dir)?);
+        let notes =
+            whole_metrics(dir, &ledger)?.1.into_iter().chain(untrained(&ledger)).chain(funnel::notes(&ledger, dir)?);
         facts.plugin_notes.extend(notes.map(|note| format!("{}: {note}", dir.root().display())));
     }
     facts.plugin_notes.extend(notes);
@@ -177,7 +178,7 @@ fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyho
     let model = config.model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let rewritten = ledger.entry(StageName::Rewrite.as_str());
     let not_recorded = rewritten.and_then(|entry| funnel::not_recorded(config, &entry.facts));
-    let notes = unknown.into_iter().chain(not_recorded).chain(changes(&lock));
+    let notes = unknown.into_iter().chain(not_recorded).chain(win_rate_note(&config.retrieval)).chain(changes(&lock));
     Ok(RunFacts {
         tenant: config.tenant.clone(),
         model,
@@ -241,6 +242,25 @@ fn leaks(ledger: &Ledger) -> impl Iterator<Item = String> {
     [StageName::Sft, StageName::Rl].into_iter().filter_map(note)
 }
 
+/// A note where RL's best step is the model it started from.
+fn untrained(ledger: &Ledger) -> Option<String> {
+    let facts = &ledger.entry(StageName::Rl.as_str()).filter(|entry| entry.finished)?.facts;
+    let is_start = facts.get("best step")?.as_u64() == Some(0);
+    is_start.then(|| "rl is the SFT model: no later step had a better validation reward than step 0".to_owned())
+}
+
+/// A note where scores of hits are shares of the query's words.
+fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
+    let counts_words = retrieval.kind == RetrievalKind::Embedded
+        && retrieval.lexicon.is_none()
+        && retrieval.rerank.kind == RerankKind::None;
+    counts_words.then(|| {
+        "win rate compares scores of first hits, which without a reranker or lexicon count shared words and cannot tell right from wrong \
+         passages"
+            .to_owned()
+    })
+}
+
 fn timings(ledger: &Ledger) -> Vec<StageTiming> {
     let entries = StageName::ALL.into_iter().filter_map(|name| Some((name, ledger.entry(name.as_str())?)));
     let finished = entries.filter(|(_, entry)| entry.finished);
@@ -282,6 +302,25 @@ mod tests {
             "3 episode(s) of the stage rl were dropped because a call took longer than rl.episode_deadline_ms (deadline)",
         ];
         assert_eq!(drops(&ledger).collect::<Vec<_>>(), expected);
+    }
+
+    #[test]
+    fn an_rl_that_kept_its_start_and_scores_that_count_words_are_noted() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
+        let mut noted = |best_step: u64| {
+            let mut facts = Facts::default();
+            facts.add("best step", best_step);
+            ledger.put("rl", Entry { facts, finished: true, ..Entry::begun(Inputs::default()) }).unwrap();
+            untrained(&ledger)
+        };
+        let expected = "rl is the SFT model: no later step had a better validation reward than step 0";
+        assert_eq!((noted(0).as_deref(), noted(5)), (Some(expected), None));
+        let note = |settings: serde_json::Value| win_rate_note(&serde_json::from_value(settings).unwrap()).is_some();
+        assert!(note(serde_json::json!({"kind": "embedded"})));
+        assert!(!note(serde_json::json!({"kind": "embedded", "lexicon": "lexicon.json"})));
+        assert!(!note(serde_json::json!({"kind": "embedded", "rerank": {"kind": "local", "path": "m"}})));
+        assert!(!note(serde_json::json!({"kind": "http"})));
     }
 
     #[test]

@@ -147,7 +147,7 @@ fn errors_of_a_table_are_reported_with_their_rows() {
         "rewrite: rows skipped: 1 with an empty query (row 41); 1 repeating an earlier row (row 42 (like row 1))";
     assert!(said.stderr.contains(passed_over), "{said:#?}");
     assert!(said.stderr.contains("are kept in its group (row 43 (like row 1))"), "{said:#?}");
-    let few = "warning: rewrite: rows read is 43, fewer than 500 to 1000";
+    let few = "warning: rewrite: rows read is 43; 500 to 1000 are usual";
     assert!(said.stderr.contains(few), "{said:#?}");
 
     let stats = project.querl(&["data", "stats", "querl.toml", "--json"]).ok();

@@ -53,6 +53,7 @@ fn before_any_stage_the_table_and_the_model_are_judged_and_nothing_is_written() 
 
     let text = project.querl(&["plan", "querl.toml", "--no_model"]).ok().stdout;
     assert!(text.starts_with("!  data       40 queries of ") && !text.contains("nats"), "{text}");
+    assert!(text.contains("run `querl run CONFIG --to convert`") && text.ends_with("a gain is unlikely)\n"), "{text}");
 }
 
 #[test]

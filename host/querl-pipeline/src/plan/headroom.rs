@@ -110,7 +110,12 @@ impl TeacherHeadroom {
     pub fn advice(&self) -> Advice {
         let Some(headroom) = self.splits.first() else {
             let finding = "no row has both a rewrite and its lookup";
-            return Advice::new("teacher", Level::Unknown, finding, "run `querl run --to convert`, then plan again");
+            return Advice::new(
+                "teacher",
+                Level::Unknown,
+                finding,
+                "run `querl run CONFIG --to convert`, then plan again",
+            );
         };
         let finding: Vec<String> = self.splits.iter().map(SplitHeadroom::sentence).collect();
         let (raw, teacher, oracle) = (headroom.raw.figure(), headroom.teacher.figure(), headroom.oracle.figure());

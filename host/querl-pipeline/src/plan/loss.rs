@@ -103,7 +103,7 @@ impl LossFacts {
                     "base model",
                     Level::Unknown,
                     finding,
-                    "run `querl run --to convert`, then plan again",
+                    "run `querl run CONFIG --to convert`, then plan again",
                 );
             }
             (Some(Level::Bad), Some(Level::Ok)) => (

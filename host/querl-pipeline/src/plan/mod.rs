@@ -198,7 +198,7 @@ impl Plan {
         advice.extend(self.unknown_gold_ids.as_ref().map(gold_ids));
         if !self.changed_since_data.is_empty() {
             let finding = format!("{} changed since the data stages ran", listing(&self.changed_since_data));
-            let action = "the figures are of the earlier data: run `querl run --to convert`, then plan again";
+            let action = "the figures are of the earlier data: run `querl run CONFIG --to convert`, then plan again";
             advice.push(Advice::new("stages", Level::Weak, finding, action));
         }
         if !has_dataset {
@@ -207,7 +207,7 @@ impl Plan {
                 "stages",
                 Level::Unknown,
                 finding,
-                "run `querl run --to convert`, then plan again",
+                "run `querl run CONFIG --to convert`, then plan again",
             ));
         }
         advice
@@ -215,7 +215,8 @@ impl Plan {
 
     /// For a terminal.
     pub fn to_text(&self) -> String {
-        self.advice.iter().map(|advice| advice.line() + "\n").collect()
+        let lines: String = self.advice.iter().map(|advice| advice.line() + "\n").collect();
+        lines + "(ok: nothing to do; ?: not known; !: a gain is less likely; !!: a gain is unlikely)\n"
     }
 }
 

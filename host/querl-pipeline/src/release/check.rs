@@ -148,7 +148,7 @@ impl Evaluated {
         let ledger = Ledger::open(&dir.stages())?;
         let entry = ledger.entry(StageName::Eval.as_str()).filter(|entry| entry.finished);
         let not_evaluated =
-            || Stop::usage(format!("{name}: not evaluated yet; run `querl eval` first, or `querl run`"));
+            || Stop::usage(format!("{name}: not evaluated yet; run `querl eval CONFIG` first, or `querl run CONFIG`"));
         let entry = entry.ok_or_else(not_evaluated)?;
         entry.outputs.check(dir.root(), StageName::Eval, &dir.eval_records())?;
         // An evaluation of an earlier checkpoint, or with other decoding settings, is no evidence for this model.

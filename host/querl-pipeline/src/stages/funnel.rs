@@ -4,6 +4,7 @@ use crate::ledger::{Facts, Ledger, PART, StageName};
 use querl_core::config::{Config, TeacherKind};
 use querl_core::records::{FailureKind, Split, code_of};
 use querl_core::run_dir::RunDir;
+use querl_data::unread_keys;
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -152,7 +153,7 @@ pub fn table_size_warning(n_rows: u64) -> Option<String> {
 
 fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
     let name = name.trim_start_matches(PART);
-    format!("{name} is {n}, fewer than {least} to {most}; results are less conclusive")
+    format!("{name} is {n}; {least} to {most} are usual, and results of fewer are less conclusive")
 }
 
 /// Share of the queries without a recorded rewrite above which a warning is given.
@@ -168,8 +169,9 @@ pub fn not_recorded(config: &Config, facts: &Facts) -> Option<String> {
     let n_queries = facts.count("rewritten") + facts.count("teacher failed");
     (n_missing as f64 > MANY_NOT_RECORDED * n_queries as f64).then(|| {
         format!(
-            "the recorded teacher ({path}) has no rewrite of {n_missing} of {n_queries} queries; add them there, or set \
-             fallback_teacher.base_url"
+            "the recorded teacher ({path}) has no rewrite of {n_missing} of {n_queries} queries{}; add them there, or set \
+             fallback_teacher.base_url",
+            unread_keys(config)
         )
     })
 }
@@ -261,10 +263,10 @@ mod tests {
         let of = |stage, figures: &[(&str, u64)]| size_warnings(stage, &facts(figures));
         let said =
             of(StageName::Convert, &[("kept", 299), ("rows for training and evaluation", 400), ("- train", 240)]);
-        assert_eq!(said, ["convert: kept is 299, fewer than 300 to 700; results are less conclusive"]);
+        assert_eq!(said, ["convert: kept is 299; 300 to 700 are usual, and results of fewer are less conclusive"]);
         assert!(of(StageName::Rewrite, &[("rows read", 100_000), ("rewritten", 99_000)]).is_empty());
         assert!(of(StageName::Sft, &[]).is_empty());
-        let of_table = "rows read is 499, fewer than 500 to 1000; results are less conclusive";
+        let of_table = "rows read is 499; 500 to 1000 are usual, and results of fewer are less conclusive";
         assert_eq!((table_size_warning(499).as_deref(), table_size_warning(500)), (Some(of_table), None));
     }
 }

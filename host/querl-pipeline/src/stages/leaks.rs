@@ -111,23 +111,25 @@ pub(crate) fn before_rewriting(run: &Run, last: StageName, progress: &dyn Progre
     let begun = [rewrites.clone(), Journal::path_for(&rewrites), run.dir.batches()];
     let is_begun = begun.iter().any(|path| path.exists());
     let on_leak = if last < StageName::Sft || is_begun { OnLeak::Warn } else { config.on_leak };
-    found.map_or(Ok(()), |found| say(&found, on_leak, progress))
+    found.map_or(Ok(()), |found| say(&found, found.sentences(), on_leak, progress))
 }
 
-/// Refuses to train where rows of test are in train, and says so of those of val. The figure for the stage's facts.
+/// Refuses to train where rows of test are in train, and says so of those of val. The figure for the stage's facts. Queries that are no leaks
+/// were reported before `rewrite`.
 pub(crate) fn before_training(run: &Run, progress: &dyn Progress) -> anyhow::Result<Facts> {
     let found = of_dataset(&run.dir, &run.config.data, progress)?;
-    say(&found, run.config.data.on_leak, progress)?;
+    let leaks = [found.val.sentence(Split::Val), found.test.sentence(Split::Test)];
+    say(&found, leaks.into_iter().flatten().collect(), run.config.data.on_leak, progress)?;
     let mut facts = Facts::default();
     facts.add(TEST_LEAKED, found.test.n_leaked as u64);
     Ok(facts)
 }
 
-fn say(found: &SplitLeaks, on_leak: OnLeak, progress: &dyn Progress) -> anyhow::Result<()> {
+fn say(found: &SplitLeaks, sentences: Vec<String>, on_leak: OnLeak, progress: &dyn Progress) -> anyhow::Result<()> {
     const REMEDY: &str = "give such rows one group (data.group_column), take them out of the query table, raise \
                           data.leak_similarity, or set data.on_leak = \"warn\"";
     let refused = found.test.sentence(Split::Test).filter(|_| on_leak == OnLeak::Refuse);
-    for sentence in found.sentences().iter().filter(|sentence| Some(*sentence) != refused.as_ref()) {
+    for sentence in sentences.into_iter().filter(|sentence| Some(sentence) != refused.as_ref()) {
         progress.line(&format!("warning: {sentence}"));
     }
     match refused {

@@ -13,6 +13,12 @@ pub(super) const EVAL_LOSS: &str = "eval loss";
 /// Name of the figure: [`unigram_loss`].
 pub(super) const UNIGRAM_LOSS: &str = "unigram loss";
 
+/// Name of the figure: [`equal_share`], where it is high.
+pub(super) const EQUAL_TARGETS: &str = "equal targets";
+
+/// Optimizer steps of the defaults (3 epochs of 16 rows a step) on the fewest training rows of the source plan, 240.
+const FEW_STEPS: u64 = 45;
+
 /// Share of the unigram model's loss from which on a model uses none of the context, as for the base model in `querl plan`.
 const MAX_SHARE: f64 = 0.9;
 
@@ -35,6 +41,14 @@ pub(super) fn unigram_loss(train: &[Example], val: &[Example]) -> Option<f64> {
     (!nats.is_empty()).then(|| nats.iter().sum::<f64>() / nats.len() as f64)
 }
 
+/// Share of the most frequent response among `train`, from a half on. Edits that keep the query (`=`) make the unigram model's loss low.
+pub(super) fn equal_share(train: &[Example]) -> Option<f64> {
+    let mut counts: BTreeMap<&[u32], usize> = BTreeMap::new();
+    train.iter().for_each(|row| *counts.entry(&row.response).or_default() += 1);
+    let share = *counts.values().max()? as f64 / train.len() as f64;
+    (share >= 0.5).then_some(share)
+}
+
 fn tokens(rows: &[Example]) -> impl Iterator<Item = u32> {
     rows.iter().flat_map(|row| row.response.iter().copied())
 }
@@ -43,18 +57,30 @@ fn tokens(rows: &[Example]) -> impl Iterator<Item = u32> {
 fn finding(facts: &Facts) -> Option<String> {
     let figure = |name: &str| facts.get(name)?.as_f64();
     let (loss, unigram) = (figure(EVAL_LOSS)?, figure(UNIGRAM_LOSS)?);
-    (loss > MAX_SHARE * unigram).then(|| {
+    let limit = MAX_SHARE * unigram;
+    // Equal as printed is no finding.
+    (loss >= limit + 0.005).then(|| {
+        let equal = figure(EQUAL_TARGETS).map(|share| {
+            format!("; the limit is low because {:.0} % of the targets are one text, with edits mostly `=`", 100.0 * share)
+        });
         format!(
             "the model is noise after sft: its eval loss is {loss:.2} nats per token, where the frequencies of the tokens alone give \
-             {unigram:.2} (limit: {:.2})",
-            MAX_SHARE * unigram
+             {unigram:.2} (limit: {limit:.2}){}",
+            equal.unwrap_or_default()
         )
     })
 }
 
 /// The warning about a model that is noise.
 pub(super) fn warning(facts: &Facts) -> Option<String> {
-    finding(facts).map(|finding| format!("{finding}; {REMEDY}"))
+    let (steps, rows) = (facts.count("steps"), facts.count("rows"));
+    let more = match steps {
+        1..FEW_STEPS => format!(
+            "take more SFT steps or rows ({steps} steps on {rows} rows so far: sft.max_steps, sft.epochs); if that does not help, "
+        ),
+        _ => String::new(),
+    };
+    finding(facts).map(|finding| format!("{finding}; {more}{REMEDY}"))
 }
 
 /// Stops or warns before RL on a model that is noise. SFT's result is kept.
@@ -99,9 +125,33 @@ mod tests {
         let expected = "the model is noise after sft: its eval loss is 5.60 nats per token, where the frequencies of the tokens alone \
                         give 6.00 (limit: 5.40); take a base model";
         assert!(of(Some(5.6), Some(6.0)).unwrap().starts_with(expected));
+        // Equal to the limit as printed.
+        assert_eq!(of(Some(5.404), Some(6.0)), None);
         // The example, and a model that has learned a little.
         assert_eq!([of(Some(1.0), Some(5.0)), of(Some(5.3), Some(6.0))], [None, None]);
         // Without validation rows, and after SFT with a version that had no such figure.
         assert_eq!([of(None, None), of(Some(9.0), None), warning(&Facts::default())], [None, None, None]);
+    }
+
+    /// Regression: after 10 steps on targets that mostly keep the query, the base model was named as the cause.
+    #[test]
+    fn few_steps_and_equal_targets_are_named_before_the_base_model() {
+        let keep = [row(&[1]), row(&[1]), row(&[1]), row(&[2, 3])];
+        assert_eq!((equal_share(&keep), equal_share(&keep[2..]), equal_share(&[])), (Some(0.75), Some(0.5), None));
+        assert_eq!(equal_share(&[row(&[1]), row(&[2]), row(&[3])]), None);
+        let of = |steps: u64| {
+            let mut facts = Facts::default();
+            facts
+                .add("rows", 64)
+                .add("steps", steps)
+                .add(EVAL_LOSS, 1.3)
+                .add(UNIGRAM_LOSS, 1.34)
+                .add(EQUAL_TARGETS, 0.75);
+            warning(&facts).unwrap()
+        };
+        let expected = "(limit: 1.21); the limit is low because 75 % of the targets are one text, with edits mostly `=`; take more SFT \
+                        steps or rows (10 steps on 64 rows so far: sft.max_steps, sft.epochs); if that does not help, take a base model";
+        assert!(of(10).contains(expected), "{}", of(10));
+        assert!(of(FEW_STEPS).contains("mostly `=`; take a base model"), "{}", of(FEW_STEPS));
     }
 }

@@ -56,7 +56,7 @@ impl Stage for Rewrite {
                 open_fallback(&run.config.fallback_teacher, &run.outside)?;
             }
             Some(TeacherKind::Recorded | TeacherKind::Openai) => {
-                open_teacher(&run.config.teacher, &run.config.fallback_teacher, &run.outside)?;
+                open_teacher(&run.config.teacher, &run.config.fallback_teacher, &run.config.data, &run.outside)?;
             }
         }
         // Before anything is removed: a submitted batch is paid even if its responses are never read.
@@ -139,7 +139,7 @@ fn ask<'a>(
         return Ok((rewrite_locally(run, table, journal, progress)?, local_teacher_name(config)));
     }
     let outside = run.outside.clone().until(interrupt::flag());
-    let teacher = open_teacher(config, &run.config.fallback_teacher, &outside)?;
+    let teacher = open_teacher(config, &run.config.fallback_teacher, &run.config.data, &outside)?;
     let teacher = teacher.as_ref();
     let asked = match batches(run)? {
         Some((batch, new)) => {

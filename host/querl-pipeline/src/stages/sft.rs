@@ -80,6 +80,9 @@ impl Stage for Sft {
         facts.add("rows", job.train.len()).add("steps", summary.n_steps).add("answer tokens", summary.n_tokens);
         facts.add("train loss", summary.train_loss).add(noise::EVAL_LOSS, summary.best_val_loss);
         facts.add(noise::UNIGRAM_LOSS, noise::unigram_loss(&job.train, &job.val));
+        if let Some(share) = noise::equal_share(&job.train) {
+            facts.add(noise::EQUAL_TARGETS, share);
+        }
         facts.add("best step", summary.best_step);
         training::add_device(&mut facts, run);
         Ok(Done { facts, n_failed: 0 })

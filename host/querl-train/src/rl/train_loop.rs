@@ -158,6 +158,9 @@ impl<'a> Trainer<'a> {
             None => self.state.best = Some(BestCheckpoint::new(evaluation)),
         }
         self.state.evaluated_step = Some(step);
+        if step > 0 {
+            task.progress.update(step, task.config.max_steps as u64, &self.best_note());
+        }
         // A checkpoint of this step that a stop during its evaluation left does not have the result.
         self.saved_step = None;
         Ok(Phase::Completed)
@@ -298,10 +301,17 @@ impl<'a> Trainer<'a> {
             task.progress.line(&format!("rl step {step}: {warning}"));
         }
         sink.record("rl", step, &metrics).map_err(|source| self.io(source))?;
-        let reward = metrics.get("avg_reward").copied().unwrap_or_default();
-        let note = self.state.best.as_ref().map(BestCheckpoint::note).unwrap_or_default();
-        task.progress.update(step, task.config.max_steps as u64, &format!("reward {reward:+.3}, {note}"));
+        // The evaluation after the last step reports its progress.
+        if !self.is_last_step() {
+            let reward = metrics.get("avg_reward").copied().unwrap_or_default();
+            let note = format!("reward {reward:+.3}, {}", self.best_note());
+            task.progress.update(step, task.config.max_steps as u64, &note);
+        }
         Ok(())
+    }
+
+    fn best_note(&self) -> String {
+        self.state.best.as_ref().map(BestCheckpoint::note).unwrap_or_default()
     }
 
     fn finish(&mut self) -> Result<RlSummary, TrainError> {

@@ -5,8 +5,9 @@ use crate::terminal::{self, StageProgress};
 use anyhow::{Context, anyhow};
 use querl_core::config::SftConfig;
 use querl_core::dir_lock::{DirLock, DirLockError};
-use querl_core::fsx::{digest_file, digest_hex, read_jsonl};
+use querl_core::fsx::{NumberedLine, digest_file, digest_hex, open_jsonl};
 use querl_core::records::Message;
+use querl_core::text::nearest;
 use querl_model::{Decoder, DecoderConfig, Mesh, TextTokenizer, Weights, small_model};
 use querl_pipeline::failure::{Stop, ending};
 use querl_pipeline::interrupt;
@@ -14,6 +15,7 @@ use querl_pipeline::metrics_log::MetricsLog;
 use querl_train::sft::{self, SftSummary, SftTask};
 use querl_train::{BEST, Example, Policy, STATE, TrainError};
 use serde::Deserialize;
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -25,7 +27,7 @@ struct PretrainConfig {
     corpus: PathBuf,
     output_dir: PathBuf,
     seed: u64,
-    vocab_size: usize,
+    vocab_size: toml::Spanned<usize>,
     /// Share of the lines that differ, held out to choose the best weights; 0 for none.
     #[serde(default)]
     val_share: f64,
@@ -39,6 +41,40 @@ struct PretrainConfig {
 enum CorpusLine {
     Text { text: String },
     Chat { messages: Vec<Message> },
+}
+
+/// The lines of a corpus, with their 1-based numbers in its file.
+struct Corpus {
+    path: PathBuf,
+    numbers: Vec<usize>,
+    lines: Vec<CorpusLine>,
+}
+
+impl Corpus {
+    /// Reads the corpus that the file `pretrain` names.
+    fn read(path: PathBuf, pretrain: &Path) -> Result<Self, Stop> {
+        let shown = path.display();
+        if !path.exists() {
+            let remedy = format!("write it with `querl model corpus CONFIG --out {shown}`, or name another file");
+            return Err(usage(format!("{}: corpus is {shown}; no such file: {remedy}", pretrain.display())));
+        }
+        let (mut numbers, mut lines) = (Vec::new(), Vec::new());
+        for line in open_jsonl::<Value>(&path).map_err(usage)? {
+            let NumberedLine { line, value, .. } = line.map_err(usage)?;
+            let found = match &value {
+                Value::Object(row) => {
+                    let keys: Vec<&str> = row.keys().map(String::as_str).take(16).collect();
+                    format!("has the keys {}", keys.join(", "))
+                }
+                _ => "is not a JSON object".to_owned(),
+            };
+            let expected = "expected `text`, a string, or `messages`, a list of `role` and `content`";
+            let parsed = serde_json::from_value(value);
+            lines.push(parsed.map_err(|_| usage(format!("{shown}:{line}: {expected}; {found}")))?);
+            numbers.push(line);
+        }
+        Ok(Self { path, numbers, lines })
+    }
 }
 
 pub(super) fn run(path: &Path) -> anyhow::Result<()> {
@@ -63,13 +99,19 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
             return other_file("not a TOML file", "CONFIG");
         }
         let line = error.span().map_or(1, |span| text[..span.start].matches('\n').count() + 1);
-        usage(format!("{}:{line}: {}", path.display(), error.message()))
+        usage(format!("{}:{line}: {}", path.display(), with_usable_keys(error.message())))
     })?;
+    let n_tokens = *config.vocab_size.get_ref();
+    if n_tokens < small_model::MIN_VOCABULARY {
+        let line = text[..config.vocab_size.span().start].matches('\n').count() + 1;
+        let expected = format!("at least {}, for 256 bytes and the special tokens", small_model::MIN_VOCABULARY);
+        return Err(usage(format!("{}:{line}: vocab_size is {n_tokens}; expected {expected}", path.display())).into());
+    }
     check(&config).map_err(|complaint| usage(format!("{}: {complaint}", path.display())))?;
     let folder = path.parent().unwrap_or(Path::new("."));
-    let (corpus, output) = (folder.join(&config.corpus), folder.join(&config.output_dir));
-    let lines: Vec<CorpusLine> = read_jsonl(&corpus).map_err(usage)?;
-    let texts: Vec<String> = lines.iter().flat_map(texts_of).collect();
+    let output = folder.join(&config.output_dir);
+    let corpus = Corpus::read(folder.join(&config.corpus), path)?;
+    let texts: Vec<String> = corpus.lines.iter().flat_map(texts_of).collect();
     // In a folder of its own until it is complete: an old model is never replaced in part.
     let (work, new) = (output.join(WORK), output.join(WORK).join("model"));
     let _lock = DirLock::take(&output).map_err(|error| match error {
@@ -79,12 +121,16 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
         error => error.into(),
     })?;
     std::fs::create_dir_all(&new).with_context(|| format!("{}: cannot be made", new.display()))?;
-    let corpus_digest = digest_file(&corpus).with_context(|| format!("{}: cannot be read", corpus.display()))?;
+    let corpus_digest =
+        digest_file(&corpus.path).with_context(|| format!("{}: cannot be read", corpus.path.display()))?;
     let fingerprint =
         digest_hex(format!("{} {} {corpus_digest} {text}", env!("CARGO_PKG_VERSION"), config.seed).as_bytes());
-    let made = small_model::write_files(&new, &texts, config.vocab_size, &config.model)
-        .map_err(|error| usage(format!("{}: no model can be made of it: {error}", path.display())).into())
-        .and_then(|decoder_config| make(decoder_config, &lines, &config, &new, &fingerprint));
+    let made = small_model::write_files(&new, &texts, n_tokens, &config.model)
+        .map_err(|error| {
+            let problem = with_own_keys(&error.to_string(), &new.join("config.json"));
+            usage(format!("{}: no model can be made of it: {problem}", path.display())).into()
+        })
+        .and_then(|decoder_config| make(decoder_config, &corpus, &config, &new, &fingerprint));
     let summary = made.inspect_err(|_| {
         // Kept where there is something to resume from.
         if !work.join(STATE).exists() {
@@ -100,6 +146,32 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
         terminal::print(&note);
     }
     Ok(())
+}
+
+/// Keys of `[sft]` that are read in `[train]` and have no effect: there is no adapter and no stage that follows.
+const WITHOUT_EFFECT: [&str; 8] =
+    ["method", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora", "on_noise"];
+
+/// The parser's message about an unknown key, with the nearest key and without those that have no effect.
+fn with_usable_keys(message: &str) -> String {
+    let Some((what, known)) = message.split_once(", expected one of ") else { return message.to_owned() };
+    let known = known.split('`').skip(1).step_by(2);
+    let known: Vec<&str> = known.filter(|key| !WITHOUT_EFFECT.contains(key)).collect();
+    let name = what.split('`').nth(1).unwrap_or_default();
+    let near = nearest(name, known.iter().copied()).first().map(|near| format!("; did you mean `{near}`?"));
+    format!("{what}{} (expected one of `{}`)", near.unwrap_or_default(), known.join("`, `"))
+}
+
+/// A message about the new model's config.json, with the keys of `[model]`.
+fn with_own_keys(message: &str, file: &Path) -> String {
+    let keys = [
+        ("num_attention_heads", "model.n_heads"),
+        ("num_key_value_heads", "model.n_kv_heads"),
+        ("num_hidden_layers", "model.n_layers"),
+        ("max_position_embeddings", "model.max_positions"),
+    ];
+    let message = message.replace(&format!("{}: ", file.display()), "");
+    keys.into_iter().fold(message, |message, (name, key)| message.replace(name, key))
 }
 
 /// A note where the last evaluation was the best: the loss on held-out lines may fall further.
@@ -124,18 +196,26 @@ fn is_run_config(text: &str) -> bool {
 /// Trains a model from random weights and writes it to the folder of its tokenizer.
 fn make(
     decoder_config: DecoderConfig,
-    lines: &[CorpusLine],
+    corpus: &Corpus,
     config: &PretrainConfig,
     new: &Path,
     fingerprint: &str,
 ) -> anyhow::Result<SftSummary> {
     let tokenizer = TextTokenizer::load(new)?;
+    let Corpus { path, numbers, lines } = corpus;
     let held_out = held_out_lines(lines, config.val_share, config.seed);
-    let mut examples = Examples::default();
-    for line in lines {
+    let (mut examples, limit) = (Examples::default(), config.train.max_length);
+    for (number, line) in numbers.iter().zip(lines) {
         let is_held_out = !held_out.is_empty() && held_out.contains(&line_digest(line, config.seed));
         let split = if is_held_out { &mut examples.val } else { &mut examples.train };
-        split.push(example(line, &tokenizer)?);
+        let example = example(line, &tokenizer)?;
+        if example.len() > limit {
+            let problem = format!("has {} tokens; train.max_length is {limit}", example.len());
+            return Err(
+                usage(format!("{}:{number}: {problem}: shorten the line or raise the limit", path.display())).into()
+            );
+        }
+        split.push(example);
     }
     let decoder = Decoder::init(decoder_config, config.seed)?;
     let (n_parameters, n_val) = (decoder.config().n_parameters(), examples.val.len());
@@ -285,6 +365,17 @@ mod tests {
         let n = lines.iter().filter(|line| held_out.contains(&line_digest(line, 1))).count();
         assert_eq!(n, 10);
         assert_ne!(held_out_lines(&lines, 0.1, 2), held_out, "the seed decides");
+    }
+
+    #[test]
+    fn messages_name_the_keys_of_the_file() {
+        let message =
+            with_usable_keys("unknown field `epoch`, expected one of `method`, `epochs`, `lora_rank`, `seed`");
+        assert_eq!(message, "unknown field `epoch`; did you mean `epochs`? (expected one of `epochs`, `seed`)");
+        assert_eq!(with_usable_keys("missing field `seed`"), "missing field `seed`");
+        let message = "out/config.json: num_attention_heads 5 is not a multiple of num_key_value_heads 2";
+        let expected = "model.n_heads 5 is not a multiple of model.n_kv_heads 2";
+        assert_eq!(with_own_keys(message, Path::new("out/config.json")), expected);
     }
 
     #[test]
