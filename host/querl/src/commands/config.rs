@@ -36,7 +36,11 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
         ConfigCommand::Schema(Format { json: true }) => format!("{:#}\n", json_schema()),
         ConfigCommand::Schema(Format { json: false }) => schema_text(&keys()),
     };
-    Ok(std::io::stdout().write_all(text.as_bytes())?)
+    std::io::stdout().write_all(text.as_bytes())?;
+    if let ConfigCommand::Check(args) = command {
+        terminal::print(&format!("{}: ok", args.config.path.display()));
+    }
+    Ok(())
 }
 
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
@@ -47,7 +51,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     querl_pipeline::preflight(&config, StageName::Eval)?;
     check_recording(&config)?;
     if !args.skip_plugins {
-        Plugins::open(&config, PluginUse::Look)?;
+        Plugins::open(&config, PluginUse::Look).map_err(|error| args.config.locate(error))?;
     }
     // Planned GPU memory, for configurations that name GPUs.
     if config.device.starts_with("cuda") && config.model.path.join("config.json").is_file() {
