@@ -86,8 +86,9 @@ fn controls_text(evaluation: &Evaluation) -> String {
             let n = of_pair.and_then(|of_pair| of_pair.values().flatten().map(|found| found.n).max());
             row.push(or_dash(n, |n| n.to_string()));
         }
-        let _ =
-            write!(text, "\npaired differences where both rewrites have about the same length\n{}", blocks(&matched));
+        let title = "\npaired differences where both rewrites have about the same length";
+        let matched = blocks(&matched).replace("\n\n", &format!("\n{title}, continued\n"));
+        let _ = write!(text, "{title}\n{matched}");
     }
     text
 }

@@ -117,6 +117,19 @@ fn table_and_page_begin_with_the_verdict_and_show_the_comparisons() {
     }
 }
 
+/// Symptom: the queries of pairs with long names stood in a block without a title.
+#[test]
+fn a_wide_table_of_equal_lengths_has_its_title_again() {
+    let mut records = compared_records(40);
+    let of_teacher = records.iter().filter(|record| record.system == "teacher").cloned();
+    let more: Vec<EvalRecord> =
+        of_teacher.map(|record| EvalRecord { system: "with_history".into(), ..record }).collect();
+    records.extend(more);
+    let text = table(&evaluate(&records, &OPTIONS).unwrap(), &facts());
+    let title = "\n\npaired differences where both rewrites have about the same length, continued\npair ";
+    assert!(text.contains(title), "{text}");
+}
+
 #[test]
 fn page_without_a_second_retriever_and_samples_has_no_tables_of_them() {
     let html = page(&invented_records(6), &[], 2);

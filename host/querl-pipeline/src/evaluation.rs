@@ -77,6 +77,7 @@ pub(crate) fn evaluate_system(
 ) -> anyhow::Result<Evaluated> {
     let Evaluation { rows, baselines, scorer, .. } = *evaluation;
     let mut evaluated = Evaluated::default();
+    progress.update(0, rows.len() as u64, system.name());
     let mut finish = |some: &[DatasetRow], answers| -> anyhow::Result<()> {
         // Calls in flight are paid for.
         let _at_safe_points = interrupt::at_safe_points();

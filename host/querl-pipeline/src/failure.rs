@@ -201,6 +201,16 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
     error.chain().any(|cause| kind(cause) == Some(std::io::ErrorKind::BrokenPipe))
 }
 
+/// The configuration's key, or the end of it, of an error that is found after the configuration is read: a variable without an API key, or a
+/// plugin's setting.
+pub fn key_of(error: &anyhow::Error) -> Option<String> {
+    error.chain().find_map(|cause| match (cause.downcast_ref(), cause.downcast_ref()) {
+        (Some(DataError::Setting { key, .. }), _) if key.ends_with(".api_key_env") => Some(key.clone()),
+        (_, Some(PluginError::Setting { key, .. })) => Some(format!("settings.{key}")),
+        _ => None,
+    })
+}
+
 /// The error with its causes as one line.
 pub fn sentence(error: &anyhow::Error) -> String {
     let mut sentence = String::new();
@@ -273,6 +283,16 @@ mod tests {
         let expected =
             "no such file or folder; expected a run's folder, which `querl run` writes, or its configuration";
         assert_eq!(check_run_or_config(&path).unwrap_err().to_string(), format!("{}: {expected}", path.display()));
+    }
+
+    #[test]
+    fn keys_of_services_and_plugins_are_known() {
+        let of = |error: anyhow::Error| key_of(&error.context("stage"));
+        let setting = |key: &str| DataError::Setting { key: key.into(), problem: "is not set".into() }.into();
+        assert_eq!(of(setting("judge.api_key_env")).as_deref(), Some("judge.api_key_env"));
+        assert_eq!(of(setting("data.input")), None);
+        let plugin = PluginError::Setting { plugin: "p 1.0.0".into(), key: "clip".into(), message: "unknown".into() };
+        assert_eq!(of(plugin.into()).as_deref(), Some("settings.clip"));
     }
 
     #[test]

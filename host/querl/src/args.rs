@@ -4,8 +4,8 @@ use crate::{model_hub, terminal};
 use anyhow::Context;
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use querl_core::config::{Config, ModelHub, Overrides, load};
-use querl_pipeline::failure::Stop;
+use querl_core::config::{Config, ModelHub, Overrides, load, location_of};
+use querl_pipeline::failure::{Stop, key_of};
 use querl_pipeline::ledger::StageName;
 use querl_plugin::PluginSettings;
 use serde::Serialize;
@@ -65,6 +65,16 @@ impl ConfigArgs {
     /// What the flags override; models that the configuration names are looked up in `hub`.
     pub fn overrides(&self, hub: ModelHub) -> Overrides {
         Overrides { set: self.set.clone(), out: self.out.clone(), model_hub: Some(hub), ..Overrides::default() }
+    }
+
+    /// Adds where the configuration sets the key that an error is about.
+    pub fn locate(&self, error: anyhow::Error) -> anyhow::Error {
+        let overrides = self.overrides(model_hub::find_cached);
+        let location = key_of(&error).and_then(|key| location_of(&key, &self.path, &overrides));
+        match location {
+            Some(location) => error.context(location),
+            None => error,
+        }
     }
 }
 

@@ -6,7 +6,9 @@ use crate::commands::{
 };
 use crate::terminal::Verbosity;
 use anyhow::Context;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, Parser, Subcommand};
+use querl_core::config::keys;
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::COMPILE_COMMAND;
 use std::io::Write;
@@ -116,6 +118,58 @@ pub enum Command {
     ReplayNativeLibrary(plugin::dev::LibraryArgs),
 }
 
+impl Cli {
+    /// Reads the command line; an error ends the program.
+    pub fn parse_or_exit() -> Self {
+        let arguments: Vec<String> =
+            std::env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect();
+        Self::try_parse().unwrap_or_else(|error| with_hint(error, &arguments).exit())
+    }
+}
+
+/// Adds what was probably meant: a command of a group, or `--set` for a key of the configuration.
+fn with_hint(mut error: clap::Error, arguments: &[String]) -> clap::Error {
+    if let Some(hint) = hint(&error, arguments) {
+        for similar in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand] {
+            error.remove(similar);
+        }
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
+    }
+    error
+}
+
+fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
+    /// A key such as `path` is one of many sections.
+    const MAX_NAMED: usize = 4;
+    let cli = Cli::command();
+    if let Some(ContextValue::String(name)) = error.get(ContextKind::InvalidSubcommand) {
+        let has = |group: &&clap::Command| group.find_subcommand(name).is_some_and(|found| !found.is_hide_set());
+        let groups = cli.get_subcommands().filter(has).map(|group| format!("`querl {} {name}`", group.get_name()));
+        let groups: Vec<String> = groups.collect();
+        return (!groups.is_empty()).then(|| format!("use {}", groups.join(" or ")));
+    }
+    let unknown = error.get(ContextKind::InvalidArg).filter(|_| error.kind() == ErrorKind::UnknownArgument);
+    let Some(ContextValue::String(unknown)) = unknown else { return None };
+    let mut command = &cli;
+    for argument in arguments.iter().skip(1) {
+        let Some(inner) = command.find_subcommand(argument) else { break };
+        command = inner;
+    }
+    if !command.get_arguments().any(|argument| argument.get_long() == Some("set")) {
+        return None;
+    }
+    let key = unknown.split('=').next()?;
+    let at = arguments.iter().position(|argument| argument.split('=').next() == Some(key))?;
+    let following = || arguments.get(at + 1).filter(|next| !next.starts_with('-')).map(String::as_str);
+    let value = arguments[at].split_once('=').map(|(_, value)| value).or_else(following);
+    let name = key.trim_start_matches('-').replace('-', "_");
+    let keys = keys().into_iter().map(|info| info.key);
+    let named = keys.filter(|key| !key.contains("[]") && (*key == name || key.ends_with(&format!(".{name}"))));
+    let settings = named.take(MAX_NAMED).map(|key| format!("--set {key}={}", value.unwrap_or("VALUE")));
+    let settings: Vec<String> = settings.collect();
+    (!settings.is_empty()).then(|| format!("use {}", settings.join(" or ")))
+}
+
 #[derive(Debug, Args)]
 pub struct Noise {
     /// Increase verbosity (-vv for debug)
@@ -159,5 +213,24 @@ mod tests {
     #[test]
     fn grammar_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_key_without_set_and_a_command_without_its_group_are_recognised() {
+        let said = |line: &str| {
+            let arguments: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            with_hint(Cli::try_parse_from(&arguments).unwrap_err(), &arguments).to_string()
+        };
+        let of_key = said("querl run a.toml --max_steps 5");
+        assert!(of_key.contains("tip: use --set ") && of_key.contains("--set rl.max_steps=5"), "{of_key}");
+        assert!(of_key.contains("--set sft.max_steps=5"), "{of_key}");
+        for line in ["querl run a.toml rl.max_steps=5", "querl run a.toml --rl.max_steps=5 -q"] {
+            assert!(said(line).contains("tip: use --set rl.max_steps=5\n"), "{}", said(line));
+        }
+        assert!(said("querl run a.toml --max-steps -q").contains("rl.max_steps=VALUE"));
+        assert!(said("querl pretrain").contains("tip: use `querl model pretrain`\n"), "{}", said("querl pretrain"));
+        for line in ["querl doctor --max_steps 5", "querl run a.toml --nonsense 5", "querl nonsense"] {
+            assert!(!said(line).contains("tip: use "), "{}", said(line));
+        }
     }
 }

@@ -14,7 +14,6 @@ mod new_folder;
 mod process;
 mod terminal;
 
-use clap::Parser;
 use cli::{Cli, Command};
 use querl_pipeline::failure::{self, Ending};
 use std::process::ExitCode;
@@ -42,7 +41,7 @@ fn main() -> ExitCode {
 }
 
 fn run(signals: anyhow::Result<()>) -> ExitCode {
-    let cli = Cli::parse();
+    let cli = Cli::parse_or_exit();
     terminal::init(cli.noise.verbosity());
     match signals.and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,

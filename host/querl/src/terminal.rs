@@ -127,6 +127,8 @@ impl StageProgress {
 
     fn print_now_and_then(&self, last: &Mutex<LastLine>, n_done: u64, n_total: u64, note: &str) {
         let mut last = last.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        // A stage counts again from the start for each system that it evaluates.
+        last.n_done = last.n_done.min(n_done);
         let is_end = n_done == n_total && last.n_done != n_done;
         if last.at.elapsed() >= LINE_EVERY || is_end {
             *last = LastLine { at: Instant::now(), n_done };

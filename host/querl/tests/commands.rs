@@ -37,8 +37,8 @@ fn config_check_reports_planned_gpu_memory() {
     let said = project.querl(&[&check[..], &on_gpu].concat()).ok();
     let lines: Vec<&str> = said.stderr.lines().collect();
     assert!(lines[0].starts_with("sft: takes about ") && lines[1].starts_with("rl: takes about "), "{said:#?}");
-    assert!(lines.len() == 2 && lines[1].ends_with(", with rows of 4096 tokens"), "{said:#?}");
-    assert_eq!(project.querl(&check).ok().stderr, "");
+    assert!(lines.len() == 3 && lines[1].ends_with(", with rows of 4096 tokens"), "{said:#?}");
+    assert_eq!(project.querl(&check).ok().stderr, "querl.toml: ok\n");
 }
 
 #[test]

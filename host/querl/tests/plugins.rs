@@ -274,6 +274,7 @@ fn configuration_check_looks_at_the_settings_of_plugins() {
     project.write("querl.toml", &text);
     let message = project.refusal(&["config", "check", "querl.toml"], 2);
     assert!(message.contains("`top1_share`") && message.contains("a number from 0 to 1, got 1.5"), "{message}");
+    assert!(message.starts_with(&format!("querl.toml:{}: ", text.lines().count())), "{message}");
     assert!(!project.path("querl.lock").exists(), "a check pins nothing");
 }
 

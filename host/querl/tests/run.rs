@@ -259,7 +259,10 @@ fn untrained_systems_samples_and_a_second_retriever_are_evaluated() {
     let records = project.rows("run/eval/records.jsonl");
     for system in ["raw", "with_history", "prompted", "hyde", "teacher", "sft", "best_of_n"] {
         let answers: Vec<_> = records.iter().filter(|record| record["system"] == system).collect();
-        assert_eq!(answers.len(), project.rows("run/data/test.jsonl").len(), "{system}");
+        let n = project.rows("run/data/test.jsonl").len();
+        assert_eq!(answers.len(), n, "{system}");
+        // Symptom: the progress named `raw` whatever was evaluated.
+        assert!(first.stderr.contains(&format!("eval: {n}/{n} {system}")), "{system} in {first:#?}");
         assert!(answers.iter().all(|record| record["outcome"]["Ok"]["second_retrieval"]["retriever"] == "lexical"));
         let n_sampled = answers.iter().filter(|record| !record["outcome"]["Ok"]["samples"].is_null()).count();
         assert_eq!(n_sampled > 0, system == "sft", "{system}");

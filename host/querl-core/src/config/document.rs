@@ -38,9 +38,23 @@ impl Document {
             message: "not UTF-8 text; save the file as UTF-8".into(),
         })?;
         let text = text.strip_prefix('\u{feff}').unwrap_or(text);
-        let invalid = |error: toml::de::Error| DocumentError {
-            origin: error.span().map(|span| Origin::Line(line_of(text.as_bytes(), span.start))),
-            message: format!("not valid TOML: {}", one_line(error.message())),
+        let invalid = |error: toml::de::Error| {
+            let unquoted = |span: &std::ops::Range<usize>| {
+                let messages = ["string values must be quoted", "invalid boolean", "invalid float"];
+                messages.iter().any(|message| error.message().starts_with(message))
+                    && text.get(span.clone()).is_some_and(|text| text.starts_with(char::is_alphabetic))
+            };
+            let message = match error.span().filter(unquoted).and_then(|span| text.get(span)) {
+                Some(value) => {
+                    let value = shorten(&format!("{value:?}"));
+                    format!("the value is no number, true or false; a text needs quotes: {value}")
+                }
+                None => one_line(error.message()),
+            };
+            DocumentError {
+                origin: error.span().map(|span| Origin::Line(line_of(text.as_bytes(), span.start))),
+                message: format!("not valid TOML: {message}"),
+            }
         };
         let table = text.parse::<toml::Table>().map_err(invalid)?;
         let spans = DeTable::parse(text).map_err(invalid)?;
@@ -80,6 +94,14 @@ impl Document {
         self.origins.contains_key(key)
     }
 
+    /// Location of the only key that is `key` or ends with `.key`.
+    pub(super) fn ending_with(&self, key: &str) -> Option<&Origin> {
+        let ending = format!(".{key}");
+        let mut found = self.origins.iter().filter(|(written, _)| *written == key || written.ends_with(&ending));
+        let (_, origin) = found.next()?;
+        found.next().is_none().then_some(origin)
+    }
+
     /// Location of `key`, or else of the innermost enclosing section.
     pub(super) fn origin(&self, key: &str) -> Option<&Origin> {
         let mut key = key;
@@ -99,6 +121,15 @@ fn line_of(bytes: &[u8], offset: usize) -> usize {
 /// A library's message, folded into one line.
 fn one_line(message: &str) -> String {
     message.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// At most 80 characters.
+pub(super) fn shorten(text: &str) -> String {
+    const LONGEST: usize = 80;
+    match text.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.into(),
+    }
 }
 
 fn note_table(prefix: &str, table: &DeTable<'_>, text: &[u8], origins: &mut BTreeMap<String, Origin>) {

@@ -3,7 +3,7 @@
 use super::check::{ModelHub, PathBases, check, key_files, look_up_models, model_names, resolve_paths};
 use super::document::{Document, DocumentError, Origin};
 use super::run::Config;
-use super::schema::{Violation, conform, json_schema};
+use super::schema::{Violation, conform, json_schema, missing_sections};
 use crate::fsx::read_bounded;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -260,11 +260,10 @@ fn missing_sources(table: &toml::Table) -> Vec<Violation> {
     if dataset.is_some_and(|files| !files.is_empty()) {
         return Vec::new();
     }
-    let sources = [
-        ("data.input", data.contains_key("input"), "the key data.input is missing; expected a string"),
-        ("teacher", table.contains_key("teacher"), "the section [teacher] is missing"),
-    ];
-    sources.into_iter().filter(|(_, is_given, _)| !is_given).map(|(key, _, text)| Violation::new(key, text)).collect()
+    let input = Violation::new("data.input", "the key data.input is missing; expected a string");
+    let sources =
+        [(data.contains_key("input"), input), (table.contains_key("teacher"), missing_sections(&["teacher"]))];
+    sources.into_iter().filter(|(is_given, _)| !is_given).map(|(_, missing)| missing).collect()
 }
 
 /// The default of `rl.max_steps` is for a configuration without `rl.epochs`.
@@ -321,12 +320,22 @@ fn first_of(violations: Vec<Violation>, document: &Document, path: &Path) -> Res
 }
 
 fn at(path: &Path, fault: DocumentError) -> ConfigError {
-    let location = match fault.origin {
+    ConfigError::Invalid { location: location(path, fault.origin), message: fault.message }
+}
+
+fn location(path: &Path, origin: Option<Origin>) -> ConfigLocation {
+    match origin {
         Some(Origin::Line(line)) => ConfigLocation::Line(path.into(), line),
         Some(Origin::Flag(flag)) => ConfigLocation::Flag(flag),
         None => ConfigLocation::File(path.into()),
-    };
-    ConfigError::Invalid { location, message: fault.message }
+    }
+}
+
+/// Where `key`, or the only key that ends with `.key`, is set, or else the section that would have it. `None` where there is neither.
+pub fn location_of(key: &str, path: &Path, overrides: &Overrides) -> Option<ConfigLocation> {
+    let document = parse(&read(path).ok()?, overrides).ok()?;
+    let origin = document.ending_with(key).or_else(|| document.origin(key))?;
+    Some(location(path, Some(origin.clone())))
 }
 
 #[cfg(test)]
@@ -580,7 +589,12 @@ path = "reward.wasm"
         assert_eq!(fault(&GOOD.replace("input = \"queries.xlsx\"", ""), &[]), missing);
         assert_eq!(fault(&GOOD.replace("input = \"queries.xlsx\"", "dataset = {}"), &[]), missing);
         let table = without_table_and_teacher("input = \"queries.xlsx\"");
-        assert_eq!(fault(&table, &[]), "querl.toml: the section [teacher] is missing");
+        let expected = "querl.toml: the section [teacher] is missing; examples/appliances/querl.toml is an example, and \
+                        `querl config schema` lists the keys";
+        assert_eq!(fault(&table, &[]), expected);
+        let expected = "querl.toml: the sections [data], [model], [plugins], [retrieval] are missing; \
+                        examples/appliances/querl.toml is an example, and `querl config schema` lists the keys";
+        assert_eq!(fault("tenant = 't'", &[]), expected);
         let dataset = without_table_and_teacher("dataset = { train = \"none.jsonl\" }");
         let expected =
             "querl.toml:3: data.dataset.train is \"none.jsonl\"; no such file; create it or correct the path";
@@ -654,7 +668,11 @@ gae_lambda = 0.95 | anchor_baseline = 0 | querl.toml:16: rl.anchor_baseline is s
 gae_lambda = 0.95 | overlong_buffer_len = 151 | querl.toml:16: rl.overlong_buffer_len is 151; expected at most rl.max_new_tokens, 150
 gae_lambda | clip_rnage | querl.toml:16: unknown key rl.clip_rnage; did you mean clip_range?
 tenant = "fivedoctors" |  | querl.toml: the key tenant is missing; expected a string
-[model]\npath = "tiny" |  | querl.toml: the section [model] is missing
+[model]\npath = "tiny" |  | querl.toml: the section [model] is missing; examples/appliances/querl.toml is an example, and `querl config schema` lists the keys
+gae_lambda | lr | querl.toml:16: unknown key rl.lr; did you mean learning_rate?
+gae_lambda | num_generations | querl.toml:16: unknown key rl.num_generations; did you mean n_samples?
+"rubric" | rubric | querl.toml:8: not valid TOML: the value is no number, true or false; a text needs quotes: "rubric"
+0.95 | True | querl.toml:16: not valid TOML: the value is no number, true or false; a text needs quotes: "True"
 path = "tiny" |  | querl.toml:13: the key model.path is missing; expected a string
 path = "tiny" | path = "huge" | querl.toml:14: model.path is "huge"; no such folder; put the model there, make one with `querl model corpus` and `querl model pretrain`, or name one on a hub (ORG/NAME)
 path = "tiny" | path = "kb.jsonl" | querl.toml:14: model.path is "kb.jsonl"; expected a folder
@@ -731,6 +749,19 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
         set.extend(service("retrieval.rerank", "cohere"));
         let expected = "the key retrieval.rerank.price_per_thousand_calls is missing; budget needs it";
         assert!(fault(&set).ends_with(expected), "{}", fault(&set));
+    }
+
+    #[test]
+    fn a_key_of_a_later_error_has_its_place() {
+        let (folder, set) = (folder(GOOD), vec!["plugins.rewards.0.settings.clip=1".to_owned()]);
+        let path = folder.path().join("querl.toml");
+        let overrides = Overrides { set, ..Overrides::default() };
+        let of = |key| location_of(key, &path, &overrides);
+        assert_eq!(of("settings.top1"), Some(ConfigLocation::Line(path.clone(), 21)));
+        assert_eq!(of("settings.clip"), Some(ConfigLocation::Flag("--set plugins.rewards.0.settings.clip".into())));
+        assert_eq!(of("teacher.api_key_env"), Some(ConfigLocation::Line(path.clone(), 4)));
+        // Two keys end so.
+        assert_eq!((of("kind"), of("settings.unknown")), (None, None));
     }
 
     #[test]

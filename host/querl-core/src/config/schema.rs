@@ -1,6 +1,6 @@
 //! JSON Schema of the configuration file, derived from the structs of [`super`], and validation of a file against it.
 
-use super::document::join;
+use super::document::{join, shorten};
 use super::run::Config;
 use crate::text::nearest;
 use serde_json::Value;
@@ -223,14 +223,28 @@ fn check_section(prefix: &str, table: &toml::Table, schema: &Value, violations: 
         }
     }
     let missing = properties.iter().filter(|(name, _)| !table.contains_key(*name) && is_required(schema, name));
-    for (name, schema) in missing {
+    let (sections, keys): (Vec<_>, Vec<_>) = missing.partition(|(_, schema)| has_type(schema, "object"));
+    let mut sections: Vec<String> = sections.into_iter().map(|(name, _)| join(prefix, name)).collect();
+    sections.sort_unstable();
+    if !sections.is_empty() {
+        violations.push(missing_sections(&sections));
+    }
+    for (name, schema) in keys {
         let key = join(prefix, name);
-        let message = match has_type(schema, "object") {
-            true => format!("the section [{key}] is missing"),
-            false => format!("the key {key} is missing; expected {}", expects(schema)),
-        };
+        let message = format!("the key {key} is missing; expected {}", expects(schema));
         violations.push(Violation::new(key, message));
     }
+}
+
+/// Of at least one section.
+pub(super) fn missing_sections(keys: &[impl AsRef<str>]) -> Violation {
+    let named: Vec<String> = keys.iter().map(|key| format!("[{}]", key.as_ref())).collect();
+    let (noun, verb) = if keys.len() == 1 { ("section", "is") } else { ("sections", "are") };
+    let message = format!(
+        "the {noun} {} {verb} missing; examples/appliances/querl.toml is an example, and `querl config schema` lists the keys",
+        named.join(", ")
+    );
+    Violation::new(keys[0].as_ref(), message)
 }
 
 fn check_value(key: &str, value: &toml::Value, schema: &Value, violations: &mut Vec<Violation>) {
@@ -294,16 +308,35 @@ pub(super) fn wrong(key: &str, value: &toml::Value, expected: &str) -> Violation
     Violation::new(key, format!("{key} is {value}; expected {expected}"))
 }
 
-fn shorten(text: &str) -> String {
-    const LONGEST: usize = 80;
-    match text.char_indices().nth(LONGEST) {
-        Some((end, _)) => format!("{}...", &text[..end]),
-        None => text.into(),
-    }
-}
+/// Keys and their names in TRL, PEFT, verl and OpenRLHF that no likeness of letters would find.
+const OTHER_NAMES: [(&str, &[&str]); 18] = [
+    ("learning_rate", &["lr", "actor_learning_rate"]),
+    ("critic_learning_rate", &["critic_lr"]),
+    ("batch_size", &["bs", "train_batch_size", "per_device_train_batch_size"]),
+    ("mini_batch_size", &["ppo_mini_batch_size"]),
+    ("epochs", &["num_train_epochs", "num_epochs", "total_epochs"]),
+    ("ppo_epochs", &["num_ppo_epochs", "num_iterations"]),
+    ("max_steps", &["total_training_steps", "num_steps"]),
+    ("lora_rank", &["lora_r", "r"]),
+    ("lora_target_modules", &["target_modules"]),
+    ("kl_coef", &["beta", "init_kl_coef", "kl_loss_coef"]),
+    ("clip_range", &["cliprange", "clip_ratio", "clip_eps", "epsilon"]),
+    ("clip_range_high", &["clip_ratio_high", "epsilon_high"]),
+    ("gae_lambda", &["lam", "lambda", "lambd"]),
+    ("n_samples", &["num_generations", "rollout_n", "n", "n_samples_per_prompt"]),
+    ("max_new_tokens", &["response_length", "max_completion_length", "max_tokens"]),
+    ("max_length", &["max_seq_length", "max_seq_len"]),
+    ("algorithm", &["adv_estimator", "advantage_estimator"]),
+    ("path", &["model_name_or_path", "pretrained_model_name_or_path"]),
+];
 
 fn unknown<'a>(key: &str, name: &str, known: impl Iterator<Item = &'a String>) -> Violation {
-    let message = match nearest(name, known.map(String::as_str)).first() {
+    let known: Vec<&str> = known.map(String::as_str).collect();
+    let near = match OTHER_NAMES.iter().find(|(own, others)| known.contains(own) && others.contains(&name)) {
+        Some((own, _)) => Some(*own),
+        None => nearest(name, known.iter().copied()).first().copied(),
+    };
+    let message = match near {
         Some(near) => format!("unknown key {key}; did you mean {near}?"),
         None => format!("unknown key {key}; `querl config schema` lists the keys"),
     };
@@ -333,6 +366,13 @@ mod tests {
         assert_eq!(find("retrieval.mapping.top_k_range").expects, "a list of 2 integers, 0 or more");
         assert_eq!(find("plugins.rewards[].weight").default.as_deref(), Some("1.0"));
         assert_eq!(find("sft.learning_rate").expects, "a number, more than 0.0, at most 1.0");
+    }
+
+    #[test]
+    fn keys_with_other_names_elsewhere_exist_here() {
+        let listed = keys();
+        let is_key = |name: &str| listed.iter().any(|info| info.key.rsplit('.').next() == Some(name));
+        assert!(OTHER_NAMES.iter().all(|(own, _)| is_key(own)));
     }
 
     #[test]

@@ -36,7 +36,11 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
         ConfigCommand::Schema(Format { json: true }) => format!("{:#}\n", json_schema()),
         ConfigCommand::Schema(Format { json: false }) => schema_text(&keys()),
     };
-    Ok(std::io::stdout().write_all(text.as_bytes())?)
+    std::io::stdout().write_all(text.as_bytes())?;
+    if let ConfigCommand::Check(args) = command {
+        terminal::print(&format!("{}: ok", args.config.path.display()));
+    }
+    Ok(())
 }
 
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
@@ -48,7 +52,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
             terminal::print(&format!("warning: {unknown}"));
         }
         if !args.skip_plugins {
-            Plugins::open(config, PluginUse::Look)?;
+            Plugins::open(config, PluginUse::Look).map_err(|error| args.config.locate(error))?;
         }
         Ok(())
     })?;

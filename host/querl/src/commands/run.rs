@@ -108,7 +108,8 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
         return args.format.print(&estimate, || estimate.to_text() + "\n");
     }
     let config = load_config(&args.config.path, Overrides { threads, ..args.config.overrides(model_hub::find) })?;
-    let mut run = Run::open(config, &args.config.path, last, on_change, Arc::new(Terminal))?;
+    let locate = |error| args.config.locate(error);
+    let mut run = Run::open(config, &args.config.path, last, on_change, Arc::new(Terminal)).map_err(locate)?;
     if args.from.is_some() {
         run.outside = run.outside.with_fresh_retrievals();
     }
@@ -117,7 +118,7 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
     }
     // Data stages have next to nothing that a tracker shows.
     let tracker = if last >= StageName::Sft { TrackerProcess::start(&run.config.tracking, &run.dir) } else { None };
-    let done = run_and_report(&run, window, args.format);
+    let done = run_and_report(&run, window, args.format).map_err(locate);
     // It ends once the run directory is free.
     drop(run);
     if let Some(tracker) = tracker {
