@@ -313,7 +313,7 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
                                               const unsigned* queries, const unsigned* rows, const unsigned* ends, const Attended& shape) {
     constexpr int WIDTH = D + 8, N = QUERIES_AT_ONCE / 8, SPACE = QUERIES_AT_ONCE * WIDTH;
     constexpr bool HELD = D <= 96;
-    __shared__ uint4 shares_here[2][2 * (N / 2)][32]; // P of two warps' keys, as A of a product
+    __shared__ float4 shares_here[2][2 * N][32]; // P of two warps' keys, as tiles of sums
     __shared__ float logsumexp_here[2][QUERIES_AT_ONCE], deltas_here[2][QUERIES_AT_ONCE];
     __shared__ int rows_here[2][QUERIES_AT_ONCE];
     bf16* keys_here = reinterpret_cast<bf16*>(shared_memory);
@@ -421,13 +421,10 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
                     }
                 }
 #pragma unroll
-            for (int m = 0; m < 2; m++)
-#pragma unroll
-                for (int i = 0; i < N; i += 2) {
-                    unsigned a[4];
-                    as_left(a, x[m][i], x[m][i + 1]);
-                    shares_here[half][m * (N / 2) + i / 2][lane] = make_uint4(a[0], a[1], a[2], a[3]);
-                }
+            for (int i = 0; i < 2 * N; i++) {
+                const float(&p)[4] = x[i / N][i % N];
+                shares_here[half][i][lane] = make_float4(p[0], p[1], p[2], p[3]);
+            }
         }
         __syncthreads(); // P is there
         if (!sees) continue;
@@ -436,15 +433,15 @@ __device__ __forceinline__ void key_gradients(const bf16* q, const bf16* k, cons
             unsigned a[2][4], b[4];
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-                const uint4 p = shares_here[half][m * (N / 2) + i / 2][lane];
-                a[m][0] = p.x, a[m][1] = p.y, a[m][2] = p.z, a[m][3] = p.w;
-                if (of_values) continue;
 #pragma unroll
-                for (int r = 0; r < 4; r++) {
-                    const float* dp = x[m][i + r / 2] + r % 2 * 2;
-                    const float* pull = deltas_here[stage] + (i + r / 2) * 8 + 2 * t;
-                    a[m][r] = packed(low_half(a[m][r]) * (dp[0] - pull[0]), high_half(a[m][r]) * (dp[1] - pull[1]));
+                for (int j = i; j < i + 2 && !of_values; j++) {
+                    const float4 p = shares_here[half][m * N + j][lane];
+                    const float* pull = deltas_here[stage] + j * 8 + 2 * t;
+                    float(&ds)[4] = x[m][j];
+                    ds[0] = p.x * (ds[0] - pull[0]), ds[1] = p.y * (ds[1] - pull[1]);
+                    ds[2] = p.z * (ds[2] - pull[0]), ds[3] = p.w * (ds[3] - pull[1]);
                 }
+                as_left(a[m], x[m][i], x[m][i + 1]);
             }
 #pragma unroll
             for (int column = 0; column < D / 8; column += 2) {
