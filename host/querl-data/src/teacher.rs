@@ -59,6 +59,18 @@ pub fn check_recording(config: &Config) -> Result<(), DataError> {
     }
 }
 
+/// Whether a configuration is that of an exported folder, which names the rows of its reward (column `querl`) in place of a recording and, for
+/// lack of one, of a query table. No stage runs on it.
+pub fn is_of_export(config: &Config) -> bool {
+    let Some(path) = config.teacher.path.as_ref().filter(|_| config.called_teacher() == Some(TeacherKind::Recorded))
+    else {
+        return false;
+    };
+    let first = open_rows::<Value>(path).ok().and_then(|mut rows| rows.next()?.ok());
+    path.extension().is_some_and(|extension| extension == "parquet")
+        || first.is_some_and(|row| row.value.get("querl").is_some())
+}
+
 /// The keys of a recorded teacher's file that are not read, where its profile or history is absent: a clause, or nothing.
 pub fn unread_keys(config: &Config) -> String {
     let teacher = config.teacher.path.as_ref().map(|path| RecordedTeacher::read(path, &config.data));

@@ -272,8 +272,8 @@ const ROWS_OF_BLOCK: usize = 16;
 const OUTPUTS_OF_BLOCK: usize = 32;
 
 /// Up to so many rows a packed weight is read directly; with more, unpacking it for cuBLAS is faster. On an H200, for a weight of
-/// (18944, 3584), `few_rows` took 51 to 66 us with 16 rows and 142 to 196 with 64, by interpolation 81 to 109 with 32 and 112 to 153 with
-/// 48; unpacking and the product took 124 to 136.
+/// (18944, 3584), `few_rows` took 49 to 64 us with 16 rows, 78 to 108 with 32 and 142 to 196 with 64; unpacking and the product took 115
+/// to 132.
 const MOST_OF_PACKED: usize = 2 * ROWS_OF_BLOCK;
 
 /// Up to so many rows a weight in bf16 is: it is read once either way, and cuBLAS's tiles are made for more rows.
