@@ -23,7 +23,7 @@ impl std::fmt::Display for UnknownGoldIds {
     }
 }
 
-/// Reads the knowledge base, if one is set. With embedded retrieval, also looks for the gold ids of `queries` in it; `None` where it has all.
+/// With embedded retrieval, reads the knowledge base and looks for the gold ids of `queries` in it; `None` where it has all.
 ///
 /// # Errors
 /// The knowledge base or the queries cannot be read, or no row has a gold id that is in the knowledge base.
@@ -32,10 +32,10 @@ pub fn check_knowledge_base(
     queries: &dyn Rows<QueryRow>,
 ) -> Result<Option<UnknownGoldIds>, DataError> {
     let Some(knowledge_base) = &config.retrieval.knowledge_base else { return Ok(None) };
-    let ids = scan_passages(knowledge_base, drop)?;
     if config.retrieval.kind != RetrievalKind::Embedded {
         return Ok(None);
     }
+    let ids = scan_passages(knowledge_base, drop)?;
     let (mut n_with_gold, mut n_known, mut n_unknown, mut first) = (0, 0, 0, None);
     for query in queries.read()? {
         let QueryRow { row, gold_ids, .. } = query?;

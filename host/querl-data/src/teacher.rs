@@ -5,10 +5,10 @@ use crate::client::chat::ChatClient;
 use crate::client::response_cache::{CacheTable, ServiceCache};
 use crate::dataset::records::IndexedLines;
 use crate::error::DataError;
-use crate::table::query_id;
-use crate::text::hash_of;
+use crate::table::{query_id, value_text};
+use crate::text::{hash_of, with_width};
 use async_trait::async_trait;
-use querl_core::config::{Config, DataConfig, EndpointConfig, TeacherConfig, TeacherKind};
+use querl_core::config::{Config, DataConfig, EndpointConfig, TeacherConfig, TeacherKind, TextWidth};
 use querl_core::fsx::{NumberedLine, ReadError, open_rows};
 use querl_core::ports::Teacher;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow};
@@ -59,10 +59,14 @@ pub fn check_recording(config: &Config) -> Result<(), DataError> {
     }
 }
 
+/// Output folder in the configuration of an exported folder.
+pub const EXPORT_OUTPUT: &str = "querl-run";
+
 /// Whether a configuration is that of an exported folder, which names the rows of its reward (column `querl`) in place of a recording and, for
 /// lack of one, of a query table. No stage runs on it.
 pub fn is_of_export(config: &Config) -> bool {
-    let Some(path) = config.teacher.path.as_ref().filter(|_| config.called_teacher() == Some(TeacherKind::Recorded))
+    let is_recorded = config.called_teacher() == Some(TeacherKind::Recorded);
+    let Some(path) = config.teacher.path.as_ref().filter(|_| is_recorded && config.output_dir.ends_with(EXPORT_OUTPUT))
     else {
         return false;
     };
@@ -117,6 +121,8 @@ struct Keys {
     /// For query, profile and history the column that `[data]` names, then the field of querl's records.
     names: [[String; 2]; 3],
     seen: [bool; 3],
+    /// Of the characters of the query table, whose rows have the ids.
+    width: TextWidth,
     /// Columns of the query table that a recording does not need.
     unneeded: Vec<String>,
     unread: BTreeSet<String>,
@@ -132,21 +138,19 @@ impl Keys {
         let names = names.map(|pair| pair.map(str::to_owned));
         let unneeded =
             [data.gold_column.clone(), "gold_ids".into()].into_iter().chain(data.group_column.clone()).collect();
-        Self { names, seen: [false; 3], unneeded, unread: BTreeSet::new() }
+        Self { names, seen: [false; 3], width: data.width, unneeded, unread: BTreeSet::new() }
     }
 
-    /// Query, profile and history of a line, trimmed.
-    fn texts<'a>(&self, recording: &'a Recording) -> Result<[&'a str; 3], String> {
-        let mut texts = [""; 3];
-        for (index, names) in self.names.iter().enumerate() {
-            match names.iter().find_map(|name| Some((name, recording.others.get(name)?))) {
-                Some((_, Value::String(text))) => texts[index] = text.trim(),
-                None if index == 0 => return Err(format!("has no key {}", either(names))),
-                None | Some((_, Value::Null)) => {}
-                Some((name, _)) => return Err(format!("`{name}` is not a string")),
-            }
-        }
-        Ok(texts)
+    /// The id of the query, profile and history of a line, read as those of the query table, and the query.
+    fn id(&self, recording: &Recording) -> Result<(String, String), String> {
+        let value = |name: &String| recording.others.get(name).filter(|value| !value.is_null());
+        let [query, profile, history] = [0, 1, 2].map(|index| {
+            let value = self.names[index].iter().find_map(value);
+            value.map(|value| with_width(value_text(value).trim(), self.width))
+        });
+        let query = query.ok_or_else(|| format!("has no key {}", either(&self.names[0])))?;
+        let id = query_id(&query, &profile.unwrap_or_default(), &history.unwrap_or_default());
+        Ok((id, query))
     }
 
     fn note(&mut self, recording: &Recording) {
@@ -212,9 +216,8 @@ impl RecordedTeacher {
         for line in open_rows::<Recording>(path)? {
             let NumberedLine { line, offset, value } = line?;
             keys.note(&value);
-            let [query, profile, history] =
-                keys.texts(&value).map_err(|problem| DataError::line(path, line, problem))?;
-            let id = hash_of(&query_id(query, profile, history));
+            let (id, query) = keys.id(&value).map_err(|problem| DataError::line(path, line, problem))?;
+            let id = hash_of(&id);
             let rewrite = hash_of(value.rewritten_query.trim());
             match rewrites.insert(id, (line, rewrite)) {
                 Some((first, other)) if other != rewrite => {
@@ -235,8 +238,7 @@ impl RecordedTeacher {
         let Some(offset) = self.offsets.get(&hash_of(id)) else { return Ok(None) };
         let recording: Recording = self.lines.lock().unwrap_or_else(PoisonError::into_inner).read(*offset)?;
         // Two ids may have one hash.
-        let is_same =
-            self.keys.texts(&recording).is_ok_and(|[query, profile, history]| query_id(query, profile, history) == id);
+        let is_same = self.keys.id(&recording).is_ok_and(|(own, _)| own == id);
         Ok(is_same.then_some(recording))
     }
 }
@@ -390,6 +392,29 @@ mod tests {
         let error = read(&[&lines[..], &[line("怎么吃", "钙片 用法")]].concat()).unwrap_err();
         let expected = "rewrites.jsonl:7: `怎么吃` has another rewrite in line 5; remove one of the two lines";
         assert!(error.ends_with(expected), "{error}");
+    }
+
+    /// One file can be table and recording: its cells are read as those of the table.
+    #[test]
+    fn cells_of_a_recording_are_read_as_those_of_the_query_table() {
+        let (_folder, path) = crate::scratch_file("teacher.jsonl");
+        let lines = [
+            json!({"q": "Ａ", "h": null, "history_summary": "a,b", "rewritten_query": "x"}),
+            json!({"q": "b", "h": ["a", "b"], "rewritten_query": "y"}),
+            json!({"q": 3, "rewritten_query": "z"}),
+        ];
+        std::fs::write(&path, lines.map(|line| line.to_string()).join("\n")).unwrap();
+        let data = DataConfig {
+            query_column: "q".into(),
+            history_column: "h".into(),
+            width: TextWidth::All,
+            ..DataConfig::default()
+        };
+        let teacher = RecordedTeacher::read(&path, &data).unwrap();
+        for (query, history, rewrite) in [("A", "a,b", "x"), ("b", "a,b", "y"), ("3", "", "z")] {
+            let found = teacher.recording(&row(query, history).id).unwrap().unwrap();
+            assert_eq!(found.rewritten_query, rewrite);
+        }
     }
 
     /// Regression: the key `history` was ignored, so that rows of one query conflicted or were missing.

@@ -105,7 +105,11 @@ pub fn estimate(
         check_recording(config)?;
     }
     let table = open_queries(&config.data)?;
-    let warnings = check_knowledge_base(config, &table)?.iter().map(ToString::to_string).collect();
+    let unknown = match window.first <= StageName::Validate {
+        true => check_knowledge_base(config, &table)?,
+        false => None,
+    };
+    let warnings = unknown.iter().map(ToString::to_string).collect();
     let dir = RunDir::new(&config.output_dir);
     let unprepared_plugins = unprepared(&config.plugins, &Pins { dir: &dir, config: config_path, on_change })?;
     let outside = outside_to_look(config)?;

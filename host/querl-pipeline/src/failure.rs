@@ -206,7 +206,10 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
 pub fn key_of(error: &anyhow::Error) -> Option<String> {
     error.chain().find_map(|cause| match (cause.downcast_ref(), cause.downcast_ref()) {
         (Some(DataError::Setting { key, .. }), _) if key.ends_with(".api_key_env") => Some(key.clone()),
-        (_, Some(PluginError::Setting { key, .. })) => Some(format!("settings.{key}")),
+        // A setting that is not there has no place; another plugin may have one of that name.
+        (_, Some(PluginError::Setting { key, message, .. })) if !message.ends_with("got none") => {
+            Some(format!("settings.{key}"))
+        }
         _ => None,
     })
 }

@@ -250,7 +250,7 @@ pub(super) fn typed(value: &Value, form: CellForm) -> Option<ColumnValue> {
     }
 }
 
-pub(super) fn value_text(value: &Value) -> String {
+pub(crate) fn value_text(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
         Value::String(text) => text.clone(),

@@ -13,7 +13,7 @@ mod xlsx;
 pub use columns::ColumnReader;
 pub(crate) use dataset::{DatasetFiles, DatasetReader};
 pub(crate) use encoding::{MAX_VOCABULARY_BYTES, read_text};
-pub(crate) use formats::{MAX_ROWS, is_chat, open_table};
+pub(crate) use formats::{MAX_ROWS, is_chat, open_table, value_text};
 
 use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;

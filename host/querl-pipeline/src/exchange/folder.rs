@@ -23,6 +23,7 @@ use querl_bundle::lock::{LockEntry, LockFile, LockKind, LockSource};
 use querl_core::config::{Config, DatasetConfig, EndpointConfig, RewriteForm, TeacherConfig, TeacherKind};
 use querl_core::edits::ARE_EDITS;
 use querl_core::fsx::write_jsonl;
+use querl_data::EXPORT_OUTPUT;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -151,7 +152,7 @@ fn plugin_paths(config: &mut Config) -> Vec<&mut PathBuf> {
 fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> (Config, Vec<String>) {
     let n = reward.n_processes.max(1);
     let mut config = config.clone();
-    config.output_dir = "querl-run".into();
+    config.output_dir = EXPORT_OUTPUT.into();
     config.device = "auto".into();
     config.threads = 0;
     config.teacher =
