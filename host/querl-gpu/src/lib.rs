@@ -96,10 +96,11 @@ pub fn install() -> bool {
 
 fn description() -> Description {
     #[cfg(feature = "cuda")]
-    let (cuda, capabilities) = (Some(device::cuda_version()), device::capabilities());
+    let (cuda, capabilities, kernels) =
+        (Some(device::cuda_version()), device::capabilities(), device::digest_of_kernels());
     #[cfg(not(feature = "cuda"))]
-    let (cuda, capabilities) = (None, Vec::new());
-    Description { version: env!("CARGO_PKG_VERSION").into(), cuda, capabilities }
+    let (cuda, capabilities, kernels) = (None, Vec::new(), String::new());
+    Description { version: env!("CARGO_PKG_VERSION").into(), cuda, capabilities, kernels }
 }
 
 fn run(job: &[u8], host: Host<'_>) -> JobResult {

@@ -14,7 +14,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 
 /// querl's kernels for every compute capability of the build, compiled by `build.rs`.
-static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+pub(super) static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
 
 /// Workspace of cuBLAS; its documentation recommends 32 MiB on Hopper.
 const WORKSPACE_BYTES: usize = 32 << 20;

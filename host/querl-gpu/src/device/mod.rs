@@ -64,3 +64,8 @@ pub fn cuda_version() -> u32 {
 pub fn capabilities() -> Vec<u32> {
     env!("QUERL_BUILT_FOR_CAPABILITIES").split(',').filter_map(|number| number.trim().parse().ok()).collect()
 }
+
+/// Lower-case hexadecimal SHA-256 of the compiled kernels, of all capabilities.
+pub fn digest_of_kernels() -> String {
+    querl_core::fsx::digest_hex(gpu::KERNELS)
+}

@@ -152,15 +152,12 @@ impl Executor {
         }
     }
 
-    /// What decides the last bits of a training, for fingerprints: compute capability, version of CUDA, number of ranks. `None` for
-    /// one rank on the CPU, which computes the same in the program and in the library.
+    /// What decides the last bits of a training, for fingerprints: compute capability, version of CUDA, kernels, number of ranks. `None`
+    /// for one rank on the CPU, which computes the same in the program and in the library.
     pub(crate) fn arithmetic(&self) -> Option<String> {
         let device = match &self.backend {
             Backend::InProcess | Backend::LibraryOnCpu(_) => (self.n_ranks > 1).then(|| "cpu".to_owned())?,
-            Backend::Gpus(library, used) => {
-                let cuda = library.library.description().cuda.map(version_name).unwrap_or_default();
-                format!("cuda {cuda}, capability {}", used[0].gpu.capability)
-            }
+            Backend::Gpus(library, used) => arithmetic_of(library.library.description(), used[0].gpu.capability),
         };
         Some(if self.n_ranks > 1 { format!("{device}, {} ranks", self.n_ranks) } else { device })
     }
@@ -219,6 +216,12 @@ impl Executor {
             Backend::LibraryOnCpu(opened) | Backend::Gpus(opened, _) => Some(&opened.library),
         }
     }
+}
+
+/// Of one GPU with this compute capability.
+fn arithmetic_of(Description { cuda, kernels, .. }: &Description, capability: u32) -> String {
+    let cuda = cuda.map(version_name).unwrap_or_default();
+    format!("cuda {cuda}, capability {capability}, kernels {kernels}")
 }
 
 /// NCCL's version, such as `2.28.9`.
@@ -415,9 +418,21 @@ mod tests {
         assert_eq!(refusal(&[used(0, "H100", 90), used(1, "A100", 80)]), Err(sentence.into()));
     }
 
+    fn described(cuda: Option<u32>, kernels: &str) -> Description {
+        Description { version: "0.1.0".into(), cuda, capabilities: vec![80, 86, 90], kernels: kernels.into() }
+    }
+
+    /// Symptom: a training that was stopped under one kernel resumed with the last bits of another.
+    #[test]
+    fn other_kernels_are_other_arithmetic() {
+        let of = |kernels| arithmetic_of(&described(Some(13_000), kernels), 90);
+        assert_eq!(of("aa"), "cuda 13.0, capability 90, kernels aa");
+        assert_ne!(of("aa"), of("bb"));
+    }
+
     #[test]
     fn a_library_must_fit_the_gpu_and_its_driver() {
-        let description = |cuda| Description { version: "0.1.0".into(), cuda, capabilities: vec![80, 86, 90] };
+        let description = |cuda| described(cuda, "");
         let gpu = |capability| Gpu { name: "A GPU".into(), memory_bytes: 1 << 30, capability };
         let refusal = |driver_cuda, capability, cuda| {
             check_fit(driver_cuda, &gpu(capability), &description(cuda)).map_err(|missing| missing.0)

@@ -140,6 +140,9 @@ pub struct Description {
     pub cuda: Option<u32>,
     /// Compute capabilities that its kernels were compiled for, such as 90.
     pub capabilities: Vec<u32>,
+    /// SHA-256 of its compiled kernels; empty without CUDA.
+    #[serde(default)]
+    pub kernels: String,
 }
 
 /// A job for the library.

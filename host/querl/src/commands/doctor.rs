@@ -120,7 +120,7 @@ fn of_library(library: Result<&OpenedLibrary, &DeviceUnavailable>) -> Finding {
         Ok(found) => found,
         Err(missing) => return finding("library", false, missing.to_string()),
     };
-    let Description { version, cuda, capabilities } = library.description();
+    let Description { version, cuda, capabilities, .. } = library.description();
     let built = match cuda {
         Some(cuda) => {
             let names: Vec<String> = capabilities.iter().map(|capability| capability_name(*capability)).collect();
