@@ -201,7 +201,7 @@ impl Estimator<'_> {
                     steps.extend(self.retrieval_steps(stage, n)?);
                 }
                 StageName::Rl => steps.extend(self.scoring(stage, self.of_rl())?),
-                StageName::Eval => steps.extend(self.scoring(stage, self.of_eval())?),
+                StageName::Eval => steps.extend(self.scoring(stage, self.of_eval()?)?),
                 _ => {}
             }
         }
@@ -304,17 +304,31 @@ impl Estimator<'_> {
         }
     }
 
-    fn of_eval(&self) -> Answers {
+    fn of_eval(&self) -> anyhow::Result<Answers> {
         let n_test = self.n_rows * self.config.data.split[2];
-        let systems = self.config.eval.evaluated_systems();
+        let mut systems = self.config.eval.evaluated_systems();
+        // The evaluation leaves it out where no query has a history.
+        if systems.contains(&"with_history") && !self.has_history()? {
+            systems.retain(|system| *system != "with_history");
+        }
         let n_systems = systems.iter().filter(|system| **system != "teacher").count() as f64;
         let n_sampled = systems.iter().filter(|system| matches!(**system, "sft" | "rl")).count() as f64;
-        Answers {
+        Ok(Answers {
             n: Range { low: n_test.min(n_test * n_systems), high: n_test * n_systems },
             n_samples: n_test * n_sampled * self.config.eval.pass_at_k as f64,
             judged: 1.0,
             n_queries: n_test,
+        })
+    }
+
+    /// Whether a query of the table has a history: which ones are in test is not known yet.
+    fn has_history(&self) -> anyhow::Result<bool> {
+        for row in self.table.read()? {
+            if !row?.history_summary.trim().is_empty() {
+                return Ok(true);
+            }
         }
+        Ok(false)
     }
 
     fn scoring(&self, stage: StageName, answers: Answers) -> anyhow::Result<Vec<Step>> {

@@ -266,6 +266,30 @@ fn dry_run_prices_retrieval_embeddings_and_reranking() {
     assert_eq!(found["calls"], json!({"low": 40.0, "high": 160.0}), "{estimate}");
 }
 
+/// Symptom: the estimate had lookups of `with_history` for a table without histories, where it is not evaluated.
+#[test]
+fn dry_run_counts_the_query_with_its_history_only_where_there_are_histories() {
+    let project = Project::new();
+    let lookups = || {
+        let settings =
+            ["retrieval.kind=http", "retrieval.url=http://127.0.0.1:1", "eval.systems=['raw', 'with_history']"];
+        let sets = settings.iter().flat_map(|set| ["--set", set]);
+        let args: Vec<_> = ["run", "querl.toml", "--dry-run"].into_iter().chain(sets).collect();
+        let estimate = project.json(&args);
+        let steps = estimate["steps"].as_array().unwrap();
+        let of_eval = steps.iter().find(|step| step["stage"] == "eval" && step["provider"] == "retrieval").unwrap();
+        let n_test = estimate["rows"].as_f64().unwrap() * 0.2;
+        (of_eval["calls"]["high"].as_f64().unwrap() / n_test).round()
+    };
+    assert_eq!(lookups(), 2.0);
+    let rows = project.rows("queries.jsonl").into_iter().map(|mut row| {
+        row["history_summary"] = json!(" ");
+        format!("{row}\n")
+    });
+    project.write("queries.jsonl", &rows.collect::<String>());
+    assert_eq!(lookups(), 1.0);
+}
+
 #[test]
 fn dry_run_counts_the_judge_calls_of_rewards() {
     let project = taught_at("http://127.0.0.1:1");
