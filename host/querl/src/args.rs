@@ -4,7 +4,7 @@ use crate::{model_hub, terminal};
 use anyhow::Context;
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
-use querl_core::config::{Config, ModelHub, Overrides, load, location_of};
+use querl_core::config::{Config, ConfigFile, MissingModel, ModelHub, Overrides, load, load_with_file};
 use querl_pipeline::failure::{Stop, key_of};
 use querl_pipeline::ledger::StageName;
 use querl_plugin::PluginSettings;
@@ -59,22 +59,21 @@ impl ConfigArgs {
     /// Reads and checks the configuration, for a command that opens no model: models that are not downloaded keep their names, and the
     /// folder of `model.path` need not exist.
     pub fn load_without_model(&self) -> anyhow::Result<Config> {
-        load_config(&self.path, Overrides { model_is_optional: true, ..self.overrides(model_hub::find_cached) })
+        let overrides = self.overrides(model_hub::find_cached);
+        load_config(&self.path, Overrides { missing_model: MissingModel::Allowed, ..overrides })
     }
 
     /// What the flags override; models that the configuration names are looked up in `hub`.
     pub fn overrides(&self, hub: ModelHub) -> Overrides {
         Overrides { set: self.set.clone(), out: self.out.clone(), model_hub: Some(hub), ..Overrides::default() }
     }
+}
 
-    /// Adds where the configuration sets the key that an error is about.
-    pub fn locate(&self, error: anyhow::Error) -> anyhow::Error {
-        let overrides = self.overrides(model_hub::find_cached);
-        let location = key_of(&error).and_then(|key| location_of(&key, &self.path, &overrides));
-        match location {
-            Some(location) => error.context(location),
-            None => error,
-        }
+/// Adds where the configuration sets the key that an error is about.
+pub fn with_location(error: anyhow::Error, file: &ConfigFile) -> anyhow::Error {
+    match key_of(&error).and_then(|key| file.location_of(&key)) {
+        Some(location) => error.context(location),
+        None => error,
     }
 }
 
@@ -91,12 +90,13 @@ pub fn check_model_last<T>(
     path: &Path,
     overrides: Overrides,
     last: StageName,
-    checks: impl FnOnce(&Config) -> anyhow::Result<T>,
+    checks: impl FnOnce(&Config, &ConfigFile) -> anyhow::Result<T>,
 ) -> anyhow::Result<(Config, T)> {
-    let config = load_config(path, Overrides { model_is_optional: true, ..overrides.clone() })?;
+    let overrides = Overrides { missing_model: MissingModel::Allowed, ..overrides };
+    let (config, file) = load_with_file(path, &overrides)?;
+    let checked = checks(&config, &file)?;
+    file.check_model(&config)?;
     note_hub_name(&config);
-    let checked = checks(&config)?;
-    let config = load_config(path, overrides)?;
     querl_pipeline::preflight(&config, last)?;
     Ok((config, checked))
 }

@@ -9,6 +9,7 @@ use super::schema::{Violation, or_list, wrong};
 use super::services::{EmbeddingKind, MappingConfig, RerankKind, RerankScores, ServiceKind};
 use super::sources::{EndpointConfig, JudgeConfig, JudgeForm, JudgeKind, RetrievalConfig, RetrievalKind, TeacherKind};
 use super::training::TuningMethod;
+use crate::text::nearest;
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 use toml::Value;
@@ -214,8 +215,9 @@ fn paths(config: &mut Config) -> Vec<(String, PathKind, &mut PathBuf)> {
     paths
 }
 
-/// Checks a configuration that conforms to the schema and has absolute paths. The paths of the keys `unchecked` need not exist.
-pub(super) fn check(config: &mut Config, unchecked: &[String]) -> Vec<Violation> {
+/// Checks a configuration that conforms to the schema and has absolute paths, except names of models on a hub. The paths of the keys
+/// `unchecked` need not exist.
+pub(super) fn check(config: &mut Config, unchecked: &[String], bases: PathBases<'_>) -> Vec<Violation> {
     let mut violations = Vec::new();
     if DeviceSetting::from_name(&config.device).is_none() {
         let expected = "auto, cpu, cuda:N or a list of GPUs such as cuda:0,1";
@@ -238,11 +240,19 @@ pub(super) fn check(config: &mut Config, unchecked: &[String]) -> Vec<Violation>
         violations.push(Violation::of("plugins.rewards", "is empty; expected at least one reward"));
     }
     let paths = paths(config).into_iter().filter(|(key, ..)| !unchecked.contains(key));
-    violations.extend(paths.filter_map(|(key, kind, path)| check_path(key, kind, path)));
+    violations.extend(paths.filter_map(|(key, kind, path)| check_path(key, kind, path, bases)));
     violations
 }
 
-fn check_path(key: String, kind: PathKind, path: &Path) -> Option<Violation> {
+/// Checks `model.path` alone, as [`check`] does.
+pub(super) fn check_model_path(config: &Config, bases: PathBases<'_>) -> Option<Violation> {
+    check_path("model.path".into(), PathKind::ModelFolder, &config.model.path, bases)
+}
+
+fn check_path(key: String, kind: PathKind, path: &Path, bases: PathBases<'_>) -> Option<Violation> {
+    if let Some(name) = path.to_str().filter(|name| kind == PathKind::ModelFolder && parse_model_name(name).is_some()) {
+        return check_model_name(key, name, bases);
+    }
     let complaint = match kind {
         PathKind::PluginFileOrFolder if is_registry_reference(path) => return None,
         PathKind::File if !path.exists() => "no such file; create it or correct the path",
@@ -259,6 +269,25 @@ fn check_path(key: String, kind: PathKind, path: &Path) -> Option<Violation> {
         _ => return None,
     };
     let message = format!("{key} is {:?}; {complaint}", path.display().to_string());
+    Some(Violation::new(key, message))
+}
+
+/// Refuses the name of a model on a hub where a folder has nearly the name of its organisation: the path of a folder with a typing error. A name
+/// with a revision is never a path.
+fn check_model_name(key: String, name: &str, bases: PathBases<'_>) -> Option<Violation> {
+    const MOST_EDITS: usize = 2;
+    let (organisation, model) = name.split_once('/').filter(|_| !name.contains('@'))?;
+    let entries = std::fs::read_dir(bases.of(&key).join(".")).ok()?.flatten();
+    let folders =
+        entries.filter(|entry| entry.path().is_dir()).filter_map(|entry| entry.file_name().into_string().ok());
+    let folders: Vec<String> = folders.collect();
+    let mut near = nearest(organisation, folders.iter().map(String::as_str)).into_iter();
+    let near = near.find(|folder| strsim::osa_distance(organisation, folder) <= MOST_EDITS)?;
+    let message = format!(
+        "{key} is {name:?}; no such folder, but there is a folder {near:?} {}; write \"{near}/{model}\" for a folder, or \"{name}@main\" for \
+         a model on a hub",
+        bases.name_of(&key)
+    );
     Some(Violation::new(key, message))
 }
 

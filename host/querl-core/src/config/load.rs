@@ -1,6 +1,8 @@
 //! Loads a [`Config`] from a file and command line overrides.
 
-use super::check::{ModelHub, PathBases, check, key_files, look_up_models, model_names, resolve_paths};
+use super::check::{
+    ModelHub, PathBases, check, check_model_path, key_files, look_up_models, model_names, resolve_paths,
+};
 use super::document::{Document, DocumentError, Origin};
 use super::run::Config;
 use super::schema::{Violation, conform, json_schema, missing_sections};
@@ -56,11 +58,20 @@ pub struct Overrides {
     pub model_hub: Option<ModelHub>,
     /// Files with the keys of services need not exist: for a command that calls none.
     pub without_keys: bool,
-    /// For a command that is run before there is a model, to make a small one: the folder of `model.path` need not exist, and the defaults are
-    /// those of a small model.
-    pub without_model: bool,
-    /// The folder of `model.path` need not exist: for a command that opens no model, or checks it after everything else.
-    pub model_is_optional: bool,
+    /// Whether the folder of `model.path` has to exist.
+    pub missing_model: MissingModel,
+}
+
+/// How a folder of `model.path` that does not exist is taken.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum MissingModel {
+    /// An error.
+    #[default]
+    Refused,
+    /// Allowed: for a command that opens no model, or checks it after everything else with [`ConfigFile::check_model`].
+    Allowed,
+    /// Allowed, and the defaults are those of a small model, whatever is there: for a command that is run to make one.
+    Small,
 }
 
 /// Location of an error.
@@ -106,6 +117,14 @@ pub enum ConfigError {
 /// # Errors
 /// The first error in file order; errors of flags come first.
 pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
+    Ok(load_with_file(path, overrides)?.0)
+}
+
+/// As [`load()`], with the file that was read, for later errors about it.
+///
+/// # Errors
+/// Those of [`load()`].
+pub fn load_with_file(path: &Path, overrides: &Overrides) -> Result<(Config, ConfigFile), ConfigError> {
     let bytes = read(path)?;
     let document = parse(&bytes, overrides).map_err(|fault| match fault.origin {
         Some(Origin::Line(_)) if is_data(path) => {
@@ -114,12 +133,36 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
         }
         _ => at(path, fault),
     })?;
-    let is_small = overrides.without_model || has_small_model(&document, path);
-    let config = build(&document, path, overrides, is_small)?;
+    let is_small = overrides.missing_model == MissingModel::Small || has_small_model(&document, path);
+    let mut config = build(&document, path, overrides, is_small)?;
     // Of a model that is named as on a hub the folder is known now.
-    match !is_small && is_small_model(&config.model.path) {
-        true => build(&document, path, overrides, true),
-        false => Ok(config),
+    if !is_small && is_small_model(&config.model.path) {
+        config = build(&document, path, overrides, true)?;
+    }
+    Ok((config, ConfigFile { path: path.to_owned(), document }))
+}
+
+/// A configuration file that was read, with the overrides of its values.
+#[derive(Debug)]
+pub struct ConfigFile {
+    path: PathBuf,
+    document: Document,
+}
+
+impl ConfigFile {
+    /// Where `key`, or the only key that ends with `.key`, is set, or else the section that would have it. `None` where there is neither.
+    pub fn location_of(&self, key: &str) -> Option<ConfigLocation> {
+        let origin = self.document.ending_with(key).or_else(|| self.document.origin(key))?;
+        Some(location(&self.path, Some(origin.clone())))
+    }
+
+    /// Checks `model.path` of the configuration of this file, which was loaded with [`MissingModel::Allowed`].
+    ///
+    /// # Errors
+    /// There is no such folder.
+    pub fn check_model(&self, config: &Config) -> Result<(), ConfigError> {
+        let violation = check_model_path(config, PathBases::new(&self.document, &self.path));
+        first_of(violation.into_iter().collect(), &self.document, &self.path)
     }
 }
 
@@ -145,14 +188,14 @@ fn build(document: &Document, path: &Path, overrides: &Overrides, is_small: bool
             return Err(ConfigError::Invalid { location: ConfigLocation::File(path), message });
         }
     }
-    let mut unchecked = names.clone();
+    let mut unchecked = Vec::new();
     if overrides.without_keys {
         unchecked.extend(key_files(&mut config));
     }
-    if overrides.without_model || overrides.model_is_optional {
+    if overrides.missing_model != MissingModel::Refused {
         unchecked.push("model.path".into());
     }
-    first_of(check(&mut config, &unchecked), document, path)?;
+    first_of(check(&mut config, &unchecked, bases), document, path)?;
     if let Some(hub) = overrides.model_hub {
         first_of(look_up_models(&mut config, bases, &names, hub), document, path)?;
     }
@@ -331,13 +374,6 @@ fn location(path: &Path, origin: Option<Origin>) -> ConfigLocation {
     }
 }
 
-/// Where `key`, or the only key that ends with `.key`, is set, or else the section that would have it. `None` where there is neither.
-pub fn location_of(key: &str, path: &Path, overrides: &Overrides) -> Option<ConfigLocation> {
-    let document = parse(&read(path).ok()?, overrides).ok()?;
-    let origin = document.ending_with(key).or_else(|| document.origin(key))?;
-    Some(location(path, Some(origin.clone())))
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {
@@ -410,13 +446,18 @@ path = "reward.wasm"
             assert_eq!((config.sft.save_interval_s, config.rl.save_interval_s), (60, 60));
         }
         std::fs::write(folder.path().join("tiny/config.json"), "{\"hidden_size\": 896}").unwrap();
-        let before = Overrides { without_model: true, ..Overrides::default() };
+        let before = Overrides { missing_model: MissingModel::Small, ..Overrides::default() };
         let before = load(&folder.path().join("querl.toml"), &before).unwrap();
         assert_eq!(before.data.rewrite_form, RewriteForm::Edit);
-        let optional =
-            Overrides { model_is_optional: true, set: vec!["model.path=none".into()], ..Overrides::default() };
-        let optional = load(&folder.path().join("querl.toml"), &optional).unwrap();
+        let set = vec!["model.path=none".into()];
+        let optional = Overrides { missing_model: MissingModel::Allowed, set, ..Overrides::default() };
+        let (optional, file) = load_with_file(&folder.path().join("querl.toml"), &optional).unwrap();
         assert_eq!(optional.data.rewrite_form, RewriteForm::Full);
+        let missing = file.check_model(&optional).unwrap_err().to_string();
+        assert!(
+            missing.starts_with("--set model.path is \"") && missing.contains("none\"; no such folder"),
+            "{missing}"
+        );
         let answers = with_small_model_defaults("retrieval.kind = 'none'".parse().unwrap());
         assert_eq!((answers.get("data"), answers["rl"]["n_samples"].as_integer()), (None, Some(8)));
         // A run's own configuration has every key.
@@ -456,6 +497,29 @@ path = "reward.wasm"
         assert!(refusal(&[]).ends_with(expected), "{}", refusal(&[]));
         let flag = refusal(&["model.path=shop/small"]);
         assert!(flag.contains("no such folder in the current folder; taken as a model's name on a hub"), "{flag}");
+    }
+
+    /// Symptom: `smal/model` for `small/model` was taken as a model's name on a hub.
+    #[test]
+    fn a_path_with_a_typing_error_is_not_taken_as_a_name_on_a_hub() {
+        let of = |model: &str, missing_model| {
+            let folder = folder(&GOOD.replace("\"tiny\"", &format!("{model:?}")));
+            std::fs::create_dir(folder.path().join("small")).unwrap();
+            std::fs::write(folder.path().join("large"), "no folder").unwrap();
+            let hub: ModelHub = |_| Ok(None);
+            let overrides = Overrides { missing_model, model_hub: Some(hub), ..Overrides::default() };
+            let (config, file) = load_with_file(&folder.path().join("querl.toml"), &overrides)?;
+            file.check_model(&config)
+        };
+        let expected = "querl.toml:14: model.path is \"smal/model\"; no such folder, but there is a folder \"small\" next to the \
+                        configuration; write \"small/model\" for a folder, or \"smal/model@main\" for a model on a hub";
+        for missing_model in [MissingModel::Refused, MissingModel::Allowed] {
+            let refused = of("smal/model", missing_model).unwrap_err().to_string();
+            assert!(refused.ends_with(expected), "{refused}");
+        }
+        for name in ["smal/model@main", "shop/model", "smith/model", "larg/model"] {
+            of(name, MissingModel::Refused).unwrap();
+        }
     }
 
     #[test]
@@ -513,7 +577,8 @@ path = "reward.wasm"
         let folder = folder(&GOOD.replace("\"tiny\"", "\"to-be-made\""));
         let path = folder.path().join("querl.toml");
         assert!(load(&path, &Overrides::default()).unwrap_err().to_string().contains("model.path"));
-        let config = load(&path, &Overrides { without_model: true, ..Overrides::default() }).unwrap();
+        let overrides = Overrides { missing_model: MissingModel::Small, ..Overrides::default() };
+        let config = load(&path, &overrides).unwrap();
         assert!(config.model.path.ends_with("to-be-made"));
     }
 

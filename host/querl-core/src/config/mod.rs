@@ -35,7 +35,7 @@ mod sources;
 mod training;
 
 pub use check::{ModelHub, parse_model_name};
-pub use load::{ConfigError, ConfigLocation, Overrides, load, load_resolved, location_of};
+pub use load::{ConfigError, ConfigFile, ConfigLocation, MissingModel, Overrides, load, load_resolved, load_with_file};
 pub use plugins::{
     OnLimit, PluginConfig, PluginLimits, PluginsConfig, REGISTRY_PREFIX, StyleModelConfig, WeightedPluginConfig,
     is_registry_reference,

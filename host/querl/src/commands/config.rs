@@ -1,6 +1,6 @@
 //! `querl config check` and `querl config schema`.
 
-use crate::args::{ConfigArgs, Format, ThreadsArg, check_model_last};
+use crate::args::{ConfigArgs, Format, ThreadsArg, check_model_last, with_location};
 use crate::model_hub;
 use crate::terminal;
 use clap::{Args, Subcommand};
@@ -45,7 +45,7 @@ pub fn run(command: &ConfigCommand) -> anyhow::Result<()> {
 
 fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
-    let (config, ()) = check_model_last(&args.config.path, overrides, StageName::Eval, |config| {
+    let (config, ()) = check_model_last(&args.config.path, overrides, StageName::Eval, |config, file| {
         device::check_named(config)?;
         if !is_of_export(config) {
             check_recording(config)?;
@@ -54,7 +54,7 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
             }
         }
         if !args.skip_plugins {
-            Plugins::open(config, PluginUse::Look).map_err(|error| args.config.locate(error))?;
+            Plugins::open(config, PluginUse::Look).map_err(|error| with_location(error, file))?;
         }
         Ok(())
     })?;

@@ -1,11 +1,11 @@
 //! `querl run`, the commands of single stages, and `querl report`.
 
 use super::track::TrackerProcess;
-use crate::args::{ConfigArgs, Format, ThreadsArg, check_model_last, load_config, stage_name, stage_up_to};
+use crate::args::{ConfigArgs, Format, ThreadsArg, check_model_last, stage_name, stage_up_to, with_location};
 use crate::model_hub;
 use crate::terminal::{self, Terminal};
 use clap::{Arg, Args};
-use querl_core::config::{Config, Overrides, load_resolved};
+use querl_core::config::{Config, ConfigFile, Overrides, load_resolved, load_with_file};
 use querl_core::dir_lock::DirLock;
 use querl_core::run_dir::RunDir;
 use querl_pipeline::estimate::estimate;
@@ -103,12 +103,13 @@ fn run_window(args: &StageArgs, threads: Option<usize>, first: StageName, last: 
         let window = Window { first: args.from.map_or(first, |from| from.max(first)), ..window };
         let path = &args.config.path;
         let overrides = Overrides { threads, without_keys: true, ..args.config.overrides(model_hub::find_cached) };
-        let estimated = |config: &Config| estimate(config, path, window, on_change);
+        let estimated = |config: &Config, _: &ConfigFile| estimate(config, path, window, on_change);
         let (_, estimate) = check_model_last(path, overrides, last, estimated)?;
         return args.format.print(&estimate, || estimate.to_text() + "\n");
     }
-    let config = load_config(&args.config.path, Overrides { threads, ..args.config.overrides(model_hub::find) })?;
-    let locate = |error| args.config.locate(error);
+    let overrides = Overrides { threads, ..args.config.overrides(model_hub::find) };
+    let (config, file) = load_with_file(&args.config.path, &overrides)?;
+    let locate = |error| with_location(error, &file);
     let mut run = Run::open(config, &args.config.path, last, on_change, Arc::new(Terminal)).map_err(locate)?;
     if args.from.is_some() {
         run.outside = run.outside.with_fresh_retrievals();

@@ -5,7 +5,7 @@ use crate::model_hub;
 use crate::terminal::Terminal;
 use anyhow::Context;
 use clap::Args;
-use querl_core::config::{Config, Overrides};
+use querl_core::config::{Config, MissingModel, Overrides};
 use querl_core::fsx::write_atomic;
 use querl_core::text::grouped;
 use querl_pipeline::corpus::{CorpusSettings, CorpusSummary, Recipe, write_corpus};
@@ -45,7 +45,7 @@ pub(super) fn run(args: &CorpusArgs) -> anyhow::Result<()> {
         set: args.set.clone(),
         model_hub: Some(model_hub::find_cached),
         without_keys: true,
-        without_model: true,
+        missing_model: MissingModel::Small,
         ..Overrides::default()
     };
     let config = load_config(&args.config, overrides)?;
