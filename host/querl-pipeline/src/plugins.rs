@@ -19,8 +19,8 @@ use querl_core::ports::{EpisodeInputs, Filter, HostFunctions, InputUse, Prompts,
 use querl_core::run_dir::RunDir;
 use querl_data::rubric_answer;
 use querl_plugin::{
-    CacheAccess, Compiler, HostOptions, Plugin, PluginFile, PluginHost, PluginKind, PluginPort, PluginSettings, Source,
-    SourceFolders,
+    CacheAccess, Compiler, HostOptions, Plugin, PluginError, PluginFile, PluginHost, PluginKind, PluginPort,
+    PluginSettings, Source, SourceFolders,
 };
 use querl_style::{SharedStyleModel, StyleReward, Undecided, unknown_class};
 use std::collections::BTreeMap;
@@ -117,6 +117,10 @@ impl Plugins {
         let found = find(config, |path| Ok(Some(read(path, &host)?)))?;
         if let PluginUse::Run(pins) | PluginUse::Scoring(pins) = used_for {
             pins.check(&found)?;
+        }
+        let unready = unready(&found);
+        if !unready.is_empty() && !matches!(used_for, PluginUse::Run(_)) {
+            return Err(PluginError::NotBuilt { paths: unready }.into());
         }
         let functions: Arc<dyn HostFunctions> = host_functions.clone();
         let mut loading = Loading { host, functions: functions.clone(), found: found.into_iter(), used: Vec::new() };
@@ -377,14 +381,19 @@ pub(crate) fn unprepared(config: &PluginsConfig, pins: &Pins<'_>) -> anyhow::Res
         false => Ok(Some(read(path, &host)?)),
     })?;
     pins.check(&found)?;
-    let mut unprepared: Vec<PathBuf> = Vec::new();
+    Ok(unready(&found))
+}
+
+/// Folders without a component that is newer than their source, and bundles that were not fetched, each once.
+fn unready(found: &[FoundPlugin<'_>]) -> Vec<PathBuf> {
+    let mut unready: Vec<PathBuf> = Vec::new();
     for FoundPlugin { path, file, .. } in found {
-        let is_ready = file.is_some_and(|file| file.digest().is_some());
-        if !is_ready && !unprepared.iter().any(|known| known == path) {
-            unprepared.push(path.to_owned());
+        let is_ready = file.as_ref().is_some_and(|file| file.digest().is_some());
+        if !is_ready && !unready.iter().any(|known| known == path) {
+            unready.push(path.to_path_buf());
         }
     }
-    Ok(unprepared)
+    unready
 }
 
 /// Reads a file or folder, or the bundle of a registry reference, which is fetched into the user's cache folder.

@@ -53,16 +53,11 @@ pub enum PluginError {
         /// The signers, and the keys that were expected.
         reason: String,
     },
-    /// A source folder that would have to be built first, which this host does not do.
-    #[error(
-        "plugin {}: its component is missing or older than its source; build it with `querl plugin build {}`, which runs \
-         code of the folder",
-        path.display(),
-        path.display()
-    )]
+    /// Source folders that would have to be built first, which this host does not do.
+    #[error("{}", not_built(paths))]
     NotBuilt {
-        /// The folder.
-        path: PathBuf,
+        /// At least one folder.
+        paths: Vec<PathBuf>,
     },
     /// The source folder did not build.
     #[error("plugin {}: {tool} could not build it{advice}:\n{output}", path.display())]
@@ -108,4 +103,20 @@ pub enum PluginError {
     /// The plugin broke its contract while it was loaded or configured.
     #[error(transparent)]
     Fault(#[from] PluginFault),
+}
+
+fn not_built(paths: &[PathBuf]) -> String {
+    let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
+    match names.as_slice() {
+        [name] => format!(
+            "plugin {name}: its component is missing or older than its source; build it with `querl plugin build {name}`, which runs \
+             code of the folder"
+        ),
+        names => format!(
+            "plugins {}: their components are missing or older than their sources; build them with `querl plugin build {}`, which runs \
+             code of the folders",
+            names.join(", "),
+            names.join(" ")
+        ),
+    }
 }

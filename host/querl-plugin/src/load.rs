@@ -106,7 +106,7 @@ impl PluginFile {
     pub(crate) fn into_opened(self, folders: SourceFolders) -> Result<OpenedSource, PluginError> {
         match (self.opened, folders) {
             (Some(opened), _) => Ok(opened),
-            (None, SourceFolders::Refuse) => Err(PluginError::NotBuilt { path: self.path }),
+            (None, SourceFolders::Refuse) => Err(PluginError::NotBuilt { paths: vec![self.path] }),
             (None, SourceFolders::Build) => {
                 open_component(source::build(&self.path)?.component, Source::Folder, self.manifest)
             }

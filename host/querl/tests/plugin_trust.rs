@@ -112,6 +112,25 @@ fn a_command_that_looks_at_plugins_says_how_to_build_one_and_does_not() {
     assert!(said.contains("building plugin source (cargo build, takes minutes the first time)\n"), "{said}");
 }
 
+/// Symptom: `config check` refused one unbuilt plugin, and the next one once that was built.
+#[test]
+fn unbuilt_plugins_are_named_together_with_one_command_that_builds_them() {
+    let watched = Watched::new();
+    let project = &watched.0;
+    let filter = repository().join("plugins/filter-quality").display().to_string();
+    let said = project.querl(&["plugin", "build", &filter, &reward()]).ok().stdout;
+    assert_eq!(said.lines().filter(|line| line.ends_with("MB, up to date")).count(), 2, "{said}");
+    for (plugin, folder) in [(reward(), "first"), (filter, "second")] {
+        write_source(&project.path(folder));
+        project.edit(&plugin, folder);
+    }
+    for args in [["config", "check", "querl.toml"], ["plugin", "list", "querl.toml"]] {
+        let expected = "plugins second, first: their components are missing or older than their sources; build them with \
+                        `querl plugin build second first`, which runs code of the folders";
+        assert_eq!(watched.refusal(&args), expected);
+    }
+}
+
 #[test]
 fn trusted_keys_are_compared_before_any_folder_is_built() {
     let watched = Watched::new();

@@ -19,7 +19,7 @@ use querl_pipeline::plugins::{PluginUse, Plugins, Used, compiler};
 use querl_plugin::{BuildOutput, PluginKind};
 use serde_json::{Value, json};
 use std::io::{stdin, stdout};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 #[derive(Debug, Subcommand)]
@@ -81,24 +81,27 @@ pub fn run(command: &PluginCommand) -> anyhow::Result<()> {
 
 #[derive(Debug, Args)]
 pub struct BuildArgs {
-    /// A plugin's folder
+    /// Folders of plugins
     #[arg(value_name = "FOLDER", default_value = ".")]
-    folder: PathBuf,
+    folders: Vec<PathBuf>,
     #[command(flatten)]
     format: Format,
 }
 
-/// Builds where a source is newer than the component, and says where the component is.
 fn build(args: &BuildArgs) -> anyhow::Result<()> {
-    let folder = &args.folder;
-    if !folder.is_dir() {
-        return Err(Stop::usage(format!("{}: expected a plugin's folder", folder.display())).into());
+    if let Some(other) = args.folders.iter().find(|folder| !folder.is_dir()) {
+        return Err(Stop::usage(format!("{}: expected a plugin's folder", other.display())).into());
     }
+    args.folders.iter().try_for_each(|folder| build_folder(folder, args.format))
+}
+
+/// Builds where a source is newer than the component, and says where the component is.
+fn build_folder(folder: &Path, format: Format) -> anyhow::Result<()> {
     let start = Instant::now();
     let BuildOutput { component, language, was_stale } = querl_plugin::build(folder)?;
     let n_bytes = std::fs::metadata(&component).with_context(|| component.display().to_string())?.len();
     let result = json!({"component": component, "language": language.name(), "component_bytes": n_bytes, "was_stale": was_stale});
-    args.format.print(&result, || {
+    format.print(&result, || {
         let how = match was_stale {
             true => format!("built in {:.1} s", start.elapsed().as_secs_f64()),
             false => "up to date".to_owned(),
