@@ -7,6 +7,7 @@
 mod client;
 mod dataset;
 mod error;
+mod first_row;
 mod gold_ids;
 mod judge;
 mod request_log;

@@ -5,11 +5,12 @@ use crate::client::chat::ChatClient;
 use crate::client::response_cache::{CacheTable, ServiceCache};
 use crate::dataset::records::IndexedLines;
 use crate::error::DataError;
+use crate::first_row::FirstRow;
 use crate::table::{query_id, value_text};
 use crate::text::{hash_of, with_width};
 use async_trait::async_trait;
 use querl_core::config::{Config, DataConfig, EndpointConfig, TeacherConfig, TeacherKind, TextWidth};
-use querl_core::fsx::{NumberedLine, ReadError, open_rows};
+use querl_core::fsx::{NumberedLine, open_rows};
 use querl_core::ports::Teacher;
 use querl_core::records::{CallFailure, Completion, FailureKind, Message, QueryRow};
 use serde::Deserialize;
@@ -180,30 +181,20 @@ fn either([configured, name]: &[String; 2]) -> String {
     if configured == name { format!("`{name}`") } else { format!("`{configured}` or `{name}`") }
 }
 
-/// An error where the first row is not one of a recording: other files have wrong columns in every row.
+/// An error where the first row is not one of a recording.
 fn check_columns(path: &Path, keys: &Keys) -> Result<(), DataError> {
     let [query, profile, history] = &keys.names;
-    let (line, problem) = match open_rows::<Value>(path)?.next() {
-        Some(Ok(NumberedLine { line, value: Value::Object(row), .. })) => {
-            if query.iter().any(|name| row.contains_key(name)) && row.contains_key("rewritten_query") {
-                return Ok(());
-            }
-            let columns: Vec<&str> = row.keys().map(String::as_str).take(16).collect();
-            (line, format!("has the columns {}", columns.join(", ")))
-        }
-        Some(Ok(NumberedLine { line, .. }) | Err(ReadError::Line { line, .. })) => {
-            (line, "is not a JSON object".into())
-        }
-        Some(Err(error)) => return Err(error.into()),
-        None => return Ok(()),
-    };
+    let Some(first) = FirstRow::read(path)? else { return Ok(()) };
+    if query.iter().any(|name| first.has(name)) && first.has("rewritten_query") {
+        return Ok(());
+    }
     let expected = format!(
         "expected JSON lines with {} and `rewritten_query`, and with {} and {} where the query table has them",
         either(query),
         either(profile),
         either(history)
     );
-    Err(DataError::line(path, line, format!("{problem}; {expected}")))
+    Err(DataError::line(path, first.line, format!("{first}; {expected}")))
 }
 
 impl RecordedTeacher {

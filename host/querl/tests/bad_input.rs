@@ -279,8 +279,8 @@ fn unusable_query_table_is_reported() {
 fn other_columns_of_a_recorded_teacher_show_before_the_run() {
     let project = Project::new();
     for (text, problem) in [
-        ("{\"question\": \"a\", \"rewrite\": \"b\"}\n", "has the columns question, rewrite"),
-        ("question,rewrite\na,b\n", "is not a JSON object"),
+        ("{\"question\": \"a\", \"rewrite\": \"b\"}\n", "has the keys question, rewrite"),
+        ("question,rewrite\na,b\n", "not JSON (expected value at byte 1)"),
     ] {
         project.write("teacher.jsonl", text);
         for command in

@@ -22,6 +22,7 @@ pub use second::SecondRetriever;
 pub use vocabulary::WordSegmenter;
 
 use crate::error::DataError;
+use crate::first_row::FirstRow;
 use crate::text::separates_ids;
 use async_trait::async_trait;
 use querl_core::config::{RerankKind, RetrievalConfig};
@@ -30,7 +31,6 @@ use querl_core::ports::{Embedder, PairScorer, RetrievalRequest};
 use querl_core::records::{CallFailure, Hit};
 use querl_core::text::{disturbs, is_blank};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -182,21 +182,12 @@ pub(crate) fn scan_passages(path: &Path, mut take: impl FnMut(Passage)) -> Resul
 
 /// What the first line holds where it is none of a knowledge base: then every line is wrong, and none is to be removed.
 fn of_another_file(path: &Path, error: ReadError) -> DataError {
-    let ReadError::Line { line, .. } = &error else { return error.into() };
-    let line = *line;
-    let found = match open_rows::<Value>(path).ok().and_then(|mut rows| rows.next()) {
-        Some(Err(ReadError::Line { line: first, problem, .. })) if first == line => format!("not JSON ({problem})"),
-        Some(Ok(NumberedLine { line: first, value, .. })) if first == line => match value {
-            Value::Object(row) if ["id", "text"].iter().all(|key| row.contains_key(*key)) => return error.into(),
-            Value::Object(row) if !row.is_empty() => {
-                let keys: Vec<&str> = row.keys().map(String::as_str).take(16).collect();
-                format!("has the keys {}", keys.join(", "))
-            }
-            _ => "not a JSON object with keys".into(),
-        },
-        _ => return error.into(),
-    };
-    DataError::line(path, line, format!("{found}; {KNOWLEDGE_BASE}"))
+    let ReadError::Line { line, .. } = error else { return error.into() };
+    let first = FirstRow::read(path).ok().flatten().filter(|first| first.line == line);
+    match first.filter(|first| !["id", "text"].iter().all(|key| first.has(key))) {
+        Some(first) => DataError::line(path, line, format!("{first}; {KNOWLEDGE_BASE}")),
+        None => error.into(),
+    }
 }
 
 impl Passage {
