@@ -28,6 +28,11 @@ pub trait Teacher: Send + Sync {
     /// Adds an answer to this prompt that was obtained elsewhere (batch interface) to the cache.
     fn keep(&self, _messages: &[Message], _completion: &Completion) {}
 
+    /// Why it may lack the rewrites of many queries, as a clause.
+    fn hint(&self) -> Option<String> {
+        None
+    }
+
     /// The teacher for rows on which this one failed.
     fn fallback(&self) -> Option<&dyn Teacher> {
         None

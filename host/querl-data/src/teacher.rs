@@ -76,12 +76,6 @@ pub fn is_of_export(config: &Config) -> bool {
         || first.is_some_and(|row| row.value.get("querl").is_some())
 }
 
-/// The keys of a recorded teacher's file that are not read, where its profile or history is absent: a clause, or nothing.
-pub fn unread_keys(config: &Config) -> String {
-    let teacher = config.teacher.path.as_ref().map(|path| RecordedTeacher::read(path, &config.data));
-    teacher.and_then(Result::ok).map(|teacher| teacher.keys.hint()).unwrap_or_default()
-}
-
 /// Opens the fallback teacher, if one is configured.
 ///
 /// # Errors
@@ -164,15 +158,15 @@ impl Keys {
         }
     }
 
-    /// Which keys are not read, where a profile or history may be under one of them; a clause, or nothing.
-    fn hint(&self) -> String {
+    /// Which keys are not read, where a profile or history may be under one of them, as a clause.
+    fn hint(&self) -> Option<String> {
         let lacking: Vec<String> =
             self.names.iter().zip(self.seen).filter(|(_, seen)| !seen).map(|(names, _)| either(names)).collect();
         if lacking.is_empty() || self.unread.is_empty() {
-            return String::new();
+            return None;
         }
         let unread: Vec<String> = self.unread.iter().map(|key| format!("`{key}`")).collect();
-        format!("; its lines have no {}, and their {} is not read", lacking.join(" and no "), unread.join(", "))
+        Some(format!("its lines have no {}, and their {} is not read", lacking.join(" and no "), unread.join(", ")))
     }
 }
 
@@ -212,10 +206,9 @@ impl RecordedTeacher {
             let rewrite = hash_of(value.rewritten_query.trim());
             match rewrites.insert(id, (line, rewrite)) {
                 Some((first, other)) if other != rewrite => {
-                    let hint = keys.hint();
-                    let or = if hint.is_empty() { "; " } else { ": rename it, or " };
+                    let rename = keys.hint().map(|hint| format!("{hint}: rename it, or ")).unwrap_or_default();
                     let problem =
-                        format!("`{query}` has another rewrite in line {first}{hint}{or}remove one of the two lines");
+                        format!("`{query}` has another rewrite in line {first}; {rename}remove one of the two lines");
                     return Err(DataError::line(path, line, problem));
                 }
                 _ => offsets.insert(id, offset),
@@ -248,10 +241,14 @@ impl Teacher for RecordedTeacher {
                     "{} has no rewrite of `{}` in this context{}",
                     self.path,
                     query.original_query,
-                    self.keys.hint()
+                    self.keys.hint().map(|hint| format!("; {hint}")).unwrap_or_default()
                 ),
             }),
         }
+    }
+
+    fn hint(&self) -> Option<String> {
+        self.keys.hint()
     }
 
     fn fallback(&self) -> Option<&dyn Teacher> {

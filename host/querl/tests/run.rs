@@ -90,6 +90,21 @@ fn stages_alone_ask_for_what_comes_before() {
 }
 
 #[test]
+fn keys_of_a_recording_that_are_not_read_are_named_where_rewrites_are_missing() {
+    let project = Project::new();
+    let rows = project.read("teacher.jsonl");
+    project.write("teacher.jsonl", &rows.replace("\"history_summary\"", "\"history\""));
+    let said = project.querl(&["rewrite", "querl.toml"]).stderr;
+    let hint =
+        " of 40 queries; its lines have no `history_summary`, and their `history` is not read; add them there, or set ";
+    assert!(said.contains(hint), "{said}");
+    // As the stage has seen it.
+    project.write("teacher.jsonl", &rows);
+    let stats = project.querl(&["data", "stats", "querl.toml"]).ok();
+    assert!(stats.stdout.contains(hint), "{stats:#?}");
+}
+
+#[test]
 fn failed_rows_stay_failed_rows_and_are_tried_again() {
     let project = Project::new();
     let rows = project.read("teacher.jsonl");

@@ -4,8 +4,8 @@ use crate::ledger::{Facts, Ledger, PART, StageName};
 use querl_core::config::{Config, TeacherKind};
 use querl_core::records::{FailureKind, Split, code_of};
 use querl_core::run_dir::RunDir;
-use querl_data::unread_keys;
 use serde::Serialize;
+use serde_json::Value;
 use std::collections::BTreeMap;
 
 /// One stage's share.
@@ -159,6 +159,9 @@ fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
 /// Share of the queries without a recorded rewrite above which a warning is given.
 const MANY_NOT_RECORDED: f64 = 0.05;
 
+/// Figure of the stage rewrite: why a recorded teacher may lack queries.
+pub(super) const HINT: &str = "recording";
+
 /// A sentence about a recorded teacher that lacks many of the queries, by the figures of the stage rewrite.
 pub fn not_recorded(config: &Config, facts: &Facts) -> Option<String> {
     if config.called_teacher() != Some(TeacherKind::Recorded) {
@@ -167,11 +170,11 @@ pub fn not_recorded(config: &Config, facts: &Facts) -> Option<String> {
     let path = config.teacher.path.as_ref()?.display();
     let n_missing = *facts.parts("teacher failed").get(&FailureKind::NotRecorded.to_string())?;
     let n_queries = facts.count("rewritten") + facts.count("teacher failed");
+    let hint = facts.get(HINT).and_then(Value::as_str).map(|hint| format!("; {hint}")).unwrap_or_default();
     (n_missing as f64 > MANY_NOT_RECORDED * n_queries as f64).then(|| {
         format!(
-            "the recorded teacher ({path}) has no rewrite of {n_missing} of {n_queries} queries{}; add them there, or set \
-             fallback_teacher.base_url",
-            unread_keys(config)
+            "the recorded teacher ({path}) has no rewrite of {n_missing} of {n_queries} queries{hint}; add them there, or set \
+             fallback_teacher.base_url"
         )
     })
 }

@@ -105,17 +105,17 @@ impl Stage for Rewrite {
             tally.add(record);
             Ok(())
         };
-        let teacher = if data.dataset.is_set() {
+        let (teacher, hint) = if data.dataset.is_set() {
             dataset_rewrites(&table, data, run.plugins.prompts.as_ref(), &output, &mut add)?;
-            dataset_name(data)
+            (dataset_name(data), None)
         } else {
-            let (asked, teacher) = ask(run, &table, Journal::open(&output)?, progress)?;
+            let (asked, teacher, hint) = ask(run, &table, Journal::open(&output)?, progress)?;
             asked.write(add)?;
-            teacher
+            (teacher, hint)
         };
         remove(&run.dir.batches())?;
         make_tables::<RewriteRecord>(&output, formats)?;
-        let done = tally.done(table.findings(), &teacher);
+        let done = tally.done(table.findings(), &teacher, hint);
         // A completion that does not parse is the same the next time.
         Ok(if data.dataset.is_set() { Done { n_failed: 0, ..done } } else { done })
     }
@@ -128,15 +128,16 @@ fn dataset_name(data: &DataConfig) -> String {
     format!("{} (dataset)", name.to_string_lossy())
 }
 
+/// The rewrites, name and hint of the teacher.
 fn ask<'a>(
     run: &'a Run,
     table: &'a QueryTable,
     journal: Journal<RewriteRecord>,
     progress: &'a dyn Progress,
-) -> anyhow::Result<(StageResults<'a, RewriteRecord>, String)> {
+) -> anyhow::Result<(StageResults<'a, RewriteRecord>, String, Option<String>)> {
     let (config, prompts) = (&run.config.teacher, run.plugins.prompts.as_ref());
     if config.kind == TeacherKind::Local {
-        return Ok((rewrite_locally(run, table, journal, progress)?, local_teacher_name(config)));
+        return Ok((rewrite_locally(run, table, journal, progress)?, local_teacher_name(config), None));
     }
     let outside = run.outside.clone().until(interrupt::flag());
     let teacher = open_teacher(config, &run.config.fallback_teacher, &run.config.data, &outside)?;
@@ -157,7 +158,7 @@ fn ask<'a>(
             interrupt::finish(&run.runtime, asking)?
         }
     };
-    Ok((asked, teacher.name().to_owned()))
+    Ok((asked, teacher.name().to_owned(), teacher.hint()))
 }
 
 /// The batch client, to submit batches, or to read those submitted while `teacher.batch` was on.
@@ -200,7 +201,7 @@ impl Tally {
         }
     }
 
-    fn done(self, findings: &Findings, teacher: &str) -> Done {
+    fn done(self, findings: &Findings, teacher: &str, hint: Option<String>) -> Done {
         let skipped = [("empty", findings.empty.n), ("repeated", findings.repeated.n)];
         let skipped = skipped.into_iter().filter(|(_, n)| *n > 0).map(|(name, n)| (name.to_owned(), n as u64));
         let n_failed: u64 = self.failures.values().sum();
@@ -212,6 +213,9 @@ impl Tally {
             facts.add_part("by the fallback", self.n_by_the_fallback);
         }
         facts.add("teacher failed", n_failed).add_parts(&self.failures);
+        if let Some(hint) = hint.filter(|_| self.n_not_recorded > 0) {
+            facts.add(funnel::HINT, hint);
+        }
         facts.add("price", self.cost);
         // Queries missing in a recording are not retried; a change of the file runs the stage again.
         Done { facts, n_failed: n_failed - self.n_not_recorded }
