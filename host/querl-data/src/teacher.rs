@@ -60,22 +60,6 @@ pub fn check_recording(config: &Config) -> Result<(), DataError> {
     }
 }
 
-/// Output folder in the configuration of an exported folder.
-pub const EXPORT_OUTPUT: &str = "querl-run";
-
-/// Whether a configuration is that of an exported folder, which names the rows of its reward (column `querl`) in place of a recording and, for
-/// lack of one, of a query table. No stage runs on it.
-pub fn is_of_export(config: &Config) -> bool {
-    let is_recorded = config.called_teacher() == Some(TeacherKind::Recorded);
-    let Some(path) = config.teacher.path.as_ref().filter(|_| is_recorded && config.output_dir.ends_with(EXPORT_OUTPUT))
-    else {
-        return false;
-    };
-    let first = open_rows::<Value>(path).ok().and_then(|mut rows| rows.next()?.ok());
-    path.extension().is_some_and(|extension| extension == "parquet")
-        || first.is_some_and(|row| row.value.get("querl").is_some())
-}
-
 /// Opens the fallback teacher, if one is configured.
 ///
 /// # Errors

@@ -51,6 +51,8 @@ fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
     assert!(!query["query"].as_str().unwrap().is_empty() && query["baseline"].is_string(), "{query}");
     assert_eq!(rows[0]["prompt"].as_array().unwrap().last().unwrap()["role"], "user");
     project.querl(&["config", "check", "new/trl/querl.toml"]).ok();
+    let config = project.read("new/trl/querl.toml");
+    assert!(config.contains("[data.dataset]\ntrain = \"train.jsonl\"\n") && !config.contains("\ninput = "), "{config}");
     let script = project.read("new/trl/grpo.py");
     assert!(script.contains("    max_completion_length=8,\n") && !script.contains('@'), "{script}");
     assert!(project.path("new/trl/adapter/adapter_model.safetensors").is_file());
@@ -162,6 +164,7 @@ fn a_run_is_exported_to_verl_with_scripts_and_parquet() {
     assert_eq!((&exported["outside"], &exported["n_val"].is_u64()), (&json!([]), &true), "{exported}");
     assert!(std::fs::read(project.path("verl/train.parquet")).unwrap().starts_with(b"PAR1"));
     assert!(project.path("verl/model/model.safetensors").is_file());
+    project.querl(&["config", "check", "verl/querl.toml"]).ok();
     let script = project.read("verl/train.sh");
     for setting in [
         "    'algorithm.adv_estimator=gae' \\\n",
@@ -230,6 +233,7 @@ fn a_run_is_exported_to_openrlhf_with_its_reward_server() {
     {
         assert!(script.contains(line), "{line}: {script}");
     }
+    project.querl(&["config", "check", "openrlhf/querl.toml"]).ok();
     for page in ["openrlhf/README.md", "openrlhf/mapping.md"] {
         assert!(place_holders(&project.read(page)).is_empty(), "{page}");
     }

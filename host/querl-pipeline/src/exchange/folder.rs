@@ -5,7 +5,7 @@
 //! plugins/            the plugins of the run, and querl.lock with their digests
 //! querl.toml          the configuration that the reward reads, with paths relative to the folder, other than output_dir
 //! querl.lock          the pins of the bundles among the plugins
-//! data/               query table, knowledge base, lexicon and other files that querl.toml names
+//! data/               knowledge base, lexicon and other files that querl.toml names
 //! adapter/            sft/best
 //! model/              the base model, where it is copied
 //! ```
@@ -20,10 +20,9 @@ use crate::plugins::PluginHosts;
 use crate::serving::BaseFiles;
 use anyhow::Context;
 use querl_bundle::lock::{LockEntry, LockFile, LockKind, LockSource};
-use querl_core::config::{Config, DatasetConfig, EndpointConfig, RewriteForm, TeacherConfig, TeacherKind};
+use querl_core::config::{Config, DatasetConfig, EndpointConfig, RewriteForm, TeacherConfig};
 use querl_core::edits::ARE_EDITS;
 use querl_core::fsx::write_jsonl;
-use querl_data::EXPORT_OUTPUT;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -81,9 +80,6 @@ pub(super) fn write_shared(
         }
     }
     for (name, path) in data_paths(&mut config) {
-        if *path == Path::new(reward.rows) {
-            continue;
-        }
         let extension = path.extension().map(|extension| format!(".{}", extension.to_string_lossy()));
         let place = Path::new("data").join(format!("{name}{}", extension.unwrap_or_default()));
         copy(path, &out.join(&place))?;
@@ -110,7 +106,7 @@ pub(super) fn write_shared(
 
 const CONFIG_HEADER: &str = "\
 # Written by querl export: what the reward reads, with paths relative to this folder, other than output_dir, which is relative to the
-# current folder as in each configuration. The rows bring their queries and the teacher's rewrites along, so that the teacher is not called.
+# current folder as in each configuration. The rows have the queries, their columns and the teacher's rewrites, so that no teacher is called.
 ";
 
 /// The plugins with their paths in the folder, in the order of the configuration.
@@ -152,16 +148,15 @@ fn plugin_paths(config: &mut Config) -> Vec<&mut PathBuf> {
 fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> (Config, Vec<String>) {
     let n = reward.n_processes.max(1);
     let mut config = config.clone();
-    config.output_dir = EXPORT_OUTPUT.into();
+    config.output_dir = "querl-run".into();
     config.device = "auto".into();
     config.threads = 0;
-    config.teacher =
-        TeacherConfig { kind: TeacherKind::Recorded, path: Some(reward.rows.into()), ..TeacherConfig::default() };
+    config.teacher = TeacherConfig::default();
     config.fallback_teacher = EndpointConfig::default();
-    // Read by rewards that read columns alone, and their columns are in the rows.
-    let table = config.data.input.take().filter(|table| !config.data.dataset.is_set() && table.is_file());
-    config.data.input = Some(table.unwrap_or_else(|| reward.rows.into()));
-    config.data.dataset = DatasetConfig::default();
+    config.data.input = None;
+    config.data.dataset = DatasetConfig { train: Some(reward.rows.into()), ..DatasetConfig::default() };
+    // The rows have it only where a reward reads columns.
+    config.data.group_column = None;
     config.plugins.style_model.audit = None;
     config.cache.path = None;
     config.retrieval.index_dir = None;
@@ -198,7 +193,6 @@ fn exceeded(key: &str, limit: usize, n_processes: usize) -> Option<String> {
 fn data_paths(config: &mut Config) -> Vec<(&'static str, &mut PathBuf)> {
     let retrieval = &mut config.retrieval;
     let optional = [
-        ("queries", &mut config.data.input),
         ("knowledge_base", &mut retrieval.knowledge_base),
         ("lexicon", &mut retrieval.lexicon),
         ("user_dictionary", &mut retrieval.user_dictionary),
@@ -364,6 +358,16 @@ mod tests {
         assert!(note_on_form(&config, "TRL").is_some_and(|note| note.contains("data.rewrite_form = \"edit\"")));
         let (exported, _) = reward_config(&config, &RewardProcesses { n_processes: 1, rows: TRAIN });
         assert_eq!(exported.data.rewrite_form, RewriteForm::Edit);
+    }
+
+    /// Symptom: the rows were named as a recorded teacher, which they are not.
+    #[test]
+    fn the_rows_of_an_exported_folder_are_its_dataset() {
+        let mut config = crate::exchange::source::testing::run("").config;
+        config.data.group_column = Some("product".into());
+        let (exported, _) = reward_config(&config, &RewardProcesses { n_processes: 1, rows: TRAIN });
+        assert_eq!((exported.called_teacher(), exported.data.query_files()), (None, vec![Path::new(TRAIN)]));
+        assert_eq!((exported.data.input, exported.data.group_column), (None, None));
     }
 
     #[test]

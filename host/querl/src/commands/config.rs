@@ -5,7 +5,7 @@ use crate::model_hub;
 use crate::terminal;
 use clap::{Args, Subcommand};
 use querl_core::config::{Config, KeyInfo, Overrides, json_schema, keys};
-use querl_data::{check_knowledge_base, check_recording, is_of_export, open_queries};
+use querl_data::{check_knowledge_base, check_recording, open_queries};
 use querl_pipeline::device;
 use querl_pipeline::ledger::StageName;
 use querl_pipeline::plugins::{PluginUse, Plugins};
@@ -47,11 +47,9 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
     let (config, ()) = check_model_last(&args.config.path, overrides, StageName::Eval, |config, file| {
         device::check_named(config)?;
-        if !is_of_export(config) {
-            check_recording(config)?;
-            if let Some(unknown) = check_knowledge_base(config, &open_queries(&config.data)?)? {
-                terminal::print(&format!("warning: {unknown}"));
-            }
+        check_recording(config)?;
+        if let Some(unknown) = check_knowledge_base(config, &open_queries(&config.data)?)? {
+            terminal::print(&format!("warning: {unknown}"));
         }
         if !args.skip_plugins {
             Plugins::open(config, PluginUse::Look).map_err(|error| with_location(error, file))?;
