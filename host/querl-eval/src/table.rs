@@ -20,7 +20,7 @@ pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
         text.push_str(&(verdict.join("\n") + "\n\n"));
     }
     text.push_str(&blocks("", &systems_grid(evaluation)));
-    let pairs = differences_grid(evaluation, &evaluation.pairs, &Metric::COMPARED);
+    let pairs = differences_grid(evaluation, &evaluation.pairs, &compared(evaluation));
     if pairs.len() > 1 {
         text.push_str(&format!("\n{}", blocks("paired differences on the same queries", &pairs)));
     }
@@ -200,11 +200,12 @@ fn systems_grid(evaluation: &Evaluation) -> Grid {
 }
 
 fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
-    let mut grid = vec![head_row("pair, run", &Metric::COMPARED)];
+    let metrics = compared(&evaluation.pooled);
+    let mut grid = vec![head_row("pair, run", &metrics)];
     for (first, second, _) in evaluation.pooled.pairs_in_order() {
         for (number, run) in (1..).zip(&evaluation.runs) {
             let differences = run.pairs.get(&format!("{first}-{second}"));
-            let cells = Metric::COMPARED.iter().map(|metric| {
+            let cells = metrics.iter().map(|metric| {
                 let found = differences.and_then(|differences| differences.get(metric).copied().flatten());
                 or_dash(found, |found| metric.format_signed(found.mean))
             });
@@ -212,6 +213,12 @@ fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
         }
     }
     grid
+}
+
+/// The metrics of the paired differences: without those that [`Evaluation::without`] left out.
+fn compared(evaluation: &Evaluation) -> Vec<Metric> {
+    let has = |metric: &Metric| evaluation.pairs.values().any(|pair| pair.contains_key(metric));
+    Metric::COMPARED.into_iter().filter(has).collect()
 }
 
 fn head_row(first: &str, metrics: &[Metric]) -> Vec<String> {
