@@ -938,6 +938,9 @@ pub enum RejectedBy {
 }
 
 impl Rejection {
+    /// The code of an episode that lacks the teacher's rewrite, which a reward requires.
+    pub const BASELINE_MISSING: &str = "baseline_missing";
+
     /// A rejection by a plugin.
     pub fn new(code: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { code: code.into(), detail: detail.into(), by: RejectedBy::Plugin }
@@ -1012,7 +1015,7 @@ pub(crate) mod outcome_form {
     /// Who rejected, in a file of an earlier version: the codes of its host.
     fn by_code(code: &str) -> RejectedBy {
         match code {
-            "baseline_missing" | "deadline" | "style_model_failed" => RejectedBy::Host,
+            Rejection::BASELINE_MISSING | "deadline" | "style_model_failed" => RejectedBy::Host,
             "policy_retrieval_failed" | "baseline_retrieval_failed" => RejectedBy::Host,
             "policy_judge_failed" | "baseline_judge_failed" => RejectedBy::Host,
             _ => RejectedBy::Plugin,

@@ -425,7 +425,7 @@ impl Scorer {
     ) -> Option<Rejection> {
         let reject = |code: &str, failure: &CallFailure| Some(Rejection::by_host(code, failure.to_string()));
         if let (InputUse::Required, Baseline::Missing(failure)) = (self.policy.baseline, &request.baseline) {
-            return reject("baseline_missing", failure);
+            return reject(Rejection::BASELINE_MISSING, failure);
         }
         if let Some(failure) = late {
             return reject(DEADLINE_CODE, failure);
