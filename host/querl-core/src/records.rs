@@ -1065,7 +1065,7 @@ pub struct EvalRecord {
 }
 
 /// One system's rewrite of a query with its scores.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct SystemAnswer {
     /// Rewrite, hits and judgement.
     pub candidate: Candidate,
