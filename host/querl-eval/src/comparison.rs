@@ -450,14 +450,14 @@ impl Comparison {
         let head = ["", metric.label(), "difference"].map(str::to_owned).to_vec();
         let interval = format!("{signed_mean} [{signed_low}, {signed_high}]");
         let row = |side: usize, last: String| vec![names[side].to_owned(), metric.format(self.means[side]), last];
-        let mut text = blocks(&vec![head, row(0, interval), row(1, String::new())]);
+        let mut text = blocks("", &vec![head, row(0, interval), row(1, String::new())]);
         if self.n_groups < self.n {
             let mut grid = vec![["group", "queries", names[0], names[1], "difference"].map(str::to_owned).to_vec()];
             grid.extend(self.groups.iter().take(SHOWN_GROUPS).map(|group| {
                 let [first, second] = group.means.map(|mean| metric.format(mean));
                 vec![group.group.clone(), group.n.to_string(), first, second, metric.format_signed(group.difference)]
             }));
-            let _ = write!(text, "\ngroups of queries, the largest loss first\n{}", blocks(&grid));
+            let _ = write!(text, "\n{}", blocks("groups of queries, the largest loss first", &grid));
             if self.n_groups > SHOWN_GROUPS {
                 let _ = writeln!(text, "{} further groups: --json", self.n_groups - SHOWN_GROUPS);
             }

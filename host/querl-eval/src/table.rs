@@ -19,11 +19,10 @@ pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
     if !verdict.is_empty() {
         text.push_str(&(verdict.join("\n") + "\n\n"));
     }
-    text.push_str(&blocks(&systems_grid(evaluation)));
-    let pairs = differences_grid(evaluation, &evaluation.pairs, &Metric::COMPARED);
+    text.push_str(&blocks("", &systems_grid(evaluation)));
+    let pairs = differences_grid(evaluation, &evaluation.pairs, &compared(evaluation));
     if pairs.len() > 1 {
-        text.push_str("\npaired differences on the same queries\n");
-        text.push_str(&blocks(&pairs));
+        text.push_str(&format!("\n{}", blocks("paired differences on the same queries", &pairs)));
     }
     text.push_str(&second_text(evaluation));
     text.push_str(&controls_text(evaluation));
@@ -46,7 +45,7 @@ fn second_text(evaluation: &Evaluation) -> String {
     let pairs = differences_grid(evaluation, &second.pairs, &SecondEvaluation::METRICS);
     let never_asked = if second.is_of_training() { "" } else { ", which training never asked" };
     let title = format!("on a second retriever ({}){never_asked}", second.retriever);
-    format!("\n{title}\n{}\n{}", blocks(&systems), blocks(&pairs))
+    format!("\n{}\n{}", blocks(&title, &systems), blocks("", &pairs))
 }
 
 fn differences_grid(
@@ -77,7 +76,7 @@ fn controls_text(evaluation: &Evaluation) -> String {
         let shares = [found.kept_terms, found.new_gold_terms].map(|share| interval_text(Metric::Top1, share));
         grid.push([name.to_owned(), characters].into_iter().chain(shares).collect());
     }
-    let mut text = format!("\nlength and words of the rewrites\n{}", blocks(&grid));
+    let mut text = format!("\n{}", blocks("length and words of the rewrites", &grid));
     let mut matched = differences_grid(evaluation, &controls.length_matched, &Controls::METRICS);
     if matched.len() > 1 {
         matched[0].push("queries".to_owned());
@@ -86,9 +85,8 @@ fn controls_text(evaluation: &Evaluation) -> String {
             let n = of_pair.and_then(|of_pair| of_pair.values().flatten().map(|found| found.n).max());
             row.push(or_dash(n, |n| n.to_string()));
         }
-        let title = "\npaired differences where both rewrites have about the same length";
-        let matched = blocks(&matched).replace("\n\n", &format!("\n{title}, continued\n"));
-        let _ = write!(text, "{title}\n{matched}");
+        let title = "paired differences where both rewrites have about the same length";
+        let _ = write!(text, "\n{}", blocks(title, &matched));
     }
     text
 }
@@ -106,7 +104,7 @@ fn pass_at_k_text(evaluation: &Evaluation) -> String {
         let cells = ks.iter().map(|k| interval_text(Metric::Top1, found.k.get(k).copied()));
         grid.push(std::iter::once(name.to_owned()).chain(cells).collect());
     }
-    format!("\na gold passage first with at least one of k samples\n{}", blocks(&grid))
+    format!("\n{}", blocks("a gold passage first with at least one of k samples", &grid))
 }
 
 /// The styles of the answers and their shifts; empty without a style model.
@@ -114,14 +112,12 @@ fn styles_text(evaluation: &Evaluation) -> String {
     let Some(style) = &evaluation.style else { return String::new() };
     let mut text = String::new();
     for (model, styles) in style.models() {
-        let _ = write!(
-            text,
-            "\nmean probability of each style{model}\n{}",
-            blocks(&styles_grid(evaluation, style, styles))
-        );
+        let title = format!("mean probability of each style{model}");
+        let _ = write!(text, "\n{}", blocks(&title, &styles_grid(evaluation, style, styles)));
         let shifts = shifts_grid(evaluation, styles);
         if shifts.len() > 1 {
-            let _ = write!(text, "\nshift of style on the same queries{model}\n{}", blocks(&shifts));
+            let title = format!("shift of style on the same queries{model}");
+            let _ = write!(text, "\n{}", blocks(&title, &shifts));
         }
     }
     text
@@ -171,8 +167,7 @@ fn difference_text(metric: Metric, found: Difference) -> String {
 pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts) -> String {
     let mut text = format!("{} runs, each query averaged over them\n", evaluation.runs.len());
     text.push_str(&table(&evaluation.pooled, facts));
-    text.push_str("\nmean differences of each run\n");
-    text.push_str(&blocks(&runs_grid(evaluation)));
+    text.push_str(&format!("\n{}", blocks("mean differences of each run", &runs_grid(evaluation))));
     text
 }
 
@@ -205,11 +200,12 @@ fn systems_grid(evaluation: &Evaluation) -> Grid {
 }
 
 fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
-    let mut grid = vec![head_row("pair, run", &Metric::COMPARED)];
+    let metrics = compared(&evaluation.pooled);
+    let mut grid = vec![head_row("pair, run", &metrics)];
     for (first, second, _) in evaluation.pooled.pairs_in_order() {
         for (number, run) in (1..).zip(&evaluation.runs) {
             let differences = run.pairs.get(&format!("{first}-{second}"));
-            let cells = Metric::COMPARED.iter().map(|metric| {
+            let cells = metrics.iter().map(|metric| {
                 let found = differences.and_then(|differences| differences.get(metric).copied().flatten());
                 or_dash(found, |found| metric.format_signed(found.mean))
             });
@@ -219,22 +215,29 @@ fn runs_grid(evaluation: &SeedsEvaluation) -> Grid {
     grid
 }
 
+/// The metrics of the paired differences: without those that [`Evaluation::without`] left out.
+fn compared(evaluation: &Evaluation) -> Vec<Metric> {
+    let has = |metric: &Metric| evaluation.pairs.values().any(|pair| pair.contains_key(metric));
+    Metric::COMPARED.into_iter().filter(has).collect()
+}
+
 fn head_row(first: &str, metrics: &[Metric]) -> Vec<String> {
     std::iter::once(first).chain(metrics.iter().map(|metric| metric.label())).map(str::to_owned).collect()
 }
 
-/// Aligned columns in blocks of at most [`MAX_WIDTH`], each with the column of names.
-pub(crate) fn blocks(grid: &Grid) -> String {
+/// Aligned columns in blocks of at most [`MAX_WIDTH`], each with the title, unless it is empty, and the column of names.
+pub(crate) fn blocks(title: &str, grid: &Grid) -> String {
     let widths: Vec<usize> = (0..grid[0].len())
         .map(|column| grid.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
         .collect();
-    let mut text = String::new();
+    let has_title = !title.is_empty();
+    let mut text = if has_title { format!("{title}\n") } else { String::new() };
     let mut columns: Vec<usize> = Vec::new();
     for column in 1..widths.len() {
         let width: usize = widths[0] + columns.iter().chain([&column]).map(|column| widths[*column] + 2).sum::<usize>();
         if width > MAX_WIDTH && !columns.is_empty() {
             write_block(&mut text, grid, &widths, &std::mem::take(&mut columns));
-            text.push('\n');
+            text.push_str(&if has_title { format!("\n{title}, continued\n") } else { "\n".to_owned() });
         }
         columns.push(column);
     }

@@ -21,17 +21,7 @@ fn record(id: &str, group: &str, outcome: &str) -> EvalRecord {
         _ => (format!("{outcome} {id}"), Ok(vec![hit("other")])),
     };
     let candidate = Candidate { rewrite, retrieval: Some(retrieval), ..Candidate::default() };
-    let answer = SystemAnswer {
-        candidate,
-        reward: None,
-        win: None,
-        latency_ms: None,
-        cost: None,
-        audit_style: None,
-        second_retrieval: None,
-        new_gold_terms: None,
-        samples: None,
-    };
+    let answer = SystemAnswer { candidate, ..SystemAnswer::default() };
     let query = QueryRow {
         id: id.into(),
         row: id.trim_start_matches('q').parse().unwrap(),

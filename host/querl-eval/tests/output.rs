@@ -6,8 +6,8 @@ mod support;
 
 use querl_core::records::{EvalRecord, Rejection, Reward, RewardComponent, SampleCounts, SecondHits, Split};
 use querl_eval::{
-    EvalOptions, FunnelStep, Lookups, ReportInput, RunFacts, ServiceName, StageTiming, evaluate, evaluate_seeds,
-    report_html, seeds_table, table,
+    EvalOptions, Evaluation, FunnelStep, Lookups, Metric, ReportInput, RunFacts, ServiceName, StageTiming, evaluate,
+    evaluate_seeds, report_html, seeds_table, table,
 };
 use serde_json::{Value, json};
 use support::{answer, hit, invented_metrics, invented_records, record};
@@ -50,6 +50,13 @@ fn page_of(facts: &RunFacts, records: &[EvalRecord], metrics: &[Value], n_exampl
 fn table_is_aligned_narrow_and_names_stand_ins() {
     let evaluation = evaluate(&invented_records(40), &OPTIONS).unwrap();
     insta::assert_snapshot!(table(&evaluation, &facts()));
+}
+
+#[test]
+fn a_metric_that_is_left_out_has_no_column() {
+    let has_win_rate = |evaluation: &Evaluation| table(evaluation, &facts()).contains("win rate");
+    let evaluation = evaluate(&invented_records(6), &OPTIONS).unwrap();
+    assert!(has_win_rate(&evaluation) && !has_win_rate(&evaluation.without(Metric::WinRate)));
 }
 
 #[test]

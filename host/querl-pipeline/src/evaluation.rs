@@ -216,10 +216,7 @@ fn finish(system: &System<'_>, answer: Answer, scored: ScoredEpisode) -> SystemA
         win,
         latency_ms: answer.latency_ms,
         cost: answer.cost,
-        audit_style: None,
-        second_retrieval: None,
-        new_gold_terms: None,
-        samples: None,
+        ..SystemAnswer::default()
     }
 }
 

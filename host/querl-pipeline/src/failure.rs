@@ -186,7 +186,7 @@ fn of_job(kind: job::FailureKind) -> Ending {
     match kind {
         Kind::Failed | Kind::OutOfMemory => Ending::Failed,
         Kind::Usage => Ending::Usage,
-        Kind::Limit => Ending::Limit,
+        Kind::Limit | Kind::MissingBaselines => Ending::Limit,
         Kind::Interrupted => Ending::Interrupted,
     }
 }

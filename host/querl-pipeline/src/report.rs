@@ -13,8 +13,8 @@ use querl_core::fsx::write_atomic;
 use querl_core::records::{EvalRecord, Split};
 use querl_core::run_dir::RunDir;
 use querl_eval::{
-    EvalOptions, Evaluation, FunnelStep, Lookups, ReportInput, RunFacts, SeedsEvaluation, ServiceName, StageTiming,
-    evaluate, evaluate_seeds, report_html, seeds_table, table,
+    EvalOptions, Evaluation, FunnelStep, Lookups, Metric, ReportInput, RunFacts, SeedsEvaluation, ServiceName,
+    StageTiming, evaluate, evaluate_seeds, report_html, seeds_table, table,
 };
 use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
@@ -79,9 +79,10 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     let mut facts = facts(config, names, dir, &ledger)?;
     let (metrics, lost) = whole_metrics(dir, &ledger)?;
     facts.plugin_notes.extend(lost.into_iter().chain(untrained(&ledger)).chain(funnel::notes(&ledger, dir)?));
+    let shown = shown(&evaluation, &config.retrieval);
     let html = report_html(&ReportInput {
         facts: &facts,
-        evaluation: &evaluation,
+        evaluation: &shown,
         records: &records,
         metrics: &metrics,
         funnel: &funnel(&ledger, dir)?,
@@ -94,7 +95,7 @@ pub fn write(config: &Config, dir: &RunDir, names: &Names) -> anyhow::Result<Rep
     for (path, bytes) in [(dir.eval(), json), (dir.report(), html.into_bytes())] {
         write_atomic(&path, &bytes).with_context(|| format!("{}: cannot be written", path.display()))?;
     }
-    Ok(Reported { table: table(&evaluation, &facts), evaluation })
+    Ok(Reported { table: table(&shown, &facts), evaluation })
 }
 
 pub(crate) fn evaluation_options(config: &Config) -> EvalOptions {
@@ -137,8 +138,9 @@ pub fn pooled(dirs: &[RunDir], pooling: Pooling) -> anyhow::Result<Pooled> {
         facts.plugin_notes.extend(notes.map(|note| format!("{}: {note}", dir.root().display())));
     }
     facts.plugin_notes.extend(notes);
-    let table = seeds_table(&evaluation, &facts);
-    Ok(Pooled { evaluation, table })
+    let shown_runs = evaluation.runs.iter().map(|run| shown(run, &config.retrieval)).collect();
+    let shown = SeedsEvaluation { pooled: shown(&evaluation.pooled, &config.retrieval), runs: shown_runs };
+    Ok(Pooled { table: seeds_table(&shown, &facts), evaluation })
 }
 
 /// A note on each run that differs from the first in more than the seed.
@@ -255,10 +257,18 @@ fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
         && retrieval.lexicon.is_none()
         && retrieval.rerank.kind == RerankKind::None;
     counts_words.then(|| {
-        "win rate compares scores of first hits, which without a reranker or lexicon count shared words and cannot tell right from wrong \
-         passages"
+        "win rate is left out: it compares scores of first hits, which without a reranker or lexicon count shared words and cannot tell \
+         right from wrong passages"
             .to_owned()
     })
+}
+
+/// What tables and the report show of an evaluation: not the win rate where [`win_rate_note`] says that it is left out.
+fn shown(evaluation: &Evaluation, retrieval: &RetrievalConfig) -> Evaluation {
+    match win_rate_note(retrieval) {
+        Some(_) => evaluation.clone().without(Metric::WinRate),
+        None => evaluation.clone(),
+    }
 }
 
 fn timings(ledger: &Ledger) -> Vec<StageTiming> {

@@ -111,17 +111,7 @@ mod tests {
         query.original_query = "鱼油吃几粒".into();
         query.gold_ids = vec!["oil".into()];
         let candidate = Candidate { rewrite: rewrite.into(), ..Candidate::default() };
-        let answer = SystemAnswer {
-            candidate,
-            reward: None,
-            win: None,
-            latency_ms: None,
-            cost: None,
-            audit_style: None,
-            second_retrieval: None,
-            new_gold_terms: None,
-            samples: None,
-        };
+        let answer = SystemAnswer { candidate, ..SystemAnswer::default() };
         EvalRecord { system: "rl".into(), query, outcome: Ok(answer) }
     }
 

@@ -25,7 +25,14 @@ pub enum TrainError {
     #[error(
         "rl step {step}: {n_dropped} of {n_episodes} episodes were dropped, above rl.max_drop_rate {max_drop_rate}; most often: {reason}"
     )]
-    DropRate { step: u64, n_dropped: usize, n_episodes: usize, max_drop_rate: f64, reason: String },
+    DropRate {
+        step: u64,
+        n_dropped: usize,
+        n_episodes: usize,
+        max_drop_rate: f64,
+        /// The code of most rejections.
+        reason: String,
+    },
     #[error("{stage} step {step}: {what} is not finite; lower the learning rate or look at the batch before")]
     NotFinite { stage: &'static str, step: u64, what: &'static str },
     #[error(

@@ -213,6 +213,18 @@ pub fn evaluate_seeds(runs: &[Vec<EvalRecord>], options: &EvalOptions) -> Result
 pub(crate) const FEW_GROUPS: usize = 20;
 
 impl Evaluation {
+    /// Without the values of `metric`, which tables and plots then leave out.
+    #[must_use]
+    pub fn without(mut self, metric: Metric) -> Self {
+        for system in self.systems.values_mut() {
+            system.metrics.remove(&metric);
+        }
+        for pair in self.pairs.values_mut() {
+            pair.remove(&metric);
+        }
+        self
+    }
+
     /// A caution where there are too few groups for the intervals.
     pub(crate) fn too_few_groups(&self) -> Option<String> {
         let n = self.n_groups;

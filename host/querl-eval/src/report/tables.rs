@@ -45,6 +45,7 @@ pub(super) fn systems(evaluation: &Evaluation) -> SystemsTable {
     let mut rows: Vec<SystemsRow> = Metric::ALL
         .into_iter()
         .filter(|metric| has_retrieval || !metric.needs_retrieval())
+        .filter(|metric| systems.iter().any(|(_, system)| system.metrics.contains_key(metric)))
         .map(|metric| SystemsRow {
             label: metric.label().to_owned(),
             explanation: metric.explanation().to_owned(),

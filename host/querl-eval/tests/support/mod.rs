@@ -52,14 +52,7 @@ pub(crate) fn answer(rewrite: &str, hits: Vec<Hit>) -> SystemAnswer {
             finish_reason: Some(FinishReason::Stop),
             ..Candidate::default()
         },
-        reward: None,
-        win: None,
-        latency_ms: None,
-        cost: None,
-        audit_style: None,
-        second_retrieval: None,
-        new_gold_terms: None,
-        samples: None,
+        ..SystemAnswer::default()
     }
 }
 

@@ -18,6 +18,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// The teacher's rewrite of a query, or why there is none.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Baseline {
     Rewritten {
@@ -32,6 +33,7 @@ pub(crate) enum Baseline {
     Missing(CallFailure),
 }
 
+/// The teacher's rewrites by query id.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Baselines(HashMap<String, Baseline>);
 
@@ -227,7 +229,7 @@ impl Scorer {
     pub(crate) fn score(&self, requests: &[ScoreRequest<'_>]) -> Result<Scores, EnvironmentError> {
         let mut episodes: Vec<Episode> = requests.iter().map(|request| self.new_episode(request)).collect();
         let mut timings = CallTimings::default();
-        let late = self.ask(requests, &mut episodes, &mut timings)?;
+        let late = self.add_hits_and_judgements(requests, &mut episodes, &mut timings)?;
         let started = Instant::now();
         let unclassified = match &self.services.style {
             Some(model) => rewards::add_styles(model.as_ref(), |side| self.computed(side).style, &mut episodes),
@@ -256,8 +258,9 @@ impl Scorer {
         Ok(hits.into_iter().map(|hits| hits.map_err(CallError::into_failure)).collect())
     }
 
-    /// Adds hits and judgements that are not cached. For each episode the failure of a required call that exceeded the deadline.
-    fn ask(
+    /// Fills in hits and judgements, from the cache or by calls. Returns for each episode the failure of a required call that exceeded the
+    /// deadline.
+    fn add_hits_and_judgements(
         &self,
         requests: &[ScoreRequest<'_>],
         episodes: &mut [Episode],
@@ -289,11 +292,10 @@ impl Scorer {
             if self.computed(side.name()).judgement == InputUse::Required {
                 late[index] = late[index].take().or_else(|| judgement.as_ref().err()?.deadline_failure());
             }
-            let failed = |missed: CallError| JudgeResponse {
-                judgement: Judgement::Failed(missed.into_failure()),
+            let JudgeResponse { judgement, of_baseline } = judgement.unwrap_or_else(|error| JudgeResponse {
+                judgement: Judgement::Failed(error.into_failure()),
                 of_baseline: None,
-            };
-            let JudgeResponse { judgement, of_baseline } = judgement.unwrap_or_else(failed);
+            });
             if let Some(candidate) = side.of(&mut episodes[index]) {
                 candidate.judgement = judgement;
             }
@@ -391,11 +393,11 @@ impl Scorer {
         unclassified: Vec<Option<Rejection>>,
     ) -> Result<(Vec<ScoredEpisode>, Vec<Vec<Outcome>>), EnvironmentError> {
         let each = requests.iter().zip(&episodes).zip(late).zip(unclassified);
-        let rejection =
-            |(((request, episode), late), unclassified): (((_, _), &Option<CallFailure>), Option<Rejection>)| {
+        let rejections: Vec<Option<Rejection>> = each
+            .map(|(((request, episode), late), unclassified)| {
                 self.rejection_of(request, episode, late.as_ref()).or(unclassified)
-            };
-        let rejections: Vec<_> = each.map(rejection).collect();
+            })
+            .collect();
         let complete = episodes.iter().zip(&rejections).filter(|(_, rejection)| rejection.is_none());
         let complete: Vec<Episode> = complete.map(|(episode, _)| episode.clone()).collect();
         let host_functions = &self.services.host_functions;
@@ -425,7 +427,7 @@ impl Scorer {
     ) -> Option<Rejection> {
         let reject = |code: &str, failure: &CallFailure| Some(Rejection::by_host(code, failure.to_string()));
         if let (InputUse::Required, Baseline::Missing(failure)) = (self.policy.baseline, &request.baseline) {
-            return reject("baseline_missing", failure);
+            return reject(Rejection::BASELINE_MISSING, failure);
         }
         if let Some(failure) = late {
             return reject(DEADLINE_CODE, failure);

@@ -84,8 +84,8 @@ pub struct SplitHeadroom {
     pub oracle: SideFigures,
     /// Mean of 1 where the teacher retrieves better than the raw query, 0.5 for a tie, 0 where worse.
     pub teacher_win_rate: f64,
-    /// Standard error of teacher minus raw query, and of oracle minus raw query, paired by row; `None` for fewer than two rows.
-    pub errors: [Option<f64>; 2],
+    /// Standard errors of teacher, oracle, and query with history, each minus raw query, paired by row; `None` for fewer than two rows.
+    pub errors: [Option<f64>; 3],
 }
 
 /// Headroom of the teacher.
@@ -119,11 +119,10 @@ impl TeacherHeadroom {
         };
         let finding: Vec<String> = self.splits.iter().map(SplitHeadroom::sentence).collect();
         let (raw, teacher, oracle) = (headroom.raw.figure(), headroom.teacher.figure(), headroom.oracle.figure());
-        let history_gains = headroom.with_history.is_some_and(|side| side.figure() - raw > LITTLE_HEADROOM);
-        // Whether a difference is larger than chance.
-        let is_shown = |difference: f64, error: Option<f64>| error.is_some_and(|error| difference > Z * error);
+        let history_gains = headroom.with_history.is_some_and(|side| side.figure() - raw > LITTLE_HEADROOM)
+            && headroom.history_gain_is_shown();
         let few = format!("{} rows are too few to tell", headroom.n_rows);
-        let [of_teacher, of_oracle] = headroom.errors;
+        let [of_teacher, of_oracle, _] = headroom.errors;
         let (level, action) = if teacher < raw && !is_shown(raw - teacher, of_teacher) {
             (Level::Unknown, few.as_str())
         } else if raw - teacher > LITTLE_HEADROOM {
@@ -184,10 +183,12 @@ impl SplitHeadroom {
         let oracle: Vec<Option<usize>> = raw.iter().zip(&teacher).map(|(one, other)| better(*one, *other)).collect();
         let quality = |lookup: &Lookup| retrieval_quality(&lookup.hits);
         let first = |rank: &Option<usize>| f64::from(*rank == Some(1));
-        let with_history = rows.iter().any(|row| row.with_history.is_some()).then(|| {
-            let ranks: Vec<_> = with_gold.iter().map(|row| gold_rank(row.hits_with_history(), &row.gold_ids)).collect();
-            SideFigures::of(&ranks, rows.iter().map(|row| retrieval_quality(row.hits_with_history())))
-        });
+        let history_ranks: Vec<Option<usize>> =
+            with_gold.iter().map(|row| gold_rank(row.hits_with_history(), &row.gold_ids)).collect();
+        let history_quality = |row: &LookedUpRow| retrieval_quality(row.hits_with_history());
+        let has_history = rows.iter().any(|row| row.with_history.is_some());
+        let with_history =
+            has_history.then(|| SideFigures::of(&history_ranks, rows.iter().copied().map(history_quality)));
         let minus_raw = |ranks: &[Option<usize>], quality_of: &dyn Fn(&LookedUpRow) -> f64| -> Vec<f64> {
             match with_gold.is_empty() {
                 true => rows.iter().map(|row| quality_of(row) - quality(&row.raw)).collect(),
@@ -198,6 +199,7 @@ impl SplitHeadroom {
         let errors = [
             standard_error(&minus_raw(&teacher, &|row: &LookedUpRow| quality(&row.teacher))),
             standard_error(&minus_raw(&oracle, &best)),
+            standard_error(&minus_raw(&history_ranks, &history_quality)),
         ];
         let wins = rows.iter().map(|row| win(&row.teacher.hits, &row.raw.hits));
         Self {
@@ -213,10 +215,17 @@ impl SplitHeadroom {
         }
     }
 
+    /// Whether query and history retrieve better than the query alone.
+    fn history_gain_is_shown(&self) -> bool {
+        let [.., error] = self.errors;
+        self.with_history.is_some_and(|side| is_shown(side.figure() - self.raw.figure(), error))
+    }
+
     fn sentence(&self) -> String {
         let name = if self.raw.top1.is_some() { "top-1" } else { "quality" };
-        let with_history = self.with_history.map(|side| format!(", query with history {}", percent(side.figure())));
-        let with_history = with_history.unwrap_or_default();
+        let gain = if self.history_gain_is_shown() { "a gain is shown" } else { "no gain is shown" };
+        let with_history = |side: SideFigures| format!(", query with history {} ({gain})", percent(side.figure()));
+        let with_history = self.with_history.map(with_history).unwrap_or_default();
         format!(
             "{} ({} rows): {name} raw {}{with_history}, teacher {}, oracle {}, win rate of the teacher {} (a tie is half)",
             self.split.name(),
@@ -227,6 +236,11 @@ impl SplitHeadroom {
             percent(self.teacher_win_rate)
         )
     }
+}
+
+/// Whether a difference is larger than chance.
+fn is_shown(difference: f64, error: Option<f64>) -> bool {
+    error.is_some_and(|error| difference > Z * error)
 }
 
 /// Of the mean; `None` for fewer than two values.
@@ -390,11 +404,13 @@ mod tests {
     fn what_query_and_history_retrieve_is_said_before_training() {
         let mut rows = vec![row(Split::Train, (&["x"], 0.1), (&["g"], 0.9)); 4];
         rows[0].with_history = Some(hits(&["g"], 0.9));
-        let advice = TeacherHeadroom::of(&rows, 0).advice();
-        assert!(advice.finding.contains("top-1 raw 0 %, query with history 25 %, teacher 100 %"), "{advice:?}");
-        assert!(advice.level == Level::Weak && advice.action.contains("eval.systems"), "{advice:?}");
-        rows[0].with_history = Some(hits(&["x"], 0.9));
-        assert_eq!(TeacherHeadroom::of(&rows, 0).advice().level, Level::Ok);
+        let one = TeacherHeadroom::of(&rows, 0).advice();
+        let expected = "top-1 raw 0 %, query with history 25 % (no gain is shown), teacher 100 %";
+        assert!(one.level == Level::Ok && one.finding.contains(expected), "{one:?}");
+        rows[1..3].iter_mut().for_each(|row| row.with_history = Some(hits(&["g"], 0.9)));
+        let three = TeacherHeadroom::of(&rows, 0).advice();
+        assert!(three.finding.contains("query with history 75 % (a gain is shown)"), "{three:?}");
+        assert!(three.level == Level::Weak && three.action.contains("eval.systems"), "{three:?}");
     }
 
     #[test]

@@ -199,9 +199,7 @@ fn explain_missing_baselines(config: &Config, lacking: [(usize, usize); 2], erro
     let rows = [Split::Train, Split::Val].into_iter().zip(lacking).filter(|(_, (n, _))| *n > 0);
     let rows: Vec<String> = rows.map(|(split, (n, all))| format!("{n} of {all} rows of {}", split.name())).collect();
     match error {
-        JobError::Failed(Failure { kind: FailureKind::Limit, message })
-            if message.contains("baseline_missing") && !rows.is_empty() =>
-        {
+        JobError::Failed(Failure { kind: kind @ FailureKind::MissingBaselines, message }) if !rows.is_empty() => {
             let (file, remedy) = match config.called_teacher() {
                 Some(TeacherKind::Recorded) => {
                     (config.teacher.path.as_deref(), "add them there, set fallback_teacher.base_url")
@@ -215,7 +213,7 @@ fn explain_missing_baselines(config: &Config, lacking: [(usize, usize); 2], erro
                  raise rl.max_drop_rate, so that training leaves these rows out",
                 rows.join(" and ")
             );
-            Failure { kind: FailureKind::Limit, message }.into()
+            Failure { kind, message }.into()
         }
         error => error,
     }
@@ -293,6 +291,7 @@ fn planned(rl: &RlConfig, n_rows: usize) -> Option<String> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use querl_train::TrainError;
 
     #[test]
     fn the_default_name_of_adapters_is_another_one_in_each_run_folder() {
@@ -312,17 +311,23 @@ mod tests {
         let toml = "tenant = 'a'\n[data]\n[teacher]\nkind = 'recorded'\npath = 'teacher.jsonl'\n[model]\npath = 'm'\n[retrieval]\nkind = 'none'\n\
                     [plugins]\nprompt = { path = 'p' }\nrewards = [{ path = 'r' }]\n";
         let config: Config = toml::from_str(toml).unwrap();
-        let of = |message: &str, lacking| {
-            let failure = Failure { kind: FailureKind::Limit, message: message.into() };
-            explain_missing_baselines(&config, lacking, failure.into()).to_string()
+        let of = |reason: &str, lacking| {
+            let error = TrainError::DropRate {
+                step: 0,
+                n_dropped: 4,
+                n_episodes: 8,
+                max_drop_rate: 0.1,
+                reason: reason.into(),
+            };
+            let message = error.to_string();
+            let explained = explain_missing_baselines(&config, lacking, error.into()).to_string();
+            explained.strip_prefix(&message).unwrap().to_owned()
         };
-        let explained = of("rl step 0: most often: baseline_missing", [(0, 24), (4, 8)]);
-        let expected = "rl step 0: most often: baseline_missing; teacher.jsonl has no rewrite for 4 of 8 rows of val: add them there, set \
+        let explained = of("baseline_missing", [(0, 24), (4, 8)]);
+        let expected = "; teacher.jsonl has no rewrite for 4 of 8 rows of val: add them there, set \
                         fallback_teacher.base_url, take rewards that do not require the baseline";
         assert!(explained.starts_with(expected), "{explained}");
-        for (message, lacking) in [("most often: deadline", [(0, 24), (4, 8)]), ("baseline_missing", [(0, 24), (0, 8)])]
-        {
-            assert_eq!(of(message, lacking), message);
-        }
+        assert_eq!(of("deadline", [(0, 24), (4, 8)]), "");
+        assert_eq!(of("baseline_missing", [(0, 24), (0, 8)]), "");
     }
 }

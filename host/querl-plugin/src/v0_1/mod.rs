@@ -72,7 +72,7 @@ impl Contract for Exports {
 
     fn inexpressible(&self, episode: &EpisodeRef<'_>) -> Option<Rejection> {
         let detail = "the episode has no baseline, which every reward of contract 0.1 gets; build the plugin for 0.2";
-        episode.baseline.is_none().then(|| Rejection::new("baseline_missing", detail))
+        episode.baseline.is_none().then(|| Rejection::new(Rejection::BASELINE_MISSING, detail))
     }
 
     fn has_json_rewards(&self) -> bool {

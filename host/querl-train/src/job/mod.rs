@@ -19,7 +19,7 @@ use crate::{Example, MetricSink, Metrics, TrainError};
 use querl_core::config::{ModelConfig, RlConfig, SftConfig};
 use querl_core::fsx::is_input_error;
 use querl_core::ports::{Environment, EnvironmentError, Progress, RolloutEngine};
-use querl_core::records::Message;
+use querl_core::records::{Message, Rejection};
 use querl_model::{ModelError, RanksError};
 use serde::{Deserialize, Serialize};
 use std::error::Error;
@@ -214,6 +214,8 @@ pub enum FailureKind {
     Usage,
     /// A limit that the user set was reached.
     Limit,
+    /// As [`FailureKind::Limit`], of episodes without a score: most lack the teacher's rewrite.
+    MissingBaselines,
     /// The stop flag was set; the state is saved.
     Interrupted,
     /// The device ran out of memory.
@@ -225,6 +227,7 @@ impl FailureKind {
     pub fn of(error: &TrainError) -> Self {
         match error {
             TrainError::Interrupted { .. } => Self::Interrupted,
+            TrainError::DropRate { reason, .. } if reason == Rejection::BASELINE_MISSING => Self::MissingBaselines,
             TrainError::DropRate { .. } | TrainError::Mismatch { .. } => Self::Limit,
             TrainError::Data(_) => Self::Usage,
             error if error.is_out_of_memory() => Self::OutOfMemory,

@@ -29,6 +29,10 @@ pub struct ValidationProgress {
 /// Kind and text of a warning.
 type Warning = (&'static str, &'static str);
 
+/// Kinds that concern the updates alone: harmless as long as evaluations improve. Others say that the reward may not measure what it should.
+const OF_UPDATES: [&str; 8] =
+    ["clip", "entropy", "groups", "importance", "value_clip", "kl_coef", "critic_error", "critic_still"];
+
 /// Steps averaged in a comparison of two intervals.
 const WINDOW: usize = 10;
 
@@ -50,7 +54,12 @@ impl Health {
         found.extend(self.of_reward(validation));
         found.retain(|(kind, _)| !self.warned.iter().any(|warned| warned == kind));
         self.warned.extend(found.iter().map(|(kind, _)| (*kind).to_owned()));
-        found.into_iter().map(|(_, text)| format!("warning: {text}")).collect()
+        let improves = validation.best_step > 0 && validation.best_step == validation.evaluated_step;
+        let text = |(kind, text): Warning| match improves && OF_UPDATES.contains(&kind) {
+            true => format!("warning: {text}; nothing to do while the last evaluation is the best one, as it is now"),
+            false => format!("warning: {text}"),
+        };
+        found.into_iter().map(text).collect()
     }
 
     /// Compares metrics with limits and with those of the first step.
@@ -390,6 +399,24 @@ mod tests {
         let top1 = |top1: f64| texts(|_| metrics(&[("avg_top1", top1)]));
         assert!(top1(0.0).contains("finds nothing"));
         assert_eq!(top1(0.1), "");
+    }
+
+    /// Symptom: newcomers took the warnings of a run that improved for a fault.
+    #[test]
+    fn a_warning_about_updates_says_where_nothing_is_to_be_done() {
+        let said = |name: &str, best_step| {
+            let validation = ValidationProgress { evaluated_step: 5, best_step };
+            Health::default().check(&metrics(&[(name, 2.0)]), validation).concat()
+        };
+        let (clipped, drifted) = ("actor/pg_clipfrac", "actor/ref_kl");
+        assert!(
+            said(clipped, 5).starts_with("warning: more than half of the tokens")
+                && said(clipped, 5).contains("nothing to do")
+        );
+        for (name, best_step) in [(clipped, 0), (clipped, 4), (drifted, 5)] {
+            let text = said(name, best_step);
+            assert!(text.starts_with("warning: ") && !text.contains("nothing to do"), "{text}");
+        }
     }
 
     #[test]

@@ -30,6 +30,17 @@ fn assert_shapes(weights: &[Vec<f32>], others: &[&[Vec<f32>]]) {
     }
 }
 
+/// Row, token and weight of the positions whose weight is not 0.
+fn weighted_tokens(weights: &[Vec<f32>]) -> impl Iterator<Item = (usize, usize, f32)> {
+    let rows = weights.iter().enumerate();
+    let tokens = rows.flat_map(|(b, row)| row.iter().enumerate().map(move |(t, weight)| (b, t, *weight)));
+    tokens.filter(|(_, _, weight)| *weight != 0.0)
+}
+
+fn zeros_like(rows: &[Vec<f32>]) -> Rows {
+    rows.iter().map(|row| vec![0.0; row.len()]).collect()
+}
+
 pub(super) fn kept<'a>(values: &'a [Vec<f32>], response_mask: &'a [Vec<bool>]) -> impl Iterator<Item = f32> + 'a {
     let rows = values.iter().zip(response_mask);
     rows.flat_map(|(values, mask)| values.iter().zip(mask).filter(|(_, keep)| **keep).map(|(value, _)| *value))
@@ -248,17 +259,15 @@ fn bounded_log_ratio(old_logprob: f32, logprob: f32) -> f32 {
 /// The sum of the losses that `token` returns for the positions whose weight is not 0.
 fn sum_token_losses(weights: &[Vec<f32>], token: impl Fn(usize, usize) -> TokenLoss) -> PolicyLoss {
     let (mut loss, mut n_clipped, mut n_clipped_lower, mut kl_sum, mut kl_k3_sum) = (0f64, 0, 0, 0f64, 0f64);
-    let mut grad_logprobs: Rows = weights.iter().map(|row| vec![0.0; row.len()]).collect();
-    for (b, weights) in weights.iter().enumerate() {
-        for (t, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 0.0) {
-            let token = token(b, t);
-            loss += f64::from(token.loss) * f64::from(*weight);
-            n_clipped += usize::from(token.is_clipped);
-            n_clipped_lower += usize::from(token.is_clipped_lower);
-            kl_sum -= f64::from(token.log_ratio);
-            kl_k3_sum += f64::from(token.log_ratio).exp_m1() - f64::from(token.log_ratio);
-            grad_logprobs[b][t] = token.gradient * weight;
-        }
+    let mut grad_logprobs = zeros_like(weights);
+    for (b, t, weight) in weighted_tokens(weights) {
+        let token = token(b, t);
+        loss += f64::from(token.loss) * f64::from(weight);
+        n_clipped += usize::from(token.is_clipped);
+        n_clipped_lower += usize::from(token.is_clipped_lower);
+        kl_sum -= f64::from(token.log_ratio);
+        kl_k3_sum += f64::from(token.log_ratio).exp_m1() - f64::from(token.log_ratio);
+        grad_logprobs[b][t] = token.gradient * weight;
     }
     PolicyLoss { pg_loss: loss as f32, n_clipped, n_clipped_lower, kl_sum, kl_k3_sum, grad_logprobs }
 }
@@ -287,10 +296,12 @@ pub fn sequence_policy_loss(
     PolicyLoss { grad_logprobs: loss.grad_logprobs.iter().zip(response_mask).map(spread).collect(), ..loss }
 }
 
+/// The loss of one ratio.
 struct TokenLoss {
     loss: f32,
+    /// Of `loss`, with respect to the log-probability.
     gradient: f32,
-    /// Of the token, for KL.
+    /// `logprob - old_logprob` of the token, from which KL is estimated; in [`gspo_loss`] not that of the ratio.
     log_ratio: f32,
     is_clipped: bool,
     is_clipped_lower: bool,
@@ -298,13 +309,13 @@ struct TokenLoss {
 
 impl TokenLoss {
     /// Of the clipped surrogate with this log-ratio, which is bounded to `-MAX_LOG_RATIO ..= max_log_ratio`.
-    fn clipped(raw: f32, max_log_ratio: f32, advantage: f32, clip: PolicyClip) -> Self {
-        let log_ratio = raw.clamp(-MAX_LOG_RATIO, max_log_ratio);
+    fn clipped(unbounded: f32, max_log_ratio: f32, advantage: f32, clip: PolicyClip) -> Self {
+        let log_ratio = unbounded.clamp(-MAX_LOG_RATIO, max_log_ratio);
         let ratio = log_ratio.exp();
         let plain = -advantage * ratio;
         let clipped = -advantage * ratio.clamp(1.0 - clip.clip_range, 1.0 + clip.clip_range_high);
         let is_clipped = clipped > plain;
-        let is_saturated = raw != log_ratio;
+        let is_saturated = unbounded != log_ratio;
         let gradient = if is_clipped || is_saturated { 0.0 } else { plain };
         let loss = plain.max(clipped);
         match clip.dual_clip {
@@ -368,23 +379,21 @@ pub fn value_loss(
 ) -> ValueLoss {
     assert_shapes(weights, &[old_values, values, returns]);
     let (mut loss, mut n_clipped) = (0f64, 0);
-    let mut grad_values: Rows = values.iter().map(|row| vec![0.0; row.len()]).collect();
-    for (b, weights) in weights.iter().enumerate() {
-        for (t, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 0.0) {
-            let (old, value, target) = (old_values[b][t], values[b][t], returns[b][t]);
-            let bounded = settings.clip_range_value.map_or(value, |range| value.clamp(old - range, old + range));
-            let (plain, gradient) = error_loss(settings.kind, value - target);
-            let (clipped, _) = error_loss(settings.kind, bounded - target);
-            let is_clipped = clipped > plain;
-            loss += f64::from(plain.max(clipped)) * f64::from(*weight);
-            n_clipped += usize::from(is_clipped);
-            grad_values[b][t] = if is_clipped { 0.0 } else { gradient * weight };
-        }
+    let mut grad_values = zeros_like(values);
+    for (b, t, weight) in weighted_tokens(weights) {
+        let (old, value, target) = (old_values[b][t], values[b][t], returns[b][t]);
+        let bounded = settings.clip_range_value.map_or(value, |range| value.clamp(old - range, old + range));
+        let (plain, gradient) = error_loss(settings.kind, value - target);
+        let (clipped, _) = error_loss(settings.kind, bounded - target);
+        let is_clipped = clipped > plain;
+        loss += f64::from(plain.max(clipped)) * f64::from(weight);
+        n_clipped += usize::from(is_clipped);
+        grad_values[b][t] = if is_clipped { 0.0 } else { gradient * weight };
     }
     ValueLoss { vf_loss: loss as f32, n_clipped, grad_values }
 }
 
-/// Granularity of the weights.
+/// Whether [`importance_weights`] are of tokens or of responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ImportanceLevel {
     /// Each token: biased, small variance.
@@ -514,13 +523,11 @@ pub fn kl_loss(
 ) -> KlLoss {
     assert_shapes(weights, &[logprobs, ref_logprobs]);
     let mut total = 0f64;
-    let mut grad_logprobs: Rows = logprobs.iter().map(|row| vec![0.0; row.len()]).collect();
-    for (b, weights) in weights.iter().enumerate() {
-        for (t, weight) in weights.iter().enumerate().filter(|(_, weight)| **weight != 0.0) {
-            let (logprob, reference) = (logprobs[b][t], ref_logprobs[b][t]);
-            total += f64::from(kl(estimator, logprob, reference)) * f64::from(*weight);
-            grad_logprobs[b][t] = kl_gradient(estimator, logprob, reference) * weight;
-        }
+    let mut grad_logprobs = zeros_like(logprobs);
+    for (b, t, weight) in weighted_tokens(weights) {
+        let (logprob, reference) = (logprobs[b][t], ref_logprobs[b][t]);
+        total += f64::from(kl(estimator, logprob, reference)) * f64::from(weight);
+        grad_logprobs[b][t] = kl_gradient(estimator, logprob, reference) * weight;
     }
     KlLoss { kl_loss: total as f32, grad_logprobs }
 }
