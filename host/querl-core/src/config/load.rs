@@ -821,7 +821,8 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
         let (folder, set) = (folder(GOOD), vec!["plugins.rewards.0.settings.clip=1".to_owned()]);
         let path = folder.path().join("querl.toml");
         let overrides = Overrides { set, ..Overrides::default() };
-        let of = |key| location_of(key, &path, &overrides);
+        let (_, file) = load_with_file(&path, &overrides).unwrap();
+        let of = |key| file.location_of(key);
         assert_eq!(of("settings.top1"), Some(ConfigLocation::Line(path.clone(), 21)));
         assert_eq!(of("settings.clip"), Some(ConfigLocation::Flag("--set plugins.rewards.0.settings.clip".into())));
         assert_eq!(of("teacher.api_key_env"), Some(ConfigLocation::Line(path.clone(), 4)));
