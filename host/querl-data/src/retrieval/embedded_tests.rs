@@ -131,7 +131,7 @@ fn the_index_format_matches_how_texts_are_indexed() {
         seen.push_str(&format!("{:?} {traits}\n", segmenter.tokens(&crate::text::fold(text))));
     }
     let digest = "1e76e2030a3e4e2cc22dc44d8e9f85e47221a3895b950e4ce0e659eb1d307a8e";
-    assert_eq!(FORM.split(';').next(), Some("querl index 3"));
+    assert_eq!(FORM.split(';').next(), Some("querl index 4"));
     assert_eq!(querl_core::fsx::digest_hex(seen.as_bytes()), digest, "{seen}");
 }
 

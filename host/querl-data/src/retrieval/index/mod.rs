@@ -23,13 +23,16 @@ use std::path::Path;
 use std::sync::Arc;
 use tantivy::collector::TopDocs;
 use tantivy::directory::error::OpenReadError;
-use tantivy::query::{BooleanQuery, BoostQuery, DisjunctionMaxQuery, Occur, Query, TermQuery};
+use tantivy::query::{BooleanQuery, DisjunctionMaxQuery, Occur, Query, TermQuery};
 use tantivy::schema::{Field, IndexRecordOption, STORED, Schema, TextFieldIndexing, TextOptions, Value};
 use tantivy::tokenizer::TokenizerManager;
 use tantivy::{DocAddress, Index, IndexReader, ReloadPolicy, TantivyDocument, TantivyError, Term};
 
-/// Weight of title words: a title names product and intent in few words.
-const TITLE_BOOST: f32 = 2.0;
+/// How often a title is indexed before its text: it names product and intent in few words. Both are one field: with a field of its own, a word
+/// that is common in texts and rare in titles counts as rare.
+///
+/// Source: Robertson, Zaragoza and Taylor 2004, "Simple BM25 Extension to Multiple Weighted Fields".
+const TITLE_REPEATS: usize = 2;
 
 /// A stored passage with the traits that the reranker uses.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -52,8 +55,8 @@ pub(crate) struct PassageIndex {
 struct Fields {
     /// A [`StoredPassage`] as JSON.
     stored: Field,
-    title: Field,
-    text: Field,
+    /// Title and text.
+    words: Field,
     terms: Field,
 }
 
@@ -95,7 +98,7 @@ impl PassageIndex {
             return Ok(Vec::new());
         }
         let parts = self.synonyms.parts(&words);
-        let clauses = parts.iter().flat_map(|part| self.clauses(part)).map(|query| (Occur::Should, query));
+        let clauses = parts.iter().map(|part| (Occur::Should, self.clause(part)));
         let searcher = self.reader.searcher();
         let collector = TopDocs::with_limit(n_passages).order_by_score();
         let found = searcher.search(&BooleanQuery::new(clauses.collect()), &collector)?;
@@ -108,33 +111,25 @@ impl PassageIndex {
         self.vectors.as_ref().map(|vectors| vectors.nearest(vector, n_passages)).unwrap_or_default()
     }
 
-    fn clauses(&self, part: &QueryPart<'_>) -> Vec<Box<dyn Query>> {
+    fn clause(&self, part: &QueryPart<'_>) -> Box<dyn Query> {
         match part {
             QueryPart::Word(word) => self.of_word(word),
             QueryPart::Group(entries) => {
-                let entries = entries.iter().map(|words| self.of_entry(words)).collect();
-                vec![Box::new(DisjunctionMaxQuery::new(entries))]
+                Box::new(DisjunctionMaxQuery::new(entries.iter().map(|words| self.of_entry(words)).collect()))
             }
         }
     }
 
     fn of_entry(&self, words: &[String]) -> Box<dyn Query> {
-        let any_field = |word: &String| {
-            let of_word = self.of_word(word).into_iter().map(|query| (Occur::Should, query));
-            Box::new(BooleanQuery::new(of_word.collect())) as Box<dyn Query>
-        };
         match words {
-            [word] => any_field(word),
-            _ => Box::new(BooleanQuery::new(words.iter().map(|word| (Occur::Must, any_field(word))).collect())),
+            [word] => self.of_word(word),
+            _ => Box::new(BooleanQuery::new(words.iter().map(|word| (Occur::Must, self.of_word(word))).collect())),
         }
     }
 
-    fn of_word(&self, word: &str) -> Vec<Box<dyn Query>> {
-        let clause = |(field, boost)| {
-            let term = TermQuery::new(Term::from_field_text(field, word), IndexRecordOption::WithFreqs);
-            Box::new(BoostQuery::new(Box::new(term), boost)) as Box<dyn Query>
-        };
-        [(self.fields.title, TITLE_BOOST), (self.fields.text, 1.0)].map(clause).into()
+    fn of_word(&self, word: &str) -> Box<dyn Query> {
+        let term = Term::from_field_text(self.fields.words, word);
+        Box::new(TermQuery::new(term, IndexRecordOption::WithFreqs))
     }
 
     pub(crate) fn stored(&self, position: usize) -> tantivy::Result<StoredPassage> {
@@ -180,7 +175,7 @@ fn unopened(folder: &Path, error: &TantivyError) -> DataError {
 impl Fields {
     fn of(schema: &Schema) -> tantivy::Result<Self> {
         let field = |name| schema.get_field(name);
-        Ok(Self { stored: field("stored")?, title: field("title")?, text: field("text")?, terms: field("terms")? })
+        Ok(Self { stored: field("stored")?, words: field("words")?, terms: field("terms")? })
     }
 }
 
@@ -224,8 +219,9 @@ fn write(
     for passage in passages {
         let traits = reranker.traits(&passage);
         let mut document = TantivyDocument::new();
-        document.add_text(fields.title, fold(&passage.title));
-        document.add_text(fields.text, fold(&passage.text));
+        let title = fold(&passage.title);
+        (0..TITLE_REPEATS).for_each(|_| document.add_text(fields.words, &title));
+        document.add_text(fields.words, fold(&passage.text));
         traits.terms.iter().for_each(|term| document.add_text(fields.terms, term));
         let stored = serde_json::to_string(&StoredPassage { passage, traits });
         let stored = stored.map_err(|error| tantivy::TantivyError::InternalError(error.to_string()))?;
@@ -247,8 +243,7 @@ fn schema() -> Schema {
         .set_fieldnorms(false)
         .set_index_option(IndexRecordOption::Basic);
     schema.add_text_field("stored", STORED);
-    schema.add_text_field("title", words.clone());
-    schema.add_text_field("text", words);
+    schema.add_text_field("words", words);
     schema.add_text_field("terms", TextOptions::default().set_indexing_options(whole));
     schema.build()
 }
@@ -329,7 +324,7 @@ fn dot(row: &[u8], vector: &[f32]) -> f32 {
 
 /// Format version of the index, with the libraries that build and read it. Change the number with the way in which texts are indexed;
 /// another release of a library makes another index.
-pub(super) const FORM: &str = "querl index 3; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
+pub(super) const FORM: &str = "querl index 4; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
 /// Libraries that compute vectors.
 pub(super) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
 
