@@ -1,8 +1,8 @@
 //! `querl serve WHAT`: rewriters, a style model, knowledge bases or rewards over HTTP. `querl style serve` and `querl rag serve` are older forms.
 
-mod reload;
 mod request_log;
 mod reward;
+mod runs;
 
 use super::release::FollowArgs;
 use crate::args::{load_config, usage};
@@ -23,20 +23,20 @@ use querl_model::ServingSettings;
 use querl_model::classifier::{
     BatchLimits, BatchStats, BatchWorker, Batcher, Classification, QueueError, RequestCallback,
 };
-use querl_pipeline::failure::check_run_or_config;
 use querl_pipeline::interrupt;
 use querl_pipeline::release::{FollowedReleases, ReleasesFolder};
 use querl_pipeline::retrieval::ModelShelf;
-use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions, deployed_runs};
+use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions};
 use querl_serve::{
     ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, RewriteOptions, RewriteService, ServeError,
     ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Traces, Upstream, bind, block_on,
     general_rag, serve, wait_until,
 };
 use querl_style::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
-use reload::{NamedRuns, print_tenant, reload_when_asked, report_releases};
 use request_log::RequestLogArgs;
 use reward::RewardArgs;
+pub(super) use runs::served_run;
+use runs::{NamedRuns, print_tenant, reload_when_asked, report_releases, run_folders};
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -377,21 +377,6 @@ fn check_keys(args: &RewriteArgs, tenants: &[String]) -> anyhow::Result<()> {
         }
     }
     Ok(())
-}
-
-/// The path, or the runs of a deployment there.
-fn run_folders(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    Ok(deployed_runs(path)?.unwrap_or_else(|| vec![path.to_owned()]))
-}
-
-/// The run in a folder, or that of a configuration.
-pub(super) fn served_run(path: &Path) -> anyhow::Result<ServedRun> {
-    check_run_or_config(path)?;
-    if path.is_dir() {
-        return ServedRun::in_folder(path);
-    }
-    let overrides = Overrides { model_hub: Some(model_hub::find), ..Overrides::default() };
-    ServedRun::in_folder(&load_config(path, overrides)?.output_dir)
 }
 
 fn tenant_key(text: &str) -> Result<(String, String), String> {

@@ -1,13 +1,30 @@
-//! What `querl serve rewrite` loads again on SIGHUP: the runs of its command line, or the releases that it follows.
+//! The runs of `querl serve rewrite`, and what it loads again on SIGHUP: those of its command line, or the releases that it follows.
 
-use super::{run_folders, served_run};
-use crate::terminal;
+use crate::args::load_config;
+use crate::{model_hub, terminal};
+use querl_core::config::Overrides;
 use querl_core::serving::{Rewriter, Role, Tenant};
-use querl_pipeline::serving::ServedModels;
+use querl_pipeline::failure::check_run_or_config;
+use querl_pipeline::serving::{ServedModels, ServedRun, deployed_runs};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+
+/// The path, or the runs of a deployment there.
+pub(super) fn run_folders(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    Ok(deployed_runs(path)?.unwrap_or_else(|| vec![path.to_owned()]))
+}
+
+/// The run in a folder, or that of a configuration.
+pub fn served_run(path: &Path) -> anyhow::Result<ServedRun> {
+    check_run_or_config(path)?;
+    if path.is_dir() {
+        return ServedRun::in_folder(path);
+    }
+    let overrides = Overrides { model_hub: Some(model_hub::find), ..Overrides::default() };
+    ServedRun::in_folder(&load_config(path, overrides)?.output_dir)
+}
 
 pub(super) fn print_tenant(Tenant { name, version, source, .. }: &Tenant) {
     terminal::print(&format!("tenant {name}: version {version} of {source}"));
