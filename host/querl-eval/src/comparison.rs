@@ -78,6 +78,8 @@ pub struct Comparison {
     pub n_seen_by_other: [usize; 2],
     /// Queries of each side that the other run does not have, which are left out.
     pub n_unpaired: [usize; 2],
+    /// Queries with gold passages in one run alone, which are left out by metrics that may depend on them.
+    pub n_gold_of_one_side: usize,
     /// Queries to which the metric applies for neither side, which are left out.
     pub n_not_applicable: usize,
     /// Queries for which a call or plugin of the second side failed, which are left out: they would count as gains.
@@ -128,7 +130,18 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
         let problem = format!("no query is held out in both {first} and {second}");
         return Err(EvalError::Comparison(format!("{problem}; make both runs with the same data and data.split_seed")));
     }
-    if let Some([record, other]) = both.iter().find(|[one, other]| gold(one) != gold(other)) {
+    let n_both = both.len();
+    let is_of_one_side = |[one, other]: &[&EvalRecord; 2]| gold(one).is_empty() != gold(other).is_empty();
+    let uses_gold = !matches!(metric, Metric::Top1Score | Metric::JudgeScore);
+    both.retain(|records| !uses_gold || !is_of_one_side(records));
+    let n_gold_of_one_side = n_both - both.len();
+    if both.is_empty() {
+        let [first, second] = sides.map(|side| side.name);
+        let problem = format!("each of {n_both} queries has gold passages in {first} or {second} alone");
+        return Err(EvalError::Comparison(format!("{problem}; make both runs with the same query table")));
+    }
+    let differs = |records: &&[&EvalRecord; 2]| gold(records[0]) != gold(records[1]) && !is_of_one_side(*records);
+    if let Some([record, other]) = both.iter().find(differs) {
         let (query, [first, second]) = (&record.query.original_query, sides.map(|side| side.name));
         let golds = [&record.query.gold_ids, &other.query.gold_ids].map(|ids| ids.join(", "));
         let problem =
@@ -198,6 +211,7 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
         failures: [count(0), count(1)],
         n_seen_by_other,
         n_unpaired,
+        n_gold_of_one_side,
         n_not_applicable,
         n_reference_failed,
         groups: by_group,
@@ -488,6 +502,13 @@ impl Comparison {
             if n_unpaired > 0 {
                 lines.push(format!("left out: {n_unpaired} queries of {name} that {other} does not have"));
             }
+        }
+        if self.n_gold_of_one_side > 0 {
+            let n = self.n_gold_of_one_side;
+            lines.push(format!(
+                "left out: {n} queries with gold passages in one of {} and {} alone",
+                names[0], names[1]
+            ));
         }
         if self.n_reference_failed > 0 {
             let (n, name) = (self.n_reference_failed, names[1]);

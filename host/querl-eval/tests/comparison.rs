@@ -150,6 +150,29 @@ fn other_gold_passages_are_refused() {
     assert!(error.to_string().starts_with("query `query q2` has the gold passages [g] in a and [h] in b"), "{error}");
 }
 
+/// Regression: one logged query without clicks made two runs incomparable.
+#[test]
+fn queries_with_gold_passages_in_one_run_alone_are_left_out_and_counted() {
+    let (mut first, mut second) = (records(|_| "gold", 40), records(|_| "other", 40));
+    (0..10).for_each(|index| first[index].query.gold_ids.clear());
+    second[39].query.gold_ids.clear();
+    let found = compared(&first, &second, 0.0);
+    assert_eq!((found.n, found.n_gold_of_one_side, found.means), (29, 11, [1.0, 0.0]));
+    let text = found.to_text(["a", "b"]);
+    assert!(
+        text.contains("left out: 11 queries with gold passages in one of a and b alone\n")
+            && text.contains("\n29 queries in"),
+        "{text}"
+    );
+    // A metric that does not use them keeps the queries.
+    let by_score = ComparisonOptions { metric: Metric::Top1Score, ..options(0.0) };
+    let found = compare([side("a", &first, &NONE), side("b", &second, &NONE)], &by_score).unwrap();
+    assert_eq!((found.n, found.n_gold_of_one_side), (40, 0));
+    first.iter_mut().for_each(|record| record.query.gold_ids.clear());
+    let error = compare([side("a", &first, &NONE), side("b", &second[..39], &NONE)], &options(0.0)).unwrap_err();
+    assert!(error.to_string().starts_with("each of 39 queries has gold passages in a or b alone"), "{error}");
+}
+
 /// Differences of +1 for 6 and -1 for 4 of 50 groups of 2: mean 0.04, standard error of clusters by hand.
 #[test]
 fn where_it_cannot_tell_it_says_how_many_queries_would() {

@@ -4,6 +4,7 @@ use crate::error::ErrorResponse;
 use axum::body::Bytes;
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, HeaderName, StatusCode, header};
+use querl_core::text::nearest;
 use serde::de::{DeserializeOwned, Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::{Map, Value};
 use std::fmt;
@@ -99,6 +100,19 @@ impl JsonFields {
             Ok(Value::Object(_)) => ErrorResponse::value(error.to_string()),
             Ok(other) => ErrorResponse::value(format!("the body is {}; expected {expected}", quoted(&other))),
         })
+    }
+
+    /// Refuses a field that would be ignored.
+    ///
+    /// # Errors
+    /// A field is none of `known`.
+    pub(crate) fn check_known(&self, known: &[&str]) -> Result<(), ErrorResponse> {
+        let Some(name) = self.0.keys().find(|name| !known.contains(&name.as_str())) else { return Ok(()) };
+        let remedy = match nearest(name, known.iter().copied()).first() {
+            Some(near) => format!("did you mean `{near}`?"),
+            None => format!("expected `{}`", known.join("`, `")),
+        };
+        Err(ErrorResponse::value(format!("`{}` is not a field of this request; {remedy}", shortened(name))))
     }
 
     /// All fields that were not taken, for a response that repeats them.

@@ -18,7 +18,7 @@ mod style;
 pub use general_rag::{GENERAL_RAG_ROUTE, KnowledgeBase, general_rag};
 pub use reward::{RewardOptions, reward_router};
 pub use rewrite::{
-    CandidateLimits, RequestLogOptions, RewriteOptions, RewriteService, Traces, Upstream, reload_server,
+    CandidateLimits, RequestLogOptions, RewriteOptions, RewriteService, Traces, Upstream, check_server, reload_server,
 };
 pub use server::{ServeError, ServerLimits, bind, block_on, serve, wait_until};
 pub use style::StyleService;

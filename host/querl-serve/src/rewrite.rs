@@ -3,7 +3,7 @@
 //! | request | form |
 //! |---|---|
 //! | `POST /v1/rewrite` | `{query, tenant, user_profile?, history?, deadline_ms?}`, or `{queries: [...]}` of such objects |
-//! | `POST /v1/chat/completions`, `GET /v1/models` | OpenAI; the model is `TENANT`, or `TENANT/rewrite` for a rewrite by the tenant's own prompts |
+//! | `POST /v1/chat/completions`, `GET /v1/models`, `GET /v1/models/MODEL` | OpenAI; the model is `TENANT`, or `TENANT/rewrite` for a rewrite by the tenant's own prompts |
 //! | `POST /api/chat/general_rag` | fills `rewritten_query` and forwards the request to the upstream service |
 //! | `POST /retrieval` | external knowledge of Dify, by the upstream service; `knowledge_id` is `TENANT` or `TENANT:KB_NAME` |
 //! | `POST /v1/feedback` | `{id, tenant?, clicked?, useful?, score?, passage?}`: appended to the request log |
@@ -15,13 +15,14 @@
 //! `/v1/rewrite`, the header `x-querl-fallback` of other routes. An error response has the form of its route's clients: 400 not JSON, 401 key
 //! missing or wrong, 403 no admin key configured, 404 tenant or route unknown, 405 another method, 408 body not received in time, 413 body
 //! too large, 415 not declared as JSON, 422 value missing, wrong or too long for the model, 429 queue full or too many requests of one
-//! address, 500 model failed, 502 upstream not reachable, 503 not loaded yet or too many requests, 504 response or upstream too slow.
+//! address, 500 model failed, 502 upstream not reachable or unreadable, 503 not loaded yet or too many requests, 504 response or upstream too slow.
 
 mod access_log;
 mod admin;
 mod cache;
 mod candidates;
 mod chat;
+mod failure_log;
 mod feedback;
 mod metrics;
 mod notify;
@@ -35,7 +36,7 @@ mod trial;
 mod upstream;
 mod version_metrics;
 
-pub use notify::reload_server;
+pub use notify::{check_server, reload_server};
 pub use request_log::RequestLogOptions;
 pub use service::{RewriteOptions, RewriteService};
 pub use traces::Traces;
@@ -59,6 +60,7 @@ use service::Call;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
+use tracing::Instrument;
 
 const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -74,6 +76,7 @@ impl RewriteService {
             .route("/v1/rewrite", route(ErrorForm::OpenAi, protocol::rewrite))
             .route("/v1/chat/completions", route(ErrorForm::OpenAi, chat::completions))
             .route("/v1/models", get(chat::models))
+            .route("/v1/models/{*model}", get(chat::model))
             .route("/v1/feedback", route(ErrorForm::OpenAi, feedback::feedback))
             .route(GENERAL_RAG_ROUTE, route(ErrorForm::GeneralRag, proxy::general_rag))
             .route("/retrieval", route(ErrorForm::Dify, proxy::retrieval))
@@ -162,7 +165,8 @@ async fn wrong_method(method: Method, uri: Uri) -> Response {
 async fn record(State(service): State<Arc<RewriteService>>, mut request: Request, next: Next) -> Response {
     let record = Arc::new(RequestRecord::new(service, &request));
     request.extensions_mut().insert(record.clone());
-    let mut response = next.run(request).await;
+    // Lines of the log about this request have its id, which the access log has too.
+    let mut response = next.run(request).instrument(tracing::error_span!("request", id = %record.id())).await;
     record.note_status(response.status());
     if let Ok(id) = HeaderValue::from_str(record.id()) {
         response.headers_mut().insert(REQUEST_ID_HEADER, id);

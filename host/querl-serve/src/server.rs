@@ -225,6 +225,10 @@ pub async fn serve(
         }
     }
     drop(listener);
+    let timeout = limits.drain_timeout;
+    tracing::info!(
+        "stopping: requests in progress are answered, for at most {timeout:?}; interrupt again to stop at once"
+    );
     drain(in_progress, &connections, limits.drain_timeout).await;
 }
 

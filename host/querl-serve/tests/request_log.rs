@@ -366,6 +366,7 @@ async fn feedback_is_appended_for_a_tenant_that_the_key_permits() {
         (json!({"tenant": "shop", "clicked": ["p1"]}), 422, "`id` is missing"),
         (json!({"id": " ", "clicked": ["p1"]}), 422, "`id` has an empty id"),
         (json!({"id": "a"}), 422, "the feedback says nothing"),
+        (json!({"id": "a", "cliked": ["p1"]}), 422, "`cliked` is not a field of this request; did you mean `clicked`?"),
         (json!({"id": "a", "clicked": []}), 422, "the feedback says nothing"),
         (json!({"id": "a", "clicked": "p1"}), 422, "`clicked` is \"p1\"; expected a list of passage ids"),
         (json!({"id": "a", "clicked": [7]}), 422, "`clicked` is [7]; expected a list of passage ids"),

@@ -211,7 +211,27 @@ async fn rejected_requests_get_a_message() {
         (json!({"query": 7}), 422, "`query` is 7; expected a text"),
         (json!({"query": "a\u{0}b"}), 422, "`query` has the character U+0000"),
         (json!({"query": "a", "history": {"a": 1}}), 422, "`history` is neither a text nor a list"),
-        (json!({"query": "a", "deadline_ms": -1}), 422, "`deadline_ms` is -1; expected milliseconds"),
+        (
+            json!({"query": "a", "deadline_ms": -1}),
+            422,
+            "`deadline_ms` is -1; expected milliseconds, an integer of 0 or more",
+        ),
+        (
+            json!({"query": "a", "hystory": "b"}),
+            422,
+            "`hystory` is not a field of this request; did you mean `history`?",
+        ),
+        (json!({"query": "a", "zzz": 1}), 422, "`zzz` is not a field of this request; expected `query`, `tenant`"),
+        (
+            json!({"queries": [{"query": "a"}], "tenant": "shop"}),
+            422,
+            "`tenant` is not a field of this request; expected `queries`",
+        ),
+        (
+            json!({"queries": [{"query": "a", "usr": "b"}]}),
+            422,
+            "queries[0]: `usr` is not a field of this request; did you mean `user`?",
+        ),
         (json!({"query": "long"}), 422, "the prompt has 900 tokens; expected at most 512"),
         (json!({"query": "busy"}), 429, "the queue is full (9 requests)"),
         (json!({"query": "a", "tenant": "shpo"}), 404, "tenant `shpo` is not served here; did you mean `shop`?"),
@@ -318,6 +338,16 @@ async fn a_tenant_with_a_key_is_served_and_named_to_its_clients_alone() {
     };
     assert_eq!(models("beta-key").await, (200, Some(vec![json!("beta"), json!("beta/rewrite")])));
     assert_eq!(models("wrong").await, (401, None));
+    let model = async |name: &str, key: &str| {
+        answer(server.client.get(format!("{}/v1/models/{name}", server.url)).bearer_auth(key)).await
+    };
+    for (name, id) in [("beta", "beta"), ("beta/rewrite", "beta/rewrite"), ("beta%2Frewrite", "beta/rewrite")] {
+        let expected = json!({"id": id, "object": "model", "created": 1_700_000_000, "owned_by": "querl"});
+        assert_eq!(model(name, "beta-key").await, (200, expected));
+    }
+    let (status, body) = model("alpha", "beta-key").await;
+    assert_eq!((status, &body["error"]["code"]), (404, &json!("model_not_found")), "{body}");
+    assert_eq!(model("beta", "wrong").await.0, 401);
     assert_eq!(server.get("/health").await.0, 200);
 
     let change = |options: &mut RewriteOptions| options.api_key = Some("common".into());
@@ -627,6 +657,14 @@ async fn a_retrieval_request_is_forwarded_with_its_rewrite() {
     assert_eq!((&sent["query"], &sent["rewritten_query"]), (&json!("它怎么吃"), &json!("它怎么吃||在看鱼油")));
     assert_eq!(sent["kb_name"], "a");
 
+    // As docs/serving.md says of numbers beyond the range of a double, and of fields that appear twice.
+    for (fields, status) in [(r#""e": 1E400"#, 400), (r#""e": 1, "e": 1"#, 422)] {
+        let request = server.client.post(format!("{}/api/chat/general_rag", server.url));
+        let request =
+            request.header("content-type", "application/json").body(format!("{{\"query\": \"a\", {fields}}}"));
+        assert_eq!(answer(request).await.0, status, "{fields}");
+    }
+
     let given = json!({"query": "a", "tenant_id": "shop", "rewritten_query": "b"});
     let n_submitted = server.rewriter.n_submitted.load(Ordering::Relaxed);
     assert_eq!(server.asked("/api/chat/general_rag", given.clone()).await.0, 200);
@@ -678,6 +716,84 @@ async fn an_upstream_that_is_down_or_not_configured_is_an_error_with_a_sentence(
     for wrong in ["127.0.0.1:8000", "ftp://a", "http://", ""] {
         assert!(Upstream::new(wrong, Duration::from_secs(1)).is_err(), "{wrong}");
     }
+}
+
+/// Answers every request with these bytes and closes the connection.
+async fn raw_upstream(response: &'static str) -> String {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let mut request = [0; 4096];
+            let _ = stream.read(&mut request).await;
+            let _ = stream.write_all(response.as_bytes()).await;
+            let _ = stream.shutdown().await;
+        }
+    });
+    url
+}
+
+/// Regression: a broken response was reported as a service that cannot be reached.
+#[tokio::test]
+async fn an_upstream_with_a_broken_response_is_not_one_that_cannot_be_reached() {
+    for response in ["HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{\"status\"", "SSH-2.0-OpenSSH_9.6\r\n"] {
+        let server = Server::shop(with_upstream(&raw_upstream(response).await)).await;
+        let (status, body) = server.asked("/api/chat/general_rag", json!({"query": "a"})).await;
+        let message = "the retrieval service sent no complete HTTP response; the server's log says why";
+        assert_eq!((status, &body["msg"]), (502, &json!(message)), "{response}");
+    }
+}
+
+/// An upstream service that ignores the limits of a request.
+async fn upstream_of(recall: Value) -> String {
+    let respond = async move || axum::Json(json!({"status": 200, "data": {"recall": recall}}));
+    let app = Router::new().route("/api/chat/general_rag", post(respond));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(serve(listener, app, ServerLimits::default(), std::future::pending()));
+    url
+}
+
+/// Regression: passages whose text is not under `content` became records without a text.
+#[tokio::test]
+async fn dify_gets_the_texts_of_any_general_rag_service_within_the_limits_of_the_request() {
+    let passages = json!([
+        {"id": "p1", "text": "甲", "reranker_score": 0.9, "source": "a.md"},
+        {"doc_id": 2, "page_content": "乙", "rerank_score": "0.8", "title": "题"},
+        {"id": "p3", "chunk": "丙"},
+        {"id": "p4", "content": " ", "score": 0.95},
+        {"id": "p5", "content": "丁", "score": 0.3},
+        {"id": "p6", "content": "戊", "score": 0.7},
+        "lack of knowledge",
+    ]);
+    let server = Server::shop(with_upstream(&upstream_of(passages).await)).await;
+    let ask = async |setting: Value| {
+        server.asked("/retrieval", json!({"knowledge_id": "shop", "query": "a", "retrieval_setting": setting})).await
+    };
+    let (status, body) = ask(json!({})).await;
+    let records = json!([
+        {"content": "甲", "score": 0.9, "title": "p1", "metadata": {"id": "p1", "source": "a.md"}},
+        {"content": "乙", "score": 0.8, "title": "题", "metadata": {"doc_id": 2}},
+        {"content": "丙", "score": 0.0, "title": "p3", "metadata": {"id": "p3"}},
+        {"content": "丁", "score": 0.3, "title": "p5", "metadata": {"id": "p5"}},
+        {"content": "戊", "score": 0.7, "title": "p6", "metadata": {"id": "p6"}},
+    ]);
+    assert_eq!((status, &body["records"]), (200, &records));
+    let titles = |body: &Value| -> Vec<String> {
+        body["records"].as_array().unwrap().iter().map(|record| record["title"].as_str().unwrap().to_owned()).collect()
+    };
+    assert_eq!(titles(&ask(json!({"score_threshold": 0.5})).await.1), ["p1", "题", "p3", "p6"], "p3 has no score");
+    assert_eq!(titles(&ask(json!({"score_threshold": 0.5, "top_k": 2})).await.1), ["p1", "题"]);
+
+    let without_text = upstream_of(json!([{"id": "p1", "body": "甲", "score": 0.9}])).await;
+    let server = Server::shop(with_upstream(&without_text)).await;
+    let (status, body) = server.asked("/retrieval", json!({"knowledge_id": "shop", "query": "a"})).await;
+    assert_eq!(status, 502, "{body}");
+    let empty = Server::shop(with_upstream(&upstream_of(json!([])).await)).await;
+    let found = empty.asked("/retrieval", json!({"knowledge_id": "shop", "query": "a"})).await;
+    assert_eq!(found, (200, json!({"records": []})));
 }
 
 #[tokio::test]

@@ -121,8 +121,13 @@ fn report(kind: InterruptKind) {
         InterruptKind::AtSafePoint if is_out_of_time => {
             terminal::print(&format!("{why}: stopping at the next safe point"))
         }
+        // The server itself says how long it waits for requests in progress.
+        InterruptKind::AtSafePoint if terminal::is_server() => {}
         InterruptKind::AtSafePoint => {
             terminal::print("stopping at the next safe point; interrupt again to stop at once");
+        }
+        InterruptKind::AtOnce if terminal::is_server() => {
+            terminal::print_error("error: interrupted; requests in progress are not answered");
         }
         InterruptKind::AtOnce => {
             let why = if is_out_of_time { why } else { "interrupted" };

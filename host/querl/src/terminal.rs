@@ -4,9 +4,11 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use querl_core::ports::{Progress, Reporter};
 use querl_pipeline::interrupt;
 use std::io::{IsTerminal, Write};
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Verbosity {
@@ -18,6 +20,9 @@ pub enum Verbosity {
 
 static VERBOSITY: AtomicU8 = AtomicU8::new(Verbosity::Normal as u8);
 
+/// Whether this process is a server that listens.
+static SERVES: AtomicBool = AtomicBool::new(false);
+
 static BARS: LazyLock<MultiProgress> = LazyLock::new(|| MultiProgress::with_draw_target(ProgressDrawTarget::stderr()));
 
 /// Sets verbosity and starts logging. `QUERL_LOG` replaces the filter, in the syntax of `tracing-subscriber`.
@@ -25,13 +30,14 @@ pub fn init(verbosity: Verbosity) {
     VERBOSITY.store(verbosity as u8, Ordering::Relaxed);
     let default = match verbosity {
         Verbosity::Quiet => "error",
-        // Building a plugin takes seconds to minutes, which is reported; so is the summary of the plan at the start of a run.
-        Verbosity::Normal => "warn,querl_plugin::source=info,querl_pipeline::plan=info",
+        // Building a plugin takes seconds to minutes, which is reported; so are the summary of the plan at the start of a run, and what a
+        // server loads and removes.
+        Verbosity::Normal => "warn,querl_plugin::source=info,querl_pipeline::plan=info,querl_serve=info",
         Verbosity::Verbose => {
-            "warn,querl=info,querl_pipeline=info,querl_style=info,querl_data=info,querl_plugin=info,querl_model=info,querl_train=info"
+            "warn,querl=info,querl_pipeline=info,querl_serve=info,querl_style=info,querl_data=info,querl_plugin=info,querl_model=info,querl_train=info"
         }
         Verbosity::Debug => {
-            "info,querl=debug,querl_pipeline=debug,querl_style=debug,querl_data=debug,querl_plugin=debug,querl_model=debug,querl_train=debug"
+            "info,querl=debug,querl_pipeline=debug,querl_serve=debug,querl_style=debug,querl_data=debug,querl_plugin=debug,querl_model=debug,querl_train=debug"
         }
     };
     let filter = tracing_subscriber::EnvFilter::try_from_env("QUERL_LOG")
@@ -42,9 +48,31 @@ pub fn init(verbosity: Verbosity) {
     subscriber.without_time().with_target(false).log_internal_errors(false).init();
 }
 
+/// From now on lines of the log begin with the time.
+pub fn begin_server_log() {
+    SERVES.store(true, Ordering::Relaxed);
+}
+
+pub fn is_server() -> bool {
+    SERVES.load(Ordering::Relaxed)
+}
+
+/// The time and a space, in the log of a server.
+fn log_time() -> String {
+    match is_server() {
+        false => String::new(),
+        true => {
+            let mut time = String::new();
+            // Writing to a string does not fail.
+            let _ = SystemTime.format_time(&mut Writer::new(&mut time));
+            time + " "
+        }
+    }
+}
+
 pub fn print(text: &str) {
     if VERBOSITY.load(Ordering::Relaxed) > Verbosity::Quiet as u8 {
-        BARS.suspend(|| print_error(text));
+        BARS.suspend(|| print_error(&(log_time() + text)));
     }
 }
 
@@ -82,7 +110,10 @@ struct LogWriter;
 
 impl Write for LogWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        BARS.suspend(|| std::io::stderr().write(bytes))
+        // The subscriber writes a whole line at once.
+        let line = [log_time().as_bytes(), bytes].concat();
+        BARS.suspend(|| std::io::stderr().write_all(&line))?;
+        Ok(bytes.len())
     }
 
     fn flush(&mut self) -> std::io::Result<()> {

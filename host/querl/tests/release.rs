@@ -98,6 +98,23 @@ fn a_check_counts_queries_that_both_runs_hold_out_and_is_the_evidence_of_a_promo
     );
     let different = project.refusal(&["release", "check", "shallow", "--against", "run"], 2);
     assert!(different.starts_with("shallow and run were evaluated with different retrieval.top_k"), "{different}");
+    // What no further evaluation would make comparable: as of runs of another query table, and of another tenant.
+    let ledger = project.read("second/stages.json");
+    let with_other = |input: &str| {
+        let mut changed: Value = serde_json::from_str(&ledger).unwrap();
+        let input = &mut changed["stages"]["eval"]["inputs"][input];
+        assert!(input.is_string());
+        *input = json!("other");
+        project.write("second/stages.json", &changed.to_string());
+    };
+    with_other("validated.jsonl of validate");
+    let reward = project.refusal(&["release", "check", "second", "--against", "run", "--metric", "reward"], 2);
+    let remedy = "run `querl release check second --against run --metric top1_score`, or name top1, mrr or judge_score";
+    assert!(reward.contains("different rewrites of the teacher") && reward.ends_with(remedy), "{reward}");
+    with_other("tenant");
+    let tenants = project.refusal(&["release", "check", "second", "--against", "run"], 2);
+    assert!(tenants.starts_with("second and run are of different tenants; compare runs of one tenant"), "{tenants}");
+    project.write("second/stages.json", &ledger);
     let (own, other): (Vec<_>, Vec<_>) = ["test", "train", "val"]
         .iter()
         .map(|split| (ids(&project, "resplit", split), ids(&project, "run", split)))
@@ -194,6 +211,32 @@ async fn a_server_follows_promotions_and_rollbacks_without_a_failed_response() {
     assert_eq!(versions().await, second);
     let history: Value = serde_json::from_str(&release(&project, &["history", "--json"]).ok().stdout).unwrap();
     assert_eq!(history[4]["version"], json!(second.first()), "the history has the version of responses");
+
+    let log = project.read("server.log");
+    let second_version = second.first().unwrap();
+    for line in [
+        format!("tenant fivedoctors: candidate {second_version} of "),
+        format!("tenant fivedoctors: candidate {second_version} ended"),
+        format!("tenant fivedoctors: version {second_version} of "),
+    ] {
+        assert!(log.contains(&line), "{line} in {log}");
+    }
+
+    // Regression: a wrong key was noticed after the history was written, and the obvious retry went back one release further.
+    let history = project.read("releases/history.jsonl");
+    let refused = |args: &[&str], key: &str| {
+        let output = project.command(&[&["release"], args].concat()).env("TEST_KEY", key).output().unwrap();
+        assert!(!output.status.success());
+        assert_eq!(project.read("releases/history.jsonl"), history);
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let server_args = ["--server", &server.url, "--admin_key_env", "TEST_KEY"];
+    let wrong = refused(&[&["rollback"], &server_args[..]].concat(), "wrong");
+    assert!(wrong.contains("nothing is changed") && wrong.contains("the key is missing or wrong"), "{wrong}");
+    let unreachable = ["rollback", "--server", "http://127.0.0.1:9", "--admin_key_env", "TEST_KEY"];
+    assert!(refused(&unreachable, "secret").contains("nothing is changed"));
+    let unnamed = refused(&["rollback", "--server", &server.url], "secret");
+    assert!(unnamed.contains("--server requires --admin_key_env NAME"), "{unnamed}");
 
     // Without a notification, SIGHUP reads the folder again.
     release(&project, &["rollback"]).ok();

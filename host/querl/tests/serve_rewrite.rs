@@ -5,10 +5,10 @@ mod support;
 
 use serde_json::{Value, json};
 use std::time::Duration;
-use support::model;
 use support::results::copy;
 use support::server::Server;
 use support::tenants::{RUNS, project};
+use support::{Project, model};
 
 const SERVE: [&str; 2] = ["serve", "rewrite"];
 
@@ -102,6 +102,69 @@ async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
     assert_eq!(server.end("-TERM"), Some(0));
 }
 
+/// Waits until the log of a project's server has a line that ends so.
+async fn logged(project: &Project, end: &str) -> String {
+    for _ in 0..600 {
+        let log = project.read("server.log");
+        if let Some(line) = log.lines().find(|line| line.ends_with(end)) {
+            return line.to_owned();
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    panic!("no `{end}` in {}", project.read("server.log"))
+}
+
+/// Regression: after SIGHUP a run of the command line took over the tenant of another one, and a renamed tenant was served under both names.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_reload_takes_no_tenant_of_another_run_and_removes_renamed_ones() {
+    let project = project();
+    let mut server = Server::start(&project, &SERVE, &["run", "other", "--deadline_ms", "60000"]);
+    server.ready().await;
+    let request = |tenant: &str| json!({"tenant": tenant, "query": "胶原蛋白怎么吃"});
+    let version = async |tenant: &str| server.ask("/v1/rewrite", &request(tenant)).await.1["version"].clone();
+    let before = (version("fivedoctors").await, version("other").await);
+    assert!(before.0.is_string() && before.1.is_string() && before.0 != before.1, "{before:?}");
+    let rename = |from: &str, to: &str| {
+        let resolved = project.read("other/config.resolved.toml");
+        let from = format!("tenant = \"{from}\"");
+        assert!(resolved.contains(&from));
+        project.write("other/config.resolved.toml", &resolved.replacen(&from, &format!("tenant = \"{to}\""), 1));
+        server.signal("-HUP");
+    };
+    rename("other", "fivedoctors");
+    logged(&project, "not loaded again: other: is of tenant `fivedoctors`, which run serves").await;
+    assert_eq!((version("fivedoctors").await, version("other").await), before, "both are served as before");
+
+    rename("fivedoctors", "third");
+    let removed = logged(&project, "tenant other: removed, since other is no longer a run of this tenant").await;
+    assert!(removed.as_bytes()[0] == b'2' && removed.as_bytes()[10] == b'T', "it begins with the time: {removed}");
+    assert!(version("third").await.is_string());
+    assert_eq!(server.ask("/v1/rewrite", &request("other")).await.0, 404);
+    assert_eq!(version("fivedoctors").await, before.0);
+    assert_eq!(server.end("-TERM"), Some(0));
+    logged(&project, "stopping: requests in progress are answered, for at most 60s; interrupt again to stop at once")
+        .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fallbacks_are_summed_up_in_the_log_with_the_id_of_a_request() {
+    let project = project();
+    let server = Server::start(&project, &SERVE, &["run"]);
+    server.ready().await;
+    let (_, first) = server.ask("/v1/rewrite", &json!({"query": "0", "deadline_ms": 0})).await;
+    assert_eq!(first["fallback"], "timeout");
+    let started = std::time::Instant::now();
+    for number in 1..40 {
+        let (status, _) = server.ask("/v1/rewrite", &json!({"query": number.to_string(), "deadline_ms": 0})).await;
+        assert_eq!(status, 200);
+    }
+    let log = project.read("server.log");
+    let lines: Vec<&str> = log.lines().filter(|line| line.contains("tenant fivedoctors: timeout: ")).collect();
+    assert!(lines.len() <= started.elapsed().as_secs() as usize + 2, "{log}");
+    let id = format!("request{{id={}}}", first["id"].as_str().unwrap());
+    assert!(lines[0].contains(&id), "{log}");
+}
+
 #[test]
 fn what_cannot_be_served_is_refused_with_what_to_do() {
     let project = project();
@@ -117,12 +180,21 @@ fn what_cannot_be_served_is_refused_with_what_to_do() {
     assert!(serve(&["nothing.toml"]).starts_with("nothing.toml: no such file"));
     // An address for documentation, which cannot be listened on (RFC 5737).
     let open = project.querl(&["serve", "rewrite", "run", "--addr", "192.0.2.1:8000"]);
-    let warning = "192.0.2.1: other machines may reach this address, and no key is required";
+    let warning = "192.0.2.1: other machines may reach this address, and no key is required of tenant `fivedoctors`;";
     assert!(open.code == Some(2) && open.stderr.contains(warning), "{open:#?}");
     std::fs::create_dir(project.path("empty")).unwrap();
     assert!(serve(&["empty"]).contains("empty: not a run's folder"));
     assert!(serve(&["run", "--upstream", "ftp://x"]).starts_with("--upstream: "));
     assert!(serve(&["run", "--admin_key_env", "NO_SUCH_KEY"]).contains("`NO_SUCH_KEY` holds no key"));
+    assert!(serve(&[]).ends_with("or follow releases by --releases DIR"));
+    // A key of a misspelled tenant would leave the tenant open. The name of a variable that is set.
+    let misspelled = "fivedoctor=QUERL_CACHE_DIR";
+    let unknown = "--tenant_key_env: no tenant `fivedoctor` is served; did you mean `fivedoctors`?";
+    assert_eq!(serve(&["run", "--tenant_key_env", misspelled]), unknown);
+    let keys = ["--tenant_key_env", misspelled, "--admin_key_env", "QUERL_CACHE_DIR", "--addr", "192.0.2.1:8000"];
+    let later = project.querl(&[&["serve", "rewrite", "run"][..], &keys].concat());
+    assert!(later.code == Some(2) && later.stderr.contains(&format!("warning: {unknown}\n")), "{later:#?}");
+    assert!(later.stderr.contains("no key is required of tenant `fivedoctors`;"), "{later:#?}");
     assert!(serve(&["run", "run"]).contains("are both of tenant `fivedoctors`"));
 
     let adapter = project.path("run/rl/best/adapter_model.safetensors");

@@ -19,6 +19,7 @@ pub use embedding::TextEncoder;
 pub use language::retrieval_language;
 pub use open::{open_retrieval_backend, open_retriever};
 pub use second::SecondRetriever;
+pub use services::{RagPassage, rag_passages};
 pub use vocabulary::WordSegmenter;
 
 use crate::error::DataError;

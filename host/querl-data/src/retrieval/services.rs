@@ -17,7 +17,7 @@ use async_trait::async_trait;
 use querl_core::config::{HistoryForm, RetrievalConfig, ServiceKind, ServicePrice};
 use querl_core::ports::RetrievalRequest;
 use querl_core::records::{CallFailure, FailureKind, Hit};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::borrow::Cow;
 
 /// Markers of services in place of passages if nothing was found, in lower case with spaces.
@@ -141,6 +141,47 @@ fn hits(body: &Value, scores: ServiceScores) -> Result<Vec<Hit>, Refusal> {
     };
     // Passages without a score are left out.
     passages().filter(|(_, entry)| has(entry, score)).map(|(index, entry)| hit(index, entry, score)).collect()
+}
+
+/// A passage of a `general_rag` response, for a client with another interface.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RagPassage {
+    /// Empty where it has none.
+    pub id: String,
+    /// Not blank.
+    pub text: String,
+    /// The first score that it has: of a reranker, else of retrieval.
+    pub score: Option<f64>,
+    /// The fields other than those of text and score.
+    pub others: Map<String, Value>,
+}
+
+/// The passages of a `general_rag` response in its order, and the number of those that were left out because they have no text.
+///
+/// # Errors
+/// A sentence: there is no readable list of passages, or none of them has a text.
+pub fn rag_passages(body: &Value) -> Result<(Vec<RagPassage>, usize), String> {
+    if succeeded(body) == Some(false) {
+        return Err(format!("answered with status {}", excerpt(&body["status"])));
+    }
+    let entries = entries(body)?;
+    let found: Vec<&Value> = entries.iter().filter(|entry| !is_nothing_found(entry)).collect();
+    let passages: Vec<RagPassage> = found.iter().filter_map(|entry| rag_passage(entry)).collect();
+    let n_without_text = found.len() - passages.len();
+    if passages.is_empty() && n_without_text > 0 {
+        return Err(format!("no passage has `{}`: {}", TEXTS.map(|text| &text[1..]).join("`, `"), excerpt(found[0])));
+    }
+    Ok((passages, n_without_text))
+}
+
+fn rag_passage(entry: &Value) -> Option<RagPassage> {
+    let mut others = entry.as_object()?.clone();
+    // Texts and scores are fields of the passage itself.
+    let mut take = |pointer: &str| others.remove(&pointer[1..]);
+    let is_text = |pointer: &&str| first(entry, &[*pointer]).is_some_and(|text| !plain(text).trim().is_empty());
+    let text = plain(&take(TEXTS.into_iter().find(is_text)?)?);
+    let score = SCORES.into_iter().find(|pointer| has(entry, pointer)).and_then(|pointer| number(&take(pointer)?));
+    Some(RagPassage { id: first(entry, &IDS).map(plain).unwrap_or_default(), text, score, others })
 }
 
 fn entries(body: &Value) -> Result<Cow<'_, [Value]>, String> {

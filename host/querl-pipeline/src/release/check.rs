@@ -20,6 +20,10 @@ use std::path::Path;
 /// Maximum size of an evidence file, which lists the groups of queries.
 const MAX_EVIDENCE_BYTES: u64 = 64 << 20;
 
+/// Names of inputs in the ledger.
+const TENANT: &str = "tenant";
+const TEACHER_REWRITES: &str = "validated.jsonl of validate";
+
 /// What a run is compared with.
 pub enum Against {
     /// The queries unchanged, as the run's evaluation has them.
@@ -189,6 +193,21 @@ impl Evaluated {
             return Ok(());
         }
         let (what, metric) = (changed.join(", "), metric.name());
+        let (name, other_name) = (&self.name, &other.name);
+        if changed.iter().any(|name| name == TENANT) {
+            let remedy =
+                "compare runs of one tenant, or each with its own queries by `--against raw` or `--against teacher`";
+            return Err(Stop::usage(format!("{name} and {other_name} are of different tenants; {remedy}")).into());
+        }
+        if changed == [TEACHER_REWRITES] {
+            let problem = format!(
+                "{name} and {other_name} have different rewrites of the teacher, which {metric} is relative to"
+            );
+            let remedy = format!(
+                "run `querl release check {name} --against {other_name} --metric top1_score`, or name top1, mrr or judge_score"
+            );
+            return Err(Stop::usage(format!("{problem}; {remedy}")).into());
+        }
         let problem = format!("{} and {} were evaluated with different {what}", self.name, other.name);
         let message = format!(
             "{problem}: their {metric} cannot be compared; evaluate one of them again with the settings of the other"
@@ -201,17 +220,16 @@ impl Evaluated {
 fn is_of_scores(name: &str, metric: Metric) -> bool {
     const FILES: [&str; 4] = ["knowledge base", "lexicon", "user dictionary", "synonyms"];
     let ends = |model: &str| name == model || name.ends_with(&format!(" of {model}"));
-    let is_retrieval = name == "tenant"
+    let is_retrieval = name == TENANT
         || name.starts_with("retrieval.")
         || FILES.contains(&name)
         || ["embedding model", "cross-encoder"].into_iter().any(ends);
     let is_judge = name.starts_with("judge.");
     match metric {
         Metric::JudgeScore => is_retrieval || is_judge,
-        Metric::WinRate => is_retrieval || name == "validated.jsonl of validate",
+        Metric::WinRate => is_retrieval || name == TEACHER_REWRITES,
         Metric::Reward => {
-            let is_reward =
-                name.starts_with("reward plugin") || name.contains("style") || name == "validated.jsonl of validate";
+            let is_reward = name.starts_with("reward plugin") || name.contains("style") || name == TEACHER_REWRITES;
             is_retrieval || is_judge || is_reward
         }
         _ => is_retrieval,

@@ -94,8 +94,14 @@ impl RewriteService {
         let without = "this server follows no releases; start it with --releases DIR";
         let source = self.candidates.source.get().ok_or(without)?;
         let _one_at_a_time = self.loading.blocking_lock();
+        let before = rewriter.models(Role::Current);
         let mut reloaded = source.reload()?;
         let (currents, models) = (rewriter.models(Role::Current), rewriter.models(Role::Candidate));
+        for Tenant { name, version, source, .. } in &currents {
+            if !before.iter().any(|tenant| tenant.name == *name && tenant.version == *version) {
+                tracing::info!("tenant {name}: version {version} of {source} serves");
+            }
+        }
         let mut trials = BTreeMap::new();
         for candidate in reloaded.candidates {
             let of_name = |tenants: &[Tenant]| tenants.iter().find(|tenant| tenant.name == candidate.tenant).cloned();
@@ -110,10 +116,21 @@ impl RewriteService {
                 rewriter.remove(&candidate.tenant, Role::Candidate);
                 continue;
             }
-            let new = || Arc::new(Trial::new(candidate.clone(), model, current));
+            let new = || {
+                let mode = match candidate.mode {
+                    CandidateMode::Canary(share) => format!("with a share of {share}"),
+                    CandidateMode::Shadow => "in shadow".to_owned(),
+                };
+                tracing::info!("tenant {}: candidate {} of {} {mode}", model.name, model.version, model.source);
+                Arc::new(Trial::new(candidate.clone(), model, current))
+            };
             trials.insert(candidate.tenant.clone(), known.unwrap_or_else(new));
         }
-        *self.candidates.trials.write().unwrap_or_else(PoisonError::into_inner) = trials;
+        let mut running = self.candidates.trials.write().unwrap_or_else(PoisonError::into_inner);
+        for (name, trial) in running.iter().filter(|(name, trial)| !trial.is_ended() && !trials.contains_key(*name)) {
+            tracing::info!("tenant {name}: candidate {} ended", trial.model.version);
+        }
+        *running = trials;
         Ok(reloaded.problems)
     }
 
@@ -299,7 +316,8 @@ impl RewriteService {
             "min_requests": min_requests, "max_errors": max_errors, "max_fallbacks": max_fallbacks,
             "max_latency_ratio": max_latency_ratio,
         });
-        let mut body = json!({"tenants": tenants, "limits": limits});
+        let follows_releases = self.candidates.source.get().is_some();
+        let mut body = json!({"tenants": tenants, "limits": limits, "follows_releases": follows_releases});
         if let Some(problems) = problems {
             body["problems"] = json!(problems);
         }

@@ -1,4 +1,4 @@
-//! OpenAI's `POST /v1/chat/completions` and `GET /v1/models`.
+//! OpenAI's `POST /v1/chat/completions`, `GET /v1/models` and `GET /v1/models/MODEL`.
 //!
 //! The model `TENANT` responds to the client's own messages with the tenant's adapter. The model `TENANT/rewrite` takes the last message as a
 //! query and earlier ones as its history, and responds with the rewrite by the tenant's own prompts.
@@ -10,7 +10,8 @@ use super::candidates::Route;
 use super::protocol::{check_text, user};
 use super::request_log::LoggedQuery;
 use super::service::{
-    Audience, Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, with_fallback,
+    Audience, Call, PermittedTenants, RewriteService, finished, model_failed, rejected, since_epoch, unknown_tenant,
+    with_fallback,
 };
 use super::traces::{AccessEntry, Phases};
 use crate::body::{JsonFields, quoted};
@@ -19,7 +20,7 @@ use crate::error::{ErrorForm, ErrorResponse, json_response, openai_error};
 use crate::general_rag::history_text;
 use crate::key::unauthorized;
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{Path, State};
 use axum::http::{HeaderMap, HeaderName, StatusCode};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -41,19 +42,41 @@ const MAX_STOPS: usize = 16;
 
 /// `GET /v1/models`: two for each tenant that the client may use.
 pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: HeaderMap) -> Response {
-    let list = || {
-        let PermittedTenants { tenants, has_others } = service.permitted(service.rewriter()?.as_ref(), &headers);
-        if tenants.is_empty() && has_others {
-            return Err(unauthorized(&headers));
-        }
-        let model = |tenant: &Tenant, suffix: &str| {
-            let id = format!("{}{suffix}", tenant.name);
-            json!({"id": id, "object": "model", "created": tenant.loaded_at, "owned_by": "querl"})
-        };
-        let models = tenants.iter().flat_map(|tenant| [model(tenant, ""), model(tenant, REWRITE_SUFFIX)]);
-        Ok(json!({"object": "list", "data": models.collect::<Vec<_>>()}))
-    };
-    json_response(list(), ErrorForm::OpenAi)
+    let permitted = permitted(&service, &headers);
+    let list = permitted.map(|PermittedTenants { tenants, .. }| {
+        json!({"object": "list", "data": tenants.iter().flat_map(models_of).collect::<Vec<_>>()})
+    });
+    json_response(list, ErrorForm::OpenAi)
+}
+
+/// `GET /v1/models/MODEL`: one of that list.
+pub(super) async fn model(
+    State(service): State<Arc<RewriteService>>,
+    Path(name): Path<String>,
+    headers: HeaderMap,
+) -> Response {
+    let found = permitted(&service, &headers).and_then(|PermittedTenants { tenants, has_others }| {
+        let scope = if has_others { "with this key" } else { "here" };
+        let found = tenants.iter().flat_map(models_of).find(|model| model["id"] == name.as_str());
+        found.ok_or_else(|| unknown_tenant("model", &name, scope, &tenants))
+    });
+    json_response(found, ErrorForm::OpenAi)
+}
+
+/// The tenants that a client may use: an error where there are others alone.
+fn permitted(service: &RewriteService, headers: &HeaderMap) -> Result<PermittedTenants, ErrorResponse> {
+    let permitted = service.permitted(service.rewriter()?.as_ref(), headers);
+    match permitted.tenants.is_empty() && permitted.has_others {
+        true => Err(unauthorized(headers)),
+        false => Ok(permitted),
+    }
+}
+
+fn models_of(tenant: &Tenant) -> [Value; 2] {
+    ["", REWRITE_SUFFIX].map(|suffix| {
+        let id = format!("{}{suffix}", tenant.name);
+        json!({"id": id, "object": "model", "created": tenant.loaded_at, "owned_by": "querl"})
+    })
 }
 
 /// The fields of a request that are used; others are ignored, as services of this interface do.
@@ -286,7 +309,7 @@ impl ChatJob {
     /// Counts and logs a finished response.
     fn finish(&self, done: Result<Generation, GenerationFailure>) -> Result<Generation, ErrorResponse> {
         let generation = done.map_err(|failure| {
-            tracing::warn!("tenant {}: {}: {}", self.route.model.name, failure.code, failure.message);
+            self.service.failures.warn(&self.route.model.name, failure.code, &failure.message);
             self.route.add(&self.service, Some(failure.code));
             model_failed()
         })?;

@@ -9,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use querl_data::{LoggedFeedback, RequestLogLine};
 use serde_json::json;
 
+const FIELDS: [&str; 6] = ["id", "tenant", "clicked", "useful", "score", "passage"];
 /// Maximum number of passages of `clicked`.
 const MAX_CLICKED: usize = 100;
 /// Maximum size of their ids together.
@@ -23,6 +24,7 @@ pub(super) async fn feedback(mut call: Call) -> Result<Response, ErrorResponse> 
     let missing = "no request log is configured; start the server with --request_log DIR";
     let service = call.service.clone();
     let log = service.request_log.as_ref().ok_or_else(|| ErrorResponse::not_found(missing))?;
+    call.fields.check_known(&FIELDS)?;
     let name: Option<String> = call.fields.take("tenant", "a text")?;
     let tenant = service.tenant(&call, "tenant", name.as_deref())?;
     let fields = &mut call.fields;

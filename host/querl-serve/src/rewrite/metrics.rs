@@ -40,7 +40,9 @@ const FALLBACKS: [&str; 7] =
 
 /// The route label of a path. Unknown paths share one, so that clients cannot create label values without bound.
 pub(super) fn route_of(path: &str) -> &'static str {
-    let is_route = |route: &&str| path == *route || (*route == "/admin/tenants" && path.starts_with("/admin/tenants/"));
+    let is_below = |route: &str| path.strip_prefix(route).is_some_and(|rest| rest.starts_with('/'));
+    let has_names = |route: &str| ["/admin/tenants", "/v1/models"].contains(&route);
+    let is_route = |route: &&str| path == *route || (has_names(*route) && is_below(*route));
     ROUTES.into_iter().find(is_route).unwrap_or("other")
 }
 

@@ -18,7 +18,7 @@ const ERRORS: [(&str, &str); 12] = [
     ("422", "A value is missing, wrong, or too long for the model"),
     ("429", "The queue is full, or too many requests of one address are in progress"),
     ("500", "The model failed"),
-    ("502", "The upstream service cannot be reached or failed"),
+    ("502", "The upstream service cannot be reached, failed or has an unreadable response"),
     ("503", "The models are being loaded, or too many requests are in progress"),
     ("504", "The response or the upstream service took too long"),
 ];
@@ -36,6 +36,9 @@ pub(super) fn document() -> Value {
     let name = json!({"name": "name", "in": "path", "required": true, "schema": {"type": "string"}});
     let success = json!({"200": {"description": "Success"}});
     let remove = json!({"summary": "Remove a tenant", "parameters": [name], "responses": success});
+    let mut model = get("One of these models");
+    model["get"]["parameters"] =
+        json!([{"name": "model", "in": "path", "required": true, "schema": {"type": "string"}}]);
     let paths = json!({
         "/v1/rewrite": post(
             "Rewrite a query, or several",
@@ -50,6 +53,7 @@ pub(super) fn document() -> Value {
             ("OpenAiError", &ERRORS),
         ),
         "/v1/models": get("The models of the tenants that the key permits"),
+        "/v1/models/{model}": model,
         "/v1/feedback": post(
             "What a user did with the passages of an earlier request, for the request log",
             &reference("Feedback"),
@@ -95,7 +99,7 @@ fn schemas() -> Value {
             "properties": {
                 "query": text, "user_profile": text, "history": history,
                 "tenant": {"type": "string", "description": "May be left out where the key permits one tenant"},
-                "deadline_ms": {"type": "integer", "description": "Shortens the server's deadline"},
+                "deadline_ms": {"type": "integer", "minimum": 0, "description": "Shortens the server's deadline"},
                 "user": {"type": "string", "description": "Id of the user, for canary releases; the request log has a hash of it"},
             },
         },

@@ -15,6 +15,7 @@ use querl_core::serving::Tenant;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
+const FIELDS: [&str; 6] = ["query", "tenant", "user_profile", "history", "deadline_ms", "user"];
 const QUERIES: &str = "a list of {\"query\": ..., \"tenant\": ...}";
 
 /// A query with its tenant.
@@ -37,6 +38,7 @@ pub(super) async fn rewrite(mut call: Call) -> Result<Response, ErrorResponse> {
         call.log_rewrite(&query.logged(None), &result);
         return Ok(Json(body(call.record.id(), &result)).into_response());
     };
+    call.fields.check_known(&["queries"])?;
     let max_queries = call.service.options.max_queries;
     if queries.is_empty() {
         return Err(ErrorResponse::value(format!("`queries` is empty; expected {QUERIES}")));
@@ -66,10 +68,11 @@ pub(super) async fn rewrite(mut call: Call) -> Result<Response, ErrorResponse> {
 
 impl RewriteQuery {
     fn new(call: &Call, mut fields: JsonFields) -> Result<Self, ErrorResponse> {
+        fields.check_known(&FIELDS)?;
         let query = query(&mut fields)?;
         let name: Option<String> = fields.take("tenant", "a text")?;
         let tenant = call.service.tenant(call, "tenant", name.as_deref())?;
-        let deadline_ms: Option<u64> = fields.take("deadline_ms", "milliseconds, an integer")?;
+        let deadline_ms: Option<u64> = fields.take("deadline_ms", "milliseconds, an integer of 0 or more")?;
         let own = call.started + deadline_ms.map_or(Duration::MAX, Duration::from_millis).min(MAX_DEADLINE);
         let user = user(&mut fields, "user")?;
         Ok(Self { tenant, user, query, context: context(&mut fields)?, deadline: own.min(call.deadline()) })

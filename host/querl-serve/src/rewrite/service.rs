@@ -3,6 +3,7 @@
 use super::access_log::{AccessLog, RequestRecord, milliseconds};
 use super::cache::{CachedRewrite, RewriteCache};
 use super::candidates::Candidates;
+use super::failure_log::FailureLog;
 use super::metrics::RewriteMetrics;
 use super::request_log::{LoggedQuery, RequestLog, RequestLogOptions, now};
 use super::traces::{Phases, Traces};
@@ -71,6 +72,7 @@ pub struct RewriteService {
     cache: RewriteCache,
     pub(super) metrics: RewriteMetrics,
     pub(super) access_log: AccessLog,
+    pub(super) failures: FailureLog,
     pub(super) request_log: Option<RequestLog>,
     /// Held while a tenant is loaded, since models are large.
     pub(super) loading: tokio::sync::Mutex<()>,
@@ -92,6 +94,7 @@ impl RewriteService {
             cache: RewriteCache::new(options.max_cached_rewrites),
             metrics,
             access_log: AccessLog::open(options.access_log.as_deref())?,
+            failures: FailureLog::default(),
             request_log,
             loading: tokio::sync::Mutex::default(),
             n_requests: AtomicU64::new(0),
@@ -188,7 +191,7 @@ impl RewriteService {
             Err(_) => ("timeout", format!("no rewrite within {:?}", started.elapsed())),
         };
         count(&|metrics| {
-            tracing::warn!("tenant {}: {reason}: {message}", tenant.name);
+            self.failures.warn(&tenant.name, reason, &message);
             metrics.fallback(&tenant.name, reason);
         });
         Ok(result(CachedRewrite::raw(query, &tenant.version), None, Some(reason)))

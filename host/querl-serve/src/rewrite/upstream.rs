@@ -5,6 +5,7 @@ use crate::general_rag::GENERAL_RAG_ROUTE;
 use axum::body::Body;
 use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::Response;
+use querl_data::{RagPassage, rag_passages};
 use reqwest::redirect::Policy;
 use reqwest::{Client, RequestBuilder};
 use serde_json::{Value, json};
@@ -101,7 +102,12 @@ impl Upstream {
                 );
                 Err(match error.is_timeout() {
                     true => failed(StatusCode::GATEWAY_TIMEOUT, "did not respond in time"),
-                    false => failed(StatusCode::BAD_GATEWAY, "cannot be reached; the server's log says why"),
+                    false if error.is_connect() => {
+                        failed(StatusCode::BAD_GATEWAY, "cannot be reached; the server's log says why")
+                    }
+                    false => {
+                        failed(StatusCode::BAD_GATEWAY, "sent no complete HTTP response; the server's log says why")
+                    }
                 })
             }
         }
@@ -150,25 +156,34 @@ impl UpstreamResponse {
         response
     }
 
-    /// The passages of a `general_rag` response as Dify's records.
+    /// The passages of a `general_rag` response as Dify's records, within the limits of the request, which the service may have ignored.
     ///
     /// # Errors
     /// The service's own error, or that its response is unreadable.
-    pub(super) fn records(&self) -> Result<Value, ErrorResponse> {
+    pub(super) fn records(&self, top_k: Option<u64>, score_threshold: Option<f64>) -> Result<Value, ErrorResponse> {
         let body: Value = serde_json::from_slice(&self.body).unwrap_or_default();
         // Services of this interface may have the status in the body alone.
         let stated = body["status"].as_u64().and_then(|status| StatusCode::from_u16(status.try_into().ok()?).ok());
         let status = if self.status.is_success() { stated.unwrap_or(self.status) } else { self.status };
-        match body["data"]["recall"].as_array() {
-            Some(passages) if status.is_success() => {
-                Ok(json!({"records": passages.iter().map(record).collect::<Vec<_>>()}))
+        match rag_passages(&body) {
+            Ok((passages, n_without_text)) if status.is_success() => {
+                if n_without_text > 0 {
+                    tracing::warn!("{n_without_text} passages of the retrieval service have no text and are left out");
+                }
+                let is_below = |score: f64| score_threshold.is_some_and(|threshold| score < threshold);
+                let passages = passages.into_iter().filter(|passage| !passage.score.is_some_and(is_below));
+                let n_most = top_k.and_then(|top_k| usize::try_from(top_k).ok()).unwrap_or(usize::MAX);
+                Ok(json!({"records": passages.take(n_most).map(record).collect::<Vec<_>>()}))
             }
             _ if status.is_client_error() => {
                 let message = body["msg"].as_str().unwrap_or("the retrieval service rejected the request");
                 Err(ErrorResponse::new(status, message))
             }
-            _ => {
-                tracing::warn!("the retrieval service responded with status {status} and no readable passages");
+            unreadable => {
+                let problem = unreadable.err().map_or(String::new(), |problem| format!(": {problem}"));
+                tracing::warn!(
+                    "the retrieval service responded with status {status} and no readable passages{problem}"
+                );
                 let what = "the retrieval service failed; the server's log says how";
                 Err(ErrorResponse::new(StatusCode::BAD_GATEWAY, what))
             }
@@ -177,12 +192,9 @@ impl UpstreamResponse {
 }
 
 /// A passage as Dify's record; `metadata` has what else the service sent.
-fn record(passage: &Value) -> Value {
-    let mut metadata = passage.as_object().cloned().unwrap_or_default();
-    let mut take = |name: &str| metadata.remove(name).filter(|value| !value.is_null());
-    let content = take("content").unwrap_or_else(|| "".into());
-    let score = take("reranker_score").or_else(|| take("score")).unwrap_or_else(|| 0.into());
-    let title = take("title").or_else(|| passage.get("id").cloned()).unwrap_or_else(|| "".into());
-    let title = title.as_str().map_or_else(|| title.to_string(), str::to_owned);
-    json!({"content": content, "score": score, "title": title, "metadata": metadata})
+fn record(passage: RagPassage) -> Value {
+    let RagPassage { id, text, score, others: mut metadata } = passage;
+    let title = metadata.remove("title").filter(|title| !title.is_null());
+    let title = title.map_or(id, |title| title.as_str().map_or_else(|| title.to_string(), str::to_owned));
+    json!({"content": text, "score": score.unwrap_or(0.0), "title": title, "metadata": metadata})
 }

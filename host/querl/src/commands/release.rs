@@ -10,7 +10,7 @@ use querl_eval::{ComparisonVerdict, Metric};
 use querl_pipeline::release::{
     Action, Against, CheckOptions, HistoryEntry, PromoteOptions, ReleasesFolder, check, promote, rollback, tenants_of,
 };
-use querl_serve::{CandidateLimits, reload_server};
+use querl_serve::{CandidateLimits, check_server, reload_server};
 use serde_json::json;
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -59,7 +59,7 @@ struct FolderArgs {
 #[command(rename_all = "snake_case")]
 struct ServerArgs {
     /// A running `querl serve rewrite --releases DIR` that shall read the folder again
-    #[arg(long, value_name = "URL", requires = "admin_key_env")]
+    #[arg(long, value_name = "URL")]
     server: Option<String>,
     /// The environment variable that holds the server's admin key
     #[arg(long, visible_alias = "admin-key-env", value_name = "NAME", requires = "server")]
@@ -306,14 +306,20 @@ fn user() -> Option<String> {
 }
 
 impl ServerArgs {
-    /// Address and key, before anything is changed.
+    /// Address and key, which the server accepts, before anything is changed.
     fn open(&self) -> anyhow::Result<Option<(String, String)>> {
-        let server = self.server.clone().zip(self.admin_key_env.as_deref());
-        server.map(|(url, name)| Ok((url, key_in("--admin_key_env", name)?))).transpose()
+        let Some(url) = self.server.clone() else { return Ok(None) };
+        let missing =
+            || usage("--server requires --admin_key_env NAME, the environment variable with the server's admin key");
+        let key = key_in("--admin_key_env", self.admin_key_env.as_deref().ok_or_else(missing)?)?;
+        check_server(&url, &key).context("nothing is changed, since the server cannot be notified")?;
+        Ok(Some((url, key)))
     }
 }
 
 fn notify(server: Option<(String, String)>) -> anyhow::Result<()> {
     let Some((url, key)) = server else { return Ok(()) };
-    reload_server(&url, &key).context("the history is written, and the server does not serve it yet")
+    let what = "the history is written, and the server does not serve it yet; do not repeat this command: send the server SIGHUP, or \
+                `POST /admin/releases`";
+    reload_server(&url, &key).context(what)
 }

@@ -2,6 +2,7 @@
 
 mod request_log;
 mod reward;
+mod runs;
 
 use super::release::FollowArgs;
 use crate::args::{load_config, usage};
@@ -14,18 +15,18 @@ use querl_core::config::{
 };
 use querl_core::dir_lock::DirLockError;
 use querl_core::run_dir::RunDir;
-use querl_core::serving::{Rewriter, Role, Tenant};
+use querl_core::serving::Rewriter;
+use querl_core::text::nearest;
 use querl_data::ServiceContext;
 use querl_eval::classification::calibrated;
 use querl_model::ServingSettings;
 use querl_model::classifier::{
     BatchLimits, BatchStats, BatchWorker, Batcher, Classification, QueueError, RequestCallback,
 };
-use querl_pipeline::failure::check_run_or_config;
 use querl_pipeline::interrupt;
 use querl_pipeline::release::{FollowedReleases, ReleasesFolder};
 use querl_pipeline::retrieval::ModelShelf;
-use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions, deployed_runs};
+use querl_pipeline::serving::{ServedModels, ServedRun, ServingOptions};
 use querl_serve::{
     ClassifiedText, GENERAL_RAG_ROUTE, KnowledgeBase, PendingRequest, RewriteOptions, RewriteService, ServeError,
     ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, Traces, Upstream, bind, block_on,
@@ -34,11 +35,12 @@ use querl_serve::{
 use querl_style::{ClassifierOptions, StyleClassifier, TOKENS_PER_PASS};
 use request_log::RequestLogArgs;
 use reward::RewardArgs;
+pub(super) use runs::served_run;
+use runs::{NamedRuns, print_tenant, reload_when_asked, report_releases, run_folders};
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 #[derive(Debug, Args)]
@@ -134,7 +136,7 @@ pub struct StyleServerArgs {
 #[command(rename_all = "snake_case")]
 struct RewriteArgs {
     /// Finished runs: their folders or configurations, each of another tenant; or a folder of `querl deploy`
-    #[arg(value_name = "CONFIG|RUN_DIR|DIR", required_unless_present = "releases", conflicts_with = "releases")]
+    #[arg(value_name = "CONFIG|RUN_DIR|DIR", conflicts_with = "releases")]
     runs: Vec<PathBuf>,
     #[command(flatten)]
     follow: FollowArgs,
@@ -218,6 +220,7 @@ fn is_interrupted() -> bool {
 }
 
 fn announce(url: &str) -> std::io::Result<()> {
+    terminal::begin_server_log();
     let mut stdout = std::io::stdout();
     writeln!(stdout, "listening on http://{url}").and_then(|()| stdout.flush())
 }
@@ -265,6 +268,11 @@ const MAX_QUERIES: usize = 256;
 
 /// Trained rewriters over HTTP, until interrupted.
 fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
+    if args.runs.is_empty() && args.follow.releases.is_none() {
+        let what =
+            "nothing to serve; name finished runs or a folder of `querl deploy`, or follow releases by --releases DIR";
+        return Err(usage(what).into());
+    }
     let upstream = args.upstream.as_deref().map(|url| Upstream::new(url, UPSTREAM_TIMEOUT)).transpose();
     let service_options = RewriteOptions {
         max_body_bytes: 1 << 20,
@@ -292,7 +300,6 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
         api_keys: args.tenant_key_env.iter().map(key).collect::<anyhow::Result<_>>()?,
         dtype: args.dtype,
     };
-    args.listen.warn_if_open();
     // A wrong path is reported before anything is loaded.
     let folder = args.follow.releases.as_ref().map(ReleasesFolder::new);
     let released = folder.as_ref().map(|folder| FollowedReleases::current_runs(folder, served_run)).transpose()?;
@@ -303,11 +310,14 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
         Some(released) => released.into_iter().map(|(_, run)| run).collect(),
         None => paths.iter().map(|path| served_run(path)).collect::<anyhow::Result<Vec<_>>>()?,
     };
+    let tenants: Vec<String> = runs.iter().map(|run: &ServedRun| run.config.tenant.clone()).collect();
+    check_keys(args, &tenants)?;
     let service = RewriteService::new(service_options).map_err(|error| {
         let is_in_use = matches!(error.downcast_ref::<DirLockError>(), Some(DirLockError::InUse { .. }));
         if is_in_use { usage(error).into() } else { error }
     })?;
     let named = args.runs.clone();
+    let loaded: Vec<(PathBuf, String)> = paths.into_iter().zip(tenants).collect();
     let threads = args.threads;
     // A closed terminal ends the server.
     let has_terminal = std::io::stdin().is_terminal() || std::io::stderr().is_terminal();
@@ -326,11 +336,12 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
             service.set_ready(models.clone());
             drop(service);
             if let Some(reload) = reload {
+                let mut named = NamedRuns::new(named, loaded, &models);
                 let load = || match &releases {
                     Some(service) => {
                         service.upgrade().iter().for_each(|service| report_releases(service.reload_releases()))
                     }
-                    None => load_again(&models, &named),
+                    None => named.load_again(&models),
                 };
                 reload_when_asked(&models, reload, load);
             }
@@ -340,57 +351,32 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     served(service.run(args.listen.addr, |addr| announce(&addr.to_string()), work, is_interrupted))
 }
 
-fn print_tenant(Tenant { name, version, source, .. }: &Tenant) {
-    terminal::print(&format!("tenant {name}: version {version} of {source}"));
-}
-
-/// Calls `load` whenever the flag is set, for as long as the models compute.
-fn reload_when_asked(models: &ServedModels, reload: &AtomicBool, load: impl Fn()) {
-    while models.is_alive() {
-        std::thread::sleep(Duration::from_millis(200));
-        if reload.swap(false, Ordering::SeqCst) {
-            load();
+/// Refuses a key of a tenant that is not served and cannot be loaded later; names the tenants that are open to every client.
+fn check_keys(args: &RewriteArgs, tenants: &[String]) -> anyhow::Result<()> {
+    let has_key = |tenant: &&String| args.tenant_key_env.iter().any(|(name, _)| name == *tenant);
+    for (name, _) in args.tenant_key_env.iter().filter(|(name, _)| !tenants.contains(name)) {
+        let near = nearest(name, tenants.iter().map(String::as_str));
+        let near = near.first().map_or(String::new(), |near| format!("; did you mean `{near}`?"));
+        let problem = format!("--tenant_key_env: no tenant `{name}` is served{near}");
+        match args.admin_key_env.is_some() || args.follow.releases.is_some() {
+            true => terminal::print(&format!("warning: {problem}")),
+            false => return Err(usage(problem).into()),
         }
     }
-}
-
-/// `paths`: as they were named; a deployment may have other tenants by now.
-fn load_again(models: &ServedModels, paths: &[PathBuf]) {
-    for path in paths {
-        let runs = run_folders(path).unwrap_or_else(|problem| {
-            terminal::print(&format!("not loaded again: {problem:#}"));
-            Vec::new()
-        });
-        for run in runs {
-            match models.load(&run, Role::Current) {
-                Ok(tenant) => print_tenant(&tenant),
-                Err(problem) => terminal::print(&format!("not loaded again: {problem}")),
-            }
+    let open: Vec<String> = tenants.iter().filter(|tenant| !has_key(tenant)).map(|name| format!("`{name}`")).collect();
+    if args.listen.api_key_env.is_none() && !open.is_empty() {
+        let what = format!(
+            "no key is required of tenant {}; name one with --api_key_env or --tenant_key_env",
+            open.join(", ")
+        );
+        let address = args.listen.addr.ip();
+        if !address.is_loopback() {
+            terminal::print(&format!("warning: {address}: other machines may reach this address, and {what}"));
+        } else if !args.tenant_key_env.is_empty() {
+            terminal::print(&format!("warning: {what}"));
         }
     }
-}
-
-/// What cannot be loaded is reported, and the old model is still served.
-fn report_releases(loaded: Result<Vec<String>, String>) {
-    match loaded {
-        Ok(problems) => problems.iter().for_each(|problem| terminal::print(&format!("not loaded: {problem}"))),
-        Err(problem) => terminal::print(&format!("the releases are not read again: {problem}")),
-    }
-}
-
-/// The path, or the runs of a deployment there.
-fn run_folders(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
-    Ok(deployed_runs(path)?.unwrap_or_else(|| vec![path.to_owned()]))
-}
-
-/// The run in a folder, or that of a configuration.
-pub(super) fn served_run(path: &Path) -> anyhow::Result<ServedRun> {
-    check_run_or_config(path)?;
-    if path.is_dir() {
-        return ServedRun::in_folder(path);
-    }
-    let overrides = Overrides { model_hub: Some(model_hub::find), ..Overrides::default() };
-    ServedRun::in_folder(&load_config(path, overrides)?.output_dir)
+    Ok(())
 }
 
 fn tenant_key(text: &str) -> Result<(String, String), String> {

@@ -15,7 +15,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts `command` with a free port; `TEST_KEY` is in its environment.
+    /// Starts `command` with a free port; `TEST_KEY` is in its environment, and its log is `server.log` in the project.
     pub fn start(project: &Project, command: &[&str], args: &[&str]) -> Self {
         let args = [command, &["--addr", "127.0.0.1:0"], args].concat();
         let mut process = project
@@ -23,7 +23,7 @@ impl Server {
             .env("TEST_KEY", "secret")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
-            .stderr(Stdio::null())
+            .stderr(std::fs::File::create(project.path("server.log")).unwrap())
             .spawn()
             .unwrap();
         let lines = BufReader::new(process.stdout.take().unwrap()).lines();
