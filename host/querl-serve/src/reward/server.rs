@@ -9,8 +9,8 @@ use axum::http::{HeaderMap, StatusCode};
 use querl_core::ports::{EnvironmentError, RewardRange};
 use querl_core::records::{CallFailure, EpisodeRecord, FailureKind};
 use querl_core::scoring::{RewardRequest, RewardService};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
