@@ -187,6 +187,14 @@ fn a_run_is_exported_to_verl_with_scripts_and_parquet() {
         let checked = std::process::Command::new("bash").arg("-n").arg(project.path("verl").join(script)).status();
         assert!(checked.unwrap().success(), "{script}");
     }
+    // Symptom: hydra read the rest of the folder's name as syntax, or resolved it.
+    for name in ["a\"b", "${y}"] {
+        std::fs::rename(project.path("verl"), project.path(name)).unwrap();
+        let refused = std::process::Command::new("bash").arg(project.path(name).join("train.sh")).output().unwrap();
+        let message = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(2) && message.contains("which verl's settings cannot hold"), "{message}");
+        std::fs::rename(project.path(name), project.path("verl")).unwrap();
+    }
     let mapping = project.read("verl/mapping.md");
     assert!(mapping.contains("| `rl.kl_target` | `0.0` | none |") && !mapping.contains('@'), "{mapping}");
 }
