@@ -285,6 +285,17 @@ async fn wrong_requests_get_a_message() {
         (score(json!([{"query": "q1"}])), 422, "`requests`, index 0: missing field `response`"),
         (score(json!([{"query": 7, "response": ""}])), 422, "expected the id of a query of the run"),
         (score(json!([{"query": "q1", "response": "", "reply": 1}])), 422, "unknown field `reply`"),
+        // Regression: scored as 0.
+        (
+            score(json!([{"query": {"query": " "}, "response": ""}])),
+            422,
+            "index 0: `query` is empty; expected the user's query",
+        ),
+        (
+            score(json!([{"query": {"query": "鱼油", "columns": {"price": ["x", null]}}, "response": ""}])),
+            422,
+            "`requests`, index 0: column `price` is [\"x\",null]; expected a text, a number, true, false or a list of these",
+        ),
         (score(json!([1, 2, 3])), 413, "3 responses in one request; expected at most 2"),
         (("/v1/score", json!({})), 422, "`requests` is missing"),
         (("/v1/score", json!([])), 422, "the body is []"),
