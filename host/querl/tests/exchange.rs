@@ -183,6 +183,10 @@ fn a_run_is_exported_to_verl_with_scripts_and_parquet() {
     ] {
         assert!(script.contains(setting), "{setting}: {script}");
     }
+    // Regression: a line `querl`, which is on no package index, so that anybody could take that name there.
+    let requirements = project.read("verl/requirements.txt");
+    let own = requirements.lines().filter(|line| line.contains("querl"));
+    assert!(own.clone().count() > 0 && own.clone().all(|line| line.starts_with('#')), "{requirements}");
     for script in ["train.sh", "ray.sh", "merge.sh"] {
         let checked = std::process::Command::new("bash").arg("-n").arg(project.path("verl").join(script)).status();
         assert!(checked.unwrap().success(), "{script}");
