@@ -512,10 +512,7 @@ mod tests {
         for (text, problem) in [
             (r#"{"a": [0.5, NaN]}"#, "NaN is no JSON; write null or leave the key out, at byte "),
             (r#"{"a": -Infinity}"#, "Infinity is no JSON; write null or leave the key out, at byte "),
-            (
-                r#"[{"a": 1}]"#,
-                "a list; expected one object on each line, which `jq -c '.[]' FILE` makes of it",
-            ),
+            (r#"[{"a": 1}]"#, "a list; expected one object on each line, which `jq -c '.[]' FILE` makes of it"),
             ("[", "a list; expected one object on each line"),
             (r#"{"a": "\ud83d"}"#, "a `\\u` escape of half a character (a lone surrogate), or without four digits; "),
             (r#"{"a": x}"#, "expected value at byte "),
