@@ -245,4 +245,23 @@ def test_the_module_runs_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("querl ")
     monkeypatch.setenv("QUERL_PROGRAM", str(tmp_path / "missing"))
     ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 1 and len(ended.stderr.splitlines()) == 1 and "QUERL_PROGRAM" in ended.stderr
+    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1 and "QUERL_PROGRAM" in ended.stderr
+
+
+def test_console_scripts_are_no_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: without a program in the package its console script started itself for ever."""
+    from querl import _program
+
+    monkeypatch.delenv("QUERL_PROGRAM", raising=False)
+    monkeypatch.setattr(_program, "__file__", str(tmp_path / "package/_program.py"))
+    for folder, content in (("scripts", b"#!/bin/sh\n"), ("programs", b"\x7fELF")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "querl").write_bytes(content)
+        (tmp_path / folder / "querl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "scripts"))
+    missing = _program.program()
+    assert missing == tmp_path / "package/bin/querl"
+    with pytest.raises(querl.QuerlError, match="this package was built without it.*cargo build --release.*QUERL_PROGRAM"):
+        _program.check(missing)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'scripts'}:{tmp_path / 'programs'}")
+    assert _program.program() == tmp_path / "programs/querl"

@@ -203,6 +203,19 @@ def test_a_missing_library_is_one_sentence_with_the_command(run: Run, tmp_path: 
     assert errors.startswith(f"error: {sys.executable} does not have the library wandb; `{sys.executable} -m pip install wandb`"), errors
 
 
+def test_mlflow_skinny_without_a_server_is_one_sentence_with_the_command(run: Run, tmp_path: Path) -> None:
+    """Symptom: the last line was MLflow's own, `unsupported URI 'sqlite:...'`."""
+    run.lines("sft", 1, 2)
+    (tmp_path / "mlflow").mkdir()
+    # `mlflow-skinny` does not require sqlalchemy.
+    (tmp_path / "mlflow/__init__.py").write_text("import sys\nsys.modules['sqlalchemy'] = None\nMlflowClient = None\n")
+    (tmp_path / "mlflow/entities.py").write_text("Metric = Param = None\n")
+    process = track(run, "mlflow", "--offline", PYTHONPATH=os.pathsep.join([str(tmp_path), str(trackers.SOURCES)]))
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and errors.startswith("error: mlflow-skinny has no database"), errors
+    assert errors.count("\n") == 1 and "-m pip install mlflow`" in errors, errors
+
+
 def test_a_damaged_state_is_named_with_the_remedy(run: Run) -> None:
     if not (to := next((name for name in trackers.NAMES if importlib.util.find_spec(name)), "")):
         pytest.skip("no tracker is installed")

@@ -331,23 +331,51 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
 /// What the JSON parser says, without the names of Rust types.
 pub fn json_problem(error: &serde_json::Error) -> String {
     let message = error.to_string();
-    let Some((before, named)) = message.split_once("expected struct ") else { return message };
-    let rest = named.find(' ').map_or("", |end| &named[end..]);
-    format!("{before}expected an object{rest}")
+    if let Some((before, named)) = message.split_once("expected struct ") {
+        let rest = named.find(' ').map_or("", |end| &named[end..]);
+        return format!("{before}expected an object{rest}");
+    }
+    TYPES.into_iter().fold(message, |message, (name, words)| message.replace(name, words))
 }
+
+/// Types of Rust in messages of the parser.
+const TYPES: [(&str, &str); 6] = [
+    ("expected usize", "expected a whole number"),
+    ("expected u64", "expected a whole number"),
+    ("expected u32", "expected a whole number"),
+    ("expected i64", "expected an integer"),
+    ("expected f64", "expected a number"),
+    ("expected a map", "expected an object"),
+];
 
 /// Describes a parse error of a line; the position reported by serde_json is relative to the line.
 pub(crate) fn fault(text: &[u8], error: &serde_json::Error) -> String {
     if let Err(error) = std::str::from_utf8(text) {
         return format!("byte {} is not UTF-8; save the file as UTF-8", error.valid_up_to() + 1);
     }
+    if text.trim_ascii_start().starts_with(b"[") {
+        return "a list; expected one object on each line, which `jq -c '.[]' FILE` makes of it".into();
+    }
     if error.is_eof() {
         return "the line ends too early; a record is one line".into();
     }
     let message = json_problem(error);
-    let what = message.split(" at line ").next().unwrap_or(&message);
+    // The column is that of the first character of the name, or the one after.
+    let near = text.get(error.column().saturating_sub(2)..).unwrap_or_default();
+    let not_finite = ["NaN", "Infinity"].into_iter().filter(|_| error.is_syntax()).find(|name| {
+        let name = name.as_bytes();
+        near.starts_with(name) || near.get(1..).is_some_and(|near| near.starts_with(name))
+    });
+    let what = match not_finite {
+        Some(name) => format!("{name} is no JSON; write null or leave the key out,"),
+        None if message.contains("hex escape") => {
+            "a `\\u` escape of half a character (a lone surrogate), or without four digits; write the character itself,"
+                .into()
+        }
+        None => message.split(" at line ").next().unwrap_or(&message).to_owned(),
+    };
     match error.column() {
-        0 => what.to_owned(),
+        0 => what,
         column => format!("{what} at byte {column}"),
     }
 }
@@ -449,6 +477,9 @@ mod tests {
         assert_eq!(message("9"), "invalid type: integer `9`, expected an object at line 1 column 1");
         assert!(message("[]").starts_with("invalid length 0, expected an object with 1 element"), "{}", message("[]"));
         assert!(message("{}").starts_with("missing field `_n`"), "{}", message("{}"));
+        assert!(
+            message("{\"_n\": \"16\"}").starts_with("invalid type: string \"16\", expected a whole number at line 1")
+        );
     }
 
     #[test]
@@ -473,6 +504,23 @@ mod tests {
         let lines: Vec<_> = open_jsonl::<String>(&path).unwrap().map(Result::unwrap).collect();
         let expected = [(1, 0, "鱼"), (3, 10, "油")];
         assert_eq!(lines.iter().map(|l| (l.line, l.offset, l.value.as_str())).collect::<Vec<_>>(), expected);
+    }
+
+    /// Regression: messages were "expected value", "invalid type: sequence, expected a map" and "unexpected end of hex escape".
+    #[test]
+    fn nan_lists_and_halves_of_characters_are_named() {
+        for (text, problem) in [
+            (r#"{"a": [0.5, NaN]}"#, "NaN is no JSON; write null or leave the key out, at byte "),
+            (r#"{"a": -Infinity}"#, "Infinity is no JSON; write null or leave the key out, at byte "),
+            (r#"[{"a": 1}]"#, "a list; expected one object on each line, which `jq -c '.[]' FILE` makes of it"),
+            ("[", "a list; expected one object on each line"),
+            (r#"{"a": "\ud83d"}"#, "a `\\u` escape of half a character (a lone surrogate), or without four digits; "),
+            (r#"{"a": x}"#, "expected value at byte "),
+        ] {
+            let error = serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text).unwrap_err();
+            let found = fault(text.as_bytes(), &error);
+            assert!(found.starts_with(problem), "{text}: {found}");
+        }
     }
 
     #[test]

@@ -53,6 +53,7 @@ pub enum RewardQuery {
 #[serde(deny_unknown_fields)]
 pub struct InlineQuery {
     /// The user's query.
+    #[serde(deserialize_with = "not_blank")]
     pub query: String,
     /// User profile; may be empty.
     #[serde(default)]
@@ -72,6 +73,14 @@ pub struct InlineQuery {
     /// The teacher's rewrite, for rewards that read it.
     #[serde(default)]
     pub baseline: Option<String>,
+}
+
+fn not_blank<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
+    let query = String::deserialize(deserializer)?;
+    if query.trim().is_empty() {
+        return Err(D::Error::custom("`query` is empty; expected the user's query"));
+    }
+    Ok(query)
 }
 
 impl RewardQuery {
@@ -157,7 +166,9 @@ mod tests {
 
     #[test]
     fn another_label_is_refused_with_what_is_expected() {
-        for label in [json!(["4cf6"]), json!(7), json!(null), json!("{\"quer\": 1}"), json!({"query": 3})] {
+        for label in
+            [json!(["4cf6"]), json!(7), json!(null), json!("{\"quer\": 1}"), json!({"query": 3}), json!({"query": " "})]
+        {
             let refusal = RewardQuery::of_label(&label).unwrap_err();
             assert!(refusal.contains("expected"), "{label}: {refusal}");
         }

@@ -159,6 +159,9 @@ pub(crate) fn unloaded(path: &Path, error: Error) -> ModelError {
         Error::Io(source) => ModelError::io(path)(source),
         error => {
             let cause = first_line(&error);
+            if cause.starts_with("unsupported") && cause.contains("dtype") {
+                return ModelError::bad_file(path, format!("{cause}; save its tensors as f32, bf16 or f16"));
+            }
             ModelError::bad_file(path, format!("damaged or truncated safetensors file ({cause}); {DOWNLOAD_AGAIN}"))
         }
     }

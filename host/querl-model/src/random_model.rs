@@ -34,9 +34,11 @@ const TINY: Row = ("tiny", 128, 256, 2, 2, 1, 2048, true);
 
 impl DecoderConfig {
     /// The shape of a published model, or of `tiny`, which is not one. `None` for any other name than those of
-    /// [`DecoderConfig::shape_names`].
+    /// [`DecoderConfig::shape_names`]; case does not matter.
     pub fn of_shape(name: &str) -> Option<Self> {
-        let of = |rows: &[Row], family| rows.iter().find(|row| row.0 == name).map(|&row| Self::from_row(row, family));
+        let of = |rows: &[Row], family| {
+            rows.iter().find(|row| row.0.eq_ignore_ascii_case(name)).map(|&row| Self::from_row(row, family))
+        };
         of(&QWEN2_5, Family::Qwen2).or_else(|| of(&QWEN3, Family::Qwen3)).or_else(|| of(&[TINY], Family::Qwen2))
     }
 

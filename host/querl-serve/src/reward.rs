@@ -106,9 +106,7 @@ async fn score(State(server): State<Arc<RewardServer>>, connection: ConnectionHa
 
 async fn openrlhf(State(server): State<Arc<RewardServer>>, connection: ConnectionHandle, request: Request) -> Response {
     let parse = |fields| Ok(((), openrlhf::requests(fields, &server.options)?));
-    let answer = |(), records: &[EpisodeRecord]| {
-        openrlhf::response(records, &server.component_names(), server.options.rejected_reward)
-    };
+    let answer = |(), records: &[EpisodeRecord]| openrlhf::response(records, server.options.rejected_reward);
     scored((&server, &connection), (request, openrlhf::EXPECTED), parse, answer).await
 }
 

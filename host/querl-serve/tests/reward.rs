@@ -187,12 +187,12 @@ async fn scores_and_rejections_are_results() {
 async fn openrlhf_gets_lists_and_the_response_without_its_prompt_and_end_token() {
     let server = Server::start(with_rejected_reward()).await;
     let (status, found) = server.ask("/openrlhf", &openrlhf(&["食用方法", "reject"])).await;
-    let logs = json!({"length": [0.04, -1.0], "win": [1.0, -1.0], "rejected": [0.0, 1.0]});
+    // Regression: with components a response that lacks one logged a number that nothing had computed, and the names grew with the requests.
+    let logs = json!({"rejected": [0.0, 1.0]});
     assert_eq!((status, &found), (200, &json!({"rewards": [0.04, -1.0], "scores": [0.04, -1.0], "extra_logs": logs})));
     assert_eq!(server.service.requests.lock().unwrap()[0].response, "食用方法");
-    // The same names, whichever response is logged.
     let (_, found) = server.ask("/openrlhf", &openrlhf(&["reject"])).await;
-    assert_eq!(found["extra_logs"], json!({"length": [-1.0], "win": [-1.0], "rejected": [1.0]}));
+    assert_eq!(found["extra_logs"], json!({"rejected": [1.0]}));
     // With more servers than queries a server gets empty lists.
     let (status, found) = server.ask("/openrlhf", &openrlhf(&[])).await;
     assert_eq!((status, &found["rewards"]), (200, &json!([])));
@@ -285,6 +285,17 @@ async fn wrong_requests_get_a_message() {
         (score(json!([{"query": "q1"}])), 422, "`requests`, index 0: missing field `response`"),
         (score(json!([{"query": 7, "response": ""}])), 422, "expected the id of a query of the run"),
         (score(json!([{"query": "q1", "response": "", "reply": 1}])), 422, "unknown field `reply`"),
+        // Regression: scored as 0.
+        (
+            score(json!([{"query": {"query": " "}, "response": ""}])),
+            422,
+            "index 0: `query` is empty; expected the user's query",
+        ),
+        (
+            score(json!([{"query": {"query": "鱼油", "columns": {"price": ["x", null]}}, "response": ""}])),
+            422,
+            "`requests`, index 0: column `price` is [\"x\",null]; expected a text, a number, true, false or a list of these",
+        ),
         (score(json!([1, 2, 3])), 413, "3 responses in one request; expected at most 2"),
         (("/v1/score", json!({})), 422, "`requests` is missing"),
         (("/v1/score", json!([])), 422, "the body is []"),

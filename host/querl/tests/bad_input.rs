@@ -304,7 +304,10 @@ fn unusable_tables_and_knowledge_bases_show_before_the_run() {
     let expected = "retrieval.knowledge_base is a file of JSON lines with id, title and text";
     for (text, problem) in [
         ("id,text\np1,a\n", ":1: not JSON (expected value at byte 1); "),
-        ("[\n{\"id\": \"p1\", \"text\": \"a\"}\n]\n", ":1: not JSON (the line ends too early; a record is one line); "),
+        (
+            "[\n{\"id\": \"p1\", \"text\": \"a\"}\n]\n",
+            ":1: not JSON (a list; expected one object on each line, which `jq -c '.[]' FILE` makes of it); ",
+        ),
         ("[{\"id\": \"p1\", \"text\": \"a\"}]\n", ":1: not a JSON object with keys; "),
         ("{\"id\": \"p1\", \"body\": \"a\"}\n", ":1: has the keys body, id; "),
         ("{\"title\": \"p1\", \"text\": \"a\"}\n", ":1: has the keys text, title; "),

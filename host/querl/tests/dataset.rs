@@ -135,6 +135,8 @@ fn a_dataset_that_cannot_be_read_is_refused_with_its_row() {
         r#"{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]}"#,
     );
     assert!(order.starts_with("bad.jsonl:1: `messages[1].role` is `user`; expected `assistant`"), "{order}");
+    let blank = refused("{\"prompt\": \"q\", \"completion\": \"r\"}\n{\"prompt\": \" \", \"completion\": \"r\"}");
+    assert_eq!(blank, "bad.jsonl:2: the last message of the user is empty; write one, or leave the row out");
     let missing = project.refusal(&["run", "querl.toml", "--set", "data.dataset.train=none.jsonl"], 2);
     assert_eq!(missing, "--set data.dataset.train is \"none.jsonl\"; no such file; create it or correct the path");
     assert!(!project.path("run/data").exists());

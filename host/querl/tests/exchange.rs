@@ -73,9 +73,18 @@ fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
     let evaluated = project.querl(&["eval", "run/config.resolved.toml", "--out", "run"]).ok();
     assert!(evaluated.stderr.contains("best of rl changed") && evaluated.stdout.contains("rl"), "{evaluated:#?}");
     project.querl(&["report", "run"]).ok();
-    // A later import keeps both earlier results.
-    let again = project.json(&["import", "peft", "trained", "--run", "run"]);
-    assert_eq!(again["previous"], "run/previous/rl-before-import-2", "{again}");
+    // A later import keeps both earlier results. That of another base is said.
+    let settings = project.read("trained/adapter_config.json");
+    let mut settings: Value = serde_json::from_str(&settings).unwrap();
+    settings["base_model_name_or_path"] = "some/other-model".into();
+    project.write("trained/adapter_config.json", &settings.to_string());
+    let again = project.querl(&["import", "peft", "trained", "--run", "run"]).ok();
+    assert!(
+        again.stderr.contains("base_model_name_or_path is some/other-model, and the base of this run is "),
+        "{again:#?}"
+    );
+    assert!(again.stdout.contains("run/previous/rl-before-import-2"), "{again:#?}");
+    assert_eq!(fact(&project, "its base model"), Some(json!("some/other-model")));
 }
 
 #[test]
@@ -174,9 +183,21 @@ fn a_run_is_exported_to_verl_with_scripts_and_parquet() {
     ] {
         assert!(script.contains(setting), "{setting}: {script}");
     }
+    // Regression: a line `querl`, which is on no package index, so that anybody could take that name there.
+    let requirements = project.read("verl/requirements.txt");
+    let own = requirements.lines().filter(|line| line.contains("querl"));
+    assert!(own.clone().count() > 0 && own.clone().all(|line| line.starts_with('#')), "{requirements}");
     for script in ["train.sh", "ray.sh", "merge.sh"] {
         let checked = std::process::Command::new("bash").arg("-n").arg(project.path("verl").join(script)).status();
         assert!(checked.unwrap().success(), "{script}");
+    }
+    // Symptom: hydra read the rest of the folder's name as syntax, or resolved it.
+    for name in ["a\"b", "${y}"] {
+        std::fs::rename(project.path("verl"), project.path(name)).unwrap();
+        let refused = std::process::Command::new("bash").arg(project.path(name).join("train.sh")).output().unwrap();
+        let message = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(refused.status.code() == Some(2) && message.contains("which verl's settings cannot hold"), "{message}");
+        std::fs::rename(project.path(name), project.path("verl")).unwrap();
     }
     let mapping = project.read("verl/mapping.md");
     assert!(mapping.contains("| `rl.kl_target` | `0.0` | none |") && !mapping.contains('@'), "{mapping}");
@@ -268,8 +289,12 @@ fn an_adapter_that_cannot_be_imported_changes_nothing() {
     config["lora_alpha"] = 0.into();
     project.write("trained/adapter_config.json", &config.to_string());
     assert!(refused("peft", "trained").contains("lora_alpha is 0; with it the adapter changes nothing"));
+    // The model that train.sh of `querl export openrlhf` makes of base and SFT adapter.
+    (config["lora_alpha"], config["base_model_name_or_path"]) = (8.into(), "/elsewhere/served/merged".into());
+    project.write("trained/adapter_config.json", &config.to_string());
+    assert!(refused("peft", "trained").contains("a model that an adapter was merged into"));
     // Another rank than that of the weights.
-    (config["lora_alpha"], config["r"]) = (8.into(), 2.into());
+    config["r"] = 2.into();
     project.write("trained/adapter_config.json", &config.to_string());
     assert!(refused("peft", "trained").contains("the rank is not the configuration's"));
     assert_eq!((project.read("run/stages.json"), project.read("run/metrics.jsonl")), before);

@@ -121,7 +121,7 @@ fn lookups_without_a_trial_rollout_are_in_the_spend_file() {
 #[test]
 fn a_cluster_is_predicted_with_memory_phases_and_hours() {
     let project = Project::new();
-    let text = project.querl(&["plan", "querl.toml", "--on", "2x8xH100", "--model", "qwen2.5-7b"]).ok().stdout;
+    let text = project.querl(&["plan", "querl.toml", "--on", "2x8xH100", "--model", "Qwen2.5-7B"]).ok().stdout;
     assert!(text.starts_with("on 2x8xH100: 7.62 billion weights, 16 GPU(s)\n"), "{text}");
     for part in ["memory per GPU: ", "rollout decode", "critic update", "2 steps take", "GPU(s) hardly help: "] {
         assert!(text.contains(part), "{part}: {text}");
@@ -131,6 +131,8 @@ fn a_cluster_is_predicted_with_memory_phases_and_hours() {
     let text = project.querl(&args).ok().stdout;
     assert!(text.contains("does not fit on up to 1024 of these GPUs either; ") && !text.contains("hours"), "{text}");
     assert!(project.json(&args)["hours"].is_null());
+    let own = project.querl(&["plan", "querl.toml", "--on", "h100"]).ok().stdout;
+    assert!(own.lines().next().unwrap().contains(" million weights, 1 GPU(s)"), "{own}");
     let own = project.json(&["plan", "querl.toml", "--on", "h100"]);
     assert_eq!(own["cluster"]["n_per_node"], 1, "{own}");
     assert_eq!(own["size"]["is_measured"], false, "{own}");

@@ -1,9 +1,11 @@
 //! The other columns of a query's row.
 
+use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
+use serde_json::{Number, Value};
 
 /// A value of a table that is no list.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 #[allow(missing_docs)]
 pub enum Scalar {
@@ -13,7 +15,7 @@ pub enum Scalar {
 }
 
 /// A value of a table. Cells of a text format such as CSV are text.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 #[allow(missing_docs)]
 pub enum ColumnValue {
@@ -23,7 +25,28 @@ pub enum ColumnValue {
     Items(Vec<Scalar>),
 }
 
+/// Integers up to this are f64 without loss.
+const LARGEST_INTEGER: u64 = 1 << 53;
+
 impl Scalar {
+    /// A number of JSON; an integer beyond 2^53, as ids are, is its text: as f64 it would be another one.
+    pub fn of_number(number: &Number) -> Self {
+        let integer = number.as_u64().or_else(|| number.as_i64().map(i64::unsigned_abs));
+        match number.as_f64().filter(|_| integer.is_none_or(|integer| integer <= LARGEST_INTEGER)) {
+            Some(number) => Self::Number(number),
+            None => Self::Text(number.to_string()),
+        }
+    }
+
+    fn of_json(value: &Value) -> Option<Self> {
+        match value {
+            Value::Bool(flag) => Some(Self::Flag(*flag)),
+            Value::Number(number) => Some(Self::of_number(number)),
+            Value::String(text) => Some(Self::Text(text.clone())),
+            Value::Null | Value::Array(_) | Value::Object(_) => None,
+        }
+    }
+
     fn n_bytes(&self) -> usize {
         match self {
             Self::Flag(_) => 1,
@@ -32,6 +55,33 @@ impl Scalar {
         }
     }
 }
+
+impl From<Scalar> for ColumnValue {
+    fn from(scalar: Scalar) -> Self {
+        match scalar {
+            Scalar::Flag(flag) => Self::Flag(flag),
+            Scalar::Number(number) => Self::Number(number),
+            Scalar::Text(text) => Self::Text(text),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for ColumnValue {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Value::deserialize(deserializer)?;
+        let read = match &value {
+            Value::Array(items) => items.iter().map(Scalar::of_json).collect::<Option<_>>().map(Self::Items),
+            scalar => Scalar::of_json(scalar).map(Self::from),
+        };
+        read.ok_or_else(|| {
+            let shown: String = value.to_string().chars().take(SHOWN).collect();
+            D::Error::custom(format!("is {shown}; expected a text, a number, true, false or a list of these"))
+        })
+    }
+}
+
+/// Characters of a value in an error.
+const SHOWN: usize = 60;
 
 impl ColumnValue {
     fn n_bytes(&self) -> usize {
@@ -86,8 +136,10 @@ impl<'de> Deserialize<'de> for Columns {
 
             fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Columns, A::Error> {
                 let mut columns = Vec::new();
-                while let Some(column) = map.next_entry()? {
-                    columns.push(column);
+                while let Some(name) = map.next_key::<String>()? {
+                    let of_column = |error: A::Error| A::Error::custom(format!("column `{name}` {error}"));
+                    let value = map.next_value().map_err(of_column)?;
+                    columns.push((name, value));
                 }
                 Ok(Columns(columns))
             }
@@ -102,4 +154,42 @@ pub(super) fn serialize_columns<S: serde::Serializer>(
     serializer: S,
 ) -> Result<S::Ok, S::Error> {
     serializer.collect_map(columns.iter().map(|(name, value)| (name, value)))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    fn read(text: &str) -> Result<Columns, String> {
+        serde_json::from_str(text).map_err(|error| error.to_string())
+    }
+
+    /// Regression: 9007199254740993 was read as 9007199254740992.
+    #[test]
+    fn integers_beyond_the_exact_ones_of_f64_are_texts() {
+        let columns =
+            read(r#"{"a": 9007199254740992, "b": 9007199254740993, "c": [-9007199254740993, 7], "d": 1e300}"#).unwrap();
+        let text = |text: &str| Scalar::Text(text.into());
+        let expected = [
+            ("a".to_owned(), ColumnValue::Number(9_007_199_254_740_992.0)),
+            ("b".to_owned(), text("9007199254740993").into()),
+            ("c".to_owned(), ColumnValue::Items(vec![text("-9007199254740993"), Scalar::Number(7.0)])),
+            ("d".to_owned(), ColumnValue::Number(1e300)),
+        ];
+        assert_eq!(columns.0, expected);
+    }
+
+    /// Regression: the message was "data did not match any variant of untagged enum ColumnValue".
+    #[test]
+    fn a_value_of_another_form_is_refused_with_its_column() {
+        for (value, shown) in
+            [("null", "null"), ("[[1]]", "[[1]]"), ("{\"b\": 1}", "{\"b\":1}"), ("[\"x\", null]", "[\"x\",null]")]
+        {
+            let error = read(&format!("{{\"price\": {value}}}")).unwrap_err();
+            let expected =
+                format!("column `price` is {shown}; expected a text, a number, true, false or a list of these");
+            assert!(error.starts_with(&expected), "{error}");
+        }
+    }
 }

@@ -237,7 +237,7 @@ pub(super) fn typed(value: &Value, form: CellForm) -> Option<ColumnValue> {
     let scalar = |item: &Value| match item {
         Value::Null => None,
         Value::Bool(flag) => Some(Scalar::Flag(*flag)),
-        Value::Number(number) => number.as_f64().map(Scalar::Number),
+        Value::Number(number) => Some(Scalar::of_number(number)),
         Value::String(text) => Some(Scalar::Text(text.clone())),
         nested => Some(Scalar::Text(nested.to_string())),
     };
@@ -245,7 +245,7 @@ pub(super) fn typed(value: &Value, form: CellForm) -> Option<ColumnValue> {
         _ if form == CellForm::Text => None,
         Value::Array(items) => Some(ColumnValue::Items(items.iter().filter_map(scalar).collect())),
         Value::Bool(flag) => Some(ColumnValue::Flag(*flag)),
-        Value::Number(number) => number.as_f64().map(ColumnValue::Number),
+        Value::Number(number) => Some(Scalar::of_number(number).into()),
         Value::Null | Value::String(_) | Value::Object(_) => None,
     }
 }

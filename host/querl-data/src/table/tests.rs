@@ -895,7 +895,7 @@ mod columns {
     fn lines_have_typed_values_of_all_but_the_columns_of_the_query() {
         let folder = Folder::new();
         let rows = [
-            json!({"original_query": "甲", "user_profile": "孕妇", "gold_ids": "p1", "price": 12, "is_new": true, "tags": ["a", 2, false, {"b": 1}],
+            json!({"original_query": "甲", "user_profile": "孕妇", "gold_ids": "p1", "price": 12, "sku": 9_007_199_254_740_993_u64, "is_new": true, "tags": ["a", 2, false, {"b": 1}],
                 "note": "早上 ", "more": {"k": [1]}}),
             json!({"original_query": "乙", "price": null, "note": " ", "other": "x"}),
         ];
@@ -911,6 +911,7 @@ mod columns {
             ("more", text("{\"k\":[1]}")),
             ("note", text("早上 ")),
             ("price", ColumnValue::Number(12.0)),
+            ("sku", text("9007199254740993")),
             ("tags", ColumnValue::Items(tags)),
         ];
         assert_eq!(first, expected);

@@ -350,7 +350,18 @@ impl Tensors {
     fn check(&self, shapes: &BTreeMap<String, Vec<usize>>, config: &DecoderConfig) -> Result<(), String> {
         for (name, tensor) in &self.0 {
             let Some(shape) = shapes.get(name) else {
-                return Err(format!("tensor `{name}` belongs to no layer that `{CONFIG_FILE}` adapts on this model"));
+                let in_memory = [".lora_A.", ".lora_B."].into_iter().any(|part| {
+                    name.split_once(part).is_some_and(|(_, rest)| rest != "weight" && rest.ends_with(".weight"))
+                });
+                let remedy = match in_memory {
+                    true => {
+                        "; it has the name of a module in memory, of PEFT's state_dict(): save the adapter with save_pretrained()"
+                    }
+                    false => "",
+                };
+                return Err(format!(
+                    "tensor `{name}` belongs to no layer that `{CONFIG_FILE}` adapts on this model{remedy}"
+                ));
             };
             fits(name, tensor, shape, config)?;
         }

@@ -193,6 +193,18 @@ fn an_adapter_of_another_model_is_refused_in_one_sentence() {
         "model.safetensors: tensor `model.embed_tokens.weight` has shape [128, 32]; this model expects [64, 32]: the adapter was \
          trained with another vocabulary; take the base that it was trained on, with its embeddings resized"
     );
+    let in_memory = |tensors: &mut BTreeMap<String, Tensor>| {
+        let renamed = std::mem::take(tensors).into_iter();
+        let renamed = renamed.map(|(name, tensor)| (name.replace(".lora_A.weight", ".lora_A.default.weight"), tensor));
+        tensors.extend(renamed);
+    };
+    let error = refusal_of("qwen3-tied", "qwen3-tied", none, in_memory);
+    assert!(
+        error.contains(".lora_A.default.weight` belongs to no layer") && error.ends_with("save_pretrained()"),
+        "{error}"
+    );
+    let words = refusal_of("qwen3-tied", "qwen3-tied", |config| config["r"] = "16".into(), same);
+    assert!(words.contains("invalid type: string \"16\", expected a whole number"), "{words}");
     let missing = |tensors: &mut BTreeMap<String, Tensor>| drop(tensors.pop_last());
     assert!(refusal_of("qwen3-tied", "qwen3-tied", none, missing).contains("which `adapter_config.json` requires"));
 }

@@ -42,10 +42,11 @@ pub struct Imported {
 /// Makes the adapter in `folder` the finished stage `rl` of the run.
 ///
 /// # Errors
-/// There is no adapter, it does not fit the run's model, has NaN or Inf or a scale of 0, or `sft` is not finished.
+/// There is no adapter, it does not fit the run's model, is one of a merged model, has NaN or Inf or a scale that is not above 0, or `sft` is not
+/// finished.
 pub fn import_adapter(run: &Run, format: CheckpointFormat, folder: &Path) -> anyhow::Result<Imported> {
     let adapter = find_adapter(format, folder)?;
-    check_alpha(format, &adapter)?;
+    let settings = check_settings(format, &adapter)?;
     let ledger = Ledger::open(&run.dir.stages())?;
     let base = match ledger.entry(StageName::Sft.as_str()) {
         Some(entry) if entry.finished => Base::of(&run.config, &run.dir, StageName::Sft)?.model,
@@ -58,10 +59,15 @@ pub fn import_adapter(run: &Run, format: CheckpointFormat, folder: &Path) -> any
     };
     let shapes = DecoderConfig::load(&base.join("config.json")).map_err(Stop::usage)?;
     let loaded = LoraAdapter::load(&adapter, &shapes).map_err(Stop::usage)?;
+    let own_base = settings["base_model_name_or_path"].as_str().filter(|name| !name.is_empty());
+    if let Some(warning) = own_base.map(|name| check_base(&adapter, name, &base)).transpose()?.flatten() {
+        run.reporter.message(&warning);
+    }
     let log = find_log(format, folder, &adapter);
     let last_step = checkpoint_step(format, folder).unwrap_or(u64::MAX);
     let metrics = log.as_deref().map(|log| read_log(log, last_step)).transpose()?.unwrap_or_default();
-    let facts = facts(format, folder, &adapter, &metrics)?;
+    let mut facts = facts(format, folder, &adapter, &metrics)?;
+    facts.add("its base model", own_base.map(str::to_owned));
     let best = training::best(&run.dir.rl());
     let previous = import_stage(run, StageName::Rl, facts, || {
         let name = base.file_name().unwrap_or(base.as_os_str()).to_string_lossy().into_owned();
@@ -117,23 +123,69 @@ fn find_adapter(format: CheckpointFormat, folder: &Path) -> Result<PathBuf, Stop
     }))
 }
 
-/// Refuses a scale of 0, with which the adapter changes nothing.
-fn check_alpha(format: CheckpointFormat, adapter: &Path) -> anyhow::Result<()> {
+/// The keys of `adapter_config.json`. Refuses a scale of 0, with which the adapter changes nothing, or below, and another task.
+fn check_settings(format: CheckpointFormat, adapter: &Path) -> anyhow::Result<Value> {
     let path = adapter.join(CONFIG);
     let text = read_text_bounded(&path, MAX_BYTES).with_context(|| format!("{}: cannot be read", path.display()))?;
-    let alpha = serde_json::from_str::<Value>(&text).ok().and_then(|config| config["lora_alpha"].as_f64());
-    // What is not a number is refused where the adapter is read.
-    if alpha != Some(0.0) {
-        return Ok(());
+    // What is not JSON, or is of another type, is refused where the adapter is read.
+    let settings: Value = serde_json::from_str(&text).unwrap_or_default();
+    let refuse =
+        |what: String| -> anyhow::Result<Value> { Err(Stop::usage(format!("{}: {what}", path.display())).into()) };
+    let patterns = settings["alpha_pattern"].as_object().into_iter().flatten();
+    let of_layers = patterns.map(|(layer, alpha)| (format!("alpha_pattern of `{layer}`"), alpha));
+    let alphas = std::iter::once(("lora_alpha".to_owned(), &settings["lora_alpha"])).chain(of_layers);
+    let too_low = alphas.filter_map(|(key, alpha)| Some((key, alpha.as_f64()?))).find(|(_, alpha)| *alpha <= 0.0);
+    if let Some((key, alpha)) = too_low {
+        let reason = match format {
+            _ if alpha < 0.0 => "expected a number above 0",
+            CheckpointFormat::Verl => {
+                "verl's merger writes this where the checkpoint has no lora_train_meta.json: put that file next to its weights, with `r`, \
+                 `lora_alpha` and `task_type` of the training, and merge again"
+            }
+            CheckpointFormat::Peft => "with it the adapter changes nothing; set the value of the training",
+        };
+        return refuse(format!("{key} is {alpha}; {reason}"));
     }
-    let reason = match format {
-        CheckpointFormat::Verl => {
-            "verl's merger writes this where the checkpoint has no lora_train_meta.json: put that file next to its weights, with `r`, \
-             `lora_alpha` and `task_type` of the training, and merge again"
+    match settings["task_type"].as_str() {
+        None | Some("CAUSAL_LM") => Ok(settings),
+        Some(task) => {
+            refuse(format!("task_type is `{task}`; expected `CAUSAL_LM`, an adapter of a model that generates text"))
         }
-        CheckpointFormat::Peft => "with it the adapter changes nothing; set the value of the training",
-    };
-    Err(Stop::usage(format!("{}: lora_alpha is 0; {reason}", path.display())).into())
+    }
+}
+
+/// Refuses an adapter of a merged model, `merged` of a folder of `querl export openrlhf`, and returns a warning about one of another base by its
+/// name. Shapes alone do not tell two models of one architecture apart.
+fn check_base(adapter: &Path, name: &str, base: &Path) -> Result<Option<String>, Stop> {
+    let own = Path::new(name);
+    let names = |path: &Path| [file_name(path).to_lowercase(), model_name(path).to_lowercase()];
+    let expected = names(base);
+    // An exported folder has the copy of the base model as `model`.
+    if names(own).iter().any(|name| expected.contains(name) || name == "model") {
+        return Ok(None);
+    }
+    let (config, base) = (adapter.join(CONFIG), base.display());
+    let (config, found) = (config.display(), format!("base_model_name_or_path is {name}"));
+    if file_name(own) == "merged" {
+        return Err(Stop::usage(format!(
+            "{config}: {found}, a model that an adapter was merged into; without it on {base} the fine-tuning before is missing. Serve or evaluate \
+             that model with the adapter as it is, or train on the base model itself"
+        )));
+    }
+    Ok(Some(format!(
+        "warning: {config}: {found}, and the base of this run is {base}; where these are different models, the results of rl are meaningless"
+    )))
+}
+
+fn file_name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// The last part of a path, or of the hub's name of the model for a snapshot in its cache: `models--Qwen--Qwen3-0.6B/snapshots/REVISION`.
+fn model_name(path: &Path) -> String {
+    let is_snapshot = |parent: &&Path| parent.file_name().is_some_and(|name| name == "snapshots");
+    let Some(repository) = path.parent().filter(is_snapshot).and_then(Path::parent) else { return file_name(path) };
+    file_name(repository).rsplit("--").next().unwrap_or_default().to_owned()
 }
 
 const MAX_BYTES: u64 = 1 << 30;
@@ -217,7 +269,10 @@ fn read_state(path: &Path) -> anyhow::Result<Vec<(u64, Row)>> {
     let state: Value = serde_json::from_str(&null_non_finite(&read_text(path)?)).map_err(|error| {
         Stop::usage(format!("{}: not JSON ({error}); move the file away to import without metrics", path.display()))
     })?;
-    let history = state["log_history"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let history = state["log_history"].as_array().ok_or_else(|| {
+        let remedy = "expected the state of a transformers Trainer; move the file away to import without metrics";
+        Stop::usage(format!("{}: has no list `log_history`; {remedy}", path.display()))
+    })?;
     let rows = history.iter().filter_map(Value::as_object);
     Ok(rows.filter_map(|row| Some((step_of(row)?, numbers(row)))).collect())
 }
@@ -285,14 +340,57 @@ mod tests {
     }
 
     #[test]
-    fn a_scale_of_zero_is_refused_with_its_reason() {
+    fn a_scale_of_zero_or_below_and_another_task_are_refused_with_their_reason() {
         let folder = tempfile::tempdir().unwrap();
         put(folder.path(), CONFIG, "{\"r\": 16, \"lora_alpha\": 0}");
-        let verl = refusal(check_alpha(CheckpointFormat::Verl, folder.path()));
+        let verl = refusal(check_settings(CheckpointFormat::Verl, folder.path()));
         assert!(verl.contains("lora_alpha is 0; verl's merger") && verl.contains("lora_train_meta.json"), "{verl}");
-        assert!(refusal(check_alpha(CheckpointFormat::Peft, folder.path())).contains("changes nothing"));
+        assert!(refusal(check_settings(CheckpointFormat::Peft, folder.path())).contains("changes nothing"));
+        // Regression: these were imported.
+        let cases = [
+            (r#"{"lora_alpha": -3}"#, "lora_alpha is -3; expected a number above 0"),
+            (
+                r#"{"lora_alpha": 8, "alpha_pattern": {"k_proj": 4, "q_proj": 0}}"#,
+                "alpha_pattern of `q_proj` is 0; with it",
+            ),
+            (r#"{"lora_alpha": 8, "task_type": "SEQ_CLS"}"#, "task_type is `SEQ_CLS`; expected `CAUSAL_LM`"),
+        ];
+        for (settings, expected) in cases {
+            put(folder.path(), CONFIG, settings);
+            let found = refusal(check_settings(CheckpointFormat::Peft, folder.path()));
+            assert!(found.contains(expected), "{found}");
+        }
         put(folder.path(), CONFIG, "{\"r\": 16, \"lora_alpha\": 32}");
-        check_alpha(CheckpointFormat::Verl, folder.path()).unwrap();
+        check_settings(CheckpointFormat::Verl, folder.path()).unwrap();
+    }
+
+    /// Regression: an adapter of any model of the same shapes was imported without a word.
+    #[test]
+    fn an_adapter_of_a_merged_model_is_refused_and_one_of_another_base_is_a_warning() {
+        let check = |name: &str, base: &str| {
+            check_base(Path::new("a"), name, Path::new(base)).map_err(|error| error.to_string())
+        };
+        let cached = "/cache/models--Qwen--Qwen3-0.6B/snapshots/c1899de";
+        for (name, base) in [
+            ("/elsewhere/tiny-qwen3/", "models/tiny-qwen3"),
+            ("Qwen/Qwen3-0.6B", cached),
+            ("c1899de", cached),
+            (cached, "models/Qwen3-0.6B"),
+            ("/moved/model", "models/tiny-qwen3"),
+            ("/own/merged", "models/merged"),
+        ] {
+            assert_eq!(check(name, base), Ok(None), "{name} on {base}");
+        }
+        let merged = check("/work/served/merged", "models/tiny-qwen3").unwrap_err();
+        assert!(
+            merged.contains("base_model_name_or_path is /work/served/merged, a model that an adapter was merged into"),
+            "{merged}"
+        );
+        let other = check("Qwen/Qwen3-0.6B-Base", cached).unwrap().unwrap();
+        assert!(
+            other.starts_with("warning: ") && other.contains("base_model_name_or_path is Qwen/Qwen3-0.6B-Base, and"),
+            "{other}"
+        );
     }
 
     fn metrics(format: CheckpointFormat, folder: &Path, adapter: &Path) -> anyhow::Result<RowsByStep> {
@@ -346,6 +444,16 @@ mod tests {
         // The same with an end is damage.
         put(folder.path(), "metrics.jsonl", &format!("{text}\n"));
         assert!(refusal(read_log(&path, 9)).contains(":3: not a JSON object"));
+    }
+
+    /// Regression: such a file was an import with metrics of 0 steps.
+    #[test]
+    fn a_state_without_a_log_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        for text in ["[]", "{}", "{\"log_history\": 5}"] {
+            let path = put(folder.path(), "trainer_state.json", text);
+            assert!(refusal(read_log(&path, 9)).contains("has no list `log_history`"), "{text}");
+        }
     }
 
     /// Regression: the state of a training with one NaN could not be read.

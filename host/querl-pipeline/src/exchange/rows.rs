@@ -1,8 +1,9 @@
 //! The dataset of a run as prompts with their queries, which the reward functions send back to querl.
 
 use crate::environment::RowColumns;
-use querl_core::records::{Columns, DatasetRow, Message, QueryRow, ValidatedRecord};
-use serde::Serialize;
+use querl_core::records::{ColumnValue, Columns, DatasetRow, Message, QueryRow, Scalar, ValidatedRecord};
+use serde::{Serialize, Serializer};
+use serde_json::{Value, json};
 use std::collections::HashMap;
 
 /// One prompt, with what a reward needs of its query.
@@ -42,8 +43,35 @@ struct QueryText<'a> {
     user_profile: &'a str,
     history_summary: &'a str,
     gold_ids: &'a [String],
-    columns: &'a Columns,
+    columns: ExportedColumns<'a>,
     baseline: Option<&'a str>,
+}
+
+/// An object in the order of the table, with integers as integers: `7`, not `7.0`.
+struct ExportedColumns<'a>(&'a Columns);
+
+impl Serialize for ExportedColumns<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let Self(Columns(columns)) = self;
+        serializer.collect_map(columns.iter().map(|(name, value)| (name, json_value(value))))
+    }
+}
+
+fn json_value(value: &ColumnValue) -> Value {
+    let item = |item: &Scalar| match item {
+        Scalar::Number(number) => json_number(*number),
+        other => json!(other),
+    };
+    match value {
+        ColumnValue::Number(number) => json_number(*number),
+        ColumnValue::Items(items) => items.iter().map(item).collect(),
+        other => json!(other),
+    }
+}
+
+fn json_number(number: f64) -> Value {
+    // Integers of tables are at most 2^53; larger ones are texts.
+    if number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0 { json!(number as i64) } else { json!(number) }
 }
 
 fn query_text(query: &QueryRow, columns: &Columns, baseline: Option<&str>) -> String {
@@ -52,7 +80,7 @@ fn query_text(query: &QueryRow, columns: &Columns, baseline: Option<&str>) -> St
         user_profile: &query.user_profile,
         history_summary: &query.history_summary,
         gold_ids: &query.gold_ids,
-        columns,
+        columns: ExportedColumns(columns),
         baseline,
     };
     serde_json::to_string(&text).expect("texts, numbers and lists have a JSON form")
@@ -62,9 +90,7 @@ fn query_text(query: &QueryRow, columns: &Columns, baseline: Option<&str>) -> St
 mod tests {
     use super::*;
     use crate::environment::testing::{dataset_row, validated};
-    use querl_core::records::ColumnValue;
     use querl_core::scoring::RewardQuery;
-    use serde_json::{Value, json};
 
     fn inline(text: &str) -> querl_core::scoring::InlineQuery {
         match RewardQuery::of_label(&Value::String(text.to_owned())).unwrap() {
@@ -91,8 +117,12 @@ mod tests {
         let columns = Columns(vec![
             ("shop".into(), ColumnValue::Text("五家".into())),
             ("price".into(), ColumnValue::Number(2.5)),
+            ("sku".into(), ColumnValue::Number(73_228_476_468.0)),
+            ("sizes".into(), ColumnValue::Items(vec![Scalar::Number(7.0), Scalar::Number(1e20), Scalar::Flag(true)])),
         ]);
         let text = query_text(&dataset_row("a").metadata.query, &columns, None);
         assert_eq!(inline(&text).columns, columns);
+        // Regression: integers were written as 73228476468.0.
+        assert!(text.contains(r#""sku":73228476468,"sizes":[7,1e20,true]"#), "{text}");
     }
 }

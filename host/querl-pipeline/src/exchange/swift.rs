@@ -156,7 +156,8 @@ fn lora(m: &mut Mapping, run: &ExportedRun) {
 
 fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     let mut notes = Vec::new();
-    if matches!(run.config.rl.algorithm, RlAlgorithm::Ppo | RlAlgorithm::Raft) {
+    // RAFT is among the keys without an equivalent, which those at their default are not.
+    if run.config.rl.algorithm == RlAlgorithm::Ppo {
         notes.push("rl.algorithm is replaced by GRPO, which is what train.sh trains with".to_owned());
     }
     notes.extend(sizes.notes(run, "ms-swift"));

@@ -164,7 +164,8 @@ fn python_lines(settings: &[(String, String)]) -> String {
 
 fn notes(run: &ExportedRun, sizes: &GrpoSizes) -> Vec<String> {
     let (rl, mut notes) = (&run.config.rl, Vec::new());
-    if !matches!(rl.algorithm, RlAlgorithm::Grpo | RlAlgorithm::DrGrpo) {
+    // Another one is among the keys without an equivalent, which those at their default are not.
+    if rl.algorithm == RlAlgorithm::Ppo {
         notes.push("rl.algorithm is replaced by GRPO, which is what grpo.py trains with".to_owned());
     }
     notes.extend(sizes.notes(run, "TRL"));
@@ -227,6 +228,9 @@ mod tests {
         let mapping = mapped(&run("[rl]\nalgorithm = \"rloo\"\nn_samples = 4\n"));
         let lost = mapping.without_equivalent();
         assert!(lost.len() == 1 && lost[0].starts_with("rl.algorithm = \"rloo\": GRPOTrainer has"), "{lost:?}");
+        let run = run("[rl]\nalgorithm = \"rloo\"\nn_samples = 4\n");
+        let notes = notes(&run, &GrpoSizes::of(&run));
+        assert!(notes.iter().all(|note| !note.contains("rl.algorithm")), "said once: {notes:?}");
         assert_eq!((mapping.value("scale_rewards"), mapping.value("loss_type")), (Some("\"group\""), Some("\"grpo\"")));
     }
 

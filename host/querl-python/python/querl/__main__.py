@@ -15,7 +15,8 @@ def main() -> NoReturn:
     try:
         check(path)
     except QuerlError as error:
-        sys.exit(f"querl: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     # Tracking then uses the Python that has this package.
     os.environ.setdefault("PYTHON", sys.executable)
     os.execv(path, [str(path), *sys.argv[1:]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from ._querl import QuerlError
@@ -15,12 +14,28 @@ def program() -> Path:
     named = os.environ.get("QUERL_PROGRAM")
     if named:
         return Path(named)
-    found = None if packaged.is_file() else shutil.which("querl")
-    return Path(found) if found else packaged
+    folders = [] if packaged.is_file() else os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return next((path for folder in folders if is_native(path := Path(folder or ".") / "querl")), packaged)
+
+
+# ELF; Mach-O of 64 bits, and of several architectures; PE.
+MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe", b"MZ")
+
+
+def is_native(path: Path) -> bool:
+    """Whether the file is a compiled program: the console script of this package, which starts `program()`, has the same name."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4).startswith(MAGIC) and os.access(path, os.X_OK)
+    except OSError:
+        return False
 
 
 def check(path: Path) -> None:
     """Raises QuerlError where the program is missing."""
     if not path.is_file():
         source = "QUERL_PROGRAM" if os.environ.get("QUERL_PROGRAM") else "this package was built without it"
-        raise QuerlError(f"{path}: no such program ({source}); name the program `querl` with the environment variable QUERL_PROGRAM")
+        raise QuerlError(
+            f"{path}: no such program ({source}); build it with `cargo build --release`, and put its folder into PATH or name it with the "
+            "environment variable QUERL_PROGRAM"
+        )

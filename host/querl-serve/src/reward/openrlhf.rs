@@ -10,8 +10,7 @@ use crate::body::JsonFields;
 use crate::error::ErrorResponse;
 use querl_core::records::EpisodeRecord;
 use querl_core::scoring::RewardRequest;
-use serde_json::{Map, Value, json};
-use std::collections::BTreeSet;
+use serde_json::{Value, json};
 
 pub(super) const EXPECTED: &str = "{\"query\": [...], \"prompts\": [...], \"labels\": [...]}";
 
@@ -39,28 +38,11 @@ fn request(index: usize, query: &str, prompt: &str, label: &Value) -> Result<Rew
     labelled(label, &format!("`labels`, index {index}"), without_end_tokens(response))
 }
 
-/// `scores`, by which OpenRLHF filters groups, are the rewards. `names`: of all components, which each response logs.
-pub(super) fn response(
-    records: &[EpisodeRecord],
-    names: &BTreeSet<String>,
-    rejected_reward: Option<f64>,
-) -> Result<Value, ErrorResponse> {
+/// `scores`, by which OpenRLHF filters groups, are the rewards. `extra_logs` has `rejected` alone: OpenRLHF takes the names of a batch from its
+/// first response and averages their values, and a component is not part of each response.
+pub(super) fn response(records: &[EpisodeRecord], rejected_reward: Option<f64>) -> Result<Value, ErrorResponse> {
     let numbers = records.iter().enumerate().map(|(index, record)| number(index, record, rejected_reward));
     let rewards: Vec<f64> = numbers.collect::<Result<_, _>>()?;
     let rejected: Vec<f64> = records.iter().map(|record| f64::from(record.outcome.is_err())).collect();
-    let mut extra_logs = Map::new();
-    for name in names {
-        let values = records.iter().zip(&rewards).map(|(record, reward)| logged(record, name, *reward));
-        extra_logs.insert(name.clone(), json!(values.collect::<Vec<f64>>()));
-    }
-    extra_logs.insert("rejected".into(), json!(rejected));
-    Ok(json!({"rewards": rewards, "scores": rewards, "extra_logs": extra_logs}))
-}
-
-/// The value of a component. A response without it logs its reward, of a rejected one `rejected_reward`: ranks that log different names
-/// cannot average them.
-fn logged(record: &EpisodeRecord, name: &str, reward: f64) -> f64 {
-    let components = record.outcome.iter().flat_map(|reward| &reward.components);
-    let mut values = components.filter(|component| component.name == name).map(|component| component.value);
-    values.next_back().unwrap_or(reward)
+    Ok(json!({"rewards": rewards, "scores": rewards, "extra_logs": {"rejected": rejected}}))
 }

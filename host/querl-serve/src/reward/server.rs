@@ -9,9 +9,8 @@ use axum::http::{HeaderMap, StatusCode};
 use querl_core::ports::{EnvironmentError, RewardRange};
 use querl_core::records::{CallFailure, EpisodeRecord, FailureKind};
 use querl_core::scoring::{RewardRequest, RewardService};
-use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -54,7 +53,6 @@ pub(super) struct RewardServer {
     key: Option<ApiKey>,
     running: Arc<Semaphore>,
     n_waiting: AtomicUsize,
-    component_names: Mutex<BTreeSet<String>>,
     pub(super) metrics: RewardMetrics,
 }
 
@@ -65,7 +63,6 @@ impl RewardServer {
             key: options.api_key.as_deref().map(ApiKey::new),
             running: Arc::new(Semaphore::new(options.max_concurrent)),
             n_waiting: AtomicUsize::new(0),
-            component_names: Mutex::default(),
             metrics: RewardMetrics::new().expect("metric names are valid and distinct"),
             options,
         }
@@ -77,11 +74,6 @@ impl RewardServer {
 
     pub(super) fn has_key(&self, headers: &HeaderMap) -> bool {
         self.key.as_ref().is_none_or(|key| key.is_in(headers))
-    }
-
-    /// The names of all components so far: engines that log them expect the same ones of each response.
-    pub(super) fn component_names(&self) -> BTreeSet<String> {
-        self.component_names.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(super) fn metrics_text(&self) -> prometheus::Result<String> {
@@ -125,7 +117,7 @@ impl RewardServer {
             return Err(failed(&format!("{} records for {n_requests} responses", records.len())));
         }
         records.iter().try_for_each(check_finite)?;
-        self.count_episodes(&records);
+        self.metrics.episodes(&records);
         Ok(records)
     }
 
@@ -139,16 +131,6 @@ impl RewardServer {
         }
         let permit = self.running.clone().acquire_owned().await;
         permit.map_err(|_| ErrorResponse::unavailable("the server has ended"))
-    }
-
-    fn count_episodes(&self, records: &[EpisodeRecord]) {
-        self.metrics.episodes(records);
-        let mut names = self.component_names.lock().unwrap_or_else(PoisonError::into_inner);
-        for component in records.iter().flat_map(|record| &record.outcome).flat_map(|reward| &reward.components) {
-            if !names.contains(&component.name) {
-                names.insert(component.name.clone());
-            }
-        }
     }
 }
 

@@ -109,7 +109,9 @@ impl Objective for SftTask<'_> {
 
 fn check(task: &SftTask<'_>) -> Result<(), TrainError> {
     if task.train.is_empty() {
-        return Err(TrainError::Data("the training split is empty; loosen the filters or add rows".into()));
+        let message = "no row of the training split has a response to learn from; loosen the filters, or add rows with one \
+                       (data.dataset: a completion)";
+        return Err(TrainError::Data(message.into()));
     }
     for (split, rows) in [("training", task.train), ("validation", task.val)] {
         if let Some(index) = rows.iter().position(|row| row.response.is_empty()) {

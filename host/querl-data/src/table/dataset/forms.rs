@@ -52,7 +52,15 @@ impl Conversation {
     /// Takes its keys out of the row.
     fn of(row: &mut Object) -> Result<Self, String> {
         if let Some(value) = row.remove("messages") {
+            if row.contains_key("completion") {
+                return Err("has both `messages` and `completion`; leave one of them out".into());
+            }
             return Self::of_messages(&value);
+        }
+        if row.contains_key("chosen") && !["completion", "response"].into_iter().any(|key| row.contains_key(key)) {
+            return Err(
+                "is a preference pair (`chosen`), which is not read; name the chosen response `completion`".into()
+            );
         }
         if let Some(value) = row.remove("prompt") {
             let prompt = match &value {
@@ -78,7 +86,7 @@ impl Conversation {
         ))
     }
 
-    /// The last message of the assistant is the completion.
+    /// A message of the assistant at the end is the completion.
     fn of_messages(value: &Value) -> Result<Self, String> {
         let mut prompt = messages("messages", value)?;
         let completion = match prompt.last() {
@@ -94,6 +102,9 @@ impl Conversation {
 
     fn checked(prompt: Vec<Message>, key: &str, completion: Option<String>) -> Result<Self, String> {
         check_order(&prompt, key)?;
+        if asked(&prompt).trim().is_empty() {
+            return Err("the last message of the user is empty; write one, or leave the row out".into());
+        }
         match &completion {
             Some(text) if text.trim().is_empty() => {
                 Err("the response of the assistant is empty; write one, or leave the row out".into())
@@ -369,6 +380,15 @@ mod tests {
         for empty in [json!({ "prompt": "q", "completion": " " }), json!({ "query": "q", "response": "" })] {
             assert!(error(empty).starts_with("the response of the assistant is empty"));
         }
+        // Regression: such rows were left out without being counted.
+        for empty in [json!({ "prompt": " ", "completion": "r" }), json!({ "messages": [message("user", "")] })] {
+            assert_eq!(error(empty), "the last message of the user is empty; write one, or leave the row out");
+        }
+        // Regression: these were read as prompts without a completion, and as messages alone.
+        let pair = error(json!({ "prompt": "q", "chosen": "a", "rejected": "b" }));
+        assert!(pair.starts_with("is a preference pair (`chosen`), which is not read"), "{pair}");
+        let both = error(json!({ "messages": [message("user", "q")], "prompt": "q", "completion": "r" }));
+        assert_eq!(both, "has both `messages` and `completion`; leave one of them out");
         let two = json!({ "prompt": "q", "completion": [message("user", "a"), message("assistant", "b")] });
         assert_eq!(error(two), "`completion` has 2 message(s); expected one of the assistant");
         assert!(error(json!({ "query": "q", "history": "[]" })).starts_with("`history` is no list of pairs"));

@@ -87,7 +87,8 @@ impl DatasetFiles {
         Ok(Box::new((1..).zip(files.into_iter().flatten()).map(|(row, record)| Ok((row, record?)))))
     }
 
-    /// The cells of a row. A column of the dataset with the name of one of the first four stands for what the prompt says.
+    /// The cells of a row. A column of the dataset with the name of one of the first four stands for what the prompt says; a blank one
+    /// is no query.
     fn cells(header: &[String], record: DatasetRecord) -> Vec<TableCell> {
         let DatasetRecord { texts, has_label, columns, .. } = record;
         let mut by_name: HashMap<String, TableCell> = columns.into_iter().collect();
@@ -95,9 +96,13 @@ impl DatasetFiles {
         let own: Vec<TableCell> = own
             .iter()
             .zip(texts)
-            .map(|(name, text)| {
+            .enumerate()
+            .map(|(index, (name, text))| {
                 let alias = || DataConfig::other_name(name).and_then(|alias| by_name.get(alias));
-                let given = by_name.get(name).or_else(alias).filter(|_| !has_label);
+                let given = by_name
+                    .get(name)
+                    .or_else(alias)
+                    .filter(|cell| !has_label && (index > 0 || !cell.text.trim().is_empty()));
                 given.cloned().unwrap_or_else(|| text.into())
             })
             .collect();

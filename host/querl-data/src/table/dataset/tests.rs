@@ -67,10 +67,19 @@ fn one_file_is_divided_by_the_shares() {
 fn columns_of_the_dataset_stand_for_profile_and_gold_ids() {
     let (_folder, path) = crate::scratch_file("train.jsonl");
     let row = json!({ "prompt": "改写：鱼油", "completion": "深海鱼油", "user_profile": "52岁", "passages": ["p1", "p2"], "price": 2.5 });
-    write(&path, &[row, json!({ "prompt": "q", "completion": "r", "question": "钙片" })]);
+    write(
+        &path,
+        &[
+            row,
+            json!({ "prompt": "q", "completion": "r", "question": "钙片" }),
+            json!({ "prompt": "维生素", "question": " " }),
+        ],
+    );
     let config = config(json!({ "train": path }), json!({ "gold_column": "passages", "query_column": "question" }));
     let rows = rows(&config);
-    assert_eq!((rows[0].original_query.as_str(), rows[1].original_query.as_str()), ("改写：鱼油", "钙片"));
+    // Regression: a blank column dropped its row without being counted.
+    let queries: Vec<&str> = rows.iter().map(|row| row.original_query.as_str()).collect();
+    assert_eq!(queries, ["改写：鱼油", "钙片", "维生素"]);
     assert_eq!(
         (rows[0].user_profile.as_str(), &rows[0].gold_ids[..]),
         ("52岁", &["p1".to_owned(), "p2".to_owned()][..])

@@ -97,9 +97,17 @@ pub(super) fn mapping(run: &ExportedRun, sizes: &Sizes, cluster: Cluster) -> any
     Ok(mapping)
 }
 
-/// A path or a name as a quoted value of Hydra.
+/// A path or a name as a quoted value of Hydra. Backslashes count only before a quote, and before `${`, which OmegaConf would resolve.
 pub(super) fn quoted(text: &str) -> String {
-    format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
+    let (mut quoted, mut n_backslashes) = ("\"".to_owned(), 0);
+    for (at, c) in text.char_indices() {
+        if c == '"' || text[at..].starts_with("${") {
+            quoted.push_str(&"\\".repeat(n_backslashes + 1));
+        }
+        n_backslashes = if c == '\\' { n_backslashes + 1 } else { 0 };
+        quoted.push(c);
+    }
+    quoted + &"\\".repeat(n_backslashes) + "\""
 }
 
 fn data_and_reward(m: &mut Mapping, run: &ExportedRun, sizes: &Sizes) {
@@ -389,9 +397,24 @@ mod tests {
         assert_eq!(value(&run).as_deref(), Some("False"));
     }
 
+    /// Regression: a tenant `${oc.env:HOME}` was the home folder, and backslashes were doubled. What Hydra 1.3 and OmegaConf 2.3 read:
+    ///
+    /// ```python
+    /// value = OverridesParser.create().parse_override(f"a={quoted}").value()
+    /// OmegaConf.create({"a": value}).a
+    /// ```
     #[test]
-    fn quotes_and_backslashes_are_escaped() {
-        assert_eq!(quoted("a \"b\" \\c"), "\"a \\\"b\\\" \\\\c\"");
+    fn quotes_and_interpolations_are_escaped() {
+        let cases = [
+            (r#"a "b" \c"#, r#""a \"b\" \c""#),
+            (r#"a\"b"#, r#""a\\\"b""#),
+            (r"a\", r#""a\\""#),
+            (r"x${oc.env:HOME}", r#""x\${oc.env:HOME}""#),
+            (r"x\${y}$b{c}", r#""x\\\${y}$b{c}""#),
+        ];
+        for (text, expected) in cases {
+            assert_eq!(quoted(text), expected, "{text}");
+        }
     }
 
     #[test]

@@ -81,7 +81,7 @@ impl Cluster {
         };
         if !(1..=MAX_NODES).contains(&n_nodes) || !(1..=MAX_PER_NODE).contains(&n_per_node) {
             return Err(format!(
-                "`{text}` is {n_nodes} node(s) with {n_per_node} GPU(s); expected 1 to {MAX_NODES} nodes with 1 to {MAX_PER_NODE} GPUs"
+                "`{text}` is no such cluster; expected 1 to {MAX_NODES} nodes with 1 to {MAX_PER_NODE} GPUs each"
             ));
         }
         Ok(Self { n_nodes, n_per_node, gpu })
@@ -113,11 +113,12 @@ impl std::fmt::Display for Cluster {
     }
 }
 
-/// `8xH100` as 8 and `H100`; `None` where the text does not begin with digits and `x`.
+/// `8xH100` as 8 and `H100`; `None` where the text does not begin with digits and `x`. A number that is too large is the largest.
 fn leading_count(text: &str) -> Option<(usize, &str)> {
     let n_digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (digits, rest) = text.split_at(n_digits);
-    Some((digits.parse().ok()?, rest.strip_prefix(['x', 'X'])?))
+    let rest = rest.strip_prefix(['x', 'X']).filter(|_| !digits.is_empty())?;
+    Some((digits.parse().unwrap_or(usize::MAX), rest))
 }
 
 #[cfg(test)]
@@ -148,8 +149,8 @@ mod tests {
             ("8xV100", "`8xV100` names no known GPU; expected NxMxGPU, such as 2x8xH100"),
             ("", "`` names no known GPU"),
             ("1x2x8xH100", "`1x2x8xH100` has 3 numbers"),
-            ("0xH100", "`0xH100` is 1 node(s) with 0 GPU(s); expected 1 to 1024 nodes with 1 to 16 GPUs"),
-            ("99999999999999999999xH100", "names no known GPU"),
+            ("0xH100", "`0xH100` is no such cluster; expected 1 to 1024 nodes with 1 to 16 GPUs each"),
+            ("99999999999999999999xH100", "xH100` is no such cluster; expected 1 to 1024 nodes"),
         ] {
             let found = Cluster::parse(text).unwrap_err();
             assert!(found.contains(problem), "{found}");

@@ -103,11 +103,15 @@ impl ScalePlan {
     /// For a terminal.
     pub fn lines(&self) -> Vec<String> {
         let (step, memory, workload) = (&self.step, &self.step.memory, &self.workload);
-        let billions = self.n_parameters as f64 / 1e9;
+        let n_parameters = self.n_parameters as f64;
+        let weights = match n_parameters < 1e8 {
+            true => format!("{:.1} million weights", n_parameters / 1e6),
+            false => format!("{:.2} billion weights", n_parameters / 1e9),
+        };
         let source =
             if self.size.is_measured { "of the dataset" } else { "estimated: the data stages are not finished" };
         let mut lines = vec![
-            format!("on {}: {billions:.2} billion weights, {} GPU(s)", self.cluster, self.cluster.n_gpus()),
+            format!("on {}: {weights}, {} GPU(s)", self.cluster, self.cluster.n_gpus()),
             format!(
                 "  a step: {} queries, {} response(s) each; {:.0} tokens of prompt and {:.0} of response, at most {:.0} ({source})",
                 workload.n_queries,
@@ -127,6 +131,7 @@ impl ScalePlan {
                 memory.kv_cache_gib
             ),
         ];
+        lines.extend(self.no_export());
         let Some(hours) = self.hours else {
             lines.push(format!("  {}", self.no_fit()));
             return lines;
@@ -143,6 +148,18 @@ impl ScalePlan {
         ));
         lines.push(self.scaling_line());
         lines
+    }
+
+    /// `querl export verl` refuses batches that verl cannot divide over the GPUs.
+    fn no_export(&self) -> Option<String> {
+        let Workload { n_queries, n_samples, mini_batch_size, .. } = self.workload;
+        let (n_gpus, n_samples) = (self.cluster.n_gpus(), n_samples.max(1));
+        let n_mini_batch = (mini_batch_size / n_samples).clamp(1, n_queries.max(1)) * n_samples;
+        let sizes = [("a batch", n_queries * n_samples), ("an optimizer step", n_mini_batch)];
+        let (what, n) = sizes.into_iter().find(|(_, n)| !n.is_multiple_of(n_gpus))?;
+        Some(format!(
+            "  `querl export verl` refuses {n_gpus} GPUs: they cannot divide the {n} responses of {what} evenly"
+        ))
     }
 
     /// Says that a step does not fit, and what to do.
@@ -206,6 +223,12 @@ mod tests {
         let plan = plan("", "2x8xH100");
         assert!((plan.hours.unwrap() - plan.step.seconds / 36.0).abs() < 1e-12);
         let text = plan.lines().join("\n");
+        assert!(!text.contains("querl export verl"), "{text}");
+        let odd = super::tests::plan("", "3x5xL40S").lines().join("\n");
+        assert!(
+            odd.contains("`querl export verl` refuses 15 GPUs: they cannot divide the 64 responses of a batch evenly"),
+            "{odd}"
+        );
         for phase in &plan.step.phases {
             assert!(text.contains(phase.name), "{text}");
         }

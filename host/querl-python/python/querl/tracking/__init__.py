@@ -373,6 +373,8 @@ class Mirror:
         """Calls a library, which raises whatever it likes."""
         try:
             return function(*args)
+        except TrackingError:
+            raise
         except Exception as error:
             message = " ".join(str(error).split()) or type(error).__name__
             kept = "" if self.offline else "; with --offline its records stay on this machine"

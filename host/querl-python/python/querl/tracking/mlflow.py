@@ -6,8 +6,10 @@ folder of files cannot have both `val/reward` and `val/reward/win`.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
-from . import SAMPLE_COLUMNS, Sample, Tracker, TrackerRun
+from . import SAMPLE_COLUMNS, Sample, Tracker, TrackerRun, TrackingError
 
 #: Most metrics and parameters of one request.
 _MAX_METRICS, _MAX_PARAMS = 1000, 100
@@ -27,6 +29,9 @@ class Mlflow(Tracker):
 
     def __init__(self, run: TrackerRun, id: str | None) -> None:
         server = None if run.offline else os.environ.get("MLFLOW_TRACKING_URI")
+        if server is None and importlib.util.find_spec("sqlalchemy") is None:
+            remedy = f"`{sys.executable} -m pip install mlflow` installs the whole of it; or name a server with MLFLOW_TRACKING_URI"
+            raise TrackingError(f"mlflow-skinny has no database for runs on this machine; {remedy}", code=2)
         folder = run.folder.resolve()
         self._client = MlflowClient(server or f"sqlite:///{folder / 'mlflow.db'}")
         if id is None:
