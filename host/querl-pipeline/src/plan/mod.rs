@@ -46,7 +46,7 @@ const N_TOKENIZED: usize = 256;
 /// Expensive parts to leave out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PlanOptions {
-    /// No forward pass of the base model.
+    /// No forward pass of the base model. Where its folder is not there yet, no tokenizer and no trial rollout either.
     pub skip_model: bool,
     /// No trial rollout, and no plugin is opened.
     pub skip_rollout: bool,
@@ -57,8 +57,8 @@ pub struct PlanOptions {
 pub struct Plan {
     /// Size and language.
     pub data: DataFacts,
-    /// Coverage of the tokenizer.
-    pub tokenizer: TokenizerFacts,
+    /// Coverage of the tokenizer; `None` where there is no model yet.
+    pub tokenizer: Option<TokenizerFacts>,
     /// `None` where it was left out.
     pub base_model: Option<LossFacts>,
     /// `None` without the data stages or without retrieval.
@@ -94,11 +94,12 @@ pub fn plan(
         RetrievalKind::Http | RetrievalKind::None => None,
     };
     let has_dataset = inputs.splits.is_some();
-    let opens_plugins = has_dataset && !options.skip_rollout;
+    let has_model = !options.skip_model || config.model.path.is_dir();
+    let opens_plugins = has_dataset && has_model && !options.skip_rollout;
     // Opened first: an unbuilt plugin is reported before anything is computed.
     let run = opens_plugins.then(|| Run::open_for_scoring(config.clone(), config_path, reporter)).transpose()?;
     let data = inputs.facts();
-    let tokenizer = tokenizer_facts(config, &inputs)?;
+    let tokenizer = has_model.then(|| tokenizer_facts(config, &inputs)).transpose()?;
     let base_model = match options.skip_model {
         true => None,
         false => {
@@ -186,7 +187,13 @@ fn tokenizer_facts(config: &Config, inputs: &PlanInputs) -> anyhow::Result<Token
 
 impl Plan {
     fn in_words(&self, has_dataset: bool) -> Vec<Advice> {
-        let mut advice = vec![self.data.advice(), self.tokenizer.advice()];
+        let no_model = || {
+            let action =
+                "make it with `querl model corpus` and `querl model pretrain`, or put one there, then plan again";
+            Advice::new("tokenizer", Level::Unknown, "there is no model at model.path yet", action)
+        };
+        let tokenizer = self.tokenizer.as_ref().map_or_else(no_model, TokenizerFacts::advice);
+        let mut advice = vec![self.data.advice(), tokenizer];
         let base_model = self.base_model.as_ref().map(LossFacts::advice);
         let rollout = self.rollout.as_ref().map(|rollout| rollout.advice_after(base_model.as_ref()));
         advice.extend(base_model);
