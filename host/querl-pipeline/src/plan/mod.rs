@@ -201,7 +201,10 @@ impl Plan {
         advice.extend(self.retrieval.as_ref().map(RetrievalHeadroom::advice));
         advice.extend(rollout);
         advice.push(self.test.advice());
-        let gold_ids = |found: &UnknownGoldIds| Advice::new("gold ids", Level::Weak, &found.finding, &found.action);
+        let gold_ids = |found: &UnknownGoldIds| {
+            let level = if found.in_most_rows { Level::Bad } else { Level::Weak };
+            Advice::new("gold ids", level, &found.finding, &found.action)
+        };
         advice.extend(self.unknown_gold_ids.as_ref().map(gold_ids));
         if !self.changed_since_data.is_empty() {
             let finding = format!("{} changed since the data stages ran", listing(&self.changed_since_data));
