@@ -3,7 +3,7 @@
 use crate::client::ServiceContext;
 use crate::client::chat::ChatClient;
 use crate::client::response_cache::{CacheTable, ServiceCache};
-use crate::dataset::records::IndexedLines;
+use crate::dataset::records::{IndexedLines, Rows};
 use crate::error::DataError;
 use crate::first_row::FirstRow;
 use crate::table::{query_id, value_text};
@@ -49,15 +49,37 @@ pub fn open_teacher(
     }
 }
 
-/// Checks the file of a recorded teacher, before a stage reads it.
+/// Checks the file of a recorded teacher, before a stage reads it. Returns [`not_recorded`] of `queries`.
 ///
 /// # Errors
-/// The file cannot be read, or is not a recording.
-pub fn check_recording(config: &Config) -> Result<(), DataError> {
-    match (config.called_teacher(), &config.teacher.path) {
-        (Some(TeacherKind::Recorded), Some(path)) => RecordedTeacher::read(path, &config.data).map(drop),
-        _ => Ok(()),
+/// The file or the queries cannot be read, or it is not a recording.
+pub fn check_recording(config: &Config, queries: &dyn Rows<QueryRow>) -> Result<Option<String>, DataError> {
+    let (Some(TeacherKind::Recorded), Some(path)) = (config.called_teacher(), &config.teacher.path) else {
+        return Ok(None);
+    };
+    let teacher = RecordedTeacher::read(path, &config.data)?;
+    if config.fallback_teacher.base_url.is_some() {
+        return Ok(None);
     }
+    let (mut n_missing, mut n_queries) = (0, 0);
+    for query in queries.read()? {
+        n_queries += 1;
+        n_missing += u64::from(!teacher.offsets.contains_key(&hash_of(&query?.id)));
+    }
+    Ok(not_recorded(path, n_missing, n_queries, teacher.keys.hint().as_deref()))
+}
+
+/// A sentence about a recorded teacher that lacks more than 5 % of the queries. `hint`: [`Teacher::hint`].
+pub fn not_recorded(path: &Path, n_missing: u64, n_queries: u64, hint: Option<&str>) -> Option<String> {
+    const MANY: f64 = 0.05;
+    let hint = hint.map(|hint| format!("; {hint}")).unwrap_or_default();
+    (n_missing as f64 > MANY * n_queries as f64).then(|| {
+        format!(
+            "the recorded teacher ({}) has no rewrite of {n_missing} of {n_queries} queries{hint}; add them there, or set \
+             fallback_teacher.base_url",
+            path.display()
+        )
+    })
 }
 
 /// Opens the fallback teacher, if one is configured.

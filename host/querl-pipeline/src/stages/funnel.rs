@@ -156,9 +156,6 @@ fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
     format!("{name} is {n}; {least} to {most} are usual, and results of fewer are less conclusive")
 }
 
-/// Share of the queries without a recorded rewrite above which a warning is given.
-const MANY_NOT_RECORDED: f64 = 0.05;
-
 /// Figure of the stage rewrite: why a recorded teacher may lack queries.
 pub(super) const HINT: &str = "recording";
 
@@ -167,16 +164,10 @@ pub fn not_recorded(config: &Config, facts: &Facts) -> Option<String> {
     if config.called_teacher() != Some(TeacherKind::Recorded) {
         return None;
     }
-    let path = config.teacher.path.as_ref()?.display();
     let n_missing = *facts.parts("teacher failed").get(&FailureKind::NotRecorded.to_string())?;
     let n_queries = facts.count("rewritten") + facts.count("teacher failed");
-    let hint = facts.get(HINT).and_then(Value::as_str).map(|hint| format!("; {hint}")).unwrap_or_default();
-    (n_missing as f64 > MANY_NOT_RECORDED * n_queries as f64).then(|| {
-        format!(
-            "the recorded teacher ({path}) has no rewrite of {n_missing} of {n_queries} queries{hint}; add them there, or set \
-             fallback_teacher.base_url"
-        )
-    })
+    let hint = facts.get(HINT).and_then(Value::as_str);
+    querl_data::not_recorded(config.teacher.path.as_ref()?, n_missing, n_queries, hint)
 }
 
 #[cfg(test)]
