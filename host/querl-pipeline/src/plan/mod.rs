@@ -20,7 +20,7 @@ pub use data::{DataFacts, Script, TextFacts};
 pub use headroom::{RankHistogram, RetrievalHeadroom, SideFigures, SplitHeadroom, TeacherHeadroom};
 pub use loss::{LossFacts, TextLoss};
 pub use rollout::RolloutFacts;
-pub use tokens::{Coverage, TokenizerFacts};
+pub use tokens::{Coverage, TokenizerFacts, UnknownChars};
 
 use crate::failure::Stop;
 use crate::ledger::{Ledger, listing};
@@ -176,11 +176,13 @@ fn changed(config: &Config, dir: &RunDir, run: Option<&Run>, has_dataset: bool) 
 
 fn tokenizer_facts(config: &Config, inputs: &PlanInputs) -> anyhow::Result<TokenizerFacts> {
     let tokenizer = TextTokenizer::load(&config.model.path).map_err(Stop::of_model)?;
-    let queries = spread(&inputs.queries, N_TOKENIZED, |_| true).into_iter().map(|query| query.original_query.as_str());
+    let queries = spread(&inputs.queries, N_TOKENIZED, |_| true);
+    let queries = || queries.iter().map(|query| query.original_query.as_str());
     let passages = spread(&inputs.passages, N_TOKENIZED, |_| true).into_iter().map(String::as_str);
     Ok(TokenizerFacts {
         vocab_size: tokenizer.vocab_size(),
-        queries: Coverage::of(&tokenizer, queries)?,
+        unknown_query_chars: UnknownChars::of(&tokenizer, queries())?,
+        queries: Coverage::of(&tokenizer, queries())?,
         passages: (!inputs.passages.is_empty()).then(|| Coverage::of(&tokenizer, passages)).transpose()?,
     })
 }
