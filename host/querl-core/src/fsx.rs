@@ -346,10 +346,23 @@ pub(crate) fn fault(text: &[u8], error: &serde_json::Error) -> String {
     }
     let message = json_problem(error);
     let what = message.split(" at line ").next().unwrap_or(&message);
+    if let Some((key, value)) = value_without_quotes(text, what, error.column()) {
+        return format!("`{key}` is {value}, expected a string: write \"{key}\": \"{value}\"");
+    }
     match error.column() {
         0 => what.to_owned(),
         column => format!("{what} at byte {column}"),
     }
+}
+
+/// Key and value where a number or a flag stands for a string, by the parser's message and the byte where the value ends.
+fn value_without_quotes<'t>(text: &'t [u8], message: &str, end: usize) -> Option<(&'t str, &'t str)> {
+    let found = message.strip_prefix("invalid type: ")?.strip_suffix(", expected a string")?;
+    let before = std::str::from_utf8(text.get(..end)?).ok()?;
+    let (before, value) = before.rsplit_once("\":")?;
+    let (_, key) = before.rsplit_once('"')?;
+    // Of some records the parser names the end of the line instead.
+    found.ends_with(&format!("`{}`", value.trim())).then_some((key, value.trim()))
 }
 
 /// The user's cache folder: `$QUERL_CACHE_DIR`, `$XDG_CACHE_HOME/querl` or `~/.cache/querl`; `None` where none of these is set.
@@ -492,6 +505,7 @@ mod tests {
         }
         let cases = [
             ("{\"a\": 1}", "invalid type: map, expected a string"),
+            ("7", "invalid type: integer `7`, expected a string at byte 1"),
             ("\"a\" \"b\"", "trailing characters at byte 5"),
             ("\"a", "the line ends too early; a record is one line"),
         ];
@@ -499,5 +513,10 @@ mod tests {
             let message = message(text.as_bytes());
             assert!(message.contains(&format!(":1: not a valid record: {problem}")), "{message}");
         }
+        // Regression: ids of a knowledge base that are numbers were refused without the name of the key.
+        std::fs::write(&path, "{\"text\": \"a\", \"id\": 1, \"n\": 1}").unwrap();
+        let message = read_jsonl::<std::collections::BTreeMap<String, String>>(&path).unwrap_err().to_string();
+        let expected = "not a valid record: `id` is 1, expected a string: write \"id\": \"1\"; fix or remove the line";
+        assert!(message.ends_with(expected), "{message}");
     }
 }
