@@ -252,7 +252,7 @@ fn untrained(ledger: &Ledger) -> Option<String> {
 }
 
 /// A note where scores of hits are shares of the query's words.
-fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
+pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
     let counts_words = retrieval.kind == RetrievalKind::Embedded
         && retrieval.lexicon.is_none()
         && retrieval.rerank.kind == RerankKind::None;

@@ -24,6 +24,7 @@ pub use tokens::{Coverage, TokenizerFacts, UnknownChars};
 
 use crate::failure::Stop;
 use crate::ledger::{Ledger, listing};
+use crate::report::win_rate_note;
 use crate::run::{Run, outside_for_scoring};
 use crate::stages::changed_since_data;
 use anyhow::Context;
@@ -111,8 +112,9 @@ pub fn plan(
     };
     let changed_since_data = changed(config, &dir, run.as_ref(), has_dataset);
     let looked_up = look_up(config, &inputs, run.as_ref())?;
+    let has_win_rate = win_rate_note(&config.retrieval).is_none();
     let rows = looked_up.as_ref().map(|found| found.rows.as_slice()).unwrap_or_default();
-    let teacher = looked_up.as_ref().map(|found| TeacherHeadroom::of(&found.rows, found.n_failed));
+    let teacher = looked_up.as_ref().map(|found| TeacherHeadroom::of(&found.rows, found.n_failed, has_win_rate));
     let (retrieval, test) = (RetrievalHeadroom::of(rows), ComparisonFacts::of(inputs.n_test_groups, rows));
     let rollout = run.as_ref().filter(|_| !inputs.train().is_empty());
     let rollout = rollout.map(|run| rollout::trial_rollout(run, inputs.train())).transpose();
