@@ -21,7 +21,7 @@ pub fn write_atomic_with(
     fill: impl FnOnce(&mut io::BufWriter<&mut std::fs::File>) -> io::Result<()>,
 ) -> io::Result<()> {
     let mut file = AtomicFile::create(path)?;
-    let mut writer = io::BufWriter::new(file.writer.get_mut().as_file_mut());
+    let mut writer = io::BufWriter::new(file.writer.get_mut());
     fill(&mut writer)?;
     writer.flush()?;
     drop(writer);
@@ -32,7 +32,9 @@ pub fn write_atomic_with(
 #[derive(Debug)]
 pub struct AtomicFile {
     path: PathBuf,
-    writer: io::BufWriter<tempfile::NamedTempFile>,
+    /// Without the path of the temporary file, which would be in its errors.
+    writer: io::BufWriter<std::fs::File>,
+    temporary: tempfile::TempPath,
 }
 
 impl AtomicFile {
@@ -43,8 +45,8 @@ impl AtomicFile {
     pub fn create(path: &Path) -> io::Result<Self> {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         std::fs::create_dir_all(folder)?;
-        let file = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(folder)?;
-        Ok(Self { path: path.to_owned(), writer: io::BufWriter::new(file) })
+        let (file, temporary) = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(folder)?.into_parts();
+        Ok(Self { path: path.to_owned(), writer: io::BufWriter::new(file), temporary })
     }
 
     /// Appends one JSON value as a line.
@@ -62,9 +64,9 @@ impl AtomicFile {
     /// An I/O error; the path is then unchanged.
     pub fn commit(self) -> io::Result<()> {
         let file = self.writer.into_inner().map_err(io::IntoInnerError::into_error)?;
-        file.as_file().sync_all()?;
-        set_readable(file.path())?;
-        file.persist(&self.path).map_err(|error| error.error)?;
+        file.sync_all()?;
+        set_readable(&self.temporary)?;
+        self.temporary.persist(&self.path).map_err(|error| error.error)?;
         sync_folder(&self.path)
     }
 }
