@@ -136,7 +136,7 @@ fn sizes(ledger: &Ledger, findings: &Findings) -> Vec<String> {
     if of_stages.is_empty() {
         return funnel::table_size_warning(findings.n_rows as u64).into_iter().collect();
     }
-    of_stages.into_iter().flat_map(|(stage, entry)| funnel::size_warnings(stage, &entry.facts)).collect()
+    of_stages.into_iter().filter_map(|(stage, entry)| funnel::size_warning(stage, &entry.facts, ledger)).collect()
 }
 
 impl TableStats {
