@@ -514,7 +514,8 @@ mod tests {
             "{twice}"
         );
         let other = error("问题,改写\n贵吗,价格\n");
-        assert!(other.contains("queries.csv: has the columns 问题, 改写; expected a table with `问题` or `original_query` and `rewritten_query`"), "{other}");
+        let expected = "queries.csv: has the columns 问题, 改写; expected a table with `问题` or `original_query` and `rewritten_query`";
+        assert!(other.contains(expected), "{other}");
     }
 
     #[tokio::test]

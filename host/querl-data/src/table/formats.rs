@@ -98,7 +98,7 @@ impl Table {
         &self.path
     }
 
-    /// Merged cells of `columns`, of which only the first has the value: `C2:C3`.
+    /// Merged cells of `columns` below the header: `C2:C3`.
     pub(super) fn merged(&mut self, columns: &[usize]) -> Vec<String> {
         self.source.merged(columns)
     }
