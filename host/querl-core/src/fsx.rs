@@ -21,7 +21,7 @@ pub fn write_atomic_with(
     fill: impl FnOnce(&mut io::BufWriter<&mut std::fs::File>) -> io::Result<()>,
 ) -> io::Result<()> {
     let mut file = AtomicFile::create(path)?;
-    let mut writer = io::BufWriter::new(file.writer.get_mut().as_file_mut());
+    let mut writer = io::BufWriter::new(file.writer.get_mut());
     fill(&mut writer)?;
     writer.flush()?;
     drop(writer);
@@ -32,7 +32,9 @@ pub fn write_atomic_with(
 #[derive(Debug)]
 pub struct AtomicFile {
     path: PathBuf,
-    writer: io::BufWriter<tempfile::NamedTempFile>,
+    /// Without the path of the temporary file, which would be in its errors.
+    writer: io::BufWriter<std::fs::File>,
+    temporary: tempfile::TempPath,
 }
 
 impl AtomicFile {
@@ -43,8 +45,8 @@ impl AtomicFile {
     pub fn create(path: &Path) -> io::Result<Self> {
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
         std::fs::create_dir_all(folder)?;
-        let file = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(folder)?;
-        Ok(Self { path: path.to_owned(), writer: io::BufWriter::new(file) })
+        let (file, temporary) = tempfile::Builder::new().prefix(UNFINISHED).tempfile_in(folder)?.into_parts();
+        Ok(Self { path: path.to_owned(), writer: io::BufWriter::new(file), temporary })
     }
 
     /// Appends one JSON value as a line.
@@ -62,9 +64,9 @@ impl AtomicFile {
     /// An I/O error; the path is then unchanged.
     pub fn commit(self) -> io::Result<()> {
         let file = self.writer.into_inner().map_err(io::IntoInnerError::into_error)?;
-        file.as_file().sync_all()?;
-        set_readable(file.path())?;
-        file.persist(&self.path).map_err(|error| error.error)?;
+        file.sync_all()?;
+        set_readable(&self.temporary)?;
+        self.temporary.persist(&self.path).map_err(|error| error.error)?;
         sync_folder(&self.path)
     }
 }
@@ -360,6 +362,10 @@ pub(crate) fn fault(text: &[u8], error: &serde_json::Error) -> String {
         return "the line ends too early; a record is one line".into();
     }
     let message = json_problem(error);
+    let plain = message.split(" at line ").next().unwrap_or(&message);
+    if let Some((key, value)) = value_without_quotes(text, plain, error.column()) {
+        return format!("`{key}` is {value}, expected a string: write \"{key}\": \"{value}\"");
+    }
     // The column is that of the first character of the name, or the one after.
     let near = text.get(error.column().saturating_sub(2)..).unwrap_or_default();
     let not_finite = ["NaN", "Infinity"].into_iter().filter(|_| error.is_syntax()).find(|name| {
@@ -372,12 +378,22 @@ pub(crate) fn fault(text: &[u8], error: &serde_json::Error) -> String {
             "a `\\u` escape of half a character (a lone surrogate), or without four digits; write the character itself,"
                 .into()
         }
-        None => message.split(" at line ").next().unwrap_or(&message).to_owned(),
+        None => plain.to_owned(),
     };
     match error.column() {
         0 => what,
         column => format!("{what} at byte {column}"),
     }
+}
+
+/// Key and value where a number or a flag stands for a string, by the parser's message and the byte where the value ends.
+fn value_without_quotes<'t>(text: &'t [u8], message: &str, end: usize) -> Option<(&'t str, &'t str)> {
+    let found = message.strip_prefix("invalid type: ")?.strip_suffix(", expected a string")?;
+    let before = std::str::from_utf8(text.get(..end)?).ok()?;
+    let (before, value) = before.rsplit_once("\":")?;
+    let (_, key) = before.rsplit_once('"')?;
+    // Of some records the parser names the end of the line instead.
+    found.ends_with(&format!("`{}`", value.trim())).then_some((key, value.trim()))
 }
 
 /// The user's cache folder: `$QUERL_CACHE_DIR`, `$XDG_CACHE_HOME/querl` or `~/.cache/querl`; `None` where none of these is set.
@@ -540,6 +556,7 @@ mod tests {
         }
         let cases = [
             ("{\"a\": 1}", "invalid type: map, expected a string"),
+            ("7", "invalid type: integer `7`, expected a string at byte 1"),
             ("\"a\" \"b\"", "trailing characters at byte 5"),
             ("\"a", "the line ends too early; a record is one line"),
         ];
@@ -547,5 +564,10 @@ mod tests {
             let message = message(text.as_bytes());
             assert!(message.contains(&format!(":1: not a valid record: {problem}")), "{message}");
         }
+        // Regression: ids of a knowledge base that are numbers were refused without the name of the key.
+        std::fs::write(&path, "{\"text\": \"a\", \"id\": 1, \"n\": 1}").unwrap();
+        let message = read_jsonl::<std::collections::BTreeMap<String, String>>(&path).unwrap_err().to_string();
+        let expected = "not a valid record: `id` is 1, expected a string: write \"id\": \"1\"; fix or remove the line";
+        assert!(message.ends_with(expected), "{message}");
     }
 }

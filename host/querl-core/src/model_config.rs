@@ -7,6 +7,9 @@ use serde_json::{Map, Value};
 use std::io::Read;
 use std::path::Path;
 
+/// Folder within a model's folder where `querl model pretrain` works; it is removed at the end.
+pub const PRETRAIN_FOLDER: &str = ".pretrain";
+
 /// Maximum size of a `config.json`; published ones have a few KiB.
 pub const MAX_BYTES: u64 = 16 << 20;
 

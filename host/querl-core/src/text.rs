@@ -66,6 +66,12 @@ pub fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Vec<&'n 
     similar.into_iter().map(|(_, candidate)| candidate).collect()
 }
 
+/// The known name that `name` may be meant to be: it differs in one place, or two of a name of six characters or more.
+pub fn misspelt<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
+    let most_edits = if name.chars().count() < 6 { 1 } else { 2 };
+    nearest(name, known).into_iter().take(8).find(|near| strsim::osa_distance(name, near) <= most_edits)
+}
+
 /// Letters and digits without anything else between them, lower-case and half-width.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextRun {

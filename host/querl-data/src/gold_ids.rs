@@ -5,7 +5,7 @@ use crate::error::DataError;
 use crate::retrieval::scan_passages;
 use querl_core::config::{Config, RetrievalKind};
 use querl_core::records::QueryRow;
-use querl_core::text::nearest;
+use querl_core::text::misspelt;
 use serde::Serialize;
 
 /// Gold ids that no passage has, in words.
@@ -15,11 +15,14 @@ pub struct UnknownGoldIds {
     pub finding: String,
     /// What to do.
     pub action: String,
+    /// Whether it is so in more than half of the rows with gold ids.
+    pub in_most_rows: bool,
 }
 
 impl std::fmt::Display for UnknownGoldIds {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}; {}", self.finding, self.action)
+        let most = if self.in_most_rows { "MOST gold ids are unknown: " } else { "" };
+        write!(f, "{most}{}; {}", self.finding, self.action)
     }
 }
 
@@ -56,12 +59,31 @@ pub fn check_knowledge_base(
     let mut known: Vec<&str> = ids.keys().map(String::as_str).collect();
     // Of equally similar ids the same one each time.
     known.sort_unstable();
-    let hint = nearest(&id, known.into_iter()).first().map(|near| format!("; did you mean `{near}`?"));
-    let action = format!("correct these ids or add their passages{}", hint.unwrap_or_default());
+    let action = format!("correct these ids or add their passages{}", hint(&id, &known));
+    let in_most_rows = 2 * n_unknown > n_with_gold;
     match n_known {
         0 => Err(DataError::File { path: place, problem: format!("{problem}; {action}") }),
-        _ => Ok(Some(UnknownGoldIds { finding: format!("{place}: {problem}"), action })),
+        _ => Ok(Some(UnknownGoldIds { finding: format!("{place}: {problem}"), action, in_most_rows })),
     }
+}
+
+/// Why no passage has the id, as a clause; empty where nothing is known. Spreadsheets read the id 078 as the number 78, and 1-2 as a date.
+fn hint(id: &str, known: &[&str]) -> String {
+    const REMEDY: &str = "format the column as text in the spreadsheet";
+    fn is_number(id: &str) -> bool {
+        !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_digit())
+    }
+    let bare = id.trim_start_matches('0');
+    if is_number(id) {
+        let same = known.iter().find(|other| is_number(other) && other.trim_start_matches('0') == bare);
+        // Another number is another id.
+        return same
+            .map_or_else(String::new, |other| format!("; it differs from `{other}` in leading zeros: {REMEDY}"));
+    }
+    if matches!(id.split('-').map(str::len).collect::<Vec<_>>()[..], [4, 2, 2]) && id.split('-').all(is_number) {
+        return format!("; it is a date: {REMEDY}");
+    }
+    misspelt(id, known.iter().copied()).map_or_else(String::new, |near| format!("; did you mean `{near}`?"))
 }
 
 #[cfg(test)]
@@ -70,6 +92,17 @@ mod tests {
     use super::*;
     use crate::table::open_queries;
     use serde_json::json;
+
+    /// Regression: nothing was said of leading zeros that a spreadsheet lost, and a date was likened to the id 001.
+    #[test]
+    fn ids_that_a_spreadsheet_changed_are_explained() {
+        let known = ["001", "0078", "078", "main-library"];
+        let remedy = "format the column as text in the spreadsheet";
+        assert_eq!(hint("78", &known), format!("; it differs from `0078` in leading zeros: {remedy}"));
+        assert_eq!(hint("2026-01-02", &known), format!("; it is a date: {remedy}"));
+        assert_eq!(hint("main library", &known), "; did you mean `main-library`?");
+        assert_eq!(["999", "00x9", "library"].map(|id| hint(id, &known)), ["", "", ""]);
+    }
 
     #[test]
     fn gold_ids_without_a_passage_are_a_warning_and_an_error_where_no_row_has_another() {
@@ -94,6 +127,8 @@ mod tests {
         let expected = "queries.jsonl:2: gold id `main_library` is no id of kb.jsonl (1 of 2 rows with gold ids); correct these \
                         ids or add their passages; did you mean `main-library`?";
         assert!(warning.ends_with(expected), "{warning}");
+        let most = check(["b, x1", "b, main_library", "b"], "embedded").unwrap().unwrap();
+        assert!(most.in_most_rows && most.to_string().starts_with("MOST gold ids are unknown: "), "{most}");
         let error = check(["", "main_library", "????"], "embedded").unwrap_err().to_string();
         assert!(error.ends_with(&expected.replace("1 of 2", "2 of 2")), "{error}");
         assert_eq!(check(["", "main_library", "????"], "http").unwrap(), None);

@@ -47,7 +47,7 @@ pub use stages::{
     dataset_rewrites, rewrite, rewrite_in_batch, teacher_prompts, validate,
 };
 pub use table::{ColumnReader, Findings, QueryTable, RowList, RowReference, open_queries, query_id};
-pub use teacher::{check_recording, open_fallback, open_teacher};
+pub use teacher::{check_recording, not_recorded, open_fallback, open_teacher};
 pub use text::normalise;
 
 /// A path in a new folder, which is removed with the first value.

@@ -3,10 +3,10 @@
 use crate::client::ServiceContext;
 use crate::client::chat::ChatClient;
 use crate::client::response_cache::{CacheTable, ServiceCache};
-use crate::dataset::records::IndexedLines;
+use crate::dataset::records::{IndexedLines, Rows};
 use crate::error::DataError;
 use crate::first_row::FirstRow;
-use crate::table::{query_id, value_text};
+use crate::table::{open_table, query_id, value_text};
 use crate::text::{hash_of, with_width};
 use async_trait::async_trait;
 use querl_core::config::{Config, DataConfig, EndpointConfig, TeacherConfig, TeacherKind, TextWidth};
@@ -49,15 +49,37 @@ pub fn open_teacher(
     }
 }
 
-/// Checks the file of a recorded teacher, before a stage reads it.
+/// Checks the file of a recorded teacher, before a stage reads it. Returns [`not_recorded`] of `queries`.
 ///
 /// # Errors
-/// The file cannot be read, or is not a recording.
-pub fn check_recording(config: &Config) -> Result<(), DataError> {
-    match (config.called_teacher(), &config.teacher.path) {
-        (Some(TeacherKind::Recorded), Some(path)) => RecordedTeacher::read(path, &config.data).map(drop),
-        _ => Ok(()),
+/// The file or the queries cannot be read, or it is not a recording.
+pub fn check_recording(config: &Config, queries: &dyn Rows<QueryRow>) -> Result<Option<String>, DataError> {
+    let (Some(TeacherKind::Recorded), Some(path)) = (config.called_teacher(), &config.teacher.path) else {
+        return Ok(None);
+    };
+    let teacher = RecordedTeacher::read(path, &config.data)?;
+    if config.fallback_teacher.base_url.is_some() {
+        return Ok(None);
     }
+    let (mut n_missing, mut n_queries) = (0, 0);
+    for query in queries.read()? {
+        n_queries += 1;
+        n_missing += u64::from(!teacher.has(&query?.id));
+    }
+    Ok(not_recorded(path, n_missing, n_queries, teacher.keys.hint().as_deref()))
+}
+
+/// A sentence about a recorded teacher that lacks more than 5 % of the queries. `hint`: [`Teacher::hint`].
+pub fn not_recorded(path: &Path, n_missing: u64, n_queries: u64, hint: Option<&str>) -> Option<String> {
+    const MANY: f64 = 0.05;
+    let hint = hint.map(|hint| format!("; {hint}")).unwrap_or_default();
+    (n_missing as f64 > MANY * n_queries as f64).then(|| {
+        format!(
+            "the recorded teacher ({}) has no rewrite of {n_missing} of {n_queries} queries{hint}; add them there, or set \
+             fallback_teacher.base_url",
+            path.display()
+        )
+    })
 }
 
 /// Opens the fallback teacher, if one is configured.
@@ -74,14 +96,19 @@ pub fn open_fallback(
     Ok(Some(Arc::new(OpenAiTeacher::open("fallback_teacher", fallback.endpoint(), services)?)))
 }
 
-/// Recorded rewrites, looked up by query, profile and history. Memory holds their byte offsets in the file.
+/// Recorded rewrites, looked up by query, profile and history.
 struct RecordedTeacher {
     path: String,
     keys: Keys,
-    /// Byte offset by hash of the query id.
-    offsets: HashMap<u64, u64>,
-    lines: Mutex<IndexedLines>,
+    rewrites: RecordedRewrites,
     fallback: Option<Arc<dyn Teacher>>,
+}
+
+enum RecordedRewrites {
+    /// Of JSON lines: the byte offset by hash of the query id.
+    Lines { offsets: HashMap<u64, u64>, lines: Mutex<IndexedLines> },
+    /// Of a table: rewrite and row by query id.
+    Table(HashMap<String, (String, usize)>),
 }
 
 #[derive(Deserialize)]
@@ -94,6 +121,11 @@ struct Recording {
     #[serde(flatten)]
     others: Map<String, Value>,
 }
+
+/// Key or column of the rewrites.
+const REWRITE: &str = "rewritten_query";
+/// Most keys that a message names.
+const MAX_UNREAD: usize = 16;
 
 /// Names of the keys of a recording, and which of them its lines have.
 struct Keys {
@@ -120,6 +152,21 @@ impl Keys {
         Self { names, seen: [false; 3], width: data.width, unneeded, unread: BTreeSet::new() }
     }
 
+    /// The columns of a table that have query, profile and history.
+    fn columns(&mut self, header: &[String]) -> [Option<usize>; 3] {
+        let find = |names: &[String; 2]| names.iter().find_map(|name| header.iter().position(|column| column == name));
+        let found = [0, 1, 2].map(|index| find(&self.names[index]));
+        self.seen = found.map(|column| column.is_some());
+        let is_unread = |name: &&String| {
+            !name.is_empty()
+                && *name != REWRITE
+                && !self.names.as_flattened().contains(name)
+                && !self.unneeded.contains(name)
+        };
+        self.unread = header.iter().filter(is_unread).take(MAX_UNREAD).cloned().collect();
+        found
+    }
+
     /// The id of the query, profile and history of a line, read as those of the query table, and the query.
     fn id(&self, recording: &Recording) -> Result<(String, String), String> {
         let value = |name: &String| recording.others.get(name).filter(|value| !value.is_null());
@@ -136,10 +183,15 @@ impl Keys {
         for key in recording.others.keys() {
             if let Some(index) = self.names.iter().position(|names| names.contains(key)) {
                 self.seen[index] = true;
-            } else if self.unread.len() < 16 && !self.unneeded.contains(key) {
+            } else if self.unread.len() < MAX_UNREAD && !self.unneeded.contains(key) {
                 self.unread.insert(key.clone());
             }
         }
+    }
+
+    fn expected(&self) -> String {
+        let [query, profile, history] = self.names.each_ref().map(either);
+        format!("{query} and `{REWRITE}`, and with {profile} and {history} where the query table has them")
     }
 
     /// Which keys are not read, where a profile or history may be under one of them, as a clause.
@@ -161,23 +213,21 @@ fn either([configured, name]: &[String; 2]) -> String {
 
 /// An error where the first row is not one of a recording.
 fn check_columns(path: &Path, keys: &Keys) -> Result<(), DataError> {
-    let [query, profile, history] = &keys.names;
     let Some(first) = FirstRow::read(path)? else { return Ok(()) };
-    if query.iter().any(|name| first.has(name)) && first.has("rewritten_query") {
+    if keys.names[0].iter().any(|name| first.has(name)) && first.has(REWRITE) {
         return Ok(());
     }
-    let expected = format!(
-        "expected JSON lines with {} and `rewritten_query`, and with {} and {} where the query table has them",
-        either(query),
-        either(profile),
-        either(history)
-    );
-    Err(DataError::line(path, first.line, format!("{first}; {expected}")))
+    Err(DataError::line(path, first.line, format!("{first}; expected JSON lines with {}", keys.expected())))
 }
 
 impl RecordedTeacher {
     fn read(path: &Path, data: &DataConfig) -> Result<Self, DataError> {
         let mut keys = Keys::of(data);
+        let ending = path.extension().unwrap_or_default();
+        if ["xlsx", "csv", "tsv", "parquet"].iter().any(|known| ending.eq_ignore_ascii_case(known)) {
+            let rewrites = RecordedRewrites::Table(table_rewrites(path, &mut keys)?);
+            return Ok(Self { path: path.display().to_string(), keys, rewrites, fallback: None });
+        }
         check_columns(path, &keys)?;
         let mut offsets = HashMap::new();
         // Line and hash of the rewrite.
@@ -199,16 +249,68 @@ impl RecordedTeacher {
             };
         }
         let lines = Mutex::new(IndexedLines::open(path)?);
-        Ok(Self { path: path.display().to_string(), keys, offsets, lines, fallback: None })
+        let rewrites = RecordedRewrites::Lines { offsets, lines };
+        Ok(Self { path: path.display().to_string(), keys, rewrites, fallback: None })
+    }
+
+    fn has(&self, id: &str) -> bool {
+        match &self.rewrites {
+            RecordedRewrites::Lines { offsets, .. } => offsets.contains_key(&hash_of(id)),
+            RecordedRewrites::Table(rewrites) => rewrites.contains_key(id),
+        }
     }
 
     fn recording(&self, id: &str) -> Result<Option<Recording>, DataError> {
-        let Some(offset) = self.offsets.get(&hash_of(id)) else { return Ok(None) };
-        let recording: Recording = self.lines.lock().unwrap_or_else(PoisonError::into_inner).read(*offset)?;
+        let (offsets, lines) = match &self.rewrites {
+            RecordedRewrites::Lines { offsets, lines } => (offsets, lines),
+            RecordedRewrites::Table(rewrites) => {
+                let of_row = |(rewrite, _): &(String, usize)| Recording {
+                    rewritten_query: rewrite.clone(),
+                    cost: None,
+                    latency_ms: None,
+                    others: Map::new(),
+                };
+                return Ok(rewrites.get(id).map(of_row));
+            }
+        };
+        let Some(offset) = offsets.get(&hash_of(id)) else { return Ok(None) };
+        let recording: Recording = lines.lock().unwrap_or_else(PoisonError::into_inner).read(*offset)?;
         // Two ids may have one hash.
         let is_same = self.keys.id(&recording).is_ok_and(|(own, _)| own == id);
         Ok(is_same.then_some(recording))
     }
+}
+
+/// The rewrites of a table, whose rows are read as those of the query table. A row without a rewrite has none recorded.
+fn table_rewrites(path: &Path, keys: &mut Keys) -> Result<HashMap<String, (String, usize)>, DataError> {
+    let table = open_table(path)?;
+    let [query, profile, history] = keys.columns(&table.header);
+    let rewrite = table.header.iter().position(|column| column == REWRITE);
+    let (Some(query), Some(rewrite)) = (query, rewrite) else {
+        let found: Vec<&str> =
+            table.header.iter().map(String::as_str).filter(|name| !name.is_empty()).take(MAX_UNREAD).collect();
+        let problem = format!("has the columns {}; expected a table with {}", found.join(", "), keys.expected());
+        return Err(DataError::file(path, problem));
+    };
+    let used: Vec<usize> = [Some(query), Some(rewrite), profile, history].into_iter().flatten().collect();
+    let mut rewrites: HashMap<String, (String, usize)> = HashMap::new();
+    for row in table.rows(&used)? {
+        let (row, cells) = row?;
+        let cell = |column: Option<usize>| column.and_then(|column| cells.get(column)).map_or("", |cell| cell.trim());
+        let [query, profile, history] =
+            [Some(query), profile, history].map(|column| with_width(cell(column), keys.width));
+        let rewrite = cell(Some(rewrite));
+        if query.is_empty() || rewrite.is_empty() {
+            continue;
+        }
+        let id = query_id(&query, &profile, &history);
+        let (recorded, first) = rewrites.entry(id).or_insert_with(|| (rewrite.to_owned(), row));
+        if recorded.as_str() != rewrite {
+            let problem = format!("`{query}` has another rewrite in row {first}; remove one of the two rows");
+            return Err(DataError::line(path, row, problem));
+        }
+    }
+    Ok(rewrites)
 }
 
 #[async_trait]
@@ -356,11 +458,11 @@ mod tests {
         let read = |lines: &[String]| {
             std::fs::write(&path, lines.join("\n\n")).unwrap();
             RecordedTeacher::read(&path, &DataConfig::default())
-                .map(|teacher| teacher.offsets.len())
+                .map(|teacher| ["怎么吃", "贵吗"].map(|query| teacher.has(&row(query, "").id)))
                 .map_err(|error| error.to_string())
         };
         let lines = [line("怎么吃", "鱼油 用法"), line("贵吗", "价格"), line(" 怎么吃", "鱼油 用法 ")];
-        assert_eq!(read(&lines), Ok(2));
+        assert_eq!(read(&lines), Ok([true; 2]));
         let error = read(&[&lines[..], &[line("怎么吃", "钙片 用法")]].concat()).unwrap_err();
         let expected = "rewrites.jsonl:7: `怎么吃` has another rewrite in line 5; remove one of the two lines";
         assert!(error.ends_with(expected), "{error}");
@@ -390,6 +492,32 @@ mod tests {
     }
 
     /// Regression: the key `history` was ignored, so that rows of one query conflicted or were missing.
+    #[tokio::test]
+    async fn a_table_with_a_column_of_rewrites_is_a_recording() {
+        let (_folder, path) = crate::scratch_file("queries.csv");
+        let read = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            RecordedTeacher::read(&path, &DataConfig::default())
+        };
+        let header = "问题,历史摘要,rewritten_query,备注\n";
+        let teacher = read(&format!("{header}怎么吃,问过鱼油,鱼油 食用方法,x\n怎么吃,,,\n贵吗,,价格,\n")).unwrap();
+        let recorded = teacher.rewrite(&row("怎么吃", "问过鱼油"), &[]).await.unwrap();
+        assert_eq!((recorded.text.as_str(), teacher.has(&row("贵吗", "").id)), ("鱼油 食用方法", true));
+        let missing = teacher.rewrite(&row("怎么吃", ""), &[]).await.unwrap_err();
+        assert_eq!(missing.kind, FailureKind::NotRecorded);
+        let hint = "its lines have no `用户画像` or `user_profile`, and their `备注` is not read";
+        assert!(missing.message.ends_with(hint), "{}", missing.message);
+        let error = |text: &str| read(text).err().unwrap().to_string();
+        let twice = error(&format!("{header}贵吗,,价格,\n贵吗,,多少钱,\n"));
+        assert!(
+            twice.ends_with("queries.csv:3: `贵吗` has another rewrite in row 2; remove one of the two rows"),
+            "{twice}"
+        );
+        let other = error("问题,改写\n贵吗,价格\n");
+        let expected = "queries.csv: has the columns 问题, 改写; expected a table with `问题` or `original_query` and `rewritten_query`";
+        assert!(other.contains(expected), "{other}");
+    }
+
     #[tokio::test]
     async fn keys_have_the_names_of_the_columns_and_unread_ones_are_named() {
         let (_folder, path) = crate::scratch_file("rewrites.jsonl");

@@ -5,7 +5,7 @@ use crate::evaluation::{Controls, Difference, Evaluation, SecondEvaluation, Seed
 use crate::facts::RunFacts;
 use crate::metric::Metric;
 use crate::text::{or_dash, printable, wrapped};
-use crate::verdict::rl_verdict;
+use crate::verdict::first_paragraph;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
@@ -15,7 +15,7 @@ const MAX_WIDTH: usize = 100;
 /// The verdict on RL, the table of systems, the paired differences, controls, failures and notes. Ends with a line break.
 pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
     let mut text = head(evaluation, facts);
-    let verdict = wrapped(&rl_verdict(evaluation).join(" "), MAX_WIDTH);
+    let verdict = wrapped(&first_paragraph(evaluation), MAX_WIDTH);
     if !verdict.is_empty() {
         text.push_str(&(verdict.join("\n") + "\n\n"));
     }

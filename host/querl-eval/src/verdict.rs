@@ -33,6 +33,21 @@ impl Outcome {
     }
 }
 
+/// What a report begins with: [`rl_verdict`], after a sentence on each trained system that hardly rewrites.
+pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
+    let controls = evaluation.controls.as_ref();
+    let unchanged = [("rl", "RL"), ("sft", "SFT")].into_iter().filter_map(|(system, name)| {
+        let found = controls?.systems.get(system)?;
+        let sentence = || {
+            let (n, of) = (found.n_unchanged, found.n_answers);
+            format!("{name} hardly rewrites: its rewrite is the query itself on {n} of {of} queries.")
+        };
+        // More than nine of ten.
+        (10 * found.n_unchanged > 9 * found.n_answers).then(sentence)
+    });
+    unchanged.chain(rl_verdict(evaluation)).collect::<Vec<_>>().join(" ")
+}
+
 /// Three sentences: RL against the raw queries, SFT and the teacher; the same on the second retriever; whether RL earned its cost. Empty for
 /// an evaluation without RL or without anything to compare it with.
 pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
@@ -135,7 +150,7 @@ fn conclusion(here: [Outcome; 2], there: [Outcome; 2], queries: &str) -> String 
 mod tests {
     use super::Outcome::{Better, Missing, NotShown, Worse};
     use super::*;
-    use crate::evaluation::{Lookups, SecondEvaluation};
+    use crate::evaluation::{Controls, Lookups, RewriteControls, SecondEvaluation};
     use querl_core::records::{SecondHits, Split};
     use std::collections::BTreeMap;
 
@@ -193,6 +208,22 @@ mod tests {
             "It is not shown that RL earned its cost: it is better than the raw queries, but not shown to be better than SFT alone.",
         ];
         assert_eq!(sentences, expected);
+    }
+
+    /// Regression: nothing said that RL had learned to return the query.
+    #[test]
+    fn a_system_that_returns_the_query_is_named_first() {
+        let mut evaluation = evaluation(Metric::Top1, [NotShown; 3], None);
+        let mut of = |n_unchanged| {
+            let (n_chars, kept_terms, new_gold_terms) = (None, None, None);
+            let found = RewriteControls { n_chars, kept_terms, new_gold_terms, n_answers: 64, n_unchanged };
+            let systems = [("rl".to_owned(), found)].into();
+            evaluation.controls = Some(Controls { systems, length_matched: BTreeMap::new() });
+            first_paragraph(&evaluation)
+        };
+        let expected = "RL hardly rewrites: its rewrite is the query itself on 64 of 64 queries. By top-1 %, RL ";
+        assert!(of(64).starts_with(expected), "{}", of(64));
+        assert!(of(57).starts_with("By top-1 %, RL "), "57 of 64 are 89 %");
     }
 
     #[test]

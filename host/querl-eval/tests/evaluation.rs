@@ -182,7 +182,7 @@ fn eval_json_has_the_documented_shape_and_reads_back() {
         "controls": {
             "systems": {"raw": {
                 "n_chars": {"mean": 2.0, "low": 2.0, "high": 2.0}, "kept_terms": {"mean": 0.0, "low": 0.0, "high": 0.0},
-                "new_gold_terms": null,
+                "new_gold_terms": null, "n_answers": 1, "n_unchanged": 0,
             }},
             "length_matched": {},
         },

@@ -8,7 +8,7 @@ use crate::{ComputeDevice, DecoderConfig, ModelError, Weights, random};
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Error, Tensor, Var};
 use querl_core::config::BaseDtype;
-use querl_core::model_config::{self, DOWNLOAD_AGAIN};
+use querl_core::model_config::{self, DOWNLOAD_AGAIN, PRETRAIN_FOLDER};
 use safetensors::tensor::TensorView;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -22,6 +22,11 @@ pub(crate) fn required(directory: &Path, file: &str) -> Result<PathBuf, ModelErr
     let path = directory.join(file);
     if path.is_file() {
         return Ok(path);
+    }
+    if directory.join(PRETRAIN_FOLDER).is_dir() {
+        let problem =
+            "its pretraining is not finished; run `querl model pretrain` with the same file again, which resumes";
+        return Err(ModelError::bad_file(directory, problem));
     }
     Err(ModelError::MissingFile { directory: directory.to_owned(), file: file.to_owned(), needs: NEEDS })
 }

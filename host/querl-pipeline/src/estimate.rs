@@ -101,15 +101,16 @@ pub fn estimate(
     window: Window,
     on_change: OnPluginChange,
 ) -> anyhow::Result<Estimate> {
-    if window.first == StageName::Rewrite {
-        check_recording(config)?;
-    }
     let table = open_queries(&config.data)?;
+    let not_recorded = match window.first {
+        StageName::Rewrite => check_recording(config, &table)?,
+        _ => None,
+    };
     let unknown = match window.first <= StageName::Validate {
         true => check_knowledge_base(config, &table)?,
         false => None,
     };
-    let warnings = unknown.iter().map(ToString::to_string).collect();
+    let warnings = unknown.iter().map(ToString::to_string).chain(not_recorded).collect();
     let dir = RunDir::new(&config.output_dir);
     let unprepared_plugins = unprepared(&config.plugins, &Pins { dir: &dir, config: config_path, on_change })?;
     let outside = outside_to_look(config)?;

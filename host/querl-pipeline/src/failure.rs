@@ -225,6 +225,14 @@ pub fn sentence(error: &anyhow::Error) -> String {
             sentence = if sentence.is_empty() { cause } else { format!("{sentence}: {cause}") };
         }
     }
+    let is_full = |cause: &(dyn std::error::Error + 'static)| {
+        let kind = cause.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+        matches!(kind, Some(std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded))
+    };
+    // Some messages say what to do themselves.
+    if error.chain().any(is_full) && !sentence.contains("same command") {
+        sentence += "; make room on the disk and run the same command again";
+    }
     sentence.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
@@ -378,5 +386,17 @@ mod tests {
         let inner = std::io::Error::other("disk\n  full");
         let error = Err::<(), _>(inner).context("a.txt: disk\n  full").unwrap_err();
         assert_eq!(sentence(&error), "a.txt: disk full");
+    }
+
+    /// Regression: a full disk had a remedy in RL alone.
+    #[test]
+    fn a_full_disk_has_a_remedy_whoever_writes() {
+        let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
+        let remedy = "; make room on the disk and run the same command again";
+        let path = "data/rewrites.journal.jsonl".to_owned();
+        let error = anyhow::Error::from(DataError::Write { path, source: full() }).context("rewrite");
+        assert!(sentence(&error).ends_with(remedy), "{}", sentence(&error));
+        let own = anyhow::Error::from(full()).context("cannot be written; run the same command again to resume");
+        assert!(!sentence(&own).contains(remedy), "{}", sentence(&own));
     }
 }

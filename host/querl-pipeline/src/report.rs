@@ -19,6 +19,7 @@ use querl_eval::{
 use querl_plugin::LIMIT_CODE;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
+use std::path::Path;
 
 /// Names of the services behind the metrics.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -177,7 +178,7 @@ fn check_same_queries(dirs: &[RunDir], records: &[Vec<EvalRecord>]) -> anyhow::R
 
 fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyhow::Result<RunFacts> {
     let (lock, unknown) = lock(dir);
-    let model = config.model.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let model = model_name(&config.model.path);
     let rewritten = ledger.entry(StageName::Rewrite.as_str());
     let not_recorded = rewritten.and_then(|entry| funnel::not_recorded(config, &entry.facts));
     let notes = unknown.into_iter().chain(not_recorded).chain(win_rate_note(&config.retrieval)).chain(changes(&lock));
@@ -190,6 +191,18 @@ fn facts(config: &Config, names: &Names, dir: &RunDir, ledger: &Ledger) -> anyho
         plugins: plugins(&lock, config),
         plugin_notes: notes.chain(drops(ledger)).chain(leaks(ledger)).collect(),
     })
+}
+
+/// Name of a model's folder, with that of the folder above where it is called `model`; of a snapshot from a hub `ORG/NAME`.
+fn model_name(path: &Path) -> String {
+    let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let (own, above) = (name(path), path.parent().map(name).unwrap_or_default());
+    let repository = path.ancestors().nth(2).map(name).unwrap_or_default();
+    match repository.strip_prefix("models--").filter(|_| above == "snapshots") {
+        Some(repository) => repository.replacen("--", "/", 1),
+        None if own == "model" && !above.is_empty() => format!("{above}/{own}"),
+        None => own,
+    }
 }
 
 /// The lock file, or a note where it cannot be read: metrics come from the records alone.
@@ -252,7 +265,7 @@ fn untrained(ledger: &Ledger) -> Option<String> {
 }
 
 /// A note where scores of hits are shares of the query's words.
-fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
+pub(crate) fn win_rate_note(retrieval: &RetrievalConfig) -> Option<String> {
     let counts_words = retrieval.kind == RetrievalKind::Embedded
         && retrieval.lexicon.is_none()
         && retrieval.rerank.kind == RerankKind::None;
@@ -299,6 +312,14 @@ mod tests {
     use super::*;
     use crate::ledger::{Entry, Facts, Inputs};
     use std::collections::BTreeMap;
+
+    /// Regression: the report had `model model`, and the commit of a snapshot as the name of a model.
+    #[test]
+    fn a_model_is_named_by_what_tells_it_from_others() {
+        let names = ["/a/small/model", "/a/Qwen3-0.6B", "/model", "/hub/models--Qwen--Qwen3-0.6B/snapshots/0123abcd"];
+        let expected = ["small/model", "Qwen3-0.6B", "model", "Qwen/Qwen3-0.6B"];
+        assert_eq!(names.map(|path| model_name(Path::new(path))), expected);
+    }
 
     #[test]
     fn late_episodes_and_items_dropped_at_limits_are_reported() {

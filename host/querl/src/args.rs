@@ -51,16 +51,23 @@ pub struct ThreadsArg {
 }
 
 impl ConfigArgs {
-    /// Reads and checks the configuration; downloads models that it names.
-    pub fn load(&self) -> anyhow::Result<Config> {
-        load_config(&self.path, self.overrides(model_hub::find))
-    }
-
     /// Reads and checks the configuration, for a command that opens no model: models that are not downloaded keep their names, and the
     /// folder of `model.path` need not exist.
     pub fn load_without_model(&self) -> anyhow::Result<Config> {
         let overrides = self.overrides(model_hub::find_cached);
         load_config(&self.path, Overrides { missing_model: MissingModel::Allowed, ..overrides })
+    }
+
+    /// As [`Self::load_without_model`], for a command that opens the models of retrieval, which are downloaded.
+    pub fn load_for_retrieval(&self) -> anyhow::Result<Config> {
+        let mut config = self.load_without_model()?;
+        for path in [&mut config.retrieval.embedding.path, &mut config.retrieval.rerank.path].into_iter().flatten() {
+            // The path of a folder is absolute, a name is not.
+            if !path.is_absolute() {
+                *path = model_hub::download(&path.to_string_lossy())?;
+            }
+        }
+        Ok(config)
     }
 
     /// What the flags override; models that the configuration names are looked up in `hub`.

@@ -143,6 +143,16 @@ fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
     const MAX_NAMED: usize = 4;
     let cli = Cli::command();
     if let Some(ContextValue::String(name)) = error.get(ContextKind::InvalidSubcommand) {
+        let first = arguments.iter().skip(1).find(|argument| !argument.starts_with('-'));
+        let is_new_config = match first.map(String::as_str) {
+            Some("config") => ["init", "create", "new"].contains(&name.as_str()),
+            first => first == Some(name.as_str()) && ["init", "create"].contains(&name.as_str()),
+        };
+        if is_new_config {
+            let hint =
+                "copy examples/appliances/querl.toml and change its paths: a configuration with what a run needs";
+            return Some(hint.into());
+        }
         let has = |group: &&clap::Command| group.find_subcommand(name).is_some_and(|found| !found.is_hide_set());
         let groups = cli.get_subcommands().filter(has).map(|group| format!("`querl {} {name}`", group.get_name()));
         let groups: Vec<String> = groups.collect();
@@ -229,6 +239,11 @@ mod tests {
         }
         assert!(said("querl run a.toml --max-steps -q").contains("rl.max_steps=VALUE"));
         assert!(said("querl pretrain").contains("tip: use `querl model pretrain`\n"), "{}", said("querl pretrain"));
+        // Regression: `querl model init`, which makes random weights, was suggested.
+        for line in ["querl init", "querl config init", "querl config new"] {
+            let said = said(line);
+            assert!(said.contains("copy examples/appliances/querl.toml") && !said.contains("model init"), "{said}");
+        }
         for line in ["querl doctor --max_steps 5", "querl run a.toml --nonsense 5", "querl nonsense"] {
             assert!(!said(line).contains("tip: use "), "{}", said(line));
         }

@@ -180,6 +180,25 @@ fn stats_say_what_became_of_the_rows() {
     assert!(text.contains(" rows, 0 like a row of train\n"), "{text}");
 }
 
+/// Regression: what a recorded teacher lacks was only said once the stage had run, and `data stats` took a file that is no recording.
+#[test]
+fn what_a_recorded_teacher_lacks_is_said_before_the_stage() {
+    let project = Project::new();
+    let rows = project.read("teacher.jsonl");
+    project.write("teacher.jsonl", &rows.lines().skip(3).collect::<Vec<_>>().join("\n"));
+    let warning =
+        "warning: the recorded teacher (teacher.jsonl) has no rewrite of 3 of 40 queries; add them there, or set ";
+    for command in
+        [&["data", "stats", "querl.toml"][..], &["run", "querl.toml", "--dry-run"], &["config", "check", "querl.toml"]]
+    {
+        let said = project.querl(command).ok();
+        assert!(said.stdout.contains(warning) || said.stderr.contains(warning), "{said:#?}");
+    }
+    project.write("teacher.jsonl", "original_query,rewritten_query\na,b\n");
+    let refused = project.refusal(&["data", "stats", "querl.toml"], 2);
+    assert!(refused.starts_with("teacher.jsonl:1: not JSON"), "{refused}");
+}
+
 /// Symptom: the page showed a funnel that no run of the example has.
 #[test]
 fn the_documented_funnel_is_that_of_the_example() {

@@ -83,6 +83,25 @@ fn after_the_data_stages_teacher_and_rewards_are_judged_and_the_run_is_unchanged
     assert_eq!(refused, "run: a run's folder is its own run directory; leave out --out");
 }
 
+/// Regression: commands that open no model looked for it on a hub and ended there.
+#[test]
+fn before_there_is_a_model_the_data_and_retrieval_are_judged_without_it() {
+    let project = Project::new();
+    let model = ["--set", "model.path=none/model"];
+    let args = [&["plan", "querl.toml", "--no_model"], &model[..]].concat();
+    let plan = project.json(&args);
+    assert_eq!((levels(&plan)["tokenizer"].as_str(), &plan["tokenizer"]), ("unknown", &Value::Null), "{plan}");
+    let checked = project.querl(&[&["rag", "check", "querl.toml"], &model[..]].concat()).ok();
+    assert!(checked.stdout.contains("ok  answers  3 of 3 queries were answered"), "{checked:#?}");
+    project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
+    let plan = project.json(&args);
+    assert!(plan["teacher"].is_object() && plan["rollout"].is_null(), "{plan}");
+    let mut hub = project.command(&[&["rewrite", "querl.toml", "-q"], &model[..]].concat());
+    let refused = hub.env("HF_HUB_OFFLINE", "1").env("HF_HOME", project.path("hf")).env_remove("HF_HUB_CACHE").output();
+    let refused = String::from_utf8(refused.unwrap().stderr).unwrap();
+    assert!(refused.contains("run `querl model corpus` and `querl model pretrain` first"), "{refused}");
+}
+
 #[test]
 fn data_of_other_settings_are_named() {
     let project = Project::new();

@@ -85,6 +85,18 @@ fn the_written_file_pretrains_a_model_with_held_out_lines() {
     assert!(in_use.contains(&expected) && in_use.ends_with("; wait for it, or name another output_dir"), "{in_use}");
     assert!(!project.path("own-model/.pretrain").exists());
     drop(lock);
+    // Regression: a model whose pretraining was stopped was called a broken one.
+    std::fs::create_dir_all(project.path("own-model/.pretrain/state")).unwrap();
+    for command in [&["config", "check", "querl.toml"][..], &["plan", "querl.toml"]] {
+        let said =
+            project.querl(&[command, &["--set", "model.path=own-model", "--set", "data.input=teacher.jsonl"]].concat());
+        assert_eq!(said.code, Some(2), "{said:#?}");
+        assert!(
+            said.stderr.contains("own-model: its pretraining is not finished; run `querl model pretrain` with"),
+            "{said:#?}"
+        );
+    }
+    std::fs::remove_dir_all(project.path("own-model/.pretrain")).unwrap();
     let made = project.querl(&["model", "pretrain", "pretrain.toml"]).ok();
     assert!(made.stderr.contains(" 60 examples, ") && made.stderr.contains(" held out\n"), "{made:#?}");
     assert!(made.stderr.contains(", held-out loss ") && made.stderr.contains(" at step 1, whose"), "{made:#?}");

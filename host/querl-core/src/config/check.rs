@@ -101,8 +101,12 @@ pub(super) fn look_up_models(
             Ok(None) => {}
             Err(reason) => {
                 let (name, place) = (path.display().to_string(), bases.name_of(&key));
-                let message =
+                let mut message =
                     format!("{key} is {name:?}; no such folder {place}; taken as a model's name on a hub: {reason}");
+                if key == "model.path" {
+                    message += "; every stage reads its size, on which defaults depend: for a model of your own, run \
+                                `querl model corpus` and `querl model pretrain` first";
+                }
                 violations.push(Violation::new(key, message));
             }
         }

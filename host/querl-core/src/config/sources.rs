@@ -173,8 +173,8 @@ endpoint_section! {
     TeacherConfig {
         /// Kind of teacher.
         kind: TeacherKind = TeacherKind::Openai,
-        /// `recorded`: the file (jsonl with `rewritten_query`, and query, profile and history under the column names of `[data]` or as
-        /// `original_query`, `user_profile`, `history_summary`).
+        /// `recorded`: the file (jsonl, xlsx, csv, tsv or parquet with `rewritten_query`, and query, profile and history under the column
+        /// names of `[data]` or as `original_query`, `user_profile`, `history_summary`).
         path: Option<PathBuf> = None,
         /// `local`: a Hugging Face directory, of a model as it is or as a run left it.
         model_path: Option<PathBuf> = None,

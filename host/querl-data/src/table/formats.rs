@@ -2,7 +2,7 @@
 
 use super::encoding::{TextEncoding, detect, open_text};
 use super::parquet_pages::{check_footer, check_pages};
-use super::xlsx::open_xlsx;
+use super::xlsx::{first_cells, open_xlsx};
 use crate::dataset::export::{formula_text, is_header};
 use crate::error::{DataError, catch_panic, panic_message};
 use csv::StringRecord;
@@ -27,6 +27,7 @@ pub(crate) struct Table {
     path: PathBuf,
     pub(crate) sheet: Option<String>,
     pub(crate) unread_sheets: Vec<String>,
+    pub(crate) hidden_sheets: Vec<String>,
     pub(crate) encoding: Option<TextEncoding>,
     pub(crate) header: Vec<String>,
     source: Box<dyn RowSource>,
@@ -44,6 +45,11 @@ pub(super) enum CellForm {
 pub(super) trait RowSource {
     /// The rows; cells of columns other than `columns` may be empty.
     fn rows(self: Box<Self>, columns: &[usize], form: CellForm) -> Result<TypedRows, DataError>;
+
+    /// Merged cells of `columns` below the header: `C2:C3`.
+    fn merged(&mut self, _columns: &[usize]) -> Vec<String> {
+        Vec::new()
+    }
 }
 
 /// Rows of texts, with the cells of all columns.
@@ -84,11 +90,44 @@ impl TableCell {
 
 impl Table {
     pub(super) fn new(path: &Path, header: Vec<String>, source: Box<dyn RowSource>) -> Self {
-        Self { path: path.to_owned(), sheet: None, unread_sheets: Vec::new(), encoding: None, header, source }
+        let (unread_sheets, hidden_sheets) = (Vec::new(), Vec::new());
+        Self { path: path.to_owned(), sheet: None, unread_sheets, hidden_sheets, encoding: None, header, source }
     }
 
     pub(super) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Merged cells of `columns` below the header: `C2:C3`.
+    pub(super) fn merged(&mut self, columns: &[usize]) -> Vec<String> {
+        self.source.merged(columns)
+    }
+
+    /// Number of the first of the rows that follow the header and has a cell with one of `names`, where people write a title above the header.
+    pub(super) fn header_below(&self, names: &[&str]) -> Option<usize> {
+        const N_ROWS: u32 = 10;
+        let cells = match self.encoding {
+            _ if self.sheet.is_some() => first_cells(&self.path, N_ROWS),
+            Some(encoding) => {
+                let delimiter = if self.path.extension().is_some_and(|name| name.eq_ignore_ascii_case("tsv")) {
+                    b'\t'
+                } else {
+                    b','
+                };
+                // A quote that is not closed would read the whole file.
+                let text = open_text(&self.path, encoding).ok()?.take(MAX_CELL_BYTES as u64);
+                let reader =
+                    csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).has_headers(false).from_reader(text);
+                let rows = (1..)
+                    .zip(reader.into_records())
+                    .take(N_ROWS as usize)
+                    .filter_map(|(row, record)| Some((row, record.ok()?)));
+                rows.flat_map(|(row, record)| record.iter().map(|cell| (row, cell.to_owned())).collect::<Vec<_>>())
+                    .collect()
+            }
+            None => Vec::new(),
+        };
+        cells.iter().find(|(_, cell)| names.contains(&cell.trim())).map(|(row, _)| *row)
     }
 
     /// The rows, numbered as in a spreadsheet or editor; cells of columns other than `columns` may be empty.

@@ -58,10 +58,15 @@ fn open_source(config: &DataConfig) -> Result<Table, DataError> {
 /// A file cannot be read, lacks a required column, or has no usable row.
 pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
     let files = config.query_files().into_iter().map(UnchangedFile::new).collect();
-    let table = open_source(config)?;
+    let mut table = open_source(config)?;
     let columns = QueryColumns::find(&table, config)?;
-    let encoding = table.encoding.map(TextEncoding::name);
-    let findings = Findings { encoding, unread_sheets: table.unread_sheets.clone(), ..Findings::default() };
+    let findings = Findings {
+        encoding: table.encoding.map(TextEncoding::name),
+        merged_cells: table.merged(&columns.used()),
+        unread_sheets: table.unread_sheets,
+        hidden_sheets: table.hidden_sheets,
+        ..Findings::default()
+    };
     let (repeated, group_names) = (HashSet::new(), HashMap::new());
     let mut table = QueryTable { config: config.clone(), files, columns, repeated, group_names, findings };
     let digests = table.row_digests()?;
@@ -206,6 +211,9 @@ impl Rows<QueryRow> for QueryTable {
 /// Maximum number of listed rows of one kind; all are counted.
 const MAX_LISTED: usize = 100;
 
+/// Those of them that a message names.
+const SHOWN: usize = 10;
+
 /// Rows of a query table that are skipped or need a look, for `querl data stats` and messages.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Findings {
@@ -215,6 +223,12 @@ pub struct Findings {
     /// Sheets of a workbook that are skipped because they have other columns than the first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unread_sheets: Vec<String>,
+    /// Hidden sheets of a workbook, which are skipped.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub hidden_sheets: Vec<String>,
+    /// Merged cells of a used column of a workbook, `C2:C3`: only the first cell has the value.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub merged_cells: Vec<String>,
     /// Rows that are not empty.
     pub n_rows: usize,
     /// Rows with a query that no earlier row has in the same context.
@@ -260,7 +274,6 @@ impl RowList {
 
     /// `rows 3, 7 (like row 2), ...`
     fn listing(&self) -> String {
-        const SHOWN: usize = 10;
         let shown = |named: &RowReference| match named.earlier {
             Some(earlier) => format!("{} (like row {earlier})", named.row),
             None => named.row.to_string(),
@@ -285,10 +298,20 @@ impl Findings {
         if let Some(guess) = self.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030.name()) {
             notes.push(format!("the table is read as {guess}; save it as UTF-8 if its characters are not right"));
         }
+        let quoted = |names: &[String]| names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         if !self.unread_sheets.is_empty() {
-            let names: Vec<String> = self.unread_sheets.iter().map(|name| format!("`{name}`")).collect();
-            let names = names.join(", ");
+            let names = quoted(&self.unread_sheets);
             notes.push(format!("sheets skipped, as their columns are not those of the first: {names}"));
+        }
+        if !self.hidden_sheets.is_empty() {
+            notes.push(format!("hidden sheets skipped: {}; show those that have queries", quoted(&self.hidden_sheets)));
+        }
+        if !self.merged_cells.is_empty() {
+            let more = if self.merged_cells.len() > SHOWN { ", ..." } else { "" };
+            let shown = self.merged_cells[..self.merged_cells.len().min(SHOWN)].join(", ");
+            notes.push(format!(
+                "merged cells {shown}{more}: only the first cell has the value; unmerge them and fill each row"
+            ));
         }
         if !passed_over.is_empty() {
             notes.push(format!("rows skipped: {}", passed_over.join("; ")));
@@ -461,9 +484,13 @@ fn missing_column(table: &Table, name: &str, key: &str) -> DataError {
     let decoded = table.encoding.filter(|encoding| *encoding == TextEncoding::Gb18030);
     let decoded = decoded.map(|encoding| format!(" (read as {})", encoding.name())).unwrap_or_default();
     let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded}");
-    let remedy = match separator(table) {
-        Some(separator) => format!("save it with `,` instead of `{separator}` between cells, or with tabs as .tsv"),
-        None => format!("name one of these in data.{key}"),
+    let names: Vec<&str> = [name].into_iter().chain(DataConfig::other_name(name)).collect();
+    let remedy = match (table.header_below(&names), separator(table)) {
+        (Some(row), _) => format!("row {row} looks like the header: delete the rows above it"),
+        (None, Some(separator)) => {
+            format!("save it with `,` instead of `{separator}` between cells, or with tabs as .tsv")
+        }
+        (None, None) => format!("name one of these in data.{key}"),
     };
     DataError::file(table.path(), format!("{sheet}{problem}; {remedy}"))
 }

@@ -601,6 +601,42 @@ fn further_sheets_with_the_same_columns_continue_the_first() {
     assert!(table.findings().notes().iter().any(|error| error == note), "{:?}", table.findings().notes());
 }
 
+/// Regression: nothing was said of hidden sheets and merged cells, whose rows were missing or empty.
+#[test]
+fn hidden_sheets_and_merged_cells_are_named() {
+    let folder = Folder::new();
+    let mut workbook = Workbook::new();
+    workbook.add_worksheet().set_name("旧").unwrap().set_hidden(true).write(0, 0, "问题").unwrap();
+    let sheet = workbook.add_worksheet().set_name("新").unwrap();
+    sheet.write_row(0, 0, ["问题", "备注", "相关文档"]).unwrap();
+    sheet.write_column(1, 0, ["甲", "乙", "丙"]).unwrap();
+    sheet.merge_range(1, 2, 2, 2, "p1", &Format::new()).unwrap();
+    sheet.merge_range(1, 1, 2, 1, "x", &Format::new()).unwrap();
+    sheet.set_active(true);
+    workbook.save(folder.path("a.xlsx")).unwrap();
+    let table = open_queries(&config(folder.path("a.xlsx"))).unwrap();
+    let expected = [
+        "hidden sheets skipped: `旧`; show those that have queries",
+        "merged cells C2:C3: only the first cell has the value; unmerge them and fill each row",
+    ];
+    assert_eq!(table.findings().notes(), expected);
+}
+
+/// Regression: a title above the header was taken for the header, and the message advised to name it in data.query_column.
+#[test]
+fn a_title_above_the_header_is_recognised() {
+    let folder = Folder::new();
+    let workbook = folder.workbook(&[&["客服问题汇总（2026年11月）"], &[], &["编号", "问题"], &["1", "甲"]]);
+    let remedy = "row 3 looks like the header: delete the rows above it";
+    assert!(
+        message(&workbook).ends_with(&format!("found `客服问题汇总（2026年11月）`; {remedy}")),
+        "{}",
+        message(&workbook)
+    );
+    let csv = message(&folder.file("a.csv", "客服问题汇总,\n,\n编号,问题\n1,甲\n"));
+    assert!(csv.ends_with(remedy), "{csv}");
+}
+
 /// A workbook with the given cells as XML, and other parts.
 fn workbook_of(folder: &Folder, sheet_data: &str, more: &[(&str, &[u8])]) -> Result<Vec<QueryRow>, String> {
     let mut archive = zip::ZipWriter::new(std::fs::File::create(folder.path("a.xlsx")).unwrap());

@@ -3,7 +3,9 @@
 
 use super::formats::{CellForm, MAX_CELL_BYTES, RowSource, Table, TableCell, TypedRows};
 use crate::error::{DataError, catch_panic, panic_message};
-use calamine::{Data, DataRef, ExcelDateTime, Reader, SheetType, SheetVisible, Xlsx, XlsxCellReader, XlsxError};
+use calamine::{
+    Data, DataRef, Dimensions, ExcelDateTime, Reader, Sheet, SheetType, SheetVisible, Xlsx, XlsxCellReader, XlsxError,
+};
 use querl_core::records::ColumnValue;
 use std::fs::File;
 use std::io::{BufReader, Read};
@@ -60,6 +62,25 @@ struct XlsxFile {
 }
 
 impl RowSource for XlsxFile {
+    fn merged(&mut self, columns: &[usize]) -> Vec<String> {
+        let path = self.path.clone();
+        let found = guarded(&path, || {
+            let mut found = Vec::new();
+            for sheet in &self.sheets {
+                let regions = self.workbook.merge_cells_by_sheet_name(&sheet.name);
+                for Dimensions { start, end } in regions.map_err(|error| unreadable(&self.path, &error))? {
+                    let mut used = columns.iter().map(|column| sheet.first_column + *column as u32);
+                    if end.0 > sheet.header_row && used.any(|column| (start.1..=end.1).contains(&column)) {
+                        found.push(format!("{}:{}", address(start.0, start.1), address(end.0, end.1)));
+                    }
+                }
+            }
+            Ok(found)
+        });
+        // What matters of the workbook is read and checked with its rows.
+        found.unwrap_or_default()
+    }
+
     fn rows(mut self: Box<Self>, columns: &[usize], form: CellForm) -> Result<TypedRows, DataError> {
         let path = self.path.clone();
         let rows = guarded(&path, || {
@@ -175,11 +196,7 @@ fn declared_texts(start: &[u8]) -> Option<u64> {
 
 fn open_workbook(path: &Path) -> Result<Table, DataError> {
     let mut workbook: Workbook = calamine::open_workbook(path).map_err(|error: XlsxError| unreadable(path, &error))?;
-    let sheets = workbook.sheets_metadata().iter().filter(|sheet| {
-        // Hidden sheets are ignored.
-        sheet.typ == SheetType::WorkSheet && sheet.visible == SheetVisible::Visible
-    });
-    let names: Vec<String> = sheets.map(|sheet| sheet.name.clone()).collect();
+    let (names, hidden_sheets) = sheet_names(&workbook);
     let sheet = match &names[..] {
         [] => return Err(DataError::file(path, "the workbook has no sheet that is shown")),
         [name] => format!("sheet `{name}`"),
@@ -207,8 +224,34 @@ fn open_workbook(path: &Path) -> Result<Table, DataError> {
     let header = columns.unwrap_or_default();
     let source = XlsxFile { path: path.to_owned(), workbook, sheets, n_columns: header.len() };
     let mut table = Table::new(path, header, Box::new(source));
-    (table.sheet, table.unread_sheets) = (Some(sheet), unread_sheets);
+    (table.sheet, table.unread_sheets, table.hidden_sheets) = (Some(sheet), unread_sheets, hidden_sheets);
     Ok(table)
+}
+
+/// Names of the sheets that are shown, and of the hidden ones.
+fn sheet_names(workbook: &Workbook) -> (Vec<String>, Vec<String>) {
+    let sheets = workbook.sheets_metadata().iter().filter(|sheet| sheet.typ == SheetType::WorkSheet);
+    let (shown, hidden): (Vec<&Sheet>, Vec<&Sheet>) = sheets.partition(|sheet| sheet.visible == SheetVisible::Visible);
+    let names = |sheets: Vec<&Sheet>| sheets.into_iter().map(|sheet| sheet.name.clone()).collect();
+    (names(shown), names(hidden))
+}
+
+/// Cells of the first rows of the first sheet that is shown, with the number of their row: for an error about the header.
+pub(super) fn first_cells(path: &Path, n_rows: u32) -> Vec<(usize, String)> {
+    let found = guarded(path, || {
+        let opened: Result<Workbook, XlsxError> = calamine::open_workbook(path);
+        let mut workbook = opened.map_err(|error| unreadable(path, &error))?;
+        let Some(sheet) = sheet_names(&workbook).0.into_iter().next() else { return Ok(Vec::new()) };
+        let (mut found, mut cells) = (Vec::new(), cells_of(path, &mut workbook, &sheet)?);
+        while let Some(cell) = next_cell(path, &sheet, &mut cells)? {
+            if cell.row >= n_rows {
+                break;
+            }
+            found.push((cell.row as usize + 1, cell.text(path, &sheet).unwrap_or_default()));
+        }
+        Ok(found)
+    });
+    found.unwrap_or_default()
 }
 
 /// A cell with a value, or a formula whose value is not in the file.
@@ -218,16 +261,20 @@ struct SheetCell<'a> {
     value: DataRef<'a>,
 }
 
+/// `B2`, of indexes from 0.
+fn address(row: u32, column: u32) -> String {
+    let (mut letters, mut rest) = (Vec::new(), u64::from(column) + 1);
+    while rest > 0 {
+        letters.push(b'A' + ((rest - 1) % 26) as u8);
+        rest = (rest - 1) / 26;
+    }
+    letters.reverse();
+    format!("{}{}", String::from_utf8_lossy(&letters), u64::from(row) + 1)
+}
+
 impl SheetCell<'_> {
-    /// `B2`
     fn address(&self) -> String {
-        let (mut letters, mut rest) = (Vec::new(), self.column + 1);
-        while rest > 0 {
-            letters.push(b'A' + ((rest - 1) % 26) as u8);
-            rest = (rest - 1) / 26;
-        }
-        letters.reverse();
-        format!("{}{}", String::from_utf8_lossy(&letters), self.row + 1)
+        address(self.row, self.column)
     }
 
     fn text(&self, path: &Path, sheet: &str) -> Result<String, DataError> {

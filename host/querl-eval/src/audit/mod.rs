@@ -174,6 +174,16 @@ fn cautions(rows: &AuditRows<'_>, measures: &[Measure]) -> Vec<String> {
                 .to_owned(),
         );
     }
+    if let Some(late) = rows.late() {
+        let episodes: Vec<_> = rows.within(late).map(|index| rows.rows[index].episode()).collect();
+        let n_unchanged = episodes.iter().filter(|one| one.policy.rewrite.trim() == one.query.trim()).count();
+        if 10 * n_unchanged > 9 * episodes.len() {
+            notes.push(format!(
+                "the policy hardly rewrites: its rewrite is the query itself in {n_unchanged} of {} late rollouts",
+                episodes.len()
+            ));
+        }
+    }
     let is_unpaired = |one: &Measure| one.change.is_some_and(|change| change.n_paired_queries == 0);
     if measures.first().is_some_and(is_unpaired) {
         notes

@@ -177,6 +177,21 @@ fn over_optimisation_is_found_where_quality_ends_where_it_began() {
     assert!(found.message.starts_with("total, component/all rises while "), "{}", found.message);
 }
 
+/// Regression: no line said that the policy had learned to return the query.
+#[test]
+fn a_policy_that_returns_the_query_is_noted() {
+    let notes = |late: f64| {
+        let rewrite = |draw: &Draw| match draw.progress > late {
+            true => format!(" customer {} wants help", draw.query),
+            false => draw.plain.clone(),
+        };
+        audited(&training(N_STEPS, learns, |draw| (rewrite(draw), 0.5))).notes
+    };
+    let is_note = |note: &String| note.starts_with("the policy hardly rewrites: its rewrite is the query itself in ");
+    assert!(notes(0.5).iter().any(is_note), "{:?}", notes(0.5));
+    assert!(!notes(1.0).iter().any(is_note));
+}
+
 #[test]
 fn what_cannot_be_measured_is_a_note_and_no_sign() {
     let mut episodes = training(N_STEPS, learns, honest);

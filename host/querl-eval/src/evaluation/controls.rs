@@ -50,6 +50,12 @@ pub struct RewriteControls {
     pub kept_terms: Option<Interval>,
     /// Share of the rewrite's words that a gold passage has and the query has not, 0 to 1; `None` if no gold passage is known.
     pub new_gold_terms: Option<Interval>,
+    /// Answers, over all runs.
+    #[serde(default)]
+    pub n_answers: usize,
+    /// Those whose rewrite is the query itself.
+    #[serde(default)]
+    pub n_unchanged: usize,
 }
 
 impl Controls {
@@ -107,7 +113,16 @@ impl<'a> Pooled<'_, 'a> {
             let interval = |value: fn(&EvalRecord) -> Option<f64>| {
                 self.interval(|index| index.of_records(system, value)).map(|(found, _)| found)
             };
+            let records = self.runs.iter().flat_map(Index::all_records).filter(|record| record.system == **system);
+            let (mut n_answers, mut n_unchanged) = (0, 0);
+            for record in records {
+                let rewrite = answer(record).map(|answer| answer.candidate.rewrite.trim());
+                n_answers += usize::from(rewrite.is_some());
+                n_unchanged += usize::from(rewrite == Some(record.query.original_query.trim()));
+            }
             let controls = RewriteControls {
+                n_answers,
+                n_unchanged,
                 n_chars: self.interval(|index| index.n_chars(system)).map(|(found, _)| found),
                 kept_terms: interval(kept),
                 new_gold_terms: interval(|record| answer(record)?.new_gold_terms),

@@ -10,7 +10,7 @@ use crate::facts::{FunnelStep, RunFacts, StageTiming};
 use crate::metric::Metric;
 use crate::page::{self, charts};
 use crate::table::{failure_lines, system_title};
-use crate::verdict::rl_verdict;
+use crate::verdict::first_paragraph;
 use querl_core::records::EvalRecord;
 use serde::Serialize;
 
@@ -88,7 +88,7 @@ impl Page {
             facts: facts(input),
             stand_ins: input.facts.stand_in_notes(),
             cautions: cautions(input),
-            verdict: rl_verdict(evaluation).join(" "),
+            verdict: first_paragraph(evaluation),
             summary: summary(evaluation),
             systems: tables::systems(evaluation),
             components: tables::components(evaluation),

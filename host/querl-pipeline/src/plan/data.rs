@@ -1,6 +1,6 @@
 //! Number, size and language of queries and passages.
 
-use super::advice::{Advice, Level, percent};
+use super::advice::{Advice, Level, percent, share};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -126,6 +126,8 @@ pub struct DataFacts {
     pub passages: Option<TextFacts>,
     /// Queries whose gold passages are known.
     pub n_with_gold: usize,
+    /// Queries with a history summary.
+    pub n_with_history: usize,
     /// Rows of train, val and test. Without the data stages as the configured shares give.
     pub n_rows: [usize; 3],
     /// Groups of test: paraphrases of one query count once.
@@ -140,13 +142,21 @@ impl DataFacts {
         let [train, val, test] = self.n_rows;
         let passages = self.passages.as_ref().map(|passages| format!("; {}", passages.brief("passages")));
         let source = if self.n_targets.is_some() { "" } else { " (expected)" };
+        let history = match self.n_with_history {
+            0 => String::new(),
+            n => format!(", {n} ({}) with a history", percent(share(n, self.queries.n_texts))),
+        };
         let finding = format!(
-            "{}{}; {train} train, {val} val, {test} test{source}, {} with gold passages",
+            "{}{}; {train} train, {val} val, {test} test{source}, {} with gold passages{history}",
             self.queries.brief("queries"),
             passages.unwrap_or_default(),
             self.n_with_gold
         );
         let n_train = self.n_targets.unwrap_or(train);
+        let rows = match self.n_targets {
+            Some(n) if n < train => format!("{n} rows of train have a rewrite that passed the filters, for SFT: these"),
+            _ => format!("{n_train} rows to train on"),
+        };
         let (level, action) = match &self.passages {
             Some(passages) if passages.main_script() != self.queries.main_script() => (
                 Level::Weak,
@@ -154,7 +164,7 @@ impl DataFacts {
             ),
             _ if n_train < FEW_TRAINING_ROWS => (
                 Level::Weak,
-                format!("add queries: {n_train} rows to train on are few, {FEW_TRAINING_ROWS} or more are usual"),
+                format!("add queries: {rows} are few, {FEW_TRAINING_ROWS} or more are usual"),
             ),
             _ if self.n_with_gold == 0 => (
                 Level::Weak,
@@ -194,6 +204,7 @@ mod tests {
             queries: TextFacts::of([query]),
             passages: Some(TextFacts::of([passage])),
             n_with_gold,
+            n_with_history: 0,
             n_rows: [n_train, 40, 40],
             n_test_groups: 40,
             n_targets: Some(n_train),
@@ -207,6 +218,12 @@ mod tests {
         assert!(of(facts("query", "文档", 500, 9)).action.contains("other scripts"));
         assert!(of(facts("query", "passage", 239, 9)).action.starts_with("add queries: 239 rows"));
         assert!(of(facts("query", "passage", 240, 0)).action.contains("data.gold_column"));
+        // Regression: fewer rows than the line has as `train` were not explained, and histories not counted.
+        let filtered = of(DataFacts { n_rows: [250, 40, 40], n_with_history: 1, ..facts("query", "passage", 153, 9) });
+        let expected =
+            "add queries: 153 rows of train have a rewrite that passed the filters, for SFT: these are few, ";
+        assert!(filtered.action.starts_with(expected), "{filtered:?}");
+        assert!(filtered.finding.ends_with(", 9 with gold passages, 1 (100 %) with a history"), "{filtered:?}");
         let text = of(facts("query", "passage", 500, 9)).finding;
         let expected = "1 queries of 5 characters, Latin script (100 %); 1 passages of 7 characters, Latin script (100 %); \
                         500 train, 40 val, 40 test, 9 with gold passages";

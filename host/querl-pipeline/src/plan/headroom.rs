@@ -95,15 +95,22 @@ pub struct TeacherHeadroom {
     pub splits: Vec<SplitHeadroom>,
     /// Lookups that failed; their rows are left out.
     pub n_failed: usize,
+    /// Whether scores of hits say which is right. Without a reranker or lexicon they count shared words, and win rates say nothing.
+    #[serde(skip)]
+    scores_are_relevant: bool,
 }
 
 impl TeacherHeadroom {
-    pub(super) fn of(rows: &[LookedUpRow], n_failed: usize) -> Self {
+    pub(super) fn of(rows: &[LookedUpRow], n_failed: usize, scores_are_relevant: bool) -> Self {
         let of_split = |split: Split| {
             let rows: Vec<&LookedUpRow> = rows.iter().filter(|row| row.split == split).collect();
             (!rows.is_empty()).then(|| SplitHeadroom::of(split, &rows))
         };
-        Self { splits: [Split::Train, Split::Val].into_iter().filter_map(of_split).collect(), n_failed }
+        Self {
+            splits: [Split::Train, Split::Val].into_iter().filter_map(of_split).collect(),
+            n_failed,
+            scores_are_relevant,
+        }
     }
 
     /// In words. Decides by train, or by val where train is not known.
@@ -117,7 +124,15 @@ impl TeacherHeadroom {
                 "run `querl run CONFIG --to convert`, then plan again",
             );
         };
-        let finding: Vec<String> = self.splits.iter().map(SplitHeadroom::sentence).collect();
+        let sentence = |split: &SplitHeadroom| match self.scores_are_relevant {
+            true => format!(
+                "{}, win rate of the teacher {} (a tie is half)",
+                split.sentence(),
+                percent(split.teacher_win_rate)
+            ),
+            false => split.sentence(),
+        };
+        let finding: Vec<String> = self.splits.iter().map(sentence).collect();
         let (raw, teacher, oracle) = (headroom.raw.figure(), headroom.teacher.figure(), headroom.oracle.figure());
         let history_gains = headroom.with_history.is_some_and(|side| side.figure() - raw > LITTLE_HEADROOM)
             && headroom.history_gain_is_shown();
@@ -227,13 +242,12 @@ impl SplitHeadroom {
         let with_history = |side: SideFigures| format!(", query with history {} ({gain})", percent(side.figure()));
         let with_history = self.with_history.map(with_history).unwrap_or_default();
         format!(
-            "{} ({} rows): {name} raw {}{with_history}, teacher {}, oracle {}, win rate of the teacher {} (a tie is half)",
+            "{} ({} rows): {name} raw {}{with_history}, teacher {}, oracle {}",
             self.split.name(),
             self.n_rows,
             percent(self.raw.figure()),
             percent(self.teacher.figure()),
-            percent(self.oracle.figure()),
-            percent(self.teacher_win_rate)
+            percent(self.oracle.figure())
         )
     }
 }
@@ -369,7 +383,7 @@ mod tests {
             row(Split::Train, (&["x"], 0.5), (&["y"], 0.5)),
             row(Split::Val, (&["g"], 0.5), (&["g"], 0.5)),
         ];
-        let headroom = TeacherHeadroom::of(&rows, 0);
+        let headroom = TeacherHeadroom::of(&rows, 0, true);
         let train = headroom.splits[0];
         assert_eq!((train.n_rows, train.n_gold, train.split), (3, 3, Split::Train));
         assert_eq!([train.raw.top1, train.teacher.top1], [Some(1.0 / 3.0); 2]);
@@ -382,7 +396,7 @@ mod tests {
 
     #[test]
     fn a_teacher_that_loses_and_a_task_without_headroom_are_bad() {
-        let of = |rows: &[LookedUpRow]| TeacherHeadroom::of(rows, 0).advice();
+        let of = |rows: &[LookedUpRow]| TeacherHeadroom::of(rows, 0, true).advice();
         let (hit, miss) = ((&["g"][..], 0.9), (&["x"][..], 0.1));
         let losses = |n: usize| -> Vec<LookedUpRow> {
             (0..n).flat_map(|_| [row(Split::Train, hit, miss), row(Split::Train, miss, miss)]).collect()
@@ -397,6 +411,10 @@ mod tests {
         assert_eq!(good.level, Level::Ok);
         assert!(good.finding.starts_with("train (2 rows): top-1 raw 0 %, teacher 50 %, oracle 50 %"), "{good:?}");
         assert_eq!(of(&[]).level, Level::Unknown);
+        // Regression: a win rate that counts shared words stood against a top-1 that said the contrary.
+        let win_rate = "win rate of the teacher";
+        let of_words = TeacherHeadroom::of(&[row(Split::Train, miss, hit)], 0, false).advice();
+        assert!(good.finding.contains(win_rate) && !of_words.finding.contains(win_rate), "{of_words:?}");
     }
 
     /// Symptom: RL was trained for a gain that query and history have without training.
@@ -404,11 +422,11 @@ mod tests {
     fn what_query_and_history_retrieve_is_said_before_training() {
         let mut rows = vec![row(Split::Train, (&["x"], 0.1), (&["g"], 0.9)); 4];
         rows[0].with_history = Some(hits(&["g"], 0.9));
-        let one = TeacherHeadroom::of(&rows, 0).advice();
+        let one = TeacherHeadroom::of(&rows, 0, true).advice();
         let expected = "top-1 raw 0 %, query with history 25 % (no gain is shown), teacher 100 %";
         assert!(one.level == Level::Ok && one.finding.contains(expected), "{one:?}");
         rows[1..3].iter_mut().for_each(|row| row.with_history = Some(hits(&["g"], 0.9)));
-        let three = TeacherHeadroom::of(&rows, 0).advice();
+        let three = TeacherHeadroom::of(&rows, 0, true).advice();
         assert!(three.finding.contains("query with history 75 % (a gain is shown)"), "{three:?}");
         assert!(three.level == Level::Weak && three.action.contains("eval.systems"), "{three:?}");
     }
@@ -418,7 +436,7 @@ mod tests {
         let mut row = row(Split::Train, (&["x"], 0.2), (&["x"], 0.8));
         row.gold_ids.clear();
         let rows = [row];
-        let headroom = TeacherHeadroom::of(&rows, 0);
+        let headroom = TeacherHeadroom::of(&rows, 0, true);
         assert_eq!(headroom.splits[0].raw.top1, None);
         assert!(headroom.advice().finding.contains("quality raw 20 %, teacher 80 %"));
         assert_eq!(RetrievalHeadroom::of(&rows), None);

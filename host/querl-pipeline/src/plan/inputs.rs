@@ -82,6 +82,7 @@ impl PlanInputs {
             queries: TextFacts::of(self.queries.iter().map(|query| query.original_query.as_str())),
             passages: (!self.passages.is_empty()).then(|| TextFacts::of(passages)),
             n_with_gold: self.queries.iter().filter(|query| !query.gold_ids.is_empty()).count(),
+            n_with_history: self.queries.iter().filter(|query| !query.history_summary.is_empty()).count(),
             n_rows: self.n_rows,
             n_test_groups: self.n_test_groups,
             n_targets: self

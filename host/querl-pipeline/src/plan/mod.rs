@@ -20,10 +20,11 @@ pub use data::{DataFacts, Script, TextFacts};
 pub use headroom::{RankHistogram, RetrievalHeadroom, SideFigures, SplitHeadroom, TeacherHeadroom};
 pub use loss::{LossFacts, TextLoss};
 pub use rollout::RolloutFacts;
-pub use tokens::{Coverage, TokenizerFacts};
+pub use tokens::{Coverage, TokenizerFacts, UnknownChars};
 
 use crate::failure::Stop;
 use crate::ledger::{Ledger, listing};
+use crate::report::win_rate_note;
 use crate::run::{Run, outside_for_scoring};
 use crate::stages::changed_since_data;
 use anyhow::Context;
@@ -46,7 +47,7 @@ const N_TOKENIZED: usize = 256;
 /// Expensive parts to leave out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PlanOptions {
-    /// No forward pass of the base model.
+    /// No forward pass of the base model. Where its folder is not there yet, no tokenizer and no trial rollout either.
     pub skip_model: bool,
     /// No trial rollout, and no plugin is opened.
     pub skip_rollout: bool,
@@ -57,8 +58,8 @@ pub struct PlanOptions {
 pub struct Plan {
     /// Size and language.
     pub data: DataFacts,
-    /// Coverage of the tokenizer.
-    pub tokenizer: TokenizerFacts,
+    /// Coverage of the tokenizer; `None` where there is no model yet.
+    pub tokenizer: Option<TokenizerFacts>,
     /// `None` where it was left out.
     pub base_model: Option<LossFacts>,
     /// `None` without the data stages or without retrieval.
@@ -94,11 +95,12 @@ pub fn plan(
         RetrievalKind::Http | RetrievalKind::None => None,
     };
     let has_dataset = inputs.splits.is_some();
-    let opens_plugins = has_dataset && !options.skip_rollout;
+    let has_model = !options.skip_model || config.model.path.is_dir();
+    let opens_plugins = has_dataset && has_model && !options.skip_rollout;
     // Opened first: an unbuilt plugin is reported before anything is computed.
     let run = opens_plugins.then(|| Run::open_for_scoring(config.clone(), config_path, reporter)).transpose()?;
     let data = inputs.facts();
-    let tokenizer = tokenizer_facts(config, &inputs)?;
+    let tokenizer = has_model.then(|| tokenizer_facts(config, &inputs)).transpose()?;
     let base_model = match options.skip_model {
         true => None,
         false => {
@@ -110,8 +112,9 @@ pub fn plan(
     };
     let changed_since_data = changed(config, &dir, run.as_ref(), has_dataset);
     let looked_up = look_up(config, &inputs, run.as_ref())?;
+    let has_win_rate = win_rate_note(&config.retrieval).is_none();
     let rows = looked_up.as_ref().map(|found| found.rows.as_slice()).unwrap_or_default();
-    let teacher = looked_up.as_ref().map(|found| TeacherHeadroom::of(&found.rows, found.n_failed));
+    let teacher = looked_up.as_ref().map(|found| TeacherHeadroom::of(&found.rows, found.n_failed, has_win_rate));
     let (retrieval, test) = (RetrievalHeadroom::of(rows), ComparisonFacts::of(inputs.n_test_groups, rows));
     let rollout = run.as_ref().filter(|_| !inputs.train().is_empty());
     let rollout = rollout.map(|run| rollout::trial_rollout(run, inputs.train())).transpose();
@@ -175,18 +178,26 @@ fn changed(config: &Config, dir: &RunDir, run: Option<&Run>, has_dataset: bool) 
 
 fn tokenizer_facts(config: &Config, inputs: &PlanInputs) -> anyhow::Result<TokenizerFacts> {
     let tokenizer = TextTokenizer::load(&config.model.path).map_err(Stop::of_model)?;
-    let queries = spread(&inputs.queries, N_TOKENIZED, |_| true).into_iter().map(|query| query.original_query.as_str());
+    let queries = spread(&inputs.queries, N_TOKENIZED, |_| true);
+    let queries = || queries.iter().map(|query| query.original_query.as_str());
     let passages = spread(&inputs.passages, N_TOKENIZED, |_| true).into_iter().map(String::as_str);
     Ok(TokenizerFacts {
         vocab_size: tokenizer.vocab_size(),
-        queries: Coverage::of(&tokenizer, queries)?,
+        unknown_query_chars: UnknownChars::of(&tokenizer, queries())?,
+        queries: Coverage::of(&tokenizer, queries())?,
         passages: (!inputs.passages.is_empty()).then(|| Coverage::of(&tokenizer, passages)).transpose()?,
     })
 }
 
 impl Plan {
     fn in_words(&self, has_dataset: bool) -> Vec<Advice> {
-        let mut advice = vec![self.data.advice(), self.tokenizer.advice()];
+        let no_model = || {
+            let action =
+                "make it with `querl model corpus` and `querl model pretrain`, or put one there, then plan again";
+            Advice::new("tokenizer", Level::Unknown, "there is no model at model.path yet", action)
+        };
+        let tokenizer = self.tokenizer.as_ref().map_or_else(no_model, TokenizerFacts::advice);
+        let mut advice = vec![self.data.advice(), tokenizer];
         let base_model = self.base_model.as_ref().map(LossFacts::advice);
         let rollout = self.rollout.as_ref().map(|rollout| rollout.advice_after(base_model.as_ref()));
         advice.extend(base_model);
@@ -194,7 +205,10 @@ impl Plan {
         advice.extend(self.retrieval.as_ref().map(RetrievalHeadroom::advice));
         advice.extend(rollout);
         advice.push(self.test.advice());
-        let gold_ids = |found: &UnknownGoldIds| Advice::new("gold ids", Level::Weak, &found.finding, &found.action);
+        let gold_ids = |found: &UnknownGoldIds| {
+            let level = if found.in_most_rows { Level::Bad } else { Level::Weak };
+            Advice::new("gold ids", level, &found.finding, &found.action)
+        };
         advice.extend(self.unknown_gold_ids.as_ref().map(gold_ids));
         if !self.changed_since_data.is_empty() {
             let finding = format!("{} changed since the data stages ran", listing(&self.changed_since_data));

@@ -4,7 +4,7 @@ use super::advice::{Advice, Level, percent, share};
 use super::data::{Script, TextFacts};
 use querl_model::{ModelError, TextTokenizer};
 use serde::Serialize;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 /// Most characters of a text that are counted.
 const MAX_CHARS: usize = 2000;
@@ -105,11 +105,56 @@ fn is_fragment(text: &str) -> bool {
     text.is_empty() || text.contains('\u{fffd}') || (text.starts_with("<0x") && text.ends_with('>'))
 }
 
+/// Characters that are written as parts, since the vocabulary has no token for them.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct UnknownChars {
+    /// Their share of the characters, spaces aside.
+    pub share: f64,
+    /// The most frequent ones.
+    pub examples: String,
+}
+
+impl UnknownChars {
+    /// Share from which they are the cause of a weak coverage: each makes about three parts.
+    const MANY: f64 = 0.02;
+
+    /// Of texts, of each at most 2,000 characters.
+    ///
+    /// # Errors
+    /// The tokenizer fails.
+    pub fn of<'a>(tokenizer: &TextTokenizer, texts: impl IntoIterator<Item = &'a str>) -> Result<Self, ModelError> {
+        const N_EXAMPLES: usize = 12;
+        let (mut n_chars, mut counts) = (0, BTreeMap::<char, usize>::new());
+        for text in texts {
+            let text: String = text.chars().take(MAX_CHARS).collect();
+            n_chars += text.chars().filter(|character| !character.is_whitespace()).count();
+            let of_id =
+                |id: u32| -> Result<(u32, bool), ModelError> { Ok((id, is_fragment(&tokenizer.decode(&[id])?))) };
+            let tokens = tokenizer.encode(&text)?.into_iter().map(of_id).collect::<Result<Vec<_>, _>>()?;
+            for run in tokens.chunk_by(|one, other| one.1 == other.1).filter(|run| run[0].1) {
+                let ids: Vec<u32> = run.iter().map(|(id, _)| *id).collect();
+                let text = tokenizer.decode(&ids)?;
+                for character in text.chars().filter(|character| !character.is_whitespace() && *character != '\u{fffd}')
+                {
+                    *counts.entry(character).or_default() += 1;
+                }
+            }
+        }
+        let n_unknown: usize = counts.values().sum();
+        let mut unknown: Vec<(usize, char)> = counts.into_iter().map(|(character, n)| (n, character)).collect();
+        unknown.sort_by_key(|(n, character)| (std::cmp::Reverse(*n), *character));
+        let examples = unknown.iter().take(N_EXAMPLES).map(|(_, character)| *character).collect();
+        Ok(Self { share: share(n_unknown, n_chars), examples })
+    }
+}
+
 /// Coverage of queries and passages.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TokenizerFacts {
     /// Tokens of the vocabulary.
     pub vocab_size: usize,
+    /// Of a sample of the queries.
+    pub unknown_query_chars: UnknownChars,
     /// Of a sample of the queries.
     pub queries: Coverage,
     /// Of a sample of the passages.
@@ -120,9 +165,18 @@ impl TokenizerFacts {
     /// In words. The worse of queries and passages decides.
     pub fn advice(&self) -> Advice {
         let passages = self.passages.as_ref().map(|passages| format!("; {}", passages.brief("passages")));
-        let finding = format!("{}{}", self.queries.brief("queries"), passages.unwrap_or_default());
+        let mut finding = format!("{}{}", self.queries.brief("queries"), passages.unwrap_or_default());
         let level = self.passages.iter().map(Coverage::level).fold(self.queries.level(), Level::max);
+        let UnknownChars { share, examples } = &self.unknown_query_chars;
+        let lacks_chars = *share > UnknownChars::MANY;
+        if level > Level::Unknown && lacks_chars {
+            finding += &format!("; {} of the queries' characters have no token, such as {examples}", percent(*share));
+        }
         let action = match level {
+            Level::Bad | Level::Weak if lacks_chars => {
+                "of a small model of one's own, append lines of everyday language with these characters to its corpus as `text` and pretrain \
+                 again; else take a model whose tokenizer knows them"
+            }
             Level::Bad => {
                 "take a model whose tokenizer knows this language, or pretrain one on its texts; fine-tuning cannot mend it"
             }
@@ -134,8 +188,10 @@ impl TokenizerFacts {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+    use querl_model::{TokenizerSettings, train_tokenizer};
 
     #[test]
     fn fragments_are_bytes_and_unknown_tokens() {
@@ -147,7 +203,12 @@ mod tests {
     #[test]
     fn the_worse_of_queries_and_passages_decides() {
         let of = |n_tokens, n_fragments| Coverage { n_chars: 100, n_tokens, n_fragments, script: None };
-        let facts = |queries, passages| TokenizerFacts { vocab_size: 9, queries, passages };
+        let facts = |queries, passages| TokenizerFacts {
+            vocab_size: 9,
+            unknown_query_chars: UnknownChars::default(),
+            queries,
+            passages,
+        };
         assert_eq!(facts(of(60, 1), Some(of(60, 3))).advice().level, Level::Ok);
         assert_eq!(facts(of(60, 1), Some(of(60, 4))).advice().level, Level::Weak);
         let bad = facts(of(300, 290), None).advice();
@@ -156,12 +217,36 @@ mod tests {
         assert_eq!(Coverage::default().tokens_per_char(), 0.0);
     }
 
+    /// Regression: characters of queries that no passage has were not named, and the advice was what had been done: pretrain on the texts.
+    #[test]
+    fn characters_without_a_token_are_named_with_what_gives_them_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let special_tokens = &["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
+        let settings = TokenizerSettings { vocab_size: 400, special_tokens };
+        let texts = vec!["挂 失 银 行 卡 ".repeat(20); 20];
+        train_tokenizer(&texts, &settings, &folder.path().join("tokenizer.json")).unwrap();
+        let special = r#"{"eos_token": "<|im_end|>", "chat_template": "{{ messages }}"}"#;
+        std::fs::write(folder.path().join("tokenizer_config.json"), special).unwrap();
+        let tokenizer = TextTokenizer::load(folder.path()).unwrap();
+        let queries = ["我 银行卡 我", "啥挂失"];
+        let unknown_query_chars = UnknownChars::of(&tokenizer, queries).unwrap();
+        assert_eq!(unknown_query_chars, UnknownChars { share: 3.0 / 8.0, examples: "我啥".into() });
+        let queries = Coverage::of(&tokenizer, queries).unwrap();
+        let advice = TokenizerFacts { vocab_size: 400, unknown_query_chars, queries, passages: None }.advice();
+        let named = "38 % of the queries' characters have no token, such as 我啥";
+        assert!(
+            advice.finding.ends_with(named) && advice.action.contains("as `text` and pretrain again"),
+            "{advice:?}"
+        );
+    }
+
     /// Regression: a tokenizer that was trained on Chinese makes a token of each English letter, none of them a part of a character, and was ok.
     #[test]
     fn many_tokens_per_character_are_judged_by_script() {
         let advice = |script, n_tokens| {
             let queries = Coverage { n_chars: 100, n_tokens, n_fragments: 0, script: Some(script) };
-            TokenizerFacts { vocab_size: 9, queries, passages: None }.advice()
+            let unknown_query_chars = UnknownChars::default();
+            TokenizerFacts { vocab_size: 9, unknown_query_chars, queries, passages: None }.advice()
         };
         let levels = |script, n_tokens: [usize; 3]| n_tokens.map(|n| advice(script, n).level);
         let expected = [Level::Ok, Level::Weak, Level::Bad];

@@ -135,17 +135,22 @@ const EXPECTED: [(StageName, &str, u64, u64); 5] = [
     (StageName::Convert, "- train", 240, 560),
 ];
 
-/// A sentence for each figure of `stage` that is below the expected minimum.
-pub fn size_warnings(stage: StageName, facts: &Facts) -> Vec<String> {
-    let of_stage = EXPECTED.iter().filter(|(of, ..)| *of == stage);
+/// A sentence for the first figure of `stage` that is below the expected minimum. Where the table itself is small, `rewrite` has said so.
+pub fn size_warning(stage: StageName, facts: &Facts, ledger: &Ledger) -> Option<String> {
+    let (_, name, least, _) = EXPECTED[0];
+    let of_rewrite = ledger.entry(StageName::Rewrite.as_str()).map(|entry| &entry.facts);
+    let is_small = of_rewrite.is_some_and(|facts| facts.get(name).is_some() && facts.count(name) < least);
+    if stage != StageName::Rewrite && is_small {
+        return None;
+    }
     let is_made = |name: &str| name != "found passages" || facts.get("not looked up").is_none();
-    let small = of_stage.filter(|(_, name, least, _)| is_made(name) && facts.count(name) < *least);
-    small
-        .map(|(_, name, least, most)| format!("{stage}: {}", too_few(name, facts.count(name), *least, *most)))
-        .collect()
+    let of_stage = EXPECTED.iter().filter(|(of, ..)| *of == stage);
+    let mut small = of_stage.filter(|(_, name, least, _)| is_made(name) && facts.count(name) < *least);
+    let (_, name, least, most) = small.next()?;
+    Some(format!("{stage}: {}", too_few(name, facts.count(name), *least, *most)))
 }
 
-/// As [`size_warnings`], of a table of `n_rows` that no stage has read yet.
+/// As [`size_warning`], of a table of `n_rows` that no stage has read yet.
 pub fn table_size_warning(n_rows: u64) -> Option<String> {
     let (_, name, least, most) = EXPECTED[0];
     (n_rows < least).then(|| too_few(name, n_rows, least, most))
@@ -156,9 +161,6 @@ fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
     format!("{name} is {n}; {least} to {most} are usual, and results of fewer are less conclusive")
 }
 
-/// Share of the queries without a recorded rewrite above which a warning is given.
-const MANY_NOT_RECORDED: f64 = 0.05;
-
 /// Figure of the stage rewrite: why a recorded teacher may lack queries.
 pub(super) const HINT: &str = "recording";
 
@@ -167,16 +169,10 @@ pub fn not_recorded(config: &Config, facts: &Facts) -> Option<String> {
     if config.called_teacher() != Some(TeacherKind::Recorded) {
         return None;
     }
-    let path = config.teacher.path.as_ref()?.display();
     let n_missing = *facts.parts("teacher failed").get(&FailureKind::NotRecorded.to_string())?;
     let n_queries = facts.count("rewritten") + facts.count("teacher failed");
-    let hint = facts.get(HINT).and_then(Value::as_str).map(|hint| format!("; {hint}")).unwrap_or_default();
-    (n_missing as f64 > MANY_NOT_RECORDED * n_queries as f64).then(|| {
-        format!(
-            "the recorded teacher ({path}) has no rewrite of {n_missing} of {n_queries} queries{hint}; add them there, or set \
-             fallback_teacher.base_url"
-        )
-    })
+    let hint = facts.get(HINT).and_then(Value::as_str);
+    querl_data::not_recorded(config.teacher.path.as_ref()?, n_missing, n_queries, hint)
 }
 
 #[cfg(test)]
@@ -263,12 +259,19 @@ mod tests {
 
     #[test]
     fn few_rows_are_reported_and_many_are_not() {
-        let of = |stage, figures: &[(&str, u64)]| size_warnings(stage, &facts(figures));
-        let said =
-            of(StageName::Convert, &[("kept", 299), ("rows for training and evaluation", 400), ("- train", 240)]);
-        assert_eq!(said, ["convert: kept is 299; 300 to 700 are usual, and results of fewer are less conclusive"]);
-        assert!(of(StageName::Rewrite, &[("rows read", 100_000), ("rewritten", 99_000)]).is_empty());
-        assert!(of(StageName::Sft, &[]).is_empty());
+        let folder = tempfile::tempdir().unwrap();
+        let mut ledger = Ledger::open(&folder.path().join("stages.json")).unwrap();
+        let of = |ledger: &Ledger, stage, figures: &[(&str, u64)]| size_warning(stage, &facts(figures), ledger);
+        let few = [("kept", 299), ("rows for training and evaluation", 400), ("- train", 200)];
+        let expected = "convert: kept is 299; 300 to 700 are usual, and results of fewer are less conclusive";
+        assert_eq!(of(&ledger, StageName::Convert, &few).as_deref(), Some(expected));
+        let many = [("rows read", 100_000), ("rewritten", 99_000)];
+        assert_eq!((of(&ledger, StageName::Rewrite, &many), of(&ledger, StageName::Sft, &[])), (None, None));
+        // Regression: five warnings in one run of a small table.
+        let small = [("rows read", 158), ("rewritten", 158)];
+        ledger.put("rewrite", Entry { facts: facts(&small), ..Entry::begun(Inputs::default()) }).unwrap();
+        assert!(of(&ledger, StageName::Rewrite, &small).unwrap().starts_with("rewrite: rows read is 158; "));
+        assert_eq!(of(&ledger, StageName::Convert, &few), None);
         let of_table = "rows read is 499; 500 to 1000 are usual, and results of fewer are less conclusive";
         assert_eq!((table_size_warning(499).as_deref(), table_size_warning(500)), (Some(of_table), None));
     }

@@ -294,7 +294,7 @@ fn run_stage(run: &Run, ledger: &mut Ledger, name: StageName, window: Window) ->
     }
     // The facts of the last stage are the command's result on stdout; that of the evaluation is its table.
     if name != window.last || name == StageName::Eval {
-        run.reporter.message(&summary(name, &outcome.facts, outcome.seconds));
+        run.reporter.message(&summary(&outcome));
     }
     Ok(outcome)
 }
@@ -361,7 +361,7 @@ fn execute(
     let entry = Entry { finished: true, n_failed, facts, seconds, outputs, logs, ..begun };
     ledger.put(name.as_str(), entry)?;
     settle(run, stage)?;
-    for warning in funnel::size_warnings(name, &done.facts).into_iter().chain(stage.warning(run, &done.facts)) {
+    for warning in funnel::size_warning(name, &done.facts, ledger).into_iter().chain(stage.warning(run, &done.facts)) {
         run.reporter.message(&format!("warning: {warning}"));
     }
     if name == StageName::Convert {
@@ -372,9 +372,10 @@ fn execute(
 }
 
 /// The summary that is printed at the end of a stage.
-pub fn summary(name: StageName, facts: &Facts, seconds: f64) -> String {
-    let mut lines = vec![format!("{name}: done in {}", duration(seconds))];
-    lines.extend(facts.to_lines());
+pub fn summary(outcome: &Outcome) -> String {
+    let how = if outcome.ran { "done" } else { "finished earlier," };
+    let mut lines = vec![format!("{}: {how} in {}", outcome.stage, duration(outcome.seconds))];
+    lines.extend(outcome.facts.to_lines());
     lines.join("\n")
 }
 

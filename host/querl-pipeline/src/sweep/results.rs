@@ -12,6 +12,8 @@ use std::path::PathBuf;
 
 /// The metric that decides which checkpoint of a trial is its best.
 const REWARD: &str = "val/reward";
+/// Means closer than this are equal.
+const EQUAL: f64 = 1e-9;
 
 /// The evaluation of a trial with the highest validation reward so far. Its policy is `rl/best` where every evaluation could score the same
 /// rows, since checkpoints are compared on the rows that both could score, and where no earlier call trained further.
@@ -152,6 +154,16 @@ impl SweepReport {
         })
     }
 
+    /// Combinations that came as far as the best one and have its mean; 0 while none has a result.
+    fn n_tied(&self) -> usize {
+        let Some(best) = self.combinations.first() else { return 0 };
+        let is_tied = |one: &&CombinationResult| {
+            let difference = one.mean.zip(best.mean).map(|(one, best)| (one - best).abs());
+            one.n_rungs == best.n_rungs && difference.is_some_and(|difference| difference < EQUAL)
+        };
+        self.combinations.iter().filter(is_tied).count()
+    }
+
     /// For a terminal; ends with a line break.
     pub fn to_text(&self) -> String {
         let head = ["rank", self.metric.as_str(), "standard error", "seeds", "steps", "settings"];
@@ -171,8 +183,14 @@ impl SweepReport {
                 }
             }
         }
-        if let Some(best) = &self.best {
-            text += &format!("best settings on the validation split: {best}\n");
+        match &self.best {
+            Some(best) if self.n_tied() > 1 => {
+                let (n, metric) = (self.n_tied(), &self.metric);
+                text +=
+                    &format!("no difference was found: {n} combinations have the best {metric}, one of them {best}\n");
+            }
+            Some(best) => text += &format!("best settings on the validation split: {best}\n"),
+            None => {}
         }
         text
     }
@@ -265,6 +283,15 @@ mod tests {
         assert_eq!(lines[4], "4     -           -               2      20     rl.x=d");
         assert_eq!(lines[5], "failed: rl.x=d, seed 2: the loss is not finite");
         assert_eq!(lines[6], "best settings on the validation split: --set rl.x=c");
+    }
+
+    /// Regression: the first of two combinations with one value was called the best.
+    #[test]
+    fn a_tie_has_no_best_settings() {
+        let results = [("a", 0.5), ("b", 0.5), ("c", 0.4)].map(|(name, value)| result(name, 1, &[measured(value)]));
+        let text = SweepReport::new(json!({}), REWARD, &results, true).to_text();
+        let expected = "no difference was found: 2 combinations have the best val/reward, one of them --set rl.x=a\n";
+        assert!(text.ends_with(expected), "{text}");
     }
 
     #[test]

@@ -47,10 +47,10 @@ fn check(args: &CheckArgs) -> anyhow::Result<Config> {
     let overrides = Overrides { threads: args.threads.threads, ..args.config.overrides(model_hub::find_cached) };
     let (config, ()) = check_model_last(&args.config.path, overrides, StageName::Eval, |config, file| {
         device::check_named(config)?;
-        check_recording(config)?;
-        if let Some(unknown) = check_knowledge_base(config, &open_queries(&config.data)?)? {
-            terminal::print(&format!("warning: {unknown}"));
-        }
+        let table = open_queries(&config.data)?;
+        let not_recorded = check_recording(config, &table)?;
+        let unknown = check_knowledge_base(config, &table)?.map(|unknown| unknown.to_string());
+        not_recorded.iter().chain(&unknown).for_each(|warning| terminal::print(&format!("warning: {warning}")));
         if !args.skip_plugins {
             Plugins::open(config, PluginUse::Look).map_err(|error| with_location(error, file))?;
         }

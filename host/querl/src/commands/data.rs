@@ -8,7 +8,7 @@ use clap::{Args, Subcommand};
 use querl_core::config::Config;
 use querl_core::records::{QueryRow, Split};
 use querl_core::run_dir::RunDir;
-use querl_data::{Findings, Leaks, QueryTable, Rows, check_knowledge_base, open_queries};
+use querl_data::{Findings, Leaks, QueryTable, Rows, check_knowledge_base, check_recording, open_queries};
 use querl_pipeline::ledger::{Ledger, StageName};
 use querl_pipeline::stages::{funnel, leaks};
 use serde::Serialize;
@@ -73,6 +73,7 @@ struct Lengths {
 impl Stats {
     fn of(config: &Config) -> anyhow::Result<Self> {
         let table = open_queries(&config.data)?;
+        let not_recorded = check_recording(config, &table)?;
         let unknown_gold_ids = check_knowledge_base(config, &table)?;
         let dir = RunDir::new(&config.output_dir);
         let ledger = Ledger::open(&dir.stages())?;
@@ -90,8 +91,11 @@ impl Stats {
         let mut warnings = table.findings().notes();
         warnings.extend(unknown_gold_ids.map(|unknown| unknown.to_string()));
         warnings.extend(sizes(&ledger, table.findings()));
-        let rewritten = ledger.entry(StageName::Rewrite.as_str());
-        warnings.extend(rewritten.and_then(|entry| funnel::not_recorded(config, &entry.facts)));
+        let rewritten = ledger.entry(StageName::Rewrite.as_str()).filter(|entry| entry.finished);
+        warnings.extend(match rewritten {
+            Some(entry) => funnel::not_recorded(config, &entry.facts),
+            None => not_recorded,
+        });
         warnings.extend(funnel::notes(&ledger, &dir)?);
         if let Some(found) = found {
             warnings.extend(found.sentences());
@@ -132,7 +136,7 @@ fn sizes(ledger: &Ledger, findings: &Findings) -> Vec<String> {
     if of_stages.is_empty() {
         return funnel::table_size_warning(findings.n_rows as u64).into_iter().collect();
     }
-    of_stages.into_iter().flat_map(|(stage, entry)| funnel::size_warnings(stage, &entry.facts)).collect()
+    of_stages.into_iter().filter_map(|(stage, entry)| funnel::size_warning(stage, &entry.facts, ledger)).collect()
 }
 
 impl TableStats {

@@ -4,7 +4,7 @@ use crate::args::{Format, ThreadsArg, usage};
 use crate::model_hub;
 use crate::terminal::Terminal;
 use clap::Args;
-use querl_core::config::Overrides;
+use querl_core::config::{MissingModel, ModelHub, Overrides};
 use querl_model::DecoderConfig;
 use querl_pipeline::RewardEnvironment;
 use querl_pipeline::failure::Stop;
@@ -26,7 +26,7 @@ pub struct PlanArgs {
     out: Option<PathBuf>,
     #[command(flatten)]
     threads: ThreadsArg,
-    /// Leave out the forward pass of the base model
+    /// Leave out the forward pass of the base model, which need not be there; without it there is no trial rollout either
     #[arg(long = "no_model", visible_alias = "no-model")]
     no_model: bool,
     /// Leave out the trial rollout; no plugin is opened then
@@ -50,11 +50,16 @@ pub fn run(args: &PlanArgs) -> anyhow::Result<()> {
         let path = args.path.display();
         return Err(usage(format!("{path}: a run's folder is its own run directory; leave out --out")).into());
     }
+    let (hub, missing_model): (ModelHub, MissingModel) = match args.no_model {
+        true => (model_hub::find_cached, MissingModel::Allowed),
+        false => (model_hub::find, MissingModel::Refused),
+    };
     let overrides = Overrides {
         set: args.set.clone(),
         out: args.out.clone(),
         threads: args.threads.threads,
-        model_hub: Some(model_hub::find),
+        model_hub: Some(hub),
+        missing_model,
         ..Overrides::default()
     };
     let (mut config, config_path) = RewardEnvironment::read_config(&args.path, &overrides)?;

@@ -87,7 +87,7 @@ struct Report {
 }
 
 fn check(args: &CheckArgs) -> anyhow::Result<()> {
-    let config = args.config.load()?;
+    let config = args.config.load_for_retrieval()?;
     let questions = questions(args, &config)?;
     let models = local_models(&config.retrieval)?;
     let search =

@@ -151,7 +151,7 @@ fn print_result(run: &Run, outcomes: &[Outcome], format: Format) -> anyhow::Resu
     let result = json!({ "run_dir": run.dir.root(), "stages": stages, "funnel": funnel(run)?, "eval": evaluation });
     format.print(&result, || match (&reported, outcomes.last()) {
         (Some(reported), _) => reported.table.clone(),
-        (None, Some(last)) => summary(last.stage, &last.facts, last.seconds) + "\n",
+        (None, Some(last)) => summary(last) + "\n",
         (None, None) => String::new(),
     })
 }

@@ -5,7 +5,7 @@ mod reward;
 mod runs;
 
 use super::release::FollowArgs;
-use crate::args::{load_config, usage};
+use crate::args::{ConfigArgs, load_config, usage};
 use crate::model_hub;
 use crate::terminal::{self, report_new_form};
 use anyhow::Context;
@@ -246,8 +246,7 @@ pub(super) fn rag(args: &RagArgs) -> anyhow::Result<()> {
 
 /// The embedded index, whichever kind of retrieval the configuration names: the same file may serve here and call this server there.
 fn knowledge_base(path: &Path, set: &[String], shelf: &mut ModelShelf) -> anyhow::Result<KnowledgeBase> {
-    let overrides = Overrides { set: set.to_vec(), model_hub: Some(model_hub::find), ..Overrides::default() };
-    let config = load_config(path, overrides)?;
+    let config = ConfigArgs { path: path.to_owned(), set: set.to_vec(), out: None }.load_for_retrieval()?;
     let retrieval = RetrievalConfig { kind: RetrievalKind::Embedded, ..config.retrieval };
     if retrieval.embedding.kind == EmbeddingKind::Openai {
         let problem = "retrieval.embedding.kind is \"openai\"; the embedded index that is served here makes its vectors in this process, \

@@ -6,6 +6,7 @@ use anyhow::{Context, anyhow};
 use querl_core::config::SftConfig;
 use querl_core::dir_lock::{DirLock, DirLockError};
 use querl_core::fsx::{NumberedLine, digest_file, digest_hex, open_jsonl};
+use querl_core::model_config::PRETRAIN_FOLDER;
 use querl_core::records::Message;
 use querl_core::text::nearest;
 use querl_model::{Decoder, DecoderConfig, Mesh, TextTokenizer, Weights, small_model};
@@ -113,7 +114,7 @@ pub(super) fn run(path: &Path) -> anyhow::Result<()> {
     let corpus = Corpus::read(folder.join(&config.corpus), path)?;
     let texts: Vec<String> = corpus.lines.iter().flat_map(texts_of).collect();
     // In a folder of its own until it is complete: an old model is never replaced in part.
-    let (work, new) = (output.join(WORK), output.join(WORK).join("model"));
+    let (work, new) = (output.join(PRETRAIN_FOLDER), output.join(PRETRAIN_FOLDER).join("model"));
     let _lock = DirLock::take(&output).map_err(|error| match error {
         DirLockError::InUse { folder, holder } => {
             anyhow!("{folder} is in use by another querl (process {holder}); wait for it, or name another output_dir")
@@ -281,9 +282,6 @@ fn move_files(from: &Path, to: &Path) -> std::io::Result<()> {
     }
     Ok(())
 }
-
-/// Folder in the output for checkpoints and the unfinished model; removed at the end.
-const WORK: &str = ".pretrain";
 
 fn train(
     decoder: &Decoder,
