@@ -3,7 +3,7 @@
 use crate::contract::{GuestInstance, ItemResult};
 use crate::engine::Slots;
 use crate::fault::{self, CallPhase};
-use crate::guest::{Guest, HostCalls};
+use crate::guest::{CallTime, Guest, HostCalls};
 use crate::limits::{CallSize, Limits, LogBudget, UsedNames};
 use crate::load::{Exports, PluginKind};
 use crate::series::Series;
@@ -161,7 +161,7 @@ impl Caller {
         })
     }
 
-    /// A store with the limits of one call: memory, fuel, the epoch deadline, output bytes.
+    /// A store with the limits of one call: memory, fuel, time, output bytes.
     fn new_store(&self, size: CallSize, start: Instant, item_id: &str) -> Store<Guest> {
         let limits = &self.limits.values;
         let mut guest = Guest::new(
@@ -170,6 +170,7 @@ impl Caller {
             limits.memory_bytes,
             limits.log_bytes,
             self.log_budget.clone(),
+            CallTime::new(start, Duration::from_millis(limits.timeout_ms)),
         );
         guest.host = self.functions.as_ref().map(|(kind, functions)| HostCalls {
             functions: functions.clone(),
@@ -179,13 +180,12 @@ impl Caller {
             n_left: (self.exports.series > Series::V0_1)
                 .then(|| limits.host_calls_per_item.saturating_mul(size.n_items.max(1) as u64)),
         });
-        guest.deadline = start.checked_add(Duration::from_millis(limits.timeout_ms));
         let mut store = Store::new(self.exports.pre.engine(), guest);
         store.limiter(|guest| &mut guest.memory);
         store.set_fuel(self.limits.fuel(size)).expect("fuel is on in this engine");
-        // Each epoch tick compares the clock with the deadline. Ticks are not counted: on a busy machine they come late.
+        // Each epoch tick compares the clocks with the limit. Ticks are not counted: on a busy machine they come late.
         store.set_epoch_deadline(1);
-        store.epoch_deadline_callback(|store| store.data().check_deadline().map(|()| UpdateDeadline::Continue(1)));
+        store.epoch_deadline_callback(|store| store.data().check_time().map(|()| UpdateDeadline::Continue(1)));
         // Bytes that the guest may pass to the host, not instructions.
         store.set_hostcall_fuel(limits.output_bytes);
         store

@@ -1,7 +1,7 @@
 //! The explanation of a call that failed: which limit it hit, how it panicked, what the host refused.
 
 use crate::engine::{TABLE_ELEMENTS, WASM_STACK_BYTES};
-use crate::guest::{Guest, HostRefusal};
+use crate::guest::{CallTime, Guest, HostRefusal, WALL_TIMEOUTS};
 use crate::limits::{CallSize, Limits};
 use crate::packed::FormError;
 use crate::text::printable;
@@ -51,7 +51,7 @@ pub(crate) fn explain(
 fn trapped(trap: Trap, guest: &Guest, limits: &Limits, size: CallSize) -> (FaultKind, String) {
     match trap {
         Trap::OutOfFuel => (FaultKind::Limit, out_of_fuel(limits, size.n_fuel_items)),
-        Trap::Interrupt => (FaultKind::Limit, out_of_time(limits, size.n_items)),
+        Trap::Interrupt => (FaultKind::Limit, out_of_time(limits, size.n_items, &guest.time)),
         Trap::UnreachableCodeReached if !guest.stderr.is_empty() => {
             (FaultKind::Trap, format!("panicked: {}", panic_message(&String::from_utf8_lossy(&guest.stderr))))
         }
@@ -71,8 +71,16 @@ fn out_of_fuel(limits: &Limits, n_items: usize) -> String {
 }
 
 /// `timeout_ms` is for the whole call, however many items it has: a filter gets a whole split.
-fn out_of_time(limits: &Limits, n_items: usize) -> String {
+fn out_of_time(limits: &Limits, n_items: usize, time: &CallTime) -> String {
     let (ms, key) = (grouped(limits.values.timeout_ms), limits.key("timeout_ms"));
+    if !time.is_used_up() {
+        let wall_ms = grouped(limits.values.timeout_ms.saturating_mul(WALL_TIMEOUTS.into()));
+        let ran_ms = grouped(time.used().as_millis() as u64);
+        return format!(
+            "was not finished after {wall_ms} ms, {WALL_TIMEOUTS} times {key}, in which it ran for {ran_ms} ms: the machine is busy with \
+             other work; try again when it is not, or raise that limit"
+        );
+    }
     match n_items {
         1 => format!("ran for longer than {ms} ms ({key})"),
         n => format!(
@@ -151,6 +159,7 @@ fn panic_message(stderr: &str) -> String {
 mod tests {
     use super::*;
     use querl_core::config::PluginLimits;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn machine_without_memory_is_not_the_plugins_fault() {
@@ -192,8 +201,13 @@ mod tests {
              (`plugins.limits.fuel_per_item`); it loops, or needs more"
         );
         assert_eq!(
-            out_of_time(&limits, 20_000),
+            out_of_time(&limits, 20_000, &CallTime::new(Instant::now(), Duration::ZERO)),
             "ran for longer than 5,000 ms with 20,000 items in one call (`plugins.limits.timeout_ms`); raise it for so many"
+        );
+        assert_eq!(
+            out_of_time(&limits, 1, &CallTime::new(Instant::now(), Duration::from_secs(3600))),
+            "was not finished after 50,000 ms, 10 times `plugins.limits.timeout_ms`, in which it ran for 0 ms: the machine is busy with \
+             other work; try again when it is not, or raise that limit"
         );
     }
 }

@@ -1,8 +1,8 @@
 //! The host: loads plugins, and opens a plugin's ports.
 //!
 //! Where a limit comes from: `plugins.limits` of the configuration ([`HostOptions::limits`]), lowered by the plugin's manifest
-//! (`Limits::with_manifest`). Fuel is set for each call in `Caller::new_store`; the wall-clock limit is an epoch deadline that is
-//! set there too, and the thread that increments the epoch is started by `engine::start`.
+//! (`Limits::with_manifest`). Fuel is set for each call in `Caller::new_store`; the limit of time is set
+//! there too, and checked at ticks of the epoch, which a thread of `engine::start` increments.
 
 use crate::cache::{CacheAccess, CompiledCache, ComponentDigest};
 use crate::call::{Caller, Observer, Rechecks};

@@ -6,9 +6,9 @@
 //! | the user's values | `[plugins.limits]` of the configuration, read into [`PluginLimits`]; `host_options` (`querl-pipeline/src/plugins.rs`) passes them to the host |
 //! | lowered by the plugin; a higher request is an error | `[limits]` of its plugin.toml: `Manifest::effective_limits` (`querl-bundle/src/manifest/mod.rs`), called in [`Limits::with_manifest`] |
 //! | fuel of one call | [`Limits::fuel`]: `fuel_per_call + fuel_per_item * items` |
-//! | enforced | `Caller::new_store` in `call.rs`: `Store::set_fuel`, epoch deadline, memory limiter, output and log size |
+//! | enforced | `Caller::new_store` in `call.rs`: `Store::set_fuel`, epoch ticks that check the time, memory limiter, output and log size |
 //!
-//! Fuel is wasmtime's deterministic count of instructions; `timeout_ms` is a wall-clock backstop.
+//! Fuel is wasmtime's deterministic count of instructions; `timeout_ms` is a backstop of CPU time (`CallTime` in `guest.rs`).
 
 use querl_bundle::Manifest;
 use querl_core::config::PluginLimits;
