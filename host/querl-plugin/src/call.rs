@@ -7,7 +7,6 @@ use crate::guest::{CallTime, Guest, HostCalls};
 use crate::limits::{CallSize, Limits, LogBudget, UsedNames};
 use crate::load::{Exports, PluginKind};
 use crate::series::Series;
-use crate::text::{is_code, printable};
 use querl_core::config::OnLimit;
 use querl_core::ports::{EpisodeInputs, FaultKind, HostFunctions, PluginFault};
 use querl_core::records::Rejection;
@@ -227,11 +226,7 @@ impl Caller {
 
     /// A checked rejection.
     pub(crate) fn rejection(&self, rejection: Rejection) -> Result<Rejection, String> {
-        if !is_code(&rejection.code) {
-            let code = printable(&rejection.code, 100);
-            return Err(format!("rejected with the code `{code}`; expected 1 to 64 of a to z, 0 to 9 and _"));
-        }
-        self.used_names.add_code(&rejection.code)?;
+        self.used_names.add_checked_code(&rejection.code)?;
         Ok(rejection)
     }
 

@@ -50,5 +50,5 @@ pub use host::{HostOptions, PluginHost, PluginPort, PluginSettings};
 pub use limits::{MAX_COMPONENT, MAX_COMPONENTS, MAX_NAMES, MAX_TOTAL};
 pub use load::{BundleInfo, Plugin, PluginFile, PluginKind, Source};
 pub use querl_bundle::HostInterface;
-pub use reward::RewardForm;
+pub use reward::{RewardForm, RewardRules};
 pub use source::{BuildOutput, COMPONENTIZE_PY, JAVASCRIPT_PACKAGES, NativeFolder, SourceFolders, build};

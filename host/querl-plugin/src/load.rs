@@ -82,6 +82,10 @@ impl PluginFile {
         Self { path: path.to_owned(), manifest: opened.manifest.clone(), opened: Some(opened) }
     }
 
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// What it is.
     pub fn source(&self) -> Source {
         self.opened.as_ref().map_or(Source::Folder, |opened| opened.source)
