@@ -53,7 +53,7 @@ fn trapped(trap: Trap, guest: &Guest, limits: &Limits, size: CallSize) -> (Fault
         Trap::OutOfFuel => (FaultKind::Limit, out_of_fuel(limits, size.n_fuel_items)),
         Trap::Interrupt => (FaultKind::Limit, out_of_time(limits, size.n_items, &guest.time)),
         Trap::UnreachableCodeReached if !guest.stderr.is_empty() => {
-            (FaultKind::Trap, format!("panicked: {}", panic_message(&String::from_utf8_lossy(&guest.stderr))))
+            (FaultKind::Trap, last_words(&String::from_utf8_lossy(&guest.stderr)))
         }
         Trap::UnreachableCodeReached => (FaultKind::Trap, "aborted without a message".into()),
         Trap::StackOverflow => {
@@ -146,13 +146,14 @@ fn python_error(stderr: &str) -> Option<String> {
     Some(format!("{exception}\n{}\n", shown.join("\n")))
 }
 
-/// Rust's panic text without its note on RUST_BACKTRACE.
-fn panic_message(stderr: &str) -> String {
+/// What a guest wrote before it ended: Python's exception, Rust's panic text without its note on RUST_BACKTRACE, JavaScript's exception.
+fn last_words(stderr: &str) -> String {
     if let Some(message) = python_error(stderr) {
-        return message;
+        return format!("raised: {message}");
     }
+    let word = if stderr.contains("panicked at ") { "panicked" } else { "threw" };
     let lines = stderr.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("note: run with"));
-    printable(&lines.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES)
+    format!("{word}: {}", printable(&lines.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES))
 }
 
 #[cfg(test)]
@@ -175,15 +176,22 @@ mod tests {
     fn traceback_of_python_keeps_its_lines() {
         let stderr = "log line\nTraceback (most recent call last):\n  File \"/0/plugin.py\", line 9, in score\n    \
                       return 1 / 0\n           ~~^~~\nZeroDivisionError: division by zero\nthread \'<unnamed>\' (1) panicked at runtime/src/lib.rs:1:1:\nPython function threw\n";
-        let expected = "ZeroDivisionError: division by zero\nTraceback (most recent call last):\n  File \"/0/plugin.py\", line 9, in \
+        let expected = "raised: ZeroDivisionError: division by zero\nTraceback (most recent call last):\n  File \"/0/plugin.py\", line 9, in \
                         score\n    return 1 / 0\n           ~~^~~\nZeroDivisionError: division by zero\n";
-        assert_eq!(panic_message(stderr), expected);
+        assert_eq!(last_words(stderr), expected);
         let deep = format!("{TRACEBACK}\n{}E: x\n", "  File\n".repeat(100));
-        let message = panic_message(&deep);
-        assert!(message.starts_with("E: x\n(62 lines before)\n  File\n") && message.ends_with("\nE: x\n"), "{message}");
+        let message = last_words(&deep);
+        assert!(
+            message.starts_with("raised: E: x\n(62 lines before)\n  File\n") && message.ends_with("\nE: x\n"),
+            "{message}"
+        );
         assert_eq!(
-            panic_message("thread 'a' panicked at src/lib.rs:1:1:\nno\n"),
-            "thread 'a' panicked at src/lib.rs:1:1: no"
+            last_words("thread 'a' panicked at src/lib.rs:1:1:\nno\n"),
+            "panicked: thread 'a' panicked at src/lib.rs:1:1: no"
+        );
+        assert_eq!(
+            last_words("TypeError: x is undefined\nscore@plugin.js:3\n"),
+            "threw: TypeError: x is undefined score@plugin.js:3"
         );
     }
 

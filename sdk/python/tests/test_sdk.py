@@ -181,7 +181,7 @@ class TestTesting(unittest.TestCase):
         right = {**GOLDEN, "settings": {"scale": 8}, "expect": {"total": 0.5, "components": {"n_chars": 4}}}
         self.assertEqual(check_golden(Length, folder_with("a.jsonl", right)), 1)
         wrong = {**GOLDEN, "expect": {"total": 0.5}}
-        with self.assertRaisesRegex(AssertionError, r"a.jsonl:2 `四个字`: returned .*0\.4.*; expected .*0\.5"):
+        with self.assertRaisesRegex(AssertionError, r"a.jsonl:2 `四个字`: expected .*0\.5.*; returned .*0\.4"):
             check_golden(Length, folder_with("a.jsonl", right, wrong))
         with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `polcy` in `episode`"):
             odd = {**right, "episode": {**right["episode"], "polcy": {}}}

@@ -199,7 +199,26 @@ pub(super) fn test(folder: &NativeFolder) -> anyhow::Result<Option<Tests>> {
     let done = run(&mut command)?;
     let passed = done.status.success();
     let output = if passed { String::new() } else { text_of(&done) };
+    let output = tap_failures(&output).unwrap_or(output);
     Ok(Some(Tests { passed, seconds: started.elapsed().as_secs_f64(), output }))
+}
+
+/// The failures of a TAP report, each with its error, values and place; `None` for another output.
+fn tap_failures(output: &str) -> Option<String> {
+    /// Keys of a failure that say nothing more, and lines of the stack in Node.js.
+    const LEFT_OUT: [&str; 8] =
+        ["---", "duration_ms:", "type:", "failureType:", "code:", "name:", "operator:", "stack:"];
+    let (mut kept, mut is_in_failure) = (Vec::new(), false);
+    for line in output.lines() {
+        let text = line.trim();
+        is_in_failure = (is_in_failure && text != "...") || text.starts_with("not ok ");
+        let says_nothing =
+            text.is_empty() || text.contains("node:") || LEFT_OUT.iter().any(|key| text.starts_with(key));
+        if is_in_failure && !says_nothing {
+            kept.push(line);
+        }
+    }
+    (!kept.is_empty()).then(|| kept.join("\n"))
 }
 
 /// Name of the hidden command that runs a plugin in Rust.
@@ -258,5 +277,18 @@ mod tests {
         assert_eq!(refused(setting), "setting `x`: expected a number");
         assert!(refused(r#"{"range": [1, 1]}"#).starts_with("declares the range 1 to 1; expected two finite numbers"));
         assert!(read("{\"range\": [0, 1]}\n{\"begun\": \"a\"}\n", String::new()).unwrap().is_none());
+    }
+
+    /// Symptom: only the last lines of the tests of a plugin in JavaScript were shown, its counts.
+    #[test]
+    fn failures_of_node_are_kept_and_its_counts_are_not() {
+        let output = "TAP version 13\n# Subtest: a\nok 1 - a\n  ---\n  duration_ms: 5.0\n  ...\n# Subtest: total\nnot ok 2 - total\n  ---\n  \
+                      duration_ms: 1.2\n  location: '/x/a.test.js:4:1'\n  failureType: 'testCodeFailure'\n  error: |-\n    1 !== 2\n    \n  \
+                      expected: 2\n  actual: 1\n  stack: |-\n    TestContext.<anonymous> (file:///x/a.test.js:4:30)\n    Test.run \
+                      (node:internal/test_runner/test:796:25)\n  ...\n1..2\n# fail 1\n";
+        let expected = "not ok 2 - total\n  location: '/x/a.test.js:4:1'\n  error: |-\n    1 !== 2\n  expected: 2\n  actual: 1\n    \
+                        TestContext.<anonymous> (file:///x/a.test.js:4:30)";
+        assert_eq!(tap_failures(output).as_deref(), Some(expected));
+        assert_eq!(tap_failures("FAILED (failures=1)"), None);
     }
 }
