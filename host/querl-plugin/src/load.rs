@@ -443,6 +443,8 @@ impl Plugin {
     /// The interfaces that it exports: `querl:plugin/info@0.1.0`, `querl:plugin/rewards@0.1.0`.
     pub fn exports(&self) -> Vec<String> {
         let pre = &self.loaded.linked.exports.pre;
-        pre.component().component_type().exports(pre.engine()).map(|(name, _)| name.to_owned()).collect()
+        let names = pre.component().component_type().exports(pre.engine()).map(|(name, _)| name.to_owned());
+        // componentize-py adds an instance of its own, `exports`.
+        names.filter(|name| name.contains(':')).collect()
     }
 }

@@ -180,7 +180,7 @@ def _declared_only(call: host.Receiver) -> host.Receiver:
 
     def checked(interface: str, function: str, argument: Any) -> Any:
         if declared is not None and interface not in declared.split():
-            raise host.not_declared(interface)
+            raise host._not_declared(interface)
         return call(interface, function, argument)
 
     return checked

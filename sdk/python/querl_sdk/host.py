@@ -25,7 +25,7 @@ class HostCallError(Rejection):
         """``None`` where the run has no such service or model."""
 
 
-def not_declared(interface: str) -> TypeError:
+def _not_declared(interface: str) -> TypeError:
     """The error of a call of an interface that plugin.toml does not declare."""
     return TypeError(f"`querl_sdk.host` needs the interface `{interface}`; add it to host_functions in plugin.toml")
 
