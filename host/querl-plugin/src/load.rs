@@ -443,8 +443,9 @@ impl Plugin {
     /// The interfaces that it exports: `querl:plugin/info@0.1.0`, `querl:plugin/rewards@0.1.0`.
     pub fn exports(&self) -> Vec<String> {
         let pre = &self.loaded.linked.exports.pre;
-        let names = pre.component().component_type().exports(pre.engine()).map(|(name, _)| name.to_owned());
+        let component = pre.component().component_type();
         // componentize-py adds an instance of its own, `exports`.
+        let names = component.exports(pre.engine()).map(|(name, _)| name.to_owned());
         names.filter(|name| name.contains(':')).collect()
     }
 }
