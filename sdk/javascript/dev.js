@@ -1,16 +1,19 @@
 // Scores recorded episodes natively, for `querl plugin dev`: one process for each save, so that every module is loaded afresh.
 //
 // `node dev.js FOLDER EPISODES SETTINGS RESULTS`: the plugin's folder, a file of recorded episodes, the settings as JSON, and the file to
-// write. A line of results is a JSON object: first `{"range": [low, high]}`, then for each episode `{"scored": ...}`, `{"rejected": ...}` or
-// `{"fault": {"message", "file", "line"}}`, with its log lines under `log`, and last `{"seconds": ...}`, the time that scoring took. Where
-// the plugin cannot be loaded or refuses a setting, `{"refused": {"message", "file", "line"}}` is the only line.
+// write. A line of results is a JSON object: first `{"range": [low, high]}`; `{"begun": id}` before each episode or group, as it begins; then
+// for each episode `{"scored": ...}`, `{"rejected": ...}` or `{"fault": {"message", "file", "line"}}`, with its log lines under `log`; and
+// last `{"seconds": ...}`, the time that scoring took. Where the plugin cannot be loaded or refuses a setting,
+// `{"refused": {"message", "file", "line"}}` is the only line. The environment variable `QUERL_HOST_FUNCTIONS` has the interfaces that
+// plugin.toml declares.
 
 import { spawnSync } from "node:child_process";
-import { writeFileSync } from "node:fs";
+import { openSync, writeSync } from "node:fs";
 import { join, relative, sep } from "node:path";
 import { fileURLToPath, pathToFileURL } from "node:url";
+import { Script } from "node:vm";
 import { describe } from "./description.js";
-import { sendCallsTo } from "./host.js";
+import { notDeclared, sendCallsTo } from "./host.js";
 import { sendLogTo } from "./log.js";
 import { SettingError, Settings } from "./settings.js";
 import { readRecorded } from "./testing/json_form.js";
@@ -19,16 +22,43 @@ import { Rejection } from "./types.js";
 
 const MODULE = "plugin.js";
 
-async function resultsOf(folder, file, settings) {
+/** Milliseconds of an episode, of a group and of the start, after which it is a fault. */
+const LIMIT_MS = 5000;
+/** After so many of them the rest is not scored. */
+const MAX_STOPPED = 3;
+/** Episodes are scored in slices of this many milliseconds: a limit takes a quarter of one to set. */
+const SLICE_MS = 100;
+const STILL_RUNS = `still ran after ${LIMIT_MS / 1000} s: an endless loop, or a regular expression that tries too many ways`;
+
+const JOB = Symbol.for("querl.job");
+const SCRIPT = new Script('globalThis[Symbol.for("querl.job")]()');
+
+/** What `job` returns. Throws where it runs for longer than the limit: `node:vm` interrupts loops and regular expressions. */
+function withinLimit(job) {
+  globalThis[JOB] = job;
+  try {
+    return SCRIPT.runInThisContext({ timeout: LIMIT_MS });
+  } catch (error) {
+    throw error?.code === "ERR_SCRIPT_EXECUTION_TIMEOUT" ? STILL_RUNS : error;
+  }
+}
+
+/** Calls `begin` with the id of each episode that begins. */
+async function resultsOf(folder, file, settings, begin) {
   let plugin, inputs, range, isOfGroup;
   try {
     const { default: exported } = await import(pathToFileURL(join(folder, MODULE)));
     const type = exported?.kinds?.reward ?? exported?.kinds?.["group-reward"];
     if (type === undefined) throw new TypeError("plugin.js exports no reward");
     isOfGroup = "group-reward" in exported.kinds;
-    ({ inputs } = describe(exported));
-    plugin = new type(new Settings(settings));
-    range = plugin.range();
+    withinLimit(() => {
+      ({ inputs } = describe(exported));
+      plugin = new type(new Settings(settings));
+      range = plugin.range();
+    });
+    if (!Array.from(range).every(Number.isFinite)) {
+      throw new RangeError(`declares the range ${range.join(" to ")}; expected two finite numbers, the first below the second`);
+    }
   } catch (error) {
     return [{ refused: error instanceof SettingError ? { message: error.message } : place(error, folder) }];
   }
@@ -43,19 +73,50 @@ async function resultsOf(folder, file, settings) {
   sendLogTo((level, message) => written.push(`${level}: ${message}`));
   const results = Array(recorded.length);
   let milliseconds = 0;
-  for (const members of groups.values()) {
+  const score = (members) => {
+    begin(recorded[members[0]].episode.id);
     const episodes = members.map((index) => recorded[index].episode);
-    sendCallsTo(recordedCalls(members.flatMap((index) => recorded[index].calls)));
+    sendCallsTo(declaredOnly(recordedCalls(members.flatMap((index) => recorded[index].calls))));
     const started = performance.now();
     const outcomes = outcomesOf(plugin, isOfGroup, episodes, folder);
     milliseconds += performance.now() - started;
+    keep(members, outcomes);
+  };
+  const keep = (members, outcomes) => {
     for (const [position, index] of members.entries()) results[index] = outcomes[position];
     if (written.length > 0) {
       results[members[0]].log = written;
       written = [];
     }
+  };
+  const all = [...groups.values()];
+  let next = 0;
+  let stopped = 0;
+  while (next < all.length && stopped < MAX_STOPPED) {
+    try {
+      withinLimit(() => {
+        const end = performance.now() + SLICE_MS;
+        for (; next < all.length && performance.now() < end; next += 1) score(all[next]);
+      });
+    } catch (error) {
+      if (error !== STILL_RUNS) throw error;
+      keep(all[next], all[next].map(() => ({ fault: { message: STILL_RUNS } })));
+      next += 1;
+      stopped += 1;
+    }
   }
+  const message = `not scored: ${stopped} before it still ran after ${LIMIT_MS / 1000} s`;
+  for (const members of all.slice(next)) keep(members, members.map(() => ({ fault: { message } })));
   return [{ range }, ...results, { seconds: milliseconds / 1000 }];
+}
+
+/** Refuses a host function that plugin.toml does not declare, in the words of the component. */
+function declaredOnly(call) {
+  const declared = process.env.QUERL_HOST_FUNCTIONS?.split(" ");
+  return (functions, method, argument) => {
+    if (declared && !declared.includes(functions)) throw notDeclared(functions);
+    return call(functions, method, argument);
+  };
 }
 
 /** Leaves out the parts of an episode that the plugin does not declare, as the host does. */
@@ -125,5 +186,7 @@ function ownLine(stack, folder) {
 }
 
 const [folder, episodes, settings, results] = process.argv.slice(2);
-const lines = await resultsOf(folder, episodes, JSON.parse(settings));
-writeFileSync(results, lines.map((line) => `${JSON.stringify(line)}\n`).join(""));
+const output = openSync(results, "w");
+const write = (lines) => writeSync(output, lines.map((line) => `${JSON.stringify(line)}\n`).join(""));
+const lines = await resultsOf(folder, episodes, JSON.parse(settings), (begun) => write([{ begun }]));
+write(lines);

@@ -11,6 +11,11 @@ export class HostCallError extends Rejection {
   }
 }
 
+/** The error of a call of an interface that plugin.toml does not declare. */
+export function notDeclared(functions) {
+  return new TypeError(`\`host\` needs the interface \`${functions}\`; add it to host_functions in plugin.toml`);
+}
+
 let call = (functions) => {
   throw new HostCallError(functions);
 };

@@ -107,6 +107,8 @@ pub struct PublicKey(VerifyingKey);
 /// First characters of a PEM file.
 const PEM: &str = "-----BEGIN ";
 
+const PUBLIC_PEM: &str = "-----BEGIN PUBLIC KEY-----";
+
 /// A private key. No message and no `Debug` output shows it.
 pub struct SigningKey {
     key: ed25519_dalek::SigningKey,
@@ -132,7 +134,12 @@ impl PublicKey {
         let refuse = |message: &str| BundleError::Key { origin: origin.to_owned(), message: message.to_owned() };
         if text.trim_start().starts_with(PEM) {
             let key = VerifyingKey::from_public_key_pem(text.trim()).ok().filter(|key| !key.is_weak());
-            return key.map(Self).ok_or_else(|| refuse("holds no ed25519 public key in PEM (`BEGIN PUBLIC KEY`)"));
+            return key.map(Self).ok_or_else(|| match text.contains("PRIVATE KEY") {
+                true => refuse(&format!(
+                    "holds a private key; name the public one, `{origin}.pub` of `querl plugin sign --new-key`"
+                )),
+                false => refuse("holds no ed25519 public key in PEM (`BEGIN PUBLIC KEY`)"),
+            });
         }
         let mut bytes = [0; 32];
         let digits = text.strip_prefix(PREFIX).filter(|digits| !digits.bytes().any(|byte| byte.is_ascii_uppercase()));
@@ -190,10 +197,16 @@ impl SigningKey {
         if metadata.len() > LONGEST_KEY_FILE {
             return refuse(format!("has {} bytes; a private key in PEM has about 120", metadata.len()));
         }
+        let pem = std::fs::read_to_string(path).map_err(|source| BundleError::io(path, source))?;
+        if pem.trim_start().starts_with(PUBLIC_PEM) {
+            return refuse(
+                "holds a public key; name the private one, which `querl plugin sign --new-key` writes next to it"
+                    .into(),
+            );
+        }
         if let Some(mode) = open_to_others(&metadata) {
             return refuse(format!("has mode {mode:o}, so that others may read it; run `chmod 600` on it"));
         }
-        let pem = std::fs::read_to_string(path).map_err(|source| BundleError::io(path, source))?;
         let bytes = KeypairBytes::from_pkcs8_pem(&pem).ok();
         let form = match bytes.as_ref().is_some_and(|bytes| bytes.public_key.is_some()) {
             true => KeyForm::Pkcs8WithPublicKey,

@@ -63,6 +63,7 @@ maximum = 1000 => maximum = 0 => 14: settings.max_chars.maximum is 0; expected 1
 default = "soft" => default = "Soft" => 19: settings.mode.default is "Soft"; expected soft or hard
 choices = ["soft", "hard"] => choices = ["soft", "soft"] => 20: settings.mode.choices is ["soft", "soft"]; expected one text or more, each once
 type = "list" => type = "lists" => 27: settings.banned.type is "lists"; expected number, integer, boolean, text or list
+type = "list" => type = "texts" => 27: settings.banned.type is "texts"; expected number, integer, boolean, text or list; did you mean `list`?
 type = "list" => type = "list"\nchoices = ["a"] => 28: settings.banned.choices is for texts; this setting is a list
 type = "boolean" => type = "boolean"\nminimum = 0 => 31: settings.strict.minimum is for numbers and integers; this setting is a boolean
 [settings.strict] => [settings."严 格"] => 10: settings has the key "严 格"; expected 1 to 64 letters, digits, _ and -
@@ -145,6 +146,7 @@ fn settings_of_the_user_are_checked() {
         ("max_chars = 1001", "setting `max_chars`: expected a whole number from 1 to 1000, got 1001"),
         ("max_chars = 1.0", "setting `max_chars`: expected a whole number from 1 to 1000, got 1.0"),
         ("mode = 'medium'", "setting `mode`: expected soft or hard, got \"medium\""),
+        ("mode = nan", "setting `mode`: expected soft or hard, got nan; quote it, on a command line as 'mode=\"nan\"'"),
         ("weight = nan", "setting `weight`: expected a number of 0 or more, got nan"),
         ("weight = '1'", "setting `weight`: expected a number of 0 or more, got \"1\""),
         ("banned = ['a', 1]", "setting `banned`: expected a list of texts, got [\"a\", 1]"),

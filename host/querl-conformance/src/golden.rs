@@ -328,10 +328,9 @@ fn run(subject: &Subject<'_>, case: &GoldenCase<HostTypes>) -> Result<(), CaseFa
         }
         GoldenBody::Group(episodes, expected) => {
             let scores = subject.reward_with(settings, functions())?.score_batch(episodes)?;
-            expected
-                .iter()
-                .zip(&scores)
-                .try_for_each(|(expected, score)| differs(compare_score(expected, score), &|| subject::scored(score)))
+            expected.iter().zip(&scores).enumerate().try_for_each(|(index, (expected, score))| {
+                differs(compare_score(expected, score), &|| format!("at index {index}: {}", subject::scored(score)))
+            })
         }
         GoldenBody::Style(dialogue, classes, expected) => {
             let model =
@@ -341,12 +340,12 @@ fn run(subject: &Subject<'_>, case: &GoldenCase<HostTypes>) -> Result<(), CaseFa
         }
         GoldenBody::Filter(samples, expected) => {
             let verdicts = subject.filter_with(settings, functions())?.check_batch(samples)?;
-            expected.iter().zip(&verdicts).try_for_each(|(expected, verdict)| {
+            expected.iter().zip(&verdicts).enumerate().try_for_each(|(index, (expected, verdict))| {
                 let code = match verdict {
                     Verdict::Keep => None,
                     Verdict::Drop { code, .. } => Some(code.as_str()),
                 };
-                differs(expected.compare(code), &|| json!(verdict).to_string())
+                differs(expected.compare(code), &|| format!("at index {index}: {}", json!(verdict)))
             })
         }
         GoldenBody::Messages(task, Input { query, context, rewrite }, expected) => {

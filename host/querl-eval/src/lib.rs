@@ -45,5 +45,5 @@ pub use replay::{
 pub use report::{ReportInput, report_html};
 pub use table::{seeds_table, table};
 pub use terms::new_gold_terms;
-pub use text::cut;
+pub use text::{cut, folded};
 pub use verdict::rl_verdict;

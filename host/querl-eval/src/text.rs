@@ -40,6 +40,27 @@ pub fn cut(text: &str, width: usize) -> String {
     start + "…"
 }
 
+/// `text` in lines of at most `width` terminal columns, nothing left out: broken at a space, a longer word anywhere. All lines but the first
+/// are indented by two columns more.
+pub fn folded(text: &str, width: usize) -> Vec<String> {
+    let n_indent = text.chars().take_while(|c| *c == ' ').count() + 2;
+    let indent = " ".repeat(n_indent.min(width / 2));
+    let (mut lines, mut line) = (Vec::new(), String::new());
+    for word in text.split_inclusive(' ') {
+        if !line.trim().is_empty() && line.width() + word.trim_end().width() > width {
+            lines.push(std::mem::replace(&mut line, indent.clone()));
+        }
+        for c in word.chars() {
+            if c != ' ' && line.width() + c.width().unwrap_or(0) > width {
+                lines.push(std::mem::replace(&mut line, indent.clone()));
+            }
+            line.push(c);
+        }
+    }
+    lines.push(line);
+    lines.into_iter().map(|line| line.trim_end().to_owned()).collect()
+}
+
 /// `text` broken at spaces into lines of at most `width` terminal columns; a longer word is truncated.
 pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();

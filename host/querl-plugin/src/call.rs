@@ -3,11 +3,10 @@
 use crate::contract::{GuestInstance, ItemResult};
 use crate::engine::Slots;
 use crate::fault::{self, CallPhase};
-use crate::guest::{Guest, HostCalls};
+use crate::guest::{CallTime, Guest, HostCalls};
 use crate::limits::{CallSize, Limits, LogBudget, UsedNames};
 use crate::load::{Exports, PluginKind};
 use crate::series::Series;
-use crate::text::{is_code, printable};
 use querl_core::config::OnLimit;
 use querl_core::ports::{EpisodeInputs, FaultKind, HostFunctions, PluginFault};
 use querl_core::records::Rejection;
@@ -161,7 +160,7 @@ impl Caller {
         })
     }
 
-    /// A store with the limits of one call: memory, fuel, the epoch deadline, output bytes.
+    /// A store with the limits of one call: memory, fuel, time, output bytes.
     fn new_store(&self, size: CallSize, start: Instant, item_id: &str) -> Store<Guest> {
         let limits = &self.limits.values;
         let mut guest = Guest::new(
@@ -170,6 +169,7 @@ impl Caller {
             limits.memory_bytes,
             limits.log_bytes,
             self.log_budget.clone(),
+            CallTime::new(start, Duration::from_millis(limits.timeout_ms)),
         );
         guest.host = self.functions.as_ref().map(|(kind, functions)| HostCalls {
             functions: functions.clone(),
@@ -179,13 +179,12 @@ impl Caller {
             n_left: (self.exports.series > Series::V0_1)
                 .then(|| limits.host_calls_per_item.saturating_mul(size.n_items.max(1) as u64)),
         });
-        guest.deadline = start.checked_add(Duration::from_millis(limits.timeout_ms));
         let mut store = Store::new(self.exports.pre.engine(), guest);
         store.limiter(|guest| &mut guest.memory);
         store.set_fuel(self.limits.fuel(size)).expect("fuel is on in this engine");
-        // Each epoch tick compares the clock with the deadline. Ticks are not counted: on a busy machine they come late.
+        // Each epoch tick compares the clocks with the limit. Ticks are not counted: on a busy machine they come late.
         store.set_epoch_deadline(1);
-        store.epoch_deadline_callback(|store| store.data().check_deadline().map(|()| UpdateDeadline::Continue(1)));
+        store.epoch_deadline_callback(|store| store.data().check_time().map(|()| UpdateDeadline::Continue(1)));
         // Bytes that the guest may pass to the host, not instructions.
         store.set_hostcall_fuel(limits.output_bytes);
         store
@@ -227,11 +226,7 @@ impl Caller {
 
     /// A checked rejection.
     pub(crate) fn rejection(&self, rejection: Rejection) -> Result<Rejection, String> {
-        if !is_code(&rejection.code) {
-            let code = printable(&rejection.code, 100);
-            return Err(format!("rejected with the code `{code}`; expected 1 to 64 of a to z, 0 to 9 and _"));
-        }
-        self.used_names.add_code(&rejection.code)?;
+        self.used_names.add_checked_code(&rejection.code)?;
         Ok(rejection)
     }
 

@@ -106,7 +106,7 @@ pub(crate) fn in_child(
         Some(status) if status.success() => Ok(()),
         Some(status) => Err(CompileError(why_it_failed(status, &std::fs::read(&stderr_path).unwrap_or_default()))),
         None => Err(CompileError(format!(
-            "compiling it took longer than {timeout_ms} ms (`plugins.limits.compile_timeout_ms`)"
+            "compiling it took longer than {timeout_ms} ms (`plugins.limits.compile_timeout_ms`); raise it where the machine is busy with other work"
         ))),
     }
 }

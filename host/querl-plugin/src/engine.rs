@@ -10,7 +10,7 @@ use std::thread::Thread;
 use std::time::Duration;
 use wasmtime::{Config, Engine, InstanceAllocationStrategy, PoolingAllocationConfig, WasmFeatures};
 
-/// Period of the epoch: how often a running guest's deadline is checked.
+/// Period of the epoch: how often the time of a running guest is checked.
 const TICK: Duration = Duration::from_millis(10);
 
 /// Limits of one component: core modules, memories, tables. A Rust component has 3, 1 and 2; Python's, linked from shared libraries with

@@ -1,7 +1,7 @@
 //! The explanation of a call that failed: which limit it hit, how it panicked, what the host refused.
 
 use crate::engine::{TABLE_ELEMENTS, WASM_STACK_BYTES};
-use crate::guest::{Guest, HostRefusal};
+use crate::guest::{CallTime, Guest, HostRefusal, WALL_TIMEOUTS};
 use crate::limits::{CallSize, Limits};
 use crate::packed::FormError;
 use crate::text::printable;
@@ -51,9 +51,9 @@ pub(crate) fn explain(
 fn trapped(trap: Trap, guest: &Guest, limits: &Limits, size: CallSize) -> (FaultKind, String) {
     match trap {
         Trap::OutOfFuel => (FaultKind::Limit, out_of_fuel(limits, size.n_fuel_items)),
-        Trap::Interrupt => (FaultKind::Limit, out_of_time(limits, size.n_items)),
+        Trap::Interrupt => (FaultKind::Limit, out_of_time(limits, size.n_items, &guest.time)),
         Trap::UnreachableCodeReached if !guest.stderr.is_empty() => {
-            (FaultKind::Trap, format!("panicked: {}", panic_message(&String::from_utf8_lossy(&guest.stderr))))
+            (FaultKind::Trap, last_words(&String::from_utf8_lossy(&guest.stderr)))
         }
         Trap::UnreachableCodeReached => (FaultKind::Trap, "aborted without a message".into()),
         Trap::StackOverflow => {
@@ -71,8 +71,16 @@ fn out_of_fuel(limits: &Limits, n_items: usize) -> String {
 }
 
 /// `timeout_ms` is for the whole call, however many items it has: a filter gets a whole split.
-fn out_of_time(limits: &Limits, n_items: usize) -> String {
+fn out_of_time(limits: &Limits, n_items: usize, time: &CallTime) -> String {
     let (ms, key) = (grouped(limits.values.timeout_ms), limits.key("timeout_ms"));
+    if !time.is_used_up() {
+        let wall_ms = grouped(limits.values.timeout_ms.saturating_mul(WALL_TIMEOUTS.into()));
+        let ran_ms = grouped(time.used().as_millis() as u64);
+        return format!(
+            "was not finished after {wall_ms} ms, {WALL_TIMEOUTS} times {key}, in which it ran for {ran_ms} ms: the machine is busy with \
+             other work; try again when it is not, or raise that limit"
+        );
+    }
     match n_items {
         1 => format!("ran for longer than {ms} ms ({key})"),
         n => format!(
@@ -138,19 +146,21 @@ fn python_error(stderr: &str) -> Option<String> {
     Some(format!("{exception}\n{}\n", shown.join("\n")))
 }
 
-/// Rust's panic text without its note on RUST_BACKTRACE.
-fn panic_message(stderr: &str) -> String {
+/// What a guest wrote before it ended: Python's exception, Rust's panic text without its note on RUST_BACKTRACE, JavaScript's exception.
+fn last_words(stderr: &str) -> String {
     if let Some(message) = python_error(stderr) {
-        return message;
+        return format!("raised: {message}");
     }
+    let word = if stderr.contains("panicked at ") { "panicked" } else { "threw" };
     let lines = stderr.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("note: run with"));
-    printable(&lines.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES)
+    format!("{word}: {}", printable(&lines.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use querl_core::config::PluginLimits;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn machine_without_memory_is_not_the_plugins_fault() {
@@ -166,15 +176,22 @@ mod tests {
     fn traceback_of_python_keeps_its_lines() {
         let stderr = "log line\nTraceback (most recent call last):\n  File \"/0/plugin.py\", line 9, in score\n    \
                       return 1 / 0\n           ~~^~~\nZeroDivisionError: division by zero\nthread \'<unnamed>\' (1) panicked at runtime/src/lib.rs:1:1:\nPython function threw\n";
-        let expected = "ZeroDivisionError: division by zero\nTraceback (most recent call last):\n  File \"/0/plugin.py\", line 9, in \
+        let expected = "raised: ZeroDivisionError: division by zero\nTraceback (most recent call last):\n  File \"/0/plugin.py\", line 9, in \
                         score\n    return 1 / 0\n           ~~^~~\nZeroDivisionError: division by zero\n";
-        assert_eq!(panic_message(stderr), expected);
+        assert_eq!(last_words(stderr), expected);
         let deep = format!("{TRACEBACK}\n{}E: x\n", "  File\n".repeat(100));
-        let message = panic_message(&deep);
-        assert!(message.starts_with("E: x\n(62 lines before)\n  File\n") && message.ends_with("\nE: x\n"), "{message}");
+        let message = last_words(&deep);
+        assert!(
+            message.starts_with("raised: E: x\n(62 lines before)\n  File\n") && message.ends_with("\nE: x\n"),
+            "{message}"
+        );
         assert_eq!(
-            panic_message("thread 'a' panicked at src/lib.rs:1:1:\nno\n"),
-            "thread 'a' panicked at src/lib.rs:1:1: no"
+            last_words("thread 'a' panicked at src/lib.rs:1:1:\nno\n"),
+            "panicked: thread 'a' panicked at src/lib.rs:1:1: no"
+        );
+        assert_eq!(
+            last_words("TypeError: x is undefined\nscore@plugin.js:3\n"),
+            "threw: TypeError: x is undefined score@plugin.js:3"
         );
     }
 
@@ -192,8 +209,13 @@ mod tests {
              (`plugins.limits.fuel_per_item`); it loops, or needs more"
         );
         assert_eq!(
-            out_of_time(&limits, 20_000),
+            out_of_time(&limits, 20_000, &CallTime::new(Instant::now(), Duration::ZERO)),
             "ran for longer than 5,000 ms with 20,000 items in one call (`plugins.limits.timeout_ms`); raise it for so many"
+        );
+        assert_eq!(
+            out_of_time(&limits, 1, &CallTime::new(Instant::now(), Duration::from_secs(3600))),
+            "was not finished after 50,000 ms, 10 times `plugins.limits.timeout_ms`, in which it ran for 0 ms: the machine is busy with \
+             other work; try again when it is not, or raise that limit"
         );
     }
 }

@@ -8,7 +8,7 @@ use querl_core::ports::HostFunctions;
 use querl_core::records::{HostCallError, HostRequest, HostResponse};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use wasmtime::component::{ComponentType, Lift};
 use wasmtime::{Error, ResourceLimiter, Result, StoreContextMut, Trap};
 
@@ -65,8 +65,7 @@ pub(crate) struct Guest {
     pub(crate) host: Option<HostCalls>,
     /// True after a call of the host beyond the limit.
     pub(crate) refused_host_call: bool,
-    /// The wall-clock deadline of the call, checked at every epoch tick; `None` where it exceeds the range of `Instant`.
-    pub(crate) deadline: Option<Instant>,
+    pub(crate) time: CallTime,
     /// Captured stderr, up to `log_bytes`: a panic's message.
     pub(crate) stderr: Vec<u8>,
     /// Lines that the call logged, up to `log_bytes`.
@@ -88,6 +87,7 @@ impl Guest {
         memory_bytes: usize,
         log_bytes: usize,
         log_budget: Arc<LogBudget>,
+        time: CallTime,
     ) -> Self {
         Self {
             plugin,
@@ -101,7 +101,7 @@ impl Guest {
             },
             host: None,
             refused_host_call: false,
-            deadline: None,
+            time,
             stderr: Vec::new(),
             logged: Vec::new(),
             random: 0,
@@ -193,14 +193,13 @@ pub(crate) struct HostCalls {
 }
 
 impl Guest {
-    /// A host function. Time that it waits for another service does not count towards the call's deadline; time of others counts, and
-    /// epochs do not check it in host code.
+    /// A host function. Epochs do not check its time, which is host code.
     pub(crate) fn call_host(
         &mut self,
         interface: HostInterface,
         request: &HostRequest,
     ) -> Result<std::result::Result<HostResponse, HostCallError>> {
-        self.check_deadline()?;
+        self.check_time()?;
         let Some(host) = self.host.as_mut().filter(|host| interface.is_for(host.kind)) else {
             return Ok(Err(HostCallError::NotConfigured));
         };
@@ -211,21 +210,88 @@ impl Guest {
             };
             *n_left = n_after;
         }
-        let start = Instant::now();
+        let (start, cpu) = (Instant::now(), thread_cpu_time());
         let response = host.functions.call(&host.plugin, &host.item_id, request);
-        if matches!(interface, HostInterface::Judge | HostInterface::Similarity) {
-            self.deadline = self.deadline.and_then(|deadline| deadline.checked_add(start.elapsed()));
-        }
-        self.check_deadline()?;
+        let waits = matches!(interface, HostInterface::Judge | HostInterface::Similarity);
+        self.time.add_host_call(start.elapsed(), thread_cpu_time().saturating_sub(cpu), waits);
+        self.check_time()?;
         Ok(response)
     }
 
-    pub(crate) fn check_deadline(&self) -> Result<()> {
-        match self.deadline {
-            Some(deadline) if Instant::now() > deadline => Err(Trap::Interrupt.into()),
-            _ => Ok(()),
+    /// Checked at every epoch tick.
+    pub(crate) fn check_time(&self) -> Result<()> {
+        match self.time.is_over() {
+            true => Err(Trap::Interrupt.into()),
+            false => Ok(()),
         }
     }
+}
+
+/// The most wall time of a call, as a multiple of its limit.
+pub(crate) const WALL_TIMEOUTS: u32 = 10;
+
+/// What a call has used of `timeout_ms`: the CPU time of its thread, which is one thread, and the wall time of host functions, but not of
+/// those that wait for another service. Wall time alone would stop a good plugin on a busy machine. It has a limit of its own,
+/// [`WALL_TIMEOUTS`] times as long.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CallTime {
+    limit: Duration,
+    start: Instant,
+    /// CPU time of the thread at the start.
+    cpu_start: Duration,
+    /// CPU time of host functions.
+    host_cpu: Duration,
+    /// Wall time of host functions that counts.
+    host_wall: Duration,
+    /// Wall time of host functions that wait for another service.
+    waited: Duration,
+}
+
+impl CallTime {
+    /// Of a call of this thread.
+    pub(crate) fn new(start: Instant, limit: Duration) -> Self {
+        let cpu_start = thread_cpu_time();
+        let zero = Duration::ZERO;
+        Self { limit, start, cpu_start, host_cpu: zero, host_wall: zero, waited: zero }
+    }
+
+    fn add_host_call(&mut self, wall: Duration, cpu: Duration, waits: bool) {
+        self.host_cpu += cpu;
+        if waits {
+            self.waited += wall;
+        } else {
+            self.host_wall += wall;
+        }
+    }
+
+    /// Without the CPU time of host functions.
+    pub(crate) fn used(&self) -> Duration {
+        thread_cpu_time().saturating_sub(self.cpu_start).saturating_sub(self.host_cpu) + self.host_wall
+    }
+
+    /// True where the call has used what it may, and not only waited for the machine.
+    pub(crate) fn is_used_up(&self) -> bool {
+        self.used() > self.limit
+    }
+
+    fn is_over(&self) -> bool {
+        let wall = self.start.elapsed().saturating_sub(self.waited);
+        self.is_used_up() || wall > self.limit.saturating_mul(WALL_TIMEOUTS)
+    }
+}
+
+/// CPU time of this thread.
+#[cfg(unix)]
+fn thread_cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+/// Wall time, where the standard library has no other.
+#[cfg(not(unix))]
+fn thread_cpu_time() -> Duration {
+    static START: std::sync::OnceLock<Instant> = std::sync::OnceLock::new();
+    START.get_or_init(Instant::now).elapsed()
 }
 
 /// Linear memory of one instance, all its memories together, and its tables.
@@ -268,5 +334,36 @@ impl ResourceLimiter for MemoryBudget {
 
     fn tables(&self) -> usize {
         TABLES as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_millis(100);
+
+    /// Symptom: on a busy machine a plugin was stopped after 5 s, in which it had run for a fraction of a second.
+    #[test]
+    fn time_without_the_cpu_counts_only_towards_the_limit_of_wall_time() {
+        let Some(start) = Instant::now().checked_sub(LIMIT * (WALL_TIMEOUTS / 2)) else { return };
+        let mut time = CallTime::new(start, LIMIT);
+        assert!(!time.is_over() && time.used() < LIMIT, "{time:?}");
+        time.start -= LIMIT * WALL_TIMEOUTS;
+        assert!(time.is_over() && !time.is_used_up(), "{time:?}");
+        time.add_host_call(LIMIT * WALL_TIMEOUTS, Duration::ZERO, true);
+        assert!(!time.is_over(), "waiting for a service does not count: {time:?}");
+        time.add_host_call(LIMIT * 2, Duration::ZERO, false);
+        assert!(time.is_used_up(), "a host function that waits for none does: {time:?}");
+    }
+
+    #[test]
+    fn a_loop_uses_up_its_time() {
+        let (start, limit) = (Instant::now(), Duration::from_millis(20));
+        let time = CallTime::new(start, limit);
+        while !time.is_used_up() {
+            assert!(start.elapsed() < Duration::from_secs(60), "{time:?}");
+        }
+        assert!(start.elapsed() >= limit);
     }
 }

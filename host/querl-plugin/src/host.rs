@@ -1,8 +1,8 @@
 //! The host: loads plugins, and opens a plugin's ports.
 //!
 //! Where a limit comes from: `plugins.limits` of the configuration ([`HostOptions::limits`]), lowered by the plugin's manifest
-//! (`Limits::with_manifest`). Fuel is set for each call in `Caller::new_store`; the wall-clock limit is an epoch deadline that is
-//! set there too, and the thread that increments the epoch is started by `engine::start`.
+//! (`Limits::with_manifest`). Fuel is set for each call in `Caller::new_store`; the limit of time is set
+//! there too, and checked at ticks of the epoch, which a thread of `engine::start` increments.
 
 use crate::cache::{CacheAccess, CompiledCache, ComponentDigest};
 use crate::call::{Caller, Observer, Rechecks};
@@ -197,16 +197,17 @@ impl PluginHost {
     /// Not buildable, not a plugin for this host; a fault in `info.describe`; or the component differs from its manifest, or the
     /// manifest requests more than the host allows.
     pub fn load_file(&self, file: PluginFile) -> Result<Plugin, PluginError> {
-        let opened = file.into_opened(self.shared.options.source_folders)?;
-        let linked = self.linked(&opened)?;
-        let limits = match &opened.manifest {
-            Some(manifest) => {
-                check_manifest(manifest, &linked).map_err(|reason| differs(&opened, reason))?;
-                Limits::with_manifest(manifest, &self.shared.options.limits)
-                    .map_err(|reason| differs(&opened, reason))?
-            }
+        // Before a build, which takes minutes.
+        let limits = match file.manifest() {
+            Some(manifest) => Limits::with_manifest(manifest, &self.shared.options.limits)
+                .map_err(|reason| PluginError::Manifest { path: file.path().to_owned(), reason })?,
             None => Limits::of_host(&self.shared.options.limits),
         };
+        let opened = file.into_opened(self.shared.options.source_folders)?;
+        let linked = self.linked(&opened)?;
+        if let Some(manifest) = &opened.manifest {
+            check_manifest(manifest, &linked).map_err(|reason| differs(&opened, reason))?;
+        }
         let OpenedSource { file, source, manifest, bundle, .. } = opened;
         let loaded = LoadedPlugin { path: file, source, manifest, bundle, limits: Arc::new(limits), linked };
         let plugin = Plugin { loaded: Arc::new(loaded) };

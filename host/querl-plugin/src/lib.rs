@@ -6,8 +6,8 @@
 //! plugin, its version and the item. This crate must not depend on training, models, HTTP and any async runtime; no other host
 //! crate depends on wasmtime.
 //!
-//! Each call runs in a fresh instance from a pool, with limits: fuel by the call and by the item (deterministic), a wall-clock
-//! deadline (checked at every tick of the epoch), memory, output bytes and log bytes; a manifest may lower each of them. A batch
+//! Each call runs in a fresh instance from a pool, with limits: fuel by the call and by the item (deterministic), CPU time
+//! (checked at every tick of the epoch), memory, output bytes and log bytes; a manifest may lower each of them. A batch
 //! has the fuel of all its items. With `on_limit = "drop"`, an item that hits a limit is dropped and counted, and the others are
 //! scored. A guest has no capabilities: [`wasi`] is all that its standard library can call, and it never blocks. The ports are
 //! synchronous; they can be called from any thread, inside or outside of an async runtime.
@@ -50,5 +50,5 @@ pub use host::{HostOptions, PluginHost, PluginPort, PluginSettings};
 pub use limits::{MAX_COMPONENT, MAX_COMPONENTS, MAX_NAMES, MAX_TOTAL};
 pub use load::{BundleInfo, Plugin, PluginFile, PluginKind, Source};
 pub use querl_bundle::HostInterface;
-pub use reward::RewardForm;
+pub use reward::{RewardForm, RewardRules};
 pub use source::{BuildOutput, COMPONENTIZE_PY, JAVASCRIPT_PACKAGES, NativeFolder, SourceFolders, build};

@@ -6,10 +6,11 @@
 //! | the user's values | `[plugins.limits]` of the configuration, read into [`PluginLimits`]; `host_options` (`querl-pipeline/src/plugins.rs`) passes them to the host |
 //! | lowered by the plugin; a higher request is an error | `[limits]` of its plugin.toml: `Manifest::effective_limits` (`querl-bundle/src/manifest/mod.rs`), called in [`Limits::with_manifest`] |
 //! | fuel of one call | [`Limits::fuel`]: `fuel_per_call + fuel_per_item * items` |
-//! | enforced | `Caller::new_store` in `call.rs`: `Store::set_fuel`, epoch deadline, memory limiter, output and log size |
+//! | enforced | `Caller::new_store` in `call.rs`: `Store::set_fuel`, epoch ticks that check the time, memory limiter, output and log size |
 //!
-//! Fuel is wasmtime's deterministic count of instructions; `timeout_ms` is a wall-clock backstop.
+//! Fuel is wasmtime's deterministic count of instructions; `timeout_ms` is a backstop of CPU time (`CallTime` in `guest.rs`).
 
+use crate::text::{is_code, printable};
 use querl_bundle::Manifest;
 use querl_core::config::PluginLimits;
 use querl_core::ports::RewardRange;
@@ -163,8 +164,17 @@ impl UsedNames {
         self.components.add("component", names)
     }
 
+    /// Adds the code of a rejection, where it is one.
+    pub(crate) fn add_checked_code(&self, code: &str) -> Result<(), String> {
+        if !is_code(code) {
+            let code = printable(code, 100);
+            return Err(format!("rejected with the code `{code}`; expected 1 to 64 of a to z, 0 to 9 and _"));
+        }
+        self.add_code(code)
+    }
+
     /// Adds the code of a rejection.
-    pub(crate) fn add_code(&self, code: &str) -> Result<(), String> {
+    fn add_code(&self, code: &str) -> Result<(), String> {
         self.codes.add("code", std::iter::once(code))
     }
 }

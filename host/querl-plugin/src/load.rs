@@ -82,6 +82,10 @@ impl PluginFile {
         Self { path: path.to_owned(), manifest: opened.manifest.clone(), opened: Some(opened) }
     }
 
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// What it is.
     pub fn source(&self) -> Source {
         self.opened.as_ref().map_or(Source::Folder, |opened| opened.source)
@@ -439,6 +443,9 @@ impl Plugin {
     /// The interfaces that it exports: `querl:plugin/info@0.1.0`, `querl:plugin/rewards@0.1.0`.
     pub fn exports(&self) -> Vec<String> {
         let pre = &self.loaded.linked.exports.pre;
-        pre.component().component_type().exports(pre.engine()).map(|(name, _)| name.to_owned()).collect()
+        let component = pre.component().component_type();
+        // componentize-py adds an instance of its own, `exports`.
+        let names = component.exports(pre.engine()).map(|(name, _)| name.to_owned());
+        names.filter(|name| name.contains(':')).collect()
     }
 }

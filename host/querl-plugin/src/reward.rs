@@ -2,7 +2,7 @@
 
 use crate::call::Caller;
 use crate::contract::ItemResult;
-use crate::limits::{CallSize, MAX_COMPONENT, MAX_COMPONENTS, check_range, shown};
+use crate::limits::{CallSize, MAX_COMPONENT, MAX_COMPONENTS, UsedNames, check_range, shown};
 use crate::load::PluginKind;
 use crate::text::{is_code, is_role, printable};
 use crate::{json, packed};
@@ -98,25 +98,57 @@ impl<T: Sync> Scoring<'_, T> {
     }
 
     fn score(&self, result: ItemResult) -> Result<ItemScore, String> {
-        let score = match result {
-            Ok(score) => score,
-            Err(rejection) => return self.caller.rejection(rejection).map(Err),
-        };
-        let RewardRange { min, max } = self.range;
-        if !(min..=max).contains(&score.total) {
-            let name = self.range_name;
-            let total = shown(score.total);
-            return Err(format!("total is {total}; expected a number within {name} {min} to {max}"));
-        }
-        check_components(&score.components)?;
-        self.caller.used_names.add_components(score.components.iter().map(|part| part.name.as_str()))?;
-        Ok(Ok(score))
+        check_outcome(&result, self.range, self.range_name, &self.caller.used_names)?;
+        Ok(result)
     }
 
     fn ids<'b>(&self, items: &'b [T]) -> Vec<&'b str> {
         items.iter().map(self.id).collect()
     }
 }
+
+/// The contract's rules for one result.
+fn check_outcome(
+    outcome: &ItemScore,
+    range: RewardRange,
+    range_name: &str,
+    used_names: &UsedNames,
+) -> Result<(), String> {
+    let score = match outcome {
+        Ok(score) => score,
+        Err(rejection) => return used_names.add_checked_code(&rejection.code),
+    };
+    let RewardRange { min, max } = range;
+    if !(min..=max).contains(&score.total) {
+        let total = shown(score.total);
+        return Err(format!("total is {total}; expected a number within {range_name} {min} to {max}"));
+    }
+    check_components(&score.components)?;
+    used_names.add_components(score.components.iter().map(|part| part.name.as_str()))
+}
+
+/// The contract's rules for the results of a reward, for runs without a component: the same checks, in the same words.
+pub struct RewardRules {
+    range: RewardRange,
+    used_names: UsedNames,
+}
+
+impl RewardRules {
+    /// # Errors
+    /// No range of totals: expected and got.
+    pub fn new(range: RewardRange) -> Result<Self, String> {
+        Ok(Self { range: check_range(range)?, used_names: UsedNames::default() })
+    }
+
+    /// # Errors
+    /// The contract forbids the result: expected and got.
+    pub fn check(&self, outcome: &Result<Reward, Rejection>) -> Result<(), String> {
+        check_outcome(outcome, self.range, DECLARED_RANGE, &self.used_names)
+    }
+}
+
+/// The name of a reward's range in messages.
+const DECLARED_RANGE: &str = "the declared range";
 
 fn check_components(parts: &[RewardComponent]) -> Result<(), String> {
     if parts.len() > MAX_COMPONENTS {
@@ -238,7 +270,7 @@ impl RewardPlugin {
             what: "episode",
             id: |episode| episode.id,
             range: self.range,
-            range_name: "the declared range",
+            range_name: DECLARED_RANGE,
         }
     }
 

@@ -67,7 +67,7 @@ fn child_that_takes_too_long_is_stopped() {
     let start = Instant::now();
     let message = refusal(script(folder.path(), "exec sleep 60"), folder.path(), 300);
     assert!(
-        message.ends_with("compiling it took longer than 300 ms (`plugins.limits.compile_timeout_ms`)"),
+        message.contains("compiling it took longer than 300 ms (`plugins.limits.compile_timeout_ms`); raise it where the machine is busy"),
         "{message}"
     );
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());

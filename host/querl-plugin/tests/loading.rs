@@ -52,6 +52,24 @@ fn source_folder_is_built_again_when_its_source_is_newer() {
     assert!(broken.contains("cargo could not build it:") && broken.contains("mismatched types"), "{broken}");
 }
 
+/// Symptom: a plugin.toml that asks for too much was refused only after its build.
+#[test]
+fn limits_above_those_of_the_host_are_refused_before_a_build() {
+    let folder = tempfile::tempdir().unwrap();
+    let manifest = "[plugin]\nid = 'x'\nversion = '0.1.0'\ncontract = '0.2.0'\nkinds = ['reward']\ndescription = 'x'\nlicense = 'MIT'\n\
+                    range = [0, 1]\n[limits]\nmemory_bytes = 5000000000\n";
+    std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
+    let script = "[package]\nname = 'x'\nedition = '2024'\n[lib]\ncrate-type = ['cdylib']\n[workspace]\n";
+    std::fs::write(folder.path().join("Cargo.toml"), script).unwrap();
+    std::fs::create_dir(folder.path().join("src")).unwrap();
+    std::fs::write(folder.path().join("src/lib.rs"), "this does not compile").unwrap();
+    let refused = refusal(folder.path());
+    assert!(
+        refused.contains("asks for a memory_bytes of 5000000000, and this host allows 268435456; raise"),
+        "{refused}"
+    );
+}
+
 #[test]
 fn compiled_code_is_kept_and_used() {
     let folder = tempfile::tempdir().unwrap();

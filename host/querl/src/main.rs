@@ -43,6 +43,9 @@ fn main() -> ExitCode {
 fn run(signals: anyhow::Result<()>) -> ExitCode {
     let cli = Cli::parse_or_exit();
     terminal::init(cli.noise.verbosity());
+    if has_stages(&cli.command) {
+        process::note_stages();
+    }
     match signals.and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
         // The reader has closed the pipe: `querl ... | head`.
@@ -55,6 +58,25 @@ fn run(signals: anyhow::Result<()>) -> ExitCode {
             ExitCode::from(failure::ending_of(&error) as u8)
         }
     }
+}
+
+/// True for a command that continues where it was interrupted.
+fn has_stages(command: &Command) -> bool {
+    use Command::{Convert, Eval, Model, Report, Rewrite, Rl, Run, Sft, Style, Sweep, Validate};
+    matches!(
+        command,
+        Run(_)
+            | Rewrite(_)
+            | Validate(_)
+            | Convert(_)
+            | Sft(_)
+            | Rl(_)
+            | Eval(_)
+            | Report(_)
+            | Sweep(_)
+            | Style(_)
+            | Model(_)
+    )
 }
 
 fn dispatch(command: Command) -> anyhow::Result<()> {

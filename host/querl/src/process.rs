@@ -111,6 +111,13 @@ pub fn on_a_stack(program: impl FnOnce() -> ExitCode + Send + 'static) -> ExitCo
     }
 }
 
+static KEEPS_STAGES: AtomicBool = AtomicBool::new(false);
+
+/// From now on a message of an interrupt says that finished stages and checkpoints are kept.
+pub fn note_stages() {
+    KEEPS_STAGES.store(true, Ordering::SeqCst);
+}
+
 fn report(kind: InterruptKind) {
     #[cfg(unix)]
     let (is_out_of_time, why) =
@@ -131,8 +138,11 @@ fn report(kind: InterruptKind) {
         }
         InterruptKind::AtOnce => {
             let why = if is_out_of_time { why } else { "interrupted" };
-            let kept = "finished stages and checkpoints are kept, run the same command again";
-            terminal::print_error(&format!("error: {why}; {kept}"));
+            let kept = match KEEPS_STAGES.load(Ordering::SeqCst) {
+                true => "; finished stages and checkpoints are kept, run the same command again",
+                false => "",
+            };
+            terminal::print_error(&format!("error: {why}{kept}"));
         }
     }
 }

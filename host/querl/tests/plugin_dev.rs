@@ -147,6 +147,24 @@ fn rust_scores_faults_and_logs_are_shown_with_file_and_line() {
     assert_eq!((code, &broken["refused"]["file"]), (Some(1), &json!("src/lib.rs")), "{broken:#}");
 }
 
+/// Symptoms: a component name that is a fault in the component passed natively, and a process that ended did not say at which episode.
+#[test]
+fn what_the_contract_forbids_is_a_native_fault_and_an_exit_names_its_episode() {
+    if !has("python3") {
+        return;
+    }
+    let project = project("python");
+    project.write("length/plugin.py", &PYTHON.replace("Score(1 / 0)", "Score(0.1, {\"保留\": 1.0})"));
+    let (code, picture) = dev(&project, &[]);
+    let fault = &picture["scores"]["faults"][0];
+    assert_eq!((code, &fault["first_id"]), (Some(1), &json!("咋吃")), "{picture:#}");
+    assert_eq!(fault["message"], "component name is `保留`; expected 1 to 64 of a to z, 0 to 9 and _");
+    project.write("length/plugin.py", &PYTHON.replace("return Score(1 / 0)", "__import__(\"os\")._exit(3)"));
+    let (code, picture) = dev(&project, &[]);
+    let message = picture["refused"]["message"].as_str().unwrap_or_default();
+    assert!(code == Some(1) && message.contains("exit status: 3 at episode `咋吃`"), "{picture:#}");
+}
+
 /// Scores an episode with the number of samples in its group.
 const GROUP: &str = r#"from querl_sdk import Episode, GroupReward, Rejection, Score, Settings, export
 

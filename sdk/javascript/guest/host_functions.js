@@ -1,12 +1,12 @@
 // Calls of host functions arrive at the host. `querl plugin build` makes the module that imports the declared interfaces.
 
-import { HostCallError, sendCallsTo } from "../host.js";
+import { HostCallError, notDeclared, sendCallsTo } from "../host.js";
 import * as host from "./host.js";
 
 export function connect(interfaces) {
   sendCallsTo((name, method, argument) => {
     if (!interfaces[name]) {
-      throw new TypeError(`\`host\` needs the interface \`${name}\`; add it to host_functions in plugin.toml`);
+      throw notDeclared(name);
     }
     let result;
     try {

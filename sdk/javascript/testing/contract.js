@@ -144,7 +144,7 @@ function plain(answer) {
 }
 
 function expect(holds, sent, returned, rule) {
-  if (!holds) assert.fail(`sent ${shown(sent)}; returned ${shown(returned)}; the contract says: ${rule}`);
+  if (!holds) assert.fail(`the contract expects ${rule}; returned ${shown(returned)}; sent ${shown(sent)}`);
 }
 
 function shown(value) {

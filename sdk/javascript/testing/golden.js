@@ -38,8 +38,8 @@ export function checkGolden(plugin, folder) {
     const type = plugin.kinds[KIND_OF[each.about]];
     assert.ok(type, `${each.place} \`${each.name}\` is for a ${KIND_OF[each.about]}, which the plugin has not`);
     const returned = withCallsTo(recorded(each.calls), () => answers(new type(new Settings(each.settings)), each));
-    const said = `${JSON.stringify(returned)}; expected ${JSON.stringify(each.expect)}`;
-    assert.ok(agrees(returned, each), `${each.place} \`${each.name}\`: returned ${said}`);
+    const said = `expected ${JSON.stringify(each.expect)}; returned ${JSON.stringify(returned)}`;
+    assert.ok(agrees(returned, each), `${each.place} \`${each.name}\`: ${said}`);
   }
   return cases.length;
 }

@@ -9,8 +9,8 @@ import { fileURLToPath } from "node:url";
 const SDK = new URL("../index.js", import.meta.url);
 const DEV = fileURLToPath(new URL("../dev.js", import.meta.url));
 
-/** The results of `dev.js` on a plugin of these sources, by path. */
-function dev(sources, recorded, settings = {}) {
+/** The results of `dev.js` on a plugin of these sources, by path, without the lines that say where the run is. */
+function dev(sources, recorded, settings = {}, env = {}) {
   const folder = realpathSync(mkdtempSync(join(tmpdir(), "querl-dev-")));
   for (const [path, text] of Object.entries({ "package.json": '{"type": "module"}', ...sources })) {
     mkdirSync(dirname(join(folder, path)), { recursive: true });
@@ -18,13 +18,13 @@ function dev(sources, recorded, settings = {}) {
   }
   const [episodes, results] = ["episodes.jsonl", "results.jsonl"].map((name) => join(folder, name));
   writeFileSync(episodes, recorded.map((line) => `${JSON.stringify(line)}\n`).join(""));
-  execFileSync(process.execPath, [DEV, folder, episodes, JSON.stringify(settings), results], { stdio: "pipe" });
-  return readFileSync(results, "utf8").trim().split("\n").map((line) => JSON.parse(line));
+  execFileSync(process.execPath, [DEV, folder, episodes, JSON.stringify(settings), results], { stdio: "pipe", env: { ...process.env, ...env } });
+  return readFileSync(results, "utf8").trim().split("\n").map((line) => JSON.parse(line)).filter((line) => !("begun" in line));
 }
 
 /** The results of the episodes alone. */
-function scores(sources, recorded, settings) {
-  return dev(sources, recorded, settings).slice(1, -1);
+function scores(sources, recorded, settings, env) {
+  return dev(sources, recorded, settings, env).slice(1, -1);
 }
 
 const line = (query, more = {}, calls = []) => ({ format: 3, step: 0, episode: { id: query, query, policy: {}, ...more }, calls });
@@ -223,4 +223,30 @@ test("dev: host functions have the recorded results, failures included", () => {
   const failed = { Err: { failed: { kind: "timeout", message: "no response within 30 s" } } };
   assert.deepEqual(failing(failed), { code: "judge_failed", detail: "no response within 30 s" });
   assert.equal(failing({ Err: "not_configured" }).code, "judge_not_configured");
+});
+
+test("dev: an episode that does not end is a fault, and the others are scored", () => {
+  // Symptom: the run hung without a word at a regular expression that tries too many ways.
+  const source = LENGTH.replace('if (query === "log")', 'if (query === "hangs") /^(a+)+$/.test("a".repeat(40) + "b");\n    if (query === "log")');
+  const recorded = ["plain", "hangs", "plain"].map((query) => line(query, { policy: { rewrite: "深海鱼油" } }));
+  const message = "still ran after 5 s: an endless loop, or a regular expression that tries too many ways";
+  assert.deepEqual(scores({ "plugin.js": source, "parts/share.js": SHARE }, recorded), [
+    scored(0.4, ["max", 10]),
+    { fault: { message } },
+    scored(0.4, ["max", 10]),
+  ]);
+});
+
+test("dev: an undeclared host function is the fault of the component", () => {
+  // Symptom: natively it was a rejection, `words_failed`.
+  const [{ fault }] = scores({ "plugin.js": CALLS }, [line("words")], {}, { QUERL_HOST_FUNCTIONS: "tokens" });
+  assert.equal(fault.message, "TypeError: `host` needs the interface `words`; add it to host_functions in plugin.toml");
+  assert.equal(fault.line, 16);
+  assert.ok("rejected" in scores({ "plugin.js": CALLS }, [line("words")], {}, { QUERL_HOST_FUNCTIONS: "tokens words" })[0]);
+});
+
+test("dev: a range of what is no number is refused", () => {
+  const source = LENGTH.replace("[0, 1]", "[0, Infinity]");
+  const [{ refused }] = dev({ "plugin.js": source, "parts/share.js": SHARE }, [line("plain")]);
+  assert.match(refused.message, /declares the range 0 to Infinity; expected two finite numbers/);
 });

@@ -90,7 +90,7 @@ test("golden cases pass and a wrong one is named with what came back", () => {
   const right = { ...GOLDEN, settings: { scale: 8 }, expect: { total: 0.5, components: { n_chars: 4 } } };
   assert.equal(checkGolden(reward, folderWith("a.jsonl", right)), 1);
   const wrong = { ...GOLDEN, expect: { total: 0.5 } };
-  assert.throws(() => checkGolden(reward, folderWith("a.jsonl", right, wrong)), /a.jsonl:2 `四个字`: returned .*0.4.*; expected .*0.5/);
+  assert.throws(() => checkGolden(reward, folderWith("a.jsonl", right, wrong)), /a.jsonl:2 `四个字`: expected .*0.5.*; returned .*0.4/);
   const odd = { ...GOLDEN, expekt: {} };
   assert.throws(() => checkGolden(reward, folderWith("a.jsonl", odd)), /a.jsonl:1: `expect` is missing in `case`/);
 });

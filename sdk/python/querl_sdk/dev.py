@@ -1,21 +1,26 @@
 """Scores recorded episodes natively, for `querl plugin dev`: one process for each save, so that every module is imported afresh.
 
 `python3 -m querl_sdk.dev FOLDER EPISODES SETTINGS RESULTS`: the plugin's folder, a file of recorded episodes of format 3, the settings as JSON,
-and the file to write. A line of results is a JSON object: first `{"range": [low, high]}`, then for each episode `{"scored": ...}`,
-`{"rejected": ...}` or `{"fault": {"message", "file", "line"}}`, with its log lines under `log`, and last `{"seconds": ...}`, the time that
-scoring took. Where the plugin cannot be imported or refuses a setting, `{"refused": {"message", "file", "line"}}` is the only line.
+and the file to write. A line of results is a JSON object: first `{"range": [low, high]}`; `{"begun": id}` before each episode or group, as
+it begins; then for each episode `{"scored": ...}`, `{"rejected": ...}` or `{"fault": {"message", "file", "line"}}`, with its log lines under
+`log`; and last `{"seconds": ...}`, the time that scoring took. Where the plugin cannot be imported or refuses a setting,
+`{"refused": {"message", "file", "line"}}` is the only line. The environment variable `QUERL_HOST_FUNCTIONS` has the interfaces that
+plugin.toml declares.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import math
+import os
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,25 +34,91 @@ from .types import Episode, Rejection
 
 _SCORERS = ("reward", "group-reward")
 
+LIMIT_S = 5
+"""CPU time of an episode, of a group and of the start, after which it is a fault; without the CPU, ten times as long."""
+
+_MAX_STOPPED = 3
+"""After so many of them the rest is not scored."""
+
+_PERIOD_S = 0.1
+
+
+class _StillRuns(BaseException):
+    """Not an `Exception`, which a plugin may catch."""
+
+    def __str__(self) -> str:
+        return f"still ran after {LIMIT_S} s: an endless loop, or a regular expression that tries too many ways"
+
+
+class _Watch:
+    """While the author's code runs: interrupts what does not end, and logs what a component cannot do."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._cpu = self._wall = 0.0
+        self._seen: set[str] = set()
+        self.remark: Callable[[str], None] | None = None
+        """Where to write what a component cannot do, from the first episode on."""
+        sys.addaudithook(self._audit)
+        if hasattr(signal, "setitimer"):  # not on Windows
+            signal.signal(signal.SIGALRM, self._check)
+            signal.setitimer(signal.ITIMER_REAL, _PERIOD_S, _PERIOD_S)
+
+    def __enter__(self) -> None:
+        self._cpu, self._wall = time.process_time(), time.monotonic()
+        self._is_on = True
+
+    def __exit__(self, *_: object) -> None:
+        self._is_on = False
+
+    def close(self) -> None:
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _check(self, *_: object) -> None:
+        is_over = time.process_time() - self._cpu > LIMIT_S or time.monotonic() - self._wall > 10 * LIMIT_S
+        if self._is_on and is_over:
+            raise _StillRuns
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self._is_on or self.remark is None:
+            return
+        remark = ""
+        if event == "import":
+            remark = f"imports `{args[0]}` in a call: a component has only the modules that were loaded when it was built; import it at the top of plugin.py"
+        elif event == "open" and not str(args[0]).endswith((".py", ".pyc")):
+            remark = f"opens `{args[0]}`: a component has no files; have the data in a module next to plugin.py"
+        elif event in ("socket.connect", "socket.getaddrinfo"):
+            remark = "calls the network: a component has none"
+        if remark and remark not in self._seen:
+            self._seen.add(remark)
+            self.remark(remark)
+
 
 def main(folder: str, episodes: str, settings: str, results: str) -> None:
     """Writes the results."""
     gc.disable()  # reading episodes makes many objects and no cycles
-    with open(results, "w", encoding="utf-8") as file:
-        for result in _results(Path(folder), Path(episodes), json.loads(settings)):
+    watch = _Watch()
+    with open(results, "w", encoding="utf-8") as file, contextlib.closing(watch):
+        for result in _results(Path(folder), Path(episodes), json.loads(settings), watch):
             file.write(json.dumps(result, ensure_ascii=False) + "\n")
+            if "begun" in result:
+                file.flush()  # the plugin may end the process
 
 
-def _results(folder: Path, path: Path, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _results(folder: Path, path: Path, settings: dict[str, Any], watch: _Watch) -> Iterator[dict[str, Any]]:
     try:
-        importlib.import_module("plugin")
-        classes = exported()
-        kind = next((kind for kind in _SCORERS if kind in classes), None)
-        if kind is None:
-            raise TypeError("plugin.py exports no reward")
-        inputs = describe(classes).inputs
-        plugin = classes[kind](Settings(settings))
-        low, high = plugin.range()
+        with watch:
+            importlib.import_module("plugin")
+            classes = exported()
+            kind = next((kind for kind in _SCORERS if kind in classes), None)
+            if kind is None:
+                raise TypeError("plugin.py exports no reward")
+            inputs = describe(classes).inputs
+            plugin = classes[kind](Settings(settings))
+            low, high = (float(bound) for bound in plugin.range())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise ValueError(f"declares the range {low} to {high}; expected two finite numbers, the first below the second")
     except SettingError as error:
         yield {"refused": {"message": str(error)}}
         return
@@ -60,16 +131,27 @@ def _results(folder: Path, path: Path, settings: dict[str, Any]) -> Iterator[dic
     for index, line in enumerate(lines):
         group = line["episode"]["group_id"] if kind == "group-reward" else str(index)
         groups.setdefault(group, []).append(index)
-    yield {"range": [float(low), float(high)]}
+    yield {"range": [low, high]}
     written: list[str] = []
     log._send_to(lambda level, message: written.append(f"{level}: {message}"))
+    watch.remark = log.warn
     results: list[dict[str, Any]] = [{} for _ in lines]
-    seconds = 0.0
+    seconds, n_stopped = 0.0, 0
     for members in groups.values():
+        if n_stopped == _MAX_STOPPED:
+            message = f"not scored: {n_stopped} before it still ran after {LIMIT_S} s"
+            results = [result or {"fault": {"message": message}} for result in results]
+            break
+        yield {"begun": lines[members[0]]["episode"]["id"]}
         episodes = [Episode.from_json(_declared(lines[index]["episode"], inputs)) for index in members]
-        host._send_to(recorded([call for index in members for call in lines[index].get("calls", [])]))
+        host._send_to(_declared_only(recorded([call for index in members for call in lines[index].get("calls", [])])))
         started = time.perf_counter()
-        outcomes = _outcomes(plugin, kind, episodes, folder)
+        try:
+            with watch:
+                outcomes = _outcomes(plugin, kind, episodes, folder)
+        except _StillRuns as error:
+            n_stopped += 1
+            outcomes = [{"fault": _place(error, folder)} for _ in episodes]
         seconds += time.perf_counter() - started
         for index, outcome in zip(members, outcomes):
             results[index] = outcome
@@ -92,17 +174,30 @@ def _declared(episode: dict[str, Any], inputs: dict[str, bool]) -> dict[str, Any
     return episode
 
 
+def _declared_only(call: host.Receiver) -> host.Receiver:
+    """Refuses a host function that plugin.toml does not declare, in the words of the component."""
+    declared = os.environ.get("QUERL_HOST_FUNCTIONS")
+
+    def checked(interface: str, function: str, argument: Any) -> Any:
+        if declared is not None and interface not in declared.split():
+            raise host._not_declared(interface)
+        return call(interface, function, argument)
+
+    return checked
+
+
 def _outcomes(plugin: Any, kind: str, episodes: list[Episode], folder: Path) -> list[dict[str, Any]]:
     try:
-        outcomes = [plugin.score(episodes[0])] if kind == "reward" else list(plugin.score_group(episodes))
-    except Rejection as rejection:
-        outcomes = [rejection] * len(episodes)
+        try:
+            outcomes = [plugin.score(episodes[0])] if kind == "reward" else list(plugin.score_group(episodes))
+        except Rejection as rejection:
+            outcomes = [rejection] * len(episodes)
+        if len(outcomes) != len(episodes):
+            message = f"score_group() gave {len(outcomes)} results for {len(episodes)} episodes; expected one for each"
+            return [{"fault": {"message": message}} for _ in episodes]
+        return [_written(outcome) for outcome in outcomes]
     except (Exception, SystemExit) as error:
         return [{"fault": _place(error, folder)} for _ in episodes]
-    if len(outcomes) != len(episodes):
-        message = f"score_group() gave {len(outcomes)} results for {len(episodes)} episodes; expected one for each"
-        return [{"fault": {"message": message}} for _ in episodes]
-    return [_written(outcome) for outcome in outcomes]
 
 
 def _written(outcome: object) -> dict[str, Any]:
@@ -110,6 +205,9 @@ def _written(outcome: object) -> dict[str, Any]:
         return {"rejected": {"code": outcome.code, "detail": outcome.detail}}
     if not isinstance(outcome, Score):
         return {"fault": {"message": f"the result is {outcome!r}; expected a Score or a Rejection"}}
+    for name in outcome.components:
+        if not isinstance(name, str):
+            return {"fault": {"message": f"the component name is {name!r}; expected a text"}}
     for name, value in {"total": outcome.total, **outcome.components}.items():
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             return {"fault": {"message": f"`{name}` is {value!r}; expected a finite number"}}
@@ -119,7 +217,7 @@ def _written(outcome: object) -> dict[str, Any]:
 
 def _place(error: BaseException, folder: Path) -> dict[str, Any]:
     """The message, and the innermost line of the author's own source."""
-    message = traceback.format_exception_only(error)[-1].strip()
+    message = str(error) if isinstance(error, _StillRuns) else traceback.format_exception_only(error)[-1].strip()
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append((error.filename, error.lineno))

@@ -25,6 +25,11 @@ class HostCallError(Rejection):
         """``None`` where the run has no such service or model."""
 
 
+def _not_declared(interface: str) -> TypeError:
+    """The error of a call of an interface that plugin.toml does not declare."""
+    return TypeError(f"`querl_sdk.host` needs the interface `{interface}`; add it to host_functions in plugin.toml")
+
+
 def count_tokens(text: str) -> int:
     """Number of tokens of the text by the policy's tokenizer, without special tokens. Needs ``tokens``."""
     return int(_call("tokens", "count_tokens", text))

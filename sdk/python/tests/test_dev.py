@@ -33,15 +33,38 @@ class Group(GroupReward):
 export(group_reward=Group)
 '''
 
+REWARD = '''import re
+from querl_sdk import Episode, Reward, Score, export, host
 
-def results_of(plugin: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+
+class Odd(Reward):
+    def range(self) -> tuple[float, float]:
+        return 0.0, 1.0
+
+
+    def score(self, episode: Episode) -> Score:
+        # A line of the body:
+        {body}
+
+
+export(reward=Odd)
+'''
+
+
+def episode(id: str, query: str) -> dict[str, Any]:
+    return {"format": 3, "episode": {"id": id, "group_id": id, "sample_index": 0, "query": query, "policy": {}}, "calls": []}
+
+
+def results_of(plugin: str, lines: list[dict[str, Any]], **more: str) -> list[dict[str, Any]]:
+    """The results without the lines that say where the run is; `more` are environment variables."""
     with tempfile.TemporaryDirectory() as folder:
         episodes, results = Path(folder, "episodes.jsonl"), Path(folder, "results.jsonl")
         Path(folder, "plugin.py").write_text(plugin, encoding="utf-8")
         episodes.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         command = [sys.executable, "-m", "querl_sdk.dev", folder, str(episodes), "{}", str(results)]
-        subprocess.run(command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(SDK)})
-        return [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        subprocess.run(command, check=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(SDK), **more})
+        found = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+        return [line for line in found if "begun" not in line]
 
 
 class TestDev(unittest.TestCase):
@@ -77,6 +100,45 @@ class TestDev(unittest.TestCase):
         line = {"format": 3, "episode": {"id": "a/0", "group_id": "a", "sample_index": 0, "query": "q", "policy": {}}, "calls": []}
         rejected = {"code": "similarity_failed", "detail": "the recording has no result for this call"}
         self.assertEqual(results_of(GROUP, [line])[1]["rejected"], rejected)
+
+    def test_an_episode_that_does_not_end_is_a_fault_of_its_line_and_the_others_are_scored(self) -> None:
+        """Symptom: the run hung without a word at a regular expression that tries too many ways."""
+        results = results_of(REWARD.format(body="""if episode.query == "x":
+            try:
+                re.match("^(a+)+$", "a" * 40 + "b")
+            except Exception:
+                pass
+        return Score(0.5)"""), [episode("a", "q"), episode("b", "x"), episode("c", "q")])
+        scored = {"scored": {"total": 0.5, "components": []}}
+        message = "still ran after 5 s: an endless loop, or a regular expression that tries too many ways"
+        self.assertEqual(results[1:-1], [scored, {"fault": {"message": message, "file": "plugin.py", "line": 14}}, scored])
+
+    def test_an_undeclared_host_function_is_the_fault_of_the_component(self) -> None:
+        """Symptom: natively it was a rejection, `tokens_failed`."""
+        plugin = REWARD.format(body="return Score(float(host.count_tokens(episode.query)))")
+        for declared, key in [("words", "fault"), ("tokens words", "rejected")]:
+            [_, result, _] = results_of(plugin, [episode("a", "q")], QUERL_HOST_FUNCTIONS=declared)
+            self.assertIn(key, result)
+        fault = results_of(plugin, [episode("a", "q")], QUERL_HOST_FUNCTIONS="words")[1]["fault"]
+        self.assertEqual(fault["message"], "TypeError: `querl_sdk.host` needs the interface `tokens`; add it to host_functions in plugin.toml")
+        self.assertEqual(fault["line"], 12)
+
+    def test_what_a_component_cannot_do_is_remarked_once(self) -> None:
+        """Symptom: an import in a function works natively, and fails in the component."""
+        plugin = REWARD.format(body="import wave\n        open('/dev/null').close()\n        return Score(0.5)")
+        results = results_of(plugin, [episode("a", "q"), episode("b", "q")])
+        logged = results[1]["log"]
+        self.assertTrue(any(line.startswith("warn: imports `wave` in a call") for line in logged), logged)
+        self.assertIn("warn: opens `/dev/null`: a component has no files; have the data in a module next to plugin.py", logged)
+        self.assertNotIn("log", results[2])
+
+    def test_a_result_that_is_none_of_the_contract_is_a_fault(self) -> None:
+        """Symptom: `Score(0.5, None)` ended the run with the traceback of the SDK."""
+        for body, message in [("return Score(0.5, None)", "TypeError: "), ("return Score(0.5, {1: 0.5})", "the component name is 1; expected a text")]:
+            [_, result, _] = results_of(REWARD.format(body=body), [episode("a", "q")])
+            self.assertTrue(result["fault"]["message"].startswith(message), result)
+        endless = REWARD.format(body="return Score(0.5)").replace("0.0, 1.0", "0.0, float('inf')")
+        self.assertIn("declares the range 0.0 to inf; expected two finite numbers", results_of(endless, [episode("a", "q")])[0]["refused"]["message"])
 
 
 if __name__ == "__main__":

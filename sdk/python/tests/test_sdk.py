@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from querl_sdk import Episode, Filter, GroupReward, JudgeScore, Message, Rejection, Reward, Sample, Score, SettingError, Settings, export, host, text
+from querl_sdk._guest.errors import explained
 from querl_sdk.description import describe
 from querl_sdk.settings import SettingSpec
 from querl_sdk.testing import candidate, check_contract, check_golden, declared, dialogue, episode, failed, host_functions, read_episodes
@@ -143,6 +144,22 @@ class TestTypes(unittest.TestCase):
         with self.assertRaises(host.HostCallError):
             host.words("鱼油")
 
+    def test_a_component_explains_an_exit_and_a_missing_module(self) -> None:
+        """Symptom: a plugin that exits ended its component without a line of the author."""
+
+        @explained
+        class Rewards:
+            def exits(self) -> None:
+                raise SystemExit(3)
+
+            def imports(self) -> None:
+                raise ModuleNotFoundError("No module named 'urllib'", name="urllib")
+
+        with self.assertRaisesRegex(RuntimeError, r"the plugin called exit \(3\); expected a result"):
+            Rewards().exits()
+        with self.assertRaisesRegex(ModuleNotFoundError, "'urllib'; import it at the top of plugin.py: a component has only"):
+            Rewards().imports()
+
     def test_text_functions_give_the_results_of_all_sdks(self) -> None:
         table = Path(__file__).parents[2] / "testdata" / "text.jsonl"
         for number, line in enumerate(table.read_text(encoding="utf-8").strip().split("\n"), 1):
@@ -164,7 +181,7 @@ class TestTesting(unittest.TestCase):
         right = {**GOLDEN, "settings": {"scale": 8}, "expect": {"total": 0.5, "components": {"n_chars": 4}}}
         self.assertEqual(check_golden(Length, folder_with("a.jsonl", right)), 1)
         wrong = {**GOLDEN, "expect": {"total": 0.5}}
-        with self.assertRaisesRegex(AssertionError, r"a.jsonl:2 `四个字`: returned .*0\.4.*; expected .*0\.5"):
+        with self.assertRaisesRegex(AssertionError, r"a.jsonl:2 `四个字`: expected .*0\.5.*; returned .*0\.4"):
             check_golden(Length, folder_with("a.jsonl", right, wrong))
         with self.assertRaisesRegex(ValueError, "a.jsonl:1: unknown key `polcy` in `episode`"):
             odd = {**right, "episode": {**right["episode"], "polcy": {}}}

@@ -83,7 +83,7 @@ pub fn check_settings(
     for (key, value) in settings {
         let problem = match declared.get(key) {
             Some(spec) if spec.accepts(value) => continue,
-            Some(spec) => format!("expected {}, got {}", spec.expected(), shown(value)),
+            Some(spec) => format!("expected {}, got {}{}", spec.expected(), shown(value), spec.remedy(key, value)),
             None => unknown(declared, key),
         };
         return Err(SettingProblem { key: key.clone(), message: problem });
@@ -148,6 +148,15 @@ impl SettingSpec {
         }
     }
 
+    /// For a text that TOML reads as another value, the rest of the sentence.
+    fn remedy(&self, key: &str, value: &Value) -> String {
+        let is_plain = !matches!(value, Value::String(_) | Value::Array(_) | Value::Table(_));
+        match self.kind == SettingType::Text && is_plain {
+            true => format!("; quote it, on a command line as '{key}=\"{value}\"'"),
+            false => String::new(),
+        }
+    }
+
     fn is_within(&self, number: f64) -> bool {
         let above = self.minimum.is_none_or(|min| number >= min);
         number.is_finite() && above && self.maximum.is_none_or(|max| number <= max)
@@ -161,7 +170,7 @@ pub(super) fn spec(settings: &Section<'_>, key: &str) -> Result<SettingSpec, Bun
     let meaning = or_list(SettingType::ALL.iter().map(|kind| kind.name()));
     let name = section.line("type", &meaning)?;
     let kind = SettingType::ALL.into_iter().find(|kind| kind.name() == name);
-    let kind = kind.ok_or_else(|| section.wrong("type", &Value::from(name), meaning))?;
+    let kind = kind.ok_or_else(|| section.wrong("type", &Value::from(name), meaning + of_other_name(name)))?;
     let mut spec = SettingSpec {
         kind,
         default: None,
@@ -182,6 +191,19 @@ pub(super) fn spec(settings: &Section<'_>, key: &str) -> Result<SettingSpec, Bun
         spec.default = Some(default.clone());
     }
     Ok(spec)
+}
+
+/// For the name of a type in an SDK, or in another language, the rest of the sentence.
+fn of_other_name(name: &str) -> &'static str {
+    match name {
+        "flag" | "bool" => "; did you mean `boolean`?",
+        "texts" | "array" => "; did you mean `list`?",
+        "string" | "str" => "; did you mean `text`?",
+        "choice" | "enum" => "; did you mean `text`, with `choices`?",
+        "float" => "; did you mean `number`?",
+        "int" => "; did you mean `integer`?",
+        _ => "",
+    }
 }
 
 fn bound(section: &Section<'_>, key: &str, kind: SettingType) -> Result<Option<f64>, BundleError> {

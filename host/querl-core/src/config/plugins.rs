@@ -104,7 +104,7 @@ section! {
         /// Fuel per item of a batch, in addition to that of the call.
         #[schemars(range(min = 1))]
         fuel_per_item: u64 = 10_000_000,
-        /// Wall-clock backstop per call, in milliseconds.
+        /// CPU time of a call, in milliseconds: a backstop. Wall time may be ten times as long.
         #[schemars(range(min = 1))]
         timeout_ms: u64 = 5_000,
         /// Linear memory per instance, in bytes.

@@ -21,9 +21,10 @@ pub struct NativeFolder {
 #[derive(Debug)]
 enum Code {
     Crate(CrateFolder),
-    /// With the SDK that the source imports.
+    /// With the SDK that the source imports, and the interfaces of host functions that plugin.toml declares.
     Script {
         sdk: PathBuf,
+        host_functions: String,
     },
 }
 
@@ -34,7 +35,9 @@ impl NativeFolder {
         check_folder_name(folder)?;
         let language = language(folder)?;
         let script = |vendored, shared| -> Result<Code, PluginError> {
-            Ok(Code::Script { sdk: ScriptFolder::read(folder, vendored, shared)?.sdk })
+            let script = ScriptFolder::read(folder, vendored, shared)?;
+            let host_functions = script.host_functions().join(" ");
+            Ok(Code::Script { sdk: script.sdk, host_functions })
         };
         let code = match language {
             Language::Rust => Code::Crate(CrateFolder::read(folder)?),
@@ -80,7 +83,7 @@ impl NativeFolder {
 
     /// Scores recorded episodes with the runner of the SDK; `None` for a crate.
     pub fn replay(&self, episodes: &Path, settings: &str, results: &Path) -> Option<Command> {
-        let Code::Script { sdk } = &self.code else { return None };
+        let Code::Script { sdk, host_functions } = &self.code else { return None };
         let mut command = match self.language {
             Language::Python => {
                 let mut command = self.command(self.python());
@@ -93,6 +96,7 @@ impl NativeFolder {
                 command
             }
         };
+        command.env("QUERL_HOST_FUNCTIONS", host_functions);
         command.arg(&self.folder).arg(episodes).arg(settings).arg(results);
         Some(command)
     }

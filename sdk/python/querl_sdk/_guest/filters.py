@@ -8,8 +8,10 @@ from ..filter import Sample
 from ..registry import exported
 from ..types import Rejection
 from . import convert, host
+from .errors import explained
 
 
+@explained
 class Filters:
     def check_batch(self, samples):
         plugin = exported()["filter"](host.settings())

@@ -35,7 +35,7 @@ def connect(interfaces) -> None:
 
     def call(interface, function, argument):
         if interface not in modules:
-            raise TypeError(f"`querl_sdk.host` needs the interface `{interface}`; add it to host_functions in plugin.toml")
+            raise host._not_declared(interface)
         if function in ("ask_judge", "classify_style"):
             argument = [convert.message_out(message) for message in argument]
         try:

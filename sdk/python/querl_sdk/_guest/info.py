@@ -13,6 +13,7 @@ from ..registry import exported
 from ..settings import SettingError
 from . import host
 from .convert import case_of
+from .errors import explained
 
 
 def info_of(name: str, version: str, docs: Mapping[str, str]) -> type:
@@ -39,6 +40,7 @@ def info_of(name: str, version: str, docs: Mapping[str, str]) -> type:
         [wit.InputUse(case_of(wit, "Input", input), required) for input, required in described.inputs.items()],
     )
 
+    @explained
     class Info:
         def describe(self):
             return description

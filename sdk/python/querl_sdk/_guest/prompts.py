@@ -8,10 +8,12 @@ from ..prompt import PromptInput, PromptTask
 from ..registry import exported
 from ..types import Rejection
 from . import convert, host
+from .errors import explained
 
 _TASKS = {task.value: task for task in PromptTask}
 
 
+@explained
 class Prompts:
     def messages(self, task, input):
         name = convert.case_name(task)

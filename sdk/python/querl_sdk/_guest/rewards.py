@@ -11,6 +11,7 @@ from wit_world.imports import types as wit
 from ..registry import exported
 from ..types import Episode, Rejection
 from . import convert, host
+from .errors import explained
 
 _decode_at = JSONDecoder().scan_once
 _new = object.__new__
@@ -18,6 +19,7 @@ _SCORED = '{"scored":{"total":%r,"components":[%s]}}'
 _COMPONENT = '{"name":%s,"value":%r}'
 
 
+@explained
 class Rewards:
     def range(self):
         return _range("reward")
@@ -27,6 +29,7 @@ class Rewards:
         return [_result(_scored(plugin, convert.episode(value)), "score") for value in episodes]
 
 
+@explained
 class GroupRewards:
     def range(self):
         return _range("group-reward")
@@ -35,6 +38,7 @@ class GroupRewards:
         return [_result(outcome, "score_group") for outcome in _scored_group([convert.episode(value) for value in episodes])]
 
 
+@explained
 class JsonRewards:
     def score_json(self, episodes):
         if "reward" not in exported():

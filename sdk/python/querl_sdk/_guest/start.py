@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..registry import exported
 from . import host
+from .errors import replace_exit
 from .info import info_of
 
 
@@ -16,6 +17,7 @@ def start(name: str, version: str, announced: Sequence[str], host_functions: Seq
     if kinds != sorted(announced):
         raise TypeError(f"plugin.py exports {', '.join(kinds)}; plugin.toml says kinds = {list(announced)}")
     host.connect(host_functions)
+    replace_exit()
     info = info_of(name, version, docs)
     # What is there now lives as long as the component: a collection that walks over it would only copy pages of each instance.
     # 10 % less per episode in batches of 64.

@@ -9,8 +9,10 @@ from ..registry import exported
 from ..style import Dialogue
 from ..types import Rejection
 from . import convert, host
+from .errors import explained
 
 
+@explained
 class StyleScores:
     def score_batch(self, dialogues):
         plugin = exported()["style-scorer"](host.settings())

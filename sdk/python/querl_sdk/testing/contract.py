@@ -165,7 +165,7 @@ def _attempt(call: Callable[[], Any]) -> Any:
 
 
 def _expect(holds: bool, sent: object, returned: object, rule: str) -> None:
-    assert holds, f"sent {_shown(sent)}; returned {_shown(returned)}; the contract says: {rule}"
+    assert holds, f"the contract expects {rule}; returned {_shown(returned)}; sent {_shown(sent)}"
 
 
 def _shown(value: object) -> str:

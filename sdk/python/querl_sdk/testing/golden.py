@@ -69,7 +69,7 @@ def check_golden(plugin: type, folder: Path | str) -> int:
             returned = _answers(plugin(Settings(case.settings)), case)
         finally:
             host._send_to(before)
-        assert _agrees(returned, case), f"{case.place} `{case.name}`: returned {returned!r}; expected {case.expect!r}"
+        assert _agrees(returned, case), f"{case.place} `{case.name}`: expected {case.expect!r}; returned {returned!r}"
     return len(cases)
 
 

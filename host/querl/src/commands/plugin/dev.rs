@@ -423,9 +423,11 @@ fn full_screen(picture: &Picture) -> String {
         .concat(),
     };
     let (columns, rows) = terminal::size().unwrap_or((100, 40));
-    let n_first = usize::from(rows).saturating_sub(last.len() + 1);
-    let lines = picture.lines().into_iter().take(n_first).chain(last);
     // One column less: a line that fills the last one would wrap.
-    let cut = |line: String| querl_eval::cut(&line, usize::from(columns).saturating_sub(1)) + "\n";
-    CLEAR.to_owned() + &lines.map(cut).collect::<String>()
+    let width = usize::from(columns).saturating_sub(1);
+    let folded = |lines: Vec<String>| lines.iter().flat_map(|line| querl_eval::folded(line, width)).collect::<Vec<_>>();
+    let last = folded(last);
+    let n_first = usize::from(rows).saturating_sub(last.len() + 1);
+    let lines = folded(picture.lines()).into_iter().take(n_first).chain(last);
+    CLEAR.to_owned() + &lines.map(|line| line + "\n").collect::<String>()
 }

@@ -67,17 +67,15 @@ pub fn run(args: &NewArgs) -> anyhow::Result<()> {
 }
 
 fn steps(folder: &Path, language: Language) -> Vec<(String, &'static str)> {
-    let (test, tools) = match language {
-        Language::Rust => ("cargo test", "rustup target add wasm32-wasip2"),
-        Language::Python => {
-            ("python3 -m unittest", "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt")
-        }
-        Language::JavaScript => ("npm test", "npm install --ignore-scripts"),
+    let test = match language {
+        Language::Rust => "cargo test",
+        Language::Python => "python3 -m unittest",
+        Language::JavaScript => "npm test",
     };
     vec![
         (format!("cd {}", folder.display()), "read README.md there"),
         (test.into(), "the plugin's own tests"),
-        (tools.into(), "once: what builds components"),
+        ("querl plugin doctor . --install".into(), "once: what builds components"),
         ("querl plugin build .".into(), "the component"),
         ("querl plugin test .".into(), "the contract and the golden cases"),
         ("querl plugin pack .".into(), "one file to sign and to ship"),

@@ -2,10 +2,11 @@
 
 use anyhow::Context;
 use clap::Args;
+use querl_core::ports::RewardRange;
 use querl_core::records::{Rejection, Reward};
 use querl_eval::Outcome;
 use querl_pipeline::failure::Stop;
-use querl_plugin::{NativeFolder, PluginSettings, child_output};
+use querl_plugin::{NativeFolder, PluginSettings, RewardRules, child_output};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -47,6 +48,8 @@ pub(super) struct NativeReplay {
 enum Line {
     Range((f64, f64)),
     Refused(Fault),
+    /// Id of the episode that is scored next, or of the first of its group.
+    Begun(String),
     Scored(Reward),
     Rejected(Rejection),
     Fault(Fault),
@@ -80,11 +83,12 @@ pub(super) fn replay(
     };
     let done = run(&mut command)?;
     let output = text_of(&done);
-    if !done.status.success() {
-        return Ok(Err(Fault { message: ended(&done, &output), file: None, line: None }));
-    }
     let text = std::fs::read_to_string(&results).context("results of the native run")?;
-    read(&text, output)
+    if !done.status.success() {
+        return Ok(Err(Fault { message: ended(&done, &output, &text), file: None, line: None }));
+    }
+    Ok(read(&text, output.clone())?
+        .unwrap_or_else(|| Err(Fault { message: ended(&done, &output, &text), file: None, line: None })))
 }
 
 fn run(command: &mut Command) -> anyhow::Result<Output> {
@@ -103,12 +107,19 @@ fn text_of(output: &Output) -> String {
     texts.join("\n").trim().to_owned()
 }
 
-fn ended(done: &Output, output: &str) -> String {
+/// Why there are no results: `text` is what was written of them.
+fn ended(done: &Output, output: &str, text: &str) -> String {
     let last = output.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("no output");
     let old_sdk = ["No module named querl_sdk.dev", "dev.js'"].iter().any(|sign| output.contains(sign));
     match old_sdk {
         true => "the SDK in `vendor` is older than this querl: it has no `dev`; copy the SDK of a new `querl plugin new` folder".to_owned(),
-        false => format!("the native run ended with {}: {last}", done.status),
+        false => {
+            let begun = text.lines().rev().find_map(|line| match serde_json::from_str(line) {
+                Ok(Line::Begun(id)) => Some(format!(" at episode `{id}`")),
+                _ => None,
+            });
+            format!("the native run ended with {}{}: {last}", done.status, begun.unwrap_or_default())
+        }
     }
 }
 
@@ -134,38 +145,42 @@ fn compile_error(output: &Output) -> Fault {
     text.lines().find_map(place).unwrap_or_else(any)
 }
 
-fn read(text: &str, output: String) -> anyhow::Result<Result<NativeReplay, Fault>> {
+/// `None` where the last line is missing: the process ended while it scored.
+fn read(text: &str, output: String) -> anyhow::Result<Option<Result<NativeReplay, Fault>>> {
+    let refused = |message| Ok(Some(Err(Fault { message, file: None, line: None })));
     let mut replay = NativeReplay { range: (0.0, 0.0), results: Vec::new(), seconds: 0.0, output };
+    let (mut rules, mut is_whole) = (None, false);
     for line in text.lines() {
         let mut value: serde_json::Value = serde_json::from_str(line).context("a result of the native run")?;
         let log = value.as_object_mut().and_then(|line| line.remove("log"));
         let log = log.map(serde_json::from_value).transpose().context("a log of the native run")?.unwrap_or_default();
         let outcome = match serde_json::from_value::<Line>(value).context("a result of the native run")? {
-            Line::Range(range) => {
-                replay.range = range;
+            Line::Range((min, max)) => {
+                replay.range = (min, max);
+                match RewardRules::new(RewardRange { min, max }) {
+                    Ok(of_range) => rules = Some(of_range),
+                    Err(message) => return refused(message),
+                }
                 continue;
             }
             Line::Seconds(seconds) => {
-                replay.seconds = seconds;
+                (replay.seconds, is_whole) = (seconds, true);
                 continue;
             }
-            Line::Refused(fault) => return Ok(Err(fault)),
-            Line::Scored(reward) => within(reward, replay.range),
+            Line::Begun(_) => continue,
+            Line::Refused(fault) => return Ok(Some(Err(fault))),
+            Line::Scored(reward) => Ok(Ok(reward)),
             Line::Rejected(rejection) => Ok(Err(rejection)),
             Line::Fault(fault) => Err(fault),
         };
+        let rules = rules.as_ref().context("the native run wrote no range")?;
+        let outcome = outcome.and_then(|outcome: Outcome| match rules.check(&outcome) {
+            Ok(()) => Ok(outcome),
+            Err(message) => Err(Fault { message, file: None, line: None }),
+        });
         replay.results.push(NativeResult { outcome, log });
     }
-    Ok(Ok(replay))
-}
-
-/// A total outside of the declared range is a fault, as in the host.
-fn within(reward: Reward, (low, high): (f64, f64)) -> Result<Outcome, Fault> {
-    if (low..=high).contains(&reward.total) {
-        return Ok(Ok(reward));
-    }
-    let message = format!("total {} is outside of the declared range {low} to {high}", reward.total);
-    Err(Fault { message, file: None, line: None })
+    Ok(is_whole.then_some(Ok(replay)))
 }
 
 /// The result of the author's tests.
@@ -184,7 +199,26 @@ pub(super) fn test(folder: &NativeFolder) -> anyhow::Result<Option<Tests>> {
     let done = run(&mut command)?;
     let passed = done.status.success();
     let output = if passed { String::new() } else { text_of(&done) };
+    let output = tap_failures(&output).unwrap_or(output);
     Ok(Some(Tests { passed, seconds: started.elapsed().as_secs_f64(), output }))
+}
+
+/// The failures of a TAP report, each with its error, values and place; `None` for another output.
+fn tap_failures(output: &str) -> Option<String> {
+    /// Keys of a failure that say nothing more, and lines of the stack in Node.js.
+    const LEFT_OUT: [&str; 8] =
+        ["---", "duration_ms:", "type:", "failureType:", "code:", "name:", "operator:", "stack:"];
+    let (mut kept, mut is_in_failure) = (Vec::new(), false);
+    for line in output.lines() {
+        let text = line.trim();
+        is_in_failure = (is_in_failure && text != "...") || text.starts_with("not ok ");
+        let says_nothing =
+            text.is_empty() || text.contains("node:") || LEFT_OUT.iter().any(|key| text.starts_with(key));
+        if is_in_failure && !says_nothing {
+            kept.push(line);
+        }
+    }
+    (!kept.is_empty()).then(|| kept.join("\n"))
 }
 
 /// Name of the hidden command that runs a plugin in Rust.
@@ -218,22 +252,43 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_of_a_runner_are_read_and_a_total_out_of_range_is_a_fault() {
+    fn results_of_a_runner_are_read_and_what_the_contract_forbids_is_a_fault() {
         let text = r#"{"range": [0, 1]}
 {"scored": {"total": 0.5, "components": []}, "log": ["info: a"]}
 {"scored": {"total": 1.5, "components": []}}
+{"begun": "c"}
 {"rejected": {"code": "no_hits", "detail": ""}}
 {"fault": {"message": "ZeroDivisionError: division by zero", "file": "plugin.py", "line": 14}}
+{"scored": {"total": 0, "components": [{"name": "保留", "value": 1.0}]}}
 {"seconds": 0.25}
 "#;
-        let replay = read(text, String::new()).unwrap().unwrap();
-        assert_eq!((replay.range, replay.seconds, replay.results.len()), ((0.0, 1.0), 0.25, 4));
+        let replay = read(text, String::new()).unwrap().unwrap().unwrap();
+        assert_eq!((replay.range, replay.seconds, replay.results.len()), ((0.0, 1.0), 0.25, 5));
         assert_eq!(replay.results[0].log, ["info: a"]);
         let fault = replay.results[1].outcome.as_ref().unwrap_err();
-        assert_eq!(fault.message, "total 1.5 is outside of the declared range 0 to 1");
+        assert_eq!(fault.message, "total is 1.5; expected a number within the declared range 0 to 1");
+        // Symptom: a name that is a fault in the component passed natively.
+        let fault = replay.results[4].outcome.as_ref().unwrap_err();
+        assert_eq!(fault.message, "component name is `保留`; expected 1 to 64 of a to z, 0 to 9 and _");
         assert_eq!(replay.results[2].outcome.as_ref().unwrap().as_ref().unwrap_err().code, "no_hits");
         assert_eq!(replay.results[3].outcome.as_ref().unwrap_err().line, Some(14));
-        let refused = r#"{"refused": {"message": "setting `x`: expected a number"}}"#;
-        assert_eq!(read(refused, String::new()).unwrap().unwrap_err().message, "setting `x`: expected a number");
+        let setting = r#"{"refused": {"message": "setting `x`: expected a number"}}"#;
+        let refused = |text: &str| read(text, String::new()).unwrap().unwrap().unwrap_err().message;
+        assert_eq!(refused(setting), "setting `x`: expected a number");
+        assert!(refused(r#"{"range": [1, 1]}"#).starts_with("declares the range 1 to 1; expected two finite numbers"));
+        assert!(read("{\"range\": [0, 1]}\n{\"begun\": \"a\"}\n", String::new()).unwrap().is_none());
+    }
+
+    /// Symptom: only the last lines of the tests of a plugin in JavaScript were shown, its counts.
+    #[test]
+    fn failures_of_node_are_kept_and_its_counts_are_not() {
+        let output = "TAP version 13\n# Subtest: a\nok 1 - a\n  ---\n  duration_ms: 5.0\n  ...\n# Subtest: total\nnot ok 2 - total\n  ---\n  \
+                      duration_ms: 1.2\n  location: '/x/a.test.js:4:1'\n  failureType: 'testCodeFailure'\n  error: |-\n    1 !== 2\n    \n  \
+                      expected: 2\n  actual: 1\n  stack: |-\n    TestContext.<anonymous> (file:///x/a.test.js:4:30)\n    Test.run \
+                      (node:internal/test_runner/test:796:25)\n  ...\n1..2\n# fail 1\n";
+        let expected = "not ok 2 - total\n  location: '/x/a.test.js:4:1'\n  error: |-\n    1 !== 2\n  expected: 2\n  actual: 1\n    \
+                        TestContext.<anonymous> (file:///x/a.test.js:4:30)";
+        assert_eq!(tap_failures(output).as_deref(), Some(expected));
+        assert_eq!(tap_failures("FAILED (failures=1)"), None);
     }
 }

@@ -10,6 +10,9 @@ use std::collections::BTreeMap;
 /// Longest line, in terminal columns.
 const MAX_WIDTH: usize = 100;
 
+/// Longest message, in bytes.
+const MAX_MESSAGE_BYTES: usize = 4000;
+
 /// Changed episodes, faults, log lines and lines of output that are listed.
 const N_SHOWN: usize = 5;
 
@@ -130,7 +133,8 @@ impl Scores {
         {
             if let Some(changes) = changes {
                 lines.push(String::new());
-                lines.extend(changes.lines(title));
+                // Queries, of which the start is enough.
+                lines.extend(changes.lines(title).iter().map(|line| querl_eval::cut(line, MAX_WIDTH)));
             }
         }
         lines.extend(self.notes.iter().map(|note| format!("  {note}")));
@@ -208,26 +212,29 @@ impl Picture {
             (None, Some(scores)) => lines.extend(scores.lines()),
             (None, None) => {}
         }
-        cut(lines)
+        folded(lines)
     }
 
     pub(super) fn test_lines(&self) -> Vec<String> {
         let Some(Tests { passed, seconds, output }) = &self.tests else { return Vec::new() };
         let said = if *passed { "passed" } else { "failed" };
         let output: Vec<&str> = output.lines().filter(|line| !line.trim().is_empty()).collect();
-        let last = &output[output.len().saturating_sub(3 * N_SHOWN)..];
+        // A report of TAP has its failures alone; another one ends with them.
+        let is_tap = output.first().is_some_and(|line| line.trim_start().starts_with("not ok "));
+        let n_left_out = if is_tap { 0 } else { output.len().saturating_sub(3 * N_SHOWN) };
+        let shown = output.iter().skip(n_left_out).take(3 * N_SHOWN);
         let lines = std::iter::once(format!("tests      {said} in {seconds:.2} s"));
-        cut(lines.chain(last.iter().map(|line| format!("  {line}"))).collect())
+        folded(lines.chain(shown.map(|line| format!("  {line}"))).collect())
     }
 
     pub(super) fn component_lines(&self) -> Vec<String> {
         let Some(component) = &self.component else { return Vec::new() };
-        cut(format!("component  {}", component.text()).lines().take(3 * N_SHOWN).map(str::to_owned).collect())
+        folded(format!("component  {}", component.text()).lines().take(3 * N_SHOWN).map(str::to_owned).collect())
     }
 }
 
-fn cut(lines: Vec<String>) -> Vec<String> {
-    lines.into_iter().map(|line| querl_eval::cut(&printable(&line, usize::MAX), MAX_WIDTH)).collect()
+fn folded(lines: Vec<String>) -> Vec<String> {
+    lines.iter().flat_map(|line| querl_eval::folded(&printable(line, MAX_MESSAGE_BYTES), MAX_WIDTH)).collect()
 }
 
 #[cfg(test)]
@@ -247,6 +254,17 @@ mod tests {
 
     fn replay(results: Vec<NativeResult>) -> NativeReplay {
         NativeReplay { range: (0.0, 1.0), results, seconds: 2e-6, output: String::new() }
+    }
+
+    /// Symptom: a message was cut before its remedy.
+    #[test]
+    fn a_long_message_is_folded_and_whole() {
+        let message = "TypeError: `DeadlineKept.requires` is ('column',); expected a tuple of 'response', 'prompt', 'columns', 'baseline', 'retrieval'";
+        let lines = folded(vec![format!("cannot be run: {message}")]);
+        assert_eq!(lines.len(), 2, "{lines:?}");
+        assert!(lines.iter().all(|line| line.len() <= MAX_WIDTH) && lines[1].starts_with("  '"), "{lines:?}");
+        assert!(lines[1].ends_with("'retrieval'"), "{lines:?}");
+        assert_eq!(folded(vec!["字".repeat(60)]), ["字".repeat(50), format!("  {}", "字".repeat(10))]);
     }
 
     #[test]
