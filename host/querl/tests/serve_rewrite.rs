@@ -114,6 +114,57 @@ async fn logged(project: &Project, end: &str) -> String {
     panic!("no `{end}` in {}", project.read("server.log"))
 }
 
+/// Gives a run another tenant.
+fn rename(project: &Project, run: &str, (from, to): (&str, &str)) {
+    let (file, from) = (format!("{run}/config.resolved.toml"), format!("tenant = \"{from}\""));
+    let resolved = project.read(&file);
+    assert!(resolved.contains(&from));
+    project.write(&file, &resolved.replacen(&from, &format!("tenant = \"{to}\""), 1));
+}
+
+/// Regression: SIGHUP removed all tenants of a deployment whose folder was missing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tenants_of_a_missing_deployment_are_still_served() {
+    let project = project();
+    project.querl(&["deploy", "run", "other", "--out", "deployment"]).ok();
+    let server = Server::start(&project, &SERVE, &["deployment", "--deadline_ms", "60000"]);
+    server.ready().await;
+    let status =
+        async |tenant: &str| server.ask("/v1/rewrite", &json!({"tenant": tenant, "query": "胶原蛋白怎么吃"})).await.0;
+    std::fs::rename(project.path("deployment"), project.path("elsewhere")).unwrap();
+    server.signal("-HUP");
+    let writes = "expected a run's folder, which `querl run` writes, or its configuration";
+    let problem = logged(&project, writes).await;
+    assert!(problem.contains("not loaded again: deployment: "), "{problem}");
+    // A tenant would be removed at the end of the reload.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!((status("fivedoctors").await, status("other").await), (200, 200));
+
+    std::fs::rename(project.path("elsewhere"), project.path("deployment")).unwrap();
+    std::fs::remove_dir_all(project.path("deployment/tenants/other")).unwrap();
+    server.signal("-HUP");
+    logged(&project, "tenant other: removed, since deployment/tenants/other is no longer a run of this tenant").await;
+    assert_eq!((status("fivedoctors").await, status("other").await), (200, 404));
+}
+
+/// Regression: a tenant that was renamed by SIGHUP was open to every client, and its key could not be prepared.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_with_a_key_is_renamed_where_the_new_name_has_one() {
+    let project = project();
+    let keys = ["--tenant_key_env", "other=TEST_KEY", "--tenant_key_env", "fourth=TEST_KEY"];
+    let server = Server::start(&project, &SERVE, &[&["other"][..], &keys].concat());
+    server.ready().await;
+    assert!(project.read("server.log").contains("warning: --tenant_key_env: no tenant `fourth` is served"));
+    rename(&project, "other", ("other", "third"));
+    server.signal("-HUP");
+    let refused = logged(&project, "and `other` had one; restart with --tenant_key_env third=NAME").await;
+    assert!(refused.contains("not loaded again: other: tenant `third` has no key"), "{refused}");
+    rename(&project, "other", ("third", "fourth"));
+    server.signal("-HUP");
+    logged(&project, "tenant other: removed, since other is no longer a run of this tenant").await;
+    assert_eq!(server.ask("/v1/rewrite", &json!({"tenant": "fourth", "query": "胶原蛋白怎么吃"})).await.0, 401);
+}
+
 /// Regression: after SIGHUP a run of the command line took over the tenant of another one, and a renamed tenant was served under both names.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_reload_takes_no_tenant_of_another_run_and_removes_renamed_ones() {
@@ -124,23 +175,33 @@ async fn a_reload_takes_no_tenant_of_another_run_and_removes_renamed_ones() {
     let version = async |tenant: &str| server.ask("/v1/rewrite", &request(tenant)).await.1["version"].clone();
     let before = (version("fivedoctors").await, version("other").await);
     assert!(before.0.is_string() && before.1.is_string() && before.0 != before.1, "{before:?}");
-    let rename = |from: &str, to: &str| {
-        let resolved = project.read("other/config.resolved.toml");
-        let from = format!("tenant = \"{from}\"");
-        assert!(resolved.contains(&from));
-        project.write("other/config.resolved.toml", &resolved.replacen(&from, &format!("tenant = \"{to}\""), 1));
-        server.signal("-HUP");
-    };
-    rename("other", "fivedoctors");
-    logged(&project, "not loaded again: other: is of tenant `fivedoctors`, which run serves").await;
+    rename(&project, "other", ("other", "fivedoctors"));
+    server.signal("-HUP");
+    logged(&project, "not loaded again: other has tenant `fivedoctors`, which is served from run").await;
     assert_eq!((version("fivedoctors").await, version("other").await), before, "both are served as before");
 
-    rename("fivedoctors", "third");
+    rename(&project, "other", ("fivedoctors", "third"));
+    server.signal("-HUP");
     let removed = logged(&project, "tenant other: removed, since other is no longer a run of this tenant").await;
     assert!(removed.as_bytes()[0] == b'2' && removed.as_bytes()[10] == b'T', "it begins with the time: {removed}");
     assert!(version("third").await.is_string());
     assert_eq!(server.ask("/v1/rewrite", &request("other")).await.0, 404);
     assert_eq!(version("fivedoctors").await, before.0);
+
+    // Both names change hands. The run `run` is loaded first, while `other` is still served as `third`.
+    let third = version("third").await;
+    rename(&project, "run", ("fivedoctors", "third"));
+    rename(&project, "other", ("third", "fivedoctors"));
+    server.signal("-HUP");
+    for _ in 0..600 {
+        if version("fivedoctors").await != before.0 && version("third").await != third {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_ne!((version("fivedoctors").await, version("third").await), (before.0, third));
+    let log = project.read("server.log");
+    assert!(log.matches("not loaded again").count() == 1 && log.matches(": removed, ").count() == 1, "{log}");
     assert_eq!(server.end("-TERM"), Some(0));
     logged(&project, "stopping: requests in progress are answered, for at most 60s; interrupt again to stop at once")
         .await;

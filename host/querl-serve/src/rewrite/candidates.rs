@@ -99,7 +99,7 @@ impl RewriteService {
         let (currents, models) = (rewriter.models(Role::Current), rewriter.models(Role::Candidate));
         for Tenant { name, version, source, .. } in &currents {
             if !before.iter().any(|tenant| tenant.name == *name && tenant.version == *version) {
-                tracing::info!("tenant {name}: version {version} of {source} serves");
+                tracing::info!("tenant {name}: version {version} of {source} is served");
             }
         }
         let mut trials = BTreeMap::new();
@@ -126,11 +126,14 @@ impl RewriteService {
             };
             trials.insert(candidate.tenant.clone(), known.unwrap_or_else(new));
         }
+        // The log may block, and is written without the lock.
         let mut running = self.candidates.trials.write().unwrap_or_else(PoisonError::into_inner);
-        for (name, trial) in running.iter().filter(|(name, trial)| !trial.is_ended() && !trials.contains_key(*name)) {
+        let before = std::mem::replace(&mut *running, trials.clone());
+        drop(running);
+        let is_running = |name: &String, trial: &Arc<Trial>| trials.get(name).is_some_and(|running| Arc::ptr_eq(running, trial));
+        for (name, trial) in before.iter().filter(|(name, trial)| !trial.is_ended() && !is_running(name, trial)) {
             tracing::info!("tenant {name}: candidate {} ended", trial.model.version);
         }
-        *running = trials;
         Ok(reloaded.problems)
     }
 

@@ -20,6 +20,7 @@ use crate::error::{ErrorForm, ErrorResponse, json_response, openai_error};
 use crate::general_rag::history_text;
 use crate::key::unauthorized;
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::{HeaderMap, HeaderName, StatusCode};
 use axum::response::sse::{Event, KeepAlive, Sse};
@@ -35,6 +36,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::timeout_at;
+use tracing::Instrument;
 
 /// What follows the tenant's name in the model that rewrites.
 const REWRITE_SUFFIX: &str = "/rewrite";
@@ -52,9 +54,11 @@ pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: 
 /// `GET /v1/models/MODEL`: one of that list.
 pub(super) async fn model(
     State(service): State<Arc<RewriteService>>,
-    Path(name): Path<String>,
+    name: Result<Path<String>, PathRejection>,
     headers: HeaderMap,
 ) -> Response {
+    // Not UTF-8, so the name of no tenant.
+    let name = name.map_or_else(|_| "\u{FFFD}".to_owned(), |Path(name)| name);
     let found = permitted(&service, &headers).and_then(|PermittedTenants { tenants, has_others }| {
         let scope = if has_others { "with this key" } else { "here" };
         let found = tenants.iter().flat_map(models_of).find(|model| model["id"] == name.as_str());
@@ -63,7 +67,10 @@ pub(super) async fn model(
     json_response(found, ErrorForm::OpenAi)
 }
 
-/// The tenants that a client may use: an error where there are others alone.
+/// The tenants that a client may use.
+///
+/// # Errors
+/// Only tenants with other keys are served.
 fn permitted(service: &RewriteService, headers: &HeaderMap) -> Result<PermittedTenants, ErrorResponse> {
     let permitted = service.permitted(service.rewriter()?.as_ref(), headers);
     match permitted.tenants.is_empty() && permitted.has_others {
@@ -284,7 +291,7 @@ async fn chat(
     let job = ChatJob { service: call.service, record: call.record, route, deadline, started: call.started };
     if request.is_stream {
         let (sender, frames) = unbounded_channel();
-        tokio::spawn(job.forward(events, sender, completion, call.slot));
+        tokio::spawn(job.forward(events, sender, completion, call.slot).in_current_span());
         return Ok(stream(frames));
     }
     let done = timeout_at(deadline.into(), finished(&mut events)).await.map_err(|_| job.note_timeout())?;

@@ -39,10 +39,12 @@ pub(super) fn document() -> Value {
     let mut model = get("One of these models");
     model["get"]["parameters"] =
         json!([{"name": "model", "in": "path", "required": true, "schema": {"type": "string"}}]);
+    let mut queries = list("queries", "Query");
+    queries["additionalProperties"] = false.into();
     let paths = json!({
         "/v1/rewrite": post(
             "Rewrite a query, or several",
-            &json!({"oneOf": [reference("Query"), list("queries", "Query")]}),
+            &json!({"oneOf": [reference("Query"), queries]}),
             &json!({"oneOf": [reference("Rewrite"), list("results", "Rewrite")]}),
             ("OpenAiError", &ERRORS),
         ),
@@ -95,7 +97,7 @@ fn schemas() -> Value {
     });
     json!({
         "Query": {
-            "type": "object", "required": ["query"],
+            "type": "object", "required": ["query"], "additionalProperties": false,
             "properties": {
                 "query": text, "user_profile": text, "history": history,
                 "tenant": {"type": "string", "description": "May be left out where the key permits one tenant"},
@@ -104,7 +106,7 @@ fn schemas() -> Value {
             },
         },
         "Feedback": {
-            "type": "object", "required": ["id"],
+            "type": "object", "required": ["id"], "additionalProperties": false,
             "properties": {
                 "id": {"type": "string", "description": "Id of the rewrite, or the response's x-request-id"},
                 "tenant": {"type": "string", "description": "May be left out where the key permits one tenant"},

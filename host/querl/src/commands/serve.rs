@@ -16,7 +16,7 @@ use querl_core::config::{
 use querl_core::dir_lock::DirLockError;
 use querl_core::run_dir::RunDir;
 use querl_core::serving::Rewriter;
-use querl_core::text::nearest;
+use querl_core::text::{misspelt, nearest};
 use querl_data::ServiceContext;
 use querl_eval::classification::calibrated;
 use querl_model::ServingSettings;
@@ -37,6 +37,7 @@ use request_log::RequestLogArgs;
 use reward::RewardArgs;
 pub(super) use runs::served_run;
 use runs::{NamedRuns, print_tenant, reload_when_asked, report_releases, run_folders};
+use std::collections::BTreeSet;
 use std::io::{IsTerminal, Write};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -316,6 +317,10 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
         if is_in_use { usage(error).into() } else { error }
     })?;
     let named = args.runs.clone();
+    let with_key = match args.listen.api_key_env {
+        Some(_) => BTreeSet::new(),
+        None => args.tenant_key_env.iter().map(|(name, _)| name.clone()).collect(),
+    };
     let loaded: Vec<(PathBuf, String)> = paths.into_iter().zip(tenants).collect();
     let threads = args.threads;
     // A closed terminal ends the server.
@@ -335,7 +340,7 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
             service.set_ready(models.clone());
             drop(service);
             if let Some(reload) = reload {
-                let mut named = NamedRuns::new(named, loaded, &models);
+                let mut named = NamedRuns::new(named, with_key, loaded, &models);
                 let load = || match &releases {
                     Some(service) => {
                         service.upgrade().iter().for_each(|service| report_releases(service.reload_releases()))
@@ -350,19 +355,22 @@ fn rewrite(args: &RewriteArgs) -> anyhow::Result<()> {
     served(service.run(args.listen.addr, |addr| announce(&addr.to_string()), work, is_interrupted))
 }
 
-/// Refuses a key of a tenant that is not served and cannot be loaded later; names the tenants that are open to every client.
+/// Refuses a key of a tenant that is not served where its name looks misspelt; names the tenants that are open to every client.
 fn check_keys(args: &RewriteArgs, tenants: &[String]) -> anyhow::Result<()> {
     let has_key = |tenant: &&String| args.tenant_key_env.iter().any(|(name, _)| name == *tenant);
+    let without_key: Vec<&str> = tenants.iter().filter(|tenant| !has_key(tenant)).map(String::as_str).collect();
     for (name, _) in args.tenant_key_env.iter().filter(|(name, _)| !tenants.contains(name)) {
         let near = nearest(name, tenants.iter().map(String::as_str));
         let near = near.first().map_or(String::new(), |near| format!("; did you mean `{near}`?"));
         let problem = format!("--tenant_key_env: no tenant `{name}` is served{near}");
-        match args.admin_key_env.is_some() || args.follow.releases.is_some() {
+        // Others may be loaded later, by a reload or an admin route.
+        let may_follow = args.admin_key_env.is_some() || args.follow.releases.is_some();
+        match may_follow || misspelt(name, without_key.iter().copied()).is_none() {
             true => terminal::print(&format!("warning: {problem}")),
             false => return Err(usage(problem).into()),
         }
     }
-    let open: Vec<String> = tenants.iter().filter(|tenant| !has_key(tenant)).map(|name| format!("`{name}`")).collect();
+    let open: Vec<String> = without_key.iter().map(|name| format!("`{name}`")).collect();
     if args.listen.api_key_env.is_none() && !open.is_empty() {
         let what = format!(
             "no key is required of tenant {}; name one with --api_key_env or --tenant_key_env",

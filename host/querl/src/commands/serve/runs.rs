@@ -6,7 +6,7 @@ use querl_core::config::Overrides;
 use querl_core::serving::{Rewriter, Role, Tenant};
 use querl_pipeline::failure::check_run_or_config;
 use querl_pipeline::serving::{ServedModels, ServedRun, deployed_runs};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -52,56 +52,91 @@ pub(super) fn report_releases(loaded: Result<Vec<String>, String>) {
 pub(super) struct NamedRuns {
     /// As they were named; a deployment may have other tenants by now.
     paths: Vec<PathBuf>,
+    /// Tenants with a key of their own; empty where no tenant has one, or others need that of all clients.
+    with_key: BTreeSet<String>,
     tenants: BTreeMap<PathBuf, Tenant>,
 }
 
 impl NamedRuns {
     /// `loaded`: folders of the runs, and the names of their tenants.
-    pub(super) fn new(paths: Vec<PathBuf>, loaded: Vec<(PathBuf, String)>, models: &ServedModels) -> Self {
+    pub(super) fn new(
+        paths: Vec<PathBuf>,
+        with_key: BTreeSet<String>,
+        loaded: Vec<(PathBuf, String)>,
+        models: &ServedModels,
+    ) -> Self {
         let served = |(folder, name): (PathBuf, String)| Some((folder, models.tenant(&name)?));
-        Self { paths, tenants: loaded.into_iter().filter_map(served).collect() }
+        Self { paths, with_key, tenants: loaded.into_iter().filter_map(served).collect() }
     }
 
     /// Loads all of them again, and removes the tenants that are no longer of the command line.
     pub(super) fn load_again(&mut self, models: &ServedModels) {
         let mut before = std::mem::take(&mut self.tenants);
+        // All are read before one is loaded, since a tenant may have moved from one run to another.
+        let mut runs: Vec<(PathBuf, String)> = Vec::new();
         for path in self.paths.clone() {
-            match run_folders(&path) {
-                Ok(folders) => folders.iter().for_each(|folder| self.load_run(models, folder, before.remove(folder))),
-                Err(problem) => {
-                    terminal::print(&format!("not loaded again: {problem:#}"));
-                    self.tenants.extend(before.extract_if(.., |folder, _| folder.starts_with(&path)));
+            let folders = run_folders(&path).unwrap_or_else(|problem| {
+                self.keep(&path, &format!("{problem:#}"), &mut before);
+                Vec::new()
+            });
+            for folder in folders {
+                match served_run(&folder) {
+                    Ok(run) => runs.push((folder, run.config.tenant)),
+                    Err(problem) => self.keep(&folder, &format!("{problem:#}"), &mut before),
                 }
             }
         }
-        before.values().for_each(|tenant| remove(models, tenant));
+        for (folder, name) in &runs {
+            let free = self.check_tenant_is_free(models, (folder.as_path(), name.as_str()), &runs, &before);
+            match free.and_then(|()| models.load(folder, Role::Current)) {
+                Ok(tenant) => {
+                    print_tenant(&tenant);
+                    let is_new = before.get(folder).is_none_or(|before| before.name != tenant.name);
+                    if is_new && !self.with_key.is_empty() && !self.with_key.contains(&tenant.name) {
+                        terminal::print(&format!("warning: no key is required of tenant `{}`", tenant.name));
+                    }
+                    self.tenants.insert(folder.clone(), tenant);
+                }
+                Err(problem) => self.keep(folder, &problem, &mut before),
+            }
+        }
+        let is_served = |old: &Tenant| self.tenants.values().any(|tenant| is_same(tenant, old));
+        before.values().filter(|old| !is_served(old)).for_each(|old| remove(models, old));
     }
 
-    /// Loads a run in the place of `before`, which stays where the run cannot be loaded.
-    fn load_run(&mut self, models: &ServedModels, folder: &Path, before: Option<Tenant>) {
-        let loaded = check_free(models, folder, before.as_ref()).and_then(|()| models.load(folder, Role::Current));
-        let tenant = match loaded {
-            Ok(tenant) => {
-                print_tenant(&tenant);
-                before.iter().filter(|before| before.name != tenant.name).for_each(|before| remove(models, before));
-                Some(tenant)
-            }
-            Err(problem) => {
-                terminal::print(&format!("not loaded again: {problem}"));
-                before
-            }
-        };
-        self.tenants.extend(tenant.map(|tenant| (folder.to_owned(), tenant)));
+    /// Reports what cannot be loaded. What was loaded from there before is still served.
+    fn keep(&mut self, folder: &Path, problem: &str, before: &mut BTreeMap<PathBuf, Tenant>) {
+        terminal::print(&format!("not loaded again: {problem}"));
+        self.tenants.extend(before.extract_if(.., |known, _| known.starts_with(folder)));
+    }
+
+    /// Refuses a run that would replace the tenant of another one, or that has a tenant without a key in place of one with a key.
+    fn check_tenant_is_free(
+        &self,
+        models: &ServedModels,
+        (folder, name): (&Path, &str),
+        runs: &[(PathBuf, String)],
+        before: &BTreeMap<PathBuf, Tenant>,
+    ) -> Result<(), String> {
+        let (path, own) = (folder.display(), before.get(folder));
+        if own.is_some_and(|own| own.name == name) {
+            return Ok(());
+        }
+        if let Some(own) = own.filter(|own| self.with_key.contains(&own.name) && !self.with_key.contains(name)) {
+            let remedy = format!("restart with --tenant_key_env {name}=NAME");
+            return Err(format!("{path}: tenant `{name}` has no key, and `{}` had one; {remedy}", own.name));
+        }
+        let Some(other) = models.tenant(name) else { return Ok(()) };
+        let is_run = |known: &Path| runs.iter().any(|(run, tenant)| run == known && tenant == name);
+        match before.iter().any(|(known, tenant)| is_same(tenant, &other) && !is_run(known)) {
+            true => Ok(()),
+            false => Err(format!("{path} has tenant `{name}`, which is served from {}", other.source)),
+        }
     }
 }
 
-/// Refuses a run that would replace the tenant of another one.
-fn check_free(models: &ServedModels, folder: &Path, before: Option<&Tenant>) -> Result<(), String> {
-    let name = served_run(folder).map_err(|error| format!("{error:#}"))?.config.tenant;
-    let other = models.tenant(&name).filter(|_| before.is_none_or(|before| before.name != name));
-    other.map_or(Ok(()), |other| {
-        Err(format!("{}: is of tenant `{name}`, which {} serves", folder.display(), other.source))
-    })
+fn is_same(one: &Tenant, other: &Tenant) -> bool {
+    one.name == other.name && one.source == other.source
 }
 
 /// Removes a tenant that the command line no longer has, unless another run was loaded in its place by `/admin/tenants`.
