@@ -132,7 +132,7 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
     }
     let n_both = both.len();
     let is_of_one_side = |[one, other]: &[&EvalRecord; 2]| gold(one).is_empty() != gold(other).is_empty();
-    let uses_gold = !matches!(metric, Metric::Top1Score | Metric::JudgeScore);
+    let uses_gold = matches!(metric, Metric::Top1 | Metric::Mrr | Metric::Reward);
     both.retain(|records| !uses_gold || !is_of_one_side(records));
     let n_gold_of_one_side = n_both - both.len();
     if both.is_empty() {

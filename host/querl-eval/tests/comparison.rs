@@ -165,9 +165,14 @@ fn queries_with_gold_passages_in_one_run_alone_are_left_out_and_counted() {
         "{text}"
     );
     // A metric that does not use them keeps the queries.
-    let by_score = ComparisonOptions { metric: Metric::Top1Score, ..options(0.0) };
-    let found = compare([side("a", &first, &NONE), side("b", &second, &NONE)], &by_score).unwrap();
-    assert_eq!((found.n, found.n_gold_of_one_side), (40, 0));
+    for record in first.iter_mut().chain(&mut second) {
+        record.outcome.as_mut().unwrap().win = Some(0.5);
+    }
+    for metric in [Metric::Top1Score, Metric::WinRate] {
+        let options = ComparisonOptions { metric, ..options(0.0) };
+        let found = compare([side("a", &first, &NONE), side("b", &second, &NONE)], &options).unwrap();
+        assert_eq!((found.n, found.n_gold_of_one_side), (40, 0), "{}", metric.name());
+    }
     first.iter_mut().for_each(|record| record.query.gold_ids.clear());
     let error = compare([side("a", &first, &NONE), side("b", &second[..39], &NONE)], &options(0.0)).unwrap_err();
     assert!(error.to_string().starts_with("each of 39 queries has gold passages in a or b alone"), "{error}");
