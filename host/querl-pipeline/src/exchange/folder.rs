@@ -275,7 +275,7 @@ pub(super) fn argument_lines(settings: &[(String, String)]) -> String {
 }
 
 /// A text as one word of a script for bash.
-pub(super) fn shell_word(text: &str) -> String {
+pub(crate) fn shell_word(text: &str) -> String {
     let escaped: String = text
         .chars()
         .map(|c| match c {

@@ -169,7 +169,8 @@ fn check_base(adapter: &Path, name: &str, base: &Path) -> Result<Option<String>,
     if file_name(own) == "merged" {
         return Err(Stop::usage(format!(
             "{config}: {found}, a model that an adapter was merged into; without it on {base} the fine-tuning before is missing. Serve or evaluate \
-             that model with the adapter as it is, or train on the base model itself"
+             that model with the adapter as it is, or train on the base model itself; where it is the base of this run, correct \
+             base_model_name_or_path"
         )));
     }
     Ok(Some(format!(
@@ -383,7 +384,8 @@ mod tests {
         }
         let merged = check("/work/served/merged", "models/tiny-qwen3").unwrap_err();
         assert!(
-            merged.contains("base_model_name_or_path is /work/served/merged, a model that an adapter was merged into"),
+            merged.contains("base_model_name_or_path is /work/served/merged, a model that an adapter was merged into")
+                && merged.ends_with("where it is the base of this run, correct base_model_name_or_path"),
             "{merged}"
         );
         let other = check("Qwen/Qwen3-0.6B-Base", cached).unwrap().unwrap();

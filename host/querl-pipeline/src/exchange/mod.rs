@@ -15,9 +15,11 @@ mod trl;
 mod verl;
 
 pub use folder::Exported;
+pub(crate) use folder::shell_word;
 pub use import::{CheckpointFormat, Imported, import_adapter};
 pub use openrlhf::export_openrlhf;
 pub use source::ExportedRun;
 pub use swift::export_swift;
 pub use trl::export_trl;
+pub(crate) use verl::indivisible;
 pub use verl::{Cluster, export_verl};

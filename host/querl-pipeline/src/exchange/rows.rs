@@ -70,7 +70,7 @@ fn json_value(value: &ColumnValue) -> Value {
 }
 
 fn json_number(number: f64) -> Value {
-    // Integers of tables are at most 2^53; larger ones are texts.
+    // Integers of tables are numbers up to 2^53, and texts up to 2^64.
     if number.fract() == 0.0 && number.abs() <= 9_007_199_254_740_992.0 { json!(number as i64) } else { json!(number) }
 }
 

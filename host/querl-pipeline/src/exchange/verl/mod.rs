@@ -3,6 +3,7 @@
 mod settings;
 
 pub use settings::Cluster;
+pub(crate) use settings::indivisible;
 
 use super::folder::{EngineFiles, Exported, HERE, RewardProcesses, plain, write_shared};
 use super::rows::PromptRow;

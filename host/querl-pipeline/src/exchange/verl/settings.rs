@@ -64,20 +64,24 @@ impl Sizes {
         }
     }
 
-    /// verl divides the responses of a batch and of an optimizer step evenly over the GPUs.
     pub(super) fn check(&self, cluster: Cluster) -> Result<(), Stop> {
         let n_gpus = cluster.n_nodes * cluster.gpus_per_node;
-        let sizes = [
-            ("a rollout batch (rl.batch_size * rl.n_samples)", self.batch * self.n_samples),
-            ("an optimizer step (rl.mini_batch_size)", self.mini_batch * self.n_samples),
-        ];
-        match sizes.into_iter().find(|(_, n)| !n.is_multiple_of(n_gpus)) {
+        match indivisible(self.batch * self.n_samples, self.mini_batch * self.n_samples, n_gpus) {
             Some((what, n)) => Err(Stop::usage(format!(
                 "{what} has {n} responses, which verl cannot divide evenly over {n_gpus} GPUs; change that key, or --nodes and --gpus"
             ))),
             None => Ok(()),
         }
     }
+}
+
+/// verl divides the responses of a batch and of an optimizer step evenly over the GPUs: which of them it cannot divide, and its responses.
+pub(crate) fn indivisible(batch: usize, mini_batch: usize, n_gpus: usize) -> Option<(&'static str, usize)> {
+    let sizes = [
+        ("a rollout batch (rl.batch_size * rl.n_samples)", batch),
+        ("an optimizer step (rl.mini_batch_size)", mini_batch),
+    ];
+    sizes.into_iter().find(|(_, n)| !n.is_multiple_of(n_gpus))
 }
 
 /// The settings, and what becomes of each key.

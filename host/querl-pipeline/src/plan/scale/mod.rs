@@ -12,6 +12,7 @@ pub use memory::MemoryPrediction;
 pub use roofline::{Bound, Efficiency, Phase, StepPrediction, UpdatedWeights, Workload, predict};
 pub use scaling::{Scaling, ScalingRow, scaling};
 
+use crate::exchange::indivisible;
 use querl_core::config::{Config, RlAlgorithm};
 use querl_model::DecoderConfig;
 use querl_train::job::memory_plan::adapter_parameters;
@@ -150,13 +151,12 @@ impl ScalePlan {
         lines
     }
 
-    /// `querl export verl` refuses batches that verl cannot divide over the GPUs.
+    /// Whether `querl export verl` would refuse the batches.
     fn no_export(&self) -> Option<String> {
         let Workload { n_queries, n_samples, mini_batch_size, .. } = self.workload;
         let (n_gpus, n_samples) = (self.cluster.n_gpus(), n_samples.max(1));
         let n_mini_batch = (mini_batch_size / n_samples).clamp(1, n_queries.max(1)) * n_samples;
-        let sizes = [("a batch", n_queries * n_samples), ("an optimizer step", n_mini_batch)];
-        let (what, n) = sizes.into_iter().find(|(_, n)| !n.is_multiple_of(n_gpus))?;
+        let (what, n) = indivisible(n_queries * n_samples, n_mini_batch, n_gpus)?;
         Some(format!(
             "  `querl export verl` refuses {n_gpus} GPUs: they cannot divide the {n} responses of {what} evenly"
         ))
@@ -226,7 +226,9 @@ mod tests {
         assert!(!text.contains("querl export verl"), "{text}");
         let odd = super::tests::plan("", "3x5xL40S").lines().join("\n");
         assert!(
-            odd.contains("`querl export verl` refuses 15 GPUs: they cannot divide the 64 responses of a batch evenly"),
+            odd.contains(
+                "`querl export verl` refuses 15 GPUs: they cannot divide the 64 responses of a rollout batch ("
+            ),
             "{odd}"
         );
         for phase in &plan.step.phases {
