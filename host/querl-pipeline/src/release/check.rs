@@ -1,5 +1,6 @@
 //! The check of a run before its release: a paired comparison on held-out queries, stored as evidence.
 
+use crate::exchange::shell_word;
 use crate::failure::Stop;
 use crate::ledger::{Inputs, Ledger, StageName, listing, rows_of};
 use crate::report::evaluation_options;
@@ -203,9 +204,8 @@ impl Evaluated {
             let problem = format!(
                 "{name} and {other_name} have different rewrites of the teacher, which {metric} is relative to"
             );
-            let remedy = format!(
-                "run `querl release check {name} --against {other_name} --metric top1_score`, or name top1, mrr or judge_score"
-            );
+            let command = format!("querl release check {} --against {}", shell_word(name), shell_word(other_name));
+            let remedy = format!("run `{command} --metric top1_score`, or name top1, mrr or judge_score");
             return Err(Stop::usage(format!("{problem}; {remedy}")).into());
         }
         let problem = format!("{} and {} were evaluated with different {what}", self.name, other.name);

@@ -312,7 +312,7 @@ impl ServerArgs {
         let missing =
             || usage("--server requires --admin_key_env NAME, the environment variable with the server's admin key");
         let key = key_in("--admin_key_env", self.admin_key_env.as_deref().ok_or_else(missing)?)?;
-        check_server(&url, &key).context("nothing is changed, since the server cannot be notified")?;
+        check_server(&url, &key).context("nothing is changed: the server was asked first")?;
         Ok(Some((url, key)))
     }
 }
