@@ -29,7 +29,7 @@ pub enum ColumnValue {
 const LARGEST_INTEGER: u64 = 1 << 53;
 
 impl Scalar {
-    /// A number of JSON; an integer beyond 2^53, as ids are, is its text: as f64 it would be another one.
+    /// A number of JSON. An integer from 2^53 to 2^64, as ids may be, is its text: as f64 it would be another one. Longer ones arrive as f64.
     pub fn of_number(number: &Number) -> Self {
         let integer = number.as_u64().or_else(|| number.as_i64().map(i64::unsigned_abs));
         match number.as_f64().filter(|_| integer.is_none_or(|integer| integer <= LARGEST_INTEGER)) {

@@ -150,7 +150,7 @@ pub struct RagPassage {
     pub id: String,
     /// Not blank.
     pub text: String,
-    /// The first score that it has: of a reranker, else of retrieval.
+    /// Of a reranker, else of retrieval: the same field in all passages of a response.
     pub score: Option<f64>,
     /// The fields other than those of text and score.
     pub others: Map<String, Value>,
@@ -166,7 +166,10 @@ pub fn rag_passages(body: &Value) -> Result<(Vec<RagPassage>, usize), String> {
     }
     let entries = entries(body)?;
     let found: Vec<&Value> = entries.iter().filter(|entry| !is_nothing_found(entry)).collect();
-    let passages: Vec<RagPassage> = found.iter().filter_map(|entry| rag_passage(entry)).collect();
+    // One for all passages, since others have another scale.
+    let score =
+        SCORES.into_iter().find(|score| found.iter().any(|entry| entry.pointer(score).and_then(number).is_some()));
+    let passages: Vec<RagPassage> = found.iter().filter_map(|entry| rag_passage(entry, score)).collect();
     let n_without_text = found.len() - passages.len();
     if passages.is_empty() && n_without_text > 0 {
         return Err(format!("no passage has `{}`: {}", TEXTS.map(|text| &text[1..]).join("`, `"), excerpt(found[0])));
@@ -174,13 +177,13 @@ pub fn rag_passages(body: &Value) -> Result<(Vec<RagPassage>, usize), String> {
     Ok((passages, n_without_text))
 }
 
-fn rag_passage(entry: &Value) -> Option<RagPassage> {
+fn rag_passage(entry: &Value, score: Option<&str>) -> Option<RagPassage> {
     let mut others = entry.as_object()?.clone();
     // Texts and scores are fields of the passage itself.
     let mut take = |pointer: &str| others.remove(&pointer[1..]);
     let is_text = |pointer: &&str| first(entry, &[*pointer]).is_some_and(|text| !plain(text).trim().is_empty());
     let text = plain(&take(TEXTS.into_iter().find(is_text)?)?);
-    let score = SCORES.into_iter().find(|pointer| has(entry, pointer)).and_then(|pointer| number(&take(pointer)?));
+    let score = score.and_then(|pointer| number(&take(pointer)?));
     Some(RagPassage { id: first(entry, &IDS).map(plain).unwrap_or_default(), text, score, others })
 }
 

@@ -211,7 +211,7 @@ impl Rows<QueryRow> for QueryTable {
 /// Maximum number of listed rows of one kind; all are counted.
 const MAX_LISTED: usize = 100;
 
-/// Those of them that a message names.
+/// Maximum number of rows in a message.
 const SHOWN: usize = 10;
 
 /// Rows of a query table that are skipped or need a look, for `querl data stats` and messages.

@@ -57,7 +57,8 @@ impl Conversation {
             }
             return Self::of_messages(&value);
         }
-        if row.contains_key("chosen") && !["completion", "response"].into_iter().any(|key| row.contains_key(key)) {
+        let has = |key: &str| row.contains_key(key);
+        if has("chosen") && has("rejected") && !has("completion") && !has("response") {
             return Err(
                 "is a preference pair (`chosen`), which is not read; name the chosen response `completion`".into()
             );
@@ -387,6 +388,8 @@ mod tests {
         // Regression: these were read as prompts without a completion, and as messages alone.
         let pair = error(json!({ "prompt": "q", "chosen": "a", "rejected": "b" }));
         assert!(pair.starts_with("is a preference pair (`chosen`), which is not read"), "{pair}");
+        // A flag of a prompt without a completion.
+        assert_eq!(record(json!({ "prompt": "q", "chosen": true })).unwrap().completion, None);
         let both = error(json!({ "messages": [message("user", "q")], "prompt": "q", "completion": "r" }));
         assert_eq!(both, "has both `messages` and `completion`; leave one of them out");
         let two = json!({ "prompt": "q", "completion": [message("user", "a"), message("assistant", "b")] });

@@ -98,11 +98,12 @@ impl DatasetFiles {
             .zip(texts)
             .enumerate()
             .map(|(index, (name, text))| {
+                let is_query = index == 0;
                 let alias = || DataConfig::other_name(name).and_then(|alias| by_name.get(alias));
                 let given = by_name
                     .get(name)
                     .or_else(alias)
-                    .filter(|cell| !has_label && (index > 0 || !cell.text.trim().is_empty()));
+                    .filter(|cell| !has_label && (!is_query || !cell.text.trim().is_empty()));
                 given.cloned().unwrap_or_else(|| text.into())
             })
             .collect();
