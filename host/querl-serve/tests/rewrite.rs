@@ -347,6 +347,9 @@ async fn a_tenant_with_a_key_is_served_and_named_to_its_clients_alone() {
     }
     let (status, body) = model("alpha", "beta-key").await;
     assert_eq!((status, &body["error"]["code"]), (404, &json!("model_not_found")), "{body}");
+    // Regression: not UTF-8, which was 400 without JSON.
+    let (status, body) = model("%FF", "beta-key").await;
+    assert_eq!((status, &body["error"]["code"]), (404, &json!("model_not_found")), "{body}");
     assert_eq!(model("beta", "wrong").await.0, 401);
     assert_eq!(server.get("/health").await.0, 200);
 
@@ -761,11 +764,11 @@ async fn upstream_of(recall: Value) -> String {
 async fn dify_gets_the_texts_of_any_general_rag_service_within_the_limits_of_the_request() {
     let passages = json!([
         {"id": "p1", "text": "甲", "reranker_score": 0.9, "source": "a.md"},
-        {"doc_id": 2, "page_content": "乙", "rerank_score": "0.8", "title": "题"},
-        {"id": "p3", "chunk": "丙"},
-        {"id": "p4", "content": " ", "score": 0.95},
-        {"id": "p5", "content": "丁", "score": 0.3},
-        {"id": "p6", "content": "戊", "score": 0.7},
+        {"doc_id": 2, "page_content": "乙", "reranker_score": "0.8", "title": "题"},
+        {"id": "p3", "chunk": "丙", "score": 12.5},
+        {"id": "p4", "content": " ", "reranker_score": 0.95},
+        {"id": "p5", "content": "丁", "reranker_score": 0.3},
+        {"id": "p6", "content": "戊", "reranker_score": 0.7},
         "lack of knowledge",
     ]);
     let server = Server::shop(with_upstream(&upstream_of(passages).await)).await;
@@ -776,7 +779,7 @@ async fn dify_gets_the_texts_of_any_general_rag_service_within_the_limits_of_the
     let records = json!([
         {"content": "甲", "score": 0.9, "title": "p1", "metadata": {"id": "p1", "source": "a.md"}},
         {"content": "乙", "score": 0.8, "title": "题", "metadata": {"doc_id": 2}},
-        {"content": "丙", "score": 0.0, "title": "p3", "metadata": {"id": "p3"}},
+        {"content": "丙", "score": 0.0, "title": "p3", "metadata": {"id": "p3", "score": 12.5}},
         {"content": "丁", "score": 0.3, "title": "p5", "metadata": {"id": "p5"}},
         {"content": "戊", "score": 0.7, "title": "p6", "metadata": {"id": "p6"}},
     ]);
@@ -786,6 +789,12 @@ async fn dify_gets_the_texts_of_any_general_rag_service_within_the_limits_of_the
     };
     assert_eq!(titles(&ask(json!({"score_threshold": 0.5})).await.1), ["p1", "题", "p3", "p6"], "p3 has no score");
     assert_eq!(titles(&ask(json!({"score_threshold": 0.5, "top_k": 2})).await.1), ["p1", "题"]);
+
+    // A field without a number hides no other score.
+    let scored = upstream_of(json!([{"id": "p1", "text": "甲", "reranker_score": "none", "score": "0.7"}])).await;
+    let server = Server::shop(with_upstream(&scored)).await;
+    let (_, body) = server.asked("/retrieval", json!({"knowledge_id": "shop", "query": "a"})).await;
+    assert_eq!(body["records"][0]["score"], 0.7, "{body}");
 
     let without_text = upstream_of(json!([{"id": "p1", "body": "甲", "score": 0.9}])).await;
     let server = Server::shop(with_upstream(&without_text)).await;
@@ -870,6 +879,9 @@ async fn requests_are_counted_by_tenant_and_phase_and_the_interface_describes_it
         ["/v1/rewrite", "/v1/chat/completions", "/v1/models", "/api/chat/general_rag", "/retrieval", "/admin/tenants"]
     {
         assert!(document["paths"][path].is_object(), "{path}");
+    }
+    for schema in ["Query", "Feedback"] {
+        assert_eq!(document["components"]["schemas"][schema]["additionalProperties"], false, "{schema}");
     }
     assert!(server.get("/docs").await.1.contains("<code>POST /v1/rewrite</code>"));
 }

@@ -130,7 +130,8 @@ impl RewriteService {
         let mut running = self.candidates.trials.write().unwrap_or_else(PoisonError::into_inner);
         let before = std::mem::replace(&mut *running, trials.clone());
         drop(running);
-        let is_running = |name: &String, trial: &Arc<Trial>| trials.get(name).is_some_and(|running| Arc::ptr_eq(running, trial));
+        let is_running =
+            |name: &String, trial: &Arc<Trial>| trials.get(name).is_some_and(|running| Arc::ptr_eq(running, trial));
         for (name, trial) in before.iter().filter(|(name, trial)| !trial.is_ended() && !is_running(name, trial)) {
             tracing::info!("tenant {name}: candidate {} ended", trial.model.version);
         }
