@@ -372,17 +372,17 @@ pub(crate) fn fault(text: &[u8], error: &serde_json::Error) -> String {
         let name = name.as_bytes();
         near.starts_with(name) || near.get(1..).is_some_and(|near| near.starts_with(name))
     });
-    let what = match not_finite {
-        Some(name) => format!("{name} is no JSON; write null or leave the key out,"),
+    let (what, remedy) = match not_finite {
+        Some(name) => (name, " is not JSON; write null or leave the key out"),
         None if message.contains("hex escape") => {
-            "a `\\u` escape of half a character (a lone surrogate), or without four digits; write the character itself,"
-                .into()
+            let what = "a `\\u` escape of half a character (a lone surrogate), or without four digits";
+            (what, "; write the character itself")
         }
-        None => plain.to_owned(),
+        None => (plain, ""),
     };
     match error.column() {
-        0 => what,
-        column => format!("{what} at byte {column}"),
+        0 => format!("{what}{remedy}"),
+        column => format!("{what} at byte {column}{remedy}"),
     }
 }
 
@@ -525,17 +525,22 @@ mod tests {
     /// Regression: messages were "expected value", "invalid type: sequence, expected a map" and "unexpected end of hex escape".
     #[test]
     fn nan_lists_and_halves_of_characters_are_named() {
-        for (text, problem) in [
-            (r#"{"a": [0.5, NaN]}"#, "NaN is no JSON; write null or leave the key out, at byte "),
-            (r#"{"a": -Infinity}"#, "Infinity is no JSON; write null or leave the key out, at byte "),
-            (r#"[{"a": 1}]"#, "a list; expected one object on each line, which `jq -c '.[]' FILE` makes of it"),
-            ("[", "a list; expected one object on each line"),
-            (r#"{"a": "\ud83d"}"#, "a `\\u` escape of half a character (a lone surrogate), or without four digits; "),
-            (r#"{"a": x}"#, "expected value at byte "),
+        let not_json = " is not JSON; write null or leave the key out";
+        for (text, problem, end) in [
+            (r#"{"a": [0.5, NaN]}"#, "NaN at byte ", not_json),
+            (r#"{"a": -Infinity}"#, "Infinity at byte ", not_json),
+            (r#"[{"a": 1}]"#, "a list; expected one object on each line, which `jq -c '.[]' FILE` makes of it", ""),
+            ("[", "a list; expected one object on each line", ""),
+            (
+                r#"{"a": "\ud83d"}"#,
+                "a `\\u` escape of half a character (a lone surrogate), or without four digits at byte ",
+                "; write the character itself",
+            ),
+            (r#"{"a": x}"#, "expected value at byte ", ""),
         ] {
             let error = serde_json::from_str::<serde_json::Map<String, serde_json::Value>>(text).unwrap_err();
             let found = fault(text.as_bytes(), &error);
-            assert!(found.starts_with(problem), "{text}: {found}");
+            assert!(found.starts_with(problem) && found.ends_with(end), "{text}: {found}");
         }
     }
 
