@@ -44,7 +44,7 @@ fn run(signals: anyhow::Result<()>) -> ExitCode {
     let cli = Cli::parse_or_exit();
     terminal::init(cli.noise.verbosity());
     if has_stages(&cli.command) {
-        process::note_stages();
+        process::set_resumable();
     }
     match signals.and_then(|()| dispatch(cli.command)) {
         Ok(()) => ExitCode::SUCCESS,
@@ -60,7 +60,7 @@ fn run(signals: anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// True for a command that continues where it was interrupted.
+/// True for a command that resumes.
 fn has_stages(command: &Command) -> bool {
     use Command::{Convert, Eval, Model, Report, Rewrite, Rl, Run, Sft, Style, Sweep, Validate};
     matches!(

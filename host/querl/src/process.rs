@@ -111,11 +111,11 @@ pub fn on_a_stack(program: impl FnOnce() -> ExitCode + Send + 'static) -> ExitCo
     }
 }
 
-static KEEPS_STAGES: AtomicBool = AtomicBool::new(false);
+static IS_RESUMABLE: AtomicBool = AtomicBool::new(false);
 
 /// From now on a message of an interrupt says that finished stages and checkpoints are kept.
-pub fn note_stages() {
-    KEEPS_STAGES.store(true, Ordering::SeqCst);
+pub fn set_resumable() {
+    IS_RESUMABLE.store(true, Ordering::SeqCst);
 }
 
 fn report(kind: InterruptKind) {
@@ -138,7 +138,7 @@ fn report(kind: InterruptKind) {
         }
         InterruptKind::AtOnce => {
             let why = if is_out_of_time { why } else { "interrupted" };
-            let kept = match KEEPS_STAGES.load(Ordering::SeqCst) {
+            let kept = match IS_RESUMABLE.load(Ordering::SeqCst) {
                 true => "; finished stages and checkpoints are kept, run the same command again",
                 false => "",
             };

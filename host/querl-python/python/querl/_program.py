@@ -18,8 +18,8 @@ def program() -> Path:
     return next((path for folder in folders if is_native(path := Path(folder or ".") / "querl")), packaged)
 
 
-# ELF; Mach-O of 64 bits, and of several architectures; PE.
-MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe", b"MZ")
+# ELF; Mach-O of 64 bits, and of several architectures.
+MAGIC = (b"\x7fELF", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 def is_native(path: Path) -> bool:

@@ -29,7 +29,7 @@ class Mlflow(Tracker):
 
     def __init__(self, run: TrackerRun, id: str | None) -> None:
         server = None if run.offline else os.environ.get("MLFLOW_TRACKING_URI")
-        if server is None and importlib.util.find_spec("sqlalchemy") is None:
+        if not server and importlib.util.find_spec("sqlalchemy") is None:
             remedy = f"`{sys.executable} -m pip install mlflow` installs the whole of it; or name a server with MLFLOW_TRACKING_URI"
             raise TrackingError(f"mlflow-skinny has no database for runs on this machine; {remedy}", code=2)
         folder = run.folder.resolve()
