@@ -22,7 +22,7 @@ import { Rejection } from "./types.js";
 
 const MODULE = "plugin.js";
 
-/** Milliseconds of an episode, of a group and of the start, after which it is a fault. */
+/** Milliseconds of an episode, of a group, and of constructor and range(), after which it is a fault. The top of plugin.js has no limit. */
 const LIMIT_MS = 5000;
 /** After so many of them the rest is not scored. */
 const MAX_STOPPED = 3;

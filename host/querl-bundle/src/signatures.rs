@@ -135,9 +135,9 @@ impl PublicKey {
         if text.trim_start().starts_with(PEM) {
             let key = VerifyingKey::from_public_key_pem(text.trim()).ok().filter(|key| !key.is_weak());
             return key.map(Self).ok_or_else(|| match text.contains("PRIVATE KEY") {
-                true => refuse(&format!(
-                    "holds a private key; name the public one, `{origin}.pub` of `querl plugin sign --new-key`"
-                )),
+                true => refuse(
+                    "holds a private key; give the public one, which `querl plugin sign --new-key` writes next to it as `.pub`",
+                ),
                 false => refuse("holds no ed25519 public key in PEM (`BEGIN PUBLIC KEY`)"),
             });
         }

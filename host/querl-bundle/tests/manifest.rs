@@ -146,7 +146,8 @@ fn settings_of_the_user_are_checked() {
         ("max_chars = 1001", "setting `max_chars`: expected a whole number from 1 to 1000, got 1001"),
         ("max_chars = 1.0", "setting `max_chars`: expected a whole number from 1 to 1000, got 1.0"),
         ("mode = 'medium'", "setting `mode`: expected soft or hard, got \"medium\""),
-        ("mode = nan", "setting `mode`: expected soft or hard, got nan; quote it, on a command line as 'mode=\"nan\"'"),
+        // Symptom: it was to be quoted, and then refused as a text.
+        ("mode = nan", "setting `mode`: expected soft or hard, got nan"),
         ("weight = nan", "setting `weight`: expected a number of 0 or more, got nan"),
         ("weight = '1'", "setting `weight`: expected a number of 0 or more, got \"1\""),
         ("banned = ['a', 1]", "setting `banned`: expected a list of texts, got [\"a\", 1]"),
@@ -155,6 +156,9 @@ fn settings_of_the_user_are_checked() {
     ] {
         assert_eq!(manifest.check_settings(&settings(text)).unwrap_err().to_string(), expected);
     }
+    let noted = Manifest::parse(&format!("{MANIFEST}\n[settings.note]\ntype = \"text\"\n"), "plugin.toml").unwrap();
+    let problem = noted.check_settings(&settings("note = 78")).unwrap_err().to_string();
+    assert_eq!(problem, "setting `note`: expected a text, got 78; quote it, on a command line as 'note=\"78\"'");
     let bare = Manifest::parse(MANIFEST.split("[settings").next().unwrap(), "plugin.toml").unwrap();
     let problem = bare.check_settings(&settings("a = 1")).unwrap_err();
     assert_eq!(problem.to_string(), "setting `a`: the plugin has no settings");

@@ -43,7 +43,7 @@ fn rule_of(kind: FaultKind) -> &'static str {
     match kind {
         FaultKind::Trap => "a trap is a fault, never a value; what cannot be scored, parsed or kept is a rejection",
         FaultKind::Limit | FaultKind::TooManyDropped => {
-            "each call has limits: instructions (per item), wall-clock time, memory, size of what it returns"
+            "each call has limits: instructions (per item), time, memory, size of what it returns"
         }
         FaultKind::Host => "no rule of the plugin's: this machine could not run it",
         FaultKind::Result => {

@@ -11,15 +11,19 @@ use std::path::{Path, PathBuf};
 const EPISODE: &str = r#""episode": {"query": "胶原咋吃", "baseline": {"rewrite": "胶原"},
     "policy": {"rewrite": "胶原", "retrieval": {"hits": [{"reranker_score": 0.8}]}}}"#;
 
-/// The component of the guest `odd-reward`, which follows every rule by default.
-fn component() -> Vec<u8> {
+/// The component of a guest, which follows every rule by default.
+fn component(guest: &str) -> Vec<u8> {
     let host = PluginHost::new(HostOptions { cache_dir: options("").cache_dir, ..HostOptions::default() }).unwrap();
-    std::fs::read(host.load(&repository().join("tests/guests/odd-reward")).unwrap().path()).unwrap()
+    std::fs::read(host.load(&repository().join("tests/guests").join(guest)).unwrap().path()).unwrap()
 }
 
-/// A bundle of the guest with a changed manifest and these golden cases.
+/// A bundle of the guest `odd-reward` with a changed manifest and these golden cases.
 fn bundle(folder: &Path, replaced: &[(&str, &str)], golden: &str) -> PathBuf {
-    let manifest = std::fs::read_to_string(repository().join("tests/guests/odd-reward/plugin.toml")).unwrap();
+    bundle_of("odd-reward", folder, replaced, golden)
+}
+
+fn bundle_of(guest: &str, folder: &Path, replaced: &[(&str, &str)], golden: &str) -> PathBuf {
+    let manifest = std::fs::read_to_string(repository().join("tests/guests").join(guest).join("plugin.toml")).unwrap();
     let changed = replaced.iter().fold(manifest, |text, (from, to)| {
         assert!(text.contains(from), "{from}");
         text.replacen(from, to, 1)
@@ -34,7 +38,7 @@ fn bundle(folder: &Path, replaced: &[(&str, &str)], golden: &str) -> PathBuf {
         std::fs::write(folder.join(name), text).unwrap();
     }
     let path = folder.join("odd.querl");
-    std::fs::write(&path, querl_bundle::pack(folder, &component()).unwrap()).unwrap();
+    std::fs::write(&path, querl_bundle::pack(folder, &component(guest)).unwrap()).unwrap();
     path
 }
 
@@ -75,6 +79,17 @@ fn a_golden_case_that_comes_out_otherwise_is_shown_with_its_place() {
     let text = report.text();
     assert!(text.contains("`别的种类` is a case for a prompt; the plugin is of another kind"), "{text}");
     assert!(text.contains("golden/cases.jsonl:7: expected one of `episode`"), "{text}");
+}
+
+#[test]
+fn a_golden_case_of_several_items_names_the_one_that_differs_by_its_index() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = r#"{"name": "两条", "samples": [{"original_query": "a", "rewritten_query": "b"},
+        {"original_query": "c", "rewritten_query": "d"}], "expect": ["keep", {"drop": "duplicate"}]}"#;
+    let bundle = bundle_of("odd-filter", folder.path(), &[], &case.replace('\n', " "));
+    let report = querl_conformance::run(&bundle, &options("")).unwrap();
+    assert_eq!(failed(&report), ["golden: 两条"], "{}", report.text());
+    assert_eq!(failure(&report, "golden: 两条")[1], r#"at index 1: "keep""#);
 }
 
 #[test]
@@ -165,7 +180,7 @@ fn a_path_without_a_file_is_an_error() {
 fn a_bare_component_is_tested_without_a_manifest() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("odd.wasm");
-    std::fs::write(&path, component()).unwrap();
+    std::fs::write(&path, component("odd-reward")).unwrap();
     let report = querl_conformance::run(&path, &options("")).unwrap();
     assert!(report.passed(), "{}", report.text());
     for name in ["manifest", "asked_limits"] {
@@ -178,7 +193,7 @@ fn a_bare_component_is_tested_without_a_manifest() {
 fn a_range_that_is_none_ends_the_checks_of_the_kind() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("odd.wasm");
-    std::fs::write(&path, component()).unwrap();
+    std::fs::write(&path, component("odd-reward")).unwrap();
     let report = querl_conformance::run(&path, &options("breach = 'empty_range'")).unwrap();
     assert_eq!(failed(&report), ["configures"], "{}", report.text());
     assert!(failure(&report, "configures")[1].contains("declares the range 1 to 1"), "{}", report.text());

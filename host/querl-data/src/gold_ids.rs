@@ -21,7 +21,7 @@ pub struct UnknownGoldIds {
 
 impl std::fmt::Display for UnknownGoldIds {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let most = if self.in_most_rows { "MOST gold ids are unknown: " } else { "" };
+        let most = if self.in_most_rows { "most rows with gold ids have an unknown one: " } else { "" };
         write!(f, "{most}{}; {}", self.finding, self.action)
     }
 }
@@ -128,7 +128,10 @@ mod tests {
                         ids or add their passages; did you mean `main-library`?";
         assert!(warning.ends_with(expected), "{warning}");
         let most = check(["b, x1", "b, main_library", "b"], "embedded").unwrap().unwrap();
-        assert!(most.in_most_rows && most.to_string().starts_with("MOST gold ids are unknown: "), "{most}");
+        assert!(
+            most.in_most_rows && most.to_string().starts_with("most rows with gold ids have an unknown one: "),
+            "{most}"
+        );
         let error = check(["", "main_library", "????"], "embedded").unwrap_err().to_string();
         assert!(error.ends_with(&expected.replace("1 of 2", "2 of 2")), "{error}");
         assert_eq!(check(["", "main_library", "????"], "http").unwrap(), None);

@@ -37,8 +37,8 @@ pub use judge::{RubricJudge, open_judge, rubric_answer};
 pub use request_log::lines::{LoggedFeedback, LoggedRewrite, RequestLogLine, day_file_name, day_of_file_name, is_day};
 pub use request_log::{DamagedLine, LogTableReport, LogTableSettings, table_from_log};
 pub use retrieval::{
-    EmbeddedRetriever, LocalModels, Passage, RagPassage, RetrievalBackend, RetrievalLimits, SecondRetriever,
-    TextEncoder, WordSegmenter, open_retrieval_backend, open_retriever, rag_passages, read_passages,
+    EmbeddedRetriever, INDEX_VERSION, LocalModels, Passage, RagPassage, RetrievalBackend, RetrievalLimits,
+    SecondRetriever, TextEncoder, WordSegmenter, open_retrieval_backend, open_retriever, rag_passages, read_passages,
     retrieval_language,
 };
 pub use rollout::RolloutServer;

@@ -107,8 +107,8 @@ struct RecordedTeacher {
 enum RecordedRewrites {
     /// Of JSON lines: the byte offset by hash of the query id.
     Lines { offsets: HashMap<u64, u64>, lines: Mutex<IndexedLines> },
-    /// Of a table: rewrite and row by query id.
-    Table(HashMap<String, (String, usize)>),
+    /// Of a table: rewrite by query id.
+    Table(HashMap<String, String>),
 }
 
 #[derive(Deserialize)]
@@ -202,7 +202,7 @@ impl Keys {
             return None;
         }
         let unread: Vec<String> = self.unread.iter().map(|key| format!("`{key}`")).collect();
-        Some(format!("its lines have no {}, and their {} is not read", lacking.join(" and no "), unread.join(", ")))
+        Some(format!("its rows have no {}, and their {} is not read", lacking.join(" and no "), unread.join(", ")))
     }
 }
 
@@ -264,7 +264,7 @@ impl RecordedTeacher {
         let (offsets, lines) = match &self.rewrites {
             RecordedRewrites::Lines { offsets, lines } => (offsets, lines),
             RecordedRewrites::Table(rewrites) => {
-                let of_row = |(rewrite, _): &(String, usize)| Recording {
+                let of_row = |rewrite: &String| Recording {
                     rewritten_query: rewrite.clone(),
                     cost: None,
                     latency_ms: None,
@@ -282,7 +282,7 @@ impl RecordedTeacher {
 }
 
 /// The rewrites of a table, whose rows are read as those of the query table. A row without a rewrite has none recorded.
-fn table_rewrites(path: &Path, keys: &mut Keys) -> Result<HashMap<String, (String, usize)>, DataError> {
+fn table_rewrites(path: &Path, keys: &mut Keys) -> Result<HashMap<String, String>, DataError> {
     let table = open_table(path)?;
     let [query, profile, history] = keys.columns(&table.header);
     let rewrite = table.header.iter().position(|column| column == REWRITE);
@@ -293,6 +293,7 @@ fn table_rewrites(path: &Path, keys: &mut Keys) -> Result<HashMap<String, (Strin
         return Err(DataError::file(path, problem));
     };
     let used: Vec<usize> = [Some(query), Some(rewrite), profile, history].into_iter().flatten().collect();
+    // With the first row of each.
     let mut rewrites: HashMap<String, (String, usize)> = HashMap::new();
     for row in table.rows(&used)? {
         let (row, cells) = row?;
@@ -310,7 +311,7 @@ fn table_rewrites(path: &Path, keys: &mut Keys) -> Result<HashMap<String, (Strin
             return Err(DataError::line(path, row, problem));
         }
     }
-    Ok(rewrites)
+    Ok(rewrites.into_iter().map(|(id, (rewrite, _))| (id, rewrite)).collect())
 }
 
 #[async_trait]
@@ -491,7 +492,6 @@ mod tests {
         }
     }
 
-    /// Regression: the key `history` was ignored, so that rows of one query conflicted or were missing.
     #[tokio::test]
     async fn a_table_with_a_column_of_rewrites_is_a_recording() {
         let (_folder, path) = crate::scratch_file("queries.csv");
@@ -505,7 +505,7 @@ mod tests {
         assert_eq!((recorded.text.as_str(), teacher.has(&row("贵吗", "").id)), ("鱼油 食用方法", true));
         let missing = teacher.rewrite(&row("怎么吃", ""), &[]).await.unwrap_err();
         assert_eq!(missing.kind, FailureKind::NotRecorded);
-        let hint = "its lines have no `用户画像` or `user_profile`, and their `备注` is not read";
+        let hint = "its rows have no `用户画像` or `user_profile`, and their `备注` is not read";
         assert!(missing.message.ends_with(hint), "{}", missing.message);
         let error = |text: &str| read(text).err().unwrap().to_string();
         let twice = error(&format!("{header}贵吗,,价格,\n贵吗,,多少钱,\n"));
@@ -518,6 +518,7 @@ mod tests {
         assert!(other.contains(expected), "{other}");
     }
 
+    /// Regression: the key `history` was ignored, so that rows of one query conflicted or were missing.
     #[tokio::test]
     async fn keys_have_the_names_of_the_columns_and_unread_ones_are_named() {
         let (_folder, path) = crate::scratch_file("rewrites.jsonl");
@@ -533,7 +534,7 @@ mod tests {
         let teacher = RecordedTeacher::read(&path, &data("history")).unwrap();
         assert_eq!(teacher.rewrite(&row("怎么吃", "问过钙片"), &[]).await.unwrap().text, "钙片 用法");
         let error = RecordedTeacher::read(&path, &data("summary")).err().unwrap().to_string();
-        let expected = "rewrites.jsonl:2: `怎么吃` has another rewrite in line 1; its lines have no `用户画像` or `user_profile` and no \
+        let expected = "rewrites.jsonl:2: `怎么吃` has another rewrite in line 1; its rows have no `用户画像` or `user_profile` and no \
                         `summary` or `history_summary`, and their `history` is not read: rename it, or remove one of the two lines";
         assert!(error.ends_with(expected), "{error}");
         std::fs::write(&path, line("问过鱼油", "鱼油 用法")).unwrap();

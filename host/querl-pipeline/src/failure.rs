@@ -365,13 +365,13 @@ mod tests {
 
     #[test]
     fn a_traceback_keeps_its_lines_above_the_sentence() {
-        let message = "episode `a`: panicked: E: x\nTraceback:\n  File\nE: x\n (a batch)".to_owned();
+        let message = "episode `a`: raised: E: x\nTraceback:\n  File\nE: x\n (a batch)".to_owned();
         let fault =
             PluginFault { plugin: "p".into(), version: "1".into(), message, kind: FaultKind::Trap, log: Vec::new() };
         for error in [anyhow::Error::from(EnvironmentError::from(fault.clone())), PluginError::Fault(fault).into()] {
             let error = error.context("stage rl");
             assert_eq!(details(&error), Some("Traceback:\n  File\nE: x"));
-            let expected = "stage rl: plugin p 1: episode `a`: panicked: E: x; its traceback is above (a batch)";
+            let expected = "stage rl: plugin p 1: episode `a`: raised: E: x; its traceback is above (a batch)";
             assert_eq!(sentence(&error), expected);
         }
     }
@@ -390,7 +390,7 @@ mod tests {
 
     /// Regression: a full disk had a remedy in RL alone.
     #[test]
-    fn a_full_disk_has_a_remedy_whoever_writes() {
+    fn a_full_disk_has_a_remedy_in_every_command() {
         let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
         let remedy = "; make room on the disk and run the same command again";
         let path = "data/rewrites.journal.jsonl".to_owned();

@@ -118,9 +118,9 @@ impl Plugins {
         if let PluginUse::Run(pins) | PluginUse::Scoring(pins) = used_for {
             pins.check(&found)?;
         }
-        let unready = unready(&found);
-        if !unready.is_empty() && !matches!(used_for, PluginUse::Run(_)) {
-            return Err(PluginError::NotBuilt { paths: unready }.into());
+        let unprepared = unprepared_of(&found);
+        if !unprepared.is_empty() && !matches!(used_for, PluginUse::Run(_)) {
+            return Err(PluginError::NotBuilt { paths: unprepared }.into());
         }
         let functions: Arc<dyn HostFunctions> = host_functions.clone();
         let mut loading = Loading { host, functions: functions.clone(), found: found.into_iter(), used: Vec::new() };
@@ -381,19 +381,19 @@ pub(crate) fn unprepared(config: &PluginsConfig, pins: &Pins<'_>) -> anyhow::Res
         false => Ok(Some(read(path, &host)?)),
     })?;
     pins.check(&found)?;
-    Ok(unready(&found))
+    Ok(unprepared_of(&found))
 }
 
 /// Folders without a component that is newer than their source, and bundles that were not fetched, each once.
-fn unready(found: &[FoundPlugin<'_>]) -> Vec<PathBuf> {
-    let mut unready: Vec<PathBuf> = Vec::new();
+fn unprepared_of(found: &[FoundPlugin<'_>]) -> Vec<PathBuf> {
+    let mut unprepared: Vec<PathBuf> = Vec::new();
     for FoundPlugin { path, file, .. } in found {
         let is_ready = file.as_ref().is_some_and(|file| file.digest().is_some());
-        if !is_ready && !unready.iter().any(|known| known == path) {
-            unready.push(path.to_path_buf());
+        if !is_ready && !unprepared.iter().any(|known| known == path) {
+            unprepared.push(path.to_path_buf());
         }
     }
-    unready
+    unprepared
 }
 
 /// Reads a file or folder, or the bundle of a registry reference, which is fetched into the user's cache folder.

@@ -252,7 +252,7 @@ impl Caller {
         PluginFault { log: fault.log.clone(), ..self.fault(fault.kind, message) }
     }
 
-    /// Names the item at which a batch failed: tries the items one by one, for at most `timeout_ms`.
+    /// Names the item at which a batch failed: tries the items one by one, for at most `timeout_ms`. A fault of the host has no such item.
     pub(crate) fn locate(
         &self,
         fault: PluginFault,
@@ -260,7 +260,7 @@ impl Caller {
         ids: &[&str],
         mut run_single: impl FnMut(usize) -> Result<(), PluginFault>,
     ) -> PluginFault {
-        if ids.len() == 1 {
+        if ids.len() == 1 || fault.kind == FaultKind::Host {
             return self.in_batch(&fault, what, ids);
         }
         let start = Instant::now();

@@ -1,12 +1,13 @@
 //! The explanation of a call that failed: which limit it hit, how it panicked, what the host refused.
 
 use crate::engine::{TABLE_ELEMENTS, WASM_STACK_BYTES};
-use crate::guest::{CallTime, Guest, HostRefusal, WALL_TIMEOUTS};
+use crate::guest::{Guest, HostRefusal, WALL_TIMEOUTS};
 use crate::limits::{CallSize, Limits};
 use crate::packed::FormError;
 use crate::text::printable;
 use querl_core::ports::FaultKind;
 use querl_core::text::grouped;
+use std::time::Duration;
 use wasmtime::Trap;
 
 const MAX_MESSAGE_BYTES: usize = 2000;
@@ -51,7 +52,8 @@ pub(crate) fn explain(
 fn trapped(trap: Trap, guest: &Guest, limits: &Limits, size: CallSize) -> (FaultKind, String) {
     match trap {
         Trap::OutOfFuel => (FaultKind::Limit, out_of_fuel(limits, size.n_fuel_items)),
-        Trap::Interrupt => (FaultKind::Limit, out_of_time(limits, size.n_items, &guest.time)),
+        Trap::Interrupt if guest.time.is_used_up() => (FaultKind::Limit, out_of_time(limits, size.n_items)),
+        Trap::Interrupt => (FaultKind::Host, waited_for_the_machine(limits, guest.time.used())),
         Trap::UnreachableCodeReached if !guest.stderr.is_empty() => {
             (FaultKind::Trap, last_words(&String::from_utf8_lossy(&guest.stderr)))
         }
@@ -71,16 +73,8 @@ fn out_of_fuel(limits: &Limits, n_items: usize) -> String {
 }
 
 /// `timeout_ms` is for the whole call, however many items it has: a filter gets a whole split.
-fn out_of_time(limits: &Limits, n_items: usize, time: &CallTime) -> String {
+fn out_of_time(limits: &Limits, n_items: usize) -> String {
     let (ms, key) = (grouped(limits.values.timeout_ms), limits.key("timeout_ms"));
-    if !time.is_used_up() {
-        let wall_ms = grouped(limits.values.timeout_ms.saturating_mul(WALL_TIMEOUTS.into()));
-        let ran_ms = grouped(time.used().as_millis() as u64);
-        return format!(
-            "was not finished after {wall_ms} ms, {WALL_TIMEOUTS} times {key}, in which it ran for {ran_ms} ms: the machine is busy with \
-             other work; try again when it is not, or raise that limit"
-        );
-    }
     match n_items {
         1 => format!("ran for longer than {ms} ms ({key})"),
         n => format!(
@@ -88,6 +82,16 @@ fn out_of_time(limits: &Limits, n_items: usize, time: &CallTime) -> String {
             grouped(n as u64)
         ),
     }
+}
+
+/// The wall time is used up by a call that hardly ran: no item is to blame.
+fn waited_for_the_machine(limits: &Limits, ran: Duration) -> String {
+    let wall_ms = grouped(limits.values.timeout_ms.saturating_mul(WALL_TIMEOUTS.into()));
+    let (ran_ms, key) = (grouped(ran.as_millis() as u64), limits.key("timeout_ms"));
+    format!(
+        "was not finished after {wall_ms} ms, {WALL_TIMEOUTS} times {key}, in which it ran for {ran_ms} ms: the machine is busy with \
+         other work; try again when it is not, or raise that limit"
+    )
 }
 
 /// The host refused what the guest did or returned.
@@ -146,12 +150,19 @@ fn python_error(stderr: &str) -> Option<String> {
     Some(format!("{exception}\n{}\n", shown.join("\n")))
 }
 
-/// What a guest wrote before it ended: Python's exception, Rust's panic text without its note on RUST_BACKTRACE, JavaScript's exception.
+/// What a guest wrote before it ended: Python's exception, Rust's panic text without its note on RUST_BACKTRACE, JavaScript's exception with
+/// its stack (`score@plugin.js:3`), or other lines of a component that aborted.
 fn last_words(stderr: &str) -> String {
     if let Some(message) = python_error(stderr) {
         return format!("raised: {message}");
     }
-    let word = if stderr.contains("panicked at ") { "panicked" } else { "threw" };
+    let word = if stderr.contains("panicked at ") {
+        "panicked"
+    } else if stderr.contains(".js:") {
+        "threw"
+    } else {
+        "ended after it wrote"
+    };
     let lines = stderr.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with("note: run with"));
     format!("{word}: {}", printable(&lines.collect::<Vec<_>>().join(" "), MAX_MESSAGE_BYTES))
 }
@@ -160,7 +171,6 @@ fn last_words(stderr: &str) -> String {
 mod tests {
     use super::*;
     use querl_core::config::PluginLimits;
-    use std::time::{Duration, Instant};
 
     #[test]
     fn machine_without_memory_is_not_the_plugins_fault() {
@@ -193,6 +203,7 @@ mod tests {
             last_words("TypeError: x is undefined\nscore@plugin.js:3\n"),
             "threw: TypeError: x is undefined score@plugin.js:3"
         );
+        assert_eq!(last_words("no words\n"), "ended after it wrote: no words");
     }
 
     #[test]
@@ -209,12 +220,12 @@ mod tests {
              (`plugins.limits.fuel_per_item`); it loops, or needs more"
         );
         assert_eq!(
-            out_of_time(&limits, 20_000, &CallTime::new(Instant::now(), Duration::ZERO)),
+            out_of_time(&limits, 20_000),
             "ran for longer than 5,000 ms with 20,000 items in one call (`plugins.limits.timeout_ms`); raise it for so many"
         );
         assert_eq!(
-            out_of_time(&limits, 1, &CallTime::new(Instant::now(), Duration::from_secs(3600))),
-            "was not finished after 50,000 ms, 10 times `plugins.limits.timeout_ms`, in which it ran for 0 ms: the machine is busy with \
+            waited_for_the_machine(&limits, Duration::from_millis(1200)),
+            "was not finished after 50,000 ms, 10 times `plugins.limits.timeout_ms`, in which it ran for 1,200 ms: the machine is busy with \
              other work; try again when it is not, or raise that limit"
         );
     }

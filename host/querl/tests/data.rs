@@ -197,6 +197,11 @@ fn what_a_recorded_teacher_lacks_is_said_before_the_stage() {
     project.write("teacher.jsonl", "original_query,rewritten_query\na,b\n");
     let refused = project.refusal(&["data", "stats", "querl.toml"], 2);
     assert!(refused.starts_with("teacher.jsonl:1: not JSON"), "{refused}");
+    // Symptom: of a finished stage too, whose figures are in the ledger.
+    project.write("teacher.jsonl", &rows);
+    project.querl(&["rewrite", "querl.toml"]).ok();
+    project.write("teacher.jsonl", "original_query,rewritten_query\na,b\n");
+    project.querl(&["data", "stats", "querl.toml"]).ok();
 }
 
 /// Symptom: the page showed a funnel that no run of the example has.

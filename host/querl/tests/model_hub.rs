@@ -151,6 +151,8 @@ fn nothing_is_downloaded_for_a_refused_command_or_one_that_opens_no_model() {
 #[test]
 fn what_the_hub_refuses_is_a_sentence() {
     let (hub, project) = (Hub::start(), Project::new());
+    let embedding = ["--set", "retrieval.embedding.kind=\"local\"", "--set", "retrieval.embedding.path=\"shop/none\""];
+    let of_embedding = "retrieval.embedding.path is \"shop/none\"; no such folder; taken as a model's name on a hub: ";
     let cases = [
         (vec!["model", "inspect", "shop/none"], Some(TOKEN), "http status: 404; no such model or revision"),
         (
@@ -164,6 +166,9 @@ fn what_the_hub_refuses_is_a_sentence() {
             "error: --set model.path is \"shop/none\"; no such folder in the current folder; taken as a model's name on a hub: ",
         ),
         (vec!["model", "inspect", "shop"], Some(TOKEN), "config.json"),
+        // Symptom: without the base model, the plan failed on the name of the embedding model as on a path.
+        ([&["plan", "querl.toml", "--no_model"][..], &embedding].concat(), Some(TOKEN), of_embedding),
+        ([&["rag", "check", "querl.toml"][..], &embedding].concat(), Some(TOKEN), of_embedding),
     ];
     for (arguments, token, expected) in cases {
         let mut command = hub.command(&project, &arguments);

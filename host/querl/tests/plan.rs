@@ -91,6 +91,7 @@ fn before_there_is_a_model_the_data_and_retrieval_are_judged_without_it() {
     let args = [&["plan", "querl.toml", "--no_model"], &model[..]].concat();
     let plan = project.json(&args);
     assert_eq!((levels(&plan)["tokenizer"].as_str(), &plan["tokenizer"]), ("unknown", &Value::Null), "{plan}");
+    assert!(plan.to_string().contains("leave out --no_model to download it, or make it"), "{plan}");
     let checked = project.querl(&[&["rag", "check", "querl.toml"], &model[..]].concat()).ok();
     assert!(checked.stdout.contains("ok  answers  3 of 3 queries were answered"), "{checked:#?}");
     project.querl(&["run", "querl.toml", "--to", "convert"]).ok();

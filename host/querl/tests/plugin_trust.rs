@@ -259,7 +259,12 @@ fn keys_are_pem_files_that_openssl_reads_and_writes() {
     let other = project.refusal(&["plugin", "sign", BUNDLE, "--key", "key.pem.pub"], 2);
     assert!(other.starts_with("key.pem.pub: holds a public key; name the private one"), "{other}");
     let other = project.refusal(&["plugin", "verify", BUNDLE, "--key", "key.pem"], 2);
-    assert!(other.starts_with("key.pem: holds a private key; name the public one, `key.pem.pub`"), "{other}");
+    assert!(
+        other.starts_with(
+            "key.pem: holds a private key; give the public one, which `querl plugin sign --new-key` writes"
+        ),
+        "{other}"
+    );
     project.querl(&["plugin", "verify", BUNDLE, "--key", "key.pem.pub"]).ok();
     project.querl(&["plugin", "verify", BUNDLE, "--key", &key]).ok();
     project.write("old.pem", OLD_KEY);

@@ -96,7 +96,7 @@ fn keys_of_a_recording_that_are_not_read_are_named_where_rewrites_are_missing() 
     project.write("teacher.jsonl", &rows.replace("\"history_summary\"", "\"history\""));
     let said = project.querl(&["rewrite", "querl.toml"]).stderr;
     let hint =
-        " of 40 queries; its lines have no `history_summary`, and their `history` is not read; add them there, or set ";
+        " of 40 queries; its rows have no `history_summary`, and their `history` is not read; add them there, or set ";
     assert!(said.contains(hint), "{said}");
     // As the stage has seen it.
     project.write("teacher.jsonl", &rows);

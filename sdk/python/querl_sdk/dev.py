@@ -54,7 +54,7 @@ class _Watch:
     """While the author's code runs: interrupts what does not end, and logs what a component cannot do."""
 
     def __init__(self) -> None:
-        self._is_on = False
+        self.is_on = False
         self._cpu = self._wall = 0.0
         self._seen: set[str] = set()
         self.remark: Callable[[str], None] | None = None
@@ -66,10 +66,10 @@ class _Watch:
 
     def __enter__(self) -> None:
         self._cpu, self._wall = time.process_time(), time.monotonic()
-        self._is_on = True
+        self.is_on = True
 
     def __exit__(self, *_: object) -> None:
-        self._is_on = False
+        self.is_on = False
 
     def close(self) -> None:
         if hasattr(signal, "setitimer"):
@@ -77,11 +77,11 @@ class _Watch:
 
     def _check(self, *_: object) -> None:
         is_over = time.process_time() - self._cpu > LIMIT_S or time.monotonic() - self._wall > 10 * LIMIT_S
-        if self._is_on and is_over:
+        if self.is_on and is_over:
             raise _StillRuns
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self._is_on or self.remark is None:
+        if not self.is_on or self.remark is None:
             return
         remark = ""
         if event == "import":
@@ -123,6 +123,7 @@ def _results(folder: Path, path: Path, settings: dict[str, Any], watch: _Watch) 
         yield {"refused": {"message": str(error)}}
         return
     except BaseException as error:
+        watch.is_on = False
         yield {"refused": _place(error, folder)}
         return
     with path.open(encoding="utf-8") as file:
@@ -150,6 +151,8 @@ def _results(folder: Path, path: Path, settings: dict[str, Any], watch: _Watch) 
             with watch:
                 outcomes = _outcomes(plugin, kind, episodes, folder)
         except _StillRuns as error:
+            # Raised in `__exit__`, it leaves the watch on, which would raise it again outside of `try`.
+            watch.is_on = False
             n_stopped += 1
             outcomes = [{"fault": _place(error, folder)} for _ in episodes]
         seconds += time.perf_counter() - started

@@ -148,10 +148,10 @@ impl SettingSpec {
         }
     }
 
-    /// For a text that TOML reads as another value, the rest of the sentence.
+    /// For a text that TOML reads as another value, and that is accepted as a text, the rest of the sentence.
     fn remedy(&self, key: &str, value: &Value) -> String {
         let is_plain = !matches!(value, Value::String(_) | Value::Array(_) | Value::Table(_));
-        match self.kind == SettingType::Text && is_plain {
+        match is_plain && self.accepts(&Value::String(value.to_string())) {
             true => format!("; quote it, on a command line as '{key}=\"{value}\"'"),
             false => String::new(),
         }

@@ -93,7 +93,7 @@ const DETERMINISTIC: &str =
     "clocks stand at 0, random numbers are a fixed sequence, there are no arguments and no environment";
 const NO_IO: &str = "a plugin does no input or output";
 const CONTAINED: &str = "a trap is a fault that names the plugin, and the host runs the next call";
-const LIMITED: &str = "each call has limits: instructions, wall-clock time, memory, size of the result, host calls";
+const LIMITED: &str = "each call has limits: instructions, time, memory, size of the result, host calls";
 const CHECKED: &str = "numbers are finite and in range, names and codes are 1 to 64 of a to z, 0 to 9 and _, at most 64 components, lists \
                        of results are as long as the arguments";
 const SETTINGS_RULE: &str = "numbers in decimal notation, booleans as true or false, texts as they are, lists as JSON; a key that the plugin \

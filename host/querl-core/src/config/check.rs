@@ -9,7 +9,7 @@ use super::schema::{Violation, or_list, wrong};
 use super::services::{EmbeddingKind, MappingConfig, RerankKind, RerankScores, ServiceKind};
 use super::sources::{EndpointConfig, JudgeConfig, JudgeForm, JudgeKind, RetrievalConfig, RetrievalKind, TeacherKind};
 use super::training::TuningMethod;
-use crate::text::nearest;
+use crate::text::misspelt;
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 use toml::Value;
@@ -276,17 +276,14 @@ fn check_path(key: String, kind: PathKind, path: &Path, bases: PathBases<'_>) ->
     Some(Violation::new(key, message))
 }
 
-/// Refuses the name of a model on a hub where a folder has nearly the name of its organisation: the path of a folder with a typing error. A name
-/// with a revision is never a path.
+/// Refuses the name of a model on a hub where a folder with nearly the name of its organisation has a folder of the model's name: the path of a
+/// folder with a typing error. A name with a revision is never a path.
 fn check_model_name(key: String, name: &str, bases: PathBases<'_>) -> Option<Violation> {
-    const MOST_EDITS: usize = 2;
     let (organisation, model) = name.split_once('/').filter(|_| !name.contains('@'))?;
     let entries = std::fs::read_dir(bases.of(&key).join(".")).ok()?.flatten();
-    let folders =
-        entries.filter(|entry| entry.path().is_dir()).filter_map(|entry| entry.file_name().into_string().ok());
-    let folders: Vec<String> = folders.collect();
-    let mut near = nearest(organisation, folders.iter().map(String::as_str)).into_iter();
-    let near = near.find(|folder| strsim::osa_distance(organisation, folder) <= MOST_EDITS)?;
+    let with_model = entries.filter(|entry| entry.path().join(model).is_dir());
+    let folders: Vec<String> = with_model.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    let near = misspelt(organisation, folders.iter().map(String::as_str))?;
     let message = format!(
         "{key} is {name:?}; no such folder, but there is a folder {near:?} {}; write \"{near}/{model}\" for a folder, or \"{name}@main\" for \
          a model on a hub",

@@ -504,7 +504,8 @@ path = "reward.wasm"
     fn a_path_with_a_typing_error_is_not_taken_as_a_name_on_a_hub() {
         let of = |model: &str, missing_model| {
             let folder = folder(&GOOD.replace("\"tiny\"", &format!("{model:?}")));
-            std::fs::create_dir(folder.path().join("small")).unwrap();
+            std::fs::create_dir_all(folder.path().join("small/model")).unwrap();
+            std::fs::create_dir(folder.path().join("qwen")).unwrap();
             std::fs::write(folder.path().join("large"), "no folder").unwrap();
             let hub: ModelHub = |_| Ok(None);
             let overrides = Overrides { missing_model, model_hub: Some(hub), ..Overrides::default() };
@@ -517,7 +518,7 @@ path = "reward.wasm"
             let refused = of("smal/model", missing_model).unwrap_err().to_string();
             assert!(refused.ends_with(expected), "{refused}");
         }
-        for name in ["smal/model@main", "shop/model", "smith/model", "larg/model"] {
+        for name in ["smal/model@main", "shop/model", "smith/model", "larg/model", "Qwen/model", "smal/other"] {
             of(name, MissingModel::Refused).unwrap();
         }
     }

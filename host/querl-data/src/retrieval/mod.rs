@@ -16,6 +16,7 @@ pub(crate) mod vocabulary;
 
 pub use embedded::EmbeddedRetriever;
 pub use embedding::TextEncoder;
+pub use index::INDEX_VERSION;
 pub use language::retrieval_language;
 pub use open::{open_retrieval_backend, open_retriever};
 pub use second::SecondRetriever;

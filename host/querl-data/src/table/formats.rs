@@ -46,7 +46,7 @@ pub(super) trait RowSource {
     /// The rows; cells of columns other than `columns` may be empty.
     fn rows(self: Box<Self>, columns: &[usize], form: CellForm) -> Result<TypedRows, DataError>;
 
-    /// Merged cells of `columns` below the header: `C2:C3`.
+    /// Merged cells of `columns` below the header, `C2:C3`: the first ones, and none of a large workbook.
     fn merged(&mut self, _columns: &[usize]) -> Vec<String> {
         Vec::new()
     }
@@ -103,7 +103,7 @@ impl Table {
         self.source.merged(columns)
     }
 
-    /// Number of the first of the rows that follow the header and has a cell with one of `names`, where people write a title above the header.
+    /// Number of the first row with a cell that is one of `names`: people write a title above the header.
     pub(super) fn header_below(&self, names: &[&str]) -> Option<usize> {
         const N_ROWS: u32 = 10;
         let cells = match self.encoding {

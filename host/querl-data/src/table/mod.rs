@@ -485,7 +485,9 @@ fn missing_column(table: &Table, name: &str, key: &str) -> DataError {
     let decoded = decoded.map(|encoding| format!(" (read as {})", encoding.name())).unwrap_or_default();
     let problem = format!("no column `{name}`{other} (data.{key}); found {found}{decoded}");
     let names: Vec<&str> = [name].into_iter().chain(DataConfig::other_name(name)).collect();
-    let remedy = match (table.header_below(&names), separator(table)) {
+    // Another key may name a column that is a cell of the data.
+    let header = if key == "query_column" { table.header_below(&names) } else { None };
+    let remedy = match (header, separator(table)) {
         (Some(row), _) => format!("row {row} looks like the header: delete the rows above it"),
         (None, Some(separator)) => {
             format!("save it with `,` instead of `{separator}` between cells, or with tabs as .tsv")

@@ -635,6 +635,10 @@ fn a_title_above_the_header_is_recognised() {
     );
     let csv = message(&folder.file("a.csv", "客服问题汇总,\n,\n编号,问题\n1,甲\n"));
     assert!(csv.ends_with(remedy), "{csv}");
+    // Symptom: rows of data above a cell with the name of another column were to be deleted.
+    let mut below = folder.file("b.csv", "问题,备注\n甲,乙\n丙,组\n");
+    below.group_column = Some("组".into());
+    assert!(message(&below).ends_with("; name one of these in data.group_column"), "{}", message(&below));
 }
 
 /// A workbook with the given cells as XML, and other parts.

@@ -1,6 +1,7 @@
 //! Reads the sheets of a workbook cell by cell. A file of a few kilobytes can declare 17 billion cells and inflate to many gigabytes: the
 //! parts are inflated and counted first, and only cells that exist take memory.
 
+use super::MAX_LISTED;
 use super::formats::{CellForm, MAX_CELL_BYTES, RowSource, Table, TableCell, TypedRows};
 use crate::error::{DataError, catch_panic, panic_message};
 use calamine::{
@@ -23,6 +24,9 @@ const MAX_SHEETS: usize = 1_024;
 const MAX_SHEET_BYTES: u64 = 1 << 30;
 const MAX_INDEX_BYTES: u64 = 16 << 20;
 const MAX_PART_BYTES: u64 = 256 << 20;
+
+/// Maximum size of all sheets in which merged cells are looked for, which takes as long as reading the rows.
+const MAX_MERGED_BYTES: u64 = 16 << 20;
 
 /// Maximum size of all parts after inflation, which takes time.
 const MAX_ALL_BYTES: u64 = 4 << 30;
@@ -49,8 +53,8 @@ struct SheetTable {
 
 /// The first sheet, and further sheets with the same columns, as in a table with more rows than a sheet can have.
 pub(super) fn open_xlsx(path: &Path) -> Result<Table, DataError> {
-    check_parts(path)?;
-    guarded(path, || open_workbook(path))
+    let n_sheet_bytes = check_parts(path)?;
+    guarded(path, || open_workbook(path, n_sheet_bytes))
 }
 
 /// Rows of a workbook are held in memory: the reader borrows the workbook.
@@ -59,10 +63,15 @@ struct XlsxFile {
     workbook: Workbook,
     sheets: Vec<SheetTable>,
     n_columns: usize,
+    /// Size of all sheets after inflation.
+    n_sheet_bytes: u64,
 }
 
 impl RowSource for XlsxFile {
     fn merged(&mut self, columns: &[usize]) -> Vec<String> {
+        if self.n_sheet_bytes > MAX_MERGED_BYTES {
+            return Vec::new();
+        }
         let path = self.path.clone();
         let found = guarded(&path, || {
             let mut found = Vec::new();
@@ -70,7 +79,10 @@ impl RowSource for XlsxFile {
                 let regions = self.workbook.merge_cells_by_sheet_name(&sheet.name);
                 for Dimensions { start, end } in regions.map_err(|error| unreadable(&self.path, &error))? {
                     let mut used = columns.iter().map(|column| sheet.first_column + *column as u32);
-                    if end.0 > sheet.header_row && used.any(|column| (start.1..=end.1).contains(&column)) {
+                    if found.len() < MAX_LISTED
+                        && end.0 > sheet.header_row
+                        && used.any(|column| (start.1..=end.1).contains(&column))
+                    {
                         found.push(format!("{}:{}", address(start.0, start.1), address(end.0, end.1)));
                     }
                 }
@@ -105,12 +117,12 @@ fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, DataError>) -> Resul
     catch_panic(work).unwrap_or_else(|panic| Err(unreadable(path, &panic_message(panic.as_ref()))))
 }
 
-/// Inflates each part and counts its bytes: the sizes that an archive declares may be false.
-fn check_parts(path: &Path) -> Result<(), DataError> {
+/// Inflates each part and counts its bytes: the sizes that an archive declares may be false. Returns the size of all sheets.
+fn check_parts(path: &Path) -> Result<u64, DataError> {
     let file = File::open(path).map_err(|error| unreadable(path, &error))?;
     let mut archive = ZipArchive::new(BufReader::new(file)).map_err(|error| unreadable(path, &error))?;
     let mut buffer = vec![0; 1 << 16];
-    let mut n_all = 0;
+    let (mut n_all, mut n_sheet_bytes) = (0, 0);
     for index in 0..archive.len() {
         // A part that cannot be read is an error where it is used.
         let Ok(mut part) = archive.by_index(index) else { continue };
@@ -165,6 +177,7 @@ fn check_parts(path: &Path) -> Result<(), DataError> {
             let n_missing = buffer.len() - start.len().min(buffer.len());
             start.extend_from_slice(&buffer[..n.min(n_missing)]);
         }
+        n_sheet_bytes += if is_sheet { n_bytes } else { 0 };
         if n_texts > MAX_TEXTS {
             let problem = format!("`{shown}` holds more than {MAX_TEXTS} texts; save the table as .csv or .parquet");
             return Err(DataError::file(path, problem));
@@ -174,7 +187,7 @@ fn check_parts(path: &Path) -> Result<(), DataError> {
             return Err(DataError::file(path, format!("{problem}; save it again as .xlsx")));
         }
     }
-    Ok(())
+    Ok(n_sheet_bytes)
 }
 
 /// Number of tags `<si` or `<PREFIX:si`; one between two buffers may be missed.
@@ -194,7 +207,7 @@ fn declared_texts(start: &[u8]) -> Option<u64> {
     Some(numbers.max().unwrap_or(0))
 }
 
-fn open_workbook(path: &Path) -> Result<Table, DataError> {
+fn open_workbook(path: &Path, n_sheet_bytes: u64) -> Result<Table, DataError> {
     let mut workbook: Workbook = calamine::open_workbook(path).map_err(|error: XlsxError| unreadable(path, &error))?;
     let (names, hidden_sheets) = sheet_names(&workbook);
     let sheet = match &names[..] {
@@ -222,7 +235,7 @@ fn open_workbook(path: &Path) -> Result<Table, DataError> {
         }
     }
     let header = columns.unwrap_or_default();
-    let source = XlsxFile { path: path.to_owned(), workbook, sheets, n_columns: header.len() };
+    let source = XlsxFile { path: path.to_owned(), workbook, sheets, n_columns: header.len(), n_sheet_bytes };
     let mut table = Table::new(path, header, Box::new(source));
     (table.sheet, table.unread_sheets, table.hidden_sheets) = (Some(sheet), unread_sheets, hidden_sheets);
     Ok(table)

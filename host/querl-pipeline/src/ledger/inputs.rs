@@ -40,11 +40,16 @@ const FOLLOWED: [(&str, &str); 20] = [
 /// Name of the version with which rewrites are read as edits.
 pub(crate) const FORMS_OF_EDITS: &str = "forms of edits";
 
-/// Defaults of configuration keys, in the form of [`Inputs::section`], and the version of the forms of edits of ledgers without one.
+/// Name of the version of the embedded index.
+pub(crate) const INDEX: &str = "retrieval.index";
+
+/// Defaults of configuration keys, in the form of [`Inputs::section`], and the versions that ledgers without them have.
 static DEFAULTS: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
     let value = |default: &str| toml::from_str::<toml::Table>(&format!("value = {default}")).ok()?.remove("value");
     let of_keys = keys().into_iter().filter_map(|info| Some((info.key, value(&info.default?)?.to_string())));
-    of_keys.chain([(FORMS_OF_EDITS.to_owned(), "2".to_owned())]).collect()
+    of_keys
+        .chain([(FORMS_OF_EDITS, "2"), (INDEX, "3")].map(|(name, value)| (name.to_owned(), value.to_owned())))
+        .collect()
 });
 
 /// Digests or short values by name. Paths are not included: a moved input is the same input.
@@ -311,6 +316,22 @@ mod tests {
         assert_eq!(now.fingerprint(&model(512), None), earlier.fingerprint(&model(512), None));
         assert_eq!(of(Some(2), "bb").changed_since(&earlier), ["train.jsonl of convert"]);
         assert_eq!(of(Some(3), "aa").changed_since(&earlier), [FORMS_OF_EDITS]);
+    }
+
+    /// Symptom: a run resumed after an update with the hits of two rankings.
+    #[test]
+    fn a_ledger_without_the_version_of_the_index_is_of_version_3() {
+        let of = |version: Option<u32>| {
+            let mut inputs = Inputs::default();
+            inputs.text("retrieval.kind", "\"embedded\"");
+            if let Some(version) = version {
+                inputs.text(INDEX, version);
+            }
+            inputs
+        };
+        assert_eq!(of(Some(4)).changed_since(&of(None)), [INDEX]);
+        assert_ne!(of(Some(4)).fingerprint(&model(512), None), of(None).fingerprint(&model(512), None));
+        assert!(of(Some(3)).changed_since(&of(None)).is_empty());
     }
 
     #[test]

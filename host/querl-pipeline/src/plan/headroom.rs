@@ -97,20 +97,16 @@ pub struct TeacherHeadroom {
     pub n_failed: usize,
     /// Whether scores of hits say which is right. Without a reranker or lexicon they count shared words, and win rates say nothing.
     #[serde(skip)]
-    scores_are_relevant: bool,
+    has_win_rate: bool,
 }
 
 impl TeacherHeadroom {
-    pub(super) fn of(rows: &[LookedUpRow], n_failed: usize, scores_are_relevant: bool) -> Self {
+    pub(super) fn of(rows: &[LookedUpRow], n_failed: usize, has_win_rate: bool) -> Self {
         let of_split = |split: Split| {
             let rows: Vec<&LookedUpRow> = rows.iter().filter(|row| row.split == split).collect();
             (!rows.is_empty()).then(|| SplitHeadroom::of(split, &rows))
         };
-        Self {
-            splits: [Split::Train, Split::Val].into_iter().filter_map(of_split).collect(),
-            n_failed,
-            scores_are_relevant,
-        }
+        Self { splits: [Split::Train, Split::Val].into_iter().filter_map(of_split).collect(), n_failed, has_win_rate }
     }
 
     /// In words. Decides by train, or by val where train is not known.
@@ -124,7 +120,7 @@ impl TeacherHeadroom {
                 "run `querl run CONFIG --to convert`, then plan again",
             );
         };
-        let sentence = |split: &SplitHeadroom| match self.scores_are_relevant {
+        let sentence = |split: &SplitHeadroom| match self.has_win_rate {
             true => format!(
                 "{}, win rate of the teacher {} (a tie is half)",
                 split.sentence(),

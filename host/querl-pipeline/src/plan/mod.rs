@@ -23,6 +23,7 @@ pub use rollout::RolloutFacts;
 pub use tokens::{Coverage, TokenizerFacts, UnknownChars};
 
 use crate::failure::Stop;
+use crate::hub_name;
 use crate::ledger::{Ledger, listing};
 use crate::report::win_rate_note;
 use crate::run::{Run, outside_for_scoring};
@@ -40,6 +41,7 @@ use scale::{Cluster, ScalePlan, WorkloadSize};
 use serde::Serialize;
 use std::path::Path;
 use std::sync::Arc;
+use tokens::coverage;
 
 /// Texts of one kind whose tokens are counted.
 const N_TOKENIZED: usize = 256;
@@ -134,7 +136,7 @@ pub fn plan(
         changed_since_data,
         advice,
     };
-    Ok(Plan { advice: plan.in_words(has_dataset), ..plan })
+    Ok(Plan { advice: plan.in_words(has_dataset, hub_name(config)), ..plan })
 }
 
 /// With the limits, cache and budget of the run.
@@ -179,22 +181,33 @@ fn changed(config: &Config, dir: &RunDir, run: Option<&Run>, has_dataset: bool) 
 fn tokenizer_facts(config: &Config, inputs: &PlanInputs) -> anyhow::Result<TokenizerFacts> {
     let tokenizer = TextTokenizer::load(&config.model.path).map_err(Stop::of_model)?;
     let queries = spread(&inputs.queries, N_TOKENIZED, |_| true);
-    let queries = || queries.iter().map(|query| query.original_query.as_str());
+    let queries = queries.iter().map(|query| query.original_query.as_str());
     let passages = spread(&inputs.passages, N_TOKENIZED, |_| true).into_iter().map(String::as_str);
+    let (queries, unknown_query_chars) = coverage(&tokenizer, queries)?;
+    let passages = (!inputs.passages.is_empty()).then(|| coverage(&tokenizer, passages)).transpose()?;
     Ok(TokenizerFacts {
         vocab_size: tokenizer.vocab_size(),
-        unknown_query_chars: UnknownChars::of(&tokenizer, queries())?,
-        queries: Coverage::of(&tokenizer, queries())?,
-        passages: (!inputs.passages.is_empty()).then(|| Coverage::of(&tokenizer, passages)).transpose()?,
+        unknown_query_chars,
+        queries,
+        passages: passages.map(|(passages, _)| passages),
     })
 }
 
 impl Plan {
-    fn in_words(&self, has_dataset: bool) -> Vec<Advice> {
+    /// `hub_name`: of a model that is not downloaded.
+    fn in_words(&self, has_dataset: bool, hub_name: Option<&Path>) -> Vec<Advice> {
         let no_model = || {
             let action =
                 "make it with `querl model corpus` and `querl model pretrain`, or put one there, then plan again";
-            Advice::new("tokenizer", Level::Unknown, "there is no model at model.path yet", action)
+            match hub_name {
+                None => Advice::new("tokenizer", Level::Unknown, "there is no model at model.path yet", action),
+                // The path of a folder that is not made yet may have the form of a name.
+                Some(_) => {
+                    let finding = "there is no model at model.path, and none of this name is downloaded";
+                    let action = format!("leave out --no_model to download it, or {action}");
+                    Advice::new("tokenizer", Level::Unknown, finding, action)
+                }
+            }
         };
         let tokenizer = self.tokenizer.as_ref().map_or_else(no_model, TokenizerFacts::advice);
         let mut advice = vec![self.data.advice(), tokenizer];

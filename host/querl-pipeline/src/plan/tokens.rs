@@ -4,6 +4,7 @@ use super::advice::{Advice, Level, percent, share};
 use super::data::{Script, TextFacts};
 use querl_model::{ModelError, TextTokenizer};
 use serde::Serialize;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 
 /// Most characters of a text that are counted.
@@ -51,33 +52,6 @@ impl Coverage {
         share(self.n_fragments, self.n_tokens)
     }
 
-    /// Counts the tokens of texts, of each at most 2,000 characters.
-    ///
-    /// # Errors
-    /// The tokenizer fails.
-    pub fn of<'a>(tokenizer: &TextTokenizer, texts: impl IntoIterator<Item = &'a str>) -> Result<Self, ModelError> {
-        let texts: Vec<&str> = texts.into_iter().collect();
-        let script = TextFacts::of(texts.iter().copied()).main_script();
-        let (mut coverage, mut known) = (Self { script, ..Self::default() }, HashMap::new());
-        for text in texts {
-            let text: String = text.chars().take(MAX_CHARS).collect();
-            coverage.n_chars += text.chars().count();
-            for id in tokenizer.encode(&text)? {
-                let is_fragment = match known.get(&id) {
-                    Some(is_fragment) => *is_fragment,
-                    None => {
-                        let found = is_fragment(&tokenizer.decode(&[id])?);
-                        known.insert(id, found);
-                        found
-                    }
-                };
-                coverage.n_tokens += 1;
-                coverage.n_fragments += usize::from(is_fragment);
-            }
-        }
-        Ok(coverage)
-    }
-
     fn level(&self) -> Level {
         let (weak, bad) = most_tokens_per_char(self.script);
         let is_above =
@@ -118,34 +92,51 @@ impl UnknownChars {
     /// Share from which they are the cause of a weak coverage: each makes about three parts.
     const MANY: f64 = 0.02;
 
-    /// Of texts, of each at most 2,000 characters.
-    ///
-    /// # Errors
-    /// The tokenizer fails.
-    pub fn of<'a>(tokenizer: &TextTokenizer, texts: impl IntoIterator<Item = &'a str>) -> Result<Self, ModelError> {
+    /// `counts`: how often each occurs; `n_chars`: all characters but spaces.
+    fn of(counts: BTreeMap<char, usize>, n_chars: usize) -> Self {
         const N_EXAMPLES: usize = 12;
-        let (mut n_chars, mut counts) = (0, BTreeMap::<char, usize>::new());
-        for text in texts {
-            let text: String = text.chars().take(MAX_CHARS).collect();
-            n_chars += text.chars().filter(|character| !character.is_whitespace()).count();
-            let of_id =
-                |id: u32| -> Result<(u32, bool), ModelError> { Ok((id, is_fragment(&tokenizer.decode(&[id])?))) };
-            let tokens = tokenizer.encode(&text)?.into_iter().map(of_id).collect::<Result<Vec<_>, _>>()?;
-            for run in tokens.chunk_by(|one, other| one.1 == other.1).filter(|run| run[0].1) {
-                let ids: Vec<u32> = run.iter().map(|(id, _)| *id).collect();
-                let text = tokenizer.decode(&ids)?;
-                for character in text.chars().filter(|character| !character.is_whitespace() && *character != '\u{fffd}')
-                {
-                    *counts.entry(character).or_default() += 1;
-                }
-            }
-        }
         let n_unknown: usize = counts.values().sum();
         let mut unknown: Vec<(usize, char)> = counts.into_iter().map(|(character, n)| (n, character)).collect();
         unknown.sort_by_key(|(n, character)| (std::cmp::Reverse(*n), *character));
         let examples = unknown.iter().take(N_EXAMPLES).map(|(_, character)| *character).collect();
-        Ok(Self { share: share(n_unknown, n_chars), examples })
+        Self { share: share(n_unknown, n_chars), examples }
     }
+}
+
+/// Counts the tokens of texts, of each at most 2,000 characters, and the characters without a token.
+///
+/// # Errors
+/// The tokenizer fails.
+pub(super) fn coverage<'a>(
+    tokenizer: &TextTokenizer,
+    texts: impl IntoIterator<Item = &'a str>,
+) -> Result<(Coverage, UnknownChars), ModelError> {
+    let texts: Vec<&str> = texts.into_iter().collect();
+    let script = TextFacts::of(texts.iter().copied()).main_script();
+    let mut coverage = Coverage { script, ..Coverage::default() };
+    // Whether a token is a fragment, by id.
+    let mut known: HashMap<u32, bool> = HashMap::new();
+    let (mut n_visible, mut unknown) = (0, BTreeMap::<char, usize>::new());
+    for text in texts {
+        let text: String = text.chars().take(MAX_CHARS).collect();
+        coverage.n_chars += text.chars().count();
+        n_visible += text.chars().filter(|character| !character.is_whitespace()).count();
+        let ids = tokenizer.encode(&text)?;
+        for id in &ids {
+            if let Entry::Vacant(entry) = known.entry(*id) {
+                entry.insert(is_fragment(&tokenizer.decode(&[*id])?));
+            }
+        }
+        coverage.n_tokens += ids.len();
+        for fragments in ids.chunk_by(|one, other| known[one] == known[other]).filter(|run| known[&run[0]]) {
+            coverage.n_fragments += fragments.len();
+            let text = tokenizer.decode(fragments)?;
+            for character in text.chars().filter(|character| !character.is_whitespace() && *character != '\u{fffd}') {
+                *unknown.entry(character).or_default() += 1;
+            }
+        }
+    }
+    Ok((coverage, UnknownChars::of(unknown, n_visible)))
 }
 
 /// Coverage of queries and passages.
@@ -174,8 +165,8 @@ impl TokenizerFacts {
         }
         let action = match level {
             Level::Bad | Level::Weak if lacks_chars => {
-                "of a small model of one's own, append lines of everyday language with these characters to its corpus as `text` and pretrain \
-                 again; else take a model whose tokenizer knows them"
+                "for your own small model: append everyday texts with these characters to its corpus as `text`, and pretrain again; otherwise \
+                 take a model whose tokenizer knows them"
             }
             Level::Bad => {
                 "take a model whose tokenizer knows this language, or pretrain one on its texts; fine-tuning cannot mend it"
@@ -229,13 +220,12 @@ mod tests {
         std::fs::write(folder.path().join("tokenizer_config.json"), special).unwrap();
         let tokenizer = TextTokenizer::load(folder.path()).unwrap();
         let queries = ["我 银行卡 我", "啥挂失"];
-        let unknown_query_chars = UnknownChars::of(&tokenizer, queries).unwrap();
+        let (queries, unknown_query_chars) = coverage(&tokenizer, queries).unwrap();
         assert_eq!(unknown_query_chars, UnknownChars { share: 3.0 / 8.0, examples: "我啥".into() });
-        let queries = Coverage::of(&tokenizer, queries).unwrap();
         let advice = TokenizerFacts { vocab_size: 400, unknown_query_chars, queries, passages: None }.advice();
         let named = "38 % of the queries' characters have no token, such as 我啥";
         assert!(
-            advice.finding.ends_with(named) && advice.action.contains("as `text` and pretrain again"),
+            advice.finding.ends_with(named) && advice.action.contains("as `text`, and pretrain again"),
             "{advice:?}"
         );
     }

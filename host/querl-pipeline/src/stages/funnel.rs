@@ -161,8 +161,8 @@ fn too_few(name: &str, n: u64, least: u64, most: u64) -> String {
     format!("{name} is {n}; {least} to {most} are usual, and results of fewer are less conclusive")
 }
 
-/// Figure of the stage rewrite: why a recorded teacher may lack queries.
-pub(super) const HINT: &str = "recording";
+/// Figure of the stage rewrite: keys of a recorded teacher that are not read, which may be why it lacks queries.
+pub(super) const HINT: &str = "unread keys";
 
 /// A sentence about a recorded teacher that lacks many of the queries, by the figures of the stage rewrite.
 pub fn not_recorded(config: &Config, facts: &Facts) -> Option<String> {

@@ -1,16 +1,17 @@
 //! A stage of the pipeline: files in the run directory in, files in the run directory out; and the inputs that several stages depend on.
 
 use crate::environment::RowColumns;
-use crate::ledger::{FORMS_OF_EDITS, Facts, Inputs, Ledger, StageName};
+use crate::ledger::{FORMS_OF_EDITS, Facts, INDEX, Inputs, Ledger, StageName};
 use crate::run::Run;
 use anyhow::Context;
 use querl_core::config::{
-    Config, DataConfig, EmbeddingKind, JudgeKind, Language, RerankKind, RewriteForm, TableFormat, TeacherKind,
+    Config, DataConfig, EmbeddingKind, JudgeKind, Language, RerankKind, RetrievalKind, RewriteForm, TableFormat,
+    TeacherKind,
 };
 use querl_core::edits;
 use querl_core::ports::Progress;
 use querl_core::run_dir::RunDir;
-use querl_data::{Journal, TableRecord, retrieval_language, write_tables};
+use querl_data::{INDEX_VERSION, Journal, TableRecord, retrieval_language, write_tables};
 use std::path::{Path, PathBuf};
 
 /// The input of this name.
@@ -215,6 +216,9 @@ pub(crate) fn add_retrieval(inputs: &mut Inputs, config: &Config) -> anyhow::Res
     ]
     .concat();
     inputs.section("retrieval", retrieval, &except)?;
+    if retrieval.kind == RetrievalKind::Embedded {
+        inputs.text(INDEX, INDEX_VERSION);
+    }
     if retrieval.embedding.kind != EmbeddingKind::None {
         inputs.section("retrieval.embedding", &retrieval.embedding, &[&CALLS[..], &PRICES, &["path"]].concat())?;
     }
@@ -365,6 +369,7 @@ mod tests {
         edit.text(FORMS_OF_EDITS, edits::VERSION);
         assert!(edit.has("forms of edits in targets") && !full.has("forms of edits in targets"));
         add_retrieval(&mut edit, &config).unwrap();
+        assert!(edit.has(INDEX) && !full.has(INDEX));
         for name in ["synonyms", "language of the passages", "cross-encoder", "modules.json of embedding model"] {
             assert!(edit.has(name), "{name}");
         }

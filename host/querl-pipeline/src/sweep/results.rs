@@ -186,8 +186,7 @@ impl SweepReport {
         match &self.best {
             Some(best) if self.n_tied() > 1 => {
                 let (n, metric) = (self.n_tied(), &self.metric);
-                text +=
-                    &format!("no difference was found: {n} combinations have the best {metric}, one of them {best}\n");
+                text += &format!("{n} combinations tie for the best {metric}, one of them {best}\n");
             }
             Some(best) => text += &format!("best settings on the validation split: {best}\n"),
             None => {}
@@ -290,7 +289,7 @@ mod tests {
     fn a_tie_has_no_best_settings() {
         let results = [("a", 0.5), ("b", 0.5), ("c", 0.4)].map(|(name, value)| result(name, 1, &[measured(value)]));
         let text = SweepReport::new(json!({}), REWARD, &results, true).to_text();
-        let expected = "no difference was found: 2 combinations have the best val/reward, one of them --set rl.x=a\n";
+        let expected = "2 combinations tie for the best val/reward, one of them --set rl.x=a\n";
         assert!(text.ends_with(expected), "{text}");
     }
 

@@ -9,6 +9,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, Mutex, Once};
+use std::time::Duration;
 
 pub mod wat;
 
@@ -19,6 +20,12 @@ pub fn repository() -> PathBuf {
 /// Compiled plugins outlive a test run, as they do for a user. An example has no folder of its own: it uses the user's.
 pub fn cache_dir() -> Option<PathBuf> {
     option_env!("CARGO_TARGET_TMPDIR").map(|folder| Path::new(folder).join("plugin-cache"))
+}
+
+/// CPU time of this thread, which calls the guest: the machine may be busy with other tests.
+pub fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.try_into().unwrap(), time.tv_nsec.try_into().unwrap())
 }
 
 pub fn host() -> PluginHost {

@@ -1,7 +1,7 @@
 //! Guests that do not end, or take more than they may: fuel, the clock, the stack, tables.
 
 use crate::common::{
-    assert_others_are_served, episode, fault_message, fault_of, guest, host, host_with, refusal, title,
+    assert_others_are_served, cpu_time, episode, fault_message, fault_of, guest, host, host_with, refusal, title,
     with_plenty_of_fuel,
 };
 use querl_core::config::PluginLimits;
@@ -30,12 +30,6 @@ fn overshoot(name: &str, query: &str) -> Duration {
     beyond.sort();
     assert_others_are_served(&host);
     beyond[3]
-}
-
-/// CPU time of this thread, which calls the guest.
-fn cpu_time() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec.try_into().unwrap(), time.tv_nsec.try_into().unwrap())
 }
 
 /// Asserts that fuel stops `name` long before the clock would, with the sentence about fuel.

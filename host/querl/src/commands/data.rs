@@ -73,7 +73,6 @@ struct Lengths {
 impl Stats {
     fn of(config: &Config) -> anyhow::Result<Self> {
         let table = open_queries(&config.data)?;
-        let not_recorded = check_recording(config, &table)?;
         let unknown_gold_ids = check_knowledge_base(config, &table)?;
         let dir = RunDir::new(&config.output_dir);
         let ledger = Ledger::open(&dir.stages())?;
@@ -94,7 +93,8 @@ impl Stats {
         let rewritten = ledger.entry(StageName::Rewrite.as_str()).filter(|entry| entry.finished);
         warnings.extend(match rewritten {
             Some(entry) => funnel::not_recorded(config, &entry.facts),
-            None => not_recorded,
+            // Reads the recording and the table; a finished stage has counted.
+            None => check_recording(config, &table)?,
         });
         warnings.extend(funnel::notes(&ledger, &dir)?);
         if let Some(found) = found {

@@ -322,8 +322,10 @@ fn dot(row: &[u8], vector: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + rest
 }
 
-/// Format version of the index, with the libraries that build and read it. Change the number with the way in which texts are indexed;
-/// another release of a library makes another index.
+/// Version of the embedded index. Incremented with each change of how texts are indexed: other ranks follow, so it is an input of the
+/// stages that read hits.
+pub const INDEX_VERSION: u32 = 4;
+/// Format of the index: [`INDEX_VERSION`], and the libraries that build and read it. Another release of a library makes another index.
 pub(super) const FORM: &str = "querl index 4; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
 /// Libraries that compute vectors.
 pub(super) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
