@@ -126,8 +126,9 @@ async fn the_example_service_finds_the_passage_of_the_worked_example() {
         let passages = answer["data"]["recall"].as_array().unwrap().clone();
         passages.iter().map(|passage| passage["id"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
-    assert_eq!(found("serve.toml").await.first().map(String::as_str), Some("p01-usage"));
-    assert!(!found("querl.toml").await.contains(&"p01-usage".to_owned()), "what the runs of the example find");
+    let passage = "p01-usage".to_owned();
+    assert!(found("serve.toml").await.contains(&passage));
+    assert!(!found("querl.toml").await.contains(&passage), "what the runs of the example find");
 }
 
 #[tokio::test]

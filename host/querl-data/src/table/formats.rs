@@ -156,6 +156,9 @@ pub(crate) type TableRows = Box<dyn Iterator<Item = Result<(usize, Vec<String>),
 
 pub(super) type TypedRows = Box<dyn Iterator<Item = Result<(usize, Vec<TableCell>), DataError>>>;
 
+/// Maximum number of listed rows of one kind; all are counted.
+pub(super) const MAX_LISTED: usize = 100;
+
 /// A longer cell is damage.
 pub(super) const MAX_CELL_BYTES: usize = 1 << 20;
 

@@ -19,7 +19,7 @@ use crate::dataset::records::{RowIter, Rows, UnchangedFile};
 use crate::error::DataError;
 use crate::text::{hash_of, normalise, separates_ids, with_width};
 use encoding::TextEncoding;
-use formats::{CHAT, CHAT_REMEDY, Table, TableRows};
+use formats::{CHAT, CHAT_REMEDY, MAX_LISTED, Table, TableRows};
 use querl_core::config::{DataConfig, TextWidth};
 use querl_core::fsx::digest_hex;
 use querl_core::records::QueryRow;
@@ -207,9 +207,6 @@ impl Rows<QueryRow> for QueryTable {
         Some(self.first_path())
     }
 }
-
-/// Maximum number of listed rows of one kind; all are counted.
-const MAX_LISTED: usize = 100;
 
 /// Maximum number of rows in a message.
 const SHOWN: usize = 10;

@@ -1,8 +1,7 @@
 //! Reads the sheets of a workbook cell by cell. A file of a few kilobytes can declare 17 billion cells and inflate to many gigabytes: the
 //! parts are inflated and counted first, and only cells that exist take memory.
 
-use super::MAX_LISTED;
-use super::formats::{CellForm, MAX_CELL_BYTES, RowSource, Table, TableCell, TypedRows};
+use super::formats::{CellForm, MAX_CELL_BYTES, MAX_LISTED, RowSource, Table, TableCell, TypedRows};
 use crate::error::{DataError, catch_panic, panic_message};
 use calamine::{
     Data, DataRef, Dimensions, ExcelDateTime, Reader, Sheet, SheetType, SheetVisible, Xlsx, XlsxCellReader, XlsxError,

@@ -123,6 +123,6 @@ mod tests {
         let text = query_text(&dataset_row("a").metadata.query, &columns, None);
         assert_eq!(inline(&text).columns, columns);
         // Regression: integers were written as 73228476468.0.
-        assert!(text.contains(r#""sku":73228476468,"sizes":[7,1e20,true]"#), "{text}");
+        assert!(text.contains(r#""sku":73228476468,"sizes":[7,1e+20,true]"#), "{text}");
     }
 }

@@ -37,15 +37,13 @@ fn many_threads_get_their_own_results_among_faults() {
     });
 }
 
-/// A lost slot would make one of the calls wait for another's end: the last round would take as long as two.
+/// A lost slot would make one of the calls wait for another's end: with a CPU for each call, a round would take as long as two. If every fault
+/// lost one, no call would end.
 #[test]
 fn faults_give_their_slots_back() {
     assert_eq!(querl_plugin::HostOptions::default().n_slots, N_SLOTS);
     let host = host_with(with_plenty_of_fuel(300));
     let (loops, panics) = (guest(&host, "infinite-loop"), guest(&host, "panics"));
-    for _ in 0..100 {
-        panics.score_batch(&[episode("a", "panic")]).unwrap_err();
-    }
     let round = || {
         let start = Instant::now();
         std::thread::scope(|scope| {
@@ -55,6 +53,11 @@ fn faults_give_their_slots_back() {
         });
         start.elapsed()
     };
-    let least = (0..3).map(|_| round()).min().unwrap();
-    assert!(least >= Duration::from_millis(300) && least < Duration::from_millis(600), "{least:?}");
+    let shortest = || (0..3).map(|_| round()).min().unwrap();
+    let before = shortest();
+    for _ in 0..100 {
+        panics.score_batch(&[episode("a", "panic")]).unwrap_err();
+    }
+    let after = shortest();
+    assert!(before >= Duration::from_millis(300) && after < before * 9 / 5, "{before:?} {after:?}");
 }

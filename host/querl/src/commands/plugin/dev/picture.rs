@@ -133,7 +133,7 @@ impl Scores {
         {
             if let Some(changes) = changes {
                 lines.push(String::new());
-                // Queries, of which the start is enough.
+                // The start of a query is enough.
                 lines.extend(changes.lines(title).iter().map(|line| querl_eval::cut(line, MAX_WIDTH)));
             }
         }
