@@ -140,7 +140,7 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
         let problem = format!("each of {n_both} queries has gold passages in {first} or {second} alone");
         return Err(EvalError::Comparison(format!("{problem}; make both runs with the same query table")));
     }
-    let differs = |records: &&[&EvalRecord; 2]| gold(records[0]) != gold(records[1]) && !is_of_one_side(*records);
+    let differs = |records: &&[&EvalRecord; 2]| gold(records[0]) != gold(records[1]) && !is_of_one_side(records);
     if let Some([record, other]) = both.iter().find(differs) {
         let (query, [first, second]) = (&record.query.original_query, sides.map(|side| side.name));
         let golds = [&record.query.gold_ids, &other.query.gold_ids].map(|ids| ids.join(", "));

@@ -144,7 +144,9 @@ fn component_that_takes_very_long_to_compile_is_stopped() {
     let start = Instant::now();
     let message = host.load(&path).unwrap_err().to_string();
     assert!(
-        message.contains("slow.wasm: compiling it took longer than 1000 ms (`plugins.limits.compile_timeout_ms`); raise it"),
+        message.contains(
+            "slow.wasm: compiling it took longer than 1000 ms (`plugins.limits.compile_timeout_ms`); raise it"
+        ),
         "{message}"
     );
     assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());

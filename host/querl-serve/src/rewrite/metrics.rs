@@ -42,7 +42,7 @@ const FALLBACKS: [&str; 7] =
 pub(super) fn route_of(path: &str) -> &'static str {
     let is_below = |route: &str| path.strip_prefix(route).is_some_and(|rest| rest.starts_with('/'));
     let has_names = |route: &str| ["/admin/tenants", "/v1/models"].contains(&route);
-    let is_route = |route: &&str| path == *route || (has_names(*route) && is_below(*route));
+    let is_route = |route: &&str| path == *route || (has_names(route) && is_below(route));
     ROUTES.into_iter().find(is_route).unwrap_or("other")
 }
 
