@@ -275,15 +275,15 @@ def interrupted_rollouts(tally) -> None:
     with Project(finished="sft") as whole, Project(finished="sft") as project:
         end = whole.querl(*args, limit_s=1200)
         assert end.code == 0, end
-        n_within = 0
+        n_within, pause_s = 0, min(1.5, max(0.7, end.seconds / 12))  # a fast machine has the rollouts of a step in a few seconds
         for _ in range(15 * tally.factor):
-            end = project.interrupted(*args, after_s=max(1.0, end.seconds / 20) if n_within == 0 else 1.5)
+            end = project.interrupted(*args, after_s=max(1.0, end.seconds / 20) if n_within == 0 else pause_s)
             if end.code == 0:
                 break
             n_within += "the state is saved" in end.err
             tally.attack("Ctrl-C in a rollout", end.problem(130) or (f"{end.seconds:.1f} s" if end.seconds > 10 else None))
         end = project.querl(*args, limit_s=1200)
-        few = f"only {n_within} interrupts met a rollout" if n_within < 5 else None
+        few = f"only {n_within} interrupts met a rollout" if n_within < 3 else None
         tally.attack(f"the end after {n_within} interrupts", end.problem(0) or few or difference(project, trained(whole)))
 
 
