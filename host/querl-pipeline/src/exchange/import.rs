@@ -382,9 +382,9 @@ mod tests {
         ] {
             assert_eq!(check(name, base), Ok(None), "{name} on {base}");
         }
-        let merged = check("/work/served/merged", "models/tiny-qwen3").unwrap_err();
+        let merged = check("/srv/served/merged", "models/tiny-qwen3").unwrap_err();
         assert!(
-            merged.contains("base_model_name_or_path is /work/served/merged, a model that an adapter was merged into")
+            merged.contains("base_model_name_or_path is /srv/served/merged, a model that an adapter was merged into")
                 && merged.ends_with("where it is the base of this run, correct base_model_name_or_path"),
             "{merged}"
         );
