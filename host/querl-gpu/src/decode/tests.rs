@@ -206,7 +206,7 @@ fn in_other_company() {
     for (max_sequences, max_prefix_tokens, prefix_life) in
         [(3, 4096, PrefixLife::Policy), (20, 0, PrefixLife::Policy), (20, 64, PrefixLife::Call)]
     {
-        let settings = EngineSettings { max_sequences, max_prefix_tokens, prefix_life, room: None };
+        let settings = EngineSettings { max_sequences, max_prefix_tokens, prefix_life, ..EngineSettings::default() };
         let mut engine = Engine::new(&pair.on_gpu.0, settings).unwrap();
         engine.set_policy(Some(&pair.on_gpu.1), 1).unwrap();
         for _ in 0..2 {

@@ -6,7 +6,7 @@
 
 use crate::decoder::{AdaptedLayer, AdaptedLinear};
 use crate::kernels::simd::{exp_or_zero, vectorised};
-use crate::kernels::{FrozenWeight, LANES, Weight, with_floats};
+use crate::kernels::{FrozenWeight, Int8Rows, LANES, Weight, with_floats};
 use crate::transformer::{LayerBackend, LayerContext, MaybeBorrowed, ProjectionOut, QueryRows, Rows, TransformerLayer};
 use crate::{Decoder, DecoderConfig, LoraAdapter, ModelError, Ranks};
 use candle_core::{Error, Result, Tensor};
@@ -23,6 +23,7 @@ pub(super) struct BaseWeights {
     pub(super) final_norm: Vec<f32>,
     head: FrozenWeight,
     embedding: FrozenWeight,
+    int8_activations: bool,
     /// Free buffers for logits: fresh pages for each decode step cost more than the softmax.
     logits: Mutex<Vec<Vec<f32>>>,
 }
@@ -71,9 +72,12 @@ impl Segment {
 }
 
 impl BaseWeights {
-    pub(super) fn new(decoder: &Decoder) -> Result<Self> {
+    /// `int8_activations`: see [`super::EngineSettings`].
+    pub(super) fn new(decoder: &Decoder, int8_activations: bool) -> Result<Self> {
         let layers = decoder.adapted_layers(None).enumerate();
-        let layers = layers.map(|(index, layer)| inference_layer(index, &layer?)).collect::<Result<_>>()?;
+        let layer =
+            |(index, layer): (usize, Result<AdaptedLayer<'_>>)| inference_layer(index, &layer?, int8_activations);
+        let layers = layers.map(layer).collect::<Result<_>>()?;
         let embedding = frozen(&decoder.adapted_embedding(None)?)?;
         let head = match decoder.adapted_head(None)? {
             Weight::Trained(_) if decoder.config().tie_word_embeddings => embedding.clone(),
@@ -86,6 +90,7 @@ impl BaseWeights {
             final_norm: floats(decoder.final_norm())?,
             head,
             embedding,
+            int8_activations,
             logits: Mutex::default(),
         })
     }
@@ -129,7 +134,11 @@ impl BaseWeights {
             let (own, rest) = hidden.split_at(n_rows * self.config.hidden_size);
             hidden = rest;
             let own_logits = logits.split_off_mut(..n_rows * self.config.vocab_size).unwrap_or_default();
-            run[0].head().unwrap_or(&self.head).forward(own, own_logits, 0.0)?;
+            let head = run[0].head().unwrap_or(&self.head);
+            match self.int8_activations && head.dtype() == BaseDtype::Int8 {
+                true => head.forward_int8(&Int8Rows::quantize(own, head.dims().1), own_logits, 0.0)?,
+                false => head.forward(own, own_logits, 0.0)?,
+            }
         }
         Ok(())
     }
@@ -159,12 +168,16 @@ impl AdapterWeights {
 /// Groups of linear layers in a transformer layer: qkv, o, gate_up, down.
 const N_GROUPS: usize = 4;
 
-fn inference_layer(index: usize, layer: &AdaptedLayer<'_>) -> Result<TransformerLayer<CpuInference>> {
+fn inference_layer(
+    index: usize,
+    layer: &AdaptedLayer<'_>,
+    int8_activations: bool,
+) -> Result<TransformerLayer<CpuInference>> {
     let qk_norm = match layer.qk_norm {
         Some([q, k]) => Some([floats(q)?, floats(k)?]),
         None => None,
     };
-    let group = |number, linears| LinearGroup::new(index * N_GROUPS + number, linears);
+    let group = |number, linears| LinearGroup::new(index * N_GROUPS + number, linears, int8_activations);
     Ok(TransformerLayer {
         input_norm: floats(layer.input_norm)?,
         qkv: group(0, &layer.qkv)?,
@@ -181,11 +194,19 @@ pub(super) struct LinearGroup {
     /// In [`AdapterWeights::groups`].
     index: usize,
     members: Vec<BaseLinear>,
+    /// The members' inputs are rounded to int8, as their weights are.
+    is_int8: bool,
 }
 
 struct BaseLinear {
     weight: FrozenWeight,
     bias: Option<Vec<f32>>,
+}
+
+/// Inputs `(N, in)` of the base's linear layers.
+enum Inputs<'x> {
+    F32(&'x [f32]),
+    Int8(Int8Rows),
 }
 
 /// What an adapter changes of a group. The matrices A of all members are concatenated to one product.
@@ -210,11 +231,18 @@ enum Output {
 }
 
 impl LinearGroup {
-    fn new(index: usize, linears: &[AdaptedLinear<'_>]) -> Result<Self> {
+    fn new(index: usize, linears: &[AdaptedLinear<'_>], int8_activations: bool) -> Result<Self> {
         let member = |linear: &AdaptedLinear<'_>| {
             Ok(BaseLinear { weight: frozen(linear.weight)?, bias: linear.bias.map(floats).transpose()? })
         };
-        Ok(Self { index, members: linears.iter().map(member).collect::<Result<_>>()? })
+        let members = linears.iter().map(member).collect::<Result<Vec<_>>>()?;
+        let is_int8 = int8_activations && members.iter().all(|member| member.weight.dtype() == BaseDtype::Int8);
+        Ok(Self { index, members, is_int8 })
+    }
+
+    /// The inputs as the base's products take them.
+    fn inputs<'x>(&self, x: &'x [f32]) -> Inputs<'x> {
+        if self.is_int8 { Inputs::Int8(Int8Rows::quantize(x, self.n_in())) } else { Inputs::F32(x) }
     }
 
     fn n_weights(&self) -> usize {
@@ -256,8 +284,9 @@ impl LinearGroup {
         mut outputs: Vec<&mut [f32]>,
         output: Output,
     ) -> Result<()> {
+        let inputs = self.inputs(x);
         for (member, y) in self.members.iter().zip(&mut outputs) {
-            member.forward(x, y, output)?;
+            member.forward(&inputs, y, output)?;
         }
         let (mut tasks, mut x) = (Vec::with_capacity(segments.len()), x);
         for segment in segments {
@@ -281,17 +310,17 @@ impl LinearGroup {
 
     fn forward_dora(&self, adapter: &GroupAdapter, x: &[f32], outputs: Vec<&mut [f32]>, output: Output) -> Result<()> {
         let n_rows = x.len() / self.n_in();
-        let lora_a_out = adapter.lora_a_out(x, n_rows)?;
+        let (lora_a_out, inputs) = (adapter.lora_a_out(x, n_rows)?, self.inputs(x));
         for ((base, member), y) in self.members.iter().zip(&adapter.members).zip(outputs) {
             let Some(MemberAdapter { factor: Some(factor), .. }) = member else {
-                base.forward(x, y, output)?;
+                base.forward(&inputs, y, output)?;
                 if let Some(member) = member {
                     member.add(&lora_a_out, n_rows, y)?;
                 }
                 continue;
             };
             let mut changed = vec![0f32; y.len()];
-            base.weight.forward(x, &mut changed, 0.0)?;
+            base.product(&inputs, &mut changed, 0.0)?;
             if let Some(member) = member {
                 member.add(&lora_a_out, n_rows, &mut changed)?;
             }
@@ -310,7 +339,7 @@ impl LinearGroup {
 
 impl BaseLinear {
     /// Writes or adds the outputs `(N, out)` for `x` `(N, in)`.
-    fn forward(&self, x: &[f32], y: &mut [f32], output: Output) -> Result<()> {
+    fn forward(&self, x: &Inputs<'_>, y: &mut [f32], output: Output) -> Result<()> {
         let mut keep = if output == Output::Add { 1.0 } else { 0.0 };
         if let Some(bias) = &self.bias {
             y.chunks_exact_mut(bias.len()).for_each(|row| match output {
@@ -319,7 +348,14 @@ impl BaseLinear {
             });
             keep = 1.0;
         }
-        self.weight.forward(x, y, keep)
+        self.product(x, y, keep)
+    }
+
+    fn product(&self, x: &Inputs<'_>, y: &mut [f32], keep: f32) -> Result<()> {
+        match x {
+            Inputs::F32(x) => self.weight.forward(x, y, keep),
+            Inputs::Int8(x) => self.weight.forward_int8(x, y, keep),
+        }
     }
 }
 

@@ -214,7 +214,7 @@ impl ServingEngine {
         if !matches!(decoder.compute_device(), ComputeDevice::Cpu) || decoder.parallel().is_sharded() {
             return Err(ModelError::Generation("requests are served on the CPU, by a model in one part".into()));
         }
-        let policy = Policy::Cpu(Box::new(BaseWeights::new(&decoder)?));
+        let policy = Policy::Cpu(Box::new(BaseWeights::new(&decoder, true)?));
         let pool = BlockPool::new(BlockShape::new(decoder.local_config()));
         let n_blocks = settings.kv_cache_bytes / pool.block_bytes().max(1) / 2;
         Ok(Self {

@@ -1,5 +1,6 @@
 //! Weights of linear layers, and their products as operations of candle's graph: frozen, frozen with LoRA, trained.
 
+use super::int8_matmul::{self, Int8Rows};
 use super::packed_matmul::{self, Output, Term, WeightView};
 use super::packed_weight::{Packed, pack};
 use super::projection::{
@@ -24,8 +25,8 @@ use std::sync::Arc;
 /// | fp8 | 1 | rounded to 4 bits of mantissa (e4m3) as a share of its row's largest, which is 448 |
 /// | nf4 | 0.5625 | one of 16 shares of its group's largest |
 ///
-/// A group is 64 neighbours of one output row. Stored values are widened block by block and multiplied in f32, activations are
-/// never rounded: with the bf16 dot products of Intel's fifth generation a core does 90 GFLOP/s, with f32 187.
+/// A group is 64 neighbours of one output row. Stored values are widened block by block and multiplied in f32: with the bf16 dot products
+/// of Intel's fifth generation a core does 90 GFLOP/s, with f32 187. Activations are rounded in [`FrozenWeight::forward_int8`] alone.
 ///
 /// Sources: Dettmers et al. 2022, "LLM.int8()" (symmetric absolute-maximum steps); Micikevicius et al. 2022, "FP8 Formats for Deep
 /// Learning" (e4m3);
@@ -91,6 +92,21 @@ impl FrozenWeight {
     /// Lengths that do not fit.
     pub fn forward(&self, x: &[f32], y: &mut [f32], keep: f32) -> Result<()> {
         packed_matmul::forward(self.level, &[Term { left: x, weight: self.source() }], Output::new(y, keep))
+    }
+
+    /// [`FrozenWeight::forward`] of a weight in int8 for inputs that are rounded to int8 as well: sums of integers.
+    ///
+    /// # Errors
+    /// Another type than int8, or lengths that do not fit.
+    pub(crate) fn forward_int8(&self, x: &Int8Rows, y: &mut [f32], keep: f32) -> Result<()> {
+        let (n_out, n_in) = self.dims();
+        if self.dtype() != BaseDtype::Int8 || !x.fits(n_in, y.len(), n_out) {
+            bail!("product in int8: {} values by ({n_out}, {n_in}) in {}", y.len(), self.dtype().name());
+        }
+        match int8_matmul::forward(self.level, &self.packed, x, y, keep) {
+            true => Ok(()),
+            false => self.forward(&x.to_floats(), y, keep),
+        }
     }
 
     /// `dx = keep * dx + grad W` for `grad` `(N, out)` and `dx` `(N, in)`.

@@ -6,6 +6,7 @@
 
 mod attention;
 mod elementwise;
+mod int8_matmul;
 mod linear;
 mod logprobs;
 mod matmul;
@@ -24,6 +25,7 @@ pub use rope::{RopeTable, norm_rope, rope};
 
 #[cfg(test)]
 pub(crate) use linear::gradients as projection_gradients;
+pub(crate) use int8_matmul::Int8Rows;
 pub(crate) use matmul::{Mat, matmul, matmul_into};
 pub(crate) use projection::{LoraMatrices, ParameterGradients, Projection, input_backward_sum};
 pub(crate) use simd::SimdLevel;

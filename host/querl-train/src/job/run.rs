@@ -117,8 +117,12 @@ pub fn run_generate(
         let decoding = job.samples.map_or_else(|| Decoding::with_beams(job.n_beams), |_| Decoding::Sample);
         let tokenizer = TextTokenizer::for_policy(&job.model)?;
         // No prefix is cached between prompts: each response takes as long as it would alone.
-        let settings =
-            EngineSettings { prefix_life: PrefixLife::Call, max_prefix_tokens: 0, ..EngineSettings::default() };
+        let settings = EngineSettings {
+            prefix_life: PrefixLife::Call,
+            max_prefix_tokens: 0,
+            int8_activations: true,
+            ..EngineSettings::default()
+        };
         let mut engine = Engine::new(&decoder, settings)?;
         engine.set_policy(adapter.as_ref(), 0)?;
         let has_own_device = rank.device != Device::Cpu || rank.mesh.all.world_size() == 1;

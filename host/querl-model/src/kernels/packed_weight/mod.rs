@@ -88,6 +88,15 @@ impl Packed {
         (self.data.as_ptr().cast::<u8>().wrapping_add(self.offset(panel, input) / WIDTH * bytes), bytes)
     }
 
+    /// Codes `(in / 4, WIDTH, 4)`, each plus 128, and scales `(groups, WIDTH)` of a panel in int8.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn int8_panel(&self, panel: usize) -> (&[u8], &[f32]) {
+        debug_assert!(self.dtype == BaseDtype::Int8);
+        let codes = &values(&self.data)[self.offset(panel, 0)..][..self.n_in_padded * WIDTH];
+        let n_scales = self.n_groups() * WIDTH;
+        (codes, &self.scales[panel * n_scales..][..n_scales])
+    }
+
     pub(super) fn floats(&self) -> Option<&[f32]> {
         (self.dtype == BaseDtype::F32).then(|| values(&self.data))
     }
@@ -189,7 +198,11 @@ fn quantise(bits: &[u32], n_in: usize, dtype: BaseDtype, panel: &mut [u8], scale
             for (i, &bits) in bits.iter().enumerate() {
                 let (input, share) = (group * size + i, f32::from_bits(bits) * inverse);
                 match dtype {
-                    BaseDtype::Int8 => panel[input * WIDTH + output] = (share.round().clamp(-127.0, 127.0) as i8) as u8,
+                    // Four neighbours of a row are neighbours, each plus 128: what the integer product reads at once.
+                    BaseDtype::Int8 => {
+                        let code = share.round().clamp(-127.0, 127.0) as i8;
+                        panel[input / 4 * 4 * WIDTH + 4 * output + input % 4] = code as u8 ^ 0x80;
+                    }
                     BaseDtype::Fp8 => panel[input * WIDTH + output] = e4m3(share),
                     // The low half of a byte is an output of the panel's first half, the high half one of its second.
                     _ => panel[input * WIDTH / 2 + output % 32] |= nearest(share) << (output / 32 * 4),

@@ -89,12 +89,20 @@ vectorised! {
     }
 }
 
+/// The code of an input, of four that are stored together.
+#[inline(always)]
+fn int8_code(four: u32, input: usize) -> i8 {
+    ((four ^ 0x8080_8080) >> (8 * (input % 4))) as i8
+}
+
 vectorised! {
-    fn unpack_int8(from: &[u8], scales: &[f32; WIDTH], to: &mut [f32]) {
-        for (to, from) in to.chunks_exact_mut(WIDTH).zip(from.chunks_exact(WIDTH)) {
-            prefetch(from.as_ptr());
-            for i in 0..WIDTH {
-                to[i] = f32::from(from[i] as i8) * scales[i];
+    fn unpack_int8(from: &[u32], scales: &[f32; WIDTH], to: &mut [f32]) {
+        for (to, from) in to.chunks_mut(4 * WIDTH).zip(from.chunks_exact(WIDTH)) {
+            (0..WIDTH).step_by(16).for_each(|i| prefetch(&raw const from[i]));
+            for (input, to) in to.chunks_exact_mut(WIDTH).enumerate() {
+                for i in 0..WIDTH {
+                    to[i] = f32::from(int8_code(from[i], input)) * scales[i];
+                }
             }
         }
     }
@@ -255,7 +263,7 @@ impl Packed {
             let scales = &self.scales.as_chunks::<WIDTH>().0[group]; // every group of a panel has them
             let bytes = values::<u8>(&self.data);
             match self.dtype {
-                BaseDtype::Int8 => unpack_int8(&bytes[offset..][..to.len()], scales, to),
+                BaseDtype::Int8 => unpack_int8(&values::<u32>(&self.data)[offset / 4..], scales, to),
                 BaseDtype::Fp8 => unpack_fp8(&bytes[offset..][..to.len()], scales, to),
                 _ => unpack_nf4(level, &bytes[offset / 2..][..to.len() / 2], scales, to),
             }
@@ -293,7 +301,9 @@ impl Packed {
         let scales = &self.scales[panel * self.n_groups() * WIDTH..];
         for (input, value) in row.iter_mut().enumerate() {
             let share = match self.dtype {
-                BaseDtype::Int8 => f32::from(bytes[offset + input * WIDTH + lane] as i8),
+                BaseDtype::Int8 => {
+                    f32::from(int8_code(values::<u32>(&self.data)[(offset + input / 4 * 4 * WIDTH) / 4 + lane], input))
+                }
                 BaseDtype::Fp8 => from_e4m3(bytes[offset + input * WIDTH + lane]),
                 _ => NF4[usize::from(bytes[(offset + input * WIDTH) / 2 + lane % 32] >> (lane / 32 * 4) & 15)],
             };

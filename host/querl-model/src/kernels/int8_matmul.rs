@@ -1,0 +1,360 @@
+//! Products of int8 weights with activations in int8: sums of integers over each group of 64 inputs, scaled to f32. For inference.
+//!
+//! With AVX-512 VNNI one instruction multiplies and adds 64 pairs of int8 (f32: 16). Other processors multiply the rounded activations in f32, so
+//! that the result is the same up to the rounding of sums.
+//!
+//! Sources: Dettmers et al. 2022, "LLM.int8()" (both sides in int8, outputs in f32); groups as in llama.cpp's q8_0.
+
+use super::packed_matmul::WIDTH;
+use super::packed_weight::{GROUP, Packed};
+use super::simd::{SimdLevel, vectorised};
+use rayon::prelude::*;
+
+/// Inputs that one step of the integer product reads: a vector has four of each of 16 outputs.
+const QUAD: usize = 4;
+
+/// Rows that one task works on: their codes stay in the second-level cache while panels pass over them.
+const ROWS_PER_TASK: usize = 128;
+
+/// Multiplications below which handing work to other threads costs more than it saves.
+const SERIAL_WORK: usize = 1 << 19;
+
+/// Activations `(N, in)` in int8, with a scale for each [`GROUP`] neighbours of a row: the rounded values are `code * scale`.
+pub(crate) struct Int8Rows {
+    n_in: usize,
+    /// Codes of a row: a multiple of [`QUAD`], those beyond the last input are 0.
+    stride: usize,
+    codes: Vec<i8>,
+    /// `(N, groups)`.
+    scales: Vec<f32>,
+    /// `(N, groups)`: what integer sums begin with, since weights are stored as code plus 128.
+    starts: Vec<i32>,
+}
+
+impl Int8Rows {
+    /// Rounds `x` `(N, in)` to one of 255 even steps up to its group's largest. A group that holds NaN or Inf gives NaN.
+    pub(crate) fn quantize(x: &[f32], n_in: usize) -> Self {
+        let (n_rows, n_groups, stride) = (x.len() / n_in.max(1), n_in.div_ceil(GROUP), n_in.next_multiple_of(QUAD));
+        let (mut codes, mut scales) = (vec![0i8; n_rows * stride], vec![0f32; n_rows * n_groups]);
+        let mut starts = vec![0i32; n_rows * n_groups];
+        let rows = x.par_chunks_exact(n_in.max(1)).zip(codes.par_chunks_exact_mut(stride.max(1)));
+        let groups = scales.par_chunks_exact_mut(n_groups.max(1)).zip(starts.par_chunks_exact_mut(n_groups.max(1)));
+        let row = |((x, codes), (scales, starts)): ((&[f32], &mut [i8]), (&mut [f32], &mut [i32]))| {
+            quantize_row(x, codes, scales, starts);
+        };
+        rows.zip(groups).with_min_len(16).for_each(row);
+        Self { n_in, stride, codes, scales, starts }
+    }
+
+    fn n_rows(&self) -> usize {
+        self.codes.len() / self.stride.max(1)
+    }
+
+    /// Whether products with a weight `(n_out, n_in)` are `len` values.
+    pub(super) fn fits(&self, n_in: usize, len: usize, n_out: usize) -> bool {
+        n_in == self.n_in && len == self.n_rows() * n_out
+    }
+
+    /// The rounded values, `(N, in)`.
+    pub(super) fn to_floats(&self) -> Vec<f32> {
+        let mut values = Vec::with_capacity(self.n_rows() * self.n_in);
+        let n_groups = self.n_in.div_ceil(GROUP).max(1);
+        for (codes, scales) in self.codes.chunks_exact(self.stride.max(1)).zip(self.scales.chunks_exact(n_groups)) {
+            values.extend(codes[..self.n_in].iter().enumerate().map(|(i, &code)| f32::from(code) * scales[i / GROUP]));
+        }
+        values
+    }
+}
+
+vectorised! {
+    fn quantize_row(x: &[f32], codes: &mut [i8], scales: &mut [f32], starts: &mut [i32]) {
+        let groups = x.chunks(GROUP).zip(codes.chunks_mut(GROUP)).zip(scales.iter_mut().zip(starts));
+        for ((x, codes), (scale, start)) in groups {
+            // As bits without sign NaN is above Inf, and Inf above all numbers.
+            let largest = f32::from_bits(x.iter().map(|x| x.to_bits() & 0x7fff_ffff).fold(0, u32::max));
+            // Of zeros alone, or so close to them that no float is large enough, the codes are those of zeros.
+            let inverse = if 127.0 / largest < f32::INFINITY { 127.0 / largest } else { 0.0 };
+            *scale = if largest < f32::INFINITY { largest / 127.0 } else { f32::NAN };
+            let mut sum = 0;
+            for (code, x) in codes.iter_mut().zip(x) {
+                let rounded = (x * inverse).round_ties_even() as i32;
+                sum += rounded;
+                *code = rounded as i8;
+            }
+            *start = -128 * sum;
+        }
+    }
+}
+
+/// `y = keep * y + x W^T` for `y` `(N, out)`; `false` where the processor lacks the instructions, and `y` is as before.
+pub(super) fn forward(level: SimdLevel, weight: &Packed, x: &Int8Rows, y: &mut [f32], keep: f32) -> bool {
+    debug_assert!(x.n_in == weight.n_in && y.len() == x.n_rows() * weight.n_out);
+    #[cfg(target_arch = "x86_64")]
+    if level == SimdLevel::Avx512 && is_x86_feature_detected!("avx512vnni") {
+        let n_rows = x.n_rows();
+        let (n_panels, n_chunks) = (weight.n_out.div_ceil(WIDTH), n_rows.div_ceil(ROWS_PER_TASK));
+        let out = Out(y.as_mut_ptr());
+        let run = |task: usize| {
+            // Tasks that follow one another share their rows.
+            let (chunk, panel) = (task / n_panels, task % n_panels);
+            let first = chunk * n_rows / n_chunks;
+            let rows = first..(chunk + 1) * n_rows / n_chunks;
+            // SAFETY: the processor has the instructions; the rows are those of `x` and `y`, the panel is one of the weight, and
+            // blocks of different tasks do not overlap.
+            unsafe { vnni::panel(weight, panel, x, rows, &out, keep) };
+        };
+        match n_rows * weight.n_out * weight.n_in < SERIAL_WORK {
+            true => (0..n_panels * n_chunks).for_each(run),
+            false => (0..n_panels * n_chunks).into_par_iter().for_each(run),
+        }
+        return true;
+    }
+    let _ = (level, weight, x, y, keep);
+    false
+}
+
+/// The result, `(N, out)`.
+#[cfg(target_arch = "x86_64")]
+struct Out(*mut f32);
+
+// SAFETY: it is a mutable slice, and tasks write to parts of it that do not overlap.
+#[cfg(target_arch = "x86_64")]
+unsafe impl Sync for Out {}
+
+/// Tiles of the result in registers.
+#[cfg(target_arch = "x86_64")]
+mod vnni {
+    use super::{GROUP, Int8Rows, Out, Packed, QUAD, WIDTH};
+    use std::arch::x86_64::*;
+    use std::ops::Range;
+
+    const LANES: usize = 16;
+
+    /// Rows of a tile of two vectors: integer sums and f32 sums take 24 of 32 registers.
+    const ROWS: usize = 6;
+
+    /// How far ahead of a load its weights are prefetched, in bytes: over page boundaries, where the processor does not.
+    const AHEAD: usize = 4096;
+
+    /// Some rows by one panel's columns from `column` on.
+    #[derive(Clone, Copy)]
+    struct Tile {
+        /// [`QUAD`] inputs of WIDTH outputs at each step.
+        weight: *const u8,
+        weight_scales: *const f32,
+        codes: *const i8,
+        /// Codes between rows.
+        stride: usize,
+        scales: *const f32,
+        starts: *const i32,
+        n_in: usize,
+        c: *mut f32,
+        /// Values between rows of `c`.
+        c_row: usize,
+        /// Columns of `c` that exist.
+        n_cols: usize,
+        keep: f32,
+        prefetches: bool,
+    }
+
+    /// All columns of a panel for some rows.
+    ///
+    /// # Safety
+    /// `weight` is int8 and has the panel; `x` has the rows and the weight's inputs; `out` has as many rows of the weight's outputs, and no other
+    /// thread touches these columns of them. The processor has AVX-512 with VNNI.
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    pub(super) unsafe fn panel(weight: &Packed, panel: usize, x: &Int8Rows, rows: Range<usize>, out: &Out, keep: f32) {
+        let (codes, weight_scales) = weight.int8_panel(panel);
+        let (n_groups, first) = (x.n_in.div_ceil(GROUP), panel * WIDTH);
+        let at = |row: usize, column: usize, prefetches: bool| Tile {
+            weight: codes.as_ptr().wrapping_add(column * QUAD),
+            weight_scales: weight_scales.as_ptr().wrapping_add(column),
+            codes: x.codes.as_ptr().wrapping_add(row * x.stride),
+            stride: x.stride,
+            scales: x.scales.as_ptr().wrapping_add(row * n_groups),
+            starts: x.starts.as_ptr().wrapping_add(row * n_groups),
+            n_in: x.n_in,
+            c: out.0.wrapping_add(row * weight.n_out + first + column),
+            c_row: weight.n_out,
+            n_cols: (weight.n_out - first).min(WIDTH).saturating_sub(column),
+            keep,
+            prefetches,
+        };
+        // SAFETY: tiles cover the rows and the columns that exist once; a panel has WIDTH stored outputs.
+        unsafe {
+            match rows.len() {
+                0 => {}
+                1 => tile::<1, 4>(&at(rows.start, 0, true)),
+                2 => tile::<2, 4>(&at(rows.start, 0, true)),
+                3 => tile::<3, 4>(&at(rows.start, 0, true)),
+                _ => {
+                    for column in [0, WIDTH / 2] {
+                        let mut row = rows.start;
+                        while row < rows.end {
+                            // Equal parts: 7 rows are 4 and 3, not 6 and 1.
+                            let left = rows.end - row;
+                            let n = left.div_ceil(left.div_ceil(ROWS));
+                            let part = at(row, column, row == rows.start);
+                            match n {
+                                1 => tile::<1, 2>(&part),
+                                2 => tile::<2, 2>(&part),
+                                3 => tile::<3, 2>(&part),
+                                4 => tile::<4, 2>(&part),
+                                5 => tile::<5, 2>(&part),
+                                _ => tile::<ROWS, 2>(&part),
+                            }
+                            row += n;
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Which of a vector's lanes are columns that exist.
+    fn mask(n_cols: usize, vector: usize) -> __mmask16 {
+        match n_cols.saturating_sub(vector * LANES) {
+            0 => 0,
+            n if n >= LANES => !0,
+            n => (1 << n) - 1,
+        }
+    }
+
+    /// M rows by V vectors of columns.
+    ///
+    /// # Safety
+    /// The pointers have M rows and V vectors as [`Tile`] says.
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    unsafe fn tile<const M: usize, const V: usize>(tile: &Tile) {
+        let Tile { mut weight, weight_scales, codes, stride, scales, starts, n_in, c, c_row, n_cols, keep, prefetches } =
+            *tile;
+        let n_groups = n_in.div_ceil(GROUP);
+        let mut sums = [[_mm512_setzero_ps(); V]; M];
+        if keep != 0.0 {
+            for (m, sums) in sums.iter_mut().enumerate() {
+                for (v, sum) in sums.iter_mut().enumerate() {
+                    let from = c.wrapping_add(m * c_row + v * LANES).cast_const();
+                    // SAFETY: masked lanes are not read; the others are columns of row `m`.
+                    let from = unsafe { _mm512_maskz_loadu_ps(mask(n_cols, v), from) };
+                    *sum = if keep == 1.0 { from } else { _mm512_mul_ps(from, _mm512_set1_ps(keep)) };
+                }
+            }
+        }
+        for group in 0..n_groups {
+            let mut integers = [[_mm512_setzero_si512(); V]; M];
+            for (m, integers) in integers.iter_mut().enumerate() {
+                // SAFETY: row and group are there.
+                *integers = [_mm512_set1_epi32(unsafe { *starts.wrapping_add(m * n_groups + group) }); V];
+            }
+            let inputs = group * GROUP..(group * GROUP + GROUP).min(n_in);
+            for input in inputs.step_by(QUAD) {
+                let mut vectors = [_mm512_setzero_si512(); V];
+                for (v, vector) in vectors.iter_mut().enumerate() {
+                    let from = weight.wrapping_add(v * LANES * QUAD);
+                    // SAFETY: a panel has WIDTH outputs for each QUAD of inputs.
+                    *vector = unsafe { _mm512_loadu_si512(from.cast()) };
+                    if prefetches {
+                        _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD).cast()); // no address can fault
+                    }
+                }
+                for (m, integers) in integers.iter_mut().enumerate() {
+                    let quad = codes.wrapping_add(m * stride + input).cast::<i32>();
+                    // SAFETY: a row's codes are a multiple of QUAD.
+                    let quad = _mm512_set1_epi32(unsafe { quad.read_unaligned() });
+                    for (integer, &vector) in integers.iter_mut().zip(&vectors) {
+                        *integer = _mm512_dpbusd_epi32(*integer, vector, quad);
+                    }
+                }
+                weight = weight.wrapping_add(QUAD * WIDTH);
+            }
+            for v in 0..V {
+                // SAFETY: a panel has WIDTH scales for each group.
+                let of_weight = unsafe { _mm512_loadu_ps(weight_scales.wrapping_add(group * WIDTH + v * LANES)) };
+                for m in 0..M {
+                    // SAFETY: row and group are there.
+                    let of_row = _mm512_set1_ps(unsafe { *scales.wrapping_add(m * n_groups + group) });
+                    let product = _mm512_mul_ps(of_weight, of_row);
+                    sums[m][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(integers[m][v]), product, sums[m][v]);
+                }
+            }
+        }
+        for (m, sums) in sums.iter().enumerate() {
+            for (v, &sum) in sums.iter().enumerate() {
+                // SAFETY: masked lanes are not written; the others are columns of row `m`.
+                unsafe { _mm512_mask_storeu_ps(c.wrapping_add(m * c_row + v * LANES), mask(n_cols, v), sum) };
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::kernels::FrozenWeight;
+    use candle_core::{Device, Tensor};
+    use querl_core::config::BaseDtype;
+
+    fn number(i: usize) -> f32 {
+        ((i * 7919 + 13) % 1009) as f32 / 504.0 - 1.0
+    }
+
+    fn weight(n_out: usize, n_in: usize) -> FrozenWeight {
+        let values: Vec<f32> = (0..n_out * n_in).map(number).collect();
+        FrozenWeight::pack(&Tensor::from_vec(values, (n_out, n_in), &Device::Cpu).unwrap(), BaseDtype::Int8).unwrap()
+    }
+
+    fn product(weight: &FrozenWeight, x: &[f32], start: f32, keep: f32) -> Vec<f32> {
+        let (n_out, n_in) = weight.dims();
+        let mut y = vec![start; x.len() / n_in * n_out];
+        weight.forward_int8(&Int8Rows::quantize(x, n_in), &mut y, keep).unwrap();
+        y
+    }
+
+    #[test]
+    fn products_are_those_of_the_rounded_values_at_every_level() {
+        // Columns beyond a panel, inputs beyond a group and beyond a quad, rows of every tile; the last on several threads.
+        for (n_rows, n_out, n_in) in [(1, 64, 64), (2, 70, 150), (3, 5, 3), (13, 130, 257), (140, 200, 96)] {
+            let x: Vec<f32> = (0..n_rows * n_in).map(|i| 3.0 * number(i * 31)).collect();
+            let stored = weight(n_out, n_in).to_tensor().unwrap();
+            let rounded =
+                Tensor::from_vec(Int8Rows::quantize(&x, n_in).to_floats(), (n_rows, n_in), &Device::Cpu).unwrap();
+            let expected: Vec<f32> =
+                rounded.matmul(&stored.t().unwrap()).unwrap().flatten_all().unwrap().to_vec1().unwrap();
+            for level in SimdLevel::all() {
+                let found = level.with(|| product(&weight(n_out, n_in).at_level(level), &x, 2.0, 0.5));
+                for (found, expected) in found.iter().zip(&expected) {
+                    let difference = (found - expected - 1.0).abs();
+                    assert!(difference < 1e-4 * (1.0 + n_in as f32).sqrt(), "{level:?}: {found}, {expected} + 1");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_row_does_not_depend_on_its_neighbours() {
+        let (n_rows, n_in) = (300, 200);
+        let (weight, x) = (weight(100, n_in), (0..n_rows * n_in).map(number).collect::<Vec<f32>>());
+        let all = product(&weight, &x, f32::NAN, 0.0);
+        for (x, expected) in x.chunks(n_in).zip(all.chunks(100)) {
+            assert_eq!(product(&weight, x, f32::NAN, 0.0), expected);
+        }
+    }
+
+    #[test]
+    fn rounding_is_within_half_a_step_and_what_is_not_finite_stays_so() {
+        let mut x: Vec<f32> = (0..150).map(number).collect();
+        let rounded = Int8Rows::quantize(&x, 150).to_floats();
+        for (group, rounded) in x.chunks(GROUP).zip(rounded.chunks(GROUP)) {
+            let step = group.iter().map(|x| x.abs()).fold(0f32, f32::max) / 127.0;
+            let close = |(x, rounded): (&f32, &f32)| (x - rounded).abs() <= 0.501 * step;
+            assert!(group.iter().zip(rounded).all(close));
+        }
+        assert!(Int8Rows::quantize(&[0.0; 70], 70).to_floats().iter().all(|&x| x == 0.0));
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            x[100] = value;
+            let y = product(&weight(70, 150), &x, 0.0, 0.0);
+            assert!(y.iter().all(|y| y.is_nan()), "{value}");
+        }
+    }
+}
