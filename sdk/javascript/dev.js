@@ -12,6 +12,7 @@ import { openSync, writeSync } from "node:fs";
 import { join, relative, sep } from "node:path";
 import { fileURLToPath, pathToFileURL } from "node:url";
 import { Script } from "node:vm";
+import { Worker } from "node:worker_threads";
 import { describe } from "./description.js";
 import { notDeclared, sendCallsTo } from "./host.js";
 import { sendLogTo } from "./log.js";
@@ -22,7 +23,7 @@ import { Rejection } from "./types.js";
 
 const MODULE = "plugin.js";
 
-/** Milliseconds of an episode, of a group, and of constructor and range(), after which it is a fault. The top of plugin.js has no limit. */
+/** Milliseconds of an episode, of a group, of loading plugin.js, and of constructor and range(), after which it is a fault. */
 const LIMIT_MS = 5000;
 /** After so many of them the rest is not scored. */
 const MAX_STOPPED = 3;
@@ -43,11 +44,22 @@ function withinLimit(job) {
   }
 }
 
+/** The module plugin.js. Where it still loads after the limit, `dev_watch.js` says so in `results` and ends the process. */
+async function load(folder, results) {
+  const watch = new Worker(new URL("dev_watch.js", import.meta.url), { workerData: { folder, results, limitMs: LIMIT_MS } });
+  watch.unref();
+  try {
+    return await import(pathToFileURL(join(folder, MODULE)));
+  } finally {
+    watch.terminate();
+  }
+}
+
 /** Calls `begin` with the id of each episode that begins. */
-async function resultsOf(folder, file, settings, begin) {
+async function resultsOf(folder, file, settings, resultsFile, begin) {
   let plugin, inputs, range, isOfGroup;
   try {
-    const { default: exported } = await import(pathToFileURL(join(folder, MODULE)));
+    const { default: exported } = await load(folder, resultsFile);
     const type = exported?.kinds?.reward ?? exported?.kinds?.["group-reward"];
     if (type === undefined) throw new TypeError("plugin.js exports no reward");
     isOfGroup = "group-reward" in exported.kinds;
@@ -188,5 +200,5 @@ function ownLine(stack, folder) {
 const [folder, episodes, settings, results] = process.argv.slice(2);
 const output = openSync(results, "w");
 const write = (lines) => writeSync(output, lines.map((line) => `${JSON.stringify(line)}\n`).join(""));
-const lines = await resultsOf(folder, episodes, JSON.parse(settings), (begun) => write([{ begun }]));
+const lines = await resultsOf(folder, episodes, JSON.parse(settings), results, (begun) => write([{ begun }]));
 write(lines);

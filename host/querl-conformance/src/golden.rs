@@ -190,7 +190,7 @@ fn known_keys(value: &Value, read: &Value, path: &str) -> Result<(), String> {
     }
 }
 
-fn kind(body: &Body) -> PluginKind {
+pub(crate) fn kind(body: &Body) -> PluginKind {
     match body {
         GoldenBody::Reward(..) => PluginKind::Reward,
         GoldenBody::Group(..) => PluginKind::GroupReward,

@@ -55,6 +55,7 @@ pub fn run(path: &Path, options: &SuiteOptions) -> Result<Report, PluginError> {
     let (mut by_kind, mut cost) = (Vec::new(), Vec::new());
     for kind in plugin.kinds() {
         let mut section = checks::of_kind(&subject, *kind);
+        checks::columns::check(&subject, *kind, &cases, &mut section);
         golden::check(&subject, *kind, &mut cases, &mut section);
         by_kind.extend(section.into_checks());
         cost.extend(checks::cost::of_kind(&subject, *kind));

@@ -92,6 +92,33 @@ fn a_golden_case_of_several_items_names_the_one_that_differs_by_its_index() {
     assert_eq!(failure(&report, "golden: 两条")[1], r#"at index 1: "keep""#);
 }
 
+/// Symptom: a plugin that cannot do without a column, or with one of another type, passed, and faulted with the table of another run.
+#[test]
+fn columns_of_golden_cases_are_tried_absent_and_with_each_type() {
+    let case = |breach: &str| {
+        let columns = r#""columns": {"price": 99.5}, "query""#;
+        let episode = EPISODE.replacen("\"query\"", columns, 1);
+        let case = format!(
+            r#"{{"name": "价格", "settings": {{"breach": "{breach}"}}, {episode}, "expect": {{"total": 0.4}}}}"#
+        );
+        case.replace('\n', " ")
+    };
+    let report = tested(&[], &case("none"));
+    assert!(report.passed(), "{}", report.text());
+    assert_eq!(check(&report, "columns").note, "price of golden cases, absent and of each type");
+    for (breach, what, said) in
+        [("needs_a_column", "absent", "no price"), ("column_is_a_number", "a text", "no number: Text(")]
+    {
+        let report = tested(&[], &case(breach));
+        assert_eq!(failed(&report), ["columns"], "{breach}: {}", report.text());
+        let [sent, returned, expected] = failure(&report, "columns");
+        assert!(sent.starts_with(&format!("golden case `价格` with the column `price` {what}: `")), "{sent}");
+        assert!(returned.contains(said) && expected.starts_with("a trap is a fault"), "{returned} {expected}");
+    }
+    let report = tested(&[], &format!(r#"{{"name": "无", {EPISODE}, "expect": {{"total": 0.4}}}}"#).replace('\n', " "));
+    assert!(matches!(check(&report, "columns").outcome, Outcome::Skipped { .. }), "{}", report.text());
+}
+
 #[test]
 fn golden_cases_have_the_results_of_host_functions() {
     let folder = tempfile::tempdir().unwrap();

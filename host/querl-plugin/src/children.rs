@@ -6,7 +6,9 @@
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use tempfile::TempDir;
 
 static RUNNING: Mutex<Running> = Mutex::new(Running { groups: Vec::new(), folders: Vec::new() });
@@ -83,16 +85,50 @@ pub fn child_output(command: &mut Command) -> io::Result<Output> {
     child.wait_with_output()
 }
 
+/// As [`child_output`], for a child that is killed with all of its processes once `progress` has not changed for `limit` of wall time, at
+/// most twice that. Returns also whether it was.
+///
+/// # Errors
+/// The program cannot be started.
+pub fn child_output_within(
+    command: &mut Command,
+    limit: Duration,
+    progress: impl Fn() -> u64 + Send + 'static,
+) -> io::Result<(Output, bool)> {
+    let (child, _registered) = spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()))?;
+    let group = child.id();
+    let (runs, ended) = channel::<()>();
+    let watch = std::thread::spawn(move || {
+        let mut last = progress();
+        while ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+            let now = progress();
+            if now == last {
+                kill_group(group);
+                return true;
+            }
+            last = now;
+        }
+        false
+    });
+    let output = child.wait_with_output();
+    drop(runs);
+    let is_killed = watch.join().unwrap_or(false);
+    Ok((output?, is_killed))
+}
+
 /// A temporary folder, removed when it is dropped, and by [`end_children`].
-pub(crate) struct Scratch(TempDir);
+#[derive(Debug)]
+pub struct Scratch(TempDir);
 
 impl Scratch {
-    pub(crate) fn new(folder: TempDir) -> Self {
+    /// Takes the folder.
+    pub fn new(folder: TempDir) -> Self {
         running().folders.push(folder.path().to_owned());
         Self(folder)
     }
 
-    pub(crate) fn path(&self) -> &Path {
+    /// The folder's path.
+    pub fn path(&self) -> &Path {
         self.0.path()
     }
 }
@@ -100,5 +136,40 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         running().folders.retain(|folder| folder != self.0.path());
+    }
+}
+
+#[cfg(all(test, unix))]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::Instant;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn a_child_without_progress_is_killed_with_its_processes_and_its_output_is_kept() {
+        let started = Instant::now();
+        // The `sleep` holds stdout: without it, the shell alone would be killed.
+        let mut command = shell("echo begun; sleep 60 & wait");
+        let (output, is_killed) = child_output_within(&mut command, Duration::from_millis(200), || 0).unwrap();
+        assert!(is_killed && !output.status.success() && output.stdout == b"begun\n", "{output:?}");
+        assert!(started.elapsed() < Duration::from_secs(30));
+    }
+
+    #[test]
+    fn a_child_that_ends_or_has_progress_is_not_killed() {
+        let (output, is_killed) = child_output_within(&mut shell("exit 3"), Duration::from_secs(60), || 0).unwrap();
+        assert_eq!((output.status.code(), is_killed), (Some(3), false));
+        let n_looks = AtomicU64::new(0);
+        let progress = move || n_looks.fetch_add(1, Ordering::Relaxed);
+        let (output, is_killed) =
+            child_output_within(&mut shell("sleep 1"), Duration::from_millis(100), progress).unwrap();
+        assert!(output.status.success() && !is_killed, "{output:?}");
     }
 }

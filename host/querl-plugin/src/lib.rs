@@ -41,7 +41,7 @@ mod wasi;
 
 pub use cache::CacheAccess;
 pub use call::{CallReport, LIMIT_CODE, Observer, Outcome, Rechecks};
-pub use children::{child_output, end_children, kill_children};
+pub use children::{Scratch, child_output, child_output_within, end_children, kill_children};
 pub use compile::{CompileError, Compiler, compile_child};
 pub use description::Description;
 pub use engine::MemoryReservation;

@@ -212,7 +212,9 @@ fn a_save_shows_what_changed_and_an_interrupt_ends_it() {
     let source = PYTHON.replace("1 / 0", "0.25");
     project.write("length/plugin.py", &source);
     let mut command = project.command(&["plugin", "dev", "length", "--episodes", "episodes.jsonl", "--no-component"]);
-    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
+    let temporary = project.path("temporary");
+    std::fs::create_dir(&temporary).unwrap();
+    let mut child = command.env("TMPDIR", &temporary).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
     let mut next =
         |start: &str| lines.find(|line| line.starts_with(start)).unwrap_or_else(|| panic!("no line {start}"));
@@ -224,6 +226,23 @@ fn a_save_shows_what_changed_and_an_interrupt_ends_it() {
     // SAFETY: sends a signal to the child.
     unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
     assert_eq!(child.wait().unwrap().code(), Some(0));
+    // Symptom: files of each session stayed in the temporary folder.
+    let left: Vec<_> = std::fs::read_dir(&temporary).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
+#[test]
+fn a_module_that_does_not_end_to_load_is_refused_with_its_line() {
+    if !has("node") {
+        return;
+    }
+    let project = project("javascript");
+    project.write("length/plugin.js", &format!("{JAVASCRIPT}\nfor (;;) {{}}\n"));
+    let line = JAVASCRIPT.lines().count() as u64 + 2;
+    let (code, picture) = dev(&project, &[]);
+    let refused = &picture["refused"];
+    assert_eq!((code, &refused["file"], &refused["line"]), (Some(1), &json!("plugin.js"), &json!(line)), "{picture:#}");
+    assert!(refused["message"].as_str().unwrap().contains("still loads after 5 s"), "{picture:#}");
 }
 
 #[test]

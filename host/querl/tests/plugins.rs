@@ -115,6 +115,20 @@ fn what_breaks_a_golden_case_is_not_packed_and_fails_the_test() {
 }
 
 #[test]
+fn a_plugin_without_golden_cases_is_packed_with_a_warning() {
+    let project = Project::new();
+    let folder = copy_of_plugin(&project, "reward-competition");
+    let said = project.querl(&["plugin", "pack", &folder]).ok();
+    assert!(!said.stderr.contains("golden cases"), "{said:#?}");
+    std::fs::remove_dir_all(project.path("reward-competition/golden")).unwrap();
+    let said = project.querl(&["plugin", "pack", &folder]).ok();
+    let warned: Vec<&str> = said.stderr.lines().filter(|line| line.starts_with("warning: ")).collect();
+    let start = format!("warning: {folder}/golden: no golden cases");
+    assert!(warned.len() == 1 && warned[0].starts_with(&start) && warned[0].contains("`expect`"), "{said:#?}");
+    assert!(project.path(BUNDLE).exists());
+}
+
+#[test]
 fn first_party_plugin_passes_the_suite_and_shows_its_cost() {
     let project = Project::new();
     let said =

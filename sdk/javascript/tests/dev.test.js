@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { execFileSync } from "node:child_process";
-import { mkdirSync, mkdtempSync, readFileSync, realpathSync, writeFileSync } from "node:fs";
+import { mkdirSync, mkdtempSync, readFileSync, realpathSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { dirname, join } from "node:path";
 import { test } from "node:test";
@@ -12,13 +12,26 @@ const DEV = fileURLToPath(new URL("../dev.js", import.meta.url));
 /** The results of `dev.js` on a plugin of these sources, by path, without the lines that say where the run is. */
 function dev(sources, recorded, settings = {}, env = {}) {
   const folder = realpathSync(mkdtempSync(join(tmpdir(), "querl-dev-")));
+  try {
+    return devIn(folder, sources, recorded, settings, env);
+  } finally {
+    rmSync(folder, { recursive: true });
+  }
+}
+
+function devIn(folder, sources, recorded, settings, env) {
   for (const [path, text] of Object.entries({ "package.json": '{"type": "module"}', ...sources })) {
     mkdirSync(dirname(join(folder, path)), { recursive: true });
     writeFileSync(join(folder, path), text.replaceAll("#querl-sdk", SDK));
   }
   const [episodes, results] = ["episodes.jsonl", "results.jsonl"].map((name) => join(folder, name));
   writeFileSync(episodes, recorded.map((line) => `${JSON.stringify(line)}\n`).join(""));
-  execFileSync(process.execPath, [DEV, folder, episodes, JSON.stringify(settings), results], { stdio: "pipe", env: { ...process.env, ...env } });
+  try {
+    execFileSync(process.execPath, [DEV, folder, episodes, JSON.stringify(settings), results], { stdio: "pipe", env: { ...process.env, ...env } });
+  } catch (error) {
+    // As `dev_watch.js` ends it.
+    if (error.signal !== "SIGKILL") throw error;
+  }
   return readFileSync(results, "utf8").trim().split("\n").map((line) => JSON.parse(line)).filter((line) => !("begun" in line));
 }
 
@@ -235,6 +248,16 @@ test("dev: an episode that does not end is a fault, and the others are scored", 
     { fault: { message } },
     scored(0.4, ["max", 10]),
   ]);
+});
+
+test("dev: a module that does not end to load is refused with its line", () => {
+  // Symptom: the run hung without a word at a loop at the top level of a module.
+  const share = `${SHARE}\nfor (let n = 0; ; n += 1) {\n  Math.sqrt(n);\n}\n`;
+  const [{ refused }] = dev({ "plugin.js": LENGTH, "parts/share.js": share }, [line("plain")]);
+  assert.equal(refused.message, "plugin.js still loads after 5 s: an endless loop at the top level of a module");
+  const first = SHARE.split("\n").length + 1;
+  assert.equal(refused.file, join("parts", "share.js"));
+  assert.ok(refused.line >= first && refused.line <= first + 2, refused.line);
 });
 
 test("dev: an undeclared host function is the fault of the component", () => {

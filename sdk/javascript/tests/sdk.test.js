@@ -1,8 +1,8 @@
 import assert from "node:assert/strict";
-import { mkdtempSync, readFileSync, writeFileSync } from "node:fs";
+import { mkdtempSync, readFileSync, rmSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
-import { test } from "node:test";
+import { after, test } from "node:test";
 import { describe, Episode, host, Message, nChars, plugin, Rejection, SettingError, Settings, stripped, text } from "../index.js";
 import { candidate, checkContract, checkGolden, declared, dialogue, episode, failed, readEpisodes, withHostFunctions } from "../testing.js";
 
@@ -30,6 +30,7 @@ const withMethod = (name, method) => {
 
 function folderWith(name, ...lines) {
   const folder = mkdtempSync(join(tmpdir(), "querl-sdk-"));
+  after(() => rmSync(folder, { recursive: true }));
   writeFileSync(join(folder, name), lines.map((line) => `${JSON.stringify(line)}\n`).join(""));
   return folder;
 }

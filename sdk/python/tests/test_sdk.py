@@ -35,7 +35,9 @@ class Length(Reward):
 
 
 def folder_with(name: str, *lines: object) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="querl-sdk-"))
+    temporary = tempfile.TemporaryDirectory(prefix="querl-sdk-")
+    unittest.addModuleCleanup(temporary.cleanup)
+    folder = Path(temporary.name)
     (folder / name).write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
     return folder
 

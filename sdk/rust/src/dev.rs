@@ -7,7 +7,9 @@ use crate::{Episode, GroupReward, Inputs, Rejection, Reward, Score, SettingError
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::fmt::Write;
+use std::fmt::Write as _;
+use std::fs::File;
+use std::io::Write as _;
 use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, Location, PanicHookInfo, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -20,8 +22,9 @@ struct Request {
     /// A file of recorded episodes.
     episodes: PathBuf,
     settings: BTreeMap<String, Value>,
-    /// The file to write. A line is a JSON object: first `{"range": [low, high]}`, then for each episode `{"scored": ...}`, `{"rejected": ...}` or
-    /// `{"fault": {"message", "file", "line"}}`, with its log lines under `log`, and last `{"seconds": ...}`, the time that scoring took.
+    /// The file to write. A line is a JSON object: `{"begun": id}` before each episode or group, as it begins; then `{"range": [low, high]}`, for
+    /// each episode `{"scored": ...}`, `{"rejected": ...}` or `{"fault": {"message", "file", "line"}}`, with its log lines under `log`, and last
+    /// `{"seconds": ...}`, the time that scoring took.
     /// Where the plugin refuses a setting, `{"refused": {"message", "file", "line"}}` is the only line.
     results: PathBuf,
 }
@@ -95,8 +98,10 @@ pub fn replay<S: Scorer>(request: &[u8]) -> bool {
     let done = catch_unwind(|| {
         let Request { episodes, settings, results } =
             serde_json::from_slice(request).map_err(|error| format!("not a request: {error}"))?;
-        let text = results_of::<S>(settings, &episodes)?;
-        std::fs::write(&results, text).map_err(|error| format!("{}: {error}", results.display()))
+        let failed = |error: std::io::Error| format!("{}: {error}", results.display());
+        let mut output = File::create(&results).map_err(failed)?;
+        let text = results_of::<S>(settings, &episodes, &mut output)?;
+        output.write_all(text.as_bytes()).map_err(failed)
     });
     let message = match done {
         Ok(Ok(())) => return true,
@@ -107,7 +112,7 @@ pub fn replay<S: Scorer>(request: &[u8]) -> bool {
     false
 }
 
-fn results_of<S: Scorer>(settings: BTreeMap<String, Value>, file: &Path) -> Result<String, String> {
+fn results_of<S: Scorer>(settings: BTreeMap<String, Value>, file: &Path, output: &mut File) -> Result<String, String> {
     let texts = settings.into_iter().map(|(key, value)| match value {
         Value::String(text) => (key, text),
         other => (key, other.to_string()),
@@ -125,6 +130,8 @@ fn results_of<S: Scorer>(settings: BTreeMap<String, Value>, file: &Path) -> Resu
     log::keep();
     let (mut results, mut seconds) = (vec![Value::Null; episodes.len()], Duration::ZERO);
     for members in groups(&episodes, S::BY_GROUP) {
+        let begun = json!({ "begun": episodes[members[0]].id });
+        writeln!(output, "{begun}").map_err(|error| format!("results: {error}"))?;
         let group: Vec<Episode> = members.iter().map(|index| episodes[*index].clone()).collect();
         let of_members = members.iter().flat_map(|index| std::mem::take(&mut calls[*index])).collect();
         let _installed = HostFunctions::recorded(of_members).install();

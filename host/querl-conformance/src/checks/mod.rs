@@ -6,6 +6,7 @@ use crate::subject::Subject;
 use querl_plugin::{Plugin, PluginError, PluginHost, PluginKind};
 
 mod batch;
+pub(crate) mod columns;
 pub(crate) mod cost;
 mod kinds;
 mod repeat;

@@ -7,6 +7,7 @@ use crate::error::PluginError;
 use querl_bundle::Language;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 /// A source folder whose logic is run natively.
 #[derive(Debug)]
@@ -48,13 +49,25 @@ impl NativeFolder {
         Ok(Self { language, folder, code })
     }
 
-    /// Runs the author's tests; `None` where there are none.
-    pub fn tests(&self) -> Option<Command> {
+    /// Compiles the author's tests; `None` for a language that needs no build.
+    pub fn test_build(&self) -> Option<Command> {
+        let Code::Crate(source) = &self.code else { return None };
+        Some(source.native("test", &["--quiet", "--no-run"]))
+    }
+
+    /// Runs the author's tests; `None` where there are none. In Python they write the lines that run shortly before `limit`, after which the
+    /// caller kills them.
+    pub fn tests(&self, limit: Duration) -> Option<Command> {
         match (&self.code, self.language) {
             (Code::Crate(source), _) => Some(source.native("test", &["--quiet"])),
             (Code::Script { .. }, Language::Python) => self.folder.join("tests").is_dir().then(|| {
                 let mut command = self.command(self.python());
-                command.args(["-m", "unittest", "--quiet"]);
+                let seconds = 0.9 * limit.as_secs_f64();
+                // As `python3 -m unittest --quiet`.
+                command.arg("-c").arg(format!(
+                    "import faulthandler, unittest; faulthandler.dump_traceback_later({seconds}); \
+                     unittest.main(module=None, argv=['unittest', '--quiet'])"
+                ));
                 command
             }),
             (Code::Script { .. }, _) => {

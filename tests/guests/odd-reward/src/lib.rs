@@ -1,6 +1,6 @@
 //! Breaks one rule of the contract, the one that the setting `breach` names; keeps all where it is `none`.
 
-use querl_sdk::{Episode, FinishReason, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
+use querl_sdk::{ColumnValue, Episode, FinishReason, Input, Inputs, Rejection, Reward, Score, SettingError, Settings};
 use std::cell::Cell;
 use std::ops::RangeInclusive;
 
@@ -11,7 +11,8 @@ struct Guest {
 }
 
 impl Reward for Guest {
-    const INPUTS: Inputs = Inputs::NONE.requires(Input::Retrieval).uses(Input::Judgement).uses(Input::Baseline);
+    const INPUTS: Inputs =
+        Inputs::NONE.requires(Input::Retrieval).uses(Input::Judgement).uses(Input::Baseline).uses(Input::Columns);
 
     fn new(settings: &Settings) -> Result<Self, SettingError> {
         let breach = settings.text("breach", "none");
@@ -53,6 +54,11 @@ impl Reward for Guest {
             "many_components" => Ok((0..65).fold(score, |score, n| score.with(format!("part_{n}"), 0.0))),
             "many_names" => Ok(many_names(score, &episode.id, &episode.query)),
             "bad_code" if Some(policy) == episode.baseline.as_ref() => Err(Rejection::new("Equal Sides", "")),
+            "needs_a_column" if episode.column("price").is_none() => panic!("no price"),
+            "column_is_a_number" => match episode.column("price") {
+                None | Some(ColumnValue::Number(_)) => Ok(score),
+                Some(other) => panic!("no number: {other:?}"),
+            },
             "quadratic" => Ok(score.with("pairs", n_pairs(&episode.query))),
             "fails_late" => {
                 assert!(self.scale < 1.0, "cannot scale by {}", self.scale);

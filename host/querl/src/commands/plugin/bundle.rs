@@ -61,7 +61,16 @@ pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
         return Err(Stop::usage(format!("{}: is there already with {lost}; {remedy}", path.display())).into());
     }
     write_bundle(&path, &bytes)?;
-    print_packed(&path, &bytes, key.as_ref(), args.format)
+    let bundle = Bundle::from_bytes(&bytes, &path.display().to_string())?;
+    if bundle.golden().all(|(_, text)| text.trim_ascii().is_empty()) {
+        let golden = folder.join(&manifest.plugin.golden);
+        terminal::print(&format!(
+            "warning: {}: no golden cases, so nothing tests what the plugin scores or keeps; add *.jsonl there, one case per line: an input \
+             and what it gives under `expect`",
+            golden.display()
+        ));
+    }
+    print_packed(&path, &bundle, bytes.len(), key.as_ref(), args.format)
 }
 
 /// The bundle's place in `folder`, as a person would write it.
@@ -82,10 +91,15 @@ fn test_bundle(manifest: &Manifest, bytes: &[u8]) -> anyhow::Result<()> {
     conforms(&report).context("not packed")
 }
 
-fn print_packed(path: &Path, bytes: &[u8], key: Option<&SigningKey>, format: Format) -> anyhow::Result<()> {
-    let bundle = Bundle::from_bytes(bytes, &path.display().to_string())?;
+fn print_packed(
+    path: &Path,
+    bundle: &Bundle,
+    n_bytes: usize,
+    key: Option<&SigningKey>,
+    format: Format,
+) -> anyhow::Result<()> {
     let key = key.map(|key| key.public().to_string());
-    let result = json!({ "path": path, "digest": bundle.digest(), "bytes": bytes.len(), "signed_by": key });
+    let result = json!({ "path": path, "digest": bundle.digest(), "bytes": n_bytes, "signed_by": key });
     format.print(&result, || match &key {
         Some(key) => signed_line(path, bundle.digest(), key),
         None => format!("{} {}\n", path.display(), bundle.digest()),

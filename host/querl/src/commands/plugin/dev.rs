@@ -27,16 +27,15 @@ use querl_eval::{Outcome, PluginSide};
 use querl_pipeline::failure::Stop;
 use querl_pipeline::interrupt;
 use querl_pipeline::plugins::host_options;
-use querl_plugin::{NativeFolder, PluginHost, PluginSettings, kill_children};
+use querl_plugin::{NativeFolder, PluginHost, PluginSettings, Scratch, kill_children};
 use ratatui::crossterm::terminal;
 use serde_json::json;
 use std::io::{IsTerminal, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
-use tempfile::TempPath;
 
 #[derive(Debug, Args)]
 pub struct DevArgs {
@@ -72,7 +71,9 @@ struct Job {
     scores_episodes: bool,
     settings: PluginSettings,
     /// The episodes with their calls of host functions, in the newest format, for native runs.
-    file: TempPath,
+    file: PathBuf,
+    /// For files of native runs.
+    scratch: PathBuf,
     episodes: Vec<Episode>,
     recording: RecordedResults,
     /// Recorded outcomes, one per episode; made comparable with the plugin's own.
@@ -84,7 +85,10 @@ struct Job {
 
 /// Shows the plugin after each save, until an interrupt.
 pub fn run(args: &DevArgs) -> anyhow::Result<()> {
-    let job = Job::open(args)?;
+    let scratch = tempfile::Builder::new().prefix("querl-dev-").tempdir().map(Scratch::new);
+    // Held here: threads that still run at the end of this function hold the job.
+    let scratch = scratch.context("a temporary folder")?;
+    let job = Job::open(args, scratch.path())?;
     if args.once {
         return once(&job, args.format);
     }
@@ -97,7 +101,7 @@ pub fn run(args: &DevArgs) -> anyhow::Result<()> {
 }
 
 impl Job {
-    fn open(args: &DevArgs) -> anyhow::Result<Self> {
+    fn open(args: &DevArgs, scratch: &Path) -> anyhow::Result<Self> {
         let source = NativeFolder::read(&args.folder)?;
         if !source.folder.join("plugin.toml").is_file() {
             let message = "the folder holds no plugin.toml; `querl plugin new` makes one to start from";
@@ -141,7 +145,8 @@ impl Job {
         notes.extend(
             (n_left_out > 0).then(|| format!("{n_left_out} episode(s) that the run gave to no reward are left out")),
         );
-        let file = for_native_runs(&recorded).context("a temporary file")?;
+        let file = scratch.join("episodes.jsonl");
+        std::fs::write(&file, for_native_runs(&recorded)).context("a temporary file")?;
         let (episodes, recorded) =
             recorded.into_iter().map(|RecordedEpisode { episode, outcome, .. }| (episode, outcome)).unzip();
         Ok(Self {
@@ -151,6 +156,7 @@ impl Job {
             scores_episodes: is_reward,
             settings,
             file,
+            scratch: scratch.to_owned(),
             episodes,
             recording,
             recorded,
@@ -163,7 +169,9 @@ impl Job {
 
     /// The native scores, and how long they took since `since`.
     fn replay(&self) -> anyhow::Result<Option<Result<NativeReplay, Fault>>> {
-        self.scores_episodes.then(|| native::replay(&self.source, &self.file, &self.settings)).transpose()
+        self.scores_episodes
+            .then(|| native::replay(&self.source, &self.file, &self.settings, &self.scratch))
+            .transpose()
     }
 
     fn picture(
@@ -198,14 +206,12 @@ impl Job {
     }
 }
 
-/// Writes what native runs read: the newest format, without outcomes.
-fn for_native_runs(recorded: &[RecordedEpisode]) -> std::io::Result<TempPath> {
-    let mut file = tempfile::Builder::new().prefix("querl-dev-").suffix(".jsonl").tempfile()?;
-    for RecordedEpisode { step, episode, calls, .. } in recorded {
-        let line = json!({ "format": EpisodeRecord::FORMAT, "step": step, "episode": episode, "calls": calls });
-        writeln!(file, "{line}")?;
-    }
-    Ok(file.into_temp_path())
+/// What native runs read: the newest format, without outcomes.
+fn for_native_runs(recorded: &[RecordedEpisode]) -> String {
+    let line = |RecordedEpisode { step, episode, calls, .. }: &RecordedEpisode| {
+        format!("{}\n", json!({ "format": EpisodeRecord::FORMAT, "step": step, "episode": episode, "calls": calls }))
+    };
+    recorded.iter().map(line).collect()
 }
 
 /// The plugin as a side of a comparison with recorded outcomes.

@@ -6,12 +6,19 @@ use querl_core::ports::RewardRange;
 use querl_core::records::{Rejection, Reward};
 use querl_eval::Outcome;
 use querl_pipeline::failure::Stop;
-use querl_plugin::{NativeFolder, PluginSettings, RewardRules, child_output};
+use querl_plugin::{NativeFolder, PluginSettings, RewardRules, child_output, child_output_within};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// Wall time in which a native run begins no episode, after which it is killed. The runners in Python and JavaScript have lower limits, which
+/// name the line; this one is for code that they cannot interrupt, and for Rust.
+const REPLAY_LIMIT: Duration = Duration::from_secs(60);
+
+/// Wall time of the author's tests, without their build, after which they are killed.
+const TEST_LIMIT: Duration = Duration::from_secs(120);
 
 /// An error in the author's code.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -56,14 +63,15 @@ enum Line {
     Seconds(f64),
 }
 
-/// Scores the episodes. `Err` holds what the author has to repair first: the plugin does not compile, cannot be imported or refuses a setting.
+/// Scores the episodes. `Err` holds what the author has to repair first: the plugin does not compile, cannot be imported, refuses a setting or
+/// does not end. `scratch` is for the results.
 pub(super) fn replay(
     folder: &NativeFolder,
     episodes: &Path,
     settings: &PluginSettings,
+    scratch: &Path,
 ) -> anyhow::Result<Result<NativeReplay, Fault>> {
-    let results =
-        tempfile::Builder::new().prefix("querl-dev-").tempfile().context("a temporary file")?.into_temp_path();
+    let results = tempfile::NamedTempFile::new_in(scratch).context("a temporary file")?.into_temp_path();
     let settings = serde_json::to_value(settings)?;
     let mut command = match (folder.library_build(), folder.library()) {
         (Some(mut build), Some(library)) => {
@@ -81,24 +89,45 @@ pub(super) fn replay(
             None => anyhow::bail!("{}: no native run", folder.folder.display()),
         },
     };
-    let done = run(&mut command)?;
+    let written = results.to_path_buf();
+    let progress = move || std::fs::metadata(&written).map_or(0, |file| file.len());
+    let (done, is_killed) = run_within(&mut command, REPLAY_LIMIT, progress)?;
     let output = text_of(&done);
     let text = std::fs::read_to_string(&results).context("results of the native run")?;
     if !done.status.success() {
-        return Ok(Err(Fault { message: ended(&done, &output, &text), file: None, line: None }));
+        // A runner that ends itself says why.
+        let refused = read(&text, String::new()).ok().flatten().and_then(Result::err);
+        let message = || match is_killed {
+            true => still_runs(&text, REPLAY_LIMIT),
+            false => ended(&done, &output, &text),
+        };
+        return Ok(Err(refused.unwrap_or_else(|| Fault { message: message(), file: None, line: None })));
     }
     Ok(read(&text, output.clone())?
         .unwrap_or_else(|| Err(Fault { message: ended(&done, &output, &text), file: None, line: None })))
 }
 
 fn run(command: &mut Command) -> anyhow::Result<Output> {
+    child_output(command).map_err(|error| not_started(command, error))
+}
+
+/// As [`child_output_within`].
+fn run_within(
+    command: &mut Command,
+    limit: Duration,
+    progress: impl Fn() -> u64 + Send + 'static,
+) -> anyhow::Result<(Output, bool)> {
+    child_output_within(command, limit, progress).map_err(|error| not_started(command, error))
+}
+
+fn not_started(command: &Command, error: std::io::Error) -> anyhow::Error {
     let program = command.get_program().to_string_lossy().into_owned();
-    child_output(command).map_err(|error| match error.kind() {
+    match error.kind() {
         std::io::ErrorKind::NotFound => {
             Stop::usage(format!("{program} is not installed; `querl plugin doctor` says what is missing")).into()
         }
         _ => anyhow::Error::new(error).context(program),
-    })
+    }
 }
 
 /// stdout and stderr.
@@ -114,12 +143,33 @@ fn ended(done: &Output, output: &str, text: &str) -> String {
     match old_sdk {
         true => "the SDK in `vendor` is older than this querl: it has no `dev`; copy the SDK of a new `querl plugin new` folder".to_owned(),
         false => {
-            let begun = text.lines().rev().find_map(|line| match serde_json::from_str(line) {
-                Ok(Line::Begun(id)) => Some(format!(" at episode `{id}`")),
-                _ => None,
-            });
+            let begun = begun(text).map(|id| format!(" at episode `{id}`"));
             format!("the native run ended with {}{}: {last}", done.status, begun.unwrap_or_default())
         }
+    }
+}
+
+/// The episode that was begun last.
+fn begun(text: &str) -> Option<String> {
+    text.lines().rev().find_map(|line| match serde_json::from_str(line) {
+        Ok(Line::Begun(id)) => Some(id),
+        _ => None,
+    })
+}
+
+/// Why a native run was killed.
+fn still_runs(text: &str, limit: Duration) -> String {
+    let seconds = limit.as_secs();
+    match begun(text) {
+        Some(id) => {
+            format!(
+                "the native run was ended: episode `{id}` still ran after {seconds} s; look for an endless loop in its score"
+            )
+        }
+        None => format!(
+            "the native run was ended: it began no episode within {seconds} s; look for an endless loop at the top level of the plugin, in its \
+             constructor or in its range"
+        ),
     }
 }
 
@@ -194,13 +244,35 @@ pub(super) struct Tests {
 
 /// Runs the author's tests; `None` where there are none.
 pub(super) fn test(folder: &NativeFolder) -> anyhow::Result<Option<Tests>> {
-    let Some(mut command) = folder.tests() else { return Ok(None) };
     let started = Instant::now();
-    let done = run(&mut command)?;
+    if let Some(mut build) = folder.test_build() {
+        let built = run(&mut build)?;
+        if !built.status.success() {
+            let seconds = started.elapsed().as_secs_f64();
+            return Ok(Some(Tests { passed: false, seconds, output: text_of(&built) }));
+        }
+    }
+    let Some(mut command) = folder.tests(TEST_LIMIT) else { return Ok(None) };
+    let (passed, output) = tested(&mut command, TEST_LIMIT)?;
+    Ok(Some(Tests { passed, seconds: started.elapsed().as_secs_f64(), output }))
+}
+
+/// Whether the tests passed, and what they wrote where they did not.
+fn tested(command: &mut Command, limit: Duration) -> anyhow::Result<(bool, String)> {
+    let (done, is_killed) = run_within(command, limit, || 0)?;
     let passed = done.status.success();
     let output = if passed { String::new() } else { text_of(&done) };
-    let output = tap_failures(&output).unwrap_or(output);
-    Ok(Some(Tests { passed, seconds: started.elapsed().as_secs_f64(), output }))
+    if is_killed && !passed {
+        let seconds = limit.as_secs();
+        let said = format!(
+            "ended: the tests still ran after {seconds} s; look for an endless loop in tests/ or in what they call"
+        );
+        // Of the stack in Python, the author's lines: the last lines are shown.
+        let is_own = |line: &&str| !line.contains("/unittest/") && !line.contains("File \"<string>\"");
+        let lines: Vec<&str> = output.lines().filter(is_own).chain([said.as_str()]).collect();
+        return Ok((false, lines.join("\n")));
+    }
+    Ok((passed, tap_failures(&output).unwrap_or(output)))
 }
 
 /// The failures of a TAP report, each with its error, values and place; `None` for another output.
@@ -277,6 +349,20 @@ mod tests {
         assert_eq!(refused(setting), "setting `x`: expected a number");
         assert!(refused(r#"{"range": [1, 1]}"#).starts_with("declares the range 1 to 1; expected two finite numbers"));
         assert!(read("{\"range\": [0, 1]}\n{\"begun\": \"a\"}\n", String::new()).unwrap().is_none());
+    }
+
+    /// Symptom: tests and native runs that do not end left `querl plugin dev` waiting without a word.
+    #[cfg(unix)]
+    #[test]
+    fn tests_that_do_not_end_are_killed_with_a_sentence_after_their_output() {
+        let mut command = Command::new("sh");
+        command.args(["-c", "echo test_a; echo '  File \"/lib/unittest/case.py\", line 1 in run'; exec sleep 60"]);
+        let (passed, output) = tested(&mut command, Duration::from_secs(1)).unwrap();
+        let said = "ended: the tests still ran after 1 s; look for an endless loop in tests/ or in what they call";
+        assert_eq!((passed, output), (false, format!("test_a\n{said}")));
+        let begun = still_runs("{\"range\": [0, 1]}\n{\"begun\": \"a\"}\n{\"begun\": \"b\"}\n", REPLAY_LIMIT);
+        assert!(begun.contains("episode `b` still ran after 60 s"), "{begun}");
+        assert!(still_runs("", REPLAY_LIMIT).contains("top level of the plugin"));
     }
 
     /// Symptom: only the last lines of the tests of a plugin in JavaScript were shown, its counts.
