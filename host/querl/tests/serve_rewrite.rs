@@ -59,6 +59,8 @@ async fn rewrites_of_tenants_that_share_batches_are_those_of_eval() {
 async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
     let project = project();
     let args = ["run", "--admin_key_env", "TEST_KEY", "--cache", "0", "--deadline_ms", "60000"];
+    let written = std::time::UNIX_EPOCH + Duration::from_secs(1_600_000_000);
+    std::fs::File::open(project.path("run/rl/best")).unwrap().set_modified(written).unwrap();
     let mut server = Server::start(&project, &SERVE, &args);
     server.ready().await;
     let cases = evaluated("run", "fivedoctors");
@@ -81,6 +83,10 @@ async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
         assert_eq!(refused.status(), 422);
     };
     tokio::join!(client, operator);
+    // Regression: `created` was the time of the last load.
+    let models = server.client.get(format!("{}/v1/models", server.url)).send().await.unwrap();
+    let models: Value = models.json().await.unwrap();
+    assert_eq!(models["data"][0]["created"], 1_600_000_000, "{models}");
     let load = server.client.post(format!("{}/admin/tenants", server.url)).json(&json!({"path": project.path("run")}));
     assert_eq!(load.send().await.unwrap().status(), 401);
 

@@ -82,7 +82,7 @@ fn permitted(service: &RewriteService, headers: &HeaderMap) -> Result<PermittedT
 fn models_of(tenant: &Tenant) -> [Value; 2] {
     ["", REWRITE_SUFFIX].map(|suffix| {
         let id = format!("{}{suffix}", tenant.name);
-        json!({"id": id, "object": "model", "created": tenant.loaded_at, "owned_by": "querl"})
+        json!({"id": id, "object": "model", "created": tenant.created_at, "owned_by": "querl"})
     })
 }
 
