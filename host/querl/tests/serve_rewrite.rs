@@ -232,6 +232,40 @@ async fn fallbacks_are_summed_up_in_the_log_with_the_id_of_a_request() {
     assert!(lines[0].contains(&id), "{log}");
 }
 
+/// Answers the first request with an empty object.
+fn answer_once(listener: &std::net::TcpListener) {
+    use std::io::{Read, Write};
+    let (mut stream, _) = listener.accept().unwrap();
+    let (mut request, mut part) = (Vec::new(), [0; 4096]);
+    while !request.ends_with(b"}") {
+        let n_bytes = stream.read(&mut part).unwrap();
+        assert!(n_bytes > 0);
+        request.extend_from_slice(&part[..n_bytes]);
+    }
+    stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}").unwrap();
+}
+
+/// Regression: each request to an upstream service that was down wrote a line.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upstream_that_is_down_has_one_line_in_the_log_and_one_when_it_responds_again() {
+    let project = project();
+    let addr = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let server = Server::start(&project, &SERVE, &["run", "--upstream", &format!("http://{addr}")]);
+    server.ready().await;
+    let request = json!({"query": "胶原蛋白怎么吃", "rewritten_query": "胶原蛋白 食用方法"});
+    let status = async || server.ask("/api/chat/general_rag", &request).await.0;
+    for _ in 0..5 {
+        assert_eq!(status().await, 502);
+    }
+    let listener = std::net::TcpListener::bind(addr).unwrap();
+    let upstream = std::thread::spawn(move || answer_once(&listener));
+    assert_eq!(status().await, 200);
+    upstream.join().unwrap();
+    logged(&project, "responds again (4 more failures since the last such line)").await;
+    let log = project.read("server.log");
+    assert_eq!(log.matches(": request failed: ").count(), 1, "{log}");
+}
+
 #[test]
 fn what_cannot_be_served_is_refused_with_what_to_do() {
     let project = project();
