@@ -153,6 +153,48 @@ async fn tenants_of_a_missing_deployment_are_still_served() {
     assert_eq!((status("fivedoctors").await, status("other").await), (200, 404));
 }
 
+/// Regression: a tenant that moved to another deployment, where it could not be loaded, was removed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_that_moved_to_a_damaged_run_is_still_served() {
+    let project = project();
+    project.querl(&["deploy", "run", "other", "--out", "a"]).ok();
+    copy(&project.path("a"), &project.path("b"));
+    std::fs::remove_dir_all(project.path("b/tenants/fivedoctors")).unwrap();
+    std::fs::rename(project.path("b/tenants/other"), project.path("b/tenants/third")).unwrap();
+    rename(&project, "b/tenants/third", ("other", "third"));
+    let server = Server::start(&project, &SERVE, &["a", "b", "--deadline_ms", "60000"]);
+    server.ready().await;
+    let request = json!({"tenant": "other", "query": "胶原蛋白怎么吃"});
+    let version = async || server.ask("/v1/rewrite", &request).await.1["version"].clone();
+    let before = version().await;
+    assert!(before.is_string(), "{before}");
+
+    std::fs::rename(project.path("a/tenants/other"), project.path("b/tenants/other")).unwrap();
+    for (file, n_loaded) in [("config.resolved.toml", 5), ("rl/best/adapter_model.safetensors", 7)] {
+        let file = project.path(&format!("b/tenants/other/{file}"));
+        let elsewhere = project.path("elsewhere");
+        std::fs::rename(&file, &elsewhere).unwrap();
+        server.signal("-HUP");
+        // Three tenants were loaded at the start, and two are with each reload.
+        for _ in 0..600 {
+            if project.read("server.log").matches(": version ").count() == n_loaded {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        // A tenant would be removed at the end of the reload.
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let log = project.read("server.log");
+        assert!(log.matches(": version ").count() == n_loaded && !log.contains(": removed, "), "{log}");
+        assert_eq!(log.matches("not loaded again: ").count(), (n_loaded - 3) / 2, "{log}");
+        assert_eq!(version().await, before);
+        std::fs::rename(&elsewhere, &file).unwrap();
+    }
+    server.signal("-HUP");
+    logged(&project, " of b/tenants/other").await;
+    assert_eq!(version().await, before);
+}
+
 /// Regression: a tenant that was renamed by SIGHUP was open to every client, and its key could not be prepared.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tenant_with_a_key_is_renamed_where_the_new_name_has_one() {
