@@ -37,6 +37,8 @@ pub struct Tenant {
     pub version: String,
     /// The run or configuration that it was loaded from, for operators.
     pub source: String,
+    /// When its checkpoint was written, in seconds since 1970.
+    pub created_at: u64,
     /// When it was loaded, in seconds since 1970.
     pub loaded_at: u64,
     /// The key that its clients must send; `None` permits every client.

@@ -5,6 +5,7 @@ use crate::{MetricSink, Metrics, TrainError};
 use candle_core::Error;
 use querl_model::ComputeDevice;
 use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 #[derive(Debug, Default)]
 pub(crate) struct Recorder(pub(crate) Vec<(u64, Metrics)>);
@@ -87,6 +88,21 @@ pub(crate) fn out_of_memory_at(step: u64, phase: &'static str) -> candle_core::R
         return Err(Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")".into()));
     }
     Ok(())
+}
+
+thread_local! {
+    static STOP_AT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// This call of [`stop_if_due`] on this thread, from 1, sets the stop flag; 0 for none.
+pub(crate) fn stop_at_call(call: usize) {
+    STOP_AT.set(call);
+}
+
+pub(crate) fn stop_if_due(stop: &AtomicBool) {
+    let call = STOP_AT.get();
+    stop.fetch_or(call == 1, Ordering::SeqCst);
+    STOP_AT.set(call.saturating_sub(1));
 }
 
 /// A GPU; in `tests/cuda/run.sh` a simulated one.

@@ -59,6 +59,8 @@ async fn rewrites_of_tenants_that_share_batches_are_those_of_eval() {
 async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
     let project = project();
     let args = ["run", "--admin_key_env", "TEST_KEY", "--cache", "0", "--deadline_ms", "60000"];
+    let written = std::time::UNIX_EPOCH + Duration::from_secs(1_600_000_000);
+    std::fs::File::open(project.path("run/rl/best")).unwrap().set_modified(written).unwrap();
     let mut server = Server::start(&project, &SERVE, &args);
     server.ready().await;
     let cases = evaluated("run", "fivedoctors");
@@ -81,6 +83,10 @@ async fn a_tenant_is_replaced_without_a_failed_or_mixed_response() {
         assert_eq!(refused.status(), 422);
     };
     tokio::join!(client, operator);
+    // Regression: `created` was the time of the last load.
+    let models = server.client.get(format!("{}/v1/models", server.url)).send().await.unwrap();
+    let models: Value = models.json().await.unwrap();
+    assert_eq!(models["data"][0]["created"], 1_600_000_000, "{models}");
     let load = server.client.post(format!("{}/admin/tenants", server.url)).json(&json!({"path": project.path("run")}));
     assert_eq!(load.send().await.unwrap().status(), 401);
 
@@ -145,6 +151,48 @@ async fn tenants_of_a_missing_deployment_are_still_served() {
     server.signal("-HUP");
     logged(&project, "tenant other: removed, since deployment/tenants/other is no longer a run of this tenant").await;
     assert_eq!((status("fivedoctors").await, status("other").await), (200, 404));
+}
+
+/// Regression: a tenant that moved to another deployment, where it could not be loaded, was removed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_tenant_that_moved_to_a_damaged_run_is_still_served() {
+    let project = project();
+    project.querl(&["deploy", "run", "other", "--out", "a"]).ok();
+    copy(&project.path("a"), &project.path("b"));
+    std::fs::remove_dir_all(project.path("b/tenants/fivedoctors")).unwrap();
+    std::fs::rename(project.path("b/tenants/other"), project.path("b/tenants/third")).unwrap();
+    rename(&project, "b/tenants/third", ("other", "third"));
+    let server = Server::start(&project, &SERVE, &["a", "b", "--deadline_ms", "60000"]);
+    server.ready().await;
+    let request = json!({"tenant": "other", "query": "胶原蛋白怎么吃"});
+    let version = async || server.ask("/v1/rewrite", &request).await.1["version"].clone();
+    let before = version().await;
+    assert!(before.is_string(), "{before}");
+
+    std::fs::rename(project.path("a/tenants/other"), project.path("b/tenants/other")).unwrap();
+    for (file, n_loaded) in [("config.resolved.toml", 5), ("rl/best/adapter_model.safetensors", 7)] {
+        let file = project.path(&format!("b/tenants/other/{file}"));
+        let elsewhere = project.path("elsewhere");
+        std::fs::rename(&file, &elsewhere).unwrap();
+        server.signal("-HUP");
+        // Three tenants were loaded at the start, and two are with each reload.
+        for _ in 0..600 {
+            if project.read("server.log").matches(": version ").count() == n_loaded {
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+        // A tenant would be removed at the end of the reload.
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        let log = project.read("server.log");
+        assert!(log.matches(": version ").count() == n_loaded && !log.contains(": removed, "), "{log}");
+        assert_eq!(log.matches("not loaded again: ").count(), (n_loaded - 3) / 2, "{log}");
+        assert_eq!(version().await, before);
+        std::fs::rename(&elsewhere, &file).unwrap();
+    }
+    server.signal("-HUP");
+    logged(&project, " of b/tenants/other").await;
+    assert_eq!(version().await, before);
 }
 
 /// Regression: a tenant that was renamed by SIGHUP was open to every client, and its key could not be prepared.
@@ -224,6 +272,40 @@ async fn fallbacks_are_summed_up_in_the_log_with_the_id_of_a_request() {
     assert!(lines.len() <= started.elapsed().as_secs() as usize + 2, "{log}");
     let id = format!("request{{id={}}}", first["id"].as_str().unwrap());
     assert!(lines[0].contains(&id), "{log}");
+}
+
+/// Answers the first request with an empty object.
+fn answer_once(listener: &std::net::TcpListener) {
+    use std::io::{Read, Write};
+    let (mut stream, _) = listener.accept().unwrap();
+    let (mut request, mut part) = (Vec::new(), [0; 4096]);
+    while !request.ends_with(b"}") {
+        let n_bytes = stream.read(&mut part).unwrap();
+        assert!(n_bytes > 0);
+        request.extend_from_slice(&part[..n_bytes]);
+    }
+    stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}").unwrap();
+}
+
+/// Regression: each request to an upstream service that was down wrote a line.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_upstream_that_is_down_has_one_line_in_the_log_and_one_when_it_responds_again() {
+    let project = project();
+    let addr = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let server = Server::start(&project, &SERVE, &["run", "--upstream", &format!("http://{addr}")]);
+    server.ready().await;
+    let request = json!({"query": "胶原蛋白怎么吃", "rewritten_query": "胶原蛋白 食用方法"});
+    let status = async || server.ask("/api/chat/general_rag", &request).await.0;
+    for _ in 0..5 {
+        assert_eq!(status().await, 502);
+    }
+    let listener = std::net::TcpListener::bind(addr).unwrap();
+    let upstream = std::thread::spawn(move || answer_once(&listener));
+    assert_eq!(status().await, 200);
+    upstream.join().unwrap();
+    logged(&project, "responds again (4 more failures since the last such line)").await;
+    let log = project.read("server.log");
+    assert_eq!(log.matches(": request failed: ").count(), 1, "{log}");
 }
 
 #[test]

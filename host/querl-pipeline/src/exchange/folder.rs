@@ -54,8 +54,6 @@ pub(super) struct SharedFiles {
     pub(super) model: String,
     pub(super) plugins: Vec<String>,
     pub(super) outside: Vec<PathBuf>,
-    /// Limits that cannot be divided over the processes.
-    pub(super) notes: Vec<String>,
 }
 
 /// Processes that compute rewards at the same time share limits and budget; `rows` is the file of the training split.
@@ -71,7 +69,7 @@ pub(super) fn write_shared(
     out: &Path,
 ) -> anyhow::Result<SharedFiles> {
     let plugins = copy_plugins(run, out)?;
-    let (mut config, notes) = reward_config(&run.config, reward);
+    let mut config = reward_config(&run.config, reward);
     let places = plugin_paths(&mut config);
     places.into_iter().zip(&plugins).for_each(|(path, entry)| *path = entry.path.clone());
     if let Some(adapter) = &run.adapter {
@@ -101,7 +99,7 @@ pub(super) fn write_shared(
         BaseFiles::Referenced => run.model.display().to_string(),
     };
     let titles = plugins.iter().map(|entry| format!("{} {}", entry.id, entry.version)).collect();
-    Ok(SharedFiles { model, plugins: titles, outside: outside(&config), notes })
+    Ok(SharedFiles { model, plugins: titles, outside: outside(&config) })
 }
 
 const CONFIG_HEADER: &str = "\
@@ -143,9 +141,8 @@ fn plugin_paths(config: &mut Config) -> Vec<&mut PathBuf> {
     std::iter::once(&mut plugins.prompt.path).chain(filters).chain(rewards).collect()
 }
 
-/// What the reward reads of a configuration, and notes on its limits. Teacher and evaluation are left out, and what belongs to the machine of
-/// the run.
-fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> (Config, Vec<String>) {
+/// What the reward reads of a configuration. Teacher and evaluation are left out, and what belongs to the machine of the run.
+fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> Config {
     let n = reward.n_processes.max(1);
     let mut config = config.clone();
     config.output_dir = "querl-run".into();
@@ -161,32 +158,37 @@ fn reward_config(config: &Config, reward: &RewardProcesses<'_>) -> (Config, Vec<
     config.cache.path = None;
     config.retrieval.index_dir = None;
     config.budget = config.budget.map(|budget| budget / n as f64);
-    let mut notes = Vec::new();
-    let Config { retrieval, judge, .. } = &mut config;
-    for (key, limit) in [
-        ("retrieval.max_concurrent", &mut retrieval.max_concurrent),
-        ("judge.max_concurrent", &mut judge.max_concurrent),
-    ] {
-        notes.extend(exceeded(key, *limit, n));
-        *limit = (*limit / n).max(1);
-    }
-    for (key, limit) in [
-        ("retrieval.requests_per_minute", &mut retrieval.requests_per_minute),
-        ("judge.requests_per_minute", &mut judge.requests_per_minute),
-        ("judge.tokens_per_minute", &mut judge.tokens_per_minute),
-    ] {
-        if let Some(limit) = limit {
-            notes.extend(exceeded(key, *limit as usize, n));
-            *limit = (*limit / n as u32).max(1);
-        }
-    }
-    (config, notes)
+    let (concurrency, rates) = whole_limits(&mut config);
+    concurrency.into_iter().for_each(|limit| *limit = (*limit / n).max(1));
+    rates.into_iter().for_each(|limit| *limit = (*limit / n as u32).max(1));
+    config
 }
 
-/// A note on a limit below the number of processes: each keeps at least 1.
-fn exceeded(key: &str, limit: usize, n_processes: usize) -> Option<String> {
-    (limit < n_processes)
-        .then(|| format!("{key} is {limit}, and each of {n_processes} reward processes keeps 1: {n_processes} in all"))
+/// Concurrency and rates of the services that a reward calls: limits that are divided into whole numbers.
+fn whole_limits(config: &mut Config) -> ([&mut usize; 4], Vec<&mut u32>) {
+    let Config { retrieval, judge, .. } = config;
+    let concurrency = [
+        &mut retrieval.max_concurrent,
+        &mut retrieval.embedding.max_concurrent,
+        &mut retrieval.rerank.max_concurrent,
+        &mut judge.max_concurrent,
+    ];
+    let rates = [
+        &mut retrieval.requests_per_minute,
+        &mut retrieval.embedding.requests_per_minute,
+        &mut retrieval.rerank.requests_per_minute,
+        &mut judge.requests_per_minute,
+        &mut judge.tokens_per_minute,
+    ];
+    (concurrency, rates.into_iter().flatten().collect())
+}
+
+/// How many processes compute rewards: `at_most`, and no more than the smallest limit, of which each process has at least 1.
+pub(super) fn n_reward_processes(config: &Config, at_most: usize) -> usize {
+    let mut config = config.clone();
+    let (concurrency, rates) = whole_limits(&mut config);
+    let rates = rates.into_iter().map(|limit| *limit as usize);
+    concurrency.into_iter().map(|limit| *limit).chain(rates).fold(at_most, usize::min).max(1)
 }
 
 /// Files that are copied, each with the name of its copy.
@@ -234,9 +236,9 @@ pub(super) struct EngineFiles<'a> {
 
 impl EngineFiles<'_> {
     pub(super) fn write(self, run: &ExportedRun, shared: SharedFiles, out: &Path) -> anyhow::Result<Exported> {
-        let SharedFiles { plugins, outside, notes: limits, .. } = shared;
+        let SharedFiles { plugins, outside, .. } = shared;
         let form: Vec<String> = note_on_form(&run.config, self.engine).into_iter().collect();
-        let (keys, notes) = (self.mapping.to_markdown(self.engine), [form, self.notes, limits].concat());
+        let (keys, notes) = (self.mapping.to_markdown(self.engine), [form, self.notes].concat());
         let noted: String = notes.iter().map(|note| format!("- {note}\n")).collect();
         let common = [("@TENANT@", run.config.tenant.as_str()), ("@KEYS@", keys.as_str()), ("@NOTES@", noted.as_str())];
         let values = [&common[..], self.values].concat();
@@ -356,7 +358,7 @@ mod tests {
         let mut config = of("");
         config.data.rewrite_form = RewriteForm::Edit;
         assert!(note_on_form(&config, "TRL").is_some_and(|note| note.contains("data.rewrite_form = \"edit\"")));
-        let (exported, _) = reward_config(&config, &RewardProcesses { n_processes: 1, rows: TRAIN });
+        let exported = reward_config(&config, &RewardProcesses { n_processes: 1, rows: TRAIN });
         assert_eq!(exported.data.rewrite_form, RewriteForm::Edit);
     }
 
@@ -365,7 +367,7 @@ mod tests {
     fn the_rows_of_an_exported_folder_are_its_dataset() {
         let mut config = crate::exchange::source::testing::run("").config;
         config.data.group_column = Some("product".into());
-        let (exported, _) = reward_config(&config, &RewardProcesses { n_processes: 1, rows: TRAIN });
+        let exported = reward_config(&config, &RewardProcesses { n_processes: 1, rows: TRAIN });
         assert_eq!((exported.called_teacher(), exported.data.query_files()), (None, vec![Path::new(TRAIN)]));
         assert_eq!((exported.data.input, exported.data.group_column), (None, None));
     }
@@ -378,16 +380,20 @@ mod tests {
         assert_eq!(argument_lines(&settings), "    --a.b 1 2 \\\n    --c \\\n");
     }
 
+    /// Symptom: 8 processes that keep at least 1 of a limit of 3 exceeded it.
     #[test]
-    fn limits_are_divided_over_processes_and_a_larger_sum_is_noted() {
-        let text = "[judge]\nmax_concurrent = 20\nrequests_per_minute = 3\n";
-        let config = crate::exchange::source::testing::run(text).config;
-        let divided = |n_processes| reward_config(&config, &RewardProcesses { n_processes, rows: "train.jsonl" });
-        let (eighth, notes) = divided(8);
-        assert_eq!((eighth.judge.max_concurrent, eighth.judge.requests_per_minute), (2, Some(1)));
-        assert_eq!(notes, ["judge.requests_per_minute is 3, and each of 8 reward processes keeps 1: 8 in all"]);
-        let (whole, notes) = divided(1);
-        assert_eq!((whole.judge.max_concurrent, whole.judge.requests_per_minute), (20, Some(3)));
-        assert!(notes.is_empty(), "{notes:?}");
+    fn limits_are_divided_over_no_more_processes_than_the_smallest_of_them() {
+        let of = |sections: &str| crate::exchange::source::testing::run(sections).config;
+        assert_eq!(n_reward_processes(&of(""), 8), 8);
+        assert_eq!(n_reward_processes(&of("[judge]\nmax_concurrent = 20\ntokens_per_minute = 5\n"), 8), 5);
+        let config = of("[judge]\nmax_concurrent = 20\nrequests_per_minute = 3\n");
+        let n_processes = n_reward_processes(&config, 8);
+        assert_eq!(n_processes, 3);
+        let divided = reward_config(&config, &RewardProcesses { n_processes, rows: TRAIN });
+        assert_eq!((divided.judge.max_concurrent, divided.judge.requests_per_minute), (6, Some(1)));
+        let mut config = of("");
+        (config.budget, config.retrieval.embedding.max_concurrent) = (Some(4.0), 16);
+        let divided = reward_config(&config, &RewardProcesses { n_processes: 8, rows: TRAIN });
+        assert_eq!((divided.budget, divided.retrieval.embedding.max_concurrent), (Some(0.5), 2));
     }
 }

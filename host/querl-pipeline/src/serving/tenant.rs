@@ -274,9 +274,13 @@ impl TenantModel {
         let (prompts, plugin_digest) = hosts.open_pinned_prompts(&run.config, &run.dir)?;
         let (decoding, sampling) = run.decoding();
         let version = run.version(&base.digest, base.dtype, &checkpoint, &plugin_digest);
-        let loaded_at = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?.as_secs();
+        let loaded_at = since_epoch(SystemTime::now());
+        let folder = run.checkpoint();
+        let created = folder.metadata().and_then(|metadata| metadata.modified());
+        let created_at = since_epoch(created.with_context(|| format!("{}: cannot be read", folder.display()))?);
         let source = run.dir.root().display().to_string();
-        let facts = Tenant { name: run.config.tenant.clone(), role, version, source, loaded_at, api_key };
+        let name = run.config.tenant.clone();
+        let facts = Tenant { name, role, version, source, created_at, loaded_at, api_key };
         let (response_form, tokenizer) = (ResponseForm::of(&run.config), base.tokenizer_of(run)?);
         Ok(Self { facts, prompts, response_form, tokenizer, adapter, decoding, sampling })
     }
@@ -296,6 +300,11 @@ impl TenantModel {
             Err(fault) => Err(failure("plugin_fault", fault.to_string())),
         }
     }
+}
+
+/// In seconds; 0 before 1970.
+fn since_epoch(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 fn base_digest(path: &Path) -> anyhow::Result<String> {

@@ -82,7 +82,7 @@ fn permitted(service: &RewriteService, headers: &HeaderMap) -> Result<PermittedT
 fn models_of(tenant: &Tenant) -> [Value; 2] {
     ["", REWRITE_SUFFIX].map(|suffix| {
         let id = format!("{}{suffix}", tenant.name);
-        json!({"id": id, "object": "model", "created": tenant.loaded_at, "owned_by": "querl"})
+        json!({"id": id, "object": "model", "created": tenant.created_at, "owned_by": "querl"})
     })
 }
 
@@ -316,7 +316,8 @@ impl ChatJob {
     /// Counts and logs a finished response.
     fn finish(&self, done: Result<Generation, GenerationFailure>) -> Result<Generation, ErrorResponse> {
         let generation = done.map_err(|failure| {
-            self.service.failures.warn(&self.route.model.name, failure.code, &failure.message);
+            let tenant = format!("tenant {}", self.route.model.name);
+            self.service.failures.warn(&tenant, failure.code, &failure.message);
             self.route.add(&self.service, Some(failure.code));
             model_failed()
         })?;

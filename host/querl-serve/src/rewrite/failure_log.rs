@@ -1,45 +1,69 @@
-//! Warnings about requests without a rewrite: under overload there are more of them than a log has room for.
+//! Warnings about requests that fail: under overload, or while another service is down, there are more of them than a log has room for.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// At most one line of a tenant and a reason in this time.
-const INTERVAL: Duration = Duration::from_secs(1);
+/// At most one line of a subject and a reason in an interval.
+#[derive(Debug)]
+pub(super) struct FailureLog {
+    interval: Duration,
+    lines: Mutex<BTreeMap<(String, &'static str), LastLine>>,
+}
 
-/// The last line of each tenant and reason.
-#[derive(Default)]
-pub(super) struct FailureLog(Mutex<BTreeMap<(String, &'static str), LastLine>>);
-
+#[derive(Debug)]
 struct LastLine {
     at: Instant,
     n_since: u64,
+    /// No line says yet that requests succeed again.
+    is_open: bool,
 }
 
 impl FailureLog {
-    /// Logs a failure, or counts it for the next line of its tenant and reason.
-    pub(super) fn warn(&self, tenant: &str, reason: &'static str, message: &str) {
-        let others = match self.n_since(tenant, reason, Instant::now()) {
-            None => return,
-            Some(0) => String::new(),
-            Some(n_since) => format!(" ({n_since} more since the last such line)"),
-        };
-        tracing::warn!("tenant {tenant}: {reason}: {message}{others}");
+    pub(super) fn new(interval: Duration) -> Self {
+        Self { interval, lines: Mutex::default() }
+    }
+
+    /// Logs a failure, or counts it for the next line of its subject and reason.
+    pub(super) fn warn(&self, subject: &str, reason: &'static str, message: &str) {
+        if let Some(n_since) = self.n_since(subject, reason, Instant::now()) {
+            tracing::warn!("{subject}: {reason}: {message}{}", more(n_since));
+        }
+    }
+
+    /// Logs that requests succeed again, once after a line of [`Self::warn`].
+    pub(super) fn note_success(&self, subject: &str, reason: &'static str, message: &str) {
+        if let Some(n_since) = self.n_until_success(subject, reason) {
+            tracing::info!("{subject}: {message}{}", more(n_since));
+        }
     }
 
     /// Failures since the last line; `None` where it is too early for the next one.
-    fn n_since(&self, tenant: &str, reason: &'static str, now: Instant) -> Option<u64> {
-        let mut lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(last) = lines.get_mut(&(tenant.to_owned(), reason)) else {
-            lines.insert((tenant.to_owned(), reason), LastLine { at: now, n_since: 0 });
+    fn n_since(&self, subject: &str, reason: &'static str, now: Instant) -> Option<u64> {
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = LastLine { at: now, n_since: 0, is_open: true };
+        let Some(last) = lines.get_mut(&(subject.to_owned(), reason)) else {
+            lines.insert((subject.to_owned(), reason), first);
             return Some(0);
         };
-        if now.duration_since(last.at) < INTERVAL {
+        if now.duration_since(last.at) < self.interval {
             last.n_since += 1;
             return None;
         }
-        Some(std::mem::replace(last, LastLine { at: now, n_since: 0 }).n_since)
+        Some(std::mem::replace(last, first).n_since)
     }
+
+    /// Failures since the last line; `None` where the last line is not about a failure.
+    fn n_until_success(&self, subject: &str, reason: &'static str) -> Option<u64> {
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = lines.get_mut(&(subject.to_owned(), reason)).filter(|last| last.is_open)?;
+        last.is_open = false;
+        Some(std::mem::take(&mut last.n_since))
+    }
+}
+
+fn more(n_since: u64) -> String {
+    if n_since == 0 { String::new() } else { format!(" ({n_since} more failures since the last such line)") }
 }
 
 #[cfg(test)]
@@ -49,12 +73,25 @@ mod tests {
     /// Regression: an overloaded server wrote a line for each fallback.
     #[test]
     fn a_tenant_and_reason_has_one_line_a_second_with_the_number_since() {
-        let (log, start) = (FailureLog::default(), Instant::now());
+        let (log, start) = (FailureLog::new(Duration::from_secs(1)), Instant::now());
         let at = |tenant, reason, ms| log.n_since(tenant, reason, start + Duration::from_millis(ms));
         assert_eq!(at("shop", "timeout", 0), Some(0));
         assert_eq!((at("shop", "timeout", 10), at("shop", "timeout", 999)), (None, None));
         assert_eq!((at("shop", "model_failed", 20), at("rival", "timeout", 30)), (Some(0), Some(0)));
         assert_eq!(at("shop", "timeout", 1000), Some(2));
         assert_eq!((at("shop", "timeout", 1500), at("shop", "timeout", 2100)), (None, Some(1)));
+    }
+
+    /// A service that fails and succeeds in turn has two lines in an interval.
+    #[test]
+    fn a_success_has_a_line_once_after_a_line_about_a_failure() {
+        let (log, start) = (FailureLog::new(Duration::from_secs(60)), Instant::now());
+        let failed = |s| log.n_since("upstream", "down", start + Duration::from_secs(s));
+        let succeeded = || log.n_until_success("upstream", "down");
+        assert_eq!(succeeded(), None);
+        assert_eq!((failed(0), failed(1), failed(2)), (Some(0), None, None));
+        assert_eq!((succeeded(), succeeded()), (Some(2), None));
+        assert_eq!((failed(3), succeeded(), failed(59)), (None, None, None));
+        assert_eq!((failed(60), succeeded()), (Some(2), Some(0)));
     }
 }

@@ -86,7 +86,7 @@ pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse>
     // The response is read here.
     call.headers.remove(header::ACCEPT_ENCODING);
     let response = forward(&call, &upstream, body.to_string()).await?;
-    Ok(with_fallback(Json(response.records(top_k, score_threshold)?).into_response(), fallback))
+    Ok(with_fallback(Json(upstream.records(&response, top_k, score_threshold)?).into_response(), fallback))
 }
 
 /// The tenant of `TENANT` or `TENANT:KB_NAME`, and the name.

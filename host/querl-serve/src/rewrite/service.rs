@@ -31,6 +31,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::timeout_at;
 
+/// At most one line about the failures of a tenant with one reason in this time.
+const FAILURE_INTERVAL: Duration = Duration::from_secs(1);
+
 /// Limits and keys of a rewriting service.
 pub struct RewriteOptions {
     /// Maximum size of a request body.
@@ -94,7 +97,7 @@ impl RewriteService {
             cache: RewriteCache::new(options.max_cached_rewrites),
             metrics,
             access_log: AccessLog::open(options.access_log.as_deref())?,
-            failures: FailureLog::default(),
+            failures: FailureLog::new(FAILURE_INTERVAL),
             request_log,
             loading: tokio::sync::Mutex::default(),
             n_requests: AtomicU64::new(0),
@@ -191,7 +194,7 @@ impl RewriteService {
             Err(_) => ("timeout", format!("no rewrite within {:?}", started.elapsed())),
         };
         count(&|metrics| {
-            self.failures.warn(&tenant.name, reason, &message);
+            self.failures.warn(&format!("tenant {}", tenant.name), reason, &message);
             metrics.fallback(&tenant.name, reason);
         });
         Ok(result(CachedRewrite::raw(query, &tenant.version), None, Some(reason)))

@@ -335,6 +335,7 @@ mod tests {
             role,
             version: version.into(),
             source: String::new(),
+            created_at: 0,
             loaded_at: 0,
             api_key: None,
         };

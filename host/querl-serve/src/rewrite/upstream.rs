@@ -1,5 +1,6 @@
 //! The retrieval service behind the proxy: its address, requests to it and its responses.
 
+use super::failure_log::FailureLog;
 use crate::error::ErrorResponse;
 use crate::general_rag::GENERAL_RAG_ROUTE;
 use axum::body::Body;
@@ -10,7 +11,14 @@ use reqwest::redirect::Policy;
 use reqwest::{Client, RequestBuilder};
 use serde_json::{Value, json};
 use std::error::Error;
+use std::sync::Arc;
 use std::time::Duration;
+
+/// At most one line about failures of one kind in this time.
+const FAILURE_INTERVAL: Duration = Duration::from_secs(60);
+const FAILED: &str = "request failed";
+const UNREADABLE: &str = "unreadable response";
+const WITHOUT_TEXT: &str = "passages without a text are left out";
 
 const RETRIEVAL_ROUTE: &str = "/retrieval";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -42,6 +50,7 @@ pub struct Upstream {
     is_dify: bool,
     timeout: Duration,
     client: Client,
+    failures: Arc<FailureLog>,
 }
 
 impl Upstream {
@@ -67,7 +76,8 @@ impl Upstream {
         let url = url.trim_end_matches('/');
         let is_dify = url.ends_with(RETRIEVAL_ROUTE);
         let route = if is_dify || url.ends_with(GENERAL_RAG_ROUTE) { "" } else { GENERAL_RAG_ROUTE };
-        Ok(Self { url: format!("{url}{route}"), is_dify, timeout, client })
+        let failures = Arc::new(FailureLog::new(FAILURE_INTERVAL));
+        Ok(Self { url: format!("{url}{route}"), is_dify, timeout, client, failures })
     }
 
     pub(super) fn is_dify(&self) -> bool {
@@ -88,18 +98,19 @@ impl Upstream {
         let query = uri.query().map_or(String::new(), |query| format!("?{query}"));
         let request = self.client.post(format!("{}{query}", self.url)).headers(forwarded(headers)).body(body);
         let failed = |status, what: &str| ErrorResponse::new(status, format!("the retrieval service {what}"));
-        match receive(request).await {
+        let received = receive(request).await;
+        if received.is_ok() {
+            self.failures.note_success(&self.url, FAILED, "responds again");
+        }
+        match received {
             Ok(response) if response.body.len() > MAX_RESPONSE_BYTES => {
                 Err(failed(StatusCode::BAD_GATEWAY, "responded with more than 64 MiB"))
             }
             Ok(response) => Ok(response),
             Err(error) => {
                 // The address and the reason are for the operator's log alone.
-                tracing::warn!(
-                    "{}: {error}: {}",
-                    self.url,
-                    error.source().map(ToString::to_string).unwrap_or_default()
-                );
+                let cause = error.source().map(ToString::to_string).unwrap_or_default();
+                self.failures.warn(&self.url, FAILED, &format!("{error}: {cause}"));
                 Err(match error.is_timeout() {
                     true => failed(StatusCode::GATEWAY_TIMEOUT, "did not respond in time"),
                     false if error.is_connect() => {
@@ -109,6 +120,45 @@ impl Upstream {
                         failed(StatusCode::BAD_GATEWAY, "sent no complete HTTP response; the server's log says why")
                     }
                 })
+            }
+        }
+    }
+
+    /// The passages of a `general_rag` response as Dify's records, within the limits of the request, which the service may have ignored.
+    ///
+    /// # Errors
+    /// The service's own error, or that its response is unreadable.
+    pub(super) fn records(
+        &self,
+        response: &UpstreamResponse,
+        top_k: Option<u64>,
+        score_threshold: Option<f64>,
+    ) -> Result<Value, ErrorResponse> {
+        let body: Value = serde_json::from_slice(&response.body).unwrap_or_default();
+        // Services of this interface may have the status in the body alone.
+        let stated = body["status"].as_u64().and_then(|status| StatusCode::from_u16(status.try_into().ok()?).ok());
+        let status = if response.status.is_success() { stated.unwrap_or(response.status) } else { response.status };
+        match rag_passages(&body) {
+            Ok((passages, n_without_text)) if status.is_success() => {
+                self.failures.note_success(&self.url, UNREADABLE, "responds with passages again");
+                if n_without_text > 0 {
+                    self.failures.warn(&self.url, WITHOUT_TEXT, &n_without_text.to_string());
+                }
+                let is_below = |score: f64| score_threshold.is_some_and(|threshold| score < threshold);
+                let passages = passages.into_iter().filter(|passage| !passage.score.is_some_and(is_below));
+                let n_most = top_k.and_then(|top_k| usize::try_from(top_k).ok()).unwrap_or(usize::MAX);
+                Ok(json!({"records": passages.take(n_most).map(record).collect::<Vec<_>>()}))
+            }
+            _ if status.is_client_error() => {
+                let message = body["msg"].as_str().unwrap_or("the retrieval service rejected the request");
+                Err(ErrorResponse::new(status, message))
+            }
+            unreadable => {
+                let problem = unreadable.err().map_or(String::new(), |problem| format!(": {problem}"));
+                let what = format!("status {status} and no readable passages{problem}");
+                self.failures.warn(&self.url, UNREADABLE, &what);
+                let what = "the retrieval service failed; the server's log says how";
+                Err(ErrorResponse::new(StatusCode::BAD_GATEWAY, what))
             }
         }
     }
@@ -154,40 +204,6 @@ impl UpstreamResponse {
         let mut response = Response::new(Body::from(self.body));
         (*response.status_mut(), *response.headers_mut()) = (self.status, self.headers);
         response
-    }
-
-    /// The passages of a `general_rag` response as Dify's records, within the limits of the request, which the service may have ignored.
-    ///
-    /// # Errors
-    /// The service's own error, or that its response is unreadable.
-    pub(super) fn records(&self, top_k: Option<u64>, score_threshold: Option<f64>) -> Result<Value, ErrorResponse> {
-        let body: Value = serde_json::from_slice(&self.body).unwrap_or_default();
-        // Services of this interface may have the status in the body alone.
-        let stated = body["status"].as_u64().and_then(|status| StatusCode::from_u16(status.try_into().ok()?).ok());
-        let status = if self.status.is_success() { stated.unwrap_or(self.status) } else { self.status };
-        match rag_passages(&body) {
-            Ok((passages, n_without_text)) if status.is_success() => {
-                if n_without_text > 0 {
-                    tracing::warn!("{n_without_text} passages of the retrieval service have no text and are left out");
-                }
-                let is_below = |score: f64| score_threshold.is_some_and(|threshold| score < threshold);
-                let passages = passages.into_iter().filter(|passage| !passage.score.is_some_and(is_below));
-                let n_most = top_k.and_then(|top_k| usize::try_from(top_k).ok()).unwrap_or(usize::MAX);
-                Ok(json!({"records": passages.take(n_most).map(record).collect::<Vec<_>>()}))
-            }
-            _ if status.is_client_error() => {
-                let message = body["msg"].as_str().unwrap_or("the retrieval service rejected the request");
-                Err(ErrorResponse::new(status, message))
-            }
-            unreadable => {
-                let problem = unreadable.err().map_or(String::new(), |problem| format!(": {problem}"));
-                tracing::warn!(
-                    "the retrieval service responded with status {status} and no readable passages{problem}"
-                );
-                let what = "the retrieval service failed; the server's log says how";
-                Err(ErrorResponse::new(StatusCode::BAD_GATEWAY, what))
-            }
-        }
     }
 }
 

@@ -43,6 +43,7 @@ pub(crate) fn tenant(name: &str, version: usize, api_key: Option<&str>) -> Tenan
         role: Role::Current,
         version: format!("v{version}"),
         source: format!("runs/{name}"),
+        created_at: 1_600_000_000,
         loaded_at: 1_700_000_000,
         api_key: api_key.map(str::to_owned),
     }

@@ -108,8 +108,19 @@ pub struct RlTask<'a> {
     /// Training stops with its state saved, as after the stop flag, before the first step after this one: another call with a later one, or
     /// none, resumes.
     pub stop_after: Option<u64>,
-    /// Set to stop. Read before each decode step and after rollouts; updates of a batch that have begun are completed first.
+    /// Set to stop. Read before each decode step, after rollouts, and before each pass of updates where these can be discarded; elsewhere the
+    /// updates of a batch are completed first.
     pub stop: &'a AtomicBool,
+}
+
+impl RlTask<'_> {
+    /// Whether a stop discards the updates of a batch that have begun: on one CPU, where they take longest. With `rl.off_by_one` the next
+    /// batch is generated and scored at the same time.
+    fn discards_updates(&self) -> bool {
+        let is_alone = self.mesh.all.world_size() == 1;
+        let is_on_cpu = matches!(self.decoder.compute_device(), ComputeDevice::Cpu);
+        self.fingerprint.is_some() && is_alone && is_on_cpu && !self.config.off_by_one
+    }
 }
 
 /// Result of a run.

@@ -1,7 +1,8 @@
 //! The loop of reinforcement learning. Read [`train`], then [`Trainer::run`]; `learner.rs` has the update.
 //!
 //! The stop flag (`RlTask::stop`, set by Ctrl-C) is read by [`Trainer::stop_requested`] after rollouts, and by
-//! [`rollout_pipeline::complete`] before each decode step; [`Trainer::interrupt`] then saves the state. A checkpoint that is due by time
+//! [`rollout_pipeline::complete`] before each decode step; [`Trainer::interrupt`] then saves the state. On one CPU `check_stop` of `learner.rs`
+//! reads it before each pass of the updates, and [`Trainer::discard_updates`] saves the state before them. A checkpoint that is due by time
 //! stops a rollout in the same way, and the rollout continues. `RlTask::stop_after` ends the loop in the same way after a step and its
 //! evaluation.
 
@@ -12,7 +13,7 @@ use super::metrics::{rollout_metrics, step_metrics};
 use super::rollout::{PartialBatch, Query, RolloutBatch, learnable, queries};
 use super::rollout_check::{check_rollout, check_server_rollout};
 use super::rollout_pipeline::{self, RolloutRequest};
-use super::trainer_state::{BestCheckpoint, Evaluation, LogPositions, TrainerState};
+use super::trainer_state::{BeforeUpdates, BestCheckpoint, Evaluation, LogPositions, TrainerState};
 use super::{RlSummary, RlTask, engine_settings};
 use crate::batching::DataOrder;
 use crate::checkpoint::{LAST, STATE, SaveTimer, State, StateStore};
@@ -63,6 +64,8 @@ pub(super) struct Trainer<'a> {
     step_started: Instant,
     /// Copy of the state before a step that may run out of GPU memory.
     pub(super) backup: Option<State>,
+    /// Copy of the state before the updates of a batch, where a stop discards them.
+    pub(super) before_updates: Option<BeforeUpdates>,
     /// Seconds that the newest checkpoint took, until they are recorded.
     pub(super) save_s: Option<f64>,
 }
@@ -86,6 +89,7 @@ impl<'a> Trainer<'a> {
             timer: SaveTimer::start(task.config.save_interval_s),
             saved_step: None,
             backup: None,
+            before_updates: None,
             step_started: Instant::now(),
             save_s: None,
         };
@@ -116,7 +120,10 @@ impl<'a> Trainer<'a> {
             // 3. Scored rollouts; episodes whose calls failed or were late are dropped and counted.
             let Some(batch) = self.roll_out(sink)? else { return self.interrupt(sink) };
             // 4. Log-probabilities, values, advantages; several epochs of updates.
-            let metrics = self.learn(&batch)?;
+            let metrics = match self.learn(&batch) {
+                Err(TrainError::Interrupted { .. }) => return self.discard_updates(sink),
+                learned => learned?,
+            };
             // 5. Metrics and warnings.
             self.record(&batch, metrics, sink)?;
         }
@@ -196,6 +203,7 @@ impl<'a> Trainer<'a> {
         if self.complete_rollouts(sink)? == Phase::Stopped {
             return Ok(None);
         }
+        self.copy_before_updates()?;
         let batch = self.state.rollouts.take().map(|partial| RolloutBatch::new(self.task, partial));
         batch.transpose()
     }

@@ -35,6 +35,12 @@ pub(super) struct TrainerState {
     pub(super) health: Health,
 }
 
+/// What the updates of a batch change, and the batch.
+pub(super) struct BeforeUpdates {
+    learned: State,
+    rollouts: Option<PartialBatch>,
+}
+
 /// Lengths of the logs at a checkpoint.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct LogPositions {
@@ -68,6 +74,28 @@ impl Trainer<'_> {
         self.save(sink)?;
         self.save_weights(&self.task.output_dir.join(LAST))?;
         Err(TrainError::Interrupted { stage: "rl", step: self.state.step })
+    }
+
+    /// Copies what the updates of the complete batch change, where a stop discards them.
+    pub(super) fn copy_before_updates(&mut self) -> Result<(), TrainError> {
+        self.before_updates = None;
+        if self.task.discards_updates() {
+            let mut learned = State::default();
+            self.put_learned(&mut learned)?;
+            self.before_updates =
+                Some(BeforeUpdates { learned: learned.detached()?, rollouts: self.state.rollouts.clone() });
+        }
+        Ok(())
+    }
+
+    /// After a stop within updates: saves the state before them with the batch, from which they are computed again.
+    pub(super) fn discard_updates(&mut self, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
+        if let Some(BeforeUpdates { learned, rollouts }) = self.before_updates.take() {
+            learned.restore_vars(POLICY, self.task.policy.vars())?;
+            self.learner.restore(self.task, &learned)?;
+            self.state.rollouts = rollouts;
+        }
+        self.interrupt(sink)
     }
 
     /// On a GPU, copies the state to host memory before a step changes it: a step that runs out of memory leaves policy and
@@ -127,12 +155,17 @@ impl Trainer<'_> {
         let mut state = State::default();
         state.put("loop", &self.state)?;
         state.put("marks", &logs)?;
-        state.put_vars(POLICY, task.policy.vars());
+        self.put_learned(&mut state)?;
         if let Some(policy) = &self.rollout_policy {
             state.put_vars(ROLLOUT_POLICY, policy.vars());
         }
-        self.learner.save(&mut state)?;
         state.gather_shards(&task.mesh.tensor)
+    }
+
+    /// Policy, critic, their optimizers, and what is learned about rewards.
+    fn put_learned(&self, state: &mut State) -> Result<(), TrainError> {
+        state.put_vars(POLICY, self.task.policy.vars());
+        self.learner.save(state)
     }
 
     pub(super) fn restore(&mut self, step: u64, state: &State, sink: &mut dyn MetricSink) -> Result<(), TrainError> {

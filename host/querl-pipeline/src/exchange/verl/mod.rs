@@ -11,7 +11,7 @@ use super::source::ExportedRun;
 use crate::serving::BaseFiles;
 use querl_core::config::Config;
 use querl_data::{VerlRow, write_verl_rows};
-use settings::{REWARD_WORKERS, Sizes, TRAIN, VAL, mapping};
+use settings::{Sizes, TRAIN, VAL, mapping};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -22,7 +22,7 @@ use std::path::Path;
 pub fn export_verl(run: &ExportedRun, cluster: Cluster, base: BaseFiles, out: &Path) -> anyhow::Result<Exported> {
     let sizes = Sizes::of(run);
     sizes.check(cluster)?;
-    let reward = RewardProcesses { n_processes: REWARD_WORKERS, rows: TRAIN };
+    let reward = RewardProcesses { n_processes: sizes.reward_workers, rows: TRAIN };
     let shared = write_shared(run, base, &reward, out)?;
     let shell_model = plain(&shared.model)?.replace(HERE, "$HERE");
     write_rows(&run.config, "train", &run.train, &out.join(TRAIN))?;
@@ -87,7 +87,8 @@ fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
         config.model.dtype.name()
     ));
     notes.push(format!(
-        "limits of retrieval and judge, and the budget, are divided over {REWARD_WORKERS} reward processes"
+        "limits of retrieval and judge, and the budget, are divided over {} reward processes",
+        sizes.reward_workers
     ));
     notes
 }

@@ -3,7 +3,7 @@
 //! Names: `verl/trainer/config/` of verl 0.9.1; advantages and losses: `verl/trainer/ppo/core_algos.py`; how batches are divided over GPUs:
 //! `verl/utils/config.py`.
 
-use crate::exchange::folder::HERE;
+use crate::exchange::folder::{HERE, n_reward_processes};
 use crate::exchange::mapping::{Mapping, flag, float};
 use crate::exchange::source::ExportedRun;
 use crate::failure::Stop;
@@ -23,8 +23,8 @@ pub struct Cluster {
 /// Starts reward workers that Ray starts again: host/querl-python/python/querl/integrations/verl_ray.py.
 const AGENT_LOOP_MANAGER: &str = "querl.integrations.verl_ray.RestartingAgentLoopManager";
 
-/// Ray actors that compute rewards, `reward.num_workers`.
-pub(super) const REWARD_WORKERS: usize = 8;
+/// Most Ray actors that compute rewards: verl's default of `reward.num_workers`.
+const MAX_REWARD_WORKERS: usize = 8;
 
 /// In place of a limit that is off: a value that is never reached.
 const NO_LIMIT: &str = "1000000.0";
@@ -45,6 +45,8 @@ pub(super) struct Sizes {
     prompt: usize,
     /// Tokens of a pass, at least one response with its prompt.
     pass: usize,
+    /// Processes that compute rewards.
+    pub(super) reward_workers: usize,
 }
 
 impl Sizes {
@@ -61,6 +63,7 @@ impl Sizes {
             epochs: steps.div_ceil(n_rows / batch),
             prompt,
             pass: run.config.model.tokens_per_pass.max(prompt + rl.max_new_tokens),
+            reward_workers: n_reward_processes(&run.config, MAX_REWARD_WORKERS),
         }
     }
 
@@ -127,7 +130,7 @@ fn data_and_reward(m: &mut Mapping, run: &ExportedRun, sizes: &Sizes) {
         m.set("model.enable_thinking", &[setting], "");
     }
     m.set("seed", &[("data.seed", run.config.seed.to_string())], "seeds the order of the queries");
-    m.fixed("reward.num_workers", REWARD_WORKERS.to_string());
+    m.fixed("reward.num_workers", sizes.reward_workers.to_string());
     m.fixed("reward.custom_reward_function.path", quoted("pkg://querl.integrations.verl"));
     m.fixed("reward.custom_reward_function.name", "compute_score");
     m.fixed("+reward.custom_reward_function.reward_kwargs.config", quoted(&format!("{HERE}/querl.toml")));
@@ -375,6 +378,13 @@ mod tests {
         // Ten batches of four of eight rows.
         assert_eq!((value("trainer.total_training_steps"), value("trainer.total_epochs")), ("10", "5"));
         assert!(mapping.without_equivalent().is_empty());
+    }
+
+    #[test]
+    fn there_are_no_more_reward_workers_than_a_limit_has_calls() {
+        let value = |sections: &str| mapped(&run(sections)).value("reward.num_workers").map(str::to_owned);
+        assert_eq!(value("").as_deref(), Some("8"));
+        assert_eq!(value("[judge]\nmax_concurrent = 2\n").as_deref(), Some("2"));
     }
 
     #[test]

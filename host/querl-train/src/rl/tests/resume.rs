@@ -2,6 +2,7 @@
 
 use super::support::{BATCH, Fault, FaultyEnvironment, Model, Run, config};
 use crate::TrainError;
+use crate::testing::stop_at_call;
 use querl_core::config::{CriticKind, RlConfig, RlRecord};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -67,6 +68,37 @@ fn a_stopped_run_resumes_in_the_middle_of_a_batch() {
         assert_eq!(n_scored, expected.episodes().len(), "a response is scored twice");
     });
     interrupt_at_calls(2, (1..).step_by(3), Fault::Stop, is_stop, |_, _| {});
+}
+
+/// Symptom: a stop in the updates of a batch waited for the last of them.
+#[test]
+fn a_stop_within_updates_discards_them_and_the_resumed_run_computes_them_again() {
+    let model = Model::new();
+    for (name, config) in configs().into_iter().filter(|(_, config)| !config.off_by_one) {
+        let expected = Run::complete(1, &model, &config);
+        for call in (1..).step_by(7) {
+            let what = format!("{name}, stopped at pass {call}");
+            let mut run = Run::new(FaultyEnvironment::without_fault());
+            let stopping = |_| {
+                stop_at_call(call);
+                Ok(&model)
+            };
+            let Err(error) = run.start_ranks(1, &config, stopping) else {
+                assert!(call > 20, "{name}: {call} passes are a whole run");
+                stop_at_call(0);
+                break;
+            };
+            assert!(is_stop(&error), "{what}: {error}");
+            if call == 1 {
+                assert!(matches!(error, TrainError::Interrupted { step: 0, .. }), "{what}: {error}");
+            }
+            run.remove_fault();
+            run.start(1, &model, &config).unwrap();
+            run.assert_same(&expected, &what);
+            let n_scored = run.environment.n_scored.load(Ordering::SeqCst);
+            assert_eq!(n_scored, expected.episodes().len(), "{what}: a response is scored twice");
+        }
+    }
 }
 
 /// Steps 0, 2 and 4 are evaluated: a run that stops after each of them has the policy, the logs and the best checkpoint of one that does not.

@@ -6,7 +6,7 @@ use querl_core::config::Overrides;
 use querl_core::serving::{Rewriter, Role, Tenant};
 use querl_pipeline::failure::check_run_or_config;
 use querl_pipeline::serving::{ServedModels, ServedRun, deployed_runs};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -54,7 +54,7 @@ pub(super) struct NamedRuns {
     paths: Vec<PathBuf>,
     /// Tenants with a key of their own; empty where no tenant has one, or others need that of all clients.
     with_key: BTreeSet<String>,
-    tenants: BTreeMap<PathBuf, Tenant>,
+    tenants: Vec<(PathBuf, Tenant)>,
 }
 
 impl NamedRuns {
@@ -69,11 +69,13 @@ impl NamedRuns {
         Self { paths, with_key, tenants: loaded.into_iter().filter_map(served).collect() }
     }
 
-    /// Loads all of them again, and removes the tenants that are no longer of the command line.
+    /// Loads all of them again, and removes the tenants that are no longer of the command line. One that moved to a run that cannot be loaded is
+    /// still served.
     pub(super) fn load_again(&mut self, models: &ServedModels) {
         let mut before = std::mem::take(&mut self.tenants);
         // All are read before one is loaded, since a tenant may have moved from one run to another.
         let mut runs: Vec<(PathBuf, String)> = Vec::new();
+        let mut not_loaded: BTreeSet<String> = BTreeSet::new();
         for path in self.paths.clone() {
             let folders = run_folders(&path).unwrap_or_else(|problem| {
                 self.keep(&path, &format!("{problem:#}"), &mut before);
@@ -82,7 +84,11 @@ impl NamedRuns {
             for folder in folders {
                 match served_run(&folder) {
                     Ok(run) => runs.push((folder, run.config.tenant)),
-                    Err(problem) => self.keep(&folder, &format!("{problem:#}"), &mut before),
+                    Err(problem) => {
+                        // In a deployment the folder has the tenant's name.
+                        not_loaded.extend(folder.file_name().map(|name| name.to_string_lossy().into_owned()));
+                        self.keep(&folder, &format!("{problem:#}"), &mut before);
+                    }
                 }
             }
         }
@@ -91,23 +97,32 @@ impl NamedRuns {
             match free.and_then(|()| models.load(folder, Role::Current)) {
                 Ok(tenant) => {
                     print_tenant(&tenant);
-                    let is_new = before.get(folder).is_none_or(|before| before.name != tenant.name);
+                    let is_new = !before.iter().any(|(known, old)| known == folder && old.name == tenant.name);
                     if is_new && !self.with_key.is_empty() && !self.with_key.contains(&tenant.name) {
                         terminal::print(&format!("warning: no key is required of tenant `{}`", tenant.name));
                     }
-                    self.tenants.insert(folder.clone(), tenant);
+                    self.tenants.push((folder.clone(), tenant));
                 }
-                Err(problem) => self.keep(folder, &problem, &mut before),
+                Err(problem) => {
+                    not_loaded.insert(name.clone());
+                    self.keep(folder, &problem, &mut before);
+                }
             }
         }
-        let is_served = |old: &Tenant| self.tenants.values().any(|tenant| is_same(tenant, old));
-        before.values().filter(|old| !is_served(old)).for_each(|old| remove(models, old));
+        for (folder, old) in before {
+            let has_name = self.tenants.iter().any(|(_, tenant)| tenant.name == old.name);
+            if !has_name && not_loaded.contains(&old.name) {
+                self.tenants.push((folder, old));
+            } else if !self.tenants.iter().any(|(_, tenant)| is_same(tenant, &old)) {
+                remove(models, &old);
+            }
+        }
     }
 
     /// Reports what cannot be loaded. What was loaded from there before is still served.
-    fn keep(&mut self, folder: &Path, problem: &str, before: &mut BTreeMap<PathBuf, Tenant>) {
+    fn keep(&mut self, folder: &Path, problem: &str, before: &mut Vec<(PathBuf, Tenant)>) {
         terminal::print(&format!("not loaded again: {problem}"));
-        self.tenants.extend(before.extract_if(.., |known, _| known.starts_with(folder)));
+        self.tenants.extend(before.extract_if(.., |(known, _)| known.starts_with(folder)));
     }
 
     /// Refuses a run that would replace the tenant of another one, or that has a tenant without a key in place of one with a key.
@@ -116,13 +131,15 @@ impl NamedRuns {
         models: &ServedModels,
         (folder, name): (&Path, &str),
         runs: &[(PathBuf, String)],
-        before: &BTreeMap<PathBuf, Tenant>,
+        before: &[(PathBuf, Tenant)],
     ) -> Result<(), String> {
-        let (path, own) = (folder.display(), before.get(folder));
-        if own.is_some_and(|own| own.name == name) {
+        let path = folder.display();
+        let mut own = before.iter().filter(|(known, _)| known == folder).map(|(_, tenant)| tenant);
+        if own.clone().any(|own| own.name == name) {
             return Ok(());
         }
-        if let Some(own) = own.filter(|own| self.with_key.contains(&own.name) && !self.with_key.contains(name)) {
+        let has_key = |name: &str| self.with_key.contains(name);
+        if let Some(own) = own.find(|own| has_key(&own.name) && !has_key(name)) {
             let remedy = format!("restart with --tenant_key_env {name}=NAME");
             return Err(format!("{path}: tenant `{name}` has no key, and `{}` had one; {remedy}", own.name));
         }
