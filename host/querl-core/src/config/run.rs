@@ -180,32 +180,19 @@ pub enum TextWidth {
     All,
 }
 
-/// Output format of tables.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum TableFormat {
-    /// Excel workbook.
-    Xlsx,
-    /// Comma-separated text.
-    Csv,
-    /// Tab-separated text.
-    Tsv,
-    /// Apache Parquet.
-    Parquet,
-}
-
-impl TableFormat {
-    /// All formats.
-    pub const ALL: [Self; 4] = [Self::Xlsx, Self::Csv, Self::Tsv, Self::Parquet];
-
-    /// File extension.
-    pub fn extension(self) -> &'static str {
-        match self {
-            Self::Xlsx => "xlsx",
-            Self::Csv => "csv",
-            Self::Tsv => "tsv",
-            Self::Parquet => "parquet",
-        }
+named_enum! {
+    /// Output format of tables.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum TableFormat {
+        /// Excel workbook.
+        Xlsx = "xlsx",
+        /// Comma-separated text.
+        Csv = "csv",
+        /// Tab-separated text.
+        Tsv = "tsv",
+        /// Apache Parquet.
+        Parquet = "parquet",
     }
 }
 
@@ -246,36 +233,24 @@ impl DataConfig {
     }
 }
 
-/// Storage type of frozen weights.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum BaseDtype {
-    /// 4 bytes a weight.
-    #[default]
-    F32,
-    /// 2 bytes: the exponent of f32, 8 bits of mantissa.
-    Bf16,
-    /// 2 bytes: 11 bits of mantissa, at most 65504.
-    F16,
-    /// 1 byte and a scale per group of 64.
-    Int8,
-    /// 1 byte: 4 bits of exponent and 3 of mantissa (e4m3), with a scale per output.
-    Fp8,
-    /// 4 bits and a scale per group of 64: the 16 values of QLoRA's NormalFloat.
-    Nf4,
-}
-
-impl BaseDtype {
-    /// Name in a configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-            Self::F16 => "f16",
-            Self::Int8 => "int8",
-            Self::Fp8 => "fp8",
-            Self::Nf4 => "nf4",
-        }
+named_enum! {
+    /// Storage type of frozen weights.
+    #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum BaseDtype {
+        /// 4 bytes a weight.
+        #[default]
+        F32 = "f32",
+        /// 2 bytes: the exponent of f32, 8 bits of mantissa.
+        Bf16 = "bf16",
+        /// 2 bytes: 11 bits of mantissa, at most 65504.
+        F16 = "f16",
+        /// 1 byte and a scale per group of 64.
+        Int8 = "int8",
+        /// 1 byte: 4 bits of exponent and 3 of mantissa (e4m3), with a scale per output.
+        Fp8 = "fp8",
+        /// 4 bits and a scale per group of 64: the 16 values of QLoRA's NormalFloat.
+        Nf4 = "nf4",
     }
 }
 

@@ -42,36 +42,24 @@ pub enum Provider {
     Other,
 }
 
-/// Reasoning effort of the model.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum ReasoningEffort {
-    /// Not sent: the service uses its default.
-    #[default]
-    Unset,
-    /// No reasoning.
-    None,
-    /// Minimal effort.
-    Minimal,
-    /// Low effort.
-    Low,
-    /// Medium effort.
-    Medium,
-    /// High effort.
-    High,
-}
-
-impl ReasoningEffort {
-    /// Value in requests.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Unset => "unset",
-            Self::None => "none",
-            Self::Minimal => "minimal",
-            Self::Low => "low",
-            Self::Medium => "medium",
-            Self::High => "high",
-        }
+named_enum! {
+    /// Reasoning effort of the model.
+    #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum ReasoningEffort {
+        /// Not sent: the service uses its default.
+        #[default]
+        Unset = "unset",
+        /// No reasoning.
+        None = "none",
+        /// Minimal effort.
+        Minimal = "minimal",
+        /// Low effort.
+        Low = "low",
+        /// Medium effort.
+        Medium = "medium",
+        /// High effort.
+        High = "high",
     }
 }
 

@@ -407,7 +407,7 @@ fn samples(folder: &Folder) -> Vec<(String, Vec<u8>)> {
     write_tables::<RewriteRecord>(&output, &formats).unwrap();
     samples.extend(formats.map(|format| {
         let path = table_path(&output, format);
-        (format!("a.{}", format.extension()), std::fs::read(path).unwrap())
+        (format!("a.{}", format.name()), std::fs::read(path).unwrap())
     }));
     samples
 }
