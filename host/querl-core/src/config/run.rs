@@ -371,36 +371,22 @@ impl Config {
     }
 }
 
-/// Experiment trackers, by the name of their Python library.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum TrackerKind {
-    /// No tracker.
-    #[default]
-    None,
-    /// Weights & Biases.
-    Wandb,
-    /// MLflow.
-    Mlflow,
-    /// SwanLab.
-    Swanlab,
-    /// Trackio.
-    Trackio,
-}
-
-impl TrackerKind {
-    /// All but `None`.
-    pub const ALL: [Self; 4] = [Self::Wandb, Self::Mlflow, Self::Swanlab, Self::Trackio];
-
-    /// Name in a configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Wandb => "wandb",
-            Self::Mlflow => "mlflow",
-            Self::Swanlab => "swanlab",
-            Self::Trackio => "trackio",
-        }
+named_enum! {
+    /// Experiment trackers, by the name of their Python library.
+    #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum TrackerKind {
+        /// No tracker.
+        #[default]
+        None = "none",
+        /// Weights & Biases.
+        Wandb = "wandb",
+        /// MLflow.
+        Mlflow = "mlflow",
+        /// SwanLab.
+        Swanlab = "swanlab",
+        /// Trackio.
+        Trackio = "trackio",
     }
 }
 

@@ -135,16 +135,18 @@ pub enum KlPlacement {
     Loss,
 }
 
-/// Estimator of the KL from sampled tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum KlEstimator {
-    /// `log p - log q`.
-    K1,
-    /// Half its square; as a loss, the one whose gradient is the divergence's.
-    K2,
-    /// `q/p - 1 - log(q/p)`.
-    K3,
+named_enum! {
+    /// Estimator of the KL from sampled tokens.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum KlEstimator {
+        /// `log p - log q`.
+        K1 = "k1",
+        /// Half its square; as a loss, the one whose gradient is the divergence's.
+        K2 = "k2",
+        /// `q/p - 1 - log(q/p)`.
+        K3 = "k3",
+    }
 }
 
 /// Loss of the critic.
