@@ -31,7 +31,6 @@ pub struct Config {
     #[serde(default = "defaults::output_dir")]
     pub output_dir: PathBuf,
     /// Maximum cost of external calls in the currency of the prices; a run that would exceed it stops with exit code 3 and can be resumed.
-    #[serde(default)]
     #[schemars(range(min = 0.0))]
     pub budget: Option<f64>,
     /// The query table.

@@ -126,16 +126,12 @@ pub struct Completion {
     /// The parsed text.
     pub text: String,
     /// Prompt tokens as reported by the service.
-    #[serde(default)]
     pub prompt_tokens: Option<u64>,
     /// Completion tokens as reported by the service.
-    #[serde(default)]
     pub completion_tokens: Option<u64>,
     /// Price in the configured currency; `None` if unknown.
-    #[serde(default)]
     pub cost: Option<f64>,
     /// Wall-clock time of the call in milliseconds; `None` if not recorded.
-    #[serde(default)]
     pub latency_ms: Option<f64>,
     /// Name of the model, if it was the fallback teacher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -162,7 +158,6 @@ pub struct Hit {
     /// Relevance of the passage to the original query in its context, 0 to 1.
     pub reranker_score: f64,
     /// First-stage score (BM25 or similarity) on the scale of the index.
-    #[serde(default)]
     pub retrieval_score: Option<f64>,
     /// 1 is the best.
     #[serde(default)]

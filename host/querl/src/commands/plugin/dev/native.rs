@@ -19,9 +19,7 @@ use std::time::Instant;
 pub(super) struct Fault {
     pub(super) message: String,
     /// Path in the plugin's folder; `None` where no line of it was reached.
-    #[serde(default)]
     pub(super) file: Option<String>,
-    #[serde(default)]
     pub(super) line: Option<u64>,
 }
 
