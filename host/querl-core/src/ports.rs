@@ -133,7 +133,8 @@ pub trait PairScorer: Send + Sync {
 
 named_enum! {
     /// The purpose of a prompt.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "snake_case")]
     pub enum PromptTask {
         /// The teacher's prompt: long, with the tenant's rules.
         TeacherRewrite = "teacher_rewrite",

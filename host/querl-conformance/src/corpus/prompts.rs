@@ -8,10 +8,7 @@ use serde::Serialize;
 /// Task and input of a prompt, owned.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct PromptCase {
-    #[serde(skip)]
     pub(crate) task: PromptTask,
-    #[serde(rename = "task")]
-    pub(crate) task_name: &'static str,
     pub(crate) query: String,
     pub(crate) context: Context,
     pub(crate) rewrite: Option<String>,
@@ -20,7 +17,7 @@ pub(crate) struct PromptCase {
 impl PromptCase {
     pub(crate) fn new(task: PromptTask, query: &str, context: Context, rewrite: &str) -> Self {
         let rewrite = (task == PromptTask::Judge).then(|| rewrite.to_owned());
-        Self { task, task_name: task.name(), query: query.into(), context, rewrite }
+        Self { task, query: query.into(), context, rewrite }
     }
 
     pub(crate) fn input(&self) -> PromptInput<'_> {
