@@ -53,15 +53,17 @@ pub struct LockEntry {
     pub signed_by: Option<String>,
 }
 
-/// What lies at a plugin's path.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum LockSource {
-    /// A `.querl` bundle.
-    Bundle,
-    /// A `.wasm` component.
-    Component,
-    /// A folder with its source.
-    Folder,
+querl_core::named_enum! {
+    /// What lies at a plugin's path.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum LockSource {
+        /// A `.querl` bundle.
+        Bundle = "bundle",
+        /// A `.wasm` component.
+        Component = "component",
+        /// A folder with its source.
+        Folder = "folder",
+    }
 }
 
 /// An accepted change.
@@ -99,19 +101,6 @@ pub enum Difference {
         /// As locked.
         locked: LockEntry,
     },
-}
-
-impl LockSource {
-    const ALL: [Self; 3] = [Self::Bundle, Self::Component, Self::Folder];
-
-    /// `bundle`, `component`, `folder`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Bundle => "bundle",
-            Self::Component => "component",
-            Self::Folder => "folder",
-        }
-    }
 }
 
 impl LockFile {
@@ -336,7 +325,7 @@ fn entry(section: &Section<'_>) -> Result<LockEntry, BundleError> {
     let parsed = Version::parse(version).ok();
     let meaning = or_list(LockSource::ALL.iter().map(|source| source.name()));
     let source = section.line("source", &meaning)?;
-    let known = LockSource::ALL.into_iter().find(|known| known.name() == source);
+    let known = LockSource::from_name(source);
     let signed_by = section.text("signed_by")?.map(|key| signer(section, key)).transpose()?;
     Ok(LockEntry {
         role: section.line("role", "what the plugin is used for, such as reward")?.to_owned(),

@@ -31,7 +31,6 @@
 //! name are not compared. `contains` is searched in the texts of all messages. Without `style_model` the run has
 //! none.
 
-use crate::corpus::prompts;
 use crate::section::{CheckResult, Section, Violation};
 use crate::shown;
 use crate::subject::{self, RecordedCalls, Subject};
@@ -396,7 +395,7 @@ fn shown_case(case: &GoldenCase<HostTypes>) -> String {
         GoldenBody::Group(episodes, _) => shown::compact(episodes),
         GoldenBody::Filter(samples, _) => shown::compact(samples),
         GoldenBody::Messages(task, Input { query, context, rewrite }, _) => {
-            let task = prompts::task_name(prompt_task(*task));
+            let task = prompt_task(*task).name();
             shown::compact(&json!({"task": task, "query": query, "context": context, "rewrite": rewrite}))
         }
         GoldenBody::ParseRewrite(text, _) | GoldenBody::ParseJudgement(text, _) => shown::compact(text),

@@ -1,18 +1,20 @@
 //! NaN and Inf among floats as files store them: little-endian bytes without alignment.
 
-/// A stored format of floats.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FloatFormat {
-    /// 8 bytes.
-    F64,
-    /// 4 bytes.
-    F32,
-    /// 2 bytes, 5 bits of exponent.
-    F16,
-    /// 2 bytes, 8 bits of exponent.
-    Bf16,
-    /// 1 byte, 4 bits of exponent; it has no Inf.
-    F8E4M3,
+named_enum! {
+    /// A stored format of floats, by candle's name of the type.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum FloatFormat {
+        /// 8 bytes.
+        F64 = "f64",
+        /// 4 bytes.
+        F32 = "f32",
+        /// 2 bytes, 5 bits of exponent.
+        F16 = "f16",
+        /// 2 bytes, 8 bits of exponent.
+        Bf16 = "bf16",
+        /// 1 byte, 4 bits of exponent; it has no Inf.
+        F8E4M3 = "f8e4m3",
+    }
 }
 
 /// The first value of a tensor that is NaN or Inf.
@@ -28,18 +30,6 @@ pub struct NotFinite {
 const BLOCK: usize = 4096;
 
 impl FloatFormat {
-    /// The format by candle's name of the type (`f32`, `bf16`); `None` for integers and formats without NaN and Inf.
-    pub fn named(name: &str) -> Option<Self> {
-        match name {
-            "f64" => Some(Self::F64),
-            "f32" => Some(Self::F32),
-            "f16" => Some(Self::F16),
-            "bf16" => Some(Self::Bf16),
-            "f8e4m3" => Some(Self::F8E4M3),
-            _ => None,
-        }
-    }
-
     /// Bytes of a value.
     pub fn size(self) -> usize {
         match self {
@@ -130,7 +120,7 @@ mod tests {
             }
         }
         assert_eq!(F32.first_not_finite(&[]), None);
-        assert_eq!(["f32", "bf16", "u8"].map(FloatFormat::named), [Some(F32), Some(Bf16), None]);
+        assert_eq!(["f32", "bf16", "u8"].map(FloatFormat::from_name), [Some(F32), Some(Bf16), None]);
     }
 
     #[test]

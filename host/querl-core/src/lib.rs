@@ -4,6 +4,34 @@
 //!
 //! This crate must not depend on tensors, WebAssembly, HTTP or an async runtime.
 
+/// Declares an enum whose variants have names, in files or messages: `Name = "name"`.
+#[macro_export]
+macro_rules! named_enum {
+    ($(#[$meta:meta])* pub enum $Enum:ident { $($(#[$doc:meta])* $Variant:ident = $name:literal,)* }) => {
+        $(#[$meta])*
+        pub enum $Enum {
+            $($(#[$doc])* $Variant,)*
+        }
+
+        impl $Enum {
+            /// All variants, in order.
+            pub const ALL: [Self; [$($name),*].len()] = [$(Self::$Variant),*];
+
+            /// The name of the variant.
+            pub fn name(self) -> &'static str {
+                match self {
+                    $(Self::$Variant => $name,)*
+                }
+            }
+
+            /// The variant of this name.
+            pub fn from_name(name: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|one| one.name() == name)
+            }
+        }
+    };
+}
+
 pub mod config;
 pub mod dir_lock;
 pub mod edits;

@@ -131,15 +131,18 @@ pub trait PairScorer: Send + Sync {
     fn digest(&self) -> &str;
 }
 
-/// The purpose of a prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PromptTask {
-    /// The teacher's prompt: long, with the tenant's rules.
-    TeacherRewrite,
-    /// The policy's prompt: short, since the policy learns the rules.
-    PolicyRewrite,
-    /// The judge's prompt.
-    Judge,
+named_enum! {
+    /// The purpose of a prompt.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum PromptTask {
+        /// The teacher's prompt: long, with the tenant's rules.
+        TeacherRewrite = "teacher_rewrite",
+        /// The policy's prompt: short, since the policy learns the rules.
+        PolicyRewrite = "policy_rewrite",
+        /// The judge's prompt.
+        Judge = "judge",
+    }
 }
 
 /// Input of a prompt.

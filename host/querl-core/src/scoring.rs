@@ -22,20 +22,15 @@ pub struct RewardRequest {
     #[serde(default)]
     pub n_tokens: u32,
     /// The messages that the policy answered; `None`: those of the query's row.
-    #[serde(default)]
     pub prompt: Option<Vec<Message>>,
     /// Training step; `None` where unknown.
-    #[serde(default)]
     pub step: Option<u64>,
     /// Unique in a batch, and what decides whether the response is judged, where a share of them is; `None`: of step, query and index, or of the
     /// response.
-    #[serde(default)]
     pub id: Option<String>,
     /// The same for all samples of one query in one batch; `None`: of step and query.
-    #[serde(default)]
     pub group_id: Option<String>,
     /// Index among the samples of the group, from 0; `None`: in the order of the requests.
-    #[serde(default)]
     pub sample_index: Option<u32>,
 }
 
@@ -65,13 +60,11 @@ pub struct InlineQuery {
     #[serde(default)]
     pub gold_ids: Vec<String>,
     /// Split of its row; `None`: `train`.
-    #[serde(default)]
     pub split: Option<Split>,
     /// Other columns, for rewards that read them.
     #[serde(default)]
     pub columns: Columns,
     /// The teacher's rewrite, for rewards that read it.
-    #[serde(default)]
     pub baseline: Option<String>,
 }
 

@@ -4,25 +4,14 @@ use crate::records::{Context, Message};
 use std::path::Path;
 use std::time::Duration;
 
-/// What a model of a tenant is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Role {
-    /// The released model.
-    Current,
-    /// A model that is tried next to it.
-    Candidate,
-}
-
-impl Role {
-    /// Both.
-    pub const ALL: [Self; 2] = [Self::Current, Self::Candidate];
-
-    /// The label in metrics.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Current => "current",
-            Self::Candidate => "candidate",
-        }
+named_enum! {
+    /// What a model of a tenant is for.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+    pub enum Role {
+        /// The released model.
+        Current = "current",
+        /// A model that is tried next to it.
+        Candidate = "candidate",
     }
 }
 

@@ -76,7 +76,6 @@ struct Models {
 struct Model {
     id: String,
     /// Of an adapter: its base model.
-    #[serde(default)]
     parent: Option<String>,
 }
 
@@ -89,13 +88,9 @@ struct Completions {
 struct Choice {
     #[serde(default)]
     index: usize,
-    #[serde(default)]
     finish_reason: Option<String>,
-    #[serde(default)]
     token_ids: Option<Vec<u32>>,
-    #[serde(default)]
     prompt_token_ids: Option<Vec<u32>>,
-    #[serde(default)]
     logprobs: Option<Logprobs>,
 }
 

@@ -114,9 +114,7 @@ enum RecordedRewrites {
 #[derive(Deserialize)]
 struct Recording {
     rewritten_query: String,
-    #[serde(default)]
     cost: Option<f64>,
-    #[serde(default)]
     latency_ms: Option<f64>,
     #[serde(flatten)]
     others: Map<String, Value>,

@@ -196,7 +196,7 @@ fn check_weights(bytes: &[u8]) -> Result<(), String> {
     };
     for (name, tensor) in SliceSafetensors::new(bytes).map_err(damaged)?.tensors() {
         let dtype = DType::try_from(tensor.dtype()).map_err(|error| format!("tensor `{name}`: {error}"))?;
-        let Some(format) = FloatFormat::named(dtype.as_str()) else { continue };
+        let Some(format) = FloatFormat::from_name(dtype.as_str()) else { continue };
         if let Some(found) = format.first_not_finite(tensor.data()) {
             let place = coordinates(found.index, tensor.shape());
             let value = found.value;

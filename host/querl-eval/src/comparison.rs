@@ -131,16 +131,16 @@ pub fn compare(sides: [ComparedSystem<'_>; 2], options: &ComparisonOptions) -> R
         return Err(EvalError::Comparison(format!("{problem}; make both runs with the same data and data.split_seed")));
     }
     let n_both = both.len();
-    let is_of_one_side = |[one, other]: &[&EvalRecord; 2]| gold(one).is_empty() != gold(other).is_empty();
+    let has_gold = |record: &EvalRecord| !record.query.gold_ids.is_empty();
     let uses_gold = matches!(metric, Metric::Top1 | Metric::Mrr | Metric::Reward);
-    both.retain(|records| !uses_gold || !is_of_one_side(records));
+    both.retain(|[one, other]| !uses_gold || has_gold(one) == has_gold(other));
     let n_gold_of_one_side = n_both - both.len();
     if both.is_empty() {
         let [first, second] = sides.map(|side| side.name);
         let problem = format!("each of {n_both} queries has gold passages in {first} or {second} alone");
         return Err(EvalError::Comparison(format!("{problem}; make both runs with the same query table")));
     }
-    let differs = |records: &&[&EvalRecord; 2]| gold(records[0]) != gold(records[1]) && !is_of_one_side(records);
+    let differs = |[one, other]: &&[&EvalRecord; 2]| has_gold(one) && has_gold(other) && gold(one) != gold(other);
     if let Some([record, other]) = both.iter().find(differs) {
         let (query, [first, second]) = (&record.query.original_query, sides.map(|side| side.name));
         let golds = [&record.query.gold_ids, &other.query.gold_ids].map(|ids| ids.join(", "));

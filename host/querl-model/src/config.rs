@@ -10,38 +10,29 @@ use crate::ModelError;
 use querl_core::model_config::{self, Keys};
 use std::path::Path;
 
-/// Architecture of a decoder.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
-pub enum Family {
-    /// Qwen2 and Qwen2.5: biases on query, key and value.
-    Qwen2,
-    /// Qwen3: queries and keys normalised per head.
-    Qwen3,
-    /// Llama 2 and 3: neither biases nor per-head norms, unless `attention_bias` is set.
-    Llama,
-    /// The dense Mistral models: as Llama, with a sliding window where the configuration has one.
-    Mistral,
+querl_core::named_enum! {
+    /// Architecture of a decoder, by the name that `architectures` begins with.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+    pub enum Family {
+        /// Qwen2 and Qwen2.5: biases on query, key and value.
+        Qwen2 = "Qwen2",
+        /// Qwen3: queries and keys normalised per head.
+        Qwen3 = "Qwen3",
+        /// Llama 2 and 3: neither biases nor per-head norms, unless `attention_bias` is set.
+        Llama = "Llama",
+        /// The dense Mistral models: as Llama, with a sliding window where the configuration has one.
+        Mistral = "Mistral",
+    }
 }
 
 impl Family {
     /// The family of an entry of `architectures`, for example `Qwen2ForCausalLM` with the suffix `ForCausalLM`.
     fn of_architecture(name: &str, suffix: &str) -> Option<Self> {
-        match name.strip_suffix(suffix)? {
-            "Qwen2" => Some(Self::Qwen2),
-            "Qwen3" => Some(Self::Qwen3),
-            "Llama" => Some(Self::Llama),
-            "Mistral" => Some(Self::Mistral),
-            _ => None,
-        }
+        Self::from_name(name.strip_suffix(suffix)?)
     }
 
-    pub(crate) fn model_type(self) -> &'static str {
-        match self {
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-            Self::Llama => "llama",
-            Self::Mistral => "mistral",
-        }
+    pub(crate) fn model_type(self) -> String {
+        self.name().to_lowercase()
     }
 
     /// Whether each head of queries and keys has a norm before RoPE.

@@ -21,7 +21,7 @@ pub(crate) struct StoredTensor<'a> {
 impl StoredTensor<'_> {
     /// Checks that every value of its bytes is finite.
     pub(crate) fn check(&self, dtype: DType, bytes: &[u8]) -> Result<(), ModelError> {
-        match FloatFormat::named(dtype.as_str()).and_then(|format| first_not_finite(format, bytes)) {
+        match FloatFormat::from_name(dtype.as_str()).and_then(|format| first_not_finite(format, bytes)) {
             None => Ok(()),
             Some(found) => Err(self.error(found)),
         }
@@ -49,7 +49,7 @@ pub(crate) fn check_tensors<'a>(
     tensors: impl IntoIterator<Item = (&'a String, &'a Tensor)>,
 ) -> Result<(), ModelError> {
     for (name, tensor) in tensors {
-        if FloatFormat::named(tensor.dtype().as_str()).is_some() {
+        if FloatFormat::from_name(tensor.dtype().as_str()).is_some() {
             let stored = StoredTensor { path, name, shape: tensor.dims(), start: &[] };
             stored.check(tensor.dtype(), &tensor.data())?;
         }

@@ -49,12 +49,7 @@ impl DecoderConfig {
 
     /// `config.json` without RoPE scaling and sliding windows.
     pub(crate) fn to_json(&self) -> serde_json::Value {
-        let architecture = match self.family {
-            Family::Qwen2 => "Qwen2ForCausalLM",
-            Family::Qwen3 => "Qwen3ForCausalLM",
-            Family::Llama => "LlamaForCausalLM",
-            Family::Mistral => "MistralForCausalLM",
-        };
+        let architecture = format!("{}ForCausalLM", self.family.name());
         serde_json::json!({
             "architectures": [architecture], "model_type": self.family.model_type(), "hidden_act": "silu", "attention_dropout": 0.0,
             "attention_bias": self.output_bias, "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size,

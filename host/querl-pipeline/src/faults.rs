@@ -70,12 +70,6 @@ pub enum PromptCall {
     ParseJudgement(String),
 }
 
-const TASKS: [(PromptTask, &str); 3] = [
-    (PromptTask::TeacherRewrite, "teacher_rewrite"),
-    (PromptTask::PolicyRewrite, "policy_rewrite"),
-    (PromptTask::Judge, "judge"),
-];
-
 impl PromptCall {
     /// Gives a plugin the same again.
     ///
@@ -84,8 +78,7 @@ impl PromptCall {
     pub fn repeat(&self, prompts: &dyn Prompts) -> Result<(), PluginFault> {
         match self {
             Self::Messages { task, query, context, rewrite } => {
-                let task =
-                    TASKS.iter().find(|(_, name)| name == task).map_or(PromptTask::TeacherRewrite, |(task, _)| *task);
+                let task = PromptTask::from_name(task).unwrap_or(PromptTask::TeacherRewrite);
                 prompts.messages(task, &PromptInput { query, context, rewrite: rewrite.as_deref() }).map(drop)
             }
             Self::ParseRewrite(text) => prompts.parse_rewrite(text).map(drop),
@@ -227,10 +220,10 @@ impl Filter for Logged<Arc<dyn Filter>> {
 impl Prompts for Logged<Arc<dyn Prompts>> {
     fn messages(&self, task: PromptTask, input: &PromptInput<'_>) -> Result<Vec<Message>, PluginFault> {
         self.plugin.messages(task, input).map_err(|fault| {
-            let name = TASKS.iter().find(|(known, _)| *known == task).map_or("", |(_, name)| *name);
             let (query, context) = (input.query.to_owned(), input.context.clone());
             let rewrite = input.rewrite.map(str::to_owned);
-            self.log.keep(fault, || vec![json!(PromptCall::Messages { task: name.into(), query, context, rewrite })])
+            self.log
+                .keep(fault, || vec![json!(PromptCall::Messages { task: task.name().into(), query, context, rewrite })])
         })
     }
 

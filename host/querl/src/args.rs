@@ -60,44 +60,14 @@ impl ConfigArgs {
 
     /// As [`Self::load_without_model`], for a command that opens the models of retrieval, which are downloaded.
     pub fn load_for_retrieval(&self) -> anyhow::Result<Config> {
-        let overrides = self.overrides(model_hub::find_cached);
-        let overrides = Overrides { missing_model: MissingModel::Allowed, ..overrides };
-        let (mut config, file) = load_with_file(&self.path, &overrides)?;
-        download_retrieval_models(&mut config, Some(&file))?;
-        Ok(config)
+        let overrides = Overrides { retrieval_hub: Some(model_hub::find), ..self.overrides(model_hub::find_cached) };
+        load_config(&self.path, Overrides { missing_model: MissingModel::Allowed, ..overrides })
     }
 
     /// What the flags override; models that the configuration names are looked up in `hub`.
     pub fn overrides(&self, hub: ModelHub) -> Overrides {
         Overrides { set: self.set.clone(), out: self.out.clone(), model_hub: Some(hub), ..Overrides::default() }
     }
-}
-
-/// Downloads the models of retrieval of a configuration whose models were looked up in the cache alone. An error names the key, and where
-/// `file` sets it.
-pub fn download_retrieval_models(config: &mut Config, file: Option<&ConfigFile>) -> anyhow::Result<()> {
-    let retrieval = &mut config.retrieval;
-    let models = [
-        ("retrieval.embedding.path", &mut retrieval.embedding.path),
-        ("retrieval.rerank.path", &mut retrieval.rerank.path),
-    ];
-    for (key, path) in models {
-        // The path of a folder is absolute, a name is not.
-        let Some(path) = path.as_mut().filter(|path| !path.is_absolute()) else { continue };
-        let name = path.to_string_lossy().into_owned();
-        let folder = model_hub::find(&name).map_err(|reason| {
-            let problem = format!("{key} is {name:?}; no such folder; taken as a model's name on a hub: {reason}");
-            let error = anyhow::Error::from(usage(problem));
-            match file.and_then(|file| file.location_of(key)) {
-                Some(location) => error.context(location),
-                None => error,
-            }
-        })?;
-        if let Some(folder) = folder {
-            *path = folder;
-        }
-    }
-    Ok(())
 }
 
 /// Adds where the configuration sets the key that an error is about.

@@ -152,7 +152,7 @@ fn nothing_is_downloaded_for_a_refused_command_or_one_that_opens_no_model() {
 fn what_the_hub_refuses_is_a_sentence() {
     let (hub, project) = (Hub::start(), Project::new());
     let embedding = ["--set", "retrieval.embedding.kind=\"local\"", "--set", "retrieval.embedding.path=\"shop/none\""];
-    let of_embedding = "retrieval.embedding.path is \"shop/none\"; no such folder; taken as a model's name on a hub: ";
+    let of_embedding = "error: --set retrieval.embedding.path is \"shop/none\"; no such folder in the current folder; taken as a model's name";
     let cases = [
         (vec!["model", "inspect", "shop/none"], Some(TOKEN), "http status: 404; no such model or revision"),
         (

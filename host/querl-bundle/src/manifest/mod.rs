@@ -26,36 +26,24 @@ pub(crate) const FILE_NAME: &str = "plugin.toml";
 /// Larger manifests do not fit in a bundle.
 const LARGEST_BYTES: u64 = ArchiveLimits::DEFAULT.text_bytes;
 
-/// What a plugin is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kind {
-    /// A tenant's prompts.
-    Prompt,
-    /// Drops samples.
-    Filter,
-    /// Scores episodes.
-    Reward,
-    /// Scores all episodes of a query together.
-    GroupReward,
-    /// Scores the style of answers.
-    StyleScorer,
+querl_core::named_enum! {
+    /// What a plugin is for.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub enum Kind {
+        /// A tenant's prompts.
+        Prompt = "prompt",
+        /// Drops samples.
+        Filter = "filter",
+        /// Scores episodes.
+        Reward = "reward",
+        /// Scores all episodes of a query together.
+        GroupReward = "group-reward",
+        /// Scores the style of answers.
+        StyleScorer = "style-scorer",
+    }
 }
 
 impl Kind {
-    /// All kinds, in display order.
-    pub const ALL: [Self; 5] = [Self::Prompt, Self::Filter, Self::Reward, Self::GroupReward, Self::StyleScorer];
-
-    /// `prompt`, `filter`, `reward`, `group-reward`, `style-scorer`: the names of the worlds.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Prompt => "prompt",
-            Self::Filter => "filter",
-            Self::Reward => "reward",
-            Self::GroupReward => "group-reward",
-            Self::StyleScorer => "style-scorer",
-        }
-    }
-
     /// The interface that a component of this kind exports.
     pub fn interface(self) -> &'static str {
         match self {
@@ -66,48 +54,26 @@ impl Kind {
             Self::StyleScorer => "style-scores",
         }
     }
-
-    /// The kind of this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name)
-    }
 }
 
-/// An interface of host functions, which a plugin of contract 0.2 may import.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum HostInterface {
-    /// The policy's tokenizer.
-    Tokens,
-    /// Word segmentation.
-    Words,
-    /// The text encoder.
-    Similarity,
-    /// The judge.
-    Judge,
-    /// The style model.
-    StyleModel,
+querl_core::named_enum! {
+    /// An interface of host functions, which a plugin of contract 0.2 may import.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+    pub enum HostInterface {
+        /// The policy's tokenizer.
+        Tokens = "tokens",
+        /// Word segmentation.
+        Words = "words",
+        /// The text encoder.
+        Similarity = "similarity",
+        /// The judge.
+        Judge = "judge",
+        /// The style model.
+        StyleModel = "style-model",
+    }
 }
 
 impl HostInterface {
-    /// All interfaces, in the order of the contract.
-    pub const ALL: [Self; 5] = [Self::Tokens, Self::Words, Self::Similarity, Self::Judge, Self::StyleModel];
-
-    /// `tokens`, `words`, `similarity`, `judge`, `style-model`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Tokens => "tokens",
-            Self::Words => "words",
-            Self::Similarity => "similarity",
-            Self::Judge => "judge",
-            Self::StyleModel => "style-model",
-        }
-    }
-
-    /// The interface of this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|interface| interface.name() == name)
-    }
-
     /// Whether plugins of this kind may import it.
     pub fn is_for(self, kind: Kind) -> bool {
         match kind {
@@ -125,35 +91,20 @@ impl std::fmt::Display for Kind {
     }
 }
 
-/// Language of a plugin's source.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Language {
-    /// Built by cargo.
-    Rust,
-    /// Built by componentize-py.
-    Python,
-    /// Built by componentize-js.
-    JavaScript,
+querl_core::named_enum! {
+    /// Language of a plugin's source.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum Language {
+        /// Built by cargo.
+        Rust = "rust",
+        /// Built by componentize-py.
+        Python = "python",
+        /// Built by componentize-js.
+        JavaScript = "javascript",
+    }
 }
 
 impl Language {
-    /// All languages.
-    pub const ALL: [Self; 3] = [Self::Rust, Self::Python, Self::JavaScript];
-
-    /// `rust`, `python`, `javascript`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Rust => "rust",
-            Self::Python => "python",
-            Self::JavaScript => "javascript",
-        }
-    }
-
-    /// The language of this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|language| language.name() == name)
-    }
-
     /// The language of a plugin's folder by its build file; `None` without a known one.
     pub fn of_folder(folder: &Path) -> Option<Self> {
         let marks = [("Cargo.toml", Self::Rust), ("package.json", Self::JavaScript), ("pyproject.toml", Self::Python)];

@@ -10,35 +10,24 @@ use toml::Value;
 /// Largest integer up to which all integers are exact as f64.
 const LARGEST_BOUND: u64 = 1 << 53;
 
-/// What a setting's value is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum SettingType {
-    /// A finite number, whole or not.
-    Number,
-    /// A whole number.
-    Integer,
-    /// `true` or `false`.
-    Boolean,
-    /// A text.
-    Text,
-    /// A list of texts.
-    List,
+querl_core::named_enum! {
+    /// What a setting's value is.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum SettingType {
+        /// A finite number, whole or not.
+        Number = "number",
+        /// A whole number.
+        Integer = "integer",
+        /// `true` or `false`.
+        Boolean = "boolean",
+        /// A text.
+        Text = "text",
+        /// A list of texts.
+        List = "list",
+    }
 }
 
 impl SettingType {
-    const ALL: [Self; 5] = [Self::Number, Self::Integer, Self::Boolean, Self::Text, Self::List];
-
-    /// `number`, `integer`, `boolean`, `text`, `list`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Number => "number",
-            Self::Integer => "integer",
-            Self::Boolean => "boolean",
-            Self::Text => "text",
-            Self::List => "list",
-        }
-    }
-
     fn has_bounds(self) -> bool {
         matches!(self, Self::Number | Self::Integer)
     }
@@ -169,7 +158,7 @@ pub(super) fn spec(settings: &Section<'_>, key: &str) -> Result<SettingSpec, Bun
     let section = settings.section(key, &keys)?.expect("the key was found in the section");
     let meaning = or_list(SettingType::ALL.iter().map(|kind| kind.name()));
     let name = section.line("type", &meaning)?;
-    let kind = SettingType::ALL.into_iter().find(|kind| kind.name() == name);
+    let kind = SettingType::from_name(name);
     let kind = kind.ok_or_else(|| section.wrong("type", &Value::from(name), meaning + of_other_name(name)))?;
     let mut spec = SettingSpec {
         kind,

@@ -2,7 +2,7 @@
 
 use super::{batch, repeat};
 use crate::corpus::prompts as prompts_corpus;
-use crate::corpus::prompts::{TASKS, odd, task_name};
+use crate::corpus::prompts::odd;
 use crate::corpus::{dialogues, episodes, samples};
 use crate::section::{CheckResult, Section, Violation, report_not_configured};
 use crate::shown;
@@ -152,9 +152,9 @@ pub(super) fn check_prompt(subject: &Subject<'_>, section: &mut Section) {
         Ok(prompts) => prompts,
         Err(error) => return report_not_configured(section, &error),
     };
-    for task in TASKS {
+    for task in PromptTask::ALL {
         section.add(
-            format!("messages_{}", task_name(task)),
+            format!("messages_{}", task.name()),
             "at least one message, the last from the user, a system message only at the start; texts are of any length",
             || messages(&*prompts, task),
         );

@@ -8,10 +8,7 @@ use serde::Serialize;
 /// Task and input of a prompt, owned.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct PromptCase {
-    #[serde(skip)]
     pub(crate) task: PromptTask,
-    #[serde(rename = "task")]
-    pub(crate) task_name: &'static str,
     pub(crate) query: String,
     pub(crate) context: Context,
     pub(crate) rewrite: Option<String>,
@@ -20,7 +17,7 @@ pub(crate) struct PromptCase {
 impl PromptCase {
     pub(crate) fn new(task: PromptTask, query: &str, context: Context, rewrite: &str) -> Self {
         let rewrite = (task == PromptTask::Judge).then(|| rewrite.to_owned());
-        Self { task, task_name: task_name(task), query: query.into(), context, rewrite }
+        Self { task, query: query.into(), context, rewrite }
     }
 
     pub(crate) fn input(&self) -> PromptInput<'_> {
@@ -28,22 +25,11 @@ impl PromptCase {
     }
 }
 
-pub(crate) const TASKS: [PromptTask; 3] = [PromptTask::TeacherRewrite, PromptTask::PolicyRewrite, PromptTask::Judge];
-
-/// The name of a task in golden cases.
-pub(crate) fn task_name(task: PromptTask) -> &'static str {
-    match task {
-        PromptTask::TeacherRewrite => "teacher_rewrite",
-        PromptTask::PolicyRewrite => "policy_rewrite",
-        PromptTask::Judge => "judge",
-    }
-}
-
 pub(crate) fn ordinary() -> Vec<PromptCase> {
     let context =
         Context { user_profile: "女，32岁，孕中期".into(), history_summary: "用户问过虾青素".into() };
     let of = |task| PromptCase::new(task, "孕妇能吃虾青素不", context.clone(), "孕妇是否适合服用虾青素软胶囊");
-    TASKS.into_iter().map(of).collect()
+    PromptTask::ALL.into_iter().map(of).collect()
 }
 
 pub(crate) fn odd(task: PromptTask) -> Vec<PromptCase> {

@@ -1,7 +1,6 @@
 //! Golden cases of real plugins, sent to a host under test.
 
 use super::{Session, client::Reply};
-use crate::corpus::prompts::task_name;
 use crate::golden::{host_call, prompt_task, ranked};
 use crate::section::{CheckResult, Violation};
 use querl_bundle::Bundle;
@@ -216,7 +215,7 @@ fn request<const FORMAT: u32>(body: &Body<FORMAT>, calls: &[Value]) -> Value {
         }
         GoldenBody::Filter(samples, _) => json!({"op": "filter", "samples": samples, "calls": {"": calls}}),
         GoldenBody::Messages(task, input, _) => {
-            json!({"op": "prompt", "task": task_name(prompt_task(*task)), "input": input})
+            json!({"op": "prompt", "task": prompt_task(*task).name(), "input": input})
         }
         GoldenBody::ParseRewrite(text, _) => json!({"op": "parse_rewrite", "text": text}),
         GoldenBody::ParseJudgement(text, _) => json!({"op": "parse_judgement", "text": text}),

@@ -92,11 +92,11 @@ pub(super) fn look_up_models(
     config: &mut Config,
     bases: PathBases<'_>,
     names: &[String],
-    hub: ModelHub,
+    hub_of: impl Fn(&str) -> ModelHub,
 ) -> Vec<Violation> {
     let mut violations = Vec::new();
     for (key, _, path) in paths(config).into_iter().filter(|(key, ..)| names.contains(key)) {
-        match hub(&path.to_string_lossy()) {
+        match hub_of(&key)(&path.to_string_lossy()) {
             Ok(Some(folder)) => *path = folder,
             Ok(None) => {}
             Err(reason) => {

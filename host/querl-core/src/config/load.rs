@@ -56,6 +56,8 @@ pub struct Overrides {
     pub threads: Option<usize>,
     /// Looks up models by name, after everything else is checked; without it such a name is an error.
     pub model_hub: Option<ModelHub>,
+    /// Looks up the models of `[retrieval]` instead of `model_hub`: for a command that opens them and no other model.
+    pub retrieval_hub: Option<ModelHub>,
     /// Files with the keys of services need not exist: for a command that calls none.
     pub without_keys: bool,
     /// Whether the folder of `model.path` has to exist.
@@ -197,7 +199,9 @@ fn build(document: &Document, path: &Path, overrides: &Overrides, is_small: bool
     }
     first_of(check(&mut config, &unchecked, bases), document, path)?;
     if let Some(hub) = overrides.model_hub {
-        first_of(look_up_models(&mut config, bases, &names, hub), document, path)?;
+        let of_retrieval = overrides.retrieval_hub.unwrap_or(hub);
+        let hub_of = |key: &str| if key.starts_with("retrieval.") { of_retrieval } else { hub };
+        first_of(look_up_models(&mut config, bases, &names, hub_of), document, path)?;
     }
     Ok(config)
 }
@@ -497,6 +501,16 @@ path = "reward.wasm"
         assert!(refusal(&[]).contains(expected), "{}", refusal(&[]));
         let flag = refusal(&["model.path=shop/small"]);
         assert!(flag.contains("no such folder in the current folder; taken as a model's name on a hub"), "{flag}");
+        // Symptom: of a model of retrieval, `querl plan` named the key, and not the line.
+        let path = folder.path().join("querl.toml");
+        let retrieval = "[retrieval.embedding]\nkind = \"local\"\npath = \"shop/embed\"\n[model]";
+        std::fs::write(&path, GOOD.replace("[model]", retrieval)).unwrap();
+        let cached: ModelHub = |_| Ok(None);
+        let overrides = |retrieval_hub| Overrides { model_hub: Some(cached), retrieval_hub, ..Overrides::default() };
+        let refusal = load(&path, &overrides(Some(hub))).unwrap_err().to_string();
+        let expected = "querl.toml:15: retrieval.embedding.path is \"shop/embed\"; no such folder next to the configuration; taken as a";
+        assert!(refusal.contains(expected), "{refusal}");
+        load(&path, &overrides(None)).unwrap();
     }
 
     /// Symptom: `smal/model` for `small/model` was taken as a model's name on a hub.

@@ -31,7 +31,6 @@ pub struct Config {
     #[serde(default = "defaults::output_dir")]
     pub output_dir: PathBuf,
     /// Maximum cost of external calls in the currency of the prices; a run that would exceed it stops with exit code 3 and can be resumed.
-    #[serde(default)]
     #[schemars(range(min = 0.0))]
     pub budget: Option<f64>,
     /// The query table.
@@ -180,32 +179,19 @@ pub enum TextWidth {
     All,
 }
 
-/// Output format of tables.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum TableFormat {
-    /// Excel workbook.
-    Xlsx,
-    /// Comma-separated text.
-    Csv,
-    /// Tab-separated text.
-    Tsv,
-    /// Apache Parquet.
-    Parquet,
-}
-
-impl TableFormat {
-    /// All formats.
-    pub const ALL: [Self; 4] = [Self::Xlsx, Self::Csv, Self::Tsv, Self::Parquet];
-
-    /// File extension.
-    pub fn extension(self) -> &'static str {
-        match self {
-            Self::Xlsx => "xlsx",
-            Self::Csv => "csv",
-            Self::Tsv => "tsv",
-            Self::Parquet => "parquet",
-        }
+named_enum! {
+    /// Output format of tables.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum TableFormat {
+        /// Excel workbook.
+        Xlsx = "xlsx",
+        /// Comma-separated text.
+        Csv = "csv",
+        /// Tab-separated text.
+        Tsv = "tsv",
+        /// Apache Parquet.
+        Parquet = "parquet",
     }
 }
 
@@ -246,36 +232,24 @@ impl DataConfig {
     }
 }
 
-/// Storage type of frozen weights.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum BaseDtype {
-    /// 4 bytes a weight.
-    #[default]
-    F32,
-    /// 2 bytes: the exponent of f32, 8 bits of mantissa.
-    Bf16,
-    /// 2 bytes: 11 bits of mantissa, at most 65504.
-    F16,
-    /// 1 byte and a scale per group of 64.
-    Int8,
-    /// 1 byte: 4 bits of exponent and 3 of mantissa (e4m3), with a scale per output.
-    Fp8,
-    /// 4 bits and a scale per group of 64: the 16 values of QLoRA's NormalFloat.
-    Nf4,
-}
-
-impl BaseDtype {
-    /// Name in a configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16",
-            Self::F16 => "f16",
-            Self::Int8 => "int8",
-            Self::Fp8 => "fp8",
-            Self::Nf4 => "nf4",
-        }
+named_enum! {
+    /// Storage type of frozen weights.
+    #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum BaseDtype {
+        /// 4 bytes a weight.
+        #[default]
+        F32 = "f32",
+        /// 2 bytes: the exponent of f32, 8 bits of mantissa.
+        Bf16 = "bf16",
+        /// 2 bytes: 11 bits of mantissa, at most 65504.
+        F16 = "f16",
+        /// 1 byte and a scale per group of 64.
+        Int8 = "int8",
+        /// 1 byte: 4 bits of exponent and 3 of mantissa (e4m3), with a scale per output.
+        Fp8 = "fp8",
+        /// 4 bits and a scale per group of 64: the 16 values of QLoRA's NormalFloat.
+        Nf4 = "nf4",
     }
 }
 
@@ -396,36 +370,22 @@ impl Config {
     }
 }
 
-/// Experiment trackers, by the name of their Python library.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum TrackerKind {
-    /// No tracker.
-    #[default]
-    None,
-    /// Weights & Biases.
-    Wandb,
-    /// MLflow.
-    Mlflow,
-    /// SwanLab.
-    Swanlab,
-    /// Trackio.
-    Trackio,
-}
-
-impl TrackerKind {
-    /// All but `None`.
-    pub const ALL: [Self; 4] = [Self::Wandb, Self::Mlflow, Self::Swanlab, Self::Trackio];
-
-    /// Name in a configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Wandb => "wandb",
-            Self::Mlflow => "mlflow",
-            Self::Swanlab => "swanlab",
-            Self::Trackio => "trackio",
-        }
+named_enum! {
+    /// Experiment trackers, by the name of their Python library.
+    #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum TrackerKind {
+        /// No tracker.
+        #[default]
+        None = "none",
+        /// Weights & Biases.
+        Wandb = "wandb",
+        /// MLflow.
+        Mlflow = "mlflow",
+        /// SwanLab.
+        Swanlab = "swanlab",
+        /// Trackio.
+        Trackio = "trackio",
     }
 }
 

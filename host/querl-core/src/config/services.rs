@@ -133,46 +133,33 @@ pub enum ScoreOrder {
 #[serde(default, deny_unknown_fields)]
 pub struct MappingConfig {
     /// Body of a request, in which `{{query}}`, `{{rewritten_query}}` and others stand for values.
-    #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<BTreeMap<String, serde_json::Value>>")]
     pub request: Option<BTreeMap<String, toml::Value>>,
     /// JSON pointers to the list of passages; `""` is the whole answer.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub list: Option<Vec<String>>,
     /// JSON pointers to a passage's id.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub id: Option<Vec<String>>,
     /// JSON pointers to a passage's title, which is put before its text.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub title: Option<Vec<String>>,
     /// JSON pointers to a passage's text.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<Vec<String>>,
     /// JSON pointers to a passage's score.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub score: Option<Vec<String>>,
     /// Which end of the scores is the better one.
-    #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "ScoreOrder")]
     pub score_order: Option<ScoreOrder>,
     /// The service's scores that become 0 and 1 (with `lower_is_better`, 1 and 0).
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub score_range: Option<[f64; 2]>,
     /// For scores without an upper end, instead of `score_range`: the one that becomes 0.5, others by `score / (score + score_half)`.
-    #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(extend("exclusiveMinimum" = 0.0))]
     pub score_half: Option<f64>,
     /// The lowest and the highest `service_threshold` that the service takes; one beyond them is sent as the nearest.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub threshold_range: Option<[f64; 2]>,
     /// The lowest and the highest `service_top_k` that the service takes, as above; passages that were not wanted are left out here.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub top_k_range: Option<[usize; 2]>,
     /// JSON pointers to what says whether the service succeeded; unset where the HTTP status alone says it.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub status: Option<Vec<String>>,
     /// What each of `status` is where the service succeeded, as text.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub success: Option<Vec<String>>,
 }
 
@@ -226,31 +213,24 @@ section! {
         /// Kind of embedding model.
         kind: EmbeddingKind = EmbeddingKind::None,
         /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa, such as those named `bge`).
-        #[serde(skip_serializing_if = "Option::is_none")]
         path: Option<PathBuf> = None,
         /// `openai`: the full address of the route.
-        #[serde(skip_serializing_if = "Option::is_none")]
         url: Option<String> = None,
         /// `openai`: the model's name there.
-        #[serde(skip_serializing_if = "Option::is_none")]
         model: Option<String> = None,
         /// Environment variable that holds the key; empty for a service without keys.
         api_key_env: String = String::new(),
         /// File that holds the key and nothing else; used instead of the environment variable.
-        #[serde(skip_serializing_if = "Option::is_none")]
         api_key_file: Option<PathBuf> = None,
         /// Put before a query, as the model's card says; passages go without. Unset, a local model's own (`config_sentence_transformers.json`).
-        #[serde(skip_serializing_if = "Option::is_none")]
         query_prefix: Option<String> = None,
         /// `local`: tokens of a text, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
-        #[serde(skip_serializing_if = "Option::is_none")]
         #[schemars(range(min = 8, max = 131_072))]
         max_length: Option<usize> = None,
         /// Maximum number of concurrent calls; with a local model at most the number of CPU cores.
         #[schemars(range(min = 1, max = 1024))]
         max_concurrent: usize = 16,
         /// Maximum number of attempts per minute.
-        #[serde(skip_serializing_if = "Option::is_none")]
         #[schemars(range(min = 1))]
         requests_per_minute: Option<u32> = None,
         /// Timeout of one call in seconds.
@@ -260,7 +240,6 @@ section! {
         #[schemars(range(max = 100))]
         max_retries: usize = 3,
         /// `openai`: price of a million tokens.
-        #[serde(skip_serializing_if = "Option::is_none")]
         #[schemars(range(min = 0.0))]
         price_prompt_per_million: Option<f64> = None,
     }
@@ -305,18 +284,14 @@ section! {
         /// Kind of reranker.
         kind: RerankKind = RerankKind::None,
         /// `local`: a Hugging Face directory (BERT or XLM-RoBERTa with one label, such as those named `bge-reranker`).
-        #[serde(skip_serializing_if = "Option::is_none")]
         path: Option<PathBuf> = None,
         /// `tei`, `cohere`: the full address of the route.
-        #[serde(skip_serializing_if = "Option::is_none")]
         url: Option<String> = None,
         /// `cohere`: the model's name there.
-        #[serde(skip_serializing_if = "Option::is_none")]
         model: Option<String> = None,
         /// Environment variable that holds the key; empty for a service without keys.
         api_key_env: String = String::new(),
         /// File that holds the key and nothing else; used instead of the environment variable.
-        #[serde(skip_serializing_if = "Option::is_none")]
         api_key_file: Option<PathBuf> = None,
         /// Number of retrieved passages to rerank; at least `retrieval.top_k`.
         #[schemars(range(min = 1, max = 1000))]
@@ -325,11 +300,9 @@ section! {
         /// where query and passage are more than a model takes, both are cut at their ends.
         query: String = "{{query}} {{history}}".into(),
         /// `tei`, `cohere`: additional fields of each request, such as `truncate_prompt_tokens = -1` for vLLM.
-        #[serde(skip_serializing_if = "Option::is_none")]
         #[schemars(with = "Option<BTreeMap<String, serde_json::Value>>")]
         extra: Option<BTreeMap<String, toml::Value>> = None,
         /// `local`: tokens of a query with a passage, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
-        #[serde(skip_serializing_if = "Option::is_none")]
         #[schemars(range(min = 8, max = 131_072))]
         max_length: Option<usize> = None,
         /// Range of the service's scores: `unit` is 0 to 1, `logit` any number.
@@ -341,7 +314,6 @@ section! {
         #[schemars(range(min = 1, max = 1024))]
         max_concurrent: usize = 16,
         /// Maximum number of attempts per minute.
-        #[serde(skip_serializing_if = "Option::is_none")]
         #[schemars(range(min = 1))]
         requests_per_minute: Option<u32> = None,
         /// Timeout of one call in seconds.
@@ -351,11 +323,9 @@ section! {
         #[schemars(range(max = 100))]
         max_retries: usize = 3,
         /// `tei`, `cohere`: price of a million tokens of queries and passages.
-        #[serde(skip_serializing_if = "Option::is_none")]
         #[schemars(range(min = 0.0))]
         price_prompt_per_million: Option<f64> = None,
         /// `tei`, `cohere`: price of a thousand calls; with `cohere` of a thousand searches, each of up to 100 passages of up to 500 tokens.
-        #[serde(skip_serializing_if = "Option::is_none")]
         #[schemars(range(min = 0.0))]
         price_per_thousand_calls: Option<f64> = None,
     }

@@ -42,36 +42,24 @@ pub enum Provider {
     Other,
 }
 
-/// Reasoning effort of the model.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum ReasoningEffort {
-    /// Not sent: the service uses its default.
-    #[default]
-    Unset,
-    /// No reasoning.
-    None,
-    /// Minimal effort.
-    Minimal,
-    /// Low effort.
-    Low,
-    /// Medium effort.
-    Medium,
-    /// High effort.
-    High,
-}
-
-impl ReasoningEffort {
-    /// Value in requests.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Self::Unset => "unset",
-            Self::None => "none",
-            Self::Minimal => "minimal",
-            Self::Low => "low",
-            Self::Medium => "medium",
-            Self::High => "high",
-        }
+named_enum! {
+    /// Reasoning effort of the model.
+    #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum ReasoningEffort {
+        /// Not sent: the service uses its default.
+        #[default]
+        Unset = "unset",
+        /// No reasoning.
+        None = "none",
+        /// Minimal effort.
+        Minimal = "minimal",
+        /// Low effort.
+        Low = "low",
+        /// Medium effort.
+        Medium = "medium",
+        /// High effort.
+        High = "high",
     }
 }
 
@@ -321,23 +309,18 @@ pub struct RetrievalConfig {
     /// Kind of retrieval.
     pub kind: RetrievalKind,
     /// `embedded`: passages, jsonl with `id`, `title`, `text`.
-    #[serde(default)]
     pub knowledge_base: Option<PathBuf>,
     /// `embedded`: language of the passages. `auto` detects it; languages with word endings are stemmed, Chinese is segmented by jieba.
     #[serde(default, skip_serializing_if = "Language::is_auto")]
     pub language: Language,
     /// `embedded`, and the rubric judge: the tenant's products, aliases, intents and synonyms. Without a lexicon the passages stay in the
     /// order in which the rewrite found them.
-    #[serde(default)]
     pub lexicon: Option<PathBuf>,
     /// `embedded`: user dictionary of the word segmentation in jieba's format, one `word [frequency] [tag]` per line.
-    #[serde(default)]
     pub user_dictionary: Option<PathBuf>,
     /// `embedded`: synonyms, one comma-separated group per line; a query for one finds passages with any.
-    #[serde(default)]
     pub synonyms: Option<PathBuf>,
     /// `embedded`: folder of the indexes; by default the user's cache folder.
-    #[serde(default)]
     pub index_dir: Option<PathBuf>,
     /// `embedded`: maximum number of indexes in that folder; the least recently used one is removed first.
     #[serde(default = "defaults::indexes_kept")]
@@ -347,13 +330,11 @@ pub struct RetrievalConfig {
     #[serde(default)]
     pub service: ServiceKind,
     /// `http`: the full address of the service's route.
-    #[serde(default)]
     pub url: Option<String>,
     /// `http`: environment variable that holds the service's key; the key itself is never stored.
     #[serde(default)]
     pub api_key_env: String,
     /// `http`: file that holds the key and nothing else; used instead of the environment variable.
-    #[serde(default)]
     pub api_key_file: Option<PathBuf>,
     /// `http`: how the key is sent in the `Authorization` header; `auto` is as the service wants it.
     #[serde(default)]
@@ -377,7 +358,6 @@ pub struct RetrievalConfig {
     #[schemars(range(min = 1, max = 1024))]
     pub max_concurrent: usize,
     /// Maximum number of attempts per minute.
-    #[serde(default)]
     #[schemars(range(min = 1))]
     pub requests_per_minute: Option<u32>,
     /// Timeout of one call in seconds.

@@ -135,16 +135,18 @@ pub enum KlPlacement {
     Loss,
 }
 
-/// Estimator of the KL from sampled tokens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum KlEstimator {
-    /// `log p - log q`.
-    K1,
-    /// Half its square; as a loss, the one whose gradient is the divergence's.
-    K2,
-    /// `q/p - 1 - log(q/p)`.
-    K3,
+named_enum! {
+    /// Estimator of the KL from sampled tokens.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum KlEstimator {
+        /// `log p - log q`.
+        K1 = "k1",
+        /// Half its square; as a loss, the one whose gradient is the divergence's.
+        K2 = "k2",
+        /// `q/p - 1 - log(q/p)`.
+        K3 = "k3",
+    }
 }
 
 /// Loss of the critic.
@@ -167,55 +169,35 @@ pub enum AdvantageForm {
     Sequence,
 }
 
-/// Form of the policy loss in the token form.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum PolicyLossKind {
-    /// Clipped surrogate with a ratio per token.
-    Ppo,
-    /// Clipped surrogate with one ratio per response, the geometric mean of its tokens' ratios.
-    Gspo,
-    /// Log-likelihood weighted by the clipped ratio, through which no gradient flows: no token is left out.
-    Cispo,
-}
-
-impl PolicyLossKind {
-    /// Its name in the configuration.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Ppo => "ppo",
-            Self::Gspo => "gspo",
-            Self::Cispo => "cispo",
-        }
+named_enum! {
+    /// Form of the policy loss in the token form.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "snake_case")]
+    pub enum PolicyLossKind {
+        /// Clipped surrogate with a ratio per token.
+        Ppo = "ppo",
+        /// Clipped surrogate with one ratio per response, the geometric mean of its tokens' ratios.
+        Gspo = "gspo",
+        /// Log-likelihood weighted by the clipped ratio, through which no gradient flows: no token is left out.
+        Cispo = "cispo",
     }
 }
 
-/// How token losses are averaged in the token form.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "kebab-case")]
-pub enum LossAgg {
-    /// As in the source of the algorithm.
-    Algorithm,
-    /// Mean over the tokens of all responses.
-    TokenMean,
-    /// Mean over the tokens of a response, then over responses.
-    SeqMeanTokenMean,
-    /// Sum over the tokens of a response, mean over responses.
-    SeqMeanTokenSum,
-    /// The same, divided by `max_new_tokens`.
-    SeqMeanTokenSumNorm,
-}
-
-impl LossAgg {
-    /// Its name in the configuration, and in verl.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Algorithm => "algorithm",
-            Self::TokenMean => "token-mean",
-            Self::SeqMeanTokenMean => "seq-mean-token-mean",
-            Self::SeqMeanTokenSum => "seq-mean-token-sum",
-            Self::SeqMeanTokenSumNorm => "seq-mean-token-sum-norm",
-        }
+named_enum! {
+    /// How token losses are averaged in the token form.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+    #[serde(rename_all = "kebab-case")]
+    pub enum LossAgg {
+        /// As in the source of the algorithm.
+        Algorithm = "algorithm",
+        /// Mean over the tokens of all responses.
+        TokenMean = "token-mean",
+        /// Mean over the tokens of a response, then over responses.
+        SeqMeanTokenMean = "seq-mean-token-mean",
+        /// Sum over the tokens of a response, mean over responses.
+        SeqMeanTokenSum = "seq-mean-token-sum",
+        /// The same, divided by `max_new_tokens`.
+        SeqMeanTokenSumNorm = "seq-mean-token-sum-norm",
     }
 }
 

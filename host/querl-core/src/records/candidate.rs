@@ -134,22 +134,16 @@ impl Serialize for Candidate {
 }
 
 /// [`Candidate`] as it is read: files of format 2 have `truncated` instead of `finish_reason`.
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 struct CandidateForm {
-    #[serde(default)]
     rewrite: String,
-    #[serde(default, deserialize_with = "retrieval_form::deserialize")]
+    #[serde(deserialize_with = "retrieval_form::deserialize")]
     retrieval: Option<Result<Vec<Hit>, CallFailure>>,
-    #[serde(default)]
     judgement: Judgement,
-    #[serde(default)]
     style: Option<Vec<StyleProbability>>,
-    #[serde(default)]
     n_tokens: u32,
-    #[serde(default)]
     truncated: Option<bool>,
-    #[serde(default)]
     finish_reason: Option<FinishReason>,
 }
 

@@ -18,7 +18,6 @@ pub struct Episode {
     #[serde(default)]
     pub sample_index: u32,
     /// Training step of the rollout; `None` outside of training.
-    #[serde(default)]
     pub step: Option<u64>,
     /// Split of the query's row; `None` if unknown.
     #[serde(default, deserialize_with = "split_form::deserialize")]
@@ -35,15 +34,12 @@ pub struct Episode {
     #[serde(default)]
     pub columns: Columns,
     /// The messages that the policy answered; `None` if unknown.
-    #[serde(default)]
     pub prompt: Option<Vec<Message>>,
     /// The generated text before it is parsed; `None` if unknown.
-    #[serde(default)]
     pub response: Option<String>,
     /// The policy's rewrite.
     pub policy: Candidate,
     /// The teacher's rewrite; `None` if the run has none.
-    #[serde(default)]
     pub baseline: Option<Candidate>,
 }
 

@@ -59,30 +59,32 @@ pub struct CallFailure {
     pub message: String,
 }
 
-/// Categories of failures of an external call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum FailureKind {
-    /// No answer within the time limit.
-    Timeout,
-    /// Not reachable, or the connection broke.
-    Unreachable,
-    /// Invalid credentials or no credit (401, 402, 403).
-    Unauthorized,
-    /// The service rejected this request (other 4xx).
-    Rejected,
-    /// Still rate limited after all retries (429).
-    RateLimited,
-    /// The service failed (5xx).
-    ServerError,
-    /// The response could not be parsed.
-    InvalidResponse,
-    /// The recording has no entry for this query.
-    NotRecorded,
-    /// Not called: the circuit breaker is open.
-    Down,
-    /// Not called: the budget would be exceeded.
-    OverBudget,
+named_enum! {
+    /// Categories of failures of an external call.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum FailureKind {
+        /// No answer within the time limit.
+        Timeout = "timeout",
+        /// Not reachable, or the connection broke.
+        Unreachable = "unreachable",
+        /// Invalid credentials or no credit (401, 402, 403).
+        Unauthorized = "unauthorized",
+        /// The service rejected this request (other 4xx).
+        Rejected = "rejected",
+        /// Still rate limited after all retries (429).
+        RateLimited = "rate limited",
+        /// The service failed (5xx).
+        ServerError = "server error",
+        /// The response could not be parsed.
+        InvalidResponse = "invalid response",
+        /// The recording has no entry for this query.
+        NotRecorded = "not recorded",
+        /// Not called: the circuit breaker is open.
+        Down = "down",
+        /// Not called: the budget would be exceeded.
+        OverBudget = "over budget",
+    }
 }
 
 impl FailureKind {
@@ -104,18 +106,7 @@ pub fn code_of(who: &str, kind: &str) -> String {
 
 impl std::fmt::Display for FailureKind {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Timeout => "timeout",
-            Self::Unreachable => "unreachable",
-            Self::Unauthorized => "unauthorized",
-            Self::Rejected => "rejected",
-            Self::RateLimited => "rate limited",
-            Self::ServerError => "server error",
-            Self::InvalidResponse => "invalid response",
-            Self::NotRecorded => "not recorded",
-            Self::Down => "down",
-            Self::OverBudget => "over budget",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -135,16 +126,12 @@ pub struct Completion {
     /// The parsed text.
     pub text: String,
     /// Prompt tokens as reported by the service.
-    #[serde(default)]
     pub prompt_tokens: Option<u64>,
     /// Completion tokens as reported by the service.
-    #[serde(default)]
     pub completion_tokens: Option<u64>,
     /// Price in the configured currency; `None` if unknown.
-    #[serde(default)]
     pub cost: Option<f64>,
     /// Wall-clock time of the call in milliseconds; `None` if not recorded.
-    #[serde(default)]
     pub latency_ms: Option<f64>,
     /// Name of the model, if it was the fallback teacher.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -171,7 +158,6 @@ pub struct Hit {
     /// Relevance of the passage to the original query in its context, 0 to 1.
     pub reranker_score: f64,
     /// First-stage score (BM25 or similarity) on the scale of the index.
-    #[serde(default)]
     pub retrieval_score: Option<f64>,
     /// 1 is the best.
     #[serde(default)]
@@ -269,31 +255,21 @@ pub struct Dialogue {
     pub turns: Vec<Message>,
 }
 
-/// The three splits of a dataset.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Split {
-    /// Training split.
-    Train,
-    /// Validation split: early stopping and model selection.
-    Val,
-    /// Test split: final evaluation only.
-    Test,
+named_enum! {
+    /// The three splits of a dataset.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Split {
+        /// Training split.
+        Train = "train",
+        /// Validation split: early stopping and model selection.
+        Val = "val",
+        /// Test split: final evaluation only.
+        Test = "test",
+    }
 }
 
 impl Split {
-    /// In the order of the files: train, val, test.
-    pub const ALL: [Self; 3] = [Self::Train, Self::Val, Self::Test];
-
-    /// `train`, `val`, `test`: the file stem and the name in `eval.json`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Train => "train",
-            Self::Val => "val",
-            Self::Test => "test",
-        }
-    }
-
     /// The name in the plugin contract and in `episodes.jsonl`.
     fn contract_name(self) -> &'static str {
         if self == Self::Val { "validation" } else { self.name() }

@@ -236,7 +236,7 @@ impl ProviderRules {
         };
         let effort = endpoint.reasoning_effort;
         if effort != ReasoningEffort::Unset && thinking == ReasoningParameter::Never {
-            let effort = effort.as_str();
+            let effort = effort.name();
             return refuse(
                 "reasoning_effort",
                 format!("is {effort:?}; `{model}` is not a reasoning model, leave the key out"),
@@ -259,7 +259,7 @@ impl ProviderRules {
         }
         let thinks = effort != ReasoningEffort::None;
         match self.thinking {
-            ReasoningParameter::Effort => body["reasoning_effort"] = json!(effort.as_str()),
+            ReasoningParameter::Effort => body["reasoning_effort"] = json!(effort.name()),
             ReasoningParameter::Type => body["thinking"] = json!({"type": if thinks { "enabled" } else { "disabled" }}),
             ReasoningParameter::Switch => body["enable_thinking"] = json!(thinks),
             ReasoningParameter::Template => body["chat_template_kwargs"] = json!({"enable_thinking": thinks}),

@@ -147,7 +147,7 @@ pub fn table_from_log(settings: &LogTableSettings<'_>) -> Result<LogTableReport,
 /// The format of a table; `None` for JSON lines.
 fn table_format(out: &Path) -> Result<Option<TableFormat>, DataError> {
     let extension = out.extension().map(|extension| extension.to_string_lossy().to_lowercase()).unwrap_or_default();
-    let format = TableFormat::ALL.into_iter().find(|format| format.extension() == extension);
+    let format = TableFormat::from_name(&extension);
     match (format, extension.as_str()) {
         (None, "jsonl") => Ok(None),
         (Some(format), _) => Ok(Some(format)),

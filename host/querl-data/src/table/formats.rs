@@ -29,6 +29,8 @@ pub(crate) struct Table {
     pub(crate) unread_sheets: Vec<String>,
     pub(crate) hidden_sheets: Vec<String>,
     pub(crate) encoding: Option<TextEncoding>,
+    /// Of a csv or tsv file.
+    delimiter: u8,
     pub(crate) header: Vec<String>,
     source: Box<dyn RowSource>,
 }
@@ -90,8 +92,8 @@ impl TableCell {
 
 impl Table {
     pub(super) fn new(path: &Path, header: Vec<String>, source: Box<dyn RowSource>) -> Self {
-        let (unread_sheets, hidden_sheets) = (Vec::new(), Vec::new());
-        Self { path: path.to_owned(), sheet: None, unread_sheets, hidden_sheets, encoding: None, header, source }
+        let (path, unread_sheets, hidden_sheets) = (path.to_owned(), Vec::new(), Vec::new());
+        Self { path, sheet: None, unread_sheets, hidden_sheets, encoding: None, delimiter: b',', header, source }
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -109,17 +111,12 @@ impl Table {
         let cells = match self.encoding {
             _ if self.sheet.is_some() => first_cells(&self.path, N_ROWS),
             Some(encoding) => {
-                let delimiter = if self.path.extension().is_some_and(|name| name.eq_ignore_ascii_case("tsv")) {
-                    b'\t'
-                } else {
-                    b','
-                };
                 // A quote that is not closed would read the whole file.
                 let text = open_text(&self.path, encoding).ok()?.take(MAX_CELL_BYTES as u64);
-                let reader =
-                    csv::ReaderBuilder::new().delimiter(delimiter).flexible(true).has_headers(false).from_reader(text);
+                let mut reader = csv::ReaderBuilder::new();
+                reader.delimiter(self.delimiter).flexible(true).has_headers(false);
                 let rows = (1..)
-                    .zip(reader.into_records())
+                    .zip(reader.from_reader(text).into_records())
                     .take(N_ROWS as usize)
                     .filter_map(|(row, record)| Some((row, record.ok()?)));
                 rows.flat_map(|(row, record)| record.iter().map(|cell| (row, cell.to_owned())).collect::<Vec<_>>())
@@ -343,7 +340,7 @@ fn open_delimited(path: &Path, delimiter: u8) -> Result<Table, DataError> {
         (!ended).then_some(checked)
     });
     let mut table = Table::new(path, header, Box::new(TextRows(Box::new(rows))));
-    table.encoding = Some(encoding);
+    (table.encoding, table.delimiter) = (Some(encoding), delimiter);
     Ok(table)
 }
 

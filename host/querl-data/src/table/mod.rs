@@ -58,11 +58,10 @@ fn open_source(config: &DataConfig) -> Result<Table, DataError> {
 /// A file cannot be read, lacks a required column, or has no usable row.
 pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
     let files = config.query_files().into_iter().map(UnchangedFile::new).collect();
-    let mut table = open_source(config)?;
+    let table = open_source(config)?;
     let columns = QueryColumns::find(&table, config)?;
     let findings = Findings {
         encoding: table.encoding.map(TextEncoding::name),
-        merged_cells: table.merged(&columns.used()),
         unread_sheets: table.unread_sheets,
         hidden_sheets: table.hidden_sheets,
         ..Findings::default()
@@ -83,6 +82,15 @@ pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
 }
 
 impl QueryTable {
+    /// With merged cells of a workbook in the findings, for a command that shows them: it takes as long as reading the rows.
+    ///
+    /// # Errors
+    /// A file cannot be read.
+    pub fn with_merged_cells(mut self) -> Result<Self, DataError> {
+        self.findings.merged_cells = open_source(&self.config)?.merged(&self.columns.used());
+        Ok(self)
+    }
+
     /// Rows that are skipped or need a look.
     pub fn findings(&self) -> &Findings {
         &self.findings
@@ -223,7 +231,8 @@ pub struct Findings {
     /// Hidden sheets of a workbook, which are skipped.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub hidden_sheets: Vec<String>,
-    /// Merged cells of a used column of a workbook, `C2:C3`: only the first cell has the value.
+    /// Merged cells of a used column of a workbook, `C2:C3`: only the first cell has the value. Empty without
+    /// [`QueryTable::with_merged_cells`].
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub merged_cells: Vec<String>,
     /// Rows that are not empty.

@@ -249,8 +249,10 @@ impl LoraAdapter {
     pub(crate) fn read(directory: &Path) -> Result<Parts, ModelError> {
         let (config_path, weights_path) = (required(directory, CONFIG_FILE)?, required(directory, WEIGHTS_FILE)?);
         let text = std::fs::read_to_string(&config_path).map_err(ModelError::io(&config_path))?;
-        let file: ConfigFile = serde_json::from_str(&text)
-            .map_err(|error| ModelError::unparsed(&config_path, "an adapter's settings", json_problem(&error)))?;
+        let file: ConfigFile = serde_json::from_str(&text).map_err(|error| match not_finite(&text, &error) {
+            Some(problem) => ModelError::bad_file(&config_path, problem),
+            None => ModelError::unparsed(&config_path, "an adapter's settings", json_problem(&error)),
+        })?;
         let settings = file.settings().map_err(|message| ModelError::bad_file(&config_path, message))?;
         let tensors = Tensors::of(load_tensors(&weights_path)?)
             .map_err(|message| ModelError::bad_file(&weights_path, message))?
@@ -289,6 +291,16 @@ impl LoraAdapter {
             .map_err(|error| ModelError::bad_file(&config_path, error))?;
         querl_core::fsx::write_atomic(&config_path, text.as_bytes()).map_err(ModelError::io(&config_path))
     }
+}
+
+/// Names the key at which the parser stopped, if its value is one that Python writes and JSON does not have.
+fn not_finite(text: &str, error: &serde_json::Error) -> Option<String> {
+    let line = text.lines().nth(error.line().checked_sub(1)?)?;
+    let (before, _) = line.get(..error.column())?.rsplit_once(':')?;
+    let (key, value) = (before.rsplit('"').nth(1)?, line[before.len() + 1..].split([',', '}']).next()?.trim());
+    let problem =
+        format!("{key} in line {} is {value}; expected a number: correct it, or save the adapter again", error.line());
+    ["NaN", "Infinity", "-Infinity"].contains(&value).then_some(problem)
 }
 
 pub(crate) struct Parts {

@@ -62,33 +62,25 @@ fn write_text(to: &mut impl Write, text: &str) -> io::Result<()> {
     to.write_all(text.as_bytes())
 }
 
-/// Type of the matrices in a GGUF file. Norms and biases are f32.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum GgufDtype {
-    /// `f32`.
-    F32,
-    /// `f16`.
-    F16,
-    /// `bf16`.
-    Bf16,
-    /// Blocks of 32 8-bit integers with an f16 scale; f16 for rows whose length is not a multiple of 32.
-    Q8_0,
+querl_core::named_enum! {
+    /// Type of the matrices in a GGUF file. Norms and biases are f32.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub enum GgufDtype {
+        /// `f32`.
+        F32 = "f32",
+        /// `f16`.
+        F16 = "f16",
+        /// `bf16`.
+        Bf16 = "bf16",
+        /// Blocks of 32 8-bit integers with an f16 scale; f16 for rows whose length is not a multiple of 32.
+        Q8_0 = "q8_0",
+    }
 }
 
 /// Values of a block of [`GgufDtype::Q8_0`].
 const BLOCK: usize = 32;
 
 impl GgufDtype {
-    /// Its name in messages and on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::Q8_0 => "q8_0",
-        }
-    }
-
     /// `general.file_type`.
     pub(super) fn file_type(self) -> u32 {
         match self {

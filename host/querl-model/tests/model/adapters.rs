@@ -209,6 +209,26 @@ fn an_adapter_of_another_model_is_refused_in_one_sentence() {
     assert!(refusal_of("qwen3-tied", "qwen3-tied", none, missing).contains("which `adapter_config.json` requires"));
 }
 
+/// Symptom: `NaN`, which Python writes, was refused in the words of the JSON parser.
+#[test]
+fn a_setting_that_is_no_number_is_named_with_its_line() {
+    let (from, folder) = (golden("lora/qwen3-tied"), tempfile::tempdir().unwrap());
+    std::fs::copy(from.join("adapter_model.safetensors"), folder.path().join("adapter_model.safetensors")).unwrap();
+    for value in ["NaN", "Infinity", "-Infinity"] {
+        for (text, line) in
+            [("{\n \"r\": 4,\n \"lora_alpha\": VALUE,\n", 3), ("{\"r\": 4, \"lora_alpha\": VALUE, \n", 1)]
+        {
+            let text = text.replace("VALUE", value) + "\"peft_type\": \"LORA\"}";
+            std::fs::write(folder.path().join("adapter_config.json"), text).unwrap();
+            let error = LoraAdapter::load(folder.path(), decoder("qwen3-tied").config()).err().unwrap().to_string();
+            let expected = format!(
+                "adapter_config.json: lora_alpha in line {line} is {value}; expected a number: correct it, or save the adapter again"
+            );
+            assert!(error.ends_with(&expected), "{error}");
+        }
+    }
+}
+
 #[test]
 fn nan_in_an_adapter_or_a_saved_module_is_named() {
     for (name, base, tensor) in [

@@ -10,7 +10,7 @@ use super::mapping::{Mapping, float};
 use super::rows::PromptRow;
 use super::source::ExportedRun;
 use crate::serving::BaseFiles;
-use querl_core::config::{BaseDtype, KlEstimator, KlPlacement, LossAgg, PolicyLossKind, RlAlgorithm, RlConfig};
+use querl_core::config::{BaseDtype, KlPlacement, LossAgg, PolicyLossKind, RlAlgorithm, RlConfig};
 use std::path::Path;
 
 /// Writes the folder.
@@ -155,12 +155,7 @@ fn kl(m: &mut Mapping, rl: &RlConfig) {
         KlPlacement::Loss => m.set("rl.kl_placement", &[("algo.kl.use_loss", String::new())], ""),
         KlPlacement::Reward => m.set("rl.kl_placement", &[], "in the reward without `algo.kl.use_loss`"),
     }
-    let estimator = match rl.kl_estimator {
-        KlEstimator::K1 => "k1",
-        KlEstimator::K2 => "k2",
-        KlEstimator::K3 => "k3",
-    };
-    m.set("rl.kl_estimator", &[("algo.kl.estimator", estimator.into())], "");
+    m.set("rl.kl_estimator", &[("algo.kl.estimator", rl.kl_estimator.name().into())], "");
     m.none("rl.kl_target", "OpenRLHF's adaptive controller has a target per token, not per response");
     m.none("rl.kl_horizon", "used with `rl.kl_target` alone");
     m.none("rl.target_kl", "OpenRLHF does not skip epochs");

@@ -148,19 +148,11 @@ fn read_adapter(folder: PathBuf, model: &Path) -> anyhow::Result<SftAdapter> {
 #[cfg(test)]
 pub(super) mod testing {
     use super::*;
-
-    const CONFIG: &str = r#"
-        tenant = "shop"
-        data = { input = "none" }
-        teacher = { kind = "recorded" }
-        retrieval = { kind = "none" }
-        model = { path = "none" }
-        plugins = { prompt = { path = "none" }, rewards = [] }
-    "#;
+    use crate::serving::deployment::LEAST_CONFIG;
 
     /// A run of eight training rows, with other sections of its configuration.
     pub(in crate::exchange) fn run(sections: &str) -> ExportedRun {
-        let config: Config = toml::from_str(&format!("{CONFIG}\n{sections}")).unwrap();
+        let config: Config = toml::from_str(&format!("{LEAST_CONFIG}\n{sections}")).unwrap();
         let row = |index: usize| PromptRow { id: index.to_string(), prompt: Vec::new(), querl: "{}".into() };
         ExportedRun {
             config,

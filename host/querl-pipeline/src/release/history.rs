@@ -24,35 +24,23 @@ pub struct Release {
     pub identity: ModelIdentity,
 }
 
-/// What happened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Action {
-    /// A run became the current one; a candidate ended.
-    Promote,
-    /// A run became a candidate with a share of the traffic.
-    Canary,
-    /// A run became a candidate without traffic.
-    Shadow,
-    /// The run that served before became the current one again.
-    Rollback,
-    /// A candidate was ended by an operator.
-    EndCandidate,
-    /// A candidate was ended by a service, since it exceeded a limit.
-    AutomaticReturn,
-}
-
-impl Action {
-    /// For texts.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Promote => "promote",
-            Self::Canary => "canary",
-            Self::Shadow => "shadow",
-            Self::Rollback => "rollback",
-            Self::EndCandidate => "end_candidate",
-            Self::AutomaticReturn => "automatic_return",
-        }
+querl_core::named_enum! {
+    /// What happened.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Action {
+        /// A run became the current one; a candidate ended.
+        Promote = "promote",
+        /// A run became a candidate with a share of the traffic.
+        Canary = "canary",
+        /// A run became a candidate without traffic.
+        Shadow = "shadow",
+        /// The run that served before became the current one again.
+        Rollback = "rollback",
+        /// A candidate was ended by an operator.
+        EndCandidate = "end_candidate",
+        /// A candidate was ended by a service, since it exceeded a limit.
+        AutomaticReturn = "automatic_return",
     }
 }
 

@@ -182,17 +182,19 @@ fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<u64> {
     Ok(n_bytes)
 }
 
+/// The keys without a default.
+pub(crate) const LEAST_CONFIG: &str = r#"
+    tenant = "shop"
+    data = { input = "none" }
+    teacher = { kind = "recorded" }
+    retrieval = { kind = "none" }
+    model = { path = "none" }
+    plugins = { prompt = { path = "none" }, rewards = [] }
+"#;
+
 /// What serving reads of a configuration; all else has its default, so that nothing of the machine that trained is in it.
 fn served_config(config: &Config, prompt: &str) -> anyhow::Result<Config> {
-    const OTHERS: &str = r#"
-        tenant = ""
-        data = { input = "none" }
-        teacher = { kind = "recorded" }
-        retrieval = { kind = "none" }
-        model = { path = "none" }
-        plugins = { prompt = { path = "none" }, rewards = [] }
-    "#;
-    let others: Config = toml::from_str(OTHERS).context("internal error, please report it")?;
+    let others: Config = toml::from_str(LEAST_CONFIG).context("internal error, please report it")?;
     let Config { tenant, seed, .. } = config;
     Ok(Config {
         tenant: tenant.clone(),

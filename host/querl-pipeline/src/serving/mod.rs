@@ -3,7 +3,7 @@
 //! In: runs. Out: [`ServedModels`], which an HTTP service calls through [`querl_core::serving::Rewriter`]. A rewrite is the one of the
 //! `eval` stage, token by token.
 
-mod deployment;
+pub(crate) mod deployment;
 mod golden;
 mod tenant;
 mod worker;

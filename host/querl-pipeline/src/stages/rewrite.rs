@@ -97,7 +97,7 @@ impl Stage for Rewrite {
     }
 
     fn execute(&self, run: &Run, progress: &dyn Progress) -> anyhow::Result<Done> {
-        let table = open_queries(&run.config.data)?;
+        let table = open_queries(&run.config.data)?.with_merged_cells()?;
         table.findings().notes().iter().for_each(|note| progress.line(note));
         let (output, formats, data) = (run.dir.rewrites(), &run.config.data.export, &run.config.data);
         let mut tally = Tally { cost: Some(0.0), ..Tally::default() };

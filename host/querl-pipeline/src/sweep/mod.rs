@@ -215,7 +215,9 @@ impl<'a> Sweep<'a> {
         }
         let report = self.report(true);
         self.write(&report)?;
-        if let (None, Some(reason)) = (&report.best, report.first_failure()) {
+        if report.best.is_empty()
+            && let Some(reason) = report.first_failure()
+        {
             let message = "no combination has a result of all seeds; the first failure";
             return Err(anyhow::anyhow!("sweep: {message}: {reason}"));
         }

@@ -130,8 +130,8 @@ pub struct SweepReport {
     pub(super) metric: String,
     /// Combinations with a result, by rank.
     pub(super) combinations: Vec<CombinationResult>,
-    /// The best combination as flags of `querl run`; `None` while no combination has a result of all seeds.
-    pub(super) best: Option<String>,
+    /// The best combination as flags of `querl run`, or all that came as far and have its mean; empty while none has a result of all seeds.
+    pub(super) best: Vec<String>,
     /// False until every trial has its result.
     pub(super) finished: bool,
 }
@@ -141,8 +141,11 @@ impl SweepReport {
         let mut combinations = results.to_vec();
         combinations.sort_by(CombinationResult::order);
         (1..).zip(&mut combinations).for_each(|(rank, result)| result.rank = rank);
-        let best = combinations.first().filter(|result| result.mean.is_some());
-        let best = best.map(|result| flags(&result.settings));
+        let is_best = |one: &&CombinationResult| {
+            let difference = one.mean.zip(combinations[0].mean).map(|(one, best)| (one - best).abs());
+            one.n_rungs == combinations[0].n_rungs && difference.is_some_and(|difference| difference < EQUAL)
+        };
+        let best = combinations.iter().filter(is_best).map(|result| flags(&result.settings)).collect();
         Self { search, metric: metric.to_owned(), combinations, best, finished }
     }
 
@@ -152,16 +155,6 @@ impl SweepReport {
             TrialOutcome::Failed(reason) => Some(reason.as_str()),
             TrialOutcome::Measured(_) => None,
         })
-    }
-
-    /// Combinations that came as far as the best one and have its mean; 0 while none has a result.
-    fn n_tied(&self) -> usize {
-        let Some(best) = self.combinations.first() else { return 0 };
-        let is_tied = |one: &&CombinationResult| {
-            let difference = one.mean.zip(best.mean).map(|(one, best)| (one - best).abs());
-            one.n_rungs == best.n_rungs && difference.is_some_and(|difference| difference < EQUAL)
-        };
-        self.combinations.iter().filter(is_tied).count()
     }
 
     /// For a terminal; ends with a line break.
@@ -183,13 +176,13 @@ impl SweepReport {
                 }
             }
         }
-        match &self.best {
-            Some(best) if self.n_tied() > 1 => {
-                let (n, metric) = (self.n_tied(), &self.metric);
-                text += &format!("{n} combinations tie for the best {metric}, one of them {best}\n");
+        match &self.best[..] {
+            [] => {}
+            [best] => text += &format!("best settings on the validation split: {best}\n"),
+            [first, ..] => {
+                let (n, metric) = (self.best.len(), &self.metric);
+                text += &format!("{n} combinations tie for the best {metric}, one of them {first}\n");
             }
-            Some(best) => text += &format!("best settings on the validation split: {best}\n"),
-            None => {}
         }
         text
     }
@@ -273,7 +266,7 @@ mod tests {
         assert_eq!(report.combinations[1].mean.map(|mean| (mean * 10.0).round()), Some(3.0));
         // Standard deviation 0.1414 over the root of 2.
         assert!((report.combinations[1].standard_error.unwrap() - 0.1).abs() < 1e-12);
-        assert_eq!(report.best.as_deref(), Some("--set rl.x=c"));
+        assert_eq!(report.best, ["--set rl.x=c"]);
         assert_eq!(report.first_failure(), Some("the loss is not finite"));
         let text = report.to_text();
         let lines: Vec<&str> = text.lines().collect();
@@ -284,11 +277,13 @@ mod tests {
         assert_eq!(lines[6], "best settings on the validation split: --set rl.x=c");
     }
 
-    /// Regression: the first of two combinations with one value was called the best.
+    /// Regression: the first of two combinations with one value was called the best, and later was the only one in `sweep.json`.
     #[test]
-    fn a_tie_has_no_best_settings() {
+    fn all_that_tie_are_the_best() {
         let results = [("a", 0.5), ("b", 0.5), ("c", 0.4)].map(|(name, value)| result(name, 1, &[measured(value)]));
-        let text = SweepReport::new(json!({}), REWARD, &results, true).to_text();
+        let report = SweepReport::new(json!({}), REWARD, &results, true);
+        assert_eq!(report.best, ["--set rl.x=a", "--set rl.x=b"]);
+        let text = report.to_text();
         let expected = "2 combinations tie for the best val/reward, one of them --set rl.x=a\n";
         assert!(text.ends_with(expected), "{text}");
     }
@@ -298,7 +293,7 @@ mod tests {
         let one = result("a", 1, &[measured(0.5)]);
         assert_eq!((one.mean, one.standard_error), (Some(0.5), None));
         let failed = result("b", 1, &[TrialOutcome::Failed("no".into())]);
-        assert_eq!(SweepReport::new(json!({}), REWARD, &[failed], true).best, None);
+        assert!(SweepReport::new(json!({}), REWARD, &[failed], true).best.is_empty());
     }
 
     #[test]

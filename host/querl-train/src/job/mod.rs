@@ -119,7 +119,6 @@ pub struct GenerateJob {
     /// Beam width of beam search; 1 is greedy decoding.
     pub n_beams: usize,
     /// Samples in place of the one response per prompt that greedy decoding or beam search gives.
-    #[serde(default)]
     pub samples: Option<SampleSettings>,
     /// Limits and stop strings, as in training; of samples also temperature, `top_k` and `top_p`.
     pub limits: RlConfig,
@@ -157,7 +156,6 @@ pub struct GeneratedResponse {
     /// Wall-clock time of all responses to the prompt, in milliseconds; `None` where other ranks used the same CPU meanwhile.
     pub latency_ms: Option<f64>,
     /// Mean log-probability of its tokens in nats, at the temperature of the limits; `None` without tokens.
-    #[serde(default)]
     pub mean_logprob: Option<f64>,
 }
 

@@ -72,7 +72,7 @@ struct Lengths {
 
 impl Stats {
     fn of(config: &Config) -> anyhow::Result<Self> {
-        let table = open_queries(&config.data)?;
+        let table = open_queries(&config.data)?.with_merged_cells()?;
         let unknown_gold_ids = check_knowledge_base(config, &table)?;
         let dir = RunDir::new(&config.output_dir);
         let ledger = Ledger::open(&dir.stages())?;

@@ -1,6 +1,6 @@
 //! `querl plan`: whether a training can succeed, with what to do; or memory, seconds and hours on a cluster of GPUs (`--on`).
 
-use crate::args::{Format, ThreadsArg, download_retrieval_models, usage};
+use crate::args::{Format, ThreadsArg, usage};
 use crate::model_hub;
 use crate::terminal::Terminal;
 use clap::Args;
@@ -59,6 +59,8 @@ pub fn run(args: &PlanArgs) -> anyhow::Result<()> {
         out: args.out.clone(),
         threads: args.threads.threads,
         model_hub: Some(hub),
+        // The passages are looked up without the base model too.
+        retrieval_hub: cluster.is_none().then_some(model_hub::find),
         missing_model,
         ..Overrides::default()
     };
@@ -68,8 +70,6 @@ pub fn run(args: &PlanArgs) -> anyhow::Result<()> {
         let plan = plan_on(&config, cluster, shapes)?;
         return args.format.print(&plan, || plan.lines().join("\n") + "\n");
     }
-    // The passages are looked up without the base model too.
-    download_retrieval_models(&mut config, None)?;
     let options = PlanOptions { skip_model: args.no_model, skip_rollout: args.no_rollout };
     let plan = plan(&config, &config_path, options, Arc::new(Terminal))?;
     args.format.print(&plan, || plan.to_text())

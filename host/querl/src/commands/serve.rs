@@ -393,7 +393,7 @@ fn tenant_key(text: &str) -> Result<(String, String), String> {
 }
 
 fn base_dtype(text: &str) -> Result<BaseDtype, String> {
-    serde_json::from_value(text.into()).map_err(|_| "expected f32, bf16, f16, int8, fp8 or nf4".to_owned())
+    BaseDtype::from_name(text).ok_or_else(|| "expected f32, bf16, f16, int8, fp8 or nf4".to_owned())
 }
 
 /// The key in an environment variable that an option names.

@@ -324,7 +324,6 @@ struct Batch {
     #[serde(default)]
     n_lost: u32,
     /// `None` until the service is known to have created the batch.
-    #[serde(default)]
     batch_id: Option<String>,
     #[serde(default, rename = "most")]
     max_cost: f64,

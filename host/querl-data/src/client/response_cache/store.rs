@@ -18,30 +18,20 @@ const OPEN_TIMEOUT: Duration = Duration::from_secs(3);
 /// New responses by table and key; `None` removes an entry.
 pub(super) type Changes = HashMap<(CacheTable, String), Option<Vec<u8>>>;
 
-/// Tables of the cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum CacheTable {
-    /// Rewrites of teachers.
-    Rewrites,
-    /// Judgements of judges.
-    Judgements,
-    /// Hits of retrieval services.
-    Retrievals,
+querl_core::named_enum! {
+    /// Tables of the cache.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    pub enum CacheTable {
+        /// Rewrites of teachers.
+        Rewrites = "rewrites",
+        /// Judgements of judges.
+        Judgements = "judgements",
+        /// Hits of retrieval services.
+        Retrievals = "retrievals",
+    }
 }
 
 impl CacheTable {
-    /// All tables.
-    pub const ALL: [Self; 3] = [Self::Rewrites, Self::Judgements, Self::Retrievals];
-
-    /// `rewrites`, `judgements`, `retrievals`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Rewrites => "rewrites",
-            Self::Judgements => "judgements",
-            Self::Retrievals => "retrievals",
-        }
-    }
-
     fn definition(self) -> TableDefinition<'static, &'static str, &'static [u8]> {
         TableDefinition::new(self.name())
     }

@@ -93,7 +93,7 @@ trait RowWriter {
 
 /// Path of the table of a stage's output: `rewrites.xlsx` for `rewrites.jsonl`.
 pub fn table_path(output: &Path, format: TableFormat) -> PathBuf {
-    output.with_extension(format.extension())
+    output.with_extension(format.name())
 }
 
 /// A record that can be exported as a table row.

@@ -97,32 +97,21 @@ impl Workload {
     }
 }
 
-/// What limits a phase.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Bound {
-    /// Matrix products.
-    Compute,
-    /// Reading weights and KV cache.
-    MemoryBandwidth,
-    /// The number of decode steps, each with its launches.
-    DecodeSteps,
-    /// Gathering weights and reducing gradients.
-    Communication,
-    /// A cost that depends on no size.
-    Fixed,
-}
-
-impl Bound {
-    /// In a table.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Compute => "compute",
-            Self::MemoryBandwidth => "memory bandwidth",
-            Self::DecodeSteps => "decode steps",
-            Self::Communication => "communication",
-            Self::Fixed => "fixed",
-        }
+querl_core::named_enum! {
+    /// What limits a phase.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+    #[serde(rename_all = "snake_case")]
+    pub enum Bound {
+        /// Matrix products.
+        Compute = "compute",
+        /// Reading weights and KV cache.
+        MemoryBandwidth = "memory bandwidth",
+        /// The number of decode steps, each with its launches.
+        DecodeSteps = "decode steps",
+        /// Gathering weights and reducing gradients.
+        Communication = "communication",
+        /// A cost that depends on no size.
+        Fixed = "fixed",
     }
 }
 

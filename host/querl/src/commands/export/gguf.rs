@@ -3,7 +3,6 @@
 use crate::args::{Format, one_of, usage};
 use crate::model_hub;
 use clap::Args;
-use clap::builder::TypedValueParser;
 use querl_core::config::RewriteForm;
 use querl_core::edits::ARE_EDITS;
 use querl_core::run_dir::RunDir;
@@ -25,15 +24,10 @@ pub(crate) struct GgufArgs {
     #[arg(long, value_name = "FILE.gguf")]
     out: PathBuf,
     /// Type of the matrices: f32, f16, bf16, q8_0 [default: as they are stored]
-    #[arg(long, value_parser = gguf_dtype(), hide_possible_values = true)]
+    #[arg(long, value_parser = one_of(GgufDtype::ALL.map(|dtype| (dtype.name(), dtype, ""))), hide_possible_values = true)]
     dtype: Option<GgufDtype>,
     #[command(flatten)]
     format: Format,
-}
-
-fn gguf_dtype() -> impl TypedValueParser<Value = GgufDtype> {
-    use GgufDtype::{Bf16, F16, F32, Q8_0};
-    one_of([F32, F16, Bf16, Q8_0].map(|dtype| (dtype.name(), dtype, "")))
 }
 
 pub(super) fn run(args: &GgufArgs) -> anyhow::Result<()> {

@@ -9,6 +9,7 @@ use querl_core::fsx::{NumberedLine, digest_file, digest_hex, open_jsonl};
 use querl_core::model_config::PRETRAIN_FOLDER;
 use querl_core::records::Message;
 use querl_core::text::nearest;
+use querl_data::shown_keys;
 use querl_model::{Decoder, DecoderConfig, Mesh, TextTokenizer, Weights, small_model};
 use querl_pipeline::failure::{Stop, ending};
 use querl_pipeline::interrupt;
@@ -62,13 +63,7 @@ impl Corpus {
         let (mut numbers, mut lines) = (Vec::new(), Vec::new());
         for line in open_jsonl::<Value>(&path).map_err(usage)? {
             let NumberedLine { line, value, .. } = line.map_err(usage)?;
-            let found = match &value {
-                Value::Object(row) => {
-                    let keys: Vec<&str> = row.keys().map(String::as_str).take(16).collect();
-                    format!("has the keys {}", keys.join(", "))
-                }
-                _ => "is not a JSON object".to_owned(),
-            };
+            let found = shown_keys(&value);
             let expected = "expected `text`, a string, or `messages`, a list of `role` and `content`";
             let parsed = serde_json::from_value(value);
             lines.push(parsed.map_err(|_| usage(format!("{shown}:{line}: {expected}; {found}")))?);

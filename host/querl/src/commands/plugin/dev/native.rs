@@ -26,9 +26,7 @@ const TEST_LIMIT: Duration = Duration::from_secs(120);
 pub(super) struct Fault {
     pub(super) message: String,
     /// Path in the plugin's folder; `None` where no line of it was reached.
-    #[serde(default)]
     pub(super) file: Option<String>,
-    #[serde(default)]
     pub(super) line: Option<u64>,
 }
 
