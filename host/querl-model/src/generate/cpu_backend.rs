@@ -23,7 +23,6 @@ pub(super) struct BaseWeights {
     pub(super) final_norm: Vec<f32>,
     head: FrozenWeight,
     embedding: FrozenWeight,
-    int8_activations: bool,
     /// Free buffers for logits: fresh pages for each decode step cost more than the softmax.
     logits: Mutex<Vec<Vec<f32>>>,
 }
@@ -77,12 +76,15 @@ impl BaseWeights {
         let layers = decoder.adapted_layers(None).enumerate();
         let layer =
             |(index, layer): (usize, Result<AdaptedLayer<'_>>)| inference_layer(index, &layer?, int8_activations);
-        let layers = layers.map(layer).collect::<Result<_>>()?;
+        let layers = layers.map(layer).collect::<Result<Vec<_>>>()?;
         let embedding = frozen(&decoder.adapted_embedding(None)?)?;
         let head = match decoder.adapted_head(None)? {
             Weight::Trained(_) if decoder.config().tie_word_embeddings => embedding.clone(),
             head => frozen(&head)?,
         };
+        // A checkpoint's head is never in int8.
+        let is_int8 = layers.first().is_some_and(|layer| layer.down.is_int8);
+        let head = if is_int8 { head.to_dtype(BaseDtype::Int8)? } else { head };
         Ok(Self {
             config: decoder.local_config().clone(),
             context: decoder.context(),
@@ -90,7 +92,6 @@ impl BaseWeights {
             final_norm: floats(decoder.final_norm())?,
             head,
             embedding,
-            int8_activations,
             logits: Mutex::default(),
         })
     }
@@ -135,7 +136,7 @@ impl BaseWeights {
             hidden = rest;
             let own_logits = logits.split_off_mut(..n_rows * self.config.vocab_size).unwrap_or_default();
             let head = run[0].head().unwrap_or(&self.head);
-            match self.int8_activations && head.dtype() == BaseDtype::Int8 {
+            match head.dtype() == BaseDtype::Int8 {
                 true => head.forward_int8(&Int8Rows::quantize(own, head.dims().1), own_logits, 0.0)?,
                 false => head.forward(own, own_logits, 0.0)?,
             }

@@ -2,7 +2,7 @@
 
 use super::int8_matmul::{self, Int8Rows};
 use super::packed_matmul::{self, Output, Term, WeightView};
-use super::packed_weight::{Packed, pack};
+use super::packed_weight::{Packed, pack, pack_rows};
 use super::projection::{
     LoraMatrices, ParameterGradients, Projection, Trained, input_backward_sum, lora_a_out, lora_b_gradients,
     parameter_gradients,
@@ -44,6 +44,20 @@ impl FrozenWeight {
     /// A tensor that is not a matrix of floats, or a value that is not finite in `dtype`.
     pub fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Self> {
         Ok(Self { packed: Arc::new(pack(weight, dtype)?), level: SimdLevel::detected() })
+    }
+
+    /// The stored values packed as another type.
+    ///
+    /// # Errors
+    /// A value that is not finite in `dtype`.
+    pub(crate) fn to_dtype(&self, dtype: BaseDtype) -> Result<Self> {
+        let (_, n_in) = self.dims();
+        let rows = |first: usize, n: usize| {
+            let mut values = vec![0f32; n * n_in];
+            values.chunks_exact_mut(n_in).enumerate().for_each(|(i, row)| self.packed.row(first + i, row));
+            Tensor::from_vec(values, (n, n_in), &Device::Cpu)
+        };
+        Ok(Self { packed: Arc::new(pack_rows(self.dims(), dtype, rows)?), level: self.level })
     }
 
     /// Outputs and inputs.

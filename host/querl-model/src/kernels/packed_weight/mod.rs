@@ -103,7 +103,15 @@ impl Packed {
 }
 
 pub(super) fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Packed> {
-    let (n_out, n_in) = weight.dims2()?;
+    pack_rows(weight.dims2()?, dtype, |first, n| weight.narrow(0, first, n))
+}
+
+/// Packs a weight `(n_out, n_in)`; `rows(first, n)` are `n` of its rows.
+pub(super) fn pack_rows(
+    (n_out, n_in): (usize, usize),
+    dtype: BaseDtype,
+    rows: impl Fn(usize, usize) -> Result<Tensor> + Sync,
+) -> Result<Packed> {
     if n_out == 0 || n_in == 0 {
         bail!("a weight of shape ({n_out}, {n_in}) holds nothing");
     }
@@ -125,8 +133,7 @@ pub(super) fn pack(weight: &Tensor, dtype: BaseDtype) -> Result<Packed> {
     data.par_chunks_mut(lines_per_panel).zip(scale_parts.par_iter_mut()).enumerate().try_for_each(
         |(panel, (lines, scales))| {
             let first = panel * WIDTH;
-            let rows = weight.narrow(0, first, WIDTH.min(n_out - first))?;
-            pack_panel(&rows, dtype, lines, scales)
+            pack_panel(&rows(first, WIDTH.min(n_out - first))?, dtype, lines, scales)
         },
     )?;
     Ok(Packed { n_out, n_in, n_in_padded, dtype, data, scales })
