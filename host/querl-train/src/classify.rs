@@ -1,6 +1,7 @@
 //! Training of classifiers: cross-entropy with class weights and label smoothing, or distillation from a teacher's logits. The loop is
 //! [`fine_tune`](crate::fine_tune).
 
+use crate::data_parallel::check_stop;
 use crate::fine_tune::{self, FineTuneTask, Objective, SftSummary, StepLoss, dropout};
 use crate::policy::recompute_mode;
 use crate::{Gradients, MetricSink, TrainError};
@@ -8,7 +9,7 @@ use candle_core::{Tensor, Var};
 use querl_core::config::SftConfig;
 use querl_core::ports::Progress;
 use querl_model::classifier::{Classifier, by_length};
-use querl_model::{Mesh, Pass, backward};
+use querl_model::{Mesh, Pass, Ranks, backward};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -54,7 +55,7 @@ pub struct ClassifyTask<'a> {
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,
-    /// Set to stop at the next step.
+    /// Set to stop: read before each pass.
     pub stop: &'a AtomicBool,
 }
 
@@ -98,6 +99,7 @@ impl Objective for ClassifyTask<'_> {
     }
 
     fn loss_and_gradients(&self, rows: &[usize], step: u64) -> Result<StepLoss, TrainError> {
+        let alone = Ranks::alone();
         let rows: Vec<&LabelledText> = rows.iter().map(|&index| &self.train[index]).collect();
         let weighting = Weighting { weights: self.class_weights, smoothing: self.label_smoothing };
         let total = match self.distillation {
@@ -106,10 +108,11 @@ impl Objective for ClassifyTask<'_> {
         };
         let recompute = recompute_mode(false);
         let adapter = self.classifier.adapter();
-        let dropout = adapter.and_then(|_| dropout(self.config.lora_dropout, self.seed, step, &Mesh::alone().data));
+        let dropout = adapter.and_then(|_| dropout(self.config.lora_dropout, self.seed, step, &alone));
         let pass = Pass { adapter, dropout, recompute: Some(&recompute) };
         let (mut gradients, mut loss) = (Gradients::default(), 0.0);
         for micro_batch in micro_batches(&rows, self.tokens_per_pass) {
+            check_stop(&alone, self.stop, self.stage(), step - 1)?;
             let part = (self.loss(self.classifier, &micro_batch, weighting, &pass)? / total)?;
             gradients.add(&backward(&part, Some(&recompute))?, self.vars())?;
             loss += f64::from(part.to_scalar::<f32>()?);
@@ -121,12 +124,14 @@ impl Objective for ClassifyTask<'_> {
         !self.val.is_empty()
     }
 
-    fn evaluate(&self, _step: u64) -> Result<f64, TrainError> {
+    fn evaluate(&self, step: u64) -> Result<f64, TrainError> {
+        let alone = Ranks::alone();
         let rows: Vec<&LabelledText> = self.val.iter().collect();
         let frozen = self.classifier.without_gradient();
         let (pass, weighting) = (Pass::with(frozen.adapter()), Weighting { weights: None, smoothing: 0.0 });
         let mut sum = 0.0;
         for micro_batch in micro_batches(&rows, self.tokens_per_evaluation) {
+            check_stop(&alone, self.stop, self.stage(), step)?;
             sum += f64::from(self.loss(&frozen, &micro_batch, weighting, &pass)?.to_scalar::<f32>()?);
         }
         Ok(sum / rows.len().max(1) as f64)
@@ -307,7 +312,7 @@ fn logprobs(logits: &Tensor) -> candle_core::Result<Tensor> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::testing::Recorder;
+    use crate::testing::{Recorder, stop_at_call};
     use crate::{BEST, LAST};
     use candle_core::Device;
     use querl_core::config::BaseDtype;
@@ -316,6 +321,7 @@ mod tests {
     use querl_model::{LoraSettings, Weights};
     use serde_json::Value;
     use std::path::PathBuf;
+    use std::sync::atomic::Ordering;
 
     const DTYPE: BaseDtype = BaseDtype::F32;
 
@@ -485,6 +491,26 @@ mod tests {
         let config = SftConfig { early_stopping_patience: 0, ..setting.config.clone() };
         let patient = Setting { config, val: setting.val.clone(), ..Setting::new(10, 1e-2) };
         assert_eq!(patient.through(&fresh(&Tuning::Full)).0.n_steps, 30);
+    }
+
+    /// Symptom: a stop waited for the rest of the step, or of the evaluation.
+    #[test]
+    fn a_stop_between_passes_resumes_to_the_result_of_an_uninterrupted_training() {
+        let [complete, stopped] = [(), ()].map(|()| Setting { val: texts(12), ..Setting::new(1, 1e-2) });
+        let learned = fresh(&Tuning::Full);
+        let (expected, metrics) = complete.through(&learned);
+        let mut sink = Recorder::default();
+        // The second of three steps of one pass each; then, after two, the second pass of the evaluation.
+        for (call, step) in [(2, 1), (4, 3)] {
+            stop_at_call(call);
+            let error = train(&stopped.task(&fresh(&Tuning::Full), &base()), &mut sink).unwrap_err();
+            assert!(matches!(error, TrainError::Interrupted { stage: "rm", step: found } if found == step), "{error}");
+            stopped.stop.store(false, Ordering::SeqCst);
+        }
+        let resumed = fresh(&Tuning::Full);
+        let summary = train(&stopped.task(&resumed, &base()), &mut sink).unwrap();
+        assert_eq!((summary, sink.results()), (expected, metrics.results()));
+        assert_eq!(logits(&resumed, &stopped.train), logits(&learned, &complete.train));
     }
 
     /// Regression: an adapter was loaded with the initial head.

@@ -10,6 +10,7 @@ use querl_model::{Mesh, Ranks, Shard};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The newest checkpoint, which the first rank reads and broadcasts. `store`: `Some` on the first rank alone.
 pub(crate) fn newest_checkpoint(
@@ -22,6 +23,19 @@ pub(crate) fn newest_checkpoint(
         false => None,
     };
     Ok(ranks.broadcast(0, mine)?)
+}
+
+/// Called before a pass whose results, and those of the passes since `step`, can be discarded.
+///
+/// # Errors
+/// The stop flag is set, and this rank is the only one: several ranks agree to stop after a step.
+pub(crate) fn check_stop(ranks: &Ranks, stop: &AtomicBool, stage: &'static str, step: u64) -> Result<(), TrainError> {
+    #[cfg(test)]
+    crate::testing::stop_if_due(stop);
+    match ranks.world_size() == 1 && stop.load(Ordering::Relaxed) {
+        true => Err(TrainError::Interrupted { stage, step }),
+        false => Ok(()),
+    }
 }
 
 /// Checks that all ranks have the same weights. They start with equal weights and take the same steps; if one of them summed

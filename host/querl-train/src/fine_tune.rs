@@ -1,6 +1,6 @@
 //! The loop of fine-tuning, shared by [`sft`](crate::sft) and [`classify`](crate::classify): order of the rows, optimizer,
-//! evaluation, checkpoints, stop and resume. What is learned is an [`Objective`]. Read [`run`], then [`Trainer::take_step`] and
-//! [`Trainer::finish_step`].
+//! evaluation, checkpoints, stop and resume. What is learned is an [`Objective`], which reads the stop flag before each pass (`check_stop` of
+//! `data_parallel.rs`). Read [`run`], then [`Trainer::take_step`] and [`Trainer::finish_step`].
 
 use crate::batching::DataOrder;
 use crate::checkpoint::{BEST, LAST, STATE, SaveTimer};
@@ -77,7 +77,7 @@ pub(crate) fn run(task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<
         task.objective.save(&task.output_dir.join(LAST))?;
     }
     while trainer.state.unrecorded.is_some() || !trainer.is_done() {
-        // After out-of-memory in the evaluation of a step, that step is taken already.
+        // After a stop or out-of-memory in the evaluation of a step, that step is taken already.
         if trainer.state.unrecorded.is_none() {
             trainer.take_step(sink)?;
         }
@@ -151,7 +151,7 @@ impl<'a> Trainer<'a> {
         let learning_rate = schedule.learning_rate(task.config, step);
         let learned = self.update(&rows, step, learning_rate);
         let (loss, grad_norm, n_tokens) =
-            learned.map_err(|error| self.save_after_out_of_memory(sink, (step, position), error))?;
+            learned.map_err(|error| self.save_unfinished(sink, (step, position), error))?;
         self.state.add_step(step, loss, n_tokens);
         let seconds = started.elapsed().as_secs_f64();
         let n_all = task.objective.n_tokens(&rows);
@@ -166,8 +166,8 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// Loss, gradient norm and tokens of a step. After out-of-memory nothing has changed: the optimizer allocates all of its memory
-    /// before it modifies a weight.
+    /// Loss, gradient norm and tokens of a step. After a stop or out-of-memory nothing has changed: the optimizer allocates all of its
+    /// memory before it modifies a weight.
     fn update(&mut self, rows: &[usize], step: u64, learning_rate: f64) -> Result<(f64, f64, usize), TrainError> {
         let task = self.task;
         let StepLoss { loss, n_tokens, mut gradients } = task.objective.loss_and_gradients(rows, step)?;
@@ -187,7 +187,7 @@ impl<'a> Trainer<'a> {
             true => {
                 let position = self.order.position();
                 let loss = task.objective.evaluate(step);
-                Some(loss.map_err(|error| self.save_after_out_of_memory(sink, (step, position), error))?)
+                Some(loss.map_err(|error| self.save_unfinished(sink, (step, position), error))?)
             }
             false => None,
         };
@@ -207,7 +207,7 @@ impl<'a> Trainer<'a> {
         // 4. A checkpoint to resume from; at the end and after a stop also `last`.
         let position = self.order.position();
         let (is_stopped, is_due) =
-            self.agree_on_save().map_err(|error| self.save_after_out_of_memory(sink, (step, position), error))?;
+            self.agree_on_save().map_err(|error| self.save_unfinished(sink, (step, position), error))?;
         if is_stopped || self.is_done() {
             task.objective.save(&task.output_dir.join(LAST))?;
         }
@@ -237,15 +237,20 @@ impl<'a> Trainer<'a> {
         self.schedule.is_last(self.state.step) || self.state.is_exhausted(self.task.config.early_stopping_patience)
     }
 
-    /// Saves the state if `error` is out-of-memory; `position` is that of the data order before the step or its evaluation. An
-    /// error of another rank reaches the first rank, which saves.
-    fn save_after_out_of_memory(
+    /// Saves the state if `error` is a stop or out-of-memory within a step or its evaluation; `position` is that of the data order before
+    /// it. Out-of-memory of another rank reaches the first rank, which saves.
+    fn save_unfinished(
         &mut self,
         sink: &mut dyn MetricSink,
         (step, position): (u64, u64),
         error: TrainError,
     ) -> TrainError {
         let task = self.task;
+        if matches!(error, TrainError::Interrupted { .. }) {
+            self.order.seek(position);
+            let saved = task.objective.save(&task.output_dir.join(LAST)).and_then(|()| self.save(sink));
+            return saved.err().unwrap_or(error);
+        }
         if !error.is_out_of_memory() || !task.mesh.all.is_first() {
             return error;
         }
@@ -292,7 +297,7 @@ struct TrainerState {
     n_tokens: u64,
     best: BestEvaluation,
     interval: LossInterval,
-    /// Metrics of the newest step until its evaluation succeeds; saved where that ran out of memory.
+    /// Metrics of the newest step until its evaluation succeeds; saved where that was stopped or ran out of memory.
     #[serde(default, rename = "unfinished")]
     unrecorded: Option<Metrics>,
 }

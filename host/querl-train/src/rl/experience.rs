@@ -68,16 +68,16 @@ impl<'a> Experience<'a> {
         let mut timer = PhaseTimer::start();
         // 1. Log-probabilities. Those of the rollout are the policy's, unless it was updated since or a server generated.
         let old_logprobs = match config.off_by_one || task.rollouts.is_some() {
-            true => forward(task, Some(task.policy), rollouts, false)?.logprobs,
+            true => forward(task, Some(task.policy), rollouts, false, step)?.logprobs,
             false => rollouts.iter().map(|rollout| rollout.logprobs.clone()).collect(),
         };
         timer.end_phase("timing_s/old_log_prob");
         let reads_reference = critic.as_ref().is_some_and(|critic| critic.reads_reference());
-        let reference = forward(task, task.reference, rollouts, reads_reference)?;
+        let reference = forward(task, task.reference, rollouts, reads_reference, step)?;
         timer.end_phase("timing_s/ref");
         // 2. Values.
         let values =
-            critic.map(|critic| critic_values(task, critic, rollouts, reference.hidden.as_ref())).transpose()?;
+            critic.map(|critic| critic_values(task, critic, rollouts, reference.hidden.as_ref(), step)).transpose()?;
         timer.end_phase("timing_s/values");
         // 3. Rewards: scores, less KL where it is part of the reward.
         let kl = kl_rows(config.kl_estimator, &old_logprobs, &reference.logprobs);
@@ -181,11 +181,13 @@ fn forward(
     adapter: Option<&LoraAdapter>,
     rollouts: &[Rollout],
     returns_hidden: bool,
+    step: u64,
 ) -> Result<ForwardOutput, TrainError> {
     let frozen = adapter.map(LoraAdapter::without_gradient);
     let policy = Policy { decoder: task.decoder, adapter: frozen.as_ref() };
     let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
     let micro_batch = |examples: &[&Example]| {
+        task.check_stop(step)?;
         let output = policy.response_logprobs(examples, task.config.temperature, TrainingPass::default())?;
         let hidden: Vec<Option<Tensor>> = match returns_hidden {
             // On the CPU, where the critic's head reads them, and every rank can.
@@ -210,6 +212,7 @@ fn critic_values(
     critic: &mut Critic,
     rollouts: &[Rollout],
     ref_hidden: Option<&Tensor>,
+    step: u64,
 ) -> Result<(Rows, Option<Vec<Tensor>>), TrainError> {
     let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
     if let Some(inputs) = critic.inputs(ref_hidden, &examples)? {
@@ -219,6 +222,7 @@ fn critic_values(
     let critic = &*critic;
     let values = map_over_ranks(&task.mesh.data, &examples, |mine| {
         map_micro_batches(mine, task.tokens_per_pass, |examples| {
+            task.check_stop(step)?;
             Ok(rows_of(&critic.values_without_gradient(task.decoder, examples, None)?, examples))
         })
     })?;

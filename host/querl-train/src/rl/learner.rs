@@ -27,7 +27,6 @@ use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// State of learning other than the policy's weights.
@@ -138,7 +137,7 @@ impl Learner {
         let mut gradients = Gradients::default();
         let mut metrics = Metrics::new();
         for micro_batch in mini_batch.micro_batches() {
-            check_stop(task, step)?;
+            task.check_stop(step)?;
             micro_batch.policy_backward(&mut gradients, &mut metrics)?;
         }
         let mut metrics = all_reduce_metrics(&task.mesh.data, metrics)?;
@@ -168,7 +167,7 @@ impl Learner {
         let (config, mesh) = (mini_batch.task.config, mini_batch.task.mesh);
         let (mut gradients, mut metrics) = (Gradients::default(), Metrics::new());
         for micro_batch in mini_batch.micro_batches() {
-            check_stop(mini_batch.task, step)?;
+            mini_batch.task.check_stop(step)?;
             micro_batch.value_backward(critic, experience, &mut gradients, &mut metrics)?;
         }
         let mut metrics = all_reduce_metrics(&mesh.data, metrics)?;
@@ -208,20 +207,6 @@ impl Learner {
     /// Writes the critic, if any, to a folder of its own.
     pub(super) fn save_critic(&self, mesh: &Mesh, directory: &Path, base: &Path) -> Result<(), TrainError> {
         self.critic.as_ref().map_or(Ok(()), |critic| critic.save(mesh, directory, base))
-    }
-}
-
-/// # Errors
-/// The stop flag is set, and the updates of `step` can be discarded.
-fn check_stop(task: &RlTask<'_>, step: u64) -> Result<(), TrainError> {
-    if !task.discards_updates() {
-        return Ok(());
-    }
-    #[cfg(test)]
-    crate::testing::stop_if_due(task.stop);
-    match task.stop.load(Ordering::Relaxed) {
-        true => Err(TrainError::Interrupted { stage: "rl", step: step - 1 }),
-        false => Ok(()),
     }
 }
 

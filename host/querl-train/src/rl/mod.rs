@@ -39,6 +39,8 @@ mod trainer_state;
 pub use metrics::{EVALUATION_RETRIEVAL, EVALUATION_REWARD};
 pub use train_loop::train;
 
+use crate::TrainError;
+use crate::data_parallel::check_stop;
 use querl_core::config::RlConfig;
 use querl_core::ports::{Environment, Progress, RolloutEngine};
 use querl_model::{
@@ -108,18 +110,29 @@ pub struct RlTask<'a> {
     /// Training stops with its state saved, as after the stop flag, before the first step after this one: another call with a later one, or
     /// none, resumes.
     pub stop_after: Option<u64>,
-    /// Set to stop. Read before each decode step, after rollouts, and before each pass of updates where these can be discarded; elsewhere the
-    /// updates of a batch are completed first.
+    /// Set to stop. Read before each decode step, after rollouts, and before each pass over a batch where the step can be discarded; elsewhere
+    /// it is completed first.
     pub stop: &'a AtomicBool,
 }
 
 impl RlTask<'_> {
-    /// Whether a stop discards the updates of a batch that have begun: on one CPU, where they take longest. With `rl.off_by_one` the next
-    /// batch is generated and scored at the same time.
+    /// Whether a stop discards what was computed from a batch: on one CPU, where that takes longest. With `rl.off_by_one` the next batch is
+    /// generated and scored at the same time.
     fn discards_updates(&self) -> bool {
         let is_alone = self.mesh.all.world_size() == 1;
         let is_on_cpu = matches!(self.decoder.compute_device(), ComputeDevice::Cpu);
         self.fingerprint.is_some() && is_alone && is_on_cpu && !self.config.off_by_one
+    }
+
+    /// Called before each pass over the batch of `step`.
+    ///
+    /// # Errors
+    /// The stop flag is set, and the step can be discarded.
+    fn check_stop(&self, step: u64) -> Result<(), TrainError> {
+        match self.discards_updates() {
+            true => check_stop(&self.mesh.all, self.stop, "rl", step - 1),
+            false => Ok(()),
+        }
     }
 }
 

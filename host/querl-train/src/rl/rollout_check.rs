@@ -54,7 +54,7 @@ pub(super) fn check_rollout(
     let mut chosen = sample(&mut rng, rollouts.len(), SAMPLE.min(rollouts.len())).into_vec();
     chosen.sort_unstable();
     let examples: Vec<&Example> = chosen.iter().map(|&i| &rollouts[i].example).collect();
-    let computed = training_logprobs(task, adapter, &examples)?;
+    let computed = training_logprobs(task, adapter, &examples, step)?;
     let mut differences: Vec<f64> = Vec::new();
     for (computed, sampled) in computed.iter().zip(chosen.iter().map(|&i| &rollouts[i].logprobs)) {
         if computed.len() != sampled.len() {
@@ -87,7 +87,7 @@ pub(super) fn check_server_rollout(
     step: u64,
 ) -> Result<Metrics, TrainError> {
     let examples: Vec<&Example> = rollouts.iter().map(|rollout| &rollout.example).collect();
-    check_mismatch(&training_logprobs(task, adapter, &examples)?, rollouts, max_mismatch_kl, step)
+    check_mismatch(&training_logprobs(task, adapter, &examples, step)?, rollouts, max_mismatch_kl, step)
 }
 
 /// The KL of the server's distribution to that of the training pass, per token, estimated from the sampled tokens. A batch whose k3 is
@@ -131,9 +131,15 @@ fn raw_k3(log_ratio: f64) -> f64 {
 }
 
 /// Log-probabilities `(B, T)` of responses under `adapter`, by the training pass.
-fn training_logprobs(task: &RlTask<'_>, adapter: &LoraAdapter, examples: &[&Example]) -> Result<Rows, TrainError> {
+fn training_logprobs(
+    task: &RlTask<'_>,
+    adapter: &LoraAdapter,
+    examples: &[&Example],
+    step: u64,
+) -> Result<Rows, TrainError> {
     let policy = Policy { decoder: task.decoder, adapter: Some(&adapter.without_gradient()) };
     map_micro_batches(examples, task.tokens_per_pass, |examples| {
+        task.check_stop(step)?;
         policy.response_logprobs(examples, task.config.temperature, TrainingPass::default())?.rows(examples)
     })
 }

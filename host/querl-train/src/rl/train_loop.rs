@@ -1,10 +1,10 @@
 //! The loop of reinforcement learning. Read [`train`], then [`Trainer::run`]; `learner.rs` has the update.
 //!
 //! The stop flag (`RlTask::stop`, set by Ctrl-C) is read by [`Trainer::stop_requested`] after rollouts, and by
-//! [`rollout_pipeline::complete`] before each decode step; [`Trainer::interrupt`] then saves the state. On one CPU `check_stop` of `learner.rs`
-//! reads it before each pass of the updates, and [`Trainer::discard_updates`] saves the state before them. A checkpoint that is due by time
-//! stops a rollout in the same way, and the rollout continues. `RlTask::stop_after` ends the loop in the same way after a step and its
-//! evaluation.
+//! [`rollout_pipeline::complete`] before each decode step; [`Trainer::interrupt`] then saves the state. On one CPU `RlTask::check_stop`
+//! reads it before each pass over a complete batch, and [`Trainer::discard_updates`] saves the state before the first one. A checkpoint that is
+//! due by time stops a rollout in the same way, and the rollout continues. `RlTask::stop_after` ends the loop in the same way after a step and
+//! its evaluation.
 
 use super::generator::Generator;
 use super::health::ValidationProgress;
@@ -64,7 +64,7 @@ pub(super) struct Trainer<'a> {
     step_started: Instant,
     /// Copy of the state before a step that may run out of GPU memory.
     pub(super) backup: Option<State>,
-    /// Copy of the state before the updates of a batch, where a stop discards them.
+    /// Copy of the state before a complete batch is learned from, where a stop discards what was computed from it.
     pub(super) before_updates: Option<BeforeUpdates>,
     /// Seconds that the newest checkpoint took, until they are recorded.
     pub(super) save_s: Option<f64>,
@@ -250,6 +250,7 @@ impl<'a> Trainer<'a> {
         } else {
             self.learner.learn(task, batch, step)?
         };
+        self.before_updates = None;
         self.state.step = step;
         self.state.n_episodes += batch.n_episodes as u64;
         for (code, n) in &batch.dropped {

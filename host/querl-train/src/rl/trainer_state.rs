@@ -35,7 +35,7 @@ pub(super) struct TrainerState {
     pub(super) health: Health,
 }
 
-/// What the updates of a batch change, and the batch.
+/// What learning from a batch changes, and the batch.
 pub(super) struct BeforeUpdates {
     learned: State,
     rollouts: Option<PartialBatch>,
@@ -76,9 +76,9 @@ impl Trainer<'_> {
         Err(TrainError::Interrupted { stage: "rl", step: self.state.step })
     }
 
-    /// Copies what the updates of the complete batch change, where a stop discards them.
+    /// Copies what learning from the complete batch changes, where a stop discards it: adapters (the base is frozen), and their moments,
+    /// which are shared until the first update.
     pub(super) fn copy_before_updates(&mut self) -> Result<(), TrainError> {
-        self.before_updates = None;
         if self.task.discards_updates() {
             let mut learned = State::default();
             self.put_learned(&mut learned)?;
@@ -88,7 +88,7 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// After a stop within updates: saves the state before them with the batch, from which they are computed again.
+    /// After a stop while a batch is learned from: saves the state before that with the batch, from which it is computed again.
     pub(super) fn discard_updates(&mut self, sink: &mut dyn MetricSink) -> Result<RlSummary, TrainError> {
         if let Some(BeforeUpdates { learned, rollouts }) = self.before_updates.take() {
             learned.restore_vars(POLICY, self.task.policy.vars())?;

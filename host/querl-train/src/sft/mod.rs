@@ -7,7 +7,7 @@ pub use crate::fine_tune::SftSummary;
 
 use crate::batching::micro_batches;
 use crate::checkpoint::save_policy;
-use crate::data_parallel::rank_share;
+use crate::data_parallel::{check_stop, rank_share};
 use crate::fine_tune::{FineTuneTask, Objective, StepLoss, dropout};
 use crate::policy::{Example, Policy, TrainingPass, recompute_mode};
 use crate::{Gradients, MetricSink, TrainError, fine_tune};
@@ -47,7 +47,7 @@ pub struct SftTask<'a> {
     pub output_dir: &'a Path,
     /// Where progress is shown.
     pub progress: &'a dyn Progress,
-    /// Set to stop at the next step.
+    /// Set to stop: read before each pass, and with several ranks after each step.
     pub stop: &'a AtomicBool,
 }
 
@@ -144,6 +144,7 @@ fn loss_and_gradients(task: &SftTask<'_>, rows: &[&Example], step: u64) -> Resul
     let training = TrainingPass { dropout, recompute: Some(&recompute) };
     let (mut gradients, mut losses) = (Gradients::default(), Vec::new());
     for indices in micro_batches(&mine, task.tokens_per_pass) {
+        check_stop(&task.mesh.all, task.stop, task.stage(), step - 1)?;
         let rows: Vec<&Example> = indices.into_iter().map(|index| mine[index]).collect();
         let loss = (negative_logprob(task.policy, &rows, training)? / n_tokens as f64)?;
         gradients.add(&backward(&loss, Some(&recompute))?, task.policy.vars())?;
@@ -172,7 +173,6 @@ fn n_response_tokens(rows: &[&Example]) -> usize {
 }
 
 /// Mean loss per response token on the validation split, without dropout.
-#[cfg_attr(not(test), allow(unused_variables))] // tests inject out-of-memory at a step
 fn evaluate(task: &SftTask<'_>, step: u64) -> Result<f64, TrainError> {
     #[cfg(test)]
     crate::testing::out_of_memory_at(step, "evaluation")?;
@@ -183,6 +183,7 @@ fn evaluate(task: &SftTask<'_>, step: u64) -> Result<f64, TrainError> {
     let mine: Vec<&Example> = rank_share(&rows, ranks).into_iter().map(|index| rows[index]).collect();
     let mut sums = Vec::new();
     for indices in micro_batches(&mine, task.tokens_per_pass) {
+        check_stop(&task.mesh.all, task.stop, task.stage(), step)?;
         let rows: Vec<&Example> = indices.into_iter().map(|index| mine[index]).collect();
         sums.push(negative_logprob(policy, &rows, TrainingPass::default())?.detach());
     }

@@ -6,7 +6,7 @@ mod ranks;
 
 use super::*;
 use crate::batching::DataOrder;
-use crate::testing::{Recorder, inject_out_of_memory};
+use crate::testing::{Recorder, inject_out_of_memory, stop_at_call};
 use crate::{BEST, LAST, Metrics, STATE};
 use querl_model::{Decoder, LoraAdapter, Mesh, Weights};
 use serde_json::Value;
@@ -235,6 +235,34 @@ fn a_stopped_training_has_the_files_of_an_uninterrupted_one() {
         assert_eq!((summary, found.results()), (expected_summary, expected.results()));
         assert!(stopped.files() == complete.files(), "files differ");
         assert_eq!(std::fs::read_dir(stopped.folder.path().join(STATE)).unwrap().count(), 2);
+    }
+}
+
+/// Symptom: a stop waited for the rest of the optimizer step, or of the evaluation.
+#[test]
+fn a_stop_within_a_step_or_an_evaluation_resumes_to_the_files_of_an_uninterrupted_training() {
+    let new = || Setting { tokens_per_pass: 1, ..Setting::new(SftConfig { epochs: 1, ..config() }) };
+    for model in [with_adapter as fn() -> Model, all_weights] {
+        let complete = new();
+        let (expected_summary, expected) = complete.complete(&model());
+        // Each row is a pass: 24 of training, and 6 in each of two evaluations.
+        let n_passes = 24 + 2 * 6;
+        for call in (1..=n_passes + 1).step_by(3) {
+            let (stopped, mut sink) = (new(), Recorder::default());
+            stop_at_call(call);
+            match stopped.run(&model(), &mut sink, NEVER) {
+                Ok(_) => assert_eq!(call, n_passes + 1),
+                Err(error) => {
+                    let is_stop = matches!(error, TrainError::Interrupted { stage: "sft", .. });
+                    assert!(is_stop && call <= n_passes, "pass {call}: {error}");
+                    assert!(call > 4 || stopped.state_file(0).is_file(), "pass {call}: {error}");
+                }
+            }
+            stop_at_call(0);
+            let summary = stopped.run(&model(), &mut sink, NEVER).unwrap();
+            assert_eq!((summary, sink.results()), (expected_summary.clone(), expected.results()), "pass {call}");
+            assert!(stopped.files() == complete.files(), "pass {call}: files differ");
+        }
     }
 }
 

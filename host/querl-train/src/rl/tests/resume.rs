@@ -70,13 +70,14 @@ fn a_stopped_run_resumes_in_the_middle_of_a_batch() {
     interrupt_at_calls(2, (1..).step_by(3), Fault::Stop, is_stop, |_, _| {});
 }
 
-/// Symptom: a stop in the updates of a batch waited for the last of them.
+/// Symptom: a stop after the rollouts of a batch waited for the last of its updates.
 #[test]
-fn a_stop_within_updates_discards_them_and_the_resumed_run_computes_them_again() {
+fn a_stop_while_a_batch_is_learned_from_discards_the_step_and_the_resumed_run_takes_it_again() {
     let model = Model::new();
     for (name, config) in configs().into_iter().filter(|(_, config)| !config.off_by_one) {
         let expected = Run::complete(1, &model, &config);
-        for call in (1..).step_by(7) {
+        // The passes of the first step before its updates, then some of every step.
+        for call in (1..=3).chain((8..).step_by(7)) {
             let what = format!("{name}, stopped at pass {call}");
             let mut run = Run::new(FaultyEnvironment::without_fault());
             let stopping = |_| {
@@ -89,7 +90,7 @@ fn a_stop_within_updates_discards_them_and_the_resumed_run_computes_them_again()
                 break;
             };
             assert!(is_stop(&error), "{what}: {error}");
-            if call == 1 {
+            if call <= 3 {
                 assert!(matches!(error, TrainError::Interrupted { step: 0, .. }), "{what}: {error}");
             }
             run.remove_fault();
