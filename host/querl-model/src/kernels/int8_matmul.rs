@@ -68,22 +68,32 @@ impl Int8Rows {
 
 vectorised! {
     fn quantize_row(x: &[f32], codes: &mut [i8], scales: &mut [f32], starts: &mut [i32]) {
-        let groups = x.chunks(GROUP).zip(codes.chunks_mut(GROUP)).zip(scales.iter_mut().zip(starts));
-        for ((x, codes), (scale, start)) in groups {
-            // As bits without sign NaN is above Inf, and Inf above all numbers.
-            let largest = f32::from_bits(x.iter().map(|x| x.to_bits() & 0x7fff_ffff).fold(0, u32::max));
-            // Of zeros alone, or so close to them that no float is large enough, the codes are those of zeros.
-            let inverse = if 127.0 / largest < f32::INFINITY { 127.0 / largest } else { 0.0 };
-            *scale = if largest < f32::INFINITY { largest / 127.0 } else { f32::NAN };
-            let mut sum = 0;
-            for (code, x) in codes.iter_mut().zip(x) {
-                let rounded = (x * inverse).round_ties_even() as i32;
-                sum += rounded;
-                *code = rounded as i8;
-            }
-            *start = -128 * sum;
+        let (groups, rest) = x.as_chunks::<GROUP>();
+        let (codes, rest_codes) = codes.split_at_mut(groups.len() * GROUP);
+        for (group, x) in groups.iter().enumerate() {
+            (scales[group], starts[group]) = quantize_group(x, &mut codes[group * GROUP..][..GROUP]);
+        }
+        if !rest.is_empty() {
+            (scales[groups.len()], starts[groups.len()]) = quantize_group(rest, rest_codes);
         }
     }
+}
+
+/// Scale of a group, and what its integer sum begins with.
+#[inline(always)]
+fn quantize_group(x: &[f32], codes: &mut [i8]) -> (f32, i32) {
+    // As bits without sign NaN is above Inf, and Inf above all numbers.
+    let largest = f32::from_bits(x.iter().map(|x| x.to_bits() & 0x7fff_ffff).fold(0, u32::max));
+    // Of zeros alone, or so close to them that no float is large enough, the codes are those of zeros.
+    let inverse = if 127.0 / largest < f32::INFINITY { 127.0 / largest } else { 0.0 };
+    let rounding = 12_582_912.0_f32; // 1.5 * 2^23: adding it rounds to the nearest integer, held in the lowest bits
+    let mut sum = 0;
+    for (code, x) in codes.iter_mut().zip(x) {
+        let rounded = (x * inverse + rounding).to_bits() as i8;
+        sum += i32::from(rounded);
+        *code = rounded;
+    }
+    (if largest < f32::INFINITY { largest / 127.0 } else { f32::NAN }, -128 * sum)
 }
 
 /// `y = keep * y + x W^T` for `y` `(N, out)`; `false` where the processor lacks the instructions, and `y` is as before.
@@ -130,13 +140,16 @@ mod vnni {
 
     const LANES: usize = 16;
 
-    /// Rows of a tile of two vectors: integer sums and f32 sums take 24 of 32 registers.
+    /// Vectors of a panel.
+    const VECTORS: usize = WIDTH / LANES;
+
+    /// Rows of a tile: its integer sums take 24 of 32 registers; the f32 sums are added to once a group, and stay in memory.
     const ROWS: usize = 6;
 
     /// How far ahead of a load its weights are prefetched, in bytes: over page boundaries, where the processor does not.
     const AHEAD: usize = 4096;
 
-    /// Some rows by one panel's columns from `column` on.
+    /// Some rows by one panel.
     #[derive(Clone, Copy)]
     struct Tile {
         /// [`QUAD`] inputs of WIDTH outputs at each step.
@@ -166,48 +179,37 @@ mod vnni {
     pub(super) unsafe fn panel(weight: &Packed, panel: usize, x: &Int8Rows, rows: Range<usize>, out: &Out, keep: f32) {
         let (codes, weight_scales) = weight.int8_panel(panel);
         let (n_groups, first) = (x.n_in.div_ceil(GROUP), panel * WIDTH);
-        let at = |row: usize, column: usize, prefetches: bool| Tile {
-            weight: codes.as_ptr().wrapping_add(column * QUAD),
-            weight_scales: weight_scales.as_ptr().wrapping_add(column),
-            codes: x.codes.as_ptr().wrapping_add(row * x.stride),
-            stride: x.stride,
-            scales: x.scales.as_ptr().wrapping_add(row * n_groups),
-            starts: x.starts.as_ptr().wrapping_add(row * n_groups),
-            n_in: x.n_in,
-            c: out.0.wrapping_add(row * weight.n_out + first + column),
-            c_row: weight.n_out,
-            n_cols: (weight.n_out - first).min(WIDTH).saturating_sub(column),
-            keep,
-            prefetches,
-        };
-        // SAFETY: tiles cover the rows and the columns that exist once; a panel has WIDTH stored outputs.
-        unsafe {
-            match rows.len() {
-                0 => {}
-                1 => tile::<1, 4>(&at(rows.start, 0, true)),
-                2 => tile::<2, 4>(&at(rows.start, 0, true)),
-                3 => tile::<3, 4>(&at(rows.start, 0, true)),
-                _ => {
-                    for column in [0, WIDTH / 2] {
-                        let mut row = rows.start;
-                        while row < rows.end {
-                            // Equal parts: 7 rows are 4 and 3, not 6 and 1.
-                            let left = rows.end - row;
-                            let n = left.div_ceil(left.div_ceil(ROWS));
-                            let part = at(row, column, row == rows.start);
-                            match n {
-                                1 => tile::<1, 2>(&part),
-                                2 => tile::<2, 2>(&part),
-                                3 => tile::<3, 2>(&part),
-                                4 => tile::<4, 2>(&part),
-                                5 => tile::<5, 2>(&part),
-                                _ => tile::<ROWS, 2>(&part),
-                            }
-                            row += n;
-                        }
-                    }
+        let mut row = rows.start;
+        while row < rows.end {
+            let part = Tile {
+                weight: codes.as_ptr(),
+                weight_scales: weight_scales.as_ptr(),
+                codes: x.codes.as_ptr().wrapping_add(row * x.stride),
+                stride: x.stride,
+                scales: x.scales.as_ptr().wrapping_add(row * n_groups),
+                starts: x.starts.as_ptr().wrapping_add(row * n_groups),
+                n_in: x.n_in,
+                c: out.0.wrapping_add(row * weight.n_out + first),
+                c_row: weight.n_out,
+                n_cols: (weight.n_out - first).min(WIDTH),
+                keep,
+                prefetches: row == rows.start,
+            };
+            // Equal parts: 7 rows are 4 and 3, not 6 and 1.
+            let left = rows.end - row;
+            let n = left.div_ceil(left.div_ceil(ROWS));
+            // SAFETY: tiles cover the rows and the columns that exist once; a panel has WIDTH stored outputs.
+            unsafe {
+                match n {
+                    1 => tile::<1>(&part),
+                    2 => tile::<2>(&part),
+                    3 => tile::<3>(&part),
+                    4 => tile::<4>(&part),
+                    5 => tile::<5>(&part),
+                    _ => tile::<ROWS>(&part),
                 }
             }
+            row += n;
         }
     }
 
@@ -220,16 +222,16 @@ mod vnni {
         }
     }
 
-    /// M rows by V vectors of columns.
+    /// M rows by the columns of a panel.
     ///
     /// # Safety
-    /// The pointers have M rows and V vectors as [`Tile`] says.
+    /// The pointers have M rows as [`Tile`] says.
     #[target_feature(enable = "avx512f,avx512vnni")]
-    unsafe fn tile<const M: usize, const V: usize>(tile: &Tile) {
+    unsafe fn tile<const M: usize>(tile: &Tile) {
         let Tile { mut weight, weight_scales, codes, stride, scales, starts, n_in, c, c_row, n_cols, keep, prefetches } =
             *tile;
         let n_groups = n_in.div_ceil(GROUP);
-        let mut sums = [[_mm512_setzero_ps(); V]; M];
+        let mut sums = [[_mm512_setzero_ps(); VECTORS]; M];
         if keep != 0.0 {
             for (m, sums) in sums.iter_mut().enumerate() {
                 for (v, sum) in sums.iter_mut().enumerate() {
@@ -241,14 +243,14 @@ mod vnni {
             }
         }
         for group in 0..n_groups {
-            let mut integers = [[_mm512_setzero_si512(); V]; M];
+            let mut integers = [[_mm512_setzero_si512(); VECTORS]; M];
             for (m, integers) in integers.iter_mut().enumerate() {
                 // SAFETY: row and group are there.
-                *integers = [_mm512_set1_epi32(unsafe { *starts.wrapping_add(m * n_groups + group) }); V];
+                *integers = [_mm512_set1_epi32(unsafe { *starts.wrapping_add(m * n_groups + group) }); VECTORS];
             }
             let inputs = group * GROUP..(group * GROUP + GROUP).min(n_in);
             for input in inputs.step_by(QUAD) {
-                let mut vectors = [_mm512_setzero_si512(); V];
+                let mut vectors = [_mm512_setzero_si512(); VECTORS];
                 for (v, vector) in vectors.iter_mut().enumerate() {
                     let from = weight.wrapping_add(v * LANES * QUAD);
                     // SAFETY: a panel has WIDTH outputs for each QUAD of inputs.
@@ -267,7 +269,7 @@ mod vnni {
                 }
                 weight = weight.wrapping_add(QUAD * WIDTH);
             }
-            for v in 0..V {
+            for v in 0..VECTORS {
                 // SAFETY: a panel has WIDTH scales for each group.
                 let of_weight = unsafe { _mm512_loadu_ps(weight_scales.wrapping_add(group * WIDTH + v * LANES)) };
                 for m in 0..M {

@@ -19,12 +19,13 @@ _Result = TypeVar("_Result")
 def _over_rows(native: Callable[[list[dict[str, Any]]], list[_Result]], table: object) -> list[_Result]:
     """Results of a native method for a table.
 
-    `rows` costs more than most calls: a list of plain dictionaries is passed as it is. If the method refuses it, `rows` leaves out None and
-    converts what is not JSON, or names row and field.
+    `rows` costs more than most calls: plain dictionaries, also those of lines of `episodes.jsonl`, are passed as they are. If the method
+    refuses one, `rows` leaves out None and converts what is not JSON, or names row and field.
     """
-    if type(table) is list and all(type(row) is dict and "episode" not in row for row in table):
+    if type(table) is list and all(type(row) is dict for row in table):
+        episodes = [row["episode"] if row.get("format") == 3 and "episode" in row else row for row in table]
         try:
-            return native(table)
+            return native(episodes)
         except (TypeError, ValueError):
             pass
     return native(rows(table))
