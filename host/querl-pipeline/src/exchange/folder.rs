@@ -183,7 +183,7 @@ fn whole_limits(config: &mut Config) -> ([&mut usize; 4], Vec<&mut u32>) {
     (concurrency, rates.into_iter().flatten().collect())
 }
 
-/// How many processes compute rewards: `at_most`, and no more than the smallest limit, of which each process has at least 1.
+/// How many processes compute rewards: `at_most`, and no more than the smallest limit: each process has at least 1 of it.
 pub(super) fn n_reward_processes(config: &Config, at_most: usize) -> usize {
     let mut config = config.clone();
     let (concurrency, rates) = whole_limits(&mut config);
