@@ -15,7 +15,7 @@ const ANSWER_MS = 1000;
 const { folder, results, limitMs } = workerData;
 
 function end(place) {
-  const message = `plugin.js still loads after ${limitMs / 1000} s: an endless loop at the top level of a module`;
+  const message = `plugin.js still loads after ${limitMs / 1000} s: an endless loop or await at the top level of a module`;
   appendFileSync(results, `${JSON.stringify({ refused: { message, ...place } })}\n`);
   process.kill(process.pid, "SIGKILL");
 }

@@ -24,8 +24,8 @@ pub struct EngineSettings {
     /// KV cache that a GPU allocates, once; further responses wait. `None`: as much as each call may need, allocated again for a call
     /// that needs more. On the CPU the KV cache grows as needed.
     pub room: Option<CacheRoom>,
-    /// On the CPU a base in int8 is multiplied with activations that are rounded to int8: faster, but not the probabilities of a training
-    /// pass. For evaluation and serving.
+    /// On the CPU a base in int8 is multiplied with activations that are rounded to int8, and its head is int8 too: faster, but not the
+    /// probabilities of a training pass. For evaluation and serving.
     pub int8_activations: bool,
 }
 

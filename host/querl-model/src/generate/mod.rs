@@ -194,7 +194,8 @@ pub enum FinishReason {
 pub struct Generated {
     /// Its tokens, the stop token included.
     pub token_ids: Vec<u32>,
-    /// Log-probability of each token in nats, under the model's distribution at `temperature`: equal to a training pass.
+    /// Log-probability of each token in nats, under the model's distribution at `temperature`: equal to a training pass, without
+    /// [`EngineSettings::int8_activations`].
     pub logprobs: Vec<f32>,
     /// Log-probability of each token in nats, under the distribution that it was sampled from, after penalties and filters.
     /// Equal to `logprobs` where none is set; 0 with greedy decoding and beam search.

@@ -5,9 +5,12 @@
 //!
 //! Sources: Dettmers et al. 2022, "LLM.int8()" (both sides in int8, outputs in f32); groups as in llama.cpp's q8_0.
 
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports))] // only the integer product reads them
+
 use super::packed_matmul::WIDTH;
 use super::packed_weight::{GROUP, Packed};
 use super::simd::{SimdLevel, vectorised};
+use querl_core::config::BaseDtype;
 use rayon::prelude::*;
 
 /// Inputs that one step of the integer product reads: a vector has four of each of 16 outputs.
@@ -98,7 +101,8 @@ fn quantize_group(x: &[f32], codes: &mut [i8]) -> (f32, i32) {
 
 /// `y = keep * y + x W^T` for `y` `(N, out)`; `false` where the processor lacks the instructions, and `y` is as before.
 pub(super) fn forward(level: SimdLevel, weight: &Packed, x: &Int8Rows, y: &mut [f32], keep: f32) -> bool {
-    debug_assert!(x.n_in == weight.n_in && y.len() == x.n_rows() * weight.n_out);
+    // What the reads and writes below rely on.
+    assert!(weight.dtype == BaseDtype::Int8 && x.fits(weight.n_in, y.len(), weight.n_out));
     #[cfg(target_arch = "x86_64")]
     if level == SimdLevel::Avx512 && is_x86_feature_detected!("avx512vnni") {
         let n_rows = x.n_rows();
@@ -109,8 +113,8 @@ pub(super) fn forward(level: SimdLevel, weight: &Packed, x: &Int8Rows, y: &mut [
             let (chunk, panel) = (task / n_panels, task % n_panels);
             let first = chunk * n_rows / n_chunks;
             let rows = first..(chunk + 1) * n_rows / n_chunks;
-            // SAFETY: the processor has the instructions; the rows are those of `x` and `y`, the panel is one of the weight, and
-            // blocks of different tasks do not overlap.
+            // SAFETY: the processor has the instructions; by the assertion the rows are those of `x` and `y`; the panel is one of the
+            // weight, and blocks of different tasks do not overlap.
             unsafe { vnni::panel(weight, panel, x, rows, &out, keep) };
         };
         match n_rows * weight.n_out * weight.n_in < SERIAL_WORK {
@@ -295,7 +299,6 @@ mod tests {
     use super::*;
     use crate::kernels::FrozenWeight;
     use candle_core::{Device, Tensor};
-    use querl_core::config::BaseDtype;
 
     fn number(i: usize) -> f32 {
         ((i * 7919 + 13) % 1009) as f32 / 504.0 - 1.0

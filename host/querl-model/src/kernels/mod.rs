@@ -23,9 +23,9 @@ pub use logprobs::{GPU_LOGITS, GPU_LOGITS_PER_ROW, token_logprobs};
 pub use packed_weight::GROUP;
 pub use rope::{RopeTable, norm_rope, rope};
 
+pub(crate) use int8_matmul::Int8Rows;
 #[cfg(test)]
 pub(crate) use linear::gradients as projection_gradients;
-pub(crate) use int8_matmul::Int8Rows;
 pub(crate) use matmul::{Mat, matmul, matmul_into};
 pub(crate) use projection::{LoraMatrices, ParameterGradients, Projection, input_backward_sum};
 pub(crate) use simd::SimdLevel;

@@ -1,9 +1,10 @@
 //! The engine of a server compared with the engine of evaluation.
 
 use crate::golden;
+use querl_core::config::BaseDtype;
 use querl_model::{
-    AdapterWeights, Decoder, Decoding, Generated, LoraAdapter, SamplingSettings, ServingEngine, ServingRequest,
-    ServingSettings, StepOutput, Weights, generate,
+    AdapterWeights, Decoder, Decoding, Engine, EngineSettings, Generated, LoraAdapter, SamplingSettings, ServingEngine,
+    ServingRequest, ServingSettings, StepOutput, Weights, generate,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -86,6 +87,28 @@ fn responses_are_those_of_evaluation_whatever_shares_the_batch() {
             let expected = generate(&decoder, adapter, &[alone], request.decoding, &request.sampling, &text).unwrap();
             assert_eq!(responses[&(id as u64)], expected[0], "{base}, request {id}");
         }
+    }
+}
+
+#[test]
+fn an_int8_base_is_served_as_it_is_evaluated_and_close_to_its_training_pass() {
+    for base in ["qwen2-tied", "qwen3-untied"] {
+        let path = golden(&format!("decoders/{base}"));
+        let decoder = Arc::new(Decoder::load_as(&path, Weights::Frozen, BaseDtype::Int8).unwrap());
+        let (tokens, text) = (prompt(0, 2), BTreeSet::from([1u32, 2]));
+        let of_evaluation = |int8_activations| {
+            let settings = EngineSettings { int8_activations, ..EngineSettings::default() };
+            let request = querl_model::GenerationRequest { prompt: &tokens, seed: 0, n: 1 };
+            let sampling = SamplingSettings { max_new_tokens: 6, ..SamplingSettings::default() };
+            let mut evaluation = Engine::new(&decoder, settings).unwrap();
+            evaluation.generate(&[request], Decoding::Greedy, &sampling, &text).unwrap().concat()
+        };
+        let (of_int8, of_f32) = (of_evaluation(true), of_evaluation(false));
+        let mut engine = engine(&decoder, ServingSettings::default());
+        engine.add(greedy(0, tokens.clone(), 6)).unwrap();
+        assert_eq!(finish(&mut engine)[&0], of_int8[0], "{base}");
+        let first = [&of_int8, &of_f32].map(|responses| responses[0].logprobs[0]);
+        assert!(first[0] != first[1] && (first[0] - first[1]).abs() < 0.1, "{base}: {first:?}");
     }
 }
 

@@ -148,11 +148,11 @@ fn read_adapter(folder: PathBuf, model: &Path) -> anyhow::Result<SftAdapter> {
 #[cfg(test)]
 pub(super) mod testing {
     use super::*;
-    use crate::serving::deployment::LEAST_CONFIG;
+    use crate::serving::deployment::MINIMAL_CONFIG;
 
     /// A run of eight training rows, with other sections of its configuration.
     pub(in crate::exchange) fn run(sections: &str) -> ExportedRun {
-        let config: Config = toml::from_str(&format!("{LEAST_CONFIG}\n{sections}")).unwrap();
+        let config: Config = toml::from_str(&format!("{MINIMAL_CONFIG}\n{sections}")).unwrap();
         let row = |index: usize| PromptRow { id: index.to_string(), prompt: Vec::new(), querl: "{}".into() };
         ExportedRun {
             config,

@@ -183,7 +183,7 @@ fn write_tenant(run: &ServedRun, folder: &Path) -> anyhow::Result<u64> {
 }
 
 /// The keys without a default.
-pub(crate) const LEAST_CONFIG: &str = r#"
+pub(crate) const MINIMAL_CONFIG: &str = r#"
     tenant = "shop"
     data = { input = "none" }
     teacher = { kind = "recorded" }
@@ -194,7 +194,7 @@ pub(crate) const LEAST_CONFIG: &str = r#"
 
 /// What serving reads of a configuration; all else has its default, so that nothing of the machine that trained is in it.
 fn served_config(config: &Config, prompt: &str) -> anyhow::Result<Config> {
-    let others: Config = toml::from_str(LEAST_CONFIG).context("internal error, please report it")?;
+    let others: Config = toml::from_str(MINIMAL_CONFIG).context("internal error, please report it")?;
     let Config { tenant, seed, .. } = config;
     Ok(Config {
         tenant: tenant.clone(),

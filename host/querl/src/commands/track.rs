@@ -46,9 +46,8 @@ pub struct TrackArgs {
     offline: bool,
 }
 
-/// All but the first, which is none.
 fn tracker() -> impl TypedValueParser<Value = TrackerKind> {
-    one_of(TrackerKind::ALL.into_iter().skip(1).map(|kind| (kind.name(), kind, "")))
+    one_of(TrackerKind::ALL.into_iter().filter(|kind| *kind != TrackerKind::None).map(|kind| (kind.name(), kind, "")))
 }
 
 pub fn run(args: &TrackArgs) -> anyhow::Result<()> {

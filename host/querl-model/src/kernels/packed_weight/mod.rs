@@ -14,7 +14,7 @@ use unpack::NF4;
 pub(super) struct Packed {
     pub(super) n_out: usize,
     pub(super) n_in: usize,
-    /// Inputs of a panel: a multiple of 16, those beyond the last are 0.
+    /// Inputs of a panel: a multiple of 16. The bytes of those beyond the last are 0, and no result depends on them.
     pub(super) n_in_padded: usize,
     pub(super) dtype: BaseDtype,
     data: Vec<Line>,

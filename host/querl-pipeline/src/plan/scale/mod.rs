@@ -190,10 +190,10 @@ impl ScalePlan {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::serving::deployment::LEAST_CONFIG;
+    use crate::serving::deployment::MINIMAL_CONFIG;
 
     fn plan(sections: &str, cluster: &str) -> ScalePlan {
-        let config: Config = toml::from_str(&format!("{LEAST_CONFIG}\n{sections}")).unwrap();
+        let config: Config = toml::from_str(&format!("{MINIMAL_CONFIG}\n{sections}")).unwrap();
         let shapes = DecoderConfig::of_shape("qwen3-0.6b").unwrap();
         let size = WorkloadSize { prompt_tokens: 180.0, response_tokens: 30.0, n_steps: 100, is_measured: true };
         ScalePlan::new(&config, &shapes, size, Cluster::parse(cluster).unwrap())
@@ -240,7 +240,7 @@ mod tests {
     fn no_time_is_predicted_where_a_step_does_not_fit() {
         let of = |cluster: &str, shape: &str, tokens_per_pass: usize| {
             let model = format!("model = {{ path = \"none\", tokens_per_pass = {tokens_per_pass} }}");
-            let config = LEAST_CONFIG.replace("model = { path = \"none\" }", &model);
+            let config = MINIMAL_CONFIG.replace("model = { path = \"none\" }", &model);
             let config: Config = toml::from_str(&config).unwrap();
             let shapes = DecoderConfig::of_shape(shape).unwrap();
             let size = WorkloadSize { prompt_tokens: 180.0, response_tokens: 30.0, n_steps: 100, is_measured: true };
