@@ -12,6 +12,7 @@ use super::packed_weight::{GROUP, Packed};
 use super::simd::{SimdLevel, vectorised};
 use querl_core::config::BaseDtype;
 use rayon::prelude::*;
+use std::sync::OnceLock;
 
 /// Inputs that one step of the integer product reads: a vector has four of each of 16 outputs.
 const QUAD: usize = 4;
@@ -32,6 +33,8 @@ pub(crate) struct Int8Rows {
     scales: Vec<f32>,
     /// `(N, groups)`: what integer sums begin with, since weights are stored as code plus 128.
     starts: Vec<i32>,
+    /// The rounded values `(N, in)`, where they were needed.
+    floats: OnceLock<Vec<f32>>,
 }
 
 impl Int8Rows {
@@ -46,7 +49,7 @@ impl Int8Rows {
             quantize_row(x, codes, scales, starts);
         };
         rows.zip(groups).with_min_len(16).for_each(row);
-        Self { n_in, stride, codes, scales, starts }
+        Self { n_in, stride, codes, scales, starts, floats: OnceLock::new() }
     }
 
     fn n_rows(&self) -> usize {
@@ -59,13 +62,15 @@ impl Int8Rows {
     }
 
     /// The rounded values, `(N, in)`.
-    pub(super) fn to_floats(&self) -> Vec<f32> {
-        let mut values = Vec::with_capacity(self.n_rows() * self.n_in);
-        let n_groups = self.n_in.div_ceil(GROUP).max(1);
-        for (codes, scales) in self.codes.chunks_exact(self.stride.max(1)).zip(self.scales.chunks_exact(n_groups)) {
-            values.extend(codes[..self.n_in].iter().enumerate().map(|(i, &code)| f32::from(code) * scales[i / GROUP]));
-        }
-        values
+    pub(super) fn to_floats(&self) -> &[f32] {
+        self.floats.get_or_init(|| {
+            let n_groups = self.n_in.div_ceil(GROUP).max(1);
+            let rows = self.codes.chunks_exact(self.stride.max(1)).zip(self.scales.chunks_exact(n_groups));
+            let row = |(codes, scales): (&[i8], &[f32])| -> Vec<f32> {
+                codes[..self.n_in].iter().enumerate().map(|(i, &code)| f32::from(code) * scales[i / GROUP]).collect()
+            };
+            rows.flat_map(row).collect()
+        })
     }
 }
 
@@ -323,7 +328,8 @@ mod tests {
             let x: Vec<f32> = (0..n_rows * n_in).map(|i| 3.0 * number(i * 31)).collect();
             let stored = weight(n_out, n_in).to_tensor().unwrap();
             let rounded =
-                Tensor::from_vec(Int8Rows::quantize(&x, n_in).to_floats(), (n_rows, n_in), &Device::Cpu).unwrap();
+                Tensor::from_vec(Int8Rows::quantize(&x, n_in).to_floats().to_vec(), (n_rows, n_in), &Device::Cpu)
+                    .unwrap();
             let expected: Vec<f32> =
                 rounded.matmul(&stored.t().unwrap()).unwrap().flatten_all().unwrap().to_vec1().unwrap();
             for level in SimdLevel::all() {
@@ -349,8 +355,8 @@ mod tests {
     #[test]
     fn rounding_is_within_half_a_step_and_what_is_not_finite_stays_so() {
         let mut x: Vec<f32> = (0..150).map(number).collect();
-        let rounded = Int8Rows::quantize(&x, 150).to_floats();
-        for (group, rounded) in x.chunks(GROUP).zip(rounded.chunks(GROUP)) {
+        let rounded = Int8Rows::quantize(&x, 150);
+        for (group, rounded) in x.chunks(GROUP).zip(rounded.to_floats().chunks(GROUP)) {
             let step = group.iter().map(|x| x.abs()).fold(0f32, f32::max) / 127.0;
             let close = |(x, rounded): (&f32, &f32)| (x - rounded).abs() <= 0.501 * step;
             assert!(group.iter().zip(rounded).all(close));

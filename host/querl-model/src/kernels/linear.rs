@@ -119,7 +119,7 @@ impl FrozenWeight {
         }
         match int8_matmul::forward(self.level, &self.packed, x, y, keep) {
             true => Ok(()),
-            false => self.forward(&x.to_floats(), y, keep),
+            false => self.forward(x.to_floats(), y, keep),
         }
     }
 
