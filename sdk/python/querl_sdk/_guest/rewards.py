@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from json import JSONDecoder
 from json.encoder import encode_basestring as quoted
 
 from componentize_py_types import Err, Ok
@@ -12,14 +10,8 @@ from wit_world.imports import types as wit
 from ..registry import exported
 from ..reward import Score
 from ..types import Episode, Rejection
-from . import convert, host
+from . import convert, host, json_episodes
 from .errors import explained
-
-_decode_at = JSONDecoder().scan_once
-_new = object.__new__
-# Inputs whose JSON has objects in lists, or names that the user gave.
-_NESTED = {"prompt", "columns", "retrieval", "style"}
-_MARKS = {field.name: f'"{field.name}":' for field in fields(Episode)}
 
 
 @explained
@@ -45,7 +37,7 @@ class GroupRewards:
 class JsonRewards:
     def score_json(self, episodes):
         plugin = exported().get("reward") or exported()["group-reward"]
-        read = _whole if _NESTED.intersection((*plugin.requires, *plugin.uses)) else _flat
+        read = json_episodes.reader((*plugin.requires, *plugin.uses))
         if "reward" not in exported():
             outcomes = _scored_group(list(read(episodes)))
             return f"[{','.join([_written(outcome, 'score_group') for outcome in outcomes])}]"
@@ -84,48 +76,6 @@ def _scored_group(episodes: list[Episode]):
 
 def _result(outcome, place: str):
     return Err(convert.rejection(outcome)) if isinstance(outcome, Rejection) else Ok(convert.score(outcome, place))
-
-
-def _whole(text: str):
-    """The episodes of a JSON array without white space, one by one: what an episode needed is free before the next is read. Memory that
-    a call touches first is what costs it most, since each call has a fresh instance."""
-    position, end = 0, len(text) - 1
-    while position < end and end > 1:
-        episode = _new(Episode)
-        episode._json, position = _decode_at(text, position + 1)
-        yield episode
-
-
-def _flat(text: str):
-    """The same for a plugin without nested inputs: each field is parsed when it is read."""
-    pieces = text[3:-2].split('},{"')
-    # Only episodes are objects in a list here, and each begins with a name. A text that ends with `},{` is followed by no letter.
-    if not "".join([piece[:1] for piece in pieces]).isalpha():
-        yield from _whole(text)
-        return
-    for piece in pieces:
-        episode = _new(Episode)
-        episode._json = _Fields('"' + piece)
-        yield episode
-
-
-class _Fields:
-    """The fields of an episode without nested inputs, as the JSON object that it stands for.
-
-    A name in quotes before a colon is a name of JSON, since quotes in texts are escaped, and no inner object has a name of the episode's.
-    """
-
-    __slots__ = ("text",)
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def get(self, name: str):
-        mark = _MARKS[name]
-        found = self.text.find(mark)
-        return None if found < 0 else _decode_at(self.text, found + len(mark))[0]
-
-    __getitem__ = get
 
 
 def _written(outcome, place: str) -> str:
