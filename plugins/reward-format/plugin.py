@@ -2,10 +2,11 @@
 
 import json
 import re
+from functools import cache
 from typing import NoReturn
 
 from querl_sdk import Episode, Rejection, Reward, Score, SettingError, Settings, export
-from schema import compile_schema
+from schema import Check, compile_schema
 
 _REWRITE = '{"type": "object", "required": ["rewrite"], "properties": {"rewrite": {"type": "string", "pattern": "\\\\S"}}}'
 
@@ -19,11 +20,11 @@ class Format(Reward):
         pattern = settings.text("pattern", r"[^\n]*\S[^\n]*")
         schema = settings.text("schema", _REWRITE)
         try:
-            self.pattern = re.compile(pattern)
+            self.pattern = _compiled(pattern)
         except re.error as error:
             raise SettingError("pattern", f"expected a regular expression, got `{pattern}`: {error}") from None
         try:
-            self.is_valid = compile_schema(json.loads(schema))
+            self.is_valid = _checked_by(schema)
         except (ValueError, RecursionError, re.error) as error:
             raise SettingError("schema", f"expected a JSON schema, got `{schema}`: {error}") from None
 
@@ -43,6 +44,15 @@ class Format(Reward):
         except (ValueError, RecursionError):
             return Score(0.0, {"is_json": 0.0})
         return Score(float(self.is_valid(value)), {"is_json": 1.0})
+
+
+# The defaults are compiled when the component is built, not in each call.
+_compiled = cache(re.compile)
+
+
+@cache
+def _checked_by(schema: str) -> Check:
+    return compile_schema(json.loads(schema))
 
 
 def _refuse(constant: str) -> NoReturn:

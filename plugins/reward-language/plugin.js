@@ -56,7 +56,7 @@ export class Language {
 /** Characters, or words in ASCII letters, by script in the order of the text. Han counts as kana where the text is Japanese. */
 function counts(of) {
   const found = {};
-  const units = text.units(of.slice(0, MAX_LENGTH));
+  const units = text.units(of.length > MAX_LENGTH ? of.slice(0, MAX_LENGTH) : of);
   for (let index = 0; index < units.length; index += 1) {
     const unit = units[index];
     let first = 0;

@@ -19,8 +19,9 @@ export class Repetition {
   }
 
   score({ policy: { rewrite = "" } }) {
-    const read = rewrite.slice(0, MAX_LENGTH);
-    if (text.units(read).length === 0) return { total: -this.maxPenalty };
+    const read = rewrite.length > MAX_LENGTH ? rewrite.slice(0, MAX_LENGTH) : rewrite;
+    // Most texts begin with a unit.
+    if (text.units(read.charAt(0)).length === 0 && text.units(read).length === 0) return { total: -this.maxPenalty };
     const repeated = text.repetition(read, this.ngram);
     const excess = Math.max(0, repeated - this.tolerated) / (1 - this.tolerated);
     // Not `-excess`: a score of -0 is no other score than 0.

@@ -59,17 +59,21 @@ const KINDS = /* @__PURE__ */ Uint8Array.from({ length: 0x10000 }, (_, code) => 
 });
 
 export function units(text) {
+  // Names of this function, and no destructuring: names of the module and iterators cost more.
   const found = [];
+  const kinds = KINDS;
+  const length = text.length;
   let start = 0;
-  for (let end = 0; end <= text.length; end += 1) {
-    // After the text: the end of a run.
-    const kind = KINDS[text.charCodeAt(end)] ?? SEPARATOR;
-    if (kind === OTHER) return normalise(text).match(UNIT) ?? [];
+  let n = 0;
+  for (let end = 0; end < length; end += 1) {
+    const kind = kinds[text.charCodeAt(end)];
     if (kind === RUN) continue;
-    if (start < end) found.push(text.slice(start, end).toLowerCase());
-    if (kind === SINGLE) found.push(text[end]);
+    if (kind === OTHER) return normalise(text).match(UNIT) ?? [];
+    if (start < end) found[n++] = text.slice(start, end).toLowerCase();
+    if (kind === SINGLE) found[n++] = text[end];
     start = end + 1;
   }
+  if (start < length) found[n] = text.slice(start, length).toLowerCase();
   return found;
 }
 
@@ -176,13 +180,16 @@ export function rougeL(a, b) {
 }
 
 export function jaccard(a, b, n) {
-  const [ofA, ofB] = [new Set(ngrams(a, n)), new Set(ngrams(b, n))];
+  const [ofA, ofB] = [new Set(ngrams(units(a), n)), new Set(ngrams(units(b), n))];
   const nUnion = new Set([...ofA, ...ofB]).size;
   return nUnion === 0 ? 0 : (ofA.size + ofB.size - nUnion) / nUnion;
 }
 
 export function repetition(text, n) {
-  const all = ngrams(text, n);
+  const ofText = units(text);
+  // Where no unit is there twice, no n-gram is.
+  if (new Set(ofText).size === ofText.length) return 0;
+  const all = ngrams(ofText, n);
   return all.length === 0 ? 0 : 1 - new Set(all).size / all.length;
 }
 
@@ -193,13 +200,12 @@ export function softOverlong(length, maxLength, buffer) {
 }
 
 /** Each n-gram as one text: no unit has a blank in it. */
-function ngrams(text, n) {
-  const ofText = units(text);
+function ngrams(ofText, n) {
   const found = [];
-  for (let end = n; end <= ofText.length; end += 1) {
-    let ngram = ofText[end - n];
-    for (let index = end - n + 1; index < end; index += 1) ngram += ` ${ofText[index]}`;
-    found.push(ngram);
+  for (let start = 0; start + n <= ofText.length; start += 1) {
+    let ngram = ofText[start];
+    for (let index = start + 1; index < start + n; index += 1) ngram += ` ${ofText[index]}`;
+    found[start] = ngram;
   }
   return found;
 }

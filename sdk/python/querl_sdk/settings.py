@@ -53,8 +53,8 @@ class Settings:
     @classmethod
     def from_source(cls, get: Callable[[str], str | None]) -> Settings:
         """Settings that are read from ``get`` one by one."""
-        settings = cls()
-        settings._get = get
+        settings = cls.__new__(cls)
+        settings._get, settings._recorded = get, None
         return settings
 
     @classmethod
@@ -78,13 +78,13 @@ class Settings:
     def choice(self, key: str, default: str | None, choices: Sequence[str]) -> str:
         """One of ``choices`` under ``key``, or ``default``. Raises :class:`SettingError` for another text."""
         self._record(key, "text", default, choices=list(choices))
-        names = "one of " + ", ".join(f"`{choice}`" for choice in choices)
         text = self._get(key)
+        if text in choices:
+            return text
+        names = "one of " + ", ".join(f"`{choice}`" for choice in choices)
         if text is None:
             return self._absent(key, names, default, choices[0])
-        if text not in choices:
-            raise SettingError(key, f"expected {names}, got `{text}`")
-        return text
+        raise SettingError(key, f"expected {names}, got `{text}`")
 
     def number(self, key: str, default: float | None = None, minimum: float = -math.inf, maximum: float = math.inf) -> float:
         """The number under ``key``, or ``default``.
@@ -128,15 +128,17 @@ class Settings:
 
     def _number(self, read: Callable[[str], _N], key: str, value_type: str, default: _N | None, low: float, high: float) -> _N:
         self._record(key, value_type, default, low, high)
-        expected = f"a {'whole number' if value_type == 'integer' else 'number'}{_bounds(low, high)}"
         text = self._get(key)
+        if text is None and default is not None:
+            return default
+        number = None if text is None else _parsed(read, text)
+        if number is not None and math.isfinite(number) and low <= number <= high:
+            return number
+        expected = f"a {'whole number' if value_type == 'integer' else 'number'}{_bounds(low, high)}"
         if text is None:
             usable = next((bound for bound in (low, high) if math.isfinite(bound)), 0)
             return self._absent(key, expected, default, type(read("0"))(usable))
-        number = _parsed(read, text)
-        if number is None or not math.isfinite(number) or not low <= number <= high:
-            raise SettingError(key, f"expected {expected}, got `{text}`")
-        return number
+        raise SettingError(key, f"expected {expected}, got `{text}`")
 
     def _absent(self, key: str, expected: str, default: _V | None, usable: _V) -> _V:
         """The default; without one, a usable value for a recording, or an error."""

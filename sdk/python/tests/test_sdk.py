@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from querl_sdk import Episode, Filter, GroupReward, JudgeScore, Message, Rejection, Reward, Sample, Score, SettingError, Settings, export, host, text
+from querl_sdk._guest import json_episodes
 from querl_sdk._guest.errors import explained
 from querl_sdk.description import describe
 from querl_sdk.settings import SettingSpec
@@ -115,6 +116,25 @@ class TestTypes(unittest.TestCase):
             read.polcy  # type: ignore[attr-defined]
         without = declared(read, {"columns"})
         self.assertEqual((without.prompt, without.baseline, without.policy.retrieval, without.columns), (None, None, None, read.columns))
+
+    def test_a_batch_is_read_the_same_field_by_field_and_as_a_whole(self) -> None:
+        texts = ["", "},{", '},{"', '","query":', '},{"id":"', "\\", '\\"', "深", '"response":"', '{"policy":{', "[]}"]
+        values: list[dict[str, Any]] = [
+            {
+                "policy": {"judgement": {"scored": {"score": 1, "reason": text}}, "rewrite": text},
+                "query": text + other, "context": {"user_profile": other}, "id": other, "group_id": text, "sample_index": 1,
+            }
+            for text in texts for other in texts
+        ]  # fmt: skip
+        values[1] = {**values[1], "response": "x", "gold_ids": texts}
+        for batch in [[], values[:1], values]:
+            text = json.dumps(batch, ensure_ascii=False, separators=(",", ":"))
+            read = list(json_episodes.flat(text))
+            self.assertEqual(len(read), len(batch))
+            self.assertEqual(read, list(json_episodes.whole(text)))
+            self.assertEqual([episode.query for episode in read], [value["query"] for value in batch])
+        self.assertIs(json_episodes.reader(["response", "judgement"]), json_episodes.flat)
+        self.assertIs(json_episodes.reader(["response", "retrieval"]), json_episodes.whole)
 
     def test_description_has_what_the_constructor_reads_and_what_the_class_declares(self) -> None:
         described = describe({"reward": Length})

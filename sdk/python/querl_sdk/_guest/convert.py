@@ -42,10 +42,11 @@ def message_out(value: Message):
 
 
 def columns(values) -> dict:
-    def plain(value):
-        return [plain(entry) for entry in value.value] if isinstance(value, wit.ColumnValue_Items) else value.value
+    return {column.name: _cell(column.value) for column in values} if values else {}
 
-    return {column.name: plain(column.value) for column in values}
+
+def _cell(value):
+    return [_cell(entry) for entry in value.value] if isinstance(value, wit.ColumnValue_Items) else value.value
 
 
 def episode(value) -> Episode:
@@ -94,11 +95,12 @@ def parts(score: Score, place: str) -> tuple[float, dict[str, float]]:
     if not isinstance(score, Score):
         raise TypeError(f"`{place}` gave {score!r}; expected a Score, or a raised Rejection")
     total, components = float(score.total), score.components
-    for name, value in components.items():
-        if type(value) is not float:
-            components[name] = value = float(value)
-        if not isfinite(value):
-            raise ValueError(f"`{place}` gave {value} as `{name}`; expected a finite number")
+    if components:
+        for name, value in components.items():
+            if type(value) is not float:
+                components[name] = value = float(value)
+            if not isfinite(value):
+                raise ValueError(f"`{place}` gave {value} as `{name}`; expected a finite number")
     if not isfinite(total):
         raise ValueError(f"`{place}` gave {total} as total; expected a finite number")
     return total, components

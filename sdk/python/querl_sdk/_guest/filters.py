@@ -11,29 +11,24 @@ from . import convert, host
 from .errors import explained
 
 
+# As in `convert`: a sample of the bindings is the author's, but for its columns.
+wit.Sample = Sample
+_KEEP = wit.Verdict_Keep()
+
+
 @explained
 class Filters:
     def check_batch(self, samples):
-        plugin = exported()["filter"](host.settings())
-        return [_verdict(plugin, _sample(sample)) for sample in samples]
+        check = exported()["filter"](host.settings()).check
+        return [_verdict(check, sample) for sample in samples]
 
 
-def _sample(value) -> Sample:
-    return Sample(
-        value.id,
-        value.original_query,
-        value.rewritten_query,
-        value.context,
-        value.hits,
-        convert.columns(value.columns),
-    )
-
-
-def _verdict(plugin, sample: Sample):
+def _verdict(check, sample: Sample):
+    sample.columns = convert.columns(sample.columns)
     try:
-        kept = plugin.check(sample)
+        kept = check(sample)
     except Rejection as rejection:
         return wit.Verdict_Drop(convert.rejection(rejection))
     if kept is not None:
         raise TypeError(f"check() returned {kept!r}; expected nothing for a sample that stays, or a raised Rejection")
-    return wit.Verdict_Keep()
+    return _KEEP

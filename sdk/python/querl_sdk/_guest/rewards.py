@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from json import JSONDecoder
 from json.encoder import encode_basestring as quoted
 
 from componentize_py_types import Err, Ok
 from wit_world.imports import types as wit
 
 from ..registry import exported
+from ..reward import Score
 from ..types import Episode, Rejection
-from . import convert, host
+from . import convert, host, json_episodes
 from .errors import explained
-
-_decode_at = JSONDecoder().scan_once
-_new = object.__new__
-_SCORED = '{"scored":{"total":%r,"components":[%s]}}'
-_COMPONENT = '{"name":%s,"value":%r}'
 
 
 @explained
@@ -41,11 +36,13 @@ class GroupRewards:
 @explained
 class JsonRewards:
     def score_json(self, episodes):
+        plugin = exported().get("reward") or exported()["group-reward"]
+        read = json_episodes.reader((*plugin.requires, *plugin.uses))
         if "reward" not in exported():
-            outcomes = _scored_group(list(_episodes(episodes)))
+            outcomes = _scored_group(list(read(episodes)))
             return f"[{','.join([_written(outcome, 'score_group') for outcome in outcomes])}]"
-        score, written = exported()["reward"](host.settings()).score, []
-        for episode in _episodes(episodes):
+        score, written = plugin(host.settings()).score, []
+        for episode in read(episodes):
             try:
                 outcome = score(episode)
             except Rejection as rejection:
@@ -81,19 +78,11 @@ def _result(outcome, place: str):
     return Err(convert.rejection(outcome)) if isinstance(outcome, Rejection) else Ok(convert.score(outcome, place))
 
 
-def _episodes(text: str):
-    """The episodes of a JSON array without white space, one by one: what an episode needed is free before the next is read. Memory that
-    a call touches first is what costs it most, since each call has a fresh instance."""
-    position, end = 0, len(text) - 1
-    while position < end and end > 1:
-        episode = _new(Episode)
-        episode._json, position = _decode_at(text, position + 1)
-        yield episode
-
-
 def _written(outcome, place: str) -> str:
-    if isinstance(outcome, Rejection):
+    if type(outcome) is not Score and isinstance(outcome, Rejection):
         return f'{{"rejected":{{"code":{quoted(outcome.code)},"detail":{quoted(outcome.detail)}}}}}'
     total, components = convert.parts(outcome, place)
-    written = ",".join([_COMPONENT % (quoted(name), value) for name, value in components.items()])
-    return _SCORED % (total, written)
+    if not components:
+        return f'{{"scored":{{"total":{total!r},"components":[]}}}}'
+    written = ",".join([f'{{"name":{quoted(name)},"value":{value!r}}}' for name, value in components.items()])
+    return f'{{"scored":{{"total":{total!r},"components":[{written}]}}}}'
