@@ -2,12 +2,13 @@
 """Throughput and latency of `querl serve rewrite`, of llama.cpp's server and of transformers, on one model at the same precision.
 
     tests/serve/compare.py --llama_server PROGRAM [--querl PROGRAM] [--folder DIR] [--shape qwen2.5-0.5b] [--dtypes f32 bf16 int8]
-        [--clients 1 8 64] [--rounds 2] [--systems querl llama transformers]
+        [--clients 1 8 64] [--rounds 2] [--systems querl llama transformers] [--tenants 1]
 
 The model has the shape of `--shape` and random weights, with a LoRA adapter of one step of training; querl serves base and adapter,
 the others the merged model. Prompts have 256 tokens and share the first 192; responses have 16 tokens, greedy, whatever they are.
 Each client sends its next request when the last is answered. For each precision and number of clients the systems run one after another,
-`--rounds` times; a table gives the median of the rounds, and querl's throughput divided by the others'.
+`--rounds` times; a table gives the median of the rounds, and querl's throughput divided by the others'. With `--tenants N` querl serves N
+copies of the adapter as tenants of their own, and the clients use them in turn.
 
 llama.cpp: `llama-server` with a slot for each client, continuous batching and its prompt cache, q8_0 for int8. It is part of the source package of
 llama-cpp-python: cmake -S vendor/llama.cpp -B build -DGGML_NATIVE=ON && cmake --build build --target llama-server.
@@ -33,6 +34,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from load import copies
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "examples/tiny-qwen3"
@@ -82,6 +85,7 @@ def main() -> int:
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--requests", type=int, default=0, help="of each round [default: 3 of each client, at least 8]")
+    parser.add_argument("--tenants", type=int, default=1)
     parser.add_argument("--systems", nargs="+", default=["querl", "llama", "transformers"])
     args = parser.parse_args()
     folder = (args.folder / args.shape).resolve()
@@ -129,10 +133,15 @@ def call(command: list) -> None:
 
 
 def querl(args: argparse.Namespace, folder: Path, dtype: str, n_clients: int, n_requests: int, round_: int) -> tuple:
-    command = [args.querl.resolve(), "serve", "rewrite", folder / "run", "--dtype", dtype, "--cache", "0", "--max_running", "64"]
-    body = {"model": TENANT, "temperature": 0, "max_completion_tokens": N_RESPONSE}
-    with server(command, lambda port: ["--addr", f"127.0.0.1:{port}"], "/ready") as port:
-        return measure(port, body, n_clients, n_requests, round_)
+    body = {"temperature": 0, "max_completion_tokens": N_RESPONSE}
+    with tempfile.TemporaryDirectory() as temporary:
+        runs, models = [folder / "run"], [TENANT]
+        if args.tenants > 1:
+            runs = copies(folder / "run", args.tenants, Path(temporary))
+            models = [f"tenant-{index}" for index in range(args.tenants)]
+        command = [args.querl.resolve(), "serve", "rewrite", *runs, "--dtype", dtype, "--cache", "0", "--max_running", "64"]
+        with server(command, lambda port: ["--addr", f"127.0.0.1:{port}"], "/ready") as port:
+            return measure(port, [body | {"model": model} for model in models], n_clients, n_requests, round_)
 
 
 def llama(args: argparse.Namespace, folder: Path, dtype: str, n_clients: int, n_requests: int, round_: int) -> tuple:
@@ -141,7 +150,7 @@ def llama(args: argparse.Namespace, folder: Path, dtype: str, n_clients: int, n_
     command += ["--cont-batching", "--cache-ram", "0", "-fa", "auto"]
     body = {"temperature": 0, "max_tokens": N_RESPONSE, "ignore_eos": True, "cache_prompt": True}
     with server(command, lambda port: ["--host", "127.0.0.1", "--port", port], "/health") as port:
-        return measure(port, body, n_clients, n_requests, round_)
+        return measure(port, [body], n_clients, n_requests, round_)
 
 
 def transformers(args: argparse.Namespace, folder: Path, dtype: str, n_clients: int, n_requests: int, round_: int) -> tuple:
@@ -229,15 +238,15 @@ def template_tokens() -> tuple[int, int]:
 TEMPLATE_SHARED, TEMPLATE_OWN = template_tokens()
 
 
-def measure(port: int, body: dict, n_clients: int, n_requests: int, round_: int) -> tuple[float, float, float]:
-    """Requests a second, p50 and p95 in milliseconds."""
+def measure(port: int, bodies: list[dict], n_clients: int, n_requests: int, round_: int) -> tuple[float, float, float]:
+    """Requests a second, p50 and p95 in milliseconds. Requests have the bodies in turn."""
     numbers = iter(range(n_clients, n_clients + n_requests))
     latencies: list[float] = []
     problems: list[str] = []
     lock, start = threading.Lock(), threading.Barrier(n_clients + 1)
 
     def request(connection: http.client.HTTPConnection, number: int) -> None:
-        text = json.dumps(body | {"messages": prompt(number, round_)})
+        text = json.dumps(bodies[number % len(bodies)] | {"messages": prompt(number, round_)})
         connection.request("POST", "/v1/chat/completions", text, {"Content-Type": "application/json"})
         response = connection.getresponse()
         answer = response.read().decode()
