@@ -14,15 +14,15 @@ import os
 from typing import TYPE_CHECKING, Any
 
 try:
+    from . import _program
     from ._errors import SampleRejected
     from ._objects import Filter, Reward, Scorer, StyleScorer
-    from ._program import program as _program
     from ._querl import PluginFault, Prompt, QuerlError, Rejection, Score, __version__, load_config, set_program
     from ._rows import rows
     from .run import Run
 
     # Plugins are compiled by the program, in a process of its own: this one is Python.
-    set_program(_program())
+    set_program(_program.program())
 except ModuleNotFoundError as error:
     # Sources without the extension module, which tracking does not need.
     if error.name != f"{__name__}._querl":
