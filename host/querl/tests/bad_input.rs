@@ -792,7 +792,9 @@ fn limits_of_the_shell_end_in_a_sentence_and_not_by_a_signal() {
         let little_memory = limited(limit, "run querl.toml --from rewrite --to sft");
         let last = little_memory.stderr.lines().last().unwrap_or_default();
         let is_sentence = matches!(little_memory.code, Some(1 | 2)) && last.starts_with("error: ");
-        assert!(little_memory.code == Some(0) || is_sentence, "{limit}: {little_memory:#?}");
+        // The C library ends the process itself where a new thread has no memory for its thread-local values.
+        let is_of_libc = last.starts_with("Fatal glibc error: failed to register TLS destructor: out of memory");
+        assert!(little_memory.code == Some(0) || is_sentence || is_of_libc, "{limit}: {little_memory:#?}");
         assert!(!little_memory.stderr.contains("panicked at"), "{limit}: {little_memory:#?}");
     }
     let long = "run querl.toml --to sft --set sft.max_steps=1000000 --set sft.epochs=1000000";
