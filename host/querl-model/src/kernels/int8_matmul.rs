@@ -45,10 +45,9 @@ impl Int8Rows {
         let mut starts = vec![0i32; n_rows * n_groups];
         let rows = x.par_chunks_exact(n_in.max(1)).zip(codes.par_chunks_exact_mut(stride.max(1)));
         let groups = scales.par_chunks_exact_mut(n_groups.max(1)).zip(starts.par_chunks_exact_mut(n_groups.max(1)));
-        let row = |((x, codes), (scales, starts)): ((&[f32], &mut [i8]), (&mut [f32], &mut [i32]))| {
-            quantize_row(x, codes, scales, starts);
-        };
-        rows.zip(groups).with_min_len(16).for_each(row);
+        rows.zip(groups)
+            .with_min_len(16)
+            .for_each(|((x, codes), (scales, starts))| quantize_row(x, codes, scales, starts));
         Self { n_in, stride, codes, scales, starts, floats: OnceLock::new() }
     }
 
