@@ -279,6 +279,9 @@ impl TenantModel {
         let created = folder.metadata().and_then(|metadata| metadata.modified());
         let created_at = since_epoch(created.with_context(|| format!("{}: cannot be read", folder.display()))?);
         let source = run.dir.root().display().to_string();
+        if run.stage == StageName::Sft && run.dir.rl().exists() {
+            tracing::warn!("{source}: the stage `rl` is not finished; the model of `sft` is served");
+        }
         let name = run.config.tenant.clone();
         let facts = Tenant { name, role, version, source, created_at, loaded_at, api_key };
         let (response_form, tokenizer) = (ResponseForm::of(&run.config), base.tokenizer_of(run)?);

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 /// A source folder of one language.
 pub(super) trait Build {
@@ -182,10 +182,17 @@ impl ScriptFolder {
         missing: &str,
         advice: impl FnOnce(&str) -> String,
     ) -> Result<(), PluginError> {
-        let output = children::child_output(&mut command).map_err(|error| match error.kind() {
+        let run = children::child_output_within(&mut command, BUILD_LIMIT, || 0);
+        let (output, is_killed) = run.map_err(|error| match error.kind() {
             ErrorKind::NotFound => self.refused(missing),
             _ => self.refused(format!("{tool} cannot be run: {error}")),
         })?;
+        if is_killed {
+            let limit = BUILD_LIMIT.as_secs();
+            return Err(self.refused(format!(
+                "{tool} still ran after {limit} s; look for a loop in what the plugin runs while it is loaded: `querl plugin dev` names its line"
+            )));
+        }
         if output.status.success() {
             return Ok(());
         }
@@ -195,6 +202,9 @@ impl ScriptFolder {
         Err(PluginError::Build { path: self.folder.clone(), tool, advice: advice(&output), output })
     }
 }
+
+/// Of one build tool: many times what it needs.
+const BUILD_LIMIT: Duration = Duration::from_secs(600);
 
 /// True where a file of the folder is newer; hidden folders and those of `NOT_SOURCE` do not count.
 fn has_newer(folder: &Path, than: SystemTime) -> bool {
@@ -217,7 +227,6 @@ pub(super) fn modified(path: &Path) -> Option<SystemTime> {
 #[allow(clippy::unwrap_used)]
 pub(super) mod tests {
     use super::*;
-    use std::time::Duration;
 
     const MANIFEST: &str = "[plugin]\nid = 'short'\nversion = '0.1.0'\ncontract = '0.1.0'\nkinds = ['filter']\n\
                             description = 'x'\nlicense = 'MIT'\n";

@@ -11,7 +11,7 @@ use super::source::ExportedRun;
 use crate::serving::BaseFiles;
 use querl_core::config::Config;
 use querl_data::{VerlRow, write_verl_rows};
-use settings::{Sizes, TRAIN, VAL, mapping};
+use settings::{MAX_REWARD_WORKERS, Sizes, TRAIN, VAL, mapping};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -86,8 +86,12 @@ fn notes(run: &ExportedRun, sizes: &Sizes) -> Vec<String> {
         "weights are f32 in training and bf16 in rollouts, the defaults of verl; model.dtype is {}",
         config.model.dtype.name()
     ));
+    let fewer = match sizes.reward_workers < MAX_REWARD_WORKERS {
+        true => format!(", fewer than {MAX_REWARD_WORKERS} since the smallest limit is {}", sizes.reward_workers),
+        false => String::new(),
+    };
     notes.push(format!(
-        "limits of retrieval and judge, and the budget, are divided over {} reward processes",
+        "limits of retrieval and judge, and the budget, are divided over {} reward processes{fewer}",
         sizes.reward_workers
     ));
     notes

@@ -24,7 +24,7 @@ pub struct Cluster {
 const AGENT_LOOP_MANAGER: &str = "querl.integrations.verl_ray.RestartingAgentLoopManager";
 
 /// Most Ray actors that compute rewards: verl's default of `reward.num_workers`.
-const MAX_REWARD_WORKERS: usize = 8;
+pub(super) const MAX_REWARD_WORKERS: usize = 8;
 
 /// In place of a limit that is off: a value that is never reached.
 const NO_LIMIT: &str = "1000000.0";

@@ -121,8 +121,8 @@ impl NamedRuns {
 
     /// Reports what cannot be loaded. What was loaded from there before is still served.
     fn keep(&mut self, folder: &Path, problem: &str, before: &mut Vec<(PathBuf, Tenant)>) {
-        terminal::print(&format!("not loaded again: {problem}"));
         self.tenants.extend(before.extract_if(.., |(known, _)| known.starts_with(folder)));
+        terminal::print(&format!("warning: not loaded again: {problem}"));
     }
 
     /// Refuses a run that would replace the tenant of another one, or that has a tenant without a key in place of one with a key.
