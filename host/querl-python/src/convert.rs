@@ -52,42 +52,9 @@ impl<'a, 'py> Object<'a, 'py> {
         Ok(Entries { entries: dict.iter(), value: None, depth: self.deeper()? })
     }
 
-    fn integer<'de, V: Visitor<'de>>(self, number: &Bound<'_, PyInt>, visitor: V) -> Result<V::Value, Error> {
-        if let Ok(number) = number.extract::<i64>() {
-            return visitor.visit_i64(number);
-        }
-        visitor.visit_u64(number.extract().map_err(|_| self.unexpected("a number of 64 bits"))?)
-    }
-
-    fn deserialize_subclass<'de, V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
-        let value = self.value;
-        if let Ok(text) = value.cast::<PyString>() {
-            visitor.visit_str(text.to_str().map_err(Error::custom)?)
-        } else if let Ok(dict) = value.cast::<PyDict>() {
-            visitor.visit_map(self.entries(dict)?)
-        } else if let Ok(list) = value.cast::<PyList>() {
-            visitor.visit_seq(Items { items: list.iter(), depth: self.deeper()? })
-        } else if let Ok(tuple) = value.cast::<PyTuple>() {
-            visitor.visit_seq(Items { items: tuple.iter(), depth: self.deeper()? })
-        } else if let Ok(number) = value.cast::<PyFloat>() {
-            finite(number.value(), visitor)
-        } else if let Ok(number) = value.cast::<PyInt>() {
-            self.integer(number, visitor)
-        } else {
-            Err(self.unexpected("a text, a number, true, false, None, a list or a dictionary"))
-        }
-    }
-
     fn unexpected(self, expected: &str) -> Error {
         let name = self.value.get_type().name().map_or_else(|_| "an object".to_owned(), |name| name.to_string());
         Error::custom(format!("{name}; expected {expected}"))
-    }
-}
-
-fn finite<'de, V: Visitor<'de>>(number: f64, visitor: V) -> Result<V::Value, Error> {
-    match number.is_finite() {
-        true => visitor.visit_f64(number),
-        false => Err(Error::custom(format!("{number}; expected a finite number"))),
     }
 }
 
@@ -96,23 +63,30 @@ impl<'de> Deserializer<'de> for Object<'_, '_> {
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Error> {
         let value = self.value;
-        // Comparisons of types; subclasses are below.
-        if let Ok(text) = value.cast_exact::<PyString>() {
+        if let Ok(text) = value.cast::<PyString>() {
             visitor.visit_str(text.to_str().map_err(Error::custom)?)
-        } else if let Ok(dict) = value.cast_exact::<PyDict>() {
+        } else if let Ok(dict) = value.cast::<PyDict>() {
             visitor.visit_map(self.entries(dict)?)
-        } else if let Ok(number) = value.cast_exact::<PyFloat>() {
-            finite(number.value(), visitor)
-        } else if let Ok(number) = value.cast_exact::<PyInt>() {
-            self.integer(number, visitor)
-        } else if let Ok(list) = value.cast_exact::<PyList>() {
+        } else if let Ok(list) = value.cast::<PyList>() {
             visitor.visit_seq(Items { items: list.iter(), depth: self.deeper()? })
+        } else if let Ok(number) = value.cast::<PyFloat>() {
+            match number.value() {
+                number if number.is_finite() => visitor.visit_f64(number),
+                number => Err(Error::custom(format!("{number}; expected a finite number"))),
+            }
+        } else if let Ok(flag) = value.cast::<PyBool>() {
+            visitor.visit_bool(flag.is_true()) // before numbers: Python's bool is an int
+        } else if let Ok(number) = value.cast::<PyInt>() {
+            match number.extract::<i64>() {
+                Ok(number) => visitor.visit_i64(number),
+                Err(_) => visitor.visit_u64(number.extract().map_err(|_| self.unexpected("a number of 64 bits"))?),
+            }
         } else if value.is_none() {
             visitor.visit_unit()
-        } else if let Ok(flag) = value.cast_exact::<PyBool>() {
-            visitor.visit_bool(flag.is_true())
+        } else if let Ok(tuple) = value.cast::<PyTuple>() {
+            visitor.visit_seq(Items { items: tuple.iter(), depth: self.deeper()? })
         } else {
-            self.deserialize_subclass(visitor)
+            Err(self.unexpected("a text, a number, true, false, None, a list or a dictionary"))
         }
     }
 

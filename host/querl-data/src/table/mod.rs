@@ -87,7 +87,10 @@ impl QueryTable {
     /// # Errors
     /// A file cannot be read.
     pub fn with_merged_cells(mut self) -> Result<Self, DataError> {
-        self.findings.merged_cells = open_source(&self.config)?.merged(&self.columns.used());
+        // Text has none, and is read to its end to find its encoding.
+        if self.findings.encoding.is_none() {
+            self.findings.merged_cells = open_source(&self.config)?.merged(&self.columns.used());
+        }
         Ok(self)
     }
 

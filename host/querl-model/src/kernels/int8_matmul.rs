@@ -142,6 +142,7 @@ unsafe impl Sync for Out {}
 /// Tiles of the result in registers.
 #[cfg(target_arch = "x86_64")]
 mod vnni {
+    use super::super::packed_matmul::{load_sums, store_sums};
     use super::{GROUP, Int8Rows, Out, Packed, QUAD, WIDTH};
     use std::arch::x86_64::*;
     use std::ops::Range;
@@ -221,15 +222,6 @@ mod vnni {
         }
     }
 
-    /// Which of a vector's lanes are columns that exist.
-    fn mask(n_cols: usize, vector: usize) -> __mmask16 {
-        match n_cols.saturating_sub(vector * LANES) {
-            0 => 0,
-            n if n >= LANES => !0,
-            n => (1 << n) - 1,
-        }
-    }
-
     /// M rows by the columns of a panel.
     ///
     /// # Safety
@@ -239,17 +231,8 @@ mod vnni {
         let Tile { mut weight, weight_scales, codes, stride, scales, starts, n_in, c, c_row, n_cols, keep, prefetches } =
             *tile;
         let n_groups = n_in.div_ceil(GROUP);
-        let mut sums = [[_mm512_setzero_ps(); VECTORS]; M];
-        if keep != 0.0 {
-            for (m, sums) in sums.iter_mut().enumerate() {
-                for (v, sum) in sums.iter_mut().enumerate() {
-                    let from = c.wrapping_add(m * c_row + v * LANES).cast_const();
-                    // SAFETY: masked lanes are not read; the others are columns of row `m`.
-                    let from = unsafe { _mm512_maskz_loadu_ps(mask(n_cols, v), from) };
-                    *sum = if keep == 1.0 { from } else { _mm512_mul_ps(from, _mm512_set1_ps(keep)) };
-                }
-            }
-        }
+        // SAFETY: the columns of M rows that exist are there.
+        let mut sums: [[__m512; VECTORS]; M] = unsafe { load_sums(c, c_row, n_cols, keep) };
         for group in 0..n_groups {
             let mut integers = [[_mm512_setzero_si512(); VECTORS]; M];
             for (m, integers) in integers.iter_mut().enumerate() {
@@ -288,12 +271,8 @@ mod vnni {
                 }
             }
         }
-        for (m, sums) in sums.iter().enumerate() {
-            for (v, &sum) in sums.iter().enumerate() {
-                // SAFETY: masked lanes are not written; the others are columns of row `m`.
-                unsafe { _mm512_mask_storeu_ps(c.wrapping_add(m * c_row + v * LANES), mask(n_cols, v), sum) };
-            }
-        }
+        // SAFETY: as for loading.
+        unsafe { store_sums(&sums, c, c_row, n_cols) };
     }
 }
 

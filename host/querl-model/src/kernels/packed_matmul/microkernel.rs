@@ -395,7 +395,7 @@ pub(super) mod avx512 {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn load_sums<const M: usize, const V: usize>(
+    pub(in crate::kernels) unsafe fn load_sums<const M: usize, const V: usize>(
         from: *const f32,
         from_row: usize,
         n_cols: usize,
@@ -417,7 +417,7 @@ pub(super) mod avx512 {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
-    unsafe fn store_sums<const M: usize, const V: usize>(
+    pub(in crate::kernels) unsafe fn store_sums<const M: usize, const V: usize>(
         sums: &[[__m512; V]; M],
         c: *mut f32,
         c_row: usize,

@@ -11,6 +11,8 @@ mod weight_view;
 use super::simd::SimdLevel;
 use candle_core::{Result, bail};
 pub(super) use microkernel::WIDTH;
+#[cfg(target_arch = "x86_64")]
+pub(super) use microkernel::avx512::{load_sums, store_sums};
 use microkernel::{Ahead, Block};
 use rayon::prelude::*;
 use std::marker::PhantomData;
