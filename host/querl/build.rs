@@ -15,7 +15,8 @@ const SOURCES: [(&str, &str); 5] = [
 const NOT_SOURCE: [&str; 4] = ["__pycache__", "node_modules", "target", ".venv"];
 
 fn main() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    // When it runs, not when it was compiled: a folder that was moved with its target folder has another path.
+    let root = Path::new(&std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it")).join("../..");
     let mut table = String::from("&[\n");
     for (source, name) in SOURCES {
         let mut files = Vec::new();
