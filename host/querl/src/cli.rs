@@ -130,9 +130,11 @@ impl Cli {
 /// Adds what was probably meant: a command of a group, or `--set` for a key of the configuration.
 fn with_hint(mut error: clap::Error, arguments: &[String]) -> clap::Error {
     if let Some(hint) = hint(&error, arguments) {
-        for similar in [ContextKind::SuggestedArg, ContextKind::SuggestedSubcommand] {
-            error.remove(similar);
+        // The usage names a suggested argument too.
+        if error.remove(ContextKind::SuggestedArg).is_some() {
+            error.remove(ContextKind::Usage);
         }
+        error.remove(ContextKind::SuggestedSubcommand);
         error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
     }
     error
@@ -165,7 +167,8 @@ fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
         let Some(inner) = command.find_subcommand(argument) else { break };
         command = inner;
     }
-    if !command.get_arguments().any(|argument| argument.get_long() == Some("set")) {
+    let has_option = |name: &str| command.get_arguments().any(|argument| argument.get_long() == Some(name));
+    if !has_option("set") {
         return None;
     }
     let key = unknown.split('=').next()?;
@@ -173,6 +176,9 @@ fn hint(error: &clap::Error, arguments: &[String]) -> Option<String> {
     let following = || arguments.get(at + 1).filter(|next| !next.starts_with('-')).map(String::as_str);
     let value = arguments[at].split_once('=').map(|(_, value)| value).or_else(following);
     let name = key.trim_start_matches('-').replace('-', "_");
+    if name == "output_dir" && has_option("out") {
+        return Some(format!("use --out {}", value.unwrap_or("DIR")));
+    }
     let keys = keys().into_iter().map(|info| info.key);
     let named = keys.filter(|key| !key.contains("[]") && (*key == name || key.ends_with(&format!(".{name}"))));
     let settings = named.take(MAX_NAMED).map(|key| format!("--set {key}={}", value.unwrap_or("VALUE")));
@@ -238,6 +244,9 @@ mod tests {
             assert!(said(line).contains("tip: use --set rl.max_steps=5\n"), "{}", said(line));
         }
         assert!(said("querl run a.toml --max-steps -q").contains("rl.max_steps=VALUE"));
+        // Regression: `--set output_dir=X` was suggested, with a usage line that has `--out`.
+        let of_folder = said("querl run a.toml --output_dir X");
+        assert!(of_folder.contains("tip: use --out X\n") && !of_folder.contains("Usage:"), "{of_folder}");
         assert!(said("querl pretrain").contains("tip: use `querl model pretrain`\n"), "{}", said("querl pretrain"));
         // Regression: `querl model init`, which makes random weights, was suggested.
         for line in ["querl init", "querl config init", "querl config new"] {
