@@ -223,6 +223,10 @@ async fn a_reload_takes_no_tenant_of_another_run_and_removes_renamed_ones() {
     let version = async |tenant: &str| server.ask("/v1/rewrite", &request(tenant)).await.1["version"].clone();
     let before = (version("fivedoctors").await, version("other").await);
     assert!(before.0.is_string() && before.1.is_string() && before.0 != before.1, "{before:?}");
+    // Regression: SIGHUP without a change was logged as a start is.
+    server.signal("-HUP");
+    logged(&project, "loaded again: nothing has changed; tenants: 2").await;
+    assert_eq!(project.read("server.log").matches(": version ").count(), 2, "those of the start");
     rename(&project, "other", ("other", "fivedoctors"));
     server.signal("-HUP");
     logged(&project, "not loaded again: other has tenant `fivedoctors`, which is served from run").await;

@@ -70,12 +70,13 @@ impl NamedRuns {
     }
 
     /// Loads all of them again, and removes the tenants that are no longer of the command line. One that moved to a run that cannot be loaded is
-    /// still served.
+    /// still served. What is served is printed, or that nothing has changed.
     pub(super) fn load_again(&mut self, models: &ServedModels) {
         let mut before = std::mem::take(&mut self.tenants);
         // All are read before one is loaded, since a tenant may have moved from one run to another.
         let mut runs: Vec<(PathBuf, String)> = Vec::new();
         let mut not_loaded: BTreeSet<String> = BTreeSet::new();
+        let n_before = before.len();
         for path in self.paths.clone() {
             let folders = run_folders(&path).unwrap_or_else(|problem| {
                 self.keep(&path, &format!("{problem:#}"), &mut before);
@@ -92,16 +93,18 @@ impl NamedRuns {
                 }
             }
         }
+        let (mut loaded, mut has_changed): (Vec<(PathBuf, Tenant)>, bool) = (Vec::new(), false);
         for (folder, name) in &runs {
+            let served = models.tenant(name);
             let free = self.check_tenant_is_free(models, (folder.as_path(), name.as_str()), &runs, &before);
             match free.and_then(|()| models.load(folder, Role::Current)) {
                 Ok(tenant) => {
-                    print_tenant(&tenant);
+                    has_changed |= !served.is_some_and(|old| is_same(&old, &tenant) && old.version == tenant.version);
                     let is_new = !before.iter().any(|(known, old)| known == folder && old.name == tenant.name);
                     if is_new && !self.with_key.is_empty() && !self.with_key.contains(&tenant.name) {
                         terminal::print(&format!("warning: no key is required of tenant `{}`", tenant.name));
                     }
-                    self.tenants.push((folder.clone(), tenant));
+                    loaded.push((folder.clone(), tenant));
                 }
                 Err(problem) => {
                     not_loaded.insert(name.clone());
@@ -109,6 +112,11 @@ impl NamedRuns {
                 }
             }
         }
+        match has_changed || loaded.len() != n_before {
+            true => loaded.iter().for_each(|(_, tenant)| print_tenant(tenant)),
+            false => terminal::print(&format!("loaded again: nothing has changed; tenants: {n_before}")),
+        }
+        self.tenants.extend(loaded);
         for (folder, old) in before {
             let has_name = self.tenants.iter().any(|(_, tenant)| tenant.name == old.name);
             if !has_name && not_loaded.contains(&old.name) {
