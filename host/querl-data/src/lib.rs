@@ -20,6 +20,7 @@ mod text;
 
 pub use client::batch::{BatchTeacher, BatchedPrompts, NewPrompts, refuse_open_batches};
 pub use client::chat::prompt_tokens;
+pub use client::http::root_cause;
 pub use client::response_cache::{CacheLimits, CacheTable, ResponseCache, TableStats, cache_stats, clear_cache};
 pub use client::spend::{Spend, SpendByStage, SpendTracker, is_file_transfer, read_spend};
 pub use client::{ServiceContext, within_deadline};

@@ -309,7 +309,10 @@ async fn an_upstream_that_is_down_has_one_line_in_the_log_and_one_when_it_respon
     upstream.join().unwrap();
     logged(&project, "responds again (4 more failures since the last such line)").await;
     let log = project.read("server.log");
-    assert_eq!(log.matches(": request failed: ").count(), 1, "{log}");
+    // Regression: the line had the address twice and not the cause.
+    let failed: Vec<&str> = log.lines().filter(|line| line.contains(": request failed: ")).collect();
+    assert!(failed.len() == 1 && failed[0].contains(": request failed: Connection refused"), "{log}");
+    assert_eq!(failed[0].matches(&addr.to_string()).count(), 1, "{log}");
 }
 
 #[test]

@@ -6,11 +6,10 @@ use crate::general_rag::GENERAL_RAG_ROUTE;
 use axum::body::Body;
 use axum::http::{HeaderMap, StatusCode, Uri, header};
 use axum::response::Response;
-use querl_data::{RagPassage, rag_passages};
+use querl_data::{RagPassage, rag_passages, root_cause};
 use reqwest::redirect::Policy;
 use reqwest::{Client, RequestBuilder};
 use serde_json::{Value, json};
-use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -108,12 +107,16 @@ impl Upstream {
             }
             Ok(response) => Ok(response),
             Err(error) => {
+                let (is_timeout, is_connect) = (error.is_timeout(), error.is_connect());
                 // The address and the reason are for the operator's log alone.
-                let cause = error.source().map(ToString::to_string).unwrap_or_default();
-                self.failures.warn(&self.url, FAILED, &format!("{error}: {cause}"));
-                Err(match error.is_timeout() {
+                let cause = match is_timeout && !is_connect {
+                    true => format!("no response within {} s", self.timeout.as_secs_f64()),
+                    false => root_cause(&error.without_url()),
+                };
+                self.failures.warn(&self.url, FAILED, &cause);
+                Err(match is_timeout {
                     true => failed(StatusCode::GATEWAY_TIMEOUT, "did not respond in time"),
-                    false if error.is_connect() => {
+                    false if is_connect => {
                         failed(StatusCode::BAD_GATEWAY, "cannot be reached; the server's log says why")
                     }
                     false => {

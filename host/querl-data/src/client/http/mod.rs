@@ -434,8 +434,8 @@ pub(crate) fn server_message(body: &str) -> String {
     }
 }
 
-/// The innermost cause, such as `Connection refused`.
-fn root_cause(error: &dyn std::error::Error) -> String {
+/// The innermost cause, such as `Connection refused`, which the `Display` of a reqwest error leaves out.
+pub fn root_cause(error: &dyn std::error::Error) -> String {
     let mut cause = error;
     while let Some(next) = cause.source() {
         cause = next;
