@@ -72,6 +72,13 @@ pub struct SftSummary {
 /// Takes all steps, from the newest checkpoint with the same fingerprint or from the beginning.
 pub(crate) fn run(task: &FineTuneTask<'_>, sink: &mut dyn MetricSink) -> Result<SftSummary, TrainError> {
     let mut trainer = Trainer::new(task, sink)?;
+    let Schedule { rows_per_step, n_steps, .. } = trainer.schedule;
+    let n_trainable: usize = task.objective.vars().values().map(|var| var.elem_count()).sum();
+    let of_rank = if task.mesh.is_split() { " of each rank" } else { "" };
+    task.progress.line(&format!(
+        "{} rows, {n_steps} steps of {rows_per_step} rows, {n_trainable} trainable parameters{of_rank}",
+        task.objective.n_rows()
+    ));
     // The run may have ended after the last checkpoint and before `last` was written.
     if trainer.state.step > 0 && trainer.state.unrecorded.is_none() && trainer.is_done() {
         task.objective.save(&task.output_dir.join(LAST))?;

@@ -645,6 +645,10 @@ fn a_model_that_is_noise_stops_the_run_after_sft_and_its_checkpoint_is_kept() {
     for sft in ["sft: done in ", "sft: finished earlier, skipped\n"] {
         let stopped = project.querl(&["run", "querl.toml"]);
         assert!(stopped.code == Some(3) && stopped.stderr.contains(sft), "{stopped:#?}");
+        // Symptom: between `running` and the last step nothing was printed.
+        let start = stopped.stderr.lines().find(|line| line.ends_with(" trainable parameters"));
+        assert_eq!(start.is_some(), sft == "sft: done in ", "{stopped:#?}");
+        assert!(start.is_none_or(|line| line.starts_with("sft: ") && line.contains(" rows, 2 steps of ")));
         let last = stopped.stderr.lines().last().unwrap();
         assert!(last.starts_with(&format!("error: {finding}")), "{stopped:#?}");
         assert!(last.ends_with("(`querl model pretrain`), or set sft.on_noise = \"warn\""), "{stopped:#?}");
