@@ -78,11 +78,11 @@ fn open(path: &Path) -> anyhow::Result<ExportedRun> {
 
 impl EngineArgs {
     fn print(&self, exported: &Exported) -> anyhow::Result<()> {
-        self.format.print(exported, || text(exported, &self.out))
+        self.format.print(exported, || text(exported, &self.out, self.base))
     }
 }
 
-fn text(exported: &Exported, out: &Path) -> String {
+fn text(exported: &Exported, out: &Path, base: BaseFiles) -> String {
     let Exported { n_train, n_val, has_adapter, plugins, without_equivalent, notes, outside } = exported;
     let adapter = if *has_adapter { "the SFT adapter" } else { "no adapter" };
     let out = out.display();
@@ -99,6 +99,36 @@ fn text(exported: &Exported, out: &Path) -> String {
     for path in outside {
         let _ = writeln!(text, "outside of the folder: {}", path.display());
     }
+    if !outside.is_empty() {
+        let remedy = match base {
+            BaseFiles::Referenced => "; `--base copy` copies the base model into the folder",
+            BaseFiles::Copied => "",
+        };
+        let _ = writeln!(text, "each machine that trains needs them at the same path{remedy}");
+    }
     let _ = writeln!(text, "{out}/README.md has the commands, {out}/mapping.md each key");
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_base_model_outside_of_the_folder_has_a_remedy() {
+        let exported = Exported {
+            n_train: 1,
+            n_val: 1,
+            has_adapter: false,
+            plugins: Vec::new(),
+            without_equivalent: Vec::new(),
+            notes: Vec::new(),
+            outside: vec!["/models/qwen".into()],
+        };
+        let text = |base| text(&exported, Path::new("verl"), base);
+        let referenced = text(BaseFiles::Referenced);
+        assert!(referenced.contains("outside of the folder: /models/qwen\n"), "{referenced}");
+        assert!(referenced.contains("`--base copy` copies the base model into the folder\n"), "{referenced}");
+        assert!(!text(BaseFiles::Copied).contains("--base copy"));
+    }
 }
