@@ -35,7 +35,7 @@ use crate::section::{CheckResult, Section, Violation};
 use crate::shown;
 use crate::subject::{self, RecordedCalls, Subject};
 use querl_bundle::Bundle;
-use querl_core::episodes;
+use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::ports::{HostFunctions, PluginFault, PromptInput, PromptTask, StyleModel};
 use querl_core::records::{
     CallFailure, Columns, Context, Dialogue, Episode, EpisodeRecord, Hit, HostCall, Message, Rejection, Reward, Sample,
@@ -48,6 +48,7 @@ use querl_sdk::testing::golden_case::{
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -224,6 +225,39 @@ fn as_of_contract_0_1(case: &mut Result<GoldenCase<HostTypes>, String>) {
         let candidates = std::iter::once(&mut episode.policy).chain(&mut episode.baseline);
         candidates.for_each(|candidate| _ = candidate.retrieval.get_or_insert_with(|| Ok(Vec::new())));
     }
+}
+
+/// Episodes of golden cases.
+pub struct GoldenEpisodes {
+    /// The id is the name of the case; in a group, with `/INDEX`.
+    pub episodes: Vec<RecordedEpisode>,
+    /// Cases with settings of their own, or with the name of an earlier one.
+    pub n_left_out: usize,
+}
+
+/// The episodes of a reward's golden cases in a source folder, with their calls of host functions.
+///
+/// # Errors
+/// File and line of an invalid case, or a file that cannot be read.
+pub fn golden_episodes(folder: &Path, golden: &str) -> Result<GoldenEpisodes, String> {
+    let files = of_folder(folder, golden).map_err(|(origin, problem)| format!("{origin}: {problem}"))?;
+    let (mut found, mut ids) = (GoldenEpisodes { episodes: Vec::new(), n_left_out: 0 }, BTreeSet::new());
+    for (origin, case) in files.iter().flat_map(|(name, text)| parse::<HostTypes>(text, name)) {
+        let GoldenCase { settings, calls, body, .. } =
+            case.map_err(|problem| format!("{}: {problem}", folder.join(origin).display()))?;
+        let episodes = match body {
+            GoldenBody::Reward(episode, _) => vec![*episode],
+            GoldenBody::Group(episodes, _) => episodes,
+            _ => continue,
+        };
+        if !settings.is_empty() || !episodes.iter().all(|episode| ids.insert(episode.id.clone())) {
+            found.n_left_out += 1;
+            continue;
+        }
+        let recorded = |episode| RecordedEpisode { line: 0, step: 0, episode, calls: calls.clone(), outcome: None };
+        found.episodes.extend(episodes.into_iter().map(recorded));
+    }
+    Ok(found)
 }
 
 /// Name and text of each file; or the path and error of an unreadable one.

@@ -18,6 +18,7 @@ mod section;
 mod shown;
 mod subject;
 
+pub use golden::{GoldenEpisodes, golden_episodes};
 pub use host::{HostArgs, HostSuite, serve_host};
 pub use report::{Check, Cost, Failure, Outcome, Report};
 pub use section::{CheckEvent, CheckProgress};

@@ -246,8 +246,32 @@ fn a_module_that_does_not_end_to_load_is_refused_with_its_line() {
 }
 
 #[test]
+fn episodes_of_golden_cases_are_scored_by_default_and_the_last_line_names_the_failure() {
+    if !has("python3") {
+        return;
+    }
+    let project = project("python");
+    let args = ["plugin", "dev", "length", "--once", "--no-component"];
+    let picture = project.json(&args);
+    let scores = &picture["scores"];
+    assert_eq!(scores["summary"]["n_episodes"], json!(2), "{picture:#}");
+    assert!(scores["notes"][1].as_str().unwrap().starts_with("1 golden case(s) with settings"), "{picture:#}");
+    // Symptom: it named faults, failed tests and the component.
+    let faulty = project.read("length/golden/cases.jsonl").replace("\"鱼油\"", "\"咋吃\"");
+    project.write("length/golden/cases.jsonl", &faulty);
+    project.write("length/plugin.py", PYTHON);
+    std::fs::remove_dir_all(project.path("length/tests")).unwrap();
+    let failed = project.querl(&args);
+    assert!(failed.code == Some(1) && failed.stderr.ends_with(": 1 episode(s) with a fault\n"), "{failed:#?}");
+    project.write("length/golden/cases.jsonl", "{}\n");
+    let refused = project.refusal(&args, 2);
+    assert!(refused.contains("length/golden/cases.jsonl:1: `name` is missing"), "{refused}");
+}
+
+#[test]
 fn plugin_without_episodes_or_of_another_kind_is_explained() {
     let project = project("python");
+    std::fs::remove_dir_all(project.path("length/golden")).unwrap();
     let missing = project.refusal(&["plugin", "dev", "length", "--once"], 2);
     assert!(missing.contains("name recorded episodes with --episodes"), "{missing}");
     project.querl(&["plugin", "new", "keep", "--kind", "filter", "--lang", "python"]).ok();

@@ -20,6 +20,7 @@ use files::{Files, Save};
 use native::{Fault, NativeReplay, Tests};
 use picture::{Picture, Recorded, Scores};
 use querl_bundle::{Kind, Manifest};
+use querl_conformance::{GoldenEpisodes, golden_episodes};
 use querl_core::config::PluginLimits;
 use querl_core::episodes::RecordedEpisode;
 use querl_core::records::{Episode, EpisodeRecord};
@@ -42,7 +43,7 @@ pub struct DevArgs {
     /// A plugin's source folder
     #[arg(value_name = "FOLDER", default_value = ".")]
     folder: PathBuf,
-    /// Recorded episodes to score: a run folder, or a file of episodes (JSON lines)
+    /// Recorded episodes to score: a run folder, or a file of episodes (JSON lines) [default: those of the golden cases]
     #[arg(long, value_name = "FILE|RUN_DIR")]
     episodes: Option<PathBuf>,
     /// One picture, with tests and component, then end; exit code 1 where something is to be repaired
@@ -132,9 +133,17 @@ impl Job {
                 .into());
             }
             (None, true) => {
-                let message =
-                    "name recorded episodes with --episodes: a run folder, or a file of episodes (JSON lines)";
-                return Err(Stop::usage(format!("{}: {message}", args.folder.display())).into());
+                let GoldenEpisodes { episodes, n_left_out } =
+                    golden_episodes(&args.folder, &manifest.plugin.golden).map_err(Stop::usage)?;
+                if episodes.is_empty() {
+                    let message = "no golden case with the default settings; name recorded episodes with --episodes: a run folder, or a \
+                                   file of episodes (JSON lines)";
+                    return Err(Stop::usage(format!("{}: {message}", args.folder.display())).into());
+                }
+                notes.push("episodes of the golden cases; --episodes FILE|RUN_DIR scores recorded ones".to_owned());
+                let left_out = format!("{n_left_out} golden case(s) with settings or a repeated name are left out");
+                notes.extend((n_left_out > 0).then_some(left_out));
+                recorded = episodes;
             }
             (None, false) => {}
         }
@@ -237,9 +246,10 @@ fn once(job: &Job, format: Format) -> anyhow::Result<()> {
     }
     let lines = [picture.lines(), vec![String::new()], picture.test_lines(), picture.component_lines()].concat();
     format.print(&picture, || lines.join("\n") + "\n")?;
-    match picture.has_failure() {
-        true => anyhow::bail!("plugin {}: faults, failed tests, or a component that differs", job.title),
-        false => Ok(()),
+    let failures = picture.failures();
+    match failures.is_empty() {
+        true => Ok(()),
+        false => anyhow::bail!("plugin {}: {}", job.title, failures.join("; ")),
     }
 }
 

@@ -25,9 +25,13 @@ pub(super) enum Comparison {
 }
 
 impl Comparison {
-    /// True where the author has something to repair.
-    pub(super) fn is_failure(&self) -> bool {
-        matches!(self, Self::Differs { .. } | Self::Failed { .. })
+    /// What the author has to repair.
+    pub(super) fn failure(&self) -> Option<&'static str> {
+        match self {
+            Self::Differs { .. } => Some("the component differs from the native run"),
+            Self::Failed { .. } => Some("the component cannot be built or called"),
+            Self::Equal { .. } | Self::Built { .. } => None,
+        }
     }
 
     pub(super) fn text(&self) -> String {

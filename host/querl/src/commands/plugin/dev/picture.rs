@@ -194,12 +194,17 @@ fn place(fault: &Fault) -> String {
 }
 
 impl Picture {
-    /// True where the author has something to repair.
-    pub(super) fn has_failure(&self) -> bool {
-        self.refused.is_some()
-            || self.scores.as_ref().is_some_and(|scores| scores.n_faults > 0)
-            || self.tests.as_ref().is_some_and(|tests| !tests.passed)
-            || self.component.as_ref().is_some_and(Comparison::is_failure)
+    /// What the author has to repair.
+    pub(super) fn failures(&self) -> Vec<String> {
+        let n_faults = self.scores.as_ref().map_or(0, |scores| scores.n_faults);
+        let has_failed_tests = self.tests.as_ref().is_some_and(|tests| !tests.passed);
+        let found = [
+            self.refused.is_some().then(|| "it cannot be run".to_owned()),
+            (n_faults > 0).then(|| format!("{n_faults} episode(s) with a fault")),
+            has_failed_tests.then(|| "failed tests".to_owned()),
+            self.component.as_ref().and_then(Comparison::failure).map(str::to_owned),
+        ];
+        found.into_iter().flatten().collect()
     }
 
     /// The scores, which come first.
