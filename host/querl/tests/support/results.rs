@@ -84,7 +84,7 @@ pub fn without_times(value: &mut Value) {
                     || name.starts_with("perf/")
                     || name == "latency_ms"
                     || name.ends_with("/time_s")
-                    // What the cache of judgements has is not parsed again.
+                    // The prompt plugin is not called for judgements that `CallCache` of this process has; a resumed run begins without.
                     || (name.starts_with("plugin/") && name.ends_with("/fuel"))
             };
             map.retain(|name, _| !is_time(name));
