@@ -73,6 +73,11 @@ impl ErrorResponse {
             ErrorForm::GeneralRag => json!({"status": status.as_u16(), "msg": message, "data": null}),
             ErrorForm::Dify => json!({"error_code": dify_code(status, code), "error_msg": message}),
         };
+        // Dify shows that a key is missing or wrong at 403 alone.
+        let status = match form {
+            ErrorForm::Dify if status == StatusCode::UNAUTHORIZED => StatusCode::FORBIDDEN,
+            _ => status,
+        };
         with_error_headers((status, Json(body)).into_response())
     }
 }

@@ -13,9 +13,10 @@
 //!
 //! Where there is no rewrite in time, or none at all, the query itself is returned and the response names the reason: `fallback` of
 //! `/v1/rewrite`, the header `x-querl-fallback` of other routes. An error response has the form of its route's clients: 400 not JSON, 401 key
-//! missing or wrong, 403 no admin key configured, 404 tenant or route unknown, 405 another method, 408 body not received in time, 413 body
-//! too large, 415 not declared as JSON, 422 value missing, wrong or too long for the model, 429 queue full or too many requests of one
-//! address, 500 model failed, 502 upstream not reachable or unreadable, 503 not loaded yet or too many requests, 504 response or upstream too slow.
+//! missing or wrong (Dify: 403), 403 no admin key configured, 404 tenant or route unknown, 405 another method, 408 body not received in
+//! time, 413 body too large, 415 not declared as JSON, 422 value missing, wrong or too long for the model, 429 queue full or too many
+//! requests of one address, 500 model failed, 502 upstream not reachable or unreadable, 503 not loaded yet or too many requests,
+//! 504 response or upstream too slow.
 
 mod access_log;
 mod admin;
@@ -72,6 +73,7 @@ impl RewriteService {
             .route("/admin/tenants/{name}", delete(admin::remove))
             .route("/admin/releases", get(candidates::list).post(candidates::reload))
             .layer(from_fn_with_state(self.clone(), admin::check_key));
+        let retrieval = route(ErrorForm::Dify, proxy::retrieval);
         let app = Router::new()
             .route("/v1/rewrite", route(ErrorForm::OpenAi, protocol::rewrite))
             .route("/v1/chat/completions", route(ErrorForm::OpenAi, chat::completions))
@@ -79,7 +81,7 @@ impl RewriteService {
             .route("/v1/models/{*model}", get(chat::model))
             .route("/v1/feedback", route(ErrorForm::OpenAi, feedback::feedback))
             .route(GENERAL_RAG_ROUTE, route(ErrorForm::GeneralRag, proxy::general_rag))
-            .route("/retrieval", route(ErrorForm::Dify, proxy::retrieval))
+            .route("/retrieval", retrieval.route_layer(from_fn_with_state(self.clone(), proxy::check_access)))
             .route("/health", get(|| async { Json(json!({"status": "ok"})) }))
             .route("/ready", get(ready))
             .route("/metrics", get(prometheus))

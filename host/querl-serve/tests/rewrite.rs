@@ -830,9 +830,15 @@ async fn dify_gets_records_of_the_rewritten_query() {
         (status, body["error_code"].as_u64().unwrap())
     };
     let shop = || server.post("/retrieval", &body("shop", "a"));
-    assert_eq!(code(shop()).await, (401, 1001));
-    assert_eq!(code(shop().header("authorization", "shop-key")).await, (401, 1001));
-    assert_eq!(code(shop().bearer_auth("wrong")).await, (401, 1002));
+    assert_eq!(code(shop()).await, (403, 1001));
+    assert_eq!(code(shop().header("authorization", "shop-key")).await, (403, 1001));
+    assert_eq!(code(shop().bearer_auth("wrong")).await, (403, 1002));
+    // Dify tests a new endpoint by a request without a body, and takes 403, 404 and 502 for failures.
+    let test = |server: &Server| server.client.post(format!("{}/retrieval", server.url));
+    assert_eq!(code(test(&server).bearer_auth("shop-key")).await, (415, 415));
+    assert_eq!(code(test(&server).bearer_auth("wrong")).await, (403, 1002));
+    let without_upstream = Server::shop(|_| ()).await;
+    assert_eq!(code(test(&without_upstream).bearer_auth("shop-key")).await, (404, 2001));
     let with_key = |body: Value| server.post("/retrieval", &body).bearer_auth("shop-key");
     assert_eq!(code(with_key(body("other:x", "a"))).await, (404, 2001));
     assert_eq!(code(with_key(body("shop", "missing"))).await, (404, 2001));

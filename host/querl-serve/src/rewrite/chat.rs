@@ -71,7 +71,7 @@ pub(super) async fn model(
 ///
 /// # Errors
 /// Only tenants with other keys are served.
-fn permitted(service: &RewriteService, headers: &HeaderMap) -> Result<PermittedTenants, ErrorResponse> {
+pub(super) fn permitted(service: &RewriteService, headers: &HeaderMap) -> Result<PermittedTenants, ErrorResponse> {
     let permitted = service.permitted(service.rewriter()?.as_ref(), headers);
     match permitted.tenants.is_empty() && permitted.has_others {
         true => Err(unauthorized(headers)),

@@ -41,6 +41,7 @@ pub(super) fn document() -> Value {
         json!([{"name": "model", "in": "path", "required": true, "schema": {"type": "string"}}]);
     let mut queries = list("queries", "Query");
     queries["additionalProperties"] = false.into();
+    let dify_errors = ERRORS.map(|(status, what)| (if status == "401" { "403" } else { status }, what));
     let paths = json!({
         "/v1/rewrite": post(
             "Rewrite a query, or several",
@@ -72,7 +73,7 @@ pub(super) fn document() -> Value {
             "External knowledge of Dify, with rewritten queries",
             &reference("DifyRequest"),
             &reference("DifyResponse"),
-            ("DifyError", &ERRORS),
+            ("DifyError", &dify_errors),
         ),
         "/admin/tenants": admin,
         "/admin/tenants/{name}": {"delete": remove},

@@ -4,25 +4,29 @@
 //! header `x-querl-fallback` of the response.
 
 use super::cache::CachedRewrite;
+use super::chat::permitted;
 use super::protocol::{context, query, user};
 use super::request_log::LoggedQuery;
-use super::service::{Call, RewriteResult, with_fallback};
+use super::service::{Call, RewriteResult, RewriteService, with_fallback};
 use super::traces::{AccessEntry, RequestSpan};
 use super::upstream::{Upstream, UpstreamResponse};
 use crate::body::JsonFields;
-use crate::error::ErrorResponse;
+use crate::error::{ErrorForm, ErrorResponse};
 use axum::Json;
+use axum::extract::{Request, State};
 use axum::http::{StatusCode, header};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use querl_core::records::Context;
 use querl_core::serving::{SubmitError, Tenant};
 use serde_json::value::{RawValue, to_raw_value};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// `POST /api/chat/general_rag`: the request with `rewritten_query` filled in, everything else as it is.
 pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorResponse> {
-    let upstream = upstream(&call)?.clone();
+    let upstream = upstream(&call.service)?.clone();
     if upstream.is_dify() {
         let what = "the upstream service has Dify's interface; use /retrieval";
         return Err(ErrorResponse::not_found(what));
@@ -56,10 +60,20 @@ fn replaced(body: &[u8], texts: &[(&str, &str)]) -> Result<Vec<u8>, ErrorRespons
     replace().map_err(failed)
 }
 
+/// Checks key and upstream service before the body is read: Dify tests a new endpoint by a request without a body, and takes
+/// 403, 404 and 502 for failures.
+pub(super) async fn check_access(State(service): State<Arc<RewriteService>>, request: Request, next: Next) -> Response {
+    let checked = permitted(&service, request.headers()).and_then(|_| upstream(&service).map(|_| ()));
+    match checked {
+        Ok(()) => next.run(request).await,
+        Err(error) => error.into_body(ErrorForm::Dify),
+    }
+}
+
 /// `POST /retrieval`: external knowledge of Dify.
 /// Source: <https://docs.dify.ai/en/use-dify/knowledge/external-knowledge-api>.
 pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse> {
-    let upstream = upstream(&call)?.clone();
+    let upstream = upstream(&call.service)?.clone();
     let id: String = call.fields.take_required("knowledge_id", "a text")?;
     let (tenant, kb_name) = tenant_of(&call, &id)?;
     let query = query(&mut call.fields)?;
@@ -99,9 +113,9 @@ fn tenant_of<'a>(call: &Call, id: &'a str) -> Result<(Tenant, Option<&'a str>), 
     }
 }
 
-fn upstream(call: &Call) -> Result<&Upstream, ErrorResponse> {
+fn upstream(service: &RewriteService) -> Result<&Upstream, ErrorResponse> {
     let missing = "no retrieval service is configured; start the server with --upstream URL";
-    call.service.options.upstream.as_ref().ok_or_else(|| ErrorResponse::not_found(missing))
+    service.options.upstream.as_ref().ok_or_else(|| ErrorResponse::not_found(missing))
 }
 
 /// Sends a body with the headers of the request, within a span where there are traces.
