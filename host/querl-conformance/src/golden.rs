@@ -428,7 +428,6 @@ impl StyleModel for FixedStyleModel {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::records::{FailureKind, HostCallError, HostRequest, HostResponse};

@@ -173,7 +173,6 @@ fn check(episode: &Episode) -> Result<(), String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::records::{FinishReason, HostRequest, HostResponse};

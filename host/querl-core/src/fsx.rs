@@ -427,7 +427,6 @@ pub fn digest_file(path: &Path) -> io::Result<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -87,7 +87,6 @@ fn hint(id: &str, known: &[&str]) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::table::open_queries;

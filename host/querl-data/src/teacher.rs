@@ -388,7 +388,6 @@ impl Teacher for OpenAiTeacher {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;

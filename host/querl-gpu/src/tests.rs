@@ -1,5 +1,4 @@
 //! The C interface from both sides: [`Library`] calls the library's functions, and every failure comes back as an error.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use querl_core::config::{BaseDtype, ModelConfig, RlConfig, SftConfig};

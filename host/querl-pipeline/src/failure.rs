@@ -257,7 +257,6 @@ fn shown_above(error: &anyhow::Error) -> Option<(&str, &'static str)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use anyhow::Context;

@@ -187,7 +187,6 @@ fn judgement(parsed: &Result<ParsedJudgement, Rejection>) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::ports::FaultKind;

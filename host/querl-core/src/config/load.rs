@@ -379,7 +379,6 @@ fn location(path: &Path, origin: Option<Origin>) -> ConfigLocation {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 pub(super) mod tests {
     use super::*;
     use crate::config::RewriteForm;

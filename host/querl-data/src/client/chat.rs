@@ -290,7 +290,6 @@ fn is_reasoning_model(model: &str) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     fn parameters(settings: Value, base_url: &str, model: &str) -> Result<Value, String> {

@@ -1,5 +1,4 @@
 //! Exported tables, and leaks between splits.
-#![allow(clippy::unwrap_used)]
 
 use super::SplitMix64;
 use super::export::{table_path, write_tables};

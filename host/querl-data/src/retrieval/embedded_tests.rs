@@ -1,5 +1,4 @@
 //! The embedded index, the lexicon reranker and the rubric judge.
-#![allow(clippy::unwrap_used)]
 
 use crate::retrieval::index::{ENCODER, FORM, INDEX_VERSION};
 use crate::retrieval::lexicon_reranker::LexiconReranker;

@@ -1,5 +1,4 @@
 //! Retrieval services and rerankers against mock servers; each builtin mapping against a response in the form that its service documents.
-#![allow(clippy::unwrap_used)]
 
 use crate::retrieval::mapping::{Mapping, RequestValues};
 use crate::retrieval::pricing::CallCharge;

@@ -1,5 +1,4 @@
 //! A server that speaks the interface of vLLM or SGLang, and one that does not.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use querl_core::config::CallsConfig;

@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::{RecordFile, open_queries, query_id};
 use async_trait::async_trait;

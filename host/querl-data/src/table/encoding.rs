@@ -221,7 +221,6 @@ impl<R: Read> Read for Utf8Reader<R> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::dataset::SplitMix64;
 use crate::dataset::export::{table_path, write_tables};

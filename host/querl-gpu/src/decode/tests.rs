@@ -1,5 +1,4 @@
 //! Generation on a GPU against generation on the CPU, and against itself under other circumstances. Run by tests/cuda/run.sh.
-#![allow(clippy::unwrap_used)]
 
 #[path = "../../../querl-model/tests/support/prompts.rs"]
 mod prompts;

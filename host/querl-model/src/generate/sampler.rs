@@ -269,7 +269,6 @@ vectorised! {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::SamplingSettings;
     use super::*;

@@ -277,7 +277,6 @@ mod vnni {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::kernels::FrozenWeight;

@@ -120,7 +120,6 @@ pub(super) fn standard_deviation(values: &[f64]) -> Option<f64> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::headroom::Lookup;
     use super::*;

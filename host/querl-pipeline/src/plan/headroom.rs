@@ -345,7 +345,6 @@ impl RetrievalHeadroom {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

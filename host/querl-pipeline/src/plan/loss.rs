@@ -211,7 +211,6 @@ pub(super) fn spread<T>(items: &[T], n: usize, wanted: impl Fn(&T) -> bool) -> V
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -179,7 +179,6 @@ impl TokenizerFacts {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_model::{TokenizerSettings, train_tokenizer};

@@ -224,7 +224,6 @@ pub(super) fn modified(path: &Path) -> Option<SystemTime> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 pub(super) mod tests {
     use super::*;
 

@@ -212,7 +212,6 @@ fn largest_packages(library: &Path) -> Vec<(String, u64)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::source::folder::tests::folder_with;

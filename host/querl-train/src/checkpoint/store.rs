@@ -264,7 +264,6 @@ impl<R: Read> Read for Digesting<R> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use candle_core::{Device, Tensor};

@@ -1,5 +1,4 @@
 //! Faults of network and service during a batch, against real sockets.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::client::spend::Spend;

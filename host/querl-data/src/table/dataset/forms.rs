@@ -261,7 +261,6 @@ fn cell_of(value: &ColumnValue) -> TableCell {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;

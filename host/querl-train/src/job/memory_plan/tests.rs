@@ -1,5 +1,4 @@
 //! Plans and advice compared with numbers computed by hand.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use querl_model::Family;
