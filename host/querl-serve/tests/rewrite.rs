@@ -9,13 +9,13 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Uri};
 use axum::response::IntoResponse;
 use axum::routing::post;
-use querl_serve::{RewriteOptions, RewriteService, ServerLimits, Upstream, serve};
+use querl_serve::{RewriteOptions, RewriteService, ServerLimits, Upstream};
 use reqwest::{Client, Method, RequestBuilder, Response};
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use support::{StandInRewriter, http, options, tenant};
+use support::{StandInRewriter, answer, http, listen, options, serve_app, tenant};
 
 struct Server {
     url: String,
@@ -30,9 +30,7 @@ impl Server {
         change(&mut options);
         let limits = options.server;
         let service = RewriteService::new(options).unwrap();
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
-        tokio::spawn(serve(listener, service.router(), limits, std::future::pending()));
+        let url = serve_app(service.router(), limits).await;
         Self { url, client: http(), service, rewriter }
     }
 
@@ -69,11 +67,6 @@ impl Server {
         let text = self.get("/metrics").await.1;
         assert!(text.lines().any(|found| found == line), "no `{line}` in {text}");
     }
-}
-
-async fn answer(request: RequestBuilder) -> (u16, Value) {
-    let response = request.send().await.unwrap();
-    (response.status().as_u16(), response.json().await.unwrap())
 }
 
 fn header<'a>(response: &'a Response, name: &str) -> Option<&'a str> {
@@ -625,10 +618,7 @@ async fn upstream() -> (String, Received) {
         .route("/api/chat/general_rag", post(respond))
         .route("/dify/retrieval", post(respond))
         .with_state(received.clone());
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(serve(listener, app, ServerLimits::default(), std::future::pending()));
-    (url, received)
+    (serve_app(app, ServerLimits::default()).await, received)
 }
 
 fn with_upstream(url: &str) -> impl FnOnce(&mut RewriteOptions) + use<> {
@@ -703,8 +693,7 @@ async fn a_retrieval_request_is_forwarded_with_its_rewrite() {
 
 #[tokio::test]
 async fn an_upstream_that_is_down_or_not_configured_is_an_error_with_a_sentence() {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
+    let (listener, url) = listen().await;
     drop(listener);
     let server = Server::shop(with_upstream(&url)).await;
     let (status, body) = server.asked("/api/chat/general_rag", json!({"query": "a"})).await;
@@ -724,8 +713,7 @@ async fn an_upstream_that_is_down_or_not_configured_is_an_error_with_a_sentence(
 /// Answers every request with these bytes and closes the connection.
 async fn raw_upstream(response: &'static str) -> String {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
+    let (listener, url) = listen().await;
     tokio::spawn(async move {
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();
@@ -752,11 +740,7 @@ async fn an_upstream_with_a_broken_response_is_not_one_that_cannot_be_reached() 
 /// An upstream service that ignores the limits of a request.
 async fn upstream_of(recall: Value) -> String {
     let respond = async move || axum::Json(json!({"status": 200, "data": {"recall": recall}}));
-    let app = Router::new().route("/api/chat/general_rag", post(respond));
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(serve(listener, app, ServerLimits::default(), std::future::pending()));
-    url
+    serve_app(Router::new().route("/api/chat/general_rag", post(respond)), ServerLimits::default()).await
 }
 
 /// Regression: passages whose text is not under `content` became records without a text.
