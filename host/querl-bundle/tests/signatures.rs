@@ -45,10 +45,8 @@ fn signature_of_another_bundle_does_not_fit() {
     let mut forged = entries(&packed());
     forged.push(entries(&other).pop().unwrap());
     let error = Bundle::from_bytes(&archive_of(&forged), "x.querl").unwrap_err().to_string();
-    assert!(
-        error.starts_with("x.querl: signatures: has a signature in line 1 that does not fit the bundle"),
-        "{error}"
-    );
+    let expected = "x.querl: signatures: has a signature in line 1 that does not fit the bundle";
+    assert!(error.starts_with(expected), "{error}");
 }
 
 #[test]

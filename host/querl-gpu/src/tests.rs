@@ -369,10 +369,8 @@ fn an_invalid_job_is_an_error() {
     assert!(failure.message.starts_with("invalid job: "), "{failure}");
     let (_, JobResult::Failed(failure)) = answer(interface::ABI + 1, b"{}") else { panic!("no failure") };
     let versions = (interface::ABI + 1, interface::ABI);
-    assert_eq!(
-        failure.message,
-        format!("the program's interface is version {} and the library's is {}", versions.0, versions.1)
-    );
+    let expected = format!("the program's interface is version {} and the library's is {}", versions.0, versions.1);
+    assert_eq!(failure.message, expected);
     let (_, JobResult::Failed(failure)) = answer(interface::ABI, b"") else { panic!("no failure") };
     assert!(failure.message.starts_with("invalid job: "), "{failure}");
 }

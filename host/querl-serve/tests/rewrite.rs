@@ -667,11 +667,8 @@ async fn a_retrieval_request_is_forwarded_with_its_rewrite() {
     let rag = async |query: &str| server.post("/api/chat/general_rag", &json!({"query": query})).send().await.unwrap();
     let missing = rag("missing").await;
     assert_eq!(missing.status().as_u16(), 404);
-    assert_eq!(
-        missing.text().await.unwrap(),
-        "{\"status\": 404, \"msg\": \"no such kb\"}",
-        "status and body are the upstream's"
-    );
+    let expected = "{\"status\": 404, \"msg\": \"no such kb\"}";
+    assert_eq!(missing.text().await.unwrap(), expected, "status and body are the upstream's");
     // Retrieval works where rewriting does not.
     for (query, reason) in [("held", "timeout"), ("busy", "queue_full"), ("long", "input"), ("plugin", "plugin_fault")]
     {

@@ -209,10 +209,8 @@ fn config_check_and_dry_runs_look_into_the_folder_of_the_model() {
 fn unreadable_configuration_file_is_reported() {
     let project = Project::new();
     assert_eq!(project.refusal(&["run", "qerl.toml"], 2), "qerl.toml: no such file; did you mean querl.toml?");
-    assert_eq!(
-        project.refusal(&["run", "."], 2),
-        ".: is a folder, not a configuration file; did you mean ./querl.toml?"
-    );
+    let expected = ".: is a folder, not a configuration file; did you mean ./querl.toml?";
+    assert_eq!(project.refusal(&["run", "."], 2), expected);
     std::fs::write(project.path("querl.toml"), b"tenant = 1\n# \xff\n").unwrap();
     assert_eq!(project.refusal(&["run", "querl.toml"], 2), "querl.toml:2: not UTF-8 text; save the file as UTF-8");
 }
@@ -622,10 +620,8 @@ fn plugin_source_that_does_not_build_shows_the_output_of_cargo() {
     let said = project.querl(&["run", "querl.toml", "-q"]);
     assert_eq!(said.code, Some(2), "{said:#?}");
     assert!(said.stderr.contains("mismatched types"), "{said:#?}");
-    assert!(
-        said.stderr.ends_with("error: plugin broken: cargo could not build it: its output is above\n"),
-        "{said:#?}"
-    );
+    let expected = "error: plugin broken: cargo could not build it: its output is above\n";
+    assert!(said.stderr.ends_with(expected), "{said:#?}");
 }
 
 /// Answers every request with one status, on an address of this machine.
@@ -801,10 +797,8 @@ fn limits_of_the_shell_end_in_a_sentence_and_not_by_a_signal() {
     let little_time = limited("-t 6", long);
     assert_eq!(little_time.code, Some(130), "{little_time:#?}");
     let said = &little_time.stderr;
-    assert!(
-        said.contains("the limit of CPU time (`ulimit -t`) is reached: stopping at the next safe point\n"),
-        "{said}"
-    );
+    let expected = "the limit of CPU time (`ulimit -t`) is reached: stopping at the next safe point\n";
+    assert!(said.contains(expected), "{said}");
     assert!(said.contains("the state is saved; run the same command again to resume"), "{said}");
 }
 

@@ -91,10 +91,8 @@ fn the_written_file_pretrains_a_model_with_held_out_lines() {
         let said =
             project.querl(&[command, &["--set", "model.path=own-model", "--set", "data.input=teacher.jsonl"]].concat());
         assert_eq!(said.code, Some(2), "{said:#?}");
-        assert!(
-            said.stderr.contains("own-model: its pretraining is not finished; run `querl model pretrain` with"),
-            "{said:#?}"
-        );
+        let expected = "own-model: its pretraining is not finished; run `querl model pretrain` with";
+        assert!(said.stderr.contains(expected), "{said:#?}");
     }
     std::fs::remove_dir_all(project.path("own-model/.pretrain")).unwrap();
     let made = project.querl(&["model", "pretrain", "pretrain.toml"]).ok();

@@ -298,9 +298,7 @@ mod tests {
     fn missing_tool_is_one_sentence_with_the_command() {
         let folder = folder_with("vendor/querl_sdk", &["plugin.py"]);
         let missing = PythonFolder::read(folder.path()).unwrap().missing();
-        assert!(
-            missing.contains("`python3 -m venv .venv && .venv/bin/pip install componentize-py==0.25.1`"),
-            "{missing}"
-        );
+        let expected = "`python3 -m venv .venv && .venv/bin/pip install componentize-py==0.25.1`";
+        assert!(missing.contains(expected), "{missing}");
     }
 }

@@ -315,10 +315,8 @@ fn result_that_depends_on_the_batch_or_its_form_is_found() {
         );
     }
     let fault = fault_of_recheck("group-by-order", ["g/0", "g/1"]);
-    assert!(
-        fault.message.starts_with("episode `g/1`: is 0.5 and is 0.25 with the episodes of its group in reverse"),
-        "{fault}"
-    );
+    let expected = "episode `g/1`: is 0.5 and is 0.25 with the episodes of its group in reverse";
+    assert!(fault.message.starts_with(expected), "{fault}");
 }
 
 #[test]
