@@ -191,10 +191,8 @@ mod tests {
         assert_eq!(last_words(stderr), expected);
         let deep = format!("{TRACEBACK}\n{}E: x\n", "  File\n".repeat(100));
         let message = last_words(&deep);
-        assert!(
-            message.starts_with("raised: E: x\n(62 lines before)\n  File\n") && message.ends_with("\nE: x\n"),
-            "{message}"
-        );
+        assert!(message.starts_with("raised: E: x\n(62 lines before)\n  File\n"), "{message}");
+        assert!(message.ends_with("\nE: x\n"), "{message}");
         let expected = "panicked: thread 'a' panicked at src/lib.rs:1:1: no";
         assert_eq!(last_words("thread 'a' panicked at src/lib.rs:1:1:\nno\n"), expected);
         let expected = "threw: TypeError: x is undefined score@plugin.js:3";

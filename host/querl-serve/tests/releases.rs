@@ -155,11 +155,8 @@ async fn a_user_has_one_version_on_every_route_and_no_rewrite_of_the_other() {
     let candidate = &trial["candidate"];
     let n_requests = candidate["requests"].as_u64().unwrap() as usize;
     assert!(n_requests >= 5 * n_candidate && n_requests <= 5 * n_candidate + 2, "{candidate}");
-    assert!(
-        candidate["cached"].as_u64().unwrap() as usize >= 3 * n_candidate - 2
-            && candidate["latency_ms"]["p95"].is_number(),
-        "{candidate}"
-    );
+    assert!(candidate["cached"].as_u64().unwrap() as usize >= 3 * n_candidate - 2, "{candidate}");
+    assert!(candidate["latency_ms"]["p95"].is_number(), "{candidate}");
     assert_eq!(candidate["errors"], 0);
 }
 

@@ -457,10 +457,8 @@ path = "reward.wasm"
         let (optional, file) = load_with_file(&folder.path().join("querl.toml"), &optional).unwrap();
         assert_eq!(optional.data.rewrite_form, RewriteForm::Full);
         let missing = file.check_model(&optional).unwrap_err().to_string();
-        assert!(
-            missing.starts_with("--set model.path is \"") && missing.contains("none\"; no such folder"),
-            "{missing}"
-        );
+        assert!(missing.starts_with("--set model.path is \""), "{missing}");
+        assert!(missing.contains("none\"; no such folder"), "{missing}");
         let answers = with_small_model_defaults("retrieval.kind = 'none'".parse().unwrap());
         assert_eq!((answers.get("data"), answers["rl"]["n_samples"].as_integer()), (None, Some(8)));
         // A run's own configuration has every key.
