@@ -191,31 +191,20 @@ async fn limits_of_the_request_hold() {
 async fn invalid_values_are_rejected_with_a_message() {
     let folder = tempfile::tempdir().unwrap();
     let url = server(folder.path()).await;
+    let with = |key: &str, value: Value| json!({"query": "鱼油", "tenant_id": "shop", key: value});
     for (body, said) in [
         (json!({"tenant_id": "shop"}), "`query` is missing; expected a text"),
         (json!({"query": " ", "tenant_id": "shop"}), "`query` is empty"),
         (json!({"query": "鱼油"}), "`tenant_id` is missing; expected a text"),
         (json!({"query": 7, "tenant_id": "shop"}), "`query` is 7; expected a text"),
-        (
-            json!({"query": "鱼油", "tenant_id": "shop", "top_k": -1}),
-            "`top_k` is -1; expected an integer from 1 to 1000",
-        ),
-        (
-            json!({"query": "鱼油", "tenant_id": "shop", "score_threshold": "x"}),
-            "`score_threshold` is \"x\"; expected a number from 0 to 1",
-        ),
+        (with("top_k", json!(-1)), "`top_k` is -1; expected an integer from 1 to 1000"),
+        (with("score_threshold", json!("x")), "`score_threshold` is \"x\"; expected a number from 0 to 1"),
         (json!(["鱼油"]), "the body is [\"鱼油\"]; expected {\"query\": ..., \"tenant_id\": ...}"),
-        (json!({"query": "鱼油", "tenant_id": "shop", "top_k": 0}), "`top_k` is 0; expected 1 to 1000"),
-        (
-            json!({"query": "鱼油", "tenant_id": "shop", "score_threshold": 7}),
-            "`score_threshold` is 7; expected 0 to 1",
-        ),
-        (json!({"query": "鱼油", "tenant_id": "shop", "history": 3}), "`history` is neither a text nor a list"),
+        (with("top_k", json!(0)), "`top_k` is 0; expected 1 to 1000"),
+        (with("score_threshold", json!(7)), "`score_threshold` is 7; expected 0 to 1"),
+        (with("history", json!(3)), "`history` is neither a text nor a list"),
         (json!({"query": "油".repeat(8193), "tenant_id": "shop"}), "`query` is longer than 8192 characters"),
-        (
-            json!({"query": "鱼油", "tenant_id": "shop", "history": ["油".repeat(5000), "油".repeat(5000)]}),
-            "`history` is longer than 8192 characters",
-        ),
+        (with("history", json!(["油".repeat(5000), "油".repeat(5000)])), "`history` is longer than 8192 characters"),
     ] {
         let (status, answer) = post(&url, body).await;
         assert_eq!((status, &answer["status"]), (422, &json!(422)), "{answer}");

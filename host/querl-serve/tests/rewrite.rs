@@ -198,40 +198,29 @@ async fn a_request_whose_client_has_left_is_cancelled_and_logged() {
 #[tokio::test]
 async fn rejected_requests_get_a_message() {
     let server = Server::shop(|_| ()).await;
-    let cases = [
-        (json!({}), 422, "`query` is missing; expected a text"),
-        (json!({"query": " \n"}), 422, "`query` is empty"),
-        (json!({"query": 7}), 422, "`query` is 7; expected a text"),
-        (json!({"query": "a\u{0}b"}), 422, "`query` has the character U+0000"),
-        (json!({"query": "a", "history": {"a": 1}}), 422, "`history` is neither a text nor a list"),
-        (
-            json!({"query": "a", "deadline_ms": -1}),
-            422,
-            "`deadline_ms` is -1; expected milliseconds, an integer of 0 or more",
-        ),
-        (
-            json!({"query": "a", "hystory": "b"}),
-            422,
-            "`hystory` is not a field of this request; did you mean `history`?",
-        ),
-        (json!({"query": "a", "zzz": 1}), 422, "`zzz` is not a field of this request; expected `query`, `tenant`"),
-        (
-            json!({"queries": [{"query": "a"}], "tenant": "shop"}),
-            422,
-            "`tenant` is not a field of this request; expected `queries`",
-        ),
-        (
-            json!({"queries": [{"query": "a", "usr": "b"}]}),
-            422,
-            "queries[0]: `usr` is not a field of this request; did you mean `user`?",
-        ),
-        (json!({"query": "long"}), 422, "the prompt has 900 tokens; expected at most 512"),
-        (json!({"query": "busy"}), 429, "the queue is full (9 requests)"),
-        (json!({"query": "a", "tenant": "shpo"}), 404, "tenant `shpo` is not served here; did you mean `shop`?"),
-        (json!({"query": "a", "tenant": "zzz"}), 404, "tenant `zzz` is not served here"),
-        (json!({"query": "长".repeat(2000)}), 413, "the body is larger than 4000 bytes"),
-    ];
-    for (body, status, sentence) in cases {
+    let cases = r#"
+{} | 422 | `query` is missing; expected a text
+{"query": " \n"} | 422 | `query` is empty
+{"query": 7} | 422 | `query` is 7; expected a text
+{"query": "a\u0000b"} | 422 | `query` has the character U+0000
+{"query": "a", "history": {"a": 1}} | 422 | `history` is neither a text nor a list
+{"query": "a", "deadline_ms": -1} | 422 | `deadline_ms` is -1; expected milliseconds, an integer of 0 or more
+{"query": "a", "hystory": "b"} | 422 | `hystory` is not a field of this request; did you mean `history`?
+{"query": "a", "zzz": 1} | 422 | `zzz` is not a field of this request; expected `query`, `tenant`
+{"queries": [{"query": "a"}], "tenant": "shop"} | 422 | `tenant` is not a field of this request; expected `queries`
+{"queries": [{"query": "a", "usr": "b"}]} | 422 | queries[0]: `usr` is not a field of this request; did you mean `user`?
+{"query": "long"} | 422 | the prompt has 900 tokens; expected at most 512
+{"query": "busy"} | 429 | the queue is full (9 requests)
+{"query": "a", "tenant": "shpo"} | 404 | tenant `shpo` is not served here; did you mean `shop`?
+{"query": "a", "tenant": "zzz"} | 404 | tenant `zzz` is not served here
+"#;
+    let line = |line: &'static str| {
+        let (body, rest) = line.split_once(" | ").unwrap();
+        let (status, sentence) = rest.split_once(" | ").unwrap();
+        (serde_json::from_str::<Value>(body).unwrap(), status.parse::<u16>().unwrap(), sentence)
+    };
+    let too_long = (json!({"query": "长".repeat(2000)}), 413, "the body is larger than 4000 bytes");
+    for (body, status, sentence) in cases.trim().lines().map(line).chain([too_long]) {
         let (found, answer) = server.asked("/v1/rewrite", body.clone()).await;
         let message = answer["error"]["message"].as_str().unwrap();
         assert!(found == status && message.starts_with(sentence), "{body}: {found}, {answer}");

@@ -9,51 +9,24 @@ use support::{CommandOutput, Project, model, repository};
 
 #[test]
 fn unusable_configuration_is_reported() {
-    let cases = [
-        ("sample_rate = 0.5", "sample_rate = 1.5", "querl.toml:15: judge.sample_rate is 1.5; expected 0.0 to 1.0"),
-        ("sample_rate", "sampel_rate", "querl.toml:15: unknown key judge.sampel_rate; did you mean sample_rate?"),
-        ("kind = \"rubric\"", "kind = 1", "querl.toml:14: judge.kind is 1; expected rubric, openai or none"),
-        (
-            "max_steps = 2\nbatch",
-            "max_steps = \"2\"\nbatch",
-            "querl.toml:30: rl.max_steps is \"2\"; expected an integer",
-        ),
-        ("[judge]", "[judge", "querl.toml:13: not valid TOML: unclosed table, expected `]`"),
-        ("tenant = \"fivedoctors\"", "", "querl.toml: the key tenant is missing; expected a string"),
-        (
-            "tenant",
-            "device = \"cuda:0\"\ntenant",
-            "device is \"cuda:0\", which cannot be used: there is no CUDA driver (libcuda.so.1) on this machine; \"cpu\" and \"auto\" do without",
-        ),
-        (
-            "tenant",
-            "device = \"gpu\"\ntenant",
-            "querl.toml:1: device is \"gpu\"; expected auto, cpu, cuda:N or a list of GPUs such as cuda:0,1",
-        ),
-        (
-            "\"queries.jsonl\"",
-            "\"queries.xlsx\"",
-            "querl.toml:4: data.input is \"queries.xlsx\"; no such file; create it or correct the path",
-        ),
-        (
-            "algorithm = \"ppo\"",
-            "algorithm = \"grpo\"",
-            "querl.toml:38: rl.n_samples is 1; rl.algorithm = \"grpo\" compares samples of one query, expected at least 2 (\"ppo\" takes 1)",
-        ),
-        (
-            "max_steps = 2\nbatch",
-            "min_new_tokens = 900\nmax_steps = 2\nbatch",
-            "querl.toml:30: rl.min_new_tokens is 900; expected at most rl.max_new_tokens, 8",
-        ),
-        (
-            "[rl]",
-            "lora_target_modules = [\"query\"]\n[rl]",
-            "querl.toml:29: sft.lora_target_modules is \"query\"; expected all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
-        ),
-    ];
-    for (from, to, expected) in cases {
+    let cases = r#"
+sample_rate = 0.5 | sample_rate = 1.5 | querl.toml:15: judge.sample_rate is 1.5; expected 0.0 to 1.0
+sample_rate | sampel_rate | querl.toml:15: unknown key judge.sampel_rate; did you mean sample_rate?
+kind = "rubric" | kind = 1 | querl.toml:14: judge.kind is 1; expected rubric, openai or none
+max_steps = 2\nbatch | max_steps = "2"\nbatch | querl.toml:30: rl.max_steps is "2"; expected an integer
+[judge] | [judge | querl.toml:13: not valid TOML: unclosed table, expected `]`
+tenant = "fivedoctors" |  | querl.toml: the key tenant is missing; expected a string
+tenant | device = "cuda:0"\ntenant | device is "cuda:0", which cannot be used: there is no CUDA driver (libcuda.so.1) on this machine; "cpu" and "auto" do without
+tenant | device = "gpu"\ntenant | querl.toml:1: device is "gpu"; expected auto, cpu, cuda:N or a list of GPUs such as cuda:0,1
+"queries.jsonl" | "queries.xlsx" | querl.toml:4: data.input is "queries.xlsx"; no such file; create it or correct the path
+algorithm = "ppo" | algorithm = "grpo" | querl.toml:38: rl.n_samples is 1; rl.algorithm = "grpo" compares samples of one query, expected at least 2 ("ppo" takes 1)
+max_steps = 2\nbatch | min_new_tokens = 900\nmax_steps = 2\nbatch | querl.toml:30: rl.min_new_tokens is 900; expected at most rl.max_new_tokens, 8
+[rl] | lora_target_modules = ["query"]\n[rl] | querl.toml:29: sft.lora_target_modules is "query"; expected all-linear, or some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj
+"#;
+    for case in cases.trim().lines() {
+        let [from, to, expected] = case.split(" | ").collect::<Vec<_>>()[..] else { panic!("{case}") };
         let project = Project::new();
-        project.edit(from, to);
+        project.edit(&from.replace("\\n", "\n"), &to.replace("\\n", "\n"));
         assert_eq!(project.refusal(&["run", "querl.toml"], 2), expected);
         assert!(!project.path("run").exists(), "{expected}");
     }
@@ -62,50 +35,22 @@ fn unusable_configuration_is_reported() {
 /// Regression: settings that are read, and then do nothing.
 #[test]
 fn retrieval_settings_without_effect_are_refused() {
-    let http = |more: &str| format!("kind = \"http\"\nurl = \"http://127.0.0.1:1/x\"\n{more}");
-    let cases = [
-        (
-            "kind = \"embedded\"\nmapping = { text = [\"/x\"] }".to_owned(),
-            "retrieval.mapping is set; retrieval.kind = \"embedded\" has no use for it, leave it out",
-        ),
-        (
-            http("mapping = { text = [\"/x\"] }"),
-            "retrieval.mapping is set; retrieval.service = \"general_rag\" has no use for it, leave it out",
-        ),
-        (
-            http(
-                "service = \"custom\"\nmapping = { request = { query = \"{{ query }}\" }, text = [\"/x\"], score = [] }",
-            ),
-            "retrieval.rerank.kind is \"none\"; retrieval.mapping.score names no scores, so a reranker is required",
-        ),
-        (
-            http("rerank = { kind = \"local\", path = \".\", scores = \"logit\" }"),
-            "retrieval.rerank.scores is \"logit\"; a local cross-encoder's scores are made 0 to 1 in any case, leave it out",
-        ),
-        (
-            http("service = \"chatchat\""),
-            "retrieval.rerank.kind is \"none\"; retrieval.service = \"chatchat\" sends no scores, so a reranker is required",
-        ),
-        (
-            http("service = \"ragflow\"\ntop_k = 65"),
-            "retrieval.top_k asks for 65 passages; the service returns at most 64",
-        ),
-        (
-            http("service = \"dify\"\nmapping = { success = [\"0\"] }"),
-            "retrieval.mapping.status is missing; retrieval.mapping.success says nothing without it",
-        ),
-        (
-            http("service = \"dify\"\nmapping = { status = [\"/code\"] }"),
-            "retrieval.mapping.success is missing; retrieval.mapping.status needs it",
-        ),
-        (
-            http("service = \"dify\"\nmapping = { score_range = [1.0, 0.0] }"),
-            "retrieval.mapping.score_range is [1.0, 0.0]; expected two numbers, the lower first",
-        ),
-    ];
-    for (to, expected) in cases {
+    let http = "kind = \"http\"\nurl = \"http://127.0.0.1:1/x\"";
+    let cases = r#"
+kind = "embedded"\nmapping = { text = ["/x"] } | retrieval.mapping is set; retrieval.kind = "embedded" has no use for it, leave it out
+HTTP\nmapping = { text = ["/x"] } | retrieval.mapping is set; retrieval.service = "general_rag" has no use for it, leave it out
+HTTP\nservice = "custom"\nmapping = { request = { query = "{{ query }}" }, text = ["/x"], score = [] } | retrieval.rerank.kind is "none"; retrieval.mapping.score names no scores, so a reranker is required
+HTTP\nrerank = { kind = "local", path = ".", scores = "logit" } | retrieval.rerank.scores is "logit"; a local cross-encoder's scores are made 0 to 1 in any case, leave it out
+HTTP\nservice = "chatchat" | retrieval.rerank.kind is "none"; retrieval.service = "chatchat" sends no scores, so a reranker is required
+HTTP\nservice = "ragflow"\ntop_k = 65 | retrieval.top_k asks for 65 passages; the service returns at most 64
+HTTP\nservice = "dify"\nmapping = { success = ["0"] } | retrieval.mapping.status is missing; retrieval.mapping.success says nothing without it
+HTTP\nservice = "dify"\nmapping = { status = ["/code"] } | retrieval.mapping.success is missing; retrieval.mapping.status needs it
+HTTP\nservice = "dify"\nmapping = { score_range = [1.0, 0.0] } | retrieval.mapping.score_range is [1.0, 0.0]; expected two numbers, the lower first
+"#;
+    for case in cases.trim().lines() {
+        let (to, expected) = case.split_once(" | ").unwrap();
         let project = Project::new();
-        project.edit("kind = \"embedded\"", &to);
+        project.edit("kind = \"embedded\"", &to.replace("HTTP", http).replace("\\n", "\n"));
         let said = project.refusal(&["run", "querl.toml"], 2);
         assert!(said.ends_with(expected), "{said}\n{expected}");
     }
