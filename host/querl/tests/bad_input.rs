@@ -719,12 +719,8 @@ fn nohup_and_a_limit_of_file_sizes_are_respected() {
 #[test]
 fn limits_of_the_shell_end_in_a_sentence_and_not_by_a_signal() {
     let project = Project::new();
-    let limited = |limit: &str, args: &str| {
-        let script = format!("ulimit {limit}; exec {} {args}", env!("CARGO_BIN_EXE_querl"));
-        let mut command = std::process::Command::new("bash");
-        command.args(["-c", &script]).current_dir(project.folder.path());
-        CommandOutput::of(command.output().unwrap(), project.folder.path())
-    };
+    let limited =
+        |limit: &str, args: &str| project.querl_after(&format!("ulimit {limit}"), &args.split(' ').collect::<Vec<_>>());
     limited("-s 64", "run querl.toml --to sft").ok();
     // Of the lower ones it depends on the machine where the memory ends.
     for limit in ["-v 100000", "-v 220000", "-v 400000", "-v 1572864"] {
@@ -754,10 +750,7 @@ fn want_of_memory_is_not_called_a_damaged_file() {
     // Sparse: it takes no disk, and more address space than there is.
     let weights = std::fs::File::options().write(true).open(project.path("model/model.safetensors")).unwrap();
     weights.set_len(64 << 30).unwrap();
-    let script = format!("ulimit -v 16777216; exec {} model inspect model", env!("CARGO_BIN_EXE_querl"));
-    let mut command = std::process::Command::new("bash");
-    command.args(["-c", &script]).current_dir(project.folder.path());
-    let output = CommandOutput::of(command.output().unwrap(), project.folder.path());
+    let output = project.querl_after("ulimit -v 16777216", &["model", "inspect", "model"]);
     let expected = "error: model/model.safetensors: too little memory or address space to read it; free some, or raise the limit (`ulimit -v`): \
                     Cannot allocate memory (os error 12)\n";
     assert_eq!((output.code, output.stderr.as_str()), (Some(1), expected));

@@ -136,20 +136,7 @@ fn templates_of_style_scorers_declare_the_style_model() {
 #[test]
 fn plugins_run_under_a_limit_of_address_space_with_equal_results() {
     let project = Project::new();
-    let limited = |args: &[&str]| {
-        let mut command = project.command(args);
-        let program = command.get_program().to_owned();
-        let mut shell = std::process::Command::new("sh");
-        shell.args(["-c", "ulimit -v 8388608 && exec \"$0\" \"$@\""]).arg(program).args(args);
-        shell.current_dir(project.folder.path());
-        for (name, value) in command.env("RAYON_NUM_THREADS", "2").get_envs() {
-            match value {
-                Some(value) => shell.env(name, value),
-                None => shell.env_remove(name),
-            };
-        }
-        support::CommandOutput::of(shell.output().unwrap(), project.folder.path())
-    };
+    let limited = |args: &[&str]| project.querl_after("ulimit -v 8388608; export RAYON_NUM_THREADS=2", args);
     let doctor = limited(&["doctor"]);
     assert!(doctor.stdout.contains("the plugin host starts without its pool of memory"), "{doctor:#?}");
     let free = project.querl(&["doctor"]);
