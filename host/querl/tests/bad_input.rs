@@ -3,7 +3,8 @@
 
 mod support;
 
-use std::io::{Read, Write};
+use querl_faulty::{Answer, FaultyServer};
+use serde_json::json;
 use std::net::TcpListener;
 use support::{CommandOutput, Project, model, repository};
 
@@ -567,32 +568,12 @@ fn plugin_source_that_does_not_build_shows_the_output_of_cargo() {
     assert!(said.stderr.ends_with(expected), "{said:#?}");
 }
 
-/// Answers every request with one status, on an address of this machine.
-fn server(status: &'static str) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = format!("http://{}", listener.local_addr().unwrap());
-    std::thread::spawn(move || {
-        for mut stream in listener.incoming().flatten() {
-            let mut request = [0; 1 << 16];
-            let _ = stream.read(&mut request);
-            let body = "{\"error\": {\"message\": \"no\"}}";
-            let _ = write!(
-                stream,
-                "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}",
-                body.len()
-            );
-        }
-    });
-    address
-}
-
 #[test]
 fn teacher_that_refuses_the_key_is_reported() {
     let project = Project::new();
-    let teacher = format!(
-        "kind = \"openai\"\nbase_url = \"{}/v1\"\nmodel = \"m\"\napi_key_env = \"TEST_KEY\"",
-        server("401 Unauthorized")
-    );
+    let server = FaultyServer::start(|_| Answer::json(401, &json!({"error": {"message": "no"}})).into());
+    let url = server.url();
+    let teacher = format!("kind = \"openai\"\nbase_url = \"{url}/v1\"\nmodel = \"m\"\napi_key_env = \"TEST_KEY\"");
     project.edit("kind = \"recorded\"\npath = \"teacher.jsonl\"", &teacher);
     let missing = project.refusal(&["run", "querl.toml"], 2);
     assert!(missing.contains("teacher.api_key_env") && missing.contains("TEST_KEY"), "{missing}");
