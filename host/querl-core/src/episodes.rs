@@ -289,10 +289,8 @@ mod tests {
         let line = one_line(BY_HAND);
         std::fs::write(&path, format!("{line}\n\n{line}\n")).unwrap();
         let error = read(&path).unwrap_err().to_string();
-        assert!(
-            error.ends_with("episodes.jsonl:3: the id `a` is that of an earlier line; expected unique ids"),
-            "{error}"
-        );
+        let expected = "episodes.jsonl:3: the id `a` is that of an earlier line; expected unique ids";
+        assert!(error.ends_with(expected), "{error}");
     }
 
     /// Whether `value` has all values of `part`; it may have more keys.

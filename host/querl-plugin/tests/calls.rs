@@ -237,8 +237,6 @@ fn style_scores_outside_of_the_contract_are_faults() {
     long.turns[1].content = "好".repeat(2000);
     let fault = scorer.score_batch(&[dialogue("b", "退款"), long]).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Result);
-    assert!(
-        fault.to_string().ends_with("dialogue `a`: total is 2; expected a number within the contract's range 0 to 1"),
-        "{fault}"
-    );
+    let expected = "dialogue `a`: total is 2; expected a number within the contract's range 0 to 1";
+    assert!(fault.to_string().ends_with(expected), "{fault}");
 }

@@ -224,10 +224,8 @@ async fn rejected_requests_get_a_message() {
     let no_json = answer(server.post("/predict").header("content-type", "application/json").body("{")).await;
     assert_eq!(no_json.0.as_u16(), 400);
     let sentence = no_json.1["error"].as_str().unwrap();
-    assert!(
-        sentence.starts_with("the body is not valid JSON: EOF while parsing an object at line 1 column 1"),
-        "{sentence}"
-    );
+    let expected = "the body is not valid JSON: EOF while parsing an object at line 1 column 1";
+    assert!(sentence.starts_with(expected), "{sentence}");
     let no_type = answer(server.post("/predict").body("{}")).await;
     assert_eq!(no_type.0.as_u16(), 415);
     let expected = "`Content-Type` is missing; expected `application/json`";

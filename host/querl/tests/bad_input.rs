@@ -168,10 +168,9 @@ fn a_file_of_another_kind_is_named_with_the_one_that_is_expected() {
     std::fs::write(project.path("queries.xlsx"), b"PK\x03\x04\xff").unwrap();
     for file in ["queries.jsonl", "queries.xlsx"] {
         for command in [&["data", "stats"][..], &["config", "check"], &["run"]] {
-            assert_eq!(
-                project.refusal(&[command, &[file]].concat(), 2),
-                format!("{file}: a file of data, not a configuration; expected a TOML file, such as querl.toml")
-            );
+            let expected =
+                format!("{file}: a file of data, not a configuration; expected a TOML file, such as querl.toml");
+            assert_eq!(project.refusal(&[command, &[file]].concat(), 2), expected);
         }
     }
     let problems = [
@@ -533,10 +532,8 @@ fn unusable_plugin_is_reported() {
     let reward = format!("{}/plugins/reward-competition", repository().display());
     let project = Project::new();
     project.edit(&reward, "reward.wasm").write("reward.wasm", "not WebAssembly");
-    assert_eq!(
-        project.refusal(&["run", "querl.toml"], 2),
-        "plugin reward.wasm: it is not WebAssembly; expected a component"
-    );
+    let expected = "plugin reward.wasm: it is not WebAssembly; expected a component";
+    assert_eq!(project.refusal(&["run", "querl.toml"], 2), expected);
 
     let project = Project::new();
     project.edit(&reward, &format!("{}/plugins/filter-quality", repository().display()));

@@ -267,10 +267,8 @@ fn keys_are_pem_files_that_openssl_reads_and_writes() {
     std::fs::set_permissions(project.path("old.pem"), std::fs::Permissions::from_mode(0o600)).unwrap();
     let signed = project.querl(&["plugin", "sign", BUNDLE, "--key", "old.pem"]).ok();
     assert!(signed.stdout.ends_with(&format!("signed by {OLD_PUBLIC}\n")), "{signed:#?}");
-    assert!(
-        signed.stderr.contains("`querl plugin sign --key old.pem --new-key NEW` writes the same key"),
-        "{signed:#?}"
-    );
+    let expected = "`querl plugin sign --key old.pem --new-key NEW` writes the same key";
+    assert!(signed.stderr.contains(expected), "{signed:#?}");
     let again = project.querl(&["plugin", "sign", "--key", "old.pem", "--new-key", "new.pem"]).ok();
     assert_eq!((again.stdout.trim_end(), again.stderr.as_str()), (OLD_PUBLIC, ""));
 

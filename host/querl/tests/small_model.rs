@@ -174,9 +174,7 @@ fn what_cannot_be_used_is_refused_with_what_was_expected() {
     assert_eq!(message, expected);
     for command in [&["run", "pretrain.toml"][..], &["config", "check", "pretrain.toml"]] {
         let message = project.refusal(command, 2);
-        assert!(
-            message.starts_with("pretrain.toml: a file for `querl model pretrain`; expected a configuration"),
-            "{message}"
-        );
+        let expected = "pretrain.toml: a file for `querl model pretrain`; expected a configuration";
+        assert!(message.starts_with(expected), "{message}");
     }
 }

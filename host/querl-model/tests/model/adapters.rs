@@ -146,10 +146,8 @@ fn targets_that_are_no_layers_are_named() {
         LoraAdapter::new(&decoder, settings, 1).err().unwrap().to_string()
     };
     let error = refusal(Modules::Named(vec!["q_proj".into(), "q_prj".into()]));
-    assert!(
-        error.starts_with("lora: target_modules: `q_prj` is not a layer of this model; expected `all-linear`"),
-        "{error}"
-    );
+    let expected = "lora: target_modules: `q_prj` is not a layer of this model; expected `all-linear`";
+    assert!(error.starts_with(expected), "{error}");
     let error = refusal(Modules::Pattern(".*nothing".into()));
     assert!(error.starts_with("lora: target_modules: no layer of this model is among them"), "{error}");
     assert!(refusal(Modules::Pattern("(".into())).contains("`(` is not a regular expression"));

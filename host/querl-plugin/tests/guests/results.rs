@@ -79,10 +79,8 @@ fn range_without_ends_is_refused_before_the_first_score() {
     let host = host();
     let plugin = load_guest(&host, "infinite-range").unwrap();
     let message = host.open(&plugin, &PluginSettings::default(), PluginPort::reward()).err().unwrap().to_string();
-    assert_eq!(
-        message,
-        "plugin infinite-range 0.1.0: declares the range -inf to inf; expected two finite numbers, the first below the second"
-    );
+    let expected = "plugin infinite-range 0.1.0: declares the range -inf to inf; expected two finite numbers, the first below the second";
+    assert_eq!(message, expected);
     assert_others_are_served(&host);
 }
 
