@@ -1,7 +1,7 @@
 //! The C interface from both sides: [`Library`] calls the library's functions, and every failure comes back as an error.
 
 use super::*;
-use querl_core::config::{BaseDtype, ModelConfig, RlConfig, SftConfig};
+use querl_core::config::{ModelConfig, RlConfig, SftConfig};
 use querl_core::ports::{
     Environment, EnvironmentError, FaultKind, PluginFault, PolicyResponse, Progress, RolloutEngine, RolloutPrompt,
     RolloutResponse, RolloutSampling, ScoredResponses,
@@ -150,14 +150,7 @@ fn model(folder: &Path) -> ModelConfig {
     let path = folder.join("model");
     std::fs::create_dir(&path).unwrap();
     make_model(&path);
-    ModelConfig {
-        path,
-        dtype: BaseDtype::F32,
-        tokens_per_pass: 64,
-        gradient_checkpointing: false,
-        tensor_parallel: 1,
-        enable_thinking: None,
-    }
+    serde_json::from_value(serde_json::json!({"path": path, "tokens_per_pass": 64})).unwrap()
 }
 
 fn cpu() -> Resources {
