@@ -66,13 +66,8 @@ impl ByLength {
 }
 
 fn plugin_fault() -> PluginFault {
-    PluginFault {
-        plugin: "reward-x".into(),
-        version: "0.1.0".into(),
-        message: "/secret/path: out of fuel".into(),
-        kind: FaultKind::Limit,
-        log: Vec::new(),
-    }
+    let (plugin, version, message) = ("reward-x".into(), "0.1.0".into(), "/secret/path: out of fuel".into());
+    PluginFault { plugin, version, message, kind: FaultKind::Limit, log: Vec::new() }
 }
 
 fn failure(kind: FailureKind) -> CallFailure {
