@@ -56,10 +56,8 @@ fn lock_file_written_and_read_again_is_the_same() {
 fn the_first_line_fits_its_place() {
     let first = |place| locked().to_text(place).lines().next().unwrap().to_owned();
     assert_eq!(first(LockKind::Run), "# Written by querl: the plugins of this run. A plugin that changed is refused.");
-    assert_eq!(
-        first(LockKind::Project),
-        "# Written by querl: the bundles of this project; keep this file in version control. A plugin that changed is refused."
-    );
+    let expected = "# Written by querl: the bundles of this project; keep this file in version control. A plugin that changed is refused.";
+    assert_eq!(first(LockKind::Project), expected);
     assert_eq!(LockFile::parse(&locked().to_text(LockKind::Project), "querl.lock").unwrap(), locked());
 }
 

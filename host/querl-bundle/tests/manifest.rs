@@ -171,10 +171,8 @@ fn a_plugin_that_asks_for_less_gets_less_and_for_more_is_refused() {
     assert_eq!((effective.fuel_per_item, effective.memory_bytes), (2_000_000, 64 << 20));
     assert_eq!(effective.timeout_ms, host.timeout_ms);
     let tight = PluginLimits { fuel_per_item: 1000, ..host };
-    assert_eq!(
-        parsed().effective_limits(&tight).unwrap_err(),
-        "asks for a fuel_per_item of 2000000, and this host allows 1000; raise `plugins.limits.fuel_per_item` to 2000000 or more"
-    );
+    let expected = "asks for a fuel_per_item of 2000000, and this host allows 1000; raise `plugins.limits.fuel_per_item` to 2000000 or more";
+    assert_eq!(parsed().effective_limits(&tight).unwrap_err(), expected);
 }
 
 #[test]

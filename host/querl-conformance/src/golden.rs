@@ -462,7 +462,6 @@ impl StyleModel for FixedStyleModel {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::records::{FailureKind, HostCallError, HostRequest, HostResponse};
@@ -537,49 +536,26 @@ mod tests {
     #[test]
     fn bad_lines_name_file_line_and_what_was_expected() {
         let episode = r#""episode": {"query": "a", "policy": {"rewrite": "b"}, "baseline": {"rewrite": "c"}}"#;
-        for (line, expected) in [
-            ("{", "not a JSON object: "),
-            (r#"{"episode": {}}"#, "`name` is missing"),
-            (r#"{"name": " ", "task": "judge"}"#, "`name` is blank"),
-            (r#"{"name": "a"}"#, "expected one of `episode`, `episodes`, `samples`, `task`"),
-            (&format!(r#"{{"name": "a", {episode}, "expect": {{"total": 1}}, "note": "x"}}"#), "unknown key `note`"),
-            (&format!(r#"{{"name": "a", {episode}, "expect": {{"totl": 1}}}}"#), "unknown field `totl`"),
-            (
-                &format!(r#"{{"name": "a", {episode}, "expect": {{"total": 1, "rejected": "x"}}}}"#),
-                "expected either `total`",
-            ),
-            (
-                &format!(r#"{{"name": "a", {episode}, "expect": {{"total": 1, "tolerance": -1}}}}"#),
-                "`tolerance` is -1; expected 0",
-            ),
-            (
-                r#"{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b",
-                "retrieval": {"hits": [{"reranker_score": 2}]}},
-                    "baseline": {"rewrite": "c"}}, "expect": {"total": 1}}"#,
-                "`reranker_score` of policy hit 1 is 2; expected 0 to 1",
-            ),
-            (
-                r#"{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b",
-                "retrieval": {"hits": [{"reranker_score": 1, "txt": "x"}]}},
-                    "baseline": {"rewrite": "c"}}, "expect": {"total": 1}}"#,
-                "unknown key `txt` in `episode.policy.retrieval.hits 1`",
-            ),
-            (r#"{"name": "a", "samples": [], "expect": ["keep"]}"#, "`expect` has 1 verdicts for 0 samples"),
-            (
-                r#"{"name": "a", "task": "rewrite", "input": {"query": "a"}, "expect": {}}"#,
-                "`task`: unknown variant `rewrite`",
-            ),
-            (
-                r#"{"name": "a", "task": "judge", "input": {"query": "a"}, "expect": {}}"#,
-                "`input.rewrite` is there for the task `judge`",
-            ),
-            (r#"{"name": "a", "parse_rewrite": "a", "expect": {}}"#, "expected either `rewrite` or `rejected`"),
-            (
-                r#"{"name": "a", "dialogue": {"turns": [{"role": "user", "content": "在"}]}, "expect": {"total": 1}}"#,
-                "the last turn of `dialogue` is not the assistant's",
-            ),
-        ] {
-            let (origin, case): Case = parse(&line.replace('\n', " "), "golden/x.jsonl").remove(0);
+        let cases = r#"
+{ | not a JSON object: EOF while parsing an object
+{"episode": {}} | `name` is missing
+{"name": " ", "task": "judge"} | `name` is blank
+{"name": "a"} | expected one of `episode`, `episodes`, `samples`, `task`
+{"name": "a", EPISODE, "expect": {"total": 1}, "note": "x"} | unknown key `note`
+{"name": "a", EPISODE, "expect": {"totl": 1}} | unknown field `totl`
+{"name": "a", EPISODE, "expect": {"total": 1, "rejected": "x"}} | expected either `total`
+{"name": "a", EPISODE, "expect": {"total": 1, "tolerance": -1}} | `tolerance` is -1; expected 0
+{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b", "retrieval": {"hits": [{"reranker_score": 2}]}}, "baseline": {"rewrite": "c"}}, "expect": {"total": 1}} | `reranker_score` of policy hit 1 is 2; expected 0 to 1
+{"name": "a", "episode": {"query": "a", "policy": {"rewrite": "b", "retrieval": {"hits": [{"reranker_score": 1, "txt": "x"}]}}, "baseline": {"rewrite": "c"}}, "expect": {"total": 1}} | unknown key `txt` in `episode.policy.retrieval.hits 1`
+{"name": "a", "samples": [], "expect": ["keep"]} | `expect` has 1 verdicts for 0 samples
+{"name": "a", "task": "rewrite", "input": {"query": "a"}, "expect": {}} | `task`: unknown variant `rewrite`
+{"name": "a", "task": "judge", "input": {"query": "a"}, "expect": {}} | `input.rewrite` is there for the task `judge`
+{"name": "a", "parse_rewrite": "a", "expect": {}} | expected either `rewrite` or `rejected`
+{"name": "a", "dialogue": {"turns": [{"role": "user", "content": "在"}]}, "expect": {"total": 1}} | the last turn of `dialogue` is not the assistant's
+"#;
+        for case in cases.trim().lines() {
+            let (line, expected) = case.split_once(" | ").unwrap();
+            let (origin, case): Case = parse(&line.replace("EPISODE", episode), "golden/x.jsonl").remove(0);
             let error = case.err().unwrap();
             assert!(origin == "golden/x.jsonl:1" && error.contains(expected), "{origin}: {error}");
         }

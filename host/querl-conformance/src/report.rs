@@ -306,7 +306,6 @@ fn bytes(n_bytes: usize) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

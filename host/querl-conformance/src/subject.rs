@@ -221,7 +221,6 @@ pub(crate) fn recorded(calls: &[HostCall], request: &HostRequest) -> Result<Host
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -45,17 +45,9 @@ fn guests_give_the_totals_that_they_gave() {
     let totals: BTreeMap<String, f64> = serde_json::from_str(&text).unwrap();
     let host =
         PluginHost::new(HostOptions { compiler: Compiler::InProcessWithoutLimits, ..HostOptions::default() }).unwrap();
-    let candidate = || Candidate {
-        rewrite: "7".into(),
-        retrieval: Some(Ok(vec![Hit {
-            id: "kb-1".into(),
-            text: "每日两粒".into(),
-            reranker_score: 0.9,
-            retrieval_score: None,
-            rank: 1,
-        }])),
-        ..Candidate::default()
-    };
+    let hit = Hit { id: "kb-1".into(), text: "每日两粒".into(), reranker_score: 0.9, rank: 1, ..Hit::default() };
+    let candidate =
+        || Candidate { rewrite: "7".into(), retrieval: Some(Ok(vec![hit.clone()])), ..Candidate::default() };
     let episode = Episode {
         id: "a".into(),
         query: "鱼油一天几粒啊".into(),

@@ -156,10 +156,8 @@ fn another_range_than_declared_is_found() {
     let report = tested(&[("range = [0.0, 1.0]", "range = [0.0, 2.0]")], "");
     assert_eq!(failed(&report), ["manifest"]);
     let [_, returned, _] = failure(&report, "manifest");
-    assert!(
-        returned.ends_with("its plugin.toml says `0 to 2` under `plugin.range`; the component says `0 to 1`"),
-        "{returned}"
-    );
+    let expected = "its plugin.toml says `0 to 2` under `plugin.range`; the component says `0 to 1`";
+    assert!(returned.ends_with(expected), "{returned}");
 }
 
 #[test]

@@ -83,7 +83,6 @@ fn holder_in(file: &mut File) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -126,7 +126,6 @@ impl<'a> Edit<'a> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::ports::{ParsedJudgement, PromptInput, PromptTask};

@@ -173,7 +173,6 @@ fn check(episode: &Episode) -> Result<(), String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::records::{FinishReason, HostRequest, HostResponse};
@@ -207,9 +206,8 @@ mod tests {
                 if episode.id.starts_with("val") { "val" } else { "step" },
                 episode.step.unwrap()
             )));
-            assert!(
-                episode.candidates().count() == 2 && episode.candidates().all(|(_, side)| side.retrieval.is_some())
-            );
+            assert!(episode.candidates().count() == 2);
+            assert!(episode.candidates().all(|(_, side)| side.retrieval.is_some()));
             assert!(episode.response.is_none() && episode.prompt.is_none() && episode.split.is_none());
         }
         let ends: Vec<_> = episodes.iter().map(|episode| episode.policy.finish_reason.clone()).collect();
@@ -291,10 +289,8 @@ mod tests {
         let line = one_line(BY_HAND);
         std::fs::write(&path, format!("{line}\n\n{line}\n")).unwrap();
         let error = read(&path).unwrap_err().to_string();
-        assert!(
-            error.ends_with("episodes.jsonl:3: the id `a` is that of an earlier line; expected unique ids"),
-            "{error}"
-        );
+        let expected = "episodes.jsonl:3: the id `a` is that of an earlier line; expected unique ids";
+        assert!(error.ends_with(expected), "{error}");
     }
 
     /// Whether `value` has all values of `part`; it may have more keys.

@@ -91,7 +91,6 @@ pub fn coordinates(index: usize, shape: &[usize]) -> Vec<usize> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

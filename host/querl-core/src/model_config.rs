@@ -328,7 +328,6 @@ fn shown(value: &Value) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;
@@ -372,10 +371,8 @@ mod tests {
         assert_eq!((keys.size("fine", 8), keys.optional_size("none", 8)), (Ok(8), Ok(None)));
         for key in ["zero", "large", "half", "text", "below"] {
             let found = keys.optional_size(key, 8).unwrap_err();
-            assert!(
-                found.starts_with(&format!("`{key}` is ")) && found.ends_with("a whole number from 1 to 8"),
-                "{found}"
-            );
+            assert!(found.starts_with(&format!("`{key}` is ")), "{found}");
+            assert!(found.ends_with("a whole number from 1 to 8"), "{found}");
         }
         assert!(keys.size("none", 8).unwrap_err().starts_with("has no `none`"));
     }

@@ -60,7 +60,6 @@ impl ResponseForm {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

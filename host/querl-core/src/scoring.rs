@@ -135,7 +135,6 @@ pub trait RewardService: Send + Sync {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;

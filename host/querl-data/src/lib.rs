@@ -54,7 +54,6 @@ pub use text::normalise;
 
 /// A path in a new folder, which is removed with the first value.
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 pub(crate) fn scratch_file(name: &str) -> (tempfile::TempDir, std::path::PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join(name);

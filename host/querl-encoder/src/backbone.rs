@@ -368,7 +368,6 @@ fn cuts(lengths: &[usize], n_heads: usize) -> Vec<Vec<usize>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -307,18 +307,12 @@ fn impossible_input_is_an_error_that_names_system_and_query() {
     let one = record("rl", 2, found(2, None, 0.5));
     let none = EvalOptions { n_resamples: 0, ..OPTIONS };
     assert!(matches!(evaluate(std::slice::from_ref(&one), &none), Err(EvalError::NoResamples)));
-    assert_eq!(
-        message(&[one.clone(), one.clone()]),
-        "system `rl` has two records of query `q0002` (row 2); expected one"
-    );
-    assert_eq!(
-        message(&[one, record("sft", 3, rejected())]),
-        "system `rl` has no record of query `q0003` (row 3), which other systems have; evaluate it again"
-    );
-    assert_eq!(
-        message(&[record("rl", 2, with_reward(found(2, None, 0.5), f64::NAN))]),
-        "system `rl`, query `q0002`: `reward` is NaN; expected a finite number"
-    );
+    let expected = "system `rl` has two records of query `q0002` (row 2); expected one";
+    assert_eq!(message(&[one.clone(), one.clone()]), expected);
+    let expected = "system `rl` has no record of query `q0003` (row 3), which other systems have; evaluate it again";
+    assert_eq!(message(&[one, record("sft", 3, rejected())]), expected);
+    let expected = "system `rl`, query `q0002`: `reward` is NaN; expected a finite number";
+    assert_eq!(message(&[record("rl", 2, with_reward(found(2, None, 0.5), f64::NAN))]), expected);
 }
 
 #[test]

@@ -1,8 +1,7 @@
 //! The C interface from both sides: [`Library`] calls the library's functions, and every failure comes back as an error.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
-use querl_core::config::{BaseDtype, ModelConfig, RlConfig, SftConfig};
+use querl_core::config::{ModelConfig, RlConfig, SftConfig};
 use querl_core::ports::{
     Environment, EnvironmentError, FaultKind, PluginFault, PolicyResponse, Progress, RolloutEngine, RolloutPrompt,
     RolloutResponse, RolloutSampling, ScoredResponses,
@@ -151,14 +150,7 @@ fn model(folder: &Path) -> ModelConfig {
     let path = folder.join("model");
     std::fs::create_dir(&path).unwrap();
     make_model(&path);
-    ModelConfig {
-        path,
-        dtype: BaseDtype::F32,
-        tokens_per_pass: 64,
-        gradient_checkpointing: false,
-        tensor_parallel: 1,
-        enable_thinking: None,
-    }
+    serde_json::from_value(serde_json::json!({"path": path, "tokens_per_pass": 64})).unwrap()
 }
 
 fn cpu() -> Resources {
@@ -370,10 +362,8 @@ fn an_invalid_job_is_an_error() {
     assert!(failure.message.starts_with("invalid job: "), "{failure}");
     let (_, JobResult::Failed(failure)) = answer(interface::ABI + 1, b"{}") else { panic!("no failure") };
     let versions = (interface::ABI + 1, interface::ABI);
-    assert_eq!(
-        failure.message,
-        format!("the program's interface is version {} and the library's is {}", versions.0, versions.1)
-    );
+    let expected = format!("the program's interface is version {} and the library's is {}", versions.0, versions.1);
+    assert_eq!(failure.message, expected);
     let (_, JobResult::Failed(failure)) = answer(interface::ABI, b"") else { panic!("no failure") };
     assert!(failure.message.starts_with("invalid job: "), "{failure}");
 }

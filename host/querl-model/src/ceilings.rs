@@ -101,7 +101,6 @@ fn copies_on_cpu(n_bytes: usize) -> Result<Vec<f64>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

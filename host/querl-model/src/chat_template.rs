@@ -394,7 +394,6 @@ pub(crate) fn token_text(value: &serde_json::Value) -> Option<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

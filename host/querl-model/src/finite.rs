@@ -58,7 +58,6 @@ pub(crate) fn check_tensors<'a>(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

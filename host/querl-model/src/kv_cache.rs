@@ -323,7 +323,6 @@ impl SequenceKvCache {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -101,7 +101,6 @@ pub fn nccl_version_name(version: c_int) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

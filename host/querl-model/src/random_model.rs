@@ -119,7 +119,6 @@ pub fn write_random_model(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::{ComputeDevice, Decoder, PackedBatch, Weights};

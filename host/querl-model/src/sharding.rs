@@ -244,7 +244,6 @@ impl TensorParallel {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -257,7 +257,6 @@ fn shown_above(error: &anyhow::Error) -> Option<(&str, &'static str)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use anyhow::Context;
@@ -337,12 +336,9 @@ mod tests {
 
     #[test]
     fn too_many_items_dropped_at_a_limit_is_a_limit_wherever_it_shows() {
-        let fault = |kind| PluginFault {
-            plugin: "p".into(),
-            version: "0.1.0".into(),
-            message: "m".into(),
-            kind,
-            log: Vec::new(),
+        let fault = |kind| {
+            let (plugin, version, message) = ("p".into(), "0.1.0".into(), "m".into());
+            PluginFault { plugin, version, message, kind, log: Vec::new() }
         };
         let ending = |kind| {
             let (scored, filtered) = (EnvironmentError::from(fault(kind)), DataError::from(fault(kind)));

@@ -383,10 +383,8 @@ mod tests {
         project.pin(&[entry("p", 'a', LockSource::Folder)], OnPluginChange::Refuse).unwrap();
         project.pin(&with('e'), OnPluginChange::Refuse).unwrap();
         let refusal = project.pin(&with('f'), OnPluginChange::Refuse).unwrap_err();
-        assert!(
-            refusal.contains("manifest eeeeeeeeeeee) to 0.1.0 (component aaaaaaaaaaaa, manifest ffff"),
-            "{refusal}"
-        );
+        let expected = "manifest eeeeeeeeeeee) to 0.1.0 (component aaaaaaaaaaaa, manifest ffff";
+        assert!(refusal.contains(expected), "{refusal}");
         project.pin(&with('f'), OnPluginChange::Accept).unwrap();
         assert_eq!(project.lock("run/querl.lock").unwrap().changes.len(), 1);
     }

@@ -120,10 +120,8 @@ mod tests {
         row.metadata.query.history_summary = "asked about fish oil".into();
         let rows = hyde_rows(&[row]);
         let content = &rows[0].messages[0].content;
-        assert!(
-            content.ends_with("Conversation so far: asked about fish oil\nQuestion: query a\nPassage:"),
-            "{content}"
-        );
+        let expected = "Conversation so far: asked about fish oil\nQuestion: query a\nPassage:";
+        assert!(content.ends_with(expected), "{content}");
         assert_eq!(rows[0].prompt().len(), 1);
     }
 }

@@ -313,7 +313,6 @@ fn try_prune(folder: &Path, newest: &Path, max_bytes: u64) -> io::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -289,7 +289,6 @@ fn value(kind: SettingType, text: &str) -> Option<Value> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

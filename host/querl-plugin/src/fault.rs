@@ -191,18 +191,12 @@ mod tests {
         assert_eq!(last_words(stderr), expected);
         let deep = format!("{TRACEBACK}\n{}E: x\n", "  File\n".repeat(100));
         let message = last_words(&deep);
-        assert!(
-            message.starts_with("raised: E: x\n(62 lines before)\n  File\n") && message.ends_with("\nE: x\n"),
-            "{message}"
-        );
-        assert_eq!(
-            last_words("thread 'a' panicked at src/lib.rs:1:1:\nno\n"),
-            "panicked: thread 'a' panicked at src/lib.rs:1:1: no"
-        );
-        assert_eq!(
-            last_words("TypeError: x is undefined\nscore@plugin.js:3\n"),
-            "threw: TypeError: x is undefined score@plugin.js:3"
-        );
+        assert!(message.starts_with("raised: E: x\n(62 lines before)\n  File\n"), "{message}");
+        assert!(message.ends_with("\nE: x\n"), "{message}");
+        let expected = "panicked: thread 'a' panicked at src/lib.rs:1:1: no";
+        assert_eq!(last_words("thread 'a' panicked at src/lib.rs:1:1:\nno\n"), expected);
+        let expected = "threw: TypeError: x is undefined score@plugin.js:3";
+        assert_eq!(last_words("TypeError: x is undefined\nscore@plugin.js:3\n"), expected);
         assert_eq!(last_words("no words\n"), "ended after it wrote: no words");
     }
 
@@ -219,10 +213,8 @@ mod tests {
             "used up its fuel: 200,000,000 for the call and 10,000,000 for each of 64 items \
              (`plugins.limits.fuel_per_item`); it loops, or needs more"
         );
-        assert_eq!(
-            out_of_time(&limits, 20_000),
-            "ran for longer than 5,000 ms with 20,000 items in one call (`plugins.limits.timeout_ms`); raise it for so many"
-        );
+        let expected = "ran for longer than 5,000 ms with 20,000 items in one call (`plugins.limits.timeout_ms`); raise it for so many";
+        assert_eq!(out_of_time(&limits, 20_000), expected);
         assert_eq!(
             waited_for_the_machine(&limits, Duration::from_millis(1200)),
             "was not finished after 50,000 ms, 10 times `plugins.limits.timeout_ms`, in which it ran for 1,200 ms: the machine is busy with \

@@ -29,7 +29,6 @@ pub(crate) fn results(text: &str) -> Result<Vec<ItemResult>, FormError> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -86,7 +86,6 @@ mod text_tests {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod settings_tests {
     use super::*;
 

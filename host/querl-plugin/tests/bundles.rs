@@ -137,10 +137,8 @@ fn settings_are_checked_against_the_manifest_before_the_plugin_sees_them() {
         let settings = toml::from_str(settings).unwrap();
         host.open(&plugin, &settings, PluginPort::reward()).err().unwrap().to_string()
     };
-    assert_eq!(
-        refused("weight_judge = 3"),
-        "plugin reward-competition 0.1.0: setting `weight_judge`: expected a number from 0 to 2, got 3"
-    );
+    let expected = "plugin reward-competition 0.1.0: setting `weight_judge`: expected a number from 0 to 2, got 3";
+    assert_eq!(refused("weight_judge = 3"), expected);
     assert_eq!(
         refused("weight_jugde = 1"),
         "plugin reward-competition 0.1.0: setting `weight_jugde`: the plugin knows no such setting; did you mean \

@@ -115,14 +115,11 @@ fn tenants_make_prompts_and_read_answers() {
 fn refused_and_unknown_settings_are_named() {
     let message =
         |settings| open(&host(), "plugins/filter-quality", settings, PluginPort::filter()).err().unwrap().to_string();
-    assert_eq!(
-        message("min_top1 = 'high'"),
-        "plugin filter-quality 0.2.0: setting `min_top1`: expected a number from 0 to 1, got \"high\""
-    );
-    assert_eq!(
-        message("min_top = 0.5"),
-        "plugin filter-quality 0.2.0: setting `min_top`: the plugin knows no such setting; did you mean `min_top1`?"
-    );
+    let expected = "plugin filter-quality 0.2.0: setting `min_top1`: expected a number from 0 to 1, got \"high\"";
+    assert_eq!(message("min_top1 = 'high'"), expected);
+    let expected =
+        "plugin filter-quality 0.2.0: setting `min_top`: the plugin knows no such setting; did you mean `min_top1`?";
+    assert_eq!(message("min_top = 0.5"), expected);
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! The `general_rag` server over real sockets: the embedded retrieval behind it, the retriever of `kind = "http"` as its client.
 #![allow(clippy::unwrap_used)]
 
+mod support;
+
 use querl_core::config::{Overrides, RetrievalConfig, load};
 use querl_core::ports::{RetrievalRequest, Retriever};
 use querl_core::records::{CallFailure, Context, FailureKind, Hit};
@@ -13,6 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
+use support::{answer, http, serve_app};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -60,10 +63,7 @@ async fn server(folder: &Path) -> String {
 const TIMEOUT: Duration = Duration::from_secs(30);
 
 async fn start(bases: Vec<KnowledgeBase>, limits: ServerLimits) -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}{GENERAL_RAG_ROUTE}", listener.local_addr().unwrap());
-    tokio::spawn(serve(listener, general_rag(bases, None).unwrap(), limits, std::future::pending()));
-    url
+    serve_app(general_rag(bases, None).unwrap(), limits).await + GENERAL_RAG_ROUTE
 }
 
 fn client(url: &str, kb_name: &str, tenant: &str) -> Arc<dyn Retriever> {
@@ -72,15 +72,8 @@ fn client(url: &str, kb_name: &str, tenant: &str) -> Arc<dyn Retriever> {
     open_retriever(&config, tenant, &LocalModels::default(), &ServiceContext::default()).unwrap()
 }
 
-fn http() -> reqwest::Client {
-    // Fails where a provider is installed already.
-    let _ = rustls::crypto::ring::default_provider().install_default();
-    reqwest::Client::new()
-}
-
 async fn post(url: &str, body: Value) -> (u16, Value) {
-    let response = http().post(url).json(&body).send().await.unwrap();
-    (response.status().as_u16(), response.json().await.unwrap())
+    answer(http().post(url).json(&body)).await
 }
 
 #[tokio::test]
@@ -198,31 +191,20 @@ async fn limits_of_the_request_hold() {
 async fn invalid_values_are_rejected_with_a_message() {
     let folder = tempfile::tempdir().unwrap();
     let url = server(folder.path()).await;
+    let with = |key: &str, value: Value| json!({"query": "鱼油", "tenant_id": "shop", key: value});
     for (body, said) in [
         (json!({"tenant_id": "shop"}), "`query` is missing; expected a text"),
         (json!({"query": " ", "tenant_id": "shop"}), "`query` is empty"),
         (json!({"query": "鱼油"}), "`tenant_id` is missing; expected a text"),
         (json!({"query": 7, "tenant_id": "shop"}), "`query` is 7; expected a text"),
-        (
-            json!({"query": "鱼油", "tenant_id": "shop", "top_k": -1}),
-            "`top_k` is -1; expected an integer from 1 to 1000",
-        ),
-        (
-            json!({"query": "鱼油", "tenant_id": "shop", "score_threshold": "x"}),
-            "`score_threshold` is \"x\"; expected a number from 0 to 1",
-        ),
+        (with("top_k", json!(-1)), "`top_k` is -1; expected an integer from 1 to 1000"),
+        (with("score_threshold", json!("x")), "`score_threshold` is \"x\"; expected a number from 0 to 1"),
         (json!(["鱼油"]), "the body is [\"鱼油\"]; expected {\"query\": ..., \"tenant_id\": ...}"),
-        (json!({"query": "鱼油", "tenant_id": "shop", "top_k": 0}), "`top_k` is 0; expected 1 to 1000"),
-        (
-            json!({"query": "鱼油", "tenant_id": "shop", "score_threshold": 7}),
-            "`score_threshold` is 7; expected 0 to 1",
-        ),
-        (json!({"query": "鱼油", "tenant_id": "shop", "history": 3}), "`history` is neither a text nor a list"),
+        (with("top_k", json!(0)), "`top_k` is 0; expected 1 to 1000"),
+        (with("score_threshold", json!(7)), "`score_threshold` is 7; expected 0 to 1"),
+        (with("history", json!(3)), "`history` is neither a text nor a list"),
         (json!({"query": "油".repeat(8193), "tenant_id": "shop"}), "`query` is longer than 8192 characters"),
-        (
-            json!({"query": "鱼油", "tenant_id": "shop", "history": ["油".repeat(5000), "油".repeat(5000)]}),
-            "`history` is longer than 8192 characters",
-        ),
+        (with("history", json!(["油".repeat(5000), "油".repeat(5000)])), "`history` is longer than 8192 characters"),
     ] {
         let (status, answer) = post(&url, body).await;
         assert_eq!((status, &answer["status"]), (422, &json!(422)), "{answer}");
@@ -278,10 +260,8 @@ async fn malformed_requests_have_their_own_status_and_a_message() {
 
 #[tokio::test]
 async fn a_search_requires_the_key() {
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
     let app = general_rag(faulty(Ok(Duration::ZERO), TIMEOUT), Some("right")).unwrap();
-    tokio::spawn(serve(listener, app, ServerLimits::default(), std::future::pending()));
+    let url = serve_app(app, ServerLimits::default()).await;
     let ask = async |authorization: &str| {
         let body = json!({"query": "鱼油", "tenant_id": "shop"});
         let request = http().post(format!("{url}{GENERAL_RAG_ROUTE}")).json(&body);

@@ -4,14 +4,14 @@
 mod support;
 
 use querl_core::serving::{Candidate, CandidateMode, ReleaseSource, Reloaded, Rewriter, Role};
-use querl_serve::{CandidateLimits, RewriteOptions, RewriteService, ServerLimits, serve};
+use querl_serve::{CandidateLimits, RewriteOptions, RewriteService, ServerLimits};
 use reqwest::{Client, Method};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use support::{StandInRewriter, options, tenant};
+use support::{StandInRewriter, answer, http, options, serve_app, tenant};
 
 const LIMITS: CandidateLimits =
     CandidateLimits { min_requests: 4, max_errors: 0.1, max_fallbacks: 0.2, max_latency_ratio: 2.0 };
@@ -67,19 +67,15 @@ impl Server {
         let releases = Arc::new(StandInReleases { rewriter: rewriter.clone(), candidate, reasons, is_read_only });
         service.set_releases(releases.clone());
         service.set_ready(rewriter.clone());
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
-        tokio::spawn(serve(listener, service.router(), ServerLimits::default(), std::future::pending()));
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        let server = Self { url, client: Client::builder().no_proxy().build().unwrap(), rewriter, releases };
+        let url = serve_app(service.router(), ServerLimits::default()).await;
+        let server = Self { url, client: http(), rewriter, releases };
         assert_eq!(server.admin(Method::POST, "/admin/releases").await.0, 200);
         server
     }
 
     async fn admin(&self, method: Method, path: &str) -> (u16, Value) {
         let request = self.client.request(method, format!("{}{path}", self.url)).bearer_auth("admin-key");
-        let response = request.json(&json!({"path": "runs/shop"})).send().await.unwrap();
-        (response.status().as_u16(), response.json().await.unwrap())
+        answer(request.json(&json!({"path": "runs/shop"}))).await
     }
 
     /// The tenant's entry of the comparison.
@@ -88,7 +84,7 @@ impl Server {
     }
 
     async fn ask(&self, path: &str, body: Value) -> Value {
-        self.client.post(format!("{}{path}", self.url)).json(&body).send().await.unwrap().json().await.unwrap()
+        answer(self.client.post(format!("{}{path}", self.url)).json(&body)).await.1
     }
 
     async fn rewrite(&self, query: &str, user: &str) -> Value {
@@ -159,11 +155,8 @@ async fn a_user_has_one_version_on_every_route_and_no_rewrite_of_the_other() {
     let candidate = &trial["candidate"];
     let n_requests = candidate["requests"].as_u64().unwrap() as usize;
     assert!(n_requests >= 5 * n_candidate && n_requests <= 5 * n_candidate + 2, "{candidate}");
-    assert!(
-        candidate["cached"].as_u64().unwrap() as usize >= 3 * n_candidate - 2
-            && candidate["latency_ms"]["p95"].is_number(),
-        "{candidate}"
-    );
+    assert!(candidate["cached"].as_u64().unwrap() as usize >= 3 * n_candidate - 2, "{candidate}");
+    assert!(candidate["latency_ms"]["p95"].is_number(), "{candidate}");
     assert_eq!(candidate["errors"], 0);
 }
 

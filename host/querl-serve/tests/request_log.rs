@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use support::{StandInRewriter, http, options, tenant};
+use support::{StandInRewriter, answer, http, listen, options, serve_app, tenant};
 
 struct Server {
     url: String,
@@ -33,8 +33,7 @@ impl Server {
             tenant("rival", 7, Some("rival-key")),
             tenant("shop", 1, Some("shop-key")),
         ]));
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
+        let (listener, url) = listen().await;
         let running = tokio::spawn(serve(listener, service.router(), options().server, std::future::pending()));
         Self { url, client: http(), running }
     }
@@ -60,9 +59,7 @@ impl Server {
     }
 
     async fn ask(&self, path: &str, body: Value) -> (u16, Value) {
-        let request = self.client.post(format!("{}{path}", self.url)).bearer_auth("shop-key").json(&body);
-        let response = request.send().await.unwrap();
-        (response.status().as_u16(), response.json().await.unwrap())
+        answer(self.client.post(format!("{}{path}", self.url)).bearer_auth("shop-key").json(&body)).await
     }
 
     async fn metric(&self, name: &str) -> Option<u64> {
@@ -109,11 +106,7 @@ async fn lines_once(folder: &Path, n_lines: usize) -> Vec<Value> {
 
 async fn upstream() -> String {
     let respond = async || axum::Json(json!({"status": 200, "data": {"recall": []}}));
-    let app = axum::Router::new().fallback(respond);
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(serve(listener, app, options().server, std::future::pending()));
-    url
+    serve_app(axum::Router::new().fallback(respond), options().server).await
 }
 
 #[tokio::test]

@@ -1,16 +1,19 @@
 //! The reward service over real sockets, in the forms of the clients of other engines, in front of an environment that scores by length.
 #![allow(clippy::unwrap_used)]
 
+mod support;
+
 use querl_core::ports::{EnvironmentError, FaultKind, PluginFault, RewardRange};
 use querl_core::records::{
     CallFailure, Candidate, Episode, EpisodeRecord, FailureKind, Rejection, Reward, RewardComponent,
 };
 use querl_core::scoring::{RewardQuery, RewardRequest, RewardService};
-use querl_serve::{RewardOptions, ServerLimits, reward_router, serve};
+use querl_serve::{RewardOptions, ServerLimits, reward_router};
 use reqwest::{Client, RequestBuilder};
 use serde_json::{Value, json};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
+use support::{answer, http, serve_app};
 
 /// Scores a response with a hundredth of its characters; the response chooses what else happens. Requests are kept.
 #[derive(Default)]
@@ -63,13 +66,8 @@ impl ByLength {
 }
 
 fn plugin_fault() -> PluginFault {
-    PluginFault {
-        plugin: "reward-x".into(),
-        version: "0.1.0".into(),
-        message: "/secret/path: out of fuel".into(),
-        kind: FaultKind::Limit,
-        log: Vec::new(),
-    }
+    let (plugin, version, message) = ("reward-x".into(), "0.1.0".into(), "/secret/path: out of fuel".into());
+    PluginFault { plugin, version, message, kind: FaultKind::Limit, log: Vec::new() }
 }
 
 fn failure(kind: FailureKind) -> CallFailure {
@@ -96,13 +94,8 @@ struct Server {
 impl Server {
     async fn start(options: RewardOptions) -> Self {
         let service = Arc::new(ByLength::default());
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
-        let app = reward_router(service.clone(), options);
-        tokio::spawn(serve(listener, app, ServerLimits::default(), std::future::pending()));
-        // Fails where a provider is installed already.
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        Self { url, client: Client::builder().no_proxy().build().unwrap(), service }
+        let url = serve_app(reward_router(service.clone(), options), ServerLimits::default()).await;
+        Self { url, client: http(), service }
     }
 
     fn post(&self, path: &str) -> RequestBuilder {
@@ -117,11 +110,6 @@ impl Server {
         let response = self.client.get(format!("{}{path}", self.url)).send().await.unwrap();
         (response.status().as_u16(), response.text().await.unwrap())
     }
-}
-
-async fn answer(request: RequestBuilder) -> (u16, Value) {
-    let response = request.send().await.unwrap();
-    (response.status().as_u16(), response.json().await.unwrap())
 }
 
 fn with_rejected_reward() -> RewardOptions {

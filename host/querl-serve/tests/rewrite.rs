@@ -9,13 +9,13 @@ use axum::extract::State;
 use axum::http::{HeaderMap, Uri};
 use axum::response::IntoResponse;
 use axum::routing::post;
-use querl_serve::{RewriteOptions, RewriteService, ServerLimits, Upstream, serve};
+use querl_serve::{RewriteOptions, RewriteService, ServerLimits, Upstream};
 use reqwest::{Client, Method, RequestBuilder, Response};
 use serde_json::{Value, json};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use support::{StandInRewriter, http, options, tenant};
+use support::{StandInRewriter, answer, http, listen, options, serve_app, tenant};
 
 struct Server {
     url: String,
@@ -30,9 +30,7 @@ impl Server {
         change(&mut options);
         let limits = options.server;
         let service = RewriteService::new(options).unwrap();
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
-        tokio::spawn(serve(listener, service.router(), limits, std::future::pending()));
+        let url = serve_app(service.router(), limits).await;
         Self { url, client: http(), service, rewriter }
     }
 
@@ -69,11 +67,6 @@ impl Server {
         let text = self.get("/metrics").await.1;
         assert!(text.lines().any(|found| found == line), "no `{line}` in {text}");
     }
-}
-
-async fn answer(request: RequestBuilder) -> (u16, Value) {
-    let response = request.send().await.unwrap();
-    (response.status().as_u16(), response.json().await.unwrap())
 }
 
 fn header<'a>(response: &'a Response, name: &str) -> Option<&'a str> {
@@ -205,40 +198,29 @@ async fn a_request_whose_client_has_left_is_cancelled_and_logged() {
 #[tokio::test]
 async fn rejected_requests_get_a_message() {
     let server = Server::shop(|_| ()).await;
-    let cases = [
-        (json!({}), 422, "`query` is missing; expected a text"),
-        (json!({"query": " \n"}), 422, "`query` is empty"),
-        (json!({"query": 7}), 422, "`query` is 7; expected a text"),
-        (json!({"query": "a\u{0}b"}), 422, "`query` has the character U+0000"),
-        (json!({"query": "a", "history": {"a": 1}}), 422, "`history` is neither a text nor a list"),
-        (
-            json!({"query": "a", "deadline_ms": -1}),
-            422,
-            "`deadline_ms` is -1; expected milliseconds, an integer of 0 or more",
-        ),
-        (
-            json!({"query": "a", "hystory": "b"}),
-            422,
-            "`hystory` is not a field of this request; did you mean `history`?",
-        ),
-        (json!({"query": "a", "zzz": 1}), 422, "`zzz` is not a field of this request; expected `query`, `tenant`"),
-        (
-            json!({"queries": [{"query": "a"}], "tenant": "shop"}),
-            422,
-            "`tenant` is not a field of this request; expected `queries`",
-        ),
-        (
-            json!({"queries": [{"query": "a", "usr": "b"}]}),
-            422,
-            "queries[0]: `usr` is not a field of this request; did you mean `user`?",
-        ),
-        (json!({"query": "long"}), 422, "the prompt has 900 tokens; expected at most 512"),
-        (json!({"query": "busy"}), 429, "the queue is full (9 requests)"),
-        (json!({"query": "a", "tenant": "shpo"}), 404, "tenant `shpo` is not served here; did you mean `shop`?"),
-        (json!({"query": "a", "tenant": "zzz"}), 404, "tenant `zzz` is not served here"),
-        (json!({"query": "长".repeat(2000)}), 413, "the body is larger than 4000 bytes"),
-    ];
-    for (body, status, sentence) in cases {
+    let cases = r#"
+{} | 422 | `query` is missing; expected a text
+{"query": " \n"} | 422 | `query` is empty
+{"query": 7} | 422 | `query` is 7; expected a text
+{"query": "a\u0000b"} | 422 | `query` has the character U+0000
+{"query": "a", "history": {"a": 1}} | 422 | `history` is neither a text nor a list
+{"query": "a", "deadline_ms": -1} | 422 | `deadline_ms` is -1; expected milliseconds, an integer of 0 or more
+{"query": "a", "hystory": "b"} | 422 | `hystory` is not a field of this request; did you mean `history`?
+{"query": "a", "zzz": 1} | 422 | `zzz` is not a field of this request; expected `query`, `tenant`
+{"queries": [{"query": "a"}], "tenant": "shop"} | 422 | `tenant` is not a field of this request; expected `queries`
+{"queries": [{"query": "a", "usr": "b"}]} | 422 | queries[0]: `usr` is not a field of this request; did you mean `user`?
+{"query": "long"} | 422 | the prompt has 900 tokens; expected at most 512
+{"query": "busy"} | 429 | the queue is full (9 requests)
+{"query": "a", "tenant": "shpo"} | 404 | tenant `shpo` is not served here; did you mean `shop`?
+{"query": "a", "tenant": "zzz"} | 404 | tenant `zzz` is not served here
+"#;
+    let line = |line: &'static str| {
+        let (body, rest) = line.split_once(" | ").unwrap();
+        let (status, sentence) = rest.split_once(" | ").unwrap();
+        (serde_json::from_str::<Value>(body).unwrap(), status.parse::<u16>().unwrap(), sentence)
+    };
+    let too_long = (json!({"query": "长".repeat(2000)}), 413, "the body is larger than 4000 bytes");
+    for (body, status, sentence) in cases.trim().lines().map(line).chain([too_long]) {
         let (found, answer) = server.asked("/v1/rewrite", body.clone()).await;
         let message = answer["error"]["message"].as_str().unwrap();
         assert!(found == status && message.starts_with(sentence), "{body}: {found}, {answer}");
@@ -367,10 +349,8 @@ async fn a_tenant_with_a_key_is_served_and_named_to_its_clients_alone() {
     for name in ["alpha", "oepn"] {
         let (status, body) = server.asked("/v1/rewrite", json!({"query": "a", "tenant": name})).await;
         let message = body["error"]["message"].as_str().unwrap();
-        assert!(
-            status == 404 && message.starts_with(&format!("tenant `{name}` is not served with this key")),
-            "{message}"
-        );
+        assert!(status == 404, "{message}");
+        assert!(message.starts_with(&format!("tenant `{name}` is not served with this key")), "{message}");
     }
 }
 
@@ -625,10 +605,7 @@ async fn upstream() -> (String, Received) {
         .route("/api/chat/general_rag", post(respond))
         .route("/dify/retrieval", post(respond))
         .with_state(received.clone());
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(serve(listener, app, ServerLimits::default(), std::future::pending()));
-    (url, received)
+    (serve_app(app, ServerLimits::default()).await, received)
 }
 
 fn with_upstream(url: &str) -> impl FnOnce(&mut RewriteOptions) + use<> {
@@ -677,11 +654,8 @@ async fn a_retrieval_request_is_forwarded_with_its_rewrite() {
     let rag = async |query: &str| server.post("/api/chat/general_rag", &json!({"query": query})).send().await.unwrap();
     let missing = rag("missing").await;
     assert_eq!(missing.status().as_u16(), 404);
-    assert_eq!(
-        missing.text().await.unwrap(),
-        "{\"status\": 404, \"msg\": \"no such kb\"}",
-        "status and body are the upstream's"
-    );
+    let expected = "{\"status\": 404, \"msg\": \"no such kb\"}";
+    assert_eq!(missing.text().await.unwrap(), expected, "status and body are the upstream's");
     // Retrieval works where rewriting does not.
     for (query, reason) in [("held", "timeout"), ("busy", "queue_full"), ("long", "input"), ("plugin", "plugin_fault")]
     {
@@ -703,8 +677,7 @@ async fn a_retrieval_request_is_forwarded_with_its_rewrite() {
 
 #[tokio::test]
 async fn an_upstream_that_is_down_or_not_configured_is_an_error_with_a_sentence() {
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
+    let (listener, url) = listen().await;
     drop(listener);
     let server = Server::shop(with_upstream(&url)).await;
     let (status, body) = server.asked("/api/chat/general_rag", json!({"query": "a"})).await;
@@ -724,8 +697,7 @@ async fn an_upstream_that_is_down_or_not_configured_is_an_error_with_a_sentence(
 /// Answers every request with these bytes and closes the connection.
 async fn raw_upstream(response: &'static str) -> String {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
+    let (listener, url) = listen().await;
     tokio::spawn(async move {
         loop {
             let (mut stream, _) = listener.accept().await.unwrap();
@@ -752,11 +724,7 @@ async fn an_upstream_with_a_broken_response_is_not_one_that_cannot_be_reached() 
 /// An upstream service that ignores the limits of a request.
 async fn upstream_of(recall: Value) -> String {
     let respond = async move || axum::Json(json!({"status": 200, "data": {"recall": recall}}));
-    let app = Router::new().route("/api/chat/general_rag", post(respond));
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(serve(listener, app, ServerLimits::default(), std::future::pending()));
-    url
+    serve_app(Router::new().route("/api/chat/general_rag", post(respond)), ServerLimits::default()).await
 }
 
 /// Regression: passages whose text is not under `content` became records without a text.
@@ -920,10 +888,9 @@ async fn the_access_log_has_a_line_for_each_rewrite_and_no_texts_or_keys() {
     };
     assert_eq!(fields(&lines[0]), rewrite([json!("v1"), Value::Null, json!(false), json!(20), json!(6)]));
     assert_eq!(fields(&lines[1]), rewrite([json!("v1"), json!("no_rewrite"), json!(false), json!(0), json!(0)]));
-    assert_eq!(
-        (&lines[2]["status"], &lines[2]["tenant"], &lines[2]["version"]),
-        (&json!(429), &json!("shop"), &Value::Null)
-    );
+    assert_eq!(lines[2]["status"], json!(429));
+    assert_eq!(lines[2]["tenant"], json!("shop"));
+    assert_eq!(lines[2]["version"], Value::Null);
     assert_eq!((&lines[3]["route"], &lines[3]["tokens"]), (&json!("/v1/chat/completions"), &json!(2)));
     assert!(lines.iter().all(|line| line["time"].is_string() && line["latency_ms"].is_number()));
 }

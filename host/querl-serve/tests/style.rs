@@ -1,14 +1,17 @@
 //! The style service over real sockets, in front of a classifier that computes from text lengths.
 #![allow(clippy::unwrap_used)]
 
+mod support;
+
 use querl_serve::{
-    ClassifiedText, PendingRequest, ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier, serve,
+    ClassifiedText, PendingRequest, ServerLimits, StyleOptions, StyleService, SubmitError, TextClassifier,
 };
 use reqwest::{Client, RequestBuilder, StatusCode};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use support::{http, serve_app};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Three classes, whose probabilities depend on a text's length; texts that begin with `slow` are never answered.
@@ -93,11 +96,8 @@ impl Server {
         };
         change(&mut options);
         let service = StyleService::new(options);
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let url = format!("http://{}", listener.local_addr().unwrap());
-        tokio::spawn(serve(listener, service.router(), ServerLimits::default(), std::future::pending()));
-        let _ = rustls::crypto::ring::default_provider().install_default();
-        Self { url, client: Client::new(), service }
+        let url = serve_app(service.router(), ServerLimits::default()).await;
+        Self { url, client: http(), service }
     }
 
     async fn ready(change: impl FnOnce(&mut StyleOptions)) -> Self {
@@ -219,17 +219,13 @@ async fn rejected_requests_get_a_message() {
         assert_eq!((status.as_u16(), &body["error"]["message"]), (422, &expected));
     }
     let no_body = answer(server.post("/predict")).await;
-    assert!(
-        no_body.0.as_u16() == 422 && no_body.1["error"].as_str().unwrap().starts_with("no text there"),
-        "{no_body:?}"
-    );
+    assert!(no_body.0.as_u16() == 422, "{no_body:?}");
+    assert!(no_body.1["error"].as_str().unwrap().starts_with("no text there"), "{no_body:?}");
     let no_json = answer(server.post("/predict").header("content-type", "application/json").body("{")).await;
     assert_eq!(no_json.0.as_u16(), 400);
     let sentence = no_json.1["error"].as_str().unwrap();
-    assert!(
-        sentence.starts_with("the body is not valid JSON: EOF while parsing an object at line 1 column 1"),
-        "{sentence}"
-    );
+    let expected = "the body is not valid JSON: EOF while parsing an object at line 1 column 1";
+    assert!(sentence.starts_with(expected), "{sentence}");
     let no_type = answer(server.post("/predict").body("{}")).await;
     assert_eq!(no_type.0.as_u16(), 415);
     let expected = "`Content-Type` is missing; expected `application/json`";

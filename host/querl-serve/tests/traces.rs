@@ -12,11 +12,11 @@ use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value::Value as Any};
 use opentelemetry_proto::tonic::trace::v1::Span;
 use prost::Message;
-use querl_serve::{RewriteOptions, RewriteService, ServerLimits, Traces, Upstream, serve};
-use serde_json::{Value, json};
+use querl_serve::{RewriteOptions, RewriteService, ServerLimits, Traces, Upstream};
+use serde_json::json;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use support::{StandInRewriter, http, options, tenant};
+use support::{StandInRewriter, answer, http, listen, options, serve_app, tenant};
 
 /// Headers and bodies of requests.
 type Received = Arc<Mutex<Vec<(HeaderMap, Bytes)>>>;
@@ -30,10 +30,7 @@ async fn receiver(path: &str, delay: Duration) -> (String, Received) {
         axum::Json(json!({"status": 200, "data": {"recall": []}}))
     };
     let app = Router::new().route(path, post(accept)).with_state(received.clone());
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(serve(listener, app, ServerLimits::default(), std::future::pending()));
-    (url, received)
+    (serve_app(app, ServerLimits::default()).await, received)
 }
 
 /// Sets variables of the environment; an empty one counts as unset.
@@ -51,10 +48,7 @@ async fn started(change: impl FnOnce(&mut RewriteOptions)) -> (String, Arc<Rewri
     let limits = options.server;
     let service = RewriteService::new(options).unwrap();
     service.set_ready(StandInRewriter::new(vec![tenant("shop", 1, None)]));
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("http://{}", listener.local_addr().unwrap());
-    tokio::spawn(serve(listener, service.router(), limits, std::future::pending()));
-    (url, service)
+    (serve_app(service.router(), limits).await, service)
 }
 
 /// The spans of all requests, once there are `n_spans`; and the name of their service.
@@ -155,8 +149,7 @@ async fn spans_continue_the_trace_of_the_client_to_the_upstream_service_and_a_lo
     // A batch has the spans of each of its queries; a fallback has none, and its reason.
     received.lock().unwrap().clear();
     let batch = json!({"queries": [{"query": "a"}, {"query": "unreadable"}, {"query": "b"}]});
-    let response: Value =
-        client.post(format!("{url}/v1/rewrite")).json(&batch).send().await.unwrap().json().await.unwrap();
+    let (_, response) = answer(client.post(format!("{url}/v1/rewrite")).json(&batch)).await;
     let (found, _) = spans(&received, 7).await;
     let request = named(&found, "POST /v1/rewrite");
     assert!(request.parent_span_id.is_empty() && hex(&request.trace_id) != TRACE);
@@ -175,8 +168,7 @@ async fn spans_continue_the_trace_of_the_client_to_the_upstream_service_and_a_lo
     assert!(headers["traceparent"].to_str().unwrap().ends_with("-00"), "{headers:?}");
 
     // One collector that takes no connection, and one that never answers.
-    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let lost = format!("http://{}", listener.local_addr().unwrap());
+    let (listener, lost) = listen().await;
     drop(listener);
     let (stuck, _) = receiver("/v1/traces", Duration::from_secs(60)).await;
     for collector in [lost, stuck] {

@@ -148,14 +148,12 @@ mod tests {
     #[test]
     fn contradicting_english_names_are_rejected() {
         let problem = |rows: &[(&str, &str)]| found(rows).unwrap_err();
-        assert_eq!(
-            problem(&[("售前", "sales_oriented"), ("售后", ""), ("售前", "after_sales")]),
-            "line 3: label `售前` has the label_english `after_sales`, and `sales_oriented` in line 1; expected one"
-        );
-        assert_eq!(
-            problem(&[("售前", "sales"), ("售后", "sales")]),
-            "line 2: label_english `sales` is paired with label `售后`, and with `售前` in line 1; expected one"
-        );
+        let expected =
+            "line 3: label `售前` has the label_english `after_sales`, and `sales_oriented` in line 1; expected one";
+        assert_eq!(problem(&[("售前", "sales_oriented"), ("售后", ""), ("售前", "after_sales")]), expected);
+        let expected =
+            "line 2: label_english `sales` is paired with label `售后`, and with `售前` in line 1; expected one";
+        assert_eq!(problem(&[("售前", "sales"), ("售后", "sales")]), expected);
     }
 
     #[test]
@@ -164,10 +162,8 @@ mod tests {
         let labels = list(&["坏 = bad", "好=good"]).unwrap();
         assert_eq!((labels.id("坏"), labels.id("good")), (Some(0), Some(1)));
         assert_eq!(list(&["坏", "好"]).unwrap().english(), None);
-        assert_eq!(
-            list(&["坏=bad", "好"]).unwrap_err(),
-            "`好` has no English name, others have; expected one for each or none"
-        );
+        let expected = "`好` has no English name, others have; expected one for each or none";
+        assert_eq!(list(&["坏=bad", "好"]).unwrap_err(), expected);
         assert!(list(&["坏", "坏"]).unwrap_err().contains("twice"));
     }
 }

@@ -128,7 +128,6 @@ pub(crate) fn n_common_tokens(a: &Example, b: &Example) -> usize {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -309,7 +309,6 @@ fn logprobs(logits: &Tensor) -> candle_core::Result<Tensor> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::testing::{Recorder, stop_at_call};

@@ -127,7 +127,6 @@ pub(crate) fn rank_share(examples: &[&Example], ranks: &Ranks) -> Vec<usize> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_model::{RanksError, run_ranks};

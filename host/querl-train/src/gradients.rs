@@ -262,7 +262,6 @@ fn known_norm<'a>(
 const LANES: usize = 8;
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use candle_core::Device;

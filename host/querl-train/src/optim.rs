@@ -274,7 +274,6 @@ pub fn lr_factor(kind: LrScheduler, step: u64, n_warmup: u64, n_steps: u64) -> f
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use candle_core::Device;

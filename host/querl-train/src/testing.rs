@@ -1,5 +1,4 @@
 //! For tests: a recording metric sink, injected out-of-memory errors, and GPUs.
-#![allow(clippy::unwrap_used)]
 
 use crate::{MetricSink, Metrics, TrainError};
 use candle_core::Error;

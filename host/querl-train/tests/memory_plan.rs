@@ -1,12 +1,13 @@
 //! The memory plan compared with the peak allocation of a fine-tuning on the CPU.
 #![allow(clippy::unwrap_used)]
 
-use querl_core::config::{BaseDtype, ModelConfig, SftConfig};
+use querl_core::config::{ModelConfig, SftConfig};
 use querl_core::ports::Silent;
 use querl_model::{DType, Decoder, DecoderConfig};
 use querl_train::Example;
 use querl_train::job::memory_plan::{DeviceSizes, MemoryPlan, MemoryRequest, PlannedStage};
 use querl_train::job::{Callbacks, Device, NoMetrics, Resources, SftJob, run_sft};
+use serde_json::json;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::Path;
 use std::sync::Mutex;
@@ -74,14 +75,8 @@ fn peak_and_plan(folder: &Path, shapes: &DecoderConfig, gradient_checkpointing: 
         lora_rank: 8,
         ..SftConfig::default()
     };
-    let model = ModelConfig {
-        path: folder.to_owned(),
-        dtype: BaseDtype::F32,
-        tokens_per_pass: 4096,
-        gradient_checkpointing,
-        tensor_parallel: 1,
-        enable_thinking: None,
-    };
+    let model = json!({"path": folder, "tokens_per_pass": 4096, "gradient_checkpointing": gradient_checkpointing});
+    let model: ModelConfig = serde_json::from_value(model).unwrap();
     let stage = PlannedStage::Sft { config: config.clone(), longest_row: ROW };
     let plan = MemoryPlan::new(&MemoryRequest {
         shapes: shapes.clone(),

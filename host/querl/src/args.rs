@@ -172,9 +172,7 @@ mod tests {
             );
         }
         let twice = ["a=1".to_owned(), "a=2".to_owned()];
-        assert_eq!(
-            parse_settings(&twice, "--settings").unwrap_err().to_string(),
-            "--settings: `a` is given twice; expected once"
-        );
+        let expected = "--settings: `a` is given twice; expected once";
+        assert_eq!(parse_settings(&twice, "--settings").unwrap_err().to_string(), expected);
     }
 }

@@ -73,10 +73,8 @@ fn a_constant_rewrite_is_named_in_text_json_page_and_exit_code() {
 
     let found = project.json(&["audit", "run", "--show", "3"]);
     let kinds: Vec<&Value> = found["signs"].as_array().unwrap().iter().map(|sign| &sign["kind"]).collect();
-    assert!(
-        kinds.contains(&&json!("reward_rises_quality_falls")) && kinds.contains(&&json!("same_rewrite")),
-        "{kinds:?}"
-    );
+    assert!(kinds.contains(&&json!("reward_rises_quality_falls")), "{kinds:?}");
+    assert!(kinds.contains(&&json!("same_rewrite")), "{kinds:?}");
     let worst = &found["suspicious"][0];
     assert_eq!((&worst["rewrite"], &worst["reward"]), (&json!("深海鱼油 价格"), &json!(1.0)), "{worst}");
 

@@ -125,10 +125,8 @@ fn a_dataset_that_cannot_be_read_is_refused_with_its_row() {
         project.refusal(&["run", "querl.toml", "--to", "convert", "--set", "data.dataset.train=bad.jsonl"], 2)
     };
     let unknown = refused("{\"text\": \"x\"}");
-    assert!(
-        unknown.starts_with("bad.jsonl:1: has no `messages`, `prompt` or `query`; found `text`; expected"),
-        "{unknown}"
-    );
+    let expected = "bad.jsonl:1: has no `messages`, `prompt` or `query`; found `text`; expected";
+    assert!(unknown.starts_with(expected), "{unknown}");
     let empty = refused("{\"prompt\": \"q\", \"completion\": \"r\"}\n{\"prompt\": \"q\", \"completion\": \"\"}");
     assert_eq!(empty, "bad.jsonl:2: the response of the assistant is empty; write one, or leave the row out");
     let order = refused(

@@ -122,10 +122,8 @@ fn a_referenced_base_must_be_the_one_of_the_digests() {
     assert!(project.read("deployment/compose.yaml").contains("${BASE_MODEL:?"));
     let serve = |args: &[&str]| project.refusal(&[&SERVE, args, &["--addr", "127.0.0.1:0"]].concat(), 2);
     let missing = serve(&["deployment"]);
-    assert!(
-        missing.contains("deployment/base/config.json: is missing; put that base model at deployment/base"),
-        "{missing}"
-    );
+    let expected = "deployment/base/config.json: is missing; put that base model at deployment/base";
+    assert!(missing.contains(expected), "{missing}");
     // Another base: one other byte in its weights.
     project.copy_model("deployment/base");
     let weights = project.path("deployment/base/model.safetensors");

@@ -79,10 +79,8 @@ fn a_run_is_exported_to_trl_and_its_adapter_is_imported_and_evaluated() {
     settings["base_model_name_or_path"] = "some/other-model".into();
     project.write("trained/adapter_config.json", &settings.to_string());
     let again = project.querl(&["import", "peft", "trained", "--run", "run"]).ok();
-    assert!(
-        again.stderr.contains("base_model_name_or_path is some/other-model, and the base of this run is "),
-        "{again:#?}"
-    );
+    let expected = "base_model_name_or_path is some/other-model, and the base of this run is ";
+    assert!(again.stderr.contains(expected), "{again:#?}");
     assert!(again.stdout.contains("run/previous/rl-before-import-2"), "{again:#?}");
     assert_eq!(fact(&project, "its base model"), Some(json!("some/other-model")));
 }

@@ -50,10 +50,8 @@ async fn logged_requests_become_the_query_table_of_another_run() {
     assert_eq!((&rows[0]["requests"], rows[0]["gold_ids"].as_array().unwrap().len()), (&json!(2), 1));
 
     let again = project.refusal(&["data", "from-log", "log", "--out", "logged.jsonl"], 2);
-    assert_eq!(
-        again,
-        "logged.jsonl: is there already; choose another table with `--out`, or replace it with `--force`"
-    );
+    let expected = "logged.jsonl: is there already; choose another table with `--out`, or replace it with `--force`";
+    assert_eq!(again, expected);
     let report = project.json(&["data", "from-log", "log", "--out", "logged.jsonl", "--force"]);
     assert_eq!((&report["n_rows"], &report["tenant"]), (&json!(12), &json!("fivedoctors")));
     let other = project.refusal(&["data", "from-log", "log", "--out", "t.jsonl", "--tenant", "other"], 2);

@@ -310,20 +310,9 @@ fn a_full_disk_is_a_clean_stop_that_can_be_resumed() {
     let state = std::fs::read_dir(full.path("run/sft/state")).unwrap().flatten().next().unwrap();
     let n_blocks = state.metadata().unwrap().len() / 1024 / 2;
     // Without the signal of a file that is too large the write itself fails.
-    let script = format!("trap '' XFSZ; ulimit -f {n_blocks}; exec \"$0\" \"$@\"");
-    let command = full.command(&args);
-    let program = command.get_program().to_owned();
-    let limited = std::process::Command::new("bash")
-        .arg("-c")
-        .arg(script)
-        .arg(program)
-        .args(&args)
-        .current_dir(full.folder.path())
-        .envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))))
-        .output()
-        .unwrap();
-    let said = String::from_utf8(limited.stderr).unwrap();
-    assert_eq!(limited.status.code(), Some(1), "{said}");
+    let limited = full.querl_after(&format!("trap '' XFSZ; ulimit -f {n_blocks}"), &args);
+    let said = limited.stderr;
+    assert_eq!(limited.code, Some(1), "{said}");
     let message = "step-8.state: cannot be written; earlier checkpoints are complete; run the same command again to \
                    resume: File too large (os error 27)\n";
     assert!(said.ends_with(message), "{said}");

@@ -144,42 +144,19 @@ fn what_cannot_be_written_is_reported_in_one_sentence() {
     project.write("other/adapter_config.json", wide);
     std::fs::copy(project.path("adapter/adapter_model.safetensors"), project.path("other/adapter_model.safetensors"))
         .unwrap();
-    let cases: [(&[&str], &str); 7] = [
-        (
-            &["merge", "--model", "model", "--adapter", "nowhere", "--out", "out"],
-            "nowhere: no `adapter_config.json` there; an adapter is a folder with `adapter_config.json` and \
-             `adapter_model.safetensors`",
-        ),
-        (
-            &["merge", "--model", "model", "--adapter", "bare", "--out", "out"],
-            "bare/adapter_config.json: peft_type is `LOHA`; expected `LORA`",
-        ),
-        (
-            &["merge", "--model", "model", "--adapter", "other", "--out", "out"],
-            "other/adapter_model.safetensors: tensor `model.layers.0.mlp.down_proj.lora_A.weight` has shape [4, 48]; this model \
-             expects [3, 48]: the rank is not the configuration's",
-        ),
-        (
-            &["merge", "--model", "model", "--adapter", "adapter", "--out", "model"],
-            "model: is not empty; name a new folder",
-        ),
-        (
-            &["export", "--model", "model", "--adapter", "adapter", "--out", "adapter"],
-            "adapter: is not empty; name a new folder",
-        ),
-        (
-            &["export", "--model", "adapter", "--out", "out"],
-            "adapter: no `config.json` there; a Hugging Face model directory needs config.json, tokenizer.json and \
-             model.safetensors (or its shards with model.safetensors.index.json)",
-        ),
-        (
-            &["logprobs", "--model", "model", "--adapter", "other", "--input", "lines.jsonl"],
-            "other/adapter_model.safetensors: tensor `model.layers.0.mlp.down_proj.lora_A.weight` has shape [4, 48]; this model \
-             expects [3, 48]: the rank is not the configuration's",
-        ),
-    ];
-    for (arguments, expected) in cases {
-        assert_eq!(project.refusal(&[&["model"], arguments].concat(), 2), expected);
+    let cases = "
+merge --model model --adapter nowhere --out out | nowhere: no `adapter_config.json` there; an adapter is a folder with `adapter_config.json` and `adapter_model.safetensors`
+merge --model model --adapter bare --out out | bare/adapter_config.json: peft_type is `LOHA`; expected `LORA`
+merge --model model --adapter other --out out | other/adapter_model.safetensors: tensor `model.layers.0.mlp.down_proj.lora_A.weight` has shape [4, 48]; this model expects [3, 48]: the rank is not the configuration's
+merge --model model --adapter adapter --out model | model: is not empty; name a new folder
+export --model model --adapter adapter --out adapter | adapter: is not empty; name a new folder
+export --model adapter --out out | adapter: no `config.json` there; a Hugging Face model directory needs config.json, tokenizer.json and model.safetensors (or its shards with model.safetensors.index.json)
+logprobs --model model --adapter other --input lines.jsonl | other/adapter_model.safetensors: tensor `model.layers.0.mlp.down_proj.lora_A.weight` has shape [4, 48]; this model expects [3, 48]: the rank is not the configuration's
+";
+    for case in cases.trim().lines() {
+        let (arguments, expected) = case.split_once(" | ").unwrap();
+        let arguments: Vec<&str> = ["model"].into_iter().chain(arguments.split(' ')).collect();
+        assert_eq!(project.refusal(&arguments, 2), expected);
     }
     // Regression: exit code 1 for a file that is not text, and for a folder that cannot be made.
     std::fs::write(project.path("bare/adapter_config.json"), b"\xff\xfe\0").unwrap();

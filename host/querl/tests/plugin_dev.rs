@@ -86,18 +86,13 @@ fn check_picture(project: &Project, file: &str, line: u64) {
     assert_eq!((code, &scores["summary"]["n_scored"]), (Some(1), &json!(3)), "{picture:#}");
     assert_eq!(scores["summary"]["rejected"], json!({ "no_refund": 1 }));
     assert_eq!(scores["summary"]["totals"]["mean"], json!(0.5));
-    assert_eq!(
-        (&scores["faults"][0]["file"], &scores["faults"][0]["line"]),
-        (&json!(file), &json!(line)),
-        "{picture:#}"
-    );
+    assert_eq!(scores["faults"][0]["file"], json!(file), "{picture:#}");
+    assert_eq!(scores["faults"][0]["line"], json!(line), "{picture:#}");
     assert_eq!((&scores["n_faults"], &scores["faults"][0]["first_id"]), (&json!(1), &json!("咋吃")));
     assert_eq!(scores["log"], json!([{ "id": "一天几粒啊", "line": "info: seen" }]));
     // The rejected one; the faulted one is not compared.
-    assert_eq!(
-        (&scores["since_recording"]["n_changed"], &scores["since_recording"]["n_compared"]),
-        (&json!(1), &json!(4))
-    );
+    assert_eq!(scores["since_recording"]["n_changed"], json!(1));
+    assert_eq!(scores["since_recording"]["n_compared"], json!(4));
     let (_, other) = dev(project, &["--set", "max_chars=40"]);
     assert_eq!(other["scores"]["since_recording"]["n_changed"], json!(4), "{other:#}");
     let (_, refused) = dev(project, &["--set", "max_chars=0"]);

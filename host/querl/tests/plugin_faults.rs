@@ -28,19 +28,15 @@ fn what_a_reward_faulted_at_is_kept_and_a_replay_reproduces_it() {
     project.querl(&["run", "querl.toml", "--to", "convert"]).ok();
     let message = project.refusal(&EVAL, 1);
     let file = "run/faults/01-odd-reward.jsonl";
-    assert!(
-        message.contains("cannot scale by 1") && message.contains(&format!("is in {file}, which `querl plugin replay")),
-        "{message}"
-    );
+    assert!(message.contains("cannot scale by 1"), "{message}");
+    assert!(message.contains(&format!("is in {file}, which `querl plugin replay")), "{message}");
     assert!(project.read(file).lines().count() > 1, "{}", project.read(file));
 
     let again = project.refusal(&["plugin", "replay", file], 1);
     assert!(again.contains("plugin odd-reward 0.2.0: ") && again.contains("cannot scale by 1"), "{again}");
     let mended = project.json(&["plugin", "replay", file, "--settings", "breach=none"]);
-    assert!(
-        mended["fault"].is_null() && mended["recorded_fault"].as_str().unwrap().contains("cannot scale by 1"),
-        "{mended}"
-    );
+    assert!(mended["fault"].is_null(), "{mended}");
+    assert!(mended["recorded_fault"].as_str().unwrap().contains("cannot scale by 1"), "{mended}");
     let other = project.querl(&["plugin", "replay", file, "--plugin", "odd.wasm", "--settings", "scale=0.5"]).ok();
     assert!(other.stdout.contains("no fault with "), "{other:#?}");
 
@@ -140,20 +136,7 @@ fn templates_of_style_scorers_declare_the_style_model() {
 #[test]
 fn plugins_run_under_a_limit_of_address_space_with_equal_results() {
     let project = Project::new();
-    let limited = |args: &[&str]| {
-        let mut command = project.command(args);
-        let program = command.get_program().to_owned();
-        let mut shell = std::process::Command::new("sh");
-        shell.args(["-c", "ulimit -v 8388608 && exec \"$0\" \"$@\""]).arg(program).args(args);
-        shell.current_dir(project.folder.path());
-        for (name, value) in command.env("RAYON_NUM_THREADS", "2").get_envs() {
-            match value {
-                Some(value) => shell.env(name, value),
-                None => shell.env_remove(name),
-            };
-        }
-        support::CommandOutput::of(shell.output().unwrap(), project.folder.path())
-    };
+    let limited = |args: &[&str]| project.querl_after("ulimit -v 8388608; export RAYON_NUM_THREADS=2", args);
     let doctor = limited(&["doctor"]);
     assert!(doctor.stdout.contains("the plugin host starts without its pool of memory"), "{doctor:#?}");
     let free = project.querl(&["doctor"]);

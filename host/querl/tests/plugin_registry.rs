@@ -85,10 +85,8 @@ fn a_signed_bundle_is_not_replaced_by_an_unsigned_or_another_one() {
     let unsigned = pack(&project, &[]);
     let signed = pack(&project, &["--sign", "key.pem"]);
     let refused = project.refusal(&["plugin", "pack", &reward(), "--out", "packed"], 2);
-    assert!(
-        refused.starts_with(&format!("packed/{BUNDLE}: is there already with a signature of {key}, ")),
-        "{refused}"
-    );
+    let expected = format!("packed/{BUNDLE}: is there already with a signature of {key}, ");
+    assert!(refused.starts_with(&expected), "{refused}");
 
     let reference = format!("{}/reward-competition:0.2.0", registry.host());
     let here = || std::fs::read(project.path(BUNDLE)).unwrap();
@@ -109,10 +107,8 @@ fn a_signed_bundle_is_not_replaced_by_an_unsigned_or_another_one() {
 
     project.write(BUNDLE, "a note");
     let refused = project.refusal(&["plugin", "pull", &reference], 2);
-    assert!(
-        refused.starts_with(&format!("{BUNDLE}: is there already with content that is no intact bundle")),
-        "{refused}"
-    );
+    let expected = format!("{BUNDLE}: is there already with content that is no intact bundle");
+    assert!(refused.starts_with(&expected), "{refused}");
 }
 
 #[test]

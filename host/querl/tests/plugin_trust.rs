@@ -161,10 +161,8 @@ fn pins_are_compared_before_any_folder_is_built() {
     let config = project.read("querl.toml");
     project.edit(BUNDLE, "source");
     let message = watched.refusal(&["run", "querl.toml", "--to", "rewrite"]);
-    assert!(
-        message.starts_with("run/querl.lock: reward plugin source is a folder whose component is missing"),
-        "{message}"
-    );
+    let expected = "run/querl.lock: reward plugin source is a folder whose component is missing";
+    assert!(message.starts_with(expected), "{message}");
     assert_eq!(watched.refusal(&["run", "querl.toml", "--dry-run"]), message, "a dry run is refused as the run is");
     let message = watched.refusal(&["run", "querl.toml", "--to", "rewrite", "--out", "other"]);
     assert!(message.starts_with("querl.lock: reward plugin `reward-competition` 0.2.0 "), "{message}");
@@ -203,10 +201,8 @@ fn locked_run_needs_a_lock_file_that_stays_as_it_is() {
     project.querl(&["plugin", "pack", &reward()]).ok();
     project.edit(&reward(), BUNDLE);
     let message = refusal(&[]);
-    assert!(
-        message.starts_with("querl.lock: there is no such file; write it by running without `--locked`"),
-        "{message}"
-    );
+    let expected = "querl.lock: there is no such file; write it by running without `--locked`";
+    assert!(message.starts_with(expected), "{message}");
     assert!(!project.path("run").exists() && !project.path("querl.lock").exists());
 
     project.querl(&run[..4]).ok();
@@ -271,10 +267,8 @@ fn keys_are_pem_files_that_openssl_reads_and_writes() {
     std::fs::set_permissions(project.path("old.pem"), std::fs::Permissions::from_mode(0o600)).unwrap();
     let signed = project.querl(&["plugin", "sign", BUNDLE, "--key", "old.pem"]).ok();
     assert!(signed.stdout.ends_with(&format!("signed by {OLD_PUBLIC}\n")), "{signed:#?}");
-    assert!(
-        signed.stderr.contains("`querl plugin sign --key old.pem --new-key NEW` writes the same key"),
-        "{signed:#?}"
-    );
+    let expected = "`querl plugin sign --key old.pem --new-key NEW` writes the same key";
+    assert!(signed.stderr.contains(expected), "{signed:#?}");
     let again = project.querl(&["plugin", "sign", "--key", "old.pem", "--new-key", "new.pem"]).ok();
     assert_eq!((again.stdout.trim_end(), again.stderr.as_str()), (OLD_PUBLIC, ""));
 

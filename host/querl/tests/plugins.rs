@@ -138,10 +138,8 @@ fn first_party_plugin_passes_the_suite_and_shows_its_cost() {
     let bench = project.json(&["plugin", "bench", &plugin("reward-competition"), "--batch", "1,4"]);
     let result = &bench["results"][1];
     assert_eq!((result["kind"].as_str(), result["batch"].as_u64()), (Some("reward"), Some(4)));
-    assert!(
-        result["fuel_per_item"]["p50"].as_f64() > Some(100.0) && bench["cold_start_ms"].as_f64() > Some(0.0),
-        "{bench}"
-    );
+    assert!(result["fuel_per_item"]["p50"].as_f64() > Some(100.0), "{bench}");
+    assert!(bench["cold_start_ms"].as_f64() > Some(0.0), "{bench}");
     let limits = &bench["limits"];
     assert!(limits["fuel_per_item"].as_f64() > result["fuel_per_item"]["max"].as_f64(), "{limits}");
 }
@@ -169,10 +167,8 @@ fn a_changed_bundle_is_refused_until_it_is_accepted_and_the_report_says_so() {
     let (of_run, of_project) = (project.read("run/querl.lock"), project.read("querl.lock"));
     assert_eq!(of_run.matches("[[plugin]]").count(), 3, "{of_run}");
     assert_eq!(of_run.matches("\nmanifest = ").count(), 2, "of the two source folders: {of_run}");
-    assert_eq!(
-        (of_project.matches("[[plugin]]").count(), of_project.contains(&format!("path = \"{BUNDLE}\""))),
-        (1, true)
-    );
+    assert_eq!(of_project.matches("[[plugin]]").count(), 1);
+    assert!(of_project.contains(&format!("path = \"{BUNDLE}\"")));
     let rewrites = project.read("run/data/rewrites.jsonl");
 
     change_bundle(&project);
@@ -249,10 +245,8 @@ fn items_at_a_limit_are_dropped_and_counted_up_to_a_maximum() {
     assert!(said.stdout.contains("- plugin_limit"), "{said:#?}");
     assert!(project.read("run/data/dropped.jsonl").contains("\"code\":\"plugin_limit\""));
     let said = project.querl(&["eval", "querl.toml", "--set", "eval.systems=[\"raw\", \"teacher\"]"]).ok();
-    assert!(
-        said.stdout.contains(" item(s) of the stage convert were dropped because a plugin hit a limit"),
-        "{said:#?}"
-    );
+    let expected = " item(s) of the stage convert were dropped because a plugin hit a limit";
+    assert!(said.stdout.contains(expected), "{said:#?}");
 }
 
 #[test]

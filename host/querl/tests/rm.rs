@@ -70,10 +70,8 @@ fn an_adapter_is_trained_and_queried_with_its_base_and_folds_measure_every_dialo
     assert_eq!(json(&project.read("style/eval.json"))["n"], 26);
     assert_eq!(json(&project.read("style/adapter_config.json"))["task_type"], "SEQ_CLS");
     let alone = project.querl(&["rm", "predict", "--model", "style", "--text", "好"]);
-    assert_eq!(
-        (alone.code, alone.stderr.contains("name the model that it was trained on with --base")),
-        (Some(2), true)
-    );
+    assert_eq!(alone.code, Some(2));
+    assert!(alone.stderr.contains("name the model that it was trained on with --base"));
     let base = model().display().to_string();
     project.querl(&["rm", "predict", "--model", "style", "--base", &base, "--text", "好"]).ok();
 }
@@ -237,10 +235,8 @@ fn labels_that_no_class_has_are_refused_by_line() {
     };
     let good = row("a", "\"label\": \" 售前\"");
     let said = eval(&[good.clone(), row("b", "\"label\": \"售罄\"")]);
-    assert!(
-        said.code == Some(2) && said.stderr.contains("some.jsonl: line 2: label `售罄` is none of `售前`"),
-        "{said:#?}"
-    );
+    assert!(said.code == Some(2), "{said:#?}");
+    assert!(said.stderr.contains("some.jsonl: line 2: label `售罄` is none of `售前`"), "{said:#?}");
     let said = eval(&[row("b", "\"label\": \"售后\", \"label_english\": \"honesty\"")]);
     let expected = "line 1: label `售后` and label_english `honesty` are different classes";
     assert!(said.code == Some(2) && said.stderr.contains(expected), "{said:#?}");
@@ -263,10 +259,8 @@ fn classes_of_the_settings_have_the_ids_of_their_order_and_no_others_are_learned
     rows[3]["label"] = "有帮肋".into();
     project.write("dialogues.json", &rows.to_string());
     let said = train(&project, &flags);
-    assert!(
-        said.code == Some(2) && said.stderr.contains("dialogue 4: label `有帮肋` is none of `无伤害`"),
-        "{said:#?}"
-    );
+    assert!(said.code == Some(2), "{said:#?}");
+    assert!(said.stderr.contains("dialogue 4: label `有帮肋` is none of `无伤害`"), "{said:#?}");
     let said = train(&project, &["--labels", "无伤害=harmless,有帮助"]);
     assert!(said.code == Some(2) && said.stderr.contains("labels: `有帮助` has no English name"), "{said:#?}");
 }

@@ -234,8 +234,6 @@ fn a_server_that_cannot_be_used_is_one_sentence() {
     let message = project.refusal(&["rl", "querl.toml", "--set", "rollout.model=other"], 2);
     assert!(message.ends_with("rollout.model is `other`, and the server has `tiny`"), "{message}");
     let message = project.refusal(&["rl", "querl.toml", "--set", "rollout.api_key_env=NO_SUCH_KEY"], 2);
-    assert!(
-        message.contains("rollout.api_key_env names the environment variable `NO_SUCH_KEY`, which is not set"),
-        "{message}"
-    );
+    let expected = "rollout.api_key_env names the environment variable `NO_SUCH_KEY`, which is not set";
+    assert!(message.contains(expected), "{message}");
 }

@@ -86,8 +86,6 @@ async fn a_configuration_without_a_run_scores_queries_that_come_with_the_request
     let response = post(&unknown).send().await.unwrap();
     assert_eq!(response.status(), 422);
     let found: Value = response.json().await.unwrap();
-    assert!(
-        found["error"]["message"].as_str().unwrap().contains("query `no-such-id` is not among the 0 rows"),
-        "{found}"
-    );
+    let expected = "query `no-such-id` is not among the 0 rows";
+    assert!(found["error"]["message"].as_str().unwrap().contains(expected), "{found}");
 }

@@ -91,10 +91,8 @@ fn the_written_file_pretrains_a_model_with_held_out_lines() {
         let said =
             project.querl(&[command, &["--set", "model.path=own-model", "--set", "data.input=teacher.jsonl"]].concat());
         assert_eq!(said.code, Some(2), "{said:#?}");
-        assert!(
-            said.stderr.contains("own-model: its pretraining is not finished; run `querl model pretrain` with"),
-            "{said:#?}"
-        );
+        let expected = "own-model: its pretraining is not finished; run `querl model pretrain` with";
+        assert!(said.stderr.contains(expected), "{said:#?}");
     }
     std::fs::remove_dir_all(project.path("own-model/.pretrain")).unwrap();
     let made = project.querl(&["model", "pretrain", "pretrain.toml"]).ok();
@@ -176,9 +174,7 @@ fn what_cannot_be_used_is_refused_with_what_was_expected() {
     assert_eq!(message, expected);
     for command in [&["run", "pretrain.toml"][..], &["config", "check", "pretrain.toml"]] {
         let message = project.refusal(command, 2);
-        assert!(
-            message.starts_with("pretrain.toml: a file for `querl model pretrain`; expected a configuration"),
-            "{message}"
-        );
+        let expected = "pretrain.toml: a file for `querl model pretrain`; expected a configuration";
+        assert!(message.starts_with(expected), "{message}");
     }
 }

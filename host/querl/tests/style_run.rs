@@ -168,10 +168,8 @@ fn an_unusable_style_model_is_reported_before_any_stage() {
     assert!(nothing.contains("plugins.style_model.path is \"style\"; no such folder"), "{nothing}");
     let no_classifier = with(&[&format!("plugins.style_model.path={:?}", model().display().to_string())]);
     let expected = "no `id2label` there; a classifier names its classes in `label_mapping.json` or `config.json`";
-    assert!(
-        no_classifier.starts_with("plugins.style_model.path: ") && no_classifier.ends_with(expected),
-        "{no_classifier}"
-    );
+    assert!(no_classifier.starts_with("plugins.style_model.path: "), "{no_classifier}");
+    assert!(no_classifier.ends_with(expected), "{no_classifier}");
     assert!(!project.path("run").exists());
 
     train(&project, "style", "42");

@@ -152,10 +152,8 @@ fn a_component_that_evaluations_do_not_have_is_named_with_those_that_they_have()
     let refused = project.querl(&args);
     assert_eq!(refused.code, Some(2), "{refused:#?}");
     let last = refused.stderr.lines().last().unwrap();
-    assert!(
-        last.starts_with("error: --metric val/reward/none: is no number of the evaluations; expected one of val/"),
-        "{last}"
-    );
+    let expected = "error: --metric val/reward/none: is no number of the evaluations; expected one of val/";
+    assert!(last.starts_with(expected), "{last}");
     assert!(last.contains("val/reward"), "{last}");
 }
 

@@ -288,7 +288,6 @@ fn gib(bytes: u64) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -151,7 +151,6 @@ fn interfaces(component: &[u8]) -> Result<(Vec<String>, Vec<String>), String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -336,7 +336,6 @@ pub(crate) fn excerpt(text: &str) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

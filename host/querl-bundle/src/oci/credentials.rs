@@ -95,7 +95,6 @@ fn found(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -136,10 +135,8 @@ mod tests {
             (["registry.example.com:5000", "tester", ""], "QUERL_REGISTRY_PASSWORD"),
         ] {
             let error = variables(values).unwrap_err().to_string();
-            assert!(
-                error.starts_with(&format!("registry.example.com:5000/a: {missing} is not set; set QUERL_")),
-                "{error}"
-            );
+            let expected = format!("registry.example.com:5000/a: {missing} is not set; set QUERL_");
+            assert!(error.starts_with(&expected), "{error}");
             assert!(!error.contains("geheim"));
         }
     }
@@ -156,9 +153,7 @@ mod tests {
     #[test]
     fn unusable_credentials_are_reported_without_showing_them() {
         let error = of(r#"{"auths":{"localhost:5000":{"auth":"!geheim!"}}}"#).unwrap_err().to_string();
-        assert_eq!(
-            error,
-            "localhost:5000/a: what docker keeps for localhost:5000 cannot be read; run `docker login localhost:5000` again"
-        );
+        let expected = "localhost:5000/a: what docker keeps for localhost:5000 cannot be read; run `docker login localhost:5000` again";
+        assert_eq!(error, expected);
     }
 }

@@ -172,7 +172,6 @@ impl std::fmt::Display for PinnedReference {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -292,7 +292,6 @@ async fn put(caller: &Caller<'_>, reference: &Reference, artifact: &Artifact) ->
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -69,10 +69,8 @@ async fn registry_that_is_not_there_is_reported_with_the_remedy() {
     let place = location(&host, "reward-brevity");
     let error = push(&bundle(&TestPlugin::default()), &place, &Credentials::anonymous(), Transport::Secure).await;
     let error = error.unwrap_err().to_string();
-    assert!(
-        error.starts_with(&format!("{place}:0.1.0: cannot be reached: ")) && error.contains("check the address"),
-        "{error}"
-    );
+    assert!(error.starts_with(&format!("{place}:0.1.0: cannot be reached: ")), "{error}");
+    assert!(error.contains("check the address"), "{error}");
 }
 
 #[tokio::test]

@@ -60,10 +60,8 @@ async fn component_next_to_the_bundle_is_as_wkg_expects_it() {
     assert_eq!(layer.media_type, "application/wasm");
     let annotation =
         |key: &str| manifest.annotations.as_ref().unwrap()[&format!("org.opencontainers.image.{key}")].clone();
-    assert_eq!(
-        ["title", "version", "description", "licenses"].map(annotation),
-        ["reward-brevity", "0.1.0", "短的改写得分高", "Apache-2.0"]
-    );
+    let expected = ["reward-brevity", "0.1.0", "短的改写得分高", "Apache-2.0"];
+    assert_eq!(["title", "version", "description", "licenses"].map(annotation), expected);
     let config: serde_json::Value = serde_json::from_str(&config).unwrap();
     let expected = serde_json::json!({
         "created": "1970-01-01T00:00:00Z", "author": null, "architecture": "wasm", "os": "wasip2",
@@ -90,10 +88,8 @@ async fn bundle_is_an_artifact_that_names_its_component() {
     assert_eq!(digest, pushed.bundle_manifest);
     assert_eq!(manifest.artifact_type.as_deref(), Some("application/vnd.querl.bundle.v1+zstd"));
     assert_eq!(manifest.subject.unwrap().digest, pushed.component_manifest);
-    assert_eq!(
-        manifest.layers[0].annotations.as_ref().unwrap()["org.opencontainers.image.title"],
-        "reward-brevity-0.1.0.querl"
-    );
+    let expected = "reward-brevity-0.1.0.querl";
+    assert_eq!(manifest.layers[0].annotations.as_ref().unwrap()["org.opencontainers.image.title"], expected);
 }
 
 #[tokio::test]
@@ -151,25 +147,19 @@ async fn highest_release_is_pulled_and_missing_versions_are_reported() {
         push(&bundle(&plugin), &place, &nobody(), Transport::Secure).await.unwrap();
     }
     let found = versions(&place, &nobody(), Transport::Secure).await.unwrap();
-    assert_eq!(
-        found.iter().map(ToString::to_string).collect::<Vec<_>>(),
-        ["0.2.0+build.7", "0.9.0", "0.10.0", "0.11.0-rc.1"]
-    );
+    let expected = ["0.2.0+build.7", "0.9.0", "0.10.0", "0.11.0-rc.1"];
+    assert_eq!(found.iter().map(ToString::to_string).collect::<Vec<_>>(), expected);
     let pulled = pull(&place, &nobody(), Transport::Secure).await.unwrap();
     assert_eq!(pulled.location.to_string(), format!("{place}:0.10.0"));
     let named = place.with_version("0.2.0+build.7".parse().unwrap());
     assert_eq!(pull(&named, &nobody(), Transport::Secure).await.unwrap().location, named);
     let missing = place.with_version("3.0.0".parse().unwrap());
     let error = pull(&missing, &nobody(), Transport::Secure).await.unwrap_err().to_string();
-    assert_eq!(
-        error,
-        format!("{missing}: there is no such version; available: 0.2.0+build.7, 0.9.0, 0.10.0, 0.11.0-rc.1")
-    );
+    let expected = format!("{missing}: there is no such version; available: 0.2.0+build.7, 0.9.0, 0.10.0, 0.11.0-rc.1");
+    assert_eq!(error, expected);
     let error = pull(&open("querl/none"), &nobody(), Transport::Secure).await.unwrap_err().to_string();
-    assert!(
-        error.ends_with("querl/none/reward-brevity: the registry has no such repository; check the name"),
-        "{error}"
-    );
+    let expected = "querl/none/reward-brevity: the registry has no such repository; check the name";
+    assert!(error.ends_with(expected), "{error}");
 }
 
 #[tokio::test]
@@ -200,10 +190,8 @@ async fn component_that_another_tool_pushed_is_no_bundle_and_is_not_replaced() {
     let place = open("querl/by-others").with_version("0.1.0".parse().unwrap());
     push_component(&place.to_string(), b"\0asm\x0d\0\x01\0").await;
     let error = pull(&place, &nobody(), Transport::Secure).await.unwrap_err().to_string();
-    assert!(
-        error.ends_with("has a component there but no bundle: another tool pushed it; `wkg oci pull` reads it"),
-        "{error}"
-    );
+    let expected = "has a component there but no bundle: another tool pushed it; `wkg oci pull` reads it";
+    assert!(error.ends_with(expected), "{error}");
     let error =
         push(&bundle(&TestPlugin::default()), &place, &nobody(), Transport::Secure).await.unwrap_err().to_string();
     assert!(error.contains("is there already with another component"), "{error}");

@@ -146,7 +146,6 @@ fn median<T: Copy + Default + PartialOrd>(mut values: Vec<T>) -> T {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -187,7 +187,6 @@ fn judgement(parsed: &Result<ParsedJudgement, Rejection>) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::ports::FaultKind;
@@ -212,12 +211,9 @@ mod tests {
 
     #[test]
     fn a_fault_on_a_later_call_is_found() {
-        let fault = |message: &str| PluginFault {
-            plugin: "x".into(),
-            version: "0.1.0".into(),
-            message: message.into(),
-            kind: FaultKind::Trap,
-            log: Vec::new(),
+        let fault = |message: &str| {
+            let (plugin, version, message) = ("x".into(), "0.1.0".into(), message.into());
+            PluginFault { plugin, version, message, kind: FaultKind::Trap, log: Vec::new() }
         };
         let violation =
             repeat(&round(move |n_calls| if n_calls < 9 { Ok("1".into()) } else { Err(fault("off")) }), 100);

@@ -188,7 +188,6 @@ fn step(bound: f64) -> f64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_bundle::Manifest;

@@ -197,7 +197,6 @@ fn put_at(table: &mut toml::Table, segments: &[&str], value: toml::Value) -> Res
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

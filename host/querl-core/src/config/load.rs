@@ -379,7 +379,6 @@ fn location(path: &Path, origin: Option<Origin>) -> ConfigLocation {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 pub(super) mod tests {
     use super::*;
     use crate::config::RewriteForm;
@@ -458,10 +457,8 @@ path = "reward.wasm"
         let (optional, file) = load_with_file(&folder.path().join("querl.toml"), &optional).unwrap();
         assert_eq!(optional.data.rewrite_form, RewriteForm::Full);
         let missing = file.check_model(&optional).unwrap_err().to_string();
-        assert!(
-            missing.starts_with("--set model.path is \"") && missing.contains("none\"; no such folder"),
-            "{missing}"
-        );
+        assert!(missing.starts_with("--set model.path is \""), "{missing}");
+        assert!(missing.contains("none\"; no such folder"), "{missing}");
         let answers = with_small_model_defaults("retrieval.kind = 'none'".parse().unwrap());
         assert_eq!((answers.get("data"), answers["rl"]["n_samples"].as_integer()), (None, Some(8)));
         // A run's own configuration has every key.
@@ -703,10 +700,8 @@ rollout.base_url='tcp://127.0.0.1' | --set rollout.base_url is "tcp://127.0.0.1"
             assert_eq!(refusal(&more.split(' ').collect::<Vec<_>>()), message);
         }
         let missing = fault(GOOD, &["rollout.engine=openai"]);
-        assert!(
-            missing.ends_with("the key rollout.base_url is missing; rollout.engine = \"openai\" needs it"),
-            "{missing}"
-        );
+        let expected = "the key rollout.base_url is missing; rollout.engine = \"openai\" needs it";
+        assert!(missing.ends_with(expected), "{missing}");
     }
 
     #[test]
@@ -791,21 +786,15 @@ path = "tiny" | path = "tiny"\ntensor_parallel = 2 | querl.toml:15: model.tensor
     #[test]
     fn bad_flags_are_named_as_flags() {
         assert_eq!(fault(GOOD, &["rl.gae_lambda=1.4"]), "--set rl.gae_lambda is 1.4; expected 0.0 to 1.0");
-        assert_eq!(
-            fault(GOOD, &["rl.gea_lambda=1"]),
-            "--set rl.gea_lambda: unknown key rl.gea_lambda; did you mean gae_lambda?"
-        );
+        let expected = "--set rl.gea_lambda: unknown key rl.gea_lambda; did you mean gae_lambda?";
+        assert_eq!(fault(GOOD, &["rl.gea_lambda=1"]), expected);
         let missing = |value: &str| {
             fault(GOOD, &[value]).replace(&std::env::current_dir().unwrap().display().to_string(), "here")
         };
-        assert_eq!(
-            missing("data.input=none.xlsx"),
-            "--set data.input is \"here/none.xlsx\"; no such file; create it or correct the path"
-        );
-        assert_eq!(
-            missing("plugins.rewards.0.path=none.wasm"),
-            "--set plugins.rewards.0.path is \"here/none.wasm\"; no such file or folder; put the plugin there or correct the path"
-        );
+        let expected = "--set data.input is \"here/none.xlsx\"; no such file; create it or correct the path";
+        assert_eq!(missing("data.input=none.xlsx"), expected);
+        let expected = "--set plugins.rewards.0.path is \"here/none.wasm\"; no such file or folder; put the plugin there or correct the path";
+        assert_eq!(missing("plugins.rewards.0.path=none.wasm"), expected);
         assert_eq!(
             missing("plugins.filters=[{path = 'none.wasm'}]"),
             "--set plugins.filters: plugins.filters[0].path is \"here/none.wasm\"; no such file or folder; put the plugin there or \

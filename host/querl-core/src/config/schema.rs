@@ -344,7 +344,6 @@ fn unknown<'a>(key: &str, name: &str, known: impl Iterator<Item = &'a String>) -
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -157,7 +157,6 @@ pub(super) fn serialize_columns<S: serde::Serializer>(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

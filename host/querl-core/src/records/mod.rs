@@ -147,7 +147,7 @@ impl Completion {
 }
 
 /// One retrieved passage.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Hit {
     /// Passage id; empty if the service sends none.
     #[serde(default)]
@@ -204,7 +204,7 @@ impl ValidatedRecord {
 }
 
 /// Input of a filter plugin: a row whose rewrite and retrieval succeeded.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// Id of the query row.
     pub id: String,

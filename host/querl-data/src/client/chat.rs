@@ -290,7 +290,6 @@ fn is_reasoning_model(model: &str) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     fn parameters(settings: Value, base_url: &str, model: &str) -> Result<Value, String> {
@@ -337,9 +336,7 @@ mod tests {
         assert!(parameters(json!({"temperature": 0.3}), openai, "gpt-4.1").is_ok());
         assert!(parameters(json!({"temperature": 1.0}), openai, "o3").is_ok());
         let message = parameters(json!({"reasoning_effort": "low"}), openai, "gpt-4.1").unwrap_err();
-        assert_eq!(
-            message,
-            "teacher.reasoning_effort is \"low\"; `gpt-4.1` is not a reasoning model, leave the key out"
-        );
+        let expected = "teacher.reasoning_effort is \"low\"; `gpt-4.1` is not a reasoning model, leave the key out";
+        assert_eq!(message, expected);
     }
 }

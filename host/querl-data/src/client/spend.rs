@@ -446,7 +446,6 @@ impl Drop for CallSpend {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use futures::FutureExt;

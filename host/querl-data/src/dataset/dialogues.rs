@@ -244,7 +244,6 @@ fn shown(value: &Value) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -263,10 +262,8 @@ mod tests {
         ];
         let list = read(format!("\n[\n{}\n]\n", rows.join(" ,\n\n"))).unwrap();
         let mut lines = read(rows.join("\n")).unwrap();
-        assert_eq!(
-            list.iter().map(|row| row.location.to_string()).collect::<Vec<_>>(),
-            ["line 3, dialogue 1", "line 5, dialogue 2"]
-        );
+        let expected = ["line 3, dialogue 1", "line 5, dialogue 2"];
+        assert_eq!(list.iter().map(|row| row.location.to_string()).collect::<Vec<_>>(), expected);
         assert_eq!(lines.iter().map(|row| row.location.to_string()).collect::<Vec<_>>(), ["line 1", "line 2"]);
         lines.iter_mut().zip(&list).for_each(|(line, item)| line.location = item.location);
         assert_eq!(list, lines);

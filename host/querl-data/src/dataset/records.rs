@@ -333,7 +333,6 @@ impl IndexedLines {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     impl JournalRecord for u32 {

@@ -109,7 +109,6 @@ fn group_digest(seed: u64, group: &str) -> u128 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

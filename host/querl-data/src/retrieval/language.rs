@@ -157,10 +157,8 @@ mod tests {
     #[test]
     fn words_are_stemmed_and_have_no_accents() {
         let words = |text, language| spaced_words(text, language, |run| vec![run.to_owned()]);
-        assert_eq!(
-            words("cleaning the customer’s dishwashers, 60cm", Language::En),
-            ["clean", "the", "custom", "dishwash", "60cm"]
-        );
+        let expected = ["clean", "the", "custom", "dishwash", "60cm"];
+        assert_eq!(words("cleaning the customer’s dishwashers, 60cm", Language::En), expected);
         assert_eq!(words("state-of-the-art", Language::En), ["state", "of", "the", "art"]);
         assert_eq!(words("größe", Language::Other), ["große"]);
         assert_eq!(words("kettle 水壶 boils", Language::En), ["kettl", "水壶", "boil"]);

@@ -372,7 +372,6 @@ pub(crate) fn excerpt(value: &Value) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     #[test]

@@ -166,7 +166,6 @@ fn term_frequencies(text: &str) -> BTreeMap<String, f64> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -1,5 +1,4 @@
 //! Retrieval services and rerankers against mock servers; each builtin mapping against a response in the form that its service documents.
-#![allow(clippy::unwrap_used)]
 
 use crate::retrieval::mapping::{Mapping, RequestValues};
 use crate::retrieval::pricing::CallCharge;
@@ -277,10 +276,8 @@ async fn ragflow_chunks_and_failures_in_an_answer_of_status_200() {
     let answer = json!({"code": 102, "message": "`datasets` is required."});
     let failure = mapped(settings, "/api/v1/retrieval", request, answer).await.unwrap_err();
     assert_eq!(failure.kind, FailureKind::ServerError);
-    assert!(
-        failure.message.contains("answered with `/code` `102`") && failure.message.contains("is required"),
-        "{failure}"
-    );
+    assert!(failure.message.contains("answered with `/code` `102`"), "{failure}");
+    assert!(failure.message.contains("is required"), "{failure}");
 }
 
 /// Regression: RAGFlow ranks only as many candidates as a page has, and rejects a page of 100.

@@ -402,7 +402,6 @@ impl Synonyms {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     #[test]

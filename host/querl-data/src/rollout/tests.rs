@@ -1,5 +1,4 @@
 //! A server that speaks the interface of vLLM or SGLang, and one that does not.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use querl_core::config::CallsConfig;
@@ -292,37 +291,22 @@ fn an_adapter_that_is_loaded_already_was_loaded_by_an_attempt_whose_answer_was_l
 
 #[test]
 fn answers_that_are_no_rollouts_are_named() {
-    type Change = fn(&mut Value);
-    let cases: [(Change, &str); 8] = [
+    let cases = [
+        ("/token_ids", Value::Null, "a response without `token_ids`; the server must support `return_token_ids`"),
+        ("/logprobs", Value::Null, "a response without `logprobs.token_logprobs`; let the server return them"),
+        ("/logprobs/token_logprobs", json!([-0.5]), "1 log-probabilities for the 2 tokens of a response"),
+        ("/logprobs/token_logprobs", json!([null, -0.5]), "no log-probability for token 0 of a response"),
         (
-            |choice| choice["token_ids"] = Value::Null,
-            "a response without `token_ids`; the server must support `return_token_ids`",
-        ),
-        (
-            |choice| choice["logprobs"] = Value::Null,
-            "a response without `logprobs.token_logprobs`; let the server return them",
-        ),
-        (
-            |choice| choice["logprobs"]["token_logprobs"] = json!([-0.5]),
-            "1 log-probabilities for the 2 tokens of a response",
-        ),
-        (
-            |choice| choice["logprobs"]["token_logprobs"] = json!([null, -0.5]),
-            "no log-probability for token 0 of a response",
-        ),
-        (
-            |choice| choice["prompt_token_ids"] = json!([1, 5, 6, 7]),
+            "/prompt_token_ids",
+            json!([1, 5, 6, 7]),
             "a response to another prompt, of 4 tokens, than the one of 3 tokens that was sent",
         ),
-        (
-            |choice| choice["token_ids"] = json!([1, 1, 1, 1, 2]),
-            "a response of 5 tokens; expected at most `max_tokens`, 4",
-        ),
-        (|choice| choice["finish_reason"] = json!("abort"), "a response was broken off (finish_reason `abort`)"),
-        (|choice| choice["token_ids"] = json!(["a"]), "expected u32"),
+        ("/token_ids", json!([1, 1, 1, 1, 2]), "a response of 5 tokens; expected at most `max_tokens`, 4"),
+        ("/finish_reason", json!("abort"), "a response was broken off (finish_reason `abort`)"),
+        ("/token_ids", json!(["a"]), "expected u32"),
     ];
-    for (change, expected) in cases {
-        let message = broken(change);
+    for (field, value, expected) in cases {
+        let message = broken(move |choice| *choice.pointer_mut(field).unwrap() = value.clone());
         assert!(message.contains("SERVER/v1/completions: ") && message.ends_with(expected), "{message}");
     }
     let few = failure(|request| match request.path.as_str() {

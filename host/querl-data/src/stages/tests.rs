@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::{RecordFile, open_queries, query_id};
 use async_trait::async_trait;
@@ -258,14 +256,8 @@ async fn calls_in_flight_are_kept_if_a_plugin_fails_on_one_row() {
 }
 
 fn fault() -> PluginFault {
-    let message = "broke its contract".to_owned();
-    PluginFault {
-        plugin: "p".into(),
-        version: "0.1.0".into(),
-        message,
-        kind: querl_core::ports::FaultKind::Result,
-        log: Vec::new(),
-    }
+    let (plugin, version, message) = ("p".into(), "0.1.0".into(), "broke its contract".into());
+    PluginFault { plugin, version, message, kind: querl_core::ports::FaultKind::Result, log: Vec::new() }
 }
 
 /// Regression: paid responses were dropped because the first ones could not be parsed.

@@ -221,7 +221,6 @@ impl<R: Read> Read for Utf8Reader<R> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -277,17 +276,13 @@ mod tests {
         let mut bytes = "问题\n深海鱼油软胶囊一天几粒，怎么吃\n益生菌".as_bytes().to_vec();
         bytes.truncate(bytes.len() - 1);
         let message = read(&bytes).unwrap_err();
-        assert!(
-            message.ends_with(":3: a character is not UTF-8, as those before it are; save the file again as UTF-8"),
-            "{message}"
-        );
+        let expected = ":3: a character is not UTF-8, as those before it are; save the file again as UTF-8";
+        assert!(message.ends_with(expected), "{message}");
         // Few characters, the last one truncated.
         let message = read(&"q,鱼油\n".as_bytes()[..7]).unwrap_err();
         assert!(message.contains(":1: a character is not UTF-8, as those before it are"), "{message}");
         let message = read(b"a\nb\xff\xff\n").unwrap_err();
-        assert!(
-            message.ends_with(":2: a character is not UTF-8 or GB18030; save the file again as UTF-8"),
-            "{message}"
-        );
+        let expected = ":2: a character is not UTF-8 or GB18030; save the file again as UTF-8";
+        assert!(message.ends_with(expected), "{message}");
     }
 }

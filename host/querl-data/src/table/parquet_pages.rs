@@ -284,7 +284,6 @@ fn skip_lengths(data: &[u8], max_values: u64) -> Option<&[u8]> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

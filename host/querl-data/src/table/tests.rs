@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::dataset::SplitMix64;
 use crate::dataset::export::{table_path, write_tables};
@@ -722,10 +720,8 @@ fn parts_of_a_workbook_are_bounded() {
     let head = format!(r#"<row r="1">{}</row><row r="2">{}</row>"#, text_cell("A1", "问题"), text_cell("A2", "怎么吃"));
     let refused = |name: &str, bytes: &[u8]| workbook_of(&folder, &head, &[(name, bytes)]).unwrap_err();
     let error = refused("xl/styles.xml", &vec![b' '; (16 << 20) + 1]);
-    assert!(
-        error.starts_with("a.xlsx: `xl/styles.xml` inflates to more than 16777216 bytes; save the table"),
-        "{error}"
-    );
+    let expected = "a.xlsx: `xl/styles.xml` inflates to more than 16777216 bytes; save the table";
+    assert!(error.starts_with(expected), "{error}");
     let long = format!("<sst><si><t>{}</t></si></sst>", "x".repeat(5 << 20));
     let error = refused("xl/sharedStrings.xml", long.as_bytes());
     let expected =
@@ -770,10 +766,8 @@ fn rows_and_lines_have_a_maximum_length() {
     let max_bytes = querl_core::fsx::MAX_ROW_BYTES;
     let long = "x".repeat(max_bytes + 100);
     let error = rejected("a.csv", format!("问题\n\"{long}"));
-    assert!(
-        error.ends_with(&format!("a row of more than {max_bytes} bytes; look for a quote that is not closed")),
-        "{error}"
-    );
+    let expected = format!("a row of more than {max_bytes} bytes; look for a quote that is not closed");
+    assert!(error.ends_with(&expected), "{error}");
     let error = rejected("a.jsonl", format!("{{\"问题\": \"甲\"}}\n{{\"问题\": \"{long}\"}}\n"));
     let expected =
         format!("a.jsonl:2: not a valid record: a line of more than {max_bytes} bytes; fix or remove the line");
@@ -786,10 +780,8 @@ fn rows_and_lines_have_a_maximum_length() {
     );
     let wide = format!("问题{}\n甲\n", ",x".repeat(20_000));
     assert_eq!(rejected("a.csv", wide), "a.csv: the table has 20001 columns; expected at most 16384");
-    assert_eq!(
-        rejected("a.csv", b"\x1f\x8b\x08\x00"),
-        "a.csv: by its first bytes the file is compressed with gzip; decompress it"
-    );
+    let expected = "a.csv: by its first bytes the file is compressed with gzip; decompress it";
+    assert_eq!(rejected("a.csv", b"\x1f\x8b\x08\x00"), expected);
 }
 
 /// Regression: chat messages were read as the text of a query.

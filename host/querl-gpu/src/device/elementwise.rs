@@ -370,7 +370,6 @@ impl Gpu {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::lists;
 

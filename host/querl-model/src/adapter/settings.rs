@@ -344,7 +344,6 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Patterns<T> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -149,7 +149,6 @@ fn of_ids(value: &Value, key: &str) -> Result<Option<Vec<String>>, String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

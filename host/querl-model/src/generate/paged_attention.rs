@@ -322,7 +322,6 @@ fn value_tile<A: Arithmetic, const ROWS: usize, const COLUMNS: usize>(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::kv_cache::{BlockPool, BlockShape};

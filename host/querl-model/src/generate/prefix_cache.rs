@@ -181,7 +181,6 @@ impl EngineCore<'_> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::kv_cache::BlockShape;

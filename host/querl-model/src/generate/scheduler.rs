@@ -257,7 +257,6 @@ pub(super) fn finish_reason(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -1,5 +1,4 @@
 //! Logits processors against those of transformers, from `tests/reference/generation.py`, and generation at each SIMD level.
-#![allow(clippy::unwrap_used)]
 
 use super::logits_processor::LogitsProcessor;
 use super::sampler::{Softmax, sample_token};

@@ -7,7 +7,7 @@
 
 #![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports))] // only the integer product reads them
 
-use super::packed_matmul::WIDTH;
+use super::packed_matmul::{Output, WIDTH};
 use super::packed_weight::{GROUP, Packed};
 use super::simd::{SimdLevel, vectorised};
 use querl_core::config::BaseDtype;
@@ -111,7 +111,7 @@ pub(super) fn forward(level: SimdLevel, weight: &Packed, x: &Int8Rows, y: &mut [
     if level == SimdLevel::Avx512 && is_x86_feature_detected!("avx512vnni") {
         let n_rows = x.n_rows();
         let (n_panels, n_chunks) = (weight.n_out.div_ceil(WIDTH), n_rows.div_ceil(ROWS_PER_TASK));
-        let out = Out(y.as_mut_ptr());
+        let out = Output::new(y, keep);
         let run = |task: usize| {
             // Tasks that follow one another share their rows.
             let (chunk, panel) = (task / n_panels, task % n_panels);
@@ -131,19 +131,11 @@ pub(super) fn forward(level: SimdLevel, weight: &Packed, x: &Int8Rows, y: &mut [
     false
 }
 
-/// The result, `(N, out)`.
-#[cfg(target_arch = "x86_64")]
-struct Out(*mut f32);
-
-// SAFETY: it is a mutable slice, and tasks write to parts of it that do not overlap.
-#[cfg(target_arch = "x86_64")]
-unsafe impl Sync for Out {}
-
 /// Tiles of the result in registers.
 #[cfg(target_arch = "x86_64")]
 mod vnni {
     use super::super::packed_matmul::{load_sums, store_sums};
-    use super::{GROUP, Int8Rows, Out, Packed, QUAD, WIDTH};
+    use super::{GROUP, Int8Rows, Output, Packed, QUAD, WIDTH};
     use std::arch::x86_64::*;
     use std::ops::Range;
 
@@ -185,7 +177,14 @@ mod vnni {
     /// `weight` is int8 and has the panel; `x` has the rows and the weight's inputs; `out` has as many rows of the weight's outputs, and no other
     /// thread touches these columns of them. The processor has AVX-512 with VNNI.
     #[target_feature(enable = "avx512f,avx512vnni")]
-    pub(super) unsafe fn panel(weight: &Packed, panel: usize, x: &Int8Rows, rows: Range<usize>, out: &Out, keep: f32) {
+    pub(super) unsafe fn panel(
+        weight: &Packed,
+        panel: usize,
+        x: &Int8Rows,
+        rows: Range<usize>,
+        out: &Output<'_>,
+        keep: f32,
+    ) {
         let (codes, weight_scales) = weight.int8_panel(panel);
         let (n_groups, first) = (x.n_in.div_ceil(GROUP), panel * WIDTH);
         let mut row = rows.start;
@@ -198,7 +197,7 @@ mod vnni {
                 scales: x.scales.as_ptr().wrapping_add(row * n_groups),
                 starts: x.starts.as_ptr().wrapping_add(row * n_groups),
                 n_in: x.n_in,
-                c: out.0.wrapping_add(row * weight.n_out + first),
+                c: out.values.wrapping_add(row * weight.n_out + first),
                 c_row: weight.n_out,
                 n_cols: (weight.n_out - first).min(WIDTH),
                 keep,
@@ -277,7 +276,6 @@ mod vnni {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::kernels::FrozenWeight;

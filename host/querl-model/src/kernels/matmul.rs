@@ -93,7 +93,6 @@ pub(crate) fn matmul_into(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

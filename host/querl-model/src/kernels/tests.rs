@@ -1,6 +1,5 @@
 //! Every operation against the same computation from candle's own operations: values, and the gradient of every tensor that can
 //! be trained; and those gradients against finite differences.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use candle_core::{D, DType, Device, Var};

@@ -1,5 +1,4 @@
 //! The layer composed of single candle operations, each with its own gradient: what tests compare [`super::TransformerLayer`] with.
-#![allow(clippy::unwrap_used)]
 
 use super::autograd::LayerPass;
 use super::backend::Rows;

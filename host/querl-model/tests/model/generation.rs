@@ -147,9 +147,8 @@ fn answers_do_not_depend_on_how_many_are_in_progress() {
     };
     let all = run(1000);
     assert_eq!(all.iter().map(Vec::len).collect::<Vec<_>>(), [1, 2, 3, 4, 1, 2, 3, 4]);
-    assert!(
-        all.iter().flatten().any(|answer| answer.truncated) && all.iter().flatten().any(|answer| !answer.truncated)
-    );
+    assert!(all.iter().flatten().any(|answer| answer.truncated));
+    assert!(all.iter().flatten().any(|answer| !answer.truncated));
     for max_sequences in [1, 3, 7] {
         assert_eq!(run(max_sequences), all, "{max_sequences} at once");
     }

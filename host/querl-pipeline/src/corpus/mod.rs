@@ -10,7 +10,6 @@ mod passages;
 mod phrases;
 mod recipe;
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod testing;
 
 pub use recipe::Recipe;
@@ -200,7 +199,6 @@ impl ConversationWriter<'_> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::testing::segmenter;
     use super::*;

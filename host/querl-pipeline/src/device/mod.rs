@@ -349,14 +349,7 @@ mod tests {
     use querl_core::config::{BaseDtype, TuningMethod};
 
     fn model(dtype: BaseDtype) -> ModelConfig {
-        ModelConfig {
-            path: "model".into(),
-            dtype,
-            tokens_per_pass: 512,
-            gradient_checkpointing: false,
-            tensor_parallel: 1,
-            enable_thinking: None,
-        }
+        serde_json::from_value(serde_json::json!({"path": "model", "dtype": dtype})).unwrap()
     }
 
     #[test]

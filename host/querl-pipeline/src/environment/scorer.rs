@@ -730,13 +730,7 @@ mod tests {
         let (shop, row) = (Shop::default(), query("a"));
         let services = Services { rewards: length_alone(), ..shop.services() }.read_by_rewards();
         let missing = Baseline::Missing(CallFailure { kind: FailureKind::Timeout, message: "late".into() });
-        let hits = Some(vec![Hit {
-            rank: 1,
-            text: String::new(),
-            id: String::new(),
-            reranker_score: 0.5,
-            retrieval_score: None,
-        }]);
+        let hits = Some(vec![Hit { rank: 1, reranker_score: 0.5, ..Hit::default() }]);
         let known = Baseline::Rewritten { rewrite: "poor".into(), hits: hits.clone(), cost: None, latency_ms: None };
         let requests = [request(&row, "broken", missing), request(&row, "good", known)];
         let scored = shop.scorer_with(services).score(&requests).unwrap().scored;

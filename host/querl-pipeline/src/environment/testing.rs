@@ -172,15 +172,8 @@ impl RewardModel for ShopReward {
 }
 
 pub(crate) fn query(id: &str) -> QueryRow {
-    QueryRow {
-        id: id.into(),
-        row: 2,
-        original_query: format!("query {id}"),
-        user_profile: String::new(),
-        history_summary: String::new(),
-        gold_ids: Vec::new(),
-        group: id.into(),
-    }
+    let (original_query, group) = (format!("query {id}"), id.into());
+    QueryRow { id: id.into(), row: 2, original_query, group, ..QueryRow::default() }
 }
 
 pub(crate) fn dataset_row(id: &str) -> DatasetRow {

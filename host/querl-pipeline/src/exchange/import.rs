@@ -389,10 +389,8 @@ mod tests {
             "{merged}"
         );
         let other = check("Qwen/Qwen3-0.6B-Base", cached).unwrap().unwrap();
-        assert!(
-            other.starts_with("warning: ") && other.contains("base_model_name_or_path is Qwen/Qwen3-0.6B-Base, and"),
-            "{other}"
-        );
+        assert!(other.starts_with("warning: "), "{other}");
+        assert!(other.contains("base_model_name_or_path is Qwen/Qwen3-0.6B-Base, and"), "{other}");
     }
 
     fn metrics(format: CheckpointFormat, folder: &Path, adapter: &Path) -> anyhow::Result<RowsByStep> {

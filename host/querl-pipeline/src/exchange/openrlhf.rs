@@ -337,10 +337,8 @@ mod tests {
         let sum = mapped(&run("[rl]\nloss_agg = \"seq-mean-token-sum\"\n"));
         assert_eq!(sum.value("actor.loss_agg_mode"), Some("token-mean"));
         let lost = sum.without_equivalent();
-        assert!(
-            lost.len() == 1 && lost[0].starts_with("rl.loss_agg = \"seq-mean-token-sum\": OpenRLHF has"),
-            "{lost:?}"
-        );
+        assert!(lost.len() == 1, "{lost:?}");
+        assert!(lost[0].starts_with("rl.loss_agg = \"seq-mean-token-sum\": OpenRLHF has"), "{lost:?}");
     }
 
     #[test]

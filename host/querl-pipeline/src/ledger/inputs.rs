@@ -359,14 +359,7 @@ mod tests {
     }
 
     fn model(tokens_per_pass: usize) -> ModelConfig {
-        ModelConfig {
-            path: "model".into(),
-            dtype: querl_core::config::BaseDtype::F32,
-            tokens_per_pass,
-            gradient_checkpointing: false,
-            tensor_parallel: 1,
-            enable_thinking: None,
-        }
+        serde_json::from_value(serde_json::json!({"path": "model", "tokens_per_pass": tokens_per_pass})).unwrap()
     }
 
     #[test]

@@ -120,23 +120,14 @@ pub(super) fn standard_deviation(values: &[f64]) -> Option<f64> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::headroom::Lookup;
     use super::*;
     use querl_core::records::Hit;
 
     fn row(group: &str, raw_hits: bool, teacher_hits: bool) -> LookedUpRow {
-        let lookup = |is_hit: bool| Lookup {
-            hits: vec![Hit {
-                id: if is_hit { "g" } else { "x" }.into(),
-                text: String::new(),
-                reranker_score: 0.5,
-                retrieval_score: None,
-                rank: 1,
-            }],
-            deep_rank: None,
-        };
+        let hit = |id: &str| Hit { id: id.into(), reranker_score: 0.5, rank: 1, ..Hit::default() };
+        let lookup = |is_hit: bool| Lookup { hits: vec![hit(if is_hit { "g" } else { "x" })], deep_rank: None };
         let (raw, teacher) = (lookup(raw_hits), lookup(teacher_hits));
         LookedUpRow {
             split: Split::Val,

@@ -177,7 +177,6 @@ impl DataFacts {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -345,19 +345,12 @@ impl RetrievalHeadroom {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
     fn hits(ids: &[&str], score: f64) -> Vec<Hit> {
-        let hit = |(index, id): (usize, &&str)| Hit {
-            id: (*id).into(),
-            text: String::new(),
-            reranker_score: score,
-            retrieval_score: None,
-            rank: index as u32 + 1,
-        };
-        ids.iter().enumerate().map(hit).collect()
+        let hit = |(rank, id): (u32, &&str)| Hit { id: (*id).into(), reranker_score: score, rank, ..Hit::default() };
+        (1..).zip(ids).map(hit).collect()
     }
 
     /// `raw` and `teacher`: ids of the hits, best first. Gold is `g`.

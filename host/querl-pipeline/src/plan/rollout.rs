@@ -271,7 +271,6 @@ fn is_repetitive(text: &str) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
@@ -332,10 +331,8 @@ mod tests {
         let (noise, weak) = (base(Level::Bad), base(Level::Weak));
         let (equal, good) = (facts(&[group(&[1.0; 4])]), facts(&[group(&[0.0, 0.0, 1.0, 1.0])]));
         let referred = equal.advice_after(Some(&noise));
-        assert!(
-            referred.level == Level::Bad && referred.action.starts_with("see the line `base model`"),
-            "{referred:?}"
-        );
+        assert!(referred.level == Level::Bad, "{referred:?}");
+        assert!(referred.action.starts_with("see the line `base model`"), "{referred:?}");
         assert_eq!(good.advice_after(Some(&noise)), good.advice(), "SFT made a policy of it that works");
         let untrained = RolloutFacts { policy: BASE, ..good };
         assert_eq!(untrained.advice_after(Some(&noise)).level, Level::Unknown);

@@ -288,7 +288,6 @@ fn planned(rl: &RlConfig, n_rows: usize) -> Option<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_train::TrainError;

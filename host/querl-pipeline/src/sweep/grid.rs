@@ -154,7 +154,6 @@ pub(super) fn rung_step(n_steps: usize, eval_steps: usize, shift: u32) -> usize 
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

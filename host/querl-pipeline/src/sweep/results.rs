@@ -215,7 +215,6 @@ fn flags(settings: &Settings) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;

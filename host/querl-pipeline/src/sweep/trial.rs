@@ -206,7 +206,6 @@ fn copy_folder(from: &Path, to: &Path) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::ledger::{Entry, Inputs};

@@ -80,8 +80,7 @@ fn needs(plan: &MemoryPlan) -> String {
 mod tests {
     use super::*;
     use crate::device::Gpu;
-    use querl_core::config::{BaseDtype, ModelConfig, SftConfig};
-    use querl_model::Family;
+    use querl_core::config::SftConfig;
     use std::sync::Mutex;
 
     #[derive(Default)]
@@ -97,34 +96,9 @@ mod tests {
 
     /// Shapes of Qwen2.5-7B, as fine-tuned with rows of 1024 tokens.
     fn seven() -> MemoryRequest {
-        let shapes = DecoderConfig {
-            family: Family::Qwen2,
-            vocab_size: 152_064,
-            hidden_size: 3584,
-            intermediate_size: 18_944,
-            n_layers: 28,
-            n_heads: 28,
-            n_kv_heads: 4,
-            head_dim: 128,
-            max_positions: 32_768,
-            rope_scaling: None,
-            sliding_windows: Vec::new(),
-            rope_theta: 1e6,
-            rms_norm_eps: 1e-6,
-            tie_word_embeddings: false,
-            qkv_bias: true,
-            output_bias: false,
-            initializer_range: 0.02,
-        };
-        let (path, dtype) = ("model".into(), BaseDtype::Bf16);
-        let model = ModelConfig {
-            path,
-            dtype,
-            tokens_per_pass: 8192,
-            gradient_checkpointing: false,
-            tensor_parallel: 1,
-            enable_thinking: None,
-        };
+        let shapes = DecoderConfig::of_shape("qwen2.5-7b").unwrap();
+        let model = serde_json::json!({"path": "model", "dtype": "bf16", "tokens_per_pass": 8192});
+        let model = serde_json::from_value(model).unwrap();
         let stage = PlannedStage::Sft { config: SftConfig::default(), longest_row: 1024 };
         MemoryRequest { shapes, model, stage, types: DeviceSizes::GPU, n_devices: 1 }
     }

@@ -224,7 +224,6 @@ pub(super) fn modified(path: &Path) -> Option<SystemTime> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 pub(super) mod tests {
     use super::*;
 
@@ -283,10 +282,8 @@ pub(super) mod tests {
             std::fs::write(folder.path().join("plugin.toml"), manifest).unwrap();
             ScriptFolder::read(folder.path(), "vendor/querl_sdk", "none").unwrap().world()
         };
-        assert_eq!(
-            world("['group-reward']\nrange = [0, 1]\nhost_functions = ['words', 'tokens']"),
-            "package querl:plugin@0.2.0;\nworld querl-plugin { include group-reward; import tokens; import words; export json-rewards; }\n"
-        );
+        let expected = "package querl:plugin@0.2.0;\nworld querl-plugin { include group-reward; import tokens; import words; export json-rewards; }\n";
+        assert_eq!(world("['group-reward']\nrange = [0, 1]\nhost_functions = ['words', 'tokens']"), expected);
         assert!(world("['style-scorer']\nhost_functions = ['style-model']").ends_with("{ include style-scorer; }\n"));
     }
 

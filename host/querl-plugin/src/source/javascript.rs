@@ -145,7 +145,6 @@ fn interface(kind: Kind) -> (&'static str, &'static str) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::source::folder::tests::folder_with;

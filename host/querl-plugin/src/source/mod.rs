@@ -108,7 +108,6 @@ fn language(folder: &Path) -> Result<Language, PluginError> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -212,7 +212,6 @@ fn largest_packages(library: &Path) -> Vec<(String, u64)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::source::folder::tests::folder_with;
@@ -299,9 +298,7 @@ mod tests {
     fn missing_tool_is_one_sentence_with_the_command() {
         let folder = folder_with("vendor/querl_sdk", &["plugin.py"]);
         let missing = PythonFolder::read(folder.path()).unwrap().missing();
-        assert!(
-            missing.contains("`python3 -m venv .venv && .venv/bin/pip install componentize-py==0.25.1`"),
-            "{missing}"
-        );
+        let expected = "`python3 -m venv .venv && .venv/bin/pip install componentize-py==0.25.1`";
+        assert!(missing.contains(expected), "{missing}");
     }
 }

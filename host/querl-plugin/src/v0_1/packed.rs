@@ -77,7 +77,6 @@ fn call_failure(writer: &mut Writer, failure: &CallFailure) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use querl_core::records::Episode;

@@ -3,7 +3,7 @@
 
 use querl_core::config::PluginLimits;
 use querl_core::ports::{FaultKind, PluginFault, RewardModel};
-use querl_core::records::{Candidate, Columns, Context, Episode, Hit, Judgement, Sample};
+use querl_core::records::{Candidate, Episode, Hit, Judgement, Sample};
 use querl_plugin::{HostOptions, Plugin, PluginError, PluginHost, PluginPort, PluginSettings};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -189,14 +189,7 @@ pub fn candidate(scores: &[f64], judge_score: Option<f64>) -> Candidate {
 
 /// A sample without hits, whose rewrite is its query.
 pub fn sample(id: &str, query: &str) -> Sample {
-    Sample {
-        id: id.into(),
-        original_query: query.into(),
-        rewritten_query: query.into(),
-        context: Context::default(),
-        hits: Vec::new(),
-        columns: Columns::default(),
-    }
+    Sample { id: id.into(), original_query: query.into(), rewritten_query: query.into(), ..Sample::default() }
 }
 
 /// A host that keeps compiled code in `base`.

@@ -25,10 +25,8 @@ fn refusal_of(bytes: &[u8]) -> String {
 fn core_module_is_distinguished_from_a_component() {
     let module = ::wat::parse_str("(module (func (export \"score\")))").unwrap();
     let message = refusal_of(&module);
-    assert!(
-        message.contains("it is a core module; expected a component, as the target wasm32-wasip2 makes"),
-        "{message}"
-    );
+    let expected = "it is a core module; expected a component, as the target wasm32-wasip2 makes";
+    assert!(message.contains(expected), "{message}");
 }
 
 #[test]
@@ -103,10 +101,8 @@ fn what_does_not_fit_this_host_is_refused_with_its_name() {
         assert!(message.ends_with(end) && !message.contains('\n'), "{name}: {message}");
     }
     let message = refusal("other-range");
-    assert!(
-        message.contains("its `rewards` is not of the contract's types: expected `record` found `f64`"),
-        "{message}"
-    );
+    let expected = "its `rewards` is not of the contract's types: expected `record` found `f64`";
+    assert!(message.contains(expected), "{message}");
 }
 
 #[test]
@@ -168,10 +164,8 @@ fn component_for_another_purpose_is_refused() {
 fn missing_file_is_named() {
     let message = host().load(Path::new("no/such/plugin.wasm")).unwrap_err().to_string();
     assert!(message.starts_with("plugin no/such/plugin.wasm: cannot be read: No such file"), "{message}");
-    assert!(
-        message.ends_with("expected a `.querl` bundle, a `.wasm` component or a folder with its source"),
-        "{message}"
-    );
+    let expected = "expected a `.querl` bundle, a `.wasm` component or a folder with its source";
+    assert!(message.ends_with(expected), "{message}");
 }
 
 #[test]

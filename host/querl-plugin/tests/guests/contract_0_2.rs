@@ -303,22 +303,16 @@ fn fault_of_recheck(name: &str, ids: [&str; 2]) -> PluginFault {
 #[test]
 fn result_that_depends_on_the_batch_or_its_form_is_found() {
     let fault = fault_of_recheck("batch-by-order", ["a", "b"]);
-    assert_eq!(
-        fault.to_string(),
-        "plugin batch-by-order 0.1.0: episode `b`: is 0.5 in a batch of 2 and is 0.25 alone; a result must depend on its own episode only"
-    );
+    let expected = "plugin batch-by-order 0.1.0: episode `b`: is 0.5 in a batch of 2 and is 0.25 alone; a result must depend on its own episode only";
+    assert_eq!(fault.to_string(), expected);
     for name in ["packed-differs", "packed-differs@0.2"] {
         let fault = fault_of_recheck(name, ["a", "b"]);
-        assert_eq!(
-            fault.message,
-            "episode `a`: is 0.5 in the form Packed and is 0.25 in the form Records; expected equal results"
-        );
+        let expected = "episode `a`: is 0.5 in the form Packed and is 0.25 in the form Records; expected equal results";
+        assert_eq!(fault.message, expected);
     }
     let fault = fault_of_recheck("group-by-order", ["g/0", "g/1"]);
-    assert!(
-        fault.message.starts_with("episode `g/1`: is 0.5 and is 0.25 with the episodes of its group in reverse"),
-        "{fault}"
-    );
+    let expected = "episode `g/1`: is 0.5 and is 0.25 with the episodes of its group in reverse";
+    assert!(fault.message.starts_with(expected), "{fault}");
 }
 
 #[test]

@@ -19,10 +19,8 @@ fn panic_message_is_in_the_fault_without_escapes() {
     let (message, kind) = fault_message("panics", "panic", PluginLimits::default());
     assert_eq!(kind, FaultKind::Trap);
     assert!(message.starts_with("plugin guest-panics 0.2.0: episode `step-1/b/0`: panicked: "), "{message}");
-    assert!(
-        message.contains("src/lib.rs:") && message.contains("cannot stand the query `panic` [31min red"),
-        "{message}"
-    );
+    assert!(message.contains("src/lib.rs:"), "{message}");
+    assert!(message.contains("cannot stand the query `panic` [31min red"), "{message}");
     assert!(!message.contains('\u{1b}') && !message.contains("RUST_BACKTRACE"), "{message}");
 }
 

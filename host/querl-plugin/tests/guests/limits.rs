@@ -93,20 +93,17 @@ fn sleep_does_not_hold_the_host() {
 #[test]
 fn deep_recursion_is_a_fault_and_not_the_end_of_the_process() {
     let (message, kind) = fault_message("deep-recursion", "x", with_plenty_of_fuel(5000));
-    assert_eq!(
-        message,
-        "plugin deep-recursion 0.1.0: episode `step-1/b/0`: recursed too deeply: its stack of 1048576 bytes is used up"
-    );
+    let expected =
+        "plugin deep-recursion 0.1.0: episode `step-1/b/0`: recursed too deeply: its stack of 1048576 bytes is used up";
+    assert_eq!(message, expected);
     assert_eq!(kind, FaultKind::Trap);
 }
 
 #[test]
 fn table_bomb_is_stopped_at_the_limit() {
     let (message, kind) = fault_message("table-bomb", "x", PluginLimits::default());
-    assert!(
-        message.ends_with("episode `step-1/b/0`: requested a table of 100001 elements; a host allows 100000"),
-        "{message}"
-    );
+    let expected = "episode `step-1/b/0`: requested a table of 100001 elements; a host allows 100000";
+    assert!(message.ends_with(expected), "{message}");
     assert_eq!(kind, FaultKind::Limit);
 }
 

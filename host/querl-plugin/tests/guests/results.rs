@@ -30,10 +30,8 @@ fn list_that_is_longer_than_memory_is_a_fault() {
     let host = host();
     let fault = guest(&host, "endless-list").score_batch(&[episode("a", "好")]).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Result);
-    assert_eq!(
-        fault.to_string(),
-        "plugin endless-list 0.1.0: episode `a`: returned what cannot be read: list pointer/length out of bounds of memory"
-    );
+    let expected = "plugin endless-list 0.1.0: episode `a`: returned what cannot be read: list pointer/length out of bounds of memory";
+    assert_eq!(fault.to_string(), expected);
     assert_others_are_served(&host);
 }
 
@@ -81,10 +79,8 @@ fn range_without_ends_is_refused_before_the_first_score() {
     let host = host();
     let plugin = load_guest(&host, "infinite-range").unwrap();
     let message = host.open(&plugin, &PluginSettings::default(), PluginPort::reward()).err().unwrap().to_string();
-    assert_eq!(
-        message,
-        "plugin infinite-range 0.1.0: declares the range -inf to inf; expected two finite numbers, the first below the second"
-    );
+    let expected = "plugin infinite-range 0.1.0: declares the range -inf to inf; expected two finite numbers, the first below the second";
+    assert_eq!(message, expected);
     assert_others_are_served(&host);
 }
 
@@ -101,10 +97,8 @@ fn keys_with_escapes_are_not_shown_to_the_user() {
     let plugin = load_guest(&host, "escapes-in-keys").unwrap();
     let message =
         host.open(&plugin, &toml::from_str("colour = 1").unwrap(), PluginPort::reward()).err().unwrap().to_string();
-    assert_eq!(
-        message,
-        "plugin escapes-in-keys 0.1.0: setting `colour`: the plugin knows no such setting; it knows `depth`"
-    );
+    let expected = "plugin escapes-in-keys 0.1.0: setting `colour`: the plugin knows no such setting; it knows `depth`";
+    assert_eq!(message, expected);
     host.open(&plugin, &toml::from_str("depth = 1").unwrap(), PluginPort::reward()).unwrap();
 }
 

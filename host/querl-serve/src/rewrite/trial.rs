@@ -330,14 +330,9 @@ mod tests {
         CandidateLimits { min_requests: 20, max_errors: 0.02, max_fallbacks: 0.05, max_latency_ratio: 1.5 };
 
     fn trial(mode: CandidateMode) -> Trial {
-        let model = |role, version: &str| Tenant {
-            name: "shop".into(),
-            role,
-            version: version.into(),
-            source: String::new(),
-            created_at: 0,
-            loaded_at: 0,
-            api_key: None,
+        let model = |role, version: &str| {
+            let (name, version, source) = ("shop".into(), version.into(), String::new());
+            Tenant { name, role, version, source, created_at: 0, loaded_at: 0, api_key: None }
         };
         let candidate = Candidate { tenant: "shop".into(), id: 1, mode };
         Trial::new(candidate, model(Role::Candidate, "new"), model(Role::Current, "old"))

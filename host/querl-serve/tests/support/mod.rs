@@ -1,16 +1,39 @@
 //! A stand-in for the models of tenants: rewrites made of the query's own text, with delays and failures that the query names.
 #![allow(clippy::unwrap_used, dead_code)] // each test program uses a part
 
+use axum::Router;
 use querl_core::serving::{
     ChatTask, EngineState, EventSink, Generation, GenerationEvent, GenerationFailure, GenerationTask, Rewriter, Role,
     SubmitError, Tenant,
 };
-use querl_serve::{CandidateLimits, RewriteOptions, ServerLimits};
-use reqwest::Client;
+use querl_serve::{CandidateLimits, RewriteOptions, ServerLimits, serve};
+use reqwest::{Client, RequestBuilder};
+use serde_json::Value;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use tokio::net::TcpListener;
+
+/// A listener on a free port, and its URL.
+pub(crate) async fn listen() -> (TcpListener, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    (listener, url)
+}
+
+/// Serves on a free port to the end of the test, and returns the URL.
+pub(crate) async fn serve_app(app: Router, limits: ServerLimits) -> String {
+    let (listener, url) = listen().await;
+    tokio::spawn(serve(listener, app, limits, std::future::pending()));
+    url
+}
+
+/// Status and JSON of a response.
+pub(crate) async fn answer(request: RequestBuilder) -> (u16, Value) {
+    let response = request.send().await.unwrap();
+    (response.status().as_u16(), response.json().await.unwrap())
+}
 
 pub(crate) fn http() -> Client {
     // Fails where a provider is installed already.

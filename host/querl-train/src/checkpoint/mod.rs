@@ -260,7 +260,6 @@ pub(crate) fn misfit(name: &str, what: impl std::fmt::Display) -> TrainError {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -264,7 +264,6 @@ impl<R: Read> Read for Digesting<R> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use candle_core::{Device, Tensor};
@@ -396,10 +395,9 @@ mod tests {
             read_state(&path)
         };
         let found = read(&bytes).unwrap();
-        assert_eq!(
-            (found.step, found.fingerprint.as_str(), found.state.get::<u64>("order").unwrap()),
-            (12, "print", 7)
-        );
+        assert_eq!(found.step, 12);
+        assert_eq!(found.fingerprint.as_str(), "print");
+        assert_eq!(found.state.get::<u64>("order").unwrap(), 7);
         let values = found.state.tensors("adapter").unwrap()["a"].to_vec1::<f32>().unwrap();
         let bits: Vec<u32> = values.into_iter().map(f32::to_bits).collect();
         assert_eq!(bits, [1.5f32, -0.0, 3.0e-40].map(f32::to_bits));

@@ -272,7 +272,6 @@ mod metrics_json {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -435,7 +435,6 @@ pub fn mean_group_deviation(rewards: &[f32], groups: &[usize]) -> f64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::losses::{kl_rows, masked_mean};
     use super::*;

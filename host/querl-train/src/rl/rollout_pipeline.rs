@@ -223,7 +223,6 @@ fn panic_text(panic: &(dyn Any + Send)) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::time::Duration;

@@ -105,7 +105,6 @@ fn vector<T: WithDType>(values: Vec<T>) -> Result<Tensor, TrainError> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::step_of;
 

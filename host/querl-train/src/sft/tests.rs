@@ -1,5 +1,4 @@
 //! Fine-tuning compared with transformers' Trainer and PEFT; stopped and resumed. Golden values: `tests/reference/sft.py`.
-#![allow(clippy::unwrap_used)]
 
 mod gpu;
 mod ranks;

@@ -86,6 +86,19 @@ impl Project {
         results::copy(&MODEL, &self.path(folder));
     }
 
+    /// Runs the binary from bash, after commands such as `ulimit -v 1000`.
+    pub fn querl_after(&self, commands: &str, args: &[&str]) -> CommandOutput {
+        let (alone, mut shell) = (self.command(args), Command::new("bash"));
+        shell.args(["-c", &format!("{commands}; exec \"$0\" \"$@\"")]).arg(alone.get_program()).args(args);
+        for (name, value) in alone.get_envs() {
+            match value {
+                Some(value) => shell.env(name, value),
+                None => shell.env_remove(name),
+            };
+        }
+        CommandOutput::of(shell.current_dir(self.folder.path()).output().unwrap(), self.folder.path())
+    }
+
     pub fn command(&self, args: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_querl"));
         command.args(args).current_dir(self.folder.path()).env_remove("QUERL_LOG").env_remove("OPENAI_API_KEY");

@@ -257,7 +257,6 @@ pub(crate) fn estimated_tokens(text: &str) -> u64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -123,7 +123,6 @@ impl std::fmt::Debug for Secret {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -1,5 +1,4 @@
 //! Network faults, against real sockets.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::client::within_deadline;

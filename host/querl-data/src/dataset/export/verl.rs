@@ -122,7 +122,6 @@ fn write_indices(group: &mut RowGroup<'_>, rows: &[VerlRow]) -> Result<(), Parqu
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use parquet::file::reader::SerializedFileReader;

@@ -219,7 +219,6 @@ impl RowWriter for XlsxWriter {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

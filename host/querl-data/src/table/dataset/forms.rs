@@ -261,7 +261,6 @@ fn cell_of(value: &ColumnValue) -> TableCell {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;
@@ -370,10 +369,8 @@ mod tests {
         let order = error(json!({ "messages": [message("system", "s"), message("assistant", "r")] }));
         assert_eq!(order, "`messages` does not ask anything: expected a message of the user before the response");
         let twice = error(json!({ "messages": [message("user", "a"), message("user", "b")] }));
-        assert!(
-            twice.starts_with("`messages[1].role` is `user`; expected `assistant`: user and assistant take"),
-            "{twice}"
-        );
+        let expected = "`messages[1].role` is `user`; expected `assistant`: user and assistant take";
+        assert!(twice.starts_with(expected), "{twice}");
         let tool = error(json!({ "messages": [message("tool", "a")] }));
         assert_eq!(tool, "`messages[0].role` is `tool`; expected `system`, `user` or `assistant`");
         let parts = error(json!({ "prompt": [{ "role": "user", "content": [{ "type": "text", "text": "q" }] }] }));

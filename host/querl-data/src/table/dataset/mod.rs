@@ -130,5 +130,4 @@ impl RowSource for DatasetFiles {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

@@ -135,10 +135,8 @@ fn a_row_that_cannot_be_read_is_named_with_its_file() {
     };
     let good = exchange("q", "r");
     let unknown = error("a.jsonl", &format!("{good}\n\n{{\"text\": 1}}"));
-    assert!(
-        unknown.starts_with("a.jsonl:3: has no `messages`, `prompt` or `query`; found `text`; expected"),
-        "{unknown}"
-    );
+    let expected = "a.jsonl:3: has no `messages`, `prompt` or `query`; found `text`; expected";
+    assert!(unknown.starts_with(expected), "{unknown}");
     assert!(error("a.jsonl", &format!("{good}\n[1]")).starts_with("a.jsonl:2: not a valid record"));
     assert_eq!(error("a.jsonl", "\n"), "a.jsonl: holds no row; expected a JSON object a line, or rows of parquet");
     let csv = "a.csv: not a dataset that can be read; expected a name that ends in .jsonl or .parquet";

@@ -3,7 +3,6 @@
 //! Inputs are rounded to bf16 where the device takes bf16, so that what is compared is the arithmetic. A tolerance has two parts:
 //! relative to each value, and absolute, as a share of the largest: results in bf16 are rounded to 2^-9 of their value, sums of
 //! rounded values err by their largest term.
-#![allow(clippy::unwrap_used)]
 
 mod attention;
 mod decode;

@@ -1,5 +1,4 @@
 //! Against attention composed of candle's own operations over the whole square, with a mask.
-#![allow(clippy::unwrap_used)]
 
 use super::{Node, Queries, RowTree, attention, attention_forward};
 use candle_core::{D, DType, Device, Result, Tensor, Var};

@@ -43,7 +43,7 @@ pub(super) struct Term<'a> {
 
 /// Destination of a result, and the initial values of its sums.
 pub(super) struct Output<'a> {
-    values: *mut f32,
+    pub(super) values: *mut f32,
     len: usize,
     start: Start<'a>,
     memory: PhantomData<&'a mut f32>,
@@ -327,7 +327,6 @@ impl Term<'_> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -1,5 +1,4 @@
 //! Packed products against plain ones, at every level of this processor.
-#![allow(clippy::unwrap_used)]
 
 use super::super::simd::SimdLevel;
 use super::super::tests::{numbers as matrix, values};

@@ -122,7 +122,6 @@ fn leading_count(text: &str) -> Option<(usize, &str)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

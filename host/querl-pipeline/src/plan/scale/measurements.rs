@@ -1,5 +1,4 @@
 //! Published measurements of verl, and the errors of the model: the table of docs/scale.md, computed again.
-#![allow(clippy::unwrap_used)]
 
 use super::gpus::Cluster;
 use super::roofline::{Efficiency, UpdatedWeights, Workload, predict};

@@ -100,7 +100,6 @@ fn pass_bytes(shapes: &DecoderConfig, workload: &Workload, n_gpus: f64) -> f64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

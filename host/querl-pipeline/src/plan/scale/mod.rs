@@ -187,7 +187,6 @@ impl ScalePlan {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::serving::deployment::MINIMAL_CONFIG;

@@ -342,7 +342,6 @@ fn overlapped(name: &'static str, n_tokens: f64, compute: f64, communication: f6
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

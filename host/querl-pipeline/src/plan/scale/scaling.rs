@@ -76,7 +76,6 @@ fn reason(workload: &Workload, now: &StepPrediction, next: &StepPrediction, n_gp
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::roofline::UpdatedWeights;
     use super::*;

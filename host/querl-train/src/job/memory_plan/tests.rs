@@ -1,41 +1,15 @@
 //! Plans and advice compared with numbers computed by hand.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
-use querl_model::Family;
+use serde_json::json;
 
 /// The shapes of Qwen2.5-32B.
 fn large() -> DecoderConfig {
-    DecoderConfig {
-        family: Family::Qwen2,
-        vocab_size: 152_064,
-        hidden_size: 5120,
-        intermediate_size: 27_648,
-        n_layers: 64,
-        n_heads: 40,
-        n_kv_heads: 8,
-        head_dim: 128,
-        max_positions: 32_768,
-        rope_scaling: None,
-        sliding_windows: Vec::new(),
-        rope_theta: 1e6,
-        rms_norm_eps: 1e-6,
-        tie_word_embeddings: false,
-        qkv_bias: true,
-        output_bias: false,
-        initializer_range: 0.02,
-    }
+    DecoderConfig::of_shape("qwen2.5-32b").unwrap()
 }
 
 fn model(dtype: BaseDtype, tokens_per_pass: usize) -> ModelConfig {
-    ModelConfig {
-        path: "model".into(),
-        dtype,
-        tokens_per_pass,
-        gradient_checkpointing: false,
-        tensor_parallel: 1,
-        enable_thinking: None,
-    }
+    serde_json::from_value(json!({"path": "model", "dtype": dtype, "tokens_per_pass": tokens_per_pass})).unwrap()
 }
 
 fn sft(dtype: BaseDtype, tokens_per_pass: usize) -> MemoryRequest {

@@ -1,7 +1,6 @@
 //! Updates on a tiny decoder, and whole trainings: PPO and the other algorithms, small tasks with a known optimum, overlapped rollouts,
 //! rollouts of a server, queries without variance replaced, stops and kills, several ranks. This file: the fixture, and out-of-memory in the middle of a batch's updates: the state before is
 //! saved, and the resumed run writes the files of an uninterrupted one.
-#![allow(clippy::unwrap_used)]
 
 mod dynamic_sampling;
 mod generator;

@@ -131,13 +131,8 @@ mod tests {
                 if self.broken.contains(&number) {
                     std::thread::sleep(Duration::from_millis(if number < 100 { 60 } else { 0 }));
                     let message = format!("episode `{number}`: broken");
-                    return Err(PluginFault {
-                        plugin: "numbers".into(),
-                        version: "1".into(),
-                        message,
-                        kind: FaultKind::Trap,
-                        log: Vec::new(),
-                    });
+                    let (plugin, version, log) = ("numbers".into(), "1".into(), Vec::new());
+                    return Err(PluginFault { plugin, version, message, kind: FaultKind::Trap, log });
                 }
                 Ok(Ok(Reward { total: number as f64, components: Vec::new() }))
             };
