@@ -96,7 +96,7 @@ def check_dify(args):
         found = post(args.key, headers=headers, content=json.dumps(body), follow_redirects=True)
         assert found.status_code == 200 and "x-querl-fallback" not in found.headers, found.text
         records = found.json().get("records", [])
-        assert 0 < len(records) <= 2 or threshold > 0, records
+        assert len(records) <= 2 and (records or threshold > 0), records
         for record in records:
             assert record["content"] and record["title"] and isinstance(record["metadata"], dict), record
             assert threshold <= record["score"] <= 1, record
@@ -159,14 +159,16 @@ async def check_ragflow(args, single, multi_turn):
             self.model = chat(name)
 
         async def async_chat(self, *request):
-            return (await self.model.async_chat(*request))[0]
+            answer = (await self.model.async_chat(*request))[0]
+            # The prompts of RAGFlow are longer than the positions of a small model; other errors are not expected.
+            assert "**ERROR**" not in answer or "422" in answer, answer
+            return answer
 
     # Multi-turn optimization and keyword extraction of an assistant, whose prompts have the query in the system message. After an error, such
     # as a prompt too long for the model, RAGFlow uses the query, and no keywords.
     for name in (rewriter, own):
         question = await prompts.full_question(messages=turns, chat_mdl=Bundle(name))
         keywords = await prompts.keyword_extraction(Bundle(name), args.query)
-        assert "**ERROR**" not in question + keywords, (question, keywords)
         print(f"RAGFlow with the model {name}: full_question {question!r}, keyword_extraction {keywords!r}")
 
 
@@ -177,7 +179,7 @@ def main():
     print(f"llama-index-llms-openai-like {version('llama-index-llms-openai-like')}: ok")
     if args.dify:
         check_dify(args)
-        print("requests of Dify: ok")
+        print("requests of Dify: ok" + (", but for a wrong key: no --key" if args.key == "none" else ""))
     if args.ragflow:
         asyncio.run(check_ragflow(args, single, multi_turn))
         print("RAGFlow: ok")

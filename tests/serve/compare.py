@@ -244,7 +244,7 @@ def measure(port: int, bodies: list[dict], n_clients: int, n_requests: int, roun
     latencies: list[float] = []
     problems: list[str] = []
     lock, start = threading.Lock(), threading.Barrier(n_clients + 1)
-    warm_up = threading.Semaphore(8)  # fewer at once: the first request of each tenant computes its prefix, and has a time limit
+    warm_up = threading.Semaphore(8)  # at most 8 at once: the first request of each tenant computes its prefix, within the time limit of a response
 
     def request(connection: http.client.HTTPConnection, number: int) -> None:
         text = json.dumps(bodies[number % len(bodies)] | {"messages": prompt(number, round_)})
@@ -259,6 +259,7 @@ def measure(port: int, bodies: list[dict], n_clients: int, n_requests: int, roun
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         with warm_up:
             request(connection, index)
+        connection.close()  # servers close idle connections; the next request opens it again
         start.wait()
         while True:
             with lock:
@@ -269,10 +270,20 @@ def measure(port: int, bodies: list[dict], n_clients: int, n_requests: int, roun
             request(connection, number)
             latencies.append(time.perf_counter() - started)
 
-    threads = [threading.Thread(target=client, args=[index]) for index in range(n_clients)]
+    def reported(index: int) -> None:
+        try:
+            client(index)
+        except (OSError, http.client.HTTPException, threading.BrokenBarrierError) as error:
+            problems.append(repr(error))
+            start.abort()
+
+    threads = [threading.Thread(target=reported, args=[index]) for index in range(n_clients)]
     for thread in threads:
         thread.start()
-    start.wait()
+    try:
+        start.wait()
+    except threading.BrokenBarrierError:
+        pass  # in `problems`
     started = time.perf_counter()
     for thread in threads:
         thread.join()

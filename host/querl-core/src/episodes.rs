@@ -206,7 +206,7 @@ mod tests {
                 if episode.id.starts_with("val") { "val" } else { "step" },
                 episode.step.unwrap()
             )));
-            assert!(episode.candidates().count() == 2);
+            assert_eq!(episode.candidates().count(), 2);
             assert!(episode.candidates().all(|(_, side)| side.retrieval.is_some()));
             assert!(episode.response.is_none() && episode.prompt.is_none() && episode.split.is_none());
         }

@@ -349,7 +349,7 @@ async fn a_tenant_with_a_key_is_served_and_named_to_its_clients_alone() {
     for name in ["alpha", "oepn"] {
         let (status, body) = server.asked("/v1/rewrite", json!({"query": "a", "tenant": name})).await;
         let message = body["error"]["message"].as_str().unwrap();
-        assert!(status == 404, "{message}");
+        assert_eq!(status, 404, "{message}");
         assert!(message.starts_with(&format!("tenant `{name}` is not served with this key")), "{message}");
     }
 }

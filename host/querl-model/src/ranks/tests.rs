@@ -96,7 +96,7 @@ fn all_ranks_receive_the_message_of_the_failed_rank() {
         ranks.barrier()
     });
     assert_eq!(failures[0], "rank 1: rank 1 failed: its GPU is gone");
-    assert!(failures.len() == 3);
+    assert_eq!(failures.len(), 3);
     assert!(failures[1..].iter().all(|message| message.ends_with("rank 1 failed: its GPU is gone")));
 }
 

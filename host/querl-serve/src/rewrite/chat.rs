@@ -18,7 +18,6 @@ use crate::body::{JsonFields, quoted};
 use crate::connections::RequestSlot;
 use crate::error::{ErrorForm, ErrorResponse, json_response, openai_error};
 use crate::general_rag::history_text;
-use crate::key::unauthorized;
 use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
@@ -44,7 +43,7 @@ const MAX_STOPS: usize = 16;
 
 /// `GET /v1/models`: two for each tenant that the client may use.
 pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: HeaderMap) -> Response {
-    let permitted = permitted(&service, &headers);
+    let permitted = service.check_permitted(&headers);
     let list = permitted.map(|PermittedTenants { tenants, .. }| {
         json!({"object": "list", "data": tenants.iter().flat_map(models_of).collect::<Vec<_>>()})
     });
@@ -59,24 +58,12 @@ pub(super) async fn model(
 ) -> Response {
     // Not UTF-8, so the name of no tenant.
     let name = name.map_or_else(|_| "\u{FFFD}".to_owned(), |Path(name)| name);
-    let found = permitted(&service, &headers).and_then(|PermittedTenants { tenants, has_others }| {
+    let found = service.check_permitted(&headers).and_then(|PermittedTenants { tenants, has_others }| {
         let scope = if has_others { "with this key" } else { "here" };
         let found = tenants.iter().flat_map(models_of).find(|model| model["id"] == name.as_str());
         found.ok_or_else(|| unknown_tenant("model", &name, scope, &tenants))
     });
     json_response(found, ErrorForm::OpenAi)
-}
-
-/// The tenants that a client may use.
-///
-/// # Errors
-/// Only tenants with other keys are served.
-pub(super) fn permitted(service: &RewriteService, headers: &HeaderMap) -> Result<PermittedTenants, ErrorResponse> {
-    let permitted = service.permitted(service.rewriter()?.as_ref(), headers);
-    match permitted.tenants.is_empty() && permitted.has_others {
-        true => Err(unauthorized(headers)),
-        false => Ok(permitted),
-    }
 }
 
 fn models_of(tenant: &Tenant) -> [Value; 2] {

@@ -4,7 +4,6 @@
 //! header `x-querl-fallback` of the response.
 
 use super::cache::CachedRewrite;
-use super::chat::permitted;
 use super::protocol::{context, query, user};
 use super::request_log::LoggedQuery;
 use super::service::{Call, RewriteResult, RewriteService, with_fallback};
@@ -63,7 +62,7 @@ fn replaced(body: &[u8], texts: &[(&str, &str)]) -> Result<Vec<u8>, ErrorRespons
 /// Checks key and upstream service before the body is read: Dify tests a new endpoint by a request without a body, and takes
 /// 403, 404 and 502 for failures.
 pub(super) async fn check_access(State(service): State<Arc<RewriteService>>, request: Request, next: Next) -> Response {
-    let checked = permitted(&service, request.headers()).and_then(|_| upstream(&service).map(|_| ()));
+    let checked = service.check_permitted(request.headers()).and_then(|_| upstream(&service).map(|_| ()));
     match checked {
         Ok(()) => next.run(request).await,
         Err(error) => error.into_body(ErrorForm::Dify),

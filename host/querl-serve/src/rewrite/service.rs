@@ -225,10 +225,22 @@ impl RewriteService {
         }
     }
 
-    pub(super) fn permitted(&self, rewriter: &dyn Rewriter, headers: &HeaderMap) -> PermittedTenants {
+    fn permitted(&self, rewriter: &dyn Rewriter, headers: &HeaderMap) -> PermittedTenants {
         let (tenants, others): (Vec<_>, Vec<_>) =
             rewriter.tenants().into_iter().partition(|tenant| self.permits(tenant, headers));
         PermittedTenants { tenants, has_others: !others.is_empty() }
+    }
+
+    /// The tenants that a client may use.
+    ///
+    /// # Errors
+    /// Only tenants with other keys are served.
+    pub(super) fn check_permitted(&self, headers: &HeaderMap) -> Result<PermittedTenants, ErrorResponse> {
+        let permitted = self.permitted(self.rewriter()?.as_ref(), headers);
+        match permitted.tenants.is_empty() && permitted.has_others {
+            true => Err(unauthorized(headers)),
+            false => Ok(permitted),
+        }
     }
 
     fn permits(&self, tenant: &Tenant, headers: &HeaderMap) -> bool {

@@ -109,9 +109,10 @@ impl Upstream {
             Err(error) => {
                 let (is_timeout, is_connect) = (error.is_timeout(), error.is_connect());
                 // The address and the reason are for the operator's log alone.
-                let cause = match is_timeout && !is_connect {
-                    true => format!("no response within {} s", self.timeout.as_secs_f64()),
-                    false => root_cause(&error.without_url()),
+                let cause = match (is_timeout, is_connect) {
+                    (true, true) => format!("no connection within {} s", CONNECT_TIMEOUT.as_secs()),
+                    (true, false) => format!("no response within {} s", self.timeout.as_secs_f64()),
+                    (false, _) => root_cause(&error.without_url()),
                 };
                 self.failures.warn(&self.url, FAILED, &cause);
                 Err(match is_timeout {

@@ -89,7 +89,7 @@ impl Project {
     /// Runs the binary from bash, after commands such as `ulimit -v 1000`.
     pub fn querl_after(&self, commands: &str, args: &[&str]) -> CommandOutput {
         let (alone, mut shell) = (self.command(args), Command::new("bash"));
-        shell.args(["-c", &format!("{commands}; exec \"$0\" \"$@\"")]).arg(alone.get_program()).args(args);
+        shell.args(["-c", &format!("set -e; {commands}; exec \"$0\" \"$@\"")]).arg(alone.get_program()).args(args);
         for (name, value) in alone.get_envs() {
             match value {
                 Some(value) => shell.env(name, value),

@@ -136,7 +136,7 @@ impl Job {
                 let GoldenEpisodes { episodes, n_left_out } =
                     golden_episodes(&args.folder, &manifest.plugin.golden).map_err(Stop::usage)?;
                 if episodes.is_empty() {
-                    let message = "no golden case with the default settings; name recorded episodes with --episodes: a run folder, or a \
+                    let message = "golden/ has no case without settings; name recorded episodes with --episodes: a run folder, or a \
                                    file of episodes (JSON lines)";
                     return Err(Stop::usage(format!("{}: {message}", args.folder.display())).into());
                 }

@@ -199,9 +199,9 @@ impl Picture {
         let n_faults = self.scores.as_ref().map_or(0, |scores| scores.n_faults);
         let has_failed_tests = self.tests.as_ref().is_some_and(|tests| !tests.passed);
         let found = [
-            self.refused.is_some().then(|| "it cannot be run".to_owned()),
+            self.refused.is_some().then(|| "the native run was refused".to_owned()),
             (n_faults > 0).then(|| format!("{n_faults} episode(s) with a fault")),
-            has_failed_tests.then(|| "failed tests".to_owned()),
+            has_failed_tests.then(|| "the plugin's tests failed".to_owned()),
             self.component.as_ref().and_then(Comparison::failure).map(str::to_owned),
         ];
         found.into_iter().flatten().collect()
