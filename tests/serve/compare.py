@@ -258,7 +258,8 @@ def measure(port: int, bodies: list[dict], n_clients: int, n_requests: int, roun
     def client(index: int) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
         with warm_up:
-            request(connection, index)
+            for number in range(index, max(n_clients, len(bodies)), n_clients):
+                request(connection, number)
         connection.close()  # servers close idle connections; the next request opens it again
         start.wait()
         while True:

@@ -165,7 +165,7 @@ pub enum ValueLossKind {
 pub enum AdvantageForm {
     /// Per token: KL in the reward, GAE, a ratio per token.
     Token,
-    /// The source plan's plain form: one reward, `A = R - V(s)`, a ratio of the whole response.
+    /// Per response: one reward, `A = R - V(s)`, the ratio of the whole response's probabilities.
     Sequence,
 }
 
@@ -353,7 +353,7 @@ section! {
         /// Penalty of a response of `max_new_tokens` tokens, with `overlong_buffer_len`.
         #[schemars(range(min = 0.0))]
         overlong_penalty_factor: f64 = 1.0,
-        /// Reward that joins each group as that of one more sample: 0.0 is the teacher's, where the reward is relative to it.
+        /// Fixed reward, counted as one more sample of each group: 0.0 is the teacher's, where the reward is relative to it.
         anchor_baseline: Option<f64> = None,
         /// Replace queries whose samples all have one score by the next queries, before the batch is learned from.
         dynamic_sampling: bool = false,

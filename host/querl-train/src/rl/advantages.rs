@@ -10,7 +10,7 @@
 //! | algorithm | advantage | loss | source |
 //! |---|---|---|---|
 //! | PPO | GAE of a critic, whitened over the batch | mean over tokens | Schulman et al. 2017, "Proximal Policy Optimization Algorithms"; verl `adv_estimator: gae` |
-//! | GRPO | (score - group mean) / group deviation | mean over tokens, then responses | Shao et al. 2024, "DeepSeekMath", section 4.1; verl `grpo` with `seq-mean-token-mean`; TRL `loss_type: grpo` |
+//! | GRPO | (score - group mean) / group standard deviation | mean over tokens, then responses | Shao et al. 2024, "DeepSeekMath", section 4.1; verl `grpo` with `seq-mean-token-mean`; TRL `loss_type: grpo` |
 //! | Dr. GRPO | score - group mean | sum over tokens / `max_new_tokens`, mean over responses | Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective"; verl `norm_adv_by_std_in_grpo: false` with `seq-mean-token-sum-norm`; TRL `loss_type: dr_grpo` |
 //! | RLOO | score - mean of the group's other scores | mean over tokens, as in verl; the paper's single ratio per response is the sequence form | Ahmadian et al. 2024, "Back to Basics"; verl `adv_estimator: rloo` |
 //! | REINFORCE++ | discounted return, whitened over the batch | mean over tokens | Hu et al. 2025, "REINFORCE++"; verl `adv_estimator: reinforce_plus_plus` |

@@ -1,7 +1,8 @@
 //! The metrics of reinforcement learning: their names and how they are computed.
 //!
 //! **To add a metric** of PPO or another algorithm: insert it in one of the functions below, and describe its name in
-//! docs/files.md and docs/zh-CN/files.md (`metrics.jsonl`). The functions of a micro-batch return its share of the optimizer step, since
+//! docs/files.md and docs/zh-CN/files.md (`metrics.jsonl`; the test `every_documented_metric_is_recorded_...` of `host/querl/tests/calls.rs`
+//! compares them with three runs). The functions of a micro-batch return its share of the optimizer step, since
 //! shares are summed over micro-batches and ranks: a mean is possible there, a maximum is not. A new statistic of the loss is a field of
 //! [`PolicyLoss`] or [`ValueLoss`] (`losses.rs`) first.
 //! `metrics.jsonl`, TensorBoard and the report's table "Other training metrics" take every name. A chart of the report is an entry of `CHARTS`
