@@ -372,7 +372,7 @@ fn short(digest: &str) -> &str {
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().context("no async runtime")
+    tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start the async runtime (tokio)")
 }
 
 /// Refuses a plugin that broke a rule.
