@@ -127,7 +127,10 @@ pub async fn bind(addr: SocketAddr) -> Result<TcpListener, ServeError> {
 /// # Errors
 /// The error of the server; or the async runtime cannot be started.
 pub fn block_on(server: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("cannot start the async runtime (tokio)")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the async runtime (tokio)")?;
     let served = runtime.block_on(server);
     runtime.shutdown_background();
     served
