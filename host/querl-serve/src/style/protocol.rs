@@ -239,7 +239,7 @@ impl Serialize for ByClass<'_> {
 }
 
 impl<'a> StylePrediction<'a> {
-    /// A prediction from the class names and the probability of each class, of which there is at least one.
+    /// A prediction from the class names and the probability of each class; there is at least one class.
     pub fn new(names: &'a [String], probabilities: &'a [f64]) -> Self {
         let predicted = argmax(probabilities);
         Self {
