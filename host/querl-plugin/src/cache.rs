@@ -21,28 +21,28 @@ const DIGEST_BYTES: u64 = 32;
 
 const PIECE_BYTES: usize = 256 << 10;
 
-/// What a host does with the cache of compiled plugins.
+/// Whether a host may write to the cache of compiled plugins.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CacheAccess {
-    /// Takes compiled plugins from it and adds those that are missing.
+    /// Takes compiled plugins from the cache and adds those that are missing.
     #[default]
     ReadWrite,
-    /// Takes compiled plugins from it; neither the folder nor a file in it is made or changed.
+    /// Takes compiled plugins from the cache; neither its folder nor a file in it is made or changed.
     Read,
 }
 
-/// A folder of compiled components; without a folder, every component is compiled again.
+/// The cache of compiled components: a folder, or none, in which case every component is compiled each time it is loaded.
 #[derive(Debug)]
 pub(crate) struct CompiledCache {
     folder: Option<PathBuf>,
     access: CacheAccess,
     engine_key: String,
-    /// Of the engine.
+    /// How the engine reserves address space for the memories of guests, which decides how components are compiled.
     pub(crate) reservation: MemoryReservation,
 }
 
 impl CompiledCache {
-    /// A cache in `base/compiled`. A folder that cannot be used is a warning, not an error.
+    /// Opens the cache in `base/compiled`. A folder that cannot be used is a warning; components are then compiled each time.
     pub(crate) fn open(base: Option<PathBuf>, engine: &Engine, access: CacheAccess) -> Self {
         let usable = |folder: PathBuf| match private_folder(&folder, access) {
             Ok(()) => Some(folder),
@@ -56,7 +56,7 @@ impl CompiledCache {
         Self { folder, access, engine_key: engine_key(engine), reservation: MemoryReservation::default() }
     }
 
-    /// The component compiled for `engine`, from the cache if possible.
+    /// The component compiled for `engine`, taken from the cache if it is there.
     pub(crate) fn component(
         &self,
         engine: &Engine,
@@ -128,7 +128,8 @@ fn seal(path: &Path) -> Sha256 {
     hasher
 }
 
-/// Writes compiled code, followed by its seal. The file is mapped into memory as it is.
+/// Writes compiled code, followed by the digest of file name and code with which a later host checks it. The file is mapped into
+/// memory as it is.
 pub(crate) fn write(path: &Path, code: &[u8]) -> io::Result<()> {
     querl_core::fsx::write_atomic_with(path, |file| {
         file.write_all(code)?;
@@ -268,19 +269,19 @@ impl ComponentDigest {
     }
 }
 
-/// All compiled code together, about 45 Python components.
+/// Maximum size of all files of the cache together, about 45 Python components.
 pub(crate) const MAX_BYTES: u64 = 2 << 30;
 
 /// A compiler removes its temporary folder; an older one was left by a host that was killed.
 const MAX_COMPILE_AGE: Duration = Duration::from_hours(24);
 
-/// Sets a file's modification time to now: files that were used last are removed last. Failure is ignored.
+/// Sets the modification time of a file of the cache to now, so that the files used last are removed last. Failure is ignored.
 pub(crate) fn touch(path: &Path) {
     let _ = std::fs::File::options().append(true).open(path).and_then(|file| file.set_modified(SystemTime::now()));
 }
 
-/// Removes the files used longest ago, but not `newest`, until those left have at most `max_bytes`. A host that has
-/// mapped a removed file keeps its mapping.
+/// Removes files from the cache, those used longest ago first and never `newest`, until the rest has at most `max_bytes`. A host
+/// that has mapped a removed file keeps its mapping.
 pub(crate) fn prune(folder: &Path, newest: &Path, max_bytes: u64) {
     if let Err(error) = try_prune(folder, newest, max_bytes) {
         tracing::debug!("{}: not pruned: {error}", folder.display());

@@ -17,41 +17,41 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use wasmtime::{Store, UpdateDeadline};
 
-/// The code with which the host drops an item at which a plugin hit a limit.
+/// Rejection code of an item that the host drops because the plugin hit a limit (fuel, time, memory, output) at it.
 pub const LIMIT_CODE: &str = "plugin_limit";
 
 /// The most time for finding all items of a batch that are to be dropped, as a multiple of `timeout_ms`.
 const DROP_TIMEOUTS: u64 = 10;
 
-/// What one call into a plugin used.
+/// Resources that one call into a plugin used, and its outcome.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CallReport<'a> {
-    /// The plugin's id; during `info.describe`, its file.
+    /// The plugin's id; during `info.describe`, before the id is known, its file.
     pub plugin: &'a str,
-    /// Interface and function: `rewards.score-batch`.
+    /// The called interface and function, for example `rewards.score-batch`.
     pub function: &'static str,
-    /// Items of the batch; 1 for a function without one.
+    /// Number of items in the batch; 1 for a function that takes no batch.
     pub n_items: usize,
-    /// Instructions of the guest, those of instantiation included. Deterministic on every machine.
+    /// Fuel used: WebAssembly instructions of the guest, instantiation included. The same on every machine.
     pub fuel: u64,
-    /// From the slot in the pool to the result; the time of waiting for a slot is not included.
+    /// Wall time of the call, from the slot in the pool to the result; waiting for a slot is not included.
     pub wall: Duration,
-    /// Peak of linear memory, all memories of the instance together.
+    /// Peak size of all linear memories of the instance together, in bytes.
     pub memory_bytes: usize,
-    /// True where the call ended in a fault. A result that the contract forbids is found later, and is false here.
+    /// True if the call ended in a fault. False for a result that the contract forbids, since results are checked after the call.
     pub failed: bool,
-    /// Rejections and totals of a call that scored episodes or dialogues; without any for other calls.
+    /// Rejections and totals of a call that scored episodes or dialogues; 0 and `None` for other calls.
     pub outcome: Outcome,
-    /// What the plugin logged, one entry per line: `info: no hits`.
+    /// Lines that the plugin logged, each with its level: `info: no hits`.
     pub log: &'a [String],
 }
 
-/// Results of one scoring call, before they are checked.
+/// Counts of one scoring call, before its results are checked.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Outcome {
-    /// Items that the plugin rejected.
+    /// Number of items that the plugin rejected.
     pub n_rejected: usize,
-    /// Smallest and largest total; `None` without a score.
+    /// Smallest and largest total score; `None` if no item was scored.
     pub totals: Option<(f64, f64)>,
 }
 
@@ -73,19 +73,21 @@ impl Outcome {
 /// pool, and must not call a plugin.
 pub type Observer = Arc<dyn Fn(&CallReport<'_>) + Send + Sync>;
 
-/// Which batches of rewards are scored again. Plugins that import host functions are not: their calls would be made twice.
+/// Which batches of rewards are scored a second time, to find plugins whose results vary. Plugins that import host functions are
+/// never scored again, since those calls would be made twice.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Rechecks {
-    /// About one in 64 batches of at least 2 episodes, chosen by their first and last id, and up to 4 episodes of it, either alone or in another form.
+    /// About one in 64 batches of at least 2 episodes, chosen by their first and last id. Up to 4 of its episodes are scored
+    /// again, either alone or in another `RewardForm`.
     #[default]
     Sampled,
-    /// Every batch of at least 2 episodes, every episode of it alone, and in every form. For tests of plugins.
+    /// Every batch of at least 2 episodes: each episode alone, and the batch in every form. For tests of plugins.
     Every,
-    /// None.
+    /// No batch is scored again.
     Off,
 }
 
-/// When finding the items to drop has to end.
+/// Deadline of the search for the items of a batch that hit a limit, which are then dropped.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct DropDeadline {
     start: Instant,
@@ -100,22 +102,23 @@ pub(crate) struct Caller {
     pub(crate) title: Arc<str>,
     pub(crate) exports: Exports,
     pub(crate) settings: Arc<BTreeMap<String, String>>,
-    /// Answers the host functions of the port's kind.
+    /// Implementation of the host functions that the plugin imports, with the kind of the port that it is opened as; `None`
+    /// without one.
     pub(crate) functions: Option<(PluginKind, Arc<dyn HostFunctions>)>,
     pub(crate) limits: Arc<Limits>,
     pub(crate) slots: Arc<Slots>,
     pub(crate) observer: Option<Observer>,
     pub(crate) rechecks: Rechecks,
-    /// What the plugin declares that it reads.
+    /// The parts of an episode or sample that the plugin declares to read.
     pub(crate) inputs: EpisodeInputs,
-    /// Items of this plugin that were dropped at limits in the lifetime of the host.
+    /// Number of items that this plugin hit a limit at and that were dropped, since the host was started.
     pub(crate) n_dropped: Arc<AtomicU64>,
     pub(crate) log_budget: Arc<LogBudget>,
     pub(crate) used_names: Arc<UsedNames>,
 }
 
 impl Caller {
-    /// Runs `job`, a call of `function`, in a fresh instance.
+    /// Calls `function` of the plugin by `job`, in a fresh instance, under the limits of a batch of this size.
     pub(crate) fn call<R>(
         &self,
         function: &'static str,
@@ -125,7 +128,8 @@ impl Caller {
         self.call_for("", function, size, job, |_| Outcome::default())
     }
 
-    /// [`call`](Self::call) that scores the item or group `item_id`; empty for a batch of several.
+    /// Like [`call`](Self::call), for the item or group `item_id`, to which calls of host functions are attributed; `item_id` is
+    /// empty for a batch of several items.
     pub(crate) fn score(
         &self,
         item_id: &str,
@@ -214,8 +218,8 @@ impl Caller {
         });
     }
 
-    /// True if calls of host functions are attributed to the item or group that is scored: there is one in a call. Where no function is
-    /// configured, there is nothing to attribute.
+    /// True if the plugin imports host functions and they are configured. Their calls are recorded with an item or group, so each
+    /// is then scored in a call of its own.
     pub(crate) fn calls_host(&self) -> bool {
         self.functions.is_some() && !self.exports.host_functions.is_empty()
     }
@@ -224,24 +228,24 @@ impl Caller {
         PluginFault { plugin: self.name.to_string(), version: self.version.to_string(), message, kind, log: Vec::new() }
     }
 
-    /// A checked rejection.
+    /// The rejection, if its code is valid; otherwise the message of a fault.
     pub(crate) fn rejection(&self, rejection: Rejection) -> Result<Rejection, String> {
         self.used_names.add_checked_code(&rejection.code)?;
         Ok(rejection)
     }
 
-    /// The plugin returned a value that the contract forbids.
+    /// The fault of a plugin that returned a value that the contract forbids.
     pub(crate) fn invalid_result(&self, message: String) -> PluginFault {
         self.fault(FaultKind::Result, message)
     }
 
-    /// The list of results is not as long as the list of arguments: which item is missing cannot be known.
+    /// The fault of a plugin that returned more or fewer results than it got items: which item lacks one cannot be known.
     pub(crate) fn wrong_length(&self, n_results: usize, results: &str, what: &str, ids: &[&str]) -> PluginFault {
         let message = format!("returned {n_results} {results} for {} {what}s", ids.len());
         self.in_batch(&self.invalid_result(message), what, ids)
     }
 
-    /// `fault` with the item's id in its message, or the first and last id of the batch.
+    /// `fault` with the item's id added to its message; for a batch of several items the first and the last id.
     pub(crate) fn in_batch(&self, fault: &PluginFault, what: &str, ids: &[&str]) -> PluginFault {
         let message = &fault.message;
         let message = match ids {
@@ -252,7 +256,8 @@ impl Caller {
         PluginFault { log: fault.log.clone(), ..self.fault(fault.kind, message) }
     }
 
-    /// Names the item at which a batch failed: tries the items one by one, for at most `timeout_ms`. A fault of the host has no such item.
+    /// Finds the item at which a batch failed by calling the plugin with each item alone, for at most `timeout_ms`, and names it
+    /// in the fault. A fault that no item causes is returned as it is.
     pub(crate) fn locate(
         &self,
         fault: PluginFault,
@@ -294,12 +299,13 @@ impl Caller {
         Err(self.in_batch(&self.fault(FaultKind::Limit, message), what, ids))
     }
 
-    /// True where the item that hit a limit is to be dropped.
+    /// True if `fault` is a hit limit and `plugins.limits.on_limit` is `drop`, so that the item is dropped and the run continues.
     pub(crate) fn drops(&self, fault: &PluginFault) -> bool {
         fault.kind == FaultKind::Limit && self.limits.values.on_limit == OnLimit::Drop
     }
 
-    /// Counts an item that hit a limit, and makes its rejection.
+    /// Counts a dropped item and returns its rejection with [`LIMIT_CODE`]; a fault if more than `plugins.limits.max_dropped`
+    /// were dropped.
     pub(crate) fn dropped(&self, fault: &PluginFault, what: &str, id: &str) -> Result<Rejection, PluginFault> {
         let n_dropped = self.n_dropped.fetch_add(1, Ordering::Relaxed) + 1;
         let max_dropped = self.limits.values.max_dropped;

@@ -46,7 +46,7 @@ fn kill_group(leader: u32) {
 #[cfg(not(unix))]
 fn kill_group(_: u32) {}
 
-/// Makes a signal end a child, until this is dropped.
+/// Registration of a child process: until this value is dropped, [`kill_children`] and [`end_children`] kill the child.
 pub(crate) struct Registered {
     group: u32,
 }
@@ -57,7 +57,7 @@ impl Drop for Registered {
     }
 }
 
-/// Starts a child as the leader of a session.
+/// Starts a child process as the leader of a session and process group of its own, and registers it.
 pub(crate) fn spawn(command: &mut Command) -> io::Result<(Child, Registered)> {
     #[cfg(unix)]
     // SAFETY: `setsid` is async-signal-safe, and nothing else runs between fork and exec.
@@ -76,7 +76,7 @@ pub fn kill_children() {
     running().groups.iter().copied().for_each(kill_group);
 }
 
-/// As [`Command::output`], for a child that [`kill_children`] and [`end_children`] kill.
+/// Like [`Command::output`], for a child process that [`kill_children`] and [`end_children`] can kill.
 ///
 /// # Errors
 /// The program cannot be started.
@@ -85,8 +85,8 @@ pub fn child_output(command: &mut Command) -> io::Result<Output> {
     child.wait_with_output()
 }
 
-/// As [`child_output`], for a child that is killed with all of its processes once `progress` has not changed for `limit` of wall time, at
-/// most twice that. Returns also whether it was.
+/// Like [`child_output`], for a child that is killed with all of its processes once the value of `progress` has not changed for
+/// `limit` of wall time (at most twice that). The bool is true if it was killed.
 ///
 /// # Errors
 /// The program cannot be started.
@@ -116,12 +116,12 @@ pub fn child_output_within(
     Ok((output?, is_killed))
 }
 
-/// A temporary folder, removed when it is dropped, and by [`end_children`].
+/// A temporary folder that is removed when this value is dropped, and by [`end_children`].
 #[derive(Debug)]
 pub struct Scratch(TempDir);
 
 impl Scratch {
-    /// Takes the folder.
+    /// Takes over an existing temporary folder.
     pub fn new(folder: TempDir) -> Self {
         running().folders.push(folder.path().to_owned());
         Self(folder)

@@ -28,24 +28,25 @@ const KEPT_VARIABLES: [&str; 8] =
 
 const MAX_MESSAGE_BYTES: usize = 2000;
 
-/// Who compiles components.
+/// Which process compiles components.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Compiler {
-    /// The host itself, without a limit of time or memory: for components that are trusted, and for tests.
+    /// The process of the host, without a limit of time or memory: for trusted components and for tests.
     #[default]
     InProcessWithoutLimits,
-    /// A program and its first arguments; three follow, the component, where to write the compiled code, and
-    /// `plugins.limits.compile_timeout_ms`. It calls [`compile_child`] with them, and ends with an error's text on stderr where
-    /// that fails. It is stopped after that time.
+    /// A child process: a program and its first arguments, to which the component, the output file and
+    /// `plugins.limits.compile_timeout_ms` are added. The program calls [`compile_child`] with these three, writes errors to
+    /// stderr, and is killed after the timeout.
     Child(PathBuf, Vec<String>),
 }
 
-/// Why a component was not compiled, as the end of a sentence.
+/// Why a component was not compiled, as the end of a sentence for the user.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct CompileError(pub(crate) String);
 
-/// What a child of [`Compiler::Child`] does: limits its own memory and time, compiles `input`, and writes `output`.
+/// The work of the child process of [`Compiler::Child`]: limits its own memory and time, compiles the component `input`, and
+/// writes the code to `output`.
 ///
 /// # Errors
 /// Not a component; or a file cannot be read or written; or the limits cannot be set.
@@ -67,7 +68,8 @@ pub(crate) fn in_process(engine: &Engine, bytes: &[u8]) -> Result<Vec<u8>, Compi
     })
 }
 
-/// A folder that only this user can read and write, gone when it is dropped; in `parent`, or among the system's.
+/// A temporary folder that only this user can read and write, in `parent` or else in the system's folder for temporary files;
+/// removed when it is dropped.
 pub(crate) fn private_temporary(parent: Option<&Path>) -> Result<Scratch, CompileError> {
     let mut builder = tempfile::Builder::new();
     builder.prefix("compiling-");
@@ -80,7 +82,7 @@ pub(crate) fn private_temporary(parent: Option<&Path>) -> Result<Scratch, Compil
         .map_err(|error| CompileError(format!("compiling it needs a folder for temporary files: {error}")))
 }
 
-/// Compiles in a child process, into a folder of its own.
+/// Compiles a component in a child process, which writes to a temporary folder of its own.
 pub(crate) fn in_child(
     program: &Path,
     args: &[String],

@@ -11,21 +11,21 @@ use wasmtime::{Result, Store};
 /// A plugin's result for one item, before it is checked.
 pub(crate) type ItemResult = std::result::Result<Reward, Rejection>;
 
-/// A refusal of `check-settings`: key and message.
+/// The error of `check-settings`: the key of the setting and the message of the plugin.
 pub(crate) type SettingError = (String, String);
 
-/// A value, or the plugin's rejection; an error for a call that failed.
+/// Result of a call of a prompt or filter function: a value or the plugin's rejection; `Err` if the call itself failed.
 pub(crate) type Answer<T> = Result<std::result::Result<T, Rejection>>;
 
-/// The instance that a call runs in.
+/// A component instance with its store, in which one call runs.
 pub(crate) struct GuestInstance<'a> {
     pub(crate) store: &'a mut Store<Guest>,
     pub(crate) instance: &'a Instance,
 }
 
-/// The calls of one version of the contract, of interfaces that the component exports. Results are not yet checked.
+/// The functions that the host calls in a component, for one version of the contract. Results are not checked here.
 pub(crate) trait Contract: Send + Sync {
-    /// Checks that the functions have the contract's types. Only an instance knows them.
+    /// Checks that the exported functions have the types of the contract, which only an instance shows.
     fn check_types(&self, guest: GuestInstance<'_>) -> Result<()>;
     fn describe(&self, guest: GuestInstance<'_>) -> Result<RawDescription>;
     fn check_settings(&self, guest: GuestInstance<'_>) -> Result<std::result::Result<(), SettingError>>;
@@ -34,20 +34,20 @@ pub(crate) trait Contract: Send + Sync {
     fn parse_judgement(&self, guest: GuestInstance<'_>, text: &str) -> Answer<ParsedJudgement>;
     fn check_batch(&self, guest: GuestInstance<'_>, samples: &[&Sample], columns: InputUse) -> Result<Vec<Verdict>>;
     fn range(&self, guest: GuestInstance<'_>) -> Result<RewardRange>;
-    /// `rewards.score-batch` or `group-rewards.score-group`.
+    /// Scores episodes as records: `rewards.score-batch` or `group-rewards.score-group`.
     fn score_records(&self, guest: GuestInstance<'_>, episodes: &[EpisodeRef<'_>]) -> Result<Vec<ItemResult>>;
     fn score_packed(&self, guest: GuestInstance<'_>, batch: &[u8]) -> Result<Vec<u8>>;
     fn score_json(&self, guest: GuestInstance<'_>, batch: &str) -> Result<String>;
     fn score_dialogues(&self, guest: GuestInstance<'_>, dialogues: &[&Dialogue]) -> Result<Vec<ItemResult>>;
-    /// The argument of `score-packed`.
+    /// Encodes episodes as the argument of `score-packed`.
     fn pack(&self, episodes: &[EpisodeRef<'_>]) -> Vec<u8>;
-    /// Why an episode cannot be expressed in this version.
+    /// The rejection of an episode that this version of the contract cannot express; `None` if it can.
     fn inexpressible(&self, episode: &EpisodeRef<'_>) -> Option<Rejection>;
     fn has_packed_rewards(&self) -> bool;
     fn has_json_rewards(&self) -> bool;
 }
 
-/// The indices of an interface; an error where the component does not export it, which its kinds rule out.
+/// The function indices of an exported interface. An error if the component does not export it, which its declared kinds exclude.
 pub(crate) fn exported<T>(indices: Option<&T>) -> Result<&T> {
     indices.ok_or_else(|| wasmtime::Error::msg("the interface is not exported"))
 }
@@ -229,7 +229,7 @@ macro_rules! calls {
 }
 pub(crate) use calls;
 
-/// Fails where an interface's functions, looked up in an instance, are not of the contract's types.
+/// Fails if the functions of an interface, looked up in an instance, do not have the types of the contract.
 pub(crate) fn check_interface<T>(interface: &str, loaded: Option<Result<T>>) -> Result<()> {
     let Some(Err(error)) = loaded else { return Ok(()) };
     let message = format!("its `{interface}` is not of the contract's types: {}", error.root_cause());

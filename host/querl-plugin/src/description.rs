@@ -1,4 +1,4 @@
-//! What a plugin says of itself (`info.describe`), checked: kinds, settings, range, inputs.
+//! The description that a plugin returns from `info.describe`, checked: kinds, settings, range of totals, inputs.
 
 use crate::limits::check_range;
 use crate::load::PluginKind;
@@ -19,22 +19,24 @@ const MAX_VERSION_BYTES: usize = 64;
 /// Maximum size of a choice of a setting; messages show it.
 const MAX_CHOICE_BYTES: usize = 1000;
 
-/// What a plugin says of itself. One of contract 0.1 has a name and a version only; its kinds are those that it exports.
+/// A plugin's description of itself, from `info.describe`. In contract 0.1 it has only name and version, and the kinds are those
+/// whose interfaces the component exports.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Description {
-    /// 1 to 64 of `a` to `z`, `0` to `9`, `-`.
+    /// Id of the plugin: 1 to 64 of `a` to `z`, `0` to `9`, `-`.
     pub name: String,
     /// A semantic version, for example `0.1.0`.
     pub version: String,
-    /// The host's version of the contract that the component is linked by: `0.1.0` or `0.2.0`.
+    /// Version of the contract with which this host runs the component: `0.1.0` or `0.2.0`.
     pub contract: String,
-    /// The kinds that it exports; at least one, in the order of [`PluginKind::ALL`].
+    /// Kinds of plugin that the component exports; at least one, in the order of [`PluginKind::ALL`].
     pub kinds: Vec<PluginKind>,
-    /// Settings by key; `None` for contract 0.1.
+    /// Declared settings by key; `None` for contract 0.1.
     pub settings: Option<BTreeMap<String, SettingSpec>>,
-    /// Range of totals under default settings; `None` for other kinds than rewards, for contract 0.1, and where a setting has no default.
+    /// Range of total scores under default settings; `None` for plugins that are not rewards, for contract 0.1, and if a setting
+    /// has no default.
     pub range: Option<RewardRange>,
-    /// What a reward reads of an episode, or a filter of a sample.
+    /// Parts of an episode that a reward reads, or of a sample that a filter reads.
     pub inputs: EpisodeInputs,
 }
 
@@ -42,16 +44,16 @@ pub struct Description {
 pub(crate) struct RawDescription {
     pub(crate) name: String,
     pub(crate) version: String,
-    /// `None` for contract 0.1.
+    /// Kinds, settings, range and inputs; `None` for contract 0.1, which does not declare them.
     pub(crate) declared: Option<RawDeclaration>,
 }
 
-/// Kinds, types and inputs by their names in the contract.
+/// The declaration of a plugin of contract 0.2, unchecked: kinds, setting types and inputs are names of the contract.
 pub(crate) struct RawDeclaration {
     pub(crate) kinds: Vec<String>,
     pub(crate) settings: Vec<RawSetting>,
     pub(crate) range: Option<RewardRange>,
-    /// Name and whether it is required.
+    /// Name of each input, and whether it is required.
     pub(crate) inputs: Vec<(String, bool)>,
 }
 
@@ -66,7 +68,7 @@ pub(crate) struct RawSetting {
 }
 
 impl RawDescription {
-    /// Checks it against the kinds that the component exports.
+    /// Checks the description against the kinds that the component exports.
     ///
     /// # Errors
     /// One sentence with the expected and the actual value.
@@ -109,7 +111,7 @@ impl RawDescription {
 }
 
 impl Description {
-    /// Compares plugin.toml with it. Texts about settings are the manifest's alone.
+    /// Checks that plugin.toml agrees with the description; the help texts of settings are only in plugin.toml.
     ///
     /// # Errors
     /// Both values.

@@ -13,8 +13,8 @@ use wasmtime::{Config, Engine, InstanceAllocationStrategy, PoolingAllocationConf
 /// Period of the epoch: how often the time of a running guest is checked.
 const TICK: Duration = Duration::from_millis(10);
 
-/// Limits of one component: core modules, memories, tables. A Rust component has 3, 1 and 2; Python's, linked from shared libraries with
-/// a stub for each WASI call, 38 core modules.
+/// Maximum core module instances of one component. A Rust component has 3 (and 1 memory, 2 tables); a Python component, linked
+/// from shared libraries with a stub for each WASI call, has 38.
 pub(crate) const CORE_INSTANCES: u32 = 64;
 pub(crate) const MEMORIES: u32 = 2;
 pub(crate) const TABLES: u32 = 16;
@@ -29,13 +29,15 @@ pub(crate) const WASM_STACK_BYTES: usize = 1 << 20;
 const MEMORY_KEEP_RESIDENT: usize = 2 << 20;
 const TABLE_KEEP_RESIDENT: usize = 64 << 10;
 
-/// How address space for the memories of guests is reserved. It decides how their code is compiled, and changes no result.
+/// How address space for the linear memories of guests is reserved. It decides how code is compiled, and changes no result.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum MemoryReservation {
-    /// For all slots at the start: 4 GiB for each memory and guard pages, so that accesses need no bounds checks.
+    /// Reserved when the host starts, for all slots: 4 GiB for each memory, and guard pages, so that accesses need no bounds
+    /// checks.
     #[default]
     Pool,
-    /// For each instance, what it uses: where a limit on address space (`ulimit -v`) leaves no room for the pool. Calls are slower.
+    /// Reserved for each instance as it grows, for hosts whose limit on address space (`ulimit -v`) is too low for the pool.
+    /// Calls are slower.
     OnDemand,
 }
 
@@ -43,7 +45,8 @@ pub enum MemoryReservation {
 const ON_DEMAND_VARIABLE: &str = "QUERL_PLUGIN_MEMORY_ON_DEMAND";
 
 impl MemoryReservation {
-    /// Environment variables of a compiler for such a host.
+    /// Name and value of the environment variable that makes a compiler process compile for this kind of reservation; `None` for
+    /// the pool.
     pub(crate) fn environment(self) -> Option<(&'static str, &'static str)> {
         (self == Self::OnDemand).then_some((ON_DEMAND_VARIABLE, "1"))
     }
@@ -53,7 +56,8 @@ impl MemoryReservation {
     }
 }
 
-/// An engine for these limits and `n_slots` concurrent calls, and the thread that increments its epoch until the engine is dropped.
+/// Starts an engine for these limits and `n_slots` concurrent calls, with a thread that increments its epoch until the engine is
+/// dropped.
 pub(crate) fn start(limits: &PluginLimits, n_slots: u32) -> Result<(Engine, MemoryReservation), PluginError> {
     let mut pooled = config(MemoryReservation::Pool);
     pooled.allocation_strategy(InstanceAllocationStrategy::Pooling(pool(limits, n_slots)));
@@ -78,7 +82,7 @@ pub(crate) fn start(limits: &PluginLimits, n_slots: u32) -> Result<(Engine, Memo
     Ok((engine, reservation))
 }
 
-/// An engine that compiles for the engine of [`start`]. It runs nothing, so it reserves no address space for a pool.
+/// An engine that only compiles, for the engine of [`start`]: it reserves no address space.
 pub(crate) fn for_compiling() -> wasmtime::Result<Engine> {
     Engine::new(&config(MemoryReservation::of_environment()))
 }
@@ -184,7 +188,7 @@ impl Queue {
     }
 }
 
-/// One slot; dropping it hands it to the next waiter.
+/// One of the slots for concurrent calls; dropping it passes the slot to the next waiting call.
 #[derive(Debug)]
 pub(crate) struct Slot<'a>(&'a Slots);
 

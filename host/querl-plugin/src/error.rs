@@ -7,97 +7,97 @@ use std::path::PathBuf;
 /// Why a plugin cannot be built, loaded or configured.
 #[derive(Debug, thiserror::Error)]
 pub enum PluginError {
-    /// The host itself could not be set up.
+    /// The plugin host could not be set up.
     #[error("the plugin host cannot start: {0}")]
     Host(String),
-    /// No such file, or not readable.
+    /// The plugin's file or folder does not exist or cannot be read.
     #[error("plugin {}: {reason}", path.display())]
     Unreadable {
-        /// As configured.
+        /// Path of the plugin, as configured.
         path: PathBuf,
-        /// The cause.
+        /// Why it cannot be read.
         reason: String,
     },
     /// The file is not a component for this host.
     #[error("plugin {}: {reason}", path.display())]
     NotAPlugin {
-        /// As configured.
+        /// Path of the plugin, as configured.
         path: PathBuf,
-        /// Expected and got.
+        /// What was expected, and what the file is.
         reason: String,
     },
-    /// It was not, or could not be, compiled.
+    /// The component could not be compiled, or must not be.
     #[error("plugin {}: {reason}", path.display())]
     Compile {
-        /// As configured.
+        /// Path of the plugin, as configured.
         path: PathBuf,
-        /// The compiler's message, or the limit that it exceeded.
+        /// The compiler's message, or the limit that was exceeded.
         reason: String,
     },
-    /// A bundle or a plugin.toml is wrong.
+    /// The bundle or its plugin.toml is invalid.
     #[error("plugin {0}")]
     Bundle(#[from] BundleError),
-    /// plugin.toml and the component differ.
+    /// plugin.toml and the component disagree.
     #[error("plugin {}: {reason}", path.display())]
     Manifest {
-        /// The bundle, or the component of the folder.
+        /// Path of the bundle, or of the component in the source folder.
         path: PathBuf,
-        /// Both values.
+        /// The value in plugin.toml and the value of the component.
         reason: String,
     },
-    /// Not signed by any of the trusted keys.
+    /// The bundle is not signed by any of the trusted keys.
     #[error("plugin {plugin}: {reason} (`plugins.trusted_keys`)")]
     Untrusted {
-        /// As configured.
+        /// Path of the plugin, as configured.
         plugin: String,
-        /// The signers, and the keys that were expected.
+        /// The keys that signed the bundle, and the trusted keys.
         reason: String,
     },
-    /// Source folders that would have to be built first, which this host does not do.
+    /// Source folders whose component is missing or older than its source, on a host that does not build.
     #[error("{}", not_built(paths))]
     NotBuilt {
-        /// At least one folder.
+        /// The source folders; at least one.
         paths: Vec<PathBuf>,
     },
     /// The source folder did not build.
     #[error("plugin {}: {tool} could not build it{advice}:\n{output}", path.display())]
     Build {
-        /// The folder.
+        /// Path of the source folder.
         path: PathBuf,
         /// The build tool: cargo, componentize-py, componentize-js.
         tool: &'static str,
-        /// Its output.
+        /// Output of the build tool.
         output: String,
-        /// What to do, as the rest of a sentence; may be empty.
+        /// Advice for the user, as the rest of a sentence; may be empty.
         advice: String,
     },
-    /// Building needs a target that is not installed.
+    /// The Rust target `wasm32-wasip2`, which the build needs, is not installed.
     #[error(
         "plugin {}: the Rust target wasm32-wasip2 is not installed; run `rustup target add wasm32-wasip2`",
         path.display()
     )]
     TargetMissing {
-        /// The folder.
+        /// Path of the source folder.
         path: PathBuf,
     },
-    /// The plugin is of another kind.
+    /// The plugin does not have the kind that the configuration asks for.
     #[error("plugin {plugin}: it is a {actual} plugin; expected a {expected} plugin")]
     WrongKind {
-        /// Name and version.
+        /// Name and version of the plugin.
         plugin: String,
-        /// The kinds it has.
+        /// The kinds that the plugin has.
         actual: String,
         /// The kind that the configuration asks for.
         expected: &'static str,
     },
-    /// The plugin refused a setting, or does not know it.
+    /// The plugin does not know or does not accept a setting.
     #[error("plugin {plugin}: setting `{key}`: {message}")]
     Setting {
-        /// Name and version.
+        /// Name and version of the plugin.
         plugin: String,
-        /// The key.
+        /// Key of the setting.
         key: String,
-        /// Expected and got.
+        /// The value expected, and the value given.
         message: String,
     },
     /// The plugin broke its contract while it was loaded or configured.

@@ -16,13 +16,13 @@ const MAX_TRACEBACK_LINES: usize = 40;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CallPhase {
-    /// During instantiation.
+    /// The component was being instantiated.
     Starting,
-    /// In the called function.
+    /// The called function was running.
     Running,
 }
 
-/// Kind and message of a fault: which limit was hit and where it is configured, or the guest's panic message.
+/// Kind and message of the fault of a failed call: which limit was hit and where it is configured, or the guest's panic message.
 pub(crate) fn explain(
     phase: CallPhase,
     error: &wasmtime::Error,

@@ -1,4 +1,4 @@
-//! Filter plugins behind the port.
+//! Filter plugins as an implementation of the port [`Filter`](querl_core::ports::Filter).
 
 use crate::call::{Caller, DropDeadline};
 use crate::limits::CallSize;

@@ -24,12 +24,12 @@ const MAX_KEYS: usize = 1000;
 /// Limit on handles to streams and clocks, which take host memory.
 const MAX_HANDLES: usize = 4096;
 
-/// The host refuses a call of the guest, with the message for the user. Ends the call.
+/// The host refuses a call that the guest makes, which ends the guest's call; the text is the message for the user.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct HostRefusal(pub(crate) String);
 
-/// `log.level`.
+/// Level of a line that a guest logs (`log.level` of the contract).
 #[derive(Debug, Clone, Copy, ComponentType, Lift)]
 #[component(enum)]
 #[repr(u8)]
@@ -53,30 +53,30 @@ pub(crate) fn charge(store: &mut StoreContextMut<'_, Guest>, n_bytes: usize) {
     store.set_fuel(left).expect("fuel is on in this engine");
 }
 
-/// The host's side of one instance.
+/// State of one guest instance on the host's side; the data of its wasmtime store.
 pub(crate) struct Guest {
-    /// Name and version, for the log.
+    /// The plugin's name and version, for log lines.
     pub(crate) plugin: Arc<str>,
     pub(crate) settings: Arc<BTreeMap<String, String>>,
-    /// Keys that the guest has read.
+    /// Keys of the settings that the guest has read.
     pub(crate) keys_read: BTreeSet<String>,
     pub(crate) memory: MemoryBudget,
-    /// Answers host functions; `None` where the port was opened without.
+    /// Host functions of the call; `None` if the port was opened without an implementation of them.
     pub(crate) host: Option<HostCalls>,
-    /// True after a call of the host beyond the limit.
+    /// True once the guest has called a host function more often than its limit allows.
     pub(crate) refused_host_call: bool,
     pub(crate) time: CallTime,
-    /// Captured stderr, up to `log_bytes`: a panic's message.
+    /// Text that the guest wrote to stderr, at most `log_bytes`: the message of a panic.
     pub(crate) stderr: Vec<u8>,
     /// Lines that the call logged, up to `log_bytes`.
     pub(crate) logged: Vec<String>,
-    /// State of the deterministic random number generator.
+    /// State of the deterministic random number generator of WASI.
     pub(crate) random: u64,
     n_handles: usize,
     log_bytes_left: usize,
     log_bytes: usize,
     is_log_cut: bool,
-    /// Shared by all calls of the plugin.
+    /// Bytes that all calls of the plugin together may still log.
     log_budget: Arc<LogBudget>,
 }
 
@@ -125,7 +125,7 @@ impl Guest {
         self.n_handles = self.n_handles.saturating_sub(1);
     }
 
-    /// Captures stderr up to `log_bytes`.
+    /// Adds to the captured stderr, up to `log_bytes`.
     pub(crate) fn write_stderr(&mut self, bytes: &[u8]) {
         let room = self.log_bytes.saturating_sub(self.stderr.len());
         self.stderr.extend_from_slice(&bytes[..bytes.len().min(room)]);
@@ -133,7 +133,7 @@ impl Guest {
 }
 
 impl Guest {
-    /// `settings.get`.
+    /// Implements `settings.get` of the contract.
     pub(crate) fn setting(&mut self, key: String) -> Option<String> {
         let value = self.settings.get(&key).cloned();
         let is_kept = self.keys_read.len() < MAX_KEYS && is_key(&key);
@@ -143,7 +143,7 @@ impl Guest {
         value
     }
 
-    /// `log.log`.
+    /// Implements `log.log` of the contract.
     pub(crate) fn log(&mut self, level: Level, message: &str) {
         if self.is_log_cut {
             return;
@@ -180,20 +180,20 @@ fn write(plugin: &str, level: Level, line: &str) {
     }
 }
 
-/// Host functions of one call.
+/// Implementation and limit of the host functions that one call of a plugin may use.
 pub(crate) struct HostCalls {
     pub(crate) functions: Arc<dyn HostFunctions>,
-    /// The plugin's name, to which calls are attributed.
+    /// Name of the plugin, to which calls of host functions are attributed.
     pub(crate) plugin: Arc<str>,
     pub(crate) kind: Kind,
-    /// The item, or the group, that is scored; empty for a batch of several.
+    /// Id of the item or group that is scored; empty for a batch of several items.
     pub(crate) item_id: String,
-    /// The most calls; `None` for contract 0.1, which has no such limit.
+    /// Host function calls that are still permitted; `None` for contract 0.1, which has no limit.
     pub(crate) n_left: Option<u64>,
 }
 
 impl Guest {
-    /// A host function. Epochs do not check its time, which is host code.
+    /// Calls a host function for the guest. Checks the time limit before and after, since epochs do not interrupt host code.
     pub(crate) fn call_host(
         &mut self,
         interface: HostInterface,
@@ -218,7 +218,7 @@ impl Guest {
         Ok(response)
     }
 
-    /// Checked at every epoch tick.
+    /// Fails if the call has used its time; called at every epoch tick.
     pub(crate) fn check_time(&self) -> Result<()> {
         match self.time.is_over(self.time.start.elapsed()) {
             true => Err(Trap::Interrupt.into()),
@@ -227,27 +227,28 @@ impl Guest {
     }
 }
 
-/// The most wall time of a call, as a multiple of its limit.
+/// Maximum wall time of a call, as a multiple of `timeout_ms`.
 pub(crate) const WALL_TIMEOUTS: u32 = 10;
 
-/// CPU time of a call's thread, plus wall time of host functions that do not wait for a service; limited by `timeout_ms`. Total wall time
-/// without that waiting is limited to [`WALL_TIMEOUTS`] times as much, so that a busy machine does not stop a good plugin.
+/// Time that a call has used: CPU time of its thread, plus wall time of host functions that do not wait for a service, limited by
+/// `timeout_ms`. The wall time without that waiting is limited to [`WALL_TIMEOUTS`] times as much, so that a busy machine does
+/// not stop a good plugin.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallTime {
     limit: Duration,
     start: Instant,
-    /// CPU time of the thread at the start.
+    /// CPU time of the thread when the call started.
     cpu_start: Duration,
     /// CPU time of host functions.
     host_cpu: Duration,
-    /// Wall time of host functions that counts.
+    /// Wall time of host functions that do not wait for a service.
     host_wall: Duration,
-    /// Wall time of host functions that wait for another service.
+    /// Wall time of host functions that wait for a service.
     waited: Duration,
 }
 
 impl CallTime {
-    /// Of a call of this thread.
+    /// The time of a call that starts on this thread.
     pub(crate) fn new(start: Instant, limit: Duration) -> Self {
         let cpu_start = thread_cpu_time();
         let zero = Duration::ZERO;
@@ -263,12 +264,12 @@ impl CallTime {
         }
     }
 
-    /// Without the CPU time of host functions.
+    /// The time that counts against `timeout_ms`.
     pub(crate) fn used(&self) -> Duration {
         thread_cpu_time().saturating_sub(self.cpu_start).saturating_sub(self.host_cpu) + self.host_wall
     }
 
-    /// True where the call has used what it may, and not only waited for the machine.
+    /// True if the time used exceeds `timeout_ms`.
     pub(crate) fn is_used_up(&self) -> bool {
         self.used() > self.limit
     }
@@ -293,13 +294,13 @@ fn thread_cpu_time() -> Duration {
     START.get_or_init(Instant::now).elapsed()
 }
 
-/// Linear memory of one instance, all its memories together, and its tables.
+/// Limiter of the linear memories and tables of one instance.
 pub(crate) struct MemoryBudget {
     pub(crate) limit_bytes: usize,
     pub(crate) used_bytes: usize,
-    /// The requested total when the limit was hit.
+    /// Total bytes of memory that the guest requested when it hit the limit.
     pub(crate) refused_bytes: Option<usize>,
-    /// The requested elements of one table when their limit was hit.
+    /// Elements that the guest requested for one table when it hit the limit.
     pub(crate) refused_elements: Option<usize>,
 }
 

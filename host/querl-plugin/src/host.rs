@@ -30,28 +30,28 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use wasmtime::Engine;
 
-/// How a host is set up.
+/// Options of a plugin host.
 #[derive(Clone)]
 pub struct HostOptions {
-    /// What one call into a plugin may use.
+    /// Limits of one call into a plugin.
     pub limits: PluginLimits,
     /// Where compiled plugins are cached; `None` for the user's cache folder (`$QUERL_CACHE_DIR`, `$XDG_CACHE_HOME/querl` or
     /// `~/.cache/querl`).
     pub cache_dir: Option<PathBuf>,
-    /// Whether that cache is only read.
+    /// Whether the cache of compiled plugins is only read.
     pub cache_access: CacheAccess,
-    /// Who compiles plugins that are not in the cache. The default, the host itself, can be blocked by a hostile plugin: use a
-    /// child process where plugins are not all your own.
+    /// Which process compiles plugins that are not in the cache. The default, the host itself, can be blocked by a hostile
+    /// plugin: use a child process for plugins of others.
     pub compiler: Compiler,
-    /// Where any is given, only bundles that one of them has signed are loaded.
+    /// Public keys of trusted signers: if there are any, only bundles signed by one of them are loaded.
     pub trusted_keys: Vec<PublicKey>,
-    /// Whether a source folder is built where its component is missing or older than its source.
+    /// Whether a source folder is built if its component is missing or older than its source.
     pub source_folders: SourceFolders,
-    /// Called after every call into a plugin.
+    /// Callback after every call into a plugin.
     pub observer: Option<Observer>,
-    /// How often batches of rewards are scored again to see whether results are as the contract says.
+    /// Which batches of rewards are scored a second time to check that results do not vary.
     pub rechecks: Rechecks,
-    /// The most concurrent calls; further calls wait in order. At least 1.
+    /// Maximum number of concurrent calls, at least 1; further calls wait in order of arrival.
     pub n_slots: u32,
 }
 
@@ -71,13 +71,13 @@ impl Default for HostOptions {
     }
 }
 
-/// Settings of a plugin, as the configuration has them.
+/// Settings of a plugin by key, as in the configuration.
 pub type PluginSettings = BTreeMap<String, toml::Value>;
 
 /// Makes a plugin's port, of the first of the port's kinds that it has.
 type Adapt<P> = Box<dyn FnOnce(Caller, PluginKind) -> Result<Box<P>, PluginFault>>;
 
-/// The port as which [`PluginHost::open`] opens a plugin: one of each kind.
+/// The port as which [`PluginHost::open`] opens a plugin: prompts, filter, reward or style scorer.
 pub struct PluginPort<P: ?Sized> {
     kinds: &'static [PluginKind],
     functions: Option<Arc<dyn HostFunctions>>,
@@ -85,8 +85,8 @@ pub struct PluginPort<P: ?Sized> {
 }
 
 impl<P: ?Sized> PluginPort<P> {
-    /// Answers the host functions that a plugin of contract 0.2 imports, as far as they are for its kind. They must not call a plugin of
-    /// this host: the call that they answer holds a slot.
+    /// Sets the implementation of the host functions that plugins of contract 0.2 import; functions that are not for the kind of
+    /// plugin stay unavailable. They must not call a plugin of this host: the call that they answer holds a slot.
     #[must_use]
     pub fn with_functions(self, functions: Option<Arc<dyn HostFunctions>>) -> Self {
         Self { functions, ..self }
@@ -94,7 +94,7 @@ impl<P: ?Sized> PluginPort<P> {
 }
 
 impl PluginPort<dyn Prompts> {
-    /// A tenant's prompts.
+    /// The port of prompt plugins: the prompts of a tenant and the parsing of responses.
     pub fn prompts() -> Self {
         let adapt = |caller, _| Ok(Box::new(PromptPlugin::new(caller)) as Box<dyn Prompts>);
         Self { kinds: &[PluginKind::Prompt], functions: None, adapt: Box::new(adapt) }
@@ -102,7 +102,7 @@ impl PluginPort<dyn Prompts> {
 }
 
 impl PluginPort<dyn Filter> {
-    /// A filter of training data.
+    /// The port of filter plugins: which rows of the training data are kept.
     pub fn filter() -> Self {
         let adapt = |caller, _| Ok(Box::new(FilterPlugin::new(caller)) as Box<dyn Filter>);
         Self { kinds: &[PluginKind::Filter], functions: None, adapt: Box::new(adapt) }
@@ -110,12 +110,14 @@ impl PluginPort<dyn Filter> {
 }
 
 impl PluginPort<dyn RewardModel> {
-    /// A reward of episodes or of groups. Batches are packed, or else JSON, where the plugin supports it.
+    /// The port of reward plugins, for episodes or for groups. Batches are passed packed if the plugin supports it, else as JSON,
+    /// else as records.
     pub fn reward() -> Self {
         Self::reward_as(None)
     }
 
-    /// A reward in one form, records where the plugin does not support it; for tests of plugins.
+    /// The port of reward plugins with batches in one form, or as records if the plugin does not support the form; for tests of
+    /// plugins.
     pub fn reward_in(form: RewardForm) -> Self {
         Self::reward_as(Some(form))
     }
@@ -129,8 +131,9 @@ impl PluginPort<dyn RewardModel> {
 }
 
 impl PluginPort<dyn StyleScorer> {
-    /// A style scorer. `model` answers the plugin's `style-model.classify`, unrecorded, so that dialogues go in batches: for checks and
-    /// tests. It must not call a plugin of this host: the call that it answers holds a slot.
+    /// The port of style scorer plugins. `model` implements `style-model.classify` for the plugin; its calls are not recorded, so
+    /// that dialogues are scored in batches (for checks and tests). It must not call a plugin of this host: the call that it
+    /// answers holds a slot.
     pub fn style_scorer(model: Option<Arc<dyn StyleModel>>) -> Self {
         let is_recorded = model.is_none();
         let adapt = move |caller, _| Ok(Box::new(StylePlugin { caller, is_recorded }) as Box<dyn StyleScorer>);
@@ -139,7 +142,7 @@ impl PluginPort<dyn StyleScorer> {
     }
 }
 
-/// Loads plugins and opens their ports. Clones share everything.
+/// The plugin host: loads plugins and opens their ports. Clones share engine, cache and limits.
 #[derive(Clone)]
 pub struct PluginHost {
     shared: Arc<Shared>,
@@ -154,7 +157,7 @@ struct Shared {
 }
 
 impl PluginHost {
-    /// A host with nothing loaded.
+    /// Makes a host that has loaded no plugin yet.
     ///
     /// # Errors
     /// This machine cannot run WebAssembly, for example for lack of address space.
@@ -168,7 +171,7 @@ impl PluginHost {
         Ok(Self { shared: Arc::new(Shared { options, engine, slots, cache, linked }) })
     }
 
-    /// How address space is reserved on this machine and under its limits.
+    /// How address space for the memories of guests is reserved, which depends on the machine and its limits.
     pub fn memory_reservation(&self) -> MemoryReservation {
         self.shared.cache.reservation
     }
@@ -182,7 +185,7 @@ impl PluginHost {
         self.load_file(self.read(path)?)
     }
 
-    /// Reads what lies at `path` and checks its signature. No code of the plugin runs, and nothing is built.
+    /// Reads the file or folder at `path` and checks its signature. No code of the plugin runs, and nothing is built.
     ///
     /// # Errors
     /// Not readable, not a plugin's file or folder, not signed by a trusted key.
@@ -190,7 +193,7 @@ impl PluginHost {
         load::read(path, &self.shared.options.trusted_keys)
     }
 
-    /// Builds a folder that has to be built, then compiles and links the component. A manifest, in the bundle or as plugin.toml in
+    /// Builds a source folder if necessary, then compiles and links the component. The manifest, in the bundle or plugin.toml in
     /// the folder, is checked against the component.
     ///
     /// # Errors

@@ -47,7 +47,7 @@ struct StyleClass {
     probability: f64,
 }
 
-/// Links the host functions of a series. What a component imports is checked before.
+/// Links the host functions of one series of the contract. That a component imports no others is checked before.
 pub(crate) fn define(linker: &mut Linker<Guest>, series: Series) -> Result<()> {
     let name = |interface: &str| format!("{PREFIX}{interface}@{}", series.version());
     linker.instance(&name("types"))?;
@@ -172,7 +172,7 @@ fn response_bytes(response: &std::result::Result<HostResponse, HostCallError>) -
     }
 }
 
-/// A style model as the host functions of a style scorer.
+/// Host functions for a style scorer: a style model, and nothing else.
 pub(crate) struct OnlyStyleModel(pub(crate) Arc<dyn StyleModel>);
 
 impl HostFunctions for OnlyStyleModel {

@@ -6,12 +6,12 @@ use crate::text::printable;
 use querl_core::records::{EpisodeRef, Rejection, Reward};
 use serde::Deserialize;
 
-/// The argument of `score-json`.
+/// Encodes episodes as the argument of `score-json`.
 pub(crate) fn batch(episodes: &[EpisodeRef<'_>]) -> Result<String, FormError> {
     serde_json::to_string(episodes).map_err(|error| FormError::Json(error.to_string()))
 }
 
-/// Decodes the result of `score-json`, whose size was limited before. Nesting is limited by serde_json.
+/// Decodes the result of `score-json`. Its size was limited before; serde_json limits the nesting.
 pub(crate) fn results(text: &str) -> Result<Vec<ItemResult>, FormError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "snake_case")]

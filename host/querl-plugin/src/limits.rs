@@ -22,17 +22,17 @@ use std::sync::{PoisonError, RwLock};
 #[derive(Debug, Clone)]
 pub(crate) struct Limits {
     pub(crate) values: PluginLimits,
-    /// The keys that the manifest lowers.
+    /// Names of the limits that the manifest lowers.
     lowered: Vec<&'static str>,
 }
 
 impl Limits {
-    /// The limits of a plugin without a manifest.
+    /// The limits of a plugin without a manifest: those of the host.
     pub(crate) fn of_host(host: &PluginLimits) -> Self {
         Self { values: host.clone(), lowered: Vec::new() }
     }
 
-    /// The limits of a plugin with a manifest.
+    /// The limits of a plugin with a manifest, which may lower those of the host.
     pub(crate) fn with_manifest(manifest: &Manifest, host: &PluginLimits) -> Result<Self, String> {
         let values = manifest.effective_limits(host)?;
         let mut lowered = Vec::new();
@@ -52,7 +52,7 @@ impl Limits {
         self.values.fuel_per_call.saturating_add(of_items)
     }
 
-    /// The key with which a user raises a limit.
+    /// The configuration key (or key of plugin.toml) with which a user raises the limit `name`.
     pub(crate) fn key(&self, name: &'static str) -> String {
         match self.lowered.contains(&name) {
             true => format!("`limits.{name}` of its plugin.toml"),
@@ -74,8 +74,8 @@ impl CallSize {
         Self { n_items, n_fuel_items: n_items }
     }
 
-    /// Some items of a batch that hit a limit, with the fuel of the whole batch: items that stay within the limits together with
-    /// others also do so without them.
+    /// The size of a call that runs some items of a batch again with the fuel of the whole batch: an item that stays within the
+    /// limits together with the others also does so without them.
     pub(crate) fn part_of(n_batch: usize, n_items: usize) -> Self {
         Self { n_items, n_fuel_items: n_batch }
     }
@@ -85,21 +85,21 @@ impl CallSize {
 /// gigabytes.
 const FULL_CALLS: usize = 64;
 
-/// What a plugin may still log in the lifetime of its host.
+/// Bytes that a plugin may still log until the host ends.
 #[derive(Debug)]
 pub(crate) struct LogBudget(AtomicUsize);
 
-/// Whether a log line is written.
+/// Whether a line of a guest is written to the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Line {
     Written,
-    /// Written, and nothing after it will be.
+    /// Written as the last line: the log budget of the plugin is used up.
     Last,
     Silent,
 }
 
 impl LogBudget {
-    /// For calls that may log `log_bytes` each.
+    /// The budget of a plugin whose calls may log `log_bytes` each.
     pub(crate) fn new(log_bytes: usize) -> Self {
         Self(AtomicUsize::new(log_bytes.saturating_mul(FULL_CALLS)))
     }
@@ -115,21 +115,21 @@ impl LogBudget {
     }
 }
 
-/// The most components of one score. Each is a series of metrics and a row of the report.
+/// Maximum number of components of one score. Each is a series of metrics and a row of the report.
 pub const MAX_COMPONENTS: usize = 64;
 
-/// The most distinct names of components, and the most distinct codes of rejections, of one plugin in the lifetime of its host. Each is
-/// a series of metrics.
+/// Maximum number of distinct component names, and of distinct rejection codes, of one plugin until the host ends. Each is a
+/// series of metrics.
 pub const MAX_NAMES: usize = 256;
 
-/// The largest magnitude of the bounds of a range, hence of a total: far more than a reward needs, and its square is finite in the f32
-/// of the losses.
+/// Largest magnitude of the bounds of a range, hence of a total: far more than a reward needs, and its square is finite in the
+/// f32 of the losses.
 pub const MAX_TOTAL: f64 = 1e9;
 
-/// The largest magnitude of a component, whose means and squares are of f64.
+/// Largest magnitude of a component of a score, whose means and squares are computed in f64.
 pub const MAX_COMPONENT: f64 = 1e18;
 
-/// A range of totals, where it is one.
+/// Checks that a range of totals is finite, ordered and not too large.
 ///
 /// # Errors
 /// Expected and got.
@@ -146,12 +146,12 @@ pub(crate) fn check_range(range: RewardRange) -> Result<RewardRange, String> {
     Err(format!("declares the range {} to {}; expected {expected}", shown(min), shown(max)))
 }
 
-/// A number without hundreds of digits.
+/// A number as text, in scientific notation if it has many digits.
 pub(crate) fn shown(number: f64) -> String {
     if number.abs() < 1e15 { number.to_string() } else { format!("{number:e}") }
 }
 
-/// What a plugin has named in the lifetime of its host.
+/// Names of components and codes of rejections that a plugin has used since the host was started.
 #[derive(Debug, Default)]
 pub(crate) struct UsedNames {
     components: DistinctNames,
@@ -159,12 +159,12 @@ pub(crate) struct UsedNames {
 }
 
 impl UsedNames {
-    /// Adds the names of a score's components.
+    /// Adds the component names of a score; an error if there are too many distinct ones.
     pub(crate) fn add_components<'a>(&self, names: impl Iterator<Item = &'a str> + Clone) -> Result<(), String> {
         self.components.add("component", names)
     }
 
-    /// Adds the code of a rejection, where it is one.
+    /// Adds the code of a rejection; an error if it is invalid or there are too many distinct ones.
     pub(crate) fn add_checked_code(&self, code: &str) -> Result<(), String> {
         if !is_code(code) {
             let code = printable(code, 100);

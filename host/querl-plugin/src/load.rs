@@ -21,7 +21,7 @@ use wasmtime::component::{Component, InstancePre, Linker};
 
 pub use querl_bundle::Kind as PluginKind;
 
-/// What a plugin was loaded from.
+/// The form in which a plugin is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     /// A `.querl` bundle.
@@ -32,18 +32,18 @@ pub enum Source {
     Folder,
 }
 
-/// Digest and signer of a bundle.
+/// Digest and signer of a plugin bundle.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BundleInfo {
-    /// Lower-case hexadecimal SHA-256 over the names and contents of all of its files but the signatures.
+    /// Lower-case hexadecimal SHA-256 over the names and contents of all files of the bundle except the signatures.
     pub digest: String,
-    /// The trusted key that signed it. Where no keys are configured, the first that signed it.
+    /// The trusted key that signed the bundle; if no keys are configured, the first that signed it. `None` if it is not signed.
     pub signed_by: Option<PublicKey>,
 }
 
 /// A component with its manifest, before any of its code runs.
 pub(crate) struct OpenedSource {
-    /// The bundle, the component, or what was built from the folder.
+    /// Path of the bundle, of the component, or of the component that was built from the folder.
     pub(crate) file: PathBuf,
     pub(crate) source: Source,
     pub(crate) manifest: Option<Manifest>,
@@ -69,11 +69,11 @@ impl OpenedSource {
     }
 }
 
-/// What lies at a plugin's path, read and with its signature checked. Nothing of it was built, compiled or called.
+/// A plugin's file or folder, read and with its signature checked. Nothing of it was built, compiled or called.
 pub struct PluginFile {
     path: PathBuf,
     manifest: Option<Manifest>,
-    /// `None` for a folder whose component is missing, or older than its source.
+    /// The component with its manifest; `None` for a folder whose component is missing or older than its source.
     opened: Option<OpenedSource>,
 }
 
@@ -86,17 +86,17 @@ impl PluginFile {
         &self.path
     }
 
-    /// What it is.
+    /// The form in which the plugin is given.
     pub fn source(&self) -> Source {
         self.opened.as_ref().map_or(Source::Folder, |opened| opened.source)
     }
 
-    /// plugin.toml; `None` for a bare component.
+    /// The manifest, plugin.toml; `None` for a bare component.
     pub fn manifest(&self) -> Option<&Manifest> {
         self.manifest.as_ref()
     }
 
-    /// Digest and signer of the bundle; `None` without a bundle.
+    /// Digest and signer of the bundle; `None` for a component or a folder.
     pub fn bundle(&self) -> Option<&BundleInfo> {
         self.opened.as_ref()?.bundle.as_ref()
     }
@@ -106,7 +106,7 @@ impl PluginFile {
         Some(self.opened.as_ref()?.digest().as_str().to_owned())
     }
 
-    /// Its component, built where that is allowed and necessary.
+    /// The component, built first if that is allowed and necessary.
     pub(crate) fn into_opened(self, folders: SourceFolders) -> Result<OpenedSource, PluginError> {
         match (self.opened, folders) {
             (Some(opened), _) => Ok(opened),
@@ -124,7 +124,7 @@ impl std::fmt::Debug for PluginFile {
     }
 }
 
-/// Reads a bundle, a component, or the component of a source folder where it is newer than its source.
+/// Reads a bundle, a component, or the component of a source folder if it is newer than its source.
 pub(crate) fn read(path: &Path, trusted: &[PublicKey]) -> Result<PluginFile, PluginError> {
     let metadata = std::fs::metadata(path).map_err(|error| {
         let expected = "expected a `.querl` bundle, a `.wasm` component or a folder with its source";
@@ -234,13 +234,13 @@ fn check_header(path: &Path, bytes: &[u8]) -> Result<(), PluginError> {
     checked.map_err(|reason| PluginError::NotAPlugin { path: path.to_owned(), reason: format!("it {reason}") })
 }
 
-/// A plugin that was checked and can be configured.
+/// A loaded plugin: checked, compiled and linked, not yet configured.
 #[derive(Clone)]
 pub struct Plugin {
     pub(crate) loaded: Arc<LoadedPlugin>,
 }
 
-/// What a plugin is made of.
+/// The parts of a loaded plugin, which clones of it share.
 pub(crate) struct LoadedPlugin {
     pub(crate) path: PathBuf,
     pub(crate) source: Source,
@@ -257,11 +257,11 @@ pub(crate) struct LinkedComponent {
     pub(crate) digest: ComponentDigest,
     pub(crate) n_bytes: usize,
     pub(crate) exports: Exports,
-    /// Items dropped at limits in the lifetime of the host.
+    /// Number of items dropped at limits since the host was started.
     pub(crate) n_dropped: Arc<AtomicU64>,
-    /// What it may log in the lifetime of the host.
+    /// Bytes that the plugin may still log until the host ends.
     pub(crate) log_budget: Arc<LogBudget>,
-    /// The names of components and the codes of rejections in the lifetime of the host.
+    /// Names of components and codes of rejections that the plugin has used since the host was started.
     pub(crate) used_names: Arc<UsedNames>,
 }
 
@@ -271,7 +271,7 @@ pub(crate) struct Exports {
     pub(crate) pre: InstancePre<Guest>,
     pub(crate) series: Series,
     pub(crate) contract: Arc<dyn Contract>,
-    /// The host functions that it imports.
+    /// The interfaces of host functions that the component imports.
     pub(crate) host_functions: Arc<[HostInterface]>,
 }
 
@@ -291,7 +291,7 @@ impl Plugin {
         self.loaded.linked.digest.as_str()
     }
 
-    /// The kinds that it exports; at least one.
+    /// The kinds of plugin that the component exports; at least one.
     pub fn kinds(&self) -> &[PluginKind] {
         &self.loaded.linked.description.kinds
     }
@@ -306,12 +306,12 @@ impl Plugin {
         self.loaded.linked.exports.contract.has_json_rewards()
     }
 
-    /// What it says of itself.
+    /// The plugin's description of itself (`info.describe`).
     pub fn description(&self) -> &Description {
         &self.loaded.linked.description
     }
 
-    /// The interfaces of host functions that it imports, in the order of [`HostInterface::ALL`].
+    /// The interfaces of host functions that the component imports, in the order of [`HostInterface::ALL`].
     pub fn host_functions(&self) -> &[HostInterface] {
         &self.loaded.linked.exports.host_functions
     }
@@ -321,7 +321,7 @@ impl Plugin {
         &self.loaded.path
     }
 
-    /// What it was loaded from.
+    /// The form in which the plugin was given.
     pub fn source(&self) -> Source {
         self.loaded.source
     }
@@ -331,17 +331,17 @@ impl Plugin {
         self.loaded.linked.n_bytes
     }
 
-    /// plugin.toml; `None` for a bare component.
+    /// The manifest, plugin.toml; `None` for a bare component.
     pub fn manifest(&self) -> Option<&Manifest> {
         self.loaded.manifest.as_ref()
     }
 
-    /// Digest and signer of the bundle; `None` without a bundle.
+    /// Digest and signer of the bundle; `None` for a component or a folder.
     pub fn bundle(&self) -> Option<&BundleInfo> {
         self.loaded.bundle.as_ref()
     }
 
-    /// What each of its calls may use: the host's limits, lowered by its manifest.
+    /// Limits of each call into the plugin: those of the host, lowered by the manifest.
     pub fn limits(&self) -> &PluginLimits {
         &self.loaded.limits.values
     }
@@ -357,7 +357,7 @@ impl std::fmt::Debug for Plugin {
     }
 }
 
-/// Checks what the component imports and exports, and links it.
+/// Checks the imports and exports of a component, and links it.
 pub(crate) fn link(
     engine: &Engine,
     path: &Path,
@@ -434,13 +434,13 @@ fn missing_exports(engine: &Engine, component: &Component) -> String {
 }
 
 impl Plugin {
-    /// The interfaces that it imports: `querl:plugin/log@0.1.0`, `wasi:clocks/monotonic-clock@0.2.6`.
+    /// Names of the imported interfaces: `querl:plugin/log@0.1.0`, `wasi:clocks/monotonic-clock@0.2.6`.
     pub fn imports(&self) -> Vec<String> {
         let pre = &self.loaded.linked.exports.pre;
         pre.component().component_type().imports(pre.engine()).map(|(name, _)| name.to_owned()).collect()
     }
 
-    /// The interfaces that it exports: `querl:plugin/info@0.1.0`, `querl:plugin/rewards@0.1.0`.
+    /// Names of the exported interfaces: `querl:plugin/info@0.1.0`, `querl:plugin/rewards@0.1.0`.
     pub fn exports(&self) -> Vec<String> {
         let pre = &self.loaded.linked.exports.pre;
         let component = pre.component().component_type();

@@ -1,5 +1,5 @@
-//! Packed batches: episodes, and their scores, encoded in one byte buffer. The encoding is that of `packed-rewards.wit`; that of
-//! an episode is of each version of the contract.
+//! Packed batches: episodes, and their scores, in one byte buffer. The encoding is specified in `packed-rewards.wit`; that of an
+//! episode differs between versions of the contract.
 
 use crate::contract::ItemResult;
 use querl_core::records::{Rejection, Reward, RewardComponent};
@@ -7,7 +7,7 @@ use querl_core::records::{Rejection, Reward, RewardComponent};
 /// A first episode may be much larger than the others.
 const MAX_RESERVED_BYTES: usize = 4 << 20;
 
-/// A list of items, each written by `write`.
+/// Encodes a list: the number of items, then each item as `write` encodes it.
 pub(crate) fn list<T>(items: &[T], mut write: impl FnMut(&mut Writer, &T)) -> Vec<u8> {
     // Reserves 1.5 times the size of the first item for each other one, which avoids most reallocations.
     let mut writer = Writer(Vec::with_capacity(4096));
@@ -29,7 +29,8 @@ impl Writer {
         self.0.push(byte);
     }
 
-    /// A count or a length. A guest has at most 4 GiB: what exceeds `u32` is refused there.
+    /// Writes a count or a length. A number above `u32::MAX` is written as that maximum, which the guest refuses: its memory has
+    /// at most 4 GiB.
     pub(crate) fn u32(&mut self, number: usize) {
         self.0.extend_from_slice(&u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes());
     }
@@ -77,16 +78,16 @@ pub(crate) fn results(bytes: &[u8], n_items: usize, max_bytes: usize) -> Result<
 /// Why the results of a batch cannot be decoded.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum FormError {
-    /// An invalid encoding.
+    /// The guest's results are not in the packed encoding: what was expected at the byte `at`.
     #[error("byte {at} of its packed results: expected {expected}")]
     Byte { at: usize, expected: &'static str },
-    /// Checked before any result is decoded.
+    /// There are more or fewer results than episodes; checked before any result is decoded.
     #[error("its packed results are {n_results}; expected {n_items}, one for each episode")]
     Number { n_results: usize, n_items: usize },
-    /// Checked while decoding, since a few encoded bytes can decode to many.
+    /// The decoded results would exceed the output limit; checked while decoding, since a few encoded bytes can decode to many.
     #[error("its packed results are too large")]
     TooLarge,
-    /// Not the JSON of results.
+    /// The JSON interface (`score-json`) failed: the guest's results cannot be parsed, or the episodes cannot be serialised.
     #[error("its JSON of results: {0}")]
     Json(String),
 }

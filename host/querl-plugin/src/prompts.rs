@@ -1,4 +1,4 @@
-//! Prompt plugins behind the port.
+//! Prompt plugins as an implementation of the port [`Prompts`](querl_core::ports::Prompts).
 
 use crate::call::Caller;
 use crate::limits::CallSize;

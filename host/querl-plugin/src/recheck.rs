@@ -15,7 +15,7 @@ const SAMPLED: u8 = 64;
 const MAX_SAMPLED_EPISODES: usize = 4;
 
 impl RewardPlugin {
-    /// Scores a part of a batch again, and compares with its `scores`.
+    /// Scores a part of a batch a second time, and compares the results with its `scores`.
     ///
     /// # Errors
     /// A result that differs, with both values.

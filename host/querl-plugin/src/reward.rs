@@ -14,20 +14,21 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 /// A checked result for one item.
 pub(crate) type ItemScore = Result<Reward, Rejection>;
 
-/// How the items of one kind of plugin are called and checked.
+/// Calls a plugin that scores items (episodes or dialogues) and checks its results.
 pub(crate) struct Scoring<'a, T> {
     pub(crate) caller: &'a Caller,
-    /// `episode` or `dialogue`.
+    /// Name of an item in messages: `episode` or `dialogue`.
     pub(crate) what: &'static str,
     pub(crate) id: for<'i> fn(&'i T) -> &'i str,
-    /// Totals outside of it are faults.
+    /// Range of valid totals; a total outside of it is a fault of the plugin.
     pub(crate) range: RewardRange,
-    /// The name of the range in messages.
+    /// Name of this range in messages.
     pub(crate) range_name: &'static str,
 }
 
 impl<T: Sync> Scoring<'_, T> {
-    /// [`batch`](Self::batch) of all items, or of each one alone where calls of host functions are attributed to it.
+    /// Scores all items by [`batch`](Self::batch), in one batch or, if calls of host functions are recorded with their item, each
+    /// item alone.
     pub(crate) fn batches(
         &self,
         items: &[T],
@@ -39,7 +40,7 @@ impl<T: Sync> Scoring<'_, T> {
         }
     }
 
-    /// One result for each item, in order; `run` is one call into the plugin.
+    /// Scores a batch: one result for each item, in order. `run` makes one call into the plugin.
     ///
     /// With `on_limit = "drop"`, when the call hits a limit each item is run alone with the fuel of the whole batch, and items that
     /// still hit a limit are dropped. Whether an item is dropped depends on the item and the batch size, never on other items.
@@ -127,19 +128,24 @@ fn check_outcome(
     used_names.add_components(score.components.iter().map(|part| part.name.as_str()))
 }
 
-/// The contract's rules for the results of a reward, for runs without a component: the same checks, in the same words.
+/// The contract's rules for the results of a reward, for native runs without a component: the host's checks, with the same
+/// messages.
 pub struct RewardRules {
     range: RewardRange,
     used_names: UsedNames,
 }
 
 impl RewardRules {
+    /// Rules for totals within `range`.
+    ///
     /// # Errors
     /// No range of totals: expected and got.
     pub fn new(range: RewardRange) -> Result<Self, String> {
         Ok(Self { range: check_range(range)?, used_names: UsedNames::default() })
     }
 
+    /// Checks one result: total within the range, finite components, valid names and codes.
+    ///
     /// # Errors
     /// The contract forbids the result: expected and got.
     pub fn check(&self, outcome: &Result<Reward, Rejection>) -> Result<(), String> {
@@ -197,7 +203,8 @@ pub(crate) struct RewardPlugin {
 }
 
 impl RewardPlugin {
-    /// Calls `range`. Without a form, it is the one that costs least of those that the plugin has; records for one that it has not.
+    /// Opens a reward plugin, for which it calls `range`. `form` is the form of batches, or records if the plugin does not
+    /// support it; without a `form` the cheapest that the plugin supports.
     pub(crate) fn new(caller: Caller, kind: PluginKind, form: Option<RewardForm>) -> Result<Self, PluginFault> {
         let contract = &*caller.exports.contract;
         let function = if kind == PluginKind::Reward { "rewards.range" } else { "group-rewards.range" };
@@ -212,7 +219,7 @@ impl RewardPlugin {
         Ok(Self { caller, kind, form, range })
     }
 
-    /// A second form, where the plugin exports one.
+    /// A form other than that of [`form`](Self::form), to compare results with; `None` if the plugin supports only one.
     pub(crate) fn other_form(&self) -> Option<RewardForm> {
         let contract = &*self.caller.exports.contract;
         match self.form {
@@ -230,7 +237,7 @@ impl RewardPlugin {
         self.kind == PluginKind::GroupReward
     }
 
-    /// One call into the plugin.
+    /// Scores episodes with one call into the plugin, in the given form.
     pub(crate) fn run(
         &self,
         form: RewardForm,

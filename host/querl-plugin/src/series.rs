@@ -4,10 +4,10 @@ use querl_bundle::CONTRACTS;
 use wasmtime::Engine;
 use wasmtime::component::types::{ComponentInstance, ComponentItem};
 
-/// Interfaces of the contract begin like this; a version follows.
+/// Prefix of the names of the contract's interfaces; interface name and version follow.
 pub(crate) const PREFIX: &str = "querl:plugin/";
 
-/// Versions of the contract that are compatible with each other.
+/// A series of compatible versions of the contract.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Series {
     V0_1,
@@ -15,15 +15,15 @@ pub(crate) enum Series {
 }
 
 impl Series {
-    /// Newest first.
+    /// All series, newest first.
     pub(crate) const ALL: [Self; 2] = [Self::V0_2, Self::V0_1];
 
-    /// The series of a version, where this host runs it.
+    /// The series that a version belongs to; `None` if this host does not run it.
     pub(crate) fn of(version: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|series| version.starts_with(&series.prefix()))
     }
 
-    /// The version that this host implements: `0.2.0`.
+    /// The version of the contract that this host implements for the series: `0.2.0`.
     pub(crate) fn version(self) -> String {
         CONTRACTS[self as usize].to_string()
     }
@@ -84,7 +84,7 @@ impl Series {
     }
 }
 
-/// The message for a component of another contract series.
+/// The error message for a component of a contract version that this host does not run.
 pub(crate) fn other_version(version: &str) -> String {
     let ours = CONTRACTS.map(|ours| format!("{}.{}.x", ours.major, ours.minor)).join(" and ");
     format!("it was built for version {version} of the plugin contract; this host runs {ours}")

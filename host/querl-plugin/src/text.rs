@@ -1,32 +1,32 @@
-//! Texts that pass between host and guest: names and keys, and settings as text.
+//! Texts that host and guest exchange: valid names, codes and keys, and settings as text.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(crate) use querl_core::text::printable;
 
-/// 1 to 64 characters, all of them `allowed`.
+/// True for a text of 1 to 64 characters that are all `allowed`.
 pub(crate) fn is_name(text: &str, allowed: impl Fn(char) -> bool) -> bool {
     (1..=64).contains(&text.len()) && text.chars().all(allowed)
 }
 
-/// A code or the name of a component: `a` to `z`, `0` to `9`, `_`.
+/// True for a valid rejection code or component name: 1 to 64 of `a` to `z`, `0` to `9`, `_`.
 pub(crate) fn is_code(text: &str) -> bool {
     is_name(text, |c| matches!(c, 'a'..='z' | '0'..='9' | '_'))
 }
 
-/// The speaker of a chat message.
+/// True for a role of a chat message: `system`, `user` or `assistant`.
 pub(crate) fn is_role(name: &str) -> bool {
     matches!(name, "system" | "user" | "assistant")
 }
 
 const MAX_LISTED_KEYS: usize = 20;
 
-/// A key that plugin.toml could declare. A guest may read any key; only these appear in messages.
+/// True for a key that plugin.toml could declare. A guest may read any key; only these appear in messages.
 pub(crate) fn is_key(text: &str) -> bool {
     is_name(text, |c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'))
 }
 
-/// Every value as text, as the contract specifies it.
+/// Settings by key, each value in the text form that the contract specifies.
 pub(crate) fn rendered(settings: &BTreeMap<String, toml::Value>) -> BTreeMap<String, String> {
     settings.iter().map(|(key, value)| (key.clone(), text(value))).collect()
 }
@@ -54,7 +54,7 @@ fn json(value: &toml::Value) -> serde_json::Value {
     }
 }
 
-/// The message for a key that the plugin does not know.
+/// The error message for a setting that the plugin does not know, with the keys that it knows.
 pub(crate) fn unknown_key(key: &str, known: &BTreeSet<String>) -> String {
     let known: Vec<_> = known.iter().filter(|name| is_key(name)).collect();
     if known.is_empty() {

@@ -45,7 +45,7 @@ struct Datetime {
     nanoseconds: u32,
 }
 
-/// Links one imported WASI interface, with the name and items that the component imports.
+/// Links one WASI interface under the name and with the items that the component imports.
 pub(crate) fn define(
     linker: &mut Linker<Guest>,
     engine: &Engine,

@@ -1,4 +1,4 @@
-//! Python objects to records and back.
+//! Conversion between Python objects and records.
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -12,7 +12,7 @@ use serde::de::{
 };
 use serde::forward_to_deserialize_any;
 
-/// One record for each element; `check` completes and checks it, given its index.
+/// Converts a list of Python objects to records; `check` completes and checks each record, given its index.
 ///
 /// # Errors
 /// An element is not such a record, or has a number that is NaN or Inf: `name[index]`, and what is wrong with it.
@@ -165,7 +165,7 @@ impl<'de, 'py, I: Iterator<Item = Bound<'py, PyAny>>> SeqAccess<'de> for Items<I
     }
 }
 
-/// A value of a keyword argument, the default where it is `None`.
+/// Deserialises the value of a keyword argument; the default of `T` if it is `None`.
 pub(crate) fn argument<T: DeserializeOwned + Default>(value: Option<&Bound<'_, PyAny>>, name: &str) -> PyResult<T> {
     let Some(value) = value.filter(|value| !value.is_none()) else { return Ok(T::default()) };
     depythonize(value).map_err(|error| PyTypeError::new_err(format!("{name}: {error}")))

@@ -1,4 +1,4 @@
-//! Exceptions.
+//! Python exceptions.
 
 use pyo3::create_exception;
 use pyo3::exceptions::PyException;
@@ -14,12 +14,12 @@ create_exception!(
 );
 create_exception!(_querl, PluginFault, QuerlError, "A plugin broke its contract or exceeded a limit.");
 
-/// A [`QuerlError`] with the text of `error`.
+/// A Python exception [`QuerlError`] with the text of `error`.
 pub(crate) fn failed(error: impl Display) -> PyErr {
     QuerlError::new_err(error.to_string())
 }
 
-/// The same, with all causes.
+/// A Python exception [`QuerlError`] with the text of `error` and all of its causes.
 pub(crate) fn failed_with_causes(error: &anyhow::Error) -> PyErr {
     QuerlError::new_err(format!("{error:#}"))
 }

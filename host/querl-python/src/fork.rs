@@ -1,9 +1,10 @@
-//! What is opened once in each process.
+//! Values that each process opens once, so that they survive a fork.
 
 use pyo3::prelude::*;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A value with threads of its own, which do not survive a fork: a child process opens it again, or drops it without using it.
+/// A value with threads of its own, which do not survive a fork: a child process opens the value again, or drops it without using
+/// it.
 pub(crate) struct PerProcess<T: ?Sized>(Mutex<Held<T>>);
 
 struct Held<T: ?Sized> {
@@ -17,8 +18,9 @@ impl<T: ?Sized> PerProcess<T> {
         Self(Mutex::new(Held::new(value)))
     }
 
-    /// The value of this process. The lock is held only together with the GIL, as a fork from Python is, so that no child finds it locked by a
-    /// thread that it does not have. For this reason `open` keeps the GIL, unlike a constructor: it is called once in a forked process.
+    /// Opens the value in this process if it is not open yet, and returns it. The lock is held only together with the GIL, as a
+    /// fork from Python is, so that no child finds it locked by a thread that it does not have. For this reason `open` keeps the
+    /// GIL, unlike a constructor: it is called once in a forked process.
     pub(crate) fn get(&self, _: Python<'_>, open: impl FnOnce() -> PyResult<Arc<T>>) -> PyResult<Arc<T>> {
         let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if held.is_inherited() {

@@ -1,4 +1,4 @@
-//! Single plugins, without a configuration.
+//! Python classes for single plugins, opened without a configuration.
 
 use crate::convert::{argument, records, to_python};
 use crate::errors::{failed, failed_with_causes, fault};
@@ -110,7 +110,7 @@ macro_rules! plugin_class {
                 Ok(Self(py.detach(|| Opened::new(origin, digest, $open))?))
             }
 
-            /// Name in its manifest.
+            /// Name of the plugin, from its manifest.
             #[getter]
             fn name(&self) -> &str {
                 &self.0.name
@@ -121,7 +121,7 @@ macro_rules! plugin_class {
                 &self.0.version
             }
 
-            /// SHA-256 of bundle or component.
+            /// SHA-256 digest of the bundle or component.
             #[getter]
             fn digest(&self) -> &str {
                 &self.0.digest
@@ -151,14 +151,14 @@ plugin_class!(
         scores.into_iter().map(|score| results::outcome(py, score, None)).collect()
     }
 
-    /// Lowest and highest total.
+    /// Lowest and highest total that the plugin declares.
     #[getter]
     fn range(&self, py: Python<'_>) -> PyResult<(f64, f64)> {
         let range = self.0.port(py, PluginPort::reward)?.range();
         Ok((range.min, range.max))
     }
 
-    /// What it reads of an episode: `optional` or `required`.
+    /// The parts of an episode that the plugin reads, each `optional` or `required`.
     #[getter]
     fn inputs(&self, py: Python<'_>) -> PyResult<BTreeMap<&'static str, &'static str>> {
         let name = |used| if used == InputUse::Required { "required" } else { "optional" };
@@ -167,9 +167,9 @@ plugin_class!(
 });
 
 plugin_class!(
-    /// A tenant's prompts.
+    /// A prompt plugin: the prompts of a tenant, and the parsing of responses.
     Prompt, dyn Prompts, PluginPort::prompts, {
-    /// The conversation of a task: `teacher`, `policy` or `judge`.
+    /// The messages of a prompt for a task: `teacher`, `policy` or `judge`.
     #[pyo3(signature = (task, query, user_profile=String::new(), history_summary=String::new(), rewrite=None))]
     fn messages(
         &self,
@@ -192,7 +192,7 @@ plugin_class!(
         to_python(py, &messages.map_err(|error| fault(&error))?)
     }
 
-    /// The rewrite in a model's response; `None` where the plugin finds none.
+    /// The rewrite in a model's response; `None` if the plugin finds none.
     fn parse_rewrite(&self, py: Python<'_>, text: &str) -> PyResult<Option<String>> {
         let prompts = self.0.port(py, PluginPort::prompts)?;
         let parsed = py.detach(|| prompts.parse_rewrite(text)).map_err(|error| fault(&error))?;
@@ -201,7 +201,7 @@ plugin_class!(
 });
 
 plugin_class!(
-    /// A filter of training data.
+    /// A filter plugin: which rows are kept in the training data.
     Filter, dyn ports::Filter, PluginPort::filter, {
     /// `None` for each sample that is kept, a `Rejection` for each that is dropped.
     fn check(&self, py: Python<'_>, samples: &Bound<'_, PyList>) -> PyResult<Vec<Py<PyAny>>> {
@@ -217,7 +217,7 @@ fn style_scorer() -> PluginPort<dyn ports::StyleScorer> {
 }
 
 plugin_class!(
-    /// A scorer of the style of answers.
+    /// A style scorer plugin: scores the style of answers in dialogues.
     StyleScorer, dyn ports::StyleScorer, style_scorer, {
     /// One `Score` or `Rejection` for each dialogue, in order.
     fn score(&self, py: Python<'_>, dialogues: &Bound<'_, PyList>) -> PyResult<Vec<Py<PyAny>>> {

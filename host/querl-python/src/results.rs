@@ -1,4 +1,4 @@
-//! Scores and rejections.
+//! Python classes of results: scores and rejections.
 
 use crate::convert::to_python;
 use pyo3::prelude::*;
@@ -16,7 +16,7 @@ pub(crate) struct Score {
 
 #[pymethods]
 impl Score {
-    /// Named components, in the plugin's order.
+    /// Named components of the score, in the plugin's order.
     #[getter]
     fn components<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let components = PyDict::new(py);
@@ -24,7 +24,7 @@ impl Score {
         Ok(components)
     }
 
-    /// The episode that was scored: with hits, judgements and style; `None` for a score of a plugin alone.
+    /// The scored episode as a dictionary, with hits, judgements and style; `None` for a score of a single plugin.
     #[getter]
     fn episode(&self, py: Python<'_>) -> PyResult<Option<Py<PyAny>>> {
         self.episode.as_ref().map(|episode| to_python(py, episode)).transpose()
@@ -35,15 +35,15 @@ impl Score {
     }
 }
 
-/// Why there is no score: it never becomes a number.
+/// Why an episode or dialogue has no score. A rejection never becomes a number.
 #[pyclass(frozen, module = "querl")]
 pub(crate) struct Rejection {
-    /// Stable, for counting.
+    /// Code of the reason, which stays the same between versions, for counting.
     #[pyo3(get)]
     code: String,
     #[pyo3(get)]
     detail: String,
-    /// `plugin` or `host`.
+    /// Who rejected the item: `plugin` or `host`.
     #[pyo3(get)]
     by: &'static str,
     episode: Option<Episode>,
@@ -61,7 +61,7 @@ impl Rejection {
     }
 }
 
-/// A Python object for each outcome.
+/// The result of one item as a Python object: a `Score` or a `Rejection`.
 pub(crate) fn outcome(
     py: Python<'_>,
     outcome: Result<records::Reward, records::Rejection>,
@@ -76,7 +76,7 @@ pub(crate) fn outcome(
     }
 }
 
-/// `None` for a row that is kept.
+/// The verdict of a filter on a row as a Python object: a `Rejection`, or `None` for a row that is kept.
 pub(crate) fn verdict(py: Python<'_>, verdict: Verdict) -> PyResult<Py<PyAny>> {
     match verdict {
         Verdict::Keep => Ok(py.None()),

@@ -1,4 +1,4 @@
-//! The environment of a configuration.
+//! The Python class that scores with the environment of a configuration.
 
 use crate::convert::records;
 use crate::errors::{failed, failed_with_causes, of_environment};
@@ -14,7 +14,8 @@ use querl_pipeline::RewardEnvironment;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The environment of a configuration or of a run: parses responses, looks them up, has them judged, and scores them as in training.
+/// The environment of a configuration or of a run: parses responses, retrieves passages for the rewrites, has them judged, and
+/// scores them as in training.
 #[pyclass(frozen, module = "querl")]
 pub(crate) struct Scorer {
     path: PathBuf,
@@ -51,7 +52,7 @@ impl Scorer {
         records.into_iter().map(|record| results::outcome(py, record.outcome, Some(record.episode))).collect()
     }
 
-    /// Lowest and highest total.
+    /// Lowest and highest total of the weighted rewards.
     #[getter]
     fn range(&self, py: Python<'_>) -> PyResult<(f64, f64)> {
         let range = self.environment(py)?.range();
@@ -105,7 +106,7 @@ fn open(path: &Path, overrides: &[String], digests: Option<&[String]>) -> PyResu
     Ok(Arc::new(environment))
 }
 
-/// The configuration in a file or of a run, and the path of the file.
+/// Reads the configuration in a file or of a run; returns it with the path of the file.
 pub(crate) fn read_config(path: &Path, set: Vec<String>) -> PyResult<(Config, PathBuf)> {
     let overrides = Overrides { set, ..Overrides::default() };
     RewardEnvironment::read_config(path, &overrides).map_err(|error| failed_with_causes(&error))

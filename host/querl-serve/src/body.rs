@@ -13,10 +13,10 @@ use std::time::Duration;
 /// Characters of a value that a message quotes.
 const QUOTED_CHARS: usize = 60;
 
-/// Limits of a body, and its form for messages.
+/// Limits of a request body, and a description of its form for error messages.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BodyLimits<'a> {
-    /// Also set as `DefaultBodyLimit` of the route.
+    /// Maximum size of the body in bytes; the route also sets it as axum's `DefaultBodyLimit`.
     pub(crate) max_bytes: usize,
     pub(crate) timeout: Duration,
     pub(crate) expected: &'a str,
@@ -72,7 +72,7 @@ fn is_json(content_type: &str) -> bool {
     kind == "application/json" || (kind.starts_with("application/") && kind.ends_with("+json"))
 }
 
-/// A value in a message.
+/// A JSON value as an error message quotes it, shortened if it is long.
 pub(crate) fn quoted(value: &Value) -> String {
     shortened(&value.to_string())
 }
@@ -88,6 +88,8 @@ fn shortened(text: &str) -> String {
 pub(crate) struct JsonFields(Map<String, Value>);
 
 impl JsonFields {
+    /// Parses the body as a JSON object.
+    ///
     /// # Errors
     /// It is not a JSON object, whose form `expected` describes, or a field appears twice.
     pub(crate) fn parse(body: &[u8], expected: &str) -> Result<Self, ErrorResponse> {
@@ -102,7 +104,7 @@ impl JsonFields {
         })
     }
 
-    /// Refuses a field that would be ignored.
+    /// Rejects a body with a field that is not in `known`, which would be ignored.
     ///
     /// # Errors
     /// A field is none of `known`.
@@ -115,12 +117,12 @@ impl JsonFields {
         Err(ErrorResponse::value(format!("`{}` is not a field of this request; {remedy}", shortened(name))))
     }
 
-    /// All fields that were not taken, for a response that repeats them.
+    /// All fields of the body that were not taken, for a response that repeats them.
     pub(crate) fn into_map(self) -> Map<String, Value> {
         self.0
     }
 
-    /// The value of a field; `None` where it is missing or null.
+    /// Takes the value of a field out of the body; `None` if it is missing or null.
     ///
     /// # Errors
     /// It has another type than `T`, which `expected` describes.
@@ -129,7 +131,7 @@ impl JsonFields {
         value.map(|value| T::deserialize(&value).map_err(|_| wrong_value(name, &value, expected))).transpose()
     }
 
-    /// The value of a field.
+    /// Takes the value of a required field out of the body.
     ///
     /// # Errors
     /// It is missing, null, or of another type than `T`.

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 use tokio::sync::Notify;
 
-/// Why a complete request is not processed now.
+/// Why a request that has arrived completely is answered with 429 or 503: too many requests are in progress.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum RequestLimitError {
     #[error("{0} requests are in progress, the maximum of this server; retry later")]
@@ -111,7 +111,7 @@ impl Connections {
         Arc::new(Self { limits, table: Mutex::default() })
     }
 
-    /// Adds a connection, and closes an older one at a limit.
+    /// Adds a new connection. At a limit, closes the oldest connection without a complete request.
     pub(crate) fn add(self: &Arc<Self>, address: IpAddr) -> OpenConnection {
         let peer = peer_of(address);
         let mut table = self.table();
@@ -131,7 +131,8 @@ impl Connections {
         self.table().close_oldest(|_| true);
     }
 
-    /// Closes connections whose client has taken no response for the time limit. Idle ones are closed earlier, by the HTTP library.
+    /// Closes connections whose client has not read its response within `send_timeout`. The HTTP library closes idle connections
+    /// earlier.
     pub(crate) fn close_stalled(&self) {
         if let Some(deadline) = Instant::now().checked_sub(self.limits.send_timeout) {
             self.table().close_all(deadline);
@@ -148,7 +149,7 @@ impl Connections {
     }
 }
 
-/// An open connection, until it is dropped.
+/// An open connection; dropping the value removes it from the table.
 pub(crate) struct OpenConnection {
     handle: ConnectionHandle,
     close: Arc<Notify>,
@@ -159,7 +160,7 @@ impl OpenConnection {
         self.handle.clone()
     }
 
-    /// Completes when the connection is to be closed.
+    /// Completes when the server wants the connection to be closed.
     pub(crate) async fn closed(&self) {
         self.close.notified().await;
     }
@@ -171,7 +172,7 @@ impl Drop for OpenConnection {
     }
 }
 
-/// The connection of a request, one of its extensions.
+/// Handle of a connection, which each request on it has as an extension.
 #[derive(Clone)]
 pub(crate) struct ConnectionHandle {
     connections: Arc<Connections>,
@@ -180,14 +181,14 @@ pub(crate) struct ConnectionHandle {
 }
 
 impl ConnectionHandle {
-    /// Notes that the head of a request has arrived, or that of its response is made.
+    /// Restarts the time limit of the connection, when the head of a request has arrived or that of a response is made.
     pub(crate) fn note_progress(&self) {
         if let Some(connection) = self.connections.table().open.get_mut(&self.id) {
             connection.since = Instant::now();
         }
     }
 
-    /// Takes a place among the requests in progress, once the whole request has arrived.
+    /// Counts a request that has arrived completely as in progress, until the returned value is dropped.
     ///
     /// # Errors
     /// All places are taken.
@@ -201,7 +202,7 @@ impl ConnectionHandle {
         Ok(RequestSlot(self.clone()))
     }
 
-    /// Whether the server takes further requests.
+    /// Checks whether a further request would be accepted.
     pub(crate) fn check_requests(&self) -> Result<(), RequestLimitError> {
         self.connections.table().check_requests(None, &self.connections.limits)
     }
@@ -216,7 +217,7 @@ impl<S: Send + Sync> FromRequestParts<S> for ConnectionHandle {
     }
 }
 
-/// A request in progress, until it is dropped: once its response is made, for a stream all of it.
+/// A request in progress; dropped once its response is made, and for a stream once all of it is.
 pub(crate) struct RequestSlot(ConnectionHandle);
 
 impl Drop for RequestSlot {

@@ -1,4 +1,4 @@
-//! Responses, and errors as a status and a sentence, in the form that the clients of a route expect.
+//! Responses, and errors with an HTTP status and a sentence, in the form that the clients of a route expect.
 
 use crate::connections::RequestLimitError;
 use axum::Json;
@@ -10,24 +10,24 @@ use serde_json::{Value, json};
 pub(crate) struct ErrorResponse {
     pub(crate) status: StatusCode,
     pub(crate) message: String,
-    /// OpenAI's code, where it says more than the status.
+    /// Error code of OpenAI's API (or of querl), if it says more than the HTTP status.
     pub(crate) code: Option<&'static str>,
-    /// Name of the field that is wrong.
+    /// Name of the request field that is wrong.
     pub(crate) param: Option<&'static str>,
 }
 
-/// The form of error bodies.
+/// Form of the body of an error response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ErrorForm {
-    /// `{error, error_type}`, as text-embeddings-inference.
+    /// `{error, error_type}`, as text-embeddings-inference returns it.
     TextEmbeddingsInference,
     /// `{error: {message, type, param, code}}`, with the types of vLLM and the status as code.
     Vllm,
     /// `{error: {message, type, param, code}}`, with OpenAI's types and codes.
     OpenAi,
-    /// `{status, msg, data: null}`.
+    /// `{status, msg, data: null}`, as `general_rag` services return it.
     GeneralRag,
-    /// `{error_code, error_msg}`: external knowledge of Dify.
+    /// `{error_code, error_msg}`, as Dify expects it of an external knowledge service.
     Dify,
 }
 
@@ -36,12 +36,12 @@ impl ErrorResponse {
         Self { status, message: message.into(), code: None, param: None }
     }
 
-    /// A value that cannot be used.
+    /// Error 422 for a value that cannot be used.
     pub(crate) fn value(message: impl Into<String>) -> Self {
         Self::new(StatusCode::UNPROCESSABLE_ENTITY, message)
     }
 
-    /// A field whose value cannot be used.
+    /// Error 422 for a field whose value cannot be used.
     pub(crate) fn field(param: &'static str, message: impl Into<String>) -> Self {
         Self { param: Some(param), ..Self::value(message) }
     }

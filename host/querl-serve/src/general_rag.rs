@@ -25,7 +25,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Path of the interface.
+/// Path of the `general_rag` route.
 pub const GENERAL_RAG_ROUTE: &str = "/api/chat/general_rag";
 /// Four texts of [`MAX_TEXT_CHARS`] with every character escaped as in `\u9c7c`, and their keys.
 const MAX_BODY_BYTES: usize = 256 << 10;
@@ -41,13 +41,13 @@ const DEFAULT_TOP_K: u64 = 5;
 const DEFAULT_SCORE_THRESHOLD: f64 = 0.5;
 const EXPECTED_BODY: &str = "{\"query\": ..., \"tenant_id\": ...}";
 
-/// One knowledge base.
+/// A knowledge base that is served, with its retrieval back end.
 pub struct KnowledgeBase {
-    /// The `tenant_id` of its requests.
+    /// The `tenant_id` of requests to this knowledge base.
     pub tenant: String,
-    /// The `kb_name` of its requests.
+    /// The `kb_name` of requests to this knowledge base.
     pub kb_name: String,
-    /// Finds its passages.
+    /// Retrieval back end that finds the passages.
     pub search: Arc<dyn RetrievalBackend>,
     /// Time limit of a response, time in the queue included.
     pub timeout: Duration,
@@ -60,7 +60,8 @@ struct RagService {
     key: Option<ApiKey>,
 }
 
-/// The `general_rag` routes of some knowledge bases, `GET /health` and `GET /ready`. Searches require `api_key`, if there is one.
+/// A router with the `general_rag` routes of the knowledge bases, `GET /health` and `GET /ready`. Searches require `api_key`, if
+/// it is set.
 ///
 /// # Errors
 /// Two of them have the same tenant and name.
@@ -211,7 +212,7 @@ fn check_length(name: &str, text: &str) -> Result<(), ErrorResponse> {
     }
 }
 
-/// A history as one text, a line for each item of a list.
+/// The history of a request as one text: a line for each item of a list.
 pub(crate) fn history_text(history: &Value) -> Result<String, ErrorResponse> {
     let part = |part: &Value| part.as_str().or_else(|| part.get("content")?.as_str()).map(str::to_owned);
     let text = match history {

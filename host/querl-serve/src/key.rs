@@ -4,7 +4,7 @@ use crate::error::ErrorResponse;
 use axum::http::{HeaderMap, StatusCode, header};
 use querl_core::fsx::digest_hex;
 
-/// Code of a 401 response where the key is missing or not sent as `Bearer KEY`.
+/// Error code of a 401 response if the key is missing or not sent as `Bearer KEY`.
 pub(crate) const MALFORMED: &str = "malformed_authorization";
 
 pub(crate) fn unauthorized(headers: &HeaderMap) -> ErrorResponse {
@@ -20,7 +20,7 @@ fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     scheme.eq_ignore_ascii_case(b"bearer ").then(|| key.trim_ascii())
 }
 
-/// A key, stored as its digest. Digests have one length, and a comparison reads them whole: its time does not depend on the given key.
+/// An API key, stored as its digest. Comparing digests takes the same time for every key that a client sends.
 pub(crate) struct ApiKey(String);
 
 impl ApiKey {

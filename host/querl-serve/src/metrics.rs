@@ -1,4 +1,4 @@
-//! What the metrics of all services share, in Prometheus' text format.
+//! The parts that the metrics of all services share, in Prometheus' text format.
 
 use crate::error::{ErrorForm, ErrorResponse};
 use axum::http::header;
@@ -11,7 +11,7 @@ pub(crate) fn registered<C: Collector + Clone + 'static>(registry: &Registry, me
     Ok(metric)
 }
 
-/// The response of `/metrics`.
+/// The response of the route `/metrics`.
 pub(crate) fn metrics_response(text: prometheus::Result<String>, form: ErrorForm) -> Response {
     match text {
         Ok(text) => ([(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")], text).into_response(),

@@ -8,7 +8,8 @@ pub(crate) fn reference(schema: &str) -> Value {
     json!({"$ref": format!("#/components/schemas/{schema}")})
 }
 
-/// A POST route with a JSON body. `errors`: statuses with their descriptions, whose bodies have the schema `error`.
+/// The OpenAPI description of a POST route with a JSON body. `errors`: HTTP statuses with their descriptions; their bodies have
+/// the schema `error`.
 pub(crate) fn post(
     summary: &str,
     request: &Value,
@@ -38,15 +39,15 @@ pub(crate) fn document(title: &str, description: &str, paths: &Value, schemas: &
     })
 }
 
-/// The form of a page.
+/// The form for trying a route on the HTML page.
 pub(crate) struct Form {
-    /// HTML before the field of the key.
+    /// HTML fields before the field of the API key.
     pub(crate) fields: &'static str,
-    /// Text of the textarea `text`.
+    /// Initial text of the textarea with the id `text`.
     pub(crate) text: &'static str,
-    /// Where the request goes.
+    /// Path of the route that the form calls.
     pub(crate) route: &'static str,
-    /// The request as a JavaScript expression of `element(ID).value`.
+    /// The request body as a JavaScript expression, in which `element(ID).value` is the value of a field.
     pub(crate) request: &'static str,
 }
 

@@ -49,7 +49,7 @@ use server::RewardServer;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// The routes of a reward service. Requests that score require [`RewardOptions::api_key`], if there is one.
+/// A router with the routes of a reward service. Requests that score require [`RewardOptions::api_key`], if it is set.
 ///
 /// A service that owns an async runtime must not be dropped with the router, which may be on a thread of another runtime: keep a handle of
 /// it elsewhere.

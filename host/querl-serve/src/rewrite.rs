@@ -66,7 +66,7 @@ use tracing::Instrument;
 const REQUEST_ID_HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
 impl RewriteService {
-    /// The service's routes.
+    /// A router with the routes of the service.
     pub fn router(self: &Arc<Self>) -> Router {
         let admin = Router::new()
             .route("/admin/tenants", get(admin::list).merge(route(ErrorForm::OpenAi, admin::load)))

@@ -1,4 +1,4 @@
-//! Binds an address, runs an HTTP server until it is stopped, and lets requests in progress finish.
+//! HTTP server: binds an address, serves until it is stopped, and lets requests in progress finish.
 
 use crate::connections::{ConnectionHandle, Connections};
 use anyhow::Context;
@@ -28,17 +28,18 @@ const INCOMPLETE_GRACE: Duration = Duration::from_secs(1);
 /// Limits of connections.
 #[derive(Debug, Clone, Copy)]
 pub struct ServerLimits {
-    /// Open connections. At the limit a new one replaces the oldest whose request is not complete. At most seven eighths of them have a
-    /// complete request in progress; further requests are answered with 503.
+    /// Maximum number of open connections. At the limit a new one replaces the oldest whose request is not complete. At most
+    /// seven eighths of them may have a complete request in progress; further requests are answered with 503.
     pub max_connections: usize,
-    /// The same for connections of one peer, an IPv4 address or an IPv6 network of 64 bits; further requests are answered with 429.
-    /// A reverse proxy is one peer: headers with the address of its client are not read.
+    /// Maximum number of open connections of one peer, an IPv4 address or an IPv6 network of 64 bits. At most seven eighths of
+    /// them may have a complete request in progress; further requests are answered with 429. A reverse proxy is one peer: headers
+    /// with the address of its client are not read.
     pub max_connections_per_peer: usize,
-    /// Time limit for the whole head of a request to arrive; also for an idle connection.
+    /// Time limit for the head of a request to arrive completely, and for an idle connection.
     pub head_timeout: Duration,
-    /// Time limit for the client to take a response.
+    /// Time limit for the client to read a response.
     pub send_timeout: Duration,
-    /// Time limit of the requests in progress when the server stops.
+    /// Time that requests in progress get to finish when the server is stopped.
     pub drain_timeout: Duration,
 }
 
@@ -92,28 +93,28 @@ fn open_files_limit(_wanted: usize) -> usize {
     usize::MAX
 }
 
-/// Why there is no server.
+/// Why a server cannot be started.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// Requests could not distinguish two knowledge bases.
+    /// Two knowledge bases have the same tenant and name, so that requests cannot distinguish them.
     #[error("tenant `{tenant}` has two knowledge bases named `{kb_name}`; give each its own `retrieval.kb_name`")]
     Twice {
-        /// Tenant of both.
+        /// Tenant of both knowledge bases.
         tenant: String,
-        /// Their name.
+        /// Name of both knowledge bases.
         kb_name: String,
     },
     /// The address cannot be bound.
     #[error("{addr}: cannot be listened on: {error}; give another --addr")]
     Bind {
-        /// The address.
+        /// Address to listen on.
         addr: SocketAddr,
-        /// Error of the system.
+        /// Error of the operating system.
         error: io::Error,
     },
 }
 
-/// Binds `addr`; port 0 is a free one.
+/// Binds a listener to `addr`; port 0 chooses a free port.
 ///
 /// # Errors
 /// The address is in use, or not one of this machine.
@@ -121,12 +122,15 @@ pub async fn bind(addr: SocketAddr) -> Result<TcpListener, ServeError> {
     TcpListener::bind(addr).await.map_err(|error| ServeError::Bind { addr, error })
 }
 
-/// Runs a server to its end. Computation for clients that have left is not waited for.
+/// Runs a server on a new tokio runtime until it ends. Does not wait for computations whose client has left.
 ///
 /// # Errors
-/// The server's, or there is no async runtime.
+/// The error of the server; or the async runtime cannot be started.
 pub fn block_on(server: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the async runtime (tokio)")?;
     let served = runtime.block_on(server);
     runtime.shutdown_background();
     served
@@ -171,14 +175,14 @@ fn error_of(name: &str, thread: JoinHandle<anyhow::Result<()>>) -> anyhow::Error
     }
 }
 
-/// Completes once `is_done`, which is polled; the `stop` of a server.
+/// Completes once `is_done`, which is polled, returns true; the `stop` of [`serve`].
 pub async fn wait_until(is_done: impl Fn() -> bool) {
     while !is_done() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
-/// Serves until `stop` completes; requests in progress then have `drain_timeout` to finish, half-sent ones a second.
+/// Serves until `stop` completes; then requests in progress have `drain_timeout` to finish, and half-sent ones a second.
 pub async fn serve(
     listener: TcpListener,
     app: Router,

@@ -52,7 +52,7 @@ impl PendingRequest for ResponseSender {
     }
 }
 
-/// The service; its model is loaded while it already answers.
+/// The style service. It answers requests before its model is loaded, with 503.
 pub struct StyleService {
     options: StyleOptions,
     key: Option<ApiKey>,
@@ -62,7 +62,7 @@ pub struct StyleService {
 }
 
 impl StyleService {
-    /// A service whose model is not loaded yet.
+    /// A service without a model, which is passed to [`set_ready`](Self::set_ready) later.
     pub fn new(options: StyleOptions) -> Arc<Self> {
         let key = options.api_key.as_deref().map(ApiKey::new);
         let metrics = StyleMetrics::new().expect("metric names are valid and distinct");
@@ -74,12 +74,12 @@ impl StyleService {
         let _ = self.classifier.set(classifier);
     }
 
-    /// Adds one batch to the metrics; `elapsed` is the time of the model.
+    /// Adds one batch to the metrics; `elapsed` is the time that the model took.
     pub fn note_batch(&self, n_requests: usize, n_texts: usize, elapsed: Duration) {
         self.metrics.batch(n_requests, n_texts, elapsed);
     }
 
-    /// The service's routes.
+    /// A router with the routes of the service.
     pub fn router(self: &Arc<Self>) -> Router {
         let with_key = Router::new()
             .route("/predict", post(predict))

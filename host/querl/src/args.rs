@@ -12,7 +12,7 @@ use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// How results are printed.
+/// Option for the format in which a command prints its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Args)]
 pub struct Format {
     /// Print the result as JSON
@@ -42,7 +42,7 @@ pub struct ConfigArgs {
     pub out: Option<PathBuf>,
 }
 
-/// Of a command that computes, or prints the configuration.
+/// Option for the number of worker threads, of commands that compute or print the configuration.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct ThreadsArg {
     /// Worker threads [default: threads of the file, else all cores]
@@ -58,19 +58,19 @@ impl ConfigArgs {
         load_config(&self.path, Overrides { missing_model: MissingModel::Allowed, ..overrides })
     }
 
-    /// As [`Self::load_without_model`], for a command that opens the models of retrieval, which are downloaded.
+    /// Like [`Self::load_without_model`], for a command that opens the models of retrieval, which are downloaded.
     pub fn load_for_retrieval(&self) -> anyhow::Result<Config> {
         let overrides = Overrides { retrieval_hub: Some(model_hub::find), ..self.overrides(model_hub::find_cached) };
         load_config(&self.path, Overrides { missing_model: MissingModel::Allowed, ..overrides })
     }
 
-    /// What the flags override; models that the configuration names are looked up in `hub`.
+    /// The configuration overrides that the flags set; models that the configuration names are looked up in `hub`.
     pub fn overrides(&self, hub: ModelHub) -> Overrides {
         Overrides { set: self.set.clone(), out: self.out.clone(), model_hub: Some(hub), ..Overrides::default() }
     }
 }
 
-/// Adds where the configuration sets the key that an error is about.
+/// Adds to an error about a configuration key the file and line that set the key.
 pub fn with_location(error: anyhow::Error, file: &ConfigFile) -> anyhow::Error {
     match key_of(&error).and_then(|key| file.location_of(&key)) {
         Some(location) => error.context(location),
@@ -78,7 +78,7 @@ pub fn with_location(error: anyhow::Error, file: &ConfigFile) -> anyhow::Error {
     }
 }
 
-/// Says that a model has no folder, which the user may have meant, where it is not looked up on the hub now.
+/// Prints that `model.path` was taken as a model's name on a hub, because there is no such folder.
 pub fn note_hub_name(config: &Config) {
     if let Some(name) = querl_pipeline::hub_name(config) {
         let note = "no such folder; taken as a model's name on a hub, which is downloaded when it is needed";
@@ -86,7 +86,8 @@ pub fn note_hub_name(config: &Config) {
     }
 }
 
-/// Reads and checks the configuration, then does `checks`, and looks into the model's folder last: a missing one hides no other error.
+/// Reads and checks the configuration, runs `checks`, and checks the model's folder last, so that a missing folder hides no other
+/// error.
 pub fn check_model_last<T>(
     path: &Path,
     overrides: Overrides,
@@ -106,7 +107,7 @@ pub fn load_config(path: &Path, overrides: Overrides) -> anyhow::Result<Config> 
     Ok(load(path, &overrides)?)
 }
 
-/// Parses one of some names, each with its value and its help, which may be empty.
+/// A clap parser for one of several names, each given with its value and its help, which may be empty.
 pub fn one_of<T: Clone + Send + Sync + 'static>(
     values: impl IntoIterator<Item = (&'static str, T, &'static str)>,
 ) -> impl TypedValueParser<Value = T> {
@@ -125,18 +126,19 @@ pub fn stage_name() -> impl TypedValueParser<Value = StageName> {
     stage_up_to(StageName::Eval)
 }
 
-/// The name of `last` or of a stage before it.
+/// A clap parser for the name of `last` or of a stage before it.
 pub fn stage_up_to(last: StageName) -> impl TypedValueParser<Value = StageName> {
     let stages = StageName::ALL.into_iter().filter(move |stage| *stage <= last);
     one_of(stages.map(|stage| (stage.as_str(), stage, stage.meaning())))
 }
 
-/// An input or a setting that cannot be used: exit code 2.
+/// The error of an input or setting that cannot be used, which ends the program with exit code 2.
 pub fn usage(error: impl std::fmt::Display) -> Stop {
     Stop::usage(error)
 }
 
-/// `KEY=VALUE`, the value as in TOML; what is not TOML is a text. `flag` is what messages call the option.
+/// Parses assignments `KEY=VALUE` with values in TOML; a value that is not TOML is a string. `flag` is the name of the option in
+/// error messages.
 pub fn parse_settings(assignments: &[String], flag: &str) -> Result<PluginSettings, Stop> {
     let mut settings = PluginSettings::new();
     for text in assignments {

@@ -119,7 +119,7 @@ pub enum Command {
 }
 
 impl Cli {
-    /// Reads the command line; an error ends the program.
+    /// Parses the command line; prints an error and ends the program if it is invalid.
     pub fn parse_or_exit() -> Self {
         let arguments: Vec<String> =
             std::env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect();

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 /// Retries of one file; each continues where the last one stopped.
 const RETRIES: usize = 3;
 
-/// The folder of an argument that is a model's folder, or its name on the hub, which is downloaded. A path whose parent folder exists is
+/// The folder of a model, given as a path or as a name on the hub, which is downloaded. An argument whose parent folder exists is
 /// a path.
 pub fn folder(path: &Path) -> anyhow::Result<PathBuf> {
     let is_path = path.exists() || path.parent().is_some_and(Path::exists);
@@ -27,19 +27,19 @@ pub fn folder(path: &Path) -> anyhow::Result<PathBuf> {
     }
 }
 
-/// [`folder`] of an optional argument.
+/// Like [`folder`], for an argument that may be missing.
 pub fn optional_folder(path: Option<&Path>) -> anyhow::Result<Option<PathBuf>> {
     path.map(folder).transpose()
 }
 
-/// The folder of the model of that name, downloaded where the cache has no complete copy.
+/// The folder of the model with this name on the hub, downloaded unless the cache has a complete copy.
 pub fn download(name: &str) -> anyhow::Result<PathBuf> {
     let found = find(name);
     let unusable = |reason| usage(format!("{name}: no such folder, and {reason}"));
     Ok(found.map_err(unusable)?.expect("`find` downloads what it does not find"))
 }
 
-/// A [`querl_core::config::ModelHub`] that downloads.
+/// A [`querl_core::config::ModelHub`] that downloads models.
 pub fn find(name: &str) -> Result<Option<PathBuf>, String> {
     let (cache, repo) = (cache()?, repo(name)?);
     if let Some(folder) = complete_snapshot(&cache.repo(repo.clone())) {
@@ -52,7 +52,7 @@ pub fn find(name: &str) -> Result<Option<PathBuf>, String> {
     fetch(cache, repo).map(Some)
 }
 
-/// A [`querl_core::config::ModelHub`] of the cache alone, for commands that do not open the model.
+/// A [`querl_core::config::ModelHub`] that only looks into the cache, for commands that do not open the model.
 pub fn find_cached(name: &str) -> Result<Option<PathBuf>, String> {
     Ok(complete_snapshot(&cache()?.repo(repo(name)?)))
 }

@@ -1,10 +1,10 @@
-//! A folder that a command writes: complete, or not there.
+//! Writes a folder completely or not at all.
 
 use crate::args::usage;
 use anyhow::Context;
 use std::path::Path;
 
-/// Lets `write` fill a folder next to `out`, which must be new or empty, and moves it there.
+/// Calls `write` with a temporary folder next to `out`, and moves it to `out`, which must be new or empty.
 pub(crate) fn write_folder<T>(out: &Path, write: impl FnOnce(&Path) -> anyhow::Result<T>) -> anyhow::Result<T> {
     let is_taken = out.is_file() || out.read_dir().is_ok_and(|mut entries| entries.next().is_some());
     if is_taken {

@@ -1,5 +1,5 @@
-//! What the process gets from the system: memory, a stack, CPU time, signals. A limit (`ulimit`) that is reached is a sentence with an exit
-//! code, not a signal that ends the process.
+//! Limits and signals of the operating system: memory, stack, CPU time, interrupts. A limit (`ulimit`) that is reached gives an
+//! error message and an exit code, not a signal that kills the process.
 
 use crate::terminal;
 use mimalloc::MiMalloc;
@@ -11,7 +11,8 @@ use std::process::ExitCode;
 #[cfg(unix)]
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// mimalloc. Without memory the process ends with a sentence and exit code 1, and not by SIGABRT (`ulimit -v`).
+/// The global allocator: mimalloc. If memory runs out (`ulimit -v`), the process ends with an error message and exit code 1, not
+/// by SIGABRT.
 pub struct Allocator;
 
 // SAFETY: it is mimalloc, except that a null pointer is not returned.
@@ -65,7 +66,7 @@ fn end_with(sentence: &'static str) -> ! {
     }
 }
 
-/// A thread that a library cannot start is a panic there, after which others may wait for it: the process ends.
+/// Ends the process if a library cannot start a thread: the library panics, and other threads may wait for that thread forever.
 pub fn end_where_no_thread_starts() {
     let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -82,9 +83,9 @@ fn is_of_no_thread(message: &str) -> bool {
 /// `mi_option_purge_delay` of mimalloc's header: milliseconds until freed memory is returned to the system, -1 for never.
 const PURGE_DELAY: c_int = 15;
 
-/// Keeps freed memory for the next step. A training step of a large model frees a gigabyte and allocates it again, and pages that were
-/// returned to the system are cleared when they come back: a fifth of the CPU time. `MIMALLOC_PURGE_DELAY` in the environment has
-/// precedence.
+/// Keeps freed memory for the next step. A training step of a large model frees a gigabyte and allocates it again, and pages
+/// returned to the system are cleared when they are used again, which takes a fifth of the CPU time. `MIMALLOC_PURGE_DELAY` in
+/// the environment has precedence.
 pub fn keep_freed_memory() {
     if std::env::var_os("MIMALLOC_PURGE_DELAY").is_none() {
         // SAFETY: it sets a number that the allocator reads; any number is allowed.
@@ -95,7 +96,7 @@ pub fn keep_freed_memory() {
 /// As large as the usual stack of a main thread.
 const STACK_BYTES: usize = 8 << 20;
 
-/// Runs `program` on a stack that `ulimit -s` does not limit.
+/// Runs `program` on a thread whose stack `ulimit -s` does not limit.
 pub fn on_a_stack(program: impl FnOnce() -> ExitCode + Send + 'static) -> ExitCode {
     // The thread is named in the message of a panic.
     let thread = std::thread::Builder::new().name("main".into()).stack_size(STACK_BYTES).spawn(program);
@@ -113,7 +114,7 @@ pub fn on_a_stack(program: impl FnOnce() -> ExitCode + Send + 'static) -> ExitCo
 
 static IS_RESUMABLE: AtomicBool = AtomicBool::new(false);
 
-/// From now on a message of an interrupt says that finished stages and checkpoints are kept.
+/// Makes the message of an interrupt say, from now on, that finished stages and checkpoints are kept.
 pub fn set_resumable() {
     IS_RESUMABLE.store(true, Ordering::SeqCst);
 }
@@ -147,8 +148,8 @@ fn report(kind: InterruptKind) {
     }
 }
 
-/// Installs the handler of interrupts. SIGHUP stays ignored where the parent ignores it (`nohup`). SIGXFSZ is ignored: a write beyond the
-/// limit of `ulimit -f` then fails with an error that names the file. SIGXCPU is an interrupt.
+/// Installs the signal handlers. SIGHUP stays ignored if the parent ignores it (`nohup`). SIGXFSZ is ignored: a write beyond the
+/// limit of `ulimit -f` then fails with an error that names the file. SIGXCPU is handled as an interrupt.
 pub fn install_signals() -> anyhow::Result<()> {
     #[cfg(unix)]
     // SAFETY: asks for and sets dispositions of signals and the mask, before other threads exist; no handler runs. SIGHUP is blocked until

@@ -1,4 +1,4 @@
-//! What a person sees on stderr: bars on a terminal, plain lines elsewhere, logs that do not tear the bars.
+//! Output on stderr: progress bars on a terminal, plain lines elsewhere, and log lines that do not break the bars.
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use querl_core::ports::{Progress, Reporter};
@@ -48,7 +48,7 @@ pub fn init(verbosity: Verbosity) {
     subscriber.without_time().with_target(false).log_internal_errors(false).init();
 }
 
-/// From now on lines of the log begin with the time.
+/// Makes log lines begin with the time from now on, for servers.
 pub fn begin_server_log() {
     SERVES.store(true, Ordering::Relaxed);
 }
@@ -76,7 +76,7 @@ pub fn print(text: &str) {
     }
 }
 
-/// Names what runs now, on a terminal only; the next [`print`] replaces it.
+/// Shows a line about what runs now, on a terminal only; the next [`print`] replaces it.
 pub fn show_running(text: &str) {
     if VERBOSITY.load(Ordering::Relaxed) > Verbosity::Quiet as u8 && std::io::stderr().is_terminal() {
         // The cursor goes back to the start of the line, which `print` clears by writing a longer line over it.
@@ -84,7 +84,8 @@ pub fn show_running(text: &str) {
     }
 }
 
-/// A line on stderr. A closed terminal, a reader that is gone and a full disk behind a log end no work: `eprintln!` would panic.
+/// Prints a line on stderr. A closed terminal, a reader that has ended or a full disk behind a log is ignored; `eprintln!` would
+/// panic.
 pub fn print_error(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }

@@ -29,11 +29,11 @@ struct Request {
     results: PathBuf,
 }
 
-/// A reward of episodes or of groups.
+/// A reward plugin of either kind, which scores single episodes or groups.
 pub trait Scorer: Sized {
-    /// What it reads of an episode.
+    /// Inputs that the reward declares to read.
     const INPUTS: Inputs;
-    /// Whether it gets all episodes of a group, or one.
+    /// True if [`Self::score`] gets all episodes of a group, false if it gets one episode.
     const BY_GROUP: bool;
 
     /// Reads the settings.
@@ -42,14 +42,14 @@ pub trait Scorer: Sized {
     /// A value that cannot be used.
     fn new(settings: &Settings) -> Result<Self, SettingError>;
 
-    /// The range of totals.
+    /// Lowest and highest total that the reward can return.
     fn range(&self) -> RangeInclusive<f64>;
 
-    /// One result per episode.
+    /// Scores episodes: one result per episode, in order.
     fn score(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>>;
 }
 
-/// A reward of episodes.
+/// A [`Reward`] as a [`Scorer`].
 pub struct Single<R>(R);
 
 impl<R: Reward> Scorer for Single<R> {
@@ -69,7 +69,7 @@ impl<R: Reward> Scorer for Single<R> {
     }
 }
 
-/// A reward of groups.
+/// A [`GroupReward`] as a [`Scorer`].
 pub struct Grouped<R>(R);
 
 impl<R: GroupReward> Scorer for Grouped<R> {
@@ -92,7 +92,8 @@ impl<R: GroupReward> Scorer for Grouped<R> {
 /// Message and place of the last panic.
 static PANIC: Mutex<Value> = Mutex::new(Value::Null);
 
-/// Scores the episodes that a JSON request names, and writes the results. False where that is not possible; stderr says why.
+/// Scores the episodes in the file that a JSON request names, and writes the results to a file. Returns false if that is not
+/// possible; the reason is on stderr.
 pub fn replay<S: Scorer>(request: &[u8]) -> bool {
     std::panic::set_hook(Box::new(keep));
     let done = catch_unwind(|| {

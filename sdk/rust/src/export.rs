@@ -1,4 +1,4 @@
-//! The registration macro.
+//! The macro that registers a plugin.
 
 /// Turns an implementation into a component: `export!(reward: MyReward)`.
 ///

@@ -1,4 +1,4 @@
-//! What a plugin can ask the host: tokenizer, word segmentation, text encoder, judge and style model of the run.
+//! Host functions that a plugin can call: tokenizer, word segmentation, text encoder, judge and style model of the run.
 //!
 //! A component imports what it calls, and its plugin.toml names that (`host_functions = ["tokens", "words"]`). Results are recorded with the
 //! episode. In native tests, [`testing::HostFunctions`](crate::testing::HostFunctions) says what the functions return.
@@ -8,16 +8,17 @@ use crate::{CallFailure, Message, Rejection, StyleProbability};
 /// Why a host function gave no result.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CallError {
-    /// The run has no such service or model.
+    /// The run has no such service or model: the host function is not configured.
     #[error("not configured")]
     NotConfigured,
-    /// The call failed.
+    /// The call of the service or model failed.
     #[error("{0}")]
     Failed(CallFailure),
 }
 
 impl CallError {
-    /// The rejection of the episode: `WHO_not_configured` or `WHO_failed`. `who` is the interface: `judge`.
+    /// The rejection of an episode that cannot be scored without this call, with the code `WHO_not_configured` or `WHO_failed`.
+    /// `who` is the name of the interface, for example `judge`.
     pub fn rejection(self, who: &str) -> Rejection {
         match self {
             Self::NotConfigured => Rejection::new([who, "_not_configured"].concat(), ""),
@@ -40,7 +41,7 @@ pub fn count_tokens(text: &str) -> Result<u32, CallError> {
     calls::count_tokens(text)
 }
 
-/// The tokens as texts, in order. Interface `tokens`; in rewards.
+/// The tokens of the text by the policy's tokenizer, as texts in order. Interface `tokens`; in rewards.
 ///
 /// # Errors
 /// No tokenizer, or a failed call.
@@ -48,7 +49,8 @@ pub fn split_tokens(text: &str) -> Result<Vec<String>, CallError> {
     calls::split_tokens(text)
 }
 
-/// The words in order, without blanks and punctuation: jieba with the run's user dictionary. Interface `words`; in rewards and filters.
+/// The words of the text in order, without white space and punctuation: jieba with the run's user dictionary. Interface `words`;
+/// in rewards and filters.
 ///
 /// # Errors
 /// A failed call.
@@ -56,7 +58,8 @@ pub fn words(text: &str) -> Result<Vec<String>, CallError> {
     calls::words(text)
 }
 
-/// One vector of length 1 per text, at most 64 texts: a dot product is the cosine similarity. Interface `similarity`; in rewards.
+/// Embeds at most 64 texts: one vector of length 1 per text, so that a dot product is the cosine similarity. Interface
+/// `similarity`; in rewards.
 ///
 /// # Errors
 /// No text encoder, or a failed call.
@@ -64,7 +67,8 @@ pub fn embed(texts: &[String]) -> Result<Vec<Vec<f32>>, CallError> {
     calls::embed(texts)
 }
 
-/// The response of the configured judge, through cache and budget. Interface `judge`; in rewards.
+/// The response of the configured judge to these messages. Responses are cached, and calls count against the budget. Interface
+/// `judge`; in rewards.
 ///
 /// # Errors
 /// No judge, or a failed call.
@@ -72,8 +76,8 @@ pub fn ask_judge(messages: &[Message]) -> Result<String, CallError> {
     calls::ask_judge(messages)
 }
 
-/// The style distribution of the last turn of the assistant and the last turn of the user before it. Interface `style-model`; in rewards
-/// and style scorers.
+/// The probability of each style class for the last turn of the assistant and the last turn of the user before it. Interface
+/// `style-model`; in rewards and style scorers.
 ///
 /// # Errors
 /// No style model, or a failed call.

@@ -1,4 +1,4 @@
-//! The kinds of plugins: a trait each, with the records that it takes and returns.
+//! The kinds of plugins: a trait for each, with the records that it takes and returns.
 
 use crate::host::CallError;
 use crate::{
@@ -7,27 +7,28 @@ use crate::{
 };
 use std::ops::RangeInclusive;
 
-/// A part of an episode that costs the host something. An episode has the parts that a plugin declares, and no other.
+/// An optional part of an episode or sample, which the host fills in only if the plugin declares it, since it costs time or
+/// memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Input {
-    /// [`Episode::response`].
+    /// The text that the policy generated: [`Episode::response`].
     Response,
-    /// [`Episode::prompt`].
+    /// The messages that the policy answered: [`Episode::prompt`].
     Prompt,
-    /// [`Episode::columns`], and [`Sample::columns`].
+    /// Further columns of the query's row: [`Episode::columns`], and [`Sample::columns`].
     Columns,
-    /// [`Episode::baseline`].
+    /// The teacher's rewrite: [`Episode::baseline`].
     Baseline,
-    /// [`Candidate::retrieval`], of the policy and of a declared baseline.
+    /// Retrieved passages: [`Candidate::retrieval`] of the policy, and of the baseline if it is declared.
     Retrieval,
-    /// [`Candidate::judgement`], also of both.
+    /// The judge's score: [`Candidate::judgement`] of the policy, and of the baseline if it is declared.
     Judgement,
-    /// [`Candidate::style`], also of both.
+    /// Style distribution: [`Candidate::style`] of the policy, and of the baseline if it is declared.
     Style,
 }
 
 impl Input {
-    /// All, in the order of the contract.
+    /// All inputs, in the order of the contract.
     pub const ALL: [Self; 7] =
         [Self::Response, Self::Prompt, Self::Columns, Self::Baseline, Self::Retrieval, Self::Judgement, Self::Style];
 }
@@ -40,66 +41,67 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// The query, its context, and the policy's rewrite alone.
+    /// No further inputs: an episode has the query, its context, and the policy's rewrite only.
     pub const NONE: Self = Self { used: 0, required: 0 };
 
-    /// Adds an input without which a run is refused.
+    /// Adds a required input: a run that cannot provide it is refused.
     #[must_use]
     pub const fn requires(self, input: Input) -> Self {
         Self { used: self.used | 1 << input as u8, required: self.required | 1 << input as u8 }
     }
 
-    /// Adds an input that is read where the run has it.
+    /// Adds an optional input: it is filled in if the run has it.
     #[must_use]
     pub const fn uses(self, input: Input) -> Self {
         Self { used: self.used | 1 << input as u8, ..self }
     }
 
-    /// Whether the input is declared.
+    /// True if the input is declared.
     pub const fn contains(self, input: Input) -> bool {
         self.used & (1 << input as u8) != 0
     }
 
-    /// Whether the input is required.
+    /// True if the input is required.
     pub const fn is_required(self, input: Input) -> bool {
         self.required & (1 << input as u8) != 0
     }
 
-    /// The inputs of both, for a component that holds several kinds.
+    /// The inputs of `self` and `other`, for a component that holds several kinds of plugin.
     #[doc(hidden)]
     pub const fn and(self, other: Self) -> Self {
         Self { used: self.used | other.used, required: self.required | other.required }
     }
 }
 
-/// The input of a reward.
+/// A response of the policy to one query, with its context: the input of a reward.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Episode {
-    /// Unique in a run.
+    /// Id of the episode, unique in a run.
     pub id: String,
-    /// The same for all samples of one query in one batch of rollouts, and for no others.
+    /// Id of the group: the same for all samples of one query in one batch of rollouts, and for no others.
     pub group_id: String,
     /// Index of the response among the samples of its group, from 0.
     pub sample_index: u32,
     /// Training step of the rollout, from 0; `None` outside of training.
     pub step: Option<u64>,
-    /// The split of the query's row.
+    /// The data split of the query's row; `None` if it is unknown.
     pub split: Option<Split>,
-    /// What the user typed.
+    /// The query that the user typed.
     pub query: String,
-    /// Who asks, and what was said before.
+    /// The user's profile, and a summary of the conversation so far.
     pub context: Context,
-    /// Ids of passages known to answer the query; not empty.
+    /// Ids of passages known to answer the query; `None` if there are none, never empty.
     pub gold_ids: Option<Vec<String>>,
-    /// The other columns of the query's row, in the order of the table.
+    /// Other columns of the query's row, in the order of the table; empty unless [`Input::Columns`] is declared.
     pub columns: Vec<Column>,
-    /// The messages that the policy answered.
+    /// The messages of the policy's prompt; `None` unless [`Input::Prompt`] is declared.
     pub prompt: Option<Vec<Message>>,
-    /// The text that the policy generated, without special tokens, before it is parsed. May be empty.
+    /// The text that the policy generated, without special tokens, before it is parsed. May be empty; `None` unless
+    /// [`Input::Response`] is declared.
     pub response: Option<String>,
-    /// The policy's rewrite.
+    /// The policy's rewrite, with retrieval and judgement as far as they are declared.
     pub policy: Candidate,
-    /// The teacher's rewrite of the same query.
+    /// The teacher's rewrite of the same query; `None` unless [`Input::Baseline`] is declared and there is one.
     pub baseline: Option<Candidate>,
 }
 
@@ -126,36 +128,36 @@ impl Episode {
     }
 }
 
-/// A named part of a score, for people, metrics and reports.
+/// A named component of a score, for people, metrics and reports.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Component {
-    /// 1 to 64 of `a` to `z`, `0` to `9`, `_`; unique in one score.
+    /// Name of the component: 1 to 64 of `a` to `z`, `0` to `9`, `_`; unique in one score.
     pub name: String,
-    /// Finite, at most 1e18 in magnitude.
+    /// Value of the component: finite, at most 1e18 in magnitude.
     pub value: f64,
 }
 
 /// The score of one episode.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Score {
-    /// Finite, and within the range that the plugin declares.
+    /// The score itself: finite, and within the range that the plugin declares.
     pub total: f64,
-    /// Named parts; they need not sum to the total.
+    /// Named components; they need not sum to the total.
     pub components: Vec<Component>,
 }
 
 impl Score {
-    /// A score without parts.
+    /// A score without components.
     pub fn new(total: f64) -> Self {
         Self { total, components: Vec::new() }
     }
 
-    /// The part of this name, where there is one.
+    /// The value of the component with this name; `None` if there is none.
     pub fn component(&self, name: &str) -> Option<f64> {
         self.components.iter().find(|part| part.name == name).map(|part| part.value)
     }
 
-    /// Adds a named part.
+    /// Adds a named component.
     #[must_use]
     pub fn with(mut self, name: impl Into<String>, value: f64) -> Self {
         self.components.push(Component { name: name.into(), value });
@@ -173,16 +175,16 @@ impl Score {
     note = "`export!(reward: {Self})` wants `impl querl_sdk::Reward for {Self}`"
 )]
 pub trait Reward: Sized {
-    /// What it reads of an episode.
+    /// Inputs that the reward declares to read.
     const INPUTS: Inputs = Inputs::NONE;
 
-    /// Reads the settings: every key that the plugin knows, whatever the values of the others.
+    /// Makes the plugin from its settings. Reads every key that the plugin knows, whatever the values of the others.
     ///
     /// # Errors
     /// A value that cannot be used.
     fn new(settings: &Settings) -> Result<Self, SettingError>;
 
-    /// The range of totals under these settings.
+    /// Lowest and highest total under these settings.
     fn range(&self) -> RangeInclusive<f64>;
 
     /// Scores one episode.
@@ -199,37 +201,37 @@ pub trait Reward: Sized {
     note = "`export!(group_reward: {Self})` wants `impl querl_sdk::GroupReward for {Self}`"
 )]
 pub trait GroupReward: Sized {
-    /// What it reads of an episode.
+    /// Inputs that the reward declares to read.
     const INPUTS: Inputs = Inputs::NONE;
 
-    /// Reads the settings: every key that the plugin knows, whatever the values of the others.
+    /// Makes the plugin from its settings. Reads every key that the plugin knows, whatever the values of the others.
     ///
     /// # Errors
     /// A value that cannot be used.
     fn new(settings: &Settings) -> Result<Self, SettingError>;
 
-    /// The range of totals under these settings.
+    /// Lowest and highest total under these settings.
     fn range(&self) -> RangeInclusive<f64>;
 
-    /// One result per episode, in the order of the episodes, which does not matter for the results. All have the same `group_id`; there is at
-    /// least one, and a group may have fewer episodes than samples were drawn.
+    /// Scores one group: one result per episode, in the order of the episodes, which does not matter for the results. All have
+    /// the same `group_id`; there is at least one, and a group may have fewer episodes than samples were drawn.
     fn score_group(&self, episodes: &[Episode]) -> Vec<Result<Score, Rejection>>;
 }
 
-/// A row whose rewrite and retrieval both succeeded.
+/// A row of the training data whose rewrite and retrieval both succeeded: the input of a filter.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sample {
     /// Id of the row, unique in the batch.
     pub id: String,
-    /// What the user typed.
+    /// The query that the user typed.
     pub original_query: String,
     /// The teacher's rewrite.
     pub rewritten_query: String,
-    /// Who asks, and what was said before.
+    /// The user's profile, and a summary of the conversation so far.
     pub context: Context,
     /// Hits of the rewrite, best first; empty where nothing was found.
     pub hits: Vec<Hit>,
-    /// The other columns of the row, where [`Filter::INPUTS`] has them.
+    /// Other columns of the row; empty unless [`Filter::INPUTS`] declares [`Input::Columns`].
     pub columns: Vec<Column>,
 }
 
@@ -250,7 +252,7 @@ pub enum Verdict {
 }
 
 impl Verdict {
-    /// Drops with a code for counting and a sentence for a person.
+    /// A verdict to drop the sample, with a code for counting and a sentence for a person.
     pub fn drop(code: impl Into<String>, detail: impl Into<String>) -> Self {
         Self::Drop(Rejection::new(code, detail))
     }
@@ -265,16 +267,16 @@ impl Verdict {
     note = "`export!(filter: {Self})` wants `impl querl_sdk::Filter for {Self}`"
 )]
 pub trait Filter: Sized {
-    /// What it reads of a sample: [`Input::Columns`], or nothing.
+    /// Inputs that the filter declares to read: [`Input::Columns`], or none.
     const INPUTS: Inputs = Inputs::NONE;
 
-    /// Reads the settings: every key that the plugin knows, whatever the values of the others.
+    /// Makes the plugin from its settings. Reads every key that the plugin knows, whatever the values of the others.
     ///
     /// # Errors
     /// A value that cannot be used.
     fn new(settings: &Settings) -> Result<Self, SettingError>;
 
-    /// Judges one sample. What it remembers of the samples before it may count, for example to find duplicates.
+    /// Decides on one sample. The decision may depend on samples before it, for example to find duplicates.
     fn check(&mut self, sample: &Sample) -> Verdict;
 }
 
@@ -287,19 +289,19 @@ pub enum PromptTask {
     PolicyRewrite,
     /// The judge's prompt.
     Judge,
-    /// A task that a later contract names: to be rejected, unless the plugin knows it.
+    /// A task of a later version of the contract, by its name; to be rejected, unless the plugin knows it.
     Other(String),
 }
 
-/// What goes into a prompt.
+/// The query and its context, from which a prompt is made.
 ///
 /// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct PromptInput {
-    /// What the user typed.
+    /// The query that the user typed.
     pub query: String,
-    /// Who asks, and what was said before.
+    /// The user's profile, and a summary of the conversation so far.
     #[cfg_attr(not(target_arch = "wasm32"), serde(default))]
     pub context: Context,
     /// The rewrite to judge; `None` in the rewrite tasks.
@@ -313,13 +315,13 @@ pub struct PromptInput {
     note = "`export!(prompt: {Self})` wants `impl querl_sdk::Prompt for {Self}`"
 )]
 pub trait Prompt: Sized {
-    /// Reads the settings: every key that the plugin knows, whatever the values of the others.
+    /// Makes the plugin from its settings. Reads every key that the plugin knows, whatever the values of the others.
     ///
     /// # Errors
     /// A value that cannot be used.
     fn new(settings: &Settings) -> Result<Self, SettingError>;
 
-    /// The conversation for one task; the last message is the user's.
+    /// The messages of the prompt for one task; the last message is the user's.
     ///
     /// # Errors
     /// The plugin does not know the task ([`Rejection::unknown_task`]), or has no prompt for this input.
@@ -344,16 +346,16 @@ pub trait Prompt: Sized {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct Dialogue {
-    /// Unique in a run.
+    /// Id of the dialogue, unique in a run.
     pub id: String,
-    /// All turns.
+    /// All turns of the dialogue, in order.
     pub turns: Vec<Message>,
 }
 
-/// The style model of the run.
+/// The style model of the run, a classifier of dialogues.
 pub trait StyleModel {
-    /// The distribution over the model's classes, one entry per class, in the model's order, of the last turn of the assistant and the last of
-    /// the user before it.
+    /// Classifies the last turn of the assistant with the last turn of the user before it: the probability of each class, in the
+    /// model's order.
     ///
     /// # Errors
     /// No model, or no answer.
@@ -367,7 +369,7 @@ pub trait StyleModel {
     note = "`export!(style_scorer: {Self})` wants `impl querl_sdk::StyleScorer for {Self}`"
 )]
 pub trait StyleScorer: Sized {
-    /// Reads the settings: every key that the plugin knows, whatever the values of the others.
+    /// Makes the plugin from its settings. Reads every key that the plugin knows, whatever the values of the others.
     ///
     /// # Errors
     /// A value that cannot be used.

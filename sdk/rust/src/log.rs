@@ -1,4 +1,4 @@
-//! Lines for a person who is looking for a mistake. They have no effect on any result.
+//! Log lines for a person who debugs a plugin. They have no effect on any result.
 //!
 //! In a component they go to the host's log; natively, as in tests, to stderr.
 
@@ -43,13 +43,13 @@ fn write(level: Level, message: &str) {
 #[cfg(not(target_arch = "wasm32"))]
 static KEPT: std::sync::Mutex<Option<Vec<String>>> = std::sync::Mutex::new(None);
 
-/// Keeps lines for [`taken`] from now on.
+/// Stores lines from now on, to be read by [`taken`], in place of writing them to stderr.
 #[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
 pub(crate) fn keep() {
     *KEPT.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(Vec::new());
 }
 
-/// The lines since the last call.
+/// The stored lines since the last call.
 #[cfg(all(feature = "dev", not(target_arch = "wasm32")))]
 pub(crate) fn taken() -> Vec<String> {
     KEPT.lock().unwrap_or_else(std::sync::PoisonError::into_inner).as_mut().map(std::mem::take).unwrap_or_default()

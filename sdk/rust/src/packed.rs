@@ -1,4 +1,4 @@
-//! The packed form of episodes and results. The encoding is that of `wit/packed-rewards.wit`.
+//! The packed form of episodes and results, whose encoding is specified in `wit/packed-rewards.wit`.
 //!
 //! Compiled natively too, for the test with the vectors of the specification.
 
@@ -23,7 +23,7 @@ pub(crate) fn score_batch(plugin: &impl Reward, batch: Vec<u8>) -> Vec<u8> {
     results
 }
 
-/// Scores a packed group.
+/// Scores the episodes of a packed group.
 pub(crate) fn score_group(plugin: &impl GroupReward, group: Vec<u8>) -> Vec<u8> {
     let episodes = ManuallyDrop::new(Reader { left: group.leak() }.list(Reader::episode));
     let results = plugin.score_group(&episodes);

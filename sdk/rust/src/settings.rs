@@ -1,4 +1,4 @@
-//! What the user set for this plugin.
+//! Settings that the user configured for a plugin.
 
 use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,18 +8,18 @@ use std::{
     sync::atomic::{AtomicBool, Ordering},
 };
 
-/// An invalid setting.
+/// Error about an invalid setting.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("setting `{key}`: {message}")]
 pub struct SettingError {
-    /// The key.
+    /// Key of the setting.
     pub key: String,
-    /// Expected and got.
+    /// The value expected, and the value given.
     pub message: String,
 }
 
 impl SettingError {
-    /// `message` says what was expected and what was given.
+    /// An error about the setting `key`; `message` says which value was expected and which was given.
     pub fn new(key: impl Into<String>, message: impl Into<String>) -> Self {
         Self { key: key.into(), message: message.into() }
     }
@@ -42,13 +42,13 @@ enum Source {
     Recording(Arc<Mutex<Vec<Setting>>>),
 }
 
-/// A setting that a plugin reads, as its description has it.
+/// A setting that a plugin reads, as its description (`info.describe`) contains it.
 #[doc(hidden)]
 #[derive(Debug, Clone, PartialEq)]
 pub struct Setting {
     pub key: String,
     pub value_type: SettingType,
-    /// In the text form; `None` where the user must set it.
+    /// Default value in text form; `None` if the user must set it.
     pub default: Option<String>,
     pub minimum: Option<f64>,
     pub maximum: Option<f64>,
@@ -75,13 +75,13 @@ struct Value {
 }
 
 impl Settings {
-    /// The settings from the host.
+    /// Settings that are read from the host.
     #[cfg(target_arch = "wasm32")]
     pub(crate) fn of_host() -> Self {
         Self { source: Source::Host }
     }
 
-    /// No settings, for a test: every default applies.
+    /// Empty settings for a test: every default applies.
     #[cfg(not(target_arch = "wasm32"))]
     pub fn none() -> Self {
         Self::from_pairs::<String, String>([])
@@ -95,7 +95,7 @@ impl Settings {
         Self { source: Source::Pairs(pairs) }
     }
 
-    /// What `read` reads, in order; each key once.
+    /// The settings that `read` reads, in order, each key once.
     #[doc(hidden)]
     pub fn recorded(read: impl FnOnce(&Self)) -> Vec<Setting> {
         let kept = Arc::default();
@@ -128,7 +128,8 @@ impl Settings {
         }
     }
 
-    /// One sentence about a setting that was read, for a person: `querl plugin inspect` shows it for a component without plugin.toml.
+    /// Sets the help text of a setting that was read, one sentence: `querl plugin inspect` shows it for a component without
+    /// plugin.toml.
     pub fn doc(&self, key: &str, text: &str) {
         if let Source::Recording(kept) = &self.source {
             let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
@@ -138,7 +139,7 @@ impl Settings {
         }
     }
 
-    /// Keys that are set and were never read: the host rejects them.
+    /// Keys that are set but were never read: the host rejects them.
     #[cfg(not(target_arch = "wasm32"))]
     pub(crate) fn unread(&self) -> Vec<&str> {
         let Source::Pairs(pairs) = &self.source else { return Vec::new() };
@@ -159,13 +160,13 @@ impl Settings {
         }
     }
 
-    /// The text under `key`, or `default`.
+    /// The text under `key`; `default` if it is not set.
     pub fn text(&self, key: &str, default: &str) -> String {
         let text = self.get(key, SettingType::Text, |setting| setting.default = Some(default.to_owned()));
         text.unwrap_or_else(|| default.to_owned())
     }
 
-    /// The text under `key`, or `default`; one of `choices`.
+    /// The text under `key`, one of `choices`; `default` if it is not set.
     ///
     /// # Errors
     /// Another text.
@@ -181,7 +182,7 @@ impl Settings {
         Err(SettingError::new(key, format!("expected one of {}, got `{text}`", choices.join(", "))))
     }
 
-    /// The number under `key`, or `default`.
+    /// The number under `key`; `default` if it is not set.
     ///
     /// # Errors
     /// Not a number, or outside of `range`.
@@ -198,7 +199,7 @@ impl Settings {
         })
     }
 
-    /// The whole number under `key`, or `default`.
+    /// The whole number under `key`; `default` if it is not set.
     ///
     /// # Errors
     /// Not a whole number, or outside of `range`.
@@ -215,7 +216,7 @@ impl Settings {
         })
     }
 
-    /// The truth value under `key`, or `default`.
+    /// The truth value under `key`; `default` if it is not set.
     ///
     /// # Errors
     /// Neither `true` nor `false`.
@@ -229,7 +230,7 @@ impl Settings {
         }
     }
 
-    /// The list of texts under `key`; empty where the user set nothing.
+    /// The list of texts under `key`; empty if it is not set.
     ///
     /// # Errors
     /// Not a list of texts.
@@ -237,7 +238,7 @@ impl Settings {
         self.list_or(key, &[])
     }
 
-    /// The list of texts under `key`, or `default`.
+    /// The list of texts under `key`; `default` if it is not set.
     ///
     /// # Errors
     /// Not a list of texts.

@@ -5,7 +5,7 @@
 
 use std::collections::HashSet;
 
-/// The text in one spelling: a light form of Unicode's NFKC.
+/// Normalises a text to one spelling: a light form of Unicode's NFKC.
 ///
 /// Per code point: full-width forms (U+FF01 to U+FF5E) as ASCII, letters in lower case, U+200B and U+FEFF removed. Runs of blanks
 /// (Unicode `White_Space`) become one space, and the ends have none.

@@ -1,14 +1,14 @@
-//! The values that several kinds of plugin share.
+//! Types that several kinds of plugin share.
 
-/// Who asks, and what was said before.
+/// Context of a query: the user's profile and a summary of the conversation so far.
 ///
 /// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(default, deny_unknown_fields))]
 pub struct Context {
-    /// 用户画像.
+    /// The user's profile (用户画像).
     pub user_profile: Option<String>,
-    /// 历史摘要. `None` at the start of a conversation.
+    /// Summary of the conversation so far (历史摘要); `None` at its start.
     pub history_summary: Option<String>,
 }
 
@@ -20,19 +20,19 @@ pub struct Context {
 pub struct Hit {
     /// Id of the passage.
     pub id: Option<String>,
-    /// The passage.
+    /// Text of the passage.
     #[cfg_attr(not(target_arch = "wasm32"), serde(default))]
     pub text: String,
-    /// How well the passage answers the original query in its context, 0 to 1.
+    /// Relevance of the passage to the original query in its context by the reranker, 0 to 1.
     pub reranker_score: f64,
-    /// First-stage score on the scale of the index.
+    /// Score of first-stage retrieval, on the scale of the index.
     pub retrieval_score: Option<f64>,
-    /// 1 for the best.
+    /// Rank of the passage; 1 is the best.
     #[cfg_attr(not(target_arch = "wasm32"), serde(default))]
     pub rank: u32,
 }
 
-/// Why an external call gave no result. Never a low value.
+/// Failure of an external call, with its reason; it is never replaced by a low score or an empty list.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct CallFailure {
@@ -42,62 +42,62 @@ pub struct CallFailure {
     pub message: String,
 }
 
-/// Kinds of failure of an external call.
+/// Kind of failure of an external call.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum FailureKind {
     /// No response within the time limit.
     Timeout,
-    /// Not reachable, or the connection broke.
+    /// The service is not reachable, or the connection broke.
     Unreachable,
-    /// Refused for lack of valid credentials.
+    /// The service rejected the credentials.
     Unauthorized,
     /// The service refused this request.
     Rejected,
-    /// A rate limit that outlasted the retries.
+    /// The rate limit of the service was still exceeded after the retries.
     RateLimited,
-    /// The service failed.
+    /// The service reported an error of its own.
     ServerError,
-    /// A response came that could not be parsed.
+    /// The response could not be parsed.
     InvalidResponse,
     /// A recording has no entry for this request.
     NotRecorded,
-    /// A kind that a later contract names.
+    /// A kind of failure of a later version of the contract, by its name.
     Other(String),
 }
 
 /// A judge's score of one rewrite.
 #[derive(Debug, Clone, PartialEq)]
 pub struct JudgeScore {
-    /// 综合得分, 0 to 5.
+    /// Overall score (综合得分), 0 to 5.
     pub score: f64,
-    /// Why, in words; may be empty.
+    /// The judge's reason in words; may be empty.
     pub reason: String,
 }
 
-/// One class of a style distribution.
+/// The probability of one style class.
 ///
 /// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, PartialEq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct StyleProbability {
-    /// `售前` and so on.
+    /// Name of the class, for example `售前`.
     pub label: String,
-    /// 0 to 1; a distribution sums to 1.
+    /// Probability, 0 to 1; those of all classes sum to 1.
     pub probability: f64,
 }
 
-/// Why generation ended.
+/// Reason why generation ended.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum FinishReason {
-    /// The end of sequence, or a stop string.
+    /// The model generated the end-of-sequence token or a stop string.
     Stop,
-    /// The token limit.
+    /// The token limit was reached.
     Length,
-    /// A reason that a later contract names.
+    /// A reason of a later version of the contract, by its name.
     Other(String),
 }
 
-/// The split of the query's row.
+/// Data split of the query's row.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 #[allow(missing_docs)]
 pub enum Split {
@@ -107,26 +107,27 @@ pub enum Split {
     Other(String),
 }
 
-/// A rewrite with what the host knows of it: the policy's, or the teacher's. `None` is unknown: not declared, or not there in this
-/// episode.
+/// A rewrite of the policy or the teacher, with what the host knows about it. A field is `None` if it is not declared as an
+/// input, or unknown in this episode.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Candidate {
-    /// The parsed rewrite; never blank. `None` where the response contains none.
+    /// The parsed rewrite, never blank; `None` if the response contains none.
     pub rewrite: Option<String>,
-    /// Hits, best first, or why there are none. An empty list is a result: nothing was found. `None` without a lookup.
+    /// Retrieved passages, best first, or the failure of retrieval. An empty list means that nothing was found; `None` that no
+    /// retrieval was made.
     pub retrieval: Option<Result<Vec<Hit>, CallFailure>>,
-    /// The judge's score, or why there is none. `None` where the rewrite was not judged.
+    /// The judge's score, or the failure of the judge; `None` if the rewrite was not judged.
     pub judgement: Option<Result<JudgeScore, CallFailure>>,
-    /// Distribution over the classes of the run's style model.
+    /// Probability of each class by the run's style model.
     pub style: Option<Vec<StyleProbability>>,
-    /// Tokens generated, end of sequence included.
+    /// Number of generated tokens, end of sequence included.
     pub n_tokens: Option<u32>,
-    /// Why generation ended.
+    /// Reason why generation ended.
     pub finish_reason: Option<FinishReason>,
 }
 
 impl Candidate {
-    /// The rewrite. `side` is `policy` or `baseline`, for the code of the rejection.
+    /// The rewrite, or a rejection if there is none. `side` is `policy` or `baseline`, for the code of the rejection.
     ///
     /// # Errors
     /// `SIDE_rewrite_missing`.
@@ -134,7 +135,7 @@ impl Candidate {
         self.rewrite.as_deref().ok_or_else(|| missing(side, "rewrite"))
     }
 
-    /// The hits, best first.
+    /// The retrieved passages, best first, or a rejection if there are none.
     ///
     /// # Errors
     /// `SIDE_retrieval_failed` or `SIDE_retrieval_missing`.
@@ -146,7 +147,7 @@ impl Candidate {
         }
     }
 
-    /// The judge's score; `None` where the rewrite was not judged.
+    /// The judge's score; `None` if the rewrite was not judged.
     ///
     /// # Errors
     /// `SIDE_judgement_failed`.
@@ -158,7 +159,7 @@ impl Candidate {
         }
     }
 
-    /// The style distribution.
+    /// The style distribution, or a rejection if there is none.
     ///
     /// # Errors
     /// `SIDE_style_missing`.
@@ -175,7 +176,7 @@ fn missing(side: &str, part: &str) -> Rejection {
     Rejection::new([side, "_", part, "_missing"].concat(), "")
 }
 
-/// A value that is no list.
+/// A value that is not a list: text, number or truth value.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum Scalar {
@@ -184,7 +185,7 @@ pub enum Scalar {
     Flag(bool),
 }
 
-/// A value of a table. A cell of a text format such as CSV is text.
+/// A value in a column of the query table. A cell of a text format such as CSV is text.
 #[derive(Debug, Clone, PartialEq)]
 #[allow(missing_docs)]
 pub enum ColumnValue {
@@ -195,12 +196,12 @@ pub enum ColumnValue {
 }
 
 impl ColumnValue {
-    /// The text, of a text.
+    /// The text of a value; `None` for another type.
     pub fn text(&self) -> Option<&str> {
         if let Self::Text(text) = self { Some(text) } else { None }
     }
 
-    /// The number, also of a text that is one.
+    /// The number of a value, also of a text that is a number; `None` otherwise.
     pub fn number(&self) -> Option<f64> {
         match self {
             Self::Number(number) => Some(*number),
@@ -210,16 +211,16 @@ impl ColumnValue {
     }
 }
 
-/// A named value of the query's row.
+/// A column of the query's row, with its value.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Column {
-    /// The header, unique in a row.
+    /// Name in the header, unique in a row.
     pub name: String,
-    /// Its value.
+    /// Value in the query's row.
     pub value: ColumnValue,
 }
 
-/// Who speaks in a chat message.
+/// Role of the speaker of a chat message.
 ///
 /// Implements `serde::Deserialize` in native tests only, not in a component.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -237,9 +238,9 @@ pub enum Role {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(not(target_arch = "wasm32"), derive(serde::Deserialize), serde(deny_unknown_fields))]
 pub struct Message {
-    /// Who speaks.
+    /// Role of the speaker.
     pub role: Role,
-    /// The text.
+    /// Text of the message.
     pub content: String,
 }
 
@@ -260,13 +261,13 @@ impl Message {
     }
 }
 
-/// Why a plugin gives no result for one item. The item is dropped and counted; it is not a result of 0.
+/// A plugin's reason for giving no result for one item. The item is dropped and counted; it does not get a score of 0.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{code}: {detail}")]
 pub struct Rejection {
-    /// 1 to 64 of `a` to `z`, `0` to `9`, `_`. Stable over versions, for counting.
+    /// Code of the reason, for counting: 1 to 64 of `a` to `z`, `0` to `9`, `_`. It should stay the same between versions.
     pub code: String,
-    /// One sentence for a person. May be empty.
+    /// Explanation in one sentence; may be empty.
     pub detail: String,
 }
 
@@ -276,7 +277,7 @@ impl Rejection {
         Self { code: code.into(), detail: detail.into() }
     }
 
-    /// The rejection of a prompt's task that the plugin does not know.
+    /// A rejection of a prompt task that the plugin does not know.
     pub fn unknown_task(task: &crate::PromptTask) -> Self {
         Self::new("unknown_task", format!("the plugin has no prompt for {task:?}"))
     }

@@ -284,7 +284,8 @@ section! {
         clip_range_value: f64 = 0.2,
         /// Loss of the critic.
         value_loss: ValueLossKind = ValueLossKind::Squared,
-        /// Weight of the value loss. The critic's own AdamW does not see the scale: it matters for clipping by `max_grad_norm` alone.
+        /// Weight of the value loss; the critic has its own AdamW, which is invariant to gradient scale, so this changes only when
+        /// `max_grad_norm` clips.
         #[schemars(range(min = 0.0))]
         vf_coef: f64 = 0.5,
         /// Weight of the entropy bonus.
@@ -363,7 +364,8 @@ section! {
         /// Parts of a batch: one is scored while the next is generated.
         #[schemars(range(min = 1))]
         pipeline_parts: usize = 2,
-        /// Generate the next batch, with the policy as it was, while this one is learned from; its tokens are weighted.
+        /// Generate the next batch, with the policy as it was, while this one is learned from; its tokens are weighted by the
+        /// importance ratio, capped at `importance_cap`.
         off_by_one: bool = false,
         /// Maximum importance weight with `off_by_one`.
         #[schemars(extend("exclusiveMinimum" = 0.0))]

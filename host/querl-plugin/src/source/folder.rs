@@ -21,7 +21,7 @@ pub(super) fn unreadable(path: &Path, reason: impl Into<String>) -> PluginError 
     PluginError::Unreadable { path: path.to_owned(), reason: reason.into() }
 }
 
-/// The world that a plugin is built for.
+/// Name of the WIT world that plugins in Python and JavaScript are built for.
 pub(super) const WORLD: &str = "querl-plugin";
 
 /// Folders without sources of the component.
@@ -34,14 +34,14 @@ const KEPT_VARIABLES: [&str; 7] = ["PATH", "HOME", "TMPDIR", "TEMP", "TMP", "SYS
 pub(super) struct ScriptFolder {
     pub(super) folder: PathBuf,
     pub(super) manifest: Manifest,
-    /// The SDK that the source imports.
+    /// Path of the SDK that the source imports.
     pub(super) sdk: PathBuf,
     pub(super) wit: PathBuf,
 }
 
 impl ScriptFolder {
-    /// `vendored_sdk` is where the SDK is in the plugin's own folder; `shared_sdk` where it is in a folder above, as in the
-    /// repository of querl.
+    /// Reads a plugin's folder. `vendored_sdk` is the path of the SDK in this folder; `shared_sdk` its path in a folder above, as
+    /// in the repository of querl.
     pub(super) fn read(folder: &Path, vendored_sdk: &str, shared_sdk: &str) -> Result<Self, PluginError> {
         if !folder.join("plugin.toml").is_file() {
             return Err(unreadable(
@@ -73,19 +73,19 @@ impl ScriptFolder {
         self.dist().join(format!("{}.wasm", self.manifest.plugin.id))
     }
 
-    /// True for a folder of contract 0.1, whose vendored SDK is of that version too.
+    /// True for a folder of contract 0.1, with an SDK of that version.
     pub(super) fn is_of_0_1(&self) -> bool {
         let contract = &self.manifest.plugin.contract;
         (contract.major, contract.minor) == (0, 1)
     }
 
-    /// True where the SDK exports a reward's batches as JSON as well.
+    /// True if the SDK implements `json-rewards`, which takes a batch as JSON.
     pub(super) fn has_json_rewards(&self) -> bool {
         let is_reward = |kind: &Kind| matches!(kind, Kind::Reward | Kind::GroupReward);
         !self.is_of_0_1() && self.manifest.plugin.kinds.iter().any(is_reward)
     }
 
-    /// The names of the kinds, as `plugin.toml` has them.
+    /// Names of the plugin's kinds, as in `plugin.toml`.
     pub(super) fn kinds(&self) -> Vec<&'static str> {
         self.manifest.plugin.kinds.iter().map(|kind| kind.name()).collect()
     }
@@ -100,14 +100,14 @@ impl ScriptFolder {
         HostInterface::ALL.into_iter().filter(is_imported).map(HostInterface::name).collect()
     }
 
-    /// The documentation of settings by key, for `info.describe`.
+    /// Help texts of settings by key, for `info.describe`.
     pub(super) fn setting_docs(&self) -> serde_json::Value {
         let documented = self.manifest.settings.iter().filter(|(_, spec)| !spec.doc.is_empty());
         documented.map(|(key, spec)| (key.clone(), spec.doc.clone().into())).collect::<serde_json::Map<_, _>>().into()
     }
 
-    /// Writes the contract and one more world, [`WORLD`], with all kinds and host functions of the plugin: the tools take a single world
-    /// (componentize-py 0.25 panics with two).
+    /// Writes the WIT files of the contract and the world [`WORLD`], with all kinds and host functions of the plugin: the tools
+    /// take a single world (componentize-py 0.25 panics with two).
     pub(super) fn write_wit(&self, folder: &Path) -> Result<(), PluginError> {
         let written = (|| {
             std::fs::create_dir_all(folder)?;
@@ -166,7 +166,7 @@ impl ScriptFolder {
         std::fs::rename(&made, self.component()).map_err(failed)
     }
 
-    /// A command in the plugin's folder with the environment that a build may see.
+    /// A command that runs in the plugin's folder with only the environment variables that a build may see.
     pub(super) fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let kept = std::env::vars_os().filter(|(name, _)| KEPT_VARIABLES.iter().any(|kept| OsStr::new(kept) == name));
         let mut command = Command::new(program);
@@ -174,7 +174,7 @@ impl ScriptFolder {
         command
     }
 
-    /// Runs a build tool; `advice` makes the rest of a sentence of its output.
+    /// Runs a build tool. If it fails, `advice` makes the rest of the error message from its output.
     pub(super) fn run(
         &self,
         tool: &'static str,
@@ -230,7 +230,7 @@ pub(super) mod tests {
     const MANIFEST: &str = "[plugin]\nid = 'short'\nversion = '0.1.0'\ncontract = '0.1.0'\nkinds = ['filter']\n\
                             description = 'x'\nlicense = 'MIT'\n";
 
-    /// A plugin's folder with an SDK of one file.
+    /// A temporary plugin folder with an SDK of one file, for tests.
     pub(crate) fn folder_with(sdk: &str, files: &[&str]) -> tempfile::TempDir {
         let folder = tempfile::tempdir().unwrap();
         let put = |name: &str, text: &str| {

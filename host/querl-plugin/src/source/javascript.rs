@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 /// Takes a JSON request as its first argument; runs in the plugin's folder, where Node.js resolves its imports.
 const SCRIPT: &str = include_str!("javascript_build.mjs");
 
-/// Packages that the build needs.
+/// npm packages that the build needs.
 pub const PACKAGES: [&str; 2] = ["@bytecodealliance/componentize-js", "esbuild"];
 
 /// A folder with plugin.toml and plugin.js.

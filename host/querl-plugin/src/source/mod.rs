@@ -18,25 +18,25 @@ use std::time::Instant;
 /// The result of [`build`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BuildOutput {
-    /// The component.
+    /// Path of the component.
     pub component: PathBuf,
     /// The language of the source.
     pub language: Language,
-    /// False where the component was up to date.
+    /// True if the component was built by this call, false if it was up to date.
     pub was_stale: bool,
 }
 
-/// What a host does with a source folder whose component is missing, or older than its source. Building runs code of the folder.
+/// What a host does with a source folder whose component is missing or older than its source. A build runs code of the folder.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum SourceFolders {
-    /// Builds it.
+    /// The folder is built.
     #[default]
     Build,
-    /// Refuses it.
+    /// Loading the folder is an error.
     Refuse,
 }
 
-/// The component of a source folder, built if one of its sources is newer.
+/// The path of the component of a source folder, which is built first if one of its sources is newer.
 ///
 /// # Errors
 /// The folder has the name of a bundle or a component, the language is unknown, its tools are missing, or the build fails.
@@ -63,13 +63,14 @@ fn duration_note(language: Language) -> &'static str {
     }
 }
 
-/// The component of a source folder; `None` where it is missing, or older than its source.
+/// The path of the component of a source folder; `None` if it is missing or older than its source.
 pub(crate) fn built(folder: &Path) -> Result<Option<PathBuf>, PluginError> {
     let source = open(folder, language(folder)?)?;
     Ok(source.is_fresh().then(|| source.component()))
 }
 
-/// Refuses a folder with the name of a bundle or a component: a user who names one does not expect that a build runs its code.
+/// Refuses a folder whose name ends like a bundle or a component: a user who names one does not expect that a build runs its
+/// code.
 pub(crate) fn check_folder_name(folder: &Path) -> Result<(), PluginError> {
     let names = [Some(folder.to_owned()), folder.canonicalize().ok()];
     let extension = |path: &PathBuf| Some(path.extension()?.to_str()?.to_ascii_lowercase());

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// A source folder whose logic is run natively.
+/// A plugin source folder run natively (cargo, python3, node) instead of as WebAssembly, for `querl plugin dev`.
 #[derive(Debug)]
 pub struct NativeFolder {
     /// The language of the source.
@@ -30,6 +30,8 @@ enum Code {
 }
 
 impl NativeFolder {
+    /// Reads a plugin's source folder.
+    ///
     /// # Errors
     /// The folder is no source folder of a plugin.
     pub fn read(folder: &Path) -> Result<Self, PluginError> {
@@ -49,14 +51,14 @@ impl NativeFolder {
         Ok(Self { language, folder, code })
     }
 
-    /// Compiles the author's tests; `None` for a language that needs no build.
+    /// The command that compiles the author's tests; `None` for a language that needs no build.
     pub fn test_build(&self) -> Option<Command> {
         let Code::Crate(source) = &self.code else { return None };
         Some(source.native("test", &["--quiet", "--no-run"]))
     }
 
-    /// Runs the author's tests; `None` where there are none. In Python they write the lines that run shortly before `limit`, after which the
-    /// caller kills them.
+    /// The command that runs the author's tests; `None` if there are none. Python tests that still run shortly before `limit`
+    /// write a traceback of the lines that run; after `limit` the caller kills them.
     pub fn tests(&self, limit: Duration) -> Option<Command> {
         match (&self.code, self.language) {
             (Code::Crate(source), _) => Some(source.native("test", &["--quiet"])),
@@ -82,19 +84,20 @@ impl NativeFolder {
         }
     }
 
-    /// Builds the dynamic library that [`Self::library`] names; `None` for a language that needs no build.
+    /// The command that builds the dynamic library at [`Self::library`]; `None` for a language that needs no build.
     pub fn library_build(&self) -> Option<Command> {
         let Code::Crate(source) = &self.code else { return None };
         Some(source.native("build", &["--lib", "--message-format", "short"]))
     }
 
-    /// The library of a crate, in which `querl_dev_replay` scores recorded episodes (`dev.rs` of the SDK).
+    /// Path of the dynamic library of a crate, whose function `querl_dev_replay` scores recorded episodes (`dev.rs` of the SDK);
+    /// `None` for other languages.
     pub fn library(&self) -> Option<PathBuf> {
         let Code::Crate(source) = &self.code else { return None };
         Some(source.native_library())
     }
 
-    /// Scores recorded episodes with the runner of the SDK; `None` for a crate.
+    /// The command that scores the recorded `episodes` with the runner of the SDK and writes to `results`; `None` for a crate.
     pub fn replay(&self, episodes: &Path, settings: &str, results: &Path) -> Option<Command> {
         let Code::Script { sdk, host_functions } = &self.code else { return None };
         let mut command = match self.language {
@@ -114,7 +117,7 @@ impl NativeFolder {
         Some(command)
     }
 
-    /// Python of the virtual environment of the folder or of one above it, else the one on `PATH`.
+    /// Path of the Python interpreter: of the virtual environment in the folder or a folder above it, else the one on `PATH`.
     pub fn python(&self) -> PathBuf {
         let program = if cfg!(windows) { ".venv/Scripts/python.exe" } else { ".venv/bin/python3" };
         let found = self.folder.ancestors().map(|folder| folder.join(program)).find(|path| path.is_file());

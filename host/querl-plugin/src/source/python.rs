@@ -14,7 +14,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The version that the SDK is tested with.
+/// The version of componentize-py that the SDK is tested with, as a requirement of pip.
 pub const TOOL: &str = "componentize-py==0.25.1";
 
 /// The module that componentize-py starts from. Its name must not be that of a world.

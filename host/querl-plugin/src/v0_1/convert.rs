@@ -10,7 +10,7 @@ use querl_core::records::{
 
 conversions!(prompts::Task);
 
-/// The lists inside an episode, which the argument borrows.
+/// The lists of an episode in the types of the contract; the argument of the call borrows them.
 pub(super) struct EpisodeLists<'a> {
     gold_ids: Vec<&'a str>,
     policy: CandidateLists<'a>,
@@ -40,7 +40,7 @@ impl<'a> CandidateLists<'a> {
     }
 }
 
-/// An episode with its baseline.
+/// An episode, with the teacher's rewrite as its baseline, in the types of the contract.
 pub(super) fn episode<'a>(
     episode: &EpisodeRef<'a>,
     baseline: &CandidateRef<'a>,

@@ -1,4 +1,4 @@
-//! Contract 0.1.
+//! The host's implementation of contract 0.1.
 
 mod bindings;
 mod convert;

@@ -1,9 +1,9 @@
-//! Episodes of contract 0.1 in `packed-rewards`.
+//! Encoding of episodes for `packed-rewards` of contract 0.1.
 
 use crate::packed::{Writer, list};
 use querl_core::records::{CallFailure, CandidateRef, EpisodeRef, FailureKind, FinishReason, Hit, Judgement};
 
-/// The argument of `score-packed`: episodes with their baselines.
+/// Encodes episodes, each with its baseline, as the argument of `score-packed`.
 pub(super) fn batch(episodes: &[EpisodeRef<'_>]) -> Vec<u8> {
     list(episodes, episode)
 }

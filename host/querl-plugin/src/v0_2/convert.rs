@@ -11,12 +11,12 @@ use querl_core::records::{
 
 conversions!(prompts::Task<'static>);
 
-/// A text, where it is known: records have an empty text otherwise.
+/// `None` for an empty text, by which records express an unknown one.
 pub(super) fn known(text: &str) -> Option<&str> {
     Some(text).filter(|text| !text.is_empty())
 }
 
-/// The lists inside an episode, which [`EpisodeColumns`] and the argument borrow.
+/// The lists of an episode in the types of the contract; [`EpisodeColumns`] and the argument of the call borrow them.
 pub(super) struct EpisodeLists<'a> {
     gold_ids: Option<Vec<&'a str>>,
     columns: ColumnItems<'a>,
@@ -110,7 +110,7 @@ pub(super) fn episode<'a>(
     }
 }
 
-/// The lists of a sample; no columns where the plugin does not read them.
+/// The lists of a sample in the types of the contract; no columns if the plugin does not declare to read them.
 pub(super) struct SampleLists<'a> {
     hits: Vec<types::Hit<'a>>,
     columns: ColumnItems<'a>,
@@ -209,7 +209,7 @@ fn failure_kind_result(kind: FailureKind) -> types::FailureKindResult {
     }
 }
 
-/// The name of a kind without a case, as in JSON.
+/// The name in JSON of a kind of failure for which the contract has no case of its own.
 pub(super) fn other_failure(kind: FailureKind) -> &'static str {
     if kind == FailureKind::Down { "down" } else { "over_budget" }
 }

@@ -1,4 +1,4 @@
-//! Contract 0.2.
+//! The host's implementation of contract 0.2.
 
 mod bindings;
 mod convert;

@@ -1,4 +1,4 @@
-//! Episodes of contract 0.2 in `packed-rewards`.
+//! Encoding of episodes for `packed-rewards` of contract 0.2.
 
 use super::convert::{known, other_failure};
 use crate::packed::{Writer, list};
@@ -7,7 +7,7 @@ use querl_core::records::{
     Split,
 };
 
-/// The argument of `score-packed`.
+/// Encodes episodes as the argument of `score-packed`.
 pub(super) fn batch(episodes: &[EpisodeRef<'_>]) -> Vec<u8> {
     list(episodes, episode)
 }

@@ -1,4 +1,4 @@
-//! What the forms of several engines have in common: labels, prompts, and the text of a response.
+//! Parts that the request forms of several engines share: labels, prompts, and the text of a response.
 
 use super::server::RewardOptions;
 use crate::error::ErrorResponse;
@@ -20,7 +20,7 @@ const END_TOKENS: [&str; 8] = [
     "<｜end▁of▁sentence｜>",
 ];
 
-/// A response without the end tokens that it ends with.
+/// The text of a response without end-of-sequence tokens at its end.
 pub(super) fn without_end_tokens(response: &str) -> &str {
     let mut text = response;
     while let Some(token) = END_TOKENS.iter().find(|token| text.ends_with(**token)) {
@@ -29,7 +29,7 @@ pub(super) fn without_end_tokens(response: &str) -> &str {
     text
 }
 
-/// A request of an engine's label and response. `label_name`: for messages.
+/// The request to score a response, made from an engine's label. `label_name`: the field of the label, for error messages.
 pub(super) fn labelled(label: &Value, label_name: &str, response: &str) -> Result<RewardRequest, ErrorResponse> {
     let wrong = |problem: String| ErrorResponse::value(format!("{label_name}: {problem}"));
     Ok(RewardRequest {
@@ -45,7 +45,7 @@ pub(super) fn labelled(label: &Value, label_name: &str, response: &str) -> Resul
     })
 }
 
-/// A prompt as messages; `None` where it is a text, or has messages of other forms.
+/// The messages of a prompt; `None` if it is a text or has messages in another form.
 pub(super) fn messages(prompt: &Value) -> Option<Vec<Message>> {
     match prompt.is_array() {
         true => Vec::<Message>::deserialize(prompt).ok().filter(|messages| !messages.is_empty()),

@@ -20,7 +20,7 @@ const LABELS: [&str; 2] = ["querl", "label"];
 /// Gym's field for the reason of a failure.
 const FAILURE_CLASS: &str = "_ng_failure_class";
 
-/// A row with its response.
+/// A row of the data set with the policy's response.
 #[derive(Debug)]
 pub(super) struct Row(Map<String, Value>);
 
@@ -56,7 +56,7 @@ impl Row {
         labels.next().ok_or_else(|| ErrorResponse::value(missing))
     }
 
-    /// The row with its reward.
+    /// The response to `/verify`: the row with its reward.
     pub(super) fn response(self, record: &EpisodeRecord, rejected_reward: Option<f64>) -> Result<Value, ErrorResponse> {
         let reward = number(0, record, rejected_reward)?;
         let mut row = self.0;
@@ -82,7 +82,7 @@ fn last_text(output: &[Value]) -> String {
     parts.filter(|part| part["type"] == "output_text").filter_map(|part| part["text"].as_str()).collect()
 }
 
-/// The mean of the rewards of all rows, under Gym's name for it.
+/// The response to `/aggregate_metrics`: the mean reward of all rows, under NeMo Gym's name.
 pub(super) fn aggregate_metrics(mut fields: JsonFields) -> Result<Value, ErrorResponse> {
     let rows: Vec<Value> = fields.take_required("verify_responses", "a list of rows with `reward`")?;
     let reward = |(index, row): (usize, &Value)| {

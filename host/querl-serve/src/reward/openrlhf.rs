@@ -38,8 +38,8 @@ fn request(index: usize, query: &str, prompt: &str, label: &Value) -> Result<Rew
     labelled(label, &format!("`labels`, index {index}"), without_end_tokens(response))
 }
 
-/// `scores`, by which OpenRLHF filters groups, are the rewards. `extra_logs` has `rejected` alone: OpenRLHF takes the names of a batch from its
-/// first response and averages their values, and a component is not part of each response.
+/// The response to OpenRLHF. `scores`, by which it filters groups, are the rewards. `extra_logs` has `rejected` alone: OpenRLHF
+/// takes the names of a batch from its first response and averages their values, and a component is not part of each response.
 pub(super) fn response(records: &[EpisodeRecord], rejected_reward: Option<f64>) -> Result<Value, ErrorResponse> {
     let numbers = records.iter().enumerate().map(|(index, record)| number(index, record, rejected_reward));
     let rewards: Vec<f64> = numbers.collect::<Result<_, _>>()?;

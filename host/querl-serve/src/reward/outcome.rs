@@ -1,10 +1,10 @@
-//! Outcomes as JSON, and as numbers for engines that have no form for a rejection.
+//! Scores and rejections as JSON, and as numbers for engines that have no form for a rejection.
 
 use crate::error::ErrorResponse;
 use querl_core::records::{EpisodeRecord, Rejection, Reward};
 use serde_json::{Map, Value, json};
 
-/// The components of a reward by name.
+/// The components of a reward as a JSON object by name.
 pub(super) fn components(reward: &Reward) -> Map<String, Value> {
     reward.components.iter().map(|component| (component.name.clone(), Value::from(component.value))).collect()
 }
@@ -13,7 +13,7 @@ pub(super) fn rejection(rejection: &Rejection) -> Value {
     json!({"code": rejection.code, "detail": rejection.detail, "by": rejection.by})
 }
 
-/// The total of a scored response, `rejected_reward` of a rejected one.
+/// The number that is the reward of a response: its total, or `rejected_reward` if it was rejected.
 ///
 /// # Errors
 /// It was rejected, and there is no `rejected_reward`.

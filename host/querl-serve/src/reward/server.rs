@@ -1,4 +1,4 @@
-//! Limits, key and queue of the reward service, and the call of the environment.
+//! Limits, API key and queue of the reward service, and the calls of its environment.
 
 use super::metrics::RewardMetrics;
 use crate::body::{BodyLimits, JsonFields, read_fields};
@@ -17,19 +17,19 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 /// Options of [`reward_router`](crate::reward_router).
 #[derive(Clone)]
 pub struct RewardOptions {
-    /// The reward of a rejected response in forms that carry only numbers, finite; `None`: the request is answered with 422.
+    /// Reward of a rejected response in request forms that carry only numbers, finite. `None`: the request is answered with 422.
     pub rejected_reward: Option<f64>,
-    /// Maximum size of a body.
+    /// Maximum size of a request body in bytes.
     pub max_body_bytes: usize,
-    /// Maximum responses of one request.
+    /// Maximum number of responses in one request.
     pub max_responses: usize,
-    /// Requests that are scored at once, each on a thread of its own.
+    /// Maximum number of requests scored at the same time, each on a thread of its own.
     pub max_concurrent: usize,
-    /// Requests in the queue; further ones are answered with 429.
+    /// Maximum number of requests in the queue; further ones are answered with 429.
     pub max_waiting: usize,
-    /// Time limit for a body to arrive.
+    /// Time limit for a whole request body to arrive.
     pub body_timeout: Duration,
-    /// The key of clients.
+    /// The key expected after `Authorization: Bearer`; `None` permits every client.
     pub api_key: Option<String>,
 }
 
@@ -81,7 +81,7 @@ impl RewardServer {
         self.metrics.to_text(n_running, self.n_waiting.load(Ordering::Relaxed))
     }
 
-    /// Reads a body, whose form `expected` describes.
+    /// Reads the body of a request. `expected` describes its form in error messages.
     pub(super) async fn read(&self, request: Request, expected: &str) -> Result<JsonFields, ErrorResponse> {
         let (max_bytes, timeout) = (self.options.max_body_bytes, self.options.body_timeout);
         read_fields(request, BodyLimits { max_bytes, timeout, expected }).await
@@ -98,7 +98,7 @@ impl RewardServer {
         ErrorResponse::new(StatusCode::TOO_MANY_REQUESTS, what)
     }
 
-    /// One record for each request, in order, with finite numbers.
+    /// Scores responses: one record for each request, in order, whose numbers are finite.
     pub(super) async fn score(&self, requests: Vec<RewardRequest>) -> Result<Vec<EpisodeRecord>, ErrorResponse> {
         // OpenRLHF sends empty lists where it has more servers than queries.
         if requests.is_empty() {

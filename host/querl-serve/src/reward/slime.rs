@@ -26,7 +26,7 @@ pub(super) fn number(record: &EpisodeRecord, rejected_reward: Option<f64>) -> Re
     outcome_number(0, record, rejected_reward).map(Value::from)
 }
 
-/// The reward as `score`, with its components or the reason of a rejection.
+/// The response to slime with `--reward-key`: the reward as `score`, with its components or the reason of a rejection.
 pub(super) fn dict(record: &EpisodeRecord, rejected_reward: Option<f64>) -> Result<Value, ErrorResponse> {
     let score = outcome_number(0, record, rejected_reward)?;
     let mut fields = match &record.outcome {

@@ -17,7 +17,7 @@ use std::time::Instant;
 /// Status of a request whose client left before its response, as nginx names it.
 const CLIENT_CLOSED: u16 = 499;
 
-/// The file, opened for appending; whole lines are written at once.
+/// The access log file, opened for appending, or none; each line is written by one call.
 pub(super) struct AccessLog(Option<Mutex<File>>);
 
 impl AccessLog {
@@ -60,7 +60,8 @@ struct Outcome {
     entries: Vec<AccessEntry>,
 }
 
-/// A request, which is counted and logged once its last holder drops this: the response is made, or its client has left.
+/// State of a request in progress. It is counted and logged when its last holder drops it: once the response is made or its
+/// client has left.
 pub(super) struct RequestRecord {
     service: Arc<RewriteService>,
     id: String,
@@ -68,7 +69,7 @@ pub(super) struct RequestRecord {
     route: &'static str,
     started: Instant,
     outcome: Mutex<Outcome>,
-    /// Where spans are sent.
+    /// The request's trace span; `None` without tracing.
     pub(super) span: Option<RequestSpan>,
 }
 
@@ -88,7 +89,7 @@ impl RequestRecord {
         self.change(|outcome| outcome.status = Some(status.as_u16()));
     }
 
-    /// Notes that the client of a stream has left.
+    /// Notes that the client has left before the end of its streamed response.
     pub(super) fn note_closed(&self) {
         self.change(|outcome| outcome.status = Some(CLIENT_CLOSED));
     }
@@ -150,7 +151,7 @@ impl Drop for RequestRecord {
     }
 }
 
-/// For responses and lines: a microsecond is precise enough.
+/// A duration in milliseconds, rounded down to a microsecond, for responses and log lines.
 pub(super) fn milliseconds(time: std::time::Duration) -> f64 {
     time.as_micros() as f64 / 1e3
 }

@@ -1,4 +1,4 @@
-//! `/admin/tenants`: what is served, loaded, replaced and removed while the service runs.
+//! The routes `/admin/tenants`: lists, loads, replaces and removes tenants while the service runs.
 
 use super::candidates::check_not_followed;
 use super::service::{Call, RewriteService, unknown_tenant};
@@ -38,7 +38,7 @@ pub(super) async fn list(State(service): State<Arc<RewriteService>>) -> Response
     json_response(tenants.map(|tenants| json!({"tenants": tenants})), ErrorForm::OpenAi)
 }
 
-/// Loads the run or configuration `path`, to its end even if the client leaves.
+/// Loads the run or configuration at `path`. Loading is completed even if the client leaves.
 pub(super) async fn load(mut call: Call) -> Result<Response, ErrorResponse> {
     check_not_followed(&call.service)?;
     let path: PathBuf = call.fields.take_required("path", "the path of a configuration or a run on the server")?;

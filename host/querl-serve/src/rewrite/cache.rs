@@ -7,11 +7,11 @@ use querl_core::serving::{Generation, Tenant};
 use std::num::NonZeroUsize;
 use std::sync::{Mutex, PoisonError};
 
-/// The generated text of a rewrite, with its origin.
+/// A generated text, with the version of the model that it is from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct CachedRewrite {
     pub(super) text: String,
-    /// Version of the tenant.
+    /// Version of the tenant's model.
     pub(super) version: String,
     pub(super) is_truncated: bool,
     pub(super) n_prompt_tokens: usize,
@@ -19,7 +19,7 @@ pub(super) struct CachedRewrite {
 }
 
 impl CachedRewrite {
-    /// The query itself.
+    /// The original query in place of a rewrite.
     pub(super) fn raw(query: &str, version: &str) -> Self {
         Self { text: query.into(), version: version.into(), is_truncated: false, n_prompt_tokens: 0, n_tokens: 0 }
     }
@@ -32,12 +32,13 @@ impl From<Generation> for CachedRewrite {
     }
 }
 
-/// Recent rewrites; the least recently used one is dropped first. A version gives the same rewrites for ever, so its number is a component
-/// of the key, and no entry of an older version is found. Keys are digests, so that an entry's size does not depend on its query.
+/// Cache of recent rewrites; the least recently used one is evicted first. A version always gives the same rewrites, so its
+/// number is a component of the key and no entry of an older version is found. Keys are digests, so that an entry's size does not
+/// depend on its query.
 pub(super) struct RewriteCache(Option<Mutex<LruCache<String, CachedRewrite>>>);
 
 impl RewriteCache {
-    /// `max_entries` of 0: nothing is kept.
+    /// A cache of at most `max_entries` rewrites; 0 disables it.
     pub(super) fn new(max_entries: usize) -> Self {
         Self(NonZeroUsize::new(max_entries).map(|max_entries| Mutex::new(LruCache::new(max_entries))))
     }
@@ -52,7 +53,8 @@ impl RewriteCache {
         cache.lock().unwrap_or_else(PoisonError::into_inner).get(key).cloned()
     }
 
-    /// Stores a rewrite, unless the tenant was replaced after `version`, which the key has.
+    /// Stores a rewrite, unless it is from another version than `version`, which is part of the key: the tenant was replaced in
+    /// the meantime.
     pub(super) fn put(&self, key: String, version: &str, rewrite: &CachedRewrite) {
         if let Some(cache) = self.0.as_ref().filter(|_| rewrite.version == version) {
             cache.lock().unwrap_or_else(PoisonError::into_inner).put(key, rewrite.clone());

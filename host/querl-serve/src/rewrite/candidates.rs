@@ -31,7 +31,7 @@ pub(super) struct Candidates {
     shadows: Arc<Semaphore>,
 }
 
-/// The model that answers a request.
+/// The model that answers a request: the current one or the candidate.
 pub(super) struct Route {
     pub(super) model: Tenant,
     /// Where the tenant has a candidate.
@@ -39,7 +39,8 @@ pub(super) struct Route {
 }
 
 impl Route {
-    /// Counts a response to the client's own messages, whose time depends on their length. A shadow has none to compare it with.
+    /// Counts the result of a chat completion for the candidate's trial, without its latency, which depends on the length of the
+    /// client's messages. Not counted for a shadow candidate, which does not answer them.
     pub(super) fn add(&self, service: &Arc<RewriteService>, fallback: Option<&'static str>) {
         if let Some(trial) = self.trial.as_ref().filter(|trial| trial.candidate.mode != CandidateMode::Shadow) {
             service.add_sample(trial, self.model.role, Sample { latency: None, fallback });
@@ -53,7 +54,7 @@ impl Candidates {
         Self { limits, source: OnceLock::new(), trials: RwLock::default(), ended: Mutex::default(), shadows }
     }
 
-    /// The current model or the candidate.
+    /// Chooses the current model or the candidate of the tenant for a request.
     pub(super) fn route(&self, tenant: &Tenant, user: Option<&str>, query: &str) -> Route {
         let trial = self.trial(&tenant.name);
         let role = trial.as_ref().map_or(Role::Current, |trial| trial.role(user, query));
@@ -71,13 +72,13 @@ impl Candidates {
 }
 
 impl RewriteService {
-    /// Follows releases from now on. Later calls have no effect.
+    /// Sets where releases are read from. Later calls have no effect.
     pub fn set_releases(&self, source: Arc<dyn ReleaseSource>) {
         let _ = self.candidates.source.set(source);
     }
 
-    /// Reads the releases again and serves what they say. Takes as long as loading models, and must not be called on a thread of the async
-    /// runtime. Returns sentences on what is not served as they say.
+    /// Reads the releases again and loads and removes models accordingly. Takes as long as loading models, and must not be called
+    /// on a thread of the async runtime. Returns a sentence for each tenant that is not served as the releases say.
     ///
     /// # Errors
     /// A sentence: there are no releases, or they cannot be read; everything is served as before.
@@ -86,7 +87,7 @@ impl RewriteService {
         self.load_releases(rewriter.as_ref())
     }
 
-    /// As [`Self::reload_releases`], before the service is ready.
+    /// Like [`Self::reload_releases`], before the service is ready.
     ///
     /// # Errors
     /// A sentence: there are no releases, or they cannot be read.
@@ -138,7 +139,7 @@ impl RewriteService {
         Ok(reloaded.problems)
     }
 
-    /// The rewrite of a query by the current model or the candidate of its tenant, or a fallback to the query itself.
+    /// Rewrites a query by the current model or the candidate of its tenant; falls back to the query itself.
     ///
     /// # Errors
     /// The query is not queued, for another reason than its tenant's plugin.
@@ -347,12 +348,12 @@ impl Drop for UnfinishedRewrite<'_> {
     }
 }
 
-/// `GET /admin/releases`.
+/// The route `GET /admin/releases`.
 pub(super) async fn list(State(service): State<Arc<RewriteService>>) -> Response {
     json_response(service.comparison(None), ErrorForm::OpenAi)
 }
 
-/// `POST /admin/releases`: to its end even if the client leaves.
+/// The route `POST /admin/releases`. The releases are read and loaded even if the client leaves.
 pub(super) async fn reload(State(service): State<Arc<RewriteService>>) -> Response {
     let reloading = service.clone();
     let reloaded = tokio::task::spawn_blocking(move || reloading.reload_releases()).await;
@@ -365,7 +366,7 @@ pub(super) async fn reload(State(service): State<Arc<RewriteService>>) -> Respon
     json_response(body, ErrorForm::OpenAi)
 }
 
-/// A tenant that is loaded or removed by hand would no longer be what the releases say.
+/// Rejects loading or removing a tenant by hand if the service follows releases, which would then not match what is served.
 pub(super) fn check_not_followed(service: &RewriteService) -> Result<(), ErrorResponse> {
     let what = "this server serves what its releases say; use `querl release promote` and `rollback`";
     match service.candidates.source.get() {

@@ -41,7 +41,7 @@ use tracing::Instrument;
 const REWRITE_SUFFIX: &str = "/rewrite";
 const MAX_STOPS: usize = 16;
 
-/// `GET /v1/models`: two for each tenant that the client may use.
+/// The route `GET /v1/models`: two models for each tenant that the client may use.
 pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: HeaderMap) -> Response {
     let permitted = service.check_permitted(&headers);
     let list = permitted.map(|PermittedTenants { tenants, .. }| {
@@ -50,7 +50,7 @@ pub(super) async fn models(State(service): State<Arc<RewriteService>>, headers: 
     json_response(list, ErrorForm::OpenAi)
 }
 
-/// `GET /v1/models/MODEL`: one of that list.
+/// The route `GET /v1/models/MODEL`: one of the models of `GET /v1/models`.
 pub(super) async fn model(
     State(service): State<Arc<RewriteService>>,
     name: Result<Path<String>, PathRejection>,
@@ -192,7 +192,7 @@ fn message(value: &Value) -> Result<Message, String> {
     Ok(Message { role: role.into(), content })
 }
 
-/// `POST /v1/chat/completions`.
+/// The route `POST /v1/chat/completions`.
 pub(super) async fn completions(mut call: Call) -> Result<Response, ErrorResponse> {
     let request = ChatRequest::new(&mut call.fields)?;
     let (tenant, rewrites) = tenant_of(&call, request.model.as_deref())?;

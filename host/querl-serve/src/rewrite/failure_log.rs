@@ -1,10 +1,10 @@
-//! Warnings about requests that fail: under overload, or while another service is down, there are more of them than a log has room for.
+//! Rate-limited warnings about failed requests, which are many under overload or while another service is down.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// At most one line of a subject and a reason in an interval.
+/// Writes at most one line per subject and reason in an interval, and counts the failures in between.
 #[derive(Debug)]
 pub(super) struct FailureLog {
     interval: Duration,
@@ -24,14 +24,14 @@ impl FailureLog {
         Self { interval, lines: Mutex::default() }
     }
 
-    /// Logs a failure, or counts it for the next line of its subject and reason.
+    /// Logs a failure, or counts it for the next line of the same subject and reason.
     pub(super) fn warn(&self, subject: &str, reason: &'static str, message: &str) {
         if let Some(n_since) = self.n_since(subject, reason, Instant::now()) {
             tracing::warn!("{subject}: {reason}: {message}{}", more(n_since));
         }
     }
 
-    /// Logs that requests succeed again, once after a line of [`Self::warn`].
+    /// Logs that requests succeed again, once after a line of [`Self::warn`] with the same subject and reason.
     pub(super) fn note_success(&self, subject: &str, reason: &'static str, message: &str) {
         if let Some(n_since) = self.n_until_success(subject, reason) {
             tracing::info!("{subject}: {message}{}", more(n_since));

@@ -19,7 +19,8 @@ const MAX_ID_CHARS: usize = 256;
 /// What chat completions put before the id of a request.
 const CHAT_PREFIX: &str = "chatcmpl-";
 
-/// Appends feedback to the request log. Whether there is a request of its id is decided when the log is read.
+/// The route `POST /v1/feedback`: appends feedback to the request log. Whether its id is that of a logged request is checked when
+/// the log is read.
 pub(super) async fn feedback(mut call: Call) -> Result<Response, ErrorResponse> {
     let missing = "no request log is configured; start the server with --request_log DIR";
     let service = call.service.clone();

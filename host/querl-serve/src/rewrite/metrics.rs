@@ -30,7 +30,7 @@ const ROUTES: [&str; 14] = [
     "/openapi.json",
     "/docs",
 ];
-/// Those with a histogram of durations.
+/// Routes that have a histogram of durations.
 pub(super) const TIMED_ROUTES: [&str; 4] =
     ["/v1/rewrite", "/v1/chat/completions", "/api/chat/general_rag", "/retrieval"];
 const PHASES: [&str; 4] = ["queue", "prefill", "decode", "total"];
@@ -139,7 +139,7 @@ impl RewriteMetrics {
         }
     }
 
-    /// Adds a generated response.
+    /// Adds the token counts and durations of a generated response.
     pub(super) fn generated(&self, tenant: &str, generation: &Generation, total: Duration) {
         let Generation { queued, prefill, decode, .. } = *generation;
         for (phase, time) in PHASES.into_iter().zip([queued, prefill, decode, total]) {
@@ -158,7 +158,7 @@ impl RewriteMetrics {
         self.cache_misses.with_label_values(&[tenant]).inc_by(n_misses);
     }
 
-    /// `rewriter` is `None` until the models are loaded.
+    /// The metrics in Prometheus' text format. `rewriter` is `None` until the models are loaded.
     pub(super) fn to_text(&self, rewriter: Option<&dyn Rewriter>) -> prometheus::Result<String> {
         let served = rewriter.map(Rewriter::tenants).unwrap_or_default();
         self.remove_all_but(&served);

@@ -10,7 +10,8 @@ const CHECK_TIMEOUT: Duration = Duration::from_secs(30);
 /// Loading a model takes long.
 const RELOAD_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Checks that the service at `url` can be made to read its releases again. Must not be called on a thread of an async runtime.
+/// Checks that the service at `url` follows releases and accepts the admin key. Must not be called on a thread of an async
+/// runtime.
 ///
 /// # Errors
 /// It cannot be reached, refuses the key, or follows no releases.

@@ -1,4 +1,4 @@
-//! `POST /v1/rewrite`.
+//! The route `POST /v1/rewrite`.
 
 use super::access_log::milliseconds;
 use super::request_log::LoggedQuery;
@@ -27,8 +27,8 @@ struct RewriteQuery {
     deadline: Instant,
 }
 
-/// Answers one query with an object, `queries` with `results` in their order. Nothing is rewritten where one of them is wrong or does not
-/// fit into the queue.
+/// Rewrites one query, answered with an object, or a list `queries`, answered with `results` in the same order. Nothing is
+/// rewritten if one of the queries is invalid or does not fit into the queue.
 pub(super) async fn rewrite(mut call: Call) -> Result<Response, ErrorResponse> {
     let Some(queries) = call.fields.take::<Vec<JsonFields>>("queries", QUERIES)? else {
         let fields = std::mem::take(&mut call.fields);
@@ -101,7 +101,7 @@ pub(super) fn query(fields: &mut JsonFields) -> Result<String, ErrorResponse> {
     Ok(query)
 }
 
-/// The fields `user_profile` and `history`.
+/// Reads the fields `user_profile` and `history`.
 pub(super) fn context(fields: &mut JsonFields) -> Result<Context, ErrorResponse> {
     let user_profile: String = fields.take("user_profile", "a text")?.unwrap_or_default();
     let history: Value = fields.take("history", "a text, a list of texts, or a list of messages")?.unwrap_or_default();
@@ -111,7 +111,8 @@ pub(super) fn context(fields: &mut JsonFields) -> Result<Context, ErrorResponse>
     Ok(Context { user_profile, history_summary })
 }
 
-/// A field with the id of the user, a text or a number; of another type it is ignored, as it was before it was read here.
+/// Reads the field with the user's id, a text or a number. A value of another type is ignored, as clients of earlier versions may
+/// send one.
 pub(super) fn user(fields: &mut JsonFields, name: &str) -> Result<Option<String>, ErrorResponse> {
     Ok(match fields.take::<Value>(name, "a text or a number")? {
         Some(Value::String(user)) if !user.is_empty() => Some(user),
@@ -120,7 +121,7 @@ pub(super) fn user(fields: &mut JsonFields, name: &str) -> Result<Option<String>
     })
 }
 
-/// Other control characters are passed on as text; this one ends a text in too many programs.
+/// Rejects a text that contains the NUL character, which ends a text in many programs.
 pub(super) fn check_text(name: &'static str, text: &str) -> Result<(), ErrorResponse> {
     match text.contains('\0') {
         true => {

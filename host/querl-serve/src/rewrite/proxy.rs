@@ -23,7 +23,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// `POST /api/chat/general_rag`: the request with `rewritten_query` filled in, everything else as it is.
+/// The route `POST /api/chat/general_rag`: forwards the request with `rewritten_query` filled in and everything else unchanged.
 pub(super) async fn general_rag(mut call: Call) -> Result<Response, ErrorResponse> {
     let upstream = upstream(&call.service)?.clone();
     if upstream.is_dify() {
@@ -59,8 +59,8 @@ fn replaced(body: &[u8], texts: &[(&str, &str)]) -> Result<Vec<u8>, ErrorRespons
     replace().map_err(failed)
 }
 
-/// Checks key and upstream service before the body is read: Dify tests a new endpoint by a request without a body, and takes
-/// 403, 404 and 502 for failures.
+/// Checks API key and upstream service before the body is read: Dify tests a new endpoint by a request without a body, and
+/// interprets 403, 404 and 502 as failures.
 pub(super) async fn check_access(State(service): State<Arc<RewriteService>>, request: Request, next: Next) -> Response {
     let checked = service.check_permitted(request.headers()).and_then(|_| upstream(&service).map(|_| ()));
     match checked {
@@ -69,8 +69,8 @@ pub(super) async fn check_access(State(service): State<Arc<RewriteService>>, req
     }
 }
 
-/// `POST /retrieval`: external knowledge of Dify.
-/// Source: <https://docs.dify.ai/en/use-dify/knowledge/external-knowledge-api>.
+/// The route `POST /retrieval`: external knowledge of Dify. Source:
+/// <https://docs.dify.ai/en/use-dify/knowledge/external-knowledge-api>.
 pub(super) async fn retrieval(mut call: Call) -> Result<Response, ErrorResponse> {
     let upstream = upstream(&call.service)?.clone();
     let id: String = call.fields.take_required("knowledge_id", "a text")?;

@@ -23,15 +23,15 @@ use std::sync::{Arc, Once};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// What is logged, where, and how much of it is kept.
+/// Options of the request log: its folder, limits and filter.
 pub struct RequestLogOptions {
-    /// Folder of the files; made where it is missing.
+    /// Folder of the log files; created if it is missing.
     pub folder: PathBuf,
-    /// Maximum size of all files together.
+    /// Maximum size of all log files together, in bytes.
     pub max_bytes: u64,
-    /// Days that are kept, today included.
+    /// Number of days for which files are kept, today included.
     pub max_days: u32,
-    /// Requests that it drops are logged without their texts.
+    /// Filter plugin: requests that it drops are logged without their texts. `None`: all texts are logged.
     pub filter: Option<Box<dyn Filter>>,
 }
 
@@ -65,7 +65,7 @@ enum Message {
     Flush(std::sync::mpsc::Sender<()>),
 }
 
-/// The queue of the log.
+/// The request log: a bounded queue of lines, and the thread that writes them.
 pub(super) struct RequestLog {
     sender: SyncSender<Message>,
     n_queued_bytes: Arc<AtomicUsize>,
@@ -83,9 +83,9 @@ struct Counters {
     redacted: IntCounterVec,
 }
 
-/// A request that was rewritten.
+/// A rewritten query as it is logged.
 pub(super) struct LoggedQuery<'a> {
-    /// `None` for the request's own.
+    /// Id of the query; `None` if the request has only one query, and its id is that of the request.
     pub(super) id: Option<&'a str>,
     pub(super) query: &'a str,
     pub(super) context: &'a Context,
@@ -94,7 +94,7 @@ pub(super) struct LoggedQuery<'a> {
 }
 
 impl RequestLog {
-    /// Opens the folder and starts the thread that writes.
+    /// Opens the folder and starts the thread that writes lines.
     ///
     /// # Errors
     /// The folder cannot be used, or another process uses it.
@@ -128,7 +128,8 @@ impl RequestLog {
         Ok(Self { sender, n_queued_bytes, counters, salt, writer, reported_full, reported_end })
     }
 
-    /// Queues a line. False where the queue is full, or the writer has ended: the line is dropped and counted.
+    /// Adds a line to the queue. Returns false, and counts the line as dropped, if the queue is full or the writing thread has
+    /// ended.
     pub(super) fn send(&self, mut line: RequestLogLine) -> bool {
         if text_bytes(&line) > MAX_TEXT_BYTES + REST_BYTES
             && let RequestLogLine::Rewrite(rewrite) = &mut line
@@ -159,7 +160,7 @@ impl RequestLog {
         QUEUE_FULL
     }
 
-    /// Waits for the queue to be written, for a bounded time.
+    /// Waits until the lines in the queue are written, for a bounded time.
     pub(super) fn flush(&self) {
         let deadline = Instant::now() + FLUSH_TIMEOUT;
         let (done, is_done) = channel();

@@ -1,4 +1,4 @@
-//! The rewriting service without its routes: tenants and their keys, rewrites with their fallbacks, and what a handler gets.
+//! The rewriting service without its routes: tenants and their keys, rewrites with their fallbacks, and the state of a request.
 
 use super::access_log::{AccessLog, RequestRecord, milliseconds};
 use super::cache::{CachedRewrite, RewriteCache};
@@ -42,31 +42,32 @@ pub struct RewriteOptions {
     pub max_queries: usize,
     /// Time limit for a whole body to arrive.
     pub body_timeout: Duration,
-    /// Time limit of a rewrite, time in the queue included; then the query itself is returned. Requests may shorten it.
+    /// Time limit of a rewrite, time in the queue included; after it the query itself is returned. A request may set a shorter
+    /// one.
     pub deadline: Duration,
-    /// Time limit of a response to the client's own messages.
+    /// Time limit of a chat completion, the response to a client's own messages.
     pub chat_timeout: Duration,
-    /// Rewrites that are kept for identical requests; 0 for none.
+    /// Maximum number of rewrites in the cache for identical requests; 0 disables it.
     pub max_cached_rewrites: usize,
     /// Key of tenants without one of their own; `None` permits every client.
     pub api_key: Option<String>,
     /// Key of the admin routes; `None` disables them.
     pub admin_key: Option<String>,
-    /// The retrieval service behind `/api/chat/general_rag` and `/retrieval`.
+    /// The retrieval service to which `/api/chat/general_rag` and `/retrieval` forward requests; `None` if there is none.
     pub upstream: Option<Upstream>,
-    /// A file to which one JSON line is appended for each rewrite and each other request.
+    /// Path of the access log: one JSON line for each rewrite and each other request. `None` for no access log.
     pub access_log: Option<PathBuf>,
-    /// Limits above which a candidate is ended.
+    /// Limits above which a canary or shadow candidate is ended.
     pub candidate_limits: CandidateLimits,
-    /// The log of queries and rewrites.
+    /// Options of the request log (queries and rewrites); `None` for no request log.
     pub request_log: Option<RequestLogOptions>,
-    /// Where spans are sent.
+    /// OpenTelemetry traces; `None` for none.
     pub traces: Option<Traces>,
     /// Limits of connections.
     pub server: ServerLimits,
 }
 
-/// The service; its models are loaded while it already answers.
+/// The rewriting service. It answers requests before its models are loaded, with 503.
 pub struct RewriteService {
     pub(super) options: RewriteOptions,
     pub(super) admin_key: Option<ApiKey>,
@@ -77,13 +78,13 @@ pub struct RewriteService {
     pub(super) access_log: AccessLog,
     pub(super) failures: FailureLog,
     pub(super) request_log: Option<RequestLog>,
-    /// Held while a tenant is loaded, since models are large.
+    /// Held while a tenant is loaded, so that only one is: models are large.
     pub(super) loading: tokio::sync::Mutex<()>,
     n_requests: AtomicU64,
 }
 
 impl RewriteService {
-    /// A service whose models are not loaded yet.
+    /// A service without models, which are passed to [`set_ready`](Self::set_ready) later.
     ///
     /// # Errors
     /// The access log or the request log cannot be opened.
@@ -116,7 +117,7 @@ impl RewriteService {
         if loaded.is_alive() { Ok(loaded) } else { Err(rejected(SubmitError::Ended)) }
     }
 
-    /// Queues a task. The task is cancelled when the receiver is dropped.
+    /// Queues a generation task, which is cancelled when the receiver is dropped.
     pub(super) async fn submit(
         &self,
         tenant: &Tenant,
@@ -147,7 +148,8 @@ impl RewriteService {
         Ok(receiver)
     }
 
-    /// The rewrite of a query by one model, or a fallback to the query itself. What no client waits for is not counted.
+    /// Rewrites a query by one model; falls back to the query itself. Rewrites that no client waits for (shadow requests) are not
+    /// counted.
     ///
     /// # Errors
     /// The query is not queued, for another reason than its tenant's plugin.
@@ -200,7 +202,8 @@ impl RewriteService {
         Ok(result(CachedRewrite::raw(query, &tenant.version), None, Some(reason)))
     }
 
-    /// The tenant that a request names in the field `param`, among those that its key permits. The name may be left out where it permits one.
+    /// The tenant that a request names in the field `param`, among those that its API key permits. The name may be left out if
+    /// the key permits only one.
     ///
     /// # Errors
     /// There is no such tenant for this client. A client learns the names of no tenant whose key it does not have.
@@ -231,7 +234,7 @@ impl RewriteService {
         PermittedTenants { tenants, has_others: !others.is_empty() }
     }
 
-    /// The tenants that a client may use.
+    /// The tenants that a client may use by its API key.
     ///
     /// # Errors
     /// Only tenants with other keys are served.
@@ -257,7 +260,7 @@ impl RewriteService {
 /// The tenants that a client may use, sorted by name.
 pub(super) struct PermittedTenants {
     pub(super) tenants: Vec<Tenant>,
-    /// Others are served, whose key the client does not have.
+    /// True if further tenants are served, whose key the client does not have.
     pub(super) has_others: bool,
 }
 
@@ -280,7 +283,7 @@ pub(super) fn unknown_tenant(param: &'static str, name: &str, scope: &str, permi
     ErrorResponse { code: Some(code), param: Some(param), ..ErrorResponse::not_found(what) }
 }
 
-/// The response to a task that is not queued.
+/// The error response for a task that was not queued.
 pub(super) fn rejected(error: SubmitError) -> ErrorResponse {
     match error {
         SubmitError::UnknownTenant => ErrorResponse::not_found("the tenant is no longer served"),
@@ -302,7 +305,7 @@ pub(super) fn model_failed() -> ErrorResponse {
     ErrorResponse::internal("the model failed; the server's log says why")
 }
 
-/// The last event of a task.
+/// Waits for the last event of a task. `Err` if the generation ended without a response.
 pub(super) async fn finished(events: &mut UnboundedReceiver<GenerationEvent>) -> Result<Generation, GenerationFailure> {
     while let Some(event) = events.recv().await {
         if let GenerationEvent::Done(done) = event {
@@ -326,10 +329,11 @@ impl EventSink for EventSender {
     }
 }
 
-/// Whether a client or a shadow comparison needs a response.
+/// Who needs a response: a client or a shadow comparison.
 pub(super) enum Audience {
     Client,
-    /// Nobody: it is cancelled, and the flag set, where clients wait for room in the running batch.
+    /// A shadow comparison. The request is cancelled, and the flag set, if requests of clients wait for room in the running
+    /// batch.
     Shadow(Arc<AtomicBool>),
 }
 
@@ -357,23 +361,23 @@ impl EventSink for ShadowSender {
     }
 }
 
-/// A rewrite, or a fallback to the query.
+/// A rewrite, or the query itself as a fallback.
 pub(super) struct RewriteResult {
     pub(super) tenant: String,
     pub(super) generated: CachedRewrite,
     pub(super) latency: Duration,
-    /// `None` for a fallback.
+    /// Time in the queue; `None` for a fallback.
     pub(super) queued: Option<Duration>,
-    /// `None` for a fallback and for a rewrite of the cache.
+    /// Durations of prefill and decoding; `None` for a fallback and for a rewrite from the cache.
     pub(super) phases: Option<Phases>,
     pub(super) is_cached: bool,
-    /// Why this is the query itself.
+    /// Reason of the fallback; `None` for a rewrite.
     pub(super) fallback: Option<&'static str>,
 }
 
 const FALLBACK_HEADER: HeaderName = HeaderName::from_static("x-querl-fallback");
 
-/// Marks the response of a protocol without a field for it.
+/// Adds the header `x-querl-fallback` to a response whose protocol has no field for the reason of a fallback.
 pub(super) fn with_fallback(mut response: Response, fallback: Option<&'static str>) -> Response {
     if let Some(code) = fallback {
         response.headers_mut().insert(FALLBACK_HEADER, HeaderValue::from_static(code));
@@ -381,7 +385,7 @@ pub(super) fn with_fallback(mut response: Response, fallback: Option<&'static st
     response
 }
 
-/// A request whose body has arrived.
+/// A request whose body has arrived completely.
 pub(super) struct Call {
     pub(super) service: Arc<RewriteService>,
     pub(super) rewriter: Arc<dyn Rewriter>,
@@ -411,7 +415,7 @@ impl Call {
         Ok(Self { service, rewriter, record, uri, headers, body, fields, started: Instant::now(), slot })
     }
 
-    /// Logs a rewrite or a fallback, where requests are logged.
+    /// Adds a rewrite or a fallback to the request log, if there is one.
     pub(super) fn log_rewrite(&self, query: &LoggedQuery<'_>, result: &RewriteResult) {
         let Some(log) = &self.service.request_log else { return };
         log.send(RequestLogLine::Rewrite(LoggedRewrite {

@@ -24,15 +24,16 @@ const SERVICE_NAME: &str = "querl";
 /// Time for the last spans to be sent when the server stops.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Where spans are sent.
+/// The OpenTelemetry exporter to which the spans of requests are sent.
 pub struct Traces {
     provider: SdkTracerProvider,
     tracer: SdkTracer,
 }
 
 impl Traces {
-    /// Traces where `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` is set, and neither `OTEL_SDK_DISABLED` nor
-    /// `OTEL_TRACES_EXPORTER=none`. Headers, timeout, sampler, resource and batches are set by the other variables of the specification.
+    /// Traces if `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` is set, and neither `OTEL_SDK_DISABLED`
+    /// nor `OTEL_TRACES_EXPORTER=none`; otherwise `None`. Headers, timeout, sampler, resource and batches are set by the other
+    /// variables of the specification.
     ///
     /// # Errors
     /// A sentence: a variable has a value that cannot be used.
@@ -63,7 +64,7 @@ impl Traces {
         Ok(Some(Self { tracer: provider.tracer(env!("CARGO_PKG_NAME")), provider }))
     }
 
-    /// The span of a request, where its route generates.
+    /// Starts the span of a request; `None` if its route does not generate text.
     pub(super) fn request(
         &self,
         method: &Method,
@@ -85,7 +86,7 @@ impl Traces {
         Some(RequestSpan { tracer: self.tracer.clone(), context: client.with_span(span) })
     }
 
-    /// Sends what was not sent yet, for a bounded time.
+    /// Sends the spans that are still queued, for a bounded time.
     pub(super) fn shutdown(&self) {
         // The exporter reports its own errors.
         let _ = self.provider.shutdown_with_timeout(SHUTDOWN_TIMEOUT);
@@ -129,7 +130,7 @@ impl SpanExporter for ReportingExporter {
     }
 }
 
-/// The phases of a generation that has just ended.
+/// Durations in queue, prefill and decoding of a generation that has just ended.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Phases {
     ended: SystemTime,
@@ -145,10 +146,10 @@ impl Phases {
     }
 }
 
-/// What the access log and a span say of one generation.
+/// Data of one generation, for the access log and the trace span.
 #[derive(Debug, Clone, Default)]
 pub(super) struct AccessEntry {
-    /// `None` for the request's own.
+    /// Id of the query; `None` if it is that of the request.
     pub(super) id: Option<String>,
     pub(super) tenant: String,
     pub(super) version: String,
@@ -156,18 +157,18 @@ pub(super) struct AccessEntry {
     pub(super) is_cached: bool,
     pub(super) n_prompt_tokens: usize,
     pub(super) n_tokens: usize,
-    /// `None` where nothing was generated.
+    /// Durations of the generation; `None` if nothing was generated.
     pub(super) phases: Option<Phases>,
 }
 
-/// The span of a request in progress.
+/// The trace span of a request in progress.
 pub(super) struct RequestSpan {
     tracer: SdkTracer,
     context: Context,
 }
 
 impl RequestSpan {
-    /// Adds the spans of a generation, or the reason of a fallback.
+    /// Adds child spans for the phases of a generation, or the reason of a fallback.
     pub(super) fn add(&self, entry: &AccessEntry) {
         let attributes = || {
             [
@@ -202,23 +203,23 @@ impl RequestSpan {
         self.tracer.span_builder(name).with_kind(kind)
     }
 
-    /// A span that begins now, for a request to the upstream service.
+    /// Starts a child span for a request to the upstream service.
     pub(super) fn upstream(&self) -> UpstreamSpan {
         let span = self.child("upstream", SpanKind::Client).start_with_context(&self.tracer, &self.context);
         UpstreamSpan(self.context.with_span(span))
     }
 
-    /// Ends the span with the status of the response.
+    /// Ends the span with the HTTP status of the response.
     pub(super) fn end(&self, status: u16) {
         end(&self.context, status);
     }
 }
 
-/// The span of a request to the upstream service; one that is dropped ends too.
+/// The trace span of a request to the upstream service; it also ends when it is dropped.
 pub(super) struct UpstreamSpan(Context);
 
 impl UpstreamSpan {
-    /// Headers of the request, with this span as its parent.
+    /// `headers` with this span as the parent (`traceparent`), for the request to the upstream service.
     pub(super) fn headers(&self, headers: &HeaderMap) -> HeaderMap {
         let mut headers = headers.clone();
         TraceContextPropagator::new().inject_context(&self.0, &mut HeaderInjector(&mut headers));

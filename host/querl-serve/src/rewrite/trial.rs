@@ -1,4 +1,4 @@
-//! The trial of one candidate: which requests it gets, how it compares with the current model, and when it has failed.
+//! The trial of one candidate model: which requests it answers, how it compares with the current model, and when it has failed.
 
 use querl_core::fsx::digest_hex;
 use querl_core::serving::{Candidate, CandidateMode, Role, Tenant};
@@ -8,23 +8,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Limits above which a candidate is ended. Shares and latencies are those of the last 1000 requests of the candidate, and of the current
-/// model's in the same span of time.
+/// Limits above which a candidate is ended. Shares and latencies are those of the candidate's last 1000 requests, and of the
+/// current model's requests in the same span of time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct CandidateLimits {
-    /// Requests of the candidate and of the current model before limits apply; for latency, generated rewrites.
+    /// Minimum number of requests of the candidate and of the current model before limits apply; for latency, of generated
+    /// rewrites.
     pub min_requests: usize,
-    /// Share of failures of model or plugin, above that of the current model.
+    /// Maximum excess of the candidate's share of model or plugin failures over that of the current model.
     pub max_errors: f64,
-    /// Share of queries without a rewrite, above that of the current model.
+    /// Maximum excess of the candidate's share of fallbacks (queries without a rewrite) over that of the current model.
     pub max_fallbacks: f64,
-    /// 95% quantile of the latency relative to that of the current model; differences below 50 ms are accepted, and so are up to 5
-    /// points more rewrites above that limit.
+    /// Maximum ratio of the candidate's 95% quantile of latency to that of the current model. Differences below 50 ms are
+    /// accepted, and so are up to 5 percentage points more rewrites above that limit.
     pub max_latency_ratio: f64,
 }
 
 impl CandidateLimits {
-    /// The defaults of a server.
+    /// Default limits of `querl serve rewrite`.
     pub const DEFAULT: Self = Self { min_requests: 100, max_errors: 0.02, max_fallbacks: 0.05, max_latency_ratio: 1.5 };
 }
 
@@ -42,17 +43,17 @@ const MIN_SLOW_SHARE_DIFFERENCE: f64 = 0.05;
 /// Reasons of fallbacks that are failures of model or plugin.
 const ERRORS: [&str; 2] = ["model_failed", "plugin_fault"];
 
-/// What came of a request.
+/// Result of one request in a trial.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sample {
-    /// `None` where it is not that of a generated rewrite, as for one of the cache.
+    /// Latency of a generated rewrite; `None` for other results, such as a rewrite from the cache.
     pub(super) latency: Option<Duration>,
-    /// Why there was no rewrite.
+    /// Reason of a fallback; `None` for a rewrite.
     pub(super) fallback: Option<&'static str>,
 }
 
 impl Sample {
-    /// The plugin rejected the query or faulted, or the prompt is too long.
+    /// Result of a request whose query the plugin rejected or faulted at, or whose prompt is too long.
     pub(super) const PLUGIN_FAULT: Self = Self { latency: None, fallback: Some("plugin_fault") };
 
     pub(super) fn is_error(&self) -> bool {
@@ -195,7 +196,7 @@ fn stride(mode: CandidateMode) -> u64 {
     }
 }
 
-/// A candidate with its current model.
+/// A candidate in comparison with the current model of its tenant.
 pub(super) struct Trial {
     pub(super) candidate: Candidate,
     /// The candidate's model.
@@ -210,13 +211,13 @@ impl Trial {
         Self { candidate, model, current, statistics: Mutex::default(), is_ended: AtomicBool::new(false) }
     }
 
-    /// Whether this is the trial of these models already.
+    /// True if this is the trial of the same candidate against the same version of the current model.
     pub(super) fn is_of(&self, candidate: &Candidate, current: &Tenant) -> bool {
         self.candidate == *candidate && self.current.version == current.version
     }
 
-    /// The model that answers a request: a user's requests, else those of one query, are always answered by the same one. A larger share
-    /// keeps the users of a smaller one.
+    /// Chooses the model that answers a request. Requests of one user, or of one query without a user, always get the same model;
+    /// if the canary share grows, users of the candidate keep it.
     pub(super) fn role(&self, user: Option<&str>, query: &str) -> Role {
         let CandidateMode::Canary(share) = self.candidate.mode else { return Role::Current };
         let key = user.map_or(("query", query), |user| ("user", user));
@@ -230,14 +231,15 @@ impl Trial {
         self.statistics().add(role, sample, stride(self.candidate.mode));
     }
 
-    /// A rewrite of the cache. It is a success: the shares of new queries alone differ with what is in the cache of each model.
+    /// Counts a rewrite from the cache, as a success: the shares among new queries alone would depend on what the cache of each
+    /// model contains.
     pub(super) fn add_cached(&self, role: Role) {
         let mut statistics = self.statistics();
         statistics.add(role, Sample { latency: None, fallback: None }, stride(self.candidate.mode));
         statistics.of(role).n_cached += 1;
     }
 
-    /// Whether a rewrite that has taken this long is later than 95% of the current model's.
+    /// True if a rewrite that has taken `latency` is slower than 95% of those of the current model.
     pub(super) fn is_slow(&self, latency: Duration, limits: &CandidateLimits) -> bool {
         let [mut current, _] = self.statistics().windows();
         current.latencies.len() >= limits.min_requests
@@ -254,13 +256,13 @@ impl Trial {
         self.statistics().n_skipped += 1;
     }
 
-    /// The limit that the candidate exceeds, and the reason as a sentence. Once: later calls return `None`.
+    /// The name of the limit that the candidate exceeds, and the reason as a sentence. Reported once: later calls return `None`.
     pub(super) fn exceeded(&self, limits: &CandidateLimits) -> Option<(&'static str, String)> {
         let found = exceeded(&self.statistics(), limits)?;
         (!self.is_ended.swap(true, Ordering::SeqCst)).then_some(found)
     }
 
-    /// Whether a limit has ended it.
+    /// True if the candidate was ended because it exceeded a limit.
     pub(super) fn is_ended(&self) -> bool {
         self.is_ended.load(Ordering::SeqCst)
     }

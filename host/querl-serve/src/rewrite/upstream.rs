@@ -41,7 +41,7 @@ const NOT_FORWARDED: [&str; 11] = [
     "content-length",
 ];
 
-/// A retrieval service, with pooled connections.
+/// A client of the upstream retrieval service, with pooled connections.
 #[derive(Debug, Clone)]
 pub struct Upstream {
     /// The address of its route.
@@ -53,8 +53,8 @@ pub struct Upstream {
 }
 
 impl Upstream {
-    /// `url`: the address of a service with the `general_rag` interface, with or without its route, or of a Dify external knowledge API, which
-    /// ends in `/retrieval`. `timeout`: of one response.
+    /// A client of a retrieval service. `url`: a service with the `general_rag` interface, with or without the path of its route,
+    /// or a Dify external knowledge API, whose path ends in `/retrieval`. `timeout`: time limit of one response.
     ///
     /// # Errors
     /// A sentence: it is not an HTTP address, or cannot be called from this machine.
@@ -87,7 +87,7 @@ impl Upstream {
         self.timeout
     }
 
-    /// Sends a body with the headers and the query string of a request.
+    /// Sends a body to the service, with the forwarded headers and the query string of the client's request.
     pub(super) async fn send(
         &self,
         uri: &Uri,
@@ -128,7 +128,8 @@ impl Upstream {
         }
     }
 
-    /// The passages of a `general_rag` response as Dify's records, within the limits of the request, which the service may have ignored.
+    /// The passages of a `general_rag` response as records of Dify, with the limits of Dify's request applied, which the service
+    /// may have ignored.
     ///
     /// # Errors
     /// The service's own error, or that its response is unreadable.

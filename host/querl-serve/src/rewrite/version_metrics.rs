@@ -1,4 +1,4 @@
-//! Metrics of tenants with a candidate, by the role of the model.
+//! Prometheus metrics of tenants with a candidate, by role of the model (current or candidate).
 
 use prometheus::{HistogramVec, IntCounterVec};
 use querl_core::serving::Role;
@@ -19,7 +19,7 @@ pub(super) struct VersionMetrics {
 }
 
 impl VersionMetrics {
-    /// `counters` and `histograms` register a family with a name, a help text and labels.
+    /// Registers the metrics: `counters` and `histograms` each register one by name, help text and label names.
     pub(super) fn new(
         counters: impl Fn(&str, &str, &[&str]) -> prometheus::Result<IntCounterVec>,
         histograms: impl Fn(&str, &str, &[&str]) -> prometheus::Result<HistogramVec>,
@@ -66,7 +66,7 @@ impl VersionMetrics {
         self.returns.with_label_values(&[tenant, limit]).inc();
     }
 
-    /// Removes the label values of a tenant.
+    /// Removes the metrics of a tenant.
     pub(super) fn remove(&self, tenant: &str) {
         for role in Role::ALL {
             let labels = [tenant, role.name()];

@@ -84,7 +84,7 @@ impl StyleMetrics {
         self.shortened.inc_by(classified.iter().filter(|text| text.n_left_out > 0).count() as u64);
     }
 
-    /// `n_waiting` is `None` until the model is loaded.
+    /// The metrics in Prometheus' text format. `n_waiting` is `None` until the model is loaded.
     pub(super) fn to_text(&self, n_waiting: Option<usize>) -> prometheus::Result<String> {
         self.ready.set(i64::from(n_waiting.is_some()));
         self.waiting.set(n_waiting.unwrap_or_default() as i64);

@@ -11,18 +11,18 @@ use serde::ser::{SerializeMap, Serializer};
 use serde_json::{Value, json, to_string};
 use std::collections::HashMap;
 
-/// The form of a request, and of its response.
+/// The form of a request, which determines that of its response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ResponseForm {
-    /// One text: label, confidence, probabilities.
+    /// One text, answered with label, confidence and probabilities (the training script's service).
     Prediction,
-    /// A list of them, one for each text.
+    /// A list of texts, answered with a list of such predictions.
     Predictions,
-    /// One text: label and score of each class.
+    /// One text, answered with label and score of each class (text-embeddings-inference).
     Scores,
-    /// A list of score lists, one for each text.
+    /// A list of texts, answered with a list of such score lists (text-embeddings-inference).
     ScoreLists,
-    /// vLLM's form.
+    /// The request and response of vLLM's `/classify`.
     Classify,
 }
 
@@ -43,7 +43,7 @@ impl ClassifyRequest {
         Self { form, texts, is_raw: false, is_english: false, model: None, rejects_long: false }
     }
 
-    /// Checks that need no tokenizer.
+    /// Checks the request without a tokenizer: number and size of the texts.
     pub(super) fn check(&self, options: &StyleOptions) -> Result<(), ErrorResponse> {
         let StyleOptions { max_texts, max_text_chars, .. } = *options;
         if self.texts.is_empty() {
@@ -66,7 +66,7 @@ impl ClassifyRequest {
         }
     }
 
-    /// Rejects shortened texts where the request demands whole ones.
+    /// Rejects texts that were shortened, if the request demands that they are classified whole.
     pub(super) fn check_lengths(&self, classified: &[ClassifiedText], max_length: usize) -> Result<(), ErrorResponse> {
         let is_cut = |text: &ClassifiedText| text.n_left_out > 0;
         match classified.iter().position(is_cut).filter(|_| self.rejects_long) {
@@ -216,7 +216,7 @@ async fn read(request: Request, options: &StyleOptions, expected: &str) -> Resul
     read_fields(request, limits).await
 }
 
-/// The classification of one text.
+/// A prediction for one text: the label of the most probable class, and the probability of each class.
 #[derive(Debug, Serialize)]
 pub struct StylePrediction<'a> {
     predicted_label: &'a str,
@@ -239,7 +239,7 @@ impl Serialize for ByClass<'_> {
 }
 
 impl<'a> StylePrediction<'a> {
-    /// `probabilities`: one for each of the classes that `names` has, at least one.
+    /// A prediction from the class names and the probability of each class; there is at least one class.
     pub fn new(names: &'a [String], probabilities: &'a [f64]) -> Self {
         let predicted = argmax(probabilities);
         Self {
@@ -249,7 +249,7 @@ impl<'a> StylePrediction<'a> {
         }
     }
 
-    /// As lines for a terminal.
+    /// The prediction as lines for a terminal.
     pub fn text(&self) -> String {
         let lines = self.probabilities.0.iter().zip(self.probabilities.1);
         let lines: String = lines.map(|(name, probability)| format!("  {name}: {probability:.3}\n")).collect();
@@ -277,7 +277,7 @@ fn by_score<'a>(names: &'a [String], values: &[f64]) -> Vec<ClassScore<'a>> {
     list
 }
 
-/// The JSON of `/predict`, with classes in the model's order.
+/// The JSON response of `/predict`, with classes in the model's order.
 pub(super) fn predict_response<'a>(
     request: &ClassifyRequest,
     classifier: &'a dyn TextClassifier,
@@ -304,7 +304,7 @@ pub(super) fn predict_response<'a>(
     Ok(json.expect("names and numbers have a JSON form"))
 }
 
-/// The JSON of `/classify`; `probs` holds logits where the client requests them.
+/// The JSON response of `/classify`; `probs` holds logits if the client requests them.
 pub(super) fn classify_response(
     request: &ClassifyRequest,
     classifier: &dyn TextClassifier,

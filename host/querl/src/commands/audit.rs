@@ -1,4 +1,4 @@
-//! `querl audit`: whether a training raised what its reward stands for, or the reward alone.
+//! `querl audit`: reports signs of reward hacking in a run, by comparing the reward over training with independent measures.
 
 use crate::args::Format;
 use crate::terminal;

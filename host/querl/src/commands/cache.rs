@@ -1,4 +1,4 @@
-//! `querl cache`: what was kept of answers of teachers, judges and retrieval services.
+//! `querl cache`: statistics of the cache of teacher, judge and retrieval responses, and clearing it.
 
 use crate::args::{Format, one_of};
 use anyhow::Context;
@@ -11,7 +11,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// What to do with the cache.
+/// Subcommands of `querl cache`.
 #[derive(Debug, Subcommand)]
 pub enum CacheCommand {
     /// Print number, size and age of the cached responses

@@ -1,4 +1,4 @@
-//! `querl data`: looks at the query table and at what the data stages made of it; makes one of a request log.
+//! `querl data`: statistics of the query table and of the data stages; a query table from a request log.
 
 mod from_log;
 

@@ -1,4 +1,5 @@
-//! `querl plan`: whether a training can succeed, with what to do; or memory, seconds and hours on a cluster of GPUs (`--on`).
+//! `querl plan`: reports before a training what speaks for and against its success, or (`--on`) predicts memory, seconds and
+//! hours on a cluster of GPUs.
 
 use crate::args::{Format, ThreadsArg, usage};
 use crate::model_hub;

@@ -92,7 +92,10 @@ fn check(args: &CheckArgs) -> anyhow::Result<()> {
     let models = local_models(&config.retrieval)?;
     let search =
         open_retrieval_backend(&config.retrieval, &config.tenant, &models, &ServiceContext::new(&config.calls))?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().context("no async runtime")?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the async runtime (tokio)")?;
     let queries = runtime.block_on(ask_all(search.as_ref(), questions, RetrievalLimits::of(&config.retrieval)));
     let findings = findings(&queries, &config, &models);
     let retrieval = format!("{}, tenant {}", search.name(), config.tenant);

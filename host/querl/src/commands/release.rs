@@ -1,4 +1,4 @@
-//! `querl release`: a check of a run before its release, and what serves each tenant.
+//! `querl release`: checks a run before its release, and sets which run serves each tenant.
 
 use super::serve::{key_in, served_run};
 use crate::args::{Format, one_of, usage};
@@ -117,7 +117,7 @@ pub struct HistoryArgs {
 
 const LIMITS: CandidateLimits = CandidateLimits::DEFAULT;
 
-/// Of a server that follows releases.
+/// Options of a server that follows releases.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct FollowArgs {

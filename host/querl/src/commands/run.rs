@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// `querl run`.
+/// Arguments of `querl run`.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     #[command(flatten)]
@@ -33,7 +33,7 @@ pub struct RunArgs {
     to: Option<StageName>,
 }
 
-/// The command of a stage that computes with a model.
+/// Arguments of a stage's command, for a stage that computes with a model.
 #[derive(Debug, Args)]
 pub struct ModelStageArgs {
     #[command(flatten)]
@@ -42,7 +42,7 @@ pub struct ModelStageArgs {
     threads: ThreadsArg,
 }
 
-/// The command of any stage.
+/// Arguments of the command of any stage.
 #[derive(Debug, Args)]
 pub struct StageArgs {
     #[command(flatten)]
@@ -63,7 +63,7 @@ pub struct StageArgs {
     format: Format,
 }
 
-/// `--from` of the command of a stage, which begins there or earlier.
+/// Adapts the option `--from` to the command of the stage `last`, which can begin only there or earlier.
 pub fn from_up_to(last: StageName) -> impl FnOnce(Arg) -> Arg {
     let help = match last {
         StageName::Rewrite => "Run this stage again, even if it is finished",
@@ -76,12 +76,12 @@ pub fn run(args: &RunArgs) -> anyhow::Result<()> {
     run_window(&args.stage, args.threads.threads, StageName::Rewrite, args.to.unwrap_or(StageName::Eval))
 }
 
-/// Runs one stage where it needs it, and those before it from `--from` on.
+/// Runs one stage if its result is missing or out of date; with `--from`, also the stages from there on.
 pub fn stage(name: StageName, args: &StageArgs) -> anyhow::Result<()> {
     run_window(args, None, args.from.unwrap_or(name), name)
 }
 
-/// As [`stage`], for one that computes with a model.
+/// Like [`stage`], for a stage that computes with a model.
 pub fn model_stage(name: StageName, args: &ModelStageArgs) -> anyhow::Result<()> {
     run_window(&args.stage, args.threads.threads, args.stage.from.unwrap_or(name), name)
 }
@@ -181,7 +181,8 @@ pub struct ReportArgs {
     format: Format,
 }
 
-/// Writes `eval.json` and `report.html` of each folder again and prints the table, pooled where there are several.
+/// Runs `querl report`: writes `eval.json` and `report.html` of each folder again and prints the table, pooled if there are
+/// several.
 pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
     let runs = args.dirs.iter().map(|dir| run_in(dir)).collect::<Result<Vec<RunDir>, Stop>>()?;
     let written = runs.iter().map(rewrite_report).collect::<anyhow::Result<Vec<_>>>()?;

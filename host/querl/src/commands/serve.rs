@@ -226,7 +226,7 @@ fn announce(url: &str) -> std::io::Result<()> {
     writeln!(stdout, "listening on http://{url}").and_then(|()| stdout.flush())
 }
 
-/// The embedded retrieval of one or more configurations over the `general_rag` interface.
+/// Runs `querl serve rag`: serves the embedded retrieval of one or more configurations over the `general_rag` interface.
 pub(super) fn rag(args: &RagArgs) -> anyhow::Result<()> {
     let mut shelf = ModelShelf::default();
     let mut open = |path: &PathBuf| knowledge_base(path, &args.set, &mut shelf);
@@ -396,7 +396,7 @@ fn base_dtype(text: &str) -> Result<BaseDtype, String> {
     BaseDtype::from_name(text).ok_or_else(|| "expected f32, bf16, f16, int8, fp8 or nf4".to_owned())
 }
 
-/// The key in an environment variable that an option names.
+/// The API key in the environment variable `name`, which the option `option` names.
 pub(super) fn key_in(option: &str, name: &str) -> anyhow::Result<String> {
     match std::env::var(name) {
         Ok(key) if !key.trim().is_empty() => Ok(key.trim().to_owned()),
@@ -445,7 +445,7 @@ fn style_model_of_run(path: &Path) -> anyhow::Result<Option<StyleModelConfig>> {
 const MAX_TEXT_CHARS: usize = 32_768;
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A style model over HTTP, until interrupted.
+/// Serves a style model over HTTP until it is interrupted.
 pub(super) fn style(model: &ClassifierOptions, args: &StyleServerArgs) -> anyhow::Result<()> {
     let folder = model.model.file_name().unwrap_or(model.model.as_os_str()).to_string_lossy().into_owned();
     let service = StyleService::new(StyleOptions {

@@ -113,7 +113,7 @@ pub struct TrainArgs {
     flags: TrainFlags,
 }
 
-/// The keys of the training script that people know, as flags.
+/// Flags of the training, with the names of the original training script.
 #[derive(Debug, Args, Serialize)]
 #[command(rename_all = "snake_case")]
 pub struct TrainFlags {
@@ -240,7 +240,7 @@ fn run_eval(args: &EvalArgs) -> anyhow::Result<()> {
     print(&querl_style::evaluate(&args.model.options()?, &options, &Terminal)?)
 }
 
-/// What `querl style distill` takes.
+/// Arguments of `querl style distill`.
 #[derive(Debug, Args)]
 #[command(rename_all = "snake_case")]
 pub struct DistillArgs {

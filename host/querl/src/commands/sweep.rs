@@ -42,7 +42,7 @@ pub struct SweepArgs {
     format: Format,
 }
 
-/// Runs or resumes a sweep and prints the ranking.
+/// Runs `querl sweep`: starts or resumes a sweep and prints the ranking.
 pub fn run(args: &SweepArgs) -> anyhow::Result<()> {
     let options = SweepOptions {
         grid: args.grid.iter().map(|text| GridKey::parse(text)).collect::<Result<_, _>>()?,

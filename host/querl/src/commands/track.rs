@@ -141,7 +141,8 @@ fn become_process(mut command: Command) -> io::Result<()> {
 /// Time for the last records at the end of a run; then the process continues in the background.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The process that mirrors the run of this command, with the thread that waits for it. Its failure is one warning.
+/// The process that mirrors the run of this command to a tracker, with the thread that waits for it. If it fails, one warning is
+/// printed.
 pub struct TrackerProcess {
     to: TrackerKind,
     log: PathBuf,
@@ -149,7 +150,7 @@ pub struct TrackerProcess {
 }
 
 impl TrackerProcess {
-    /// `None` without a tracker. The run directory must be locked by this process.
+    /// Starts the process; `None` if no tracker is configured. The run directory must be locked by this process.
     pub fn start(tracking: &TrackingConfig, dir: &RunDir) -> Option<Self> {
         let to = tracking.to;
         if to == TrackerKind::None {
@@ -174,7 +175,7 @@ impl TrackerProcess {
         }
     }
 
-    /// Waits a short time for the last records, except after an interrupt. The lock of the run directory must be free.
+    /// Waits a short time for the last records to be sent, except after an interrupt. The lock of the run directory must be free.
     pub fn finish(self) {
         if interrupt::check().is_err() {
             return;

@@ -1,4 +1,5 @@
-//! Between the bindings and the traits. Exists in components only; hidden, for [`export!`](crate::export).
+//! Implements the interfaces of the contract with the plugin traits, for [`export!`](crate::export). Hidden; exists in components
+//! only.
 #![allow(missing_docs, unreachable_pub, reason = "reached through the macro only; nothing here is for authors")]
 
 mod arena;
@@ -11,7 +12,7 @@ use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ops::RangeInclusive;
 
-/// What the host offers, and the shared types.
+/// Bindings of the host's interfaces and of the shared types.
 pub mod imports {
     wit_bindgen::generate!({
         inline: "package querl:sdk-imports;
@@ -106,7 +107,7 @@ use prompts::exports::querl::plugin::prompts as prompts_wit;
 use rewards::exports::querl::plugin::rewards as rewards_wit;
 use style_scores::exports::querl::plugin::style_scores as style_wit;
 
-/// What the macro knows of the author's crate.
+/// Facts about the author's crate that [`export!`](crate::export) knows: name, version, inputs and kinds.
 pub trait Identity {
     const NAME: &'static str;
     const VERSION: &'static str;
@@ -114,14 +115,15 @@ pub trait Identity {
 
     fn kinds() -> Vec<Kind>;
 
-    /// The range of a reward under these settings.
+    /// The range of totals of the reward under these settings; `None` if the component has no reward.
     fn range(settings: &Settings) -> Option<RangeInclusive<f64>>;
 
-    /// Reads the settings of all kinds that the component holds.
+    /// Reads the settings of all kinds of plugin in the component.
     fn check_settings(settings: &Settings) -> Result<(), SettingError>;
 }
 
-/// Every guest below carries only a type.
+/// Implementation of an exported interface; it only carries the type `T` of the plugin. The five types below are the same for
+/// other interfaces.
 pub struct InfoGuest<T>(PhantomData<T>);
 pub struct PromptGuest<T>(PhantomData<T>);
 pub struct FilterGuest<T>(PhantomData<T>);

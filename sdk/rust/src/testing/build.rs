@@ -1,4 +1,4 @@
-//! Values for tests, made with few words.
+//! Builders of episodes, samples, prompt inputs and dialogues for tests.
 
 use super::check;
 use crate::host::CallError;
@@ -30,20 +30,20 @@ macro_rules! builder {
         }
     };
     (id $field:tt) => {
-        /// Sets the id; `test` otherwise.
+        /// Sets the id, which is `test` by default.
         pub fn id(mut self, id: impl Into<String>) -> Self {
             self.$field.id = id.into();
             self
         }
     };
     (context $field:tt) => {
-        /// Sets 用户画像, who asks.
+        /// Sets the user's profile (用户画像).
         pub fn profile(mut self, profile: impl Into<String>) -> Self {
             self.$field.context.user_profile = Some(profile.into());
             self
         }
 
-        /// Sets 历史摘要, what was said before.
+        /// Sets the summary of the conversation so far (历史摘要).
         pub fn history(mut self, history: impl Into<String>) -> Self {
             self.$field.context.history_summary = Some(history.into());
             self
@@ -70,7 +70,7 @@ enum Side {
     Baseline,
 }
 
-/// An episode for `query`, in which nothing else is known yet.
+/// Builds an episode for `query`, with all other fields empty.
 ///
 /// [`EpisodeBuilder::policy`] and [`EpisodeBuilder::baseline`] say whom the words after them are about:
 ///
@@ -95,13 +95,13 @@ impl EpisodeBuilder {
         self
     }
 
-    /// Sets the group and the index of the sample in it; `test` and 0 otherwise.
+    /// Sets the group and the index of the sample in it, which are `test` and 0 by default.
     pub fn group(mut self, id: impl Into<String>, sample_index: u32) -> Self {
         (self.episode.group_id, self.episode.sample_index) = (id.into(), sample_index);
         self
     }
 
-    /// One more column of the query's row.
+    /// Adds a column of the query's row.
     pub fn column(mut self, name: impl Into<String>, value: ColumnValue) -> Self {
         self.episode.columns.push(Column { name: name.into(), value });
         self
@@ -119,23 +119,24 @@ impl EpisodeBuilder {
         self
     }
 
-    /// What the policy wrote; the words after this are about the policy's side.
+    /// Sets the policy's rewrite; calls after this one, such as [`EpisodeBuilder::hit`], are about the policy.
     pub fn policy(self, rewrite: impl Into<String>) -> Self {
         self.side(Side::Policy, rewrite.into())
     }
 
-    /// What the teacher wrote; the words after this are about the teacher's side.
+    /// Sets the teacher's rewrite; calls after this one, such as [`EpisodeBuilder::hit`], are about the teacher.
     pub fn baseline(self, rewrite: impl Into<String>) -> Self {
         self.side(Side::Baseline, rewrite.into())
     }
 
-    /// One more hit, below those before it. `reranker_score` is 0 to 1 and not above that of the hit before.
+    /// Adds a hit of the current rewrite (policy or teacher), ranked below those before it. `reranker_score` is 0 to 1 and not
+    /// above that of the hit before.
     #[track_caller]
     pub fn hit(self, id: impl Into<String>, reranker_score: f64) -> Self {
         self.hit_with_text(id, "", reranker_score)
     }
 
-    /// As [`EpisodeBuilder::hit`], with the passage.
+    /// Like [`EpisodeBuilder::hit`], with the text of the passage.
     #[track_caller]
     pub fn hit_with_text(self, id: impl Into<String>, text: impl Into<String>, reranker_score: f64) -> Self {
         let hit = Hit { id: Some(id.into()), text: text.into(), reranker_score, ..Hit::default() };
@@ -145,26 +146,26 @@ impl EpisodeBuilder {
         })
     }
 
-    /// Retrieval found nothing for this side.
+    /// Sets that retrieval found nothing for the current rewrite (policy or teacher).
     #[track_caller]
     pub fn nothing_found(self) -> Self {
         self.about("nothing_found", |candidate| candidate.retrieval = Some(Ok(Vec::new())))
     }
 
-    /// Retrieval failed on this side.
+    /// Sets that retrieval failed for the current rewrite (policy or teacher).
     #[track_caller]
     pub fn retrieval_failed(self, kind: FailureKind, message: impl Into<String>) -> Self {
         let failure = CallFailure { kind, message: message.into() };
         self.about("retrieval_failed", |candidate| candidate.retrieval = Some(Err(failure)))
     }
 
-    /// The judge's score of this side, 0 to 5.
+    /// Sets the judge's score of the current rewrite (policy or teacher), 0 to 5.
     #[track_caller]
     pub fn judged(self, score: f64) -> Self {
         self.judged_because(score, "")
     }
 
-    /// As [`EpisodeBuilder::judged`], with the judge's reason.
+    /// Like [`EpisodeBuilder::judged`], with the judge's reason.
     #[track_caller]
     pub fn judged_because(self, score: f64, reason: impl Into<String>) -> Self {
         check::sent(check::judge_score(score));
@@ -172,27 +173,27 @@ impl EpisodeBuilder {
         self.about("judged", |candidate| candidate.judgement = judgement)
     }
 
-    /// The judge was called for this side and gave no usable response.
+    /// Sets that the judge gave no usable response for the current rewrite (policy or teacher).
     #[track_caller]
     pub fn judgement_failed(self, kind: FailureKind, message: impl Into<String>) -> Self {
         let failure = CallFailure { kind, message: message.into() };
         self.about("judgement_failed", |candidate| candidate.judgement = Some(Err(failure)))
     }
 
-    /// The style distribution of this side; sums to 1.
+    /// Sets the style distribution of the current rewrite (policy or teacher); it sums to 1.
     #[track_caller]
     pub fn style<T: Into<String>>(self, classes: impl IntoIterator<Item = (T, f64)>) -> Self {
         let classes = distribution(classes);
         self.about("style", |candidate| candidate.style = Some(classes))
     }
 
-    /// How many tokens this side's rewrite has.
+    /// Sets the number of tokens of the current rewrite (policy or teacher).
     #[track_caller]
     pub fn n_tokens(self, n_tokens: u32) -> Self {
         self.about("n_tokens", |candidate| candidate.n_tokens = Some(n_tokens))
     }
 
-    /// The token limit ended this side's generation.
+    /// Sets that the token limit ended the generation of the current rewrite (policy or teacher).
     #[track_caller]
     pub fn truncated(self) -> Self {
         self.about("truncated", |candidate| candidate.finish_reason = Some(FinishReason::Length))
@@ -219,7 +220,7 @@ impl EpisodeBuilder {
 #[must_use]
 pub struct SampleBuilder(Sample);
 
-/// A sample: what the user typed and what the teacher made of it, for which nothing was found yet.
+/// Builds a sample from the user's query and the teacher's rewrite, without hits.
 ///
 /// ```
 /// use querl_sdk::testing;
@@ -237,13 +238,13 @@ pub fn sample(query: impl Into<String>, rewrite: impl Into<String>) -> SampleBui
 }
 
 impl SampleBuilder {
-    /// One more hit of the rewrite, below those before it. `reranker_score` is 0 to 1 and not above that of the hit before.
+    /// Adds a hit of the rewrite, ranked below those before it. `reranker_score` is 0 to 1 and not above that of the hit before.
     #[track_caller]
     pub fn hit(self, id: impl Into<String>, reranker_score: f64) -> Self {
         self.hit_with_text(id, "", reranker_score)
     }
 
-    /// As [`SampleBuilder::hit`], with the passage.
+    /// Like [`SampleBuilder::hit`], with the text of the passage.
     #[track_caller]
     pub fn hit_with_text(mut self, id: impl Into<String>, text: impl Into<String>, reranker_score: f64) -> Self {
         push_hit(&mut self.0.hits, Hit { id: Some(id.into()), text: text.into(), reranker_score, ..Hit::default() });
@@ -256,7 +257,7 @@ impl SampleBuilder {
 #[must_use]
 pub struct PromptInputBuilder(PromptInput);
 
-/// The input of a prompt: what the user typed, without context yet. For the judge's prompt it wants a
+/// Builds the input of a prompt from the user's query, without context. The judge's prompt also needs a
 /// [`rewrite`](PromptInputBuilder::rewrite).
 pub fn prompt_input(query: impl Into<String>) -> PromptInputBuilder {
     PromptInputBuilder(PromptInput { query: query.into(), context: Context::default(), rewrite: None })
@@ -275,7 +276,7 @@ impl PromptInputBuilder {
 #[must_use]
 pub struct DialogueBuilder(Dialogue);
 
-/// A dialogue without turns yet; the last must be the assistant's.
+/// Builds a dialogue without turns; the last turn added must be the assistant's.
 ///
 /// ```
 /// use querl_sdk::testing;
@@ -288,19 +289,19 @@ pub fn dialogue() -> DialogueBuilder {
 }
 
 impl DialogueBuilder {
-    /// One more turn, of the system.
+    /// Adds a turn of the system.
     pub fn system(mut self, content: impl Into<String>) -> Self {
         self.0.turns.push(Message::system(content));
         self
     }
 
-    /// One more turn, of the user.
+    /// Adds a turn of the user.
     pub fn user(mut self, content: impl Into<String>) -> Self {
         self.0.turns.push(Message::user(content));
         self
     }
 
-    /// One more turn, of the assistant.
+    /// Adds a turn of the assistant.
     pub fn assistant(mut self, content: impl Into<String>) -> Self {
         self.0.turns.push(Message::assistant(content));
         self
@@ -311,7 +312,7 @@ impl DialogueBuilder {
 #[derive(Debug, Clone, PartialEq)]
 pub struct StandInModel(Result<Vec<StyleProbability>, CallError>);
 
-/// A style model that gives this distribution; it sums to 1.
+/// A stand-in style model that returns this distribution, which sums to 1.
 ///
 /// ```
 /// use querl_sdk::{StyleModel, testing};
@@ -324,12 +325,12 @@ pub fn style_model<T: Into<String>>(classes: impl IntoIterator<Item = (T, f64)>)
     StandInModel(Ok(distribution(classes)))
 }
 
-/// A run without a style model.
+/// A stand-in for a run without a style model: each call fails as not configured.
 pub fn no_style_model() -> StandInModel {
     StandInModel(Err(CallError::NotConfigured))
 }
 
-/// A style model that always fails.
+/// A stand-in style model whose calls fail.
 pub fn failing_style_model(kind: FailureKind, message: impl Into<String>) -> StandInModel {
     StandInModel(Err(CallError::Failed(CallFailure { kind, message: message.into() })))
 }

@@ -1,17 +1,17 @@
-//! What the contract says of the values that pass, as the host checks it.
+//! The rules of the contract for values that host and plugin exchange, as the host checks them.
 
 use crate::{Dialogue, Episode, Hit, Message, Rejection, Role, Score, StyleProbability, Verdict};
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-/// On error a sentence with the expected and the actual value.
+/// `Ok` for a valid value; the error is a sentence with the expected and the actual value.
 pub(super) type Checked = Result<(), String>;
 
 fn ensure(holds: bool, otherwise: impl FnOnce() -> String) -> Checked {
     if holds { Ok(()) } else { Err(otherwise()) }
 }
 
-/// Panics if a test's value breaks the contract: the host never sends such a value.
+/// Panics if a value that a test passes to a plugin breaks the contract: the host never sends such a value.
 #[track_caller]
 pub(super) fn sent(checked: Checked) {
     if let Err(message) = checked {

@@ -1,4 +1,4 @@
-//! The values of the contract as they are written in JSON: in golden cases and in the episodes that a run records.
+//! The JSON forms of the contract's values, in golden cases and in recorded episodes.
 
 use super::check;
 use crate::host::CallError;
@@ -91,7 +91,7 @@ pub(crate) struct EpisodeForm {
 }
 
 impl EpisodeForm {
-    /// `id` holds where none was written; group and sample come from an id `GROUP/INDEX`.
+    /// The episode of this form. `id` is its id if the form has none; group and sample index come from an id `GROUP/INDEX`.
     pub(crate) fn named(self, id: &str) -> Episode {
         let id = self.id.filter(|id| !id.is_empty()).unwrap_or_else(|| id.to_owned());
         let (group, index) = match id.rsplit_once('/') {
@@ -202,7 +202,7 @@ impl From<SampleForm> for Sample {
     }
 }
 
-/// A recorded call of a host function, as lines of recorded episodes have them.
+/// A recorded call of a host function, as recorded episodes have it under `calls`.
 #[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct HostCallForm {

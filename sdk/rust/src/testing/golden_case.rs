@@ -8,33 +8,44 @@ use std::collections::BTreeMap;
 
 const TOLERANCE: f64 = 1e-9;
 
-/// The records of a program that runs golden cases, and how each is read from JSON. Ids are already filled in.
+/// The types that a program which runs golden cases uses for their records, and how each is read from JSON. Ids are already
+/// filled in.
 pub trait GoldenTypes {
-    /// Settings of the plugin.
+    /// Type of a plugin's settings.
     type Settings;
-    /// What a reward scores.
+    /// Type of an episode, which a reward scores.
     type Episode;
-    /// What a filter checks.
+    /// Type of a sample, which a filter checks.
     type Sample;
-    /// What a prompt is made from.
+    /// Type of the input of a prompt.
     type Input;
-    /// What a style scorer scores.
+    /// Type of a dialogue, which a style scorer scores.
     type Dialogue;
-    /// A recorded call of a host function.
+    /// Type of a recorded call of a host function.
     type Call;
 
+    /// Reads the settings of a case.
+    ///
     /// # Errors
     /// A value of a type that settings do not have.
     fn settings(value: Map<String, Value>) -> Result<Self::Settings, String>;
+    /// Reads an episode.
+    ///
     /// # Errors
     /// Not an episode: expected and got.
     fn episode(value: Value) -> Result<Self::Episode, String>;
+    /// Reads a list of samples.
+    ///
     /// # Errors
     /// Not a list of samples: expected and got.
     fn samples(value: Value) -> Result<Vec<Self::Sample>, String>;
+    /// Reads the input of a prompt.
+    ///
     /// # Errors
     /// Not a prompt's input: expected and got.
     fn input(value: Value) -> Result<Self::Input, String>;
+    /// Reads a dialogue.
+    ///
     /// # Errors
     /// Not a dialogue: expected and got.
     fn dialogue(value: Value) -> Result<Self::Dialogue, String>;
@@ -45,33 +56,33 @@ pub trait GoldenTypes {
     fn call(value: Value) -> Result<Self::Call, String>;
 }
 
-/// One golden case.
+/// One golden case: an input of a plugin and the expected result.
 pub struct GoldenCase<T: GoldenTypes> {
-    /// What the case shows.
+    /// Name of the case, which says what it shows.
     pub name: String,
-    /// The settings under which it runs.
+    /// Settings that the plugin is configured with.
     pub settings: T::Settings,
-    /// The results of host functions; another call fails as not recorded.
+    /// Recorded results of host functions; a call that is not among them fails as not recorded.
     pub calls: Vec<T::Call>,
-    /// What is sent, and what is expected.
+    /// Input and expected result.
     pub body: GoldenBody<T>,
 }
 
-/// What is sent, and what is expected.
+/// Input and expected result of a golden case.
 pub enum GoldenBody<T: GoldenTypes> {
-    /// For a reward.
+    /// An episode for a reward, and its score.
     Reward(Box<T::Episode>, ExpectedScore),
-    /// For a group reward: one group, and a score for each episode.
+    /// A group of episodes for a group reward, and the score of each.
     Group(Vec<T::Episode>, Vec<ExpectedScore>),
-    /// For a filter: one batch, and a verdict for each sample.
+    /// A batch of samples for a filter, and the verdict on each.
     Filter(Vec<T::Sample>, Vec<ExpectedVerdict>),
-    /// For a prompt: a conversation.
+    /// A task and input for a prompt, and the messages.
     Messages(GoldenTask, T::Input, ExpectedMessages),
-    /// For a prompt: the rewrite in a model's response.
+    /// A model's response for a prompt's parser, and the rewrite in it.
     ParseRewrite(String, ExpectedRewrite),
-    /// For a prompt: the judgement in a judge's response.
+    /// A judge's response for a prompt's parser, and the judgement in it.
     ParseJudgement(String, ExpectedJudgement),
-    /// For a style scorer; without classes, the run has no style model.
+    /// A dialogue for a style scorer, the output of the style model (`None`: the run has no style model), and the score.
     Style(T::Dialogue, Option<Vec<ExpectedClass>>, ExpectedScore),
 }
 
@@ -79,81 +90,81 @@ pub enum GoldenBody<T: GoldenTypes> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GoldenTask {
-    /// `teacher_rewrite`
+    /// `teacher_rewrite` in JSON.
     TeacherRewrite,
-    /// `policy_rewrite`
+    /// `policy_rewrite` in JSON.
     PolicyRewrite,
-    /// `judge`
+    /// `judge` in JSON.
     Judge,
 }
 
-/// One class of the style model's output.
+/// One class of the output of the style model.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ExpectedClass {
-    /// The class.
+    /// Name of the class.
     pub label: String,
-    /// 0 to 1; all classes sum to 1.
+    /// Probability, 0 to 1; those of all classes sum to 1.
     pub probability: f64,
 }
 
-/// A score, or a rejection.
+/// The expected result of a reward or style scorer: a score or a rejection.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ExpectedScore {
-    /// Total and components, each within the tolerance; components that are not named are not compared.
+    /// Total and components, each within the tolerance; components of the actual score that are not named are not compared.
     Score {
-        /// The total.
+        /// Expected total.
         total: f64,
-        /// The largest absolute difference.
+        /// Largest accepted absolute difference.
         tolerance: f64,
-        /// By name.
+        /// Expected value of each component by name.
         components: BTreeMap<String, f64>,
     },
-    /// A rejection with this code.
+    /// A rejection with this code is expected.
     Rejected(String),
 }
 
-/// A filter's verdict on one sample.
+/// The expected verdict of a filter on one sample.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExpectedVerdict {
-    /// Kept.
+    /// The sample is expected to be kept.
     Keep,
-    /// Dropped with this code.
+    /// The sample is expected to be dropped with this code.
     Drop(String),
 }
 
-/// A conversation.
+/// The expected messages of a prompt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExpectedMessages {
-    /// Each text is in the content of a message.
+    /// Each of these texts is expected in the content of a message.
     Contains(Vec<String>),
-    /// Role and content of each message.
+    /// These messages are expected, each with role and content.
     Messages(Vec<(String, String)>),
 }
 
-/// A rewrite, or a rejection.
+/// The expected result of parsing a model's response: a rewrite or a rejection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExpectedRewrite {
-    /// This rewrite.
+    /// This rewrite is expected.
     Rewrite(String),
-    /// A rejection with this code.
+    /// A rejection with this code is expected.
     Rejected(String),
 }
 
-/// A judgement, or a rejection.
+/// The expected result of parsing a judge's response: a judgement or a rejection.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ExpectedJudgement {
-    /// A score, and a reason where it is compared.
+    /// This score is expected, and this reason unless it is `None`.
     Judgement(f64, Option<String>),
-    /// A rejection with this code.
+    /// A rejection with this code is expected.
     Rejected(String),
 }
 
-/// A total, and the value of a component by its name.
+/// The actual score of a plugin: the total, and a function from a component's name to its value.
 pub type ActualScore<'a> = (f64, &'a dyn Fn(&str) -> Option<f64>);
 
-/// Whether a result is the expected one; if not, the expectation in words.
+/// Result of comparing with the expected result; the error is the expectation in words.
 pub type Comparison = Result<(), String>;
 
 fn compare(holds: bool, expected: impl FnOnce() -> String) -> Comparison {
@@ -256,8 +267,8 @@ impl ExpectedJudgement {
     }
 }
 
-/// The cases of one file, each with its origin (`FILE:LINE`), in the order of lines. Blank lines are skipped; an invalid line does
-/// not hide the others.
+/// Parses the cases of one file: each with its origin (`FILE:LINE`), in the order of lines. Blank lines are skipped; an invalid
+/// line does not hide the others.
 pub fn parse<T: GoldenTypes>(text: &str, file: &str) -> Vec<(String, Result<GoldenCase<T>, String>)> {
     let lines = text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty());
     lines.map(|(line, number)| (format!("{file}:{number}"), parse_case(line))).collect()

@@ -29,7 +29,7 @@ pub struct HostFunctions {
 }
 
 impl HostFunctions {
-    /// The tokenizer; `count_tokens` counts its tokens.
+    /// Sets the tokenizer, whose tokens `count_tokens` counts.
     #[must_use]
     pub fn tokens(mut self, split: impl Fn(&str) -> Result<Vec<String>, CallError> + 'static) -> Self {
         let split = Rc::new(split);
@@ -39,28 +39,28 @@ impl HostFunctions {
         self
     }
 
-    /// Word segmentation.
+    /// Sets the word segmentation.
     #[must_use]
     pub fn words(mut self, segment: impl Fn(&str) -> Result<Vec<String>, CallError> + 'static) -> Self {
         self.words = Some(Box::new(segment));
         self
     }
 
-    /// The text encoder.
+    /// Sets the text encoder.
     #[must_use]
     pub fn embed(mut self, embed: impl Fn(&[String]) -> Result<Vec<Vec<f32>>, CallError> + 'static) -> Self {
         self.embed = Some(Box::new(embed));
         self
     }
 
-    /// The judge.
+    /// Sets the judge.
     #[must_use]
     pub fn ask_judge(mut self, ask: impl Fn(&[Message]) -> Result<String, CallError> + 'static) -> Self {
         self.ask_judge = Some(Box::new(ask));
         self
     }
 
-    /// The style model, for rewards.
+    /// Sets the style model that rewards call.
     #[must_use]
     pub fn classify(
         mut self,
@@ -70,7 +70,7 @@ impl HostFunctions {
         self
     }
 
-    /// All functions with recorded results; what was not recorded fails.
+    /// Stand-ins that return recorded results; a call that was not recorded fails.
     pub(crate) fn recorded(calls: Vec<HostCallForm>) -> Self {
         let calls = &Rc::new(calls);
         let texts = |response: &HostResponseForm| match response {
@@ -103,7 +103,7 @@ impl HostFunctions {
         }
     }
 
-    /// Answers the calls of this thread until the value returned is dropped.
+    /// Uses these stand-ins for calls of this thread until the returned value is dropped.
     #[must_use = "the functions are there until this is dropped"]
     pub fn install(self) -> InstalledHostFunctions {
         InstalledHostFunctions { before: Some(FUNCTIONS.replace(self)) }
@@ -131,7 +131,7 @@ fn recorded<I: ?Sized + 'static, O: 'static>(
     }))
 }
 
-/// Puts back what was there before, when it is dropped.
+/// Guard of [`HostFunctions::install`]; dropping it restores the stand-ins that were installed before.
 pub struct InstalledHostFunctions {
     before: Option<HostFunctions>,
 }

@@ -1,4 +1,4 @@
-//! Plugins, called as the host calls them.
+//! Calls plugins in tests as the host calls them.
 
 use super::check;
 use crate::{
@@ -58,7 +58,7 @@ pub fn reward<T: Reward>(settings: Settings) -> RewardTest<T> {
 }
 
 impl<T: Reward> RewardTest<T> {
-    /// The declared range.
+    /// Lowest and highest total that the reward declares.
     pub fn range(&self) -> RangeInclusive<f64> {
         self.range.clone()
     }
@@ -139,7 +139,7 @@ pub fn group_reward<T: GroupReward>(settings: Settings) -> GroupRewardTest<T> {
 }
 
 impl<T: GroupReward> GroupRewardTest<T> {
-    /// The declared range.
+    /// Lowest and highest total that the group reward declares.
     pub fn range(&self) -> RangeInclusive<f64> {
         self.range.clone()
     }
@@ -186,7 +186,7 @@ pub fn filter<T: Filter>(settings: Settings) -> FilterTest<T> {
 }
 
 impl<T: Filter> FilterTest<T> {
-    /// The verdicts on one batch, in order. The next batch meets a fresh filter.
+    /// Checks one batch: a verdict on each sample, in order. The next batch gets a fresh filter.
     ///
     /// # Panics
     /// The host would never send the samples or refuse a verdict, or the same batch gets other verdicts the second time.
@@ -221,7 +221,7 @@ pub fn prompt<T: Prompt>(settings: Settings) -> PromptTest<T> {
 }
 
 impl<T: Prompt> PromptTest<T> {
-    /// The conversation for one task.
+    /// The messages of the prompt for one task.
     ///
     /// # Errors
     /// The plugin's rejection.
@@ -243,7 +243,7 @@ impl<T: Prompt> PromptTest<T> {
         messages
     }
 
-    /// The rewrite in a model's answer.
+    /// Parses the rewrite in a model's response.
     ///
     /// # Errors
     /// The plugin's rejection.
@@ -260,7 +260,7 @@ impl<T: Prompt> PromptTest<T> {
         parsed
     }
 
-    /// The judgement in a judge's answer.
+    /// Parses the judgement in a judge's response.
     ///
     /// # Errors
     /// The plugin's rejection.
@@ -293,7 +293,7 @@ pub fn style_scorer<T: StyleScorer>(settings: Settings) -> StyleScorerTest<T> {
 }
 
 impl<T: StyleScorer> StyleScorerTest<T> {
-    /// Scores one dialogue; `model` stands in for the run's style model.
+    /// Scores one dialogue; `model` is used as the run's style model.
     ///
     /// # Errors
     /// The plugin's rejection.
@@ -311,7 +311,7 @@ impl<T: StyleScorer> StyleScorerTest<T> {
     }
 }
 
-/// Two numbers that differ by at most `tolerance`.
+/// Asserts that two numbers differ by at most `tolerance`.
 ///
 /// # Panics
 /// They differ by more, or one is not finite.

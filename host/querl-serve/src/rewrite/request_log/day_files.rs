@@ -1,4 +1,4 @@
-//! Files of days, bounded in number and in total size.
+//! Log files, one for each day, limited in number and in total size.
 
 use chrono::{Days, NaiveDate};
 use querl_data::{day_file_name, day_of_file_name};
@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Bounds {
-    /// Of all files together.
+    /// Maximum size of all files together, in bytes.
     pub(super) max_bytes: u64,
-    /// Today included.
+    /// Number of days for which files are kept, today included.
     pub(super) max_days: u32,
 }
 
-/// The files of a folder. Files with other names are left alone.
+/// The log files of a folder, one for each day. Files with other names are left alone.
 pub(super) struct DayFiles {
     folder: PathBuf,
     bounds: Bounds,
@@ -25,12 +25,12 @@ pub(super) struct DayFiles {
     today: String,
 }
 
-/// What was not written.
+/// The lines of a batch that were not written.
 #[derive(Debug, Default)]
 pub(super) struct Unwritten {
-    /// Lines for which there is no room.
+    /// Number of lines that did not fit within `max_bytes`.
     pub(super) n_beyond_limit: usize,
-    /// Lines that the file system did not take.
+    /// Number of lines that the file system did not accept, and its error; `None` if there were none.
     pub(super) failed: Option<(usize, io::Error)>,
 }
 
@@ -60,8 +60,8 @@ impl DayFiles {
         Ok(())
     }
 
-    /// Appends lines, each with its line break, to the file of a day. The oldest days are removed where there is no room for a line; one
-    /// for which the file of the day itself leaves no room is not written.
+    /// Appends lines, each ending with its line break, to the file of a day. Removes the oldest files if a line would exceed
+    /// `max_bytes`; a line that does not fit although only the file of the day is left is not written.
     pub(super) fn append<'a>(&mut self, day: &str, lines: impl ExactSizeIterator<Item = &'a [u8]>) -> Unwritten {
         if self.today != day {
             self.today = day.to_owned();
@@ -107,7 +107,7 @@ impl DayFiles {
         }
     }
 
-    /// Removes the days that are too old on a day.
+    /// Removes the files of days that are older than `max_days` at the given day.
     pub(super) fn remove_old(&mut self, day: &str) {
         if let Err(error) = self.read_sizes() {
             tracing::warn!("{}: the request log cannot be read: {error}", self.folder.display());

@@ -1,4 +1,4 @@
-//! `querl deploy`: one folder with all that a server needs.
+//! `querl deploy`: writes one folder with everything that a server needs.
 
 use crate::args::{Format, one_of};
 use crate::new_folder::write_folder;
@@ -26,7 +26,7 @@ pub(crate) struct DeployArgs {
     format: Format,
 }
 
-/// `copy` or `reference`.
+/// A clap parser for `copy` or `reference`: whether the base model is copied.
 pub(crate) fn base_files() -> impl TypedValueParser<Value = BaseFiles> {
     one_of([("copy", BaseFiles::Copied, ""), ("reference", BaseFiles::Referenced, "")])
 }

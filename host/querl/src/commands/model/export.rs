@@ -70,14 +70,14 @@ fn size(text: &str) -> Result<u64, String> {
     parsed.ok_or_else(|| "expected a number above 0 with MB or GB, such as 5GB".into())
 }
 
-/// Writes a model with an adapter's changes in its weights.
+/// Runs `querl model merge`: writes a model with an adapter merged into its weights.
 pub(crate) fn merge(args: &MergeArgs) -> anyhow::Result<()> {
     let model = model_hub::folder(&args.model)?;
     let adapter = load(&model, &args.adapter)?;
     write_model(&model, Some(&adapter), &args.output)
 }
 
-/// Writes a model, or an adapter alone.
+/// Runs `querl model export`: writes a model, or an adapter alone.
 pub(crate) fn export(args: &ExportArgs) -> anyhow::Result<()> {
     let model = model_hub::folder(&args.model)?;
     match &args.adapter {

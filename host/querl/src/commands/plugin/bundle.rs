@@ -36,7 +36,8 @@ pub struct PackArgs {
     format: Format,
 }
 
-/// Builds the folder, packs it, tests the bundle, and writes it where it conforms. The same folder gives the same bytes.
+/// Runs `querl plugin pack`: builds the folder, packs it, tests the bundle, and writes it if it conforms to the contract. The
+/// same folder gives the same bytes.
 pub fn pack(args: &PackArgs) -> anyhow::Result<()> {
     let folder = &args.folder;
     if !folder.is_dir() {
@@ -122,7 +123,7 @@ pub struct SignArgs {
     format: Format,
 }
 
-/// Creates the key if one is requested, and signs the bundle if one is given.
+/// Runs `querl plugin sign`: creates a key if one is requested, and signs the bundle if one is given.
 pub fn sign(args: &SignArgs) -> anyhow::Result<()> {
     let key = match (&args.new_key, &args.key) {
         (Some(path), old) => {
@@ -211,7 +212,8 @@ pub struct VerifyArgs {
     format: Format,
 }
 
-/// Checks every byte against its digest and every signature; with keys, that one of them has signed.
+/// Runs `querl plugin verify`: checks every byte against its digest and every signature; if keys are given, requires a signature
+/// by one of them.
 pub fn verify(args: &VerifyArgs) -> anyhow::Result<()> {
     let keys = public_keys(&args.key)?;
     let bundle = Bundle::open(&args.bundle).map_err(verdict)?;
@@ -286,7 +288,7 @@ impl RegistryArgs {
     }
 }
 
-/// Puts a bundle into a registry, with its component as an artifact of its own for other tools.
+/// Runs `querl plugin push`: puts a bundle into a registry, with its component as an artifact of its own for other tools.
 pub fn push(args: &PushArgs) -> anyhow::Result<()> {
     Bundle::open(&args.bundle)?;
     let bytes = std::fs::read(&args.bundle).with_context(|| format!("{}: cannot be read", args.bundle.display()))?;
@@ -307,7 +309,7 @@ pub fn push(args: &PushArgs) -> anyhow::Result<()> {
     })
 }
 
-/// Fetches a bundle and writes it once it is whole and, where keys are asked for, signed.
+/// Runs `querl plugin pull`: fetches a bundle and writes it after all bytes and, if keys are given, signatures were checked.
 pub fn pull(args: &PullArgs) -> anyhow::Result<()> {
     let keys = public_keys(&args.key)?;
     let (location, credentials, transport) = args.registry.open()?;
@@ -372,10 +374,10 @@ fn short(digest: &str) -> &str {
 }
 
 fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().context("no async runtime")
+    tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start the async runtime (tokio)")
 }
 
-/// Refuses a plugin that broke a rule.
+/// An error if a plugin broke a rule of the contract.
 pub(super) fn conforms(report: &Report) -> anyhow::Result<()> {
     let failed = report.checks.iter().filter(|check| matches!(check.outcome, Outcome::Failed(_)));
     let names: Vec<_> = failed.map(|check| format!("`{}`", check.name)).collect();

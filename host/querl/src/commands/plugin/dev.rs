@@ -84,7 +84,7 @@ struct Job {
     host: Option<PluginHost>,
 }
 
-/// Shows the plugin after each save, until an interrupt.
+/// Runs `querl plugin dev`: shows the plugin's results after each save, until an interrupt.
 pub fn run(args: &DevArgs) -> anyhow::Result<()> {
     let scratch = tempfile::Builder::new().prefix("querl-dev-").tempdir().map(Scratch::new);
     // Held here: threads that still run at the end of this function hold the job.

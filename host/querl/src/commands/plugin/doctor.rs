@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The target of components in Rust.
+/// The Rust target that plugins in Rust are compiled for.
 pub const WASM_TARGET: &str = "wasm32-wasip2";
 
 /// The first version of Python whose syntax the SDK uses.
@@ -46,7 +46,7 @@ struct Tool {
     install: Vec<Vec<String>>,
 }
 
-/// Says what is there and what is missing. Exit code 1 if something is missing.
+/// Runs `querl plugin doctor`: prints which build tools are there and which are missing. Exit code 1 if one is missing.
 pub fn run(args: &DoctorArgs) -> anyhow::Result<()> {
     let source = args.folder.as_deref().map(NativeFolder::read).transpose()?;
     let (folder, languages) = match &source {
@@ -99,13 +99,13 @@ fn install(command: &[String], folder: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The first line that a program prints; `None` where it is missing or fails.
+/// The first line that a program prints; `None` if the program is missing or fails.
 pub fn first_line(program: &str, args: &[&str]) -> Option<String> {
     let output = Command::new(program).args(args).output().ok().filter(|output| output.status.success())?;
     Some(String::from_utf8_lossy(&output.stdout).lines().next()?.to_owned())
 }
 
-/// True where rustc has the standard library of [`WASM_TARGET`].
+/// True if rustc has the standard library of [`WASM_TARGET`].
 pub fn has_wasm_target() -> bool {
     let library = first_line("rustc", &["--print", "target-libdir", "--target", WASM_TARGET]);
     library.is_some_and(|folder| Path::new(&folder).is_dir())

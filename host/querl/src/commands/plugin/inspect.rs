@@ -1,4 +1,4 @@
-//! `querl plugin inspect`: what a bundle, a component or a source folder is, before it is used.
+//! `querl plugin inspect`: prints what a bundle, a component or a source folder contains, before it is used.
 
 use crate::args::Format;
 use clap::Args;
@@ -22,7 +22,7 @@ pub struct InspectArgs {
     format: Format,
 }
 
-/// Looks and tells. A bundle that this host would not run is shown too, with the reason.
+/// Runs `querl plugin inspect`. A bundle that this host would not run is printed too, with the reason.
 pub fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let inspected = Inspected::open(&args.path)?;
     args.format.print(&to_json(&inspected), || to_text(&inspected))

@@ -1,4 +1,4 @@
-//! `querl plugin`: what authors and platform teams do with plugins.
+//! `querl plugin`: commands for authors of plugins and for platform teams.
 
 pub mod bench;
 pub mod bundle;
@@ -218,7 +218,7 @@ fn as_json(used: &Used) -> Value {
     })
 }
 
-/// What the host hands over.
+/// Arguments that the plugin host passes to the process that compiles a component.
 #[derive(Debug, Args)]
 pub struct CompileArgs {
     /// The component
@@ -229,7 +229,7 @@ pub struct CompileArgs {
     timeout_ms: u64,
 }
 
-/// Compiles under limits of its own on time and memory.
+/// Compiles a component, under limits on the time and memory of this process.
 pub fn compile(args: &CompileArgs) -> anyhow::Result<()> {
     Ok(querl_plugin::compile_child(&args.input, &args.output, args.timeout_ms)?)
 }

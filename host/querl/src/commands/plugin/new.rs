@@ -45,7 +45,7 @@ fn language() -> impl TypedValueParser<Value = Language> {
     ])
 }
 
-/// Makes the folder and says what comes next.
+/// Runs `querl plugin new`: makes the folder and prints the next steps.
 pub fn run(args: &NewArgs) -> anyhow::Result<()> {
     let (kind, language) = (args.kind, args.lang);
     check_name(&args.name, language).map_err(Stop::usage)?;

@@ -64,7 +64,7 @@ pub struct ReplayArgs {
     html: Option<PathBuf>,
 }
 
-/// Scores the episodes and says what differs.
+/// Runs `querl plugin replay`: scores the episodes and prints what differs from the recorded scores.
 pub fn run(args: &ReplayArgs) -> anyhow::Result<()> {
     if let Some(fault) = FaultFile::read(&args.episodes)? {
         return repeat(args, fault);
@@ -201,7 +201,7 @@ fn n_slots() -> u32 {
     u32::try_from(n_cores).unwrap_or(usual).clamp(usual, 8 * usual)
 }
 
-/// The file of episodes, and the configuration of the run that wrote it, where that is known.
+/// The file of episodes, and the configuration of the run that wrote it, if it is known.
 pub(super) fn find(path: &Path) -> Result<(PathBuf, Option<Config>), Stop> {
     if path.is_dir() {
         let dir = RunDir::new(path);
@@ -257,7 +257,7 @@ impl ReplayPlugin {
     }
 }
 
-/// Calls of host functions that a run recorded, for the plugins that are asked again.
+/// Host functions that return the results that a run recorded, for the plugins that are called again.
 pub(super) struct RecordedResults(Arc<RecordedCalls>);
 
 impl RecordedResults {
@@ -281,7 +281,7 @@ impl RecordedResults {
     }
 }
 
-/// A reward, or a style scorer, with its recorded host calls.
+/// Opens a reward plugin, or a style scorer as a reward, with the recorded results of its host functions.
 pub(super) fn open_reward(
     host: &PluginHost,
     plugin: &Plugin,
@@ -350,7 +350,7 @@ fn compare(
 /// Ends the name of a component that holds a plugin's own total.
 const TOTAL: &str = "/total";
 
-/// Changes `outcomes` so that `plugin`'s compare with them; returns what a reader should know of it.
+/// Changes `outcomes` so that those of `plugin` can be compared with them; returns cautions for the reader.
 pub(super) fn made_comparable(
     outcomes: &mut [Option<Outcome>],
     plugin: &PluginSide,

@@ -52,7 +52,7 @@ impl RewardService for OpenEnvironment {
     }
 }
 
-/// Rewards over HTTP, until interrupted.
+/// Serves the rewards of an environment over HTTP until it is interrupted.
 pub(super) fn reward(args: &RewardArgs) -> anyhow::Result<()> {
     let options = RewardOptions {
         rejected_reward: args.rejected_reward,

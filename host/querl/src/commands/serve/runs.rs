@@ -1,4 +1,4 @@
-//! The runs of `querl serve rewrite`, and what it loads again on SIGHUP: those of its command line, or the releases that it follows.
+//! The runs that `querl serve rewrite` serves and reloads on SIGHUP: those of its command line, or the releases that it follows.
 
 use crate::args::load_config;
 use crate::{model_hub, terminal};
@@ -11,12 +11,12 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// The path, or the runs of a deployment there.
+/// The folders of the runs at a path: the path itself, or the runs of the deployment in it.
 pub(super) fn run_folders(path: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(deployed_runs(path)?.unwrap_or_else(|| vec![path.to_owned()]))
 }
 
-/// The run in a folder, or that of a configuration.
+/// The run in a folder, or the run of a configuration file.
 pub fn served_run(path: &Path) -> anyhow::Result<ServedRun> {
     check_run_or_config(path)?;
     if path.is_dir() {
@@ -30,7 +30,7 @@ pub(super) fn print_tenant(Tenant { name, version, source, .. }: &Tenant) {
     terminal::print(&format!("tenant {name}: version {version} of {source}"));
 }
 
-/// Calls `load` whenever the flag is set, for as long as the models compute.
+/// Calls `load` whenever the flag `reload` is set, until the models have ended.
 pub(super) fn reload_when_asked(models: &ServedModels, reload: &AtomicBool, mut load: impl FnMut()) {
     while models.is_alive() {
         std::thread::sleep(Duration::from_millis(200));
@@ -40,7 +40,7 @@ pub(super) fn reload_when_asked(models: &ServedModels, reload: &AtomicBool, mut 
     }
 }
 
-/// What cannot be loaded is reported, and the old model is still served.
+/// Prints what could not be loaded from the releases; the models before are still served.
 pub(super) fn report_releases(loaded: Result<Vec<String>, String>) {
     match loaded {
         Ok(problems) => problems.iter().for_each(|problem| terminal::print(&format!("not loaded: {problem}"))),
@@ -48,7 +48,8 @@ pub(super) fn report_releases(loaded: Result<Vec<String>, String>) {
     }
 }
 
-/// The runs of the command line, with the tenants that are served of them. Tenants of `/admin/tenants` are not among them.
+/// The runs that the command line names, with the tenants that are served from them. Tenants loaded by `/admin/tenants` are not
+/// included.
 pub(super) struct NamedRuns {
     /// As they were named; a deployment may have other tenants by now.
     paths: Vec<PathBuf>,
@@ -58,7 +59,7 @@ pub(super) struct NamedRuns {
 }
 
 impl NamedRuns {
-    /// `loaded`: folders of the runs, and the names of their tenants.
+    /// Runs that were loaded. `loaded`: folders of the runs, and the names of their tenants.
     pub(super) fn new(
         paths: Vec<PathBuf>,
         with_key: BTreeSet<String>,
@@ -69,8 +70,8 @@ impl NamedRuns {
         Self { paths, with_key, tenants: loaded.into_iter().filter_map(served).collect() }
     }
 
-    /// Loads all of them again, and removes the tenants that are no longer of the command line. One that moved to a run that cannot be loaded is
-    /// still served. What is served is printed, or that nothing has changed.
+    /// Loads all runs again, and removes tenants that the command line no longer names. A tenant whose new run cannot be loaded
+    /// is still served from the old one. Prints what is served, or that nothing has changed.
     pub(super) fn load_again(&mut self, models: &ServedModels) {
         let mut before = std::mem::take(&mut self.tenants);
         // All are read before one is loaded, since a tenant may have moved from one run to another.

@@ -45,7 +45,7 @@ const REFRESH: Duration = Duration::from_millis(1000);
 /// Rows of a picture printed with `--once`.
 const HEIGHT: u16 = 40;
 
-/// Shows the run until the user presses `q`; without a terminal, or with `--once`, one picture.
+/// Runs `querl watch`: shows the run until the user presses `q`; without a terminal, or with `--once`, prints it once.
 pub fn run(args: &WatchArgs) -> anyhow::Result<()> {
     let dir = RunDir::new(&args.dir);
     let first = Snapshot::read(&dir, None)?;

@@ -1,4 +1,4 @@
-//! Draws a snapshot: stages, progress, charts of metrics, time of a step, warnings, newest episodes.
+//! Draws the display of `querl watch`: stages, progress, charts of metrics, time of a step, warnings, newest episodes.
 
 use super::{EpisodeLine, Snapshot, StageState, Training};
 use querl_pipeline::ledger::StageName;

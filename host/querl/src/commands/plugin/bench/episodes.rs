@@ -1,4 +1,4 @@
-//! The inputs of measured calls: recorded or generated episodes, and the samples and dialogues made of them.
+//! The inputs of `querl plugin bench`: recorded or generated episodes, and samples and dialogues made from them.
 
 use querl_core::episodes::{self, RecordedEpisode};
 use querl_core::records::{
@@ -13,7 +13,7 @@ const N_GENERATED: usize = 256;
 /// Samples of one query.
 const N_SAMPLES: usize = 4;
 
-/// The episodes of a file, with their recorded calls of host functions.
+/// Reads the episodes of a file, with their recorded calls of host functions.
 pub(super) fn read(path: &Path) -> Result<(Vec<Episode>, RecordedCalls), Stop> {
     let recorded = episodes::read(path).map_err(Stop::usage)?;
     if recorded.is_empty() {
@@ -27,7 +27,8 @@ pub(super) fn read(path: &Path) -> Result<(Vec<Episode>, RecordedCalls), Stop> {
     Ok((recorded.into_iter().map(episode).collect(), recorded_calls))
 }
 
-/// Episodes with five hits and a judgement on each side, and texts as long as those of the example's knowledge base.
+/// Generates episodes with five hits and a judgement each for policy and baseline, and texts as long as those of the example's
+/// knowledge base.
 pub(super) fn generated() -> Vec<Episode> {
     const QUERIES: [&str; 4] = ["一天几粒啊", "孕妇可以吃这个鱼油吗", "老人腿脚没力气吃哪个好", "和降压药能一起吃不"];
     const REWRITES: [&str; 4] = [
@@ -79,7 +80,7 @@ fn candidate(rewrite: &str, seed: usize) -> Candidate {
     }
 }
 
-/// The teacher's side, as a filter sees it; the policy's where there is no teacher.
+/// A sample for a filter, made from the teacher's rewrite of an episode, or from the policy's if there is no teacher's.
 pub(super) fn sample(episode: &Episode) -> Sample {
     let rewritten = episode.baseline.as_ref().unwrap_or(&episode.policy);
     Sample {
@@ -92,7 +93,7 @@ pub(super) fn sample(episode: &Episode) -> Sample {
     }
 }
 
-/// The query with the policy's rewrite as the answer.
+/// A dialogue for a style scorer: the query, and the policy's rewrite as the answer.
 pub(super) fn dialogue(episode: &Episode) -> Dialogue {
     let turn = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
     let turns = vec![turn("user", &episode.query), turn("assistant", &episode.policy.rewrite)];

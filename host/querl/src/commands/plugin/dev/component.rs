@@ -10,22 +10,22 @@ use serde::Serialize;
 use std::path::Path;
 use std::time::Instant;
 
-/// How the component and the native run agree.
+/// Result of comparing the component with the native run of the same source.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "result")]
 pub(super) enum Comparison {
-    /// Every compared episode has the same outcome: total, components, code and detail.
+    /// Every compared episode has the same result in both: total, components, code and detail.
     Equal { n_compared: usize, seconds: f64 },
-    /// The first episode with another outcome.
+    /// The first episode with different results.
     Differs { id: String, query: String, native: BriefOutcome, component: BriefOutcome, parts: String, seconds: f64 },
-    /// The component was built; there is nothing to compare.
+    /// The component was built, but no episode was scored natively that it could be compared on.
     Built { seconds: f64 },
-    /// It could not be built, loaded or called.
+    /// The component could not be built, loaded or called.
     Failed { message: String },
 }
 
 impl Comparison {
-    /// What the author has to repair.
+    /// A sentence about what the author has to repair; `None` if nothing.
     pub(super) fn failure(&self) -> Option<&'static str> {
         match self {
             Self::Differs { .. } => Some("the component differs from the native run"),
@@ -50,7 +50,7 @@ impl Comparison {
     }
 }
 
-/// Builds the component and scores the episodes that the native run has scored or rejected.
+/// Builds the component and scores with it the episodes that the native run has scored or rejected.
 pub(super) fn compare(
     host: &PluginHost,
     folder: &Path,

@@ -10,16 +10,16 @@ const POLL: Duration = Duration::from_millis(30);
 /// Folders that builds and tests write to, next to hidden ones.
 const NOT_WATCHED: [&str; 5] = ["dist", "node_modules", "target", "venv", "__pycache__"];
 
-/// The files of a folder with size and time of modification.
+/// The files of a folder, each with size and modification time.
 #[derive(Debug, PartialEq)]
 pub(super) struct Files(BTreeMap<PathBuf, (u64, SystemTime)>);
 
-/// Files that were saved.
+/// One or more files that were saved together.
 #[derive(Debug)]
 pub(super) struct Save {
-    /// When the last file was written.
+    /// Modification time of the file written last.
     pub(super) at: SystemTime,
-    /// Paths in the folder, of written and removed files.
+    /// Paths of the written and removed files, relative to the folder.
     pub(super) files: Vec<PathBuf>,
 }
 
@@ -64,8 +64,8 @@ fn add(folder: &Path, files: &mut BTreeMap<PathBuf, (u64, SystemTime)>) {
     }
 }
 
-/// Calls `saved` for each save in `folder` since the look `known`, until it returns false. A save ends when two looks find the same: an
-/// editor that empties a file before it writes it, or writes several, is one save.
+/// Calls `saved` for each save in `folder` after the state `known`, until it returns false. A save ends when two scans find the
+/// same state: an editor that empties a file before it writes it, or writes several, is one save.
 pub(super) fn watch(folder: &Path, mut known: Files, mut saved: impl FnMut(Save) -> bool) {
     let mut last = Files::of(folder);
     loop {

@@ -1,4 +1,5 @@
-//! Native scores of recorded episodes, and the author's own tests, in processes of their own.
+//! Native runs of a plugin for `querl plugin dev`, in processes of their own: scores of recorded episodes, and the author's
+//! tests.
 
 use anyhow::Context;
 use clap::Args;
@@ -20,12 +21,12 @@ const REPLAY_LIMIT: Duration = Duration::from_secs(60);
 /// Wall time of the author's tests, without their build, after which they are killed.
 const TEST_LIMIT: Duration = Duration::from_secs(120);
 
-/// An error in the author's code.
+/// An error in the author's code, with its place.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Fault {
     pub(super) message: String,
-    /// Path in the plugin's folder; `None` where no line of it was reached.
+    /// Path of the source file, relative to the plugin's folder; `None` if the stack trace has no line of the plugin.
     pub(super) file: Option<String>,
     pub(super) line: Option<u64>,
 }
@@ -39,11 +40,11 @@ pub(super) struct NativeResult {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct NativeReplay {
     pub(super) range: (f64, f64),
-    /// One per episode, in order.
+    /// The result for each episode, in order.
     pub(super) results: Vec<NativeResult>,
-    /// Time spent in the plugin, without start and reading.
+    /// Seconds spent in the plugin, without starting the process and reading the episodes.
     pub(super) seconds: f64,
-    /// What the process wrote to stdout and stderr.
+    /// Text that the process wrote to stdout and stderr.
     pub(super) output: String,
 }
 
@@ -61,8 +62,8 @@ enum Line {
     Seconds(f64),
 }
 
-/// Scores the episodes. `Err` holds what the author has to repair first: the plugin does not compile, cannot be imported, refuses a setting or
-/// does not end. `scratch` is for the results.
+/// Scores the episodes natively. `Err` holds what the author has to repair first: the plugin does not compile, cannot be
+/// imported, refuses a setting or does not end. The results are written to a file in `scratch`.
 pub(super) fn replay(
     folder: &NativeFolder,
     episodes: &Path,
@@ -231,16 +232,16 @@ fn read(text: &str, output: String) -> anyhow::Result<Option<Result<NativeReplay
     Ok(is_whole.then_some(Ok(replay)))
 }
 
-/// The result of the author's tests.
+/// Result of the author's tests.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Tests {
     pub(super) passed: bool,
     pub(super) seconds: f64,
-    /// What they wrote, where one failed.
+    /// Output of the tests, if one failed.
     pub(super) output: String,
 }
 
-/// Runs the author's tests; `None` where there are none.
+/// Runs the author's tests; `None` if there are none.
 pub(super) fn test(folder: &NativeFolder) -> anyhow::Result<Option<Tests>> {
     let started = Instant::now();
     if let Some(mut build) = folder.test_build() {
@@ -291,10 +292,10 @@ fn tap_failures(output: &str) -> Option<String> {
     (!kept.is_empty()).then(|| kept.join("\n"))
 }
 
-/// Name of the hidden command that runs a plugin in Rust.
+/// Name of the hidden command that scores episodes with a plugin in Rust, built as a dynamic library.
 pub const REPLAY_COMMAND: &str = "__replay-native-library";
 
-/// What `querl plugin dev` hands over.
+/// Arguments that `querl plugin dev` passes to the hidden command [`REPLAY_COMMAND`].
 #[derive(Debug, Args)]
 pub struct LibraryArgs {
     /// The dynamic library of the plugin
@@ -303,7 +304,8 @@ pub struct LibraryArgs {
     request: String,
 }
 
-/// Scores episodes with a dynamic library, in a process that a fault of the plugin may end.
+/// Runs [`REPLAY_COMMAND`]: scores episodes with a dynamic library, in a process of its own, since a fault of the plugin may end
+/// it.
 pub fn replay_library(args: &LibraryArgs) -> anyhow::Result<()> {
     let name = args.library.display();
     // SAFETY: the library is the author's own code, which `querl plugin dev` has built and runs.

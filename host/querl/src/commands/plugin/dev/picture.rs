@@ -1,4 +1,4 @@
-//! What `querl plugin dev` shows of one save.
+//! The output of `querl plugin dev` after one save.
 
 use super::component::Comparison;
 use super::native::{Fault, NativeReplay, Tests};
@@ -16,26 +16,26 @@ const MAX_MESSAGE_BYTES: usize = 4000;
 /// Changed episodes, faults, log lines and lines of output that are listed.
 const N_SHOWN: usize = 5;
 
-/// The state of the plugin after a save; its JSON form is the output of `--json`.
+/// State of the plugin after a save; its JSON form is the output of `--json`.
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Picture {
-    /// Id and version.
+    /// Id and version of the plugin.
     pub(super) plugin: String,
     pub(super) language: &'static str,
-    /// Files of the save; empty for the first picture.
+    /// Files that were saved; empty for the first output.
     pub(super) saved: Vec<String>,
-    /// Seconds from the save to the scores; from the start of the native run in the first picture.
+    /// Seconds from the save to the scores; in the first output, from the start of the native run.
     pub(super) seconds: f64,
-    /// `None` for a plugin without a reward, and without episodes.
+    /// Scores of the recorded episodes; `None` for a plugin without a reward, or without episodes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) scores: Option<Scores>,
-    /// What keeps the plugin from being run.
+    /// The error that keeps the plugin from being run.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) refused: Option<Fault>,
-    /// `None` until they have ended, and for a folder without tests.
+    /// Result of the author's tests; `None` until they have ended, and for a folder without tests.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) tests: Option<Tests>,
-    /// `None` until it is built.
+    /// Comparison of the component with the native run; `None` until the component is built.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) component: Option<Comparison>,
 }
@@ -44,7 +44,7 @@ pub(super) struct Picture {
 #[derive(Debug, Clone, Serialize)]
 pub(super) struct Scores {
     summary: ScoreSummary,
-    /// In the plugin, without start and reading.
+    /// Mean microseconds per episode spent in the plugin, without starting the process and reading the episodes.
     pub(super) micros_per_episode: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
     since_last_save: Option<OutcomeChanges>,
@@ -77,7 +77,7 @@ struct LogLine {
     line: String,
 }
 
-/// An episode with its recorded outcome, if there is one.
+/// A recorded episode, with the outcome that was recorded for it, if there is one.
 pub(super) struct Recorded<'a> {
     pub(super) id: &'a str,
     pub(super) query: &'a str,
@@ -85,7 +85,7 @@ pub(super) struct Recorded<'a> {
 }
 
 impl Scores {
-    /// `previous` is the run of an earlier save.
+    /// Summarises a native run. `previous` is the run of the save before, for the changes since then.
     pub(super) fn of(
         recorded: &[Recorded<'_>],
         replay: &NativeReplay,
@@ -194,7 +194,7 @@ fn place(fault: &Fault) -> String {
 }
 
 impl Picture {
-    /// What the author has to repair.
+    /// Sentences about what the author has to repair.
     pub(super) fn failures(&self) -> Vec<String> {
         let n_faults = self.scores.as_ref().map_or(0, |scores| scores.n_faults);
         let has_failed_tests = self.tests.as_ref().is_some_and(|tests| !tests.passed);
@@ -207,7 +207,7 @@ impl Picture {
         found.into_iter().flatten().collect()
     }
 
-    /// The scores, which come first.
+    /// The part of the output with the scores, as lines for a terminal.
     pub(super) fn lines(&self) -> Vec<String> {
         let saved = if self.saved.is_empty() { String::new() } else { format!("   saved {}", self.saved.join(", ")) };
         let mut lines =

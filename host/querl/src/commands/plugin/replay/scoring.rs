@@ -1,4 +1,4 @@
-//! Many episodes through one plugin, on all cores.
+//! Scores many episodes with one plugin, on all cores.
 
 use crate::terminal::StageProgress;
 use querl_core::ports::{PluginFault, Progress, RewardModel};
@@ -13,7 +13,8 @@ const BATCH: usize = 64;
 
 const SILENT_FOR: Duration = Duration::from_secs(2);
 
-/// One outcome per episode, in order, whatever the number of cores. `label` stands before the progress, once it takes long.
+/// Scores episodes with a plugin: one outcome per episode, in order, whatever the number of cores. `label` stands before the
+/// progress, which is shown if it takes long.
 pub(in crate::commands::plugin) fn score(
     model: &dyn RewardModel,
     episodes: &[Episode],
