@@ -127,12 +127,12 @@ section! {
 }
 
 impl DatasetConfig {
-    /// Whether there is one.
+    /// True if a dataset is configured.
     pub fn is_set(&self) -> bool {
         self.files().next().is_some()
     }
 
-    /// Whether the files are the splits, not one file that is divided.
+    /// True if the dataset has a file for `val` or `test`; otherwise its only file is divided into splits.
     pub fn has_splits(&self) -> bool {
         self.val.is_some() || self.test.is_some()
     }

@@ -106,20 +106,21 @@ section! {
 pub enum RlAlgorithm {
     /// Proximal policy optimisation with a critic.
     Ppo,
-    /// Group relative: scores of one query's samples against each other, over their spread; mean per response.
+    /// GRPO: the advantage is the score minus the mean of its query's samples, over their standard deviation; the loss is averaged per
+    /// response.
     Grpo,
-    /// GRPO without the spread and without the length in the mean ("GRPO done right").
+    /// Dr. GRPO: GRPO without division by the standard deviation and by the response length.
     DrGrpo,
-    /// Each score against the mean of the query's other samples.
+    /// RLOO: the advantage is the score minus the mean of the other samples of its query.
     Rloo,
-    /// No critic and no groups: returns whitened over the batch, KL in the reward.
+    /// REINFORCE++: no critic and no groups; returns whitened over the batch, KL in the reward.
     ReinforcePlusPlus,
-    /// Rejection-sampling fine-tuning: cross-entropy of the best of one query's samples.
+    /// RAFT, rejection-sampling fine-tuning: cross-entropy of the best sample of each query.
     Raft,
 }
 
 impl RlAlgorithm {
-    /// True where samples of one query are compared with each other: `n_samples` must be 2 or more.
+    /// True if the algorithm compares the samples of one query: `n_samples` must be 2 or more.
     pub fn needs_groups(self) -> bool {
         matches!(self, Self::Grpo | Self::DrGrpo | Self::Rloo | Self::Raft)
     }
@@ -129,9 +130,9 @@ impl RlAlgorithm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KlPlacement {
-    /// Subtracted from the reward of each token.
+    /// The KL is subtracted from the reward of each token.
     Reward,
-    /// Added to the loss.
+    /// The KL is added to the loss.
     Loss,
 }
 
@@ -140,9 +141,9 @@ named_enum! {
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
     #[serde(rename_all = "snake_case")]
     pub enum KlEstimator {
-        /// `log p - log q`.
+        /// `log p - log q`, with the probability `p` of the policy and `q` of the reference.
         K1 = "k1",
-        /// Half its square; as a loss, the one whose gradient is the divergence's.
+        /// `(log p - log q)^2 / 2`; as a loss, the estimator whose gradient is that of the KL divergence.
         K2 = "k2",
         /// `q/p - 1 - log(q/p)`.
         K3 = "k3",
@@ -153,9 +154,9 @@ named_enum! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ValueLossKind {
-    /// Half its square.
+    /// Half the squared error.
     Squared,
-    /// Half its square up to 1, linear beyond.
+    /// Huber loss: half the squared error up to an error of 1, linear beyond.
     Huber,
 }
 
@@ -163,9 +164,9 @@ pub enum ValueLossKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvantageForm {
-    /// Per token: KL in the reward, GAE, a ratio per token.
+    /// Per token: KL in the reward, GAE advantages, an importance ratio per token.
     Token,
-    /// Per response: one reward, `A = R - V(s)`, the ratio of the whole response's probabilities.
+    /// Per response: one reward, `A = R - V(s)`, the importance ratio of the whole response.
     Sequence,
 }
 
@@ -196,7 +197,7 @@ named_enum! {
         SeqMeanTokenMean = "seq-mean-token-mean",
         /// Sum over the tokens of a response, mean over responses.
         SeqMeanTokenSum = "seq-mean-token-sum",
-        /// The same, divided by `max_new_tokens`.
+        /// Sum over the tokens of a response divided by `max_new_tokens`, mean over responses.
         SeqMeanTokenSumNorm = "seq-mean-token-sum-norm",
     }
 }
@@ -217,7 +218,7 @@ pub enum CriticKind {
 pub enum RlRecord {
     /// Episodes and metrics.
     Episodes,
-    /// What the update was computed from, by token, in addition.
+    /// Episodes and metrics, and the tensors of the update by token.
     Full,
 }
 
@@ -393,15 +394,15 @@ section! {
 }
 
 impl RlConfig {
-    /// Rollout batches of a training on `n_rows` queries. A batch continues in the next epoch where an epoch ends within it.
+    /// Number of rollout batches of a training on `n_rows` queries. A batch continues in the next epoch where an epoch ends within it.
     pub fn n_steps(&self, n_rows: usize) -> usize {
         let Some(epochs) = self.epochs else { return self.max_steps };
         let planned = epochs.saturating_mul(n_rows).div_ceil(self.batch_size.max(1)).max(1);
         if self.max_steps > 0 { planned.min(self.max_steps) } else { planned }
     }
 
-    /// `loss_agg`, with the name of what the algorithm has where it is left to it: that of the policy loss comes before that of the
-    /// advantages. Source: verl `compute_policy_loss_gspo`; MiniMax 2025, "MiniMax-M1", equation 4.
+    /// `loss_agg` with `algorithm` resolved: the aggregation of the policy loss (GSPO, CISPO), or else of the algorithm. Source: verl
+    /// `compute_policy_loss_gspo`; MiniMax 2025, "MiniMax-M1", equation 4.
     pub fn loss_agg_in_force(&self) -> LossAgg {
         match (self.loss_agg, self.policy_loss, self.algorithm) {
             (LossAgg::Algorithm, PolicyLossKind::Gspo, _) => LossAgg::SeqMeanTokenMean,
