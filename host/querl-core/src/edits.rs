@@ -45,8 +45,7 @@ pub fn joined(parts: &[&str]) -> String {
 /// Most characters of a history in a search text: the last ones are the latest turns.
 const HISTORY_CHARS: usize = 500;
 
-/// Search text of a query, its history summary and an added text. The history becomes one line of which the last 500 characters are
-/// used, since
+/// Search text of a query, its history summary and an added text. Only the last 500 characters of the history are used, on one line, since
 /// a client of a server may send a whole dialogue.
 pub fn with_history(query: &str, history: &str, added: &str) -> String {
     let history = history.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -61,8 +60,7 @@ pub fn is_plain(text: &str) -> bool {
 }
 
 /// Parses the rewrite in a response to `query` with the prompt plugin; `history` is the summary of the conversation before the query.
-/// With
-/// [`RewriteForm::Edit`], a marker may also follow what the plugin removes, such as thinking, quotes or list marks.
+/// With [`RewriteForm::Edit`], a marker may also follow what the plugin removes, such as thinking, quotes or list marks.
 ///
 /// # Errors
 /// The plugin broke its contract; the inner error is its rejection of the response.

@@ -138,9 +138,8 @@ fn complete(episode: &mut Episode, format: u32, step: u64, line: usize) {
     }
 }
 
-/// Adds the id, group and sample index that an episode written by hand may leave out, and checks its numbers, as if it were line `index
-/// + 1` of
-/// a file.
+/// Adds the id, group and sample index that an episode written by hand may leave out, and checks its numbers, as if it were line
+/// `index + 1` of a file.
 ///
 /// # Errors
 /// A sentence with the expected and the actual value.

@@ -142,8 +142,7 @@ pub fn io_problem(error: &io::Error) -> String {
 const UNFINISHED: &str = ".querl-";
 
 /// Removes temporary files that killed processes left in `folder`, recursively. No other querl process may write there; files that the
-/// library
-/// of an experiment tracker removes in the meantime are skipped.
+/// library of an experiment tracker removes in the meantime are skipped.
 ///
 /// # Errors
 /// An I/O error.

@@ -273,8 +273,7 @@ impl<'a> Keys<'a> {
     }
 
     /// Refuses keys that may change the computation. Accepted are the keys in `used` (separated by spaces), which the caller reads, keys
-    /// that
-    /// never have an effect, and keys in `no_ops` with the value given there.
+    /// that never have an effect, and keys in `no_ops` with the value given there.
     ///
     /// # Errors
     /// A key is not accepted.

@@ -28,8 +28,7 @@ impl RunDir {
     }
 
     /// New file for the cost of calls while this process scores for another trainer; each call returns another name, since several
-    /// processes may
-    /// score at the same time.
+    /// processes may score at the same time.
     pub fn scoring_calls(&self) -> PathBuf {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let (process, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));

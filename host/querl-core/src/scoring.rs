@@ -26,8 +26,7 @@ pub struct RewardRequest {
     /// Training step; `None` where unknown.
     pub step: Option<u64>,
     /// Episode id, unique in a batch; with `judge.sample_rate` below 1 it decides whether the response is judged. `None`: derived from
-    /// step, query
-    /// and sample index, or from the response.
+    /// step, query and sample index, or from the response.
     pub id: Option<String>,
     /// Group id, the same for all samples of one query in one batch; `None`: derived from step and query.
     pub group_id: Option<String>,
@@ -126,8 +125,7 @@ impl<'de> Deserialize<'de> for RewardQuery {
 /// Scores the responses of other trainers with the retrieval, judge and rewards of a configuration.
 pub trait RewardService: Send + Sync {
     /// Parses, retrieves, judges and scores as in training; returns one record per request, in order. Requests of one `group_id` must be
-    /// in one
-    /// batch if a reward scores groups. Blocks on external services.
+    /// in one batch if a reward scores groups. Blocks on external services.
     ///
     /// # Errors
     /// A request names a query that the run does not have, or no request can be scored.

@@ -168,16 +168,14 @@ pub trait Rewriter: Send + Sync {
     }
 
     /// Queues a task for the model with the name and role of `tenant`. Calls the prompt plugin and the tokenizer, which takes time: do
-    /// not call
-    /// it on a thread that serves other requests.
+    /// not call it on a thread that serves other requests.
     ///
     /// # Errors
     /// Why the task was not queued.
     fn submit(&self, tenant: &Tenant, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError>;
 
     /// Loads and checks the model of a run or a configuration, then serves it in place of the model of the same tenant and role, if
-    /// there is
-    /// one, whose requests in progress finish. Takes as long as loading a model.
+    /// there is one, whose requests in progress finish. Takes as long as loading a model.
     ///
     /// # Errors
     /// A sentence: the model cannot be loaded or fails its check; the models served before are still served.

@@ -339,9 +339,8 @@ pub struct RetrievalConfig {
     /// `http`: how the key is sent in the `Authorization` header; `auto` is as the service wants it.
     #[serde(default)]
     pub auth: AuthScheme,
-    /// `http`: knowledge base to search, sent as a name or, for Dify and RAGFlow, as an id; also the `kb_name` under which `querl serve
-    /// rag` serves
-    /// this configuration.
+    /// `http`: knowledge base to search, sent as a name or, for Dify and RAGFlow, as an id; also the `kb_name` under which
+    /// `querl serve rag` serves this configuration.
     #[serde(default = "defaults::kb_name")]
     pub kb_name: String,
     /// `http`, `general_rag`: how the history is sent: as a string, as a list of messages or not at all.
@@ -375,8 +374,7 @@ pub struct RetrievalConfig {
     #[schemars(range(min = 0.0))]
     pub price_per_thousand_calls: Option<f64>,
     /// `http`: request and response mapping: overrides single keys of the built-in mapping of `service`, or defines the whole mapping
-    /// with
-    /// `service = "custom"`.
+    /// with `service = "custom"`.
     #[serde(default)]
     pub mapping: MappingConfig,
     /// Embedding model.

@@ -30,8 +30,7 @@ const LARGEST_INTEGER: u64 = 1 << 53;
 
 impl Scalar {
     /// Converts a JSON number. An integer beyond ±2^53 (such as an id), which f64 may not represent exactly, is kept as text; one beyond
-    /// 64 bits
-    /// has already been parsed as f64.
+    /// 64 bits has already been parsed as f64.
     pub fn of_number(number: &Number) -> Self {
         let integer = number.as_u64().or_else(|| number.as_i64().map(i64::unsigned_abs));
         match number.as_f64().filter(|_| integer.is_none_or(|integer| integer <= LARGEST_INTEGER)) {
