@@ -46,9 +46,8 @@ pub struct LockEntry {
     pub sha256: String,
     /// Digest of the bundle; `None` if the plugin is not a bundle.
     pub bundle: Option<String>,
-    /// [`Manifest::file_digest`](crate::Manifest::file_digest) of a source folder with a manifest, whose limits decide which items are
-    /// dropped.
-    /// `None` for a bundle, whose digest covers the manifest, without a manifest, and in lock files of earlier versions.
+    /// [`Manifest::file_digest`](crate::Manifest::file_digest) of a source folder, whose manifest has limits that decide which items are
+    /// dropped. `None` for a bundle, whose digest covers the manifest, without a manifest, and in lock files of earlier versions.
     pub manifest: Option<String>,
     /// The trusted public key that has signed the plugin; `None` if none has.
     pub signed_by: Option<String>,

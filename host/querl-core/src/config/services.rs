@@ -31,7 +31,7 @@ section! {
     CacheConfig {
         /// Whether answers of external services are cached on disk.
         enabled: bool = true,
-        /// The file; by default `answers.redb` in the user's cache folder, for all runs.
+        /// File of the cache; by default `answers.redb` in the user's cache folder, for all runs.
         path: Option<PathBuf> = None,
         /// Lifetime of cached retrieval results in hours; 0 disables caching of them.
         #[schemars(range(min = 0.0, max = 1_000_000.0))]
@@ -145,7 +145,7 @@ pub struct MappingConfig {
     pub text: Option<Vec<String>>,
     /// JSON pointers to a passage's score.
     pub score: Option<Vec<String>>,
-    /// Which end of the scores is the better one.
+    /// Whether higher or lower scores are better.
     #[schemars(with = "ScoreOrder")]
     pub score_order: Option<ScoreOrder>,
     /// The service's scores that become 0 and 1 (with `lower_is_better`, 1 and 0).
@@ -155,11 +155,12 @@ pub struct MappingConfig {
     pub score_half: Option<f64>,
     /// The lowest and the highest `service_threshold` that the service takes; one beyond them is sent as the nearest.
     pub threshold_range: Option<[f64; 2]>,
-    /// The lowest and the highest `service_top_k` that the service takes, as above; passages that were not wanted are left out here.
+    /// The lowest and the highest `service_top_k` that the service accepts; one beyond them is sent as the nearest, and surplus passages
+    /// are dropped.
     pub top_k_range: Option<[usize; 2]>,
-    /// JSON pointers to what says whether the service succeeded; unset where the HTTP status alone says it.
+    /// JSON pointers to the status field of a response; unset if only the HTTP status shows success.
     pub status: Option<Vec<String>>,
-    /// What each of `status` is where the service succeeded, as text.
+    /// Values of the `status` fields that mean success, as text.
     pub success: Option<Vec<String>>,
 }
 
@@ -216,13 +217,14 @@ section! {
         path: Option<PathBuf> = None,
         /// `openai`: the full address of the route.
         url: Option<String> = None,
-        /// `openai`: the model's name there.
+        /// `openai`: name of the model at the endpoint.
         model: Option<String> = None,
         /// Environment variable that holds the key; empty for a service without keys.
         api_key_env: String = String::new(),
         /// File that holds the key and nothing else; used instead of the environment variable.
         api_key_file: Option<PathBuf> = None,
-        /// Put before a query, as the model's card says; passages go without. Unset, a local model's own (`config_sentence_transformers.json`).
+        /// Prefix of a query, as the model's card says; passages have none. Unset, that of a local model
+        /// (`config_sentence_transformers.json`).
         query_prefix: Option<String> = None,
         /// `local`: tokens of a text, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
         #[schemars(range(min = 8, max = 131_072))]
@@ -287,7 +289,7 @@ section! {
         path: Option<PathBuf> = None,
         /// `tei`, `cohere`: the full address of the route.
         url: Option<String> = None,
-        /// `cohere`: the model's name there.
+        /// `cohere`: name of the model at the endpoint.
         model: Option<String> = None,
         /// Environment variable that holds the key; empty for a service without keys.
         api_key_env: String = String::new(),

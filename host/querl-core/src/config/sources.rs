@@ -84,7 +84,7 @@ macro_rules! endpoint_section {
                 $($(#[$own_doc])* $own: $own_type = $own_default,)*
                 /// `openai`: address of the interface, up to and with `/v1`.
                 base_url: Option<String> = None,
-                /// `openai`: the model's name there.
+                /// `openai`: name of the model at the endpoint.
                 model: Option<String> = None,
                 /// Service of the endpoint, which determines the request parameters; `auto` detects it from the address.
                 provider: Provider = Provider::Auto,

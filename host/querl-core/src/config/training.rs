@@ -59,19 +59,19 @@ section! {
         lora_dropout: f64 = 0.0,
         /// Adapted layers: `all-linear`, or the last parts of their names (`q_proj`, `v_proj`).
         lora_target_modules: Vec<String> = vec!["all-linear".into()],
-        /// Adapter scale is `lora_alpha / sqrt(lora_rank)` instead.
+        /// Adapter scale is `lora_alpha / sqrt(lora_rank)` (rsLoRA) instead of `lora_alpha / lora_rank`.
         use_rslora: bool = false,
         /// Adapters with a trained magnitude per output (DoRA).
         use_dora: bool = false,
         /// Rows of one optimizer step are `batch_size * gradient_accumulation_steps`; `model.tokens_per_pass` cuts them into passes.
         #[schemars(range(min = 1, max = 65_536))]
         batch_size: usize = 2,
-        /// See `batch_size`; the result depends on the product alone.
+        /// Factor of `batch_size` in the rows of one optimizer step; the result depends on the product only.
         #[schemars(range(min = 1))]
         gradient_accumulation_steps: usize = 8,
         /// Learning rate schedule after warm-up.
         lr_scheduler: LrScheduler = LrScheduler::Cosine,
-        /// Share of steps with rising learning rate.
+        /// Warm-up: share of steps with rising learning rate.
         #[schemars(range(min = 0.0, max = 1.0))]
         warmup_ratio: f64 = 0.05,
         /// Decoupled weight decay of matrices; biases and norms are not decayed.
@@ -80,7 +80,7 @@ section! {
         /// Global gradient norm above which gradients are scaled down.
         #[schemars(extend("exclusiveMinimum" = 0.0))]
         max_grad_norm: f64 = 1.0,
-        /// Longer rows are an error, named by row.
+        /// Maximum number of tokens of a row; a longer row is an error that names the row.
         #[schemars(range(min = 1))]
         max_length: usize = 2048,
         /// Optimizer steps between evaluations on the validation split; 0 for once an epoch.
@@ -234,7 +234,7 @@ section! {
         /// Passes over the training split, in place of `max_steps`: `epochs * rows / batch_size` rollout batches, rounded up.
         #[schemars(range(min = 1))]
         epochs: Option<usize> = None,
-        /// Rollout batches. With `epochs` the maximum, where it is set too; 0 for no limit.
+        /// Number of rollout batches; if `epochs` is set too, their maximum; 0 for no limit.
         max_steps: usize = 100,
         /// Queries of one rollout batch.
         #[schemars(range(min = 1, max = 65_536))]
@@ -261,7 +261,7 @@ section! {
         critic_warmup_steps: usize = 0,
         /// Schedule of the policy's learning rate after warm-up.
         lr_scheduler: LrScheduler = LrScheduler::Constant,
-        /// Share of steps with rising learning rate.
+        /// Warm-up: share of steps with rising learning rate.
         #[schemars(range(min = 0.0, max = 1.0))]
         warmup_ratio: f64 = 0.0,
         /// Decoupled weight decay of the policy's and the critic's matrices.
@@ -301,7 +301,7 @@ section! {
         /// Above 0: `kl_coef` is adapted to keep the KL of a response (summed over tokens) near this many nats.
         #[schemars(range(min = 0.0))]
         kl_target: f64 = 0.0,
-        /// Episodes over which `kl_coef` adapts.
+        /// Horizon of the adaptation of `kl_coef`, in episodes.
         #[schemars(range(min = 1))]
         kl_horizon: usize = 10_000,
         /// Above 0: KL early stopping; skips the remaining epochs of a batch once the KL to the rollout policy exceeds this many nats per token.
@@ -326,7 +326,7 @@ section! {
         /// GAE's lambda.
         #[schemars(range(min = 0.0, max = 1.0))]
         gae_lambda: f64 = 0.95,
-        /// Divides the logits in rollout, reference and update alike.
+        /// Sampling temperature: divides the logits in rollout, reference and update.
         #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 10.0))]
         temperature: f64 = 1.0,
         /// Nucleus sampling in rollouts; 1 disables it.
@@ -334,17 +334,17 @@ section! {
         top_p: f64 = 1.0,
         /// Top-k sampling in rollouts; 0 disables it.
         top_k: usize = 0,
-        /// Divides (or multiplies, below zero) the logits of tokens that the answer has; 1 for none.
+        /// Repetition penalty: divides positive logits of tokens that the answer already has, and multiplies negative ones; 1 for none.
         #[schemars(range(min = 1.0, max = 10.0))]
         repetition_penalty: f64 = 1.0,
         /// Above 0: n-grams of this size are not repeated within an answer.
         no_repeat_ngram_size: usize = 0,
         /// Minimum number of tokens of an answer.
         min_new_tokens: usize = 0,
-        /// Longer answers are cut off and marked.
+        /// Maximum number of tokens of an answer; longer answers are truncated and marked.
         #[schemars(range(min = 1))]
         max_new_tokens: usize = 150,
-        /// An answer ends where one of these appears.
+        /// Stop strings: an answer ends where one of them appears.
         stop_strings: Vec<String> = Vec::new(),
         /// Subtracted from the score of a response that does not end by itself.
         #[schemars(range(min = 0.0))]
@@ -361,7 +361,7 @@ section! {
         /// Maximum number of times that queries of one batch are replaced, with `dynamic_sampling`.
         #[schemars(range(min = 1))]
         max_resampled_batches: usize = 3,
-        /// Parts of a batch: one is scored while the next is generated.
+        /// Number of parts of a rollout batch: one part is scored while the next is generated.
         #[schemars(range(min = 1))]
         pipeline_parts: usize = 2,
         /// Generate the next batch, with the policy as it was, while this one is learned from; its tokens are weighted.
