@@ -125,7 +125,7 @@ fn is_out_of_handles(error: &io::Error) -> bool {
     cfg!(unix) && matches!(error.raw_os_error(), Some(23 | 24))
 }
 
-/// Text of an I/O error for the end of a message; for lack of memory or open files it begins with the remedy.
+/// Text of an I/O error for the end of a message; for lack of memory or open files it begins with cause and remedy.
 pub fn io_problem(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::OutOfMemory => {

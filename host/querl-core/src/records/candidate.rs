@@ -49,9 +49,9 @@ pub struct StyleProbability {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub enum FinishReason {
-    /// End-of-sequence token or stop string.
+    /// An end-of-sequence token or a stop string was generated.
     Stop,
-    /// Maximum number of tokens.
+    /// The maximum number of tokens was reached.
     Length,
     /// Any other reason, as the service names it.
     Other(String),
