@@ -24,26 +24,26 @@ pub(crate) mod names {
     pub(crate) const MANIFEST: &str = "plugin.toml";
     pub(crate) const COMPONENT: &str = "plugin.wasm";
     pub(crate) const SIGNATURES: &str = "signatures";
-    /// An archive without one of these is not a bundle.
+    /// Names of the files that every bundle has.
     pub(crate) const REQUIRED: [&str; 5] = [LICENSE, README, SUMS, MANIFEST, COMPONENT];
 }
 
-/// Limits that a reader enforces. The component of a Python plugin has 18 MB, a quarter of that compressed.
+/// Size limits that a reader of an archive enforces. The component of a Python plugin has 18 MB, a quarter of that compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ArchiveLimits {
-    /// Size of the file.
+    /// Maximum size of the compressed file.
     pub compressed_bytes: u64,
-    /// Size of the tar stream: headers, contents, padding.
+    /// Maximum size of the tar stream: headers, contents, padding.
     pub tar_bytes: u64,
     /// Largest size of the tar stream as a multiple of the compressed size; a tar stream of up to 4 MiB is always allowed.
     pub ratio: u64,
-    /// Number of files.
+    /// Maximum number of files.
     pub entries: usize,
-    /// Size of the component.
+    /// Maximum size of the component.
     pub component_bytes: u64,
-    /// Size of one file of golden cases, and of all of them together.
+    /// Maximum size of one file of golden cases, and of all of them together.
     pub golden_bytes: u64,
-    /// Size of each other file.
+    /// Maximum size of each other file.
     pub text_bytes: u64,
 }
 
@@ -74,7 +74,7 @@ impl Default for ArchiveLimits {
     }
 }
 
-/// Damage of one part of an archive.
+/// Why one part of an archive is refused.
 #[derive(Debug)]
 pub(crate) struct Damage {
     pub(crate) part: String,
@@ -87,7 +87,7 @@ impl Damage {
     }
 }
 
-/// The reason why `name` is not allowed in a bundle.
+/// The reason why `name` is not allowed in a bundle; `None` if it is allowed.
 pub(crate) fn refuse_name(name: &str) -> Option<&'static str> {
     const FLAT: [&str; 6] =
         [names::LICENSE, names::README, names::SUMS, names::MANIFEST, names::COMPONENT, names::SIGNATURES];
@@ -350,7 +350,7 @@ fn refuse_order(files: &BTreeMap<String, Vec<u8>>, name: &str) -> Result<(), Dam
     }
 }
 
-/// Name and size of an entry; its header must be the one that [`header`] gives.
+/// Parses the name and size of a tar entry, and rejects it unless its header is byte-equal to the canonical one of [`header`].
 fn entry(block: &[u8; BLOCK], limits: &ArchiveLimits) -> Result<(String, u64), Damage> {
     let found = Header::from_byte_slice(block);
     let raw_name = found.path_bytes();

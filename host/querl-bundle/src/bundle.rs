@@ -14,7 +14,7 @@ use std::path::Path;
 const COMPONENT_MAGIC: [u8; 8] = *b"\0asm\x0d\0\x01\0";
 const CORE_MODULE_MAGIC: [u8; 8] = *b"\0asm\x01\0\0\0";
 
-/// A plugin in one file, consistent in itself. [`Bundle::verify`] checks whether a trusted key signed it.
+/// A plugin bundle, checked for consistency. [`Bundle::verify`] checks whether a trusted key signed it.
 #[derive(Debug, Clone)]
 pub struct Bundle {
     origin: String,
@@ -25,7 +25,7 @@ pub struct Bundle {
 }
 
 impl Bundle {
-    /// Reads a file.
+    /// Reads a bundle from a file.
     ///
     /// # Errors
     /// The file cannot be read or is no regular file, or as [`Bundle::from_bytes`].
@@ -34,7 +34,7 @@ impl Bundle {
         Self::from_bytes(&bytes, &path.display().to_string())
     }
 
-    /// Reads an archive, named `origin` in messages.
+    /// Reads a bundle from the bytes of an archive; `origin` names it in messages.
     ///
     /// # Errors
     /// The archive is damaged, has an unknown entry, or exceeds a limit;
@@ -54,7 +54,7 @@ impl Bundle {
         Ok(Self { origin: origin.to_owned(), manifest, digest, files, signatures })
     }
 
-    /// The name in messages, usually the path.
+    /// Name of the bundle in messages, usually its path.
     pub fn origin(&self) -> &str {
         &self.origin
     }
@@ -74,7 +74,7 @@ impl Bundle {
         &self.files[names::COMPONENT]
     }
 
-    /// The content of one file, such as `README.md` or `golden/cases.jsonl`.
+    /// The content of one file, such as `README.md` or `golden/cases.jsonl`; `None` if the bundle has no such file.
     pub fn file(&self, name: &str) -> Option<&[u8]> {
         self.files.get(name).map(Vec::as_slice)
     }
@@ -200,13 +200,13 @@ pub fn check_component(bytes: &[u8]) -> Result<(), String> {
     }
 }
 
-/// The bundle of the plugin in `folder` with the component that was built from it; the same bytes from the same content.
+/// Packs the plugin in `folder` and the component that was built from it into a bundle; the same content gives the same bytes.
 ///
 /// Of the folder it takes `plugin.toml`, `README.md`, `LICENSE` and `*.jsonl` in the folder of golden cases. The archive is
 /// called [`Manifest::file_name`].
 ///
 /// # Errors
-/// A file is missing, not a plain file, or too large; the manifest is wrong; the component is none.
+/// A file is missing, not a plain file, or too large; the manifest is invalid; `component` is not a WebAssembly component.
 pub fn pack(folder: &Path, component: &[u8]) -> Result<Vec<u8>, BundleError> {
     check_component(component).map_err(|message| BundleError::folder(folder, format!("its component {message}")))?;
     let manifest = Manifest::read(folder)?;

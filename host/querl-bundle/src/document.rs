@@ -47,7 +47,7 @@ impl<'t> Document<'t> {
         Ok(Self { origin: origin.to_owned(), text, table })
     }
 
-    /// The whole document as a section with the known `keys`.
+    /// The whole document as a section, which may have only these `keys`.
     pub(crate) fn root(&self, keys: &[&str]) -> Result<Section<'_>, BundleError> {
         let section = Section { document: self, steps: Vec::new(), table: &self.table };
         section.refuse_unknown(keys)?;
@@ -88,7 +88,7 @@ impl<'a> Section<'a> {
         self.error_at(&self.steps_to(key), message)
     }
 
-    /// `KEY is VALUE; expected EXPECTED`.
+    /// The error `KEY is VALUE; expected EXPECTED`, at the line of `key`.
     pub(crate) fn wrong(&self, key: &str, value: &Value, expected: impl std::fmt::Display) -> BundleError {
         self.error(key, format!("is {}; expected {expected}", shown(value)))
     }
@@ -101,14 +101,14 @@ impl<'a> Section<'a> {
         self.table.keys().map(String::as_str)
     }
 
-    /// A subtable with the known `keys`.
+    /// The subtable `key`, which may have only these `keys`; `None` if it is missing.
     pub(crate) fn section(&self, key: &'a str, keys: &[&str]) -> Result<Option<Self>, BundleError> {
         let Some(section) = self.open_section(key)? else { return Ok(None) };
         section.refuse_unknown(keys)?;
         Ok(Some(section))
     }
 
-    /// A subtable with arbitrary keys.
+    /// The subtable `key`, which may have any keys; `None` if it is missing.
     pub(crate) fn open_section(&self, key: &'a str) -> Result<Option<Self>, BundleError> {
         match self.value(key) {
             None => Ok(None),
@@ -117,7 +117,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// The tables written as `[[key]]`.
+    /// The tables written as `[[key]]`, each with only these `keys`; empty if there are none.
     pub(crate) fn sections(&self, key: &'a str, keys: &[&str]) -> Result<Vec<Self>, BundleError> {
         let items = match self.value(key) {
             None => return Ok(Vec::new()),
@@ -155,7 +155,7 @@ impl<'a> Section<'a> {
         self.refuse_hidden(key, text).map(|()| text)
     }
 
-    /// A text of any number of lines.
+    /// A text of any number of lines without hidden characters; `None` if the key is missing.
     pub(crate) fn prose(&self, key: &str) -> Result<Option<&'a str>, BundleError> {
         let Some(text) = self.text(key)? else { return Ok(None) };
         self.refuse_hidden(key, text).map(|()| Some(text))
@@ -172,7 +172,7 @@ impl<'a> Section<'a> {
         self.error_at(&self.steps, format!("the key {} is missing; expected {meaning}", self.path_of(key)))
     }
 
-    /// A list of texts, each as of [`Section::prose`].
+    /// A list of texts without hidden characters; `None` if the key is missing.
     pub(crate) fn texts(&self, key: &str) -> Result<Option<Vec<&'a str>>, BundleError> {
         let Some(value) = self.value(key) else { return Ok(None) };
         let texts = value.as_array().and_then(|items| items.iter().map(Value::as_str).collect::<Option<Vec<_>>>());
@@ -181,7 +181,7 @@ impl<'a> Section<'a> {
         Ok(Some(texts))
     }
 
-    /// A whole number of at least `minimum`.
+    /// A whole number of at least `minimum`; `None` if the key is missing.
     pub(crate) fn count(&self, key: &str, minimum: i64) -> Result<Option<u64>, BundleError> {
         match self.value(key) {
             None => Ok(None),
@@ -190,7 +190,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// A lower-case hexadecimal SHA-256.
+    /// A lower-case hexadecimal SHA-256; `None` if the key is missing.
     pub(crate) fn digest(&self, key: &str) -> Result<Option<String>, BundleError> {
         let Some(text) = self.text(key)? else { return Ok(None) };
         match text.len() == 64 && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')) {
@@ -245,7 +245,7 @@ fn one_line(message: &str) -> String {
     querl_core::text::printable(&message, LONGEST_BYTES)
 }
 
-/// A value in a message: short, on one line, without control characters.
+/// Formats a value for a message: short, on one line, without control characters.
 pub(crate) fn shown(value: &Value) -> String {
     match value {
         Value::Table(_) => "a section".to_owned(),
@@ -254,7 +254,7 @@ pub(crate) fn shown(value: &Value) -> String {
     }
 }
 
-/// Text of others in a message.
+/// Formats untrusted text for a message: truncated, on one line, without control characters.
 pub(crate) fn printable(text: &str) -> String {
     querl_core::text::printable(text, EXCERPT_BYTES)
 }
@@ -264,7 +264,7 @@ pub(crate) fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> O
     querl_core::text::nearest(name, known).into_iter().next()
 }
 
-/// `a`, `a or b`, `a, b or c`.
+/// Joins words: `a`, `a or b` or `a, b or c`.
 pub(crate) fn or_list<'n>(words: impl Iterator<Item = &'n str>) -> String {
     let words: Vec<_> = words.collect();
     match words.as_slice() {
@@ -290,7 +290,7 @@ pub(crate) fn read_file(path: &Path, most: u64) -> Result<Vec<u8>, BundleError> 
     }
 }
 
-/// As [`read_file`], for UTF-8 text.
+/// Like [`read_file`], for UTF-8 text.
 pub(crate) fn read_text_file(path: &Path, most: u64) -> Result<String, BundleError> {
     String::from_utf8(read_file(path, most)?).map_err(|_| BundleError::folder(path, "is not UTF-8 text"))
 }

@@ -13,7 +13,7 @@ pub enum BundleError {
     #[error("{origin}:{line}: {message}")]
     Text {
         origin: String,
-        /// 1-based; for a missing key, the line of its section.
+        /// 1-based line; for a missing key, the line of its section.
         line: usize,
         message: String,
     },
@@ -24,7 +24,7 @@ pub enum BundleError {
     #[error("{origin}: {part}: {message}")]
     Archive {
         origin: String,
-        /// The entry, `compressed stream`, `tar stream` or `seal`.
+        /// The damaged part: the name of an entry, `compressed stream`, `tar stream` or `seal`.
         part: String,
         message: String,
     },
@@ -32,7 +32,7 @@ pub enum BundleError {
     #[error("{origin}: {message}")]
     Key {
         origin: String,
-        /// Never contains a private key.
+        /// Problem and remedy; never contains a private key.
         message: String,
     },
     /// No trusted key has signed the bundle.

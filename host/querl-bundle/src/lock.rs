@@ -11,7 +11,7 @@ use toml::{Table, Value};
 const FORMAT: u64 = 1;
 const LARGEST_BYTES: u64 = 1 << 20;
 
-/// The lock file.
+/// A lock file (`querl.lock`).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LockFile {
     /// The plugins, in the order of the configuration.
@@ -20,16 +20,16 @@ pub struct LockFile {
     pub changes: Vec<LockChange>,
 }
 
-/// The two kinds of lock files.
+/// Kind of a lock file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockKind {
-    /// In a run folder.
+    /// A lock file in a run folder.
     Run,
-    /// Next to a configuration.
+    /// A lock file next to a configuration.
     Project,
 }
 
-/// One plugin of a run.
+/// A plugin as a lock file records it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LockEntry {
     /// What the configuration uses it for, such as `prompt`, `filter` or `reward`.
@@ -38,23 +38,23 @@ pub struct LockEntry {
     pub id: String,
     /// The plugin's version.
     pub version: Version,
-    /// As in the configuration, with `/` between folders. Not compared: digests are.
+    /// Path in the configuration, with `/` between folders. A changed path is not a difference; a changed digest is.
     pub path: PathBuf,
     /// Kind of the plugin's file.
     pub source: LockSource,
     /// Lower-case hexadecimal SHA-256 of the component.
     pub sha256: String,
-    /// The bundle's digest, where it is a bundle.
+    /// Digest of the bundle; `None` if the plugin is not a bundle.
     pub bundle: Option<String>,
-    /// [`Manifest::file_digest`](crate::Manifest::file_digest) of a folder that has one: its limits decide what is dropped. Locks
-    /// of earlier versions have none, and a bundle's digest covers its own.
+    /// [`Manifest::file_digest`](crate::Manifest::file_digest) of a source folder, whose manifest has limits that decide which items are
+    /// dropped. `None` for a bundle, whose digest covers the manifest, without a manifest, and in lock files of earlier versions.
     pub manifest: Option<String>,
-    /// The trusted public key that has signed the plugin.
+    /// The trusted public key that has signed the plugin; `None` if none has.
     pub signed_by: Option<String>,
 }
 
 querl_core::named_enum! {
-    /// What lies at a plugin's path.
+    /// Kind of file at a plugin's path.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub enum LockSource {
         /// A `.querl` bundle.
@@ -66,39 +66,39 @@ querl_core::named_enum! {
     }
 }
 
-/// An accepted change.
+/// An accepted change of a plugin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LockChange {
-    /// Time as RFC 3339.
+    /// Time of the acceptance, as RFC 3339.
     pub at: String,
-    /// As in [`LockEntry::role`].
+    /// What the configuration uses the plugin for, as in [`LockEntry::role`].
     pub role: String,
     /// The plugin's id.
     pub id: String,
-    /// The previous [`LockEntry::title`]; `nothing` for a new plugin.
+    /// [`LockEntry::title`] of the plugin before the change; `nothing` for an added plugin.
     pub from: String,
-    /// The new title; `nothing` for a removed plugin.
+    /// [`LockEntry::title`] of the plugin after the change; `nothing` for a removed plugin.
     pub to: String,
 }
 
 /// A difference between a lock file and the configured plugins.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Difference {
-    /// In both, with another version, component digest, bundle digest, manifest digest or signer.
+    /// The plugin is in both, with another version, component digest, bundle digest, manifest digest or signer.
     Changed {
-        /// As locked.
+        /// The entry in the lock file.
         locked: Box<LockEntry>,
-        /// As found.
+        /// The entry of the configured plugin.
         found: Box<LockEntry>,
     },
-    /// Configured, but not in the lock file.
+    /// The plugin is configured, but not in the lock file.
     Added {
-        /// As found.
+        /// The entry of the configured plugin.
         found: LockEntry,
     },
-    /// In the lock file, but no longer configured.
+    /// The plugin is in the lock file, but no longer configured.
     Removed {
-        /// As locked.
+        /// The entry in the lock file.
         locked: LockEntry,
     },
 }
@@ -115,11 +115,11 @@ impl LockFile {
         Self::parse(&document::read_text_file(path, LARGEST_BYTES)?, &path.display().to_string())
     }
 
-    /// Parses a lock file, named `origin` in messages.
+    /// Parses the text of a lock file; `origin` names it in messages.
     ///
     /// # Errors
     /// Not TOML, another format, or a key that is unknown, missing or
-    /// invalid. Each names the line.
+    /// invalid. Each message names the line.
     pub fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
         let document = Document::parse(text, origin)?;
         let root = document.root(&["format", "plugin", "change"])?;
@@ -139,7 +139,7 @@ impl LockFile {
         Ok(Self { entries, changes })
     }
 
-    /// The lock file as text, with a first line for its `place`. Parsing it gives an equal value.
+    /// The lock file as text; the first line says which kind of lock file it is. Parsing it gives an equal value.
     pub fn to_text(&self, place: LockKind) -> String {
         let what = match place {
             LockKind::Run => "the plugins of this run",
@@ -160,9 +160,9 @@ impl LockFile {
         text
     }
 
-    /// Differences between the lock file and `found`; none if each plugin has the same digests and signer. A manifest's digest
-    /// or a signer that only `found` has is not a difference, nor is another path. Plugins are matched by role and id; if a
-    /// role's id changed, one plugin was removed and another added.
+    /// Differences between the lock file and the configured plugins `found`; none if each plugin has the same digests and signer. A
+    /// manifest's digest or a signer that only `found` has is not a difference, nor is another path. Plugins are matched by role and id; if
+    /// a role's id changed, one plugin was removed and another added.
     pub fn check(&self, found: &[LockEntry]) -> Vec<Difference> {
         let mut locked: Vec<_> = self.entries.iter().collect();
         let mut news: Vec<_> = found.iter().collect();
@@ -180,7 +180,7 @@ impl LockFile {
         differences
     }
 
-    /// Replaces the entries by `found` and records each difference as accepted at the time `at`.
+    /// Replaces the entries by `found` and records each difference as accepted at the time `at`. Returns the differences.
     pub fn accept(&mut self, found: Vec<LockEntry>, at: &str) -> Vec<Difference> {
         let differences = self.check(&found);
         self.changes.extend(differences.iter().map(|difference| difference.change(at)));
@@ -206,7 +206,7 @@ impl LockEntry {
         Self { path, ..self }
     }
 
-    /// `0.1.0 (component 0123456789ab)`, for a bundle with its digest.
+    /// Version and shortened digest, for messages: `0.1.0 (component 0123456789ab)`; of a bundle also its digest.
     pub fn title(&self) -> String {
         format!("{} ({})", self.version, self.contents())
     }

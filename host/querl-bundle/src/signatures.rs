@@ -29,7 +29,7 @@ impl BundleSignature {
     }
 }
 
-/// The bundle `bytes` with a signature of `key` added; where `key` has signed it already, the same bytes.
+/// Adds a signature of `key` to the bundle `bytes`; returns the same bytes if `key` has already signed the bundle.
 ///
 /// # Errors
 /// As [`Bundle::from_bytes`]; or there are 16 signatures already.
@@ -100,7 +100,7 @@ const PREFIX: &str = "ed25519:";
 /// A private key's PEM has 119 bytes; a much larger file is not a key.
 const LONGEST_KEY_FILE: u64 = 4096;
 
-/// The key of a signer, written as `ed25519:` and 64 hexadecimal digits.
+/// Ed25519 public key of a signer, written as `ed25519:` and 64 hexadecimal digits.
 #[derive(Clone, PartialEq, Eq)]
 pub struct PublicKey(VerifyingKey);
 
@@ -109,7 +109,7 @@ const PEM: &str = "-----BEGIN ";
 
 const PUBLIC_PEM: &str = "-----BEGIN PUBLIC KEY-----";
 
-/// A private key. No message and no `Debug` output shows it.
+/// Ed25519 private key for signing bundles. No message and no `Debug` output shows it.
 pub struct SigningKey {
     key: ed25519_dalek::SigningKey,
     form: KeyForm,
@@ -125,11 +125,11 @@ pub enum KeyForm {
 }
 
 impl PublicKey {
-    /// Reads `ed25519:` and 64 hexadecimal digits, or the text of a PEM file (`BEGIN PUBLIC KEY`), which messages say were written in
-    /// `origin`.
+    /// Parses `ed25519:` and 64 hexadecimal digits, or the text of a PEM file (`BEGIN PUBLIC KEY`); `origin` names the source of the
+    /// text in messages.
     ///
     /// # Errors
-    /// Another form, or a number that is no usable key.
+    /// The text has another form, or is not a usable key.
     pub fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
         let refuse = |message: &str| BundleError::Key { origin: origin.to_owned(), message: message.to_owned() };
         if text.trim_start().starts_with(PEM) {
@@ -172,10 +172,10 @@ impl std::fmt::Debug for PublicKey {
 }
 
 impl SigningKey {
-    /// A new key from the operating system's random numbers.
+    /// Generates a key from the operating system's random numbers.
     ///
     /// # Errors
-    /// The operating system has none to give.
+    /// The operating system provides no random numbers.
     pub fn generate() -> Result<Self, BundleError> {
         let mut secret = [0; 32];
         getrandom::fill(&mut secret).map_err(|error| BundleError::Key {
@@ -223,7 +223,7 @@ impl SigningKey {
     /// Writes the key to a new file with mode 0600.
     ///
     /// # Errors
-    /// The file exists, and stays as it is; or it cannot be written.
+    /// The file exists (it is not changed), or it cannot be written.
     pub fn write_new(&self, path: &Path) -> Result<(), BundleError> {
         // Without the public key: OpenSSL reads version 1 alone.
         let bytes = KeypairBytes { secret_key: self.key.to_bytes(), public_key: None };
@@ -243,12 +243,12 @@ impl SigningKey {
         written.map_err(|source| BundleError::io(path, source))
     }
 
-    /// The public key that belongs to it.
+    /// The public key of this private key.
     pub fn public(&self) -> PublicKey {
         PublicKey(self.key.verifying_key())
     }
 
-    /// The form of the file that it was read from.
+    /// The form of the file that the key was read from.
     pub fn form(&self) -> KeyForm {
         self.form
     }

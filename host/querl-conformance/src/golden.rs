@@ -229,9 +229,9 @@ fn as_of_contract_0_1(case: &mut Result<GoldenCase<HostTypes>, String>) {
 
 /// Episodes of golden cases.
 pub struct GoldenEpisodes {
-    /// The id is the name of the case; in a group, with `/INDEX`.
+    /// Episodes whose id is the case's name, or `NAME/INDEX` for the episodes of a group case.
     pub episodes: Vec<RecordedEpisode>,
-    /// Cases with settings of their own, or with the name of an earlier one.
+    /// Number of cases that were left out: those with their own settings, or with the name of an earlier case.
     pub n_left_out: usize,
 }
 

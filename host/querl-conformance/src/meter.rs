@@ -6,14 +6,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Total usage of the calls between two points.
+/// Total usage of a sequence of calls.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Usage {
     pub(crate) n_calls: usize,
     pub(crate) n_items: usize,
     pub(crate) fuel: u64,
     pub(crate) wall: Duration,
-    /// Peak memory of one call.
+    /// Largest memory of one of the calls, in bytes.
     pub(crate) memory_bytes: usize,
 }
 

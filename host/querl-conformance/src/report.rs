@@ -8,33 +8,33 @@ use unicode_width::UnicodeWidthStr;
 
 pub(crate) use querl_core::text::grouped;
 
-/// The findings on one plugin, in the order in which they were made.
+/// Results of the conformance suite for one plugin.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Report {
     /// The plugin's name; the path's last part where the plugin could not be loaded.
     pub plugin: String,
-    /// Its version; empty where it could not be loaded.
+    /// The plugin's version; empty if the plugin could not be loaded.
     pub version: String,
-    /// Lower-case hexadecimal SHA-256 of the component; empty where it could not be loaded.
+    /// Lower-case hexadecimal SHA-256 of the component; empty if the plugin could not be loaded.
     pub digest: String,
-    /// Its kinds; empty where it could not be loaded.
+    /// The plugin's kinds; empty if the plugin could not be loaded.
     pub kinds: Vec<PluginKind>,
-    /// Every check, skipped ones included.
+    /// All checks in the order in which they were made, skipped ones included.
     pub checks: Vec<Check>,
-    /// What it costs, by kind.
+    /// Cost of calls, by kind of plugin.
     pub cost: Vec<Cost>,
 }
 
 /// One check of a rule of the contract.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Check {
-    /// The kind that it is about; `None` for the plugin as a whole.
+    /// The kind of plugin that the check is about; `None` for the plugin as a whole.
     pub kind: Option<PluginKind>,
-    /// Short and stable: `batch_equals_singles`.
+    /// Short and stable name: `batch_equals_singles`.
     pub name: String,
-    /// The rule that it checks.
+    /// The rule of the contract that is checked.
     pub rule: String,
-    /// How much was tried, for example `1,000 calls`; may be empty.
+    /// Extent of the check, for example `1,000 calls`; may be empty.
     pub note: String,
     /// The result.
     pub outcome: Outcome,
@@ -52,7 +52,7 @@ pub enum Outcome {
     },
 }
 
-/// One violation rule.
+/// A violation of a rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
     /// What was sent, shortened.
@@ -63,20 +63,20 @@ pub struct Failure {
     pub expected: String,
 }
 
-/// What calls of one kind cost. Rewards, filters and style scorers: batches of 64 items. Prompts: by call.
+/// Cost of the calls of one kind of plugin: batches of 64 items for rewards, filters and style scorers, single calls for prompts.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cost {
     /// The kind of plugin.
     pub kind: PluginKind,
-    /// Instructions, the same on every machine.
+    /// Fuel (executed WebAssembly instructions) per item, the same on every machine.
     pub fuel_per_item: f64,
-    /// Wall clock, the median; instance and conversion included.
+    /// Median wall-clock time per item in microseconds, creation of the instance and conversion of values included.
     pub micros_per_item: f64,
-    /// The most linear memory that one call held.
+    /// Largest linear memory of one call, in bytes.
     pub memory_bytes: usize,
-    /// Size of the component.
+    /// Size of the component in bytes.
     pub component_bytes: usize,
-    /// Wall clock from nothing loaded to the first result, where the compiled code is in the cache.
+    /// Wall-clock time in milliseconds from an empty host to the first result, with the compiled code in the cache.
     pub cold_start_ms: f64,
 }
 
@@ -86,12 +86,12 @@ impl Report {
         self.checks.iter().all(|check| !matches!(check.outcome, Outcome::Failed(_)))
     }
 
-    /// For a terminal: one line per check, a failure with what was sent, what came back and what the contract says.
+    /// The report for a terminal: one line per check; for a failure also what was sent, what came back and what the contract requires.
     pub fn text(&self) -> String {
         render_text(self)
     }
 
-    /// For programs. `format` is 1:
+    /// The report as JSON; `format` is 1:
     ///
     /// ```json
     /// {"format": 1, "plugin": "reward-brevity", "version": "0.1.0", "digest": "…", "kinds": ["reward"], "passed": true,
@@ -108,7 +108,7 @@ impl Report {
         render_json(self)
     }
 
-    /// For continuous integration: JUnit XML, one suite per kind, one case per check.
+    /// The report as JUnit XML, for continuous integration: one suite per kind, one case per check.
     pub fn junit(&self) -> String {
         render_junit(self)
     }

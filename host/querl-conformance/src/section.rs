@@ -7,7 +7,7 @@ use querl_plugin::{PluginError, PluginKind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Description of what was checked, or the violation.
+/// Result of a check: the extent of what was checked (may be empty), or the violation.
 pub(crate) type CheckResult = Result<String, Violation>;
 
 /// A broken rule.
@@ -56,30 +56,30 @@ fn rule_of(kind: FaultKind) -> &'static str {
 /// The start or the end of a check.
 #[derive(Debug, Clone, Copy)]
 pub enum CheckEvent<'a> {
-    /// It runs now.
+    /// The check starts.
     Started {
-        /// The kind that it is about; `None` for the plugin as a whole.
+        /// The kind of plugin that the check is about; `None` for the plugin as a whole.
         kind: Option<PluginKind>,
-        /// Short and stable: `batch_equals_singles`.
+        /// Short and stable name of the check: `batch_equals_singles`.
         name: &'a str,
     },
-    /// It has ended. Checks that are skipped do not start.
+    /// The check has ended. A skipped check has no start.
     Ended {
         /// The check with its result.
         check: &'a Check,
-        /// Wall-clock time.
+        /// Wall-clock time of the check.
         elapsed: Duration,
     },
 }
 
 type Report = dyn Fn(CheckEvent<'_>) + Send + Sync;
 
-/// Is called at the start and at the end of each check.
+/// Callback at the start and at the end of each check.
 #[derive(Clone, Default)]
 pub struct CheckProgress(Option<Arc<Report>>);
 
 impl CheckProgress {
-    /// Calls `report`.
+    /// Makes a callback from the function `report`.
     pub fn new(report: impl Fn(CheckEvent<'_>) + Send + Sync + 'static) -> Self {
         Self(Some(Arc::new(report)))
     }
@@ -127,13 +127,13 @@ impl Section {
         self.checks.push(check);
     }
 
-    /// Records a check without anything to check.
+    /// Records a check as skipped, with the reason `why`.
     pub(crate) fn skip(&mut self, name: impl Into<String>, rule: &str, why: impl Into<String>) {
         let outcome = Outcome::Skipped { why: why.into() };
         self.checks.push(Check { kind: self.kind, name: name.into(), rule: rule.into(), note: String::new(), outcome });
     }
 
-    /// The newest check.
+    /// The check that was recorded last.
     pub(crate) fn last(&self) -> Option<&Check> {
         self.checks.last()
     }

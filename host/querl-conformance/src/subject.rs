@@ -15,22 +15,22 @@ use serde_json::json;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// How the suite is run.
+/// Options of the conformance suite for plugins.
 #[derive(Debug, Clone)]
 pub struct SuiteOptions {
-    /// What one call may use; plugin.toml may ask for less.
+    /// Limits of one call; plugin.toml may request lower ones.
     pub limits: PluginLimits,
-    /// How often a call is repeated; a slow plugin is repeated less, and the report says how often.
+    /// Number of repetitions of a call; calls of a slow plugin are repeated less often, and the report says how often.
     pub n_repeats: usize,
-    /// Threads that call at the same time.
+    /// Number of threads that call the plugin at the same time.
     pub n_threads: usize,
     /// Settings under which the plugin is tested.
     pub settings: PluginSettings,
-    /// Where compiled plugins are kept; `None` for the user's cache folder.
+    /// Folder in which compiled plugins are cached; `None` for the user's cache folder.
     pub cache_dir: Option<PathBuf>,
-    /// Where components are compiled.
+    /// Whether components are compiled in this process or in a child process.
     pub compiler: Compiler,
-    /// Is called at the start and at the end of each check.
+    /// Callback at the start and at the end of each check.
     pub progress: CheckProgress,
 }
 
@@ -70,7 +70,7 @@ pub(crate) struct Subject<'a> {
     pub(crate) options: &'a SuiteOptions,
 }
 
-/// A port that answers batches of items.
+/// A plugin interface that takes a batch of items and gives one answer per item.
 pub(crate) trait BatchPort: Send + Sync {
     type Item: Clone + Serialize + Send + Sync;
 
@@ -95,7 +95,7 @@ impl Subject<'_> {
         self.host.open(self.plugin, settings, PluginPort::reward().with_functions(functions))
     }
 
-    /// The reward in one of its forms, with the settings of this test.
+    /// The reward plugin called in the given [`RewardForm`], with the settings of this test.
     pub(crate) fn reward_in(&self, form: RewardForm) -> Result<Box<dyn RewardModel>, PluginError> {
         self.host.open(self.plugin, self.settings(), PluginPort::reward_in(form))
     }

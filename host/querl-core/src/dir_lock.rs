@@ -1,4 +1,4 @@
-//! One process per output folder.
+//! Lock file that admits one process per output folder.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, Write};
@@ -8,7 +8,7 @@ use std::time::Duration;
 /// The file of the lock in the locked folder.
 const LOCK_FILE: &str = ".in-use";
 
-/// Holds a folder until dropped, or until the process ends in whatever way.
+/// Lock on a folder, held until it is dropped or the process ends, also by a crash.
 #[derive(Debug)]
 pub struct DirLock {
     _file: File,
@@ -25,10 +25,10 @@ pub enum DirLockError {
 }
 
 impl DirLock {
-    /// Locks the folder `root`, which is made where it is missing.
+    /// Locks the folder `root`; creates it if it does not exist.
     ///
     /// # Errors
-    /// Another process holds it, or the file system failed.
+    /// Another process holds the lock, or the file system failed.
     pub fn take(root: &Path) -> Result<Self, DirLockError> {
         let failed = |path: &Path, problem| {
             let path = path.display().to_string();
@@ -51,7 +51,7 @@ impl DirLock {
         Ok(Self { _file: file })
     }
 
-    /// Id of the process that holds the folder `root`, empty if unknown; `None` where none does. Writes nothing.
+    /// Id of the process that holds the lock on the folder `root`, empty if unknown; `None` if the folder is not locked. Writes nothing.
     pub fn holder(root: &Path) -> Option<String> {
         let mut file = File::open(root.join(LOCK_FILE)).ok()?;
         match file.try_lock_shared() {

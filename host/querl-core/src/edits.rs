@@ -12,17 +12,17 @@ use crate::config::RewriteForm;
 use crate::ports::{PluginFault, Prompts};
 use crate::records::Rejection;
 
-/// Version of the set of forms above. Incremented with each change of it: results of stages that read or write edits are then made again.
+/// Version of the edit syntax above. A new version makes the stages that read or write edits run again.
 pub const VERSION: u32 = 2;
 
-/// A response that keeps the query.
+/// Response that keeps the query unchanged.
 pub const KEEP: &str = "=";
-/// What a response that adds to the query begins with.
+/// Prefix of a response that appends a text to the query.
 pub const APPEND: &str = "+";
-/// What a response that adds the history summary to the query begins with.
+/// Prefix of a response that appends the history summary to the query.
 pub const WITH_HISTORY: &str = "&";
 
-/// What responses or targets are with `data.rewrite_form = "edit"`, as the end of a sentence without a final stop.
+/// End of a message, without a full stop, that explains the syntax of responses and targets with `data.rewrite_form = "edit"`.
 pub const ARE_EDITS: &str = "are edits of the query (data.rewrite_form = \"edit\"): `=` keeps the query, `+ TEXT` adds to it, `&` adds the history \
                              summary, `& TEXT` the summary and TEXT, other text replaces it (docs/data.md, \"Edits of the query\")";
 
@@ -36,7 +36,7 @@ pub fn append_history(text: &str) -> String {
     joined(&[WITH_HISTORY, text])
 }
 
-/// The search text of a query and what is added to it; empty parts are left out.
+/// Joins the parts of a search text with spaces; empty parts are left out.
 pub fn joined(parts: &[&str]) -> String {
     let parts: Vec<&str> = parts.iter().map(|part| part.trim()).filter(|part| !part.is_empty()).collect();
     parts.join(" ")
@@ -45,8 +45,8 @@ pub fn joined(parts: &[&str]) -> String {
 /// Most characters of a history in a search text: the last ones are the latest turns.
 const HISTORY_CHARS: usize = 500;
 
-/// The search text of a query, its history summary and an added text. A server may be given a dialogue as history: lines are joined, and its end
-/// is taken.
+/// Search text of a query, its history summary and an added text. Only the last 500 characters of the history are used, on one line, since
+/// a client of a server may send a whole dialogue.
 pub fn with_history(query: &str, history: &str, added: &str) -> String {
     let history = history.split_whitespace().collect::<Vec<_>>().join(" ");
     let n_left_out = history.chars().count().saturating_sub(HISTORY_CHARS);
@@ -54,13 +54,13 @@ pub fn with_history(query: &str, history: &str, added: &str) -> String {
     joined(&[query, &history[start..], added])
 }
 
-/// Whether a rewrite has no marker of an edit: as an answer, it would be read as itself.
+/// True if a rewrite has no edit marker, so that as a response it is read as that rewrite.
 pub fn is_plain(text: &str) -> bool {
     matches!(Edit::of(text), Edit::Replace(_))
 }
 
-/// The rewrite in a response to `query`, asked after what `history` summarises, parsed by the prompt plugin. A marker may also be behind what
-/// the plugin removes, such as thinking, quotes or list marks.
+/// Parses the rewrite in a response to `query` with the prompt plugin; `history` is the summary of the conversation before the query.
+/// With [`RewriteForm::Edit`], a marker may also follow what the plugin removes, such as thinking, quotes or list marks.
 ///
 /// # Errors
 /// The plugin broke its contract; the inner error is its rejection of the response.

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// Longest accepted line.
+/// Maximum length of a line in bytes.
 pub const MAX_LINE_BYTES: usize = 16 << 20;
 
 /// An episode with its recorded score.
@@ -26,7 +26,7 @@ pub struct RecordedEpisode {
 }
 
 impl RecordedEpisode {
-    /// True if the run gave the episode to no reward: the other episodes of its group were scored without it.
+    /// True if the host rejected the episode before it was scored: the other episodes of its group were scored without it.
     pub fn is_left_out(&self) -> bool {
         matches!(&self.outcome, Some(Err(rejection)) if rejection.by == RejectedBy::Host)
     }
@@ -69,7 +69,7 @@ pub fn read(path: &Path) -> Result<Vec<RecordedEpisode>, EpisodesError> {
     Ok(episodes)
 }
 
-/// Parses one line; `None` if it is blank.
+/// Parses one line, whose 1-based number is `line`; `None` if it is blank.
 ///
 /// # Errors
 /// A sentence with the expected and the actual value.
@@ -138,7 +138,8 @@ fn complete(episode: &mut Episode, format: u32, step: u64, line: usize) {
     }
 }
 
-/// Adds what an episode that was written by hand may leave out, and checks its numbers: as if it were line `index + 1` of a file.
+/// Adds the id, group and sample index that an episode written by hand may leave out, and checks its numbers, as if it were line
+/// `index + 1` of a file.
 ///
 /// # Errors
 /// A sentence with the expected and the actual value.

@@ -4,15 +4,15 @@ named_enum! {
     /// A stored format of floats, by candle's name of the type.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub enum FloatFormat {
-        /// 8 bytes.
+        /// Double precision: 8 bytes.
         F64 = "f64",
-        /// 4 bytes.
+        /// Single precision: 4 bytes.
         F32 = "f32",
-        /// 2 bytes, 5 bits of exponent.
+        /// Half precision (IEEE): 2 bytes, 5 bits of exponent.
         F16 = "f16",
-        /// 2 bytes, 8 bits of exponent.
+        /// bfloat16: 2 bytes, 8 bits of exponent.
         Bf16 = "bf16",
-        /// 1 byte, 4 bits of exponent; it has no Inf.
+        /// FP8 (e4m3): 1 byte, 4 bits of exponent; it has no Inf.
         F8E4M3 = "f8e4m3",
     }
 }
@@ -30,7 +30,7 @@ pub struct NotFinite {
 const BLOCK: usize = 4096;
 
 impl FloatFormat {
-    /// Bytes of a value.
+    /// Size of a value in bytes.
     pub fn size(self) -> usize {
         match self {
             Self::F64 => 8,
@@ -40,7 +40,7 @@ impl FloatFormat {
         }
     }
 
-    /// The first NaN or Inf among `bytes`.
+    /// The first NaN or Inf among the values in `bytes`; `None` if all are finite.
     pub fn first_not_finite(self, bytes: &[u8]) -> Option<NotFinite> {
         // All bits of the exponent, then the bits below it: any of these makes a NaN.
         match self {
@@ -74,7 +74,7 @@ fn find<const SIZE: usize>(
     Some(NotFinite { index, value })
 }
 
-/// Index of a value on each axis of a tensor.
+/// Converts the row-major `index` of a value to its index on each axis of `shape`.
 pub fn coordinates(index: usize, shape: &[usize]) -> Vec<usize> {
     let mut rest = index;
     let mut found: Vec<usize> = shape

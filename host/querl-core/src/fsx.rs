@@ -98,7 +98,7 @@ impl io::Seek for AtomicFile {
     }
 }
 
-/// Whether the user can correct an error: a path, its permissions, or content that is not text. A full disk is a failure.
+/// True if the user can correct the error: a path, its permissions, or content that is not text. A full disk is not such an error.
 pub fn is_input_error(error: &io::Error) -> bool {
     use io::ErrorKind as Kind;
     matches!(
@@ -113,7 +113,7 @@ pub fn is_input_error(error: &io::Error) -> bool {
     )
 }
 
-/// Whether the machine has too little of something: memory, address space, open files, disk. The content of the file is not known then.
+/// True if the machine lacks memory, address space, open files or disk space; the error then says nothing about the content of the file.
 pub fn is_exhausted(error: &io::Error) -> bool {
     use io::ErrorKind as Kind;
     let is_kind = matches!(error.kind(), Kind::OutOfMemory | Kind::StorageFull | Kind::QuotaExceeded);
@@ -125,7 +125,7 @@ fn is_out_of_handles(error: &io::Error) -> bool {
     cfg!(unix) && matches!(error.raw_os_error(), Some(23 | 24))
 }
 
-/// The end of a sentence about an I/O error: the error, and before it what to raise where memory or open files do not suffice.
+/// Text of an I/O error for the end of a message; for lack of memory or open files it begins with cause and remedy.
 pub fn io_problem(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::OutOfMemory => {
@@ -141,8 +141,8 @@ pub fn io_problem(error: &io::Error) -> String {
 /// Name prefix of temporary files.
 const UNFINISHED: &str = ".querl-";
 
-/// Removes temporary files that killed processes left in `folder`, recursively. Of our own, no other process may write there; what the
-/// library of an experiment tracker removes meanwhile is passed over.
+/// Removes temporary files that killed processes left in `folder`, recursively. No other querl process may write there; files that the
+/// library of an experiment tracker removes in the meantime are skipped.
 ///
 /// # Errors
 /// An I/O error.
@@ -224,10 +224,10 @@ pub struct NumberedLine<T> {
 /// The byte order mark that some programs write at the start of a UTF-8 file.
 pub const UTF8_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// Maximum length of a line that querl wrote.
+/// Maximum length in bytes of a line that querl wrote.
 pub const MAX_LINE_BYTES: usize = 64 << 20;
 
-/// Maximum length of a row that others wrote: a parsed row takes many times its length in memory.
+/// Maximum length in bytes of a line that querl did not write: a parsed row takes many times its length in memory.
 pub const MAX_ROW_BYTES: usize = 8 << 20;
 
 /// Reads a file of at most `max_bytes`.
@@ -265,7 +265,8 @@ pub fn open_jsonl<T: serde::de::DeserializeOwned>(path: &Path) -> Result<JsonLin
     open_lines(path, MAX_LINE_BYTES)
 }
 
-/// [`open_jsonl`] for a file that others wrote, whose rows are shorter: [`MAX_ROW_BYTES`].
+/// Like [`open_jsonl`], for files that querl did not write: a line has at most [`MAX_ROW_BYTES`] (8 MiB), not [`MAX_LINE_BYTES`] (64
+/// MiB).
 ///
 /// # Errors
 /// The file cannot be opened.
@@ -280,7 +281,7 @@ fn open_lines<T>(path: &Path, max_bytes: usize) -> Result<JsonLines<T>, ReadErro
     Ok(JsonLines { path, reader, max_bytes, buffer: Vec::new(), line: 0, offset: 0, of: PhantomData })
 }
 
-/// Iterator of [`open_jsonl`] and [`open_rows`].
+/// Iterator over the lines of a JSON lines file, opened with [`open_jsonl`] or [`open_rows`].
 #[derive(Debug)]
 pub struct JsonLines<T> {
     path: PathBuf,
@@ -330,7 +331,7 @@ impl<T: serde::de::DeserializeOwned> Iterator for JsonLines<T> {
     }
 }
 
-/// What the JSON parser says, without the names of Rust types.
+/// Message of a serde_json error, with JSON terms instead of the names of Rust types.
 pub fn json_problem(error: &serde_json::Error) -> String {
     let message = error.to_string();
     if let Some((before, named)) = message.split_once("expected struct ") {
@@ -340,7 +341,7 @@ pub fn json_problem(error: &serde_json::Error) -> String {
     TYPES.into_iter().fold(message, |message, (name, words)| message.replace(name, words))
 }
 
-/// Types of Rust in messages of the parser.
+/// Rust type names in serde_json messages, and what to print instead.
 const TYPES: [(&str, &str); 6] = [
     ("expected usize", "expected a whole number"),
     ("expected u64", "expected a whole number"),

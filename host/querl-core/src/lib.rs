@@ -24,7 +24,7 @@ macro_rules! named_enum {
                 }
             }
 
-            /// The variant of this name.
+            /// The variant of this name; `None` if there is none.
             pub fn from_name(name: &str) -> Option<Self> {
                 Self::ALL.into_iter().find(|one| one.name() == name)
             }

@@ -1,6 +1,6 @@
 //! Memory of this process, for limits on work that cannot be bounded otherwise.
 
-/// Resident memory that no file backs, in bytes: mapped weights do not count. 0 where the system does not say it.
+/// Resident memory of this process in bytes, without memory-mapped files such as weights; 0 if the system does not report it.
 ///
 /// Source: proc_pid_statm(5): the second and third field, in pages.
 pub fn private_memory_bytes() -> u64 {

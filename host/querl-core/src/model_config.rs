@@ -15,7 +15,7 @@ pub const MAX_BYTES: u64 = 16 << 20;
 
 /// Bounds of sizes, several times those of the largest published models.
 pub mod bounds {
-    /// Width of the residual.
+    /// Hidden size (width of the residual stream).
     pub const HIDDEN_SIZE: u64 = 1 << 17;
     /// Width of the feed-forward layers.
     pub const INTERMEDIATE_SIZE: u64 = 1 << 20;
@@ -63,16 +63,16 @@ const WITHOUT_EFFECT: &[&str] = &[
      top_k top_p typical_p",
 ];
 
-/// The value with which a key has no effect; a missing key and `null` have none either.
+/// The value with which a key of `config.json` has no effect; a missing key and `null` also have no effect.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum NoOp {
-    /// `null` alone.
+    /// No value other than `null`.
     Null,
-    /// `true` or `false`.
+    /// This boolean.
     Flag(bool),
-    /// A number.
+    /// This number.
     Number(f64),
-    /// `[]` or `{}`.
+    /// An empty list or object.
     Empty,
 }
 
@@ -123,10 +123,10 @@ pub enum ReadError {
     Invalid(String),
 }
 
-/// The remedy for a file of a model that is cut, empty or not of its format.
+/// Remedy, in messages about a model file that is truncated, empty or of another format.
 pub const DOWNLOAD_AGAIN: &str = "download or save it again";
 
-/// Reads a JSON file next to a model of at most [`MAX_BYTES`].
+/// Reads a JSON file of a model directory, of at most [`MAX_BYTES`].
 ///
 /// # Errors
 /// The file cannot be read or is larger.
@@ -140,7 +140,7 @@ pub fn read_bytes(path: &Path) -> Result<Vec<u8>, ReadError> {
     Ok(bytes)
 }
 
-/// Reads an object of at most [`MAX_BYTES`].
+/// Reads a file with one JSON object, of at most [`MAX_BYTES`].
 ///
 /// # Errors
 /// The file cannot be read, is larger, or is not a JSON object.
@@ -166,17 +166,17 @@ impl<'a> Keys<'a> {
         Self { name: "", map }
     }
 
-    /// The value of a key; `null` is no value.
+    /// The value of a key; `None` if it is missing or `null`.
     pub fn get(&self, key: &str) -> Option<&'a Value> {
         self.map.get(key).filter(|value| !value.is_null())
     }
 
-    /// Whether the key is there, possibly with `null`.
+    /// True if the key exists, even with the value `null`.
     pub fn contains(&self, key: &str) -> bool {
         self.map.contains_key(key)
     }
 
-    /// The object below a key; an empty one is none.
+    /// The object that is the value of a key; `None` if it is missing, `null` or empty.
     ///
     /// # Errors
     /// The value is not an object.
@@ -188,20 +188,20 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// Names and values in order, `null` excluded.
+    /// Keys and values in order, without those that are `null`.
     pub fn values(&self) -> impl Iterator<Item = (&'a str, &'a Value)> {
         self.map.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.as_str(), value))
     }
 
-    /// Whether every key has this value, or `null`.
+    /// True if each key has this value or `null`.
     pub fn all_are(&self, value: &Value) -> bool {
         self.values().all(|(_, other)| other == value)
     }
 
-    /// A number of things, 0 to `most`; `None` where the key has no value.
+    /// An integer from 0 to `most`; `None` if the key has no value.
     ///
     /// # Errors
-    /// The value is another one.
+    /// The value is not such an integer.
     pub fn count(&self, key: &str, most: u64) -> Result<Option<usize>, String> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_u64().filter(|count| *count <= most) {
@@ -210,10 +210,10 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// A size of 1 to `most`; `None` where the key has no value.
+    /// An integer from 1 to `most`; `None` if the key has no value.
     ///
     /// # Errors
-    /// The value is another one.
+    /// The value is not such an integer.
     pub fn optional_size(&self, key: &str, most: u64) -> Result<Option<usize>, String> {
         let Some(value) = self.get(key) else { return Ok(None) };
         match value.as_u64().filter(|size| (1..=most).contains(size)) {
@@ -222,15 +222,15 @@ impl<'a> Keys<'a> {
         }
     }
 
-    /// The same for a key that must be there.
+    /// An integer from 1 to `most` of a required key.
     ///
     /// # Errors
-    /// As [`Keys::optional_size`]; the key has no value.
+    /// As [`Keys::optional_size`], or the key has no value.
     pub fn size(&self, key: &str, most: u64) -> Result<usize, String> {
         self.optional_size(key, most)?.ok_or_else(|| self.missing(key))
     }
 
-    /// A finite number.
+    /// A finite number; `None` if the key has no value.
     ///
     /// # Errors
     /// The value is not a number.
@@ -239,7 +239,7 @@ impl<'a> Keys<'a> {
         value.as_f64().filter(|number| number.is_finite()).map(Some).ok_or_else(|| self.unexpected(key, "a number"))
     }
 
-    /// `true` or `false`.
+    /// A boolean; `None` if the key has no value.
     ///
     /// # Errors
     /// The value is neither.
@@ -248,16 +248,16 @@ impl<'a> Keys<'a> {
         value.as_bool().map(Some).ok_or_else(|| self.unexpected(key, "true or false"))
     }
 
-    /// A string.
+    /// A string; `None` if the key has no value.
     ///
     /// # Errors
-    /// The value is another one.
+    /// The value is not a string.
     pub fn text(&self, key: &str) -> Result<Option<&'a str>, String> {
         let Some(value) = self.get(key) else { return Ok(None) };
         value.as_str().map(Some).ok_or_else(|| self.unexpected(key, "a string"))
     }
 
-    /// Message for a key that must be there.
+    /// Message for a required key without a value.
     pub fn missing(&self, key: &str) -> String {
         format!("has no `{}{key}`; copy it from the model's original configuration", self.prefix())
     }
@@ -272,11 +272,11 @@ impl<'a> Keys<'a> {
         if self.name.is_empty() { String::new() } else { format!("{}.", self.name) }
     }
 
-    /// Refuses keys of the file that may change the computation: all but `used`, separated by spaces, which the caller reads, those without
-    /// effect, and those of `no_ops` with their value.
+    /// Refuses keys that may change the computation. Accepted are the keys in `used` (separated by spaces), which the caller reads, keys
+    /// that never have an effect, and keys in `no_ops` with the value given there.
     ///
     /// # Errors
-    /// There is such a key.
+    /// A key is not accepted.
     pub fn check_file(&self, used: &str, no_ops: &[(&str, NoOp)]) -> Result<(), String> {
         let maps_model = |(class, _): (&String, &Value)| class.starts_with("AutoModel");
         if self.get("auto_map").and_then(Value::as_object).is_some_and(|map| map.iter().any(maps_model)) {
@@ -292,10 +292,10 @@ impl<'a> Keys<'a> {
         self.check(&known, &all)
     }
 
-    /// Refuses all keys but those of `known`, those of `no_ops` with their value, and any with `null`.
+    /// Refuses all keys except those in `known`, those in `no_ops` with the value given there, and those that are `null`.
     ///
     /// # Errors
-    /// There is such a key.
+    /// A key is refused.
     pub fn check(&self, known: &[&str], no_ops: &[(&str, NoOp)]) -> Result<(), String> {
         for (key, value) in self.values().filter(|(key, _)| !known.contains(key)) {
             match no_ops.iter().find(|(name, _)| *name == key) {

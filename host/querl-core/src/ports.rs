@@ -28,12 +28,12 @@ pub trait Teacher: Send + Sync {
     /// Adds an answer to this prompt that was obtained elsewhere (batch interface) to the cache.
     fn keep(&self, _messages: &[Message], _completion: &Completion) {}
 
-    /// Why it may lack the rewrites of many queries, as a clause.
+    /// Clause for messages: why this teacher may have no rewrite for many queries; `None` if there is no known reason.
     fn hint(&self) -> Option<String> {
         None
     }
 
-    /// The teacher for rows on which this one failed.
+    /// The teacher for rows on which this one failed, if configured.
     fn fallback(&self) -> Option<&dyn Teacher> {
         None
     }
@@ -145,7 +145,7 @@ named_enum! {
     }
 }
 
-/// Input of a prompt.
+/// Values that a prompt plugin renders a prompt from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PromptInput<'a> {
     /// The original query.
@@ -159,7 +159,7 @@ pub struct PromptInput<'a> {
 /// A parsed judgement.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParsedJudgement {
-    /// 综合得分, 0 to 5.
+    /// Overall score (综合得分), 0 to 5.
     pub score: f64,
     /// The judge's explanation.
     pub reason: String,
@@ -242,13 +242,13 @@ pub enum InputUse {
     /// Not read: neither computed nor passed.
     #[default]
     Unused,
-    /// Read where the run has it.
+    /// Read if the run has the input.
     Optional,
-    /// A run that cannot provide it is refused.
+    /// Read and required: a run that cannot provide the input is refused.
     Required,
 }
 
-/// What a reward plugin reads of an episode, or a filter of a sample (`columns` only).
+/// Inputs that a reward plugin reads from an episode, or a filter from a sample (`columns` only).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct EpisodeInputs {
@@ -262,7 +262,7 @@ pub struct EpisodeInputs {
 }
 
 impl EpisodeInputs {
-    /// What a plugin of contract 0.1 gets: it cannot declare inputs.
+    /// Inputs of a plugin of contract 0.1, which cannot declare them.
     pub const CONTRACT_0_1: Self = Self {
         response: InputUse::Unused,
         prompt: InputUse::Unused,
@@ -273,7 +273,7 @@ impl EpisodeInputs {
         style: InputUse::Optional,
     };
 
-    /// The inputs that are read, by the name of the contract, in its order.
+    /// The inputs that are read, with their names in the plugin contract, in the contract's order.
     pub fn used(&self) -> impl Iterator<Item = (&'static str, InputUse)> + use<> {
         let all = [
             ("response", self.response),
@@ -307,7 +307,7 @@ impl EpisodeInputs {
         }
     }
 
-    /// What a plugin with these inputs reads of the teacher's rewrite. It requires a part of it only if it requires the rewrite.
+    /// The inputs that concern the teacher's rewrite; its hits, judgement and style are required only if the rewrite is required.
     #[must_use]
     pub fn of_baseline(self) -> Self {
         let baseline = self.baseline;
@@ -320,7 +320,7 @@ impl EpisodeInputs {
         }
     }
 
-    /// What two plugins read together.
+    /// The inputs of two plugins together: for each input the stronger [`InputUse`].
     #[must_use]
     pub fn union(self, other: Self) -> Self {
         Self {
@@ -350,7 +350,7 @@ pub trait RewardModel: Send + Sync {
     /// One result per episode, in order. A rejection drops the episode. Episodes of one `group_id` must be in one batch.
     fn score_batch(&self, episodes: &[Episode]) -> Result<Vec<Result<Reward, Rejection>>, PluginFault>;
 
-    /// What the plugin reads.
+    /// The inputs that the plugin reads.
     fn inputs(&self) -> EpisodeInputs {
         EpisodeInputs::CONTRACT_0_1
     }
@@ -409,7 +409,7 @@ pub enum EnvironmentError {
     /// A record could not be written.
     #[error("{0}")]
     Record(String),
-    /// A request of another engine names something that the run does not have.
+    /// A scoring request of another trainer is invalid: it names an unknown query, or repeats an id.
     #[error("{0}")]
     Request(String),
 }
@@ -417,11 +417,11 @@ pub enum EnvironmentError {
 /// Wall-clock time of [`Environment::score`] in seconds. Retrieval and judge run concurrently, so their times may overlap.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct CallTimings {
-    /// Retrieval.
+    /// Time of retrieval calls.
     pub retrieve_s: f64,
-    /// Judge, its prompt and parser plugins included.
+    /// Time of judge calls, prompt and parser plugins included.
     pub judge_s: f64,
-    /// Plugins that parse responses and score episodes.
+    /// Time of plugins that parse responses and score episodes.
     pub plugin_s: f64,
 }
 
@@ -438,9 +438,9 @@ impl std::ops::AddAssign for CallTimings {
 pub struct ScoredResponses {
     /// One record per response, in order; an episode that cannot be scored has a rejection.
     pub records: Vec<EpisodeRecord>,
-    /// Time spent.
+    /// Wall-clock time by kind of call.
     pub timings: CallTimings,
-    /// By plugin, for metrics; empty where they are not measured, as in evaluations.
+    /// Activity by plugin name, for metrics; empty if it is not measured, as in evaluations.
     #[serde(default)]
     pub plugins: BTreeMap<String, PluginActivity>,
 }
@@ -448,11 +448,11 @@ pub struct ScoredResponses {
 /// What a plugin did while rollouts were scored.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct PluginActivity {
-    /// Wall-clock seconds of its calls.
+    /// Wall-clock time of the plugin's calls in seconds.
     pub time_s: f64,
-    /// Instructions of its calls; the same on every machine.
+    /// Fuel (executed WebAssembly instructions) of the plugin's calls; the same on every machine.
     pub fuel: u64,
-    /// Of a reward plugin.
+    /// Results of a reward plugin; `None` for other plugins.
     pub results: Option<RewardResults>,
 }
 
@@ -463,9 +463,9 @@ pub struct RewardResults {
     pub range_width: f64,
     /// Episodes that the plugin rejected.
     pub n_rejected: u64,
-    /// Totals of the others, in order.
+    /// Totals of the episodes that were not rejected, in order.
     pub totals: Vec<f64>,
-    /// Values of each component, each with the total of its episode.
+    /// Values of each component by name, as pairs (value, total of the episode).
     pub components: BTreeMap<String, Vec<(f64, f64)>>,
 }
 
@@ -485,7 +485,7 @@ impl std::ops::AddAssign for PluginActivity {
 }
 
 impl From<Vec<EpisodeRecord>> for ScoredResponses {
-    /// Without timings.
+    /// Scored responses without timings and plugin activity.
     fn from(records: Vec<EpisodeRecord>) -> Self {
         Self { records, ..Self::default() }
     }
@@ -503,7 +503,7 @@ pub trait Environment: Send + Sync {
     /// The batch cannot be scored or logged.
     fn score(&self, step: u64, responses: &[PolicyResponse]) -> Result<ScoredResponses, EnvironmentError>;
 
-    /// Syncs the log and returns its length; 0 without a log.
+    /// Syncs the episode log and returns its length in bytes; 0 without a log.
     ///
     /// # Errors
     /// The log cannot be written.
@@ -511,7 +511,7 @@ pub trait Environment: Send + Sync {
         Ok(0)
     }
 
-    /// Truncates the log to `mark`, which [`mark`](Self::mark) returned in this process or an earlier one.
+    /// Truncates the episode log to `mark`, which [`mark`](Self::mark) returned in this process or an earlier one.
     ///
     /// # Errors
     /// The log is shorter, or cannot be written.
@@ -523,28 +523,28 @@ pub trait Environment: Send + Sync {
 /// A prompt of a [`RolloutEngine`], and how many responses to it are sampled.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RolloutPrompt {
-    /// At least one.
+    /// Token ids of the prompt; at least one.
     pub token_ids: Vec<u32>,
-    /// Seeds the responses to this prompt; each has a random stream of its own.
+    /// Seed of the responses to this prompt; each response has its own random stream.
     pub seed: u64,
-    /// Number of responses.
+    /// Number of responses to sample.
     pub n: usize,
 }
 
 /// Sampling settings and limits of a [`RolloutEngine`], as in training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutSampling {
-    /// 0 is greedy decoding.
+    /// Sampling temperature; 0 is greedy decoding.
     pub temperature: f64,
-    /// 1 for no filter.
+    /// Threshold of nucleus sampling; 1 disables it.
     pub top_p: f64,
-    /// 0 for no filter.
+    /// Number of tokens of top-k sampling; 0 disables it.
     pub top_k: usize,
     /// Minimum number of tokens of a response.
     pub min_new_tokens: usize,
-    /// Longer responses are truncated.
+    /// Maximum number of tokens of a response; longer responses are truncated.
     pub max_new_tokens: usize,
-    /// A response ends with the token that completes one of these.
+    /// Stop strings; a response ends with the token that completes one of them.
     pub stop_strings: Vec<String>,
     /// Tokens that end a response.
     pub stop_token_ids: Vec<u32>,
@@ -553,9 +553,9 @@ pub struct RolloutSampling {
 /// One response of a [`RolloutEngine`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RolloutResponse {
-    /// The stop token included.
+    /// Token ids of the response, stop token included.
     pub token_ids: Vec<u32>,
-    /// In nats, of each token under the distribution that it was sampled from; empty with greedy decoding.
+    /// Log-probability of each token, in nats, under the distribution that it was sampled from; empty with greedy decoding.
     pub logprobs: Vec<f32>,
     /// True if the finish reason is the token limit.
     pub truncated: bool,
@@ -564,14 +564,15 @@ pub struct RolloutResponse {
 /// Generates the responses of reinforcement learning in another process, such as a vLLM server. The trainer calls it from one thread at a
 /// time and blocks.
 pub trait RolloutEngine: Send + Sync {
-    /// Hands over the policy that generates from now on: an adapter in PEFT's format in the folder `adapter`, which must stay until
-    /// the next call. `version`: the same number for the same weights. With the version of the last call nothing is done.
+    /// Loads the policy for the following calls of `generate`: a PEFT adapter in the folder `adapter`, which must stay until the next
+    /// call.
+    /// `version` identifies the weights; with the version of the last call nothing is done.
     ///
     /// # Errors
-    /// The engine cannot load it, or does not have the base model.
+    /// The engine cannot load the adapter, or does not have the base model.
     fn set_policy(&self, version: u64, adapter: &Path) -> Result<(), CallFailure>;
 
-    /// Responses to each prompt, in order.
+    /// Generates `n` responses to each prompt; the outer list has the order of `prompts`.
     ///
     /// # Errors
     /// The engine failed, was interrupted, or returned something else.

@@ -11,22 +11,22 @@ pub const THINKING_END: &str = "</think>";
 /// How a policy writes its rewrites.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct ResponseForm {
-    /// `data.rewrite_form`.
+    /// Whole search text or edit of the query (`data.rewrite_form`).
     pub rewrite: RewriteForm,
-    /// `model.enable_thinking`.
+    /// `model.enable_thinking`; with `Some(true)` the answer is what follows the thinking block.
     pub enable_thinking: Option<bool>,
 }
 
 impl ResponseForm {
-    /// That of a configuration's policy.
+    /// The response form of a configuration's policy.
     pub fn of(config: &Config) -> Self {
         Self { rewrite: config.data.rewrite_form, enable_thinking: config.model.enable_thinking }
     }
 
-    /// The text that is parsed: all of a response, or with thinking on what follows the thinking block.
+    /// The text to parse: the whole response, or with thinking on what follows the last `</think>`.
     ///
     /// # Errors
-    /// Thinking is on and the response does not end it: `unfinished_thinking`.
+    /// Thinking is on and the response has no `</think>`: code `unfinished_thinking`.
     pub fn answer(self, response: &str) -> Result<&str, Rejection> {
         if self.enable_thinking != Some(true) {
             return Ok(response);
@@ -41,7 +41,7 @@ impl ResponseForm {
         }
     }
 
-    /// The rewrite in a response to `query`, asked after what `history` summarises, parsed by the prompt plugin.
+    /// Parses the rewrite in a response to `query` with the prompt plugin; `history` is the summary of the conversation before the query.
     ///
     /// # Errors
     /// The plugin broke its contract; the inner error is a rejection of the response.

@@ -22,12 +22,13 @@ impl RunDir {
         &self.root
     }
 
-    /// `DatasetRow`s of one split.
+    /// File of the `DatasetRow`s of one split.
     pub fn split(&self, split: Split) -> PathBuf {
         self.root.join("data").join(format!("{}.jsonl", split.name()))
     }
 
-    /// Cost of the calls of this process while it scores for another engine: several processes may at once.
+    /// New file for the cost of calls while this process scores for another trainer; each call returns another name, since several
+    /// processes may score at the same time.
     pub fn scoring_calls(&self) -> PathBuf {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         let (process, number) = (std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
@@ -59,7 +60,7 @@ paths! {
     lock: "querl.lock",
     /// The ledger: finished stages and the digests of their inputs.
     stages: "stages.json",
-    /// Earlier results of stages that run again on other inputs, until the new results are complete.
+    /// Previous results of stages that run again on changed inputs, kept until the new results are complete.
     previous: "previous",
     /// `RewriteRecord`s, one JSON object per line.
     rewrites: "data/rewrites.jsonl",
@@ -77,7 +78,7 @@ paths! {
     calls: "calls.json",
     /// `EpisodeRecord`s of the rollouts.
     episodes: "episodes.jsonl",
-    /// What plugins were given when they faulted.
+    /// Inputs of plugin calls that faulted.
     faults: "faults",
     /// Training metrics, one JSON object per line: `{"stage": "rl", "step": 3, "actor/pg_loss": ...}`.
     metrics: "metrics.jsonl",

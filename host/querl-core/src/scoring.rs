@@ -1,4 +1,4 @@
-//! Scoring responses of other engines: what their reward functions send, and what answers them.
+//! Scoring of responses for other trainers: the request that a reward function sends, and the service that answers it.
 
 use crate::ports::{EnvironmentError, RewardRange};
 use crate::records::{Columns, EpisodeRecord, Message, Split};
@@ -11,7 +11,7 @@ use serde_json::Value;
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RewardRequest {
-    /// What the policy was asked.
+    /// The query that the policy answered.
     pub query: RewardQuery,
     /// The decoded response without special tokens.
     pub response: String,
@@ -21,29 +21,29 @@ pub struct RewardRequest {
     /// Number of generated tokens, end of sequence included; 0 where unknown.
     #[serde(default)]
     pub n_tokens: u32,
-    /// The messages that the policy answered; `None`: those of the query's row.
+    /// The messages that the policy answered; `None` for the prompt of the query's row.
     pub prompt: Option<Vec<Message>>,
     /// Training step; `None` where unknown.
     pub step: Option<u64>,
-    /// Unique in a batch, and what decides whether the response is judged, where a share of them is; `None`: of step, query and index, or of the
-    /// response.
+    /// Episode id, unique in a batch; with `judge.sample_rate` below 1 it decides whether the response is judged. `None`: derived from
+    /// step, query and sample index, or from the response.
     pub id: Option<String>,
-    /// The same for all samples of one query in one batch; `None`: of step and query.
+    /// Group id, the same for all samples of one query in one batch; `None`: derived from step and query.
     pub group_id: Option<String>,
     /// Index among the samples of the group, from 0; `None`: in the order of the requests.
     pub sample_index: Option<u32>,
 }
 
-/// A query: one of the run, or one that the request brings along.
+/// The query of a [`RewardRequest`]: the id of a query of the run, or a query that the request contains.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RewardQuery {
-    /// Its id in the run.
+    /// Id of a query of the run.
     Id(String),
     /// The query itself.
     Inline(Box<InlineQuery>),
 }
 
-/// A query that a request brings along.
+/// A query that a [`RewardRequest`] contains, instead of the id of one of the run.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct InlineQuery {
@@ -59,12 +59,12 @@ pub struct InlineQuery {
     /// Ids of the passages that answer the query; empty if unknown.
     #[serde(default)]
     pub gold_ids: Vec<String>,
-    /// Split of its row; `None`: `train`.
+    /// Split of the query; `None` for `train`.
     pub split: Option<Split>,
-    /// Other columns, for rewards that read them.
+    /// Further columns of the query's row, for rewards that read them.
     #[serde(default)]
     pub columns: Columns,
-    /// The teacher's rewrite, for rewards that read it.
+    /// The teacher's rewrite, for rewards that read it; `None` if there is none.
     pub baseline: Option<String>,
 }
 
@@ -77,11 +77,12 @@ fn not_blank<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Er
 }
 
 impl RewardQuery {
-    /// From an engine's label: the id of a query, or an [`InlineQuery`] as an object or as the text of one. Columns of a text keep their order;
-    /// those of a [`Value`] are in the order of their names.
+    /// Parses the label of a row in another trainer's dataset: the id of a query, or an [`InlineQuery`] as a JSON object or as the text
+    /// of one.
+    /// Columns keep their order in a text; in a [`Value`] they are sorted by name.
     ///
     /// # Errors
-    /// A sentence: neither of these.
+    /// A sentence: the label is neither an id nor an object with `query`.
     pub fn of_label(label: &Value) -> Result<Self, String> {
         Self::deserialize(label).map_err(|error| error.to_string())
     }
@@ -121,16 +122,16 @@ impl<'de> Deserialize<'de> for RewardQuery {
     }
 }
 
-/// The environment of a configuration, for engines other than ours.
+/// Scores the responses of other trainers with the retrieval, judge and rewards of a configuration.
 pub trait RewardService: Send + Sync {
-    /// One record for each request, in order: parsed, looked up, judged and scored as in training. Requests of one `group_id` must be in one
-    /// batch where a reward scores groups. Blocks on external services.
+    /// Parses, retrieves, judges and scores as in training; returns one record per request, in order. Requests of one `group_id` must be
+    /// in one batch if a reward scores groups. Blocks on external services.
     ///
     /// # Errors
     /// A request names a query that the run does not have, or no request can be scored.
     fn score(&self, requests: &[RewardRequest]) -> Result<Vec<EpisodeRecord>, EnvironmentError>;
 
-    /// The range of totals.
+    /// The range of the total score.
     fn range(&self) -> RewardRange;
 }
 

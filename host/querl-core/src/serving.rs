@@ -1,36 +1,36 @@
-//! Serving rewrites: what an HTTP service needs of the models and prompts of tenants.
+//! Interface between the HTTP service and the engine that generates responses with the models of tenants.
 
 use crate::records::{Context, Message};
 use std::path::Path;
 use std::time::Duration;
 
 named_enum! {
-    /// What a model of a tenant is for.
+    /// Role of a tenant's model.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
     pub enum Role {
         /// The released model.
         Current = "current",
-        /// A model that is tried next to it.
+        /// A candidate model that is tried next to the released one.
         Candidate = "candidate",
     }
 }
 
-/// A model of a tenant that is served.
+/// A served model of a tenant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
-    /// `tenant` of its configuration.
+    /// Name of the tenant: the key `tenant` of the model's configuration.
     pub name: String,
-    /// What it is for.
+    /// Whether the model is the released one or a candidate.
     pub role: Role,
     /// Digest of adapter, base, prompt plugin and decoding settings: the same version gives the same rewrites.
     pub version: String,
-    /// The run or configuration that it was loaded from, for operators.
+    /// The run or configuration that the model was loaded from, for operators.
     pub source: String,
-    /// When its checkpoint was written, in seconds since 1970.
+    /// When the model's checkpoint was written, in seconds since 1970.
     pub created_at: u64,
-    /// When it was loaded, in seconds since 1970.
+    /// When the model was loaded, in seconds since 1970.
     pub loaded_at: u64,
-    /// The key that its clients must send; `None` permits every client.
+    /// API key that the tenant's clients must send; `None` permits every client.
     pub api_key: Option<String>,
 }
 
@@ -51,15 +51,15 @@ pub enum GenerationTask {
 /// A response to the client's own messages.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChatTask {
-    /// At least one, the last from the user.
+    /// The client's messages: at least one, the last from the user.
     pub messages: Vec<Message>,
-    /// 0 is greedy decoding.
+    /// Sampling temperature; 0 is greedy decoding.
     pub temperature: f64,
-    /// Nucleus sampling below 1.
+    /// Threshold of nucleus sampling; 1 disables it.
     pub top_p: f64,
-    /// Most tokens of the response; `None`: as in the tenant's configuration.
+    /// Maximum number of response tokens; `None` for that of the tenant's configuration.
     pub max_new_tokens: Option<usize>,
-    /// The response ends before the first of these.
+    /// Stop strings; the response ends before the first one that occurs.
     pub stop: Vec<String>,
     /// Seed of sampling.
     pub seed: u64,
@@ -70,49 +70,49 @@ pub struct ChatTask {
 pub struct Generation {
     /// The parsed rewrite, or the text of a chat response.
     pub text: String,
-    /// Whether it was truncated at the maximum number of tokens.
+    /// True if the response was truncated at the maximum number of tokens.
     pub truncated: bool,
-    /// Version of the tenant that generated it.
+    /// [`Tenant::version`] of the model that generated the response.
     pub version: String,
-    /// Tokens of the prompt.
+    /// Number of prompt tokens.
     pub n_prompt_tokens: usize,
-    /// Tokens of the response.
+    /// Number of response tokens.
     pub n_tokens: usize,
     /// Time in the queue.
     pub queued: Duration,
-    /// From the queue to the first token.
+    /// Time from the end of queueing to the first token.
     pub prefill: Duration,
-    /// From the first token to the last.
+    /// Time from the first token to the last.
     pub decode: Duration,
 }
 
-/// Why there is no response. Codes are stable, for counting.
+/// Why a request has no response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GenerationFailure {
-    /// `plugin_fault`, `no_rewrite`, `model_failed`, `removed`.
+    /// Stable code for counting: `plugin_fault`, `no_rewrite`, `model_failed` or `removed`.
     pub code: &'static str,
     /// A sentence for the log.
     pub message: String,
 }
 
-/// What a request receives.
+/// An event of a request, sent to its [`EventSink`].
 #[derive(Debug, Clone, PartialEq)]
 pub enum GenerationEvent {
-    /// Text that follows that of earlier events; of chat tasks alone.
+    /// The next piece of the response's text; chat tasks only.
     Text(String),
-    /// The last event.
+    /// The last event: the response, or why there is none.
     Done(Result<Generation, GenerationFailure>),
 }
 
-/// Where the events of one request go, from any thread.
+/// Receiver of the events of one request; can be called from any thread.
 pub trait EventSink: Send + Sync {
-    /// Passes an event on; one that nobody waits for is dropped.
+    /// Sends an event to the client; it is dropped if the client no longer waits.
     fn send(&self, event: GenerationEvent);
 
-    /// False once nobody waits any more: the request is cancelled.
+    /// False once the client no longer waits; the request is then cancelled.
     fn is_open(&self) -> bool;
 
-    /// Whether no client waits for the response: then it takes no place in the queue, which has room for clients alone.
+    /// True for a shadow request, whose response no client waits for; it does not count towards the capacity of the queue.
     fn is_shadow(&self) -> bool {
         false
     }
@@ -123,117 +123,118 @@ pub trait EventSink: Send + Sync {
 pub enum SubmitError {
     /// No tenant of this name is served.
     UnknownTenant,
-    /// The queue is full; in a sentence.
+    /// The queue is full; the string is the message.
     QueueFull(String),
-    /// The input cannot be used, for example because it is longer than the model's positions; in a sentence.
+    /// The input cannot be used, for example because it is longer than the model's positions; the string is the message.
     Input(String),
-    /// The tenant's prompt plugin faulted or rejected the query; in a sentence.
+    /// The tenant's prompt plugin faulted or rejected the query; the string is the message.
     Plugin(String),
-    /// The engine has ended.
+    /// The engine has stopped.
     Ended,
 }
 
 /// State of the engine, for metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EngineState {
-    /// Requests in the queue that a client waits for.
+    /// Requests in the queue, without shadow requests.
     pub n_waiting: usize,
     /// Requests in the running batch.
     pub n_running: usize,
     /// Decode steps since the start.
     pub n_steps: u64,
-    /// Sequences of all those steps: divided by the steps, the mean batch size.
+    /// Sum of the batch sizes of all decode steps; divided by `n_steps`, the mean batch size.
     pub n_step_sequences: u64,
     /// Bytes of the KV cache in use.
     pub kv_cache_bytes: u64,
-    /// Tokens of prompts since the start.
+    /// Prompt tokens since the start.
     pub n_prompt_tokens: u64,
-    /// Those that were found in the prefix cache.
+    /// Prompt tokens served from the prefix cache since the start.
     pub n_cached_tokens: u64,
 }
 
-/// Models of tenants that requests share.
+/// Engine that generates responses with the models of all tenants.
 pub trait Rewriter: Send + Sync {
-    /// The released models, sorted by name.
+    /// The released models, sorted by tenant name.
     fn tenants(&self) -> Vec<Tenant> {
         self.models(Role::Current)
     }
 
-    /// The models of one role, sorted by name: at most one for each tenant.
+    /// The models of one role, sorted by tenant name; at most one for each tenant.
     fn models(&self, role: Role) -> Vec<Tenant>;
 
-    /// The released model of a tenant.
+    /// The released model of a tenant; `None` if no tenant of this name is served.
     fn tenant(&self, name: &str) -> Option<Tenant> {
         self.tenants().into_iter().find(|tenant| tenant.name == name)
     }
 
-    /// Queues a task for the model of the tenant's name and role. Calls the prompt plugin and tokenizes, which takes time: it is not called
-    /// on a thread that other requests need.
+    /// Queues a task for the model with the name and role of `tenant`. Calls the prompt plugin and the tokenizer, which takes time: do
+    /// not call it on a thread that serves other requests.
     ///
     /// # Errors
-    /// The task is not queued.
+    /// Why the task was not queued.
     fn submit(&self, tenant: &Tenant, task: GenerationTask, events: Box<dyn EventSink>) -> Result<(), SubmitError>;
 
-    /// Loads a run or a configuration as a tenant, or in place of a tenant of the same name and role, whose requests in progress finish with the
-    /// old model. It is checked before it takes requests. Takes as long as loading a model.
+    /// Loads and checks the model of a run or a configuration, then serves it in place of the model of the same tenant and role, if
+    /// there is one, whose requests in progress finish. Takes as long as loading a model.
     ///
     /// # Errors
-    /// A sentence: it cannot be loaded or fails its check; what was served before is still served.
+    /// A sentence: the model cannot be loaded or fails its check; the models served before are still served.
     fn load(&self, path: &Path, role: Role) -> Result<Tenant, String>;
 
-    /// Removes a tenant's model; its requests in progress finish. False where there is none of this name and role.
+    /// Removes the model of a tenant and role; its requests in progress finish. Returns false if there is no such model.
     fn remove(&self, tenant: &str, role: Role) -> bool;
 
     /// State of the engine.
     fn state(&self) -> EngineState;
 
-    /// Whether a further request would not be queued.
+    /// True if the queue is full, so that a further request would be rejected.
     fn is_full(&self) -> bool;
 
-    /// False once it will never respond again.
+    /// False once the engine has stopped and will not respond again.
     fn is_alive(&self) -> bool;
 }
 
-/// How much of a tenant's traffic a candidate has.
+/// How a candidate is tried on a tenant's traffic.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CandidateMode {
-    /// It answers this share of the requests, above 0 and below 1.
+    /// The candidate answers this share of the requests, above 0 and below 1.
     Canary(f64),
-    /// It answers none; its rewrites are compared with those of the current model.
+    /// The candidate answers no request; its rewrites are compared with those of the current model.
     Shadow,
 }
 
-/// A candidate that the releases name.
+/// A candidate model that the releases name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Candidate {
-    /// The tenant.
+    /// Name of the tenant.
     pub tenant: String,
-    /// Number of its start in the history: a model that is tried again has another one.
+    /// Number of the candidate's start in the release history; a model that is tried again gets a new number.
     pub id: usize,
-    /// Its traffic.
+    /// How the candidate is tried.
     pub mode: CandidateMode,
 }
 
-/// What reading the releases again has changed.
+/// Result of [`ReleaseSource::reload`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Reloaded {
-    /// The candidates, which are loaded.
+    /// Canary and shadow candidates whose model is loaded; one that failed to load is in `problems`.
     pub candidates: Vec<Candidate>,
-    /// Sentences: what is not served as the releases say, and why.
+    /// One sentence for each model that is not served as the releases say, with the reason.
     pub problems: Vec<String>,
 }
 
-/// The releases that a service follows.
+/// The released models and candidates that a service has to serve.
 pub trait ReleaseSource: Send + Sync {
-    /// Reads them again, loads what is not served yet and removes candidates that have ended. Takes as long as loading models.
+    /// Reads the releases again, loads models that are not served yet and removes candidates that have ended. Takes as long as loading
+    /// models.
     ///
     /// # Errors
-    /// A sentence: they cannot be read; everything is served as before.
+    /// A sentence: the releases cannot be read; everything is served as before.
     fn reload(&self) -> Result<Reloaded, String>;
 
-    /// Records that the service has ended a candidate, and why. One that has ended in the meantime is left alone.
+    /// Records that the service has ended a candidate, and why. A candidate that has already ended is left unchanged.
     ///
     /// # Errors
-    /// A sentence: it cannot be recorded.
+    /// A sentence: the end of the candidate cannot be recorded.
     fn end_candidate(&self, candidate: &Candidate, reason: &str) -> Result<(), String>;
 }

@@ -28,7 +28,7 @@ pub fn disturbs(c: char) -> bool {
     c.is_control() || is_invisible
 }
 
-/// Whether a text has no visible character: white space, what [`disturbs`], and other characters that are drawn as nothing.
+/// True if a text has no visible character: only white space, characters for which [`disturbs`] is true, and others that are not drawn.
 ///
 /// Source: Unicode's property `Default_Ignorable_Code_Point`, and the empty Braille pattern.
 pub fn is_blank(text: &str) -> bool {
@@ -41,7 +41,7 @@ pub fn is_blank(text: &str) -> bool {
     text.chars().all(|c| c.is_whitespace() || disturbs(c) || is_invisible(c))
 }
 
-/// `12345` as `12,345`.
+/// Formats a number with thousands separators: `12,345`.
 pub fn grouped(number: u64) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -66,18 +66,18 @@ pub fn nearest<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Vec<&'n 
     similar.into_iter().map(|(_, candidate)| candidate).collect()
 }
 
-/// The known name that `name` may be meant to be: it differs in one place, or two of a name of six characters or more.
+/// The known name that `name` is probably a misspelling of: at most 1 edit away, or 2 if `name` has six characters or more.
 pub fn misspelt<'n>(name: &str, known: impl Iterator<Item = &'n str>) -> Option<&'n str> {
     let most_edits = if name.chars().count() < 6 { 1 } else { 2 };
     nearest(name, known).into_iter().take(8).find(|near| strsim::osa_distance(name, near) <= most_edits)
 }
 
-/// Letters and digits without anything else between them, lower-case and half-width.
+/// A run of adjacent letters and digits, converted to lower case and half width.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextRun {
-    /// At least one character.
+    /// Text of the run, at least one character.
     pub text: String,
-    /// Chinese characters, kana and Thai: written without spaces between words.
+    /// True for Chinese characters, kana and Thai, which are written without spaces between words.
     pub is_unspaced: bool,
 }
 
@@ -100,7 +100,7 @@ pub fn text_runs(text: &str) -> Vec<TextRun> {
     runs
 }
 
-/// Substrings of `n` characters, `n` at least 1; a shorter text is its only one.
+/// All substrings of `n` characters (`n` at least 1); a shorter text is the only element, and an empty text has none.
 pub fn char_ngrams(text: &str, n: usize) -> Vec<String> {
     let characters: Vec<char> = text.chars().collect();
     match characters.len() {

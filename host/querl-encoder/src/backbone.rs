@@ -145,7 +145,7 @@ impl Directory {
         }
     }
 
-    /// Defaults to the architecture's padding id, as in transformers.
+    /// Id of the padding token; by default that of the architecture, as in transformers.
     pub(crate) fn pad_id(&self) -> u32 {
         let usual = match self.architecture {
             Architecture::Bert => 0,
@@ -154,7 +154,7 @@ impl Directory {
         self.config["pad_token_id"].as_u64().map_or(usual, |id| id as u32)
     }
 
-    /// The weights converted to f32.
+    /// Loads the weights and converts them to f32.
     pub(crate) fn weights(&self) -> Result<VarBuilder<'static>, EncoderError> {
         let path = self.path("model.safetensors");
         let bytes = std::fs::read(&path).map_err(|error| {
@@ -212,7 +212,7 @@ fn read_json(path: &Path) -> Result<Value, EncoderError> {
         .map_err(|error| EncoderError::file(path, format!("not JSON: {error}; {DOWNLOAD_AGAIN}")))
 }
 
-/// The encoder without a head.
+/// A BERT or XLM-RoBERTa encoder without a head.
 pub(crate) enum Backbone {
     Bert(bert::BertModel),
     XlmRoberta(xlm_roberta::XLMRobertaModel),
@@ -285,12 +285,12 @@ pub(crate) struct Tokens {
     n_heads: usize,
 }
 
-/// A batch, each `(B, T)` u32.
+/// Tokenized texts as padded tensors, each `(B, T)` u32.
 pub(crate) struct Batch {
     pub(crate) positions: Vec<usize>,
     pub(crate) ids: Tensor,
     pub(crate) type_ids: Tensor,
-    /// 1 for tokens, 0 for padding.
+    /// Attention mask: 1 for tokens, 0 for padding.
     pub(crate) mask: Tensor,
 }
 

@@ -23,8 +23,8 @@ struct Head {
 }
 
 impl CrossEncoder {
-    /// Loads a model directory. `max_length`: tokens of query and text with special tokens; `None` for the model's own, at most
-    /// 512.
+    /// Loads a model directory. `max_length`: maximum number of tokens of query and text together, special tokens included; `None` for
+    /// the model's own maximum, at most 512.
     ///
     /// # Errors
     /// A file is missing or of another architecture, or the model has more than one label.
@@ -45,7 +45,7 @@ impl CrossEncoder {
         })
     }
 
-    /// One logit per text, in order.
+    /// Scores texts against a query: one relevance logit per text, in order.
     ///
     /// # Errors
     /// The tokenizer or a computation fails.

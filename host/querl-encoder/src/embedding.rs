@@ -29,7 +29,7 @@ impl EmbeddingModel {
     /// Loads a model directory with the settings of sentence-transformers: pooling (default: first token), truncation length,
     /// prompts.
     ///
-    /// `max_length`: tokens of a text with special tokens; `None` for the model's own, at most 512.
+    /// `max_length`: maximum number of tokens of a text, special tokens included; `None` for the model's own maximum, at most 512.
     ///
     /// # Errors
     /// A file is missing or of another architecture, the model is a classifier, or it has an unsupported module.
@@ -52,7 +52,7 @@ impl EmbeddingModel {
         })
     }
 
-    /// One vector per text, in order.
+    /// Embeds texts: one L2-normalised vector per text, in order.
     ///
     /// # Errors
     /// The tokenizer or a computation fails.

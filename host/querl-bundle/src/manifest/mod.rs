@@ -19,7 +19,7 @@ mod settings;
 pub const CONTRACT: Version = Version::new(0, 2, 0);
 /// The versions of the contract that this host implements, oldest first.
 pub const CONTRACTS: [Version; 2] = [Version::new(0, 1, 0), CONTRACT];
-/// The version of the archive's layout.
+/// Version of the layout of a `.querl` archive.
 pub const BUNDLE_FORMAT: u64 = 1;
 /// The manifest's name in a plugin's folder and in a bundle.
 pub(crate) const FILE_NAME: &str = "plugin.toml";
@@ -27,12 +27,12 @@ pub(crate) const FILE_NAME: &str = "plugin.toml";
 const LARGEST_BYTES: u64 = ArchiveLimits::DEFAULT.text_bytes;
 
 querl_core::named_enum! {
-    /// What a plugin is for.
+    /// Kind of a plugin.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
     pub enum Kind {
-        /// A tenant's prompts.
+        /// Renders a tenant's prompts and parses the responses to them.
         Prompt = "prompt",
-        /// Drops samples.
+        /// Keeps or drops samples of the dataset.
         Filter = "filter",
         /// Scores episodes.
         Reward = "reward",
@@ -74,7 +74,7 @@ querl_core::named_enum! {
 }
 
 impl HostInterface {
-    /// Whether plugins of this kind may import it.
+    /// True if plugins of this kind may import this interface.
     pub fn is_for(self, kind: Kind) -> bool {
         match kind {
             Kind::Prompt => false,
@@ -95,24 +95,24 @@ querl_core::named_enum! {
     /// Language of a plugin's source.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub enum Language {
-        /// Built by cargo.
+        /// Rust, built by cargo.
         Rust = "rust",
-        /// Built by componentize-py.
+        /// Python, built by componentize-py.
         Python = "python",
-        /// Built by componentize-js.
+        /// JavaScript, built by componentize-js.
         JavaScript = "javascript",
     }
 }
 
 impl Language {
-    /// The language of a plugin's folder by its build file; `None` without a known one.
+    /// Language of the plugin in a folder, by its build file; `None` if there is no known build file.
     pub fn of_folder(folder: &Path) -> Option<Self> {
         let marks = [("Cargo.toml", Self::Rust), ("package.json", Self::JavaScript), ("pyproject.toml", Self::Python)];
         marks.into_iter().find(|(file, _)| folder.join(file).is_file()).map(|(_, language)| language)
     }
 }
 
-/// A checked manifest.
+/// A parsed and checked manifest (`plugin.toml`).
 #[derive(Debug, Clone, PartialEq)]
 pub struct Manifest {
     /// Identity of the plugin.
@@ -127,22 +127,22 @@ pub struct Manifest {
     pub bundle: Option<BundleSection>,
 }
 
-/// `[plugin]`.
+/// Section `[plugin]` of the manifest: identity, kinds and host functions.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PluginSection {
-    /// 1 to 64 of `a` to `z`, `0` to `9`, `-`; equals the id that the component reports.
+    /// Id of the plugin: 1 to 64 of `a` to `z`, `0` to `9`, `-`; equals the id that the component reports.
     pub id: String,
-    /// Equals the version that the component reports.
+    /// Version of the plugin; equals the version that the component reports.
     pub version: Version,
-    /// The version of the contract it was built for.
+    /// Version of the plugin contract that the plugin was built for.
     pub contract: Version,
-    /// At least one, without repetition, in the order of [`Kind::ALL`].
+    /// Kinds of the plugin: at least one, without repetition, in the order of [`Kind::ALL`].
     pub kinds: Vec<Kind>,
-    /// One line.
+    /// Description of the plugin, one line.
     pub description: String,
-    /// One line, usually an SPDX expression.
+    /// License, one line, usually an SPDX expression.
     pub license: String,
-    /// The range of totals under the default settings; set exactly for rewards.
+    /// Range of the total score (min, max) under the default settings; `Some` exactly for reward plugins.
     pub range: Option<(f64, f64)>,
     /// The host functions that the component imports, in the order of [`HostInterface::ALL`].
     pub host_functions: Vec<HostInterface>,
@@ -150,7 +150,7 @@ pub struct PluginSection {
     pub golden: String,
 }
 
-/// `[limits]`: the limits that the plugin requests, at most those of the host.
+/// Section `[limits]` of the manifest: limits that the plugin requests, at most those of the host; `None` for the limit of the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RequestedLimits {
     /// Deterministic instruction budget of a call, independent of the number of items.
@@ -169,21 +169,21 @@ pub struct RequestedLimits {
     pub host_calls_per_item: Option<u64>,
 }
 
-/// `[build]`.
+/// Section `[build]` of the manifest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BuildSection {
-    /// What the plugin is written in.
+    /// Language of the plugin's source.
     pub language: Language,
 }
 
-/// `[bundle]`: what `querl plugin pack` adds.
+/// Section `[bundle]` of the manifest, which `querl plugin pack` adds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BundleSection {
-    /// Layout of the archive: [`BUNDLE_FORMAT`].
+    /// Version of the layout of the archive: [`BUNDLE_FORMAT`].
     pub format: u64,
     /// Lower-case hexadecimal SHA-256 of `plugin.wasm`.
     pub component: String,
-    /// Size of `plugin.wasm`.
+    /// Size of `plugin.wasm` in bytes.
     pub component_bytes: u64,
 }
 
@@ -211,16 +211,16 @@ impl Manifest {
         Ok(digest_hex(&document::read_file(&file_at(path), LARGEST_BYTES)?))
     }
 
-    /// Parses a manifest, named `origin` in messages.
+    /// Parses the text of a manifest; `origin` names it in messages.
     ///
     /// # Errors
     /// Not TOML; a key that is unknown, missing or invalid; an
-    /// unsupported contract version. Each names the line.
+    /// unsupported contract version. Each message names the line.
     pub fn parse(text: &str, origin: &str) -> Result<Self, BundleError> {
         parse::manifest(text, origin)
     }
 
-    /// `ID-VERSION.querl`.
+    /// File name of the plugin's bundle: `ID-VERSION.querl`.
     pub fn file_name(&self) -> String {
         format!("{}-{}.querl", self.plugin.id, self.plugin.version)
     }

@@ -11,7 +11,7 @@ use toml::Value;
 const LARGEST_BOUND: u64 = 1 << 53;
 
 querl_core::named_enum! {
-    /// What a setting's value is.
+    /// Type of a setting's value.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub enum SettingType {
         /// A finite number, whole or not.
@@ -33,12 +33,12 @@ impl SettingType {
     }
 }
 
-/// `[settings.KEY]`.
+/// Section `[settings.KEY]` of the manifest: the declaration of one setting.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SettingSpec {
-    /// What a value is.
+    /// Type of the value.
     pub kind: SettingType,
-    /// The value if the user sets none.
+    /// Default value; `None` if there is none.
     pub default: Option<Value>,
     /// Smallest allowed number; for numbers and integers only.
     pub minimum: Option<f64>,
@@ -54,9 +54,9 @@ pub struct SettingSpec {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("setting `{key}`: {message}")]
 pub struct SettingProblem {
-    /// The key.
+    /// Key of the setting.
     pub key: String,
-    /// Expected and got.
+    /// The actual and the expected value.
     pub message: String,
 }
 
@@ -90,15 +90,15 @@ fn unknown(declared: &BTreeMap<String, SettingSpec>, key: &str) -> String {
 }
 
 impl Manifest {
-    /// [`check_settings`] against those of this manifest.
+    /// Checks the user's settings against those that this manifest declares, with the function [`check_settings`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`check_settings`].
     pub fn check_settings(&self, settings: &BTreeMap<String, Value>) -> Result<(), SettingProblem> {
         check_settings(&self.settings, settings)
     }
 
-    /// The value of each setting that has a default.
+    /// Default values by key, of the settings that have one.
     pub fn defaults(&self) -> BTreeMap<String, Value> {
         let with_default = |(key, spec): (&String, &SettingSpec)| Some((key.clone(), spec.default.clone()?));
         self.settings.iter().filter_map(with_default).collect()
@@ -106,7 +106,7 @@ impl Manifest {
 }
 
 impl SettingSpec {
-    /// Whether `value` has the declared type, range and choice.
+    /// True if `value` has the declared type, is in the declared range and is one of the choices.
     pub fn accepts(&self, value: &Value) -> bool {
         match (self.kind, value) {
             (SettingType::Integer, Value::Integer(_)) | (SettingType::Number, Value::Integer(_) | Value::Float(_)) => {

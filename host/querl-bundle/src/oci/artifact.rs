@@ -24,7 +24,7 @@ const CREATED: &str = "1970-01-01T00:00:00Z";
 /// Annotation with the bundle's digest, which does not cover its signatures.
 const DIGEST_ANNOTATION: &str = "querl.bundle.digest";
 
-/// A manifest with the contents that it refers to.
+/// An OCI manifest with the blobs that it refers to.
 pub(crate) struct Artifact {
     pub(crate) manifest: Vec<u8>,
     pub(crate) blobs: Vec<Vec<u8>>,
@@ -58,7 +58,7 @@ pub(crate) fn bundle(bundle: &Bundle, bytes: &[u8], subject: &[u8]) -> Artifact 
     Artifact { manifest: text(&manifest), blobs: vec![bytes.to_vec(), EMPTY_CONFIG.to_vec()] }
 }
 
-/// The bundle's digest in our annotation.
+/// The bundle's digest in the annotation that querl writes; `None` without it.
 pub(crate) fn bundle_digest(manifest: &OciImageManifest) -> Option<&str> {
     Some(manifest.annotations.as_ref()?.get(DIGEST_ANNOTATION)?.as_str())
 }

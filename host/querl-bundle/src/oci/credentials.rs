@@ -22,12 +22,12 @@ impl Credentials {
         Self(RegistryAuth::Basic(user.to_owned(), password.to_owned()))
     }
 
-    /// The environment variables `QUERL_REGISTRY_USER` and `QUERL_REGISTRY_PASSWORD`, where `QUERL_REGISTRY_HOST` is the host of
-    /// `location` (with its port, if any); else what `docker login` keeps for the registry in `~/.docker/config.json` (or the
-    /// folder in `DOCKER_CONFIG`) or its credential helper; else nobody.
+    /// Credentials from the environment variables `QUERL_REGISTRY_USER` and `QUERL_REGISTRY_PASSWORD` if `QUERL_REGISTRY_HOST` is the host
+    /// of `location` (with its port, if any); else those that `docker login` keeps for the registry in `~/.docker/config.json` (or in the
+    /// folder `DOCKER_CONFIG`) or its credential helper; else anonymous.
     ///
     /// # Errors
-    /// One variable is set without the others, or docker keeps something that is no user with a password.
+    /// One variable is set without the others, or docker's credentials are not a user with a password.
     pub fn find(location: &RegistryReference) -> Result<Self, RegistryError> {
         let variables = VARIABLES.map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()));
         match of_variables(location, variables)? {

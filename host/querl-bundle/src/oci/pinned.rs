@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 const EXPECTED: &str = "is not a pinned reference; expected oci://HOST[:PORT]/REPO[:VERSION]@sha256:DIGEST, with the digest that `querl plugin push` \
      or `querl plugin pull` prints";
 
-/// `oci://HOST[:PORT]/REPO[:VERSION]@sha256:DIGEST`: a bundle that cannot change unnoticed.
+/// Reference to a bundle in a registry, pinned by a digest: `oci://HOST[:PORT]/REPO[:VERSION]@sha256:DIGEST`.
 ///
 /// The digest is that of the bundle's manifest in the registry, or that of the bundle itself, which needs the version too.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,10 +26,10 @@ pub struct PinnedReference {
 }
 
 impl PinnedReference {
-    /// Reads the form above.
+    /// Parses `oci://HOST[:PORT]/REPO[:VERSION]@sha256:DIGEST`.
     ///
     /// # Errors
-    /// Another form.
+    /// The text has another form.
     pub fn parse(text: &str) -> Result<Self, RegistryError> {
         let refuse =
             || RegistryError::RegistryReference { text: text.escape_debug().to_string(), message: EXPECTED.into() };
@@ -42,12 +42,12 @@ impl PinnedReference {
         Ok(Self { location: RegistryReference::parse(location)?, digest: digest.to_owned() })
     }
 
-    /// Where the bundle is.
+    /// Registry, repository and version of the bundle, without the digest.
     pub fn location(&self) -> &RegistryReference {
         &self.location
     }
 
-    /// The bundle in the cache folder `cache`, checked against the digest; `None` where it is not there or damaged.
+    /// Path of the bundle in the cache folder `cache`, checked against the digest; `None` if it is missing or damaged.
     pub fn cached(&self, cache: &Path) -> Option<PathBuf> {
         let (archive, manifest) = self.files(cache);
         let bundle = Bundle::open(&archive).ok().filter(|bundle| self.check(bundle).is_ok())?;
@@ -63,7 +63,7 @@ impl PinnedReference {
         (bundle.digest() == self.digest || is_of_manifest() == Some(true)).then_some(archive)
     }
 
-    /// The bundle in the cache folder `cache`, fetched if it is not there.
+    /// Path of the bundle in the cache folder `cache`; downloads it if it is missing or damaged.
     ///
     /// # Errors
     /// There is no such bundle, it has another digest, or the registry cannot be reached, takes too long or refuses.

@@ -11,7 +11,7 @@ const PLUS: &str = "_";
 /// A bundle's tag is its component's tag with this suffix.
 const BUNDLE_ENDING: &str = ".querl";
 
-/// `HOST[:PORT]/REPO[:VERSION]`.
+/// Reference to a plugin in an OCI registry: `HOST[:PORT]/REPO[:VERSION]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RegistryReference {
     host: String,
@@ -23,7 +23,7 @@ impl RegistryReference {
     /// Reads `HOST[:PORT]/REPO[:VERSION]`; an IPv6 address is written in brackets.
     ///
     /// # Errors
-    /// Another form; the host is never left out. A version that is not semantic.
+    /// The text has another form (the host is required), or the version is not a semantic version.
     pub fn parse(text: &str) -> Result<Self, RegistryError> {
         let refuse = |message: &str| RegistryError::RegistryReference {
             text: text.escape_debug().to_string(),
@@ -48,7 +48,7 @@ impl RegistryReference {
         Ok(Self { host: host.to_owned(), repository: repository.to_owned(), version })
     }
 
-    /// `HOST[:PORT]`.
+    /// Host of the registry, with its port if there is one.
     pub fn host(&self) -> &str {
         &self.host
     }
@@ -78,7 +78,7 @@ impl RegistryReference {
         Self { version: Some(version), ..self.clone() }
     }
 
-    /// True for addresses of this machine.
+    /// True if the host is this machine: `localhost` or a loopback address.
     pub(crate) fn is_loopback(&self) -> bool {
         let name = match self.host.strip_prefix('[') {
             Some(rest) => rest.split(']').next().unwrap_or_default(),
@@ -87,17 +87,17 @@ impl RegistryReference {
         name == "localhost" || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 
-    /// The component of `version`.
+    /// OCI reference of the component of `version`.
     pub(crate) fn component(&self, version: &Version) -> Reference {
         self.tagged(component_tag(version))
     }
 
-    /// The bundle of `version`.
+    /// OCI reference of the bundle of `version`.
     pub(crate) fn bundle(&self, version: &Version) -> Reference {
         self.tagged(component_tag(version) + BUNDLE_ENDING)
     }
 
-    /// Any tag of the repository.
+    /// OCI reference of a tag of the repository.
     pub(crate) fn tagged(&self, tag: String) -> Reference {
         Reference::with_tag(self.host.clone(), self.repository.clone(), tag)
     }
@@ -117,12 +117,12 @@ fn component_tag(version: &Version) -> String {
     version.to_string().replace('+', PLUS)
 }
 
-/// The version whose bundle has this tag.
+/// The version whose bundle has this tag; `None` if it is not the tag of a bundle.
 pub(crate) fn version_of_bundle(tag: &str) -> Option<Version> {
     Version::parse(&tag.strip_suffix(BUNDLE_ENDING)?.replacen(PLUS, "+", 1)).ok()
 }
 
-/// Whether the component's tag equals the tag of another version's bundle.
+/// True if the tag of the component of `version` ends with `.querl`, as the tag of a bundle does.
 pub(crate) fn is_ambiguous(version: &Version) -> bool {
     component_tag(version).ends_with(BUNDLE_ENDING)
 }

@@ -34,7 +34,8 @@ pub async fn versions(
     in_time(location, found).await
 }
 
-/// The bundle at `location`; without a version there, the highest one that is not a pre-release, or else the highest.
+/// Downloads the bundle at `location`; without a version, that of the highest release, or of the highest pre-release if there is no
+/// release.
 ///
 /// # Errors
 /// There is no such bundle; it is damaged, of another version, or of another plugin than the last part of the repository names;
@@ -172,9 +173,9 @@ pub struct Pushed {
     pub bundle_manifest: String,
 }
 
-/// Puts the archive `bytes` to `location`, under its own version.
+/// Uploads the archive `bytes` to `location`, under the version in its manifest.
 ///
-/// Pushing the same bundle again changes nothing; one with more signatures takes the place of the one without.
+/// Pushing the same bundle again changes nothing; a bundle with more signatures replaces the one with fewer.
 ///
 /// # Errors
 /// The bundle is damaged; `location` names another version, or its repository another plugin; the version is there with other

@@ -9,7 +9,7 @@ use querl_core::ports::{FaultKind, PluginFault};
 use querl_core::records::Episode;
 use querl_plugin::{PluginError, RewardForm};
 
-/// Scores each item of a group alone: an answer or a rejection, never a fault.
+/// Checks that each item of a group, sent alone, gets an answer or a rejection, never a fault.
 pub(crate) fn inputs<B: BatchPort>(port: &B, group: &Group<B::Item>) -> CheckResult {
     for item in &group.items {
         port.ask(std::slice::from_ref(item)).map_err(|fault| Violation::fault(shown::item(item), &fault))?;
@@ -17,7 +17,7 @@ pub(crate) fn inputs<B: BatchPort>(port: &B, group: &Group<B::Item>) -> CheckRes
     Ok(format!("{} items", group.items.len()))
 }
 
-/// Batches of 1, 2 and all items have as many answers as items, in the order of the items: a shuffled batch has shuffled
+/// Checks that batches of 1, 2 and all items have as many answers as items, in the order of the items: a shuffled batch has shuffled
 /// answers.
 pub(crate) fn length_and_order<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     for n_items in [1, 2] {
@@ -34,7 +34,7 @@ pub(crate) fn length_and_order<B: BatchPort>(port: &B, items: &[B::Item]) -> Che
     Ok(format!("batches of 1, 2, {}, shuffled", items.len()))
 }
 
-/// Batches of 1, 2 and all items have as many answers as items.
+/// Checks that batches of 1, 2 and all items have as many answers as items.
 pub(crate) fn length<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     for n_items in [1, 2, items.len()] {
         ask(port, &items[..n_items])?;
@@ -42,7 +42,7 @@ pub(crate) fn length<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     Ok(format!("batches of 1, 2, {}", items.len()))
 }
 
-/// A batch, and each pair of its items, has the answers of its items alone.
+/// Checks that a batch, and each pair of its items, has the same answers as each item sent alone.
 pub(crate) fn batch_equals_singles<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     let mut alone = Vec::new();
     for item in items {
@@ -61,7 +61,7 @@ pub(crate) fn batch_equals_singles<B: BatchPort>(port: &B, items: &[B::Item]) ->
     Ok(format!("{} items alone, in pairs, together", grouped(items.len() as u64)))
 }
 
-/// The answers to the first items of a batch do not depend on the items after them.
+/// Checks that the answers to the first items of a batch do not depend on the items after them.
 pub(crate) fn prefixes<B: BatchPort>(port: &B, items: &[B::Item]) -> CheckResult {
     let whole = ask(port, items)?;
     for n_items in 1..items.len() {
@@ -89,7 +89,7 @@ fn sent<I: serde::Serialize>(items: &[I]) -> String {
     }
 }
 
-/// Each group alone, and all together, their episodes mixed, have the same results.
+/// Checks that a group sent alone has the same results as in a batch in which the episodes of all groups are mixed.
 pub(crate) fn groups_alone<B: BatchPort>(port: &B, groups: &[Vec<B::Item>]) -> CheckResult {
     let mut items = Vec::new();
     for group in groups {
@@ -106,7 +106,8 @@ pub(crate) fn groups_alone<B: BatchPort>(port: &B, groups: &[Vec<B::Item>]) -> C
     Ok(format!("{} groups alone, together", groups.len()))
 }
 
-/// The batches, and each item of the corpus alone, have the same totals, components, codes and details in both forms, bit for bit.
+/// Checks that `form` gives the same totals, components, codes and details as the form of records, bit for bit, for the batches and for
+/// each item of the corpus alone.
 pub(super) fn form_equals_records(subject: &Subject<'_>, form: RewardForm, batches: &[Vec<Episode>]) -> CheckResult {
     let in_form =
         |form| subject.reward_in(form).map_err(|error: PluginError| Violation::error("check-settings", &error));

@@ -33,7 +33,7 @@ pub(crate) fn of_kind(subject: &Subject<'_>, kind: PluginKind) -> Option<Cost> {
     })
 }
 
-/// The limits requested in plugin.toml are at least what the calls of this suite used.
+/// Checks that the limits requested in plugin.toml are at least what the calls of this suite used.
 pub(crate) fn check_requested_limits(subject: &Subject<'_>, peak: &Peak, costs: &[Cost], section: &mut Section) {
     const RULE: &str = "a plugin runs under the limits that it asks for in plugin.toml: they cover what it uses";
     let Some(manifest) = subject.plugin.manifest() else {

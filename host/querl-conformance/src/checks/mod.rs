@@ -12,7 +12,7 @@ mod kinds;
 mod repeat;
 pub(crate) mod settings;
 
-/// All checks of one kind other than golden cases and cost.
+/// Runs all checks of one kind of plugin except golden cases and cost.
 pub(crate) fn of_kind(subject: &Subject<'_>, kind: PluginKind) -> Section {
     let mut section = Section::new(Some(kind), &subject.options.progress);
     match kind {
@@ -46,7 +46,7 @@ pub(crate) fn check_identity(subject: &Subject<'_>, section: &mut Section) {
     );
 }
 
-/// What `describe` says is the same in another host.
+/// Checks that `describe` returns the same in another host.
 pub(crate) fn check_description(subject: &Subject<'_>, section: &mut Section) {
     section.add("description", "the result of `describe` is always the same", || {
         let violation = |error: &PluginError| Violation::error("describe()", error);

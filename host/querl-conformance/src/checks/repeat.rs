@@ -23,7 +23,7 @@ struct CallResult {
     fuel: u64,
 }
 
-/// Repeats the call `n_requested` times, or as often as the time budget allows: same bytes, same fuel.
+/// Repeats the call `n_requested` times, or as often as the time budget allows, and checks that result bytes and fuel are the same.
 pub(crate) fn repeat(call: &TestCall, n_requested: usize) -> CheckResult {
     let first = call_once(call).map_err(|fault| Violation::fault(&call.sent, &fault))?;
     let n_repeats = affordable(call, n_requested, TIME_BUDGET);
@@ -33,7 +33,7 @@ pub(crate) fn repeat(call: &TestCall, n_requested: usize) -> CheckResult {
     Ok(number(n_repeats, n_requested))
 }
 
-/// Makes the call on `n_threads` threads at the same time: the same bytes and fuel as alone.
+/// Makes the call on `n_threads` threads at the same time, and checks that result bytes and fuel are those of a single thread.
 pub(crate) fn threads(call: &TestCall, n_requested: usize, n_threads: usize) -> CheckResult {
     let first = call_once(call).map_err(|fault| Violation::fault(&call.sent, &fault))?;
     let n_threads = n_threads.max(2);
@@ -104,14 +104,14 @@ fn number(n_repeats: usize, n_requested: usize) -> String {
 /// Items per batch.
 const N_ITEMS: usize = 4;
 
-/// A repeatable call.
+/// A call of the plugin that can be repeated.
 pub(crate) struct TestCall {
     /// The input, for reports.
     pub(crate) sent: String,
     pub(crate) run: Box<dyn Fn() -> Result<Vec<String>, PluginFault> + Send + Sync>,
 }
 
-/// The call of one kind with the settings of this test.
+/// A call of one kind of plugin with the settings of this test.
 pub(crate) fn test_call(
     subject: &Subject<'_>,
     kind: PluginKind,
@@ -127,7 +127,7 @@ pub(crate) fn test_call(
     })
 }
 
-/// Configures every kind and makes its call: the answers, or the error.
+/// Configures every kind of the plugin and makes its [`test_call`]; returns the answers or the error.
 pub(crate) fn test_results(
     subject: &Subject<'_>,
     settings: &PluginSettings,

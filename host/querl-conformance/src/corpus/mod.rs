@@ -7,10 +7,10 @@ pub(crate) mod episodes;
 pub(crate) mod prompts;
 pub(crate) mod samples;
 
-/// Odd items of one category.
+/// Edge-case items of one category.
 #[derive(Debug, Clone)]
 pub(crate) struct Group<T> {
-    /// The category: `texts`, `hits`.
+    /// Name of the category: `texts`, `hits`.
     pub(crate) name: &'static str,
     pub(crate) items: Vec<T>,
 }
@@ -87,7 +87,7 @@ fn greatest_common_divisor(a: usize, b: usize) -> usize {
 /// Characters of 3 bytes each: about 100 kB.
 const LONG_CHARS: usize = 34_000;
 
-/// Name and text; none is longer than a few dozen bytes, see [`long_text`].
+/// Edge-case texts with their names; each text has at most a few dozen bytes, unlike [`long_text`].
 pub(crate) fn odd_texts() -> Vec<(&'static str, &'static str)> {
     vec![
         ("empty", ""),

@@ -53,7 +53,7 @@ pub(crate) fn odd(task: PromptTask) -> Vec<PromptCase> {
 /// About 100 kB.
 const LONG_BYTES: usize = 100_000;
 
-/// Responses to parse as a rewrite.
+/// Edge-case responses that a prompt plugin has to parse as a rewrite.
 pub(crate) fn for_rewrite() -> Vec<String> {
     let mut answers = common();
     answers.extend(
@@ -65,7 +65,7 @@ pub(crate) fn for_rewrite() -> Vec<String> {
     answers
 }
 
-/// Responses to parse as a judgement.
+/// Edge-case responses that a prompt plugin has to parse as a judgement.
 pub(crate) fn for_judgement() -> Vec<String> {
     let mut answers = common();
     let values = [

@@ -25,10 +25,10 @@ pub struct HostArgs {
 }
 
 impl HostArgs {
-    /// Runs the suite and prints each check as it ends. True where all passed.
+    /// Runs the suite and prints each check as it ends. Returns true if all checks passed.
     ///
     /// # Errors
-    /// As of [`HostSuite::run`].
+    /// As [`HostSuite::run`].
     pub fn run(&self) -> Result<bool, String> {
         let suite = HostSuite {
             command: self.host.clone(),

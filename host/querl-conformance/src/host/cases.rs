@@ -38,7 +38,7 @@ impl Probe {
         }
     }
 
-    /// `episode` as the probe has to see it.
+    /// `episode` without the inputs that the probe does not declare.
     pub(crate) fn stripped(self, episode: &Value) -> Value {
         let without = |record: &mut Value, inputs: &[&str]| {
             if let Some(fields) = record.as_object_mut() {
@@ -56,15 +56,15 @@ impl Probe {
     }
 }
 
-/// What a host has to reply.
+/// The reply that is expected from a host.
 #[derive(Debug, Clone)]
 pub(crate) enum Expected {
     Ok(Value),
-    /// An object with these fields and others.
+    /// An object with at least these fields.
     Has(Value),
     /// A fault of one of these kinds whose message contains the text.
     Fault(&'static [&'static str], &'static str),
-    /// The first where the host refuses the call of a guest, the second where it answers that there is nothing.
+    /// A fault of one of these kinds if the host refuses the guest's call, or this value if the host returns an empty result.
     FaultOr(&'static [&'static str], Value),
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct Case {
     pub(crate) probe: Probe,
     pub(crate) settings: Value,
     pub(crate) limits: Value,
-    /// `None` where `load` itself has to reply with `expected`.
+    /// The request; `None` if the reply to `load` itself is compared with `expected`.
     pub(crate) request: Option<Value>,
     pub(crate) expected: Expected,
 }

@@ -76,7 +76,7 @@ impl Drop for Running {
     }
 }
 
-/// The host, started again after it has ended or hung.
+/// Client of the host under test, which starts the host again after it has ended or hung.
 pub(crate) struct Client {
     command: String,
     timeout: Duration,
@@ -88,6 +88,8 @@ impl Client {
         Self { command: command.to_owned(), timeout, running: None }
     }
 
+    /// Sends a request to the host, which is started if it does not run, and waits for the reply.
+    ///
     /// # Errors
     /// No reply: the host ended, hung or wrote something else.
     pub(crate) fn ask(&mut self, request: &Value) -> Result<Reply, String> {
@@ -102,7 +104,7 @@ impl Client {
         reply
     }
 
-    /// Sends `end`.
+    /// Sends the request `end`, which ends the host.
     pub(crate) fn end(mut self) -> Result<Reply, String> {
         self.ask(&json!({"op": "end"}))
     }

@@ -20,14 +20,14 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// A host under test.
+/// Conformance suite for a plugin host.
 #[derive(Debug, Clone)]
 pub struct HostSuite {
-    /// A command line for `sh`.
+    /// Command line that starts the host, run by `sh`.
     pub command: String,
-    /// Folders, bundles or components with golden cases; see [`HostSuite::run`].
+    /// Plugins with golden cases: bundles, folders or components (see [`HostSuite::run`]).
     pub plugins: Vec<PathBuf>,
-    /// How long the host may take for one reply. Compiling a component of Python takes some ten seconds.
+    /// Maximum time for one reply of the host. Compiling a component of Python takes about ten seconds.
     pub timeout: Duration,
 }
 

@@ -21,7 +21,7 @@ use std::io::{BufRead, Write};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Serves requests, one a line, until `end` or the end of `input`.
+/// Serves requests of the host protocol, one JSON object a line, until the request `end` or the end of `input`.
 ///
 /// # Errors
 /// `input` cannot be read or `output` written.

@@ -22,11 +22,11 @@ enum PathKind {
     PluginFileOrFolder,
 }
 
-/// The folder of the model with this name on a hub (`ORG/NAME` or `ORG/NAME@REVISION`), or the reason why there is none; `None` keeps
-/// the name.
+/// Looks up a model by its name on a hub (`ORG/NAME` or `ORG/NAME@REVISION`): its folder, `None` to keep the name, or an error with the
+/// reason.
 pub type ModelHub = fn(&str) -> Result<Option<PathBuf>, String>;
 
-/// Id and revision of a model's name on a hub, `ORG/NAME[@REVISION]`. Without a revision it is `main`.
+/// Splits a model's name on a hub, `ORG/NAME[@REVISION]`, into id and revision (default `main`); `None` for another form.
 pub fn parse_model_name(name: &str) -> Option<(&str, &str)> {
     let (id, revision) = name.split_once('@').unwrap_or((name, "main"));
     let (organisation, model) = id.split_once('/')?;
@@ -47,7 +47,7 @@ pub(super) struct PathBases<'a> {
 }
 
 impl<'a> PathBases<'a> {
-    /// Of the document in a file.
+    /// The bases for the document in the file `path`.
     pub(super) fn new(document: &'a Document, path: &'a Path) -> Self {
         Self { document, folder: path.parent().unwrap_or(Path::new("")) }
     }

@@ -56,23 +56,23 @@ pub struct Overrides {
     pub threads: Option<usize>,
     /// Looks up models by name, after everything else is checked; without it such a name is an error.
     pub model_hub: Option<ModelHub>,
-    /// Looks up the models of `[retrieval]` instead of `model_hub`: for a command that opens them and no other model.
+    /// Replaces `model_hub` for the models of `[retrieval]`: for a command that opens only these models.
     pub retrieval_hub: Option<ModelHub>,
-    /// Files with the keys of services need not exist: for a command that calls none.
+    /// Files with API keys of services need not exist: for a command that calls no service.
     pub without_keys: bool,
     /// Whether the folder of `model.path` has to exist.
     pub missing_model: MissingModel,
 }
 
-/// How a folder of `model.path` that does not exist is taken.
+/// What happens if the folder of `model.path` does not exist.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum MissingModel {
-    /// An error.
+    /// Loading fails.
     #[default]
     Refused,
     /// Allowed: for a command that opens no model, or checks it after everything else with [`ConfigFile::check_model`].
     Allowed,
-    /// Allowed, and the defaults are those of a small model, whatever is there: for a command that is run to make one.
+    /// Allowed, and the defaults are those of a small model even if the folder exists: for a command that creates a small model.
     Small,
 }
 
@@ -122,7 +122,7 @@ pub fn load(path: &Path, overrides: &Overrides) -> Result<Config, ConfigError> {
     Ok(load_with_file(path, overrides)?.0)
 }
 
-/// As [`load()`], with the file that was read, for later errors about it.
+/// Like [`load()`]; also returns the file, to give later errors their location.
 ///
 /// # Errors
 /// Those of [`load()`].
@@ -152,13 +152,13 @@ pub struct ConfigFile {
 }
 
 impl ConfigFile {
-    /// Where `key`, or the only key that ends with `.key`, is set, or else the section that would have it. `None` where there is neither.
+    /// Location of `key`, or of the only key that ends with `.key`; if it is not set, of its section. `None` if neither is set.
     pub fn location_of(&self, key: &str) -> Option<ConfigLocation> {
         let origin = self.document.ending_with(key).or_else(|| self.document.origin(key))?;
         Some(location(&self.path, Some(origin.clone())))
     }
 
-    /// Checks `model.path` of the configuration of this file, which was loaded with [`MissingModel::Allowed`].
+    /// Checks `model.path` of a configuration that was loaded from this file with [`MissingModel::Allowed`].
     ///
     /// # Errors
     /// There is no such folder.

@@ -53,7 +53,7 @@ impl StyleModelConfig {
     }
 }
 
-/// Begins a reference to a bundle in a registry, where a path of a plugin is expected.
+/// Prefix of a plugin path that is a reference to a bundle in a registry.
 pub const REGISTRY_PREFIX: &str = "oci://";
 
 /// Whether a plugin's path is a reference to a bundle in a registry: `oci://HOST[:PORT]/REPO[:VERSION]@sha256:DIGEST`.
@@ -61,7 +61,7 @@ pub fn is_registry_reference(path: &Path) -> bool {
     path.to_str().is_some_and(|path| path.starts_with(REGISTRY_PREFIX))
 }
 
-/// One component.
+/// A plugin without a weight, such as prompts or a filter: its location and settings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PluginConfig {

@@ -33,7 +33,7 @@ section! {
         server: RolloutServerKind = RolloutServerKind::Vllm,
         /// `openai`: address of the interface, up to and with `/v1`.
         base_url: Option<String> = None,
-        /// `openai`: the name of the base model there.
+        /// `openai`: name of the base model on the server.
         model: Option<String> = None,
         /// Environment variable that holds the server's key; the key itself is never stored.
         api_key_env: String = String::new(),

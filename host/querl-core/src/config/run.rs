@@ -20,7 +20,7 @@ pub struct Config {
     /// multi-GPU behaviour, not faster.
     #[serde(default = "defaults::device")]
     pub device: String,
-    /// Seeds initialisation, shuffling and sampling. Splits have their own.
+    /// Seed of initialisation, shuffling and sampling; the split has its own seed (`data.split_seed`).
     #[serde(default = "defaults::seed")]
     pub seed: u64,
     /// Worker threads for the CPU; 0 takes all cores.
@@ -92,7 +92,7 @@ section! {
         /// Shares of train, val and test; sum 1.
         #[schemars(inner(range(min = 0.0, max = 1.0)))]
         split: [f64; 3] = [0.8, 0.1, 0.1],
-        /// Seeds the split, apart from `seed`, so that runs with other seeds share a test set.
+        /// Seed of the split, separate from `seed`, so that runs with other seeds share a test set.
         split_seed: u64 = 42,
         /// What the policy writes: `full`, the whole search text; `edit`, `=` to keep the query, `+ TEXT` to add to it, `& TEXT` to add the history
         /// summary and TEXT (which may be missing), or the whole text. The targets of fine-tuning are then the form that retrieves most. With a small model
@@ -127,12 +127,12 @@ section! {
 }
 
 impl DatasetConfig {
-    /// Whether there is one.
+    /// True if a dataset is configured.
     pub fn is_set(&self) -> bool {
         self.files().next().is_some()
     }
 
-    /// Whether the files are the splits, not one file that is divided.
+    /// True if the dataset has a file for `val` or `test`; otherwise its only file is divided into splits.
     pub fn has_splits(&self) -> bool {
         self.val.is_some() || self.test.is_some()
     }
@@ -394,9 +394,9 @@ section! {
     TrackingConfig {
         /// The tracker.
         to: TrackerKind = TrackerKind::None,
-        /// Project there.
+        /// Name of the project at the tracker.
         project: String = "querl".into(),
-        /// Name of the run there; by default that of the run directory.
+        /// Name of the run at the tracker; by default the name of the run directory.
         name: Option<String> = None,
         /// Keep the records on this machine, as the tracker's offline mode does.
         offline: bool = false,

@@ -20,7 +20,7 @@ pub fn json_schema() -> &'static Value {
 /// One key of a configuration file.
 #[derive(Debug, Clone, PartialEq, serde::Serialize)]
 pub struct KeyInfo {
-    /// `rl.gae_lambda`; `plugins.rewards[].weight` inside a list of sections.
+    /// Dotted name: `rl.gae_lambda`, or `plugins.rewards[].weight` inside a list of sections.
     pub key: String,
     /// Type and range: `number, 0.0 to 1.0`.
     pub expects: String,
@@ -28,7 +28,7 @@ pub struct KeyInfo {
     pub default: Option<String>,
     /// True if the section must have the key.
     pub required: bool,
-    /// Description.
+    /// What the key means: its doc comment.
     pub meaning: String,
 }
 
@@ -236,7 +236,7 @@ fn check_section(prefix: &str, table: &toml::Table, schema: &Value, violations: 
     }
 }
 
-/// Of at least one section.
+/// The error for missing sections; `keys` names at least one.
 pub(super) fn missing_sections(keys: &[impl AsRef<str>]) -> Violation {
     let named: Vec<String> = keys.iter().map(|key| format!("[{}]", key.as_ref())).collect();
     let (noun, verb) = if keys.len() == 1 { ("section", "is") } else { ("sections", "are") };

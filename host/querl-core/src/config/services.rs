@@ -31,7 +31,7 @@ section! {
     CacheConfig {
         /// Whether answers of external services are cached on disk.
         enabled: bool = true,
-        /// The file; by default `answers.redb` in the user's cache folder, for all runs.
+        /// File of the cache; by default `answers.redb` in the user's cache folder, for all runs.
         path: Option<PathBuf> = None,
         /// Lifetime of cached retrieval results in hours; 0 disables caching of them.
         #[schemars(range(min = 0.0, max = 1_000_000.0))]
@@ -62,7 +62,7 @@ pub enum ServiceKind {
     Elasticsearch,
     /// Qdrant, `POST /collections/NAME/points/query`.
     Qdrant,
-    /// Whatever `[retrieval.mapping]` says.
+    /// Any service, by the mapping in `[retrieval.mapping]`.
     Custom,
 }
 
@@ -82,7 +82,7 @@ pub enum AuthScheme {
 }
 
 impl AuthScheme {
-    /// The scheme itself, where the service decides.
+    /// The scheme for `service`: resolves `auto`.
     pub fn of(self, service: ServiceKind) -> Self {
         match (self, service) {
             (Self::Auto, ServiceKind::Elasticsearch) => Self::ApiKey,
@@ -115,17 +115,17 @@ impl ServiceKind {
     }
 }
 
-/// Which end of a service's scores is the better one.
+/// Whether higher or lower scores of a service are better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreOrder {
-    /// A similarity.
+    /// Higher scores are better: a similarity.
     HigherIsBetter,
-    /// A distance.
+    /// Lower scores are better: a distance.
     LowerIsBetter,
 }
 
-/// How a service is asked and its answers are read. What is unset is as in the ready adapter of `retrieval.service`.
+/// Request and response mapping of a retrieval service. Unset keys are as in the built-in mapping of `retrieval.service`.
 ///
 /// A JSON pointer is a path such as `/data/chunks`; of several the first that leads anywhere is taken. Those of `id`, `title`,
 /// `text` and `score` begin at an entry of the list.
@@ -145,7 +145,7 @@ pub struct MappingConfig {
     pub text: Option<Vec<String>>,
     /// JSON pointers to a passage's score.
     pub score: Option<Vec<String>>,
-    /// Which end of the scores is the better one.
+    /// Whether higher or lower scores are better.
     #[schemars(with = "ScoreOrder")]
     pub score_order: Option<ScoreOrder>,
     /// The service's scores that become 0 and 1 (with `lower_is_better`, 1 and 0).
@@ -155,15 +155,16 @@ pub struct MappingConfig {
     pub score_half: Option<f64>,
     /// The lowest and the highest `service_threshold` that the service takes; one beyond them is sent as the nearest.
     pub threshold_range: Option<[f64; 2]>,
-    /// The lowest and the highest `service_top_k` that the service takes, as above; passages that were not wanted are left out here.
+    /// The lowest and the highest `service_top_k` that the service accepts; one beyond them is sent as the nearest, and surplus passages
+    /// are dropped.
     pub top_k_range: Option<[usize; 2]>,
-    /// JSON pointers to what says whether the service succeeded; unset where the HTTP status alone says it.
+    /// JSON pointers to the status field of a response; unset if only the HTTP status shows success.
     pub status: Option<Vec<String>>,
-    /// What each of `status` is where the service succeeded, as text.
+    /// Values of the `status` fields that mean success, as text.
     pub success: Option<Vec<String>>,
 }
 
-/// What a service charges.
+/// Prices of a service.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ServicePrice {
     /// Price of one call.
@@ -173,7 +174,7 @@ pub struct ServicePrice {
 }
 
 impl ServicePrice {
-    /// Of a service that is free of charge.
+    /// The price of a service that is free of charge.
     pub const FREE: Self = Self { per_call: 0.0, per_token: 0.0 };
 
     fn new(per_thousand_calls: Option<f64>, per_million_tokens: Option<f64>) -> Option<Self> {
@@ -182,12 +183,12 @@ impl ServicePrice {
         Some(Self { per_call: calls / 1e3, per_token: tokens / 1e6 })
     }
 
-    /// Of retrieval services, which are free unless a price is set.
+    /// The price of a retrieval service; free unless a price is set.
     pub(super) fn of_retrieval(per_thousand_calls: Option<f64>) -> Self {
         Self::new(per_thousand_calls, None).unwrap_or(Self::FREE)
     }
 
-    /// Cost of calls with this many tokens in all.
+    /// Cost of `n_calls` calls with `n_tokens` tokens in total.
     pub fn cost(self, n_calls: f64, n_tokens: f64) -> f64 {
         n_calls * self.per_call + n_tokens * self.per_token
     }
@@ -216,13 +217,14 @@ section! {
         path: Option<PathBuf> = None,
         /// `openai`: the full address of the route.
         url: Option<String> = None,
-        /// `openai`: the model's name there.
+        /// `openai`: name of the model at the endpoint.
         model: Option<String> = None,
         /// Environment variable that holds the key; empty for a service without keys.
         api_key_env: String = String::new(),
         /// File that holds the key and nothing else; used instead of the environment variable.
         api_key_file: Option<PathBuf> = None,
-        /// Put before a query, as the model's card says; passages go without. Unset, a local model's own (`config_sentence_transformers.json`).
+        /// Prefix of a query, as the model's card says; passages have none. Unset, that of a local model
+        /// (`config_sentence_transformers.json`).
         query_prefix: Option<String> = None,
         /// `local`: tokens of a text, those of the frame included; the rest is cut off. Unset, the model's own, 512 at most; memory grows by the square.
         #[schemars(range(min = 8, max = 131_072))]
@@ -246,7 +248,7 @@ section! {
 }
 
 impl EmbeddingConfig {
-    /// What the service charges; `None` if that is not set.
+    /// Price of the embedding service; `None` if it is not set.
     pub fn price(&self) -> Option<ServicePrice> {
         ServicePrice::new(None, self.price_prompt_per_million)
     }
@@ -271,7 +273,7 @@ pub enum RerankKind {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RerankScores {
-    /// 0 to 1.
+    /// Scores from 0 to 1.
     #[default]
     Unit,
     /// Logits, mapped to 0 to 1 by the logistic function.
@@ -287,7 +289,7 @@ section! {
         path: Option<PathBuf> = None,
         /// `tei`, `cohere`: the full address of the route.
         url: Option<String> = None,
-        /// `cohere`: the model's name there.
+        /// `cohere`: name of the model at the endpoint.
         model: Option<String> = None,
         /// Environment variable that holds the key; empty for a service without keys.
         api_key_env: String = String::new(),
@@ -332,18 +334,19 @@ section! {
 }
 
 impl RerankConfig {
-    /// Whether a service is called.
+    /// True if an external reranking service is called.
     pub fn is_service(&self) -> bool {
         matches!(self.kind, RerankKind::Tei | RerankKind::Cohere)
     }
 
-    /// What the service charges; `None` if that is not set. Text Embeddings Inference, which users run themselves, is free by default.
+    /// Price of the reranking service; `None` if it is not set. Text Embeddings Inference, which users run themselves, is free by
+    /// default.
     pub fn price(&self) -> Option<ServicePrice> {
         let default = (self.kind == RerankKind::Tei).then_some(ServicePrice::FREE);
         ServicePrice::new(self.price_per_thousand_calls, self.price_prompt_per_million).or(default)
     }
 
-    /// Calls that are charged for one request whose passages have `n_chunks` chunks of up to 500 tokens.
+    /// Number of calls charged for one request whose passages have `n_chunks` chunks of up to 500 tokens.
     ///
     /// Source: Cohere's pricing, "a single search unit is one query with up to 100 documents"; longer documents are split.
     pub fn n_charged_calls(&self, n_chunks: u64) -> u64 {

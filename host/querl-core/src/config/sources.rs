@@ -84,7 +84,7 @@ macro_rules! endpoint_section {
                 $($(#[$own_doc])* $own: $own_type = $own_default,)*
                 /// `openai`: address of the interface, up to and with `/v1`.
                 base_url: Option<String> = None,
-                /// `openai`: the model's name there.
+                /// `openai`: name of the model at the endpoint.
                 model: Option<String> = None,
                 /// Service of the endpoint, which determines the request parameters; `auto` detects it from the address.
                 provider: Provider = Provider::Auto,
@@ -129,7 +129,7 @@ macro_rules! endpoint_section {
         }
 
         impl $name {
-            /// The endpoint's keys of this section.
+            /// The keys of this section that describe the endpoint.
             pub fn endpoint(&self) -> EndpointConfig {
                 let section = self.clone();
                 EndpointConfig {
@@ -339,7 +339,8 @@ pub struct RetrievalConfig {
     /// `http`: how the key is sent in the `Authorization` header; `auto` is as the service wants it.
     #[serde(default)]
     pub auth: AuthScheme,
-    /// `http`: name (with some services, id) of the knowledge base there; also the name under which `querl serve rag` offers this one.
+    /// `http`: knowledge base to search, sent as a name or, for Dify and RAGFlow, as an id; also the `kb_name` under which
+    /// `querl serve rag` serves this configuration.
     #[serde(default = "defaults::kb_name")]
     pub kb_name: String,
     /// `http`, `general_rag`: how the history is sent: as a string, as a list of messages or not at all.
@@ -372,7 +373,8 @@ pub struct RetrievalConfig {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(min = 0.0))]
     pub price_per_thousand_calls: Option<f64>,
-    /// `http`: changes to the ready adapter of `service`, or all of an own one.
+    /// `http`: request and response mapping: overrides single keys of the built-in mapping of `service`, or defines the whole mapping
+    /// with `service = "custom"`.
     #[serde(default)]
     pub mapping: MappingConfig,
     /// Embedding model.
@@ -384,12 +386,12 @@ pub struct RetrievalConfig {
 }
 
 impl RetrievalConfig {
-    /// What the service charges.
+    /// Price of calls to the retrieval service.
     pub fn price(&self) -> ServicePrice {
         ServicePrice::of_retrieval(self.price_per_thousand_calls)
     }
 
-    /// Whether requests to the service have a place for a vector.
+    /// True if requests to the retrieval service contain a query vector.
     pub fn wants_vector(&self) -> bool {
         let is_mapped = self.kind == RetrievalKind::Http && self.service != ServiceKind::GeneralRag;
         let request = self.mapping.request.as_ref();
@@ -397,12 +399,12 @@ impl RetrievalConfig {
         is_mapped && has_place.unwrap_or(self.service.wants_vector())
     }
 
-    /// Whether an embedding service is called.
+    /// True if an external embedding service is called.
     pub fn calls_embedding_service(&self) -> bool {
         self.embedding.kind == EmbeddingKind::Openai && self.wants_vector()
     }
 
-    /// Whether a reranking service is called.
+    /// True if an external reranking service is called.
     pub fn calls_rerank_service(&self) -> bool {
         self.kind != RetrievalKind::None && self.rerank.is_service()
     }

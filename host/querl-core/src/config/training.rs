@@ -59,19 +59,19 @@ section! {
         lora_dropout: f64 = 0.0,
         /// Adapted layers: `all-linear`, or the last parts of their names (`q_proj`, `v_proj`).
         lora_target_modules: Vec<String> = vec!["all-linear".into()],
-        /// Adapter scale is `lora_alpha / sqrt(lora_rank)` instead.
+        /// Adapter scale is `lora_alpha / sqrt(lora_rank)` (rsLoRA) instead of `lora_alpha / lora_rank`.
         use_rslora: bool = false,
         /// Adapters with a trained magnitude per output (DoRA).
         use_dora: bool = false,
         /// Rows of one optimizer step are `batch_size * gradient_accumulation_steps`; `model.tokens_per_pass` cuts them into passes.
         #[schemars(range(min = 1, max = 65_536))]
         batch_size: usize = 2,
-        /// See `batch_size`; the result depends on the product alone.
+        /// Factor of `batch_size` in the rows of one optimizer step; the result depends on the product only.
         #[schemars(range(min = 1))]
         gradient_accumulation_steps: usize = 8,
         /// Learning rate schedule after warm-up.
         lr_scheduler: LrScheduler = LrScheduler::Cosine,
-        /// Share of steps with rising learning rate.
+        /// Warm-up: share of steps with rising learning rate.
         #[schemars(range(min = 0.0, max = 1.0))]
         warmup_ratio: f64 = 0.05,
         /// Decoupled weight decay of matrices; biases and norms are not decayed.
@@ -80,7 +80,7 @@ section! {
         /// Global gradient norm above which gradients are scaled down.
         #[schemars(extend("exclusiveMinimum" = 0.0))]
         max_grad_norm: f64 = 1.0,
-        /// Longer rows are an error, named by row.
+        /// Maximum number of tokens of a row; a longer row is an error that names the row.
         #[schemars(range(min = 1))]
         max_length: usize = 2048,
         /// Optimizer steps between evaluations on the validation split; 0 for once an epoch.
@@ -106,20 +106,21 @@ section! {
 pub enum RlAlgorithm {
     /// Proximal policy optimisation with a critic.
     Ppo,
-    /// Group relative: scores of one query's samples against each other, over their spread; mean per response.
+    /// GRPO: the advantage is the score minus the mean of its query's samples, over their standard deviation; the loss is averaged per
+    /// response.
     Grpo,
-    /// GRPO without the spread and without the length in the mean ("GRPO done right").
+    /// Dr. GRPO: GRPO without division by the standard deviation and by the response length.
     DrGrpo,
-    /// Each score against the mean of the query's other samples.
+    /// RLOO: the advantage is the score minus the mean of the other samples of its query.
     Rloo,
-    /// No critic and no groups: returns whitened over the batch, KL in the reward.
+    /// REINFORCE++: no critic and no groups; returns whitened over the batch, KL in the reward.
     ReinforcePlusPlus,
-    /// Rejection-sampling fine-tuning: cross-entropy of the best of one query's samples.
+    /// RAFT, rejection-sampling fine-tuning: cross-entropy of the best sample of each query.
     Raft,
 }
 
 impl RlAlgorithm {
-    /// True where samples of one query are compared with each other: `n_samples` must be 2 or more.
+    /// True if the algorithm compares the samples of one query: `n_samples` must be 2 or more.
     pub fn needs_groups(self) -> bool {
         matches!(self, Self::Grpo | Self::DrGrpo | Self::Rloo | Self::Raft)
     }
@@ -129,9 +130,9 @@ impl RlAlgorithm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KlPlacement {
-    /// Subtracted from the reward of each token.
+    /// The KL is subtracted from the reward of each token.
     Reward,
-    /// Added to the loss.
+    /// The KL is added to the loss.
     Loss,
 }
 
@@ -140,9 +141,9 @@ named_enum! {
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
     #[serde(rename_all = "snake_case")]
     pub enum KlEstimator {
-        /// `log p - log q`.
+        /// `log p - log q`, with the probability `p` of the policy and `q` of the reference.
         K1 = "k1",
-        /// Half its square; as a loss, the one whose gradient is the divergence's.
+        /// `(log p - log q)^2 / 2`; as a loss, the estimator whose gradient is that of the KL divergence.
         K2 = "k2",
         /// `q/p - 1 - log(q/p)`.
         K3 = "k3",
@@ -153,9 +154,9 @@ named_enum! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ValueLossKind {
-    /// Half its square.
+    /// Half the squared error.
     Squared,
-    /// Half its square up to 1, linear beyond.
+    /// Huber loss: half the squared error up to an error of 1, linear beyond.
     Huber,
 }
 
@@ -163,9 +164,9 @@ pub enum ValueLossKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AdvantageForm {
-    /// Per token: KL in the reward, GAE, a ratio per token.
+    /// Per token: KL in the reward, GAE advantages, an importance ratio per token.
     Token,
-    /// Per response: one reward, `A = R - V(s)`, the ratio of the whole response's probabilities.
+    /// Per response: one reward, `A = R - V(s)`, the importance ratio of the whole response.
     Sequence,
 }
 
@@ -196,7 +197,7 @@ named_enum! {
         SeqMeanTokenMean = "seq-mean-token-mean",
         /// Sum over the tokens of a response, mean over responses.
         SeqMeanTokenSum = "seq-mean-token-sum",
-        /// The same, divided by `max_new_tokens`.
+        /// Sum over the tokens of a response divided by `max_new_tokens`, mean over responses.
         SeqMeanTokenSumNorm = "seq-mean-token-sum-norm",
     }
 }
@@ -217,7 +218,7 @@ pub enum CriticKind {
 pub enum RlRecord {
     /// Episodes and metrics.
     Episodes,
-    /// What the update was computed from, by token, in addition.
+    /// Episodes and metrics, and the tensors of the update by token.
     Full,
 }
 
@@ -233,7 +234,7 @@ section! {
         /// Passes over the training split, in place of `max_steps`: `epochs * rows / batch_size` rollout batches, rounded up.
         #[schemars(range(min = 1))]
         epochs: Option<usize> = None,
-        /// Rollout batches. With `epochs` the maximum, where it is set too; 0 for no limit.
+        /// Number of rollout batches; if `epochs` is set too, their maximum; 0 for no limit.
         max_steps: usize = 100,
         /// Queries of one rollout batch.
         #[schemars(range(min = 1, max = 65_536))]
@@ -260,7 +261,7 @@ section! {
         critic_warmup_steps: usize = 0,
         /// Schedule of the policy's learning rate after warm-up.
         lr_scheduler: LrScheduler = LrScheduler::Constant,
-        /// Share of steps with rising learning rate.
+        /// Warm-up: share of steps with rising learning rate.
         #[schemars(range(min = 0.0, max = 1.0))]
         warmup_ratio: f64 = 0.0,
         /// Decoupled weight decay of the policy's and the critic's matrices.
@@ -301,7 +302,7 @@ section! {
         /// Above 0: `kl_coef` is adapted to keep the KL of a response (summed over tokens) near this many nats.
         #[schemars(range(min = 0.0))]
         kl_target: f64 = 0.0,
-        /// Episodes over which `kl_coef` adapts.
+        /// Horizon of the adaptation of `kl_coef`, in episodes.
         #[schemars(range(min = 1))]
         kl_horizon: usize = 10_000,
         /// Above 0: KL early stopping; skips the remaining epochs of a batch once the KL to the rollout policy exceeds this many nats per token.
@@ -326,7 +327,7 @@ section! {
         /// GAE's lambda.
         #[schemars(range(min = 0.0, max = 1.0))]
         gae_lambda: f64 = 0.95,
-        /// Divides the logits in rollout, reference and update alike.
+        /// Sampling temperature: divides the logits in rollout, reference and update.
         #[schemars(extend("exclusiveMinimum" = 0.0), range(max = 10.0))]
         temperature: f64 = 1.0,
         /// Nucleus sampling in rollouts; 1 disables it.
@@ -334,17 +335,17 @@ section! {
         top_p: f64 = 1.0,
         /// Top-k sampling in rollouts; 0 disables it.
         top_k: usize = 0,
-        /// Divides (or multiplies, below zero) the logits of tokens that the answer has; 1 for none.
+        /// Repetition penalty: divides positive logits of tokens that the answer already has, and multiplies negative ones; 1 for none.
         #[schemars(range(min = 1.0, max = 10.0))]
         repetition_penalty: f64 = 1.0,
         /// Above 0: n-grams of this size are not repeated within an answer.
         no_repeat_ngram_size: usize = 0,
         /// Minimum number of tokens of an answer.
         min_new_tokens: usize = 0,
-        /// Longer answers are cut off and marked.
+        /// Maximum number of tokens of an answer; longer answers are truncated and marked.
         #[schemars(range(min = 1))]
         max_new_tokens: usize = 150,
-        /// An answer ends where one of these appears.
+        /// Stop strings: an answer ends where one of them appears.
         stop_strings: Vec<String> = Vec::new(),
         /// Subtracted from the score of a response that does not end by itself.
         #[schemars(range(min = 0.0))]
@@ -361,7 +362,7 @@ section! {
         /// Maximum number of times that queries of one batch are replaced, with `dynamic_sampling`.
         #[schemars(range(min = 1))]
         max_resampled_batches: usize = 3,
-        /// Parts of a batch: one is scored while the next is generated.
+        /// Number of parts of a rollout batch: one part is scored while the next is generated.
         #[schemars(range(min = 1))]
         pipeline_parts: usize = 2,
         /// Generate the next batch, with the policy as it was, while this one is learned from; its tokens are weighted by the
@@ -395,15 +396,15 @@ section! {
 }
 
 impl RlConfig {
-    /// Rollout batches of a training on `n_rows` queries. A batch continues in the next epoch where an epoch ends within it.
+    /// Number of rollout batches of a training on `n_rows` queries. A batch continues in the next epoch where an epoch ends within it.
     pub fn n_steps(&self, n_rows: usize) -> usize {
         let Some(epochs) = self.epochs else { return self.max_steps };
         let planned = epochs.saturating_mul(n_rows).div_ceil(self.batch_size.max(1)).max(1);
         if self.max_steps > 0 { planned.min(self.max_steps) } else { planned }
     }
 
-    /// `loss_agg`, with the name of what the algorithm has where it is left to it: that of the policy loss comes before that of the
-    /// advantages. Source: verl `compute_policy_loss_gspo`; MiniMax 2025, "MiniMax-M1", equation 4.
+    /// `loss_agg` with `algorithm` resolved: the aggregation of the policy loss (GSPO, CISPO), or else of the algorithm. Source: verl
+    /// `compute_policy_loss_gspo`; MiniMax 2025, "MiniMax-M1", equation 4.
     pub fn loss_agg_in_force(&self) -> LossAgg {
         match (self.loss_agg, self.policy_loss, self.algorithm) {
             (LossAgg::Algorithm, PolicyLossKind::Gspo, _) => LossAgg::SeqMeanTokenMean,

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 pub enum Judgement {
     /// The judge's score.
     Scored {
-        /// 综合得分, 0 to 5.
+        /// Overall score (综合得分), 0 to 5.
         score: f64,
         /// The judge's explanation.
         #[serde(default)]
@@ -41,7 +41,7 @@ impl Judgement {
 pub struct StyleProbability {
     /// Class name, such as `售前`.
     pub label: String,
-    /// 0 to 1; a distribution sums to 1 within 1e-6.
+    /// Probability of the class, 0 to 1; the probabilities of a distribution sum to 1 within 1e-6.
     pub probability: f64,
 }
 
@@ -49,11 +49,11 @@ pub struct StyleProbability {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "String", into = "String")]
 pub enum FinishReason {
-    /// The end of sequence, or a stop string.
+    /// An end-of-sequence token or a stop string was generated.
     Stop,
-    /// The token limit.
+    /// The maximum number of tokens was reached.
     Length,
-    /// A reason that a service names.
+    /// Any other reason, as the service names it.
     Other(String),
 }
 
@@ -77,7 +77,7 @@ impl From<FinishReason> for String {
     }
 }
 
-/// A rewrite of the policy or the teacher with what is known of it. In JSON, fields without a value are left out.
+/// A rewrite of the policy or the teacher with its hits, judgement and style. In JSON, fields without a value are left out.
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(from = "CandidateForm")]
 pub struct Candidate {
@@ -95,7 +95,7 @@ pub struct Candidate {
     pub finish_reason: Option<FinishReason>,
 }
 
-/// A borrowed [`Candidate`], which may lack parts that it has.
+/// A borrowed [`Candidate`] with only the parts that a plugin reads.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct CandidateRef<'a> {
@@ -160,7 +160,7 @@ impl From<CandidateForm> for Candidate {
 }
 
 impl Candidate {
-    /// A rewrite without hits and judgement.
+    /// A rewrite whose retrieval returned no hits, without a judgement.
     pub fn found_nothing(rewrite: String) -> Self {
         Self { rewrite, retrieval: Some(Ok(Vec::new())), ..Self::default() }
     }
@@ -170,12 +170,12 @@ impl Candidate {
         self.found().unwrap_or_default()
     }
 
-    /// The hits of a successful retrieval, best first.
+    /// The hits of a successful retrieval, best first; `None` if retrieval failed or was not tried.
     pub fn found(&self) -> Option<&[Hit]> {
         self.retrieval.as_ref()?.as_deref().ok()
     }
 
-    /// Why retrieval failed.
+    /// Why retrieval failed; `None` if it succeeded or was not tried.
     pub fn retrieval_failure(&self) -> Option<&CallFailure> {
         self.retrieval.as_ref()?.as_ref().err()
     }

@@ -1,10 +1,10 @@
-//! The other columns of a query's row.
+//! Further columns of a query's row, which plugins can read.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use serde_json::{Number, Value};
 
-/// A value of a table that is no list.
+/// Value of a table cell, other than a list.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 #[allow(missing_docs)]
@@ -14,7 +14,7 @@ pub enum Scalar {
     Text(String),
 }
 
-/// A value of a table. Cells of a text format such as CSV are text.
+/// Value of a table cell. All cells of a text format such as CSV are text.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 #[allow(missing_docs)]
@@ -29,7 +29,8 @@ pub enum ColumnValue {
 const LARGEST_INTEGER: u64 = 1 << 53;
 
 impl Scalar {
-    /// A number of JSON. An integer from 2^53 to 2^64, as ids may be, is its text: as f64 it would be another one. Longer ones arrive as f64.
+    /// Converts a JSON number. An integer beyond ±2^53 (such as an id), which f64 may not represent exactly, is kept as text; one beyond
+    /// 64 bits has already been parsed as f64.
     pub fn of_number(number: &Number) -> Self {
         let integer = number.as_u64().or_else(|| number.as_i64().map(i64::unsigned_abs));
         match number.as_f64().filter(|_| integer.is_none_or(|integer| integer <= LARGEST_INTEGER)) {
@@ -103,10 +104,10 @@ impl Columns {
     pub const MAX: usize = 256;
     /// Maximum size of names and values of one row, in bytes.
     pub const MAX_BYTES: usize = 1 << 20;
-    /// Maximum number of entries of a list.
+    /// Maximum number of entries of a list in a cell.
     pub const MAX_ITEMS: usize = 1000;
 
-    /// True without columns.
+    /// True if there are no columns.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Episode {
-    /// Unique in a run: `step-000012/ab12cd34/0`.
+    /// Id, unique in a run: `step-000012/ab12cd34/0`.
     #[serde(default)]
     pub id: String,
-    /// Shared by all samples of one query in one batch of rollouts: `step-000012/ab12cd34`.
+    /// Group id, shared by all samples of one query in one batch of rollouts: `step-000012/ab12cd34`.
     #[serde(default)]
     pub group_id: String,
     /// Index among the samples of the group, from 0.
@@ -30,7 +30,7 @@ pub struct Episode {
     /// Ids of the passages that answer the query; empty if unknown.
     #[serde(default)]
     pub gold_ids: Vec<String>,
-    /// The other columns of the query's row.
+    /// Further columns of the query's row, for rewards that read them.
     #[serde(default)]
     pub columns: Columns,
     /// The messages that the policy answered; `None` if unknown.
@@ -43,7 +43,7 @@ pub struct Episode {
     pub baseline: Option<Candidate>,
 }
 
-/// A borrowed [`Episode`], which may lack parts that it has: what a plugin gets of it. Its JSON is that of an episode without these parts.
+/// A borrowed [`Episode`] with only the parts that a plugin reads. Its JSON is that of an episode without the other parts.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[allow(missing_docs)]
 pub struct EpisodeRef<'a> {
@@ -97,13 +97,13 @@ impl Serialize for Episode {
 }
 
 impl Episode {
-    /// Group and index of an id `GROUP/INDEX`, as the ids of a run are; the whole id and 0 for another.
+    /// Splits an episode id `GROUP/INDEX` into group id and sample index; an id of another form gives the whole id and 0.
     pub fn group_of(id: &str) -> (&str, u32) {
         let parts = id.rsplit_once('/').and_then(|(group, index)| Some((group, index.parse().ok()?)));
         parts.unwrap_or((id, 0))
     }
 
-    /// Both candidates with their names.
+    /// The candidates with their names: `policy` and, if the episode has a teacher's rewrite, `baseline`.
     pub fn candidates(&self) -> impl Iterator<Item = (&'static str, &Candidate)> {
         std::iter::once(("policy", &self.policy)).chain(self.baseline.iter().map(|baseline| ("baseline", baseline)))
     }
@@ -140,7 +140,7 @@ pub enum HostRequest {
     SplitTokens(String),
     /// Words of a text.
     SegmentWords(String),
-    /// One vector per text.
+    /// Embedding vectors, one per text.
     Embed(Vec<String>),
     /// The judge's response to a conversation.
     AskJudge(Vec<Message>),
@@ -152,15 +152,15 @@ pub enum HostRequest {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HostResponse {
-    /// Of `CountTokens`.
+    /// Result of `CountTokens`.
     Count(u32),
-    /// Of `SplitTokens` and `SegmentWords`.
+    /// Result of `SplitTokens` or `SegmentWords`.
     Texts(Vec<String>),
-    /// Of `Embed`: vectors of length 1.
+    /// Result of `Embed`: L2-normalised vectors.
     Vectors(Vec<Vec<f32>>),
-    /// Of `AskJudge`.
+    /// Result of `AskJudge`: the judge's response.
     Text(String),
-    /// Of `ClassifyStyle`.
+    /// Result of `ClassifyStyle`: the probability of each class.
     Style(Vec<StyleProbability>),
 }
 
@@ -182,9 +182,9 @@ pub enum HostCallError {
 pub struct HostCall {
     /// Name of the plugin that called.
     pub plugin: String,
-    /// The call.
+    /// The called function with its arguments.
     pub request: HostRequest,
-    /// Its result.
+    /// The result of the call.
     pub response: Result<HostResponse, HostCallError>,
 }
 
@@ -203,11 +203,11 @@ pub struct Reward {
 pub struct RewardComponent {
     /// Name, such as `judge`, `retrieval` or `win`.
     pub name: String,
-    /// Finite value.
+    /// Value of the component; finite.
     pub value: f64,
 }
 
-/// Why an item has no score. Not a score of 0.
+/// Why an item (episode, sample, dialogue or response) has no score; never converted to a score of 0.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{code}: {detail}")]
 pub struct Rejection {
@@ -228,12 +228,12 @@ pub enum RejectedBy {
     /// A plugin, or the host while a plugin scored the item.
     #[default]
     Plugin,
-    /// The host, which gave the item to no plugin.
+    /// The host; the item was not passed to a plugin.
     Host,
 }
 
 impl Rejection {
-    /// The code of an episode that lacks the teacher's rewrite, which a reward requires.
+    /// Rejection code of an episode without the teacher's rewrite if a reward requires it.
     pub const BASELINE_MISSING: &str = "baseline_missing";
 
     /// A rejection by a plugin.
@@ -241,7 +241,7 @@ impl Rejection {
         Self { code: code.into(), detail: detail.into(), by: RejectedBy::Plugin }
     }
 
-    /// A rejection by the host, which gave the item to no plugin.
+    /// A rejection by the host of an item that was not passed to a plugin.
     pub fn by_host(code: impl Into<String>, detail: impl Into<String>) -> Self {
         Self { by: RejectedBy::Host, ..Self::new(code, detail) }
     }
@@ -330,7 +330,7 @@ pub(crate) mod outcome_form {
         })
     }
 
-    /// For an optional field; `#[serde(default)]` gives `None` if it is missing.
+    /// Deserialises an optional outcome; `#[serde(default)]` gives `None` if the field is missing.
     pub(crate) fn optional<'de, D: Deserializer<'de>>(
         deserializer: D,
     ) -> Result<Option<Result<Reward, Rejection>>, D::Error> {

@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 /// One system's answer to one held-out query: one line of `eval/records.jsonl`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct EvalRecord {
-    /// One of [`EVAL_SYSTEMS`](crate::config::EVAL_SYSTEMS).
+    /// Name of the system: one of [`EVAL_SYSTEMS`](crate::config::EVAL_SYSTEMS).
     pub system: String,
     /// The query row.
     pub query: QueryRow,
-    /// The answer with its scores, or why there is none; such a query counts as a loss and is reported separately.
+    /// The answer with its scores, or why there is none; a query without an answer counts as a loss and is reported separately.
     pub outcome: Result<SystemAnswer, Rejection>,
 }
 
@@ -30,7 +30,7 @@ pub struct SystemAnswer {
     /// Style distribution of a second model that no reward uses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub audit_style: Option<Vec<StyleProbability>>,
-    /// Passages of a second retriever, which training never asked; `None` without one.
+    /// Passages that a second retriever, which was not used in training, finds with the rewrite; `None` without a second retriever.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub second_retrieval: Option<SecondHits>,
     /// Share of the rewrite's words that are in a gold passage and not in the query, 0 to 1; `None` if the gold passages are unknown.
@@ -41,7 +41,7 @@ pub struct SystemAnswer {
     pub samples: Option<SampleCounts>,
 }
 
-/// What a second retriever finds with a rewrite.
+/// Passages that the second retriever of the evaluation finds with a rewrite.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SecondHits {
     /// Name of the retriever: `lexical`, `semantic` or [`Self::MODEL_OF_TRAINING`].
@@ -55,11 +55,11 @@ impl SecondHits {
     pub const MODEL_OF_TRAINING: &str = "semantic, the model of training";
 }
 
-/// Sampled responses to one query.
+/// Counts of the sampled responses to one query, for pass@k.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SampleCounts {
     /// Number of samples, without those whose retrieval failed.
     pub n: usize,
-    /// Samples whose first hit is a gold passage.
+    /// Number of samples whose first hit is a gold passage.
     pub n_gold_first: usize,
 }

@@ -99,7 +99,7 @@ impl FailureKind {
     }
 }
 
-/// [`FailureKind::code`] for the kind as text.
+/// Drop code of a row whose call to `who` failed with `kind`, the name of a [`FailureKind`]: `teacher_rate_limited`.
 pub fn code_of(who: &str, kind: &str) -> String {
     format!("{who}_{}", kind.replace(' ', "_"))
 }
@@ -133,7 +133,7 @@ pub struct Completion {
     pub cost: Option<f64>,
     /// Wall-clock time of the call in milliseconds; `None` if not recorded.
     pub latency_ms: Option<f64>,
-    /// Name of the model, if it was the fallback teacher.
+    /// Name of the fallback teacher that wrote the text; `None` for the teacher itself or a judge.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub source: Option<String>,
 }
@@ -159,14 +159,14 @@ pub struct Hit {
     pub reranker_score: f64,
     /// First-stage score (BM25 or similarity) on the scale of the index.
     pub retrieval_score: Option<f64>,
-    /// 1 is the best.
+    /// Rank in the list of hits; 1 is the best.
     #[serde(default)]
     pub rank: u32,
 }
 
 /// Quality of a list of hits: `0.6 * top1 + 0.4 * mean(top 3)` of the reranker scores; 0 for an empty list.
 ///
-/// Source: the source plan's `_calc_retrieval_quality`. Win rates compare this.
+/// Win rates compare this value (see [`win`]).
 pub fn retrieval_quality(hits: &[Hit]) -> f64 {
     let Some(first) = hits.first() else { return 0.0 };
     let top = &hits[..hits.len().min(3)];
@@ -196,7 +196,7 @@ pub struct ValidatedRecord {
 }
 
 impl ValidatedRecord {
-    /// Score of the best hit; `None` if retrieval failed, was not tried or found nothing.
+    /// Reranker score of the best hit; `None` if retrieval failed, was not tried or found nothing.
     pub fn top1_score(&self) -> Option<f64> {
         let hits = self.retrieval.as_ref()?.as_ref().ok()?;
         hits.first().map(|hit| hit.reranker_score)
@@ -216,7 +216,7 @@ pub struct Sample {
     pub context: Context,
     /// Hits of the rewrite, best first.
     pub hits: Vec<Hit>,
-    /// The other columns of the row.
+    /// Further columns of the query's row, for filters that read them.
     #[serde(default, skip_serializing_if = "Columns::is_empty")]
     pub columns: Columns,
 }
@@ -249,7 +249,7 @@ pub struct Message {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Dialogue {
-    /// Unique in a run.
+    /// Id, unique in a run.
     pub id: String,
     /// All turns; the last is the assistant's.
     pub turns: Vec<Message>,
@@ -309,7 +309,7 @@ pub struct RowMetadata {
     /// The query row.
     #[serde(flatten)]
     pub query: QueryRow,
-    /// Reranker score of the best hit of the teacher's rewrite.
+    /// Reranker score of the best hit of the teacher's rewrite; `None` without a hit.
     pub top1_score: Option<f64>,
     /// Author of the rewrite: `recorded`, or the name of the model.
     pub source: String,
@@ -335,9 +335,9 @@ mod empty_for_none {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Context {
-    /// Empty if unknown.
+    /// User profile; empty if unknown.
     pub user_profile: String,
-    /// Empty without earlier turns.
+    /// Summary of the conversation so far; empty without earlier turns.
     pub history_summary: String,
 }
 
