@@ -1,4 +1,4 @@
-//! Rewrites of all systems side by side: selection of the queries, and the content of each.
+//! Example queries of the report with the rewrites of all systems next to each other, and their selection.
 
 use crate::metric::{Metric, answer, hits};
 use crate::table::system_title;
