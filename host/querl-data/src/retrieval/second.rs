@@ -49,7 +49,7 @@ impl SecondRetriever {
             let texts: Vec<String> = passages.iter().map(text).collect();
             let made = embedder.embed(&texts.iter().map(String::as_str).collect::<Vec<_>>());
             let of_model = |problem: String| DataError::setting("eval.embedding_path", problem);
-            vectors.extend(made.map_err(|error| of_model(format!("failed: {error}")))?);
+            vectors.extend(made.map_err(|error| of_model(format!("names an embedding model that failed: {error}")))?);
         }
         if vectors.len() != passages.len() {
             let problem = format!("made {} vectors of {} passages", vectors.len(), passages.len());

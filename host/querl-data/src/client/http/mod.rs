@@ -466,7 +466,9 @@ fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Resul
         let certificates = certificates.ok_or_else(|| unusable("which holds no certificate in PEM form".into()))?;
         builder = builder.tls_certs_merge(certificates);
     }
-    builder.build().map_err(|error| DataError::setting(setting, format!("cannot be called from this machine: {error}")))
+    builder.build().map_err(|error| {
+        DataError::setting(setting, format!("cannot be called: the HTTP client cannot be created: {error}"))
+    })
 }
 
 /// Unlike `from_secs_f64` without a panic; the configuration's check rejects such values.
