@@ -22,7 +22,7 @@ pub fn shown_keys(row: &Value) -> String {
 pub(crate) struct FirstRow {
     /// Line number, from 1.
     pub(crate) line: usize,
-    /// Or why the line is no JSON.
+    /// The row as JSON, or the reason why the line is not JSON.
     row: Result<Value, String>,
 }
 

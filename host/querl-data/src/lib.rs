@@ -60,7 +60,7 @@ pub(crate) fn scratch_file(name: &str) -> (tempfile::TempDir, std::path::PathBuf
     (folder, path)
 }
 
-/// The same cases in each run of a property test.
+/// Configuration of a property test with a fixed seed, so that each run has the same cases.
 #[cfg(test)]
 pub(crate) fn properties(cases: u32) -> proptest::test_runner::Config {
     let rng_seed = proptest::test_runner::RngSeed::Fixed(7);

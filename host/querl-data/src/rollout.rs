@@ -75,7 +75,7 @@ struct Models {
 #[derive(Deserialize)]
 struct Model {
     id: String,
-    /// Of an adapter: its base model.
+    /// Base model of an adapter; `None` for an entry that is not an adapter.
     parent: Option<String>,
 }
 

@@ -105,9 +105,9 @@ struct RecordedTeacher {
 }
 
 enum RecordedRewrites {
-    /// Of JSON lines: the byte offset by hash of the query id.
+    /// Recorded rewrites in a JSON lines file: byte offset by hash of the query id.
     Lines { offsets: HashMap<u64, u64>, lines: Mutex<IndexedLines> },
-    /// Of a table: rewrite by query id.
+    /// Recorded rewrites in a table: rewrite by query id.
     Table(HashMap<String, String>),
 }
 

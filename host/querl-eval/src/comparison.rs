@@ -371,7 +371,7 @@ const T_QUANTILES: [f64; 18] = [
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101,
 ];
-/// The same of the normal distribution.
+/// 97.5% quantile of the standard normal distribution.
 const Z_QUANTILE: f64 = 1.96;
 
 /// Percentile intervals of few groups are too narrow: they contain at least Student's interval.

@@ -82,7 +82,7 @@ struct State {
     stage: String,
     by_stage: SpendByStage,
     in_flight: Reserved,
-    /// The same with a budget, by stage and provider.
+    /// Reservations of calls in flight under a budget, by stage and provider; the spend file counts them as lost.
     open: BTreeMap<CallKey, Reserved>,
     held: Reserved,
     saved: Option<Instant>,
@@ -332,7 +332,7 @@ pub(crate) struct Reservation {
     tracker: Arc<SpendTracker>,
     max_cost: f64,
     kind: ReservationKind,
-    /// Of a call that the file has as lost until it ends.
+    /// Stage and provider of a call that the spend file counts as lost until it ends; `None` for a batch or without a budget.
     key: Option<CallKey>,
 }
 
@@ -363,7 +363,7 @@ pub(crate) struct CallSpend {
     tracker: Arc<SpendTracker>,
     provider: String,
     spent: Spend,
-    /// For the attempt in flight, and for its response until that is charged.
+    /// Reservation of the attempt in flight, held until its response is charged.
     reservation: Option<Reservation>,
     n_sent: u64,
     is_under_way: bool,

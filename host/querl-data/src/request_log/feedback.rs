@@ -32,7 +32,7 @@ struct OfRequest {
 #[derive(Default)]
 pub(super) struct Feedback {
     tenants: HashMap<String, OfTenant>,
-    /// That of the chosen tenant.
+    /// Feedback of the tenant selected by [`keep`](Self::keep).
     chosen: OfTenant,
     passages: Vec<Arc<str>>,
     numbers: HashMap<Arc<str>, u32>,

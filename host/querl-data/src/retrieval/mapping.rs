@@ -259,7 +259,7 @@ impl ScoreScale {
         }
     }
 
-    /// `None` for a score outside of the scale.
+    /// Converts a service's score to 0 to 1; `None` if it is outside of the scale.
     fn to_unit(self, score: f64) -> Option<f64> {
         // Rounding can make the cosine of equal vectors larger than 1.
         const ROUNDING: f64 = 1e-3;

@@ -62,7 +62,7 @@ impl std::fmt::Debug for Segmenter {
 }
 
 impl Segmenter {
-    /// For Chinese.
+    /// A segmenter for Chinese with the dictionary of `jieba`.
     fn of(jieba: Arc<Jieba>) -> Self {
         Self { jieba, language: Language::Zh }
     }

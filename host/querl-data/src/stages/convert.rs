@@ -116,7 +116,7 @@ struct FilterRow {
     record: ValidatedRecord,
     /// Empty where no filter reads them.
     columns: Columns,
-    /// That of the dataset; `None` for the one that the prompt plugin writes.
+    /// Prompt of the row in `data.dataset`; `None` if the prompt plugin writes it.
     prompt: Option<Vec<Message>>,
 }
 
@@ -247,7 +247,7 @@ fn run_filter(filter: &dyn Filter, batch: &[FilterRow], reasons: &mut [Option<Dr
     Ok(())
 }
 
-/// `None` if rewrite or retrieval failed.
+/// The sample of a row for a filter; `None` if rewrite or retrieval failed.
 fn sample(FilterRow { record, columns, .. }: &FilterRow, uses_columns: InputUse) -> Option<Sample> {
     let row = &record.rewritten.query;
     Some(Sample {

@@ -73,7 +73,7 @@ async fn before_stop<T>(
     }
 }
 
-/// `None` if the response is cached.
+/// The teacher's prompt for a row; `None` if its response is cached.
 fn uncached_prompt(
     row: Result<QueryRow, DataError>,
     teacher: &dyn Teacher,

@@ -29,7 +29,7 @@ pub(crate) struct Table {
     pub(crate) unread_sheets: Vec<String>,
     pub(crate) hidden_sheets: Vec<String>,
     pub(crate) encoding: Option<TextEncoding>,
-    /// Of a csv or tsv file.
+    /// Separator of cells in a csv or tsv file.
     delimiter: u8,
     pub(crate) header: Vec<String>,
     source: Box<dyn RowSource>,

@@ -111,7 +111,7 @@ fn check_gzip(file: &mut BufReader<File>, header: &PageHeader) -> io::Result<()>
 /// The sizes in a page header.
 #[derive(Debug, Default)]
 struct PageHeader {
-    /// Of the header itself.
+    /// Size of the page header.
     n_bytes: u64,
     uncompressed: u64,
     compressed: u64,

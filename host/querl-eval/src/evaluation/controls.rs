@@ -188,7 +188,7 @@ fn second_values<'a>(index: &Index<'a>, system: &str, metric: Metric) -> Vec<(Qu
     index.of_records(system, value)
 }
 
-/// `None` for a query without gold passages.
+/// 1 / rank of the first gold passage on the second retriever; `None` for a query without gold passages.
 fn second_reciprocal_rank(record: &EvalRecord) -> Option<f64> {
     let gold = &record.query.gold_ids;
     if gold.is_empty() {

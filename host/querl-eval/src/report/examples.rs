@@ -31,7 +31,7 @@ struct Example {
 struct Answer {
     title: String,
     system: &'static str,
-    /// `None` for a rejected record.
+    /// The system's rewrite; `None` for a rejected record.
     rewrite: Option<String>,
     failure: Option<String>,
     passage: Option<String>,

@@ -324,7 +324,7 @@ struct Batch {
     n_unknown: u32,
     #[serde(default)]
     n_lost: u32,
-    /// `None` until the service is known to have created the batch.
+    /// Id of the batch at the service; `None` until the service is known to have created it.
     batch_id: Option<String>,
     #[serde(default, rename = "most")]
     max_cost: f64,

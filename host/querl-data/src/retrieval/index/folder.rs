@@ -18,7 +18,7 @@ use tempfile::TempDir;
 const UNFINISHED: &str = ".building-";
 /// Name prefix of the folder of a damaged index until it is removed.
 const DAMAGED: &str = ".damaged-";
-/// Such folders that are older were left behind by killed processes.
+/// Maximum age of an unfinished or damaged index folder; older ones were left by killed processes and are removed.
 const LONGEST_BUILD: Duration = Duration::from_secs(7 * 24 * 3600);
 
 #[derive(Debug, Clone)]
