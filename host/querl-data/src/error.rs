@@ -1,4 +1,4 @@
-//! Errors of files, settings and whole stages. The failure of a single row is in its record instead.
+//! Errors of files, settings and stages. The failure of a single row is not an error, but part of its record.
 
 use querl_core::fsx::ReadError;
 use querl_core::ports::PluginFault;
@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Once;
 
-/// Errors with file, location, value and remedy. `problem` is the end of a sentence.
+/// Errors with file, location, value and remedy. A field `problem` is the end of a sentence that begins with the file or key.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum DataError {
@@ -19,16 +19,16 @@ pub enum DataError {
     Lines(#[from] ReadError),
     #[error("{path}: cannot be written: {source}")]
     Write { path: String, source: std::io::Error },
-    /// A setting, by its dotted configuration key, is missing or invalid.
+    /// A setting is missing or invalid; `key` is its dotted configuration key.
     #[error("{key} {problem}")]
     Setting { key: String, problem: String },
-    /// Every further call would fail, too; finished rows are saved.
+    /// A service fails in a way that every further call would too; finished rows are saved.
     #[error("stopped, as every further call would fail too: {0}")]
     Service(CallFailure),
     /// A batch failed or its status is unknown; submitted batches stay in the state file.
     #[error("{problem}; {remedy}")]
     Batch { problem: String, remedy: String },
-    /// The first rows all failed alike, or no row of the stage succeeded; `failure` is the most common one.
+    /// The first rows all failed with the same kind of failure, or no row of the stage succeeded; `failure` is the most common one.
     #[error("none of {n_failed} row(s) tried succeeded; {n_alike} failed like this: {failure}")]
     NoSuccess { n_failed: usize, n_alike: usize, failure: CallFailure },
     #[error("interrupted; finished work is saved, run the same command to resume")]

@@ -1,4 +1,4 @@
-//! The first row of a file of JSON lines, for messages about files of another kind, which are wrong in every row.
+//! Reads the first row of a JSON lines file, for messages about a file of the wrong kind.
 
 use querl_core::fsx::{NumberedLine, ReadError, open_rows};
 use serde_json::Value;
@@ -8,7 +8,7 @@ use std::path::Path;
 /// Most keys of a row that a message lists.
 const MOST_KEYS: usize = 16;
 
-/// What a row is, as the beginning of a message: `has the keys id, text`.
+/// Describes the keys of a row, as the predicate of a sentence: `has the keys id, text`.
 pub fn shown_keys(row: &Value) -> String {
     let keys = row.as_object().into_iter().flat_map(|row| row.keys().map(String::as_str));
     let keys: Vec<&str> = keys.take(MOST_KEYS).collect();
@@ -18,16 +18,16 @@ pub fn shown_keys(row: &Value) -> String {
     }
 }
 
-/// The first line that is not empty. Displayed as [`shown_keys`], or `not JSON (...)`.
+/// The first non-empty line of a JSON lines file. Displayed like [`shown_keys`], or as `not JSON (...)`.
 pub(crate) struct FirstRow {
-    /// 1-based.
+    /// Line number, from 1.
     pub(crate) line: usize,
-    /// Or why the line is no JSON.
+    /// The row as JSON, or the reason why the line is not JSON.
     row: Result<Value, String>,
 }
 
 impl FirstRow {
-    /// `None` where every line is empty.
+    /// Reads the first non-empty line; `None` if there is none.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>, ReadError> {
         let (line, row) = match open_rows::<Value>(path)?.next() {
             Some(Ok(NumberedLine { line, value, .. })) => (line, Ok(value)),

@@ -8,14 +8,14 @@ use querl_core::records::QueryRow;
 use querl_core::text::misspelt;
 use serde::Serialize;
 
-/// Gold ids that no passage has, in words.
+/// A message about gold ids of queries that no passage of the knowledge base has.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct UnknownGoldIds {
-    /// The first such id with its row, and the number of rows.
+    /// The first unknown gold id with its row, and the number of rows with an unknown one.
     pub finding: String,
-    /// What to do.
+    /// The proposed remedy.
     pub action: String,
-    /// Whether it is so in more than half of the rows with gold ids.
+    /// True if more than half of the rows with gold ids have an unknown one.
     pub in_most_rows: bool,
 }
 
@@ -26,7 +26,7 @@ impl std::fmt::Display for UnknownGoldIds {
     }
 }
 
-/// With embedded retrieval, reads the knowledge base and looks for the gold ids of `queries` in it; `None` where it has all.
+/// Checks that all gold ids of `queries` are in the knowledge base of embedded retrieval; `None` if they are, or for other retrieval.
 ///
 /// # Errors
 /// The knowledge base or the queries cannot be read, or no row has a gold id that is in the knowledge base.

@@ -1,8 +1,8 @@
-//! Tables, teacher, judge, retrieval, datasets, and request logs as tables.
+//! Data side of the pipeline: query tables, teacher, judge, retrieval, datasets, and request logs as tables.
 //!
-//! Input: a query table or a dataset of another framework, a teacher, a knowledge base or a retrieval service, and the tenant's prompt and filter plugins through their
-//! ports. Output: rewrites, the passages that retrieval finds with them, and the three splits of a dataset. This crate must not depend on
-//! models, training or WebAssembly.
+//! Input: a query table or a dataset of another framework, a teacher, a knowledge base or a retrieval service, and the tenant's prompt
+//! and filter plugins through their ports. Output: rewrites, the passages that retrieval finds with them, and the three splits of a
+//! dataset. This crate must not depend on models, training or WebAssembly.
 
 mod client;
 mod dataset;
@@ -60,7 +60,7 @@ pub(crate) fn scratch_file(name: &str) -> (tempfile::TempDir, std::path::PathBuf
     (folder, path)
 }
 
-/// The same cases in each run of a property test.
+/// Configuration of a property test with a fixed seed, so that each run has the same cases.
 #[cfg(test)]
 pub(crate) fn properties(cases: u32) -> proptest::test_runner::Config {
     let rng_seed = proptest::test_runner::RngSeed::Fixed(7);

@@ -1,9 +1,9 @@
-//! Rollouts on a vLLM or SGLang server: prompts and responses as token ids, with log-probabilities, and the handover of adapters.
+//! Client of vLLM and SGLang for rollouts: prompts and responses as token ids with log-probabilities, and loading of LoRA adapters.
 //!
 //! | | vLLM | SGLang |
 //! |---|---|---|
 //! | adapters | `/v1/load_lora_adapter`, `/v1/unload_lora_adapter` | the same without `/v1` |
-//! | which adapter | `model` of the request | `lora_path` |
+//! | choice of the adapter | `model` of the request | `lora_path` |
 //! | `n` responses | one request, seeds `seed + index` | `n` requests, since one seed gives equal responses there |
 //! | log-probabilities | with `--logprobs-mode processed_logprobs`, after temperature and filters | after temperature, before filters |
 //!
@@ -75,7 +75,7 @@ struct Models {
 #[derive(Deserialize)]
 struct Model {
     id: String,
-    /// Of an adapter: its base model.
+    /// Base model of an adapter; `None` for an entry that is not an adapter.
     parent: Option<String>,
 }
 
@@ -100,10 +100,10 @@ struct Logprobs {
 }
 
 impl RolloutServer {
-    /// The server of a configuration, which is not called yet. Calls run on `runtime`, and block the calling thread.
+    /// Opens the configured server without a request. Calls run on `runtime` and block the calling thread.
     ///
     /// # Errors
-    /// The address, the model or the key is missing or unusable.
+    /// The address, the model or the API key is missing or unusable.
     pub fn open(config: &RolloutConfig, services: &ServiceContext, runtime: Handle) -> Result<Self, DataError> {
         let missing = |key: &str| {
             DataError::setting(format!("rollout.{key}"), "is not set; rollout.engine = \"openai\" needs it")
@@ -139,10 +139,10 @@ impl RolloutServer {
         })
     }
 
-    /// Unloads the adapter of the newest handover, after a stop too.
+    /// Unloads the adapter last handed over to the rollout server, even if the stop flag is set.
     ///
     /// # Errors
-    /// The server cannot be called or refuses.
+    /// The server cannot be reached or rejects the request.
     pub fn unload(&self) -> Result<(), CallFailure> {
         let mut state = self.state();
         if let Some(name) = state.loaded.clone() {

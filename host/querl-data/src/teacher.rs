@@ -1,4 +1,4 @@
-//! Teachers: a recording, or a model behind an OpenAI-compatible endpoint.
+//! Teachers, which write rewrites: a file of recorded rewrites, or a model behind an OpenAI-compatible endpoint.
 
 use crate::client::ServiceContext;
 use crate::client::chat::ChatClient;
@@ -19,11 +19,11 @@ use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Opens the configured teacher with its fallback, if any; `data` names the keys of a recording.
-/// For a local model see [`LocalRewriteStage`](crate::LocalRewriteStage).
+/// Opens the configured teacher, with its fallback if configured; `data` has the column names that recorded rewrites are read with. For a
+/// local model see [`LocalRewriteStage`](crate::LocalRewriteStage).
 ///
 /// # Errors
-/// A setting that its kind needs is absent, or the recording cannot be read.
+/// A setting of this kind of teacher is missing, or the recorded rewrites cannot be read.
 pub fn open_teacher(
     config: &TeacherConfig,
     fallback: &EndpointConfig,
@@ -49,10 +49,10 @@ pub fn open_teacher(
     }
 }
 
-/// Checks the file of a recorded teacher, before a stage reads it. Returns [`not_recorded`] of `queries`.
+/// Checks the file of a recorded teacher before the stage runs. Returns the message of [`not_recorded`] for `queries`.
 ///
 /// # Errors
-/// The file or the queries cannot be read, or it is not a recording.
+/// The file or the queries cannot be read, or the file does not contain recorded rewrites.
 pub fn check_recording(config: &Config, queries: &dyn Rows<QueryRow>) -> Result<Option<String>, DataError> {
     let (Some(TeacherKind::Recorded), Some(path)) = (config.called_teacher(), &config.teacher.path) else {
         return Ok(None);
@@ -69,7 +69,7 @@ pub fn check_recording(config: &Config, queries: &dyn Rows<QueryRow>) -> Result<
     Ok(not_recorded(path, n_missing, n_queries, teacher.keys.hint().as_deref()))
 }
 
-/// A sentence about a recorded teacher that lacks more than 5 % of the queries. `hint`: [`Teacher::hint`].
+/// A message if a recorded teacher lacks more than 5 % of the queries, otherwise `None`. `hint` is that of [`Teacher::hint`].
 pub fn not_recorded(path: &Path, n_missing: u64, n_queries: u64, hint: Option<&str>) -> Option<String> {
     const MANY: f64 = 0.05;
     let hint = hint.map(|hint| format!("; {hint}")).unwrap_or_default();
@@ -82,10 +82,10 @@ pub fn not_recorded(path: &Path, n_missing: u64, n_queries: u64, hint: Option<&s
     })
 }
 
-/// Opens the fallback teacher, if one is configured.
+/// Opens the fallback teacher; `None` if none is configured.
 ///
 /// # Errors
-/// The endpoint lacks a model or its key.
+/// The endpoint lacks a model or its API key.
 pub fn open_fallback(
     fallback: &EndpointConfig,
     services: &ServiceContext,
@@ -105,9 +105,9 @@ struct RecordedTeacher {
 }
 
 enum RecordedRewrites {
-    /// Of JSON lines: the byte offset by hash of the query id.
+    /// Recorded rewrites in a JSON lines file: byte offset by hash of the query id.
     Lines { offsets: HashMap<u64, u64>, lines: Mutex<IndexedLines> },
-    /// Of a table: rewrite by query id.
+    /// Recorded rewrites in a table: rewrite by query id.
     Table(HashMap<String, String>),
 }
 

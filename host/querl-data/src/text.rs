@@ -1,14 +1,14 @@
-//! Text normalisation, shared by tables, lexicon and index; hashes.
+//! Text normalisation for tables, lexicon and index, and hashes.
 
 use querl_core::config::TextWidth;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-/// Half-width and lower-case. Character positions do not change.
+/// `text` in half-width and lower case, with the same character positions.
 pub(crate) fn fold(text: &str) -> String {
     text.chars().map(fold_char).flat_map(char::to_lowercase).collect()
 }
 
-/// Text for comparison: half-width, lower-case, without white space and punctuation.
+/// `text` for comparisons: half-width, lower case, without white space and punctuation.
 pub fn normalise(text: &str) -> String {
     fold(text).chars().filter(|character| character.is_alphanumeric()).collect()
 }
@@ -30,7 +30,7 @@ pub(crate) fn separates_ids(character: char) -> bool {
     character.is_whitespace() || [',', ';', '，', '；', '、'].contains(&character)
 }
 
-/// Hash of a value. May differ between builds of the program: not for files.
+/// Hash of a value. It may differ between builds of the program, so it must not be written to files.
 pub(crate) fn hash_of(value: &(impl Hash + ?Sized)) -> u64 {
     let mut hasher = DefaultHasher::new();
     value.hash(&mut hasher);

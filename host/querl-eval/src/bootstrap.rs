@@ -29,7 +29,7 @@ pub(crate) struct Bootstrap {
 }
 
 impl Bootstrap {
-    /// The interval of the mean of `values`, each with its group; `None` for no values.
+    /// The 95% interval of the mean of `values`, which are (group, value) pairs; `None` if there are none.
     ///
     /// Groups are sorted by name, so that systems with the same groups get the same resamples.
     pub(crate) fn interval<'a>(self, values: impl IntoIterator<Item = (&'a str, f64)>) -> Option<Interval> {
@@ -44,8 +44,8 @@ impl Bootstrap {
         self.resample(mean, &clusters, |drawn| mean_of(drawn.iter().copied()))
     }
 
-    /// The interval of any statistic of the drawn items, which it receives by their indices; `None` for no items. Resamples in which
-    /// the statistic is NaN are skipped.
+    /// The 95% interval of a statistic of items, which is called with the indices of the drawn items (`groups` has the group of each
+    /// item); `None` if there are no items. Resamples for which it is NaN are skipped.
     pub(crate) fn interval_of(self, groups: &[&str], statistic: impl Fn(&[usize]) -> f64) -> Option<Interval> {
         let mut members: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
         for (index, group) in groups.iter().enumerate() {
@@ -89,7 +89,7 @@ fn mean_of<'a>(clusters: impl Iterator<Item = &'a Cluster>) -> Option<f64> {
     (total.count > 0.0).then(|| total.sum / total.count)
 }
 
-/// Quantile with linear interpolation, as numpy's default.
+/// Quantile `at` (0 to 1) of sorted values with linear interpolation, as numpy's default; `None` if there are none.
 pub(crate) fn quantile(sorted: &[f64], at: f64) -> Option<f64> {
     let position = at * sorted.len().checked_sub(1)? as f64;
     let (below, above) = (sorted[position.floor() as usize], sorted[position.ceil() as usize]);

@@ -1,4 +1,4 @@
-//! Whether one system loses to another on the queries that are held out in the runs of both: the evidence for a release.
+//! Paired comparison of two systems on queries that are held out in both runs, as evidence for a release (non-inferiority test).
 
 use crate::bootstrap::{Bootstrap, Interval};
 use crate::error::EvalError;
@@ -11,80 +11,80 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
-/// One side of a comparison.
+/// One of the two systems of a comparison.
 #[derive(Debug, Clone, Copy)]
 pub struct ComparedSystem<'a> {
-    /// For messages, such as the run's folder.
+    /// Name in messages, such as the run's folder.
     pub name: &'a str,
     /// `raw`, `teacher`, `sft` or `rl`.
     pub system: &'a str,
-    /// The records of its run, of all systems.
+    /// Evaluation records of the system's run; those of other systems are ignored.
     pub records: &'a [EvalRecord],
-    /// Ids of the queries that its run trained on or selected checkpoints by.
+    /// Ids of the queries that the system's run trained on or selected checkpoints with.
     pub seen: &'a BTreeSet<String>,
 }
 
-/// How two systems are compared.
+/// Metric, margin and bootstrap of a comparison.
 #[derive(Debug, Clone, Copy)]
 pub struct ComparisonOptions {
-    /// One of [`Metric::COMPARED`].
+    /// The compared metric, one of [`Metric::COMPARED`].
     pub metric: Metric,
-    /// The largest loss that is accepted, in units of the metric; at most a tenth of its scale.
+    /// Non-inferiority margin: the largest accepted loss of the first system, in units of the metric; at most a tenth of its scale.
     pub margin: f64,
     /// Seed of the bootstrap.
     pub seed: u64,
-    /// Bootstrap resamples.
+    /// Number of bootstrap resamples.
     pub n_resamples: usize,
 }
 
-/// Conclusion from an interval.
+/// Conclusion from the 95% interval of the difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ComparisonVerdict {
-    /// The interval excludes a loss above the margin.
+    /// Non-inferior: the interval excludes a loss above the margin.
     Passed,
-    /// The whole interval is such a loss.
+    /// The whole interval is a loss above the margin.
     Lost,
-    /// The queries are too few to exclude either.
+    /// The interval includes losses above and below the margin: there are too few queries.
     Unclear,
 }
 
-/// A paired comparison, first minus second.
+/// Result of a paired comparison; differences are first minus second system.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
-    /// The metric.
+    /// The compared metric.
     pub metric: Metric,
-    /// The largest loss that is accepted.
+    /// Non-inferiority margin, in units of the metric.
     pub margin: f64,
-    /// The conclusion.
+    /// The conclusion from `difference` and `margin`.
     pub verdict: ComparisonVerdict,
-    /// Queries that are compared.
+    /// Number of compared queries.
     pub n: usize,
-    /// Their groups, which the bootstrap draws.
+    /// Number of groups of the compared queries; the bootstrap draws groups.
     pub n_groups: usize,
-    /// Mean of each side.
+    /// Mean of the metric of the first and of the second system.
     pub means: [f64; 2],
-    /// The paired difference with its 95% interval: cluster bootstrap, for fewer than 20 groups not narrower than that of Student's t, and
-    /// with room for groups that lose or gain and were not seen. Of equal rewrites it is 0 by construction.
+    /// Paired difference with its 95% interval from a cluster bootstrap. With fewer than 20 groups it is at least as wide as Student's t
+    /// interval; it is widened for groups with a loss or gain that the sample may lack. Exactly 0 if all rewrites are equal.
     pub difference: Interval,
-    /// Queries that would be needed to tell, for a difference and a variance as measured here; `None` where it is clear, and where the mean
-    /// difference is the limit itself.
+    /// Estimated number of queries for a clear verdict, if mean difference and variance stay the same; `None` if the verdict is clear or
+    /// the mean difference equals the margin.
     pub n_needed: Option<usize>,
-    /// Queries for which both sides have the same rewrite.
+    /// Number of queries with the same rewrite from both systems.
     pub n_equal_rewrites: usize,
-    /// Failed answers of each side by reason; each counts as the worst value.
+    /// For each system the number of failed records by reason; a failure counts as the worst value of the metric.
     pub failures: [BTreeMap<String, usize>; 2],
-    /// Queries of each side that the other run has seen, which are left out.
+    /// For each system the number of queries left out because the other run has trained on them or selected checkpoints with them.
     pub n_seen_by_other: [usize; 2],
-    /// Queries of each side that the other run does not have, which are left out.
+    /// For each system the number of queries left out because the other run does not have them.
     pub n_unpaired: [usize; 2],
-    /// Queries with gold passages in one run alone, which are left out by metrics that may depend on them.
+    /// Number of queries left out because only one of the runs has gold passages for them, and the metric may depend on these.
     pub n_gold_of_one_side: usize,
-    /// Queries to which the metric applies for neither side, which are left out.
+    /// Number of queries left out because the metric applies to neither system.
     pub n_not_applicable: usize,
-    /// Queries for which a call or plugin of the second side failed, which are left out: they would count as gains.
+    /// Number of queries left out because a call or plugin of the second system failed: they would count as gains of the first.
     pub n_reference_failed: usize,
-    /// By group, the largest loss first.
+    /// Differences by group of queries, the largest loss first.
     pub groups: Vec<GroupDifference>,
 }
 
@@ -93,11 +93,11 @@ pub struct Comparison {
 pub struct GroupDifference {
     /// Name of the group.
     pub group: String,
-    /// Number of its queries.
+    /// Number of compared queries of the group.
     pub n: usize,
-    /// Mean of each side.
+    /// Mean of the metric of the first and of the second system.
     pub means: [f64; 2],
-    /// First minus second.
+    /// Mean of the first minus mean of the second system.
     pub difference: f64,
 }
 
@@ -107,7 +107,7 @@ struct Pair<'a> {
     values: [f64; 2],
 }
 
-/// Compares the first system with the second.
+/// Compares the first system with the second on the queries that both runs held out.
 ///
 /// # Errors
 /// A side has no records, no query is held out in both runs, gold passages differ, or the metric applies to no query.
@@ -371,7 +371,7 @@ const T_QUANTILES: [f64; 18] = [
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
     2.110, 2.101,
 ];
-/// The same of the normal distribution.
+/// 97.5% quantile of the standard normal distribution.
 const Z_QUANTILE: f64 = 1.96;
 
 /// Percentile intervals of few groups are too narrow: they contain at least Student's interval.
@@ -456,7 +456,7 @@ fn n_needed(n: usize, n_groups: usize, standard_error: f64, distance: f64, n_gro
 const SHOWN_GROUPS: usize = 20;
 
 impl Comparison {
-    /// The comparison as a table for a terminal. Ends with a line break.
+    /// Renders the comparison as a table for a terminal; `names` are those of the two systems. Ends with a line break.
     pub fn to_text(&self, names: [&str; 2]) -> String {
         let metric = self.metric;
         let Interval { mean, low, high } = self.difference;
@@ -555,7 +555,7 @@ impl Comparison {
         lines
     }
 
-    /// The conclusion as a sentence.
+    /// The verdict as a sentence; `names` are those of the two systems.
     pub fn conclusion(&self, names: [&str; 2]) -> String {
         let ([first, second], name) = (names, self.metric.name());
         let limit = match self.margin == 0.0 {

@@ -1,8 +1,8 @@
-//! Errors in the input of an evaluation or a report.
+//! Errors of evaluations and reports, mostly in their input.
 
 use querl_core::records::EvalRecord;
 
-/// Why an evaluation or a report cannot be made.
+/// An invalid input of an evaluation or a report, or a page that cannot be rendered.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "the messages name the fields")]
 pub enum EvalError {
@@ -17,16 +17,16 @@ pub enum EvalError {
         "system `{system}` has no record of query `{query}` (row {row}), which other systems have; evaluate it again"
     )]
     MissingRecord { system: String, query: String, row: usize },
-    /// `metric` is a metric or a component of the reward.
+    /// A value is NaN or infinite; `metric` is the name of a metric or of a reward component.
     #[error("system `{system}`, query `{query}`: `{metric}` is {value}; expected a finite number")]
     NotFinite { system: String, query: String, metric: String, value: f64 },
-    /// Two systems cannot be compared.
+    /// Two systems cannot be compared; the text says why.
     #[error("{0}")]
     Comparison(String),
-    /// A classifier's predictions are not usable.
+    /// The predictions of a classifier are invalid; the text says why.
     #[error("classification: {0}")]
     Classification(String),
-    /// The page could not be rendered.
+    /// The template engine could not render the HTML page.
     #[error("report: {0}")]
     Template(#[from] minijinja::Error),
 }

@@ -1,16 +1,16 @@
-//! Facts about a run that a report shows with its figures.
+//! Facts about a run that its report shows: tenant, model, services, plugins, stage times.
 
-/// The name of a judge, a teacher or a retrieval service, and whether it is a stand-in.
+/// Name of a judge, a teacher or a retrieval service, and whether it is a stand-in for a real one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ServiceName {
-    /// `gpt-5`, `rubric`; without the mark of a stand-in.
+    /// Name such as `gpt-5` or `rubric`, without the suffix `(stand-in)`.
     pub name: String,
-    /// True where it replaces a real service; every table and report names it then.
+    /// True if it replaces a real service; every table and report says so.
     pub is_stand_in: bool,
 }
 
 impl ServiceName {
-    /// From a port's name, where `rubric (stand-in)` marks a stand-in.
+    /// Parses the name that a port reports; a stand-in has a suffix: `rubric (stand-in)`.
     pub fn from_port_name(name: &str) -> Self {
         match name.trim_end().strip_suffix("(stand-in)") {
             Some(bare) => Self { name: bare.trim_end().to_owned(), is_stand_in: true },
@@ -33,20 +33,20 @@ pub struct RunFacts {
     pub tenant: String,
     /// Name of the trained model.
     pub model: String,
-    /// The model that wrote the baseline rewrites.
+    /// Name of the model that wrote the baseline rewrites.
     pub teacher: ServiceName,
-    /// `None` for a run without a judge.
+    /// Name of the judge; `None` for a run without one.
     pub judge: Option<ServiceName>,
-    /// The service that retrieved and scored passages.
+    /// Name of the service that retrieves and scores passages.
     pub retrieval: ServiceName,
-    /// The plugins in use, a phrase each: `reward reward-brevity 0.1.0, weight 0.5`.
+    /// The plugins in use, one phrase each: `reward reward-brevity 0.1.0, weight 0.5`.
     pub plugins: Vec<String>,
-    /// Cautions about the plugins, a sentence each: a version that changed within the run, items dropped at limits.
+    /// Warnings about the plugins, one sentence each, such as a version that changed within the run or items dropped at limits.
     pub plugin_notes: Vec<String>,
 }
 
 impl RunFacts {
-    /// One sentence per stand-in, for tables and reports.
+    /// One sentence per stand-in service, for tables and reports.
     pub(crate) fn stand_in_notes(&self) -> Vec<String> {
         let services = [
             (
@@ -73,7 +73,7 @@ impl RunFacts {
 /// Wall-clock time of one stage.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StageTiming {
-    /// `rewrite`, `sft`, ...
+    /// Name of the stage: `rewrite`, `sft`, ...
     pub stage: String,
     /// Wall-clock seconds.
     pub seconds: f64,
@@ -82,10 +82,10 @@ pub struct StageTiming {
 /// One step of the data flow from the query table to the dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FunnelStep {
-    /// `rows read`, `kept by the filters`.
+    /// Label of the step: `rows read`, `kept by the filters`.
     pub label: String,
     /// Rows that reached this step.
     pub n: u64,
-    /// Splits of the step, or rows that left it, by reason: `("top1_below_threshold", 12)`, `("train", 288)`.
+    /// The rows of the step by split (`("train", 288)`), or the rows that were dropped by reason (`("top1_below_threshold", 12)`).
     pub parts: Vec<(String, u64)>,
 }

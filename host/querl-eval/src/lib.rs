@@ -1,4 +1,4 @@
-//! Metrics, confidence intervals, comparisons and reports of held-out queries.
+//! Metrics, confidence intervals, comparisons and reports over held-out queries.
 //!
 //! Input: the records of the evaluation stage (one per system and query), training metrics and facts about the run. Output, as values
 //! and strings: the contents of `eval.json`, a table for a terminal and a page for a browser. In addition: the comparison of two

@@ -1,27 +1,28 @@
-//! The metrics: how each is computed from a record, and how it is formatted.
+//! Evaluation metrics: how each is computed from a record, and how it is formatted.
 
 use crate::text::{plus, without_sign_of_zero};
 use querl_core::records::{EvalRecord, Hit, SystemAnswer};
 use serde::{Deserialize, Serialize};
 
-/// A metric, in the order of the tables.
+/// An evaluation metric, in the order of the tables.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Metric {
-    /// Share of queries whose first hit is a gold passage, 0 to 1. A failure is a miss. Queries without gold passages and services
-    /// that return no passage ids do not count.
+    /// Top-1 accuracy: share of queries whose first hit is a gold passage, 0 to 1. A failure is a miss. Queries without gold passages,
+    /// and services that return no passage ids, do not count.
     Top1,
-    /// Mean reciprocal rank of the first gold passage among the hits, 0 where there is none. Failures and exclusions as for top-1.
+    /// Mean reciprocal rank (MRR) of the first gold passage among the hits, 0 if none is a hit. A failure counts as 0; exclusions as for
+    /// top-1 accuracy.
     Mrr,
-    /// Reranker score of the first hit, 0 to 1. An empty list of hits counts as 0, the lower end of the scale; a failure does not count.
+    /// Reranker score of the first hit, 0 to 1. Retrieval without hits counts as 0, the lower end of the scale; a failure does not count.
     Top1Score,
-    /// Share of queries won against the teacher by retrieval quality, a tie counts one half.
+    /// Share of queries on which the rewrite retrieves better passages than the teacher's; a tie counts as one half.
     WinRate,
-    /// The judge's score, 0 to 5, over the judged answers.
+    /// Score of the judge, 0 to 5, over the judged answers.
     JudgeScore,
-    /// Total of the reward plugins, relative to the teacher's candidate.
+    /// Total reward, the weighted sum of the reward plugins, relative to the teacher's rewrite.
     Reward,
-    /// Milliseconds to generate the rewrite.
+    /// Time to generate the rewrite, in milliseconds.
     LatencyMs,
     /// Price of 1000 rewrites in the configured currency.
     #[serde(rename = "cost_per_1000")]
@@ -41,7 +42,7 @@ impl Metric {
         Self::CostPer1000,
     ];
 
-    /// The metrics that systems are compared by.
+    /// The metrics in which systems are compared by paired differences.
     pub const COMPARED: [Self; 6] =
         [Self::Top1, Self::Mrr, Self::Top1Score, Self::JudgeScore, Self::Reward, Self::WinRate];
 
@@ -54,7 +55,7 @@ impl Metric {
         self.texts().0
     }
 
-    /// The column head, with the unit.
+    /// Column head with the unit.
     pub(crate) fn label(self) -> &'static str {
         self.texts().1
     }
@@ -95,7 +96,7 @@ impl Metric {
         without_sign_of_zero(format!("{sign}{shown:.decimals$}"))
     }
 
-    /// The value of one record; `None` where the metric does not apply.
+    /// The value of the metric for one record; `None` if it does not apply.
     pub(crate) fn value(self, record: &EvalRecord) -> Option<f64> {
         match self {
             Self::Top1 => reciprocal_rank(record).map(|rank| if rank == 1.0 { 1.0 } else { 0.0 }),
@@ -114,12 +115,13 @@ pub(crate) fn answer(record: &EvalRecord) -> Option<&SystemAnswer> {
     record.outcome.as_ref().ok()
 }
 
-/// The hits of a successful retrieval, which may be none.
+/// The hits of a successful retrieval (maybe none); `None` for a failure.
 pub(crate) fn hits(record: &EvalRecord) -> Option<&[Hit]> {
     answer(record)?.candidate.found()
 }
 
-/// Why a record has no hits: the code of the rejection, or the kind of the retrieval failure. `None` where it has hits.
+/// The reason why a record has no hits: the code of the rejection, or the kind of the retrieval failure. `None` for a successful
+/// retrieval.
 pub(crate) fn failure_code(record: &EvalRecord) -> Option<String> {
     match &record.outcome {
         Err(rejection) => Some(rejection.code.clone()),

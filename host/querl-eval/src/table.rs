@@ -1,4 +1,4 @@
-//! The evaluation as a table for a terminal.
+//! The evaluation as tables for a terminal.
 
 use crate::bootstrap::Interval;
 use crate::evaluation::{Controls, Difference, Evaluation, SecondEvaluation, SeedsEvaluation, StyleEvaluation, Styles};
@@ -12,7 +12,7 @@ use std::fmt::Write as _;
 /// Longest line of the tables, in characters; metrics that do not fit go into a block below.
 const MAX_WIDTH: usize = 100;
 
-/// The verdict on RL, the table of systems, the paired differences, controls, failures and notes. Ends with a line break.
+/// Renders the verdict on RL, the metrics of the systems, paired differences, controls, failures and notes. Ends with a line break.
 pub fn table(evaluation: &Evaluation, facts: &RunFacts) -> String {
     let mut text = head(evaluation, facts);
     let verdict = wrapped(&first_paragraph(evaluation), MAX_WIDTH);
@@ -163,7 +163,7 @@ fn difference_text(metric: Metric, found: Difference) -> String {
     format!("{mean} [{low}, {high}]{}", if found.excludes_zero() { "*" } else { " " })
 }
 
-/// As [`table`] for several runs pooled, followed by the mean differences of each run.
+/// Like [`table`], for several runs pooled, followed by the mean differences of each run.
 pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts) -> String {
     let mut text = format!("{} runs, each query averaged over them\n", evaluation.runs.len());
     text.push_str(&table(&evaluation.pooled, facts));
@@ -171,7 +171,7 @@ pub fn seeds_table(evaluation: &SeedsEvaluation, facts: &RunFacts) -> String {
     text
 }
 
-/// Rows of cells. The first row is the head, the first column has the names.
+/// Rows of table cells: the first row is the head, the first column has the names.
 pub(crate) type Grid = Vec<Vec<String>>;
 
 fn head(evaluation: &Evaluation, facts: &RunFacts) -> String {
@@ -225,7 +225,8 @@ fn head_row(first: &str, metrics: &[Metric]) -> Vec<String> {
     std::iter::once(first).chain(metrics.iter().map(|metric| metric.label())).map(str::to_owned).collect()
 }
 
-/// Aligned columns in blocks of at most [`MAX_WIDTH`], each with the title, unless it is empty, and the column of names.
+/// Renders a table as blocks of aligned columns of at most [`MAX_WIDTH`]; each block repeats the first column, and the title if it is not
+/// empty.
 pub(crate) fn blocks(title: &str, grid: &Grid) -> String {
     let widths: Vec<usize> = (0..grid[0].len())
         .map(|column| grid.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
@@ -270,7 +271,7 @@ fn notes(evaluation: &Evaluation, facts: &RunFacts) -> String {
     lines.iter().fold(String::new(), |text, line| text + line + "\n")
 }
 
-/// One line per system that failed on some queries; also used by the report.
+/// One line for each system that failed on some queries, for tables and reports.
 pub(crate) fn failure_lines(evaluation: &Evaluation) -> Vec<String> {
     let failed = evaluation.systems_in_order().into_iter().filter(|(_, system)| system.n_failed > 0);
     failed

@@ -1,4 +1,4 @@
-//! Words that texts share: what a rewrite keeps of its query, and what it adds of a passage.
+//! Overlap of words between texts: what a rewrite keeps of its query, and what it adds from a passage.
 //!
 //! A word is a run of letters or digits; where words are written without spaces (Chinese), each pair of neighbouring characters is one.
 //! This needs no dictionary and is the same for all languages and tenants.
@@ -23,14 +23,14 @@ fn share(n: usize, of: usize) -> Option<f64> {
     (of > 0).then(|| n as f64 / of as f64)
 }
 
-/// Share of the query's words that the rewrite has, 0 to 1; `None` for a query without words.
+/// Share of the query's words that also occur in the rewrite, 0 to 1; `None` for a query without words.
 pub(crate) fn kept_terms(query: &str, rewrite: &str) -> Option<f64> {
     let (query, rewrite) = (distinct_terms(query), distinct_terms(rewrite));
     share(query.intersection(&rewrite).count(), query.len())
 }
 
-/// Share of the rewrite's words that one of the passages `gold` has and the query has not, 0 to 1; `None` without passages and for a rewrite
-/// without words.
+/// Share of the rewrite's words that occur in one of the passages `gold` but not in the query, 0 to 1; `None` without passages or for a
+/// rewrite without words.
 pub fn new_gold_terms(query: &str, rewrite: &str, gold: &[String]) -> Option<f64> {
     if gold.is_empty() {
         return None;

@@ -1,4 +1,4 @@
-//! Text and numbers for terminals and pages: column widths, digits, characters that must not reach a terminal.
+//! Formatting of text and numbers for terminals and pages: column widths, digits, removal of control characters.
 
 use unicode_width::{UnicodeWidthChar, UnicodeWidthStr};
 
@@ -40,8 +40,8 @@ pub fn cut(text: &str, width: usize) -> String {
     start + "…"
 }
 
-/// `text` in lines of at most `width` terminal columns, nothing left out: broken at a space, a longer word anywhere. All lines but the first
-/// are indented by two columns more.
+/// `text` wrapped into lines of at most `width` terminal columns without loss: at spaces, and within a word that is longer. All lines but
+/// the first are indented by two more columns.
 pub fn folded(text: &str, width: usize) -> Vec<String> {
     let n_indent = text.chars().take_while(|c| *c == ' ').count() + 2;
     let indent = " ".repeat(n_indent.min(width / 2));
@@ -76,11 +76,11 @@ pub(crate) fn wrapped(text: &str, width: usize) -> Vec<String> {
     lines
 }
 
-/// How the numbers of one table are written: four digits for the largest, so that columns line up.
+/// Number format of a table column: four digits for the largest value, so that numbers line up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Digits {
     Decimals(usize),
-    /// For values below 1e-3 or from 1e9.
+    /// Scientific notation, for values below 1e-3 or from 1e9.
     Scientific,
 }
 
@@ -100,7 +100,7 @@ impl Digits {
         self.number(value, "")
     }
 
-    /// A difference, with its sign.
+    /// A difference with its sign, formatted.
     pub(crate) fn signed(self, value: f64) -> String {
         self.number(value, plus(value))
     }
@@ -113,24 +113,24 @@ impl Digits {
     }
 }
 
-/// The sign to write before a difference.
+/// `+` for a positive value, otherwise empty: a negative value is formatted with its sign.
 pub(crate) fn plus(value: f64) -> &'static str {
     if value > 0.0 { "+" } else { "" }
 }
 
-/// "-0.000" and "+0.000" suggest a direction that the digits do not show.
+/// `text` without the sign of a value that is rounded to zero, such as `-0.000` or `+0.000`.
 pub(crate) fn without_sign_of_zero(text: String) -> String {
     if text.bytes().any(|byte| (b'1'..=b'9').contains(&byte)) { text } else { text.replace(['+', '-'], "") }
 }
 
-/// Written where a figure does not apply.
+/// Written in place of a value that does not apply.
 pub(crate) const NOT_APPLICABLE: &str = "-";
 
 pub(crate) fn or_dash<T>(value: Option<T>, format: impl FnOnce(T) -> String) -> String {
     value.map_or_else(|| NOT_APPLICABLE.to_owned(), format)
 }
 
-/// `12 (40.0 %)`.
+/// A count with its percentage: `12 (40.0 %)`.
 pub(crate) fn counted(n: u64, of: u64) -> String {
     if of == 0 { n.to_string() } else { format!("{n} ({:.1} %)", 100.0 * n as f64 / of as f64) }
 }

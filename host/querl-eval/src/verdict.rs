@@ -1,4 +1,4 @@
-//! Whether reinforcement learning earned its cost: three sentences at the top of every report.
+//! The verdict on reinforcement learning: three sentences at the top of every report that say whether RL was worth its cost.
 
 use crate::evaluation::{Difference, Evaluation};
 use crate::metric::Metric;
@@ -33,7 +33,7 @@ impl Outcome {
     }
 }
 
-/// What a report begins with: [`rl_verdict`], after a sentence on each trained system that hardly rewrites.
+/// The first paragraph of a report: [`rl_verdict`], after a sentence on each trained system that hardly changes the queries.
 pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
     let controls = evaluation.controls.as_ref();
     let unchanged = [("rl", "RL"), ("sft", "SFT")].into_iter().filter_map(|(system, name)| {
@@ -48,8 +48,8 @@ pub(crate) fn first_paragraph(evaluation: &Evaluation) -> String {
     unchanged.chain(rl_verdict(evaluation)).collect::<Vec<_>>().join(" ")
 }
 
-/// Three sentences: RL against the raw queries, SFT and the teacher; the same on the second retriever; whether RL earned its cost. Empty for
-/// an evaluation without RL or without anything to compare it with.
+/// Three sentences: RL compared with the raw queries, SFT and the teacher; the same on the second retriever; whether RL was worth its
+/// cost. Empty for an evaluation without RL or without a system to compare it with.
 pub fn rl_verdict(evaluation: &Evaluation) -> Vec<String> {
     let found = |rival: &str, metric: Metric| {
         evaluation.pairs.get(&format!("rl-{rival}")).and_then(|pair| pair.get(&metric).copied().flatten())

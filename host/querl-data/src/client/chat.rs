@@ -1,5 +1,5 @@
-//! Chat completions at OpenAI-compatible endpoints, for teacher and judge, and the differences between providers: parameter names, and
-//! parameters that they reject.
+//! Client of OpenAI-compatible chat completions, for teacher and judge; handles parameter names and unsupported parameters of different
+//! providers.
 //!
 //! Sources: the providers' references of `chat/completions` (OpenAI, DeepSeek, Alibaba Cloud Model Studio, vLLM, llama.cpp's server,
 //! Ollama).
@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Token counts above this are implausible and ignored.
 const MOST_TOKENS: u64 = 1_000_000_000;
 
-/// An OpenAI-compatible endpoint with one model.
+/// Client of one model at an OpenAI-compatible endpoint.
 #[derive(Debug)]
 pub(crate) struct ChatClient {
     caller: Caller,
@@ -29,7 +29,7 @@ pub(crate) struct ChatClient {
 }
 
 impl ChatClient {
-    /// `section` is `teacher` or `judge`, for messages.
+    /// Opens the client without a request; `section` (`teacher` or `judge`) is named in messages.
     pub(crate) fn open(section: &str, endpoint: EndpointConfig, services: &ServiceContext) -> Result<Self, DataError> {
         let missing = |key: &str| DataError::setting(format!("{section}.{key}"), "is not set; kind `openai` needs it");
         let base_url = endpoint.base_url.as_deref().ok_or_else(|| missing("base_url"))?;
@@ -133,7 +133,7 @@ impl ChatClient {
         }
     }
 
-    /// Cost of a number of prompt and completion tokens; `None` without prices.
+    /// Cost of (prompt, completion) tokens in the configured currency; `None` without configured prices.
     pub(crate) fn cost(&self, (prompt_tokens, completion_tokens): (u64, u64)) -> Option<f64> {
         let prompt = prompt_tokens as f64 * self.endpoint.price_prompt_per_million?;
         let completion = completion_tokens as f64 * self.endpoint.price_completion_per_million?;
@@ -141,8 +141,8 @@ impl ChatClient {
     }
 }
 
-/// Estimated number of tokens of a conversation: a Chinese character counts as one token, four other characters as one, plus four per
-/// message. Used for rate limits, for cost estimates, and if a service reports no usage.
+/// Estimated number of tokens of a conversation: 1 per Chinese character, 1 per four other characters, and 4 per message. Used for rate
+/// limits and cost estimates, and as usage if a service reports none.
 pub fn prompt_tokens(messages: &[Message]) -> u64 {
     messages.iter().map(|message| estimated_tokens(&message.content) + 4).sum()
 }
@@ -189,7 +189,7 @@ fn content_text(content: &Value) -> String {
     }
 }
 
-/// The rules of one model at one endpoint.
+/// Request parameters that one model at one endpoint supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ProviderRules {
     limit: &'static str,
@@ -210,7 +210,7 @@ enum ReasoningParameter {
 }
 
 impl ProviderRules {
-    /// The rules for `model` at `base_url`; `section` of the configuration is named in errors.
+    /// The parameters for `model` at `base_url`; `section` of the configuration is named in errors.
     pub(crate) fn of(section: &str, endpoint: &EndpointConfig, base_url: &str, model: &str) -> Result<Self, DataError> {
         let provider = detect_provider(endpoint.provider, base_url);
         let refuse = |key: &str, what: String| Err(DataError::setting(format!("{section}.{key}"), what));

@@ -1,5 +1,5 @@
-//! Calls to external services: the service context that all calls of a run share, deadlines and the stop flag; in the submodules HTTP,
-//! the response cache, the budget, chat completions and the batch API.
+//! Calls to external services. This file has the service context that all calls of a run share, deadlines and the stop flag; the
+//! submodules have HTTP, response cache, budget, chat completions and the batch API.
 
 pub(crate) mod batch;
 pub(crate) mod chat;
@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// HTTP settings, spend tracker, response cache and stop flag of external calls. One for a whole run.
+/// HTTP settings, spend tracker, response cache and stop flag that all external calls of a run share.
 #[derive(Clone, Default)]
 pub struct ServiceContext {
     pub(crate) config: CallsConfig,
@@ -27,7 +27,7 @@ pub struct ServiceContext {
     pub(crate) keys: KeyAccess,
 }
 
-/// Whether the keys of services are read.
+/// Whether API keys are read from the environment and files.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum KeyAccess {
     #[default]
@@ -36,36 +36,36 @@ pub(crate) enum KeyAccess {
 }
 
 impl ServiceContext {
-    /// With the call settings of a configuration, a new spend tracker and no response cache.
+    /// A context with the call settings of a configuration, a new spend tracker and no response cache.
     pub fn new(config: &CallsConfig) -> Self {
         Self { config: config.clone(), ..Self::default() }
     }
 
-    /// Counts spend in `tracker`.
+    /// Counts the spend of all calls in `tracker`.
     #[must_use]
     pub fn with_spend_tracker(self, tracker: Arc<SpendTracker>) -> Self {
         Self { tracker, ..self }
     }
 
-    /// Uses `cache`; retrieval responses expire after `retrieval_ttl`.
+    /// Caches responses in `cache`; those of retrieval expire after `retrieval_ttl`.
     #[must_use]
     pub fn with_cache(self, cache: Arc<ResponseCache>, retrieval_ttl: Duration) -> Self {
         Self { cache: Some(cache), retrieval_ttl, ..self }
     }
 
-    /// Ignores retrieval responses that were cached before now: the knowledge base may have changed.
+    /// Ignores cached retrieval responses from before this call: the knowledge base may have changed.
     #[must_use]
     pub fn with_fresh_retrievals(self) -> Self {
         Self { fresh_since: Some(Instant::now()), ..self }
     }
 
-    /// Sends and retries no request once `stop` is set.
+    /// Stops sending requests and retries once `stop` is true.
     #[must_use]
     pub fn until(self, stop: &'static AtomicBool) -> Self {
         Self { stop: StopFlag::new(stop), ..self }
     }
 
-    /// For an estimate, which calls no service: clients are opened without their keys.
+    /// A context that opens clients without API keys, for a cost estimate that calls no service.
     #[must_use]
     pub fn without_keys(self) -> Self {
         Self { keys: KeyAccess::Ignore, ..self }
@@ -75,7 +75,7 @@ impl ServiceContext {
         Self { config, ..self.clone() }
     }
 
-    /// The spend tracker of the run.
+    /// The spend tracker of these calls.
     pub fn spend_tracker(&self) -> &Arc<SpendTracker> {
         &self.tracker
     }
@@ -96,7 +96,7 @@ tokio::task_local! {
     static QUEUE_TIME: Arc<QueueTime>;
 }
 
-/// The result of `call`. `None` if it takes longer than `limit`, time in queues excluded; the call is then dropped.
+/// Runs `call` and drops it after `limit`, which does not include its time in queues; `None` if it was dropped.
 pub async fn within_deadline<T>(limit: Duration, call: impl Future<Output = T>) -> Option<T> {
     let (started, queue_time) = (Instant::now(), Arc::new(QueueTime::default()));
     let mut call = std::pin::pin!(QUEUE_TIME.scope(queue_time.clone(), call));
@@ -159,7 +159,7 @@ impl QueueTime {
 
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Set once the user interrupts the run.
+/// Flag that is set when the user interrupts the run.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct StopFlag(Option<&'static AtomicBool>);
 
@@ -172,7 +172,7 @@ impl StopFlag {
         self.0.is_some_and(|flag| flag.load(Ordering::Relaxed))
     }
 
-    /// The result of `wait`; `None` once the flag is set.
+    /// Awaits `wait` until the flag is set; `None` if it was set first.
     pub(crate) async fn before<T>(self, wait: impl Future<Output = T>) -> Option<T> {
         if self.0.is_none() {
             return Some(wait.await);

@@ -1,4 +1,4 @@
-//! Spend of calls by stage and provider, over all processes of a run, and the budget that stops them.
+//! Spend of external calls by stage and provider, over all processes of a run, and the budget that limits it.
 
 use crate::error::DataError;
 use querl_core::fsx::{ReadError, json_problem, read_bounded};
@@ -21,29 +21,29 @@ const MAX_FILE_BYTES: u64 = 16 << 20;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Spend {
-    /// Calls, each with all its attempts.
+    /// Number of calls; a call includes its retries.
     pub calls: u64,
-    /// Calls without a response.
+    /// Number of calls that failed in all attempts.
     pub failed: u64,
-    /// Attempts: requests that were sent, retries included.
+    /// Number of requests sent, retries included.
     pub tries: u64,
-    /// Requests answered by the response cache.
+    /// Number of requests answered from the response cache.
     pub cached: u64,
-    /// Single-flight requests: answered by the call of a concurrent identical request.
+    /// Number of requests answered by a concurrent identical request (single-flight).
     pub joined: u64,
-    /// Prompt tokens.
+    /// Number of prompt tokens.
     pub prompt_tokens: u64,
-    /// Completion tokens.
+    /// Number of completion tokens.
     pub completion_tokens: u64,
-    /// Responses without token counts, which are estimated.
+    /// Number of responses without token counts, whose tokens are estimated.
     pub estimated: u64,
-    /// Cost of responses, in the configured currency.
+    /// Cost of the responses, in the configured currency.
     pub cost: f64,
-    /// Attempts whose response was lost: they may have been charged.
+    /// Number of requests whose response was lost: the service may have charged them.
     pub lost: u64,
-    /// Maximum cost of lost attempts.
+    /// Maximum cost of the lost requests, in the configured currency.
     pub lost_cost: f64,
-    /// Responses without a known price.
+    /// Number of responses without a known price, which `cost` does not include.
     pub unpriced: u64,
 }
 
@@ -64,7 +64,7 @@ impl std::ops::AddAssign<&Spend> for Spend {
     }
 }
 
-/// By stage, then by provider: `rewrite`, `teacher gpt-5`.
+/// Spend by stage, then by provider; for example `rewrite`, then `teacher gpt-5`.
 pub type SpendByStage = BTreeMap<String, BTreeMap<String, Spend>>;
 
 /// Counts spend and enforces the budget of a run.
@@ -82,7 +82,7 @@ struct State {
     stage: String,
     by_stage: SpendByStage,
     in_flight: Reserved,
-    /// The same with a budget, by stage and provider.
+    /// Reservations of calls in flight under a budget, by stage and provider; the spend file counts them as lost.
     open: BTreeMap<CallKey, Reserved>,
     held: Reserved,
     saved: Option<Instant>,
@@ -117,27 +117,27 @@ enum BudgetCheck {
 }
 
 impl SpendTracker {
-    /// Opens the file at `path`, with the spend of earlier processes of the run.
+    /// Opens the spend file at `path`, with the spend of earlier processes of the run; `budget` is in the configured currency.
     ///
     /// # Errors
-    /// The file is invalid.
+    /// The file is invalid or cannot be read.
     pub fn open(path: &Path, budget: Option<f64>) -> Result<Self, DataError> {
         let by_stage = read_spend(path)?;
         let state = State { by_stage, ..State::default() };
         Ok(Self { path: Some(path.to_owned()), budget, state: Mutex::new(state), settled: Notify::new() })
     }
 
-    /// Counts further calls for `stage`.
+    /// Counts the spend of all further calls for `stage`.
     pub fn begin(&self, stage: &str) {
         self.state().stage = stage.to_owned();
     }
 
-    /// By stage and provider, all processes of the run together.
+    /// Spend by stage and provider, summed over all processes of the run.
     pub fn by_stage(&self) -> SpendByStage {
         self.state().by_stage.clone()
     }
 
-    /// Total of one stage without file transfers.
+    /// Total spend of one stage, without file transfers of batches.
     pub fn of_stage(&self, stage: &str) -> Spend {
         let mut total = Spend::default();
         let state = self.state();
@@ -146,10 +146,10 @@ impl SpendTracker {
         total
     }
 
-    /// Writes the file, if the tracker has one.
+    /// Writes the spend file, if the tracker has one.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be written.
     pub fn save(&self) -> Result<(), DataError> {
         let Some(path) = &self.path else { return Ok(()) };
         let mut state = self.state();
@@ -167,8 +167,8 @@ impl SpendTracker {
         querl_core::fsx::write_atomic(path, &bytes).map_err(|error| DataError::write(path, error))
     }
 
-    /// Reserves the highest cost of a request to `provider` while it is in flight, and writes it to the file: a kill cannot lose it. Where
-    /// reservations of others leave too little, waits for their real cost.
+    /// Reserves the maximum cost of a request to `provider` while it is in flight, and writes it to the spend file, so that a kill cannot
+    /// lose it. If the reservations of other requests leave too little budget, waits until their actual cost is known.
     pub(crate) async fn reserve(self: &Arc<Self>, provider: &str, max_cost: f64) -> Result<Reservation, CallFailure> {
         let reservation = self.reserve_in_memory(provider, max_cost).await?;
         if reservation.key.is_some() {
@@ -201,7 +201,7 @@ impl SpendTracker {
         }
     }
 
-    /// Reserves the highest cost of a batch.
+    /// Reserves the maximum cost of a batch.
     pub(crate) fn reserve_for_batch(self: &Arc<Self>, max_cost: f64) -> Result<Reservation, CallFailure> {
         let mut state = self.state();
         match self.check_budget(&state, max_cost)? {
@@ -262,7 +262,7 @@ impl SpendTracker {
         self.add(provider, &Spend { cached: 1, ..Spend::default() });
     }
 
-    /// Counts `n` requests of unknown outcome, each of highest cost `max_cost`.
+    /// Counts `n` requests of unknown outcome, each with a cost of up to `max_cost`.
     pub(crate) fn count_lost(&self, provider: &str, n: u64, max_cost: f64) {
         self.add(provider, &Spend { lost: n, lost_cost: n as f64 * max_cost, ..Spend::default() });
     }
@@ -300,15 +300,15 @@ impl State {
     }
 }
 
-/// True for the provider name of the file transfers of batches.
+/// True if `provider` is the name under which the file transfers of batches are counted.
 pub fn is_file_transfer(provider: &str) -> bool {
     provider.ends_with(" (batch) files")
 }
 
-/// The spend recorded at `path`; empty where there is no file.
+/// Reads the spend file at `path`; empty if there is none.
 ///
 /// # Errors
-/// The file is invalid.
+/// The file is invalid or cannot be read.
 pub fn read_spend(path: &Path) -> Result<SpendByStage, DataError> {
     match read_bounded(path, MAX_FILE_BYTES) {
         Ok(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
@@ -326,13 +326,13 @@ pub(super) enum ReservationKind {
     Batch,
 }
 
-/// A reserved part of the budget, released on drop.
+/// A reserved part of the budget, which is released on drop.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     tracker: Arc<SpendTracker>,
     max_cost: f64,
     kind: ReservationKind,
-    /// Of a call that the file has as lost until it ends.
+    /// Stage and provider of a call that the spend file counts as lost until it ends; `None` for a batch or without a budget.
     key: Option<CallKey>,
 }
 
@@ -357,13 +357,13 @@ pub(crate) struct Usage {
     pub(crate) cost: Option<f64>,
 }
 
-/// Spend of one call with all its attempts, counted on drop.
+/// Spend of one call with all its attempts, added to the tracker on drop.
 #[derive(Debug)]
 pub(crate) struct CallSpend {
     tracker: Arc<SpendTracker>,
     provider: String,
     spent: Spend,
-    /// For the attempt in flight, and for its response until that is charged.
+    /// Reservation of the attempt in flight, held until its response is charged.
     reservation: Option<Reservation>,
     n_sent: u64,
     is_under_way: bool,
@@ -396,7 +396,7 @@ impl CallSpend {
         self.is_under_way = false;
     }
 
-    /// The attempt was rejected or never connected: it costs nothing.
+    /// Records that the attempt was rejected or never connected, and so costs nothing.
     pub(crate) fn refused(&mut self) {
         self.is_under_way = false;
         self.reservation = None;
@@ -409,7 +409,7 @@ impl CallSpend {
         self.settle();
     }
 
-    /// The response cannot be used, and was charged.
+    /// Records that the attempt was charged although its response cannot be used.
     pub(crate) fn unusable(&mut self, usage: Usage) {
         self.is_under_way = false;
         self.charged(usage);

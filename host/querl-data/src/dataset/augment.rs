@@ -1,4 +1,4 @@
-//! Augmentation of dialogues for training.
+//! Data augmentation of dialogues for the training of the style classifier.
 //!
 //! A copy has a changed answer: a sentence is deleted, two neighbouring sentences are swapped, or a twentieth of the characters is
 //! deleted. The label is assumed to stay the same, so copies are for training only.
@@ -9,12 +9,12 @@ use querl_core::fsx::digest_hex;
 /// Separates question and answer in the text of a dialogue.
 const ANSWER: &str = "\n回答：";
 const SENTENCE_ENDS: [char; 7] = ['。', '！', '？', '!', '?', '；', '\n'];
-/// Share of characters.
+/// Fraction of the answer's characters that random deletion removes.
 const DELETION_RATE: f64 = 0.05;
 /// Attempts per copy; a short answer may have no further variant.
 const ATTEMPTS: usize = 8;
 
-/// Up to `n` distinct changed copies of a text, deterministic by seed.
+/// Up to `n` distinct augmented copies of a dialogue's text, deterministic for a `seed`.
 ///
 /// Source: random swap and random deletion of Wei and Zou 2019, "EDA: Easy Data Augmentation Techniques for Boosting Performance on Text
 /// Classification Tasks", with sentences in place of words.

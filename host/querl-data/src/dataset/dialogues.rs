@@ -9,32 +9,32 @@ use std::fs::File;
 use std::io::{self, BufReader, Read};
 use std::path::Path;
 
-/// A question and its answer in one text, with label and metadata.
+/// A question and its answer as one text, with style label and metadata.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Dialogue {
-    /// `用户问题：...\n回答：...`
+    /// Question and answer: `用户问题：...\n回答：...`
     pub input: String,
-    /// The answer's style, trimmed; `None` in a file without labels.
+    /// Style label of the answer, trimmed; `None` in a file without labels.
     pub label: Option<String>,
     /// The label in English; `None` if the file has none.
     pub label_english: Option<String>,
-    /// Dialogues of a group must be in the same split: `metadata.group`, else the text itself.
+    /// Group for splits: dialogues of the same group are always in the same split. `metadata.group`, or the text itself if not set.
     pub group: String,
-    /// `metadata.boundary`: the class with which it may be confused.
+    /// `metadata.boundary`: the style class that this dialogue may be confused with.
     pub boundary: Option<String>,
-    /// Location in the file, for messages.
+    /// Location of the dialogue in its file, for messages.
     pub location: DialogueLocation,
 }
 
 /// Location of a dialogue in its file, counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DialogueLocation {
-    /// Number in a JSON list, and the line on which it begins.
+    /// Index in a JSON list, and the line on which the item begins.
     #[allow(missing_docs)]
     Item { number: usize, line: usize },
     /// Line of a JSON lines file.
     Line(usize),
-    /// Row of a table, header included.
+    /// Row of a table; the header is row 1.
     Row(usize),
 }
 
@@ -49,7 +49,7 @@ impl fmt::Display for DialogueLocation {
 }
 
 impl DialogueLocation {
-    /// Number of the list item, line or row.
+    /// The number of the list item, line or row.
     pub fn number(self) -> usize {
         match self {
             Self::Item { number, .. } | Self::Line(number) | Self::Row(number) => number,
@@ -64,12 +64,12 @@ const METADATA: [&str; 2] = ["group", "boundary"];
 /// Maximum size of a JSON list, which is held in memory.
 const MAX_LIST_BYTES: u64 = 256 << 20;
 
-/// Reads a JSON list or JSON lines of objects with `input`, `label`, `label_english` and `metadata`; or a table (`.xlsx`, `.csv`, `.tsv`,
-/// `.parquet`) with the columns `input` (or `question` and `answer`), `label`, `label_english`, `group` and `boundary`. Other columns are
-/// ignored.
+/// Reads dialogues from a JSON list or JSON lines of objects with `input`, `label`, `label_english` and `metadata`, or from a table
+/// (`.xlsx`, `.csv`, `.tsv`, `.parquet`) with the columns `input` (or `question` and `answer`), `label`, `label_english`, `group` and
+/// `boundary`. Other columns are ignored.
 ///
 /// # Errors
-/// The file cannot be read or is empty, or a field is missing or invalid; with line and field.
+/// The file cannot be read or is empty, or a field is missing or invalid; the message has line and field.
 pub fn read_dialogues(path: &Path) -> Result<Vec<Dialogue>, DataError> {
     let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
     let items = match extension.as_deref() {

@@ -1,5 +1,5 @@
-//! Finds queries of the held-out splits that are also in the training split: equal up to width, case, space and punctuation, or nearly
-//! equal.
+//! Leak detection: finds queries of the held-out splits that are also in the training split, either equal up to width, case, space and
+//! punctuation, or nearly equal.
 //!
 //! The similarity of two rows is the smaller of those of their queries and of their contexts: the Jaccard similarity of the pairs of
 //! neighbouring characters. Candidates come from MinHash signatures in bands (Broder 1997; Leskovec, Rajaraman, Ullman, "Mining of
@@ -19,7 +19,7 @@ use serde::Serialize;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-/// Maximum number of listed leaks of a split; all are counted.
+/// Maximum number of leaks that are listed for a split; the counts include all.
 pub(super) const MAX_LISTED: usize = 100;
 
 /// Maximum length of a query in a sentence.
@@ -28,37 +28,37 @@ const EXCERPT_CHARS: usize = 40;
 /// Number of rows between calls of the progress callback `watch`, which also checks for interrupts.
 const PROGRESS_ROWS: u64 = 1024;
 
-/// Held-out rows that also appear in training data.
+/// Rows of a held-out split that are also in the training split.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Leaks {
-    /// Number of rows of the split.
+    /// Number of rows of the held-out split.
     pub n_rows: usize,
-    /// Number of rows that are similar to a training row.
+    /// Number of held-out rows that are similar to a training row.
     pub n_leaked: usize,
-    /// The first leaks.
+    /// The first leaks, at most 100; `n_leaked` counts all.
     pub rows: Vec<Leak>,
-    /// Number of other rows with the query of a training row, after another profile or history.
+    /// Number of other held-out rows whose query is in the training split with another profile or history; not counted as leaks.
     pub n_same_query: usize,
-    /// The first of these rows.
+    /// The first rows of `n_same_query`, at most 100.
     pub same_query: Vec<Leak>,
 }
 
-/// A held-out row and a similar training row.
+/// A held-out row and a training row that is similar to it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Leak {
-    /// Row in the query table.
+    /// Number of the held-out row in the query table.
     pub row: usize,
     /// Query of the held-out row.
     pub query: String,
-    /// Row of the training split.
+    /// Number of the training row in the query table.
     pub train_row: usize,
     /// Query of the training row.
     pub train_query: String,
-    /// 1 if they are equal up to width, case, space and punctuation; at most 0.99 otherwise.
+    /// Similarity of the two rows: 1 if they are equal up to width, case, space and punctuation, otherwise at most 0.99.
     pub similarity: f64,
 }
 
-/// The queries of the rows of a dataset.
+/// The rows of a dataset, read as rows of queries.
 pub struct DatasetQueries<'a>(pub &'a dyn Rows<DatasetRow>);
 
 impl Rows<QueryRow> for DatasetQueries<'_> {
@@ -67,13 +67,13 @@ impl Rows<QueryRow> for DatasetQueries<'_> {
     }
 }
 
-/// The rows of a table that go to one split.
+/// The rows of a query table that are in one split.
 pub struct SplitRows<'a> {
-    /// Rows of all splits.
+    /// The query table, with the rows of all splits.
     pub table: &'a dyn Rows<QueryRow>,
-    /// Splits of the table's rows.
+    /// The split of each row.
     pub splits: &'a RowSplits,
-    /// The split to read.
+    /// The split whose rows are read.
     pub split: Split,
 }
 
@@ -87,13 +87,13 @@ impl Rows<QueryRow> for SplitRows<'_> {
     }
 }
 
-/// Compares each row of `held_out` with each row of `train`, which is read once. Held-out rows are in memory, at about a kilobyte plus 11
-/// bytes per character; training rows are not.
+/// Compares each row of the `held_out` splits with each row of `train`, which is read once. Held-out rows are held in memory (about 1 KB
+/// plus 11 bytes per character each); training rows are not.
 ///
-/// `watch` is called with the number of rows read, every [`PROGRESS_ROWS`] rows.
+/// `watch` is called with the number of rows read so far, every [`PROGRESS_ROWS`] rows.
 ///
 /// # Errors
-/// Rows cannot be read, or that of `watch`.
+/// Rows cannot be read, or `watch` returned an error.
 pub fn find_leaks<const N: usize, E: From<DataError>>(
     train: &dyn Rows<QueryRow>,
     held_out: [&dyn Rows<QueryRow>; N],
@@ -198,7 +198,7 @@ impl LeakSearch {
 }
 
 impl Leaks {
-    /// A sentence about the leaks of a split; `None` without leaks.
+    /// A sentence on the number of leaks of a split, with the first as example; `None` without leaks.
     pub fn sentence(&self, split: Split) -> Option<String> {
         let Self { n_rows, n_leaked, .. } = self;
         let first = self.rows.first()?;
@@ -207,7 +207,7 @@ impl Leaks {
         Some(format!("{what}: {} (similarity {:.2})", first.pair(), first.similarity))
     }
 
-    /// A sentence about queries of a split that are in train after another profile or history; `None` without such queries.
+    /// A sentence on the queries of a split that are in train with another profile or history; `None` without such queries.
     pub fn same_query_sentence(&self, split: Split) -> Option<String> {
         let Self { n_rows, n_same_query, .. } = self;
         let first = self.same_query.first()?;
@@ -232,8 +232,8 @@ fn shown(query: &str) -> String {
 const N_BANDS: usize = 20;
 const BAND_HASHES: usize = 6;
 
-/// Maximum number of candidates per band of a training row. A band that more rows share comes from text that they have in common; similar
-/// rows share other bands, too.
+/// Maximum number of rows per LSH band with which a row is compared. A band that more rows share comes from text that all of them have;
+/// similar rows also share other bands.
 pub(crate) const MAX_OF_BAND: usize = 64;
 
 /// Held-out rows by text and by the bands of their signatures.
@@ -300,7 +300,7 @@ impl Candidates {
     }
 }
 
-/// LSH bands of a row's MinHash signatures: of query and context together, and, for a row with a context, of the query alone.
+/// LSH bands of a row's MinHash signatures: of query and context together, and of the query alone if the row has a context.
 pub(crate) fn bands_of(shingles: &Shingles) -> impl Iterator<Item = u64> {
     let query = (!shingles.context.is_empty()).then(|| signature(shingles.query(), N_BANDS));
     signature(shingles.all(), 0).into_iter().chain(query.into_iter().flatten())
@@ -322,16 +322,16 @@ fn signature(shingles: impl Iterator<Item = u64>, first: usize) -> [u64; N_BANDS
 /// Similarity of different texts with the same pairs: "哈哈" and "哈哈哈".
 const NEARLY: f64 = 0.99;
 
-/// Sorted distinct pairs of neighbouring characters of a row's normalised texts; a text of one character is a pair of its own.
+/// Shingles of a row: sorted distinct character bigrams of its normalised texts; a text of one character is its own shingle.
 pub(crate) struct Shingles {
     query: Box<[u64]>,
     context: Arc<[u64]>,
     query_text: u64,
-    /// Hash of the normalised texts.
+    /// Hash of the row's normalised texts.
     pub(crate) text: u64,
 }
 
-/// Contexts of rows, each stored once.
+/// Interned shingles of contexts: equal contexts of several rows are stored once.
 #[derive(Default)]
 pub(crate) struct Contexts(HashSet<Arc<[u64]>>);
 
@@ -359,7 +359,8 @@ impl Shingles {
         }
     }
 
-    /// The smaller of the similarities of queries and contexts; that of the queries if it is below `least`.
+    /// Similarity of two rows: the smaller of the Jaccard similarities of queries and contexts; only that of the queries if it is below
+    /// `least`.
     pub(crate) fn similarity(&self, other: &Self, least: f64) -> f64 {
         let of_queries = jaccard(&self.query, &other.query);
         if of_queries < least {

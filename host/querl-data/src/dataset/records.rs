@@ -1,4 +1,4 @@
-//! Rows and records in files: read as often as needed, so that memory never holds all of them, and the journal of a stage.
+//! Rows and records in files. They are read whenever they are needed and not held in memory. Also the journal of a stage.
 
 use crate::error::DataError;
 use querl_core::fsx::{AtomicFile, NumberedLine, ReadError, UTF8_MARK, open_jsonl};
@@ -11,12 +11,12 @@ use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Iterator over [`Rows`].
+/// Iterator over the rows of [`Rows`].
 pub type RowIter<'a, T> = Box<dyn Iterator<Item = Result<T, DataError>> + 'a>;
 
-/// A sequence of rows that can be read more than once, with the same result each time.
+/// A sequence of rows that can be read several times and is the same each time.
 pub trait Rows<T> {
-    /// Reads from the first row.
+    /// Reads all rows from the first.
     ///
     /// # Errors
     /// The source cannot be opened, or has changed since the first reading.
@@ -28,7 +28,7 @@ pub trait Rows<T> {
     }
 }
 
-/// A file that must not change between readings.
+/// A file with a check that it has not changed between readings.
 #[derive(Debug)]
 pub(crate) struct UnchangedFile {
     pub(crate) path: PathBuf,
@@ -44,7 +44,7 @@ impl UnchangedFile {
         if version(&self.path) == self.version { Ok(()) } else { Err(changed_meanwhile(Some(&self.path))) }
     }
 
-    /// The rows, followed by an error if the file changed while they were read.
+    /// The rows of this file, followed by an error if the file changed while they were read.
     pub(crate) fn guard<'a, T: 'a>(&'a self, rows: impl Iterator<Item = Result<T, DataError>> + 'a) -> RowIter<'a, T> {
         let last = std::iter::once_with(|| self.check().err().map(Err));
         Box::new(rows.chain(last.flatten()))
@@ -70,7 +70,7 @@ impl<T: Clone> Rows<T> for Vec<T> {
     }
 }
 
-/// The records of a stage in a JSON lines file.
+/// The output of a stage: a JSON lines file of records of type `T`.
 #[derive(Debug)]
 pub struct RecordFile<T> {
     file: UnchangedFile,
@@ -78,7 +78,7 @@ pub struct RecordFile<T> {
 }
 
 impl<T> RecordFile<T> {
-    /// The records in `path`.
+    /// The record file at `path`, which is opened when it is read.
     pub fn new(path: &Path) -> Self {
         Self { file: UnchangedFile::new(path), of: PhantomData }
     }
@@ -96,7 +96,7 @@ impl<T: DeserializeOwned + 'static> Rows<T> for RecordFile<T> {
     }
 }
 
-/// Writes the output of a stage.
+/// Writes the output of a stage to a temporary file that replaces the output on commit.
 pub struct RecordWriter {
     path: PathBuf,
     file: AtomicFile,
@@ -104,7 +104,7 @@ pub struct RecordWriter {
 }
 
 impl RecordWriter {
-    /// Starts to write `path`, which exists once it is committed.
+    /// Opens a writer for `path`; the file appears there on [`commit`](Self::commit).
     ///
     /// # Errors
     /// The file cannot be written.
@@ -122,7 +122,7 @@ impl RecordWriter {
         self.file.write_line(record).map_err(|error| DataError::write(&self.path, error))
     }
 
-    /// Number of records so far.
+    /// Number of records written so far.
     pub fn n(&self) -> u64 {
         self.n
     }
@@ -146,13 +146,13 @@ fn of_record(error: ReadError) -> DataError {
     }
 }
 
-/// A record that later runs reuse.
+/// A record that a later run of the same stage can reuse.
 pub trait JournalRecord: Serialize + DeserializeOwned + 'static {
-    /// Hash of the request; `None` for a failed record, which is tried again.
+    /// Hash of the request that led to the record; `None` for a failed record, which is tried again.
     fn key(&self) -> Option<u64>;
 }
 
-/// Byte offset of a record in the output or its journal, or why there is none.
+/// Byte offset of a record in the stage's output or journal, or a marker that there is no record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RecordLocation(u64);
 
@@ -215,7 +215,7 @@ impl<T: JournalRecord> Journal<T> {
         self.earlier.get(&key).copied()
     }
 
-    /// Number of records of earlier runs.
+    /// Number of records from earlier runs.
     pub fn n_earlier(&self) -> usize {
         self.earlier.len()
     }

@@ -1,4 +1,5 @@
-//! Splits rows into train, val and test by group, so that no paraphrase of a test query is trained on; or by the files of a dataset.
+//! Splits rows into train, val and test, either by group, so that no paraphrase of a test query is in train, or by the files of a
+//! dataset.
 
 use crate::error::DataError;
 use crate::table::DatasetFiles;
@@ -6,17 +7,17 @@ use querl_core::config::DataConfig;
 use querl_core::records::{QueryRow, Split};
 use sha2::{Digest, Sha256};
 
-/// The split of every row.
+/// The assignment of rows to splits.
 #[derive(Debug, Clone, PartialEq)]
 pub enum RowSplits {
-    /// That of its group.
+    /// Rows are assigned by their group.
     ByGroup(Splits),
-    /// That of its file in `data.dataset`: for each file the number of its last row and its split, in order.
+    /// Rows are assigned by their file in `data.dataset`: (number of the file's last row, split) of each file, in order.
     ByFile(Vec<(usize, Split)>),
 }
 
 impl RowSplits {
-    /// As configured; `groups` has the group of each row, as for [`Splits::assign`].
+    /// Assigns rows as configured; `groups` has the group of each row, as for [`Splits::assign`].
     ///
     /// # Errors
     /// As [`Splits::assign`], or the dataset cannot be read.
@@ -27,7 +28,7 @@ impl RowSplits {
         }
     }
 
-    /// The split of a row; `None` for an unknown one.
+    /// The split of a row; `None` for an unknown row or group.
     pub fn split_of(&self, row: &QueryRow) -> Option<Split> {
         match self {
             Self::ByGroup(splits) => splits.of(&row.group),
@@ -36,7 +37,7 @@ impl RowSplits {
     }
 }
 
-/// The split of every group.
+/// The assignment of groups to splits.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Splits {
     seed: u64,
@@ -47,12 +48,12 @@ pub struct Splits {
 }
 
 impl Splits {
-    /// Assigns groups to splits; `groups` has the group of each row, whose order does not matter.
+    /// Assigns groups to splits; `groups` has the group of each row, in any order.
     ///
     /// Groups are taken in the order of their digests; each goes to the split that lacks most rows of its share.
     ///
     /// # Errors
-    /// Fewer groups than splits with a share above 0, or an item is an error.
+    /// There are fewer groups than splits with a share above 0, or an item of `groups` is an error.
     pub fn assign(
         groups: impl Iterator<Item = Result<String, DataError>>,
         config: &DataConfig,

@@ -1,4 +1,5 @@
-//! A tenant's lexicon: products with aliases, intents with the words that express them, synonyms; and product and intent of a query.
+//! Lexicon of a tenant: products with aliases, intents with the phrases that express them, synonyms. Detects product and intents of a
+//! query.
 
 use crate::error::DataError;
 use crate::retrieval::vocabulary::Segmenter;
@@ -21,20 +22,20 @@ struct LexiconFile {
     homophones: Vec<String>,
 }
 
-/// A product of the tenant.
+/// A product in the lexicon of a tenant.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Product {
     /// Stable identifier.
     pub id: String,
-    /// The name that the knowledge base uses.
+    /// Name of the product in the knowledge base.
     pub name: String,
-    /// Names that customers use, common misspellings included.
+    /// Other names of the product that customers use, common misspellings included.
     #[serde(default)]
     pub aliases: Vec<String>,
 }
 
-/// An intent of customers, such as the price of a product.
+/// An intent of customers' queries, such as asking for the price of a product.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Intent {
@@ -42,37 +43,37 @@ pub struct Intent {
     pub id: String,
     /// Display name.
     pub name: String,
-    /// Words that the knowledge base uses.
+    /// Words for the intent in the knowledge base.
     pub house: Vec<String>,
-    /// Words that customers and other models use.
+    /// Words for the intent that customers and other models use.
     #[serde(default)]
     pub general: Vec<String>,
-    /// Phrases that imply the intent.
+    /// Phrases that imply the intent without naming it.
     #[serde(default)]
     pub cues: Vec<String>,
 }
 
-/// How an intent is expressed.
+/// The kind of phrase by which a query expresses an intent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Expression {
-    /// By a phrase that implies it.
+    /// A phrase that implies the intent (`cues`).
     Cue,
-    /// By a general word.
+    /// A word that customers use (`general`).
     General,
-    /// By a word of the knowledge base.
+    /// A word of the knowledge base (`house`).
     House,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ProductMention {
-    /// Position in [`Lexicon::products`].
+    /// Index of the product in [`Lexicon::products`].
     pub(crate) product: usize,
     pub(crate) canonical: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct IntentMention {
-    /// Position in [`Lexicon::intents`].
+    /// Index of the intent in [`Lexicon::intents`].
     pub(crate) intent: usize,
     pub(crate) expression: Expression,
 }
@@ -90,10 +91,10 @@ pub struct Lexicon {
 }
 
 impl Lexicon {
-    /// Reads a lexicon (JSON with `products`, `intents`, `synonyms`, `homophones`).
+    /// Reads a lexicon from a JSON file with `products`, `intents`, `synonyms` and `homophones`.
     ///
     /// # Errors
-    /// The file cannot be read, is not of that form, or names no product or no intent.
+    /// The file cannot be read, does not have this form, or has no product or no intent.
     pub fn read(path: &Path) -> Result<Self, DataError> {
         let text = read_text_bounded(path, MAX_VOCABULARY_BYTES)
             .map_err(|error| DataError::file(path, format!("cannot be read: {error}; check retrieval.lexicon")))?;
@@ -101,10 +102,10 @@ impl Lexicon {
         Self::parse(&text).map_err(|problem| DataError::file(path, format!("not a lexicon: {problem}; {remedy}")))
     }
 
-    /// Parses a lexicon.
+    /// Parses a lexicon from JSON text.
     ///
     /// # Errors
-    /// What is wrong, as the end of a sentence.
+    /// The problem, as the end of a sentence.
     pub fn parse(text: &str) -> Result<Self, String> {
         let file: LexiconFile = serde_json::from_str(text).map_err(|error| json_problem(&error))?;
         if file.products.is_empty() || file.intents.is_empty() {
@@ -113,7 +114,7 @@ impl Lexicon {
         Ok(Self::new(file, Segmenter::default()))
     }
 
-    /// A lexicon without entries: its words are those of the segmentation.
+    /// A lexicon without entries, which only segments texts into words.
     pub(crate) fn empty(segmenter: Segmenter) -> Self {
         Self::new(LexiconFile::default(), segmenter)
     }
@@ -145,12 +146,12 @@ impl Lexicon {
         Self::new(self.file, segmenter)
     }
 
-    /// The form of a text in which phrases are found.
+    /// Normalises a text into the form in which phrases are matched.
     pub(crate) fn phrase_form(&self, text: &str) -> String {
         self.segmenter.phrase_form(text)
     }
 
-    /// Whether words are separated by spaces.
+    /// True if words are separated by spaces (languages other than Chinese).
     pub(crate) fn is_spaced(&self) -> bool {
         self.segmenter.is_spaced()
     }
@@ -169,7 +170,7 @@ impl Lexicon {
         &self.file.intents
     }
 
-    /// Products named in a normalised text, in order, and the rest of the text.
+    /// Mentions of products in a normalised text, in order, and the rest of the text.
     pub(crate) fn products_in(&self, normalised: &str) -> (Vec<PhraseMatch<ProductMention>>, Vec<char>) {
         // Homophones are replaced one to one, for names only: positions do not change.
         let sounds: Vec<char> = sound(&self.homophones, normalised).chars().collect();
@@ -221,7 +222,7 @@ fn intent_phrases(intents: &[Intent], form: impl Fn(&str) -> String + Copy) -> V
         .collect()
 }
 
-/// A set of phrases, each with a value.
+/// A set of phrases that are searched in texts, each with a value.
 #[derive(Debug, Clone)]
 pub(crate) struct PhraseTable<T> {
     /// By first character, longest first.
@@ -238,7 +239,7 @@ pub(crate) struct PhraseMatch<T> {
 }
 
 impl<T: Copy> PhraseTable<T> {
-    /// Phrases must have the form of the texts that are searched. Of equal phrases the first wins.
+    /// Builds the table; phrases must be normalised like the texts that are searched. Of equal phrases the first one counts.
     pub(crate) fn new(phrases: impl IntoIterator<Item = (String, T)>, whole_words: bool) -> Self {
         let mut entries: Vec<(Vec<char>, T)> =
             phrases.into_iter().map(|(phrase, value)| (phrase.chars().collect(), value)).collect();
@@ -251,7 +252,7 @@ impl<T: Copy> PhraseTable<T> {
         Self { entries: by_first, whole_words }
     }
 
-    /// All phrases in `text`, in order.
+    /// All matches in `text`, in order of their position.
     pub(crate) fn find(&self, text: &[char]) -> Vec<PhraseMatch<T>> {
         let mut found = Vec::new();
         let mut start = 0;
@@ -289,29 +290,29 @@ pub(crate) fn without<T>(text: &[char], found: &[PhraseMatch<T>]) -> Vec<char> {
     rest
 }
 
-/// Product and intents of a query in its context.
+/// Product and intents of a query, derived from the query with its context.
 #[derive(Debug, Clone, PartialEq)]
 pub struct QueryIntent {
-    /// The intended product as index into [`Lexicon::products`]; `None` if unknown.
+    /// The product that the query is about, as index into [`Lexicon::products`]; `None` if unknown.
     pub product: Option<usize>,
-    /// All products named in the query.
+    /// All products named in the query, as indices into [`Lexicon::products`].
     pub named_products: Vec<usize>,
-    /// Weight of each intent, 0 to 1, the strongest 1; all 0 if no word expresses one.
+    /// Weight of each intent of the lexicon, 0 to 1; the strongest has 1. All 0 if the query expresses none.
     pub intents: Vec<f64>,
-    /// The query without product names.
+    /// Terms of the query without product names.
     pub wording: TermSet,
-    /// The query without product names and intent phrases: details that a rewrite should keep.
+    /// Terms of the query without product names and intent phrases: details that a rewrite should keep.
     pub particulars: TermSet,
     /// Words of the profile.
     pub profile_words: Vec<String>,
 }
 
-/// Words and synonym groups of a text.
+/// Words of a text and their synonym groups.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TermSet {
     /// Distinct words, in order.
     pub words: Vec<String>,
-    /// Synonym groups with a word in the text.
+    /// Indices of the synonym groups with a word in the text.
     pub synonyms: Vec<usize>,
 }
 
@@ -346,7 +347,7 @@ impl QueryIntent {
         }
     }
 
-    /// The strongest intent; `None` if no word expresses one.
+    /// The intent with the largest weight, as index into [`Lexicon::intents`]; `None` if the query expresses none.
     pub fn intent(&self) -> Option<usize> {
         let strongest = self.intents.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)))?;
         (*strongest.1 > 0.0).then_some(strongest.0)

@@ -1,4 +1,4 @@
-//! Judges: a model behind an OpenAI-compatible endpoint, or a deterministic rubric.
+//! Judges, which score rewrites: a model behind an OpenAI-compatible endpoint, or a deterministic rubric.
 
 pub(crate) mod lexicon;
 
@@ -14,10 +14,10 @@ use querl_core::ports::{Judge, JudgeRequest};
 use querl_core::records::{CallFailure, Completion, Message};
 use std::sync::Arc;
 
-/// Opens the configured judge; `None` without a judge. The rubric uses the lexicon of retrieval.
+/// Opens the configured judge; `None` if none is configured. The rubric uses the lexicon of retrieval.
 ///
 /// # Errors
-/// A setting that its kind needs is absent, or the lexicon cannot be read.
+/// A setting of this kind of judge is missing, or the lexicon cannot be read.
 pub fn open_judge(
     config: &JudgeConfig,
     retrieval: &RetrievalConfig,
@@ -83,19 +83,19 @@ const CONCISE_CHARS: usize = 24;
 /// Chinese characters for which a word of other languages counts.
 const CHARS_PER_WORD: usize = 2;
 
-/// Deterministic rubric over the tenant's lexicon. A stand-in: it does not measure what a person would prefer.
+/// Judge with a deterministic rubric over the tenant's lexicon. A stand-in for a model: it does not measure human preference.
 #[derive(Debug)]
 pub struct RubricJudge {
     lexicon: Lexicon,
 }
 
 impl RubricJudge {
-    /// The rubric over one tenant's lexicon.
+    /// A judge for one tenant's lexicon.
     pub fn new(lexicon: Lexicon) -> Self {
         Self { lexicon }
     }
 
-    /// Points from 0 to 5 in steps of 0.1, with the reasons.
+    /// Scores a rewrite from 0 to 5 in steps of 0.1; returns the score and its reasons.
     pub fn score(&self, request: &JudgeRequest<'_>) -> (f64, String) {
         let rewrite = self.lexicon.phrase_form(request.rewrite);
         if rewrite.is_empty() {
@@ -185,7 +185,7 @@ impl RubricJudge {
     }
 }
 
-/// The rubric's answer: a JSON object in one line.
+/// Formats a score and its reason like the answer of a judge model: a JSON object in one line.
 pub fn rubric_answer(score: f64, reason: &str) -> String {
     serde_json::json!({"综合得分": score, "评分理由": reason}).to_string()
 }

@@ -1,4 +1,4 @@
-//! Feedback of a request log: judgements of passages by request, and which passages become gold ids.
+//! User feedback in a request log: votes on passages by request, and the passages that become gold ids.
 //!
 //! A judgement is `useful`, or without it a score of 0.5 or more; it is about `passage`, or without it about all passages of `clicked`. What
 //! is only clicked, or named without a judgement, is a click. The last judgement of a request about a passage replaces earlier ones.
@@ -14,7 +14,7 @@ const USEFUL_SCORE: f64 = 0.5;
 /// Maximum number of passages of one request.
 const MAX_PASSAGES: usize = 1000;
 
-/// What one request says about a passage.
+/// The feedback of one request on one passage: useful, not useful, or only clicked.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Vote {
     pub(super) passage: u32,
@@ -28,11 +28,11 @@ struct OfRequest {
     n_lines: u64,
 }
 
-/// Feedback by tenant and request.
+/// All feedback by tenant and request.
 #[derive(Default)]
 pub(super) struct Feedback {
     tenants: HashMap<String, OfTenant>,
-    /// That of the chosen tenant.
+    /// Feedback of the tenant selected by [`keep`](Self::keep).
     chosen: OfTenant,
     passages: Vec<Arc<str>>,
     numbers: HashMap<Arc<str>, u32>,
@@ -85,25 +85,25 @@ impl Feedback {
         }
     }
 
-    /// Drops the feedback of other tenants.
+    /// Selects the feedback of `tenant` and drops that of all others.
     pub(super) fn keep(&mut self, tenant: &str) {
         self.chosen = self.tenants.remove(tenant).unwrap_or_default();
         self.tenants.clear();
     }
 
-    /// The votes of a request, once.
+    /// Removes and returns the votes of a request; empty if there are none.
     pub(super) fn take(&mut self, id: &str) -> Vec<Vote> {
         self.chosen.requests.remove(&hash_of(id)).map(|of_request| of_request.votes).unwrap_or_default()
     }
 
-    /// Leaves out the votes of a request that is not used.
+    /// Drops the votes of a request that is in no row, and counts them under `reason`.
     pub(super) fn skip(&mut self, id: &str, reason: &'static str) {
         if let Some(of_request) = self.chosen.requests.remove(&hash_of(id)) {
             *self.chosen.left_out.entry(reason).or_default() += of_request.n_lines;
         }
     }
 
-    /// Counts what belongs to no request.
+    /// Counts the feedback that belongs to no request of the log, and writes the counts into `report`.
     pub(super) fn finish(&mut self, report: &mut LogTableReport) {
         let unknown: u64 = std::mem::take(&mut self.chosen.requests).into_values().map(|request| request.n_lines).sum();
         report.n_feedback = self.chosen.n_lines;
@@ -117,7 +117,7 @@ impl Feedback {
         self.passages[number as usize].len()
     }
 
-    /// The ids of passages, sorted.
+    /// The ids of the passages with these numbers, sorted.
     pub(super) fn passages(&self, numbers: &[u32]) -> Vec<String> {
         let mut ids: Vec<String> = numbers.iter().map(|number| self.passages[*number as usize].to_string()).collect();
         ids.sort();
@@ -125,7 +125,7 @@ impl Feedback {
     }
 }
 
-/// The votes of all requests of a row about a passage.
+/// The number of votes on a passage over all requests of a row.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Tally {
     n_useful: u64,
@@ -142,7 +142,7 @@ impl Tally {
         }
     }
 
-    /// More requests judge it useful than not; without judgements one click is enough.
+    /// True if the passage becomes a gold id: more requests vote useful than not, or, without such votes, at least one clicked it.
     pub(super) fn is_gold(self) -> bool {
         match (self.n_useful, self.n_not_useful) {
             (0, 0) => self.n_clicked > 0,

@@ -1,4 +1,4 @@
-//! Groups of rows: what must not be divided between train and test.
+//! Groups of rows that must be in the same split, so that test queries are not similar to training queries.
 
 use crate::dataset::leaks::{MAX_OF_BAND, Shingles, bands_of};
 use crate::table::UnionFind;
@@ -12,14 +12,14 @@ const N_ROUNDS: usize = 4;
 /// between others, and passages that answer everything would otherwise join everything to one group.
 const MAX_BOUNDED_GROUP: usize = 20;
 
-/// Rows that are being joined.
+/// Groups under construction, as a union-find over rows.
 pub(super) struct GroupSets(UnionFind);
 
-/// The smallest row of each row's group.
+/// The group of each row, represented by its smallest row.
 pub(super) struct Groups(Vec<u32>);
 
 impl GroupSets {
-    /// Rows with equal normalised texts are joined, as in any query table.
+    /// Starts with one group for each set of rows with equal normalised texts, as in any query table.
     pub(super) fn new(rows: &[&Shingles]) -> Self {
         let mut sets = Self(UnionFind((0..rows.len() as u32).collect()));
         sets.join_equal(rows.iter().map(|row| Some(row.text)));
@@ -36,7 +36,7 @@ impl GroupSets {
         }
     }
 
-    /// Joins rows that are nearly equal, found as leaks are.
+    /// Joins the groups of rows that are nearly equal, by the same MinHash search as leak detection.
     pub(super) fn join_similar(&mut self, rows: &[&Shingles]) {
         for round in 0..N_ROUNDS {
             let of_row = |(row, index): (&&Shingles, u32)| {
@@ -59,7 +59,8 @@ impl GroupSets {
         }
     }
 
-    /// Joins pairs of rows where the group does not become too large. The number of pairs that are not joined.
+    /// Joins the groups of each pair of rows unless the joined group would be too large; returns the number of pairs that were not
+    /// joined.
     pub(super) fn join_bounded(&mut self, pairs: &[(u32, u32)]) -> u64 {
         let n_rows = self.0.0.len();
         let most = MAX_BOUNDED_GROUP.max(n_rows / 20);
@@ -90,12 +91,12 @@ impl GroupSets {
 }
 
 impl Groups {
-    /// The first row of a row's group.
+    /// The first row of the group of `row`.
     pub(super) fn of(&self, row: u32) -> u32 {
         self.0[row as usize]
     }
 
-    /// The number of groups, and of rows of the largest.
+    /// The number of groups, and the number of rows of the largest group.
     pub(super) fn sizes(&self) -> (usize, usize) {
         let mut sizes: HashMap<u32, usize> = HashMap::new();
         for root in &self.0 {

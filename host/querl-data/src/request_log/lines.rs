@@ -8,7 +8,7 @@
 use chrono::NaiveDate;
 use serde::{Deserialize, Serialize};
 
-/// A line of the log.
+/// A line of the request log.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum RequestLogLine {
@@ -18,59 +18,59 @@ pub enum RequestLogLine {
     Feedback(LoggedFeedback),
 }
 
-/// A query and its rewrite. The texts are `None` where the filter of the log removed them.
+/// A logged rewrite request. The texts are `None` if the filter of the log removed them.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LoggedRewrite {
-    /// RFC 3339, UTC.
+    /// Time of the request, RFC 3339 in UTC.
     pub time: String,
-    /// Id of the request, which feedback names.
+    /// Request id, by which feedback refers to the request.
     pub id: String,
-    /// Tenant.
+    /// Id of the tenant.
     pub tenant: String,
-    /// Version of the tenant's model.
+    /// Version of the tenant's model that wrote the rewrite.
     pub version: String,
-    /// What the user typed.
+    /// The user's query.
     pub query: Option<String>,
     /// User profile; empty if unknown.
     pub user_profile: Option<String>,
     /// Conversation history; empty without earlier turns.
     pub history: Option<String>,
-    /// What was returned: the query itself for a fallback.
+    /// The returned text; for a fallback this is the query itself.
     pub rewrite: Option<String>,
-    /// Why the query itself was returned.
+    /// The reason why the query itself was returned; `None` if the model's rewrite was.
     pub fallback: Option<String>,
-    /// Whether the rewrite was one of the cache.
+    /// True if the rewrite came from the server's cache.
     pub cached: bool,
-    /// Time of the rewrite.
+    /// Latency of the rewrite, in milliseconds.
     pub latency_ms: f64,
-    /// Salted hash of the user's id.
+    /// Salted hash of the user id; `None` if the request had none.
     pub user: Option<String>,
-    /// Why the texts are missing: code of the filter's verdict, `plugin_fault` or `too_long`.
+    /// The reason why the texts were removed: code of the filter's verdict, `plugin_fault` or `too_long`; `None` if they were not.
     pub redacted: Option<String>,
 }
 
-/// Feedback to an earlier request.
+/// Logged feedback on an earlier rewrite request.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LoggedFeedback {
-    /// RFC 3339, UTC.
+    /// Time of the feedback, RFC 3339 in UTC.
     pub time: String,
-    /// Id of the request.
+    /// Id of the rewrite request.
     pub id: String,
-    /// Tenant.
+    /// Id of the tenant.
     pub tenant: String,
     /// Ids of passages that the user opened.
     pub clicked: Vec<String>,
-    /// Whether `passage`, or without one the passages of `clicked`, answered the query.
+    /// True if `passage` (or all of `clicked` if that is not set) answered the query; `None` without a judgement.
     pub useful: Option<bool>,
-    /// The same from 0 to 1.
+    /// Score of the passages from 0 to 1, in place of `useful`: 0.5 or more counts as useful.
     pub score: Option<f64>,
     /// Id of the passage that `useful` and `score` are about.
     pub passage: Option<String>,
 }
 
-/// A row of a query table that was made of a log.
+/// A row of a query table made from a request log.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct LoggedQueryRow {
     pub(crate) original_query: String,
@@ -78,26 +78,26 @@ pub(crate) struct LoggedQueryRow {
     pub(crate) history_summary: String,
     pub(crate) gold_ids: Vec<String>,
     pub(crate) group: String,
-    /// Requests of this query in this context.
+    /// Number of requests with this query in this context.
     pub(crate) requests: u64,
-    /// Those that were answered by the query itself.
+    /// Number of these requests that were answered with the query itself.
     pub(crate) fallbacks: u64,
 }
 
 const PREFIX: &str = "requests-";
 const SUFFIX: &str = ".jsonl";
 
-/// Name of the file of a day, for example `2026-11-26`.
+/// File name of the log of a day (`2026-11-26`).
 pub fn day_file_name(day: &str) -> String {
     format!("{PREFIX}{day}{SUFFIX}")
 }
 
-/// The day of a file's name; `None` for other files.
+/// The day of a log file, from its name; `None` for the name of another file.
 pub fn day_of_file_name(name: &str) -> Option<&str> {
     name.strip_prefix(PREFIX)?.strip_suffix(SUFFIX).filter(|day| is_day(day))
 }
 
-/// Whether a text is a date such as `2026-11-26`. Dates of this form are in the order of their texts.
+/// True for a date such as `2026-11-26`. The text order of such dates is their order in time.
 pub fn is_day(text: &str) -> bool {
     // The parser takes signs and spaces too.
     text.len() == "2026-11-26".len() && text.parse::<NaiveDate>().is_ok_and(|day| day.to_string() == text)

@@ -1,4 +1,4 @@
-//! A query table from the request log of `querl serve rewrite`.
+//! Makes a query table from the request log of `querl serve rewrite`.
 //!
 //! The log is read four times, so that memory holds no texts but the names of groups and the ids of passages: feedback; rewrites, which
 //! become rows with their groups; names of groups; rows. A row takes about 300 bytes and 8 more for each character.
@@ -29,18 +29,18 @@ use std::path::Path;
 
 pub use read::DamagedLine;
 
-/// What becomes a table.
+/// Settings for a query table from a request log.
 #[derive(Debug, Clone, Copy)]
 pub struct LogTableSettings<'a> {
-    /// The folder of the log.
+    /// Folder with the log files.
     pub folder: &'a Path,
-    /// The table, in the format of its extension.
+    /// Path of the table; the extension determines the format.
     pub out: &'a Path,
-    /// The tenant whose requests are used; may be left out where the log has one.
+    /// Tenant whose requests are used; `None` is allowed if the log has only one.
     pub tenant: Option<&'a str>,
-    /// The first day, `YYYY-MM-DD`.
+    /// First day that is used, `YYYY-MM-DD`; `None` for the first of the log.
     pub since: Option<&'a str>,
-    /// The last day.
+    /// Last day that is used, `YYYY-MM-DD`; `None` for the last of the log.
     pub until: Option<&'a str>,
 }
 
@@ -51,55 +51,56 @@ const MAX_NAME_BYTES: usize = 16 << 10;
 /// Requests of a user that follow each other within this time are reformulations.
 const SESSION_MS: i64 = 10 * 60 * 1000;
 
-/// What was read, used and left out.
+/// Counts of what was read from the log, used for the table and left out.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct LogTableReport {
-    /// Tenant of the table.
+    /// Tenant whose requests are in the table.
     pub tenant: String,
-    /// Files that were read.
+    /// Number of log files that were read.
     pub n_files: usize,
-    /// Days of the first and the last of them.
+    /// First and last day of the log files, `YYYY-MM-DD`.
     pub days: [String; 2],
-    /// Lines of these files.
+    /// Number of lines in the log files.
     pub n_lines: u64,
-    /// Lines that are not readable; the last line of a file may be cut.
+    /// Number of lines that cannot be parsed; the last line of a file may be truncated.
     pub n_damaged: u64,
-    /// The first of them.
+    /// The first lines that cannot be parsed.
     pub damaged: Vec<DamagedLine>,
-    /// Rewrites of other tenants, or of other days than were asked for.
+    /// Number of rewrites of other tenants or outside of the selected days.
     pub n_others: u64,
-    /// Rewrites of the tenant on the days.
+    /// Number of rewrites of the tenant in the selected days.
     pub n_rewrites: u64,
-    /// Those that are in no row, by reason.
+    /// Number of rewrites of the tenant that are in no row, by reason.
     pub left_out: BTreeMap<&'static str, u64>,
-    /// Used rewrites with a fallback.
+    /// Number of used rewrites that are a fallback: the query itself was returned.
     pub n_fallbacks: u64,
-    /// Used rewrites of a query and context that an earlier one had.
+    /// Number of used rewrites that repeat an earlier query in the same context.
     pub n_repeated: u64,
-    /// Rows of the table.
+    /// Number of rows in the table.
     pub n_rows: u64,
-    /// Groups of rows.
+    /// Number of groups of rows.
     pub n_groups: usize,
-    /// Rows of the largest group.
+    /// Number of rows in the largest group.
     pub n_largest_group: usize,
-    /// Times that a reformulation did not join two groups, since the group would have been too large.
+    /// Number of reformulations that did not join two groups, because the group would have been too large.
     pub n_unjoined: u64,
-    /// The same for rows that share a gold passage.
+    /// Number of rows with a shared gold passage that did not join two groups, because the group would have been too large.
     pub n_unjoined_gold: u64,
-    /// Feedback of the tenant.
+    /// Number of feedback lines of the tenant.
     pub n_feedback: u64,
-    /// Feedback that was not used, or only in part, by reason.
+    /// Number of feedback lines that were not or only partly used, by reason.
     pub feedback_left_out: BTreeMap<&'static str, u64>,
-    /// Passages that were judged in different ways.
+    /// Number of passages with contradicting feedback, such as useful for one request and not useful for another.
     pub n_contradicting: u64,
-    /// Rows with gold ids.
+    /// Number of rows with gold ids.
     pub n_with_gold: u64,
 }
 
-/// Reads the log and writes the table. An existing table is replaced.
+/// Reads the request log and writes the query table. An existing table is replaced.
 ///
 /// # Errors
-/// The folder has no log or no usable request, the tenant is not clear, the extension is unknown, or the table cannot be written.
+/// The folder has no log or no usable request, the log has several tenants and none is selected, the extension of the table is unknown,
+/// or the table cannot be written.
 pub fn table_from_log(settings: &LogTableSettings<'_>) -> Result<LogTableReport, DataError> {
     let format = table_format(settings.out)?;
     let files = log_files(settings.folder)?;

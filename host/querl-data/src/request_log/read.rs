@@ -1,4 +1,4 @@
-//! The files of a request log, line by line. Damaged lines are reported, and reading continues.
+//! Reads the files of a request log line by line. Damaged lines are reported, and reading continues.
 
 use super::lines::{RequestLogLine, day_of_file_name};
 use crate::error::DataError;
@@ -8,25 +8,25 @@ use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-/// The file of a day, up to the length that it had when the command began: a server may append to it.
+/// The log file of a day, up to the length that it had when it was opened, since a server may append to it.
 pub(super) struct LogFile {
     pub(super) path: PathBuf,
     pub(super) day: String,
     n_bytes: u64,
 }
 
-/// A line that is not readable.
+/// A line of a request log that cannot be parsed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DamagedLine {
-    /// Name of the file.
+    /// Name of the log file.
     pub file: String,
-    /// Number of the line, from 1.
+    /// Number of the line in the file, from 1.
     pub line: usize,
-    /// What is wrong.
+    /// The problem, as the end of a sentence.
     pub problem: String,
 }
 
-/// The files of a folder, by day.
+/// The log files of a folder, in the order of their days.
 pub(super) fn log_files(folder: &Path) -> Result<Vec<LogFile>, DataError> {
     let unreadable = |error: io::Error| DataError::file(folder, format!("the request log cannot be read: {error}"));
     if !folder.is_dir() {
@@ -52,7 +52,7 @@ pub(super) fn log_files(folder: &Path) -> Result<Vec<LogFile>, DataError> {
 }
 
 impl LogFile {
-    /// Calls `on_line` with the number and the content of each line that is not empty.
+    /// Calls `on_line` with the number and the content of each non-empty line.
     pub(super) fn read(
         &self,
         mut on_line: impl FnMut(usize, Result<RequestLogLine, DamagedLine>) -> Result<(), DataError>,

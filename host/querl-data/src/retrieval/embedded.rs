@@ -1,5 +1,5 @@
-//! Retrieval in this process: an index finds candidates with the words of the rewrite and, with an embedding model, its vector; the
-//! reranker scores them against the query.
+//! Embedded retrieval in this process: an index finds candidates by the words of the rewrite and, with an embedding model, by its vector;
+//! a reranker scores them against the query.
 
 use crate::error::DataError;
 use crate::judge::lexicon::QueryIntent;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 /// Source: Cormack, Clarke and Buettcher 2009, "Reciprocal Rank Fusion outperforms Condorcet and individual Rank Learning Methods".
 const RANK_CONSTANT: f64 = 60.0;
 
-/// An index with a reranker.
+/// Embedded retrieval: a full-text index (with vectors if configured) and a reranker.
 pub struct EmbeddedRetriever {
     searcher: Arc<Searcher>,
     calls: LocalModelCalls,
@@ -45,10 +45,10 @@ struct Vectors {
 type Candidate = (usize, f64);
 
 impl EmbeddedRetriever {
-    /// Opens the index of a knowledge base and builds it if necessary.
+    /// Opens the index of the configured knowledge base; builds it if necessary.
     ///
     /// # Errors
-    /// `retrieval.knowledge_base` is not set, or a file cannot be used.
+    /// `retrieval.knowledge_base` is not set, or a file cannot be read or written.
     pub fn open(config: &RetrievalConfig, models: &LocalModels) -> Result<Self, DataError> {
         let knowledge_base = required(config.knowledge_base.as_deref(), "knowledge_base")?;
         let embedder = models.embedder.clone();
@@ -75,10 +75,10 @@ impl EmbeddedRetriever {
         (!reranker.has_no_products()).then(|| reranker.query_intent(query, context))
     }
 
-    /// All passages with their reranker scores, best first; of equal scores the earlier passage first.
+    /// All passages with their reranker scores, best first; passages with equal scores keep the order of the knowledge base.
     ///
     /// # Errors
-    /// The index fails.
+    /// The index cannot be read.
     pub fn rank_all(&self, query_intent: &QueryIntent) -> Result<Vec<(Passage, f64)>, CallFailure> {
         let Searcher { index, reranker, .. } = self.searcher.as_ref();
         let weighed = reranker.weigh(query_intent.clone(), index);
@@ -92,10 +92,10 @@ impl EmbeddedRetriever {
         Ok(ranked)
     }
 
-    /// Passages for one rewrite, best reranker score first.
+    /// The passages for one rewrite, best reranker score first.
     ///
     /// # Errors
-    /// The index or the embedding model fails.
+    /// The index cannot be read, or the embedding model failed.
     pub fn search_now(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure> {
         self.searcher.search(request, limits).map_err(|problem| broken(&problem))
     }

@@ -1,5 +1,5 @@
-//! Query vectors for services that need one, from a model in this process or a service with OpenAI's embeddings interface (vLLM, TEI, Ollama
-//! and others); and how all models and indexes in this process are called: on blocking threads, with limited concurrency and time.
+//! Query embeddings by a model in this process or a service with OpenAI's embeddings API (vLLM, TEI, Ollama and others). Also runs models
+//! and indexes of this process on blocking threads, with limits on concurrency and time.
 
 use crate::client::http::{Call, CallLimits, Caller, Refusal, Secret, estimated_tokens};
 use crate::client::{ServiceContext, queued};
@@ -15,14 +15,14 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 use tokio::sync::Semaphore;
 
-/// Source of query vectors.
+/// Source of query embeddings: a local model or a service.
 pub(crate) enum QueryEmbedding {
     Service(Box<EmbeddingService>),
     Local { model: Arc<dyn Embedder>, query_prefix: String, work: LocalModelCalls },
 }
 
 impl QueryEmbedding {
-    /// Opens the configured embedding model; `None` without one.
+    /// Opens the configured source of query embeddings; `None` if none is configured.
     pub(crate) fn open(
         config: &EmbeddingConfig,
         models: &LocalModels,
@@ -52,14 +52,14 @@ impl QueryEmbedding {
     }
 }
 
-/// The configured text encoder, for texts that are compared with each other. All have the prefix of queries.
+/// The configured embedding model, for texts that are compared with each other; all texts get the prefix of queries.
 pub struct TextEncoder(QueryEmbedding);
 
 impl TextEncoder {
-    /// Opens the encoder; `None` without one.
+    /// Opens the configured embedding model; `None` if none is configured.
     ///
     /// # Errors
-    /// A setting that its kind needs is missing. Services are not called.
+    /// A setting of this kind of embedding is missing. Services are not called.
     pub fn open(
         config: &EmbeddingConfig,
         models: &LocalModels,
@@ -68,10 +68,10 @@ impl TextEncoder {
         Ok(QueryEmbedding::open(config, models, services)?.map(Self))
     }
 
-    /// The vector of a text, of length 1.
+    /// The embedding of a text, with L2 norm 1.
     ///
     /// # Errors
-    /// The call failed, or the vector is zero.
+    /// The call failed, or the embedding is zero.
     pub async fn embed(&self, text: &str) -> Result<Vec<f32>, CallFailure> {
         let mut vector = self.0.query(text).await?;
         let length = vector.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
@@ -84,7 +84,7 @@ impl TextEncoder {
     }
 }
 
-/// A service with OpenAI's embeddings interface.
+/// A service with OpenAI's embeddings API.
 #[derive(Debug)]
 pub(crate) struct EmbeddingService {
     caller: Caller,
@@ -132,7 +132,7 @@ fn vector(response: &Value) -> Result<Vec<f32>, String> {
     vector.ok_or_else(|| format!("`data[0].embedding` has a value that is not a finite number: {}", excerpt(response)))
 }
 
-/// Prefix of queries: that of the configuration, else that of the model.
+/// Prefix that the embedding model expects before a query: the configured one, otherwise the default of the model.
 pub(crate) fn query_prefix(config: &EmbeddingConfig, embedder: Option<&dyn Embedder>) -> String {
     let own = embedder.map(Embedder::query_prefix).unwrap_or_default();
     config.query_prefix.clone().unwrap_or_else(|| own.to_owned())
@@ -142,7 +142,7 @@ pub(crate) fn query_prefix(config: &EmbeddingConfig, embedder: Option<&dyn Embed
 static CORES: LazyLock<Arc<Semaphore>> =
     LazyLock::new(|| Arc::new(Semaphore::new(std::thread::available_parallelism().map_or(1, usize::from))));
 
-/// Limits of one model or index. All of them together use at most one thread per CPU core.
+/// Limits on the calls of one local model or index. All calls together use at most one thread per CPU core.
 pub(crate) struct LocalModelCalls {
     what: &'static str,
     slots: Arc<Semaphore>,
@@ -150,13 +150,14 @@ pub(crate) struct LocalModelCalls {
 }
 
 impl LocalModelCalls {
-    /// `timeout_s` counts from the start of the work; queue time is unlimited.
+    /// At most `max_concurrent` calls at a time; `timeout_s` does not include time in the queue.
     pub(crate) fn new(what: &'static str, max_concurrent: usize, timeout_s: f64) -> Self {
         let timeout = Duration::try_from_secs_f64(timeout_s).unwrap_or(Duration::from_secs(60));
         Self { what, slots: Arc::new(Semaphore::new(max_concurrent.max(1))), timeout }
     }
 
-    /// Runs `work` on a blocking thread. A cancelled caller leaves the queue; work that has started runs to its end and keeps its slot.
+    /// Runs `work` on a blocking thread. A cancelled call leaves the queue; work that has started runs to its end and counts as
+    /// concurrent until then.
     pub(crate) async fn run<T: Send + 'static, E: std::fmt::Display + Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, E> + Send + 'static,

@@ -1,4 +1,4 @@
-//! Words of texts in languages other than Chinese, and the language of a knowledge base.
+//! Segmentation into words of texts in languages other than Chinese, and detection of the language of a knowledge base.
 
 use crate::retrieval::Passage;
 use querl_core::config::{Language, RetrievalConfig};
@@ -18,8 +18,8 @@ const N_PASSAGES: usize = 500;
 /// Bytes of them that are read.
 const MAX_BYTES: usize = 256 << 10;
 
-/// The configured language; `auto` is resolved by the first passages of the knowledge base. Without one that can be read it is Chinese,
-/// whose segmentation splits words of all scripts.
+/// The configured language of retrieval; `auto` is detected from the first passages of the knowledge base. If these cannot be read it is
+/// Chinese, whose segmentation also splits words of other scripts.
 pub fn retrieval_language(config: &RetrievalConfig) -> Language {
     match (config.language, config.knowledge_base.as_deref()) {
         (Language::Auto, Some(path)) => detect(&sample(path)),
@@ -42,7 +42,7 @@ fn sample(path: &Path) -> String {
     text
 }
 
-/// The language of a text: Chinese by its script, others by their words.
+/// Detects the language of a text: Chinese by its script, other languages by their words.
 pub(crate) fn detect(text: &str) -> Language {
     let n_letters = text.chars().filter(|character| character.is_alphabetic()).count();
     let n_chinese = text.chars().filter(|character| is_chinese(*character)).count();
@@ -96,7 +96,7 @@ fn algorithm(language: Language) -> Option<Algorithm> {
     })
 }
 
-/// The words of a lower-case text without punctuation, stemmed and without accents. `chinese` splits runs of Chinese characters.
+/// Splits a lower-case text into stemmed words without accents and punctuation. `chinese` splits runs of Chinese characters.
 pub(crate) fn spaced_words(text: &str, language: Language, chinese: impl Fn(&str) -> Vec<String>) -> Vec<String> {
     let stemmer = algorithm(language).map(Stemmer::create);
     let mut words = Vec::new();

@@ -18,14 +18,14 @@ mod weight {
     pub(super) const BIAS: f64 = -2.5;
     pub(super) const PRODUCT: f64 = 2.2;
     pub(super) const INTENT: f64 = 2.0;
-    /// Share of the intent's weight that counts even for another product.
+    /// Factor of the intent's weight in a passage about another product.
     pub(super) const INTENT_ALONE: f64 = 0.4;
     pub(super) const WORDS: f64 = 1.6;
-    /// A word of the profile against one of the query.
+    /// Weight of a word of the profile, relative to a word of the query.
     pub(super) const PROFILE_WORD: f64 = 0.25;
-    /// A passage about another product that mentions this one.
+    /// Product match of a passage about another product that mentions the product of the query.
     pub(super) const MENTIONED: f64 = 0.25;
-    /// For every product if the query's is unknown.
+    /// Product match of every passage if the query's product is unknown.
     pub(super) const UNKNOWN: f64 = 0.5;
 }
 
@@ -33,7 +33,7 @@ mod weight {
 /// the usual thresholds.
 const FLOOR: f64 = 0.6;
 
-/// Scores passages of one knowledge base.
+/// Reranker with the lexicon of a tenant, for the passages of one knowledge base.
 #[derive(Debug)]
 pub(crate) struct LexiconReranker {
     lexicon: Arc<Lexicon>,
@@ -41,24 +41,24 @@ pub(crate) struct LexiconReranker {
     name_likeness: Vec<Vec<f64>>,
 }
 
-/// Product, intents and terms of a passage.
+/// Features of a passage for the reranker: product, mentioned products, intents and terms.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct PassageTraits {
     product: Option<usize>,
     mentioned: Vec<usize>,
     intents: Vec<f64>,
-    /// Words and synonym groups in the form of [`term`], sorted.
+    /// Sorted terms of the passage: words, and synonym groups in the form of [`term`].
     pub(crate) terms: Vec<String>,
 }
 
-/// Passage counts of a knowledge base.
+/// Document frequencies in a knowledge base.
 pub(crate) trait CorpusCounts {
     fn n_passages(&self) -> usize;
 
     fn n_with(&self, term: &str) -> usize;
 }
 
-/// A query's intent with the weights of its terms in one knowledge base.
+/// Product, intents and terms of a query, with the IDF weight of each term in one knowledge base.
 #[derive(Debug)]
 pub(crate) struct WeightedIntent {
     query_intent: QueryIntent,
@@ -75,7 +75,7 @@ impl LexiconReranker {
         QueryIntent::read(&self.lexicon, query, context)
     }
 
-    /// Weighs terms by their rarity in a knowledge base; a term without passages counts as the rarest.
+    /// Weighs the terms of a query by IDF in a knowledge base; a term without passages counts like one with a single passage.
     pub(crate) fn weigh(&self, query_intent: QueryIntent, corpus: &impl CorpusCounts) -> WeightedIntent {
         let groups = query_intent.wording.synonyms.iter().map(|group| (group_term(*group), 1.0));
         let of_word = |word: &String| term(&self.lexicon, word);
@@ -91,12 +91,13 @@ impl LexiconReranker {
         WeightedIntent { query_intent, terms }
     }
 
-    /// Whether the lexicon has no products, so that passages cannot be ranked by product and intent.
+    /// True if the lexicon has no products, so that passages cannot be ranked by product and intent.
     pub(crate) fn has_no_products(&self) -> bool {
         self.lexicon.products().is_empty()
     }
 
-    /// Relevance of a passage, 0 to 1. Without products it is from [`FLOOR`] to 1 by the share of the query's words that the passage has.
+    /// Relevance of a passage, 0 to 1. If the lexicon has no products, the share of the query's terms in the passage, scaled to [`FLOOR`]
+    /// to 1.
     pub(crate) fn score(&self, weighed: &WeightedIntent, passage: &PassageTraits) -> f64 {
         if self.has_no_products() {
             return FLOOR + (1.0 - FLOOR) * weighed.share_held(passage);

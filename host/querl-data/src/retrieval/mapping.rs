@@ -1,5 +1,5 @@
-//! Declarative mapping of a retrieval service (its request body, the passages of its response, their scores), and the JSON functions that
-//! it uses: templates with placeholders (`{{query}}`), tolerant reading of values.
+//! Declarative mapping of a retrieval service: request body, passages of a response and their scores. Also the JSON functions for it:
+//! templates with placeholders (`{{query}}`) and lenient reading of values.
 
 use crate::client::http::Refusal;
 use crate::error::DataError;
@@ -24,7 +24,7 @@ const PLACEHOLDERS: [&str; 11] = [
     "embedding",
 ];
 
-/// A mapping with all required keys.
+/// Mapping of a retrieval service with all required keys.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Mapping {
     request: Value,
@@ -53,7 +53,7 @@ enum ScoreForm {
     Half(f64),
 }
 
-/// Values of a request in addition to the query.
+/// Values for the placeholders of a request.
 pub(crate) struct RequestValues<'a> {
     pub(crate) tenant: &'a str,
     pub(crate) kb_name: &'a str,
@@ -61,7 +61,7 @@ pub(crate) struct RequestValues<'a> {
 }
 
 impl Mapping {
-    /// The builtin mapping of a service with the changes of a configuration.
+    /// The built-in mapping of the configured service, overridden by the keys of the configuration.
     pub(crate) fn resolve(config: &RetrievalConfig) -> Result<Self, DataError> {
         let builtin = builtin(config.service)?;
         let own = &config.mapping;
@@ -130,7 +130,7 @@ impl Mapping {
         self.scale.of_unit(score_threshold).clamp(lowest, highest)
     }
 
-    /// The error that a response reports, if any, with its number if that may be an HTTP status.
+    /// The failure that a response reports, as (status if it is a number, message); `None` if it reports success.
     pub(crate) fn failure(&self, response: &Value) -> Option<(Option<u16>, String)> {
         let mut statuses =
             self.status.iter().map(|pointer| (pointer, response.pointer(pointer).unwrap_or(&Value::Null)));
@@ -139,7 +139,7 @@ impl Mapping {
         Some((number, format!("answered with `{pointer}` {}: {}", excerpt(status), excerpt(response))))
     }
 
-    /// The passages of a response, in its order.
+    /// The passages of a response, in the order of the response.
     pub(crate) fn hits(&self, response: &Value, scores: ServiceScores) -> Result<Vec<Hit>, Refusal> {
         let list = self.list.iter().find_map(|pointer| response.pointer(pointer)?.as_array());
         let list =
@@ -259,7 +259,7 @@ impl ScoreScale {
         }
     }
 
-    /// `None` for a score outside of the scale.
+    /// Converts a service's score to 0 to 1; `None` if it is outside of the scale.
     fn to_unit(self, score: f64) -> Option<f64> {
         // Rounding can make the cosine of equal vectors larger than 1.
         const ROUNDING: f64 = 1e-3;
@@ -299,7 +299,7 @@ impl std::fmt::Display for ScoreScale {
     }
 }
 
-/// The names of all placeholders (`{{query}}`) in a JSON template, in order.
+/// Names of all placeholders (`{{query}}`) in a JSON template, in order.
 pub(crate) fn placeholders(template: &Value) -> Vec<&str> {
     match template {
         Value::String(text) => pieces(text).filter_map(|(_, name)| name).collect(),
@@ -309,7 +309,7 @@ pub(crate) fn placeholders(template: &Value) -> Vec<&str> {
     }
 }
 
-/// Fills the placeholders of a template. A string that is only a placeholder becomes the value with its type.
+/// Replaces the placeholders of a JSON template. A string that is only a placeholder becomes a value of its own type.
 pub(crate) fn fill(template: &Value, value: &impl Fn(&str) -> Value) -> Value {
     match template {
         Value::String(text) => match sole_placeholder(text) {

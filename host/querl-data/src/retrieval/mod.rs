@@ -1,5 +1,5 @@
-//! Retrieval: the embedded index, `general_rag` services, other services through a mapping, and rerankers. This file has what they share:
-//! the trait, limits, local models, and passages.
+//! Retrieval: the embedded index, `general_rag` services, other services through a mapping, and rerankers. This file has the common
+//! parts: trait, limits, local models, passages.
 
 mod embedded;
 mod embedding;
@@ -40,32 +40,32 @@ use std::sync::Arc;
 /// Limits of a search.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RetrievalLimits {
-    /// Maximum number of passages.
+    /// Maximum number of passages (hits).
     pub top_k: usize,
-    /// Minimum reranker score, 0 to 1.
+    /// Minimum reranker score of a passage, 0 to 1.
     pub score_threshold: f64,
 }
 
-/// Passage search with limits per request, which servers use. The stages use the core port
-/// [`Retriever`](querl_core::ports::Retriever), which has the limits of the configuration.
+/// Passage search with limits per request, for servers. The stages use the port [`Retriever`](querl_core::ports::Retriever), which has
+/// the limits of the configuration.
 #[async_trait]
 pub trait RetrievalBackend: Send + Sync {
-    /// Passages for one rewrite, best reranker score first (of an embedded index without lexicon in the order of the first stage), ranks
-    /// from 1. An empty list is a valid result.
+    /// Finds passages for one rewrite, best reranker score first and ranks from 1; an embedded index without lexicon keeps the order of
+    /// the first stage. An empty list is a valid result.
     ///
     /// # Errors
     /// The service failed, or its response cannot be parsed.
     async fn search(&self, request: &RetrievalRequest<'_>, limits: RetrievalLimits) -> Result<Vec<Hit>, CallFailure>;
 
-    /// Name in reports.
+    /// Name of the backend in reports.
     fn name(&self) -> &str;
 }
 
-/// Whether passages need a score of the service that found them.
+/// Whether each passage of a retrieval service needs a score.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ServiceScores {
     Required,
-    /// A reranker scores the passages.
+    /// A score is not needed, since a reranker scores the passages.
     Replaced,
 }
 
@@ -75,28 +75,28 @@ impl ServiceScores {
     }
 }
 
-/// Models in this process that retrieval uses; the caller opens them.
+/// Local models that retrieval uses, opened by the caller.
 #[derive(Clone, Default)]
 pub struct LocalModels {
-    /// `retrieval.embedding` of kind `local`.
+    /// Embedding model, if `retrieval.embedding.kind` is `local`.
     pub embedder: Option<Arc<dyn Embedder>>,
-    /// `retrieval.rerank` of kind `local`.
+    /// Cross-encoder, if `retrieval.rerank.kind` is `local`.
     pub scorer: Option<Arc<dyn PairScorer>>,
 }
 
 impl RetrievalLimits {
-    /// The limits of a configuration.
+    /// The limits of a configuration (`retrieval.top_k`, `retrieval.score_threshold`).
     pub fn of(config: &RetrievalConfig) -> Self {
         Self { top_k: config.top_k, score_threshold: config.score_threshold }
     }
 
-    /// Sorts hits by reranker score, removes those beyond the limits and numbers the others. The order of equal scores is kept.
+    /// Sorts hits by reranker score, removes those outside of the limits and sets their ranks. Ties keep their order.
     pub(crate) fn apply(self, mut hits: Vec<Hit>) -> Vec<Hit> {
         hits.sort_by(|a, b| b.reranker_score.total_cmp(&a.reranker_score));
         self.apply_in_order(hits)
     }
 
-    /// As [`apply`](Self::apply), without sorting.
+    /// Like [`apply`](Self::apply), without sorting.
     pub(crate) fn apply_in_order(self, mut hits: Vec<Hit>) -> Vec<Hit> {
         hits.retain(|hit| hit.reranker_score >= self.score_threshold);
         hits.truncate(self.top_k);
@@ -107,7 +107,7 @@ impl RetrievalLimits {
     }
 }
 
-/// Retrieval of kind `none`: finds nothing.
+/// Retriever of kind `none`, which returns no passages.
 pub(super) struct NoRetrieval;
 
 #[async_trait]
@@ -121,10 +121,10 @@ impl RetrievalBackend for NoRetrieval {
     }
 }
 
-/// One passage of the knowledge base.
+/// A passage of the knowledge base.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Passage {
-    /// Identifier, unique in the knowledge base.
+    /// Passage id, unique in the knowledge base.
     pub id: String,
     /// Title; may be empty.
     #[serde(default)]
@@ -133,11 +133,11 @@ pub struct Passage {
     pub text: String,
 }
 
-/// Reads a knowledge base: one JSON object a line with `id`, `title`, `text`.
+/// Reads a knowledge base: JSON lines of objects with `id`, `title` and `text`.
 ///
 /// # Errors
-/// The file cannot be read, a line is not a passage, an id is empty, occurs twice or cannot be written in a list of gold ids, a text has
-/// no visible character, or there is no passage.
+/// The file cannot be read, a line is not a passage, an id is empty, repeated or not usable in a list of gold ids, a text has no visible
+/// character, or there is no passage.
 pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
     let mut passages = Vec::new();
     scan_passages(path, |passage| passages.push(passage))?;
@@ -147,7 +147,7 @@ pub fn read_passages(path: &Path) -> Result<Vec<Passage>, DataError> {
 /// What a knowledge base is, for messages about other files.
 const KNOWLEDGE_BASE: &str = "retrieval.knowledge_base is a file of JSON lines with id, title and text";
 
-/// As [`read_passages`], one passage at a time. Returns the line of each id.
+/// Like [`read_passages`], but passes one passage at a time to `take`. Returns the line number of each id.
 pub(crate) fn scan_passages(path: &Path, mut take: impl FnMut(Passage)) -> Result<HashMap<String, usize>, DataError> {
     let problem = |line: usize, problem: String| Err(DataError::line(path, line, problem));
     let mut ids = HashMap::new();
@@ -193,7 +193,7 @@ fn of_another_file(path: &Path, error: ReadError) -> DataError {
 }
 
 impl Passage {
-    /// Title and text.
+    /// Title and text of the passage as one text.
     pub fn full_text(&self) -> String {
         match self.title.as_str() {
             "" => self.text.clone(),

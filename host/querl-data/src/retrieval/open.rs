@@ -1,4 +1,4 @@
-//! Opens the configured retrieval.
+//! Opens the retrieval of a configuration.
 
 use crate::client::ServiceContext;
 use crate::client::response_cache::{CacheTable, ServiceCache};
@@ -16,7 +16,7 @@ use querl_core::records::{CallFailure, Hit};
 use serde::Serialize;
 use std::sync::Arc;
 
-/// Opens the configured retrieval for one tenant, with the limits of the configuration and the response cache.
+/// Opens the configured retrieval of a tenant, with the limits of the configuration and the response cache.
 ///
 /// # Errors
 /// As [`open_retrieval_backend`].
@@ -111,10 +111,10 @@ fn identity(config: &RetrievalConfig, tenant: &str, models: &LocalModels) -> imp
     (tenant.to_owned(), answering, embedder, scorer)
 }
 
-/// Opens the configured retrieval for one tenant.
+/// Opens the configured retrieval of a tenant; the limits are part of each request.
 ///
 /// # Errors
-/// A setting that its kind needs is missing, or a file cannot be used. Services are not called.
+/// A setting of this kind of retrieval is missing, or a file cannot be read. Services are not called.
 pub fn open_retrieval_backend(
     config: &RetrievalConfig,
     tenant: &str,

@@ -1,4 +1,4 @@
-//! Costs of calls to embedding, reranking and retrieval services: the bound that is reserved before a call, and the charge of its response.
+//! Cost of calls to embedding, reranking and retrieval services: the upper bound that is reserved before a call, and the actual charge.
 
 use crate::client::http::CostBound;
 use crate::client::spend::Usage;
@@ -8,12 +8,12 @@ use serde_json::Value;
 /// Tokens that a service adds to a text at most: special tokens, and an instruction.
 const MAX_ADDED_TOKENS: u64 = 256;
 
-/// Upper bound of the tokens of a text with `n_bytes` bytes of UTF-8: a token has at least one byte.
+/// Upper bound of the number of tokens of a text with `n_bytes` bytes of UTF-8, as each token has at least one byte.
 pub(crate) fn max_tokens(n_bytes: usize) -> u64 {
     n_bytes as u64 + MAX_ADDED_TOKENS
 }
 
-/// What one call is charged for.
+/// The calls and tokens that a service charges for one request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CallCharge {
     pub(crate) n_calls: u64,
@@ -22,10 +22,11 @@ pub(crate) struct CallCharge {
 }
 
 impl CallCharge {
-    /// Of a service that charges calls and not tokens.
+    /// The charge of a service that is paid per call and not per token.
     pub(crate) const ONE_CALL: Self = Self { n_calls: 1, n_tokens: 0, is_estimated: false };
 
-    /// `estimate`, with the counts that the response states instead. 0, or more than in `max_charge`, is no count of this call.
+    /// The counts that the response reports, or those of `estimate` for counts that it does not report. A reported count of 0 or above
+    /// `max_charge` is ignored.
     ///
     /// OpenAI, vLLM and Jina state `usage`, Cohere `meta.billed_units`.
     pub(crate) fn stated(response: &Value, estimate: Self, max_charge: Self) -> Self {

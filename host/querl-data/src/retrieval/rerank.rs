@@ -23,7 +23,7 @@ const PLACEHOLDERS: [&str; 3] = ["query", "history", "user_profile"];
 const OWN_KEYS: [&str; 8] =
     ["query", "texts", "truncate", "raw_scores", "model", "documents", "top_n", "return_documents"];
 
-/// A retrieval backend whose hits are scored by a reranker.
+/// A retrieval backend whose hits are scored again by a reranker.
 pub(crate) struct RerankedBackend {
     inner: Arc<dyn RetrievalBackend>,
     scorer: RerankScorer,
@@ -47,7 +47,7 @@ struct RerankService {
 }
 
 impl RerankedBackend {
-    /// The configured reranker over the hits of `inner`.
+    /// Wraps `inner` with the configured reranker.
     pub(crate) fn open(
         retrieval: &RetrievalConfig,
         inner: Arc<dyn RetrievalBackend>,

@@ -1,4 +1,4 @@
-//! The second retriever of the evaluation: the same rewrites on a retriever that training never asked.
+//! The second retriever of the evaluation, which was not used in training: the rewrites of all systems are searched with it too.
 //!
 //! A policy may learn what one retriever rewards and not what users mean. The lexical one is TF-IDF with cosine similarity over character
 //! n-grams, which shares neither words, lexicon nor reranker with the embedded index; the semantic one is the vectors of an embedding model.
@@ -20,7 +20,7 @@ const N_SPACED: usize = 3;
 
 const PASSAGES_PER_CALL: usize = 1024;
 
-/// A retriever over the passages of a knowledge base, in memory.
+/// An in-memory retriever over the passages of a knowledge base.
 pub struct SecondRetriever {
     ids: Vec<String>,
     index: SecondIndex,
@@ -32,16 +32,16 @@ enum SecondIndex {
 }
 
 impl SecondRetriever {
-    /// TF-IDF over character n-grams of title and text.
+    /// A lexical retriever: TF-IDF over character n-grams of title and text, with cosine similarity.
     pub fn lexical(passages: &[Passage]) -> Self {
         let index = NgramIndex::new(passages.iter().map(Passage::full_text));
         Self { ids: ids(passages), index: SecondIndex::Ngrams(index) }
     }
 
-    /// Dot products of an embedding model's vectors.
+    /// A semantic retriever: dot products of the embeddings of passages and rewrite.
     ///
     /// # Errors
-    /// The model fails.
+    /// The embedding model failed.
     pub fn semantic(passages: &[Passage], embedder: Arc<dyn Embedder>) -> Result<Self, DataError> {
         let mut vectors = Vec::with_capacity(passages.len());
         for passages in passages.chunks(PASSAGES_PER_CALL) {
@@ -49,7 +49,7 @@ impl SecondRetriever {
             let texts: Vec<String> = passages.iter().map(text).collect();
             let made = embedder.embed(&texts.iter().map(String::as_str).collect::<Vec<_>>());
             let of_model = |problem: String| DataError::setting("eval.embedding_path", problem);
-            vectors.extend(made.map_err(|error| of_model(format!("failed: {error}")))?);
+            vectors.extend(made.map_err(|error| of_model(format!("names an embedding model that failed: {error}")))?);
         }
         if vectors.len() != passages.len() {
             let problem = format!("made {} vectors of {} passages", vectors.len(), passages.len());
@@ -58,7 +58,7 @@ impl SecondRetriever {
         Ok(Self { ids: ids(passages), index: SecondIndex::Vectors { embedder, vectors } })
     }
 
-    /// Name in records and reports: `lexical` or `semantic`.
+    /// Name of the retriever in records and reports: `lexical` or `semantic`.
     pub fn name(&self) -> &'static str {
         match self.index {
             SecondIndex::Ngrams(_) => "lexical",
@@ -66,10 +66,10 @@ impl SecondRetriever {
         }
     }
 
-    /// Ids of at most `top_k` passages, best first; of equal scores the earlier passage first. A blank text finds nothing.
+    /// Ids of at most `top_k` passages for `text`, best first; ties in the order of the knowledge base. Empty for a blank text.
     ///
     /// # Errors
-    /// The embedding model fails.
+    /// The embedding model failed.
     pub fn search(&self, text: &str, top_k: usize) -> Result<Vec<String>, LocalModelError> {
         if text.trim().is_empty() {
             return Ok(Vec::new());

@@ -1,4 +1,4 @@
-//! Retrieval by HTTP services: `general_rag`, and services of other makers through a mapping.
+//! Retrieval by HTTP services: `general_rag`, and services with other APIs through a mapping.
 //!
 //! `general_rag` is `POST {query, rewritten_query, tenant_id, kb_name, top_k, score_threshold}`, with `history` and `user_profile` unless
 //! empty. Services differ in small ways, so reading is tolerant: numbers may be text, `recall` may be a list written as text, contain a
@@ -143,23 +143,24 @@ fn hits(body: &Value, scores: ServiceScores) -> Result<Vec<Hit>, Refusal> {
     passages().filter(|(_, entry)| has(entry, score)).map(|(index, entry)| hit(index, entry, score)).collect()
 }
 
-/// A passage of a `general_rag` response, for a client with another interface.
+/// A passage of a `general_rag` response, used by `querl serve rewrite` to answer clients of another API (Dify).
 #[derive(Debug, Clone, PartialEq)]
 pub struct RagPassage {
-    /// Empty where it has none.
+    /// Id of the passage; empty if it has none.
     pub id: String,
-    /// Not blank.
+    /// Text of the passage, not blank.
     pub text: String,
-    /// Of a reranker, else of retrieval: the same field in all passages of a response.
+    /// Score of the passage by the reranker, otherwise by retrieval (the same field for all passages of a response); `None` without
+    /// scores.
     pub score: Option<f64>,
-    /// The fields other than those of text and score.
+    /// The other fields of the passage, without those of text and score.
     pub others: Map<String, Value>,
 }
 
-/// The passages of a `general_rag` response in its order, and the number of those that were left out because they have no text.
+/// The passages of a `general_rag` response in its order, and the number of passages that were left out for lack of text.
 ///
 /// # Errors
-/// A sentence: there is no readable list of passages, or none of them has a text.
+/// The response has no readable list of passages, or no passage with a text; the error is a sentence that says so.
 pub fn rag_passages(body: &Value) -> Result<(Vec<RagPassage>, usize), String> {
     if succeeded(body) == Some(false) {
         return Err(format!("answered with status {}", excerpt(&body["status"])));
@@ -283,7 +284,7 @@ fn succeeded(body: &Value) -> Option<bool> {
     Some(SUCCESS.contains(&plain(status).trim().to_lowercase().as_str()))
 }
 
-/// A service of another maker, described by a mapping.
+/// A retrieval service whose API is described by a [`Mapping`].
 pub(crate) struct MappedService {
     service: PricedService,
     mapping: Mapping,

@@ -1,5 +1,5 @@
-//! A tenant's vocabulary for index, reranker and rubric judge: segmentation of Chinese text into words, with a user dictionary, and synonyms:
-//! a query with one entry of a group finds passages with any.
+//! Vocabulary of a tenant for index, reranker and rubric judge: segmentation of Chinese text into words with a user dictionary, and
+//! synonyms. A query with one entry of a synonym group finds passages with any entry of it.
 
 use crate::error::DataError;
 use crate::retrieval::language::{retrieval_language, spaced_words};
@@ -20,12 +20,12 @@ pub(crate) struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// Reads the configured user dictionary and synonyms. Synonyms are added to the dictionary.
+    /// Reads the configured user dictionary and synonyms. Synonyms are added to the user dictionary.
     pub(crate) fn open(config: &RetrievalConfig) -> Result<Self, DataError> {
         Self::open_in(config, retrieval_language(config))
     }
 
-    /// For texts of a known language, which is not detected again.
+    /// Like [`open`](Self::open), for a known language, which is not detected.
     pub(crate) fn open_in(config: &RetrievalConfig, language: Language) -> Result<Self, DataError> {
         let synonyms = config.synonyms.as_deref().map_or_else(|| Ok(Synonyms::default()), Synonyms::read)?;
         let segmenter = match (&config.user_dictionary, &config.synonyms) {
@@ -41,7 +41,7 @@ impl Vocabulary {
 /// The default dictionary of 350,000 words.
 static DEFAULT: LazyLock<Arc<Jieba>> = LazyLock::new(|| Arc::new(Jieba::new()));
 
-/// Word segmentation, lower-case: of Chinese by jieba's search mode with its hidden Markov model, of other languages by spaces, with
+/// Segmentation into lower-case words: Chinese by jieba's search mode with its hidden Markov model, other languages by spaces, with
 /// stemming. Clones share the dictionary.
 #[derive(Clone)]
 pub(crate) struct Segmenter {
@@ -62,7 +62,7 @@ impl std::fmt::Debug for Segmenter {
 }
 
 impl Segmenter {
-    /// For Chinese.
+    /// A segmenter for Chinese with the dictionary of `jieba`.
     fn of(jieba: Arc<Jieba>) -> Self {
         Self { jieba, language: Language::Zh }
     }
@@ -75,20 +75,20 @@ impl Segmenter {
         self.language
     }
 
-    /// Whether words are separated by spaces.
+    /// True if words are separated by spaces (languages other than Chinese).
     pub(crate) fn is_spaced(&self) -> bool {
         self.language != Language::Zh
     }
 
-    /// The form of a text in which phrases of a lexicon are found: of Chinese without spaces and punctuation, of other languages the
-    /// stemmed words with a space between them.
+    /// The form of a text in which phrases of a lexicon are matched: Chinese text without spaces and punctuation, in other languages the
+    /// stemmed words separated by spaces.
     pub(crate) fn phrase_form(&self, text: &str) -> String {
         if self.is_spaced() { self.tokens(&fold(text)).join(" ") } else { normalise(text) }
     }
 
-    /// The default dictionary with the words of a file in jieba's format (one `word [frequency] [tag]` per line) and `words`. A word
-    /// without a frequency gets one at which it is not split. Warns of words of the file that are split anyway, because of a space or a
-    /// low frequency.
+    /// Adds `words` and the words of a file in jieba's format (one `word [frequency] [tag]` per line) to the default dictionary. A word
+    /// without a frequency gets one with which it is not split. Logs a warning for words of the file that are split anyway, because of a
+    /// space or a low frequency.
     pub(crate) fn with_words<'a>(
         dictionary: Option<&Path>,
         words: impl IntoIterator<Item = &'a str>,
@@ -148,13 +148,13 @@ impl Segmenter {
     }
 }
 
-/// The segmentation of embedded retrieval, with the configured user dictionary and synonyms, also where retrieval is a service. By default
-/// that of the default dictionary.
+/// Word segmentation with the configured user dictionary and synonyms, also available if retrieval is a service; without them it uses the
+/// default dictionary.
 #[derive(Default)]
 pub struct WordSegmenter(Segmenter);
 
 impl WordSegmenter {
-    /// Reads the dictionary.
+    /// Opens the configured user dictionary and synonyms.
     ///
     /// # Errors
     /// A file cannot be read.
@@ -172,17 +172,17 @@ impl WordSegmenter {
         self.0.language()
     }
 
-    /// Whether words are separated by spaces.
+    /// True if words are separated by spaces (languages other than Chinese).
     pub fn is_spaced(&self) -> bool {
         self.0.is_spaced()
     }
 
-    /// A text cut into words and what is between them, as they are written, all of it in order.
+    /// Splits a text into words and the text between them, unchanged and in order.
     pub fn pieces<'a>(&self, text: &'a str) -> Vec<&'a str> {
         self.0.pieces(text)
     }
 
-    /// A text without the words that `other` has too; what remained of the text is separated by spaces.
+    /// `text` without the words that `other` also has; one space replaces each removed part.
     pub fn text_without_words_of(&self, text: &str, other: &str) -> String {
         let known: HashSet<String> = self.0.tokens(&fold(other)).into_iter().collect();
         let is_new = |word: &str| {
@@ -281,7 +281,7 @@ impl Tokenizer for Segmenter {
     }
 }
 
-/// The tokens of one text.
+/// Words of one text.
 pub(crate) struct Words {
     tokens: Vec<Token>,
     n_passed: usize,
@@ -357,7 +357,8 @@ impl Synonyms {
         self.groups.iter().flatten().map(String::as_str)
     }
 
-    /// Prepares the groups for queries segmented by `segmenter`. An entry of several words (`vitamin c`) matches these words in sequence.
+    /// Segments the entries of all groups with `segmenter`, as queries are. An entry of several words (`vitamin c`) matches these words
+    /// in sequence.
     pub(crate) fn segmented_by(mut self, segmenter: &Segmenter) -> Self {
         let words = |entry: &String| match segmenter.is_one_word(entry) {
             true => vec![entry.clone()],
@@ -376,7 +377,7 @@ impl Synonyms {
         self
     }
 
-    /// The words of a query as parts, each word and each group once.
+    /// The words of a query as query parts: single words and synonym groups, each once.
     pub(crate) fn parts<'a>(&'a self, words: &'a [String]) -> Vec<QueryPart<'a>> {
         let (mut parts, mut rest) = (Vec::new(), words);
         let (mut seen_words, mut seen_groups) = (HashSet::new(), HashSet::new());

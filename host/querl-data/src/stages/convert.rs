@@ -1,4 +1,4 @@
-//! Stage convert: filters keep or drop each row with a reason; the rows become the three splits of a dataset.
+//! Stage convert: filters keep or drop each row with a reason, and the kept rows become the three splits of a dataset.
 
 use crate::dataset::records::{Rows, changed_meanwhile};
 use crate::dataset::splits::RowSplits;
@@ -14,38 +14,38 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Maximum rows of a filter batch: bounds memory for large splits; smaller splits are one batch. Part of the filter contract
+/// Maximum number of rows in a batch of a filter, which bounds memory; smaller splits are one batch. Part of the filter contract
 /// (`wit/filters.wit`).
 pub(crate) const BATCH_ROWS: usize = 8192;
 
-/// Maximum size of the texts of a filter batch, which a guest holds within `plugins.limits.memory_bytes`.
+/// Maximum size of the texts in a batch of a filter, in bytes; the guest holds them within `plugins.limits.memory_bytes`.
 pub(crate) const BATCH_BYTES: usize = 32 << 20;
 
-/// A row of the dataset, or a dropped row.
+/// A row of the dataset, or a dropped row with the reason.
 #[derive(Debug, Clone, PartialEq)]
 pub enum ConvertedRow {
-    /// A row of a split. Rows of train passed all filters, or come without a completion from a dataset, for reinforcement learning; val and
-    /// test have every query, without an assistant message if it did not pass.
+    /// A row of a split. A train row passed all filters, or is a row of `data.dataset` without a completion (for RL). Val and test have
+    /// every query, without an assistant message if the row did not pass the filters.
     Row(Split, DatasetRow),
-    /// A row of any split that did not pass.
+    /// A row of any split that has no usable rewrite or did not pass a filter.
     Dropped(DroppedRow),
 }
 
-/// A row without a usable rewrite, with the reason.
+/// A row without a usable rewrite, and the reason.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DroppedRow {
-    /// The query row.
+    /// The row of the query table.
     #[serde(flatten)]
     pub query: QueryRow,
-    /// Split of the row.
+    /// The split that the row belongs to.
     pub split: Split,
-    /// The teacher's rewrite, if there is one.
+    /// The teacher's rewrite; `None` if there is none.
     pub rewritten_query: Option<String>,
-    /// `rewrite`, `retrieval` or the name of a filter plugin.
+    /// What dropped the row: `rewrite`, `retrieval` or the name of a filter plugin.
     pub by: String,
-    /// A filter's code, or that of a failure: `teacher_timeout`, `retrieval_unreachable`.
+    /// The reason as a code, from the filter or the failure: `teacher_timeout`, `retrieval_unreachable`.
     pub code: String,
-    /// Human-readable explanation.
+    /// The reason as a readable explanation.
     pub detail: String,
 }
 
@@ -57,23 +57,23 @@ struct DropReason {
 
 /// Settings of the conversion of records into a dataset.
 pub struct Conversion<'a> {
-    /// Plugin that writes the messages of each row, unless it is one of a dataset.
+    /// Prompt plugin that writes the messages of each row; rows of `data.dataset` have their own.
     pub prompts: &'a dyn Prompts,
-    /// Filters in order; each gets batches of rows of one split that passed the previous filters.
+    /// Filter plugins in order; each gets batches of rows of one split that passed the previous filters.
     pub filters: &'a [Arc<dyn Filter>],
-    /// Shares and seed of the splits; the dataset.
+    /// Shares and seed of the splits, and `data.dataset` if set.
     pub config: &'a DataConfig,
-    /// Name of the teacher, written in each row.
+    /// Name of the teacher, which is written into each row.
     pub teacher_name: &'a str,
-    /// Target of fine-tuning by the query's id, in place of the rewrite.
+    /// SFT targets by query id, which replace the teacher's rewrite.
     pub targets: &'a HashMap<String, String>,
 }
 
-/// Makes the dataset and passes each row to `put`: the rows of a split in the table's order; dropped rows in order within a batch. Returns the
-/// number of rows whose prompt, that of `data.dataset`, is not the one that the prompt plugin writes.
+/// Converts records into a dataset and passes each row to `put`: rows of a split in the order of the table, dropped rows in order within
+/// a batch. Returns the number of rows of `data.dataset` whose prompt differs from the one that the prompt plugin writes.
 ///
 /// # Errors
-/// Records cannot be read, too few groups for the splits, a plugin broke its contract, or that of `put`.
+/// Records cannot be read, there are too few groups for the splits, a plugin broke its contract, or `put` returned an error.
 pub fn convert(
     records: &dyn Rows<ValidatedRecord>,
     conversion: &Conversion<'_>,
@@ -116,7 +116,7 @@ struct FilterRow {
     record: ValidatedRecord,
     /// Empty where no filter reads them.
     columns: Columns,
-    /// That of the dataset; `None` for the one that the prompt plugin writes.
+    /// Prompt of the row in `data.dataset`; `None` if the prompt plugin writes it.
     prompt: Option<Vec<Message>>,
 }
 
@@ -150,7 +150,7 @@ fn put_dropped(
 }
 
 impl Conversion<'_> {
-    /// Whether a filter reads the other columns of the query table.
+    /// True if a filter reads the other columns of the query table.
     pub fn reads_columns(&self) -> bool {
         self.filters.iter().any(|filter| filter.reads_columns() != InputUse::Unused)
     }
@@ -247,7 +247,7 @@ fn run_filter(filter: &dyn Filter, batch: &[FilterRow], reasons: &mut [Option<Dr
     Ok(())
 }
 
-/// `None` if rewrite or retrieval failed.
+/// The sample of a row for a filter; `None` if rewrite or retrieval failed.
 fn sample(FilterRow { record, columns, .. }: &FilterRow, uses_columns: InputUse) -> Option<Sample> {
     let row = &record.rewritten.query;
     Some(Sample {

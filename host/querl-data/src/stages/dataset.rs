@@ -9,11 +9,11 @@ use querl_core::ports::Prompts;
 use querl_core::records::{CallFailure, Completion, FailureKind, QueryRow, RewriteRecord};
 use std::path::Path;
 
-/// Writes one record per row of the dataset, in order, to `output`, and calls `each` with it. The rewrite is what the prompt plugin reads in
-/// the completion, as in an answer of a teacher; a row without a completion is `NotRecorded`.
+/// Writes one record per row of the dataset to `output`, in order, and calls `each` with it. The prompt plugin parses the rewrite from
+/// the completion, as from a teacher's response; a row without a completion has the failure `NotRecorded`.
 ///
 /// # Errors
-/// The dataset cannot be read, a plugin broke its contract, or that of `each`.
+/// The dataset cannot be read, a plugin broke its contract, or `each` returned an error.
 pub fn dataset_rewrites(
     rows: &dyn Rows<QueryRow>,
     config: &DataConfig,

@@ -25,25 +25,25 @@ const FIRST_ROWS: usize = 8;
 /// Outcome of a row: success, a failure, or `None` if there was nothing to do.
 type Outcome<'a> = Option<Result<(), &'a CallFailure>>;
 
-/// The record that a stage makes of a row.
+/// A record that a stage writes for each input row.
 pub trait StageRecord: JournalRecord {
-    /// Input of the stage.
+    /// Type of the stage's input rows.
     type Row;
 
-    /// Key of the row's record in the journal; `None` if there is nothing to do.
+    /// Key of the row's record in the journal; `None` if the stage has nothing to do for the row.
     fn row_key(row: &Self::Row) -> Option<u64>;
 
-    /// Success, failure, or `None` if there was nothing to do.
+    /// Success or failure of the record; `None` if the stage had nothing to do for the row.
     fn outcome(&self) -> Outcome<'_>;
 
     /// True if this is the record of `row`.
     fn matches_row(&self, row: &Self::Row) -> bool;
 
-    /// The record of a row, with the result of this or an earlier run.
+    /// Makes the record of a row from the record of this or an earlier run.
     fn of(row: Self::Row, recorded: Option<Self>) -> Self;
 }
 
-/// All rows of a stage with their records, before the output is written.
+/// All rows of a stage with the locations of their records, before the output is written.
 pub struct StageResults<'a, Record: StageRecord> {
     rows: &'a dyn Rows<Record::Row>,
     journal: Journal<Record>,
@@ -51,10 +51,10 @@ pub struct StageResults<'a, Record: StageRecord> {
 }
 
 impl<Record: StageRecord> StageResults<'_, Record> {
-    /// Writes the stage's output in the order of the rows, then removes the journal. `each` is called with every record.
+    /// Writes the stage's output in the order of the rows and removes the journal. `each` is called with every record.
     ///
     /// # Errors
-    /// A file cannot be read or written, the rows have changed, or that of `each`; the journal is then kept.
+    /// A file cannot be read or written, the rows have changed, or `each` returned an error; the journal is kept in these cases.
     pub fn write(self, mut each: impl FnMut(&Record) -> Result<(), DataError>) -> Result<(), DataError> {
         let mut records = self.journal.records()?;
         let mut output = RecordWriter::create(self.journal.output())?;
@@ -231,11 +231,11 @@ impl<'a, T: StageRecord> Collector<'a, T> {
     }
 }
 
-/// Stage validate: retrieves passages with every rewrite. Rewrites that `journal` has with hits are not looked up again; failed ones are. A
-/// row without a rewrite is passed on. The results write the stage's output: one record per row, in order.
+/// Stage validate: retrieves passages for every rewrite. Rewrites that have hits in `journal` are skipped; failed ones are retried. A row
+/// without a rewrite is copied. The result writes the stage's output, with one record per row in order.
 ///
 /// # Errors
-/// The service rejects the credentials, the first rows all failed alike, none succeeded, or the journal cannot be written. Finished
+/// The service rejects the API key, the first rows all failed alike, no row succeeded, or the journal cannot be written. Finished
 /// records are in the journal.
 pub async fn validate<'a>(
     rewrites: &'a dyn Rows<RewriteRecord>,

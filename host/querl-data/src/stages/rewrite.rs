@@ -1,4 +1,4 @@
-//! Stage rewrite: the teacher rewrites each query, by single calls, by the batch API, or as a local model that gets rows in portions.
+//! Stage rewrite: the teacher rewrites each query, by single calls, by the batch API, or as a local model that generates rows in batches.
 
 use super::{Outcome, StageRecord, StageResults, call_all};
 use crate::client::batch::{BatchResponses, BatchTeacher, NewPrompts};
@@ -13,12 +13,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Lets the teacher rewrite each row. Rows with a rewrite in `journal` are skipped; failed ones are tried again. The results write the
-/// stage's output: one record per row, in order.
+/// Calls the teacher for each row. Rows that have a rewrite in `journal` are skipped; failed ones are retried. The result writes the
+/// stage's output, with one record per row in order.
 ///
 /// # Errors
-/// The teacher rejects the credentials, the first rows all failed alike, none succeeded, a plugin broke its contract, or the journal
-/// cannot be written. Finished records are in the journal.
+/// The teacher rejects the API key, the first rows all failed alike, no row succeeded, a plugin broke its contract, or the journal cannot
+/// be written. Finished records are in the journal.
 pub async fn rewrite<'a>(
     rows: &'a dyn Rows<QueryRow>,
     teacher: &dyn Teacher,
@@ -31,8 +31,8 @@ pub async fn rewrite<'a>(
     call_all(rows, |row| task.rewrite(row), journal, max_concurrent, progress).await
 }
 
-/// [`rewrite`] with the responses of batches. Rows that are neither cached nor in a batch are submitted in new batches, or, if `new` is
-/// `Skip`, requested one by one. `path` is the state file, which the caller removes once the stage's output is written.
+/// Like [`rewrite`], with the batch API. Rows that are neither cached nor in a batch are submitted in new batches, or, if `new` is
+/// `Skip`, requested one by one. `path` is the state file of the batches, which the caller removes after the stage's output is written.
 ///
 /// # Errors
 /// A batch was rejected or its status is unknown, a plugin broke its contract, no row succeeded, or a file cannot be written.
@@ -73,7 +73,7 @@ async fn before_stop<T>(
     }
 }
 
-/// `None` if the response is cached.
+/// The teacher's prompt for a row; `None` if its response is cached.
 fn uncached_prompt(
     row: Result<QueryRow, DataError>,
     teacher: &dyn Teacher,
@@ -172,7 +172,7 @@ impl RewriteTask<'_> {
     }
 }
 
-/// The teacher's prompt of each row.
+/// The prompt for the teacher of each row.
 ///
 /// # Errors
 /// The rows cannot be read, or the plugin broke its contract.
@@ -189,7 +189,7 @@ fn messages(row: &QueryRow, prompts: &dyn Prompts) -> Result<Vec<Message>, DataE
     Ok(prompts.messages(PromptTask::TeacherRewrite, &input)?)
 }
 
-/// The rewrite in an answer of the teacher.
+/// Parses the rewrite from a teacher's response with the prompt plugin.
 pub(super) fn parsed(
     completion: Completion,
     prompts: &dyn Prompts,
@@ -203,15 +203,15 @@ pub(super) fn parsed(
     })
 }
 
-/// Stage rewrite with a model in this process, which generates many rewrites at once: the caller takes prompts in portions, generates, and
-/// hands the results to the collector.
+/// Stage rewrite with a local model, which generates many rewrites at once: the caller takes a batch of prompts, generates, and hands the
+/// results to the collector.
 pub struct LocalRewriteStage<'a> {
     rows: &'a dyn Rows<QueryRow>,
     rows_left: RowIter<'a, QueryRow>,
     collector: LocalRewriteCollector<'a>,
 }
 
-/// Takes the rewrites of a portion of rows.
+/// Collector of the rewrites of a batch of rows.
 pub struct LocalRewriteCollector<'a> {
     prompts: &'a dyn Prompts,
     journal: Journal<RewriteRecord>,
@@ -223,7 +223,7 @@ pub struct LocalRewriteCollector<'a> {
 }
 
 impl<'a> LocalRewriteStage<'a> {
-    /// Starts with the first row without a rewrite in `journal`.
+    /// Starts the stage at the first row without a rewrite in `journal`.
     ///
     /// # Errors
     /// The rows cannot be read.
@@ -244,7 +244,7 @@ impl<'a> LocalRewriteStage<'a> {
         Ok(Self { rows, rows_left: rows.read()?, collector })
     }
 
-    /// Prompts of the next rows, up to `n_most`, and the collector of their rewrites; no prompts at the end.
+    /// The prompts of the next rows, at most `n_most`, and the collector of their rewrites; no prompts at the end of the stage.
     ///
     /// # Errors
     /// The rows cannot be read, or the plugin broke its contract.
@@ -263,7 +263,7 @@ impl<'a> LocalRewriteStage<'a> {
         Ok((prompts, collector))
     }
 
-    /// Ends the stage; failed rows go to `fallback`, if there is one.
+    /// Ends the stage; failed rows are sent to the teacher `fallback`, if there is one.
     ///
     /// # Errors
     /// As [`rewrite`].
@@ -282,7 +282,7 @@ impl<'a> LocalRewriteStage<'a> {
 }
 
 impl LocalRewriteCollector<'_> {
-    /// The result of the prompt at `index` of the portion.
+    /// Records the result for the prompt at `index` of the current batch.
     ///
     /// # Errors
     /// The plugin broke its contract, or the journal cannot be written.

@@ -1,4 +1,4 @@
-//! The other columns of the query table, for plugins that read them: those that hold no query, profile, history or gold ids.
+//! Other columns of the query table (all but query, profile, history and gold ids), for plugins that read them.
 
 use super::formats::{CellForm, TypedRows};
 use super::{QueryColumns, check_unique, open_source};
@@ -7,7 +7,7 @@ use querl_core::config::DataConfig;
 use querl_core::records::{ColumnValue, Columns, QueryRow};
 use std::path::PathBuf;
 
-/// Reads the other columns of rows in the order of the table, again from the file: the records of a run do not have them.
+/// Reads the other columns of each row from the query table, in order, since the records of a run do not contain them.
 pub struct ColumnReader {
     path: PathBuf,
     query: QueryColumns,
@@ -35,10 +35,10 @@ impl ColumnReader {
         Ok(Self { path, query, others, rows })
     }
 
-    /// The columns of a row that comes after those that were read before.
+    /// The other columns of a row; rows must be read in the order of the table.
     ///
     /// # Errors
-    /// The table has another query there by now, cannot be read, or the row has more than a plugin gets ([`Columns`]).
+    /// The table has changed and has another query in this row, it cannot be read, or the row is larger than the limits of [`Columns`].
     pub fn read(&mut self, query: &QueryRow) -> Result<Columns, DataError> {
         let changed = || {
             let problem = format!(

@@ -11,7 +11,7 @@ pub(crate) enum TextEncoding {
     Utf8,
     Utf8Bom,
     Gb18030,
-    /// With a byte order mark: "Unicode text" of a spreadsheet.
+    /// UTF-16 little-endian with a byte order mark, as spreadsheets save "Unicode text".
     Utf16Le,
     Utf16Be,
 }
@@ -129,15 +129,15 @@ fn first_error(path: &Path, encoding: TextEncoding) -> io::Result<Option<Encodin
 
 const BUFFER_BYTES: usize = 1 << 16;
 
-/// The text of `path` as UTF-8 without a byte order mark.
+/// Opens a text file as UTF-8 without a byte order mark.
 pub(crate) fn open_text(path: &Path, encoding: TextEncoding) -> io::Result<impl Read + Send + use<>> {
     Ok(Utf8Reader::new(File::open(path)?, encoding))
 }
 
-/// Maximum size of a lexicon, dictionary or list of synonyms.
+/// Maximum size of a lexicon, user dictionary or synonym file, in bytes.
 pub(crate) const MAX_VOCABULARY_BYTES: u64 = 64 << 20;
 
-/// The whole text of a dictionary or list in any of the encodings.
+/// Reads a whole dictionary or synonym file in any supported encoding.
 pub(crate) fn read_text(path: &Path) -> Result<String, DataError> {
     read_text_up_to(path, MAX_VOCABULARY_BYTES)
 }

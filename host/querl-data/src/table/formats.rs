@@ -22,33 +22,33 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-/// A table of text cells, read lazily.
+/// A table of text cells, whose rows are read lazily.
 pub(crate) struct Table {
     path: PathBuf,
     pub(crate) sheet: Option<String>,
     pub(crate) unread_sheets: Vec<String>,
     pub(crate) hidden_sheets: Vec<String>,
     pub(crate) encoding: Option<TextEncoding>,
-    /// Of a csv or tsv file.
+    /// Separator of cells in a csv or tsv file.
     delimiter: u8,
     pub(crate) header: Vec<String>,
     source: Box<dyn RowSource>,
 }
 
-/// Whether cells have their values next to their texts.
+/// Whether cells are read as text only or also with their typed value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CellForm {
-    /// Values of other types than texts, numbers and lists are errors in formats where programs write them in different ways.
+    /// Text only. In formats where programs write them differently, values other than texts, numbers and lists are errors.
     Text,
     Typed,
 }
 
-/// Reads the rows of one file format.
+/// Reader of the rows of one file format.
 pub(super) trait RowSource {
-    /// The rows; cells of columns other than `columns` may be empty.
+    /// Reads all rows; cells of columns other than `columns` may be empty.
     fn rows(self: Box<Self>, columns: &[usize], form: CellForm) -> Result<TypedRows, DataError>;
 
-    /// Merged cells of `columns` below the header, `C2:C3`: the first ones, and none of a large workbook.
+    /// Merged cells of `columns` below the header, as ranges (`C2:C3`): only the first ones, and none for a large workbook.
     fn merged(&mut self, _columns: &[usize]) -> Vec<String> {
         Vec::new()
     }
@@ -66,7 +66,7 @@ impl RowSource for TextRows {
 #[derive(Debug, Clone, Default)]
 pub(super) struct TableCell {
     pub(super) text: String,
-    /// Of a cell that is no text, in the form [`CellForm::Typed`].
+    /// Typed value of a cell that is not text; `None` if it is text or was not read as [`CellForm::Typed`].
     pub(super) value: Option<ColumnValue>,
 }
 
@@ -83,7 +83,7 @@ impl AsRef<str> for TableCell {
 }
 
 impl TableCell {
-    /// The value; `None` for a cell without one.
+    /// The typed value, or the text if there is none; `None` for an empty cell.
     pub(super) fn into_value(self) -> Option<ColumnValue> {
         let Self { text, value } = self;
         value.or_else(|| (!text.trim().is_empty()).then_some(ColumnValue::Text(text)))
@@ -100,12 +100,12 @@ impl Table {
         &self.path
     }
 
-    /// Merged cells of `columns` below the header: `C2:C3`.
+    /// Merged cells of `columns` below the header, as ranges (`C2:C3`).
     pub(super) fn merged(&mut self, columns: &[usize]) -> Vec<String> {
         self.source.merged(columns)
     }
 
-    /// Number of the first row with a cell that is one of `names`: people write a title above the header.
+    /// Number of the first row that has one of `names` as a cell: the header may be below a title.
     pub(super) fn header_below(&self, names: &[&str]) -> Option<usize> {
         const N_ROWS: u32 = 10;
         let cells = match self.encoding {
@@ -127,7 +127,7 @@ impl Table {
         cells.iter().find(|(_, cell)| names.contains(&cell.trim())).map(|(row, _)| *row)
     }
 
-    /// The rows, numbered as in a spreadsheet or editor; cells of columns other than `columns` may be empty.
+    /// The rows with their numbers as in a spreadsheet or editor; cells of columns other than `columns` may be empty.
     pub(crate) fn rows(self, columns: &[usize]) -> Result<TableRows, DataError> {
         let rows = self.cells(columns, CellForm::Text)?;
         let texts = |(row, cells): (usize, Vec<TableCell>)| (row, cells.into_iter().map(|cell| cell.text).collect());
@@ -148,21 +148,21 @@ impl Table {
     }
 }
 
-/// Numbered rows of cells; a row may have fewer cells than the header.
+/// Rows of text cells with their row number; a row may have fewer cells than the header.
 pub(crate) type TableRows = Box<dyn Iterator<Item = Result<(usize, Vec<String>), DataError>>>;
 
 pub(super) type TypedRows = Box<dyn Iterator<Item = Result<(usize, Vec<TableCell>), DataError>>>;
 
-/// Maximum number of listed rows of one kind; all are counted.
+/// Maximum number of rows that are listed for a finding; the counts include all.
 pub(super) const MAX_LISTED: usize = 100;
 
-/// A longer cell is damage.
+/// Maximum size of a cell in bytes; a longer one is treated as a damaged file.
 pub(super) const MAX_CELL_BYTES: usize = 1 << 20;
 
 /// Maximum number of columns: that of a sheet.
 const MAX_COLUMNS: usize = 16_384;
 
-/// Maximum number of rows. A row takes 40 bytes of memory, and equal rows of parquet take none in the file.
+/// Maximum number of rows of a table. A row takes 40 bytes of memory, while equal rows of a parquet file take no space in it.
 pub(crate) const MAX_ROWS: u32 = 1 << 24;
 
 fn check_columns(path: &Path, n_columns: usize) -> Result<(), DataError> {
@@ -188,7 +188,7 @@ fn check_cells(
     Err(DataError::file(path, format!("{problem} (look for a quote before it that is not closed)")))
 }
 
-/// Opens a table by the file's extension.
+/// Opens a table in the format of the file's extension.
 pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
     let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase());
     let n_bytes = match std::fs::metadata(path) {
@@ -216,7 +216,7 @@ pub(crate) fn open_table(path: &Path) -> Result<Table, DataError> {
     Ok(table)
 }
 
-/// Detects a wrong file extension by the first bytes.
+/// Reports a wrong file extension by the first bytes of the file.
 pub(super) fn check_first_bytes(path: &Path, extension: &str) -> Result<(), DataError> {
     let unreadable = |error| DataError::file(path, format!("cannot be read: {error}"));
     let mut start = Vec::new();
@@ -271,7 +271,7 @@ impl RowSource for LinesFile {
     }
 }
 
-/// The value of a cell that is no text. Values within values are JSON texts.
+/// Typed value of a JSON cell that is not text. Nested values are JSON text.
 pub(super) fn typed(value: &Value, form: CellForm) -> Option<ColumnValue> {
     let scalar = |item: &Value| match item {
         Value::Null => None,
@@ -444,7 +444,7 @@ pub(super) fn unreadable(path: &Path, problem: &str) -> DataError {
     DataError::file(path, format!("not a parquet file that can be read ({problem}); {remedy}"))
 }
 
-/// Runs `work`; errors and panics become messages.
+/// Runs `work`; an error or a panic is returned as a message.
 pub(super) fn caught<T>(work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     match catch_panic(work) {
         Ok(result) => result.map_err(|error| error.to_string().replace('\n', " ")),
@@ -546,7 +546,7 @@ fn field_text(field: &Field) -> Result<String, &'static str> {
     })
 }
 
-/// What a column of chat messages holds, and what to do about it.
+/// Description of a column of chat messages, for an error message.
 pub(super) const CHAT: &str = "a list of chat messages";
 pub(super) const CHAT_REMEDY: &str = "write the text of the last user message in a column of its own, and name that in \
                                        data.query_column; a summary of the earlier messages belongs in data.history_column";
@@ -560,7 +560,7 @@ fn is_message(field: &Field) -> bool {
     MESSAGE_KEYS.iter().any(|keys| keys.iter().all(has))
 }
 
-/// Whether a text is a list of chat messages, as JSON or as Python writes it.
+/// True if a text is a list of chat messages, in the syntax of JSON or Python.
 pub(crate) fn is_chat(cell: &str) -> bool {
     let start = cell.trim_start();
     let inner = start.strip_prefix('[').unwrap_or(start).trim_start();

@@ -28,7 +28,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 
-/// A query table that was read through once without errors.
+/// A query table, read once without errors.
 #[derive(Debug)]
 pub struct QueryTable {
     config: DataConfig,
@@ -51,8 +51,8 @@ fn open_source(config: &DataConfig) -> Result<Table, DataError> {
     }
 }
 
-/// Opens the configured query table or dataset and reads it through. Rows of one group have the same gold ids or group cell, or equal
-/// queries, profiles and histories.
+/// Opens the query table or dataset of the configuration and reads it once. Rows are in the same group if they have the same gold ids or
+/// group cell, or equal query, profile and history.
 ///
 /// # Errors
 /// A file cannot be read, lacks a required column, or has no usable row.
@@ -82,7 +82,7 @@ pub fn open_queries(config: &DataConfig) -> Result<QueryTable, DataError> {
 }
 
 impl QueryTable {
-    /// With merged cells of a workbook in the findings, for a command that shows them: it takes as long as reading the rows.
+    /// Adds merged cells of a workbook to the findings, which takes as long as reading the rows.
     ///
     /// # Errors
     /// A file cannot be read.
@@ -94,7 +94,7 @@ impl QueryTable {
         Ok(self)
     }
 
-    /// Rows that are skipped or need a look.
+    /// Rows that are skipped or should be checked.
     pub fn findings(&self) -> &Findings {
         &self.findings
     }
@@ -222,53 +222,53 @@ impl Rows<QueryRow> for QueryTable {
 /// Maximum number of rows in a message.
 const SHOWN: usize = 10;
 
-/// Rows of a query table that are skipped or need a look, for `querl data stats` and messages.
+/// Rows of a query table that are skipped or should be checked, for `querl data stats` and messages.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Findings {
-    /// Encoding of a csv or tsv file.
+    /// Encoding of a csv or tsv file; `None` for other formats.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub encoding: Option<&'static str>,
-    /// Sheets of a workbook that are skipped because they have other columns than the first.
+    /// Names of the sheets of a workbook that are skipped, because their columns differ from those of the first.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub unread_sheets: Vec<String>,
-    /// Hidden sheets of a workbook, which are skipped.
+    /// Names of the hidden sheets of a workbook, which are skipped.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub hidden_sheets: Vec<String>,
-    /// Merged cells of a used column of a workbook, `C2:C3`: only the first cell has the value. Empty without
+    /// Merged cells in used columns of a workbook, as ranges (`C2:C3`): only the first cell of a range has the value. Empty without
     /// [`QueryTable::with_merged_cells`].
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub merged_cells: Vec<String>,
-    /// Rows that are not empty.
+    /// Number of non-empty rows.
     pub n_rows: usize,
-    /// Rows with a query that no earlier row has in the same context.
+    /// Number of rows whose query does not repeat that of an earlier row in the same context.
     pub n_usable: usize,
-    /// Groups of usable rows.
+    /// Number of groups of the usable rows.
     pub n_groups: usize,
-    /// Rows with an empty query; skipped.
+    /// Rows with an empty query, which are skipped.
     pub empty: RowList,
-    /// Rows that repeat an earlier row's query, profile and history; skipped.
+    /// Rows that repeat query, profile and history of an earlier row; they are skipped.
     pub repeated: RowList,
-    /// Rows that equal an earlier row up to width, case, space and punctuation; kept, in its group.
+    /// Rows that equal an earlier row up to width, case, space and punctuation; they are kept, in the group of the earlier row.
     pub alike: RowList,
-    /// Rows that equal an earlier row in this way but have other gold ids.
+    /// Rows that equal an earlier row up to width, case, space and punctuation, but have other gold ids.
     pub conflicting: RowList,
 }
 
-/// Rows of one kind.
+/// Number and list of the rows with one kind of finding.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct RowList {
-    /// Number of rows.
+    /// Number of rows with this finding.
     pub n: usize,
-    /// The first of them, with the earlier row if there is one.
+    /// The first rows with this finding.
     pub rows: Vec<RowReference>,
 }
 
-/// A row, and the earlier row that it repeats or contradicts.
+/// A row, with the earlier row that it repeats or contradicts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct RowReference {
-    /// Row number as in a spreadsheet or editor.
+    /// Number of the row as in a spreadsheet or editor.
     pub row: usize,
-    /// The earlier row.
+    /// Number of the earlier row; `None` if the finding is about one row.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub earlier: Option<usize>,
 }
@@ -294,7 +294,7 @@ impl RowList {
 }
 
 impl Findings {
-    /// One line for each kind of row that is skipped or needs a look.
+    /// One line for each kind of finding.
     pub fn notes(&self) -> Vec<String> {
         let passed_over = [(&self.empty, "with an empty query"), (&self.repeated, "repeating an earlier row")];
         let passed_over: Vec<String> = passed_over
@@ -383,7 +383,7 @@ fn equal_pairs(digests: &[RowDigest], key: fn(&RowDigest) -> u64) -> impl Iterat
     })
 }
 
-/// Sets of numbers; the smallest number of a set represents it.
+/// Union-find (disjoint sets) over numbers; each set is represented by its smallest number.
 pub(crate) struct UnionFind(pub(crate) Vec<u32>);
 
 impl UnionFind {
@@ -468,7 +468,7 @@ impl QueryColumns {
     }
 }
 
-/// Id of a query in its context: 16 hexadecimal digits.
+/// Id of a query in its context: 16 hexadecimal digits of a hash of the three texts.
 pub fn query_id(query: &str, user_profile: &str, history_summary: &str) -> String {
     let mut digest = digest_hex(serde_json::json!([query, user_profile, history_summary]).to_string().as_bytes());
     digest.truncate(16);

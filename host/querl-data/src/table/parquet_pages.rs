@@ -1,5 +1,5 @@
-//! Bounds the pages of a parquet file before the library takes memory for them. A page header of a few bytes can declare a page, a
-//! dictionary or a list of lengths of gigabytes, and gzip inflates to a thousand times its size.
+//! Checks the page sizes of a parquet file before the library allocates memory for them. A page header of a few bytes can declare a page,
+//! a dictionary or a list of lengths of gigabytes, and gzip inflates to a thousand times its size.
 //!
 //! Source: the Parquet format, `parquet.thrift` (`PageHeader`) and Encodings.md (delta encodings); Thrift's compact protocol.
 
@@ -22,7 +22,7 @@ const MAX_PAGE_VALUES: u64 = 1 << 24;
 /// Maximum size of the metadata at the end of the file, which take up to a hundred times as much memory.
 const MAX_FOOTER_BYTES: u64 = 16 << 20;
 
-/// Checks the size that the last bytes declare for the metadata.
+/// Checks the size of the metadata that the last bytes of the file declare.
 pub(super) fn check_footer(file: &mut File) -> Result<(), ParquetError> {
     let mut end = [0; 8];
     if file.metadata()?.len() < end.len() as u64 {
@@ -40,7 +40,7 @@ pub(super) fn check_footer(file: &mut File) -> Result<(), ParquetError> {
     }
 }
 
-/// Checks all pages of the columns with these indices.
+/// Checks all pages of the columns with the given indices.
 pub(super) fn check_pages(
     path: &Path,
     reader: &SerializedFileReader<File>,
@@ -111,7 +111,7 @@ fn check_gzip(file: &mut BufReader<File>, header: &PageHeader) -> io::Result<()>
 /// The sizes in a page header.
 #[derive(Debug, Default)]
 struct PageHeader {
-    /// Of the header itself.
+    /// Size of the page header.
     n_bytes: u64,
     uncompressed: u64,
     compressed: u64,

@@ -50,7 +50,7 @@ struct SheetTable {
     n_before: usize,
 }
 
-/// The first sheet, and further sheets with the same columns, as in a table with more rows than a sheet can have.
+/// Opens the first sheet, and further sheets with the same columns (a table with more rows than a sheet can have).
 pub(super) fn open_xlsx(path: &Path) -> Result<Table, DataError> {
     let n_sheet_bytes = check_parts(path)?;
     guarded(path, || open_workbook(path, n_sheet_bytes))
@@ -248,7 +248,7 @@ fn sheet_names(workbook: &Workbook) -> (Vec<String>, Vec<String>) {
     (names(shown), names(hidden))
 }
 
-/// Cells of the first rows of the first sheet that is shown, with the number of their row: for an error about the header.
+/// Cells of the first rows of the first visible sheet, each with its row number, for an error about the header.
 pub(super) fn first_cells(path: &Path, n_rows: u32) -> Vec<(usize, String)> {
     let found = guarded(path, || {
         let opened: Result<Workbook, XlsxError> = calamine::open_workbook(path);

@@ -6,30 +6,31 @@ use super::trends::correlation;
 use super::words::{normalised, tokens};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// A rewrite of this many different gold passages is a text for many queries. Paraphrases share theirs.
+/// Minimum number of different gold-passage sets for which one rewrite counts as the same text for many queries; paraphrases share one
+/// set.
 const MANY_TARGETS: usize = 4;
-/// The same where gold passages are unknown and paraphrases look like different targets.
+/// Like [`MANY_TARGETS`], for queries without known gold passages, where each paraphrase counts as another target.
 const MANY_QUERIES: usize = 15;
 
-/// Smallest rise of the share of rewrites with a term. In honest runs 0.12.
+/// Smallest rise of the share of rewrites with a term; in honest runs it was 0.12.
 const TERM_RISE: f64 = 0.2;
-/// Smallest correlation of a term with the reward within queries. In honest runs 0.1 for terms that rise.
+/// Smallest correlation of a term with the reward within queries; in honest runs it was 0.1 for terms that rise.
 const TERM_FOLLOWS: f64 = 0.4;
-/// The same where nothing measures quality.
+/// Like [`TERM_FOLLOWS`], for a run without a measure of quality.
 const TERM_FOLLOWS_BLINDLY: f64 = 0.8;
-/// Largest correlation of that term with quality.
+/// Largest correlation of such a term with a measure of quality.
 const TERM_FOLLOWS_NOT: f64 = 0.1;
 const MOST_TERMS: usize = 3;
 
-/// Rewrites that many different queries got.
+/// Rewrites that were generated for many different queries: their share of the episodes, and their texts.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct SameRewrite {
-    /// Shares of the episodes of the early and of the late window.
+    /// Share of the episodes of the early window whose rewrite was generated for many queries.
     pub(super) early_share: f64,
     pub(super) late_share: f64,
-    /// The most frequent one of the late window: text, episodes, targets.
+    /// The most frequent such rewrite of the late window: text, number of episodes, number of different targets.
     pub(super) largest: Option<(String, usize, usize)>,
-    /// Late texts, with their numbers of targets.
+    /// All such rewrites of the late window: number of different targets by text.
     pub(super) texts: BTreeMap<String, usize>,
 }
 
@@ -78,18 +79,18 @@ fn repeated(rows: &AuditRows<'_>, window: &Window) -> RepeatedTexts {
     RepeatedTexts { n_episodes: window.n_episodes, texts: texts.into_iter().filter_map(is_for_many).collect() }
 }
 
-/// A term whose presence predicts the reward within queries, and not the quality.
+/// A term whose presence in a rewrite correlates with the reward within queries, but not with a measure of quality.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct TokenRule {
     pub(super) token: String,
     pub(super) r_reward: f64,
-    /// The largest correlation with a measure of quality; 0 without one.
+    /// The largest correlation with any measure of quality; 0 if there is none.
     pub(super) r_quality: f64,
     pub(super) early_share: f64,
     pub(super) late_share: f64,
 }
 
-/// The strongest terms, without terms that are part of a stronger one or have it as a part.
+/// The terms with the largest correlation with the reward, at most 3; of terms that contain each other only the strongest.
 pub(super) fn token_rules(rows: &AuditRows<'_>, measures: &[Measure]) -> Vec<TokenRule> {
     let (Some(early), Some(late), Some(total)) = (rows.early(), rows.late(), measures.first()) else {
         return Vec::new();

@@ -1,4 +1,4 @@
-//! What is measured of each episode: the reward and its components, measures that no reward can move alone, and properties of the text.
+//! Measures of each episode: the reward and its components, measures that do not depend on the reward, and properties of the text.
 
 use super::rows::{AuditRow, AuditRows};
 use super::second_retriever::SecondRetriever;
@@ -10,24 +10,24 @@ use querl_core::records::Candidate;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// Passages of the second retriever that are compared where no gold passages are known.
+/// Number of top passages of the second retriever that are compared if no gold passages are known.
 const N_OVERLAP: usize = 5;
 
-/// Components beyond this number are not audited.
+/// Maximum number of reward components that are audited.
 const MOST_COMPONENTS: usize = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum MeasureKind {
-    /// The total.
+    /// The total reward.
     Reward,
-    /// A part of the total.
+    /// A component of the reward.
     Component,
-    /// Independent of the reward, and what a rewrite is for: signs compare the reward with it.
+    /// A quality measure that does not depend on the reward, such as the rank of the gold passage; the rules compare the reward with it.
     Quality,
-    /// Independent of the reward, and weaker: it decides only where no measure of quality rises.
+    /// A weaker quality measure that does not depend on the reward; it counts only if no measure of kind `Quality` rises.
     Hint,
-    /// A property of the text.
+    /// A property of the rewrite's text, such as its length.
     Text,
 }
 
@@ -35,18 +35,18 @@ pub(crate) enum MeasureKind {
 pub(crate) struct Measure {
     pub(crate) name: String,
     pub(crate) kind: MeasureKind,
-    /// `None` for too few values in a window.
+    /// Change from the early to the late window; `None` if a window has too few values.
     pub(crate) change: Option<Change>,
-    /// Correlation with the total, within queries.
+    /// Correlation of this measure with the total reward within queries.
     pub(crate) r_reward: Option<f64>,
-    /// The largest correlation with a measure of quality in the direction of `r_reward`, within queries.
+    /// The largest correlation of this measure with a measure of quality within queries, in the direction of `r_reward`.
     pub(crate) r_quality: Option<f64>,
-    /// One per row.
+    /// The value of each row, in the order of [`AuditRows`].
     #[serde(skip)]
     pub(super) values: Vec<Option<f64>>,
 }
 
-/// All measures with at least one value, in the order of the tables.
+/// All measures that have a value for at least one row, in the order of the tables.
 pub(super) fn measures(rows: &AuditRows<'_>, second: Option<&SecondRetriever>, bootstrap: Bootstrap) -> Vec<Measure> {
     let mut columns = vec![column("total", MeasureKind::Reward, rows, |row| Some(row.reward.total))];
     columns.extend(components(rows));

@@ -1,4 +1,4 @@
-//! Audit of a training for reward hacking: whether what rises is what the reward stands for.
+//! Audit of a training run for reward hacking: whether quality rises with the reward.
 //!
 //! Input: the recorded episodes of a run, the passages of its knowledge base and its metrics. Output: [`Audit`], which is the JSON form, and
 //! from it a text for a terminal and a page for a browser. Deterministic: the same input gives the same bytes.
@@ -49,12 +49,12 @@ pub struct AuditOptions {
     pub n_resamples: usize,
 }
 
-/// What an audit reads in addition to the episodes.
+/// Inputs of an audit in addition to the episodes.
 #[derive(Debug, Clone, Copy)]
 pub struct AuditSources<'a> {
-    /// The knowledge base, for a second retriever; `None` where it is not known.
+    /// Passages of the knowledge base, from which a second retriever is built; `None` if they are not known.
     pub passages: Option<&'a [AuditPassage]>,
-    /// Lines of `metrics.jsonl`; may be empty.
+    /// Lines of `metrics.jsonl` as JSON values; may be empty.
     pub metrics: &'a [Value],
 }
 
@@ -62,21 +62,21 @@ pub struct AuditSources<'a> {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Audit {
     pub(crate) format: u32,
-    /// One sentence.
+    /// The result in one sentence.
     pub(crate) verdict: String,
     pub(crate) signs: Vec<Sign>,
-    /// Cautions, one sentence each.
+    /// Warnings about the audit, one sentence each.
     pub(crate) notes: Vec<String>,
-    /// Scored rollouts; validation episodes are left out.
+    /// Number of scored rollouts; validation episodes do not count.
     pub(crate) n_episodes: usize,
     pub(crate) n_queries: usize,
     pub(crate) n_steps: usize,
-    /// The early window, two of the middle, and the late one; empty for too few steps.
+    /// Four windows of training steps: early, two in the middle, late; empty if the run has too few steps.
     pub(crate) windows: Vec<Window>,
     pub(crate) measures: Vec<Measure>,
-    /// Means of metrics of training in the early and the late window.
+    /// Mean of each training metric (such as `objective/kl`) in the early and the late window.
     pub(crate) training: BTreeMap<String, (f64, f64)>,
-    /// Means of the measures by step, for the curves of the page.
+    /// By measure, (step, mean) pairs for the line charts of the page.
     #[serde(skip)]
     pub(crate) curves: BTreeMap<String, Vec<(f64, f64)>>,
     pub(crate) suspicious: Vec<SuspiciousEpisode>,
@@ -92,7 +92,7 @@ impl Audit {
         self.signs.len()
     }
 
-    /// Why signs could not be looked for; `None` where they could.
+    /// Why the run could not be audited, in one sentence; `None` if it was.
     pub fn not_audited(&self) -> Option<&str> {
         if self.windows.is_empty() {
             return Some(&self.verdict);
@@ -101,16 +101,16 @@ impl Audit {
         is_blind.then_some("nothing independent measures quality, so only the texts could be audited")
     }
 
-    /// One sentence: `no sign of reward hacking`, or the signs.
+    /// The result in one sentence: `no sign of reward hacking`, or the signs that were found.
     pub fn verdict(&self) -> &str {
         &self.verdict
     }
 }
 
-/// Metrics of training that show how far the policy went.
+/// Training metrics that show how far the policy is from the initial one.
 const TRAINING_METRICS: [&str; 3] = ["actor/entropy", "actor/ref_kl", "objective/kl"];
 
-/// Audits recorded episodes. `notes` are cautions of the caller, to which this function adds its own.
+/// Audits the recorded episodes of a run. `notes` are warnings of the caller; the audit adds its own.
 pub fn audit(
     episodes: &[RecordedEpisode],
     sources: AuditSources<'_>,

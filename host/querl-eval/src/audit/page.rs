@@ -1,4 +1,4 @@
-//! The audit as a page for a browser.
+//! The audit as an HTML page.
 
 use super::measures::Measure;
 use super::suspicious::SuspiciousEpisode;
@@ -7,7 +7,7 @@ use crate::error::EvalError;
 use crate::page::{self, charts};
 use serde::Serialize;
 
-/// The page as HTML.
+/// Renders the audit as an HTML page.
 ///
 /// # Errors
 /// The template engine failed, which no content of `audit` causes.

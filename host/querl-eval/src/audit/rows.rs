@@ -5,7 +5,7 @@ use querl_core::records::{Episode, Reward, Split};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Steps below which no window is compared: the late one would have fewer than two.
+/// Minimum number of training steps for an audit; with fewer the late window would have less than two.
 pub(super) const LEAST_STEPS: usize = 8;
 
 /// A policy changes most in its first steps: the early window has this share of the steps, if that has [`EARLY_EPISODES`].
@@ -15,7 +15,7 @@ const EARLY_EPISODES: usize = 128;
 /// A range of training steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct Window {
-    /// First and last step.
+    /// First and last step, both inclusive.
     pub(crate) steps: (u64, u64),
     pub(crate) n_episodes: usize,
 }
@@ -31,9 +31,9 @@ impl Window {
 pub(super) struct AuditRow<'a> {
     pub(super) recorded: &'a RecordedEpisode,
     pub(super) reward: &'a Reward,
-    /// Index of the query in its context.
+    /// Index of the query with its profile and history, in [`AuditRows::queries`].
     pub(super) query: usize,
-    /// Index of what is asked for: the gold passages, or the query where they are unknown. Paraphrases have one.
+    /// Index of the set of gold passages, or of the query if no gold passages are known. Paraphrases share one index.
     pub(super) target: usize,
 }
 
@@ -45,16 +45,16 @@ impl AuditRow<'_> {
 
 pub(super) struct AuditRows<'a> {
     pub(super) rows: Vec<AuditRow<'a>>,
-    /// Names of the queries, for the bootstrap.
+    /// Names of the queries (query, profile and history), by which the bootstrap draws.
     pub(super) queries: Vec<String>,
     pub(super) n_steps: usize,
-    /// The early window, two of the middle, and the late one; empty for fewer than [`LEAST_STEPS`] steps.
+    /// Four windows of training steps: early, two in the middle, late; empty with fewer than [`LEAST_STEPS`] steps.
     pub(super) windows: Vec<Window>,
     pub(super) has_gold: bool,
 }
 
 impl<'a> AuditRows<'a> {
-    /// Validation episodes, and those without a score, are left out.
+    /// Selects the scored training episodes: leaves out validation episodes and episodes without a score.
     pub(super) fn of(episodes: &'a [RecordedEpisode]) -> Self {
         let (mut queries, mut targets) = (Indices::default(), Indices::default());
         let row = |recorded: &'a RecordedEpisode| {

@@ -1,4 +1,4 @@
-//! A second retriever, which training never asked: BM25 over words and pairs of CJK characters.
+//! The second retriever of the audit, which was not used in training: BM25 over words and pairs of CJK characters.
 //!
 //! Source: Robertson and Zaragoza 2009, "The Probabilistic Relevance Framework: BM25 and Beyond", with Lucene's IDF. The embedded index of
 //! a run segments words with a dictionary, knows synonyms and reranks; this one does none of that, so that what pleases it is the text.
@@ -13,9 +13,9 @@ const B: f64 = 0.75;
 /// A passage of the knowledge base.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AuditPassage {
-    /// Passage id.
+    /// Id of the passage.
     pub id: String,
-    /// Title and text.
+    /// Title and text of the passage.
     pub text: String,
 }
 
@@ -60,8 +60,8 @@ impl SecondRetriever {
         scores
     }
 
-    /// 1 / rank of the best gold passage, 0 where none shares a term with `text`; `None` where no gold passage is in the knowledge base.
-    /// Of passages with equal scores the first one of the knowledge base comes first.
+    /// 1 / rank of the best gold passage, 0 if no gold passage shares a term with `text`; `None` if no gold passage is in the knowledge
+    /// base. Passages with equal scores keep the order of the knowledge base.
     pub(super) fn reciprocal_rank(&self, text: &str, gold_ids: &[String]) -> Option<f64> {
         let gold: Vec<usize> = gold_ids.iter().filter_map(|id| self.indices.get(id).copied()).collect();
         if gold.is_empty() {
@@ -76,7 +76,7 @@ impl SecondRetriever {
         Some(gold.iter().filter_map(rank).min().map_or(0.0, |rank| 1.0 / rank as f64))
     }
 
-    /// The best passages, by index.
+    /// Indices of the `n` passages with the highest scores for `text`.
     pub(super) fn best(&self, text: &str, n: usize) -> BTreeSet<usize> {
         let mut scores: Vec<(usize, f64)> = self.scores(text).into_iter().collect();
         scores.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));

@@ -1,4 +1,4 @@
-//! The most suspicious episodes: a high reward for a rewrite of low quality, or of a kind that a sign names.
+//! The most suspicious episodes: those with a high reward and low quality, or that show one of the signs.
 
 use super::clusters::{SameRewrite, TokenRule};
 use super::measures::{Measure, qualities};
@@ -31,20 +31,20 @@ const OF_TEXT: [SignKind; 5] = [
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct SuspiciousEpisode {
     pub(crate) id: String,
-    /// 1-based line in the file of episodes.
+    /// Line of the episode in `episodes.jsonl`, from 1.
     pub(crate) line: usize,
     pub(crate) step: u64,
     pub(crate) query: String,
     pub(crate) rewrite: String,
     pub(crate) reward: f64,
-    /// Measures of quality by name.
+    /// Values of the measures of quality, by name.
     pub(crate) quality: BTreeMap<String, f64>,
-    /// Quantile of the reward minus quantile of the quality, and half of 1 for each sign that the episode is of.
+    /// Quantile of the reward minus the lowest quantile of the measures of quality, plus 0.5 for each reason that a sign gives.
     pub(crate) suspicion: f64,
     pub(crate) reasons: Vec<String>,
 }
 
-/// What the list is made from.
+/// Inputs for the selection of suspicious episodes.
 pub(super) struct Suspects<'a> {
     pub(super) rows: &'a AuditRows<'a>,
     pub(super) measures: &'a [Measure],
@@ -54,7 +54,7 @@ pub(super) struct Suspects<'a> {
 }
 
 impl Suspects<'_> {
-    /// The `n` most suspicious episodes, the worst first; equal ones in the order of the file.
+    /// The `n` most suspicious episodes, the highest suspicion first; ties in the order of the file.
     pub(super) fn worst(&self, n: usize) -> Vec<SuspiciousEpisode> {
         let Some(total) = self.measures.first() else { return Vec::new() };
         let rewards = quantiles(&total.values);

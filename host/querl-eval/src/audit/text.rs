@@ -1,4 +1,4 @@
-//! The audit as text for a terminal, and the rows that the page shares with it.
+//! The audit as text for a terminal, and table rows that the HTML page uses too.
 
 use super::Audit;
 use super::measures::{Measure, MeasureKind};
@@ -11,7 +11,7 @@ use unicode_width::UnicodeWidthStr;
 /// Longest line, in terminal columns.
 const MAX_WIDTH: usize = 100;
 
-/// The audit in lines of at most 100 columns, the signs and the verdict last. Ends with a line break.
+/// Renders the audit in lines of at most 100 columns, with the signs and the verdict last. Ends with a line break.
 pub fn audit_text(audit: &Audit) -> String {
     let sections = [
         std::iter::once(head(audit)).chain(windows(audit)).collect(),
@@ -26,7 +26,7 @@ pub fn audit_text(audit: &Audit) -> String {
     texts.join("\n")
 }
 
-/// Episodes, queries and steps.
+/// One line with the numbers of rollouts, queries and steps.
 pub(super) fn head(audit: &Audit) -> String {
     let [episodes, queries, steps] = [audit.n_episodes, audit.n_queries, audit.n_steps].map(|n| grouped(n as u64));
     format!("{episodes} scored rollouts of {queries} queries, {steps} steps")
@@ -44,7 +44,7 @@ pub(super) fn windows(audit: &Audit) -> Option<String> {
 pub(super) const HEADS: [&str; 6] =
     ["measure", "early", "late", "change [95% interval]", "effect", "r reward, quality"];
 
-/// Cells of one measure under [`HEADS`].
+/// The table row of one measure; the columns are [`HEADS`].
 pub(super) fn cells(one: &Measure) -> [String; 6] {
     let name = cut(&one_line(&printable(&one.name)), 24);
     let r = |value: Option<f64>| or_dash(value, |value| format!("{value:+.2}"));
@@ -75,7 +75,7 @@ pub(super) fn cells(one: &Measure) -> [String; 6] {
     ]
 }
 
-/// The heading above the first measure of a kind.
+/// The heading of a group of measures of one kind.
 pub(super) fn title(kind: MeasureKind) -> &'static str {
     match kind {
         MeasureKind::Reward | MeasureKind::Component => "reward",
@@ -112,7 +112,7 @@ fn table(audit: &Audit) -> Vec<String> {
     lines
 }
 
-/// `objective/kl 0.41 -> 1.72`, the means of the early and of the late window.
+/// One line per training metric with its means in the early and the late window: `objective/kl 0.41 -> 1.72`.
 pub(super) fn training(audit: &Audit) -> Vec<String> {
     let line = |(name, (early, late)): (&String, &(f64, f64))| format!("{name}  {early:.3} -> {late:.3}");
     audit.training.iter().map(line).collect()
@@ -140,7 +140,7 @@ fn episode(number: usize, one: &SuspiciousEpisode) -> Vec<String> {
     ]
 }
 
-/// `reward 0.950, gold_rank 0.000, second_retriever 0.067`.
+/// Reward and measures of quality of an episode in one line: `reward 0.950, gold_rank 0.000, second_retriever 0.067`.
 pub(super) fn scores(one: &SuspiciousEpisode) -> String {
     let quality = one.quality.iter().map(|(name, value)| format!("{name} {value:.3}"));
     std::iter::once(format!("reward {:.3}", one.reward)).chain(quality).collect::<Vec<_>>().join(", ")
@@ -162,7 +162,7 @@ fn sign_lines(audit: &Audit) -> Vec<String> {
     lines
 }
 
-/// The legend of the table.
+/// Explanation of the columns of the table.
 pub(super) fn explanation(audit: &Audit) -> String {
     format!(
         "mean change [95% interval], {} bootstrap resamples of whole queries; `*`: the interval excludes 0; effect: the change by the \

@@ -5,27 +5,28 @@ use crate::bootstrap::{Bootstrap, Interval};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Fewer queries in both windows are not paired: means of all episodes are compared then. Of fewer queries no correlation has an interval.
+/// Minimum number of queries in both windows for a paired comparison, and for the interval of a correlation; with fewer, the means of all
+/// episodes are compared.
 const LEAST_PAIRS: usize = 20;
 
-/// Fewer values in a window have no change.
+/// Minimum number of values in each window for a [`Change`].
 const LEAST_VALUES: usize = 20;
 
-/// Late minus early.
+/// Change of a measure from the early to the late window, as late minus early.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Change {
-    /// Means in the two windows: of the means of the paired queries, or of all episodes.
+    /// Mean in the early window: over the means of the paired queries, or over all episodes if `n_paired_queries` is 0.
     pub(crate) early: f64,
     pub(crate) late: f64,
-    /// Mean difference with its 95% interval; the bootstrap draws queries.
+    /// Mean difference with its 95% interval from a bootstrap over queries.
     #[serde(flatten)]
     pub(crate) interval: Interval,
-    /// Mean difference by the standard deviation of single episodes: Cohen's d.
+    /// Mean difference divided by the standard deviation over episodes (Cohen's d).
     pub(crate) effect: f64,
-    /// The upper end of its interval.
+    /// Effect size at the upper end of the 95% interval.
     #[serde(skip)]
     pub(super) effect_high: f64,
-    /// Queries in both windows; 0 where means of all episodes are compared.
+    /// Number of queries with values in both windows, over which the change is paired; 0 if the means of all episodes are compared.
     pub(crate) n_paired_queries: usize,
 }
 
@@ -64,7 +65,7 @@ impl WindowSums {
     }
 }
 
-/// `values`: one per row. `None` for too few values in a window.
+/// Change of `values` (one per row) from the first to the second window; `None` if a window has too few values.
 pub(super) fn change(
     values: &[Option<f64>],
     rows: &AuditRows<'_>,
@@ -130,13 +131,13 @@ fn variance(values: &[f64]) -> f64 {
     values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / values.len().saturating_sub(1).max(1) as f64
 }
 
-/// Pearson's correlation of the deviations from the means of each query: whether, of two responses to one query, the one with more of `x`
-/// has more of `y`. Where queries do not repeat, the correlation over all episodes. `None` where a side does not vary.
+/// Pearson correlation within queries: of the deviations of `x` and `y` from their mean over the responses to the same query. If no query
+/// repeats, the correlation over all episodes. `None` if `x` or `y` is constant.
 pub(super) fn correlation(x: &[Option<f64>], y: &[Option<f64>], rows: &AuditRows<'_>) -> Option<f64> {
     correlation_of(products(x, y, rows).values())
 }
 
-/// [`correlation`] with its 95% interval; the bootstrap draws queries. `None` for few queries, and where they do not repeat.
+/// [`correlation`] with its 95% interval from a bootstrap over queries; `None` with few queries or if no query repeats.
 pub(super) fn correlation_interval(
     x: &[Option<f64>],
     y: &[Option<f64>],

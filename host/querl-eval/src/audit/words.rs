@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 /// Longest text between spaces that is a token of its own, in characters.
 const LONGEST_WORD: usize = 16;
 
-/// The units of a text: in unspaced writing (Chinese) a character, else a run of letters and digits.
+/// Splits a text into units: single characters in unspaced writing (Chinese), otherwise runs of letters and digits.
 pub(super) fn units(text: &str) -> Vec<String> {
     let of_run = |run: TextRun| match run.is_unspaced {
         true => char_ngrams(&run.text, 1),
@@ -16,13 +16,13 @@ pub(super) fn units(text: &str) -> Vec<String> {
     text_runs(text).into_iter().flat_map(of_run).collect()
 }
 
-/// What a rule may look for: search terms, and what stands between spaces.
+/// Distinct terms and lower-case whitespace-separated words of a text, in which the rules look for markers.
 pub(super) fn tokens(text: &str) -> BTreeSet<String> {
     let words = text.split_whitespace().filter(|word| word.chars().count() <= LONGEST_WORD).map(str::to_lowercase);
     terms(text).into_iter().chain(words).collect()
 }
 
-/// The text in lower case with single spaces.
+/// The text in lower case, with each run of white space as one space.
 pub(super) fn normalised(text: &str) -> String {
     text.to_lowercase().split_whitespace().collect::<Vec<_>>().join(" ")
 }

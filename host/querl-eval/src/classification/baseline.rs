@@ -1,4 +1,4 @@
-//! The baseline of a text classifier: logistic regression over TF-IDF features of characters and pairs of characters.
+//! Baseline text classifier: logistic regression over TF-IDF features of single characters and character pairs.
 //!
 //! The L-BFGS below is kept: argmin 0.11 would add three crates to the build for its 80 lines (linfa-logistic 0.8 eleven), and another
 //! line search would change the digits of recorded evaluations.
@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 /// examples: 10 is better in a 5-fold cross-validation on `examples/style`.
 const C: f64 = 10.0;
 
-/// Logistic regression on TF-IDF features of characters.
+/// Logistic regression over TF-IDF features of characters and character pairs.
 #[derive(Debug, Clone)]
 pub struct TextBaseline {
     features: TfIdf,
@@ -18,7 +18,7 @@ pub struct TextBaseline {
 }
 
 impl TextBaseline {
-    /// Fits texts with labels below `n_classes`.
+    /// Fits the classifier; `labels` are class indices below `n_classes`, one per text.
     pub fn fit(texts: &[&str], labels: &[usize], n_classes: usize) -> Self {
         let features = TfIdf::fit(texts);
         let rows: Vec<_> = texts.iter().map(|text| features.transform(text)).collect();
@@ -26,7 +26,7 @@ impl TextBaseline {
         Self { features, model }
     }
 
-    /// Probabilities of the classes.
+    /// Probability of each class for a text.
     pub fn probabilities(&self, text: &str) -> Vec<f64> {
         self.model.probabilities(&self.features.transform(text))
     }
@@ -34,7 +34,7 @@ impl TextBaseline {
 
 pub(crate) type SparseRow = Vec<(usize, f64)>;
 
-/// Term frequency times inverse document frequency of characters and pairs of characters; rows have length 1.
+/// TF-IDF (term frequency times inverse document frequency) vectors of characters and character pairs, with L2 norm 1.
 ///
 /// Source: scikit-learn's `TfidfVectorizer(analyzer="char", ngram_range=(1, 2))`, other options at their defaults: lower case, runs of
 /// white space as one space, `idf = ln((1 + n) / (1 + df)) + 1`.
@@ -99,7 +99,8 @@ pub(crate) struct LogisticRegression {
 }
 
 impl LogisticRegression {
-    /// Minimises `c` times the sum of the cross-entropies plus half the squared weights without the intercepts.
+    /// Fits the weights: minimises `c` times the sum of the cross-entropies plus half the squared L2 norm of the weights, intercepts
+    /// excluded.
     ///
     /// For two classes scikit-learn fits only the difference of both weights. Here each class has half of it, whose square is a quarter,
     /// so the penalty is doubled.

@@ -59,7 +59,7 @@ fn minimum(function: impl Fn(f64) -> f64, (mut low, mut high): (f64, f64)) -> f6
     f64::midpoint(low, high)
 }
 
-/// The softmax of logits divided by a temperature.
+/// Probabilities of each example: the softmax of its logits divided by `temperature`.
 pub fn calibrated(logits: &[Vec<f64>], temperature: f64) -> Vec<Vec<f64>> {
     let row = |row: &Vec<f64>| softmax(&row.iter().map(|logit| logit / temperature).collect::<Vec<f64>>());
     logits.iter().map(row).collect()

@@ -1,4 +1,4 @@
-//! Stratified splits that keep groups together.
+//! Stratified cross-validation and validation splits that keep groups together.
 
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -10,20 +10,20 @@ use std::collections::BTreeMap;
 pub struct FoldSettings {
     /// Folds per round, at least 2.
     pub n_folds: usize,
-    /// Rounds with different folds.
+    /// Number of rounds, each with other random folds.
     pub n_repeats: usize,
-    /// Seed of the folds.
+    /// Random seed of the assignment to folds.
     pub seed: u64,
 }
 
-/// One split: indices of examples, ascending.
+/// One train/test split of a cross-validation: ascending indices of examples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fold {
     /// Round, from 0.
     pub repeat: usize,
-    /// Training examples.
+    /// Indices of the training examples.
     pub train: Vec<usize>,
-    /// Held-out examples.
+    /// Indices of the held-out examples.
     pub test: Vec<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! All metrics of a classifier, with cautions for few examples.
+//! All metrics of a classifier, with warnings if there are few examples.
 
 use super::metrics::{
     ClassScores, Confusion, Proportion, ReliabilityBin, argmax, beats_majority, brier_score,
@@ -16,27 +16,27 @@ const FEW_OF_A_CLASS: u64 = 10;
 const WIDE: f64 = 0.2;
 const N_BINS: usize = 10;
 
-/// Labelled examples.
+/// Labelled examples, on which a classifier is evaluated.
 #[derive(Debug, Clone, Copy)]
 pub struct Examples<'a> {
     /// Class names by index.
     pub classes: &'a [String],
     /// True class of each example.
     pub labels: &'a [usize],
-    /// Group of each example. Resamples draw groups.
+    /// Group of each example; bootstrap and permutation test treat a group as one unit.
     pub groups: &'a [&'a str],
-    /// Repetitions of each example: the rounds of a repeated cross-validation, else 1.
+    /// Number of predictions per example: the rounds of a repeated cross-validation, otherwise 1.
     pub n_repeats: usize,
-    /// The most frequent class of the training data.
+    /// Index of the most frequent class of the training data.
     pub majority: usize,
 }
 
 /// Options of the bootstrap and of the permutation test.
 #[derive(Debug, Clone, Copy)]
 pub struct MeasureOptions {
-    /// Seed of both.
+    /// Random seed of bootstrap and permutation test.
     pub seed: u64,
-    /// Resamples of both, at least 1.
+    /// Number of resamples of the bootstrap and of the permutation test, at least 1.
     pub n_resamples: usize,
 }
 
@@ -45,42 +45,42 @@ pub struct MeasureOptions {
 pub struct Measures {
     pub(crate) n: u64,
     pub(crate) n_groups: usize,
-    /// Rounds of the cross-validation.
+    /// Number of predictions per example: the rounds of a repeated cross-validation, otherwise 1.
     pub n_repeats: usize,
-    /// Share of correct predictions.
+    /// Accuracy: share of correct predictions.
     pub eval_accuracy: f64,
-    /// Unweighted mean F1 of the classes that occur.
+    /// Macro F1: unweighted mean over the classes that occur as labels or predictions.
     pub eval_f1_macro: f64,
     pub(crate) eval_f1_weighted: f64,
     pub(crate) eval_per_class_f1: BTreeMap<String, f64>,
-    /// Precision, recall and F1, in the order of `classes`.
+    /// Precision, recall and F1 of each class, in the order of `classes`.
     pub(crate) per_class: Vec<ClassScores>,
     pub(crate) classes: Vec<String>,
     pub(crate) confusion: Confusion,
-    /// Wilson's interval of the accuracy, which assumes independent examples.
+    /// Wilson score interval of the accuracy, which assumes independent examples.
     pub(crate) accuracy_wilson: Proportion,
     /// Cluster bootstrap interval of the accuracy.
     pub(crate) accuracy_bootstrap: Interval,
     /// Cluster bootstrap interval of the macro F1.
     pub(crate) f1_macro_bootstrap: Interval,
-    /// Brier score, 0 at best, 2 at worst.
+    /// Brier score, summed over classes: 0 is best, 2 is worst.
     pub brier: f64,
-    /// Mean negative log-probability of the true class.
+    /// Mean negative log-likelihood of the true class, in nats.
     pub log_loss: f64,
-    /// See [`expected_calibration_error`].
+    /// Expected calibration error (ECE), 0 to 1.
     pub expected_calibration_error: f64,
     pub(crate) reliability: Vec<ReliabilityBin>,
     /// The most frequent class of the training data.
     pub(crate) majority_class: String,
-    /// Accuracy of always predicting it.
+    /// Accuracy of a classifier that always predicts `majority_class`.
     pub(crate) majority_accuracy: f64,
-    /// One-sided p-value that the classifier is better.
+    /// One-sided p-value of a permutation test that the classifier is more accurate than the majority class.
     pub(crate) majority_p_value: f64,
-    /// Cautions about these figures; empty where there are enough examples.
+    /// Warnings about these metrics, such as too few examples; may be empty.
     pub(crate) warnings: Vec<String>,
 }
 
-/// Computes all metrics of the probabilities that a classifier gave the examples.
+/// Computes all metrics from the class probabilities that a classifier predicted for the examples.
 ///
 /// # Errors
 /// No examples, lists of different lengths, an unknown class, or a row that is not a distribution over the classes.

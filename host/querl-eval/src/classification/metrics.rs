@@ -5,13 +5,13 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The index of the first maximum: the predicted class.
+/// Index of the largest probability, which is the predicted class; the first one of a tie.
 pub fn argmax(probabilities: &[f64]) -> usize {
     let better = |best: usize, (index, value): (usize, &f64)| if *value > probabilities[best] { index } else { best };
     probabilities.iter().enumerate().fold(0, better)
 }
 
-/// The probabilities of a row of logits.
+/// Softmax of a row of logits.
 pub fn softmax(logits: &[f64]) -> Vec<f64> {
     let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let powers: Vec<f64> = logits.iter().map(|logit| (logit - largest).exp()).collect();
@@ -29,7 +29,8 @@ pub(crate) fn log_loss(labels: &[usize], probabilities: &[Vec<f64>]) -> f64 {
     mean(labels.iter().zip(probabilities).map(loss))
 }
 
-/// Mean squared error of the probabilities, summed over classes: 0 at best, 2 at worst. For two classes the half of it is common too.
+/// Brier score: squared error of the probabilities summed over classes, as a mean over examples; 0 is best, 2 is worst. For two classes,
+/// half of this value is also in use.
 ///
 /// Source: Brier 1950, "Verification of forecasts expressed in terms of probability"; scikit-learn's `brier_score_loss` with
 /// `scale_by_half=False`.
@@ -48,23 +49,23 @@ pub(super) fn mean(values: impl Iterator<Item = f64>) -> f64 {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Confusion {
-    /// Rows are true classes, columns predicted ones.
+    /// Number of examples by true class (row) and predicted class (column).
     pub(crate) counts: Vec<Vec<u64>>,
 }
 
-/// Precision, recall and F1 of one class. A share with denominator 0 is 0, as in scikit-learn with `zero_division=0`.
+/// Precision, recall and F1 of one class; a ratio with denominator 0 is 0, as in scikit-learn with `zero_division=0`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct ClassScores {
-    /// Correct share of the predictions of this class.
+    /// Share of the predictions of this class that are correct.
     pub(crate) precision: f64,
-    /// Correct share of the examples of this class.
+    /// Share of the examples of this class that are predicted correctly.
     pub(crate) recall: f64,
     pub(crate) f1: f64,
     pub(crate) support: u64,
 }
 
 impl Confusion {
-    /// The matrix of pairs of a true and a predicted class.
+    /// Counts (true class, predicted class) pairs.
     ///
     /// # Panics
     /// A class is `n_classes` or more.
@@ -84,12 +85,12 @@ impl Confusion {
         self.counts.iter().enumerate().map(|(class, row)| row[class]).sum()
     }
 
-    /// Share of correct predictions; 0 without examples.
+    /// Share of correct predictions; 0 if there are none.
     pub(crate) fn accuracy(&self) -> f64 {
         share(self.n_correct(), self.n())
     }
 
-    /// Scores by class.
+    /// Precision, recall and F1 of each class.
     ///
     /// Source: scikit-learn's `precision_recall_fscore_support` with `labels=range(n_classes)`.
     pub(crate) fn per_class(&self) -> Vec<ClassScores> {
@@ -119,7 +120,7 @@ impl Confusion {
         classes.iter().map(|&class| scores[class].f1).sum::<f64>() / classes.len().max(1) as f64
     }
 
-    /// Mean F1 of the classes, weighted by their examples.
+    /// Mean F1 over the classes, weighted by their number of examples.
     pub(crate) fn f1_weighted(&self) -> f64 {
         let weighted = self.per_class().iter().map(|scores| scores.f1 * scores.support as f64).sum::<f64>();
         weighted / self.n().max(1) as f64
@@ -130,21 +131,21 @@ fn share(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
 
-/// The predictions within a range of confidence.
+/// A bin of the reliability diagram: the predictions whose confidence is in a range.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct ReliabilityBin {
-    /// Lower edge, exclusive.
+    /// Lower edge of the confidence range, exclusive.
     pub(crate) low: f64,
-    /// Upper edge, inclusive.
+    /// Upper edge of the confidence range, inclusive.
     pub(crate) high: f64,
     pub(crate) n: usize,
-    /// Mean confidence; 0 for an empty bin.
+    /// Mean confidence of the predictions; 0 for an empty bin.
     pub(crate) confidence: f64,
-    /// Share of correct predictions; 0 for an empty bin.
+    /// Share of the predictions that are correct; 0 for an empty bin.
     pub(crate) accuracy: f64,
 }
 
-/// Predictions by confidence, in bins of equal width from 0 to 1.
+/// Bins of a reliability diagram: `n_bins` of equal width from confidence 0 to 1.
 pub(crate) fn reliability(labels: &[usize], probabilities: &[Vec<f64>], n_bins: usize) -> Vec<ReliabilityBin> {
     let edge = |index: usize| index as f64 / n_bins as f64;
     let mut sums = vec![(0usize, 0.0, 0.0); n_bins];
@@ -166,7 +167,8 @@ pub(crate) fn reliability(labels: &[usize], probabilities: &[Vec<f64>], n_bins: 
     sums.iter().enumerate().map(bin).collect()
 }
 
-/// Mean absolute difference of confidence and accuracy, weighted by the predictions of the bins. It is biased upwards on few examples.
+/// Expected calibration error: mean absolute difference of confidence and accuracy over the bins, weighted by their predictions. It is
+/// biased upwards with few examples.
 ///
 /// Source: Naeini et al. 2015, "Obtaining well calibrated probabilities using Bayesian binning"; Guo et al. 2017.
 pub(crate) fn expected_calibration_error(bins: &[ReliabilityBin]) -> f64 {
@@ -175,7 +177,7 @@ pub(crate) fn expected_calibration_error(bins: &[ReliabilityBin]) -> f64 {
     gaps.sum::<f64>() / n.max(1) as f64
 }
 
-/// A share with its 95% interval.
+/// A proportion with its 95% interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Proportion {
     pub(crate) mean: f64,

@@ -1,4 +1,4 @@
-//! Metrics of a classifier, splits, calibration and a baseline, for few examples.
+//! Evaluation of classifiers with few examples: metrics, grouped splits, temperature scaling and a baseline.
 //!
 //! Everything works on plain values: the class index of each example, the probabilities of the classes, and the group of the example.
 //! The examples of a group are never on both sides of a split, and resamples draw groups.

@@ -1,4 +1,4 @@
-//! The metrics of a classifier as text for a terminal and as a page for a browser.
+//! The metrics of a classifier as text for a terminal and as an HTML page.
 
 use super::measures::Measures;
 use crate::error::EvalError;
@@ -11,7 +11,7 @@ use unicode_width::UnicodeWidthStr;
 /// Terminal columns of a number.
 const WIDTH: usize = 9;
 
-/// The metrics, the classes and the confusion matrix as text for a terminal. Ends with a line break.
+/// Renders the metrics, the per-class scores and the confusion matrix as text for a terminal. Ends with a line break.
 pub fn classification_text(measures: &Measures) -> String {
     let percent = |value: f64| format!("{:.1}%", 100.0 * value);
     let (wilson, drawn, f1) = (measures.accuracy_wilson, measures.accuracy_bootstrap, measures.f1_macro_bootstrap);
@@ -66,19 +66,19 @@ fn class_lines(measures: &Measures) -> Vec<String> {
 pub struct ClassificationReport {
     /// Title of the page.
     pub title: String,
-    /// Names and values, in order.
+    /// (Name, value) pairs shown above the metrics, in order.
     pub facts: Vec<(String, String)>,
-    /// The classifier, then the systems to compare it with on the same examples. At least one.
+    /// (Name, metrics) of the classifier, then of the systems it is compared with on the same examples; at least one.
     pub systems: Vec<(String, Measures)>,
-    /// The fitted temperature of the classifier.
+    /// Fitted temperature of the classifier's probabilities; `None` without temperature scaling.
     pub temperature: Option<f64>,
-    /// Mistakes of the classifier, highest confidence first.
+    /// Wrong predictions of the classifier, highest confidence first.
     pub mistakes: Vec<Mistake>,
-    /// Cautions, one sentence each.
+    /// Warnings about the data or the metrics, one sentence each.
     pub notes: Vec<String>,
 }
 
-/// An example with a wrong prediction.
+/// An example that the classifier predicts wrongly.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Mistake {
     /// Text of the example.
@@ -89,11 +89,11 @@ pub struct Mistake {
     pub predicted: String,
     /// Probability of the predicted class.
     pub confidence: f64,
-    /// Remark about the example; may be empty.
+    /// Remark about the example, shown next to it; may be empty.
     pub note: String,
 }
 
-/// The metrics as a page for a browser.
+/// Renders the metrics as an HTML page.
 ///
 /// # Errors
 /// No system, or the template engine failed, which no content causes.

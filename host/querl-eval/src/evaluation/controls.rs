@@ -1,5 +1,4 @@
-//! What the means on one retriever cannot show: the same rewrites on a second retriever, pairs of equal length, copied and new words,
-//! pass@k.
+//! Controls of an evaluation: the rewrites on a second retriever, pairs of rewrites of equal length, copied and new words, pass@k.
 
 use super::index::{Index, QueryKey};
 use super::{Difference, Pooled, pair_name};
@@ -10,50 +9,50 @@ use querl_core::records::{EvalRecord, SecondHits};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The rewrites of all systems on a second retriever.
+/// Metrics of all systems on a second retriever.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SecondEvaluation {
-    /// `lexical`, `semantic` or `semantic, the model of training`.
+    /// Name of the second retriever: `lexical`, `semantic` or `semantic, the model of training`.
     pub retriever: String,
-    /// Top-1 accuracy and MRR by system.
+    /// Top-1 accuracy and MRR of each system; `None` if the metric does not apply.
     pub systems: BTreeMap<String, BTreeMap<Metric, Option<Interval>>>,
-    /// Their paired differences by pair.
+    /// Paired differences of top-1 accuracy and MRR, by pair of systems (`rl-sft`).
     pub pairs: BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
 }
 
 impl SecondEvaluation {
-    /// The metrics of the systems and pairs.
+    /// The metrics that are computed on the second retriever.
     pub(crate) const METRICS: [Metric; 2] = [Metric::Top1, Metric::Mrr];
 
-    /// Whether training asked its vectors, too.
+    /// True if the retriever of training used vectors of the same embedding model.
     pub(crate) fn is_of_training(&self) -> bool {
         self.retriever == SecondHits::MODEL_OF_TRAINING
     }
 }
 
-/// Length and words of the rewrites, and the comparison of those of about equal length.
+/// Length and words of the rewrites, and the comparison of rewrites of about equal length.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Controls {
-    /// By system.
+    /// Length and words of the rewrites of each system.
     pub systems: BTreeMap<String, RewriteControls>,
-    /// By pair: paired differences over the queries whose two rewrites have about the same number of characters, at most a tenth of the
-    /// longer one apart, or 2. What is left of a difference there is not of length.
+    /// Paired differences by pair of systems (`rl-sft`), only over queries whose two rewrites differ in length by at most 2 characters or
+    /// a tenth of the longer one: differences that length does not explain.
     pub length_matched: BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
 }
 
-/// Length and words of a system's rewrites.
+/// Length and words of the rewrites of one system, as means with 95% intervals.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct RewriteControls {
-    /// Characters per rewrite.
+    /// Number of characters per rewrite.
     pub n_chars: Option<Interval>,
     /// Share of the query's words that the rewrite keeps, 0 to 1.
     pub kept_terms: Option<Interval>,
     /// Share of the rewrite's words that a gold passage has and the query has not, 0 to 1; `None` if no gold passage is known.
     pub new_gold_terms: Option<Interval>,
-    /// Answers, over all runs.
+    /// Number of answers in all runs.
     #[serde(default)]
     pub n_answers: usize,
-    /// Those whose rewrite is the query itself.
+    /// Number of answers whose rewrite equals the query.
     #[serde(default)]
     pub n_unchanged: usize,
 }
@@ -71,9 +70,9 @@ impl Controls {
 /// pass@k of a system: the probability that at least one of `k` samples retrieves a gold passage first.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PassAtK {
-    /// Samples per query: the most that any query has.
+    /// Number of samples per query; the maximum if queries have different numbers.
     pub n_samples: usize,
-    /// By k: the powers of two up to `n_samples`, and `n_samples`; over the queries with at least k samples.
+    /// pass@k for k = 1, 2, 4, ... and `n_samples`, as a mean over the queries with at least k samples.
     pub k: BTreeMap<usize, Interval>,
 }
 
@@ -89,7 +88,7 @@ fn pass_at_k(n: usize, n_correct: usize, k: usize) -> f64 {
 }
 
 impl<'a> Pooled<'_, 'a> {
-    /// `None` without a second retriever.
+    /// Metrics on the second retriever; `None` for a run without one.
     pub(super) fn second(&self, systems: &BTreeSet<&str>, pairs: &[(&str, &str)]) -> Option<SecondEvaluation> {
         let mut records = self.runs.iter().flat_map(Index::all_records);
         let retriever = records.find_map(|record| answer(record)?.second_retrieval.as_ref())?.retriever.clone();
@@ -107,7 +106,7 @@ impl<'a> Pooled<'_, 'a> {
         Some(SecondEvaluation { retriever, systems, pairs })
     }
 
-    /// `None` where no system has an answer.
+    /// Length and words of the rewrites; `None` if no system has an answer.
     pub(super) fn controls(&self, systems: &BTreeSet<&str>, pairs: &[(&str, &str)]) -> Option<Controls> {
         let of_system = |system: &&str| {
             let interval = |value: fn(&EvalRecord) -> Option<f64>| {
@@ -151,7 +150,7 @@ impl<'a> Pooled<'_, 'a> {
         self.difference(of, first, second)
     }
 
-    /// By system, those with samples.
+    /// pass@k of each system that has samples.
     pub(super) fn pass_at_k(&self, systems: &BTreeSet<&str>) -> BTreeMap<String, PassAtK> {
         let of_system = |system: &&str| {
             let counts = self.runs.iter().flat_map(|index| index.records(system));
@@ -189,7 +188,7 @@ fn second_values<'a>(index: &Index<'a>, system: &str, metric: Metric) -> Vec<(Qu
     index.of_records(system, value)
 }
 
-/// `None` for a query without gold passages.
+/// 1 / rank of the first gold passage on the second retriever; `None` for a query without gold passages.
 fn second_reciprocal_rank(record: &EvalRecord) -> Option<f64> {
     let gold = &record.query.gold_ids;
     if gold.is_empty() {

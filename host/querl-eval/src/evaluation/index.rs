@@ -15,9 +15,9 @@ pub(super) struct QueryKey<'a> {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StyleModel {
-    /// The run's model, which rewards may use.
+    /// The run's style model, which rewards may use.
     Model,
-    /// The second model, which no reward uses.
+    /// The second style model, which no reward uses.
     Audit,
 }
 
@@ -62,7 +62,7 @@ impl<'a> Index<'a> {
         self.by_system.keys().copied()
     }
 
-    /// Each query once, with any system's record of it.
+    /// Each query once, with the record of any system.
     pub(super) fn queries(&self) -> impl Iterator<Item = (QueryKey<'a>, &'a EvalRecord)> {
         self.by_system.values().flatten().map(|(key, record)| (*key, *record))
     }
@@ -71,7 +71,7 @@ impl<'a> Index<'a> {
         self.by_query(system).map(|(_, record)| record)
     }
 
-    /// The values of `metric` by query, as all lists below.
+    /// The values of `metric` of one system, one per query to which the metric applies.
     pub(super) fn values(&self, system: &str, metric: Metric) -> Vec<(QueryKey<'a>, f64)> {
         if matches!(metric, Metric::Top1 | Metric::Mrr) && !self.has_passage_ids {
             return Vec::new();
@@ -87,13 +87,13 @@ impl<'a> Index<'a> {
         self.by_query(system).filter_map(|(key, record)| Some((key, value(record)?))).collect()
     }
 
-    /// The names of the components of all answers, as often as they are used.
+    /// The names of the reward components in the answers of one system; a name is repeated for each answer that has it.
     pub(super) fn component_names(&self, system: &str) -> impl Iterator<Item = &'a str> {
         let rewards = self.records(system).filter_map(|record| answer(record)?.reward.as_ref());
         rewards.flat_map(|reward| &reward.components).map(|component| component.name.as_str())
     }
 
-    /// The probabilities of the class `label`.
+    /// The probabilities that a style model gave the class `label`, one per query with an answer.
     pub(super) fn styles(&self, system: &str, model: StyleModel, label: &str) -> Vec<(QueryKey<'a>, f64)> {
         let value = |record: &EvalRecord| {
             let style = model.probabilities(record)?;
@@ -127,7 +127,7 @@ impl<'a> Index<'a> {
         self.by_system.values().flat_map(|records| records.values().copied())
     }
 
-    /// Share of distinct answers; `None` without an answer.
+    /// Share of distinct texts among the answers of a system, 0 to 1; `None` without an answer.
     pub(super) fn distinct(&self, system: &str) -> Option<f64> {
         let texts: Vec<&str> =
             self.records(system).filter_map(|record| Some(answer(record)?.candidate.rewrite.trim())).collect();

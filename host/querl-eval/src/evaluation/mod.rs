@@ -37,7 +37,7 @@ pub enum Lookups {
     /// Rewrites were sent to retrieval.
     #[default]
     Made,
-    /// The run has no retrieval, and its metrics do not apply.
+    /// The run has no retrieval, so retrieval metrics do not apply.
     None,
 }
 
@@ -47,54 +47,54 @@ impl Lookups {
     }
 }
 
-/// Options of [`evaluate`].
+/// Options of [`evaluate`] and [`evaluate_seeds`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EvalOptions {
-    /// The split of the records.
+    /// The evaluated split, as written to the output.
     pub split: Split,
     /// Seed of the bootstrap.
     pub seed: u64,
-    /// Bootstrap resamples: at least 1; 2000 is enough.
+    /// Number of bootstrap resamples, at least 1; 2000 is enough.
     pub n_resamples: usize,
     /// Whether the run has retrieval.
     pub lookups: Lookups,
 }
 
-/// The contents of `eval.json`.
+/// The result of an evaluation: the contents of `eval.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
-    /// The split of the records.
+    /// The evaluated split.
     pub split: Split,
-    /// Number of queries.
+    /// Number of evaluated queries.
     pub n: usize,
-    /// Groups of paraphrases among the queries; the bootstrap draws groups.
+    /// Number of groups of paraphrases; the bootstrap draws groups.
     pub n_groups: usize,
-    /// Queries with known gold passages, which top-1 accuracy and MRR are over.
+    /// Number of queries with known gold passages, over which top-1 accuracy and MRR are computed.
     pub n_gold: usize,
     /// Seed of the bootstrap.
     pub seed: u64,
-    /// Resamples of the bootstrap.
+    /// Number of bootstrap resamples.
     pub n_resamples: usize,
-    /// Omitted for a run with retrieval.
+    /// Whether the run has retrieval; omitted in the JSON if it has.
     #[serde(default, skip_serializing_if = "Lookups::are_made")]
     pub lookups: Lookups,
-    /// By system, of [`EVAL_SYSTEMS`].
+    /// Metrics of each system; the keys are names of [`EVAL_SYSTEMS`].
     pub systems: BTreeMap<String, SystemEvaluation>,
-    /// By pair: `rl-sft` is RL minus SFT. `None` for a metric that no query has for both systems.
+    /// Paired differences by pair of systems (`rl-sft` is RL minus SFT); `None` for a metric that no query has for both systems.
     pub pairs: BTreeMap<String, BTreeMap<Metric, Option<Difference>>>,
-    /// Names of components that are left out, since many are used: the most used ones are kept. Omitted where it is 0.
+    /// Number of the least used reward components that are left out, if there are too many; omitted in the JSON if it is 0.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub n_components_left_out: usize,
     /// The styles of the answers; omitted for a run without a style model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub style: Option<StyleEvaluation>,
-    /// The same rewrites on a second retriever; omitted without one.
+    /// Metrics of the same rewrites on a second retriever; omitted without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub second_retrieval: Option<SecondEvaluation>,
     /// Length and words of the rewrites; omitted where no system has an answer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub controls: Option<Controls>,
-    /// By system, those with samples; omitted without any.
+    /// pass@k of each system that has samples; omitted if none has.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub pass_at_k: BTreeMap<String, PassAtK>,
 }
@@ -102,16 +102,16 @@ pub struct Evaluation {
 /// The metrics of one system.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SystemEvaluation {
-    /// `None` for a metric that does not apply.
+    /// Mean of each metric with its 95% interval; `None` for a metric that does not apply.
     #[serde(flatten)]
     pub metrics: BTreeMap<Metric, Option<Interval>>,
-    /// Components of the reward by name, over the answers that have them.
+    /// Mean of each reward component with its 95% interval, over the answers that have the component.
     pub components: BTreeMap<String, Option<Interval>>,
-    /// Records with an answer and, in a run with retrieval, a successful retrieval.
+    /// Number of records with an answer and, in a run with retrieval, a successful retrieval.
     pub n_scored: usize,
-    /// Other records: misses for top-1 accuracy and MRR, not counted in the other means.
+    /// Number of all other records; they count as misses for top-1 accuracy and MRR, and not in the other means.
     pub n_failed: usize,
-    /// Scored records whose retrieval returned no hits.
+    /// Number of scored records whose retrieval returned no hits.
     pub n_empty: usize,
     /// Number of failed records by reason.
     pub failures: BTreeMap<String, usize>,
@@ -120,18 +120,18 @@ pub struct SystemEvaluation {
 /// A mean paired difference with its 95% interval (see [`Interval`]).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Difference {
-    /// Mean of first minus second over the queries that have a value for both systems.
+    /// Mean of first minus second system over the queries that have a value for both.
     pub mean: f64,
-    /// 2.5% quantile.
+    /// 2.5% quantile of the resampled mean differences.
     pub low: f64,
-    /// 97.5% quantile.
+    /// 97.5% quantile of the resampled mean differences.
     pub high: f64,
-    /// Number of these queries.
+    /// Number of queries that have a value for both systems.
     pub n: usize,
 }
 
 impl Difference {
-    /// Whether the whole interval is above or below 0.
+    /// True if the whole interval is above or below 0.
     pub fn excludes_zero(&self) -> bool {
         self.low > 0.0 || self.high < 0.0
     }
@@ -143,27 +143,27 @@ impl Difference {
 /// own scores cannot distinguish the two. The second model, the length of the answers and the share of distinct answers can.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct StyleEvaluation {
-    /// Scores of the run's style model.
+    /// Class probabilities by the run's style model.
     pub model: Styles,
-    /// Scores of the second model; omitted without one.
+    /// Class probabilities by the second style model; omitted without one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub audit: Option<Styles>,
-    /// Characters per answer, by system.
+    /// Mean number of characters per answer, by system.
     pub n_chars: BTreeMap<String, Option<Interval>>,
-    /// Share of distinct answers, 0 to 1, by system; the mean over several runs.
+    /// Share of distinct answers of each system, 0 to 1; the mean over runs if there are several.
     pub distinct: BTreeMap<String, f64>,
 }
 
 /// The class probabilities of one style model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Styles {
-    /// By system, then by class: the mean probability.
+    /// Mean probability of each class, by system.
     pub systems: BTreeMap<String, BTreeMap<String, Option<Interval>>>,
-    /// By pair (`rl-sft` is RL minus SFT), then by class: the paired difference of the probabilities.
+    /// Paired difference of the probability of each class, by pair of systems (`rl-sft` is RL minus SFT).
     pub shifts: BTreeMap<String, StyleShift>,
 }
 
-/// By class; `None` where no query has an answer of both systems.
+/// Paired difference of the probability of each style class; `None` if no query has an answer of both systems.
 pub type StyleShift = BTreeMap<String, Option<Difference>>;
 
 impl Styles {
@@ -173,7 +173,7 @@ impl Styles {
 }
 
 impl StyleEvaluation {
-    /// Each model's scores, with its suffix in tables.
+    /// The class probabilities by each style model, with the suffix of that model in tables.
     pub(crate) fn models(&self) -> impl Iterator<Item = (&'static str, &Styles)> {
         [("", &self.model)].into_iter().chain(self.audit.as_ref().map(|audit| (" (audit)", audit)))
     }
@@ -186,7 +186,7 @@ pub struct SeedsEvaluation {
     /// of queries. Counts of records (`n_scored`, `n_failed`, ...) are sums over runs. The intervals describe the variation over
     /// queries for these training runs; the variation over training seeds is the spread of `runs`.
     pub pooled: Evaluation,
-    /// Each run on its own, in the order given.
+    /// The evaluation of each run on its own, in the order of the arguments.
     pub runs: Vec<Evaluation>,
 }
 
@@ -198,7 +198,7 @@ pub fn evaluate(records: &[EvalRecord], options: &EvalOptions) -> Result<Evaluat
     pool(&[Index::new(records)?], options)
 }
 
-/// Evaluates several runs, together and one by one. Their test queries may differ.
+/// Evaluates several runs, pooled and each on its own. Their test queries may differ.
 ///
 /// # Errors
 /// As [`evaluate`], for any of the runs.
@@ -208,12 +208,12 @@ pub fn evaluate_seeds(runs: &[Vec<EvalRecord>], options: &EvalOptions) -> Result
     Ok(SeedsEvaluation { pooled: pool(&indexes, options)?, runs })
 }
 
-/// Below this many groups percentile intervals come out too narrow (simulations in Cameron, Gelbach and Miller 2008,
-/// "Bootstrap-based improvements for inference with clustered errors").
+/// Minimum number of groups for a percentile bootstrap interval: with fewer it is too narrow (simulations in Cameron, Gelbach and Miller
+/// 2008, "Bootstrap-based improvements for inference with clustered errors").
 pub(crate) const FEW_GROUPS: usize = 20;
 
 impl Evaluation {
-    /// Without the values of `metric`, which tables and plots then leave out.
+    /// Removes the values of `metric`, so that tables and plots leave it out.
     #[must_use]
     pub fn without(mut self, metric: Metric) -> Self {
         for system in self.systems.values_mut() {
@@ -225,7 +225,7 @@ impl Evaluation {
         self
     }
 
-    /// A caution where there are too few groups for the intervals.
+    /// A warning if there are too few groups for the intervals; `None` if there are enough.
     pub(crate) fn too_few_groups(&self) -> Option<String> {
         let n = self.n_groups;
         (n < FEW_GROUPS).then(|| format!("only {n} groups of queries: the intervals are too narrow to conclude from"))
@@ -237,7 +237,7 @@ impl Evaluation {
         systems
     }
 
-    /// Compared pairs as (first, second, differences).
+    /// The compared pairs as (first system, second system, differences), in the order of [`PAIRS`].
     pub(crate) fn pairs_in_order(
         &self,
     ) -> impl Iterator<Item = (&'static str, &'static str, &BTreeMap<Metric, Option<Difference>>)> {
@@ -372,7 +372,7 @@ impl<'a> Pooled<'_, 'a> {
         Some((self.bootstrap.interval(means)?, per_query.len()))
     }
 
-    /// `None` where no answer has a style.
+    /// Class probabilities of the answers by the style models; `None` if no answer has a style.
     pub(super) fn style(&self, systems: &BTreeSet<&str>, pairs: &[(&str, &str)]) -> Option<StyleEvaluation> {
         let scores = self.styles(StyleModel::Model, systems, pairs)?;
         let n_chars = |system: &&str| {

@@ -112,7 +112,7 @@ fn tick_label(value: f64, decimals: usize) -> String {
 /// Curves with more points are drawn thin, with a moving average over them.
 const SMOOTH_ABOVE: usize = 40;
 
-/// One or more curves over training steps.
+/// A line chart of one or more curves over training steps.
 #[derive(Debug, Serialize)]
 pub(crate) struct LineChart {
     title: &'static str,
@@ -134,7 +134,7 @@ struct Series {
     end: (String, String),
 }
 
-/// A curve: its label, its name in `metrics.jsonl` and its values by step.
+/// A curve of a line chart: its label, its name in `metrics.jsonl`, and its values by step.
 #[derive(Debug)]
 pub(crate) struct Points {
     pub(crate) label: &'static str,
@@ -143,7 +143,7 @@ pub(crate) struct Points {
 }
 
 impl LineChart {
-    /// `None` where no curve has a point.
+    /// A line chart of `curves`; `None` if no curve has a point.
     pub(crate) fn new(title: &'static str, y_label: &'static str, curves: Vec<Points>) -> Option<Self> {
         let all = || curves.iter().flat_map(|curve| &curve.points);
         let n_longest = curves.iter().map(|curve| curve.points.len()).max()?;
@@ -226,7 +226,7 @@ struct ForestRow {
     n: usize,
 }
 
-/// A plot for each metric that some pair has.
+/// One forest plot for each metric for which some pair of systems has a difference.
 pub(crate) fn forests(evaluation: &Evaluation) -> Vec<Forest> {
     Metric::COMPARED.iter().filter_map(|metric| Forest::new(evaluation, *metric)).collect()
 }
@@ -281,7 +281,7 @@ const HISTOGRAM_LEFT: f64 = 48.0;
 const PANEL: f64 = 84.0;
 const GAP: f64 = 18.0;
 
-/// Two histograms with a common axis, before above after.
+/// Two histograms over the same x axis: totals before (top) and after (bottom).
 #[derive(Debug, Serialize)]
 pub(crate) struct HistogramPair {
     #[serde(flatten)]
@@ -346,7 +346,7 @@ fn bars(histogram: &Histogram, counts: &[u64], axis: Axis, (base, scale): (f64, 
     histogram.edges.windows(2).zip(counts).zip(&labels).filter_map(bar).collect()
 }
 
-/// Totals before (x) against totals after (y) as a heat map.
+/// Heat map of totals before (x) against totals after (y).
 #[derive(Debug, Serialize)]
 pub(crate) struct JointHistogram {
     #[serde(flatten)]
@@ -366,7 +366,7 @@ struct HeatCell {
 }
 
 impl JointHistogram {
-    /// `None` where nothing was scored before.
+    /// The heat map of `histogram`; `None` if no episode has a total before.
     pub(crate) fn new(histogram: &Histogram) -> Option<Self> {
         let frame = Frame::new((HISTOGRAM_LEFT, RIGHT), (8.0, 228.0));
         let (x, y) = (frame.x(ends(histogram)), frame.y(ends(histogram)));
@@ -424,7 +424,7 @@ struct ReliabilityPoint {
 }
 
 impl ReliabilityChart {
-    /// Bins without predictions are left out.
+    /// The diagram of `bins`; bins without predictions are left out.
     pub(crate) fn new(bins: &[ReliabilityBin]) -> Self {
         let (left, top, side) = (40.0, 10.0, 260.0);
         let n: usize = bins.iter().map(|bin| bin.n).sum();

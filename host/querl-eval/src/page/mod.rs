@@ -1,4 +1,4 @@
-//! Pages for a browser: one HTML file each, without scripts and requests, for light and dark mode.
+//! HTML pages of reports: one file each, without scripts and requests, for light and dark mode.
 //!
 //! Rust computes texts and coordinates, the templates of this folder place them. Every value passes the HTML escaping of the
 //! template engine, and a content security policy in each page forbids scripts and requests.
@@ -14,7 +14,7 @@ pub(crate) const REPLAY: &str = include_str!("replay.html");
 pub(crate) const AUDIT: &str = include_str!("audit.html");
 pub(crate) const CLASSIFICATION: &str = include_str!("classification.html");
 
-/// Renders `template` with the stylesheet as `css`, `line_chart.html` to import, and the fields of `content`.
+/// Renders `template` with the fields of `content`, the stylesheet as `css` and `line_chart.html` for imports.
 pub(crate) fn render(template: &str, content: &impl Serialize) -> Result<String, EvalError> {
     let mut environment = minijinja::Environment::new();
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::Html);

@@ -9,24 +9,24 @@ use querl_core::records::{Candidate, Reward, retrieval_quality, win};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
-/// Totals that differ by no more are equal, as in win rates.
+/// Tolerance of a tie: totals that differ by at most this much are equal.
 pub(super) const DRAW_TOLERANCE: f64 = 1e-9;
 
-/// Changes of the totals, as after minus before.
+/// Changes of the total reward, as after minus before.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Change {
-    /// Mean change with its 95% interval; the bootstrap draws queries.
+    /// Mean change with its 95% interval from a bootstrap over queries.
     pub(crate) mean: Option<Interval>,
     pub(crate) n_queries: usize,
-    /// Episodes whose total changed by more than 1e-9.
+    /// Number of episodes whose total changed by more than 1e-9.
     pub(crate) n_changed: usize,
-    /// The first third of the steps; `None` for fewer than three steps.
+    /// Changes in the first third of the training steps; `None` for fewer than three steps.
     pub(crate) first_third: Option<Third>,
     pub(crate) last_third: Option<Third>,
     pub(crate) by_step: Vec<StepMeans>,
 }
 
-/// A range of training steps.
+/// Mean change in a range of training steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Third {
     pub(crate) steps: (u64, u64),
@@ -34,12 +34,12 @@ pub(crate) struct Third {
     pub(crate) mean: Option<Interval>,
 }
 
-/// Mean totals of one training step.
+/// Mean total reward in one training step.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct StepMeans {
     pub(crate) step: u64,
     pub(crate) n: usize,
-    /// Mean total before; `None` where nothing was scored before.
+    /// Mean total before; `None` if no episode has a recorded or computed reward before.
     pub(crate) before: Option<f64>,
     pub(crate) after: Option<f64>,
 }
@@ -91,15 +91,15 @@ fn step_means(scored: &[ScoredEpisode<'_>]) -> Vec<StepMeans> {
     by_step.into_iter().map(means).collect()
 }
 
-/// The policy against the teacher, by the sign of a total.
+/// Outcome of the policy's rewrite against the teacher's, from the sign of the total reward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Sign {
-    /// Above 0.
+    /// The total is above 0.
     Won,
-    /// Within 1e-9 of 0.
+    /// The total is within 1e-9 of 0.
     Drew,
-    /// Below 0.
+    /// The total is below 0.
     Lost,
 }
 
@@ -121,7 +121,7 @@ impl Sign {
     }
 }
 
-/// Numbers of episodes by sign.
+/// Number of episodes by the sign of their total.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct SignCounts {
     pub(crate) won: usize,
@@ -146,23 +146,23 @@ impl SignCounts {
         self.won + self.drew + self.lost
     }
 
-    /// Won, drew and lost: `12 (40.0 %)`.
+    /// Table cells of won, drew and lost, each as `12 (40.0 %)`.
     pub(super) fn cells(&self) -> [String; 3] {
         [self.won, self.drew, self.lost].map(|n| counted(n as u64, self.n() as u64))
     }
 }
 
-/// Signs of the totals of episodes that both sides scored.
+/// Signs of the totals before and after, over the episodes that both sides scored.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Signs {
-    /// `None` where nothing was scored before.
+    /// Number of episodes by sign before; `None` if no episode was scored before.
     pub(crate) before: Option<SignCounts>,
     pub(crate) after: SignCounts,
     pub(crate) n_changed: usize,
     pub(crate) moves: Vec<SignMove>,
 }
 
-/// Episodes whose sign changed from one to another.
+/// Number of episodes whose sign changed from `from` to `to`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub(crate) struct SignMove {
     pub(crate) from: Sign,
@@ -189,7 +189,7 @@ impl Signs {
     }
 }
 
-/// Over all episodes with a successful retrieval of both rewrites.
+/// Wins of the policy against the teacher by retrieval quality, over all episodes with a successful retrieval for both rewrites.
 pub(super) fn by_retrieval(episodes: &[ReplayEpisode<'_>]) -> SignCounts {
     let sign = |one: &ReplayEpisode<'_>| {
         let baseline = one.episode.baseline.as_ref()?;
@@ -198,7 +198,7 @@ pub(super) fn by_retrieval(episodes: &[ReplayEpisode<'_>]) -> SignCounts {
     SignCounts::of(episodes.iter().filter_map(sign))
 }
 
-/// Why no signs are counted, where the declared range of a side does not span 0.
+/// The reason why signs are not counted: the declared range of a side does not span 0. `None` if both ranges do.
 pub(super) fn why_no_signs(before: &Side, after: &PluginSide) -> Option<String> {
     let before = match before {
         Side::Plugin(side) => Some(side),
@@ -212,7 +212,8 @@ pub(super) fn why_no_signs(before: &Side, after: &PluginSide) -> Option<String> 
     ))
 }
 
-/// One component of the rewards, over the episodes that both sides scored. Some may lack it, such as the judge's where none was sampled.
+/// Means of one reward component before and after, over the episodes that both sides scored. An episode may lack it (the judge's without
+/// a sample).
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct ComponentChange {
     pub(crate) name: String,
@@ -234,7 +235,7 @@ struct ComponentValues {
 /// The most components that a comparison lists.
 const MOST_COMPONENTS: usize = 64;
 
-/// The most used components in the order of their names, and the number of the others.
+/// The most used components in alphabetical order, and the number of components left out.
 pub(super) fn components(scored: &[ScoredEpisode<'_>]) -> (Vec<ComponentChange>, usize) {
     let mut values: BTreeMap<&str, ComponentValues> = BTreeMap::new();
     for one in scored {
@@ -274,34 +275,34 @@ fn component_of(reward: &Reward, name: &str) -> Option<f64> {
 /// Components shown with an episode.
 const N_COMPONENTS: usize = 3;
 
-/// An episode whose total changed.
+/// An episode whose total reward changed.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct ChangedEpisode {
     pub(crate) id: String,
-    /// 1-based line in the file of episodes.
+    /// Line of the episode in `episodes.jsonl`, from 1.
     pub(crate) line: usize,
     pub(crate) step: u64,
     pub(crate) query: String,
     pub(crate) policy: String,
-    /// `None` without a teacher's rewrite.
+    /// The teacher's rewrite; `None` if there is none.
     pub(crate) baseline: Option<String>,
-    /// Retrieval quality of the policy's rewrite; `None` where retrieval failed or was not tried.
+    /// Retrieval quality of the policy's rewrite; `None` if retrieval failed or was not tried.
     pub(crate) policy_quality: Option<f64>,
     pub(crate) baseline_quality: Option<f64>,
     pub(crate) before: f64,
     pub(crate) after: f64,
-    /// The three components with the largest changes.
+    /// The three components with the largest absolute changes.
     #[serde(rename = "parts")]
     pub(crate) components: Vec<ChangedComponent>,
 }
 
-/// A component whose value changed.
+/// Value of one reward component before and after.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct ChangedComponent {
     pub(crate) name: String,
-    /// `None` where the reward before lacks it.
+    /// Value before; `None` if the reward before does not have this component.
     pub(crate) before: Option<f64>,
-    /// `None` where the reward after lacks it.
+    /// Value after; `None` if the reward after does not have this component.
     pub(crate) after: Option<f64>,
 }
 
@@ -316,7 +317,7 @@ impl ChangedComponent {
     }
 }
 
-/// The `n` largest changes of sign, and the `n` largest changes.
+/// The `n` largest changes of total among episodes whose sign changed, and the `n` largest among all episodes.
 pub(super) fn largest(scored: &[ScoredEpisode<'_>], n: usize) -> (Vec<ChangedEpisode>, Vec<ChangedEpisode>) {
     let size = |one: &ScoredEpisode<'_>| one.change().map_or(0.0, f64::abs);
     let mut changed: Vec<&ScoredEpisode<'_>> = scored.iter().filter(|one| size(one) > DRAW_TOLERANCE).collect();

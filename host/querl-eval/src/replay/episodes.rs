@@ -1,4 +1,4 @@
-//! The input of a comparison: episodes with the outcomes of both sides, their counts and their groups.
+//! The input of a replay comparison: episodes with their outcomes before and after, counts by outcome, and groups.
 
 use super::statistics::{Pairs, rounded};
 use querl_core::ports::RewardRange;
@@ -6,31 +6,31 @@ use querl_core::records::{Episode, Rejection, Reward};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// A reward, or why an episode has none.
+/// The reward of an episode, or the rejection with its reason.
 pub type Outcome = Result<Reward, Rejection>;
 
-/// One episode with the outcomes of both sides.
+/// An episode with its outcomes before and after.
 #[derive(Debug, Clone, Copy)]
 pub struct ReplayEpisode<'a> {
-    /// 1-based line in the file of episodes.
+    /// Line of the episode in `episodes.jsonl`, from 1.
     pub line: usize,
-    /// Training step that made it.
+    /// Training step in which the episode was generated.
     pub step: u64,
-    /// The scored episode.
+    /// Query, rewrites and retrieval results of the episode.
     pub episode: &'a Episode,
-    /// The outcome to compare with; `None` where none was recorded.
+    /// Outcome before; `None` if the episode has no recorded outcome.
     pub before: Option<&'a Outcome>,
-    /// The outcome to evaluate.
+    /// Outcome after, from the plugin under evaluation.
     pub after: &'a Outcome,
 }
 
-/// Where the scores of one side come from.
+/// Source of the rewards of one side of the comparison.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Side {
-    /// The file of episodes.
+    /// The rewards recorded in `episodes.jsonl`.
     Recorded,
-    /// A reward plugin.
+    /// A reward plugin that scored the episodes again.
     Plugin(PluginSide),
 }
 
@@ -41,11 +41,11 @@ pub struct PluginSide {
     pub id: String,
     /// Plugin version.
     pub version: String,
-    /// SHA-256 of the component, hexadecimal.
+    /// SHA-256 of the WebAssembly component, in hexadecimal.
     pub digest: String,
-    /// The given settings; all others have the plugin's default.
+    /// The settings given by the user; all others have the plugin's defaults.
     pub settings: BTreeMap<String, serde_json::Value>,
-    /// Minimum and maximum of the total that the plugin declares under these settings.
+    /// Minimum and maximum total reward that the plugin declares under these settings.
     pub range: (f64, f64),
 }
 
@@ -54,18 +54,18 @@ impl PluginSide {
         self.range.0 < 0.0 && self.range.1 > 0.0
     }
 
-    /// Minimum and maximum of a declared range.
+    /// Minimum and maximum of a declared reward range.
     pub fn range(range: RewardRange) -> (f64, f64) {
         (range.min, range.max)
     }
 }
 
-/// An episode that both sides scored.
+/// An episode that both sides scored (or only the side after, if no episode was scored before).
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ScoredEpisode<'a> {
     pub(super) index: usize,
     pub(super) recorded: ReplayEpisode<'a>,
-    /// `None` for all episodes where nothing was scored before.
+    /// Reward before; `None` for all episodes if no episode was scored before.
     pub(super) before: Option<&'a Reward>,
     pub(super) after: &'a Reward,
 }
@@ -76,7 +76,7 @@ impl ScoredEpisode<'_> {
     }
 }
 
-/// Episodes scored by both sides; where nothing was scored before, those scored after.
+/// Episodes scored by both sides; if no episode was scored before, all episodes scored after.
 pub(super) fn scored_by_both<'a>(episodes: &[ReplayEpisode<'a>]) -> Vec<ScoredEpisode<'a>> {
     let any_before = episodes.iter().any(|one| matches!(one.before, Some(Ok(_))));
     let scored = |(index, recorded): (usize, &ReplayEpisode<'a>)| {
@@ -87,18 +87,18 @@ pub(super) fn scored_by_both<'a>(episodes: &[ReplayEpisode<'a>]) -> Vec<ScoredEp
     episodes.iter().enumerate().filter_map(scored).collect()
 }
 
-/// Numbers of episodes by the outcomes of the two sides.
+/// Number of episodes by the outcomes before and after.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Counts {
     pub(crate) n_episodes: usize,
     pub(crate) n_scored_by_both: usize,
     pub(crate) rejected_only_after: BTreeMap<String, usize>,
     pub(crate) rejected_only_before: BTreeMap<String, usize>,
-    /// Rejected before and after: number by code after.
+    /// Episodes rejected before and after, by the rejection code after.
     pub(crate) rejected_by_both: BTreeMap<String, usize>,
-    /// No recorded outcome, scored after.
+    /// Number of episodes without a recorded outcome that were scored after.
     pub(crate) n_scored_without_record: usize,
-    /// No recorded outcome, rejected after: number by code after.
+    /// Episodes without a recorded outcome that were rejected after, by rejection code.
     pub(crate) rejected_without_record: BTreeMap<String, usize>,
 }
 
@@ -124,7 +124,7 @@ impl Counts {
         }
     }
 
-    /// Label, number and codes, for tables. Rows about missing records are left out where they are 0.
+    /// Table rows (label, number of episodes, rejection codes); rows about missing records only if they are not 0.
     pub(super) fn rows(&self) -> Vec<(&'static str, usize, String)> {
         let sum = |codes: &BTreeMap<String, usize>| codes.values().sum::<usize>();
         let always = [
@@ -152,16 +152,16 @@ fn listed(codes: &BTreeMap<String, usize>) -> String {
     codes.iter().map(|(code, n)| format!("{code} {n}")).collect::<Vec<_>>().join(", ")
 }
 
-/// Pairs of responses to one query, by their order before and after.
+/// Changes in the order of pairs of responses to the same query.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Order {
-    /// Pairs of one step: samples of one query, whose advantages depend on their order.
+    /// Pairs from the same training step: samples of one query, whose order determines their advantages.
     pub(crate) same_step: Pairs,
-    /// Pairs of any steps.
+    /// Pairs from the same or different training steps.
     pub(crate) any_step: Pairs,
 }
 
-/// The query and the rollout group of each episode.
+/// Query and rollout group (query and step) of each episode.
 pub(super) struct Groups {
     queries: Vec<String>,
     rollouts: Vec<String>,

@@ -1,4 +1,4 @@
-//! Comparison of two rewards on recorded episodes.
+//! Replay: comparison of two reward functions on recorded episodes.
 //!
 //! Input: episodes, each with an outcome before (recorded, or of a plugin) and an outcome after. Output: [`Replay`], which is the
 //! JSON form, and from it a text for a terminal and a page for a browser. Comparisons are over the episodes that both sides scored;
@@ -25,7 +25,7 @@ use episodes::{Counts, Groups, Order, scored_by_both};
 use serde::Serialize;
 use statistics::{Correlation, Distribution};
 
-/// Options of [`replay`].
+/// Options of [`replay()`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ReplayOptions {
     /// Number of changed episodes in the output.
@@ -42,26 +42,26 @@ pub struct Replay {
     pub(crate) format: u32,
     pub(crate) before: Side,
     pub(crate) after: Side,
-    /// Cautions, one sentence each.
+    /// Warnings about the comparison, one sentence each.
     pub(crate) notes: Vec<String>,
     pub(crate) counts: Counts,
     pub(crate) totals: Totals,
     pub(crate) change: Change,
     pub(crate) correlation: Correlation,
-    /// Pairs of responses to one query, whose order determines advantages.
+    /// Changes in the order of pairs of responses to the same query, which determines advantages.
     pub(crate) order: Order,
-    /// Wins against the teacher by the sign of the total; `None` where a declared range does not span 0.
+    /// Wins of the policy against the teacher by the sign of the total reward; `None` if a declared range does not span 0.
     pub(crate) signs: Option<Signs>,
-    /// Wins against the teacher by retrieval quality, which no plugin changes, over all episodes with a successful retrieval of both
-    /// rewrites.
+    /// Wins of the policy against the teacher by retrieval quality, which no plugin changes, over all episodes with a successful
+    /// retrieval for both rewrites.
     pub(crate) retrieval: SignCounts,
     pub(crate) components: Vec<ComponentChange>,
-    /// Less used components, which are left out. Omitted where it is 0.
+    /// Number of the least used reward components that are left out; omitted in the JSON if it is 0.
     #[serde(skip_serializing_if = "crate::evaluation::is_zero")]
     pub(crate) n_components_left_out: usize,
-    /// Episodes whose total changed its sign, largest change first.
+    /// Episodes whose total reward changed its sign, largest change first.
     pub(crate) flips: Vec<ChangedEpisode>,
-    /// Episodes with the largest changes of the total.
+    /// Episodes with the largest changes of the total reward.
     pub(crate) largest_changes: Vec<ChangedEpisode>,
     pub(crate) n_resamples: usize,
 }
@@ -80,18 +80,18 @@ impl Replay {
     }
 }
 
-/// Distributions of the totals of episodes that both sides scored.
+/// Distributions of the total reward over the episodes that both sides scored.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Totals {
-    /// `None` where nothing was scored before.
+    /// Distribution before; `None` if no episode was scored before.
     pub(crate) before: Option<Distribution>,
-    /// `None` where nothing was scored by both.
+    /// Distribution after; `None` if no episode was scored by both sides.
     pub(crate) after: Option<Distribution>,
-    /// Both sides, in the same bins.
+    /// Histograms before and after, in the same bins.
     pub(crate) histogram: Option<Histogram>,
 }
 
-/// Compares the outcomes of two sides. `notes` are cautions of the caller, to which this function adds its own.
+/// Compares the outcomes of the episodes before and after. `notes` are warnings of the caller; the comparison adds its own.
 pub fn replay(
     episodes: &[ReplayEpisode<'_>],
     before: Side,

@@ -1,4 +1,4 @@
-//! The comparison as a page for a browser.
+//! The replay comparison as an HTML page.
 
 use super::changes::{ChangedEpisode, StepMeans};
 use super::{Replay, text};
@@ -7,7 +7,7 @@ use crate::page::{self, charts};
 use crate::text::{Digits, or_dash};
 use serde::Serialize;
 
-/// The page as HTML.
+/// Renders the replay comparison as an HTML page.
 ///
 /// # Errors
 /// The template engine failed, which no content of `replay` causes.

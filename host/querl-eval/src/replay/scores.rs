@@ -1,4 +1,4 @@
-//! The scores of one plugin at a glance: distribution, rejections, and episodes whose outcome changed.
+//! Summary of the scores of one plugin: distribution, rejections, and episodes whose outcome changed.
 
 use super::changes::DRAW_TOLERANCE;
 use super::episodes::Outcome;
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// Longest line, in terminal columns.
 const MAX_WIDTH: usize = 100;
 
-/// The outcomes of one plugin.
+/// Summary of the outcomes of one plugin over a set of episodes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ScoreSummary {
     n_episodes: usize,
@@ -27,7 +27,7 @@ pub struct ScoreSummary {
 }
 
 impl ScoreSummary {
-    /// Of one outcome per episode; `None` where the call failed.
+    /// Summarises one outcome per episode (`None` if the call failed); `range` is the reward range that the plugin declares.
     pub fn of<'a>(outcomes: impl Iterator<Item = Option<&'a Outcome>>, range: (f64, f64)) -> Self {
         let (mut n_episodes, mut rejected, mut totals) = (0, BTreeMap::new(), Vec::new());
         for outcome in outcomes {
@@ -44,7 +44,7 @@ impl ScoreSummary {
         Self { n_episodes, n_scored: totals.len(), rejected, range, range_used, totals: distribution, histogram }
     }
 
-    /// For a terminal.
+    /// Renders the summary as lines for a terminal.
     pub fn lines(&self) -> Vec<String> {
         let n = self.n_episodes as u64;
         let mut lines = vec![format!("scored     {}", counted(self.n_scored as u64, n))];
@@ -80,7 +80,7 @@ fn bars(counts: &[u64]) -> String {
     counts.iter().map(|n| if *n == 0 { ' ' } else { HEIGHTS[((n * 8).div_ceil(largest) - 1) as usize] }).collect()
 }
 
-/// A total, or the code of a rejection.
+/// The outcome of an episode in short: the total reward, or the rejection code.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[allow(missing_docs)]
@@ -107,7 +107,7 @@ impl std::fmt::Display for BriefOutcome {
     }
 }
 
-/// An episode with another outcome than before.
+/// An episode whose outcome changed, with both outcomes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct OutcomeChange {
     id: String,
@@ -117,7 +117,7 @@ pub struct OutcomeChange {
 }
 
 impl OutcomeChange {
-    /// `None` where the totals differ by at most 1e-9, or both are rejected with the same code.
+    /// The change of an episode's outcome; `None` if the totals differ by at most 1e-9 or both are rejections with the same code.
     pub fn of(id: &str, query: &str, before: &Outcome, after: &Outcome) -> Option<Self> {
         let change = Self { id: id.to_owned(), query: query.to_owned(), before: before.into(), after: after.into() };
         let is_same = change.before == change.after || change.size() <= DRAW_TOLERANCE;
@@ -133,7 +133,7 @@ impl OutcomeChange {
     }
 }
 
-/// Episodes with another outcome than before.
+/// Number of compared and of changed episodes, and the largest changes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct OutcomeChanges {
     n_compared: usize,
@@ -143,7 +143,7 @@ pub struct OutcomeChanges {
 }
 
 impl OutcomeChanges {
-    /// Of one entry per episode that has two outcomes: the change, if any.
+    /// Collects the changes of the compared episodes (`None` for an unchanged one) and keeps the `n_shown` largest.
     pub fn of(compared: impl Iterator<Item = Option<OutcomeChange>>, n_shown: usize) -> Self {
         let mut n_compared = 0;
         let mut largest: Vec<OutcomeChange> = compared.inspect(|_| n_compared += 1).flatten().collect();
@@ -153,7 +153,7 @@ impl OutcomeChanges {
         Self { n_compared, n_changed, largest }
     }
 
-    /// For a terminal; `title` says what they are compared with.
+    /// Renders the changes as lines for a terminal; `title` says which outcomes are compared.
     pub fn lines(&self, title: &str) -> Vec<String> {
         let head =
             format!("{title}: {} of {} changed", grouped(self.n_changed as u64), grouped(self.n_compared as u64));

@@ -1,4 +1,4 @@
-//! Statistics of totals: distribution, histogram, correlation, order of pairs.
+//! Statistics of total rewards: distribution, histogram, correlation, order of pairs.
 
 use crate::bootstrap::quantile;
 use serde::Serialize;
@@ -8,12 +8,12 @@ const MAX_BINS: f64 = 20.0;
 /// A quotient this close below an edge counts as on it: 0.3 / 0.1 is 2.9999999999999996.
 const EDGE_TOLERANCE: f64 = 1e-9;
 
-/// Location and spread of one or more values.
+/// Mean, standard deviation and quantiles of one or more values.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub(crate) struct Distribution {
     pub(crate) n: usize,
     pub(crate) mean: f64,
-    /// Standard deviation of a sample (n - 1); `None` for one number.
+    /// Sample standard deviation (n - 1); `None` for a single value.
     pub(crate) sd: Option<f64>,
     pub(crate) min: f64,
     /// 5% quantile, with linear interpolation as numpy's default.
@@ -26,7 +26,7 @@ pub(crate) struct Distribution {
 }
 
 impl Distribution {
-    /// `None` for no values, and where their sum is not finite.
+    /// The distribution of `values`; `None` if there are none or their sum is not finite.
     pub(super) fn of(values: &[f64]) -> Option<Self> {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -62,20 +62,20 @@ pub(super) fn mean(values: &[f64]) -> Option<f64> {
     mean.is_finite().then_some(mean)
 }
 
-/// Counts in bins of equal width with round edges; 0 is an edge where it is within the range.
+/// Histogram of totals before and after, in bins of equal width with round edges; 0 is an edge if it is within the range.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Histogram {
-    /// Ascending, one more than bins. A bin includes its lower edge, the last bin also its upper one.
+    /// Bin edges in ascending order, one more than bins. A bin includes its lower edge, the last bin also its upper edge.
     pub(crate) edges: Vec<f64>,
-    /// Counts of totals before, by bin; empty where nothing was scored before.
+    /// Number of totals before in each bin; empty if no episode was scored before.
     pub(crate) before: Vec<u64>,
     pub(crate) after: Vec<u64>,
-    /// `joint[i][j]`: episodes in bin `i` before and in bin `j` after; empty where nothing was scored before.
+    /// `joint[i][j]` is the number of episodes in bin `i` before and in bin `j` after; empty if no episode was scored before.
     pub(crate) joint: Vec<Vec<u64>>,
 }
 
 impl Histogram {
-    /// `before` is empty or has one value for each of `after`. `None` for no values.
+    /// The histogram of totals; `before` is empty or has one value for each of `after`. `None` if there are no values.
     pub(super) fn of(before: &[f64], after: &[f64]) -> Option<Self> {
         let bins = Bins::over(before.iter().chain(after))?;
         let count = |values: &[f64]| {
@@ -94,7 +94,7 @@ impl Histogram {
         })
     }
 
-    /// `-0.50 to -0.45`.
+    /// The range of each bin as text: `-0.50 to -0.45`.
     pub(crate) fn bin_labels(&self) -> Vec<String> {
         let width = self.edges.first().zip(self.edges.get(1)).map_or(1.0, |(first, second)| second - first);
         let decimals = (1e-6..1e9).contains(&width).then(|| (-width.log10().floor()).clamp(0.0, 7.0) as usize);
@@ -146,12 +146,12 @@ impl Bins {
     }
 }
 
-/// Correlations of the totals before and after, -1 to 1; `None` for fewer than two episodes or constant totals.
+/// Correlation coefficients of the totals before and after, -1 to 1; `None` for fewer than two episodes or constant totals.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(crate) struct Correlation {
     pub(crate) pearson: Option<f64>,
     pub(crate) spearman: Option<f64>,
-    /// Kendall's tau-b: concordant minus discordant pairs, corrected for ties.
+    /// Kendall's tau-b: (concordant - discordant pairs), normalised with a correction for ties.
     pub(crate) kendall_tau_b: Option<f64>,
 }
 
@@ -166,7 +166,7 @@ impl Correlation {
     }
 }
 
-/// Totals rounded to 1e-9, the tolerance of a tie, so that sums of the same components in another order are ties.
+/// Totals rounded to 1e-9 (the tolerance of a tie), so that the same components summed in another order give ties.
 pub(super) fn rounded(values: &[f64]) -> Vec<f64> {
     // From a million on, neighbouring f64 differ by about as much. Adding 0 turns -0 into 0.
     values.iter().map(|value| if value.abs() < 1e6 { (value * 1e9).round() / 1e9 + 0.0 } else { *value }).collect()
@@ -204,7 +204,7 @@ fn ranks(values: &[f64]) -> Vec<f64> {
     ranks
 }
 
-/// Pairs of items, counted by their order before and after.
+/// Number of pairs of episodes by their order before and after, as for Kendall's tau.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Pairs {
     pub(crate) n: u64,
@@ -216,7 +216,9 @@ pub(crate) struct Pairs {
 }
 
 impl Pairs {
-    /// Source: Knight 1966, "A computer method for calculating Kendall's tau with ungrouped data": O(n log n).
+    /// Counts the pairs of two lists of equal length in O(n log n).
+    ///
+    /// Source: Knight 1966, "A computer method for calculating Kendall's tau with ungrouped data".
     pub(super) fn of(before: &[f64], after: &[f64]) -> Self {
         let mut items: Vec<(f64, f64)> = before.iter().copied().zip(after.iter().copied()).collect();
         items.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
@@ -239,12 +241,12 @@ impl Pairs {
         tau.is_finite().then(|| tau.clamp(-1.0, 1.0))
     }
 
-    /// Pairs that are not tied before.
+    /// Number of pairs with different totals before.
     pub(crate) fn ordered_before(&self) -> u64 {
         self.kept + self.flipped + self.became_tied
     }
 
-    /// Share of the pairs ordered before that are in the opposite order after; `None` for no such pairs.
+    /// Share of the pairs with different totals before whose order is reversed after; `None` if there are no such pairs.
     pub(crate) fn flip_share(&self) -> Option<f64> {
         let n_ordered = self.ordered_before();
         (n_ordered > 0).then(|| self.flipped as f64 / n_ordered as f64)

@@ -1,4 +1,4 @@
-//! The comparison as text for a terminal, and the rows that the page shares with it.
+//! The replay comparison as text for a terminal, and table rows that the HTML page uses too.
 
 use super::Replay;
 use super::changes::{Change, ChangedComponent, ChangedEpisode, ComponentChange, SignCounts, Signs, Third};
@@ -13,7 +13,7 @@ const MAX_WIDTH: usize = 100;
 
 const BAR_WIDTH: usize = 26;
 
-/// The comparison in lines of at most 100 columns. Ends with a line break.
+/// Renders the comparison in lines of at most 100 columns. Ends with a line break.
 pub fn replay_text(replay: &Replay) -> String {
     let sections = [
         sides(replay),
@@ -33,7 +33,7 @@ pub fn replay_text(replay: &Replay) -> String {
     texts.join("\n")
 }
 
-/// `reward-competition 0.1.0 (tanh_scale = 1.0)`, or `recorded outcomes`.
+/// Name of a side: `reward-competition 0.1.0 (tanh_scale = 1.0)`, or `recorded outcomes`.
 pub(super) fn title(side: &Side) -> String {
     let Side::Plugin(PluginSide { id, version, settings, .. }) = side else { return "recorded outcomes".to_owned() };
     let settings: Vec<String> = settings.iter().map(|(key, value)| format!("{key} = {value}")).collect();
@@ -41,13 +41,13 @@ pub(super) fn title(side: &Side) -> String {
     printable(&format!("{id} {version}{settings}"))
 }
 
-/// Range and digest; empty for recorded outcomes.
+/// Declared range and SHA-256 of a side's plugin; empty for recorded outcomes.
 pub(super) fn facts(side: &Side) -> String {
     let Side::Plugin(PluginSide { digest, range, .. }) = side else { return String::new() };
     format!("range {} to {}, sha256 {}", range.0, range.1, digest.get(..12).unwrap_or(digest))
 }
 
-/// `mean [low, high]`, with `*` where the interval excludes 0.
+/// An interval as `mean [low, high]`, with `*` if it excludes 0.
 pub(super) fn interval(found: Option<Interval>) -> String {
     let Some(Interval { mean, low, high }) = found else { return NOT_APPLICABLE.to_owned() };
     let digits = Digits::for_values([mean, low, high].into_iter());
@@ -100,7 +100,7 @@ fn cells(texts: &[&str]) -> Vec<String> {
     texts.iter().map(|text| (*text).to_owned()).collect()
 }
 
-/// Name, before, after and change of each figure of the totals; no rows where nothing was scored by both.
+/// Table rows (name, before, after, change) of the statistics of the totals; none if no episode was scored by both sides.
 pub(super) fn totals(replay: &Replay) -> Vec<[String; 4]> {
     let Some(after) = replay.totals.after else { return Vec::new() };
     let (before, after) = (replay.totals.before.map(|found| found.figures()), after.figures());
@@ -170,7 +170,7 @@ fn change_lines(change: &Change) -> Vec<String> {
     lines
 }
 
-/// Label, mean with interval and number of episodes: of all steps, of the first and of the last third.
+/// Table rows (label, mean with interval, number of episodes) for all steps, the first third and the last third.
 pub(super) fn changes(change: &Change) -> Vec<[String; 3]> {
     let third = |label: &str, third: Third| {
         let (first, last) = third.steps;
@@ -191,7 +191,7 @@ pub(super) fn correlations(found: &Correlation) -> [(&'static str, String); 3] {
 
 pub(super) const ORDER_HEADS: [&str; 5] = ["pairs", "ordered before", "flip", "become a tie", "ties broken"];
 
-/// Label and figures of the pairs of one step and of any steps.
+/// Table rows (label, counts) for pairs of the same step and of any steps.
 pub(super) fn orders(order: &Order) -> [(&'static str, [String; 5]); 2] {
     [("same query and step", pairs(&order.same_step)), ("same query, any steps", pairs(&order.any_step))]
 }
@@ -216,7 +216,7 @@ fn correlation_lines(replay: &Replay) -> Vec<String> {
     lines
 }
 
-/// Label, won, drew and lost, and their sum: of the totals and of retrieval quality.
+/// Table rows (label, [won, drew, lost], number of episodes) by the totals and by retrieval quality.
 pub(super) fn signs(replay: &Replay) -> Vec<(&'static str, [String; 3], usize)> {
     let row = |label, counts: &SignCounts| (label, counts.cells(), counts.n());
     let signs = replay.signs.as_ref();
@@ -238,7 +238,7 @@ fn sign_lines(replay: &Replay) -> Vec<String> {
     lines
 }
 
-/// `changes of sign: 4 (won to lost 3, drew to won 1)`.
+/// Number of episodes by change of sign: `changes of sign: 4 (won to lost 3, drew to won 1)`.
 pub(super) fn moves(signs: &Signs) -> String {
     let moves = signs.moves.iter().filter(|one| one.n > 0);
     let texts: Vec<String> = moves.map(|one| format!("{} to {} {}", one.from.name(), one.to.name(), one.n)).collect();
@@ -246,7 +246,7 @@ pub(super) fn moves(signs: &Signs) -> String {
     format!("changes of sign: {}{texts}", signs.n_changed)
 }
 
-/// Name and figures of each component: before, after, change, and episodes before and after.
+/// Table rows of the components: name, and [before, after, change, episodes before, episodes after].
 pub(super) fn components(replay: &Replay) -> Vec<(String, [String; 5])> {
     let row = |component: &ComponentChange| {
         let ComponentChange { name, before, after, change, n_before, n_after, .. } = component;
@@ -304,7 +304,7 @@ fn episode(number: usize, one: &ChangedEpisode) -> Vec<String> {
     lines
 }
 
-/// `win 0.500 -> -0.300, judge none -> 0.120`.
+/// The changed components of an episode: `win 0.500 -> -0.300, judge none -> 0.120`.
 pub(super) fn components_of(one: &ChangedEpisode) -> String {
     let component = |part: &ChangedComponent| {
         let digits = Digits::for_values([part.before, part.after].into_iter().flatten());
@@ -314,7 +314,7 @@ pub(super) fn components_of(one: &ChangedEpisode) -> String {
     one.components.iter().map(component).collect::<Vec<_>>().join(", ")
 }
 
-/// The legend of the tables.
+/// Explanation of the tables.
 pub(super) fn explanation(replay: &Replay) -> String {
     format!(
         "mean [95% interval], {} bootstrap resamples of whole queries; `*`: the interval excludes 0; totals no further apart than \

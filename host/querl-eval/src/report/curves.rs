@@ -1,4 +1,4 @@
-//! The training curves of the report, and their names in `metrics.jsonl`.
+//! Training curves of the report, from metrics in `metrics.jsonl`.
 
 use crate::facts::ServiceName;
 use crate::page::charts::{LineChart, Points};
@@ -107,7 +107,7 @@ pub(super) struct Curves {
 /// The most metrics without a chart that are listed.
 const MOST_OTHERS: usize = 400;
 
-/// A metric without a chart.
+/// A metric in `metrics.jsonl` that is in no chart of the report.
 #[derive(Debug, Serialize)]
 pub(super) struct OtherMetric {
     stage: String,

@@ -1,4 +1,4 @@
-//! Rewrites of all systems side by side: selection of the queries, and the content of each.
+//! Example queries of the report with the rewrites of all systems next to each other, and their selection.
 
 use crate::metric::{Metric, answer, hits};
 use crate::table::system_title;
@@ -31,7 +31,7 @@ struct Example {
 struct Answer {
     title: String,
     system: &'static str,
-    /// `None` for a rejected record.
+    /// The system's rewrite; `None` for a rejected record.
     rewrite: Option<String>,
     failure: Option<String>,
     passage: Option<String>,

@@ -1,4 +1,4 @@
-//! `report.html`: the report of a run.
+//! `report.html`: the HTML report of a run.
 
 mod curves;
 mod examples;
@@ -17,25 +17,25 @@ use serde::Serialize;
 /// The input of [`report_html`].
 #[derive(Debug, Clone, Copy)]
 pub struct ReportInput<'a> {
-    /// Shown above the figures.
+    /// Tenant, model, services and plugins of the run, shown above the metrics.
     pub facts: &'a RunFacts,
-    /// The figures of the tables and plots.
+    /// Metrics of the tables and plots.
     pub evaluation: &'a Evaluation,
-    /// The records of `evaluation`, for the examples.
+    /// The evaluation records, for the examples.
     pub records: &'a [EvalRecord],
-    /// Lines of `metrics.jsonl`: objects with `stage`, `step` and numbers by name. Of two lines of one step the later one counts.
+    /// Lines of `metrics.jsonl`: objects with `stage`, `step` and metrics by name. Of several lines of the same step the last one counts.
     pub metrics: &'a [serde_json::Value],
-    /// Steps from the query table to the dataset, in order; may be empty.
+    /// Number of rows after each step from the query table to the dataset, in order; may be empty.
     pub funnel: &'a [FunnelStep],
-    /// Stages in order; may be empty.
+    /// Wall-clock time of each stage, in order; may be empty.
     pub timings: &'a [StageTiming],
-    /// Calls to external services: service and stage, and a sentence with their count, time and cost; may be empty.
+    /// Calls to external services as (service and stage, sentence with number, time and cost); may be empty.
     pub calls: &'a [(String, String)],
-    /// Number of queries whose rewrites are shown.
+    /// Number of example queries whose rewrites are shown.
     pub n_examples: usize,
 }
 
-/// The report as HTML.
+/// Renders the report as an HTML page.
 ///
 /// # Errors
 /// The template engine failed, which no content of `input` causes.

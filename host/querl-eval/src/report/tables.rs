@@ -1,4 +1,4 @@
-//! The tables of the report: systems, reward components, styles, data flow, stage times.
+//! Tables of the report: systems, reward components, styles, data flow, stage times.
 
 use crate::bootstrap::Interval;
 use crate::evaluation::{Difference, Evaluation, Lookups, RewriteControls, SecondEvaluation};
@@ -8,7 +8,7 @@ use crate::table::system_title;
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// One row per metric and one column per system, which fits a phone.
+/// A table with one row per metric and one column per system.
 #[derive(Debug, Serialize)]
 pub(super) struct SystemsTable {
     heads: Vec<String>,
@@ -134,7 +134,7 @@ pub(super) fn style_shifts(evaluation: &Evaluation) -> SystemsTable {
     SystemsTable { heads: pairs.iter().map(head).collect(), rows }
 }
 
-/// Top-1 accuracy and MRR on the second retriever; no rows without one.
+/// Top-1 accuracy and MRR on the second retriever; no rows if the run has none.
 pub(super) fn second(evaluation: &Evaluation) -> SystemsTable {
     let row = |metric: Metric, second: &SecondEvaluation| SystemsRow {
         label: metric.label().to_owned(),
@@ -146,7 +146,7 @@ pub(super) fn second(evaluation: &Evaluation) -> SystemsTable {
     SystemsTable { heads: heads(evaluation), rows: rows.collect() }
 }
 
-/// Paired differences: one row for each metric that some pair has, one column for each pair. A star: the interval excludes 0.
+/// Paired differences: one row per metric, one column per pair of systems. A star marks an interval that excludes 0.
 pub(super) fn differences(
     evaluation: &Evaluation,
     pairs: Option<&BTreeMap<String, BTreeMap<Metric, Option<Difference>>>>,
@@ -169,7 +169,7 @@ pub(super) fn differences(
     SystemsTable { heads: names.iter().map(head).collect(), rows }
 }
 
-/// Length and words of the rewrites; no rows where no system has an answer.
+/// Length and words of the rewrites; no rows if no system has an answer.
 pub(super) fn controls(evaluation: &Evaluation) -> SystemsTable {
     let Some(controls) = &evaluation.controls else { return SystemsTable { heads: Vec::new(), rows: Vec::new() } };
     let row =
@@ -191,7 +191,7 @@ pub(super) fn controls(evaluation: &Evaluation) -> SystemsTable {
     SystemsTable { heads: heads(evaluation), rows }
 }
 
-/// One row for each k; no rows without samples.
+/// pass@k: one row for each k; no rows if no system has samples.
 pub(super) fn pass_at_k(evaluation: &Evaluation) -> SystemsTable {
     let ks: BTreeSet<usize> = evaluation.pass_at_k.values().flat_map(|found| found.k.keys().copied()).collect();
     let row = |k: usize| SystemsRow {
@@ -231,7 +231,7 @@ pub(super) fn funnel(steps: &[FunnelStep]) -> Vec<FunnelRow> {
     steps.iter().map(row).collect()
 }
 
-/// Stage and time, then the sum.
+/// (Stage, time) pairs, then the sum.
 pub(super) fn timings(timings: &[StageTiming]) -> Vec<(String, String)> {
     if timings.is_empty() {
         return Vec::new();

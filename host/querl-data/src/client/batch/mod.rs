@@ -1,4 +1,5 @@
-//! OpenAI's batch API: prompts are uploaded in files, responses are downloaded in files, within a day and at a lower price.
+//! Client of OpenAI's batch API: prompts are uploaded in files, and responses are downloaded within a day, at a lower price than single
+//! calls.
 //!
 //! A batch is never paid for twice. The state file is written before and after each request: a stopped run resumes its batches, and
 //! where the response to a creation request was lost, the service's list of batches is searched. A file that cannot be transferred
@@ -30,7 +31,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 use submit::PollLimits;
 
-/// A teacher's batch interface.
+/// Teacher that is called by the batch API of an OpenAI-compatible endpoint.
 pub struct BatchTeacher {
     client: ChatClient,
     files: FileTransfer,
@@ -61,16 +62,16 @@ impl FileLimits {
     const OPENAI: Self = Self { n_rows: 50_000, n_bytes: 190_000_000 };
 }
 
-/// Handling of prompts that are not in a batch yet.
+/// What happens to prompts that are in no submitted batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NewPrompts {
-    /// They are submitted in new batches.
+    /// The prompts are submitted in new batches.
     Submit,
-    /// They are left for single calls.
+    /// The prompts are not submitted; the caller requests them one by one.
     Skip,
 }
 
-/// Prompts of submitted batches.
+/// The prompts that are in submitted batches, as hashes of their ids.
 #[derive(Debug, Clone, Default)]
 pub struct BatchedPrompts(HashSet<u64>);
 
@@ -99,7 +100,7 @@ struct SubmittedBatches<'a> {
 }
 
 impl BatchTeacher {
-    /// The batch interface of the teacher that the configuration names.
+    /// Opens the batch API of the configured teacher; sends no request.
     ///
     /// # Errors
     /// The endpoint lacks an address, a model or its key.
@@ -133,15 +134,15 @@ impl BatchTeacher {
         })
     }
 
-    /// Whether the state file lists batches, which then must be awaited before any other call.
+    /// True if the state file at `path` lists batches; their responses must be awaited before any other call.
     ///
     /// # Errors
-    /// They belong to another teacher or other settings, or the state file is invalid.
+    /// The batches belong to another teacher or other settings, or the state file is invalid.
     pub fn has_batches(&self, path: &Path) -> Result<bool, DataError> {
         self.read_state(path).map(|state| !state.batches.is_empty())
     }
 
-    /// The prompts of the batches in the state file: they are answered by those batches and not paid for again.
+    /// The prompts of the batches in the state file at `path`; they are not requested again, since their batches are paid for.
     ///
     /// # Errors
     /// As [`has_batches`](Self::has_batches).
@@ -160,7 +161,7 @@ impl BatchTeacher {
         }
     }
 
-    /// Submits the prompts that are in no batch yet, unless `new` is `Skip`, and waits for the end of all batches. `path` is the state
+    /// Submits the prompts that are in no batch yet, unless `new` is `Skip`, and waits until all batches have ended. `path` is the state
     /// file.
     pub(crate) async fn run<'a>(
         &'a self,
@@ -323,7 +324,7 @@ struct Batch {
     n_unknown: u32,
     #[serde(default)]
     n_lost: u32,
-    /// `None` until the service is known to have created the batch.
+    /// Id of the batch at the service; `None` until the service is known to have created it.
     batch_id: Option<String>,
     #[serde(default, rename = "most")]
     max_cost: f64,
@@ -392,10 +393,10 @@ fn uploaded_at(response: &Value, now: SystemTime) -> u64 {
     created_at.unwrap_or(now.saturating_sub(DAY_S))
 }
 
-/// Fails if the state file lists batches: for a teacher without the batch API.
+/// Fails if the state file at `path` lists batches: their responses would be lost with a teacher that does not use the batch API.
 ///
 /// # Errors
-/// There are some, or the state file is invalid.
+/// The state file lists batches, or is invalid.
 pub fn refuse_open_batches(path: &Path) -> Result<(), DataError> {
     match BatchState::read(path)? {
         Some(state) => Err(wrong_teacher(path, &state)),

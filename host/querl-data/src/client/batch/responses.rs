@@ -1,4 +1,4 @@
-//! Responses of ended batches. Their files are downloaded and charged before any row gets a response.
+//! Downloads and reads the responses of ended batches. The spend of all files is counted before any row gets a response.
 
 use super::{Batch, BatchState, BatchTeacher, FileLimits, SubmittedBatches, prompt_id};
 use crate::client::spend::{CallSpend, Usage};
@@ -17,7 +17,7 @@ use std::sync::{Mutex, PoisonError};
 /// Downloads of a file with unexpected content, which may have been cut short.
 const READ_ATTEMPTS: usize = 3;
 
-/// The responses of all batches. Memory holds the offset of each; the files are unnamed temporary files.
+/// The responses of all batches of a stage: the offset of each in memory, the downloaded files as unnamed temporary files.
 pub(crate) struct BatchResponses<'a> {
     teacher: &'a BatchTeacher,
     path: &'a Path,
@@ -40,7 +40,7 @@ struct ResponseFile {
 }
 
 impl BatchTeacher {
-    /// Downloads both files of a batch and counts their spend. A prompt in neither has no response.
+    /// Downloads the output and error files of each batch and counts the spend. A prompt in neither file has no response.
     pub(super) async fn read(
         &self,
         submitted: &mut SubmittedBatches<'_>,
@@ -188,7 +188,7 @@ impl<'a> BatchResponses<'a> {
         Self { teacher, path, state, ended, locations, returned: Mutex::default() }
     }
 
-    /// The response to a prompt; `None` if no batch contains it.
+    /// The response (or failure) of a prompt; `None` if no batch contains the prompt.
     pub(crate) fn of(&self, messages: &[Message]) -> Result<Option<Result<Completion, CallFailure>>, DataError> {
         let key = hash_of(&prompt_id(messages));
         let Some(ended) = self.locations.get(&key).map(|index| &self.ended[*index]) else { return Ok(None) };
@@ -209,7 +209,7 @@ impl<'a> BatchResponses<'a> {
         }))
     }
 
-    /// Removes prompts without a response from the state file, so that the next run submits them again.
+    /// Removes prompts without a response from the state file, so that the next run submits them in a new batch.
     pub(crate) fn settle(mut self) -> Result<(), DataError> {
         for (batch, ended) in self.state.batches.iter_mut().zip(&self.ended) {
             let answered: HashSet<u64> =

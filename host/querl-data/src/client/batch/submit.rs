@@ -1,5 +1,5 @@
-//! Creates each batch once and polls it. A creation request whose response was lost may have succeeded, and a second batch over the
-//! same file would be paid for again: the service's list of batches is searched first.
+//! Creates each batch once and polls it until it has ended. If the response to a creation request is lost, the service's list of batches
+//! is searched before another request, since a second batch of the same file would be paid for again.
 
 use super::{Batch, BatchTeacher, SubmittedBatches};
 use crate::client::http::Call;
@@ -28,7 +28,7 @@ enum SubmitOutcome {
 }
 
 impl BatchTeacher {
-    /// Creates the batch of each file that has none.
+    /// Creates a batch for each uploaded file that has none.
     pub(super) async fn create_missing(&self, submitted: &mut SubmittedBatches<'_>) -> Result<(), DataError> {
         for index in 0..submitted.state.batches.len() {
             if submitted.state.batches[index].batch_id.is_none() {
@@ -195,7 +195,8 @@ impl FailedPolls {
 }
 
 impl BatchTeacher {
-    /// Polls until the batch has ended; returns its last status. `n_before` of `n_rows` rows are in batches that have ended.
+    /// Polls a batch until it has ended and returns its last status. For progress: `n_before` of `n_rows` rows are in batches that ended
+    /// earlier.
     pub(super) async fn wait(
         &self,
         submitted: &mut SubmittedBatches<'_>,

@@ -1,4 +1,4 @@
-//! File uploads and downloads. Their duration depends on size and bandwidth, so the limit is on the time without progress.
+//! File uploads and downloads, with a timeout on the time without progress, since the duration depends on size and bandwidth.
 
 use super::{Call, CallLimits, Caller, FailedAttempt, Retry, Secret, lock};
 use crate::client::ServiceContext;
@@ -48,7 +48,7 @@ impl TransferClock {
 }
 
 impl FileTransfer {
-    /// As [`Caller::new`], counting spend for `provider`. `limits.timeout` is the longest time without progress.
+    /// Like [`Caller::new`], with spend counted for `provider`. `limits.timeout` is the longest time without progress.
     pub(crate) fn new(
         setting: &str,
         url: &str,
@@ -63,7 +63,7 @@ impl FileTransfer {
         Ok(Self { caller: caller.named(provider), stall_timeout })
     }
 
-    /// Uploads `text` as a file of batch requests; returns the service's response.
+    /// Uploads `text` as a file of batch requests and returns the service's JSON response.
     pub(crate) async fn upload(&self, path: &str, text: &Arc<String>) -> Result<Value, CallFailure> {
         let call = &Call { method: Method::POST, ..Call::get(path) };
         self.carry(|| async {
@@ -81,7 +81,7 @@ impl FileTransfer {
         .await
     }
 
-    /// Downloads a file of at most `most_bytes` bytes and replaces the content of `file` with it.
+    /// Downloads a file of at most `most_bytes` bytes; it replaces the content of `file`.
     pub(crate) async fn download(&self, path: &str, file: &File, most_bytes: u64) -> Result<(), CallFailure> {
         let call = &Call::get(path);
         self.carry(|| async {

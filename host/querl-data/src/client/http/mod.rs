@@ -1,5 +1,5 @@
-//! HTTP calls to external services: limited concurrency, rate and time, retries with backoff, a circuit breaker, and failure messages
-//! without secrets.
+//! HTTP client for external services: limits on concurrency, rate and time, retries with backoff, a circuit breaker, and error messages
+//! without API keys.
 
 mod file_transfer;
 mod retry;
@@ -39,9 +39,9 @@ pub(crate) struct CallLimits {
     pub(crate) timeout: Duration,
     pub(crate) max_retries: usize,
     pub(crate) first_pause: Duration,
-    /// Attempts a minute; `None` without a quota.
+    /// Quota of requests per minute, retries included; `None` for no quota.
     pub(crate) requests_per_minute: Option<u32>,
-    /// Estimated tokens a minute, of prompts and the longest responses.
+    /// Quota of tokens per minute, estimated from prompts and maximum response lengths; `None` for no quota.
     pub(crate) tokens_per_minute: Option<u32>,
 }
 
@@ -62,7 +62,7 @@ impl CallLimits {
     }
 }
 
-/// Calls one address of a service.
+/// HTTP client of one URL of a service.
 #[derive(Debug)]
 pub(crate) struct Caller {
     client: Client,
@@ -80,7 +80,7 @@ pub(crate) struct Caller {
     provider: String,
 }
 
-/// A response, the latency of its last attempt, and the spend of the call.
+/// JSON response of a call, the latency of its last attempt, and its spend.
 #[derive(Debug)]
 pub(crate) struct ServiceResponse {
     pub(crate) body: Value,
@@ -88,7 +88,7 @@ pub(crate) struct ServiceResponse {
     pub(crate) call_spend: CallSpend,
 }
 
-/// A request, for all its attempts.
+/// An HTTP request, sent once per attempt.
 #[derive(Debug, Clone)]
 pub(crate) struct Call<'a> {
     method: Method,
@@ -115,13 +115,13 @@ impl<'a> Call<'a> {
         Self { method: Method::GET, path: path.to_owned(), sent: None, answer: AnswerForm::Json }
     }
 
-    /// A call whose answer may be plain text.
+    /// The call, with plain text accepted as response in addition to JSON.
     pub(crate) fn or_text(self) -> Self {
         Self { answer: AnswerForm::Text, ..self }
     }
 }
 
-/// Upper bounds of a call's tokens and cost.
+/// Upper bounds of the tokens and the cost of a call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CostBound {
     pub(crate) n_tokens: u64,
@@ -129,12 +129,12 @@ pub(crate) struct CostBound {
 }
 
 impl CostBound {
-    /// Of a service that is free of charge.
+    /// The bounds of a call that is free of charge.
     pub(crate) const FREE: Self = Self { n_tokens: 0, max_cost: 0.0 };
 }
 
 impl Caller {
-    /// A caller of `url`; `setting` is its configuration key.
+    /// Opens a client of `url`; `setting` is the configuration key of the URL.
     pub(crate) fn new(
         setting: &str,
         url: &str,
@@ -177,12 +177,12 @@ impl Caller {
         self.send(&Call::post("", body)).await
     }
 
-    /// Sends a request to a free service and returns its JSON response.
+    /// Sends a request that is free of charge and returns its JSON response.
     pub(crate) async fn send(&self, call: &Call<'_>) -> Result<ServiceResponse, CallFailure> {
         self.call(call, CostBound::FREE, &|_| None).await
     }
 
-    /// Sends a request that may cost up to `bound`; `check` finds errors in responses with a success status.
+    /// Sends a request that costs at most `bound`; `check` detects errors in responses with a success status.
     pub(crate) async fn call(
         &self,
         call: &Call<'_>,
@@ -434,7 +434,7 @@ pub(crate) fn server_message(body: &str) -> String {
     }
 }
 
-/// The innermost cause, such as `Connection refused`, which the `Display` of a reqwest error leaves out.
+/// The innermost cause of an error, such as `Connection refused`, which the `Display` of a reqwest error leaves out.
 pub fn root_cause(error: &dyn std::error::Error) -> String {
     let mut cause = error;
     while let Some(next) = cause.source() {
@@ -466,7 +466,9 @@ fn new_client(setting: &str, limits: &CallLimits, config: &CallsConfig) -> Resul
         let certificates = certificates.ok_or_else(|| unusable("which holds no certificate in PEM form".into()))?;
         builder = builder.tls_certs_merge(certificates);
     }
-    builder.build().map_err(|error| DataError::setting(setting, format!("cannot be called from this machine: {error}")))
+    builder.build().map_err(|error| {
+        DataError::setting(setting, format!("cannot be called: the HTTP client cannot be created: {error}"))
+    })
 }
 
 /// Unlike `from_secs_f64` without a panic; the configuration's check rejects such values.

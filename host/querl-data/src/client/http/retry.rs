@@ -1,4 +1,4 @@
-//! Retries and what limits calls to an endpoint: which failures are retried and when, the circuit breaker, and rate limits.
+//! Retry policy of calls to an endpoint (which failures are retried and when), circuit breaker and rate limits.
 
 use crate::client::spend::Usage;
 use governor::clock::Clock;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime};
 
-/// A longer `Retry-After` opens the circuit breaker.
+/// Maximum `Retry-After` for which a call waits; a longer one opens the circuit breaker.
 pub(super) const MAX_RETRY_AFTER: Duration = Duration::from_secs(120);
 
 pub(super) struct FailedAttempt {
@@ -21,7 +21,7 @@ pub(super) struct FailedAttempt {
 }
 
 impl FailedAttempt {
-    /// The request was sent without a usable response: it may have been charged.
+    /// The failure of a request that was sent but has no usable response, so that the service may have charged it.
     pub(super) fn lost(self) -> Self {
         Self { charge: Charge::Unknown, ..self }
     }
@@ -34,7 +34,7 @@ pub(super) enum Retry {
     After(Duration),
 }
 
-/// An error in the body of a response with a success status.
+/// An error that the body of a response with a success status reports.
 #[derive(Debug, Clone)]
 pub(crate) struct Refusal {
     pub(super) kind: FailureKind,
@@ -43,17 +43,17 @@ pub(crate) struct Refusal {
     pub(crate) what: String,
 }
 
-/// What a service charged for a response that cannot be used.
+/// What a service charged for an attempt without a usable response.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Charge {
     Nothing,
-    /// At most the bound of the call.
+    /// An unknown amount, at most the cost bound of the call.
     Unknown,
     Exactly(Usage),
 }
 
 impl Refusal {
-    /// An error with the status in the body, if there is one: treated as the same HTTP status, else as a server error.
+    /// An error in the body, with the status that the body reports if any: handled like that HTTP status, otherwise like a server error.
     pub(crate) fn reported(status: Option<u16>, what: String) -> Self {
         let (kind, retry) = match status.filter(|status| (400..600).contains(status)) {
             Some(status) => of_status(status, None),
@@ -66,17 +66,17 @@ impl Refusal {
         Self { kind: FailureKind::ServerError, retry: Retry::Later, charge: Charge::Unknown, what }
     }
 
-    /// A response without the content that its interface requires. Retried like a server error.
+    /// A response that lacks the content that its API requires; retried like a server error.
     pub(crate) fn unusable(what: String) -> Self {
         Self { kind: FailureKind::InvalidResponse, retry: Retry::Later, charge: Charge::Unknown, what }
     }
 
-    /// A response that does not fit the configuration. It would be the same again.
+    /// A response that does not fit the configuration; not retried, since the next response would not fit either.
     pub(crate) fn misconfigured(what: String) -> Self {
         Self { retry: Retry::Useless, ..Self::unusable(what) }
     }
 
-    /// [`unusable`](Self::unusable) with the usage that the response states.
+    /// The refusal, charged with the usage that the response reports.
     pub(crate) fn charged(self, usage: Usage) -> Self {
         Self { charge: Charge::Exactly(usage), ..self }
     }
@@ -88,7 +88,7 @@ impl From<String> for Refusal {
     }
 }
 
-/// Finds an error in a body.
+/// Function that detects an error in the body of a response with a success status.
 pub(crate) type Check<'a> = dyn Fn(&Value) -> Option<Refusal> + Send + Sync + 'a;
 
 pub(super) fn of_status(status: u16, retry_after: Option<Duration>) -> (FailureKind, Retry) {
@@ -112,12 +112,12 @@ pub(super) fn is_out_of_money(body: &str) -> bool {
         .any(|path| body.pointer(path).is_some_and(|code| code == "insufficient_quota"))
 }
 
-/// True for gateway errors: the service behind the gateway may have processed the request.
+/// True for HTTP gateway errors (502, 504): the service behind the gateway may have processed and charged the request.
 pub(super) fn may_be_charged(status: u16) -> bool {
     matches!(status, 502 | 504)
 }
 
-/// `Retry-After` as a duration: seconds, or a date; 0 for a date in the past.
+/// The `Retry-After` header as a duration, from seconds or a date; 0 for a date in the past, `None` without a valid header.
 pub(super) fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Duration> {
     let text = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
     match text.parse() {
@@ -127,8 +127,8 @@ pub(super) fn retry_after(headers: &HeaderMap, now: SystemTime) -> Option<Durati
     }
 }
 
-/// Opens after `limit` consecutive calls without a usable response, each after all its attempts, and stays open: the stage stops, keeps its
-/// finished rows, and the next run starts with a closed breaker.
+/// Circuit breaker: opens after `limit` consecutive calls that failed in all their attempts, and stays open. The stage then stops and
+/// keeps its finished rows; the next run starts with a closed breaker.
 #[derive(Debug)]
 pub(super) struct CircuitBreaker {
     limit: usize,
@@ -145,7 +145,7 @@ impl CircuitBreaker {
         self.opened.get()
     }
 
-    /// Opens at once, after a long `Retry-After`.
+    /// Opens the breaker immediately, after a long `Retry-After`.
     pub(super) fn open(&self, failure: &CallFailure) {
         if self.limit == 0 {
             return;
@@ -180,8 +180,8 @@ impl CircuitBreaker {
     }
 }
 
-/// Request and token quotas, and the pause that the service requested. A bucket holds the tokens of one second: no minute exceeds its
-/// quota by more than a sixtieth.
+/// Rate limiter: token buckets for request and token quotas, and the pause of a `Retry-After`. A bucket holds one second of its quota, so
+/// that no minute exceeds the quota by more than a sixtieth.
 #[derive(Debug, Default)]
 pub(super) struct RateLimiter {
     requests: Option<TokenBucket>,
@@ -223,7 +223,7 @@ impl RateLimiter {
         Self { requests, tokens, paused_until: Mutex::default() }
     }
 
-    /// Waits until a request of `n_tokens` is allowed.
+    /// Waits until the quotas allow a request of `n_tokens` tokens.
     pub(super) async fn acquire(&self, n_tokens: u64) {
         if let Some(requests) = &self.requests {
             requests.take(1).await;
@@ -248,7 +248,7 @@ impl RateLimiter {
     }
 }
 
-/// Estimated number of tokens of a text: a Chinese character counts as one, four other characters as one.
+/// Estimated number of tokens of a text: 1 per Chinese character, 1 per four other characters.
 pub(crate) fn estimated_tokens(text: &str) -> u64 {
     let (n_wide, n_narrow) = text
         .chars()

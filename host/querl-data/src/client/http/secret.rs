@@ -1,4 +1,4 @@
-//! API keys: read from the environment or a file, never shown.
+//! API keys: read from an environment variable or a file, and redacted in messages.
 
 use crate::client::{KeyAccess, ServiceContext};
 use crate::error::DataError;
@@ -10,7 +10,7 @@ use reqwest::header::{HeaderValue, InvalidHeaderValue};
 use serde_json::Value;
 use std::path::Path;
 
-/// A key that no message shows.
+/// An API key that no message or log shows.
 #[derive(Clone)]
 pub(crate) struct Secret {
     key: String,
@@ -24,8 +24,8 @@ const SECRET_BYTES: usize = 8;
 const MAX_KEY_BYTES: u64 = 64 << 10;
 
 impl Secret {
-    /// The key from `file` if set, else from an environment variable; `None` if `variable` is empty or `services` are without keys.
-    /// `section` of the configuration is named in errors.
+    /// Reads the key from `file` if set, otherwise from an environment variable; `None` if `variable` is empty or `services` reads no
+    /// keys. `section` of the configuration is named in errors.
     pub(crate) fn open(
         services: &ServiceContext,
         section: &str,
@@ -70,7 +70,7 @@ impl Secret {
         Self { scheme, ..self }
     }
 
-    /// Value of the `Authorization` header.
+    /// The `Authorization` header with the key.
     pub(super) fn header(&self) -> Result<HeaderValue, InvalidHeaderValue> {
         let mut value = HeaderValue::try_from(match self.scheme {
             AuthScheme::Auto | AuthScheme::Bearer => format!("Bearer {}", self.key),
@@ -85,7 +85,7 @@ impl Secret {
         BASE64_STANDARD.encode(&self.key)
     }
 
-    /// `text` with every encoding of the key redacted.
+    /// `text` with the key redacted in all its encodings.
     pub(super) fn hide_in(&self, text: &str) -> String {
         self.encodings().iter().fold(text.to_owned(), |text, form| text.replace(form, "[key]"))
     }

@@ -25,12 +25,12 @@ use std::time::Duration;
 use store::{Changes, Store, StoreError};
 use tokio::sync::OnceCell;
 
-/// Maximum size of the cache and maximum age of its entries.
+/// Maximum size of the response cache and maximum age of its retrieval responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheLimits {
-    /// Above this size the oldest entries are removed when the cache is opened.
+    /// Maximum size in bytes: the oldest entries beyond it are removed when the cache is opened.
     pub max_bytes: u64,
-    /// Maximum age of retrieval responses.
+    /// Maximum age of retrieval responses; rewrites and judgements do not expire.
     pub retrieval_ttl: Duration,
 }
 
@@ -41,7 +41,7 @@ impl Default for CacheLimits {
 }
 
 impl CacheLimits {
-    /// The limits of a configuration.
+    /// The limits of a configuration (`cache`).
     pub fn of(config: &CacheConfig) -> Self {
         let ttl_s = config.retrieval_ttl_hours * 3600.0;
         Self {
@@ -51,7 +51,7 @@ impl CacheLimits {
     }
 }
 
-/// An open cache. Dropping it writes all queued changes.
+/// An open response cache. Dropping it writes all queued changes.
 pub struct ResponseCache {
     path: PathBuf,
     store: Arc<Store>,
@@ -80,7 +80,7 @@ impl ResponseCache {
         Some(Self { path: path.to_owned(), store, is_broken: Arc::default(), queue, writer: None })
     }
 
-    /// The response stored under `key`, unless it is older than `max_age`.
+    /// The response stored under `key`; `None` if there is none or it is older than `max_age`.
     pub(crate) fn get(&self, table: CacheTable, key: &str, max_age: Option<Duration>) -> Option<Vec<u8>> {
         if self.is_broken.load(Ordering::Relaxed) {
             return None;
@@ -99,7 +99,7 @@ impl ResponseCache {
         })
     }
 
-    /// Stores a response: visible in this process at once, on disk a moment later.
+    /// Stores a response, which is visible in this process immediately and written to disk soon after.
     pub(crate) fn put(&self, table: CacheTable, key: &str, response: Vec<u8>) {
         self.change(table, key, Some(response));
     }
@@ -206,7 +206,7 @@ impl WriteQueue {
 type SharedOutcome = OnceCell<Result<Vec<u8>, CallFailure>>;
 type RequestKey = (CacheTable, String);
 
-/// All requests of a run in flight.
+/// The requests in flight of a run, so that concurrent identical requests share one call.
 #[derive(Default)]
 pub(crate) struct InFlightRequests(Mutex<HashMap<RequestKey, Waiters>>);
 

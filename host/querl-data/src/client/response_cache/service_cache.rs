@@ -1,4 +1,4 @@
-//! The response cache of one service, with single-flight requests.
+//! Response cache of one service, which also merges concurrent identical requests (single-flight).
 
 use super::CacheTable;
 use crate::client::{ServiceContext, queue_guard};
@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::time::Duration;
 
-/// Cached responses of one service with one set of parameters. Without a cache file only concurrent requests share a response.
+/// Cached responses of one service with one set of parameters. Without a cache file, only concurrent identical requests share a response.
 pub(crate) struct ServiceCache {
     services: ServiceContext,
     table: CacheTable,
@@ -17,7 +17,7 @@ pub(crate) struct ServiceCache {
 }
 
 impl ServiceCache {
-    /// For the responses of `provider`. `identity` is everything except the request that a response depends on.
+    /// Opens the cache for `provider`. `identity` is everything that a response depends on except the request.
     pub(crate) fn open(
         services: &ServiceContext,
         table: CacheTable,
@@ -65,7 +65,7 @@ impl ServiceCache {
         }
     }
 
-    /// The cached response, else that of an identical request in flight, else that of `call`.
+    /// Returns the cached response, the response of an identical request in flight, or that of `call`, in this order.
     pub(crate) async fn get_or_call<T: Serialize + DeserializeOwned>(
         &self,
         request: &impl Serialize,

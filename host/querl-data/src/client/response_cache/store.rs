@@ -1,4 +1,4 @@
-//! The database file: tables, checksums, expiry, damage.
+//! The database file of the response cache: tables, checksums, expiry, damaged files.
 
 use crate::error::{DataError, catch_panic};
 use querl_core::fsx::{io_problem, is_exhausted};
@@ -15,16 +15,16 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 /// How long a run waits for a file that another process has open.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// New responses by table and key; `None` removes an entry.
+/// Queued changes by table and key: a new response, or `None` to remove an entry.
 pub(super) type Changes = HashMap<(CacheTable, String), Option<Vec<u8>>>;
 
 querl_core::named_enum! {
-    /// Tables of the cache.
+    /// Tables of the response cache.
     #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
     pub enum CacheTable {
-        /// Rewrites of teachers.
+        /// Rewrites by teachers.
         Rewrites = "rewrites",
-        /// Judgements of judges.
+        /// Judgements by judges.
         Judgements = "judgements",
         /// Hits of retrieval services.
         Retrievals = "retrievals",
@@ -40,17 +40,17 @@ impl CacheTable {
 /// Number and size of the entries of one table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TableStats {
-    /// The table.
+    /// The table that the numbers are about.
     pub table: CacheTable,
-    /// Number of responses.
+    /// Number of stored responses.
     pub n_answers: u64,
     /// Size on disk.
     pub n_bytes: u64,
-    /// When the oldest was stored, in seconds since 1970; `None` in an empty table.
+    /// When the oldest entry was stored, in seconds since 1970; `None` for an empty table.
     pub oldest_s: Option<u64>,
 }
 
-/// `None` only while it is dropped.
+/// The open database; `None` only during drop.
 pub(super) struct Store(Option<Opened>);
 
 enum Opened {
@@ -99,7 +99,7 @@ impl From<StoreError> for OpenError {
 }
 
 impl Store {
-    /// `None`, with a warning, if it cannot be used.
+    /// Opens or creates the database; `None`, with a logged warning, if it cannot be used.
     pub(super) fn open(path: &Path) -> Option<Self> {
         let shown = path.display();
         match Self::try_open_soon(path) {
@@ -127,7 +127,7 @@ impl Store {
         }
     }
 
-    /// Read-only. `None` if there is no file or, with a warning, if it cannot be read.
+    /// Opens the database read-only; `None` if there is no file or, with a logged warning, if it cannot be read.
     pub(super) fn open_for_reading(path: &Path) -> Option<Self> {
         let empty = path.metadata().map_or(true, |file| file.len() == 0);
         if empty {
@@ -369,10 +369,10 @@ pub(super) fn move_aside(path: &Path) -> String {
     }
 }
 
-/// Statistics of each table of the cache at `path`; empty if there is no file.
+/// Number and size of the entries in each table of the cache at `path`; empty if there is no file.
 ///
 /// # Errors
-/// Another process uses it, or it is damaged.
+/// Another process has the cache open, or the file is damaged.
 pub fn cache_stats(path: &Path) -> Result<Vec<TableStats>, DataError> {
     let Some(store) = open_existing(path)? else { return Ok(Vec::new()) };
     CacheTable::ALL
@@ -381,10 +381,10 @@ pub fn cache_stats(path: &Path) -> Result<Vec<TableStats>, DataError> {
         .collect()
 }
 
-/// Empties tables of the cache at `path`.
+/// Removes all entries of `tables` from the cache at `path`.
 ///
 /// # Errors
-/// Another process uses it, or it is damaged.
+/// Another process has the cache open, or the file is damaged.
 pub fn clear_cache(path: &Path, tables: &[CacheTable]) -> Result<(), DataError> {
     match open_existing(path)? {
         Some(store) => store.clear(tables).map_err(|store_error| DataError::file(path, store_error.to_string())),

@@ -1,4 +1,4 @@
-//! Exports the output of a stage as tables (xlsx, csv, tsv, parquet): the columns of the source plan's tools, then error, gold ids and group.
+//! Exports the output of a stage as tables (xlsx, csv, tsv, parquet).
 
 pub(crate) mod verl;
 mod xlsx;
@@ -91,12 +91,12 @@ trait RowWriter {
     fn finish(self: Box<Self>) -> Result<(), DataError>;
 }
 
-/// Path of the table of a stage's output: `rewrites.xlsx` for `rewrites.jsonl`.
+/// Path of the table that is exported from a stage's output: `rewrites.xlsx` for `rewrites.jsonl`.
 pub fn table_path(output: &Path, format: TableFormat) -> PathBuf {
     output.with_extension(format.name())
 }
 
-/// A record that can be exported as a table row.
+/// A record of a stage that can be exported as a table row.
 pub trait TableRecord: DeserializeOwned + 'static {
     #[doc(hidden)]
     fn columns() -> Columns;
@@ -105,16 +105,16 @@ pub trait TableRecord: DeserializeOwned + 'static {
     fn cells(&self) -> Cells<'_>;
 }
 
-/// The columns of a table.
+/// The columns of an exported table.
 pub struct Columns(&'static [Column]);
 
-/// The cells of a row, one per column.
+/// The cells of an exported row, one per column.
 pub struct Cells<'a>(Vec<Cell<'a>>);
 
 /// Writes the records in `output` as tables next to it. All formats are written even if one fails.
 ///
 /// # Errors
-/// The records cannot be read, or a table cannot be written: the first such error.
+/// The records cannot be read, or a table cannot be written; the first such error is returned.
 pub fn write_tables<R: TableRecord>(output: &Path, formats: &[TableFormat]) -> Result<(), DataError> {
     let records = RecordFile::<R>::new(output);
     let written: Vec<Result<(), DataError>> =

@@ -1,4 +1,4 @@
-//! Rows of verl's dataset as a parquet file: `prompt` is a list of messages, `reward_model` and `extra_info` are structs.
+//! Export of a dataset in verl's format, as a parquet file: `prompt` is a list of messages, `reward_model` and `extra_info` are structs.
 //!
 //! Source: `RLHFDataset` of verl 0.9.1 (`verl/utils/dataset/rl_dataset.py`) and the keys that its reward managers read.
 
@@ -15,20 +15,20 @@ use querl_core::records::Message;
 use std::path::Path;
 use std::sync::Arc;
 
-/// One prompt of verl's dataset.
+/// One row of verl's dataset.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VerlRow {
-    /// What the policy is asked.
+    /// `prompt`: the chat messages for the policy; the last one is the user's.
     pub prompt: Vec<Message>,
-    /// `data_source`: chooses the reward function in verl's own ones; shown in metrics.
+    /// `data_source`: the name by which verl chooses a built-in reward function and groups metrics; querl writes the tenant.
     pub data_source: String,
-    /// `reward_model.ground_truth`.
+    /// `reward_model.ground_truth`: the reference that verl passes to reward functions; querl writes the id of the query.
     pub ground_truth: String,
-    /// `extra_info.index`.
+    /// `extra_info.index`: index of the row in its split.
     pub index: u64,
-    /// `extra_info.split`.
+    /// `extra_info.split`: name of the split.
     pub split: String,
-    /// `extra_info.querl`: the query as JSON text.
+    /// `extra_info.querl`: the query with context, gold ids and the baseline rewrite, as JSON text.
     pub querl: String,
 }
 

@@ -1,4 +1,4 @@
-//! Workbooks with a frozen header, filters, scores coloured from red to green, and failures in red.
+//! Export of Excel workbooks with a frozen header, filters, scores coloured from red to green, and failures in red.
 //!
 //! The library panics if its temporary file cannot be written, for example on a full disk.
 
@@ -174,7 +174,7 @@ fn truncated(text: &str) -> &str {
     &text[..end]
 }
 
-/// Whether a cell holds all of a text, but for the form of its line breaks.
+/// True if a text fits in one Excel cell without loss, other than normalised line breaks.
 pub(crate) fn fits_cell(text: &str) -> bool {
     truncated(text).len() == text.len() && !text.contains(|character: char| character != '\r' && is_odd(character))
 }

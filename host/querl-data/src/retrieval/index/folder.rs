@@ -18,14 +18,14 @@ use tempfile::TempDir;
 const UNFINISHED: &str = ".building-";
 /// Name prefix of the folder of a damaged index until it is removed.
 const DAMAGED: &str = ".damaged-";
-/// Such folders that are older were left behind by killed processes.
+/// Maximum age of an unfinished or damaged index folder; older ones were left by killed processes and are removed.
 const LONGEST_BUILD: Duration = Duration::from_secs(7 * 24 * 3600);
 
 #[derive(Debug, Clone)]
 pub(super) struct IndexCacheSettings {
-    /// Cache folder; `None` for the user's.
+    /// Folder of the index cache; `None` for the default in the user's cache folder.
     pub(super) base: Option<PathBuf>,
-    /// Maximum number of indexes; the least recently used are removed.
+    /// Maximum number of indexes in the cache; the least recently used are removed.
     pub(super) n_kept: usize,
 }
 
@@ -36,7 +36,7 @@ pub(super) enum IndexFolder {
 }
 
 impl IndexFolder {
-    /// Opens the index with this digest and builds it if it is missing or damaged. If several processes need it, one builds it and the
+    /// Opens the index with this digest; builds it if it is missing or damaged. If several processes need it, one builds it and the
     /// others wait.
     pub(super) fn open(
         settings: &IndexCacheSettings,
@@ -212,7 +212,7 @@ fn manifest_path(folder: &Path) -> PathBuf {
     folder.join(MANIFEST)
 }
 
-/// A memory-mapped directory without tantivy's lock files: a read-only cache can be used.
+/// A memory-mapped tantivy directory without lock files, so that a read-only index cache can be used.
 #[derive(Debug, Clone)]
 pub(super) struct ReadOnlyDirectory(MmapDirectory);
 

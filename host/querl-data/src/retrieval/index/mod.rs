@@ -1,4 +1,4 @@
-//! A full-text index of a knowledge base, built once on disk and mapped into memory.
+//! Full-text index of a knowledge base, built once on disk and memory-mapped.
 //!
 //! Its folder is named by a digest of everything that it depends on: passages, lexicon, user dictionary, synonyms, and the format of
 //! the index. Other content makes another index; an existing one is not built again.
@@ -34,7 +34,7 @@ use tantivy::{DocAddress, Index, IndexReader, ReloadPolicy, TantivyDocument, Tan
 /// Source: Robertson, Zaragoza and Taylor 2004, "Simple BM25 Extension to Multiple Weighted Fields".
 const TITLE_REPEATS: usize = 2;
 
-/// A stored passage with the traits that the reranker uses.
+/// A passage as stored in the index, with the features that the reranker uses.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct StoredPassage {
     pub(crate) passage: Passage,
@@ -61,7 +61,7 @@ struct Fields {
 }
 
 impl PassageIndex {
-    /// Opens the index of a knowledge base and builds it if necessary.
+    /// Opens the index of a knowledge base; builds it if necessary.
     pub(crate) fn open(
         knowledge_base: &Path,
         config: &RetrievalConfig,
@@ -90,8 +90,8 @@ impl PassageIndex {
         Ok(Self { reader, fields, segmenter, synonyms, vectors, _folder: folder })
     }
 
-    /// The `n_passages` passages with the highest BM25 scores for a text. Each word counts once; a word with synonyms counts as the one
-    /// that scores highest.
+    /// (Position, BM25 score) of the `n_passages` best passages for a text. Each word counts once; of a word and its synonyms the
+    /// best-scoring one counts.
     pub(crate) fn candidates(&self, text: &str, n_passages: usize) -> tantivy::Result<Vec<(usize, f64)>> {
         let words = self.segmenter.tokens(&fold(text));
         if words.is_empty() {
@@ -106,7 +106,7 @@ impl PassageIndex {
         Ok(found.into_iter().map(|(score, address)| (address.doc_id as usize, f64::from(score))).collect())
     }
 
-    /// Positions of the `n_passages` passages whose vectors are nearest to `vector`; none without vectors.
+    /// Positions of the `n_passages` passages whose vectors are nearest to `vector`; empty for an index without vectors.
     pub(crate) fn nearest(&self, vector: &[f32], n_passages: usize) -> Vec<usize> {
         self.vectors.as_ref().map(|vectors| vectors.nearest(vector, n_passages)).unwrap_or_default()
     }
@@ -179,7 +179,7 @@ impl Fields {
     }
 }
 
-/// The configured lexicon with the segmentation of the index; empty if none is configured.
+/// Opens the configured lexicon with the segmentation of the index; an empty lexicon if none is configured.
 pub(crate) fn open_lexicon(config: &RetrievalConfig, segmenter: &Segmenter) -> Result<Arc<Lexicon>, DataError> {
     let lexicon = match config.lexicon.as_deref() {
         Some(path) => Lexicon::read(path)?.with_segmenter(segmenter.clone()),
@@ -322,15 +322,15 @@ fn dot(row: &[u8], vector: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + rest
 }
 
-/// Version of the embedded index. Incremented with each change of how texts are indexed: other ranks follow, so it is an input of the
-/// stages that read hits.
+/// Version of the embedded index, incremented when texts are indexed in another way. Ranks then change, so it is an input of the stages
+/// that depend on hits.
 pub const INDEX_VERSION: u32 = 4;
-/// Format of the index: [`INDEX_VERSION`], and the libraries that build and read it. Another release of a library makes another index.
+/// Version of the index format with the libraries that build and read it; another library release leads to another index.
 pub(super) const FORM: &str = "querl index 4; tantivy 0.27.0, tantivy-jieba 0.21.0, jieba-rs 0.11.0, rust-stemmers 1.2.0, unicode-segmentation 1.13.3";
-/// Libraries that compute vectors.
+/// Libraries that compute the vectors of an index.
 pub(super) const ENCODER: &str = "candle-transformers 0.11.1, tokenizers 0.23.2";
 
-/// Digest of everything that an index is built from. Taken before the files are read, so that a concurrent change is detected.
+/// Digest of everything that an index is built from. It is computed before the files are read, so that a concurrent change is detected.
 pub(super) struct SourcesDigest(String);
 
 impl SourcesDigest {

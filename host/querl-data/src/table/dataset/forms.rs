@@ -1,6 +1,6 @@
-//! A row of a dataset of ms-swift, TRL or verl: its prompt, its completion, its query and its other columns.
+//! Parses a row of a dataset of ms-swift, TRL or verl into prompt, completion, query and other columns.
 //!
-//! | keys | of |
+//! | keys of a row | format |
 //! |---|---|
 //! | `messages` | ms-swift, OpenAI; also `data/train.jsonl` of a run |
 //! | `query`, with `response`, `system` and `history` | ms-swift |
@@ -17,19 +17,19 @@ use serde_json::Value;
 
 #[derive(Debug, Clone)]
 pub(super) struct DatasetRecord {
-    /// What the model is asked; ends with a message of the user.
+    /// The chat messages of the prompt; the last one is the user's.
     pub(super) prompt: Vec<Message>,
-    /// The response; `None` where the row has none.
+    /// The response; `None` if the row has none.
     pub(super) completion: Option<String>,
-    /// Query, profile, history and gold ids separated by commas: those of the label, or what the prompt says.
+    /// Query, profile, history and gold ids (separated by commas), from the label of `querl export` or derived from the prompt.
     pub(super) texts: [String; 4],
-    /// Whether the row has a label of `querl export`, so that no other column stands for one of `texts`.
+    /// True if the row has a label of `querl export`; then no other column may replace one of `texts`.
     pub(super) has_label: bool,
-    /// Other columns.
+    /// Names and cells of the other columns.
     pub(super) columns: Vec<(String, TableCell)>,
 }
 
-/// Reads a row. An error is the end of a sentence.
+/// Parses a row. The error is the end of a sentence.
 pub(super) fn parse(mut row: Object) -> Result<DatasetRecord, String> {
     row.retain(|_, value| !value.is_null());
     let Conversation { prompt, completion } = Conversation::of(&mut row)?;

@@ -9,17 +9,17 @@ use querl_core::fsx::{NumberedLine, open_rows};
 use std::path::Path;
 use std::sync::Arc;
 
-/// Where a row is.
+/// Location of a row in a file, for messages.
 #[derive(Debug, Clone)]
 pub(super) struct RowLocation {
     path: Arc<Path>,
-    /// From 1: the line of JSON lines, blank ones counted, or the row of a parquet file.
+    /// Number from 1: the line of a JSON lines file, blank lines counted, or the row of a parquet file.
     number: usize,
     is_line: bool,
 }
 
 impl RowLocation {
-    /// An error of the row, with the end of a sentence.
+    /// An error at this row; `problem` is the end of a sentence.
     pub(super) fn error(&self, problem: String) -> DataError {
         match self.is_line {
             true => DataError::line(&self.path, self.number, problem),
@@ -30,7 +30,7 @@ impl RowLocation {
 
 pub(super) type JsonRows = Box<dyn Iterator<Item = Result<(RowLocation, Object), DataError>>>;
 
-/// Opens a file by its extension.
+/// Opens a JSON lines or parquet file, by its extension.
 pub(super) fn open_json_rows(path: &Path) -> Result<JsonRows, DataError> {
     let extension = path.extension().map(|extension| extension.to_string_lossy().to_lowercase()).unwrap_or_default();
     let open: fn(&Path) -> Result<JsonRows, DataError> = match extension.as_str() {

@@ -1,4 +1,4 @@
-//! `data.dataset`: datasets of ms-swift, TRL and verl as the query table, with the prompt and the completion of each row.
+//! `data.dataset`: reads a dataset of ms-swift, TRL or verl as the query table, with prompt and completion of each row.
 
 mod forms;
 mod json_rows;
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 /// Rows with their numbers, which continue from file to file.
 type Records = Box<dyn Iterator<Item = Result<(usize, DatasetRecord), DataError>>>;
 
-/// The files of a dataset, which were read through once without errors.
+/// The files of a dataset, read once without errors.
 #[derive(Debug, Clone)]
 pub(crate) struct DatasetFiles {
     files: Vec<DatasetFile>,
@@ -35,10 +35,10 @@ struct DatasetFile {
 }
 
 impl DatasetFiles {
-    /// Opens the configured files.
+    /// Opens the files of `data.dataset` and reads them once.
     ///
     /// # Errors
-    /// A file cannot be read, a row has none of the known forms, or there is no row.
+    /// A file cannot be read, a row has none of the known formats, or there is no row.
     pub(crate) fn open(config: &DataConfig) -> Result<Self, DataError> {
         let own = [&config.query_column, &config.profile_column, &config.history_column, &config.gold_column];
         let mut header: Vec<String> = own.into_iter().cloned().collect();

@@ -1,4 +1,4 @@
-//! Prompts and completions of a dataset for the rows of a run, whose records do not have them.
+//! Reads prompts and completions of `data.dataset`, which the records of a run do not contain.
 
 use super::{DatasetFiles, Records};
 use crate::error::DataError;
@@ -6,24 +6,24 @@ use crate::table::QueryColumns;
 use querl_core::config::DataConfig;
 use querl_core::records::{Message, QueryRow};
 
-/// Reads the rows of `data.dataset` in their order, again from the files.
+/// Reads prompt and completion of each row of `data.dataset`, in order.
 pub(crate) struct DatasetReader {
     files: DatasetFiles,
     query: QueryColumns,
     records: Records,
 }
 
-/// What a row of a dataset has in addition to its query.
+/// Prompt and completion of a row of `data.dataset`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PromptAndCompletion {
-    /// Ends with a message of the user.
+    /// The chat messages of the prompt; the last one is the user's.
     pub(crate) prompt: Vec<Message>,
-    /// `None` where the row has none.
+    /// The response; `None` if the row has none.
     pub(crate) completion: Option<String>,
 }
 
 impl DatasetReader {
-    /// Opens the configured files.
+    /// Opens the files of `data.dataset`.
     ///
     /// # Errors
     /// As [`DatasetFiles::open`], or a configured column is missing.
@@ -34,10 +34,10 @@ impl DatasetReader {
         Ok(Self { files, query, records })
     }
 
-    /// Those of a row that comes after the rows that were read before.
+    /// Prompt and completion of a row; rows must be read in the order of the dataset.
     ///
     /// # Errors
-    /// The dataset has another query there by now, or cannot be read.
+    /// The dataset has changed and has another query in this row, or cannot be read.
     pub(crate) fn read(&mut self, query: &QueryRow) -> Result<PromptAndCompletion, DataError> {
         for record in self.records.by_ref() {
             let (row, record) = record?;
