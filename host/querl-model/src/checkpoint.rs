@@ -104,7 +104,7 @@ pub fn check_weights(directory: &Path) -> Result<(), ModelError> {
     stored.config.tensor_shapes().iter().try_for_each(|(name, _)| stored.bytes(name, None).map(drop))
 }
 
-/// Type, shape and bytes of a tensor or a part of one.
+/// Type, shape and bytes of a tensor or of a slice of it.
 pub(crate) type Bytes<'a> = (DType, Vec<usize>, Cow<'a, [u8]>);
 
 /// The mapped safetensors files of a model. Bytes of tensors are checked for NaN and Inf when they are read.
@@ -184,7 +184,7 @@ impl StoredModel {
         Self::open_with(directory, config, &[])
     }
 
-    /// Opens a directory whose configuration was read already. `extra`: names of permitted tensors in addition to the decoder's.
+    /// Opens a directory whose configuration was read already. `extra`: names of tensors that are allowed in addition to the decoder's.
     pub(crate) fn open_with(directory: &Path, config: DecoderConfig, extra: &[&str]) -> Result<Self, ModelError> {
         let stored = Self { config, files: WeightFiles::open(directory)? };
         stored.check(extra).map_err(|message| ModelError::bad_file(directory, message))?;
@@ -217,7 +217,8 @@ impl StoredModel {
         Ok(Tensor::from_raw_buffer(&bytes, dtype, &shape, &Device::Cpu)?)
     }
 
-    /// A tensor or a part of it as it is stored. Rows are those of the mapped file; columns are copied, they alone are read.
+    /// Type, shape and bytes of a tensor or of a slice, as stored. Rows are borrowed from the mapped file; of a range of columns only these
+    /// are read, and copied.
     ///
     /// # Errors
     /// There is no such tensor, or a value is NaN or Inf.
@@ -451,7 +452,7 @@ impl<'a> WeightLoader<'a> {
         }
     }
 
-    /// A norm or a bias: f32, a variable where weights are trained.
+    /// Weight of a norm, or a bias: f32, a variable if weights are trained.
     pub(crate) fn value(&mut self, name: &str) -> Result<Tensor, ModelError> {
         let slice = self.slice(name)?;
         let tensor = self

@@ -49,7 +49,7 @@ impl ModelError {
         }
     }
 
-    /// A file that is cut, empty or not of its format: `expected`, such as `JSON`.
+    /// The error for a file that is truncated, empty or not of the format `expected`, such as `JSON`.
     pub(crate) fn unparsed(path: &Path, expected: &str, problem: impl std::fmt::Display) -> Self {
         Self::bad_file(path, format!("not {expected}: {problem}; {DOWNLOAD_AGAIN}"))
     }
