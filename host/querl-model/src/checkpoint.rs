@@ -444,7 +444,7 @@ impl<'a> WeightLoader<'a> {
         }
     }
 
-    /// A bias, where it is added on this rank.
+    /// A bias; `None` if another rank adds it.
     pub(crate) fn bias(&mut self, name: &str) -> Result<Option<Tensor>, ModelError> {
         match self.parallel.shard().placement(name, &self.tensors.shape(name)?) {
             Placement::Absent => Ok(None),

@@ -97,7 +97,7 @@ pub struct AdapterSummary {
     pub rank: usize,
     /// Alpha of layers that no `alpha_pattern` matches.
     pub alpha: f64,
-    /// Layers with a rank or alpha of their own in the configuration.
+    /// Number of entries in `rank_pattern` and `alpha_pattern`.
     pub patterns: usize,
     /// Whether the scale is `alpha / sqrt(rank)` (rsLoRA) instead of `alpha / rank`.
     pub use_rslora: bool,
