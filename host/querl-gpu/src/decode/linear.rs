@@ -59,7 +59,9 @@ impl<'g> TensorReader<'g> {
                 let (n_out, n_in) = tensor.dims2()?;
                 DeviceWeight::new(self.read_trained(tensor, |values| self.gpu.to_bf16(values))?, n_out, n_in)
             }
-            Weight::Frozen(_) => bail!("a weight on the CPU in a decoder on a GPU"),
+            Weight::Frozen(_) => bail!(
+                "a frozen weight is in CPU memory but the decoder is on a GPU; internal error, please report it"
+            ),
         }
     }
 

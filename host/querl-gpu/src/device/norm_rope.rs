@@ -106,7 +106,7 @@ impl DeviceRope {
     pub fn new(gpu: &Gpu, table: &RopeTable) -> Result<Self> {
         let (cos, sin, head_dim) = table.tables();
         if head_dim == 0 || !head_dim.is_multiple_of(2) || head_dim > 256 {
-            bail!("rope: heads of {head_dim}; expected an even width from 2 to 256");
+            bail!("rope: head_dim is {head_dim}; expected an even number from 2 to 256");
         }
         let n_positions = cos.len() / (head_dim / 2);
         Ok(Self { cos: gpu.upload(cos)?, sin: gpu.upload(sin)?, head_dim, n_positions })
@@ -213,7 +213,7 @@ impl DeviceRope {
     fn heads(&self, len: usize, n_rows: usize) -> Result<(usize, usize)> {
         let n_heads = whole_rows("rope", len, self.head_dim)?;
         if n_rows > 0 && !n_heads.is_multiple_of(n_rows) || n_rows == 0 && n_heads > 0 {
-            bail!("rope: {n_rows} positions for {n_heads} heads of {}", self.head_dim);
+            bail!("rope: {n_heads} heads (head_dim {}) are not a multiple of {n_rows} positions", self.head_dim);
         }
         Ok((n_heads, n_heads / n_rows.max(1)))
     }

@@ -74,7 +74,10 @@ impl Gpu {
         same_length("copy_blocks", values.len(), n_layers * shape.len())?;
         let of_block = shape.n_kv_heads * BLOCK_TOKENS * shape.head_dim;
         if !of_block.is_multiple_of(8) || !copies.len().is_multiple_of(2) {
-            bail!("copy_blocks: {} numbers of blocks of {of_block} values; expected pairs and eights", copies.len());
+            bail!(
+                "copy_blocks: {} block numbers, {of_block} values per block; expected (source, destination) pairs and a multiple of 8 values",
+                copies.len()
+            );
         }
         let copies_at = self.input(copies);
         let mut args =
@@ -128,7 +131,7 @@ impl Gpu {
         let places =
             [q.device_ptr(self.stream()).0, keys.device_ptr(self.stream()).0, values.device_ptr(self.stream()).0];
         if places.iter().any(|place| !place.is_multiple_of(16)) {
-            bail!("decode_attention: queries, keys and values begin at multiples of 16 bytes");
+            bail!("decode_attention: queries, keys and values must be aligned to 16 bytes");
         }
         if parts.len() < split_values(n, n_heads, head_dim, n_splits) {
             bail!("decode_attention: {n_splits} parts of {n} rows with room for {} values", parts.len());
@@ -262,7 +265,7 @@ impl Gpu {
         let n_heads = whole_rows("finish_heads", q.len(), (n * head_dim).max(1))?;
         rows.check("finish_heads", n)?;
         if head_dim > 128 || !head_dim.is_multiple_of(2) {
-            bail!("finish_heads: heads of {head_dim}; expected an even width up to 128");
+            bail!("finish_heads: head_dim is {head_dim}; expected an even number up to 128");
         }
         let [q_norm, k_norm] = match norms.weights {
             Some(weights) => {

@@ -101,12 +101,15 @@ impl Gpu {
             same_length("choose", len, n * max_tokens)?;
         }
         if rows.responses.is_none() && rules.read_responses() {
-            bail!("choose: logits processors read responses, which are not given");
+            bail!("choose: a logits processor needs the response tokens, but none were passed");
         }
         if !(rules.temperature > 0.0 && rules.top_p > 0.0 && rules.repetition_penalty > 0.0) {
-            bail!("choose: temperature {}, top_p {} and penalty {} above 0", rules.temperature, rules.top_p, {
+            bail!(
+                "choose: temperature is {}, top_p {} and repetition_penalty {}; expected all above 0",
+                rules.temperature,
+                rules.top_p,
                 rules.repetition_penalty
-            });
+            );
         }
         let [responses_at, originals_at] = match &mut rows.responses {
             Some(responses) => [self.input(&responses.tokens), self.output(&mut responses.original_logits)],
@@ -151,7 +154,7 @@ impl Frame {
     /// Copies the first words, which `fill` writes, to the GPU. The host waits only for the copy of two steps before.
     pub fn send(&mut self, gpu: &Gpu, n_words: usize, fill: impl FnOnce(&mut [u32])) -> Result<()> {
         if n_words > self.words.len() {
-            bail!("{n_words} words for a frame of {}", self.words.len());
+            bail!("the inputs of a decode step take {n_words} words; the buffer has {}", self.words.len());
         }
         self.next = (self.next + 1) % N_HOST;
         let (memory, is_read) = &mut self.host[self.next];

@@ -80,7 +80,7 @@ impl Piece {
     ) -> Result<()> {
         let bytes = self.memory.as_mut_slice().map_err(Error::wrap)?;
         if n * size_of::<T>() > bytes.len() {
-            bail!("{n} values for a piece of {} bytes", bytes.len());
+            bail!("{n} values do not fit in a pinned staging buffer of {} bytes", bytes.len());
         }
         // SAFETY: the memory is page-aligned and long enough, every bit pattern is a value of a type that GPU and host share, and
         // there is no other reference to it.
