@@ -134,7 +134,7 @@ impl SamplingSettings {
 pub struct GenerationRequest<'a> {
     /// Token ids of the prompt, at least one.
     pub prompt: &'a [u32],
-    /// Seed of the responses' samplers, each of which has its own random stream: a response does not depend on other requests.
+    /// Seed of the responses' samplers. Each sampler has its own random stream: a response does not depend on other requests.
     pub seed: u64,
     /// Number of responses. Greedy decoding gives equal ones, beam search its `n` best, at most `n_beams`.
     pub n: usize,
