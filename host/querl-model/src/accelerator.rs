@@ -32,9 +32,9 @@ pub trait Accelerator: Send + Sync {
     #[allow(missing_docs)]
     fn upload_weight(&self, values: WeightValues<'_>, dtype: BaseDtype) -> Result<Arc<dyn AcceleratorWeight>>;
 
-    /// See [`crate::kernels::rms_norm()`].
+    /// RMSNorm with gradients; see [`crate::kernels::rms_norm()`].
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor>;
-    /// See [`crate::kernels::trained_linear`].
+    /// Linear layer with a trained weight, with gradients; see [`crate::kernels::trained_linear`].
     fn trained_linear(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>;
     /// Log-probabilities and entropies with a trained head `(V, H)`; see [`crate::kernels::token_logprobs`].
     fn trained_token_logprobs(

@@ -142,7 +142,7 @@ impl ChatTemplate {
         self.render_with(messages, add_generation_prompt, &serde_json::json!({}))
     }
 
-    /// As [`ChatTemplate::render`], with further variables such as `enable_thinking`.
+    /// Like [`ChatTemplate::render`], with further variables for the template, such as `enable_thinking`.
     ///
     /// # Errors
     /// The template refuses these messages, or reaches a limit of steps, time, memory or output.

@@ -95,7 +95,7 @@ pub fn check_directory(directory: &Path) -> Result<(), ModelError> {
     WeightFiles::open(directory).map(drop)
 }
 
-/// As [`check_directory`], and reads all weights.
+/// Like [`check_directory`], and also reads and checks all weights.
 ///
 /// # Errors
 /// Those of [`check_directory`], the tensors are not those of the configuration, or a value is NaN or Inf.
@@ -156,7 +156,8 @@ fn map_file(path: &Path) -> Result<MmapedSafetensors, ModelError> {
     unsafe { MmapedSafetensors::new(path) }.map_err(|error| unloaded(path, error))
 }
 
-/// An I/O error, such as that of a mapping without enough address space, says nothing about the file's content.
+/// The error for a file that could not be loaded. An I/O error, such as a mapping without enough address space, does not make it a
+/// damaged file.
 pub(crate) fn unloaded(path: &Path, error: Error) -> ModelError {
     match error {
         Error::WithPath { inner, path } => unloaded(&path, *inner),

@@ -17,8 +17,8 @@ pub struct Dropout {
     pub seed: u64,
 }
 
-/// Dropout of one pass with a key for each of its rows. A row's key comes from its tokens up to itself, so that a row of a
-/// prefix that several sequences share is masked as it would be in each of them alone, however rows are packed into passes.
+/// Dropout of one pass with a key for each of its rows: a hash of the row's tokens up to itself. So a row of a shared prefix has the same
+/// mask as it would have in each of the sequences alone, however rows are packed into passes.
 #[derive(Debug, Clone)]
 pub struct DropoutMask {
     dropout: Dropout,

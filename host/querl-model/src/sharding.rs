@@ -21,9 +21,9 @@ pub struct Shard {
 /// How the weight `(out, in)` of a linear layer is split, by Megatron's names for the transposed weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LinearSplit {
-    /// By outputs: each rank computes some of the outputs from all inputs.
+    /// Split by outputs: each rank computes some of the outputs from all inputs.
     ColumnParallel,
-    /// By inputs: each rank computes a summand of all outputs.
+    /// Split by inputs: each rank computes a partial sum of all outputs from some of the inputs.
     RowParallel,
 }
 
@@ -187,7 +187,7 @@ impl Ranks {
     }
 }
 
-/// One rank's shard and process group; by default a model that is not split.
+/// The tensor-parallel shard of one rank and its process group; the default is a model that is not split.
 #[derive(Clone)]
 pub struct TensorParallel {
     shard: Shard,

@@ -66,7 +66,7 @@ impl Gpu {
         Ok(gpu)
     }
 
-    /// The same GPU with a stream, a cuBLAS handle and staging memory of its own, so that work overlaps (see [`Gpu::wait_for`]).
+    /// A handle of the same GPU with its own stream, cuBLAS handle and staging memory, so that work overlaps (see [`Gpu::wait_for`]).
     /// Tensors are created on the first stream.
     pub fn with_new_stream(&self) -> Result<Self> {
         let stream = self.inner.stream.context().new_stream().map_err(Error::wrap)?;

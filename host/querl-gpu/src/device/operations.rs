@@ -68,7 +68,7 @@ struct GpuNorm {
     eps: f32,
 }
 
-/// See [`querl_model::kernels::rms_norm()`].
+/// RMSNorm with gradients; see [`querl_model::kernels::rms_norm()`].
 pub(super) fn rms_norm(gpu: &Gpu, x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
     contiguous(x)?.apply_op2(&contiguous(weight)?, GpuNorm { gpu: gpu.clone(), eps })
 }
@@ -271,7 +271,7 @@ struct SelectRows {
     indices: Vec<u32>,
 }
 
-/// See [`querl_model::kernels::select_rows`].
+/// Rows of a tensor by index, with gradients; see [`querl_model::kernels::select_rows`].
 pub(super) fn select_rows(gpu: &Gpu, x: &Tensor, indices: Vec<u32>) -> Result<Tensor> {
     contiguous(x)?.apply_op1(SelectRows { gpu: gpu.clone(), indices })
 }

@@ -30,7 +30,7 @@ pub(super) enum Stored {
 /// Some rows of a weight in bf16.
 pub(super) enum WeightRows<'a> {
     Stored(Matrix<'a>),
-    /// With the number of rows.
+    /// Unpacked values of a packed weight, and their number of rows.
     Unpacked(UnpackBuffer<'a>, usize),
 }
 
@@ -123,7 +123,7 @@ impl DeviceWeight {
         }
     }
 
-    /// All values, `(out, in)` f32.
+    /// All values of the weight as `(out, in)` f32.
     pub fn to_f32(&self, gpu: &Gpu) -> Result<CudaSlice<f32>> {
         match &*self.stored {
             Stored::Bf16(values) => gpu.to_f32(values),

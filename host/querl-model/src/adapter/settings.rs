@@ -36,13 +36,13 @@ pub struct LoraSettings {
     pub rank_pattern: Patterns<usize>,
     /// Alphas of layers by name pattern, in place of `alpha`.
     pub alpha_pattern: Patterns<f64>,
-    /// Modules that are trained and saved whole: `embed_tokens`, `lm_head`; a classifier's `score` is not trained here.
+    /// Modules that are trained and saved in full: `embed_tokens`, `lm_head`; a classifier's `score` is not trained by the adapter.
     pub modules_to_save: Vec<String>,
     /// Whether a tied embedding and head in `modules_to_save` have one trained copy or two.
     pub saved_copies: SavedCopies,
 }
 
-/// How a tied embedding and head in `modules_to_save` are copied.
+/// How many trained copies of a tied embedding and head `modules_to_save` makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum SavedCopies {
     /// Embedding and head each have a copy of their own, and one that is not saved stays as in the base: PEFT's default.

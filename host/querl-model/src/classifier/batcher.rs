@@ -27,7 +27,7 @@ pub struct BatchLimits {
 /// Result of classifying one text.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Classification {
-    /// One logit per class.
+    /// Logits of the classes, one per class.
     pub logits: Vec<f64>,
     /// Number of tokens that were classified.
     pub n_tokens: usize,

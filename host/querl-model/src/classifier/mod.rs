@@ -27,7 +27,7 @@ use std::path::Path;
 
 const HEAD_WEIGHT: &str = "score.weight";
 
-/// What is trained of a new classifier in addition to its head.
+/// Which weights of a new classifier are trained in addition to its head.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Tuning {
     /// Every weight of the decoder.

@@ -99,9 +99,9 @@ impl Rope {
         }
     }
 
-    /// Most tokens of a sequence: `max_position_embeddings`, times the factor with linear scaling, and with YaRN at least the positions
-    /// of pretraining times the factor. With YaRN configurations keep the positions of pretraining in `max_position_embeddings` or not.
-    /// vLLM takes these products too.
+    /// Maximum number of tokens of a sequence: `max_position_embeddings`, times the factor with linear scaling, and with YaRN at least the
+    /// positions of pretraining times the factor, since some YaRN configurations have the positions of pretraining in
+    /// `max_position_embeddings`. vLLM computes the same products.
     pub(super) fn max_positions(&self, max_position_embeddings: usize) -> Result<usize, String> {
         let (name, original, factor) = match self.scaling {
             Some(RopeScaling::Linear { factor }) => ("linear scaling", max_position_embeddings, factor),

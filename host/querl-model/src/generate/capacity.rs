@@ -43,12 +43,12 @@ impl CacheRoom {
     }
 }
 
-/// Most blocks that a prompt takes: its own, and one that a shared prefix leaves half filled.
+/// Maximum number of blocks that a prompt takes: its own, and one that a shared prefix leaves half filled.
 pub(super) fn blocks_of_prompt(n_tokens: usize) -> usize {
     n_tokens.div_ceil(BLOCK_TOKENS) + 1
 }
 
-/// Most blocks that a response adds to its prompt's: the prompt's last is copied where it is not full.
+/// Maximum number of blocks that a response adds to its prompt's: the prompt's last block is copied if it is not full.
 pub(super) fn blocks_of_response(max_new_tokens: usize) -> usize {
     max_new_tokens.div_ceil(BLOCK_TOKENS) + 1
 }

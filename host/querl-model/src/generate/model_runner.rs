@@ -19,9 +19,9 @@ pub enum HiddenState {
     /// Not computed yet, or no longer needed.
     #[default]
     Unknown,
-    /// In CPU memory, H values.
+    /// Hidden state in CPU memory: H values.
     Host(Vec<f32>),
-    /// In the memory of the policy's accelerator.
+    /// Hidden state in the memory of the policy's accelerator.
     Device(Box<dyn Any + Send + Sync>),
 }
 
@@ -108,7 +108,7 @@ pub(crate) fn install(new_policy: NewDecodePolicy) {
 pub(super) enum Policy {
     /// Threads work on sequences of their own, or together.
     Cpu(Box<BaseWeights>),
-    /// All sequences are one batch.
+    /// A policy on an accelerator, which runs all sequences as one batch.
     Accelerator(Box<dyn DecodePolicy>),
 }
 

@@ -100,7 +100,7 @@ pub(super) struct BeamCandidate {
     pub(super) token: u32,
     /// Added to the beam's score: the log-probability at temperature 1 after penalties.
     pub(super) gain: f64,
-    /// At the sampling temperature, without penalties.
+    /// Log-probability at the sampling temperature, without penalties.
     pub(super) logprob: f32,
 }
 

@@ -202,7 +202,7 @@ pub struct ServingEngine {
 const MAX_PREFILL_TOKENS: usize = 512;
 
 impl ServingEngine {
-    /// An engine on a whole decoder on the CPU.
+    /// An engine for a decoder on the CPU that is not sharded.
     ///
     /// # Errors
     /// The decoder is on another device or a shard.
@@ -270,7 +270,7 @@ impl ServingEngine {
         self.running.len()
     }
 
-    /// Bytes of the KV cache in use, kept prefixes included.
+    /// Bytes of the KV cache in use, cached prefixes included.
     pub fn kv_cache_bytes(&self) -> usize {
         self.pool.n_live() * self.pool.block_bytes()
     }

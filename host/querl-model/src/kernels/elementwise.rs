@@ -96,7 +96,7 @@ vectorised! {
     }
 }
 
-/// As [`rms_norm`], on slices: `x` has rows of as many values as `weight`.
+/// Like [`rms_norm`], on slices: `x` has rows of as many values as `weight`.
 pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32) -> Vec<f32> {
     let task = values_per_task(weight.len());
     assert!(x.len().is_multiple_of(weight.len()), "whole rows");
@@ -193,7 +193,7 @@ vectorised! {
     }
 }
 
-/// As [`swiglu`], on slices.
+/// Like [`swiglu`], on slices.
 pub fn swiglu_forward(gate: &[f32], up: &[f32]) -> Vec<f32> {
     assert_eq!(gate.len(), up.len(), "a gate for each value");
     let fill = |y: &mut [MaybeUninit<f32>]| {

@@ -108,7 +108,8 @@ impl World {
         let _ = self.ending.changed.wait_timeout_while(n, ABORT_TIMEOUT, |n| *n > 0);
     }
 
-    /// After the threads of all ranks; failed ranks have waited for the end of communicators themselves.
+    /// Closes all communicators, unless a rank has failed; called after the threads of all ranks have ended. A failed rank has waited until
+    /// they were aborted.
     pub(super) fn close(&self) {
         if self.failure.get().is_none() {
             self.end_communicators(|communicator| communicator.close());

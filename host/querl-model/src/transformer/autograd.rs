@@ -183,7 +183,7 @@ impl<B: TrainingBackend> CustomOp2 for LayerOp<B> {
     }
 }
 
-/// One layer that keeps its input alone.
+/// A transformer layer with gradient checkpointing: it saves only its input.
 pub(crate) struct CheckpointedLayer {
     pub(crate) weights: Arc<LayerWeights>,
     pub(crate) pass: LayerPass,
@@ -321,7 +321,7 @@ impl Recompute {
         self.keep == Keep::Inputs
     }
 
-    /// The same collection, for the recomputation inside a checkpointed layer.
+    /// The same collection of gradients, for the recomputation inside a checkpointed layer.
     pub(crate) fn inside(&self) -> Self {
         Self { keep: Keep::Activations, ..self.clone() }
     }

@@ -10,7 +10,7 @@ use std::any::Any;
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// What every layer of a model needs in addition to its weights.
+/// Parameters that all layers of a model share, in addition to the weights of each.
 #[derive(Clone)]
 pub struct LayerContext {
     /// RoPE table of all positions.
@@ -30,7 +30,7 @@ pub struct Rows {
     pub positions: Arc<Vec<u32>>,
     /// Dropout on the inputs of adapters, with one key per row; `None` without dropout.
     pub dropout: Option<DropoutMask>,
-    /// These rows in device memory, in the backend's form; `None` on the CPU.
+    /// The rows in device memory, in the backend's form; `None` on the CPU.
     pub device_rows: Option<Arc<dyn Any + Send + Sync>>,
 }
 

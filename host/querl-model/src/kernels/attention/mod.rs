@@ -143,7 +143,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, queries: &Queries, head_dim
 /// Log-sum-exp of the attention scores for each chunk of queries, `(kv_heads, queries, group)`: saved for the backward pass.
 pub type LogSumExp = Vec<Vec<f32>>;
 
-/// As [`attention`], on slices; also returns the log-sum-exp of the scores.
+/// Like [`attention`], on slices; also returns the log-sum-exp of the scores.
 pub fn attention_forward(queries: &Queries, head_dim: usize, [q, k, v]: [&[f32]; 3]) -> Result<(Vec<f32>, LogSumExp)> {
     let (heads, x) = (queries.heads(head_dim, q, k)?, Inputs { q, k, v, window: queries.window });
     let mut out = vec![0f32; q.len()];

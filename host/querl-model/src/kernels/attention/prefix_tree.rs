@@ -67,9 +67,9 @@ impl RowTree {
 /// Its keys are numbered: first the `n_before` rows that the first query sees before itself, by depth; then the rows from the
 /// first query to the last.
 pub(super) struct QueryChunk {
-    /// Of the list of queries.
+    /// Range of the chunk's queries in the list of all queries.
     pub(super) queries: Range<usize>,
-    /// For each of them how many keys it sees, itself included.
+    /// Number of keys that each query of the chunk attends to, itself included.
     pub(super) n_seen: Vec<usize>,
     /// Rows of the first keys, as runs.
     pub(super) before: Vec<Range<usize>>,
