@@ -271,8 +271,8 @@ fn comm_of(held: &Option<Handle>) -> Result<Comm> {
     held.as_ref().map(|Handle(comm)| *comm).ok_or_else(ended)
 }
 
-/// DecodeBufferSizes of the all-reduces in [`Gpu::connect`]: since 2.22, NCCL allocates memory for an algorithm when it is first used, and small and
-/// large sizes use different ones.
+/// Numbers of values of the all-reduces in [`Gpu::connect`]: since 2.22, NCCL allocates memory for an algorithm at its first use, and
+/// small and large sizes use different ones.
 const WARM_UP_SIZES: [usize; 2] = [1, 4 << 20];
 
 impl Communicator for Nccl {

@@ -265,7 +265,7 @@ impl Decoder {
         &self.norm
     }
 
-    /// RoPE table in an accelerator's memory, `None` on the CPU; see [`crate::Accelerator::upload_rope`].
+    /// RoPE table in an accelerator's memory, `None` on the CPU; see [`crate::backend::LayerAccelerator::upload_rope`].
     pub fn device_rope(&self) -> Option<&DeviceState> {
         self.device_rope.as_ref()
     }
